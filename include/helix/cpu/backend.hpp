@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+// cpu::Backend: every operation of the Backend concept on host threads, f32 activations.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include <helix/backend.hpp>
+#include <helix/cpu/local_comm.hpp>
+#include <helix/cpu/stream.hpp>
+#include <helix/cpu/thread_pool.hpp>
+
+namespace helix::cpu {
+
+/// Zeroed host memory, aligned to 256 bytes, pages untouched until first written. Moves, does not copy.
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(std::size_t bytes);
+
+  std::byte* data() const { return data_.get(); }
+  std::size_t size_bytes() const { return bytes_; }
+
+ private:
+  struct Release {
+    std::size_t bytes = 0;
+    void operator()(std::byte* data) const noexcept;
+  };
+  std::unique_ptr<std::byte, Release> data_;
+  std::size_t bytes_ = 0;
+};
+
+/// The operations, without communicators. Each is queued on the stream; see helix/backend.hpp for what each computes.
+class Operators {
+ public:
+  using Stream = cpu::Stream;
+  using Event = cpu::Event;
+  using Buffer = cpu::Buffer;
+  using Activation = float;
+
+  /// `num_threads` share each operation of this rank (0: all cores). Results do not depend on it.
+  explicit Operators(int num_threads = 1);
+
+  int num_threads() const { return pool_->num_threads(); }
+
+  Buffer allocate(std::size_t bytes) const { return Buffer(bytes); }
+  Stream create_stream() const { return {}; }
+  Event create_event() const { return {}; }
+  void record(Event& event, Stream stream) const { event.record(stream); }
+  void wait(Stream stream, const Event& event) const { event.wait(stream); }
+  void synchronize(Stream stream) const { stream.synchronize(); }
+  void upload(void* target, const void* source, std::size_t bytes, Stream stream) const;
+  void download(void* target, const void* source, std::size_t bytes, Stream stream) const;
+  void fill_zero(void* target, std::size_t bytes, Stream stream) const;
+
+  void rms_norm(const RmsNormArgs<float>& args, Stream stream) const;
+  void linear(const LinearArgs<float>& args, Stream stream) const;
+  void head_linear(const HeadLinearArgs<float>& args, Stream stream) const;
+  void rope(const RopeArgs<float>& args, Stream stream) const;
+  void append_kv(const AppendKvArgs<float>& args, Stream stream) const;
+  void partial_attention(const PartialAttentionArgs<float>& args, Stream stream) const;
+  void pack_partial(const PackPartialArgs<float>& args, Stream stream) const;
+  void check_exchange(const CheckExchangeArgs& args, Stream stream) const;
+  void lse_combine(const LseCombineArgs<float>& args, Stream stream) const;
+  void swiglu(const SwigluArgs<float>& args, Stream stream) const;
+  void route(const RouteArgs<float>& args, Stream stream) const;
+  void expert_ffn(const ExpertFfnArgs<float>& args, Stream stream) const;
+  void embed(const EmbedArgs<float>& args, Stream stream) const;
+  void gather_rows(const GatherRowsArgs<float>& args, Stream stream) const;
+  void sample(const SampleArgs<float>& args, Stream stream) const;
+
+  /// Upper bounds over any positions, for the caller's workspace.
+  std::size_t partial_attention_workspace_bytes(std::int64_t num_tokens, std::int64_t num_query_heads,
+                                                std::int64_t head_dim, std::int64_t value_dim) const;
+  std::size_t expert_ffn_workspace_bytes(std::int64_t num_tokens, std::int64_t top_k, std::int64_t hidden,
+                                         std::int64_t expert_ffn) const;
+
+ private:
+  std::shared_ptr<ThreadPool> pool_;
+};
+
+/// One rank: the operations and the stage's communicators, which it owns.
+template <Communicator CommType>
+class Backend : public Operators {
+ public:
+  using Comm = CommType;
+
+  /// A rank alone.
+  explicit Backend(int num_threads = 1)
+    requires std::same_as<Comm, LocalComm>
+      : Backend(LocalComm::create_group(1).front(), LocalComm::create_group(1).front(), num_threads) {}
+
+  /// `stage`: all N ranks, by stage_rank. `kvp`: this rank's KVP group, by kvp_rank (stage.split(tpa_rank, kvp_rank)).
+  Backend(Comm stage, Comm kvp, int num_threads = 1)
+      : Operators(num_threads), comms_(std::make_shared<Comms>(std::move(stage), std::move(kvp))) {}
+
+  StageComms<Comm> comms() const { return {&comms_->stage, &comms_->kvp}; }
+
+  /// A stream whose first failure aborts the stage's groups, so that no other rank waits for this one.
+  Stream create_stream() const {
+    Stream stream;
+    stream.on_failure([comms = comms_](std::exception_ptr failure) { comms->abort(failure); });
+    return stream;
+  }
+
+ private:
+  struct Comms {
+    Comm stage;
+    Comm kvp;
+    Comms(Comm s, Comm k) : stage(std::move(s)), kvp(std::move(k)) {}
+    void abort(std::exception_ptr failure) noexcept {
+      try {
+        std::rethrow_exception(failure);
+      } catch (const std::exception& error) {
+        stage.abort(error.what());
+        kvp.abort(error.what());
+      } catch (...) {
+        stage.abort("unknown failure");
+        kvp.abort("unknown failure");
+      }
+    }
+  };
+  std::shared_ptr<Comms> comms_;
+};
+
+}  // namespace helix::cpu

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// Streams and events on the CPU: real in-order queues with a worker thread each, so that overlap is true concurrency.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+namespace helix::cpu {
+
+class Event;
+
+/// A handle to an in-order queue of work, run by one worker thread. Copies name the same queue; the queue lives until
+/// the last copy is gone and drains first. The first exception of a task is sticky: later tasks are skipped (events
+/// still fire) and every synchronize() rethrows it. Enqueuing allocates nothing; a full queue makes the caller wait.
+class Stream {
+ public:
+  static constexpr std::size_t kTaskBytes = 640;  ///< inline room for one task's captures
+
+  Stream();
+
+  /// Runs `task()` on the worker after everything enqueued before.
+  template <class Task>
+  void enqueue(Task&& task) {
+    using Stored = std::decay_t<Task>;
+    static_assert(sizeof(Stored) <= kTaskBytes, "task captures exceed Stream::kTaskBytes");
+    static_assert(alignof(Stored) <= alignof(std::max_align_t));
+    void* slot = begin_enqueue();
+    ::new (slot) Stored(std::forward<Task>(task));
+    end_enqueue([](void* stored) {
+      // Run and destroy, also when it throws.
+      struct Destroy {
+        Stored* task;
+        ~Destroy() { task->~Stored(); }
+      } destroy{static_cast<Stored*>(stored)};
+      (*destroy.task)();
+    }, [](void* stored) { static_cast<Stored*>(stored)->~Stored(); });
+  }
+
+  /// Waits on the host until the queue is empty. @throws the sticky failure, if any.
+  void synchronize() const;
+
+  /// The sticky failure, or null.
+  std::exception_ptr failure() const;
+
+  /// Called once, on the worker, with the first failure of a task: the owner aborts its communicators there.
+  void on_failure(std::function<void(std::exception_ptr)> handler);
+
+  friend bool operator==(const Stream& a, const Stream& b) { return a.queue_ == b.queue_; }
+
+ private:
+  friend class Event;
+  struct Queue;
+
+  void* begin_enqueue();
+  void end_enqueue(void (*run)(void*), void (*drop)(void*));
+
+  std::shared_ptr<Queue> queue_;
+};
+
+/// A point in a stream. record() captures the work enqueued so far; wait() makes another stream wait for it. Re-recording
+/// is allowed: a wait refers to the record that precedes it in program order. Waiting for a failed stream spreads its
+/// failure to the waiting stream.
+class Event {
+ public:
+  Event();
+  void record(const Stream& stream);
+  void wait(const Stream& stream) const;  ///< `stream` waits, the host does not
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace helix::cpu

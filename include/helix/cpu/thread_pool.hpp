@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// ThreadPool: the threads that share one rank's operation.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+namespace helix::cpu {
+
+/// A fixed set of worker threads for fork-join loops inside one operation. Several streams may call it at once.
+class ThreadPool {
+ public:
+  /// `num_threads` in all, the caller included; 1 creates none.
+  explicit ThreadPool(int num_threads);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int num_threads() const;
+
+  /// Calls `body(index, thread)` for every index in [0, count), dynamically scheduled; `thread` in [0, num_threads).
+  /// Returns when all are done; the caller works too. Rethrows the first exception. Results must not depend on which
+  /// thread runs an index.
+  void parallel_for(std::int64_t count, const std::function<void(std::int64_t, int)>& body);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace helix::cpu

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// KvLayout: which KVP rank owns a token, and where it lies there (invariant 2).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include <helix/error.hpp>
+
+#if defined(__CUDACC__)
+#define HELIX_HOST_DEVICE __host__ __device__
+#else
+#define HELIX_HOST_DEVICE
+#endif
+
+namespace helix {
+
+/// Tokens [begin, end).
+struct TokenRange {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+
+  HELIX_HOST_DEVICE constexpr std::int64_t size() const { return end - begin; }
+  HELIX_HOST_DEVICE friend constexpr bool operator==(const TokenRange& a, const TokenRange& b) {
+    return a.begin == b.begin && a.end == b.end;
+  }
+};
+
+/// Block-cyclic split of a sequence over KVP ranks in chunks of `chunk` tokens. The owner is a function of the
+/// global position alone, so prefill, decode, draft tokens and transfers agree without a counter. Local positions
+/// are compact: rank r's tokens of a sequence of S tokens lie at 0 .. length(S, r) - 1 (invariant 3).
+/// Independent of the page size.
+class KvLayout {
+ public:
+  /// @throws Error(invalid_argument) unless kvp >= 1 and chunk >= 1.
+  constexpr KvLayout(std::int64_t kvp, std::int64_t chunk) : kvp_(kvp), chunk_(chunk) {
+    HELIX_EXPECTS(kvp >= 1 && chunk >= 1, ErrorCode::invalid_argument, "KvLayout: kvp is ", kvp, ", chunk is ", chunk,
+                  "; both must be at least 1");
+  }
+
+  HELIX_HOST_DEVICE constexpr std::int64_t kvp() const { return kvp_; }
+  HELIX_HOST_DEVICE constexpr std::int64_t chunk() const { return chunk_; }
+  /// Tokens after which ownership repeats: chunk * KVP.
+  HELIX_HOST_DEVICE constexpr std::int64_t period() const { return chunk_ * kvp_; }
+
+  /// KVP rank that stores global position `position` (>= 0).
+  HELIX_HOST_DEVICE constexpr std::int64_t owner(std::int64_t position) const { return (position / chunk_) % kvp_; }
+
+  /// Local position of global `position` on its owner.
+  HELIX_HOST_DEVICE constexpr std::int64_t local(std::int64_t position) const {
+    return (position / period()) * chunk_ + position % chunk_;
+  }
+
+  /// Tokens that `kvp_rank` owns of the first `num_tokens` global positions. Also the per-query causal bound: query
+  /// at global position p reads local positions [0, length(p + 1, kvp_rank)) (invariant 4). Zero for num_tokens <= 0.
+  HELIX_HOST_DEVICE constexpr std::int64_t length(std::int64_t num_tokens, std::int64_t kvp_rank) const {
+    if (num_tokens <= 0) return 0;
+    const std::int64_t rest = num_tokens % period() - kvp_rank * chunk_;
+    const std::int64_t partial = rest < 0 ? 0 : (rest > chunk_ ? chunk_ : rest);
+    return (num_tokens / period()) * chunk_ + partial;
+  }
+
+  /// Global position of `local_position` on `kvp_rank`; the inverse of (owner, local).
+  HELIX_HOST_DEVICE constexpr std::int64_t global(std::int64_t kvp_rank, std::int64_t local_position) const {
+    return (local_position / chunk_) * period() + kvp_rank * chunk_ + local_position % chunk_;
+  }
+
+  /// Local positions on `kvp_rank` of the global span `span`: one contiguous run, because local indexing is compact.
+  HELIX_HOST_DEVICE constexpr TokenRange local_range(TokenRange span, std::int64_t kvp_rank) const {
+    return {length(span.begin, kvp_rank), length(span.end, kvp_rank)};
+  }
+
+  /// Calls `visit(TokenRange global, int64 local_begin)` for each maximal owned run of `span` in order: at most one a
+  /// chunk, no per-token loop. With kvp == 1 the span is one run.
+  template <class Visit>
+  constexpr void for_each_owned_range(TokenRange span, std::int64_t kvp_rank, Visit&& visit) const {
+    if (kvp_ == 1) {
+      if (span.size() > 0) visit(span, span.begin);
+      return;
+    }
+    std::int64_t position = span.begin;
+    if (const std::int64_t behind = position % period() - kvp_rank * chunk_; behind < 0) {
+      position -= behind;  // before this rank's chunk of the period
+    } else if (behind >= chunk_) {
+      position += period() - behind;  // past it: the chunk of the next period
+    }
+    while (position < span.end) {
+      const std::int64_t chunk_end = position - position % chunk_ + chunk_;
+      const TokenRange run{position, std::min(chunk_end, span.end)};
+      visit(run, local(position));
+      position = chunk_end - chunk_ + period();
+    }
+  }
+
+  friend constexpr bool operator==(const KvLayout&, const KvLayout&) = default;
+
+ private:
+  std::int64_t kvp_;
+  std::int64_t chunk_;
+};
+
+}  // namespace helix

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// TensorView: a borrowed, strided, typed window on memory, in mdspan's words.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include <helix/error.hpp>
+
+namespace helix {
+
+/// A view of `R` dimensions of `T`. It borrows: the memory outlives the view. Strides are in elements, the last
+/// dimension is the fastest in a row-major view. The memory may be on a device; the view never dereferences it
+/// except in operator(), which is for host memory.
+template <class T, int R>
+class TensorView {
+  static_assert(R >= 1);
+
+ public:
+  using element_type = T;
+  using extents_type = std::array<std::int64_t, R>;
+  static constexpr int rank() { return R; }
+
+  constexpr TensorView() = default;
+
+  /// A dense row-major view.
+  constexpr TensorView(T* data, extents_type extents) : data_(data), extents_(extents) {
+    std::int64_t stride = 1;
+    for (std::size_t d = R; d-- > 0;) {
+      strides_[d] = stride;
+      stride *= extents_[d];
+    }
+  }
+
+  constexpr TensorView(T* data, extents_type extents, extents_type strides)
+      : data_(data), extents_(extents), strides_(strides) {}
+
+  /// A mutable view reads as a view of const.
+  template <class U>
+    requires(std::is_same_v<const U, T> && !std::is_same_v<U, T>)
+  constexpr TensorView(const TensorView<U, R>& other)  // NOLINT: conversion is the point
+      : data_(other.data()), extents_(other.extents()), strides_(other.strides()) {}
+
+  constexpr T* data() const { return data_; }
+  constexpr std::int64_t extent(int d) const { return extents_[static_cast<std::size_t>(d)]; }
+  constexpr std::int64_t stride(int d) const { return strides_[static_cast<std::size_t>(d)]; }
+  constexpr const extents_type& extents() const { return extents_; }
+  constexpr const extents_type& strides() const { return strides_; }
+
+  constexpr std::int64_t size() const {
+    std::int64_t n = 1;
+    for (std::int64_t e : extents_) n *= e;
+    return n;
+  }
+
+  /// Dense row-major: a flat loop over size() elements visits all of them.
+  constexpr bool is_contiguous() const {
+    std::int64_t expected = 1;
+    for (std::size_t d = R; d-- > 0;) {
+      if (extents_[d] != 1 && strides_[d] != expected) return false;
+      expected *= extents_[d];
+    }
+    return true;
+  }
+
+  template <class... Index>
+    requires(sizeof...(Index) == R)
+  constexpr T& operator()(Index... index) const {
+    std::int64_t offset = 0;
+    int d = 0;
+    ((offset += static_cast<std::int64_t>(index) * stride(d++)), ...);
+    return data_[offset];
+  }
+
+  /// Elements [begin, begin + count) of dimension `d`; the other dimensions are whole.
+  /// @throws Error(invalid_argument) if the range leaves the extent.
+  constexpr TensorView slice(int d, std::int64_t begin, std::int64_t count) const {
+    HELIX_EXPECTS(begin >= 0 && count >= 0 && begin + count <= extent(d), ErrorCode::invalid_argument,
+                  "slice [", begin, ", ", begin + count, ") leaves dimension ", d, " of extent ", extent(d));
+    TensorView result = *this;
+    if (data_ != nullptr) result.data_ = data_ + begin * stride(d);
+    result.extents_[static_cast<std::size_t>(d)] = count;
+    return result;
+  }
+
+ private:
+  T* data_ = nullptr;
+  extents_type extents_{};
+  extents_type strides_{};
+};
+
+}  // namespace helix
