@@ -114,10 +114,19 @@ struct HeadLinearArgs {
   TensorView<T, 3> out;       ///< [tokens, H, N], any strides with the last one 1
 };
 
-/// Rotates the first rotary_dim elements of each head in place.
+/// x / rms(x) * weight of each head, in place (the q/k norm of some models).
+template <class T>
+struct HeadRmsNormArgs {
+  TensorView<T, 3> x;  ///< [tokens, H, D], last stride 1, in place
+  WeightView weight;   ///< [1, D]
+  float epsilon = 1e-5f;
+};
+
+/// out = `in` with the first rotary_dim elements of each head rotated and the rest copied.
 template <class T>
 struct RopeArgs {
-  TensorView<T, 3> x;                       ///< [tokens, H, >= rotary_dim], last stride 1, in place
+  TensorView<const T, 3> in;                ///< [tokens, H, >= rotary_dim], last stride 1
+  TensorView<T, 3> out;                     ///< as `in`; may be the same memory
   const std::int64_t* positions = nullptr;  ///< [tokens]
   RopeView rope;
 };
@@ -166,12 +175,20 @@ struct PackPartialArgs {
   std::uint64_t* epoch = nullptr;///< device counter of the sender
 };
 
+/// Writes one header: `*epoch` + 1 (and advances `*epoch`), `tokens`, `sender`. For messages packed by other operations.
+struct StampArgs {
+  std::byte* message = nullptr;
+  std::int64_t tokens = 0;
+  std::int64_t sender = 0;
+  std::uint64_t* epoch = nullptr;
+};
+
 /// Verifies that every received header carries `*epoch`, `tokens` and its sender's rank. A mismatch is an
 /// Error(out_of_step) on the stream.
 struct CheckExchangeArgs {
-  const std::byte* messages = nullptr;  ///< [KVP, message_bytes]
+  const std::byte* messages = nullptr;  ///< [peers, message_bytes]
   std::int64_t message_bytes = 0;
-  std::int64_t kvp = 1;
+  std::int64_t peers = 1;
   std::int64_t tokens = 0;
   const std::uint64_t* epoch = nullptr;
 };
@@ -320,10 +337,12 @@ concept Backend = requires(B& backend, typename B::Stream stream, typename B::Ev
     backend.rms_norm(RmsNormArgs<decltype(a)>{}, stream);
     backend.linear(LinearArgs<decltype(a)>{}, stream);
     backend.head_linear(HeadLinearArgs<decltype(a)>{}, stream);
+    backend.head_rms_norm(HeadRmsNormArgs<decltype(a)>{}, stream);
     backend.rope(RopeArgs<decltype(a)>{}, stream);
     backend.append_kv(AppendKvArgs<decltype(a)>{}, stream);
     backend.partial_attention(PartialAttentionArgs<decltype(a)>{}, stream);
     backend.pack_partial(PackPartialArgs<decltype(a)>{}, stream);
+    backend.stamp(StampArgs{}, stream);
     backend.check_exchange(CheckExchangeArgs{}, stream);
     backend.lse_combine(LseCombineArgs<decltype(a)>{}, stream);
     backend.swiglu(SwigluArgs<decltype(a)>{}, stream);

@@ -58,10 +58,12 @@ class Operators {
   void rms_norm(const RmsNormArgs<float>& args, Stream stream) const;
   void linear(const LinearArgs<float>& args, Stream stream) const;
   void head_linear(const HeadLinearArgs<float>& args, Stream stream) const;
+  void head_rms_norm(const HeadRmsNormArgs<float>& args, Stream stream) const;
   void rope(const RopeArgs<float>& args, Stream stream) const;
   void append_kv(const AppendKvArgs<float>& args, Stream stream) const;
   void partial_attention(const PartialAttentionArgs<float>& args, Stream stream) const;
   void pack_partial(const PackPartialArgs<float>& args, Stream stream) const;
+  void stamp(const StampArgs& args, Stream stream) const;
   void check_exchange(const CheckExchangeArgs& args, Stream stream) const;
   void lse_combine(const LseCombineArgs<float>& args, Stream stream) const;
   void swiglu(const SwigluArgs<float>& args, Stream stream) const;

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// WorkspaceArena: carves caller-given workspace into aligned views, or measures how much they would take.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include <helix/error.hpp>
+#include <helix/tensor_view.hpp>
+
+namespace helix {
+
+/// Hands out consecutive 256-byte aligned pieces. A default-constructed arena only measures: it hands out null views
+/// and counts, so that one function both sizes a workspace and lays it out.
+class WorkspaceArena {
+ public:
+  static constexpr std::size_t kAlignment = 256;
+
+  WorkspaceArena() = default;
+  explicit WorkspaceArena(std::span<std::byte> memory) : base_(memory.data()), capacity_(memory.size()) {}
+
+  /// @throws Error(capacity) with both sizes if the workspace is too small.
+  std::span<std::byte> take_bytes(std::size_t bytes) {
+    const std::size_t begin = used_;
+    used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    if (base_ == nullptr) return {};
+    HELIX_EXPECTS(used_ <= capacity_, ErrorCode::capacity, "workspace is ", capacity_, " bytes; at least ", used_,
+                  " are needed: size it with the workspace_bytes() of the operation");
+    return {base_ + begin, bytes};
+  }
+
+  /// A dense view of `extents`.
+  template <class T, int R>
+  TensorView<T, R> take(typename TensorView<T, R>::extents_type extents) {
+    std::size_t count = 1;
+    for (std::int64_t extent : extents) count *= static_cast<std::size_t>(extent);
+    return {reinterpret_cast<T*>(take_bytes(count * sizeof(T)).data()), extents};
+  }
+
+  std::size_t used_bytes() const { return used_; }
+
+ private:
+  std::byte* base_ = nullptr;
+  std::size_t capacity_ = 0;
+  std::size_t used_ = 0;
+};
+
+}  // namespace helix
