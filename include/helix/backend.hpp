@@ -28,14 +28,15 @@ struct WeightView {
   bool empty() const { return data == nullptr; }
 };
 
-/// One step's tokens. Ragged: sequence b has query tokens [query_offsets[b], query_offsets[b+1]), which index the step's
-/// token tensors. A slice of the batch (slice()) keeps those indices and the whole tensors, and covers fewer sequences.
-/// Shapes and query_offsets are fixed when a step is captured; the rest is read from device memory (invariant 10).
+/// One step's tokens. Ragged: sequence b has query tokens [query_offsets[b], query_offsets[b+1]), which index
+/// the step's token tensors. A slice of the batch (slice()) keeps those indices and the whole tensors, and
+/// covers fewer sequences. Shapes and query_offsets are fixed when a step is captured; the rest is read from
+/// device memory (invariant 10).
 struct Batch {
-  std::span<const std::int32_t> query_offsets_host;   ///< [B + 1], host memory; the slicing of HOP-B needs it
-  const std::int32_t* query_offsets = nullptr;        ///< [B + 1], the same on the device
-  const std::int64_t* positions = nullptr;            ///< [tokens of the step], global; -1: padding, reads nothing
-  const std::int32_t* sequence_slots = nullptr;       ///< [B], rows of the cache's page table
+  std::span<const std::int32_t> query_offsets_host;  ///< [B + 1], host memory; the slicing of HOP-B needs it
+  const std::int32_t* query_offsets = nullptr;       ///< [B + 1], the same on the device
+  const std::int64_t* positions = nullptr;       ///< [tokens of the step], global; -1: padding, reads nothing
+  const std::int32_t* sequence_slots = nullptr;  ///< [B], rows of the cache's page table
 
   std::int64_t num_sequences() const {
     return query_offsets_host.empty() ? 0 : static_cast<std::int64_t>(query_offsets_host.size()) - 1;
@@ -52,21 +53,22 @@ struct Batch {
   }
 };
 
-/// One layer's shard of the paged KV cache. Pages are [page, 2, Hkv/TPA, page_tokens, D], head-major, K before V; with
-/// `is_mla` [page, page_tokens, D] and V is the first value_dim elements of each row.
+/// One layer's shard of the paged KV cache. Pages are [page, 2, Hkv/TPA, page_tokens, D], head-major, K
+/// before V; with `is_mla` [page, page_tokens, D] and V is the first value_dim elements of each row.
 struct KvView {
   void* pages = nullptr;
   DType dtype = DType::f32;
-  std::int64_t num_heads = 0;    ///< KV heads stored on this rank
-  std::int64_t head_dim = 0;     ///< D
-  std::int64_t value_dim = 0;    ///< Dv
+  std::int64_t num_heads = 0;  ///< KV heads stored on this rank
+  std::int64_t head_dim = 0;   ///< D
+  std::int64_t value_dim = 0;  ///< Dv
   std::int64_t page_tokens = 0;
   std::int64_t num_pages = 0;
   bool is_mla = false;
-  const float* k_scale = nullptr;           ///< [num_heads], fp8 only: stored * scale = value; nullptr means 1
-  const float* v_scale = nullptr;           ///< [num_heads]; MLA uses k_scale for the whole row
-  const std::int32_t* page_table = nullptr; ///< [max_sequences, max_pages]: page of each page_tokens local tokens
-  std::int64_t max_pages = 0;               ///< row length of page_table
+  const float* k_scale = nullptr;  ///< [num_heads], fp8 only: stored * scale = value; nullptr means 1
+  const float* v_scale = nullptr;  ///< [num_heads]; MLA uses k_scale for the whole row
+  const std::int32_t* page_table =
+      nullptr;                 ///< [max_sequences, max_pages]: page of each page_tokens local tokens
+  std::int64_t max_pages = 0;  ///< row length of page_table
   KvLayout layout{1, 1};
   std::int64_t kvp_rank = 0;
 
@@ -83,7 +85,8 @@ struct RopeView {
 };
 
 // ---------------------------------------------------------------------------------------------------------------
-// Operations. `T` is the activation type (f32 on the CPU). Shapes follow each field; none may alias unless said.
+// Operations. `T` is the activation type (f32 on the CPU). Shapes follow each field; none may alias unless
+// said.
 // ---------------------------------------------------------------------------------------------------------------
 
 /// out = residual' / rms(residual') * weight, with residual' = residual + delta written back to residual.
@@ -92,7 +95,7 @@ struct RmsNormArgs {
   TensorView<const T, 2> delta;  ///< [rows, M] or empty: nothing is added
   TensorView<T, 2> residual;     ///< [rows, M], read; written when delta is given
   WeightView weight;             ///< [1, M]
-  TensorView<T, 2> out;          ///< [rows, M]; may alias residual when delta is empty; empty: only the addition
+  TensorView<T, 2> out;  ///< [rows, M]; may alias residual when delta is empty; empty: only the addition
   float epsilon = 1e-5f;
 };
 
@@ -140,42 +143,45 @@ struct AppendKvArgs {
   KvView kv;
 };
 
-/// Attention of each query over this rank's shard: out = softmax(scale * q k) v, lse = log(sum(exp(scale * q k))).
-/// Query at global position p reads local tokens [length(p + 1 - window), length(p + 1)).
+/// Attention of each query over this rank's shard: out = softmax(scale * q k) v, lse = log(sum(exp(scale * q
+/// k))). Query at global position p reads local tokens [length(p + 1 - window), length(p + 1)).
 template <class T>
 struct PartialAttentionArgs {
-  TensorView<const T, 3> q;   ///< [tokens of the step, Hq/TPA, D], last stride 1
-  Batch batch;                ///< the whole step or a slice; only its tokens' rows of out and lse are written
+  TensorView<const T, 3> q;  ///< [tokens of the step, Hq/TPA, D], last stride 1
+  Batch batch;               ///< the whole step or a slice; only its tokens' rows of out and lse are written
   KvView kv;
-  TensorView<T, 3> out;       ///< [tokens of the step, Hq/TPA, Dv], last stride 1; 0 for a query that sees no token
-  TensorView<float, 2> lse;   ///< [tokens of the step, Hq/TPA], natural log; -inf for a query that sees no token
+  TensorView<T, 3>
+      out;  ///< [tokens of the step, Hq/TPA, Dv], last stride 1; 0 for a query that sees no token
+  TensorView<float, 2>
+      lse;  ///< [tokens of the step, Hq/TPA], natural log; -inf for a query that sees no token
   float scale = 0.0f;
-  std::int64_t window = 0;    ///< tokens that a query sees, itself included; 0 is all of them
-  float soft_cap = 0.0f;      ///< score = cap * tanh(score / cap) before the softmax; 0 is none
+  std::int64_t window = 0;         ///< tokens that a query sees, itself included; 0 is all of them
+  float soft_cap = 0.0f;           ///< score = cap * tanh(score / cap) before the softmax; 0 is none
   std::span<std::byte> workspace;  ///< partial_attention_workspace_bytes()
 };
 
 /// One packed exchange message a KVP peer: [header 16 B][lse f32: tokens * heads][out: tokens * heads * Dv].
 struct ExchangeHeader {
-  std::uint64_t epoch = 0;   ///< exchanges done by the sender (invariant 13)
+  std::uint64_t epoch = 0;  ///< exchanges done by the sender (invariant 13)
   std::uint32_t tokens = 0;
   std::uint32_t sender = 0;  ///< kvp_rank
 };
 
-/// Writes the message for each peer: its heads of `out` and `lse`, behind a header that takes `*epoch` + 1, and
-/// advances `*epoch`.
+/// Writes the message for each peer: its heads of `out` and `lse`, behind a header that takes `*epoch` + 1,
+/// and advances `*epoch`.
 template <class T>
 struct PackPartialArgs {
-  TensorView<const T, 3> out;    ///< [tokens, KVP * h, Dv], last stride 1
-  TensorView<const float, 2> lse;///< [tokens, KVP * h]
-  std::byte* messages = nullptr; ///< [KVP, message_bytes]
+  TensorView<const T, 3> out;      ///< [tokens, KVP * h, Dv], last stride 1
+  TensorView<const float, 2> lse;  ///< [tokens, KVP * h]
+  std::byte* messages = nullptr;   ///< [KVP, message_bytes]
   std::int64_t message_bytes = 0;
   std::int64_t kvp = 1;
   std::int64_t kvp_rank = 0;
-  std::uint64_t* epoch = nullptr;///< device counter of the sender
+  std::uint64_t* epoch = nullptr;  ///< device counter of the sender
 };
 
-/// Writes one header: `*epoch` + 1 (and advances `*epoch`), `tokens`, `sender`. For messages packed by other operations.
+/// Writes one header: `*epoch` + 1 (and advances `*epoch`), `tokens`, `sender`. For messages packed by other
+/// operations.
 struct StampArgs {
   std::byte* message = nullptr;
   std::int64_t tokens = 0;
@@ -193,15 +199,16 @@ struct CheckExchangeArgs {
   const std::uint64_t* epoch = nullptr;
 };
 
-/// Exact merge of R partials in fixed order: out = sum_r w_r out_r / sum_r w_r (+ exp(sink - max)), w_r = exp(lse_r - max).
-/// A partial with lse = -inf has weight 0 whatever its out holds; all of them -inf: out = 0, lse = -inf.
+/// Exact merge of R partials in fixed order: out = sum_r w_r out_r / sum_r w_r (+ exp(sink - max)), w_r =
+/// exp(lse_r - max). A partial with lse = -inf has weight 0 whatever its out holds; all of them -inf: out =
+/// 0, lse = -inf.
 template <class T>
 struct LseCombineArgs {
-  TensorView<const T, 4> partial_out;    ///< [R, tokens, heads, Dv], any strides with the last one 1
-  TensorView<const float, 3> partial_lse;///< [R, tokens, heads], natural log, any strides
-  const float* sink = nullptr;           ///< [heads] logits that join the denominator once, or nullptr
-  TensorView<T, 3> out;                  ///< [tokens, heads, Dv], last stride 1
-  TensorView<float, 2> lse;              ///< [tokens, heads] or empty; includes the sink
+  TensorView<const T, 4> partial_out;      ///< [R, tokens, heads, Dv], any strides with the last one 1
+  TensorView<const float, 3> partial_lse;  ///< [R, tokens, heads], natural log, any strides
+  const float* sink = nullptr;             ///< [heads] logits that join the denominator once, or nullptr
+  TensorView<T, 3> out;                    ///< [tokens, heads, Dv], last stride 1
+  TensorView<float, 2> lse;                ///< [tokens, heads] or empty; includes the sink
 };
 
 /// out[r, i] = silu(gate_up[r, i]) * gate_up[r, F + i].
@@ -219,15 +226,15 @@ enum class RouterScoring : std::uint8_t {
 /// Chooses top_k experts a token. Only the choice sees `bias`; the weights are the unbiased scores.
 template <class T>
 struct RouteArgs {
-  TensorView<const T, 2> logits;       ///< [tokens, E], f32
-  const float* bias = nullptr;         ///< [E] or nullptr
+  TensorView<const T, 2> logits;  ///< [tokens, E], f32
+  const float* bias = nullptr;    ///< [E] or nullptr
   RouterScoring scoring = RouterScoring::softmax;
   std::int64_t num_groups = 1;
-  std::int64_t groups_kept = 1;        ///< experts outside the kept groups score -inf
-  bool normalize = false;              ///< divide by (their sum + 1e-20)
+  std::int64_t groups_kept = 1;  ///< experts outside the kept groups score -inf
+  bool normalize = false;        ///< divide by (their sum + 1e-20)
   float scale = 1.0f;
-  TensorView<std::int32_t, 2> experts; ///< [tokens, top_k], written, best first
-  TensorView<float, 2> weights;        ///< [tokens, top_k], written
+  TensorView<std::int32_t, 2> experts;  ///< [tokens, top_k], written, best first
+  TensorView<float, 2> weights;         ///< [tokens, top_k], written
 };
 
 /// Weights of one routed expert's slice on this rank.
@@ -239,13 +246,13 @@ struct ExpertWeights {
 /// out[t] += sum over this rank's chosen experts e of weight * down_e(swiglu(gate_up_e(in[t]))).
 template <class T>
 struct ExpertFfnArgs {
-  TensorView<const T, 2> in;                 ///< [tokens, M]
-  TensorView<const std::int32_t, 2> experts; ///< [tokens, top_k], global expert ids
-  TensorView<const float, 2> weights;        ///< [tokens, top_k]
+  TensorView<const T, 2> in;                     ///< [tokens, M]
+  TensorView<const std::int32_t, 2> experts;     ///< [tokens, top_k], global expert ids
+  TensorView<const float, 2> weights;            ///< [tokens, top_k]
   std::span<const ExpertWeights> local_experts;  ///< host array of this EP rank's experts
-  std::int64_t first_expert = 0;             ///< global id of local_experts[0]
-  TensorView<T, 2> out;                      ///< [tokens, M], accumulated into
-  std::span<std::byte> workspace;            ///< expert_ffn_workspace_bytes()
+  std::int64_t first_expert = 0;                 ///< global id of local_experts[0]
+  TensorView<T, 2> out;                          ///< [tokens, M], accumulated into
+  std::span<std::byte> workspace;                ///< expert_ffn_workspace_bytes()
 };
 
 /// out[t] = table[ids[t] - first_id], or 0 for ids of another shard (an all-reduce then sums the shards).
@@ -254,7 +261,7 @@ struct EmbedArgs {
   const std::int32_t* ids = nullptr;  ///< [tokens]
   WeightView table;                   ///< [shard of the vocabulary, M]
   std::int64_t first_id = 0;
-  TensorView<T, 2> out;               ///< [tokens, M]
+  TensorView<T, 2> out;  ///< [tokens, M]
 };
 
 /// out[i] = in[rows[i]].
@@ -269,10 +276,11 @@ struct GatherRowsArgs {
 /// (seed, counters[row]) and the logits alone, so that ranks with equal logits draw equal tokens.
 template <class T>
 struct SampleArgs {
-  TensorView<const T, 3> logits;  ///< [shards, rows, width]: shard s holds ids [begins[s], begins[s+1]); rest is padding
+  TensorView<const T, 3>
+      logits;  ///< [shards, rows, width]: shard s holds ids [begins[s], begins[s+1]); rest is padding
   const std::int64_t* shard_begins = nullptr;  ///< [shards + 1], device
   float temperature = 0.0f;
-  float top_p = 1.0f;             ///< smallest set of likeliest tokens whose probability reaches top_p
+  float top_p = 1.0f;  ///< smallest set of likeliest tokens whose probability reaches top_p
   std::uint64_t seed = 0;
   const std::uint64_t* counters = nullptr;  ///< [rows]; nullptr only when temperature is 0
   std::int32_t* tokens = nullptr;           ///< [rows], written
@@ -282,26 +290,27 @@ struct SampleArgs {
 // Concepts
 // ---------------------------------------------------------------------------------------------------------------
 
-/// Collectives of one group. Asynchronous: each is queued on `stream`, and every rank of the group calls it in the same
-/// order with the same sizes. Movement counts bytes, reductions count elements. all_reduce gives the same bits on every
-/// rank (invariant 12). A failure is sticky on the stream and aborts the group.
+/// Collectives of one group. Asynchronous: each is queued on `stream`, and every rank of the group calls it
+/// in the same order with the same sizes. Movement counts bytes, reductions count elements. all_reduce gives
+/// the same bits on every rank (invariant 12). A failure is sticky on the stream and aborts the group.
 template <class C>
-concept Communicator = requires(C& comm, const C& const_comm, const void* in, void* out, std::int64_t n, int peer,
-                                std::span<const std::int64_t> per_peer, DType dtype, typename C::Stream stream,
-                                std::string_view reason) {
+concept Communicator = requires(C& comm, const C& const_comm, const void* in, void* out, std::int64_t n,
+                                int peer, std::span<const std::int64_t> per_peer, DType dtype,
+                                typename C::Stream stream, std::string_view reason) {
   { const_comm.rank() } -> std::convertible_to<int>;
   { const_comm.size() } -> std::convertible_to<int>;
-  comm.all_reduce(in, out, n, dtype, stream);          // sum of n elements; in may equal out
-  comm.reduce_scatter(in, out, n, dtype, stream);      // in [size, n] elements -> out [n]
-  comm.all_gather(in, out, n, stream);                 // in n bytes -> out [size, n]
-  comm.all_to_all(in, out, n, stream);                 // in [size, n bytes] -> out [size, n bytes]
-  comm.all_to_all_v(in, per_peer, out, per_peer, stream);  // bytes sent to and received from each peer, packed
-  comm.broadcast(out, n, peer, stream);                // n bytes from root `peer`
-  comm.send(in, n, peer, stream);                      // n bytes, matched with the peer's recv
+  comm.all_reduce(in, out, n, dtype, stream);      // sum of n elements; in may equal out
+  comm.reduce_scatter(in, out, n, dtype, stream);  // in [size, n] elements -> out [n]
+  comm.all_gather(in, out, n, stream);             // in n bytes -> out [size, n]
+  comm.all_to_all(in, out, n, stream);             // in [size, n bytes] -> out [size, n bytes]
+  comm.all_to_all_v(in, per_peer, out, per_peer,
+                    stream);             // bytes sent to and received from each peer, packed
+  comm.broadcast(out, n, peer, stream);  // n bytes from root `peer`
+  comm.send(in, n, peer, stream);        // n bytes, matched with the peer's recv
   comm.recv(out, n, peer, stream);
   comm.barrier(stream);
-  { comm.split(peer, peer) } -> std::same_as<C>;       // (color, key); collective, blocks the host
-  comm.abort(reason);                                  // wakes every rank with Error(peer_failed) naming this one
+  { comm.split(peer, peer) } -> std::same_as<C>;  // (color, key); collective, blocks the host
+  comm.abort(reason);                             // wakes every rank with Error(peer_failed) naming this one
 };
 
 /// The two groups that one layer talks to.
@@ -311,22 +320,23 @@ struct StageComms {
   Comm* kvp = nullptr;    ///< the KVP group, by kvp_rank
 };
 
-/// One rank's machine: memory, streams, events, the stage's communicators, and every operation. Operations are queued on
-/// the stream and return at once; they allocate nothing and never wait for the host (invariant 10). Shapes were checked
-/// by the public header that calls them. A failure inside a queued operation is sticky and rethrown by synchronize().
+/// One rank's machine: memory, streams, events, the stage's communicators, and every operation. Operations
+/// are queued on the stream and return at once; they allocate nothing and never wait for the host (invariant
+/// 10). Shapes were checked by the public header that calls them. A failure inside a queued operation is
+/// sticky and rethrown by synchronize().
 template <class B>
-concept Backend = requires(B& backend, typename B::Stream stream, typename B::Event event, const void* source, void* target,
-                           std::size_t bytes, std::int64_t n) {
+concept Backend = requires(B& backend, typename B::Stream stream, typename B::Event event, const void* source,
+                           void* target, std::size_t bytes, std::int64_t n) {
   requires Communicator<typename B::Comm>;
-  requires std::movable<typename B::Buffer>;  // owns device memory: data(), size_bytes()
-  requires std::copyable<typename B::Stream>; // a handle; copies name the same queue
+  requires std::movable<typename B::Buffer>;   // owns device memory: data(), size_bytes()
+  requires std::copyable<typename B::Stream>;  // a handle; copies name the same queue
   { backend.comms() } -> std::same_as<StageComms<typename B::Comm>>;
   { backend.allocate(bytes) } -> std::same_as<typename B::Buffer>;  // aligned to 256, zeroed
   { backend.create_stream() } -> std::same_as<typename B::Stream>;
   { backend.create_event() } -> std::same_as<typename B::Event>;
   backend.record(event, stream);
-  backend.wait(stream, event);        // the stream waits, not the host
-  backend.synchronize(stream);        // the host waits; rethrows
+  backend.wait(stream, event);                      // the stream waits, not the host
+  backend.synchronize(stream);                      // the host waits; rethrows
   backend.upload(target, source, bytes, stream);    // host -> device; the source may be re-used on return
   backend.download(target, source, bytes, stream);  // device -> host; valid after synchronize
   backend.fill_zero(target, bytes, stream);

@@ -11,8 +11,8 @@
 
 namespace helix {
 
-/// Owns device memory for batches of up to `max_sequences` sequences and `max_tokens` tokens. Addresses never change, so
-/// a captured step can be replayed after the next set().
+/// Owns device memory for batches of up to `max_sequences` sequences and `max_tokens` tokens. Addresses never
+/// change, so a captured step can be replayed after the next set().
 template <Backend B>
 class BatchBuffer {
  public:
@@ -26,23 +26,28 @@ class BatchBuffer {
     query_offsets_host_.reserve(static_cast<std::size_t>(max_sequences + 1));
   }
 
-  /// Describes the next step: sequence b has tokens [query_offsets[b], query_offsets[b+1]) at `positions` (global; -1:
-  /// padding) and cache slot `slots[b]`. Copies the inputs; queued on `stream`.
-  /// @throws Error(invalid_argument) if the sizes contradict each other; Error(capacity) if they exceed the buffer.
+  /// Describes the next step: sequence b has tokens [query_offsets[b], query_offsets[b+1]) at `positions`
+  /// (global; -1: padding) and cache slot `slots[b]`. Copies the inputs; queued on `stream`. Call it when the
+  /// step before has been synchronised: queued operations may still read that step's host offsets.
+  /// @throws Error(invalid_argument) if the sizes contradict each other; Error(capacity) if they exceed the
+  /// buffer.
   void set(std::span<const std::int32_t> query_offsets, std::span<const std::int64_t> positions,
            std::span<const std::int32_t> slots, typename B::Stream stream) {
     const auto sequences = static_cast<std::int64_t>(slots.size());
     const auto tokens = static_cast<std::int64_t>(positions.size());
-    HELIX_EXPECTS(query_offsets.size() == slots.size() + 1 && query_offsets.front() == 0 && query_offsets.back() == tokens,
-                  ErrorCode::invalid_argument, "BatchBuffer: ", query_offsets.size(), " query offsets for ", sequences,
-                  " sequences and ", tokens, " tokens; they must run from 0 to the number of tokens");
+    HELIX_EXPECTS(query_offsets.size() == slots.size() + 1 && query_offsets.front() == 0 &&
+                      query_offsets.back() == tokens,
+                  ErrorCode::invalid_argument, "BatchBuffer: ", query_offsets.size(), " query offsets for ",
+                  sequences, " sequences and ", tokens,
+                  " tokens; they must run from 0 to the number of tokens");
     for (std::size_t b = 0; b < slots.size(); ++b) {
-      HELIX_EXPECTS(query_offsets[b] <= query_offsets[b + 1], ErrorCode::invalid_argument, "BatchBuffer: query offset ",
-                    b + 1, " is ", query_offsets[b + 1], ", below the one before it, ", query_offsets[b]);
+      HELIX_EXPECTS(query_offsets[b] <= query_offsets[b + 1], ErrorCode::invalid_argument,
+                    "BatchBuffer: query offset ", b + 1, " is ", query_offsets[b + 1],
+                    ", below the one before it, ", query_offsets[b]);
     }
-    HELIX_EXPECTS(sequences <= max_sequences_ && tokens <= max_tokens_, ErrorCode::capacity, "BatchBuffer: a step of ",
-                  sequences, " sequences and ", tokens, " tokens exceeds the ", max_sequences_, " and ", max_tokens_,
-                  " it was built for");
+    HELIX_EXPECTS(sequences <= max_sequences_ && tokens <= max_tokens_, ErrorCode::capacity,
+                  "BatchBuffer: a step of ", sequences, " sequences and ", tokens, " tokens exceeds the ",
+                  max_sequences_, " and ", max_tokens_, " it was built for");
     query_offsets_host_.assign(query_offsets.begin(), query_offsets.end());
     backend_->upload(query_offsets_.data(), query_offsets.data(), query_offsets.size_bytes(), stream);
     backend_->upload(slots_.data(), slots.data(), slots.size_bytes(), stream);

@@ -17,20 +17,27 @@ enum class DType : std::uint8_t { f32, f16, bf16, fp8_e4m3 };
 
 constexpr std::size_t size_bytes(DType dtype) {
   switch (dtype) {
-    case DType::f32: return 4;
+    case DType::f32:
+      return 4;
     case DType::f16:
-    case DType::bf16: return 2;
-    case DType::fp8_e4m3: return 1;
+    case DType::bf16:
+      return 2;
+    case DType::fp8_e4m3:
+      return 1;
   }
   return 0;
 }
 
 constexpr std::string_view to_string(DType dtype) {
   switch (dtype) {
-    case DType::f32: return "f32";
-    case DType::f16: return "f16";
-    case DType::bf16: return "bf16";
-    case DType::fp8_e4m3: return "fp8_e4m3";
+    case DType::f32:
+      return "f32";
+    case DType::f16:
+      return "f16";
+    case DType::bf16:
+      return "bf16";
+    case DType::fp8_e4m3:
+      return "fp8_e4m3";
   }
   return "unknown";
 }
@@ -52,8 +59,9 @@ constexpr std::uint32_t round_shift_right(std::uint32_t bits, unsigned shift) {
   return (bits + half - 1u + odd) >> shift;
 }
 
-/// f32 to a small IEEE-like format of `kExponentBits` and `kMantissaBits`, nearest-even with subnormals. Returns
-/// magnitude bits; a result past the largest exponent carries into it, and the caller decides what that means.
+/// f32 to a small IEEE-like format of `kExponentBits` and `kMantissaBits`, nearest-even with subnormals.
+/// Returns magnitude bits; a result past the largest exponent carries into it, and the caller decides what
+/// that means.
 template <unsigned kExponentBits, unsigned kMantissaBits>
 constexpr std::uint32_t shrink_magnitude(std::uint32_t magnitude) {
   constexpr int kBias = (1 << (kExponentBits - 1)) - 1;
@@ -92,12 +100,15 @@ struct bf16 {
   constexpr explicit bf16(float value) {
     const auto f = std::bit_cast<std::uint32_t>(value);
     if ((f & 0x7fffffffu) > 0x7f800000u) {
-      bits = static_cast<std::uint16_t>(f >> 16 | 0x40u);  // quiet, so that the payload cannot round to infinity
+      bits =
+          static_cast<std::uint16_t>(f >> 16 | 0x40u);  // quiet, so that the payload cannot round to infinity
     } else {
       bits = static_cast<std::uint16_t>(detail::round_shift_right(f, 16));
     }
   }
-  constexpr explicit operator float() const { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16); }
+  constexpr explicit operator float() const {
+    return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+  }
   static constexpr bf16 from_bits(std::uint16_t bits) {
     bf16 value;
     value.bits = bits;
@@ -135,8 +146,8 @@ struct f16 {
   }
 };
 
-/// OCP e4m3 ("fn"): largest finite 448, no infinity, NaN is 0x7f / 0xff. Conversion rounds to nearest-even and
-/// saturates (infinities too), as cvt.rn.satfinite does; NaN stays NaN.
+/// OCP e4m3 ("fn"): largest finite 448, no infinity, NaN is 0x7f / 0xff. Conversion rounds to nearest-even
+/// and saturates (infinities too), as cvt.rn.satfinite does; NaN stays NaN.
 struct fp8_e4m3 {
   std::uint8_t bits = 0;
 
@@ -181,15 +192,19 @@ inline constexpr DType kDTypeOf<bf16> = DType::bf16;
 template <>
 inline constexpr DType kDTypeOf<fp8_e4m3> = DType::fp8_e4m3;
 
-/// Calls `use` with a null pointer to the element type of `dtype`, the one place where a runtime type becomes a C++ type:
-/// dispatch(dtype, [&]<class T>(T*) { ... }).
+/// Calls `use` with a null pointer to the element type of `dtype`, the one place where a runtime type becomes
+/// a C++ type: dispatch(dtype, [&]<class T>(T*) { ... }).
 template <class Use>
 constexpr decltype(auto) dispatch(DType dtype, Use&& use) {
   switch (dtype) {
-    case DType::f32: return use(static_cast<float*>(nullptr));
-    case DType::f16: return use(static_cast<f16*>(nullptr));
-    case DType::bf16: return use(static_cast<bf16*>(nullptr));
-    case DType::fp8_e4m3: return use(static_cast<fp8_e4m3*>(nullptr));
+    case DType::f32:
+      return use(static_cast<float*>(nullptr));
+    case DType::f16:
+      return use(static_cast<f16*>(nullptr));
+    case DType::bf16:
+      return use(static_cast<bf16*>(nullptr));
+    case DType::fp8_e4m3:
+      return use(static_cast<fp8_e4m3*>(nullptr));
   }
   throw Error(ErrorCode::internal, "dispatch: DType value ", static_cast<int>(dtype), " names no type");
 }

@@ -26,16 +26,26 @@ enum class ErrorCode {
 /// Name of `code` as written above, e.g. "invalid_argument".
 constexpr std::string_view to_string(ErrorCode code) {
   switch (code) {
-    case ErrorCode::invalid_argument: return "invalid_argument";
-    case ErrorCode::invalid_topology: return "invalid_topology";
-    case ErrorCode::capacity: return "capacity";
-    case ErrorCode::invalid_file: return "invalid_file";
-    case ErrorCode::io: return "io";
-    case ErrorCode::timeout: return "timeout";
-    case ErrorCode::peer_failed: return "peer_failed";
-    case ErrorCode::out_of_step: return "out_of_step";
-    case ErrorCode::unsupported: return "unsupported";
-    case ErrorCode::internal: return "internal";
+    case ErrorCode::invalid_argument:
+      return "invalid_argument";
+    case ErrorCode::invalid_topology:
+      return "invalid_topology";
+    case ErrorCode::capacity:
+      return "capacity";
+    case ErrorCode::invalid_file:
+      return "invalid_file";
+    case ErrorCode::io:
+      return "io";
+    case ErrorCode::timeout:
+      return "timeout";
+    case ErrorCode::peer_failed:
+      return "peer_failed";
+    case ErrorCode::out_of_step:
+      return "out_of_step";
+    case ErrorCode::unsupported:
+      return "unsupported";
+    case ErrorCode::internal:
+      return "internal";
   }
   return "unknown";
 }
@@ -63,7 +73,7 @@ class Error : public std::runtime_error {
 }  // namespace helix
 
 /// Throws helix::Error(code, parts...) unless `condition` holds. The parts are evaluated only on failure.
-#define HELIX_EXPECTS(condition, code, ...)                        \
-  do {                                                             \
-    if (!(condition)) throw ::helix::Error((code), __VA_ARGS__);   \
+#define HELIX_EXPECTS(condition, code, ...)                      \
+  do {                                                           \
+    if (!(condition)) throw ::helix::Error((code), __VA_ARGS__); \
   } while (false)

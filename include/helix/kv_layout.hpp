@@ -26,16 +26,16 @@ struct TokenRange {
   }
 };
 
-/// Block-cyclic split of a sequence over KVP ranks in chunks of `chunk` tokens. The owner is a function of the
-/// global position alone, so prefill, decode, draft tokens and transfers agree without a counter. Local positions
-/// are compact: rank r's tokens of a sequence of S tokens lie at 0 .. length(S, r) - 1 (invariant 3).
-/// Independent of the page size.
+/// Block-cyclic split of a sequence over KVP ranks in chunks of `chunk` tokens. The owner is a function of
+/// the global position alone, so prefill, decode, draft tokens and transfers agree without a counter. Local
+/// positions are compact: rank r's tokens of a sequence of S tokens lie at 0 .. length(S, r) - 1 (invariant
+/// 3). Independent of the page size.
 class KvLayout {
  public:
   /// @throws Error(invalid_argument) unless kvp >= 1 and chunk >= 1.
   constexpr KvLayout(std::int64_t kvp, std::int64_t chunk) : kvp_(kvp), chunk_(chunk) {
-    HELIX_EXPECTS(kvp >= 1 && chunk >= 1, ErrorCode::invalid_argument, "KvLayout: kvp is ", kvp, ", chunk is ", chunk,
-                  "; both must be at least 1");
+    HELIX_EXPECTS(kvp >= 1 && chunk >= 1, ErrorCode::invalid_argument, "KvLayout: kvp is ", kvp,
+                  ", chunk is ", chunk, "; both must be at least 1");
   }
 
   HELIX_HOST_DEVICE constexpr std::int64_t kvp() const { return kvp_; }
@@ -44,15 +44,18 @@ class KvLayout {
   HELIX_HOST_DEVICE constexpr std::int64_t period() const { return chunk_ * kvp_; }
 
   /// KVP rank that stores global position `position` (>= 0).
-  HELIX_HOST_DEVICE constexpr std::int64_t owner(std::int64_t position) const { return (position / chunk_) % kvp_; }
+  HELIX_HOST_DEVICE constexpr std::int64_t owner(std::int64_t position) const {
+    return (position / chunk_) % kvp_;
+  }
 
   /// Local position of global `position` on its owner.
   HELIX_HOST_DEVICE constexpr std::int64_t local(std::int64_t position) const {
     return (position / period()) * chunk_ + position % chunk_;
   }
 
-  /// Tokens that `kvp_rank` owns of the first `num_tokens` global positions. Also the per-query causal bound: query
-  /// at global position p reads local positions [0, length(p + 1, kvp_rank)) (invariant 4). Zero for num_tokens <= 0.
+  /// Tokens that `kvp_rank` owns of the first `num_tokens` global positions. Also the per-query causal bound:
+  /// query at global position p reads local positions [0, length(p + 1, kvp_rank)) (invariant 4). Zero for
+  /// num_tokens <= 0.
   HELIX_HOST_DEVICE constexpr std::int64_t length(std::int64_t num_tokens, std::int64_t kvp_rank) const {
     if (num_tokens <= 0) return 0;
     const std::int64_t rest = num_tokens % period() - kvp_rank * chunk_;
@@ -65,13 +68,14 @@ class KvLayout {
     return (local_position / chunk_) * period() + kvp_rank * chunk_ + local_position % chunk_;
   }
 
-  /// Local positions on `kvp_rank` of the global span `span`: one contiguous run, because local indexing is compact.
+  /// Local positions on `kvp_rank` of the global span `span`: one contiguous run, because local indexing is
+  /// compact.
   HELIX_HOST_DEVICE constexpr TokenRange local_range(TokenRange span, std::int64_t kvp_rank) const {
     return {length(span.begin, kvp_rank), length(span.end, kvp_rank)};
   }
 
-  /// Calls `visit(TokenRange global, int64 local_begin)` for each maximal owned run of `span` in order: at most one a
-  /// chunk, no per-token loop. With kvp == 1 the span is one run.
+  /// Calls `visit(TokenRange global, int64 local_begin)` for each maximal owned run of `span` in order: at
+  /// most one a chunk, no per-token loop. With kvp == 1 the span is one run.
   template <class Visit>
   constexpr void for_each_owned_range(TokenRange span, std::int64_t kvp_rank, Visit&& visit) const {
     if (kvp_ == 1) {

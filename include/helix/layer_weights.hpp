@@ -17,6 +17,7 @@ struct GqaWeights {
   WeightView k_norm;    ///< [1, D] or empty
   WeightView o;         ///< [M, Hq/N * Dv]: the columns of Topology::combined_heads
   WeightView o_bias;    ///< [1, M] on stage_rank 0, which adds it once before the all-reduce; empty elsewhere
+  const float* sinks = nullptr;  ///< [Hq/N] attention-sink logits of Topology::combined_heads, or nullptr
 };
 
 /// DeepSeek's multi-head latent attention, absorbed. TPA = 1: replicated over KVP, except W_UV and W_o.

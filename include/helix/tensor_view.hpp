@@ -11,9 +11,9 @@
 
 namespace helix {
 
-/// A view of `R` dimensions of `T`. It borrows: the memory outlives the view. Strides are in elements, the last
-/// dimension is the fastest in a row-major view. The memory may be on a device; the view never dereferences it
-/// except in operator(), which is for host memory.
+/// A view of `R` dimensions of `T`. It borrows: the memory outlives the view. Strides are in elements, the
+/// last dimension is the fastest in a row-major view. The memory may be on a device; the view never
+/// dereferences it except in operator(), which is for host memory.
 template <class T, int R>
 class TensorView {
   static_assert(R >= 1);
@@ -39,8 +39,8 @@ class TensorView {
 
   /// A mutable view reads as a view of const.
   template <class U>
-    requires(std::is_same_v<const U, T> && !std::is_same_v<U, T>)
-  constexpr TensorView(const TensorView<U, R>& other)  // NOLINT: conversion is the point
+  requires(std::is_same_v<const U, T> && !std::is_same_v<U, T>) constexpr TensorView(
+      const TensorView<U, R>& other)  // NOLINT: conversion is the point
       : data_(other.data()), extents_(other.extents()), strides_(other.strides()) {}
 
   constexpr T* data() const { return data_; }
@@ -66,8 +66,7 @@ class TensorView {
   }
 
   template <class... Index>
-    requires(sizeof...(Index) == R)
-  constexpr T& operator()(Index... index) const {
+  requires(sizeof...(Index) == R) constexpr T& operator()(Index... index) const {
     std::int64_t offset = 0;
     int d = 0;
     ((offset += static_cast<std::int64_t>(index) * stride(d++)), ...);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Topology: one pool of ranks seen as KVP x TPA during attention and TPF x EP during the FFN; all groups and ranges.
+// Topology: one pool of ranks seen as KVP x TPA during attention and TPF x EP during the FFN; all groups and
+// ranges.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,8 @@ struct Range {
   friend constexpr bool operator==(const Range&, const Range&) = default;
 };
 
-/// Part `index` of `parts` nearly equal contiguous parts of [0, total): the first total % parts are one longer.
+/// Part `index` of `parts` nearly equal contiguous parts of [0, total): the first total % parts are one
+/// longer.
 constexpr Range split_evenly(std::int64_t total, std::int64_t parts, std::int64_t index) {
   const std::int64_t base = total / parts;
   const std::int64_t extra = total % parts;
@@ -28,21 +30,22 @@ constexpr Range split_evenly(std::int64_t total, std::int64_t parts, std::int64_
 
 /// The sizes of a model that decide how it may be split. Zero means "has none".
 struct ModelShape {
-  std::int64_t num_query_heads = 0;   ///< Hq
-  std::int64_t num_kv_heads = 0;      ///< Hkv; 1 for MLA (the latent is one KV head)
-  std::int64_t head_dim = 0;          ///< D, of queries and keys (MLA: kv_lora_rank + rope dims)
-  std::int64_t value_dim = 0;         ///< Dv, of a partial attention output (MLA: kv_lora_rank)
-  std::int64_t hidden = 0;            ///< M
-  std::int64_t ffn = 0;               ///< F of the dense layers
-  std::int64_t expert_ffn = 0;        ///< F of one routed expert
-  std::int64_t shared_expert_ffn = 0; ///< F of all shared experts together
-  std::int64_t num_experts = 0;       ///< routed experts
+  std::int64_t num_query_heads = 0;    ///< Hq
+  std::int64_t num_kv_heads = 0;       ///< Hkv; 1 for MLA (the latent is one KV head)
+  std::int64_t head_dim = 0;           ///< D, of queries and keys (MLA: kv_lora_rank + rope dims)
+  std::int64_t value_dim = 0;          ///< Dv, of a partial attention output (MLA: kv_lora_rank)
+  std::int64_t hidden = 0;             ///< M
+  std::int64_t ffn = 0;                ///< F of the dense layers
+  std::int64_t expert_ffn = 0;         ///< F of one routed expert
+  std::int64_t shared_expert_ffn = 0;  ///< F of all shared experts together
+  std::int64_t num_experts = 0;        ///< routed experts
   std::int64_t vocab = 0;
   std::int64_t num_layers = 0;
-  bool is_mla = false;                ///< latent attention: TPA must be 1
+  bool is_mla = false;  ///< latent attention: TPA must be 1
 };
 
-/// Widths of the two grids and of the outer dimensions. All N = KVP * TPA = TPF * EP ranks of a stage are re-used.
+/// Widths of the two grids and of the outer dimensions. All N = KVP * TPA = TPF * EP ranks of a stage are
+/// re-used.
 struct TopologySpec {
   int kvp = 1;
   int tpa = 1;
@@ -51,8 +54,10 @@ struct TopologySpec {
   int pp = 1;       ///< pipeline stages
   int dp = 1;       ///< data-parallel replicas of the whole pipeline
   int attn_dp = 1;  ///< data-parallel attention inside a stage; must be 1 until it is built
-  bool allow_kv_duplication = false;  ///< legalises TPA > Hkv with TPA % Hkv == 0 (each KV head stored TPA/Hkv times)
-  bool allow_uneven_ffn = false;      ///< legalises FFN sizes that the group does not divide (parts differ by one)
+  bool allow_kv_duplication =
+      false;  ///< legalises TPA > Hkv with TPA % Hkv == 0 (each KV head stored TPA/Hkv times)
+  bool allow_uneven_ffn =
+      false;  ///< legalises FFN sizes that the group does not divide (parts differ by one)
 };
 
 /// Where one rank stands. Every name says which group it counts in.
@@ -72,8 +77,8 @@ struct RankCoordinates {
 
 /// The one owner of the mapping from ranks to groups, heads, weight rows, experts and vocabulary. Immutable.
 ///
-/// world_rank = (replica * PP + stage) * N + stage_rank. Groups are local to a stage and replica. Functions take a
-/// stage_rank where the answer does not depend on the outer dimensions, a world_rank where it does.
+/// world_rank = (replica * PP + stage) * N + stage_rank. Groups are local to a stage and replica. Functions
+/// take a stage_rank where the answer does not depend on the outer dimensions, a world_rank where it does.
 class Topology {
  public:
   /// @throws Error(invalid_topology) with every violated rule, its values, and the nearest legal topologies.
@@ -96,7 +101,9 @@ class Topology {
   /// @throws Error(invalid_argument) unless 0 <= world_rank < world_size().
   RankCoordinates coordinates(int world_rank) const;
   /// Coordinates within a stage (stage 0 of replica 0 stands for all). @throws as coordinates().
-  RankCoordinates stage_coordinates(int stage_rank) const { return coordinates(check_stage_rank(stage_rank)); }
+  RankCoordinates stage_coordinates(int stage_rank) const {
+    return coordinates(check_stage_rank(stage_rank));
+  }
 
   /// World ranks of the groups that `world_rank` belongs to, in group-rank order.
   std::vector<int> stage_group(int world_rank) const;     ///< all N ranks of its stage and replica
@@ -114,7 +121,8 @@ class Topology {
   Range combined_heads(int stage_rank) const;
   /// KV heads that the rank stores. Under allow_kv_duplication the one head its queries read.
   Range kv_heads(int stage_rank) const;
-  /// Columns of W_o (rows of its transpose): combined_heads times `value_dim` values a head after W_UV, if any.
+  /// Columns of W_o (rows of its transpose): combined_heads times `value_dim` values a head after W_UV, if
+  /// any.
   Range output_projection_rows(int stage_rank, std::int64_t value_dim) const;
   Range ffn(int stage_rank) const;                ///< of F, over N
   Range shared_expert_ffn(int stage_rank) const;  ///< of the shared experts' F, over N
@@ -129,7 +137,8 @@ class Topology {
   /// The whole grid, readable: one line a rank with coordinates, heads, KV heads, experts, vocabulary.
   std::string to_string() const;
 
-  /// Every legal topology of exactly `stage_size` ranks for `shape`, in increasing TPA, then EP. Outer widths are 1.
+  /// Every legal topology of exactly `stage_size` ranks for `shape`, in increasing TPA, then EP. Outer widths
+  /// are 1.
   static std::vector<TopologySpec> legal_topologies(const ModelShape& shape, int stage_size);
 
   /// The rules that `spec` violates, one sentence with its values each; empty if legal.
@@ -137,7 +146,6 @@ class Topology {
 
  private:
   int check_stage_rank(int stage_rank) const;
-  std::vector<int> group(int world_rank, bool (*same)(const RankCoordinates&, const RankCoordinates&)) const;
 
   TopologySpec spec_;
   ModelShape shape_;

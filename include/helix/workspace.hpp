@@ -11,8 +11,8 @@
 
 namespace helix {
 
-/// Hands out consecutive 256-byte aligned pieces. A default-constructed arena only measures: it hands out null views
-/// and counts, so that one function both sizes a workspace and lays it out.
+/// Hands out consecutive 256-byte aligned pieces. A default-constructed arena only measures: it hands out
+/// null views and counts, so that one function both sizes a workspace and lays it out.
 class WorkspaceArena {
  public:
   static constexpr std::size_t kAlignment = 256;
@@ -25,8 +25,8 @@ class WorkspaceArena {
     const std::size_t begin = used_;
     used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
     if (base_ == nullptr) return {};
-    HELIX_EXPECTS(used_ <= capacity_, ErrorCode::capacity, "workspace is ", capacity_, " bytes; at least ", used_,
-                  " are needed: size it with the workspace_bytes() of the operation");
+    HELIX_EXPECTS(used_ <= capacity_, ErrorCode::capacity, "workspace is ", capacity_, " bytes; at least ",
+                  used_, " are needed: size it with the workspace_bytes() of the operation");
     return {base_ + begin, bytes};
   }
 

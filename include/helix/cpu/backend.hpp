@@ -32,7 +32,8 @@ class Buffer {
   std::size_t bytes_ = 0;
 };
 
-/// The operations, without communicators. Each is queued on the stream; see helix/backend.hpp for what each computes.
+/// The operations, without communicators. Each is queued on the stream; see helix/backend.hpp for what each
+/// computes.
 class Operators {
  public:
   using Stream = cpu::Stream;
@@ -90,11 +91,11 @@ class Backend : public Operators {
   using Comm = CommType;
 
   /// A rank alone.
-  explicit Backend(int num_threads = 1)
-    requires std::same_as<Comm, LocalComm>
+  explicit Backend(int num_threads = 1) requires std::same_as<Comm, LocalComm>
       : Backend(LocalComm::create_group(1).front(), LocalComm::create_group(1).front(), num_threads) {}
 
-  /// `stage`: all N ranks, by stage_rank. `kvp`: this rank's KVP group, by kvp_rank (stage.split(tpa_rank, kvp_rank)).
+  /// `stage`: all N ranks, by stage_rank. `kvp`: this rank's KVP group, by kvp_rank (stage.split(tpa_rank,
+  /// kvp_rank)).
   Backend(Comm stage, Comm kvp, int num_threads = 1)
       : Operators(num_threads), comms_(std::make_shared<Comms>(std::move(stage), std::move(kvp))) {}
 

@@ -14,21 +14,23 @@
 
 namespace helix::cpu {
 
-/// A rank's handle to a group of threads of this process. Models helix::Communicator. Every wait is bounded: a rank
-/// that does not arrive within the timeout gives Error(timeout) that names the missing ranks and the operation, and
-/// aborts the group. Sizes that differ between ranks give Error(invalid_argument) on all of them.
+/// A rank's handle to a group of threads of this process. Models helix::Communicator. Every wait is bounded:
+/// a rank that does not arrive within the timeout gives Error(timeout) that names the missing ranks and the
+/// operation, and aborts the group. Sizes that differ between ranks give Error(invalid_argument) on all of
+/// them.
 class LocalComm {
  public:
   using Stream = cpu::Stream;
 
   /// One handle a rank, in rank order. @throws Error(invalid_argument) unless size >= 1.
-  static std::vector<LocalComm> create_group(int size, std::chrono::milliseconds timeout = std::chrono::seconds(60));
+  static std::vector<LocalComm> create_group(int size,
+                                             std::chrono::milliseconds timeout = std::chrono::seconds(60));
 
   int rank() const;
   int size() const;
 
-  /// Sum of `count` elements of f32 (f16 and bf16 accumulate in f32), in rank order, the same bits on all ranks.
-  /// `in` may equal `out`.
+  /// Sum of `count` elements of f32 (f16 and bf16 accumulate in f32), in rank order, the same bits on all
+  /// ranks. `in` may equal `out`.
   void all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream);
   /// in [size, count] elements -> out [count], this rank's slice of the sum.
   void reduce_scatter(const void* in, void* out, std::int64_t count, DType dtype, Stream stream);
@@ -44,12 +46,13 @@ class LocalComm {
   void recv(void* buffer, std::int64_t bytes, int peer, Stream stream);
   void barrier(Stream stream);
 
-  /// Collective, blocks the host: ranks of equal `color` form a new group, ordered by (key, old rank). The new group
-  /// shares the failure state of this one: an abort of either wakes both.
+  /// Collective, blocks the host: ranks of equal `color` form a new group, ordered by (key, old rank). The
+  /// new group shares the failure state of this one: an abort of either wakes both.
   LocalComm split(int color, int key);
 
   /// Wakes every waiting rank of the group, of its parent and of all groups split from the same root, with
-  /// Error(peer_failed) naming this rank (of the root group) and `reason`. Idempotent: the first abort wins. Never throws.
+  /// Error(peer_failed) naming this rank (of the root group) and `reason`. Idempotent: the first abort wins.
+  /// Never throws.
   void abort(std::string_view reason) noexcept;
 
  private:

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Streams and events on the CPU: real in-order queues with a worker thread each, so that overlap is true concurrency.
+// Streams and events on the CPU: real in-order queues with a worker thread each, so that overlap is true
+// concurrency.
 #pragma once
 
 #include <array>
@@ -15,9 +16,10 @@ namespace helix::cpu {
 
 class Event;
 
-/// A handle to an in-order queue of work, run by one worker thread. Copies name the same queue; the queue lives until
-/// the last copy is gone and drains first. The first exception of a task is sticky: later tasks are skipped (events
-/// still fire) and every synchronize() rethrows it. Enqueuing allocates nothing; a full queue makes the caller wait.
+/// A handle to an in-order queue of work, run by one worker thread. Copies name the same queue; the queue
+/// lives until the last copy is gone and drains first. The first exception of a task is sticky: later tasks
+/// are skipped (events still fire) and every synchronize() rethrows it. Enqueuing allocates nothing; a full
+/// queue makes the caller wait.
 class Stream {
  public:
   static constexpr std::size_t kTaskBytes = 640;  ///< inline room for one task's captures
@@ -32,14 +34,16 @@ class Stream {
     static_assert(alignof(Stored) <= alignof(std::max_align_t));
     void* slot = begin_enqueue();
     ::new (slot) Stored(std::forward<Task>(task));
-    end_enqueue([](void* stored) {
-      // Run and destroy, also when it throws.
-      struct Destroy {
-        Stored* task;
-        ~Destroy() { task->~Stored(); }
-      } destroy{static_cast<Stored*>(stored)};
-      (*destroy.task)();
-    }, [](void* stored) { static_cast<Stored*>(stored)->~Stored(); });
+    end_enqueue(
+        [](void* stored) {
+          // Run and destroy, also when it throws.
+          struct Destroy {
+            Stored* task;
+            ~Destroy() { task->~Stored(); }
+          } destroy{static_cast<Stored*>(stored)};
+          (*destroy.task)();
+        },
+        [](void* stored) { static_cast<Stored*>(stored)->~Stored(); });
   }
 
   /// Waits on the host until the queue is empty. @throws the sticky failure, if any.
@@ -63,9 +67,9 @@ class Stream {
   std::shared_ptr<Queue> queue_;
 };
 
-/// A point in a stream. record() captures the work enqueued so far; wait() makes another stream wait for it. Re-recording
-/// is allowed: a wait refers to the record that precedes it in program order. Waiting for a failed stream spreads its
-/// failure to the waiting stream.
+/// A point in a stream. record() captures the work enqueued so far; wait() makes another stream wait for it.
+/// Re-recording is allowed: a wait refers to the record that precedes it in program order. Waiting for a
+/// failed stream spreads its failure to the waiting stream.
 class Event {
  public:
   Event();

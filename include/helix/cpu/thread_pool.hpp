@@ -8,7 +8,8 @@
 
 namespace helix::cpu {
 
-/// A fixed set of worker threads for fork-join loops inside one operation. Several streams may call it at once.
+/// A fixed set of worker threads for fork-join loops inside one operation. Several streams may call it at
+/// once.
 class ThreadPool {
  public:
   /// `num_threads` in all, the caller included; 1 creates none.
@@ -19,9 +20,9 @@ class ThreadPool {
 
   int num_threads() const;
 
-  /// Calls `body(index, thread)` for every index in [0, count), dynamically scheduled; `thread` in [0, num_threads).
-  /// Returns when all are done; the caller works too. Rethrows the first exception. Results must not depend on which
-  /// thread runs an index.
+  /// Calls `body(index, thread)` for every index in [0, count), dynamically scheduled; `thread` in [0,
+  /// num_threads). Returns when all are done; the caller works too. Rethrows the first exception. Results
+  /// must not depend on which thread runs an index.
   void parallel_for(std::int64_t count, const std::function<void(std::int64_t, int)>& body);
 
  private:

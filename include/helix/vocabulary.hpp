@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// The two ends of the stack, split over the vocabulary: token embedding, and LM head with sampling.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include <helix/backend.hpp>
+#include <helix/error.hpp>
+#include <helix/topology.hpp>
+#include <helix/workspace.hpp>
+
+namespace helix {
+
+/// out[t] = embedding of ids[t], the same on all N ranks. `table` is this rank's rows, Topology::vocab. Ids
+/// must have been checked against the vocabulary by the caller: an id outside gives a zero row. Collective
+/// over the stage; queued on `stream`, allocates nothing, capturable.
+/// @throws Error(invalid_argument) if the table is not this rank's shard.
+template <Backend B, class T>
+void embed_tokens(B& backend, const Topology& topo, const std::int32_t* ids, const WeightView& table,
+                  TensorView<T, 2> out, typename B::Stream stream) {
+  auto* stage = backend.comms().stage;
+  const Range shard = topo.vocab(stage->rank());
+  HELIX_EXPECTS(table.rows == shard.size() && table.cols == topo.shape().hidden &&
+                    out.extent(1) == table.cols && out.is_contiguous(),
+                ErrorCode::invalid_argument, "embed_tokens: the table is [", table.rows, ", ", table.cols,
+                "]; this rank's shard of the vocabulary is [", shard.size(), ", ", topo.shape().hidden,
+                "], and out must be dense with that width, not ", out.extent(1));
+  if (out.extent(0) == 0) return;
+  backend.embed(EmbedArgs<T>{ids, table, shard.begin, out}, stream);
+  stage->all_reduce(out.data(), out.data(), out.size(), kDTypeOf<T>, stream);
+}
+
+/// How the next token is drawn. Equal on all ranks.
+struct SamplingConfig {
+  float temperature = 0.0f;  ///< 0: greedy
+  float top_p = 1.0f;        ///< in (0, 1]
+  std::uint64_t seed = 0;
+};
+
+/// Final norm, LM head and sampling of one rank. Owns the epoch of its gather: a rank that skipped or
+/// repeated a step is an Error(out_of_step) on the stream, not a wrong token (invariant 13).
+template <Backend B>
+class VocabularyHead {
+ public:
+  using T = typename B::Activation;
+
+  /// Weights of this rank: `final_norm` [1, M], `lm_head` [Topology::vocab rows, M].
+  VocabularyHead(B& backend, const Topology& topo, WeightView final_norm, WeightView lm_head,
+                 float norm_epsilon)
+      : backend_(&backend),
+        final_norm_(final_norm),
+        lm_head_(lm_head),
+        norm_epsilon_(norm_epsilon),
+        ranks_(topo.stage_size()),
+        rank_(backend.comms().stage->rank()),
+        width_(topo.vocab(0).size()),
+        state_(backend.allocate(static_cast<std::size_t>(ranks_ + 2) * sizeof(std::int64_t))) {
+    const Range shard = topo.vocab(rank_);
+    HELIX_EXPECTS(lm_head.rows == shard.size() && lm_head.cols == topo.shape().hidden,
+                  ErrorCode::invalid_argument, "VocabularyHead: lm_head is [", lm_head.rows, ", ",
+                  lm_head.cols, "]; this rank's shard is [", shard.size(), ", ", topo.shape().hidden, "]");
+    // The device state: [0] the epoch, [1 ..] where each rank's ids begin.
+    std::vector<std::int64_t> begins(static_cast<std::size_t>(ranks_ + 1));
+    for (int r = 0; r < ranks_; ++r) begins[static_cast<std::size_t>(r)] = topo.vocab(r).begin;
+    begins.back() = topo.shape().vocab;
+    typename B::Stream stream = backend.create_stream();
+    backend.upload(state_.data() + sizeof(std::int64_t), begins.data(), begins.size() * sizeof(std::int64_t),
+                   stream);
+    backend.synchronize(stream);
+  }
+
+  /// Logits of all ranks: [N, rows, width], shard s holds ids [begins[s], begins[s+1]) in its first columns.
+  /// Views of the workspace.
+  using Logits = TensorView<const T, 3>;
+
+  std::size_t workspace_bytes(std::int64_t rows) const {
+    WorkspaceArena measure;
+    carve(rows, measure);
+    return measure.used_bytes();
+  }
+
+  /// Logits after the tokens `rows` (device, [num_rows] indices into hidden [tokens, M]). Collective over the
+  /// stage; queued on `stream`, allocates nothing, capturable.
+  /// @throws Error(capacity) if `workspace` is smaller than workspace_bytes(num_rows).
+  Logits logits(TensorView<T, 2> hidden, const std::int32_t* rows, std::int64_t num_rows,
+                std::span<std::byte> workspace, typename B::Stream stream) {
+    WorkspaceArena arena(workspace);
+    const Buffers buffers = carve(num_rows, arena);
+    const std::int64_t row_bytes = message_bytes(num_rows);
+    const std::int64_t stride = row_bytes / static_cast<std::int64_t>(sizeof(T));
+    const TensorView<const T, 3> gathered(
+        reinterpret_cast<const T*>(buffers.received.data() + sizeof(ExchangeHeader)),
+        {ranks_, num_rows, width_}, {stride, width_, 1});
+    if (num_rows == 0) return gathered;
+    backend_->gather_rows(GatherRowsArgs<T>{hidden, rows, buffers.selected}, stream);
+    backend_->rms_norm(RmsNormArgs<T>{{}, buffers.selected, final_norm_, buffers.selected, norm_epsilon_},
+                       stream);
+    backend_->stamp(StampArgs{buffers.sent.data(), num_rows, rank_, epoch()}, stream);
+    // A shard may be a column narrower than the widest one; the padding column is never read.
+    const TensorView<T, 2> local(reinterpret_cast<T*>(buffers.sent.data() + sizeof(ExchangeHeader)),
+                                 {num_rows, lm_head_.rows}, {width_, 1});
+    if (lm_head_.rows > 0) backend_->linear(LinearArgs<T>{buffers.selected, lm_head_, {}, local}, stream);
+    backend_->comms().stage->all_gather(buffers.sent.data(), buffers.received.data(), row_bytes, stream);
+    backend_->check_exchange(CheckExchangeArgs{buffers.received.data(), row_bytes, ranks_, num_rows, epoch()},
+                             stream);
+    return gathered;
+  }
+
+  /// Draws one token a row of `logits` into `tokens` (device, [rows]); the same on all ranks. `counters`
+  /// (device, [rows]) makes each draw its own; it may be null when greedy. Local; queued on `stream`.
+  /// @throws Error(invalid_argument) for a temperature below 0 or a top_p outside (0, 1].
+  void sample(Logits logits, const SamplingConfig& config, const std::uint64_t* counters,
+              std::int32_t* tokens, typename B::Stream stream) {
+    HELIX_EXPECTS(config.temperature >= 0.0f && config.top_p > 0.0f && config.top_p <= 1.0f,
+                  ErrorCode::invalid_argument, "sampling: temperature is ", config.temperature,
+                  " (at least 0), top_p is ", config.top_p, " (in (0, 1])");
+    HELIX_EXPECTS(config.temperature == 0.0f || counters != nullptr, ErrorCode::invalid_argument,
+                  "sampling: temperature is ", config.temperature, " but there are no counters to draw with");
+    if (logits.extent(1) == 0) return;
+    backend_->sample(SampleArgs<T>{logits, shard_begins(), config.temperature, config.top_p, config.seed,
+                                   counters, tokens},
+                     stream);
+  }
+
+ private:
+  struct Buffers {
+    TensorView<T, 2> selected;      // [rows, M]
+    std::span<std::byte> sent;      // [header][rows, width]
+    std::span<std::byte> received;  // [N] of the same
+  };
+
+  std::int64_t message_bytes(std::int64_t rows) const {
+    const auto bytes = static_cast<std::int64_t>(sizeof(ExchangeHeader)) +
+                       rows * width_ * static_cast<std::int64_t>(sizeof(T));
+    return (bytes + 15) / 16 * 16;
+  }
+
+  Buffers carve(std::int64_t rows, WorkspaceArena& arena) const {
+    const auto bytes = static_cast<std::size_t>(message_bytes(rows));
+    Buffers buffers;
+    buffers.selected = arena.take<T, 2>({rows, lm_head_.cols});
+    buffers.sent = arena.take_bytes(bytes);
+    buffers.received = arena.take_bytes(bytes * static_cast<std::size_t>(ranks_));
+    return buffers;
+  }
+
+  std::uint64_t* epoch() const { return reinterpret_cast<std::uint64_t*>(state_.data()); }
+  const std::int64_t* shard_begins() const {
+    return reinterpret_cast<const std::int64_t*>(state_.data()) + 1;
+  }
+
+  B* backend_;
+  WeightView final_norm_;
+  WeightView lm_head_;
+  float norm_epsilon_;
+  int ranks_;
+  int rank_;
+  std::int64_t width_;  // of the widest shard
+  typename B::Buffer state_;
+};
+
+}  // namespace helix
