@@ -21,15 +21,14 @@ class Buffer {
   explicit Buffer(std::size_t bytes);
 
   std::byte* data() const { return data_.get(); }
-  std::size_t size_bytes() const { return bytes_; }
+  std::size_t size_bytes() const { return data_ ? data_.get_deleter().bytes : 0; }
 
  private:
   struct Release {
-    std::size_t bytes = 0;
+    std::size_t bytes;
     void operator()(std::byte* data) const noexcept;
   };
   std::unique_ptr<std::byte, Release> data_;
-  std::size_t bytes_ = 0;
 };
 
 /// The operations, without communicators. Each is queued on the stream; see helix/backend.hpp for what each

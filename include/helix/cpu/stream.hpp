@@ -3,12 +3,11 @@
 // concurrency.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <exception>
 #include <functional>
 #include <memory>
-#include <string>
+#include <new>
 #include <type_traits>
 #include <utility>
 
@@ -33,7 +32,16 @@ class Stream {
     static_assert(sizeof(Stored) <= kTaskBytes, "task captures exceed Stream::kTaskBytes");
     static_assert(alignof(Stored) <= alignof(std::max_align_t));
     void* slot = begin_enqueue();
-    ::new (slot) Stored(std::forward<Task>(task));
+    if constexpr (std::is_nothrow_constructible_v<Stored, Task>) {
+      ::new (slot) Stored(std::forward<Task>(task));
+    } else {
+      try {
+        ::new (slot) Stored(std::forward<Task>(task));
+      } catch (...) {
+        cancel_enqueue();
+        throw;
+      }
+    }
     end_enqueue(
         [](void* stored) {
           // Run and destroy, also when it throws.
@@ -62,6 +70,7 @@ class Stream {
   struct Queue;
 
   void* begin_enqueue();
+  void cancel_enqueue();
   void end_enqueue(void (*run)(void*), void (*drop)(void*));
 
   std::shared_ptr<Queue> queue_;

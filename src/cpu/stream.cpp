@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+// The worker and the ring behind cpu::Stream, and events as positions in that ring.
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <limits>
+#include <mutex>
+#include <thread>
+
+#include <helix/cpu/stream.hpp>
+#include <helix/error.hpp>
+
+#include "cpu/spin_wait.hpp"
+
+namespace helix::cpu {
+namespace {
+
+// A decode step enqueues about 30 tasks a layer; the host may run this many tasks ahead of the worker.
+constexpr std::uint64_t kRingTasks = 256;
+constexpr int kSpinPolls = 50;
+constexpr std::uint64_t kNever = std::numeric_limits<std::uint64_t>::max();
+
+struct Slot {
+  alignas(64) std::byte storage[Stream::kTaskBytes];
+  void (*run)(void*) = nullptr;
+  void (*drop)(void*) = nullptr;
+};
+
+/// The queue proper. Tasks are numbered from 0 and live in slot (number % kRingTasks). Handles, the worker
+/// and events share it, so that an event outlives the stream that it was recorded on.
+struct Ring {
+  std::unique_ptr<Slot[]> slots = std::make_unique<Slot[]>(kRingTasks);
+
+  std::mutex producer;                       // held from begin_enqueue to end_enqueue
+  std::atomic<std::uint64_t> published = 0;  // tasks enqueued
+  std::atomic<std::uint64_t> completed = 0;  // tasks run or dropped
+
+  // Each sleeper announces itself (worker_sleeps, wake_at), then re-reads the counter; each waker advances
+  // the counter, then reads the announcement. Sequential consistency lets at least one of them see the other.
+  std::mutex sleep;
+  std::condition_variable worker_wakes;
+  std::condition_variable hosts_wake;
+  std::atomic<bool> worker_sleeps = false;
+  std::atomic<std::uint64_t> wake_at = kNever;  // smallest count of completed tasks that somebody sleeps for
+  bool closing = false;                         // guarded by sleep
+
+  std::mutex failure_mutex;
+  std::exception_ptr failure;
+  std::atomic<std::uint64_t> failed_task = kNever;  // number of the first task that threw
+  std::function<void(std::exception_ptr)> handler;
+
+  void wait_completed(std::uint64_t target) {
+    const auto reached = [&] { return completed.load(std::memory_order_seq_cst) >= target; };
+    if (spin_until<kSpinPolls>(reached)) return;
+    std::unique_lock lock(sleep);
+    for (;;) {
+      if (target < wake_at.load(std::memory_order_relaxed)) wake_at.store(target, std::memory_order_seq_cst);
+      if (reached()) return;
+      hosts_wake.wait(lock);
+    }
+  }
+
+  void complete(std::uint64_t count) {
+    completed.store(count, std::memory_order_seq_cst);
+    if (count < wake_at.load(std::memory_order_seq_cst)) return;
+    {
+      const std::lock_guard lock(sleep);
+      wake_at.store(kNever, std::memory_order_relaxed);  // whoever waits for more announces itself again
+    }
+    hosts_wake.notify_all();
+  }
+
+  /// Returns false when the ring is closed and drained.
+  bool wait_published(std::uint64_t task) {
+    const auto ready = [&] { return published.load(std::memory_order_seq_cst) > task; };
+    if (spin_until<kSpinPolls>(ready)) return true;
+    std::unique_lock lock(sleep);
+    worker_sleeps.store(true, std::memory_order_seq_cst);
+    worker_wakes.wait(lock, [&] { return ready() || closing; });
+    worker_sleeps.store(false, std::memory_order_relaxed);
+    return ready();
+  }
+
+  void publish() {
+    published.store(published.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);
+    if (!worker_sleeps.load(std::memory_order_seq_cst)) return;
+    { const std::lock_guard lock(sleep); }
+    worker_wakes.notify_one();
+  }
+
+  void close() {
+    {
+      const std::lock_guard lock(sleep);
+      closing = true;
+    }
+    worker_wakes.notify_one();
+  }
+
+  std::exception_ptr current_failure() {
+    const std::lock_guard lock(failure_mutex);
+    return failure;
+  }
+
+  void fail(std::uint64_t task, std::exception_ptr error) {
+    std::function<void(std::exception_ptr)> handle;
+    {
+      const std::lock_guard lock(failure_mutex);
+      failure = error;
+      failed_task.store(task, std::memory_order_release);
+      handle = std::move(handler);
+      handler = nullptr;
+    }
+    if (!handle) return;
+    try {
+      handle(error);
+    } catch (...) {
+      // The first failure is the one to report; a handler that fails too adds nothing.
+    }
+  }
+};
+
+thread_local const Ring* current_ring = nullptr;  // the ring whose worker this thread is
+
+void work(std::shared_ptr<Ring> ring) {
+  current_ring = ring.get();
+  bool failed = false;
+  for (std::uint64_t task = 0; ring->wait_published(task); ++task) {
+    Slot& slot = ring->slots[task % kRingTasks];
+    if (failed) {
+      slot.drop(slot.storage);
+    } else {
+      try {
+        slot.run(slot.storage);
+      } catch (...) {
+        failed = true;
+        ring->fail(task, std::current_exception());
+      }
+    }
+    ring->complete(task + 1);
+  }
+}
+
+}  // namespace
+
+struct Stream::Queue {
+  std::shared_ptr<Ring> ring = std::make_shared<Ring>();
+  std::thread worker{work, ring};
+
+  ~Queue() {
+    ring->close();
+    // A task may own the last handle; its worker then drains the rest alone.
+    if (current_ring == ring.get()) {
+      worker.detach();
+    } else {
+      worker.join();
+    }
+  }
+};
+
+Stream::Stream() : queue_(std::make_shared<Queue>()) {}
+
+void* Stream::begin_enqueue() {
+  Ring& ring = *queue_->ring;
+  for (;;) {
+    ring.producer.lock();
+    const std::uint64_t task = ring.published.load(std::memory_order_relaxed);
+    if (task - ring.completed.load(std::memory_order_acquire) < kRingTasks) {
+      return ring.slots[task % kRingTasks].storage;
+    }
+    ring.producer.unlock();
+    HELIX_EXPECTS(current_ring != &ring, ErrorCode::internal, "a task enqueued on its own stream while all ",
+                  kRingTasks, " places were taken; it would wait for itself");
+    // Half a ring at once: waking for each free place would switch threads on every task.
+    ring.wait_completed(task - kRingTasks / 2);
+  }
+}
+
+void Stream::cancel_enqueue() {
+  queue_->ring->producer.unlock();
+}
+
+void Stream::end_enqueue(void (*run)(void*), void (*drop)(void*)) {
+  Ring& ring = *queue_->ring;
+  Slot& slot = ring.slots[ring.published.load(std::memory_order_relaxed) % kRingTasks];
+  slot.run = run;
+  slot.drop = drop;
+  ring.publish();
+  ring.producer.unlock();
+}
+
+void Stream::synchronize() const {
+  Ring& ring = *queue_->ring;
+  HELIX_EXPECTS(current_ring != &ring, ErrorCode::internal,
+                "synchronize() was called by a task of the same stream; it would wait for itself");
+  ring.wait_completed(ring.published.load(std::memory_order_acquire));
+  if (std::exception_ptr failure = ring.current_failure()) std::rethrow_exception(failure);
+}
+
+std::exception_ptr Stream::failure() const {
+  return queue_->ring->current_failure();
+}
+
+void Stream::on_failure(std::function<void(std::exception_ptr)> handler) {
+  Ring& ring = *queue_->ring;
+  {
+    const std::lock_guard lock(ring.failure_mutex);
+    if (!ring.failure) {
+      ring.handler = std::move(handler);
+      return;
+    }
+  }
+  // Too late for the failure itself: the worker is told by a task of which only the drop is ever reached.
+  struct Late {
+    std::function<void(std::exception_ptr)> handler;
+    std::exception_ptr failure;
+  };
+  void* slot = begin_enqueue();
+  ::new (slot) Late{std::move(handler), failure()};
+  end_enqueue([](void*) {},
+              [](void* stored) {
+                auto* late = static_cast<Late*>(stored);
+                try {
+                  late->handler(late->failure);
+                } catch (...) {
+                  // As in Ring::fail.
+                }
+                late->~Late();
+              });
+}
+
+/// A record is a position in a ring: it is reached when that many tasks are completed. Nothing is enqueued
+/// for it, a wait takes its position when it is called, and a re-record cannot disturb the waits before it.
+struct Event::State {
+  std::mutex mutex;
+  std::shared_ptr<Ring> ring;  // null: never recorded
+  std::uint64_t position = 0;
+};
+
+Event::Event() : state_(std::make_shared<State>()) {}
+
+void Event::record(const Stream& stream) {
+  const std::shared_ptr<Ring>& ring = stream.queue_->ring;
+  const std::lock_guard lock(state_->mutex);
+  state_->ring = ring;
+  state_->position = ring->published.load(std::memory_order_acquire);
+}
+
+void Event::wait(const Stream& stream) const {
+  std::shared_ptr<Ring> ring;
+  std::uint64_t position = 0;
+  {
+    const std::lock_guard lock(state_->mutex);
+    ring = state_->ring;
+    position = state_->position;
+  }
+  if (!ring || ring == stream.queue_->ring) return;  // a stream is in order with itself
+  Stream(stream).enqueue([ring = std::move(ring), position] {
+    ring->wait_completed(position);
+    if (ring->failed_task.load(std::memory_order_acquire) < position) {
+      std::rethrow_exception(ring->current_failure());
+    }
+  });
+}
+
+}  // namespace helix::cpu
