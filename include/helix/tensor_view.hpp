@@ -57,6 +57,7 @@ class TensorView {
 
   /// Dense row-major: a flat loop over size() elements visits all of them.
   constexpr bool is_contiguous() const {
+    if (size() == 0) return true;
     std::int64_t expected = 1;
     for (std::size_t d = R; d-- > 0;) {
       if (extents_[d] != 1 && strides_[d] != expected) return false;
@@ -74,10 +75,13 @@ class TensorView {
   }
 
   /// Elements [begin, begin + count) of dimension `d`; the other dimensions are whole.
-  /// @throws Error(invalid_argument) if the range leaves the extent.
+  /// @throws Error(invalid_argument) if there is no such dimension or the range leaves its extent.
   constexpr TensorView slice(int d, std::int64_t begin, std::int64_t count) const {
-    HELIX_EXPECTS(begin >= 0 && count >= 0 && begin + count <= extent(d), ErrorCode::invalid_argument,
-                  "slice [", begin, ", ", begin + count, ") leaves dimension ", d, " of extent ", extent(d));
+    HELIX_EXPECTS(d >= 0 && d < R, ErrorCode::invalid_argument, "slice of dimension ", d,
+                  " of a view of rank ", R);
+    HELIX_EXPECTS(begin >= 0 && count >= 0 && begin <= extent(d) && count <= extent(d) - begin,
+                  ErrorCode::invalid_argument, "slice of ", count, " from ", begin, " leaves dimension ", d,
+                  " of extent ", extent(d));
     TensorView result = *this;
     if (data_ != nullptr) result.data_ = data_ + begin * stride(d);
     result.extents_[static_cast<std::size_t>(d)] = count;
