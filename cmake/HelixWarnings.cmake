@@ -1,8 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-# The warnings that every target of this project is built with, as errors at top level.
+# The warnings that every target of this project is built with, as errors at top level; and the sanitizers, if any.
 function(helix_set_warnings target)
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic)
   if(PROJECT_IS_TOP_LEVEL)
     target_compile_options(${target} PRIVATE -Werror)
   endif()
 endfunction()
+
+# Sanitizers act on whole programs, so they are set for the directory tree and not a target.
+set(HELIX_SANITIZE "" CACHE STRING "Sanitizers to build everything with: address,undefined or undefined or thread; empty is none")
+if(HELIX_SANITIZE)
+  add_compile_options(-fsanitize=${HELIX_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g)
+  add_link_options(-fsanitize=${HELIX_SANITIZE})
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    # Instrumentation hides initialisations from g++'s flow analysis: false alarms in code that is clean without it.
+    add_compile_options(-Wno-maybe-uninitialized -Wno-stringop-overflow -Wno-array-bounds)
+  endif()
+endif()
