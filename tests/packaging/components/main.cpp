@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+// Compiles and links against helix::mpi alone, which must bring helix::helix and MPI along.
+#include <helix/cpu/mpi_comm.hpp>
+#include <helix/topology.hpp>
+
+int main() {
+  static_assert(helix::Communicator<helix::cpu::MpiComm>);
+  return helix::Topology::violations({}, {}).empty() ? 1 : 0;
+}
