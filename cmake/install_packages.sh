@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Installs the Debian or Ubuntu packages that a build needs and that are missing; does nothing, offline too, if all are there.
+#
+# usage: cmake/install_packages.sh [--tests]     --tests adds what only the tests use (MPI)
+set -euo pipefail
+
+packages=(g++ cmake ninja-build libhwy-dev libfmt-dev catch2 libbenchmark-dev nlohmann-json3-dev libcli11-dev)
+optional=()
+if [[ "${1:-}" == "--tests" ]]; then
+  optional=(libopenmpi-dev openmpi-bin)  # without them the MPI tests are left out, nothing else
+fi
+
+# Echoes the names among "$@" that are not installed.
+missing_of() {
+  local name
+  for name in "$@"; do
+    [[ "$(dpkg-query -W -f '${db:Status-Status}' "$name" 2>/dev/null)" == "installed" ]] || echo "$name"
+  done
+}
+
+install() {
+  local as_root=()
+  if [[ "$(id -u)" != 0 ]]; then
+    command -v sudo >/dev/null || { echo "cannot install: neither root nor sudo" >&2; return 1; }
+    as_root=(sudo)
+  fi
+  # The lists may be absent (containers) or stale: refresh them, but let a broken foreign source not stop us.
+  "${as_root[@]}" apt-get update -q || true
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@"
+}
+
+if ! command -v dpkg-query >/dev/null || ! command -v apt-get >/dev/null; then
+  echo "not a Debian or Ubuntu system; assuming that the equivalents of these are installed: ${packages[*]}" >&2
+  exit 0
+fi
+
+mapfile -t missing < <(missing_of "${packages[@]}" "${optional[@]}")
+[[ ${#missing[@]} -gt 0 ]] || exit 0
+
+echo "installing: ${missing[*]}" >&2
+if ! install "${missing[@]}" >&2; then
+  mapfile -t missing < <(missing_of "${packages[@]}")
+  if [[ ${#missing[@]} -gt 0 ]]; then
+    # Not fatal here: a package built from source may stand in. CMake names what it really lacks.
+    echo "could not install: ${missing[*]}; going on with what there is" >&2
+  else
+    echo "could not install: ${optional[*]}; going on without MPI" >&2
+  fi
+fi

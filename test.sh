@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Sets up, builds everything and runs the tests on a Debian or Ubuntu machine, from any directory.
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+usage: ./test.sh [OPTION ...] [-- CTEST_ARGUMENTS]
+  --full           also the tests labelled full, which take long
+  --quick          only the tests labelled quick
+  --sanitize NAME  asan (with ubsan), ubsan or tsan: the quick tests, built with that sanitizer
+  --no-mpi         as on a machine without MPI
+Missing packages are installed first (apt-get; sudo only where needed). CXX, CXXFLAGS and CMAKE_PREFIX_PATH are honoured.
+The last line counts the tests: "N passed, N failed, N skipped".
+TEXT
+}
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+preset=cpu
+labels=(-LE '^full$')
+target=all
+cmake_options=()
+while [[ $# -gt 0 ]]; do
+  case "$1" in
+    --full) labels=() ;;
+    --quick) labels=(-L '^quick$') target=quick_tests ;;
+    --sanitize)
+      case "${2:-}" in
+        asan | ubsan | tsan) preset="$2" ;;
+        *) usage >&2; exit 2 ;;
+      esac
+      labels=(-L '^quick$') target=quick_tests
+      shift
+      ;;
+    --no-mpi) cmake_options+=(-DHELIX_MPI=OFF) ;;
+    --) shift; break ;;
+    -h | --help) usage; exit 0 ;;
+    *) usage >&2; exit 2 ;;
+  esac
+  shift
+done
+
+build="$root/build/$preset"
+[[ "$preset" == cpu ]] && build="$root/build/release"
+if [[ ${#cmake_options[@]} -gt 0 ]]; then
+  build+="-no-mpi"
+  "$root/cmake/install_packages.sh"
+else
+  "$root/cmake/install_packages.sh" --tests
+fi
+
+command -v ccache >/dev/null && cmake_options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+cmake -S "$root" -B "$build" --preset "$preset" "${cmake_options[@]}"
+cmake --build "$build" --target "$target"
+
+report="$build/tests.xml"
+rm -f "$report"
+status=0
+ctest --test-dir "$build" --output-on-failure --no-tests=error --parallel "$(nproc)" \
+  --output-junit "$report" "${labels[@]}" "$@" || status=$?
+
+# A test that could not start is "notrun" to ctest, like one that skipped itself; only the latter may count as skipped.
+count() { grep -c "$1" "$report" || true; }
+passed=0 failed=0 skipped=0
+if [[ -f "$report" ]]; then
+  passed=$(count '<testcase .*status="run"')
+  skipped=$(($(count '<skipped message="SKIP_') + $(count '<testcase .*status="disabled"')))
+  failed=$(($(count '<testcase ') - passed - skipped))
+fi
+[[ $status -eq 0 || $failed -gt 0 ]] || echo "ctest ended with status $status" >&2
+echo "$passed passed, $failed failed, $skipped skipped"
+exit "$status"
