@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// Operators::linear and head_linear: weight rows shared out over the threads of the rank.
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+
+#include <helix/cpu/backend.hpp>
+#include <helix/dtype.hpp>
+
+#include "cpu/linear_kernels.hpp"
+
+namespace helix::cpu {
+namespace {
+
+const std::byte* element(const WeightView& weight, std::int64_t index) {
+  return static_cast<const std::byte*>(weight.data) +
+         index * static_cast<std::int64_t>(size_bytes(weight.dtype));
+}
+
+}  // namespace
+
+void Operators::linear(const LinearArgs<float>& args, Stream stream) const {
+  if (args.in.extent(0) == 0 || args.weight.rows == 0) return;
+  stream.enqueue([args, pool = pool_] {
+    const std::int64_t tasks = (args.weight.rows + kLinearTaskRows - 1) / kLinearTaskRows;
+    pool->parallel_for(tasks, [&args](std::int64_t index, int) {
+      const std::int64_t first = index * kLinearTaskRows;
+      LinearTask task;
+      task.in = args.in.data();
+      task.in_stride = args.in.stride(0);
+      task.num_rows = args.in.extent(0);
+      task.weight = element(args.weight, first * args.weight.cols);
+      task.dtype = args.weight.dtype;
+      task.cols = args.weight.cols;
+      task.num_weight_rows = std::min(kLinearTaskRows, args.weight.rows - first);
+      if (!args.bias.empty()) {
+        task.bias = element(args.bias, first);
+        task.bias_dtype = args.bias.dtype;
+      }
+      task.out = args.out.data() + first;
+      task.out_stride = args.out.stride(0);
+      task.accumulate = args.accumulate;
+      multiply(task);
+    });
+  });
+}
+
+void Operators::head_linear(const HeadLinearArgs<float>& args, Stream stream) const {
+  if (args.in.extent(0) == 0 || args.weight.rows == 0) return;
+  stream.enqueue([args, pool = pool_] {
+    const std::int64_t heads = args.in.extent(1);
+    const std::int64_t width = args.out.extent(2);
+    const std::int64_t tasks_a_head = (width + kLinearTaskRows - 1) / kLinearTaskRows;
+    const auto body = [&](std::int64_t index, int) {
+      const std::int64_t head = index / tasks_a_head;
+      const std::int64_t first = index % tasks_a_head * kLinearTaskRows;
+      LinearTask task;
+      task.in = args.in.data() + head * args.in.stride(1);
+      task.in_stride = args.in.stride(0);
+      task.num_rows = args.in.extent(0);
+      task.weight = element(args.weight, (head * width + first) * args.weight.cols);
+      task.dtype = args.weight.dtype;
+      task.cols = args.weight.cols;
+      task.num_weight_rows = std::min(kLinearTaskRows, width - first);
+      task.out = args.out.data() + head * args.out.stride(1) + first;
+      task.out_stride = args.out.stride(0);
+      multiply(task);
+    };
+    pool->parallel_for(heads * tasks_a_head, std::cref(body));  // by reference: std::function would allocate
+  });
+}
+
+}  // namespace helix::cpu

@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+// Operators::partial_attention: cuts a batch into tasks for the threads of the rank, and merges what long
+// sequences give.
+//
+// The cut is a function of one sequence's queries and lengths alone: neither the number of threads nor the
+// rest of the batch changes a bit of the result.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+
+#include <helix/cpu/backend.hpp>
+#include <helix/error.hpp>
+
+#include "cpu/attention_kernels.hpp"
+
+namespace helix::cpu {
+namespace {
+
+constexpr std::int64_t kDraftTokens = 8;  // up to here one task holds all query tokens: K and V are read once
+constexpr std::int64_t kTileRows = 128;  // rows of a prefill task: 64 keys against them keep a core in its L2
+constexpr std::int64_t kTileTokens =
+    32;  // query tokens of a prefill task: its causal edge is walked token by token
+constexpr std::int64_t kSplitTokens = 1024;  // shortest useful split of a key range
+constexpr std::int64_t kMaxSplits = 64;
+constexpr std::int64_t kUnitPartials = 128;  // (token, split) pairs of one unit
+constexpr std::int64_t kPassPartials = 256;  // (token, split) pairs that the workspace holds at once
+constexpr std::int64_t kPassUnits = 256;
+constexpr std::int64_t kTileAlign = 256;  // splits are whole key tiles
+constexpr std::int64_t kAlignBytes = 64;
+
+std::int64_t tile_tokens(std::int64_t num_tokens, std::int64_t group) {
+  return num_tokens <= kDraftTokens ? num_tokens
+                                    : std::clamp<std::int64_t>(kTileRows / group, 1, kTileTokens);
+}
+
+std::int64_t max_rows(std::int64_t num_tokens, std::int64_t num_query_heads) {
+  return std::min(num_tokens * num_query_heads, std::max(kTileRows, kDraftTokens * num_query_heads));
+}
+
+std::int64_t max_partials(std::int64_t num_tokens) {
+  return std::min(num_tokens * kMaxSplits, kPassPartials);
+}
+
+/// Queries of one sequence that share tasks, and how their keys are split.
+struct Unit {
+  std::int64_t sequence = 0;
+  std::int64_t first_token = 0;
+  std::int64_t num_tokens = 0;
+  std::int64_t begin = 0;  // local tokens that any of them sees: [begin, end)
+  std::int64_t end = 0;
+  std::int64_t num_splits = 1;
+  std::int64_t split_tokens = 0;
+  std::int64_t first_task = 0;
+  std::int64_t first_partial = 0;  // (split, token) rows of the workspace, if num_splits > 1
+};
+
+/// One call: the arguments, the workspace cut up, and the units of the current pass.
+class PartialAttention {
+ public:
+  PartialAttention(const PartialAttentionArgs<float>& args, ThreadPool& pool)
+      : args_(args),
+        pool_(pool),
+        heads_(args.kv.num_heads),
+        query_heads_(args.q.extent(1)),
+        group_(query_heads_ / std::max<std::int64_t>(heads_, 1)) {
+    const std::int64_t rows = max_rows(args.batch.num_tokens(), query_heads_);
+    scratch_floats_ = attention_scratch_floats(rows, args.kv.head_dim, args.kv.value_dim);
+    void* base = args.workspace.data();
+    std::size_t space = args.workspace.size();
+    base = std::align(static_cast<std::size_t>(kAlignBytes), 1, base, space);
+    scratch_ = static_cast<float*>(base);
+    partial_out_ = scratch_ + scratch_floats_ * pool.num_threads();
+    partial_lse_ = partial_out_ + max_partials(args.batch.num_tokens()) * query_heads_ * args.kv.value_dim;
+  }
+
+  void run() {
+    const auto& offsets = args_.batch.query_offsets_host;
+    for (std::int64_t sequence = 0; sequence < args_.batch.num_sequences(); ++sequence) {
+      const std::int64_t begin = offsets[static_cast<std::size_t>(sequence)];
+      const std::int64_t end = offsets[static_cast<std::size_t>(sequence) + 1];
+      if (begin == end) continue;
+      const std::int64_t tile = tile_tokens(end - begin, group_);
+      for (std::int64_t token = begin; token < end; token += tile) {
+        Unit unit = make_unit(sequence, token, std::min(tile, end - token));
+        const std::int64_t partials = unit.num_splits > 1 ? unit.num_splits * unit.num_tokens : 0;
+        if (num_units_ == kPassUnits || num_partials_ + partials > max_partials(args_.batch.num_tokens()))
+          flush();
+        unit.first_task = num_tasks_;
+        unit.first_partial = num_partials_;
+        num_tasks_ += unit.num_splits * heads_;
+        num_partials_ += partials;
+        units_[static_cast<std::size_t>(num_units_++)] = unit;
+      }
+    }
+    flush();
+  }
+
+ private:
+  TokenRange visible(std::int64_t token) const {
+    const std::int64_t position = args_.batch.positions[token];
+    if (position < 0) return {};
+    const KvLayout& layout = args_.kv.layout;
+    const std::int64_t rank = args_.kv.kvp_rank;
+    const std::int64_t begin = args_.window > 0 ? layout.length(position + 1 - args_.window, rank) : 0;
+    return {begin, layout.length(position + 1, rank)};
+  }
+
+  Unit make_unit(std::int64_t sequence, std::int64_t first_token, std::int64_t num_tokens) const {
+    Unit unit;
+    unit.sequence = sequence;
+    unit.first_token = first_token;
+    unit.num_tokens = num_tokens;
+    unit.begin = std::numeric_limits<std::int64_t>::max();
+    for (std::int64_t token = first_token; token < first_token + num_tokens; ++token) {
+      const TokenRange seen = visible(token);
+      if (seen.size() <= 0) continue;
+      unit.begin = std::min(unit.begin, seen.begin);
+      unit.end = std::max(unit.end, seen.end);
+    }
+    unit.begin = std::min(unit.begin, unit.end);
+    const std::int64_t length = unit.end - unit.begin;
+    const std::int64_t most = std::clamp<std::int64_t>(kUnitPartials / num_tokens, 1, kMaxSplits);
+    const std::int64_t wanted = std::clamp<std::int64_t>((length + kSplitTokens - 1) / kSplitTokens, 1, most);
+    const std::int64_t even = (length + wanted - 1) / wanted;
+    unit.split_tokens = std::max(kTileAlign, (even + kTileAlign - 1) / kTileAlign * kTileAlign);
+    unit.num_splits = std::max<std::int64_t>(1, (length + unit.split_tokens - 1) / unit.split_tokens);
+    return unit;
+  }
+
+  /// Computes the units gathered so far.
+  void flush() {
+    if (num_units_ == 0) return;
+    pool_.parallel_for(num_tasks_, [this](std::int64_t task, int thread) { attend_task(task, thread); });
+    if (num_partials_ > 0) {
+      pool_.parallel_for(num_units_ * query_heads_, [this](std::int64_t index, int) {
+        merge(units_[static_cast<std::size_t>(index / query_heads_)], index % query_heads_);
+      });
+    }
+    num_units_ = num_tasks_ = num_partials_ = 0;
+  }
+
+  void attend_task(std::int64_t index, int thread) const {
+    const auto after = std::upper_bound(units_.begin(), units_.begin() + num_units_, index,
+                                        [](std::int64_t i, const Unit& unit) { return i < unit.first_task; });
+    const Unit& unit = *(after - 1);
+    const std::int64_t split = (index - unit.first_task) % unit.num_splits;
+    const std::int64_t head = (index - unit.first_task) / unit.num_splits;
+    const KvView& kv = args_.kv;
+
+    std::array<TokenRange, static_cast<std::size_t>(kTileTokens)> seen;
+    const std::int64_t begin = unit.begin + split * unit.split_tokens;
+    const std::int64_t end = std::min(unit.end, begin + unit.split_tokens);
+    for (std::int64_t t = 0; t < unit.num_tokens; ++t) {
+      const TokenRange whole = visible(unit.first_token + t);
+      seen[static_cast<std::size_t>(t)] = {std::max(begin, whole.begin), std::min(end, whole.end)};
+    }
+
+    const auto element_bytes = static_cast<std::int64_t>(size_bytes(kv.dtype));
+    const auto* pages = static_cast<const std::byte*>(kv.pages);
+    const std::int64_t head_bytes = kv.page_tokens * kv.head_dim * element_bytes;
+    const std::int64_t slot = args_.batch.sequence_slots[unit.sequence];
+    const float k_scale = kv.k_scale != nullptr ? kv.k_scale[head] : 1.0f;
+    const float v_scale = kv.is_mla ? k_scale : (kv.v_scale != nullptr ? kv.v_scale[head] : 1.0f);
+    AttentionTask task;
+    task.q = args_.q.data() + unit.first_token * args_.q.stride(0) + head * group_ * args_.q.stride(1);
+    task.q_token_stride = args_.q.stride(0);
+    task.q_head_stride = args_.q.stride(1);
+    task.num_tokens = unit.num_tokens;
+    task.group = group_;
+    task.visible = seen.data();
+    task.keys = pages + head * head_bytes;
+    task.values = kv.is_mla ? task.keys : pages + (kv.num_heads + head) * head_bytes;
+    task.dtype = kv.dtype;
+    task.page_bytes = kv.page_elements() * element_bytes;
+    task.page_tokens = kv.page_tokens;
+    task.row_bytes = kv.head_dim * element_bytes;
+    task.page_table = kv.page_table + slot * kv.max_pages;
+    task.head_dim = kv.head_dim;
+    task.value_dim = kv.value_dim;
+    task.key_scale = args_.scale * k_scale;
+    task.value_scale = v_scale;
+    task.soft_cap = args_.soft_cap;
+    if (unit.num_splits == 1) {
+      task.out =
+          args_.out.data() + unit.first_token * args_.out.stride(0) + head * group_ * args_.out.stride(1);
+      task.out_token_stride = args_.out.stride(0);
+      task.out_head_stride = args_.out.stride(1);
+      task.lse =
+          args_.lse.data() + unit.first_token * args_.lse.stride(0) + head * group_ * args_.lse.stride(1);
+      task.lse_token_stride = args_.lse.stride(0);
+      task.lse_head_stride = args_.lse.stride(1);
+    } else {
+      const std::int64_t row = (unit.first_partial + split * unit.num_tokens) * query_heads_ + head * group_;
+      task.out = partial_out_ + row * kv.value_dim;
+      task.out_token_stride = query_heads_ * kv.value_dim;
+      task.out_head_stride = kv.value_dim;
+      task.lse = partial_lse_ + row;
+      task.lse_token_stride = query_heads_;
+      task.lse_head_stride = 1;
+    }
+    attend(task, scratch_ + thread * scratch_floats_);
+  }
+
+  /// The splits of one query head, in order. A split that a token does not see has lse = -inf and weight 0.
+  void merge(const Unit& unit, std::int64_t query_head) const {
+    if (unit.num_splits == 1) return;
+    const std::int64_t value_dim = args_.kv.value_dim;
+    for (std::int64_t t = 0; t < unit.num_tokens; ++t) {
+      const std::int64_t token = unit.first_token + t;
+      const auto row = [&](std::int64_t split) {
+        return (unit.first_partial + split * unit.num_tokens + t) * query_heads_ + query_head;
+      };
+      float* out = args_.out.data() + token * args_.out.stride(0) + query_head * args_.out.stride(1);
+      float highest = -std::numeric_limits<float>::infinity();
+      for (std::int64_t split = 0; split < unit.num_splits; ++split) {
+        highest = std::max(highest, partial_lse_[row(split)]);
+      }
+      std::fill_n(out, value_dim, 0.0f);
+      float total = 0.0f;
+      for (std::int64_t split = 0; split < unit.num_splits; ++split) {
+        const float lse = partial_lse_[row(split)];
+        if (lse == -std::numeric_limits<float>::infinity()) continue;
+        const float weight = std::exp(lse - highest);
+        const float* from = partial_out_ + row(split) * value_dim;
+        total += weight;
+        for (std::int64_t i = 0; i < value_dim; ++i) out[i] += weight * from[i];
+      }
+      float lse = highest;
+      if (total > 0.0f) {
+        for (std::int64_t i = 0; i < value_dim; ++i) out[i] /= total;
+        lse += std::log(total);
+      }
+      args_.lse(token, query_head) = lse;
+    }
+  }
+
+  const PartialAttentionArgs<float>& args_;
+  ThreadPool& pool_;
+  std::int64_t heads_;
+  std::int64_t query_heads_;
+  std::int64_t group_;
+  std::int64_t scratch_floats_ = 0;  // one thread's
+  float* scratch_ = nullptr;         // [threads, scratch_floats_]
+  float* partial_out_ = nullptr;     // [partials, query heads, Dv]
+  float* partial_lse_ = nullptr;     // [partials, query heads]
+  std::array<Unit, static_cast<std::size_t>(kPassUnits)> units_;
+  std::int64_t num_units_ = 0;
+  std::int64_t num_tasks_ = 0;
+  std::int64_t num_partials_ = 0;
+};
+
+}  // namespace
+
+void Operators::partial_attention(const PartialAttentionArgs<float>& args, Stream stream) const {
+  const std::size_t needed = partial_attention_workspace_bytes(args.batch.num_tokens(), args.q.extent(1),
+                                                               args.kv.head_dim, args.kv.value_dim);
+  HELIX_EXPECTS(args.workspace.size() >= needed, ErrorCode::capacity, "partial_attention: the workspace has ",
+                args.workspace.size(), " bytes, ", args.batch.num_tokens(), " tokens of ", args.q.extent(1),
+                " heads need ", needed, "; see partial_attention_workspace_bytes()");
+  if (args.batch.num_tokens() == 0) return;
+  stream.enqueue([args, pool = pool_] { PartialAttention(args, *pool).run(); });
+}
+
+std::size_t Operators::partial_attention_workspace_bytes(std::int64_t num_tokens,
+                                                         std::int64_t num_query_heads, std::int64_t head_dim,
+                                                         std::int64_t value_dim) const {
+  if (num_tokens <= 0) return 0;
+  const std::int64_t scratch =
+      attention_scratch_floats(max_rows(num_tokens, num_query_heads), head_dim, value_dim) * num_threads();
+  const std::int64_t partials = max_partials(num_tokens) * num_query_heads * (value_dim + 1);
+  return static_cast<std::size_t>((scratch + partials) * static_cast<std::int64_t>(sizeof(float)) +
+                                  kAlignBytes);
+}
+
+}  // namespace helix::cpu

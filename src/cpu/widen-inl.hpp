@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stored elements as f32 vectors, and sums across vectors: what the attention and the linear kernels share.
+// Compiled once a Highway target, hence the toggled guard.
+#if defined(HELIX_SRC_CPU_WIDEN_INL_HPP_) == defined(HWY_TARGET_TOGGLE)
+#ifdef HELIX_SRC_CPU_WIDEN_INL_HPP_
+#undef HELIX_SRC_CPU_WIDEN_INL_HPP_
+#else
+#define HELIX_SRC_CPU_WIDEN_INL_HPP_
+#endif
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include <hwy/highway.h>
+
+#include <helix/dtype.hpp>
+
+// Arrays of vectors live in registers only if the loops over them are unrolled early.
+#ifndef HELIX_UNROLL
+#if defined(__clang__)
+#define HELIX_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define HELIX_UNROLL _Pragma("GCC unroll 16")
+#endif
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace helix::cpu::HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+using F32 = hn::CappedTag<float, 16>;
+using Vec = hn::Vec<F32>;
+inline constexpr F32 kF32{};
+/// Lanes of a vector. Also the number of accumulators of a dot block: as many vectors as lanes reduce to one
+/// vector.
+inline constexpr int kLanes = static_cast<int>(HWY_LANES(float) < 16 ? HWY_LANES(float) : 16);
+static_assert(kLanes == 4 || kLanes == 8 || kLanes == 16,
+              "the sums across vectors are written for 4, 8 and 16 lanes");
+/// Elements that one load_pair covers.
+inline constexpr int kPair = 2 * kLanes;
+
+/// Two vectors of kPair elements. For bf16 `a` holds the even and `b` the odd elements (a shift and a mask
+/// cost one operation a vector, in-order conversion two); for the other types `a` is the first half. Whatever
+/// multiplies them is brought into the same order once, by load_pair_order, and results leave through
+/// store_pair_order.
+struct Pair {
+  Vec a;
+  Vec b;
+};
+
+template <class T>
+inline constexpr bool kSplitsEvenOdd = std::is_same_v<T, bf16>;
+
+/// What load_pair leaves out of the value: stored value = loaded value * kDecodeFactor.
+template <class T>
+inline constexpr float kDecodeFactor = std::is_same_v<T, fp8_e4m3> ? 256.0f : 1.0f;
+
+HWY_INLINE Pair load_pair(const float* from) {
+  return {hn::LoadU(kF32, from), hn::LoadU(kF32, from + kLanes)};
+}
+
+HWY_INLINE Pair load_pair(const bf16* from) {
+  const hn::Repartition<std::uint16_t, F32> d16;
+  const hn::Repartition<std::uint32_t, F32> d32;
+  const auto words = hn::BitCast(d32, hn::LoadU(d16, &from->bits));
+  return {hn::BitCast(kF32, hn::ShiftLeft<16>(words)),
+          hn::BitCast(kF32, hn::And(words, hn::Set(d32, 0xffff0000u)))};
+}
+
+HWY_INLINE Pair load_pair(const f16* from) {
+  const hn::Rebind<hwy::float16_t, F32> d16;
+  const auto* halves = reinterpret_cast<const hwy::float16_t*>(from);
+  return {hn::PromoteTo(kF32, hn::LoadU(d16, halves)), hn::PromoteTo(kF32, hn::LoadU(d16, halves + kLanes))};
+}
+
+// e4m3 bits moved to where f16 keeps them mean value / 256, subnormals included, and f16 subnormals convert
+// without the microcode assist that f32 ones would take.
+HWY_INLINE Pair load_pair(const fp8_e4m3* from) {
+  const hn::Repartition<std::uint16_t, F32> d16;
+  const hn::Rebind<std::uint8_t, decltype(d16)> d8;
+  const hn::Rebind<hwy::float16_t, F32> half;
+  const auto bytes = hn::PromoteTo(d16, hn::LoadU(d8, &from->bits));
+  const auto magnitude = hn::And(bytes, hn::Set(d16, std::uint16_t{0x7f}));
+  const auto sign = hn::ShiftLeft<8>(hn::AndNot(hn::Set(d16, std::uint16_t{0x7f}), bytes));
+  const auto is_nan = hn::Eq(magnitude, hn::Set(d16, std::uint16_t{0x7f}));
+  const auto value = hn::IfThenElse(is_nan, hn::Set(d16, std::uint16_t{0x7e00}), hn::ShiftLeft<7>(magnitude));
+  const auto halves = hn::Or(sign, value);
+  const hn::Half<decltype(d16)> half16;
+  return {hn::PromoteTo(kF32, hn::BitCast(half, hn::LowerHalf(half16, halves))),
+          hn::PromoteTo(kF32, hn::BitCast(half, hn::UpperHalf(half16, halves)))};
+}
+
+/// The last `count` < kPair elements of a row, zeros behind them. Reads nothing past the row.
+template <class T>
+HWY_INLINE Pair load_pair_tail(const T* from, std::int64_t count) {
+  T padded[kPair];
+  std::memset(static_cast<void*>(padded), 0, sizeof(padded));
+  std::memcpy(static_cast<void*>(padded), from, static_cast<std::size_t>(count) * sizeof(T));
+  return load_pair(padded);
+}
+
+/// `count` floats times `factor`, zero-padded to a multiple of kPair, in the order that load_pair<T> gives.
+template <class T>
+HWY_INLINE void load_pair_order(const float* from, std::int64_t count, float factor, float* to) {
+  const Vec f = hn::Set(kF32, factor);
+  for (std::int64_t i = 0; i < count; i += kPair) {
+    float padded[kPair] = {};
+    const float* source = from + i;
+    if (count - i < kPair) {
+      std::memcpy(padded, source, static_cast<std::size_t>(count - i) * sizeof(float));
+      source = padded;
+    }
+    Vec a;
+    Vec b;
+    if constexpr (kSplitsEvenOdd<T>) {
+      const Vec lower = hn::LoadU(kF32, source);
+      const Vec upper = hn::LoadU(kF32, source + kLanes);
+      a = hn::ConcatEven(kF32, upper, lower);
+      b = hn::ConcatOdd(kF32, upper, lower);
+    } else {
+      a = hn::LoadU(kF32, source);
+      b = hn::LoadU(kF32, source + kLanes);
+    }
+    hn::StoreU(hn::Mul(a, f), kF32, to + i);
+    hn::StoreU(hn::Mul(b, f), kF32, to + i + kLanes);
+  }
+}
+
+/// The inverse: `count` results in the order of load_pair<T>, times `factor`, to their natural places.
+template <class T>
+HWY_INLINE void store_pair_order(const float* from, std::int64_t count, float factor, float* to) {
+  const Vec f = hn::Set(kF32, factor);
+  for (std::int64_t i = 0; i < count; i += kPair) {
+    float padded[kPair];
+    const bool is_tail = count - i < kPair;
+    float* target = is_tail ? padded : to + i;
+    const Vec a = hn::Mul(hn::LoadU(kF32, from + i), f);
+    const Vec b = hn::Mul(hn::LoadU(kF32, from + i + kLanes), f);
+    if constexpr (kSplitsEvenOdd<T>) {
+      hn::StoreInterleaved2(a, b, kF32, target);
+    } else {
+      hn::StoreU(a, kF32, target);
+      hn::StoreU(b, kF32, target + kLanes);
+    }
+    if (is_tail) std::memcpy(to + i, padded, static_cast<std::size_t>(count - i) * sizeof(float));
+  }
+}
+
+/// Lane pairs (x0+x2, y0+y2, x1+x3, y1+y3) of each 128-bit block.
+HWY_INLINE Vec fold_lanes(Vec x, Vec y) {
+  return hn::Add(hn::InterleaveLower(kF32, x, y), hn::InterleaveUpper(kF32, x, y));
+}
+
+/// Per 128-bit block, the sum of each of four vectors: lane i of a block is the block's sum of the i-th.
+HWY_INLINE Vec fold_block(Vec x0, Vec x1, Vec x2, Vec x3) {
+  const hn::Repartition<double, F32> d64;
+  const auto xy = hn::BitCast(d64, fold_lanes(x0, x1));
+  const auto zw = hn::BitCast(d64, fold_lanes(x2, x3));
+  return hn::Add(hn::BitCast(kF32, hn::InterleaveLower(d64, xy, zw)),
+                 hn::BitCast(kF32, hn::InterleaveUpper(d64, xy, zw)));
+}
+
+/// The sums of kLanes vectors as one vector: lane i is the sum of acc[i].
+HWY_INLINE Vec sum_each(const Vec (&acc)[kLanes]) {
+  if constexpr (kLanes == 4) {
+    return fold_block(acc[0], acc[1], acc[2], acc[3]);
+  } else if constexpr (kLanes == 8) {
+    const Vec lower = fold_block(acc[0], acc[1], acc[2], acc[3]);
+    const Vec upper = fold_block(acc[4 % kLanes], acc[5 % kLanes], acc[6 % kLanes], acc[7 % kLanes]);
+    return hn::Add(hn::ConcatLowerLower(kF32, upper, lower), hn::ConcatUpperUpper(kF32, upper, lower));
+  } else {
+    const Vec x0 = fold_block(acc[0], acc[1], acc[2], acc[3]);
+    const Vec x1 = fold_block(acc[4 % kLanes], acc[5 % kLanes], acc[6 % kLanes], acc[7 % kLanes]);
+    const Vec x2 = fold_block(acc[8 % kLanes], acc[9 % kLanes], acc[10 % kLanes], acc[11 % kLanes]);
+    const Vec x3 = fold_block(acc[12 % kLanes], acc[13 % kLanes], acc[14 % kLanes], acc[15 % kLanes]);
+    // y02 holds two blocks of partial sums of x0, then two of x2; y13 alike.
+    const Vec y02 = hn::Add(hn::ConcatLowerLower(kF32, x2, x0), hn::ConcatUpperUpper(kF32, x2, x0));
+    const Vec y13 = hn::Add(hn::ConcatLowerLower(kF32, x3, x1), hn::ConcatUpperUpper(kF32, x3, x1));
+    return hn::Add(hn::OddEvenBlocks(y13, y02), hn::SwapAdjacentBlocks(hn::OddEvenBlocks(y02, y13)));
+  }
+}
+
+/// Dot products of `count` stored rows with R vectors: dots[row][R]. `x` is R vectors in the order of
+/// load_pair, `x_stride` apart; `length` elements a row. Rows go kLanes / R at a time, so `count` is in
+/// effect rounded up to that, and the caller makes the extra rows readable and their dots writable. The order
+/// of additions is the same for every R.
+template <int R, class Rows>
+HWY_INLINE void dot_block(Rows rows, std::int64_t count, const float* x, std::int64_t x_stride,
+                          std::int64_t length, float* dots) {
+  constexpr int K = kLanes / R;
+  const std::int64_t whole = length / kPair * kPair;
+  for (std::int64_t row = 0; row < count; row += K) {
+    Vec acc[kLanes];
+    HELIX_UNROLL for (int i = 0; i < kLanes; ++i) acc[i] = hn::Zero(kF32);
+    for (std::int64_t d = 0; d < whole; d += kPair) {
+      Pair w[K];
+      HELIX_UNROLL for (int k = 0; k < K; ++k) w[k] = load_pair(rows[row + k] + d);
+      HELIX_UNROLL for (int r = 0; r < R; ++r) {
+        const Vec a = hn::LoadU(kF32, x + r * x_stride + d);
+        HELIX_UNROLL for (int k = 0; k < K; ++k) acc[k * R + r] = hn::MulAdd(w[k].a, a, acc[k * R + r]);
+      }
+      HELIX_UNROLL for (int r = 0; r < R; ++r) {
+        const Vec b = hn::LoadU(kF32, x + r * x_stride + d + kLanes);
+        HELIX_UNROLL for (int k = 0; k < K; ++k) acc[k * R + r] = hn::MulAdd(w[k].b, b, acc[k * R + r]);
+      }
+    }
+    if (whole < length) {
+      Pair w[K];
+      HELIX_UNROLL for (int k = 0; k < K; ++k) w[k] = load_pair_tail(rows[row + k] + whole, length - whole);
+      HELIX_UNROLL for (int r = 0; r < R; ++r) {
+        const Vec a = hn::LoadU(kF32, x + r * x_stride + whole);
+        const Vec b = hn::LoadU(kF32, x + r * x_stride + whole + kLanes);
+        HELIX_UNROLL for (int k = 0; k < K; ++k) {
+          acc[k * R + r] = hn::MulAdd(w[k].b, b, hn::MulAdd(w[k].a, a, acc[k * R + r]));
+        }
+      }
+    }
+    hn::StoreU(sum_each(acc), kF32, dots + row * R);
+  }
+}
+
+}  // namespace helix::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif  // toggled guard
