@@ -10,14 +10,11 @@
 #include <helix/cpu/stream.hpp>
 #include <helix/error.hpp>
 
-#include "cpu/spin_wait.hpp"
-
 namespace helix::cpu {
 namespace {
 
 // A decode step enqueues about 30 tasks a layer; the host may run this many tasks ahead of the worker.
 constexpr std::uint64_t kRingTasks = 256;
-constexpr int kSpinPolls = 50;
 constexpr std::uint64_t kNever = std::numeric_limits<std::uint64_t>::max();
 
 struct Slot {
@@ -28,6 +25,9 @@ struct Slot {
 
 /// The queue proper. Tasks are numbered from 0 and live in slot (number % kRingTasks). Handles, the worker
 /// and events share it, so that an event outlives the stream that it was recorded on.
+/// Sleepers do not spin first: 50 polls made the empty round trip 6.4 us instead of 1.7 us on two cores,
+/// where a spinning thread holds up the one it waits for; 500 polls gained 1 us there and would lose far more
+/// with 16 streams.
 struct Ring {
   std::unique_ptr<Slot[]> slots = std::make_unique<Slot[]>(kRingTasks);
 
@@ -51,7 +51,7 @@ struct Ring {
 
   void wait_completed(std::uint64_t target) {
     const auto reached = [&] { return completed.load(std::memory_order_seq_cst) >= target; };
-    if (spin_until<kSpinPolls>(reached)) return;
+    if (reached()) return;
     std::unique_lock lock(sleep);
     for (;;) {
       if (target < wake_at.load(std::memory_order_relaxed)) wake_at.store(target, std::memory_order_seq_cst);
@@ -73,7 +73,7 @@ struct Ring {
   /// Returns false when the ring is closed and drained.
   bool wait_published(std::uint64_t task) {
     const auto ready = [&] { return published.load(std::memory_order_seq_cst) > task; };
-    if (spin_until<kSpinPolls>(ready)) return true;
+    if (ready()) return true;
     std::unique_lock lock(sleep);
     worker_sleeps.store(true, std::memory_order_seq_cst);
     worker_wakes.wait(lock, [&] { return ready() || closing; });

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs a test body on N rank threads, collects what each rank threw, and gives up after a bound instead of
+// hanging.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <helix/cpu/local_comm.hpp>
+#include <helix/error.hpp>
+
+namespace helix::test {
+
+/// What became of each rank. Catch's assertions are not for threads: rank bodies throw, the test's thread
+/// asserts.
+struct RankOutcomes {
+  std::vector<std::exception_ptr> failures;  ///< null: the rank finished
+
+  /// The message of `rank`, empty if it finished.
+  std::string message(int rank) const {
+    const std::exception_ptr& failure = failures.at(static_cast<std::size_t>(rank));
+    if (!failure) return "";
+    try {
+      std::rethrow_exception(failure);
+    } catch (const std::exception& error) {
+      return error.what();
+    } catch (...) {
+      return "an exception that is no std::exception";
+    }
+  }
+
+  /// The code of the helix::Error that `rank` threw; none if it finished or threw something else.
+  std::optional<ErrorCode> code(int rank) const {
+    const std::exception_ptr& failure = failures.at(static_cast<std::size_t>(rank));
+    if (!failure) return std::nullopt;
+    try {
+      std::rethrow_exception(failure);
+    } catch (const Error& error) {
+      return error.code();
+    } catch (...) {
+      return std::nullopt;
+    }
+  }
+
+  /// One line a failed rank; empty if all finished.
+  std::string all_messages() const {
+    std::string text;
+    for (std::size_t rank = 0; rank < failures.size(); ++rank) {
+      if (failures[rank])
+        text += "rank " + std::to_string(rank) + ": " + message(static_cast<int>(rank)) + "\n";
+    }
+    return text;
+  }
+};
+
+/// Calls body(comm) on a thread for each handle. A rank that throws aborts its group, as a real rank would,
+/// so that the others are woken. After `bound` the stuck ranks are aborted; if even that does not end them,
+/// the process prints their numbers and dies, because their stacks refer to the test's data.
+template <class Body>
+RankOutcomes run_ranks(std::vector<cpu::LocalComm> comms, Body body,
+                       std::chrono::milliseconds bound = std::chrono::seconds(60)) {
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::size_t finished = 0;
+    std::vector<bool> is_done;
+  } state;
+  const std::size_t size = comms.size();
+  state.is_done.resize(size);
+  RankOutcomes outcomes;
+  outcomes.failures.resize(size);
+  std::vector<std::thread> threads;
+  for (std::size_t rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        cpu::LocalComm comm = comms[rank];
+        body(comm);
+      } catch (...) {
+        outcomes.failures[rank] = std::current_exception();
+        comms[rank].abort(outcomes.message(static_cast<int>(rank)));
+      }
+      const std::lock_guard lock(state.mutex);
+      state.is_done[rank] = true;
+      ++state.finished;
+      state.changed.notify_all();
+    });
+  }
+  std::string stuck;
+  {
+    std::unique_lock lock(state.mutex);
+    const auto all_done = [&] { return state.finished == size; };
+    if (!state.changed.wait_for(lock, bound, all_done)) {
+      for (std::size_t rank = 0; rank < size; ++rank) {
+        if (!state.is_done[rank]) stuck += " " + std::to_string(rank);
+      }
+      comms.front().abort("the test gave up");
+      if (!state.changed.wait_for(lock, std::chrono::seconds(20), all_done)) {
+        std::fprintf(stderr, "ranks%s hang and cannot be woken; the test process ends here\n", stuck.c_str());
+        std::abort();
+      }
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (!stuck.empty()) {
+    throw Error(ErrorCode::timeout, "ranks", stuck, " did not finish within ", bound.count(), " ms\n",
+                outcomes.all_messages());
+  }
+  return outcomes;
+}
+
+template <class Body>
+RankOutcomes run_ranks(int size, Body body, std::chrono::milliseconds bound = std::chrono::seconds(60)) {
+  return run_ranks(cpu::LocalComm::create_group(size), std::move(body), bound);
+}
+
+/// As run_ranks, for bodies that must not fail: throws with every rank's message.
+template <class Body>
+void run_ranks_or_throw(int size, Body body, std::chrono::milliseconds bound = std::chrono::seconds(60)) {
+  const RankOutcomes outcomes = run_ranks(size, std::move(body), bound);
+  const std::string text = outcomes.all_messages();
+  if (!text.empty()) throw Error(ErrorCode::internal, size, " ranks failed:\n", text);
+}
+
+}  // namespace helix::test
