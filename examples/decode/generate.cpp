@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parts of the generation that do not depend on a backend: checks, plans, and the collection of results.
+#include "generate.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include <fmt/format.h>
+
+namespace helix::decode {
+
+namespace {
+
+constexpr std::int64_t kMaxDraftTokens = 64;
+
+void check_ids(const std::vector<TokenIds>& lists, const char* what, std::int64_t vocab) {
+  for (std::size_t i = 0; i < lists.size(); ++i) {
+    for (std::size_t j = 0; j < lists[i].size(); ++j) {
+      const std::int32_t id = lists[i][j];
+      HELIX_EXPECTS(id >= 0 && id < vocab, ErrorCode::invalid_argument, what, " ", i, ", token ", j, ": id ",
+                    id, " is outside the vocabulary [0, ", vocab, ")");
+    }
+  }
+}
+
+/// Longest that a sequence's cache gets: the last drawn token is never stored, rejected drafts are for a
+/// while.
+std::int64_t longest_length(const GenerationRequest& request, std::int64_t sequence) {
+  return request.prompt_length(sequence) + request.max_new_tokens;
+}
+
+template <class T>
+void write_value(std::vector<std::byte>& out, const T& value) {
+  const auto* bytes = reinterpret_cast<const std::byte*>(&value);
+  out.insert(out.end(), bytes, bytes + sizeof(T));
+}
+
+template <class T>
+void write_vector(std::vector<std::byte>& out, const std::vector<T>& values) {
+  write_value(out, static_cast<std::int64_t>(values.size()));
+  const auto* bytes = reinterpret_cast<const std::byte*>(values.data());
+  out.insert(out.end(), bytes, bytes + values.size() * sizeof(T));
+}
+
+/// Reads what the writers above wrote, in the same order; both ends are this program.
+class Reader {
+ public:
+  explicit Reader(std::span<const std::byte> bytes) : bytes_(bytes) {}
+
+  template <class T>
+  T value() {
+    T result;
+    std::memcpy(&result, take(sizeof(T)), sizeof(T));
+    return result;
+  }
+
+  template <class T>
+  std::vector<T> vector() {
+    std::vector<T> values(static_cast<std::size_t>(value<std::int64_t>()));
+    if (!values.empty())
+      std::memcpy(values.data(), take(values.size() * sizeof(T)), values.size() * sizeof(T));
+    return values;
+  }
+
+  bool at_end() const { return bytes_.empty(); }
+
+ private:
+  const std::byte* take(std::size_t count) {
+    HELIX_EXPECTS(count <= bytes_.size(), ErrorCode::internal, "a gathered result ends ",
+                  count - bytes_.size(), " bytes early");
+    const std::byte* data = bytes_.data();
+    bytes_ = bytes_.subspan(count);
+    return data;
+  }
+
+  std::span<const std::byte> bytes_;
+};
+
+}  // namespace
+
+LayerConfig layer_config(const ModelConfig& model, std::int64_t layer, const float* inverse_frequency) {
+  LayerConfig config;
+  config.norm_epsilon = model.rms_norm_eps;
+  config.softmax_scale = model.softmax_scale();
+  config.window = model.window(layer);
+  config.rope = {inverse_frequency, model.rope.rotary_dim, model.rope.is_interleaved, model.rope_magnitude()};
+  if (model.mla) {
+    config.mla = {model.mla->q_lora_rank, model.mla->qk_nope_head_dim, model.mla->qk_rope_head_dim,
+                  model.mla->v_head_dim, ModelConfig::kLatentNormEps};
+  }
+  if (model.moe) {
+    config.router = {model.moe->scoring,     model.moe->top_k,     model.moe->num_groups,
+                     model.moe->groups_kept, model.moe->normalize, model.moe->routed_scaling_factor};
+  }
+  return config;
+}
+
+void check_request(const GenerationRequest& request, const ModelConfig& model, const Topology& topo) {
+  HELIX_EXPECTS(request.synthetic_context > 0 || !request.prompts.empty(), ErrorCode::invalid_argument,
+                "no prompts: give --prompt-ids, --prompts or --synthetic-context");
+  HELIX_EXPECTS(request.max_new_tokens >= 1, ErrorCode::invalid_argument, "max_new_tokens is ",
+                request.max_new_tokens, "; it must be at least 1");
+  HELIX_EXPECTS(request.draft_tokens >= 1 && request.draft_tokens <= kMaxDraftTokens,
+                ErrorCode::invalid_argument, "draft_tokens is ", request.draft_tokens, "; it must be in [1, ",
+                kMaxDraftTokens, "]");
+  HELIX_EXPECTS(request.draft_tokens == 1 || !request.teacher.empty(), ErrorCode::invalid_argument,
+                "draft_tokens is ", request.draft_tokens, " but there are no drafts: give --teacher-force");
+  HELIX_EXPECTS(request.teacher.empty() || std::ssize(request.teacher) == request.num_sequences(),
+                ErrorCode::invalid_argument, "there are ", request.teacher.size(), " teacher sequences for ",
+                request.num_sequences(), " prompts; give one each");
+  HELIX_EXPECTS(request.prefill_tokens >= 1, ErrorCode::invalid_argument, "prefill_tokens is ",
+                request.prefill_tokens, "; it must be at least 1");
+  check_ids(request.prompts, "prompt", topo.shape().vocab);
+  check_ids(request.teacher, "teacher sequence", topo.shape().vocab);
+  for (std::int64_t sequence = 0; sequence < request.num_sequences(); ++sequence) {
+    const std::int64_t prompt = request.prompt_length(sequence);
+    HELIX_EXPECTS(prompt >= 1, ErrorCode::invalid_argument, "prompt ", sequence,
+                  " is empty; give at least one token");
+    // Synthetic context measures speed and topology, so it may exceed what the model was trained for.
+    HELIX_EXPECTS(request.synthetic_context > 0 || longest_length(request, sequence) <= model.max_positions,
+                  ErrorCode::invalid_argument, "prompt ", sequence, " has ", prompt, " tokens and ",
+                  request.max_new_tokens, " are to follow: ", longest_length(request, sequence),
+                  " exceed the model's max_position_embeddings of ", model.max_positions,
+                  "; shorten the prompt or --max-new-tokens");
+  }
+}
+
+KvCacheSpec plan_cache(const GenerationRequest& request, const Topology& topo, int stage, int replica) {
+  const Range mine = replica_sequences(topo, request, replica);
+  HELIX_EXPECTS(request.chunk >= 1 && request.page_tokens >= 1, ErrorCode::invalid_argument, "chunk is ",
+                request.chunk, ", page_tokens is ", request.page_tokens, "; both must be at least 1");
+  KvCacheSpec spec;
+  spec.format = request.kv_dtype;
+  spec.layers = topo.layers(stage).size();
+  spec.page_tokens = request.page_tokens;
+  spec.chunk = request.chunk;
+  spec.max_sequences = std::max<std::int64_t>(1, mine.size());
+  const KvLayout layout(topo.kvp(), request.chunk);
+  for (std::int64_t sequence = mine.begin; sequence < mine.end; ++sequence) {
+    const std::int64_t length = longest_length(request, sequence);
+    // Rank 0 owns the first chunk of each period, so it never holds fewer tokens than another rank.
+    const std::int64_t local = layout.length(length, 0);
+    spec.pages += (local + request.page_tokens - 1) / request.page_tokens;
+    spec.max_tokens = std::max(spec.max_tokens, length);
+  }
+  spec.pages = std::max<std::int64_t>(1, spec.pages);
+  spec.max_tokens = std::max<std::int64_t>(1, spec.max_tokens);
+  return spec;
+}
+
+StageLimits plan_limits(const GenerationRequest& request, const Topology& topo, int replica) {
+  const std::int64_t sequences = std::max<std::int64_t>(1, replica_sequences(topo, request, replica).size());
+  StageLimits limits;
+  limits.max_sequences = sequences;
+  limits.max_logit_rows = sequences * request.draft_tokens;
+  limits.max_step_tokens = limits.max_logit_rows;
+  if (request.synthetic_context == 0) {
+    std::int64_t prompt_tokens = 0;
+    for (const TokenIds& prompt : request.prompts) prompt_tokens += std::ssize(prompt);
+    limits.max_step_tokens =
+        std::max(limits.max_step_tokens, std::min(request.prefill_tokens, prompt_tokens));
+  }
+  limits.max_slices = std::max(limits.max_slices, request.hop_b_slices);
+  return limits;
+}
+
+std::int64_t planned_kv_bytes(const GenerationRequest& request, const Topology& topo, const RankCoordinates& at,
+                              std::int64_t sequence) {
+  const ModelShape& shape = topo.shape();
+  const KvLayout layout(topo.kvp(), request.chunk);
+  const std::int64_t local = layout.length(longest_length(request, sequence), at.kvp_rank);
+  const std::int64_t pages = (local + request.page_tokens - 1) / request.page_tokens;
+  const std::int64_t row =
+      shape.is_mla ? shape.head_dim : topo.kv_heads(at.stage_rank).size() * (shape.head_dim + shape.value_dim);
+  return pages * request.page_tokens * row * static_cast<std::int64_t>(size_bytes(request.kv_dtype)) *
+         topo.layers(at.stage).size();
+}
+
+std::int64_t kv_bytes_per_token(const GenerationRequest& request, const Topology& topo) {
+  const ModelShape& shape = topo.shape();
+  const std::int64_t row =
+      shape.is_mla ? shape.head_dim : shape.num_kv_heads * (shape.head_dim + shape.value_dim);
+  return shape.num_layers * row * static_cast<std::int64_t>(size_bytes(request.kv_dtype)) * topo.kv_copies();
+}
+
+namespace detail {
+
+std::pair<double, double> median_and_p99(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const auto rank = [&](double q) {
+    return values[static_cast<std::size_t>(std::ceil(q * static_cast<double>(values.size()))) - 1];
+  };
+  return {rank(0.5), rank(0.99)};
+}
+
+std::vector<std::byte> serialize(const std::vector<GeneratedSequence>& sequences) {
+  std::vector<std::byte> out;
+  for (const GeneratedSequence& sequence : sequences) {
+    write_vector(out, sequence.prompt);
+    write_vector(out, sequence.tokens);
+    write_value(out, sequence.logits_first8);
+    write_vector(out, sequence.logits_norm);
+  }
+  return out;
+}
+
+std::vector<GeneratedSequence> deserialize(std::span<const std::byte> bytes) {
+  Reader reader(bytes);
+  std::vector<GeneratedSequence> sequences;
+  while (!reader.at_end()) {
+    GeneratedSequence& sequence = sequences.emplace_back();
+    sequence.prompt = reader.vector<std::int32_t>();
+    sequence.tokens = reader.vector<std::int32_t>();
+    sequence.logits_first8 = reader.value<decltype(sequence.logits_first8)>();
+    sequence.logits_norm = reader.vector<float>();
+  }
+  return sequences;
+}
+
+}  // namespace detail
+
+}  // namespace helix::decode

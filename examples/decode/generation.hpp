@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a generation is asked for and what it returns, independent of ranks and backends.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <helix/dtype.hpp>
+#include <helix/topology.hpp>
+#include <helix/vocabulary.hpp>
+
+namespace helix::decode {
+
+using TokenIds = std::vector<std::int32_t>;
+
+/// Equal on all ranks.
+struct GenerationRequest {
+  std::vector<TokenIds> prompts;  ///< one a sequence; empty with synthetic_context
+  std::int64_t max_new_tokens = 16;
+  bool ignore_eos = false;
+  std::vector<TokenIds>
+      teacher;  ///< continuations to feed (draft_tokens 1) or to propose as drafts; or empty
+  std::int64_t draft_tokens = 1;       ///< query tokens a sequence and decode step
+  std::int64_t synthetic_context = 0;  ///< tokens of generated KV instead of a prompt; 0: none
+  SamplingConfig sampling;
+  DType kv_dtype = DType::bf16;
+  std::int64_t chunk = 16;  ///< KvLayout chunk, tokens
+  std::int64_t page_tokens = 64;
+  int hop_b_slices = 0;               ///< 0: chosen, 1: off
+  std::int64_t prefill_tokens = 256;  ///< most prompt tokens a step, over all sequences
+
+  std::int64_t num_sequences() const {
+    return synthetic_context > 0 ? 1 : static_cast<std::int64_t>(prompts.size());
+  }
+  std::int64_t prompt_length(std::int64_t sequence) const {
+    return synthetic_context > 0
+               ? synthetic_context
+               : static_cast<std::int64_t>(prompts[static_cast<std::size_t>(sequence)].size());
+  }
+};
+
+struct GeneratedSequence {
+  TokenIds prompt;
+  TokenIds tokens;  ///< generated only; under teacher forcing the model's own choice at each step
+  std::array<std::array<float, 8>, 2> logits_first8{};  ///< of the first and the last generated token
+  std::vector<float> logits_norm;                       ///< L2 norm of the logits behind each generated token
+};
+
+struct RankMemory {
+  std::int64_t weights_bytes = 0;
+  std::int64_t kv_bytes = 0;  ///< allocated pages, all layers
+  std::int64_t workspace_bytes = 0;
+};
+
+struct GenerationTiming {
+  double load_ms = 0.0;
+  double prefill_ms = 0.0;
+  double ttl_median_ms = 0.0;  ///< token-to-token latency of decode steps
+  double ttl_p99_ms = 0.0;
+  double tokens_per_s = 0.0;  ///< generated tokens of decode steps over their time
+  double kv_gb_per_s = 0.0;   ///< KV bytes read by decode steps over their time, all ranks
+};
+
+/// Complete on world rank 0; elsewhere only what that rank saw.
+struct GenerationResult {
+  std::vector<GeneratedSequence> sequences;
+  std::vector<RankMemory> memory;  ///< by world rank
+  GenerationTiming timing;
+  std::int64_t exchange_bytes_per_rank_per_layer =
+      0;  ///< payload that a rank sent to others in the last decode step, a layer
+};
+
+}  // namespace helix::decode

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// The command line of helix-decode.
+#pragma once
+
+#include <filesystem>
+#include <optional>
+#include <string>
+
+#include "generation.hpp"
+
+namespace helix::decode {
+
+struct Options {
+  std::filesystem::path model;
+  GenerationRequest request;  ///< kv_dtype is set once the checkpoint is known, unless kv_dtype_name says
+  TopologySpec topology;
+  std::string kv_dtype_name;    ///< empty: the checkpoint's
+  std::string device = "auto";  ///< cpu, cuda, auto
+  bool is_plan_only = false;
+  bool verify = false;
+  int num_threads = 0;         ///< a rank; 0: the machine's cores shared by the ranks of this process
+  std::filesystem::path json;  ///< empty: no report file
+};
+
+/// Parses and reads the files that the options name. nullopt after --help, which it prints.
+/// @throws Error(invalid_argument), Error(io) or Error(invalid_file) naming option and value.
+std::optional<Options> parse_options(int argc, char** argv);
+
+/// "1, 2, 3" -> ids. @throws Error(invalid_argument) naming `what` and the text.
+TokenIds parse_ids(const std::string& text, const std::string& what);
+
+/// A JSON array of arrays of token ids. @throws Error(io) or Error(invalid_file).
+std::vector<TokenIds> read_token_lists(const std::filesystem::path& file);
+
+}  // namespace helix::decode

@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+// StageModel: one rank's part of a model (its pipeline stage's layers, its slices, its KV shard) and one step
+// through it.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include <helix/batch_buffer.hpp>
+#include <helix/decode_layer.hpp>
+#include <helix/sharded_kv_cache.hpp>
+#include <helix/topology.hpp>
+#include <helix/vocabulary.hpp>
+
+#include "generation.hpp"
+#include "model_config.hpp"
+#include "weights.hpp"
+
+namespace helix::decode {
+
+/// The tokens of one step on the host. Every stage of a replica gets the same.
+struct Step {
+  std::vector<std::int32_t> tokens;
+  std::vector<std::int64_t> positions;
+  std::vector<std::int32_t> query_offsets{0};
+  std::vector<SequenceId> sequences;         ///< one an entry of query_offsets
+  std::vector<std::int32_t> logit_rows;      ///< tokens whose successor is drawn
+  std::vector<std::uint64_t> draw_counters;  ///< one a logit row, unique over the generation
+
+  void clear() { *this = {}; }
+};
+
+/// Capacities, equal on all ranks.
+struct StageLimits {
+  std::int64_t max_sequences = 0;
+  std::int64_t max_step_tokens = 0;
+  std::int64_t max_logit_rows = 0;
+  int max_slices = 8;
+};
+
+/// LayerConfig of layer `layer`, with `inverse_frequency` on the device.
+LayerConfig layer_config(const ModelConfig& model, std::int64_t layer, const float* inverse_frequency);
+
+/// Bytes of the buffers that the steps of one rank of `stage` work in, besides weights and cache.
+template <Backend B>
+struct StepWorkspace {
+  std::size_t hidden = 0;
+  std::size_t layer = 0;
+  std::size_t head = 0;  ///< last stage only
+
+  static StepWorkspace plan(B& backend, const Topology& topo, int stage, const ModelConfig& model,
+                            const StageLimits& limits) {
+    StepWorkspace bytes;
+    bytes.hidden = static_cast<std::size_t>(limits.max_step_tokens * topo.shape().hidden) *
+                   sizeof(typename B::Activation);
+    bytes.layer = decode_layer_workspace_bytes(backend, topo, layer_config(model, 0, nullptr),
+                                               limits.max_step_tokens, limits.max_slices);
+    if (stage == topo.pp() - 1) bytes.head = VocabularyHead<B>::workspace_bytes(topo, limits.max_logit_rows);
+    return bytes;
+  }
+  std::size_t total() const { return hidden + layer + head; }
+};
+
+/// One rank of one stage. Collective: all ranks of the replica build it and step it together.
+template <Backend B>
+class StageModel {
+ public:
+  using T = typename B::Activation;
+  using Stream = typename B::Stream;
+
+  StageModel(B& backend, const Topology& topo, int stage, const ModelConfig& model, StageWeights<B> weights,
+             const KvCacheSpec& cache, const StageLimits& limits)
+      : backend_(&backend),
+        topo_(&topo),
+        stage_(stage),
+        limits_(limits),
+        weights_(std::move(weights)),
+        stream_(backend.create_stream()),
+        inverse_frequency_(backend.allocate(model.inverse_frequencies().size() * sizeof(float))),
+        cache_(backend, topo, cache),
+        exchange_(backend, {.max_tokens = limits.max_step_tokens,
+                            .num_query_heads = topo.query_heads(backend.comms().stage->rank()).size(),
+                            .value_dim = topo.shape().value_dim}),
+        hop_b_(backend, limits.max_slices),
+        batch_(backend, limits.max_sequences, limits.max_step_tokens),
+        tokens_(backend.allocate(static_cast<std::size_t>(limits.max_step_tokens) * sizeof(std::int32_t))),
+        rows_(backend.allocate(static_cast<std::size_t>(limits.max_logit_rows) * sizeof(std::int32_t))),
+        counters_(backend.allocate(static_cast<std::size_t>(limits.max_logit_rows) * sizeof(std::uint64_t))),
+        drawn_(backend.allocate(static_cast<std::size_t>(limits.max_logit_rows) * sizeof(std::int32_t))) {
+    const std::vector<float> frequencies = model.inverse_frequencies();
+    backend.upload(inverse_frequency_.data(), frequencies.data(), frequencies.size() * sizeof(float),
+                   stream_);
+    const Range layers = topo.layers(stage);
+    for (std::int64_t layer = layers.begin; layer < layers.end; ++layer) {
+      configs_.push_back(
+          layer_config(model, layer, reinterpret_cast<const float*>(inverse_frequency_.data())));
+    }
+    const auto bytes = StepWorkspace<B>::plan(backend, topo, stage, model, limits);
+    hidden_ = backend.allocate(bytes.hidden);
+    layer_workspace_ = backend.allocate(bytes.layer);
+    head_workspace_ = backend.allocate(bytes.head);
+    if (is_last()) {
+      head_ = std::make_unique<VocabularyHead<B>>(backend, topo, weights_.final_norm, weights_.lm_head,
+                                                  configs_.front().norm_epsilon);
+    }
+    backend.synchronize(stream_);
+  }
+
+  bool is_first() const { return stage_ == 0; }
+  bool is_last() const { return stage_ == topo_->pp() - 1; }
+  ShardedKVCache<B>& cache() { return cache_; }
+  KvpAllToAll<B>& exchange() { return exchange_; }
+  Stream stream() const { return stream_; }
+  std::int64_t num_layers() const { return static_cast<std::int64_t>(configs_.size()); }
+
+  RankMemory memory() const {
+    return {weights_.bytes(), static_cast<std::int64_t>(cache_.allocated_bytes()),
+            static_cast<std::int64_t>(hidden_.size_bytes() + layer_workspace_.size_bytes() +
+                                      head_workspace_.size_bytes())};
+  }
+
+  /// Runs the step's tokens through this stage; the cache must hold the grown sequences already
+  /// (cache().append). The hidden states come from the stage before and go to the one after over `pipeline`
+  /// (same stage_rank, by stage). On the last stage draws a token a logit row. Queued; finish() waits.
+  void forward(const Step& step, int hop_b_slices, const SamplingConfig& sampling,
+               typename B::Comm& pipeline) {
+    const auto num_tokens = static_cast<std::int64_t>(step.tokens.size());
+    const auto num_rows = static_cast<std::int64_t>(step.logit_rows.size());
+    HELIX_EXPECTS(num_tokens <= limits_.max_step_tokens && num_rows <= limits_.max_logit_rows,
+                  ErrorCode::capacity, "a step of ", num_tokens, " tokens and ", num_rows,
+                  " logit rows exceeds the ", limits_.max_step_tokens, " and ", limits_.max_logit_rows,
+                  " that were planned");
+    slots_.clear();
+    for (const SequenceId& sequence : step.sequences) slots_.push_back(cache_.slot(sequence));
+    batch_.set(step.query_offsets, step.positions, slots_, stream_);
+    const Batch batch = batch_.batch();
+    const TensorView<T, 2> hidden(reinterpret_cast<T*>(hidden_.data()), {num_tokens, topo_->shape().hidden});
+    const auto hidden_bytes = hidden.size() * static_cast<std::int64_t>(sizeof(T));
+
+    if (is_first()) {
+      backend_->upload(tokens_.data(), step.tokens.data(), step.tokens.size() * sizeof(std::int32_t),
+                       stream_);
+      embed_tokens(*backend_, *topo_, reinterpret_cast<const std::int32_t*>(tokens_.data()),
+                   weights_.embedding, hidden, stream_);
+    } else {
+      pipeline.recv(hidden.data(), hidden_bytes, stage_ - 1, stream_);
+    }
+    for (std::size_t layer = 0; layer < configs_.size(); ++layer) {
+      decode_layer(*backend_, *topo_, configs_[layer], weights_.layers[layer],
+                   cache_.layer(static_cast<int>(layer)), batch, hidden,
+                   {.exchange = &exchange_,
+                    .hop_b = &hop_b_,
+                    .hop_b_slices = hop_b_slices,
+                    .workspace = {layer_workspace_.data(), layer_workspace_.size_bytes()}},
+                   stream_);
+    }
+    if (!is_last()) {
+      pipeline.send(hidden.data(), hidden_bytes, stage_ + 1, stream_);
+      return;
+    }
+    backend_->upload(rows_.data(), step.logit_rows.data(), step.logit_rows.size() * sizeof(std::int32_t),
+                     stream_);
+    backend_->upload(counters_.data(), step.draw_counters.data(),
+                     step.draw_counters.size() * sizeof(std::uint64_t), stream_);
+    logits_ = head_->logits(hidden, reinterpret_cast<const std::int32_t*>(rows_.data()), num_rows,
+                            {head_workspace_.data(), head_workspace_.size_bytes()}, stream_);
+    head_->sample(logits_, sampling, reinterpret_cast<const std::uint64_t*>(counters_.data()),
+                  reinterpret_cast<std::int32_t*>(drawn_.data()), stream_);
+  }
+
+  /// Device address of the tokens drawn by the last forward(), [logit rows]; on other stages room to receive
+  /// them.
+  std::int32_t* drawn() const { return reinterpret_cast<std::int32_t*>(drawn_.data()); }
+
+  /// Waits for everything queued. @throws the first failure.
+  void finish() { backend_->synchronize(stream_); }
+
+  /// Last stage, after finish(): logits of one row of the last forward() on the host, in vocabulary order.
+  /// Waits.
+  std::vector<float> logits_row(std::int64_t row) {
+    static_assert(std::is_same_v<T, float>, "logits of other activation types need a conversion here");
+    std::vector<float> values(static_cast<std::size_t>(topo_->shape().vocab));
+    for (int rank = 0; rank < topo_->stage_size(); ++rank) {
+      const Range shard = topo_->vocab(rank);
+      const T* source = logits_.data() + rank * logits_.stride(0) + row * logits_.stride(1);
+      backend_->download(values.data() + shard.begin, source,
+                         static_cast<std::size_t>(shard.size()) * sizeof(T), stream_);
+    }
+    backend_->synchronize(stream_);
+    return values;
+  }
+
+ private:
+  B* backend_;
+  const Topology* topo_;
+  int stage_;
+  StageLimits limits_;
+  StageWeights<B> weights_;
+  Stream stream_;
+  typename B::Buffer inverse_frequency_;
+  ShardedKVCache<B> cache_;
+  KvpAllToAll<B> exchange_;
+  HopB<B> hop_b_;
+  BatchBuffer<B> batch_;
+  typename B::Buffer tokens_;
+  typename B::Buffer rows_;
+  typename B::Buffer counters_;
+  typename B::Buffer drawn_;
+  typename B::Buffer hidden_;
+  typename B::Buffer layer_workspace_;
+  typename B::Buffer head_workspace_;
+  std::unique_ptr<VocabularyHead<B>> head_;
+  std::vector<LayerConfig> configs_;
+  std::vector<std::int32_t> slots_;
+  TensorView<const T, 3> logits_;
+};
+
+}  // namespace helix::decode

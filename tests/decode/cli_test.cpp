@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+// helix-decode as a user runs it: output, JSON, exit codes, and one clear error for each bad input.
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+
+#include <nlohmann/json.hpp>
+#include <sys/wait.h>
+
+#include "decode/golden.hpp"
+#include "support/catch.hpp"
+
+namespace helix::test {
+namespace {
+
+using Catch::Matchers::Contains;
+
+struct Run {
+  int exit_code = -1;
+  std::string output;  // standard output and error together
+};
+
+/// Runs `prefix helix-decode arguments` in a shell, killed after two minutes.
+Run run_decode(const std::string& arguments, const std::string& prefix = "") {
+  const std::string command =
+      "timeout -k 5 120 " + prefix + " " HELIX_DECODE " " + arguments + " 2>&1 < /dev/null";
+  Run run;
+  std::FILE* pipe = popen(command.c_str(), "r");
+  REQUIRE(pipe != nullptr);
+  std::array<char, 4096> chunk;
+  while (const std::size_t n = std::fread(chunk.data(), 1, chunk.size(), pipe))
+    run.output.append(chunk.data(), n);
+  const int status = pclose(pipe);
+  run.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  return run;
+}
+
+std::string model_option(const std::string& name) {
+  return "--model " + (data_directory() / name).string() + " ";
+}
+
+/// A directory that goes away with the test.
+class ScratchDirectory {
+ public:
+  ScratchDirectory() {
+    std::string name = (std::filesystem::temp_directory_path() / "helix-cli-XXXXXX").string();
+    REQUIRE(mkdtemp(name.data()) != nullptr);
+    path_ = name;
+  }
+  ~ScratchDirectory() { std::filesystem::remove_all(path_); }
+  ScratchDirectory(const ScratchDirectory&) = delete;
+  ScratchDirectory& operator=(const ScratchDirectory&) = delete;
+  std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+void write_file(const std::filesystem::path& path, const std::string& text) {
+  std::ofstream(path, std::ios::binary) << text;
+}
+
+std::string read_file(const std::filesystem::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+}  // namespace
+
+TEST_CASE("the report holds topology, sequences, memory, timing and exchange", "[quick]") {
+  const ScratchDirectory scratch;
+  const auto report = scratch / "report.json";
+  const Run run = run_decode(model_option("llama-tiny") +
+                             "--prompt-ids \"1, 2,3\" --prompt-ids 4,5 --max-new-tokens 5 --ignore-eos --kvp "
+                             "2 --tpa 2 --verify --json " +
+                             report.string());
+  INFO(run.output);
+  REQUIRE(run.exit_code == 0);
+  CHECK_THAT(run.output, Contains("verified") && Contains("tokens/s"));
+  CHECK_THAT(run.output, !Contains("\r"));  // no progress bar into a pipe
+  const auto json = nlohmann::json::parse(read_file(report));
+  CHECK(json.at("topology").at("kvp") == 2);
+  CHECK(json.at("topology").at("tpf") == 4);
+  REQUIRE(json.at("sequences").size() == 2);
+  CHECK(json.at("sequences")[0].at("prompt") == std::vector<int>{1, 2, 3});
+  CHECK(json.at("sequences")[1].at("tokens").size() == 5);
+  CHECK(json.at("sequences")[1].at("logits_first8").size() == 2);
+  CHECK(json.at("sequences")[1].at("logits_first8")[1].size() == 8);
+  CHECK(json.at("sequences")[1].at("logits_norm").size() == 5);
+  REQUIRE(json.at("memory").at("ranks").size() == 4);
+  for (const auto& rank : json.at("memory").at("ranks")) {
+    CHECK(rank.at("weights_bytes") > 0);
+    CHECK(rank.at("kv_bytes") > 0);
+    CHECK(rank.at("workspace_bytes") > 0);
+  }
+  CHECK(json.at("timing").at("ttl_ms").at("median") > 0.0);
+  CHECK(json.at("timing").at("tokens_per_s") > 0.0);
+  CHECK(json.at("exchange").at("bytes_per_rank_per_layer") == 2 * 4 * (64 * 4 + 4) / 2);
+}
+
+TEST_CASE("plan-only prints the memory of each rank and generates nothing", "[quick]") {
+  const Run run = run_decode(model_option("deepseek-tiny") + "--prompt-ids 1,2,3 --kvp 4 --ep 2 --plan-only");
+  INFO(run.output);
+  CHECK(run.exit_code == 0);
+  CHECK_THAT(run.output, Contains("memory a rank (4 ranks)") && !Contains("sequence 0"));
+}
+
+TEST_CASE("prompts, teacher and drafts come from files", "[quick]") {
+  const ScratchDirectory scratch;
+  const Golden golden = ReferenceModel("llama-tiny").golden();
+  write_file(scratch / "prompts.json", nlohmann::json(golden.prompts).dump());
+  write_file(scratch / "drafts.json", nlohmann::json(golden.greedy).dump());
+  const Run run =
+      run_decode(model_option("llama-tiny") +
+                 "--kvp 2 --kv-dtype f32 --ignore-eos --max-new-tokens 24 --draft-tokens 4 --prompts " +
+                 (scratch / "prompts.json").string() + " --teacher-force " +
+                 (scratch / "drafts.json").string() + " --json " + (scratch / "report.json").string());
+  INFO(run.output);
+  REQUIRE(run.exit_code == 0);
+  const auto json = nlohmann::json::parse(read_file(scratch / "report.json"));
+  for (std::size_t s = 0; s < golden.greedy.size(); ++s) {
+    CHECK(json.at("sequences")[s].at("tokens").get<decode::TokenIds>() == golden.greedy[s]);
+  }
+}
+
+TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
+  struct Case {
+    std::string arguments;
+    std::vector<std::string> words;
+  };
+  const ScratchDirectory scratch;
+  const auto llama = data_directory() / "llama-tiny";
+  const auto copy_model = [&](const std::string& name) {
+    std::filesystem::create_directory(scratch / name);
+    std::filesystem::copy_file(llama / "config.json", scratch / name / "config.json");
+    std::filesystem::copy_file(llama / "model.safetensors", scratch / name / "model.safetensors");
+    std::filesystem::permissions(scratch / name / "model.safetensors", std::filesystem::perms::owner_all);
+    std::filesystem::permissions(scratch / name / "config.json", std::filesystem::perms::owner_all);
+    return scratch / name;
+  };
+  const auto truncated = copy_model("truncated");
+  std::filesystem::resize_file(truncated / "model.safetensors", 100000);
+  const auto lying = copy_model("lying");
+  {
+    std::fstream file(lying / "model.safetensors", std::ios::in | std::ios::out | std::ios::binary);
+    file.write("\xff\xff\xff\xff\xff\xff\xff\x7f", 8);
+  }
+  const auto headless = copy_model("headless");
+  {
+    std::string config = read_file(headless / "config.json");
+    config.replace(config.find("\"num_attention_heads\": 8"), 24, "\"num_attention_heads\": 0");
+    write_file(headless / "config.json", config);
+  }
+  const auto not_json = copy_model("not_json");
+  write_file(not_json / "config.json", "{ \"model_type\": ");
+  std::filesystem::create_directory(scratch / "empty");
+  write_file(scratch / "bad.json", "{\"a\": 1}");
+
+  const std::string ids = " --prompt-ids 1,2,3 ";
+  const std::vector<Case> cases = {
+      {"", {"--model"}},
+      {model_option("llama-tiny") + "--prompt-ids 1,x,3", {"'x'", "token id"}},
+      {model_option("llama-tiny") + "--prompt-ids 1,600", {"600", "[0, 512)"}},
+      {model_option("llama-tiny") + "--prompt-ids -3", {"-3"}},
+      {model_option("llama-tiny"), {"no prompts"}},
+      {model_option("llama-tiny") + ids + "--kvp 3", {"Hq", "8", "3"}},
+      {model_option("llama-tiny") + ids + "--tpa 4", {"Hkv", "2", "4"}},
+      {model_option("llama-tiny") + ids + "--kvp 0", {"0"}},
+      {model_option("llama-tiny") + ids + "--kvp 1000000000 --tpa 1000000000", {"1000000000"}},
+      {model_option("deepseek-tiny") + ids + "--tpa 2", {"TPA"}},
+      {model_option("llama-tiny") + ids + "--ep 2 --kvp 2", {"EP"}},
+      {model_option("llama-tiny") + ids + "--max-new-tokens 9000", {"8192"}},
+      {model_option("llama-tiny") + ids + "--chunk 0", {"chunk is 0"}},
+      {model_option("llama-tiny") + ids + "--page-tokens -1", {"page_tokens is -1"}},
+      {model_option("llama-tiny") + ids + "--kv-dtype int8", {"int8"}},
+      {model_option("llama-tiny") + ids + "--hop-b many", {"many"}},
+      {model_option("llama-tiny") + ids + "--top-p 1.5", {"1.5"}},
+      {model_option("llama-tiny") + ids + "--draft-tokens 4", {"--teacher-force"}},
+      {model_option("llama-tiny") + ids + "--device cuda", {"cuda"}},
+      {model_option("llama-tiny") + ids + "--no-such-option", {"no-such-option"}},
+      {model_option("llama-tiny") + ids + "--prompts " + (scratch / "bad.json").string(), {"exclude"}},
+      {model_option("llama-tiny") + "--prompts " + (scratch / "bad.json").string(), {"bad.json", "array"}},
+      {model_option("llama-tiny") + "--prompts " + (scratch / "none.json").string(), {"none.json"}},
+      {model_option("llama-tiny") + ids + "--synthetic-context 10", {"--synthetic-context"}},
+      {model_option("llama-tiny") + ids + "--json /nonexistent/report.json", {"/nonexistent/report.json"}},
+      {"--model " + (scratch / "missing").string() + ids, {"missing"}},
+      {"--model " + (scratch / "empty").string() + ids, {"config.json"}},
+      {"--model " + truncated.string() + ids, {"model.safetensors"}},
+      {"--model " + lying.string() + ids, {"model.safetensors", "header"}},
+      {"--model " + headless.string() + ids, {"num_attention_heads", "0"}},
+      {"--model " + not_json.string() + ids, {"config.json"}},
+  };
+  for (const Case& bad : cases) {
+    const Run run = run_decode(bad.arguments);
+    INFO(bad.arguments << "\n" << run.output);
+    CHECK(run.exit_code == 1);
+    for (const std::string& word : bad.words) CHECK_THAT(run.output, Contains(word));
+    const auto message = run.output.find("helix-decode: ");
+    REQUIRE(message != std::string::npos);
+    CHECK(run.output.find("helix-decode: ", message + 1) == std::string::npos);  // one error
+  }
+}
+
+#ifdef HELIX_MPIRUN
+TEST_CASE("four processes under mpirun give the golden tokens", "[mpi]") {
+  for (const std::string& name : kReferenceModels) {
+    const ScratchDirectory scratch;
+    const ReferenceModel model(name);
+    const Golden golden = model.golden();
+    write_file(scratch / "prompts.json", nlohmann::json(golden.prompts).dump());
+    for (const TopologySpec& spec : Topology::legal_topologies(model.config.shape(), 4)) {
+      const Run run =
+          run_decode(model_option(name) + "--kv-dtype f32 --ignore-eos --max-new-tokens 24 --kvp " +
+                         std::to_string(spec.kvp) + " --tpa " + std::to_string(spec.tpa) + " --ep " +
+                         std::to_string(spec.ep) + " --prompts " + (scratch / "prompts.json").string() +
+                         " --json " + (scratch / "report.json").string(),
+                     HELIX_MPIRUN " -n 4");
+      INFO(name << "\n" << run.output);
+      REQUIRE(run.exit_code == 0);
+      const auto json = nlohmann::json::parse(read_file(scratch / "report.json"));
+      for (std::size_t s = 0; s < golden.greedy.size(); ++s) {
+        CHECK(json.at("sequences")[s].at("tokens").get<decode::TokenIds>() == golden.greedy[s]);
+      }
+    }
+  }
+}
+
+TEST_CASE("stages and replicas as processes give the golden tokens", "[mpi]") {
+  const ScratchDirectory scratch;
+  const Golden golden = ReferenceModel("llama-tiny").golden();
+  write_file(scratch / "prompts.json", nlohmann::json(golden.prompts).dump());
+  for (const char* widths : {"--pp 2 --kvp 2", "--dp 2 --tpa 2", "--pp 2 --dp 2"}) {
+    const Run run =
+        run_decode(model_option("llama-tiny") + "--kv-dtype f32 --ignore-eos --max-new-tokens 24 --prompts " +
+                       (scratch / "prompts.json").string() + " --json " + (scratch / "report.json").string() +
+                       " " + widths,
+                   HELIX_MPIRUN " -n 4");
+    INFO(run.output);
+    REQUIRE(run.exit_code == 0);
+    const auto json = nlohmann::json::parse(read_file(scratch / "report.json"));
+    for (std::size_t s = 0; s < golden.greedy.size(); ++s) {
+      CHECK(json.at("sequences")[s].at("tokens").get<decode::TokenIds>() == golden.greedy[s]);
+    }
+  }
+}
+
+TEST_CASE("a bad configuration under mpirun ends all processes with one message", "[mpi]") {
+  const Run run = run_decode(model_option("llama-tiny") + "--prompt-ids 1,2,3 --kvp 2", HELIX_MPIRUN " -n 4");
+  INFO(run.output);
+  CHECK(run.exit_code != 0);
+  CHECK_THAT(run.output, Contains("4") && Contains("helix-decode: "));
+  CHECK(run.output.find("helix-decode: ") == run.output.rfind("helix-decode: "));
+}
+
+TEST_CASE("a killed process under mpirun ends the others", "[mpi]") {
+  const auto start = std::chrono::steady_clock::now();
+  // One rank kills itself when it is about to start; the others wait for it in the first collective.
+  const Run run = run_decode(
+      model_option("llama-tiny") + "--prompt-ids 1,2,3 --kvp 4", HELIX_MPIRUN
+      " -n 4 sh -c 'test $OMPI_COMM_WORLD_RANK = 2 && { sleep 1; kill -9 $$; }; exec \"$@\"' rank");
+  INFO(run.output);
+  CHECK(run.exit_code != 0);
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(90));
+}
+#endif
+
+}  // namespace helix::test

@@ -1,0 +1,348 @@
+// SPDX-License-Identifier: Apache-2.0
+// The decoder against transformers' outputs: every legal topology, and the options over them.
+#include <cmath>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "decode/golden.hpp"
+#include "generate.hpp"
+#include "support/catch.hpp"
+
+namespace helix::test {
+namespace {
+
+using decode::GenerationRequest;
+using decode::GenerationResult;
+using decode::run_local;
+
+/// Every legal stage of 1, 2, 4 and 8 ranks.
+std::vector<TopologySpec> legal_stages(const ModelShape& shape) {
+  std::vector<TopologySpec> all;
+  for (int ranks : {1, 2, 4, 8}) {
+    for (const TopologySpec& spec : Topology::legal_topologies(shape, ranks)) all.push_back(spec);
+  }
+  return all;
+}
+
+std::string describe(const std::string& model, const TopologySpec& spec, const GenerationRequest& request) {
+  return model + " kvp " + std::to_string(spec.kvp) + " tpa " + std::to_string(spec.tpa) + " tpf " +
+         std::to_string(spec.tpf) + " ep " + std::to_string(spec.ep) + " pp " + std::to_string(spec.pp) +
+         " dp " + std::to_string(spec.dp) + " chunk " + std::to_string(request.chunk) + " page " +
+         std::to_string(request.page_tokens) + " hop-b " + std::to_string(request.hop_b_slices) + " drafts " +
+         std::to_string(request.draft_tokens);
+}
+
+/// One choice of every option that must not change a token.
+struct Variant {
+  std::size_t stage = 0;  // index into the legal stages
+  std::int64_t chunk = 16;
+  std::int64_t page_tokens = 64;
+  int hop_b_slices = 1;
+  std::int64_t draft_tokens = 1;
+  int pp = 1;
+  int dp = 1;
+};
+
+/// All variants, of at most 16 ranks.
+std::vector<Variant> all_variants(const std::vector<TopologySpec>& stages) {
+  std::vector<Variant> all;
+  for (std::size_t stage = 0; stage < stages.size(); ++stage)
+    for (std::int64_t chunk : {1, 3, 16, 64})
+      for (std::int64_t page_tokens : {16, 64})
+        for (int hop_b_slices : {1, 2, 4})
+          for (std::int64_t draft_tokens : {1, 2, 4, 8})
+            for (int pp : {1, 2})
+              for (int dp : {1, 2}) {
+                if (stages[stage].kvp * stages[stage].tpa * pp * dp > 16) continue;
+                all.push_back({stage, chunk, page_tokens, hop_b_slices, draft_tokens, pp, dp});
+              }
+  return all;
+}
+
+/// A subset of `all` in which every pair of option values that occurs in `all` occurs: greedy, deterministic.
+std::vector<Variant> pairwise(const std::vector<Variant>& all) {
+  const auto pairs_of = [](const Variant& v) {
+    const std::vector<std::int64_t> values = {static_cast<std::int64_t>(v.stage),
+                                              v.chunk,
+                                              v.page_tokens,
+                                              v.hop_b_slices,
+                                              v.draft_tokens,
+                                              v.pp,
+                                              v.dp};
+    std::vector<std::array<std::int64_t, 4>> pairs;
+    for (std::size_t i = 0; i < values.size(); ++i)
+      for (std::size_t j = i + 1; j < values.size(); ++j)
+        pairs.push_back({static_cast<std::int64_t>(i), values[i], static_cast<std::int64_t>(j), values[j]});
+    return pairs;
+  };
+  std::set<std::array<std::int64_t, 4>> missing;
+  for (const Variant& v : all)
+    for (const auto& pair : pairs_of(v)) missing.insert(pair);
+  std::vector<Variant> chosen;
+  while (!missing.empty()) {
+    std::size_t best_count = 0;
+    const Variant* best = nullptr;
+    for (const Variant& v : all) {
+      std::size_t count = 0;
+      for (const auto& pair : pairs_of(v)) count += missing.count(pair);
+      if (count > best_count) {
+        best_count = count;
+        best = &v;
+      }
+    }
+    chosen.push_back(*best);
+    for (const auto& pair : pairs_of(*best)) missing.erase(pair);
+  }
+  return chosen;
+}
+
+void check_variant(const ReferenceModel& model, const Golden& golden, const std::vector<TopologySpec>& stages,
+                   const Variant& variant) {
+  TopologySpec spec = stages[variant.stage];
+  spec.pp = variant.pp;
+  spec.dp = variant.dp;
+  GenerationRequest request = golden_request(golden);
+  request.chunk = variant.chunk;
+  request.page_tokens = variant.page_tokens;
+  request.hop_b_slices = variant.hop_b_slices;
+  request.draft_tokens = variant.draft_tokens;
+  if (variant.draft_tokens > 1) {
+    request.teacher = golden.greedy;
+    // Every fifth draft is wrong: rejected and truncated.
+    for (auto& drafts : request.teacher)
+      for (std::size_t i = 3; i < drafts.size(); i += 5) drafts[i] = (drafts[i] + 1) % 512;
+  }
+  const Topology topo(spec, model.config.shape());
+  INFO(describe(model.name, spec, request));
+  const GenerationResult result = run_local(model.checkpoint, model.config, topo, request);
+  CHECK(difference_from_golden(golden, result, topo.shape().vocab) == "");
+}
+
+void check_every_topology(const std::string& name) {
+  const ReferenceModel model(name);
+  const Golden golden = model.golden();
+  const auto stages = legal_stages(model.config.shape());
+  for (std::size_t stage = 0; stage < stages.size(); ++stage)
+    check_variant(model, golden, stages, {.stage = stage});
+}
+
+void check_pairwise(const std::string& name) {
+  const ReferenceModel model(name);
+  const Golden golden = model.golden();
+  const auto stages = legal_stages(model.config.shape());
+  for (const Variant& variant : pairwise(all_variants(stages))) check_variant(model, golden, stages, variant);
+}
+
+void check_long(const std::string& name) {
+  const ReferenceModel model(name);
+  const Golden golden = model.golden_long();
+  const auto stages = legal_stages(model.config.shape());
+  for (std::size_t stage = 0; stage < stages.size(); ++stage)
+    check_variant(model, golden, stages, {.stage = stage});
+}
+
+}  // namespace
+
+TEST_CASE("one rank gives the golden tokens and logits", "[quick]") {
+  const std::string name = GENERATE(from_range(kReferenceModels));
+  const ReferenceModel model(name);
+  const Golden golden = model.golden();
+  check_variant(model, golden, {TopologySpec{}}, {});
+}
+
+TEST_CASE("every legal topology of llama-tiny gives the golden output") {
+  check_every_topology("llama-tiny");
+}
+TEST_CASE("every legal topology of llama-tiny-16q8kv gives the golden output") {
+  check_every_topology("llama-tiny-16q8kv");
+}
+TEST_CASE("every legal topology of deepseek-tiny gives the golden output") {
+  check_every_topology("deepseek-tiny");
+}
+TEST_CASE("every legal topology of deepseek-tiny-fp8 gives the golden output") {
+  check_every_topology("deepseek-tiny-fp8");
+}
+TEST_CASE("every legal topology of deepseek-v2-tiny gives the golden output") {
+  check_every_topology("deepseek-v2-tiny");
+}
+
+TEST_CASE("every legal topology of llama-tiny gives the long golden output") {
+  check_long("llama-tiny");
+}
+TEST_CASE("every legal topology of llama-tiny-16q8kv gives the long golden output") {
+  check_long("llama-tiny-16q8kv");
+}
+TEST_CASE("every legal topology of deepseek-tiny gives the long golden output") {
+  check_long("deepseek-tiny");
+}
+
+TEST_CASE("pairs of options of llama-tiny give the golden output") {
+  check_pairwise("llama-tiny");
+}
+TEST_CASE("pairs of options of llama-tiny-16q8kv give the golden output") {
+  check_pairwise("llama-tiny-16q8kv");
+}
+TEST_CASE("pairs of options of deepseek-tiny give the golden output") {
+  check_pairwise("deepseek-tiny");
+}
+TEST_CASE("pairs of options of deepseek-tiny-fp8 give the golden output") {
+  check_pairwise("deepseek-tiny-fp8");
+}
+TEST_CASE("pairs of options of deepseek-v2-tiny give the golden output") {
+  check_pairwise("deepseek-v2-tiny");
+}
+
+// Run by ./test.sh --full.
+TEST_CASE("the product of all options gives the golden output", "[.full]") {
+  const std::string name = GENERATE(from_range(kReferenceModels));
+  const ReferenceModel model(name);
+  const Golden golden = model.golden();
+  const auto stages = legal_stages(model.config.shape());
+  for (const Variant& variant : all_variants(stages)) check_variant(model, golden, stages, variant);
+}
+
+TEST_CASE("bf16 KV, teacher-forced, keeps clear argmaxes and logits near the reference") {
+  const std::string name = GENERATE(from_range(kReferenceModels));
+  const ReferenceModel model(name);
+  const Golden golden = model.golden();
+  for (const TopologySpec& spec : legal_stages(model.config.shape())) {
+    const Topology topo(spec, model.config.shape());
+    GenerationRequest request = golden_request(golden);
+    request.kv_dtype = DType::bf16;
+    request.teacher = golden.greedy;
+    INFO(describe(name, spec, request));
+    const GenerationResult result = run_local(model.checkpoint, model.config, topo, request);
+    REQUIRE(result.sequences.size() == golden.greedy.size());
+    for (std::size_t s = 0; s < golden.greedy.size(); ++s) {
+      for (std::size_t step = 0; step < golden.greedy[s].size(); ++step) {
+        if (golden.margin[s][step] <= 0.1f) continue;
+        INFO("sequence " << s << " step " << step << " margin " << golden.margin[s][step]);
+        CHECK(result.sequences[s].tokens.at(step) == golden.greedy[s][step]);
+      }
+      for (std::size_t which = 0; which < 2; ++which) {
+        const float norm = which == 0 ? golden.logits_norm[s].front() : golden.logits_norm[s].back();
+        const float rms = norm / std::sqrt(static_cast<float>(topo.shape().vocab));
+        for (std::size_t i = 0; i < 8; ++i) {
+          CHECK(std::abs(result.sequences[s].logits_first8[which][i] - golden.logits_first8[s][which][i]) <=
+                3e-2f * rms);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("the KV of all ranks adds up to the cache of one rank, within a page a sequence and rank",
+          "[quick]") {
+  const std::string name = GENERATE(from_range(kReferenceModels));
+  const ReferenceModel model(name);
+  const Golden golden = model.golden();
+  GenerationRequest request = golden_request(golden);
+  request.max_new_tokens = 2;
+  request.page_tokens = 16;
+  const Topology one({}, model.config.shape());
+  const std::int64_t whole = run_local(model.checkpoint, model.config, one, request).memory.at(0).kv_bytes;
+  for (const TopologySpec& spec : legal_stages(model.config.shape())) {
+    const Topology topo(spec, model.config.shape());
+    const GenerationResult result = run_local(model.checkpoint, model.config, topo, request);
+    const auto plan = decode::plan_memory(model.checkpoint, model.config, topo, request);
+    REQUIRE(result.memory.size() == static_cast<std::size_t>(topo.world_size()));
+    std::int64_t sum = 0;
+    for (std::size_t rank = 0; rank < result.memory.size(); ++rank) {
+      sum += result.memory[rank].kv_bytes;
+      CHECK(plan[rank].weights_bytes == result.memory[rank].weights_bytes);
+      CHECK(plan[rank].workspace_bytes == result.memory[rank].workspace_bytes);
+      CHECK(plan[rank].kv_bytes >= result.memory[rank].kv_bytes);
+    }
+    const std::int64_t page_bytes =
+        kv_bytes_per_token(request, topo) * request.page_tokens / topo.tpa();  // of one rank, all layers
+    INFO(describe(name, spec, request));
+    CHECK(std::abs(sum - whole) <= page_bytes * topo.stage_size() * request.num_sequences());
+  }
+}
+
+TEST_CASE("the exchange sends what the formula says, whatever the context", "[quick]") {
+  const ReferenceModel model("llama-tiny");
+  for (const TopologySpec& spec : legal_stages(model.config.shape())) {
+    const Topology topo(spec, model.config.shape());
+    for (std::int64_t context : {1024, 16384}) {
+      GenerationRequest request;
+      request.synthetic_context = context;
+      request.max_new_tokens = 2;
+      const GenerationResult result = run_local(model.checkpoint, model.config, topo, request);
+      const ModelShape& shape = topo.shape();
+      const std::int64_t expected =
+          shape.num_query_heads / topo.tpa() * (shape.value_dim * 4 + 4) * (topo.kvp() - 1) / topo.kvp();
+      CHECK(result.exchange_bytes_per_rank_per_layer == expected);
+    }
+  }
+}
+
+TEST_CASE("synthetic context gives the same tokens under every topology", "[quick]") {
+  for (const char* name : {"llama-tiny", "deepseek-tiny"}) {
+    const ReferenceModel model(name);
+    GenerationRequest request;
+    request.synthetic_context = 5000;
+    request.max_new_tokens = 6;
+    request.ignore_eos = true;
+    request.kv_dtype = DType::f32;
+    const auto alone = run_local(model.checkpoint, model.config, Topology({}, model.config.shape()), request);
+    for (const TopologySpec& spec : legal_stages(model.config.shape())) {
+      const auto result =
+          run_local(model.checkpoint, model.config, Topology(spec, model.config.shape()), request);
+      INFO(describe(name, spec, request));
+      CHECK(result.sequences.at(0).tokens == alone.sequences.at(0).tokens);
+    }
+  }
+}
+
+TEST_CASE("drawn tokens are the same on every topology and change with the seed", "[quick]") {
+  const ReferenceModel model("llama-tiny");
+  const Golden golden = model.golden();
+  GenerationRequest request = golden_request(golden);
+  request.sampling = {.temperature = 0.8f, .top_p = 0.9f, .seed = 7};
+  const auto alone = run_local(model.checkpoint, model.config, Topology({}, model.config.shape()), request);
+  const auto sharded = run_local(model.checkpoint, model.config,
+                                 Topology({.kvp = 2, .tpa = 2, .dp = 2}, model.config.shape()), request);
+  request.sampling.seed = 8;
+  const auto other = run_local(model.checkpoint, model.config, Topology({}, model.config.shape()), request);
+  for (std::size_t s = 0; s < golden.prompts.size(); ++s) {
+    CHECK(sharded.sequences.at(s).tokens == alone.sequences.at(s).tokens);
+    CHECK(other.sequences.at(s).tokens != alone.sequences.at(s).tokens);
+    CHECK(golden.greedy[s] != alone.sequences.at(s).tokens);
+  }
+}
+
+TEST_CASE("a request that cannot be served is refused with its values, on every rank alike", "[quick]") {
+  const ReferenceModel model("llama-tiny");
+  const Topology topo({.kvp = 2, .tpa = 2}, model.config.shape());
+  const auto message = [&](const GenerationRequest& request) -> std::string {
+    try {
+      run_local(model.checkpoint, model.config, topo, request);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "no error";
+  };
+  GenerationRequest request;
+  request.prompts = {{1, 2, 3}};
+  auto changed = [&](auto change) {
+    GenerationRequest copy = request;
+    change(copy);
+    return message(copy);
+  };
+  using Catch::Matchers::Contains;
+  CHECK_THAT(changed([](auto& r) { r.prompts.clear(); }), Contains("no prompts"));
+  CHECK_THAT(changed([](auto& r) { r.prompts[0][1] = 512; }), Contains("id 512") && Contains("[0, 512)"));
+  CHECK_THAT(changed([](auto& r) { r.prompts[0][1] = -1; }), Contains("id -1"));
+  CHECK_THAT(changed([](auto& r) { r.prompts.push_back({}); }), Contains("prompt 1 is empty"));
+  CHECK_THAT(changed([](auto& r) { r.max_new_tokens = 9000; }), Contains("9003") && Contains("8192"));
+  CHECK_THAT(changed([](auto& r) { r.max_new_tokens = 0; }), Contains("max_new_tokens is 0"));
+  CHECK_THAT(changed([](auto& r) { r.draft_tokens = 4; }), Contains("no drafts"));
+  CHECK_THAT(changed([](auto& r) { r.chunk = 0; }), Contains("chunk is 0"));
+  CHECK_THAT(changed([](auto& r) { r.page_tokens = 0; }), Contains("page_tokens is 0"));
+  CHECK_THAT(changed([](auto& r) { r.teacher = {{1}, {2}}; }), Contains("2 teacher sequences for 1 prompts"));
+}
+
+}  // namespace helix::test

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reading and comparing golden outputs.
+#include "decode/golden.hpp"
+
+#include <cmath>
+#include <fstream>
+#include <sstream>
+
+#include <nlohmann/json.hpp>
+
+#include <helix/error.hpp>
+
+namespace helix::test {
+
+std::filesystem::path data_directory() {
+  return HELIX_TEST_DATA;
+}
+
+Golden read_golden(const std::filesystem::path& file) {
+  std::ifstream in(file);
+  HELIX_EXPECTS(in.good(), ErrorCode::io, file.string(), ": cannot be opened");
+  const auto json = nlohmann::json::parse(in);
+  Golden golden;
+  json.at("prompt").get_to(golden.prompts);
+  json.at("greedy").get_to(golden.greedy);
+  json.at("logits_first8").get_to(golden.logits_first8);
+  for (const auto& sequence : json.at("logits_norm_and_top2_margin")) {
+    auto& norms = golden.logits_norm.emplace_back();
+    auto& margins = golden.margin.emplace_back();
+    for (const auto& step : sequence) {
+      norms.push_back(step.at(0).get<float>());
+      margins.push_back(step.at(1).get<float>());
+    }
+  }
+  return golden;
+}
+
+decode::GenerationRequest golden_request(const Golden& golden) {
+  decode::GenerationRequest request;
+  request.prompts = golden.prompts;
+  request.max_new_tokens = static_cast<std::int64_t>(golden.greedy.front().size());
+  request.ignore_eos = true;
+  request.kv_dtype = DType::f32;
+  return request;
+}
+
+std::string difference_from_golden(const Golden& golden, const decode::GenerationResult& result,
+                                   std::int64_t vocab) {
+  std::ostringstream out;
+  if (result.sequences.size() != golden.greedy.size()) {
+    out << result.sequences.size() << " sequences, golden has " << golden.greedy.size();
+    return out.str();
+  }
+  for (std::size_t s = 0; s < golden.greedy.size(); ++s) {
+    const auto& sequence = result.sequences[s];
+    const auto& expected = golden.greedy[s];
+    for (std::size_t step = 0; step < expected.size(); ++step) {
+      if (step < sequence.tokens.size() && sequence.tokens[step] == expected[step]) continue;
+      out << "sequence " << s << ", step " << step << ": token "
+          << (step < sequence.tokens.size() ? sequence.tokens[step] : -1) << ", golden " << expected[step]
+          << ", margin " << golden.margin[s][step];
+      return out.str();
+    }
+    if (sequence.tokens.size() != expected.size() || sequence.logits_norm.size() != expected.size()) {
+      out << "sequence " << s << ": " << sequence.tokens.size() << " tokens and "
+          << sequence.logits_norm.size() << " norms, golden has " << expected.size();
+      return out.str();
+    }
+    for (std::size_t which = 0; which < 2; ++which) {
+      const std::size_t step = which == 0 ? 0 : expected.size() - 1;
+      const float norm = golden.logits_norm[s][step];
+      const float tolerance = 1e-4f * norm / std::sqrt(static_cast<float>(vocab));
+      for (std::size_t i = 0; i < 8; ++i) {
+        const float got = sequence.logits_first8[which][i];
+        const float want = golden.logits_first8[s][which][i];
+        if (std::abs(got - want) <= tolerance) continue;
+        out << "sequence " << s << ", step " << step << ", logit " << i << ": " << got << ", golden " << want
+            << ", tolerance " << tolerance;
+        return out.str();
+      }
+    }
+    for (std::size_t step = 0; step < expected.size(); ++step) {
+      if (std::abs(sequence.logits_norm[step] - golden.logits_norm[s][step]) <=
+          1e-4f * golden.logits_norm[s][step])
+        continue;
+      out << "sequence " << s << ", step " << step << ": logits norm " << sequence.logits_norm[step]
+          << ", golden " << golden.logits_norm[s][step];
+      return out.str();
+    }
+  }
+  return {};
+}
+
+}  // namespace helix::test

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// Golden outputs of the reference checkpoints: read, and compared with a generation.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "checkpoint.hpp"
+#include "generation.hpp"
+#include "launch.hpp"
+#include "model_config.hpp"
+
+namespace helix::test {
+
+/// golden.json or golden-long.json: transformers' greedy continuation, logits behind the first and last
+/// token, and per step the norm of the logits and the margin between the two largest.
+struct Golden {
+  std::vector<decode::TokenIds> prompts;
+  std::vector<decode::TokenIds> greedy;
+  std::vector<std::vector<std::vector<float>>> logits_first8;  // [sequence][2][8]
+  std::vector<std::vector<float>> logits_norm;                 // [sequence][step]
+  std::vector<std::vector<float>> margin;
+};
+
+std::filesystem::path data_directory();
+Golden read_golden(const std::filesystem::path& file);
+
+/// A checkpoint, its config and its golden outputs.
+struct ReferenceModel {
+  explicit ReferenceModel(const std::string& name)
+      : name(name),
+        checkpoint(data_directory() / name),
+        config(decode::parse_model_config(checkpoint.config_json(), checkpoint.config_path())) {}
+
+  std::string name;
+  decode::Checkpoint checkpoint;
+  decode::ModelConfig config;
+
+  Golden golden() const { return read_golden(data_directory() / name / "golden.json"); }
+  bool has_long() const { return std::filesystem::exists(data_directory() / name / "golden-long.json"); }
+  Golden golden_long() const { return read_golden(data_directory() / name / "golden-long.json"); }
+};
+
+inline const std::vector<std::string> kReferenceModels = {"llama-tiny", "llama-tiny-16q8kv", "deepseek-tiny",
+                                                          "deepseek-tiny-fp8", "deepseek-v2-tiny"};
+
+/// A request for the golden's prompts with f32 KV, which must reproduce it.
+decode::GenerationRequest golden_request(const Golden& golden);
+
+/// The first difference in words: tokens must be identical, each logit within 1e-4 * norm / sqrt(vocab),
+/// norms alike. Empty: none.
+std::string difference_from_golden(const Golden& golden, const decode::GenerationResult& result,
+                                   std::int64_t vocab);
+
+}  // namespace helix::test
