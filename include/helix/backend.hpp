@@ -143,6 +143,26 @@ struct AppendKvArgs {
   KvView kv;
 };
 
+/// Stores those tokens of one sequence that kv.kvp_rank owns; row i is the token at global position first_position + i.
+/// Converts as append_kv does: rounds value / scale to the nearest stored value.
+template <class T>
+struct WriteKvArgs {
+  TensorView<const T, 3> k;  ///< [tokens, Hkv/TPA, D], last stride 1
+  TensorView<const T, 3> v;  ///< [tokens, Hkv/TPA, Dv], last stride 1; MLA: empty
+  std::int64_t first_position = 0;
+  std::int32_t sequence_slot = 0;
+  KvView kv;
+};
+
+/// Reads local tokens [first_local, + rows of k) of one sequence back as values, stored * scale.
+struct ReadKvArgs {
+  KvView kv;
+  std::int32_t sequence_slot = 0;
+  std::int64_t first_local = 0;
+  TensorView<float, 3> k;  ///< [tokens, Hkv/TPA, D], last stride 1, written
+  TensorView<float, 3> v;  ///< [tokens, Hkv/TPA, Dv], last stride 1, written; MLA: empty
+};
+
 /// Attention of each query over this rank's shard: out = softmax(scale * q k) v, lse = log(sum(exp(scale * q
 /// k))). Query at global position p reads local tokens [length(p + 1 - window), length(p + 1)).
 template <class T>
@@ -339,6 +359,7 @@ concept Backend = requires(B& backend, typename B::Stream stream, typename B::Ev
   backend.synchronize(stream);                      // the host waits; rethrows
   backend.upload(target, source, bytes, stream);    // host -> device; the source may be re-used on return
   backend.download(target, source, bytes, stream);  // device -> host; valid after synchronize
+  backend.copy(target, source, bytes, stream);      // device -> device; the two do not overlap
   backend.fill_zero(target, bytes, stream);
   // (tokens, query heads, D, Dv) and (tokens, top_k, M, F/TPF): upper bounds for the caller's workspace.
   { backend.partial_attention_workspace_bytes(n, n, n, n) } -> std::same_as<std::size_t>;
@@ -350,6 +371,8 @@ concept Backend = requires(B& backend, typename B::Stream stream, typename B::Ev
     backend.head_rms_norm(HeadRmsNormArgs<decltype(a)>{}, stream);
     backend.rope(RopeArgs<decltype(a)>{}, stream);
     backend.append_kv(AppendKvArgs<decltype(a)>{}, stream);
+    backend.write_kv(WriteKvArgs<decltype(a)>{}, stream);
+    backend.read_kv(ReadKvArgs{}, stream);
     backend.partial_attention(PartialAttentionArgs<decltype(a)>{}, stream);
     backend.pack_partial(PackPartialArgs<decltype(a)>{}, stream);
     backend.stamp(StampArgs{}, stream);

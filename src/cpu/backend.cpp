@@ -54,6 +54,11 @@ void Operators::download(void* target, const void* source, std::size_t bytes, St
   stream.enqueue([target, source, bytes] { std::memcpy(target, source, bytes); });
 }
 
+void Operators::copy(void* target, const void* source, std::size_t bytes, Stream stream) const {
+  if (bytes == 0) return;
+  stream.enqueue([target, source, bytes] { std::memcpy(target, source, bytes); });
+}
+
 void Operators::fill_zero(void* target, std::size_t bytes, Stream stream) const {
   if (bytes == 0) return;
   stream.enqueue([target, bytes] { std::memset(target, 0, bytes); });

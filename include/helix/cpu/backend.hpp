@@ -53,6 +53,7 @@ class Operators {
   void synchronize(Stream stream) const { stream.synchronize(); }
   void upload(void* target, const void* source, std::size_t bytes, Stream stream) const;
   void download(void* target, const void* source, std::size_t bytes, Stream stream) const;
+  void copy(void* target, const void* source, std::size_t bytes, Stream stream) const;
   void fill_zero(void* target, std::size_t bytes, Stream stream) const;
 
   void rms_norm(const RmsNormArgs<float>& args, Stream stream) const;
@@ -61,6 +62,8 @@ class Operators {
   void head_rms_norm(const HeadRmsNormArgs<float>& args, Stream stream) const;
   void rope(const RopeArgs<float>& args, Stream stream) const;
   void append_kv(const AppendKvArgs<float>& args, Stream stream) const;
+  void write_kv(const WriteKvArgs<float>& args, Stream stream) const;
+  void read_kv(const ReadKvArgs& args, Stream stream) const;
   void partial_attention(const PartialAttentionArgs<float>& args, Stream stream) const;
   void pack_partial(const PackPartialArgs<float>& args, Stream stream) const;
   void stamp(const StampArgs& args, Stream stream) const;

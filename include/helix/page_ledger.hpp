@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+// PageLedger: which pages of every KVP rank belong to which sequence, kept alike on all ranks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include <helix/error.hpp>
+#include <helix/kv_layout.hpp>
+
+namespace helix {
+
+/// Names a sequence of one cache. Equal on all ranks that made the same calls. A released sequence's id stays
+/// invalid, also when its slot is used again.
+struct SequenceId {
+  std::uint32_t cache = 0;       ///< tells caches of different sizes or tags apart
+  std::int32_t slot = -1;        ///< row of the page table
+  std::uint32_t generation = 0;  ///< counts the users of the slot
+
+  friend bool operator==(const SequenceId&, const SequenceId&) = default;
+};
+
+/// Sizes of a ledger; equal on all KVP ranks.
+struct PageLedgerSpec {
+  KvLayout layout{1, 1};
+  std::int64_t page_tokens = 64;  ///< local tokens a page
+  std::int64_t pages = 0;         ///< of each KVP rank
+  std::int64_t max_sequences = 64;
+  std::int64_t max_tokens = 0;  ///< global tokens a sequence may reach; 0: as many as fit into the pages
+  std::uint32_t tag = 0;        ///< mixed into SequenceId::cache
+};
+
+/// Host bookkeeping of the page pools of all KVP ranks. Every rank holds the whole of it and makes the same
+/// calls, so that all take the same decision and throw alike (invariant 9): shards are uneven, and one rank
+/// may run out before another. A call that throws changes nothing.
+///
+/// Invariant: a sequence of S tokens has ceil(length(S, r) / page_tokens) pages on rank r. A reservation is a
+/// number of free pages that only its sequence may take. Pages of a forked prefix are shared and counted; a
+/// token never goes into a shared page, whose copy is taken first.
+class PageLedger {
+ public:
+  /// This rank's page `target` becomes a copy of `source`, in all layers.
+  struct PageCopy {
+    std::int32_t source = 0;
+    std::int32_t target = 0;
+  };
+
+  /// Entries [begin, end) of row `slot` of this rank's page table change, to pages(slot)[begin, end).
+  struct TableWrite {
+    std::int32_t slot = 0;
+    std::int64_t begin = 0;
+    std::int64_t end = 0;
+  };
+
+  /// What a call asks of this rank's device: the copies, then the table. Valid until the next call.
+  struct Changes {
+    std::vector<PageCopy> copies;
+    std::vector<TableWrite> table;
+  };
+
+  /// `kvp_rank`: the rank that Changes speak of.
+  /// @throws Error(invalid_argument) if a size is out of range.
+  PageLedger(const PageLedgerSpec& spec, std::int64_t kvp_rank);
+
+  const PageLedgerSpec& spec() const { return spec_; }  ///< max_tokens is filled in
+  std::int64_t kvp_rank() const { return kvp_rank_; }
+  /// Pages that a sequence may have on any rank: the row length of the page table.
+  std::int64_t max_pages() const { return max_pages_; }
+
+  /// A new empty sequence with pages reserved for its first `reserved_tokens`.
+  /// @throws Error(capacity) without a free slot or enough pages on every rank.
+  SequenceId add(std::int64_t reserved_tokens = 0);
+
+  /// Reserves the pages that growing to `total_tokens` takes; never less than reserved before.
+  /// @throws Error(capacity) if a rank has too few free pages, or total_tokens exceeds max_tokens.
+  void reserve(SequenceId id, std::int64_t total_tokens);
+
+  /// Grows each sequence by its count: all of them or, if a rank has too few pages, none.
+  /// @throws Error(capacity) as reserve(); Error(invalid_argument) if an id appears twice.
+  const Changes& append(std::span<const SequenceId> ids, std::span<const std::int64_t> counts);
+
+  /// Forgets the tokens from `new_length` on. Pages without tokens go back, or into the reservation if there
+  /// is one. Truncating into a prefix shared with another sequence ends a reservation that free pages cannot
+  /// refill.
+  void truncate(SequenceId id, std::int64_t new_length);
+
+  /// A new sequence of the first `prefix_tokens` of `parent`. It shares the pages of the largest multiple of
+  /// shared_unit() tokens and takes copies of the rest.
+  /// @throws Error(capacity) as add().
+  SequenceId fork(SequenceId parent, std::int64_t prefix_tokens);
+  /// What the last fork() asks of this rank's device.
+  const Changes& changes() const { return changes_; }
+
+  /// Gives back the sequence's slot, its reservation and the pages that no other sequence shares.
+  void release(SequenceId id);
+
+  /// @throws Error(invalid_argument) unless `id` names a live sequence of this cache; so do all functions
+  /// above.
+  std::int32_t slot(SequenceId id) const { return static_cast<std::int32_t>(index_of(id)); }
+  std::int64_t length(SequenceId id) const { return sequences_[index_of(id)].length; }
+  std::int64_t reserved_tokens(SequenceId id) const { return sequences_[index_of(id)].reserved_tokens; }
+  /// Pages of the sequence on `kvp_rank`, in the order of local positions.
+  std::span<const std::int32_t> pages(SequenceId id, std::int64_t kvp_rank) const;
+  /// As above, of this rank and by slot.
+  std::span<const std::int32_t> pages(std::int32_t slot) const;
+  /// Whether any of the tokens lies, on any rank, in a page that another sequence holds too.
+  bool is_shared(SequenceId id, TokenRange tokens) const;
+
+  std::int64_t num_sequences() const;
+  /// Pages of `kvp_rank` that any sequence may take: neither used nor reserved.
+  std::int64_t pages_free(std::int64_t kvp_rank) const;
+  /// Pages of `kvp_rank` that hold tokens, a shared page once.
+  std::int64_t pages_used(std::int64_t kvp_rank) const;
+
+  /// Global tokens of which every rank stores whole pages: lcm(page_tokens, chunk) * KVP.
+  std::int64_t shared_unit() const { return shared_unit_; }
+
+  /// Pages that `num_tokens` global tokens take on `kvp_rank`.
+  static std::int64_t pages_needed(const KvLayout& layout, std::int64_t page_tokens, std::int64_t num_tokens,
+                                   std::int64_t kvp_rank);
+  /// Pages a rank must have for sequences of these lengths to live side by side, without sharing: the largest
+  /// of all ranks' demands. A value for PageLedgerSpec::pages.
+  static std::int64_t pages_needed(const KvLayout& layout, std::int64_t page_tokens,
+                                   std::span<const std::int64_t> lengths);
+
+ private:
+  struct Sequence {
+    bool is_live = false;
+    std::uint32_t generation = 0;
+    std::uint64_t mark = 0;  // the last append that saw it, against ids that appear twice
+    std::int64_t length = 0;
+    std::int64_t reserved_tokens = 0;
+    std::vector<std::vector<std::int32_t>> pages;  // [kvp][index]
+    std::vector<std::int64_t> reserved_pages;      // [kvp]
+  };
+
+  struct Pool {                           // of one KVP rank
+    std::vector<std::int32_t> free;       // a stack; the sum of all reservations is never more than its size
+    std::vector<std::int32_t> use_count;  // [pages]: sequences that hold the page
+    std::int64_t reserved = 0;            // sum over sequences of reserved_pages
+  };
+
+  std::size_t index_of(SequenceId id) const;
+  std::int64_t pages_of(std::int64_t num_tokens, std::size_t rank) const;
+  bool must_copy_last_page(const Sequence& sequence, std::size_t rank) const;
+  std::int64_t demand(const Sequence& sequence, std::size_t rank, std::int64_t new_length) const;
+  void check_tokens(std::string_view operation, std::int64_t num_tokens) const;
+  void check_free(std::string_view operation, std::span<const std::int64_t> demand_by_rank) const;
+  std::size_t free_slot(std::string_view operation) const;
+  void set_reserved_pages(Sequence& sequence, std::size_t rank, std::int64_t count);
+  void update_reservation(Sequence& sequence);
+  std::int32_t take_page(std::size_t rank);
+  void drop_page(std::size_t rank, std::int32_t page);
+  SequenceId open(std::size_t slot);
+
+  PageLedgerSpec spec_;
+  std::int64_t kvp_rank_;
+  std::int64_t max_pages_ = 0;
+  std::int64_t shared_unit_ = 0;
+  std::uint32_t cache_ = 0;
+  std::uint64_t mark_ = 0;
+  std::vector<Sequence> sequences_;  // [max_sequences]
+  std::vector<std::int32_t> free_slots_;
+  std::vector<Pool> pools_;            // [kvp]
+  std::vector<std::int64_t> demands_;  // [kvp], scratch
+  Changes changes_;
+};
+
+}  // namespace helix
