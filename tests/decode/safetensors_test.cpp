@@ -1,0 +1,314 @@
+// SPDX-License-Identifier: Apache-2.0
+// Safetensors headers, files and checkpoint directories: sound ones read back, broken and hostile ones give
+// one Error.
+#include "safetensors.hpp"
+
+#include <cstdint>
+#include <fstream>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <helix/error.hpp>
+
+#include "checkpoint.hpp"
+#include "decode/checkpoint_files.hpp"
+#include "support/catch.hpp"
+
+using namespace helix;
+using namespace helix::decode;
+using namespace helix::decode::test;
+
+namespace {
+
+std::span<const std::byte> as_bytes(const std::string& text) {
+  return std::as_bytes(std::span<const char>(text.data(), text.size()));
+}
+
+SafetensorsHeader parse(const std::string& bytes) {
+  return parse_safetensors_header(as_bytes(bytes), bytes.size(), "x.safetensors");
+}
+
+/// Code and message of what `call` throws; fails unless it is a helix::Error.
+template <class Call>
+std::pair<ErrorCode, std::string> failure(const Call& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return {error.code(), error.what()};
+  } catch (const std::exception& error) {
+    FAIL("not a helix::Error: " << error.what());
+  }
+  FAIL("nothing was thrown");
+  return {};
+}
+
+std::string repeated(const std::string& text, int times) {
+  std::string result;
+  for (int i = 0; i < times; ++i) result += text;
+  return result;
+}
+
+/// Pages of files that this process has resident, in bytes; -1 where the system does not tell.
+std::int64_t resident_file_bytes() {
+  std::ifstream statm("/proc/self/statm");
+  std::int64_t size = 0;
+  std::int64_t resident = 0;
+  std::int64_t shared = -1;
+  statm >> size >> resident >> shared;
+  return shared < 0 ? -1 : shared * 4096;
+}
+
+}  // namespace
+
+TEST_CASE("a sound header gives every tensor's type, shape and range") {
+  const std::string bytes =
+      safetensors_of({filled("b", 3, 5), filled("a", 0, 7, DType::f32), filled("c", 2, 2, DType::fp8_e4m3)});
+  const SafetensorsHeader header = parse(bytes);
+  REQUIRE(header.tensors.size() == 3);
+  CHECK(header.tensors[0].name == "a");
+  CHECK(header.tensors[0].shape == std::vector<std::int64_t>{7});
+  CHECK(header.tensors[0].dtype == DType::f32);
+  CHECK(header.tensors[0].begin == 30);
+  CHECK(header.tensors[0].end == 58);
+  CHECK(header.tensors[0].rows() == 1);
+  CHECK(header.tensors[0].cols() == 7);
+  CHECK(header.tensors[1].name == "b");
+  CHECK(header.tensors[1].dtype == DType::bf16);
+  CHECK(header.tensors[1].begin == 0);
+  CHECK(header.tensors[1].rows() == 3);
+  CHECK(header.tensors[2].dtype == DType::fp8_e4m3);
+  CHECK(header.data_offset + 62 == bytes.size());
+}
+
+TEST_CASE("headers without tensors, scalars, empty tensors and types that nothing reads are legal") {
+  CHECK(parse(safetensors_bytes("{}", "")).tensors.empty());
+  CHECK(parse(safetensors_bytes("{\"__metadata__\":{}}   ", "")).tensors.empty());
+  const SafetensorsHeader header =
+      parse(safetensors_bytes(R"({"s":{"dtype":"F32","shape":[],"data_offsets":[0,4]},
+                                  "e":{"dtype":"BF16","shape":[0,9],"data_offsets":[4,4]},
+                                  "i":{"dtype":"I64","shape":[1,1,2],"data_offsets":[4,20]},
+                                  "f":{"dtype":"F4","shape":[4],"data_offsets":[20,22]}})",
+                              std::string(22, 'x')));
+  REQUIRE(header.tensors.size() == 4);
+  CHECK(header.tensors[2].dtype_name == "I64");
+  CHECK_FALSE(header.tensors[2].dtype.has_value());
+  CHECK(header.tensors[2].cols() == 2);
+}
+
+TEST_CASE("broken and hostile headers give one Error that names the file and the trouble") {
+  const auto tensor = [](const std::string& body) {
+    return safetensors_bytes("{\"t\":" + body + "}", std::string(8, 'x'));
+  };
+  struct Case {
+    std::string bytes;
+    std::string says;
+  };
+  const std::string ok = R"({"dtype":"F32","shape":[2],"data_offsets":[0,8]})";
+  const std::vector<Case> cases = {
+      {"", "has 0 bytes"},
+      {"\x02\0\0", "bytes"},
+      {std::string(7, '\0'), "has 7 bytes"},
+      {std::string(8, '\0'), "does not start with '{'"},
+      {std::string("\x02\0\0\0\0\0\0\0[]", 10), "does not start with '{'"},
+      {std::string("\x10\0\0\0\0\0\0\0{}", 10), "header size is 16, but only 2 bytes follow"},
+      {std::string(8, '\xff') + "{}",
+       "header size is 18446744073709551615; the format allows at most 100000000"},
+      {std::string("\x01\xe1\xf5\x05\0\0\0\0{}", 10), "header size is 100000001"},
+      {std::string("\0\xe1\xf5\x05\0\0\0\0{}", 10), "only 2 bytes follow"},
+      {safetensors_bytes("{", ""), "not valid JSON"},
+      {safetensors_bytes("{}x", ""), "not valid JSON"},
+      {safetensors_bytes("{\"t\xff\":1}", ""), "not valid JSON"},
+      {safetensors_bytes("{}", "x"), "tensors end at byte 0 of the data, which has 1"},
+      {safetensors_bytes("{" + repeated("\"a\":{", 100000), ""), "unknown key 'a'"},
+      {safetensors_bytes("{\"a\":" + repeated("[", 100000), ""), "unexpected an array"},
+      {safetensors_bytes("{\"__metadata__\":" + repeated("{\"a\":", 100000), ""),
+       "__metadata__: unexpected an object"},
+      {safetensors_bytes("{\"__metadata__\":[]}", ""), "unexpected an array"},
+      {safetensors_bytes("{\"__metadata__\":{\"a\":1}}", ""), "unexpected the number 1; expected strings"},
+      {safetensors_bytes("{\"__metadata__\":{},\"__metadata__\":{}}", ""), "__metadata__ appears twice"},
+      {safetensors_bytes("{\"t\":" + ok + ",\"t\":" + ok + "}", std::string(8, 'x')),
+       "tensor 't' appears twice"},
+      {tensor("null"), "tensor 't': unexpected null"},
+      {tensor("true"), "unexpected a boolean"},
+      {tensor("{}"), "dtype is missing"},
+      {tensor(R"({"dtype":"F32"})"), "shape is missing"},
+      {tensor(R"({"dtype":"F32","shape":[2]})"), "data_offsets is missing"},
+      {tensor(R"({"dtype":"F32","dtype":"F32"})"), "dtype appears twice"},
+      {tensor(R"({"dtype":"F32","shape":[2],"shape":[2]})"), "shape appears twice"},
+      {tensor(R"({"dtype":"F31","shape":[2],"data_offsets":[0,8]})"), "dtype is 'F31'; expected one of BF16"},
+      {tensor(R"({"dtype":7,"shape":[2],"data_offsets":[0,8]})"), "unexpected the number 7"},
+      {tensor(R"({"dtype":"F32","shape":2,"data_offsets":[0,8]})"), "unexpected the number 2"},
+      {tensor(R"({"dtype":"F32","shape":["2"],"data_offsets":[0,8]})"), "unexpected the string '2'"},
+      {tensor(R"({"dtype":"F32","shape":[-2],"data_offsets":[0,8]})"), "unexpected the negative number -2"},
+      {tensor(R"({"dtype":"F32","shape":[2.0],"data_offsets":[0,8]})"), "unexpected the number 2.0"},
+      {tensor(R"({"dtype":"F32","shape":[NaN],"data_offsets":[0,8]})"), "not valid JSON"},
+      {tensor(R"({"dtype":"F32","shape":[1e999],"data_offsets":[0,8]})"), "not valid JSON"},
+      {tensor(R"({"dtype":"F32","shape":[[2]],"data_offsets":[0,8]})"), "unexpected an array"},
+      {tensor(R"({"dtype":"F32","shape":[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,2],"data_offsets":[0,8]})"),
+       "more than 16 dimensions"},
+      {tensor(R"({"dtype":"F32","shape":[2],"data_offsets":[0]})"),
+       "data_offsets holds 1 numbers; expected 2"},
+      {tensor(R"({"dtype":"F32","shape":[2],"data_offsets":[0,8,8]})"), "data_offsets holds more than 2"},
+      {tensor(R"({"dtype":"F32","shape":[2],"data_offsets":[8,0]})"), "run backwards"},
+      {tensor(R"({"dtype":"F32","shape":[4],"data_offsets":[0,16]})"), "leave the 8 bytes of data"},
+      {tensor(R"({"dtype":"F32","shape":[2],"data_offsets":[18446744073709551608,18446744073709551615]})"),
+       "leave the"},
+      {tensor(R"({"dtype":"F32","shape":[2],"data_offsets":[0,8],"extra":1})"), "unknown key 'extra'"},
+      {tensor(R"({"dtype":"F32","shape":[3],"data_offsets":[0,8]})"),
+       "takes 12 bytes, but data_offsets [0, 8] hold 8"},
+      {tensor(R"({"dtype":"BF16","shape":[2],"data_offsets":[0,8]})"), "takes 4 bytes"},
+      {tensor(R"({"dtype":"F4","shape":[3],"data_offsets":[0,8]})"), "ends inside a byte"},
+      {tensor(R"({"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,8]})"),
+       "overflows 64 bits"},
+      {tensor(R"({"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,8]})"),
+       "overflows 64 bits"},
+      {tensor(R"({"dtype":"F32","shape":[18446744073709551615],"data_offsets":[0,8]})"),
+       "which no tensor has"},
+      {safetensors_bytes(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},
+                             "b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}})",
+                         std::string(12, 'x')),
+       "tensor 'b': data_offsets [4, 12] overlap another tensor that ends at 8"},
+      {safetensors_bytes(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},
+                             "b":{"dtype":"F32","shape":[2],"data_offsets":[12,20]}})",
+                         std::string(20, 'x')),
+       "leave a hole: no tensor has bytes [8, 12)"},
+      {safetensors_bytes(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})", std::string(8, 'x')),
+       "leave a hole: no tensor has bytes [0, 4)"},
+  };
+  for (const Case& c : cases) {
+    CAPTURE(c.bytes.substr(0, 200));
+    const auto [code, message] = failure([&] { parse(c.bytes); });
+    CHECK(code == ErrorCode::invalid_file);
+    CHECK_THAT(message, Catch::Contains("x.safetensors") && Catch::Contains(c.says));
+    CHECK(message.size() < 1000);
+  }
+  CHECK_NOTHROW(parse(tensor(ok)));  // the table's base is sound
+}
+
+TEST_CASE("every truncation of a sound file is an Error") {
+  const std::string bytes = safetensors_of({filled("a", 3, 5), filled("b", 0, 4, DType::f32)});
+  REQUIRE_NOTHROW(parse(bytes));
+  for (std::size_t size = 0; size < bytes.size(); ++size) {
+    CAPTURE(size);
+    CHECK(failure([&] { parse(bytes.substr(0, size)); }).first == ErrorCode::invalid_file);
+  }
+}
+
+TEST_CASE("a mapped file gives the bytes that were written, at every alignment") {
+  const TemporaryDirectory directory;
+  for (std::size_t shift = 0; shift < 8; ++shift) {
+    const std::vector<TensorContent> tensors = {filled("a", 3, 5, DType::fp8_e4m3),
+                                                filled("b", 4, 4, DType::f32)};
+    const SafetensorsFile file(directory.write("model.safetensors", safetensors_of(tensors, shift)));
+    for (const TensorContent& tensor : tensors) {
+      const TensorInfo* info = file.find(tensor.name);
+      REQUIRE(info != nullptr);
+      const auto data = file.data(*info);
+      CHECK(std::string(reinterpret_cast<const char*>(data.data()), data.size()) == tensor.data);
+      file.release(data);
+      CHECK(std::string(reinterpret_cast<const char*>(data.data()), data.size()) == tensor.data);
+    }
+    CHECK(file.find("c") == nullptr);
+  }
+}
+
+TEST_CASE("files that cannot be mapped are io errors that name the path") {
+  const TemporaryDirectory directory;
+  const auto [code, message] =
+      failure([&] { SafetensorsFile((directory.path() / "none.safetensors").string()); });
+  CHECK(code == ErrorCode::io);
+  CHECK_THAT(message, Catch::Contains("none.safetensors"));
+  CHECK(failure([&] { SafetensorsFile(directory.path().string()); }).first == ErrorCode::io);
+  CHECK(failure([&] { SafetensorsFile(directory.write("empty", "")); }).first == ErrorCode::invalid_file);
+}
+
+TEST_CASE("released pages leave resident memory") {
+  if (resident_file_bytes() < 0) {
+    WARN("skipped: no /proc/self/statm");
+    return;
+  }
+  constexpr std::int64_t kBytes = std::int64_t{64} << 20;
+  const TemporaryDirectory directory;
+  const std::string path =
+      directory.write("model.safetensors",
+                      safetensors_bytes("{\"t\":{\"dtype\":\"F32\",\"shape\":[" + std::to_string(kBytes / 4) +
+                                            "],\"data_offsets\":[0," + std::to_string(kBytes) + "]}}",
+                                        ""));
+  std::filesystem::resize_file(path, std::filesystem::file_size(path) + kBytes);
+  const SafetensorsFile file(path);
+  const auto data = file.data(file.tensors().front());
+  const std::int64_t before = resident_file_bytes();
+  int sum = 0;
+  for (std::size_t i = 0; i < data.size(); i += 4096) sum += static_cast<int>(data[i]);
+  CHECK(sum == 0);
+  CHECK(resident_file_bytes() - before > kBytes / 2);  // touching does count
+  file.release(data);
+  CHECK(resident_file_bytes() - before < kBytes / 16);
+}
+
+TEST_CASE("a checkpoint finds tensors in one file and in shards alike") {
+  const std::vector<TensorContent> tensors = {filled("a", 3, 5), filled("b", 2, 2), filled("c", 0, 4)};
+  const TemporaryDirectory one;
+  one.write("config.json", "{}");
+  one.write("model.safetensors", safetensors_of(tensors));
+  const TemporaryDirectory sharded;
+  sharded.write("config.json", "{}");
+  sharded.write("model-1.safetensors", safetensors_of({tensors[0]}));
+  sharded.write("model-2.safetensors", safetensors_of({tensors[1], tensors[2]}));
+  sharded.write(
+      "model.safetensors.index.json",
+      R"({"metadata":{"total_size":46},"weight_map":{"a":"model-1.safetensors","b":"model-2.safetensors",
+                    "c":"model-2.safetensors"}})");
+  for (const TemporaryDirectory* directory : {&one, &sharded}) {
+    const Checkpoint checkpoint(directory->path());
+    CHECK(checkpoint.num_tensors() == 3);
+    CHECK(checkpoint.config_json() == "{}");
+    for (const TensorContent& tensor : tensors) {
+      const Checkpoint::Entry entry = checkpoint.find(tensor.name);
+      REQUIRE(entry.tensor != nullptr);
+      const auto data = entry.file->data(*entry.tensor);
+      CHECK(std::string(reinterpret_cast<const char*>(data.data()), data.size()) == tensor.data);
+    }
+    CHECK(checkpoint.find("d").tensor == nullptr);
+  }
+}
+
+TEST_CASE("an index that leaves its directory or is malformed is refused") {
+  const auto map = [](const std::string& json) { return failure([&] { parse_weight_map(json, "i.json"); }); };
+  for (const std::string shard :
+       {"../x.safetensors", "/etc/passwd", "a/b", "..", ".", "", "a\\\\b", "a\\u0000b"}) {
+    CAPTURE(shard);
+    const auto [code, message] = map(R"({"weight_map":{"t":")" + shard + "\"}}");
+    CHECK(code == ErrorCode::invalid_file);
+    CHECK_THAT(message, Catch::Contains("i.json") && Catch::Contains("'t'"));
+  }
+  for (const std::string json :
+       {"", "[]", "{}", "7", "{\"weight_map\":7}", "{\"weight_map\":{}}", "{\"weight_map\":{\"t\":7}}",
+        "{\"weight_map\":{\"t\":\"a\",\"t\":\"b\"}}", "{\"weight_map\":null}"}) {
+    CAPTURE(json);
+    CHECK(map(json).first == ErrorCode::invalid_file);
+  }
+  CHECK_THAT(map(repeated("[", 100000)).second, Catch::Contains("nested deeper"));
+  CHECK(parse_weight_map(R"({"weight_map":{"t":"a.safetensors"}})", "i.json").at("t") == "a.safetensors");
+}
+
+TEST_CASE("missing parts of a checkpoint are named") {
+  const TemporaryDirectory directory;
+  const auto open = [&] { return failure([&] { const Checkpoint checkpoint(directory.path()); }); };
+  CHECK(failure([] { const Checkpoint checkpoint("/nonexistent/helix"); }).first == ErrorCode::io);
+  CHECK(open().first == ErrorCode::io);
+  CHECK_THAT(open().second, Catch::Contains("config.json"));
+  directory.write("config.json", "{}");
+  CHECK(open().first == ErrorCode::io);
+  CHECK_THAT(open().second, Catch::Contains("model.safetensors"));
+  directory.write("model.safetensors.index.json", R"({"weight_map":{"a":"model-1.safetensors"}})");
+  CHECK(open().first == ErrorCode::io);
+  CHECK_THAT(open().second, Catch::Contains("model-1.safetensors") && Catch::Contains("index.json"));
+  directory.write("model-1.safetensors", safetensors_of({filled("b", 2, 2)}));
+  CHECK(open().first == ErrorCode::invalid_file);
+  CHECK_THAT(open().second, Catch::Contains("'a' is missing"));
+  directory.write("model-1.safetensors", safetensors_of({filled("a", 2, 2)}));
+  CHECK_NOTHROW(Checkpoint(directory.path()));
+}
