@@ -1,0 +1,553 @@
+// SPDX-License-Identifier: Apache-2.0
+// config.json: what is read, what is refused and how, and the rope constants against double-precision
+// formulas.
+#include "model_config.hpp"
+
+#include <cmath>
+#include <cstdint>
+#include <fstream>
+#include <iterator>
+#include <numbers>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include <helix/error.hpp>
+#include <helix/topology.hpp>
+
+#include "support/catch.hpp"
+
+using namespace helix;
+using namespace helix::decode;
+using nlohmann::json;
+
+namespace {
+
+json data_config(const std::string& name) {
+  std::ifstream in(std::string(HELIX_TEST_DATA "/") + name + "/config.json");
+  return json::parse(std::string(std::istreambuf_iterator<char>(in), {}));
+}
+
+ModelConfig parse(const json& config) {
+  return parse_model_config(config.dump(), "config.json");
+}
+
+std::pair<ErrorCode, std::string> failure_of(const std::string& text) {
+  try {
+    parse_model_config(text, "config.json");
+  } catch (const Error& error) {
+    return {error.code(), error.what()};
+  } catch (const std::exception& error) {
+    FAIL("not a helix::Error: " << error.what());
+  }
+  FAIL("nothing was thrown");
+  return {};
+}
+
+json llama() {
+  return {{"model_type", "llama"},    {"hidden_size", 256},
+          {"intermediate_size", 512}, {"num_hidden_layers", 3},
+          {"num_attention_heads", 8}, {"num_key_value_heads", 2},
+          {"vocab_size", 1000},       {"max_position_embeddings", 8192},
+          {"rms_norm_eps", 1e-5}};
+}
+
+json deepseek_v3() {
+  json config = llama();
+  config.update({{"model_type", "deepseek_v3"},
+                 {"q_lora_rank", 128},
+                 {"kv_lora_rank", 512},
+                 {"qk_nope_head_dim", 128},
+                 {"qk_rope_head_dim", 64},
+                 {"v_head_dim", 128},
+                 {"n_routed_experts", 16},
+                 {"n_shared_experts", 2},
+                 {"moe_intermediate_size", 96},
+                 {"num_experts_per_tok", 3},
+                 {"n_group", 4},
+                 {"topk_group", 2},
+                 {"first_k_dense_replace", 1}});
+  return config;
+}
+
+json deepseek_v2() {
+  json config = deepseek_v3();
+  config["model_type"] = "deepseek_v2";
+  config["topk_method"] = "group_limited_greedy";
+  return config;
+}
+
+/// Unscaled, in double.
+double standard_frequency(double theta, std::int64_t dim, std::size_t i) {
+  return std::exp(-std::log(theta) * 2.0 * static_cast<double>(i) / static_cast<double>(dim));
+}
+
+void check_frequencies(const std::vector<float>& actual, const std::vector<double>& expected) {
+  REQUIRE(actual.size() == expected.size());
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    CAPTURE(i, actual[i], expected[i]);
+    // float32 powers and quotients: a few ulp, times the logarithm of theta in the exponent
+    CHECK(std::abs(actual[i] - expected[i]) <= 3e-6 * expected[i]);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("the reference configs are read whole") {
+  SECTION("llama") {
+    const ModelConfig config = parse(data_config("llama-tiny"));
+    const ModelShape shape = config.shape();
+    CHECK(shape.num_query_heads == 8);
+    CHECK(shape.num_kv_heads == 2);
+    CHECK(shape.head_dim == 64);
+    CHECK(shape.value_dim == 64);
+    CHECK(shape.hidden == 256);
+    CHECK(shape.ffn == 512);
+    CHECK(shape.num_experts == 0);
+    CHECK(shape.expert_ffn == 0);
+    CHECK(shape.vocab == 512);
+    CHECK(shape.num_layers == 2);
+    CHECK_FALSE(shape.is_mla);
+    CHECK(config.rms_norm_eps == 1e-5f);
+    CHECK(config.max_positions == 8192);
+    CHECK(config.eos_ids == std::vector<std::int64_t>{2});
+    CHECK_FALSE(config.has_qkv_bias);
+    CHECK_FALSE(config.tie_word_embeddings);
+    CHECK(config.rope.type == RopeType::llama3);
+    CHECK(config.rope.rotary_dim == 64);
+    CHECK_FALSE(config.rope.is_interleaved);
+    CHECK(config.softmax_scale() == 0.125f);
+    CHECK(config.rope_magnitude() == 1.0f);
+    CHECK(config.window(1) == 0);
+    CHECK_FALSE(config.is_moe_layer(1));
+  }
+  SECTION("deepseek v3") {
+    const ModelConfig config = parse(data_config("deepseek-tiny"));
+    const ModelShape shape = config.shape();
+    CHECK(shape.num_kv_heads == 1);  // not num_key_value_heads, which is 8
+    CHECK(shape.head_dim == 576);    // not head_dim, which is the rope size
+    CHECK(shape.value_dim == 512);
+    CHECK(shape.is_mla);
+    CHECK(shape.ffn == 512);
+    CHECK(shape.expert_ffn == 64);
+    CHECK(shape.shared_expert_ffn == 64);
+    CHECK(shape.num_experts == 8);
+    CHECK(config.rope.rotary_dim == 64);
+    CHECK(config.rope.is_interleaved);
+    CHECK_FALSE(config.is_moe_layer(0));
+    CHECK(config.is_moe_layer(1));
+    REQUIRE(config.moe.has_value());
+    CHECK(config.moe->scoring == RouterScoring::sigmoid);
+    CHECK(config.moe->has_router_bias);
+    CHECK(config.moe->num_groups == 4);
+    CHECK(config.moe->groups_kept == 2);
+    CHECK(config.moe->top_k == 2);
+    CHECK(config.moe->normalize);
+    CHECK(config.moe->routed_scaling_factor == 2.5f);
+    CHECK_FALSE(config.fp8_blocks.has_value());
+  }
+  SECTION("deepseek v3 in fp8") {
+    const ModelConfig config = parse(data_config("deepseek-tiny-fp8"));
+    REQUIRE(config.fp8_blocks.has_value());
+    CHECK(config.fp8_blocks->block_rows == 128);
+    CHECK(config.fp8_blocks->block_cols == 128);
+  }
+  SECTION("deepseek v2") {
+    const ModelConfig config = parse(data_config("deepseek-v2-tiny"));
+    CHECK(config.mla->q_lora_rank == 0);
+    CHECK(config.rope.is_interleaved);
+    CHECK(config.moe->scoring == RouterScoring::softmax);
+    CHECK_FALSE(config.moe->has_router_bias);
+    CHECK_FALSE(config.moe->normalize);
+    CHECK(config.moe->num_groups == 4);
+    CHECK(config.moe->routed_scaling_factor == 1.0f);
+    CHECK(config.rope_magnitude() == 1.0f);  // mscale and mscale_all_dim are equal
+  }
+}
+
+TEST_CASE("absent optional keys have the values that transformers gives them") {
+  json config = llama();
+  config.erase("num_key_value_heads");
+  config.erase("max_position_embeddings");
+  config.erase("rms_norm_eps");
+  ModelConfig parsed = parse(config);
+  CHECK(parsed.num_kv_heads == 8);
+  CHECK(parsed.head_dim == 32);
+  CHECK(parsed.max_positions == 2048);
+  CHECK(parsed.rms_norm_eps == 1e-6f);
+  CHECK(parsed.rope.theta == 10000.0);
+  CHECK(parsed.rope.type == RopeType::standard);
+  CHECK(parsed.eos_ids.empty());
+
+  parsed = parse(deepseek_v3());
+  CHECK(parsed.moe->routed_scaling_factor == 2.5f);
+  CHECK(parsed.moe->normalize);
+  CHECK(parsed.rope.is_interleaved);
+  CHECK(parsed.shape().shared_expert_ffn == 192);
+
+  config = deepseek_v2();
+  config.erase("topk_method");
+  parsed = parse(config);
+  CHECK(parsed.moe->num_groups == 1);  // greedy knows no groups, whatever n_group says
+  CHECK(parsed.moe->groups_kept == 1);
+  CHECK(parsed.moe->routed_scaling_factor == 1.0f);
+
+  config = deepseek_v3();
+  config["n_shared_experts"] = nullptr;
+  config["n_group"] = nullptr;
+  config["topk_group"] = nullptr;
+  parsed = parse(config);
+  CHECK(parsed.shape().shared_expert_ffn == 0);
+  CHECK(parsed.moe->num_groups == 1);
+
+  config["n_routed_experts"] = nullptr;
+  CHECK_FALSE(parse(config).moe.has_value());
+  CHECK(parse(config).shape().num_experts == 0);
+}
+
+TEST_CASE("relatives of Llama differ where their architecture does") {
+  json config = llama();
+  config["attention_bias"] = true;
+  config["mlp_bias"] = true;
+  CHECK(parse(config).has_qkv_bias);
+  CHECK(parse(config).has_output_bias);
+  CHECK(parse(config).has_mlp_bias);
+
+  config = llama();
+  config["model_type"] = "qwen2";
+  CHECK(parse(config).has_qkv_bias);
+  CHECK_FALSE(parse(config).has_output_bias);
+  CHECK(parse(config).window(0) == 0);  // sliding_window counts only with use_sliding_window
+  config["use_sliding_window"] = true;
+  config["sliding_window"] = 100;
+  config["max_window_layers"] = 2;
+  CHECK(parse(config).window(1) == 0);
+  CHECK(parse(config).window(2) == 100);
+  config["layer_types"] = {"sliding_attention", "full_attention", "full_attention"};
+  CHECK(parse(config).window(0) == 100);
+  CHECK(parse(config).window(2) == 0);
+
+  config = llama();
+  config["model_type"] = "qwen3";
+  CHECK(parse(config).has_qk_norm);
+  CHECK(parse(config).head_dim == 128);
+  CHECK_FALSE(parse(config).has_qkv_bias);
+  config["head_dim"] = 64;
+  CHECK(parse(config).head_dim == 64);
+
+  config = llama();
+  config["model_type"] = "mistral";
+  CHECK(parse(config).window(0) == 4096);
+  config["sliding_window"] = 77;
+  CHECK(parse(config).window(2) == 77);
+  config["sliding_window"] = nullptr;
+  CHECK(parse(config).window(0) == 0);
+}
+
+TEST_CASE("sizes that no layer uses do not bind a topology") {
+  json config = deepseek_v3();
+  config["first_k_dense_replace"] = 0;
+  CHECK(parse(config).shape().ffn == 0);
+  CHECK(parse(config).shape().expert_ffn == 96);
+  config["moe_layer_freq"] = 2;
+  CHECK(parse(config).shape().ffn == 512);
+  CHECK(parse(config).is_moe_layer(0));
+  CHECK_FALSE(parse(config).is_moe_layer(1));
+  config["first_k_dense_replace"] = 3;
+  CHECK(parse(config).shape().ffn == 512);
+  CHECK(parse(config).shape().num_experts == 0);
+  config["moe_layer_freq"] = 1;
+  CHECK(parse(config).shape().num_experts == 0);
+  config["first_k_dense_replace"] = 2;
+  CHECK(parse(config).shape().num_experts == 16);
+}
+
+TEST_CASE("end tokens are one id, a list, or none") {
+  json config = llama();
+  config["eos_token_id"] = {3, 5, 7};
+  CHECK(parse(config).eos_ids == std::vector<std::int64_t>{3, 5, 7});
+  config["eos_token_id"] = nullptr;
+  CHECK(parse(config).eos_ids.empty());
+}
+
+TEST_CASE("missing, mistyped and absurd values give one Error with key, value and expectation") {
+  struct Case {
+    json config;
+    const char* key;  // dotted
+    json value;       // discarded: erase
+    const char* says;
+  };
+  const json gone = json(json::value_t::discarded);
+  json scaled = llama();
+  scaled["rope_theta"] = 500000.0;
+  scaled["rope_scaling"] = {{"rope_type", "llama3"},
+                            {"factor", 8.0},
+                            {"low_freq_factor", 1.0},
+                            {"high_freq_factor", 4.0},
+                            {"original_max_position_embeddings", 256}};
+  json yarn = deepseek_v3();
+  yarn["rope_scaling"] = {{"type", "yarn"}, {"factor", 40}, {"original_max_position_embeddings", 4096}};
+  json fp8 = deepseek_v3();
+  fp8["quantization_config"] = {{"quant_method", "fp8"}, {"weight_block_size", {128, 128}}};
+  const std::vector<Case> cases = {
+      {llama(), "model_type", gone, "model_type is missing; expected a string"},
+      {llama(), "model_type", 7, "model_type is 7; expected a string"},
+      {llama(), "hidden_size", gone, "hidden_size is missing; expected an integer from 1 to 16777216"},
+      {llama(), "hidden_size", nullptr, "hidden_size is missing"},
+      {llama(), "hidden_size", 0, "hidden_size is 0; expected an integer from 1"},
+      {llama(), "hidden_size", -256, "hidden_size is -256; expected"},
+      {llama(), "hidden_size", "256", "hidden_size is '256'; expected"},
+      {llama(), "hidden_size", 256.5, "hidden_size is 256.5; expected"},
+      {llama(), "hidden_size", true, "hidden_size is true; expected"},
+      {llama(), "hidden_size", json::array({256}), "hidden_size is an array of 1; expected"},
+      {llama(), "hidden_size", (1 << 24) + 1, "hidden_size is 16777217; expected"},
+      {llama(), "hidden_size", std::uint64_t{1} << 63, "hidden_size is 9223372036854775808; expected"},
+      {llama(), "hidden_size", 257,
+       "num_attention_heads is 8; expected a divisor of hidden_size, which is 257"},
+      {llama(), "intermediate_size", gone, "intermediate_size is missing"},
+      {llama(), "intermediate_size", -1, "intermediate_size is -1"},
+      {llama(), "num_hidden_layers", gone, "num_hidden_layers is missing"},
+      {llama(), "num_hidden_layers", 0, "num_hidden_layers is 0"},
+      {llama(), "num_hidden_layers", 1 << 21,
+       "num_hidden_layers is 2097152; expected an integer from 1 to 1048576"},
+      {llama(), "num_attention_heads", gone, "num_attention_heads is missing"},
+      {llama(), "num_attention_heads", 0, "num_attention_heads is 0"},
+      {llama(), "num_key_value_heads", 3,
+       "num_key_value_heads is 3; expected a divisor of num_attention_heads, which is 8"},
+      {llama(), "num_key_value_heads", 16, "num_key_value_heads is 16"},
+      {llama(), "num_key_value_heads", 0, "num_key_value_heads is 0"},
+      {llama(), "head_dim", 0, "head_dim is 0"},
+      {llama(), "head_dim", 63, "head_dim is 63; expected an even number"},
+      {llama(), "head_dim", 1 << 20, "head_dim is 1048576"},
+      {llama(), "vocab_size", gone, "vocab_size is missing"},
+      {llama(), "vocab_size", 0, "vocab_size is 0"},
+      {llama(), "vocab_size", std::int64_t{1} << 40, "vocab_size is 1099511627776"},
+      {llama(), "max_position_embeddings", 0, "max_position_embeddings is 0"},
+      {llama(), "rms_norm_eps", 0, "rms_norm_eps is 0; expected a number from"},
+      {llama(), "rms_norm_eps", -1e-5, "rms_norm_eps is -1e-05"},
+      {llama(), "rms_norm_eps", "1e-5", "rms_norm_eps is '1e-5'"},
+      {llama(), "tie_word_embeddings", 1, "tie_word_embeddings is 1; expected true or false"},
+      {llama(), "attention_bias", "no", "attention_bias is 'no'"},
+      {llama(), "eos_token_id", -1, "eos_token_id is -1"},
+      {llama(), "eos_token_id", "x", "eos_token_id is 'x'"},
+      {llama(), "eos_token_id", json::array({1, "x"}), "eos_token_id is 'x'"},
+      {llama(), "rope_theta", 0, "rope_theta is 0"},
+      {llama(), "rope_theta", 1, "rope_theta is 1;"},
+      {llama(), "rope_theta", 1e300, "rope_theta is 1e+300"},
+      {llama(), "rope_scaling", 7, "rope_scaling is 7; expected an object"},
+      {scaled, "rope_scaling.factor", gone, "rope_scaling.factor is missing"},
+      {scaled, "rope_scaling.factor", 0, "rope_scaling.factor is 0; expected a number from 1"},
+      {scaled, "rope_scaling.factor", nullptr, "rope_scaling.factor is missing"},
+      {scaled, "rope_scaling.low_freq_factor", gone, "rope_scaling.low_freq_factor is missing"},
+      {scaled, "rope_scaling.high_freq_factor", gone, "rope_scaling.high_freq_factor is missing"},
+      {scaled, "rope_scaling.high_freq_factor", 1, "expected more than low_freq_factor, which is 1"},
+      {scaled, "rope_scaling.original_max_position_embeddings", 0, "original_max_position_embeddings is 0"},
+      {scaled, "rope_scaling.rope_theta", -5, "rope_scaling.rope_theta is -5"},
+      {yarn, "rope_scaling.factor", gone, "rope_scaling.factor is missing"},
+      {yarn, "rope_scaling.beta_fast", -1, "rope_scaling.beta_fast is -1"},
+      {yarn, "rope_scaling.beta_slow", 33,
+       "rope_scaling.beta_fast is 32.0; expected at least beta_slow, which is 33"},
+      {yarn, "rope_scaling.mscale", -1, "rope_scaling.mscale is -1"},
+      {yarn, "rope_scaling.attention_factor", 0, "rope_scaling.attention_factor is 0"},
+      {deepseek_v3(), "kv_lora_rank", gone, "kv_lora_rank is missing"},
+      {deepseek_v3(), "q_lora_rank", gone, "q_lora_rank is missing; expected an integer, or null"},
+      {deepseek_v3(), "q_lora_rank", 0, "q_lora_rank is 0"},
+      {deepseek_v3(), "qk_nope_head_dim", gone, "qk_nope_head_dim is missing"},
+      {deepseek_v3(), "qk_rope_head_dim", 63, "qk_rope_head_dim is 63; expected an even number"},
+      {deepseek_v3(), "v_head_dim", 0, "v_head_dim is 0"},
+      {deepseek_v3(), "n_routed_experts", gone, "n_routed_experts is missing"},
+      {deepseek_v3(), "n_routed_experts", 0, "n_routed_experts is 0"},
+      {deepseek_v3(), "n_routed_experts", 18,
+       "n_group is 4; expected a divisor of n_routed_experts, which is 18"},
+      {deepseek_v3(), "n_routed_experts", 4, "groups of at least 2"},
+      {deepseek_v3(), "moe_intermediate_size", gone, "moe_intermediate_size is missing"},
+      {deepseek_v3(), "moe_intermediate_size", 1 << 24,
+       "n_shared_experts is 2; expected at most 16777216 in"},
+      {deepseek_v3(), "num_experts_per_tok", 9, "num_experts_per_tok is 9; expected at most the 8 experts"},
+      {deepseek_v3(), "num_experts_per_tok", 17, "num_experts_per_tok is 17"},
+      {deepseek_v3(), "topk_group", 5, "topk_group is 5; expected at most n_group, which is 4"},
+      {deepseek_v3(), "routed_scaling_factor", 0, "routed_scaling_factor is 0"},
+      {deepseek_v3(), "moe_layer_freq", 0, "moe_layer_freq is 0"},
+      {deepseek_v2(), "num_experts_per_tok", gone, "num_experts_per_tok is missing"},
+      {fp8, "quantization_config.weight_block_size", json::array({128}),
+       "weight_block_size is an array of 1"},
+      {fp8, "quantization_config.weight_block_size", json::array({128, 0}), "weight_block_size is 0"},
+      {fp8, "quantization_config.quant_method", gone, "quantization_config.quant_method is missing"},
+  };
+  for (const Case& c : cases) {
+    json config = c.config;
+    std::string key = c.key;
+    json* object = &config;
+    if (const auto dot = key.find('.'); dot != std::string::npos) {
+      object = &config[key.substr(0, dot)];
+      key.erase(0, dot + 1);
+    }
+    CHECK_NOTHROW(parse(config));  // negative control: sound before the change
+    if (c.value.is_discarded()) {
+      object->erase(key);
+    } else {
+      (*object)[key] = c.value;
+    }
+    CAPTURE(c.key, c.says);
+    const auto [code, message] = failure_of(config.dump());
+    CHECK(code == ErrorCode::invalid_file);
+    CHECK_THAT(message, Catch::Contains("config.json: ") && Catch::Contains(c.says));
+  }
+}
+
+TEST_CASE("what is legal but not built is unsupported and says what is") {
+  struct Case {
+    json config;
+    json change;
+    const char* says;
+  };
+  const std::vector<Case> cases = {
+      {llama(),
+       {{"model_type", "gpt2"}},
+       "model_type is 'gpt2'; supported are llama, mistral, qwen2, qwen3, deepseek_v2"},
+      {llama(), {{"hidden_act", "gelu"}}, "hidden_act is 'gelu'; supported is silu"},
+      {llama(),
+       {{"rope_scaling", {{"type", "dynamic"}, {"factor", 2}}}},
+       "type is 'dynamic'; supported are default, linear"},
+      {llama(), {{"rope_scaling", {{"rope_type", "longrope"}}}}, "rope_type is 'longrope'"},
+      {llama(),
+       {{"rope_parameters", {{"full_attention", {{"rope_theta", 1e4}}}}}},
+       "one rope for all layers"},
+      {llama(), {{"partial_rotary_factor", 0.5}}, "partial_rotary_factor is not 1"},
+      {llama(),
+       {{"quantization_config", {{"quant_method", "awq"}}}},
+       "quant_method is 'awq'; supported is fp8"},
+      {llama(), {{"quantization_config", {{"quant_method", "fp8"}}}}, "weight_block_size is absent"},
+      {deepseek_v3(), {{"topk_method", "greedy"}}, "topk_method is 'greedy' with scoring_func 'sigmoid'"},
+      {deepseek_v3(), {{"scoring_func", "softmax"}}, "with scoring_func 'softmax'"},
+      {deepseek_v2(), {{"topk_method", "noaux_tc"}}, "topk_method is 'noaux_tc'"},
+      {deepseek_v3(), {{"attention_bias", true}}, "attention_bias is true"},
+  };
+  for (const Case& c : cases) {
+    json config = c.config;
+    config.update(c.change);
+    const auto [code, message] = failure_of(config.dump());
+    CAPTURE(c.says);
+    CHECK(code == ErrorCode::unsupported);
+    CHECK_THAT(message, Catch::Contains("config.json: ") && Catch::Contains(c.says));
+  }
+}
+
+TEST_CASE("text that is no sound JSON object is refused") {
+  std::string deep;
+  for (int i = 0; i < 100000; ++i) deep += "{\"a\":";
+  for (const std::string& text : {std::string(), std::string("{"), std::string("[]"), std::string("null"),
+                                  deep, std::string(R"({"model_type":"llama","model_type":"llama"})"),
+                                  std::string(R"({"model_type":"llama","rms_norm_eps":NaN})"),
+                                  std::string(R"({"model_type":"llama","rms_norm_eps":1e999})"),
+                                  std::string("{\"model_type\":\"\xff\"}")}) {
+    CAPTURE(text.substr(0, 100));
+    const auto [code, message] = failure_of(text);
+    CHECK(code == ErrorCode::invalid_file);
+    CHECK(message.size() < 500);
+  }
+}
+
+TEST_CASE("standard and linear frequencies equal the double-precision formula") {
+  json config = llama();
+  config["head_dim"] = 128;
+  config["rope_theta"] = 500000.0;
+  std::vector<double> expected;
+  for (std::size_t i = 0; i < 64; ++i) expected.push_back(standard_frequency(500000.0, 128, i));
+  check_frequencies(parse(config).inverse_frequencies(), expected);
+
+  config["rope_scaling"] = {{"type", "linear"}, {"factor", 4.0}};
+  for (double& frequency : expected) frequency /= 4.0;
+  check_frequencies(parse(config).inverse_frequencies(), expected);
+  CHECK(parse(config).rope_magnitude() == 1.0f);
+}
+
+TEST_CASE("llama3 frequencies equal the double-precision formula, in the old layout and the new") {
+  const json scaling = {{"rope_type", "llama3"},
+                        {"factor", 8.0},
+                        {"low_freq_factor", 1.0},
+                        {"high_freq_factor", 4.0},
+                        {"original_max_position_embeddings", 8192}};
+  json old_layout = llama();
+  old_layout["head_dim"] = 128;
+  old_layout["rope_theta"] = 500000.0;
+  old_layout["rope_scaling"] = scaling;
+  json new_layout = llama();
+  new_layout["head_dim"] = 128;
+  new_layout["rope_parameters"] = scaling;
+  new_layout["rope_parameters"]["rope_theta"] = 500000.0;
+
+  int kept = 0;
+  int divided = 0;
+  int blended = 0;
+  std::vector<double> expected;
+  for (std::size_t i = 0; i < 64; ++i) {
+    const double frequency = standard_frequency(500000.0, 128, i);
+    const double turns = 8192.0 * frequency / (2.0 * std::numbers::pi);  // over the original context
+    if (turns > 4.0) {
+      expected.push_back(frequency);
+      ++kept;
+    } else if (turns < 1.0) {
+      expected.push_back(frequency / 8.0);
+      ++divided;
+    } else {
+      const double smooth = (turns - 1.0) / 3.0;
+      expected.push_back((1.0 - smooth) * frequency / 8.0 + smooth * frequency);
+      ++blended;
+    }
+  }
+  CHECK(kept > 0);
+  CHECK(divided > 0);
+  CHECK(blended > 0);
+  check_frequencies(parse(old_layout).inverse_frequencies(), expected);
+  CHECK(parse(old_layout).inverse_frequencies() == parse(new_layout).inverse_frequencies());
+}
+
+TEST_CASE("yarn frequencies, cos/sin factor and softmax scale equal the double-precision formulas") {
+  json config = deepseek_v3();  // DeepSeek-V3's own rope
+  config["rope_theta"] = 10000;
+  config["max_position_embeddings"] = 163840;
+  config["rope_scaling"] = {{"type", "yarn"},
+                            {"factor", 40},
+                            {"beta_fast", 32},
+                            {"beta_slow", 1},
+                            {"mscale", 1.0},
+                            {"mscale_all_dim", 1.0},
+                            {"original_max_position_embeddings", 4096}};
+  const auto dimension_of = [](double rotations) {
+    return 64.0 * std::log(4096.0 / (rotations * 2.0 * std::numbers::pi)) / (2.0 * std::log(10000.0));
+  };
+  const double low = std::floor(dimension_of(32.0));
+  const double high = std::ceil(dimension_of(1.0));
+  REQUIRE(low == 10.0);
+  REQUIRE(high == 23.0);
+  std::vector<double> expected;
+  for (std::size_t i = 0; i < 32; ++i) {
+    const double frequency = standard_frequency(10000.0, 64, i);
+    double slow = (static_cast<double>(i) - low) / (high - low);
+    slow = slow < 0.0 ? 0.0 : slow > 1.0 ? 1.0 : slow;
+    expected.push_back(frequency / 40.0 * slow + frequency * (1.0 - slow));
+  }
+  const ModelConfig v3 = parse(config);
+  check_frequencies(v3.inverse_frequencies(), expected);
+  CHECK(v3.rope_magnitude() == 1.0f);
+  CHECK(v3.softmax_scale() == Approx(0.1352337788608801).epsilon(1e-6));
+
+  config["rope_scaling"]["mscale_all_dim"] = 0.5;
+  const double m = 0.1 * std::log(40.0) + 1.0;
+  const double m_half = 0.05 * std::log(40.0) + 1.0;
+  CHECK(parse(config).rope_magnitude() == Approx(m / m_half).epsilon(1e-6));
+  CHECK(parse(config).softmax_scale() == Approx(m_half * m_half / std::sqrt(192.0)).epsilon(1e-6));
+
+  config["rope_scaling"].erase("mscale_all_dim");
+  CHECK(parse(config).rope_magnitude() == Approx(m).epsilon(1e-6));
+  CHECK(parse(config).softmax_scale() == Approx(1.0 / std::sqrt(192.0)).epsilon(1e-6));
+
+  config["rope_scaling"]["attention_factor"] = 1.25;
+  CHECK(parse(config).rope_magnitude() == 1.25f);
+
+  config["rope_scaling"]["factor"] = nullptr;  // then the ratio of the context lengths, 40
+  check_frequencies(parse(config).inverse_frequencies(), expected);
+}

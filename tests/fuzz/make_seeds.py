@@ -1,0 +1,32 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the fuzz corpora from tests/data: make_seeds.py OUTPUT makes OUTPUT/safetensors and OUTPUT/model_config."""
+import json
+import pathlib
+import struct
+import sys
+
+data = pathlib.Path(__file__).resolve().parent.parent / "data"
+output = pathlib.Path(sys.argv[1])
+(output / "safetensors").mkdir(parents=True, exist_ok=True)
+(output / "model_config").mkdir(parents=True, exist_ok=True)
+for config in sorted(data.glob("*/config.json")):
+    (output / "model_config" / config.parent.name).write_bytes(config.read_bytes())
+for file in sorted(data.glob("*/model.safetensors")):
+    raw = file.read_bytes()
+    end = 8 + struct.unpack("<Q", raw[:8])[0]
+    # The target takes the file's size from the first 8 bytes, so that the tensors' data need not be in the corpus.
+    (output / "safetensors" / file.parent.name).write_bytes(struct.pack("<Q", len(raw)) + raw[:end])
+    names = [name for name in json.loads(raw[8:end]) if name != "__metadata__"]
+    index = {"metadata": {"total_size": len(raw) - end}, "weight_map": {name: "model-00001.safetensors" for name in names}}
+    (output / "model_config" / (file.parent.name + "-index")).write_text(json.dumps(index))
+    # A small header, which mutates faster.
+    small = {name: json.loads(raw[8:end])[name] for name in names[:2]}
+    offset = 0
+    for entry in small.values():
+        size = entry["data_offsets"][1] - entry["data_offsets"][0]
+        entry["data_offsets"] = [offset, offset + size]
+        offset += size
+    header = json.dumps(small).encode()
+    seed = struct.pack("<QQ", 8 + len(header) + offset, len(header)) + header
+    (output / "safetensors" / (file.parent.name + "-small")).write_bytes(seed)
