@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// HopB: the batch-wise overlap pipeline: the exchange of slice i runs beside the attention of slice i + 1.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include <helix/backend.hpp>
+#include <helix/error.hpp>
+
+namespace helix {
+
+/// Owns the exchange stream and the events of up to `max_slices` slices, created once. Source: paper
+/// section 2.1.3.
+template <Backend B>
+class HopB {
+ public:
+  using Stream = typename B::Stream;
+
+  /// @throws Error(invalid_argument) unless max_slices >= 1.
+  HopB(B& backend, int max_slices)
+      : backend_(&backend), exchange_stream_(backend.create_stream()), exchanged_(backend.create_event()) {
+    HELIX_EXPECTS(max_slices >= 1, ErrorCode::invalid_argument, "HopB: max_slices is ", max_slices,
+                  "; it must be at least 1");
+    for (int i = 0; i < max_slices; ++i) attended_.push_back(backend.create_event());
+  }
+
+  int max_slices() const { return static_cast<int>(attended_.size()); }
+
+  /// The number of slices for a step, the same on all ranks: `requested`, or if that is 0 a choice from
+  /// values that all ranks share. Without KVP there is nothing to overlap. A slice holds at least one
+  /// sequence; beyond four, slices add more hand-overs than they hide.
+  int resolve_slices(int requested, std::int64_t num_sequences, int kvp) const {
+    constexpr std::int64_t kChosenSlices = 4;
+    if (requested == 0) requested = kvp == 1 ? 1 : static_cast<int>(std::min(num_sequences, kChosenSlices));
+    return static_cast<int>(
+        std::clamp<std::int64_t>(std::min<std::int64_t>(requested, num_sequences), 1, max_slices()));
+  }
+
+  /// Calls attend(i, stream) and exchange(i, other stream) for each slice in order. exchange(i) starts when
+  /// attend(i) is done and runs beside attend(i + 1); `stream` continues when the last exchange is done. One
+  /// slice: both on `stream`. Queues only.
+  /// @throws Error(invalid_argument) unless 1 <= num_slices <= max_slices().
+  template <class Attend, class Exchange>
+  void run(int num_slices, Attend&& attend, Exchange&& exchange, Stream stream) {
+    HELIX_EXPECTS(num_slices >= 1 && num_slices <= max_slices(), ErrorCode::invalid_argument,
+                  "HopB: ", num_slices, " slices; built for 1 to ", max_slices());
+    if (num_slices == 1) {
+      attend(0, stream);
+      exchange(0, stream);
+      return;
+    }
+    for (int slice = 0; slice < num_slices; ++slice) {
+      auto& attended = attended_[static_cast<std::size_t>(slice)];
+      attend(slice, stream);
+      backend_->record(attended, stream);
+      backend_->wait(exchange_stream_, attended);
+      exchange(slice, exchange_stream_);
+    }
+    // The exchange stream is in order: its last event covers all slices.
+    backend_->record(exchanged_, exchange_stream_);
+    backend_->wait(stream, exchanged_);
+  }
+
+ private:
+  B* backend_;
+  Stream exchange_stream_;
+  std::vector<typename B::Event> attended_;
+  typename B::Event exchanged_;
+};
+
+}  // namespace helix

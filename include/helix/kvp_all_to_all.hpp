@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+// KvpAllToAll: exchanges head slices of partial attention across a KVP group in one packed message a peer.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include <helix/backend.hpp>
+#include <helix/error.hpp>
+#include <helix/partial_attention.hpp>
+
+namespace helix {
+
+/// Sizes of a rank's exchanges; equal on all ranks.
+struct KvpAllToAllSpec {
+  std::int64_t max_tokens = 0;       ///< of one exchange
+  std::int64_t num_query_heads = 0;  ///< Hq/TPA
+  std::int64_t value_dim = 0;        ///< Dv
+};
+
+/// One rank's end of the exchange. Owns a device-side epoch: each message carries it, and a rank that skipped
+/// or repeated an exchange is an Error(out_of_step) on the stream, not a wrong result (invariant 13). The
+/// bytes that travel do not depend on the context. Source: paper section 2.1.2.
+template <Backend B>
+class KvpAllToAll {
+ public:
+  using T = typename B::Activation;
+  using Stream = typename B::Stream;
+
+  /// @throws Error(invalid_argument) if the KVP width does not divide the query heads.
+  KvpAllToAll(B& backend, const KvpAllToAllSpec& spec)
+      : backend_(&backend),
+        spec_(spec),
+        kvp_(backend.comms().kvp->size()),
+        epoch_(backend.allocate(sizeof(std::uint64_t))) {
+    HELIX_EXPECTS(spec.num_query_heads >= 1 && spec.num_query_heads % kvp_ == 0 && spec.value_dim >= 1 &&
+                      spec.max_tokens >= 0,
+                  ErrorCode::invalid_argument, "KvpAllToAll: ", spec.num_query_heads,
+                  " query heads over KVP ", kvp_, ", value_dim ", spec.value_dim, ", max_tokens ",
+                  spec.max_tokens, "; KVP must divide the heads and sizes be positive");
+  }
+
+  /// Bytes that `num_exchanges` exchanges of `tokens` tokens in all need at once: HOP-B has one in flight a
+  /// slice.
+  static std::size_t workspace_bytes(std::int64_t kvp, std::int64_t tokens, std::int64_t num_query_heads,
+                                     std::int64_t value_dim, std::int64_t num_exchanges) {
+    if (kvp == 1) return 0;
+    const std::int64_t fixed = static_cast<std::int64_t>(sizeof(ExchangeHeader)) + kMessageAlignment;
+    const std::int64_t bytes =
+        2 * kvp * num_exchanges * fixed + 2 * tokens * num_query_heads * token_head_bytes(value_dim);
+    return static_cast<std::size_t>(bytes);
+  }
+
+  /// The partials of this rank's Hq/N heads from every KVP rank, in rank order; views of the workspace (KVP =
+  /// 1: of the input).
+  struct Received {
+    TensorView<const T, 4> out;      ///< [KVP, tokens, Hq/N, Dv]
+    TensorView<const float, 3> lse;  ///< [KVP, tokens, Hq/N]
+  };
+
+  /// Sends head slice p of `partial` to KVP rank p and receives this rank's slice from all: rank (kvp, tpa)
+  /// gets heads [kvp * Hq/N, +Hq/N) of its TPA group's Hq/TPA (invariant 1). KVP = 1 and zero tokens send
+  /// nothing. Collective over the KVP group with equal token counts. Queued on `stream`; allocates nothing,
+  /// capturable; `workspace` is in use until what reads the result has run.
+  /// @throws Error(invalid_argument) if shapes differ from the spec, Error(capacity) if the workspace is too
+  /// small.
+  Received exchange(const Partial<T>& partial, std::span<std::byte> workspace, Stream stream) {
+    const std::int64_t tokens = partial.out.extent(0);
+    HELIX_EXPECTS(tokens <= spec_.max_tokens && partial.out.extent(1) == spec_.num_query_heads &&
+                      partial.out.extent(2) == spec_.value_dim && partial.lse.extent(0) == tokens &&
+                      partial.lse.extent(1) == spec_.num_query_heads,
+                  ErrorCode::invalid_argument, "exchange: out is [", tokens, ", ", partial.out.extent(1),
+                  ", ", partial.out.extent(2), "], lse [", partial.lse.extent(0), ", ", partial.lse.extent(1),
+                  "]; built for up to [", spec_.max_tokens, ", ", spec_.num_query_heads, ", ",
+                  spec_.value_dim, "]");
+    if (kvp_ == 1) return without_exchange(partial);
+    const std::int64_t heads = spec_.num_query_heads / kvp_;
+    const std::int64_t message = message_bytes(tokens, heads);
+    const auto needed = static_cast<std::size_t>(2 * kvp_ * message);
+    HELIX_EXPECTS(workspace.size() >= needed, ErrorCode::capacity, "exchange: workspace is ",
+                  workspace.size(), " bytes; ", needed, " are needed: size it with workspace_bytes()");
+    std::byte* sent = workspace.data();
+    std::byte* received = sent + kvp_ * message;
+    if (tokens > 0) {
+      auto* kvp = backend_->comms().kvp;
+      auto* epoch = reinterpret_cast<std::uint64_t*>(epoch_.data());
+      backend_->pack_partial(
+          PackPartialArgs<T>{partial.out, partial.lse, sent, message, kvp_, kvp->rank(), epoch}, stream);
+      kvp->all_to_all(sent, received, message, stream);
+      backend_->check_exchange(CheckExchangeArgs{received, message, kvp_, tokens, epoch}, stream);
+      sent_payload_bytes_ += (kvp_ - 1) * tokens * heads * token_head_bytes(spec_.value_dim);
+    }
+    const auto* lse = reinterpret_cast<const float*>(received + sizeof(ExchangeHeader));
+    const auto* out = reinterpret_cast<const T*>(lse + tokens * heads);
+    const auto lse_stride = message / static_cast<std::int64_t>(sizeof(float));
+    const auto out_stride = message / static_cast<std::int64_t>(sizeof(T));
+    const std::int64_t dim = spec_.value_dim;
+    return {{out, {kvp_, tokens, heads, dim}, {out_stride, heads * dim, dim, 1}},
+            {lse, {kvp_, tokens, heads}, {lse_stride, heads, 1}}};
+  }
+
+  /// Bytes of outputs and log-sum-exps sent to other ranks so far (headers of 16 bytes a message not
+  /// counted).
+  std::int64_t sent_payload_bytes() const { return sent_payload_bytes_; }
+
+ private:
+  static constexpr std::int64_t kMessageAlignment = 16;
+
+  static constexpr std::int64_t token_head_bytes(std::int64_t value_dim) {
+    return value_dim * static_cast<std::int64_t>(sizeof(T)) + static_cast<std::int64_t>(sizeof(float));
+  }
+
+  std::int64_t message_bytes(std::int64_t tokens, std::int64_t heads) const {
+    const std::int64_t bytes = static_cast<std::int64_t>(sizeof(ExchangeHeader)) +
+                               tokens * heads * token_head_bytes(spec_.value_dim);
+    return (bytes + kMessageAlignment - 1) / kMessageAlignment * kMessageAlignment;
+  }
+
+  static Received without_exchange(const Partial<T>& partial) {
+    const auto& out = partial.out;
+    const auto& lse = partial.lse;
+    return {{out.data(),
+             {1, out.extent(0), out.extent(1), out.extent(2)},
+             {0, out.stride(0), out.stride(1), out.stride(2)}},
+            {lse.data(), {1, lse.extent(0), lse.extent(1)}, {0, lse.stride(0), lse.stride(1)}}};
+  }
+
+  B* backend_;
+  KvpAllToAllSpec spec_;
+  std::int64_t kvp_;
+  typename B::Buffer epoch_;
+  std::int64_t sent_payload_bytes_ = 0;
+};
+
+}  // namespace helix

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// cpu::Operators: packing, checking and combining partial attention between KVP ranks.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+
+#include <helix/cpu/backend.hpp>
+#include <helix/error.hpp>
+
+namespace helix::cpu {
+namespace {
+
+constexpr float kEmpty = -std::numeric_limits<float>::infinity();
+
+/// Merges the partials of one token and head in rank order.
+void combine_head(const LseCombineArgs<float>& args, std::int64_t token, std::int64_t head) {
+  const std::int64_t ranks = args.partial_lse.extent(0);
+  const std::int64_t dim = args.out.extent(2);
+  float* out = &args.out(token, head, 0);
+  float max = args.sink != nullptr ? args.sink[head] : kEmpty;
+  for (std::int64_t rank = 0; rank < ranks; ++rank) max = std::max(max, args.partial_lse(rank, token, head));
+  std::fill_n(out, dim, 0.0f);
+  float sum = 0.0f;
+  if (max != kEmpty) {
+    if (args.sink != nullptr) sum += std::exp(args.sink[head] - max);
+    for (std::int64_t rank = 0; rank < ranks; ++rank) {
+      const float lse = args.partial_lse(rank, token, head);
+      if (lse == kEmpty) continue;  // weight 0, whatever its out holds (invariant 6)
+      const float weight = std::exp(lse - max);
+      sum += weight;
+      const float* partial = &args.partial_out(rank, token, head, 0);
+      for (std::int64_t d = 0; d < dim; ++d) out[d] += weight * partial[d];
+    }
+    const float inverse = 1.0f / sum;
+    for (std::int64_t d = 0; d < dim; ++d) out[d] *= inverse;
+  }
+  if (args.lse.data() != nullptr) args.lse(token, head) = max == kEmpty ? kEmpty : max + std::log(sum);
+}
+
+}  // namespace
+
+void Operators::pack_partial(const PackPartialArgs<float>& args, Stream stream) const {
+  stream.enqueue([args, pool = pool_] {
+    const std::int64_t tokens = args.out.extent(0);
+    const std::int64_t heads = args.out.extent(1) / args.kvp;
+    const std::int64_t dim = args.out.extent(2);
+    const std::uint64_t epoch = ++*args.epoch;
+    const auto pack = [&](std::int64_t peer, int) {
+      std::byte* message = args.messages + peer * args.message_bytes;
+      const ExchangeHeader header{epoch, static_cast<std::uint32_t>(tokens),
+                                  static_cast<std::uint32_t>(args.kvp_rank)};
+      std::memcpy(message, &header, sizeof(header));
+      auto* lse = reinterpret_cast<float*>(message + sizeof(header));
+      float* out = lse + tokens * heads;
+      for (std::int64_t token = 0; token < tokens; ++token) {
+        for (std::int64_t h = 0; h < heads; ++h) {
+          const std::int64_t head = peer * heads + h;
+          lse[token * heads + h] = args.lse(token, head);
+          std::memcpy(out + (token * heads + h) * dim, &args.out(token, head, 0),
+                      static_cast<std::size_t>(dim) * sizeof(float));
+        }
+      }
+    };
+    pool->parallel_for(args.kvp, std::ref(pack));
+  });
+}
+
+void Operators::stamp(const StampArgs& args, Stream stream) const {
+  stream.enqueue([args] {
+    const ExchangeHeader header{++*args.epoch, static_cast<std::uint32_t>(args.tokens),
+                                static_cast<std::uint32_t>(args.sender)};
+    std::memcpy(args.message, &header, sizeof(header));
+  });
+}
+
+void Operators::check_exchange(const CheckExchangeArgs& args, Stream stream) const {
+  stream.enqueue([args] {
+    for (std::int64_t peer = 0; peer < args.peers; ++peer) {
+      ExchangeHeader header;
+      std::memcpy(&header, args.messages + peer * args.message_bytes, sizeof(header));
+      HELIX_EXPECTS(header.epoch == *args.epoch && header.tokens == args.tokens && header.sender == peer,
+                    ErrorCode::out_of_step, "exchange: the message from rank ", peer, " says rank ",
+                    header.sender, ", step ", header.epoch, ", ", header.tokens, " tokens; expected step ",
+                    *args.epoch, " and ", args.tokens, " tokens: a rank skipped or repeated a step");
+    }
+  });
+}
+
+void Operators::lse_combine(const LseCombineArgs<float>& args, Stream stream) const {
+  stream.enqueue([args, pool = pool_] {
+    const std::int64_t heads = args.out.extent(1);
+    const auto combine = [&](std::int64_t token, int) {
+      for (std::int64_t head = 0; head < heads; ++head) combine_head(args, token, head);
+    };
+    pool->parallel_for(args.out.extent(0), std::ref(combine));
+  });
+}
+
+}  // namespace helix::cpu
