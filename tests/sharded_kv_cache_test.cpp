@@ -1043,3 +1043,77 @@ TEST_CASE("partial reads return the asked rows through any strides") {
     }
   }
 }
+
+TEST_CASE("tokens appended in decode steps and tokens written at once give the same bits") {
+  for (const DType format : {DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}) {
+    for (const bool is_mla : {false, true}) {
+      CAPTURE(std::string(helix::to_string(format)), is_mla);
+      KvCacheSpec spec;
+      spec.format = format;
+      spec.layers = 2;
+      spec.page_tokens = 4;
+      spec.chunk = 3;
+      spec.pages = 30;
+      if (format == DType::fp8_e4m3) spec.k_scales = {0.3f};
+      if (format == DType::fp8_e4m3 && !is_mla) spec.v_scales = {1.7f};
+      const StageSpec sizes = is_mla ? StageSpec{.kvp = 2, .is_mla = true, .head_dim = 9, .value_dim = 7}
+                                     : StageSpec{.kvp = 2, .tpa = 2, .kv_heads = 4};
+      Stage stage(sizes, spec);
+      Tracked stepped{stage.add(), {}};
+      Tracked bystander{stage.add(), {}};
+      std::int64_t next = 0;
+      for (const std::int64_t count : {1, 4, 1, 2, 8, 1, 1, 3}) {  // query tokens of the step
+        REQUIRE_FALSE(
+            stage.on_all([&](Cache& cache, Stream& stream) { cache.append(stepped.id, count, stream); }));
+        REQUIRE_FALSE(
+            stage.on_all([&](Cache& cache, Stream& stream) { cache.append(bystander.id, 1, stream); }));
+        // The batch: bystander's token, then the tokens of `stepped`, then padding in its last place.
+        std::vector<std::int64_t> positions{static_cast<std::int64_t>(bystander.tokens.size())};
+        bystander.tokens.push_back(next++);
+        std::vector<std::int64_t> numbers{bystander.tokens.back()};
+        for (std::int64_t i = 0; i < count; ++i) {
+          positions.push_back(static_cast<std::int64_t>(stepped.tokens.size()));
+          stepped.tokens.push_back(next++);
+          numbers.push_back(stepped.tokens.back());
+        }
+        positions.push_back(-1);
+        numbers.push_back(-1);
+        const std::vector<std::int32_t> offsets{0, 1, static_cast<std::int32_t>(count) + 2};
+        for (int rank = 0; rank < stage.size(); ++rank) {
+          Cache& cache = stage.cache(rank);
+          const std::vector<std::int32_t> slots{cache.slot(bystander.id), cache.slot(stepped.id)};
+          for (int layer = 0; layer < 2; ++layer) {
+            const KvView view = cache.layer(layer);
+            const helix::Range heads = stage.topology().kv_heads(rank);
+            const std::int64_t v_dim = is_mla ? 0 : view.value_dim;
+            std::vector<float> k;
+            std::vector<float> v;
+            for (const std::int64_t number : numbers) {
+              for (std::int64_t h = heads.begin; h < heads.end; ++h) {
+                for (std::int64_t d = 0; d < view.head_dim; ++d)
+                  k.push_back(element(number, layer, h, false, d));
+                for (std::int64_t d = 0; d < v_dim; ++d) v.push_back(element(number, layer, h, true, d));
+              }
+            }
+            const auto tokens = static_cast<std::int64_t>(numbers.size());
+            stage.backend(rank).append_kv(
+                {.k = TensorView<const float, 3>(k.data(), {tokens, heads.size(), view.head_dim}),
+                 .v = TensorView<const float, 3>(v.data(), {is_mla ? 0 : tokens, heads.size(), v_dim}),
+                 .batch = {offsets, offsets.data(), positions.data(), slots.data()},
+                 .kv = view},
+                stage.stream(rank));
+            stage.stream(rank).synchronize();
+          }
+        }
+      }
+      check_contents(stage, stepped.id, stepped.tokens);
+      check_contents(stage, bystander.id, bystander.tokens);
+      Tracked written{stage.add(), stepped.tokens};
+      const auto length = static_cast<std::int64_t>(written.tokens.size());
+      REQUIRE_FALSE(
+          stage.on_all([&](Cache& cache, Stream& stream) { cache.append(written.id, length, stream); }));
+      write_tokens(stage, written.id, written.tokens, 0);
+      check_contents(stage, written.id, written.tokens);
+    }
+  }
+}
