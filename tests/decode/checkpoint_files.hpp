@@ -68,7 +68,7 @@ inline std::string safetensors_of(const std::vector<TensorContent>& tensors, std
   for (const TensorContent& tensor : tensors) {
     header += ",\"" + tensor.name + "\":{\"dtype\":\"" + tensor.dtype + "\",\"shape\":[";
     for (std::size_t d = 0; d < tensor.shape.size(); ++d) {
-      header += (d == 0 ? "" : ",") + std::to_string(tensor.shape[d]);
+      header.append(d == 0 ? "" : ",").append(std::to_string(tensor.shape[d]));
     }
     header += "],\"data_offsets\":[" + std::to_string(data.size()) + ",";
     data += tensor.data;
