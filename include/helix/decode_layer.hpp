@@ -28,6 +28,7 @@ struct MlaDims {
   std::int64_t nope = 0;    ///< query/key dims without rope, a head
   std::int64_t rope = 0;    ///< rope dims, shared by all heads on the key side
   std::int64_t value = 0;   ///< value dims a head, after W_UV
+  float norm_epsilon = 1e-6f;  ///< of the norms of the compressed queries and keys
 };
 
 /// How an MoE layer chooses experts; see RouteArgs.
@@ -176,7 +177,7 @@ TensorView<const T, 3> project_mla(B& backend, const Topology& topo, const Layer
   } else {
     backend.linear(LinearArgs<T>{buffers.normed, weights.q_a, {}, buffers.q_lora}, stream);
     backend.rms_norm(
-        RmsNormArgs<T>{{}, buffers.q_lora, weights.q_a_norm, buffers.q_lora, config.norm_epsilon}, stream);
+        RmsNormArgs<T>{{}, buffers.q_lora, weights.q_a_norm, buffers.q_lora, mla.norm_epsilon}, stream);
     backend.linear(LinearArgs<T>{buffers.q_lora, weights.q_b, {}, q_heads_2d}, stream);
   }
   backend.head_linear(HeadLinearArgs<T>{buffers.q_heads.slice(2, 0, mla.nope), weights.w_uk,
@@ -188,7 +189,7 @@ TensorView<const T, 3> project_mla(B& backend, const Topology& topo, const Layer
 
   backend.linear(LinearArgs<T>{buffers.normed, weights.kv_a, {}, buffers.latent}, stream);
   const TensorView<T, 2> compressed = buffers.latent.slice(1, 0, latent_dim);
-  backend.rms_norm(RmsNormArgs<T>{{}, compressed, weights.kv_a_norm, compressed, config.norm_epsilon},
+  backend.rms_norm(RmsNormArgs<T>{{}, compressed, weights.kv_a_norm, compressed, mla.norm_epsilon},
                    stream);
   const TensorView<T, 3> row(buffers.latent.data(), {tokens, 1, latent_dim + mla.rope});
   const TensorView<T, 3> k_rope = row.slice(2, latent_dim, mla.rope);

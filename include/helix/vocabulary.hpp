@@ -75,20 +75,21 @@ class VocabularyHead {
   /// Views of the workspace.
   using Logits = TensorView<const T, 3>;
 
-  std::size_t workspace_bytes(std::int64_t rows) const {
+  /// Bytes that logits() needs for up to `rows` rows.
+  static std::size_t workspace_bytes(const Topology& topo, std::int64_t rows) {
     WorkspaceArena measure;
-    carve(rows, measure);
+    carve(topo.stage_size(), topo.vocab(0).size(), topo.shape().hidden, rows, measure);
     return measure.used_bytes();
   }
 
   /// Logits after the tokens `rows` (device, [num_rows] indices into hidden [tokens, M]). Collective over the
   /// stage; queued on `stream`, allocates nothing, capturable.
-  /// @throws Error(capacity) if `workspace` is smaller than workspace_bytes(num_rows).
+  /// @throws Error(capacity) if `workspace` is smaller than workspace_bytes(topo, num_rows).
   Logits logits(TensorView<T, 2> hidden, const std::int32_t* rows, std::int64_t num_rows,
                 std::span<std::byte> workspace, typename B::Stream stream) {
     WorkspaceArena arena(workspace);
-    const Buffers buffers = carve(num_rows, arena);
-    const std::int64_t row_bytes = message_bytes(num_rows);
+    const Buffers buffers = carve(ranks_, width_, lm_head_.cols, num_rows, arena);
+    const std::int64_t row_bytes = message_bytes(width_, num_rows);
     const std::int64_t stride = row_bytes / static_cast<std::int64_t>(sizeof(T));
     const TensorView<const T, 3> gathered(
         reinterpret_cast<const T*>(buffers.received.data() + sizeof(ExchangeHeader)),
@@ -131,18 +132,18 @@ class VocabularyHead {
     std::span<std::byte> received;  // [N] of the same
   };
 
-  std::int64_t message_bytes(std::int64_t rows) const {
-    const auto bytes = static_cast<std::int64_t>(sizeof(ExchangeHeader)) +
-                       rows * width_ * static_cast<std::int64_t>(sizeof(T));
+  static std::int64_t message_bytes(std::int64_t width, std::int64_t rows) {
+    const auto bytes =
+        static_cast<std::int64_t>(sizeof(ExchangeHeader)) + rows * width * static_cast<std::int64_t>(sizeof(T));
     return (bytes + 15) / 16 * 16;
   }
 
-  Buffers carve(std::int64_t rows, WorkspaceArena& arena) const {
-    const auto bytes = static_cast<std::size_t>(message_bytes(rows));
+  static Buffers carve(int ranks, std::int64_t width, std::int64_t hidden, std::int64_t rows, WorkspaceArena& arena) {
+    const auto bytes = static_cast<std::size_t>(message_bytes(width, rows));
     Buffers buffers;
-    buffers.selected = arena.take<T, 2>({rows, lm_head_.cols});
+    buffers.selected = arena.take<T, 2>({rows, hidden});
     buffers.sent = arena.take_bytes(bytes);
-    buffers.received = arena.take_bytes(bytes * static_cast<std::size_t>(ranks_));
+    buffers.received = arena.take_bytes(bytes * static_cast<std::size_t>(ranks));
     return buffers;
   }
 
