@@ -49,7 +49,7 @@ struct Meeting {
     for (std::size_t i = 0; i < calls.size(); ++i) {
       if (calls[i] == nullptr) text << (missing++ == 0 ? "" : ", ") << root_ranks[i];
     }
-    return (missing == 1 ? "rank " : "ranks ") + text.str();
+    return std::string(missing == 1 ? "rank " : "ranks ").append(text.str());
   }
 
   /// The first contradiction between the calls, or nothing.
@@ -100,7 +100,9 @@ struct Root {
 
   void fail(int rank, std::string_view reason) {  // mutex held
     if (has_failed) return;
-    failure = "rank " + std::to_string(rank) + " failed: " + std::string(reason);
+    std::ostringstream text;
+    text << "rank " << rank << " failed: " << reason;
+    failure = text.str();
     has_failed = true;
     for (const std::weak_ptr<Meeting>& meeting : meetings) {
       if (const auto open = meeting.lock()) open->changed.notify_all();
@@ -126,11 +128,11 @@ struct Root {
     std::unique_lock lock(mutex);
     throw_if_failed();
     if (meeting.calls[place] != nullptr) {
-      fail_meeting(
-          meeting, place, ErrorCode::invalid_argument,
-          "rank " + std::to_string(meeting.root_ranks[place]) + " calls " + call.describe() + " while its " +
-              meeting.calls[place]->describe() +
-              " is still waiting; use one stream for each communicator, or order the streams by events");
+      std::ostringstream text;
+      text << "rank " << meeting.root_ranks[place] << " calls " << call.describe() << " while its "
+           << meeting.calls[place]->describe()
+           << " is still waiting; use one stream for each communicator, or order the streams by events";
+      fail_meeting(meeting, place, ErrorCode::invalid_argument, text.str());
     }
     const std::uint64_t round = meeting.round;
     meeting.calls[place] = &call;

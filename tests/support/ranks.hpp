@@ -55,8 +55,9 @@ struct RankOutcomes {
   std::string all_messages() const {
     std::string text;
     for (std::size_t rank = 0; rank < failures.size(); ++rank) {
-      if (failures[rank])
-        text += "rank " + std::to_string(rank) + ": " + message(static_cast<int>(rank)) + "\n";
+      if (!failures[rank]) continue;
+      text.append("rank ").append(std::to_string(rank)).append(": ");
+      text.append(message(static_cast<int>(rank))).append("\n");
     }
     return text;
   }
@@ -100,7 +101,7 @@ RankOutcomes run_ranks(std::vector<cpu::LocalComm> comms, Body body,
     const auto all_done = [&] { return state.finished == size; };
     if (!state.changed.wait_for(lock, bound, all_done)) {
       for (std::size_t rank = 0; rank < size; ++rank) {
-        if (!state.is_done[rank]) stuck += " " + std::to_string(rank);
+        if (!state.is_done[rank]) stuck.append(" ").append(std::to_string(rank));
       }
       comms.front().abort("the test gave up");
       if (!state.changed.wait_for(lock, std::chrono::seconds(20), all_done)) {

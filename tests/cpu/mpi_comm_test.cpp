@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+// One rank of an MPI job: keeps the communicator contract, or fails in the way that its argument names.
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <helix/cpu/backend.hpp>
+#include <helix/cpu/mpi_comm.hpp>
+#include <helix/error.hpp>
+
+#include "support/communicator_contract.hpp"
+
+using namespace std::chrono_literals;
+using helix::DType;
+using helix::Error;
+using helix::ErrorCode;
+using helix::cpu::MpiComm;
+using helix::cpu::MpiSession;
+using helix::cpu::Stream;
+using helix::test::require;
+
+static_assert(helix::Communicator<MpiComm>);
+static_assert(helix::Backend<helix::cpu::Backend<MpiComm>>);
+
+namespace {
+
+/// Reductions long enough for slices in two rounds.
+void long_sum_row(MpiComm& comm) {
+  Stream stream;
+  constexpr std::int64_t kCount = 100003;
+  std::vector<float> values(kCount);
+  std::vector<float> sum(kCount, -1.0f);
+  for (std::int64_t i = 0; i < kCount; ++i) {
+    values[static_cast<std::size_t>(i)] = static_cast<float>(comm.rank() * 3 + i % 1000);
+  }
+  comm.all_reduce(values.data(), sum.data(), kCount, DType::f32, stream);
+  comm.all_reduce(values.data(), values.data(), kCount, DType::f32, stream);
+  stream.synchronize();
+  for (std::int64_t i = 0; i < kCount; ++i) {
+    const auto expected =
+        static_cast<float>(3 * comm.size() * (comm.size() - 1) / 2 + comm.size() * (i % 1000));
+    require(sum[static_cast<std::size_t>(i)] == expected, "element ", i, " is ",
+            sum[static_cast<std::size_t>(i)], ", expected ", expected);
+    require(values[static_cast<std::size_t>(i)] == expected, "element ", i, " in place is wrong");
+  }
+}
+
+/// Transfers longer than one MPI message, with a last piece of one byte.
+void long_message_row(MpiComm& comm) {
+  constexpr std::int64_t kBytes = (64 << 20) + 1;
+  if (comm.size() == 1 || comm.rank() > 1) return;
+  Stream stream;
+  std::vector<std::uint8_t> data(static_cast<std::size_t>(kBytes), 0);
+  if (comm.rank() == 0) {
+    for (std::int64_t i = 0; i < kBytes; ++i)
+      data[static_cast<std::size_t>(i)] = helix::test::pattern(0, 1, i);
+    comm.send(data.data(), kBytes, 1, stream);
+  } else {
+    comm.recv(data.data(), kBytes, 0, stream);
+  }
+  stream.synchronize();
+  for (std::int64_t i = 0; i < kBytes; ++i) {
+    require(data[static_cast<std::size_t>(i)] == helix::test::pattern(0, 1, i), "byte ", i, " is wrong");
+  }
+}
+
+/// A failure is remembered by the group; other groups go on. Every rank sees the sizes differ.
+void size_mismatch_row(MpiComm& comm) {
+  if (comm.size() == 1) return;
+  MpiComm doomed = comm.split(0, comm.rank());
+  Stream stream;
+  std::vector<float> data(64, 1.0f);
+  doomed.all_gather(data.data(), data.data() + 32, comm.rank() == 0 ? 8 : 4, stream);
+  try {
+    stream.synchronize();
+    require(false, "sizes that differ were not noticed");
+  } catch (const Error& error) {
+    require(error.code() == ErrorCode::invalid_argument, "unexpected error: ", error.what());
+    require(std::strstr(error.what(), "expects") != nullptr, "unexpected message: ", error.what());
+  }
+  Stream fresh;
+  doomed.barrier(fresh);
+  try {
+    fresh.synchronize();
+    require(false, "a failed group went on");
+  } catch (const Error& error) {
+    require(error.code() == ErrorCode::invalid_argument, "unexpected error: ", error.what());
+  }
+  Stream healthy;
+  comm.barrier(healthy);
+  healthy.synchronize();
+}
+
+/// One rank stays away from one collective: the others name it.
+void timeout_row(MpiComm& comm) {
+  if (comm.size() == 1) return;
+  MpiComm patient(MPI_COMM_WORLD);
+  MpiComm hasty(MPI_COMM_WORLD, 500ms);
+  const int absent = comm.size() - 1;
+  if (comm.rank() != absent) {
+    Stream stream;
+    float value = 1;
+    hasty.all_reduce(&value, &value, 1, DType::f32, stream);
+    try {
+      stream.synchronize();
+      require(false, "a rank was absent, and nobody noticed");
+    } catch (const Error& error) {
+      require(error.code() == ErrorCode::timeout, "unexpected error: ", error.what());
+      const std::string expected =
+          "all_reduce: world rank " + std::to_string(absent) + " did not arrive within 0.5 s";
+      require(std::strstr(error.what(), expected.c_str()) != nullptr, "unexpected message: ", error.what());
+    }
+  }
+  Stream stream;
+  patient.barrier(stream);
+  stream.synchronize();
+}
+
+int run_contract(MpiSession& session) {
+  MpiComm world(MPI_COMM_WORLD);
+  auto rows = helix::test::communicator_contract<MpiComm>();
+  rows.push_back({"long sums go as slices", long_sum_row});
+  rows.push_back({"long messages go in pieces", long_message_row});
+  rows.push_back({"sizes that differ are an error on every rank", size_mismatch_row});
+  rows.push_back({"an absent rank is named by the timeout", timeout_row});
+  for (const auto& row : rows) {
+    const auto begin = std::chrono::steady_clock::now();
+    try {
+      row.body(world);
+    } catch (const std::exception& error) {
+      session.abort(std::string(row.name) + ": " + error.what());
+    }
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+    if (world.rank() == 0)
+      std::printf("%d ranks: %s: passed, %.3f s\n", world.size(), row.name, seconds.count());
+  }
+  return EXIT_SUCCESS;
+}
+
+/// Ways in which one or all ranks of a job of 4 fail. Every rank that lives waits in a barrier with a timeout
+/// of a minute.
+void run_failure(MpiSession& session, const std::string& way) {
+  MpiComm world(MPI_COMM_WORLD, way == "absent" ? 1000ms : 60000ms);
+  Stream stream;
+  stream.on_failure([world](std::exception_ptr failure) mutable {
+    try {
+      std::rethrow_exception(failure);
+    } catch (const std::exception& error) {
+      world.abort(error.what());
+    }
+  });
+  const bool is_culprit = session.world_rank() == 2;
+  if (way == "stream" && is_culprit) stream.enqueue([] { throw std::runtime_error("bad task"); });
+  if (way == "throw" && is_culprit) throw std::runtime_error("bad rank");
+  if (way == "exit" && is_culprit) std::_Exit(3);
+  if (way == "terminate" && is_culprit) std::terminate();
+  if (way == "all") throw std::runtime_error("all ranks agree to fail");
+  if (way == "absent" && is_culprit) std::this_thread::sleep_for(60s);
+  world.barrier(stream);
+  stream.synchronize();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc > 1 &&
+      std::string(argv[1]) == "leave") {  // the session ends by an exception that is caught outside of it
+    try {
+      MpiSession session(&argc, &argv);
+      MpiComm world(MPI_COMM_WORLD);
+      Stream stream;
+      if (session.world_rank() == 2) throw std::runtime_error("leave");
+      world.barrier(stream);
+      stream.synchronize();
+    } catch (const std::exception&) {
+    }
+    return EXIT_SUCCESS;
+  }
+  MpiSession session(&argc, &argv);
+  try {
+    if (argc <= 1) return run_contract(session);
+    run_failure(session, argv[1]);
+  } catch (const std::exception& error) {
+    session.abort(error.what());
+  }
+  return EXIT_SUCCESS;
+}
