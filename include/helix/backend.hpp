@@ -143,8 +143,8 @@ struct AppendKvArgs {
   KvView kv;
 };
 
-/// Stores those tokens of one sequence that kv.kvp_rank owns; row i is the token at global position first_position + i.
-/// Converts as append_kv does: rounds value / scale to the nearest stored value.
+/// Stores those tokens of one sequence that kv.kvp_rank owns; row i is the token at global position
+/// first_position + i. Converts as append_kv does: rounds value / scale to the nearest stored value.
 template <class T>
 struct WriteKvArgs {
   TensorView<const T, 3> k;  ///< [tokens, Hkv/TPA, D], last stride 1
