@@ -162,8 +162,15 @@ StageWeights<B> load_stage_weights(B& backend, const ModelConfig& config, const 
     buffers.push_back(backend.allocate(static_cast<std::size_t>(bytes)));
     addresses.push_back(reinterpret_cast<const std::byte*>(buffers.back().data()));
   }
+  constexpr std::size_t kMaxPendingBytes = std::size_t{64}
+                                           << 20;  // copies that the backend may hold meanwhile
+  std::size_t pending = 0;
   const auto upload = [&](std::size_t buffer, std::int64_t offset, const std::byte* data, std::size_t bytes) {
     backend.upload(reinterpret_cast<std::byte*>(buffers[buffer].data()) + offset, data, bytes, stream);
+    pending += bytes;
+    if (pending < kMaxPendingBytes) return;
+    backend.synchronize(stream);
+    pending = 0;
   };
   stream_weights(plan, upload, progress);
   backend.synchronize(stream);
