@@ -36,14 +36,21 @@ std::exception_ptr root_failure(const std::vector<std::exception_ptr>& failures)
 
 }  // namespace
 
-bool is_mpi_process() { return std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr || std::getenv("PMI_SIZE") != nullptr; }
+bool is_mpi_process() {
+  return std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr || std::getenv("PMI_SIZE") != nullptr;
+}
+
+int threads_per_rank(const LaunchOptions& options, const Topology& topo) {
+  if (options.num_threads > 0) return options.num_threads;
+  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  return std::max(1, cores / topo.world_size());
+}
 
 GenerationResult run_local(const Checkpoint& checkpoint, const ModelConfig& config, const Topology& topo,
                            const GenerationRequest& request, const LaunchOptions& options) {
   check_request(request, config, topo);
   const int world_size = topo.world_size();
-  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-  const int threads = options.num_threads > 0 ? options.num_threads : std::max(1, cores / world_size);
+  const int threads = threads_per_rank(options, topo);
   std::vector<cpu::LocalComm> world = cpu::LocalComm::create_group(world_size, options.timeout);
   std::vector<std::exception_ptr> failures(static_cast<std::size_t>(world_size));
   GenerationResult result;
@@ -69,7 +76,8 @@ GenerationResult run_local(const Checkpoint& checkpoint, const ModelConfig& conf
 }
 
 std::vector<RankMemory> plan_memory(const Checkpoint& checkpoint, const ModelConfig& config,
-                                    const Topology& topo, const GenerationRequest& request) {
+                                    const Topology& topo, const GenerationRequest& request,
+                                    const LaunchOptions& options) {
   check_request(request, config, topo);
   std::vector<RankMemory> plan;
   for (int world_rank = 0; world_rank < topo.world_size(); ++world_rank) {
@@ -78,7 +86,7 @@ std::vector<RankMemory> plan_memory(const Checkpoint& checkpoint, const ModelCon
     const auto stage =
         cpu::LocalComm::create_group(topo.stage_size())[static_cast<std::size_t>(at.stage_rank)];
     const auto kvp = cpu::LocalComm::create_group(topo.kvp())[static_cast<std::size_t>(at.kvp_rank)];
-    LocalBackend backend(stage, kvp);
+    LocalBackend backend(stage, kvp, threads_per_rank(options, topo));
     const Range sequences = replica_sequences(topo, request, at.replica);
     RankMemory& memory = plan.emplace_back();
     memory.weights_bytes = plan_weight_bytes(config, checkpoint, topo, world_rank);

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <exception>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "checkpoint.hpp"
@@ -14,7 +15,7 @@
 namespace helix::decode {
 
 struct LaunchOptions {
-  int num_threads = 0;  ///< a rank; 0: this machine's cores shared by the ranks of this process
+  int num_threads = 0;  ///< a rank; 0: this machine's cores shared by all ranks
   bool show_progress = false;
   std::chrono::milliseconds timeout = std::chrono::seconds(60);  ///< of each wait for another rank
 };
@@ -24,9 +25,14 @@ struct LaunchOptions {
 GenerationResult run_local(const Checkpoint& checkpoint, const ModelConfig& config, const Topology& topo,
                            const GenerationRequest& request, const LaunchOptions& options = {});
 
-/// The memory of each rank, by world rank, without loading a weight.
+/// Threads that share one rank's operations.
+int threads_per_rank(const LaunchOptions& options, const Topology& topo);
+
+/// The memory of each rank, by world rank, without loading a weight. KV is that of the longest that sequences
+/// may get.
 std::vector<RankMemory> plan_memory(const Checkpoint& checkpoint, const ModelConfig& config,
-                                    const Topology& topo, const GenerationRequest& request);
+                                    const Topology& topo, const GenerationRequest& request,
+                                    const LaunchOptions& options = {});
 
 /// Whether a launcher (mpirun) started this process as one of several ranks.
 bool is_mpi_process();
@@ -47,8 +53,8 @@ class MpiLaunch {
   GenerationResult run(const Checkpoint& checkpoint, const ModelConfig& config, const Topology& topo,
                        const GenerationRequest& request, const LaunchOptions& options);
 
-  /// Ends the whole job with a non-zero exit after this rank's message was printed.
-  [[noreturn]] void abort();
+  /// Ends the whole job with a non-zero exit. Prints `reason`; of ranks that abort alike one prints.
+  [[noreturn]] void abort(std::string_view reason);
 
  private:
   struct State;

@@ -21,6 +21,6 @@ GenerationResult MpiLaunch::run(const Checkpoint&, const ModelConfig&, const Top
                                 const LaunchOptions&) {
   throw Error(ErrorCode::unsupported, "this build has no MPI");
 }
-void MpiLaunch::abort() { std::_Exit(1); }
+void MpiLaunch::abort(std::string_view) { std::_Exit(1); }
 
 }  // namespace helix::decode

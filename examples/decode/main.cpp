@@ -29,7 +29,8 @@ void run(Options& options, MpiLaunch* mpi) {
   request.kv_dtype = options.kv_dtype_name.empty() ? config.dtype : *parse_dtype(options.kv_dtype_name);
   const Topology topo = mpi != nullptr ? Topology(options.topology, config.shape(), mpi->size())
                                        : Topology(options.topology, config.shape());
-  const std::vector<RankMemory> plan = plan_memory(checkpoint, config, topo, request);
+  const LaunchOptions launch{.num_threads = options.num_threads, .show_progress = true};
+  const std::vector<RankMemory> plan = plan_memory(checkpoint, config, topo, request, launch);
   if (is_root) {
     if (request.synthetic_context > config.max_positions) {
       fmt::print(
@@ -42,7 +43,6 @@ void run(Options& options, MpiLaunch* mpi) {
   }
   if (options.is_plan_only) return;
 
-  const LaunchOptions launch{.num_threads = options.num_threads, .show_progress = true};
   const GenerationResult result = mpi != nullptr ? mpi->run(checkpoint, config, topo, request, launch)
                                                  : run_local(checkpoint, config, topo, request, launch);
   if (!is_root) return;
@@ -61,28 +61,13 @@ void run(Options& options, MpiLaunch* mpi) {
 int main(int argc, char** argv) {
   using namespace helix::decode;
   std::unique_ptr<MpiLaunch> mpi;
-  bool is_root = true;
-  bool is_running = false;
   try {
-    if (is_mpi_process()) {
-      mpi = std::make_unique<MpiLaunch>();
-      is_root = mpi->rank() == 0;
-    }
-    if (auto options = parse_options(argc, argv)) {
-      is_running = true;
-      run(*options, mpi.get());
-    }
+    if (is_mpi_process()) mpi = std::make_unique<MpiLaunch>();
+    if (auto options = parse_options(argc, argv)) run(*options, mpi.get());
     return 0;
   } catch (const std::exception& error) {
-    // Options and configuration fail alike on all ranks: one message is enough. A rank that fails alone says
-    // who it is.
-    if (mpi == nullptr || is_root) {
-      fmt::print(stderr, "helix-decode: {}\n", error.what());
-    } else if (is_running) {
-      fmt::print(stderr, "helix-decode, rank {}: {}\n", mpi->rank(), error.what());
-    }
-    std::fflush(stderr);
-    if (mpi != nullptr) mpi->abort();
+    if (mpi != nullptr) mpi->abort(error.what());
+    fmt::print(stderr, "helix-decode: {}\n", error.what());
     return 1;
   }
 }
