@@ -2,14 +2,15 @@
 // Attention of a query tile over a key range in SIMD, compiled for each instruction set and chosen at run
 // time.
 //
-// A block of R query rows meets kLanes / R keys at a time, so that every block has kLanes accumulators, each
-// a partial dot product along the head dimension; one sum across vectors turns them into scores in [key][row]
-// order. That order gives the softmax full vectors whatever R is, and the value product its R weights of a
-// key side by side.
+// Up to kDirectRows rows, every stored row comes from memory once for all of them and is widened on the way
+// into registers. A block of R rows meets kLanes / R keys at a time, so that every block has kLanes
+// accumulators, each a partial dot product along the head dimension; one sum across vectors turns them into
+// scores in [key][row] order. That order gives the softmax full vectors whatever R is, and the value product
+// its R weights of a key side by side. While K is multiplied V is prefetched, and the other way round.
 //
-// Up to kDirectRows rows the kernels widen K and V from storage as they go, and every stored row comes from
-// memory once for all rows. Beyond that the product bounds, not memory: a tile of keys is widened once into
-// scratch.
+// Beyond that the products bound, not memory: a tile of keys is widened once into scratch, K transposed, and
+// both products run as register-blocked matrix products out of L1. (Dot products of widened rows, without the
+// transpose, took 8 times the traffic from L2 and reached 60 % of the peak in place of 75.)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/attention_kernels.cpp"
 #include <hwy/foreach_target.h>
@@ -18,6 +19,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include <hwy/contrib/math/math-inl.h>
 #include <hwy/highway.h>
@@ -32,6 +34,9 @@ namespace helix::cpu {
 inline constexpr std::int64_t kDirectRows = 16;
 inline constexpr std::int64_t kDirectTile = 256;  ///< keys between two updates of the running maximum
 inline constexpr std::int64_t kPackedTile = 64;
+inline constexpr std::int64_t kPackedRows =
+    64;  ///< rows that meet a tile: they, their sums and the tile fill half of a 1 MB L2
+inline constexpr std::int64_t kDepth = 128;     ///< part of the head dimension whose keys stay in L1
 inline constexpr std::int64_t kValueTile = 32;  ///< keys whose V rows stay in L1 while the columns are walked
 inline constexpr std::int64_t kRowSlack = 8;    ///< rows that a block may compute past the last one
 inline constexpr std::int64_t kPairSlack = 32;  ///< the widest pair; rows are padded to a multiple
@@ -54,11 +59,12 @@ struct ScratchLayout {
     sum = max + padded_rows;
     correction = sum + padded_rows;
     scores = correction + padded_rows;
-    keys = scores + std::max(padded_rows * kPackedTile, (kDirectRows + kRowSlack) * kDirectTile);
+    keys =
+        scores + std::max((kPackedRows + kRowSlack) * kPackedTile, (kDirectRows + kRowSlack) * kDirectTile);
     values = keys + kPackedTile * d;
     pointers = values + kPackedTile * dv;
     const std::int64_t pointer_floats = static_cast<std::int64_t>(sizeof(void*) / sizeof(float));
-    total = pointers + 2 * (kDirectTile + 16) * pointer_floats;
+    total = pointers + 4 * (kDirectTile + kPairSlack) * pointer_floats;
   }
 };
 
@@ -84,80 +90,49 @@ HWY_INLINE int block_rows(std::int64_t rest) {
 /// Corrections of a block whose maximum stays.
 constexpr float kUnchanged[8] = {1, 1, 1, 1, 1, 1, 1, 1};
 
-/// Rows in pages: one pointer each.
-template <class T>
+/// Rows in pages: one pointer each. With kAhead, reading a part of row i asks for the same part of row i of
+/// `ahead`.
+template <class T, bool kAhead>
 struct Scattered {
   const T* const* rows;
+  const T* const* ahead;
   HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i]; }
-};
-
-/// Rows widened into scratch.
-struct Widened {
-  const float* rows;
-  std::int64_t stride;
-  HWY_INLINE const float* operator[](std::int64_t i) const { return rows + i * stride; }
-};
-
-/// Turns scores into weights exp(score - max) and updates the running (max, sum) of the first `valid` rows.
-/// correction is what earlier sums shrink by.
-template <int R>
-HWY_INLINE void softmax_block(float* scores, std::int64_t count, float soft_cap, int valid, float* max,
-                              float* sum, float* correction) {
-  constexpr int K = kLanes / R;
-  const std::int64_t used = count * R;
-  const std::int64_t padded = round_up(count, K) * R;
-  for (std::int64_t i = used; i < padded; ++i) scores[i] = -kInfinity;
-  if (soft_cap > 0.0f) {
-    const Vec cap = hn::Set(kF32, soft_cap);
-    const Vec inverse = hn::Set(kF32, 1.0f / soft_cap);
-    for (std::int64_t i = 0; i < padded; i += kLanes) {
-      const Vec x = hn::Mul(hn::LoadU(kF32, scores + i), inverse);
-      hn::StoreU(hn::Mul(hn::Tanh(kF32, x), cap), kF32, scores + i);
+  HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) const {
+    if constexpr (kAhead) {
+      const char* line = reinterpret_cast<const char*>(ahead[i] + d);
+      HELIX_UNROLL for (int byte = 0; byte < kPair * static_cast<int>(sizeof(T)); byte += 64) {
+        __builtin_prefetch(line + byte, 0, 2);
+      }
     }
-    for (std::int64_t i = used; i < padded; ++i) scores[i] = -kInfinity;
   }
-  Vec top = hn::Set(kF32, -kInfinity);
-  for (std::int64_t i = 0; i < padded; i += kLanes) top = hn::Max(top, hn::LoadU(kF32, scores + i));
-  alignas(64) float lanes[kLanes];
-  hn::Store(top, kF32, lanes);
-  float next[R];
-  for (int r = 0; r < R; ++r) {
-    float highest = r < valid ? max[r] : -kInfinity;
-    for (int k = 0; k < K; ++k) highest = std::max(highest, lanes[k * R + r]);
-    // All scores -inf: any finite pivot gives weights of 0 where -inf would give NaN.
-    next[r] = highest == -kInfinity ? 0.0f : highest;
-    for (int k = 0; k < K; ++k) lanes[k * R + r] = next[r];
-    correction[r] = r < valid ? std::exp(max[r] - next[r]) : 0.0f;
-    if (r < valid) max[r] = highest;
-  }
-  const Vec pivot = hn::Load(kF32, lanes);
-  Vec total = hn::Zero(kF32);
-  for (std::int64_t i = 0; i < padded; i += kLanes) {
-    const Vec weight = hn::Exp(kF32, hn::Sub(hn::LoadU(kF32, scores + i), pivot));
-    hn::StoreU(weight, kF32, scores + i);
-    total = hn::Add(total, weight);
-  }
-  hn::Store(total, kF32, lanes);
-  for (int r = 0; r < R && r < valid; ++r) {
-    float added = 0.0f;
-    for (int k = 0; k < K; ++k) added += lanes[k * R + r];
-    sum[r] = sum[r] * correction[r] + added;
-  }
-}
+};
 
-/// acc[r] = acc[r] * correction[r] + sum over keys of weights[key][r] * values[key], C pairs of columns wide.
-/// The sum of a tile starts at zero, so that rounding grows with the tiles and not with the keys.
-template <int R, int C, class Rows>
-HWY_INLINE void value_pass(Rows values, std::int64_t count, const float* weights, int valid,
-                           const float* correction, float* acc, std::int64_t acc_stride,
-                           std::int64_t column) {
+/// Rows of kPair floats, one after the other.
+struct Panel {
+  const float* first;
+  HWY_INLINE const float* operator[](std::int64_t i) const { return first + i * kPair; }
+  HWY_INLINE void prefetch(std::int64_t, int, std::int64_t) const {}
+};
+
+/// What a product does to the sums that it finds.
+enum class Sums { replace, add, shrink };
+
+/// acc[r] = acc[r] * correction[r] + sum over i of weights[i * kNext + r * kRow] * rows[i], C pairs of
+/// columns wide (Sums::shrink; replace and add leave the correction out). The sum of a tile starts at zero,
+/// so that rounding grows with the tiles and not with the keys.
+template <int R, int C, int kNext, int kRow, Sums kSums, class Rows>
+HWY_INLINE void product(Rows rows, std::int64_t count, const float* weights, int valid,
+                        const float* correction, float* acc, std::int64_t acc_stride, std::int64_t column) {
   Vec sums[R * C * 2];
   HELIX_UNROLL for (int i = 0; i < R * C * 2; ++i) sums[i] = hn::Zero(kF32);
-  for (std::int64_t key = 0; key < count; ++key) {
+  for (std::int64_t i = 0; i < count; ++i) {
     Pair x[C];
-    HELIX_UNROLL for (int c = 0; c < C; ++c) x[c] = load_pair(values[key] + column + c * kPair);
+    HELIX_UNROLL for (int c = 0; c < C; ++c) {
+      x[c] = load_pair(rows[i] + column + c * kPair);
+      rows.prefetch(i, 1, column + c * kPair);
+    }
     HELIX_UNROLL for (int r = 0; r < R; ++r) {
-      const Vec weight = hn::Set(kF32, weights[key * R + r]);
+      const Vec weight = hn::Set(kF32, weights[i * kNext + r * kRow]);
       HELIX_UNROLL for (int c = 0; c < C; ++c) {
         sums[(r * C + c) * 2] = hn::MulAdd(x[c].a, weight, sums[(r * C + c) * 2]);
         sums[(r * C + c) * 2 + 1] = hn::MulAdd(x[c].b, weight, sums[(r * C + c) * 2 + 1]);
@@ -166,25 +141,27 @@ HWY_INLINE void value_pass(Rows values, std::int64_t count, const float* weights
   }
   HELIX_UNROLL for (int r = 0; r < R; ++r) {
     if (r >= valid) break;
-    const Vec shrink = hn::Set(kF32, correction[r]);
     float* to = acc + r * acc_stride;
-    HELIX_UNROLL for (int c = 0; c < C * 2; ++c) {
-      hn::StoreU(hn::MulAdd(hn::LoadU(kF32, to + c * kLanes), shrink, sums[r * C * 2 + c]), kF32,
-                 to + c * kLanes);
+    HELIX_UNROLL for (int c = 0; c < C * 2; ++c, to += kLanes) {
+      Vec sum = sums[r * C * 2 + c];
+      if constexpr (kSums == Sums::add) sum = hn::Add(hn::LoadU(kF32, to), sum);
+      if constexpr (kSums == Sums::shrink)
+        sum = hn::MulAdd(hn::LoadU(kF32, to), hn::Set(kF32, correction[r]), sum);
+      hn::StoreU(sum, kF32, to);
     }
   }
 }
 
 /// All columns of a block, as many pairs at once as fill kLanes accumulators.
-template <int R, int C, class Rows>
+template <int R, int C, Sums kSums, class Rows>
 HWY_INLINE void value_columns(Rows values, std::int64_t count, const float* weights, int valid,
                               const float* correction, float* acc, std::int64_t acc_stride,
                               std::int64_t column) {
   for (; column + C * kPair <= acc_stride; column += C * kPair) {
-    value_pass<R, C>(values, count, weights, valid, correction, acc + column, acc_stride, column);
+    product<R, C, R, 1, kSums>(values, count, weights, valid, correction, acc + column, acc_stride, column);
   }
   if constexpr (C > 1) {
-    value_columns<R, C / 2>(values, count, weights, valid, correction, acc, acc_stride, column);
+    value_columns<R, C / 2, kSums>(values, count, weights, valid, correction, acc, acc_stride, column);
   }
 }
 
@@ -201,11 +178,13 @@ struct State {
   float* scores;
   float* keys;
   float* values;
-  const void** key_rows;
+  const void** key_rows;  ///< of the current tile
   const void** value_rows;
+  const void** next_key_rows;
+  const void** next_value_rows;
 };
 
-/// Looks the rows of tokens [begin, begin + count) up; the last pointer repeats up to a whole block.
+/// Looks the rows of tokens [begin, begin + count) up; the last key repeats up to a whole block.
 HWY_INLINE void find_rows(const AttentionTask& task, std::int64_t begin, std::int64_t count,
                           const void** key_rows, const void** value_rows) {
   std::int64_t page = begin / task.page_tokens;
@@ -220,23 +199,97 @@ HWY_INLINE void find_rows(const AttentionTask& task, std::int64_t begin, std::in
       value_rows[i] = value;
     }
   }
-  for (int i = 0; i < kLanes; ++i) key_rows[count + i] = key_rows[count - 1];
+  for (int i = 0; i < kPair; ++i) key_rows[count + i] = key_rows[count - 1];
+}
+
+/// A block of query rows.
+struct Block {
+  std::int64_t row;  ///< of the task: indexes max, sum, correction and acc
+  int valid;         ///< rows that exist; the rest of the block is computed and dropped
+  const float* q;    ///< [pair][R][kPair]
+  float* scores;     ///< [key][R]
+};
+
+/// score = cap * tanh(score / cap), in place; `padded` is a multiple of kLanes.
+HWY_NOINLINE void cap_scores(float* scores, std::int64_t padded, float soft_cap) {
+  const Vec cap = hn::Set(kF32, soft_cap);
+  const Vec inverse = hn::Set(kF32, 1.0f / soft_cap);
+  for (std::int64_t i = 0; i < padded; i += kLanes) {
+    const Vec x = hn::Mul(hn::LoadU(kF32, scores + i), inverse);
+    hn::StoreU(hn::Mul(hn::Tanh(kF32, x), cap), kF32, scores + i);
+  }
+}
+
+/// weight = exp(score - pivot), in place, and the weights' sum by lane.
+HWY_INLINE Vec weigh_scores(float* scores, std::int64_t padded, Vec pivot) {
+  Vec total = hn::Zero(kF32);
+  for (std::int64_t i = 0; i < padded; i += kLanes) {
+    const Vec weight = hn::Exp(kF32, hn::Sub(hn::LoadU(kF32, scores + i), pivot));
+    hn::StoreU(weight, kF32, scores + i);
+    total = hn::Add(total, weight);
+  }
+  return total;
+}
+
+/// Scores of a block, [key][R], to weights; the rows' running max and sum, and their corrections: what
+/// earlier sums shrink by.
+template <int R>
+HWY_INLINE void softmax_block(const State& s, const Block& block, std::int64_t count) {
+  constexpr int K = kLanes / R;
+  float* scores = block.scores;
+  float* max = s.max + block.row;
+  float* sum = s.sum + block.row;
+  float* correction = s.correction + block.row;
+  const std::int64_t padded = round_up(count, K) * R;
+  if (s.task.soft_cap > 0.0f) cap_scores(scores, padded, s.task.soft_cap);
+  std::fill(scores + count * R, scores + padded, -kInfinity);
+  Vec top = hn::Set(kF32, -kInfinity);
+  for (std::int64_t i = 0; i < padded; i += kLanes) top = hn::Max(top, hn::LoadU(kF32, scores + i));
+  alignas(64) float lanes[kLanes];
+  hn::Store(top, kF32, lanes);
+  for (int r = 0; r < R; ++r) {
+    float highest = r < block.valid ? max[r] : -kInfinity;
+    for (int k = 0; k < K; ++k) highest = std::max(highest, lanes[k * R + r]);
+    // All scores -inf: any finite pivot gives weights of 0 where -inf would give NaN.
+    const float pivot = highest == -kInfinity ? 0.0f : highest;
+    for (int k = 0; k < K; ++k) lanes[k * R + r] = pivot;
+    if (r >= block.valid) continue;
+    correction[r] = max[r] == pivot ? 1.0f : std::exp(max[r] - pivot);
+    max[r] = highest;
+  }
+  hn::Store(weigh_scores(scores, padded, hn::Load(kF32, lanes)), kF32, lanes);
+  for (int r = 0; r < block.valid; ++r) {
+    float added = 0.0f;
+    for (int k = 0; k < K; ++k) added += lanes[k * R + r];
+    sum[r] = sum[r] * correction[r] + added;
+  }
+}
+
+/// Whether software prefetch pays: with one row a core waits for memory anyway, and the extra requests cost
+/// bandwidth.
+template <int R>
+inline constexpr bool kPrefetches = R > 1;
+
+template <class T, int R>
+HWY_INLINE void direct_scores(const State& s, const Block& block, std::int64_t count) {
+  const Scattered<T, kPrefetches<R>> keys{reinterpret_cast<const T* const*>(s.key_rows),
+                                          reinterpret_cast<const T* const*>(s.value_rows)};
+  dot_block<R, false>(keys, count, block.q, s.d, block.scores);
+  softmax_block<R>(s, block, count);
 }
 
 template <class T, int R>
-HWY_INLINE void direct_scores(const State& s, std::int64_t row, int valid, std::int64_t count,
-                              float* scores) {
-  const Scattered<T> keys{reinterpret_cast<const T* const*>(s.key_rows)};
-  dot_block<R>(keys, count, s.q + row * s.d, s.d, s.d, scores);
-  softmax_block<R>(scores, count, s.task.soft_cap, valid, s.max + row, s.sum + row, s.correction + row);
-}
-
-template <class T, int R>
-HWY_INLINE void direct_values(const State& s, std::int64_t row, int valid, std::int64_t begin,
-                              std::int64_t count, const float* scores) {
-  const Scattered<T> values{reinterpret_cast<const T* const*>(s.value_rows) + begin};
-  value_columns<R, kMaxRows / R>(values, count, scores + begin * R, valid,
-                                 begin == 0 ? s.correction + row : kUnchanged, s.acc + row * s.dv, s.dv, 0);
+HWY_INLINE void direct_values(const State& s, const Block& block, std::int64_t begin, std::int64_t count) {
+  const Scattered<T, kPrefetches<R>> values{reinterpret_cast<const T* const*>(s.value_rows) + begin,
+                                            reinterpret_cast<const T* const*>(s.next_key_rows) + begin};
+  const float* weights = block.scores + begin * R;
+  float* acc = s.acc + block.row * s.dv;
+  if (begin == 0) {
+    value_columns<R, kMaxRows / R, Sums::shrink>(values, count, weights, block.valid,
+                                                 s.correction + block.row, acc, s.dv, 0);
+  } else {
+    value_columns<R, kMaxRows / R, Sums::add>(values, count, weights, block.valid, nullptr, acc, s.dv, 0);
+  }
 }
 
 /// Calls `call` with the compile-time R of block_rows(). A macro, because a lambda would not inherit the
@@ -263,46 +316,60 @@ HWY_INLINE void direct_values(const State& s, std::int64_t row, int valid, std::
   }
 #endif
 
+/// The block that starts `offset` rows into the rows [first_row, + num_rows), with scores of `tile` keys.
+HWY_INLINE Block block_at(const State& s, std::int64_t first_row, std::int64_t num_rows, std::int64_t offset,
+                          int rows, std::int64_t tile) {
+  return {first_row + offset, static_cast<int>(std::min<std::int64_t>(rows, num_rows - offset)),
+          s.q + offset * s.d, s.scores + offset * tile};
+}
+
 template <class T>
-HWY_NOINLINE void direct(const State& s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
+HWY_NOINLINE void direct(State s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
+  std::int64_t count = std::min(kDirectTile, range.size());
+  find_rows(s.task, range.begin, count, s.key_rows, s.value_rows);
   for (std::int64_t begin = range.begin; begin < range.end; begin += kDirectTile) {
-    const std::int64_t count = std::min(kDirectTile, range.end - begin);
-    find_rows(s.task, begin, count, s.key_rows, s.value_rows);
+    // Past the last tile the "next" keys are this tile's own: asking for them again is harmless.
+    const std::int64_t next_count = std::min(kDirectTile, range.end - begin - count);
+    const void** ahead = s.next_key_rows;
+    if (next_count > 0) find_rows(s.task, begin + count, next_count, s.next_key_rows, s.next_value_rows);
+    std::fill(ahead + std::max<std::int64_t>(next_count, 0), ahead + std::max(count, next_count),
+              s.key_rows[0]);
     int rows = 0;
     for (std::int64_t row = 0; row < num_rows; row += rows) {
       rows = block_rows(num_rows - row);
-      const int valid = static_cast<int>(std::min<std::int64_t>(rows, num_rows - row));
-      HELIX_WITH_ROWS(rows,
-                      (direct_scores<T, R>(s, first_row + row, valid, count, s.scores + row * kDirectTile)))
+      const Block block = block_at(s, first_row, num_rows, row, rows, kDirectTile);
+      HELIX_WITH_ROWS(rows, (direct_scores<T, R>(s, block, count)))
     }
     for (std::int64_t part = 0; part < count; part += kValueTile) {
       const std::int64_t part_count = std::min(kValueTile, count - part);
       for (std::int64_t row = 0; row < num_rows; row += rows) {
         rows = block_rows(num_rows - row);
-        const int valid = static_cast<int>(std::min<std::int64_t>(rows, num_rows - row));
-        HELIX_WITH_ROWS(rows, (direct_values<T, R>(s, first_row + row, valid, part, part_count,
-                                                   s.scores + row * kDirectTile)))
+        const Block block = block_at(s, first_row, num_rows, row, rows, kDirectTile);
+        HELIX_WITH_ROWS(rows, (direct_values<T, R>(s, block, part, part_count)))
       }
     }
+    std::swap(s.key_rows, s.next_key_rows);
+    std::swap(s.value_rows, s.next_value_rows);
+    if (next_count > 0) std::fill_n(s.key_rows + next_count, kPair, s.key_rows[next_count - 1]);
+    count = next_count;
   }
 }
 
-/// Widens `count` rows: keys one after the other, values in panels of kPair columns, [panel][key][kPair],
-/// because a column pass over rows 2 KB apart would meet a few L1 sets only.
+/// Widens `count` rows: keys transposed, [panel of kPair keys][d][kPair], values in panels of columns,
+/// [panel of kPair columns][key][kPair], so that both products walk a panel front to back.
 template <class T>
 HWY_INLINE void widen_tile(const State& s, std::int64_t count) {
   const std::int64_t d = s.task.head_dim;
   const std::int64_t dv = s.task.value_dim;
+  const auto* key_rows = reinterpret_cast<const T* const*>(s.key_rows);
+  for (std::int64_t key = 0; key < round_up(count, kPair); key += kLanes) {
+    float* to = s.keys + key / kPair * s.d * kPair + key % kPair;
+    for (std::int64_t i = 0; i < d; i += kPair)
+      transpose_pairs(key_rows + key, i, d - i, to + i * kPair, kPair);
+  }
   for (std::int64_t key = 0; key < count; ++key) {
-    const T* from = static_cast<const T*>(s.key_rows[key]);
-    float* to = s.keys + key * s.d;
-    for (std::int64_t i = 0; i < d; i += kPair) {
-      const Pair x = i + kPair <= d ? load_pair(from + i) : load_pair_tail(from + i, d - i);
-      hn::StoreU(x.a, kF32, to + i);
-      hn::StoreU(x.b, kF32, to + i + kLanes);
-    }
-    from = static_cast<const T*>(s.value_rows[key]);
-    to = s.values + key * kPair;
+    const T* from = static_cast<const T*>(s.value_rows[key]);
+    float* to = s.values + key * kPair;
     for (std::int64_t i = 0; i < dv; i += kPair, to += kPackedTile * kPair) {
       const Pair x = i + kPair <= dv ? load_pair(from + i) : load_pair_tail(from + i, dv - i);
       hn::StoreU(x.a, kF32, to);
@@ -311,40 +378,109 @@ HWY_INLINE void widen_tile(const State& s, std::int64_t count) {
   }
 }
 
-template <int R>
-HWY_INLINE void packed_scores(const State& s, std::int64_t row, int valid, std::int64_t count,
-                              float* scores) {
-  dot_block<R>(Widened{s.keys, s.d}, count, s.q + row * s.d, s.d, s.d, scores);
-  softmax_block<R>(scores, count, s.task.soft_cap, valid, s.max + row, s.sum + row, s.correction + row);
+/// Scores of one row, [kPackedTile], to weights; the row's running max and sum, and its correction.
+HWY_INLINE void softmax_row(const State& s, std::int64_t row, std::int64_t count, float* scores) {
+  const std::int64_t padded = round_up(count, kLanes);
+  if (s.task.soft_cap > 0.0f) cap_scores(scores, padded, s.task.soft_cap);
+  std::fill(scores + count, scores + padded, -kInfinity);
+  Vec top = hn::Set(kF32, -kInfinity);
+  for (std::int64_t i = 0; i < padded; i += kLanes) top = hn::Max(top, hn::LoadU(kF32, scores + i));
+  const float highest = std::max(s.max[row], hn::GetLane(hn::MaxOfLanes(kF32, top)));
+  const float pivot = highest == -kInfinity ? 0.0f : highest;
+  const Vec total = weigh_scores(scores, padded, hn::Set(kF32, pivot));
+  const float correction = s.max[row] == pivot ? 1.0f : std::exp(s.max[row] - pivot);
+  s.sum[row] = s.sum[row] * correction + hn::GetLane(hn::SumOfLanes(kF32, total));
+  s.max[row] = highest;
+  s.correction[row] = correction;
 }
 
-template <int R>
-HWY_INLINE void packed_values(const State& s, std::int64_t row, int valid, std::int64_t count,
-                              std::int64_t column, const float* scores) {
-  value_pass<R, 1>(Widened{s.values + column * kPackedTile, kPair}, count, scores, valid, s.correction + row,
-                   s.acc + row * s.dv + column, s.dv, 0);
+/// Asks for rows [begin, end) of the next tile: the products take so long that no hardware prefetch would.
+HWY_INLINE void prefetch_rows(const State& s, std::int64_t begin, std::int64_t end) {
+  const bool has_values = s.task.values != s.task.keys;
+  for (std::int64_t key = begin; key < end; ++key) {
+    const auto* k = static_cast<const char*>(s.key_rows[key]);
+    const auto* v = static_cast<const char*>(s.value_rows[key]);
+    for (std::int64_t byte = 0; byte < s.task.row_bytes; byte += 64) {
+      __builtin_prefetch(k + byte, 0, 2);
+      if (has_values) __builtin_prefetch(v + byte, 0, 2);
+    }
+  }
 }
 
+/// Up to kPackedRows rows against the keys of `range`. q is [block][d][kMaxRows], scores are
+/// [row][kPackedTile].
 template <class T>
 HWY_NOINLINE void packed(const State& s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
+  find_rows(s.task, range.begin, std::min(kPackedTile, range.size()), s.key_rows, s.value_rows);
+  const std::int64_t padded_rows = round_up(num_rows, kMaxRows);
   for (std::int64_t begin = range.begin; begin < range.end; begin += kPackedTile) {
     const std::int64_t count = std::min(kPackedTile, range.end - begin);
-    find_rows(s.task, begin, count, s.key_rows, s.value_rows);
     widen_tile<T>(s, count);
-    int rows = 0;
-    for (std::int64_t row = 0; row < num_rows; row += rows) {
-      rows = block_rows(num_rows - row);
-      const int valid = static_cast<int>(std::min<std::int64_t>(rows, num_rows - row));
-      HELIX_WITH_ROWS(rows,
-                      (packed_scores<R>(s, first_row + row, valid, count, s.scores + row * kPackedTile)))
+    const std::int64_t next_count = std::min(kPackedTile, range.end - begin - count);
+    if (next_count > 0) find_rows(s.task, begin + count, next_count, s.key_rows, s.value_rows);
+    for (std::int64_t key = 0; key < count; key += kPair) {
+      for (std::int64_t depth = 0; depth < s.d; depth += kDepth) {
+        const std::int64_t part = std::min(kDepth, s.d - depth);
+        const Panel keys{s.keys + key * s.d + depth * kPair};
+        for (std::int64_t row = 0; row < padded_rows; row += kMaxRows) {
+          const float* q = s.q + row * s.d + depth * kMaxRows;
+          float* scores = s.scores + row * kPackedTile + key;
+          if (depth == 0) {
+            product<kMaxRows, 1, kMaxRows, 1, Sums::replace>(keys, part, q, kMaxRows, nullptr, scores,
+                                                             kPackedTile, 0);
+          } else {
+            product<kMaxRows, 1, kMaxRows, 1, Sums::add>(keys, part, q, kMaxRows, nullptr, scores,
+                                                         kPackedTile, 0);
+          }
+        }
+      }
+    }
+    for (std::int64_t row = 0; row < num_rows; ++row) {
+      softmax_row(s, first_row + row, count, s.scores + row * kPackedTile);
     }
     for (std::int64_t column = 0; column < s.dv; column += kPair) {
-      for (std::int64_t row = 0; row < num_rows; row += rows) {
-        rows = block_rows(num_rows - row);
-        const int valid = static_cast<int>(std::min<std::int64_t>(rows, num_rows - row));
-        HELIX_WITH_ROWS(
-            rows, (packed_values<R>(s, first_row + row, valid, count, column, s.scores + row * kPackedTile)))
+      const Panel values{s.values + column * kPackedTile};
+      prefetch_rows(s, column * next_count / s.dv, (column + kPair) * next_count / s.dv);
+      for (std::int64_t row = 0; row < num_rows; row += kMaxRows) {
+        const int valid = static_cast<int>(std::min<std::int64_t>(kMaxRows, num_rows - row));
+        product<kMaxRows, 1, 1, static_cast<int>(kPackedTile), Sums::shrink>(
+            values, count, s.scores + row * kPackedTile, valid, s.correction + first_row + row,
+            s.acc + (first_row + row) * s.dv + column, s.dv, 0);
       }
+    }
+  }
+}
+
+/// Query rows [first_row, + num_rows) as blocks [d][kMaxRows], zero rows to the end of the last one.
+template <class T>
+HWY_INLINE void pack_columns(const State& s, std::int64_t first_row, std::int64_t num_rows) {
+  const AttentionTask& task = s.task;
+  std::fill_n(s.q + num_rows / kMaxRows * kMaxRows * s.d, kMaxRows * s.d, 0.0f);
+  for (std::int64_t row = 0; row < num_rows; ++row) {
+    const std::int64_t t = (first_row + row) / task.group;
+    const std::int64_t g = (first_row + row) % task.group;
+    // The tile's place is free until the keys come.
+    load_pair_order<T>(task.q + t * task.q_token_stride + g * task.q_head_stride, task.head_dim,
+                       task.key_scale * kDecodeFactor<T>, s.keys, kPair);
+    float* to = s.q + row / kMaxRows * kMaxRows * s.d + row % kMaxRows;
+    for (std::int64_t d = 0; d < s.d; ++d) to[d * kMaxRows] = s.keys[d];
+  }
+}
+
+/// Query rows [first_row, + num_rows) as blocks, zero rows to the end of the last one.
+template <class T>
+HWY_INLINE void pack_queries(const State& s, std::int64_t first_row, std::int64_t num_rows) {
+  const AttentionTask& task = s.task;
+  int rows = 0;
+  for (std::int64_t begin = 0; begin < num_rows; begin += rows) {
+    rows = block_rows(num_rows - begin);
+    float* block = s.q + begin * s.d;
+    if (begin + rows > num_rows) std::fill_n(block, rows * s.d, 0.0f);
+    for (std::int64_t row = begin; row < std::min(begin + rows, num_rows); ++row) {
+      const std::int64_t t = (first_row + row) / task.group;
+      const std::int64_t g = (first_row + row) % task.group;
+      load_pair_order<T>(task.q + t * task.q_token_stride + g * task.q_head_stride, task.head_dim,
+                         task.key_scale * kDecodeFactor<T>, block + (row - begin) * kPair, rows * kPair);
     }
   }
 }
@@ -354,10 +490,15 @@ HWY_NOINLINE void packed(const State& s, std::int64_t first_row, std::int64_t nu
 template <class T>
 HWY_INLINE void accumulate(const State& s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
   if (range.size() <= 0) return;
-  if (num_rows > kDirectRows || s.d != s.task.head_dim || s.dv != s.task.value_dim) {
-    packed<T>(s, first_row, num_rows, range);
-  } else {
+  if (num_rows <= kDirectRows && s.d == s.task.head_dim && s.dv == s.task.value_dim) {
+    pack_queries<T>(s, first_row, num_rows);
     direct<T>(s, first_row, num_rows, range);
+    return;
+  }
+  for (std::int64_t row = 0; row < num_rows; row += kPackedRows) {
+    const std::int64_t rows = std::min(kPackedRows, num_rows - row);
+    pack_columns<T>(s, first_row + row, rows);
+    packed<T>(s, first_row + row, rows, range);
   }
 }
 
@@ -366,6 +507,7 @@ HWY_INLINE void attend_as(const AttentionTask& task, float* scratch) {
   const std::int64_t rows = task.num_tokens * task.group;
   const ScratchLayout at(rows, task.head_dim, task.value_dim);
   const auto pointers = reinterpret_cast<const void**>(scratch + at.pointers);
+  constexpr std::int64_t kPointers = kDirectTile + kPairSlack;
   const State s{task,
                 round_up(task.head_dim, kPair),
                 round_up(task.value_dim, kPair),
@@ -378,12 +520,9 @@ HWY_INLINE void attend_as(const AttentionTask& task, float* scratch) {
                 scratch + at.keys,
                 scratch + at.values,
                 pointers,
-                pointers + kDirectTile + 16};
-  for (std::int64_t row = 0; row < rows; ++row) {
-    const float* q = task.q + row / task.group * task.q_token_stride + row % task.group * task.q_head_stride;
-    load_pair_order<T>(q, task.head_dim, task.key_scale * kDecodeFactor<T>, s.q + row * s.d);
-  }
-  std::fill_n(s.q + rows * s.d, kRowSlack * s.d, 0.0f);
+                pointers + kPointers,
+                pointers + 2 * kPointers,
+                pointers + 3 * kPointers};
   std::fill_n(s.acc, rows * s.dv, 0.0f);
   std::fill_n(s.max, rows, -kInfinity);
   std::fill_n(s.sum, rows, 0.0f);

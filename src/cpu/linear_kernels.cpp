@@ -31,6 +31,7 @@ struct WeightRows {
   std::int64_t stride;
   std::int64_t last;
   HWY_INLINE const T* operator[](std::int64_t i) const { return first + std::min(i, last) * stride; }
+  HWY_INLINE void prefetch(std::int64_t, int, std::int64_t) const {}
 };
 
 template <class T, int R>
@@ -39,16 +40,16 @@ HWY_NOINLINE void multiply_block(const LinearTask& task, std::int64_t first_row,
   alignas(64) float sums[kLinearTaskRows * R + kLanes];
   alignas(64) float dots[kLinearTaskRows * R + kLanes];
   std::fill_n(sums, task.num_weight_rows * R, 0.0f);
-  for (int r = valid; r < R; ++r) std::fill_n(x + r * kChunk, kChunk, 0.0f);
+  if (valid < R) std::fill_n(x, R * kChunk, 0.0f);
   for (std::int64_t begin = 0; begin < task.cols; begin += kChunk) {
     const std::int64_t cols = std::min(kChunk, task.cols - begin);
     for (int r = 0; r < valid; ++r) {
       load_pair_order<T>(task.in + (first_row + r) * task.in_stride + begin, cols, kDecodeFactor<T>,
-                         x + r * kChunk);
+                         x + r * kPair, R * kPair);
     }
     const WeightRows<T> weights{static_cast<const T*>(task.weight) + begin, task.cols,
                                 task.num_weight_rows - 1};
-    dot_block<R>(weights, task.num_weight_rows, x, kChunk, cols, dots);
+    dot_block<R, true>(weights, task.num_weight_rows, x, cols, dots);
     for (std::int64_t i = 0; i < task.num_weight_rows * R; ++i) sums[i] += dots[i];
   }
   for (int r = 0; r < valid; ++r) {

@@ -42,6 +42,14 @@ static_assert(kLanes == 4 || kLanes == 8 || kLanes == 16,
 /// Elements that one load_pair covers.
 inline constexpr int kPair = 2 * kLanes;
 
+/// Keeps `v` in a register. Otherwise compilers fold a load that feeds several products into each of them,
+/// and the loads, not the products, set the pace: 50 instead of 75 % of the peak in the packed scores.
+HWY_INLINE void pin([[maybe_unused]] Vec& v) {
+#if HWY_ARCH_X86 && HWY_TARGET != HWY_EMU128
+  __asm__("" : "+v"(v.raw));
+#endif
+}
+
 /// Two vectors of kPair elements. For bf16 `a` holds the even and `b` the odd elements (a shift and a mask
 /// cost one operation a vector, in-order conversion two); for the other types `a` is the first half. Whatever
 /// multiplies them is brought into the same order once, by load_pair_order, and results leave through
@@ -102,11 +110,13 @@ HWY_INLINE Pair load_pair_tail(const T* from, std::int64_t count) {
   return load_pair(padded);
 }
 
-/// `count` floats times `factor`, zero-padded to a multiple of kPair, in the order that load_pair<T> gives.
+/// `count` floats times `factor`, zero-padded to a multiple of kPair, in the order that load_pair<T> gives;
+/// one pair every `step` floats of `to`.
 template <class T>
-HWY_INLINE void load_pair_order(const float* from, std::int64_t count, float factor, float* to) {
+HWY_INLINE void load_pair_order(const float* from, std::int64_t count, float factor, float* to,
+                                std::int64_t step) {
   const Vec f = hn::Set(kF32, factor);
-  for (std::int64_t i = 0; i < count; i += kPair) {
+  for (std::int64_t i = 0; i < count; i += kPair, to += step) {
     float padded[kPair] = {};
     const float* source = from + i;
     if (count - i < kPair) {
@@ -124,8 +134,8 @@ HWY_INLINE void load_pair_order(const float* from, std::int64_t count, float fac
       a = hn::LoadU(kF32, source);
       b = hn::LoadU(kF32, source + kLanes);
     }
-    hn::StoreU(hn::Mul(a, f), kF32, to + i);
-    hn::StoreU(hn::Mul(b, f), kF32, to + i + kLanes);
+    hn::StoreU(hn::Mul(a, f), kF32, to);
+    hn::StoreU(hn::Mul(b, f), kF32, to + kLanes);
   }
 }
 
@@ -183,38 +193,148 @@ HWY_INLINE Vec sum_each(const Vec (&acc)[kLanes]) {
   }
 }
 
-/// Dot products of `count` stored rows with R vectors: dots[row][R]. `x` is R vectors in the order of
-/// load_pair, `x_stride` apart; `length` elements a row. Rows go kLanes / R at a time, so `count` is in
-/// effect rounded up to that, and the caller makes the extra rows readable and their dots writable. The order
-/// of additions is the same for every R.
-template <int R, class Rows>
-HWY_INLINE void dot_block(Rows rows, std::int64_t count, const float* x, std::int64_t x_stride,
-                          std::int64_t length, float* dots) {
+/// Transposes a square of kLanes rows and columns in place. 16 lanes: 64 shuffles.
+HWY_INLINE void transpose(Vec (&v)[kLanes]) {
+  const hn::Repartition<double, F32> d64;
+  HELIX_UNROLL for (int g = 0; g < kLanes; g += 4) {
+    const auto a0 = hn::BitCast(d64, hn::InterleaveLower(kF32, v[g], v[g + 1]));
+    const auto a1 = hn::BitCast(d64, hn::InterleaveUpper(kF32, v[g], v[g + 1]));
+    const auto b0 = hn::BitCast(d64, hn::InterleaveLower(kF32, v[g + 2], v[g + 3]));
+    const auto b1 = hn::BitCast(d64, hn::InterleaveUpper(kF32, v[g + 2], v[g + 3]));
+    v[g] = hn::BitCast(kF32, hn::InterleaveLower(d64, a0, b0));
+    v[g + 1] = hn::BitCast(kF32, hn::InterleaveUpper(d64, a0, b0));
+    v[g + 2] = hn::BitCast(kF32, hn::InterleaveLower(d64, a1, b1));
+    v[g + 3] = hn::BitCast(kF32, hn::InterleaveUpper(d64, a1, b1));
+  }
+  // Now block b of v[4 * g + c] holds column 4 * b + c of rows 4 * g .. 4 * g + 3.
+  if constexpr (kLanes == 8) {
+    HELIX_UNROLL for (int c = 0; c < 4; ++c) {
+      const Vec lower = v[c];
+      const Vec upper = v[(4 + c) % kLanes];
+      v[c] = hn::ConcatLowerLower(kF32, upper, lower);
+      v[(4 + c) % kLanes] = hn::ConcatUpperUpper(kF32, upper, lower);
+    }
+  } else if constexpr (kLanes == 16) {
+    HELIX_UNROLL for (int c = 0; c < 4; ++c) {
+      const Vec r0 = v[c], r1 = v[(4 + c) % kLanes], r2 = v[(8 + c) % kLanes], r3 = v[(12 + c) % kLanes];
+      const Vec lower02 = hn::ConcatLowerLower(kF32, r2, r0);
+      const Vec lower13 = hn::ConcatLowerLower(kF32, r3, r1);
+      const Vec upper02 = hn::ConcatUpperUpper(kF32, r2, r0);
+      const Vec upper13 = hn::ConcatUpperUpper(kF32, r3, r1);
+      v[c] = hn::OddEvenBlocks(hn::SwapAdjacentBlocks(lower13), lower02);
+      v[(4 + c) % kLanes] = hn::OddEvenBlocks(lower13, hn::SwapAdjacentBlocks(lower02));
+      v[(8 + c) % kLanes] = hn::OddEvenBlocks(hn::SwapAdjacentBlocks(upper13), upper02);
+      v[(12 + c) % kLanes] = hn::OddEvenBlocks(upper13, hn::SwapAdjacentBlocks(upper02));
+    }
+  }
+}
+
+/// Elements [d, d + kPair) of kLanes rows, one vector an element: column j of the pair order at to + j *
+/// step. `count` of the elements exist.
+template <class T>
+HWY_INLINE void transpose_pairs(const T* const* rows, std::int64_t d, std::int64_t count, float* to,
+                                std::int64_t step) {
+  if constexpr (kSplitsEvenOdd<T>) {
+    // Words of two elements move together, and split after the shuffles: half as many.
+    const hn::Repartition<std::uint16_t, F32> d16;
+    const hn::Repartition<std::uint32_t, F32> d32;
+    Vec words[kLanes];
+    if (count >= kPair) {
+      HELIX_UNROLL for (int k = 0; k < kLanes; ++k) {
+        words[k] = hn::BitCast(kF32, hn::LoadU(d16, &rows[k][d].bits));
+      }
+    } else {
+      for (int k = 0; k < kLanes; ++k) {
+        std::uint16_t padded[kPair] = {};
+        std::memcpy(padded, rows[k] + d, static_cast<std::size_t>(count) * sizeof(T));
+        words[k] = hn::BitCast(kF32, hn::LoadU(d16, padded));
+      }
+    }
+    transpose(words);
+    HELIX_UNROLL for (int j = 0; j < kLanes; ++j) {
+      const auto word = hn::BitCast(d32, words[j]);
+      hn::StoreU(hn::BitCast(kF32, hn::ShiftLeft<16>(word)), kF32, to + j * step);
+      hn::StoreU(hn::BitCast(kF32, hn::And(word, hn::Set(d32, 0xffff0000u))), kF32, to + (kLanes + j) * step);
+    }
+  } else {
+    Vec a[kLanes];
+    Vec b[kLanes];
+    for (int k = 0; k < kLanes; ++k) {
+      const Pair pair = count >= kPair ? load_pair(rows[k] + d) : load_pair_tail(rows[k] + d, count);
+      a[k] = pair.a;
+      b[k] = pair.b;
+    }
+    transpose(a);
+    transpose(b);
+    HELIX_UNROLL for (int j = 0; j < kLanes; ++j) {
+      hn::StoreU(a[j], kF32, to + j * step);
+      hn::StoreU(b[j], kF32, to + (kLanes + j) * step);
+    }
+  }
+}
+
+/// kLanes dot products of kLanes stored rows with one vector, into acc. Each row gives kRun pairs before the
+/// next one is read, which keeps a stream sequential: alternating between 16 rows a cache line at a time cost
+/// half the bandwidth.
+template <int kRun, class Rows>
+HWY_INLINE void dot_runs(Rows rows, std::int64_t row, const float* x, std::int64_t d, Vec (&acc)[kLanes]) {
+  Pair q[kRun];
+  HELIX_UNROLL for (int i = 0; i < kRun; ++i) q[i] = load_pair(x + d + i * kPair);
+  HELIX_UNROLL for (int k = 0; k < kLanes; ++k) {
+    const auto* from = rows[row + k] + d;
+    HELIX_UNROLL for (int i = 0; i < kRun; ++i) {
+      const Pair w = load_pair(from + i * kPair);
+      acc[k] = hn::MulAdd(w.b, q[i].b, hn::MulAdd(w.a, q[i].a, acc[k]));
+    }
+  }
+}
+
+/// Dot products of `count` stored rows of `length` elements with R vectors: dots[row][R]. `x` holds the
+/// vectors in the order of load_pair, [pair][R][kPair], so that one pointer serves them all. Rows go kLanes /
+/// R at a time: `count` is in effect rounded up to that, and the caller makes the extra rows readable and
+/// their dots writable. kHasTail: length is not a multiple of kPair. The order of additions is the same for
+/// every R.
+template <int R, bool kHasTail, class Rows>
+HWY_INLINE void dot_block(Rows rows, std::int64_t count, const float* x, std::int64_t length, float* dots) {
   constexpr int K = kLanes / R;
-  const std::int64_t whole = length / kPair * kPair;
+  const std::int64_t whole = kHasTail ? length / kPair * kPair : length;
   for (std::int64_t row = 0; row < count; row += K) {
     Vec acc[kLanes];
     HELIX_UNROLL for (int i = 0; i < kLanes; ++i) acc[i] = hn::Zero(kF32);
-    for (std::int64_t d = 0; d < whole; d += kPair) {
-      Pair w[K];
-      HELIX_UNROLL for (int k = 0; k < K; ++k) w[k] = load_pair(rows[row + k] + d);
-      HELIX_UNROLL for (int r = 0; r < R; ++r) {
-        const Vec a = hn::LoadU(kF32, x + r * x_stride + d);
-        HELIX_UNROLL for (int k = 0; k < K; ++k) acc[k * R + r] = hn::MulAdd(w[k].a, a, acc[k * R + r]);
-      }
-      HELIX_UNROLL for (int r = 0; r < R; ++r) {
-        const Vec b = hn::LoadU(kF32, x + r * x_stride + d + kLanes);
-        HELIX_UNROLL for (int k = 0; k < K; ++k) acc[k * R + r] = hn::MulAdd(w[k].b, b, acc[k * R + r]);
+    if constexpr (R == 1) {
+      constexpr int kRun = kLanes == 16 ? 4 : 1;  // as many as the registers beside the accumulators hold
+      std::int64_t d = 0;
+      for (; d + kRun * kPair <= whole; d += kRun * kPair) dot_runs<kRun>(rows, row, x, d, acc);
+      for (; d < whole; d += kPair) dot_runs<1>(rows, row, x, d, acc);
+    } else {
+      const float* xd = x;
+      for (std::int64_t d = 0; d < whole; d += kPair, xd += R * kPair) {
+        Pair w[K];
+        HELIX_UNROLL for (int k = 0; k < K; ++k) {
+          w[k] = load_pair(rows[row + k] + d);
+          rows.prefetch(row + k, K, d);
+        }
+        HELIX_UNROLL for (int r = 0; r < R; ++r) {
+          Vec a = hn::LoadU(kF32, xd + r * kPair);
+          if constexpr (K > 1) pin(a);
+          HELIX_UNROLL for (int k = 0; k < K; ++k) acc[k * R + r] = hn::MulAdd(w[k].a, a, acc[k * R + r]);
+        }
+        HELIX_UNROLL for (int r = 0; r < R; ++r) {
+          Vec b = hn::LoadU(kF32, xd + r * kPair + kLanes);
+          if constexpr (K > 1) pin(b);
+          HELIX_UNROLL for (int k = 0; k < K; ++k) acc[k * R + r] = hn::MulAdd(w[k].b, b, acc[k * R + r]);
+        }
       }
     }
-    if (whole < length) {
-      Pair w[K];
-      HELIX_UNROLL for (int k = 0; k < K; ++k) w[k] = load_pair_tail(rows[row + k] + whole, length - whole);
-      HELIX_UNROLL for (int r = 0; r < R; ++r) {
-        const Vec a = hn::LoadU(kF32, x + r * x_stride + whole);
-        const Vec b = hn::LoadU(kF32, x + r * x_stride + whole + kLanes);
+    if constexpr (kHasTail) {
+      if (whole < length) {
+        const float* tail = x + whole * R;
         HELIX_UNROLL for (int k = 0; k < K; ++k) {
-          acc[k * R + r] = hn::MulAdd(w[k].b, b, hn::MulAdd(w[k].a, a, acc[k * R + r]));
+          const Pair w = load_pair_tail(rows[row + k] + whole, length - whole);
+          HELIX_UNROLL for (int r = 0; r < R; ++r) {
+            const Pair q = load_pair(tail + r * kPair);
+            acc[k * R + r] = hn::MulAdd(w.b, q.b, hn::MulAdd(w.a, q.a, acc[k * R + r]));
+          }
         }
       }
     }
