@@ -1,31 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // cpu::Operators: the row-wise operations of a layer.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
-#include <functional>
 
 #include <helix/cpu/backend.hpp>
 
 #include "cpu/kv_rows.hpp"
+#include "cpu/row_tasks.hpp"
 
 namespace helix::cpu {
 namespace {
-
-/// Rows a task: enough work to outweigh handing it to a thread.
-constexpr std::int64_t kElementsPerTask = 16384;
-
-/// Calls body(row) for every row, shared among the threads when there are many elements.
-template <class Body>
-void for_each_row(ThreadPool& pool, std::int64_t rows, std::int64_t elements_a_row, const Body& body) {
-  const std::int64_t rows_a_task =
-      std::max<std::int64_t>(1, kElementsPerTask / std::max<std::int64_t>(1, elements_a_row));
-  const auto task = [&](std::int64_t index, int) {
-    const std::int64_t end = std::min(rows, (index + 1) * rows_a_task);
-    for (std::int64_t row = index * rows_a_task; row < end; ++row) body(row);
-  };
-  pool.parallel_for((rows + rows_a_task - 1) / rows_a_task, std::ref(task));  // by reference: no allocation
-}
 
 /// Element `index` of a weight vector in its stored type.
 template <class T>
@@ -33,10 +19,21 @@ float weight_at(const WeightView& weight, std::int64_t index) {
   return static_cast<float>(static_cast<const T*>(weight.data)[index]);
 }
 
-/// Mean of squares, in double: the sum of a long row keeps its low bits.
+/// Mean of squares, in double: the sum of a long row keeps its low bits. Lanes, because one running sum waits
+/// for every addition.
 float mean_square(const float* x, std::int64_t count) {
+  constexpr std::int64_t kLanes = 8;
+  std::array<double, kLanes> lanes{};
+  std::int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (std::int64_t lane = 0; lane < kLanes; ++lane) {
+      const double value = x[i + lane];
+      lanes[static_cast<std::size_t>(lane)] += value * value;
+    }
+  }
   double sum = 0.0;
-  for (std::int64_t i = 0; i < count; ++i) sum += static_cast<double>(x[i]) * x[i];
+  for (const double lane : lanes) sum += lane;
+  for (; i < count; ++i) sum += static_cast<double>(x[i]) * x[i];
   return static_cast<float>(sum / static_cast<double>(count));
 }
 
@@ -88,33 +85,67 @@ void Operators::head_rms_norm(const HeadRmsNormArgs<float>& args, Stream stream)
   });
 }
 
+namespace {
+
+constexpr std::int64_t kPairsAtOnce = 64;  // cosines and sines of one token that stay on the stack
+
+/// Cosines and sines of up to kPairsAtOnce pairs at one position.
+struct Rotation {
+  std::array<float, kPairsAtOnce> cosine;
+  std::array<float, kPairsAtOnce> sine;
+  std::int64_t count = 0;
+};
+
+Rotation rotation_at(const RopeView& rope, std::int64_t position, std::int64_t first_pair) {
+  Rotation rotation;
+  rotation.count = std::min(kPairsAtOnce, rope.rotary_dim / 2 - first_pair);
+  for (std::int64_t i = 0; i < rotation.count; ++i) {
+    // The product rounds to f32 as in the models' own code; its cosine is then exact to f32.
+    const float angle = static_cast<float>(position) * rope.inverse_frequency[first_pair + i];
+    const auto at = static_cast<std::size_t>(i);
+    rotation.cosine[at] = std::cos(angle) * rope.magnitude;
+    rotation.sine[at] = std::sin(angle) * rope.magnitude;
+  }
+  return rotation;
+}
+
+/// Rotates pairs (a[i * kStep], b[i * kStep]) in place.
+template <std::int64_t kStep>
+void rotate(const Rotation& rotation, float* a, float* b) {
+  for (std::int64_t i = 0; i < rotation.count; ++i) {
+    const float cosine = rotation.cosine[static_cast<std::size_t>(i)];
+    const float sine = rotation.sine[static_cast<std::size_t>(i)];
+    const float x = a[i * kStep];
+    const float y = b[i * kStep];
+    a[i * kStep] = x * cosine - y * sine;
+    b[i * kStep] = y * cosine + x * sine;
+  }
+}
+
+}  // namespace
+
 void Operators::rope(const RopeArgs<float>& args, Stream stream) const {
   stream.enqueue([args, pool = pool_] {
     const std::int64_t heads = args.in.extent(1);
     const std::int64_t dim = args.in.extent(2);
     const std::int64_t pairs = args.rope.rotary_dim / 2;
-    const std::int64_t step = args.rope.is_interleaved ? 2 : 1;
-    const std::int64_t partner = args.rope.is_interleaved ? 1 : pairs;
     for_each_row(*pool, args.in.extent(0), heads * dim, [&](std::int64_t token) {
-      const std::int64_t position = args.positions[token];
       for (std::int64_t head = 0; head < heads; ++head) {
         const float* in = &args.in(token, head, 0);
         float* out = &args.out(token, head, 0);
         if (in != out) std::memcpy(out, in, static_cast<std::size_t>(dim) * sizeof(float));
       }
+      const std::int64_t position = args.positions[token];
       if (position < 0) return;  // padding
-      for (std::int64_t pair = 0; pair < pairs; ++pair) {
-        // The product rounds to f32 as the models were trained with it; its cosine is then exact to f32.
-        const float angle = static_cast<float>(position) * args.rope.inverse_frequency[pair];
-        const float cosine = std::cos(angle) * args.rope.magnitude;
-        const float sine = std::sin(angle) * args.rope.magnitude;
+      for (std::int64_t pair = 0; pair < pairs; pair += kPairsAtOnce) {
+        const Rotation rotation = rotation_at(args.rope, position, pair);
         for (std::int64_t head = 0; head < heads; ++head) {
-          float* a = &args.out(token, head, pair * step);
-          float* b = a + partner;
-          const float x = *a;
-          const float y = *b;
-          *a = x * cosine - y * sine;
-          *b = y * cosine + x * sine;
+          float* x = &args.out(token, head, 0);
+          if (args.rope.is_interleaved) {
+            rotate<2>(rotation, x + 2 * pair, x + 2 * pair + 1);
+          } else {
+            rotate<1>(rotation, x + pair, x + pairs + pair);
+          }
         }
       }
     });
@@ -126,21 +157,25 @@ void Operators::append_kv(const AppendKvArgs<float>& args, Stream stream) const 
     const KvView& kv = args.kv;
     dispatch(kv.dtype, [&]<class T>(T*) {
       const KvRows<T> rows(kv);
+      const std::int32_t* offsets = args.batch.query_offsets;
       const std::int64_t sequences = args.batch.num_sequences();
-      for_each_row(*pool, sequences, kElementsPerTask, [&](std::int64_t b) {
-        const std::int32_t slot = args.batch.sequence_slots[b];
-        for (std::int64_t token = args.batch.query_offsets[b]; token < args.batch.query_offsets[b + 1];
-             ++token) {
-          const std::int64_t position = args.batch.positions[token];
-          if (position < 0 || kv.layout.owner(position) != kv.kvp_rank) continue;
-          const std::int64_t local = kv.layout.local(position);
-          for (std::int64_t head = 0; head < kv.num_heads; ++head) {
-            store_row(&args.k(token, head, 0), rows.k(slot, local, head), kv.head_dim,
-                      scale_of(kv.k_scale, head));
-            if (kv.is_mla) continue;
-            store_row(&args.v(token, head, 0), rows.v(slot, local, head), kv.value_dim,
-                      scale_of(kv.v_scale, head));
-          }
+      if (sequences == 0) return;
+      const std::int64_t first = offsets[0];
+      const std::int64_t row_elements = kv.num_heads * (kv.head_dim + (kv.is_mla ? 0 : kv.value_dim));
+      for_each_row(*pool, offsets[sequences] - first, row_elements, [&](std::int64_t row) {
+        const std::int64_t token = first + row;
+        const std::int64_t position = args.batch.positions[token];
+        if (position < 0 || kv.layout.owner(position) != kv.kvp_rank) return;
+        // The last sequence that begins at or before the token: empty ones begin where the next does.
+        const std::int32_t* next = std::upper_bound(offsets, offsets + sequences, token);
+        const std::int32_t slot = args.batch.sequence_slots[next - offsets - 1];
+        const std::int64_t local = kv.layout.local(position);
+        for (std::int64_t head = 0; head < kv.num_heads; ++head) {
+          store_row(&args.k(token, head, 0), rows.k(slot, local, head), kv.head_dim,
+                    scale_of(kv.k_scale, head));
+          if (kv.is_mla) continue;
+          store_row(&args.v(token, head, 0), rows.v(slot, local, head), kv.value_dim,
+                    scale_of(kv.v_scale, head));
         }
       });
     });

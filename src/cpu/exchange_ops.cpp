@@ -9,6 +9,8 @@
 #include <helix/cpu/backend.hpp>
 #include <helix/error.hpp>
 
+#include "cpu/row_tasks.hpp"
+
 namespace helix::cpu {
 namespace {
 
@@ -18,21 +20,31 @@ constexpr float kEmpty = -std::numeric_limits<float>::infinity();
 void combine_head(const LseCombineArgs<float>& args, std::int64_t token, std::int64_t head) {
   const std::int64_t ranks = args.partial_lse.extent(0);
   const std::int64_t dim = args.out.extent(2);
+  const float sink = args.sink != nullptr ? args.sink[head] : kEmpty;
+  float max = sink;
+  for (std::int64_t rank = 0; rank < ranks; ++rank) {
+    const float lse = args.partial_lse(rank, token, head);
+    if (lse > max || std::isnan(lse)) max = lse;  // NaN stays: nothing is larger
+  }
   float* out = &args.out(token, head, 0);
-  float max = args.sink != nullptr ? args.sink[head] : kEmpty;
-  for (std::int64_t rank = 0; rank < ranks; ++rank) max = std::max(max, args.partial_lse(rank, token, head));
-  std::fill_n(out, dim, 0.0f);
-  float sum = 0.0f;
-  if (max != kEmpty) {
-    if (args.sink != nullptr) sum += std::exp(args.sink[head] - max);
-    for (std::int64_t rank = 0; rank < ranks; ++rank) {
-      const float lse = args.partial_lse(rank, token, head);
-      if (lse == kEmpty) continue;  // weight 0, whatever its out holds (invariant 6)
-      const float weight = std::exp(lse - max);
-      sum += weight;
-      const float* partial = &args.partial_out(rank, token, head, 0);
+  float sum = max == kEmpty ? 0.0f : std::exp(sink - max);
+  bool is_first = true;
+  for (std::int64_t rank = 0; rank < ranks; ++rank) {
+    const float lse = args.partial_lse(rank, token, head);
+    if (lse == kEmpty) continue;  // weight 0, whatever its out holds (invariant 6)
+    const float weight = std::exp(lse - max);
+    sum += weight;
+    const float* partial = &args.partial_out(rank, token, head, 0);
+    if (is_first) {
+      for (std::int64_t d = 0; d < dim; ++d) out[d] = weight * partial[d];
+    } else {
       for (std::int64_t d = 0; d < dim; ++d) out[d] += weight * partial[d];
     }
+    is_first = false;
+  }
+  if (is_first) {
+    std::fill_n(out, dim, 0.0f);
+  } else {
     const float inverse = 1.0f / sum;
     for (std::int64_t d = 0; d < dim; ++d) out[d] *= inverse;
   }
@@ -91,10 +103,9 @@ void Operators::check_exchange(const CheckExchangeArgs& args, Stream stream) con
 void Operators::lse_combine(const LseCombineArgs<float>& args, Stream stream) const {
   stream.enqueue([args, pool = pool_] {
     const std::int64_t heads = args.out.extent(1);
-    const auto combine = [&](std::int64_t token, int) {
-      for (std::int64_t head = 0; head < heads; ++head) combine_head(args, token, head);
-    };
-    pool->parallel_for(args.out.extent(0), std::ref(combine));
+    const std::int64_t elements = args.partial_lse.extent(0) * args.out.extent(2);
+    for_each_row(*pool, args.out.extent(0) * heads, elements,
+                 [&](std::int64_t row) { combine_head(args, row / heads, row % heads); });
   });
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -10,10 +11,10 @@
 
 #include <helix/cpu/backend.hpp>
 #include <helix/error.hpp>
-#include <helix/topology.hpp>
 #include <helix/workspace.hpp>
 
 #include "cpu/linear_kernels.hpp"
+#include "cpu/row_tasks.hpp"
 
 namespace helix::cpu {
 namespace {
@@ -91,26 +92,63 @@ void route_token(const RouteArgs<float>& args, std::int64_t token) {
   for (std::int64_t i = 0; i < top_k; ++i) weights[i] *= factor;
 }
 
-/// Scratch of expert_ffn. Rows are (token, choice) pairs that this rank serves, sorted by expert.
+/// Scratch of expert_ffn. A row is a (token, choice) pair that this rank serves; rows are sorted by expert,
+/// then token.
 struct ExpertBuffers {
-  TensorView<std::int32_t, 2> tokens;  // [rows, 2]: token, choice
-  TensorView<std::int32_t, 1> begins;  // [local experts + 1]
-  TensorView<float, 2> in;             // [rows, M]
-  TensorView<float, 2> gate_up;        // [rows, 2F]
-  TensorView<float, 2> out;            // [rows, M]
+  TensorView<std::int32_t, 1> ends;    // [local experts], one past the expert's last row
+  TensorView<std::int32_t, 1> active;  // [local experts], those with rows
+  TensorView<std::int32_t, 2> row_of;  // [tokens, top_k], -1: an expert of another rank
+  TensorView<float, 2> in;             // [tokens * top_k, M]
+  TensorView<float, 2> gate_up;        // [tokens * top_k, 2F]
+  TensorView<float, 2> out;            // [tokens * top_k, M]
 };
 
-ExpertBuffers carve(std::int64_t rows, std::int64_t hidden, std::int64_t ffn, WorkspaceArena& arena) {
+ExpertBuffers carve(std::int64_t tokens, std::int64_t top_k, std::int64_t hidden, std::int64_t ffn,
+                    WorkspaceArena& arena) {
   ExpertBuffers buffers;
-  buffers.tokens = arena.take<std::int32_t, 2>({rows, 2});
-  buffers.begins = arena.take<std::int32_t, 1>({static_cast<std::int64_t>(kMaxExperts) + 1});
-  buffers.in = arena.take<float, 2>({rows, hidden});
-  buffers.gate_up = arena.take<float, 2>({rows, 2 * ffn});
-  buffers.out = arena.take<float, 2>({rows, hidden});
+  buffers.ends = arena.take<std::int32_t, 1>({static_cast<std::int64_t>(kMaxExperts)});
+  buffers.active = arena.take<std::int32_t, 1>({static_cast<std::int64_t>(kMaxExperts)});
+  buffers.row_of = arena.take<std::int32_t, 2>({tokens, top_k});
+  buffers.in = arena.take<float, 2>({tokens * top_k, hidden});
+  buffers.gate_up = arena.take<float, 2>({tokens * top_k, 2 * ffn});
+  buffers.out = arena.take<float, 2>({tokens * top_k, hidden});
   return buffers;
 }
 
-/// out [rows, weight.rows] = in [rows, weight.cols] * weight^T, one slice of weight rows.
+/// Fills ends, active and row_of by a counting sort. Returns the number of active experts.
+std::int64_t sort_by_expert(const ExpertFfnArgs<float>& args, const ExpertBuffers& buffers) {
+  const std::int64_t tokens = args.experts.extent(0);
+  const std::int64_t top_k = args.experts.extent(1);
+  const auto num_experts = static_cast<std::int64_t>(args.local_experts.size());
+  const auto local = [&](std::int64_t token, std::int64_t choice) {
+    const std::int64_t expert = args.experts(token, choice) - args.first_expert;
+    return expert >= 0 && expert < num_experts ? expert : -1;
+  };
+  std::int32_t* ends = buffers.ends.data();
+  std::fill_n(ends, num_experts, 0);
+  for (std::int64_t token = 0; token < tokens; ++token) {
+    for (std::int64_t choice = 0; choice < top_k; ++choice) {
+      if (const std::int64_t expert = local(token, choice); expert >= 0) ++ends[expert];
+    }
+  }
+  std::int64_t num_active = 0;
+  std::int32_t begin = 0;
+  for (std::int64_t expert = 0; expert < num_experts; ++expert) {
+    const std::int32_t count = ends[expert];
+    if (count > 0) buffers.active(num_active++) = static_cast<std::int32_t>(expert);
+    ends[expert] = begin;  // moves on to the end while the rows are handed out
+    begin += count;
+  }
+  for (std::int64_t token = 0; token < tokens; ++token) {
+    for (std::int64_t choice = 0; choice < top_k; ++choice) {
+      const std::int64_t expert = local(token, choice);
+      buffers.row_of(token, choice) = expert < 0 ? -1 : ends[expert]++;
+    }
+  }
+  return num_active;
+}
+
+/// out [rows, weight.rows] = in [rows, weight.cols] * weight^T for the weight rows of one slice.
 void multiply_slice(TensorView<const float, 2> in, const WeightView& weight, TensorView<float, 2> out,
                     std::int64_t slice) {
   const std::int64_t first = slice * kLinearTaskRows;
@@ -128,98 +166,106 @@ void multiply_slice(TensorView<const float, 2> in, const WeightView& weight, Ten
   multiply(task);
 }
 
-std::int64_t num_slices(const WeightView& weight) {
-  return (weight.rows + kLinearTaskRows - 1) / kLinearTaskRows;
+/// One projection of all active experts in one loop over (expert, slice): two hand-overs to the threads a
+/// layer, not two an expert.
+template <class WeightOf>
+void project(ThreadPool& pool, const ExpertBuffers& buffers, std::int64_t num_active,
+             std::int64_t weight_rows, TensorView<const float, 2> in, TensorView<float, 2> out,
+             const WeightOf& weight_of) {
+  const std::int64_t slices = (weight_rows + kLinearTaskRows - 1) / kLinearTaskRows;
+  const auto body = [&](std::int64_t index, int) {
+    const std::int64_t expert = buffers.active(index / slices);
+    const std::int64_t begin = expert == 0 ? 0 : buffers.ends(expert - 1);
+    const std::int64_t count = buffers.ends(expert) - begin;
+    multiply_slice(in.slice(0, begin, count), weight_of(expert), out.slice(0, begin, count), index % slices);
+  };
+  pool.parallel_for(num_active * slices, std::cref(body));
+}
+
+/// Adds a token's weighted expert outputs to its row of out, in increasing expert id whatever the threads do.
+void add_experts(const ExpertFfnArgs<float>& args, const ExpertBuffers& buffers, std::int64_t token) {
+  const std::int64_t top_k = args.experts.extent(1);
+  const std::int64_t hidden = args.in.extent(1);
+  float* target = &args.out(token, 0);
+  std::int32_t done = -1;  // rows grow with the expert id
+  for (;;) {
+    std::int64_t next = -1;
+    for (std::int64_t choice = 0; choice < top_k; ++choice) {
+      const std::int32_t row = buffers.row_of(token, choice);
+      if (row > done && (next < 0 || row < buffers.row_of(token, next))) next = choice;
+    }
+    if (next < 0) return;
+    done = buffers.row_of(token, next);
+    const float weight = args.weights(token, next);
+    const float* source = &buffers.out(done, 0);
+    for (std::int64_t i = 0; i < hidden; ++i) target[i] += weight * source[i];
+  }
 }
 
 void run_experts(const ExpertFfnArgs<float>& args, ThreadPool& pool) {
   const std::int64_t tokens = args.in.extent(0);
   const std::int64_t top_k = args.experts.extent(1);
   const std::int64_t hidden = args.in.extent(1);
-  const auto num_experts = static_cast<std::int64_t>(args.local_experts.size());
-  if (num_experts == 0) return;
+  if (tokens == 0 || args.local_experts.empty()) return;
   const std::int64_t ffn = args.local_experts.front().down.cols;
   WorkspaceArena arena(args.workspace);
-  const ExpertBuffers buffers = carve(tokens * top_k, hidden, ffn, arena);
+  const ExpertBuffers buffers = carve(tokens, top_k, hidden, ffn, arena);
+  const std::int64_t num_active = sort_by_expert(args, buffers);
+  if (num_active == 0) return;
+  const std::int64_t rows = buffers.ends(buffers.active(num_active - 1));
 
-  // Counting sort of the pairs by expert; within an expert by token, so that the order is fixed.
-  std::int32_t* begins = buffers.begins.data();
-  std::fill_n(begins, num_experts + 1, 0);
-  const auto local = [&](std::int64_t token, std::int64_t choice) {
-    const std::int64_t expert = args.experts(token, choice) - args.first_expert;
-    return expert >= 0 && expert < num_experts ? expert : -1;
-  };
-  for (std::int64_t token = 0; token < tokens; ++token) {
+  for_each_row(pool, tokens, top_k * hidden, [&](std::int64_t token) {
     for (std::int64_t choice = 0; choice < top_k; ++choice) {
-      if (const std::int64_t expert = local(token, choice); expert >= 0) ++begins[expert + 1];
-    }
-  }
-  for (std::int64_t expert = 0; expert < num_experts; ++expert) begins[expert + 1] += begins[expert];
-  for (std::int64_t token = 0; token < tokens; ++token) {
-    for (std::int64_t choice = 0; choice < top_k; ++choice) {
-      const std::int64_t expert = local(token, choice);
-      if (expert < 0) continue;
-      const std::int64_t row = begins[expert]++;
-      buffers.tokens(row, 0) = static_cast<std::int32_t>(token);
-      buffers.tokens(row, 1) = static_cast<std::int32_t>(choice);
+      const std::int32_t row = buffers.row_of(token, choice);
+      if (row < 0) continue;
       std::memcpy(&buffers.in(row, 0), &args.in(token, 0), static_cast<std::size_t>(hidden) * sizeof(float));
     }
-  }
-  // begins[e] now holds the end of expert e.
-  const auto rows_of = [&](std::int64_t expert) {
-    return Range{expert == 0 ? 0 : begins[expert - 1], begins[expert]};
+  });
+  const auto weights_of = [&](std::int64_t expert) -> const ExpertWeights& {
+    return args.local_experts[static_cast<std::size_t>(expert)];
   };
-  for (std::int64_t expert = 0; expert < num_experts; ++expert) {
-    const Range rows = rows_of(expert);
-    if (rows.size() == 0) continue;
-    const ExpertWeights& weights = args.local_experts[static_cast<std::size_t>(expert)];
-    const auto in = buffers.in.slice(0, rows.begin, rows.size());
-    const auto gate_up = buffers.gate_up.slice(0, rows.begin, rows.size());
-    const auto out = buffers.out.slice(0, rows.begin, rows.size());
-    const auto up_projection = [&](std::int64_t slice, int) {
-      multiply_slice(in, weights.gate_up, gate_up, slice);
-    };
-    pool.parallel_for(num_slices(weights.gate_up), std::ref(up_projection));
-    for (std::int64_t row = 0; row < rows.size(); ++row) {
-      float* gate = &gate_up(row, 0);
-      const float* up = gate + ffn;
-      for (std::int64_t i = 0; i < ffn; ++i) gate[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
-    }
-    const TensorView<const float, 2> activated = gate_up.slice(1, 0, ffn);
-    const auto down_projection = [&](std::int64_t slice, int) {
-      multiply_slice(activated, weights.down, out, slice);
-    };
-    pool.parallel_for(num_slices(weights.down), std::ref(down_projection));
-    // Experts one after the other: a token's contributions add up in increasing expert id.
-    for (std::int64_t row = 0; row < rows.size(); ++row) {
-      const std::int32_t token = buffers.tokens(rows.begin + row, 0);
-      const float weight = args.weights(token, buffers.tokens(rows.begin + row, 1));
-      float* target = &args.out(token, 0);
-      const float* source = &out(row, 0);
-      for (std::int64_t i = 0; i < hidden; ++i) target[i] += weight * source[i];
-    }
-  }
+  project(pool, buffers, num_active, 2 * ffn, buffers.in, buffers.gate_up,
+          [&](std::int64_t expert) -> const WeightView& { return weights_of(expert).gate_up; });
+  for_each_row(pool, rows, 4 * ffn, [&](std::int64_t row) {  // the exponential makes up for four elements
+    float* gate = &buffers.gate_up(row, 0);
+    const float* up = gate + ffn;
+    for (std::int64_t i = 0; i < ffn; ++i) gate[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
+  });
+  project(pool, buffers, num_active, hidden, buffers.gate_up.slice(1, 0, ffn), buffers.out,
+          [&](std::int64_t expert) -> const WeightView& { return weights_of(expert).down; });
+  for_each_row(pool, tokens, top_k * hidden, [&](std::int64_t token) { add_experts(args, buffers, token); });
 }
 
 }  // namespace
 
 void Operators::route(const RouteArgs<float>& args, Stream stream) const {
-  HELIX_EXPECTS(args.logits.extent(1) <= static_cast<std::int64_t>(kMaxExperts), ErrorCode::unsupported,
-                "route: ", args.logits.extent(1), " experts; this backend is built for up to ", kMaxExperts);
+  const std::int64_t experts = args.logits.extent(1);
+  const std::int64_t top_k = args.experts.extent(1);
+  HELIX_EXPECTS(experts <= static_cast<std::int64_t>(kMaxExperts), ErrorCode::unsupported, "route: ", experts,
+                " experts; this backend is built for up to ", kMaxExperts);
+  HELIX_EXPECTS(args.num_groups >= 1 && experts % args.num_groups == 0 && args.groups_kept >= 1 &&
+                    args.groups_kept <= args.num_groups &&
+                    top_k <= experts / args.num_groups * args.groups_kept,
+                ErrorCode::invalid_argument, "route: ", top_k, " of ", experts, " experts in ",
+                args.num_groups, " groups of which ", args.groups_kept,
+                " are kept; groups must be equal and the kept ones hold that many experts");
   stream.enqueue([args, pool = pool_] {
-    const auto body = [&](std::int64_t token, int) { route_token(args, token); };
-    pool->parallel_for(args.logits.extent(0), std::ref(body));
+    for_each_row(*pool, args.logits.extent(0), 8 * args.logits.extent(1),
+                 [&](std::int64_t token) { route_token(args, token); });
   });
 }
 
 void Operators::expert_ffn(const ExpertFfnArgs<float>& args, Stream stream) const {
+  HELIX_EXPECTS(args.local_experts.size() <= kMaxExperts, ErrorCode::unsupported,
+                "expert_ffn: ", args.local_experts.size(),
+                " experts on this rank; this backend is built for up to ", kMaxExperts);
   stream.enqueue([args, pool = pool_] { run_experts(args, *pool); });
 }
 
 std::size_t Operators::expert_ffn_workspace_bytes(std::int64_t num_tokens, std::int64_t top_k,
                                                   std::int64_t hidden, std::int64_t expert_ffn) const {
   WorkspaceArena measure;
-  carve(num_tokens * top_k, hidden, expert_ffn, measure);
+  carve(num_tokens, top_k, hidden, expert_ffn, measure);
   return measure.used_bytes();
 }
 

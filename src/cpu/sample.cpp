@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // cpu::Operators::sample: greedy or nucleus sampling, a function of logits, seed and counter alone.
 #include <algorithm>
-#include <array>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -37,45 +37,74 @@ void for_each_logit(const SampleArgs<float>& args, std::int64_t row, const Visit
   }
 }
 
-std::int32_t greedy(const SampleArgs<float>& args, std::int64_t row) {
+/// The likeliest token. @throws Error(invalid_argument) if a logit is NaN or +inf, or all are -inf: the model
+/// has gone wrong, and any choice would hide it.
+Candidate likeliest(const SampleArgs<float>& args, std::int64_t row) {
   Candidate best{-std::numeric_limits<float>::infinity(), -1};
   for_each_logit(args, row, [&](float logit, std::int32_t id) {
     HELIX_EXPECTS(!std::isnan(logit), ErrorCode::invalid_argument, "sample: the logit of token ", id,
                   " in row ", row, " is NaN");
     if (logit > best.logit) best = {logit, id};
   });
-  HELIX_EXPECTS(best.id >= 0, ErrorCode::invalid_argument, "sample: row ", row, " has no logit above -inf");
-  return best.id;
+  HELIX_EXPECTS(std::isfinite(best.logit), ErrorCode::invalid_argument, "sample: the largest logit of row ",
+                row, " is ", best.logit, "; it must be finite");
+  return best;
 }
 
+/// All tokens of one row, of which ever more are in order. A nucleus is a few tokens of a hundred thousand:
+/// they are found by selection, not by sorting the vocabulary.
+class Ranking {
+ public:
+  explicit Ranking(std::vector<Candidate>& candidates) : candidates_(candidates) {}
+
+  std::size_t size() const { return candidates_.size(); }
+
+  /// The token with the `index`-th largest logit.
+  const Candidate& operator[](std::size_t index) {
+    while (index >= sorted_) {
+      const std::size_t end = std::min(candidates_.size(), std::max<std::size_t>(64, 8 * sorted_));
+      const auto at = [&](std::size_t i) { return candidates_.begin() + static_cast<std::ptrdiff_t>(i); };
+      if (end < candidates_.size()) std::nth_element(at(sorted_), at(end), candidates_.end(), comes_before);
+      std::sort(at(sorted_), at(end), comes_before);
+      sorted_ = end;
+    }
+    return candidates_[index];
+  }
+
+ private:
+  std::vector<Candidate>& candidates_;
+  std::size_t sorted_ = 0;
+};
+
 std::int32_t draw(const SampleArgs<float>& args, std::int64_t row) {
-  std::vector<Candidate> candidates;
-  candidates.reserve(static_cast<std::size_t>(args.shard_begins[args.logits.extent(0)]));
+  const double max = likeliest(args, row).logit;
+  const auto weight = [&](float logit) { return std::exp((logit - max) / args.temperature); };
+  thread_local std::vector<Candidate>
+      candidates;  // grows to the vocabulary once, then steps allocate nothing
+  candidates.clear();
+  double total = 0.0;  // in the order of ids, so that it does not depend on the shards
   for_each_logit(args, row, [&](float logit, std::int32_t id) {
-    HELIX_EXPECTS(!std::isnan(logit), ErrorCode::invalid_argument, "sample: the logit of token ", id,
-                  " in row ", row, " is NaN");
-    candidates.push_back({logit, id});
+    const double w = weight(logit);
+    total += w;
+    if (w > 0.0) candidates.push_back({logit, id});
   });
-  std::sort(candidates.begin(), candidates.end(), comes_before);
-  HELIX_EXPECTS(!candidates.empty() && std::isfinite(candidates.front().logit), ErrorCode::invalid_argument,
-                "sample: row ", row, " has no finite largest logit");
-  const double max = candidates.front().logit;
-  const auto weight = [&](const Candidate& c) { return std::exp((c.logit - max) / args.temperature); };
-  double total = 0.0;
-  for (const Candidate& candidate : candidates) total += weight(candidate);
+  Ranking ranking(candidates);
 
   // The nucleus: the shortest prefix that reaches top_p of the mass; at least one token.
-  double mass = 0.0;
-  std::size_t nucleus = 0;
-  while (nucleus < candidates.size() && (nucleus == 0 || mass < args.top_p * total))
-    mass += weight(candidates[nucleus++]);
-
+  std::size_t nucleus = ranking.size();
+  double mass = total;
+  if (args.top_p < 1.0f) {
+    const double wanted = static_cast<double>(args.top_p) * total;
+    mass = weight(ranking[0].logit);
+    for (nucleus = 1; nucleus < ranking.size() && mass < wanted; ++nucleus)
+      mass += weight(ranking[nucleus].logit);
+  }
   double rest = philox_uniform(args.seed, args.counters[row]) * mass;
   for (std::size_t i = 0; i + 1 < nucleus; ++i) {
-    rest -= weight(candidates[i]);
-    if (rest < 0.0) return candidates[i].id;
+    rest -= weight(ranking[i].logit);
+    if (rest < 0.0) return ranking[i].id;
   }
-  return candidates[nucleus - 1].id;
+  return ranking[nucleus - 1].id;
 }
 
 }  // namespace
@@ -83,9 +112,9 @@ std::int32_t draw(const SampleArgs<float>& args, std::int64_t row) {
 void Operators::sample(const SampleArgs<float>& args, Stream stream) const {
   stream.enqueue([args, pool = pool_] {
     const auto body = [&](std::int64_t row, int) {
-      args.tokens[row] = args.temperature == 0.0f ? greedy(args, row) : draw(args, row);
+      args.tokens[row] = args.temperature == 0.0f ? likeliest(args, row).id : draw(args, row);
     };
-    pool->parallel_for(args.logits.extent(1), std::ref(body));
+    pool->parallel_for(args.logits.extent(1), std::cref(body));
   });
 }
 
