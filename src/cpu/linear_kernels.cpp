@@ -20,63 +20,70 @@ namespace helix::cpu::HWY_NAMESPACE {
 namespace {
 
 constexpr int kMaxRows = kLanes / 2;
-/// Columns of a step: the activations of a block stay in L1. The same for every R, so that sums have one
-/// order.
-constexpr std::int64_t kChunk = 1024;
+/// Columns of a step: the activations of a block, 24 KB, stay in L1. The same for every R, so that sums have
+/// one order.
+constexpr std::int64_t kChunk = 768;
 
 /// Weight rows; the last one stands for those that a block reads past the end.
-template <class T>
+template <class T, bool kAhead>
 struct WeightRows {
   const T* first;
   std::int64_t stride;
   std::int64_t last;
   HWY_INLINE const T* operator[](std::int64_t i) const { return first + std::min(i, last) * stride; }
-  HWY_INLINE void prefetch(std::int64_t, int, std::int64_t) const {}
+  /// A chunk of a row is too short for the hardware to run ahead.
+  HWY_INLINE void prefetch(std::int64_t i, int ahead, std::int64_t d) const {
+    if constexpr (kAhead) {
+      const char* line = reinterpret_cast<const char*>((*this)[i + ahead] + d);
+      HELIX_UNROLL for (int byte = 0; byte < kPair * static_cast<int>(sizeof(T)); byte += 64) {
+        __builtin_prefetch(line + byte);
+      }
+    }
+  }
 };
 
+/// Columns [begin, begin + cols) of the rows [first_row, + valid), added to out.
 template <class T, int R>
-HWY_NOINLINE void multiply_block(const LinearTask& task, std::int64_t first_row, int valid) {
+HWY_NOINLINE void multiply_block(const LinearTask& task, std::int64_t first_row, int valid,
+                                 std::int64_t begin, std::int64_t cols) {
   alignas(64) float x[R * kChunk];
-  alignas(64) float sums[kLinearTaskRows * R + kLanes];
   alignas(64) float dots[kLinearTaskRows * R + kLanes];
-  std::fill_n(sums, task.num_weight_rows * R, 0.0f);
   if (valid < R) std::fill_n(x, R * kChunk, 0.0f);
-  for (std::int64_t begin = 0; begin < task.cols; begin += kChunk) {
-    const std::int64_t cols = std::min(kChunk, task.cols - begin);
-    for (int r = 0; r < valid; ++r) {
-      load_pair_order<T>(task.in + (first_row + r) * task.in_stride + begin, cols, kDecodeFactor<T>,
-                         x + r * kPair, R * kPair);
-    }
-    const WeightRows<T> weights{static_cast<const T*>(task.weight) + begin, task.cols,
-                                task.num_weight_rows - 1};
-    dot_block<R, true>(weights, task.num_weight_rows, x, cols, dots);
-    for (std::int64_t i = 0; i < task.num_weight_rows * R; ++i) sums[i] += dots[i];
+  for (int r = 0; r < valid; ++r) {
+    load_pair_order<T>(task.in + (first_row + r) * task.in_stride + begin, cols, kDecodeFactor<T>,
+                       x + r * kPair, R * kPair);
   }
+  const WeightRows<T, (R > 1)> weights{static_cast<const T*>(task.weight) + begin, task.cols,
+                                       task.num_weight_rows - 1};
+  dot_block<R, true>(weights, task.num_weight_rows, x, cols, dots);
   for (int r = 0; r < valid; ++r) {
     float* out = task.out + (first_row + r) * task.out_stride;
-    for (std::int64_t n = 0; n < task.num_weight_rows; ++n) {
-      float value = sums[n * R + r];
-      if (task.accumulate) value += out[n];
-      out[n] = value;
+    if (begin == 0 && !task.accumulate) {
+      for (std::int64_t n = 0; n < task.num_weight_rows; ++n) out[n] = dots[n * R + r];
+    } else {
+      for (std::int64_t n = 0; n < task.num_weight_rows; ++n) out[n] += dots[n * R + r];
     }
   }
 }
 
+/// Chunks outermost: the weights of a chunk serve all rows before they leave the cache.
 template <class T>
 void multiply_as(const LinearTask& task) {
-  for (std::int64_t row = 0; row < task.num_rows;) {
-    const std::int64_t rest = task.num_rows - row;
-    const int valid = static_cast<int>(std::min<std::int64_t>(rest, kMaxRows));
-    if (valid == 1) {
-      multiply_block<T, 1>(task, row, valid);
-    } else if (valid == 2) {
-      multiply_block<T, 2>(task, row, valid);
-    } else if (kMaxRows > 4 && valid <= 4) {
-      multiply_block < T, kMaxRows<4 ? kMaxRows : 4>(task, row, valid);
-    } else {
-      multiply_block<T, kMaxRows>(task, row, valid);
+  for (std::int64_t begin = 0; begin < task.cols; begin += kChunk) {
+    const std::int64_t cols = std::min(kChunk, task.cols - begin);
+    for (std::int64_t row = 0; row < task.num_rows;) {
+      const int valid = static_cast<int>(std::min<std::int64_t>(task.num_rows - row, kMaxRows));
+      if (valid == 1) {
+        multiply_block<T, 1>(task, row, valid, begin, cols);
+      } else if (valid == 2) {
+        multiply_block<T, 2>(task, row, valid, begin, cols);
+      } else if (kMaxRows > 4 && valid <= 4) {
+        multiply_block < T, kMaxRows<4 ? kMaxRows : 4>(task, row, valid, begin, cols);
+      } else {
+        multiply_block<T, kMaxRows>(task, row, valid, begin, cols);
+      }
+      row += valid;
     }
-    row += valid;
   }
 }
 
