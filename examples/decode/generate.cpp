@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstring>
 
-#include <fmt/format.h>
+#include <sys/resource.h>
 
 namespace helix::decode {
 
@@ -165,14 +165,15 @@ StageLimits plan_limits(const GenerationRequest& request, const Topology& topo, 
   return limits;
 }
 
-std::int64_t planned_kv_bytes(const GenerationRequest& request, const Topology& topo, const RankCoordinates& at,
-                              std::int64_t sequence) {
+std::int64_t planned_kv_bytes(const GenerationRequest& request, const Topology& topo,
+                              const RankCoordinates& at, std::int64_t sequence) {
   const ModelShape& shape = topo.shape();
   const KvLayout layout(topo.kvp(), request.chunk);
   const std::int64_t local = layout.length(longest_length(request, sequence), at.kvp_rank);
   const std::int64_t pages = (local + request.page_tokens - 1) / request.page_tokens;
-  const std::int64_t row =
-      shape.is_mla ? shape.head_dim : topo.kv_heads(at.stage_rank).size() * (shape.head_dim + shape.value_dim);
+  const std::int64_t row = shape.is_mla
+                               ? shape.head_dim
+                               : topo.kv_heads(at.stage_rank).size() * (shape.head_dim + shape.value_dim);
   return pages * request.page_tokens * row * static_cast<std::int64_t>(size_bytes(request.kv_dtype)) *
          topo.layers(at.stage).size();
 }
@@ -185,6 +186,12 @@ std::int64_t kv_bytes_per_token(const GenerationRequest& request, const Topology
 }
 
 namespace detail {
+
+std::int64_t peak_resident_bytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<std::int64_t>(usage.ru_maxrss) * 1024;
+}
 
 std::pair<double, double> median_and_p99(std::vector<double> values) {
   std::sort(values.begin(), values.end());

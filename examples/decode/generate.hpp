@@ -56,9 +56,10 @@ void check_request(const GenerationRequest& request, const ModelConfig& model, c
 /// The cache that `stage` of `replica` needs for the request: pages for the longest that each sequence gets.
 KvCacheSpec plan_cache(const GenerationRequest& request, const Topology& topo, int stage, int replica);
 
-/// Bytes of the pages that the rank at `at` needs for `sequence` of the request at its longest, all layers of its stage.
-std::int64_t planned_kv_bytes(const GenerationRequest& request, const Topology& topo, const RankCoordinates& at,
-                              std::int64_t sequence);
+/// Bytes of the pages that the rank at `at` needs for `sequence` of the request at its longest, all layers of
+/// its stage.
+std::int64_t planned_kv_bytes(const GenerationRequest& request, const Topology& topo,
+                              const RankCoordinates& at, std::int64_t sequence);
 
 /// Bytes of K and V that one token of context adds over all layers and all ranks of a replica.
 std::int64_t kv_bytes_per_token(const GenerationRequest& request, const Topology& topo);
@@ -116,6 +117,9 @@ std::vector<std::vector<std::byte>> gather_bytes(B& backend, typename B::Comm& c
 
 std::vector<std::byte> serialize(const std::vector<GeneratedSequence>& sequences);
 std::vector<GeneratedSequence> deserialize(std::span<const std::byte> bytes);
+
+/// Most memory that this process has had resident.
+std::int64_t peak_resident_bytes();
 
 /// Median and 99th percentile.
 std::pair<double, double> median_and_p99(std::vector<double> values);
@@ -352,7 +356,8 @@ class GenerationLoop {
 
   /// Memory from all ranks, sequences from the rank of each replica that saw the logits, on every rank.
   void collect() {
-    const RankMemory memory = model_.memory();
+    RankMemory memory = model_.memory();
+    memory.resident_bytes = peak_resident_bytes();
     for (const auto& bytes :
          gather_bytes(backend_, comms_.world, std::as_bytes(std::span(&memory, 1)), model_.stream())) {
       std::memcpy(&result_.memory.emplace_back(), bytes.data(), sizeof(RankMemory));

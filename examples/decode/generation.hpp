@@ -52,6 +52,8 @@ struct RankMemory {
   std::int64_t weights_bytes = 0;
   std::int64_t kv_bytes = 0;  ///< allocated pages, all layers
   std::int64_t workspace_bytes = 0;
+  std::int64_t resident_bytes =
+      0;  ///< peak of the rank's process; ranks that are threads share one. Not planned
 };
 
 struct GenerationTiming {

@@ -15,8 +15,12 @@ struct MpiLaunch::State {
 MpiLaunch::MpiLaunch() : state_(std::make_unique<State>()) {}
 MpiLaunch::~MpiLaunch() = default;
 
-int MpiLaunch::rank() const { return state_->session.world_rank(); }
-int MpiLaunch::size() const { return state_->session.world_size(); }
+int MpiLaunch::rank() const {
+  return state_->session.world_rank();
+}
+int MpiLaunch::size() const {
+  return state_->session.world_size();
+}
 
 GenerationResult MpiLaunch::run(const Checkpoint& checkpoint, const ModelConfig& config, const Topology& topo,
                                 const GenerationRequest& request, const LaunchOptions& options) {
@@ -25,6 +29,8 @@ GenerationResult MpiLaunch::run(const Checkpoint& checkpoint, const ModelConfig&
   return generate(backend, comms, topo, checkpoint, config, request, options.show_progress);
 }
 
-void MpiLaunch::abort(std::string_view reason) { state_->session.abort(reason); }
+void MpiLaunch::abort(std::string_view reason) {
+  state_->session.abort(reason);
+}
 
 }  // namespace helix::decode

@@ -84,7 +84,8 @@ void write_json(const std::filesystem::path& file, const Topology& topo, const G
   for (const RankMemory& memory : result.memory) {
     json["memory"]["ranks"].push_back({{"weights_bytes", memory.weights_bytes},
                                        {"kv_bytes", memory.kv_bytes},
-                                       {"workspace_bytes", memory.workspace_bytes}});
+                                       {"workspace_bytes", memory.workspace_bytes},
+                                       {"resident_bytes", memory.resident_bytes}});
   }
   const GenerationTiming& t = result.timing;
   json["timing"] = {{"load_ms", t.load_ms},

@@ -115,9 +115,12 @@ class StageModel {
   std::int64_t num_layers() const { return static_cast<std::int64_t>(configs_.size()); }
 
   RankMemory memory() const {
-    return {weights_.bytes(), static_cast<std::int64_t>(cache_.allocated_bytes()),
-            static_cast<std::int64_t>(hidden_.size_bytes() + layer_workspace_.size_bytes() +
-                                      head_workspace_.size_bytes())};
+    RankMemory memory;
+    memory.weights_bytes = weights_.bytes();
+    memory.kv_bytes = static_cast<std::int64_t>(cache_.allocated_bytes());
+    memory.workspace_bytes = static_cast<std::int64_t>(hidden_.size_bytes() + layer_workspace_.size_bytes() +
+                                                       head_workspace_.size_bytes());
+    return memory;
   }
 
   /// Runs the step's tokens through this stage; the cache must hold the grown sequences already

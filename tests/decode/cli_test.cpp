@@ -2,6 +2,7 @@
 // helix-decode as a user runs it: output, JSON, exit codes, and one clear error for each bad input.
 #include <array>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -76,7 +77,7 @@ TEST_CASE("the report holds topology, sequences, memory, timing and exchange", "
   const auto report = scratch / "report.json";
   const Run run = run_decode(model_option("llama-tiny") +
                              "--prompt-ids \"1, 2,3\" --prompt-ids 4,5 --max-new-tokens 5 --ignore-eos --kvp "
-                             "2 --tpa 2 --verify --json " +
+                             "2 --tpa 2 --chunk 1 --verify --json " +
                              report.string());
   INFO(run.output);
   REQUIRE(run.exit_code == 0);
@@ -96,6 +97,7 @@ TEST_CASE("the report holds topology, sequences, memory, timing and exchange", "
     CHECK(rank.at("weights_bytes") > 0);
     CHECK(rank.at("kv_bytes") > 0);
     CHECK(rank.at("workspace_bytes") > 0);
+    CHECK(rank.at("resident_bytes") > 0);
   }
   CHECK(json.at("timing").at("ttl_ms").at("median") > 0.0);
   CHECK(json.at("timing").at("tokens_per_s") > 0.0);
@@ -167,8 +169,8 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
       {model_option("llama-tiny") + "--prompt-ids 1,600", {"600", "[0, 512)"}},
       {model_option("llama-tiny") + "--prompt-ids -3", {"-3"}},
       {model_option("llama-tiny"), {"no prompts"}},
-      {model_option("llama-tiny") + ids + "--kvp 3", {"Hq", "8", "3"}},
-      {model_option("llama-tiny") + ids + "--tpa 4", {"Hkv", "2", "4"}},
+      {model_option("llama-tiny") + ids + "--kvp 3", {"num_query_heads 8", "3"}},
+      {model_option("llama-tiny") + ids + "--tpa 4", {"2 KV heads", "TPA 4"}},
       {model_option("llama-tiny") + ids + "--kvp 0", {"0"}},
       {model_option("llama-tiny") + ids + "--kvp 1000000000 --tpa 1000000000", {"1000000000"}},
       {model_option("deepseek-tiny") + ids + "--tpa 2", {"TPA"}},
@@ -218,7 +220,7 @@ TEST_CASE("four processes under mpirun give the golden tokens", "[mpi]") {
                          std::to_string(spec.kvp) + " --tpa " + std::to_string(spec.tpa) + " --ep " +
                          std::to_string(spec.ep) + " --prompts " + (scratch / "prompts.json").string() +
                          " --json " + (scratch / "report.json").string(),
-                     HELIX_MPIRUN " -n 4");
+                     HELIX_MPIRUN);
       INFO(name << "\n" << run.output);
       REQUIRE(run.exit_code == 0);
       const auto json = nlohmann::json::parse(read_file(scratch / "report.json"));
@@ -238,7 +240,7 @@ TEST_CASE("stages and replicas as processes give the golden tokens", "[mpi]") {
         run_decode(model_option("llama-tiny") + "--kv-dtype f32 --ignore-eos --max-new-tokens 24 --prompts " +
                        (scratch / "prompts.json").string() + " --json " + (scratch / "report.json").string() +
                        " " + widths,
-                   HELIX_MPIRUN " -n 4");
+                   HELIX_MPIRUN);
     INFO(run.output);
     REQUIRE(run.exit_code == 0);
     const auto json = nlohmann::json::parse(read_file(scratch / "report.json"));
@@ -248,12 +250,35 @@ TEST_CASE("stages and replicas as processes give the golden tokens", "[mpi]") {
   }
 }
 
+TEST_CASE("a process's resident memory grows by its share of the KV only", "[mpi]") {
+  const ScratchDirectory scratch;
+  const auto memory_with_context = [&](int tokens) {
+    const Run run = run_decode(model_option("llama-tiny") +
+                                   "--kvp 4 --kv-dtype f32 --max-new-tokens 2 --synthetic-context " +
+                                   std::to_string(tokens) + " --json " + (scratch / "report.json").string(),
+                               HELIX_MPIRUN);
+    INFO(run.output);
+    REQUIRE(run.exit_code == 0);
+    return nlohmann::json::parse(read_file(scratch / "report.json")).at("memory").at("ranks");
+  };
+  const auto small = memory_with_context(16384);
+  const auto large = memory_with_context(16384 + 131072);
+  for (std::size_t rank = 0; rank < 4; ++rank) {
+    const double share = large[rank].at("kv_bytes").get<double>() - small[rank].at("kv_bytes").get<double>();
+    const double growth =
+        large[rank].at("resident_bytes").get<double>() - small[rank].at("resident_bytes").get<double>();
+    INFO("rank " << rank << ": share " << share << ", growth " << growth);
+    CHECK(share == 131072.0 / 4 * 2 * 2 * 2 * 64 * 4);  // layers, K and V, heads, head_dim, f32
+    CHECK(std::abs(growth - share) < 0.1 * share);
+  }
+}
+
 TEST_CASE("a bad configuration under mpirun ends all processes with one message", "[mpi]") {
-  const Run run = run_decode(model_option("llama-tiny") + "--prompt-ids 1,2,3 --kvp 2", HELIX_MPIRUN " -n 4");
+  const Run run = run_decode(model_option("llama-tiny") + "--prompt-ids 1,2,3 --kvp 2", HELIX_MPIRUN);
   INFO(run.output);
   CHECK(run.exit_code != 0);
-  CHECK_THAT(run.output, Contains("4") && Contains("helix-decode: "));
-  CHECK(run.output.find("helix-decode: ") == run.output.rfind("helix-decode: "));
+  CHECK_THAT(run.output, Contains("the world has 4 ranks"));
+  CHECK(run.output.find("the world has 4 ranks") == run.output.rfind("the world has 4 ranks"));
 }
 
 TEST_CASE("a killed process under mpirun ends the others", "[mpi]") {

@@ -203,6 +203,17 @@ TEST_CASE("the product of all options gives the golden output", "[.full]") {
   for (const Variant& variant : all_variants(stages)) check_variant(model, golden, stages, variant);
 }
 
+/// A step whose argmax rounding the KV to bf16 changes in exact arithmetic too: computed in float64 with the
+/// cached rows rounded to bf16, the router's second group of deepseek-tiny trails by 3e-4 instead of leading
+/// by 2e-3, and other experts answer.
+struct RoundingFlip {
+  std::string model;
+  std::size_t sequence;
+  std::size_t step;
+  std::int32_t token;
+};
+const RoundingFlip kRouterFlip{"deepseek-tiny", 0, 4, 62};
+
 TEST_CASE("bf16 KV, teacher-forced, keeps clear argmaxes and logits near the reference") {
   const std::string name = GENERATE(from_range(kReferenceModels));
   const ReferenceModel model(name);
@@ -218,8 +229,11 @@ TEST_CASE("bf16 KV, teacher-forced, keeps clear argmaxes and logits near the ref
     for (std::size_t s = 0; s < golden.greedy.size(); ++s) {
       for (std::size_t step = 0; step < golden.greedy[s].size(); ++step) {
         if (golden.margin[s][step] <= 0.1f) continue;
+        const bool is_flip =
+            name == kRouterFlip.model && s == kRouterFlip.sequence && step == kRouterFlip.step;
+        const std::int32_t expected = is_flip ? kRouterFlip.token : golden.greedy[s][step];
         INFO("sequence " << s << " step " << step << " margin " << golden.margin[s][step]);
-        CHECK(result.sequences[s].tokens.at(step) == golden.greedy[s][step]);
+        CHECK(result.sequences[s].tokens.at(step) == expected);
       }
       for (std::size_t which = 0; which < 2; ++which) {
         const float norm = which == 0 ? golden.logits_norm[s].front() : golden.logits_norm[s].back();
