@@ -29,7 +29,7 @@ static_assert(helix::Backend<helix::cpu::Backend<MpiComm>>);
 
 namespace {
 
-/// Reductions long enough for slices in two rounds.
+/// Sums whose slices are longer than the library's eager messages.
 void long_sum_row(MpiComm& comm) {
   Stream stream;
   constexpr std::int64_t kCount = 100003;
@@ -124,7 +124,7 @@ void timeout_row(MpiComm& comm) {
 int run_contract(MpiSession& session) {
   MpiComm world(MPI_COMM_WORLD);
   auto rows = helix::test::communicator_contract<MpiComm>();
-  rows.push_back({"long sums go as slices", long_sum_row});
+  rows.push_back({"long sums equal the exact ones", long_sum_row});
   rows.push_back({"long messages go in pieces", long_message_row});
   rows.push_back({"sizes that differ are an error on every rank", size_mismatch_row});
   rows.push_back({"an absent rank is named by the timeout", timeout_row});
