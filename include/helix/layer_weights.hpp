@@ -11,33 +11,33 @@ namespace helix {
 
 /// Grouped-query attention (MHA and MQA are its ends). Split over TPA, replicated over KVP; W_o over N.
 struct GqaWeights {
-  WeightView qkv;       ///< [(Hq/TPA + 2 Hkv/TPA) * D, M]: query rows, then key rows, then value rows
-  WeightView qkv_bias;  ///< [1, rows of qkv] or empty
-  WeightView q_norm;    ///< [1, D] or empty: RMSNorm of each query head before rope
-  WeightView k_norm;    ///< [1, D] or empty
-  WeightView o;         ///< [M, Hq/N * Dv]: the columns of Topology::combined_heads
-  WeightView o_bias;    ///< [1, M] on stage_rank 0, which adds it once before the all-reduce; empty elsewhere
+  WeightView qkv;         ///< [(Hq/TPA + 2 Hkv/TPA) * D, M]: query rows, then key rows, then value rows
+  WeightView qkv_bias{};  ///< [1, rows of qkv] or empty
+  WeightView q_norm{};    ///< [1, D] or empty: RMSNorm of each query head before rope
+  WeightView k_norm{};    ///< [1, D] or empty
+  WeightView o;           ///< [M, Hq/N * Dv]: the columns of Topology::combined_heads
+  WeightView o_bias{};  ///< [1, M] on stage_rank 0, which adds it once before the all-reduce; empty elsewhere
   const float* sinks = nullptr;  ///< [Hq/N] attention-sink logits of Topology::combined_heads, or nullptr
 };
 
 /// DeepSeek's multi-head latent attention, absorbed. TPA = 1: replicated over KVP, except W_UV and W_o.
 struct MlaWeights {
-  WeightView q_a;        ///< [q_lora, M], or empty: queries straight from hidden
-  WeightView q_a_norm;   ///< [1, q_lora], or empty with q_a
-  WeightView q_b;        ///< [Hq * (nope + rope), q_lora or M]
-  WeightView kv_a;       ///< [kv_lora + rope, M]
-  WeightView kv_a_norm;  ///< [1, kv_lora]
-  WeightView w_uk;       ///< [Hq * kv_lora, nope]: absorbs q_nope into the latent space, head by head
-  WeightView w_uv;       ///< [Hq/N * v, kv_lora]: of Topology::combined_heads
-  WeightView o;          ///< [M, Hq/N * v]
+  WeightView q_a{};       ///< [q_lora, M], or empty: queries straight from hidden
+  WeightView q_a_norm{};  ///< [1, q_lora], or empty with q_a
+  WeightView q_b;         ///< [Hq * (nope + rope), q_lora or M]
+  WeightView kv_a;        ///< [kv_lora + rope, M]
+  WeightView kv_a_norm;   ///< [1, kv_lora]
+  WeightView w_uk;        ///< [Hq * kv_lora, nope]: absorbs q_nope into the latent space, head by head
+  WeightView w_uv;        ///< [Hq/N * v, kv_lora]: of Topology::combined_heads
+  WeightView o;           ///< [M, Hq/N * v]
 };
 
 /// SwiGLU, split over N.
 struct DenseFfnWeights {
-  WeightView gate_up;       ///< [2 F/N, M]: gate rows, then up rows
-  WeightView gate_up_bias;  ///< [1, 2 F/N] or empty
-  WeightView down;          ///< [M, F/N]
-  WeightView down_bias;     ///< [1, M] on stage_rank 0; empty elsewhere
+  WeightView gate_up;         ///< [2 F/N, M]: gate rows, then up rows
+  WeightView gate_up_bias{};  ///< [1, 2 F/N] or empty
+  WeightView down;            ///< [M, F/N]
+  WeightView down_bias{};     ///< [1, M] on stage_rank 0; empty elsewhere
 };
 
 /// Routed experts over EP, each split over TPF; the shared expert split over N.
@@ -45,7 +45,7 @@ struct MoeWeights {
   WeightView router;                   ///< [E, M], replicated
   const float* router_bias = nullptr;  ///< [E], selects only; or nullptr
   std::vector<ExpertWeights> experts;  ///< of Topology::experts, in order
-  DenseFfnWeights shared;              ///< empty views when the model has no shared expert
+  DenseFfnWeights shared{};            ///< empty views when the model has no shared expert
 };
 
 struct LayerWeights {

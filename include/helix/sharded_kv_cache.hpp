@@ -28,9 +28,9 @@ struct KvCacheSpec {
   std::int64_t max_sequences = 64;
   std::int64_t max_tokens = 0;  ///< global tokens a sequence may reach; 0: as many as fit into the pages
   std::vector<float>
-      k_scales;  ///< fp8 only, stored * scale = value: empty (1), one, [Hkv of the whole model], or
-  std::vector<float> v_scales;  ///< [layers, Hkv]. MLA: k_scales serve the whole row, v_scales are empty
-  std::uint32_t tag = 0;        ///< set apart the ids of caches of equal sizes; equal on all ranks
+      k_scales{};  ///< fp8 only, stored * scale = value: empty (1), one, [Hkv of the whole model], or
+  std::vector<float> v_scales{};  ///< [layers, Hkv]. MLA: k_scales serve the whole row, v_scales are empty
+  std::uint32_t tag = 0;          ///< set apart the ids of caches of equal sizes; equal on all ranks
 };
 
 /// One rank's shard of the KV cache (invariants 2, 3, 9 and 11). Memory is allocated once, at addresses that
