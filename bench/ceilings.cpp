@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+// The ceilings in SIMD, compiled for each instruction set and chosen at run time.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ceilings.cpp"
+#include <hwy/foreach_target.h>
+// After foreach_target.
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include <hwy/highway.h>
+
+#include <helix/cpu/backend.hpp>
+#include <helix/dtype.hpp>
+#include <helix/error.hpp>
+
+#include "ceilings.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace helix::bench::HWY_NAMESPACE {
+namespace {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+float read_target(const float* data, std::size_t count) {
+  const hn::ScalableTag<float> d;
+  const std::size_t lanes = hn::Lanes(d);
+  auto a0 = hn::Zero(d), a1 = a0, a2 = a0, a3 = a0, a4 = a0, a5 = a0, a6 = a0, a7 = a0;
+  for (std::size_t i = 0; i + 8 * lanes <= count; i += 8 * lanes) {
+    a0 = hn::Add(a0, hn::LoadU(d, data + i));
+    a1 = hn::Add(a1, hn::LoadU(d, data + i + lanes));
+    a2 = hn::Add(a2, hn::LoadU(d, data + i + 2 * lanes));
+    a3 = hn::Add(a3, hn::LoadU(d, data + i + 3 * lanes));
+    a4 = hn::Add(a4, hn::LoadU(d, data + i + 4 * lanes));
+    a5 = hn::Add(a5, hn::LoadU(d, data + i + 5 * lanes));
+    a6 = hn::Add(a6, hn::LoadU(d, data + i + 6 * lanes));
+    a7 = hn::Add(a7, hn::LoadU(d, data + i + 7 * lanes));
+  }
+  const auto sum =
+      hn::Add(hn::Add(hn::Add(a0, a1), hn::Add(a2, a3)), hn::Add(hn::Add(a4, a5), hn::Add(a6, a7)));
+  return hn::GetLane(hn::SumOfLanes(d, sum));
+}
+
+/// Operations of one step of multiply_add_target.
+double step_flops_target() {
+  return 12.0 * 2.0 * static_cast<double>(hn::Lanes(hn::ScalableTag<float>()));
+}
+
+// 12 chains: more than latency times throughput of any core, and they fit 16 registers.
+float multiply_add_target(std::int64_t steps) {
+  const hn::ScalableTag<float> d;
+  const auto x = hn::Set(d, 0.999f), y = hn::Set(d, 0.125f);
+  auto a0 = hn::Iota(d, 0), a1 = hn::Iota(d, 1), a2 = hn::Iota(d, 2), a3 = hn::Iota(d, 3),
+       a4 = hn::Iota(d, 4), a5 = hn::Iota(d, 5), a6 = hn::Iota(d, 6), a7 = hn::Iota(d, 7),
+       a8 = hn::Iota(d, 8), a9 = hn::Iota(d, 9), a10 = hn::Iota(d, 10), a11 = hn::Iota(d, 11);
+  for (std::int64_t i = 0; i < steps; ++i) {
+    a0 = hn::MulAdd(a0, x, y), a1 = hn::MulAdd(a1, x, y), a2 = hn::MulAdd(a2, x, y),
+    a3 = hn::MulAdd(a3, x, y);
+    a4 = hn::MulAdd(a4, x, y), a5 = hn::MulAdd(a5, x, y), a6 = hn::MulAdd(a6, x, y),
+    a7 = hn::MulAdd(a7, x, y);
+    a8 = hn::MulAdd(a8, x, y), a9 = hn::MulAdd(a9, x, y), a10 = hn::MulAdd(a10, x, y),
+    a11 = hn::MulAdd(a11, x, y);
+  }
+  const auto sum =
+      hn::Add(hn::Add(hn::Add(hn::Add(a0, a1), hn::Add(a2, a3)), hn::Add(hn::Add(a4, a5), hn::Add(a6, a7))),
+              hn::Add(hn::Add(a8, a9), hn::Add(a10, a11)));
+  return hn::GetLane(hn::SumOfLanes(d, sum));
+}
+
+}  // namespace
+}  // namespace helix::bench::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace helix::bench {
+namespace {
+
+HWY_EXPORT(read_target);
+HWY_EXPORT(step_flops_target);
+HWY_EXPORT(multiply_add_target);
+
+constexpr std::size_t kMaxRandomBytes = std::size_t{1} << 30;
+
+/// Seconds until all of `body(0 .. num_threads - 1)` have returned.
+template <class Body>
+double time_threads(int num_threads, const Body& body) {
+  const auto start = std::chrono::steady_clock::now();
+  std::vector<std::thread> others;
+  for (int thread = 1; thread < num_threads; ++thread) others.emplace_back([&body, thread] { body(thread); });
+  body(0);
+  for (std::thread& other : others) other.join();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+}  // namespace
+
+double measure_read(std::span<const std::byte> data, int num_threads) {
+  const std::size_t part = data.size() / sizeof(float) / static_cast<std::size_t>(num_threads);
+  const auto* floats = reinterpret_cast<const float*>(data.data());
+  const double seconds = time_threads(num_threads, [&](int thread) {
+    float sum = HWY_DYNAMIC_DISPATCH(read_target)(floats + static_cast<std::size_t>(thread) * part, part);
+    benchmark::DoNotOptimize(sum);
+  });
+  return static_cast<double>(part * sizeof(float)) * num_threads / seconds;
+}
+
+double measure_multiply_add(int num_threads) {
+  constexpr std::int64_t kSteps = 2'000'000;
+  const double seconds = time_threads(num_threads, [](int) {
+    float sum = HWY_DYNAMIC_DISPATCH(multiply_add_target)(kSteps);
+    benchmark::DoNotOptimize(sum);
+  });
+  return static_cast<double>(kSteps) * HWY_DYNAMIC_DISPATCH(step_flops_target)() * num_threads / seconds;
+}
+
+std::span<std::byte> random_bf16(std::size_t bytes) {
+  HELIX_EXPECTS(bytes <= kMaxRandomBytes, ErrorCode::invalid_argument, "random_bf16: ", bytes,
+                " bytes asked, at most ", kMaxRandomBytes);
+  static const cpu::Buffer buffer = [] {
+    cpu::Buffer memory(kMaxRandomBytes);
+    auto* words = reinterpret_cast<std::uint16_t*>(memory.data());
+    std::uint64_t state = 0x9e3779b97f4a7c15u;
+    for (std::size_t i = 0; i < kMaxRandomBytes / sizeof(bf16); i += 2) {
+      state ^= state << 13, state ^= state >> 7, state ^= state << 17;  // xorshift64
+      for (int half = 0; half < 2; ++half) {
+        const auto bits = static_cast<std::int32_t>(state >> (32 * half));
+        words[i + static_cast<std::size_t>(half)] = bf16(static_cast<float>(bits) * 0x1p-31f).bits;
+      }
+    }
+    return memory;
+  }();
+  return {buffer.data(), bytes};
+}
+
+void run_beside_ceilings(benchmark::State& state, int num_threads, double bytes, double flops,
+                         std::span<const std::byte> streamed, const std::function<void()>& work) {
+  std::vector<double> times, reads, products;
+  work();  // page tables, caches and clocks
+  for (auto _ : state) {
+    reads.push_back(measure_read(streamed, num_threads));
+    products.push_back(measure_multiply_add(num_threads));
+    const auto start = std::chrono::steady_clock::now();
+    work();
+    times.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    state.SetIterationTime(times.back());
+  }
+  const double seconds = median(times);
+  const double read = median(reads);
+  const double product = median(products);
+  state.counters["bytes/s"] = bytes / seconds;
+  state.counters["flop/s"] = flops / seconds;
+  state.counters["read_bytes/s"] = read;
+  state.counters["peak_flop/s"] = product;
+  state.counters["%_of_stream"] = 100.0 * bytes / seconds / read;
+  state.counters["%_of_roofline"] = 100.0 * std::max(bytes / read, flops / product) / seconds;
+  state.counters["median_ms"] = 1e3 * seconds;
+}
+
+}  // namespace helix::bench
+#endif

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// What this machine can do at most, measured beside each benchmark: streaming reads and f32 multiply-adds.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <span>
+
+#include <benchmark/benchmark.h>
+
+namespace helix::bench {
+
+/// Bytes a second that `num_threads` read from `data` front to back, each its own contiguous part.
+double measure_read(std::span<const std::byte> data, int num_threads);
+
+/// f32 operations a second (a multiply-add is two) that `num_threads` reach in registers, over about 5 ms.
+double measure_multiply_add(int num_threads);
+
+/// `bytes` (at most 1 GiB) of uniform random bf16 in (-1, 1), the same on every call: enough to leave most
+/// last-level caches between two passes.
+std::span<std::byte> random_bf16(std::size_t bytes);
+
+/// Runs `work` once an iteration of `state` and both ceilings next to it each time, because shared machines
+/// and clocks drift. Reports medians: the time, bytes/s and flop/s of `work`, which moves `bytes` and
+/// computes `flops`; % of the streaming read; and % of the roofline, the larger of bytes / read and flops /
+/// multiply-adds over the time. `streamed` is what the read ceiling reads.
+void run_beside_ceilings(benchmark::State& state, int num_threads, double bytes, double flops,
+                         std::span<const std::byte> streamed, const std::function<void()>& work);
+
+}  // namespace helix::bench

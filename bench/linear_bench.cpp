@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// linear on the CPU: f32 rows against 4096 x 4096 bf16 weights, a different copy each time out of 1 GiB.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include <helix/cpu/backend.hpp>
+
+#include "ceilings.hpp"
+
+namespace {
+
+constexpr std::int64_t kSize = 4096;
+constexpr std::int64_t kMatrices = 32;
+constexpr std::size_t kMatrixBytes = kSize * kSize * 2;
+
+void bench_linear(benchmark::State& state, std::int64_t rows, int num_threads) {
+  const auto memory = helix::bench::random_bf16(kMatrices * kMatrixBytes);
+  // Thin products stream the whole GiB an iteration; thick ones are bound by the products and take a few.
+  const std::int64_t calls = rows <= 8 ? kMatrices : std::max<std::int64_t>(1, kMatrices * 8 / rows / 2);
+  std::mt19937 random(std::random_device{}());
+  std::normal_distribution<float> normal;
+  std::vector<float> in(static_cast<std::size_t>(rows * kSize));
+  for (float& x : in) x = normal(random);
+  std::vector<float> out(in.size());
+  helix::cpu::Operators operators(num_threads);
+  helix::cpu::Stream stream = operators.create_stream();
+  helix::LinearArgs<float> args;
+  args.in = {in.data(), {rows, kSize}};
+  args.out = {out.data(), {rows, kSize}};
+  std::int64_t next = 0;
+  const double bytes = static_cast<double>(calls) * kMatrixBytes;
+  const double flops = 2.0 * static_cast<double>(calls * rows * kSize * kSize);
+  helix::bench::run_beside_ceilings(state, num_threads, bytes, flops, memory, [&] {
+    for (std::int64_t call = 0; call < calls; ++call, next = (next + 1) % kMatrices) {
+      args.weight = {memory.data() + static_cast<std::size_t>(next) * kMatrixBytes, helix::DType::bf16, kSize,
+                     kSize};
+      operators.linear(args, stream);
+    }
+    operators.synchronize(stream);
+  });
+  state.counters["us_per_call"] = state.counters["median_ms"] * 1e3 / static_cast<double>(calls);
+
+  double worst = 0.0;
+  for (std::int64_t n = 0; n < kSize; n += 37) {
+    const std::int64_t r = n % rows;
+    double expected = 0.0;
+    double magnitude = 0.0;
+    for (std::int64_t k = 0; k < kSize; ++k) {
+      helix::bf16 weight;
+      std::memcpy(&weight, static_cast<const std::byte*>(args.weight.data) + (n * kSize + k) * 2,
+                  sizeof(weight));
+      const double term =
+          static_cast<double>(in[static_cast<std::size_t>(r * kSize + k)]) * static_cast<float>(weight);
+      expected += term;
+      magnitude += std::abs(term);
+    }
+    worst = std::max(worst, std::abs(expected - out[static_cast<std::size_t>(r * kSize + n)]) / magnitude);
+  }
+  state.counters["max_error"] = worst;
+  if (!(worst < 1e-6)) state.SkipWithError("the result that was timed is wrong");
+}
+
+const int kRegistered = [] {
+  for (std::int64_t rows : {1, 2, 4, 8, 16, 64, 256}) {
+    for (int num_threads : {1, 2}) {
+      const std::string name = "linear/" + std::to_string(rows) + "/threads:" + std::to_string(num_threads);
+      benchmark::RegisterBenchmark(
+          name.c_str(),
+          [rows, num_threads](benchmark::State& state) { bench_linear(state, rows, num_threads); })
+          ->UseManualTime()
+          ->Iterations(7)
+          ->Unit(benchmark::kMillisecond);
+    }
+  }
+  return 0;
+}();
+
+}  // namespace
