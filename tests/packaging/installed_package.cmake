@@ -18,7 +18,7 @@ if(not_installed)
   message(FATAL_ERROR "public headers that are not installed; add them to a file set in src/CMakeLists.txt: ${not_installed}")
 endif()
 
-helix_build_consumer("${SOURCE_DIR}/examples/consumer" "${work}/consumer" -DCMAKE_BUILD_TYPE=Release
+helix_build_consumer("${SOURCE_DIR}/examples/consumer" "${work}/consumer" -DCMAKE_BUILD_TYPE=Debug
                      "-DCMAKE_PREFIX_PATH=${work}/moved")
 helix_run("${work}/consumer/consumer")
 message("${output}")
