@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sampling on the CPU: published Philox vectors, nuclei against a sorted double reference, ties and bad
+// logits.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include <helix/cpu/backend.hpp>
+#include <helix/error.hpp>
+
+#include "cpu/philox.hpp"
+#include "support/catch.hpp"
+
+namespace helix::test {
+namespace {
+
+using cpu::Operators;
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+TEST_CASE("Philox4x32-10 gives the vectors that its authors publish") {
+  using cpu::philox4x32_10;
+  using Words = std::array<std::uint32_t, 4>;
+  constexpr std::uint32_t kOnes = 0xffffffffu;
+  static_assert(philox4x32_10({0, 0, 0, 0}, {0, 0}) ==
+                Words{0x6627e8d5u, 0xe169c58du, 0xbc57ac4cu, 0x9b00dbd8u});
+  static_assert(philox4x32_10({kOnes, kOnes, kOnes, kOnes}, {kOnes, kOnes}) ==
+                Words{0x408f276du, 0x41c83b0eu, 0xa20bc7c6u, 0x6d5451fdu});
+  CHECK(philox4x32_10({0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u}, {0xa4093822u, 0x299f31d0u}) ==
+        Words{0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u});
+}
+
+/// One row of logits a token, cut into shards at `begins`; what lies behind a shard's ids is NaN.
+std::vector<std::int32_t> sample(const std::vector<std::vector<float>>& rows,
+                                 const std::vector<std::int64_t>& begins, float temperature, float top_p,
+                                 std::uint64_t seed, const std::vector<std::uint64_t>& counters,
+                                 int threads = 1) {
+  const Operators ops(threads);
+  const Operators::Stream stream = ops.create_stream();
+  const std::size_t shards = begins.size() - 1;
+  std::int64_t width = 1;
+  for (std::size_t s = 0; s < shards; ++s) width = std::max(width, begins[s + 1] - begins[s] + 1);
+  std::vector<float> logits(shards * rows.size() * static_cast<std::size_t>(width), std::nanf(""));
+  for (std::size_t s = 0; s < shards; ++s)
+    for (std::size_t r = 0; r < rows.size(); ++r)
+      std::copy(rows[r].begin() + begins[s], rows[r].begin() + begins[s + 1],
+                logits.begin() +
+                    static_cast<std::ptrdiff_t>((s * rows.size() + r) * static_cast<std::size_t>(width)));
+  std::vector<std::int32_t> tokens(rows.size(), -1);
+  ops.sample(
+      {{logits.data(), {static_cast<std::int64_t>(shards), static_cast<std::int64_t>(rows.size()), width}},
+       begins.data(),
+       temperature,
+       top_p,
+       seed,
+       counters.empty() ? nullptr : counters.data(),
+       tokens.data()},
+      stream);
+  stream.synchronize();
+  return tokens;
+}
+
+std::int32_t sample_one(const std::vector<float>& row, float temperature, float top_p,
+                        std::uint64_t counter) {
+  return sample({row}, {0, static_cast<std::int64_t>(row.size())}, temperature, top_p, 1, {counter}).front();
+}
+
+TEST_CASE("greedy takes the largest logit, the smaller id on ties, across uneven and empty shards") {
+  const std::vector<std::vector<float>> rows{
+      {1, 5, 2, 5, 5}, {-9, -8, -7, -6, -5}, {0, 0, 0, 0, 0}, {-kInf, -kInf, 3, -kInf, 3}};
+  for (const std::vector<std::int64_t>& begins :
+       std::vector<std::vector<std::int64_t>>{{0, 5}, {0, 1, 1, 4, 5}, {0, 0, 5}, {0, 3, 5}}) {
+    CHECK(sample(rows, begins, 0.0f, 1.0f, 0, {}) == std::vector<std::int32_t>{1, 4, 0, 2});
+  }
+}
+
+TEST_CASE("a row of logits that went wrong is an error naming it, greedy or not") {
+  for (const float temperature : {0.0f, 1.0f}) {
+    for (const std::vector<float>& bad :
+         std::vector<std::vector<float>>{{1, std::nanf(""), 2}, {-kInf, -kInf, -kInf}, {1, kInf, 2}}) {
+      std::string text;
+      try {
+        sample({{1, 2, 3}, bad}, {0, 3}, temperature, 0.9f, 0, {0, 1});
+      } catch (const Error& error) {
+        CHECK(error.code() == ErrorCode::invalid_argument);
+        text = error.what();
+      }
+      CAPTURE(temperature, bad, text);
+      CHECK(text.find("row 1") != std::string::npos);
+    }
+  }
+}
+
+/// The token that (seed, counter) draws by definition: all tokens sorted, the shortest prefix that reaches
+/// top_p. `slack`: how close the draw came to another answer.
+std::int32_t naive_draw(const std::vector<float>& logits, float temperature, float top_p, std::uint64_t seed,
+                        std::uint64_t counter, double& slack) {
+  std::vector<std::size_t> order(logits.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return logits[a] > logits[b]; });
+  std::vector<double> share;
+  double total = 0.0;
+  for (const std::size_t id : order)
+    share.push_back(std::exp((double{logits[id]} - logits[order[0]]) / temperature));
+  for (const double value : share) total += value;
+  slack = 1.0;
+  std::size_t nucleus = 0;
+  double mass = 0.0;
+  while (nucleus < share.size() && (nucleus == 0 || mass < top_p * total)) mass += share[nucleus++];
+  if (top_p < 1.0f) {
+    slack = std::min(slack, std::abs(mass - top_p * total) / total);
+    slack = std::min(slack, std::abs(mass - share[nucleus - 1] - top_p * total) / total);
+  }
+  const double target = cpu::philox_uniform(seed, counter) * mass;
+  double reached = 0.0;
+  for (std::size_t i = 0; i < nucleus; ++i) {
+    reached += share[i];
+    slack = std::min(slack, std::abs(reached - target) / total);
+    if (target < reached) return static_cast<std::int32_t>(order[i]);
+  }
+  return static_cast<std::int32_t>(order[nucleus - 1]);
+}
+
+TEST_CASE("draws equal the definition for flat and peaked logits, small and large nuclei") {
+  std::mt19937 generator(12);
+  std::normal_distribution<float> normal;
+  int compared = 0;
+  for (const std::size_t vocab : {1u, 2u, 63u, 64u, 65u, 513u, 3000u}) {
+    for (const float spread : {0.0f, 0.5f, 6.0f}) {
+      std::vector<float> logits(vocab);
+      for (float& value : logits) value = std::round(spread * normal(generator) * 8.0f) / 8.0f;  // with ties
+      if (vocab > 2) logits[1] = -kInf;
+      for (const float temperature : {0.3f, 1.0f, 2.5f}) {
+        for (const float top_p : {1e-6f, 0.3f, 0.9f, 0.999f, 1.0f}) {
+          for (std::uint64_t counter = 0; counter < 8; ++counter) {
+            double slack = 0.0;
+            const std::int32_t expected = naive_draw(logits, temperature, top_p, 1, counter, slack);
+            if (slack < 1e-12) continue;
+            ++compared;
+            CAPTURE(vocab, spread, temperature, top_p, counter);
+            REQUIRE(sample_one(logits, temperature, top_p, counter) == expected);
+          }
+        }
+      }
+    }
+  }
+  CHECK(compared > 2000);
+}
+
+TEST_CASE("a draw depends on the seed, the row's counter and its logits, not on shards, rows or threads") {
+  std::mt19937 generator(13);
+  std::normal_distribution<float> normal;
+  std::vector<float> logits(1000);
+  for (float& value : logits) value = normal(generator);
+  const std::vector<std::uint64_t> counters{5, 5, 6, 1ull << 40, 5};
+  const std::vector<std::vector<float>> rows(5, logits);
+  const auto tokens = sample(rows, {0, 1000}, 1.0f, 0.95f, 77, counters);
+  CHECK(tokens[0] == tokens[1]);
+  CHECK(tokens[0] == tokens[4]);
+  CHECK((tokens[0] != tokens[2] || tokens[0] != tokens[3]));
+  CHECK(tokens == sample(rows, {0, 1, 1, 500, 999, 1000}, 1.0f, 0.95f, 77, counters, 3));
+  CHECK(tokens.front() == sample({logits}, {0, 1000}, 1.0f, 0.95f, 77, {5}).front());
+  CHECK(tokens != sample(rows, {0, 1000}, 1.0f, 0.95f, 78, counters));
+}
+
+TEST_CASE("the nucleus ends where it reaches top_p, and equal logits enter it by id") {
+  // Shares 1/2, 1/4, 1/8, 1/8: exact in double.
+  const std::vector<float> logits{std::log(1.0f), std::log(4.0f), std::log(1.0f), std::log(2.0f)};
+  const auto drawn = [&](float top_p) {
+    std::vector<int> seen(4);
+    for (std::uint64_t counter = 0; counter < 400; ++counter)
+      ++seen[static_cast<std::size_t>(sample_one(logits, 1.0f, top_p, counter))];
+    return seen;
+  };
+  std::vector<int> seen = drawn(0.49f);
+  CHECK(seen == std::vector<int>{0, 400, 0, 0});
+  seen = drawn(0.6f);
+  CHECK((seen[0] == 0 && seen[2] == 0 && seen[3] > 90 && seen[1] > 200));  // a third and two thirds
+  seen = drawn(0.8f);
+  CHECK((seen[0] > 20 && seen[2] == 0));  // of the two equal ones only the smaller id
+  seen = drawn(1.0f);
+  CHECK((seen[0] > 20 && seen[2] > 20));
+}
+
+}  // namespace
+}  // namespace helix::test
