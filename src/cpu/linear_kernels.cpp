@@ -66,10 +66,11 @@ HWY_NOINLINE void multiply_block(const LinearTask& task, std::int64_t first_row,
   }
 }
 
-/// Chunks outermost: the weights of a chunk serve all rows before they leave the cache.
+/// Chunks outermost: the weights of a chunk serve all rows before they leave the cache. Without columns one
+/// empty chunk still writes the zeros.
 template <class T>
 void multiply_as(const LinearTask& task) {
-  for (std::int64_t begin = 0; begin < task.cols; begin += kChunk) {
+  for (std::int64_t begin = 0; begin == 0 || begin < task.cols; begin += kChunk) {
     const std::int64_t cols = std::min(kChunk, task.cols - begin);
     for (std::int64_t row = 0; row < task.num_rows;) {
       const int valid = static_cast<int>(std::min<std::int64_t>(task.num_rows - row, kMaxRows));
