@@ -18,15 +18,17 @@ class WorkspaceArena {
   static constexpr std::size_t kAlignment = 256;
 
   WorkspaceArena() = default;
-  explicit WorkspaceArena(std::span<std::byte> memory) : base_(memory.data()), capacity_(memory.size()) {}
+  explicit WorkspaceArena(std::span<std::byte> memory)
+      : base_(memory.data()), capacity_(memory.size()), measures_(false) {}
 
   /// @throws Error(capacity) with both sizes if the workspace is too small.
   std::span<std::byte> take_bytes(std::size_t bytes) {
     const std::size_t begin = used_;
     used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
-    if (base_ == nullptr) return {};
+    if (measures_) return {};
     HELIX_EXPECTS(used_ <= capacity_, ErrorCode::capacity, "workspace is ", capacity_, " bytes; at least ",
                   used_, " are needed: size it with the workspace_bytes() of the operation");
+    if (bytes == 0) return {};
     return {base_ + begin, bytes};
   }
 
@@ -44,6 +46,7 @@ class WorkspaceArena {
   std::byte* base_ = nullptr;
   std::size_t capacity_ = 0;
   std::size_t used_ = 0;
+  bool measures_ = true;
 };
 
 }  // namespace helix
