@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// The backend contract over every Backend of this build that needs no GPU.
+#include "support/backend_contract.hpp"
+
+#include <helix/cpu/backend.hpp>
+
+#include "support/recording_backend.hpp"
+#include "support/reference_backend.hpp"
+
+namespace helix::test {
+namespace {
+
+using CpuBackend = cpu::Backend<cpu::LocalComm>;
+
+/// cpu::Backend whose operations are shared out over three threads.
+class ThreadedCpuBackend : public CpuBackend {
+ public:
+  ThreadedCpuBackend() : CpuBackend(3) {}
+};
+
+// A macro, because Catch2 takes types only as tokens.
+#define HELIX_ALL_BACKENDS CpuBackend, ThreadedCpuBackend, RecordingBackend, ReferenceBackend
+
+TEMPLATE_TEST_CASE("rms_norm keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::rms_norm<TestType>();
+}
+TEMPLATE_TEST_CASE("linear keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::linear<TestType>();
+}
+TEMPLATE_TEST_CASE("head_linear keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::head_linear<TestType>();
+}
+TEMPLATE_TEST_CASE("head_rms_norm keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::head_rms_norm<TestType>();
+}
+TEMPLATE_TEST_CASE("rope keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::rope<TestType>();
+}
+TEMPLATE_TEST_CASE("swiglu keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::swiglu<TestType>();
+}
+TEMPLATE_TEST_CASE("append_kv keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::append_kv<TestType>();
+}
+TEMPLATE_TEST_CASE("write_kv and read_kv keep the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::write_and_read_kv<TestType>();
+}
+TEMPLATE_TEST_CASE("partial_attention keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::partial_attention<TestType>();
+}
+TEMPLATE_TEST_CASE("pack_partial and stamp keep the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::pack_partial_and_stamp<TestType>();
+}
+TEMPLATE_TEST_CASE("check_exchange keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::check_exchange<TestType>();
+}
+TEMPLATE_TEST_CASE("lse_combine keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::lse_combine<TestType>();
+}
+TEMPLATE_TEST_CASE("route keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::route<TestType>();
+}
+TEMPLATE_TEST_CASE("expert_ffn keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::expert_ffn<TestType>();
+}
+TEMPLATE_TEST_CASE("embed and gather_rows keep the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::embed_and_gather<TestType>();
+}
+TEMPLATE_TEST_CASE("sample keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::sample<TestType>();
+}
+TEMPLATE_TEST_CASE("memory, streams and events keep the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::memory_and_streams<TestType>();
+}
+
+TEST_CASE("The contract sees a wrong element, a missing one and a write past the end") {
+  const auto difference_after = [](auto vandalism) {
+    contract::Workbench<CpuBackend> bench;
+    const auto in = bench.random(2 * 6);
+    const auto out = bench.poison(6);
+    return bench.difference(
+        [&](const auto& side) {
+          return SwigluArgs<float>{side.view(in, 2, 6), side.view(out, 2, 3)};
+        },
+        [](const auto& args) { reference::swiglu(args); },
+        [&](const auto& args, auto stream) {
+          bench.backend().swiglu(args, stream);
+          stream.enqueue([out = args.out.data(), vandalism] { vandalism(out); });
+        });
+  };
+  CHECK(difference_after([](float*) {}) == "");
+  CHECK(difference_after([](float* out) { out[4] += 1e-3f; }) != "");
+  CHECK(difference_after([](float* out) { out[5] = std::nanf(""); }) != "");
+  CHECK(difference_after([](float* out) { out[6] = 0.0f; }) != "");
+  CHECK(difference_after([](float* out) { out[-1] = 0.0f; }) != "");
+}
+
+}  // namespace
+}  // namespace helix::test

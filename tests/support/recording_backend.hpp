@@ -1,0 +1,303 @@
+// SPDX-License-Identifier: Apache-2.0
+// RecordingBackend: cpu::Backend that also writes down every call, in order, with its stream.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <helix/backend.hpp>
+#include <helix/cpu/backend.hpp>
+
+namespace helix::test {
+
+/// One call. `stream` and `event` number what create_stream() and create_event() gave; -1: none.
+struct Call {
+  std::string name;
+  int stream = -1;
+  int event = -1;
+  std::int64_t begin = 0;  ///< partial_attention: first token
+  std::int64_t count = 0;  ///< tokens, rows, elements or bytes: what the call is about
+
+  friend bool operator==(const Call&, const Call&) = default;
+};
+
+/// The calls of one rank. Shared by the copies of a backend and its communicators.
+class Recording {
+ public:
+  void add(std::string_view name, int stream, std::int64_t count = 0, int event = -1,
+           std::int64_t begin = 0) {
+    const std::lock_guard lock(mutex_);
+    calls_.push_back({std::string(name), stream, event, begin, count});
+  }
+  void clear() {
+    const std::lock_guard lock(mutex_);
+    calls_.clear();
+  }
+  std::vector<Call> calls() const {
+    const std::lock_guard lock(mutex_);
+    return calls_;
+  }
+  int next_stream() { return streams_++; }
+  int next_event() { return events_++; }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<Call> calls_;
+  int streams_ = 0;
+  int events_ = 0;
+};
+
+/// Whether calls[earlier] is certain to finish before calls[later] starts, by stream order and events alone.
+inline bool happens_before(std::span<const Call> calls, std::size_t earlier, std::size_t later) {
+  std::vector<bool> reached(calls.size(), false);
+  reached[earlier] = true;
+  for (std::size_t i = earlier + 1; i <= later; ++i) {
+    for (std::size_t j = earlier; j < i && !reached[i]; ++j) {
+      if (reached[j] && calls[j].stream == calls[i].stream && calls[i].stream >= 0) reached[i] = true;
+    }
+    if (calls[i].name != "wait") continue;
+    for (std::size_t j = i; j-- > 0;) {  // the record that precedes the wait
+      if (calls[j].name != "record" || calls[j].event != calls[i].event) continue;
+      if (reached[j]) reached[i] = true;
+      break;
+    }
+  }
+  return reached[later];
+}
+
+/// A stream with its number.
+struct RecordedStream {
+  cpu::Stream inner;
+  int id = -1;
+};
+
+/// A LocalComm whose collectives are recorded as "<group>.<operation>".
+class RecordingComm {
+ public:
+  using Stream = RecordedStream;
+
+  RecordingComm(cpu::LocalComm inner, std::string group, std::shared_ptr<Recording> recording)
+      : inner_(std::move(inner)), group_(std::move(group)), recording_(std::move(recording)) {}
+
+  int rank() const { return inner_.rank(); }
+  int size() const { return inner_.size(); }
+  void all_reduce(const void* in, void* out, std::int64_t n, DType dtype, Stream s) {
+    note("all_reduce", s, n);
+    inner_.all_reduce(in, out, n, dtype, s.inner);
+  }
+  void reduce_scatter(const void* in, void* out, std::int64_t n, DType dtype, Stream s) {
+    note("reduce_scatter", s, n);
+    inner_.reduce_scatter(in, out, n, dtype, s.inner);
+  }
+  void all_gather(const void* in, void* out, std::int64_t n, Stream s) {
+    note("all_gather", s, n);
+    inner_.all_gather(in, out, n, s.inner);
+  }
+  void all_to_all(const void* in, void* out, std::int64_t n, Stream s) {
+    note("all_to_all", s, n);
+    inner_.all_to_all(in, out, n, s.inner);
+  }
+  void all_to_all_v(const void* in, std::span<const std::int64_t> send, void* out,
+                    std::span<const std::int64_t> receive, Stream s) {
+    note("all_to_all_v", s, static_cast<std::int64_t>(send.size()));
+    inner_.all_to_all_v(in, send, out, receive, s.inner);
+  }
+  void broadcast(void* buffer, std::int64_t n, int root, Stream s) {
+    note("broadcast", s, n);
+    inner_.broadcast(buffer, n, root, s.inner);
+  }
+  void send(const void* in, std::int64_t n, int peer, Stream s) {
+    note("send", s, n);
+    inner_.send(in, n, peer, s.inner);
+  }
+  void recv(void* out, std::int64_t n, int peer, Stream s) {
+    note("recv", s, n);
+    inner_.recv(out, n, peer, s.inner);
+  }
+  void barrier(Stream s) {
+    note("barrier", s, 0);
+    inner_.barrier(s.inner);
+  }
+  RecordingComm split(int color, int key) {
+    recording_->add(group_ + ".split", -1);
+    return {inner_.split(color, key), group_ + ".split", recording_};
+  }
+  void abort(std::string_view reason) { inner_.abort(reason); }
+
+ private:
+  void note(std::string_view operation, const Stream& s, std::int64_t n) {
+    recording_->add(group_ + "." + std::string(operation), s.id, n);
+  }
+
+  cpu::LocalComm inner_;
+  std::string group_;
+  std::shared_ptr<Recording> recording_;
+};
+
+/// A second model of Backend. Results are those of cpu::Backend.
+class RecordingBackend {
+ public:
+  using Comm = RecordingComm;
+  using Stream = RecordedStream;
+  struct Event {
+    cpu::Event inner;
+    int id = -1;
+  };
+  using Buffer = cpu::Buffer;
+  using Activation = float;
+
+  RecordingBackend()
+      : RecordingBackend(cpu::LocalComm::create_group(1).front(), cpu::LocalComm::create_group(1).front()) {}
+  RecordingBackend(cpu::LocalComm stage, cpu::LocalComm kvp)
+      : inner_(stage, kvp),
+        recording_(std::make_shared<Recording>()),
+        stage_(std::make_shared<Comm>(std::move(stage), "stage", recording_)),
+        kvp_(std::make_shared<Comm>(std::move(kvp), "kvp", recording_)) {}
+
+  Recording& recording() const { return *recording_; }
+
+  StageComms<Comm> comms() const { return {stage_.get(), kvp_.get()}; }
+  Buffer allocate(std::size_t bytes) const {
+    recording_->add("allocate", -1, static_cast<std::int64_t>(bytes));
+    return inner_.allocate(bytes);
+  }
+  Stream create_stream() const {
+    recording_->add("create_stream", -1);
+    return {inner_.create_stream(), recording_->next_stream()};
+  }
+  Event create_event() const {
+    recording_->add("create_event", -1);
+    return {inner_.create_event(), recording_->next_event()};
+  }
+  void record(Event& event, Stream s) const {
+    recording_->add("record", s.id, 0, event.id);
+    inner_.record(event.inner, s.inner);
+  }
+  void wait(Stream s, const Event& event) const {
+    recording_->add("wait", s.id, 0, event.id);
+    inner_.wait(s.inner, event.inner);
+  }
+  void synchronize(Stream s) const {
+    recording_->add("synchronize", s.id);
+    inner_.synchronize(s.inner);
+  }
+  void upload(void* target, const void* source, std::size_t bytes, Stream s) const {
+    recording_->add("upload", s.id, static_cast<std::int64_t>(bytes));
+    inner_.upload(target, source, bytes, s.inner);
+  }
+  void download(void* target, const void* source, std::size_t bytes, Stream s) const {
+    recording_->add("download", s.id, static_cast<std::int64_t>(bytes));
+    inner_.download(target, source, bytes, s.inner);
+  }
+  void copy(void* target, const void* source, std::size_t bytes, Stream s) const {
+    recording_->add("copy", s.id, static_cast<std::int64_t>(bytes));
+    inner_.copy(target, source, bytes, s.inner);
+  }
+  void fill_zero(void* target, std::size_t bytes, Stream s) const {
+    recording_->add("fill_zero", s.id, static_cast<std::int64_t>(bytes));
+    inner_.fill_zero(target, bytes, s.inner);
+  }
+  std::size_t partial_attention_workspace_bytes(std::int64_t tokens, std::int64_t heads, std::int64_t d,
+                                                std::int64_t dv) const {
+    return inner_.partial_attention_workspace_bytes(tokens, heads, d, dv);
+  }
+  std::size_t expert_ffn_workspace_bytes(std::int64_t tokens, std::int64_t top_k, std::int64_t hidden,
+                                         std::int64_t ffn) const {
+    return inner_.expert_ffn_workspace_bytes(tokens, top_k, hidden, ffn);
+  }
+
+  void rms_norm(const RmsNormArgs<float>& a, Stream s) const {
+    recording_->add("rms_norm", s.id, a.residual.extent(0));
+    inner_.rms_norm(a, s.inner);
+  }
+  void linear(const LinearArgs<float>& a, Stream s) const {
+    recording_->add("linear", s.id, a.weight.rows);
+    inner_.linear(a, s.inner);
+  }
+  void head_linear(const HeadLinearArgs<float>& a, Stream s) const {
+    recording_->add("head_linear", s.id, a.weight.rows);
+    inner_.head_linear(a, s.inner);
+  }
+  void head_rms_norm(const HeadRmsNormArgs<float>& a, Stream s) const {
+    recording_->add("head_rms_norm", s.id, a.x.extent(1));
+    inner_.head_rms_norm(a, s.inner);
+  }
+  void rope(const RopeArgs<float>& a, Stream s) const {
+    recording_->add("rope", s.id, a.in.extent(1));
+    inner_.rope(a, s.inner);
+  }
+  void append_kv(const AppendKvArgs<float>& a, Stream s) const {
+    recording_->add("append_kv", s.id, a.batch.num_tokens());
+    inner_.append_kv(a, s.inner);
+  }
+  void write_kv(const WriteKvArgs<float>& a, Stream s) const {
+    recording_->add("write_kv", s.id, a.k.extent(0));
+    inner_.write_kv(a, s.inner);
+  }
+  void read_kv(const ReadKvArgs& a, Stream s) const {
+    recording_->add("read_kv", s.id, a.k.extent(0));
+    inner_.read_kv(a, s.inner);
+  }
+  void partial_attention(const PartialAttentionArgs<float>& a, Stream s) const {
+    recording_->add("partial_attention", s.id, a.batch.num_tokens(), -1, a.batch.first_token());
+    inner_.partial_attention(a, s.inner);
+  }
+  void pack_partial(const PackPartialArgs<float>& a, Stream s) const {
+    recording_->add("pack_partial", s.id, a.out.extent(0));
+    inner_.pack_partial(a, s.inner);
+  }
+  void stamp(const StampArgs& a, Stream s) const {
+    recording_->add("stamp", s.id, a.tokens);
+    inner_.stamp(a, s.inner);
+  }
+  void check_exchange(const CheckExchangeArgs& a, Stream s) const {
+    recording_->add("check_exchange", s.id, a.tokens);
+    inner_.check_exchange(a, s.inner);
+  }
+  void lse_combine(const LseCombineArgs<float>& a, Stream s) const {
+    recording_->add("lse_combine", s.id, a.out.extent(0));
+    inner_.lse_combine(a, s.inner);
+  }
+  void swiglu(const SwigluArgs<float>& a, Stream s) const {
+    recording_->add("swiglu", s.id, a.out.extent(1));
+    inner_.swiglu(a, s.inner);
+  }
+  void route(const RouteArgs<float>& a, Stream s) const {
+    recording_->add("route", s.id, a.logits.extent(0));
+    inner_.route(a, s.inner);
+  }
+  void expert_ffn(const ExpertFfnArgs<float>& a, Stream s) const {
+    recording_->add("expert_ffn", s.id, static_cast<std::int64_t>(a.local_experts.size()));
+    inner_.expert_ffn(a, s.inner);
+  }
+  void embed(const EmbedArgs<float>& a, Stream s) const {
+    recording_->add("embed", s.id, a.out.extent(0));
+    inner_.embed(a, s.inner);
+  }
+  void gather_rows(const GatherRowsArgs<float>& a, Stream s) const {
+    recording_->add("gather_rows", s.id, a.out.extent(0));
+    inner_.gather_rows(a, s.inner);
+  }
+  void sample(const SampleArgs<float>& a, Stream s) const {
+    recording_->add("sample", s.id, a.logits.extent(1));
+    inner_.sample(a, s.inner);
+  }
+
+ private:
+  cpu::Backend<cpu::LocalComm> inner_;
+  std::shared_ptr<Recording> recording_;
+  std::shared_ptr<Comm> stage_;
+  std::shared_ptr<Comm> kvp_;
+};
+
+static_assert(Communicator<RecordingComm>);
+static_assert(Backend<RecordingBackend>);
+
+}  // namespace helix::test

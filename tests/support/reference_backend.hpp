@@ -1,0 +1,538 @@
+// SPDX-License-Identifier: Apache-2.0
+// ReferenceBackend: every operation as one scalar loop in double precision, straight from its definition.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include <helix/backend.hpp>
+#include <helix/cpu/backend.hpp>
+#include <helix/error.hpp>
+
+namespace helix::test {
+
+/// The operations on host memory, at once. The oracle of the backend contract.
+namespace reference {
+
+inline constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
+
+inline double load(const void* data, DType dtype, std::int64_t index) {
+  return dispatch(
+      dtype, [&]<class T>(T*) -> double { return static_cast<float>(static_cast<const T*>(data)[index]); });
+}
+
+inline void store(void* data, DType dtype, std::int64_t index, double value) {
+  dispatch(dtype, [&]<class T>(T*) { static_cast<T*>(data)[index] = T(static_cast<float>(value)); });
+}
+
+inline double load(const WeightView& weight, std::int64_t row, std::int64_t col) {
+  return load(weight.data, weight.dtype, row * weight.cols + col);
+}
+
+inline double silu(double x) {
+  return x / (1.0 + std::exp(-x));
+}
+
+inline void rms_norm(const RmsNormArgs<float>& args) {
+  const auto& x = args.residual;
+  for (std::int64_t r = 0; r < x.extent(0); ++r) {
+    double squares = 0.0;
+    for (std::int64_t i = 0; i < x.extent(1); ++i) {
+      if (args.delta.data() != nullptr) x(r, i) = static_cast<float>(double{x(r, i)} + args.delta(r, i));
+      squares += double{x(r, i)} * x(r, i);
+    }
+    if (args.out.data() == nullptr) continue;
+    const double rms = std::sqrt(squares / static_cast<double>(x.extent(1)) + double{args.epsilon});
+    for (std::int64_t i = 0; i < x.extent(1); ++i)
+      args.out(r, i) = static_cast<float>(x(r, i) / rms * load(args.weight, 0, i));
+  }
+}
+
+inline void linear(const LinearArgs<float>& args) {
+  for (std::int64_t r = 0; r < args.in.extent(0); ++r) {
+    for (std::int64_t n = 0; n < args.weight.rows; ++n) {
+      double sum = args.bias.empty() ? 0.0 : load(args.bias, 0, n);
+      if (args.accumulate) sum += double{args.out(r, n)};
+      for (std::int64_t k = 0; k < args.weight.cols; ++k) sum += args.in(r, k) * load(args.weight, n, k);
+      args.out(r, n) = static_cast<float>(sum);
+    }
+  }
+}
+
+inline void head_linear(const HeadLinearArgs<float>& args) {
+  const std::int64_t width = args.out.extent(2);
+  for (std::int64_t t = 0; t < args.in.extent(0); ++t) {
+    for (std::int64_t h = 0; h < args.in.extent(1); ++h) {
+      for (std::int64_t n = 0; n < width; ++n) {
+        double sum = 0.0;
+        for (std::int64_t k = 0; k < args.in.extent(2); ++k)
+          sum += args.in(t, h, k) * load(args.weight, h * width + n, k);
+        args.out(t, h, n) = static_cast<float>(sum);
+      }
+    }
+  }
+}
+
+inline void head_rms_norm(const HeadRmsNormArgs<float>& args) {
+  const auto& x = args.x;
+  for (std::int64_t t = 0; t < x.extent(0); ++t) {
+    for (std::int64_t h = 0; h < x.extent(1); ++h) {
+      double squares = 0.0;
+      for (std::int64_t i = 0; i < x.extent(2); ++i) squares += double{x(t, h, i)} * x(t, h, i);
+      const double rms = std::sqrt(squares / static_cast<double>(x.extent(2)) + double{args.epsilon});
+      for (std::int64_t i = 0; i < x.extent(2); ++i)
+        x(t, h, i) = static_cast<float>(x(t, h, i) / rms * load(args.weight, 0, i));
+    }
+  }
+}
+
+inline void rope(const RopeArgs<float>& args) {
+  const std::int64_t pairs = args.rope.rotary_dim / 2;
+  std::vector<double> head(static_cast<std::size_t>(args.in.extent(2)));
+  for (std::int64_t t = 0; t < args.in.extent(0); ++t) {
+    for (std::int64_t h = 0; h < args.in.extent(1); ++h) {
+      for (std::int64_t i = 0; i < args.in.extent(2); ++i)
+        head[static_cast<std::size_t>(i)] = args.in(t, h, i);
+      for (std::int64_t i = 0; i < pairs; ++i) {
+        const auto a = static_cast<std::size_t>(args.rope.is_interleaved ? 2 * i : i);
+        const auto b = static_cast<std::size_t>(args.rope.is_interleaved ? 2 * i + 1 : i + pairs);
+        const double angle = static_cast<double>(args.positions[t]) * args.rope.inverse_frequency[i];
+        const double cosine = std::cos(angle) * args.rope.magnitude;
+        const double sine = std::sin(angle) * args.rope.magnitude;
+        const double x = head[a];
+        const double y = head[b];
+        head[a] = x * cosine - y * sine;
+        head[b] = y * cosine + x * sine;
+      }
+      for (std::int64_t i = 0; i < args.in.extent(2); ++i)
+        args.out(t, h, i) = static_cast<float>(head[static_cast<std::size_t>(i)]);
+    }
+  }
+}
+
+/// Where element 0 of the key (is_value false) or value row of a local token lies, in elements of the pages.
+inline std::int64_t kv_row(const KvView& kv, std::int64_t slot, std::int64_t local, std::int64_t head,
+                           bool is_value) {
+  const std::int64_t page = kv.page_table[slot * kv.max_pages + local / kv.page_tokens];
+  const std::int64_t row = local % kv.page_tokens;
+  if (kv.is_mla) return (page * kv.page_tokens + row) * kv.head_dim;
+  const std::int64_t plane = (page * 2 + (is_value ? 1 : 0)) * kv.num_heads + head;
+  return (plane * kv.page_tokens + row) * kv.head_dim;
+}
+
+inline double kv_scale(const KvView& kv, std::int64_t head, bool is_value) {
+  const float* scales = is_value && !kv.is_mla ? kv.v_scale : kv.k_scale;
+  return scales == nullptr ? 1.0 : double{scales[head]};
+}
+
+inline double kv_value(const KvView& kv, std::int64_t slot, std::int64_t local, std::int64_t head,
+                       bool is_value, std::int64_t i) {
+  return load(kv.pages, kv.dtype, kv_row(kv, slot, local, head, is_value) + i) * kv_scale(kv, head, is_value);
+}
+
+/// Stores row `row` of k and v as the token at global `position`, if this rank owns it.
+inline void store_token(const KvView& kv, std::int64_t slot, std::int64_t position,
+                        const TensorView<const float, 3>& k, const TensorView<const float, 3>& v,
+                        std::int64_t row) {
+  if (position < 0 || (position / kv.layout.chunk()) % kv.layout.kvp() != kv.kvp_rank) return;
+  const std::int64_t period = kv.layout.chunk() * kv.layout.kvp();
+  const std::int64_t local = position / period * kv.layout.chunk() + position % kv.layout.chunk();
+  for (std::int64_t h = 0; h < kv.num_heads; ++h) {
+    const std::int64_t k_row = kv_row(kv, slot, local, h, false);
+    for (std::int64_t i = 0; i < kv.head_dim; ++i)
+      store(kv.pages, kv.dtype, k_row + i, k(row, h, i) / kv_scale(kv, h, false));
+    if (kv.is_mla) continue;
+    const std::int64_t v_row = kv_row(kv, slot, local, h, true);
+    for (std::int64_t i = 0; i < kv.value_dim; ++i)
+      store(kv.pages, kv.dtype, v_row + i, v(row, h, i) / kv_scale(kv, h, true));
+  }
+}
+
+inline void append_kv(const AppendKvArgs<float>& args) {
+  for (std::int64_t b = 0; b < args.batch.num_sequences(); ++b)
+    for (std::int64_t t = args.batch.query_offsets[b]; t < args.batch.query_offsets[b + 1]; ++t)
+      store_token(args.kv, args.batch.sequence_slots[b], args.batch.positions[t], args.k, args.v, t);
+}
+
+inline void write_kv(const WriteKvArgs<float>& args) {
+  for (std::int64_t row = 0; row < args.k.extent(0); ++row)
+    store_token(args.kv, args.sequence_slot, args.first_position + row, args.k, args.v, row);
+}
+
+inline void read_kv(const ReadKvArgs& args) {
+  for (std::int64_t row = 0; row < args.k.extent(0); ++row) {
+    for (std::int64_t h = 0; h < args.kv.num_heads; ++h) {
+      const std::int64_t local = args.first_local + row;
+      for (std::int64_t i = 0; i < args.kv.head_dim; ++i)
+        args.k(row, h, i) = static_cast<float>(kv_value(args.kv, args.sequence_slot, local, h, false, i));
+      if (args.kv.is_mla) continue;
+      for (std::int64_t i = 0; i < args.kv.value_dim; ++i)
+        args.v(row, h, i) = static_cast<float>(kv_value(args.kv, args.sequence_slot, local, h, true, i));
+    }
+  }
+}
+
+inline void partial_attention(const PartialAttentionArgs<float>& args) {
+  const KvView& kv = args.kv;
+  const std::int64_t group = args.q.extent(1) / kv.num_heads;
+  for (std::int64_t b = 0; b < args.batch.num_sequences(); ++b) {
+    const std::int64_t slot = args.batch.sequence_slots[b];
+    for (std::int64_t t = args.batch.query_offsets[b]; t < args.batch.query_offsets[b + 1]; ++t) {
+      // Token by token over global positions, so that the closed forms of KvLayout are not taken for granted.
+      std::vector<std::int64_t> visible;
+      const std::int64_t last = args.batch.positions[t];
+      for (std::int64_t p = args.window > 0 ? std::max<std::int64_t>(0, last + 1 - args.window) : 0;
+           p <= last; ++p) {
+        const std::int64_t chunk = p / kv.layout.chunk();
+        if (chunk % kv.layout.kvp() == kv.kvp_rank)
+          visible.push_back(chunk / kv.layout.kvp() * kv.layout.chunk() + p % kv.layout.chunk());
+      }
+      for (std::int64_t h = 0; h < args.q.extent(1); ++h) {
+        std::vector<double> scores;
+        for (std::int64_t local : visible) {
+          double score = 0.0;
+          for (std::int64_t i = 0; i < kv.head_dim; ++i)
+            score += args.q(t, h, i) * kv_value(kv, slot, local, h / group, false, i);
+          score *= args.scale;
+          if (args.soft_cap > 0.0f) score = args.soft_cap * std::tanh(score / args.soft_cap);
+          scores.push_back(score);
+        }
+        const double highest =
+            scores.empty() ? kMinusInfinity : *std::max_element(scores.begin(), scores.end());
+        double total = 0.0;
+        for (double& score : scores) total += score = std::exp(score - highest);
+        for (std::int64_t i = 0; i < kv.value_dim; ++i) {
+          double sum = 0.0;
+          for (std::size_t j = 0; j < visible.size(); ++j)
+            sum += scores[j] * kv_value(kv, slot, visible[j], h / group, true, i);
+          args.out(t, h, i) = visible.empty() ? 0.0f : static_cast<float>(sum / total);
+        }
+        args.lse(t, h) = static_cast<float>(visible.empty() ? kMinusInfinity : highest + std::log(total));
+      }
+    }
+  }
+}
+
+inline void stamp(const StampArgs& args) {
+  const ExchangeHeader header{* args.epoch += 1, static_cast<std::uint32_t>(args.tokens),
+                              static_cast<std::uint32_t>(args.sender)};
+  std::memcpy(args.message, &header, sizeof(header));
+}
+
+inline void pack_partial(const PackPartialArgs<float>& args) {
+  const std::int64_t tokens = args.out.extent(0);
+  const std::int64_t heads = args.out.extent(1) / args.kvp;
+  const std::uint64_t before = *args.epoch;
+  for (std::int64_t peer = 0; peer < args.kvp; ++peer) {
+    std::byte* message = args.messages + peer * args.message_bytes;
+    std::uint64_t epoch = before;
+    stamp({message, tokens, args.kvp_rank, &epoch});
+    std::byte* at = message + sizeof(ExchangeHeader);
+    const auto put = [&](float value) {
+      std::memcpy(at, &value, sizeof(value));
+      at += sizeof(value);
+    };
+    for (std::int64_t t = 0; t < tokens; ++t)
+      for (std::int64_t h = 0; h < heads; ++h) put(args.lse(t, peer * heads + h));
+    for (std::int64_t t = 0; t < tokens; ++t)
+      for (std::int64_t h = 0; h < heads; ++h)
+        for (std::int64_t i = 0; i < args.out.extent(2); ++i) put(args.out(t, peer * heads + h, i));
+  }
+  *args.epoch = before + 1;
+}
+
+inline void check_exchange(const CheckExchangeArgs& args) {
+  for (std::int64_t peer = 0; peer < args.peers; ++peer) {
+    ExchangeHeader header;
+    std::memcpy(&header, args.messages + peer * args.message_bytes, sizeof(header));
+    HELIX_EXPECTS(header.epoch == *args.epoch && header.tokens == args.tokens && header.sender == peer,
+                  ErrorCode::out_of_step, "message of peer ", peer, " carries epoch ", header.epoch, ", ",
+                  header.tokens, " tokens, sender ", header.sender, "; expected ", *args.epoch, ", ",
+                  args.tokens, ", ", peer);
+  }
+}
+
+inline void lse_combine(const LseCombineArgs<float>& args) {
+  const auto& partials = args.partial_lse;
+  for (std::int64_t t = 0; t < args.out.extent(0); ++t) {
+    for (std::int64_t h = 0; h < args.out.extent(1); ++h) {
+      double highest = args.sink != nullptr ? double{args.sink[h]} : kMinusInfinity;
+      for (std::int64_t r = 0; r < partials.extent(0); ++r)
+        highest = std::max(highest, double{partials(r, t, h)});
+      double total = args.sink != nullptr ? std::exp(args.sink[h] - highest) : 0.0;
+      std::vector<double> sums(static_cast<std::size_t>(args.out.extent(2)), 0.0);
+      for (std::int64_t r = 0; r < partials.extent(0); ++r) {
+        if (std::isinf(partials(r, t, h))) continue;
+        const double weight = std::exp(partials(r, t, h) - highest);
+        total += weight;
+        for (std::size_t i = 0; i < sums.size(); ++i)
+          sums[i] += weight * args.partial_out(r, t, h, static_cast<std::int64_t>(i));
+      }
+      for (std::size_t i = 0; i < sums.size(); ++i)
+        args.out(t, h, static_cast<std::int64_t>(i)) =
+            total > 0.0 ? static_cast<float>(sums[i] / total) : 0.0f;
+      if (args.lse.data() != nullptr)
+        args.lse(t, h) = static_cast<float>(total > 0.0 ? highest + std::log(total) : kMinusInfinity);
+    }
+  }
+}
+
+inline void swiglu(const SwigluArgs<float>& args) {
+  const std::int64_t width = args.out.extent(1);
+  for (std::int64_t r = 0; r < args.out.extent(0); ++r)
+    for (std::int64_t i = 0; i < width; ++i)
+      args.out(r, i) = static_cast<float>(silu(args.gate_up(r, i)) * args.gate_up(r, width + i));
+}
+
+/// Indices of the `count` largest, best first, the smaller index on ties.
+inline std::vector<std::int64_t> largest(const std::vector<double>& values, std::int64_t count) {
+  std::vector<std::int64_t> order(values.size());
+  std::iota(order.begin(), order.end(), std::int64_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) {
+    return values[static_cast<std::size_t>(a)] > values[static_cast<std::size_t>(b)];
+  });
+  order.resize(static_cast<std::size_t>(count));
+  return order;
+}
+
+inline void route(const RouteArgs<float>& args) {
+  const std::int64_t experts = args.logits.extent(1);
+  const std::int64_t group = experts / args.num_groups;
+  for (std::int64_t t = 0; t < args.logits.extent(0); ++t) {
+    std::vector<double> scores;
+    double highest = kMinusInfinity;
+    for (std::int64_t e = 0; e < experts; ++e) highest = std::max(highest, double{args.logits(t, e)});
+    double total = 0.0;
+    for (std::int64_t e = 0; e < experts; ++e) {
+      const double logit = args.logits(t, e);
+      const bool is_softmax = args.scoring == RouterScoring::softmax;
+      scores.push_back(is_softmax ? std::exp(logit - highest) : 1.0 / (1.0 + std::exp(-logit)));
+      total += scores.back();
+    }
+    if (args.scoring == RouterScoring::softmax)
+      for (double& score : scores) score /= total;
+    std::vector<double> choice = scores;
+    if (args.bias != nullptr)
+      for (std::size_t e = 0; e < choice.size(); ++e) choice[e] += args.bias[e];
+
+    std::vector<double> group_scores;
+    for (std::int64_t g = 0; g < args.num_groups; ++g) {
+      std::vector<double> members(choice.begin() + g * group, choice.begin() + (g + 1) * group);
+      std::sort(members.rbegin(), members.rend());
+      const bool takes_two = args.scoring == RouterScoring::sigmoid && group > 1;
+      group_scores.push_back(takes_two ? members[0] + members[1] : members[0]);
+    }
+    const std::vector<std::int64_t> kept = largest(group_scores, args.groups_kept);
+    for (std::int64_t e = 0; e < experts; ++e)
+      if (std::find(kept.begin(), kept.end(), e / group) == kept.end())
+        choice[static_cast<std::size_t>(e)] = kMinusInfinity;
+
+    const std::vector<std::int64_t> chosen = largest(choice, args.experts.extent(1));
+    double sum = 0.0;
+    for (std::int64_t e : chosen) sum += scores[static_cast<std::size_t>(e)];
+    for (std::size_t i = 0; i < chosen.size(); ++i) {
+      const auto k = static_cast<std::int64_t>(i);
+      const double score = scores[static_cast<std::size_t>(chosen[i])];
+      args.experts(t, k) = static_cast<std::int32_t>(chosen[i]);
+      args.weights(t, k) = static_cast<float>(score / (args.normalize ? sum + 1e-20 : 1.0) * args.scale);
+    }
+  }
+}
+
+inline void expert_ffn(const ExpertFfnArgs<float>& args) {
+  const auto num_local = static_cast<std::int64_t>(args.local_experts.size());
+  for (std::int64_t t = 0; t < args.in.extent(0); ++t) {
+    std::vector<double> sums(static_cast<std::size_t>(args.out.extent(1)), 0.0);
+    for (std::int64_t k = 0; k < args.experts.extent(1); ++k) {
+      const std::int64_t local = args.experts(t, k) - args.first_expert;
+      if (local < 0 || local >= num_local) continue;
+      const ExpertWeights& weights = args.local_experts[static_cast<std::size_t>(local)];
+      const std::int64_t width = weights.down.cols;
+      for (std::int64_t f = 0; f < width; ++f) {
+        double gate = 0.0;
+        double up = 0.0;
+        for (std::int64_t i = 0; i < args.in.extent(1); ++i) {
+          gate += args.in(t, i) * load(weights.gate_up, f, i);
+          up += args.in(t, i) * load(weights.gate_up, width + f, i);
+        }
+        const double activated = args.weights(t, k) * silu(gate) * up;
+        for (std::size_t m = 0; m < sums.size(); ++m)
+          sums[m] += activated * load(weights.down, static_cast<std::int64_t>(m), f);
+      }
+    }
+    for (std::size_t m = 0; m < sums.size(); ++m) {
+      float& out = args.out(t, static_cast<std::int64_t>(m));
+      out = static_cast<float>(out + sums[m]);
+    }
+  }
+}
+
+inline void embed(const EmbedArgs<float>& args) {
+  for (std::int64_t t = 0; t < args.out.extent(0); ++t) {
+    const std::int64_t row = args.ids[t] - args.first_id;
+    const bool is_here = row >= 0 && row < args.table.rows;
+    for (std::int64_t i = 0; i < args.out.extent(1); ++i)
+      args.out(t, i) = is_here ? static_cast<float>(load(args.table, row, i)) : 0.0f;
+  }
+}
+
+inline void gather_rows(const GatherRowsArgs<float>& args) {
+  for (std::int64_t r = 0; r < args.out.extent(0); ++r)
+    for (std::int64_t i = 0; i < args.out.extent(1); ++i) args.out(r, i) = args.in(args.rows[r], i);
+}
+
+/// Probability of each id of one row, by softmax(logits / temperature); temperature 0: of the logits.
+inline std::vector<double> probabilities(const SampleArgs<float>& args, std::int64_t row) {
+  std::vector<double> values;
+  for (std::int64_t s = 0; s < args.logits.extent(0); ++s)
+    for (std::int64_t i = args.shard_begins[s]; i < args.shard_begins[s + 1]; ++i)
+      values.push_back(args.logits(s, row, i - args.shard_begins[s]));
+  const double highest = *std::max_element(values.begin(), values.end());
+  const double temperature = args.temperature > 0.0f ? double{args.temperature} : 1.0;
+  double total = 0.0;
+  for (double& value : values) total += value = std::exp((value - highest) / temperature);
+  for (double& value : values) value /= total;
+  return values;
+}
+
+/// The ids that top_p keeps, likeliest first.
+inline std::vector<std::int64_t> nucleus(const std::vector<double>& likely, double top_p) {
+  std::vector<std::int64_t> order = largest(likely, static_cast<std::int64_t>(likely.size()));
+  double reached = 0.0;
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    reached += likely[static_cast<std::size_t>(order[i])];
+    if (reached >= top_p) {
+      order.resize(i + 1);
+      break;
+    }
+  }
+  return order;
+}
+
+/// The concept fixes the distribution and not the generator; this draw is one of many legal ones.
+inline void sample(const SampleArgs<float>& args) {
+  for (std::int64_t row = 0; row < args.logits.extent(1); ++row) {
+    const std::vector<double> likely = probabilities(args, row);
+    const std::vector<std::int64_t> kept = nucleus(likely, args.temperature > 0.0f ? args.top_p : 0.0);
+    std::int64_t drawn = kept.front();
+    if (args.temperature > 0.0f) {
+      std::uint64_t x = args.seed + 0x9e3779b97f4a7c15u * (args.counters[row] + 1);  // splitmix64
+      x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+      x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+      x ^= x >> 31;
+      double total = 0.0;
+      for (std::int64_t id : kept) total += likely[static_cast<std::size_t>(id)];
+      double left = static_cast<double>(x >> 11) * 0x1p-53 * total;
+      for (std::int64_t id : kept) {
+        drawn = id;
+        left -= likely[static_cast<std::size_t>(id)];
+        if (left < 0.0) break;
+      }
+    }
+    args.tokens[row] = static_cast<std::int32_t>(drawn);
+  }
+}
+
+}  // namespace reference
+
+/// A third model of Backend: the streams, events and memory of the CPU, the operations above. One rank of a
+/// group of threads, or alone.
+class ReferenceBackend {
+ public:
+  using Comm = cpu::LocalComm;
+  using Stream = cpu::Stream;
+  using Event = cpu::Event;
+  using Buffer = cpu::Buffer;
+  using Activation = float;
+
+  ReferenceBackend()
+      : ReferenceBackend(cpu::LocalComm::create_group(1).front(), cpu::LocalComm::create_group(1).front()) {}
+  ReferenceBackend(Comm stage, Comm kvp)
+      : comms_(std::make_shared<std::pair<Comm, Comm>>(std::move(stage), std::move(kvp))) {}
+
+  StageComms<Comm> comms() const { return {&comms_->first, &comms_->second}; }
+  Buffer allocate(std::size_t bytes) const { return Buffer(bytes); }
+  Stream create_stream() const {
+    Stream stream;
+    stream.on_failure([comms = comms_](std::exception_ptr failure) {
+      try {
+        std::rethrow_exception(failure);
+      } catch (const std::exception& error) {
+        comms->first.abort(error.what());
+        comms->second.abort(error.what());
+      }
+    });
+    return stream;
+  }
+  Event create_event() const { return {}; }
+  void record(Event& event, Stream stream) const { event.record(stream); }
+  void wait(Stream stream, const Event& event) const { event.wait(stream); }
+  void synchronize(Stream stream) const { stream.synchronize(); }
+
+  void upload(void* target, const void* source, std::size_t bytes, Stream stream) const {
+    if (bytes == 0) return;
+    const auto* begin = static_cast<const std::byte*>(source);
+    stream.enqueue([target, copy = std::vector<std::byte>(begin, begin + bytes)] {
+      std::memcpy(target, copy.data(), copy.size());
+    });
+  }
+  void download(void* target, const void* source, std::size_t bytes, Stream stream) const {
+    copy(target, source, bytes, stream);
+  }
+  void copy(void* target, const void* source, std::size_t bytes, Stream stream) const {
+    if (bytes > 0) stream.enqueue([=] { std::memcpy(target, source, bytes); });
+  }
+  void fill_zero(void* target, std::size_t bytes, Stream stream) const {
+    if (bytes > 0) stream.enqueue([=] { std::memset(target, 0, bytes); });
+  }
+  std::size_t partial_attention_workspace_bytes(std::int64_t, std::int64_t, std::int64_t,
+                                                std::int64_t) const {
+    return 0;
+  }
+  std::size_t expert_ffn_workspace_bytes(std::int64_t, std::int64_t, std::int64_t, std::int64_t) const {
+    return 0;
+  }
+
+  using F = float;
+  void rms_norm(const RmsNormArgs<F>& a, Stream s) const { queue(s, a, reference::rms_norm); }
+  void linear(const LinearArgs<F>& a, Stream s) const { queue(s, a, reference::linear); }
+  void head_linear(const HeadLinearArgs<F>& a, Stream s) const { queue(s, a, reference::head_linear); }
+  void head_rms_norm(const HeadRmsNormArgs<F>& a, Stream s) const { queue(s, a, reference::head_rms_norm); }
+  void rope(const RopeArgs<F>& a, Stream s) const { queue(s, a, reference::rope); }
+  void append_kv(const AppendKvArgs<F>& a, Stream s) const { queue(s, a, reference::append_kv); }
+  void write_kv(const WriteKvArgs<F>& a, Stream s) const { queue(s, a, reference::write_kv); }
+  void read_kv(const ReadKvArgs& a, Stream s) const { queue(s, a, reference::read_kv); }
+  void partial_attention(const PartialAttentionArgs<F>& a, Stream s) const {
+    queue(s, a, reference::partial_attention);
+  }
+  void pack_partial(const PackPartialArgs<F>& a, Stream s) const { queue(s, a, reference::pack_partial); }
+  void stamp(const StampArgs& a, Stream s) const { queue(s, a, reference::stamp); }
+  void check_exchange(const CheckExchangeArgs& a, Stream s) const { queue(s, a, reference::check_exchange); }
+  void lse_combine(const LseCombineArgs<F>& a, Stream s) const { queue(s, a, reference::lse_combine); }
+  void swiglu(const SwigluArgs<F>& a, Stream s) const { queue(s, a, reference::swiglu); }
+  void route(const RouteArgs<F>& a, Stream s) const { queue(s, a, reference::route); }
+  void expert_ffn(const ExpertFfnArgs<F>& a, Stream s) const { queue(s, a, reference::expert_ffn); }
+  void embed(const EmbedArgs<F>& a, Stream s) const { queue(s, a, reference::embed); }
+  void gather_rows(const GatherRowsArgs<F>& a, Stream s) const { queue(s, a, reference::gather_rows); }
+  void sample(const SampleArgs<F>& a, Stream s) const { queue(s, a, reference::sample); }
+
+ private:
+  template <class Args>
+  static void queue(Stream stream, const Args& args, void (*run)(const Args&)) {
+    stream.enqueue([args, run] { run(args); });
+  }
+
+  std::shared_ptr<std::pair<Comm, Comm>> comms_;
+};
+
+static_assert(Backend<ReferenceBackend>);
+
+}  // namespace helix::test
