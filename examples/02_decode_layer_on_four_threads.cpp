@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// One transformer layer on four ranks (KVP 2 x TPA 2, threads of this process), compared with one rank.
+#include <cmath>
+#include <cstdio>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include <helix/cpu/backend.hpp>
+#include <helix/helix.hpp>
+
+namespace {
+
+using Backend = helix::cpu::Backend<helix::cpu::LocalComm>;
+using Matrix = std::vector<float>;  // row-major, one row an output feature
+
+constexpr helix::ModelShape kShape{
+    .num_query_heads = 8, .num_kv_heads = 2, .head_dim = 32, .value_dim = 32, .hidden = 128, .ffn = 256};
+constexpr int kPrompt = 50;
+constexpr int kSteps = 8;
+
+/// The whole layer, as a checkpoint holds it.
+struct Model {
+  std::mt19937 generator{7};
+  Matrix norm = random(1, kShape.hidden), q = random(8 * 32, 128), k = random(2 * 32, 128),
+         v = random(2 * 32, 128), o = random(128, 8 * 32), gate = random(256, 128), up = random(256, 128),
+         down = random(128, 256), tokens = random(kPrompt + kSteps, 128), frequency = random(1, 16);
+
+  Matrix random(std::int64_t rows, std::int64_t cols) {
+    std::normal_distribution<float> normal(0.0f, 1.0f / std::sqrt(static_cast<float>(cols)));
+    Matrix m(static_cast<std::size_t>(rows * cols));
+    for (float& x : m) x = normal(generator);
+    return m;
+  }
+};
+
+Matrix rows(const Matrix& m, std::int64_t cols, helix::Range r) {
+  return {m.begin() + r.begin * cols, m.begin() + r.end * cols};
+}
+Matrix columns(const Matrix& m, std::int64_t cols, helix::Range r) {
+  Matrix out;
+  for (auto row = m.begin(); row != m.end(); row += cols) out.insert(out.end(), row + r.begin, row + r.end);
+  return out;
+}
+Matrix operator+(Matrix a, const Matrix& b) {
+  return a.insert(a.end(), b.begin(), b.end()), a;
+}
+helix::WeightView view(const Matrix& m, std::int64_t cols) {
+  return {m.data(), helix::DType::f32, static_cast<std::int64_t>(m.size()) / cols, cols};
+}
+
+/// What one rank does; returns the hidden state of the last token.
+Matrix run_rank(const Model& model, const helix::Topology& topo, helix::cpu::LocalComm stage) {
+  const int rank = stage.rank();
+  const helix::RankCoordinates at = topo.stage_coordinates(rank);
+  Backend backend(stage, stage.split(at.tpa_rank, at.kvp_rank));
+  Backend::Stream stream = backend.create_stream();
+
+  // This rank's slices: the topology says which. W_o follows combined_heads, not the rank number.
+  const auto heads = [](helix::Range r) { return helix::Range{r.begin * 32, r.end * 32}; };
+  const helix::Range q = heads(topo.query_heads(rank)), kv = heads(topo.kv_heads(rank));
+  const Matrix qkv = rows(model.q, 128, q) + rows(model.k, 128, kv) + rows(model.v, 128, kv);
+  const Matrix o = columns(model.o, 8 * 32, heads(topo.combined_heads(rank)));
+  const Matrix gate_up = rows(model.gate, 128, topo.ffn(rank)) + rows(model.up, 128, topo.ffn(rank));
+  const Matrix down = columns(model.down, 256, topo.ffn(rank));
+  const helix::GqaWeights attention{.qkv = view(qkv, 128),
+                                    .o = view(o, topo.combined_heads(rank).size() * 32)};
+  const helix::DenseFfnWeights ffn{.gate_up = view(gate_up, 128), .down = view(down, topo.ffn(rank).size())};
+  const helix::LayerWeights weights{.input_norm = view(model.norm, 128),
+                                    .post_attention_norm = view(model.norm, 128),
+                                    .attention = attention,
+                                    .ffn = ffn};
+  const helix::LayerConfig config{.softmax_scale = 1.0f / std::sqrt(32.0f),
+                                  .rope = {.inverse_frequency = model.frequency.data(), .rotary_dim = 32}};
+
+  // Everything is allocated once, before the first step.
+  helix::ShardedKVCache<Backend> cache(backend, topo,
+                                       {.format = helix::DType::f32, .layers = 1, .pages = 16});
+  helix::KvpAllToAll<Backend> exchange(
+      backend, {.max_tokens = kPrompt, .num_query_heads = topo.query_heads(rank).size(), .value_dim = 32});
+  helix::HopB<Backend> hop_b(backend, 4);
+  helix::BatchBuffer<Backend> batch(backend, 1, kPrompt);
+  Backend::Buffer workspace =
+      backend.allocate(helix::decode_layer_workspace_bytes(backend, topo, config, kPrompt, 4));
+  const helix::SequenceId sequence = cache.add(kPrompt + kSteps);
+
+  Matrix hidden;
+  for (int step = 0; step <= kSteps; ++step) {  // the prompt as one chunk, then token by token
+    const int first = step == 0 ? 0 : kPrompt + step - 1;
+    const int count = step == 0 ? kPrompt : 1;
+    std::vector<std::int64_t> positions;
+    for (int t = 0; t < count; ++t) positions.push_back(first + t);
+    hidden = rows(model.tokens, 128, {first, first + count});
+    cache.append(sequence, count, stream);
+    batch.set(std::vector<std::int32_t>{0, count}, positions, std::vector{cache.slot(sequence)}, stream);
+    helix::decode_layer(
+        backend, topo, config, weights, cache.layer(0), batch.batch(),
+        helix::TensorView<float, 2>(hidden.data(), {count, 128}),
+        {.exchange = &exchange, .hop_b = &hop_b, .workspace = {workspace.data(), workspace.size_bytes()}},
+        stream);
+    backend.synchronize(stream);
+  }
+  std::printf("rank %d of %d: %lld of %d tokens stored here\n", rank, topo.stage_size(),
+              static_cast<long long>(cache.local_length(sequence)), kPrompt + kSteps);
+  return hidden;
+}
+
+}  // namespace
+
+int main() {
+  const Model model;
+  const Matrix alone =
+      run_rank(model, helix::Topology({}, kShape), helix::cpu::LocalComm::create_group(1)[0]);
+
+  const helix::Topology topo({.kvp = 2, .tpa = 2}, kShape);
+  std::vector<Matrix> results(4);
+  std::vector<std::thread> ranks;
+  for (helix::cpu::LocalComm& comm : helix::cpu::LocalComm::create_group(4)) {
+    ranks.emplace_back(
+        [&, comm] { results[static_cast<std::size_t>(comm.rank())] = run_rank(model, topo, comm); });
+  }
+  for (std::thread& rank : ranks) rank.join();
+
+  float worst = 0.0f;
+  for (const Matrix& result : results) {
+    for (std::size_t i = 0; i < alone.size(); ++i) worst = std::max(worst, std::abs(result[i] - alone[i]));
+  }
+  std::printf("largest difference between four ranks and one: %.1e\n", worst);
+  return worst < 1e-5f ? 0 : 1;
+}
