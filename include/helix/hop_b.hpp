@@ -11,6 +11,30 @@
 
 namespace helix {
 
+/// Time of `num_slices` equal slices, when the exchange of each runs beside the attention of the next and
+/// both come to `attention` and `exchange` in all (any unit): the first attention, then the longer of the two
+/// for each further slice, then the last exchange. The paper's figure 3: 8 slices of 16 and 9.6 units take
+/// 17.2, one slice 25.6.
+constexpr double hop_b_time(int num_slices, double attention, double exchange) {
+  const double n = num_slices;
+  return (attention + (n - 1) * std::max(attention, exchange) + exchange) / n;
+}
+
+/// The number of slices in [1, max_slices] with the least hop_b_time() when each slice costs `hand_over` more
+/// (its events, and smaller kernels); the fewest on ties. A slice holds at least one sequence. A pure
+/// function: ranks that pass equal values agree.
+constexpr int best_hop_b_slices(int max_slices, std::int64_t num_sequences, double attention, double exchange,
+                                double hand_over) {
+  int best = 1;
+  for (int n = 2; n <= max_slices && n <= num_sequences; ++n) {
+    if (hop_b_time(n, attention, exchange) + n * hand_over <
+        hop_b_time(best, attention, exchange) + best * hand_over) {
+      best = n;
+    }
+  }
+  return best;
+}
+
 /// Owns the exchange stream and the events of up to `max_slices` slices, created once. Source: paper
 /// section 2.1.3.
 template <Backend B>
@@ -29,8 +53,10 @@ class HopB {
   int max_slices() const { return static_cast<int>(attended_.size()); }
 
   /// The number of slices for a step, the same on all ranks: `requested`, or if that is 0 a choice from
-  /// values that all ranks share. Without KVP there is nothing to overlap. A slice holds at least one
-  /// sequence; beyond four, slices add more hand-overs than they hide.
+  /// values that all ranks share and that are fixed when a step is captured: not from lengths, which a graph
+  /// must not depend on. Without KVP there is nothing to overlap. A slice holds at least one sequence; n
+  /// slices leave 1/n of the exchange exposed, so beyond four little is left to hide. An engine that knows
+  /// its times asks best_hop_b_slices().
   int resolve_slices(int requested, std::int64_t num_sequences, int kvp) const {
     constexpr std::int64_t kChosenSlices = 4;
     if (requested == 0) requested = kvp == 1 ? 1 : static_cast<int>(std::min(num_sequences, kChosenSlices));
@@ -40,8 +66,9 @@ class HopB {
 
   /// Calls attend(i, stream) and exchange(i, other stream) for each slice in order. exchange(i) starts when
   /// attend(i) is done and runs beside attend(i + 1); `stream` continues when the last exchange is done. One
-  /// slice: both on `stream`. Queues only.
-  /// @throws Error(invalid_argument) unless 1 <= num_slices <= max_slices().
+  /// slice: both on `stream`. Queues only. If a callback throws, `stream` still waits for the exchanges
+  /// queued so far.
+  /// @throws Error(invalid_argument) unless 1 <= num_slices <= max_slices(), and what the callbacks throw.
   template <class Attend, class Exchange>
   void run(int num_slices, Attend&& attend, Exchange&& exchange, Stream stream) {
     HELIX_EXPECTS(num_slices >= 1 && num_slices <= max_slices(), ErrorCode::invalid_argument,
@@ -51,19 +78,28 @@ class HopB {
       exchange(0, stream);
       return;
     }
-    for (int slice = 0; slice < num_slices; ++slice) {
-      auto& attended = attended_[static_cast<std::size_t>(slice)];
-      attend(slice, stream);
-      backend_->record(attended, stream);
-      backend_->wait(exchange_stream_, attended);
-      exchange(slice, exchange_stream_);
+    try {
+      for (int slice = 0; slice < num_slices; ++slice) {
+        auto& attended = attended_[static_cast<std::size_t>(slice)];
+        attend(slice, stream);
+        backend_->record(attended, stream);
+        backend_->wait(exchange_stream_, attended);
+        exchange(slice, exchange_stream_);
+      }
+    } catch (...) {
+      join(stream);
+      throw;
     }
-    // The exchange stream is in order: its last event covers all slices.
+    join(stream);
+  }
+
+ private:
+  /// The exchange stream is in order: its last event covers all slices.
+  void join(Stream stream) {
     backend_->record(exchanged_, exchange_stream_);
     backend_->wait(stream, exchanged_);
   }
 
- private:
   B* backend_;
   Stream exchange_stream_;
   std::vector<typename B::Event> attended_;

@@ -2,7 +2,6 @@
 // Log-sum-exp conventions of other attention kernels, and the named conversions into this library's.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <limits>
 
@@ -24,7 +23,9 @@ struct Lse {
   float value = 0.0f;
 };
 
-/// The natural log-sum-exp that lse_combine reads.
+/// The natural log-sum-exp that lse_combine reads, -inf for "no tokens" (invariants 5 and 6). A mistaken base
+/// gives wrong weights and no other sign: sums of exponentials [2, 8] weigh outputs [0, 10] to 8, and to 7.23
+/// if their natural logarithms are read as base 2.
 constexpr float to_natural(Lse<LseConvention::natural> lse) {
   return lse.value;
 }
@@ -38,7 +39,9 @@ constexpr float to_natural(Lse<LseConvention::natural_positive_inf_if_empty> lse
                                                              : lse.value;
 }
 
-/// Converts [tokens, heads] of host memory in place.
+/// Converts [tokens, heads] of host memory (any strides) from `kConvention` to the natural logarithm, in
+/// place. A rank that runs a foreign attention kernel calls it, or its device's equal, once on that kernel's
+/// lse and before the exchange. A NaN stays one.
 template <LseConvention kConvention>
 void convert_to_natural(TensorView<float, 2> lse) {
   for (std::int64_t token = 0; token < lse.extent(0); ++token) {
