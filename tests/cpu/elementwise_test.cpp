@@ -291,7 +291,7 @@ TEST_CASE("shards of the vocabulary embed to the whole table when they are added
   for (const auto& [begin, end] :
        std::vector<std::pair<std::int64_t, std::int64_t>>{{0, 3}, {3, 3}, {3, 7}}) {
     std::vector<float> part(sum.size(), std::nanf(""));
-    run(1, [&](const Operators& ops, auto stream) {
+    run(1, [&, begin = begin, end = end](const Operators& ops, auto stream) {
       ops.embed(
           {ids.data(), {table.data() + begin * 4, DType::f32, end - begin, 4}, begin, {part.data(), {5, 4}}},
           stream);
