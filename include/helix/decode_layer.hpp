@@ -6,9 +6,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <span>
+#include <string_view>
 #include <variant>
-#include <vector>
 
 #include <helix/backend.hpp>
 #include <helix/error.hpp>
@@ -24,10 +25,10 @@ namespace helix {
 
 /// Sizes of multi-head latent attention that ModelShape does not hold.
 struct MlaDims {
-  std::int64_t q_lora = 0;  ///< 0: queries straight from hidden
-  std::int64_t nope = 0;    ///< query/key dims without rope, a head
-  std::int64_t rope = 0;    ///< rope dims, shared by all heads on the key side
-  std::int64_t value = 0;   ///< value dims a head, after W_UV
+  std::int64_t q_lora = 0;     ///< 0: queries straight from hidden
+  std::int64_t nope = 0;       ///< query/key dims without rope, a head
+  std::int64_t rope = 0;       ///< rope dims, shared by all heads on the key side
+  std::int64_t value = 0;      ///< value dims a head, after W_UV
   float norm_epsilon = 1e-6f;  ///< of the norms of the compressed queries and keys
 };
 
@@ -47,9 +48,9 @@ struct LayerConfig {
   float softmax_scale = 0.0f;
   std::int64_t window = 0;  ///< sliding window in tokens; 0: none
   float soft_cap = 0.0f;    ///< 0: none
-  RopeView rope;
-  MlaDims mla;          ///< for MlaWeights
-  RouterConfig router;  ///< for MoeWeights
+  RopeView rope{};
+  MlaDims mla{};          ///< for MlaWeights
+  RouterConfig router{};  ///< for MoeWeights
 };
 
 /// The device state of one rank's exchanges, built once and shared by all layers, and the options of a call.
@@ -176,8 +177,8 @@ TensorView<const T, 3> project_mla(B& backend, const Topology& topo, const Layer
     backend.linear(LinearArgs<T>{buffers.normed, weights.q_b, {}, q_heads_2d}, stream);
   } else {
     backend.linear(LinearArgs<T>{buffers.normed, weights.q_a, {}, buffers.q_lora}, stream);
-    backend.rms_norm(
-        RmsNormArgs<T>{{}, buffers.q_lora, weights.q_a_norm, buffers.q_lora, mla.norm_epsilon}, stream);
+    backend.rms_norm(RmsNormArgs<T>{{}, buffers.q_lora, weights.q_a_norm, buffers.q_lora, mla.norm_epsilon},
+                     stream);
     backend.linear(LinearArgs<T>{buffers.q_lora, weights.q_b, {}, q_heads_2d}, stream);
   }
   backend.head_linear(HeadLinearArgs<T>{buffers.q_heads.slice(2, 0, mla.nope), weights.w_uk,
@@ -189,8 +190,7 @@ TensorView<const T, 3> project_mla(B& backend, const Topology& topo, const Layer
 
   backend.linear(LinearArgs<T>{buffers.normed, weights.kv_a, {}, buffers.latent}, stream);
   const TensorView<T, 2> compressed = buffers.latent.slice(1, 0, latent_dim);
-  backend.rms_norm(RmsNormArgs<T>{{}, compressed, weights.kv_a_norm, compressed, mla.norm_epsilon},
-                   stream);
+  backend.rms_norm(RmsNormArgs<T>{{}, compressed, weights.kv_a_norm, compressed, mla.norm_epsilon}, stream);
   const TensorView<T, 3> row(buffers.latent.data(), {tokens, 1, latent_dim + mla.rope});
   const TensorView<T, 3> k_rope = row.slice(2, latent_dim, mla.rope);
   backend.rope(RopeArgs<T>{k_rope, k_rope, batch.positions, config.rope}, stream);
@@ -231,6 +231,11 @@ void moe_ffn(B& backend, const Topology& topo, int stage_rank, const RouterConfi
       stream);
 }
 
+/// Throws Error(invalid_argument) unless the weights have the shapes of this rank's slices and the config's
+/// numbers fit the model.
+void check_layer_weights(const Topology& topo, int stage_rank, const LayerConfig& config,
+                         const LayerWeights& weights);
+
 /// All checks of a layer, before the first collective and on values that all ranks share (invariant 9).
 template <Backend B, class T>
 void check_layer(const Topology& topo, int stage_rank, const LayerConfig& config, const LayerWeights& weights,
@@ -247,70 +252,39 @@ void check_layer(const Topology& topo, int stage_rank, const LayerConfig& config
   HELIX_EXPECTS(batch.first_token() == 0, ErrorCode::invalid_argument,
                 "decode_layer: the batch starts at token ", batch.first_token(),
                 "; pass a whole step, not a slice");
+  const RankCoordinates at = topo.stage_coordinates(stage_rank);
   HELIX_EXPECTS(kv.head_dim == shape.head_dim && kv.value_dim == shape.value_dim &&
                     kv.is_mla == shape.is_mla && kv.num_heads == topo.kv_heads(stage_rank).size() &&
-                    kv.layout.kvp() == topo.kvp(),
+                    kv.layout.kvp() == topo.kvp() && kv.kvp_rank == at.kvp_rank,
                 ErrorCode::invalid_argument, "decode_layer: the cache has ", kv.num_heads, " heads of ",
-                kv.head_dim, "/", kv.value_dim, " over KVP ", kv.layout.kvp(),
+                kv.head_dim, "/", kv.value_dim, " as KVP rank ", kv.kvp_rank, " of ", kv.layout.kvp(),
                 "; this rank of the topology stores ", topo.kv_heads(stage_rank).size(), " heads of ",
-                shape.head_dim, "/", shape.value_dim, " over KVP ", topo.kvp());
-  HELIX_EXPECTS(std::holds_alternative<MlaWeights>(weights.attention) == shape.is_mla,
-                ErrorCode::invalid_argument, "decode_layer: the shape says is_mla = ", shape.is_mla,
-                " but the layer holds the other kind of attention weights");
+                shape.head_dim, "/", shape.value_dim, " as KVP rank ", at.kvp_rank, " of ", topo.kvp());
   HELIX_EXPECTS(options.hop_b_slices >= 0 && options.hop_b_slices <= options.hop_b->max_slices(),
                 ErrorCode::invalid_argument, "decode_layer: hop_b_slices is ", options.hop_b_slices,
                 "; HopB was built for up to ", options.hop_b->max_slices());
-  HELIX_EXPECTS(config.softmax_scale > 0.0f, ErrorCode::invalid_argument, "decode_layer: softmax_scale is ",
-                config.softmax_scale, "; it must be positive");
-  const std::int64_t o_cols =
-      topo.combined_heads(stage_rank).size() * (shape.is_mla ? config.mla.value : shape.value_dim);
-  const WeightView& o =
-      shape.is_mla ? std::get<MlaWeights>(weights.attention).o : std::get<GqaWeights>(weights.attention).o;
-  HELIX_EXPECTS(o.rows == shape.hidden && o.cols == o_cols, ErrorCode::invalid_argument,
-                "decode_layer: the output projection is [", o.rows, ", ", o.cols,
-                "]; this rank's columns of W_o are [", shape.hidden, ", ", o_cols,
-                "] (Topology::combined_heads, not stage_rank)");
+  const KvpAllToAllSpec& exchange = options.exchange->spec();
+  HELIX_EXPECTS(batch.num_tokens() <= exchange.max_tokens &&
+                    exchange.num_query_heads == topo.query_heads(stage_rank).size() &&
+                    exchange.value_dim == shape.value_dim,
+                ErrorCode::invalid_argument, "decode_layer: the exchange was built for ", exchange.max_tokens,
+                " tokens of ", exchange.num_query_heads, " heads of ", exchange.value_dim, "; this step has ",
+                batch.num_tokens(), " tokens of ", topo.query_heads(stage_rank).size(), " heads of ",
+                shape.value_dim);
+  check_layer_weights(topo, stage_rank, config, weights);
 }
 
-}  // namespace detail
-
-/// Bytes that decode_layer needs for steps of up to `max_tokens` tokens in up to `max_slices` HOP-B slices.
-/// Local.
-template <Backend B>
-std::size_t decode_layer_workspace_bytes(B& backend, const Topology& topo, const LayerConfig& config,
-                                         std::int64_t max_tokens, int max_slices) {
-  WorkspaceArena measure;
-  detail::carve_layer_buffers<B, typename B::Activation>(backend, topo, backend.comms().stage->rank(), config,
-                                                         max_tokens, max_slices, measure);
-  return measure.used_bytes();
-}
-
-/// One layer, in place on `hidden` [tokens, M] (dense, the same on all N ranks before and after). Attention
-/// runs over this rank's KV shard under KVP x TPA, the exchange and the combine leave Hq/N exact heads a
-/// rank, and the output projection and the FFN use all N ranks (TPF x EP). K and V of the step's tokens are
-/// appended to the cache on the rank that owns each position; the cache must have room
-/// (ShardedKVCache::append comes first).
-///
-/// Collective over the stage: every rank calls it with the same topology, config, batch and options. Queued
-/// on `stream`; allocates nothing, does not synchronise, capturable. Source: paper sections 2.1-2.3.
-/// @throws Error(invalid_argument) if shapes contradict each other, Error(capacity) if the workspace is too
-/// small; both before the
-///         first collective. Failures on the stream are sticky and abort the stage.
+/// Steps 1 to 10 of the layer, queued; everything has been checked and laid out.
 template <Backend B, class T>
-void decode_layer(B& backend, const Topology& topo, const LayerConfig& config, const LayerWeights& weights,
-                  const KvView& kv, const Batch& batch, TensorView<T, 2> hidden,
-                  const DecodeLayerOptions<B>& options, typename B::Stream stream) {
+void queue_layer(B& backend, const Topology& topo, const LayerConfig& config, const LayerWeights& weights,
+                 const KvView& kv, const Batch& batch, TensorView<T, 2> hidden,
+                 const DecodeLayerOptions<B>& options, int slices, const LayerBuffers<T>& buffers,
+                 typename B::Stream stream) {
   const StageComms<typename B::Comm> comms = backend.comms();
   const int stage_rank = comms.stage->rank();
-  detail::check_layer<B, T>(topo, stage_rank, config, weights, kv, batch, hidden, options);
   const std::int64_t tokens = batch.num_tokens();
-  if (tokens == 0) return;
   const ModelShape& shape = topo.shape();
   const std::int64_t local_heads = topo.query_heads(stage_rank).size();
-  const int slices = options.hop_b->resolve_slices(options.hop_b_slices, batch.num_sequences(), topo.kvp());
-  WorkspaceArena arena(options.workspace);
-  const auto buffers =
-      detail::carve_layer_buffers<B, T>(backend, topo, stage_rank, config, tokens, slices, arena);
   const auto all_reduce = [&](TensorView<T, 2> x) {
     comms.stage->all_reduce(x.data(), x.data(), x.size(), kDTypeOf<T>, stream);
   };
@@ -320,10 +294,10 @@ void decode_layer(B& backend, const Topology& topo, const LayerConfig& config, c
                    stream);
   TensorView<const T, 3> q;
   if (const auto* gqa = std::get_if<GqaWeights>(&weights.attention)) {
-    q = detail::project_gqa<B, T>(backend, topo, stage_rank, config, *gqa, kv, batch, buffers, stream);
+    q = project_gqa<B, T>(backend, topo, stage_rank, config, *gqa, kv, batch, buffers, stream);
   } else {
-    q = detail::project_mla<B, T>(backend, topo, config, std::get<MlaWeights>(weights.attention), kv, batch,
-                                  buffers, stream);
+    q = project_mla<B, T>(backend, topo, config, std::get<MlaWeights>(weights.attention), kv, batch, buffers,
+                          stream);
   }
 
   const float* sinks = shape.is_mla ? nullptr : std::get<GqaWeights>(weights.attention).sinks;
@@ -379,13 +353,66 @@ void decode_layer(B& backend, const Topology& topo, const LayerConfig& config, c
 
   // 9-10: FFN, one all-reduce over N sums slices and experts, residual.
   if (const auto* dense = std::get_if<DenseFfnWeights>(&weights.ffn)) {
-    detail::dense_ffn<B, T>(backend, *dense, buffers.normed, buffers, buffers.projected, stream);
+    dense_ffn<B, T>(backend, *dense, buffers.normed, buffers, buffers.projected, stream);
   } else {
-    detail::moe_ffn<B, T>(backend, topo, stage_rank, config.router, std::get<MoeWeights>(weights.ffn),
-                          buffers, stream);
+    moe_ffn<B, T>(backend, topo, stage_rank, config.router, std::get<MoeWeights>(weights.ffn), buffers,
+                  stream);
   }
   all_reduce(buffers.projected);
   backend.rms_norm(RmsNormArgs<T>{buffers.projected, hidden, {}, {}, config.norm_epsilon}, stream);
+}
+
+}  // namespace detail
+
+/// Bytes that decode_layer needs for steps of up to `max_tokens` tokens in up to `max_slices` HOP-B slices.
+/// Local.
+template <Backend B>
+std::size_t decode_layer_workspace_bytes(B& backend, const Topology& topo, const LayerConfig& config,
+                                         std::int64_t max_tokens, int max_slices) {
+  WorkspaceArena measure;
+  detail::carve_layer_buffers<B, typename B::Activation>(backend, topo, backend.comms().stage->rank(), config,
+                                                         max_tokens, max_slices, measure);
+  return measure.used_bytes();
+}
+
+/// One layer, in place on `hidden` [tokens, M] (dense, the same on all N ranks before and after). Attention
+/// runs over this rank's KV shard under KVP x TPA, the exchange and the combine leave Hq/N exact heads a
+/// rank, and the output projection and the FFN use all N ranks (TPF x EP). K and V of the step's tokens are
+/// appended to the cache on the rank that owns each position; the cache must have room
+/// (ShardedKVCache::append comes first).
+///
+/// Collective over the stage: every rank calls it with the same topology, config, batch and options. Queued
+/// on `stream`; allocates nothing, does not synchronise, capturable. Source: paper sections 2.1-2.3.
+/// @throws Error(invalid_argument) if shapes contradict each other, Error(capacity) if the workspace is too
+/// small; both before the
+///         first collective. A failure after that, thrown here or sticky on the stream, aborts the stage.
+template <Backend B, class T>
+void decode_layer(B& backend, const Topology& topo, const LayerConfig& config, const LayerWeights& weights,
+                  const KvView& kv, const Batch& batch, TensorView<T, 2> hidden,
+                  const DecodeLayerOptions<B>& options, typename B::Stream stream) {
+  const StageComms<typename B::Comm> comms = backend.comms();
+  const int stage_rank = comms.stage->rank();
+  detail::check_layer<B, T>(topo, stage_rank, config, weights, kv, batch, hidden, options);
+  const std::int64_t tokens = batch.num_tokens();
+  if (tokens == 0) return;
+  const int slices = options.hop_b->resolve_slices(options.hop_b_slices, batch.num_sequences(), topo.kvp());
+  WorkspaceArena arena(options.workspace);
+  const auto buffers =
+      detail::carve_layer_buffers<B, T>(backend, topo, stage_rank, config, tokens, slices, arena);
+  const auto wake_others = [&](std::string_view reason) {
+    comms.stage->abort(reason);
+    comms.kvp->abort(reason);
+  };
+  try {
+    detail::queue_layer<B, T>(backend, topo, config, weights, kv, batch, hidden, options, slices, buffers,
+                              stream);
+  } catch (const std::exception& failure) {
+    wake_others(failure.what());
+    throw;
+  } catch (...) {
+    wake_others("decode_layer: unknown failure");
+    throw;
+  }
 }
 
 }  // namespace helix
