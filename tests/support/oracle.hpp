@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// A transformer layer in double precision, unsharded and by definition: what decode_layer must give.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+namespace helix::oracle {
+
+/// Row-major f32 numbers as a checkpoint holds them, one row an output feature.
+struct Matrix {
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  std::vector<float> values;
+
+  bool empty() const { return values.empty(); }
+  const float* row(std::int64_t r) const { return values.data() + r * cols; }
+};
+
+/// Keys and values of heads that groups of query heads share.
+struct Attention {
+  Matrix q, k, v;                 // [heads * D, M]
+  Matrix q_bias, k_bias, v_bias;  // [1, heads * D] or empty
+  Matrix q_norm, k_norm;          // [1, D] or empty
+  Matrix o;                       // [M, Hq * D]
+  Matrix o_bias;                  // [1, M] or empty
+  std::vector<float> sinks;       // [Hq] or empty
+};
+
+/// DeepSeek's attention, keys and values expanded from the latent.
+struct LatentAttention {
+  Matrix q_a, q_a_norm;  // [q_lora, M], [1, q_lora], or empty
+  Matrix q_b;            // [Hq * (nope + rope), q_lora or M]
+  Matrix kv_a;           // [kv_lora + rope, M]
+  Matrix kv_a_norm;      // [1, kv_lora]
+  Matrix k_b;            // W_UK [Hq * nope, kv_lora]
+  Matrix v_b;            // W_UV [Hq * v, kv_lora]
+  Matrix o;              // [M, Hq * v]
+};
+
+struct FeedForward {
+  Matrix gate, up, down;                 // [F, M], [F, M], [M, F]
+  Matrix gate_bias, up_bias, down_bias;  // [1, ...] or empty
+};
+
+struct Experts {
+  Matrix router;                   // [E, M]
+  std::vector<float> router_bias;  // [E] or empty; selects only
+  std::vector<FeedForward> routed;
+  std::optional<FeedForward> shared;
+  bool is_sigmoid = false;  // DeepSeek-V3; else V2's softmax
+  std::int64_t top_k = 1;
+  std::int64_t num_groups = 1;
+  std::int64_t groups_kept = 1;
+  bool normalize = false;
+  double scale = 1.0;
+};
+
+/// Everything of one layer. Exactly one of `attention` and `latent`, one of `dense` and `experts`.
+struct Layer {
+  std::int64_t hidden = 0;
+  std::int64_t query_heads = 0;
+  std::int64_t kv_heads = 0;
+  std::int64_t head_dim = 0;
+  std::int64_t q_lora = 0, kv_lora = 0, nope = 0, rope = 0, value = 0;  // of `latent`
+  double norm_epsilon = 1e-5;
+  double mla_norm_epsilon = 1e-6;
+  double softmax_scale = 1.0;
+  std::int64_t window = 0;
+  double soft_cap = 0.0;
+  std::vector<float> inverse_frequency;  // [rotary dims / 2]
+  bool is_interleaved = false;
+  double magnitude = 1.0;
+
+  Matrix input_norm, post_attention_norm;  // [1, M]
+  std::optional<Attention> attention;
+  std::optional<LatentAttention> latent;
+  std::optional<FeedForward> dense;
+  std::optional<Experts> experts;
+};
+
+/// What attention remembers of one sequence, a row a token: keys after rope of all heads, then values; latent
+/// attention: the normed latent, then the rotated shared key.
+struct History {
+  std::vector<std::vector<double>> rows;
+};
+
+/// The layer's output for `tokens` [n, M], which follow the tokens of `history` and are appended to it.
+/// `routing_margin`, if given, is lowered to the smallest gap between a chosen and a rejected expert or
+/// group: below the precision of the code under test, another choice would be right too.
+std::vector<double> run_layer(const Layer& layer, History& history, std::span<const float> tokens,
+                              double* routing_margin = nullptr);
+
+}  // namespace helix::oracle
