@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // cpu::Operators::sample: greedy or nucleus sampling, a function of logits, seed and counter alone.
-#include <algorithm>
+#include <array>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <limits>
-#include <vector>
 
 #include <helix/cpu/backend.hpp>
 #include <helix/error.hpp>
@@ -21,19 +21,17 @@ struct Candidate {
   std::int32_t id;
 };
 
-/// Likeliest first; the smaller id on ties.
-bool comes_before(const Candidate& a, const Candidate& b) {
-  return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
-}
-
 /// Calls visit(logit, id) for each id of one row, in increasing id.
 template <class Visit>
 void for_each_logit(const SampleArgs<float>& args, std::int64_t row, const Visit& visit) {
   for (std::int64_t shard = 0; shard < args.logits.extent(0); ++shard) {
     const std::int64_t begin = args.shard_begins[shard];
     const std::int64_t end = args.shard_begins[shard + 1];
+    if (begin == end) continue;
+    const float* logits = &args.logits(shard, row, 0);
+    const std::int64_t stride = args.logits.stride(2);
     for (std::int64_t id = begin; id < end; ++id)
-      visit(args.logits(shard, row, id - begin), static_cast<std::int32_t>(id));
+      visit(logits[(id - begin) * stride], static_cast<std::int32_t>(id));
   }
 }
 
@@ -51,60 +49,111 @@ Candidate likeliest(const SampleArgs<float>& args, std::int64_t row) {
   return best;
 }
 
-/// All tokens of one row, of which ever more are in order. A nucleus is a few tokens of a hundred thousand:
-/// they are found by selection, not by sorting the vocabulary.
-class Ranking {
+/// An integer that orders as `logit` does: the sign bit flipped, and all bits of negative numbers.
+std::uint32_t key_of(float logit) {
+  const auto bits = std::bit_cast<std::uint32_t>(logit + 0.0f);  // -0 becomes 0: they are equally likely
+  return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+float logit_of(std::uint32_t key) {
+  return std::bit_cast<float>((key & 0x80000000u) != 0 ? key & 0x7fffffffu : ~key);
+}
+
+/// A token by its place in the order of likelihood: the `rank`-th, from 0, of those with this logit.
+struct Place {
+  std::uint32_t key = 0;
+  std::int64_t rank = 0;
+  double mass = 0.0;  // of all tokens up to and with this one
+
+  bool is_behind(const Place& other) const { return key != other.key ? key < other.key : rank > other.rank; }
+};
+
+/// One row's tokens, likeliest first (the smaller id on ties), without sorting them and in no memory but the
+/// stack: a radix selection by mass, digit by digit of the keys. Sums run in the order of ids inside each
+/// bucket, so that nothing depends on the shards.
+class RankedRow {
  public:
-  explicit Ranking(std::vector<Candidate>& candidates) : candidates_(candidates) {}
+  RankedRow(const SampleArgs<float>& args, std::int64_t row)
+      : args_(args), row_(row), max_(likeliest(args, row).logit) {
+    for_each_logit(args_, row_, [&](float logit, std::int32_t) {
+      const double mass = weight(logit);
+      total_ += mass;
+      first_digit_[key_of(logit) >> kShifts[0]] += mass;
+    });
+  }
 
-  std::size_t size() const { return candidates_.size(); }
+  double total() const { return total_; }
 
-  /// The token with the `index`-th largest logit.
-  const Candidate& operator[](std::size_t index) {
-    while (index >= sorted_) {
-      const std::size_t end = std::min(candidates_.size(), std::max<std::size_t>(64, 8 * sorted_));
-      const auto at = [&](std::size_t i) { return candidates_.begin() + static_cast<std::ptrdiff_t>(i); };
-      if (end < candidates_.size()) std::nth_element(at(sorted_), at(end), candidates_.end(), comes_before);
-      std::sort(at(sorted_), at(end), comes_before);
-      sorted_ = end;
+  /// The first token at which `reached(mass up to and with it)` holds, or the last that has any mass.
+  template <class Reached>
+  Place find(const Reached& reached) const {
+    Place place;
+    double above = 0.0;  // mass of the tokens before the bucket
+    Histogram digit = first_digit_;
+    for (std::size_t level = 0; level < kShifts.size(); ++level) {
+      if (level > 0) {
+        const std::uint32_t mask = (1u << (kShifts[level - 1] - kShifts[level])) - 1;
+        digit.fill(0.0);
+        for_each_logit(args_, row_, [&](float logit, std::int32_t) {
+          const std::uint32_t key = key_of(logit);
+          if (key >> kShifts[level - 1] == place.key) digit[key >> kShifts[level] & mask] += weight(logit);
+        });
+        place.key <<= kShifts[level - 1] - kShifts[level];
+      }
+      std::size_t chosen = 0;
+      double before = above;
+      for (std::size_t bucket = digit.size(); bucket-- > 0;) {
+        if (digit[bucket] == 0.0) continue;
+        chosen = bucket;
+        before = above;
+        if (reached(above + digit[bucket])) break;
+        above += digit[bucket];
+      }
+      above = before;
+      place.key |= static_cast<std::uint32_t>(chosen);
     }
-    return candidates_[index];
+    std::int64_t equals = 0;
+    for_each_logit(args_, row_, [&](float logit, std::int32_t) { equals += key_of(logit) == place.key; });
+    const double each = weight(logit_of(place.key));
+    const auto mass_with = [&](std::int64_t rank) { return above + static_cast<double>(rank + 1) * each; };
+    while (place.rank + 1 < equals && !reached(mass_with(place.rank))) ++place.rank;
+    place.mass = mass_with(place.rank);
+    return place;
+  }
+
+  std::int32_t token_at(const Place& place) const {
+    std::int32_t token = -1;
+    std::int64_t left = place.rank;
+    for_each_logit(args_, row_, [&](float logit, std::int32_t id) {
+      if (key_of(logit) == place.key && left-- == 0) token = id;
+    });
+    return token;
   }
 
  private:
-  std::vector<Candidate>& candidates_;
-  std::size_t sorted_ = 0;
+  using Histogram = std::array<double, 2048>;
+  static constexpr std::array<std::uint32_t, 3> kShifts{21, 10, 0};  // digits of 11, 11 and 10 bits
+
+  double weight(float logit) const { return std::exp((logit - max_) / args_.temperature); }
+
+  const SampleArgs<float>& args_;
+  std::int64_t row_;
+  double max_;
+  double total_ = 0.0;
+  Histogram first_digit_{};
 };
 
 std::int32_t draw(const SampleArgs<float>& args, std::int64_t row) {
-  const double max = likeliest(args, row).logit;
-  const auto weight = [&](float logit) { return std::exp((logit - max) / args.temperature); };
-  thread_local std::vector<Candidate>
-      candidates;  // grows to the vocabulary once, then steps allocate nothing
-  candidates.clear();
-  double total = 0.0;  // in the order of ids, so that it does not depend on the shards
-  for_each_logit(args, row, [&](float logit, std::int32_t id) {
-    const double w = weight(logit);
-    total += w;
-    if (w > 0.0) candidates.push_back({logit, id});
-  });
-  Ranking ranking(candidates);
-
-  // The nucleus: the shortest prefix that reaches top_p of the mass; at least one token.
-  std::size_t nucleus = ranking.size();
-  double mass = total;
-  if (args.top_p < 1.0f) {
-    const double wanted = static_cast<double>(args.top_p) * total;
-    mass = weight(ranking[0].logit);
-    for (nucleus = 1; nucleus < ranking.size() && mass < wanted; ++nucleus)
-      mass += weight(ranking[nucleus].logit);
-  }
-  double rest = philox_uniform(args.seed, args.counters[row]) * mass;
-  for (std::size_t i = 0; i + 1 < nucleus; ++i) {
-    rest -= weight(ranking[i].logit);
-    if (rest < 0.0) return ranking[i].id;
-  }
-  return ranking[nucleus - 1].id;
+  const RankedRow ranked(args, row);
+  // The nucleus ends where it reaches top_p of the mass; it holds at least one token.
+  const double wanted = static_cast<double>(args.top_p) * ranked.total();
+  Place last;
+  last.mass = ranked.total();
+  if (args.top_p < 1.0f) last = ranked.find([&](double mass) { return mass >= wanted; });
+  const double target = philox_uniform(args.seed, args.counters[row]) * last.mass;
+  Place drawn = ranked.find([&](double mass) { return mass > target; });
+  if (args.top_p < 1.0f && drawn.is_behind(last)) drawn = last;  // by rounding only
+  return ranked.token_at(drawn);
 }
 
 }  // namespace
