@@ -182,13 +182,31 @@ struct PartialAttentionArgs {
 
 /// One packed exchange message a KVP peer: [header 16 B][lse f32: tokens * heads][out: tokens * heads * Dv].
 struct ExchangeHeader {
-  std::uint64_t epoch = 0;  ///< exchanges done by the sender (invariant 13)
+  std::uint64_t epoch = 0;  ///< exchange_epoch() of the sender (invariant 13)
   std::uint32_t tokens = 0;
   std::uint32_t sender = 0;  ///< kvp_rank
 };
 
-/// Writes the message for each peer: its heads of `out` and `lse`, behind a header that takes `*epoch` + 1,
-/// and advances `*epoch`.
+/// What a header says of its step: the exchanges that the sender has done, this one included, plus a hash of
+/// the positions in the upper half. The count alone cannot tell steps apart: a collective pairs the n-th call
+/// of each rank with the n-th of the others, also when one of them has left out a step. The positions of two
+/// steps in a row always differ. A sum of independent terms, so that threads may share it out. `positions`
+/// [tokens] may be nullptr: the count alone.
+constexpr std::uint64_t exchange_epoch(std::uint64_t exchanges, const std::int64_t* positions,
+                                       std::int64_t tokens) {
+  std::uint64_t sum = 0;
+  for (std::int64_t i = 0; positions != nullptr && i < tokens; ++i) {
+    std::uint64_t mixed = static_cast<std::uint64_t>(positions[i]) +
+                          static_cast<std::uint64_t>(i + 1) * 0x9e3779b97f4a7c15u;  // splitmix64
+    mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9u;
+    mixed = (mixed ^ mixed >> 27) * 0x94d049bb133111ebu;
+    sum += mixed ^ mixed >> 31;
+  }
+  return exchanges + (sum >> 32 << 32);
+}
+
+/// Writes the message for each peer: its heads of `out` and `lse`, behind a header that takes
+/// exchange_epoch(`*epoch` + 1, positions, tokens), and advances `*epoch`.
 template <class T>
 struct PackPartialArgs {
   TensorView<const T, 3> out;      ///< [tokens, KVP * h, Dv], last stride 1
@@ -197,26 +215,29 @@ struct PackPartialArgs {
   std::int64_t message_bytes = 0;
   std::int64_t kvp = 1;
   std::int64_t kvp_rank = 0;
-  std::uint64_t* epoch = nullptr;  ///< device counter of the sender
+  std::uint64_t* epoch = nullptr;           ///< device counter of the sender
+  const std::int64_t* positions = nullptr;  ///< [tokens], of the step's tokens, or nullptr
 };
 
-/// Writes one header: `*epoch` + 1 (and advances `*epoch`), `tokens`, `sender`. For messages packed by other
-/// operations.
+/// Writes one header: exchange_epoch(`*epoch` + 1, positions, tokens) (and advances `*epoch`), `tokens`,
+/// `sender`. For messages packed by other operations.
 struct StampArgs {
   std::byte* message = nullptr;
   std::int64_t tokens = 0;
   std::int64_t sender = 0;
   std::uint64_t* epoch = nullptr;
+  const std::int64_t* positions = nullptr;  ///< [tokens] or nullptr
 };
 
-/// Verifies that every received header carries `*epoch`, `tokens` and its sender's rank. A mismatch is an
-/// Error(out_of_step) on the stream.
+/// Verifies that every received header carries exchange_epoch(`*epoch`, positions, tokens), `tokens` and its
+/// sender's rank. A mismatch is an Error(out_of_step) on the stream.
 struct CheckExchangeArgs {
   const std::byte* messages = nullptr;  ///< [peers, message_bytes]
   std::int64_t message_bytes = 0;
   std::int64_t peers = 1;
   std::int64_t tokens = 0;
   const std::uint64_t* epoch = nullptr;
+  const std::int64_t* positions = nullptr;  ///< as packed
 };
 
 /// Exact merge of R partials in fixed order: out = sum_r w_r out_r / sum_r w_r (+ exp(sink - max)), w_r =

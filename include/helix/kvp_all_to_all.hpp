@@ -19,9 +19,10 @@ struct KvpAllToAllSpec {
   std::int64_t value_dim = 0;        ///< Dv
 };
 
-/// One rank's end of the exchange. Owns a device-side epoch: each message carries it, and a rank that skipped
-/// or repeated an exchange is an Error(out_of_step) on the stream, not a wrong result (invariant 13). The
-/// bytes that travel do not depend on the context. Source: paper section 2.1.2.
+/// One rank's end of the exchange. Owns a device-side count of exchanges: each message carries it with a hash
+/// of its tokens' positions, and a rank that skipped or repeated a step is an Error(out_of_step) on the
+/// stream, not a wrong result (invariant 13). The bytes that travel do not depend on the context. Source:
+/// paper section 2.1.2.
 template <Backend B>
 class KvpAllToAll {
  public:
@@ -71,8 +72,11 @@ class KvpAllToAll {
   /// the result has run. The calls of one KvpAllToAll are ordered by one stream, or by events.
   /// @throws Error(invalid_argument) if shapes differ from the spec or the workspace is not aligned to 16,
   /// Error(capacity) if it is too small; before anything is queued. Failures on the stream are sticky:
-  /// Error(out_of_step) if a rank skipped or repeated an exchange.
-  Received exchange(const Partial<T>& partial, std::span<std::byte> workspace, Stream stream) {
+  /// Error(out_of_step) if the ranks are not in the same step. That shows in `positions` (device, [tokens],
+  /// equal on all ranks); with nullptr only counts, tokens and senders are compared, and a rank that left out
+  /// a whole step goes unseen.
+  Received exchange(const Partial<T>& partial, const std::int64_t* positions, std::span<std::byte> workspace,
+                    Stream stream) {
     const std::int64_t tokens = partial.out.extent(0);
     HELIX_EXPECTS(tokens <= spec_.max_tokens && partial.out.extent(1) == spec_.num_query_heads &&
                       partial.out.extent(2) == spec_.value_dim && partial.lse.extent(0) == tokens &&
@@ -100,9 +104,10 @@ class KvpAllToAll {
     auto* kvp = backend_->comms().kvp;
     auto* epoch = reinterpret_cast<std::uint64_t*>(epoch_.data());
     backend_->pack_partial(
-        PackPartialArgs<T>{partial.out, partial.lse, sent, message, kvp_, kvp->rank(), epoch}, stream);
+        PackPartialArgs<T>{partial.out, partial.lse, sent, message, kvp_, kvp->rank(), epoch, positions},
+        stream);
     kvp->all_to_all(sent, received, message, stream);
-    backend_->check_exchange(CheckExchangeArgs{received, message, kvp_, tokens, epoch}, stream);
+    backend_->check_exchange(CheckExchangeArgs{received, message, kvp_, tokens, epoch, positions}, stream);
     sent_payload_bytes_ += (kvp_ - 1) * tokens * heads * token_head_bytes(dim);
     const auto* lse = reinterpret_cast<const float*>(received + sizeof(ExchangeHeader));
     const auto* out = reinterpret_cast<const T*>(lse + tokens * heads);
@@ -110,6 +115,11 @@ class KvpAllToAll {
     const auto out_stride = message / static_cast<std::int64_t>(sizeof(T));
     return {{out, {kvp_, tokens, heads, dim}, {out_stride, heads * dim, dim, 1}},
             {lse, {kvp_, tokens, heads}, {lse_stride, heads, 1}}};
+  }
+
+  /// The same without positions.
+  Received exchange(const Partial<T>& partial, std::span<std::byte> workspace, Stream stream) {
+    return exchange(partial, nullptr, workspace, stream);
   }
 
   /// Bytes of outputs and log-sum-exps sent to other ranks so far, queued ones included: tokens * Hq/TPA *

@@ -58,7 +58,7 @@ void Operators::pack_partial(const PackPartialArgs<float>& args, Stream stream) 
     const std::int64_t tokens = args.out.extent(0);
     const std::int64_t heads = args.out.extent(1) / args.kvp;
     const std::int64_t dim = args.out.extent(2);
-    const std::uint64_t epoch = ++*args.epoch;
+    const std::uint64_t epoch = exchange_epoch(++*args.epoch, args.positions, tokens);
     const auto pack = [&](std::int64_t peer, int) {
       std::byte* message = args.messages + peer * args.message_bytes;
       const ExchangeHeader header{epoch, static_cast<std::uint32_t>(tokens),
@@ -81,7 +81,8 @@ void Operators::pack_partial(const PackPartialArgs<float>& args, Stream stream) 
 
 void Operators::stamp(const StampArgs& args, Stream stream) const {
   stream.enqueue([args] {
-    const ExchangeHeader header{++*args.epoch, static_cast<std::uint32_t>(args.tokens),
+    const ExchangeHeader header{exchange_epoch(++*args.epoch, args.positions, args.tokens),
+                                static_cast<std::uint32_t>(args.tokens),
                                 static_cast<std::uint32_t>(args.sender)};
     std::memcpy(args.message, &header, sizeof(header));
   });
@@ -89,13 +90,18 @@ void Operators::stamp(const StampArgs& args, Stream stream) const {
 
 void Operators::check_exchange(const CheckExchangeArgs& args, Stream stream) const {
   stream.enqueue([args] {
+    const std::uint64_t epoch = exchange_epoch(*args.epoch, args.positions, args.tokens);
+    const auto count = [](std::uint64_t e) { return e & 0xffffffffu; };
+    const auto hash = [](std::uint64_t e) { return e >> 32; };
     for (std::int64_t peer = 0; peer < args.peers; ++peer) {
       ExchangeHeader header;
       std::memcpy(&header, args.messages + peer * args.message_bytes, sizeof(header));
-      HELIX_EXPECTS(header.epoch == *args.epoch && header.tokens == args.tokens && header.sender == peer,
+      HELIX_EXPECTS(header.epoch == epoch && header.tokens == args.tokens && header.sender == peer,
                     ErrorCode::out_of_step, "exchange: the message from rank ", peer, " says rank ",
-                    header.sender, ", step ", header.epoch, ", ", header.tokens, " tokens; expected step ",
-                    *args.epoch, " and ", args.tokens, " tokens: a rank skipped or repeated a step");
+                    header.sender, ", step ", count(header.epoch), ", ", header.tokens,
+                    " tokens, positions of hash ", hash(header.epoch), "; expected step ", count(epoch), ", ",
+                    args.tokens, " tokens, positions of hash ", hash(epoch),
+                    ": a rank skipped or repeated a step");
     }
   });
 }

@@ -1,0 +1,383 @@
+// SPDX-License-Identifier: Apache-2.0
+// KvpAllToAll over threads: exact for every size, TPA-major heads, bytes counted, and ranks out of step
+// found.
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <helix/cpu/backend.hpp>
+#include <helix/error.hpp>
+#include <helix/kvp_all_to_all.hpp>
+#include <helix/lse_combine.hpp>
+#include <helix/topology.hpp>
+
+#include "support/catch.hpp"
+#include "support/ranks.hpp"
+
+namespace helix::test {
+namespace {
+
+using CpuBackend = cpu::Backend<cpu::LocalComm>;
+using Exchange = KvpAllToAll<CpuBackend>;
+
+/// A number that no other (round, kvp_rank, token, head, element) has. Exact in f32: 16 bits before the point
+/// for 3 rounds, 8 ranks, 128 tokens and 16 heads, 8 bits behind it for 256 elements.
+float stamp(int round, std::int64_t kvp_rank, std::int64_t token, std::int64_t head, std::int64_t element) {
+  const std::int64_t place = ((round * 8 + kvp_rank) * 128 + token) * 16 + head;
+  return static_cast<float>(place) + static_cast<float>(element) * 0x1p-8f;
+}
+
+/// What one rank's attention left: [tokens, heads, dim] and [tokens, heads].
+struct Attended {
+  std::vector<float> out;
+  std::vector<float> lse;
+  Partial<float> view;
+
+  Attended(int round, std::int64_t rank, std::int64_t tokens, std::int64_t heads, std::int64_t dim) {
+    for (std::int64_t t = 0; t < tokens; ++t)
+      for (std::int64_t h = 0; h < heads; ++h) {
+        lse.push_back(-stamp(round, rank, t, h, 0));
+        for (std::int64_t d = 0; d < dim; ++d) out.push_back(stamp(round, rank, t, h, d));
+      }
+    view = {{out.data(), {tokens, heads, dim}}, {lse.data(), {tokens, heads}}};
+  }
+};
+
+void expect(bool condition, const std::string& what) {  // Catch's assertions are not for rank threads
+  if (!condition) throw Error(ErrorCode::internal, what);
+}
+
+TEST_CASE("every head slice of every rank arrives, bit for bit, in three rounds over the same buffers") {
+  for (const int kvp : {2, 4, 8}) {
+    for (const std::int64_t dim : {128, 256}) {
+      for (const std::int64_t tokens : {1, 2, 3, 16, 33, 128}) {
+        if (kvp == 8 && dim == 256 && tokens == 128)
+          continue;  // the other 128s cover it in a fraction of the time
+        const std::int64_t heads = kvp * (tokens > 100 ? 1 : 2);
+        CAPTURE(kvp, dim, tokens);
+        CHECK_NOTHROW(run_ranks_or_throw(kvp, [&](cpu::LocalComm& comm) {
+          CpuBackend backend(comm, comm.split(0, comm.rank()));
+          const auto stream = backend.create_stream();
+          Exchange exchange(backend, {.max_tokens = 128, .num_query_heads = heads, .value_dim = dim});
+          auto workspace = backend.allocate(Exchange::workspace_bytes(kvp, tokens, heads, dim, 1));
+          for (int round = 0; round < 3; ++round) {
+            const Attended attended(round, comm.rank(), tokens, heads, dim);
+            const auto received =
+                exchange.exchange(attended.view, {workspace.data(), workspace.size_bytes()}, stream);
+            backend.synchronize(stream);
+            const std::int64_t h = heads / kvp;
+            expect(received.out.extents() == std::array<std::int64_t, 4>{kvp, tokens, h, dim}, "out's shape");
+            expect(received.lse.extents() == std::array<std::int64_t, 3>{kvp, tokens, h}, "lse's shape");
+            for (std::int64_t r = 0; r < kvp; ++r)
+              for (std::int64_t t = 0; t < tokens; ++t)
+                for (std::int64_t i = 0; i < h; ++i) {
+                  const std::int64_t head = comm.rank() * h + i;
+                  expect(received.lse(r, t, i) == -stamp(round, r, t, head, 0), "lse");
+                  for (std::int64_t d = 0; d < dim; ++d)
+                    expect(received.out(r, t, i, d) == stamp(round, r, t, head, d), "out");
+                }
+          }
+        }));
+      }
+    }
+  }
+}
+
+TEST_CASE("the payload sent is B * T * Hq/TPA * (Dv * 4 + 4) * (KVP - 1) / KVP a rank and an exchange") {
+  for (const int kvp : {1, 2, 4, 8}) {
+    CHECK_NOTHROW(run_ranks_or_throw(kvp, [&](cpu::LocalComm& comm) {
+      CpuBackend backend(comm, comm.split(0, comm.rank()));
+      const auto stream = backend.create_stream();
+      Exchange exchange(backend, {.max_tokens = 6, .num_query_heads = 8, .value_dim = 5});
+      auto workspace = backend.allocate(Exchange::workspace_bytes(kvp, 6, 8, 5, 1) + 1);
+      std::int64_t expected = 0;
+      for (const std::int64_t tokens : {6, 0, 3}) {
+        const Attended attended(0, comm.rank(), tokens, 8, 5);
+        exchange.exchange(attended.view, {workspace.data(), workspace.size_bytes()}, stream);
+        expected += tokens * 8 * (5 * 4 + 4) * (kvp - 1) / kvp;
+        expect(exchange.sent_payload_bytes() == expected, "bytes sent");
+      }
+      backend.synchronize(stream);
+    }));
+  }
+}
+
+TEST_CASE("KVP of one is the identity: views of the input, no copy, no workspace, no task") {
+  CpuBackend backend;
+  const auto stream = backend.create_stream();
+  Exchange exchange(backend, {.max_tokens = 8, .num_query_heads = 3, .value_dim = 4});
+  CHECK(Exchange::workspace_bytes(1, 8, 3, 4, 5) == 0);
+  std::vector<float> out(400), lse(80);
+  const Partial<float> partial{{out.data(), {5, 3, 4}, {40, 8, 1}}, {lse.data(), {5, 3}, {10, 2}}};
+  const auto received = exchange.exchange(partial, {}, stream);
+  CHECK(received.out.data() == out.data());
+  CHECK(received.lse.data() == lse.data());
+  CHECK(received.out.extents() == std::array<std::int64_t, 4>{1, 5, 3, 4});
+  CHECK(&received.out(0, 4, 2, 3) == &partial.out(4, 2, 3));
+  CHECK(&received.lse(0, 4, 2) == &partial.lse(4, 2));
+  CHECK(exchange.sent_payload_bytes() == 0);
+}
+
+TEST_CASE("zero tokens do nothing: a rank that calls alone comes back, and all stay in step") {
+  CHECK_NOTHROW(run_ranks_or_throw(2, [](cpu::LocalComm& comm) {
+    CpuBackend backend(comm, comm.split(0, comm.rank()));
+    const auto stream = backend.create_stream();
+    Exchange exchange(backend, {.max_tokens = 1, .num_query_heads = 2, .value_dim = 4});
+    const Attended none(0, comm.rank(), 0, 2, 4);
+    if (comm.rank() == 0) {  // no collective behind it, so rank 1 need not call
+      const auto received = exchange.exchange(none.view, {}, stream);
+      backend.synchronize(stream);
+      expect(received.out.extents() == std::array<std::int64_t, 4>{2, 0, 1, 4}, "shape");
+    }
+    auto workspace = backend.allocate(Exchange::workspace_bytes(2, 1, 2, 4, 1));
+    const Attended one(0, comm.rank(), 1, 2, 4);
+    exchange.exchange(one.view, {workspace.data(), workspace.size_bytes()}, stream);
+    backend.synchronize(stream);
+  }));
+}
+
+TEST_CASE("heads after the exchange are TPA-major on every KVP x TPA grid") {
+  for (const auto& [kvp, tpa] : std::vector<std::tuple<int, int>>{{2, 2}, {2, 4}, {4, 2}, {1, 4}, {4, 1}}) {
+    CAPTURE(kvp, tpa);
+    constexpr std::int64_t kHeads = 16, kTokens = 3, kDim = 4;
+    ModelShape shape;
+    shape.hidden = 64;
+    shape.num_query_heads = kHeads;
+    shape.num_kv_heads = 4;
+    shape.head_dim = shape.value_dim = kDim;
+    shape.ffn = 64;
+    shape.vocab = 64;
+    const Topology topo({.kvp = kvp, .tpa = tpa, .tpf = kvp * tpa, .ep = 1}, shape);
+    CHECK_NOTHROW(run_ranks_or_throw(kvp * tpa, [&, kvp = kvp, tpa = tpa](cpu::LocalComm& stage) {
+      const int kvp_rank = stage.rank() / tpa;
+      const int tpa_rank = stage.rank() % tpa;
+      CpuBackend backend(stage, stage.split(tpa_rank, kvp_rank));
+      const auto stream = backend.create_stream();
+      const std::int64_t local = kHeads / tpa;
+      Exchange exchange(backend, {.max_tokens = kTokens, .num_query_heads = local, .value_dim = kDim});
+      std::vector<float> out, lse;
+      for (std::int64_t t = 0; t < kTokens; ++t)
+        for (std::int64_t h = 0; h < local; ++h) {
+          lse.push_back(stamp(0, kvp_rank, t, tpa_rank * local + h, 0));  // by the head's number in the model
+          for (std::int64_t d = 0; d < kDim; ++d)
+            out.push_back(stamp(0, kvp_rank, t, tpa_rank * local + h, d));
+        }
+      auto workspace = backend.allocate(Exchange::workspace_bytes(kvp, kTokens, local, kDim, 1) + 1);
+      const auto received =
+          exchange.exchange({{out.data(), {kTokens, local, kDim}}, {lse.data(), {kTokens, local}}},
+                            {workspace.data(), workspace.size_bytes()}, stream);
+      backend.synchronize(stream);
+      const Range heads = topo.combined_heads(stage.rank());
+      expect(heads.size() == received.lse.extent(2), "number of heads");
+      expect(heads.begin == tpa_rank * kHeads / tpa + kvp_rank * kHeads / (kvp * tpa), "first head");
+      for (std::int64_t r = 0; r < kvp; ++r)
+        for (std::int64_t t = 0; t < kTokens; ++t)
+          for (std::int64_t h = 0; h < heads.size(); ++h) {
+            expect(received.lse(r, t, h) == stamp(0, r, t, heads.begin + h, 0), "lse");
+            for (std::int64_t d = 0; d < kDim; ++d)
+              expect(received.out(r, t, h, d) == stamp(0, r, t, heads.begin + h, d), "out");
+          }
+    }));
+  }
+}
+
+TEST_CASE("exchange and combine give each rank the exact attention of its heads, an empty shard included") {
+  constexpr std::int64_t kTokens = 5, kHeads = 8, kDim = 16, kKeys = 11;
+  for (const int kvp : {2, 4}) {
+    // Scores and values of whole attention; key k belongs to rank k % (kvp - 1): the last rank has none.
+    const auto score = [](std::int64_t t, std::int64_t h, std::int64_t k) {
+      return std::sin(static_cast<double>(t * 31 + h * 17 + k * 7)) * 3.0;
+    };
+    const auto value = [](std::int64_t h, std::int64_t k, std::int64_t d) {
+      return std::cos(static_cast<double>(h * 13 + k * 5 + d));
+    };
+    CHECK_NOTHROW(run_ranks_or_throw(kvp, [&](cpu::LocalComm& comm) {
+      CpuBackend backend(comm, comm.split(0, comm.rank()));
+      const auto stream = backend.create_stream();
+      std::vector<float> out, lse;
+      const bool is_empty = comm.rank() == kvp - 1;
+      for (std::int64_t t = 0; t < kTokens; ++t)
+        for (std::int64_t h = 0; h < kHeads; ++h) {
+          double total = 0.0;
+          std::vector<double> sum(kDim, is_empty ? std::nan("") : 0.0);
+          for (std::int64_t k = comm.rank(); k < kKeys && !is_empty; k += kvp - 1) {
+            total += std::exp(score(t, h, k));
+            for (std::size_t d = 0; d < sum.size(); ++d)
+              sum[d] += std::exp(score(t, h, k)) * value(h, k, static_cast<std::int64_t>(d));
+          }
+          lse.push_back(static_cast<float>(std::log(total)));
+          for (const double x : sum) out.push_back(static_cast<float>(x / (is_empty ? 1.0 : total)));
+        }
+      Exchange exchange(backend, {.max_tokens = kTokens, .num_query_heads = kHeads, .value_dim = kDim});
+      auto workspace = backend.allocate(Exchange::workspace_bytes(kvp, kTokens, kHeads, kDim, 1));
+      const auto received =
+          exchange.exchange({{out.data(), {kTokens, kHeads, kDim}}, {lse.data(), {kTokens, kHeads}}},
+                            {workspace.data(), workspace.size_bytes()}, stream);
+      const std::int64_t h = kHeads / kvp;
+      std::vector<float> combined(static_cast<std::size_t>(kTokens * h * kDim));
+      lse_combine(backend,
+                  LseCombineArgs<float>{
+                      received.out, received.lse, nullptr, {combined.data(), {kTokens, h, kDim}}, {}},
+                  stream);
+      backend.synchronize(stream);
+      for (std::int64_t t = 0; t < kTokens; ++t)
+        for (std::int64_t i = 0; i < h; ++i)
+          for (std::int64_t d = 0; d < kDim; ++d) {
+            const std::int64_t head = comm.rank() * h + i;
+            double total = 0.0, sum = 0.0;
+            for (std::int64_t k = 0; k < kKeys; ++k) {
+              total += std::exp(score(t, head, k));
+              sum += std::exp(score(t, head, k)) * value(head, k, d);
+            }
+            const float got = combined[static_cast<std::size_t>((t * h + i) * kDim + d)];
+            expect(std::abs(got - sum / total) < 1e-5, "attention");
+          }
+    }));
+  }
+}
+
+/// Four decode steps of two sequences; `offender` takes part in step 1 `times` times. What each rank got
+/// wrong shows in `wrong`.
+RankOutcomes run_out_of_step(int kvp, int offender, int times, bool tells_positions,
+                             std::vector<int>& wrong) {
+  wrong.assign(static_cast<std::size_t>(kvp), 0);
+  return run_ranks(cpu::LocalComm::create_group(kvp, std::chrono::milliseconds(300)),
+                   [&](cpu::LocalComm& comm) {
+                     CpuBackend backend(comm, comm.split(0, comm.rank()));
+                     auto stream = backend.create_stream();
+                     Exchange exchange(backend, {.max_tokens = 2, .num_query_heads = kvp, .value_dim = 4});
+                     auto workspace = backend.allocate(Exchange::workspace_bytes(kvp, 2, kvp, 4, 1));
+                     int& errors = wrong[static_cast<std::size_t>(comm.rank())];
+                     for (int step = 0; step < 4; ++step) {
+                       const Attended attended(step, comm.rank(), 2, kvp, 4);
+                       const std::vector<std::int64_t> positions{100 + step, 7 + step};
+                       for (int i = 0; i < (comm.rank() == offender && step == 1 ? times : 1); ++i) {
+                         const auto received =
+                             exchange.exchange(attended.view, tells_positions ? positions.data() : nullptr,
+                                               {workspace.data(), workspace.size_bytes()}, stream);
+                         stream.enqueue([&errors, received, step, rank = comm.rank(), kvp] {
+                           for (int r = 0; r < kvp; ++r)
+                             if (received.out(r, 1, 0, 3) != stamp(step, r, 1, rank, 3)) ++errors;
+                         });
+                         backend.synchronize(stream);
+                       }
+                     }
+                   });
+}
+
+TEST_CASE("a rank that skips or repeats a step is an error on every rank, never wrong data") {
+  for (const int kvp : {2, 4}) {
+    for (const int offender : {0, kvp - 1}) {
+      for (const int times : {0, 2}) {
+        std::vector<int> wrong;
+        const RankOutcomes outcomes = run_out_of_step(kvp, offender, times, true, wrong);
+        bool is_named = false;
+        for (int rank = 0; rank < kvp; ++rank) {
+          CAPTURE(kvp, offender, times, rank, outcomes.message(rank));
+          const auto code = outcomes.code(rank);
+          CHECK((code == ErrorCode::out_of_step || code == ErrorCode::peer_failed));
+          is_named |= code == ErrorCode::out_of_step;
+          CHECK(wrong[static_cast<std::size_t>(rank)] == 0);
+        }
+        CHECK(is_named);
+      }
+    }
+  }
+}
+
+TEST_CASE("without positions the same skip gives wrong data: what the count alone cannot see") {
+  std::vector<int> wrong;
+  const RankOutcomes outcomes = run_out_of_step(2, 0, 0, false, wrong);
+  CHECK(wrong[0] + wrong[1] > 0);
+  CHECK(outcomes.code(1).has_value());  // the others wait in vain for the last step
+}
+
+TEST_CASE("the epoch of a message depends on each position and its place, and is the count without them") {
+  const std::vector<std::int64_t> base{5, 6, -1, 1'000'000};
+  const auto epoch = [](std::uint64_t count, const std::vector<std::int64_t>& positions) {
+    return exchange_epoch(count, positions.data(), static_cast<std::int64_t>(positions.size()));
+  };
+  CHECK(exchange_epoch(41, nullptr, 4) == 41);
+  CHECK(epoch(41, {}) == 41);
+  CHECK(epoch(42, base) == epoch(41, base) + 1);
+  for (std::size_t i = 0; i < base.size(); ++i) {
+    std::vector<std::int64_t> moved = base;
+    ++moved[i];
+    CHECK(epoch(41, moved) != epoch(41, base));
+  }
+  CHECK(epoch(41, {6, 5, -1, 1'000'000}) != epoch(41, base));
+}
+
+TEST_CASE("ranks that disagree on the number of tokens fail alike") {
+  const RankOutcomes outcomes = run_ranks(2, [](cpu::LocalComm& comm) {
+    CpuBackend backend(comm, comm.split(0, comm.rank()));
+    const auto stream = backend.create_stream();
+    Exchange exchange(backend, {.max_tokens = 8, .num_query_heads = 2, .value_dim = 4});
+    auto workspace = backend.allocate(Exchange::workspace_bytes(2, 8, 2, 4, 1));
+    const Attended attended(0, comm.rank(), 3 + comm.rank(), 2, 4);
+    exchange.exchange(attended.view, {workspace.data(), workspace.size_bytes()}, stream);
+    backend.synchronize(stream);
+  });
+  for (int rank = 0; rank < 2; ++rank) CHECK(outcomes.code(rank).has_value());
+}
+
+TEST_CASE("one workspace cut into the slices' own sizes holds any split of the tokens, aligned") {
+  for (const std::int64_t kvp : {2, 3, 8, 64}) {
+    for (const std::int64_t heads : {kvp, 5 * kvp}) {
+      for (const std::int64_t dim : {1, 63, 128, 512}) {
+        for (const std::int64_t tokens : {1, 2, 7, 64}) {
+          for (std::int64_t slices = 1; slices <= std::min<std::int64_t>(tokens, 8); ++slices) {
+            std::size_t used = 0;
+            for (int i = 0; i < slices; ++i) {
+              const std::int64_t count = split_evenly(tokens, static_cast<int>(slices), i).size();
+              const std::size_t bytes = Exchange::workspace_bytes(kvp, count, heads, dim, 1);
+              const std::int64_t message = (16 + count * heads / kvp * (dim + 1) * 4 + 15) / 16 * 16;
+              REQUIRE(bytes % 256 == 0);
+              REQUIRE(static_cast<std::int64_t>(bytes) >= 2 * kvp * message);
+              used += bytes;
+            }
+            REQUIRE(used <= Exchange::workspace_bytes(kvp, tokens, heads, dim, slices));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("wrong shapes, a small workspace and one out of alignment are refused before anything is sent") {
+  CHECK_NOTHROW(run_ranks_or_throw(2, [](cpu::LocalComm& comm) {
+    CpuBackend backend(comm, comm.split(0, comm.rank()));
+    const auto stream = backend.create_stream();
+    Exchange exchange(backend, {.max_tokens = 4, .num_query_heads = 2, .value_dim = 4});
+    auto workspace = backend.allocate(4096);
+    const auto code = [&](const Attended& attended, std::size_t offset, std::size_t bytes) {
+      try {
+        exchange.exchange(attended.view, {workspace.data() + offset, bytes}, stream);
+      } catch (const Error& error) {
+        return error.code();
+      }
+      return ErrorCode::internal;
+    };
+    const Attended good(0, comm.rank(), 2, 2, 4);
+    expect(code(Attended(0, 0, 5, 2, 4), 0, 4096) == ErrorCode::invalid_argument, "too many tokens");
+    expect(code(Attended(0, 0, 2, 4, 4), 0, 4096) == ErrorCode::invalid_argument, "other heads");
+    expect(code(Attended(0, 0, 2, 2, 8), 0, 4096) == ErrorCode::invalid_argument, "other value_dim");
+    expect(code(good, 0, 64) == ErrorCode::capacity, "small workspace");
+    expect(code(good, 4, 4000) == ErrorCode::invalid_argument, "alignment");
+    expect(exchange.sent_payload_bytes() == 0, "nothing sent");
+    backend.synchronize(stream);
+    expect(code(good, 256, 3840) == ErrorCode::internal, "the good one works");
+    backend.synchronize(stream);
+  }));
+  CpuBackend backend;
+  CHECK_THROWS_AS(Exchange(backend, {.max_tokens = 4, .num_query_heads = 0, .value_dim = 4}), Error);
+  CHECK_THROWS_AS(Exchange(backend, {.max_tokens = -1, .num_query_heads = 2, .value_dim = 4}), Error);
+}
+
+}  // namespace
+}  // namespace helix::test
