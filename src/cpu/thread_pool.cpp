@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstddef>
 #include <exception>
 #include <mutex>
 #include <thread>
@@ -17,6 +18,7 @@ namespace helix::cpu {
 namespace {
 
 constexpr int kSpinPolls = 200;
+constexpr std::size_t kExpectedLoops = 16;  // streams that call at once, and loops in loops; more allocate
 
 /// One parallel_for, on its caller's stack.
 struct Loop {
@@ -100,6 +102,7 @@ ThreadPool::ThreadPool(int num_threads) : state_(std::make_unique<State>()) {
   HELIX_EXPECTS(num_threads >= 1, ErrorCode::invalid_argument, "num_threads is ", num_threads,
                 "; at least 1 is needed");
   state_->num_threads = num_threads;
+  state_->loops.reserve(kExpectedLoops);
   try {
     for (int thread = 1; thread < num_threads; ++thread) {
       state_->workers.emplace_back([state = state_.get(), thread] { state->work(thread); });

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// The global operator new and delete, replaced by ones that count. Apart from what is counted, so that no
+// compiler inlines one of a pair and misses the other.
+#include "support/allocations.hpp"
+
+#include <atomic>
+#include <cstddef>
+#include <cstdlib>
+#include <new>
+
+namespace {
+
+std::atomic<bool> is_counting = false;
+std::atomic<std::int64_t> num_allocations = 0;
+
+void* allocate(std::size_t bytes, std::size_t alignment) {
+  if (is_counting) ++num_allocations;
+  bytes = (bytes + alignment - 1) / alignment * alignment;
+  void* memory = std::aligned_alloc(alignment, bytes == 0 ? alignment : bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+}  // namespace
+
+// All other forms come down to these.
+void* operator new(std::size_t bytes) {
+  return allocate(bytes, __STDCPP_DEFAULT_NEW_ALIGNMENT__);
+}
+void* operator new(std::size_t bytes, std::align_val_t alignment) {
+  return allocate(bytes, static_cast<std::size_t>(alignment));
+}
+void operator delete(void* memory) noexcept {
+  std::free(memory);
+}
+void operator delete(void* memory, std::size_t) noexcept {
+  std::free(memory);
+}
+void operator delete(void* memory, std::align_val_t) noexcept {
+  std::free(memory);
+}
+void operator delete(void* memory, std::size_t, std::align_val_t) noexcept {
+  std::free(memory);
+}
+
+namespace helix::test {
+
+void start_counting_allocations() {
+  num_allocations = 0;
+  is_counting = true;
+}
+
+std::int64_t stop_counting_allocations() {
+  is_counting = false;
+  return num_allocations;
+}
+
+}  // namespace helix::test

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// Counts the calls of operator new on all threads. Link support/allocations.cpp, which replaces it.
+#pragma once
+
+#include <cstdint>
+
+namespace helix::test {
+
+void start_counting_allocations();
+
+/// Allocations since start_counting_allocations().
+std::int64_t stop_counting_allocations();
+
+/// Allocations of all threads while `work` runs.
+template <class Work>
+std::int64_t allocations_in(const Work& work) {
+  start_counting_allocations();
+  work();
+  return stop_counting_allocations();
+}
+
+}  // namespace helix::test
