@@ -537,6 +537,35 @@ TEST_CASE("A step beyond the exchange's capacity is refused before any collectiv
   }
 }
 
+TEST_CASE("A rank that leaves out a step is out of step, not a wrong result") {
+  const oracle::Layer layer = random_layer({}, 8);
+  Script script;  // decode steps of equal sizes: only positions tell them apart
+  script.sequences = 3;
+  for (std::uint32_t s = 0; s < 5; ++s)
+    script.steps.push_back({{1, 1, 1}, {0, 0, 0}, RandomMatrices(s).vector(3 * layer.hidden, 1.0)});
+  const Topology topo({.kvp = 2, .tpa = 2}, shape_of(layer));
+  for (const int slices : {1, 3}) {
+    const RankOutcomes outcomes = run_ranks(4, [&](cpu::LocalComm& comm) {
+      auto backend = make_backend<CpuBackend>(topo, comm);
+      LayerRank<CpuBackend> rank(backend, topo, layer, script, {.hop_b_slices = slices});
+      for (std::size_t s = 0; s < script.steps.size(); ++s) {
+        rank.prepare(script.steps[s]);
+        if (comm.rank() == 3 && s == 2) continue;  // the cache grows, the layer does not run
+        rank.launch();
+        rank.finish(script.steps[s]);
+      }
+    });
+    int out_of_step = 0;
+    for (int r = 0; r < 4; ++r) {
+      CAPTURE(slices, r, outcomes.message(r));
+      REQUIRE(outcomes.code(r).has_value());
+      CHECK((outcomes.code(r) == ErrorCode::out_of_step || outcomes.code(r) == ErrorCode::peer_failed));
+      out_of_step += outcomes.code(r) == ErrorCode::out_of_step ? 1 : 0;
+    }
+    CHECK(out_of_step >= 1);
+  }
+}
+
 /// cpu::Backend one of whose operations fails, on the host when it is queued or on the stream when it runs.
 class FailingBackend : public CpuBackend {
  public:

@@ -323,10 +323,10 @@ void queue_layer(B& backend, const Topology& topo, const LayerConfig& config, co
         const std::int64_t count = part.num_tokens();
         const std::size_t bytes =
             KvpAllToAll<B>::workspace_bytes(topo.kvp(), count, local_heads, shape.value_dim, 1);
-        const auto received =
-            options.exchange->exchange(Partial<T>{buffers.partial.out.slice(0, first, count),
-                                                  buffers.partial.lse.slice(0, first, count)},
-                                       buffers.exchange_workspace.subspan(exchange_used, bytes), on);
+        const auto received = options.exchange->exchange(
+            Partial<T>{buffers.partial.out.slice(0, first, count),
+                       buffers.partial.lse.slice(0, first, count)},
+            batch.positions + first, buffers.exchange_workspace.subspan(exchange_used, bytes), on);
         exchange_used += bytes;
         lse_combine(
             backend,

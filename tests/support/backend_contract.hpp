@@ -716,6 +716,7 @@ void pack_partial_and_stamp() {
           const auto out = bench.random(tokens * all_heads * (width + 3));
           const auto lse = bench.random(tokens * all_heads);
           const auto epoch = bench.array(std::vector<std::uint64_t>{41});
+          const auto positions = bench.array(std::vector<std::int64_t>{100, -1, 7});
           const std::int64_t message_bytes = 16 + tokens * heads * (width + 1) * 4 + 32;
           const auto messages = bench.array(
               std::vector<std::byte>(static_cast<std::size_t>(kvp * message_bytes), std::byte{7}));
@@ -730,27 +731,36 @@ void pack_partial_and_stamp() {
                                   args.kvp = kvp;
                                   args.kvp_rank = kvp - 1;
                                   args.epoch = side(epoch);
+                                  if (kvp != 2) args.positions = side(positions);
                                   return args;
                                 }));
         }
       }
     }
   }
-  Workbench<B> bench;
-  const auto epoch = bench.array(std::vector<std::uint64_t>{6});
-  const auto message = bench.array(std::vector<std::byte>(40, std::byte{9}));
-  HELIX_CHECK_OPERATION(bench, stamp, ([&](const auto& side) {
-                          return StampArgs{side(message), 12, 3, side(epoch)};
-                        }));
+  for (const bool has_positions : {false, true}) {
+    CAPTURE(has_positions);
+    Workbench<B> bench;
+    const auto epoch = bench.array(std::vector<std::uint64_t>{6});
+    const auto positions = bench.array(std::vector<std::int64_t>{5, 6, 7, 1000000});
+    const auto message = bench.array(std::vector<std::byte>(40, std::byte{9}));
+    HELIX_CHECK_OPERATION(
+        bench, stamp, ([&](const auto& side) {
+          return StampArgs{side(message), 4, 3, side(epoch), has_positions ? side(positions) : nullptr};
+        }));
+  }
 }
 
-/// Three messages of which peer `wrong` carries a field off by one; 3: none.
+/// Three messages of which peer `wrong` carries a field off by one; 3: none. Field 3 is a token's position.
 template <Backend B>
 void run_check_exchange(int wrong, int field) {
   Workbench<B> bench;
+  const std::vector<std::int64_t> position_values{0, 1, 2, 3, 77, 5, 6, -1, 8};
   std::vector<std::byte> bytes(3 * 48, std::byte{1});
   for (int peer = 0; peer < 3; ++peer) {
-    ExchangeHeader header{5, 9, static_cast<std::uint32_t>(peer)};
+    std::vector<std::int64_t> theirs = position_values;
+    if (peer == wrong && field == 3) theirs[8] += 1;
+    ExchangeHeader header{exchange_epoch(5, theirs.data(), 9), 9, static_cast<std::uint32_t>(peer)};
     if (peer == wrong && field == 0) header.epoch += 1;
     if (peer == wrong && field == 1) header.tokens += 1;
     if (peer == wrong && field == 2) header.sender += 1;
@@ -758,9 +768,11 @@ void run_check_exchange(int wrong, int field) {
   }
   const auto messages = bench.array(bytes);
   const auto epoch = bench.array(std::vector<std::uint64_t>{5});
+  const auto positions = bench.array(position_values);
   bench.upload();
   const auto side = bench.device_side();
-  bench.backend().check_exchange(CheckExchangeArgs{side(messages), 48, 3, 9, side(epoch)}, bench.stream());
+  bench.backend().check_exchange(CheckExchangeArgs{side(messages), 48, 3, 9, side(epoch), side(positions)},
+                                 bench.stream());
   const auto code = [&] {
     try {
       bench.backend().synchronize(bench.stream());
@@ -783,7 +795,7 @@ template <Backend B>
 void check_exchange() {
   run_check_exchange<B>(3, 0);
   for (int peer = 0; peer < 3; ++peer) {
-    for (int field = 0; field < 3; ++field) {
+    for (int field = 0; field < 4; ++field) {
       CAPTURE(peer, field);
       run_check_exchange<B>(peer, field);
     }

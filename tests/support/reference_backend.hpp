@@ -222,7 +222,9 @@ inline void partial_attention(const PartialAttentionArgs<float>& args) {
 }
 
 inline void stamp(const StampArgs& args) {
-  const ExchangeHeader header{* args.epoch += 1, static_cast<std::uint32_t>(args.tokens),
+  *args.epoch += 1;
+  const ExchangeHeader header{exchange_epoch(*args.epoch, args.positions, args.tokens),
+                              static_cast<std::uint32_t>(args.tokens),
                               static_cast<std::uint32_t>(args.sender)};
   std::memcpy(args.message, &header, sizeof(header));
 }
@@ -234,7 +236,7 @@ inline void pack_partial(const PackPartialArgs<float>& args) {
   for (std::int64_t peer = 0; peer < args.kvp; ++peer) {
     std::byte* message = args.messages + peer * args.message_bytes;
     std::uint64_t epoch = before;
-    stamp({message, tokens, args.kvp_rank, &epoch});
+    stamp({message, tokens, args.kvp_rank, &epoch, args.positions});
     std::byte* at = message + sizeof(ExchangeHeader);
     const auto put = [&](float value) {
       std::memcpy(at, &value, sizeof(value));
@@ -250,13 +252,14 @@ inline void pack_partial(const PackPartialArgs<float>& args) {
 }
 
 inline void check_exchange(const CheckExchangeArgs& args) {
+  const std::uint64_t epoch = exchange_epoch(*args.epoch, args.positions, args.tokens);
   for (std::int64_t peer = 0; peer < args.peers; ++peer) {
     ExchangeHeader header;
     std::memcpy(&header, args.messages + peer * args.message_bytes, sizeof(header));
-    HELIX_EXPECTS(header.epoch == *args.epoch && header.tokens == args.tokens && header.sender == peer,
+    HELIX_EXPECTS(header.epoch == epoch && header.tokens == args.tokens && header.sender == peer,
                   ErrorCode::out_of_step, "message of peer ", peer, " carries epoch ", header.epoch, ", ",
-                  header.tokens, " tokens, sender ", header.sender, "; expected ", *args.epoch, ", ",
-                  args.tokens, ", ", peer);
+                  header.tokens, " tokens, sender ", header.sender, "; expected ", epoch, ", ", args.tokens,
+                  ", ", peer);
   }
 }
 
