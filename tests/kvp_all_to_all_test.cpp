@@ -101,8 +101,8 @@ TEST_CASE("the payload sent is B * T * Hq/TPA * (Dv * 4 + 4) * (KVP - 1) / KVP a
         exchange.exchange(attended.view, {workspace.data(), workspace.size_bytes()}, stream);
         expected += tokens * 8 * (5 * 4 + 4) * (kvp - 1) / kvp;
         expect(exchange.sent_payload_bytes() == expected, "bytes sent");
+        backend.synchronize(stream);  // the exchange borrows `attended`
       }
-      backend.synchronize(stream);
     }));
   }
 }
