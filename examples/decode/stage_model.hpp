@@ -86,6 +86,8 @@ class StageModel {
         batch_(backend, limits.max_sequences, limits.max_step_tokens),
         tokens_(backend.allocate(static_cast<std::size_t>(limits.max_step_tokens) * sizeof(std::int32_t))),
         rows_(backend.allocate(static_cast<std::size_t>(limits.max_logit_rows) * sizeof(std::int32_t))),
+        row_positions_(
+            backend.allocate(static_cast<std::size_t>(limits.max_logit_rows) * sizeof(std::int64_t))),
         counters_(backend.allocate(static_cast<std::size_t>(limits.max_logit_rows) * sizeof(std::uint64_t))),
         drawn_(backend.allocate(static_cast<std::size_t>(limits.max_logit_rows) * sizeof(std::int32_t))) {
     const std::vector<float> frequencies = model.inverse_frequencies();
@@ -164,9 +166,16 @@ class StageModel {
     }
     backend_->upload(rows_.data(), step.logit_rows.data(), step.logit_rows.size() * sizeof(std::int32_t),
                      stream_);
+    row_positions_host_.clear();
+    for (const std::int32_t row : step.logit_rows) {
+      row_positions_host_.push_back(step.positions[static_cast<std::size_t>(row)]);
+    }
+    backend_->upload(row_positions_.data(), row_positions_host_.data(),
+                     row_positions_host_.size() * sizeof(std::int64_t), stream_);
     backend_->upload(counters_.data(), step.draw_counters.data(),
                      step.draw_counters.size() * sizeof(std::uint64_t), stream_);
-    logits_ = head_->logits(hidden, reinterpret_cast<const std::int32_t*>(rows_.data()), num_rows,
+    logits_ = head_->logits(hidden, reinterpret_cast<const std::int32_t*>(rows_.data()),
+                            reinterpret_cast<const std::int64_t*>(row_positions_.data()), num_rows,
                             {head_workspace_.data(), head_workspace_.size_bytes()}, stream_);
     head_->sample(logits_, sampling, reinterpret_cast<const std::uint64_t*>(counters_.data()),
                   reinterpret_cast<std::int32_t*>(drawn_.data()), stream_);
@@ -208,6 +217,7 @@ class StageModel {
   BatchBuffer<B> batch_;
   typename B::Buffer tokens_;
   typename B::Buffer rows_;
+  typename B::Buffer row_positions_;
   typename B::Buffer counters_;
   typename B::Buffer drawn_;
   typename B::Buffer hidden_;
@@ -216,6 +226,7 @@ class StageModel {
   std::unique_ptr<VocabularyHead<B>> head_;
   std::vector<LayerConfig> configs_;
   std::vector<std::int32_t> slots_;
+  std::vector<std::int64_t> row_positions_host_;
   TensorView<const T, 3> logits_;
 };
 

@@ -82,11 +82,12 @@ class VocabularyHead {
     return measure.used_bytes();
   }
 
-  /// Logits after the tokens `rows` (device, [num_rows] indices into hidden [tokens, M]). Collective over the
-  /// stage; queued on `stream`, allocates nothing, capturable.
+  /// Logits after the tokens `rows` (device, [num_rows] indices into hidden [tokens, M]) at global positions
+  /// `positions` (device, [num_rows], or null), which tell the step apart from the one before. Collective
+  /// over the stage; queued on `stream`, allocates nothing, capturable.
   /// @throws Error(capacity) if `workspace` is smaller than workspace_bytes(topo, num_rows).
-  Logits logits(TensorView<T, 2> hidden, const std::int32_t* rows, std::int64_t num_rows,
-                std::span<std::byte> workspace, typename B::Stream stream) {
+  Logits logits(TensorView<T, 2> hidden, const std::int32_t* rows, const std::int64_t* positions,
+                std::int64_t num_rows, std::span<std::byte> workspace, typename B::Stream stream) {
     WorkspaceArena arena(workspace);
     const Buffers buffers = carve(ranks_, width_, lm_head_.cols, num_rows, arena);
     const std::int64_t row_bytes = message_bytes(width_, num_rows);
@@ -98,14 +99,14 @@ class VocabularyHead {
     backend_->gather_rows(GatherRowsArgs<T>{hidden, rows, buffers.selected}, stream);
     backend_->rms_norm(RmsNormArgs<T>{{}, buffers.selected, final_norm_, buffers.selected, norm_epsilon_},
                        stream);
-    backend_->stamp(StampArgs{buffers.sent.data(), num_rows, rank_, epoch()}, stream);
+    backend_->stamp(StampArgs{buffers.sent.data(), num_rows, rank_, epoch(), positions}, stream);
     // A shard may be a column narrower than the widest one; the padding column is never read.
     const TensorView<T, 2> local(reinterpret_cast<T*>(buffers.sent.data() + sizeof(ExchangeHeader)),
                                  {num_rows, lm_head_.rows}, {width_, 1});
     if (lm_head_.rows > 0) backend_->linear(LinearArgs<T>{buffers.selected, lm_head_, {}, local}, stream);
     backend_->comms().stage->all_gather(buffers.sent.data(), buffers.received.data(), row_bytes, stream);
-    backend_->check_exchange(CheckExchangeArgs{buffers.received.data(), row_bytes, ranks_, num_rows, epoch()},
-                             stream);
+    backend_->check_exchange(
+        CheckExchangeArgs{buffers.received.data(), row_bytes, ranks_, num_rows, epoch(), positions}, stream);
     return gathered;
   }
 
@@ -133,12 +134,13 @@ class VocabularyHead {
   };
 
   static std::int64_t message_bytes(std::int64_t width, std::int64_t rows) {
-    const auto bytes =
-        static_cast<std::int64_t>(sizeof(ExchangeHeader)) + rows * width * static_cast<std::int64_t>(sizeof(T));
+    const auto bytes = static_cast<std::int64_t>(sizeof(ExchangeHeader)) +
+                       rows * width * static_cast<std::int64_t>(sizeof(T));
     return (bytes + 15) / 16 * 16;
   }
 
-  static Buffers carve(int ranks, std::int64_t width, std::int64_t hidden, std::int64_t rows, WorkspaceArena& arena) {
+  static Buffers carve(int ranks, std::int64_t width, std::int64_t hidden, std::int64_t rows,
+                       WorkspaceArena& arena) {
     const auto bytes = static_cast<std::size_t>(message_bytes(width, rows));
     Buffers buffers;
     buffers.selected = arena.take<T, 2>({rows, hidden});

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// embed_tokens and VocabularyHead over vocabulary shards, against plain loops in double.
+#include <cmath>
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include <helix/cpu/backend.hpp>
+#include <helix/vocabulary.hpp>
+
+#include "support/catch.hpp"
+#include "support/ranks.hpp"
+
+namespace helix::test {
+namespace {
+
+using LocalBackend = cpu::Backend<cpu::LocalComm>;
+
+constexpr std::int64_t kHidden = 24;
+constexpr std::int64_t kVocab = 37;  // divides by no number of ranks below
+constexpr std::int64_t kTokens = 5;
+
+std::vector<float> random_values(std::size_t count, unsigned seed) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(count);
+  for (float& value : values) value = normal(generator);
+  return values;
+}
+
+/// One rank's end of the stack over shared whole weights.
+struct Rank {
+  Rank(const cpu::LocalComm& stage, const std::vector<float>& table, const std::vector<float>& norm)
+      : topo({.kvp = stage.size()}, {.num_query_heads = 8,
+                                     .num_kv_heads = 1,
+                                     .head_dim = 4,
+                                     .value_dim = 4,
+                                     .hidden = kHidden,
+                                     .vocab = kVocab}),
+        backend(stage, stage),
+        stream(backend.create_stream()),
+        shard(topo.vocab(stage.rank())),
+        rows{table.data() + shard.begin * kHidden, DType::f32, shard.size(), kHidden},
+        head(backend, topo, {norm.data(), DType::f32, 1, kHidden}, rows, 1e-5f),
+        workspace(backend.allocate(VocabularyHead<LocalBackend>::workspace_bytes(topo, kTokens))) {}
+
+  VocabularyHead<LocalBackend>::Logits logits(std::vector<float>& hidden,
+                                              const std::vector<std::int32_t>& selected,
+                                              const std::vector<std::int64_t>& positions) {
+    return head.logits({hidden.data(), {kTokens, kHidden}}, selected.data(), positions.data(),
+                       std::ssize(selected), {workspace.data(), workspace.size_bytes()}, stream);
+  }
+
+  Topology topo;
+  LocalBackend backend;
+  LocalBackend::Stream stream;
+  Range shard;
+  WeightView rows;
+  VocabularyHead<LocalBackend> head;
+  LocalBackend::Buffer workspace;
+};
+
+}  // namespace
+
+TEST_CASE("embedding over shards of the vocabulary equals the table's rows") {
+  const auto table = random_values(kVocab * kHidden, 1);
+  const auto norm = random_values(kHidden, 2);
+  const std::vector<std::int32_t> ids = {0, 36, 17, 18, 19};
+  for (int ranks : {1, 2, 4, 8}) {
+    run_ranks_or_throw(ranks, [&](cpu::LocalComm stage) {
+      Rank rank(stage, table, norm);
+      std::vector<float> out(kTokens * kHidden, NAN);
+      embed_tokens(rank.backend, rank.topo, ids.data(), rank.rows,
+                   TensorView<float, 2>(out.data(), {kTokens, kHidden}), rank.stream);
+      rank.backend.synchronize(rank.stream);
+      for (std::int64_t t = 0; t < kTokens; ++t)
+        for (std::int64_t i = 0; i < kHidden; ++i)
+          if (out[static_cast<std::size_t>(t * kHidden + i)] !=
+              table[static_cast<std::size_t>(ids[static_cast<std::size_t>(t)] * kHidden + i)])
+            throw Error(ErrorCode::internal, "token ", t, ", element ", i, " differs");
+    });
+  }
+}
+
+TEST_CASE("logits over shards equal the whole product, and every rank draws the largest") {
+  const auto table = random_values(kVocab * kHidden, 3);
+  const auto norm = random_values(kHidden, 4);
+  const std::vector<std::int32_t> selected = {4, 0, 2};
+  const std::vector<std::int64_t> positions = {9, 3, 7};
+  for (int ranks : {1, 2, 4, 8}) {
+    run_ranks_or_throw(ranks, [&](cpu::LocalComm stage) {
+      Rank rank(stage, table, norm);
+      auto hidden = random_values(kTokens * kHidden, 5);
+      const auto logits = rank.logits(hidden, selected, positions);
+      std::vector<std::int32_t> drawn(selected.size(), -1);
+      rank.head.sample(logits, {}, nullptr, drawn.data(), rank.stream);
+      rank.backend.synchronize(rank.stream);
+      for (std::size_t r = 0; r < selected.size(); ++r) {
+        const float* x = hidden.data() + selected[r] * kHidden;
+        double square = 0.0;
+        for (std::int64_t i = 0; i < kHidden; ++i) square += double{x[i]} * x[i];
+        const double scale = 1.0 / std::sqrt(square / kHidden + 1e-5);
+        double best = -1e30;
+        std::int32_t best_id = -1;
+        for (int shard = 0; shard < ranks; ++shard) {
+          for (std::int64_t id = rank.topo.vocab(shard).begin; id < rank.topo.vocab(shard).end; ++id) {
+            double expected = 0.0;
+            for (std::int64_t i = 0; i < kHidden; ++i) {
+              expected += x[i] * scale * norm[static_cast<std::size_t>(i)] *
+                          table[static_cast<std::size_t>(id * kHidden + i)];
+            }
+            const double got = logits(shard, static_cast<std::int64_t>(r), id - rank.topo.vocab(shard).begin);
+            if (!(std::abs(got - expected) < 1e-4))
+              throw Error(ErrorCode::internal, "logit ", id, ": ", got, ", expected ", expected);
+            if (expected > best) {
+              best = expected;
+              best_id = static_cast<std::int32_t>(id);
+            }
+          }
+        }
+        if (drawn[r] != best_id)
+          throw Error(ErrorCode::internal, "row ", r, ": drawn ", drawn[r], ", largest ", best_id);
+      }
+    });
+  }
+}
+
+TEST_CASE("a rank that left out a step is out of step, not a wrong token") {
+  const auto table = random_values(kVocab * kHidden, 6);
+  const auto norm = random_values(kHidden, 7);
+  const auto outcomes = run_ranks(2, [&](cpu::LocalComm stage) {
+    Rank rank(stage, table, norm);
+    auto hidden = random_values(kTokens * kHidden, 8);
+    const std::vector<std::int32_t> selected = {0};
+    const std::vector<std::int64_t> positions = {stage.rank() == 0 ? 10 : 11};  // rank 1 skips position 10
+    rank.logits(hidden, selected, positions);
+    rank.backend.synchronize(rank.stream);
+  });
+  INFO(outcomes.all_messages());
+  const bool is_out_of_step =
+      outcomes.code(0) == ErrorCode::out_of_step || outcomes.code(1) == ErrorCode::out_of_step;
+  CHECK(is_out_of_step);
+}
+
+TEST_CASE("a shard that is not this rank's is refused") {
+  const auto table = random_values(kVocab * kHidden, 9);
+  LocalBackend backend;
+  const Topology topo({}, {.num_query_heads = 8,
+                           .num_kv_heads = 1,
+                           .head_dim = 4,
+                           .value_dim = 4,
+                           .hidden = kHidden,
+                           .vocab = kVocab});
+  const WeightView norm{table.data(), DType::f32, 1, kHidden};
+  const WeightView half{table.data(), DType::f32, kVocab / 2, kHidden};
+  CHECK_THROWS_AS((VocabularyHead<LocalBackend>(backend, topo, norm, half, 1e-5f)), Error);
+  std::vector<float> out(kHidden);
+  const std::int32_t id = 0;
+  CHECK_THROWS_AS(embed_tokens(backend, topo, &id, half, TensorView<float, 2>(out.data(), {1, kHidden}),
+                               backend.create_stream()),
+                  Error);
+}
+
+}  // namespace helix::test
