@@ -33,6 +33,7 @@ namespace helix::cpu {
 
 inline constexpr std::int64_t kDirectRows = 16;
 inline constexpr std::int64_t kDirectTile = 256;  ///< keys between two updates of the running maximum
+inline constexpr std::int64_t kStreams = 8;
 inline constexpr std::int64_t kPackedTile = 64;
 inline constexpr std::int64_t kPackedRows =
     64;  ///< rows that meet a tile: they, their sums and the tile fill half of a 1 MB L2
@@ -88,7 +89,7 @@ HWY_INLINE int block_rows(std::int64_t rest) {
 }
 
 /// Corrections of a block whose maximum stays.
-constexpr float kUnchanged[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+[[maybe_unused]] constexpr float kUnchanged[8] = {1, 1, 1, 1, 1, 1, 1, 1};
 
 /// Rows in pages: one pointer each. With kAhead, reading a part of row i asks for the same part of row i of
 /// `ahead`.
@@ -184,7 +185,7 @@ struct State {
   const void** next_value_rows;
 };
 
-/// Looks the rows of tokens [begin, begin + count) up; the last key repeats up to a whole block.
+/// Looks the rows of tokens [begin, begin + count) up; the last one repeats up to a whole block.
 HWY_INLINE void find_rows(const AttentionTask& task, std::int64_t begin, std::int64_t count,
                           const void** key_rows, const void** value_rows) {
   std::int64_t page = begin / task.page_tokens;
@@ -199,7 +200,28 @@ HWY_INLINE void find_rows(const AttentionTask& task, std::int64_t begin, std::in
       value_rows[i] = value;
     }
   }
-  for (int i = 0; i < kPair; ++i) key_rows[count + i] = key_rows[count - 1];
+  std::fill_n(key_rows + count, kPair, key_rows[count - 1]);
+  std::fill_n(value_rows + count, kPair, value_rows[count - 1]);
+}
+
+/// find_rows, a whole tile in kStreams interleaved runs: the order of keys is free, and one run after the
+/// other drew 60 % of the bandwidth that a core reaches, because hardware prefetchers look only so far ahead
+/// in each.
+HWY_INLINE void find_interleaved_rows(const AttentionTask& task, std::int64_t begin, std::int64_t count,
+                                      const void** key_rows, const void** value_rows) {
+  if (count < kDirectTile) return find_rows(task, begin, count, key_rows, value_rows);
+  const void* keys[kDirectTile + kPairSlack];
+  const void* values[kDirectTile + kPairSlack];
+  find_rows(task, begin, count, keys, values);
+  constexpr std::int64_t kRun = kDirectTile / kStreams;
+  for (std::int64_t stream = 0; stream < kStreams; ++stream) {
+    for (std::int64_t i = 0; i < kRun; ++i) {
+      key_rows[i * kStreams + stream] = keys[stream * kRun + i];
+      value_rows[i * kStreams + stream] = values[stream * kRun + i];
+    }
+  }
+  std::fill_n(key_rows + count, kPair, key_rows[count - 1]);
+  std::fill_n(value_rows + count, kPair, value_rows[count - 1]);
 }
 
 /// A block of query rows.
@@ -326,12 +348,13 @@ HWY_INLINE Block block_at(const State& s, std::int64_t first_row, std::int64_t n
 template <class T>
 HWY_NOINLINE void direct(State s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
   std::int64_t count = std::min(kDirectTile, range.size());
-  find_rows(s.task, range.begin, count, s.key_rows, s.value_rows);
+  find_interleaved_rows(s.task, range.begin, count, s.key_rows, s.value_rows);
   for (std::int64_t begin = range.begin; begin < range.end; begin += kDirectTile) {
     // Past the last tile the "next" keys are this tile's own: asking for them again is harmless.
     const std::int64_t next_count = std::min(kDirectTile, range.end - begin - count);
     const void** ahead = s.next_key_rows;
-    if (next_count > 0) find_rows(s.task, begin + count, next_count, s.next_key_rows, s.next_value_rows);
+    if (next_count > 0)
+      find_interleaved_rows(s.task, begin + count, next_count, s.next_key_rows, s.next_value_rows);
     std::fill(ahead + std::max<std::int64_t>(next_count, 0), ahead + std::max(count, next_count),
               s.key_rows[0]);
     int rows = 0;

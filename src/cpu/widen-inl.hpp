@@ -284,6 +284,7 @@ HWY_INLINE void dot_runs(Rows rows, std::int64_t row, const float* x, std::int64
     const auto* from = rows[row + k] + d;
     HELIX_UNROLL for (int i = 0; i < kRun; ++i) {
       const Pair w = load_pair(from + i * kPair);
+      rows.prefetch(row + k, kLanes, d + i * kPair);
       acc[k] = hn::MulAdd(w.b, q[i].b, hn::MulAdd(w.a, q[i].a, acc[k]));
     }
   }
