@@ -67,8 +67,10 @@ TEST_CASE("every head slice of every rank arrives, bit for bit, in three rounds 
           auto workspace = backend.allocate(Exchange::workspace_bytes(kvp, tokens, heads, dim, 1));
           for (int round = 0; round < 3; ++round) {
             const Attended attended(round, comm.rank(), tokens, heads, dim);
-            const auto received =
-                exchange.exchange(attended.view, {workspace.data(), workspace.size_bytes()}, stream);
+            std::vector<std::int64_t> positions;  // another step each round, which all ranks agree on
+            for (std::int64_t t = 0; t < tokens; ++t) positions.push_back(1000 * t + round);
+            const auto received = exchange.exchange(attended.view, round == 1 ? nullptr : positions.data(),
+                                                    {workspace.data(), workspace.size_bytes()}, stream);
             backend.synchronize(stream);
             const std::int64_t h = heads / kvp;
             expect(received.out.extents() == std::array<std::int64_t, 4>{kvp, tokens, h, dim}, "out's shape");

@@ -161,6 +161,8 @@ TEST_CASE("rope makes query-key products depend on the distance alone, and leave
 struct Appended {
   std::vector<std::vector<float>> pages;  // [rank], f32
   std::int64_t page_elements = 0;
+  std::int64_t max_pages = 0;
+  std::vector<std::int32_t> table;  // [sequences, max_pages]
 };
 
 Appended append(const std::vector<std::int64_t>& lengths, const std::vector<std::int32_t>& counts,
@@ -202,6 +204,8 @@ Appended append(const std::vector<std::int64_t>& lengths, const std::vector<std:
     kv.layout = KvLayout(kvp, chunk);
     kv.kvp_rank = rank;
     result.page_elements = kv.page_elements();
+    result.max_pages = max_pages;
+    result.table = table;
     std::vector<float> pages(static_cast<std::size_t>(kv.num_pages * kv.page_elements()), std::nanf(""));
     kv.pages = pages.data();
     run(threads, [&](const Operators& ops, auto stream) {
@@ -236,6 +240,39 @@ TEST_CASE("append_kv stores each element of each token once over all KVP ranks")
           CHECK(std::set<float>(stored.begin(), stored.end()).size() == stored.size());
         }
       }
+    }
+  }
+}
+
+TEST_CASE("append_kv stores each token in its own sequence's pages, at its owner's local position") {
+  const std::vector<std::int64_t> lengths{9, 5, 30, 1, 20};
+  const std::vector<std::int32_t> counts{4, 0, 30, 1, 2};
+  for (const std::int64_t kvp : {1, 3}) {
+    for (const std::int64_t chunk : {1, 4}) {
+      CAPTURE(kvp, chunk);
+      constexpr std::int64_t kPageTokens = 4;
+      const Appended appended = append(lengths, counts, kvp, chunk, kPageTokens, false, 2);
+      std::int64_t token = 0;
+      for (std::size_t b = 0; b < lengths.size(); ++b) {
+        std::vector<std::int64_t> held(
+            static_cast<std::size_t>(kvp));  // tokens a rank owns, counted one by one
+        for (std::int64_t position = 0; position < lengths[b]; ++position) {
+          const auto owner = static_cast<std::size_t>(position / chunk % kvp);
+          const std::int64_t local = held[owner]++;
+          if (position < lengths[b] - counts[b]) continue;
+          const std::int64_t entry = static_cast<std::int64_t>(b) * appended.max_pages + local / kPageTokens;
+          const std::int64_t page = appended.table[static_cast<std::size_t>(entry)];
+          for (std::int64_t plane = 0; plane < 4; ++plane) {  // K of two heads, V of two heads
+            const std::int64_t at =
+                page * appended.page_elements + (plane * kPageTokens + local % kPageTokens) * 3 + 2;
+            const auto number = static_cast<float>(1000 * token + plane % 2 * 3 + 2);
+            REQUIRE(appended.pages[owner][static_cast<std::size_t>(at)] ==
+                    (plane < 2 ? number : -number - 1));
+          }
+          ++token;
+        }
+      }
+      CHECK(token == 37);
     }
   }
 }
