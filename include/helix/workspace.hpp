@@ -28,7 +28,6 @@ class WorkspaceArena {
     if (measures_) return {};
     HELIX_EXPECTS(used_ <= capacity_, ErrorCode::capacity, "workspace is ", capacity_, " bytes; at least ",
                   used_, " are needed: size it with the workspace_bytes() of the operation");
-    if (bytes == 0) return {};
     return {base_ + begin, bytes};
   }
 

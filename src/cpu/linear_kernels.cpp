@@ -133,7 +133,13 @@ namespace helix::cpu {
 HWY_EXPORT(multiply_target);
 
 void multiply(const LinearTask& task) {
-  HWY_DYNAMIC_DISPATCH(multiply_target)(task);
+  if (task.cols > 0) {
+    HWY_DYNAMIC_DISPATCH(multiply_target)(task);
+  } else if (!task.accumulate) {
+    // An FFN slice of no width: the kernels walk columns and would leave `out` as it was.
+    for (std::int64_t r = 0; r < task.num_rows; ++r)
+      std::fill_n(task.out + r * task.out_stride, task.num_weight_rows, 0.0f);
+  }
   if (task.bias == nullptr) return;
   dispatch(task.bias_dtype, [&]<class T>(T*) {
     const T* bias = static_cast<const T*>(task.bias);
