@@ -11,6 +11,9 @@
 // Beyond that the products bound, not memory: a tile of keys is widened once into scratch, K transposed, and
 // both products run as register-blocked matrix products out of L1. (Dot products of widened rows, without the
 // transpose, took 8 times the traffic from L2 and reached 60 % of the peak in place of 75.)
+// Each instruction set takes seconds to compile, minutes under sanitizers: these two are for machines before
+// 2013.
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/attention_kernels.cpp"
 #include <hwy/foreach_target.h>
@@ -141,14 +144,16 @@ HWY_INLINE void product(Rows rows, std::int64_t count, const float* weights, int
     }
   }
   HELIX_UNROLL for (int r = 0; r < R; ++r) {
-    if (r >= valid) break;
-    float* to = acc + r * acc_stride;
-    HELIX_UNROLL for (int c = 0; c < C * 2; ++c, to += kLanes) {
-      Vec sum = sums[r * C * 2 + c];
-      if constexpr (kSums == Sums::add) sum = hn::Add(hn::LoadU(kF32, to), sum);
-      if constexpr (kSums == Sums::shrink)
-        sum = hn::MulAdd(hn::LoadU(kF32, to), hn::Set(kF32, correction[r]), sum);
-      hn::StoreU(sum, kF32, to);
+    if (r < valid) {  // a break would keep clang from unrolling
+      float* to = acc + r * acc_stride;
+      HELIX_UNROLL for (int c = 0; c < C * 2; ++c, to += kLanes) {
+        Vec sum = sums[r * C * 2 + c];
+        if constexpr (kSums == Sums::add) sum = hn::Add(hn::LoadU(kF32, to), sum);
+        if constexpr (kSums == Sums::shrink) {
+          sum = hn::MulAdd(hn::LoadU(kF32, to), hn::Set(kF32, correction[r]), sum);
+        }
+        hn::StoreU(sum, kF32, to);
+      }
     }
   }
 }
@@ -186,8 +191,8 @@ struct State {
 };
 
 /// Looks the rows of tokens [begin, begin + count) up; the last one repeats up to a whole block.
-HWY_INLINE void find_rows(const AttentionTask& task, std::int64_t begin, std::int64_t count,
-                          const void** key_rows, const void** value_rows) {
+HWY_NOINLINE void find_rows(const AttentionTask& task, std::int64_t begin, std::int64_t count,
+                            const void** key_rows, const void** value_rows) {
   std::int64_t page = begin / task.page_tokens;
   std::int64_t slot = begin % task.page_tokens;
   for (std::int64_t i = 0; i < count; ++page, slot = 0) {
@@ -207,8 +212,8 @@ HWY_INLINE void find_rows(const AttentionTask& task, std::int64_t begin, std::in
 /// find_rows, a whole tile in kStreams interleaved runs: the order of keys is free, and one run after the
 /// other drew 60 % of the bandwidth that a core reaches, because hardware prefetchers look only so far ahead
 /// in each.
-HWY_INLINE void find_interleaved_rows(const AttentionTask& task, std::int64_t begin, std::int64_t count,
-                                      const void** key_rows, const void** value_rows) {
+HWY_NOINLINE void find_interleaved_rows(const AttentionTask& task, std::int64_t begin, std::int64_t count,
+                                        const void** key_rows, const void** value_rows) {
   if (count < kDirectTile) return find_rows(task, begin, count, key_rows, value_rows);
   const void* keys[kDirectTile + kPairSlack];
   const void* values[kDirectTile + kPairSlack];
@@ -256,7 +261,7 @@ HWY_INLINE Vec weigh_scores(float* scores, std::int64_t padded, Vec pivot) {
 /// Scores of a block, [key][R], to weights; the rows' running max and sum, and their corrections: what
 /// earlier sums shrink by.
 template <int R>
-HWY_INLINE void softmax_block(const State& s, const Block& block, std::int64_t count) {
+HWY_NOINLINE void softmax_block(const State& s, const Block& block, std::int64_t count) {
   constexpr int K = kLanes / R;
   float* scores = block.scores;
   float* max = s.max + block.row;
@@ -293,7 +298,7 @@ template <int R>
 inline constexpr bool kPrefetches = R > 1;
 
 template <class T, int R>
-HWY_INLINE void direct_scores(const State& s, const Block& block, std::int64_t count) {
+HWY_NOINLINE void direct_scores(const State& s, const Block& block, std::int64_t count) {
   const Scattered<T, kPrefetches<R>> keys{reinterpret_cast<const T* const*>(s.key_rows),
                                           reinterpret_cast<const T* const*>(s.value_rows)};
   dot_block<R, false>(keys, count, block.q, s.d, block.scores);
@@ -301,7 +306,7 @@ HWY_INLINE void direct_scores(const State& s, const Block& block, std::int64_t c
 }
 
 template <class T, int R>
-HWY_INLINE void direct_values(const State& s, const Block& block, std::int64_t begin, std::int64_t count) {
+HWY_NOINLINE void direct_values(const State& s, const Block& block, std::int64_t begin, std::int64_t count) {
   const Scattered<T, kPrefetches<R>> values{reinterpret_cast<const T* const*>(s.value_rows) + begin,
                                             reinterpret_cast<const T* const*>(s.next_key_rows) + begin};
   const float* weights = block.scores + begin * R;
@@ -381,7 +386,7 @@ HWY_NOINLINE void direct(State s, std::int64_t first_row, std::int64_t num_rows,
 /// Widens `count` rows: keys transposed, [panel of kPair keys][d][kPair], values in panels of columns,
 /// [panel of kPair columns][key][kPair], so that both products walk a panel front to back.
 template <class T>
-HWY_INLINE void widen_tile(const State& s, std::int64_t count) {
+HWY_NOINLINE void widen_tile(const State& s, std::int64_t count) {
   const std::int64_t d = s.task.head_dim;
   const std::int64_t dv = s.task.value_dim;
   const auto* key_rows = reinterpret_cast<const T* const*>(s.key_rows);
@@ -402,7 +407,7 @@ HWY_INLINE void widen_tile(const State& s, std::int64_t count) {
 }
 
 /// Scores of one row, [kPackedTile], to weights; the row's running max and sum, and its correction.
-HWY_INLINE void softmax_row(const State& s, std::int64_t row, std::int64_t count, float* scores) {
+HWY_NOINLINE void softmax_row(const State& s, std::int64_t row, std::int64_t count, float* scores) {
   const std::int64_t padded = round_up(count, kLanes);
   if (s.task.soft_cap > 0.0f) cap_scores(scores, padded, s.task.soft_cap);
   std::fill(scores + count, scores + padded, -kInfinity);
@@ -418,7 +423,7 @@ HWY_INLINE void softmax_row(const State& s, std::int64_t row, std::int64_t count
 }
 
 /// Asks for rows [begin, end) of the next tile: the products take so long that no hardware prefetch would.
-HWY_INLINE void prefetch_rows(const State& s, std::int64_t begin, std::int64_t end) {
+HWY_NOINLINE void prefetch_rows(const State& s, std::int64_t begin, std::int64_t end) {
   const bool has_values = s.task.values != s.task.keys;
   for (std::int64_t key = begin; key < end; ++key) {
     const auto* k = static_cast<const char*>(s.key_rows[key]);
@@ -476,7 +481,7 @@ HWY_NOINLINE void packed(const State& s, std::int64_t first_row, std::int64_t nu
 
 /// Query rows [first_row, + num_rows) as blocks [d][kMaxRows], zero rows to the end of the last one.
 template <class T>
-HWY_INLINE void pack_columns(const State& s, std::int64_t first_row, std::int64_t num_rows) {
+HWY_NOINLINE void pack_columns(const State& s, std::int64_t first_row, std::int64_t num_rows) {
   const AttentionTask& task = s.task;
   std::fill_n(s.q + num_rows / kMaxRows * kMaxRows * s.d, kMaxRows * s.d, 0.0f);
   for (std::int64_t row = 0; row < num_rows; ++row) {
@@ -492,7 +497,7 @@ HWY_INLINE void pack_columns(const State& s, std::int64_t first_row, std::int64_
 
 /// Query rows [first_row, + num_rows) as blocks, zero rows to the end of the last one.
 template <class T>
-HWY_INLINE void pack_queries(const State& s, std::int64_t first_row, std::int64_t num_rows) {
+HWY_NOINLINE void pack_queries(const State& s, std::int64_t first_row, std::int64_t num_rows) {
   const AttentionTask& task = s.task;
   int rows = 0;
   for (std::int64_t begin = 0; begin < num_rows; begin += rows) {

@@ -4,6 +4,8 @@
 // Weights stream from memory once for each block of R activation rows, R up to half the lanes, straight from
 // the checkpoint's rows. The activations are brought into the order of the widened weights once a task and
 // chunk of columns.
+// As in attention_kernels.cpp: machines before 2013 take the portable code.
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/linear_kernels.cpp"
 #include <hwy/foreach_target.h>

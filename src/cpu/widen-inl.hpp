@@ -17,10 +17,19 @@
 
 #include <helix/dtype.hpp>
 
-// Arrays of vectors live in registers only if the loops over them are unrolled early.
+// Arrays of vectors live in registers only if the loops over them are unrolled early. Not under sanitizers,
+// where it would make minutes of compilation of seconds.
 #ifndef HELIX_UNROLL
 #if defined(__clang__)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer) || __has_feature(memory_sanitizer)
+#define HELIX_UNROLL
+#else
 #define HELIX_UNROLL _Pragma("clang loop unroll(full)")
+#endif
+// Without optimisation nothing is unrolled, and that is fine.
+#pragma clang diagnostic ignored "-Wpass-failed"
+#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define HELIX_UNROLL
 #else
 #define HELIX_UNROLL _Pragma("GCC unroll 16")
 #endif
@@ -113,8 +122,8 @@ HWY_INLINE Pair load_pair_tail(const T* from, std::int64_t count) {
 /// `count` floats times `factor`, zero-padded to a multiple of kPair, in the order that load_pair<T> gives;
 /// one pair every `step` floats of `to`.
 template <class T>
-HWY_INLINE void load_pair_order(const float* from, std::int64_t count, float factor, float* to,
-                                std::int64_t step) {
+HWY_NOINLINE void load_pair_order(const float* from, std::int64_t count, float factor, float* to,
+                                  std::int64_t step) {
   const Vec f = hn::Set(kF32, factor);
   for (std::int64_t i = 0; i < count; i += kPair, to += step) {
     float padded[kPair] = {};
@@ -141,7 +150,7 @@ HWY_INLINE void load_pair_order(const float* from, std::int64_t count, float fac
 
 /// The inverse: `count` results in the order of load_pair<T>, times `factor`, to their natural places.
 template <class T>
-HWY_INLINE void store_pair_order(const float* from, std::int64_t count, float factor, float* to) {
+HWY_NOINLINE void store_pair_order(const float* from, std::int64_t count, float factor, float* to) {
   const Vec f = hn::Set(kF32, factor);
   for (std::int64_t i = 0; i < count; i += kPair) {
     float padded[kPair];
@@ -232,8 +241,8 @@ HWY_INLINE void transpose(Vec (&v)[kLanes]) {
 /// Elements [d, d + kPair) of kLanes rows, one vector an element: column j of the pair order at to + j *
 /// step. `count` of the elements exist.
 template <class T>
-HWY_INLINE void transpose_pairs(const T* const* rows, std::int64_t d, std::int64_t count, float* to,
-                                std::int64_t step) {
+HWY_NOINLINE void transpose_pairs(const T* const* rows, std::int64_t d, std::int64_t count, float* to,
+                                  std::int64_t step) {
   if constexpr (kSplitsEvenOdd<T>) {
     // Words of two elements move together, and split after the shuffles: half as many.
     const hn::Repartition<std::uint16_t, F32> d16;
