@@ -274,6 +274,7 @@ TEST_CASE("a wait refers to the record before it, whatever is recorded later") {
   waiter.synchronize();
   REQUIRE(seen);
   second.open();
+  slow.synchronize();  // the gate is gone before the stream
 }
 
 TEST_CASE("a failure spreads to the streams that wait for it, and only to what was recorded after it") {
