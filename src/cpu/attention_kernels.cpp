@@ -38,9 +38,8 @@ inline constexpr std::int64_t kDirectRows = 16;
 inline constexpr std::int64_t kDirectTile = 256;  ///< keys between two updates of the running maximum
 inline constexpr std::int64_t kStreams = 8;
 inline constexpr std::int64_t kPackedTile = 64;
-inline constexpr std::int64_t kPackedRows =
-    64;  ///< rows that meet a tile: they, their sums and the tile fill half of a 1 MB L2
-inline constexpr std::int64_t kDepth = 128;     ///< part of the head dimension whose keys stay in L1
+inline constexpr std::int64_t kPackedRows = 128;  ///< rows that share a widened tile
+inline constexpr std::int64_t kDepth = 128;       ///< part of the head dimension whose keys stay in L1
 inline constexpr std::int64_t kValueTile = 32;  ///< keys whose V rows stay in L1 while the columns are walked
 inline constexpr std::int64_t kRowSlack = 8;    ///< rows that a block may compute past the last one
 inline constexpr std::int64_t kPairSlack = 32;  ///< the widest pair; rows are padded to a multiple
@@ -129,6 +128,11 @@ HWY_INLINE void product(Rows rows, std::int64_t count, const float* weights, int
                         const float* correction, float* acc, std::int64_t acc_stride, std::int64_t column) {
   Vec sums[R * C * 2];
   HELIX_UNROLL for (int i = 0; i < R * C * 2; ++i) sums[i] = hn::Zero(kF32);
+  if constexpr (kSums != Sums::replace) {  // they come from L2, and are needed only after the loop
+    HELIX_UNROLL for (int r = 0; r < R; ++r) {
+      HELIX_UNROLL for (int c = 0; c < C * 2; ++c) __builtin_prefetch(acc + r * acc_stride + c * kLanes, 1);
+    }
+  }
   for (std::int64_t i = 0; i < count; ++i) {
     Pair x[C];
     HELIX_UNROLL for (int c = 0; c < C; ++c) {
