@@ -11,8 +11,9 @@
 // Beyond that the products bound, not memory: a tile of keys is widened once into scratch, K transposed, and
 // both products run as register-blocked matrix products out of L1. (Dot products of widened rows, without the
 // transpose, took 8 times the traffic from L2 and reached 60 % of the peak in place of 75.)
-// Each instruction set takes seconds to compile, minutes under sanitizers: these two are for machines before
-// 2013.
+
+// Each instruction set takes seconds to compile, a minute under sanitizers: machines before 2013, which lack
+// AVX2, take the portable code.
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/attention_kernels.cpp"
@@ -36,7 +37,7 @@ namespace helix::cpu {
 
 inline constexpr std::int64_t kDirectRows = 16;
 inline constexpr std::int64_t kDirectTile = 256;  ///< keys between two updates of the running maximum
-inline constexpr std::int64_t kStreams = 8;
+inline constexpr std::int64_t kStreams = 8;       ///< runs of a tile that are read side by side
 inline constexpr std::int64_t kPackedTile = 64;
 inline constexpr std::int64_t kPackedRows = 128;  ///< rows that share a widened tile
 inline constexpr std::int64_t kDepth = 128;       ///< part of the head dimension whose keys stay in L1

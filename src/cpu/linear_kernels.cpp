@@ -34,8 +34,8 @@ struct WeightRows {
   std::int64_t last;
   std::int64_t after_last;  ///< elements from where the row behind the last would be to what is read next
   HWY_INLINE const T* operator[](std::int64_t i) const { return first + std::min(i, last) * stride; }
-  /// Two blocks ahead, because a chunk of a row is too short for the hardware to run ahead: half again as
-  /// fast. 8 rows of activations leave L1 no room for it.
+  /// Ahead by a block or two, because a chunk of a row is too short for the hardware to run ahead: half again
+  /// as fast. 8 rows of activations leave L1 no room for it.
   HWY_INLINE void prefetch(std::int64_t i, int block, std::int64_t d) const {
     i += R == 1 ? block : 2 * block;
     const auto offset = (i * stride + d + (i > last ? after_last : 0)) * static_cast<std::int64_t>(sizeof(T));
