@@ -13,6 +13,7 @@ namespace helix::decode {
 namespace {
 
 constexpr std::int64_t kMaxDraftTokens = 64;
+constexpr std::int64_t kMaxNewTokens = std::int64_t{1} << 40;  // lengths add up without overflow
 
 void check_ids(const std::vector<TokenIds>& lists, const char* what, std::int64_t vocab) {
   for (std::size_t i = 0; i < lists.size(); ++i) {
@@ -109,6 +110,10 @@ void check_request(const GenerationRequest& request, const ModelConfig& model, c
   HELIX_EXPECTS(request.teacher.empty() || std::ssize(request.teacher) == request.num_sequences(),
                 ErrorCode::invalid_argument, "there are ", request.teacher.size(), " teacher sequences for ",
                 request.num_sequences(), " prompts; give one each");
+  HELIX_EXPECTS(request.max_new_tokens <= kMaxNewTokens, ErrorCode::invalid_argument, "max_new_tokens is ",
+                request.max_new_tokens, "; it must be at most ", kMaxNewTokens);
+  HELIX_EXPECTS(request.chunk >= 1 && request.page_tokens >= 1, ErrorCode::invalid_argument, "chunk is ",
+                request.chunk, ", page_tokens is ", request.page_tokens, "; both must be at least 1");
   HELIX_EXPECTS(request.prefill_tokens >= 1, ErrorCode::invalid_argument, "prefill_tokens is ",
                 request.prefill_tokens, "; it must be at least 1");
   check_ids(request.prompts, "prompt", topo.shape().vocab);
@@ -128,8 +133,6 @@ void check_request(const GenerationRequest& request, const ModelConfig& model, c
 
 KvCacheSpec plan_cache(const GenerationRequest& request, const Topology& topo, int stage, int replica) {
   const Range mine = replica_sequences(topo, request, replica);
-  HELIX_EXPECTS(request.chunk >= 1 && request.page_tokens >= 1, ErrorCode::invalid_argument, "chunk is ",
-                request.chunk, ", page_tokens is ", request.page_tokens, "; both must be at least 1");
   KvCacheSpec spec;
   spec.format = request.kv_dtype;
   spec.layers = topo.layers(stage).size();

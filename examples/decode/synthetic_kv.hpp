@@ -24,9 +24,8 @@ constexpr std::uint64_t synthetic_mix(std::uint64_t x) {
   return x ^ x >> 31;
 }
 
-/// Pseudo-random value in [-1, 1) of element `element` of the K (or V) row of `head` at `position` in
-/// `layer`: a function of these numbers alone. The row is hashed once (synthetic_row_key), each element is
-/// one round on top of it.
+/// Key of the K (or V) row of the model's `head` at global `position` in the model's `layer`: a function of
+/// these alone.
 constexpr std::uint32_t synthetic_row_key(std::int64_t layer, std::int64_t head, std::int64_t position,
                                           bool is_value) {
   const std::uint64_t where = synthetic_mix(static_cast<std::uint64_t>(layer) << 1 | (is_value ? 1u : 0u)) ^

@@ -178,6 +178,8 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
       {model_option("llama-tiny") + ids + "--max-new-tokens 9000", {"8192"}},
       {model_option("llama-tiny") + ids + "--chunk 0", {"chunk is 0"}},
       {model_option("llama-tiny") + ids + "--page-tokens -1", {"page_tokens is -1"}},
+      {model_option("llama-tiny") + ids + "--page-tokens 0", {"page_tokens is 0"}},
+      {model_option("llama-tiny") + ids + "--max-new-tokens 9223372036854775807", {"9223372036854775807"}},
       {model_option("llama-tiny") + ids + "--kv-dtype int8", {"int8"}},
       {model_option("llama-tiny") + ids + "--hop-b many", {"many"}},
       {model_option("llama-tiny") + ids + "--top-p 1.5", {"1.5"}},
