@@ -10,9 +10,9 @@
 
 namespace helix::bench {
 
-/// Bytes a second that `num_threads` read from `data`, each its own contiguous part: front to back or as 8
-/// interleaved streams, whichever is faster here.
-double measure_read(std::span<const std::byte> data, int num_threads);
+/// Bytes a second that `num_threads` read from `data`, each its own contiguous part, as `streams` sequential
+/// streams in turn: with one, the plain streaming read, front to back.
+double measure_read(std::span<const std::byte> data, int num_threads, int streams);
 
 /// f32 operations a second (a multiply-add is two) that `num_threads` reach in registers, over about 5 ms.
 double measure_multiply_add(int num_threads);
@@ -21,10 +21,11 @@ double measure_multiply_add(int num_threads);
 /// last-level caches between two passes.
 std::span<std::byte> random_bf16(std::size_t bytes);
 
-/// Runs `work` once an iteration of `state` and both ceilings next to it each time, because shared machines
+/// Runs `work` once an iteration of `state` and the ceilings next to it each time, because shared machines
 /// and clocks drift. Reports medians: the time, bytes/s and flop/s of `work`, which moves `bytes` and
-/// computes `flops`; % of the streaming read; and % of the roofline, the larger of bytes / read and flops /
-/// multiply-adds over the time. `streamed` is what the read ceiling reads.
+/// computes `flops`; % of the streaming read; % of the roofline, the larger of bytes / streaming read and
+/// flops / multiply-adds over the time; and % of the faster of the streaming read and a read in 8 interleaved
+/// streams, which draws more from some memories. `streamed` is what the read ceilings read.
 void run_beside_ceilings(benchmark::State& state, int num_threads, double bytes, double flops,
                          std::span<const std::byte> streamed, const std::function<void()>& work);
 

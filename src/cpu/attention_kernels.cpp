@@ -8,9 +8,11 @@
 // scores in [key][row] order. That order gives the softmax full vectors whatever R is, and the value product
 // its R weights of a key side by side. While K is multiplied V is prefetched, and the other way round.
 //
-// Beyond that the products bound, not memory: a tile of keys is widened once into scratch, K transposed, and
-// both products run as register-blocked matrix products out of L1. (Dot products of widened rows, without the
-// transpose, took 8 times the traffic from L2 and reached 60 % of the peak in place of 75.)
+// Beyond that the products bound, not memory. bf16 rows go to the tile registers where there are any
+// (amx.hpp; MLA at 160 % of what f32 vectors could reach). Otherwise a tile of keys is widened once into
+// scratch, K transposed, and both products run as register-blocked matrix products out of L1. (Dot products
+// of widened rows, without the transpose, took 8 times the traffic from L2 and reached 60 % of the peak in
+// place of 75.)
 
 // Each instruction set takes seconds to compile, a minute under sanitizers: machines before 2013, which lack
 // AVX2, take the portable code.
@@ -28,6 +30,7 @@
 #include <hwy/contrib/math/math-inl.h>
 #include <hwy/highway.h>
 
+#include "cpu/amx.hpp"
 #include "cpu/attention_kernels.hpp"
 #include "cpu/widen-inl.hpp"
 
@@ -43,15 +46,34 @@ inline constexpr std::int64_t kPackedRows = 128;  ///< rows that share a widened
 inline constexpr std::int64_t kDepth = 128;       ///< part of the head dimension whose keys stay in L1
 inline constexpr std::int64_t kValueTile = 32;  ///< keys whose V rows stay in L1 while the columns are walked
 inline constexpr std::int64_t kRowSlack = 8;    ///< rows that a block may compute past the last one
+inline constexpr std::int64_t kAmxTile = 128;   ///< keys of a tile on AMX
 inline constexpr std::int64_t kPairSlack = 32;  ///< the widest pair; rows are padded to a multiple
 
 constexpr std::int64_t round_up(std::int64_t n, std::int64_t to) {
   return (n + to - 1) / to * to;
 }
 
+/// Where each array of the AMX path lies in its scratch, in bytes.
+struct AmxLayout {
+  std::int64_t q, keys, values, weights, scores, total;
+
+  AmxLayout(std::int64_t rows, std::int64_t head_dim, std::int64_t value_dim) {
+    const std::int64_t padded_rows = round_up(std::min(rows, kPackedRows), amx::kRows);
+    const std::int64_t d = round_up(head_dim, amx::kStep);
+    const std::int64_t dv = round_up(value_dim, amx::kStep);
+    constexpr auto kBytes = static_cast<std::int64_t>(sizeof(bf16));
+    q = 0;
+    keys = q + 3 * padded_rows * d * kBytes;
+    values = keys + kAmxTile * d * kBytes;
+    weights = values + kAmxTile * dv * kBytes;
+    scores = weights + 3 * padded_rows * kAmxTile * kBytes;
+    total = scores + padded_rows * kAmxTile * static_cast<std::int64_t>(sizeof(float));
+  }
+};
+
 /// Where each array lies in the scratch, in floats. Every array starts on a cache line.
 struct ScratchLayout {
-  std::int64_t q, acc, max, sum, correction, scores, keys, values, pointers, total;
+  std::int64_t q, acc, max, sum, correction, scores, keys, values, pointers, amx, total;
 
   ScratchLayout(std::int64_t rows, std::int64_t head_dim, std::int64_t value_dim) {
     const std::int64_t padded_rows = round_up(rows + kRowSlack, 16);
@@ -68,7 +90,11 @@ struct ScratchLayout {
     values = keys + kPackedTile * d;
     pointers = values + kPackedTile * dv;
     const std::int64_t pointer_floats = static_cast<std::int64_t>(sizeof(void*) / sizeof(float));
-    total = pointers + 4 * (kDirectTile + kPairSlack) * pointer_floats;
+    amx = pointers + 4 * (kDirectTile + kPairSlack) * pointer_floats;
+    total = amx;
+    if (amx::available()) {
+      total += AmxLayout(rows, head_dim, value_dim).total / static_cast<std::int64_t>(sizeof(float));
+    }
   }
 };
 
@@ -193,6 +219,7 @@ struct State {
   const void** value_rows;
   const void** next_key_rows;
   const void** next_value_rows;
+  std::byte* amx;
 };
 
 /// Looks the rows of tokens [begin, begin + count) up; the last one repeats up to a whole block.
@@ -518,11 +545,84 @@ HWY_NOINLINE void pack_queries(const State& s, std::int64_t first_row, std::int6
   }
 }
 
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3  // the softmax of 16 rows takes vectors of 16 lanes
+/// Both products on AMX tiles: keys as they are, values interleaved in pairs, queries and weights split into
+/// bf16.
+HWY_NOINLINE void tiled(const State& s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
+  const AttentionTask& task = s.task;
+  const AmxLayout at(num_rows, task.head_dim, task.value_dim);
+  auto* q = reinterpret_cast<bf16*>(s.amx + at.q);
+  auto* keys = reinterpret_cast<bf16*>(s.amx + at.keys);
+  auto* values = reinterpret_cast<bf16*>(s.amx + at.values);
+  auto* weights = reinterpret_cast<bf16*>(s.amx + at.weights);
+  auto* scores = reinterpret_cast<float*>(s.amx + at.scores);
+  const std::int64_t d = round_up(task.head_dim, amx::kStep);
+  const std::int64_t steps = d / amx::kStep;
+  const std::int64_t value_tiles = round_up(task.value_dim, amx::kStep) / amx::kRows;
+  const std::int64_t block_parts = steps * amx::kStepElements;
+
+  for (std::int64_t block = 0; block < num_rows; block += amx::kRows) {
+    const std::int64_t valid = std::min(amx::kRows, num_rows - block);
+    for (std::int64_t r = 0; r < valid; ++r) {
+      const std::int64_t row = first_row + block + r;
+      std::copy_n(task.q + row / task.group * task.q_token_stride + row % task.group * task.q_head_stride,
+                  task.head_dim, s.q + r * s.d);
+    }
+    amx::split_rows(s.q, s.d, valid, task.head_dim, task.key_scale, q + block / amx::kRows * block_parts);
+  }
+  if (d != task.head_dim) std::fill_n(keys, kAmxTile * d, bf16{});
+
+  const amx::Session session;
+  for (std::int64_t begin = range.begin; begin < range.end; begin += kAmxTile) {
+    const std::int64_t count = std::min(kAmxTile, range.end - begin);
+    const std::int64_t padded = round_up(count, amx::kStep);
+    find_rows(task, begin, count, s.key_rows, s.value_rows);
+    for (std::int64_t i = 0; i < padded; ++i)
+      std::memcpy(keys + i * d, s.key_rows[i], static_cast<std::size_t>(task.head_dim) * sizeof(bf16));
+    for (std::int64_t i = 0; i < padded; i += amx::kStep) {
+      amx::interleave_rows(reinterpret_cast<const bf16* const*>(s.value_rows) + i, task.value_dim,
+                           values + i * value_tiles * amx::kRows);
+    }
+    for (std::int64_t block = 0; block < num_rows; block += amx::kRows) {
+      float* dots = scores + block * kAmxTile;
+      constexpr std::int64_t kKeys = amx::kMaxTiles * amx::kRows;
+      for (std::int64_t i = 0; i < padded; i += kKeys) {
+        amx::multiply_rows(keys + i * d, d * static_cast<std::int64_t>(sizeof(bf16)),
+                           std::min(amx::kMaxTiles, (padded - i) / amx::kRows),
+                           q + block / amx::kRows * block_parts, steps, dots + i * amx::kRows, false);
+      }
+      const Block rows{first_row + block, static_cast<int>(std::min(amx::kRows, num_rows - block)), nullptr,
+                       dots};
+      softmax_block<kLanes>(s, rows, count);
+      std::fill(dots + count * amx::kRows, dots + padded * amx::kRows, 0.0f);
+      amx::split_columns(dots, padded, weights + 3 * block * kAmxTile);
+    }
+    for (std::int64_t column = 0; column < value_tiles; column += amx::kMaxTiles) {
+      for (std::int64_t block = 0; block < num_rows; block += amx::kRows) {
+        amx::multiply_columns(weights + 3 * block * kAmxTile, padded / amx::kStep,
+                              values + column * amx::kRows * amx::kStep, value_tiles,
+                              std::min(amx::kMaxTiles, value_tiles - column),
+                              std::min(amx::kRows, num_rows - block), s.correction + first_row + block,
+                              s.acc + (first_row + block) * s.dv + column * amx::kRows, s.dv);
+      }
+    }
+  }
+}
+#endif
+
 /// Rows [first_row, + num_rows) against every key of `range`: all of them see all of it, so nothing is
 /// masked.
 template <class T>
 HWY_INLINE void accumulate(const State& s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
   if (range.size() <= 0) return;
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+  if (std::is_same_v<T, bf16> && num_rows >= amx::kMinRows && amx::available()) {
+    for (std::int64_t row = 0; row < num_rows; row += kPackedRows) {
+      tiled(s, first_row + row, std::min(kPackedRows, num_rows - row), range);
+    }
+    return;
+  }
+#endif
   if (num_rows <= kDirectRows && s.d == s.task.head_dim && s.dv == s.task.value_dim) {
     pack_queries<T>(s, first_row, num_rows);
     direct<T>(s, first_row, num_rows, range);
@@ -555,7 +655,8 @@ HWY_INLINE void attend_as(const AttentionTask& task, float* scratch) {
                 pointers,
                 pointers + kPointers,
                 pointers + 2 * kPointers,
-                pointers + 3 * kPointers};
+                pointers + 3 * kPointers,
+                reinterpret_cast<std::byte*>(scratch + at.amx)};
   std::fill_n(s.acc, rows * s.dv, 0.0f);
   std::fill_n(s.max, rows, -kInfinity);
   std::fill_n(s.sum, rows, 0.0f);

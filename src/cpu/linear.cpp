@@ -22,9 +22,10 @@ const std::byte* element(const WeightView& weight, std::int64_t index) {
 void Operators::linear(const LinearArgs<float>& args, Stream stream) const {
   if (args.in.extent(0) == 0 || args.weight.rows == 0) return;
   stream.enqueue([args, pool = pool_] {
-    const std::int64_t tasks = (args.weight.rows + kLinearTaskRows - 1) / kLinearTaskRows;
-    pool->parallel_for(tasks, [&args](std::int64_t index, int) {
-      const std::int64_t first = index * kLinearTaskRows;
+    const std::int64_t task_rows = linear_task_rows(args.weight.dtype, args.in.extent(0));
+    const std::int64_t tasks = (args.weight.rows + task_rows - 1) / task_rows;
+    pool->parallel_for(tasks, [&args, task_rows](std::int64_t index, int) {
+      const std::int64_t first = index * task_rows;
       LinearTask task;
       task.in = args.in.data();
       task.in_stride = args.in.stride(0);
@@ -32,7 +33,7 @@ void Operators::linear(const LinearArgs<float>& args, Stream stream) const {
       task.weight = element(args.weight, first * args.weight.cols);
       task.dtype = args.weight.dtype;
       task.cols = args.weight.cols;
-      task.num_weight_rows = std::min(kLinearTaskRows, args.weight.rows - first);
+      task.num_weight_rows = std::min(task_rows, args.weight.rows - first);
       if (!args.bias.empty()) {
         task.bias = element(args.bias, first);
         task.bias_dtype = args.bias.dtype;
@@ -50,10 +51,11 @@ void Operators::head_linear(const HeadLinearArgs<float>& args, Stream stream) co
   stream.enqueue([args, pool = pool_] {
     const std::int64_t heads = args.in.extent(1);
     const std::int64_t width = args.out.extent(2);
-    const std::int64_t tasks_a_head = (width + kLinearTaskRows - 1) / kLinearTaskRows;
+    const std::int64_t task_rows = linear_task_rows(args.weight.dtype, args.in.extent(0));
+    const std::int64_t tasks_a_head = (width + task_rows - 1) / task_rows;
     const auto body = [&](std::int64_t index, int) {
       const std::int64_t head = index / tasks_a_head;
-      const std::int64_t first = index % tasks_a_head * kLinearTaskRows;
+      const std::int64_t first = index % tasks_a_head * task_rows;
       LinearTask task;
       task.in = args.in.data() + head * args.in.stride(1);
       task.in_stride = args.in.stride(0);
@@ -61,7 +63,7 @@ void Operators::head_linear(const HeadLinearArgs<float>& args, Stream stream) co
       task.weight = element(args.weight, (head * width + first) * args.weight.cols);
       task.dtype = args.weight.dtype;
       task.cols = args.weight.cols;
-      task.num_weight_rows = std::min(kLinearTaskRows, width - first);
+      task.num_weight_rows = std::min(task_rows, width - first);
       task.out = args.out.data() + head * args.out.stride(1) + first;
       task.out_stride = args.out.stride(0);
       multiply(task);

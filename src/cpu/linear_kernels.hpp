@@ -17,7 +17,7 @@ struct LinearTask {
   const void* weight = nullptr;  ///< the first of the weight rows, dense
   DType dtype = DType::f32;
   std::int64_t cols = 0;
-  std::int64_t num_weight_rows = 0;  ///< at most kLinearTaskRows
+  std::int64_t num_weight_rows = 0;  ///< at most linear_task_rows()
   const void* bias = nullptr;        ///< the first of the weight rows' biases, or null
   DType bias_dtype = DType::f32;
   float* out = nullptr;  ///< [num_rows, num_weight_rows]
@@ -25,10 +25,15 @@ struct LinearTask {
   bool accumulate = false;
 };
 
-inline constexpr std::int64_t kLinearTaskRows = 64;
+inline constexpr std::int64_t kLinearTaskRows = 64;  ///< weight rows that suit any task
 
-/// Computes `task`. The bits of an output depend on its two rows alone, not on num_rows or where the task
-/// begins. Allocates nothing.
+/// Weight rows of a task of `num_rows` rows, at least kLinearTaskRows: enough to bring the activations into
+/// order once for many, few enough to share out.
+std::int64_t linear_task_rows(DType weight_dtype, std::int64_t num_rows);
+
+/// Computes `task`. The bits of an output depend on its two rows alone, not on where the task begins, nor on
+/// num_rows but for bf16 weights under AMX: there they may differ between up to 8 rows and more. Allocates
+/// nothing.
 void multiply(const LinearTask& task);
 
 }  // namespace helix::cpu
