@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels share: launches with checks, conversions, reductions in a warp and a block.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <helix/cuda/runtime.hpp>
+#include <helix/dtype.hpp>
+
+namespace helix::cuda {
+
+constexpr int kWarp = 32;
+inline constexpr float kInfinity = __builtin_huge_valf();
+
+/// Device conversions of the storage types; the same values as their constexpr ones on the host.
+__device__ __forceinline__ float to_float(float x) {
+  return x;
+}
+__device__ __forceinline__ float to_float(bf16 x) {
+  return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
+}
+__device__ __forceinline__ float to_float(f16 x) {
+  return __half2float(__ushort_as_half(x.bits));
+}
+__device__ __forceinline__ float to_float(fp8_e4m3 x) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.bits, __NV_E4M3)));
+}
+
+template <class T>
+__device__ __forceinline__ T from_float(float x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else if constexpr (std::is_same_v<T, bf16>) {
+    return bf16::from_bits(__bfloat16_as_ushort(__float2bfloat16_rn(x)));
+  } else if constexpr (std::is_same_v<T, f16>) {
+    return f16::from_bits(__half_as_ushort(__float2half_rn(x)));
+  } else {
+    return fp8_e4m3::from_bits(__nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3));
+  }
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
+  return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, offset));
+  return x;
+}
+
+/// Checks the launch that stands before it.
+#define HELIX_CHECK_LAUNCH() HELIX_CUDA_CHECK(cudaGetLastError())
+
+}  // namespace helix::cuda

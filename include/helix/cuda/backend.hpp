@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuda::Backend: every operation of the Backend concept on an NVIDIA GPU.
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <utility>
+
+#include <helix/backend.hpp>
+#include <helix/cuda/local_comm.hpp>
+#include <helix/cuda/runtime.hpp>
+
+namespace helix::cuda {
+
+/// The operations, without communicators, for activations of type T: float, f16 or bf16. Each is queued on
+/// the stream; see helix/backend.hpp for what each computes. Arithmetic is f32 whatever T is. Belongs to one
+/// device and makes it the calling thread's where it must.
+///
+/// float is exact: plain f32 products, results within rounding of cpu::Operators. f16 and bf16 use the tensor
+/// cores.
+template <class T>
+class Operators {
+ public:
+  using Stream = cuda::Stream;
+  using Event = cuda::Event;
+  using Buffer = cuda::Buffer;
+  using Activation = T;
+
+  /// @throws Error(unsupported) without a driver, without `device`, or if the build has no code for it.
+  explicit Operators(int device = 0);
+
+  int device() const;
+
+  /// Blocks (of one each SM) that partial_attention may hold at once, so that an exchange beside it finds
+  /// room; 0: all.
+  void set_attention_blocks(int blocks);
+
+  Buffer allocate(std::size_t bytes) const;
+  Stream create_stream() const;
+  Event create_event() const;
+  void record(Event& event, Stream stream) const;
+  void wait(Stream stream, const Event& event) const;
+  /// Waits for the stream. @throws what queued operations found wrong, again at each call.
+  void synchronize(Stream stream) const;
+  /// Up to 64 KB the source may be re-used on return at no cost; more waits for the copy.
+  void upload(void* target, const void* source, std::size_t bytes, Stream stream) const;
+  void download(void* target, const void* source, std::size_t bytes, Stream stream) const;
+  void copy(void* target, const void* source, std::size_t bytes, Stream stream) const;
+  void fill_zero(void* target, std::size_t bytes, Stream stream) const;
+
+  void rms_norm(const RmsNormArgs<T>& args, Stream stream) const;
+  void linear(const LinearArgs<T>& args, Stream stream) const;
+  void head_linear(const HeadLinearArgs<T>& args, Stream stream) const;
+  void head_rms_norm(const HeadRmsNormArgs<T>& args, Stream stream) const;
+  void rope(const RopeArgs<T>& args, Stream stream) const;
+  void append_kv(const AppendKvArgs<T>& args, Stream stream) const;
+  void write_kv(const WriteKvArgs<T>& args, Stream stream) const;
+  void read_kv(const ReadKvArgs& args, Stream stream) const;
+  void partial_attention(const PartialAttentionArgs<T>& args, Stream stream) const;
+  void pack_partial(const PackPartialArgs<T>& args, Stream stream) const;
+  void stamp(const StampArgs& args, Stream stream) const;
+  void check_exchange(const CheckExchangeArgs& args, Stream stream) const;
+  void lse_combine(const LseCombineArgs<T>& args, Stream stream) const;
+  void swiglu(const SwigluArgs<T>& args, Stream stream) const;
+  void route(const RouteArgs<T>& args, Stream stream) const;
+  void expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const;
+  void embed(const EmbedArgs<T>& args, Stream stream) const;
+  void gather_rows(const GatherRowsArgs<T>& args, Stream stream) const;
+  void sample(const SampleArgs<T>& args, Stream stream) const;
+
+  /// Upper bounds over any positions, for the caller's workspace.
+  std::size_t partial_attention_workspace_bytes(std::int64_t num_tokens, std::int64_t num_query_heads,
+                                                std::int64_t head_dim, std::int64_t value_dim) const;
+  std::size_t expert_ffn_workspace_bytes(std::int64_t num_tokens, std::int64_t top_k, std::int64_t hidden,
+                                         std::int64_t expert_ffn) const;
+
+ private:
+  struct State;  // src/cuda/operators_state.hpp
+  std::shared_ptr<State> state_;
+};
+
+extern template class Operators<float>;
+extern template class Operators<f16>;
+extern template class Operators<bf16>;
+
+/// One rank: the operations and the stage's communicators, which it owns.
+template <Communicator CommType, class T>
+class Backend : public Operators<T> {
+ public:
+  using Comm = CommType;
+
+  /// A rank alone.
+  explicit Backend(int device = 0) requires std::same_as<Comm, LocalComm>
+      : Backend(LocalComm::create_group(1).front(), LocalComm::create_group(1).front(), device) {}
+
+  /// `stage`: all N ranks, by stage_rank. `kvp`: this rank's KVP group, by kvp_rank (stage.split(tpa_rank,
+  /// kvp_rank)).
+  Backend(Comm stage, Comm kvp, int device = 0)
+      : Operators<T>(device), comms_(std::make_shared<Comms>(Comms{std::move(stage), std::move(kvp)})) {}
+
+  StageComms<Comm> comms() const { return {&comms_->stage, &comms_->kvp}; }
+
+  /// As Operators::synchronize, and a failure aborts the stage's groups, so that no other rank waits for this
+  /// one.
+  void synchronize(Stream stream) const {
+    try {
+      Operators<T>::synchronize(stream);
+    } catch (const std::exception& error) {
+      comms_->stage.abort(error.what());
+      comms_->kvp.abort(error.what());
+      throw;
+    }
+  }
+
+ private:
+  struct Comms {
+    Comm stage;
+    Comm kvp;
+  };
+  std::shared_ptr<Comms> comms_;
+};
+
+}  // namespace helix::cuda

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// CUDA streams, events and memory as owned C++ values. Needs no CUDA header: the handles are opaque pointers.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+// The toolkit's own opaque types.
+struct CUstream_st;
+struct CUevent_st;
+
+namespace helix::cuda {
+
+using StreamHandle = CUstream_st*;  ///< cudaStream_t
+using EventHandle = CUevent_st*;    ///< cudaEvent_t
+
+/// GPUs that this process may use; 0 without a GPU or a driver, never an error.
+int device_count();
+
+/// Why device_count() is 0, as the driver says it; empty if it is not 0.
+std::string no_device_reason();
+
+/// Throws Error(unsupported) with the reason unless `device` exists; otherwise makes it the calling thread's.
+void use_device(int device);
+
+/// Throws Error for a CUDA status other than success (as int, so that no header is needed): capacity for
+/// memory, unsupported for a missing device, internal for the rest, naming the call, where, the device and
+/// the driver's words. Clears the thread's last error. HELIX_CUDA_CHECK fills the arguments in.
+void throw_on_error(int status, const char* call, const char* file, int line);
+
+/// An in-order queue of one device. A handle: copies name the same queue, which lives as long as one of them.
+class Stream {
+ public:
+  Stream() = default;  ///< no queue: only to assign to
+
+  /// A new queue of the calling thread's device. Does not wait for the legacy default stream.
+  static Stream create(bool high_priority = false);
+  /// An engine's own stream, which it keeps alive and destroys.
+  static Stream borrow(StreamHandle handle);
+
+  StreamHandle handle() const { return handle_.get(); }
+
+ private:
+  explicit Stream(std::shared_ptr<CUstream_st> handle) : handle_(std::move(handle)) {}
+  std::shared_ptr<CUstream_st> handle_;
+};
+
+/// A point in a stream that others wait for. Moves, does not copy.
+class Event {
+ public:
+  Event() = default;  ///< no event: only to assign to
+  static Event create(bool with_timing = false);
+
+  EventHandle handle() const { return handle_.get(); }
+
+ private:
+  struct Destroy {
+    void operator()(EventHandle handle) const noexcept;
+  };
+  explicit Event(EventHandle handle) : handle_(handle) {}
+  std::unique_ptr<CUevent_st, Destroy> handle_;
+};
+
+/// Milliseconds between two events made with timing, both of which have happened.
+float elapsed_ms(const Event& start, const Event& stop);
+
+/// Zeroed memory of the calling thread's device, aligned to 256 bytes. Moves, does not copy.
+class Buffer {
+ public:
+  Buffer() = default;
+  /// @throws Error(capacity) with what is free.
+  explicit Buffer(std::size_t bytes);
+
+  std::byte* data() const { return data_.get(); }
+  std::size_t size_bytes() const { return data_ ? data_.get_deleter().bytes : 0; }
+
+ private:
+  struct Release {
+    std::size_t bytes;
+    void operator()(std::byte* data) const noexcept;
+  };
+  std::unique_ptr<std::byte, Release> data_;
+};
+
+/// Zeroed host memory that a device reads and writes at the same address. Moves, does not copy.
+class PinnedBuffer {
+ public:
+  PinnedBuffer() = default;
+  explicit PinnedBuffer(std::size_t bytes);
+
+  std::byte* data() const { return data_.get(); }
+  std::size_t size_bytes() const { return data_ ? data_.get_deleter().bytes : 0; }
+
+ private:
+  struct Release {
+    std::size_t bytes;
+    void operator()(std::byte* data) const noexcept;
+  };
+  std::unique_ptr<std::byte, Release> data_;
+};
+
+}  // namespace helix::cuda
+
+/// Throws helix::Error unless a CUDA runtime call succeeds.
+#define HELIX_CUDA_CHECK(call) \
+  ::helix::cuda::throw_on_error(static_cast<int>(call), #call, __FILE__, __LINE__)

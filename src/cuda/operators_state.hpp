@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// What all operations of one rank on a GPU share: its device, the record of failures, the matrix library.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <helix/backend.hpp>
+#include <helix/cuda/backend.hpp>
+#include <helix/cuda/runtime.hpp>
+
+namespace helix::cuda {
+
+/// What a kernel found wrong: host memory that the device writes. The first failure stays.
+struct FailureRecord {
+  std::uint32_t is_set = 0;  ///< claimed with atomicCAS, then the rest is written
+  std::uint32_t is_complete = 0;
+  std::uint32_t peer = 0;  ///< check_exchange: whose message
+  std::uint32_t sender = 0;
+  std::uint64_t epoch = 0;
+  std::uint64_t expected_epoch = 0;
+  std::uint32_t tokens = 0;
+  std::uint32_t expected_tokens = 0;
+};
+
+/// cuBLASLt handle, workspace and plans of a rank. Defined in src/cuda/matmul.cpp.
+class MatmulLibrary;
+struct MatmulLibraryDelete {
+  void operator()(MatmulLibrary* library) const noexcept;
+};
+
+template <class T>
+struct Operators<T>::State {
+  int device = 0;
+  int num_sms = 0;
+  int attention_blocks = 0;   // 0: all
+  PinnedBuffer failure;       // a FailureRecord
+  Buffer attention_counters;  // partial_attention's self-resetting counters
+  std::unique_ptr<MatmulLibrary, MatmulLibraryDelete> matmul;
+
+  FailureRecord* failure_record() const { return reinterpret_cast<FailureRecord*>(failure.data()); }
+};
+
+/// Makes `device` the calling thread's until the end of the scope.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device);
+  ~DeviceScope();
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  int previous_ = -1;
+};
+
+}  // namespace helix::cuda
