@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuda::Operators::partial_attention: arguments, choice of the kernel, launches.
+#include <algorithm>
+#include <cstdint>
+
+#include <helix/cuda/backend.hpp>
+#include <helix/error.hpp>
+
+#include "attention.cuh"
+#include "cuda/operators_state.hpp"
+
+namespace helix::cuda {
+namespace {
+
+constexpr std::int64_t kAlignment = 256;
+
+std::int64_t aligned(std::int64_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+/// Bytes of the partial results of `blocks` blocks: two row blocks each, with max and sum.
+std::int64_t partial_bytes(std::int64_t blocks, std::int64_t rows, std::int64_t value_dim) {
+  return aligned(2 * blocks * rows * value_dim * 4) + 2 * aligned(2 * blocks * rows * 4);
+}
+
+}  // namespace
+
+template <class T>
+std::size_t Operators<T>::partial_attention_workspace_bytes(std::int64_t num_tokens,
+                                                            std::int64_t num_query_heads,
+                                                            std::int64_t head_dim,
+                                                            std::int64_t value_dim) const {
+  if (num_tokens <= 0 || num_query_heads <= 0) return 0;
+  const std::int64_t rows = std::max(kTensorRows, portable_rows(head_dim, value_dim));
+  return static_cast<std::size_t>(partial_bytes(2 * state_->num_sms, rows, value_dim) + kAlignment);
+}
+
+template <class T>
+void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream stream) const {
+  const Batch& batch = args.batch;
+  const KvView& kv = args.kv;
+  const std::int64_t heads = args.q.extent(1);
+  if (batch.num_tokens() == 0 || heads == 0) return;
+  const DeviceScope scope(state_->device);
+  const auto element_bytes = static_cast<std::int64_t>(size_bytes(kv.dtype));
+
+  AttentionParams p;
+  p.dtype = kDTypeOf<T>;
+  p.q = args.q.data();
+  p.q_token_stride = args.q.stride(0);
+  p.q_head_stride = args.q.stride(1);
+  p.out = args.out.data();
+  p.out_token_stride = args.out.stride(0);
+  p.out_head_stride = args.out.stride(1);
+  p.lse = args.lse.data();
+  p.lse_token_stride = args.lse.stride(0);
+  p.lse_head_stride = args.lse.stride(1);
+  p.positions = batch.positions;
+  p.head_bytes = kv.page_tokens * kv.head_dim * element_bytes;
+  p.keys = static_cast<const std::byte*>(kv.pages);
+  p.values = kv.is_mla ? p.keys : p.keys + kv.num_heads * p.head_bytes;
+  p.page_bytes = kv.page_elements() * element_bytes;
+  p.row_bytes = kv.head_dim * element_bytes;
+  p.page_tokens = static_cast<int>(kv.page_tokens);
+  p.page_table = kv.page_table;
+  p.max_pages = kv.max_pages;
+  p.k_scale = kv.k_scale;
+  p.v_scale = kv.is_mla ? kv.k_scale : kv.v_scale;
+  p.layout = kv.layout;
+  p.kvp_rank = kv.kvp_rank;
+  p.kv_heads = static_cast<int>(kv.num_heads);
+  p.group = static_cast<int>(heads / kv.num_heads);
+  p.head_dim = static_cast<int>(kv.head_dim);
+  p.value_dim = static_cast<int>(kv.value_dim);
+  p.scale = args.scale;
+  p.soft_cap = args.soft_cap;
+  p.window = args.window;
+
+  const auto& offsets = batch.query_offsets_host;
+  std::int64_t longest = 0;
+  for (std::size_t b = 0; b + 1 < offsets.size(); ++b)
+    longest = std::max<std::int64_t>(longest, offsets[b + 1] - offsets[b]);
+  constexpr auto kElement = static_cast<std::int64_t>(sizeof(T));
+  const auto is_aligned = [](const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; };
+  const bool is_tensor = has_tensor_attention(kDTypeOf<T>, kv.dtype, kv.head_dim, kv.value_dim) &&
+                         !kv.is_mla && state_->is_hopper && is_aligned(args.q.data()) &&
+                         is_aligned(kv.pages) && args.q.stride(0) * kElement % 16 == 0 &&
+                         args.q.stride(1) * kElement % 16 == 0;
+  p.rows = is_tensor ? static_cast<int>(std::min<std::int64_t>(kTensorRows, longest * p.group))
+                     : portable_rows(kv.head_dim, kv.value_dim);
+  const int all_blocks = is_tensor ? state_->num_sms : 2 * state_->num_sms;
+  const int blocks =
+      state_->attention_blocks > 0 ? std::min(all_blocks, state_->attention_blocks) : all_blocks;
+
+  auto base = reinterpret_cast<std::uintptr_t>(args.workspace.data());
+  base = (base + kAlignment - 1) / kAlignment * kAlignment;
+  p.partial_out = reinterpret_cast<float*>(base);
+  p.partial_max = reinterpret_cast<float*>(
+      base + static_cast<std::uintptr_t>(aligned(2 * std::int64_t{all_blocks} * p.rows * p.value_dim * 4)));
+  p.partial_sum = reinterpret_cast<float*>(
+      reinterpret_cast<std::uintptr_t>(p.partial_max) +
+      static_cast<std::uintptr_t>(aligned(2 * std::int64_t{all_blocks} * p.rows * 4)));
+  p.counters = reinterpret_cast<int*>(state_->attention_counters.data());
+
+  // As many sequences and row blocks a launch as the plan holds: prefill takes several.
+  const int most = std::min(kMaxRowBlocks, static_cast<int>(kAttentionCounters) / p.kv_heads);
+  const auto row_blocks = [&](std::size_t b) {
+    return static_cast<int>(((offsets[b + 1] - offsets[b]) * p.group + p.rows - 1) / p.rows);
+  };
+  const std::size_t sequences = offsets.size() - 1;
+  int skipped = 0;  // row blocks of sequence `first` that earlier launches did
+  for (std::size_t first = 0; first < sequences;) {
+    std::size_t end = first;
+    int count = -skipped;
+    while (end < sequences && end - first < kMaxSequences && count < most) count += row_blocks(end++);
+    const int taken = std::min(count, most);
+    p.query_offsets = batch.query_offsets + first;
+    p.slots = batch.sequence_slots + first;
+    p.num_sequences = static_cast<int>(end - first);
+    p.first_row_block = skipped;
+    p.num_row_blocks = taken;
+    if (taken > 0) {
+      if (is_tensor) {
+        launch_tensor_attention(p, blocks, stream.handle());
+      } else {
+        launch_portable_attention(p, kv.dtype, blocks, stream.handle());
+      }
+    }
+    if (count > most) {  // the last sequence goes on in the next launch
+      const int rest = count - most;
+      skipped = row_blocks(end - 1) - rest;
+      first = end - 1;
+    } else {
+      skipped = 0;
+      first = end;
+    }
+  }
+}
+
+#define HELIX_INSTANTIATE(T)                                                                       \
+  template void Operators<T>::partial_attention(const PartialAttentionArgs<T>&, Stream) const;     \
+  template std::size_t Operators<T>::partial_attention_workspace_bytes(std::int64_t, std::int64_t, \
+                                                                       std::int64_t, std::int64_t) const;
+HELIX_INSTANTIATE(float)
+HELIX_INSTANTIATE(f16)
+HELIX_INSTANTIATE(bf16)
+#undef HELIX_INSTANTIATE
+
+}  // namespace helix::cuda

@@ -1,0 +1,330 @@
+// SPDX-License-Identifier: Apache-2.0
+// What all attention kernels share: the arguments, the schedule and the merge.
+//
+// Work is a list of tiles: for each row block (up to `rows` query rows of one sequence: query tokens times
+// the heads of a KV head's group) and each KV head, the tiles of kTileTokens local tokens that any of its
+// rows sees. Each block of a persistent grid takes an equal run of that list, so that one sequence of a
+// million tokens and a ragged batch both fill the chip with at most one tile of imbalance. A run that begins
+// or ends inside a row block's tiles leaves a partial result in the workspace, and the block that comes last
+// merges them, in order of the list: out and lse come from one launch, and the same bits each time. Blocks
+// compute the schedule themselves from device memory.
+#pragma once
+
+#include <cstdint>
+
+#include <helix/kv_layout.hpp>
+
+#include "common.cuh"
+
+namespace helix::cuda {
+
+inline constexpr int kTileTokens = 32;
+inline constexpr int kMaxRowBlocks = 1024;  ///< of one launch
+inline constexpr int kMaxSequences = 1024;  ///< of one launch
+inline constexpr float kLog2E = 1.44269504088896340736f;
+inline constexpr float kLn2 = 0.69314718055994530942f;
+
+struct AttentionParams {
+  DType dtype = DType::f32;  ///< of q and out
+  const void* q = nullptr;   ///< [tokens, heads, D]
+  std::int64_t q_token_stride = 0;
+  std::int64_t q_head_stride = 0;
+  void* out = nullptr;  ///< [tokens, heads, Dv]
+  std::int64_t out_token_stride = 0;
+  std::int64_t out_head_stride = 0;
+  float* lse = nullptr;
+  std::int64_t lse_token_stride = 0;
+  std::int64_t lse_head_stride = 0;
+
+  const std::int32_t* query_offsets = nullptr;
+  const std::int64_t* positions = nullptr;
+  const std::int32_t* slots = nullptr;
+  int num_sequences = 0;
+  int first_row_block = 0;  ///< of the first sequence's
+  int num_row_blocks = 0;
+
+  const std::byte* keys = nullptr;    ///< head 0 of page 0
+  const std::byte* values = nullptr;  ///< likewise
+  std::int64_t page_bytes = 0;
+  std::int64_t head_bytes = 0;  ///< between KV heads in a page
+  std::int64_t row_bytes = 0;
+  int page_tokens = 0;
+  const std::int32_t* page_table = nullptr;
+  std::int64_t max_pages = 0;
+  const float* k_scale = nullptr;
+  const float* v_scale = nullptr;
+  KvLayout layout{1, 1};
+  std::int64_t kvp_rank = 0;
+
+  int kv_heads = 0;
+  int group = 0;  ///< query heads a KV head
+  int head_dim = 0;
+  int value_dim = 0;
+  int rows = 0;  ///< of a row block
+  float scale = 0.0f;
+  float soft_cap = 0.0f;
+  std::int64_t window = 0;
+
+  float* partial_out = nullptr;  ///< [2 * blocks, rows, value_dim]
+  float* partial_max = nullptr;  ///< [2 * blocks, rows], base 2
+  float* partial_sum = nullptr;  ///< [2 * blocks, rows]
+  int* counters = nullptr;       ///< [row blocks * KV heads], zero between launches
+};
+
+/// Local tokens that a query at `position` sees.
+__device__ inline TokenRange visible(const AttentionParams& p, std::int64_t position) {
+  if (position < 0) return {0, 0};
+  const std::int64_t begin =
+      p.window > 0 ? p.layout.length(position + 1 - p.window, p.kvp_rank) : std::int64_t{0};
+  return {begin, p.layout.length(position + 1, p.kvp_rank)};
+}
+
+/// The schedule, in shared memory.
+struct AttentionPlan {
+  int row_block_begin[kMaxSequences + 1];  ///< of each sequence
+  int tile_begin[kMaxRowBlocks + 1];       ///< tiles of one KV head before each row block
+  int first_tile[kMaxRowBlocks];           ///< local token / kTileTokens where its keys begin
+  int end_token[kMaxRowBlocks];            ///< local token where they end
+};
+
+/// Exclusive sums in place over x[0, n], x[n] the total, by the first warp.
+__device__ inline void exclusive_sum(int* x, int n) {
+  if (threadIdx.x >= kWarp) return;
+  const int lane = static_cast<int>(threadIdx.x);
+  int before = 0;
+  for (int i = 0; i < n; i += kWarp) {
+    const int value = i + lane < n ? x[i + lane] : 0;
+    int sum = value;
+#pragma unroll
+    for (int offset = 1; offset < kWarp; offset *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, offset);
+      if (lane >= offset) sum += other;
+    }
+    if (i + lane < n) x[i + lane] = before + sum - value;
+    before += __shfl_sync(~0u, sum, kWarp - 1);
+  }
+  if (lane == 0) x[n] = before;
+}
+
+/// Largest i with x[i] <= value, in x[0, n].
+__device__ inline int find_last(const int* x, int n, int value) {
+  int low = 0;
+  int high = n;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (x[middle] <= value ? low : high) = middle;
+  }
+  return low;
+}
+
+/// Fills the plan; all threads of the block.
+__device__ inline void make_plan(const AttentionParams& p, AttentionPlan& plan) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int threads = static_cast<int>(blockDim.x);
+  for (int b = thread; b < p.num_sequences; b += threads) {
+    const int tokens = p.query_offsets[b + 1] - p.query_offsets[b];
+    plan.row_block_begin[b] = (tokens * p.group + p.rows - 1) / p.rows;
+  }
+  __syncthreads();
+  exclusive_sum(plan.row_block_begin, p.num_sequences);
+  __syncthreads();
+  for (int u = thread; u < p.num_row_blocks; u += threads) {
+    const int b = find_last(plan.row_block_begin, p.num_sequences, u + p.first_row_block);
+    const int tokens = p.query_offsets[b + 1] - p.query_offsets[b];
+    const int row = (u + p.first_row_block - plan.row_block_begin[b]) * p.rows;
+    const int last_row = min(row + p.rows, tokens * p.group) - 1;
+    std::int64_t begin = INT64_MAX;
+    std::int64_t end = 0;
+    for (int t = row / p.group; t <= last_row / p.group; ++t) {
+      const TokenRange seen = visible(p, p.positions[p.query_offsets[b] + t]);
+      if (seen.size() <= 0) continue;
+      begin = min(begin, seen.begin);
+      end = max(end, seen.end);
+    }
+    const int first = end > 0 ? static_cast<int>(begin / kTileTokens) : 0;
+    plan.first_tile[u] = first;
+    plan.end_token[u] = static_cast<int>(end);
+    // A row block that sees nothing has a tile of no tokens, so that somebody writes its zeros.
+    plan.tile_begin[u] = max(1, static_cast<int>((end + kTileTokens - 1) / kTileTokens) - first);
+  }
+  __syncthreads();
+  exclusive_sum(plan.tile_begin, p.num_row_blocks);
+  __syncthreads();
+}
+
+/// Where the run of `block` begins in a list of `total` tiles.
+__device__ inline std::int64_t run_begin(std::int64_t total, int block) {
+  return total * block / static_cast<int>(gridDim.x);
+}
+
+/// The block whose run holds tile `tile`.
+__device__ inline int block_of(std::int64_t total, std::int64_t tile) {
+  return static_cast<int>(((tile + 1) * static_cast<int>(gridDim.x) - 1) / total);
+}
+
+/// A walk along the list of tiles.
+struct TileCursor {
+  int row_block = 0;
+  int head = 0;
+  int tile = 0;   ///< of the row block and head
+  int tiles = 0;  ///< that these have
+
+  __device__ void start(const AttentionParams& p, const AttentionPlan& plan, std::int64_t position) {
+    // tile_begin counts one head's tiles; heads repeat them.
+    row_block = find_last(plan.tile_begin, p.num_row_blocks, static_cast<int>(position / p.kv_heads));
+    tiles = plan.tile_begin[row_block + 1] - plan.tile_begin[row_block];
+    const auto rest = static_cast<int>(position - std::int64_t{plan.tile_begin[row_block]} * p.kv_heads);
+    head = rest / tiles;
+    tile = rest % tiles;
+  }
+
+  /// `count` tiles on. At the end of the list it stays past the last row block.
+  __device__ void advance(const AttentionParams& p, const AttentionPlan& plan, int count) {
+    tile += count;
+    while (tile >= tiles && row_block < p.num_row_blocks) {
+      tile -= tiles;
+      if (++head == p.kv_heads) {
+        head = 0;
+        ++row_block;
+        if (row_block < p.num_row_blocks) tiles = plan.tile_begin[row_block + 1] - plan.tile_begin[row_block];
+      }
+    }
+  }
+};
+
+/// Where the rows of a row block are.
+struct RowBlock {
+  int sequence;
+  int first_token;  ///< of the step
+  int first_row;    ///< row / group is the token after first_token
+  int num_rows;
+
+  __device__ RowBlock(const AttentionParams& p, const AttentionPlan& plan, int u) {
+    sequence = find_last(plan.row_block_begin, p.num_sequences, u + p.first_row_block);
+    first_token = p.query_offsets[sequence];
+    first_row = (u + p.first_row_block - plan.row_block_begin[sequence]) * p.rows;
+    num_rows = min(p.rows, (p.query_offsets[sequence + 1] - first_token) * p.group - first_row);
+  }
+  __device__ int token(const AttentionParams& p, int row) const {
+    return first_token + (first_row + row) / p.group;
+  }
+  __device__ int query_head(const AttentionParams& p, int head, int row) const {
+    return head * p.group + (first_row + row) % p.group;
+  }
+};
+
+/// Element `i` of q or out at `data`.
+__device__ inline float load_element(const void* data, DType dtype, std::int64_t i) {
+  if (dtype == DType::f32) return static_cast<const float*>(data)[i];
+  if (dtype == DType::bf16) return to_float(static_cast<const bf16*>(data)[i]);
+  return to_float(static_cast<const f16*>(data)[i]);
+}
+__device__ inline void store_element(void* data, DType dtype, std::int64_t i, float x) {
+  if (dtype == DType::f32) {
+    static_cast<float*>(data)[i] = x;
+  } else if (dtype == DType::bf16) {
+    static_cast<bf16*>(data)[i] = from_float<bf16>(x);
+  } else {
+    static_cast<f16*>(data)[i] = from_float<f16>(x);
+  }
+}
+
+/// Writes a whole result: rows of `sums` [rows, value_dim] (unnormalised, in shared memory) with their max
+/// (base 2) and sum.
+__device__ inline void write_rows(const AttentionParams& p, const RowBlock& rows, int head, const float* sums,
+                                  const float* max, const float* sum) {
+  for (int row = static_cast<int>(threadIdx.x) / kWarp; row < rows.num_rows;
+       row += static_cast<int>(blockDim.x) / kWarp) {
+    const std::int64_t token = rows.token(p, row);
+    const std::int64_t query_head = rows.query_head(p, head, row);
+    const bool is_empty = !(max[row] > -kInfinity) && sum[row] == 0.0f;
+    const float inverse = is_empty ? 0.0f : 1.0f / sum[row];
+    const std::int64_t to = token * p.out_token_stride + query_head * p.out_head_stride;
+    for (int i = static_cast<int>(threadIdx.x) % kWarp; i < p.value_dim; i += kWarp)
+      store_element(p.out, p.dtype, to + i, is_empty ? 0.0f : sums[row * p.value_dim + i] * inverse);
+    if (threadIdx.x % kWarp == 0) {
+      p.lse[token * p.lse_token_stride + query_head * p.lse_head_stride] =
+          is_empty ? -kInfinity : (max[row] + log2f(sum[row])) * kLn2;
+    }
+  }
+}
+
+/// Ends a block's tiles of one row block and head: `sums`, `max` and `sum` are in shared memory and hold what
+/// the block found (visible to all threads). Writes the result, or leaves a partial one and, as the last of
+/// the contributors, merges them. All threads of the block; `sums`, `max` and `sum` may be overwritten
+/// afterwards.
+__device__ inline void finish_row_block(const AttentionParams& p, const AttentionPlan& plan, int row_block,
+                                        int head, std::int64_t total, float* sums, float* max, float* sum) {
+  __shared__ bool is_last;
+  const RowBlock rows(p, plan, row_block);
+  const int tiles = plan.tile_begin[row_block + 1] - plan.tile_begin[row_block];
+  const std::int64_t first =
+      std::int64_t{plan.tile_begin[row_block]} * p.kv_heads + std::int64_t{head} * tiles;
+  const int first_block = block_of(total, first);
+  const int last_block = block_of(total, first + tiles - 1);
+  if (first_block == last_block) {
+    write_rows(p, rows, head, sums, max, sum);
+    __syncthreads();
+    return;
+  }
+  const int thread = static_cast<int>(threadIdx.x);
+  const int threads = static_cast<int>(blockDim.x);
+  const int block = static_cast<int>(blockIdx.x);
+  // A block's run has at most two unfinished ends: what it continues, and what it begins.
+  const std::int64_t slot = 2 * block + (block == first_block ? 1 : 0);
+  for (int i = thread; i < rows.num_rows * p.value_dim; i += threads)
+    p.partial_out[slot * p.rows * p.value_dim + i] = sums[i];
+  for (int i = thread; i < rows.num_rows; i += threads) {
+    p.partial_max[slot * p.rows + i] = max[i];
+    p.partial_sum[slot * p.rows + i] = sum[i];
+  }
+  __threadfence();
+  __syncthreads();
+  int* counter = p.counters + row_block * p.kv_heads + head;
+  if (thread == 0) {
+    is_last = atomicAdd(counter, 1) == last_block - first_block;
+    if (is_last) *counter = 0;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  const auto slot_of = [&](int b) { return 2 * std::int64_t{b} + (b == first_block ? 1 : 0); };
+  for (int row = thread; row < rows.num_rows; row += threads) {
+    float top = -kInfinity;
+    for (int b = first_block; b <= last_block; ++b)
+      top = fmaxf(top, __ldcg(p.partial_max + slot_of(b) * p.rows + row));
+    float all = 0.0f;
+    for (int b = first_block; b <= last_block; ++b) {
+      const float m = __ldcg(p.partial_max + slot_of(b) * p.rows + row);
+      if (m != -kInfinity) all += exp2f(m - top) * __ldcg(p.partial_sum + slot_of(b) * p.rows + row);
+    }
+    max[row] = top;
+    sum[row] = all;
+  }
+  __syncthreads();
+  for (int i = thread; i < rows.num_rows * p.value_dim; i += threads) {
+    const int row = i / p.value_dim;
+    float all = 0.0f;
+    for (int b = first_block; b <= last_block; ++b) {
+      const float m = __ldcg(p.partial_max + slot_of(b) * p.rows + row);
+      if (m != -kInfinity)
+        all += exp2f(m - max[row]) * __ldcg(p.partial_out + slot_of(b) * p.rows * p.value_dim + i);
+    }
+    sums[i] = all;
+  }
+  __syncthreads();
+  write_rows(p, rows, head, sums, max, sum);
+  __syncthreads();
+}
+
+/// Queues the kernel for any sizes and types; p.rows must be portable_rows().
+void launch_portable_attention(const AttentionParams& p, DType kv_dtype, int blocks, StreamHandle stream);
+int portable_rows(std::int64_t head_dim, std::int64_t value_dim);
+
+/// The tensor-core kernel (compute capability 9.0): q, out and KV of one 16-bit type, equal head sizes that
+/// it was built for.
+bool has_tensor_attention(DType dtype, DType kv_dtype, std::int64_t head_dim, std::int64_t value_dim);
+inline constexpr int kTensorRows = 32;  ///< at most, of a row block
+void launch_tensor_attention(const AttentionParams& p, int blocks, StreamHandle stream);
+
+}  // namespace helix::cuda

@@ -1,0 +1,519 @@
+// SPDX-License-Identifier: Apache-2.0
+// Partial attention on Hopper's tensor cores, for q and KV of one 16-bit type.
+//
+// Each warp is a worker of its own: it takes every kWarps-th tile of the block's run, asks the copy engine
+// for it kStages tiles ahead (a page's rows of one head are contiguous, so a tile is one bulk copy of K and
+// one of V a page), and multiplies it without waiting for another warp. The warps meet only where a row block
+// ends.
+//
+// Both products are m16n8k16 with the queries as rows. The fragments come straight from the unswizzled rows:
+// the order of the summed dimension is free as long as both sides agree, so a lane takes 16 contiguous bytes
+// of a key where the instruction names scattered columns, and of V it pairs two tokens' elements in
+// registers.
+#include <helix/error.hpp>
+
+#include "attention.cuh"
+
+namespace helix::cuda {
+namespace {
+
+constexpr int kRowSlots = 16;  ///< rows of a matrix instruction
+
+/// A bulk copy of `bytes` (a multiple of 16) into shared memory, counted by `barrier`.
+[[maybe_unused]] __device__ __forceinline__ void copy_bulk(unsigned to, const void* from, unsigned bytes,
+                                                           unsigned barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+#endif
+}
+
+[[maybe_unused]] __device__ __forceinline__ void barrier_init(unsigned barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+#endif
+}
+
+[[maybe_unused]] __device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+#endif
+}
+
+/// Waits for this block's own copies: they always come, or the kernel faults.
+[[maybe_unused]] __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+/// Orders this thread's plain writes to shared memory before later bulk copies over them.
+[[maybe_unused]] __device__ __forceinline__ void fence_before_copy() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+template <class T>
+__device__ __forceinline__ void multiply(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                                         unsigned b0, unsigned b1) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+}
+
+/// Two f32 as a pair of T, `low` in the lower half.
+template <class T>
+__device__ __forceinline__ unsigned pack(float low, float high) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const unsigned&>(pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<const unsigned&>(pair);
+  }
+}
+
+template <class T, int kDim, int kRowTiles, int kWarps, int kStages>
+struct Tensor {
+  static constexpr int kThreads = kWarps * kWarp;
+  static constexpr int kRows = kRowTiles * kRowSlots;
+  static constexpr int kQueryStride = kDim + 8;  // elements: rows 16 bytes apart in the banks
+  static constexpr int kTileBytes = kTileTokens * kDim * 2;
+  static constexpr int kStageBytes = 2 * kTileBytes;
+
+  struct Shared {
+    alignas(128) std::byte stages[kWarps][kStages][kStageBytes];
+    alignas(16) T queries[kRows * kQueryStride];
+    float sums[kRows * kDim];
+    float warp_max[kWarps][kRows];
+    float warp_sum[kWarps][kRows];
+    float max[kRows];
+    float sum[kRows];
+    alignas(8) unsigned long long barriers[kWarps][kStages];
+    AttentionPlan plan;
+  };
+
+  /// One warp's copies of the tiles that it will multiply.
+  struct Producer {
+    const AttentionParams& p;
+    const AttentionPlan& plan;
+    TileCursor at;
+    std::int64_t next;  // position in the list
+    std::int64_t end;
+    int tokens = 0;     // of the tile at `next`
+    int run_begin = 0;  // this lane's part of it: rows that lie in one page
+    int run_tokens = 0;
+    std::int64_t offset = 0;  // of the run's first row, in the pages of K or V
+
+    __device__ Producer(const AttentionParams& params, const AttentionPlan& the_plan, std::int64_t first,
+                        std::int64_t last)
+        : p(params), plan(the_plan), next(first), end(last) {
+      if (next < end) {
+        at.start(p, plan, next);
+        look_up();
+      }
+    }
+
+    /// Starts to read the page of this lane's run, which issue() needs.
+    __device__ void look_up() {
+      const int lane = static_cast<int>(threadIdx.x) % kWarp;
+      const int first = (plan.first_tile[at.row_block] + at.tile) * kTileTokens;
+      const int last = min(first + kTileTokens, plan.end_token[at.row_block]);
+      tokens = max(0, last - first);
+      const int page = first / p.page_tokens + lane;
+      run_begin = max(first, page * p.page_tokens);
+      run_tokens = max(0, min(last, (page + 1) * p.page_tokens) - run_begin);
+      if (run_tokens > 0) {
+        const int sequence =
+            find_last(plan.row_block_begin, p.num_sequences, at.row_block + p.first_row_block);
+        offset = p.page_table[p.slots[sequence] * p.max_pages + page] * p.page_bytes +
+                 at.head * p.head_bytes + (run_begin - page * p.page_tokens) * p.row_bytes;
+      }
+      run_begin -= first;
+    }
+
+    __device__ void issue(unsigned stage, unsigned barrier) {
+      if (next >= end) return;
+      if (threadIdx.x % kWarp == 0) barrier_expect(barrier, static_cast<unsigned>(tokens) * kDim * 4u);
+      __syncwarp();
+      if (run_tokens > 0) {
+        const auto bytes = static_cast<unsigned>(run_tokens) * kDim * 2u;
+        const unsigned to = stage + static_cast<unsigned>(run_begin) * kDim * 2u;
+        copy_bulk(to, p.keys + offset, bytes, barrier);
+        copy_bulk(to + kTileBytes, p.values + offset, bytes, barrier);
+      }
+      next += kWarps;
+      if (next < end) {
+        at.advance(p, plan, kWarps);
+        look_up();
+      }
+    }
+  };
+
+  static __device__ void attend(const AttentionParams& p) {
+    extern __shared__ __align__(128) std::byte memory[];
+    auto& s = *reinterpret_cast<Shared*>(memory);
+    const int warp = static_cast<int>(threadIdx.x) / kWarp;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int g = lane / 4;  // row of the queries
+    if (lane == 0) {
+      for (int stage = 0; stage < kStages; ++stage)
+        barrier_init(static_cast<unsigned>(__cvta_generic_to_shared(&s.barriers[warp][stage])));
+#if __CUDA_ARCH__ >= 900
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+    }
+    make_plan(p, s.plan);
+    const std::int64_t total = std::int64_t{s.plan.tile_begin[p.num_row_blocks]} * p.kv_heads;
+    std::int64_t position = run_begin(total, static_cast<int>(blockIdx.x));
+    const std::int64_t end = run_begin(total, static_cast<int>(blockIdx.x) + 1);
+    if (position >= end) return;
+
+    const auto stage_at = static_cast<unsigned>(__cvta_generic_to_shared(s.stages[warp]));
+    const auto barrier_at = static_cast<unsigned>(__cvta_generic_to_shared(s.barriers[warp]));
+    Producer producer(p, s.plan, position + warp, end);
+    for (int stage = 0; stage < kStages; ++stage)
+      producer.issue(stage_at + static_cast<unsigned>(stage * kStageBytes),
+                     barrier_at + static_cast<unsigned>(stage * 8));
+
+    TileCursor at;
+    at.start(p, s.plan, position);
+    std::int64_t mine = position + warp;  // this warp's next tile
+    int stage = 0;
+    unsigned parity = 0;
+    while (position < end) {
+      const int count = static_cast<int>(min(end - position, static_cast<std::int64_t>(at.tiles - at.tile)));
+      const RowBlock rows(p, s.plan, at.row_block);
+      load_queries(p, rows, at.head, s.queries);
+      int low[kRowTiles][2];  // local tokens that this lane's rows see
+      int high[kRowTiles][2];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = m * kRowSlots + half * 8 + g;
+          TokenRange seen{0, 0};
+          if (row < rows.num_rows) seen = visible(p, p.positions[rows.token(p, row)]);
+          low[m][half] = static_cast<int>(seen.begin);
+          high[m][half] = static_cast<int>(seen.end);
+        }
+      }
+      __syncthreads();
+
+      float acc[kRowTiles][kDim / 8][4];
+      float max[kRowTiles][2];
+      float sum[kRowTiles][2];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < kDim / 8; ++i) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) acc[m][i][j] = 0.0f;
+        }
+        max[m][0] = max[m][1] = -kInfinity;
+        sum[m][0] = sum[m][1] = 0.0f;
+      }
+      const int first_token = (s.plan.first_tile[at.row_block] + at.tile) * kTileTokens;
+      for (; mine < position + count; mine += kWarps) {
+        const int token = first_token + static_cast<int>(mine - position) * kTileTokens;
+        std::byte* tile = s.stages[warp][stage];
+        const unsigned barrier = barrier_at + static_cast<unsigned>(stage * 8);
+        barrier_wait(barrier, parity);
+        const int tokens = s.plan.end_token[at.row_block] - token;
+        if (tokens < kTileTokens) clear_values(tile, max_of(tokens, 0));
+        multiply_tile(p, s.queries, tile, token, low, high, acc, max, sum);
+        if (tokens < kTileTokens) fence_before_copy();
+        __syncwarp();
+        producer.issue(stage_at + static_cast<unsigned>(stage * kStageBytes), barrier);
+        if (++stage == kStages) {
+          stage = 0;
+          parity ^= 1u;
+        }
+      }
+      gather(s, rows.num_rows, acc, max, sum);
+      finish_row_block(p, s.plan, at.row_block, at.head, total, s.sums, s.max, s.sum);
+      position += count;
+      at.advance(p, s.plan, count);
+    }
+  }
+
+ private:
+  static __device__ int max_of(int a, int b) {
+    return a > b ? a : b;
+  }
+
+  static __device__ void load_queries(const AttentionParams& p, const RowBlock& rows, int head, T* queries) {
+    constexpr int kChunks = kDim / 8;
+    const T* q = static_cast<const T*>(p.q);
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += kThreads) {
+      const int row = i / kChunks;
+      const int chunk = i % kChunks;
+      uint4 x{0, 0, 0, 0};
+      if (row < rows.num_rows) {
+        x = *reinterpret_cast<const uint4*>(q + rows.token(p, row) * p.q_token_stride +
+                                            rows.query_head(p, head, row) * p.q_head_stride + chunk * 8);
+      }
+      *reinterpret_cast<uint4*>(queries + row * kQueryStride + chunk * 8) = x;
+    }
+  }
+
+  /// Zeros behind the last token: what an earlier tile left there may be infinite.
+  static __device__ void clear_values(std::byte* tile, int tokens) {
+    auto* values = reinterpret_cast<uint4*>(tile + kTileBytes);
+    constexpr int kChunks = kDim / 8;
+    for (int i = tokens * kChunks + static_cast<int>(threadIdx.x) % kWarp; i < kTileTokens * kChunks;
+         i += kWarp)
+      values[i] = uint4{0, 0, 0, 0};
+    __syncwarp();
+  }
+
+  static __device__ __forceinline__ void multiply_tile(
+      const AttentionParams& p, const T* queries, const std::byte* tile, int token,
+      const int (&low)[kRowTiles][2], const int (&high)[kRowTiles][2], float (&acc)[kRowTiles][kDim / 8][4],
+      float (&max)[kRowTiles][2], float (&sum)[kRowTiles][2]) {
+    constexpr int kTokenTiles = kTileTokens / 8;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int g = lane / 4;   // row of the queries, token of the keys, column of the values
+    const int kq = lane % 4;  // quarter of the summed dimension
+    const T* keys = reinterpret_cast<const T*>(tile);
+    const T* values = reinterpret_cast<const T*>(tile + kTileBytes);
+
+    float scores[kRowTiles][kTokenTiles][4];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) scores[m][n][j] = 0.0f;
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kDim / 32; ++step) {
+      const int chunk = (4 * step + kq) * 8;
+      uint4 q[kRowTiles][2];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          q[m][half] = *reinterpret_cast<const uint4*>(queries +
+                                                       (m * kRowSlots + half * 8 + g) * kQueryStride + chunk);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n) {
+        const uint4 k = *reinterpret_cast<const uint4*>(keys + (n * 8 + g) * kDim + chunk);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          multiply<T>(scores[m][n], q[m][0].x, q[m][1].x, q[m][0].y, q[m][1].y, k.x, k.y);
+          multiply<T>(scores[m][n], q[m][0].z, q[m][1].z, q[m][0].w, q[m][1].w, k.z, k.w);
+        }
+      }
+    }
+
+    unsigned weights[kRowTiles][kTokenTiles][2];  // pairs of tokens, of rows g and g + 8
+    bool shrinks = false;
+    float shrink[kRowTiles][2];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float top = -kInfinity;
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            float& x = scores[m][n][2 * half + j];
+            x *= p.scale;
+            if (p.soft_cap > 0.0f) x = p.soft_cap * tanhf(x / p.soft_cap);
+            const int at = token + n * 8 + kq * 2 + j;
+            x = at >= low[m][half] && at < high[m][half] ? x * kLog2E : -kInfinity;
+            top = fmaxf(top, x);
+          }
+        }
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        top = fmaxf(top, max[m][half]);
+        const float pivot = top == -kInfinity ? 0.0f : top;
+        shrink[m][half] = exp2f(max[m][half] - pivot);
+        shrinks |= max[m][half] != top;
+        max[m][half] = top;
+        float added = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) {
+          const float x = exp2f(scores[m][n][2 * half] - pivot);
+          const float y = exp2f(scores[m][n][2 * half + 1] - pivot);
+          added += x + y;
+          weights[m][n][half] = pack<T>(x, y);
+        }
+        sum[m][half] = fmaf(sum[m][half], shrink[m][half], added);
+      }
+    }
+    if (__any_sync(~0u, shrinks)) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < kDim / 8; ++i) {
+          acc[m][i][0] *= shrink[m][0];
+          acc[m][i][1] *= shrink[m][0];
+          acc[m][i][2] *= shrink[m][1];
+          acc[m][i][3] *= shrink[m][1];
+        }
+      }
+    }
+
+#pragma unroll
+    for (int block = 0; block < kTileTokens / 16; ++block) {
+      const T* row = values + (block * 16 + kq * 2) * kDim + g * 8;
+#pragma unroll
+      for (int part = 0; part < kDim / 64; ++part) {
+        const uint4 v0 = *reinterpret_cast<const uint4*>(row + part * 64);
+        const uint4 v1 = *reinterpret_cast<const uint4*>(row + part * 64 + kDim);
+        const uint4 v8 = *reinterpret_cast<const uint4*>(row + part * 64 + 8 * kDim);
+        const uint4 v9 = *reinterpret_cast<const uint4*>(row + part * 64 + 9 * kDim);
+        const unsigned a[4] = {v0.x, v0.y, v0.z, v0.w};
+        const unsigned b[4] = {v1.x, v1.y, v1.z, v1.w};
+        const unsigned c[4] = {v8.x, v8.y, v8.z, v8.w};
+        const unsigned d[4] = {v9.x, v9.y, v9.z, v9.w};
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          const unsigned select = e % 2 == 0 ? 0x5410u : 0x7632u;  // both rows' lower or upper halves
+          const unsigned b0 = __byte_perm(a[e / 2], b[e / 2], select);
+          const unsigned b1 = __byte_perm(c[e / 2], d[e / 2], select);
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+            multiply<T>(acc[m][part * 8 + e], weights[m][2 * block][0], weights[m][2 * block][1],
+                        weights[m][2 * block + 1][0], weights[m][2 * block + 1][1], b0, b1);
+          }
+        }
+      }
+    }
+  }
+
+  /// The warps' sums, brought to one maximum and added in order into shared memory.
+  static __device__ void gather(Shared& s, int num_rows, const float (&acc)[kRowTiles][kDim / 8][4],
+                                const float (&max)[kRowTiles][2], float (&sum)[kRowTiles][2]) {
+    const int warp = static_cast<int>(threadIdx.x) / kWarp;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int g = lane / 4;
+    const int kq = lane % 4;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        sum[m][half] += __shfl_xor_sync(~0u, sum[m][half], 1);
+        sum[m][half] += __shfl_xor_sync(~0u, sum[m][half], 2);
+        if (kq == 0) {
+          s.warp_max[warp][m * kRowSlots + half * 8 + g] = max[m][half];
+          s.warp_sum[warp][m * kRowSlots + half * 8 + g] = sum[m][half];
+        }
+      }
+    }
+    __syncthreads();
+    for (int row = static_cast<int>(threadIdx.x); row < kRows; row += kThreads) {
+      float top = -kInfinity;
+      for (int w = 0; w < kWarps; ++w) top = fmaxf(top, s.warp_max[w][row]);
+      float all = 0.0f;
+      for (int w = 0; w < kWarps; ++w) {
+        if (s.warp_sum[w][row] != 0.0f) all += s.warp_sum[w][row] * exp2f(s.warp_max[w][row] - top);
+      }
+      s.max[row] = top;
+      s.sum[row] = all;
+    }
+    __syncthreads();
+    for (int w = 0; w < kWarps; ++w) {
+      if (w == warp) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int row = m * kRowSlots + half * 8 + g;
+            if (row >= num_rows) continue;
+            const float shrink = sum[m][half] == 0.0f ? 0.0f : exp2f(max[m][half] - s.max[row]);
+#pragma unroll
+            for (int i = 0; i < kDim / 8; ++i) {
+#pragma unroll
+              for (int j = 0; j < 2; ++j) {
+                // Column kq * 2 + j of instruction i holds element i % 8 of that lane group's 16 bytes.
+                float* to = s.sums + row * kDim + i / 8 * 64 + (kq * 2 + j) * 8 + i % 8;
+                *to = (w == 0 ? 0.0f : *to) + acc[m][i][2 * half + j] * shrink;
+              }
+            }
+          }
+        }
+      }
+      __syncthreads();
+    }
+  }
+};
+
+template <class T, int kDim, int kRowTiles, int kWarps, int kStages>
+__global__ __launch_bounds__(kWarps* kWarp, 1) void attend_tensor(const __grid_constant__ AttentionParams p) {
+#if __CUDA_ARCH__ >= 900
+  Tensor<T, kDim, kRowTiles, kWarps, kStages>::attend(p);
+#endif
+}
+
+template <class T, int kDim, int kRowTiles, int kWarps, int kStages>
+void launch(const AttentionParams& p, int blocks, StreamHandle stream) {
+  using Kernel = Tensor<T, kDim, kRowTiles, kWarps, kStages>;
+  constexpr int kBytes = static_cast<int>(sizeof(typename Kernel::Shared));
+  static_assert(kBytes <= 227 * 1024);
+  const auto kernel = attend_tensor<T, kDim, kRowTiles, kWarps, kStages>;
+  HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  kernel<<<blocks, Kernel::kThreads, kBytes, stream>>>(p);
+  HELIX_CHECK_LAUNCH();
+}
+
+template <class T>
+void launch_dim(const AttentionParams& p, int blocks, StreamHandle stream) {
+  const bool is_wide = p.rows > kRowSlots;
+  switch (p.head_dim) {
+    case 64:
+      return is_wide ? launch<T, 64, 2, 8, 2>(p, blocks, stream) : launch<T, 64, 1, 8, 3>(p, blocks, stream);
+    case 128:
+      return is_wide ? launch<T, 128, 2, 4, 2>(p, blocks, stream)
+                     : launch<T, 128, 1, 4, 3>(p, blocks, stream);
+    default:
+      return is_wide ? launch<T, 256, 2, 2, 2>(p, blocks, stream)
+                     : launch<T, 256, 1, 2, 2>(p, blocks, stream);
+  }
+}
+
+}  // namespace
+
+bool has_tensor_attention(DType dtype, DType kv_dtype, std::int64_t head_dim, std::int64_t value_dim) {
+  return dtype == kv_dtype && (dtype == DType::bf16 || dtype == DType::f16) && head_dim == value_dim &&
+         (head_dim == 64 || head_dim == 128 || head_dim == 256);
+}
+
+void launch_tensor_attention(const AttentionParams& p, int blocks, StreamHandle stream) {
+  if (p.dtype == DType::bf16) {
+    launch_dim<bf16>(p, blocks, stream);
+  } else {
+    launch_dim<f16>(p, blocks, stream);
+  }
+}
+
+}  // namespace helix::cuda
