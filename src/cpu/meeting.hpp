@@ -121,10 +121,10 @@ struct Root {
     throw Error(code, meeting.error_text);
   }
 
-  /// Blocks until everybody is here and the data has moved. `prepare` is called by the last to arrive, mutex
-  /// held.
-  template <class Prepare>
-  void meet(Meeting& meeting, std::size_t place, Call& call, Prepare&& prepare) {
+  /// Blocks until everybody is here and the data has moved. `plan(calls)` is called by the last to arrive,
+  /// mutex held, and returns the Move to do; what it throws is everybody's error.
+  template <class Plan>
+  void meet(Meeting& meeting, std::size_t place, Call& call, Plan&& plan) {
     std::unique_lock lock(mutex);
     throw_if_failed();
     if (meeting.calls[place] != nullptr) {
@@ -140,8 +140,11 @@ struct Root {
       if (auto text = meeting.disagreement()) {
         fail_meeting(meeting, place, ErrorCode::invalid_argument, std::move(*text));
       }
-      prepare(meeting.calls);
-      meeting.move = Move(meeting.calls);
+      try {
+        meeting.move = plan(std::as_const(meeting.calls));
+      } catch (const Error& error) {
+        fail_meeting(meeting, place, error.code(), error.what());
+      }
       meeting.next_unit.store(0, std::memory_order_relaxed);
       meeting.is_moving = true;
       if (meeting.move.units() > 1 && meeting.move.total_bytes() >= kSharedMoveBytes)

@@ -66,8 +66,8 @@ struct RankOutcomes {
 /// Calls body(comm) on a thread for each handle. A rank that throws aborts its group, as a real rank would,
 /// so that the others are woken. After `bound` the stuck ranks are aborted; if even that does not end them,
 /// the process prints their numbers and dies, because their stacks refer to the test's data.
-template <class Body>
-RankOutcomes run_ranks(std::vector<cpu::LocalComm> comms, Body body,
+template <class Comm, class Body>
+RankOutcomes run_ranks(std::vector<Comm> comms, Body body,
                        std::chrono::milliseconds bound = std::chrono::seconds(60)) {
   struct State {
     std::mutex mutex;
@@ -83,7 +83,7 @@ RankOutcomes run_ranks(std::vector<cpu::LocalComm> comms, Body body,
   for (std::size_t rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        cpu::LocalComm comm = comms[rank];
+        Comm comm = comms[rank];
         body(comm);
       } catch (...) {
         outcomes.failures[rank] = std::current_exception();
@@ -124,11 +124,18 @@ RankOutcomes run_ranks(int size, Body body, std::chrono::milliseconds bound = st
 }
 
 /// As run_ranks, for bodies that must not fail: throws with every rank's message.
-template <class Body>
-void run_ranks_or_throw(int size, Body body, std::chrono::milliseconds bound = std::chrono::seconds(60)) {
-  const RankOutcomes outcomes = run_ranks(size, std::move(body), bound);
+template <class Comm, class Body>
+void run_ranks_or_throw(std::vector<Comm> comms, Body body,
+                        std::chrono::milliseconds bound = std::chrono::seconds(60)) {
+  const std::size_t size = comms.size();
+  const RankOutcomes outcomes = run_ranks(std::move(comms), std::move(body), bound);
   const std::string text = outcomes.all_messages();
   if (!text.empty()) throw Error(ErrorCode::internal, size, " ranks failed:\n", text);
+}
+
+template <class Body>
+void run_ranks_or_throw(int size, Body body, std::chrono::milliseconds bound = std::chrono::seconds(60)) {
+  run_ranks_or_throw(cpu::LocalComm::create_group(size), std::move(body), bound);
 }
 
 }  // namespace helix::test

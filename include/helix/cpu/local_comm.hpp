@@ -13,6 +13,9 @@
 #include <helix/dtype.hpp>
 
 namespace helix::cpu {
+namespace local {
+struct Group;
+}
 
 /// A rank's handle to a group of threads of this process. Models helix::Communicator. Every wait is bounded:
 /// a rank that does not arrive within the timeout gives Error(timeout) that names the missing ranks and the
@@ -56,10 +59,9 @@ class LocalComm {
   void abort(std::string_view reason) noexcept;
 
  private:
-  struct Group;
-  explicit LocalComm(std::shared_ptr<Group> group, int rank);
+  explicit LocalComm(std::shared_ptr<local::Group> group, int rank);
 
-  std::shared_ptr<Group> group_;
+  std::shared_ptr<local::Group> group_;
   int rank_ = 0;
 };
 
