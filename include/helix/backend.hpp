@@ -187,22 +187,31 @@ struct ExchangeHeader {
   std::uint32_t sender = 0;  ///< kvp_rank
 };
 
+/// What position number `index` of a step adds to the sum in exchange_epoch().
+HELIX_HOST_DEVICE constexpr std::uint64_t exchange_epoch_term(std::int64_t position, std::int64_t index) {
+  std::uint64_t mixed = static_cast<std::uint64_t>(position) +
+                        static_cast<std::uint64_t>(index + 1) * 0x9e3779b97f4a7c15u;  // splitmix64
+  mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9u;
+  mixed = (mixed ^ mixed >> 27) * 0x94d049bb133111ebu;
+  return mixed ^ mixed >> 31;
+}
+
 /// What a header says of its step: the exchanges that the sender has done, this one included, plus a hash of
 /// the positions in the upper half. The count alone cannot tell steps apart: a collective pairs the n-th call
 /// of each rank with the n-th of the others, also when one of them has left out a step. The positions of two
-/// steps in a row always differ. A sum of independent terms, so that threads may share it out. `positions`
-/// [tokens] may be nullptr: the count alone.
+/// steps in a row always differ. `terms`: the sum of exchange_epoch_term() over the positions, which threads
+/// may share out; 0 without positions.
+HELIX_HOST_DEVICE constexpr std::uint64_t exchange_epoch(std::uint64_t exchanges, std::uint64_t terms) {
+  return exchanges + (terms >> 32 << 32);
+}
+
+/// The same of `positions` [tokens]; nullptr: the count alone.
 constexpr std::uint64_t exchange_epoch(std::uint64_t exchanges, const std::int64_t* positions,
                                        std::int64_t tokens) {
-  std::uint64_t sum = 0;
-  for (std::int64_t i = 0; positions != nullptr && i < tokens; ++i) {
-    std::uint64_t mixed = static_cast<std::uint64_t>(positions[i]) +
-                          static_cast<std::uint64_t>(i + 1) * 0x9e3779b97f4a7c15u;  // splitmix64
-    mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9u;
-    mixed = (mixed ^ mixed >> 27) * 0x94d049bb133111ebu;
-    sum += mixed ^ mixed >> 31;
-  }
-  return exchanges + (sum >> 32 << 32);
+  std::uint64_t terms = 0;
+  for (std::int64_t i = 0; positions != nullptr && i < tokens; ++i)
+    terms += exchange_epoch_term(positions[i], i);
+  return exchange_epoch(exchanges, terms);
 }
 
 /// Writes the message for each peer: its heads of `out` and `lse`, behind a header that takes
