@@ -110,8 +110,8 @@ __device__ __forceinline__ void copy_as(const LocalCopy& copy, std::int64_t begi
   const std::int64_t before = misaligned == 0 ? 0 : kWidth - misaligned;
   const std::int64_t head = before < copy.bytes ? before : copy.bytes;
   const std::int64_t packets = (copy.bytes - head) / kWidth;
-  const auto* source = reinterpret_cast<const W*>(copy.source + head);
-  auto* target = reinterpret_cast<W*>(copy.target + head);
+  const auto* __restrict__ source = reinterpret_cast<const W*>(copy.source + head);
+  auto* __restrict__ target = reinterpret_cast<W*>(copy.target + head);
   for (std::int64_t i = begin; i < packets; i += stride) target[i] = source[i];
   for (std::int64_t i = begin; i < head; i += stride) copy.target[i] = copy.source[i];
   for (std::int64_t i = head + packets * kWidth + begin; i < copy.bytes; i += stride) {
