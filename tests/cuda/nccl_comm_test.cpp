@@ -1,0 +1,283 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuda::NcclComm keeps the communicator contract on all GPUs of the machine, in one process and as a job of
+// several, and a rank that is missing or dies ends the others' waits.
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+#include <nccl.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <helix/backend.hpp>
+#include <helix/cuda/bootstrap.hpp>
+#include <helix/cuda/nccl_comm.hpp>
+#include <helix/error.hpp>
+
+#include "cuda/free_port.hpp"
+#include "cuda/gpu.hpp"
+#include "cuda/host_comm.hpp"
+#include "support/catch.hpp"
+#include "support/communicator_contract.hpp"
+#include "support/ranks.hpp"
+
+using namespace std::chrono_literals;
+using Catch::Matchers::Contains;
+using helix::DType;
+using helix::Error;
+using helix::ErrorCode;
+using helix::cuda::Bootstrap;
+using helix::cuda::BootstrapOptions;
+using helix::cuda::Buffer;
+using helix::cuda::NcclComm;
+using helix::cuda::Stream;
+using helix::test::HostComm;
+using helix::test::RankOutcomes;
+using helix::test::require;
+using helix::test::run_ranks;
+using helix::test::run_ranks_or_throw;
+
+static_assert(helix::Communicator<NcclComm>);
+
+namespace {
+
+std::vector<int> first_devices(int count) {
+  std::vector<int> devices(static_cast<std::size_t>(count));
+  std::iota(devices.begin(), devices.end(), 0);
+  return devices;
+}
+
+/// NCCL rounds f16 and bf16 sums at each rank: small whole numbers have none to round, any others at least
+/// the same bits everywhere.
+template <class T>
+void short_sums_contract(HostComm<NcclComm>& comm) {
+  HostComm<NcclComm>::Stream stream;
+  for (const std::size_t count : {1u, 1023u, 8193u}) {
+    std::vector<T> in;
+    for (std::size_t i = 0; i < count; ++i)
+      in.emplace_back(static_cast<float>(static_cast<int>(i % 9) - 4 + comm.rank()));
+    std::vector<T> out(count);
+    const auto num = static_cast<std::int64_t>(count);
+    comm.all_reduce(in.data(), out.data(), num, helix::kDTypeOf<T>, stream);
+    const int size = comm.size();
+    for (std::size_t i = 0; i < count; ++i) {
+      const auto expected = static_cast<float>(size * (static_cast<int>(i % 9) - 4) + size * (size - 1) / 2);
+      require(static_cast<float>(out[i]) == expected, "element ", i, " is ", static_cast<float>(out[i]),
+              ", expected ", expected);
+      in[i] = T(1.0f / static_cast<float>(i + 2 + static_cast<std::size_t>(comm.rank())));
+    }
+    comm.all_reduce(in.data(), out.data(), num, helix::kDTypeOf<T>, stream);
+    helix::test::require_equal_bits_on_all_ranks(comm, out.data(), num * static_cast<std::int64_t>(sizeof(T)),
+                                                 "all_reduce");
+  }
+}
+
+/// The rows of the contract that NCCL can keep: its sums are in no promised order.
+void nccl_contract(HostComm<NcclComm>& comm) {
+  for (const auto& row : helix::test::communicator_contract<HostComm<NcclComm>>()) {
+    const std::string name = row.name;
+    if (name == "f32 sums are in rank order") continue;
+    if (name.starts_with("reductions equal")) {
+      helix::test::reduction_contract_of<float>(comm);
+      short_sums_contract<helix::f16>(comm);
+      short_sums_contract<helix::bf16>(comm);
+    } else {
+      row.body(comm);
+    }
+  }
+}
+
+/// One rank of a job that the tests below start, as HELIX_TEST_JOB says.
+void run_job_rank(const std::string& job) {
+  const BootstrapOptions from_launcher = BootstrapOptions::from_environment();
+  BootstrapOptions options = from_launcher;
+  options.timeout = 60s;
+  options.heartbeat = 50ms;
+  Bootstrap bootstrap(options);
+  helix::cuda::use_device(options.local_rank);
+  NcclComm comm = NcclComm::connect(bootstrap, options.local_rank);
+  HostComm<NcclComm> host(comm);
+  if (job == "contract") return nccl_contract(host);
+  HostComm<NcclComm>::Stream stream;
+  bootstrap.set_step(1);
+  host.barrier(stream);
+  bootstrap.set_step(2);
+  if (options.rank == options.size - 1) std::_Exit(0);  // dies without a word
+  const auto begin = std::chrono::steady_clock::now();
+  try {
+    host.barrier(stream);
+  } catch (const Error& error) {
+    const std::string culprit = "rank " + std::to_string(options.size - 1) + " of";
+    require(error.code() == ErrorCode::peer_failed, "another error: ", error.what());
+    require(std::string(error.what()).starts_with(culprit), "the wrong culprit: ", error.what());
+    require(std::chrono::steady_clock::now() - begin < 30s, "it took too long");
+    return;
+  }
+  require(false, "the barrier did not fail");
+}
+
+/// Starts this program once a GPU, as ranks of `job`, and returns their exit codes.
+std::vector<int> run_job(int size, const std::string& job) {
+  const std::string port = std::to_string(helix::test::free_port());
+  std::vector<pid_t> ranks;
+  for (int rank = 0; rank < size; ++rank) {
+    std::vector<std::string> variables = {"HELIX_TEST_JOB=" + job,
+                                          "RANK=" + std::to_string(rank),
+                                          "WORLD_SIZE=" + std::to_string(size),
+                                          "LOCAL_RANK=" + std::to_string(rank),
+                                          "MASTER_ADDR=127.0.0.1",
+                                          "MASTER_PORT=" + port};
+    std::vector<char*> environment;
+    for (std::string& variable : variables) environment.push_back(variable.data());
+    for (char** variable = environ; *variable != nullptr; ++variable) environment.push_back(*variable);
+    environment.push_back(nullptr);
+    std::string program = "/proc/self/exe";
+    std::string test = "one rank of a job";
+    char* arguments[] = {program.data(), test.data(), nullptr};
+    pid_t child = 0;
+    require(::posix_spawn(&child, program.c_str(), nullptr, nullptr, arguments, environment.data()) == 0,
+            "cannot start a rank");
+    ranks.push_back(child);
+  }
+  std::vector<int> codes;
+  for (const pid_t rank : ranks) {
+    int status = 0;
+    ::waitpid(rank, &status, 0);
+    codes.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status));
+  }
+  return codes;
+}
+
+}  // namespace
+
+TEST_CASE("one rank of a job", "[.]") {
+  if (const char* job = std::getenv("HELIX_TEST_JOB")) CHECK_NOTHROW(run_job_rank(job));
+}
+
+TEST_CASE("NcclComm keeps the communicator contract, one thread a GPU") {
+  HELIX_REQUIRE_GPUS(1);
+  for (int size = 1; size <= helix::cuda::device_count(); ++size) {
+    const std::vector<int> devices = first_devices(size);
+    run_ranks_or_throw(
+        NcclComm::create_group(devices),
+        [](NcclComm& comm) {
+          helix::cuda::use_device(comm.rank());
+          HostComm<NcclComm> host(comm);
+          nccl_contract(host);
+        },
+        120s);
+  }
+}
+
+TEST_CASE("NcclComm keeps the communicator contract, one process a GPU") {
+  HELIX_REQUIRE_GPUS(2);
+  const std::vector<int> codes = run_job(helix::cuda::device_count(), "contract");
+  CHECK(codes == std::vector<int>(codes.size(), 0));
+}
+
+TEST_CASE("a process that dies ends the others' waits on the GPU") {
+  HELIX_REQUIRE_GPUS(2);
+  const std::vector<int> codes = run_job(helix::cuda::device_count(), "death");
+  CHECK(codes == std::vector<int>(codes.size(), 0));
+}
+
+TEST_CASE("NCCL operations follow each other without a host wait") {
+  HELIX_REQUIRE_GPUS(2);
+  run_ranks_or_throw(NcclComm::create_group(first_devices(2)), [](NcclComm& comm) {
+    helix::cuda::use_device(comm.rank());
+    constexpr std::size_t kCount = 1 << 16;
+    const Stream stream = Stream::create();
+    const Buffer a(kCount * sizeof(float));
+    const Buffer b(kCount * sizeof(float));
+    std::vector<float> values(kCount, static_cast<float>(comm.rank() + 1));
+    HELIX_CUDA_CHECK(
+        cudaMemcpyAsync(a.data(), values.data(), a.size_bytes(), cudaMemcpyHostToDevice, stream.handle()));
+    for (int round = 0; round < 20; ++round) {
+      comm.all_reduce(a.data(), a.data(), kCount, DType::f32, stream);
+      comm.all_to_all(a.data(), b.data(), kCount / 2 * sizeof(float), stream);
+      comm.all_to_all(b.data(), a.data(), kCount / 2 * sizeof(float), stream);
+    }
+    comm.synchronize(stream);
+    HELIX_CUDA_CHECK(cudaMemcpy(values.data(), a.data(), a.size_bytes(), cudaMemcpyDeviceToHost));
+    const float expected = 3.0f * static_cast<float>(1 << 19);
+    for (const float value : values) require(value == expected, "got ", value, ", expected ", expected);
+  });
+}
+
+TEST_CASE("a rank that never calls is named, and the waiting streams are released") {
+  HELIX_REQUIRE_GPUS(2);
+  const RankOutcomes outcomes = run_ranks(NcclComm::create_group(first_devices(2), 8s), [](NcclComm& comm) {
+    helix::cuda::use_device(comm.rank());
+    const Stream stream = Stream::create();
+    comm.barrier(stream);
+    comm.synchronize(stream);
+    if (comm.rank() == 1) {
+      std::this_thread::sleep_for(12s);
+    }
+    comm.barrier(stream);
+    comm.synchronize(stream);
+  });
+  CHECK(outcomes.code(0) == ErrorCode::timeout);
+  CHECK_THAT(outcomes.message(0), Contains("barrier: the stream of rank 0 of 2 did not finish within 8 s") &&
+                                      Contains("rank 1 is behind: its call 1 was barrier, this rank made 2"));
+  CHECK(outcomes.code(1) == ErrorCode::peer_failed);
+  CHECK_THAT(outcomes.message(1), Contains("rank 0 failed: barrier"));
+}
+
+TEST_CASE("an abort releases the streams of all ranks and ends later calls, also of parts") {
+  HELIX_REQUIRE_GPUS(2);
+  const RankOutcomes outcomes = run_ranks(NcclComm::create_group(first_devices(2)), [](NcclComm& comm) {
+    helix::cuda::use_device(comm.rank());
+    NcclComm part = comm.split(0, comm.rank());
+    const Stream stream = Stream::create();
+    part.barrier(stream);
+    part.synchronize(stream);
+    if (comm.rank() == 0) {
+      part.barrier(stream);  // alone
+      part.synchronize(stream);
+    } else {
+      std::this_thread::sleep_for(300ms);
+      comm.abort("disk on fire");
+      comm.abort("and the second");
+      part.barrier(stream);
+    }
+  });
+  for (const int rank : {0, 1}) {
+    CHECK(outcomes.code(rank) == ErrorCode::peer_failed);
+    CHECK(outcomes.message(rank) == "rank 1 failed: disk on fire");
+  }
+}
+
+TEST_CASE("an engine's communicator is used, not destroyed, and aborted only if allowed") {
+  HELIX_REQUIRE_GPUS(1);
+  const int device = 0;
+  ncclComm_t engines = nullptr;
+  ::setenv("NCCL_NVLS_ENABLE", "0", 1);
+  REQUIRE(ncclCommInitAll(&engines, 1, &device) == ncclSuccess);
+  helix::cuda::use_device(0);
+  {
+    NcclComm comm = NcclComm::borrow(engines);
+    CHECK((comm.rank() == 0 && comm.size() == 1));
+    HostComm<NcclComm> host(comm);
+    nccl_contract(host);
+    comm.abort("over");
+    CHECK_THROWS_WITH(comm.barrier(Stream::create()), "rank 0 failed: over");
+  }
+  int count = 0;
+  CHECK(ncclCommCount(engines, &count) == ncclSuccess);
+  CHECK(count == 1);
+  CHECK(ncclCommDestroy(engines) == ncclSuccess);
+}
+
+TEST_CASE("groups of impossible devices are refused") {
+  CHECK_THROWS_AS(NcclComm::create_group({}), Error);
+  CHECK_THROWS_WITH(NcclComm::create_group(std::vector<int>{0, 0}), Contains("given to two ranks"));
+  CHECK_THROWS_WITH(NcclComm::create_group(std::vector<int>{4096}), Contains("wants device 4096"));
+  CHECK_THROWS_AS(NcclComm::borrow(nullptr), Error);
+}
