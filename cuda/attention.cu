@@ -2,9 +2,12 @@
 // cuda::Operators::partial_attention: arguments, choice of the kernel, launches.
 #include <algorithm>
 #include <cstdint>
+#include <memory>
+#include <span>
 
 #include <helix/cuda/backend.hpp>
 #include <helix/error.hpp>
+#include <helix/workspace.hpp>
 
 #include "attention.cuh"
 #include "cuda/operators_state.hpp"
@@ -12,16 +15,25 @@
 namespace helix::cuda {
 namespace {
 
-constexpr std::int64_t kAlignment = 256;
-
-std::int64_t aligned(std::int64_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+/// From the first byte of `memory` that is aligned as WorkspaceArena's pieces are.
+std::span<std::byte> aligned(std::span<std::byte> memory) {
+  void* base = memory.data();
+  std::size_t space = memory.size();
+  base = std::align(WorkspaceArena::kAlignment, 1, base, space);
+  return {static_cast<std::byte*>(base), space};
 }
 
-/// Bytes of the partial results of `blocks` blocks: two row blocks each, with max and sum.
-std::int64_t partial_bytes(std::int64_t blocks, std::int64_t rows, std::int64_t value_dim) {
-  return aligned(2 * blocks * rows * value_dim * 4) + 2 * aligned(2 * blocks * rows * 4);
-}
+/// Partial results: two row blocks a block of the grid, with their max and sum.
+struct Partials {
+  std::span<std::byte> out, max, sum;
+  Partials(WorkspaceArena& arena, std::int64_t blocks, std::int64_t rows, std::int64_t value_dim)
+      : out(arena.take_bytes(static_cast<std::size_t>(2 * blocks * rows * value_dim * 4))),
+        max(arena.take_bytes(static_cast<std::size_t>(2 * blocks * rows * 4))),
+        sum(arena.take_bytes(static_cast<std::size_t>(2 * blocks * rows * 4))) {}
+};
+
+/// Blocks of every kernel that fill an SM.
+constexpr int kBlocksPerSm = 2;
 
 }  // namespace
 
@@ -31,8 +43,10 @@ std::size_t Operators<T>::partial_attention_workspace_bytes(std::int64_t num_tok
                                                             std::int64_t head_dim,
                                                             std::int64_t value_dim) const {
   if (num_tokens <= 0 || num_query_heads <= 0) return 0;
-  const std::int64_t rows = std::max(kTensorRows, portable_rows(head_dim, value_dim));
-  return static_cast<std::size_t>(partial_bytes(2 * state_->num_sms, rows, value_dim) + kAlignment);
+  WorkspaceArena arena;
+  Partials(arena, kBlocksPerSm * state_->num_sms, std::max(kMaxRows, portable_rows(head_dim, value_dim)),
+           value_dim);
+  return arena.used_bytes() + WorkspaceArena::kAlignment;
 }
 
 template <class T>
@@ -86,20 +100,17 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
                          !kv.is_mla && state_->is_hopper && is_aligned(args.q.data()) &&
                          is_aligned(kv.pages) && args.q.stride(0) * kElement % 16 == 0 &&
                          args.q.stride(1) * kElement % 16 == 0;
-  p.rows = is_tensor ? static_cast<int>(std::min<std::int64_t>(kTensorRows, longest * p.group))
+  p.rows = is_tensor ? static_cast<int>(std::min<std::int64_t>(tensor_rows(kv.head_dim), longest * p.group))
                      : portable_rows(kv.head_dim, kv.value_dim);
-  const int all_blocks = is_tensor ? state_->num_sms : 2 * state_->num_sms;
+  const int all_blocks = kBlocksPerSm * state_->num_sms;
   const int blocks =
       state_->attention_blocks > 0 ? std::min(all_blocks, state_->attention_blocks) : all_blocks;
 
-  auto base = reinterpret_cast<std::uintptr_t>(args.workspace.data());
-  base = (base + kAlignment - 1) / kAlignment * kAlignment;
-  p.partial_out = reinterpret_cast<float*>(base);
-  p.partial_max = reinterpret_cast<float*>(
-      base + static_cast<std::uintptr_t>(aligned(2 * std::int64_t{all_blocks} * p.rows * p.value_dim * 4)));
-  p.partial_sum = reinterpret_cast<float*>(
-      reinterpret_cast<std::uintptr_t>(p.partial_max) +
-      static_cast<std::uintptr_t>(aligned(2 * std::int64_t{all_blocks} * p.rows * 4)));
+  WorkspaceArena arena(aligned(args.workspace));
+  const Partials partials(arena, all_blocks, p.rows, p.value_dim);
+  p.partial_out = reinterpret_cast<float*>(partials.out.data());
+  p.partial_max = reinterpret_cast<float*>(partials.max.data());
+  p.partial_sum = reinterpret_cast<float*>(partials.sum.data());
   p.counters = reinterpret_cast<int*>(state_->attention_counters.data());
 
   // As many sequences and row blocks a launch as the plan holds: prefill takes several.
@@ -117,6 +128,8 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
     p.query_offsets = batch.query_offsets + first;
     p.slots = batch.sequence_slots + first;
     p.num_sequences = static_cast<int>(end - first);
+    p.first_token = offsets[first];
+    p.num_tokens = offsets[end] - offsets[first];
     p.first_row_block = skipped;
     p.num_row_blocks = taken;
     if (taken > 0) {

@@ -19,8 +19,9 @@
 namespace helix::cuda {
 
 inline constexpr int kTileTokens = 32;
-inline constexpr int kMaxRowBlocks = 1024;  ///< of one launch
-inline constexpr int kMaxSequences = 1024;  ///< of one launch
+inline constexpr int kMaxRowBlocks = 256;  ///< of one launch
+inline constexpr int kMaxSequences = 256;  ///< of one launch
+inline constexpr int kMaxRows = 32;        ///< of a row block
 inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 
@@ -40,6 +41,8 @@ struct AttentionParams {
   const std::int64_t* positions = nullptr;
   const std::int32_t* slots = nullptr;
   int num_sequences = 0;
+  int first_token = 0;  ///< of the step: the first of the first sequence
+  int num_tokens = 0;
   int first_row_block = 0;  ///< of the first sequence's
   int num_row_blocks = 0;
 
@@ -83,8 +86,10 @@ __device__ inline TokenRange visible(const AttentionParams& p, std::int64_t posi
 struct AttentionPlan {
   int row_block_begin[kMaxSequences + 1];  ///< of each sequence
   int tile_begin[kMaxRowBlocks + 1];       ///< tiles of one KV head before each row block
-  int first_tile[kMaxRowBlocks];           ///< local token / kTileTokens where its keys begin
-  int end_token[kMaxRowBlocks];            ///< local token where they end
+  int sequence[kMaxRowBlocks];
+  int slot[kMaxRowBlocks];
+  int first_tile[kMaxRowBlocks];  ///< local token / kTileTokens where its keys begin
+  int end_token[kMaxRowBlocks];   ///< local token where they end
 };
 
 /// Exclusive sums in place over x[0, n], x[n] the total, by the first warp.
@@ -121,6 +126,10 @@ __device__ inline int find_last(const int* x, int n, int value) {
 __device__ inline void make_plan(const AttentionParams& p, AttentionPlan& plan) {
   const int thread = static_cast<int>(threadIdx.x);
   const int threads = static_cast<int>(blockDim.x);
+  // Needed as soon as the offsets are known: one round trip to memory less.
+  for (int t = thread; t < p.num_tokens; t += threads)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p.positions + p.first_token + t));
+  if (thread < p.num_sequences) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.slots + thread));
   for (int b = thread; b < p.num_sequences; b += threads) {
     const int tokens = p.query_offsets[b + 1] - p.query_offsets[b];
     plan.row_block_begin[b] = (tokens * p.group + p.rows - 1) / p.rows;
@@ -142,6 +151,8 @@ __device__ inline void make_plan(const AttentionParams& p, AttentionPlan& plan) 
       end = max(end, seen.end);
     }
     const int first = end > 0 ? static_cast<int>(begin / kTileTokens) : 0;
+    plan.sequence[u] = b;
+    plan.slot[u] = p.slots[b];
     plan.first_tile[u] = first;
     plan.end_token[u] = static_cast<int>(end);
     // A row block that sees nothing has a tile of no tokens, so that somebody writes its zeros.
@@ -200,7 +211,7 @@ struct RowBlock {
   int num_rows;
 
   __device__ RowBlock(const AttentionParams& p, const AttentionPlan& plan, int u) {
-    sequence = find_last(plan.row_block_begin, p.num_sequences, u + p.first_row_block);
+    sequence = plan.sequence[u];
     first_token = p.query_offsets[sequence];
     first_row = (u + p.first_row_block - plan.row_block_begin[sequence]) * p.rows;
     num_rows = min(p.rows, (p.query_offsets[sequence + 1] - first_token) * p.group - first_row);
@@ -229,91 +240,167 @@ __device__ inline void store_element(void* data, DType dtype, std::int64_t i, fl
   }
 }
 
-/// Writes a whole result: rows of `sums` [rows, value_dim] (unnormalised, in shared memory) with their max
-/// (base 2) and sum.
-__device__ inline void write_rows(const AttentionParams& p, const RowBlock& rows, int head, const float* sums,
-                                  const float* max, const float* sum) {
+/// What a block found for a row block and head, in shared memory: sums (unnormalised) as `parts` arrays
+/// [rows, stride] to be added, and of each row the max (base 2) and the sum of weights.
+struct BlockResult {
+  float* sums;
+  int parts;
+  int part_stride;
+  int stride;
+  float* max;
+  float* sum;
+
+  __device__ float get(int row, int column) const {
+    float total = 0.0f;
+    for (int part = 0; part < parts; ++part) total += sums[part * part_stride + row * stride + column];
+    return total;
+  }
+};
+
+/// Writes a whole result.
+__device__ inline void write_rows(const AttentionParams& p, const RowBlock& rows, int head,
+                                  const BlockResult& from) {
   for (int row = static_cast<int>(threadIdx.x) / kWarp; row < rows.num_rows;
        row += static_cast<int>(blockDim.x) / kWarp) {
     const std::int64_t token = rows.token(p, row);
     const std::int64_t query_head = rows.query_head(p, head, row);
-    const bool is_empty = !(max[row] > -kInfinity) && sum[row] == 0.0f;
-    const float inverse = is_empty ? 0.0f : 1.0f / sum[row];
+    const float max = from.max[row];
+    const float sum = from.sum[row];
+    const bool is_empty = !(max > -kInfinity) && sum == 0.0f;
+    const float inverse = is_empty ? 0.0f : 1.0f / sum;
     const std::int64_t to = token * p.out_token_stride + query_head * p.out_head_stride;
     for (int i = static_cast<int>(threadIdx.x) % kWarp; i < p.value_dim; i += kWarp)
-      store_element(p.out, p.dtype, to + i, is_empty ? 0.0f : sums[row * p.value_dim + i] * inverse);
+      store_element(p.out, p.dtype, to + i, is_empty ? 0.0f : from.get(row, i) * inverse);
     if (threadIdx.x % kWarp == 0) {
       p.lse[token * p.lse_token_stride + query_head * p.lse_head_stride] =
-          is_empty ? -kInfinity : (max[row] + log2f(sum[row])) * kLn2;
+          is_empty ? -kInfinity : (max + log2f(sum)) * kLn2;
     }
   }
 }
 
-/// Ends a block's tiles of one row block and head: `sums`, `max` and `sum` are in shared memory and hold what
-/// the block found (visible to all threads). Writes the result, or leaves a partial one and, as the last of
-/// the contributors, merges them. All threads of the block; `sums`, `max` and `sum` may be overwritten
+/// The partial results of one row block and head: those of the blocks [first_block, first_block + count).
+struct Contributions {
+  const AttentionParams& p;
+  int first_block;
+  int count;
+
+  /// A block's run has at most two unfinished ends: what it continues, and what it begins.
+  __device__ std::int64_t slot(int i) const { return 2 * std::int64_t{first_block + i} + (i == 0 ? 1 : 0); }
+  __device__ float max(int i, int row) const { return __ldcg(p.partial_max + slot(i) * p.rows + row); }
+  __device__ float sum(int i, int row) const { return __ldcg(p.partial_sum + slot(i) * p.rows + row); }
+  __device__ const float* out(int i, int row) const {
+    return p.partial_out + (slot(i) * p.rows + row) * p.value_dim;
+  }
+};
+
+/// sums[row] = sum over i of weights[row][i - begin] * out(i, row), added to what is there unless begin is 0,
+/// V elements a thread.
+template <class V>
+__device__ void merge_rows(const Contributions& from, int begin, int end, const float (*weights)[kWarp],
+                           int num_rows, float* sums, int stride) {
+  constexpr int kWidth = sizeof(V) / sizeof(float);
+  const int columns = from.p.value_dim / kWidth;
+  for (int i = static_cast<int>(threadIdx.x); i < num_rows * columns; i += static_cast<int>(blockDim.x)) {
+    const int row = i / columns;
+    const int column = i % columns * kWidth;
+    float acc[kWidth] = {};
+#pragma unroll 16
+    for (int c = begin; c < end; ++c) {
+      const V part = __ldcg(reinterpret_cast<const V*>(from.out(c, row) + column));
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j)
+        acc[j] = fmaf(weights[row][c - begin], reinterpret_cast<const float*>(&part)[j], acc[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      float& to = sums[row * stride + column + j];
+      to = begin == 0 ? acc[j] : to + acc[j];
+    }
+  }
+}
+
+/// Merges all contributions into `to`, of one part, in order; all threads of the block.
+__device__ inline void merge(const Contributions& from, int num_rows, const BlockResult& to) {
+  __shared__ float weights[kMaxRows][kWarp];
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  for (int row = warp; row < num_rows; row += warps) {
+    // Up to a warp of contributions needs one round trip to memory.
+    const bool is_mine = lane < from.count;
+    float m = is_mine ? from.max(lane, row) : -kInfinity;
+    float l = is_mine ? from.sum(lane, row) : 0.0f;
+    float top = m;
+    for (int i = lane + kWarp; i < from.count; i += kWarp) top = fmaxf(top, from.max(i, row));
+    top = warp_max(top);
+    weights[row][lane] = m == -kInfinity ? 0.0f : exp2f(m - top);
+    float all = weights[row][lane] * l;
+    for (int i = lane + kWarp; i < from.count; i += kWarp) {
+      m = from.max(i, row);
+      if (m != -kInfinity) all += exp2f(m - top) * from.sum(i, row);
+    }
+    all = warp_sum(all);
+    if (lane == 0) {
+      to.max[row] = top;
+      to.sum[row] = all;
+    }
+  }
+  __syncthreads();
+  for (int begin = 0; begin < from.count; begin += kWarp) {
+    const int end = min(begin + kWarp, from.count);
+    for (int row = warp; begin > 0 && row < num_rows; row += warps) {
+      const float m = begin + lane < end ? from.max(begin + lane, row) : -kInfinity;
+      weights[row][lane] = m == -kInfinity ? 0.0f : exp2f(m - to.max[row]);
+    }
+    __syncthreads();
+    if (from.p.value_dim % 4 == 0) {
+      merge_rows<float4>(from, begin, end, weights, num_rows, to.sums, to.stride);
+    } else {
+      merge_rows<float>(from, begin, end, weights, num_rows, to.sums, to.stride);
+    }
+    __syncthreads();
+  }
+}
+
+/// Ends a block's tiles of one row block and head. Writes the result, or leaves a partial one and, as the
+/// last of the contributors, merges them. All threads of the block, which see `found` and may overwrite it
 /// afterwards.
 __device__ inline void finish_row_block(const AttentionParams& p, const AttentionPlan& plan, int row_block,
-                                        int head, std::int64_t total, float* sums, float* max, float* sum) {
+                                        int head, std::int64_t total, const BlockResult& found) {
   __shared__ bool is_last;
   const RowBlock rows(p, plan, row_block);
   const int tiles = plan.tile_begin[row_block + 1] - plan.tile_begin[row_block];
   const std::int64_t first =
       std::int64_t{plan.tile_begin[row_block]} * p.kv_heads + std::int64_t{head} * tiles;
   const int first_block = block_of(total, first);
-  const int last_block = block_of(total, first + tiles - 1);
-  if (first_block == last_block) {
-    write_rows(p, rows, head, sums, max, sum);
+  const Contributions all{p, first_block, block_of(total, first + tiles - 1) - first_block + 1};
+  BlockResult result = found;
+  if (all.count > 1) {
+    const int thread = static_cast<int>(threadIdx.x);
+    const int threads = static_cast<int>(blockDim.x);
+    const std::int64_t slot = all.slot(static_cast<int>(blockIdx.x) - first_block);
+    float* to = p.partial_out + slot * p.rows * p.value_dim;
+    for (int row = thread / kWarp; row < rows.num_rows; row += threads / kWarp) {
+      for (int i = thread % kWarp; i < p.value_dim; i += kWarp) to[row * p.value_dim + i] = found.get(row, i);
+    }
+    for (int i = thread; i < rows.num_rows; i += threads) {
+      p.partial_max[slot * p.rows + i] = found.max[i];
+      p.partial_sum[slot * p.rows + i] = found.sum[i];
+    }
+    __threadfence();
     __syncthreads();
-    return;
-  }
-  const int thread = static_cast<int>(threadIdx.x);
-  const int threads = static_cast<int>(blockDim.x);
-  const int block = static_cast<int>(blockIdx.x);
-  // A block's run has at most two unfinished ends: what it continues, and what it begins.
-  const std::int64_t slot = 2 * block + (block == first_block ? 1 : 0);
-  for (int i = thread; i < rows.num_rows * p.value_dim; i += threads)
-    p.partial_out[slot * p.rows * p.value_dim + i] = sums[i];
-  for (int i = thread; i < rows.num_rows; i += threads) {
-    p.partial_max[slot * p.rows + i] = max[i];
-    p.partial_sum[slot * p.rows + i] = sum[i];
-  }
-  __threadfence();
-  __syncthreads();
-  int* counter = p.counters + row_block * p.kv_heads + head;
-  if (thread == 0) {
-    is_last = atomicAdd(counter, 1) == last_block - first_block;
-    if (is_last) *counter = 0;
-  }
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  const auto slot_of = [&](int b) { return 2 * std::int64_t{b} + (b == first_block ? 1 : 0); };
-  for (int row = thread; row < rows.num_rows; row += threads) {
-    float top = -kInfinity;
-    for (int b = first_block; b <= last_block; ++b)
-      top = fmaxf(top, __ldcg(p.partial_max + slot_of(b) * p.rows + row));
-    float all = 0.0f;
-    for (int b = first_block; b <= last_block; ++b) {
-      const float m = __ldcg(p.partial_max + slot_of(b) * p.rows + row);
-      if (m != -kInfinity) all += exp2f(m - top) * __ldcg(p.partial_sum + slot_of(b) * p.rows + row);
+    if (thread == 0) {
+      int* counter = p.counters + row_block * p.kv_heads + head;
+      is_last = atomicAdd(counter, 1) == all.count - 1;
+      if (is_last) *counter = 0;
     }
-    max[row] = top;
-    sum[row] = all;
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+    result.parts = 1;
+    merge(all, rows.num_rows, result);
   }
-  __syncthreads();
-  for (int i = thread; i < rows.num_rows * p.value_dim; i += threads) {
-    const int row = i / p.value_dim;
-    float all = 0.0f;
-    for (int b = first_block; b <= last_block; ++b) {
-      const float m = __ldcg(p.partial_max + slot_of(b) * p.rows + row);
-      if (m != -kInfinity)
-        all += exp2f(m - max[row]) * __ldcg(p.partial_out + slot_of(b) * p.rows * p.value_dim + i);
-    }
-    sums[i] = all;
-  }
-  __syncthreads();
-  write_rows(p, rows, head, sums, max, sum);
+  write_rows(p, rows, head, result);
   __syncthreads();
 }
 
@@ -324,7 +411,7 @@ int portable_rows(std::int64_t head_dim, std::int64_t value_dim);
 /// The tensor-core kernel (compute capability 9.0): q, out and KV of one 16-bit type, equal head sizes that
 /// it was built for.
 bool has_tensor_attention(DType dtype, DType kv_dtype, std::int64_t head_dim, std::int64_t value_dim);
-inline constexpr int kTensorRows = 32;  ///< at most, of a row block
+int tensor_rows(std::int64_t head_dim);  ///< at most, of a row block
 void launch_tensor_attention(const AttentionParams& p, int blocks, StreamHandle stream);
 
 }  // namespace helix::cuda

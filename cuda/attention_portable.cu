@@ -85,7 +85,7 @@ __global__ __launch_bounds__(kThreads) void attend_portable(const AttentionParam
 #pragma unroll
       for (int e = 0; e < kPerLane; ++e) acc[r][e] = 0.0f;
     }
-    const std::int32_t* pages = p.page_table + p.slots[rows.sequence] * p.max_pages;
+    const std::int32_t* pages = p.page_table + plan.slot[at.row_block] * p.max_pages;
     const int first = (plan.first_tile[at.row_block] + at.tile) * kTileTokens;
     const int last = min(first + count * kTileTokens, plan.end_token[at.row_block]);
     for (int token = first + warp; token < last; token += kWarps) {
@@ -174,7 +174,7 @@ __global__ __launch_bounds__(kThreads) void attend_portable(const AttentionParam
       }
       __syncthreads();
     }
-    finish_row_block(p, plan, at.row_block, at.head, total, sums, block_max, block_sum);
+    finish_row_block(p, plan, at.row_block, at.head, total, {sums, 1, 0, p.value_dim, block_max, block_sum});
     position += count;
     at.advance(p, plan, count);
   }

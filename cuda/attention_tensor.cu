@@ -99,14 +99,16 @@ template <class T, int kDim, int kRowTiles, int kWarps, int kStages>
 struct Tensor {
   static constexpr int kThreads = kWarps * kWarp;
   static constexpr int kRows = kRowTiles * kRowSlots;
-  static constexpr int kQueryStride = kDim + 8;  // elements: rows 16 bytes apart in the banks
+  static constexpr int kQueryStride = kDim + 8;               // elements: rows 16 bytes apart in the banks
+  static constexpr int kSumStride = kDim + 4;                 // f32: likewise
+  static constexpr int kParts = kRowTiles == 1 ? kWarps : 1;  // arrays that the warps leave their sums in
   static constexpr int kTileBytes = kTileTokens * kDim * 2;
   static constexpr int kStageBytes = 2 * kTileBytes;
 
   struct Shared {
     alignas(128) std::byte stages[kWarps][kStages][kStageBytes];
     alignas(16) T queries[kRows * kQueryStride];
-    float sums[kRows * kDim];
+    float sums[kParts * kRows * kSumStride];
     float warp_max[kWarps][kRows];
     float warp_sum[kWarps][kRows];
     float max[kRows];
@@ -148,7 +150,7 @@ struct Tensor {
       if (run_tokens > 0) {
         const int sequence =
             find_last(plan.row_block_begin, p.num_sequences, at.row_block + p.first_row_block);
-        offset = p.page_table[p.slots[sequence] * p.max_pages + page] * p.page_bytes +
+        offset = p.page_table[plan.slot[at.row_block] * p.max_pages + page] * p.page_bytes +
                  at.head * p.head_bytes + (run_begin - page * p.page_tokens) * p.row_bytes;
       }
       run_begin -= first;
@@ -253,7 +255,8 @@ struct Tensor {
         }
       }
       gather(s, rows.num_rows, acc, max, sum);
-      finish_row_block(p, s.plan, at.row_block, at.head, total, s.sums, s.max, s.sum);
+      finish_row_block(p, s.plan, at.row_block, at.head, total,
+                       {s.sums, kParts, kRows * kSumStride, kSumStride, s.max, s.sum});
       position += count;
       at.advance(p, s.plan, count);
     }
@@ -385,33 +388,75 @@ struct Tensor {
 
 #pragma unroll
     for (int block = 0; block < kTileTokens / 16; ++block) {
-      const T* row = values + (block * 16 + kq * 2) * kDim + g * 8;
+      const T* row = values + (block * 16 + kq * 2) * kDim;
+      if constexpr (kDim == 64) {
+        multiply_values(load_values(row, g), 0, block, weights, acc);
+      } else {
 #pragma unroll
-      for (int part = 0; part < kDim / 64; ++part) {
-        const uint4 v0 = *reinterpret_cast<const uint4*>(row + part * 64);
-        const uint4 v1 = *reinterpret_cast<const uint4*>(row + part * 64 + kDim);
-        const uint4 v8 = *reinterpret_cast<const uint4*>(row + part * 64 + 8 * kDim);
-        const uint4 v9 = *reinterpret_cast<const uint4*>(row + part * 64 + 9 * kDim);
-        const unsigned a[4] = {v0.x, v0.y, v0.z, v0.w};
-        const unsigned b[4] = {v1.x, v1.y, v1.z, v1.w};
-        const unsigned c[4] = {v8.x, v8.y, v8.z, v8.w};
-        const unsigned d[4] = {v9.x, v9.y, v9.z, v9.w};
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const unsigned select = e % 2 == 0 ? 0x5410u : 0x7632u;  // both rows' lower or upper halves
-          const unsigned b0 = __byte_perm(a[e / 2], b[e / 2], select);
-          const unsigned b1 = __byte_perm(c[e / 2], d[e / 2], select);
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-            multiply<T>(acc[m][part * 8 + e], weights[m][2 * block][0], weights[m][2 * block][1],
-                        weights[m][2 * block + 1][0], weights[m][2 * block + 1][1], b0, b1);
-          }
+        for (int part = 0; part < kDim / 64; part += 2) {
+          // Rows are whole banks apart, so half of the lanes take the other part first.
+          const bool is_odd = kq % 2 != 0;
+          const Values x = load_values(row, chunk_of(g, part + (is_odd ? 1 : 0)));
+          const Values y = load_values(row, chunk_of(g, part + (is_odd ? 0 : 1)));
+          multiply_values(select(is_odd, y, x), part, block, weights, acc);
+          multiply_values(select(is_odd, x, y), part + 1, block, weights, acc);
         }
       }
     }
   }
 
-  /// The warps' sums, brought to one maximum and added in order into shared memory.
+  /// Eight columns of the four tokens that a lane gives to one instruction.
+  struct Values {
+    unsigned words[4][4];
+  };
+
+  /// The 8 columns, out of each 64, of lane group `g` in part `part`.
+  static __device__ int chunk_of(int g, int part) {
+    return part * 8 + (part % 2 != 0 ? (g + 4) % 8 : g);
+  }
+
+  static __device__ __forceinline__ Values load_values(const T* row, int chunk) {
+    constexpr int kTokens[4] = {0, 1, 8, 9};
+    Values values;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 x = *reinterpret_cast<const uint4*>(row + kTokens[i] * kDim + chunk * 8);
+      values.words[i][0] = x.x;
+      values.words[i][1] = x.y;
+      values.words[i][2] = x.z;
+      values.words[i][3] = x.w;
+    }
+    return values;
+  }
+
+  static __device__ __forceinline__ Values select(bool condition, const Values& x, const Values& y) {
+    Values values;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) values.words[i][j] = condition ? x.words[i][j] : y.words[i][j];
+    }
+    return values;
+  }
+
+  /// acc += weights of 16 tokens x 64 columns of values.
+  static __device__ __forceinline__ void multiply_values(
+      const Values& v, int part, int block, const unsigned (&weights)[kRowTiles][kTileTokens / 8][2],
+      float (&acc)[kRowTiles][kDim / 8][4]) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const unsigned halves = e % 2 == 0 ? 0x5410u : 0x7632u;  // both tokens' lower or upper ones
+      const unsigned b0 = __byte_perm(v.words[0][e / 2], v.words[1][e / 2], halves);
+      const unsigned b1 = __byte_perm(v.words[2][e / 2], v.words[3][e / 2], halves);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        multiply<T>(acc[m][part * 8 + e], weights[m][2 * block][0], weights[m][2 * block][1],
+                    weights[m][2 * block + 1][0], weights[m][2 * block + 1][1], b0, b1);
+      }
+    }
+  }
+
+  /// The warps' sums, brought to one maximum, into shared memory: kParts warps at a time.
   static __device__ void gather(Shared& s, int num_rows, const float (&acc)[kRowTiles][kDim / 8][4],
                                 const float (&max)[kRowTiles][2], float (&sum)[kRowTiles][2]) {
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
@@ -442,8 +487,9 @@ struct Tensor {
       s.sum[row] = all;
     }
     __syncthreads();
-    for (int w = 0; w < kWarps; ++w) {
-      if (w == warp) {
+    for (int round = 0; round < kWarps; round += kParts) {
+      if (warp / kParts * kParts == round) {
+        float* part = s.sums + warp % kParts * kRows * kSumStride;
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -456,8 +502,8 @@ struct Tensor {
 #pragma unroll
               for (int j = 0; j < 2; ++j) {
                 // Column kq * 2 + j of instruction i holds element i % 8 of that lane group's 16 bytes.
-                float* to = s.sums + row * kDim + i / 8 * 64 + (kq * 2 + j) * 8 + i % 8;
-                *to = (w == 0 ? 0.0f : *to) + acc[m][i][2 * half + j] * shrink;
+                float* to = part + row * kSumStride + chunk_of(kq * 2 + j, i / 8) * 8 + i % 8;
+                *to = (round == 0 ? 0.0f : *to) + acc[m][i][2 * half + j] * shrink;
               }
             }
           }
@@ -468,8 +514,11 @@ struct Tensor {
   }
 };
 
+constexpr int kBlocksPerSm = 2;  // one streams on while the other ends a row block
+
 template <class T, int kDim, int kRowTiles, int kWarps, int kStages>
-__global__ __launch_bounds__(kWarps* kWarp, 1) void attend_tensor(const __grid_constant__ AttentionParams p) {
+__global__ __launch_bounds__(kWarps* kWarp,
+                             kBlocksPerSm) void attend_tensor(const __grid_constant__ AttentionParams p) {
 #if __CUDA_ARCH__ >= 900
   Tensor<T, kDim, kRowTiles, kWarps, kStages>::attend(p);
 #endif
@@ -479,7 +528,7 @@ template <class T, int kDim, int kRowTiles, int kWarps, int kStages>
 void launch(const AttentionParams& p, int blocks, StreamHandle stream) {
   using Kernel = Tensor<T, kDim, kRowTiles, kWarps, kStages>;
   constexpr int kBytes = static_cast<int>(sizeof(typename Kernel::Shared));
-  static_assert(kBytes <= 227 * 1024);
+  static_assert(kBlocksPerSm * (kBytes + 1024) <= 228 * 1024);
   const auto kernel = attend_tensor<T, kDim, kRowTiles, kWarps, kStages>;
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   kernel<<<blocks, Kernel::kThreads, kBytes, stream>>>(p);
@@ -488,16 +537,16 @@ void launch(const AttentionParams& p, int blocks, StreamHandle stream) {
 
 template <class T>
 void launch_dim(const AttentionParams& p, int blocks, StreamHandle stream) {
+  // Measured on H200: eight warps an SM hide each other's latencies; deeper stages add nothing.
   const bool is_wide = p.rows > kRowSlots;
   switch (p.head_dim) {
     case 64:
-      return is_wide ? launch<T, 64, 2, 8, 2>(p, blocks, stream) : launch<T, 64, 1, 8, 3>(p, blocks, stream);
+      return is_wide ? launch<T, 64, 2, 4, 2>(p, blocks, stream) : launch<T, 64, 1, 4, 2>(p, blocks, stream);
     case 128:
-      return is_wide ? launch<T, 128, 2, 4, 2>(p, blocks, stream)
-                     : launch<T, 128, 1, 4, 3>(p, blocks, stream);
+      return is_wide ? launch<T, 128, 2, 4, 1>(p, blocks, stream)
+                     : launch<T, 128, 1, 4, 1>(p, blocks, stream);
     default:
-      return is_wide ? launch<T, 256, 2, 2, 2>(p, blocks, stream)
-                     : launch<T, 256, 1, 2, 2>(p, blocks, stream);
+      return launch<T, 256, 1, 2, 1>(p, blocks, stream);
   }
 }
 
@@ -506,6 +555,10 @@ void launch_dim(const AttentionParams& p, int blocks, StreamHandle stream) {
 bool has_tensor_attention(DType dtype, DType kv_dtype, std::int64_t head_dim, std::int64_t value_dim) {
   return dtype == kv_dtype && (dtype == DType::bf16 || dtype == DType::f16) && head_dim == value_dim &&
          (head_dim == 64 || head_dim == 128 || head_dim == 256);
+}
+
+int tensor_rows(std::int64_t head_dim) {
+  return head_dim == 256 ? kRowSlots : 2 * kRowSlots;  // what registers hold
 }
 
 void launch_tensor_attention(const AttentionParams& p, int blocks, StreamHandle stream) {

@@ -72,7 +72,7 @@ Event Operators<T>::create_event() const {
 
 template <class T>
 void Operators<T>::record(Event& event, Stream stream) const {
-  HELIX_CUDA_CHECK(cudaEventRecord(event.handle(), stream.handle()));
+  cuda::record(event, stream);
 }
 
 template <class T>
@@ -82,7 +82,7 @@ void Operators<T>::wait(Stream stream, const Event& event) const {
 
 template <class T>
 void Operators<T>::synchronize(Stream stream) const {
-  HELIX_CUDA_CHECK(cudaStreamSynchronize(stream.handle()));
+  cuda::synchronize(stream);
   const FailureRecord& failure = *state_->failure_record();
   if (std::atomic_ref<const std::uint32_t>(failure.is_complete).load(std::memory_order_acquire) == 0) return;
   const auto count = [](std::uint64_t epoch) { return epoch & 0xffffffffu; };

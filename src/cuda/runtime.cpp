@@ -95,6 +95,14 @@ void Event::Destroy::operator()(EventHandle handle) const noexcept {
   (void)cudaEventDestroy(handle);
 }
 
+void record(const Event& event, Stream stream) {
+  HELIX_CUDA_CHECK(cudaEventRecord(event.handle(), stream.handle()));
+}
+
+void synchronize(Stream stream) {
+  HELIX_CUDA_CHECK(cudaStreamSynchronize(stream.handle()));
+}
+
 float elapsed_ms(const Event& start, const Event& stop) {
   float ms = 0.0f;
   HELIX_CUDA_CHECK(cudaEventElapsedTime(&ms, start.handle(), stop.handle()));

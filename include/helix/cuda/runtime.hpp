@@ -62,6 +62,12 @@ class Event {
   std::unique_ptr<CUevent_st, Destroy> handle_;
 };
 
+/// Puts the event behind what is queued on `stream`.
+void record(const Event& event, Stream stream);
+
+/// The host waits for all that is queued on `stream`.
+void synchronize(Stream stream);
+
 /// Milliseconds between two events made with timing, both of which have happened.
 float elapsed_ms(const Event& start, const Event& stop);
 

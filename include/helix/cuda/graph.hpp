@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuda::Graph: a step captured once and replayed with one launch.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <utility>
+
+#include <helix/cuda/runtime.hpp>
+
+struct CUgraphExec_st;
+
+namespace helix::cuda {
+
+/// What was queued on a stream (and on streams that joined it through events) between begin and end, ready to
+/// be launched. Addresses and shapes are those of the capture; all else is read from device memory at each
+/// replay (invariant 10). Destroy it before the communicators that it uses are aborted.
+class Graph {
+ public:
+  Graph() = default;  ///< nothing captured: only to assign to
+
+  /// Captures what `queue()` queues on `stream`. @throws what queue() throws, with the capture ended.
+  template <class Queue>
+  static Graph capture(Stream stream, Queue&& queue) {
+    begin(stream);
+    try {
+      std::forward<Queue>(queue)();
+    } catch (...) {
+      abandon(stream);
+      throw;
+    }
+    return end(stream);
+  }
+
+  bool empty() const { return exec_ == nullptr; }
+  std::size_t num_nodes() const { return num_nodes_; }
+
+  /// Queues the whole step on `stream` with one launch.
+  void replay(Stream stream) const;
+
+ private:
+  struct Destroy {
+    void operator()(CUgraphExec_st* exec) const noexcept;
+  };
+  static void begin(Stream stream);
+  static Graph end(Stream stream);
+  static void abandon(Stream stream) noexcept;
+
+  std::unique_ptr<CUgraphExec_st, Destroy> exec_;
+  std::size_t num_nodes_ = 0;
+};
+
+}  // namespace helix::cuda
