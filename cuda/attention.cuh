@@ -163,14 +163,21 @@ __device__ inline void make_plan(const AttentionParams& p, AttentionPlan& plan) 
   __syncthreads();
 }
 
+/// Blocks that share a list of `total` tiles: not more than keep their warps busy.
+__device__ inline int num_workers(std::int64_t total) {
+  constexpr int kMinTiles = 4;
+  return static_cast<int>(min(static_cast<std::int64_t>(gridDim.x), (total + kMinTiles - 1) / kMinTiles));
+}
+
 /// Where the run of `block` begins in a list of `total` tiles.
 __device__ inline std::int64_t run_begin(std::int64_t total, int block) {
-  return total * block / static_cast<int>(gridDim.x);
+  const int workers = num_workers(total);
+  return block >= workers ? total : total * block / workers;
 }
 
 /// The block whose run holds tile `tile`.
 __device__ inline int block_of(std::int64_t total, std::int64_t tile) {
-  return static_cast<int>(((tile + 1) * static_cast<int>(gridDim.x) - 1) / total);
+  return static_cast<int>(((tile + 1) * num_workers(total) - 1) / total);
 }
 
 /// A walk along the list of tiles.

@@ -211,6 +211,7 @@ struct Tensor {
       load_queries(p, rows, at.head, s.queries);
       int low[kRowTiles][2];  // local tokens that this lane's rows see
       int high[kRowTiles][2];
+      TokenRange inner{0, INT64_MAX};  // what all of this lane's rows see
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -220,6 +221,10 @@ struct Tensor {
           if (row < rows.num_rows) seen = visible(p, p.positions[rows.token(p, row)]);
           low[m][half] = static_cast<int>(seen.begin);
           high[m][half] = static_cast<int>(seen.end);
+          if (row < rows.num_rows) {
+            inner.begin = ::max(inner.begin, seen.begin);
+            inner.end = ::min(inner.end, seen.end);
+          }
         }
       }
       __syncthreads();
@@ -244,8 +249,8 @@ struct Tensor {
         const unsigned barrier = barrier_at + static_cast<unsigned>(stage * 8);
         barrier_wait(barrier, parity);
         const int tokens = s.plan.end_token[at.row_block] - token;
-        if (tokens < kTileTokens) clear_values(tile, max_of(tokens, 0));
-        multiply_tile(p, s.queries, tile, token, low, high, acc, max, sum);
+        if (tokens < kTileTokens) clear_values(tile, ::max(tokens, 0));
+        multiply_tile(p, s.queries, tile, token, inner, low, high, acc, max, sum);
         if (tokens < kTileTokens) fence_before_copy();
         __syncwarp();
         producer.issue(stage_at + static_cast<unsigned>(stage * kStageBytes), barrier);
@@ -263,10 +268,6 @@ struct Tensor {
   }
 
  private:
-  static __device__ int max_of(int a, int b) {
-    return a > b ? a : b;
-  }
-
   static __device__ void load_queries(const AttentionParams& p, const RowBlock& rows, int head, T* queries) {
     constexpr int kChunks = kDim / 8;
     const T* q = static_cast<const T*>(p.q);
@@ -293,17 +294,16 @@ struct Tensor {
   }
 
   static __device__ __forceinline__ void multiply_tile(
-      const AttentionParams& p, const T* queries, const std::byte* tile, int token,
+      const AttentionParams& p, const T* queries, const std::byte* tile, int token, TokenRange inner,
       const int (&low)[kRowTiles][2], const int (&high)[kRowTiles][2], float (&acc)[kRowTiles][kDim / 8][4],
       float (&max)[kRowTiles][2], float (&sum)[kRowTiles][2]) {
-    constexpr int kTokenTiles = kTileTokens / 8;
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int g = lane / 4;   // row of the queries, token of the keys, column of the values
     const int kq = lane % 4;  // quarter of the summed dimension
     const T* keys = reinterpret_cast<const T*>(tile);
     const T* values = reinterpret_cast<const T*>(tile + kTileBytes);
 
-    float scores[kRowTiles][kTokenTiles][4];
+    Scores scores;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -338,6 +338,13 @@ struct Tensor {
     unsigned weights[kRowTiles][kTokenTiles][2];  // pairs of tokens, of rows g and g + 8
     bool shrinks = false;
     float shrink[kRowTiles][2];
+    // Scores stay raw where they can: the scale goes into the exponent, (x - max) * scale.
+    float factor = p.scale * kLog2E;
+    if (p.soft_cap > 0.0f) {
+      cap_scores(scores, p.scale, p.soft_cap);
+      factor = kLog2E;
+    }
+    if (token < inner.begin || token + kTileTokens > inner.end) mask_scores(scores, token, low, high);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -345,28 +352,20 @@ struct Tensor {
         float top = -kInfinity;
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            float& x = scores[m][n][2 * half + j];
-            x *= p.scale;
-            if (p.soft_cap > 0.0f) x = p.soft_cap * tanhf(x / p.soft_cap);
-            const int at = token + n * 8 + kq * 2 + j;
-            x = at >= low[m][half] && at < high[m][half] ? x * kLog2E : -kInfinity;
-            top = fmaxf(top, x);
-          }
+          top = fmaxf(top, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
         }
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        top = fmaxf(top, max[m][half]);
+        top = fmaxf(top * factor, max[m][half]);
         const float pivot = top == -kInfinity ? 0.0f : top;
-        shrink[m][half] = exp2f(max[m][half] - pivot);
+        shrink[m][half] = fast_exp2(max[m][half] - pivot);
         shrinks |= max[m][half] != top;
         max[m][half] = top;
         float added = 0.0f;
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) {
-          const float x = exp2f(scores[m][n][2 * half] - pivot);
-          const float y = exp2f(scores[m][n][2 * half + 1] - pivot);
+          const float x = fast_exp2(fmaf(scores[m][n][2 * half], factor, -pivot));
+          const float y = fast_exp2(fmaf(scores[m][n][2 * half + 1], factor, -pivot));
           added += x + y;
           weights[m][n][half] = pack<T>(x, y);
         }
@@ -400,6 +399,37 @@ struct Tensor {
           const Values y = load_values(row, chunk_of(g, part + (is_odd ? 0 : 1)));
           multiply_values(select(is_odd, y, x), part, block, weights, acc);
           multiply_values(select(is_odd, x, y), part + 1, block, weights, acc);
+        }
+      }
+    }
+  }
+
+  static constexpr int kTokenTiles = kTileTokens / 8;
+  using Scores = float[kRowTiles][kTokenTiles][4];
+
+  static __device__ void cap_scores(Scores& scores, float scale, float cap) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) scores[m][n][j] = cap * tanhf(scores[m][n][j] * scale / cap);
+      }
+    }
+  }
+
+  /// -inf for tokens outside of what a row sees.
+  static __device__ void mask_scores(Scores& scores, int token, const int (&low)[kRowTiles][2],
+                                     const int (&high)[kRowTiles][2]) {
+    const int kq = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int at = token + n * 8 + kq * 2 + j % 2;
+          if (at < low[m][j / 2] || at >= high[m][j / 2]) scores[m][n][j] = -kInfinity;
         }
       }
     }

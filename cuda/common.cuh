@@ -45,6 +45,13 @@ __device__ __forceinline__ T from_float(float x) {
   }
 }
 
+/// 2^x by the special function unit: 2 ulp, results below 2^-126 are zero.
+__device__ __forceinline__ float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);

@@ -32,6 +32,7 @@ namespace {
 
 struct Call : cpu::local::Call {
   StreamHandle stream = nullptr;
+  int device = -1;  // of the calling thread, as a stream under capture does not tell its own
 };
 
 /// What all groups of a root queue with, guarded by its mutex. One event serves every wait:
@@ -75,7 +76,7 @@ struct Root : cpu::local::Root {
     if (device >= 0) return;
     std::vector<int> devices(calls.size());
     for (std::size_t i = 0; i < calls.size(); ++i) {
-      HELIX_CUDA_CHECK(cudaStreamGetDevice(at(calls, i).stream, &devices[i]));
+      devices[i] = at(calls, i).device;
       HELIX_EXPECTS(devices[i] == devices[0], ErrorCode::invalid_argument,
                     "LocalComm: the ranks use the devices ", devices[0], " and ", devices[i],
                     "; its group shares one device, use NcclComm for several");
@@ -187,6 +188,7 @@ Call make_call(Operation operation, const void* in, void* out, std::int64_t coun
   call.out = out;
   call.count = count;
   call.stream = stream.handle();
+  HELIX_CUDA_CHECK(cudaGetDevice(&call.device));
   return call;
 }
 
