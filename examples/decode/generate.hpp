@@ -86,7 +86,9 @@ inline double milliseconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
 }
 
-/// Every rank's bytes on every rank, by rank. Collective.
+/// Every rank's bytes on every rank, by rank. Collective. Waits before it downloads too: a download to
+/// ordinary host memory may hold the thread until the stream gets there, and only synchronize() ends a wait
+/// for a rank that has failed.
 template <Backend B>
 std::vector<std::vector<std::byte>> gather_bytes(B& backend, typename B::Comm& comm,
                                                  std::span<const std::byte> mine, typename B::Stream stream) {
@@ -96,6 +98,7 @@ std::vector<std::vector<std::byte>> gather_bytes(B& backend, typename B::Comm& c
   backend.upload(counts_device.data(), &my_bytes, sizeof(my_bytes), stream);
   comm.all_gather(counts_device.data(), counts_device.data() + sizeof(std::int64_t), sizeof(std::int64_t),
                   stream);
+  backend.synchronize(stream);
   std::vector<std::int64_t> counts(size);
   backend.download(counts.data(), counts_device.data() + sizeof(std::int64_t), size * sizeof(std::int64_t),
                    stream);
@@ -105,6 +108,7 @@ std::vector<std::vector<std::byte>> gather_bytes(B& backend, typename B::Comm& c
   auto device = backend.allocate(static_cast<std::size_t>(widest) * (size + 1));
   backend.upload(device.data(), mine.data(), mine.size(), stream);
   comm.all_gather(device.data(), device.data() + widest, widest, stream);
+  backend.synchronize(stream);
   std::vector<std::vector<std::byte>> all(size);
   for (std::size_t rank = 0; rank < size; ++rank) {
     all[rank].resize(static_cast<std::size_t>(counts[rank]));
@@ -202,6 +206,7 @@ class GenerationLoop {
       const int last_stage = (topo_.pp() - 1) * topo_.stage_size();
       comms_.replica.broadcast(model_.drawn(), static_cast<std::int64_t>(bytes), last_stage, model_.stream());
     }
+    model_.finish();  // before the download: see gather_bytes()
     backend_.download(drawn_.data(), model_.drawn(), bytes, model_.stream());
     model_.finish();
   }

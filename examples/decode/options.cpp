@@ -88,6 +88,8 @@ std::optional<Options> parse_options(int argc, char** argv) {
   std::string prompts_file;
   std::string teacher_file;
   std::string hop_b = "auto";
+  std::string device = "cpu";
+  std::string activation = "f32";
   std::string model;
   std::string json;
 
@@ -116,8 +118,11 @@ std::optional<Options> parse_options(int argc, char** argv) {
                  "f32, f16, bf16 or fp8_e4m3; default: the checkpoint's");
   app.add_option("--hop-b", hop_b, "slices of the batch whose exchange overlaps attention, auto or off")
       ->capture_default_str();
-  app.add_option("--device", options.device, "cpu, cuda or auto")
-      ->check(CLI::IsMember({"cpu", "cuda", "auto"}))
+  app.add_option("--device", device, "cpu or cuda")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->capture_default_str();
+  app.add_option("--activation", activation, "of --device cuda: f32, bf16 or f16")
+      ->check(CLI::IsMember({"f32", "bf16", "f16"}))
       ->capture_default_str();
   app.add_option("--temperature", request.sampling.temperature, "0: greedy")->capture_default_str();
   app.add_option("--top-p", request.sampling.top_p, "nucleus probability in (0, 1]")->capture_default_str();
@@ -143,6 +148,11 @@ std::optional<Options> parse_options(int argc, char** argv) {
 
   options.model = model;
   options.json = json;
+  options.device = device == "cuda" ? Device::cuda : Device::cpu;
+  options.activation = *parse_dtype(activation);
+  HELIX_EXPECTS(options.device == Device::cuda || options.activation == DType::f32,
+                ErrorCode::invalid_argument, "--activation is ", activation,
+                "; the CPU has f32: drop it or give --device cuda");
   parse_hop_b(hop_b, request);
   HELIX_EXPECTS(prompt_ids.empty() || prompts_file.empty(), ErrorCode::invalid_argument,
                 "--prompt-ids and --prompts exclude each other; give one");

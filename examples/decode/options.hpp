@@ -7,6 +7,7 @@
 #include <string>
 
 #include "generation.hpp"
+#include "launch.hpp"
 
 namespace helix::decode {
 
@@ -14,8 +15,9 @@ struct Options {
   std::filesystem::path model;
   GenerationRequest request;  ///< kv_dtype is set once the checkpoint is known, unless kv_dtype_name says
   TopologySpec topology;
-  std::string kv_dtype_name;    ///< empty: the checkpoint's
-  std::string device = "auto";  ///< cpu, cuda, auto
+  std::string kv_dtype_name;  ///< empty: the checkpoint's
+  Device device = Device::cpu;
+  DType activation = DType::f32;
   bool is_plan_only = false;
   bool verify = false;
   int num_threads = 0;         ///< a rank; 0: the machine's cores shared by the ranks of this process

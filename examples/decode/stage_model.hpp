@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 #include <helix/batch_buffer.hpp>
@@ -191,8 +192,7 @@ class StageModel {
   /// Last stage, after finish(): logits of one row of the last forward() on the host, in vocabulary order.
   /// Waits.
   std::vector<float> logits_row(std::int64_t row) {
-    static_assert(std::is_same_v<T, float>, "logits of other activation types need a conversion here");
-    std::vector<float> values(static_cast<std::size_t>(topo_->shape().vocab));
+    std::vector<T> values(static_cast<std::size_t>(topo_->shape().vocab));
     for (int rank = 0; rank < topo_->stage_size(); ++rank) {
       const Range shard = topo_->vocab(rank);
       const T* source = logits_.data() + rank * logits_.stride(0) + row * logits_.stride(1);
@@ -200,7 +200,11 @@ class StageModel {
                          static_cast<std::size_t>(shard.size()) * sizeof(T), stream_);
     }
     backend_->synchronize(stream_);
-    return values;
+    if constexpr (std::is_same_v<T, float>) {
+      return values;
+    } else {
+      return {values.begin(), values.end()};
+    }
   }
 
  private:

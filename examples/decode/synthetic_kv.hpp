@@ -49,14 +49,22 @@ constexpr float synthetic_element(std::uint32_t row_key, std::uint32_t element) 
 template <Backend B>
 void fill_synthetic_kv(B& backend, ShardedKVCache<B>& cache, const SequenceId& sequence, std::int64_t tokens,
                        Range layers, Range heads, typename B::Stream stream, bool show_progress) {
+  using T = typename B::Activation;
   constexpr std::int64_t kBlock = 16384;  // tokens a write: bounds the staging
   const KvView view = cache.layer(0);
   const std::int64_t v_dim = view.is_mla ? 0 : view.value_dim;  // an MLA row is one latent, V is part of it
-  std::vector<float> k(static_cast<std::size_t>(kBlock * heads.size() * view.head_dim));
-  std::vector<float> v(static_cast<std::size_t>(kBlock * heads.size() * v_dim));
-  const auto fill_row = [&](std::vector<float>& rows, std::int64_t row, std::int64_t dim, std::uint32_t key) {
-    float* out = rows.data() + row * dim;
-    for (std::int64_t d = 0; d < dim; ++d) out[d] = synthetic_element(key, static_cast<std::uint32_t>(d));
+  const std::int64_t rows_a_block = std::min(kBlock, tokens) * heads.size();
+  std::vector<T> k(static_cast<std::size_t>(rows_a_block * view.head_dim));
+  std::vector<T> v(static_cast<std::size_t>(rows_a_block * v_dim));
+  auto k_device = backend.allocate(k.size() * sizeof(T));
+  auto v_device = backend.allocate(v.size() * sizeof(T));
+  const auto fill_row = [&](std::vector<T>& rows, std::int64_t row, std::int64_t dim, std::uint32_t key) {
+    T* out = rows.data() + row * dim;
+    for (std::int64_t d = 0; d < dim; ++d) out[d] = T(synthetic_element(key, static_cast<std::uint32_t>(d)));
+  };
+  // Rows of other ranks travel too: write() takes a run of positions and drops them.
+  const auto upload = [&](auto& device, const std::vector<T>& rows, std::int64_t num_rows, std::int64_t dim) {
+    backend.upload(device.data(), rows.data(), static_cast<std::size_t>(num_rows * dim) * sizeof(T), stream);
   };
 
   Progress progress("synthetic KV", tokens * layers.size(), show_progress);
@@ -72,8 +80,12 @@ void fill_synthetic_kv(B& backend, ShardedKVCache<B>& cache, const SequenceId& s
           }
         }
       });
-      const TensorView<const float, 3> k_view(k.data(), {block.size(), heads.size(), view.head_dim});
-      const TensorView<const float, 3> v_view(v.data(), {v_dim == 0 ? 0 : block.size(), heads.size(), v_dim});
+      upload(k_device, k, block.size() * heads.size(), view.head_dim);
+      upload(v_device, v, block.size() * heads.size(), v_dim);
+      const TensorView<const T, 3> k_view(reinterpret_cast<const T*>(k_device.data()),
+                                          {block.size(), heads.size(), view.head_dim});
+      const TensorView<const T, 3> v_view(reinterpret_cast<const T*>(v_device.data()),
+                                          {v_dim == 0 ? 0 : block.size(), heads.size(), v_dim});
       cache.write(sequence, static_cast<int>(layer - layers.begin), begin, k_view, v_view, stream);
       backend.synchronize(stream);  // the staging is re-used
       progress.update((layer - layers.begin) * tokens + block.end);

@@ -163,7 +163,7 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
   write_file(scratch / "bad.json", "{\"a\": 1}");
 
   const std::string ids = " --prompt-ids 1,2,3 ";
-  const std::vector<Case> cases = {
+  std::vector<Case> cases = {
       {"", {"--model"}},
       {model_option("llama-tiny") + "--prompt-ids 1,x,3", {"'x'", "token id"}},
       {model_option("llama-tiny") + "--prompt-ids 1,600", {"600", "[0, 512)"}},
@@ -184,7 +184,8 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
       {model_option("llama-tiny") + ids + "--hop-b many", {"many"}},
       {model_option("llama-tiny") + ids + "--top-p 1.5", {"1.5"}},
       {model_option("llama-tiny") + ids + "--draft-tokens 4", {"--teacher-force"}},
-      {model_option("llama-tiny") + ids + "--device cuda", {"cuda"}},
+      {model_option("llama-tiny") + ids + "--device tpu", {"--device"}},
+      {model_option("llama-tiny") + ids + "--activation bf16", {"bf16", "--device cuda"}},
       {model_option("llama-tiny") + ids + "--no-such-option", {"no-such-option"}},
       {model_option("llama-tiny") + ids + "--prompts " + (scratch / "bad.json").string(), {"exclude"}},
       {model_option("llama-tiny") + "--prompts " + (scratch / "bad.json").string(), {"bad.json", "array"}},
@@ -198,6 +199,8 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
       {"--model " + headless.string() + ids, {"num_attention_heads", "0"}},
       {"--model " + not_json.string() + ids, {"config.json"}},
   };
+  if (const std::string reason = decode::cuda_unavailable_reason(); !reason.empty())
+    cases.push_back({model_option("llama-tiny") + ids + "--device cuda", {"--device cuda: " + reason}});
   for (const Case& bad : cases) {
     const Run run = run_decode(bad.arguments);
     INFO(bad.arguments << "\n" << run.output);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The decoder against transformers' outputs: every legal topology, and the options over them.
-#include <cmath>
+#include <cstdlib>
 #include <map>
 #include <set>
 #include <string>
@@ -16,23 +16,6 @@ namespace {
 using decode::GenerationRequest;
 using decode::GenerationResult;
 using decode::run_local;
-
-/// Every legal stage of 1, 2, 4 and 8 ranks.
-std::vector<TopologySpec> legal_stages(const ModelShape& shape) {
-  std::vector<TopologySpec> all;
-  for (int ranks : {1, 2, 4, 8}) {
-    for (const TopologySpec& spec : Topology::legal_topologies(shape, ranks)) all.push_back(spec);
-  }
-  return all;
-}
-
-std::string describe(const std::string& model, const TopologySpec& spec, const GenerationRequest& request) {
-  return model + " kvp " + std::to_string(spec.kvp) + " tpa " + std::to_string(spec.tpa) + " tpf " +
-         std::to_string(spec.tpf) + " ep " + std::to_string(spec.ep) + " pp " + std::to_string(spec.pp) +
-         " dp " + std::to_string(spec.dp) + " chunk " + std::to_string(request.chunk) + " page " +
-         std::to_string(request.page_tokens) + " hop-b " + std::to_string(request.hop_b_slices) + " drafts " +
-         std::to_string(request.draft_tokens);
-}
 
 /// One choice of every option that must not change a token.
 struct Variant {
@@ -221,18 +204,15 @@ TEST_CASE("the product of options of deepseek-v2-tiny gives the golden output", 
 /// A step whose argmax rounding the KV to bf16 changes in exact arithmetic too: computed in float64 with the
 /// cached rows rounded to bf16, the router's second group of deepseek-tiny trails by 3e-4 instead of leading
 /// by 2e-3, and other experts answer.
-struct RoundingFlip {
-  std::string model;
-  std::size_t sequence;
-  std::size_t step;
-  std::int32_t token;
-};
-const RoundingFlip kRouterFlip{"deepseek-tiny", 0, 4, 62};
+constexpr std::size_t kFlippedStep = 4;
+constexpr std::int32_t kFlippedToken = 62;
 
 TEST_CASE("bf16 KV, teacher-forced, keeps clear argmaxes and logits near the reference") {
   const std::string name = GENERATE(from_range(kReferenceModels));
   const ReferenceModel model(name);
   const Golden golden = model.golden();
+  std::vector<ForcedComparison::Step> flips;
+  if (name == "deepseek-tiny") flips = {{0, kFlippedStep, kFlippedToken, golden.greedy[0][kFlippedStep]}};
   for (const TopologySpec& spec : legal_stages(model.config.shape())) {
     const Topology topo(spec, model.config.shape());
     GenerationRequest request = golden_request(golden);
@@ -240,25 +220,10 @@ TEST_CASE("bf16 KV, teacher-forced, keeps clear argmaxes and logits near the ref
     request.teacher = golden.greedy;
     INFO(describe(name, spec, request));
     const GenerationResult result = run_local(model.checkpoint, model.config, topo, request);
-    REQUIRE(result.sequences.size() == golden.greedy.size());
-    for (std::size_t s = 0; s < golden.greedy.size(); ++s) {
-      for (std::size_t step = 0; step < golden.greedy[s].size(); ++step) {
-        if (golden.margin[s][step] <= 0.1f) continue;
-        const bool is_flip =
-            name == kRouterFlip.model && s == kRouterFlip.sequence && step == kRouterFlip.step;
-        const std::int32_t expected = is_flip ? kRouterFlip.token : golden.greedy[s][step];
-        INFO("sequence " << s << " step " << step << " margin " << golden.margin[s][step]);
-        CHECK(result.sequences[s].tokens.at(step) == expected);
-      }
-      for (std::size_t which = 0; which < 2; ++which) {
-        const float norm = which == 0 ? golden.logits_norm[s].front() : golden.logits_norm[s].back();
-        const float rms = norm / std::sqrt(static_cast<float>(topo.shape().vocab));
-        for (std::size_t i = 0; i < 8; ++i) {
-          CHECK(std::abs(result.sequences[s].logits_first8[which][i] - golden.logits_first8[s][which][i]) <=
-                3e-2f * rms);
-        }
-      }
-    }
+    const ForcedComparison comparison = compare_forced(golden, result, topo.shape().vocab);
+    CHECK(comparison.num_clear > 20);
+    CHECK(comparison.other_argmax == flips);
+    CHECK(comparison.worst_logit <= 3e-2f);
   }
 }
 

@@ -2,8 +2,10 @@
 // Reading and comparing golden outputs.
 #include "decode/golden.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
+#include <limits>
 #include <sstream>
 
 #include <nlohmann/json.hpp>
@@ -33,6 +35,23 @@ Golden read_golden(const std::filesystem::path& file) {
     }
   }
   return golden;
+}
+
+std::vector<TopologySpec> legal_stages(const ModelShape& shape) {
+  std::vector<TopologySpec> all;
+  for (int ranks : {1, 2, 4, 8}) {
+    for (const TopologySpec& spec : Topology::legal_topologies(shape, ranks)) all.push_back(spec);
+  }
+  return all;
+}
+
+std::string describe(const std::string& model, const TopologySpec& spec,
+                     const decode::GenerationRequest& request) {
+  return model + " kvp " + std::to_string(spec.kvp) + " tpa " + std::to_string(spec.tpa) + " tpf " +
+         std::to_string(spec.tpf) + " ep " + std::to_string(spec.ep) + " pp " + std::to_string(spec.pp) +
+         " dp " + std::to_string(spec.dp) + " chunk " + std::to_string(request.chunk) + " page " +
+         std::to_string(request.page_tokens) + " hop-b " + std::to_string(request.hop_b_slices) + " drafts " +
+         std::to_string(request.draft_tokens);
 }
 
 decode::GenerationRequest golden_request(const Golden& golden) {
@@ -89,6 +108,40 @@ std::string difference_from_golden(const Golden& golden, const decode::Generatio
     }
   }
   return {};
+}
+
+std::ostream& operator<<(std::ostream& out, const ForcedComparison::Step& step) {
+  return out << "sequence " << step.sequence << ", step " << step.step << ": token " << step.token
+             << ", golden " << step.expected;
+}
+
+ForcedComparison compare_forced(const Golden& golden, const decode::GenerationResult& result,
+                                std::int64_t vocab) {
+  ForcedComparison comparison;
+  HELIX_EXPECTS(result.sequences.size() == golden.greedy.size(), ErrorCode::internal, result.sequences.size(),
+                " sequences, golden has ", golden.greedy.size());
+  for (std::size_t s = 0; s < golden.greedy.size(); ++s) {
+    const auto& sequence = result.sequences[s];
+    HELIX_EXPECTS(sequence.tokens.size() == golden.greedy[s].size(), ErrorCode::internal, "sequence ", s,
+                  ": ", sequence.tokens.size(), " tokens, golden has ", golden.greedy[s].size());
+    for (std::size_t step = 0; step < golden.greedy[s].size(); ++step) {
+      if (golden.margin[s][step] <= 0.1f) continue;
+      ++comparison.num_clear;
+      if (sequence.tokens[step] != golden.greedy[s][step])
+        comparison.other_argmax.push_back({s, step, sequence.tokens[step], golden.greedy[s][step]});
+    }
+    for (std::size_t which = 0; which < 2; ++which) {
+      const float norm = which == 0 ? golden.logits_norm[s].front() : golden.logits_norm[s].back();
+      const float rms = norm / std::sqrt(static_cast<float>(vocab));
+      for (std::size_t i = 0; i < 8; ++i) {
+        const float off =
+            std::abs(sequence.logits_first8[which][i] - golden.logits_first8[s][which][i]) / rms;
+        comparison.worst_logit =
+            std::max(comparison.worst_logit, std::isnan(off) ? std::numeric_limits<float>::infinity() : off);
+      }
+    }
+  }
+  return comparison;
 }
 
 }  // namespace helix::test

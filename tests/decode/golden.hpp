@@ -2,9 +2,14 @@
 // Golden outputs of the reference checkpoints: read, and compared with a generation.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <filesystem>
+#include <ostream>
 #include <string>
 #include <vector>
+
+#include <helix/topology.hpp>
 
 #include "checkpoint.hpp"
 #include "generation.hpp"
@@ -45,6 +50,13 @@ struct ReferenceModel {
 inline const std::vector<std::string> kReferenceModels = {"llama-tiny", "llama-tiny-16q8kv", "deepseek-tiny",
                                                           "deepseek-tiny-fp8", "deepseek-v2-tiny"};
 
+/// Every legal stage of 1, 2, 4 and 8 ranks.
+std::vector<TopologySpec> legal_stages(const ModelShape& shape);
+
+/// A case in words.
+std::string describe(const std::string& model, const TopologySpec& spec,
+                     const decode::GenerationRequest& request);
+
 /// A request for the golden's prompts with f32 KV, which must reproduce it.
 decode::GenerationRequest golden_request(const Golden& golden);
 
@@ -52,5 +64,25 @@ decode::GenerationRequest golden_request(const Golden& golden);
 /// norms alike. Empty: none.
 std::string difference_from_golden(const Golden& golden, const decode::GenerationResult& result,
                                    std::int64_t vocab);
+
+/// A teacher-forced generation beside the golden one, where rounding may move what is close.
+struct ForcedComparison {
+  struct Step {
+    std::size_t sequence = 0;
+    std::size_t step = 0;
+    std::int32_t token = 0;
+    std::int32_t expected = 0;
+
+    bool operator==(const Step&) const = default;
+  };
+  std::vector<Step> other_argmax;  ///< of the steps whose reference margin exceeds 0.1
+  int num_clear = 0;               ///< steps whose margin does
+  float worst_logit = 0.0f;        ///< largest difference of a logit over the RMS of its step's; inf for NaN
+};
+std::ostream& operator<<(std::ostream& out, const ForcedComparison::Step& step);
+
+/// @throws Error(internal) unless the generation has the golden's sequences and lengths.
+ForcedComparison compare_forced(const Golden& golden, const decode::GenerationResult& result,
+                                std::int64_t vocab);
 
 }  // namespace helix::test

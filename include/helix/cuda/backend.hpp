@@ -104,9 +104,11 @@ class Backend : public Operators<T> {
   StageComms<Comm> comms() const { return {&comms_->stage, &comms_->kvp}; }
 
   /// As Operators::synchronize, and a failure aborts the stage's groups, so that no other rank waits for this
-  /// one.
+  /// one. Where the communicator can end a wait for ranks that have failed, it waits.
   void synchronize(Stream stream) const {
     try {
+      if constexpr (requires(const Comm& comm) { comm.synchronize(stream); })
+        comms_->stage.synchronize(stream);
       Operators<T>::synchronize(stream);
     } catch (const std::exception& error) {
       comms_->stage.abort(error.what());
