@@ -86,7 +86,9 @@ __device__ inline TokenRange visible(const AttentionParams& p, std::int64_t posi
 struct AttentionPlan {
   int row_block_begin[kMaxSequences + 1];  ///< of each sequence
   int tile_begin[kMaxRowBlocks + 1];       ///< tiles of one KV head before each row block
-  int sequence[kMaxRowBlocks];
+  int first_token[kMaxRowBlocks];          ///< of the row block's sequence, in the step
+  int first_row[kMaxRowBlocks];
+  int num_rows[kMaxRowBlocks];
   int slot[kMaxRowBlocks];
   int first_tile[kMaxRowBlocks];  ///< local token / kTileTokens where its keys begin
   int end_token[kMaxRowBlocks];   ///< local token where they end
@@ -122,6 +124,22 @@ __device__ inline int find_last(const int* x, int n, int value) {
   return low;
 }
 
+/// Asks for this block's share of the queries.
+__device__ inline void prefetch_queries(const AttentionParams& p) {
+  constexpr int kLineBytes = 128;
+  const int element_bytes = p.dtype == DType::f32 ? 4 : 2;
+  const int lines = (p.head_dim * element_bytes + kLineBytes - 1) / kLineBytes;
+  const int heads = p.kv_heads * p.group;
+  const int count = p.num_tokens * heads * lines;
+  const int threads = static_cast<int>(gridDim.x * blockDim.x);
+  const auto* q = static_cast<const std::byte*>(p.q);
+  for (int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); i < count; i += threads) {
+    const int row = i / lines;
+    const std::int64_t at = (p.first_token + row / heads) * p.q_token_stride + row % heads * p.q_head_stride;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(q + at * element_bytes + i % lines * kLineBytes));
+  }
+}
+
 /// Fills the plan; all threads of the block.
 __device__ inline void make_plan(const AttentionParams& p, AttentionPlan& plan) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -130,6 +148,7 @@ __device__ inline void make_plan(const AttentionParams& p, AttentionPlan& plan) 
   for (int t = thread; t < p.num_tokens; t += threads)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p.positions + p.first_token + t));
   if (thread < p.num_sequences) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.slots + thread));
+  prefetch_queries(p);
   for (int b = thread; b < p.num_sequences; b += threads) {
     const int tokens = p.query_offsets[b + 1] - p.query_offsets[b];
     plan.row_block_begin[b] = (tokens * p.group + p.rows - 1) / p.rows;
@@ -139,19 +158,22 @@ __device__ inline void make_plan(const AttentionParams& p, AttentionPlan& plan) 
   __syncthreads();
   for (int u = thread; u < p.num_row_blocks; u += threads) {
     const int b = find_last(plan.row_block_begin, p.num_sequences, u + p.first_row_block);
-    const int tokens = p.query_offsets[b + 1] - p.query_offsets[b];
+    const int first_token = p.query_offsets[b];
+    const int tokens = p.query_offsets[b + 1] - first_token;
     const int row = (u + p.first_row_block - plan.row_block_begin[b]) * p.rows;
     const int last_row = min(row + p.rows, tokens * p.group) - 1;
     std::int64_t begin = INT64_MAX;
     std::int64_t end = 0;
     for (int t = row / p.group; t <= last_row / p.group; ++t) {
-      const TokenRange seen = visible(p, p.positions[p.query_offsets[b] + t]);
+      const TokenRange seen = visible(p, p.positions[first_token + t]);
       if (seen.size() <= 0) continue;
       begin = min(begin, seen.begin);
       end = max(end, seen.end);
     }
     const int first = end > 0 ? static_cast<int>(begin / kTileTokens) : 0;
-    plan.sequence[u] = b;
+    plan.first_token[u] = first_token;
+    plan.first_row[u] = row;
+    plan.num_rows[u] = last_row + 1 - row;
     plan.slot[u] = p.slots[b];
     plan.first_tile[u] = first;
     plan.end_token[u] = static_cast<int>(end);
@@ -163,22 +185,30 @@ __device__ inline void make_plan(const AttentionParams& p, AttentionPlan& plan) 
   __syncthreads();
 }
 
-/// Blocks that share a list of `total` tiles: not more than keep their warps busy.
-__device__ inline int num_workers(std::int64_t total) {
-  constexpr int kMinTiles = 4;
-  return static_cast<int>(min(static_cast<std::int64_t>(gridDim.x), (total + kMinTiles - 1) / kMinTiles));
-}
+/// The list of tiles, shared out in equal runs.
+struct TileList {
+  int total;
+  int workers;  ///< blocks that get some: not more than keep their warps busy
 
-/// Where the run of `block` begins in a list of `total` tiles.
-__device__ inline std::int64_t run_begin(std::int64_t total, int block) {
-  const int workers = num_workers(total);
-  return block >= workers ? total : total * block / workers;
-}
+  __device__ explicit TileList(int tiles)
+      : total(tiles), workers(min(static_cast<int>(gridDim.x), (tiles + 3) / 4)) {}
 
-/// The block whose run holds tile `tile`.
-__device__ inline int block_of(std::int64_t total, std::int64_t tile) {
-  return static_cast<int>(((tile + 1) * num_workers(total) - 1) / total);
-}
+  /// Where the run of `block` begins.
+  __device__ int run_begin(int block) const {
+    return block >= workers ? total
+                            : static_cast<int>(divide(std::uint64_t(total) * std::uint64_t(block), workers));
+  }
+  /// The block whose run holds tile `tile`.
+  __device__ int block_of(int tile) const {
+    return static_cast<int>(divide((std::uint64_t(tile) + 1) * std::uint64_t(workers) - 1, total));
+  }
+
+ private:
+  static __device__ std::uint64_t divide(std::uint64_t x, int by) {
+    const auto low = static_cast<std::uint32_t>(x);
+    return low == x ? low / static_cast<std::uint32_t>(by) : x / static_cast<std::uint64_t>(by);
+  }
+};
 
 /// A walk along the list of tiles.
 struct TileCursor {
@@ -187,11 +217,11 @@ struct TileCursor {
   int tile = 0;   ///< of the row block and head
   int tiles = 0;  ///< that these have
 
-  __device__ void start(const AttentionParams& p, const AttentionPlan& plan, std::int64_t position) {
+  __device__ void start(const AttentionParams& p, const AttentionPlan& plan, int position) {
     // tile_begin counts one head's tiles; heads repeat them.
-    row_block = find_last(plan.tile_begin, p.num_row_blocks, static_cast<int>(position / p.kv_heads));
+    row_block = find_last(plan.tile_begin, p.num_row_blocks, position / p.kv_heads);
     tiles = plan.tile_begin[row_block + 1] - plan.tile_begin[row_block];
-    const auto rest = static_cast<int>(position - std::int64_t{plan.tile_begin[row_block]} * p.kv_heads);
+    const int rest = position - plan.tile_begin[row_block] * p.kv_heads;
     head = rest / tiles;
     tile = rest % tiles;
   }
@@ -212,17 +242,12 @@ struct TileCursor {
 
 /// Where the rows of a row block are.
 struct RowBlock {
-  int sequence;
-  int first_token;  ///< of the step
+  int first_token;  ///< of the sequence, in the step
   int first_row;    ///< row / group is the token after first_token
   int num_rows;
 
-  __device__ RowBlock(const AttentionParams& p, const AttentionPlan& plan, int u) {
-    sequence = plan.sequence[u];
-    first_token = p.query_offsets[sequence];
-    first_row = (u + p.first_row_block - plan.row_block_begin[sequence]) * p.rows;
-    num_rows = min(p.rows, (p.query_offsets[sequence + 1] - first_token) * p.group - first_row);
-  }
+  __device__ RowBlock(const AttentionPlan& plan, int u)
+      : first_token(plan.first_token[u]), first_row(plan.first_row[u]), num_rows(plan.num_rows[u]) {}
   __device__ int token(const AttentionParams& p, int row) const {
     return first_token + (first_row + row) / p.group;
   }
@@ -300,50 +325,80 @@ struct Contributions {
   }
 };
 
-/// sums[row] = sum over i of weights[row][i - begin] * out(i, row), added to what is there unless begin is 0,
-/// V elements a thread.
+inline constexpr int kMergeChunk = 64;  ///< contributions whose weights are in shared memory at once
+
+/// to.sums += sum over contributions i in [begin, end) of weights[row][i - begin] * out(i, row), from 0 if
+/// begin is 0. Two vectors V a thread at a time, so that enough loads are in flight.
 template <class V>
-__device__ void merge_rows(const Contributions& from, int begin, int end, const float (*weights)[kWarp],
-                           int num_rows, float* sums, int stride) {
+__device__ void merge_rows(const Contributions& from, int begin, int end, const float (*weights)[kMergeChunk],
+                           int num_rows, const BlockResult& to) {
   constexpr int kWidth = sizeof(V) / sizeof(float);
+  constexpr int kVectors = 2;
   const int columns = from.p.value_dim / kWidth;
-  for (int i = static_cast<int>(threadIdx.x); i < num_rows * columns; i += static_cast<int>(blockDim.x)) {
-    const int row = i / columns;
-    const int column = i % columns * kWidth;
-    float acc[kWidth] = {};
-#pragma unroll 16
-    for (int c = begin; c < end; ++c) {
-      const V part = __ldcg(reinterpret_cast<const V*>(from.out(c, row) + column));
+  const int count = num_rows * columns;
+  const int threads = static_cast<int>(blockDim.x);
+  for (int first = static_cast<int>(threadIdx.x); first < count; first += kVectors * threads) {
+    int row[kVectors];
+    int column[kVectors];
+    float acc[kVectors][kWidth] = {};
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j)
-        acc[j] = fmaf(weights[row][c - begin], reinterpret_cast<const float*>(&part)[j], acc[j]);
+    for (int v = 0; v < kVectors; ++v) {
+      const int i = min(first + v * threads, count - 1);
+      row[v] = i / columns;
+      column[v] = i % columns * kWidth;
+    }
+#pragma unroll 12
+    for (int c = begin; c < end; ++c) {
+      const float* out = from.out(c, 0);
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const V part = __ldcg(reinterpret_cast<const V*>(out + row[v] * from.p.value_dim + column[v]));
+        const float weight = weights[row[v]][c - begin];
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j)
+          acc[v][j] = fmaf(weight, reinterpret_cast<const float*>(&part)[j], acc[v][j]);
+      }
     }
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      float& to = sums[row * stride + column + j];
-      to = begin == 0 ? acc[j] : to + acc[j];
+    for (int v = 0; v < kVectors; ++v) {
+      if (first + v * threads >= count) continue;
+      float* sums = to.sums + row[v] * to.stride + column[v];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) sums[j] = (begin == 0 ? 0.0f : sums[j]) + acc[v][j];
     }
   }
 }
 
 /// Merges all contributions into `to`, of one part, in order; all threads of the block.
 __device__ inline void merge(const Contributions& from, int num_rows, const BlockResult& to) {
-  __shared__ float weights[kMaxRows][kWarp];
+  constexpr int kLanes = kMergeChunk / kWarp;
+  __shared__ float weights[kMaxRows][kMergeChunk];
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int warps = static_cast<int>(blockDim.x) / kWarp;
+#pragma unroll 4
   for (int row = warp; row < num_rows; row += warps) {
-    // Up to a warp of contributions needs one round trip to memory.
-    const bool is_mine = lane < from.count;
-    float m = is_mine ? from.max(lane, row) : -kInfinity;
-    float l = is_mine ? from.sum(lane, row) : 0.0f;
-    float top = m;
-    for (int i = lane + kWarp; i < from.count; i += kWarp) top = fmaxf(top, from.max(i, row));
+    float max[kLanes];
+    float sum[kLanes];
+    float top = -kInfinity;
+#pragma unroll
+    for (int j = 0; j < kLanes; ++j) {
+      const int i = lane + j * kWarp;
+      max[j] = i < from.count ? from.max(i, row) : -kInfinity;
+      sum[j] = i < from.count ? from.sum(i, row) : 0.0f;
+      top = fmaxf(top, max[j]);
+    }
+    for (int i = lane + kMergeChunk; i < from.count; i += kWarp) top = fmaxf(top, from.max(i, row));
     top = warp_max(top);
-    weights[row][lane] = m == -kInfinity ? 0.0f : exp2f(m - top);
-    float all = weights[row][lane] * l;
-    for (int i = lane + kWarp; i < from.count; i += kWarp) {
-      m = from.max(i, row);
+    float all = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kLanes; ++j) {
+      const float weight = max[j] == -kInfinity ? 0.0f : exp2f(max[j] - top);
+      weights[row][lane + j * kWarp] = weight;
+      all = fmaf(weight, sum[j], all);
+    }
+    for (int i = lane + kMergeChunk; i < from.count; i += kWarp) {
+      const float m = from.max(i, row);
       if (m != -kInfinity) all += exp2f(m - top) * from.sum(i, row);
     }
     all = warp_sum(all);
@@ -353,17 +408,19 @@ __device__ inline void merge(const Contributions& from, int num_rows, const Bloc
     }
   }
   __syncthreads();
-  for (int begin = 0; begin < from.count; begin += kWarp) {
-    const int end = min(begin + kWarp, from.count);
+  for (int begin = 0; begin < from.count; begin += kMergeChunk) {
+    const int end = min(begin + kMergeChunk, from.count);
     for (int row = warp; begin > 0 && row < num_rows; row += warps) {
-      const float m = begin + lane < end ? from.max(begin + lane, row) : -kInfinity;
-      weights[row][lane] = m == -kInfinity ? 0.0f : exp2f(m - to.max[row]);
+      for (int i = lane; begin + i < end; i += kWarp) {
+        const float m = from.max(begin + i, row);
+        weights[row][i] = m == -kInfinity ? 0.0f : exp2f(m - to.max[row]);
+      }
     }
     __syncthreads();
     if (from.p.value_dim % 4 == 0) {
-      merge_rows<float4>(from, begin, end, weights, num_rows, to.sums, to.stride);
+      merge_rows<float4>(from, begin, end, weights, num_rows, to);
     } else {
-      merge_rows<float>(from, begin, end, weights, num_rows, to.sums, to.stride);
+      merge_rows<float>(from, begin, end, weights, num_rows, to);
     }
     __syncthreads();
   }
@@ -373,14 +430,13 @@ __device__ inline void merge(const Contributions& from, int num_rows, const Bloc
 /// last of the contributors, merges them. All threads of the block, which see `found` and may overwrite it
 /// afterwards.
 __device__ inline void finish_row_block(const AttentionParams& p, const AttentionPlan& plan, int row_block,
-                                        int head, std::int64_t total, const BlockResult& found) {
+                                        int head, const TileList& list, const BlockResult& found) {
   __shared__ bool is_last;
-  const RowBlock rows(p, plan, row_block);
+  const RowBlock rows(plan, row_block);
   const int tiles = plan.tile_begin[row_block + 1] - plan.tile_begin[row_block];
-  const std::int64_t first =
-      std::int64_t{plan.tile_begin[row_block]} * p.kv_heads + std::int64_t{head} * tiles;
-  const int first_block = block_of(total, first);
-  const Contributions all{p, first_block, block_of(total, first + tiles - 1) - first_block + 1};
+  const int first = plan.tile_begin[row_block] * p.kv_heads + head * tiles;
+  const int first_block = list.block_of(first);
+  const Contributions all{p, first_block, list.block_of(first + tiles - 1) - first_block + 1};
   BlockResult result = found;
   if (all.count > 1) {
     const int thread = static_cast<int>(threadIdx.x);

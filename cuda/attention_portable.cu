@@ -40,9 +40,9 @@ __global__ __launch_bounds__(kThreads) void attend_portable(const AttentionParam
   float* sums = shared + kRows * p.head_dim;  // [kRows][value_dim]
 
   make_plan(p, plan);
-  const std::int64_t total = std::int64_t{plan.tile_begin[p.num_row_blocks]} * p.kv_heads;
-  std::int64_t position = run_begin(total, static_cast<int>(blockIdx.x));
-  const std::int64_t run_end = run_begin(total, static_cast<int>(blockIdx.x) + 1);
+  const TileList list(plan.tile_begin[p.num_row_blocks] * p.kv_heads);
+  int position = list.run_begin(static_cast<int>(blockIdx.x));
+  const int run_end = list.run_begin(static_cast<int>(blockIdx.x) + 1);
   if (position >= run_end) return;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -50,9 +50,8 @@ __global__ __launch_bounds__(kThreads) void attend_portable(const AttentionParam
   at.start(p, plan, position);
 
   while (position < run_end) {
-    const int count =
-        static_cast<int>(min(run_end - position, static_cast<std::int64_t>(at.tiles - at.tile)));
-    const RowBlock rows(p, plan, at.row_block);
+    const int count = min(run_end - position, at.tiles - at.tile);
+    const RowBlock rows(plan, at.row_block);
     const float key_scale = p.scale * (p.k_scale != nullptr ? p.k_scale[at.head] : 1.0f);
     const float value_scale = p.v_scale != nullptr ? p.v_scale[at.head] : 1.0f;
     for (int i = static_cast<int>(threadIdx.x); i < kRows * p.head_dim; i += kThreads) {
@@ -174,7 +173,7 @@ __global__ __launch_bounds__(kThreads) void attend_portable(const AttentionParam
       }
       __syncthreads();
     }
-    finish_row_block(p, plan, at.row_block, at.head, total, {sums, 1, 0, p.value_dim, block_max, block_sum});
+    finish_row_block(p, plan, at.row_block, at.head, list, {sums, 1, 0, p.value_dim, block_max, block_sum});
     position += count;
     at.advance(p, plan, count);
   }

@@ -99,9 +99,10 @@ template <class T, int kDim, int kRowTiles, int kWarps, int kStages>
 struct Tensor {
   static constexpr int kThreads = kWarps * kWarp;
   static constexpr int kRows = kRowTiles * kRowSlots;
-  static constexpr int kQueryStride = kDim + 8;               // elements: rows 16 bytes apart in the banks
-  static constexpr int kSumStride = kDim + 4;                 // f32: likewise
-  static constexpr int kParts = kRowTiles == 1 ? kWarps : 1;  // arrays that the warps leave their sums in
+  static constexpr int kQueryStride = kDim + 8;  // elements: rows 16 bytes apart in the banks
+  static constexpr int kSumStride = kDim + 4;    // f32: likewise
+  static constexpr int kParts =
+      kRowTiles == 1 && kDim <= 128 ? 2 : 1;  // arrays that the warps leave their sums in
   static constexpr int kTileBytes = kTileTokens * kDim * 2;
   static constexpr int kStageBytes = 2 * kTileBytes;
 
@@ -122,15 +123,14 @@ struct Tensor {
     const AttentionParams& p;
     const AttentionPlan& plan;
     TileCursor at;
-    std::int64_t next;  // position in the list
-    std::int64_t end;
+    int next;  // position in the list
+    int end;
     int tokens = 0;     // of the tile at `next`
     int run_begin = 0;  // this lane's part of it: rows that lie in one page
     int run_tokens = 0;
     std::int64_t offset = 0;  // of the run's first row, in the pages of K or V
 
-    __device__ Producer(const AttentionParams& params, const AttentionPlan& the_plan, std::int64_t first,
-                        std::int64_t last)
+    __device__ Producer(const AttentionParams& params, const AttentionPlan& the_plan, int first, int last)
         : p(params), plan(the_plan), next(first), end(last) {
       if (next < end) {
         at.start(p, plan, next);
@@ -188,9 +188,9 @@ struct Tensor {
 #endif
     }
     make_plan(p, s.plan);
-    const std::int64_t total = std::int64_t{s.plan.tile_begin[p.num_row_blocks]} * p.kv_heads;
-    std::int64_t position = run_begin(total, static_cast<int>(blockIdx.x));
-    const std::int64_t end = run_begin(total, static_cast<int>(blockIdx.x) + 1);
+    const TileList list(s.plan.tile_begin[p.num_row_blocks] * p.kv_heads);
+    int position = list.run_begin(static_cast<int>(blockIdx.x));
+    const int end = list.run_begin(static_cast<int>(blockIdx.x) + 1);
     if (position >= end) return;
 
     const auto stage_at = static_cast<unsigned>(__cvta_generic_to_shared(s.stages[warp]));
@@ -202,12 +202,12 @@ struct Tensor {
 
     TileCursor at;
     at.start(p, s.plan, position);
-    std::int64_t mine = position + warp;  // this warp's next tile
+    int mine = position + warp;  // this warp's next tile
     int stage = 0;
     unsigned parity = 0;
     while (position < end) {
-      const int count = static_cast<int>(min(end - position, static_cast<std::int64_t>(at.tiles - at.tile)));
-      const RowBlock rows(p, s.plan, at.row_block);
+      const int count = min(end - position, at.tiles - at.tile);
+      const RowBlock rows(s.plan, at.row_block);
       load_queries(p, rows, at.head, s.queries);
       int low[kRowTiles][2];  // local tokens that this lane's rows see
       int high[kRowTiles][2];
@@ -244,7 +244,7 @@ struct Tensor {
       }
       const int first_token = (s.plan.first_tile[at.row_block] + at.tile) * kTileTokens;
       for (; mine < position + count; mine += kWarps) {
-        const int token = first_token + static_cast<int>(mine - position) * kTileTokens;
+        const int token = first_token + (mine - position) * kTileTokens;
         std::byte* tile = s.stages[warp][stage];
         const unsigned barrier = barrier_at + static_cast<unsigned>(stage * 8);
         barrier_wait(barrier, parity);
@@ -260,7 +260,7 @@ struct Tensor {
         }
       }
       gather(s, rows.num_rows, acc, max, sum);
-      finish_row_block(p, s.plan, at.row_block, at.head, total,
+      finish_row_block(p, s.plan, at.row_block, at.head, list,
                        {s.sums, kParts, kRows * kSumStride, kSumStride, s.max, s.sum});
       position += count;
       at.advance(p, s.plan, count);
@@ -558,7 +558,9 @@ template <class T, int kDim, int kRowTiles, int kWarps, int kStages>
 void launch(const AttentionParams& p, int blocks, StreamHandle stream) {
   using Kernel = Tensor<T, kDim, kRowTiles, kWarps, kStages>;
   constexpr int kBytes = static_cast<int>(sizeof(typename Kernel::Shared));
-  static_assert(kBlocksPerSm * (kBytes + 1024) <= 228 * 1024);
+  constexpr int kOther =
+      static_cast<int>(sizeof(float)) * kMaxRows * kMergeChunk + 1024 + 64;  // static, and the system's
+  static_assert(kBlocksPerSm * (kBytes + kOther) <= 228 * 1024);
   const auto kernel = attend_tensor<T, kDim, kRowTiles, kWarps, kStages>;
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   kernel<<<blocks, Kernel::kThreads, kBytes, stream>>>(p);
