@@ -610,19 +610,20 @@ struct RankResult {
 };
 
 /// Makes a rank's backend of its communicators: `stage` by stage_rank, its KVP group split off.
-template <Backend B>
-B make_backend(const Topology& topo, cpu::LocalComm stage) {
+template <Backend B, Communicator Comm>
+B make_backend(const Topology& topo, Comm stage) {
   const RankCoordinates at = topo.stage_coordinates(stage.rank());
-  cpu::LocalComm kvp = stage.split(at.tpa_rank, at.kvp_rank);
+  Comm kvp = stage.split(at.tpa_rank, at.kvp_rank);
   return B(std::move(stage), std::move(kvp));
 }
 
-/// The script on a thread a rank. @throws with every rank's message if any fails.
-template <Backend B = cpu::Backend<cpu::LocalComm>>
+/// The script on a thread a rank, which has a communicator of LocalComm's kind. @throws with every rank's
+/// message if any fails.
+template <Backend B = cpu::Backend<cpu::LocalComm>, Communicator LocalComm = cpu::LocalComm>
 std::vector<RankResult> run_script(const Topology& topo, const oracle::Layer& layer, const Script& script,
                                    const LayerRunOptions& options) {
   std::vector<RankResult> results(static_cast<std::size_t>(topo.stage_size()));
-  run_ranks_or_throw(topo.stage_size(), [&](cpu::LocalComm& comm) {
+  run_ranks_or_throw(LocalComm::create_group(topo.stage_size()), [&](LocalComm& comm) {
     B backend = make_backend<B>(topo, comm);
     LayerRank<B> rank(backend, topo, layer, script, options);
     RankResult& result = results[static_cast<std::size_t>(comm.rank())];
