@@ -365,23 +365,31 @@ class World {
     std::vector<double> expected;
     std::vector<double> merged(at(c.dv), 0.0);
     double total = 0.0;
+    double rounded = 0.0;  // norms that the ranks' roundings are relative to
+    // A row of few elements may cancel to almost nothing.
+    const double least_scale = 0.01 * std::sqrt(static_cast<double>(c.dv));
     for (std::int64_t rank = 0; rank < c.kvp; ++rank) {
       if (only_rank >= 0 && rank != only_rank) continue;
       const Result& result = results[only_rank >= 0 ? 0 : at(rank)];
       const double expected_lse = expect(rank, expected);
       const std::vector<double> out = out_row(result, token * heads() + head);
       const double lse = lse_of(result, token, head);
-      const std::string text = mismatch(out, lse, expected, expected_lse);
+      const std::string text = mismatch(out, lse, expected, expected_lse, least_scale);
       if (!text.empty()) return describe(token, head, rank) + text;
       const double weight = std::exp(lse);
       total += weight;
       for (std::size_t i = 0; i < merged.size(); ++i) merged[i] += weight * out[i];
+      rounded += weight * norm(out);
     }
     if (c.kvp == 1 || only_rank >= 0 || total == 0.0) return "";
     for (double& x : merged) x /= total;
     const double expected_lse = expect(-1, expected);
-    const std::string text = mismatch(merged, std::log(total), expected, expected_lse);
+    const std::string text = mismatch(merged, std::log(total), expected, expected_lse, rounded / total);
     return text.empty() ? "" : describe(token, head, -1) + text;
+  }
+
+  static double norm(const std::vector<double>& values) {
+    return std::sqrt(std::inner_product(values.begin(), values.end(), values.begin(), 0.0));
   }
 
   std::string describe(std::int64_t token, std::int64_t head, std::int64_t rank) const {
@@ -391,23 +399,18 @@ class World {
     return text.str();
   }
 
+  /// `scale`: the least that the error is measured by.
   static std::string mismatch(const std::vector<double>& out, double lse, const std::vector<double>& expected,
-                              double expected_lse) {
+                              double expected_lse, double scale) {
     std::ostringstream text;
     const double allowed = kLseTolerance<T> * (sizeof(T) == 2 ? 1.0 : std::max(1.0, std::abs(expected_lse)));
     const bool is_empty = expected_lse == -kInfinity;
     if (is_empty ? lse != expected_lse : !(std::abs(lse - expected_lse) <= allowed))
       text << "lse is " << lse << ", expected " << expected_lse << ". ";
-    double squares = 0.0;
-    double errors = 0.0;
-    for (std::size_t i = 0; i < expected.size(); ++i) {
-      squares += expected[i] * expected[i];
-      errors += (out[i] - expected[i]) * (out[i] - expected[i]);
-    }
-    // A short row of a long sequence may cancel to almost nothing: what f32 owes is relative to its terms.
-    const double scale = std::max(std::sqrt(squares), 0.01 * std::sqrt(static_cast<double>(expected.size())));
-    if (!(std::sqrt(errors) <= kOutTolerance<T> * scale)) {
-      text << "out differs by " << std::sqrt(errors) << " from one of norm " << std::sqrt(squares)
+    std::vector<double> errors(out);
+    for (std::size_t i = 0; i < errors.size(); ++i) errors[i] -= expected[i];
+    if (!(norm(errors) <= kOutTolerance<T> * std::max(scale, norm(expected)))) {
+      text << "out differs by " << norm(errors) << " from one of norm " << norm(expected)
            << ", first elements " << out[0] << " and " << expected[0];
     }
     return text.str();
