@@ -1,19 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-# Sets HELIX_HAS_CUDA and makes the CUDA language ready: HELIX_CUDA=AUTO takes what the machine has, ON fails without it. NCCL is
-# part of it.
+# Sets HELIX_HAS_CUDA and makes the CUDA language ready: HELIX_CUDA=AUTO takes what the machine has, ON fails without it. NCCL and
+# cuBLASLt are part of it.
+set(HELIX_CUDA_MIN_VERSION 12.8)
+set(HELIX_NCCL_MIN_VERSION 2.19)
 set(HELIX_HAS_CUDA OFF)
 if(HELIX_CUDA)
   include(CheckLanguage)
   check_language(CUDA)
-  find_package(NCCL 2.19 QUIET)
-  if(CMAKE_CUDA_COMPILER AND NCCL_FOUND)
+  set(nvcc_version "")
+  if(CMAKE_CUDA_COMPILER)
+    # Asked before the language is enabled: an nvcc that is too old does not know the architectures and would end the configuration.
+    execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --version OUTPUT_VARIABLE nvcc_version ERROR_QUIET)
+    string(REGEX MATCH "release ([0-9]+\\.[0-9]+)" nvcc_version "${nvcc_version}")
+    set(nvcc_version "${CMAKE_MATCH_1}")
+  endif()
+  find_package(NCCL ${HELIX_NCCL_MIN_VERSION} QUIET)  # looks for the toolkit, too
+  if(NOT CMAKE_CUDA_COMPILER)
+    set(missing "there is no CUDA compiler; set CMAKE_CUDA_COMPILER")
+  elseif(NOT nvcc_version VERSION_GREATER_EQUAL HELIX_CUDA_MIN_VERSION)
+    set(missing "${CMAKE_CUDA_COMPILER} is no nvcc from ${HELIX_CUDA_MIN_VERSION} on (found \"${nvcc_version}\"); set CMAKE_CUDA_COMPILER")
+  elseif(NOT TARGET CUDA::cudart_static OR NOT TARGET CUDA::cublasLt)
+    set(missing "the CUDA toolkit has no static runtime or no cuBLASLt; set CUDAToolkit_ROOT")
+  elseif(NOT NCCL_FOUND)
+    set(missing "there is no NCCL from ${HELIX_NCCL_MIN_VERSION} on (${NCCL_LIBRARY}, version \"${NCCL_VERSION}\"); set NCCL_ROOT")
+  else()
     set(HELIX_HAS_CUDA ON)
-  elseif(NOT HELIX_CUDA STREQUAL "AUTO")
-    message(FATAL_ERROR "HELIX_CUDA is ${HELIX_CUDA}, but there is no CUDA compiler (${CMAKE_CUDA_COMPILER}) or no NCCL (${NCCL_LIBRARY}); set "
-                        "CMAKE_CUDA_COMPILER and NCCL_ROOT, or HELIX_CUDA=OFF")
+  endif()
+  if(NOT HELIX_HAS_CUDA AND NOT HELIX_CUDA STREQUAL "AUTO")
+    message(FATAL_ERROR "HELIX_CUDA is ${HELIX_CUDA}, but ${missing}, or HELIX_CUDA=OFF")
   endif()
 endif()
-message(STATUS "helix: CUDA ${HELIX_HAS_CUDA} (HELIX_CUDA=${HELIX_CUDA})")
+if(HELIX_CUDA AND NOT HELIX_HAS_CUDA)
+  message(STATUS "helix: CUDA OFF (HELIX_CUDA=AUTO): ${missing}")
+else()
+  message(STATUS "helix: CUDA ${HELIX_HAS_CUDA} (HELIX_CUDA=${HELIX_CUDA})")
+endif()
 
 if(HELIX_HAS_CUDA)
   # Hopper's own code, and PTX that newer and older GPUs from compute capability 8.0 on compile when they load it.
@@ -23,7 +44,7 @@ if(HELIX_HAS_CUDA)
   # A static runtime needs no CUDA at run time: a machine without a driver uses the CPU.
   set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
   enable_language(CUDA)
-  find_package(CUDAToolkit 12.8 REQUIRED)
+  find_package(CUDAToolkit ${HELIX_CUDA_MIN_VERSION} REQUIRED)
   # CMake before 3.25.2 does not know that nvcc 13 speaks C++20.
   if(NOT DEFINED CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
     set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")

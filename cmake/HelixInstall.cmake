@@ -13,6 +13,13 @@ if(TARGET helix_mpi)
   install(EXPORT helix-mpi-targets NAMESPACE helix:: DESTINATION "${HELIX_CMAKE_DIR}" COMPONENT helix)
 endif()
 
+# Likewise without CUDA. NCCL has no package of its own, so how it is found is installed beside the export.
+if(TARGET helix_cuda)
+  install(TARGETS helix_cuda EXPORT helix-cuda-targets ARCHIVE COMPONENT helix FILE_SET HEADERS COMPONENT helix)
+  install(EXPORT helix-cuda-targets NAMESPACE helix:: DESTINATION "${HELIX_CMAKE_DIR}" COMPONENT helix)
+  install(FILES "${PROJECT_SOURCE_DIR}/cmake/FindNCCL.cmake" DESTINATION "${HELIX_CMAKE_DIR}" COMPONENT helix)
+endif()
+
 configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/helix-config.cmake.in" "${PROJECT_BINARY_DIR}/helix-config.cmake"
                               INSTALL_DESTINATION "${HELIX_CMAKE_DIR}" NO_SET_AND_CHECK_MACRO)
 # Before 1.0 a minor version may break the interface.

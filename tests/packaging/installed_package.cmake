@@ -12,10 +12,14 @@ file(GLOB_RECURSE installed_headers RELATIVE "${work}/moved/include" "${work}/mo
 if(NOT MPI_BUILT)
   list(REMOVE_ITEM public_headers helix/cpu/mpi_comm.hpp)
 endif()
+if(NOT CUDA_BUILT)
+  list(FILTER public_headers EXCLUDE REGEX "^helix/cuda/")
+endif()
 set(not_installed ${public_headers})
 list(REMOVE_ITEM not_installed ${installed_headers})
 if(not_installed)
-  message(FATAL_ERROR "public headers that are not installed; add them to a file set in src/CMakeLists.txt: ${not_installed}")
+  message(FATAL_ERROR "public headers that are not installed; add them to a file set in src/ or cuda/CMakeLists.txt: "
+                      "${not_installed}")
 endif()
 
 helix_build_consumer("${SOURCE_DIR}/examples/consumer" "${work}/consumer" -DCMAKE_BUILD_TYPE=Debug
@@ -23,4 +27,8 @@ helix_build_consumer("${SOURCE_DIR}/examples/consumer" "${work}/consumer" -DCMAK
 helix_run("${work}/consumer/consumer")
 message("${output}")
 helix_build_consumer("${CMAKE_CURRENT_LIST_DIR}/components" "${work}/components" "-DCMAKE_PREFIX_PATH=${work}/moved"
-                     "-DEXPECT_MPI=${MPI_BUILT}")
+                     "-DEXPECT_CUDA=${CUDA_BUILT}" "-DEXPECT_MPI=${MPI_BUILT}")
+if(CUDA_BUILT)
+  helix_run("${work}/components/components_cuda")
+  message("${output}")
+endif()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Holds every C++ source to .clang-format, with the version that the sources were formatted with.
+# Holds every C++ and CUDA source to .clang-format, with the version that the sources were formatted with.
 set(version 14)  # others lay out some constructs differently
 find_program(clang_format NAMES clang-format-${version} clang-format)
 if(NOT clang_format)
@@ -14,7 +14,8 @@ endif()
 
 set(sources "")
 foreach(folder IN ITEMS include src cuda examples tests bench)
-  file(GLOB_RECURSE found_sources "${SOURCE_DIR}/${folder}/*.hpp" "${SOURCE_DIR}/${folder}/*.cpp")
+  file(GLOB_RECURSE found_sources "${SOURCE_DIR}/${folder}/*.hpp" "${SOURCE_DIR}/${folder}/*.cpp"
+                                  "${SOURCE_DIR}/${folder}/*.cu" "${SOURCE_DIR}/${folder}/*.cuh")
   list(APPEND sources ${found_sources})
 endforeach()
 execute_process(COMMAND "${clang_format}" --dry-run -Werror ${sources} WORKING_DIRECTORY "${SOURCE_DIR}"
