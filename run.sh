@@ -6,9 +6,11 @@ set -euo pipefail
 usage() {
   cat <<'TEXT'
 usage: ./run.sh                     decode with both bundled checkpoints, on one rank and on several, and compare
-       ./run.sh decode ARGUMENTS    helix-decode; ARGUMENTS as in ./run.sh decode --help, paths relative to where you are
+       ./run.sh decode ARGUMENTS    helix-decode; ARGUMENTS as in ./run.sh decode --help, paths relative to where you are;
+                                    --device cuda decodes on GPUs, if there was a CUDA compiler to build with
        ./run.sh bench [FILTER ...]  helix-bench; FILTER is a regular expression on benchmark names
-Missing packages are installed first (apt-get; sudo only where needed). CXX, CXXFLAGS and CMAKE_PREFIX_PATH are honoured.
+Missing packages are installed first (apt-get; sudo only where needed). CUDA is not installed, but used where nvcc and
+NCCL are found. CXX, CXXFLAGS, CUDACXX and CMAKE_PREFIX_PATH are honoured.
 TEXT
 }
 
@@ -20,7 +22,11 @@ build_target() {
   "$root/cmake/install_packages.sh"
   if [[ ! -f "$build/build.ninja" || "$root/CMakePresets.json" -nt "$build/build.ninja" ]]; then
     local launcher=()
-    command -v ccache >/dev/null && launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+    if command -v ccache >/dev/null; then
+      launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+      # Not an option, which CMake would call unused on a machine without CUDA.
+      export CMAKE_CUDA_COMPILER_LAUNCHER="${CMAKE_CUDA_COMPILER_LAUNCHER:-ccache}"
+    fi
     cmake -S "$root" --preset cpu "${launcher[@]}" >&2
   fi
   # Standard output belongs to the program that is built here.

@@ -10,7 +10,10 @@ usage: ./test.sh [OPTION ...] [-- CTEST_ARGUMENTS]
   --quick          only the tests labelled quick
   --sanitize NAME  asan (with ubsan), ubsan or tsan: the quick tests, built with that sanitizer
   --no-mpi         as on a machine without MPI
-Missing packages are installed first (apt-get; sudo only where needed). CXX, CXXFLAGS and CMAKE_PREFIX_PATH are honoured.
+  --no-cuda        as on a machine without CUDA
+Missing packages are installed first (apt-get; sudo only where needed). CUDA is not installed, but used where nvcc and
+NCCL are found; tests that need more GPUs than there are count as skipped. CXX, CXXFLAGS, CUDACXX and CMAKE_PREFIX_PATH
+are honoured.
 The last line counts the tests: "N passed, N failed, N skipped".
 TEXT
 }
@@ -19,7 +22,8 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 preset=cpu
 labels=(-LE '^full$')
 target=all
-cmake_options=()
+without_mpi=false
+without_cuda=false
 while [[ $# -gt 0 ]]; do
   case "$1" in
     --full) labels=() ;;
@@ -32,7 +36,8 @@ while [[ $# -gt 0 ]]; do
       labels=(-L '^quick$') target=quick_tests
       shift
       ;;
-    --no-mpi) cmake_options+=(-DHELIX_MPI=OFF) ;;
+    --no-mpi) without_mpi=true ;;
+    --no-cuda) without_cuda=true ;;
     --) shift; break ;;
     -h | --help) usage; exit 0 ;;
     *) usage >&2; exit 2 ;;
@@ -42,14 +47,23 @@ done
 
 build="$root/build/$preset"
 [[ "$preset" == cpu ]] && build="$root/build/release"
-if [[ ${#cmake_options[@]} -gt 0 ]]; then
+cmake_options=()
+if $without_mpi; then
   build+="-no-mpi"
+  cmake_options+=(-DHELIX_MPI=OFF)
   "$root/cmake/install_packages.sh"
 else
   "$root/cmake/install_packages.sh" --tests
 fi
-
-command -v ccache >/dev/null && cmake_options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+if $without_cuda; then
+  build+="-no-cuda"
+  cmake_options+=(-DHELIX_CUDA=OFF)
+fi
+if command -v ccache >/dev/null; then
+  cmake_options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+  # Not an option, which CMake would call unused in a build without CUDA.
+  export CMAKE_CUDA_COMPILER_LAUNCHER="${CMAKE_CUDA_COMPILER_LAUNCHER:-ccache}"
+fi
 cmake -S "$root" -B "$build" --preset "$preset" "${cmake_options[@]}"
 cmake --build "$build" --target "$target"
 
