@@ -84,14 +84,17 @@ __device__ inline TokenRange visible(const AttentionParams& p, std::int64_t posi
 
 /// The schedule, in shared memory.
 struct AttentionPlan {
+  /// First token of the first tile; tiles lie at multiples of kTileTokens.
+  __device__ int first_token_of_tiles(int u) const { return begin_token[u] / kTileTokens * kTileTokens; }
+
   int row_block_begin[kMaxSequences + 1];  ///< of each sequence
   int tile_begin[kMaxRowBlocks + 1];       ///< tiles of one KV head before each row block
   int first_token[kMaxRowBlocks];          ///< of the row block's sequence, in the step
   int first_row[kMaxRowBlocks];
   int num_rows[kMaxRowBlocks];
   int slot[kMaxRowBlocks];
-  int first_tile[kMaxRowBlocks];  ///< local token / kTileTokens where its keys begin
-  int end_token[kMaxRowBlocks];   ///< local token where they end
+  int begin_token[kMaxRowBlocks];  ///< local token where its keys begin
+  int end_token[kMaxRowBlocks];    ///< and where they end
 };
 
 /// Exclusive sums in place over x[0, n], x[n] the total, by the first warp.
@@ -175,7 +178,7 @@ __device__ inline void make_plan(const AttentionParams& p, AttentionPlan& plan) 
     plan.first_row[u] = row;
     plan.num_rows[u] = last_row + 1 - row;
     plan.slot[u] = p.slots[b];
-    plan.first_tile[u] = first;
+    plan.begin_token[u] = end > 0 ? static_cast<int>(begin) : 0;
     plan.end_token[u] = static_cast<int>(end);
     // A row block that sees nothing has a tile of no tokens, so that somebody writes its zeros.
     plan.tile_begin[u] = max(1, static_cast<int>((end + kTileTokens - 1) / kTileTokens) - first);
@@ -325,102 +328,116 @@ struct Contributions {
   }
 };
 
-inline constexpr int kMergeChunk = 64;  ///< contributions whose weights are in shared memory at once
+inline constexpr int kMergeChunk = 40;  ///< contributions that are merged at once: most row blocks have fewer
 
-/// to.sums += sum over contributions i in [begin, end) of weights[row][i - begin] * out(i, row), from 0 if
-/// begin is 0. Two vectors V a thread at a time, so that enough loads are in flight.
+/// What a merge keeps in shared memory.
+struct MergeScratch {
+  float weights[kMaxRows][kMergeChunk];  ///< of the chunk; before that the contributions' max
+  float sums[kMaxRows][kMergeChunk];
+  float shrink[kMaxRows];  ///< of what earlier chunks added up
+};
+
+/// to.sums = to.sums * shrink + sum over the chunk of weights[row][c] * out(begin + c, row), two vectors V a
+/// thread at a time, and a dozen contributions: enough loads in flight for three round trips to memory in
+/// all.
 template <class V>
-__device__ void merge_rows(const Contributions& from, int begin, int end, const float (*weights)[kMergeChunk],
+__device__ void merge_rows(const Contributions& from, int begin, int count, const MergeScratch& scratch,
                            int num_rows, const BlockResult& to) {
   constexpr int kWidth = sizeof(V) / sizeof(float);
   constexpr int kVectors = 2;
+  constexpr int kBatch = 12;
   const int columns = from.p.value_dim / kWidth;
-  const int count = num_rows * columns;
+  const int total = num_rows * columns;
   const int threads = static_cast<int>(blockDim.x);
-  for (int first = static_cast<int>(threadIdx.x); first < count; first += kVectors * threads) {
+#pragma unroll 1
+  for (int first = static_cast<int>(threadIdx.x); first < total; first += kVectors * threads) {
     int row[kVectors];
-    int column[kVectors];
+    int offset[kVectors];
     float acc[kVectors][kWidth] = {};
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      const int i = min(first + v * threads, count - 1);
+      const int i = min(first + v * threads, total - 1);
       row[v] = i / columns;
-      column[v] = i % columns * kWidth;
+      offset[v] = i % columns * kWidth;
     }
-#pragma unroll 12
-    for (int c = begin; c < end; ++c) {
-      const float* out = from.out(c, 0);
+#pragma unroll 1
+    for (int c = 0; c < count; c += kBatch) {
+      V parts[kBatch][kVectors];
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const V part = __ldcg(reinterpret_cast<const V*>(out + row[v] * from.p.value_dim + column[v]));
-        const float weight = weights[row[v]][c - begin];
+      for (int k = 0; k < kBatch; ++k) {
+        const float* out = from.out(begin + min(c + k, count - 1), 0);
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j)
-          acc[v][j] = fmaf(weight, reinterpret_cast<const float*>(&part)[j], acc[v][j]);
+        for (int v = 0; v < kVectors; ++v)
+          parts[k][v] = __ldcg(reinterpret_cast<const V*>(out + row[v] * from.p.value_dim + offset[v]));
+      }
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          const float weight = c + k < count ? scratch.weights[row[v]][c + k] : 0.0f;
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j)
+            acc[v][j] = fmaf(weight, reinterpret_cast<const float*>(&parts[k][v])[j], acc[v][j]);
+        }
       }
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (first + v * threads >= count) continue;
-      float* sums = to.sums + row[v] * to.stride + column[v];
+      if (first + v * threads >= total) continue;
+      float* sums = to.sums + row[v] * to.stride + offset[v];
+      const float shrink = scratch.shrink[row[v]];
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) sums[j] = (begin == 0 ? 0.0f : sums[j]) + acc[v][j];
+      for (int j = 0; j < kWidth; ++j) sums[j] = (begin == 0 ? 0.0f : sums[j] * shrink) + acc[v][j];
     }
   }
 }
 
 /// Merges all contributions into `to`, of one part, in order; all threads of the block.
 __device__ inline void merge(const Contributions& from, int num_rows, const BlockResult& to) {
-  constexpr int kLanes = kMergeChunk / kWarp;
-  __shared__ float weights[kMaxRows][kMergeChunk];
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int warps = static_cast<int>(blockDim.x) / kWarp;
-#pragma unroll 4
-  for (int row = warp; row < num_rows; row += warps) {
-    float max[kLanes];
-    float sum[kLanes];
-    float top = -kInfinity;
-#pragma unroll
-    for (int j = 0; j < kLanes; ++j) {
-      const int i = lane + j * kWarp;
-      max[j] = i < from.count ? from.max(i, row) : -kInfinity;
-      sum[j] = i < from.count ? from.sum(i, row) : 0.0f;
-      top = fmaxf(top, max[j]);
-    }
-    for (int i = lane + kMergeChunk; i < from.count; i += kWarp) top = fmaxf(top, from.max(i, row));
-    top = warp_max(top);
-    float all = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kLanes; ++j) {
-      const float weight = max[j] == -kInfinity ? 0.0f : exp2f(max[j] - top);
-      weights[row][lane + j * kWarp] = weight;
-      all = fmaf(weight, sum[j], all);
-    }
-    for (int i = lane + kMergeChunk; i < from.count; i += kWarp) {
-      const float m = from.max(i, row);
-      if (m != -kInfinity) all += exp2f(m - top) * from.sum(i, row);
-    }
-    all = warp_sum(all);
-    if (lane == 0) {
-      to.max[row] = top;
-      to.sum[row] = all;
-    }
+  __shared__ MergeScratch scratch;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int threads = static_cast<int>(blockDim.x);
+  for (int row = thread; row < num_rows; row += threads) {
+    to.max[row] = -kInfinity;
+    to.sum[row] = 0.0f;
   }
-  __syncthreads();
+#pragma unroll 1
   for (int begin = 0; begin < from.count; begin += kMergeChunk) {
-    const int end = min(begin + kMergeChunk, from.count);
-    for (int row = warp; begin > 0 && row < num_rows; row += warps) {
-      for (int i = lane; begin + i < end; i += kWarp) {
-        const float m = from.max(begin + i, row);
-        weights[row][i] = m == -kInfinity ? 0.0f : exp2f(m - to.max[row]);
+    const int count = min(kMergeChunk, from.count - begin);
+#pragma unroll 4
+    for (int i = thread; i < num_rows * count; i += threads) {
+      const int row = i / count;
+      const int c = i % count;
+      scratch.weights[row][c] = from.max(begin + c, row);
+      scratch.sums[row][c] = from.sum(begin + c, row);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int row = thread / kWarp; row < num_rows; row += threads / kWarp) {
+      const int lane = thread % kWarp;
+      const float before = to.max[row];
+      float top = before;
+      for (int c = lane; c < count; c += kWarp) top = fmaxf(top, scratch.weights[row][c]);
+      top = warp_max(top);
+      const float pivot = top == -kInfinity ? 0.0f : top;
+      float sum = 0.0f;
+      for (int c = lane; c < count; c += kWarp) {
+        const float weight = exp2f(scratch.weights[row][c] - pivot);
+        scratch.weights[row][c] = weight;
+        sum = fmaf(weight, scratch.sums[row][c], sum);
+      }
+      sum = warp_sum(sum);
+      if (lane == 0) {
+        scratch.shrink[row] = exp2f(before - pivot);
+        to.max[row] = top;
+        to.sum[row] = fmaf(to.sum[row], scratch.shrink[row], sum);
       }
     }
     __syncthreads();
     if (from.p.value_dim % 4 == 0) {
-      merge_rows<float4>(from, begin, end, weights, num_rows, to);
+      merge_rows<float4>(from, begin, count, scratch, num_rows, to);
     } else {
-      merge_rows<float>(from, begin, end, weights, num_rows, to);
+      merge_rows<float>(from, begin, count, scratch, num_rows, to);
     }
     __syncthreads();
   }

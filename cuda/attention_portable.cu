@@ -85,8 +85,9 @@ __global__ __launch_bounds__(kThreads) void attend_portable(const AttentionParam
       for (int e = 0; e < kPerLane; ++e) acc[r][e] = 0.0f;
     }
     const std::int32_t* pages = p.page_table + plan.slot[at.row_block] * p.max_pages;
-    const int first = (plan.first_tile[at.row_block] + at.tile) * kTileTokens;
-    const int last = min(first + count * kTileTokens, plan.end_token[at.row_block]);
+    const int begin = plan.first_token_of_tiles(at.row_block) + at.tile * kTileTokens;
+    const int first = ::max(begin, plan.begin_token[at.row_block]);
+    const int last = ::min(begin + count * kTileTokens, plan.end_token[at.row_block]);
     for (int token = first + warp; token < last; token += kWarps) {
       const std::int64_t offset = pages[token / p.page_tokens] * p.page_bytes + at.head * p.head_bytes +
                                   token % p.page_tokens * p.row_bytes;

@@ -19,13 +19,17 @@ namespace {
 
 constexpr int kRowSlots = 16;  ///< rows of a matrix instruction
 
-/// A bulk copy of `bytes` (a multiple of 16) into shared memory, counted by `barrier`.
+/// A bulk copy of `bytes` (a multiple of 16) into shared memory, counted by `barrier`. What it reads is read
+/// once: it leaves the L2 cache first, and code, queries and page tables stay.
 [[maybe_unused]] __device__ __forceinline__ void copy_bulk(unsigned to, const void* from, unsigned bytes,
                                                            unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
+  std::uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier)
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+      "[%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 #endif
 }
@@ -141,8 +145,9 @@ struct Tensor {
     /// Starts to read the page of this lane's run, which issue() needs.
     __device__ void look_up() {
       const int lane = static_cast<int>(threadIdx.x) % kWarp;
-      const int first = (plan.first_tile[at.row_block] + at.tile) * kTileTokens;
-      const int last = min(first + kTileTokens, plan.end_token[at.row_block]);
+      const int tile = plan.first_token_of_tiles(at.row_block) + at.tile * kTileTokens;
+      const int first = max(tile, plan.begin_token[at.row_block]);
+      const int last = min(tile + kTileTokens, plan.end_token[at.row_block]);
       tokens = max(0, last - first);
       const int page = first / p.page_tokens + lane;
       run_begin = max(first, page * p.page_tokens);
@@ -153,7 +158,7 @@ struct Tensor {
         offset = p.page_table[plan.slot[at.row_block] * p.max_pages + page] * p.page_bytes +
                  at.head * p.head_bytes + (run_begin - page * p.page_tokens) * p.row_bytes;
       }
-      run_begin -= first;
+      run_begin -= tile;
     }
 
     __device__ void issue(unsigned stage, unsigned barrier) {
@@ -196,15 +201,12 @@ struct Tensor {
     const auto stage_at = static_cast<unsigned>(__cvta_generic_to_shared(s.stages[warp]));
     const auto barrier_at = static_cast<unsigned>(__cvta_generic_to_shared(s.barriers[warp]));
     Producer producer(p, s.plan, position + warp, end);
-    for (int stage = 0; stage < kStages; ++stage)
-      producer.issue(stage_at + static_cast<unsigned>(stage * kStageBytes),
-                     barrier_at + static_cast<unsigned>(stage * 8));
-
     TileCursor at;
     at.start(p, s.plan, position);
     int mine = position + warp;  // this warp's next tile
     int stage = 0;
     unsigned parity = 0;
+    bool has_started = false;
     while (position < end) {
       const int count = min(end - position, at.tiles - at.tile);
       const RowBlock rows(s.plan, at.row_block);
@@ -227,6 +229,11 @@ struct Tensor {
           }
         }
       }
+      // Behind the copies of all blocks the queries would wait for microseconds, so they come first.
+      for (int i = 0; i < kStages && !has_started; ++i)
+        producer.issue(stage_at + static_cast<unsigned>(i * kStageBytes),
+                       barrier_at + static_cast<unsigned>(i * 8));
+      has_started = true;
       __syncthreads();
 
       float acc[kRowTiles][kDim / 8][4];
@@ -242,16 +249,18 @@ struct Tensor {
         max[m][0] = max[m][1] = -kInfinity;
         sum[m][0] = sum[m][1] = 0.0f;
       }
-      const int first_token = (s.plan.first_tile[at.row_block] + at.tile) * kTileTokens;
+      const int first_token = s.plan.first_token_of_tiles(at.row_block) + at.tile * kTileTokens;
       for (; mine < position + count; mine += kWarps) {
         const int token = first_token + (mine - position) * kTileTokens;
         std::byte* tile = s.stages[warp][stage];
         const unsigned barrier = barrier_at + static_cast<unsigned>(stage * 8);
         barrier_wait(barrier, parity);
-        const int tokens = s.plan.end_token[at.row_block] - token;
-        if (tokens < kTileTokens) clear_values(tile, ::max(tokens, 0));
+        const int first = ::max(0, s.plan.begin_token[at.row_block] - token);
+        const int last = ::max(0, s.plan.end_token[at.row_block] - token);
+        const bool is_whole = first == 0 && last >= kTileTokens;
+        if (!is_whole) clear_values(tile, first, last);
         multiply_tile(p, s.queries, tile, token, inner, low, high, acc, max, sum);
-        if (tokens < kTileTokens) fence_before_copy();
+        if (!is_whole) fence_before_copy();
         __syncwarp();
         producer.issue(stage_at + static_cast<unsigned>(stage * kStageBytes), barrier);
         if (++stage == kStages) {
@@ -283,13 +292,14 @@ struct Tensor {
     }
   }
 
-  /// Zeros behind the last token: what an earlier tile left there may be infinite.
-  static __device__ void clear_values(std::byte* tile, int tokens) {
+  /// Zeros outside of tokens [first, last): what an earlier tile left there may be infinite.
+  static __device__ void clear_values(std::byte* tile, int first, int last) {
     auto* values = reinterpret_cast<uint4*>(tile + kTileBytes);
     constexpr int kChunks = kDim / 8;
-    for (int i = tokens * kChunks + static_cast<int>(threadIdx.x) % kWarp; i < kTileTokens * kChunks;
-         i += kWarp)
-      values[i] = uint4{0, 0, 0, 0};
+    for (int i = static_cast<int>(threadIdx.x) % kWarp; i < kTileTokens * kChunks; i += kWarp) {
+      const int token = i / kChunks;
+      if (token < first || token >= last) values[i] = uint4{0, 0, 0, 0};
+    }
     __syncwarp();
   }
 
@@ -558,8 +568,7 @@ template <class T, int kDim, int kRowTiles, int kWarps, int kStages>
 void launch(const AttentionParams& p, int blocks, StreamHandle stream) {
   using Kernel = Tensor<T, kDim, kRowTiles, kWarps, kStages>;
   constexpr int kBytes = static_cast<int>(sizeof(typename Kernel::Shared));
-  constexpr int kOther =
-      static_cast<int>(sizeof(float)) * kMaxRows * kMergeChunk + 1024 + 64;  // static, and the system's
+  constexpr int kOther = static_cast<int>(sizeof(MergeScratch)) + 1024 + 64;  // static, and the system's
   static_assert(kBlocksPerSm * (kBytes + kOther) <= 228 * 1024);
   const auto kernel = attend_tensor<T, kDim, kRowTiles, kWarps, kStages>;
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
