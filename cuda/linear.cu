@@ -370,9 +370,11 @@ void multiply(const Product<T>& p, DType weight_dtype, MatmulLibrary& library, i
       const bool is_library = p.heads == 1 && p.rows > kThinRows && p.cols > 0 && p.in_row >= p.cols &&
                               is_aligned_16(p.out) && p.out_row % kElements == 0 && p.out_row >= p.width;
       if (!is_library) return launch_tensor_core(p, num_sms, stream);
-      library_matmul(library, weight_dtype, p.in, p.in_row, p.rows, p.cols, p.weight, p.width, p.out,
-                     p.out_row, p.accumulate, stream);
-      if (p.bias != nullptr) launch_bias(p, stream);
+      // A bias of another type is added afterwards, and the output rounded once more.
+      const bool is_fused = p.bias != nullptr && p.bias_dtype == kDTypeOf<T> && is_aligned_16(p.bias);
+      library_matmul(library, weight_dtype, p.in, p.in_row, p.rows, p.cols, p.weight, p.width,
+                     is_fused ? p.bias : nullptr, p.out, p.out_row, p.accumulate, stream);
+      if (p.bias != nullptr && !is_fused) launch_bias(p, stream);
       return;
     }
   }

@@ -28,6 +28,7 @@ struct MatmulShape {
   std::int64_t weight_rows = 0;
   std::int64_t in_stride = 0;
   std::int64_t out_stride = 0;
+  bool has_bias = false;
   bool has_workspace = false;
 
   friend auto operator<=>(const MatmulShape&, const MatmulShape&) = default;
@@ -102,6 +103,12 @@ MatmulPlan make_plan(cublasLtHandle_t library, const MatmulShape& shape) {
   check(
       cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_TRANSA, &transpose, sizeof(transpose)),
       "cublasLtMatmulDescSetAttribute", shape);
+  if (shape.has_bias) {
+    const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
+    check(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue,
+                                         sizeof(epilogue)),
+          "cublasLtMatmulDescSetAttribute", shape);
+  }
   plan.weight = make_layout(shape, shape.cols, shape.weight_rows, shape.cols);
   plan.in = make_layout(shape, shape.cols, shape.rows, shape.in_stride);
   plan.out = make_layout(shape, shape.weight_rows, shape.rows, shape.out_stride);
@@ -129,17 +136,18 @@ class MatmulLibrary {
     for (Slot& slot : slots_) slot.workspace = Buffer(kWorkspaceBytes);
   }
 
-  void multiply(MatmulShape shape, const void* in, const void* weight, void* out, bool accumulate,
-                StreamHandle stream) {
-    std::byte* workspace = nullptr;
-    const MatmulPlan* plan = nullptr;
-    {
-      const std::lock_guard lock(mutex_);
-      workspace = workspace_of(stream);
-      shape.has_workspace = workspace != nullptr;
-      auto found = plans_.find(shape);
-      if (found == plans_.end()) found = plans_.emplace(shape, make_plan(handle_.get(), shape)).first;
-      plan = &found->second;  // stays: nothing is erased
+  void multiply(MatmulShape shape, const void* in, const void* weight, const void* bias, void* out,
+                bool accumulate, StreamHandle stream) {
+    const std::lock_guard lock(mutex_);  // queueing, too: a description names the call's bias
+    std::byte* workspace = workspace_of(stream);
+    shape.has_workspace = workspace != nullptr;
+    auto found = plans_.find(shape);
+    if (found == plans_.end()) found = plans_.emplace(shape, make_plan(handle_.get(), shape)).first;
+    const MatmulPlan* plan = &found->second;
+    if (shape.has_bias) {
+      check(cublasLtMatmulDescSetAttribute(plan->description.get(), CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias,
+                                           sizeof(bias)),
+            "cublasLtMatmulDescSetAttribute", shape);
     }
     const float alpha = 1.0f;
     const float beta = accumulate ? 1.0f : 0.0f;
@@ -183,11 +191,12 @@ std::unique_ptr<MatmulLibrary, MatmulLibraryDelete> make_matmul_library() {
 
 void library_matmul(MatmulLibrary& library, DType dtype, const void* in, std::int64_t in_stride,
                     std::int64_t rows, std::int64_t cols, const void* weight, std::int64_t weight_rows,
-                    void* out, std::int64_t out_stride, bool accumulate, StreamHandle stream) {
+                    const void* bias, void* out, std::int64_t out_stride, bool accumulate,
+                    StreamHandle stream) {
   HELIX_EXPECTS(dtype == DType::f16 || dtype == DType::bf16, ErrorCode::unsupported,
                 "library_matmul: ", to_string(dtype), "; built for f16 and bf16");
-  const MatmulShape shape{dtype, rows, cols, weight_rows, in_stride, out_stride};
-  library.multiply(shape, in, weight, out, accumulate, stream);
+  const MatmulShape shape{dtype, rows, cols, weight_rows, in_stride, out_stride, bias != nullptr};
+  library.multiply(shape, in, weight, bias, out, accumulate, stream);
 }
 
 }  // namespace helix::cuda
