@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <vector>
 
@@ -59,6 +60,36 @@ inline double measure_read(const void* data, std::size_t bytes, cuda::Stream str
   const cuda::Buffer sink(256);
   const double us = time_launches(
       stream, 1, 9, [&](int) { cuda::bench::launch_read(data, bytes, sink.data(), stream.handle()); });
+  return static_cast<double>(bytes) / us * 1e6;
+}
+
+/// How many launches of `bytes` each, all at different places, leave nothing of one replay in the L2 cache
+/// for the next: 256 MB in all at least and up to 2 GB, as far as 4096 nodes of a graph go (of 33 KB each
+/// these are still twice the cache).
+inline int cold_launches(std::size_t bytes) {
+  constexpr std::size_t kLeastBytes = std::size_t{256} << 20;
+  constexpr std::size_t kMostBytes = std::size_t{2} << 30;
+  const std::size_t most = std::clamp<std::size_t>(kLeastBytes / bytes, 512, 4096);
+  return static_cast<int>(std::clamp<std::size_t>(kMostBytes / bytes, 2, most));
+}
+
+/// Bytes between two places of `bytes` each, aligned to 256.
+inline std::size_t place_stride(std::size_t bytes) {
+  return (bytes + 255) / 256 * 256;
+}
+
+/// Bytes a second of reads of `bytes` each, at as many places of the `pool_bytes` at `pool` in turn as there
+/// are or as keep caches cold: what the memory gives to an operation of that size.
+inline double measure_cold_read(const void* pool, std::size_t pool_bytes, std::size_t bytes,
+                                cuda::Stream stream) {
+  const std::size_t stride = place_stride(bytes);
+  const int launches = static_cast<int>(
+      std::clamp<std::size_t>(pool_bytes / stride, 1, static_cast<std::size_t>(cold_launches(bytes))));
+  const cuda::Buffer sink(256);
+  const double us = time_launches(stream, launches, 9, [&](int i) {
+    cuda::bench::launch_read(static_cast<const std::byte*>(pool) + static_cast<std::size_t>(i) * stride,
+                             bytes / 16 * 16, sink.data(), stream.handle());
+  });
   return static_cast<double>(bytes) / us * 1e6;
 }
 

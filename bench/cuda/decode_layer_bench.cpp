@@ -1,0 +1,499 @@
+// SPDX-License-Identifier: Apache-2.0
+// A whole decode step through 8 layers shaped like Llama-3.1-405B's, bf16 weights and KV, 8 sequences of one
+// query token, on 1, 2 and 4 GPUs, captured once and replayed; and attention over a KVP shard beside
+// attention over the whole cache.
+//
+// "floor_us" is what the step takes at least if nothing overlaps: the bytes of each weight matrix and of the
+// KV at the rate that plain reads of that size reach, and the collectives as measured alone, all in the same
+// run. HOP-B hides exchanges and so may come below its share of it.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <numeric>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <benchmark/benchmark.h>
+#include <cuda_runtime_api.h>
+
+#include <helix/batch_buffer.hpp>
+#include <helix/decode_layer.hpp>
+#include <helix/hop_b.hpp>
+#include <helix/partial_attention.hpp>
+#include <helix/sharded_kv_cache.hpp>
+#include <helix/topology.hpp>
+
+#include "cases.hpp"
+#include "exchange_work.hpp"
+
+namespace helix::bench {
+namespace {
+
+constexpr std::int64_t kHidden = 16384;
+constexpr std::int64_t kHeads = 128;
+constexpr std::int64_t kKvHeads = 8;
+constexpr std::int64_t kDim = 128;
+constexpr std::int64_t kFfn = 53248;
+constexpr std::int64_t kLayers = 8;
+constexpr std::int64_t kBatch = 8;
+constexpr std::int64_t kContext = 524288;
+constexpr std::int64_t kPageTokens = 64;
+constexpr std::int64_t kChunk = 16;
+constexpr int kMaxSlices = 8;
+constexpr int kTimedSteps = 24;
+constexpr std::int64_t kSpareSteps = 4 * kTimedSteps;  // that the cache can grow by
+constexpr float kNormWeight =
+    1.0f / 64;  // products over uniform weights in (-1, 1) keep the size of an input
+
+ModelShape llama_405b(std::int64_t layers) {
+  ModelShape shape;
+  shape.num_query_heads = kHeads;
+  shape.num_kv_heads = kKvHeads;
+  shape.head_dim = shape.value_dim = kDim;
+  shape.hidden = kHidden;
+  shape.ffn = kFfn;
+  shape.num_layers = layers;
+  return shape;
+}
+
+/// Bytes that one rank reads of one layer in a step.
+struct LayerBytes {
+  std::size_t qkv;
+  std::size_t o;
+  std::size_t gate_up;
+  std::size_t down;
+  std::size_t kv;
+
+  LayerBytes(const Topology& topo, int rank, std::int64_t context)
+      : qkv(bytes((topo.query_heads(rank).size() + 2 * topo.kv_heads(rank).size()) * kDim * kHidden)),
+        o(bytes(kHidden * topo.combined_heads(rank).size() * kDim)),
+        gate_up(bytes(2 * topo.ffn(rank).size() * kHidden)),
+        down(bytes(kHidden * topo.ffn(rank).size())),
+        kv(bytes(kBatch * context / topo.kvp() * 2 * topo.kv_heads(rank).size() * kDim)) {}
+
+  std::size_t weights() const { return qkv + o + gate_up + down; }
+
+ private:
+  static std::size_t bytes(std::int64_t elements) { return static_cast<std::size_t>(elements) * kBf16Bytes; }
+};
+
+/// What of the model fits.
+struct Plan {
+  std::int64_t layers = kLayers;
+  std::int64_t context = kContext;
+
+  /// As many layers as fit at the full context, and if none does the longest context that one fits at.
+  static Plan of(int kvp, int tpa, std::size_t budget) {
+    Plan plan;
+    const Topology topo({.kvp = kvp, .tpa = tpa}, llama_405b(kLayers));
+    for (; plan.context > kPageTokens * kvp; plan.context /= 2) {
+      const LayerBytes layer(topo, 0, plan.context);
+      plan.layers = std::min(kLayers, static_cast<std::int64_t>(budget / (layer.weights() + layer.kv)));
+      if (plan.layers >= 1) break;
+    }
+    return plan;
+  }
+};
+
+/// One rank's layers, its KV and its captured step.
+class DecodeRank {
+ public:
+  DecodeRank(Rank& rank, const Topology& topo, const Plan& plan, int slices)
+      : rank_(&rank),
+        topo_(&topo),
+        slices_(slices),
+        layer_bytes_(topo, rank.index(), plan.context),
+        cache_(rank.backend, topo, cache_spec(topo, plan)),
+        batch_(rank.backend, kBatch, kBatch),
+        exchange_(rank.backend, {kBatch, topo.query_heads(rank.index()).size(), kDim}),
+        hop_b_(rank.backend, kMaxSlices),
+        weights_at_(random_bf16(static_cast<std::int64_t>(layer_bytes_.weights() / kBf16Bytes) * plan.layers,
+                                random_seed())),
+        norm_at_(on_device(rank.backend, std::vector<bf16>(kHidden, bf16(kNormWeight)))),
+        first_hidden_(random_bf16(kBatch * kHidden, 7)),
+        hidden_(first_hidden_.size_bytes()),
+        reduced_(first_hidden_.size_bytes()) {
+    std::vector<float> frequencies;
+    for (std::int64_t pair = 0; pair < kDim / 2; ++pair)
+      frequencies.push_back(static_cast<float>(std::pow(500000.0, -2.0 * static_cast<double>(pair) / kDim)));
+    frequencies_ = on_device(rank.backend, frequencies);
+    config_.softmax_scale = 1.0f / std::sqrt(static_cast<float>(kDim));
+    config_.rope = {reinterpret_cast<const float*>(frequencies_.data()), kDim};
+    workspace_ =
+        rank.backend.allocate(decode_layer_workspace_bytes(rank.backend, topo, config_, kBatch, kMaxSlices));
+    for (std::int64_t layer = 0; layer < plan.layers; ++layer) add_layer(layer);
+    fill_cache(plan);
+  }
+
+  std::int64_t num_layers() const { return static_cast<std::int64_t>(layers_.size()); }
+  const LayerBytes& layer_bytes() const { return layer_bytes_; }
+
+  /// Gives each sequence its next token, and the first one a page on every rank, whose other tokens stay the
+  /// random KV that they are. Queues the update of the page table and the new positions.
+  void advance() {
+    std::vector<std::int64_t> counts(kBatch, 1);
+    counts[0] = kPageTokens * topo_->kvp();
+    cache_.append(sequences_, counts, rank_->stream);
+    for (std::size_t b = 0; b < sequences_.size(); ++b) positions_[b] = cache_.length(sequences_[b]) - 1;
+    batch_.set(offsets_, positions_, slots_, rank_->stream);
+  }
+
+  void queue_step() {
+    rank_->backend.copy(hidden_.data(), first_hidden_.data(), hidden_.size_bytes(), rank_->stream);
+    for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
+      decode_layer<RankBackend, bf16>(rank_->backend, *topo_, config_, layers_[layer],
+                                      cache_.layer(static_cast<int>(layer)), batch_.batch(),
+                                      {reinterpret_cast<bf16*>(hidden_.data()), {kBatch, kHidden}},
+                                      {.exchange = &exchange_,
+                                       .hop_b = &hop_b_,
+                                       .hop_b_slices = slices_,
+                                       .workspace = {workspace_.data(), workspace_.size_bytes()}},
+                                      rank_->stream);
+    }
+  }
+
+  void queue_all_reduce() {
+    rank_->backend.comms().stage->all_reduce(first_hidden_.data(), reduced_.data(), kBatch * kHidden,
+                                             DType::bf16, rank_->stream);
+  }
+
+  /// Microseconds of cold reads as large as each of a layer's matrices and its KV.
+  double read_us() const {
+    const auto us = [&](const std::byte* pool, std::size_t pool_bytes, std::size_t bytes) {
+      return 1e6 * static_cast<double>(bytes) / measure_cold_read(pool, pool_bytes, bytes, rank_->stream);
+    };
+    double sum = 0.0;
+    for (const std::size_t bytes :
+         {layer_bytes_.qkv, layer_bytes_.o, layer_bytes_.gate_up, layer_bytes_.down})
+      sum += us(weights_at_.data(), weights_at_.size_bytes(), bytes);
+    return sum + us(static_cast<const std::byte*>(cache_.layer(0).pages), layer_bytes_.kv, layer_bytes_.kv);
+  }
+
+  void warm() const {
+    warm_up(weights_at_.data(), std::min(weights_at_.size_bytes(), std::size_t{8} << 30), rank_->stream);
+  }
+
+  /// After the last step. Waits.
+  std::vector<bf16> hidden() const {
+    rank_->backend.synchronize(rank_->stream);
+    return on_host<bf16>(rank_->backend, hidden_.data(), kBatch * kHidden);
+  }
+
+ private:
+  static KvCacheSpec cache_spec(const Topology& topo, const Plan& plan) {
+    std::vector<std::int64_t> lengths(kBatch, plan.context + kSpareSteps);
+    lengths[0] = plan.context + kSpareSteps * kPageTokens * topo.kvp();
+    KvCacheSpec spec;
+    spec.layers = plan.layers;
+    spec.page_tokens = kPageTokens;
+    spec.chunk = kChunk;
+    spec.pages = PageLedger::pages_needed(KvLayout(topo.kvp(), kChunk), kPageTokens, lengths);
+    spec.max_sequences = kBatch;
+    spec.max_tokens = lengths[0];
+    return spec;
+  }
+
+  std::uint64_t random_seed() const { return static_cast<std::uint64_t>(rank_->index() + 1) << 40; }
+
+  void add_layer(std::int64_t layer) {
+    const Topology& topo = *topo_;
+    const int rank = rank_->index();
+    const std::byte* next = weights_at_.data() + static_cast<std::size_t>(layer) * layer_bytes_.weights();
+    const auto take = [&](std::size_t bytes, std::int64_t cols) {
+      const WeightView view{next, DType::bf16, static_cast<std::int64_t>(bytes / kBf16Bytes) / cols, cols};
+      next += bytes;
+      return view;
+    };
+    GqaWeights attention;
+    attention.qkv = take(layer_bytes_.qkv, kHidden);
+    attention.o = take(layer_bytes_.o, topo.combined_heads(rank).size() * kDim);
+    DenseFfnWeights ffn;
+    ffn.gate_up = take(layer_bytes_.gate_up, kHidden);
+    ffn.down = take(layer_bytes_.down, topo.ffn(rank).size());
+    const WeightView norm{norm_at_.data(), DType::bf16, 1, kHidden};
+    layers_.push_back({norm, norm, attention, ffn});
+  }
+
+  /// A page a sequence and rank in turn, so that those of one sequence do not lie side by side.
+  void fill_cache(const Plan& plan) {
+    for (std::int64_t b = 0; b < kBatch; ++b) {
+      sequences_.push_back(cache_.add());
+      slots_.push_back(cache_.slot(sequences_.back()));
+      offsets_.push_back(static_cast<std::int32_t>(b + 1));
+    }
+    const std::int64_t turn = kPageTokens * topo_->kvp();
+    const std::vector<std::int64_t> counts(kBatch, turn);
+    for (std::int64_t length = 0; length < plan.context; length += turn)
+      cache_.append(sequences_, counts, rank_->stream);
+    for (int layer = 0; layer < static_cast<int>(plan.layers); ++layer) {
+      const KvView kv = cache_.layer(layer);
+      cuda::bench::launch_fill_bf16(kv.pages, static_cast<std::size_t>(kv.num_pages * kv.page_elements()),
+                                    random_seed() + (static_cast<std::uint64_t>(layer + 1) << 52),
+                                    rank_->stream.handle());
+    }
+    rank_->backend.synchronize(rank_->stream);
+  }
+
+  Rank* rank_;
+  const Topology* topo_;
+  int slices_;
+  LayerBytes layer_bytes_;
+  ShardedKVCache<RankBackend> cache_;
+  BatchBuffer<RankBackend> batch_;
+  KvpAllToAll<RankBackend> exchange_;
+  HopB<RankBackend> hop_b_;
+  cuda::Buffer weights_at_;
+  cuda::Buffer norm_at_;
+  cuda::Buffer first_hidden_;
+  cuda::Buffer hidden_;
+  cuda::Buffer reduced_;
+  cuda::Buffer frequencies_;
+  cuda::Buffer workspace_;
+  LayerConfig config_;
+  std::vector<LayerWeights> layers_;
+  std::vector<SequenceId> sequences_;
+  std::vector<std::int32_t> slots_;
+  std::vector<std::int32_t> offsets_{0};
+  std::vector<std::int64_t> positions_ = std::vector<std::int64_t>(kBatch);
+};
+
+/// How exchanges overlap attention.
+struct Overlap {
+  int slices = 1;            ///< 1: not at all; 0: chosen
+  int attention_blocks = 0;  ///< at most; 0: all that fit
+};
+
+/// What one rank measured.
+struct StepTimes {
+  double step_us = 0.0;
+  double host_us = 0.0;  ///< of this thread: page-table update, positions and the launch of the graph
+  double read_us = 0.0;  ///< of a layer
+  double all_reduce_us = 0.0;
+  double exchange_us = 0.0;
+  std::size_t nodes = 0;
+  double replay_error = 0.0;
+  std::vector<bf16> hidden;  ///< after the last step
+};
+
+StepTimes measure_step(Rank& rank, const Topology& topo, const Plan& plan, const Overlap& overlap) {
+  StepTimes times;
+  rank.backend.set_attention_blocks(overlap.attention_blocks);
+  DecodeRank decode(rank, topo, plan, overlap.slices);
+  decode.warm();
+  times.read_us = decode.read_us();
+  if (topo.stage_size() > 1)
+    times.all_reduce_us = time_together(rank, 20, [&] { decode.queue_all_reduce(); });
+  if (topo.kvp() > 1) {
+    ExchangeWork exchange(rank, {kBatch, topo.query_heads(rank.index()).size(), kDim});
+    times.exchange_us = time_together(rank, 20, [&] { exchange.queue(); });
+  }
+
+  decode.advance();
+  decode.queue_step();
+  const std::vector<bf16> eager = decode.hidden();
+  rank.meeting.arrive_and_wait();
+  const auto graph = cuda::Graph::capture(rank.stream, [&] { decode.queue_step(); });
+  times.nodes = graph.num_nodes();
+  rank.meeting.arrive_and_wait();
+  graph.replay(rank.stream);
+  times.replay_error = relative_error(decode.hidden(), eager);
+
+  times.step_us = median(time_replays(rank, graph, kTimedSteps, [&] { decode.advance(); }));
+  std::vector<double> host;
+  for (int step = 0; step < kTimedSteps; ++step) {
+    const auto start = std::chrono::steady_clock::now();
+    decode.advance();
+    graph.replay(rank.stream);
+    host.push_back(
+        std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count());
+    rank.backend.synchronize(rank.stream);
+  }
+  times.host_us = median(host);
+  times.hidden = decode.hidden();
+  rank.meeting.arrive_and_wait();
+  return times;
+}
+
+void bench_decode_layer(benchmark::State& state, int kvp, int tpa, const Overlap& overlap, const Plan& plan) {
+  std::vector<StepTimes> ranks(static_cast<std::size_t>(kvp * tpa));
+  try {
+    const Topology topo({.kvp = kvp, .tpa = tpa}, llama_405b(plan.layers));
+    run_ranks(kvp, tpa, [&](Rank& rank) {
+      ranks[static_cast<std::size_t>(rank.index())] = measure_step(rank, topo, plan, overlap);
+    });
+    if (!(ranks[0].replay_error < 2e-2))
+      state.SkipWithError("a replayed step differs from the same step launched piece by piece");
+    for (const StepTimes& rank : ranks) {
+      // Invariant 12: the same bits on all ranks.
+      if (!(relative_error(rank.hidden, ranks[0].hidden) == 0.0))
+        state.SkipWithError("ranks hold different hidden states, or no numbers");
+    }
+  } catch (const std::exception& error) {
+    state.SkipWithError(error.what());
+  }
+  const StepTimes& times = ranks[0];
+  for (auto _ : state) state.SetIterationTime(times.step_us * 1e-6);
+  const double floor_us =
+      static_cast<double>(plan.layers) * (times.read_us + 2.0 * times.all_reduce_us + times.exchange_us);
+  state.counters["us"] = times.step_us;
+  state.counters["us_per_layer"] = times.step_us / static_cast<double>(plan.layers);
+  state.counters["floor_us"] = floor_us;
+  state.counters["ratio"] = times.step_us / floor_us;
+  state.counters["host_us"] = times.host_us;
+  state.counters["read_us_per_layer"] = times.read_us;
+  state.counters["all_reduce_us"] = times.all_reduce_us;
+  state.counters["exchange_us"] = times.exchange_us;
+  state.counters["layers"] = static_cast<double>(plan.layers);
+  state.counters["context"] = static_cast<double>(plan.context);
+  state.counters["nodes"] = static_cast<double>(times.nodes);
+  state.counters["replay_error"] = times.replay_error;
+}
+
+/// Attention of kBatch queries over the shard of one KVP rank, KV in permuted pages.
+class ShardAttention {
+ public:
+  ShardAttention(Rank& rank, std::int64_t kvp, std::int64_t kvp_rank, std::int64_t context)
+      : rank_(&rank), positions_(kBatch, context - 1) {
+    const KvLayout layout(kvp, kChunk);
+    const std::int64_t sequence_pages = (layout.length(context, kvp_rank) + kPageTokens - 1) / kPageTokens;
+    const std::int64_t pages = kBatch * sequence_pages;
+    pool_ =
+        random_bf16(pages * 2 * kKvHeads * kPageTokens * kDim, static_cast<std::uint64_t>(kvp_rank) << 40);
+    std::vector<std::int32_t> table(static_cast<std::size_t>(pages));
+    std::iota(table.begin(), table.end(), 0);
+    std::shuffle(table.begin(), table.end(), std::mt19937(1));
+    table_at_ = on_device(rank.backend, table);
+    std::iota(offsets_.begin(), offsets_.end(), 0);
+    offsets_at_ = on_device(rank.backend, offsets_);
+    positions_at_ = on_device(rank.backend, positions_);
+    q_ = random_bf16(kBatch * kHeads * kDim, 5);
+    workspace_ =
+        rank.backend.allocate(rank.backend.partial_attention_workspace_bytes(kBatch, kHeads, kDim, kDim));
+    args_.q = {reinterpret_cast<const bf16*>(q_.data()), {kBatch, kHeads, kDim}};
+    const auto* offsets = reinterpret_cast<const std::int32_t*>(offsets_at_.data());
+    args_.batch = {offsets_, offsets, reinterpret_cast<const std::int64_t*>(positions_at_.data()), offsets};
+    args_.kv.pages = pool_.data();
+    args_.kv.dtype = DType::bf16;
+    args_.kv.num_heads = kKvHeads;
+    args_.kv.head_dim = args_.kv.value_dim = kDim;
+    args_.kv.page_tokens = kPageTokens;
+    args_.kv.num_pages = pages;
+    args_.kv.max_pages = sequence_pages;
+    args_.kv.page_table = reinterpret_cast<const std::int32_t*>(table_at_.data());
+    args_.kv.layout = layout;
+    args_.kv.kvp_rank = kvp_rank;
+    args_.scale = 1.0f / std::sqrt(static_cast<float>(kDim));
+    args_.workspace = {workspace_.data(), workspace_.size_bytes()};
+  }
+
+  void queue(const Partial<bf16>& result) {
+    args_.out = result.out;
+    args_.lse = result.lse;
+    partial_attention(rank_->backend, args_, rank_->stream);
+  }
+
+  double bytes() const { return static_cast<double>(pool_.size_bytes()); }
+
+ private:
+  Rank* rank_;
+  std::vector<std::int64_t> positions_;
+  std::vector<std::int32_t> offsets_ = std::vector<std::int32_t>(kBatch + 1);
+  cuda::Buffer pool_, table_at_, offsets_at_, positions_at_, q_, workspace_;
+  PartialAttentionArgs<bf16> args_;
+};
+
+void bench_attention_scaling(benchmark::State& state, int kvp, std::int64_t context) {
+  const ExchangeShape shape{kBatch, kHeads, kDim};
+  std::vector<double> shard_us(static_cast<std::size_t>(kvp));
+  std::vector<double> exchanged_us(static_cast<std::size_t>(kvp));
+  std::vector<ExchangeResult> results(static_cast<std::size_t>(kvp));
+  double whole_us = 0.0;
+  double whole_bytes = 0.0;
+  try {
+    run_ranks(kvp, 1, [&](Rank& rank) {
+      const auto r = static_cast<std::size_t>(rank.index());
+      ExchangeWork exchange(rank, shape);
+      {
+        ShardAttention shard(rank, kvp, rank.index(), context);
+        shard_us[r] = time_together(rank, 1, [&] { shard.queue(exchange.partial()); });
+        exchanged_us[r] = time_together(rank, 1, [&] {
+          shard.queue(exchange.partial());
+          exchange.queue();
+        });
+        results[r] = exchange.result();
+      }
+      rank.meeting.arrive_and_wait();
+      if (rank.index() != 0) return;
+      ShardAttention whole(rank, 1, 0, context);
+      whole_bytes = whole.bytes();
+      whole_us = time_launches(rank.stream, 1, 50, [&](int) { whole.queue(exchange.partial()); });
+    });
+    const double error = exchange_error(results, shape);
+    state.counters["max_error"] = error;
+    if (!(error < 1.0 / 128)) state.SkipWithError("the result that was timed is wrong");
+  } catch (const std::exception& error) {
+    state.SkipWithError(error.what());
+  }
+  const double slowest = *std::max_element(shard_us.begin(), shard_us.end());
+  for (auto _ : state) state.SetIterationTime(slowest * 1e-6);
+  state.counters["us"] = slowest;
+  state.counters["with_exchange_us"] = exchanged_us[0];
+  state.counters["one_gpu_us"] = whole_us;
+  state.counters["one_gpu_bytes/s"] = whole_bytes / whole_us * 1e6;
+  state.counters["ratio"] = slowest / whole_us;
+  state.counters["ratio_with_exchange"] = exchanged_us[0] / whole_us;
+  state.counters["ratio_aim"] = 1.08 / kvp;
+}
+
+template <class Body>
+void add(const std::string& name, Body body) {
+  benchmark::RegisterBenchmark(name.c_str(), body)
+      ->UseManualTime()
+      ->Iterations(1)
+      ->Unit(benchmark::kMicrosecond);
+}
+
+}  // namespace
+
+void register_decode_layers(int num_gpus) {
+  struct Grid {
+    int kvp;
+    int tpa;
+  };
+  cudaDeviceProp properties;
+  HELIX_CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+  // Of weights and KV a GPU: the rest is for workspaces, NCCL and the spare pages.
+  const auto budget = std::min<std::size_t>(120'000'000'000, properties.totalGlobalMem / 100 * 85);
+  for (const Grid grid : {Grid{1, 1}, Grid{2, 1}, Grid{1, 2}, Grid{4, 1}, Grid{2, 2}, Grid{1, 4}}) {
+    if (grid.kvp * grid.tpa > num_gpus) continue;
+    const Plan plan = Plan::of(grid.kvp, grid.tpa, budget);
+    const auto add_case = [&](const std::string& name, const Overlap& overlap) {
+      add("decode_layer/kvp:" + std::to_string(grid.kvp) + "/tpa:" + std::to_string(grid.tpa) +
+              "/layers:" + std::to_string(plan.layers) + "/batch:" + std::to_string(kBatch) +
+              "/context:" + std::to_string(plan.context) + "/hop_b:" + name,
+          [=](benchmark::State& state) { bench_decode_layer(state, grid.kvp, grid.tpa, overlap, plan); });
+    };
+    add_case("off", {.slices = 1});
+    if (grid.kvp == 1) continue;  // nothing to exchange
+    add_case("2", {.slices = 2});
+    add_case("auto", {.slices = 0});
+    // Room for the exchange: 16 blocks fewer than the two an SM that attention would hold.
+    add_case("auto/spare_blocks:16",
+             {.slices = 0, .attention_blocks = 2 * properties.multiProcessorCount - 16});
+  }
+  for (const int kvp : {2, 4}) {
+    if (kvp > num_gpus) continue;
+    // The whole cache and a shard beside it: at most 51 GB.
+    constexpr std::int64_t kTokens = 1048576;
+    add("attention_scaling/kvp:" + std::to_string(kvp) + "/batch:" + std::to_string(kBatch) +
+            "/tokens:" + std::to_string(kTokens),
+        [=](benchmark::State& state) { bench_attention_scaling(state, kvp, kTokens); });
+  }
+}
+
+}  // namespace helix::bench

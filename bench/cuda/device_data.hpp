@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// Data of the benchmarks on the calling thread's device, and back on the host to check results.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include <helix/cuda/backend.hpp>
+
+#include "ceilings.hpp"
+
+namespace helix::bench {
+
+inline constexpr std::size_t kBf16Bytes = 2;
+
+/// Uniform random bf16 in (-1, 1). Waits.
+inline cuda::Buffer random_bf16(std::int64_t elements, std::uint64_t seed) {
+  cuda::Buffer buffer(static_cast<std::size_t>(elements) * kBf16Bytes);
+  const cuda::Stream stream = cuda::Stream::create();
+  cuda::bench::launch_fill_bf16(buffer.data(), static_cast<std::size_t>(elements), seed, stream.handle());
+  cuda::synchronize(stream);
+  return buffer;
+}
+
+/// `values` on `operators`' device. Waits.
+template <class T, class Operators>
+cuda::Buffer on_device(const Operators& operators, const std::vector<T>& values) {
+  cuda::Buffer buffer = operators.allocate(values.size() * sizeof(T));
+  const cuda::Stream stream = operators.create_stream();
+  operators.upload(buffer.data(), values.data(), buffer.size_bytes(), stream);
+  operators.synchronize(stream);
+  return buffer;
+}
+
+/// `count` elements at device address `data`. Waits for nothing but the copy: synchronize first.
+template <class T, class Operators>
+std::vector<T> on_host(const Operators& operators, const void* data, std::int64_t count) {
+  std::vector<T> values(static_cast<std::size_t>(count));
+  const cuda::Stream stream = operators.create_stream();
+  operators.download(values.data(), data, values.size() * sizeof(T), stream);
+  operators.synchronize(stream);
+  return values;
+}
+
+inline std::vector<float> random_floats(std::int64_t count, float scale, std::uint32_t seed) {
+  std::mt19937 random(seed);
+  std::uniform_real_distribution<float> uniform(-scale, scale);
+  std::vector<float> values(static_cast<std::size_t>(count));
+  for (float& x : values) x = uniform(random);
+  return values;
+}
+
+/// |got - expected| / |expected|, Euclidean; not a number if either is.
+template <class T, class U>
+double relative_error(const std::vector<T>& got, const std::vector<U>& expected) {
+  double difference = 0.0;
+  double norm = 0.0;
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    const double right = static_cast<double>(static_cast<float>(expected[i]));
+    difference += std::pow(static_cast<double>(static_cast<float>(got[i])) - right, 2);
+    norm += right * right;
+  }
+  return std::sqrt(difference / norm);
+}
+
+}  // namespace helix::bench

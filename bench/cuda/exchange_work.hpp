@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// ExchangeWork: one rank's exchange of random partial attention and its combine, and the check of all ranks'.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include <helix/kvp_all_to_all.hpp>
+#include <helix/lse_combine.hpp>
+
+#include "device_data.hpp"
+#include "rank_threads.hpp"
+
+namespace helix::bench {
+
+struct ExchangeShape {
+  std::int64_t tokens;
+  std::int64_t heads;  ///< that a rank attends with
+  std::int64_t dim;
+
+  /// Outputs and log-sum-exps of a rank, its own slice included.
+  std::int64_t bytes() const { return tokens * heads * (dim * 2 + 4); }
+};
+
+/// What a rank put in and got out, on the host.
+struct ExchangeResult {
+  std::vector<bf16> out;       ///< [tokens, heads, dim]
+  std::vector<float> lse;      ///< [tokens, heads]
+  std::vector<bf16> combined;  ///< [tokens, heads / kvp, dim]
+};
+
+class ExchangeWork {
+ public:
+  ExchangeWork(Rank& rank, const ExchangeShape& shape)
+      : rank_(&rank),
+        shape_(shape),
+        kvp_(rank.backend.comms().kvp->size()),
+        exchange_(rank.backend, {shape.tokens, shape.heads, shape.dim}),
+        out_(random_bf16(shape.tokens * shape.heads * shape.dim, seed())),
+        lse_(on_device(rank.backend,
+                       random_floats(shape.tokens * shape.heads, 5.0f, static_cast<std::uint32_t>(seed())))),
+        combined_(static_cast<std::size_t>(shape.tokens * shape.heads / kvp_ * shape.dim) * kBf16Bytes),
+        workspace_(KvpAllToAll<RankBackend>::workspace_bytes(kvp_, shape.tokens, shape.heads, shape.dim, 1)) {
+    std::vector<std::int64_t> positions;
+    for (std::int64_t i = 0; i < shape.tokens; ++i) positions.push_back(1000 * i);
+    positions_ = on_device(rank.backend, positions);
+  }
+
+  /// [tokens, heads, dim] and [tokens, heads]: for an attention that writes its own.
+  Partial<bf16> partial() const {
+    return {{reinterpret_cast<bf16*>(out_.data()), {shape_.tokens, shape_.heads, shape_.dim}},
+            {reinterpret_cast<float*>(lse_.data()), {shape_.tokens, shape_.heads}}};
+  }
+
+  void queue() {
+    const auto received =
+        exchange_.exchange(partial(), reinterpret_cast<const std::int64_t*>(positions_.data()),
+                           {workspace_.data(), workspace_.size_bytes()}, rank_->stream);
+    LseCombineArgs<bf16> args;
+    args.partial_out = received.out;
+    args.partial_lse = received.lse;
+    args.out = {reinterpret_cast<bf16*>(combined_.data()), {shape_.tokens, shape_.heads / kvp_, shape_.dim}};
+    lse_combine(rank_->backend, args, rank_->stream);
+  }
+
+  /// NCCL's all-to-all of messages of the same size alone.
+  void queue_all_to_all() {
+    const std::int64_t message = (16 + shape_.bytes() / kvp_ + 15) / 16 * 16;
+    rank_->backend.comms().kvp->all_to_all(workspace_.data(), workspace_.data() + kvp_ * message, message,
+                                           rank_->stream);
+  }
+
+  /// Waits.
+  ExchangeResult result() const {
+    rank_->backend.synchronize(rank_->stream);
+    const std::int64_t rows = shape_.tokens * shape_.heads;
+    return {on_host<bf16>(rank_->backend, out_.data(), rows * shape_.dim),
+            on_host<float>(rank_->backend, lse_.data(), rows),
+            on_host<bf16>(rank_->backend, combined_.data(), rows / kvp_ * shape_.dim)};
+  }
+
+ private:
+  std::uint64_t seed() const { return 77 + static_cast<std::uint64_t>(rank_->index()) * 1'000'003; }
+
+  Rank* rank_;
+  ExchangeShape shape_;
+  std::int64_t kvp_;
+  KvpAllToAll<RankBackend> exchange_;
+  cuda::Buffer out_;
+  cuda::Buffer lse_;
+  cuda::Buffer combined_;
+  cuda::Buffer workspace_;
+  cuda::Buffer positions_;
+};
+
+/// The largest difference between what the ranks of a KVP group combined and the merge of their partials in
+/// double, relative to the largest value, over the first and the last token.
+inline double exchange_error(const std::vector<ExchangeResult>& ranks, const ExchangeShape& shape) {
+  const std::int64_t part = shape.heads / static_cast<std::int64_t>(ranks.size());
+  double worst = 0.0;
+  double scale = 0.0;
+  for (const std::int64_t token : {std::int64_t{0}, shape.tokens - 1}) {
+    for (std::int64_t head = 0; head < shape.heads; ++head) {
+      const auto row = static_cast<std::size_t>(token * shape.heads + head);
+      double highest = -INFINITY;
+      for (const ExchangeResult& rank : ranks) highest = std::max(highest, double{rank.lse[row]});
+      double total = 0.0;
+      std::vector<double> sums(static_cast<std::size_t>(shape.dim), 0.0);
+      for (const ExchangeResult& rank : ranks) {
+        const double weight = std::exp(double{rank.lse[row]} - highest);
+        total += weight;
+        for (std::size_t i = 0; i < sums.size(); ++i)
+          sums[i] += weight * static_cast<float>(rank.out[row * sums.size() + i]);
+      }
+      const std::vector<bf16>& got = ranks[static_cast<std::size_t>(head / part)].combined;
+      const auto got_row = static_cast<std::size_t>(token * part + head % part);
+      for (std::size_t i = 0; i < sums.size(); ++i) {
+        const double expected = sums[i] / total;
+        const double difference = std::abs(expected - static_cast<float>(got[got_row * sums.size() + i]));
+        if (!(difference <= worst)) worst = difference;  // also when it is no number
+        scale = std::max(scale, std::abs(expected));
+      }
+    }
+  }
+  return worst / scale;
+}
+
+}  // namespace helix::bench

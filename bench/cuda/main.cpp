@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// helix-bench-cuda: Google Benchmark over cuda::Backend, with the cases that fit the GPUs of this machine.
+#include <iostream>
+#include <string>
+
+#include <benchmark/benchmark.h>
+
+#include <helix/cuda/runtime.hpp>
+
+#include "cases.hpp"
+
+int main(int argc, char** argv) {
+  const int num_gpus = helix::cuda::device_count();
+  if (num_gpus == 0) {
+    std::cerr << "helix-bench-cuda: no GPU can be used (" << helix::cuda::no_device_reason()
+              << "); nothing is measured\n";
+    return 1;
+  }
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
+  benchmark::AddCustomContext("gpus", std::to_string(num_gpus));
+  if (num_gpus < 4)
+    std::cerr << "helix-bench-cuda: " << num_gpus << (num_gpus == 1 ? " GPU" : " GPUs")
+              << "; cases that need more, up to 4, are left out\n";
+  helix::bench::register_operators();
+  helix::bench::register_exchanges(num_gpus);
+  helix::bench::register_decode_layers(num_gpus);
+  benchmark::RunSpecifiedBenchmarks();
+  benchmark::Shutdown();
+  return 0;
+}

@@ -1,0 +1,452 @@
+// SPDX-License-Identifier: Apache-2.0
+// Operators of a decode step on one GPU, bf16, each launch at another place of 2 GB so that caches are cold,
+// beside reads of as many bytes each from as many places.
+//
+// "bytes" are those read and written once. Reads of a few hundred KB are bound by the launch: the ceiling of
+// such a case is what a kernel of that size takes at least, and an operator that reads may come below it.
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <numeric>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <benchmark/benchmark.h>
+
+#include <helix/cuda/backend.hpp>
+
+#include "cases.hpp"
+#include "device_data.hpp"
+#include "timing.hpp"
+
+namespace helix::bench {
+namespace {
+
+using Operators = cuda::Operators<bf16>;
+
+constexpr std::uint64_t kSeed = 12345;
+constexpr double kTolerance = 1e-2;  // of 16-bit results, Euclidean
+
+/// The slices of one buffer that launches take in turn.
+class Places {
+ public:
+  Places(std::size_t bytes, int count, std::uint64_t seed)
+      : stride_(place_stride(bytes)),
+        buffer_(random_bf16(static_cast<std::int64_t>(stride_) * count / 2, seed)) {}
+
+  template <class T = bf16>
+  T* at(int i) const {
+    return reinterpret_cast<T*>(buffer_.data() + static_cast<std::size_t>(i) * stride_);
+  }
+
+ private:
+  std::size_t stride_;
+  cuda::Buffer buffer_;
+};
+
+std::vector<float> as_floats(const std::vector<bf16>& values) {
+  return {values.begin(), values.end()};
+}
+
+/// Times `queue(place)` beside the read of `bytes` and fills in the counters. `error()` checks one result
+/// that was timed.
+void measure(benchmark::State& state, const Operators& operators, double bytes, int launches,
+             const std::function<void(int, cuda::Stream)>& queue,
+             const std::function<double(cuda::Stream)>& error) {
+  const cuda::Stream stream = operators.create_stream();
+  const auto read_bytes = static_cast<std::size_t>(bytes);
+  double read = 0.0;
+  {
+    const std::size_t pool_bytes =
+        place_stride(read_bytes) * static_cast<std::size_t>(cold_launches(read_bytes));
+    const cuda::Buffer pool = random_bf16(static_cast<std::int64_t>(pool_bytes / 2), kSeed);
+    warm_up(pool.data(), pool_bytes, stream);
+    read = measure_cold_read(pool.data(), pool_bytes, read_bytes, stream);
+  }
+  const double us = time_launches(stream, launches, 15, [&](int i) { queue(i, stream); });
+  const double worst = error(stream);
+  if (!(worst < kTolerance)) state.SkipWithError("the result that was timed is wrong");
+  for (auto _ : state) state.SetIterationTime(us * 1e-6);
+  state.counters["us"] = us;
+  state.counters["bytes"] = bytes;
+  state.counters["bytes/s"] = bytes / us * 1e6;
+  state.counters["read_bytes/s"] = read;
+  state.counters["%_of_read"] = 100.0 * bytes / us * 1e6 / read;
+  state.counters["error"] = worst;
+}
+
+void bench_linear(benchmark::State& state, std::int64_t rows, std::int64_t width, std::int64_t cols) {
+  const Operators operators;
+  const auto weight_bytes = static_cast<std::size_t>(width * cols) * kBf16Bytes;
+  const int launches = cold_launches(weight_bytes);
+  const Places weights(weight_bytes, launches, kSeed);
+  const cuda::Buffer in = random_bf16(rows * cols, kSeed + 1);
+  const cuda::Buffer out = operators.allocate(static_cast<std::size_t>(rows * width) * kBf16Bytes);
+  const auto arguments = [&]<class T>(const T* from, T* to, int i) {
+    LinearArgs<T> args;
+    args.in = {from, {rows, cols}};
+    args.weight = {weights.at(i), DType::bf16, width, cols};
+    args.out = {to, {rows, width}};
+    return args;
+  };
+  measure(
+      state, operators, static_cast<double>(weight_bytes) + 2.0 * static_cast<double>(rows * (cols + width)),
+      launches,
+      [&](int i, cuda::Stream stream) {
+        operators.linear(
+            arguments(reinterpret_cast<const bf16*>(in.data()), reinterpret_cast<bf16*>(out.data()), i),
+            stream);
+      },
+      [&](cuda::Stream stream) {
+        // The last launch, in exact f32 products.
+        const cuda::Operators<float> exact;
+        const cuda::Buffer exact_in =
+            on_device(exact, as_floats(on_host<bf16>(operators, in.data(), rows * cols)));
+        const cuda::Buffer exact_out = exact.allocate(static_cast<std::size_t>(rows * width) * sizeof(float));
+        exact.linear(arguments(reinterpret_cast<const float*>(exact_in.data()),
+                               reinterpret_cast<float*>(exact_out.data()), launches - 1),
+                     stream);
+        exact.synchronize(stream);
+        return relative_error(on_host<bf16>(operators, out.data(), rows * width),
+                              on_host<float>(exact, exact_out.data(), rows * width));
+      });
+  state.counters["flop/s"] = 2.0 * static_cast<double>(rows * width * cols) / state.counters["us"] * 1e6;
+}
+
+void bench_rms_norm(benchmark::State& state, std::int64_t rows, std::int64_t hidden) {
+  const Operators operators;
+  const auto row_bytes = static_cast<std::size_t>(rows * hidden) * kBf16Bytes;
+  const double bytes = 4.0 * static_cast<double>(row_bytes) + 2.0 * static_cast<double>(hidden);
+  const int launches = cold_launches(static_cast<std::size_t>(bytes));
+  const Places delta(row_bytes, launches, kSeed);
+  const Places residual(row_bytes, launches, kSeed + 1);
+  const Places out(row_bytes, launches, kSeed + 2);
+  const Places weight(static_cast<std::size_t>(hidden) * kBf16Bytes, launches, kSeed + 3);
+  const auto queue = [&](int i, cuda::Stream stream) {
+    RmsNormArgs<bf16> args;
+    args.delta = {delta.at(i), {rows, hidden}};
+    args.residual = {residual.at(i), {rows, hidden}};
+    args.weight = {weight.at(i), DType::bf16, 1, hidden};
+    args.out = {out.at(i), {rows, hidden}};
+    operators.rms_norm(args, stream);
+  };
+  measure(state, operators, bytes, launches, queue, [&](cuda::Stream stream) {
+    const auto host = [&](const bf16* data, std::int64_t count) {
+      return on_host<bf16>(operators, data, count);
+    };
+    const auto old = host(residual.at(0), rows * hidden);
+    queue(0, stream);
+    operators.synchronize(stream);
+    const auto added = host(delta.at(0), rows * hidden);
+    const auto factors = host(weight.at(0), hidden);
+    std::vector<float> expected;
+    for (std::int64_t row = 0; row < rows; ++row) {
+      std::vector<double> sums;
+      double squares = 0.0;
+      for (std::int64_t i = row * hidden; i < (row + 1) * hidden; ++i) {
+        const auto at = static_cast<std::size_t>(i);
+        sums.push_back(double{static_cast<float>(old[at])} + static_cast<float>(added[at]));
+        squares += sums.back() * sums.back();
+      }
+      const double scale = 1.0 / std::sqrt(squares / static_cast<double>(hidden) + 1e-5);
+      for (std::size_t i = 0; i < sums.size(); ++i)
+        expected.push_back(static_cast<float>(sums[i] * scale * static_cast<float>(factors[i])));
+    }
+    return relative_error(host(out.at(0), rows * hidden), expected);
+  });
+}
+
+struct CombineCase {
+  const char* name;
+  std::int64_t ranks;
+  std::int64_t tokens;
+  std::int64_t heads;
+  std::int64_t dim;
+};
+
+constexpr CombineCase kCombineCases[] = {
+    {"decode", 4, 8, 8, 128},   {"decode", 8, 64, 4, 128},   {"mla", 8, 16, 16, 512},
+    {"large", 2, 4096, 8, 128}, {"large", 8, 4096, 16, 128}, {"large", 16, 2048, 16, 512},
+};
+
+void bench_lse_combine(benchmark::State& state, const CombineCase& c) {
+  const Operators operators;
+  const std::int64_t rows = c.tokens * c.heads;
+  const double bytes = static_cast<double>((c.ranks + 1) * rows * (2 * c.dim + 4));
+  const int launches = cold_launches(static_cast<std::size_t>(bytes));
+  const Places partial_out(static_cast<std::size_t>(c.ranks * rows * c.dim) * kBf16Bytes, launches, kSeed);
+  const Places out(static_cast<std::size_t>(rows * c.dim) * kBf16Bytes, launches, kSeed + 1);
+  const std::size_t lse_bytes = place_stride(static_cast<std::size_t>(rows) * sizeof(float));
+  const cuda::Buffer lse = operators.allocate(lse_bytes * static_cast<std::size_t>(launches));
+  // The same values at every place: pairs of random bf16 are no sensible f32.
+  const std::size_t partial_lse_bytes =
+      place_stride(static_cast<std::size_t>(c.ranks * rows) * sizeof(float));
+  const cuda::Buffer partial_lse = operators.allocate(partial_lse_bytes * static_cast<std::size_t>(launches));
+  const std::vector<float> lse_values = random_floats(c.ranks * rows, 5.0f, 1);
+  const cuda::Buffer one_lse = on_device(operators, lse_values);
+  const cuda::Stream setup = operators.create_stream();
+  for (int i = 0; i < launches; ++i)
+    operators.copy(partial_lse.data() + static_cast<std::size_t>(i) * partial_lse_bytes, one_lse.data(),
+                   one_lse.size_bytes(), setup);
+  operators.synchronize(setup);
+
+  measure(
+      state, operators, bytes, launches,
+      [&](int i, cuda::Stream stream) {
+        const auto place = static_cast<std::size_t>(i);
+        LseCombineArgs<bf16> args;
+        args.partial_out = {partial_out.at(i), {c.ranks, c.tokens, c.heads, c.dim}};
+        args.partial_lse = {reinterpret_cast<const float*>(partial_lse.data() + place * partial_lse_bytes),
+                            {c.ranks, c.tokens, c.heads}};
+        args.out = {out.at(i), {c.tokens, c.heads, c.dim}};
+        args.lse = {reinterpret_cast<float*>(lse.data() + place * lse_bytes), {c.tokens, c.heads}};
+        operators.lse_combine(args, stream);
+      },
+      [&](cuda::Stream) {
+        const int last = launches - 1;
+        const auto from = on_host<bf16>(operators, partial_out.at(last), c.ranks * rows * c.dim);
+        const auto got = on_host<bf16>(operators, out.at(last), rows * c.dim);
+        std::vector<float> expected(got.size());
+        const auto dim = static_cast<std::size_t>(c.dim);
+        for (std::size_t row = 0; row < static_cast<std::size_t>(rows); ++row) {
+          double total = 0.0;
+          std::vector<double> sums(dim, 0.0);
+          for (std::size_t rank = 0; rank < static_cast<std::size_t>(c.ranks); ++rank) {
+            const std::size_t at = rank * static_cast<std::size_t>(rows) + row;
+            const double weight = std::exp(double{lse_values[at]});
+            total += weight;
+            for (std::size_t i = 0; i < dim; ++i) sums[i] += weight * static_cast<float>(from[at * dim + i]);
+          }
+          for (std::size_t i = 0; i < dim; ++i) expected[row * dim + i] = static_cast<float>(sums[i] / total);
+        }
+        return relative_error(got, expected);
+      });
+}
+
+void bench_pack_partial(benchmark::State& state, std::int64_t kvp, std::int64_t tokens) {
+  constexpr std::int64_t kHeads = 128;
+  constexpr std::int64_t kDim = 128;
+  const Operators operators;
+  const std::int64_t rows = tokens * kHeads;
+  const std::int64_t part = kHeads / kvp;
+  const std::int64_t message = (16 + tokens * part * (kDim * 2 + 4) + 15) / 16 * 16;
+  const double bytes = 2.0 * static_cast<double>(rows * (kDim * 2 + 4));
+  const int launches = cold_launches(static_cast<std::size_t>(bytes));
+  const Places out(static_cast<std::size_t>(rows * kDim) * kBf16Bytes, launches, kSeed);
+  const Places lse(static_cast<std::size_t>(rows) * sizeof(float), launches, kSeed + 1);
+  const Places messages(static_cast<std::size_t>(kvp * message), launches, kSeed + 2);
+  const cuda::Buffer epoch = operators.allocate(sizeof(std::uint64_t));
+  std::vector<std::int64_t> positions(static_cast<std::size_t>(tokens));
+  std::iota(positions.begin(), positions.end(), std::int64_t{1000});
+  const cuda::Buffer positions_at = on_device(operators, positions);
+  measure(
+      state, operators, bytes, launches,
+      [&](int i, cuda::Stream stream) {
+        PackPartialArgs<bf16> args;
+        args.out = {out.at(i), {tokens, kHeads, kDim}};
+        args.lse = {lse.at<float>(i), {tokens, kHeads}};
+        args.messages = messages.at<std::byte>(i);
+        args.message_bytes = message;
+        args.kvp = kvp;
+        args.epoch = reinterpret_cast<std::uint64_t*>(epoch.data());
+        args.positions = reinterpret_cast<const std::int64_t*>(positions_at.data());
+        operators.pack_partial(args, stream);
+      },
+      [&](cuda::Stream) {
+        const int last = launches - 1;
+        const auto from = on_host<bf16>(operators, out.at(last), rows * kDim);
+        std::vector<bf16> got;
+        std::vector<bf16> expected;
+        for (std::int64_t peer = 0; peer < kvp; ++peer) {
+          const auto outputs =
+              on_host<bf16>(operators, messages.at<std::byte>(last) + peer * message + 16 + tokens * part * 4,
+                            tokens * part * kDim);
+          got.insert(got.end(), outputs.begin(), outputs.end());
+          for (std::int64_t token = 0; token < tokens; ++token) {
+            const auto begin = from.begin() + (token * kHeads + peer * part) * kDim;
+            expected.insert(expected.end(), begin, begin + part * kDim);
+          }
+        }
+        return relative_error(got, expected);
+      });
+}
+
+void bench_append_kv(benchmark::State& state, std::int64_t batch) {
+  constexpr std::int64_t kHeads = 8;
+  constexpr std::int64_t kDim = 128;
+  constexpr std::int64_t kPageTokens = 64;
+  constexpr std::int64_t kContext = 8192;  // tokens of each sequence
+  constexpr std::int64_t kMaxPages = kContext / kPageTokens;
+  const Operators operators;
+  const std::int64_t elements = batch * kHeads * kDim;
+  const double bytes = 4.0 * static_cast<double>(elements) * kBf16Bytes;
+  const int launches = cold_launches(static_cast<std::size_t>(bytes));
+  const Places k(static_cast<std::size_t>(elements) * kBf16Bytes, launches, kSeed);
+  const Places v(static_cast<std::size_t>(elements) * kBf16Bytes, launches, kSeed + 1);
+  const std::int64_t pages = batch * kMaxPages;
+  const cuda::Buffer pool = random_bf16(pages * 2 * kHeads * kPageTokens * kDim, kSeed + 2);
+  std::mt19937 random(1);
+  std::vector<std::int32_t> table(static_cast<std::size_t>(pages));
+  std::iota(table.begin(), table.end(), 0);
+  std::shuffle(table.begin(), table.end(), random);
+  std::vector<std::int32_t> offsets(static_cast<std::size_t>(batch) + 1);
+  std::iota(offsets.begin(), offsets.end(), 0);
+  // Each launch writes other tokens, as long as there are.
+  std::vector<std::int64_t> tokens(kContext);
+  std::iota(tokens.begin(), tokens.end(), std::int64_t{0});
+  std::shuffle(tokens.begin(), tokens.end(), random);
+  std::vector<std::int64_t> positions;
+  for (int i = 0; i < launches; ++i)
+    positions.insert(positions.end(), static_cast<std::size_t>(batch), tokens[static_cast<std::size_t>(i)]);
+  const cuda::Buffer table_at = on_device(operators, table);
+  const cuda::Buffer offsets_at = on_device(operators, offsets);
+  const cuda::Buffer positions_at = on_device(operators, positions);
+
+  AppendKvArgs<bf16> args;
+  args.kv.pages = pool.data();
+  args.kv.dtype = DType::bf16;
+  args.kv.num_heads = kHeads;
+  args.kv.head_dim = args.kv.value_dim = kDim;
+  args.kv.page_tokens = kPageTokens;
+  args.kv.num_pages = pages;
+  args.kv.max_pages = kMaxPages;
+  args.kv.page_table = reinterpret_cast<const std::int32_t*>(table_at.data());
+  measure(
+      state, operators, bytes, launches,
+      [&](int i, cuda::Stream stream) {
+        args.k = {k.at(i), {batch, kHeads, kDim}};
+        args.v = {v.at(i), {batch, kHeads, kDim}};
+        args.batch = {offsets, reinterpret_cast<const std::int32_t*>(offsets_at.data()),
+                      reinterpret_cast<const std::int64_t*>(positions_at.data()) + i * batch,
+                      reinterpret_cast<const std::int32_t*>(offsets_at.data())};
+        operators.append_kv(args, stream);
+      },
+      [&](cuda::Stream) {
+        const int last = launches - 1;
+        const auto keys = on_host<bf16>(operators, k.at(last), elements);
+        const auto values = on_host<bf16>(operators, v.at(last), elements);
+        const std::int64_t position = tokens[static_cast<std::size_t>(last)];
+        std::vector<bf16> got;
+        std::vector<bf16> expected;
+        for (std::int64_t b = 0; b < batch; ++b) {
+          const std::int64_t page = table[static_cast<std::size_t>(b * kMaxPages + position / kPageTokens)];
+          for (std::int64_t row = 0; row < 2 * kHeads; ++row) {
+            const std::int64_t at = ((page * 2 * kHeads + row) * kPageTokens + position % kPageTokens) * kDim;
+            const auto stored =
+                on_host<bf16>(operators, pool.data() + static_cast<std::size_t>(at) * kBf16Bytes, kDim);
+            got.insert(got.end(), stored.begin(), stored.end());
+            const auto& source = row < kHeads ? keys : values;
+            const auto begin = source.begin() + (b * kHeads + row % kHeads) * kDim;
+            expected.insert(expected.end(), begin, begin + kDim);
+          }
+        }
+        return relative_error(got, expected);
+      });
+}
+
+void bench_sample(benchmark::State& state, std::int64_t rows, bool is_greedy) {
+  constexpr std::int64_t kVocabulary = 128256;
+  const Operators operators;
+  const double bytes = static_cast<double>(rows * kVocabulary) * kBf16Bytes;
+  const int launches = cold_launches(static_cast<std::size_t>(bytes));
+  const Places logits(static_cast<std::size_t>(rows * kVocabulary) * kBf16Bytes, launches, kSeed);
+  const cuda::Buffer begins = on_device(operators, std::vector<std::int64_t>{0, kVocabulary});
+  std::vector<std::uint64_t> counters(static_cast<std::size_t>(rows));
+  std::iota(counters.begin(), counters.end(), std::uint64_t{7});
+  const cuda::Buffer counters_at = on_device(operators, counters);
+  const cuda::Buffer tokens = operators.allocate(static_cast<std::size_t>(rows) * sizeof(std::int32_t));
+  const auto arguments = [&]<class T>(const T* from) {
+    SampleArgs<T> args;
+    args.logits = {from, {1, rows, kVocabulary}};
+    args.shard_begins = reinterpret_cast<const std::int64_t*>(begins.data());
+    args.temperature = is_greedy ? 0.0f : 0.1f;  // the logits are in (-1, 1)
+    args.top_p = is_greedy ? 1.0f : 0.9f;
+    args.seed = 3;
+    args.counters = reinterpret_cast<const std::uint64_t*>(counters_at.data());
+    args.tokens = reinterpret_cast<std::int32_t*>(tokens.data());
+    return args;
+  };
+  measure(
+      state, operators, bytes, launches,
+      [&](int i, cuda::Stream stream) {
+        operators.sample(arguments(static_cast<const bf16*>(logits.at(i))), stream);
+      },
+      [&](cuda::Stream stream) {
+        // The same logits as f32 must give the same tokens.
+        const auto got = on_host<std::int32_t>(operators, tokens.data(), rows);
+        const auto values = as_floats(on_host<bf16>(operators, logits.at(launches - 1), rows * kVocabulary));
+        const cuda::Operators<float> exact;
+        const cuda::Buffer exact_logits = on_device(exact, values);
+        exact.sample(arguments(reinterpret_cast<const float*>(exact_logits.data())), stream);
+        exact.synchronize(stream);
+        bool is_right = got == on_host<std::int32_t>(operators, tokens.data(), rows);
+        for (std::int64_t row = 0; is_greedy && row < rows; ++row) {
+          const auto begin = values.begin() + row * kVocabulary;
+          is_right = is_right && std::max_element(begin, begin + kVocabulary) - begin ==
+                                     got[static_cast<std::size_t>(row)];
+        }
+        return is_right ? 0.0 : 1.0;
+      });
+}
+
+template <class Body>
+void add(const std::string& name, Body body) {
+  benchmark::RegisterBenchmark(name.c_str(),
+                               [body](benchmark::State& state) {
+                                 try {
+                                   body(state);
+                                 } catch (const std::exception& error) {
+                                   state.SkipWithError(error.what());
+                                 }
+                               })
+      ->UseManualTime()
+      ->Iterations(1)
+      ->Unit(benchmark::kMicrosecond);
+}
+
+}  // namespace
+
+void register_operators() {
+  struct Weight {
+    std::int64_t rows;
+    std::int64_t cols;
+  };
+  for (const Weight weight : {Weight{4096, 16384}, Weight{16384, 16384}}) {
+    for (const std::int64_t rows : {1, 8, 16, 64}) {
+      add("linear/" + std::to_string(rows) + "/weight:" + std::to_string(weight.rows) + "x" +
+              std::to_string(weight.cols),
+          [=](benchmark::State& state) { bench_linear(state, rows, weight.rows, weight.cols); });
+    }
+  }
+  for (const std::int64_t rows : {1, 8, 64}) {
+    add("rms_norm/rows:" + std::to_string(rows) + "/hidden:16384",
+        [=](benchmark::State& state) { bench_rms_norm(state, rows, 16384); });
+  }
+  for (const CombineCase& c : kCombineCases) {
+    add(std::string("lse_combine/") + c.name + "/ranks:" + std::to_string(c.ranks) + "/tokens:" +
+            std::to_string(c.tokens) + "/heads:" + std::to_string(c.heads) + "/dim:" + std::to_string(c.dim),
+        [c](benchmark::State& state) { bench_lse_combine(state, c); });
+  }
+  for (const std::int64_t tokens : {1, 8, 64}) {
+    add("pack_partial/kvp:4/tokens:" + std::to_string(tokens) + "/heads:128/dim:128",
+        [=](benchmark::State& state) { bench_pack_partial(state, 4, tokens); });
+  }
+  for (const std::int64_t batch : {8, 64}) {
+    add("append_kv/batch:" + std::to_string(batch) + "/heads:8/dim:128",
+        [=](benchmark::State& state) { bench_append_kv(state, batch); });
+  }
+  for (const std::int64_t rows : {1, 8, 64}) {
+    for (const bool is_greedy : {true, false}) {
+      add("sample/rows:" + std::to_string(rows) + "/vocabulary:128256" +
+              (is_greedy ? "/greedy" : "/top_p:0.9"),
+          [=](benchmark::State& state) { bench_sample(state, rows, is_greedy); });
+    }
+  }
+}
+
+}  // namespace helix::bench

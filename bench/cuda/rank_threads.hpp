@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks as threads of this process, a GPU each over NCCL, and how they time what they do together.
+#pragma once
+
+#include <algorithm>
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <numeric>
+#include <string_view>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <helix/cuda/backend.hpp>
+#include <helix/cuda/graph.hpp>
+#include <helix/cuda/nccl_comm.hpp>
+#include <helix/error.hpp>
+
+#include "timing.hpp"
+
+namespace helix::bench {
+
+using RankBackend = cuda::Backend<cuda::NcclComm, bf16>;
+
+/// Where the threads of all ranks meet. A rank that fails lets the others go, with an Error.
+class MeetingPoint {
+ public:
+  explicit MeetingPoint(int size) : size_(size) {}
+
+  void arrive_and_wait() {
+    std::unique_lock lock(mutex_);
+    const int round = round_;
+    if (++arrived_ == size_) {
+      arrived_ = 0;
+      ++round_;
+      changed_.notify_all();
+    }
+    changed_.wait(lock, [&] { return has_failed_ || round_ != round; });
+    if (round_ == round) throw Error(ErrorCode::peer_failed, "another rank failed");
+  }
+
+  void fail() {
+    const std::lock_guard lock(mutex_);
+    has_failed_ = true;
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int size_;
+  int arrived_ = 0;
+  int round_ = 0;
+  bool has_failed_ = false;
+};
+
+/// One rank: its thread's device is current.
+struct Rank {
+  RankBackend backend;
+  cuda::Stream stream;
+  MeetingPoint& meeting;
+
+  int index() const { return backend.comms().stage->rank(); }
+};
+
+/// Calls body(Rank&) for each of the kvp * tpa ranks of a stage, rank r on a thread of its own and on GPU r.
+/// @throws the failure of the rank that failed first.
+template <class Body>
+void run_ranks(int kvp, int tpa, const Body& body) {
+  const int size = kvp * tpa;
+  std::vector<int> devices(static_cast<std::size_t>(size));
+  std::iota(devices.begin(), devices.end(), 0);
+  auto comms = cuda::NcclComm::create_group(devices);
+  MeetingPoint meeting(size);
+  std::mutex mutex;
+  std::exception_ptr first_failure;
+  const auto run_rank = [&](int r) {
+    cuda::NcclComm& stage = comms[static_cast<std::size_t>(r)];
+    try {
+      cuda::use_device(r);
+      cuda::NcclComm group = stage.split(r % tpa, r / tpa);
+      RankBackend backend(stage, std::move(group), r);
+      Rank rank{backend, backend.create_stream(), meeting};
+      body(rank);
+      meeting.arrive_and_wait();  // nothing is freed while another rank still works
+    } catch (const std::exception& error) {
+      {
+        const std::lock_guard lock(mutex);
+        if (!first_failure) first_failure = std::current_exception();
+      }
+      meeting.fail();
+      stage.abort(error.what());
+    }
+  };
+  {
+    std::vector<std::jthread> threads;
+    for (int r = 1; r < size; ++r) threads.emplace_back(run_rank, r);
+    run_rank(0);
+  }
+  if (first_failure) std::rethrow_exception(first_failure);
+}
+
+/// Microseconds of each of `replays` replays, one behind the other, of a graph that all ranks replay, after
+/// two that do not count. `before` queues what comes ahead of each replay and is timed with it. Collective.
+inline std::vector<double> time_replays(
+    Rank& rank, const cuda::Graph& graph, int replays, const std::function<void()>& before = [] {}) {
+  constexpr int kUncounted = 2;
+  std::vector<cuda::Event> events;
+  for (int i = 0; i < kUncounted + replays; ++i) events.push_back(cuda::Event::create(true));
+  rank.meeting.arrive_and_wait();
+  for (const cuda::Event& event : events) {
+    before();
+    graph.replay(rank.stream);
+    cuda::record(event, rank.stream);
+  }
+  rank.backend.synchronize(rank.stream);
+  rank.meeting.arrive_and_wait();
+  std::vector<double> times;
+  for (std::size_t i = kUncounted; i < events.size(); ++i)
+    times.push_back(1e3 * static_cast<double>(cuda::elapsed_ms(events[i - 1], events[i])));
+  return times;
+}
+
+/// Microseconds of one `queue()`, of which each rank's graph holds `per_graph`; median over 50 replays on
+/// this rank's clock. Collective.
+inline double time_together(Rank& rank, int per_graph, const std::function<void()>& queue) {
+  for (int i = 0; i < 3; ++i) queue();  // NCCL connects the ranks at first use
+  rank.backend.synchronize(rank.stream);
+  rank.meeting.arrive_and_wait();
+  const auto graph = cuda::Graph::capture(rank.stream, [&] {
+    for (int i = 0; i < per_graph; ++i) queue();
+  });
+  return median(time_replays(rank, graph, 50)) / per_graph;
+}
+
+}  // namespace helix::bench

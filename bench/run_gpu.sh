@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Tests and measures helix::cuda on the GPUs of this machine.
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+usage: bench/run_gpu.sh [BUILD [OPTION ...]]
+BUILD is a build folder with HELIX_CUDA=ON, build/cuda unless given; only what it lacks is built. Runs the tests labelled gpu, then
+helix-bench-cuda with OPTION ... (such as --benchmark_filter=linear), and writes bench/results/DEVICE-DATE.json (DEVICE-x4 with four). A failed test does not keep
+the benchmarks from running, but the script then fails. 1, 2 or 4 GPUs; cases that need more than there are are left out.
+HELIX_RESULTS names another folder for the results; HELIX_SKIP_TESTS=1 goes straight to the benchmarks.
+TEXT
+}
+
+if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+  usage
+  exit 0
+fi
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+build="$(realpath -m "${1:-$root/build/cuda}")"
+shift $(($# > 0 ? 1 : 0))
+results="${HELIX_RESULTS:-$root/bench/results}"
+# A process that dies holding NVLink multicast objects can leave the host's GPUs unusable.
+export NCCL_NVLS_ENABLE=0
+
+if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L >/dev/null 2>&1; then
+  echo "bench/run_gpu.sh: no GPU: nvidia-smi finds none" >&2
+  exit 1
+fi
+device="$(nvidia-smi --id=0 --query-gpu=name --format=csv,noheader)"
+driver="$(nvidia-smi --id=0 --query-gpu=driver_version --format=csv,noheader)"
+num_gpus="$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)"
+commit="$(git -C "$root" rev-parse --short HEAD 2>/dev/null || echo unknown)"
+
+shopt -s nullglob
+tests=("$build"/tests/cuda/cuda_*_test)
+if [[ ! -x "$build/bench/helix-bench-cuda" || (${#tests[@]} -eq 0 && -z "${HELIX_SKIP_TESTS:-}") ]]; then
+  [[ -f "$build/CMakeCache.txt" ]] ||
+    cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DHELIX_CUDA=ON -DHELIX_MPI=OFF
+  cmake --build "$build"
+  tests=("$build"/tests/cuda/cuda_*_test)
+fi
+
+# CTest knows the tests by absolute paths: not in a folder that was built elsewhere.
+run_tests() {
+  if command -v ctest >/dev/null && grep -qsF "CMAKE_HOME_DIRECTORY:INTERNAL=$root" "$build/CMakeCache.txt" &&
+    grep -qsF "CMAKE_CACHEFILE_DIR:INTERNAL=$build" "$build/CMakeCache.txt"; then
+    ctest --test-dir "$build" -L gpu --output-on-failure --no-tests=error
+    return
+  fi
+  local failed=0
+  for test in "${tests[@]}"; do
+    echo "== $(basename "$test")"
+    (cd "$build/tests/cuda" && "$test") || failed=1
+  done
+  return "$failed"
+}
+
+status=0
+if [[ -z "${HELIX_SKIP_TESTS:-}" ]]; then
+  run_tests || status=1
+fi
+
+mkdir -p "$results"
+name="${device// /-}"
+[[ "$num_gpus" -eq 1 ]] || name+="-x$num_gpus"
+json="$results/$name-$(date -u +%Y-%m-%d).json"
+"$build/bench/helix-bench-cuda" "--benchmark_out=$json" --benchmark_out_format=json \
+  "--benchmark_context=device=$device,driver=$driver,commit=$commit" "$@" || status=1
+
+echo
+python3 "$root/bench/plot.py" --table "$json" || status=1
+echo "wrote $json"
+[[ "$status" -eq 0 ]] || echo "bench/run_gpu.sh: some tests or benchmarks failed" >&2
+exit "$status"
