@@ -76,9 +76,9 @@ def plot_roofline(plt, cases, device, path):
         return False
     figure, axes = plt.subplots(figsize=(8, 0.7 + 0.34 * len(bars)), layout="constrained")
     shares = [case["%_of_read"] for case in bars.values()]
-    drawn = axes.barh(list(bars), shares, color="#4c72b0")
-    axes.bar_label(drawn, [f"{share:.0f} %, {case['bytes/s'] / 1e9:.0f} GB/s" for share, case in zip(shares, bars.values())],
-                   padding=3, fontsize=8)
+    axes.barh(list(bars), shares, color="#4c72b0")
+    for row, (share, case) in enumerate(zip(shares, bars.values())):
+        axes.text(max(100, share) + 1, row, f"{share:.0f} %, {case['bytes/s'] / 1e9:.0f} GB/s", va="center", fontsize=8)
     axes.axvline(100, color="black", linewidth=0.8, zorder=0)
     axes.set_xlim(0, 1.25 * max(100, *shares))
     axes.invert_yaxis()
