@@ -13,6 +13,7 @@
 #include <helix/error.hpp>
 
 #include "attention.cuh"
+#include "cuda/operators_state.hpp"
 
 namespace helix::cuda {
 namespace {
@@ -592,6 +593,12 @@ void launch_dim(const AttentionParams& p, int blocks, StreamHandle stream) {
 }
 
 }  // namespace
+
+bool has_hopper_code() {
+  cudaFuncAttributes attributes{};
+  HELIX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, attend_tensor<bf16, 64, 1, 4, 2>));
+  return attributes.ptxVersion >= 90;
+}
 
 bool has_tensor_attention(DType dtype, DType kv_dtype, std::int64_t head_dim, std::int64_t value_dim) {
   return dtype == kv_dtype && (dtype == DType::bf16 || dtype == DType::f16) && head_dim == value_dim &&

@@ -54,13 +54,18 @@ class HopB {
 
   /// The number of slices for a step, the same on all ranks: `requested`, or if that is 0 a choice from
   /// values that all ranks share and that are fixed when a step is captured: not from lengths, which a graph
-  /// must not depend on. Without KVP there is nothing to overlap. A slice holds at least one sequence; n
-  /// slices leave 1/n of the exchange exposed, so beyond four little is left to hide, and each slice costs a
-  /// hand-over: on two cores that all ranks share (nothing idles there that an overlap could fill), 8
-  /// sequences of 256 tokens took 5 to 10 % longer in four slices and 12 to 30 % in eight; at 2048 tokens no
-  /// loss could be measured. An engine that knows its times asks best_hop_b_slices().
+  /// must not depend on. Without KVP there is nothing to overlap. A slice holds at least one sequence.
+  ///
+  /// n slices leave 1/n of the exchange exposed, so beyond four little is left to hide, and each slice costs
+  /// a hand-over, which the backend knows (kHopBSlices): on two cores that all ranks share (nothing idles
+  /// there that an overlap could fill), 8 sequences of 256 tokens took 5 to 10 % longer in four slices and 12
+  /// to 30 % in eight; at 2048 tokens no loss could be measured. An engine that knows its times asks
+  /// best_hop_b_slices().
   int resolve_slices(int requested, std::int64_t num_sequences, int kvp) const {
-    constexpr std::int64_t kChosenSlices = 4;
+    constexpr std::int64_t kChosenSlices = [] {
+      if constexpr (requires { B::kHopBSlices; }) return B::kHopBSlices;
+      return 4;
+    }();
     if (requested == 0) requested = kvp == 1 ? 1 : static_cast<int>(std::min(num_sequences, kChosenSlices));
     return static_cast<int>(
         std::clamp<std::int64_t>(std::min<std::int64_t>(requested, num_sequences), 1, max_slices()));

@@ -34,7 +34,7 @@ Operators<T>::Operators(int device) : state_(std::make_shared<State>()) {
   HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   HELIX_EXPECTS(major >= 8, ErrorCode::unsupported, "CUDA device ", device, " has compute capability ", major,
                 ".x; 8.0 is the least that the kernels are built for");
-  state_->is_hopper = major == 9;
+  state_->is_hopper = major == 9 && has_hopper_code();
   state_->attention_counters = Buffer(kAttentionCounters * sizeof(int));
   state_->failure = PinnedBuffer(sizeof(FailureRecord));
   state_->matmul = make_matmul_library();

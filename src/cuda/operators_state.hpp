@@ -14,6 +14,10 @@ namespace helix::cuda {
 /// Row blocks times KV heads of one launch of an attention kernel.
 inline constexpr std::size_t kAttentionCounters = 1 << 16;
 
+/// Whether the kernels for compute capability 9.0 were built with code of their own. Loads one: not for a
+/// step.
+bool has_hopper_code();
+
 /// What a kernel found wrong: host memory that the device writes. The first failure stays.
 struct FailureRecord {
   std::uint32_t is_set = 0;  ///< claimed with atomicCAS, then the rest is written
@@ -36,7 +40,7 @@ template <class T>
 struct Operators<T>::State {
   int device = 0;
   int num_sms = 0;
-  bool is_hopper = false;  // compute capability 9.0: its own kernels run
+  bool is_hopper = false;     // compute capability 9.0: its own kernels run
   int attention_blocks = 0;   // 0: all
   PinnedBuffer failure;       // a FailureRecord
   Buffer attention_counters;  // partial_attention's self-resetting counters
