@@ -123,7 +123,8 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(PackRows rows, RowShare 
 }
 
 /// One block. Records the lowest peer whose header is not what it must be, unless a failure stands already.
-__global__ void __launch_bounds__(kThreads) check_kernel(CheckExchangeArgs args, FailureRecord* failure) {
+__global__ void __launch_bounds__(kThreads)
+    check_kernel(CheckExchangeArgs args, FailureRecord* failure, unsigned* claim) {
   __shared__ std::uint64_t expected_epoch;
   __shared__ unsigned wrong_peer;
   const std::uint64_t terms = sum_epoch_terms(args.positions, args.tokens);
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kThreads) check_kernel(CheckExchangeArgs args,
   }
   __syncthreads();
   if (threadIdx.x != 0 || wrong_peer == ~0u) return;
-  if (atomicCAS_system(&failure->is_set, 0u, 1u) != 0u) return;
+  if (atomicCAS(claim, 0u, 1u) != 0u) return;
   const auto* header =
       reinterpret_cast<const std::uint32_t*>(args.messages + wrong_peer * args.message_bytes);
   failure->peer = wrong_peer;
@@ -271,7 +272,8 @@ void Operators<T>::stamp(const StampArgs& args, Stream stream) const {
 template <class T>
 void Operators<T>::check_exchange(const CheckExchangeArgs& args, Stream stream) const {
   const DeviceScope scope(state_->device);
-  check_kernel<<<1, kThreads, 0, stream.handle()>>>(args, state_->failure_record());
+  check_kernel<<<1, kThreads, 0, stream.handle()>>>(
+      args, state_->failure_record(), reinterpret_cast<unsigned*>(state_->failure_claim.data()));
   HELIX_CHECK_LAUNCH();
 }
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operators::linear and head_linear. Few rows: kernels that stream the weights once, on tensor cores where
-// activations and weights are of the same 16-bit type. More: the library, or a tiled kernel for what it does
-// not take.
+// Operators::linear and head_linear. Activations and weights of one 16-bit type go to the library (4096 x
+// 16384 weights at 92 to 95 % of the read ceiling from 1 to 16 rows on an H200, where the thin kernel here
+// reached 68 %), or to the thin tensor-core kernel where the library does not take the layout. All other
+// types: kernels that stream the weights once for a few rows, and a tiled one for more.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -17,8 +18,6 @@
 
 namespace helix::cuda {
 namespace {
-
-constexpr std::int64_t kThinRows = 16;  // up to here the thin tensor core kernel, then the library
 
 /// out[r, h, n] = sum_k in[r, h, k] * weight[h, n, k] (+ bias[n]) (+ out[r, h, n]). Strides in elements.
 template <class T>
@@ -367,7 +366,7 @@ void multiply(const Product<T>& p, DType weight_dtype, MatmulLibrary& library, i
     constexpr std::int64_t kElements = 8;  // of 16 bytes
     if (weight_dtype == kDTypeOf<T> && p.cols % kElements == 0 && is_aligned_16(p.weight) &&
         has_aligned_rows(p)) {
-      const bool is_library = p.heads == 1 && p.rows > kThinRows && p.cols > 0 && p.in_row >= p.cols &&
+      const bool is_library = p.heads == 1 && p.rows > 0 && p.cols > 0 && p.in_row >= p.cols &&
                               is_aligned_16(p.out) && p.out_row % kElements == 0 && p.out_row >= p.width;
       if (!is_library) return launch_tensor_core(p, num_sms, stream);
       // A bias of another type is added afterwards, and the output rounded once more.

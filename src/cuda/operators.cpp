@@ -37,6 +37,7 @@ Operators<T>::Operators(int device) : state_(std::make_shared<State>()) {
   state_->is_hopper = major == 9 && has_hopper_code();
   state_->attention_counters = Buffer(kAttentionCounters * sizeof(int));
   state_->failure = PinnedBuffer(sizeof(FailureRecord));
+  state_->failure_claim = Buffer(sizeof(std::uint32_t));
   state_->matmul = make_matmul_library();
 }
 

@@ -20,9 +20,8 @@ bool has_hopper_code();
 
 /// What a kernel found wrong: host memory that the device writes. The first failure stays.
 struct FailureRecord {
-  std::uint32_t is_set = 0;  ///< claimed with atomicCAS, then the rest is written
-  std::uint32_t is_complete = 0;
-  std::uint32_t peer = 0;  ///< check_exchange: whose message
+  std::uint32_t is_complete = 0;  ///< written last
+  std::uint32_t peer = 0;         ///< check_exchange: whose message
   std::uint32_t sender = 0;
   std::uint64_t epoch = 0;
   std::uint64_t expected_epoch = 0;
@@ -43,6 +42,7 @@ struct Operators<T>::State {
   bool is_hopper = false;     // compute capability 9.0: its own kernels run
   int attention_blocks = 0;   // 0: all
   PinnedBuffer failure;       // a FailureRecord
+  Buffer failure_claim;       // not 0: it is taken. On the device, as atomics on host memory need not work
   Buffer attention_counters;  // partial_attention's self-resetting counters
   std::unique_ptr<MatmulLibrary, MatmulLibraryDelete> matmul;
 
