@@ -26,6 +26,18 @@ struct TokenRange {
   }
 };
 
+namespace detail {
+
+/// KvLayout::length in integers of type Int, which hold all that comes up.
+template <class Int>
+HELIX_HOST_DEVICE constexpr std::int64_t owned_tokens(Int tokens, Int period, Int chunk, Int kvp_rank) {
+  const Int rest = tokens % period - kvp_rank * chunk;
+  const Int partial = rest < 0 ? 0 : (rest > chunk ? chunk : rest);
+  return std::int64_t{tokens / period * chunk + partial};
+}
+
+}  // namespace detail
+
 /// Block-cyclic split of a sequence over KVP ranks in chunks of `chunk` tokens. The owner is a function of
 /// the global position alone, so prefill, decode, draft tokens and transfers agree without a counter. Local
 /// positions are compact: rank r's tokens of a sequence of S tokens lie at 0 .. length(S, r) - 1 (invariant
@@ -59,9 +71,11 @@ class KvLayout {
   HELIX_HOST_DEVICE constexpr std::int64_t length(std::int64_t num_tokens, std::int64_t kvp_rank) const {
     if (num_tokens <= 0) return 0;
     // Kernels take this path: on a GPU a 64-bit division costs ten 32-bit ones.
-    if (num_tokens <= INT32_MAX && period() <= INT32_MAX)
-      return length_in<std::int32_t>(num_tokens, kvp_rank);
-    return length_in<std::int64_t>(num_tokens, kvp_rank);
+    if (num_tokens <= INT32_MAX && period() <= INT32_MAX) {
+      return detail::owned_tokens(static_cast<std::int32_t>(num_tokens), static_cast<std::int32_t>(period()),
+                                  static_cast<std::int32_t>(chunk_), static_cast<std::int32_t>(kvp_rank));
+    }
+    return detail::owned_tokens(num_tokens, period(), chunk_, kvp_rank);
   }
 
   /// Global position of `local_position` on `kvp_rank`; the inverse of (owner, local).
@@ -100,16 +114,6 @@ class KvLayout {
   friend constexpr bool operator==(const KvLayout&, const KvLayout&) = default;
 
  private:
-  template <class Int>
-  HELIX_HOST_DEVICE constexpr std::int64_t length_in(std::int64_t num_tokens, std::int64_t kvp_rank) const {
-    const Int tokens = static_cast<Int>(num_tokens);
-    const Int whole_period = static_cast<Int>(period());
-    const Int chunk = static_cast<Int>(chunk_);
-    const Int rest = tokens % whole_period - static_cast<Int>(kvp_rank) * chunk;
-    const Int partial = rest < 0 ? 0 : (rest > chunk ? chunk : rest);
-    return std::int64_t{tokens / whole_period * chunk + partial};
-  }
-
   std::int64_t kvp_;
   std::int64_t chunk_;
 };
