@@ -32,9 +32,6 @@ struct Partials {
         sum(arena.take_bytes(static_cast<std::size_t>(2 * blocks * rows * 4))) {}
 };
 
-/// Blocks of every kernel that fill an SM.
-constexpr int kBlocksPerSm = 2;
-
 }  // namespace
 
 template <class T>

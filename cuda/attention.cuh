@@ -19,6 +19,7 @@
 namespace helix::cuda {
 
 inline constexpr int kTileTokens = 32;
+inline constexpr int kBlocksPerSm = 2;     ///< of the grid: one streams on while the other ends a row block
 inline constexpr int kMaxRowBlocks = 256;  ///< of one launch
 inline constexpr int kMaxSequences = 256;  ///< of one launch
 inline constexpr int kMaxRows = 32;        ///< of a row block

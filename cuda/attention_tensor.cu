@@ -555,8 +555,6 @@ struct Tensor {
   }
 };
 
-constexpr int kBlocksPerSm = 2;  // one streams on while the other ends a row block
-
 template <class T, int kDim, int kRowTiles, int kWarps, int kStages>
 __global__ __launch_bounds__(kWarps* kWarp,
                              kBlocksPerSm) void attend_tensor(const __grid_constant__ AttentionParams p) {
