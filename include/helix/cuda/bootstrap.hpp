@@ -31,7 +31,7 @@ struct BootstrapOptions {
   /// Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun sets them; else what Open
   /// MPI (OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK) or Slurm (SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID) set;
   /// else a job of one process. MASTER_ADDR may be absent where the launcher says that all ranks are on one
-  /// machine. Under torchrun the port is MASTER_PORT + 1, since its agent listens on MASTER_PORT itself.
+  /// machine. Under torchrun the port is MASTER_PORT + 1, since it listens on MASTER_PORT itself.
   /// @throws Error(invalid_argument) naming the variable that is missing or no number in range.
   static BootstrapOptions from_environment();
 };
