@@ -12,6 +12,8 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+# The figures depend on the results alone.
+NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
 def load(paths):
@@ -85,7 +87,7 @@ def plot_roofline(plt, cases, device, path):
     axes.set_xlabel("% of a plain read of the same memory in the same run")
     axes.set_title(f"Partial attention, bf16, {device}")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, metadata=NO_METADATA)
     plt.close(figure)
     return True
 
@@ -118,7 +120,7 @@ def plot_scaling(plt, cases, device, path):
     axes.set_title(f"Decode step, Llama 405B layers, batch 8, {shown} tokens, {device}", fontsize=10)
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, metadata=NO_METADATA)
     plt.close(figure)
     return True
 

@@ -184,14 +184,7 @@ LayerSpec mla_moe_spec(bool is_v3) {
   LayerSpec spec;
   spec.is_mla = true;
   spec.is_interleaved = true;
-  spec.experts = 8;
-  spec.shared_ffn = 24;
-  spec.groups = 4;
-  spec.groups_kept = 2;
-  spec.top_k = 3;
-  spec.is_sigmoid = is_v3;
-  spec.normalize = is_v3;
-  spec.routed_scale = is_v3 ? 2.5 : 1.0;
+  spec.add_deepseek_experts(is_v3);
   return spec;
 }
 

@@ -99,14 +99,7 @@ LayerSpec mla_spec() {
 LayerSpec mla_moe_spec(bool is_v3) {
   LayerSpec spec = mla_spec();
   spec.magnitude = 1.0;
-  spec.experts = 8;
-  spec.shared_ffn = 24;
-  spec.groups = 4;
-  spec.groups_kept = 2;
-  spec.top_k = 3;
-  spec.is_sigmoid = is_v3;
-  spec.normalize = is_v3;
-  spec.routed_scale = is_v3 ? 2.5 : 1.0;
+  spec.add_deepseek_experts(is_v3);
   return spec;
 }
 

@@ -60,6 +60,18 @@ struct LayerSpec {
   bool is_sigmoid = false;
   bool normalize = false;
   double routed_scale = 1.0;
+
+  /// The experts of DeepSeek-V3, or else V2, in small.
+  void add_deepseek_experts(bool is_v3) {
+    experts = 8;
+    shared_ffn = 24;
+    groups = 4;
+    groups_kept = 2;
+    top_k = 3;
+    is_sigmoid = is_v3;
+    normalize = is_v3;
+    routed_scale = is_v3 ? 2.5 : 1.0;
+  }
 };
 
 /// Random weights, exact in bf16 too, so that narrower copies hold the same numbers.
