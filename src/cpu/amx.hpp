@@ -5,8 +5,9 @@
 // products are one product of f32 arithmetic, at five times the rate of f32 vectors. Subnormals count as
 // zero.
 //
-// Every product has 16 rows of f32 on one side, zero rows where fewer are needed, and runs in steps of 32
-// along the summed dimension. A tile is 16 lines of 64 bytes.
+// A product has 16 rows of f32 on one side, zero rows where fewer are needed, and runs in steps of 32 along
+// the summed dimension. A tile is 16 lines of 64 bytes. Up to 8 rows, the first and the second bf16 of each
+// row share a tile, so that two tile products do.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +18,24 @@ namespace helix::cpu::amx {
 
 inline constexpr std::int64_t kRows = 16;     ///< f32 rows of a product, and lines of a tile
 inline constexpr std::int64_t kStep = 32;     ///< summed elements of a tile
-inline constexpr std::int64_t kMaxTiles = 4;  ///< bf16 tiles that one call multiplies
-inline constexpr std::int64_t kStepElements = 3 * kRows * kStep;  ///< bf16 that 16 f32 rows split into a step
+inline constexpr std::int64_t kMaxTiles = 4;  ///< bf16 tiles of one step of multiply_columns()
+inline constexpr std::int64_t kMaxRows = 32;  ///< bf16 rows of one multiply_rows()
+inline constexpr std::int64_t kHalfRows = 8;  ///< f32 rows up to which two bf16 of a row share a tile
 
-/// f32 rows from which tiles pay. Below, memory sets the pace, and vectors keep up with it better.
-inline constexpr std::int64_t kMinRows = 9;
+/// f32 rows from which tiles pay in thin products. Below, memory sets the pace, and vectors keep up with it.
+/// Attention starts later, at kHalfRows + 1: reading K and V by tiles in turn costs what the arithmetic
+/// gains.
+inline constexpr std::int64_t kMinRows = 5;
+
+/// f32 rows that a product of `num_rows` computes: the width of its results and of split_columns()' input.
+constexpr std::int64_t padded_rows(std::int64_t num_rows) {
+  return num_rows <= kHalfRows ? kHalfRows : kRows;
+}
+
+/// bf16 that `num_rows` f32 rows split into a step.
+constexpr std::int64_t step_elements(std::int64_t num_rows) {
+  return (num_rows <= kHalfRows ? 2 : 3) * kRows * kStep;
+}
 
 /// Whether this machine has tiles for bf16 and the system lets the process use them. HELIX_AMX=0 in the
 /// environment says no. Decided at the first call.
@@ -38,18 +52,18 @@ class Session {
 };
 
 /// Splits `num_rows` rows of `count` floats, times `factor`, into what multiply_rows() takes: [count / kStep,
-/// rounded up][kStepElements].
+/// rounded up][step_elements(num_rows)].
 void split_rows(const float* rows, std::int64_t row_stride, std::int64_t num_rows, std::int64_t count,
                 float factor, bf16* parts) noexcept;
 
-/// Splits [count][kRows] floats, rows innermost, into what multiply_columns() takes: [count / kStep]
-/// [kStepElements]. `count` is a multiple of kStep.
-void split_columns(const float* columns, std::int64_t count, bf16* parts) noexcept;
+/// Splits [count][padded_rows(num_rows)] floats, rows innermost, into what multiply_columns() takes: [count /
+/// kStep][step_elements(num_rows)]. `count` is a multiple of kStep.
+void split_columns(const float* columns, std::int64_t num_rows, std::int64_t count, bf16* parts) noexcept;
 
 /// dots[i][r] = rows[i] . f32 row r, added to what is there if `add`, for num_tiles * 16 rows of steps *
-/// kStep elements each, `row_bytes` apart.
+/// kStep elements each, `row_bytes` apart, and padded_rows(num_rows) rows r.
 void multiply_rows(const void* rows, std::int64_t row_bytes, std::int64_t num_tiles, const bf16* parts,
-                   std::int64_t steps, float* dots, bool add) noexcept;
+                   std::int64_t num_rows, std::int64_t steps, float* dots, bool add) noexcept;
 
 /// Brings kStep rows of `count` elements into what multiply_columns() takes, [count / 16, rounded up to even]
 /// tiles: of each 32 columns the even ones, then the odd ones.

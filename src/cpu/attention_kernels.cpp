@@ -556,10 +556,10 @@ HWY_NOINLINE void tiled(const State& s, std::int64_t first_row, std::int64_t num
   auto* values = reinterpret_cast<bf16*>(s.amx + at.values);
   auto* weights = reinterpret_cast<bf16*>(s.amx + at.weights);
   auto* scores = reinterpret_cast<float*>(s.amx + at.scores);
+  constexpr auto kBytes = static_cast<std::int64_t>(sizeof(bf16));
   const std::int64_t d = round_up(task.head_dim, amx::kStep);
   const std::int64_t steps = d / amx::kStep;
   const std::int64_t value_tiles = round_up(task.value_dim, amx::kStep) / amx::kRows;
-  const std::int64_t block_parts = steps * amx::kStepElements;
 
   for (std::int64_t block = 0; block < num_rows; block += amx::kRows) {
     const std::int64_t valid = std::min(amx::kRows, num_rows - block);
@@ -568,7 +568,7 @@ HWY_NOINLINE void tiled(const State& s, std::int64_t first_row, std::int64_t num
       std::copy_n(task.q + row / task.group * task.q_token_stride + row % task.group * task.q_head_stride,
                   task.head_dim, s.q + r * s.d);
     }
-    amx::split_rows(s.q, s.d, valid, task.head_dim, task.key_scale, q + block / amx::kRows * block_parts);
+    amx::split_rows(s.q, s.d, valid, task.head_dim, task.key_scale, q + block * 3 * d);
   }
   if (d != task.head_dim) std::fill_n(keys, kAmxTile * d, bf16{});
 
@@ -577,25 +577,41 @@ HWY_NOINLINE void tiled(const State& s, std::int64_t first_row, std::int64_t num
     const std::int64_t count = std::min(kAmxTile, range.end - begin);
     const std::int64_t padded = round_up(count, amx::kStep);
     find_rows(task, begin, count, s.key_rows, s.value_rows);
-    for (std::int64_t i = 0; i < padded; ++i)
-      std::memcpy(keys + i * d, s.key_rows[i], static_cast<std::size_t>(task.head_dim) * sizeof(bf16));
-    for (std::int64_t i = 0; i < padded; i += amx::kStep) {
-      amx::interleave_rows(reinterpret_cast<const bf16* const*>(s.value_rows) + i, task.value_dim,
-                           values + i * value_tiles * amx::kRows);
+    constexpr std::int64_t kKeys = amx::kMaxRows;
+    for (std::int64_t i = 0; i < padded; i += kKeys) {
+      const auto* first = static_cast<const std::byte*>(s.key_rows[i]);
+      std::int64_t stride = task.row_bytes;
+      // Keys that lie one after the other, in a page or in two, need no copy.
+      const bool in_place = i + kKeys <= count && d == task.head_dim &&
+                            s.key_rows[i + kKeys - 1] == first + (kKeys - 1) * stride;
+      if (!in_place) {
+        for (std::int64_t k = i; k < i + kKeys; ++k)
+          std::memcpy(keys + k * d, s.key_rows[k], static_cast<std::size_t>(task.head_dim * kBytes));
+        first = reinterpret_cast<const std::byte*>(keys + i * d);
+        stride = d * kBytes;
+      }
+      for (std::int64_t block = 0; block < num_rows; block += amx::kRows) {
+        const std::int64_t rows = std::min(amx::kRows, num_rows - block);
+        amx::multiply_rows(first, stride, kKeys / amx::kRows, q + block * 3 * d, rows, steps,
+                           scores + block * kAmxTile + i * amx::padded_rows(rows), false);
+      }
     }
     for (std::int64_t block = 0; block < num_rows; block += amx::kRows) {
       float* dots = scores + block * kAmxTile;
-      constexpr std::int64_t kKeys = amx::kMaxTiles * amx::kRows;
-      for (std::int64_t i = 0; i < padded; i += kKeys) {
-        amx::multiply_rows(keys + i * d, d * static_cast<std::int64_t>(sizeof(bf16)),
-                           std::min(amx::kMaxTiles, (padded - i) / amx::kRows),
-                           q + block / amx::kRows * block_parts, steps, dots + i * amx::kRows, false);
+      const std::int64_t valid = std::min(amx::kRows, num_rows - block);
+      const std::int64_t width = amx::padded_rows(valid);
+      const Block rows{first_row + block, static_cast<int>(valid), nullptr, dots};
+      if (width == amx::kHalfRows) {
+        softmax_block<amx::kHalfRows>(s, rows, count);
+      } else {
+        softmax_block<amx::kRows>(s, rows, count);
       }
-      const Block rows{first_row + block, static_cast<int>(std::min(amx::kRows, num_rows - block)), nullptr,
-                       dots};
-      softmax_block<kLanes>(s, rows, count);
-      std::fill(dots + count * amx::kRows, dots + padded * amx::kRows, 0.0f);
-      amx::split_columns(dots, padded, weights + 3 * block * kAmxTile);
+      std::fill(dots + count * width, dots + padded * width, 0.0f);
+      amx::split_columns(dots, valid, padded, weights + 3 * block * kAmxTile);
+    }
+    for (std::int64_t i = 0; i < padded; i += amx::kStep) {
+      amx::interleave_rows(reinterpret_cast<const bf16* const*>(s.value_rows) + i, task.value_dim,
+                           values + i * value_tiles * amx::kRows);
     }
     for (std::int64_t column = 0; column < value_tiles; column += amx::kMaxTiles) {
       for (std::int64_t block = 0; block < num_rows; block += amx::kRows) {
@@ -616,7 +632,7 @@ template <class T>
 HWY_INLINE void accumulate(const State& s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
   if (range.size() <= 0) return;
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
-  if (std::is_same_v<T, bf16> && num_rows >= amx::kMinRows && amx::available()) {
+  if (std::is_same_v<T, bf16> && num_rows > amx::kHalfRows && amx::available()) {
     for (std::int64_t row = 0; row < num_rows; row += kPackedRows) {
       tiled(s, first_row + row, std::min(kPackedRows, num_rows - row), range);
     }

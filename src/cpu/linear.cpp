@@ -22,7 +22,8 @@ const std::byte* element(const WeightView& weight, std::int64_t index) {
 void Operators::linear(const LinearArgs<float>& args, Stream stream) const {
   if (args.in.extent(0) == 0 || args.weight.rows == 0) return;
   stream.enqueue([args, pool = pool_] {
-    const std::int64_t task_rows = linear_task_rows(args.weight.dtype, args.in.extent(0));
+    const std::int64_t task_rows =
+        linear_task_rows(args.weight.dtype, args.in.extent(0), args.weight.rows, pool->num_threads());
     const std::int64_t tasks = (args.weight.rows + task_rows - 1) / task_rows;
     pool->parallel_for(tasks, [&args, task_rows](std::int64_t index, int) {
       const std::int64_t first = index * task_rows;
@@ -51,7 +52,8 @@ void Operators::head_linear(const HeadLinearArgs<float>& args, Stream stream) co
   stream.enqueue([args, pool = pool_] {
     const std::int64_t heads = args.in.extent(1);
     const std::int64_t width = args.out.extent(2);
-    const std::int64_t task_rows = linear_task_rows(args.weight.dtype, args.in.extent(0));
+    const std::int64_t task_rows =
+        linear_task_rows(args.weight.dtype, args.in.extent(0), args.weight.rows, pool->num_threads());
     const std::int64_t tasks_a_head = (width + task_rows - 1) / task_rows;
     const auto body = [&](std::int64_t index, int) {
       const std::int64_t head = index / tasks_a_head;

@@ -27,12 +27,13 @@ struct LinearTask {
 
 inline constexpr std::int64_t kLinearTaskRows = 64;  ///< weight rows that suit any task
 
-/// Weight rows of a task of `num_rows` rows, at least kLinearTaskRows: enough to bring the activations into
-/// order once for many, few enough to share out.
-std::int64_t linear_task_rows(DType weight_dtype, std::int64_t num_rows);
+/// Weight rows of a task when `num_threads` share a product, at least kLinearTaskRows: enough to bring the
+/// activations into order once for many, few enough to share out.
+std::int64_t linear_task_rows(DType weight_dtype, std::int64_t num_rows, std::int64_t num_weight_rows,
+                              int num_threads);
 
 /// Computes `task`. The bits of an output depend on its two rows alone, not on where the task begins, nor on
-/// num_rows but for bf16 weights under AMX: there they may differ between up to 8 rows and more. Allocates
+/// num_rows but for bf16 weights under AMX: there they may differ between up to 4 rows and more. Allocates
 /// nothing.
 void multiply(const LinearTask& task);
 
