@@ -2,6 +2,8 @@
 // BatchBuffer: the device copy of a step's Batch, at stable addresses.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -12,17 +14,21 @@
 namespace helix {
 
 /// Owns device memory for batches of up to `max_sequences` sequences and `max_tokens` tokens. Addresses never
-/// change, so a captured step can be replayed after the next set().
+/// change, so a captured step can be replayed after the next set(), which is one copy to the device.
 template <Backend B>
 class BatchBuffer {
  public:
+  /// @throws Error(invalid_argument) if a capacity is negative.
   BatchBuffer(B& backend, std::int64_t max_sequences, std::int64_t max_tokens)
       : backend_(&backend),
-        max_sequences_(max_sequences),
-        max_tokens_(max_tokens),
-        query_offsets_(backend.allocate(static_cast<std::size_t>(max_sequences + 1) * sizeof(std::int32_t))),
-        slots_(backend.allocate(static_cast<std::size_t>(max_sequences) * sizeof(std::int32_t))),
-        positions_(backend.allocate(static_cast<std::size_t>(max_tokens) * sizeof(std::int64_t))) {
+        max_sequences_(checked("max_sequences", max_sequences)),
+        max_tokens_(checked("max_tokens", max_tokens)),
+        // Positions come last: the copy ends with the last one, whatever the capacity.
+        slots_begin_(static_cast<std::size_t>(max_sequences + 1) * sizeof(std::int32_t)),
+        positions_begin_(
+            aligned(slots_begin_ + static_cast<std::size_t>(max_sequences) * sizeof(std::int32_t))),
+        staged_(positions_begin_ + static_cast<std::size_t>(max_tokens) * sizeof(std::int64_t)),
+        device_(backend.allocate(staged_.size())) {
     query_offsets_host_.reserve(static_cast<std::size_t>(max_sequences + 1));
   }
 
@@ -49,26 +55,38 @@ class BatchBuffer {
                   "BatchBuffer: a step of ", sequences, " sequences and ", tokens, " tokens exceeds the ",
                   max_sequences_, " and ", max_tokens_, " it was built for");
     query_offsets_host_.assign(query_offsets.begin(), query_offsets.end());
-    backend_->upload(query_offsets_.data(), query_offsets.data(), query_offsets.size_bytes(), stream);
-    backend_->upload(slots_.data(), slots.data(), slots.size_bytes(), stream);
-    backend_->upload(positions_.data(), positions.data(), positions.size_bytes(), stream);
+    std::ranges::copy(std::as_bytes(query_offsets), staged_.begin());
+    std::ranges::copy(std::as_bytes(slots), staged_.begin() + static_cast<std::ptrdiff_t>(slots_begin_));
+    std::ranges::copy(std::as_bytes(positions),
+                      staged_.begin() + static_cast<std::ptrdiff_t>(positions_begin_));
+    backend_->upload(device_.data(), staged_.data(), positions_begin_ + positions.size_bytes(), stream);
   }
 
   /// The step last set. Its host offsets are valid until the next set().
   Batch batch() const {
-    return {query_offsets_host_, reinterpret_cast<const std::int32_t*>(query_offsets_.data()),
-            reinterpret_cast<const std::int64_t*>(positions_.data()),
-            reinterpret_cast<const std::int32_t*>(slots_.data())};
+    return {query_offsets_host_, reinterpret_cast<const std::int32_t*>(device_.data()),
+            reinterpret_cast<const std::int64_t*>(device_.data() + positions_begin_),
+            reinterpret_cast<const std::int32_t*>(device_.data() + slots_begin_)};
   }
 
  private:
+  static std::int64_t checked(const char* name, std::int64_t capacity) {
+    HELIX_EXPECTS(capacity >= 0, ErrorCode::invalid_argument, "BatchBuffer: ", name, " is ", capacity,
+                  "; it must not be negative");
+    return capacity;
+  }
+  static constexpr std::size_t aligned(std::size_t bytes) {
+    return (bytes + sizeof(std::int64_t) - 1) / sizeof(std::int64_t) * sizeof(std::int64_t);
+  }
+
   B* backend_;
   std::int64_t max_sequences_;
   std::int64_t max_tokens_;
+  std::size_t slots_begin_;        // bytes from the query offsets to the slots
+  std::size_t positions_begin_;    // and to the positions
+  std::vector<std::byte> staged_;  // [max_sequences + 1] i32, [max_sequences] i32, [max_tokens] i64
+  typename B::Buffer device_;      // the same
   std::vector<std::int32_t> query_offsets_host_;
-  typename B::Buffer query_offsets_;
-  typename B::Buffer slots_;
-  typename B::Buffer positions_;
 };
 
 }  // namespace helix
