@@ -1003,6 +1003,82 @@ TEST_CASE("addresses of a layer never change, and layers do not overlap") {
   CHECK(cache.layer(1).page_table == second.page_table);
 }
 
+/// The CPU backend, counting copies to the device.
+class CountingBackend : public CpuBackend {
+ public:
+  using CpuBackend::CpuBackend;
+
+  void upload(void* target, const void* source, std::size_t bytes, Stream stream) const {
+    sizes.push_back(bytes);
+    CpuBackend::upload(target, source, bytes, stream);
+  }
+  mutable std::vector<std::size_t> sizes;
+};
+
+TEST_CASE("growing takes one copy of the page table however many sequences grow, unless rows lie far apart") {
+  // Rows of 4 KiB: 16 of them are the most that one copy spans.
+  constexpr std::int64_t kMaxPages = 1024;
+  constexpr std::int64_t kPageTokens = 2;
+  constexpr std::int64_t kSequences = 40;
+  KvCacheSpec spec;
+  spec.layers = 1;
+  spec.page_tokens = kPageTokens;
+  spec.pages = 400;
+  spec.max_sequences = kSequences + 1;
+  spec.max_tokens = kMaxPages * kPageTokens;
+  CountingBackend backend;
+  const StageSpec stage{.kv_heads = 1, .head_dim = 2, .value_dim = 2};
+  helix::ShardedKVCache<CountingBackend> cache(backend, Topology(widths_of(stage), shape_of(stage)), spec);
+  const KvView kv = cache.layer(0);
+  REQUIRE(kv.max_pages == kMaxPages);
+  Stream stream = backend.create_stream();
+  std::vector<SequenceId> live;
+  for (std::int64_t i = 0; i < kSequences; ++i) live.push_back(cache.add());
+
+  /// Copies that growing the sequences took. The device's table then names each live sequence's pages.
+  const auto grow = [&](const std::vector<std::size_t>& which, std::int64_t tokens) {
+    std::vector<SequenceId> ids;
+    for (const std::size_t i : which) ids.push_back(live[i]);
+    backend.sizes.clear();
+    cache.append(ids, std::vector<std::int64_t>(ids.size(), tokens), stream);
+    stream.synchronize();
+    for (const SequenceId& id : live) {
+      const auto pages = cache.ledger().pages(id, 0);
+      REQUIRE(std::equal(pages.begin(), pages.end(), kv.page_table + id.slot * kMaxPages));
+    }
+    return backend.sizes;
+  };
+  using Sizes = std::vector<std::size_t>;
+  constexpr std::size_t kRow = kMaxPages * sizeof(std::int32_t);
+  CHECK(grow({3}, 1) == Sizes{4});   // its first page
+  CHECK(grow({3}, 1) == Sizes{});    // fits
+  CHECK(grow({3}, 5) == Sizes{12});  // three pages
+  CHECK(grow({4, 5, 9}, 1) == Sizes{5 * kRow + 4});
+  CHECK(grow({9, 4, 5}, 1) == Sizes{});
+  CHECK(grow({9, 3, 4}, 3) == Sizes{6 * kRow - 4});  // row 3 from its fifth entry, 9 up to its third
+  CHECK(grow({20, 36}, 2) == Sizes{4, 4});           // 64 KiB and an entry
+  CHECK(grow({20, 35, 36}, 2) == Sizes{4, 4, 4});
+  CHECK(grow({21, 36}, 4) == Sizes{15 * kRow + 16});  // row 36 up to its fourth
+
+  // Truncated and grown again, with the rows of others rewritten between: nothing stale comes back.
+  std::mt19937 random(5);
+  for (int step = 0; step < 200; ++step) {
+    CAPTURE(step);
+    const std::size_t at = random() % live.size();
+    if (step % 3 == 0) {
+      cache.truncate(live[at], cache.length(live[at]) / 2, stream);
+    } else if (step % 7 == 1) {
+      cache.release(live[at]);
+      live[at] = cache.add();
+    }
+    const std::size_t other = (at + 1 + random() % (live.size() - 1)) % live.size();
+    grow({at, other}, static_cast<std::int64_t>(random() % 6));
+  }
+  const SequenceId child = cache.fork(live[3], cache.length(live[3]), stream);
+  live.push_back(child);
+  grow({0}, 1);
+}
+
 TEST_CASE("partial reads return the asked rows through any strides") {
   KvCacheSpec spec;
   spec.format = DType::f32;

@@ -2,6 +2,7 @@
 // ShardedKVCache: one rank's pages of every layer, and the sequences in them.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -83,6 +84,7 @@ class ShardedKVCache {
         backend.allocate(bytes_of(spec, static_cast<std::size_t>(spec.max_sequences),
                                   static_cast<std::size_t>(view_.max_pages) * sizeof(std::int32_t)));
     view_.page_table = reinterpret_cast<const std::int32_t*>(page_table_.data());
+    table_.resize(static_cast<std::size_t>(spec.max_sequences * view_.max_pages));
 
     const Range heads = topology.kv_heads(stage_rank_);
     k_scales_ = upload_scales(spec.k_scales, heads, shape.num_kv_heads);
@@ -100,13 +102,15 @@ class ShardedKVCache {
   /// Reserves the pages for `total_tokens` global tokens, those already there included. @throws as add().
   void reserve(SequenceId id, std::int64_t total_tokens) { ledger_.reserve(id, total_tokens); }
 
-  /// Makes room for the next `num_tokens` global positions, which append_kv or write() then fill. Queues the
-  /// changed entries of the page table (and the copy of a page that it shared). @throws Error(capacity) if
-  /// pages ran out on any KVP rank.
+  /// Makes room for the next `num_tokens` global positions, which append_kv or write() then fill. Queues
+  /// nothing while tokens fit into the last page; else one copy of the changed entries of the page table (and
+  /// the copy of a page that it shared). @throws Error(capacity) if pages ran out on any KVP rank.
   void append(SequenceId id, std::int64_t num_tokens, Stream stream) {
     append(std::span<const SequenceId>(&id, 1), std::span<const std::int64_t>(&num_tokens, 1), stream);
   }
-  /// A batch step: grows all of the sequences or, if it throws, none.
+  /// A batch step: grows all of the sequences or, if it throws, none. The page table takes one copy too, from
+  /// the first changed entry to the last, unless more than 64 KiB lie between them: then one a sequence that
+  /// grew by a page.
   void append(std::span<const SequenceId> ids, std::span<const std::int64_t> counts, Stream stream) {
     apply(ledger_.append(ids, counts), stream);
   }
@@ -209,6 +213,9 @@ class ShardedKVCache {
 
  private:
   static constexpr std::size_t kAlignment = 256;  // of each layer's pages
+  // Entries of one copy that spans several sequences: on a GPU a copy costs the host about 3 us, and one of
+  // up to 64 KiB does not wait for the stream.
+  static constexpr std::size_t kMaxTableSpan = 65536 / sizeof(std::int32_t);
 
   static const KvCacheSpec& checked(const KvCacheSpec& spec, const Topology& topology) {
     const ModelShape& shape = topology.shape();
@@ -314,27 +321,67 @@ class ShardedKVCache {
                        pages + static_cast<std::size_t>(copy.source) * page_bytes_, page_bytes_, stream);
       }
     }
-    for (const PageLedger::TableWrite& write : changes.table) {
-      const auto entries = ledger_.pages(write.slot)
-                               .subspan(static_cast<std::size_t>(write.begin),
-                                        static_cast<std::size_t>(write.end - write.begin));
-      if (entries.empty()) continue;
-      auto* const table = reinterpret_cast<std::int32_t*>(page_table_.data());
-      backend_->upload(table + write.slot * view_.max_pages + write.begin, entries.data(),
-                       entries.size_bytes(), stream);
+    queue_table(changes.table, stream);
+  }
+
+  /// Brings the host's copy of the page table up to date, and the device's from it. What lies between two
+  /// changed entries is rewritten with what it holds.
+  void queue_table(std::span<const PageLedger::TableWrite> writes, Stream stream) {
+    std::size_t first = table_.size();
+    std::size_t last = 0;
+    for (const PageLedger::TableWrite& write : writes) {
+      const auto [begin, end] = update_table(write);
+      if (begin == end) continue;
+      first = std::min(first, begin);
+      last = std::max(last, end);
     }
+    if (first >= last) return;
+    if (last - first <= kMaxTableSpan) {
+      upload_table(first, last, stream);
+      return;
+    }
+    for (const PageLedger::TableWrite& write : writes) {
+      const auto [begin, end] = entries_of(write);
+      if (begin < end) upload_table(begin, end, stream);
+    }
+  }
+
+  struct TableEntries {
+    std::size_t begin;
+    std::size_t end;
+  };
+
+  TableEntries entries_of(const PageLedger::TableWrite& write) const {
+    const std::int64_t row = write.slot * view_.max_pages;
+    return {static_cast<std::size_t>(row + write.begin), static_cast<std::size_t>(row + write.end)};
+  }
+
+  TableEntries update_table(const PageLedger::TableWrite& write) {
+    const auto pages = ledger_.pages(write.slot)
+                           .subspan(static_cast<std::size_t>(write.begin),
+                                    static_cast<std::size_t>(write.end - write.begin));
+    const TableEntries entries = entries_of(write);
+    std::ranges::copy(pages, table_.begin() + static_cast<std::ptrdiff_t>(entries.begin));
+    return entries;
+  }
+
+  void upload_table(std::size_t begin, std::size_t end, Stream stream) {
+    const std::size_t begin_bytes = begin * sizeof(std::int32_t);
+    backend_->upload(page_table_.data() + begin_bytes, table_.data() + begin,
+                     end * sizeof(std::int32_t) - begin_bytes, stream);
   }
 
   B* backend_;
   KvCacheSpec spec_;
   int stage_rank_;
   PageLedger ledger_;
-  KvView view_;                    // of layer 0, without its addresses
-  std::size_t page_bytes_ = 0;     // of one layer
-  std::size_t layer_bytes_ = 0;    // from one layer's pages to the next
-  typename B::Buffer pages_;       // [layers][pages][page_elements]
-  typename B::Buffer page_table_;  // [max_sequences, max_pages]
-  typename B::Buffer k_scales_;    // [layers, heads of this rank], or empty
+  KvView view_;                      // of layer 0, without its addresses
+  std::size_t page_bytes_ = 0;       // of one layer
+  std::size_t layer_bytes_ = 0;      // from one layer's pages to the next
+  typename B::Buffer pages_;         // [layers][pages][page_elements]
+  typename B::Buffer page_table_;    // [max_sequences, max_pages]
+  std::vector<std::int32_t> table_;  // the same on the host
+  typename B::Buffer k_scales_;      // [layers, heads of this rank], or empty
   typename B::Buffer v_scales_;
 };
 
