@@ -66,6 +66,8 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   p.lse = args.lse.data();
   p.lse_token_stride = args.lse.stride(0);
   p.lse_head_stride = args.lse.stride(1);
+  p.first_out_token = static_cast<int>(args.first_out_token);
+  p.headers = args.headers;
   p.positions = batch.positions;
   p.head_bytes = kv.page_tokens * kv.head_dim * element_bytes;
   p.keys = static_cast<const std::byte*>(kv.pages);
@@ -135,6 +137,7 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
       } else {
         launch_portable_attention(p, kv.dtype, blocks, stream.handle());
       }
+      p.headers.message = nullptr;  // once is enough
     }
     if (count > most) {  // the last sequence goes on in the next launch
       const int rest = count - most;

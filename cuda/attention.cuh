@@ -12,9 +12,11 @@
 
 #include <cstdint>
 
+#include <helix/backend.hpp>
 #include <helix/kv_layout.hpp>
 
 #include "common.cuh"
+#include "exchange_header.cuh"
 
 namespace helix::cuda {
 
@@ -37,6 +39,8 @@ struct AttentionParams {
   float* lse = nullptr;
   std::int64_t lse_token_stride = 0;
   std::int64_t lse_head_stride = 0;
+  int first_out_token = 0;  ///< token of the step at row 0 of out and lse
+  StampArgs headers{};      ///< of the messages that these lie in
 
   const std::int32_t* query_offsets = nullptr;
   const std::int64_t* positions = nullptr;
@@ -298,7 +302,7 @@ __device__ inline void write_rows(const AttentionParams& p, const RowBlock& rows
                                   const BlockResult& from) {
   for (int row = static_cast<int>(threadIdx.x) / kWarp; row < rows.num_rows;
        row += static_cast<int>(blockDim.x) / kWarp) {
-    const std::int64_t token = rows.token(p, row);
+    const std::int64_t token = rows.token(p, row) - p.first_out_token;
     const std::int64_t query_head = rows.query_head(p, head, row);
     const float max = from.max[row];
     const float sum = from.sum[row];
@@ -483,6 +487,12 @@ __device__ inline void finish_row_block(const AttentionParams& p, const Attentio
   }
   write_rows(p, rows, head, result);
   __syncthreads();
+}
+
+/// The headers of the messages that the results lie in, by one warp of the grid.
+__device__ inline void finish_messages(const AttentionParams& p) {
+  if (p.headers.message != nullptr && blockIdx.x == gridDim.x - 1 && threadIdx.x < kWarp)
+    write_headers(p.headers);
 }
 
 /// Queues the kernel for any sizes and types; p.rows must be portable_rows().

@@ -43,7 +43,7 @@ __global__ __launch_bounds__(kThreads) void attend_portable(const AttentionParam
   const TileList list(plan.tile_begin[p.num_row_blocks] * p.kv_heads);
   int position = list.run_begin(static_cast<int>(blockIdx.x));
   const int run_end = list.run_begin(static_cast<int>(blockIdx.x) + 1);
-  if (position >= run_end) return;
+  if (position >= run_end) return finish_messages(p);
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   TileCursor at;
@@ -178,6 +178,7 @@ __global__ __launch_bounds__(kThreads) void attend_portable(const AttentionParam
     position += count;
     at.advance(p, plan, count);
   }
+  finish_messages(p);
 }
 
 template <class KV, int kPerLane>

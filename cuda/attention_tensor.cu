@@ -481,6 +481,7 @@ __global__ __launch_bounds__(kWarps* kWarp,
                              kBlocksPerSm) void attend_tensor(const __grid_constant__ AttentionParams p) {
 #if __CUDA_ARCH__ >= 900
   Tensor<T, kDim, kRowTiles, kWarps, kStages>::attend(p);
+  finish_messages(p);
 #endif
 }
 

@@ -57,6 +57,9 @@ TEMPLATE_TEST_CASE("check_exchange keeps the backend contract", "", HELIX_ALL_BA
 TEMPLATE_TEST_CASE("lse_combine keeps the backend contract", "", HELIX_ALL_BACKENDS) {
   contract::lse_combine<TestType>();
 }
+TEMPLATE_TEST_CASE("combine_exchange keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::combine_exchange<TestType>();
+}
 TEMPLATE_TEST_CASE("route keeps the backend contract", "", HELIX_ALL_BACKENDS) {
   contract::route<TestType>();
 }

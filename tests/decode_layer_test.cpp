@@ -576,13 +576,10 @@ class FailingBackend : public CpuBackend {
     strike("partial_attention", stream);
     CpuBackend::partial_attention(args, stream);
   }
-  void pack_partial(const PackPartialArgs<float>& args, Stream stream) const {
-    strike("pack_partial", stream);
-    CpuBackend::pack_partial(args, stream);
-  }
-  void lse_combine(const LseCombineArgs<float>& args, Stream stream) const {
-    strike("lse_combine", stream);
-    CpuBackend::lse_combine(args, stream);
+  void combine_exchange(const CheckExchangeArgs& check, const LseCombineArgs<float>& combine,
+                        Stream stream) const {
+    strike("combine_exchange", stream);
+    CpuBackend::combine_exchange(check, combine, stream);
   }
   void swiglu(const SwigluArgs<float>& args, Stream stream) const {
     strike("swiglu", stream);
@@ -607,7 +604,7 @@ TEST_CASE("A rank that fails inside a layer is named by all others, and none han
   const oracle::Layer layer = random_layer({}, 8);
   const Script script = ragged_script(5, layer.hidden, 9);
   const Topology topo({.kvp = 2, .tpa = 2}, shape_of(layer));
-  for (const char* operation : {"append_kv", "partial_attention", "pack_partial", "lse_combine", "swiglu"}) {
+  for (const char* operation : {"append_kv", "partial_attention", "combine_exchange", "swiglu"}) {
     for (const bool on_host : {false, true}) {
       for (const int slices : {1, 4}) {
         for (const int culprit : {0, 3}) {

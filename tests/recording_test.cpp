@@ -72,16 +72,11 @@ TEST_CASE("A dense layer queues the documented steps in order") {
                                                    "rope",               // 3
                                                    "append_kv",          // 4
                                                    "partial_attention",  // 5
-                                                   "pack_partial",
-                                                   "kvp.all_to_all",
-                                                   "check_exchange",  // 6
-                                                   "lse_combine",     // 7
-                                                   "linear",
-                                                   "stage.all_reduce",
+                                                   "kvp.all_to_all",     // 6
+                                                   "combine_exchange",   // 7
+                                                   "linear", "stage.all_reduce",
                                                    "rms_norm",  // 8
-                                                   "linear",
-                                                   "swiglu",
-                                                   "linear",
+                                                   "linear", "swiglu", "linear",
                                                    "stage.all_reduce",  // 9
                                                    "rms_norm"});        // 10
     CHECK(std::all_of(calls.begin(), calls.end(),
@@ -102,10 +97,8 @@ TEST_CASE("A DeepSeek layer applies W_UV after the combine and sums experts in o
                                                    "rope",               // the latent
                                                    "append_kv",          // 4
                                                    "partial_attention",  // 5
-                                                   "pack_partial",
-                                                   "kvp.all_to_all",
-                                                   "check_exchange",  // 6
-                                                   "lse_combine",     // 7
+                                                   "kvp.all_to_all",     // 6
+                                                   "combine_exchange",   // 7
                                                    "head_linear",
                                                    "linear",
                                                    "stage.all_reduce",
@@ -124,7 +117,7 @@ TEST_CASE("A DeepSeek layer applies W_UV after the combine and sums experts in o
 TEST_CASE("Without KVP nothing is exchanged, and the only collectives are two all-reduces") {
   const auto calls = record_layer({}, {.tpa = 4}, 1).front();
   CHECK(find(calls, "kvp.all_to_all").empty());
-  CHECK(find(calls, "pack_partial").empty());
+  CHECK(find(calls, "combine_exchange").empty());
   CHECK(find(calls, "stage.all_reduce").size() == 2);
 }
 
@@ -133,9 +126,8 @@ TEST_CASE("Under HOP-B attention of the next slice does not wait for the exchang
     CAPTURE(slices);
     for (const auto& calls : record_layer({}, {.kvp = 2, .tpa = 2}, slices)) {
       const auto attention = find(calls, "partial_attention");
-      const auto pack = find(calls, "pack_partial");
       const auto exchange = find(calls, "kvp.all_to_all");
-      const auto combine = find(calls, "lse_combine");
+      const auto combine = find(calls, "combine_exchange");
       const auto output = find(calls, "stage.all_reduce").front();
       REQUIRE(attention.size() == static_cast<std::size_t>(slices));
       REQUIRE(exchange.size() == attention.size());
@@ -147,7 +139,6 @@ TEST_CASE("Under HOP-B attention of the next slice does not wait for the exchang
         CHECK(calls[attention[i]].begin == next_token);
         next_token += calls[attention[i]].count;
         CHECK(calls[attention[i]].stream != calls[exchange[i]].stream);
-        CHECK(happens_before(calls, attention[i], pack[i]));
         CHECK(happens_before(calls, exchange[i], combine[i]));
         CHECK(happens_before(calls, combine[i], output));
         for (std::size_t later = i + 1; later < attention.size(); ++later) {

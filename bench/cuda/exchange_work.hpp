@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include <helix/kvp_all_to_all.hpp>
@@ -55,20 +56,32 @@ class ExchangeWork {
             {reinterpret_cast<float*>(lse_.data()), {shape_.tokens, shape_.heads}}};
   }
 
-  void queue() {
-    const auto received =
-        exchange_.exchange(partial(), reinterpret_cast<const std::int64_t*>(positions_.data()),
-                           {workspace_.data(), workspace_.size_bytes()}, rank_->stream);
-    LseCombineArgs<bf16> args;
-    args.partial_out = received.out;
-    args.partial_lse = received.lse;
-    args.out = {reinterpret_cast<bf16*>(combined_.data()), {shape_.tokens, shape_.heads / kvp_, shape_.dim}};
-    lse_combine(rank_->backend, args, rank_->stream);
+  /// Packing included: as for an attention that writes elsewhere.
+  void queue_with_packing() {
+    const auto received = exchange_.exchange(partial(), positions(), workspace(), rank_->stream);
+    lse_combine(rank_->backend, LseCombineArgs<bf16>{received.out, received.lse, nullptr, combined(), {}},
+                rank_->stream);
   }
+
+  /// For an attention that writes into the messages.
+  KvpAllToAll<RankBackend>::Outgoing messages() const {
+    return exchange_.outgoing(shape_.tokens, positions(), workspace());
+  }
+
+  /// Fills the messages, as such an attention does.
+  void fill_messages() {
+    const Partial<bf16> from = partial();
+    const Partial<bf16> to = messages().partial;
+    rank_->backend.pack_partial(PackPartialArgs<bf16>{from.out, from.lse, to.out, to.lse, messages().headers},
+                                rank_->stream);
+  }
+
+  /// What follows it. The messages stay, so that it can be repeated.
+  void queue() { exchange_.exchange_and_combine(messages(), nullptr, combined(), rank_->stream); }
 
   /// NCCL's all-to-all of messages of the same size alone.
   void queue_all_to_all() {
-    const std::int64_t message = (16 + shape_.bytes() / kvp_ + 15) / 16 * 16;
+    const std::int64_t message = messages().headers.message_bytes;
     rank_->backend.comms().kvp->all_to_all(workspace_.data(), workspace_.data() + kvp_ * message, message,
                                            rank_->stream);
   }
@@ -83,6 +96,11 @@ class ExchangeWork {
   }
 
  private:
+  const std::int64_t* positions() const { return reinterpret_cast<const std::int64_t*>(positions_.data()); }
+  std::span<std::byte> workspace() const { return {workspace_.data(), workspace_.size_bytes()}; }
+  TensorView<bf16, 3> combined() const {
+    return {reinterpret_cast<bf16*>(combined_.data()), {shape_.tokens, shape_.heads / kvp_, shape_.dim}};
+  }
   std::uint64_t seed() const { return 77 + static_cast<std::uint64_t>(rank_->index()) * 1'000'003; }
 
   Rank* rank_;

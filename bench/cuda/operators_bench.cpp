@@ -234,7 +234,9 @@ void bench_pack_partial(benchmark::State& state, std::int64_t kvp, std::int64_t 
   const Operators operators;
   const std::int64_t rows = tokens * kHeads;
   const std::int64_t part = kHeads / kvp;
-  const std::int64_t message = (16 + tokens * part * (kDim * 2 + 4) + 15) / 16 * 16;
+  const std::int64_t out_begin = 16 + (tokens * 4 + 15) / 16 * 16;
+  const std::int64_t block = out_begin + tokens * kDim * 2;  // of a head
+  const std::int64_t message = part * block;
   const double bytes = 2.0 * static_cast<double>(rows * (kDim * 2 + 4));
   const int launches = cold_launches(static_cast<std::size_t>(bytes));
   const Places out(static_cast<std::size_t>(rows * kDim) * kBf16Bytes, launches, kSeed);
@@ -250,11 +252,18 @@ void bench_pack_partial(benchmark::State& state, std::int64_t kvp, std::int64_t 
         PackPartialArgs<bf16> args;
         args.out = {out.at(i), {tokens, kHeads, kDim}};
         args.lse = {lse.at<float>(i), {tokens, kHeads}};
-        args.messages = messages.at<std::byte>(i);
-        args.message_bytes = message;
-        args.kvp = kvp;
-        args.epoch = reinterpret_cast<std::uint64_t*>(epoch.data());
-        args.positions = reinterpret_cast<const std::int64_t*>(positions_at.data());
+        auto* first = messages.at<std::byte>(i);
+        args.packed_out = {reinterpret_cast<bf16*>(first + out_begin),
+                           {tokens, kHeads, kDim},
+                           {kDim, block / 2, 1}};
+        args.packed_lse = {reinterpret_cast<float*>(first + 16), {tokens, kHeads}, {1, block / 4}};
+        args.headers = {first,
+                        tokens,
+                        0,
+                        reinterpret_cast<std::uint64_t*>(epoch.data()),
+                        reinterpret_cast<const std::int64_t*>(positions_at.data()),
+                        kvp,
+                        message};
         operators.pack_partial(args, stream);
       },
       [&](cuda::Stream) {
@@ -262,14 +271,13 @@ void bench_pack_partial(benchmark::State& state, std::int64_t kvp, std::int64_t 
         const auto from = on_host<bf16>(operators, out.at(last), rows * kDim);
         std::vector<bf16> got;
         std::vector<bf16> expected;
-        for (std::int64_t peer = 0; peer < kvp; ++peer) {
-          const auto outputs =
-              on_host<bf16>(operators, messages.at<std::byte>(last) + peer * message + 16 + tokens * part * 4,
-                            tokens * part * kDim);
+        for (std::int64_t head = 0; head < kHeads; ++head) {
+          const auto outputs = on_host<bf16>(
+              operators, messages.at<std::byte>(last) + head * block + out_begin, tokens * kDim);
           got.insert(got.end(), outputs.begin(), outputs.end());
           for (std::int64_t token = 0; token < tokens; ++token) {
-            const auto begin = from.begin() + (token * kHeads + peer * part) * kDim;
-            expected.insert(expected.end(), begin, begin + part * kDim);
+            const auto begin = from.begin() + (token * kHeads + head) * kDim;
+            expected.insert(expected.end(), begin, begin + kDim);
           }
         }
         return relative_error(got, expected);

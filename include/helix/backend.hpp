@@ -163,24 +163,7 @@ struct ReadKvArgs {
   TensorView<float, 3> v;  ///< [tokens, Hkv/TPA, Dv], last stride 1, written; MLA: empty
 };
 
-/// Attention of each query over this rank's shard: out = softmax(scale * q k) v, lse = log(sum(exp(scale * q
-/// k))). Query at global position p reads local tokens [length(p + 1 - window), length(p + 1)).
-template <class T>
-struct PartialAttentionArgs {
-  TensorView<const T, 3> q;  ///< [tokens of the step, Hq/TPA, D], last stride 1
-  Batch batch;               ///< the whole step or a slice; only its tokens' rows of out and lse are written
-  KvView kv;
-  TensorView<T, 3>
-      out;  ///< [tokens of the step, Hq/TPA, Dv], last stride 1; 0 for a query that sees no token
-  TensorView<float, 2>
-      lse;  ///< [tokens of the step, Hq/TPA], natural log; -inf for a query that sees no token
-  float scale = 0.0f;
-  std::int64_t window = 0;         ///< tokens that a query sees, itself included; 0 is all of them
-  float soft_cap = 0.0f;           ///< score = cap * tanh(score / cap) before the softmax; 0 is none
-  std::span<std::byte> workspace;  ///< partial_attention_workspace_bytes()
-};
-
-/// One packed exchange message a KVP peer: [header 16 B][lse f32: tokens * heads][out: tokens * heads * Dv].
+/// What a packed message begins with; KvpAllToAll says what follows.
 struct ExchangeHeader {
   std::uint64_t epoch = 0;  ///< exchange_epoch() of the sender (invariant 13)
   std::uint32_t tokens = 0;
@@ -214,39 +197,55 @@ constexpr std::uint64_t exchange_epoch(std::uint64_t exchanges, const std::int64
   return exchange_epoch(exchanges, terms);
 }
 
-/// Writes the message for each peer: its heads of `out` and `lse`, behind a header that takes
-/// exchange_epoch(`*epoch` + 1, positions, tokens), and advances `*epoch`.
+/// Writes the header of `count` messages, `message_bytes` apart: exchange_epoch(`*epoch` + 1, positions,
+/// tokens) (and advances `*epoch`), `tokens`, `sender`.
+struct StampArgs {
+  std::byte* message = nullptr;  ///< the first one
+  std::int64_t tokens = 0;
+  std::int64_t sender = 0;
+  std::uint64_t* epoch = nullptr;           ///< device counter of the sender
+  const std::int64_t* positions = nullptr;  ///< [tokens], of the step's tokens, or nullptr
+  std::int64_t count = 1;
+  std::int64_t message_bytes = 0;
+};
+
+/// Attention of each query over this rank's shard: out = softmax(scale * q k) v, lse = log(sum(exp(scale * q
+/// k))). Query at global position p reads local tokens [length(p + 1 - window), length(p + 1)).
+template <class T>
+struct PartialAttentionArgs {
+  TensorView<const T, 3> q;  ///< [tokens of the step, Hq/TPA, D], last stride 1
+  Batch batch;               ///< the whole step or a slice; only its tokens' rows of out and lse are written
+  KvView kv;
+  TensorView<T, 3>
+      out;  ///< [tokens of the step, Hq/TPA, Dv], last stride 1; 0 for a query that sees no token
+  TensorView<float, 2>
+      lse;  ///< [tokens of the step, Hq/TPA], natural log; -inf for a query that sees no token
+  float scale = 0.0f;
+  std::int64_t window = 0;           ///< tokens that a query sees, itself included; 0 is all of them
+  float soft_cap = 0.0f;             ///< score = cap * tanh(score / cap) before the softmax; 0 is none
+  std::span<std::byte> workspace;    ///< partial_attention_workspace_bytes()
+  std::int64_t first_out_token = 0;  ///< token of the step that row 0 of out and lse belongs to
+  StampArgs headers{};  ///< of the messages that out and lse lie in, written too; message null: none
+};
+
+/// Copies partials that were not written in place into the messages, and writes their headers.
 template <class T>
 struct PackPartialArgs {
   TensorView<const T, 3> out;      ///< [tokens, KVP * h, Dv], last stride 1
   TensorView<const float, 2> lse;  ///< [tokens, KVP * h]
-  std::byte* messages = nullptr;   ///< [KVP, message_bytes]
-  std::int64_t message_bytes = 0;
-  std::int64_t kvp = 1;
-  std::int64_t kvp_rank = 0;
-  std::uint64_t* epoch = nullptr;           ///< device counter of the sender
-  const std::int64_t* positions = nullptr;  ///< [tokens], of the step's tokens, or nullptr
+  TensorView<T, 3> packed_out;     ///< where they belong in the messages; last stride 1
+  TensorView<float, 2> packed_lse;
+  StampArgs headers;
 };
 
-/// Writes one header: exchange_epoch(`*epoch` + 1, positions, tokens) (and advances `*epoch`), `tokens`,
-/// `sender`. For messages packed by other operations.
-struct StampArgs {
-  std::byte* message = nullptr;
-  std::int64_t tokens = 0;
-  std::int64_t sender = 0;
-  std::uint64_t* epoch = nullptr;
-  const std::int64_t* positions = nullptr;  ///< [tokens] or nullptr
-};
-
-/// Verifies that every received header carries exchange_epoch(`*epoch`, positions, tokens), `tokens` and its
-/// sender's rank. A mismatch is an Error(out_of_step) on the stream.
+/// Verifies that every received header carries the epoch of this rank's own, `tokens`, and its sender's rank.
+/// A mismatch is an Error(out_of_step) on the stream.
 struct CheckExchangeArgs {
   const std::byte* messages = nullptr;  ///< [peers, message_bytes]
   std::int64_t message_bytes = 0;
   std::int64_t peers = 1;
   std::int64_t tokens = 0;
-  const std::uint64_t* epoch = nullptr;
-  const std::int64_t* positions = nullptr;  ///< as packed
+  const std::byte* sent = nullptr;  ///< a message of the same exchange that this rank stamped
 };
 
 /// Exact merge of R partials in fixed order: out = sum_r w_r out_r / sum_r w_r (+ exp(sink - max)), w_r =
@@ -408,6 +407,7 @@ concept Backend = requires(B& backend, typename B::Stream stream, typename B::Ev
     backend.stamp(StampArgs{}, stream);
     backend.check_exchange(CheckExchangeArgs{}, stream);
     backend.lse_combine(LseCombineArgs<decltype(a)>{}, stream);
+    backend.combine_exchange(CheckExchangeArgs{}, LseCombineArgs<decltype(a)>{}, stream);  // both as one
     backend.swiglu(SwigluArgs<decltype(a)>{}, stream);
     backend.route(RouteArgs<decltype(a)>{}, stream);
     backend.expert_ffn(ExpertFfnArgs<decltype(a)>{}, stream);

@@ -75,7 +75,7 @@ struct LayerBuffers {
   TensorView<T, 3> q;                   // MLA: [tokens, Hq, kv_lora + rope], absorbed
   TensorView<T, 2> latent;              // MLA: [tokens, kv_lora + rope]
   TensorView<T, 3> values;              // MLA: [tokens, Hq/N, v], after W_UV
-  Partial<T> partial;                   // [tokens, Hq/TPA, Dv]
+  Partial<T> partial;                   // [tokens, Hq/TPA, Dv]; with KVP > 1 in the exchange's messages
   TensorView<T, 3> combined;            // [tokens, Hq/N, Dv]
   TensorView<T, 2> gate_up;             // [tokens, 2 F/N]
   TensorView<T, 2> activated;           // [tokens, F/N]
@@ -112,8 +112,10 @@ LayerBuffers<T> carve_layer_buffers(B& backend, const Topology& topo, int stage_
     buffers.qkv = arena.take<T, 2>(
         {tokens, local_heads * shape.head_dim + kv_heads * (shape.head_dim + shape.value_dim)});
   }
-  buffers.partial.out = arena.take<T, 3>({tokens, local_heads, shape.value_dim});
-  buffers.partial.lse = arena.take<float, 2>({tokens, local_heads});
+  if (topo.kvp() == 1) {
+    buffers.partial.out = arena.take<T, 3>({tokens, local_heads, shape.value_dim});
+    buffers.partial.lse = arena.take<float, 2>({tokens, local_heads});
+  }
   buffers.combined = arena.take<T, 3>({tokens, combined_heads, shape.value_dim});
   buffers.gate_up = arena.take<T, 2>({tokens, 2 * ffn});
   buffers.activated = arena.take<T, 2>({tokens, ffn});
@@ -303,35 +305,45 @@ void queue_layer(B& backend, const Topology& topo, const LayerConfig& config, co
   const float* sinks = shape.is_mla ? nullptr : std::get<GqaWeights>(weights.attention).sinks;
 
   // 5-7: attention over the shard, exchange, combine; slice i's exchange overlaps slice i+1's attention
-  // (HOP-B).
+  // (HOP-B). Attention writes straight into the messages.
   std::size_t exchange_used = 0;
+  typename KvpAllToAll<B>::Outgoing messages;  // of the slice at hand
+  const auto part_of = [&](int slice) {
+    const Range sequences = split_evenly(batch.num_sequences(), slices, slice);
+    return batch.slice(sequences.begin, sequences.size());
+  };
   options.hop_b->run(
       slices,
       [&](int slice, typename B::Stream on) {
-        const Range sequences = split_evenly(batch.num_sequences(), slices, slice);
-        partial_attention(
-            backend,
-            PartialAttentionArgs<T>{q, batch.slice(sequences.begin, sequences.size()), kv,
-                                    buffers.partial.out, buffers.partial.lse, config.softmax_scale,
-                                    config.window, config.soft_cap, buffers.attention_workspace},
-            on);
+        const Batch part = part_of(slice);
+        Partial<T> partial = buffers.partial;
+        if (topo.kvp() > 1) {
+          const std::size_t bytes =
+              KvpAllToAll<B>::workspace_bytes(topo.kvp(), part.num_tokens(), local_heads, shape.value_dim, 1);
+          messages = options.exchange->outgoing(part.num_tokens(), batch.positions + part.first_token(),
+                                                buffers.exchange_workspace.subspan(exchange_used, bytes));
+          exchange_used += bytes;
+          partial = messages.partial;
+        }
+        partial_attention(backend,
+                          PartialAttentionArgs<T>{q, part, kv, partial.out, partial.lse, config.softmax_scale,
+                                                  config.window, config.soft_cap, buffers.attention_workspace,
+                                                  topo.kvp() > 1 ? part.first_token() : 0, messages.headers},
+                          on);
       },
       [&](int slice, typename B::Stream on) {
-        const Range sequences = split_evenly(batch.num_sequences(), slices, slice);
-        const Batch part = batch.slice(sequences.begin, sequences.size());
+        const Batch part = part_of(slice);
         const std::int64_t first = part.first_token();
         const std::int64_t count = part.num_tokens();
-        const std::size_t bytes =
-            KvpAllToAll<B>::workspace_bytes(topo.kvp(), count, local_heads, shape.value_dim, 1);
-        const auto received = options.exchange->exchange(
-            Partial<T>{buffers.partial.out.slice(0, first, count),
-                       buffers.partial.lse.slice(0, first, count)},
-            batch.positions + first, buffers.exchange_workspace.subspan(exchange_used, bytes), on);
-        exchange_used += bytes;
-        lse_combine(
-            backend,
-            LseCombineArgs<T>{received.out, received.lse, sinks, buffers.combined.slice(0, first, count), {}},
-            on);
+        const TensorView<T, 3> combined = buffers.combined.slice(0, first, count);
+        if (topo.kvp() > 1) {
+          options.exchange->exchange_and_combine(messages, sinks, combined, on);
+          return;
+        }
+        const Partial<T> partial{buffers.partial.out.slice(0, first, count),
+                                 buffers.partial.lse.slice(0, first, count)};
+        const auto alone = options.exchange->exchange(partial, {}, on);
+        lse_combine(backend, LseCombineArgs<T>{alone.out, alone.lse, sinks, combined, {}}, on);
       },
       stream);
 

@@ -51,11 +51,50 @@ class KvpAllToAll {
                                      std::int64_t value_dim, std::int64_t num_exchanges) {
     if (kvp == 1) return 0;
     constexpr std::int64_t kPiece = 256;
-    const std::int64_t headers =
-        2 * kvp * (static_cast<std::int64_t>(sizeof(ExchangeHeader)) + kMessageAlignment);
-    const std::int64_t fixed = (headers + kPiece - 1) / kPiece * kPiece + kPiece;
+    constexpr std::int64_t kMost = static_cast<std::int64_t>(sizeof(ExchangeHeader)) + 2 * kAlignment;
+    const std::int64_t fixed = (2 * num_query_heads * kMost + kPiece - 1) / kPiece * kPiece + kPiece;
     const std::int64_t payload = 2 * tokens * num_query_heads * token_head_bytes(value_dim);
     return static_cast<std::size_t>(num_exchanges * fixed + payload / kPiece * kPiece);
+  }
+
+  /// Messages to be filled: where partials have their place in them. Views of the workspace.
+  struct Outgoing {
+    Partial<T> partial;   ///< [tokens, Hq/TPA, Dv] and [tokens, Hq/TPA]
+    StampArgs headers{};  ///< for PartialAttentionArgs, or Backend::stamp
+  };
+
+  /// The messages of an exchange of `tokens` tokens, for an attention that writes its partials, and their
+  /// headers, straight into them: nothing is packed then. `positions` as in exchange(). Local, queues
+  /// nothing.
+  /// @throws Error(invalid_argument) for KVP = 1, which sends none, for more tokens than the spec's, or a
+  /// workspace that is not aligned to 16; Error(capacity) if it is too small.
+  Outgoing outgoing(std::int64_t tokens, const std::int64_t* positions,
+                    std::span<std::byte> workspace) const {
+    HELIX_EXPECTS(kvp_ > 1 && tokens >= 0 && tokens <= spec_.max_tokens, ErrorCode::invalid_argument,
+                  "outgoing: ", tokens, " tokens over KVP ", kvp_, "; built for up to ", spec_.max_tokens,
+                  ", and KVP 1 sends nothing");
+    Outgoing messages;
+    messages.partial = {{nullptr, {0, spec_.num_query_heads, spec_.value_dim}},
+                        {nullptr, {0, spec_.num_query_heads}}};
+    if (tokens == 0) return messages;
+    const MessageLayout at(tokens, spec_.num_query_heads / kvp_, spec_.value_dim);
+    const auto needed = static_cast<std::size_t>(2 * kvp_ * at.message_bytes);
+    HELIX_EXPECTS(workspace.size() >= needed, ErrorCode::capacity, "exchange: workspace is ",
+                  workspace.size(), " bytes; ", needed, " are needed: size it with workspace_bytes()");
+    HELIX_EXPECTS(reinterpret_cast<std::uintptr_t>(workspace.data()) % kAlignment == 0,
+                  ErrorCode::invalid_argument, "exchange: the workspace begins ",
+                  reinterpret_cast<std::uintptr_t>(workspace.data()) % kAlignment,
+                  " bytes past a multiple of ", kAlignment, "; align it");
+    std::byte* sent = workspace.data();
+    messages.partial.out = {reinterpret_cast<T*>(sent + at.out_begin),
+                            {tokens, spec_.num_query_heads, spec_.value_dim},
+                            {spec_.value_dim, at.template head_stride<T>(), 1}};
+    messages.partial.lse = {reinterpret_cast<float*>(sent + at.lse_begin),
+                            {tokens, spec_.num_query_heads},
+                            {1, at.template head_stride<float>()}};
+    messages.headers = {sent, tokens,          backend_->comms().kvp->rank(), epoch(), positions,
+                        kvp_, at.message_bytes};
+    return messages;
   }
 
   /// The partials of this rank's Hq/N heads from every KVP rank, in rank order; views of the workspace (KVP =
@@ -88,33 +127,14 @@ class KvpAllToAll {
     HELIX_EXPECTS(tokens == 0 || partial.out.stride(2) == 1, ErrorCode::invalid_argument,
                   "exchange: the last stride of out is ", partial.out.stride(2), "; it must be 1");
     if (kvp_ == 1) return without_exchange(partial);
-    const std::int64_t heads = spec_.num_query_heads / kvp_;
-    const std::int64_t dim = spec_.value_dim;
-    if (tokens == 0) return {{nullptr, {kvp_, 0, heads, dim}}, {nullptr, {kvp_, 0, heads}}};
-    const std::int64_t message = message_bytes(tokens, heads);
-    const auto needed = static_cast<std::size_t>(2 * kvp_ * message);
-    HELIX_EXPECTS(workspace.size() >= needed, ErrorCode::capacity, "exchange: workspace is ",
-                  workspace.size(), " bytes; ", needed, " are needed: size it with workspace_bytes()");
-    HELIX_EXPECTS(reinterpret_cast<std::uintptr_t>(workspace.data()) % kMessageAlignment == 0,
-                  ErrorCode::invalid_argument, "exchange: the workspace begins ",
-                  reinterpret_cast<std::uintptr_t>(workspace.data()) % kMessageAlignment,
-                  " bytes past a multiple of ", kMessageAlignment, "; align it");
-    std::byte* sent = workspace.data();
-    std::byte* received = sent + kvp_ * message;
-    auto* kvp = backend_->comms().kvp;
-    auto* epoch = reinterpret_cast<std::uint64_t*>(epoch_.data());
-    backend_->pack_partial(
-        PackPartialArgs<T>{partial.out, partial.lse, sent, message, kvp_, kvp->rank(), epoch, positions},
-        stream);
-    kvp->all_to_all(sent, received, message, stream);
-    backend_->check_exchange(CheckExchangeArgs{received, message, kvp_, tokens, epoch, positions}, stream);
-    sent_payload_bytes_ += (kvp_ - 1) * tokens * heads * token_head_bytes(dim);
-    const auto* lse = reinterpret_cast<const float*>(received + sizeof(ExchangeHeader));
-    const auto* out = reinterpret_cast<const T*>(lse + tokens * heads);
-    const auto lse_stride = message / static_cast<std::int64_t>(sizeof(float));
-    const auto out_stride = message / static_cast<std::int64_t>(sizeof(T));
-    return {{out, {kvp_, tokens, heads, dim}, {out_stride, heads * dim, dim, 1}},
-            {lse, {kvp_, tokens, heads}, {lse_stride, heads, 1}}};
+    if (tokens == 0) return nothing();
+    const Outgoing messages = outgoing(tokens, positions, workspace);
+    backend_->pack_partial(PackPartialArgs<T>{partial.out, partial.lse, messages.partial.out,
+                                              messages.partial.lse, messages.headers},
+                           stream);
+    const Received received = transfer(messages, stream);
+    backend_->check_exchange(check_of(messages), stream);
+    return received;
   }
 
   /// The same without positions.
@@ -122,22 +142,82 @@ class KvpAllToAll {
     return exchange(partial, nullptr, workspace, stream);
   }
 
+  /// Exchanges what attention wrote to `messages`, headers included, and combines what comes: combined
+  /// [tokens, Hq/N, Dv] of this rank's heads, with the logits `sinks` [Hq/N] (or null) in the denominator. As
+  /// exchange() and lse_combine(), with nothing packed and the check beside the combine: it may have written
+  /// `combined` when it finds a rank out of step, whose Error is as sticky.
+  void exchange_and_combine(const Outgoing& messages, const float* sinks, TensorView<T, 3> combined,
+                            Stream stream) {
+    if (messages.headers.tokens == 0) return;
+    const Received received = transfer(messages, stream);
+    backend_->combine_exchange(check_of(messages),
+                               LseCombineArgs<T>{received.out, received.lse, sinks, combined, {}}, stream);
+  }
+
   /// Bytes of outputs and log-sum-exps sent to other ranks so far, queued ones included: tokens * Hq/TPA *
-  /// (Dv * sizeof(T) + 4) * (KVP - 1) / KVP an exchange. This rank's own slice, and the 16 to 31 bytes of
-  /// header and padding a message, are not counted.
+  /// (Dv * sizeof(T) + 4) * (KVP - 1) / KVP an exchange. This rank's own slice, and headers and padding (16
+  /// to 46 bytes a head), are not counted.
   std::int64_t sent_payload_bytes() const { return sent_payload_bytes_; }
 
  private:
-  static constexpr std::int64_t kMessageAlignment = 16;
+  static constexpr std::int64_t kAlignment = 16;
 
   static constexpr std::int64_t token_head_bytes(std::int64_t value_dim) {
     return value_dim * static_cast<std::int64_t>(sizeof(T)) + static_cast<std::int64_t>(sizeof(float));
   }
 
-  std::int64_t message_bytes(std::int64_t tokens, std::int64_t heads) const {
-    const std::int64_t bytes = static_cast<std::int64_t>(sizeof(ExchangeHeader)) +
-                               tokens * heads * token_head_bytes(spec_.value_dim);
-    return (bytes + kMessageAlignment - 1) / kMessageAlignment * kMessageAlignment;
+  /// One packed message a KVP peer, a block a head: [header 16 B][lse f32: tokens][out: tokens * Dv], each
+  /// padded to 16 B; the first block's header counts. The heads of all peers are a constant stride apart, so
+  /// attention writes [tokens, Hq/TPA, Dv] straight into the messages.
+  struct MessageLayout {
+    std::int64_t lse_begin, out_begin, head_bytes, message_bytes;
+
+    MessageLayout(std::int64_t tokens, std::int64_t heads, std::int64_t value_dim)
+        : lse_begin(static_cast<std::int64_t>(sizeof(ExchangeHeader))),
+          out_begin(lse_begin + padded(tokens * static_cast<std::int64_t>(sizeof(float)))),
+          head_bytes(out_begin + padded(tokens * value_dim * static_cast<std::int64_t>(sizeof(T)))),
+          message_bytes(heads * head_bytes) {}
+    template <class X>
+    std::int64_t head_stride() const {
+      return head_bytes / static_cast<std::int64_t>(sizeof(X));
+    }
+
+   private:
+    static std::int64_t padded(std::int64_t bytes) {
+      return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    }
+  };
+
+  std::uint64_t* epoch() const { return reinterpret_cast<std::uint64_t*>(epoch_.data()); }
+
+  /// Queues the all-to-all. The received messages lie behind the sent ones.
+  Received transfer(const Outgoing& messages, Stream stream) {
+    const std::int64_t tokens = messages.headers.tokens;
+    const std::int64_t heads = spec_.num_query_heads / kvp_;
+    const std::int64_t dim = spec_.value_dim;
+    const MessageLayout at(tokens, heads, dim);
+    const std::byte* received = messages.headers.message + kvp_ * at.message_bytes;
+    backend_->comms().kvp->all_to_all(messages.headers.message,
+                                      messages.headers.message + kvp_ * at.message_bytes, at.message_bytes,
+                                      stream);
+    sent_payload_bytes_ += (kvp_ - 1) * tokens * heads * token_head_bytes(dim);
+    const auto message = [&]<class X>(X) { return at.message_bytes / static_cast<std::int64_t>(sizeof(X)); };
+    return {{reinterpret_cast<const T*>(received + at.out_begin),
+             {kvp_, tokens, heads, dim},
+             {message(T{}), dim, at.template head_stride<T>(), 1}},
+            {reinterpret_cast<const float*>(received + at.lse_begin),
+             {kvp_, tokens, heads},
+             {message(float{}), 1, at.template head_stride<float>()}}};
+  }
+
+  CheckExchangeArgs check_of(const Outgoing& messages) const {
+    const StampArgs& sent = messages.headers;
+    return {sent.message + kvp_ * sent.message_bytes, sent.message_bytes, kvp_, sent.tokens, sent.message};
+  }
+
+  Received nothing() const {
+    const std::int64_t heads = spec_.num_query_heads / kvp_;
+    return {{nullptr, {kvp_, 0, heads, spec_.value_dim}}, {nullptr, {kvp_, 0, heads}}};
   }
 
   static Received without_exchange(const Partial<T>& partial) {

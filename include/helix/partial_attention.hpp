@@ -28,9 +28,13 @@ void partial_attention(B& backend, const PartialAttentionArgs<T>& args, typename
   const std::int64_t tokens = args.batch.num_tokens();
   const std::int64_t end = args.batch.first_token() + tokens;
   const std::int64_t heads = args.q.extent(1);
-  HELIX_EXPECTS(args.q.extent(0) >= end && args.out.extent(0) >= end && args.lse.extent(0) >= end,
-                ErrorCode::invalid_argument, "partial_attention: the batch ends at token ", end, "; q has ",
-                args.q.extent(0), ", out ", args.out.extent(0), ", lse ", args.lse.extent(0), " tokens");
+  const std::int64_t first_out = args.first_out_token;
+  HELIX_EXPECTS(args.q.extent(0) >= end && args.out.extent(0) >= end - first_out &&
+                    args.lse.extent(0) >= end - first_out &&
+                    (tokens == 0 || (first_out >= 0 && first_out <= args.batch.first_token())),
+                ErrorCode::invalid_argument, "partial_attention: the batch has tokens [",
+                args.batch.first_token(), ", ", end, "); q has ", args.q.extent(0), " tokens, out ",
+                args.out.extent(0), " and lse ", args.lse.extent(0), " from token ", first_out);
   HELIX_EXPECTS(args.out.extent(1) == heads && args.lse.extent(1) == heads, ErrorCode::invalid_argument,
                 "partial_attention: q has ", heads, " heads; out has ", args.out.extent(1), ", lse ",
                 args.lse.extent(1));

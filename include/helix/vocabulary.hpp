@@ -106,7 +106,7 @@ class VocabularyHead {
     if (lm_head_.rows > 0) backend_->linear(LinearArgs<T>{buffers.selected, lm_head_, {}, local}, stream);
     backend_->comms().stage->all_gather(buffers.sent.data(), buffers.received.data(), row_bytes, stream);
     backend_->check_exchange(
-        CheckExchangeArgs{buffers.received.data(), row_bytes, ranks_, num_rows, epoch(), positions}, stream);
+        CheckExchangeArgs{buffers.received.data(), row_bytes, ranks_, num_rows, buffers.sent.data()}, stream);
     return gathered;
   }
 

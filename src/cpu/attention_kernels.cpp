@@ -279,11 +279,13 @@ HWY_NOINLINE void cap_scores(float* scores, std::int64_t padded, float soft_cap)
   }
 }
 
-/// weight = exp(score - pivot), in place, and the weights' sum by lane.
+/// weight = exp(score - pivot), in place, and the weights' sum by lane. A NaN stays one (hn::Exp makes it 0),
+/// or a query of NaN would pass for one that sees nothing.
 HWY_INLINE Vec weigh_scores(float* scores, std::int64_t padded, Vec pivot) {
   Vec total = hn::Zero(kF32);
   for (std::int64_t i = 0; i < padded; i += kLanes) {
-    const Vec weight = hn::Exp(kF32, hn::Sub(hn::LoadU(kF32, scores + i), pivot));
+    const Vec score = hn::Sub(hn::LoadU(kF32, scores + i), pivot);
+    const Vec weight = hn::IfThenElse(hn::IsNaN(score), score, hn::Exp(kF32, score));
     hn::StoreU(weight, kF32, scores + i);
     total = hn::Add(total, weight);
   }

@@ -51,59 +51,61 @@ void combine_head(const LseCombineArgs<float>& args, std::int64_t token, std::in
   if (args.lse.data() != nullptr) args.lse(token, head) = max == kEmpty ? kEmpty : max + std::log(sum);
 }
 
+void write_headers(const StampArgs& args) {
+  const ExchangeHeader header{exchange_epoch(++*args.epoch, args.positions, args.tokens),
+                              static_cast<std::uint32_t>(args.tokens),
+                              static_cast<std::uint32_t>(args.sender)};
+  for (std::int64_t i = 0; i < args.count; ++i)
+    std::memcpy(args.message + i * args.message_bytes, &header, sizeof(header));
+}
+
+void check_headers(const CheckExchangeArgs& args) {
+  ExchangeHeader own;
+  std::memcpy(&own, args.sent, sizeof(own));
+  const std::uint64_t epoch = own.epoch;
+  const auto count = [](std::uint64_t e) { return e & 0xffffffffu; };
+  const auto hash = [](std::uint64_t e) { return e >> 32; };
+  for (std::int64_t peer = 0; peer < args.peers; ++peer) {
+    ExchangeHeader header;
+    std::memcpy(&header, args.messages + peer * args.message_bytes, sizeof(header));
+    HELIX_EXPECTS(header.epoch == epoch && header.tokens == args.tokens && header.sender == peer,
+                  ErrorCode::out_of_step, "exchange: the message from rank ", peer, " says rank ",
+                  header.sender, ", step ", count(header.epoch), ", ", header.tokens,
+                  " tokens, positions of hash ", hash(header.epoch), "; expected step ", count(epoch), ", ",
+                  args.tokens, " tokens, positions of hash ", hash(epoch),
+                  ": a rank skipped or repeated a step");
+  }
+}
+
 }  // namespace
 
 void Operators::pack_partial(const PackPartialArgs<float>& args, Stream stream) const {
   stream.enqueue([args, pool = pool_] {
     const std::int64_t tokens = args.out.extent(0);
-    const std::int64_t heads = args.out.extent(1) / args.kvp;
-    const std::int64_t dim = args.out.extent(2);
-    const std::uint64_t epoch = exchange_epoch(++*args.epoch, args.positions, tokens);
-    const auto pack = [&](std::int64_t peer, int) {
-      std::byte* message = args.messages + peer * args.message_bytes;
-      const ExchangeHeader header{epoch, static_cast<std::uint32_t>(tokens),
-                                  static_cast<std::uint32_t>(args.kvp_rank)};
-      std::memcpy(message, &header, sizeof(header));
-      auto* lse = reinterpret_cast<float*>(message + sizeof(header));
-      float* out = lse + tokens * heads;
+    const auto bytes = static_cast<std::size_t>(args.out.extent(2)) * sizeof(float);
+    const auto pack = [&](std::int64_t head, int) {
       for (std::int64_t token = 0; token < tokens; ++token) {
-        for (std::int64_t h = 0; h < heads; ++h) {
-          const std::int64_t head = peer * heads + h;
-          lse[token * heads + h] = args.lse(token, head);
-          std::memcpy(out + (token * heads + h) * dim, &args.out(token, head, 0),
-                      static_cast<std::size_t>(dim) * sizeof(float));
-        }
+        args.packed_lse(token, head) = args.lse(token, head);
+        std::memcpy(&args.packed_out(token, head, 0), &args.out(token, head, 0), bytes);
       }
     };
-    pool->parallel_for(args.kvp, std::ref(pack));
+    pool->parallel_for(args.out.extent(1), std::ref(pack));
+    write_headers(args.headers);
   });
 }
 
 void Operators::stamp(const StampArgs& args, Stream stream) const {
-  stream.enqueue([args] {
-    const ExchangeHeader header{exchange_epoch(++*args.epoch, args.positions, args.tokens),
-                                static_cast<std::uint32_t>(args.tokens),
-                                static_cast<std::uint32_t>(args.sender)};
-    std::memcpy(args.message, &header, sizeof(header));
-  });
+  stream.enqueue([args] { write_headers(args); });
 }
 
 void Operators::check_exchange(const CheckExchangeArgs& args, Stream stream) const {
-  stream.enqueue([args] {
-    const std::uint64_t epoch = exchange_epoch(*args.epoch, args.positions, args.tokens);
-    const auto count = [](std::uint64_t e) { return e & 0xffffffffu; };
-    const auto hash = [](std::uint64_t e) { return e >> 32; };
-    for (std::int64_t peer = 0; peer < args.peers; ++peer) {
-      ExchangeHeader header;
-      std::memcpy(&header, args.messages + peer * args.message_bytes, sizeof(header));
-      HELIX_EXPECTS(header.epoch == epoch && header.tokens == args.tokens && header.sender == peer,
-                    ErrorCode::out_of_step, "exchange: the message from rank ", peer, " says rank ",
-                    header.sender, ", step ", count(header.epoch), ", ", header.tokens,
-                    " tokens, positions of hash ", hash(header.epoch), "; expected step ", count(epoch), ", ",
-                    args.tokens, " tokens, positions of hash ", hash(epoch),
-                    ": a rank skipped or repeated a step");
-    }
-  });
+  stream.enqueue([args] { check_headers(args); });
+}
+
+void Operators::combine_exchange(const CheckExchangeArgs& check, const LseCombineArgs<float>& combine,
+                                 Stream stream) const {
+  check_exchange(check, stream);
+  lse_combine(combine, stream);
 }
 
 void Operators::lse_combine(const LseCombineArgs<float>& args, Stream stream) const {

@@ -99,6 +99,8 @@ class PartialAttention {
   }
 
  private:
+  std::int64_t out_row(std::int64_t token) const { return token - args_.first_out_token; }
+
   TokenRange visible(std::int64_t token) const {
     const std::int64_t position = args_.batch.positions[token];
     if (position < 0) return {};
@@ -184,12 +186,12 @@ class PartialAttention {
     task.value_scale = v_scale;
     task.soft_cap = args_.soft_cap;
     if (unit.num_splits == 1) {
-      task.out =
-          args_.out.data() + unit.first_token * args_.out.stride(0) + head * group_ * args_.out.stride(1);
+      task.out = args_.out.data() + out_row(unit.first_token) * args_.out.stride(0) +
+                 head * group_ * args_.out.stride(1);
       task.out_token_stride = args_.out.stride(0);
       task.out_head_stride = args_.out.stride(1);
-      task.lse =
-          args_.lse.data() + unit.first_token * args_.lse.stride(0) + head * group_ * args_.lse.stride(1);
+      task.lse = args_.lse.data() + out_row(unit.first_token) * args_.lse.stride(0) +
+                 head * group_ * args_.lse.stride(1);
       task.lse_token_stride = args_.lse.stride(0);
       task.lse_head_stride = args_.lse.stride(1);
     } else {
@@ -213,7 +215,7 @@ class PartialAttention {
       const auto row = [&](std::int64_t split) {
         return (unit.first_partial + split * unit.num_tokens + t) * query_heads_ + query_head;
       };
-      float* out = args_.out.data() + token * args_.out.stride(0) + query_head * args_.out.stride(1);
+      float* out = args_.out.data() + out_row(token) * args_.out.stride(0) + query_head * args_.out.stride(1);
       float highest = -std::numeric_limits<float>::infinity();
       for (std::int64_t split = 0; split < unit.num_splits; ++split) {
         highest = std::max(highest, partial_lse_[row(split)]);
@@ -233,7 +235,7 @@ class PartialAttention {
         for (std::int64_t i = 0; i < value_dim; ++i) out[i] /= total;
         lse += std::log(total);
       }
-      args_.lse(token, query_head) = lse;
+      args_.lse(out_row(token), query_head) = lse;
     }
   }
 
@@ -262,6 +264,7 @@ void Operators::partial_attention(const PartialAttentionArgs<float>& args, Strea
                 " heads need ", needed, "; see partial_attention_workspace_bytes()");
   if (args.batch.num_tokens() == 0) return;
   stream.enqueue([args, pool = pool_] { PartialAttention(args, *pool).run(); });
+  if (args.headers.message != nullptr) stamp(args.headers, stream);
 }
 
 std::size_t Operators::partial_attention_workspace_bytes(std::int64_t num_tokens,

@@ -82,6 +82,12 @@ class World {
     });
   }
 
+  /// Fills the query of `token` of the step with NaN.
+  void poison_query(std::int64_t token) {
+    const auto begin = q_.begin() + token * case_.query_heads * case_.d;
+    std::fill(begin, begin + case_.query_heads * case_.d, kNaN);
+  }
+
   struct Result {
     std::vector<float> out;
     std::vector<float> lse;
@@ -469,6 +475,22 @@ TEST_CASE("partial attention lets no token reach a query that may not see it") {
           }
           REQUIRE(std::isnan(result.out[World::at((2 * query_heads + head) * 32)]));  // the poison works
         }
+      }
+    }
+  }
+}
+
+TEST_CASE("a query of NaN does not pass for one that sees nothing") {
+  for (std::int64_t query_heads : {2, 8, 24}) {  // a kernel each
+    for (DType dtype : {DType::f32, DType::bf16}) {
+      CAPTURE(query_heads, helix::to_string(dtype));
+      World world({.query_heads = query_heads, .dtype = dtype, .sequences = {{60, 2}}});
+      world.poison_query(1);
+      const World::Result result = world.run(0);
+      for (std::int64_t head = 0; head < query_heads; ++head) {
+        CHECK_FALSE(std::isnan(result.lse[World::at(head)]));
+        CHECK(std::isnan(result.lse[World::at(query_heads + head)]));
+        CHECK(std::isnan(result.out[World::at((query_heads + head) * 32)]));
       }
     }
   }

@@ -59,6 +59,10 @@ TEST_CASE("lse_combine keeps the backend contract on a GPU") {
   HELIX_REQUIRE_GPUS(1);
   contract::lse_combine<CudaBackend>();
 }
+TEST_CASE("combine_exchange keeps the backend contract on a GPU") {
+  HELIX_REQUIRE_GPUS(1);
+  contract::combine_exchange<CudaBackend>();
+}
 TEST_CASE("route keeps the backend contract on a GPU") {
   HELIX_REQUIRE_GPUS(1);
   contract::route<CudaBackend>();

@@ -569,23 +569,23 @@ TEMPLATE_TEST_CASE("messages on a GPU hold 16-bit partials bit for bit", "", f16
           std::vector<std::int64_t> positions(at(tokens));
           for (std::int64_t& x : positions) x = static_cast<std::int64_t>(random() % 5000) - 1;
           const std::uint64_t before = 41;
-          const std::int64_t message = (16 + tokens * heads * (width * 2 + 4) + 15) / 16 * 16;
+          // A block a head: header, lse, outputs.
+          const std::int64_t lse_bytes = (tokens * 4 + 15) / 16 * 16;
+          const std::int64_t block = 16 + lse_bytes + (tokens * width * 2 + 15) / 16 * 16 + pad * 4;
+          const std::int64_t message = heads * block;
 
           std::vector<std::uint8_t> expected(at(kvp * message), 0x7b);
-          for (std::int64_t peer = 0; peer < kvp; ++peer) {
-            std::uint8_t* to = expected.data() + peer * message;
+          for (std::int64_t head = 0; head < all_heads; ++head) {
+            std::uint8_t* to = expected.data() + head * block;
             const ExchangeHeader header{exchange_epoch(before + 1, positions.data(), tokens),
                                         static_cast<std::uint32_t>(tokens),
                                         static_cast<std::uint32_t>(kvp - 1)};
-            std::memcpy(to, &header, sizeof(header));
-            to += sizeof(header);
-            for (std::int64_t t = 0; t < tokens; ++t, to += heads * 4)
-              std::memcpy(to, lse.data() + t * all_heads + peer * heads, at(heads * 4));
+            if (head % heads == 0) std::memcpy(to, &header, sizeof(header));
             for (std::int64_t t = 0; t < tokens; ++t) {
-              for (std::int64_t h = 0; h < heads; ++h, to += width * 2) {
-                const std::int64_t row = t * all_heads + peer * heads + h;
-                std::memcpy(to, out.data() + row * (width + pad), at(width * 2));
-              }
+              const std::int64_t row = t * all_heads + head;
+              std::memcpy(to + 16 + t * 4, lse.data() + row, 4);
+              std::memcpy(to + 16 + lse_bytes + t * width * 2, out.data() + row * (width + pad),
+                          at(width * 2));
             }
           }
 
@@ -605,12 +605,11 @@ TEMPLATE_TEST_CASE("messages on a GPU hold 16-bit partials bit for bit", "", f16
           args.out = TensorView<const T, 3>(device_out, {tokens, all_heads, width},
                                             {all_heads * (width + pad), width + pad, 1});
           args.lse = TensorView<const float, 2>(device_lse, {tokens, all_heads});
-          args.messages = messages;
-          args.message_bytes = message;
-          args.kvp = kvp;
-          args.kvp_rank = kvp - 1;
-          args.epoch = epoch;
-          args.positions = device_positions;
+          args.packed_out = {reinterpret_cast<T*>(messages + 16 + lse_bytes),
+                             {tokens, all_heads, width},
+                             {width, block / 2, 1}};
+          args.packed_lse = {reinterpret_cast<float*>(messages + 16), {tokens, all_heads}, {1, block / 4}};
+          args.headers = {messages, tokens, kvp - 1, epoch, device_positions, kvp, message};
           operators.pack_partial(args, stream);
           std::vector<std::uint8_t> packed(expected.size());
           std::uint64_t after = 0;
@@ -627,22 +626,22 @@ TEMPLATE_TEST_CASE("messages on a GPU hold 16-bit partials bit for bit", "", f16
 
 TEMPLATE_TEST_CASE("headers on a GPU are stamped and checked by the 16-bit operators", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  constexpr std::int64_t kTokens = 300;  // more than a block has threads
+  constexpr std::int64_t kTokens = 300;  // more than a warp has threads
   std::vector<std::int64_t> positions(kTokens);
   for (std::size_t i = 0; i < positions.size(); ++i) positions[i] = static_cast<std::int64_t>(i * i) - 1;
   for (const int wrong : {-1, 0, 2}) {
     CAPTURE(wrong);
     const Operators<TestType> operators;
     const cuda::Stream stream = operators.create_stream();
-    const cuda::Buffer messages = operators.allocate(3 * 48);
+    const cuda::Buffer messages = operators.allocate(4 * 48);  // the last one is this rank's own
     const cuda::Buffer epochs = operators.allocate(4 * sizeof(std::uint64_t));
     const cuda::Buffer device_positions = operators.allocate(kTokens * sizeof(std::int64_t));
     auto* epoch = reinterpret_cast<std::uint64_t*>(epochs.data());
     const auto* read_positions = reinterpret_cast<const std::int64_t*>(device_positions.data());
     operators.upload(device_positions.data(), positions.data(), device_positions.size_bytes(), stream);
-    const std::array<std::uint64_t, 4> counts{8, 8, wrong == 2 ? 9u : 8u, 9};
+    const std::array<std::uint64_t, 4> counts{8, 8, wrong == 2 ? 9u : 8u, 8};
     operators.upload(epoch, counts.data(), sizeof(counts), stream);
-    for (int peer = 0; peer < 3; ++peer) {
+    for (int peer = 0; peer < 4; ++peer) {
       operators.stamp(StampArgs{messages.data() + 48 * peer, wrong == 0 && peer == 0 ? kTokens - 1 : kTokens,
                                 peer, epoch + peer, read_positions},
                       stream);
@@ -652,7 +651,7 @@ TEMPLATE_TEST_CASE("headers on a GPU are stamped and checked by the 16-bit opera
     operators.synchronize(stream);
     CHECK(header.epoch == exchange_epoch(9, positions.data(), kTokens));
     CHECK((header.tokens == kTokens && header.sender == 1));
-    operators.check_exchange(CheckExchangeArgs{messages.data(), 48, 3, kTokens, epoch + 3, read_positions},
+    operators.check_exchange(CheckExchangeArgs{messages.data(), 48, 3, kTokens, messages.data() + 3 * 48},
                              stream);
     if (wrong < 0) {
       CHECK_NOTHROW(operators.synchronize(stream));

@@ -638,7 +638,12 @@ void check_attention(const typename KvBench<B>::Spec& spec, const std::vector<st
   const auto q = bench.random(tokens * heads * (spec.head_dim + 2), 1.5);
   const auto out = bench.poison(tokens * heads * spec.value_dim);
   const auto lse = bench.poison(tokens * heads);
-  const std::int64_t part_tokens = batch.on(bench.host_side()).slice(begin, count).num_tokens();
+  // Slices leave their results, and headers, where the first row is their first token's.
+  const Batch part = batch.on(bench.host_side()).slice(begin, count);
+  const std::int64_t first_out_token = begin > 0 ? part.first_token() : 0;
+  const auto headers = bench.array(std::vector<std::byte>(3 * 24, std::byte{7}));
+  const auto epoch = bench.array(std::vector<std::uint64_t>{3});
+  const std::int64_t part_tokens = part.num_tokens();
   const std::size_t workspace_bytes =
       bench.backend().partial_attention_workspace_bytes(part_tokens, heads, spec.head_dim, spec.value_dim);
   typename B::Buffer workspace = bench.backend().allocate(std::max<std::size_t>(1, workspace_bytes));
@@ -653,7 +658,11 @@ void check_attention(const typename KvBench<B>::Spec& spec, const std::vector<st
         0.3f,
         window,
         soft_cap,
-        {workspace.data(), workspace_bytes}};
+        {workspace.data(), workspace_bytes},
+        first_out_token,
+        begin == 0 ? StampArgs{}
+                   : StampArgs{side(headers), part_tokens, 7, side(epoch),
+                               batch.on(side).positions + first_out_token, 3, 24}};
   };
   bench.check(
       make, [](const auto& args) { reference::partial_attention(args); },
@@ -686,7 +695,7 @@ void partial_attention() {
           check_attention<B>(spec, {11, 1, 40, 4}, group, 0, 0.0f, 0, 4);
           check_attention<B>(spec, {11, 1, 33, 2}, group, 7, 0.0f, 0, 4);
           check_attention<B>(spec, {2, 1, 9, 2}, group, 0, 1.5f, 0, 4);
-          check_attention<B>(spec, {2, 1, 9, 2}, group, 1, 1.5f, 1, 2);  // slices write their own rows only
+          check_attention<B>(spec, {2, 1, 9, 2}, group, 1, 1.5f, 1, 2);
           check_attention<B>(spec, {2, 1, 9, 2}, 1, 0, 0.0f, 3, 1);
           check_attention<B>(spec, {2, 1, 9, 2}, 1, 0, 0.0f, 2, 0);
         }
@@ -717,23 +726,28 @@ void pack_partial_and_stamp() {
           const auto lse = bench.random(tokens * all_heads);
           const auto epoch = bench.array(std::vector<std::uint64_t>{41});
           const auto positions = bench.array(std::vector<std::int64_t>{100, -1, 7});
-          const std::int64_t message_bytes = 16 + tokens * heads * (width + 1) * 4 + 32;
+          // A block a head: header, lse, outputs, and some that nobody writes.
+          const std::int64_t block = 4 + tokens + tokens * width + 8;
           const auto messages = bench.array(
-              std::vector<std::byte>(static_cast<std::size_t>(kvp * message_bytes), std::byte{7}));
-          HELIX_CHECK_OPERATION(bench, pack_partial, ([&](const auto& side) {
-                                  PackPartialArgs<float> args;
-                                  args.out =
-                                      TensorView<const float, 3>(side(out), {tokens, all_heads, width},
-                                                                 {all_heads * (width + 3), width + 3, 1});
-                                  args.lse = side.view(lse, tokens, all_heads);
-                                  args.messages = side(messages);
-                                  args.message_bytes = message_bytes;
-                                  args.kvp = kvp;
-                                  args.kvp_rank = kvp - 1;
-                                  args.epoch = side(epoch);
-                                  if (kvp != 2) args.positions = side(positions);
-                                  return args;
-                                }));
+              std::vector<std::byte>(static_cast<std::size_t>(all_heads * block * 4), std::byte{7}));
+          HELIX_CHECK_OPERATION(
+              bench, pack_partial, ([&](const auto& side) {
+                PackPartialArgs<float> args;
+                args.out = TensorView<const float, 3>(side(out), {tokens, all_heads, width},
+                                                      {all_heads * (width + 3), width + 3, 1});
+                args.lse = side.view(lse, tokens, all_heads);
+                auto* first = reinterpret_cast<float*>(side(messages));
+                args.packed_lse = {first + 4, {tokens, all_heads}, {1, block}};
+                args.packed_out = {first + 4 + tokens, {tokens, all_heads, width}, {width, block, 1}};
+                args.headers.message = side(messages);
+                args.headers.tokens = tokens;
+                args.headers.sender = kvp - 1;
+                args.headers.epoch = side(epoch);
+                if (kvp != 2) args.headers.positions = side(positions);
+                args.headers.count = kvp;
+                args.headers.message_bytes = heads * block * 4;
+                return args;
+              }));
         }
       }
     }
@@ -767,12 +781,13 @@ void run_check_exchange(int wrong, int field) {
     std::memcpy(bytes.data() + peer * 48, &header, sizeof(header));
   }
   const auto messages = bench.array(bytes);
-  const auto epoch = bench.array(std::vector<std::uint64_t>{5});
-  const auto positions = bench.array(position_values);
+  std::vector<std::byte> own(16);
+  const ExchangeHeader header{exchange_epoch(5, position_values.data(), 9), 9, 1};
+  std::memcpy(own.data(), &header, sizeof(header));
+  const auto sent = bench.array(own);
   bench.upload();
   const auto side = bench.device_side();
-  bench.backend().check_exchange(CheckExchangeArgs{side(messages), 48, 3, 9, side(epoch), side(positions)},
-                                 bench.stream());
+  bench.backend().check_exchange(CheckExchangeArgs{side(messages), 48, 3, 9, side(sent)}, bench.stream());
   const auto code = [&] {
     try {
       bench.backend().synchronize(bench.stream());
@@ -842,6 +857,60 @@ void lse_combine() {
           }
         }
       }
+    }
+  }
+}
+
+/// What both do alone: the combine of partials inside messages, and the check of their headers.
+template <Backend B>
+void combine_exchange() {
+  constexpr std::int64_t kPeers = 3, kTokens = 2, kHeads = 3, kWidth = 16;
+  constexpr std::int64_t kBlock = 4 + 4 + kTokens * kWidth;  // floats of a head
+  for (const std::int64_t wrong : {-1, 0, 2}) {
+    CAPTURE(wrong);
+    Workbench<B> bench;
+    auto values = bench.random_values(kPeers * kHeads * kBlock, 3.0);
+    const std::vector<std::int64_t> position_values{40, 41};
+    for (std::int64_t peer = 0; peer < kPeers; ++peer) {
+      const ExchangeHeader header{
+          exchange_epoch(9, position_values.data(), kTokens) + (peer == wrong ? 1 : 0), kTokens,
+          static_cast<std::uint32_t>(peer)};
+      std::memcpy(values.data() + peer * kHeads * kBlock, &header, sizeof(header));
+    }
+    const auto messages = bench.array(values);
+    std::vector<std::byte> own(16);
+    const ExchangeHeader header{exchange_epoch(9, position_values.data(), kTokens), kTokens, 1};
+    std::memcpy(own.data(), &header, sizeof(header));
+    const auto sent = bench.array(own);
+    const auto out = bench.poison(kTokens * kHeads * kWidth);
+    const auto check_on = [&](const auto& side) {
+      return CheckExchangeArgs{reinterpret_cast<const std::byte*>(side(messages)), kHeads * kBlock * 4,
+                               kPeers, kTokens, side(sent)};
+    };
+    const auto combine_on = [&](const auto& side) {
+      LseCombineArgs<float> args;
+      args.partial_lse = {side(messages) + 4, {kPeers, kTokens, kHeads}, {kHeads * kBlock, 1, kBlock}};
+      args.partial_out = {
+          side(messages) + 8, {kPeers, kTokens, kHeads, kWidth}, {kHeads * kBlock, kWidth, kBlock, 1}};
+      args.out = side.view(out, kTokens, kHeads, kWidth);
+      return args;
+    };
+    if (wrong < 0) {
+      bench.check(
+          combine_on, [](const auto& args) { reference::lse_combine(args); },
+          [&](const auto& args, auto stream) {
+            bench.backend().combine_exchange(check_on(bench.device_side()), args, stream);
+          });
+      continue;
+    }
+    bench.upload();
+    bench.backend().combine_exchange(check_on(bench.device_side()), combine_on(bench.device_side()),
+                                     bench.stream());
+    try {
+      bench.backend().synchronize(bench.stream());
+      FAIL("a message of another step went unseen");
+    } catch (const Error& error) {
+      CHECK(error.code() == ErrorCode::out_of_step);
     }
   }
 }

@@ -257,6 +257,11 @@ class RecordingBackend {
     recording_->add("stamp", s.id, a.tokens);
     inner_.stamp(a, s.inner);
   }
+  void combine_exchange(const CheckExchangeArgs& check, const LseCombineArgs<float>& combine,
+                        Stream s) const {
+    recording_->add("combine_exchange", s.id, check.tokens);
+    inner_.combine_exchange(check, combine, s.inner);
+  }
   void check_exchange(const CheckExchangeArgs& a, Stream s) const {
     recording_->add("check_exchange", s.id, a.tokens);
     inner_.check_exchange(a, s.inner);

@@ -180,7 +180,17 @@ inline void read_kv(const ReadKvArgs& args) {
   }
 }
 
+inline void stamp(const StampArgs& args) {
+  *args.epoch += 1;
+  const ExchangeHeader header{exchange_epoch(*args.epoch, args.positions, args.tokens),
+                              static_cast<std::uint32_t>(args.tokens),
+                              static_cast<std::uint32_t>(args.sender)};
+  for (std::int64_t i = 0; i < args.count; ++i)
+    std::memcpy(args.message + i * args.message_bytes, &header, sizeof(header));
+}
+
 inline void partial_attention(const PartialAttentionArgs<float>& args) {
+  if (args.headers.message != nullptr && args.batch.num_tokens() > 0) stamp(args.headers);
   const KvView& kv = args.kv;
   const std::int64_t group = args.q.extent(1) / kv.num_heads;
   for (std::int64_t b = 0; b < args.batch.num_sequences(); ++b) {
@@ -213,46 +223,29 @@ inline void partial_attention(const PartialAttentionArgs<float>& args) {
           double sum = 0.0;
           for (std::size_t j = 0; j < visible.size(); ++j)
             sum += scores[j] * kv_value(kv, slot, visible[j], h / group, true, i);
-          args.out(t, h, i) = visible.empty() ? 0.0f : static_cast<float>(sum / total);
+          args.out(t - args.first_out_token, h, i) = visible.empty() ? 0.0f : static_cast<float>(sum / total);
         }
-        args.lse(t, h) = static_cast<float>(visible.empty() ? kMinusInfinity : highest + std::log(total));
+        args.lse(t - args.first_out_token, h) =
+            static_cast<float>(visible.empty() ? kMinusInfinity : highest + std::log(total));
       }
     }
   }
 }
 
-inline void stamp(const StampArgs& args) {
-  *args.epoch += 1;
-  const ExchangeHeader header{exchange_epoch(*args.epoch, args.positions, args.tokens),
-                              static_cast<std::uint32_t>(args.tokens),
-                              static_cast<std::uint32_t>(args.sender)};
-  std::memcpy(args.message, &header, sizeof(header));
-}
-
 inline void pack_partial(const PackPartialArgs<float>& args) {
-  const std::int64_t tokens = args.out.extent(0);
-  const std::int64_t heads = args.out.extent(1) / args.kvp;
-  const std::uint64_t before = *args.epoch;
-  for (std::int64_t peer = 0; peer < args.kvp; ++peer) {
-    std::byte* message = args.messages + peer * args.message_bytes;
-    std::uint64_t epoch = before;
-    stamp({message, tokens, args.kvp_rank, &epoch, args.positions});
-    std::byte* at = message + sizeof(ExchangeHeader);
-    const auto put = [&](float value) {
-      std::memcpy(at, &value, sizeof(value));
-      at += sizeof(value);
-    };
-    for (std::int64_t t = 0; t < tokens; ++t)
-      for (std::int64_t h = 0; h < heads; ++h) put(args.lse(t, peer * heads + h));
-    for (std::int64_t t = 0; t < tokens; ++t)
-      for (std::int64_t h = 0; h < heads; ++h)
-        for (std::int64_t i = 0; i < args.out.extent(2); ++i) put(args.out(t, peer * heads + h, i));
+  for (std::int64_t t = 0; t < args.out.extent(0); ++t) {
+    for (std::int64_t h = 0; h < args.out.extent(1); ++h) {
+      args.packed_lse(t, h) = args.lse(t, h);
+      for (std::int64_t i = 0; i < args.out.extent(2); ++i) args.packed_out(t, h, i) = args.out(t, h, i);
+    }
   }
-  *args.epoch = before + 1;
+  stamp(args.headers);
 }
 
 inline void check_exchange(const CheckExchangeArgs& args) {
-  const std::uint64_t epoch = exchange_epoch(*args.epoch, args.positions, args.tokens);
+  ExchangeHeader own;
+  std::memcpy(&own, args.sent, sizeof(own));
+  const std::uint64_t epoch = own.epoch;
   for (std::int64_t peer = 0; peer < args.peers; ++peer) {
     ExchangeHeader header;
     std::memcpy(&header, args.messages + peer * args.message_bytes, sizeof(header));
@@ -520,6 +513,10 @@ class ReferenceBackend {
   void stamp(const StampArgs& a, Stream s) const { queue(s, a, reference::stamp); }
   void check_exchange(const CheckExchangeArgs& a, Stream s) const { queue(s, a, reference::check_exchange); }
   void lse_combine(const LseCombineArgs<F>& a, Stream s) const { queue(s, a, reference::lse_combine); }
+  void combine_exchange(const CheckExchangeArgs& check, const LseCombineArgs<F>& combine, Stream s) const {
+    check_exchange(check, s);
+    lse_combine(combine, s);
+  }
   void swiglu(const SwigluArgs<F>& a, Stream s) const { queue(s, a, reference::swiglu); }
   void route(const RouteArgs<F>& a, Stream s) const { queue(s, a, reference::route); }
   void expert_ffn(const ExpertFfnArgs<F>& a, Stream s) const { queue(s, a, reference::expert_ffn); }

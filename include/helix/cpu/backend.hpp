@@ -69,6 +69,8 @@ class Operators {
   void stamp(const StampArgs& args, Stream stream) const;
   void check_exchange(const CheckExchangeArgs& args, Stream stream) const;
   void lse_combine(const LseCombineArgs<float>& args, Stream stream) const;
+  void combine_exchange(const CheckExchangeArgs& check, const LseCombineArgs<float>& combine,
+                        Stream stream) const;
   void swiglu(const SwigluArgs<float>& args, Stream stream) const;
   void route(const RouteArgs<float>& args, Stream stream) const;
   void expert_ffn(const ExpertFfnArgs<float>& args, Stream stream) const;
