@@ -199,7 +199,7 @@ class GenerationLoop {
   /// the replica.
   void run_step() {
     model_.cache().append(step_.sequences, counts_, model_.stream());
-    model_.forward(step_, request_.hop_b_slices, request_.sampling, comms_.pipeline);
+    model_.forward(step_);
     drawn_.resize(step_.logit_rows.size());
     const std::size_t bytes = drawn_.size() * sizeof(std::int32_t);
     if (topo_.pp() > 1 && bytes > 0) {
@@ -313,6 +313,7 @@ class GenerationLoop {
       if (active.empty()) break;
       const auto start = Clock::now();
       begin_step();
+      step_.is_decode = true;
       for (const SequenceProgress* sequence : active) {
         const std::int64_t length = model_.cache().length(sequence->id);
         const TokenIds tokens = decode_tokens(*sequence);
@@ -321,14 +322,13 @@ class GenerationLoop {
         for (std::int64_t i = 0; i < std::ssize(tokens); ++i) add_logit_row(*sequence, first_row + i);
         kv_bytes_read += static_cast<double>(length + std::ssize(tokens)) * kv_token_bytes;
       }
-      const std::int64_t sent_before = model_.exchange().sent_payload_bytes();
       run_step();
-      result_.exchange_bytes_per_rank_per_layer =
-          (model_.exchange().sent_payload_bytes() - sent_before) / model_.num_layers();
+      result_.exchange_bytes_per_rank_per_layer = model_.sent_payload_bytes() / model_.num_layers();
       for (std::size_t i = 0; i < active.size(); ++i) decoded += accept(*active[i], i);
       step_ms.push_back(milliseconds_since(start));
       progress.update(std::min(decoded, total));
     }
+    result_.captured_steps = model_.num_replayed_steps();
     summarize(step_ms, decoded, kv_bytes_read);
   }
 
@@ -413,9 +413,11 @@ GenerationResult generate(B& backend, WorldComms<typename B::Comm>& comms, const
                                   progress.update(total > 0 ? done * 1000 / total : 1000);
                                 });
     }();
-    StageModel<B> model(backend, topo, at.stage, config, std::move(weights),
-                        plan_cache(request, topo, at.stage, at.replica),
-                        plan_limits(request, topo, at.replica));
+    StageModel<B> model(
+        backend, topo, at.stage, config, std::move(weights), plan_cache(request, topo, at.stage, at.replica),
+        plan_limits(request, topo, at.replica),
+        {.hop_b_slices = request.hop_b_slices, .sampling = request.sampling, .captures = request.cuda_graphs},
+        comms.pipeline);
     const double load_ms = detail::milliseconds_since(load_start);
     try {
       GenerationResult result =
@@ -423,6 +425,7 @@ GenerationResult generate(B& backend, WorldComms<typename B::Comm>& comms, const
       result.timing.load_ms = load_ms;
       return result;
     } catch (const std::exception& error) {
+      model.drop_captured_steps();
       comms.world.abort(error.what());  // before the model's streams drain: they may wait for other ranks
       throw;
     }

@@ -30,6 +30,7 @@ struct GenerationRequest {
   std::int64_t page_tokens = 64;
   int hop_b_slices = 0;               ///< 0: chosen, 1: off
   std::int64_t prefill_tokens = 256;  ///< most prompt tokens a step, over all sequences
+  bool cuda_graphs = true;            ///< on GPUs, replays decode steps of equal shapes from a captured one
 
   std::int64_t num_sequences() const {
     return synthetic_context > 0 ? 1 : static_cast<std::int64_t>(prompts.size());
@@ -71,7 +72,8 @@ struct GenerationResult {
   std::vector<RankMemory> memory;  ///< by world rank
   GenerationTiming timing;
   std::int64_t exchange_bytes_per_rank_per_layer =
-      0;  ///< payload that a rank sent to others in the last decode step, a layer
+      0;                            ///< payload that a rank sent to others in the last decode step, a layer
+  std::int64_t captured_steps = 0;  ///< decode steps that this rank replayed from a captured one
 };
 
 }  // namespace helix::decode

@@ -90,6 +90,7 @@ std::optional<Options> parse_options(int argc, char** argv) {
   std::string hop_b = "auto";
   std::string device = "cpu";
   std::string activation = "f32";
+  std::string cuda_graphs = "on";
   std::string model;
   std::string json;
 
@@ -124,6 +125,10 @@ std::optional<Options> parse_options(int argc, char** argv) {
   app.add_option("--activation", activation, "of --device cuda: f32, bf16 or f16")
       ->check(CLI::IsMember({"f32", "bf16", "f16"}))
       ->capture_default_str();
+  app.add_option("--cuda-graphs", cuda_graphs,
+                 "on or off: of --device cuda, replay decode steps of equal shapes from a captured one")
+      ->check(CLI::IsMember({"on", "off"}))
+      ->capture_default_str();
   app.add_option("--temperature", request.sampling.temperature, "0: greedy")->capture_default_str();
   app.add_option("--top-p", request.sampling.top_p, "nucleus probability in (0, 1]")->capture_default_str();
   app.add_option("--seed", request.sampling.seed, "of the draws")->capture_default_str();
@@ -153,6 +158,7 @@ std::optional<Options> parse_options(int argc, char** argv) {
   HELIX_EXPECTS(options.device == Device::cuda || options.activation == DType::f32,
                 ErrorCode::invalid_argument, "--activation is ", activation,
                 "; the CPU has f32: drop it or give --device cuda");
+  request.cuda_graphs = cuda_graphs == "on";
   parse_hop_b(hop_b, request);
   HELIX_EXPECTS(prompt_ids.empty() || prompts_file.empty(), ErrorCode::invalid_argument,
                 "--prompt-ids and --prompts exclude each other; give one");

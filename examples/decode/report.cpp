@@ -94,6 +94,7 @@ void write_json(const std::filesystem::path& file, const Topology& topo, const G
                     {"tokens_per_s", t.tokens_per_s},
                     {"kv_gb_per_s", t.kv_gb_per_s}};
   json["exchange"] = {{"bytes_per_rank_per_layer", result.exchange_bytes_per_rank_per_layer}};
+  json["captured_steps"] = result.captured_steps;
   std::ofstream out(file);
   out << json.dump(2) << '\n';
   out.close();

@@ -14,8 +14,10 @@
 #include <helix/topology.hpp>
 #include <helix/vocabulary.hpp>
 
+#include "captured_steps.hpp"
 #include "generation.hpp"
 #include "model_config.hpp"
+#include "step_inputs.hpp"
 #include "weights.hpp"
 
 namespace helix::decode {
@@ -28,8 +30,18 @@ struct Step {
   std::vector<SequenceId> sequences;         ///< one an entry of query_offsets
   std::vector<std::int32_t> logit_rows;      ///< tokens whose successor is drawn
   std::vector<std::uint64_t> draw_counters;  ///< one a logit row, unique over the generation
+  bool is_decode = false;                    ///< steps of its shape may come again: worth to be captured
 
-  void clear() { *this = {}; }
+  /// Keeps the memory.
+  void clear() {
+    tokens.clear();
+    positions.clear();
+    query_offsets.assign(1, 0);
+    sequences.clear();
+    logit_rows.clear();
+    draw_counters.clear();
+    is_decode = false;
+  }
 };
 
 /// Capacities, equal on all ranks.
@@ -38,6 +50,13 @@ struct StageLimits {
   std::int64_t max_step_tokens = 0;
   std::int64_t max_logit_rows = 0;
   int max_slices = 8;
+};
+
+/// What stays the same from step to step. Equal on all ranks.
+struct StepOptions {
+  int hop_b_slices = 0;  ///< 0: chosen, 1: off
+  SamplingConfig sampling{};
+  bool captures = true;  ///< replays decode steps of equal shapes where the backend and the ranks allow it
 };
 
 /// LayerConfig of layer `layer`, with `inverse_frequency` on the device.
@@ -64,18 +83,25 @@ struct StepWorkspace {
 };
 
 /// One rank of one stage. Collective: all ranks of the replica build it and step it together.
+///
+/// A step is staged (its batch and inputs are copied to fixed addresses) and then queued, or replayed where
+/// one of its shape was captured. With a communicator whose collectives one launch does for all ranks, only a
+/// rank that is alone in its replica captures.
 template <Backend B>
 class StageModel {
  public:
   using T = typename B::Activation;
   using Stream = typename B::Stream;
 
+  /// `pipeline`: the ranks of equal stage_rank, by stage; it outlives the model.
   StageModel(B& backend, const Topology& topo, int stage, const ModelConfig& model, StageWeights<B> weights,
-             const KvCacheSpec& cache, const StageLimits& limits)
+             const KvCacheSpec& cache, const StageLimits& limits, const StepOptions& options,
+             typename B::Comm& pipeline)
       : backend_(&backend),
         topo_(&topo),
         stage_(stage),
-        limits_(limits),
+        options_(options),
+        pipeline_(&pipeline),
         weights_(std::move(weights)),
         stream_(backend.create_stream()),
         inverse_frequency_(backend.allocate(model.inverse_frequencies().size() * sizeof(float))),
@@ -85,12 +111,10 @@ class StageModel {
                             .value_dim = topo.shape().value_dim}),
         hop_b_(backend, limits.max_slices),
         batch_(backend, limits.max_sequences, limits.max_step_tokens),
-        tokens_(backend.allocate(static_cast<std::size_t>(limits.max_step_tokens) * sizeof(std::int32_t))),
-        rows_(backend.allocate(static_cast<std::size_t>(limits.max_logit_rows) * sizeof(std::int32_t))),
-        row_positions_(
-            backend.allocate(static_cast<std::size_t>(limits.max_logit_rows) * sizeof(std::int64_t))),
-        counters_(backend.allocate(static_cast<std::size_t>(limits.max_logit_rows) * sizeof(std::uint64_t))),
-        drawn_(backend.allocate(static_cast<std::size_t>(limits.max_logit_rows) * sizeof(std::int32_t))) {
+        inputs_(backend, limits.max_step_tokens, limits.max_logit_rows),
+        drawn_(backend.allocate(static_cast<std::size_t>(limits.max_logit_rows) * sizeof(std::int32_t))),
+        decode_steps_(options.captures &&
+                      (CapturesAlone<typename B::Comm> || topo.pp() * topo.stage_size() == 1)) {
     const std::vector<float> frequencies = model.inverse_frequencies();
     backend.upload(inverse_frequency_.data(), frequencies.data(), frequencies.size() * sizeof(float),
                    stream_);
@@ -113,7 +137,6 @@ class StageModel {
   bool is_first() const { return stage_ == 0; }
   bool is_last() const { return stage_ == topo_->pp() - 1; }
   ShardedKVCache<B>& cache() { return cache_; }
-  KvpAllToAll<B>& exchange() { return exchange_; }
   Stream stream() const { return stream_; }
   std::int64_t num_layers() const { return static_cast<std::int64_t>(configs_.size()); }
 
@@ -127,60 +150,28 @@ class StageModel {
   }
 
   /// Runs the step's tokens through this stage; the cache must hold the grown sequences already
-  /// (cache().append). The hidden states come from the stage before and go to the one after over `pipeline`
-  /// (same stage_rank, by stage). On the last stage draws a token a logit row. Queued; finish() waits.
-  void forward(const Step& step, int hop_b_slices, const SamplingConfig& sampling,
-               typename B::Comm& pipeline) {
-    const auto num_tokens = static_cast<std::int64_t>(step.tokens.size());
-    const auto num_rows = static_cast<std::int64_t>(step.logit_rows.size());
-    HELIX_EXPECTS(num_tokens <= limits_.max_step_tokens && num_rows <= limits_.max_logit_rows,
-                  ErrorCode::capacity, "a step of ", num_tokens, " tokens and ", num_rows,
-                  " logit rows exceeds the ", limits_.max_step_tokens, " and ", limits_.max_logit_rows,
-                  " that were planned");
+  /// (cache().append). The hidden states come from the stage before and go to the one after over the
+  /// pipeline. On the last stage draws a token a logit row. Queued; finish() waits.
+  void forward(const Step& step) {
     slots_.clear();
     for (const SequenceId& sequence : step.sequences) slots_.push_back(cache_.slot(sequence));
+    inputs_.set(step.tokens, step.positions, step.logit_rows, step.draw_counters, stream_);
     batch_.set(step.query_offsets, step.positions, slots_, stream_);
-    const Batch batch = batch_.batch();
-    const TensorView<T, 2> hidden(reinterpret_cast<T*>(hidden_.data()), {num_tokens, topo_->shape().hidden});
-    const auto hidden_bytes = hidden.size() * static_cast<std::int64_t>(sizeof(T));
-
-    if (is_first()) {
-      backend_->upload(tokens_.data(), step.tokens.data(), step.tokens.size() * sizeof(std::int32_t),
-                       stream_);
-      embed_tokens(*backend_, *topo_, reinterpret_cast<const std::int32_t*>(tokens_.data()),
-                   weights_.embedding, hidden, stream_);
-    } else {
-      pipeline.recv(hidden.data(), hidden_bytes, stage_ - 1, stream_);
-    }
-    for (std::size_t layer = 0; layer < configs_.size(); ++layer) {
-      decode_layer(*backend_, *topo_, configs_[layer], weights_.layers[layer],
-                   cache_.layer(static_cast<int>(layer)), batch, hidden,
-                   {.exchange = &exchange_,
-                    .hop_b = &hop_b_,
-                    .hop_b_slices = hop_b_slices,
-                    .workspace = {layer_workspace_.data(), layer_workspace_.size_bytes()}},
-                   stream_);
-    }
-    if (!is_last()) {
-      pipeline.send(hidden.data(), hidden_bytes, stage_ + 1, stream_);
-      return;
-    }
-    backend_->upload(rows_.data(), step.logit_rows.data(), step.logit_rows.size() * sizeof(std::int32_t),
-                     stream_);
-    row_positions_host_.clear();
-    for (const std::int32_t row : step.logit_rows) {
-      row_positions_host_.push_back(step.positions[static_cast<std::size_t>(row)]);
-    }
-    backend_->upload(row_positions_.data(), row_positions_host_.data(),
-                     row_positions_host_.size() * sizeof(std::int64_t), stream_);
-    backend_->upload(counters_.data(), step.draw_counters.data(),
-                     step.draw_counters.size() * sizeof(std::uint64_t), stream_);
-    logits_ = head_->logits(hidden, reinterpret_cast<const std::int32_t*>(rows_.data()),
-                            reinterpret_cast<const std::int64_t*>(row_positions_.data()), num_rows,
-                            {head_workspace_.data(), head_workspace_.size_bytes()}, stream_);
-    head_->sample(logits_, sampling, reinterpret_cast<const std::uint64_t*>(counters_.data()),
-                  reinterpret_cast<std::int32_t*>(drawn_.data()), stream_);
+    const auto num_tokens = static_cast<std::int64_t>(step.tokens.size());
+    const auto num_rows = static_cast<std::int64_t>(step.logit_rows.size());
+    const auto queue = [this, num_tokens, num_rows] { return queue_step(num_tokens, num_rows); };
+    last_ = step.is_decode ? decode_steps_.run(step.query_offsets, num_rows, stream_, queue) : queue();
   }
+
+  /// Bytes that the exchanges of the last forward() send to other ranks, all layers.
+  std::int64_t sent_payload_bytes() const { return last_.sent_payload_bytes; }
+
+  /// Steps that were replayed from a captured one.
+  std::int64_t num_replayed_steps() const { return decode_steps_.num_replayed(); }
+
+  /// Destroys the captured steps: before a communicator is aborted, which would wait for that. No step
+  /// follows.
+  void drop_captured_steps() noexcept { decode_steps_.clear(); }
 
   /// Device address of the tokens drawn by the last forward(), [logit rows]; on other stages room to receive
   /// them.
@@ -195,7 +186,7 @@ class StageModel {
     std::vector<T> values(static_cast<std::size_t>(topo_->shape().vocab));
     for (int rank = 0; rank < topo_->stage_size(); ++rank) {
       const Range shard = topo_->vocab(rank);
-      const T* source = logits_.data() + rank * logits_.stride(0) + row * logits_.stride(1);
+      const T* source = last_.logits.data() + rank * last_.logits.stride(0) + row * last_.logits.stride(1);
       backend_->download(values.data() + shard.begin, source,
                          static_cast<std::size_t>(shard.size()) * sizeof(T), stream_);
     }
@@ -208,10 +199,49 @@ class StageModel {
   }
 
  private:
+  /// What depends on a step's shape alone.
+  struct StepResult {
+    TensorView<const T, 3> logits{};  // views of the workspace; last stage only
+    std::int64_t sent_payload_bytes = 0;
+  };
+
+  /// Queues the staged step. Reads of the host nothing but shapes (invariant 10).
+  StepResult queue_step(std::int64_t num_tokens, std::int64_t num_rows) {
+    StepResult result;
+    const Batch batch = batch_.batch();
+    const TensorView<T, 2> hidden(reinterpret_cast<T*>(hidden_.data()), {num_tokens, topo_->shape().hidden});
+    const auto hidden_bytes = hidden.size() * static_cast<std::int64_t>(sizeof(T));
+    if (is_first()) {
+      embed_tokens(*backend_, *topo_, inputs_.tokens(), weights_.embedding, hidden, stream_);
+    } else {
+      pipeline_->recv(hidden.data(), hidden_bytes, stage_ - 1, stream_);
+    }
+    const std::int64_t sent_before = exchange_.sent_payload_bytes();
+    for (std::size_t layer = 0; layer < configs_.size(); ++layer) {
+      decode_layer(*backend_, *topo_, configs_[layer], weights_.layers[layer],
+                   cache_.layer(static_cast<int>(layer)), batch, hidden,
+                   {.exchange = &exchange_,
+                    .hop_b = &hop_b_,
+                    .hop_b_slices = options_.hop_b_slices,
+                    .workspace = {layer_workspace_.data(), layer_workspace_.size_bytes()}},
+                   stream_);
+    }
+    result.sent_payload_bytes = exchange_.sent_payload_bytes() - sent_before;
+    if (!is_last()) {
+      pipeline_->send(hidden.data(), hidden_bytes, stage_ + 1, stream_);
+      return result;
+    }
+    result.logits = head_->logits(hidden, inputs_.rows(), inputs_.row_positions(), num_rows,
+                                  {head_workspace_.data(), head_workspace_.size_bytes()}, stream_);
+    head_->sample(result.logits, options_.sampling, inputs_.counters(), drawn(), stream_);
+    return result;
+  }
+
   B* backend_;
   const Topology* topo_;
   int stage_;
-  StageLimits limits_;
+  StepOptions options_;
+  typename B::Comm* pipeline_;
   StageWeights<B> weights_;
   Stream stream_;
   typename B::Buffer inverse_frequency_;
@@ -219,10 +249,7 @@ class StageModel {
   KvpAllToAll<B> exchange_;
   HopB<B> hop_b_;
   BatchBuffer<B> batch_;
-  typename B::Buffer tokens_;
-  typename B::Buffer rows_;
-  typename B::Buffer row_positions_;
-  typename B::Buffer counters_;
+  StepInputs<B> inputs_;
   typename B::Buffer drawn_;
   typename B::Buffer hidden_;
   typename B::Buffer layer_workspace_;
@@ -230,8 +257,8 @@ class StageModel {
   std::unique_ptr<VocabularyHead<B>> head_;
   std::vector<LayerConfig> configs_;
   std::vector<std::int32_t> slots_;
-  std::vector<std::int64_t> row_positions_host_;
-  TensorView<const T, 3> logits_;
+  StepResult last_;
+  CapturedSteps<B, StepResult> decode_steps_;  // destroyed first
 };
 
 }  // namespace helix::decode

@@ -46,6 +46,46 @@ void check_every_topology(const std::string& name) {
     check_golden(model, golden, spec, golden_request(golden), kOneGpu);
 }
 
+/// The golden output with steps replayed and with each step queued, and the same bits from both. Drafts, a
+/// fifth of them wrong and those of one sequence short, give several shapes and sequences that end at
+/// different steps; small pages make sequences grow between replays.
+void check_replayed(const ReferenceModel& model, const TopologySpec& spec, std::int64_t draft_tokens,
+                    const LaunchOptions& launch, bool captures) {
+  const Golden golden = model.golden();
+  const Topology topo(spec, model.config.shape());
+  GenerationRequest request = golden_request(golden);
+  request.page_tokens = 4;
+  request.chunk = 3;
+  request.draft_tokens = draft_tokens;
+  if (draft_tokens > 1) {
+    request.teacher = golden.greedy;
+    for (auto& drafts : request.teacher)
+      for (std::size_t i = 3; i < drafts.size(); i += 5) drafts[i] = (drafts[i] + 1) % 512;
+    request.teacher.front().resize(5);
+  }
+  INFO(describe(model.name, spec, request));
+  const GenerationResult replayed = run_local(model.checkpoint, model.config, topo, request, launch);
+  request.cuda_graphs = false;
+  const GenerationResult queued = run_local(model.checkpoint, model.config, topo, request, launch);
+  CHECK(difference_from_golden(golden, replayed, topo.shape().vocab) == "");
+  CHECK(queued.captured_steps == 0);
+  if (!captures) {
+    CHECK(replayed.captured_steps == 0);
+  } else if (draft_tokens == 1) {
+    CHECK(replayed.captured_steps ==
+          request.max_new_tokens - 2);  // prefill and one queued step give two tokens
+  } else {
+    CHECK(replayed.captured_steps > 0);
+  }
+  CHECK(replayed.exchange_bytes_per_rank_per_layer == queued.exchange_bytes_per_rank_per_layer);
+  REQUIRE(replayed.sequences.size() == queued.sequences.size());
+  for (std::size_t s = 0; s < queued.sequences.size(); ++s) {
+    CHECK(replayed.sequences[s].tokens == queued.sequences[s].tokens);
+    CHECK(replayed.sequences[s].logits_norm == queued.sequences[s].logits_norm);
+    CHECK(replayed.sequences[s].logits_first8 == queued.sequences[s].logits_first8);
+  }
+}
+
 void check_nccl(int ranks) {
   for (const std::string& name : kReferenceModels) {
     const ReferenceModel model(name);
@@ -128,6 +168,35 @@ TEST_CASE("every legal topology of deepseek-tiny-fp8 on one GPU gives the golden
 TEST_CASE("every legal topology of deepseek-v2-tiny on one GPU gives the golden output") {
   HELIX_REQUIRE_GPUS(1);
   check_every_topology("deepseek-v2-tiny");
+}
+
+TEST_CASE("replayed steps give the golden output and the bits of queued ones") {
+  HELIX_REQUIRE_GPUS(1);
+  const std::string name = GENERATE(from_range(kReferenceModels));
+  const ReferenceModel model(name);
+  for (const std::int64_t draft_tokens : {1, 4, 8}) check_replayed(model, {}, draft_tokens, kOneGpu, true);
+  check_replayed(model, {.dp = 2}, 1, kOneGpu, true);
+}
+
+TEST_CASE("drawn tokens of replayed steps are those of queued ones") {
+  HELIX_REQUIRE_GPUS(1);
+  const ReferenceModel model("llama-tiny");
+  const Topology topo({}, model.config.shape());
+  GenerationRequest request = golden_request(model.golden());
+  request.sampling = {.temperature = 0.8f, .top_p = 0.9f, .seed = 7};
+  const GenerationResult replayed = run_local(model.checkpoint, model.config, topo, request, kOneGpu);
+  request.cuda_graphs = false;
+  const GenerationResult queued = run_local(model.checkpoint, model.config, topo, request, kOneGpu);
+  CHECK(replayed.captured_steps > 0);
+  for (std::size_t s = 0; s < queued.sequences.size(); ++s)
+    CHECK(replayed.sequences.at(s).tokens == queued.sequences[s].tokens);
+}
+
+TEST_CASE("ranks that share a GPU queue each step") {
+  HELIX_REQUIRE_GPUS(1);
+  const ReferenceModel model("llama-tiny");
+  check_replayed(model, {.kvp = 2, .tpa = 2}, 1, kOneGpu, false);
+  check_replayed(model, {.pp = 2}, 4, kOneGpu, false);
 }
 
 TEST_CASE("chunks, pages, slices, drafts, stages and replicas on one GPU give the golden output") {

@@ -102,6 +102,7 @@ TEST_CASE("the report holds topology, sequences, memory, timing and exchange", "
   CHECK(json.at("timing").at("ttl_ms").at("median") > 0.0);
   CHECK(json.at("timing").at("tokens_per_s") > 0.0);
   CHECK(json.at("exchange").at("bytes_per_rank_per_layer") == 2 * 4 * (64 * 4 + 4) / 2);
+  CHECK(json.at("captured_steps") == 0);  // the CPU has no graphs
 }
 
 TEST_CASE("plan-only prints the memory of each rank and generates nothing", "[quick]") {
@@ -185,6 +186,7 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
       {model_option("llama-tiny") + ids + "--top-p 1.5", {"1.5"}},
       {model_option("llama-tiny") + ids + "--draft-tokens 4", {"--teacher-force"}},
       {model_option("llama-tiny") + ids + "--device tpu", {"--device"}},
+      {model_option("llama-tiny") + ids + "--cuda-graphs maybe", {"--cuda-graphs"}},
       {model_option("llama-tiny") + ids + "--activation bf16", {"bf16", "--device cuda"}},
       {model_option("llama-tiny") + ids + "--no-such-option", {"no-such-option"}},
       {model_option("llama-tiny") + ids + "--prompts " + (scratch / "bad.json").string(), {"exclude"}},

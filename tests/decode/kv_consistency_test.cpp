@@ -45,7 +45,7 @@ GlobalCache generate_and_gather(const ReferenceModel& model, const Topology& top
                                               backend.create_stream());
     decode::StageModel<LocalBackend> stage(backend, topo, 0, model.config, std::move(weights),
                                            decode::plan_cache(request, topo, 0, 0),
-                                           decode::plan_limits(request, topo, 0));
+                                           decode::plan_limits(request, topo, 0), {}, comms.pipeline);
     decode::detail::GenerationLoop<LocalBackend>(backend, comms, topo, model.config, request, stage, false)
         .run();
 

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include <helix/backend.hpp>
+#include <helix/cuda/graph.hpp>
 #include <helix/cuda/local_comm.hpp>
 #include <helix/cuda/runtime.hpp>
 
@@ -91,6 +92,7 @@ template <Communicator CommType, class T>
 class Backend : public Operators<T> {
  public:
   using Comm = CommType;
+  using Graph = cuda::Graph;
 
   /// What HopB chooses by itself. On four H200s over NVLink a slice more costs a layer of 8 sequences of 512K
   /// tokens 34 us (its attention starts and ends once more), and the whole exchange to hide takes 15.
