@@ -65,6 +65,8 @@ class Operators {
   void stamp(const StampArgs& args, Stream stream) const;
   void check_exchange(const CheckExchangeArgs& args, Stream stream) const;
   void lse_combine(const LseCombineArgs<T>& args, Stream stream) const;
+  void combine_exchange(const CheckExchangeArgs& check, const LseCombineArgs<T>& combine,
+                        Stream stream) const;
   void swiglu(const SwigluArgs<T>& args, Stream stream) const;
   void route(const RouteArgs<T>& args, Stream stream) const;
   void expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const;
