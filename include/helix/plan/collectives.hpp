@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// Times of collectives from a latency and a bandwidth term: the fastest of the usual algorithms.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include <helix/plan/hardware.hpp>
+#include <helix/plan/units.hpp>
+
+namespace helix::plan {
+
+/// How a collective moves its bytes; a is a link's latency, b its bandwidth, p the ranks, n the bytes.
+enum class CollectiveAlgorithm : std::uint8_t {
+  none,          ///< one rank, or nothing to send
+  one_shot,      ///< each to each at once: a + (p - 1) n / b for all_reduce
+  two_shot,      ///< direct reduce-scatter, then all-gather: 2 a + 2 (p - 1) / p n / b
+  ring,          ///< 2 (p - 1) a + 2 (p - 1) / p n / b; half of that for all_gather and reduce_scatter
+  tree,          ///< broadcast: ceil(log2 p) (a + n / b)
+  hierarchical,  ///< inside each NVLink domain, between the domains, inside again
+  measured       ///< Hardware::measured
+};
+std::string_view to_string(CollectiveAlgorithm algorithm);
+
+struct CollectiveTime {
+  Time time;
+  CollectiveAlgorithm algorithm = CollectiveAlgorithm::none;
+};
+
+/// A group of `ranks` ranks, `stride` apart in the stage. Ranks of a domain are consecutive.
+struct CommGroup {
+  int ranks = 1;
+  int stride = 1;
+};
+
+/// The fastest way to run `collective` over `group`, without declared overheads. `size`: bytes a rank as in
+/// MeasuredCollective; for `send` the message.
+CollectiveTime collective_time(const Hardware& hardware, Collective collective, CommGroup group, Bytes size);
+
+}  // namespace helix::plan

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// Hardware: what one GPU and the links between GPUs can do, from data sheets or from measurement.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <helix/plan/units.hpp>
+
+namespace helix::plan {
+
+/// The time to read or move so many bytes.
+struct TimedSize {
+  Bytes size;
+  Time time;
+};
+
+/// How long a read of device memory takes by its size: linear between the given points, of the first point's
+/// bandwidth below them and of the last one's above. More bytes never take less time.
+class BandwidthCurve {
+ public:
+  struct Point {
+    Bytes size;
+    Bandwidth bandwidth;
+  };
+
+  BandwidthCurve() = default;  ///< of no hardware: takes no time
+  /// One bandwidth for all sizes. @throws Error(invalid_argument) unless positive.
+  explicit BandwidthCurve(Bandwidth flat);
+  /// @throws Error(invalid_argument) unless there is a point, sizes grow, values are positive and finite, and
+  /// no larger size takes less time.
+  explicit BandwidthCurve(std::vector<Point> points);
+
+  Time time(Bytes size) const {
+    if (points_.size() == 1) return size / points_.front().bandwidth;
+    return points_.empty() ? Time{} : interpolated(size);
+  }
+  /// Of the largest size.
+  Bandwidth peak() const { return points_.empty() ? Bandwidth::unlimited() : points_.back().bandwidth; }
+  const std::vector<Point>& points() const { return points_; }
+
+ private:
+  Time interpolated(Bytes size) const;
+
+  std::vector<Point> points_;
+};
+
+/// Dense matrix throughput when the wider operand has at most `bits` bits.
+struct ComputePeak {
+  double bits = 16;
+  FlopRate rate;
+};
+
+/// One direction of one GPU's link.
+struct Link {
+  Time latency;  ///< of a message that carries nothing
+  Bandwidth bandwidth = Bandwidth::unlimited();
+};
+
+enum class Collective : std::uint8_t { all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send };
+std::string_view to_string(Collective collective);
+
+/// A measured collective: times over bytes a rank (all_reduce, broadcast: the buffer; all_to_all: what a rank
+/// holds, own slice included; all_gather, reduce_scatter: the whole). Used instead of the model for groups of
+/// exactly `ranks` inside one NVLink domain; linear between points and beyond the last.
+struct MeasuredCollective {
+  Collective collective = Collective::all_reduce;
+  int ranks = 2;
+  std::vector<TimedSize> points;
+};
+
+/// Times that no bytes or flops explain. All zero in a pure roofline.
+struct Overheads {
+  Time per_operator;    ///< each operator of one rank: launch, prologue, tail
+  Time per_collective;  ///< each collective, on top of its links' latency
+  Time per_layer;       ///< each layer, whatever it holds
+  Time per_slice;       ///< each HOP-B slice, if there are several: attention starts and ends again
+  Time per_step;        ///< each pass through the model
+};
+
+/// A machine. Every field is an assumption that a user can change.
+struct Hardware {
+  std::string name;
+  std::string source;  ///< which figures are measured, stated by the vendor, or assumed
+  Bytes memory;        ///< of one GPU
+  double usable_memory_fraction = 0.9;
+  BandwidthCurve read;
+  std::vector<ComputePeak> peaks;  ///< increasing bits
+  int nvlink_domain = 1;           ///< GPUs that reach each other over `inside`
+  Link inside;
+  Link outside;
+  std::vector<MeasuredCollective> measured;
+  Overheads overheads;
+
+  Bytes usable_memory() const { return memory * usable_memory_fraction; }
+  /// Throughput of products whose wider operand has `bits` bits: of the narrowest listed format that holds
+  /// them. @throws Error(unsupported) if none does.
+  FlopRate peak(double bits) const;
+  /// @throws Error(invalid_argument) for a value out of range or NaN, naming it.
+  void check() const;
+};
+
+/// A machine by name, e.g. "h200". @throws Error(invalid_argument) listing the known names.
+Hardware hardware_preset(std::string_view name);
+std::vector<std::string> hardware_preset_names();
+
+}  // namespace helix::plan

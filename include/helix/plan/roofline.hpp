@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// Roofline of the paper's appendix A: what one GPU reads in one layer, and how long that takes.
+#pragma once
+
+#include <cstdint>
+
+#include <helix/plan/model.hpp>
+#include <helix/plan/units.hpp>
+
+namespace helix::plan {
+
+/// Over how many ranks W_O is split. Appendix A counts it with W_Q over TPA; section 2.2 re-uses all
+/// N = KVP * TPA ranks for it, and so does this library.
+enum class OutputProjection : std::uint8_t { over_tpa, over_stage };
+
+struct RooflineWidths {
+  std::int64_t tpa = 1;
+  std::int64_t kvp = 1;
+  std::int64_t tpf = 1;
+  OutputProjection output_projection = OutputProjection::over_tpa;
+};
+
+/// Bytes of KV that a rank reads in one full-attention layer: B * 2 * ceil(K / TPA) * Hsz * S / KVP elements.
+/// MLA: the latent once, B * (kv_lora_rank + rope) * S / KVP, whatever TPA is.
+Bytes kv_read_bytes(const Model& model, const Precision& precision, std::int64_t batch, Tokens context,
+                    const RooflineWidths& widths);
+
+/// Bytes of weights that a rank reads in one dense layer: 2 * H * (Q / TPA) * Hsz + 2 * H * ceil(K / TPA) *
+/// Hsz + 3 * H * F / TPF elements; under over_stage W_O's half of the first term is divided by N.
+/// @throws Error(unsupported) for MLA or a model without dense FFN, whose layers step_time.hpp knows;
+/// Error(invalid_argument) for widths below 1.
+Bytes weight_read_bytes(const Model& model, const Precision& precision, const RooflineWidths& widths);
+
+}  // namespace helix::plan

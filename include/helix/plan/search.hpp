@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// Search: every legal layout and batch on up to so many GPUs, the Pareto frontier, and why others lost.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <helix/plan/step_time.hpp>
+
+namespace helix::plan {
+
+enum class Objective : std::uint8_t {
+  latency,    ///< least TTL; then most tokens/s/GPU
+  throughput  ///< most tokens/s/GPU; then least TTL
+};
+
+/// What to search. Empty lists mean the defaults named.
+struct SearchSpace {
+  int max_gpus = 8;
+  std::vector<int> gpu_counts;        ///< GPUs of a replica; default: powers of two up to max_gpus
+  std::vector<std::int64_t> batches;  ///< default: powers of two up to max_batch
+  std::int64_t max_batch = 1024;
+  std::vector<Strategy> strategies;  ///< default: all
+  std::vector<int> pipeline_stages;  ///< default: powers of two that divide the GPUs
+  std::vector<int> hop_b_slices;     ///< of helix with KVP > 1; default: {0}
+  bool has_replicas = false;         ///< fills max_gpus with DP replicas of each layout
+  std::optional<Time> ttl_limit;
+  Objective objective = Objective::throughput;
+
+  /// @throws Error(invalid_argument) naming what is out of range.
+  void check() const;
+};
+
+/// One configuration that fits into memory and meets the TTL limit.
+struct Candidate {
+  Layout layout;
+  StepTotals totals;
+  RankMemoryPlan memory;
+};
+
+/// Configurations by what became of them.
+struct SearchCounts {
+  std::int64_t evaluated = 0;
+  std::int64_t out_of_memory = 0;
+  std::int64_t over_ttl = 0;
+};
+
+struct SearchResult {
+  std::vector<Candidate> candidates;
+  std::vector<std::size_t> frontier;  ///< into candidates: by tokens/s/user, from the slowest on
+  std::optional<std::size_t> best;    ///< into candidates, by the objective
+  SearchCounts counts;
+  Bytes least_memory;  ///< of the fullest rank of the configuration that needs the least; for messages
+};
+
+/// Evaluates the whole space. `workload.batch` is replaced by each batch.
+/// @throws Error(invalid_argument) for an unsound space or workload.
+SearchResult search(const StepModel& model, const Workload& workload, const SearchSpace& space);
+
+/// As search(), and requires an answer. @throws Error(capacity) if nothing fits into memory or meets the
+/// limit, saying which and by how much.
+SearchResult search_or_throw(const StepModel& model, const Workload& workload, const SearchSpace& space);
+
+/// Indices of the points that no other one beats or equals in both values (of equal points the first), by
+/// tokens/s/user.
+std::vector<std::size_t> pareto_frontier(const std::vector<Candidate>& candidates);
+
+/// Why one configuration is not the answer.
+enum class LossReason : std::uint8_t {
+  memory,         ///< it does not fit
+  ttl,            ///< it fits, but over the limit
+  slower,         ///< its TTL is longer, mostly by `cost`
+  fewer_per_gpu,  ///< its TTL is no longer, but it needs more GPUs a sequence
+};
+std::string_view to_string(LossReason reason);
+
+struct Loss {
+  Layout layout;
+  std::int64_t batch = 0;
+  LossReason reason = LossReason::slower;
+  Cost cost = Cost::kv_read;  ///< the cost that exceeds the winner's most
+  Time excess;                ///< by so much
+  RankMemoryPlan memory;
+  StepTotals totals;  ///< also where it does not fit
+  std::string text;   ///< the same in a sentence
+};
+
+/// For each strategy and HOP-B setting of the space: its best configuration by the objective other than the
+/// winner, or if none of it fits the one that needs the least memory; each with why it lost.
+std::vector<Loss> explain_losses(const StepModel& model, const Workload& workload, const SearchSpace& space,
+                                 const SearchResult& result);
+
+}  // namespace helix::plan
