@@ -124,7 +124,8 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
     int count = -skipped;
     while (end < sequences && end - first < kMaxSequences && count < most) count += row_blocks(end++);
     const int taken = std::min(count, most);
-    p.query_offsets = batch.query_offsets + first;
+    std::copy(offsets.begin() + static_cast<std::ptrdiff_t>(first),
+              offsets.begin() + static_cast<std::ptrdiff_t>(end) + 1, p.query_offsets);
     p.slots = batch.sequence_slots + first;
     p.num_sequences = static_cast<int>(end - first);
     p.first_token = offsets[first];

@@ -42,7 +42,7 @@ struct AttentionParams {
   int first_out_token = 0;  ///< token of the step at row 0 of out and lse
   StampArgs headers{};      ///< of the messages that these lie in
 
-  const std::int32_t* query_offsets = nullptr;
+  std::int32_t query_offsets[kMaxSequences + 1];  ///< by value: a trip to memory less
   const std::int64_t* positions = nullptr;
   const std::int32_t* slots = nullptr;
   int num_sequences = 0;
@@ -472,16 +472,17 @@ __device__ inline void finish_row_block(const AttentionParams& p, const Attentio
       p.partial_max[slot * p.rows + i] = found.max[i];
       p.partial_sum[slot * p.rows + i] = found.sum[i];
     }
-    __threadfence();
     __syncthreads();
     if (thread == 0) {
+      // What the block wrote goes before its count, and what the others counted before what is read here.
       int* counter = p.counters + row_block * p.kv_heads + head;
+      __threadfence();
       is_last = atomicAdd(counter, 1) == all.count - 1;
+      __threadfence();
       if (is_last) *counter = 0;
     }
     __syncthreads();
     if (!is_last) return;
-    __threadfence();
     result.parts = 1;
     merge(all, rows.num_rows, result);
   }

@@ -28,7 +28,7 @@ int per_lane(std::int64_t head_dim, std::int64_t value_dim) {
 }
 
 template <class KV, int kPerLane>
-__global__ __launch_bounds__(kThreads) void attend_portable(const AttentionParams p) {
+__global__ __launch_bounds__(kThreads) void attend_portable(const __grid_constant__ AttentionParams p) {
   constexpr int kRows = rows_of(kPerLane);
   extern __shared__ float shared[];
   __shared__ AttentionPlan plan;

@@ -480,6 +480,7 @@ template <class T, int kDim, int kRowTiles, int kWarps, int kStages>
 __global__ __launch_bounds__(kWarps* kWarp,
                              kBlocksPerSm) void attend_tensor(const __grid_constant__ AttentionParams p) {
 #if __CUDA_ARCH__ >= 900
+  wait_for_previous();
   Tensor<T, kDim, kRowTiles, kWarps, kStages>::attend(p);
   finish_messages(p);
 #endif
@@ -493,8 +494,7 @@ void launch(const AttentionParams& p, int blocks, StreamHandle stream) {
   static_assert(kBlocksPerSm * (kBytes + kOther) <= 228 * 1024);
   const auto kernel = attend_tensor<T, kDim, kRowTiles, kWarps, kStages>;
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  kernel<<<blocks, Kernel::kThreads, kBytes, stream>>>(p);
-  HELIX_CHECK_LAUNCH();
+  launch_early(kernel, static_cast<unsigned>(blocks), Kernel::kThreads, kBytes, stream, true, p);
 }
 
 template <class T>

@@ -64,6 +64,31 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
+/// Waits until all that the stream holds before this kernel has run, in a kernel of launch_early().
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// Launches a kernel whose blocks may start while the kernel before it ends: it must call
+/// wait_for_previous() before it touches memory. `is_hopper` false: an ordinary launch.
+template <class... Params>
+void launch_early(void (*kernel)(Params...), unsigned blocks, int threads, std::size_t shared_bytes,
+                  StreamHandle stream, bool is_hopper, const std::type_identity_t<Params>&... params) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = is_hopper ? 1 : 0;
+  HELIX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params...));
+}
+
 /// Checks the launch that stands before it.
 #define HELIX_CHECK_LAUNCH() HELIX_CUDA_CHECK(cudaGetLastError())
 

@@ -25,11 +25,11 @@ struct RowShare {
   explicit RowShare(std::int64_t items) : threads(1) {
     while (threads < kThreads && threads < items) threads *= 2;
   }
-  int rows() const { return kThreads / threads; }
+  __host__ __device__ int rows() const { return kThreads / threads; }
 
   __device__ int thread() const { return static_cast<int>(threadIdx.x) & (threads - 1); }
-  __device__ std::int64_t row(unsigned block) const {
-    return (static_cast<std::int64_t>(block) * kThreads + threadIdx.x) / threads;
+  __device__ unsigned row(unsigned block) const {
+    return block * static_cast<unsigned>(rows()) + threadIdx.x / static_cast<unsigned>(threads);
   }
 };
 
@@ -60,10 +60,10 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(PackRows rows, RowShare 
     if (threadIdx.x < kWarp) write_headers(headers);
     return;
   }
-  const std::int64_t row = share.row(blockIdx.x);
+  const unsigned row = share.row(blockIdx.x);
   if (row >= rows.tokens * rows.heads) return;
-  const std::int64_t token = row / rows.heads;
-  const std::int64_t head = row % rows.heads;
+  const std::int64_t token = row / static_cast<unsigned>(rows.heads);
+  const std::int64_t head = row % static_cast<unsigned>(rows.heads);
   if (share.thread() == 0) {
     rows.packed_lse[token * rows.packed_lse_token_stride + head * rows.packed_lse_head_stride] =
         rows.lse[token * rows.lse_token_stride + head * rows.lse_head_stride];
@@ -135,44 +135,75 @@ struct CombineRows {
   int dim;
 };
 
+/// Partials of ranks [begin, begin + kRanks) of one row, all asked for at once.
+template <class T, int kCount, int kRanks>
+struct PartialColumns {
+  float lse[kRanks];
+  Vector<T, kCount> out[kRanks];
+
+  __device__ __forceinline__ void load(const CombineRows<T>& rows, const float* from_lse, const T* from_out,
+                                       int begin) {
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r) {
+      const int rank = begin + r;
+      lse[r] = -kInfinity;
+      if (rank < rows.ranks) {
+        lse[r] = from_lse[rank * rows.partial_lse_strides[0]];
+        out[r] = *reinterpret_cast<const Vector<T, kCount>*>(from_out + rank * rows.partial_strides[0]);
+      }
+    }
+  }
+};
+
+/// The largest log-sum-exp, NaN if one is: nothing is larger.
+__device__ __forceinline__ float larger_lse(float max, float lse) {
+  return lse > max || isnan(lse) ? lse : max;
+}
+
 /// `share.threads` threads a row (token, head); each has kCount columns and computes the weights itself,
 /// which costs less than sharing them. Ranks in increasing order (invariant 7). Reads tokens * heads * ranks
-/// * (Dv * sizeof(T) + 4) bytes; bound by latency at decode sizes. With kChecks the last block compares the
-/// messages' headers.
-template <class T, int kCount, bool kChecks>
-__global__ void __launch_bounds__(kThreads) combine_kernel(CombineRows<T> rows, RowShare share, Check check) {
+/// * (Dv * sizeof(T) + 4) bytes; bound by latency at decode sizes: up to kRanks ranks take one trip to
+/// memory. With kChecks the last block compares the messages' headers.
+template <class T, int kCount, int kRanks, bool kChecks>
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const __grid_constant__ CombineRows<T> rows, RowShare share, Check check) {
+  wait_for_previous();
   if (kChecks && blockIdx.x == gridDim.x - 1) {
     if (threadIdx.x < kWarp) check_headers(check);
     return;
   }
-  const std::int64_t row = share.row(blockIdx.x);
+  const unsigned row = share.row(blockIdx.x);
   if (row >= rows.tokens * rows.heads) return;
-  const std::int64_t token = row / rows.heads;
-  const std::int64_t head = row % rows.heads;
+  const std::int64_t token = row / static_cast<unsigned>(rows.heads);
+  const std::int64_t head = row % static_cast<unsigned>(rows.heads);
   const float* partial_lse =
       rows.partial_lse + token * rows.partial_lse_strides[1] + head * rows.partial_lse_strides[2];
   const T* partial_out = rows.partial_out + token * rows.partial_strides[1] + head * rows.partial_strides[2];
   const float sink = rows.sink != nullptr ? rows.sink[head] : -kInfinity;
   float max = sink;
-  for (int rank = 0; rank < rows.ranks; ++rank) {
-    const float lse = partial_lse[rank * rows.partial_lse_strides[0]];
-    if (lse > max || isnan(lse)) max = lse;  // NaN stays: nothing is larger
-  }
-  const bool is_empty = max == -kInfinity;
   float sum = 0.0f;
   for (int i = share.thread() * kCount; i < rows.dim; i += share.threads * kCount) {
+    PartialColumns<T, kCount, kRanks> partials;
+    partials.load(rows, partial_lse, partial_out + i, 0);
+    max = sink;
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r) max = larger_lse(max, partials.lse[r]);
+    for (int rank = kRanks; rank < rows.ranks; ++rank)
+      max = larger_lse(max, partial_lse[rank * rows.partial_lse_strides[0]]);
+    const bool is_empty = max == -kInfinity;
     float mixed[kCount] = {};
     sum = is_empty ? 0.0f : expf(sink - max);
-#pragma unroll 4
-    for (int rank = 0; rank < rows.ranks; ++rank) {
-      const float lse = partial_lse[rank * rows.partial_lse_strides[0]];
-      float partial[kCount];
-      load_vector(partial_out + rank * rows.partial_strides[0] + i, partial);
-      const bool is_seen = lse != -kInfinity;  // else weight 0, whatever its out holds (invariant 6)
-      const float weight = is_seen ? expf(lse - max) : 0.0f;
-      sum += weight;
+#pragma unroll 1
+    for (int begin = 0; begin < rows.ranks; begin += kRanks) {
+      if (begin > 0) partials.load(rows, partial_lse, partial_out + i, begin);
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) mixed[j] += is_seen ? weight * partial[j] : 0.0f;
+      for (int r = 0; r < kRanks; ++r) {
+        if (partials.lse[r] == -kInfinity) continue;  // weight 0, whatever its out holds (invariant 6)
+        const float weight = expf(partials.lse[r] - max);
+        sum += weight;
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) mixed[j] += weight * to_float(partials.out[r].elements[j]);
+      }
     }
     const float inverse = is_empty ? 0.0f : 1.0f / sum;
 #pragma unroll
@@ -181,7 +212,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(CombineRows<T> rows, 
   }
   if (share.thread() == 0 && rows.lse != nullptr) {
     rows.lse[token * rows.lse_strides[0] + head * rows.lse_strides[1]] =
-        is_empty ? -kInfinity : max + logf(sum);
+        max == -kInfinity ? -kInfinity : max + logf(sum);
   }
 }
 
@@ -245,7 +276,7 @@ namespace {
 
 /// One block more than the rows need checks, if there is something to check.
 template <class T>
-void launch_combine(const LseCombineArgs<T>& args, const Check& check, Stream stream) {
+void launch_combine(const LseCombineArgs<T>& args, const Check& check, bool is_hopper, Stream stream) {
   const auto& partial = args.partial_out;
   const auto& lse = args.partial_lse;
   const CombineRows<T> rows{partial.data(),
@@ -269,12 +300,16 @@ void launch_combine(const LseCombineArgs<T>& args, const Check& check, Stream st
     constexpr int kCount = decltype(count)::value;
     const RowShare share(rows.dim / kCount);
     const unsigned blocks = ceil_div(rows.tokens * rows.heads, share.rows());
-    if (check.args.messages == nullptr) {
-      combine_kernel<T, kCount, false><<<blocks, kThreads, 0, stream.handle()>>>(rows, share, check);
+    const bool checks = check.args.messages != nullptr;
+    const auto launch = [&](auto kernel) {
+      launch_early(kernel, blocks + (checks ? 1 : 0), kThreads, 0, stream.handle(), is_hopper, rows, share,
+                   check);
+    };
+    if (rows.ranks <= 4) {
+      launch(checks ? combine_kernel<T, kCount, 4, true> : combine_kernel<T, kCount, 4, false>);
     } else {
-      combine_kernel<T, kCount, true><<<blocks + 1, kThreads, 0, stream.handle()>>>(rows, share, check);
+      launch(checks ? combine_kernel<T, kCount, 8, true> : combine_kernel<T, kCount, 8, false>);
     }
-    HELIX_CHECK_LAUNCH();
   });
 }
 
@@ -284,7 +319,7 @@ template <class T>
 void Operators<T>::lse_combine(const LseCombineArgs<T>& args, Stream stream) const {
   if (args.out.size() == 0) return;
   const DeviceScope scope(state_->device);
-  launch_combine(args, {}, stream);
+  launch_combine(args, {}, state_->is_hopper, stream);
 }
 
 template <class T>
@@ -294,7 +329,7 @@ void Operators<T>::combine_exchange(const CheckExchangeArgs& check, const LseCom
   const DeviceScope scope(state_->device);
   launch_combine(combine,
                  {check, state_->failure_record(), reinterpret_cast<unsigned*>(state_->failure_claim.data())},
-                 stream);
+                 state_->is_hopper, stream);
 }
 
 #define HELIX_INSTANTIATE(T)                                                                               \

@@ -36,6 +36,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
+/// Longest that a failure waits for the communicators of its process to be gone. By then each has waited for
+/// a call that hangs, and has told its kernels to end.
+constexpr milliseconds kAbortGrace{2000};
+
 /// Before NCCL reads its environment, which it does once.
 void turn_multicast_off() {
   static std::once_flag once;
@@ -262,8 +266,14 @@ struct NcclComm::State {
   void abort_now() noexcept {
     if (!may_abort) return;
     try {
-      const std::unique_lock lock(calls, std::chrono::seconds(1));
-      if (const ncclComm_t handle = comm.exchange(nullptr)) (void)ncclCommAbort(handle);
+      ncclComm_t handle = nullptr;
+      {
+        const std::unique_lock lock(calls, std::chrono::seconds(1));
+        handle = comm.exchange(nullptr);
+      }
+      // Not under the lock: this waits until no graph holds the communicator, and the thread that is to
+      // destroy them may be on its way into a call, which then throws.
+      if (handle != nullptr) (void)ncclCommAbort(handle);
     } catch (...) {
       // The lock failed: the process is beyond help.
     }
@@ -300,13 +310,25 @@ void Family::fail(const std::string& text) {
       if (auto state = member.lock()) to_abort.push_back(std::move(state));
     }
   }
-  // All at once: the abort of one rank may wait for another of this process.
-  std::vector<std::thread> threads;
-  for (std::size_t i = 1; i < to_abort.size(); ++i) {
-    threads.emplace_back([state = to_abort[i].get()] { state->abort_now(); });
+  // All at once: the abort of one rank may wait for another of this process. And not forever: it may wait for
+  // graphs that the calling thread is to destroy.
+  struct Aborts {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::size_t left = 0;
+  };
+  const auto aborts = std::make_shared<Aborts>();
+  aborts->left = to_abort.size();
+  for (auto& state : to_abort) {
+    std::thread([aborts, state = std::move(state)]() mutable {
+      state->abort_now();
+      state.reset();
+      const std::lock_guard lock(aborts->mutex);
+      if (--aborts->left == 0) aborts->changed.notify_all();
+    }).detach();
   }
-  if (!to_abort.empty()) to_abort[0]->abort_now();
-  for (std::thread& thread : threads) thread.join();
+  std::unique_lock lock(aborts->mutex);
+  (void)aborts->changed.wait_for(lock, kAbortGrace, [&] { return aborts->left == 0; });
 }
 
 void expect_timeout(milliseconds timeout) {

@@ -316,6 +316,17 @@ TEST_CASE("a rank that fails on a GPU ends the others with its error") {
   }
 }
 
+TEST_CASE("ranks over NCCL replay steps with the golden output") {
+  HELIX_REQUIRE_GPUS(2);
+  for (const char* name : {"llama-tiny", "deepseek-v2-tiny"}) {
+    const ReferenceModel model(name);
+    for (const std::int64_t draft_tokens : {1, 4}) {
+      check_replayed(model, {.kvp = 2}, draft_tokens, kGpuEach, true);
+      check_replayed(model, {.pp = 2}, draft_tokens, kGpuEach, true);
+    }
+  }
+}
+
 TEST_CASE("two GPUs over NCCL give the golden output") {
   HELIX_REQUIRE_GPUS(2);
   check_nccl(2);

@@ -17,6 +17,7 @@
 
 #include <helix/backend.hpp>
 #include <helix/cuda/bootstrap.hpp>
+#include <helix/cuda/graph.hpp>
 #include <helix/cuda/nccl_comm.hpp>
 #include <helix/error.hpp>
 
@@ -246,6 +247,34 @@ TEST_CASE("an abort releases the streams of all ranks and ends later calls, also
       comm.abort("disk on fire");
       comm.abort("and the second");
       part.barrier(stream);
+    }
+  });
+  for (const int rank : {0, 1}) {
+    CHECK(outcomes.code(rank) == ErrorCode::peer_failed);
+    CHECK(outcomes.message(rank) == "rank 1 failed: disk on fire");
+  }
+}
+
+TEST_CASE("an abort returns and releases the streams of all ranks while graphs hold the communicator") {
+  HELIX_REQUIRE_GPUS(2);
+  const RankOutcomes outcomes = run_ranks(NcclComm::create_group(first_devices(2)), [](NcclComm& comm) {
+    helix::cuda::use_device(comm.rank());
+    const Stream stream = Stream::create();
+    comm.barrier(stream);
+    comm.synchronize(stream);
+    const auto graph = helix::cuda::Graph::capture(stream, [&] { comm.barrier(stream); });
+    graph.replay(stream);
+    comm.synchronize(stream);
+    if (comm.rank() == 0) {
+      graph.replay(stream);  // alone
+      comm.synchronize(stream);
+    } else {
+      std::this_thread::sleep_for(300ms);
+      const auto start = std::chrono::steady_clock::now();
+      comm.abort("disk on fire");
+      const auto took = std::chrono::steady_clock::now() - start;
+      require(took < 10s, "the abort took ", std::chrono::duration<double>(took).count(), " s");
+      comm.barrier(stream);
     }
   });
   for (const int rank : {0, 1}) {

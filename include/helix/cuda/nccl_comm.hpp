@@ -31,6 +31,9 @@ class NcclComm {
  public:
   using Stream = cuda::Stream;
 
+  /// Each rank captures and replays a graph of its own; see cuda::Graph.
+  static constexpr bool kCapturesAlone = true;
+
   /// An engine's communicator (ncclComm_t), which it keeps alive and destroys. abort() aborts it only if
   /// `may_abort`; otherwise later calls throw, but the device keeps waiting until the engine acts. To end a
   /// wait of synchronize() takes the engine's own communicator too.
@@ -75,7 +78,9 @@ class NcclComm {
 
   /// Aborts all groups split from the same root, on all ranks of this process and, with a Bootstrap, of the
   /// job: queued operations end with wrong data, synchronize() and later calls throw Error(peer_failed)
-  /// naming this rank (of the root group) and `reason`. The first abort wins. Any thread.
+  /// naming this rank (of the root group) and `reason`. The first abort wins. Any thread. NCCL frees a
+  /// communicator only when no graph holds it: where one does, this returns after 2 s, and the rest goes on
+  /// when the graph's owner has destroyed it.
   void abort(std::string_view reason) noexcept;
 
   /// Waits for the stream, but not forever: polls it, NCCL's own errors and the state of the job.
