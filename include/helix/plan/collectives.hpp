@@ -23,7 +23,7 @@ enum class CollectiveAlgorithm : std::uint8_t {
 std::string_view to_string(CollectiveAlgorithm algorithm);
 
 struct CollectiveTime {
-  Time time;
+  Time time{};
   CollectiveAlgorithm algorithm = CollectiveAlgorithm::none;
 };
 

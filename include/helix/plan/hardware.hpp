@@ -13,8 +13,8 @@ namespace helix::plan {
 
 /// The time to read or move so many bytes.
 struct TimedSize {
-  Bytes size;
-  Time time;
+  Bytes size{};
+  Time time{};
 };
 
 /// How long a read of device memory takes by its size: linear between the given points, of the first point's
@@ -44,18 +44,18 @@ class BandwidthCurve {
  private:
   Time interpolated(Bytes size) const;
 
-  std::vector<Point> points_;
+  std::vector<Point> points_{};
 };
 
 /// Dense matrix throughput when the wider operand has at most `bits` bits.
 struct ComputePeak {
   double bits = 16;
-  FlopRate rate;
+  FlopRate rate{};
 };
 
 /// One direction of one GPU's link.
 struct Link {
-  Time latency;  ///< of a message that carries nothing
+  Time latency{};  ///< of a message that carries nothing
   Bandwidth bandwidth = Bandwidth::unlimited();
 };
 
@@ -68,31 +68,31 @@ std::string_view to_string(Collective collective);
 struct MeasuredCollective {
   Collective collective = Collective::all_reduce;
   int ranks = 2;
-  std::vector<TimedSize> points;
+  std::vector<TimedSize> points{};
 };
 
 /// Times that no bytes or flops explain. All zero in a pure roofline.
 struct Overheads {
-  Time per_operator;    ///< each operator of one rank: launch, prologue, tail
-  Time per_collective;  ///< each collective, on top of its links' latency
-  Time per_layer;       ///< each layer, whatever it holds
-  Time per_slice;       ///< each HOP-B slice, if there are several: attention starts and ends again
-  Time per_step;        ///< each pass through the model
+  Time per_operator{};    ///< each operator of one rank: launch, prologue, tail
+  Time per_collective{};  ///< each collective, on top of its links' latency
+  Time per_layer{};       ///< each layer, whatever it holds
+  Time per_slice{};       ///< each HOP-B slice, if there are several: attention starts and ends again
+  Time per_step{};        ///< each pass through the model
 };
 
 /// A machine. Every field is an assumption that a user can change.
 struct Hardware {
-  std::string name;
-  std::string source;  ///< which figures are measured, stated by the vendor, or assumed
-  Bytes memory;        ///< of one GPU
+  std::string name{};
+  std::string source{};  ///< which figures are measured, stated by the vendor, or assumed
+  Bytes memory{};        ///< of one GPU
   double usable_memory_fraction = 0.9;
-  BandwidthCurve read;
-  std::vector<ComputePeak> peaks;  ///< increasing bits
-  int nvlink_domain = 1;           ///< GPUs that reach each other over `inside`
-  Link inside;
-  Link outside;
-  std::vector<MeasuredCollective> measured;
-  Overheads overheads;
+  BandwidthCurve read{};
+  std::vector<ComputePeak> peaks{};  ///< increasing bits
+  int nvlink_domain = 1;             ///< GPUs that reach each other over `inside`
+  Link inside{};
+  Link outside{};
+  std::vector<MeasuredCollective> measured{};
+  Overheads overheads{};
 
   Bytes usable_memory() const { return memory * usable_memory_fraction; }
   /// Throughput of products whose wider operand has `bits` bits: of the narrowest listed format that holds

@@ -37,9 +37,9 @@ std::int64_t kv_page_bytes_used(const Topology& topology, int stage_rank, const 
 
 /// Memory of the fullest rank.
 struct RankMemoryPlan {
-  Bytes weights;  ///< attention weights replicated over KVP, everything else once a stage
-  Bytes kv;
-  Bytes workspace;  ///< activations of a step, messages included
+  Bytes weights{};  ///< attention weights replicated over KVP, everything else once a stage
+  Bytes kv{};
+  Bytes workspace{};  ///< activations of a step, messages included
 
   Bytes total() const { return weights + kv + workspace; }
 };

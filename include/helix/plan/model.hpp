@@ -36,8 +36,8 @@ struct Experts {
 
 /// A model as the planner sees it. Every FFN has a gate (SwiGLU and the like): three matrices.
 struct Model {
-  std::string name;
-  std::string source;  ///< where the sizes come from
+  std::string name{};
+  std::string source{};  ///< where the sizes come from
   std::int64_t hidden = 0;
   std::int64_t num_layers = 0;
   std::int64_t num_query_heads = 0;
@@ -51,8 +51,8 @@ struct Model {
   std::int64_t window = 0;  ///< tokens that a query of a windowed layer sees; 0: all layers are full
   /// Layer i is a full one if (i + 1) is a multiple; the others are windowed. 0 with a window: none is full.
   std::int64_t full_attention_stride = 1;
-  std::optional<LatentAttention> latent;
-  std::optional<Experts> experts;
+  std::optional<LatentAttention> latent{};
+  std::optional<Experts> experts{};
 
   /// The sizes that Topology needs.
   ModelShape shape() const;

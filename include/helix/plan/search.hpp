@@ -20,14 +20,14 @@ enum class Objective : std::uint8_t {
 /// What to search. Empty lists mean the defaults named.
 struct SearchSpace {
   int max_gpus = 8;
-  std::vector<int> gpu_counts;        ///< GPUs of a replica; default: powers of two up to max_gpus
-  std::vector<std::int64_t> batches;  ///< default: powers of two up to max_batch
+  std::vector<int> gpu_counts{};        ///< GPUs of a replica; default: powers of two up to max_gpus
+  std::vector<std::int64_t> batches{};  ///< default: powers of two up to max_batch
   std::int64_t max_batch = 1024;
-  std::vector<Strategy> strategies;  ///< default: all
-  std::vector<int> pipeline_stages;  ///< default: powers of two that divide the GPUs
-  std::vector<int> hop_b_slices;     ///< of helix with KVP > 1; default: {0}
-  bool has_replicas = false;         ///< fills max_gpus with DP replicas of each layout
-  std::optional<Time> ttl_limit;
+  std::vector<Strategy> strategies{};  ///< default: all
+  std::vector<int> pipeline_stages{};  ///< default: powers of two that divide the GPUs
+  std::vector<int> hop_b_slices{};     ///< of helix with KVP > 1; default: {0}
+  bool has_replicas = false;           ///< fills max_gpus with DP replicas of each layout
+  std::optional<Time> ttl_limit{};
   Objective objective = Objective::throughput;
 
   /// @throws Error(invalid_argument) naming what is out of range.
@@ -36,9 +36,9 @@ struct SearchSpace {
 
 /// One configuration that fits into memory and meets the TTL limit.
 struct Candidate {
-  Layout layout;
-  StepTotals totals;
-  RankMemoryPlan memory;
+  Layout layout{};
+  StepTotals totals{};
+  RankMemoryPlan memory{};
 };
 
 /// Configurations by what became of them.
@@ -49,11 +49,11 @@ struct SearchCounts {
 };
 
 struct SearchResult {
-  std::vector<Candidate> candidates;
-  std::vector<std::size_t> frontier;  ///< into candidates: by tokens/s/user, from the slowest on
-  std::optional<std::size_t> best;    ///< into candidates, by the objective
-  SearchCounts counts;
-  Bytes least_memory;  ///< of the fullest rank of the configuration that needs the least; for messages
+  std::vector<Candidate> candidates{};
+  std::vector<std::size_t> frontier{};  ///< into candidates: by tokens/s/user, from the slowest on
+  std::optional<std::size_t> best{};    ///< into candidates, by the objective
+  SearchCounts counts{};
+  Bytes least_memory{};  ///< of the fullest rank of the configuration that needs the least; for messages
 };
 
 /// Evaluates the whole space. `workload.batch` is replaced by each batch.
@@ -71,25 +71,27 @@ std::vector<std::size_t> pareto_frontier(const std::vector<Candidate>& candidate
 /// Why one configuration is not the answer.
 enum class LossReason : std::uint8_t {
   memory,         ///< it does not fit
-  ttl,            ///< it fits, but over the limit
-  slower,         ///< its TTL is longer, mostly by `cost`
-  fewer_per_gpu,  ///< its TTL is no longer, but it needs more GPUs a sequence
+  ttl,            ///< it fits, but its TTL is over the limit
+  slower,         ///< its TTL is longer
+  fewer_per_gpu,  ///< it gives fewer tokens/s/GPU
+  equal           ///< it is as good, and was found later
 };
 std::string_view to_string(LossReason reason);
 
 struct Loss {
-  Layout layout;
+  Layout layout{};
   std::int64_t batch = 0;
   LossReason reason = LossReason::slower;
   Cost cost = Cost::kv_read;  ///< the cost that exceeds the winner's most
-  Time excess;                ///< by so much
-  RankMemoryPlan memory;
-  StepTotals totals;  ///< also where it does not fit
-  std::string text;   ///< the same in a sentence
+  Time excess{};              ///< by so much: of a step, under fewer_per_gpu of a GPU and token
+  RankMemoryPlan memory{};
+  StepTotals totals{};  ///< also where it does not fit
+  std::string text{};   ///< the same in a sentence
 };
 
-/// For each strategy and HOP-B setting of the space: its best configuration by the objective other than the
-/// winner, or if none of it fits the one that needs the least memory; each with why it lost.
+/// For each strategy of the space, and for HOP-B off apart: its best configuration by the objective, other
+/// than the winner, and why it lost. If none meets the limit the fastest; if none fits the one that needs the
+/// least memory. Empty without a winner.
 std::vector<Loss> explain_losses(const StepModel& model, const Workload& workload, const SearchSpace& space,
                                  const SearchResult& result);
 

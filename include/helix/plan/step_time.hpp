@@ -21,6 +21,7 @@ namespace helix::plan {
 /// The operators of a step, in the order in which they run.
 enum class Operator : std::uint8_t {
   embedding,
+  embedding_all_reduce,
   attention_norm,
   qkv_projection,  ///< MLA: both query products, the latent, and the absorption of W_UK
   rope_append,
@@ -50,7 +51,6 @@ enum class Operator : std::uint8_t {
   step_overhead,   ///< Overheads::per_step
   pipeline_wait    ///< what the slowest stage adds when micro-batches fill the pipeline
 };
-inline constexpr int kNumOperators = static_cast<int>(Operator::pipeline_wait) + 1;
 std::string_view to_string(Operator op);
 
 /// Which resource an operator's time is made of. Overhead: declared times are more than the rest.
@@ -78,11 +78,11 @@ struct OperatorTime {
   bool is_moe = false;       ///< of MoE layers; else of dense layers or of no layer
   bool is_windowed = false;  ///< of windowed layers
   std::int64_t count = 1;    ///< times it runs in a token's way through the model
-  Bytes bytes;    ///< once: read and written by a rank; a collective: its size, see MeasuredCollective
-  Flops flops;    ///< once, of a rank
-  Time time;      ///< once, overhead included
-  Time overhead;  ///< of it, declared
-  Time hidden;    ///< of it, run beside attention under HOP-B: it adds time - hidden
+  Bytes bytes{};    ///< once: read and written by a rank; a collective: its size, see MeasuredCollective
+  Flops flops{};    ///< once, of a rank
+  Time time{};      ///< once, overhead included
+  Time overhead{};  ///< of it, declared
+  Time hidden{};    ///< of it, run beside attention under HOP-B: it adds time - hidden
   Bound bound = Bound::memory;
   Cost cost = Cost::overhead;
   CollectiveAlgorithm algorithm = CollectiveAlgorithm::none;  ///< collectives only
@@ -93,7 +93,7 @@ struct OperatorTime {
 
 /// What a step costs. The sum of `by_cost` is `ttl`.
 struct StepTotals {
-  Time ttl;  ///< token-to-token latency: one step of every sequence
+  Time ttl{};  ///< token-to-token latency: one step of every sequence
   std::array<Time, kNumCosts> by_cost{};
   int hop_b_slices = 1;    ///< as chosen, of full-attention layers
   int micro_batches = 1;   ///< that share the pipeline
@@ -106,8 +106,8 @@ struct StepTotals {
 };
 
 struct StepReport {
-  StepTotals totals;
-  std::vector<OperatorTime> operators;  ///< in order; dense before MoE layers, full before windowed
+  StepTotals totals{};
+  std::vector<OperatorTime> operators{};  ///< in order; dense before MoE layers, full before windowed
 };
 
 /// The step-time model of one model on one machine.
@@ -143,8 +143,8 @@ class StepModel {
   Model model_;
   Precision precision_;
   Hardware hardware_;
-  FlopRate product_rate_;
-  FlopRate attention_rate_;
+  FlopRate product_rate_{};
+  FlopRate attention_rate_{};
 };
 
 }  // namespace helix::plan

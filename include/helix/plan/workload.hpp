@@ -15,7 +15,7 @@ enum class ExpertHits : std::uint8_t {
 };
 
 struct Workload {
-  Tokens context;                ///< of each sequence, this step's tokens included
+  Tokens context{};              ///< of each sequence, this step's tokens included
   std::int64_t batch = 1;        ///< sequences in flight over all replicas
   std::int64_t step_tokens = 1;  ///< query tokens a sequence and step (drafts included)
   ExpertHits expert_hits = ExpertHits::expectation;

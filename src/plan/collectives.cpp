@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+// Times of collectives: every algorithm's formula, and the choice of the fastest.
+#include <algorithm>
+#include <bit>
+
+#include <helix/plan/collectives.hpp>
+
+namespace helix::plan {
+namespace {
+
+/// A group cut by NVLink domains.
+struct Spread {
+  int ranks;
+  int in_domain;  ///< ranks of the group that share a domain
+  int domains;
+  const Link& inside;
+  const Link& outside;
+
+  bool is_one_domain() const { return domains == 1; }
+  const Link& slowest() const { return is_one_domain() ? inside : outside; }
+
+  /// Every rank sends `message` to every other at once, over both kinds of links.
+  Time direct(Bytes message) const {
+    const Time near = in_domain > 1 ? inside.latency + message * (in_domain - 1) / inside.bandwidth : Time{};
+    const Time far =
+        is_one_domain() ? Time{} : outside.latency + message * (ranks - in_domain) / outside.bandwidth;
+    return std::max(near, far);
+  }
+  Time direct_inside(Bytes message) const {
+    return inside.latency + message * (in_domain - 1) / inside.bandwidth;
+  }
+  Time direct_between_domains(Bytes message) const {
+    return outside.latency + message * (domains - 1) / outside.bandwidth;
+  }
+  /// One step of a ring, as slow as its slowest link.
+  Time ring_step(Bytes message) const { return slowest().latency + message / slowest().bandwidth; }
+};
+
+class Fastest {
+ public:
+  void offer(CollectiveAlgorithm algorithm, Time time) {
+    if (best_.algorithm == CollectiveAlgorithm::none || time < best_.time) best_ = {time, algorithm};
+  }
+  CollectiveTime best() const { return best_; }
+
+ private:
+  CollectiveTime best_;
+};
+
+CollectiveTime all_reduce_time(const Spread& group, Bytes size) {
+  Fastest fastest;
+  const Bytes part = size / group.ranks;
+  fastest.offer(CollectiveAlgorithm::one_shot, group.direct(size));
+  fastest.offer(CollectiveAlgorithm::two_shot, group.direct(part) * 2);
+  fastest.offer(CollectiveAlgorithm::ring, group.ring_step(part) * (2 * (group.ranks - 1)));
+  if (!group.is_one_domain() && group.in_domain > 1) {
+    const Bytes shard = size / group.in_domain;
+    const Time between = std::min(group.direct_between_domains(shard),
+                                  group.direct_between_domains(shard / group.domains) * 2);
+    fastest.offer(CollectiveAlgorithm::hierarchical, group.direct_inside(shard) * 2 + between);
+  }
+  return fastest.best();
+}
+
+/// All-gather, and reduce-scatter, which is the same backwards.
+CollectiveTime all_gather_time(const Spread& group, Bytes size) {
+  Fastest fastest;
+  const Bytes part = size / group.ranks;
+  fastest.offer(CollectiveAlgorithm::one_shot, group.direct(part));
+  fastest.offer(CollectiveAlgorithm::ring, group.ring_step(part) * (group.ranks - 1));
+  if (!group.is_one_domain() && group.in_domain > 1) {
+    fastest.offer(CollectiveAlgorithm::hierarchical,
+                  group.direct_between_domains(part) + group.direct_inside(part * group.domains));
+  }
+  return fastest.best();
+}
+
+CollectiveTime broadcast_time(const Spread& group, Bytes size) {
+  Fastest fastest;
+  const int rounds = std::bit_width(static_cast<unsigned>(group.ranks - 1));
+  fastest.offer(CollectiveAlgorithm::one_shot, group.direct(size));
+  fastest.offer(CollectiveAlgorithm::two_shot, group.direct(size / group.ranks) * 2);
+  fastest.offer(CollectiveAlgorithm::tree, group.ring_step(size) * rounds);
+  return fastest.best();
+}
+
+Time interpolated(const std::vector<TimedSize>& points, Bytes size) {
+  if (size <= points.front().size || points.size() == 1) return points.front().time;
+  std::size_t i = 1;
+  while (i + 1 < points.size() && size > points[i].size) ++i;
+  const TimedSize& a = points[i - 1];
+  const TimedSize& b = points[i];
+  return a.time + (b.time - a.time) * ((size - a.size) / (b.size - a.size));
+}
+
+}  // namespace
+
+std::string_view to_string(CollectiveAlgorithm algorithm) {
+  switch (algorithm) {
+    case CollectiveAlgorithm::none:
+      return "none";
+    case CollectiveAlgorithm::one_shot:
+      return "one_shot";
+    case CollectiveAlgorithm::two_shot:
+      return "two_shot";
+    case CollectiveAlgorithm::ring:
+      return "ring";
+    case CollectiveAlgorithm::tree:
+      return "tree";
+    case CollectiveAlgorithm::hierarchical:
+      return "hierarchical";
+    case CollectiveAlgorithm::measured:
+      return "measured";
+  }
+  return "unknown";
+}
+
+CollectiveTime collective_time(const Hardware& hardware, Collective collective, CommGroup group, Bytes size) {
+  if (group.ranks <= 1 || size <= Bytes{}) return {};
+  const int in_domain = std::clamp(hardware.nvlink_domain / std::max(1, group.stride), 1, group.ranks);
+  const Spread spread{.ranks = group.ranks,
+                      .in_domain = in_domain,
+                      .domains = (group.ranks + in_domain - 1) / in_domain,
+                      .inside = hardware.inside,
+                      .outside = hardware.outside};
+  if (spread.is_one_domain()) {
+    for (const MeasuredCollective& measured : hardware.measured) {
+      if (measured.collective == collective && measured.ranks == group.ranks) {
+        return {interpolated(measured.points, size), CollectiveAlgorithm::measured};
+      }
+    }
+  }
+  switch (collective) {
+    case Collective::all_reduce:
+      return all_reduce_time(spread, size);
+    case Collective::all_gather:
+    case Collective::reduce_scatter:
+      return all_gather_time(spread, size);
+    case Collective::all_to_all:
+      return {spread.direct(size / group.ranks), CollectiveAlgorithm::one_shot};
+    case Collective::broadcast:
+      return broadcast_time(spread, size);
+    case Collective::send:
+      return {spread.ring_step(size), CollectiveAlgorithm::one_shot};
+  }
+  return {};
+}
+
+}  // namespace helix::plan

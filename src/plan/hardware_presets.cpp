@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// Machines: what was measured here, what the vendor states, and what is assumed.
+#include <array>
+#include <sstream>
+
+#include <helix/error.hpp>
+#include <helix/plan/hardware.hpp>
+
+namespace helix::plan {
+namespace {
+
+BandwidthCurve::Point read_point(double megabytes, double terabytes_per_second) {
+  return {bytes(megabytes * 1e6), gigabytes_per_second(terabytes_per_second * 1e3)};
+}
+
+TimedSize timed(double kilobytes, double time_us) {
+  return {bytes(kilobytes * 1e3), microseconds(time_us)};
+}
+
+/// docs/performance.md and its JSON files. The throughput of 8-bit products, and everything outside the
+/// domain, was not measured.
+Hardware h200() {
+  Hardware hardware;
+  hardware.name = "h200";
+  hardware.source =
+      "measured on H200s (docs/performance.md): cold reads by size, bf16 products, NCCL collectives on four "
+      "GPUs, 379 GB/s between two; the vendor: 141 GB, 400 Gb/s network; assumed: 8-bit products twice as "
+      "fast as bf16, 5 us network latency, 3 us an operator";
+  hardware.memory = gigabytes(141);
+  hardware.read =
+      BandwidthCurve({read_point(16, 1.6), read_point(64, 3.4), read_point(256, 4.2), read_point(1000, 4.6)});
+  hardware.peaks = {{8, teraflops_per_second(1580)}, {16, teraflops_per_second(790)}};
+  hardware.nvlink_domain = 8;
+  hardware.inside = {microseconds(1.2), gigabytes_per_second(379)};
+  hardware.outside = {microseconds(5), gigabytes_per_second(50)};
+  // NCCL in a graph; all-to-all by bytes a rank, own slice included.
+  hardware.measured = {
+      {Collective::all_to_all,
+       4,
+       {timed(33, 8.2), timed(133, 8.5), timed(532, 11.2), timed(1065, 15.2), timed(2130, 16.8)}},
+      {Collective::all_reduce, 4, {timed(262, 11.3)}}};
+  hardware.overheads.per_operator = microseconds(3);
+  hardware.overheads.per_slice = microseconds(34);
+  return hardware;
+}
+
+/// The vendor's figures for GB200 NVL72, of one of its 72 GPUs and without sparsity.
+Hardware gb200() {
+  Hardware hardware;
+  hardware.name = "gb200";
+  hardware.source =
+      "the vendor's data sheet of GB200 NVL72, of one GPU, products without sparsity: 13.4 TB / 72, 576 TB/s "
+      "/ 72, 720, 360 and 180 PFLOP/s / 72 in 4, 8 and 16 bits, NVLink 1.8 TB/s both ways, network 400 Gb/s; "
+      "assumed: latencies of 1 us inside and 5 us outside";
+  hardware.memory = gigabytes(186);
+  hardware.read = BandwidthCurve(gigabytes_per_second(8000));
+  hardware.peaks = {
+      {4, teraflops_per_second(10000)}, {8, teraflops_per_second(5000)}, {16, teraflops_per_second(2500)}};
+  hardware.nvlink_domain = 72;
+  hardware.inside = {microseconds(1), gigabytes_per_second(900)};
+  hardware.outside = {microseconds(5), gigabytes_per_second(50)};
+  return hardware;
+}
+
+/// Appendix A's machine: reads take time, nothing else does.
+Hardware roofline_8000() {
+  Hardware hardware = gb200();
+  hardware.name = "roofline-8000";
+  hardware.source = "the paper's appendix A: memory is read at 8000 GB/s; products and links take no time";
+  hardware.peaks = {{64, FlopRate::unlimited()}};
+  hardware.inside = {};
+  hardware.outside = {};
+  return hardware;
+}
+
+constexpr std::array<Hardware (*)(), 3> kPresets{h200, gb200, roofline_8000};
+
+}  // namespace
+
+std::vector<std::string> hardware_preset_names() {
+  std::vector<std::string> names;
+  for (const auto preset : kPresets) names.push_back(preset().name);
+  return names;
+}
+
+Hardware hardware_preset(std::string_view name) {
+  std::ostringstream known;
+  for (const auto preset : kPresets) {
+    Hardware hardware = preset();
+    if (hardware.name == name) return hardware;
+    known << (known.tellp() > 0 ? ", " : "") << hardware.name;
+  }
+  throw Error(ErrorCode::invalid_argument, "there is no hardware preset \"", name, "\"; known are ",
+              known.str());
+}
+
+}  // namespace helix::plan

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+// Memory of a rank.
+#include <algorithm>
+#include <cmath>
+
+#include <helix/error.hpp>
+#include <helix/page_ledger.hpp>
+#include <helix/plan/memory.hpp>
+
+#include "plan/rank_elements.hpp"
+
+namespace helix::plan {
+
+using detail::ceil_div;
+
+std::int64_t kv_row_elements(const Topology& topology, int stage_rank) {
+  const ModelShape& shape = topology.shape();
+  return shape.is_mla ? shape.head_dim
+                      : topology.kv_heads(stage_rank).size() * (shape.head_dim + shape.value_dim);
+}
+
+std::int64_t kv_page_bytes(const Topology& topology, int stage_rank, const KvPages& pages) {
+  HELIX_EXPECTS(pages.element_bits >= 1 && pages.layers >= 1 && pages.page_tokens >= 1,
+                ErrorCode::invalid_argument, "kv_page_bytes: element_bits is ", pages.element_bits,
+                ", layers ", pages.layers, ", page_tokens ", pages.page_tokens, "; each must be at least 1");
+  const std::int64_t elements = kv_row_elements(topology, stage_rank) * pages.page_tokens;
+  return ceil_div(elements * pages.element_bits, 8) * pages.layers;
+}
+
+std::int64_t kv_page_bytes_used(const Topology& topology, int stage_rank, const KvPages& pages,
+                                std::span<const std::int64_t> lengths) {
+  const KvLayout layout(topology.kvp(), pages.chunk);
+  const int kvp_rank = topology.stage_coordinates(stage_rank).kvp_rank;
+  const std::int64_t page_bytes = kv_page_bytes(topology, stage_rank, pages);
+  std::int64_t used = 0;
+  for (const std::int64_t length : lengths) {
+    used += PageLedger::pages_needed(layout, pages.page_tokens, length, kvp_rank);
+  }
+  return used * page_bytes;
+}
+
+RankMemoryPlan plan_memory(const Model& model, const Precision& precision, const Layout& layout,
+                           const Workload& workload) {
+  const detail::RankElements rank = detail::rank_elements(model, layout);
+  const detail::RankBatch batch = detail::rank_batch(layout, workload);
+  const auto hidden = static_cast<double>(model.hidden);
+
+  double most_weights = 0;
+  std::int64_t most_layers = 0;
+  for (int stage = 0; stage < layout.pp; ++stage) {
+    const Range layers = split_evenly(model.num_layers, layout.pp, stage);
+    const detail::LayerCounts counts = detail::count_layers(model, layers);
+    const auto dense = static_cast<double>(counts[0][0] + counts[0][1]);
+    const auto moe = static_cast<double>(counts[1][0] + counts[1][1]);
+    double weights = (dense + moe) * (rank.qkv + rank.value_up + rank.output + rank.norms) +
+                     dense * rank.dense_ffn(model) + moe * rank.moe_ffn(model);
+    const bool is_first = stage == 0;
+    const bool is_last = stage == layout.pp - 1;
+    const int tables = is_first && is_last && !model.tie_word_embeddings ? 2 : (is_first || is_last ? 1 : 0);
+    weights += tables * rank.vocab * hidden;
+    most_weights = std::max(most_weights, weights);
+    most_layers = std::max(most_layers, layers.size());
+  }
+
+  RankMemoryPlan plan;
+  plan.weights = packed_bytes(most_weights, precision.weight_bits);
+
+  const KvLayout kv_layout(layout.kvp, workload.chunk);
+  // Rank 0 owns the first chunk of each period: no rank holds more.
+  const std::int64_t pages = PageLedger::pages_needed(
+      kv_layout, workload.page_tokens, static_cast<std::int64_t>(std::ceil(in_tokens(workload.context))), 0);
+  const Bytes page = packed_bytes(rank.kv_row * static_cast<double>(workload.page_tokens), precision.kv_bits);
+  plan.kv = page * pages * batch.cached * most_layers;
+
+  const auto tokens = static_cast<double>(batch.attention * workload.step_tokens);
+  const auto stage_tokens = static_cast<double>(batch.stage * workload.step_tokens);
+  const auto value_dim = static_cast<double>(model.value_dim);
+  // Hidden, normed hidden, query and KV; the partial outputs, packed and received; FFN intermediates.
+  double activations = tokens * (2 * hidden + rank.qkv_width) + 3 * tokens * rank.query_heads * value_dim +
+                       stage_tokens * (hidden + 2 * rank.ffn_width + 2 * rank.shared_width);
+  if (model.experts) {
+    activations += stage_tokens * static_cast<double>(model.experts->top_k) *
+                   (hidden + 2 * rank.expert_width);  // as many choices as may meet on one rank
+  }
+  constexpr double kLogitBits = 32;
+  plan.workspace = packed_bytes(activations, precision.activation_bits) +
+                   packed_bytes(stage_tokens * rank.vocab, kLogitBits);
+  return plan;
+}
+
+void check_memory(const RankMemoryPlan& plan, const Hardware& hardware, const Layout& layout) {
+  HELIX_EXPECTS(plan.total() <= hardware.usable_memory(), ErrorCode::capacity, layout.to_string(),
+                ": the fullest rank needs ", in_gigabytes(plan.total()), " GB (weights ",
+                in_gigabytes(plan.weights), ", KV ", in_gigabytes(plan.kv), ", workspace ",
+                in_gigabytes(plan.workspace), "), ", hardware.name, " has ",
+                in_gigabytes(hardware.usable_memory()), " usable (", hardware.usable_memory_fraction, " of ",
+                in_gigabytes(hardware.memory), "): use more GPUs, a smaller batch or context, or fewer bits");
+}
+
+}  // namespace helix::plan

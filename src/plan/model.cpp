@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+// Model: its checks and its sums.
+#include <cmath>
+
+#include <helix/error.hpp>
+#include <helix/plan/model.hpp>
+
+namespace helix::plan {
+namespace {
+
+// More than any model by orders of magnitude; sums of products stay exact in a double.
+constexpr std::int64_t kMaxSize = std::int64_t{1} << 24;
+constexpr std::int64_t kMaxCount = std::int64_t{1} << 16;
+constexpr double kMaxParameters = 1e15;
+
+void check_size(std::string_view name, std::int64_t value, std::int64_t smallest, std::int64_t largest) {
+  HELIX_EXPECTS(value >= smallest && value <= largest, ErrorCode::invalid_argument, "the model's ", name,
+                " is ", value, "; it must be in [", smallest, ", ", largest, "]");
+}
+
+double attention_parameters(const Model& model) {
+  const auto hidden = static_cast<double>(model.hidden);
+  const auto heads = static_cast<double>(model.num_query_heads);
+  if (!model.latent) {
+    const auto kv_row = static_cast<double>(model.kv_elements_per_layer());
+    return hidden * (heads * static_cast<double>(model.head_dim + model.value_dim) + kv_row);
+  }
+  const LatentAttention& mla = *model.latent;
+  const double query_width = heads * static_cast<double>(mla.qk_nope_head_dim + mla.qk_rope_head_dim);
+  const auto rank = static_cast<double>(mla.q_lora_rank);
+  const double query = rank > 0 ? hidden * rank + rank * query_width : hidden * query_width;
+  const double latent = hidden * static_cast<double>(mla.kv_lora_rank + mla.qk_rope_head_dim);
+  const double up = static_cast<double>(mla.kv_lora_rank) * heads *
+                    static_cast<double>(mla.qk_nope_head_dim + mla.v_head_dim);
+  return query + latent + up + heads * static_cast<double>(mla.v_head_dim) * hidden;
+}
+
+/// Of one layer.
+std::int64_t norm_parameters(const Model& model) {
+  std::int64_t norms = 2 * model.hidden + (model.has_qk_norm ? 2 * model.head_dim : 0);
+  if (model.latent) norms += model.latent->q_lora_rank + model.latent->kv_lora_rank;
+  return norms;
+}
+
+/// All of the model's in doubles, which absurd sizes do not overflow.
+double total_parameters(const Model& model) {
+  const auto layers = static_cast<double>(model.num_layers);
+  const auto hidden = static_cast<double>(model.hidden);
+  double total = layers * attention_parameters(model) + 2 * hidden * static_cast<double>(model.vocab);
+  total += layers * 3 * hidden * static_cast<double>(model.ffn);
+  if (model.experts) {
+    const Experts& moe = *model.experts;
+    total += layers * 3 * hidden *
+             (static_cast<double>(moe.num_experts) * static_cast<double>(moe.expert_ffn) +
+              static_cast<double>(moe.shared_ffn));
+  }
+  return total;
+}
+
+}  // namespace
+
+ModelShape Model::shape() const {
+  ModelShape shape;
+  shape.num_query_heads = num_query_heads;
+  shape.num_kv_heads = num_kv_heads;
+  shape.head_dim = head_dim;
+  shape.value_dim = value_dim;
+  shape.hidden = hidden;
+  shape.ffn = ffn;
+  if (experts) {
+    shape.expert_ffn = experts->expert_ffn;
+    shape.shared_expert_ffn = experts->shared_ffn;
+    shape.num_experts = experts->num_experts;
+  }
+  shape.vocab = vocab;
+  shape.num_layers = num_layers;
+  shape.is_mla = latent.has_value();
+  return shape;
+}
+
+bool Model::is_moe_layer(std::int64_t layer) const {
+  return experts && layer >= experts->first_dense_layers &&
+         (layer - experts->first_dense_layers) % experts->layer_stride == 0;
+}
+
+bool Model::is_window_layer(std::int64_t layer) const {
+  return window > 0 && (full_attention_stride == 0 || (layer + 1) % full_attention_stride != 0);
+}
+
+std::int64_t Model::kv_elements_per_layer() const {
+  return latent ? head_dim : num_kv_heads * (head_dim + value_dim);
+}
+
+void Model::check() const {
+  check_size("hidden", hidden, 1, kMaxSize);
+  check_size("num_layers", num_layers, 1, kMaxCount);
+  check_size("num_query_heads", num_query_heads, 1, kMaxCount);
+  check_size("num_kv_heads", num_kv_heads, 1, num_query_heads);
+  check_size("head_dim", head_dim, 1, kMaxCount);
+  check_size("value_dim", value_dim, 1, kMaxCount);
+  check_size("ffn", ffn, 0, kMaxSize);
+  check_size("vocab", vocab, 0, kMaxSize);
+  check_size("window", window, 0, std::int64_t{1} << 40);
+  check_size("full_attention_stride", full_attention_stride, 0, kMaxCount);
+  HELIX_EXPECTS(num_query_heads % num_kv_heads == 0, ErrorCode::invalid_argument,
+                "the model's num_query_heads ", num_query_heads, " is not a multiple of its num_kv_heads ",
+                num_kv_heads);
+  if (latent) {
+    check_size("q_lora_rank", latent->q_lora_rank, 0, kMaxSize);
+    check_size("kv_lora_rank", latent->kv_lora_rank, 1, kMaxCount);
+    check_size("qk_nope_head_dim", latent->qk_nope_head_dim, 1, kMaxCount);
+    check_size("qk_rope_head_dim", latent->qk_rope_head_dim, 0, kMaxCount);
+    check_size("v_head_dim", latent->v_head_dim, 1, kMaxCount);
+    HELIX_EXPECTS(num_kv_heads == 1 && head_dim == latent->kv_lora_rank + latent->qk_rope_head_dim &&
+                      value_dim == latent->kv_lora_rank,
+                  ErrorCode::invalid_argument, "the model has latent attention with num_kv_heads ",
+                  num_kv_heads, ", head_dim ", head_dim, ", value_dim ", value_dim,
+                  "; they must be 1, kv_lora_rank + qk_rope_head_dim = ",
+                  latent->kv_lora_rank + latent->qk_rope_head_dim,
+                  " and kv_lora_rank = ", latent->kv_lora_rank);
+  }
+  if (experts) {
+    check_size("num_experts", experts->num_experts, 1, kMaxCount);
+    check_size("top_k", experts->top_k, 1, experts->num_experts);
+    check_size("expert_ffn", experts->expert_ffn, 1, kMaxSize);
+    check_size("shared_ffn", experts->shared_ffn, 0, kMaxSize);
+    check_size("first_dense_layers", experts->first_dense_layers, 0, num_layers);
+    check_size("layer_stride", experts->layer_stride, 1, kMaxCount);
+  }
+  const bool has_dense_layers = !experts || experts->first_dense_layers > 0 || experts->layer_stride > 1;
+  HELIX_EXPECTS(ffn > 0 || !has_dense_layers, ErrorCode::invalid_argument,
+                "the model's ffn is 0 but it has dense layers");
+  const double total = total_parameters(*this);
+  HELIX_EXPECTS(total <= kMaxParameters, ErrorCode::invalid_argument, "the model's sizes come to ", total,
+                " parameters; at most ", kMaxParameters, " are supported: check its sizes");
+}
+
+void Precision::check() const {
+  const auto check_bits = [](std::string_view name, double bits) {
+    HELIX_EXPECTS(bits > 0 && bits <= 64, ErrorCode::invalid_argument, name, " is ", bits,
+                  "; it must be in (0, 64]");
+  };
+  check_bits("weight_bits", weight_bits);
+  check_bits("kv_bits", kv_bits);
+  check_bits("activation_bits", activation_bits);
+}
+
+ParameterCounts count_parameters(const Model& model) {
+  model.check();
+  std::int64_t moe_layers = 0;
+  for (std::int64_t layer = 0; layer < model.num_layers; ++layer) moe_layers += model.is_moe_layer(layer);
+  ParameterCounts counts;
+  counts.embedding = model.vocab * model.hidden;
+  counts.lm_head = model.tie_word_embeddings ? 0 : counts.embedding;
+  counts.attention = model.num_layers * std::llround(attention_parameters(model));
+  counts.dense_ffn = (model.num_layers - moe_layers) * 3 * model.hidden * model.ffn;
+  counts.norms = model.num_layers * norm_parameters(model) + model.hidden;
+  if (model.experts) {
+    const Experts& moe = *model.experts;
+    const std::int64_t expert = 3 * model.hidden * moe.expert_ffn;
+    counts.routed_experts = moe_layers * moe.num_experts * expert;
+    counts.routed_experts_active = moe_layers * moe.top_k * expert;
+    counts.shared_experts = moe_layers * 3 * model.hidden * moe.shared_ffn;
+    counts.router = moe_layers * model.hidden * moe.num_experts;
+  }
+  return counts;
+}
+
+Bytes kv_cache_bytes(const Model& model, const Precision& precision, Tokens context) {
+  return packed_bytes(
+      in_tokens(context) * static_cast<double>(model.num_layers * model.kv_elements_per_layer()),
+      precision.kv_bits);
+}
+
+}  // namespace helix::plan

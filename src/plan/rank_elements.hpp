@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// What one rank of a layout holds of a layer, in elements, and its share of a batch: what memory and step
+// time count alike.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include <helix/plan/layout.hpp>
+#include <helix/plan/model.hpp>
+#include <helix/plan/workload.hpp>
+#include <helix/topology.hpp>
+
+namespace helix::plan::detail {
+
+constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
+
+/// Layers [of dense 0 or MoE 1][full 0 or windowed 1].
+using LayerCounts = std::array<std::array<std::int64_t, 2>, 2>;
+
+inline LayerCounts count_layers(const Model& model, Range layers) {
+  LayerCounts counts{};
+  for (std::int64_t layer = layers.begin; layer < layers.end; ++layer) {
+    ++counts[model.is_moe_layer(layer) ? 1 : 0][model.is_window_layer(layer) ? 1 : 0];
+  }
+  return counts;
+}
+
+/// Weights of one layer on one rank, and the widths of its activations. Doubles: they enter products.
+struct RankElements {
+  double query_heads = 0;     ///< that the rank attends with
+  double combined_heads = 0;  ///< whose exact attention it holds after the exchange
+  double kv_row = 0;          ///< cached elements of a token
+  double qkv = 0;             ///< every weight before attention
+  double qkv_width = 0;       ///< of the query as attention reads it, and of a token's K and V
+  double value_up = 0;        ///< MLA's W_UV
+  double output = 0;
+  double output_width = 0;  ///< inputs of the output projection
+  double norms = 0;
+  double ffn_width = 0;  ///< F of the dense FFN
+  double shared_width = 0;
+  double expert_width = 0;  ///< of one routed expert
+  double experts = 0;       ///< that it holds
+  double router = 0;
+  double vocab = 0;  ///< rows
+
+  double dense_ffn(const Model& model) const { return 3 * static_cast<double>(model.hidden) * ffn_width; }
+  double moe_ffn(const Model& model) const {
+    return 3 * static_cast<double>(model.hidden) * (experts * expert_width + shared_width) + router;
+  }
+};
+
+inline RankElements rank_elements(const Model& model, const Layout& layout) {
+  RankElements rank;
+  const auto hidden = static_cast<double>(model.hidden);
+  const int width = layout.ffn_width();
+  rank.query_heads = static_cast<double>(model.num_query_heads / layout.tpa);
+  rank.combined_heads = layout.strategy == Strategy::helix ? rank.query_heads / layout.kvp : rank.query_heads;
+  const auto kv_heads = static_cast<double>(std::max<std::int64_t>(1, model.num_kv_heads / layout.tpa));
+  rank.kv_row = model.latent ? static_cast<double>(model.head_dim)
+                             : kv_heads * static_cast<double>(model.head_dim + model.value_dim);
+  rank.qkv_width = rank.query_heads * static_cast<double>(model.head_dim) + rank.kv_row;
+  rank.norms = 2 * hidden;
+  if (model.latent) {
+    const LatentAttention& mla = *model.latent;
+    const auto q_rank = static_cast<double>(mla.q_lora_rank);
+    const auto nope = static_cast<double>(mla.qk_nope_head_dim);
+    const auto latent = static_cast<double>(mla.kv_lora_rank);
+    const double query_width = rank.query_heads * (nope + static_cast<double>(mla.qk_rope_head_dim));
+    rank.qkv = q_rank > 0 ? hidden * q_rank + q_rank * query_width : hidden * query_width;
+    rank.qkv += hidden * static_cast<double>(model.head_dim) + rank.query_heads * nope * latent;
+    rank.output_width = rank.combined_heads * static_cast<double>(mla.v_head_dim);
+    rank.value_up = latent * rank.output_width;
+  } else {
+    rank.qkv = hidden * rank.qkv_width;
+    rank.output_width = rank.combined_heads * static_cast<double>(model.value_dim);
+  }
+  rank.output = rank.output_width * hidden;
+  rank.ffn_width = static_cast<double>(model.ffn) / width;
+  if (model.experts) {
+    const Experts& moe = *model.experts;
+    const int shared_width = layout.strategy == Strategy::data_parallel_attention ? layout.tpa : width;
+    rank.shared_width = static_cast<double>(moe.shared_ffn) / shared_width;
+    rank.expert_width = static_cast<double>(moe.expert_ffn) / layout.tpf;
+    rank.experts = static_cast<double>(moe.num_experts) / layout.ep;
+    rank.router = hidden * static_cast<double>(moe.num_experts);
+  }
+  rank.vocab = static_cast<double>(ceil_div(model.vocab, width));
+  return rank;
+}
+
+/// The part of a batch that the fullest rank works on.
+struct RankBatch {
+  std::int64_t replica = 0;        ///< sequences of a replica
+  std::int64_t micro_batches = 1;  ///< that share its pipeline
+  std::int64_t stage = 0;          ///< sequences that a stage works on at a time
+  std::int64_t attention = 0;      ///< of those, what one rank attends to
+  std::int64_t cached = 0;         ///< sequences whose KV one rank holds
+};
+
+inline RankBatch rank_batch(const Layout& layout, const Workload& workload) {
+  RankBatch batch;
+  batch.replica = ceil_div(workload.batch, layout.dp);
+  batch.micro_batches = std::min<std::int64_t>(layout.pp, batch.replica);
+  batch.stage = ceil_div(batch.replica, batch.micro_batches);
+  batch.attention = ceil_div(batch.stage, layout.attn_dp);
+  batch.cached = ceil_div(batch.replica, layout.attn_dp);
+  return batch;
+}
+
+}  // namespace helix::plan::detail

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// Search over layouts and batches, and the Pareto frontier.
+#include <algorithm>
+#include <numeric>
+
+#include <helix/error.hpp>
+#include <helix/plan/search.hpp>
+
+#include "plan/search_walk.hpp"
+
+namespace helix::plan {
+namespace {
+
+bool is_dominated_by(const Candidate& a, const Candidate& b) {
+  return b.totals.tokens_per_user() >= a.totals.tokens_per_user() &&
+         b.totals.tokens_per_gpu() >= a.totals.tokens_per_gpu();
+}
+
+}  // namespace
+
+void SearchSpace::check() const {
+  constexpr int kMaxGpus = 1 << 15;
+  constexpr std::int64_t kMaxBatch = std::int64_t{1} << 24;
+  HELIX_EXPECTS(max_gpus >= 1 && max_gpus <= kMaxGpus, ErrorCode::invalid_argument, "max_gpus is ", max_gpus,
+                "; it must be in [1, ", kMaxGpus, "]");
+  for (const int gpus : gpu_counts) {
+    HELIX_EXPECTS(gpus >= 1 && gpus <= max_gpus, ErrorCode::invalid_argument, "gpu_counts has ", gpus,
+                  "; it must be in [1, max_gpus = ", max_gpus, "]");
+  }
+  HELIX_EXPECTS(max_batch >= 1 && max_batch <= kMaxBatch, ErrorCode::invalid_argument, "max_batch is ",
+                max_batch, "; it must be in [1, ", kMaxBatch, "]");
+  for (const std::int64_t batch : batches) {
+    HELIX_EXPECTS(batch >= 1 && batch <= kMaxBatch, ErrorCode::invalid_argument, "batches has ", batch,
+                  "; it must be in [1, ", kMaxBatch, "]");
+  }
+  for (const int stages : pipeline_stages) {
+    HELIX_EXPECTS(stages >= 1 && stages <= kMaxGpus, ErrorCode::invalid_argument, "pipeline_stages has ",
+                  stages, "; it must be in [1, ", kMaxGpus, "]");
+  }
+  for (const int slices : hop_b_slices) {
+    HELIX_EXPECTS(slices >= 0, ErrorCode::invalid_argument, "hop_b_slices has ", slices,
+                  "; it must be 0 (the fastest), 1 (off) or more");
+  }
+  if (ttl_limit) {
+    HELIX_EXPECTS(*ttl_limit > Time{}, ErrorCode::invalid_argument, "ttl_limit is ",
+                  in_milliseconds(*ttl_limit), " ms; it must be positive");
+  }
+}
+
+SearchResult search(const StepModel& model, const Workload& workload, const SearchSpace& space) {
+  SearchResult result;
+  result.least_memory = Bytes::unlimited();
+  detail::for_each_configuration(model.model(), workload, space,
+                                 [&](const Layout& layout, const Workload& load) {
+                                   ++result.counts.evaluated;
+                                   const RankMemoryPlan memory = model.memory(layout, load);
+                                   result.least_memory = std::min(result.least_memory, memory.total());
+                                   if (memory.total() > model.hardware().usable_memory()) {
+                                     ++result.counts.out_of_memory;
+                                     return;
+                                   }
+                                   const StepTotals totals = model.evaluate(layout, load);
+                                   if (space.ttl_limit && totals.ttl > *space.ttl_limit) {
+                                     ++result.counts.over_ttl;
+                                     return;
+                                   }
+                                   result.candidates.push_back({layout, totals, memory});
+                                 });
+  for (std::size_t i = 0; i < result.candidates.size(); ++i) {
+    if (!result.best || detail::is_better(space.objective, result.candidates[i].totals,
+                                          result.candidates[*result.best].totals)) {
+      result.best = i;
+    }
+  }
+  result.frontier = pareto_frontier(result.candidates);
+  return result;
+}
+
+SearchResult search_or_throw(const StepModel& model, const Workload& workload, const SearchSpace& space) {
+  SearchResult result = search(model, workload, space);
+  if (result.best) return result;
+  const SearchCounts& counts = result.counts;
+  HELIX_EXPECTS(counts.evaluated > 0, ErrorCode::invalid_topology, "no layout of ", model.model().name,
+                " is legal on up to ", space.max_gpus,
+                " GPUs with the strategies and widths asked for: allow more of them");
+  HELIX_EXPECTS(counts.over_ttl > 0, ErrorCode::capacity, "none of ", counts.evaluated, " configurations of ",
+                model.model().name, " fits on up to ", space.max_gpus,
+                " GPUs: the one that needs least needs ", in_gigabytes(result.least_memory), " GB a GPU, ",
+                model.hardware().name, " has ", in_gigabytes(model.hardware().usable_memory()),
+                " usable; use more GPUs, a smaller batch or context, or fewer bits");
+  SearchSpace without_limit = space;
+  without_limit.ttl_limit.reset();
+  without_limit.objective = Objective::latency;
+  const SearchResult all = search(model, workload, without_limit);
+  throw Error(ErrorCode::capacity, "none of the ", all.candidates.size(), " configurations of ",
+              model.model().name, " that fit meets the limit of ", in_milliseconds(*space.ttl_limit),
+              " ms: the fastest, ", all.candidates[*all.best].layout.to_string(), ", takes ",
+              in_milliseconds(all.candidates[*all.best].totals.ttl), " ms");
+}
+
+std::vector<std::size_t> pareto_frontier(const std::vector<Candidate>& candidates) {
+  std::vector<std::size_t> order(candidates.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    const StepTotals& x = candidates[a].totals;
+    const StepTotals& y = candidates[b].totals;
+    if (x.tokens_per_user() != y.tokens_per_user()) return x.tokens_per_user() > y.tokens_per_user();
+    if (x.tokens_per_gpu() != y.tokens_per_gpu()) return x.tokens_per_gpu() > y.tokens_per_gpu();
+    return a < b;
+  });
+  std::vector<std::size_t> frontier;
+  for (const std::size_t i : order) {
+    if (frontier.empty() || !is_dominated_by(candidates[i], candidates[frontier.back()]))
+      frontier.push_back(i);
+  }
+  std::reverse(frontier.begin(), frontier.end());
+  return frontier;
+}
+
+}  // namespace helix::plan

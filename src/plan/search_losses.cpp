@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// Why the runners-up of a search lost.
+#include <iomanip>
+#include <limits>
+#include <map>
+#include <sstream>
+#include <tuple>
+#include <utility>
+
+#include <helix/plan/search.hpp>
+
+#include "plan/search_walk.hpp"
+
+namespace helix::plan {
+namespace {
+
+/// The best configuration of one kind seen so far: one that meets everything before one that is too slow, and
+/// that before one that does not fit.
+struct Runner {
+  enum class State : std::uint8_t { meets_all, over_ttl, out_of_memory };
+  State state = State::out_of_memory;
+  Layout layout;
+  std::int64_t batch = 0;
+  RankMemoryPlan memory;
+  StepTotals totals;
+};
+
+bool replaces(const Runner& next, const Runner& now, Objective objective) {
+  if (next.state != now.state) return next.state < now.state;
+  switch (next.state) {
+    case Runner::State::meets_all:
+      return detail::is_better(objective, next.totals, now.totals);
+    case Runner::State::over_ttl:
+      return next.totals.ttl < now.totals.ttl;
+    case Runner::State::out_of_memory:
+      return next.memory.total() < now.memory.total();
+  }
+  return false;
+}
+
+/// Of one sequence: TTL, or for throughput the GPU time behind a token.
+Time charge(Objective objective, Time time, const StepTotals& totals) {
+  if (objective == Objective::latency) return time;
+  return time * totals.num_gpus / static_cast<double>(totals.batch);
+}
+
+/// The cost by which `loser` exceeds `winner` most.
+std::pair<Cost, Time> largest_excess(Objective objective, const StepTotals& loser, const StepTotals& winner) {
+  Cost worst = Cost::kv_read;
+  Time excess = microseconds(-std::numeric_limits<double>::infinity());
+  for (int i = 0; i < kNumCosts; ++i) {
+    const auto at = static_cast<std::size_t>(i);
+    const Time difference =
+        charge(objective, loser.by_cost[at], loser) - charge(objective, winner.by_cost[at], winner);
+    if (difference > excess) {
+      excess = difference;
+      worst = static_cast<Cost>(i);
+    }
+  }
+  return {worst, excess};
+}
+
+std::string sentence(const Loss& loss, const StepModel& model, const SearchSpace& space,
+                     const Candidate& winner) {
+  std::ostringstream out;
+  out << std::setprecision(4) << loss.layout.to_string() << " at batch " << loss.batch;
+  switch (loss.reason) {
+    case LossReason::memory:
+      out << " does not fit: " << in_gigabytes(loss.memory.total()) << " GB a GPU (weights "
+          << in_gigabytes(loss.memory.weights) << ", KV " << in_gigabytes(loss.memory.kv) << ") of "
+          << in_gigabytes(model.hardware().usable_memory());
+      break;
+    case LossReason::ttl:
+      out << " takes " << in_milliseconds(loss.totals.ttl) << " ms, over the limit of "
+          << in_milliseconds(*space.ttl_limit) << " ms, mostly by " << to_string(loss.cost) << " (+"
+          << in_milliseconds(loss.excess) << " ms)";
+      break;
+    case LossReason::slower:
+      out << " takes " << in_milliseconds(loss.totals.ttl) << " ms, not "
+          << in_milliseconds(winner.totals.ttl) << ", mostly by " << to_string(loss.cost) << " (+"
+          << in_milliseconds(loss.excess) << " ms)";
+      break;
+    case LossReason::fewer_per_gpu:
+      out << " gives " << in_tokens_per_second(loss.totals.tokens_per_gpu()) << " tokens/s/GPU, not "
+          << in_tokens_per_second(winner.totals.tokens_per_gpu()) << ", mostly by " << to_string(loss.cost)
+          << " (+" << in_milliseconds(loss.excess) << " GPU-ms a token)";
+      break;
+    case LossReason::equal:
+      out << " does as well";
+      break;
+  }
+  return out.str();
+}
+
+}  // namespace
+
+std::string_view to_string(LossReason reason) {
+  switch (reason) {
+    case LossReason::memory:
+      return "memory";
+    case LossReason::ttl:
+      return "ttl";
+    case LossReason::slower:
+      return "slower";
+    case LossReason::fewer_per_gpu:
+      return "fewer_per_gpu";
+    case LossReason::equal:
+      return "equal";
+  }
+  return "unknown";
+}
+
+std::vector<Loss> explain_losses(const StepModel& model, const Workload& workload, const SearchSpace& space,
+                                 const SearchResult& result) {
+  if (!result.best) return {};
+  const Candidate& winner = result.candidates[*result.best];
+  using Kind = std::pair<Strategy, bool>;  // and whether HOP-B is off
+  std::map<Kind, Runner> runners;
+  detail::for_each_configuration(
+      model.model(), workload, space, [&](const Layout& layout, const Workload& load) {
+        if (layout == winner.layout && load.batch == winner.totals.batch) return;
+        Runner next{.layout = layout,
+                    .batch = load.batch,
+                    .memory = model.memory(layout, load),
+                    .totals = model.evaluate(layout, load)};
+        if (next.memory.total() <= model.hardware().usable_memory()) {
+          const bool is_over = space.ttl_limit && next.totals.ttl > *space.ttl_limit;
+          next.state = is_over ? Runner::State::over_ttl : Runner::State::meets_all;
+        }
+        const auto [at, is_new] =
+            runners.try_emplace({layout.strategy, layout.kvp > 1 && layout.hop_b_slices == 1}, next);
+        if (!is_new && replaces(next, at->second, space.objective)) at->second = next;
+      });
+
+  std::vector<Loss> losses;
+  for (const auto& [kind, runner] : runners) {
+    Loss loss{
+        .layout = runner.layout, .batch = runner.batch, .memory = runner.memory, .totals = runner.totals};
+    Objective compared = space.objective;
+    if (runner.state == Runner::State::out_of_memory) {
+      loss.reason = LossReason::memory;
+    } else if (runner.state == Runner::State::over_ttl) {
+      loss.reason = LossReason::ttl;
+      compared = Objective::latency;
+    } else if (!detail::is_better(space.objective, winner.totals, runner.totals)) {
+      loss.reason = LossReason::equal;
+    } else if (space.objective == Objective::throughput &&
+               winner.totals.tokens_per_gpu() > runner.totals.tokens_per_gpu()) {
+      loss.reason = LossReason::fewer_per_gpu;
+    } else if (runner.totals.ttl > winner.totals.ttl) {
+      loss.reason = LossReason::slower;
+      compared = Objective::latency;
+    } else {
+      loss.reason = LossReason::fewer_per_gpu;
+      compared = Objective::throughput;
+    }
+    std::tie(loss.cost, loss.excess) = largest_excess(compared, runner.totals, winner.totals);
+    loss.text = sentence(loss, model, space, winner);
+    losses.push_back(std::move(loss));
+  }
+  return losses;
+}
+
+}  // namespace helix::plan

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// Workload: its checks.
+#include <cmath>
+
+#include <helix/error.hpp>
+#include <helix/plan/workload.hpp>
+
+namespace helix::plan {
+
+void Workload::check() const {
+  constexpr double kMaxTokens = 1e12;
+  constexpr std::int64_t kMaxCount = std::int64_t{1} << 24;
+  const double length = in_tokens(context);
+  HELIX_EXPECTS(length >= 1 && length <= kMaxTokens, ErrorCode::invalid_argument, "the context is ", length,
+                " tokens; it must be in [1, ", kMaxTokens, "]");
+  const auto check_count = [&](const char* name, std::int64_t value) {
+    HELIX_EXPECTS(value >= 1 && value <= kMaxCount, ErrorCode::invalid_argument, name, " is ", value,
+                  "; it must be in [1, ", kMaxCount, "]");
+  };
+  check_count("batch", batch);
+  check_count("step_tokens", step_tokens);
+  check_count("chunk", chunk);
+  check_count("page_tokens", page_tokens);
+  HELIX_EXPECTS(static_cast<double>(step_tokens) <= length, ErrorCode::invalid_argument, "step_tokens is ",
+                step_tokens, " but the context has ", length, " tokens, which include them");
+}
+
+}  // namespace helix::plan
