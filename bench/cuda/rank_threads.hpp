@@ -72,6 +72,7 @@ void run_ranks(int kvp, int tpa, const Body& body) {
   const int size = kvp * tpa;
   std::vector<int> devices(static_cast<std::size_t>(size));
   std::iota(devices.begin(), devices.end(), 0);
+  cuda::NcclComm::disable_graph_mixing();
   auto comms = cuda::NcclComm::create_group(devices);
   MeetingPoint meeting(size);
   std::mutex mutex;

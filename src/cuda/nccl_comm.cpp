@@ -342,6 +342,10 @@ double seconds(milliseconds time) {
 
 }  // namespace
 
+void NcclComm::disable_graph_mixing() {
+  (void)::setenv("NCCL_GRAPH_MIXING_SUPPORT", "0", 0);
+}
+
 NcclComm NcclComm::borrow(ncclComm* comm, bool may_abort, milliseconds timeout) {
   turn_multicast_off();
   expect_timeout(timeout);

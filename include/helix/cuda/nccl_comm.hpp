@@ -34,6 +34,12 @@ class NcclComm {
   /// Each rank captures and replays a graph of its own; see cuda::Graph.
   static constexpr bool kCapturesAlone = true;
 
+  /// Promises, for all of the process's communicators that are made later, that none is used by two graphs at
+  /// once, nor by a queued operation while a graph that holds it runs. NCCL then leaves its own ordering out
+  /// of captured steps: on four H200s a collective takes 1 us less, and the host launches a step of 8 layers
+  /// in 5 to 30 us in place of 40 to 80. Keeps the user's NCCL_GRAPH_MIXING_SUPPORT where it is set.
+  static void disable_graph_mixing();
+
   /// An engine's communicator (ncclComm_t), which it keeps alive and destroys. abort() aborts it only if
   /// `may_abort`; otherwise later calls throw, but the device keeps waiting until the engine acts. To end a
   /// wait of synchronize() takes the engine's own communicator too.
