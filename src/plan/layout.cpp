@@ -153,7 +153,8 @@ std::vector<std::string> violations(const Layout& layout, const Model& model) {
   return found;
 }
 
-std::vector<Layout> legal_layouts(Strategy strategy, const Model& model, int stage_size) {
+std::vector<Layout> legal_layouts(Strategy strategy, const Model& model, int stage_size,
+                                  bool medha_may_duplicate_kv) {
   std::vector<Layout> legal;
   for (int tpa = 1; tpa <= stage_size; ++tpa) {
     if (stage_size % tpa != 0) continue;
@@ -167,6 +168,7 @@ std::vector<Layout> legal_layouts(Strategy strategy, const Model& model, int sta
         break;
       case Strategy::medha:
         if (others == 1) continue;  // tensor_parallel
+        if (tpa > model.num_kv_heads && !medha_may_duplicate_kv) continue;
         layout.kvp = others;
         break;
       case Strategy::tensor_parallel:

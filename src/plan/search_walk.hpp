@@ -42,7 +42,8 @@ void for_each_configuration(const Model& model, const Workload& workload, const 
     for (const std::int64_t stages : stage_counts) {
       if (gpus % stages != 0 || stages > model.num_layers) continue;
       for (const Strategy strategy : strategies) {
-        for (Layout layout : legal_layouts(strategy, model, static_cast<int>(gpus / stages))) {
+        for (Layout layout :
+             legal_layouts(strategy, model, static_cast<int>(gpus / stages), space.medha_may_duplicate_kv)) {
           layout.pp = static_cast<int>(stages);
           layout.dp = space.has_replicas ? space.max_gpus / static_cast<int>(gpus) : 1;
           const bool overlaps = layout.hop_b_slices == 0;

@@ -53,7 +53,10 @@ bool is_legal(const Layout& layout, const Model& model);
 std::vector<std::string> violations(const Layout& layout, const Model& model);
 
 /// Every legal layout of `strategy` with `stage_size` ranks a stage and one stage and replica; hop_b_slices
-/// is 0 for helix with KVP > 1 and else 1.
-std::vector<Layout> legal_layouts(Strategy strategy, const Model& model, int stage_size);
+/// is 0 for helix with KVP > 1 and else 1. A medha layout that stores KV heads more than once (TPA > Hkv, for
+/// MLA TPA > 1) is legal, but listed only with `medha_may_duplicate_kv`: its authors keep TPA within Hkv, and
+/// the paper counts it as not applicable to MLA.
+std::vector<Layout> legal_layouts(Strategy strategy, const Model& model, int stage_size,
+                                  bool medha_may_duplicate_kv = false);
 
 }  // namespace helix::plan

@@ -23,10 +23,11 @@ struct SearchSpace {
   std::vector<int> gpu_counts{};        ///< GPUs of a replica; default: powers of two up to max_gpus
   std::vector<std::int64_t> batches{};  ///< default: powers of two up to max_batch
   std::int64_t max_batch = 1024;
-  std::vector<Strategy> strategies{};  ///< default: all
-  std::vector<int> pipeline_stages{};  ///< default: powers of two that divide the GPUs
-  std::vector<int> hop_b_slices{};     ///< of helix with KVP > 1; default: {0}
-  bool has_replicas = false;           ///< fills max_gpus with DP replicas of each layout
+  std::vector<Strategy> strategies{};   ///< default: all
+  std::vector<int> pipeline_stages{};   ///< default: powers of two that divide the GPUs
+  std::vector<int> hop_b_slices{};      ///< of helix with KVP > 1; default: {0}
+  bool medha_may_duplicate_kv = false;  ///< see legal_layouts()
+  bool has_replicas = false;            ///< fills max_gpus with DP replicas of each layout
   std::optional<Time> ttl_limit{};
   Objective objective = Objective::throughput;
 

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+// Layouts and memory: rules of the baselines, and bytes that a ShardedKVCache really takes.
+#include <functional>
+#include <vector>
+
+#include <helix/cpu/backend.hpp>
+#include <helix/cpu/local_comm.hpp>
+#include <helix/plan/memory.hpp>
+#include <helix/sharded_kv_cache.hpp>
+
+#include "plan/failure.hpp"
+#include "support/catch.hpp"
+
+namespace {
+
+using namespace helix::plan;
+using helix::DType;
+using helix::ErrorCode;
+using helix::Topology;
+using helix::cpu::LocalComm;
+using helix::test::failure_of;
+using CpuBackend = helix::cpu::Backend<LocalComm>;
+
+Model small_model(bool is_latent) {
+  Model model = model_preset(is_latent ? "deepseek-v2-lite" : "llama-3.1-8b");
+  model.num_layers = 3;
+  model.vocab = 256;
+  return model;
+}
+
+TEST_CASE("planned KV bytes are those that ShardedKVCache allocates, on every rank") {
+  const std::vector<std::int64_t> lengths{1, 100, 257, 1000};
+  for (const bool is_latent : {false, true}) {
+    const Model model = small_model(is_latent);
+    for (const auto& [kvp, tpa] : std::vector<std::pair<int, int>>{{1, 1}, {4, 1}, {2, 2}, {2, 8}}) {
+      if (is_latent && tpa > 1) continue;
+      for (const DType dtype : {DType::bf16, DType::fp8_e4m3}) {
+        helix::TopologySpec widths;
+        widths.kvp = kvp;
+        widths.tpa = tpa;
+        widths.allow_uneven_ffn = true;
+        const Topology topology(widths, model.shape());
+        helix::KvCacheSpec spec;
+        spec.format = dtype;
+        spec.layers = 3;
+        spec.page_tokens = 24;
+        spec.chunk = 10;
+        spec.pages = 80;
+        std::vector<LocalComm> stage = LocalComm::create_group(topology.stage_size());
+        for (int rank = 0; rank < topology.stage_size(); ++rank) {
+          const int kvp_rank = topology.stage_coordinates(rank).kvp_rank;
+          CpuBackend backend(stage[static_cast<std::size_t>(rank)],
+                             LocalComm::create_group(kvp)[static_cast<std::size_t>(kvp_rank)]);
+          helix::ShardedKVCache cache(backend, topology, spec);
+          auto stream = backend.create_stream();
+          for (const std::int64_t length : lengths) cache.append(cache.add(), length, stream);
+          stream.synchronize();
+          const KvPages pages{.element_bits = static_cast<std::int64_t>(8 * size_bytes(dtype)),
+                              .layers = 3,
+                              .page_tokens = 24,
+                              .chunk = 10};
+          INFO("kvp " << kvp << " tpa " << tpa << " rank " << rank << " latent " << is_latent);
+          CHECK(kv_page_bytes(topology, rank, pages) == static_cast<std::int64_t>(cache.page_bytes()));
+          CHECK(kv_page_bytes_used(topology, rank, pages, lengths) ==
+                static_cast<std::int64_t>(cache.allocated_bytes()));
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("the plan of a Helix layout counts the same pages") {
+  const Model model = model_preset("llama-3.1-405b");
+  const Layout layout{.kvp = 8, .tpa = 8, .tpf = 64};
+  const Workload workload{.context = tokens(1e6), .batch = 3};
+  const RankMemoryPlan plan = plan_memory(model, {.kv_bits = 4}, layout, workload);
+  const Topology topology(layout.topology_spec(), model.shape());
+  const std::vector<std::int64_t> lengths(3, 1000000);
+  CHECK(in_bytes(plan.kv) ==
+        static_cast<double>(kv_page_bytes_used(topology, 0, {.element_bits = 4, .layers = 126}, lengths)));
+  // One of 64 ranks: a 64th of 129.024 GB a request, within a page a sequence.
+  CHECK(in_gigabytes(plan.kv) == Approx(3 * 129.024 / 64).epsilon(0.001));
+}
+
+TEST_CASE("weights of a rank by hand: attention over TPA and replicated over KVP, the rest over N") {
+  const Model model = model_preset("llama-3.1-8b");
+  const Workload workload{.context = tokens(1000)};
+  const RankMemoryPlan plan = plan_memory(model, {}, {.kvp = 2, .tpa = 4, .tpf = 8}, workload);
+  const double qkv = 4096.0 * (4096 + 2 * 1024) / 4;
+  const double output = 4096.0 * 4096 / 8;
+  const double ffn = 3.0 * 4096 * 14336 / 8;
+  const double vocabulary = 2 * 128256.0 * 4096 / 8;
+  CHECK(in_bytes(plan.weights) == 2 * (32 * (qkv + output + ffn + 2 * 4096) + vocabulary));
+  // On one rank: every parameter but the final norm.
+  const RankMemoryPlan whole = plan_memory(model, {}, {}, workload);
+  CHECK(in_bytes(whole.weights) == 2.0 * static_cast<double>(count_parameters(model).total() - 4096));
+}
+
+TEST_CASE("more KVP never raises the KV bytes of a rank") {
+  for (const char* name : {"llama-3.1-405b", "deepseek-r1", "gpt-oss-120b"}) {
+    const Model model = model_preset(name);
+    for (const double context : {1.0, 15.0, 17.0, 4097.0, 99999.0, 1e6}) {
+      for (const std::int64_t chunk : {1, 16, 1000}) {
+        Bytes last = Bytes::unlimited();
+        for (int kvp = 1; kvp <= 70; ++kvp) {
+          const Workload workload{.context = tokens(context), .batch = 3, .chunk = chunk};
+          const Bytes kv = plan_memory(model, {}, {.kvp = kvp, .tpf = kvp}, workload).kv;
+          INFO(name << " context " << context << " chunk " << chunk << " kvp " << kvp);
+          CHECK(kv <= last);
+          last = kv;
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("Helix layouts are legal exactly where Topology says so") {
+  for (const char* name : {"llama-3.1-8b", "deepseek-r1", "mixtral-8x22b", "llama-4-maverick"}) {
+    const Model model = model_preset(name);
+    int legal = 0;
+    for (int kvp = 1; kvp <= 8; ++kvp) {
+      for (int tpa = 1; tpa <= 10; ++tpa) {
+        for (int ep = 1; ep <= 8; ++ep) {
+          if (kvp * tpa % ep != 0) continue;
+          const Layout layout{.kvp = kvp, .tpa = tpa, .tpf = kvp * tpa / ep, .ep = ep};
+          bool builds = true;
+          try {
+            const Topology topology(layout.topology_spec(), model.shape());
+          } catch (const helix::Error&) {
+            builds = false;
+          }
+          INFO(name << " " << layout.to_string());
+          CHECK(is_legal(layout, model) == builds);
+          CHECK(violations(layout, model).empty() == builds);
+          legal += builds;
+        }
+      }
+    }
+    CHECK(legal > 5);
+    for (const int n : {1, 2, 4, 8}) {
+      const std::size_t known = Topology::legal_topologies(model.shape(), n).size();
+      CHECK(legal_layouts(Strategy::helix, model, n).size() == known);
+    }
+  }
+}
+
+TEST_CASE("baselines keep their own rules") {
+  const Model llama = model_preset("llama-3.1-405b");
+  const Model deepseek = model_preset("deepseek-r1");
+  const auto layout = [](Strategy strategy) {
+    Layout result;
+    result.strategy = strategy;
+    return result;
+  };
+  Layout tp = layout(Strategy::tensor_parallel);
+  tp.tpa = tp.tpf = 64;
+  CHECK(is_legal(tp, llama));
+  CHECK(is_legal(tp, deepseek));
+  tp.tpa = tp.tpf = 12;
+  CHECK_FALSE(is_legal(tp, llama));
+  CHECK(violations(tp, llama).size() == 3);  // query heads, KV heads, FFN
+
+  Layout dp = layout(Strategy::data_parallel_attention);
+  dp.attn_dp = 64;
+  dp.ep = 64;
+  CHECK(is_legal(dp, deepseek));
+  CHECK_FALSE(is_legal(dp, llama));  // it has no experts
+
+  Layout medha = layout(Strategy::medha);
+  medha.kvp = 8;
+  medha.tpa = medha.tpf = 8;
+  CHECK(is_legal(medha, llama));
+  medha.tpf = 64;
+  CHECK_FALSE(is_legal(medha, llama));
+  CHECK(legal_layouts(Strategy::medha, deepseek, 64).size() == 1);
+  CHECK(legal_layouts(Strategy::medha, deepseek, 64, true).size() > 1);
+
+  Layout bad = layout(Strategy::helix);
+  bad.kvp = 0;
+  bad.pp = -1;
+  CHECK(violations(bad, llama).size() == 2);
+  bad = layout(Strategy::tensor_parallel);
+  bad.tpa = 1 << 30;
+  CHECK_FALSE(is_legal(bad, llama));
+}
+
+TEST_CASE("memory that does not suffice is an error with the numbers") {
+  const Hardware hardware = hardware_preset("h200");
+  const Layout layout{.kvp = 1, .tpa = 8, .tpf = 8};
+  const RankMemoryPlan plan =
+      plan_memory(model_preset("llama-3.1-405b"), {}, layout, {.context = tokens(1e6), .batch = 1});
+  const auto failure = failure_of([&] { check_memory(plan, hardware, layout); });
+  REQUIRE(failure);
+  CHECK(failure->code == ErrorCode::capacity);
+  CHECK(failure->says("126.9"));  // 0.9 of 141
+  CHECK(failure->says("TPA 8"));
+}
+
+TEST_CASE("absurd workloads are refused with the value") {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const auto refuses = [](Workload workload, const char* says) {
+    const auto failure = failure_of([&] { workload.check(); });
+    return failure && failure->code == ErrorCode::invalid_argument && failure->says(says);
+  };
+  CHECK(refuses({.context = tokens(0)}, "context is 0"));
+  CHECK(refuses({.context = tokens(nan)}, "context is nan"));
+  CHECK(refuses({.context = tokens(1e15)}, "context is 1e+15"));
+  CHECK(refuses({.context = tokens(10), .batch = 0}, "batch is 0"));
+  CHECK(refuses({.context = tokens(10), .batch = -5}, "batch is -5"));
+  CHECK(refuses({.context = tokens(10), .step_tokens = 11}, "step_tokens is 11"));
+  CHECK(refuses({.context = tokens(10), .page_tokens = 0}, "page_tokens is 0"));
+}
+
+}  // namespace

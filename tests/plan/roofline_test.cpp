@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// Appendix A and figure 3 of the paper, to the last digit.
+#include <vector>
+
+#include <helix/hop_b.hpp>
+#include <helix/plan/hardware.hpp>
+#include <helix/plan/roofline.hpp>
+
+#include "plan/failure.hpp"
+#include "support/catch.hpp"
+
+namespace {
+
+using namespace helix::plan;
+using helix::ErrorCode;
+using helix::test::failure_of;
+
+const Precision kFp4{4, 4, 4};
+const Precision kFp8{8, 8, 8};
+
+/// The dense model of figure 1: Q 128, K 8, Hsz 128, F 65536.
+Model figure_1_model() {
+  Model model = model_preset("llama-3.1-405b");
+  model.ffn = 65536;
+  return model;
+}
+
+double us(Bytes size) {
+  return in_microseconds(size / gigabytes_per_second(8000));
+}
+
+double kv_us(RooflineWidths widths) {
+  return us(kv_read_bytes(figure_1_model(), kFp4, 8, tokens(1e6), widths));
+}
+
+double weights_us(RooflineWidths widths) {
+  return us(weight_read_bytes(figure_1_model(), kFp4, widths));
+}
+
+TEST_CASE("KV reads of appendix A: TPA helps up to the KV heads, KVP beyond") {
+  CHECK(kv_us({.tpa = 1}) == 1024);
+  CHECK(kv_us({.tpa = 2}) == 512);
+  CHECK(kv_us({.tpa = 8}) == 128);
+  CHECK(kv_us({.tpa = 64}) == 128);
+  CHECK(kv_us({.tpa = 8, .kvp = 8}) == 16);
+  CHECK(kv_us({.tpa = 8, .kvp = 64}) == 2);
+}
+
+TEST_CASE("weight reads of appendix A") {
+  CHECK(weights_us({.tpa = 1, .tpf = 1}) == 236.978176);
+  CHECK(weights_us({.tpa = 8, .tpf = 8}) == 29.622272);
+  CHECK(weights_us({.tpa = 64, .tpf = 64}) == 3.932160);
+}
+
+TEST_CASE("W_O over TPA is appendix A, over all N ranks is section 2.2") {
+  RooflineWidths widths{.tpa = 8, .kvp = 8, .tpf = 64};
+  widths.output_projection = OutputProjection::over_tpa;
+  CHECK(weights_us(widths) == 7.602176);
+  widths.output_projection = OutputProjection::over_stage;
+  CHECK(weights_us(widths) == 5.767168);
+}
+
+TEST_CASE("MLA reads its latent once, however wide TPA is") {
+  const Model deepseek = model_preset("deepseek-r1");
+  const auto read_us = [&](RooflineWidths widths) {
+    return us(kv_read_bytes(deepseek, kFp8, 8, tokens(1e6), widths));
+  };
+  CHECK(read_us({}) == 576);
+  CHECK(read_us({.tpa = 64}) == 576);
+  CHECK(read_us({.kvp = 64}) == 9);
+}
+
+TEST_CASE("figure 3: 25.6 units without HOP-B; with it 17.2, where the paper prints 17") {
+  CHECK(helix::hop_b_time(1, 16, 9.6) == 25.6);
+  CHECK(helix::hop_b_time(8, 16, 9.6) == Approx(17.2).epsilon(1e-14));
+}
+
+TEST_CASE("the roofline refuses what appendix A does not cover") {
+  const auto latent = failure_of([] { weight_read_bytes(model_preset("deepseek-r1"), kFp4, {}); });
+  REQUIRE(latent);
+  CHECK(latent->code == ErrorCode::unsupported);
+  CHECK(latent->says("StepModel"));
+  const auto zero = failure_of([] { kv_us({.tpa = 8, .kvp = 0}); });
+  REQUIRE(zero);
+  CHECK(zero->says("KVP 0"));
+}
+
+}  // namespace
