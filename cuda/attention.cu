@@ -134,7 +134,7 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
     p.num_row_blocks = taken;
     if (taken > 0) {
       if (is_tensor) {
-        launch_tensor_attention(p, blocks, stream.handle());
+        launch_tensor_attention(p, blocks, blocks == all_blocks, stream.handle());
       } else {
         launch_portable_attention(p, kv.dtype, blocks, stream.handle());
       }

@@ -21,7 +21,7 @@
 namespace helix::cuda {
 
 inline constexpr int kTileTokens = 32;
-inline constexpr int kBlocksPerSm = 2;     ///< of the grid: one streams on while the other ends a row block
+inline constexpr int kBlocksPerSm = 2;     ///< at most: one streams on while the other ends a row block
 inline constexpr int kMaxRowBlocks = 256;  ///< of one launch
 inline constexpr int kMaxSequences = 256;  ///< of one launch
 inline constexpr int kMaxRows = 32;        ///< of a row block
@@ -342,15 +342,13 @@ struct MergeScratch {
   float shrink[kMaxRows];  ///< of what earlier chunks added up
 };
 
-/// to.sums = to.sums * shrink + sum over the chunk of weights[row][c] * out(begin + c, row), two vectors V a
-/// thread at a time, and a dozen contributions: enough loads in flight for three round trips to memory in
-/// all.
-template <class V>
+/// to.sums = to.sums * shrink + sum over the chunk of weights[row][c] * out(begin + c, row), kVectors vectors
+/// V a thread at a time, 24 loads in flight: two or three round trips to memory in all.
+template <class V, int kVectors>
 __device__ void merge_rows(const Contributions& from, int begin, int count, const MergeScratch& scratch,
                            int num_rows, const BlockResult& to) {
   constexpr int kWidth = sizeof(V) / sizeof(float);
-  constexpr int kVectors = 2;
-  constexpr int kBatch = 12;
+  constexpr int kBatch = 24 / kVectors;
   const int columns = from.p.value_dim / kWidth;
   const int total = num_rows * columns;
   const int threads = static_cast<int>(blockDim.x);
@@ -398,7 +396,8 @@ __device__ void merge_rows(const Contributions& from, int begin, int count, cons
 }
 
 /// Merges all contributions into `to`, of one part, in order; all threads of the block.
-__device__ inline void merge(const Contributions& from, int num_rows, const BlockResult& to) {
+template <int kVectors>
+__device__ void merge(const Contributions& from, int num_rows, const BlockResult& to) {
   __shared__ MergeScratch scratch;
   const int thread = static_cast<int>(threadIdx.x);
   const int threads = static_cast<int>(blockDim.x);
@@ -440,9 +439,9 @@ __device__ inline void merge(const Contributions& from, int num_rows, const Bloc
     }
     __syncthreads();
     if (from.p.value_dim % 4 == 0) {
-      merge_rows<float4>(from, begin, count, scratch, num_rows, to);
+      merge_rows<float4, kVectors>(from, begin, count, scratch, num_rows, to);
     } else {
-      merge_rows<float>(from, begin, count, scratch, num_rows, to);
+      merge_rows<float, kVectors>(from, begin, count, scratch, num_rows, to);
     }
     __syncthreads();
   }
@@ -450,9 +449,10 @@ __device__ inline void merge(const Contributions& from, int num_rows, const Bloc
 
 /// Ends a block's tiles of one row block and head. Writes the result, or leaves a partial one and, as the
 /// last of the contributors, merges them. All threads of the block, which see `found` and may overwrite it
-/// afterwards.
-__device__ inline void finish_row_block(const AttentionParams& p, const AttentionPlan& plan, int row_block,
-                                        int head, const TileList& list, const BlockResult& found) {
+/// afterwards. kVectors: of 16 bytes that each thread merges at a time.
+template <int kVectors = 2>
+__device__ void finish_row_block(const AttentionParams& p, const AttentionPlan& plan, int row_block, int head,
+                                 const TileList& list, const BlockResult& found) {
   __shared__ bool is_last;
   const RowBlock rows(plan, row_block);
   const int tiles = plan.tile_begin[row_block + 1] - plan.tile_begin[row_block];
@@ -484,7 +484,7 @@ __device__ inline void finish_row_block(const AttentionParams& p, const Attentio
     __syncthreads();
     if (!is_last) return;
     result.parts = 1;
-    merge(all, rows.num_rows, result);
+    merge<kVectors>(all, rows.num_rows, result);
   }
   write_rows(p, rows, head, result);
   __syncthreads();
@@ -504,6 +504,7 @@ int portable_rows(std::int64_t head_dim, std::int64_t value_dim);
 /// it was built for.
 bool has_tensor_attention(DType dtype, DType kv_dtype, std::int64_t head_dim, std::int64_t value_dim);
 int tensor_rows(std::int64_t head_dim);  ///< at most, of a row block
-void launch_tensor_attention(const AttentionParams& p, int blocks, StreamHandle stream);
+/// On `blocks` half SMs; `is_whole`: on all of the device, nothing beside it.
+void launch_tensor_attention(const AttentionParams& p, int blocks, bool is_whole, StreamHandle stream);
 
 }  // namespace helix::cuda

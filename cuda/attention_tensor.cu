@@ -28,7 +28,8 @@ struct Tensor {
   static constexpr int kQueryStride = kDim + 8;  // elements: rows 16 bytes apart in the banks
   static constexpr int kSumStride = kDim + 4;    // f32: likewise
   static constexpr int kParts =
-      kRowTiles == 1 && kDim <= 128 ? 2 : 1;  // arrays that the warps leave their sums in
+      kRowTiles == 1 && kDim <= 128 ? kWarps / 2 : 1;            // arrays that the warps leave their sums in
+  static constexpr int kBlocks = kWarps > 4 ? 1 : kBlocksPerSm;  // of an SM
   static constexpr int kTileBytes = kTileTokens * kDim * 2;
   static constexpr int kStageBytes = 2 * kTileBytes;
 
@@ -191,8 +192,8 @@ struct Tensor {
         }
       }
       gather(s, rows.num_rows, acc, max, sum);
-      finish_row_block(p, s.plan, at.row_block, at.head, list,
-                       {s.sums, kParts, kRows * kSumStride, kSumStride, s.max, s.sum});
+      finish_row_block<kBlocks>(p, s.plan, at.row_block, at.head, list,
+                                {s.sums, kParts, kRows * kSumStride, kSumStride, s.max, s.sum});
       position += count;
       at.advance(p, s.plan, count);
     }
@@ -477,8 +478,9 @@ struct Tensor {
 };
 
 template <class T, int kDim, int kRowTiles, int kWarps, int kStages>
-__global__ __launch_bounds__(kWarps* kWarp,
-                             kBlocksPerSm) void attend_tensor(const __grid_constant__ AttentionParams p) {
+__global__
+__launch_bounds__(kWarps* kWarp, (Tensor<T, kDim, kRowTiles, kWarps, kStages>::kBlocks)) void attend_tensor(
+    const __grid_constant__ AttentionParams p) {
 #if __CUDA_ARCH__ >= 900
   wait_for_previous();
   Tensor<T, kDim, kRowTiles, kWarps, kStages>::attend(p);
@@ -491,16 +493,20 @@ void launch(const AttentionParams& p, int blocks, StreamHandle stream) {
   using Kernel = Tensor<T, kDim, kRowTiles, kWarps, kStages>;
   constexpr int kBytes = static_cast<int>(sizeof(typename Kernel::Shared));
   constexpr int kOther = static_cast<int>(sizeof(MergeScratch)) + 1024 + 64;  // static, and the system's
-  static_assert(kBlocksPerSm * (kBytes + kOther) <= 228 * 1024);
+  static_assert(Kernel::kBlocks * (kBytes + kOther) <= 228 * 1024);
   const auto kernel = attend_tensor<T, kDim, kRowTiles, kWarps, kStages>;
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   launch_early(kernel, static_cast<unsigned>(blocks), Kernel::kThreads, kBytes, stream, true, p);
 }
 
 template <class T>
-void launch_dim(const AttentionParams& p, int blocks, StreamHandle stream) {
+void launch_dim(const AttentionParams& p, int blocks, bool is_whole, StreamHandle stream) {
   // Measured on H200: eight warps an SM hide each other's latencies; deeper stages add nothing.
   const bool is_wide = p.rows > kRowSlots;
+  // Where every row block is shared by many SMs, its end is what counts: half as many results to merge.
+  const int sms = blocks / kBlocksPerSm;
+  if (is_whole && !is_wide && p.head_dim == 128 && 2 * p.num_row_blocks * p.kv_heads <= sms)
+    return launch<T, 128, 1, 8, 1>(p, sms, stream);
   switch (p.head_dim) {
     case 64:
       return is_wide ? launch<T, 64, 2, 4, 2>(p, blocks, stream) : launch<T, 64, 1, 4, 2>(p, blocks, stream);
@@ -529,11 +535,11 @@ int tensor_rows(std::int64_t head_dim) {
   return head_dim == 256 ? kRowSlots : 2 * kRowSlots;  // what registers hold
 }
 
-void launch_tensor_attention(const AttentionParams& p, int blocks, StreamHandle stream) {
+void launch_tensor_attention(const AttentionParams& p, int blocks, bool is_whole, StreamHandle stream) {
   if (p.dtype == DType::bf16) {
-    launch_dim<bf16>(p, blocks, stream);
+    launch_dim<bf16>(p, blocks, is_whole, stream);
   } else {
-    launch_dim<f16>(p, blocks, stream);
+    launch_dim<f16>(p, blocks, is_whole, stream);
   }
 }
 
