@@ -84,10 +84,33 @@ CollectiveTime broadcast_time(const Spread& group, Bytes size) {
   return fastest.best();
 }
 
-Time interpolated(const std::vector<TimedSize>& points, Bytes size) {
-  if (size <= points.front().size || points.size() == 1) return points.front().time;
+/// By the model alone.
+CollectiveTime modelled(const Spread& spread, Collective collective, Bytes size) {
+  switch (collective) {
+    case Collective::all_reduce:
+      return all_reduce_time(spread, size);
+    case Collective::all_gather:
+    case Collective::reduce_scatter:
+      return all_gather_time(spread, size);
+    case Collective::all_to_all:
+      return {spread.direct(size / spread.ranks), CollectiveAlgorithm::one_shot};
+    case Collective::broadcast:
+      return broadcast_time(spread, size);
+    case Collective::send:
+      return {spread.ring_step(size), CollectiveAlgorithm::one_shot};
+  }
+  return {};
+}
+
+Time measured_time(const MeasuredCollective& measured, const Spread& spread, Bytes size) {
+  const std::vector<TimedSize>& points = measured.points;
+  if (size <= points.front().size) return points.front().time;
+  if (size >= points.back().size) {
+    return points.back().time + modelled(spread, measured.collective, size).time -
+           modelled(spread, measured.collective, points.back().size).time;
+  }
   std::size_t i = 1;
-  while (i + 1 < points.size() && size > points[i].size) ++i;
+  while (size > points[i].size) ++i;
   const TimedSize& a = points[i - 1];
   const TimedSize& b = points[i];
   return a.time + (b.time - a.time) * ((size - a.size) / (b.size - a.size));
@@ -126,24 +149,11 @@ CollectiveTime collective_time(const Hardware& hardware, Collective collective, 
   if (spread.is_one_domain()) {
     for (const MeasuredCollective& measured : hardware.measured) {
       if (measured.collective == collective && measured.ranks == group.ranks) {
-        return {interpolated(measured.points, size), CollectiveAlgorithm::measured};
+        return {measured_time(measured, spread, size), CollectiveAlgorithm::measured};
       }
     }
   }
-  switch (collective) {
-    case Collective::all_reduce:
-      return all_reduce_time(spread, size);
-    case Collective::all_gather:
-    case Collective::reduce_scatter:
-      return all_gather_time(spread, size);
-    case Collective::all_to_all:
-      return {spread.direct(size / group.ranks), CollectiveAlgorithm::one_shot};
-    case Collective::broadcast:
-      return broadcast_time(spread, size);
-    case Collective::send:
-      return {spread.ring_step(size), CollectiveAlgorithm::one_shot};
-  }
-  return {};
+  return modelled(spread, collective, size);
 }
 
 }  // namespace helix::plan

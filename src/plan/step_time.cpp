@@ -161,17 +161,21 @@ class Step {
   Bytes activation_bytes(double elements) const { return packed_bytes(elements, precision_.activation_bits); }
 
   OperatorTime timed(Operator op, Cost cost, Bytes bytes, Flops flops, FlopRate rate) const {
-    const Time memory = hardware_.read.time(bytes);
+    return timed(op, cost, hardware_.read, hardware_.overheads.per_operator, bytes, flops, rate);
+  }
+  OperatorTime timed(Operator op, Cost cost, const BandwidthCurve& read, Time overhead, Bytes bytes,
+                     Flops flops, FlopRate rate) const {
+    const Time memory = read.time(bytes);
     const Time compute = flops / rate;
     OperatorTime result;
     result.op = op;
     result.cost = cost;
     result.bytes = bytes;
     result.flops = flops;
-    result.overhead = hardware_.overheads.per_operator;
-    result.time = std::max(memory, compute) + result.overhead;
+    result.overhead = overhead;
+    result.time = std::max(memory, compute) + overhead;
     result.bound = compute > memory ? Bound::compute : Bound::memory;
-    if (result.overhead > std::max(memory, compute)) result.bound = Bound::overhead;
+    if (overhead > std::max(memory, compute)) result.bound = Bound::overhead;
     return result;
   }
 
@@ -249,9 +253,12 @@ class Step {
     const double dims = static_cast<double>(model_.head_dim + model_.value_dim);
     const Bytes kv =
         packed_bytes(static_cast<double>(batch_.attention) * rank_.kv_row * local_tokens, precision_.kv_bits);
+    const bool is_measured = !hardware_.attention_read.points().empty();
     OperatorTime slice =
-        timed(Operator::attention, Cost::kv_read, (kv + activation_bytes(rows * dims)) / slices,
-              flops(2 * rows * local_tokens * dims) / slices, attention_rate_);
+        timed(Operator::attention, Cost::kv_read, is_measured ? hardware_.attention_read : hardware_.read,
+              is_measured ? Time{} : hardware_.overheads.per_operator,
+              (kv + activation_bytes(rows * dims)) / slices, flops(2 * rows * local_tokens * dims) / slices,
+              attention_rate_);
     if (slices > 1) {
       slice.time += hardware_.overheads.per_slice;
       slice.overhead += hardware_.overheads.per_slice;

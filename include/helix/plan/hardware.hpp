@@ -64,7 +64,8 @@ std::string_view to_string(Collective collective);
 
 /// A measured collective: times over bytes a rank (all_reduce, broadcast: the buffer; all_to_all: what a rank
 /// holds, own slice included; all_gather, reduce_scatter: the whole). Used instead of the model for groups of
-/// exactly `ranks` inside one NVLink domain; linear between points and beyond the last.
+/// exactly `ranks` inside one NVLink domain: linear between points, the first time below them, and above them
+/// the last time and what the model adds.
 struct MeasuredCollective {
   Collective collective = Collective::all_reduce;
   int ranks = 2;
@@ -87,6 +88,9 @@ struct Hardware {
   Bytes memory{};        ///< of one GPU
   double usable_memory_fraction = 0.9;
   BandwidthCurve read{};
+  /// Of attention over KV, where it was measured: whole launches, so without per_operator on top. Without
+  /// points attention reads as everything else does.
+  BandwidthCurve attention_read{};
   std::vector<ComputePeak> peaks{};  ///< increasing bits
   int nvlink_domain = 1;             ///< GPUs that reach each other over `inside`
   Link inside{};

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+// Search: the frontier against brute force, limits, explanations, errors.
+#include <limits>
+#include <random>
+#include <set>
+#include <vector>
+
+#include <helix/plan/search.hpp>
+
+#include "plan/failure.hpp"
+#include "support/catch.hpp"
+
+namespace {
+
+using namespace helix::plan;
+using helix::ErrorCode;
+using helix::test::failure_of;
+
+const Precision kFp4{4, 4, 4};
+
+/// By definition: no other point is at least as good in both values and better in one.
+bool is_dominated(const std::vector<Candidate>& all, std::size_t i) {
+  const auto user = [&](std::size_t x) { return all[x].totals.tokens_per_user(); };
+  const auto gpu = [&](std::size_t x) { return all[x].totals.tokens_per_gpu(); };
+  for (std::size_t j = 0; j < all.size(); ++j) {
+    if (user(j) >= user(i) && gpu(j) >= gpu(i) && (user(j) > user(i) || gpu(j) > gpu(i))) return true;
+  }
+  return false;
+}
+
+void check_frontier(const std::vector<Candidate>& all, const std::vector<std::size_t>& frontier) {
+  std::set<std::pair<double, double>> expected;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    if (!is_dominated(all, i)) {
+      expected.insert({all[i].totals.tokens_per_user().base(), all[i].totals.tokens_per_gpu().base()});
+    }
+  }
+  std::set<std::pair<double, double>> found;
+  for (const std::size_t i : frontier) {
+    found.insert({all[i].totals.tokens_per_user().base(), all[i].totals.tokens_per_gpu().base()});
+  }
+  CHECK(found == expected);
+  CHECK(found.size() == frontier.size());  // equal points once
+  for (std::size_t k = 1; k < frontier.size(); ++k) {
+    CHECK(all[frontier[k]].totals.tokens_per_user() > all[frontier[k - 1]].totals.tokens_per_user());
+    CHECK(all[frontier[k]].totals.tokens_per_gpu() < all[frontier[k - 1]].totals.tokens_per_gpu());
+  }
+}
+
+TEST_CASE("the frontier of random points is what brute force finds") {
+  std::mt19937 random(1);
+  for (int round = 0; round < 50; ++round) {
+    std::vector<Candidate> points(static_cast<std::size_t>(round * 3));
+    for (Candidate& point : points) {
+      // Few values, so that ties and equal points are common.
+      point.totals.ttl = microseconds(static_cast<double>(1 + random() % 9));
+      point.totals.batch = 1 + static_cast<std::int64_t>(random() % 9);
+      point.totals.num_gpus = 1;
+    }
+    check_frontier(points, pareto_frontier(points));
+  }
+}
+
+TEST_CASE("the frontier of a search is what brute force finds") {
+  const StepModel model(model_preset("deepseek-r1"), kFp4, hardware_preset("gb200"));
+  const SearchResult result =
+      search(model, {.context = tokens(1e6)}, {.max_gpus = 16, .max_batch = 64, .hop_b_slices = {0, 1}});
+  REQUIRE(result.candidates.size() > 100);
+  check_frontier(result.candidates, result.frontier);
+}
+
+TEST_CASE("every candidate is legal, fits, meets the limit and is timed as explain() times it") {
+  const StepModel model(model_preset("llama-3.1-70b"), {}, hardware_preset("h200"));
+  const Workload workload{.context = tokens(3e5)};
+  SearchSpace space{.max_gpus = 16, .max_batch = 32, .ttl_limit = milliseconds(40)};
+  const SearchResult result = search(model, workload, space);
+  CHECK(result.counts.out_of_memory > 0);
+  CHECK(result.counts.over_ttl > 0);
+  CHECK(result.counts.evaluated == result.counts.out_of_memory + result.counts.over_ttl +
+                                       static_cast<std::int64_t>(result.candidates.size()));
+  for (const Candidate& candidate : result.candidates) {
+    CHECK(is_legal(candidate.layout, model.model()));
+    CHECK(candidate.memory.total() <= model.hardware().usable_memory());
+    CHECK(candidate.totals.ttl <= milliseconds(40));
+    Workload load = workload;
+    load.batch = candidate.totals.batch;
+    CHECK(model.explain(candidate.layout, load).totals.ttl == candidate.totals.ttl);
+    CHECK(candidate.layout.num_gpus() <= 16);
+  }
+  REQUIRE(result.best);
+  for (const Candidate& candidate : result.candidates) {
+    CHECK(candidate.totals.tokens_per_gpu() <= result.candidates[*result.best].totals.tokens_per_gpu());
+  }
+  space.objective = Objective::latency;
+  const SearchResult fastest = search(model, workload, space);
+  for (const Candidate& candidate : fastest.candidates) {
+    CHECK(candidate.totals.ttl >= fastest.candidates[*fastest.best].totals.ttl);
+  }
+}
+
+TEST_CASE("replicas fill the GPUs") {
+  const StepModel model(model_preset("llama-3.1-8b"), {}, hardware_preset("h200"));
+  const SearchResult result =
+      search(model, {.context = tokens(1e4)}, {.max_gpus = 8, .batches = {8}, .has_replicas = true});
+  REQUIRE_FALSE(result.candidates.empty());
+  for (const Candidate& candidate : result.candidates) CHECK(candidate.totals.num_gpus == 8);
+}
+
+TEST_CASE("the answer says why the others lost") {
+  const StepModel model(model_preset("llama-3.1-405b"), kFp4, hardware_preset("roofline-8000"));
+  const Workload workload{.context = tokens(1e6)};
+  const SearchSpace space{
+      .max_gpus = 64, .gpu_counts = {64}, .batches = {1}, .objective = Objective::latency};
+  const SearchResult result = search_or_throw(model, workload, space);
+  CHECK(result.candidates[*result.best].layout.strategy == Strategy::helix);
+  const std::vector<Loss> losses = explain_losses(model, workload, space, result);
+  REQUIRE(losses.size() == 4);  // of each strategy the best but the winner
+  for (const Loss& loss : losses) {
+    CHECK_FALSE(loss.text.empty());
+    if (loss.layout.strategy == Strategy::tensor_parallel) {
+      CHECK(loss.reason == LossReason::slower);
+      CHECK(loss.cost == Cost::kv_read);
+      // 8 times 2 us, less those 2, in each of 126 layers.
+      CHECK(in_microseconds(loss.excess) == Approx(126 * 14).epsilon(0.01));
+      CHECK(loss.text.find("kv_read") != std::string::npos);
+    }
+    if (loss.layout.strategy == Strategy::medha) CHECK(loss.cost == Cost::ffn_weights);
+  }
+}
+
+TEST_CASE("what does not fit says so, with the memory") {
+  const StepModel model(model_preset("llama-3.1-405b"), kFp4, hardware_preset("gb200"));
+  const Workload workload{.context = tokens(1e6)};
+  // 16 requests of 129 GB on 64 GPUs: duplicated eight times they do not fit.
+  const SearchSpace space{.max_gpus = 64, .gpu_counts = {64}, .batches = {16}, .pipeline_stages = {1}};
+  const SearchResult result = search_or_throw(model, workload, space);
+  bool was_seen = false;
+  for (const Loss& loss : explain_losses(model, workload, space, result)) {
+    if (loss.layout.strategy != Strategy::tensor_parallel) continue;
+    was_seen = true;
+    CHECK(loss.reason == LossReason::memory);
+    CHECK(loss.memory.kv > gigabytes(16 * 129.024 / 8 - 1));
+    CHECK(loss.text.find("does not fit") != std::string::npos);
+  }
+  CHECK(was_seen);
+}
+
+TEST_CASE("no answer is an error that says what to change") {
+  const StepModel model(model_preset("llama-3.1-405b"), {}, hardware_preset("h200"));
+  const Workload workload{.context = tokens(1e6)};
+  const auto small = failure_of([&] { search_or_throw(model, workload, {.max_gpus = 2}); });
+  REQUIRE(small);
+  CHECK(small->code == ErrorCode::capacity);
+  CHECK(small->says("use more GPUs"));
+  const auto slow = failure_of([&] {
+    search_or_throw(model, workload, {.max_gpus = 64, .max_batch = 1, .ttl_limit = microseconds(1)});
+  });
+  REQUIRE(slow);
+  CHECK(slow->says("the fastest"));
+  const auto illegal = failure_of([&] {
+    search_or_throw(
+        model, workload,
+        {.max_gpus = 7, .gpu_counts = {7}, .strategies = {Strategy::helix}, .pipeline_stages = {1}});
+  });
+  REQUIRE(illegal);
+  CHECK(illegal->code == ErrorCode::invalid_topology);
+}
+
+TEST_CASE("absurd spaces are refused with the value") {
+  const StepModel model(model_preset("llama-3.1-8b"), {}, hardware_preset("h200"));
+  const auto refuses = [&](const SearchSpace& space, const char* says) {
+    const auto failure = failure_of([&] { search(model, {.context = tokens(1000)}, space); });
+    return failure && failure->code == ErrorCode::invalid_argument && failure->says(says);
+  };
+  CHECK(refuses({.max_gpus = 0}, "max_gpus is 0"));
+  CHECK(refuses({.max_gpus = std::numeric_limits<int>::max()}, "max_gpus is 2147483647"));
+  CHECK(refuses({.max_gpus = 4, .gpu_counts = {8}}, "gpu_counts has 8"));
+  CHECK(refuses({.batches = {0}}, "batches has 0"));
+  CHECK(refuses({.max_batch = -1}, "max_batch is -1"));
+  CHECK(refuses({.pipeline_stages = {0}}, "pipeline_stages has 0"));
+  CHECK(refuses({.hop_b_slices = {-1}}, "hop_b_slices has -1"));
+  CHECK(refuses({.ttl_limit = milliseconds(std::numeric_limits<double>::quiet_NaN())}, "ttl_limit is nan"));
+  CHECK(refuses({.ttl_limit = Time{}}, "ttl_limit is 0"));
+}
+
+}  // namespace

@@ -1,0 +1,351 @@
+// SPDX-License-Identifier: Apache-2.0
+// StepModel: totals against their operators, times by hand, properties, and steps measured on H200s.
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include <helix/hop_b.hpp>
+#include <helix/plan/roofline.hpp>
+#include <helix/plan/step_time.hpp>
+
+#include "plan/failure.hpp"
+#include "support/catch.hpp"
+
+namespace {
+
+using namespace helix::plan;
+using helix::ErrorCode;
+using helix::test::failure_of;
+
+const Precision kFp4{4, 4, 4};
+const std::vector<Strategy> kStrategies{Strategy::helix, Strategy::tensor_parallel,
+                                        Strategy::data_parallel_attention, Strategy::medha};
+
+const OperatorTime& find(const StepReport& report, Operator op, bool is_moe = false) {
+  const auto found = std::find_if(report.operators.begin(), report.operators.end(),
+                                  [&](const OperatorTime& x) { return x.op == op && x.is_moe == is_moe; });
+  REQUIRE(found != report.operators.end());
+  return *found;
+}
+
+bool has(const StepReport& report, Operator op) {
+  return std::any_of(report.operators.begin(), report.operators.end(),
+                     [&](const OperatorTime& x) { return x.op == op; });
+}
+
+/// Layouts of all strategies, for every property that must hold whatever they are.
+std::vector<Layout> some_layouts(const Model& model) {
+  std::vector<Layout> layouts;
+  for (const Strategy strategy : kStrategies) {
+    for (const int n : {1, 8, 64}) {
+      for (Layout layout : legal_layouts(strategy, model, n, true)) {
+        for (const int stages : {1, 4}) {
+          layout.pp = stages;
+          layouts.push_back(layout);
+        }
+      }
+    }
+  }
+  return layouts;
+}
+
+TEST_CASE("a step is the sum of its operators, and of its costs") {
+  Hardware hardware = hardware_preset("h200");
+  hardware.overheads = {microseconds(1), microseconds(2), microseconds(3), microseconds(4), microseconds(5)};
+  hardware.peaks = {{16, teraflops_per_second(790)}};
+  for (const std::string& name : model_preset_names()) {
+    const StepModel model(model_preset(name), kFp4, hardware);
+    for (const Layout& layout : some_layouts(model.model())) {
+      for (const std::int64_t batch : {1, 6, 300}) {
+        const StepReport report = model.explain(layout, {.context = tokens(123456), .batch = batch});
+        Time operators;
+        for (const OperatorTime& op : report.operators) {
+          operators += op.exposed();
+          REQUIRE(op.time >= op.overhead);
+          REQUIRE(op.hidden <= op.time);
+        }
+        Time costs;
+        for (const Time cost : report.totals.by_cost) {
+          costs += cost;
+          REQUIRE(cost >= microseconds(-1e-6));
+        }
+        INFO(name << " " << layout.to_string() << " batch " << batch);
+        REQUIRE(in_microseconds(operators) == Approx(in_microseconds(report.totals.ttl)).epsilon(1e-9));
+        REQUIRE(in_microseconds(costs) == Approx(in_microseconds(report.totals.ttl)).epsilon(1e-9));
+      }
+    }
+  }
+}
+
+TEST_CASE("more bandwidth, throughput or less latency never slows a step") {
+  using Improve = void (*)(Hardware&);
+  const std::vector<Improve> improvements{[](Hardware& h) {
+                                            std::vector<BandwidthCurve::Point> points = h.read.points();
+                                            for (BandwidthCurve::Point& point : points)
+                                              point.bandwidth = point.bandwidth * 1.3;
+                                            h.read = BandwidthCurve(points);
+                                          },
+                                          [](Hardware& h) { h.inside.bandwidth = h.inside.bandwidth * 2; },
+                                          [](Hardware& h) { h.outside.bandwidth = h.outside.bandwidth * 2; },
+                                          [](Hardware& h) { h.inside.latency = h.inside.latency * 0.5; },
+                                          [](Hardware& h) { h.outside.latency = h.outside.latency * 0.5; },
+                                          [](Hardware& h) {
+                                            for (ComputePeak& peak : h.peaks) peak.rate = peak.rate * 2;
+                                          },
+                                          [](Hardware& h) { h.overheads = {}; }};
+  for (const char* name : {"llama-3.1-405b", "deepseek-r1", "gpt-oss-120b"}) {
+    Hardware hardware = hardware_preset("h200");
+    hardware.measured.clear();
+    const StepModel before(model_preset(name), {}, hardware);
+    for (const Improve improve : improvements) {
+      Hardware better = hardware;
+      improve(better);
+      const StepModel after(model_preset(name), {}, better);
+      for (const Layout& layout : some_layouts(before.model())) {
+        for (const std::int64_t batch : {1, 40}) {
+          const Workload workload{.context = tokens(300000), .batch = batch};
+          REQUIRE(after.evaluate(layout, workload).ttl <=
+                  before.evaluate(layout, workload).ttl * (1 + 1e-12));
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("on appendix A's machine a Helix layer reads what section 2.2 says") {
+  Model model = model_preset("llama-3.1-405b");
+  model.ffn = 65536;
+  const StepModel step(model, kFp4, hardware_preset("roofline-8000"));
+  const StepReport report =
+      step.explain({.kvp = 8, .tpa = 8, .tpf = 64}, {.context = tokens(1024e3), .batch = 8});
+  const Time weights = find(report, Operator::qkv_projection).time +
+                       find(report, Operator::output_projection).time +
+                       find(report, Operator::ffn_gate_up).time + find(report, Operator::ffn_down).time;
+  CHECK(in_microseconds(weights) == Approx(5.767168).epsilon(0.03));  // activations are a few percent
+  CHECK(in_microseconds(weights) > 5.767168);
+  CHECK(in_microseconds(find(report, Operator::attention).time) == Approx(16.384).epsilon(1e-3));
+}
+
+TEST_CASE("past the KV heads tensor parallelism reads no less KV; Helix does") {
+  const StepModel step(model_preset("llama-3.1-405b"), kFp4, hardware_preset("roofline-8000"));
+  const Workload workload{.context = tokens(1e6)};
+  const auto attention_us = [&](const Layout& layout) {
+    return in_microseconds(find(step.explain(layout, workload), Operator::attention).time);
+  };
+  const auto tensor_parallel = [](int n) {
+    Layout layout;
+    layout.strategy = Strategy::tensor_parallel;
+    layout.tpa = layout.tpf = n;
+    return layout;
+  };
+  CHECK(attention_us(tensor_parallel(8)) == Approx(16).epsilon(1e-3));
+  CHECK(attention_us(tensor_parallel(64)) == Approx(16).epsilon(1e-3));
+  CHECK(attention_us({.kvp = 8, .tpa = 8, .tpf = 64}) == Approx(2).epsilon(1e-3));
+}
+
+TEST_CASE("HOP-B is the two-machine flow shop of its slices") {
+  const StepModel step(model_preset("llama-3.1-70b"), {}, hardware_preset("gb200"));
+  const Workload workload{.context = tokens(20000), .batch = 16};
+  const auto pair_of = [&](int slices) {
+    const StepReport report = step.explain({.kvp = 8, .tpa = 1, .tpf = 8, .hop_b_slices = slices}, workload);
+    return std::pair{find(report, Operator::attention), find(report, Operator::kvp_exchange)};
+  };
+  const auto [attention, exchange] = pair_of(1);
+  CHECK(exchange.hidden == Time{});
+  for (const int slices : {2, 4, 16}) {
+    const auto [a, e] = pair_of(slices);
+    // Reads scale with the slice; each of its messages pays the link's latency of 1 us again.
+    CHECK(in_microseconds(a.time) == Approx(in_microseconds(attention.time)));
+    CHECK(in_microseconds(e.time) == Approx(in_microseconds(exchange.time) + slices - 1));
+    CHECK(in_microseconds(a.time + e.time - e.hidden) ==
+          Approx(helix::hop_b_time(slices, in_microseconds(a.time), in_microseconds(e.time))));
+  }
+  const StepTotals best = step.evaluate({.kvp = 8, .tpa = 1, .tpf = 8}, workload);
+  for (const int slices : {1, 2, 4, 8, 16}) {
+    CHECK(best.ttl <=
+          step.evaluate({.kvp = 8, .tpa = 1, .tpf = 8, .hop_b_slices = slices}, workload).ttl * (1 + 1e-12));
+  }
+  CHECK(best.hop_b_slices > 1);
+}
+
+TEST_CASE("a pipeline adds sends to one sequence, and overlaps several") {
+  const StepModel step(model_preset("qwen3-32b"), {}, hardware_preset("gb200"));  // 64 layers: equal stages
+  const auto evaluate = [&](int stages, std::int64_t batch) {
+    return step.evaluate({.kvp = 2, .tpa = 4, .tpf = 8, .pp = stages},
+                         {.context = tokens(1e5), .batch = batch});
+  };
+  const StepTotals flat = evaluate(1, 1);
+  const StepTotals one = evaluate(4, 1);
+  // Three sends of 5120 bf16 values.
+  CHECK(in_microseconds(one.ttl - flat.ttl) == Approx(3 * (1 + 5120 * 2 / 900e3)));
+  CHECK(one.micro_batches == 1);
+  const StepTotals two = evaluate(4, 2);
+  CHECK(two.micro_batches == 2);
+  CHECK(in_microseconds(two.ttl) == Approx(in_microseconds(one.ttl)));
+  CHECK(two.tokens_per_gpu() / one.tokens_per_gpu() == Approx(2));
+  // Full: each step waits for the slowest stage, the one with the head, four times.
+  const StepTotals four = evaluate(4, 4);
+  CHECK(four.ttl > one.ttl);
+  CHECK(four.by_cost[static_cast<std::size_t>(Cost::pipeline)] >
+        one.by_cost[static_cast<std::size_t>(Cost::pipeline)]);
+}
+
+TEST_CASE("replicas share the batch") {
+  const StepModel step(model_preset("llama-3.1-8b"), {}, hardware_preset("h200"));
+  const StepTotals one = step.evaluate({.kvp = 2, .tpf = 2}, {.context = tokens(1e5), .batch = 4});
+  const StepTotals two = step.evaluate({.kvp = 2, .tpf = 2, .dp = 2}, {.context = tokens(1e5), .batch = 8});
+  CHECK(two.ttl == one.ttl);
+  CHECK(two.num_gpus == 4);
+  CHECK(two.tokens_per_gpu() == one.tokens_per_gpu());
+  CHECK(in_tokens_per_second(one.tokens_per_gpu()) == Approx(4 / in_seconds(one.ttl) / 2));
+}
+
+TEST_CASE("experts: expectation by its formula, the worst case never less") {
+  const StepModel step(model_preset("deepseek-r1"), kFp4, hardware_preset("roofline-8000"));
+  const Layout layout{.kvp = 64, .tpf = 4, .ep = 16};
+  for (const std::int64_t batch : {1, 4, 32, 1024}) {
+    Workload workload{.context = tokens(1e4), .batch = batch};
+    const auto read = [&] {
+      return in_bytes(find(step.explain(layout, workload), Operator::experts_down, true).bytes);
+    };
+    const double expected = read();
+    workload.expert_hits = ExpertHits::worst_case;
+    CHECK(read() >= expected);
+    const double hits = 256 * (1 - std::pow(1 - 8.0 / 256, batch)) / 16;
+    const double pairs = static_cast<double>(batch) * 8 / 16;
+    CHECK(expected == Approx((hits * 7168 * 512 + pairs * (7168 + 512)) / 2));
+  }
+}
+
+TEST_CASE("each operator names the resource that bounds it") {
+  const StepModel step(model_preset("deepseek-r1"), {}, hardware_preset("h200"));
+  const StepReport report = step.explain({.kvp = 8, .tpf = 1, .ep = 8}, {.context = tokens(1e6), .batch = 8});
+  CHECK(find(report, Operator::attention).bound == Bound::compute);  // 243 flops a byte
+  CHECK(find(report, Operator::kvp_exchange).bound == Bound::network);
+  CHECK(find(report, Operator::ffn_gate_up).bound == Bound::memory);
+  CHECK(find(report, Operator::rope_append).bound == Bound::overhead);
+  CHECK(find(report, Operator::attention).count == 3);
+  CHECK(find(report, Operator::attention, true).count == 58);
+}
+
+TEST_CASE("each strategy communicates as it says") {
+  const StepModel dense(model_preset("llama-3.1-405b"), kFp4, hardware_preset("gb200"));
+  const Workload workload{.context = tokens(1e5), .batch = 16};
+  Layout medha;
+  medha.strategy = Strategy::medha;
+  medha.kvp = 4;
+  medha.tpa = medha.tpf = 8;
+  const StepReport tied = dense.explain(medha, workload);
+  CHECK(has(tied, Operator::hidden_broadcast));
+  CHECK(find(tied, Operator::ffn_all_reduce).ranks == 8);
+  CHECK(find(tied, Operator::kvp_exchange).hidden == Time{});
+  // A fixed group of 8 reads four times the FFN weights of 32.
+  const StepReport helix = dense.explain({.kvp = 4, .tpa = 8, .tpf = 32}, workload);
+  CHECK(find(tied, Operator::ffn_down).bytes / find(helix, Operator::ffn_down).bytes ==
+        Approx(4).epsilon(0.05));
+  CHECK(find(helix, Operator::ffn_all_reduce).ranks == 32);
+
+  const StepModel moe(model_preset("deepseek-r1"), kFp4, hardware_preset("gb200"));
+  Layout spread;
+  spread.strategy = Strategy::data_parallel_attention;
+  spread.attn_dp = 16;
+  spread.ep = 16;
+  const StepReport dispatched = moe.explain(spread, workload);
+  CHECK(has(dispatched, Operator::ffn_dispatch));
+  CHECK_FALSE(has(dispatched, Operator::kvp_exchange));
+  CHECK_FALSE(has(dispatched, Operator::attention_all_reduce));
+  // 16 sequences on 16 ranks: each reads one, in whole.
+  CHECK(in_microseconds(find(dispatched, Operator::attention).time) ==
+        Approx(1e5 * 576 / 2 / 8e6).epsilon(0.05));
+}
+
+TEST_CASE("windowed layers read their window only") {
+  const StepModel step(model_preset("gpt-oss-120b"), {}, hardware_preset("roofline-8000"));
+  const StepReport report = step.explain({}, {.context = tokens(131072)});
+  double windowed = 0;
+  double full = 0;
+  for (const OperatorTime& op : report.operators) {
+    if (op.op != Operator::attention) continue;
+    CHECK(op.count == 18);
+    (op.is_windowed ? windowed : full) = in_bytes(op.bytes);
+  }
+  CHECK(full / windowed > 800);
+  CHECK(full / windowed < 1024);
+}
+
+TEST_CASE("steps measured on four H200s are predicted within a tenth, uncalibrated") {
+  // docs/performance.md: eight layers of Llama-405B in bf16, 8 sequences of 524288 tokens.
+  Model model = model_preset("llama-3.1-405b");
+  model.num_layers = 8;
+  model.vocab = 0;
+  const StepModel step(model, {}, hardware_preset("h200"));
+  struct Row {
+    int kvp;
+    int tpa;
+    int slices;
+    double measured_ms;
+  };
+  for (const Row& row : {Row{4, 1, 1, 12.59}, Row{4, 1, 2, 12.87}, Row{2, 2, 1, 11.96}, Row{2, 2, 2, 12.24},
+                         Row{1, 4, 1, 11.48}}) {
+    const StepTotals totals =
+        step.evaluate({.kvp = row.kvp, .tpa = row.tpa, .tpf = 4, .hop_b_slices = row.slices},
+                      {.context = tokens(524288), .batch = 8});
+    INFO(row.kvp << " x " << row.tpa << ", " << row.slices << " slices");
+    CHECK(in_milliseconds(totals.ttl) == Approx(row.measured_ms).epsilon(0.1));
+  }
+}
+
+TEST_CASE("attention and exchange measured on H200s are predicted within a tenth") {
+  // docs/performance.md: one layer, bf16, 64 query heads over 8 KV heads of 128 on one GPU.
+  struct Row {
+    std::int64_t batch;
+    double context;
+    std::int64_t step_tokens;
+    double measured_us;
+  };
+  Model model = model_preset("llama-3.1-70b");
+  model.num_layers = 1;
+  const StepModel attention(model, {}, hardware_preset("h200"));
+  for (const Row& row :
+       {Row{64, 131072, 1, 7456.5}, Row{8, 131072, 1, 958.3}, Row{1, 1048576, 1, 950.0},
+        Row{1, 131072, 1, 135.5}, Row{64, 62250, 1, 3574.0},  // ragged: as many tokens in all
+        Row{8, 131072, 4, 1006.2}, Row{8, 8192, 1, 79.1}, Row{1, 8192, 1, 25.3}, Row{64, 8192, 1, 485.9}}) {
+    const StepReport report = attention.explain(
+        {}, {.context = tokens(row.context), .batch = row.batch, .step_tokens = row.step_tokens});
+    INFO(row.batch << " sequences of " << row.context << " tokens");
+    CHECK(in_microseconds(find(report, Operator::attention).time) == Approx(row.measured_us).epsilon(0.1));
+  }
+
+  // 128 query heads of 128 over four GPUs.
+  Model wide = model_preset("llama-3.1-405b");
+  wide.num_layers = 1;
+  const StepModel exchange(wide, {}, hardware_preset("h200"));
+  const std::vector<std::pair<std::int64_t, double>> rows{
+      {1, 15.3}, {4, 15.8}, {16, 18.7}, {32, 23.0}, {64, 24.9}};
+  for (const auto& [batch, measured_us] : rows) {
+    const StepReport report =
+        exchange.explain({.kvp = 4, .tpf = 4, .hop_b_slices = 1}, {.context = tokens(1000), .batch = batch});
+    INFO(batch << " tokens");
+    CHECK(in_microseconds(find(report, Operator::kvp_exchange).time +
+                          find(report, Operator::lse_combine).time) == Approx(measured_us).epsilon(0.1));
+  }
+}
+
+TEST_CASE("what cannot be timed is refused with the reason") {
+  const StepModel step(model_preset("llama-3.1-8b"), {}, hardware_preset("h200"));
+  const Workload workload{.context = tokens(1000)};
+  const auto illegal = failure_of([&] { step.explain({.kvp = 3, .tpf = 3}, workload); });
+  REQUIRE(illegal);
+  CHECK(illegal->code == ErrorCode::invalid_topology);
+  CHECK(illegal->says("num_query_heads 32"));
+  const auto empty = failure_of([&] { step.explain({}, {}); });
+  REQUIRE(empty);
+  CHECK(empty->says("context is 0"));
+  const auto wide = failure_of([&] { StepModel(step.model(), {16, 16, 32}, step.hardware()); });
+  REQUIRE(wide);
+  CHECK(wide->code == ErrorCode::unsupported);
+  CHECK(failure_of([&] { StepModel(Model{}, {}, step.hardware()); })->says("hidden is 0"));
+}
+
+}  // namespace
