@@ -77,7 +77,7 @@ CollectiveTime all_gather_time(const Spread& group, Bytes size) {
 
 CollectiveTime broadcast_time(const Spread& group, Bytes size) {
   Fastest fastest;
-  const int rounds = std::bit_width(static_cast<unsigned>(group.ranks - 1));
+  const auto rounds = std::bit_width(static_cast<unsigned>(group.ranks - 1));
   fastest.offer(CollectiveAlgorithm::one_shot, group.direct(size));
   fastest.offer(CollectiveAlgorithm::two_shot, group.direct(size / group.ranks) * 2);
   fastest.offer(CollectiveAlgorithm::tree, group.ring_step(size) * rounds);

@@ -490,8 +490,8 @@ StepTotals StepModel::evaluate(const Layout& layout, const Workload& workload) c
         detail::count_layers(model_, split_evenly(model_.num_layers, layout.pp, stage));
     Time time = stage == 0 ? first.time : Time{};
     if (stage == layout.pp - 1) time += last.time;
-    for (const std::size_t moe : {0, 1}) {
-      for (const std::size_t windowed : {0, 1}) time += layer[moe][windowed].time * counts[moe][windowed];
+    for (const std::size_t moe : {0u, 1u}) {
+      for (const std::size_t windowed : {0u, 1u}) time += layer[moe][windowed].time * counts[moe][windowed];
     }
     slowest = std::max(slowest, time);
   }
@@ -520,8 +520,8 @@ StepReport StepModel::explain(const Layout& layout, const Workload& workload) co
   }
   step.first(list);
   const detail::LayerCounts all = detail::count_layers(model_, {0, model_.num_layers});
-  for (const std::size_t moe : {0, 1}) {
-    for (const std::size_t windowed : {0, 1}) {
+  for (const std::size_t moe : {0u, 1u}) {
+    for (const std::size_t windowed : {0u, 1u}) {
       if (all[moe][windowed] == 0) continue;
       ListSink layers{report.operators, moe == 1, windowed == 1, all[moe][windowed]};
       step.layer(layers, moe == 1, windowed == 1);

@@ -39,7 +39,9 @@ TEST_CASE("presets have as many parameters as their checkpoints") {
 }
 
 TEST_CASE("active parameters are those that one token uses") {
-  const auto active = [](const char* name) { return count_parameters(model_preset(name)).active() / 1e9; };
+  const auto active = [](const char* name) {
+    return static_cast<double>(count_parameters(model_preset(name)).active()) / 1e9;
+  };
   CHECK(active("deepseek-r1") == Approx(37.5).epsilon(0.01));
   CHECK(active("qwen3-235b-a22b") == Approx(22.2).epsilon(0.01));
   CHECK(active("llama-3.1-8b") == Approx(8.03).epsilon(0.001));

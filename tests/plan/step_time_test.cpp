@@ -78,22 +78,25 @@ TEST_CASE("a step is the sum of its operators, and of its costs") {
   }
 }
 
+BandwidthCurve scaled(const BandwidthCurve& curve, double factor) {
+  std::vector<BandwidthCurve::Point> points = curve.points();
+  for (BandwidthCurve::Point& point : points) point.bandwidth = point.bandwidth * factor;
+  return BandwidthCurve(points);
+}
+
 TEST_CASE("more bandwidth, throughput or less latency never slows a step") {
   using Improve = void (*)(Hardware&);
-  const std::vector<Improve> improvements{[](Hardware& h) {
-                                            std::vector<BandwidthCurve::Point> points = h.read.points();
-                                            for (BandwidthCurve::Point& point : points)
-                                              point.bandwidth = point.bandwidth * 1.3;
-                                            h.read = BandwidthCurve(points);
-                                          },
-                                          [](Hardware& h) { h.inside.bandwidth = h.inside.bandwidth * 2; },
-                                          [](Hardware& h) { h.outside.bandwidth = h.outside.bandwidth * 2; },
-                                          [](Hardware& h) { h.inside.latency = h.inside.latency * 0.5; },
-                                          [](Hardware& h) { h.outside.latency = h.outside.latency * 0.5; },
-                                          [](Hardware& h) {
-                                            for (ComputePeak& peak : h.peaks) peak.rate = peak.rate * 2;
-                                          },
-                                          [](Hardware& h) { h.overheads = {}; }};
+  const std::vector<Improve> improvements{
+      [](Hardware& h) { h.read = scaled(h.read, 1.3); },
+      [](Hardware& h) { h.attention_read = scaled(h.attention_read, 1.3); },
+      [](Hardware& h) { h.inside.bandwidth = h.inside.bandwidth * 2; },
+      [](Hardware& h) { h.outside.bandwidth = h.outside.bandwidth * 2; },
+      [](Hardware& h) { h.inside.latency = h.inside.latency * 0.5; },
+      [](Hardware& h) { h.outside.latency = h.outside.latency * 0.5; },
+      [](Hardware& h) {
+        for (ComputePeak& peak : h.peaks) peak.rate = peak.rate * 2;
+      },
+      [](Hardware& h) { h.overheads = {}; }};
   for (const char* name : {"llama-3.1-405b", "deepseek-r1", "gpt-oss-120b"}) {
     Hardware hardware = hardware_preset("h200");
     hardware.measured.clear();
