@@ -505,8 +505,8 @@ void launch_dim(const AttentionParams& p, int blocks, bool is_whole, StreamHandl
   const bool is_wide = p.rows > kRowSlots;
   // Where every row block is shared by many SMs, its end is what counts: half as many results to merge.
   const int sms = blocks / kBlocksPerSm;
-  if (is_whole && !is_wide && p.head_dim == 128 && 2 * p.num_row_blocks * p.kv_heads <= sms)
-    return launch<T, 128, 1, 8, 1>(p, sms, stream);
+  if (is_whole && p.head_dim == 128 && 2 * p.num_row_blocks * p.kv_heads <= sms)
+    return is_wide ? launch<T, 128, 2, 8, 1>(p, sms, stream) : launch<T, 128, 1, 8, 1>(p, sms, stream);
   switch (p.head_dim) {
     case 64:
       return is_wide ? launch<T, 64, 2, 4, 2>(p, blocks, stream) : launch<T, 64, 1, 4, 2>(p, blocks, stream);

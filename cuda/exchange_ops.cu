@@ -305,7 +305,9 @@ void launch_combine(const LseCombineArgs<T>& args, const Check& check, bool is_h
       launch_early(kernel, blocks + (checks ? 1 : 0), kThreads, 0, stream.handle(), is_hopper, rows, share,
                    check);
     };
-    if (rows.ranks <= 4) {
+    // Many rows are bound by bandwidth: fewer registers, more of them in flight.
+    constexpr std::int64_t kManyRows = 8192;
+    if (rows.ranks <= 4 || rows.tokens * rows.heads >= kManyRows) {
       launch(checks ? combine_kernel<T, kCount, 4, true> : combine_kernel<T, kCount, 4, false>);
     } else {
       launch(checks ? combine_kernel<T, kCount, 8, true> : combine_kernel<T, kCount, 8, false>);
