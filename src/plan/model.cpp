@@ -59,6 +59,11 @@ double total_parameters(const Model& model) {
 
 }  // namespace
 
+double expected_expert_hits(const Experts& experts, double tokens) {
+  const auto count = static_cast<double>(experts.num_experts);
+  return count * (1 - std::pow(1 - static_cast<double>(experts.top_k) / count, tokens));
+}
+
 ModelShape Model::shape() const {
   ModelShape shape;
   shape.num_query_heads = num_query_heads;

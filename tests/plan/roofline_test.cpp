@@ -70,16 +70,36 @@ TEST_CASE("MLA reads its latent once, however wide TPA is") {
   CHECK(read_us({.kvp = 64}) == 9);
 }
 
+TEST_CASE("weight reads of MLA and MoE layers by hand") {
+  const Model deepseek = model_preset("deepseek-r1");
+  const RooflineWidths widths{
+      .tpa = 1, .kvp = 64, .tpf = 64, .output_projection = OutputProjection::over_stage};
+  const std::int64_t everywhere = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 128 * 128 * 512;
+  const std::int64_t over_stage = 128 * 512 * 128 + 128 * 128 * 7168;
+  const std::int64_t attention = everywhere + over_stage / 64;
+  CHECK(in_bytes(weight_read_bytes(deepseek, kFp8, widths)) ==
+        static_cast<double>(attention + 3 * 7168 * 18432 / 64));
+  // One token: exactly 8 experts and the shared one.
+  CHECK(in_bytes(moe_weight_read_bytes(deepseek, kFp8, 1, widths)) ==
+        Approx(static_cast<double>(attention + 7168 * 256 + 9 * 3 * 7168 * 2048 / 64)).epsilon(1e-13));
+  // So many tokens that every expert is hit.
+  CHECK(in_bytes(moe_weight_read_bytes(deepseek, kFp8, 1e6, widths)) ==
+        static_cast<double>(attention + 7168 * 256 + 257LL * 3 * 7168 * 2048 / 64));
+}
+
 TEST_CASE("figure 3: 25.6 units without HOP-B; with it 17.2, where the paper prints 17") {
   CHECK(helix::hop_b_time(1, 16, 9.6) == 25.6);
   CHECK(helix::hop_b_time(8, 16, 9.6) == Approx(17.2).epsilon(1e-14));
 }
 
-TEST_CASE("the roofline refuses what appendix A does not cover") {
-  const auto latent = failure_of([] { weight_read_bytes(model_preset("deepseek-r1"), kFp4, {}); });
-  REQUIRE(latent);
-  CHECK(latent->code == ErrorCode::unsupported);
-  CHECK(latent->says("StepModel"));
+TEST_CASE("the roofline refuses what it has no formula for") {
+  const auto routed = failure_of([] { weight_read_bytes(model_preset("mixtral-8x22b"), kFp4, {}); });
+  REQUIRE(routed);
+  CHECK(routed->code == ErrorCode::unsupported);
+  CHECK(routed->says("moe_weight_read_bytes"));
+  const auto dense = failure_of([] { moe_weight_read_bytes(figure_1_model(), kFp4, 1, {}); });
+  REQUIRE(dense);
+  CHECK(dense->says("no experts"));
   const auto zero = failure_of([] { kv_us({.tpa = 8, .kvp = 0}); });
   REQUIRE(zero);
   CHECK(zero->says("KVP 0"));

@@ -130,6 +130,31 @@ TEST_CASE("on appendix A's machine a Helix layer reads what section 2.2 says") {
   CHECK(in_microseconds(find(report, Operator::attention).time) == Approx(16.384).epsilon(1e-3));
 }
 
+TEST_CASE("without activations a Helix layer reads the weights of the roofline, dense and MoE") {
+  const Precision weights_only{4, 4, 1e-12};
+  for (const char* name : {"llama-3.1-405b", "deepseek-r1", "qwen3-235b-a22b", "llama-4-maverick"}) {
+    const Model model = model_preset(name);
+    const StepModel step(model, weights_only, hardware_preset("roofline-8000"));
+    for (const Layout& layout : legal_layouts(Strategy::helix, model, 8)) {
+      const StepReport report = step.explain(layout, {.context = tokens(1000), .batch = 5});
+      const RooflineWidths widths{
+          .tpa = layout.tpa, .kvp = layout.kvp, .tpf = 8, .output_projection = OutputProjection::over_stage};
+      for (const bool is_moe : {false, true}) {
+        if (is_moe ? !model.experts : model.ffn == 0) continue;
+        Bytes read;
+        for (const OperatorTime& op : report.operators) {
+          const bool is_of_layers = op.cost == Cost::attention_weights || op.cost == Cost::ffn_weights;
+          if (is_of_layers && op.is_moe == is_moe && op.is_windowed == (model.window > 0)) read += op.bytes;
+        }
+        const Bytes expected = is_moe ? moe_weight_read_bytes(model, weights_only, 5, widths)
+                                      : weight_read_bytes(model, weights_only, widths);
+        INFO(name << " " << layout.to_string() << " MoE " << is_moe);
+        CHECK(in_bytes(read) == Approx(in_bytes(expected)).epsilon(1e-9));
+      }
+    }
+  }
+}
+
 TEST_CASE("past the KV heads tensor parallelism reads no less KV; Helix does") {
   const StepModel step(model_preset("llama-3.1-405b"), kFp4, hardware_preset("roofline-8000"));
   const Workload workload{.context = tokens(1e6)};

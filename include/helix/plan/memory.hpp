@@ -44,7 +44,8 @@ struct RankMemoryPlan {
   Bytes total() const { return weights + kv + workspace; }
 };
 
-/// Plans the fullest rank of the fullest stage. The layout must be legal. No allocation.
+/// Plans the fullest rank of the fullest stage. Windowed layers keep the whole context, as ShardedKVCache
+/// does. The layout must be legal. No allocation.
 RankMemoryPlan plan_memory(const Model& model, const Precision& precision, const Layout& layout,
                            const Workload& workload);
 

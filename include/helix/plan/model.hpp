@@ -34,6 +34,9 @@ struct Experts {
   std::int64_t layer_stride = 1;
 };
 
+/// Different experts that `tokens` tokens choose, expected under uniform routing: E * (1 - (1 - k/E)^tokens).
+double expected_expert_hits(const Experts& experts, double tokens);
+
 /// A model as the planner sees it. Every FFN has a gate (SwiGLU and the like): three matrices.
 struct Model {
   std::string name{};

@@ -26,9 +26,17 @@ Bytes kv_read_bytes(const Model& model, const Precision& precision, std::int64_t
                     const RooflineWidths& widths);
 
 /// Bytes of weights that a rank reads in one dense layer: 2 * H * (Q / TPA) * Hsz + 2 * H * ceil(K / TPA) *
-/// Hsz + 3 * H * F / TPF elements; under over_stage W_O's half of the first term is divided by N.
-/// @throws Error(unsupported) for MLA or a model without dense FFN, whose layers step_time.hpp knows;
-/// Error(invalid_argument) for widths below 1.
+/// Hsz + 3 * H * F / TPF elements; under over_stage W_O's half of the first term is divided by N. TPF counts
+/// all ranks of the FFN. MLA, which appendix A leaves out: the down projections on every rank, those up from
+/// the latents over TPA, W_UV with W_O.
+/// @throws Error(unsupported) for a model without dense layers, Error(invalid_argument) for widths below 1.
 Bytes weight_read_bytes(const Model& model, const Precision& precision, const RooflineWidths& widths);
+
+/// The same for one MoE layer, of which `tokens` tokens hit expected_expert_hits() experts, spread evenly
+/// over the TPF ranks (of TPF x EP, whatever the grid); the router on every rank, the shared experts over
+/// TPF.
+/// @throws Error(unsupported) for a model without experts, Error(invalid_argument) for widths below 1.
+Bytes moe_weight_read_bytes(const Model& model, const Precision& precision, double tokens,
+                            const RooflineWidths& widths);
 
 }  // namespace helix::plan

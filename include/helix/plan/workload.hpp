@@ -10,7 +10,7 @@ namespace helix::plan {
 
 /// Which routed experts a step reads, since routing is not known.
 enum class ExpertHits : std::uint8_t {
-  expectation,  ///< uniform routing: E * (1 - (1 - k/E)^tokens) in the model, spread evenly over EP
+  expectation,  ///< expected_expert_hits(), spread evenly over EP
   worst_case    ///< as many different ones as tokens choose, all on the rank that counts, up to all it holds
 };
 
