@@ -8,6 +8,9 @@
 
 #include <sys/resource.h>
 
+#include <helix/page_ledger.hpp>
+#include <helix/plan/memory.hpp>
+
 namespace helix::decode {
 
 namespace {
@@ -139,15 +142,13 @@ KvCacheSpec plan_cache(const GenerationRequest& request, const Topology& topo, i
   spec.page_tokens = request.page_tokens;
   spec.chunk = request.chunk;
   spec.max_sequences = std::max<std::int64_t>(1, mine.size());
-  const KvLayout layout(topo.kvp(), request.chunk);
+  std::vector<std::int64_t> lengths;
   for (std::int64_t sequence = mine.begin; sequence < mine.end; ++sequence) {
-    const std::int64_t length = longest_length(request, sequence);
-    // Rank 0 owns the first chunk of each period, so it never holds fewer tokens than another rank.
-    const std::int64_t local = layout.length(length, 0);
-    spec.pages += (local + request.page_tokens - 1) / request.page_tokens;
-    spec.max_tokens = std::max(spec.max_tokens, length);
+    lengths.push_back(longest_length(request, sequence));
+    spec.max_tokens = std::max(spec.max_tokens, lengths.back());
   }
-  spec.pages = std::max<std::int64_t>(1, spec.pages);
+  const KvLayout layout(topo.kvp(), request.chunk);
+  spec.pages = std::max<std::int64_t>(1, PageLedger::pages_needed(layout, request.page_tokens, lengths));
   spec.max_tokens = std::max<std::int64_t>(1, spec.max_tokens);
   return spec;
 }
@@ -170,15 +171,12 @@ StageLimits plan_limits(const GenerationRequest& request, const Topology& topo, 
 
 std::int64_t planned_kv_bytes(const GenerationRequest& request, const Topology& topo,
                               const RankCoordinates& at, std::int64_t sequence) {
-  const ModelShape& shape = topo.shape();
-  const KvLayout layout(topo.kvp(), request.chunk);
-  const std::int64_t local = layout.length(longest_length(request, sequence), at.kvp_rank);
-  const std::int64_t pages = (local + request.page_tokens - 1) / request.page_tokens;
-  const std::int64_t row = shape.is_mla
-                               ? shape.head_dim
-                               : topo.kv_heads(at.stage_rank).size() * (shape.head_dim + shape.value_dim);
-  return pages * request.page_tokens * row * static_cast<std::int64_t>(size_bytes(request.kv_dtype)) *
-         topo.layers(at.stage).size();
+  const plan::KvPages pages{.element_bits = 8 * static_cast<std::int64_t>(size_bytes(request.kv_dtype)),
+                            .layers = topo.layers(at.stage).size(),
+                            .page_tokens = request.page_tokens,
+                            .chunk = request.chunk};
+  const std::int64_t length = longest_length(request, sequence);
+  return plan::kv_page_bytes_used(topo, at.stage_rank, pages, {&length, 1});
 }
 
 std::int64_t kv_bytes_per_token(const GenerationRequest& request, const Topology& topo) {

@@ -10,10 +10,13 @@
 
 #include <fmt/format.h>
 
+#include <helix/error.hpp>
+
 #include "checkpoint.hpp"
 #include "launch.hpp"
 #include "model_config.hpp"
 #include "options.hpp"
+#include "planning.hpp"
 #include "report.hpp"
 
 namespace helix::decode {
@@ -40,6 +43,21 @@ std::uint64_t hash_arguments(int argc, char** argv) {
   return hash;
 }
 
+/// Ranks of --topology auto: of the launcher's job, else --ranks.
+int num_ranks(const Options& options, const Job& job) {
+  if (job.has_processes()) {
+    HELIX_EXPECTS(options.num_ranks == 0 || options.num_ranks == job.size(), ErrorCode::invalid_argument,
+                  "--ranks is ", options.num_ranks, " but the launcher started ", job.size(),
+                  " processes: drop --ranks");
+    return job.size();
+  }
+  HELIX_EXPECTS(
+      options.num_ranks > 0, ErrorCode::invalid_argument,
+      "--topology auto needs to know for how many ranks: give --ranks, or start the ranks by mpirun "
+      "or torchrun");
+  return options.num_ranks;
+}
+
 Topology one_rank_topology(const Topology& topo) {
   return Topology(TopologySpec{}, topo.shape());
 }
@@ -63,8 +81,11 @@ void run(Options& options, const Job& job) {
   const ModelConfig config = parse_model_config(checkpoint.config_json(), checkpoint.config_path());
   GenerationRequest& request = options.request;
   request.kv_dtype = options.kv_dtype_name.empty() ? config.dtype : *parse_dtype(options.kv_dtype_name);
-  const Topology topo = job.has_processes() ? Topology(options.topology, config.shape(), job.size())
-                                            : Topology(options.topology, config.shape());
+  const TopologySpec spec = options.is_topology_auto
+                                ? choose_topology(config, request, launch, num_ranks(options, job))
+                                : options.topology;
+  const Topology topo =
+      job.has_processes() ? Topology(spec, config.shape(), job.size()) : Topology(spec, config.shape());
   const std::vector<RankMemory> plan = plan_memory(checkpoint, config, topo, request, launch);
   if (is_root) {
     if (request.synthetic_context > config.max_positions) {

@@ -91,6 +91,7 @@ std::optional<Options> parse_options(int argc, char** argv) {
   std::string device = "cpu";
   std::string activation = "f32";
   std::string cuda_graphs = "on";
+  std::string topology_choice = "given";
   std::string model;
   std::string json;
 
@@ -102,6 +103,13 @@ std::optional<Options> parse_options(int argc, char** argv) {
   app.add_option("--max-new-tokens", request.max_new_tokens, "tokens to generate a sequence")
       ->capture_default_str();
   app.add_flag("--ignore-eos", request.ignore_eos, "go on after an end-of-sequence token");
+  app.add_option("--topology", topology_choice,
+                 "given: by the widths below; auto: the planner's fastest for --ranks")
+      ->check(CLI::IsMember({"given", "auto"}))
+      ->capture_default_str();
+  app.add_option("--ranks", options.num_ranks,
+                 "of --topology auto: ranks of this process; under mpirun and torchrun their processes")
+      ->check(CLI::Range(1, 65536));
   app.add_option("--kvp", topology.kvp, "KV-parallel width of attention")->capture_default_str();
   app.add_option("--tpa", topology.tpa, "tensor-parallel width of attention")->capture_default_str();
   app.add_option("--tpf", topology.tpf, "tensor-parallel width of the FFN; 0: N / ep")->capture_default_str();
@@ -159,6 +167,14 @@ std::optional<Options> parse_options(int argc, char** argv) {
                 ErrorCode::invalid_argument, "--activation is ", activation,
                 "; the CPU has f32: drop it or give --device cuda");
   request.cuda_graphs = cuda_graphs == "on";
+  options.is_topology_auto = topology_choice == "auto";
+  for (const char* width : {"--kvp", "--tpa", "--tpf", "--ep", "--pp", "--dp"}) {
+    HELIX_EXPECTS(!options.is_topology_auto || app.count(width) == 0, ErrorCode::invalid_argument, width,
+                  " is given, which --topology auto chooses: drop one of them");
+  }
+  HELIX_EXPECTS(options.is_topology_auto || options.num_ranks == 0, ErrorCode::invalid_argument,
+                "--ranks is ", options.num_ranks,
+                ", which only --topology auto takes: give it, or drop --ranks");
   parse_hop_b(hop_b, request);
   HELIX_EXPECTS(prompt_ids.empty() || prompts_file.empty(), ErrorCode::invalid_argument,
                 "--prompt-ids and --prompts exclude each other; give one");

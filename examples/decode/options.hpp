@@ -14,7 +14,9 @@ namespace helix::decode {
 struct Options {
   std::filesystem::path model;
   GenerationRequest request;  ///< kv_dtype is set once the checkpoint is known, unless kv_dtype_name says
-  TopologySpec topology;
+  TopologySpec topology;      ///< unused if is_topology_auto
+  bool is_topology_auto = false;
+  int num_ranks = 0;          ///< of this process under is_topology_auto; 0: as many as the launcher started
   std::string kv_dtype_name;  ///< empty: the checkpoint's
   Device device = Device::cpu;
   DType activation = DType::f32;
