@@ -8,6 +8,8 @@ usage() {
 usage: ./run.sh                     decode with both bundled checkpoints, on one rank and on several, and compare
        ./run.sh decode ARGUMENTS    helix-decode; ARGUMENTS as in ./run.sh decode --help, paths relative to where you are;
                                     --device cuda decodes on GPUs, if there was a CUDA compiler to build with
+       ./run.sh plan [ARGUMENTS]    helix-plan: layouts, memory and step times before there are GPUs; ARGUMENTS as in
+                                    ./run.sh plan --help; without any, Llama-3.1-405B at 1M tokens on a GB200 rack
        ./run.sh bench [FILTER ...]  helix-bench; FILTER is a regular expression on benchmark names
 Missing packages are installed first (apt-get; sudo only where needed). CUDA is not installed, but used where nvcc and
 NCCL are found. CXX, CXXFLAGS, CUDACXX and CMAKE_PREFIX_PATH are honoured.
@@ -52,6 +54,15 @@ demonstrate() {
   decode --model "$deepseek" --prompt-ids "$deepseek_prompt" "${tokens[@]}" --kvp 4 --verify
 }
 
+demonstrate_planner() {
+  local question=(--model llama-3.1-405b --hardware gb200 --gpus 64 --context 1000000 --weight-dtype fp4 --kv-dtype fp4
+                  --ttl-ms 3)
+  printf '$ ./run.sh plan'
+  printf ' %s' "${question[@]}"
+  printf '\n'
+  "$build/examples/plan/helix-plan" "${question[@]}"
+}
+
 case "${1:-}" in
   "")
     build_target helix-decode
@@ -61,6 +72,15 @@ case "${1:-}" in
     shift
     build_target helix-decode
     exec "$build/examples/decode/helix-decode" "$@"
+    ;;
+  plan)
+    shift
+    build_target helix-plan
+    if [[ $# -eq 0 ]]; then
+      demonstrate_planner
+    else
+      exec "$build/examples/plan/helix-plan" "$@"
+    fi
     ;;
   bench)
     shift

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// What helix-bench-cuda wrote, case by case.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace helix::plan_cli {
+
+/// One case, e.g. "decode_layer/kvp:4/tpa:1/layers:8/batch:8/context:524288/hop_b:off".
+struct BenchCase {
+  std::string name;
+  std::string family;                             ///< of the name, up to the first '/'
+  std::map<std::string, std::string> parameters;  ///< of the name: "kvp" -> "4"
+  std::map<std::string, double> values;           ///< counters; all finite
+
+  bool has(const std::string& counter) const { return values.contains(counter); }
+  /// @throws Error(invalid_file) if the case has no such counter, or it is not positive.
+  double value(const std::string& counter) const;
+  /// @throws Error(invalid_file) if the name has no such parameter, or it is not a whole number of 1 to 2^40.
+  std::int64_t parameter(const std::string& key) const;
+};
+
+/// All cases that succeeded, of all files; of equal names the last. @throws Error(io), Error(invalid_file).
+std::vector<BenchCase> read_bench_results(const std::vector<std::filesystem::path>& files);
+
+}  // namespace helix::plan_cli

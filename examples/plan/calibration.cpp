@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+// From bench cases to a machine.
+#include "calibration.hpp"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include <helix/error.hpp>
+
+namespace helix::plan_cli {
+namespace {
+
+using plan::Bytes;
+using plan::Collective;
+using plan::Time;
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const std::size_t middle = values.size() / 2;
+  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
+/// Points whose sizes differ by at most 5 % become one: they repeat one measurement.
+std::vector<plan::TimedSize> merged(std::vector<plan::TimedSize> samples) {
+  constexpr double kSameSize = 1.05;
+  std::sort(samples.begin(), samples.end(),
+            [](const plan::TimedSize& a, const plan::TimedSize& b) { return a.size < b.size; });
+  std::vector<plan::TimedSize> points;
+  for (std::size_t begin = 0; begin < samples.size();) {
+    std::vector<double> sizes;
+    std::vector<double> times;
+    std::size_t i = begin;
+    for (; i < samples.size() && samples[i].size <= samples[begin].size * kSameSize; ++i) {
+      sizes.push_back(in_bytes(samples[i].size));
+      times.push_back(in_microseconds(samples[i].time));
+    }
+    begin = i;
+    Time time = plan::microseconds(median(times));
+    // Noise may make a larger one look faster; nothing that is modelled is.
+    if (!points.empty()) time = std::max(time, points.back().time);
+    points.push_back({plan::bytes(median(sizes)), time});
+  }
+  return points;
+}
+
+/// The reads were of the case's bytes; beside attention of up to 8 GiB.
+std::vector<plan::TimedSize> plain_reads(const std::vector<BenchCase>& cases) {
+  constexpr double kAttentionRead = 8.0 * (1 << 30);
+  std::vector<plan::TimedSize> samples;
+  for (const BenchCase& at : cases) {
+    if (!at.has("read_bytes/s")) continue;
+    if (at.family != "partial_attention" && !at.has("bytes")) continue;
+    const double size = at.family == "partial_attention" ? kAttentionRead : at.value("bytes");
+    samples.push_back({plan::bytes(size), plan::seconds(size / at.value("read_bytes/s"))});
+  }
+  return merged(std::move(samples));
+}
+
+plan::BandwidthCurve read_curve(const std::vector<plan::TimedSize>& reads) {
+  std::vector<plan::BandwidthCurve::Point> points;
+  if (reads.front().size > plan::bytes(1)) {
+    points.push_back({plan::bytes(1), plan::bytes(1) / reads.front().time});
+  }
+  for (const plan::TimedSize& read : reads) points.push_back({read.size, read.size / read.time});
+  return plan::BandwidthCurve(std::move(points));
+}
+
+/// By how much small kernels exceed a plain read of their bytes; nothing where none was measured.
+std::optional<Time> operator_overhead(const plan::BandwidthCurve& read, const std::vector<BenchCase>& cases) {
+  constexpr double kSmall = 4e6;
+  std::vector<double> excess;
+  for (const BenchCase& at : cases) {
+    const bool is_kernel = at.family == "rms_norm" || at.family == "lse_combine" ||
+                           at.family == "pack_partial" || at.family == "append_kv";
+    if (!is_kernel || at.value("bytes") > kSmall) continue;
+    excess.push_back(at.value("us") - in_microseconds(read.time(plan::bytes(at.value("bytes")))));
+  }
+  if (excess.empty()) return std::nullopt;
+  return plan::microseconds(std::max(0.0, median(excess)));
+}
+
+using MeasuredKey = std::pair<Collective, int>;
+
+/// Collectives that the cases measured alone.
+std::map<MeasuredKey, std::vector<plan::TimedSize>> collectives(const plan::Hardware& hardware,
+                                                                const std::vector<BenchCase>& cases) {
+  const auto operator_time = [&](Bytes bytes) {
+    return hardware.read.time(bytes) + hardware.overheads.per_operator;
+  };
+  std::map<MeasuredKey, std::vector<plan::TimedSize>> found;
+  for (const BenchCase& at : cases) {
+    if (at.family != "exchange") continue;
+    const Bytes size = plan::bytes(at.value("bytes"));
+    const Time packing = operator_time(size * 2);  // read and written
+    found[{Collective::all_to_all, static_cast<int>(at.parameter("kvp"))}].push_back(
+        {size, plan::microseconds(at.value("all_to_all_us")) + packing});
+  }
+  const std::set<MeasuredKey> from_exchange = [&] {
+    std::set<MeasuredKey> keys;
+    for (const auto& [key, samples] : found) keys.insert(key);
+    return keys;
+  }();
+  for (const BenchCase& at : cases) {
+    if (at.family != "decode_layer") continue;
+    const std::int64_t kvp = at.parameter("kvp");
+    const std::int64_t tpa = at.parameter("tpa");
+    const std::int64_t batch = at.parameter("batch");
+    if (kvp * tpa > 1) {
+      const Bytes size =
+          plan::bytes(static_cast<double>(batch * BenchShape::kHidden) * BenchShape::kElementBytes);
+      found[{Collective::all_reduce, static_cast<int>(kvp * tpa)}].push_back(
+          {size, plan::microseconds(at.value("all_reduce_us"))});
+    }
+    const MeasuredKey exchange{Collective::all_to_all, static_cast<int>(kvp)};
+    if (kvp > 1 && !from_exchange.contains(exchange)) {
+      const Bytes size = partial_bytes(batch, BenchShape::kHeads / tpa, BenchShape::kDim);
+      const Time combine = operator_time(size);  // what the ranks sent is read again
+      const Time time = plan::microseconds(at.value("exchange_us")) - combine;
+      if (time > Time{}) found[exchange].push_back({size, time});
+    }
+  }
+  return found;
+}
+
+}  // namespace
+
+Bytes partial_bytes(std::int64_t tokens, std::int64_t heads, std::int64_t dim) {
+  constexpr double kLseBytes = 4;
+  return plan::bytes(static_cast<double>(tokens * heads) *
+                     (static_cast<double>(dim) * BenchShape::kElementBytes + kLseBytes));
+}
+
+plan::BandwidthCurve attention_curve(const std::vector<BenchCase>& cases, std::string_view left_out) {
+  std::vector<plan::TimedSize> samples;
+  for (const BenchCase& at : cases) {
+    if (at.family != "partial_attention" || at.name == left_out || at.parameter("queries") != 1) continue;
+    const Time time = plan::microseconds(at.value("us"));
+    samples.push_back({plan::bytes(at.value("bytes/s") * in_seconds(time)), time});
+  }
+  if (samples.empty()) return {};
+  const std::vector<plan::TimedSize> sizes = merged(std::move(samples));
+  std::vector<plan::BandwidthCurve::Point> points;
+  if (sizes.size() > 1) {
+    // Attention starts and ends whatever it reads: the line through the two smallest sizes, down to nothing.
+    const double slope = (sizes[1].time - sizes[0].time) / plan::microseconds(1) /
+                         ((sizes[1].size - sizes[0].size) / plan::bytes(1));
+    const double start = in_microseconds(sizes[0].time) - slope * in_bytes(sizes[0].size);
+    if (start > 0) points.push_back({plan::bytes(1), plan::bytes(1) / plan::microseconds(start)});
+  }
+  for (const plan::TimedSize& at : sizes) points.push_back({at.size, at.size / at.time});
+  return plan::BandwidthCurve(std::move(points));
+}
+
+plan::Hardware calibrate(plan::Hardware base, const std::vector<BenchCase>& cases) {
+  plan::Hardware hardware = std::move(base);
+  const std::vector<plan::TimedSize> reads = plain_reads(cases);
+  if (!reads.empty()) {
+    hardware.read = read_curve(reads);
+    if (const auto overhead = operator_overhead(hardware.read, cases)) {
+      hardware.overheads.per_operator = *overhead;
+      hardware.overheads.per_slice = *overhead + hardware.read.time(plan::bytes(1));
+    }
+  }
+  if (plan::BandwidthCurve curve = attention_curve(cases); !curve.points().empty()) {
+    hardware.attention_read = std::move(curve);
+  }
+  const auto found = collectives(hardware, cases);
+  HELIX_EXPECTS(!reads.empty() || !found.empty(), ErrorCode::invalid_file,
+                "the results hold neither plain reads nor collectives to calibrate with; give those of "
+                "bench/run_gpu.sh");
+  for (const auto& [key, samples] : found) {
+    std::erase_if(hardware.measured, [&](const plan::MeasuredCollective& old) {
+      return old.collective == key.first && old.ranks == key.second;
+    });
+    hardware.measured.push_back({key.first, key.second, merged(samples)});
+  }
+  hardware.source = "calibrated by measurements; the rest: " + hardware.source;
+  hardware.name += ", calibrated";
+  hardware.check();
+  return hardware;
+}
+
+}  // namespace helix::plan_cli

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// Predicted against measured: every bench case that the model covers.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <helix/plan/hardware.hpp>
+
+#include "bench_results.hpp"
+
+namespace helix::plan_cli {
+
+struct CheckRow {
+  std::string name;
+  double measured_us = 0.0;
+  double predicted_us = 0.0;
+
+  double error_percent() const { return 100.0 * (predicted_us / measured_us - 1.0); }
+};
+
+struct CheckResult {
+  std::vector<CheckRow> rows;
+  std::vector<std::string> not_covered;  ///< names of the other cases
+};
+
+/// Composes each prediction from reads, operators and collectives of `hardware`. A partial_attention case
+/// that `calibration` holds is predicted from the others, so that no row predicts itself.
+/// @throws Error(invalid_file) for a case whose name or counters are not the bench's.
+CheckResult check_predictions(const plan::Hardware& hardware, const std::vector<BenchCase>& calibration,
+                              const std::vector<BenchCase>& cases);
+
+/// A table in Markdown; rows off by more than 10 % are marked.
+std::string format_check(const plan::Hardware& hardware, const CheckResult& result);
+
+}  // namespace helix::plan_cli

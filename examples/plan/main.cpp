@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// helix-plan: which layout, how much memory, how fast, before the GPUs are rented.
+#include <cstdio>
+#include <exception>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <helix/plan/search.hpp>
+
+#include "bench_results.hpp"
+#include "calibration.hpp"
+#include "check.hpp"
+#include "hardware_source.hpp"
+#include "model_source.hpp"
+#include "options.hpp"
+#include "pictures.hpp"
+#include "report.hpp"
+
+namespace helix::plan_cli {
+namespace {
+
+void run(const Options& options) {
+  plan::Hardware hardware = load_hardware(options.hardware);
+  const bool is_check = !options.checks.empty();
+  const auto& calibrations = is_check && options.calibrations.empty() ? options.checks : options.calibrations;
+  std::vector<BenchCase> measured;
+  if (!calibrations.empty()) {
+    measured = read_bench_results(calibrations);
+    hardware = calibrate(std::move(hardware), measured);
+  }
+  if (is_check) {
+    const CheckResult checked = check_predictions(hardware, measured, read_bench_results(options.checks));
+    fmt::print("{}", format_check(hardware, checked));
+    return;
+  }
+
+  const plan::StepModel model(load_model(options.model), options.precision, hardware);
+  plan::SearchResult result = plan::search_or_throw(model, options.workload, options.space);
+  const plan::Candidate& best = result.candidates[*result.best];
+  plan::Workload workload = options.workload;
+  workload.batch = best.totals.batch;
+  plan::StepReport report = model.explain(best.layout, workload);
+  std::vector<plan::Loss> losses = explain_losses(model, options.workload, options.space, result);
+  const Plan plan{.model = model,
+                  .options = options,
+                  .result = std::move(result),
+                  .best = std::move(report),
+                  .losses = std::move(losses)};
+  fmt::print("{}", format_plan(plan));
+  if (!options.json.empty()) write_json(options.json, plan);
+  if (!options.csv.empty()) write_csv(options.csv, plan);
+  if (!options.pictures.empty()) fmt::print("\n{}", write_pictures(options.pictures, plan));
+}
+
+}  // namespace
+}  // namespace helix::plan_cli
+
+int main(int argc, char** argv) {
+  try {
+    const std::optional<helix::plan_cli::Options> options = helix::plan_cli::parse_options(argc, argv);
+    if (options) helix::plan_cli::run(*options);
+    return 0;
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "helix-plan: {}\n", error.what());
+    return 1;
+  }
+}

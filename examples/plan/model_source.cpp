@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// Models by name or from config.json.
+#include "model_source.hpp"
+
+#include <filesystem>
+
+#include <helix/error.hpp>
+
+#include "files.hpp"
+#include "model_config.hpp"
+#include "planning.hpp"
+
+namespace helix::plan_cli {
+
+plan::Model load_model(const std::string& name_or_path) {
+  std::filesystem::path file = name_or_path;
+  std::error_code failure;
+  if (std::filesystem::is_directory(file, failure)) file /= "config.json";
+  if (std::filesystem::exists(file, failure)) {
+    plan::Model model = decode::planner_model(decode::parse_model_config(read_text(file), file.string()));
+    model.name = name_or_path;
+    return model;
+  }
+  HELIX_EXPECTS(name_or_path.find('/') == std::string::npos, ErrorCode::io, name_or_path,
+                ": there is no such file or folder");
+  return plan::model_preset(name_or_path);
+}
+
+}  // namespace helix::plan_cli

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+// The model of --model: a preset, a config.json, or a folder with one.
+#pragma once
+
+#include <string>
+
+#include <helix/plan/model.hpp>
+
+namespace helix::plan_cli {
+
+/// A path that exists is read, else the name is a preset's.
+/// @throws Error naming the file and key, or the known presets.
+plan::Model load_model(const std::string& name_or_path);
+
+}  // namespace helix::plan_cli

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+// Command line of helix-plan.
+#include "options.hpp"
+
+#include <iostream>
+#include <map>
+
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <helix/error.hpp>
+
+namespace helix::plan_cli {
+namespace {
+
+const std::map<std::string, double>& element_bits() {
+  static const std::map<std::string, double> kBits{{"f32", 32}, {"bf16", 16}, {"f16", 16},
+                                                   {"fp8", 8},  {"int8", 8},  {"nvfp4", 4.5},
+                                                   {"fp4", 4},  {"int4", 4},  {"mxfp4", 4.25}};
+  return kBits;
+}
+
+std::vector<std::string> format_names() {
+  std::vector<std::string> names;
+  for (const auto& [name, bits] : element_bits()) names.push_back(name);
+  return names;
+}
+
+const std::map<std::string, plan::Strategy>& strategies() {
+  static const std::map<std::string, plan::Strategy> kStrategies = [] {
+    std::map<std::string, plan::Strategy> names;
+    for (const plan::Strategy strategy : {plan::Strategy::helix, plan::Strategy::tensor_parallel,
+                                          plan::Strategy::data_parallel_attention, plan::Strategy::medha}) {
+      names[std::string(to_string(strategy))] = strategy;
+    }
+    return names;
+  }();
+  return kStrategies;
+}
+
+}  // namespace
+
+std::optional<Options> parse_options(int argc, char** argv) {
+  Options options;
+  plan::SearchSpace& space = options.space;
+  std::int64_t context = 131072;
+  std::int64_t batch = 0;
+  double ttl_ms = 0;
+  std::string weights = "bf16";
+  std::string kv = "bf16";
+  std::string activations = "bf16";
+  std::string objective;
+  std::string hop_b = "auto";
+  std::string expert_hits = "expectation";
+  std::vector<std::string> strategy_names;
+  std::vector<std::string> calibrations;
+  std::vector<std::string> checks;
+  std::string json;
+  std::string csv;
+  std::string pictures;
+
+  CLI::App app("Plans how to decode a model on GPUs: layouts, memory, and the time of a step.", "helix-plan");
+  auto* model_option = app.add_option("--model", options.model,
+                                      fmt::format("config.json, a folder with one, or a preset: {}",
+                                                  fmt::join(plan::model_preset_names(), ", ")));
+  app.add_option("--hardware", options.hardware,
+                 fmt::format("JSON file (docs/planning.md) or a preset: {}",
+                             fmt::join(plan::hardware_preset_names(), ", ")))
+      ->capture_default_str();
+  app.add_option("--calibrate", calibrations,
+                 "results of helix-bench-cuda that replace the machine's reads, overheads and collectives; "
+                 "repeatable")
+      ->allow_extra_args(false);
+  auto* check_option =
+      app.add_option("--check", checks,
+                     "predict these results of helix-bench-cuda and compare, calibrated by --calibrate or "
+                     "by themselves; repeatable")
+          ->allow_extra_args(false);
+  app.add_option("--gpus", space.max_gpus, "GPUs at most")
+      ->check(CLI::Range(1, 1 << 15))
+      ->capture_default_str();
+  app.add_option("--context", context, "tokens of each sequence")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40))
+      ->capture_default_str();
+  app.add_option("--batch", batch, "sequences; default: searched, powers of two")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24));
+  app.add_option("--max-batch", space.max_batch, "of the search")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24))
+      ->capture_default_str();
+  app.add_option("--ttl-ms", ttl_ms, "most milliseconds a token of a sequence may take")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--objective", objective,
+                 "latency or throughput (tokens/s/GPU); default: throughput with --ttl-ms, else latency")
+      ->check(CLI::IsMember({"latency", "throughput"}));
+  app.add_option("--strategies", strategy_names, "of helix and its baselines; default: all")
+      ->check(CLI::IsMember(strategies()))
+      ->delimiter(',');
+  app.add_option("--weight-dtype", weights, fmt::format("{}", fmt::join(format_names(), ", ")))
+      ->check(CLI::IsMember(format_names()))
+      ->capture_default_str();
+  app.add_option("--kv-dtype", kv, "as above")->check(CLI::IsMember(format_names()))->capture_default_str();
+  app.add_option("--activation-dtype", activations, "as above; of messages, too")
+      ->check(CLI::IsMember(format_names()))
+      ->capture_default_str();
+  app.add_option("--hop-b", hop_b, "overlap of attention and exchange: auto, off, or both to compare")
+      ->check(CLI::IsMember({"auto", "off", "both"}))
+      ->capture_default_str();
+  app.add_option("--step-tokens", options.workload.step_tokens, "query tokens a sequence and step")
+      ->check(CLI::Range(1, 1 << 16))
+      ->capture_default_str();
+  app.add_option("--expert-hits", expert_hits, "experts that a step reads: expectation or worst-case")
+      ->check(CLI::IsMember({"expectation", "worst-case"}))
+      ->capture_default_str();
+  app.add_flag("--replicas", space.has_replicas, "fill --gpus with replicas of smaller layouts");
+  app.add_flag("--frontier", options.shows_frontier, "print tokens/s/user against tokens/s/GPU");
+  app.add_option("--top", options.top, "layouts to print")->check(CLI::Range(1, 1000))->capture_default_str();
+  auto* json_option = app.add_option("--json", json, "write the plan to this file");
+  auto* csv_option = app.add_option("--csv", csv, "write every configuration that fits to this file");
+  auto* pictures_option = app.add_option("--pictures", pictures,
+                                         "write roofline.svg, frontier.svg and timeline.svg to this folder");
+  for (CLI::Option* other : {model_option, json_option, csv_option, pictures_option})
+    check_option->excludes(other);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp&) {
+    std::cout << app.help();
+    return std::nullopt;
+  } catch (const CLI::ParseError& error) {
+    throw Error(ErrorCode::invalid_argument, error.what(), "; see --help");
+  }
+
+  HELIX_EXPECTS(!options.model.empty() || !checks.empty(), ErrorCode::invalid_argument,
+                "--model is required; see --help");
+  options.calibrations.assign(calibrations.begin(), calibrations.end());
+  options.checks.assign(checks.begin(), checks.end());
+  options.json = json;
+  options.csv = csv;
+  options.pictures = pictures;
+  options.precision = {.weight_bits = element_bits().at(weights),
+                       .kv_bits = element_bits().at(kv),
+                       .activation_bits = element_bits().at(activations)};
+  options.workload.context = plan::tokens(static_cast<double>(context));
+  if (expert_hits == "worst-case") options.workload.expert_hits = plan::ExpertHits::worst_case;
+  if (batch > 0) space.batches = {batch};
+  if (ttl_ms > 0) space.ttl_limit = plan::milliseconds(ttl_ms);
+  for (const std::string& name : strategy_names) space.strategies.push_back(strategies().at(name));
+  if (hop_b == "off") space.hop_b_slices = {1};
+  if (hop_b == "both") space.hop_b_slices = {0, 1};
+  const bool is_throughput = objective.empty() ? space.ttl_limit.has_value() : objective == "throughput";
+  space.objective = is_throughput ? plan::Objective::throughput : plan::Objective::latency;
+  return options;
+}
+
+}  // namespace helix::plan_cli

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// The command line of helix-plan.
+#pragma once
+
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <helix/plan/model.hpp>
+#include <helix/plan/search.hpp>
+#include <helix/plan/workload.hpp>
+
+namespace helix::plan_cli {
+
+struct Options {
+  std::string model;  ///< empty only with `checks`
+  std::string hardware = "h200";
+  std::vector<std::filesystem::path> calibrations;
+  std::vector<std::filesystem::path> checks;  ///< not empty: predict these instead of planning
+  plan::Precision precision;
+  plan::Workload workload;  ///< its batch is the search's
+  plan::SearchSpace space;
+  bool shows_frontier = false;
+  int top = 5;                     ///< layouts in the table
+  std::filesystem::path json;      ///< empty: none
+  std::filesystem::path csv;       ///< empty: none
+  std::filesystem::path pictures;  ///< folder; empty: none
+};
+
+/// nullopt after --help, which it prints. @throws Error(invalid_argument) naming option and value.
+std::optional<Options> parse_options(int argc, char** argv);
+
+}  // namespace helix::plan_cli

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// Pictures of a plan, as SVG.
+#pragma once
+
+#include <filesystem>
+#include <string>
+
+#include "report.hpp"
+
+namespace helix::plan_cli {
+
+/// Writes to `folder`, which is made: roofline.svg, each operator's part of a step and what bounds it;
+/// frontier.svg, tokens/s/user against tokens/s/GPU of each strategy; timeline.svg, a layer of the best Helix
+/// layout with KVP > 1, if there is one, with and without HOP-B. Returns a line for each, for the user.
+/// @throws Error(io).
+std::string write_pictures(const std::filesystem::path& folder, const Plan& plan);
+
+}  // namespace helix::plan_cli

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// The plan in words, in JSON and in CSV.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include <helix/plan/search.hpp>
+
+#include "options.hpp"
+
+namespace helix::plan_cli {
+
+/// What a search found, explained.
+struct Plan {
+  const plan::StepModel& model;
+  const Options& options;
+  plan::SearchResult result;  ///< with a best candidate
+  plan::StepReport best;      ///< of it
+  std::vector<plan::Loss> losses;
+
+  const plan::Candidate& best_candidate() const { return result.candidates[*result.best]; }
+};
+
+/// The best `count` candidates by the plan's objective, one a layout; indices into the candidates.
+std::vector<std::size_t> best_layouts(const Plan& plan, std::size_t count);
+
+std::string format_plan(const Plan& plan);
+
+/// @throws Error(io).
+void write_json(const std::filesystem::path& file, const Plan& plan);
+
+/// One line a candidate. @throws Error(io).
+void write_csv(const std::filesystem::path& file, const Plan& plan);
+
+}  // namespace helix::plan_cli
