@@ -9,15 +9,6 @@
 #include "plan/search_walk.hpp"
 
 namespace helix::plan {
-namespace {
-
-bool is_dominated_by(const Candidate& a, const Candidate& b) {
-  return b.totals.tokens_per_user() >= a.totals.tokens_per_user() &&
-         b.totals.tokens_per_gpu() >= a.totals.tokens_per_gpu();
-}
-
-}  // namespace
-
 void SearchSpace::check() const {
   constexpr int kMaxGpus = 1 << 15;
   constexpr std::int64_t kMaxBatch = std::int64_t{1} << 24;
@@ -108,10 +99,13 @@ std::vector<std::size_t> pareto_frontier(const std::vector<Candidate>& candidate
     if (x.tokens_per_gpu() != y.tokens_per_gpu()) return x.tokens_per_gpu() > y.tokens_per_gpu();
     return a < b;
   });
+  // From the fastest on, only what gives more a GPU than all before it.
   std::vector<std::size_t> frontier;
   for (const std::size_t i : order) {
-    if (frontier.empty() || !is_dominated_by(candidates[i], candidates[frontier.back()]))
+    if (frontier.empty() ||
+        candidates[i].totals.tokens_per_gpu() > candidates[frontier.back()].totals.tokens_per_gpu()) {
       frontier.push_back(i);
+    }
   }
   std::reverse(frontier.begin(), frontier.end());
   return frontier;

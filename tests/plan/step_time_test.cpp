@@ -2,7 +2,10 @@
 // StepModel: totals against their operators, times by hand, properties, and steps measured on H200s.
 #include <algorithm>
 #include <cmath>
+#include <set>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include <helix/hop_b.hpp>
@@ -244,6 +247,71 @@ TEST_CASE("experts: expectation by its formula, the worst case never less") {
     const double pairs = static_cast<double>(batch) * 8 / 16;
     CHECK(expected == Approx((hits * 7168 * 512 + pairs * (7168 + 512)) / 2));
   }
+}
+
+TEST_CASE("the worst case of experts is bounded by what a rank holds and by what tokens choose") {
+  const StepModel step(model_preset("deepseek-r1"), kFp4, hardware_preset("roofline-8000"));
+  const Layout layout{.kvp = 64, .tpf = 1, .ep = 64};  // 4 experts a rank
+  const auto read = [&](std::int64_t batch) {
+    const Workload workload{.context = tokens(1e4), .batch = batch, .expert_hits = ExpertHits::worst_case};
+    return in_bytes(find(step.explain(layout, workload), Operator::experts_down, true).bytes);
+  };
+  // 8 choices of a token are different: at most 4 of them meet here.
+  CHECK(read(1) == (4.0 * 7168 * 2048 + 4 * (7168 + 2048)) / 2);
+  CHECK(read(100) == (4.0 * 7168 * 2048 + 400 * (7168 + 2048)) / 2);
+  const StepModel few(model_preset("llama-4-maverick"), kFp4, hardware_preset("roofline-8000"));
+  const Workload one{.context = tokens(1e4), .expert_hits = ExpertHits::worst_case};
+  CHECK(in_bytes(find(few.explain({}, one), Operator::experts_down, true).bytes) ==
+        (1.0 * 5120 * 8192 + 5120 + 8192) / 2);
+}
+
+TEST_CASE("exchange and combine by hand") {
+  const StepModel step(model_preset("llama-3.1-405b"), {}, hardware_preset("gb200"));
+  const Workload workload{.context = tokens(1e5), .batch = 6};
+  const StepReport helix = step.explain({.kvp = 4, .tpa = 8, .tpf = 32, .hop_b_slices = 1}, workload);
+  // 16 heads of 128 bf16 values and an f32 LSE; after the exchange 4 partials of 4 heads.
+  CHECK(in_bytes(find(helix, Operator::kvp_exchange).bytes) == 6 * 16 * (128 * 2 + 4));
+  CHECK(in_microseconds(find(helix, Operator::kvp_exchange).time) == Approx(1 + 0.75 * 6 * 16 * 260 / 900e3));
+  CHECK(in_bytes(find(helix, Operator::lse_combine).bytes) == 6 * 4 * (5 * 128 * 2 + 4 * 4));
+  CHECK(in_bytes(find(helix, Operator::attention_all_reduce).bytes) == 6 * 16384 * 2);
+  Layout medha;
+  medha.strategy = Strategy::medha;
+  medha.kvp = 4;
+  medha.tpa = medha.tpf = 8;
+  const StepReport tied = step.explain(medha, workload);
+  // KVP rank 0 receives the others' 16 heads, and combines all of them.
+  CHECK(in_microseconds(find(tied, Operator::kvp_exchange).time) == Approx(1 + 3.0 * 6 * 16 * 260 / 900e3));
+  CHECK(in_bytes(find(tied, Operator::lse_combine).bytes) == 6 * 16 * (5 * 128 * 2 + 4 * 4));
+}
+
+TEST_CASE("a pipeline's sends cross domains only where its stages do") {
+  Hardware hardware = hardware_preset("gb200");
+  hardware.nvlink_domain = 8;
+  const StepModel step(model_preset("llama-3.1-405b"), kFp4, hardware);
+  const auto sends = [&](int n, int stages) {
+    double inside = 0;
+    double between = 0;
+    for (const OperatorTime& op :
+         step.explain({.kvp = n, .tpf = n, .pp = stages}, {.context = tokens(1e4)}).operators) {
+      if (op.op != Operator::pipeline_send) continue;
+      const bool is_slow = in_microseconds(op.time) > 5;
+      (is_slow ? between : inside) += static_cast<double>(op.count);
+    }
+    return std::pair{inside, between};
+  };
+  CHECK(sends(8, 4) == std::pair{0.0, 3.0});
+  CHECK(sends(2, 4) == std::pair{3.0, 0.0});
+  CHECK(sends(4, 4) == std::pair{2.0, 1.0});
+}
+
+TEST_CASE("operators, bounds and costs have names of their own") {
+  std::set<std::string_view> names;
+  for (int i = 0; i <= static_cast<int>(Operator::pipeline_wait); ++i) {
+    names.insert(to_string(static_cast<Operator>(i)));
+  }
+  for (int i = 0; i < kNumCosts; ++i) CHECK(to_string(static_cast<Cost>(i)) != "unknown");
+  CHECK(names.size() == static_cast<std::size_t>(Operator::pipeline_wait) + 1);
+  CHECK_FALSE(names.contains("unknown"));
 }
 
 TEST_CASE("each operator names the resource that bounds it") {
