@@ -253,9 +253,8 @@ void bench_pack_partial(benchmark::State& state, std::int64_t kvp, std::int64_t 
         args.out = {out.at(i), {tokens, kHeads, kDim}};
         args.lse = {lse.at<float>(i), {tokens, kHeads}};
         auto* first = messages.at<std::byte>(i);
-        args.packed_out = {reinterpret_cast<bf16*>(first + out_begin),
-                           {tokens, kHeads, kDim},
-                           {kDim, block / 2, 1}};
+        args.packed_out = {
+            reinterpret_cast<bf16*>(first + out_begin), {tokens, kHeads, kDim}, {kDim, block / 2, 1}};
         args.packed_lse = {reinterpret_cast<float*>(first + 16), {tokens, kHeads}, {1, block / 4}};
         args.headers = {first,
                         tokens,
