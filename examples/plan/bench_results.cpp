@@ -51,16 +51,21 @@ double BenchCase::value(const std::string& counter) const {
   return at->second;
 }
 
-std::int64_t BenchCase::parameter(const std::string& key) const {
-  std::int64_t value = 0;
+const std::string& BenchCase::text(const std::string& key) const {
   const auto at = parameters.find(key);
-  if (at != parameters.end()) {
-    const char* end = at->second.data() + at->second.size();
-    const auto [last, code] = std::from_chars(at->second.data(), end, value);
-    if (code != std::errc() || last != end) value = 0;
-  }
-  HELIX_EXPECTS(value >= 1 && value <= (std::int64_t{1} << 40), ErrorCode::invalid_file, "case ",
-                decode::printable(name), ": its name says no whole number of \"", key, "\"");
+  HELIX_EXPECTS(at != parameters.end(), ErrorCode::invalid_file, "case ", decode::printable(name),
+                ": its name does not say \"", key, "\"");
+  return at->second;
+}
+
+std::int64_t BenchCase::parameter(const std::string& key) const {
+  const std::string& digits = text(key);
+  const char* end = digits.data() + digits.size();
+  std::int64_t value = 0;
+  const auto [last, code] = std::from_chars(digits.data(), end, value);
+  HELIX_EXPECTS(code == std::errc() && last == end && value >= 1 && value <= (std::int64_t{1} << 40),
+                ErrorCode::invalid_file, "case ", decode::printable(name), ": its \"", key, "\" is ",
+                decode::printable(digits), ", not a whole number of 1 to 2^40");
   return value;
 }
 

@@ -22,6 +22,8 @@ struct BenchCase {
   bool has(const std::string& counter) const { return values.contains(counter); }
   /// @throws Error(invalid_file) if the case has no such counter, or it is not positive.
   double value(const std::string& counter) const;
+  /// @throws Error(invalid_file) if the name has no such parameter.
+  const std::string& text(const std::string& key) const;
   /// @throws Error(invalid_file) if the name has no such parameter, or it is not a whole number of 1 to 2^40.
   std::int64_t parameter(const std::string& key) const;
 };

@@ -23,6 +23,9 @@ double median(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
 
+/// Keeps times in order where a curve stores them as bandwidths, which rounds.
+constexpr double kJustMore = 1 + 1e-9;
+
 /// Points whose sizes differ by at most 5 % become one: they repeat one measurement.
 std::vector<plan::TimedSize> merged(std::vector<plan::TimedSize> samples) {
   constexpr double kSameSize = 1.05;
@@ -40,7 +43,7 @@ std::vector<plan::TimedSize> merged(std::vector<plan::TimedSize> samples) {
     begin = i;
     Time time = plan::microseconds(median(times));
     // Noise may make a larger one look faster; nothing that is modelled is.
-    if (!points.empty()) time = std::max(time, points.back().time);
+    if (!points.empty()) time = std::max(time, points.back().time * kJustMore);
     points.push_back({plan::bytes(median(sizes)), time});
   }
   return points;
@@ -62,7 +65,7 @@ std::vector<plan::TimedSize> plain_reads(const std::vector<BenchCase>& cases) {
 plan::BandwidthCurve read_curve(const std::vector<plan::TimedSize>& reads) {
   std::vector<plan::BandwidthCurve::Point> points;
   if (reads.front().size > plan::bytes(1)) {
-    points.push_back({plan::bytes(1), plan::bytes(1) / reads.front().time});
+    points.push_back({plan::bytes(1), plan::bytes(1) * kJustMore / reads.front().time});
   }
   for (const plan::TimedSize& read : reads) points.push_back({read.size, read.size / read.time});
   return plan::BandwidthCurve(std::move(points));
@@ -82,61 +85,11 @@ std::optional<Time> operator_overhead(const plan::BandwidthCurve& read, const st
   return plan::microseconds(std::max(0.0, median(excess)));
 }
 
-using MeasuredKey = std::pair<Collective, int>;
-
-/// Collectives that the cases measured alone.
-std::map<MeasuredKey, std::vector<plan::TimedSize>> collectives(const plan::Hardware& hardware,
-                                                                const std::vector<BenchCase>& cases) {
-  const auto operator_time = [&](Bytes bytes) {
-    return hardware.read.time(bytes) + hardware.overheads.per_operator;
-  };
-  std::map<MeasuredKey, std::vector<plan::TimedSize>> found;
-  for (const BenchCase& at : cases) {
-    if (at.family != "exchange") continue;
-    const Bytes size = plan::bytes(at.value("bytes"));
-    const Time packing = operator_time(size * 2);  // read and written
-    found[{Collective::all_to_all, static_cast<int>(at.parameter("kvp"))}].push_back(
-        {size, plan::microseconds(at.value("all_to_all_us")) + packing});
-  }
-  const std::set<MeasuredKey> from_exchange = [&] {
-    std::set<MeasuredKey> keys;
-    for (const auto& [key, samples] : found) keys.insert(key);
-    return keys;
-  }();
-  for (const BenchCase& at : cases) {
-    if (at.family != "decode_layer") continue;
-    const std::int64_t kvp = at.parameter("kvp");
-    const std::int64_t tpa = at.parameter("tpa");
-    const std::int64_t batch = at.parameter("batch");
-    if (kvp * tpa > 1) {
-      const Bytes size =
-          plan::bytes(static_cast<double>(batch * BenchShape::kHidden) * BenchShape::kElementBytes);
-      found[{Collective::all_reduce, static_cast<int>(kvp * tpa)}].push_back(
-          {size, plan::microseconds(at.value("all_reduce_us"))});
-    }
-    const MeasuredKey exchange{Collective::all_to_all, static_cast<int>(kvp)};
-    if (kvp > 1 && !from_exchange.contains(exchange)) {
-      const Bytes size = partial_bytes(batch, BenchShape::kHeads / tpa, BenchShape::kDim);
-      const Time combine = operator_time(size);  // what the ranks sent is read again
-      const Time time = plan::microseconds(at.value("exchange_us")) - combine;
-      if (time > Time{}) found[exchange].push_back({size, time});
-    }
-  }
-  return found;
-}
-
-}  // namespace
-
-Bytes partial_bytes(std::int64_t tokens, std::int64_t heads, std::int64_t dim) {
-  constexpr double kLseBytes = 4;
-  return plan::bytes(static_cast<double>(tokens * heads) *
-                     (static_cast<double>(dim) * BenchShape::kElementBytes + kLseBytes));
-}
-
-plan::BandwidthCurve attention_curve(const std::vector<BenchCase>& cases, std::string_view left_out) {
+/// Bandwidth of attention over its KV by size. Without points if it was not measured.
+plan::BandwidthCurve attention_curve(const std::vector<BenchCase>& cases) {
   std::vector<plan::TimedSize> samples;
   for (const BenchCase& at : cases) {
-    if (at.family != "partial_attention" || at.name == left_out || at.parameter("queries") != 1) continue;
+    if (at.family != "partial_attention" || at.parameter("queries") != 1) continue;
     const Time time = plan::microseconds(at.value("us"));
     samples.push_back({plan::bytes(at.value("bytes/s") * in_seconds(time)), time});
   }
@@ -152,6 +105,58 @@ plan::BandwidthCurve attention_curve(const std::vector<BenchCase>& cases, std::s
   }
   for (const plan::TimedSize& at : sizes) points.push_back({at.size, at.size / at.time});
   return plan::BandwidthCurve(std::move(points));
+}
+
+using MeasuredKey = std::pair<Collective, int>;
+
+/// What is left of KvpAllToAll and combine of `size` bytes a rank without the combine, which reads all of it
+/// and writes a KVP-th.
+Time without_combine(const plan::Hardware& hardware, Time time, Bytes size, std::int64_t kvp) {
+  const Bytes moved = size * (static_cast<double>(kvp + 1) / static_cast<double>(kvp));
+  const Time combine = hardware.read.time(moved) + hardware.overheads.per_operator;
+  return std::max(Time{}, time - combine);
+}
+
+/// Collectives that the cases measured alone.
+std::map<MeasuredKey, std::vector<plan::TimedSize>> collectives(const plan::Hardware& hardware,
+                                                                const std::vector<BenchCase>& cases) {
+  std::map<MeasuredKey, std::vector<plan::TimedSize>> found;
+  std::set<MeasuredKey> has_own_case;
+  for (const BenchCase& at : cases) {
+    if (at.family != "exchange") continue;
+    const std::int64_t kvp = at.parameter("kvp");
+    const MeasuredKey key{Collective::all_to_all, static_cast<int>(kvp)};
+    const Bytes size = plan::bytes(at.value("bytes"));
+    has_own_case.insert(key);
+    found[key].push_back({size, without_combine(hardware, plan::microseconds(at.value("us")), size, kvp)});
+  }
+  for (const BenchCase& at : cases) {
+    if (at.family != "decode_layer") continue;
+    const std::int64_t kvp = at.parameter("kvp");
+    const std::int64_t tpa = at.parameter("tpa");
+    const std::int64_t batch = at.parameter("batch");
+    if (kvp * tpa > 1) {
+      const Bytes size =
+          plan::bytes(static_cast<double>(batch * BenchShape::kHidden) * BenchShape::kElementBytes);
+      found[{Collective::all_reduce, static_cast<int>(kvp * tpa)}].push_back(
+          {size, plan::microseconds(at.value("all_reduce_us"))});
+    }
+    const MeasuredKey key{Collective::all_to_all, static_cast<int>(kvp)};
+    if (kvp > 1 && !has_own_case.contains(key)) {
+      const Bytes size = partial_bytes(batch, BenchShape::kHeads / tpa, BenchShape::kDim);
+      found[key].push_back(
+          {size, without_combine(hardware, plan::microseconds(at.value("exchange_us")), size, kvp)});
+    }
+  }
+  return found;
+}
+
+}  // namespace
+
+Bytes partial_bytes(std::int64_t tokens, std::int64_t heads, std::int64_t dim) {
+  constexpr double kLseBytes = 4;
+  return plan::bytes(static_cast<double>(tokens * heads) *
+                     (static_cast<double>(dim) * BenchShape::kElementBytes + kLseBytes));
 }
 
 plan::Hardware calibrate(plan::Hardware base, const std::vector<BenchCase>& cases) {

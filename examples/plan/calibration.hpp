@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
 #include <vector>
 
 #include <helix/plan/hardware.hpp>
@@ -15,19 +14,15 @@ namespace helix::plan_cli {
 
 /// `base` with what the cases measured; the rest stays:
 /// - read: the plain reads beside the operators, by size; less than the smallest takes as long as it;
-/// - attention_read: attention_curve();
+/// - attention_read: the partial_attention cases of one query token, by size of the KV;
 /// - per_operator: by how much small kernels exceed a plain read of their bytes (median);
 /// - per_slice: the combine that each HOP-B slice has of its own; that attention starts and ends again is in
 ///   its curve;
-/// - measured all_to_all: NCCL's own plus the packing kernel as an operator, or where only a layer's bench
-///   exchanged over so many ranks, that exchange less the combine, which the model counts apart;
+/// - measured all_to_all: KvpAllToAll and combine, alone or else in a layer's bench, less the combine, which
+///   the model counts apart;
 /// - measured all_reduce: alone, of a layer's hidden states.
 /// @throws Error(invalid_file) if the cases hold none of it.
 plan::Hardware calibrate(plan::Hardware base, const std::vector<BenchCase>& cases);
-
-/// Bandwidth of attention over its KV by size, from the partial_attention cases of one query token, except
-/// the one named `left_out`. Without points if there are none.
-plan::BandwidthCurve attention_curve(const std::vector<BenchCase>& cases, std::string_view left_out = {});
 
 /// Of decode_layer and attention_scaling, whose names do not say it: Llama-405B's layers.
 struct BenchShape {

@@ -12,6 +12,7 @@
 #include <helix/plan/step_time.hpp>
 
 #include "calibration.hpp"
+#include "strict_json.hpp"
 
 namespace helix::plan_cli {
 namespace {
@@ -58,8 +59,8 @@ double operator_us(const plan::StepReport& report, plan::Operator wanted) {
 
 class Predictor {
  public:
-  Predictor(const plan::Hardware& hardware, const std::vector<BenchCase>& calibration)
-      : hardware_(hardware), calibration_(calibration) {}
+  Predictor(const plan::Hardware& base, const std::vector<BenchCase>& calibration)
+      : base_(base), calibration_(calibration), hardware_(calibrate(base, calibration)) {}
 
   void add(const BenchCase& at) {
     if (at.family == "partial_attention") {
@@ -83,14 +84,21 @@ class Predictor {
                            const plan::Workload& load) const {
     return plan::StepModel(model, plan::Precision{}, hardware_).explain(layout, load);
   }
+  /// As explain(), without the case in the calibration.
+  plan::StepReport explain_without(const BenchCase& at, const plan::Model& model, const plan::Layout& layout,
+                                   const plan::Workload& load) const {
+    std::vector<BenchCase> others = calibration_;
+    std::erase_if(others, [&](const BenchCase& other) { return other.name == at.name; });
+    return plan::StepModel(model, plan::Precision{}, calibrate(base_, others)).explain(layout, load);
+  }
   void row(const std::string& name, double measured_us, double predicted_us) {
     result_.rows.push_back({name, measured_us, predicted_us});
   }
 
   void attention(const BenchCase& at) {
-    const std::string& heads = at.parameters.at("heads");  // "64:8"
+    const std::string& heads = at.text("heads");  // "64:8"
     const std::size_t colon = heads.find(':');
-    HELIX_EXPECTS(colon != std::string::npos, ErrorCode::invalid_file, "case ", at.name,
+    HELIX_EXPECTS(colon != std::string::npos, ErrorCode::invalid_file, "case ", decode::printable(at.name),
                   ": heads are not \"query:kv\"");
     BenchCase split = at;
     split.parameters["hq"] = heads.substr(0, colon);
@@ -102,12 +110,7 @@ class Predictor {
     const double row_bytes = static_cast<double>(model.kv_elements_per_layer()) * BenchShape::kElementBytes;
     const double context = std::max(1.0, std::round(kv_bytes / row_bytes / static_cast<double>(batch)));
     const plan::Workload load = workload(batch, context, at.parameter("queries"));
-    plan::Hardware others = hardware_;
-    if (plan::BandwidthCurve curve = attention_curve(calibration_, at.name); !curve.points().empty()) {
-      others.attention_read = std::move(curve);
-    }
-    const plan::StepReport report =
-        plan::StepModel(model, plan::Precision{}, others).explain(helix_layout(1, 1, 1), load);
+    const plan::StepReport report = explain_without(at, model, helix_layout(1, 1, 1), load);
     row(at.name, at.value("us"), operator_us(report, plan::Operator::attention));
   }
 
@@ -123,8 +126,9 @@ class Predictor {
   void exchange(const BenchCase& at) {
     const std::int64_t kvp = at.parameter("kvp");
     const std::int64_t heads = at.parameter("heads");
-    const plan::StepReport report = explain(layer_model(heads, BenchShape::kKvHeads, at.parameter("dim"), 1),
-                                            helix_layout(kvp, 1, 1), workload(at.parameter("tokens"), 1024));
+    const plan::StepReport report =
+        explain_without(at, layer_model(heads, BenchShape::kKvHeads, at.parameter("dim"), 1),
+                        helix_layout(kvp, 1, 1), workload(at.parameter("tokens"), 1024));
     row(at.name, at.value("us"),
         operator_us(report, plan::Operator::kvp_exchange) + operator_us(report, plan::Operator::lse_combine));
   }
@@ -143,7 +147,7 @@ class Predictor {
   }
 
   void decode_layer(const BenchCase& at) {
-    const std::string& hop_b = at.parameters.at("hop_b");
+    const std::string& hop_b = at.text("hop_b");
     const int slices = hop_b == "off" ? 1 : hop_b == "auto" ? 0 : static_cast<int>(at.parameter("hop_b"));
     const plan::Model model =
         layer_model(BenchShape::kHeads, BenchShape::kKvHeads, BenchShape::kDim, at.parameter("layers"));
@@ -153,25 +157,24 @@ class Predictor {
     row(at.name, at.value("us"), in_microseconds(report.totals.ttl));
   }
 
-  const plan::Hardware& hardware_;
+  const plan::Hardware& base_;
   const std::vector<BenchCase>& calibration_;
+  plan::Hardware hardware_;
   CheckResult result_;
 };
 
 }  // namespace
 
-CheckResult check_predictions(const plan::Hardware& hardware, const std::vector<BenchCase>& calibration,
+CheckResult check_predictions(const plan::Hardware& base, const std::vector<BenchCase>& calibration,
                               const std::vector<BenchCase>& cases) {
-  Predictor predictor(hardware, calibration);
+  Predictor predictor(base, calibration);
   for (const BenchCase& at : cases) predictor.add(at);
   return predictor.take();
 }
 
-std::string format_check(const plan::Hardware& hardware, const CheckResult& result) {
+std::string format_check(const CheckResult& result) {
   constexpr double kAim = 10.0;
-  std::string text =
-      fmt::format("{}\n{}\n\n| case | measured, us | predicted, us | error | |\n|---|---|---|---|---|\n",
-                  hardware.name, hardware.source);
+  std::string text = "| case | measured, us | predicted, us | error | |\n|---|---|---|---|---|\n";
   int within = 0;
   for (const CheckRow& row : result.rows) {
     const bool is_off = std::abs(row.error_percent()) > kAim;

@@ -24,13 +24,13 @@ struct CheckResult {
   std::vector<std::string> not_covered;  ///< names of the other cases
 };
 
-/// Composes each prediction from reads, operators and collectives of `hardware`. A partial_attention case
-/// that `calibration` holds is predicted from the others, so that no row predicts itself.
+/// Composes each prediction from reads, operators and collectives of `base`, calibrated by `calibration`. A
+/// partial_attention or exchange case is predicted without itself in the calibration.
 /// @throws Error(invalid_file) for a case whose name or counters are not the bench's.
-CheckResult check_predictions(const plan::Hardware& hardware, const std::vector<BenchCase>& calibration,
+CheckResult check_predictions(const plan::Hardware& base, const std::vector<BenchCase>& calibration,
                               const std::vector<BenchCase>& cases);
 
 /// A table in Markdown; rows off by more than 10 % are marked.
-std::string format_check(const plan::Hardware& hardware, const CheckResult& result);
+std::string format_check(const CheckResult& result);
 
 }  // namespace helix::plan_cli

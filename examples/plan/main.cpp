@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <exception>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -26,16 +27,14 @@ void run(const Options& options) {
   plan::Hardware hardware = load_hardware(options.hardware);
   const bool is_check = !options.checks.empty();
   const auto& calibrations = is_check && options.calibrations.empty() ? options.checks : options.calibrations;
-  std::vector<BenchCase> measured;
-  if (!calibrations.empty()) {
-    measured = read_bench_results(calibrations);
-    hardware = calibrate(std::move(hardware), measured);
-  }
+  const std::vector<BenchCase> measured =
+      calibrations.empty() ? std::vector<BenchCase>{} : read_bench_results(calibrations);
   if (is_check) {
     const CheckResult checked = check_predictions(hardware, measured, read_bench_results(options.checks));
-    fmt::print("{}", format_check(hardware, checked));
+    fmt::print("{}", format_check(checked));
     return;
   }
+  if (!measured.empty()) hardware = calibrate(std::move(hardware), measured);
 
   const plan::StepModel model(load_model(options.model), options.precision, hardware);
   plan::SearchResult result = plan::search_or_throw(model, options.workload, options.space);
@@ -49,10 +48,12 @@ void run(const Options& options) {
                   .result = std::move(result),
                   .best = std::move(report),
                   .losses = std::move(losses)};
-  fmt::print("{}", format_plan(plan));
+  // Files first: what cannot be written leaves one message alone.
   if (!options.json.empty()) write_json(options.json, plan);
   if (!options.csv.empty()) write_csv(options.csv, plan);
-  if (!options.pictures.empty()) fmt::print("\n{}", write_pictures(options.pictures, plan));
+  std::string pictures;
+  if (!options.pictures.empty()) pictures = write_pictures(options.pictures, plan);
+  fmt::print("{}{}{}", format_plan(plan), pictures.empty() ? "" : "\n", pictures);
 }
 
 }  // namespace

@@ -15,7 +15,11 @@ namespace helix::plan_cli {
 plan::Model load_model(const std::string& name_or_path) {
   std::filesystem::path file = name_or_path;
   std::error_code failure;
-  if (std::filesystem::is_directory(file, failure)) file /= "config.json";
+  if (std::filesystem::is_directory(file, failure)) {
+    file /= "config.json";
+    HELIX_EXPECTS(std::filesystem::exists(file, failure), ErrorCode::io, file.string(),
+                  ": there is no such file");
+  }
   if (std::filesystem::exists(file, failure)) {
     plan::Model model = decode::planner_model(decode::parse_model_config(read_text(file), file.string()));
     model.name = name_or_path;

@@ -2,6 +2,7 @@
 // Command line of helix-plan.
 #include "options.hpp"
 
+#include <cmath>
 #include <iostream>
 #include <map>
 
@@ -88,8 +89,8 @@ std::optional<Options> parse_options(int argc, char** argv) {
   app.add_option("--max-batch", space.max_batch, "of the search")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24))
       ->capture_default_str();
-  app.add_option("--ttl-ms", ttl_ms, "most milliseconds a token of a sequence may take")
-      ->check(CLI::PositiveNumber);
+  auto* ttl_option =
+      app.add_option("--ttl-ms", ttl_ms, "most milliseconds that a token of a sequence may take");
   app.add_option("--objective", objective,
                  "latency or throughput (tokens/s/GPU); default: throughput with --ttl-ms, else latency")
       ->check(CLI::IsMember({"latency", "throughput"}));
@@ -113,6 +114,8 @@ std::optional<Options> parse_options(int argc, char** argv) {
       ->check(CLI::IsMember({"expectation", "worst-case"}))
       ->capture_default_str();
   app.add_flag("--replicas", space.has_replicas, "fill --gpus with replicas of smaller layouts");
+  app.add_flag("--medha-duplicates-kv", space.medha_may_duplicate_kv,
+               "also Medha layouts with more TPA ranks than KV heads, which its authors leave out");
   app.add_flag("--frontier", options.shows_frontier, "print tokens/s/user against tokens/s/GPU");
   app.add_option("--top", options.top, "layouts to print")->check(CLI::Range(1, 1000))->capture_default_str();
   auto* json_option = app.add_option("--json", json, "write the plan to this file");
@@ -143,7 +146,11 @@ std::optional<Options> parse_options(int argc, char** argv) {
   options.workload.context = plan::tokens(static_cast<double>(context));
   if (expert_hits == "worst-case") options.workload.expert_hits = plan::ExpertHits::worst_case;
   if (batch > 0) space.batches = {batch};
-  if (ttl_ms > 0) space.ttl_limit = plan::milliseconds(ttl_ms);
+  if (ttl_option->count() > 0) {
+    HELIX_EXPECTS(ttl_ms > 0 && std::isfinite(ttl_ms), ErrorCode::invalid_argument, "--ttl-ms is ", ttl_ms,
+                  "; give a positive number of milliseconds");
+    space.ttl_limit = plan::milliseconds(ttl_ms);
+  }
   for (const std::string& name : strategy_names) space.strategies.push_back(strategies().at(name));
   if (hop_b == "off") space.hop_b_slices = {1};
   if (hop_b == "both") space.hop_b_slices = {0, 1};

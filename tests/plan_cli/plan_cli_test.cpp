@@ -1,0 +1,491 @@
+// SPDX-License-Identifier: Apache-2.0
+// helix-plan as a user runs it: tables, JSON, CSV, pictures, calibration, one clear error for each bad input;
+// and helix-decode under the topology that the planner chooses.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <regex>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+#include <sys/wait.h>
+
+#include "support/catch.hpp"
+
+namespace {
+
+using Catch::Matchers::Contains;
+using nlohmann::json;
+
+struct Run {
+  int exit_code = -1;
+  std::string output;  // standard output and error together
+};
+
+/// Runs `command` in a shell, killed after two minutes.
+Run run_command(const std::string& command) {
+  const std::string limited = "timeout -k 5 120 " + command + " 2>&1 < /dev/null";
+  Run run;
+  std::FILE* pipe = popen(limited.c_str(), "r");
+  REQUIRE(pipe != nullptr);
+  std::array<char, 4096> chunk;
+  while (const std::size_t n = std::fread(chunk.data(), 1, chunk.size(), pipe))
+    run.output.append(chunk.data(), n);
+  const int status = pclose(pipe);
+  run.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  return run;
+}
+
+Run run_plan(const std::string& arguments) {
+  return run_command(HELIX_PLAN " " + arguments);
+}
+
+/// A directory that goes away with the test.
+class ScratchDirectory {
+ public:
+  ScratchDirectory() {
+    std::string name = (std::filesystem::temp_directory_path() / "helix-plan-XXXXXX").string();
+    REQUIRE(mkdtemp(name.data()) != nullptr);
+    path_ = name;
+  }
+  ~ScratchDirectory() { std::filesystem::remove_all(path_); }
+  ScratchDirectory(const ScratchDirectory&) = delete;
+  ScratchDirectory& operator=(const ScratchDirectory&) = delete;
+  std::string operator/(const std::string& name) const { return (path_ / name).string(); }
+
+ private:
+  std::filesystem::path path_;
+};
+
+void write_file(const std::string& path, const std::string& text) {
+  std::ofstream(path, std::ios::binary) << text;
+}
+
+std::string read_file(const std::string& path) {
+  std::ifstream in(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+std::vector<std::string> split(const std::string& text, char separator) {
+  std::vector<std::string> parts;
+  std::stringstream in(text);
+  for (std::string part; std::getline(in, part, separator);) parts.push_back(part);
+  return parts;
+}
+
+const std::string kOneGpuResults = std::string(HELIX_BENCH_RESULTS) + "/NVIDIA-H200-2026-11-21.json";
+const std::string kFourGpuResults = std::string(HELIX_BENCH_RESULTS) + "/NVIDIA-H200-x4-2026-11-21.json";
+
+const std::string kRack =
+    "--model llama-3.1-405b --hardware gb200 --gpus 64 --context 1000000 --weight-dtype fp4 --kv-dtype fp4 ";
+
+TEST_CASE("the table shows layouts, memory, what bounds them, and why others lost") {
+  const Run run = run_plan(kRack + "--ttl-ms 3 --frontier");
+  INFO(run.output);
+  REQUIRE(run.exit_code == 0);
+  CHECK_THAT(run.output, Contains("129.02 GB of KV a sequence"));
+  CHECK_THAT(run.output, Contains("best layouts by tokens/s/GPU"));
+  CHECK_THAT(run.output, Contains("helix KVP 8 x TPA 8, TPF 64 x EP 1"));
+  CHECK_THAT(run.output, Contains("bound by"));
+  CHECK_THAT(run.output, Contains("over the limit of 3 ms"));
+  CHECK_THAT(run.output, Contains("frontier of tokens/s/user"));
+}
+
+TEST_CASE("JSON and CSV agree, and the frontier is what brute force finds") {
+  const ScratchDirectory scratch;
+  const Run run = run_plan(kRack + "--json " + (scratch / "plan.json") + " --csv " + (scratch / "plan.csv"));
+  INFO(run.output);
+  REQUIRE(run.exit_code == 0);
+  const json plan = json::parse(read_file(scratch / "plan.json"));
+  const auto& best = plan.at("best");
+  double cost_ms = 0;
+  for (const auto& [name, ms] : best.at("cost_ms").items()) cost_ms += ms.get<double>();
+  CHECK(cost_ms == Approx(best.at("ttl_ms").get<double>()));
+  double operators_us = 0;
+  for (const auto& op : best.at("operators")) {
+    operators_us +=
+        (op.at("us").get<double>() - op.at("hidden_us").get<double>()) * op.at("count").get<double>();
+  }
+  CHECK(operators_us == Approx(1e3 * best.at("ttl_ms").get<double>()));
+  CHECK(plan.at("top")[0].at("ttl_ms") == best.at("ttl_ms"));
+
+  const std::vector<std::string> lines = split(read_file(scratch / "plan.csv"), '\n');
+  const auto& counts = plan.at("configurations");
+  REQUIRE(static_cast<std::int64_t>(lines.size()) == 1 + counts.at("evaluated").get<std::int64_t>() -
+                                                         counts.at("out_of_memory").get<std::int64_t>() -
+                                                         counts.at("over_ttl").get<std::int64_t>());
+  const std::vector<std::string> header = split(lines[0], ',');
+  const auto column = [&](const std::string& name) {
+    const auto at = std::find(header.begin(), header.end(), name);
+    REQUIRE(at != header.end());
+    return static_cast<std::size_t>(at - header.begin());
+  };
+  const std::size_t user = column("tokens_per_s_per_user");
+  const std::size_t gpu = column("tokens_per_s_per_gpu");
+  struct Row {
+    double user, gpu, ttl_ms;
+    bool on_frontier;
+  };
+  std::vector<Row> rows;
+  for (std::size_t i = 1; i < lines.size(); ++i) {
+    const std::vector<std::string> cells = split(lines[i], ',');
+    REQUIRE(cells.size() == header.size());
+    rows.push_back({std::stod(cells[user]), std::stod(cells[gpu]), std::stod(cells[column("ttl_ms")]),
+                    cells[column("on_frontier")] == "1"});
+  }
+  std::size_t on_frontier = 0;
+  for (const Row& row : rows) {
+    CHECK(row.ttl_ms >= best.at("ttl_ms").get<double>() * (1 - 1e-12));
+    on_frontier += row.on_frontier;
+    const bool is_dominated = std::any_of(rows.begin(), rows.end(), [&](const Row& other) {
+      return other.user >= row.user && other.gpu >= row.gpu && (other.user > row.user || other.gpu > row.gpu);
+    });
+    if (row.on_frontier) CHECK_FALSE(is_dominated);
+    if (!is_dominated && !row.on_frontier) {  // only an equal one may stand for it
+      CHECK(std::any_of(rows.begin(), rows.end(), [&](const Row& other) {
+        return other.on_frontier && other.user == row.user && other.gpu == row.gpu;
+      }));
+    }
+  }
+  CHECK(on_frontier == plan.at("frontier").size());
+  CHECK(on_frontier > 2);
+}
+
+TEST_CASE("a machine from a file gives appendix A's KV time") {
+  // 8 sequences of 1e6 tokens, 2 * 8 heads of 128 in 4 bits: 8.192 GB, at 8000 GB/s 1024 us a layer.
+  const ScratchDirectory scratch;
+  write_file(scratch / "machine.json",
+             R"({"based_on": "roofline-8000", "name": "one large GPU", "memory_gb": 1e5})");
+  const Run run = run_plan(
+      "--model llama-3.1-405b --gpus 1 --batch 8 --context 1000000 --weight-dtype fp4 --kv-dtype "
+      "fp4 --hardware " +
+      (scratch / "machine.json") + " --json " + (scratch / "plan.json"));
+  INFO(run.output);
+  REQUIRE(run.exit_code == 0);
+  CHECK_THAT(run.output, Contains("one large GPU"));
+  double attention_us = 0;
+  const json plan = json::parse(read_file(scratch / "plan.json"));
+  for (const json& op : plan.at("best").at("operators")) {
+    if (op.at("operator") == "attention") attention_us = op.at("us").get<double>();
+  }
+  CHECK(attention_us == Approx(1024.0).epsilon(1e-3));  // queries and outputs come on top
+}
+
+TEST_CASE("every value of a machine's file is read") {
+  const ScratchDirectory scratch;
+  const std::string machine = R"({"name": "all of it", "source": "made up", "memory_gb": 200,
+    "usable_memory_fraction": 0.5, "read_gb_per_s": [[1e6, 1000], [1e9, 5000]], "attention_gb_per_s": 4000,
+    "peaks": [{"bits": 8, "tflops": 2000}, {"bits": 16, "tflops": 1000}], "nvlink_domain": 4,
+    "inside": {"latency_us": 1, "gb_per_s": 400}, "outside": {"latency_us": 7, "gb_per_s": 40},
+    "measured": [{"collective": "all_reduce", "ranks": 4, "points": [[1000, 7.5], [1e6, 12]]}],
+    "overheads": {"per_operator_us": 1, "per_collective_us": 2, "per_layer_us": 3, "per_slice_us": 4, "per_step_us": 5}})";
+  write_file(scratch / "machine.json", machine);
+  const Run run =
+      run_plan("--model llama-3.1-8b --gpus 4 --batch 1 --strategies tensor_parallel --hardware " +
+               (scratch / "machine.json") + " --json " + (scratch / "plan.json"));
+  INFO(run.output);
+  REQUIRE(run.exit_code == 0);
+  CHECK_THAT(run.output, Contains("200 GB a GPU, 100.0 usable; made up"));
+  std::map<std::string, json> operators;
+  const json plan = json::parse(read_file(scratch / "plan.json"));
+  for (const json& op : plan.at("best").at("operators")) {
+    operators[op.at("operator")] = op;
+  }
+  CHECK(operators.at("layer_overhead").at("us") == 3);
+  CHECK(operators.at("step_overhead").at("us") == 5);
+  CHECK(operators.at("attention").at("us").get<double>() ==
+        Approx(operators.at("attention").at("bytes").get<double>() / 4e6));
+  const json& all_reduce = operators.at("attention_all_reduce");  // 4096 * 2 bytes, between the two points
+  CHECK(all_reduce.at("algorithm") == "measured");
+  CHECK(all_reduce.at("us").get<double>() == Approx(2 + 7.5 + 4.5 * 7192 / 999000));
+}
+
+TEST_CASE("a config.json and a checkpoint's folder are models") {
+  const std::string folder = std::string(HELIX_TEST_DATA) + "/deepseek-tiny";
+  for (const std::string& model : {folder, folder + "/config.json"}) {
+    const Run run = run_plan("--model " + model + " --gpus 4 --context 1024");
+    INFO(run.output);
+    CHECK(run.exit_code == 0);
+    CHECK_THAT(run.output, Contains("experts_gate_up (MoE)") && Contains("value_up_projection"));
+  }
+}
+
+/// Rows of --check by case: measured, predicted, and whether the row is marked.
+struct CheckRow {
+  double measured_us, predicted_us;
+  bool is_marked;
+};
+
+std::map<std::string, CheckRow> check_rows(const std::string& files) {
+  const Run run = run_plan(files);
+  INFO(run.output);
+  REQUIRE(run.exit_code == 0);
+  std::map<std::string, CheckRow> rows;
+  const std::regex line(R"(\| ([^|]+) \| ([0-9.]+) \| ([0-9.]+) \| [^|]* %? \| ([^|]*) ?\|)");
+  for (const std::string& text : split(run.output, '\n')) {
+    std::smatch match;
+    if (std::regex_match(text, match, line)) {
+      rows[match[1]] = {std::stod(match[2]), std::stod(match[3]), match[4].str().find("above") == 0};
+    }
+  }
+  return rows;
+}
+
+TEST_CASE("calibrated by single operators, whole steps are predicted within 10 percent") {
+  const auto rows = check_rows("--check " + kOneGpuResults + " --check " + kFourGpuResults);
+  REQUIRE(rows.size() > 30);
+  int steps = 0;
+  for (const auto& [name, row] : rows) {
+    INFO(name);
+    const double error = std::abs(row.predicted_us / row.measured_us - 1);
+    if (std::abs(error - 0.1) > 1e-3) CHECK((error > 0.1) == row.is_marked);  // the table is rounded
+    if (name.starts_with("decode_layer")) {
+      ++steps;
+      CHECK(error < 0.1);
+    }
+  }
+  CHECK(steps >= 8);
+}
+
+TEST_CASE("a prediction does not depend on what it predicts") {
+  const std::string one = "--check " + kOneGpuResults + " --check ";
+  const auto before = check_rows(one + kFourGpuResults);
+  for (const std::string slow : {"decode_layer", "exchange/kvp:4/tokens:16/"}) {
+    const ScratchDirectory scratch;
+    json results = json::parse(read_file(kFourGpuResults));
+    for (json& at : results["benchmarks"]) {
+      if (at["name"].get<std::string>().starts_with(slow)) at["us"] = 2 * at["us"].get<double>();
+    }
+    write_file(scratch / "slow.json", results.dump());
+    const auto after = check_rows(one + (scratch / "slow.json"));
+    REQUIRE(after.size() == before.size());
+    int slowed = 0;
+    for (const auto& [name, row] : after) {
+      if (!name.starts_with(slow)) continue;
+      INFO(name);
+      CHECK(row.predicted_us == before.at(name).predicted_us);
+      slowed += row.measured_us > 1.9 * before.at(name).measured_us;
+    }
+    CHECK(slowed >= 1);
+  }
+}
+
+TEST_CASE("measurements change a plan's machine") {
+  const Run run = run_plan("--model llama-3.1-70b --gpus 4 --calibrate " + kOneGpuResults + " --calibrate " +
+                           kFourGpuResults);
+  INFO(run.output);
+  CHECK(run.exit_code == 0);
+  CHECK_THAT(run.output, Contains("h200, calibrated") && Contains("measured over 4 ranks"));
+}
+
+/// Whether tags nest, attributes are quoted and text is escaped: what a picture may use of XML.
+bool is_well_formed(const std::string& xml) {
+  const std::regex tag(R"(<(/?)([a-z]+)((?: [A-Za-z0-9-]+="[^"<&]*")*)(/?)>)");
+  std::vector<std::string> open;
+  std::size_t at = 0;
+  bool has_root = false;
+  for (std::sregex_iterator match(xml.begin(), xml.end(), tag), end; match != end; ++match) {
+    const std::string between = xml.substr(at, static_cast<std::size_t>(match->position()) - at);
+    if (between.find_first_of("<>") != std::string::npos) return false;
+    if (std::regex_search(between, std::regex("&(?!amp;|lt;|gt;)"))) return false;
+    at = static_cast<std::size_t>(match->position() + match->length());
+    if ((*match)[1].length() > 0) {
+      if (open.empty() || open.back() != (*match)[2]) return false;
+      open.pop_back();
+    } else if ((*match)[4].length() == 0) {
+      if (open.empty() && has_root) return false;
+      has_root = true;
+      open.push_back((*match)[2]);
+    }
+  }
+  return has_root && open.empty() && xml.substr(at) == "\n";
+}
+
+TEST_CASE("the check of XML sees what is broken") {
+  CHECK(is_well_formed("<svg a=\"1\"><text>a &lt; b</text><rect x=\"2\"/></svg>\n"));
+  CHECK_FALSE(is_well_formed("<svg><text></svg></text>\n"));
+  CHECK_FALSE(is_well_formed("<svg>a & b</svg>\n"));
+  CHECK_FALSE(is_well_formed("<svg>a < b</svg>\n"));
+  CHECK_FALSE(is_well_formed("<svg a=1></svg>\n"));
+}
+
+TEST_CASE("pictures are well-formed, whatever the machine is called") {
+  const ScratchDirectory scratch;
+  write_file(scratch / "machine.json", R"({"based_on": "gb200", "name": "<b>&\"\u00e9"})");
+  const Run run = run_plan(
+      "--model llama-3.1-405b --gpus 64 --context 1000000 --weight-dtype fp4 --kv-dtype fp4 "
+      "--ttl-ms 3 --hardware " +
+      (scratch / "machine.json") + " --pictures " + (scratch / "new/folder"));
+  INFO(run.output);
+  REQUIRE(run.exit_code == 0);
+  for (const char* name : {"roofline.svg", "frontier.svg", "timeline.svg"}) {
+    INFO(name);
+    const std::string svg = read_file(scratch / "new/folder/" + name);
+    CHECK(is_well_formed(svg));
+    CHECK_THAT(svg, Contains("&lt;b&gt;&amp;") || !Contains("llama"));
+    CHECK_THAT(svg, !Contains("nan") && !Contains("inf\""));
+  }
+  CHECK_THAT(read_file(scratch / "new/folder/timeline.svg"),
+             Contains("without HOP-B") && Contains("with HOP-B in 4 slices"));
+}
+
+TEST_CASE("bad input gives one clear error and a non-zero exit") {
+  struct Case {
+    std::string arguments;
+    std::vector<std::string> words;
+  };
+  const ScratchDirectory scratch;
+  const auto file = [&](const std::string& name, const std::string& text) {
+    write_file(scratch / name, text);
+    return scratch / name;
+  };
+  const std::string llama = "--model llama-3.1-8b ";
+  const auto machine = [&](const std::string& name, const std::string& text) {
+    return llama + "--hardware " + file(name + ".json", text);
+  };
+  const std::string results = read_file(kFourGpuResults);
+  std::string deep(100, '[');
+  const std::vector<Case> cases{
+      {"", {"--model", "required"}},
+      {"--model gpt-17", {"gpt-17", "llama-3.1-405b"}},
+      {"--model /nowhere/config.json", {"/nowhere/config.json", "no such file"}},
+      {"--model " + file("model.json", "{\"model_type\": \"llama\""), {"model.json", "JSON"}},
+      {"--model " + file("rnn.json", "{\"model_type\": \"rnn\"}"), {"rnn.json", "rnn"}},
+      {llama + "--hardware abacus", {"abacus", "h200", "gb200"}},
+      {llama + "--hardware /nowhere.json", {"/nowhere.json", "no such file"}},
+      {llama + "--gpus 0", {"--gpus", "0"}},
+      {llama + "--gpus 99999999", {"--gpus", "99999999"}},
+      {llama + "--gpus four", {"--gpus", "four"}},
+      {llama + "--context 0", {"--context", "0"}},
+      {llama + "--context 99999999999999999", {"--context"}},
+      {llama + "--batch -1", {"--batch", "-1"}},
+      {llama + "--ttl-ms 0", {"--ttl-ms", "0", "positive"}},
+      {llama + "--ttl-ms nan", {"--ttl-ms", "nan", "positive"}},
+      {llama + "--ttl-ms 0.0001", {"0.0001 ms", "fastest"}},
+      {llama + "--kv-dtype fp3", {"--kv-dtype", "fp3", "bf16"}},
+      {llama + "--weight-dtype f32", {"h200", "32 bits"}},
+      {llama + "--strategies luck", {"--strategies", "luck"}},
+      {llama + "--unheard-of", {"--unheard-of"}},
+      {"--model llama-3.1-405b --gpus 1", {"fits", "879", "126.9", "more GPUs"}},
+      {llama + "--context 4000000000 --gpus 8", {"fits"}},
+      {machine("truncated", R"({"name": "x", "memory_gb": 1)"), {"truncated.json", "JSON"}},
+      {machine("empty", ""), {"empty.json", "JSON"}},
+      {machine("bytes", std::string("\x00\xff\x1b[31m", 7)), {"bytes.json", "JSON"}},
+      {machine("deep", deep), {"deep.json", "nested"}},
+      {machine("twice", R"({"name": "x", "name": "y"})"), {"twice.json", "'name'", "twice"}},
+      {machine("list", "[]"), {"list.json", "object", "array"}},
+      {machine("unknown", R"({"based_on": "h200", "memory": 1})"), {"unknown.json", "'memory'"}},
+      {machine("preset", R"({"based_on": "abacus"})"), {"abacus", "h200"}},
+      {machine("nothing", "{}"), {"nothing.json", "memory"}},
+      {machine("text", R"({"based_on": "h200", "memory_gb": "much"})"), {"memory_gb", "number", "string"}},
+      {machine("negative", R"({"based_on": "h200", "memory_gb": -1})"), {"memory", "positive"}},
+      {machine("part", R"({"based_on": "h200", "usable_memory_fraction": 2})"),
+       {"usable_memory_fraction", "2"}},
+      {machine("zero", R"({"based_on": "h200", "read_gb_per_s": 0})"), {"bandwidth", "positive"}},
+      {machine("curve", R"({"based_on": "h200", "read_gb_per_s": [[2, 1], [1, 1]]})"), {"sort"}},
+      {machine("pair", R"({"based_on": "h200", "read_gb_per_s": [[2]]})"), {"read_gb_per_s", "pairs"}},
+      {machine("domain", R"({"based_on": "h200", "nvlink_domain": 1.5})"), {"nvlink_domain", "1.5"}},
+      {machine("link", R"({"based_on": "h200", "inside": {"latency_us": 1}})"), {"inside", "gb_per_s"}},
+      {machine("collective",
+               R"({"based_on": "h200", "measured": [{"collective": "hug", "ranks": 2, "points": []}]})"),
+       {"'hug'", "all_reduce"}},
+      {machine(
+           "ranks",
+           R"({"based_on": "h200", "measured": [{"collective": "send", "ranks": 1, "points": [[1, 1]]}]})"),
+       {"send", "1 ranks"}},
+      {machine("overheads", R"({"based_on": "h200", "overheads": {"per_operator_us": -1}})"),
+       {"per_operator", "-1"}},
+      {llama + "--calibrate " + file("no-results.json", "{}"), {"no-results.json", "benchmarks"}},
+      {llama + "--calibrate " + file("none.json", R"({"benchmarks": []})"), {"none.json", "succeeded"}},
+      {llama + "--calibrate " + file("cut.json", results.substr(0, results.size() / 2)),
+       {"cut.json", "JSON"}},
+      {llama + "--calibrate " + file("other.json", R"({"benchmarks": [{"name": "sort/1", "us": 3}]})"),
+       {"calibrate", "bench/run_gpu.sh"}},
+      {llama + "--calibrate " + file("zero-time.json", R"({"benchmarks": [{"name": "rms_norm/1", "bytes": 8,
+         "read_bytes/s": 0}]})"),
+       {"rms_norm/1", "read_bytes/s"}},
+      {"--check " +
+           file("wild.json", R"({"benchmarks": [{"name": "decode_layer/kvp:x/tpa:1/batch:8", "us": 3}]})"),
+       {"decode_layer", "kvp"}},
+      {"--check " +
+           file("heads.json", R"({"benchmarks": [{"name": "partial_attention/batch:8/queries:1", "us": 3,
+         "bytes/s": 4, "read_bytes/s": 4}]})"),
+       {"partial_attention", "heads"}},
+      {"--check " + file("hop.json",
+                         R"({"benchmarks": [{"name": "decode_layer/kvp:1/tpa:1/layers:2/batch:8/context:99",
+         "us": 3, "read_bytes/s": 4, "bytes": 9}, {"name": "rms_norm/1", "us": 2, "bytes": 8, "read_bytes/s": 9}]})"),
+       {"decode_layer", "hop_b"}},
+      {"--check " + kFourGpuResults + " --model llama-3.1-8b", {"--check", "--model"}},
+      {llama + "--json /nowhere/plan.json", {"/nowhere/plan.json", "written"}},
+      {llama + "--pictures /proc/none", {"/proc/none"}},
+  };
+  for (const Case& bad : cases) {
+    const Run run = run_plan(bad.arguments);
+    INFO(bad.arguments << "\n" << run.output);
+    CHECK(run.exit_code == 1);
+    const std::size_t message = run.output.rfind("helix-plan: ");
+    REQUIRE(message != std::string::npos);
+    CHECK(run.output.find('\n', message) == run.output.size() - 1);  // one line, the last
+    CHECK(run.output.find('\x1b') == std::string::npos);
+    for (const std::string& word : bad.words) CHECK_THAT(run.output.substr(message), Contains(word));
+  }
+}
+
+TEST_CASE("errors go to standard error alone") {
+  const Run run = run_command("sh -c '" HELIX_PLAN " --model gpt-17 2> /dev/null'");
+  CHECK(run.exit_code == 1);
+  CHECK(run.output.empty());
+}
+
+TEST_CASE("helix-decode under the planner's topology gives the golden tokens on 1, 2 and 4 ranks") {
+  for (const std::string name : {"llama-tiny", "deepseek-tiny", "deepseek-v2-tiny"}) {
+    const std::string folder = std::string(HELIX_TEST_DATA) + "/" + name;
+    const json golden = json::parse(read_file(folder + "/golden.json"));
+    const ScratchDirectory scratch;
+    write_file(scratch / "prompts.json", golden.at("prompt").dump());
+    const std::string arguments =
+        " --model " + folder + " --topology auto --kv-dtype f32 --ignore-eos --max-new-tokens 24 --prompts " +
+        (scratch / "prompts.json") + " --json " + (scratch / "report.json");
+    const auto check = [&](int ranks, const std::string& command) {
+      const Run run = run_command(command);
+      INFO(name << ", " << ranks << " ranks\n" << run.output);
+      REQUIRE(run.exit_code == 0);
+      const json report = json::parse(read_file(scratch / "report.json"));
+      CHECK(report.at("topology").at("world_size") == ranks);
+      for (std::size_t i = 0; i < golden.at("greedy").size(); ++i) {
+        CHECK(report.at("sequences")[i].at("tokens") == golden.at("greedy")[i]);
+      }
+    };
+    for (const int ranks : {1, 2, 4})
+      check(ranks, HELIX_DECODE + arguments + " --ranks " + std::to_string(ranks));
+#ifdef HELIX_MPIRUN
+    check(4, HELIX_MPIRUN " " HELIX_DECODE + arguments);
+#endif
+  }
+}
+
+TEST_CASE("helix-decode refuses an automatic topology without ranks, or beside a given one") {
+  const std::string decode =
+      std::string(HELIX_DECODE) + " --prompt-ids 1,2,3 --model " + HELIX_TEST_DATA + "/llama-tiny ";
+  const auto fails_with = [&](const std::string& arguments, const std::string& words) {
+    const Run run = run_command(decode + arguments);
+    INFO(arguments << "\n" << run.output);
+    CHECK(run.exit_code == 1);
+    CHECK_THAT(run.output, Contains(words));
+  };
+  fails_with("--topology auto", "--ranks");
+  fails_with("--topology auto --ranks 4 --kvp 2", "--kvp");
+  fails_with("--ranks 4", "--topology auto");
+  fails_with("--topology auto --ranks 0", "--ranks");
+  fails_with("--topology auto --ranks 7", "7 GPUs");
+}
+
+}  // namespace
