@@ -177,8 +177,9 @@ plan::Hardware calibrate(plan::Hardware base, const std::vector<BenchCase>& case
                 "the results hold neither plain reads nor collectives to calibrate with; give those of "
                 "bench/run_gpu.sh");
   for (const auto& [key, samples] : found) {
-    std::erase_if(hardware.measured, [&](const plan::MeasuredCollective& old) {
-      return old.collective == key.first && old.ranks == key.second;
+    const auto [collective, ranks] = key;
+    std::erase_if(hardware.measured, [kind = collective, size = ranks](const plan::MeasuredCollective& old) {
+      return old.collective == kind && old.ranks == size;
     });
     hardware.measured.push_back({key.first, key.second, merged(samples)});
   }
