@@ -20,7 +20,7 @@ struct BenchCase {
   std::map<std::string, double> values;           ///< counters; all finite
 
   bool has(const std::string& counter) const { return values.contains(counter); }
-  /// @throws Error(invalid_file) if the case has no such counter, or it is not positive.
+  /// @throws Error(invalid_file) if the case has no such counter, or it is not in [1e-9, 1e18].
   double value(const std::string& counter) const;
   /// @throws Error(invalid_file) if the name has no such parameter.
   const std::string& text(const std::string& key) const;

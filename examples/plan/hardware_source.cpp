@@ -19,6 +19,10 @@ namespace {
 
 using nlohmann::json;
 
+// Wider than any machine; keeps products and quotients finite.
+constexpr double kSmallest = 1e-9;
+constexpr double kLargest = 1e18;
+
 /// One object of the file, whose keys are read with the expected type.
 class Section {
  public:
@@ -70,7 +74,11 @@ class Section {
   static double number(const json& value, const std::string& where) {
     HELIX_EXPECTS(value.is_number(), ErrorCode::invalid_file, where, ": expected a number, it is ",
                   value.type_name());
-    return value.get<double>();
+    const double result = value.get<double>();
+    const double size = std::abs(result);
+    HELIX_EXPECTS(size == 0 || (size >= kSmallest && size <= kLargest), ErrorCode::invalid_file, where,
+                  ": is ", result, "; give 0 or a number of ", kSmallest, " to ", kLargest);
+    return result;
   }
   /// [a, b]
   static std::array<double, 2> pair(const json& value, const std::string& where) {
@@ -90,7 +98,8 @@ plan::Link parse_link(const json& value, const std::string& where) {
 }
 
 plan::BandwidthCurve parse_curve(const json& value, const std::string& where) {
-  if (value.is_number()) return plan::BandwidthCurve(plan::gigabytes_per_second(value.get<double>()));
+  if (value.is_number())
+    return plan::BandwidthCurve(plan::gigabytes_per_second(Section::number(value, where)));
   HELIX_EXPECTS(value.is_array(), ErrorCode::invalid_file, where,
                 ": expected GB/s or an array of [bytes, GB/s], it is ", value.type_name());
   std::vector<plan::BandwidthCurve::Point> points;
