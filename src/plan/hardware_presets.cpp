@@ -23,15 +23,15 @@ Hardware h200() {
   Hardware hardware;
   hardware.name = "h200";
   hardware.source =
-      "measured on H200s (docs/performance.md): cold reads by size, attention in bf16, bf16 products, packed "
+      "measured on H200s (docs/performance.md): cold reads by size, attention in bf16, bf16 products, "
       "exchange and NCCL's all-reduce on four GPUs, 379 GB/s between two; the vendor: 141 GB, network 400 "
       "Gb/s; assumed: 8-bit products twice as fast as bf16, 5 us latency of the network, 3 us an operator";
   hardware.memory = gigabytes(141);
   hardware.read =
       BandwidthCurve({read_point(16, 1.6), read_point(64, 3.4), read_point(256, 4.2), read_point(1000, 4.6)});
   hardware.attention_read =
-      BandwidthCurve({read_point(33.6, 1.326), read_point(268, 3.395), read_point(537, 3.963),
-                      read_point(2147, 4.419), read_point(4295, 4.5), read_point(34360, 4.608)});
+      BandwidthCurve({read_point(33.6, 1.421), read_point(268, 3.471), read_point(537, 3.898),
+                      read_point(2147, 4.342), read_point(4295, 4.43), read_point(34360, 4.506)});
   hardware.peaks = {{8, teraflops_per_second(1580)}, {16, teraflops_per_second(790)}};
   hardware.nvlink_domain = 8;
   hardware.inside = {microseconds(1.2), gigabytes_per_second(379)};
@@ -41,10 +41,10 @@ Hardware h200() {
   hardware.measured = {
       {Collective::all_to_all,
        4,
-       {timed(33, 12.3), timed(133, 12.8), timed(532, 15.7), timed(1065, 20.0), timed(2130, 21.9)}},
-      {Collective::all_reduce, 4, {timed(262, 11.3)}}};
+       {timed(33, 6.0), timed(133, 6.6), timed(532, 9.0), timed(1065, 13.0), timed(2130, 15.3)}},
+      {Collective::all_reduce, 4, {timed(262, 10.3)}}};
   hardware.overheads.per_operator = microseconds(3);
-  // Two slices took 34 us a layer longer; the curve, read at half the size twice, explains 17 of them.
+  // Two slices took 33 us a layer longer; the curve, read at half the size twice, explains 16 of them.
   hardware.overheads.per_slice = microseconds(8.5);
   return hardware;
 }
