@@ -87,7 +87,7 @@ HWY_EXPORT(read_target);
 HWY_EXPORT(step_flops_target);
 HWY_EXPORT(multiply_add_target);
 
-constexpr std::size_t kMaxRandomBytes = std::size_t{1} << 30;
+constexpr std::size_t kMaxRandomBytes = std::size_t{9} << 27;  // a latent cache of 1M tokens
 
 /// Seconds until all of `body(0 .. num_threads - 1)` have returned.
 template <class Body>

@@ -17,8 +17,8 @@ double measure_read(std::span<const std::byte> data, int num_threads, int stream
 /// f32 operations a second (a multiply-add is two) that `num_threads` reach in registers, over about 5 ms.
 double measure_multiply_add(int num_threads);
 
-/// `bytes` (at most 1 GiB) of uniform random bf16 in (-1, 1), the same on every call: enough to leave most
-/// last-level caches between two passes.
+/// `bytes` (at most 1.125 GiB) of uniform random bf16 in (-1, 1), the same on every call: enough to leave
+/// most last-level caches between two passes.
 std::span<std::byte> random_bf16(std::size_t bytes);
 
 /// Runs `work` once an iteration of `state` and the ceilings next to it each time, because shared machines
