@@ -280,20 +280,25 @@ HELIX_AMX void multiply_rows_of(const std::byte* rows, std::int64_t row_bytes, c
       }
       parts += 2 * kTile;
     } else {
-      // Two tiles are left for a part and the rows, which L1 gives again for the next part.
-#define HELIX_MULTIPLY_PART(kFirst, kSecond) \
-  _tile_loadd(7, parts, kLineBytes);         \
-  _tile_loadd(6, rows, row_bytes);           \
-  _tile_dpbf16ps(kFirst, 6, 7);              \
-  if constexpr (kTiles > 1) {                \
-    _tile_loadd(6, next_rows, row_bytes);    \
-    _tile_dpbf16ps(kSecond, 6, 7);           \
-  }                                          \
-  parts += kTile
-      HELIX_MULTIPLY_PART(0, 1);
-      HELIX_MULTIPLY_PART(4, 5);
-      HELIX_MULTIPLY_PART(2, 3);
-#undef HELIX_MULTIPLY_PART
+      // Two tiles are left, for rows and a part. The parts are loaded again for the next rows, which lie in
+      // one place: rows that are a power of two apart would throw each other out of L1.
+      _tile_loadd(6, rows, row_bytes);
+      _tile_loadd(7, parts, kLineBytes);
+      _tile_dpbf16ps(0, 6, 7);
+      _tile_loadd(7, parts + kTile, kLineBytes);
+      _tile_dpbf16ps(4, 6, 7);
+      _tile_loadd(7, parts + 2 * kTile, kLineBytes);
+      _tile_dpbf16ps(2, 6, 7);
+      if constexpr (kTiles > 1) {
+        _tile_loadd(6, next_rows, row_bytes);
+        _tile_loadd(7, parts, kLineBytes);
+        _tile_dpbf16ps(1, 6, 7);
+        _tile_loadd(7, parts + kTile, kLineBytes);
+        _tile_dpbf16ps(5, 6, 7);
+        _tile_loadd(7, parts + 2 * kTile, kLineBytes);
+        _tile_dpbf16ps(3, 6, 7);
+      }
+      parts += 3 * kTile;
     }
   }
   constexpr std::int64_t kSums = kRows * kRows;
