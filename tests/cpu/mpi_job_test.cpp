@@ -1,36 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 // However a rank fails under mpirun, the whole job ends soon, with a non-zero exit and one line that names
 // the rank.
-#include <array>
 #include <chrono>
-#include <cstdio>
 #include <string>
 
-#include <sys/wait.h>
-
 #include "support/catch.hpp"
+#include "support/process.hpp"
 
 namespace {
 
 struct Job {
-  int status = -1;
-  std::string output;
+  helix::test::Run run;
   double seconds = 0;
 };
 
 Job run_job(const std::string& way) {
   // 124 is how `timeout` reports a job that it had to end.
-  const std::string command =
-      "timeout --kill-after=5 40 " HELIX_MPIRUN " " HELIX_MPI_RANK " " + way + " 2>&1";
+  const std::string command = HELIX_MPIRUN " " HELIX_MPI_RANK " " + way;
   Job job;
   const auto begin = std::chrono::steady_clock::now();
-  std::FILE* pipe = ::popen(command.c_str(), "r");
-  REQUIRE(pipe != nullptr);
-  std::array<char, 512> chunk;
-  while (const std::size_t read = std::fread(chunk.data(), 1, chunk.size(), pipe))
-    job.output.append(chunk.data(), read);
-  const int status = ::pclose(pipe);
-  job.status = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  job.run = helix::test::run_command(command, 40);
   job.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   return job;
 }
@@ -55,11 +44,11 @@ TEST_CASE("a failing rank ends the whole MPI job with one message") {
                          Row{"absent", "failed: barrier: world rank 2 did not arrive within 1 s"}}) {
     DYNAMIC_SECTION(row.way) {
       const Job job = run_job(row.way);
-      CAPTURE(job.output, job.seconds);
-      CHECK(job.status != 0);
-      CHECK(job.status != 124);
-      CHECK(count(job.output, row.message) == 1);
-      CHECK(count(job.output, "helix: world rank") == 1);
+      CAPTURE(job.run.output, job.seconds);
+      CHECK(job.run.exit_code != 0);
+      CHECK(job.run.exit_code != 124);
+      CHECK(count(job.run.output, row.message) == 1);
+      CHECK(count(job.run.output, "helix: world rank") == 1);
     }
   }
 }
@@ -68,9 +57,9 @@ TEST_CASE("a rank that dies without a word ends the whole MPI job") {
   for (const char* way : {"exit", "terminate"}) {
     DYNAMIC_SECTION(way) {
       const Job job = run_job(way);
-      CAPTURE(job.output, job.seconds);
-      CHECK(job.status != 0);
-      CHECK(job.status != 124);
+      CAPTURE(job.run.output, job.seconds);
+      CHECK(job.run.exit_code != 0);
+      CHECK(job.run.exit_code != 124);
     }
   }
 }

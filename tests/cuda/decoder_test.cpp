@@ -1,21 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // The decoder on GPUs against transformers' outputs: every legal topology as threads of one GPU, 16-bit
 // activations, NCCL over several GPUs, and helix-decode --device cuda.
-#include <array>
-#include <cstdio>
-#include <filesystem>
-#include <fstream>
 #include <string>
 #include <vector>
 
 #include <nlohmann/json.hpp>
-#include <sys/wait.h>
 
 #include "cuda/free_port.hpp"
 #include "cuda/gpu.hpp"
 #include "decode/golden.hpp"
 #include "launch.hpp"
 #include "support/catch.hpp"
+#include "support/process.hpp"
 
 namespace helix::test {
 namespace {
@@ -95,39 +91,26 @@ void check_nccl(int ranks) {
   }
 }
 
-/// Runs `command` in a shell, killed after two minutes; its exit code, and what it printed into `output`.
-int run_shell(const std::string& command, std::string& output) {
-  std::FILE* pipe = popen(("timeout -k 5 120 sh -c '" + command + "' 2>&1 < /dev/null").c_str(), "r");
-  REQUIRE(pipe != nullptr);
-  std::array<char, 4096> chunk;
-  while (const std::size_t n = std::fread(chunk.data(), 1, chunk.size(), pipe))
-    output.append(chunk.data(), n);
-  const int status = pclose(pipe);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+/// Runs a job of several commands.
+Run run_shell(const std::string& commands) {
+  return run_command("sh -c '" + commands + "'");
 }
 
 /// Files for a run of helix-decode, gone with the test.
 class GoldenRun {
  public:
   explicit GoldenRun(const std::string& name) : golden_(ReferenceModel(name).golden()) {
-    std::string directory = (std::filesystem::temp_directory_path() / "helix-gpu-XXXXXX").string();
-    REQUIRE(mkdtemp(directory.data()) != nullptr);
-    directory_ = directory;
-    std::ofstream(directory_ / "prompts.json") << nlohmann::json(golden_.prompts).dump();
+    write_file(directory_ / "prompts.json", nlohmann::json(golden_.prompts).dump());
     command_ = HELIX_DECODE " --model " + (data_directory() / name).string() +
                " --device cuda --kv-dtype f32 --ignore-eos --max-new-tokens 24 --prompts " +
                (directory_ / "prompts.json").string() + " --json " + (directory_ / "report.json").string();
   }
-  ~GoldenRun() { std::filesystem::remove_all(directory_); }
-  GoldenRun(const GoldenRun&) = delete;
-  GoldenRun& operator=(const GoldenRun&) = delete;
 
   /// helix-decode with the golden's prompts and `--json`.
   const std::string& command() const { return command_; }
 
   void check_report() const {
-    std::ifstream in(directory_ / "report.json");
-    const auto json = nlohmann::json::parse(in);
+    const auto json = nlohmann::json::parse(read_file(directory_ / "report.json"));
     for (std::size_t s = 0; s < golden_.greedy.size(); ++s) {
       CHECK(json.at("sequences")[s].at("tokens").get<decode::TokenIds>() == golden_.greedy[s]);
     }
@@ -135,7 +118,7 @@ class GoldenRun {
 
  private:
   Golden golden_;
-  std::filesystem::path directory_;
+  ScratchDirectory directory_;
   std::string command_;
 };
 
@@ -339,42 +322,39 @@ TEST_CASE("four GPUs over NCCL give the golden output") {
 TEST_CASE("helix-decode --device cuda gives the golden tokens") {
   HELIX_REQUIRE_GPUS(1);
   const GoldenRun run("llama-tiny");
-  std::string output;
-  const int exit_code = run_shell(run.command() + " --kvp 2 --tpa 2 --verify", output);
-  INFO(output);
-  REQUIRE(exit_code == 0);
-  CHECK_THAT(output, Catch::Matchers::Contains("device: cuda") && Catch::Matchers::Contains("verified"));
+  const Run job = run_shell(run.command() + " --kvp 2 --tpa 2 --verify");
+  INFO(job.output);
+  REQUIRE(job.exit_code == 0);
+  CHECK_THAT(job.output, Catch::Matchers::Contains("device: cuda") && Catch::Matchers::Contains("verified"));
   run.check_report();
 }
 
 TEST_CASE("two processes with a GPU each give the golden tokens") {
   HELIX_REQUIRE_GPUS(2);
   const GoldenRun run("deepseek-tiny");
-  const std::string job =
+  const std::string commands =
       "export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(free_port()) + "; " +
       "RANK=1 LOCAL_RANK=1 " + run.command() + " --kvp 2 & " +          //
       "RANK=0 LOCAL_RANK=0 " + run.command() + " --kvp 2; code=$?; " +  //
       "wait $! && exit $code";
-  std::string output;
-  const int exit_code = run_shell(job, output);
-  INFO(output);
-  REQUIRE(exit_code == 0);
-  CHECK_THAT(output, Catch::Matchers::Contains("2 processes"));
+  const Run job = run_shell(commands);
+  INFO(job.output);
+  REQUIRE(job.exit_code == 0);
+  CHECK_THAT(job.output, Catch::Matchers::Contains("2 processes"));
   run.check_report();
 }
 
 TEST_CASE("processes that were started with other options are refused") {
   HELIX_REQUIRE_GPUS(1);
   const GoldenRun run("llama-tiny");
-  const std::string job =
+  const std::string commands =
       "export WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(free_port()) +
       "; RANK=1 " + run.command() + " --kvp 2 --chunk 1 & RANK=0 " + run.command() +
       " --kvp 2; code=$?; wait $!; test $? -ne 0 && exit $code";
-  std::string output;
-  const int exit_code = run_shell(job, output);
-  INFO(output);
-  CHECK(exit_code == 1);
-  CHECK_THAT(output, Catch::Matchers::Contains("helix-decode: "));
+  const Run job = run_shell(commands);
+  INFO(job.output);
+  CHECK(job.exit_code == 1);
+  CHECK_THAT(job.output, Catch::Matchers::Contains("helix-decode: "));
 }
 
 }  // namespace helix::test

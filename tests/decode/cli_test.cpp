@@ -1,73 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 // helix-decode as a user runs it: output, JSON, exit codes, and one clear error for each bad input.
-#include <array>
 #include <chrono>
 #include <cmath>
-#include <cstdio>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <string>
 
 #include <nlohmann/json.hpp>
-#include <sys/wait.h>
 
 #include "decode/golden.hpp"
 #include "support/catch.hpp"
+#include "support/process.hpp"
 
 namespace helix::test {
 namespace {
 
 using Catch::Matchers::Contains;
 
-struct Run {
-  int exit_code = -1;
-  std::string output;  // standard output and error together
-};
-
-/// Runs `prefix helix-decode arguments` in a shell, killed after two minutes.
+/// Runs `prefix helix-decode arguments`.
 Run run_decode(const std::string& arguments, const std::string& prefix = "") {
-  const std::string command =
-      "timeout -k 5 120 " + prefix + " " HELIX_DECODE " " + arguments + " 2>&1 < /dev/null";
-  Run run;
-  std::FILE* pipe = popen(command.c_str(), "r");
-  REQUIRE(pipe != nullptr);
-  std::array<char, 4096> chunk;
-  while (const std::size_t n = std::fread(chunk.data(), 1, chunk.size(), pipe))
-    run.output.append(chunk.data(), n);
-  const int status = pclose(pipe);
-  run.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-  return run;
+  return run_command(prefix + " " HELIX_DECODE " " + arguments);
 }
 
 std::string model_option(const std::string& name) {
   return "--model " + (data_directory() / name).string() + " ";
-}
-
-/// A directory that goes away with the test.
-class ScratchDirectory {
- public:
-  ScratchDirectory() {
-    std::string name = (std::filesystem::temp_directory_path() / "helix-cli-XXXXXX").string();
-    REQUIRE(mkdtemp(name.data()) != nullptr);
-    path_ = name;
-  }
-  ~ScratchDirectory() { std::filesystem::remove_all(path_); }
-  ScratchDirectory(const ScratchDirectory&) = delete;
-  ScratchDirectory& operator=(const ScratchDirectory&) = delete;
-  std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
-
- private:
-  std::filesystem::path path_;
-};
-
-void write_file(const std::filesystem::path& path, const std::string& text) {
-  std::ofstream(path, std::ios::binary) << text;
-}
-
-std::string read_file(const std::filesystem::path& path) {
-  std::ifstream in(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(in), {}};
 }
 
 }  // namespace

@@ -2,13 +2,8 @@
 // helix-plan as a user runs it: tables, JSON, CSV, pictures, calibration, one clear error for each bad input;
 // and helix-decode under the topology that the planner chooses.
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <map>
 #include <regex>
 #include <sstream>
@@ -16,62 +11,18 @@
 #include <vector>
 
 #include <nlohmann/json.hpp>
-#include <sys/wait.h>
 
 #include "support/catch.hpp"
+#include "support/process.hpp"
 
 namespace {
 
 using Catch::Matchers::Contains;
 using nlohmann::json;
-
-struct Run {
-  int exit_code = -1;
-  std::string output;  // standard output and error together
-};
-
-/// Runs `command` in a shell, killed after two minutes.
-Run run_command(const std::string& command) {
-  const std::string limited = "timeout -k 5 120 " + command + " 2>&1 < /dev/null";
-  Run run;
-  std::FILE* pipe = popen(limited.c_str(), "r");
-  REQUIRE(pipe != nullptr);
-  std::array<char, 4096> chunk;
-  while (const std::size_t n = std::fread(chunk.data(), 1, chunk.size(), pipe))
-    run.output.append(chunk.data(), n);
-  const int status = pclose(pipe);
-  run.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-  return run;
-}
+using namespace helix::test;
 
 Run run_plan(const std::string& arguments) {
   return run_command(HELIX_PLAN " " + arguments);
-}
-
-/// A directory that goes away with the test.
-class ScratchDirectory {
- public:
-  ScratchDirectory() {
-    std::string name = (std::filesystem::temp_directory_path() / "helix-plan-XXXXXX").string();
-    REQUIRE(mkdtemp(name.data()) != nullptr);
-    path_ = name;
-  }
-  ~ScratchDirectory() { std::filesystem::remove_all(path_); }
-  ScratchDirectory(const ScratchDirectory&) = delete;
-  ScratchDirectory& operator=(const ScratchDirectory&) = delete;
-  std::string operator/(const std::string& name) const { return (path_ / name).string(); }
-
- private:
-  std::filesystem::path path_;
-};
-
-void write_file(const std::string& path, const std::string& text) {
-  std::ofstream(path, std::ios::binary) << text;
-}
-
-std::string read_file(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(in), {}};
 }
 
 std::vector<std::string> split(const std::string& text, char separator) {
@@ -101,7 +52,8 @@ TEST_CASE("the table shows layouts, memory, what bounds them, and why others los
 
 TEST_CASE("JSON and CSV agree, and the frontier is what brute force finds") {
   const ScratchDirectory scratch;
-  const Run run = run_plan(kRack + "--json " + (scratch / "plan.json") + " --csv " + (scratch / "plan.csv"));
+  const Run run = run_plan(kRack + "--json " + (scratch / "plan.json").string() + " --csv " +
+                           (scratch / "plan.csv").string());
   INFO(run.output);
   REQUIRE(run.exit_code == 0);
   const json plan = json::parse(read_file(scratch / "plan.json"));
@@ -167,7 +119,7 @@ TEST_CASE("a machine from a file gives appendix A's KV time") {
   const Run run = run_plan(
       "--model llama-3.1-405b --gpus 1 --batch 8 --context 1000000 --weight-dtype fp4 --kv-dtype "
       "fp4 --hardware " +
-      (scratch / "machine.json") + " --json " + (scratch / "plan.json"));
+      (scratch / "machine.json").string() + " --json " + (scratch / "plan.json").string());
   INFO(run.output);
   REQUIRE(run.exit_code == 0);
   CHECK_THAT(run.output, Contains("one large GPU"));
@@ -190,7 +142,7 @@ TEST_CASE("every value of a machine's file is read") {
   write_file(scratch / "machine.json", machine);
   const Run run =
       run_plan("--model llama-3.1-8b --gpus 4 --batch 1 --strategies tensor_parallel --hardware " +
-               (scratch / "machine.json") + " --json " + (scratch / "plan.json"));
+               (scratch / "machine.json").string() + " --json " + (scratch / "plan.json").string());
   INFO(run.output);
   REQUIRE(run.exit_code == 0);
   CHECK_THAT(run.output, Contains("200 GB a GPU, 100.0 usable; made up"));
@@ -265,7 +217,7 @@ TEST_CASE("a prediction does not depend on what it predicts") {
       if (at["name"].get<std::string>().starts_with(slow)) at["us"] = 2 * at["us"].get<double>();
     }
     write_file(scratch / "slow.json", results.dump());
-    const auto after = check_rows(one + (scratch / "slow.json"));
+    const auto after = check_rows(one + (scratch / "slow.json").string());
     REQUIRE(after.size() == before.size());
     int slowed = 0;
     for (const auto& [name, row] : after) {
@@ -323,12 +275,12 @@ TEST_CASE("pictures are well-formed, whatever the machine is called") {
   const Run run = run_plan(
       "--model llama-3.1-405b --gpus 64 --context 1000000 --weight-dtype fp4 --kv-dtype fp4 "
       "--ttl-ms 3 --hardware " +
-      (scratch / "machine.json") + " --pictures " + (scratch / "new/folder"));
+      (scratch / "machine.json").string() + " --pictures " + (scratch / "new/folder").string());
   INFO(run.output);
   REQUIRE(run.exit_code == 0);
   for (const char* name : {"roofline.svg", "frontier.svg", "timeline.svg"}) {
     INFO(name);
-    const std::string svg = read_file(scratch / "new/folder/" + name);
+    const std::string svg = read_file(scratch / "new/folder" / name);
     CHECK(is_well_formed(svg));
     CHECK_THAT(svg, Contains("&lt;b&gt;&amp;") || !Contains("llama"));
     CHECK_THAT(svg, !Contains("nan") && !Contains("inf\""));
@@ -345,7 +297,7 @@ TEST_CASE("bad input gives one clear error and a non-zero exit") {
   const ScratchDirectory scratch;
   const auto file = [&](const std::string& name, const std::string& text) {
     write_file(scratch / name, text);
-    return scratch / name;
+    return (scratch / name).string();
   };
   const std::string llama = "--model llama-3.1-8b ";
   const auto machine = [&](const std::string& name, const std::string& text) {
@@ -456,7 +408,7 @@ TEST_CASE("helix-decode under the planner's topology gives the golden tokens on 
     write_file(scratch / "prompts.json", golden.at("prompt").dump());
     const std::string arguments =
         " --model " + folder + " --topology auto --kv-dtype f32 --ignore-eos --max-new-tokens 24 --prompts " +
-        (scratch / "prompts.json") + " --json " + (scratch / "report.json");
+        (scratch / "prompts.json").string() + " --json " + (scratch / "report.json").string();
     const auto check = [&](int ranks, const std::string& command) {
       const Run run = run_command(command);
       INFO(name << ", " << ranks << " ranks\n" << run.output);
