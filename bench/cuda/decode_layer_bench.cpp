@@ -118,9 +118,10 @@ class DecodeRank {
         norm_at_(on_device(rank.backend, std::vector<bf16>(kHidden, bf16(kNormWeight)))),
         first_hidden_(random_bf16(kBatch * kHidden, 7)),
         hidden_(first_hidden_.size_bytes()),
-        reduced_(first_hidden_.size_bytes()),
-        rows_(on_device(rank.backend, std::vector<std::int32_t>{0, 1, 2, 3, 4, 5, 6, 7})) {
-    static_assert(kBatch == 8);
+        reduced_(first_hidden_.size_bytes()) {
+    std::vector<std::int32_t> rows(kBatch);
+    std::iota(rows.begin(), rows.end(), 0);
+    rows_ = on_device(rank.backend, rows);
     std::vector<float> frequencies;
     for (std::int64_t pair = 0; pair < kDim / 2; ++pair)
       frequencies.push_back(static_cast<float>(std::pow(500000.0, -2.0 * static_cast<double>(pair) / kDim)));

@@ -28,12 +28,6 @@ void check_ids(const std::vector<TokenIds>& lists, const char* what, std::int64_
   }
 }
 
-/// Longest that a sequence's cache gets: the last drawn token is never stored, rejected drafts are for a
-/// while.
-std::int64_t longest_length(const GenerationRequest& request, std::int64_t sequence) {
-  return request.prompt_length(sequence) + request.max_new_tokens;
-}
-
 template <class T>
 void write_value(std::vector<std::byte>& out, const T& value) {
   const auto* bytes = reinterpret_cast<const std::byte*>(&value);
@@ -126,9 +120,9 @@ void check_request(const GenerationRequest& request, const ModelConfig& model, c
     HELIX_EXPECTS(prompt >= 1, ErrorCode::invalid_argument, "prompt ", sequence,
                   " is empty; give at least one token");
     // Synthetic context measures speed and topology, so it may exceed what the model was trained for.
-    HELIX_EXPECTS(request.synthetic_context > 0 || longest_length(request, sequence) <= model.max_positions,
+    HELIX_EXPECTS(request.synthetic_context > 0 || request.longest_length(sequence) <= model.max_positions,
                   ErrorCode::invalid_argument, "prompt ", sequence, " has ", prompt, " tokens and ",
-                  request.max_new_tokens, " are to follow: ", longest_length(request, sequence),
+                  request.max_new_tokens, " are to follow: ", request.longest_length(sequence),
                   " exceed the model's max_position_embeddings of ", model.max_positions,
                   "; shorten the prompt or --max-new-tokens");
   }
@@ -144,7 +138,7 @@ KvCacheSpec plan_cache(const GenerationRequest& request, const Topology& topo, i
   spec.max_sequences = std::max<std::int64_t>(1, mine.size());
   std::vector<std::int64_t> lengths;
   for (std::int64_t sequence = mine.begin; sequence < mine.end; ++sequence) {
-    lengths.push_back(longest_length(request, sequence));
+    lengths.push_back(request.longest_length(sequence));
     spec.max_tokens = std::max(spec.max_tokens, lengths.back());
   }
   const KvLayout layout(topo.kvp(), request.chunk);
@@ -175,7 +169,7 @@ std::int64_t planned_kv_bytes(const GenerationRequest& request, const Topology& 
                             .layers = topo.layers(at.stage).size(),
                             .page_tokens = request.page_tokens,
                             .chunk = request.chunk};
-  const std::int64_t length = longest_length(request, sequence);
+  const std::int64_t length = request.longest_length(sequence);
   return plan::kv_page_bytes_used(topo, at.stage_rank, pages, {&length, 1});
 }
 

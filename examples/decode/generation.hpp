@@ -40,6 +40,11 @@ struct GenerationRequest {
                ? synthetic_context
                : static_cast<std::int64_t>(prompts[static_cast<std::size_t>(sequence)].size());
   }
+  /// The longest that the sequence's cache gets: the last drawn token is never stored, rejected drafts are
+  /// for a while.
+  std::int64_t longest_length(std::int64_t sequence) const {
+    return prompt_length(sequence) + max_new_tokens;
+  }
 };
 
 struct GeneratedSequence {

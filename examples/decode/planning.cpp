@@ -117,7 +117,7 @@ TopologySpec choose_topology(const ModelConfig& config, const GenerationRequest&
   workload.page_tokens = request.page_tokens;
   std::int64_t longest = request.draft_tokens;
   for (std::int64_t sequence = 0; sequence < request.num_sequences(); ++sequence) {
-    longest = std::max(longest, request.prompt_length(sequence) + request.max_new_tokens);
+    longest = std::max(longest, request.longest_length(sequence));
   }
   workload.context = plan::tokens(static_cast<double>(longest));
   plan::SearchSpace space;

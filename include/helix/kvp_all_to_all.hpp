@@ -196,18 +196,18 @@ class KvpAllToAll {
     const std::int64_t heads = spec_.num_query_heads / kvp_;
     const std::int64_t dim = spec_.value_dim;
     const MessageLayout at(tokens, heads, dim);
-    const std::byte* received = messages.headers.message + kvp_ * at.message_bytes;
-    backend_->comms().kvp->all_to_all(messages.headers.message,
-                                      messages.headers.message + kvp_ * at.message_bytes, at.message_bytes,
-                                      stream);
+    std::byte* const sent = messages.headers.message;
+    std::byte* const received = sent + kvp_ * at.message_bytes;
+    backend_->comms().kvp->all_to_all(sent, received, at.message_bytes, stream);
     sent_payload_bytes_ += (kvp_ - 1) * tokens * heads * token_head_bytes(dim);
-    const auto message = [&]<class X>(X) { return at.message_bytes / static_cast<std::int64_t>(sizeof(X)); };
+    const std::int64_t out_stride = at.template head_stride<T>();
+    const std::int64_t lse_stride = at.template head_stride<float>();
     return {{reinterpret_cast<const T*>(received + at.out_begin),
              {kvp_, tokens, heads, dim},
-             {message(T{}), dim, at.template head_stride<T>(), 1}},
+             {heads * out_stride, dim, out_stride, 1}},
             {reinterpret_cast<const float*>(received + at.lse_begin),
              {kvp_, tokens, heads},
-             {message(float{}), 1, at.template head_stride<float>()}}};
+             {heads * lse_stride, 1, lse_stride}}};
   }
 
   CheckExchangeArgs check_of(const Outgoing& messages) const {
