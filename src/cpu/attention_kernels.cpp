@@ -25,6 +25,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numbers>
 #include <utility>
 
 #include <hwy/contrib/math/math-inl.h>
@@ -106,6 +107,8 @@ namespace helix::cpu::HWY_NAMESPACE {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLog2E = std::numbers::log2e_v<float>;
+constexpr float kLn2 = std::numbers::ln2_v<float>;
 /// Rows of the widest block: with half as many keys as lanes a widened key serves enough rows, and a value
 /// pass has kLanes accumulators in two vectors a row.
 constexpr int kMaxRows = kLanes / 2;
@@ -279,13 +282,45 @@ HWY_NOINLINE void cap_scores(float* scores, std::int64_t padded, float soft_cap)
   }
 }
 
-/// weight = exp(score - pivot), in place, and the weights' sum by lane. A NaN stays one (hn::Exp makes it 0),
-/// or a query of NaN would pass for one that sees nothing.
+/// 2^x for x <= 0 within 8e-8 of the value; 0 below the normal range. A NaN stays one, or a query of NaN
+/// would pass for one that sees nothing. Half the operations of hn::Exp.
+HWY_INLINE Vec exp2_of(Vec x) {
+  // Adding 1.5 * 2^23 rounds to the nearest integer; with the bias on top, the lowest bits are the exponent.
+  const Vec shift = hn::Set(kF32, 0x1.8p23f + 127.0f);
+  const Vec shifted = hn::Add(x, shift);
+  const Vec r = hn::Sub(x, hn::Sub(shifted, shift));
+  // Minimax for 2^r, |r| <= 1/2.
+  Vec p = hn::Set(kF32, 1.534581243e-4f);
+  p = hn::MulAdd(p, r, hn::Set(kF32, 1.339993090e-3f));
+  p = hn::MulAdd(p, r, hn::Set(kF32, 9.618489072e-3f));
+  p = hn::MulAdd(p, r, hn::Set(kF32, 5.550328642e-2f));
+  p = hn::MulAdd(p, r, hn::Set(kF32, 0.2402264625f));
+  p = hn::MulAdd(p, r, hn::Set(kF32, 0.6931471825f));
+  p = hn::MulAdd(p, r, hn::Set(kF32, 1.0f));
+  const hn::Repartition<std::uint32_t, F32> d32;
+  const Vec power = hn::BitCast(kF32, hn::ShiftLeft<23>(hn::BitCast(d32, shifted)));
+  return hn::IfThenZeroElse(hn::Lt(x, hn::Set(kF32, -126.0f)), hn::Mul(p, power));
+}
+
+/// The highest score by lane.
+HWY_INLINE Vec highest_scores(const float* scores, std::int64_t padded) {
+  Vec top[4];  // a single one would wait for itself
+  for (Vec& t : top) t = hn::Set(kF32, -kInfinity);
+  std::int64_t i = 0;
+  for (; i + 4 * kLanes <= padded; i += 4 * kLanes) {
+    HELIX_UNROLL for (int j = 0; j < 4; ++j) {
+      top[j] = hn::Max(top[j], hn::LoadU(kF32, scores + i + j * kLanes));
+    }
+  }
+  for (; i < padded; i += kLanes) top[0] = hn::Max(top[0], hn::LoadU(kF32, scores + i));
+  return hn::Max(hn::Max(top[0], top[1]), hn::Max(top[2], top[3]));
+}
+
+/// weight = 2^(score - pivot), in place, and the weights' sum by lane.
 HWY_INLINE Vec weigh_scores(float* scores, std::int64_t padded, Vec pivot) {
   Vec total = hn::Zero(kF32);
   for (std::int64_t i = 0; i < padded; i += kLanes) {
-    const Vec score = hn::Sub(hn::LoadU(kF32, scores + i), pivot);
-    const Vec weight = hn::IfThenElse(hn::IsNaN(score), score, hn::Exp(kF32, score));
+    const Vec weight = exp2_of(hn::Sub(hn::LoadU(kF32, scores + i), pivot));
     hn::StoreU(weight, kF32, scores + i);
     total = hn::Add(total, weight);
   }
@@ -302,12 +337,10 @@ HWY_NOINLINE void softmax_block(const State& s, const Block& block, std::int64_t
   float* sum = s.sum + block.row;
   float* correction = s.correction + block.row;
   const std::int64_t padded = round_up(count, K) * R;
-  if (s.task.soft_cap > 0.0f) cap_scores(scores, padded, s.task.soft_cap);
+  if (s.task.soft_cap > 0.0f) cap_scores(scores, padded, s.task.soft_cap * kLog2E);
   std::fill(scores + count * R, scores + padded, -kInfinity);
-  Vec top = hn::Set(kF32, -kInfinity);
-  for (std::int64_t i = 0; i < padded; i += kLanes) top = hn::Max(top, hn::LoadU(kF32, scores + i));
   alignas(64) float lanes[kLanes];
-  hn::Store(top, kF32, lanes);
+  hn::Store(highest_scores(scores, padded), kF32, lanes);
   for (int r = 0; r < R; ++r) {
     float highest = r < block.valid ? max[r] : -kInfinity;
     for (int k = 0; k < K; ++k) highest = std::max(highest, lanes[k * R + r]);
@@ -315,7 +348,7 @@ HWY_NOINLINE void softmax_block(const State& s, const Block& block, std::int64_t
     const float pivot = highest == -kInfinity ? 0.0f : highest;
     for (int k = 0; k < K; ++k) lanes[k * R + r] = pivot;
     if (r >= block.valid) continue;
-    correction[r] = max[r] == pivot ? 1.0f : std::exp(max[r] - pivot);
+    correction[r] = max[r] == pivot ? 1.0f : std::exp2(max[r] - pivot);
     max[r] = highest;
   }
   hn::Store(weigh_scores(scores, padded, hn::Load(kF32, lanes)), kF32, lanes);
@@ -443,14 +476,13 @@ HWY_NOINLINE void widen_tile(const State& s, std::int64_t count) {
 /// Scores of one row, [kPackedTile], to weights; the row's running max and sum, and its correction.
 HWY_NOINLINE void softmax_row(const State& s, std::int64_t row, std::int64_t count, float* scores) {
   const std::int64_t padded = round_up(count, kLanes);
-  if (s.task.soft_cap > 0.0f) cap_scores(scores, padded, s.task.soft_cap);
+  if (s.task.soft_cap > 0.0f) cap_scores(scores, padded, s.task.soft_cap * kLog2E);
   std::fill(scores + count, scores + padded, -kInfinity);
-  Vec top = hn::Set(kF32, -kInfinity);
-  for (std::int64_t i = 0; i < padded; i += kLanes) top = hn::Max(top, hn::LoadU(kF32, scores + i));
-  const float highest = std::max(s.max[row], hn::GetLane(hn::MaxOfLanes(kF32, top)));
+  const float highest =
+      std::max(s.max[row], hn::GetLane(hn::MaxOfLanes(kF32, highest_scores(scores, padded))));
   const float pivot = highest == -kInfinity ? 0.0f : highest;
   const Vec total = weigh_scores(scores, padded, hn::Set(kF32, pivot));
-  const float correction = s.max[row] == pivot ? 1.0f : std::exp(s.max[row] - pivot);
+  const float correction = s.max[row] == pivot ? 1.0f : std::exp2(s.max[row] - pivot);
   s.sum[row] = s.sum[row] * correction + hn::GetLane(hn::SumOfLanes(kF32, total));
   s.max[row] = highest;
   s.correction[row] = correction;
@@ -523,7 +555,7 @@ HWY_NOINLINE void pack_columns(const State& s, std::int64_t first_row, std::int6
     const std::int64_t g = (first_row + row) % task.group;
     // The tile's place is free until the keys come.
     load_pair_order<T>(task.q + t * task.q_token_stride + g * task.q_head_stride, task.head_dim,
-                       task.key_scale * kDecodeFactor<T>, s.keys, kPair);
+                       task.key_scale * kLog2E * kDecodeFactor<T>, s.keys, kPair);
     float* to = s.q + row / kMaxRows * kMaxRows * s.d + row % kMaxRows;
     for (std::int64_t d = 0; d < s.d; ++d) to[d * kMaxRows] = s.keys[d];
   }
@@ -542,7 +574,8 @@ HWY_NOINLINE void pack_queries(const State& s, std::int64_t first_row, std::int6
       const std::int64_t t = (first_row + row) / task.group;
       const std::int64_t g = (first_row + row) % task.group;
       load_pair_order<T>(task.q + t * task.q_token_stride + g * task.q_head_stride, task.head_dim,
-                         task.key_scale * kDecodeFactor<T>, block + (row - begin) * kPair, rows * kPair);
+                         task.key_scale * kLog2E * kDecodeFactor<T>, block + (row - begin) * kPair,
+                         rows * kPair);
     }
   }
 }
@@ -570,7 +603,7 @@ HWY_NOINLINE void tiled(const State& s, std::int64_t first_row, std::int64_t num
       std::copy_n(task.q + row / task.group * task.q_token_stride + row % task.group * task.q_head_stride,
                   task.head_dim, s.q + r * s.d);
     }
-    amx::split_rows(s.q, s.d, valid, task.head_dim, task.key_scale, q + block * 3 * d);
+    amx::split_rows(s.q, s.d, valid, task.head_dim, task.key_scale * kLog2E, q + block * 3 * d);
   }
   if (d != task.head_dim) std::fill_n(keys, kAmxTile * d, bf16{});
 
@@ -712,7 +745,7 @@ HWY_INLINE void attend_as(const AttentionTask& task, float* scratch) {
     } else {
       store_pair_order<T>(s.acc + row * s.dv, task.value_dim,
                           task.value_scale * kDecodeFactor<T> / s.sum[row], out);
-      lse = s.max[row] + std::log(s.sum[row]);
+      lse = s.max[row] * kLn2 + std::log(s.sum[row]);
     }
   }
 }
