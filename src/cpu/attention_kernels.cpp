@@ -90,7 +90,7 @@ struct ScratchLayout {
     values = keys + kPackedTile * d;
     pointers = values + kPackedTile * dv;
     const std::int64_t pointer_floats = static_cast<std::int64_t>(sizeof(void*) / sizeof(float));
-    amx = pointers + 4 * (kDirectTile + kPairSlack) * pointer_floats;
+    amx = pointers + 3 * (kDirectTile + kPairSlack) * pointer_floats;
     total = amx;
     if (amx::available()) {
       total += AmxLayout(rows, head_dim, value_dim).total / static_cast<std::int64_t>(sizeof(float));
@@ -119,9 +119,6 @@ HWY_INLINE int block_rows(std::int64_t rest) {
   return rows;
 }
 
-/// Corrections of a block whose maximum stays.
-[[maybe_unused]] constexpr float kUnchanged[8] = {1, 1, 1, 1, 1, 1, 1, 1};
-
 /// Asks for the elements of a pair.
 template <class T>
 HWY_INLINE void prefetch_pair(const T* from) {
@@ -131,15 +128,16 @@ HWY_INLINE void prefetch_pair(const T* from) {
   }
 }
 
-/// Rows in pages: one pointer each. With kAhead, reading a part of row i asks for the same part of row i of
-/// `ahead`.
+/// Rows in pages: row i starts `offset` elements behind pointer i. With kAhead, reading a part of it asks for
+/// the same part `ahead` elements behind the pointer.
 template <class T, bool kAhead>
 struct Scattered {
-  const T* const* rows;
-  const T* const* ahead;
-  HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i]; }
+  const T* const* pointers;
+  std::int64_t offset;
+  std::int64_t ahead;
+  HWY_INLINE const T* operator[](std::int64_t i) const { return pointers[i] + offset; }
   HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) const {
-    if constexpr (kAhead) prefetch_pair(ahead[i] + d);
+    if constexpr (kAhead) prefetch_pair(pointers[i] + ahead + d);
   }
 };
 
@@ -248,7 +246,6 @@ struct State {
   const void** key_rows;  ///< of the current tile
   const void** value_rows;
   const void** next_key_rows;
-  const void** next_value_rows;
   std::byte* amx;
 };
 
@@ -271,25 +268,30 @@ HWY_NOINLINE void find_rows(const AttentionTask& task, std::int64_t begin, std::
   std::fill_n(value_rows + count, kPair, value_rows[count - 1]);
 }
 
-/// find_rows, a whole tile in `streams` interleaved runs: the order of keys is free, and one run after the
-/// other drew 60 % of the bandwidth that a core reaches, because hardware prefetchers look only so far ahead
-/// in each.
-HWY_NOINLINE void find_interleaved_rows(const AttentionTask& task, std::int64_t begin, std::int64_t count,
-                                        std::int64_t streams, const void** key_rows,
-                                        const void** value_rows) {
-  if (count < kDirectTile) return find_rows(task, begin, count, key_rows, value_rows);
-  const void* keys[kDirectTile + kPairSlack];
-  const void* values[kDirectTile + kPairSlack];
-  find_rows(task, begin, count, keys, values);
-  const std::int64_t run = kDirectTile / streams;
+/// The key rows of tokens [begin, begin + count), a whole tile in `streams` interleaved runs: the order of
+/// keys is free, and one run after the other drew 60 % of the bandwidth that a core reaches, because hardware
+/// prefetchers look only so far ahead in each. The last row repeats up to a whole block.
+HWY_NOINLINE void find_interleaved_keys(const AttentionTask& task, std::int64_t begin, std::int64_t count,
+                                        std::int64_t streams, const void** key_rows) {
+  if (count < kDirectTile) streams = 1;
+  const std::int64_t run = count / streams;
+  std::int64_t page = begin / task.page_tokens;
+  std::int64_t slot = begin % task.page_tokens;
   for (std::int64_t stream = 0; stream < streams; ++stream) {
-    for (std::int64_t i = 0; i < run; ++i) {
-      key_rows[i * streams + stream] = keys[stream * run + i];
-      value_rows[i * streams + stream] = values[stream * run + i];
+    const void** to = key_rows + stream;
+    for (std::int64_t rest = run; rest > 0;) {
+      const std::int64_t rows = std::min(rest, task.page_tokens - slot);
+      const std::byte* key = task.keys + task.page_table[page] * task.page_bytes + slot * task.row_bytes;
+      for (std::int64_t i = 0; i < rows; ++i, to += streams, key += task.row_bytes) *to = key;
+      rest -= rows;
+      slot += rows;
+      if (slot == task.page_tokens) {
+        slot = 0;
+        ++page;
+      }
     }
   }
   std::fill_n(key_rows + count, kPair, key_rows[count - 1]);
-  std::fill_n(value_rows + count, kPair, value_rows[count - 1]);
 }
 
 /// A block of query rows.
@@ -392,17 +394,24 @@ HWY_NOINLINE void softmax_block(const State& s, const Block& block, std::int64_t
 template <int R>
 inline constexpr bool kPrefetches = R > 1;
 
+/// Elements from a key row to the value row of the same token.
+template <class T>
+HWY_INLINE std::int64_t key_to_value(const AttentionTask& task) {
+  return (task.values - task.keys) / static_cast<std::int64_t>(sizeof(T));
+}
+
 template <class T, int R>
 HWY_NOINLINE void direct_scores(const State& s, const Block& block, std::int64_t count) {
-  const Scattered<T, kPrefetches<R>> keys{reinterpret_cast<const T* const*>(s.key_rows),
-                                          reinterpret_cast<const T* const*>(s.value_rows)};
+  const Scattered<T, kPrefetches<R>> keys{reinterpret_cast<const T* const*>(s.key_rows), 0,
+                                          key_to_value<T>(s.task)};
   dot_block<R, false>(keys, count, block.q, s.d, block.scores);
   softmax_block<R>(s, block, count);
 }
 
 template <class T, int R>
 HWY_NOINLINE void direct_values(const State& s, const Block& block, std::int64_t begin, std::int64_t count) {
-  const Scattered<T, false> values{reinterpret_cast<const T* const*>(s.value_rows) + begin, nullptr};
+  const Scattered<T, false> values{reinterpret_cast<const T* const*>(s.key_rows) + begin,
+                                   key_to_value<T>(s.task), 0};
   const auto* next_keys = reinterpret_cast<const T* const*>(s.next_key_rows) + begin;
   std::conditional_t<kPrefetches<R>, RowsAhead<T>, NothingAhead> ahead;
   if constexpr (kPrefetches<R>) ahead = {next_keys, next_keys + count - 1, s.d};
@@ -456,15 +465,14 @@ HWY_NOINLINE void direct(State s, std::int64_t first_row, std::int64_t num_rows,
   // tile.
   const std::int64_t value_tile = num_rows <= kMaxRows ? kDirectTile : kValueTile;
   std::int64_t count = std::min(kDirectTile, range.size());
-  find_interleaved_rows(s.task, range.begin, count, streams, s.key_rows, s.value_rows);
+  find_interleaved_keys(s.task, range.begin, count, streams, s.key_rows);
   for (std::int64_t begin = range.begin; begin < range.end; begin += kDirectTile) {
     // Past the last tile the "next" keys are this tile's own: asking for them again is harmless.
     const std::int64_t next_count = std::min(kDirectTile, range.end - begin - count);
-    const void** ahead = s.next_key_rows;
-    if (next_count > 0)
-      find_interleaved_rows(s.task, begin + count, next_count, streams, s.next_key_rows, s.next_value_rows);
-    std::fill(ahead + std::max<std::int64_t>(next_count, 0), ahead + std::max(count, next_count),
-              s.key_rows[0]);
+    if (next_count > 0) find_interleaved_keys(s.task, begin + count, next_count, streams, s.next_key_rows);
+    for (std::int64_t i = std::max<std::int64_t>(next_count, 0); i < count; ++i) {
+      s.next_key_rows[i] = s.key_rows[0];
+    }
     int rows = 0;
     for (std::int64_t row = 0; row < num_rows; row += rows) {
       rows = block_rows(num_rows - row);
@@ -480,7 +488,6 @@ HWY_NOINLINE void direct(State s, std::int64_t first_row, std::int64_t num_rows,
       }
     }
     std::swap(s.key_rows, s.next_key_rows);
-    std::swap(s.value_rows, s.next_value_rows);
     if (next_count > 0) std::fill_n(s.key_rows + next_count, kPair, s.key_rows[next_count - 1]);
     count = next_count;
   }
@@ -743,7 +750,6 @@ HWY_INLINE void attend_as(const AttentionTask& task, float* scratch) {
                 pointers,
                 pointers + kPointers,
                 pointers + 2 * kPointers,
-                pointers + 3 * kPointers,
                 reinterpret_cast<std::byte*>(scratch + at.amx)};
   std::fill_n(s.acc, rows * s.dv, 0.0f);
   std::fill_n(s.max, rows, -kInfinity);
