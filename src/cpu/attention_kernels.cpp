@@ -119,54 +119,59 @@ HWY_INLINE int block_rows(std::int64_t rest) {
   return rows;
 }
 
-/// Asks for the elements of a pair.
-template <class T>
+/// Asks for the elements of a pair. kLevel as in __builtin_prefetch: 3 is L1, 2 is L2.
+template <int kLevel, class T>
 HWY_INLINE void prefetch_pair(const T* from) {
   const char* line = reinterpret_cast<const char*>(from);
   HELIX_UNROLL for (int byte = 0; byte < kPair * static_cast<int>(sizeof(T)); byte += 64) {
-    __builtin_prefetch(line + byte, 0, 2);
+    __builtin_prefetch(line + byte, 0, kLevel);
   }
 }
 
-/// Rows in pages: row i starts `offset` elements behind pointer i. With kAhead, reading a part of it asks for
-/// the same part `ahead` elements behind the pointer.
-template <class T, bool kAhead>
-struct Scattered {
-  const T* const* pointers;
-  std::int64_t offset;
-  std::int64_t ahead;
-  HWY_INLINE const T* operator[](std::int64_t i) const { return pointers[i] + offset; }
+/// Reading a pair of row i asks for that of row i + kNear in L1: loads that miss L1, though they hit L2,
+/// queue up behind requests to memory for the buffers that both take (8 rows: 5 %). The rows of a block and
+/// these are no more than repeat behind the last one.
+constexpr int kNear = kPair / 2;
+
+/// Key rows of a tile. Reading a pair asks for the same one of the token's value in L2.
+template <class T>
+struct KeyRows {
+  const T* const* rows;
+  std::int64_t to_values;  ///< elements from a key to its value
+  HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i]; }
   HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) const {
-    if constexpr (kAhead) prefetch_pair(pointers[i] + ahead + d);
+    prefetch_pair<3>(rows[i + kNear] + d);
+    prefetch_pair<2>(rows[i] + to_values + d);
   }
 };
 
-/// Asks for rows one after the other, a pair each time: in whatever order a product walks its columns, memory
-/// is read row by row. In the order of the columns a whole tile took 20 % longer.
+/// Value rows. Reading a pair asks for one of the next tile's keys in L2, row by row whatever order the
+/// columns are walked in: in that order, a whole tile took 20 % longer.
 template <class T>
-struct RowsAhead {
-  const T* const* row;
-  const T* const* last;
-  std::int64_t width;
-  std::int64_t column = 0;
-  HWY_INLINE void next() {
-    prefetch_pair(*row + column);
-    column += kPair;
-    if (column == width) {
-      column = 0;
-      if (row != last) ++row;  // rows of more columns than these have gone further
+struct ValueRows {
+  const T* const* keys;
+  std::int64_t to_values;
+  const T* const* next;  ///< the key to ask for
+  const T* const* last_next;
+  std::int64_t next_width;
+  std::int64_t next_column = 0;
+  HWY_INLINE const T* operator[](std::int64_t i) const { return keys[i] + to_values; }
+  HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) {
+    prefetch_pair<3>(keys[i + kNear] + to_values + d);
+    prefetch_pair<2>(*next + next_column);
+    next_column += kPair;
+    if (next_column == next_width) {
+      next_column = 0;
+      if (next != last_next) ++next;  // values wider than keys have gone further
     }
   }
-};
-
-struct NothingAhead {
-  HWY_INLINE void next() {}
 };
 
 /// Rows of kPair floats, one after the other.
 struct Panel {
   const float* first;
   HWY_INLINE const float* operator[](std::int64_t i) const { return first + i * kPair; }
+  HWY_INLINE void prefetch(std::int64_t, int, std::int64_t) const {}
 };
 
 /// What a product does to the sums that it finds.
@@ -175,10 +180,10 @@ enum class Sums { replace, add, shrink };
 /// acc[r] = acc[r] * correction[r] + sum over i of weights[i * kNext + r * kRow] * rows[i], C pairs of
 /// columns wide (Sums::shrink; replace and add leave the correction out). The sum of a tile starts at zero,
 /// so that rounding grows with the tiles and not with the keys.
-template <int R, int C, int kNext, int kRow, Sums kSums, class Rows, class Ahead>
-HWY_INLINE void product(Rows rows, Ahead& rows_ahead, std::int64_t count, const float* weights, int valid,
+template <int R, int C, int kNext, int kRow, Sums kSums, class Rows>
+HWY_INLINE void product(Rows& shared_rows, std::int64_t count, const float* weights, int valid,
                         const float* correction, float* acc, std::int64_t acc_stride, std::int64_t column) {
-  Ahead ahead = rows_ahead;  // in registers
+  Rows rows = shared_rows;  // in registers
   Vec sums[R * C * 2];
   HELIX_UNROLL for (int i = 0; i < R * C * 2; ++i) sums[i] = hn::Zero(kF32);
   if constexpr (kSums != Sums::replace) {  // they come from L2, and are needed only after the loop
@@ -190,7 +195,7 @@ HWY_INLINE void product(Rows rows, Ahead& rows_ahead, std::int64_t count, const 
     Pair x[C];
     HELIX_UNROLL for (int c = 0; c < C; ++c) {
       x[c] = load_pair(rows[i] + column + c * kPair);
-      ahead.next();
+      rows.prefetch(i, 1, column + c * kPair);
     }
     HELIX_UNROLL for (int r = 0; r < R; ++r) {
       const Vec weight = hn::Set(kF32, weights[i * kNext + r * kRow]);
@@ -200,7 +205,7 @@ HWY_INLINE void product(Rows rows, Ahead& rows_ahead, std::int64_t count, const 
       }
     }
   }
-  rows_ahead = ahead;
+  shared_rows = rows;
   HELIX_UNROLL for (int r = 0; r < R; ++r) {
     if (r < valid) {  // a break would keep clang from unrolling
       float* to = acc + r * acc_stride;
@@ -217,16 +222,15 @@ HWY_INLINE void product(Rows rows, Ahead& rows_ahead, std::int64_t count, const 
 }
 
 /// All columns of a block, as many pairs at once as fill kLanes accumulators.
-template <int R, int C, Sums kSums, class Rows, class Ahead>
-HWY_INLINE void value_columns(Rows values, Ahead& ahead, std::int64_t count, const float* weights, int valid,
+template <int R, int C, Sums kSums, class Rows>
+HWY_INLINE void value_columns(Rows& values, std::int64_t count, const float* weights, int valid,
                               const float* correction, float* acc, std::int64_t acc_stride,
                               std::int64_t column) {
   for (; column + C * kPair <= acc_stride; column += C * kPair) {
-    product<R, C, R, 1, kSums>(values, ahead, count, weights, valid, correction, acc + column, acc_stride,
-                               column);
+    product<R, C, R, 1, kSums>(values, count, weights, valid, correction, acc + column, acc_stride, column);
   }
   if constexpr (C > 1) {
-    value_columns<R, C / 2, kSums>(values, ahead, count, weights, valid, correction, acc, acc_stride, column);
+    value_columns<R, C / 2, kSums>(values, count, weights, valid, correction, acc, acc_stride, column);
   }
 }
 
@@ -389,11 +393,6 @@ HWY_NOINLINE void softmax_block(const State& s, const Block& block, std::int64_t
   }
 }
 
-/// Whether software prefetch pays: with one row a core waits for memory anyway, and the extra requests cost
-/// bandwidth.
-template <int R>
-inline constexpr bool kPrefetches = R > 1;
-
 /// Elements from a key row to the value row of the same token.
 template <class T>
 HWY_INLINE std::int64_t key_to_value(const AttentionTask& task) {
@@ -402,27 +401,24 @@ HWY_INLINE std::int64_t key_to_value(const AttentionTask& task) {
 
 template <class T, int R>
 HWY_NOINLINE void direct_scores(const State& s, const Block& block, std::int64_t count) {
-  const Scattered<T, kPrefetches<R>> keys{reinterpret_cast<const T* const*>(s.key_rows), 0,
-                                          key_to_value<T>(s.task)};
+  const auto* rows = reinterpret_cast<const T* const*>(s.key_rows);
+  const KeyRows<T> keys{rows, key_to_value<T>(s.task)};
   dot_block<R, false>(keys, count, block.q, s.d, block.scores);
   softmax_block<R>(s, block, count);
 }
 
 template <class T, int R>
 HWY_NOINLINE void direct_values(const State& s, const Block& block, std::int64_t begin, std::int64_t count) {
-  const Scattered<T, false> values{reinterpret_cast<const T* const*>(s.key_rows) + begin,
-                                   key_to_value<T>(s.task), 0};
-  const auto* next_keys = reinterpret_cast<const T* const*>(s.next_key_rows) + begin;
-  std::conditional_t<kPrefetches<R>, RowsAhead<T>, NothingAhead> ahead;
-  if constexpr (kPrefetches<R>) ahead = {next_keys, next_keys + count - 1, s.d};
+  const auto* rows = reinterpret_cast<const T* const*>(s.key_rows) + begin;
+  const auto* next = reinterpret_cast<const T* const*>(s.next_key_rows) + begin;
+  ValueRows<T> values{rows, key_to_value<T>(s.task), next, next + count - 1, s.d};
   const float* weights = block.scores + begin * R;
   float* acc = s.acc + block.row * s.dv;
   if (begin == 0) {
-    value_columns<R, kMaxRows / R, Sums::shrink>(values, ahead, count, weights, block.valid,
+    value_columns<R, kMaxRows / R, Sums::shrink>(values, count, weights, block.valid,
                                                  s.correction + block.row, acc, s.dv, 0);
   } else {
-    value_columns<R, kMaxRows / R, Sums::add>(values, ahead, count, weights, block.valid, nullptr, acc, s.dv,
-                                              0);
+    value_columns<R, kMaxRows / R, Sums::add>(values, count, weights, block.valid, nullptr, acc, s.dv, 0);
   }
 }
 
@@ -459,7 +455,7 @@ HWY_INLINE Block block_at(const State& s, std::int64_t first_row, std::int64_t n
 
 template <class T>
 HWY_NOINLINE void direct(State s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
-  // Beside software prefetch 4 streams beat 8 by 3 %; without it 8 beat 4 by 2 %.
+  // 4 streams beat 8 by 3 % with 8 rows, 8 beat 4 by 2 % with one.
   const std::int64_t streams = num_rows > 1 ? 4 : 8;
   // One block reads every V row once: nothing of it need stay in L1, and the sums leave registers once a
   // tile.
@@ -550,7 +546,6 @@ template <class T>
 HWY_NOINLINE void packed(const State& s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
   find_rows(s.task, range.begin, std::min(kPackedTile, range.size()), s.key_rows, s.value_rows);
   const std::int64_t padded_rows = round_up(num_rows, kMaxRows);
-  NothingAhead nothing;
   for (std::int64_t begin = range.begin; begin < range.end; begin += kPackedTile) {
     const std::int64_t count = std::min(kPackedTile, range.end - begin);
     widen_tile<T>(s, count);
@@ -559,15 +554,15 @@ HWY_NOINLINE void packed(const State& s, std::int64_t first_row, std::int64_t nu
     for (std::int64_t key = 0; key < count; key += kPair) {
       for (std::int64_t depth = 0; depth < s.d; depth += kDepth) {
         const std::int64_t part = std::min(kDepth, s.d - depth);
-        const Panel keys{s.keys + key * s.d + depth * kPair};
+        Panel keys{s.keys + key * s.d + depth * kPair};
         for (std::int64_t row = 0; row < padded_rows; row += kMaxRows) {
           const float* q = s.q + row * s.d + depth * kMaxRows;
           float* scores = s.scores + row * kPackedTile + key;
           if (depth == 0) {
-            product<kMaxRows, 1, kMaxRows, 1, Sums::replace>(keys, nothing, part, q, kMaxRows, nullptr,
-                                                             scores, kPackedTile, 0);
+            product<kMaxRows, 1, kMaxRows, 1, Sums::replace>(keys, part, q, kMaxRows, nullptr, scores,
+                                                             kPackedTile, 0);
           } else {
-            product<kMaxRows, 1, kMaxRows, 1, Sums::add>(keys, nothing, part, q, kMaxRows, nullptr, scores,
+            product<kMaxRows, 1, kMaxRows, 1, Sums::add>(keys, part, q, kMaxRows, nullptr, scores,
                                                          kPackedTile, 0);
           }
         }
@@ -577,12 +572,12 @@ HWY_NOINLINE void packed(const State& s, std::int64_t first_row, std::int64_t nu
       softmax_row(s, first_row + row, count, s.scores + row * kPackedTile);
     }
     for (std::int64_t column = 0; column < s.dv; column += kPair) {
-      const Panel values{s.values + column * kPackedTile};
+      Panel values{s.values + column * kPackedTile};
       prefetch_rows(s, column * next_count / s.dv, (column + kPair) * next_count / s.dv);
       for (std::int64_t row = 0; row < num_rows; row += kMaxRows) {
         const int valid = static_cast<int>(std::min<std::int64_t>(kMaxRows, num_rows - row));
         product<kMaxRows, 1, 1, static_cast<int>(kPackedTile), Sums::shrink>(
-            values, nothing, count, s.scores + row * kPackedTile, valid, s.correction + first_row + row,
+            values, count, s.scores + row * kPackedTile, valid, s.correction + first_row + row,
             s.acc + (first_row + row) * s.dv + column, s.dv, 0);
       }
     }
