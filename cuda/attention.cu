@@ -27,7 +27,7 @@ std::span<std::byte> aligned(std::span<std::byte> memory) {
 struct Partials {
   std::span<std::byte> out, max, sum;
   Partials(WorkspaceArena& arena, std::int64_t blocks, std::int64_t rows, std::int64_t value_dim)
-      : out(arena.take_bytes(static_cast<std::size_t>(2 * blocks * rows * value_dim * 4))),
+      : out(arena.take_bytes(static_cast<std::size_t>(2 * blocks * rows * partial_stride(value_dim) * 4))),
         max(arena.take_bytes(static_cast<std::size_t>(2 * blocks * rows * 4))),
         sum(arena.take_bytes(static_cast<std::size_t>(2 * blocks * rows * 4))) {}
 };
@@ -66,6 +66,9 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   p.lse = args.lse.data();
   p.lse_token_stride = args.lse.stride(0);
   p.lse_head_stride = args.lse.stride(1);
+  constexpr auto kElement = static_cast<std::int64_t>(sizeof(T));
+  p.is_out_aligned = reinterpret_cast<std::uintptr_t>(args.out.data()) % (4 * kElement) == 0 &&
+                     args.out.stride(0) % 4 == 0 && args.out.stride(1) % 4 == 0;
   p.first_out_token = static_cast<int>(args.first_out_token);
   p.headers = args.headers;
   p.positions = batch.positions;
@@ -74,15 +77,15 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   p.values = kv.is_mla ? p.keys : p.keys + kv.num_heads * p.head_bytes;
   p.page_bytes = kv.page_elements() * element_bytes;
   p.row_bytes = kv.head_dim * element_bytes;
-  p.page_tokens = static_cast<int>(kv.page_tokens);
+  p.page_tokens = Divisor(static_cast<int>(kv.page_tokens));
   p.page_table = kv.page_table;
   p.max_pages = kv.max_pages;
   p.k_scale = kv.k_scale;
   p.v_scale = kv.is_mla ? kv.k_scale : kv.v_scale;
   p.layout = kv.layout;
   p.kvp_rank = kv.kvp_rank;
-  p.kv_heads = static_cast<int>(kv.num_heads);
-  p.group = static_cast<int>(heads / kv.num_heads);
+  p.kv_heads = Divisor(static_cast<int>(kv.num_heads));
+  p.group = Divisor(static_cast<int>(heads / kv.num_heads));
   p.head_dim = static_cast<int>(kv.head_dim);
   p.value_dim = static_cast<int>(kv.value_dim);
   p.scale = args.scale;
@@ -93,14 +96,14 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   std::int64_t longest = 0;
   for (std::size_t b = 0; b + 1 < offsets.size(); ++b)
     longest = std::max<std::int64_t>(longest, offsets[b + 1] - offsets[b]);
-  constexpr auto kElement = static_cast<std::int64_t>(sizeof(T));
   const auto is_aligned = [](const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; };
   const bool is_tensor = has_tensor_attention(kDTypeOf<T>, kv.dtype, kv.head_dim, kv.value_dim) &&
                          !kv.is_mla && state_->is_hopper && is_aligned(args.q.data()) &&
                          is_aligned(kv.pages) && args.q.stride(0) * kElement % 16 == 0 &&
                          args.q.stride(1) * kElement % 16 == 0;
-  p.rows = is_tensor ? static_cast<int>(std::min<std::int64_t>(tensor_rows(kv.head_dim), longest * p.group))
-                     : portable_rows(kv.head_dim, kv.value_dim);
+  p.rows = Divisor(is_tensor
+                       ? static_cast<int>(std::min<std::int64_t>(tensor_rows(kv.head_dim), longest * p.group))
+                       : portable_rows(kv.head_dim, kv.value_dim));
   const int all_blocks = kBlocksPerSm * state_->num_sms;
   const int blocks =
       state_->attention_blocks > 0 ? std::min(all_blocks, state_->attention_blocks) : all_blocks;

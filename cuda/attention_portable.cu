@@ -5,7 +5,7 @@
 // shared memory.
 #include <helix/error.hpp>
 
-#include "attention.cuh"
+#include "attention_merge.cuh"
 
 namespace helix::cuda {
 namespace {
@@ -36,22 +36,22 @@ __global__ __launch_bounds__(kThreads) void attend_portable(const __grid_constan
   __shared__ float warp_sum_of[kWarps][kRows];
   __shared__ float block_max[kRows];
   __shared__ float block_sum[kRows];
-  float* queries = shared;                    // [kRows][head_dim]
-  float* sums = shared + kRows * p.head_dim;  // [kRows][value_dim]
+  const int sum_stride = static_cast<int>(partial_stride(p.value_dim));
+  float* sums = shared;                          // [kRows][sum_stride]
+  float* queries = shared + kRows * sum_stride;  // [kRows][head_dim]
 
+  prefetch_params(p);
   make_plan(p, plan);
-  const TileList list(plan.tile_begin[p.num_row_blocks] * p.kv_heads);
-  int position = list.run_begin(static_cast<int>(blockIdx.x));
-  const int run_end = list.run_begin(static_cast<int>(blockIdx.x) + 1);
-  if (position >= run_end) return finish_messages(p);
+  const Schedule schedule(p, plan);
+  const TileRun run = schedule.tiles_of(static_cast<int>(blockIdx.x));
+  if (run.count == 0) return finish_messages(p);
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  TileCursor at;
-  at.start(p, plan, position);
+  TileCursor at = run.start;
 
-  while (position < run_end) {
-    const int count = min(run_end - position, at.tiles - at.tile);
-    const RowBlock rows(plan, at.row_block);
+  for (int done = 0, count = 0; done < run.count; done += count) {
+    count = min(run.count - done, at.tiles - at.tile);
+    const RowBlock rows = plan.rows[at.row_block];
     const float key_scale = p.scale * (p.k_scale != nullptr ? p.k_scale[at.head] : 1.0f);
     const float value_scale = p.v_scale != nullptr ? p.v_scale[at.head] : 1.0f;
     for (int i = static_cast<int>(threadIdx.x); i < kRows * p.head_dim; i += kThreads) {
@@ -166,7 +166,7 @@ __global__ __launch_bounds__(kThreads) void attend_portable(const __grid_constan
           for (int e = 0; e < kPerLane; ++e) {
             const int i = lane + e * kWarp;
             if (i < p.value_dim && r < rows.num_rows) {
-              float* to = sums + r * p.value_dim + i;
+              float* to = sums + r * sum_stride + i;
               *to = (w == 0 ? 0.0f : *to) + (sum[r] == 0.0f ? 0.0f : acc[r][e] * shrink);
             }
           }
@@ -174,9 +174,12 @@ __global__ __launch_bounds__(kThreads) void attend_portable(const __grid_constan
       }
       __syncthreads();
     }
-    finish_row_block(p, plan, at.row_block, at.head, list, {sums, 1, 0, p.value_dim, block_max, block_sum});
-    position += count;
+    const Contributions all{p, schedule.blocks_of(at.row_block, at.head)};
+    const BlockResult<1> found{sums, 0, sum_stride, block_max, block_sum, kRows};
+    hand_in(all, rows, at.head, 0, rows.num_rows, found);
+    finish_row_block(all, rows, at.row_block, at.head);
     at.advance(p, plan, count);
+    __syncthreads();
   }
   finish_messages(p);
 }
@@ -184,7 +187,8 @@ __global__ __launch_bounds__(kThreads) void attend_portable(const __grid_constan
 template <class KV, int kPerLane>
 void launch(const AttentionParams& p, int blocks, StreamHandle stream) {
   const std::size_t bytes =
-      static_cast<std::size_t>(rows_of(kPerLane) * (p.head_dim + p.value_dim)) * sizeof(float);
+      static_cast<std::size_t>(rows_of(kPerLane) * (p.head_dim + partial_stride(p.value_dim))) *
+      sizeof(float);
   attend_portable<KV, kPerLane><<<blocks, kThreads, bytes, stream>>>(p);
   HELIX_CHECK_LAUNCH();
 }

@@ -70,6 +70,7 @@ class KvLayout {
   /// num_tokens <= 0.
   HELIX_HOST_DEVICE constexpr std::int64_t length(std::int64_t num_tokens, std::int64_t kvp_rank) const {
     if (num_tokens <= 0) return 0;
+    if (kvp_ == 1) return num_tokens;
     // Kernels take this path: on a GPU a 64-bit division costs ten 32-bit ones.
     if (num_tokens <= INT32_MAX && period() <= INT32_MAX) {
       return detail::owned_tokens(static_cast<std::int32_t>(num_tokens), static_cast<std::int32_t>(period()),
