@@ -393,6 +393,63 @@ HWY_NOINLINE void softmax_block(const State& s, const Block& block, std::int64_t
   }
 }
 
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+/// Eight floats in either half: of a load alone (hn::Combine costs an insertion).
+HWY_INLINE Vec load_twice(const float* from) {
+  Vec twice{_mm512_broadcast_f32x8(_mm256_loadu_ps(from))};
+  pin(twice);
+  return twice;
+}
+
+/// dot_block() of bf16 keys with kMaxRows queries, two keys to an accumulator, one in either half: that
+/// halves the sums across vectors, a quarter of the operations, for an insertion each time keys are loaded.
+/// Attention is 1.5 % faster where it reads memory, 6 % where it reads L2. `count` is in effect rounded up
+/// to 4.
+template <class Rows>
+HWY_INLINE void dot_key_pairs(Rows rows, std::int64_t count, const float* x, std::int64_t length,
+                              float* dots) {
+  constexpr int R = kMaxRows;
+  constexpr int kHalf = kLanes / 2;
+  const hn::Repartition<std::uint16_t, F32> d16;
+  const hn::Repartition<std::uint32_t, F32> d32;
+  const hn::Half<decltype(d16)> half16;
+  for (std::int64_t row = 0; row < count; row += 4) {
+    Vec acc[2][R];
+    HELIX_UNROLL for (int r = 0; r < R; ++r) acc[0][r] = acc[1][r] = hn::Zero(kF32);
+    for (std::int64_t d = 0; d < length; d += kPair) {
+      HELIX_UNROLL for (int part = 0; part < 2; ++part) {
+        Pair w[2];
+        HELIX_UNROLL for (int p = 0; p < 2; ++p) {
+          const std::int64_t key = row + 2 * p;
+          const std::int64_t from = d + part * kLanes;
+          const auto words = hn::BitCast(d32, hn::Combine(d16, hn::LoadU(half16, &rows[key + 1][from].bits),
+                                                          hn::LoadU(half16, &rows[key][from].bits)));
+          w[p] = {hn::BitCast(kF32, hn::ShiftLeft<16>(words)),
+                  hn::BitCast(kF32, hn::And(words, hn::Set(d32, 0xffff0000u)))};
+          rows.prefetch(row + 2 * part + p, 4, d);
+        }
+        const float* q = x + d * R + part * kHalf;
+        HELIX_UNROLL for (int r = 0; r < R; ++r) {
+          const Vec a = load_twice(q + r * kPair);
+          HELIX_UNROLL for (int p = 0; p < 2; ++p) acc[p][r] = hn::MulAdd(w[p].a, a, acc[p][r]);
+        }
+        HELIX_UNROLL for (int r = 0; r < R; ++r) {
+          const Vec b = load_twice(q + r * kPair + kLanes);
+          HELIX_UNROLL for (int p = 0; p < 2; ++p) acc[p][r] = hn::MulAdd(w[p].b, b, acc[p][r]);
+        }
+      }
+    }
+    HELIX_UNROLL for (int p = 0; p < 2; ++p) {
+      const Vec lower = fold_block(acc[p][0], acc[p][1], acc[p][2], acc[p][3]);
+      const Vec upper = fold_block(acc[p][4], acc[p][5], acc[p][6], acc[p][7]);
+      hn::StoreU(
+          hn::Add(hn::OddEvenBlocks(upper, lower), hn::SwapAdjacentBlocks(hn::OddEvenBlocks(lower, upper))),
+          kF32, dots + (row + 2 * p) * R);
+    }
+  }
+}
+#endif
+
 /// Elements from a key row to the value row of the same token.
 template <class T>
 HWY_INLINE std::int64_t key_to_value(const AttentionTask& task) {
@@ -403,6 +460,12 @@ template <class T, int R>
 HWY_NOINLINE void direct_scores(const State& s, const Block& block, std::int64_t count) {
   const auto* rows = reinterpret_cast<const T* const*>(s.key_rows);
   const KeyRows<T> keys{rows, key_to_value<T>(s.task)};
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+  if constexpr (std::is_same_v<T, bf16> && R == kMaxRows) {
+    dot_key_pairs(keys, count, block.q, s.d, block.scores);
+    return softmax_block<R>(s, block, count);
+  }
+#endif
   dot_block<R, false>(keys, count, block.q, s.d, block.scores);
   softmax_block<R>(s, block, count);
 }
