@@ -3,6 +3,8 @@
 
 #include <helix/cuda/graph.hpp>
 
+#include "graph_nodes.hpp"
+
 namespace helix::cuda {
 
 void Graph::Destroy::operator()(CUgraphExec_st* exec) const noexcept {
@@ -19,6 +21,7 @@ Graph Graph::end(Stream stream) {
   HELIX_CUDA_CHECK(cudaStreamEndCapture(stream.handle(), &captured));
   const std::unique_ptr<CUgraph_st, decltype([](CUgraph_st* graph) { (void)cudaGraphDestroy(graph); })> graph(
       captured);
+  replace_memsets(graph.get());
   Graph result;
   HELIX_CUDA_CHECK(cudaGraphGetNodes(graph.get(), nullptr, &result.num_nodes_));
   cudaGraphExec_t exec = nullptr;

@@ -9,11 +9,14 @@
 #include <stdexcept>
 #include <vector>
 
+#include <cuda_runtime_api.h>
+
 #include <helix/cuda/backend.hpp>
 #include <helix/cuda/graph.hpp>
 #include <helix/decode_layer.hpp>
 
 #include "cuda/gpu.hpp"
+#include "graph_nodes.hpp"
 #include "support/catch.hpp"
 #include "support/layer_fixture.hpp"
 #include "support/ranks.hpp"
@@ -263,6 +266,72 @@ TEST_CASE("an empty capture replays as nothing") {
   CHECK(graph.num_nodes() == 0);
   graph.replay(stream);
   operators.synchronize(stream);
+}
+
+TEST_CASE("memsets of a captured graph become kernels that do the same in the same place") {
+  HELIX_REQUIRE_GPUS(1);
+  constexpr std::size_t kPitch = 64;
+  constexpr std::size_t kRows = 5;
+  struct Element {
+    unsigned bytes;
+    unsigned value;
+    std::size_t width;  ///< elements of a row
+  };
+  const auto element = GENERATE(Element{1, 0xa5, 7}, Element{2, 0xbeef, 9}, Element{4, 0xdeadbeef, 16});
+  CAPTURE(element.bytes);
+  const Operators<float> operators;
+  const Stream stream = operators.create_stream();
+  const Buffer source = operators.allocate(kPitch * kRows);
+  const Buffer filled = operators.allocate(kPitch * kRows);
+  const Buffer copy = operators.allocate(kPitch * kRows);
+
+  // Copy, fill, copy: what comes before and after the memset sees the other side of it.
+  cudaGraph_t graph = nullptr;
+  HELIX_CUDA_CHECK(cudaGraphCreate(&graph, 0));
+  cudaGraphNode_t first = nullptr;
+  cudaGraphNode_t memset = nullptr;
+  cudaGraphNode_t last = nullptr;
+  HELIX_CUDA_CHECK(cudaGraphAddMemcpyNode1D(&first, graph, nullptr, 0, filled.data(), source.data(),
+                                            kPitch * kRows, cudaMemcpyDeviceToDevice));
+  const cudaMemsetParams params{filled.data(), kPitch,        element.value,
+                                element.bytes, element.width, kRows - 1};
+  HELIX_CUDA_CHECK(cudaGraphAddMemsetNode(&memset, graph, &first, 1, &params));
+  HELIX_CUDA_CHECK(cudaGraphAddMemcpyNode1D(&last, graph, &memset, 1, copy.data(), filled.data(),
+                                            kPitch * kRows, cudaMemcpyDeviceToDevice));
+  cuda::replace_memsets(graph);
+
+  std::array<cudaGraphNode_t, 3> nodes{};
+  std::size_t count = nodes.size();
+  HELIX_CUDA_CHECK(cudaGraphGetNodes(graph, nodes.data(), &count));
+  REQUIRE(count == 3);
+  std::size_t kernels = 0;
+  for (const cudaGraphNode_t node : nodes) {
+    cudaGraphNodeType type{};
+    HELIX_CUDA_CHECK(cudaGraphNodeGetType(node, &type));
+    CHECK(type != cudaGraphNodeTypeMemset);
+    kernels += type == cudaGraphNodeTypeKernel ? 1 : 0;
+  }
+  CHECK(kernels == 1);
+
+  cudaGraphExec_t exec = nullptr;
+  HELIX_CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
+  for (const std::uint8_t seed : {1, 2}) {
+    std::vector<std::uint8_t> bytes(kPitch * kRows);
+    for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::uint8_t>(i * 7 + seed);
+    operators.upload(source.data(), bytes.data(), bytes.size(), stream);
+    HELIX_CUDA_CHECK(cudaGraphLaunch(exec, stream.handle()));
+    std::vector<std::uint8_t> expected = bytes;
+    for (std::size_t row = 0; row + 1 < kRows; ++row) {
+      for (std::size_t i = 0; i < element.width * element.bytes; ++i)
+        expected[row * kPitch + i] = static_cast<std::uint8_t>(element.value >> 8 * (i % element.bytes));
+    }
+    std::vector<std::uint8_t> got(bytes.size());
+    operators.download(got.data(), copy.data(), got.size(), stream);
+    operators.synchronize(stream);
+    CHECK(got == expected);
+  }
+  HELIX_CUDA_CHECK(cudaGraphExecDestroy(exec));
+  HELIX_CUDA_CHECK(cudaGraphDestroy(graph));
 }
 
 TEST_CASE("the collectives of all ranks replay from one graph with new inputs") {

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+// Changes to captured graphs that make them cheaper to launch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace helix::cuda {
+
+/// Replaces the memsets of `graph`, which cuBLASLt queues before products of split columns, by kernels. A
+/// graph of 153 kernels is launched in 2.2 us of the host's time; with 16 memsets among them it takes 23
+/// (H200, driver 580).
+void replace_memsets(cudaGraph_t graph);
+
+}  // namespace helix::cuda
