@@ -163,6 +163,17 @@ void PageLedger::update_reservation(Sequence& sequence) {
   }
 }
 
+/// Where the first rank runs out of its pages; nowhere while it holds a page to copy first.
+std::int64_t PageLedger::find_settled_length(const Sequence& sequence) const {
+  std::int64_t settled = kMaxTokens;
+  for (std::size_t rank = 0; rank < pools_.size(); ++rank) {
+    if (must_copy_last_page(sequence, rank)) return 0;
+    const auto local_end = static_cast<std::int64_t>(sequence.pages[rank].size()) * spec_.page_tokens;
+    settled = std::min(settled, spec_.layout.global(static_cast<std::int64_t>(rank), local_end));
+  }
+  return settled;
+}
+
 std::int32_t PageLedger::take_page(std::size_t rank) {
   Pool& pool = pools_[rank];
   const std::int32_t page = pool.free.back();
@@ -224,6 +235,7 @@ const PageLedger::Changes& PageLedger::append(std::span<const SequenceId> ids,
                   "append: the count is ", counts[i], " for the sequence in slot ", ids[i].slot);
     const std::int64_t new_length = sequence.length + counts[i];
     check_tokens("append", new_length);
+    if (new_length <= sequence.settled_length) continue;
     for (std::size_t rank = 0; rank < pools_.size(); ++rank) {
       demands_[rank] +=
           std::max<std::int64_t>(0, demand(sequence, rank, new_length) - sequence.reserved_pages[rank]);
@@ -236,6 +248,7 @@ const PageLedger::Changes& PageLedger::append(std::span<const SequenceId> ids,
   changes_.table.reserve(ids.size());
   for (std::size_t i = 0; i < ids.size(); ++i) {
     Sequence& sequence = sequences_[index_of(ids[i])];
+    if (sequence.length + counts[i] <= sequence.settled_length) continue;
     for (std::size_t rank = 0; rank < pools_.size(); ++rank) {
       ensure_capacity(sequence.pages[rank],
                       static_cast<std::size_t>(pages_of(sequence.length + counts[i], rank)));
@@ -246,6 +259,10 @@ const PageLedger::Changes& PageLedger::append(std::span<const SequenceId> ids,
   for (std::size_t i = 0; i < ids.size(); ++i) {
     Sequence& sequence = sequences_[index_of(ids[i])];
     const std::int64_t new_length = sequence.length + counts[i];
+    if (new_length <= sequence.settled_length) {
+      sequence.length = new_length;
+      continue;
+    }
     for (std::size_t rank = 0; rank < pools_.size(); ++rank) {
       std::vector<std::int32_t>& pages = sequence.pages[rank];
       const bool is_this_rank = static_cast<std::int64_t>(rank) == kvp_rank_;
@@ -263,6 +280,7 @@ const PageLedger::Changes& PageLedger::append(std::span<const SequenceId> ids,
     }
     sequence.length = new_length;
     update_reservation(sequence);
+    sequence.settled_length = find_settled_length(sequence);
   }
   return changes_;
 }
@@ -281,6 +299,7 @@ void PageLedger::truncate(SequenceId id, std::int64_t new_length) {
     }
   }
   sequence.length = new_length;
+  sequence.settled_length = 0;
 
   // The dropped pages refill the reservation, unless another sequence still holds them.
   bool is_covered = true;
@@ -294,7 +313,7 @@ void PageLedger::truncate(SequenceId id, std::int64_t new_length) {
 }
 
 SequenceId PageLedger::fork(SequenceId parent_id, std::int64_t prefix_tokens) {
-  const Sequence& parent = sequences_[index_of(parent_id)];
+  Sequence& parent = sequences_[index_of(parent_id)];
   HELIX_EXPECTS(prefix_tokens >= 0 && prefix_tokens <= parent.length, ErrorCode::invalid_argument,
                 "fork: the prefix of ", prefix_tokens, " tokens is not in [0, ", parent.length,
                 "], the parent's length");
@@ -314,6 +333,7 @@ SequenceId PageLedger::fork(SequenceId parent_id, std::int64_t prefix_tokens) {
   }
 
   const SequenceId id = open(slot);
+  parent.settled_length = 0;  // it may share its last pages now
   child.length = prefix_tokens;
   for (std::size_t rank = 0; rank < pools_.size(); ++rank) {
     const auto num_pages = static_cast<std::size_t>(pages_of(prefix_tokens, rank));
@@ -344,6 +364,7 @@ void PageLedger::release(SequenceId id) {
     set_reserved_pages(sequence, rank, 0);
   }
   sequence.length = 0;
+  sequence.settled_length = 0;
   sequence.reserved_tokens = 0;
   sequence.is_live = false;
   ++sequence.generation;

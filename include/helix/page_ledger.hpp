@@ -132,6 +132,9 @@ class PageLedger {
     std::uint32_t generation = 0;
     std::uint64_t mark = 0;  // the last append that saw it, against ids that appear twice
     std::int64_t length = 0;
+    // Up to this length it grows without a change on any rank. Most steps of decoding do, and cost a
+    // comparison a sequence, whatever KVP is.
+    std::int64_t settled_length = 0;
     std::int64_t reserved_tokens = 0;
     std::vector<std::vector<std::int32_t>> pages;  // [kvp][index]
     std::vector<std::int64_t> reserved_pages;      // [kvp]
@@ -152,6 +155,7 @@ class PageLedger {
   std::size_t free_slot(std::string_view operation) const;
   void set_reserved_pages(Sequence& sequence, std::size_t rank, std::int64_t count);
   void update_reservation(Sequence& sequence);
+  std::int64_t find_settled_length(const Sequence& sequence) const;
   std::int32_t take_page(std::size_t rank);
   void drop_page(std::size_t rank, std::int32_t page);
   SequenceId open(std::size_t slot);
