@@ -125,7 +125,12 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   for (std::size_t first = 0; first < sequences;) {
     std::size_t end = first;
     int count = -skipped;
-    while (end < sequences && end - first < kMaxSequences && count < most) count += row_blocks(end++);
+    p.is_one_row_block_each = skipped == 0;
+    while (end < sequences && end - first < kMaxSequences && count < most) {
+      const int blocks_of_sequence = row_blocks(end++);
+      count += blocks_of_sequence;
+      p.is_one_row_block_each = p.is_one_row_block_each && blocks_of_sequence == 1;
+    }
     const int taken = std::min(count, most);
     std::copy(offsets.begin() + static_cast<std::ptrdiff_t>(first),
               offsets.begin() + static_cast<std::ptrdiff_t>(end) + 1, p.query_offsets);

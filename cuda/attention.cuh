@@ -43,6 +43,7 @@ struct AttentionParams {
   int num_tokens = 0;
   int first_row_block = 0;  ///< of the first sequence's
   int num_row_blocks = 0;
+  bool is_one_row_block_each = false;  ///< of the sequences
 
   const std::byte* keys = nullptr;    ///< head 0 of page 0
   const std::byte* values = nullptr;  ///< likewise

@@ -226,7 +226,7 @@ __device__ inline void make_large_plan(const AttentionParams& p, AttentionPlan& 
 __device__ inline void make_plan(const AttentionParams& p, AttentionPlan& plan) {
   const int thread = static_cast<int>(threadIdx.x);
   const int threads = static_cast<int>(blockDim.x);
-  if (p.num_row_blocks == p.num_sequences && p.num_row_blocks <= kWarp) {
+  if (p.is_one_row_block_each && p.num_row_blocks <= kWarp) {
     if (thread < kWarp) {
       make_small_plan(p, plan);
     } else {

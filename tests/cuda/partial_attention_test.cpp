@@ -513,6 +513,28 @@ TEMPLATE_TEST_CASE("attention on a GPU splits ranges exactly at every edge of it
   }
 }
 
+TEMPLATE_TEST_CASE("attention on a GPU shares blocks out among sequences of any lengths", "", float, f16,
+                   bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const cuda::Operators<TestType> operators;
+  Case c = case_of<TestType>(128);
+  const auto check = [&](std::int64_t kv_heads, const std::vector<Sequence>& sequences) {
+    c.kv_heads = kv_heads;
+    c.sequences = sequences;
+    CAPTURE(kv_heads, sequences.size());
+    CHECK(World<TestType>(c).check(operators) == "");
+  };
+  check(1, {{20000, 1}});  // more contributions than a warp has lanes
+  check(8, {{3000, 1}});
+  check(2, {{5000, 1}, {4000, 1}, {300, 1}});  // blocks of their own, in proportion
+  check(2, {{8000, 1}, {31, 1}, {1, 1}, {1, 1}});
+  check(3, {{2000, 8}, {1999, 8}, {2000, 1}});  // row blocks of several rows
+  check(1, {{900, 0}, {40, 0}, {700, 17}});     // as many row blocks as sequences, but not one each
+  std::vector<Sequence> few_long = uniform(110, {33, 1});  // equal runs: own blocks would be too few
+  for (int i = 0; i < 10; ++i) few_long.insert(few_long.begin() + i * 11, {2500, 1});
+  check(2, few_long);
+}
+
 TEMPLATE_TEST_CASE("attention on a GPU honours windows and soft caps", "", float, f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   const cuda::Operators<TestType> operators;
