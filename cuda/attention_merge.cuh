@@ -105,6 +105,10 @@ struct Contributions {
     return reinterpret_cast<float4*>(p.partial_out + (slot(i) * p.rows + row) * partial_stride(p.value_dim) +
                                      column);
   }
+  /// From contribution `i` to the next.
+  __device__ const float4* next(const float4* out, int i) const {
+    return out + (i == 0 ? 1 : 2) * p.rows * partial_stride(p.value_dim) / 4;
+  }
 };
 
 /// Hands in rows [first_row, first_row + num_rows) of a row block and head: whole ones to out and lse,
@@ -142,27 +146,36 @@ __device__ inline void merge_row(const Contributions& from, const RowBlock& rows
   const AttentionParams& p = from.p;
   const int count = from.blocks.count;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  float top = -kInfinity;
+  float lane_max = -kInfinity;  // of contribution c / kWarp * kWarp + lane
+  float lane_sum = 0.0f;
+  const auto load = [&](int i) {
+    lane_max = i < count ? __ldcg(from.max(i, row)) : -kInfinity;
+    lane_sum = i < count ? __ldcg(from.sum(i, row)) : 0.0f;
+  };
+  load(lane);
+  float top = lane_max;
   float sum = 0.0f;
   for (int first = 0; first < p.value_dim; first += kWarp * kLaneColumns) {
     const int column = first + lane * kLaneColumns;
     float4 total{0.0f, 0.0f, 0.0f, 0.0f};
-    float weight = 0.0f;  // of contribution c / kWarp * kWarp + lane
+    float weight = 0.0f;  // of the same contribution
 #pragma unroll 1
     for (int c = 0; c < count; c += kBatch) {
+      const float4* part = from.out(c, row, column < p.value_dim ? column : 0);
       float4 parts[kBatch];
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k)
-        parts[k] = __ldcg(from.out(min(c + k, count - 1), row, column < p.value_dim ? column : 0));
+      for (int k = 0; k < kBatch; ++k) {
+        parts[k] = __ldcg(part);
+        if (c + k + 1 < count) part = from.next(part, c + k);
+      }
       if (first == 0 && c == 0) {
-        for (int i = lane; i < count; i += kWarp) top = fmaxf(top, __ldcg(from.max(i, row)));
+        for (int i = lane + kWarp; i < count; i += kWarp) top = fmaxf(top, __ldcg(from.max(i, row)));
         top = warp_max(top);
       }
       if (c % kWarp == 0) {
-        const int i = c + lane;
-        const float pivot = top == -kInfinity ? 0.0f : top;
-        weight = i < count ? exp2f(__ldcg(from.max(i, row)) - pivot) : 0.0f;
-        if (first == 0 && i < count) sum = fmaf(weight, __ldcg(from.sum(i, row)), sum);
+        if (count > kWarp) load(c + lane);
+        weight = exp2f(lane_max - (top == -kInfinity ? 0.0f : top));
+        if (first == 0) sum = fmaf(weight, lane_sum, sum);
       }
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
@@ -179,6 +192,14 @@ __device__ inline void merge_row(const Contributions& from, const RowBlock& rows
   }
 }
 
+/// Adds one, after all writes that this thread knows of and before all reads that follow. Returns what was
+/// there.
+__device__ inline int count_up(int* counter) {
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
 /// After hand_in() of all rows: the last of the blocks that contribute merges them. All threads of the block.
 __device__ inline void finish_row_block(const Contributions& all, const RowBlock& rows, int row_block,
                                         int head) {
@@ -188,9 +209,7 @@ __device__ inline void finish_row_block(const Contributions& all, const RowBlock
   if (threadIdx.x == 0) {
     // What the block wrote goes before its count, and what the others counted before what is read here.
     int* counter = all.p.counters + row_block * all.p.kv_heads + head;
-    __threadfence();
-    is_last = atomicAdd(counter, 1) == all.blocks.count - 1;
-    __threadfence();
+    is_last = count_up(counter) == all.blocks.count - 1;
     if (is_last) *counter = 0;
   }
   __syncthreads();
