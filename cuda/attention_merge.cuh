@@ -139,10 +139,10 @@ __device__ void hand_in(const Contributions& to, const RowBlock& rows, int head,
   }
 }
 
-/// Merges one row of all contributions into out and lse; one warp. Up to kBatch loads of partial sums are on
-/// their way while the weights are computed.
+/// Merges one row of all contributions into out and lse; one warp. Up to kMergeBatch loads of partial sums
+/// are on their way while the weights are computed.
 __device__ inline void merge_row(const Contributions& from, const RowBlock& rows, int head, int row) {
-  constexpr int kBatch = 16;
+  static_assert(kWarp % kMergeBatch == 0);
   const AttentionParams& p = from.p;
   const int count = from.blocks.count;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -160,11 +160,11 @@ __device__ inline void merge_row(const Contributions& from, const RowBlock& rows
     float4 total{0.0f, 0.0f, 0.0f, 0.0f};
     float weight = 0.0f;  // of the same contribution
 #pragma unroll 1
-    for (int c = 0; c < count; c += kBatch) {
+    for (int c = 0; c < count; c += kMergeBatch) {
       const float4* part = from.out(c, row, column < p.value_dim ? column : 0);
-      float4 parts[kBatch];
+      float4 parts[kMergeBatch];
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
+      for (int k = 0; k < kMergeBatch; ++k) {
         parts[k] = __ldcg(part);
         if (c + k + 1 < count) part = from.next(part, c + k);
       }
@@ -178,7 +178,7 @@ __device__ inline void merge_row(const Contributions& from, const RowBlock& rows
         if (first == 0) sum = fmaf(weight, lane_sum, sum);
       }
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
+      for (int k = 0; k < kMergeBatch; ++k) {
         const float w = __shfl_sync(~0u, weight, (c + k) % kWarp);
         total.x = fmaf(w, parts[k].x, total.x);
         total.y = fmaf(w, parts[k].y, total.y);
