@@ -8,6 +8,8 @@
 #include <cub/block/block_scan.cuh>
 #include <type_traits>
 
+#include <cooperative_groups.h>
+
 #include <helix/cuda/backend.hpp>
 #include <helix/error.hpp>
 
@@ -23,7 +25,46 @@ using Mass =
 
 constexpr int kThreads = 1024;
 constexpr int kBuckets = 2 * kThreads;
-constexpr int kAtOnce = 8;  // consecutive logits that a thread loads before it looks at them
+constexpr int kAtOnce = 8;      // consecutive logits that a thread loads before it looks at them
+constexpr int kMostBlocks = 8;  // of a row: a cluster of any GPU that has clusters
+
+/// The blocks that share a row: a cluster, which reads each other's shared memory. Below compute
+/// capability 9.0 a row has one block.
+struct RowBlocks {
+#if __CUDA_ARCH__ >= 900
+  static __device__ int count() {
+    return static_cast<int>(cooperative_groups::cluster_group::num_blocks());
+  }
+  static __device__ int rank() {
+    return static_cast<int>(cooperative_groups::cluster_group::block_rank());
+  }
+  static __device__ void sync() {
+    cooperative_groups::cluster_group::sync();
+  }
+  /// What `mine`, in this block's shared memory, is in that of block `rank`.
+  template <class S>
+  static __device__ const S& of(int rank, S& mine) {
+    return *cooperative_groups::cluster_group::map_shared_rank(&mine, static_cast<unsigned>(rank));
+  }
+#else
+  static __device__ int count() {
+    return 1;
+  }
+  static __device__ int rank() {
+    return 0;
+  }
+  static __device__ void sync() {
+    __syncthreads();
+  }
+  template <class S>
+  static __device__ const S& of(int, S& mine) {
+    return mine;
+  }
+#endif
+  static __device__ int row() {
+    return static_cast<int>(blockIdx.x) / count();
+  }
+};
 
 /// Launch arguments. Shapes: logits [shards, rows, width].
 template <class T>
@@ -42,19 +83,21 @@ struct SampleRows {
   std::int32_t* tokens;
 };
 
-/// Calls visit(logit, id) for this thread's share of a row, in increasing id. kIsAligned: rows are dense and
-/// aligned to the access of kAtOnce elements.
+/// Calls visit(logit, id) for this thread's share of the block's row, in increasing id. kIsAligned: rows are
+/// dense and aligned to the access of kAtOnce elements.
 template <bool kIsAligned, class T, class Visit>
 __device__ __forceinline__ void for_each_logit(const SampleRows<T>& rows, const Visit& visit) {
   const int runs = rows.shards * rows.shard_runs;
-  for (int run = threadIdx.x; run < runs; run += kThreads) {
+  const T* row = rows.logits + RowBlocks::row() * rows.row_stride;
+  for (int run = RowBlocks::rank() * kThreads + static_cast<int>(threadIdx.x); run < runs;
+       run += RowBlocks::count() * kThreads) {
     const int shard = run / rows.shard_runs;
     const std::int64_t first = static_cast<std::int64_t>(run % rows.shard_runs) * kAtOnce;
     const std::int64_t begin = rows.shard_begins[shard];
     const std::int64_t width = rows.shard_begins[shard + 1] - begin;  // the rest is padding
     if (first >= width) continue;
     const int count = static_cast<int>(min(width - first, std::int64_t{kAtOnce}));
-    const T* logits = rows.logits + shard * rows.shard_stride + blockIdx.x * rows.row_stride;
+    const T* logits = row + shard * rows.shard_stride;
     float values[kAtOnce];
     if (kIsAligned && count == kAtOnce) {
       load_vector(logits + first, values);
@@ -106,6 +149,27 @@ struct Histogram {
     if (rest != 0) atomicAdd(&high[bucket], rest);
   }
   __device__ Mass at(int bucket) const { return static_cast<Mass>(high[bucket]) << 32 | low[bucket]; }
+
+  /// What all blocks of the row have added, in each of them; ends with a barrier.
+  __device__ void combine() {
+    RowBlocks::sync();
+    if (RowBlocks::count() == 1) return;
+    constexpr int kEach = kBuckets / kThreads;
+    Mass sums[kEach] = {};
+    for (int block = 0; block < RowBlocks::count(); ++block) {
+      const Histogram& other = RowBlocks::of(block, *this);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) sums[i] += other.at(static_cast<int>(threadIdx.x) + i * kThreads);
+    }
+    RowBlocks::sync();
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int bucket = static_cast<int>(threadIdx.x) + i * kThreads;
+      low[bucket] = static_cast<std::uint32_t>(sums[i]);
+      high[bucket] = static_cast<std::uint32_t>(sums[i] >> 32);
+    }
+    __syncthreads();
+  }
 };
 
 using Scan = cub::BlockScan<Mass, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;  // raking spills 700 bytes
@@ -161,7 +225,7 @@ __device__ std::uint32_t find_ordinal(SharedState& shared, std::uint32_t low, st
       if (ordinal >= low && ordinal <= high && mass != 0)
         shared.by_place.add(static_cast<int>((ordinal - low) >> shift), mass);
     });
-    __syncthreads();
+    shared.by_place.combine();
     const Bucket bucket = find_bucket(shared, shared.by_place, goal);
     goal -= bucket.before;
     low += static_cast<std::uint32_t>(bucket.index) << shift;
@@ -199,7 +263,7 @@ class RankedRow {
       const Mass added = mass(logit);
       if (added != 0) shared_.by_value.add(value_bucket(logit), added);
     });
-    __syncthreads();
+    shared_.by_value.combine();
     Mass share = 0;
     for (int i = threadIdx.x; i < kBuckets; i += kThreads) share += shared_.by_value.at(i);
     const Mass total = Reduce(shared_.reduce).Sum(share);
@@ -287,17 +351,19 @@ __device__ Mass likeliest(const SampleRows<T>& rows, SharedState& shared) {
   });
   best = Reduce(shared.reduce).Reduce(best, [](Mass a, Mass b) { return a > b ? a : b; });
   if (threadIdx.x == 0) shared.broadcast[0] = best;
-  __syncthreads();
-  best = shared.broadcast[0];
-  __syncthreads();
+  RowBlocks::sync();
+  best = 0;
+  for (int block = 0; block < RowBlocks::count(); ++block)
+    best = max(best, RowBlocks::of(block, shared.broadcast[0]));
+  RowBlocks::sync();
   return best;
 }
 
-/// One block a row, which alone reads it: once for the largest logit, and when it draws once for the masses
-/// and one to three times for each of the nucleus, the draw and the token's id. Masses are integers, so that
-/// the draw depends neither on threads nor on shards; it is that of cpu::Operators, which sums in double,
-/// unless the random number falls within 1e-9 of the border between two tokens. Shared memory: 33 KB. Bound
-/// by latency, and by one block's share of the L2's bandwidth.
+/// The blocks of a cluster share a row and read it: once for the largest logit, and when it draws once for
+/// the masses and one to three times for each of the nucleus, the draw and the token's id. Masses are
+/// integers, so that the draw depends neither on threads nor on shards; it is that of cpu::Operators, which
+/// sums in double, unless the random number falls within 1e-9 of the border between two tokens. Shared
+/// memory: 33 KB. Bound by latency.
 ///
 /// A row with a NaN, with +inf or with nothing above -inf has no token: -1.
 template <bool kIsAligned, class T>
@@ -316,11 +382,11 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleRows<T> rows, in
       const auto wanted = __double2ull_ru(static_cast<double>(rows.top_p) * __ull2double_rn(ranked.total()));
       nucleus = ranked.find(min(max(wanted, Mass{1}), ranked.total())).mass;
     }
-    const double uniform = cpu::philox_uniform(rows.seed, rows.counters[blockIdx.x]);
+    const double uniform = cpu::philox_uniform(rows.seed, rows.counters[RowBlocks::row()]);
     const Mass target = __double2ull_rd(uniform * __ull2double_rn(nucleus));
     token = ranked.token_at(ranked.find(min(target + 1, nucleus)));
   }
-  if (threadIdx.x == 0) rows.tokens[blockIdx.x] = token;
+  if (threadIdx.x == 0 && RowBlocks::rank() == 0) rows.tokens[RowBlocks::row()] = token;
 }
 
 }  // namespace
@@ -353,8 +419,18 @@ void Operators<T>::sample(const SampleArgs<T>& args, Stream stream) const {
                           common_alignment({address_of(args.logits.data()), step_of<T>(args.logits.stride(0)),
                                             step_of<T>(args.logits.stride(1))}) == 16;
   const auto kernel = is_aligned ? sample_kernel<true, T> : sample_kernel<false, T>;
-  kernel<<<static_cast<unsigned>(num_rows), kThreads, 0, stream.handle()>>>(rows, mass_bits);
-  HELIX_CHECK_LAUNCH();
+  int blocks = 1;
+  while (state_->is_hopper && blocks < kMostBlocks && 2 * blocks * num_rows <= state_->num_sms) blocks *= 2;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(num_rows * blocks));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream.handle();
+  config.attrs = &cluster;
+  config.numAttrs = blocks > 1 ? 1 : 0;
+  HELIX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, rows, mass_bits));
 }
 
 #define HELIX_INSTANTIATE(T) template void Operators<T>::sample(const SampleArgs<T>&, Stream) const;
