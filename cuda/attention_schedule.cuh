@@ -119,11 +119,16 @@ __device__ inline bool are_runs_short(const AttentionParams& p, int longest, int
   return std::int64_t{longest - kEndTiles - 1} * equal_runs(all) < all;  // <= all / runs, rounded up
 }
 
+/// Blocks of a KV head beside one for each row block; negative if there are too few.
+__device__ inline int spare_blocks(const AttentionParams& p) {
+  return static_cast<int>(gridDim.x) / p.kv_heads - p.num_row_blocks;
+}
+
 /// Gives each row block blocks of its own, if that keeps the runs short; by the first warp.
 __device__ inline void share_blocks(const AttentionParams& p, AttentionPlan& plan) {
   const int lane = static_cast<int>(threadIdx.x);
   const int total = plan.tile_begin[p.num_row_blocks];
-  const int spare = static_cast<int>(gridDim.x) / p.kv_heads - p.num_row_blocks;
+  const int spare = spare_blocks(p);
   int longest = 0;
 #pragma unroll 1
   for (int u = lane; u < p.num_row_blocks && spare >= 0; u += kWarp) {
@@ -152,6 +157,11 @@ __device__ inline void prefetch_queries(const AttentionParams& p, int thread, in
     const std::int64_t at = (p.first_token + row / heads) * p.q_token_stride + row % heads * p.q_head_stride;
     asm volatile("prefetch.global.L2 [%0];" ::"l"(q + at * element_bytes + i % lines * kLineBytes));
   }
+}
+
+/// Query rows of sequence `b`, of one KV head.
+__device__ inline int query_rows(const AttentionParams& p, int b) {
+  return (p.query_offsets[b + 1] - p.query_offsets[b]) * p.group;
 }
 
 /// Fills in row block `u`: `num_rows` rows of sequence `b` from `row` on. Returns its number of tiles.
@@ -184,10 +194,9 @@ __device__ inline void make_small_plan(const AttentionParams& p, AttentionPlan& 
   const int count = p.num_row_blocks;
   const bool is_row_block = u < count;
   int tiles = 0;
-  if (is_row_block)
-    tiles = plan_row_block(p, plan, u, u, 0, (p.query_offsets[u + 1] - p.query_offsets[u]) * p.group);
+  if (is_row_block) tiles = plan_row_block(p, plan, u, u, 0, query_rows(p, u));
   const int total = __reduce_add_sync(~0u, tiles);
-  const int spare = static_cast<int>(gridDim.x) / p.kv_heads - count;
+  const int spare = spare_blocks(p);
   const int share = is_row_block && spare >= 0 ? blocks_for(tiles, spare, total) : 1;
   const int longest = __reduce_max_sync(~0u, (tiles + share - 1) / share);
   const int tiles_before = sum_before(tiles);
@@ -210,19 +219,17 @@ __device__ inline void make_large_plan(const AttentionParams& p, AttentionPlan& 
   for (int t = thread; t < p.num_tokens; t += threads)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p.positions + p.first_token + t));
 #pragma unroll 1
-  for (int b = thread; b < p.num_sequences; b += threads) {
-    const int rows = (p.query_offsets[b + 1] - p.query_offsets[b]) * p.group;
-    plan.row_block_begin[b] = (rows + p.rows - 1) / p.rows;
-  }
+  for (int b = thread; b < p.num_sequences; b += threads)
+    plan.row_block_begin[b] = (query_rows(p, b) + p.rows - 1) / p.rows;
   __syncthreads();
   if (thread < kWarp) exclusive_sum(plan.row_block_begin, p.num_sequences);
   __syncthreads();
 #pragma unroll 1
   for (int u = thread; u < p.num_row_blocks; u += threads) {
     const int b = find_last(plan.row_block_begin, p.num_sequences, u + p.first_row_block);
-    const int all_rows = (p.query_offsets[b + 1] - p.query_offsets[b]) * p.group;
     const int row = (u + p.first_row_block - plan.row_block_begin[b]) * p.rows;
-    plan.tile_begin[u] = plan_row_block(p, plan, u, b, row, min(static_cast<int>(p.rows), all_rows - row));
+    plan.tile_begin[u] =
+        plan_row_block(p, plan, u, b, row, min(static_cast<int>(p.rows), query_rows(p, b) - row));
   }
   __syncthreads();
   if (thread < kWarp) {

@@ -33,31 +33,20 @@ __global__ void __launch_bounds__(kThreads)
 // CUDA 13 put the data of edges into the functions that 12 has without.
 using Nodes = std::vector<cudaGraphNode_t>;
 
-Nodes nodes_before(cudaGraphNode_t node) {
-  std::size_t count = 0;
+/// What `list`, cudaGraphNodeGetDependencies or cudaGraphNodeGetDependentNodes, names for `node`.
+template <class List>
+Nodes neighbours(const List& list, cudaGraphNode_t node) {
+  const auto call = [&](cudaGraphNode_t* nodes, std::size_t& count) {
 #if CUDART_VERSION >= 13000
-  HELIX_CUDA_CHECK(cudaGraphNodeGetDependencies(node, nullptr, nullptr, &count));
-  Nodes nodes(count);
-  HELIX_CUDA_CHECK(cudaGraphNodeGetDependencies(node, nodes.data(), nullptr, &count));
+    HELIX_CUDA_CHECK(list(node, nodes, nullptr, &count));
 #else
-  HELIX_CUDA_CHECK(cudaGraphNodeGetDependencies(node, nullptr, &count));
-  Nodes nodes(count);
-  HELIX_CUDA_CHECK(cudaGraphNodeGetDependencies(node, nodes.data(), &count));
+    HELIX_CUDA_CHECK(list(node, nodes, &count));
 #endif
-  return nodes;
-}
-
-Nodes nodes_after(cudaGraphNode_t node) {
+  };
   std::size_t count = 0;
-#if CUDART_VERSION >= 13000
-  HELIX_CUDA_CHECK(cudaGraphNodeGetDependentNodes(node, nullptr, nullptr, &count));
+  call(nullptr, count);
   Nodes nodes(count);
-  HELIX_CUDA_CHECK(cudaGraphNodeGetDependentNodes(node, nodes.data(), nullptr, &count));
-#else
-  HELIX_CUDA_CHECK(cudaGraphNodeGetDependentNodes(node, nullptr, &count));
-  Nodes nodes(count);
-  HELIX_CUDA_CHECK(cudaGraphNodeGetDependentNodes(node, nodes.data(), &count));
-#endif
+  call(nodes.data(), count);
   return nodes;
 }
 
@@ -80,10 +69,11 @@ void replace_memset(cudaGraph_t graph, cudaGraphNode_t node) {
   kernel.gridDim = dim3(static_cast<unsigned>(std::clamp<std::size_t>(blocks, 1, kMostBlocks)));
   kernel.blockDim = dim3(kThreads);
   kernel.kernelParams = arguments;
-  const Nodes before = nodes_before(node);
+  const Nodes before = neighbours(cudaGraphNodeGetDependencies, node);
   cudaGraphNode_t fill = nullptr;
   HELIX_CUDA_CHECK(cudaGraphAddKernelNode(&fill, graph, before.data(), before.size(), &kernel));
-  for (const cudaGraphNode_t after : nodes_after(node)) add_edge(graph, fill, after);
+  for (const cudaGraphNode_t after : neighbours(cudaGraphNodeGetDependentNodes, node))
+    add_edge(graph, fill, after);
   HELIX_CUDA_CHECK(cudaGraphDestroyNode(node));
 }
 
