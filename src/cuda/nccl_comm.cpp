@@ -565,6 +565,9 @@ void NcclComm::abort(std::string_view reason) noexcept {
   }
 }
 
+// A decode step is waited for awake: a thread that sleeps comes late.
+constexpr milliseconds kAwake(100);
+
 void NcclComm::synchronize(Stream stream) const {
   State& state = *state_;
   Family& family = *state.family;
@@ -580,17 +583,19 @@ void NcclComm::synchronize(Stream stream) const {
   // The watch of a job learns after the same time who is behind, and says it better than a bare timeout.
   const milliseconds grace = family.bootstrap ? milliseconds(2000) : milliseconds(0);
   const Clock::time_point begin = Clock::now();
-  for (int poll = 0;; ++poll) {
+  Clock::duration next_look = milliseconds(1);  // at errors and deadlines
+  for (;;) {
     const cudaError_t status = cudaStreamQuery(stream.handle());
     family.throw_if_failed();  // an aborted kernel ends as if it had succeeded
     if (status == cudaSuccess) return;
     if (status != cudaErrorNotReady)
       throw_on_error(static_cast<int>(status), "cudaStreamQuery", __FILE__, __LINE__);
     const auto waited = Clock::now() - begin;
-    if (waited < milliseconds(1)) {
-      std::this_thread::yield();  // a decode step's last wait is short, and its latency counts
+    if (waited < next_look) {
+      std::this_thread::yield();
       continue;
     }
+    next_look = waited + milliseconds(1);
     if (const std::optional<ncclResult_t> error = state.async_error()) {
       std::ostringstream text;
       text << "NCCL reports after " << state.operation.load(std::memory_order_relaxed) << " on "
@@ -605,7 +610,7 @@ void NcclComm::synchronize(Stream stream) const {
       state.fail_everywhere(text.str());
       throw Error(ErrorCode::timeout, text.str());
     }
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    if (waited >= kAwake) std::this_thread::sleep_for(milliseconds(1));
   }
 }
 
