@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda::Operators: rope, swiglu, embed and gather_rows.
+// cuda::Operators: rope, swiglu, embed, gather_rows and advance.
 #include <cstdint>
 
 #include <helix/cuda/backend.hpp>
@@ -152,6 +152,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+__global__ void __launch_bounds__(kThreads) advance_kernel(std::int64_t* values, std::int64_t count) {
+  const std::int64_t i = first_element<1>();
+  if (i < count && values[i] >= 0) ++values[i];
+}
+
 }  // namespace
 
 template <class T>
@@ -244,11 +249,20 @@ void Operators<T>::gather_rows(const GatherRowsArgs<T>& args, Stream stream) con
   });
 }
 
-#define HELIX_INSTANTIATE(T)                                              \
-  template void Operators<T>::rope(const RopeArgs<T>&, Stream) const;     \
-  template void Operators<T>::swiglu(const SwigluArgs<T>&, Stream) const; \
-  template void Operators<T>::embed(const EmbedArgs<T>&, Stream) const;   \
-  template void Operators<T>::gather_rows(const GatherRowsArgs<T>&, Stream) const;
+template <class T>
+void Operators<T>::advance(const AdvanceArgs& args, Stream stream) const {
+  if (args.count == 0) return;
+  const DeviceScope scope(state_->device);
+  advance_kernel<<<ceil_div(args.count, kThreads), kThreads, 0, stream.handle()>>>(args.values, args.count);
+  HELIX_CHECK_LAUNCH();
+}
+
+#define HELIX_INSTANTIATE(T)                                                       \
+  template void Operators<T>::rope(const RopeArgs<T>&, Stream) const;              \
+  template void Operators<T>::swiglu(const SwigluArgs<T>&, Stream) const;          \
+  template void Operators<T>::embed(const EmbedArgs<T>&, Stream) const;            \
+  template void Operators<T>::gather_rows(const GatherRowsArgs<T>&, Stream) const; \
+  template void Operators<T>::advance(const AdvanceArgs&, Stream) const;
 HELIX_INSTANTIATE(float)
 HELIX_INSTANTIATE(f16)
 HELIX_INSTANTIATE(bf16)

@@ -47,7 +47,7 @@ struct Rank {
   VocabularyHead<LocalBackend>::Logits logits(std::vector<float>& hidden,
                                               const std::vector<std::int32_t>& selected,
                                               const std::vector<std::int64_t>& positions) {
-    return head.logits({hidden.data(), {kTokens, kHidden}}, selected.data(), positions.data(),
+    return head.logits({hidden.data(), {kTokens, kHidden}}, positions.data(), selected.data(),
                        std::ssize(selected), {workspace.data(), workspace.size_bytes()}, stream);
   }
 
@@ -86,7 +86,7 @@ TEST_CASE("logits over shards equal the whole product, and every rank draws the 
   const auto table = random_values(kVocab * kHidden, 3);
   const auto norm = random_values(kHidden, 4);
   const std::vector<std::int32_t> selected = {4, 0, 2};
-  const std::vector<std::int64_t> positions = {9, 3, 7};
+  const std::vector<std::int64_t> positions = {3, 0, 7, 8, 9};
   for (int ranks : {1, 2, 4, 8}) {
     run_ranks_or_throw(ranks, [&](cpu::LocalComm stage) {
       Rank rank(stage, table, norm);
@@ -132,7 +132,8 @@ TEST_CASE("a rank that left out a step is out of step, not a wrong token") {
     Rank rank(stage, table, norm);
     auto hidden = random_values(kTokens * kHidden, 8);
     const std::vector<std::int32_t> selected = {0};
-    const std::vector<std::int64_t> positions = {stage.rank() == 0 ? 10 : 11};  // rank 1 skips position 10
+    // Rank 1 skips position 10 of the first sequence.
+    const std::vector<std::int64_t> positions = {stage.rank() == 0 ? 10 : 11, 4, -1, -1, -1};
     rank.logits(hidden, selected, positions);
     rank.backend.synchronize(rank.stream);
   });

@@ -47,7 +47,7 @@ constexpr std::int64_t kPageTokens = 64;
 constexpr std::int64_t kChunk = 16;
 constexpr int kMaxSlices = 8;
 constexpr int kTimedSteps = 24;
-constexpr std::int64_t kSpareSteps = 4 * kTimedSteps;  // that the cache can grow by
+constexpr std::int64_t kSpareSteps = 5 * kTimedSteps;  // that the cache can grow by
 constexpr float kNormWeight =
     1.0f / 64;  // products over uniform weights in (-1, 1) keep the size of an input
 
@@ -132,21 +132,26 @@ class DecodeRank {
         rank.backend.allocate(decode_layer_workspace_bytes(rank.backend, topo, config_, kBatch, kMaxSlices));
     for (std::int64_t layer = 0; layer < plan.layers; ++layer) add_layer(layer);
     fill_cache(plan);
+    rewind(plan);
   }
 
   std::int64_t num_layers() const { return static_cast<std::int64_t>(layers_.size()); }
   const LayerBytes& layer_bytes() const { return layer_bytes_; }
 
-  /// Gives each sequence its next token, and the first one a page on every rank, whose other tokens stay the
-  /// random KV that they are. Queues the update of the page table and the new positions.
-  void advance() {
-    std::vector<std::int64_t> counts(kBatch, 1);
-    counts[0] = kPageTokens * topo_->kvp();
-    cache_.append(sequences_, counts, rank_->stream);
-    for (std::size_t b = 0; b < sequences_.size(); ++b) positions_[b] = cache_.length(sequences_[b]) - 1;
-    batch_.set(offsets_, positions_, slots_, rank_->stream);
+  /// Gives each sequence room for its next token, for which few steps need a page.
+  void grow() { cache_.append(sequences_, kOneEach, rank_->stream); }
+
+  /// As grow(), and the first sequence takes a page more on every rank, for which it queues the update of the
+  /// page table.
+  void grow_by_page() { cache_.append(sequences_, with_page_, rank_->stream); }
+
+  /// To the first token after the context.
+  void rewind(const Plan& plan) {
+    const std::vector<std::int64_t> positions(kBatch, plan.context);
+    batch_.set(offsets_, positions, slots_, rank_->stream);
   }
 
+  /// Ends with the positions of the next step.
   void queue_step() {
     const std::array<std::int64_t, 2> hidden{kBatch, kHidden};
     // By a kernel: copies in a graph make its launch slower.
@@ -165,6 +170,7 @@ class DecodeRank {
                                        .workspace = {workspace_.data(), workspace_.size_bytes()}},
                                       rank_->stream);
     }
+    batch_.advance(rank_->stream);
   }
 
   void queue_all_reduce() {
@@ -238,6 +244,7 @@ class DecodeRank {
     }
     const std::int64_t turn = kPageTokens * topo_->kvp();
     const std::vector<std::int64_t> counts(kBatch, turn);
+    with_page_[0] = turn;
     for (std::int64_t length = 0; length < plan.context; length += turn)
       cache_.append(sequences_, counts, rank_->stream);
     for (int layer = 0; layer < static_cast<int>(plan.layers); ++layer) {
@@ -270,7 +277,8 @@ class DecodeRank {
   std::vector<SequenceId> sequences_;
   std::vector<std::int32_t> slots_;
   std::vector<std::int32_t> offsets_{0};
-  std::vector<std::int64_t> positions_ = std::vector<std::int64_t>(kBatch);
+  static inline const std::vector<std::int64_t> kOneEach = std::vector<std::int64_t>(kBatch, 1);
+  std::vector<std::int64_t> with_page_ = kOneEach;
 };
 
 /// How exchanges overlap attention.
@@ -279,12 +287,61 @@ struct Overlap {
   int attention_blocks = 0;  ///< at most; 0: all that fit
 };
 
+/// What a step takes of a rank's thread, from the end of its wait for the step before.
+struct HostTimes {
+  double step_us = 0.0;    ///< one token more a sequence, and the launch
+  double growth_us = 0.0;  ///< a step for which a sequence gets a page
+  double launch_us = 0.0;  ///< of that the launch
+  double bare_us = 0.0;  ///< a copy of 256 bytes and the launch of a graph of one kernel: CUDA's part of that
+  double wall_us = 0.0;  ///< until the thread knows that the step has ended
+};
+
+HostTimes measure_host(Rank& rank, DecodeRank& decode, const cuda::Graph& graph) {
+  const std::vector<std::int64_t> values(32);
+  const cuda::Buffer target = on_device(rank.backend, values);
+  const auto advance = [&] {
+    rank.backend.advance({reinterpret_cast<std::int64_t*>(target.data()), std::ssize(values)}, rank.stream);
+  };
+  advance();
+  const auto one_kernel = cuda::Graph::capture(rank.stream, advance);
+
+  using Clock = std::chrono::steady_clock;
+  const auto us_since = [](Clock::time_point start) {
+    return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
+  };
+  std::vector<double> step, growth, launch, bare, wall;
+  for (int i = 0; i < kTimedSteps; ++i) {
+    auto start = Clock::now();
+    decode.grow();
+    graph.replay(rank.stream);
+    step.push_back(us_since(start));
+    rank.backend.synchronize(rank.stream);
+    wall.push_back(us_since(start));
+
+    start = Clock::now();
+    decode.grow_by_page();
+    const auto grown = Clock::now();
+    graph.replay(rank.stream);
+    launch.push_back(us_since(grown));
+    growth.push_back(us_since(start));
+    rank.backend.synchronize(rank.stream);
+
+    start = Clock::now();
+    rank.backend.upload(target.data(), values.data(), target.size_bytes(), rank.stream);
+    one_kernel.replay(rank.stream);
+    bare.push_back(us_since(start));
+    decode.grow();
+    graph.replay(rank.stream);
+    rank.backend.synchronize(rank.stream);
+  }
+  return {median(step), median(growth), median(launch), median(bare), median(wall)};
+}
+
 /// What one rank measured.
 struct StepTimes {
   double step_us = 0.0;
-  double host_us = 0.0;    ///< of this thread: page-table update, positions and the launch of the graph
-  double launch_us = 0.0;  ///< of that the launch
-  double read_us = 0.0;    ///< of a layer
+  HostTimes host;
+  double read_us = 0.0;  ///< of a layer
   double all_reduce_us = 0.0;
   double exchange_us = 0.0;
   std::size_t nodes = 0;
@@ -306,34 +363,19 @@ StepTimes measure_step(Rank& rank, const Topology& topo, const Plan& plan, const
     times.exchange_us = time_together(rank, 20, [&] { exchange.queue(); });
   }
 
-  decode.advance();
+  decode.grow();
   decode.queue_step();
   const std::vector<bf16> eager = decode.hidden();
   rank.meeting.arrive_and_wait();
   const auto graph = cuda::Graph::capture(rank.stream, [&] { decode.queue_step(); });
   times.nodes = graph.num_nodes();
   rank.meeting.arrive_and_wait();
+  decode.rewind(plan);
   graph.replay(rank.stream);
   times.replay_error = relative_error(decode.hidden(), eager);
 
-  times.step_us = median(time_replays(rank, graph, kTimedSteps, [&] { decode.advance(); }));
-  using Clock = std::chrono::steady_clock;
-  const auto us_since = [](Clock::time_point start) {
-    return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
-  };
-  std::vector<double> host;
-  std::vector<double> launch;
-  for (int step = 0; step < kTimedSteps; ++step) {
-    const auto start = Clock::now();
-    decode.advance();
-    const auto advanced = Clock::now();
-    graph.replay(rank.stream);
-    launch.push_back(us_since(advanced));
-    host.push_back(us_since(start));
-    rank.backend.synchronize(rank.stream);
-  }
-  times.host_us = median(host);
-  times.launch_us = median(launch);
+  times.step_us = median(time_replays(rank, graph, kTimedSteps, [&] { decode.grow_by_page(); }));
+  times.host = measure_host(rank, decode, graph);
   times.hidden = decode.hidden();
   rank.meeting.arrive_and_wait();
   return times;
@@ -364,8 +406,11 @@ void bench_decode_layer(benchmark::State& state, int kvp, int tpa, const Overlap
   state.counters["us_per_layer"] = times.step_us / static_cast<double>(plan.layers);
   state.counters["floor_us"] = floor_us;
   state.counters["ratio"] = times.step_us / floor_us;
-  state.counters["host_us"] = times.host_us;
-  state.counters["launch_us"] = times.launch_us;
+  state.counters["host_us"] = times.host.step_us;
+  state.counters["host_growth_us"] = times.host.growth_us;
+  state.counters["launch_us"] = times.host.launch_us;
+  state.counters["bare_host_us"] = times.host.bare_us;
+  state.counters["wall_us"] = times.host.wall_us;
   state.counters["read_us_per_layer"] = times.read_us;
   state.counters["all_reduce_us"] = times.all_reduce_us;
   state.counters["exchange_us"] = times.exchange_us;

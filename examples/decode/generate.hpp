@@ -27,7 +27,6 @@ namespace helix::decode {
 template <class Comm>
 struct WorldComms {
   Comm world;
-  Comm replica;   ///< all PP * N ranks of a replica, by stage, then stage_rank
   Comm pipeline;  ///< same stage_rank, by stage
   Comm stage;
   Comm kvp;
@@ -36,11 +35,10 @@ struct WorldComms {
   static WorldComms split(Comm world, const Topology& topo) {
     const RankCoordinates at = topo.coordinates(world.rank());
     const int n = topo.stage_size();
-    Comm replica = world.split(at.replica, at.stage * n + at.stage_rank);
     Comm pipeline = world.split(at.replica * n + at.stage_rank, at.stage);
     Comm stage = world.split(at.replica * topo.pp() + at.stage, at.stage_rank);
     Comm kvp = stage.split(at.tpa_rank, at.kvp_rank);
-    return {std::move(world), std::move(replica), std::move(pipeline), std::move(stage), std::move(kvp)};
+    return {std::move(world), std::move(pipeline), std::move(stage), std::move(kvp)};
   }
 };
 
@@ -195,20 +193,11 @@ class GenerationLoop {
     counts_.clear();
   }
 
-  /// Grows the cache by the step, runs it, and leaves the drawn tokens in drawn_, the same on all ranks of
-  /// the replica.
+  /// Grows the cache by the step and runs it.
   void run_step() {
     model_.cache().append(step_.sequences, counts_, model_.stream());
     model_.forward(step_);
-    drawn_.resize(step_.logit_rows.size());
-    const std::size_t bytes = drawn_.size() * sizeof(std::int32_t);
-    if (topo_.pp() > 1 && bytes > 0) {
-      const int last_stage = (topo_.pp() - 1) * topo_.stage_size();
-      comms_.replica.broadcast(model_.drawn(), static_cast<std::int64_t>(bytes), last_stage, model_.stream());
-    }
-    model_.finish();  // before the download: see gather_bytes()
-    backend_.download(drawn_.data(), model_.drawn(), bytes, model_.stream());
-    model_.finish();
+    drawn_ = model_.finish();
   }
 
   /// Takes the token drawn at logit row `row` into the sequence's result.
@@ -387,8 +376,8 @@ class GenerationLoop {
   bool reports_logits_;  // the last stage's first rank has all logits
   std::vector<SequenceProgress> sequences_;
   Step step_;
-  std::vector<std::int64_t> counts_;  // tokens of each entry of step_
-  std::vector<std::int32_t> drawn_;
+  std::vector<std::int64_t> counts_;     // tokens of each entry of step_
+  std::span<const std::int32_t> drawn_;  // by the last step, the same on all ranks of the replica
   GenerationResult result_;
 };
 

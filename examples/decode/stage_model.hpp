@@ -32,7 +32,9 @@ struct Step {
   std::vector<std::uint64_t> draw_counters;  ///< one a logit row, unique over the generation
   bool is_decode = false;                    ///< steps of its shape may come again: worth to be captured
 
-  /// Keeps the memory.
+  friend bool operator==(const Step&, const Step&) = default;
+
+  /// Empties it; keeps the memory.
   void clear() {
     tokens.clear();
     positions.clear();
@@ -85,8 +87,9 @@ struct StepWorkspace {
 /// One rank of one stage. Collective: all ranks of the replica build it and step it together.
 ///
 /// A step is staged (its batch and inputs are copied to fixed addresses) and then queued, or replayed where
-/// one of its shape was captured. With a communicator whose collectives one launch does for all ranks, only a
-/// rank that is alone in its replica captures.
+/// one of its shape was captured. It ends with the inputs of the step that feeds each drawn token at the next
+/// position, made on the device: such a step is not staged. With a communicator whose collectives one launch
+/// does for all ranks, only a rank that is alone in its replica captures.
 template <Backend B>
 class StageModel {
  public:
@@ -112,7 +115,6 @@ class StageModel {
         hop_b_(backend, limits.max_slices),
         batch_(backend, limits.max_sequences, limits.max_step_tokens),
         inputs_(backend, limits.max_step_tokens, limits.max_logit_rows),
-        drawn_(backend.allocate(static_cast<std::size_t>(limits.max_logit_rows) * sizeof(std::int32_t))),
         decode_steps_(options.captures &&
                       (CapturesAlone<typename B::Comm> || topo.pp() * topo.stage_size() == 1)) {
     const std::vector<float> frequencies = model.inverse_frequencies();
@@ -151,16 +153,28 @@ class StageModel {
 
   /// Runs the step's tokens through this stage; the cache must hold the grown sequences already
   /// (cache().append). The hidden states come from the stage before and go to the one after over the
-  /// pipeline. On the last stage draws a token a logit row. Queued; finish() waits.
+  /// pipeline; so do the tokens, one a logit row, that the last stage draws. Queued; finish() waits.
   void forward(const Step& step) {
-    slots_.clear();
-    for (const SequenceId& sequence : step.sequences) slots_.push_back(cache_.slot(sequence));
-    inputs_.set(step.tokens, step.positions, step.logit_rows, step.draw_counters, stream_);
-    batch_.set(step.query_offsets, step.positions, slots_, stream_);
     const auto num_tokens = static_cast<std::int64_t>(step.tokens.size());
     const auto num_rows = static_cast<std::int64_t>(step.logit_rows.size());
+    if (step != next_) stage(step);
     const auto queue = [this, num_tokens, num_rows] { return queue_step(num_tokens, num_rows); };
     last_ = step.is_decode ? decode_steps_.run(step.query_offsets, num_rows, stream_, queue) : queue();
+    next_ = step;
+    for (std::int64_t& position : next_.positions) position += position >= 0 ? 1 : 0;
+    for (std::uint64_t& counter : next_.draw_counters) ++counter;
+  }
+
+  /// Waits for the last forward(). @returns the tokens drawn, [logit rows], the same on all ranks of the
+  /// replica; valid until the next forward(). @throws the first failure.
+  std::span<const std::int32_t> finish() {
+    const std::span<std::int32_t> drawn = std::span(next_.tokens).first(next_.logit_rows.size());
+    // Before the download, which may hold the thread until the stream gets there: only synchronize() ends a
+    // wait for a rank that has failed.
+    backend_->synchronize(stream_);
+    backend_->download(drawn.data(), inputs_.tokens(), drawn.size_bytes(), stream_);
+    backend_->synchronize(stream_);
+    return drawn;
   }
 
   /// Bytes that the exchanges of the last forward() send to other ranks, all layers.
@@ -172,13 +186,6 @@ class StageModel {
   /// Destroys the captured steps: before a communicator is aborted, which would wait for that. No step
   /// follows.
   void drop_captured_steps() noexcept { decode_steps_.clear(); }
-
-  /// Device address of the tokens drawn by the last forward(), [logit rows]; on other stages room to receive
-  /// them.
-  std::int32_t* drawn() const { return reinterpret_cast<std::int32_t*>(drawn_.data()); }
-
-  /// Waits for everything queued. @throws the first failure.
-  void finish() { backend_->synchronize(stream_); }
 
   /// Last stage, after finish(): logits of one row of the last forward() on the host, in vocabulary order.
   /// Waits.
@@ -205,7 +212,14 @@ class StageModel {
     std::int64_t sent_payload_bytes = 0;
   };
 
-  /// Queues the staged step. Reads of the host nothing but shapes (invariant 10).
+  void stage(const Step& step) {
+    slots_.clear();
+    for (const SequenceId& sequence : step.sequences) slots_.push_back(cache_.slot(sequence));
+    inputs_.set(step.tokens, step.logit_rows, step.draw_counters, stream_);
+    batch_.set(step.query_offsets, step.positions, slots_, stream_);
+  }
+
+  /// Queues the staged step and the inputs of the next. Reads of the host nothing but shapes (invariant 10).
   StepResult queue_step(std::int64_t num_tokens, std::int64_t num_rows) {
     StepResult result;
     const Batch batch = batch_.batch();
@@ -229,11 +243,16 @@ class StageModel {
     result.sent_payload_bytes = exchange_.sent_payload_bytes() - sent_before;
     if (!is_last()) {
       pipeline_->send(hidden.data(), hidden_bytes, stage_ + 1, stream_);
-      return result;
+    } else {
+      result.logits = head_->logits(hidden, batch.positions, inputs_.rows(), num_rows,
+                                    {head_workspace_.data(), head_workspace_.size_bytes()}, stream_);
+      head_->sample(result.logits, options_.sampling, inputs_.counters(), inputs_.tokens(), stream_);
     }
-    result.logits = head_->logits(hidden, inputs_.rows(), inputs_.row_positions(), num_rows,
-                                  {head_workspace_.data(), head_workspace_.size_bytes()}, stream_);
-    head_->sample(result.logits, options_.sampling, inputs_.counters(), drawn(), stream_);
+    if (topo_->pp() > 1 && num_rows > 0)
+      pipeline_->broadcast(inputs_.tokens(), num_rows * static_cast<std::int64_t>(sizeof(std::int32_t)),
+                           topo_->pp() - 1, stream_);
+    batch_.advance(stream_);
+    if (options_.sampling.temperature > 0.0f) inputs_.advance(num_rows, stream_);  // greedy: not read
     return result;
   }
 
@@ -250,13 +269,13 @@ class StageModel {
   HopB<B> hop_b_;
   BatchBuffer<B> batch_;
   StepInputs<B> inputs_;
-  typename B::Buffer drawn_;
   typename B::Buffer hidden_;
   typename B::Buffer layer_workspace_;
   typename B::Buffer head_workspace_;
   std::unique_ptr<VocabularyHead<B>> head_;
   std::vector<LayerConfig> configs_;
   std::vector<std::int32_t> slots_;
+  Step next_;  // what the device holds the inputs of
   StepResult last_;
   CapturedSteps<B, StepResult> decode_steps_;  // destroyed first
 };

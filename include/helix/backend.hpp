@@ -335,6 +335,13 @@ struct SampleArgs {
   std::int32_t* tokens = nullptr;           ///< [rows], written
 };
 
+/// values[i] += 1 where values[i] >= 0: the positions of one decode step become those of the next, and
+/// padding (-1) stays.
+struct AdvanceArgs {
+  std::int64_t* values = nullptr;  ///< [count]
+  std::int64_t count = 0;
+};
+
 // ---------------------------------------------------------------------------------------------------------------
 // Concepts
 // ---------------------------------------------------------------------------------------------------------------
@@ -414,6 +421,7 @@ concept Backend = requires(B& backend, typename B::Stream stream, typename B::Ev
     backend.embed(EmbedArgs<decltype(a)>{}, stream);
     backend.gather_rows(GatherRowsArgs<decltype(a)>{}, stream);
     backend.sample(SampleArgs<decltype(a)>{}, stream);
+    backend.advance(AdvanceArgs{}, stream);
   };
 };
 

@@ -14,7 +14,8 @@
 namespace helix {
 
 /// Owns device memory for batches of up to `max_sequences` sequences and `max_tokens` tokens. Addresses never
-/// change, so a captured step can be replayed after the next set(), which is one copy to the device.
+/// change, so a captured step can be replayed after the next set(), which is one copy to the device, or as it
+/// is if the step itself ends with advance().
 template <Backend B>
 class BatchBuffer {
  public:
@@ -60,6 +61,14 @@ class BatchBuffer {
     std::ranges::copy(std::as_bytes(positions),
                       staged_.begin() + static_cast<std::ptrdiff_t>(positions_begin_));
     backend_->upload(device_.data(), staged_.data(), positions_begin_ + positions.size_bytes(), stream);
+  }
+
+  /// Moves each token on by one position, as the next step of one token a sequence needs it; padding stays.
+  /// Queued on `stream`; nothing is copied from the host, so a captured step may end with it.
+  void advance(typename B::Stream stream) {
+    backend_->advance(AdvanceArgs{reinterpret_cast<std::int64_t*>(device_.data() + positions_begin_),
+                                  query_offsets_host_.empty() ? 0 : std::int64_t{query_offsets_host_.back()}},
+                      stream);
   }
 
   /// The step last set. Its host offsets are valid until the next set().

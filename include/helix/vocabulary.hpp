@@ -82,11 +82,11 @@ class VocabularyHead {
     return measure.used_bytes();
   }
 
-  /// Logits after the tokens `rows` (device, [num_rows] indices into hidden [tokens, M]) at global positions
-  /// `positions` (device, [num_rows], or null), which tell the step apart from the one before. Collective
-  /// over the stage; queued on `stream`, allocates nothing, capturable.
+  /// Logits after the tokens `rows` (device, [num_rows] indices into hidden [tokens, M]). `positions` of all
+  /// tokens (device, [tokens], global, or null) tell the step apart from the one before. Collective over the
+  /// stage; queued on `stream`, allocates nothing, capturable.
   /// @throws Error(capacity) if `workspace` is smaller than workspace_bytes(topo, num_rows).
-  Logits logits(TensorView<T, 2> hidden, const std::int32_t* rows, const std::int64_t* positions,
+  Logits logits(TensorView<T, 2> hidden, const std::int64_t* positions, const std::int32_t* rows,
                 std::int64_t num_rows, std::span<std::byte> workspace, typename B::Stream stream) {
     WorkspaceArena arena(workspace);
     const Buffers buffers = carve(ranks_, width_, lm_head_.cols, num_rows, arena);
@@ -96,17 +96,18 @@ class VocabularyHead {
         reinterpret_cast<const T*>(buffers.received.data() + sizeof(ExchangeHeader)),
         {ranks_, num_rows, width_}, {stride, width_, 1});
     if (num_rows == 0) return gathered;
+    const std::int64_t tokens = hidden.extent(0);
     backend_->gather_rows(GatherRowsArgs<T>{hidden, rows, buffers.selected}, stream);
     backend_->rms_norm(RmsNormArgs<T>{{}, buffers.selected, final_norm_, buffers.selected, norm_epsilon_},
                        stream);
-    backend_->stamp(StampArgs{buffers.sent.data(), num_rows, rank_, epoch(), positions}, stream);
+    backend_->stamp(StampArgs{buffers.sent.data(), tokens, rank_, epoch(), positions}, stream);
     // A shard may be a column narrower than the widest one; the padding column is never read.
     const TensorView<T, 2> local(reinterpret_cast<T*>(buffers.sent.data() + sizeof(ExchangeHeader)),
                                  {num_rows, lm_head_.rows}, {width_, 1});
     if (lm_head_.rows > 0) backend_->linear(LinearArgs<T>{buffers.selected, lm_head_, {}, local}, stream);
     backend_->comms().stage->all_gather(buffers.sent.data(), buffers.received.data(), row_bytes, stream);
     backend_->check_exchange(
-        CheckExchangeArgs{buffers.received.data(), row_bytes, ranks_, num_rows, buffers.sent.data()}, stream);
+        CheckExchangeArgs{buffers.received.data(), row_bytes, ranks_, tokens, buffers.sent.data()}, stream);
     return gathered;
   }
 

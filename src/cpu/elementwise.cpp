@@ -221,4 +221,10 @@ void Operators::gather_rows(const GatherRowsArgs<float>& args, Stream stream) co
   });
 }
 
+void Operators::advance(const AdvanceArgs& args, Stream stream) const {
+  stream.enqueue([args] {
+    for (std::int64_t i = 0; i < args.count; ++i) args.values[i] += args.values[i] >= 0 ? 1 : 0;
+  });
+}
+
 }  // namespace helix::cpu

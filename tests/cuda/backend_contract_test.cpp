@@ -79,6 +79,10 @@ TEST_CASE("sample keeps the backend contract on a GPU") {
   HELIX_REQUIRE_GPUS(1);
   contract::sample<CudaBackend>();
 }
+TEST_CASE("advance keeps the backend contract on a GPU") {
+  HELIX_REQUIRE_GPUS(1);
+  contract::advance<CudaBackend>();
+}
 TEST_CASE("memory, streams and events keep the backend contract on a GPU") {
   HELIX_REQUIRE_GPUS(1);
   contract::memory_and_streams<CudaBackend>();

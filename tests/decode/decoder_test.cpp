@@ -202,8 +202,8 @@ TEST_CASE("replayed steps give the golden output, whatever shapes follow each ot
     TopologySpec spec;
     std::int64_t draft_tokens;
   };
-  for (const Case& c :
-       {Case{{}, 1}, Case{{}, 4}, Case{{.kvp = 2, .tpa = 2, .pp = 2}, 3}, Case{{.dp = 2}, 8}}) {
+  for (const Case& c : {Case{{}, 1}, Case{{.kvp = 2, .pp = 2}, 1}, Case{{}, 4},
+                        Case{{.kvp = 2, .tpa = 2, .pp = 2}, 3}, Case{{.dp = 2}, 8}}) {
     const Topology topo(c.spec, model.config.shape());
     GenerationRequest request = golden_request(golden);
     request.page_tokens = 16;
@@ -231,20 +231,47 @@ TEST_CASE("replayed steps give the golden output, whatever shapes follow each ot
   }
 }
 
-TEST_CASE("a decode step is two copies to the device, and one more when sequences grow by a page",
-          "[quick]") {
+TEST_CASE("a decode step that feeds what was drawn copies only a grown page table to the device", "[quick]") {
   const ReferenceModel model("llama-tiny");
   const Topology topo({}, model.config.shape());
   GenerationRequest request = golden_request(model.golden());
   REQUIRE(request.num_sequences() > 1);
-  for (const std::int64_t page_tokens : {1, 512}) {
-    request.page_tokens = page_tokens;
+  const auto uploads_of_ten_steps = [&] {
     const auto uploads = [&](std::int64_t new_tokens) {
       request.max_new_tokens = new_tokens;
       run_capturable(model, topo, request);
       return CapturableBackend::num_uploads.load();
     };
-    CHECK(uploads(20) - uploads(10) == 10 * (page_tokens == 1 ? 3 : 2));
+    return uploads(20) - uploads(10);
+  };
+  request.page_tokens = 512;
+  CHECK(uploads_of_ten_steps() == 0);
+  request.page_tokens = 1;
+  CHECK(uploads_of_ten_steps() == 10);
+  request.page_tokens = 512;
+  request.teacher = model.golden().greedy;
+  for (auto& tokens : request.teacher)
+    for (std::int32_t& token : tokens) token = (token + 1) % 512;
+  CHECK(uploads_of_ten_steps() == 20);  // tokens and batch
+}
+
+TEST_CASE("draws do not depend on whether the device or the host made a step's inputs", "[quick]") {
+  const ReferenceModel model("llama-tiny");
+  for (const TopologySpec& spec : {TopologySpec{}, TopologySpec{.kvp = 2, .tpa = 2, .pp = 2}}) {
+    const Topology topo(spec, model.config.shape());
+    GenerationRequest request = golden_request(model.golden());
+    request.sampling = {.temperature = 1.0f, .top_p = 0.9f, .seed = 5};
+    request.ignore_eos = true;
+    const GenerationResult by_device = run_capturable(model, topo, request);
+    // Steps of two tokens, all of them right, end two positions on: the host makes the next inputs.
+    request.draft_tokens = 2;
+    for (const auto& sequence : by_device.sequences) request.teacher.push_back(sequence.tokens);
+    const GenerationResult by_host = run_capturable(model, topo, request);
+    REQUIRE(by_host.sequences.size() == by_device.sequences.size());
+    for (std::size_t i = 0; i < by_host.sequences.size(); ++i) {
+      CHECK(by_host.sequences[i].tokens == by_device.sequences[i].tokens);
+      CHECK(by_host.sequences[i].tokens != model.golden().greedy[i]);
+    }
   }
 }
 

@@ -1025,6 +1025,20 @@ void embed_and_gather() {
   }
 }
 
+template <Backend B>
+void advance() {
+  for (const std::int64_t count : {0, 1, 3, 700}) {
+    CAPTURE(count);
+    Workbench<B> bench;
+    std::vector<std::int64_t> values{-1, 0, std::int64_t{1} << 40};
+    for (std::int64_t i = std::ssize(values); i <= count; ++i) values.push_back(i % 7 - 1);
+    const auto positions = bench.array(values);
+    HELIX_CHECK_OPERATION(bench, advance, ([&](const auto& side) {
+                            return AdvanceArgs{side(positions), count};
+                          }));
+  }
+}
+
 /// Draws for `rows` rows of equal logits, cut into shards of at most `width` ids; padding is NaN.
 template <Backend B>
 std::vector<std::int32_t> draw(const std::vector<float>& row_logits, std::int64_t rows, std::int64_t width,

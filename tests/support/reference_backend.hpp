@@ -385,6 +385,11 @@ inline void gather_rows(const GatherRowsArgs<float>& args) {
     for (std::int64_t i = 0; i < args.out.extent(1); ++i) args.out(r, i) = args.in(args.rows[r], i);
 }
 
+inline void advance(const AdvanceArgs& args) {
+  for (std::int64_t i = 0; i < args.count; ++i)
+    if (args.values[i] != -1) args.values[i] = args.values[i] + 1;
+}
+
 /// Probability of each id of one row, by softmax(logits / temperature); temperature 0: of the logits.
 inline std::vector<double> probabilities(const SampleArgs<float>& args, std::int64_t row) {
   std::vector<double> values;
@@ -523,6 +528,7 @@ class ReferenceBackend {
   void embed(const EmbedArgs<F>& a, Stream s) const { queue(s, a, reference::embed); }
   void gather_rows(const GatherRowsArgs<F>& a, Stream s) const { queue(s, a, reference::gather_rows); }
   void sample(const SampleArgs<F>& a, Stream s) const { queue(s, a, reference::sample); }
+  void advance(const AdvanceArgs& a, Stream s) const { queue(s, a, reference::advance); }
 
  private:
   template <class Args>
