@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda::Operators: rms_norm and head_rms_norm.
+// cuda::Operators: rms_norm, head_rms_norm and logit_norms.
 #include <algorithm>
 #include <cstdint>
 
@@ -101,6 +101,26 @@ __global__ void __launch_bounds__(kHeadRmsNormWarps* kWarp)
   }
 }
 
+constexpr int kLogitNormThreads = 1024;
+
+/// One block a row.
+template <class T>
+__global__ void __launch_bounds__(kLogitNormThreads)
+    logit_norms_kernel(TensorView<const T, 3> logits, const std::int64_t* shard_begins, float* norms) {
+  float squares = 0.0f;
+  for (std::int64_t shard = 0; shard < logits.extent(0); ++shard) {
+    const T* row = logits.data() + shard * logits.stride(0) + blockIdx.x * logits.stride(1);
+    const std::int64_t width = shard_begins[shard + 1] - shard_begins[shard];  // the rest is padding
+#pragma unroll 4
+    for (std::int64_t i = threadIdx.x; i < width; i += kLogitNormThreads) {
+      const float x = to_float(row[i * logits.stride(2)]);
+      squares += x * x;
+    }
+  }
+  squares = block_sum(squares);
+  if (threadIdx.x == 0) norms[blockIdx.x] = sqrtf(squares);
+}
+
 }  // namespace
 
 template <class T>
@@ -147,9 +167,20 @@ void Operators<T>::head_rms_norm(const HeadRmsNormArgs<T>& args, Stream stream) 
   });
 }
 
-#define HELIX_INSTANTIATE(T)                                                 \
-  template void Operators<T>::rms_norm(const RmsNormArgs<T>&, Stream) const; \
-  template void Operators<T>::head_rms_norm(const HeadRmsNormArgs<T>&, Stream) const;
+template <class T>
+void Operators<T>::logit_norms(const LogitNormsArgs<T>& args, Stream stream) const {
+  const std::int64_t rows = args.logits.extent(1);
+  if (rows == 0) return;
+  const DeviceScope scope(state_->device);
+  logit_norms_kernel<T><<<static_cast<unsigned>(rows), kLogitNormThreads, 0, stream.handle()>>>(
+      args.logits, args.shard_begins, args.norms);
+  HELIX_CHECK_LAUNCH();
+}
+
+#define HELIX_INSTANTIATE(T)                                                          \
+  template void Operators<T>::rms_norm(const RmsNormArgs<T>&, Stream) const;          \
+  template void Operators<T>::head_rms_norm(const HeadRmsNormArgs<T>&, Stream) const; \
+  template void Operators<T>::logit_norms(const LogitNormsArgs<T>&, Stream) const;
 HELIX_INSTANTIATE(float)
 HELIX_INSTANTIATE(f16)
 HELIX_INSTANTIATE(bf16)

@@ -72,6 +72,9 @@ TEMPLATE_TEST_CASE("embed and gather_rows keep the backend contract", "", HELIX_
 TEMPLATE_TEST_CASE("sample keeps the backend contract", "", HELIX_ALL_BACKENDS) {
   contract::sample<TestType>();
 }
+TEMPLATE_TEST_CASE("logit_norms keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::logit_norms<TestType>();
+}
 TEMPLATE_TEST_CASE("advance keeps the backend contract", "", HELIX_ALL_BACKENDS) {
   contract::advance<TestType>();
 }

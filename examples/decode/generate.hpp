@@ -126,6 +126,13 @@ std::int64_t peak_resident_bytes();
 /// Median and 99th percentile.
 std::pair<double, double> median_and_p99(std::vector<double> values);
 
+/// Whether `world_rank` puts the logits of its replica into the report: the last stage's first rank, which
+/// has all of them.
+inline bool reports_logits(const Topology& topo, int world_rank) {
+  const RankCoordinates at = topo.coordinates(world_rank);
+  return at.stage == topo.pp() - 1 && at.stage_rank == 0;
+}
+
 /// One rank's loop over one request: prefill, decode, collect.
 template <Backend B>
 class GenerationLoop {
@@ -141,7 +148,7 @@ class GenerationLoop {
         model_(model),
         at_(topo.coordinates(comms.world.rank())),
         show_progress_(show_progress),
-        reports_logits_(model.is_last() && at_.stage_rank == 0) {
+        reports_logits_(reports_logits(topo, comms.world.rank())) {
     const Range mine = replica_sequences(topo, request, at_.replica);
     for (std::int64_t index = mine.begin; index < mine.end; ++index) {
       SequenceProgress& sequence = sequences_.emplace_back();
@@ -198,25 +205,25 @@ class GenerationLoop {
     model_.cache().append(step_.sequences, counts_, model_.stream());
     model_.forward(step_);
     drawn_ = model_.finish();
+    if (reports_logits_) logit_norms_ = model_.logit_norms();
   }
 
   /// Takes the token drawn at logit row `row` into the sequence's result.
   void record(SequenceProgress& sequence, std::int64_t row) {
     const std::int32_t token = drawn_[static_cast<std::size_t>(row)];
-    if (reports_logits_) {
-      const std::vector<float> logits = model_.logits_row(row);
-      double sum = 0.0;
-      for (float x : logits) sum += static_cast<double>(x) * x;
-      sequence.result.logits_norm.push_back(static_cast<float>(std::sqrt(sum)));
-      auto& first8 = sequence.result.logits_first8;
-      std::copy_n(logits.begin(), std::min<std::size_t>(8, logits.size()), first8[1].begin());
-      if (sequence.generated() == 0) first8[0] = first8[1];
-    }
     sequence.pending = token;
     sequence.result.tokens.push_back(token);
     const bool is_eos =
         !request_.ignore_eos && std::count(config_.eos_ids.begin(), config_.eos_ids.end(), token) > 0;
     sequence.is_done = is_eos || sequence.generated() >= request_.max_new_tokens;
+    if (!reports_logits_) return;
+    sequence.result.logits_norm.push_back(logit_norms_[static_cast<std::size_t>(row)]);
+    const bool is_first = sequence.generated() == 1;
+    if (!is_first && !sequence.is_done) return;
+    auto& [first, last] = sequence.result.logits_first8;
+    const std::vector<float> logits = model_.first_logits(row, std::ssize(last));
+    std::ranges::copy(logits, last.begin());
+    if (is_first) first = last;
   }
 
   void fill_synthetic_contexts() {
@@ -373,11 +380,12 @@ class GenerationLoop {
   StageModel<B>& model_;
   RankCoordinates at_;
   bool show_progress_;
-  bool reports_logits_;  // the last stage's first rank has all logits
+  bool reports_logits_;
   std::vector<SequenceProgress> sequences_;
   Step step_;
   std::vector<std::int64_t> counts_;     // tokens of each entry of step_
   std::span<const std::int32_t> drawn_;  // by the last step, the same on all ranks of the replica
+  std::vector<float> logit_norms_;       // of its logit rows, where reports_logits_
   GenerationResult result_;
 };
 
@@ -402,11 +410,14 @@ GenerationResult generate(B& backend, WorldComms<typename B::Comm>& comms, const
                                   progress.update(total > 0 ? done * 1000 / total : 1000);
                                 });
     }();
-    StageModel<B> model(
-        backend, topo, at.stage, config, std::move(weights), plan_cache(request, topo, at.stage, at.replica),
-        plan_limits(request, topo, at.replica),
-        {.hop_b_slices = request.hop_b_slices, .sampling = request.sampling, .captures = request.cuda_graphs},
-        comms.pipeline);
+    StageModel<B> model(backend, topo, at.stage, config, std::move(weights),
+                        plan_cache(request, topo, at.stage, at.replica),
+                        plan_limits(request, topo, at.replica),
+                        {.hop_b_slices = request.hop_b_slices,
+                         .sampling = request.sampling,
+                         .has_logit_norms = detail::reports_logits(topo, at.world_rank),
+                         .captures = request.cuda_graphs},
+                        comms.pipeline);
     const double load_ms = detail::milliseconds_since(load_start);
     try {
       GenerationResult result =

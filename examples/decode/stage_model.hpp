@@ -3,6 +3,10 @@
 // through it.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
 #include <memory>
 #include <span>
 #include <type_traits>
@@ -58,6 +62,7 @@ struct StageLimits {
 struct StepOptions {
   int hop_b_slices = 0;  ///< 0: chosen, 1: off
   SamplingConfig sampling{};
+  bool has_logit_norms = false;  ///< of each logit row, on the last stage
   bool captures = true;  ///< replays decode steps of equal shapes where the backend and the ranks allow it
 };
 
@@ -115,6 +120,7 @@ class StageModel {
         hop_b_(backend, limits.max_slices),
         batch_(backend, limits.max_sequences, limits.max_step_tokens),
         inputs_(backend, limits.max_step_tokens, limits.max_logit_rows),
+        norms_(backend.allocate(static_cast<std::size_t>(limits.max_logit_rows) * sizeof(float))),
         decode_steps_(options.captures &&
                       (CapturesAlone<typename B::Comm> || topo.pp() * topo.stage_size() == 1)) {
     const std::vector<float> frequencies = model.inverse_frequencies();
@@ -187,22 +193,29 @@ class StageModel {
   /// follows.
   void drop_captured_steps() noexcept { decode_steps_.clear(); }
 
-  /// Last stage, after finish(): logits of one row of the last forward() on the host, in vocabulary order.
-  /// Waits.
-  std::vector<float> logits_row(std::int64_t row) {
-    std::vector<T> values(static_cast<std::size_t>(topo_->shape().vocab));
+  /// Last stage, after finish(): L2 norm of the logits of each row of the last forward(), if the options ask
+  /// for them. Waits.
+  std::vector<float> logit_norms() {
+    std::vector<float> norms(next_.logit_rows.size());
+    backend_->download(norms.data(), norms_.data(), norms.size() * sizeof(float), stream_);
+    backend_->synchronize(stream_);
+    return norms;
+  }
+
+  /// Last stage, after finish(): logits of the first `count` ids in one row of the last forward(), fewer
+  /// where the vocabulary has fewer. Waits.
+  std::vector<float> first_logits(std::int64_t row, std::int64_t count) {
+    std::vector<T> values(static_cast<std::size_t>(std::min(count, topo_->shape().vocab)));
     for (int rank = 0; rank < topo_->stage_size(); ++rank) {
       const Range shard = topo_->vocab(rank);
+      const std::int64_t end = std::min(shard.end, std::ssize(values));
+      if (end <= shard.begin) continue;
       const T* source = last_.logits.data() + rank * last_.logits.stride(0) + row * last_.logits.stride(1);
       backend_->download(values.data() + shard.begin, source,
-                         static_cast<std::size_t>(shard.size()) * sizeof(T), stream_);
+                         static_cast<std::size_t>(end - shard.begin) * sizeof(T), stream_);
     }
     backend_->synchronize(stream_);
-    if constexpr (std::is_same_v<T, float>) {
-      return values;
-    } else {
-      return {values.begin(), values.end()};
-    }
+    return {values.begin(), values.end()};
   }
 
  private:
@@ -246,6 +259,8 @@ class StageModel {
     } else {
       result.logits = head_->logits(hidden, batch.positions, inputs_.rows(), num_rows,
                                     {head_workspace_.data(), head_workspace_.size_bytes()}, stream_);
+      if (options_.has_logit_norms)
+        head_->norms(result.logits, reinterpret_cast<float*>(norms_.data()), stream_);
       head_->sample(result.logits, options_.sampling, inputs_.counters(), inputs_.tokens(), stream_);
     }
     if (topo_->pp() > 1 && num_rows > 0)
@@ -269,6 +284,7 @@ class StageModel {
   HopB<B> hop_b_;
   BatchBuffer<B> batch_;
   StepInputs<B> inputs_;
+  typename B::Buffer norms_;  // [logit rows]
   typename B::Buffer hidden_;
   typename B::Buffer layer_workspace_;
   typename B::Buffer head_workspace_;

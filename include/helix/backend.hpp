@@ -335,6 +335,15 @@ struct SampleArgs {
   std::int32_t* tokens = nullptr;           ///< [rows], written
 };
 
+/// norms[r] = L2 norm of row r's logits, summed in f32 or wider: a fingerprint of a step for reports and
+/// comparisons.
+template <class T>
+struct LogitNormsArgs {
+  TensorView<const T, 3> logits;               ///< as SampleArgs
+  const std::int64_t* shard_begins = nullptr;  ///< as SampleArgs
+  float* norms = nullptr;                      ///< [rows], written
+};
+
 /// values[i] += 1 where values[i] >= 0: the positions of one decode step become those of the next, and
 /// padding (-1) stays.
 struct AdvanceArgs {
@@ -421,6 +430,7 @@ concept Backend = requires(B& backend, typename B::Stream stream, typename B::Ev
     backend.embed(EmbedArgs<decltype(a)>{}, stream);
     backend.gather_rows(GatherRowsArgs<decltype(a)>{}, stream);
     backend.sample(SampleArgs<decltype(a)>{}, stream);
+    backend.logit_norms(LogitNormsArgs<decltype(a)>{}, stream);
     backend.advance(AdvanceArgs{}, stream);
   };
 };

@@ -127,6 +127,11 @@ class VocabularyHead {
                      stream);
   }
 
+  /// L2 norm of each row of `logits` into `norms` (device, [rows]). Local; queued on `stream`.
+  void norms(Logits logits, float* norms, typename B::Stream stream) {
+    backend_->logit_norms(LogitNormsArgs<T>{logits, shard_begins(), norms}, stream);
+  }
+
  private:
   struct Buffers {
     TensorView<T, 2> selected;      // [rows, M]

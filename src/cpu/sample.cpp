@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// cpu::Operators::sample: greedy or nucleus sampling, a function of logits, seed and counter alone.
+// cpu::Operators: sample, greedy or from a nucleus, a function of logits, seed and counter alone;
+// logit_norms.
 #include <array>
 #include <bit>
 #include <cmath>
@@ -21,9 +22,9 @@ struct Candidate {
   std::int32_t id;
 };
 
-/// Calls visit(logit, id) for each id of one row, in increasing id.
-template <class Visit>
-void for_each_logit(const SampleArgs<float>& args, std::int64_t row, const Visit& visit) {
+/// Calls visit(logit, id) for each id of one row, in increasing id. Args: SampleArgs or LogitNormsArgs.
+template <class Args, class Visit>
+void for_each_logit(const Args& args, std::int64_t row, const Visit& visit) {
   for (std::int64_t shard = 0; shard < args.logits.extent(0); ++shard) {
     const std::int64_t begin = args.shard_begins[shard];
     const std::int64_t end = args.shard_begins[shard + 1];
@@ -162,6 +163,17 @@ void Operators::sample(const SampleArgs<float>& args, Stream stream) const {
   stream.enqueue([args, pool = pool_] {
     const auto body = [&](std::int64_t row, int) {
       args.tokens[row] = args.temperature == 0.0f ? likeliest(args, row).id : draw(args, row);
+    };
+    pool->parallel_for(args.logits.extent(1), std::cref(body));
+  });
+}
+
+void Operators::logit_norms(const LogitNormsArgs<float>& args, Stream stream) const {
+  stream.enqueue([args, pool = pool_] {
+    const auto body = [&](std::int64_t row, int) {
+      double squares = 0.0;
+      for_each_logit(args, row, [&](float logit, std::int32_t) { squares += double{logit} * logit; });
+      args.norms[row] = static_cast<float>(std::sqrt(squares));
     };
     pool->parallel_for(args.logits.extent(1), std::cref(body));
   });

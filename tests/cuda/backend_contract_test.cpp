@@ -79,6 +79,10 @@ TEST_CASE("sample keeps the backend contract on a GPU") {
   HELIX_REQUIRE_GPUS(1);
   contract::sample<CudaBackend>();
 }
+TEST_CASE("logit_norms keeps the backend contract on a GPU") {
+  HELIX_REQUIRE_GPUS(1);
+  contract::logit_norms<CudaBackend>();
+}
 TEST_CASE("advance keeps the backend contract on a GPU") {
   HELIX_REQUIRE_GPUS(1);
   contract::advance<CudaBackend>();

@@ -1026,6 +1026,32 @@ void embed_and_gather() {
 }
 
 template <Backend B>
+void logit_norms() {
+  // Shards of unequal width, one of them empty; what lies behind their ends is padding.
+  constexpr std::int64_t kShards = 3;
+  for (const std::int64_t width : {1, 40, 1500}) {
+    for (const std::int64_t rows : {0, 1, 3}) {
+      CAPTURE(width, rows);
+      Workbench<B> bench;
+      const std::vector<std::int64_t> begins{0, width, width, width + (width + 1) / 2};
+      std::vector<float> values = bench.random_values(kShards * rows * width, 3.0);
+      for (std::int64_t s = 0; s < kShards; ++s)
+        for (std::int64_t r = 0; r < rows; ++r)
+          for (std::int64_t i = begins[static_cast<std::size_t>(s + 1)] - begins[static_cast<std::size_t>(s)];
+               i < width; ++i)
+            values[static_cast<std::size_t>((s * rows + r) * width + i)] = std::nanf("");
+      const auto logits = bench.array(values);
+      const auto shard_begins = bench.array(begins);
+      const auto norms = bench.poison(rows + 1);
+      HELIX_CHECK_OPERATION(bench, logit_norms, ([&](const auto& side) {
+                              return LogitNormsArgs<float>{side.view(logits, kShards, rows, width),
+                                                           side(shard_begins), side(norms)};
+                            }));
+    }
+  }
+}
+
+template <Backend B>
 void advance() {
   for (const std::int64_t count : {0, 1, 3, 700}) {
     CAPTURE(count);

@@ -294,6 +294,10 @@ class RecordingBackend {
     recording_->add("sample", s.id, a.logits.extent(1));
     inner_.sample(a, s.inner);
   }
+  void logit_norms(const LogitNormsArgs<float>& a, Stream s) const {
+    recording_->add("logit_norms", s.id, a.logits.extent(1));
+    inner_.logit_norms(a, s.inner);
+  }
   void advance(const AdvanceArgs& a, Stream s) const {
     recording_->add("advance", s.id, a.count);
     inner_.advance(a, s.inner);

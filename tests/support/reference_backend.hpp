@@ -385,6 +385,16 @@ inline void gather_rows(const GatherRowsArgs<float>& args) {
     for (std::int64_t i = 0; i < args.out.extent(1); ++i) args.out(r, i) = args.in(args.rows[r], i);
 }
 
+inline void logit_norms(const LogitNormsArgs<float>& args) {
+  for (std::int64_t row = 0; row < args.logits.extent(1); ++row) {
+    double norm = 0.0;
+    for (std::int64_t s = 0; s < args.logits.extent(0); ++s)
+      for (std::int64_t i = 0; i < args.shard_begins[s + 1] - args.shard_begins[s]; ++i)
+        norm = std::hypot(norm, double{args.logits(s, row, i)});
+    args.norms[row] = static_cast<float>(norm);
+  }
+}
+
 inline void advance(const AdvanceArgs& args) {
   for (std::int64_t i = 0; i < args.count; ++i)
     if (args.values[i] != -1) args.values[i] = args.values[i] + 1;
@@ -528,6 +538,7 @@ class ReferenceBackend {
   void embed(const EmbedArgs<F>& a, Stream s) const { queue(s, a, reference::embed); }
   void gather_rows(const GatherRowsArgs<F>& a, Stream s) const { queue(s, a, reference::gather_rows); }
   void sample(const SampleArgs<F>& a, Stream s) const { queue(s, a, reference::sample); }
+  void logit_norms(const LogitNormsArgs<F>& a, Stream s) const { queue(s, a, reference::logit_norms); }
   void advance(const AdvanceArgs& a, Stream s) const { queue(s, a, reference::advance); }
 
  private:

@@ -77,6 +77,7 @@ class Operators {
   void embed(const EmbedArgs<float>& args, Stream stream) const;
   void gather_rows(const GatherRowsArgs<float>& args, Stream stream) const;
   void sample(const SampleArgs<float>& args, Stream stream) const;
+  void logit_norms(const LogitNormsArgs<float>& args, Stream stream) const;
   void advance(const AdvanceArgs& args, Stream stream) const;
 
   /// Upper bounds over any positions, for the caller's workspace.

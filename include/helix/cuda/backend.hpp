@@ -73,6 +73,7 @@ class Operators {
   void embed(const EmbedArgs<T>& args, Stream stream) const;
   void gather_rows(const GatherRowsArgs<T>& args, Stream stream) const;
   void sample(const SampleArgs<T>& args, Stream stream) const;
+  void logit_norms(const LogitNormsArgs<T>& args, Stream stream) const;
   void advance(const AdvanceArgs& args, Stream stream) const;
 
   /// Upper bounds over any positions, for the caller's workspace.
