@@ -133,15 +133,33 @@ TEST_CASE("the number of slices is what was asked for, within the sequences and 
   CpuBackend backend;
   const HopB<CpuBackend> hop_b(backend, 8);
   CHECK(hop_b.max_slices() == 8);
-  CHECK(hop_b.resolve_slices(3, 64, 2) == 3);
-  CHECK(hop_b.resolve_slices(3, 2, 2) == 2);
-  CHECK(hop_b.resolve_slices(3, 0, 2) == 1);
-  CHECK(hop_b.resolve_slices(20, 64, 2) == 8);
-  CHECK(hop_b.resolve_slices(0, 64, 1) == 1);  // nothing is exchanged
-  CHECK(hop_b.resolve_slices(0, 64, 2) == 4);
-  CHECK(hop_b.resolve_slices(0, 3, 2) == 3);
-  CHECK(hop_b.resolve_slices(0, 0, 2) == 1);
-  CHECK(HopB<CpuBackend>(backend, 2).resolve_slices(0, 64, 2) == 2);
+  CHECK(hop_b.resolve_slices(3, 64, 2, 1000) == 3);
+  CHECK(hop_b.resolve_slices(3, 2, 2, 1000) == 2);
+  CHECK(hop_b.resolve_slices(3, 0, 2, 1000) == 1);
+  CHECK(hop_b.resolve_slices(20, 64, 2, 1000) == 8);
+  CHECK(hop_b.resolve_slices(0, 64, 1, 1000) == 1);  // nothing is exchanged
+  CHECK(hop_b.resolve_slices(0, 64, 2, 1000) == 4);
+  CHECK(hop_b.resolve_slices(0, 3, 2, 1000) == 3);
+  CHECK(hop_b.resolve_slices(0, 0, 2, 1000) == 1);
+  CHECK(HopB<CpuBackend>(backend, 2).resolve_slices(0, 64, 2, 1000) == 2);
+}
+
+struct CostedBackend : CpuBackend {
+  static constexpr HopBCosts kHopBCosts{.us_per_mb = 4.0, .hand_over_us = 30.0};
+};
+
+TEST_CASE("a backend's costs choose the slices that exposed transfer and hand-overs make fastest") {
+  CostedBackend backend;
+  const HopB<CostedBackend> hop_b(backend, 8);
+  const auto slices_of_mb = [&](std::int64_t mb) { return hop_b.resolve_slices(0, 512, 2, mb * 1'000'000); };
+  CHECK(slices_of_mb(0) == 1);
+  CHECK(slices_of_mb(14) == 1);    // 56 us: halving it saves 28
+  CHECK(slices_of_mb(16) == 2);    // 64 us: halving it saves 32
+  CHECK(slices_of_mb(46) == 3);    // 184 us: the third slice saves 184 / 6 = 31
+  CHECK(slices_of_mb(1000) == 8);  // as many as there may be
+  CHECK(hop_b.resolve_slices(0, 3, 2, 1'000'000'000) == 3);
+  CHECK(hop_b.resolve_slices(0, 512, 1, 1'000'000'000) == 1);
+  CHECK(hop_b.resolve_slices(5, 512, 2, 0) == 5);
 }
 
 TEST_CASE("slices cover the sequences once, in order, none empty, sizes within one") {

@@ -62,6 +62,16 @@ ModelShape llama_405b(std::int64_t layers) {
   return shape;
 }
 
+/// What of the model is measured.
+struct Plan {
+  std::int64_t layers = kLayers;
+  std::int64_t batch = kBatch;
+  std::int64_t context = kContext;
+
+  /// As many layers as fit at `context`, and if none does the longest context that one fits at.
+  static Plan of(int kvp, int tpa, std::int64_t batch, std::int64_t context, std::size_t budget);
+};
+
 /// Bytes that one rank reads of one layer in a step.
 struct LayerBytes {
   std::size_t qkv;
@@ -70,12 +80,12 @@ struct LayerBytes {
   std::size_t down;
   std::size_t kv;
 
-  LayerBytes(const Topology& topo, int rank, std::int64_t context)
+  LayerBytes(const Topology& topo, int rank, const Plan& plan)
       : qkv(bytes((topo.query_heads(rank).size() + 2 * topo.kv_heads(rank).size()) * kDim * kHidden)),
         o(bytes(kHidden * topo.combined_heads(rank).size() * kDim)),
         gate_up(bytes(2 * topo.ffn(rank).size() * kHidden)),
         down(bytes(kHidden * topo.ffn(rank).size())),
-        kv(bytes(kBatch * context / topo.kvp() * 2 * topo.kv_heads(rank).size() * kDim)) {}
+        kv(bytes(plan.batch * plan.context / topo.kvp() * 2 * topo.kv_heads(rank).size() * kDim)) {}
 
   std::size_t weights() const { return qkv + o + gate_up + down; }
 
@@ -83,23 +93,16 @@ struct LayerBytes {
   static std::size_t bytes(std::int64_t elements) { return static_cast<std::size_t>(elements) * kBf16Bytes; }
 };
 
-/// What of the model fits.
-struct Plan {
-  std::int64_t layers = kLayers;
-  std::int64_t context = kContext;
-
-  /// As many layers as fit at the full context, and if none does the longest context that one fits at.
-  static Plan of(int kvp, int tpa, std::size_t budget) {
-    Plan plan;
-    const Topology topo({.kvp = kvp, .tpa = tpa}, llama_405b(kLayers));
-    for (; plan.context > kPageTokens * kvp; plan.context /= 2) {
-      const LayerBytes layer(topo, 0, plan.context);
-      plan.layers = std::min(kLayers, static_cast<std::int64_t>(budget / (layer.weights() + layer.kv)));
-      if (plan.layers >= 1) break;
-    }
-    return plan;
+Plan Plan::of(int kvp, int tpa, std::int64_t batch, std::int64_t context, std::size_t budget) {
+  Plan plan{.batch = batch, .context = context};
+  const Topology topo({.kvp = kvp, .tpa = tpa}, llama_405b(kLayers));
+  for (; plan.context > kPageTokens * kvp; plan.context /= 2) {
+    const LayerBytes layer(topo, 0, plan);
+    plan.layers = std::min(kLayers, static_cast<std::int64_t>(budget / (layer.weights() + layer.kv)));
+    if (plan.layers >= 1) break;
   }
-};
+  return plan;
+}
 
 /// One rank's layers, its KV and its captured step.
 class DecodeRank {
@@ -107,19 +110,20 @@ class DecodeRank {
   DecodeRank(Rank& rank, const Topology& topo, const Plan& plan, int slices)
       : rank_(&rank),
         topo_(&topo),
+        plan_(plan),
         slices_(slices),
-        layer_bytes_(topo, rank.index(), plan.context),
-        cache_(rank.backend, topo, cache_spec(topo, plan)),
-        batch_(rank.backend, kBatch, kBatch),
-        exchange_(rank.backend, {kBatch, topo.query_heads(rank.index()).size(), kDim}),
+        layer_bytes_(topo, rank.index(), plan),
+        cache_(rank.backend, topo, cache_spec()),
+        batch_(rank.backend, plan_.batch, plan_.batch),
+        exchange_(rank.backend, {plan_.batch, topo.query_heads(rank.index()).size(), kDim}),
         hop_b_(rank.backend, kMaxSlices),
-        weights_at_(random_bf16(static_cast<std::int64_t>(layer_bytes_.weights() / kBf16Bytes) * plan.layers,
+        weights_at_(random_bf16(static_cast<std::int64_t>(layer_bytes_.weights() / kBf16Bytes) * plan_.layers,
                                 random_seed())),
         norm_at_(on_device(rank.backend, std::vector<bf16>(kHidden, bf16(kNormWeight)))),
-        first_hidden_(random_bf16(kBatch * kHidden, 7)),
+        first_hidden_(random_bf16(plan_.batch * kHidden, 7)),
         hidden_(first_hidden_.size_bytes()),
         reduced_(first_hidden_.size_bytes()) {
-    std::vector<std::int32_t> rows(kBatch);
+    std::vector<std::int32_t> rows(static_cast<std::size_t>(plan.batch));
     std::iota(rows.begin(), rows.end(), 0);
     rows_ = on_device(rank.backend, rows);
     std::vector<float> frequencies;
@@ -128,32 +132,32 @@ class DecodeRank {
     frequencies_ = on_device(rank.backend, frequencies);
     config_.softmax_scale = 1.0f / std::sqrt(static_cast<float>(kDim));
     config_.rope = {reinterpret_cast<const float*>(frequencies_.data()), kDim};
-    workspace_ =
-        rank.backend.allocate(decode_layer_workspace_bytes(rank.backend, topo, config_, kBatch, kMaxSlices));
-    for (std::int64_t layer = 0; layer < plan.layers; ++layer) add_layer(layer);
-    fill_cache(plan);
-    rewind(plan);
+    workspace_ = rank.backend.allocate(
+        decode_layer_workspace_bytes(rank.backend, topo, config_, plan_.batch, kMaxSlices));
+    for (std::int64_t layer = 0; layer < plan_.layers; ++layer) add_layer(layer);
+    fill_cache();
+    rewind();
   }
 
   std::int64_t num_layers() const { return static_cast<std::int64_t>(layers_.size()); }
   const LayerBytes& layer_bytes() const { return layer_bytes_; }
 
   /// Gives each sequence room for its next token, for which few steps need a page.
-  void grow() { cache_.append(sequences_, kOneEach, rank_->stream); }
+  void grow() { cache_.append(sequences_, one_each_, rank_->stream); }
 
   /// As grow(), and the first sequence takes a page more on every rank, for which it queues the update of the
   /// page table.
   void grow_by_page() { cache_.append(sequences_, with_page_, rank_->stream); }
 
   /// To the first token after the context.
-  void rewind(const Plan& plan) {
-    const std::vector<std::int64_t> positions(kBatch, plan.context);
+  void rewind() {
+    const std::vector<std::int64_t> positions(static_cast<std::size_t>(plan_.batch), plan_.context);
     batch_.set(offsets_, positions, slots_, rank_->stream);
   }
 
   /// Ends with the positions of the next step.
   void queue_step() {
-    const std::array<std::int64_t, 2> hidden{kBatch, kHidden};
+    const std::array<std::int64_t, 2> hidden{plan_.batch, kHidden};
     // By a kernel: copies in a graph make its launch slower.
     rank_->backend.gather_rows(
         GatherRowsArgs<bf16>{{reinterpret_cast<const bf16*>(first_hidden_.data()), hidden},
@@ -163,7 +167,7 @@ class DecodeRank {
     for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
       decode_layer<RankBackend, bf16>(rank_->backend, *topo_, config_, layers_[layer],
                                       cache_.layer(static_cast<int>(layer)), batch_.batch(),
-                                      {reinterpret_cast<bf16*>(hidden_.data()), {kBatch, kHidden}},
+                                      {reinterpret_cast<bf16*>(hidden_.data()), {plan_.batch, kHidden}},
                                       {.exchange = &exchange_,
                                        .hop_b = &hop_b_,
                                        .hop_b_slices = slices_,
@@ -174,7 +178,7 @@ class DecodeRank {
   }
 
   void queue_all_reduce() {
-    rank_->backend.comms().stage->all_reduce(first_hidden_.data(), reduced_.data(), kBatch * kHidden,
+    rank_->backend.comms().stage->all_reduce(first_hidden_.data(), reduced_.data(), plan_.batch * kHidden,
                                              DType::bf16, rank_->stream);
   }
 
@@ -197,19 +201,19 @@ class DecodeRank {
   /// After the last step. Waits.
   std::vector<bf16> hidden() const {
     rank_->backend.synchronize(rank_->stream);
-    return on_host<bf16>(rank_->backend, hidden_.data(), kBatch * kHidden);
+    return on_host<bf16>(rank_->backend, hidden_.data(), plan_.batch * kHidden);
   }
 
  private:
-  static KvCacheSpec cache_spec(const Topology& topo, const Plan& plan) {
-    std::vector<std::int64_t> lengths(kBatch, plan.context + kSpareSteps);
-    lengths[0] = plan.context + kSpareSteps * kPageTokens * topo.kvp();
+  KvCacheSpec cache_spec() const {
+    std::vector<std::int64_t> lengths(static_cast<std::size_t>(plan_.batch), plan_.context + kSpareSteps);
+    lengths[0] = plan_.context + kSpareSteps * kPageTokens * topo_->kvp();
     KvCacheSpec spec;
-    spec.layers = plan.layers;
+    spec.layers = plan_.layers;
     spec.page_tokens = kPageTokens;
     spec.chunk = kChunk;
-    spec.pages = PageLedger::pages_needed(KvLayout(topo.kvp(), kChunk), kPageTokens, lengths);
-    spec.max_sequences = kBatch;
+    spec.pages = PageLedger::pages_needed(KvLayout(topo_->kvp(), kChunk), kPageTokens, lengths);
+    spec.max_sequences = plan_.batch;
     spec.max_tokens = lengths[0];
     return spec;
   }
@@ -236,18 +240,19 @@ class DecodeRank {
   }
 
   /// A page a sequence and rank in turn, so that those of one sequence do not lie side by side.
-  void fill_cache(const Plan& plan) {
-    for (std::int64_t b = 0; b < kBatch; ++b) {
+  void fill_cache() {
+    for (std::int64_t b = 0; b < plan_.batch; ++b) {
       sequences_.push_back(cache_.add());
       slots_.push_back(cache_.slot(sequences_.back()));
       offsets_.push_back(static_cast<std::int32_t>(b + 1));
     }
     const std::int64_t turn = kPageTokens * topo_->kvp();
-    const std::vector<std::int64_t> counts(kBatch, turn);
+    const std::vector<std::int64_t> counts(static_cast<std::size_t>(plan_.batch), turn);
+    with_page_ = one_each_;
     with_page_[0] = turn;
-    for (std::int64_t length = 0; length < plan.context; length += turn)
+    for (std::int64_t length = 0; length < plan_.context; length += turn)
       cache_.append(sequences_, counts, rank_->stream);
-    for (int layer = 0; layer < static_cast<int>(plan.layers); ++layer) {
+    for (int layer = 0; layer < static_cast<int>(plan_.layers); ++layer) {
       const KvView kv = cache_.layer(layer);
       cuda::bench::launch_fill_bf16(kv.pages, static_cast<std::size_t>(kv.num_pages * kv.page_elements()),
                                     random_seed() + (static_cast<std::uint64_t>(layer + 1) << 52),
@@ -258,6 +263,7 @@ class DecodeRank {
 
   Rank* rank_;
   const Topology* topo_;
+  Plan plan_;
   int slices_;
   LayerBytes layer_bytes_;
   ShardedKVCache<RankBackend> cache_;
@@ -277,8 +283,8 @@ class DecodeRank {
   std::vector<SequenceId> sequences_;
   std::vector<std::int32_t> slots_;
   std::vector<std::int32_t> offsets_{0};
-  static inline const std::vector<std::int64_t> kOneEach = std::vector<std::int64_t>(kBatch, 1);
-  std::vector<std::int64_t> with_page_ = kOneEach;
+  std::vector<std::int64_t> one_each_ = std::vector<std::int64_t>(static_cast<std::size_t>(plan_.batch), 1);
+  std::vector<std::int64_t> with_page_;
 };
 
 /// How exchanges overlap attention.
@@ -358,7 +364,7 @@ StepTimes measure_step(Rank& rank, const Topology& topo, const Plan& plan, const
   if (topo.stage_size() > 1)
     times.all_reduce_us = time_together(rank, 20, [&] { decode.queue_all_reduce(); });
   if (topo.kvp() > 1) {
-    ExchangeWork exchange(rank, {kBatch, topo.query_heads(rank.index()).size(), kDim});
+    ExchangeWork exchange(rank, {plan.batch, topo.query_heads(rank.index()).size(), kDim});
     exchange.fill_messages();
     times.exchange_us = time_together(rank, 20, [&] { exchange.queue(); });
   }
@@ -370,7 +376,7 @@ StepTimes measure_step(Rank& rank, const Topology& topo, const Plan& plan, const
   const auto graph = cuda::Graph::capture(rank.stream, [&] { decode.queue_step(); });
   times.nodes = graph.num_nodes();
   rank.meeting.arrive_and_wait();
-  decode.rewind(plan);
+  decode.rewind();
   graph.replay(rank.stream);
   times.replay_error = relative_error(decode.hidden(), eager);
 
@@ -537,22 +543,32 @@ void register_decode_layers(int num_gpus) {
   HELIX_CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
   // Of weights and KV a GPU: the rest is for workspaces, NCCL and the spare pages.
   const auto budget = std::min<std::size_t>(120'000'000'000, properties.totalGlobalMem / 100 * 85);
+  const auto add_case = [&](const Grid& grid, const Plan& plan, const std::string& name,
+                            const Overlap& overlap) {
+    add("decode_layer/kvp:" + std::to_string(grid.kvp) + "/tpa:" + std::to_string(grid.tpa) +
+            "/layers:" + std::to_string(plan.layers) + "/batch:" + std::to_string(plan.batch) +
+            "/context:" + std::to_string(plan.context) + "/hop_b:" + name,
+        [=](benchmark::State& state) { bench_decode_layer(state, grid.kvp, grid.tpa, overlap, plan); });
+  };
   for (const Grid grid : {Grid{1, 1}, Grid{2, 1}, Grid{1, 2}, Grid{4, 1}, Grid{2, 2}, Grid{1, 4}}) {
     if (grid.kvp * grid.tpa > num_gpus) continue;
-    const Plan plan = Plan::of(grid.kvp, grid.tpa, budget);
-    const auto add_case = [&](const std::string& name, const Overlap& overlap) {
-      add("decode_layer/kvp:" + std::to_string(grid.kvp) + "/tpa:" + std::to_string(grid.tpa) +
-              "/layers:" + std::to_string(plan.layers) + "/batch:" + std::to_string(kBatch) +
-              "/context:" + std::to_string(plan.context) + "/hop_b:" + name,
-          [=](benchmark::State& state) { bench_decode_layer(state, grid.kvp, grid.tpa, overlap, plan); });
-    };
-    add_case("off", {.slices = 1});
+    const Plan plan = Plan::of(grid.kvp, grid.tpa, kBatch, kContext, budget);
+    add_case(grid, plan, "off", {.slices = 1});
     if (grid.kvp == 1) continue;  // nothing to exchange
-    add_case("2", {.slices = 2});
-    add_case("auto", {.slices = 0});
+    add_case(grid, plan, "2", {.slices = 2});
+    add_case(grid, plan, "auto", {.slices = 0});
     // Room for the exchange: 16 blocks fewer than the two an SM that attention would hold.
-    add_case("auto/spare_blocks:16",
-             {.slices = 0, .attention_blocks = 2 * properties.multiProcessorCount - 16});
+    const int spare = 2 * properties.multiProcessorCount - 16;
+    add_case(grid, plan, "auto/spare_blocks:16", {.slices = 0, .attention_blocks = spare});
+    if (grid.tpa > 1) continue;
+    // Messages that take a while: short contexts of many sequences.
+    for (const std::int64_t batch : {256, 1024}) {
+      const Plan many = Plan::of(grid.kvp, grid.tpa, batch, 4194304 / batch, budget);
+      add_case(grid, many, "off", {.slices = 1});
+      add_case(grid, many, "2", {.slices = 2});
+      add_case(grid, many, "4", {.slices = 4});
+      add_case(grid, many, "auto", {.slices = 0});
+    }
   }
   for (const int kvp : {2, 4}) {
     if (kvp > num_gpus) continue;

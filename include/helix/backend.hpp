@@ -385,6 +385,12 @@ struct StageComms {
   Comm* kvp = nullptr;    ///< the KVP group, by kvp_rank
 };
 
+/// What HopB chooses the number of slices by, as measured: a backend may state its own as `kHopBCosts`.
+struct HopBCosts {
+  double us_per_mb = 0.0;     ///< that an exchange grows by with 10^6 bytes of a rank's messages
+  double hand_over_us = 0.0;  ///< each slice after the first: attention starts and ends once more
+};
+
 /// One rank's machine: memory, streams, events, the stage's communicators, and every operation. Operations
 /// are queued on the stream and return at once; they allocate nothing and never wait for the host (invariant
 /// 10). Shapes were checked by the public header that calls them. A failure inside a queued operation is

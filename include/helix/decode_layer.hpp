@@ -407,7 +407,9 @@ void decode_layer(B& backend, const Topology& topo, const LayerConfig& config, c
   detail::check_layer<B, T>(topo, stage_rank, config, weights, kv, batch, hidden, options);
   const std::int64_t tokens = batch.num_tokens();
   if (tokens == 0) return;
-  const int slices = options.hop_b->resolve_slices(options.hop_b_slices, batch.num_sequences(), topo.kvp());
+  const int slices =
+      options.hop_b->resolve_slices(options.hop_b_slices, batch.num_sequences(), topo.kvp(),
+                                    topo.kvp() > 1 ? options.exchange->message_bytes(tokens) : 0);
   WorkspaceArena arena(options.workspace);
   const auto buffers =
       detail::carve_layer_buffers<B, T>(backend, topo, stage_rank, config, tokens, slices, arena);

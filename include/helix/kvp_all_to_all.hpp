@@ -57,6 +57,12 @@ class KvpAllToAll {
     return static_cast<std::size_t>(num_exchanges * fixed + payload / kPiece * kPiece);
   }
 
+  /// Bytes of partial outputs and log-sum-exps in a rank's messages for `tokens` tokens, its own slice
+  /// included.
+  std::int64_t message_bytes(std::int64_t tokens) const {
+    return tokens * spec_.num_query_heads * token_head_bytes(spec_.value_dim);
+  }
+
   /// Messages to be filled: where partials have their place in them. Views of the workspace.
   struct Outgoing {
     Partial<T> partial;   ///< [tokens, Hq/TPA, Dv] and [tokens, Hq/TPA]
