@@ -11,6 +11,7 @@
 
 #include "attention.cuh"
 #include "cuda/operators_state.hpp"
+#include "rows.cuh"
 
 namespace helix::cuda {
 namespace {
@@ -66,9 +67,8 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   p.lse = args.lse.data();
   p.lse_token_stride = args.lse.stride(0);
   p.lse_head_stride = args.lse.stride(1);
-  constexpr auto kElement = static_cast<std::int64_t>(sizeof(T));
-  p.is_out_aligned = reinterpret_cast<std::uintptr_t>(args.out.data()) % (4 * kElement) == 0 &&
-                     args.out.stride(0) % 4 == 0 && args.out.stride(1) % 4 == 0;
+  p.is_out_aligned = common_alignment({address_of(args.out.data()), step_of<T>(args.out.stride(0)),
+                                       step_of<T>(args.out.stride(1))}) >= 4 * sizeof(T);
   p.first_out_token = static_cast<int>(args.first_out_token);
   p.headers = args.headers;
   p.positions = batch.positions;
@@ -96,11 +96,10 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   std::int64_t longest = 0;
   for (std::size_t b = 0; b + 1 < offsets.size(); ++b)
     longest = std::max<std::int64_t>(longest, offsets[b + 1] - offsets[b]);
-  const auto is_aligned = [](const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; };
+  const bool is_aligned = common_alignment({address_of(args.q.data()), step_of<T>(args.q.stride(0)),
+                                            step_of<T>(args.q.stride(1)), address_of(kv.pages)}) == 16;
   const bool is_tensor = has_tensor_attention(kDTypeOf<T>, kv.dtype, kv.head_dim, kv.value_dim) &&
-                         !kv.is_mla && state_->is_hopper && is_aligned(args.q.data()) &&
-                         is_aligned(kv.pages) && args.q.stride(0) * kElement % 16 == 0 &&
-                         args.q.stride(1) * kElement % 16 == 0;
+                         !kv.is_mla && state_->is_hopper && is_aligned;
   p.rows = Divisor(is_tensor
                        ? static_cast<int>(std::min<std::int64_t>(tensor_rows(kv.head_dim), longest * p.group))
                        : portable_rows(kv.head_dim, kv.value_dim));

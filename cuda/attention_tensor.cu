@@ -502,7 +502,7 @@ void launch(const AttentionParams& p, int blocks, StreamHandle stream) {
   static_assert(Kernel::kBlocks * (kBytes + kOther) <= 228 * 1024);
   const auto kernel = attend_tensor<T, kDim, kRowTiles, kWarps, kStages>;
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  launch_early(kernel, static_cast<unsigned>(blocks), Kernel::kThreads, kBytes, stream, true, p);
+  launch_early(kernel, blocks, Kernel::kThreads, kBytes, stream, true, p);
 }
 
 template <class T>

@@ -107,22 +107,30 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
-/// Launches a kernel whose blocks may start while the kernel before it ends: it must call
-/// wait_for_previous() before it touches memory. `is_hopper` false: an ordinary launch.
+/// Launches a kernel with an attribute, or without it where `has_attribute` is false.
 template <class... Params>
-void launch_early(void (*kernel)(Params...), unsigned blocks, int threads, std::size_t shared_bytes,
-                  StreamHandle stream, bool is_hopper, const std::type_identity_t<Params>&... params) {
+void launch_with(cudaLaunchAttribute attribute, bool has_attribute, void (*kernel)(Params...),
+                 std::int64_t blocks, int threads, std::size_t shared_bytes, StreamHandle stream,
+                 const std::type_identity_t<Params>&... params) {
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = has_attribute ? 1 : 0;
+  HELIX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params...));
+}
+
+/// Launches a kernel whose blocks may start while the kernel before it ends: it must call
+/// wait_for_previous() before it touches memory. `is_hopper` false: an ordinary launch.
+template <class... Params>
+void launch_early(void (*kernel)(Params...), std::int64_t blocks, int threads, std::size_t shared_bytes,
+                  StreamHandle stream, bool is_hopper, const std::type_identity_t<Params>&... params) {
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  config.numAttrs = is_hopper ? 1 : 0;
-  HELIX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params...));
+  launch_with(early, is_hopper, kernel, blocks, threads, shared_bytes, stream, params...);
 }
 
 /// Checks the launch that stands before it.

@@ -424,13 +424,7 @@ void Operators<T>::sample(const SampleArgs<T>& args, Stream stream) const {
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(num_rows * blocks));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream.handle();
-  config.attrs = &cluster;
-  config.numAttrs = blocks > 1 ? 1 : 0;
-  HELIX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, rows, mass_bits));
+  launch_with(cluster, blocks > 1, kernel, num_rows * blocks, kThreads, 0, stream.handle(), rows, mass_bits);
 }
 
 #define HELIX_INSTANTIATE(T) template void Operators<T>::sample(const SampleArgs<T>&, Stream) const;
