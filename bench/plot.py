@@ -93,12 +93,14 @@ def plot_roofline(plt, cases, device, path):
 
 
 def plot_scaling(plt, cases, device, path):
-    """Time of a layer by topology, the best HOP-B setting of each. Returns whether there was a case."""
+    """Time of a layer by topology at batch 8, the best HOP-B setting of each. Returns whether there was a case."""
     best = {}
     for name, case in cases.items():
         if not name.startswith("decode_layer/") or "us_per_layer" not in case or case.get("error_occurred"):
             continue
         at = parameters(name)
+        if at["batch"] != "8":
+            continue
         key = (int(at["kvp"]) * int(at["tpa"]), int(at["tpa"]), int(at["kvp"]))
         if key not in best or case["us_per_layer"] < best[key][0]["us_per_layer"]:
             best[key] = case, at
