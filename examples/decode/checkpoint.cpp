@@ -2,9 +2,6 @@
 // Opening checkpoint directories.
 #include "checkpoint.hpp"
 
-#include <cerrno>
-#include <cstring>
-#include <fstream>
 #include <set>
 #include <utility>
 
@@ -13,26 +10,10 @@
 #include <helix/error.hpp>
 
 #include "strict_json.hpp"
+#include "text_file.hpp"
 
 namespace helix::decode {
 namespace {
-
-constexpr std::uintmax_t kMaxJsonBytes = 100'000'000;
-
-std::string read_text(const std::filesystem::path& path) {
-  std::error_code failure;
-  const std::uintmax_t size = std::filesystem::file_size(path, failure);
-  HELIX_EXPECTS(!failure, ErrorCode::io, path.string(), ": cannot open: ", failure.message());
-  HELIX_EXPECTS(size <= kMaxJsonBytes, ErrorCode::invalid_file, path.string(), ": has ", size,
-                " bytes; expected at most ", kMaxJsonBytes);
-  std::ifstream in(path, std::ios::binary);
-  HELIX_EXPECTS(in.good(), ErrorCode::io, path.string(), ": cannot open: ", std::strerror(errno));
-  std::string text(static_cast<std::size_t>(size), '\0');
-  in.read(text.data(), static_cast<std::streamsize>(size));
-  HELIX_EXPECTS(in.gcount() == static_cast<std::streamsize>(size), ErrorCode::io, path.string(), ": read ",
-                in.gcount(), " of ", size, " bytes");
-  return text;
-}
 
 bool is_plain_file_name(std::string_view name) {
   return !name.empty() && name != "." && name != ".." &&

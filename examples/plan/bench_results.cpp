@@ -11,8 +11,8 @@
 
 #include <helix/error.hpp>
 
-#include "files.hpp"
 #include "strict_json.hpp"
+#include "text_file.hpp"
 
 namespace helix::plan_cli {
 namespace {
@@ -75,7 +75,7 @@ std::int64_t BenchCase::parameter(const std::string& key) const {
 std::vector<BenchCase> read_bench_results(const std::vector<std::filesystem::path>& files) {
   std::vector<BenchCase> cases;
   for (const std::filesystem::path& file : files) {
-    const json root = decode::parse_strict_json(read_text(file), file.string());
+    const json root = decode::parse_strict_json(decode::read_text(file), file.string());
     HELIX_EXPECTS(root.is_object() && root.contains("benchmarks") && root["benchmarks"].is_array(),
                   ErrorCode::invalid_file, file.string(),
                   ": no array \"benchmarks\"; give the JSON of helix-bench-cuda (bench/run_gpu.sh)");

@@ -11,8 +11,8 @@
 
 #include <helix/error.hpp>
 
-#include "files.hpp"
 #include "strict_json.hpp"
+#include "text_file.hpp"
 
 namespace helix::plan_cli {
 namespace {
@@ -193,7 +193,7 @@ plan::Hardware parse_hardware(std::string_view text, const std::string& file) {
 
 plan::Hardware load_hardware(const std::string& name_or_path) {
   const bool is_file = name_or_path.ends_with(".json") || name_or_path.find('/') != std::string::npos;
-  return is_file ? parse_hardware(read_text(name_or_path), name_or_path)
+  return is_file ? parse_hardware(decode::read_text(name_or_path), name_or_path)
                  : plan::hardware_preset(name_or_path);
 }
 

@@ -6,9 +6,9 @@
 
 #include <helix/error.hpp>
 
-#include "files.hpp"
 #include "model_config.hpp"
 #include "planning.hpp"
+#include "text_file.hpp"
 
 namespace helix::plan_cli {
 
@@ -21,7 +21,8 @@ plan::Model load_model(const std::string& name_or_path) {
                   ": there is no such file");
   }
   if (std::filesystem::exists(file, failure)) {
-    plan::Model model = decode::planner_model(decode::parse_model_config(read_text(file), file.string()));
+    plan::Model model =
+        decode::planner_model(decode::parse_model_config(decode::read_text(file), file.string()));
     model.name = name_or_path;
     return model;
   }

@@ -312,7 +312,7 @@ TEST_CASE("bad input gives one clear error and a non-zero exit") {
       {"--model " + file("model.json", "{\"model_type\": \"llama\""), {"model.json", "JSON"}},
       {"--model " + file("rnn.json", "{\"model_type\": \"rnn\"}"), {"rnn.json", "rnn"}},
       {llama + "--hardware abacus", {"abacus", "h200", "gb200"}},
-      {llama + "--hardware /nowhere.json", {"/nowhere.json", "no such file"}},
+      {llama + "--hardware /nowhere.json", {"/nowhere.json", "No such file"}},
       {llama + "--gpus 0", {"--gpus", "0"}},
       {llama + "--gpus 99999999", {"--gpus", "99999999"}},
       {llama + "--gpus four", {"--gpus", "four"}},
