@@ -91,10 +91,10 @@ struct StepWorkspace {
 
 /// One rank of one stage. Collective: all ranks of the replica build it and step it together.
 ///
-/// A step is staged (its batch and inputs are copied to fixed addresses) and then queued, or replayed where
-/// one of its shape was captured. It ends with the inputs of the step that feeds each drawn token at the next
-/// position, made on the device: such a step is not staged. With a communicator whose collectives one launch
-/// does for all ranks, only a rank that is alone in its replica captures.
+/// A step has its batch and inputs copied to fixed addresses, and is then queued, or replayed where one of
+/// its shape was captured. It ends by making the inputs of the step that feeds each drawn token at the next
+/// position, for which nothing is copied then. With a communicator whose collectives one launch does for all
+/// ranks, only a rank that is alone in its replica captures.
 template <Backend B>
 class StageModel {
  public:
@@ -163,7 +163,7 @@ class StageModel {
   void forward(const Step& step) {
     const auto num_tokens = static_cast<std::int64_t>(step.tokens.size());
     const auto num_rows = static_cast<std::int64_t>(step.logit_rows.size());
-    if (step != next_) stage(step);
+    if (step != next_) upload_inputs(step);
     const auto queue = [this, num_tokens, num_rows] { return queue_step(num_tokens, num_rows); };
     last_ = step.is_decode ? decode_steps_.run(step.query_offsets, num_rows, stream_, queue) : queue();
     next_ = step;
@@ -225,14 +225,14 @@ class StageModel {
     std::int64_t sent_payload_bytes = 0;
   };
 
-  void stage(const Step& step) {
+  void upload_inputs(const Step& step) {
     slots_.clear();
     for (const SequenceId& sequence : step.sequences) slots_.push_back(cache_.slot(sequence));
     inputs_.set(step.tokens, step.logit_rows, step.draw_counters, stream_);
     batch_.set(step.query_offsets, step.positions, slots_, stream_);
   }
 
-  /// Queues the staged step and the inputs of the next. Reads of the host nothing but shapes (invariant 10).
+  /// Queues the step and the inputs of the next. Reads of the host nothing but shapes (invariant 10).
   StepResult queue_step(std::int64_t num_tokens, std::int64_t num_rows) {
     StepResult result;
     const Batch batch = batch_.batch();
@@ -291,7 +291,7 @@ class StageModel {
   std::unique_ptr<VocabularyHead<B>> head_;
   std::vector<LayerConfig> configs_;
   std::vector<std::int32_t> slots_;
-  Step next_;  // what the device holds the inputs of
+  Step next_;  // whose inputs the device holds
   StepResult last_;
   CapturedSteps<B, StepResult> decode_steps_;  // destroyed first
 };
