@@ -205,19 +205,18 @@ class GenerationLoop {
     model_.cache().append(step_.sequences, counts_, model_.stream());
     model_.forward(step_);
     drawn_ = model_.finish();
-    if (reports_logits_) logit_norms_ = model_.logit_norms();
   }
 
   /// Takes the token drawn at logit row `row` into the sequence's result.
   void record(SequenceProgress& sequence, std::int64_t row) {
-    const std::int32_t token = drawn_[static_cast<std::size_t>(row)];
+    const std::int32_t token = drawn_.tokens[static_cast<std::size_t>(row)];
     sequence.pending = token;
     sequence.result.tokens.push_back(token);
     const bool is_eos =
         !request_.ignore_eos && std::count(config_.eos_ids.begin(), config_.eos_ids.end(), token) > 0;
     sequence.is_done = is_eos || sequence.generated() >= request_.max_new_tokens;
     if (!reports_logits_) return;
-    sequence.result.logits_norm.push_back(logit_norms_[static_cast<std::size_t>(row)]);
+    sequence.result.logits_norm.push_back(drawn_.logit_norms[static_cast<std::size_t>(row)]);
     const bool is_first = sequence.generated() == 1;
     if (!is_first && !sequence.is_done) return;
     auto& [first, last] = sequence.result.logits_first8;
@@ -383,9 +382,8 @@ class GenerationLoop {
   bool reports_logits_;
   std::vector<SequenceProgress> sequences_;
   Step step_;
-  std::vector<std::int64_t> counts_;     // tokens of each entry of step_
-  std::span<const std::int32_t> drawn_;  // by the last step, the same on all ranks of the replica
-  std::vector<float> logit_norms_;       // of its logit rows, where reports_logits_
+  std::vector<std::int64_t> counts_;  // tokens of each entry of step_
+  Drawn drawn_;                       // by the last step
   GenerationResult result_;
 };
 

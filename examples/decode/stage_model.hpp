@@ -21,7 +21,7 @@
 #include "captured_steps.hpp"
 #include "generation.hpp"
 #include "model_config.hpp"
-#include "step_inputs.hpp"
+#include "step_buffer.hpp"
 #include "weights.hpp"
 
 namespace helix::decode {
@@ -48,6 +48,12 @@ struct Step {
     draw_counters.clear();
     is_decode = false;
   }
+};
+
+/// What a step drew, [logit rows].
+struct Drawn {
+  std::span<const std::int32_t> tokens;  ///< the same on all ranks of the replica
+  std::span<const float> logit_norms;    ///< L2, of the logits; where StepOptions asks for them
 };
 
 /// Capacities, equal on all ranks.
@@ -119,8 +125,7 @@ class StageModel {
                             .value_dim = topo.shape().value_dim}),
         hop_b_(backend, limits.max_slices),
         batch_(backend, limits.max_sequences, limits.max_step_tokens),
-        inputs_(backend, limits.max_step_tokens, limits.max_logit_rows),
-        norms_(backend.allocate(static_cast<std::size_t>(limits.max_logit_rows) * sizeof(float))),
+        buffer_(backend, limits.max_step_tokens, limits.max_logit_rows),
         decode_steps_(options.captures &&
                       (CapturesAlone<typename B::Comm> || topo.pp() * topo.stage_size() == 1)) {
     const std::vector<float> frequencies = model.inverse_frequencies();
@@ -171,15 +176,17 @@ class StageModel {
     for (std::uint64_t& counter : next_.draw_counters) ++counter;
   }
 
-  /// Waits for the last forward(). @returns the tokens drawn, [logit rows], the same on all ranks of the
-  /// replica; valid until the next forward(). @throws the first failure.
-  std::span<const std::int32_t> finish() {
-    const std::span<std::int32_t> drawn = std::span(next_.tokens).first(next_.logit_rows.size());
+  /// Waits for the last forward(). @returns what it drew; valid until the next one. @throws the first
+  /// failure.
+  Drawn finish() {
+    const auto num_rows = static_cast<std::int64_t>(next_.logit_rows.size());
     // Before the download, which may hold the thread until the stream gets there: only synchronize() ends a
     // wait for a rank that has failed.
     backend_->synchronize(stream_);
-    backend_->download(drawn.data(), inputs_.tokens(), drawn.size_bytes(), stream_);
+    buffer_.download(num_rows, stream_);
     backend_->synchronize(stream_);
+    const Drawn drawn{buffer_.drawn(num_rows), buffer_.drawn_norms(num_rows)};
+    std::ranges::copy(drawn.tokens, next_.tokens.begin());
     return drawn;
   }
 
@@ -192,15 +199,6 @@ class StageModel {
   /// Destroys the captured steps: before a communicator is aborted, which would wait for that. No step
   /// follows.
   void drop_captured_steps() noexcept { decode_steps_.clear(); }
-
-  /// Last stage, after finish(): L2 norm of the logits of each row of the last forward(), if the options ask
-  /// for them. Waits.
-  std::vector<float> logit_norms() {
-    std::vector<float> norms(next_.logit_rows.size());
-    backend_->download(norms.data(), norms_.data(), norms.size() * sizeof(float), stream_);
-    backend_->synchronize(stream_);
-    return norms;
-  }
 
   /// Last stage, after finish(): logits of the first `count` ids in one row of the last forward(), fewer
   /// where the vocabulary has fewer. Waits.
@@ -228,7 +226,7 @@ class StageModel {
   void upload_inputs(const Step& step) {
     slots_.clear();
     for (const SequenceId& sequence : step.sequences) slots_.push_back(cache_.slot(sequence));
-    inputs_.set(step.tokens, step.logit_rows, step.draw_counters, stream_);
+    buffer_.set(step.tokens, step.logit_rows, step.draw_counters, stream_);
     batch_.set(step.query_offsets, step.positions, slots_, stream_);
   }
 
@@ -239,7 +237,7 @@ class StageModel {
     const TensorView<T, 2> hidden(reinterpret_cast<T*>(hidden_.data()), {num_tokens, topo_->shape().hidden});
     const auto hidden_bytes = hidden.size() * static_cast<std::int64_t>(sizeof(T));
     if (is_first()) {
-      embed_tokens(*backend_, *topo_, inputs_.tokens(), weights_.embedding, hidden, stream_);
+      embed_tokens(*backend_, *topo_, buffer_.tokens(), weights_.embedding, hidden, stream_);
     } else {
       pipeline_->recv(hidden.data(), hidden_bytes, stage_ - 1, stream_);
     }
@@ -257,17 +255,16 @@ class StageModel {
     if (!is_last()) {
       pipeline_->send(hidden.data(), hidden_bytes, stage_ + 1, stream_);
     } else {
-      result.logits = head_->logits(hidden, batch.positions, inputs_.rows(), num_rows,
+      result.logits = head_->logits(hidden, batch.positions, buffer_.rows(), num_rows,
                                     {head_workspace_.data(), head_workspace_.size_bytes()}, stream_);
-      if (options_.has_logit_norms)
-        head_->norms(result.logits, reinterpret_cast<float*>(norms_.data()), stream_);
-      head_->sample(result.logits, options_.sampling, inputs_.counters(), inputs_.tokens(), stream_);
+      if (options_.has_logit_norms) head_->norms(result.logits, buffer_.norms(), stream_);
+      head_->sample(result.logits, options_.sampling, buffer_.counters(), buffer_.tokens(), stream_);
     }
     if (topo_->pp() > 1 && num_rows > 0)
-      pipeline_->broadcast(inputs_.tokens(), num_rows * static_cast<std::int64_t>(sizeof(std::int32_t)),
+      pipeline_->broadcast(buffer_.tokens(), num_rows * static_cast<std::int64_t>(sizeof(std::int32_t)),
                            topo_->pp() - 1, stream_);
     batch_.advance(stream_);
-    if (options_.sampling.temperature > 0.0f) inputs_.advance(num_rows, stream_);  // greedy: not read
+    if (options_.sampling.temperature > 0.0f) buffer_.advance(num_rows, stream_);  // greedy: not read
     return result;
   }
 
@@ -283,8 +280,7 @@ class StageModel {
   KvpAllToAll<B> exchange_;
   HopB<B> hop_b_;
   BatchBuffer<B> batch_;
-  StepInputs<B> inputs_;
-  typename B::Buffer norms_;  // [logit rows]
+  StepBuffer<B> buffer_;
   typename B::Buffer hidden_;
   typename B::Buffer layer_workspace_;
   typename B::Buffer head_workspace_;
