@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Writes the fuzz corpora from tests/data: make_seeds.py OUTPUT makes OUTPUT/safetensors and OUTPUT/model_config."""
+import argparse
 import json
 import pathlib
 import struct
-import sys
 
 data = pathlib.Path(__file__).resolve().parent.parent / "data"
-output = pathlib.Path(sys.argv[1])
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("output", type=pathlib.Path)
+output = parser.parse_args().output
 (output / "safetensors").mkdir(parents=True, exist_ok=True)
 (output / "model_config").mkdir(parents=True, exist_ok=True)
 for config in sorted(data.glob("*/config.json")):
