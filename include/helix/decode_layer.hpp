@@ -409,7 +409,7 @@ void decode_layer(B& backend, const Topology& topo, const LayerConfig& config, c
   if (tokens == 0) return;
   const int slices =
       options.hop_b->resolve_slices(options.hop_b_slices, batch.num_sequences(), topo.kvp(),
-                                    topo.kvp() > 1 ? options.exchange->message_bytes(tokens) : 0);
+                                    topo.kvp() > 1 ? options.exchange->payload_bytes(tokens) : 0);
   WorkspaceArena arena(options.workspace);
   const auto buffers =
       detail::carve_layer_buffers<B, T>(backend, topo, stage_rank, config, tokens, slices, arena);

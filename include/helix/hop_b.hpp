@@ -55,15 +55,15 @@ class HopB {
   /// The number of slices for a step, the same on all ranks: `requested`, or if that is 0 a choice from
   /// values that all ranks share and that are fixed when a step is captured: not from lengths, which a graph
   /// must not depend on. Without KVP there is nothing to overlap. A slice holds at least one sequence.
-  /// `message_bytes`: of a rank's messages in the exchange of the whole step.
+  /// `payload_bytes`: of a rank's messages in the exchange of the whole step (KvpAllToAll::payload_bytes()).
   ///
   /// Where the backend states its costs, they choose, for attention that takes longer than the exchange: what
   /// n slices leave exposed is the n-th part of the transfer. Else there are up to four, beyond which little
   /// is left to hide: on two cores that all ranks share (nothing idles there that an overlap could fill), 8
   /// sequences of 256 tokens took 5 to 10 % longer in four slices and 12 to 30 % in eight; at 2048 tokens no
   /// loss could be measured. An engine that knows its times asks best_hop_b_slices().
-  int resolve_slices(int requested, std::int64_t num_sequences, int kvp, std::int64_t message_bytes) const {
-    if (requested == 0) requested = kvp == 1 ? 1 : choose_slices(num_sequences, message_bytes);
+  int resolve_slices(int requested, std::int64_t num_sequences, int kvp, std::int64_t payload_bytes) const {
+    if (requested == 0) requested = kvp == 1 ? 1 : choose_slices(num_sequences, payload_bytes);
     return static_cast<int>(
         std::clamp<std::int64_t>(std::min<std::int64_t>(requested, num_sequences), 1, max_slices()));
   }
@@ -98,9 +98,9 @@ class HopB {
   }
 
  private:
-  int choose_slices(std::int64_t num_sequences, [[maybe_unused]] std::int64_t message_bytes) const {
+  int choose_slices(std::int64_t num_sequences, [[maybe_unused]] std::int64_t payload_bytes) const {
     if constexpr (requires { B::kHopBCosts; }) {
-      const double transfer = B::kHopBCosts.us_per_mb * 1e-6 * static_cast<double>(message_bytes);
+      const double transfer = B::kHopBCosts.us_per_mb * 1e-6 * static_cast<double>(payload_bytes);
       return best_hop_b_slices(max_slices(), num_sequences, transfer, transfer, B::kHopBCosts.hand_over_us);
     } else {
       return static_cast<int>(std::min<std::int64_t>(num_sequences, 4));

@@ -53,14 +53,14 @@ class KvpAllToAll {
     constexpr std::int64_t kPiece = 256;
     constexpr std::int64_t kMost = static_cast<std::int64_t>(sizeof(ExchangeHeader)) + 2 * kAlignment;
     const std::int64_t fixed = (2 * num_query_heads * kMost + kPiece - 1) / kPiece * kPiece + kPiece;
-    const std::int64_t payload = 2 * tokens * num_query_heads * token_head_bytes(value_dim);
+    const std::int64_t payload = 2 * payload_bytes(tokens, num_query_heads, value_dim);
     return static_cast<std::size_t>(num_exchanges * fixed + payload / kPiece * kPiece);
   }
 
-  /// Bytes of partial outputs and log-sum-exps in a rank's messages for `tokens` tokens, its own slice
-  /// included.
-  std::int64_t message_bytes(std::int64_t tokens) const {
-    return tokens * spec_.num_query_heads * token_head_bytes(spec_.value_dim);
+  /// Bytes of outputs and log-sum-exps in a rank's messages for `tokens` tokens, its own slice included,
+  /// headers and padding not.
+  std::int64_t payload_bytes(std::int64_t tokens) const {
+    return payload_bytes(tokens, spec_.num_query_heads, spec_.value_dim);
   }
 
   /// Messages to be filled: where partials have their place in them. Views of the workspace.
@@ -168,8 +168,10 @@ class KvpAllToAll {
  private:
   static constexpr std::int64_t kAlignment = 16;
 
-  static constexpr std::int64_t token_head_bytes(std::int64_t value_dim) {
-    return value_dim * static_cast<std::int64_t>(sizeof(T)) + static_cast<std::int64_t>(sizeof(float));
+  static constexpr std::int64_t payload_bytes(std::int64_t tokens, std::int64_t heads,
+                                              std::int64_t value_dim) {
+    return tokens * heads *
+           (value_dim * static_cast<std::int64_t>(sizeof(T)) + static_cast<std::int64_t>(sizeof(float)));
   }
 
   /// One packed message a KVP peer, a block a head: [header 16 B][lse f32: tokens][out: tokens * Dv], each
@@ -205,7 +207,7 @@ class KvpAllToAll {
     std::byte* const sent = messages.headers.message;
     std::byte* const received = sent + kvp_ * at.message_bytes;
     backend_->comms().kvp->all_to_all(sent, received, at.message_bytes, stream);
-    sent_payload_bytes_ += (kvp_ - 1) * tokens * heads * token_head_bytes(dim);
+    sent_payload_bytes_ += (kvp_ - 1) * payload_bytes(tokens, heads, dim);
     const std::int64_t out_stride = at.template head_stride<T>();
     const std::int64_t lse_stride = at.template head_stride<float>();
     return {{reinterpret_cast<const T*>(received + at.out_begin),

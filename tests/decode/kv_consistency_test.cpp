@@ -43,9 +43,9 @@ GlobalCache generate_and_gather(const ReferenceModel& model, const Topology& top
     LocalBackend backend(comms.stage, comms.kvp);
     auto weights = decode::load_stage_weights(backend, model.config, model.checkpoint, topo, world.rank(),
                                               backend.create_stream());
-    decode::StageModel<LocalBackend> stage(
-        backend, topo, 0, model.config, std::move(weights), decode::plan_cache(request, topo, 0, 0),
-        decode::plan_limits(request, topo, 0), {.has_logit_norms = true}, comms.pipeline);
+    decode::StageModel<LocalBackend> stage(backend, topo, 0, model.config, std::move(weights),
+                                           decode::plan_cache(request, topo, 0, 0),
+                                           decode::plan_limits(request, topo, 0), {}, comms.pipeline);
     decode::detail::GenerationLoop<LocalBackend>(backend, comms, topo, model.config, request, stage, false)
         .run();
 
