@@ -126,13 +126,6 @@ std::int64_t peak_resident_bytes();
 /// Median and 99th percentile.
 std::pair<double, double> median_and_p99(std::vector<double> values);
 
-/// Whether `world_rank` puts the logits of its replica into the report: the last stage's first rank, which
-/// has all of them.
-inline bool reports_logits(const Topology& topo, int world_rank) {
-  const RankCoordinates at = topo.coordinates(world_rank);
-  return at.stage == topo.pp() - 1 && at.stage_rank == 0;
-}
-
 /// One rank's loop over one request: prefill, decode, collect.
 template <Backend B>
 class GenerationLoop {
@@ -148,7 +141,7 @@ class GenerationLoop {
         model_(model),
         at_(topo.coordinates(comms.world.rank())),
         show_progress_(show_progress),
-        reports_logits_(reports_logits(topo, comms.world.rank())) {
+        reports_logits_(model.has_logit_norms()) {
     const Range mine = replica_sequences(topo, request, at_.replica);
     for (std::int64_t index = mine.begin; index < mine.end; ++index) {
       SequenceProgress& sequence = sequences_.emplace_back();
@@ -379,7 +372,7 @@ class GenerationLoop {
   StageModel<B>& model_;
   RankCoordinates at_;
   bool show_progress_;
-  bool reports_logits_;
+  bool reports_logits_;  // the last stage's first rank does, for its replica
   std::vector<SequenceProgress> sequences_;
   Step step_;
   std::vector<std::int64_t> counts_;  // tokens of each entry of step_
@@ -413,7 +406,7 @@ GenerationResult generate(B& backend, WorldComms<typename B::Comm>& comms, const
                         plan_limits(request, topo, at.replica),
                         {.hop_b_slices = request.hop_b_slices,
                          .sampling = request.sampling,
-                         .has_logit_norms = detail::reports_logits(topo, at.world_rank),
+                         .has_logit_norms = at.stage == topo.pp() - 1 && at.stage_rank == 0,
                          .captures = request.cuda_graphs},
                         comms.pipeline);
     const double load_ms = detail::milliseconds_since(load_start);

@@ -9,7 +9,6 @@
 #include <iterator>
 #include <memory>
 #include <span>
-#include <type_traits>
 #include <vector>
 
 #include <helix/batch_buffer.hpp>
@@ -149,6 +148,7 @@ class StageModel {
 
   bool is_first() const { return stage_ == 0; }
   bool is_last() const { return stage_ == topo_->pp() - 1; }
+  bool has_logit_norms() const { return options_.has_logit_norms; }
   ShardedKVCache<B>& cache() { return cache_; }
   Stream stream() const { return stream_; }
   std::int64_t num_layers() const { return static_cast<std::int64_t>(configs_.size()); }
