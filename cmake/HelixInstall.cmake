@@ -4,19 +4,19 @@ include(CMakePackageConfigHelpers)
 
 set(HELIX_CMAKE_DIR "${CMAKE_INSTALL_LIBDIR}/cmake/helix")
 
-install(TARGETS helix EXPORT helix-targets ARCHIVE COMPONENT helix FILE_SET HEADERS COMPONENT helix)
-install(EXPORT helix-targets NAMESPACE helix:: DESTINATION "${HELIX_CMAKE_DIR}" COMPONENT helix)
+# helix_install(EXPORT TARGETS...): an export of its own, since a consumer who does not ask for a component needs nothing of it.
+function(helix_install export)
+  install(TARGETS ${ARGN} EXPORT ${export} ARCHIVE COMPONENT helix LIBRARY COMPONENT helix FILE_SET HEADERS COMPONENT helix)
+  install(EXPORT ${export} NAMESPACE helix:: DESTINATION "${HELIX_CMAKE_DIR}" COMPONENT helix)
+endfunction()
 
-# An export of its own: a consumer who does not ask for the component needs no MPI.
+helix_install(helix-targets helix helix_core helix_comm helix_cpu helix_plan)
 if(TARGET helix_mpi)
-  install(TARGETS helix_mpi EXPORT helix-mpi-targets ARCHIVE COMPONENT helix FILE_SET HEADERS COMPONENT helix)
-  install(EXPORT helix-mpi-targets NAMESPACE helix:: DESTINATION "${HELIX_CMAKE_DIR}" COMPONENT helix)
+  helix_install(helix-mpi-targets helix_mpi)
 endif()
-
-# Likewise without CUDA. NCCL has no package of its own, so how it is found is installed beside the export.
 if(TARGET helix_cuda)
-  install(TARGETS helix_cuda EXPORT helix-cuda-targets ARCHIVE COMPONENT helix FILE_SET HEADERS COMPONENT helix)
-  install(EXPORT helix-cuda-targets NAMESPACE helix:: DESTINATION "${HELIX_CMAKE_DIR}" COMPONENT helix)
+  helix_install(helix-cuda-targets helix_cuda)
+  # NCCL has no package of its own, so how it is found is installed beside the export.
   install(FILES "${PROJECT_SOURCE_DIR}/cmake/FindNCCL.cmake" DESTINATION "${HELIX_CMAKE_DIR}" COMPONENT helix)
 endif()
 

@@ -10,7 +10,7 @@
 
 #include <helix/cuda/backend.hpp>
 
-#include "ceilings.hpp"
+#include "cuda/ceilings/ceilings.hpp"
 
 namespace helix::bench {
 

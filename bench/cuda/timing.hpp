@@ -15,7 +15,7 @@
 #include <helix/cuda/graph.hpp>
 #include <helix/cuda/runtime.hpp>
 
-#include "ceilings.hpp"
+#include "cuda/ceilings/ceilings.hpp"
 
 namespace helix::bench {
 

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include <helix/comm/bootstrap.hpp>
 #include <helix/cuda/backend.hpp>
-#include <helix/cuda/bootstrap.hpp>
 #include <helix/cuda/local_comm.hpp>
 #include <helix/cuda/nccl_comm.hpp>
 
@@ -97,20 +97,20 @@ std::vector<RankMemory> plan_memory_cuda(const Checkpoint& checkpoint, const Mod
 }
 
 bool is_cuda_job() {
-  return cuda::BootstrapOptions::from_environment().size > 1;
+  return comm::BootstrapOptions::from_environment().size > 1;
 }
 
 struct CudaLaunch::State {
-  cuda::Bootstrap bootstrap;
+  comm::Bootstrap bootstrap;
   bool has_started = false;
 };
 
 CudaLaunch::CudaLaunch(std::uint64_t config_hash, std::chrono::milliseconds timeout) {
   expect_cuda();
-  cuda::BootstrapOptions options = cuda::BootstrapOptions::from_environment();
+  comm::BootstrapOptions options = comm::BootstrapOptions::from_environment();
   options.config_hash = config_hash;
   options.timeout = timeout;
-  state_ = std::make_unique<State>(State{.bootstrap = cuda::Bootstrap(options)});
+  state_ = std::make_unique<State>(State{.bootstrap = comm::Bootstrap(options)});
   try {
     HELIX_EXPECTS(gpu() < cuda::device_count(), ErrorCode::unsupported, "--device cuda: local rank ", gpu(),
                   " has no GPU, there are ", cuda::device_count(),

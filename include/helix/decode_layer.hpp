@@ -430,3 +430,5 @@ void decode_layer(B& backend, const Topology& topo, const LayerConfig& config, c
 }
 
 }  // namespace helix
+
+#include <helix/decode_layer-inl.hpp>

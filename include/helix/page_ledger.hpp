@@ -174,3 +174,5 @@ class PageLedger {
 };
 
 }  // namespace helix
+
+#include <helix/page_ledger-inl.hpp>

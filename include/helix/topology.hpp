@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <iosfwd>
 #include <string>
 #include <vector>
 
@@ -75,6 +74,24 @@ struct RankCoordinates {
   friend bool operator==(const RankCoordinates&, const RankCoordinates&) = default;
 };
 
+/// The kinds of groups that ranks form, each ordered by the coordinate that differs inside it.
+enum class RankGroup : std::uint8_t {
+  stage,     ///< all N ranks of a stage and replica, by stage_rank
+  kvp,       ///< ranks of a stage with one tpa_rank, by kvp_rank
+  tpa,       ///< ranks of a stage with one kvp_rank, by tpa_rank
+  tpf,       ///< ranks of a stage with one ep_rank, by tpf_rank
+  ep,        ///< ranks of a stage with one tpf_rank, by ep_rank
+  pipeline,  ///< ranks of a replica with one stage_rank, by stage
+  replica,   ///< all PP * N ranks of a replica, by world_rank
+  data       ///< ranks with one stage and stage_rank, by replica
+};
+
+/// Arguments of Communicator::split: ranks of one color form a group, ordered by key.
+struct GroupSplit {
+  int color = 0;
+  int key = 0;
+};
+
 /// The one owner of the mapping from ranks to groups, heads, weight rows, experts and vocabulary. Immutable.
 ///
 /// world_rank = (replica * PP + stage) * N + stage_rank. Groups are local to a stage and replica. Functions
@@ -105,15 +122,11 @@ class Topology {
     return coordinates(check_stage_rank(stage_rank));
   }
 
-  /// World ranks of the groups that `world_rank` belongs to, in group-rank order.
-  std::vector<int> stage_group(int world_rank) const;     ///< all N ranks of its stage and replica
-  std::vector<int> kvp_group(int world_rank) const;       ///< same tpa_rank
-  std::vector<int> tpa_group(int world_rank) const;       ///< same kvp_rank
-  std::vector<int> tpf_group(int world_rank) const;       ///< same ep_rank
-  std::vector<int> ep_group(int world_rank) const;        ///< same tpf_rank
-  std::vector<int> pipeline_group(int world_rank) const;  ///< same stage_rank and replica, by stage
-  std::vector<int> replica_group(int world_rank) const;   ///< all PP * N ranks of its replica
-  std::vector<int> data_group(int world_rank) const;      ///< same stage and stage_rank, by replica
+  /// How a communicator of all ranks is split into the groups of this kind: comm.split(color, key) by every
+  /// rank. The colours also serve a communicator of one stage, for the groups inside it.
+  GroupSplit split(RankGroup group, int world_rank) const;
+  /// World ranks of the group of this kind that `world_rank` belongs to, in group-rank order.
+  std::vector<int> group(RankGroup group, int world_rank) const;
 
   /// Query heads that the rank projects and attends with, before the exchange: tpa_rank's Hq/TPA.
   Range query_heads(int stage_rank) const;
@@ -151,6 +164,6 @@ class Topology {
   ModelShape shape_;
 };
 
-std::ostream& operator<<(std::ostream& out, const Topology& topology);
-
 }  // namespace helix
+
+#include <helix/topology-inl.hpp>

@@ -7,17 +7,17 @@
 #include <helix/cpu/local_comm.hpp>
 #include <helix/error.hpp>
 
-#include "cpu/collective_arguments.hpp"
-#include "cpu/local_group.hpp"
+#include "comm/collective_arguments.hpp"
+#include "comm/local_group.hpp"
 
 namespace helix::cpu {
 
-using local::Call;
-using local::copy_bytes;
-using local::Group;
-using local::Move;
-using local::Operation;
-using local::Root;
+using comm::Call;
+using comm::copy_bytes;
+using comm::Group;
+using comm::Move;
+using comm::Operation;
+using comm::Root;
 
 namespace {
 
@@ -38,7 +38,7 @@ void enqueue(const std::shared_ptr<Group>& group, int rank, const Call& call, St
 
 }  // namespace
 
-LocalComm::LocalComm(std::shared_ptr<local::Group> group, int rank) : group_(std::move(group)), rank_(rank) {}
+LocalComm::LocalComm(std::shared_ptr<comm::Group> group, int rank) : group_(std::move(group)), rank_(rank) {}
 
 std::vector<LocalComm> LocalComm::create_group(int size, std::chrono::milliseconds timeout) {
   HELIX_EXPECTS(size >= 1, ErrorCode::invalid_argument, "group size is ", size, "; at least 1 is needed");
@@ -60,34 +60,34 @@ int LocalComm::size() const {
 }
 
 void LocalComm::all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
-  expect_reduction("all_reduce", in, out, count, dtype);
+  comm::expect_reduction("all_reduce", in, out, count, dtype);
   const Call call{.operation = Operation::all_reduce, .in = in, .out = out, .count = count, .dtype = dtype};
   enqueue(group_, rank_, call, stream, count * static_cast<std::int64_t>(helix::size_bytes(dtype)));
 }
 
 void LocalComm::reduce_scatter(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
-  expect_reduction("reduce_scatter", in, out, count, dtype);
+  comm::expect_reduction("reduce_scatter", in, out, count, dtype);
   const Call call{
       .operation = Operation::reduce_scatter, .in = in, .out = out, .count = count, .dtype = dtype};
   enqueue(group_, rank_, call, stream, count * static_cast<std::int64_t>(helix::size_bytes(dtype)));
 }
 
 void LocalComm::all_gather(const void* in, void* out, std::int64_t bytes, Stream stream) {
-  expect_buffers("all_gather", in, out, bytes);
+  comm::expect_buffers("all_gather", in, out, bytes);
   const Call call{.operation = Operation::all_gather, .in = in, .out = out, .count = bytes};
   enqueue(group_, rank_, call, stream, bytes);
 }
 
 void LocalComm::all_to_all(const void* in, void* out, std::int64_t bytes, Stream stream) {
-  expect_buffers("all_to_all", in, out, bytes);
+  comm::expect_buffers("all_to_all", in, out, bytes);
   const Call call{.operation = Operation::all_to_all, .in = in, .out = out, .count = bytes};
   enqueue(group_, rank_, call, stream, bytes);
 }
 
 void LocalComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_bytes, void* out,
                              std::span<const std::int64_t> recv_bytes, Stream stream) {
-  expect_peer_bytes(in, send_bytes, out, recv_bytes, size());
-  stream.enqueue([group = group_, rank = rank_, in, out, counts = PeerBytes(send_bytes, recv_bytes)] {
+  comm::expect_peer_bytes(in, send_bytes, out, recv_bytes, size());
+  stream.enqueue([group = group_, rank = rank_, in, out, counts = comm::PeerBytes(send_bytes, recv_bytes)] {
     Call call{.operation = Operation::all_to_all_v,
               .in = in,
               .out = out,
@@ -98,15 +98,15 @@ void LocalComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_
 }
 
 void LocalComm::broadcast(void* buffer, std::int64_t bytes, int root, Stream stream) {
-  expect_buffer("broadcast", "buffer", buffer, bytes);
-  expect_root("broadcast", root, size());
+  comm::expect_buffer("broadcast", "buffer", buffer, bytes);
+  comm::expect_root("broadcast", root, size());
   const Call call{.operation = Operation::broadcast, .out = buffer, .count = bytes, .root = root};
   enqueue(group_, rank_, call, stream, 0);
 }
 
 void LocalComm::send(const void* buffer, std::int64_t bytes, int peer, Stream stream) {
-  expect_buffer("send", "buffer", buffer, bytes);
-  expect_peer("send", peer, rank_, size());
+  comm::expect_buffer("send", "buffer", buffer, bytes);
+  comm::expect_peer("send", peer, rank_, size());
   stream.enqueue([group = group_, rank = rank_, peer, buffer, bytes] {
     Call call{.operation = Operation::send, .in = buffer, .count = bytes};
     group->transfer(rank, peer, 0, call, kMoveAll);
@@ -114,8 +114,8 @@ void LocalComm::send(const void* buffer, std::int64_t bytes, int peer, Stream st
 }
 
 void LocalComm::recv(void* buffer, std::int64_t bytes, int peer, Stream stream) {
-  expect_buffer("recv", "buffer", buffer, bytes);
-  expect_peer("recv", peer, rank_, size());
+  comm::expect_buffer("recv", "buffer", buffer, bytes);
+  comm::expect_peer("recv", peer, rank_, size());
   stream.enqueue([group = group_, rank = rank_, peer, buffer, bytes] {
     Call call{.operation = Operation::recv, .out = buffer, .count = bytes};
     group->transfer(peer, rank, 1, call, kMoveAll);

@@ -18,8 +18,8 @@
 #include <helix/cpu/mpi_comm.hpp>
 #include <helix/error.hpp>
 
-#include "cpu/collective_arguments.hpp"
-#include "cpu/reduce.hpp"
+#include "comm/collective_arguments.hpp"
+#include "comm/reduce.hpp"
 
 namespace helix::cpu {
 namespace {
@@ -440,13 +440,13 @@ struct MpiComm::Group {
   /// out[i] = sum over r of terms[r][i], in rank order; terms [size, count].
   void sum(const std::byte* terms, void* out, std::int64_t count, DType dtype) const {
     const auto width = static_cast<std::int64_t>(size_bytes(dtype));
-    std::array<float, kReduceBlock> total;
-    for (std::int64_t begin = 0; begin < count; begin += kReduceBlock) {
-      const std::int64_t block = std::min(kReduceBlock, count - begin);
+    std::array<float, comm::kReduceBlock> total;
+    for (std::int64_t begin = 0; begin < count; begin += comm::kReduceBlock) {
+      const std::int64_t block = std::min(comm::kReduceBlock, count - begin);
       for (int r = 0; r < size; ++r) {
-        add_to_sum(total.data(), terms + (r * count + begin) * width, block, dtype, r == 0);
+        comm::add_to_sum(total.data(), terms + (r * count + begin) * width, block, dtype, r == 0);
       }
-      store_sum(static_cast<std::byte*>(out) + begin * width, total.data(), block, dtype);
+      comm::store_sum(static_cast<std::byte*>(out) + begin * width, total.data(), block, dtype);
     }
   }
 
@@ -508,14 +508,14 @@ int MpiComm::size() const {
 }
 
 void MpiComm::all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
-  expect_reduction("all_reduce", in, out, count, dtype);
+  comm::expect_reduction("all_reduce", in, out, count, dtype);
   stream.enqueue([group = group_, in, out, count, dtype] {
     group->run_collective(Operation::all_reduce, [&] { group->all_reduce(in, out, count, dtype); });
   });
 }
 
 void MpiComm::reduce_scatter(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
-  expect_reduction("reduce_scatter", in, out, count, dtype);
+  comm::expect_reduction("reduce_scatter", in, out, count, dtype);
   stream.enqueue([group = group_, in, out, count, dtype] {
     group->run_collective(Operation::reduce_scatter, [&] {
       group->reduce_slices(Operation::reduce_scatter, in, out, dtype, [&](int r) { return r * count; });
@@ -524,7 +524,7 @@ void MpiComm::reduce_scatter(const void* in, void* out, std::int64_t count, DTyp
 }
 
 void MpiComm::all_gather(const void* in, void* out, std::int64_t bytes, Stream stream) {
-  expect_buffers("all_gather", in, out, bytes);
+  comm::expect_buffers("all_gather", in, out, bytes);
   stream.enqueue([group = group_, in, out, bytes] {
     group->run_collective(Operation::all_gather,
                           [&] { group->all_gather(Operation::all_gather, in, out, bytes); });
@@ -532,7 +532,7 @@ void MpiComm::all_gather(const void* in, void* out, std::int64_t bytes, Stream s
 }
 
 void MpiComm::all_to_all(const void* in, void* out, std::int64_t bytes, Stream stream) {
-  expect_buffers("all_to_all", in, out, bytes);
+  comm::expect_buffers("all_to_all", in, out, bytes);
   stream.enqueue([group = group_, in, out, bytes] {
     const auto equal = [&](int) { return bytes; };
     group->run_collective(Operation::all_to_all, [&] {
@@ -545,8 +545,8 @@ void MpiComm::all_to_all(const void* in, void* out, std::int64_t bytes, Stream s
 
 void MpiComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_bytes, void* out,
                            std::span<const std::int64_t> recv_bytes, Stream stream) {
-  expect_peer_bytes(in, send_bytes, out, recv_bytes, size());
-  stream.enqueue([group = group_, in, out, counts = PeerBytes(send_bytes, recv_bytes)] {
+  comm::expect_peer_bytes(in, send_bytes, out, recv_bytes, size());
+  stream.enqueue([group = group_, in, out, counts = comm::PeerBytes(send_bytes, recv_bytes)] {
     const auto offset = [](const std::int64_t* bytes, int r) {
       return std::accumulate(bytes, bytes + r, std::int64_t{0});
     };
@@ -562,8 +562,8 @@ void MpiComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_by
 }
 
 void MpiComm::broadcast(void* buffer, std::int64_t bytes, int root, Stream stream) {
-  expect_buffer("broadcast", "buffer", buffer, bytes);
-  expect_root("broadcast", root, size());
+  comm::expect_buffer("broadcast", "buffer", buffer, bytes);
+  comm::expect_root("broadcast", root, size());
   stream.enqueue([group = group_, buffer, bytes, root] {
     group->run_collective(Operation::broadcast, [&] {
       if (group->rank == root) {
@@ -579,8 +579,8 @@ void MpiComm::broadcast(void* buffer, std::int64_t bytes, int root, Stream strea
 }
 
 void MpiComm::send(const void* buffer, std::int64_t bytes, int peer, Stream stream) {
-  expect_buffer("send", "buffer", buffer, bytes);
-  expect_peer("send", peer, rank(), size());
+  comm::expect_buffer("send", "buffer", buffer, bytes);
+  comm::expect_peer("send", peer, rank(), size());
   stream.enqueue([group = group_, buffer, bytes, peer] {
     group->run([&] {
       group->post_send(buffer, bytes, peer, Operation::message);
@@ -590,8 +590,8 @@ void MpiComm::send(const void* buffer, std::int64_t bytes, int peer, Stream stre
 }
 
 void MpiComm::recv(void* buffer, std::int64_t bytes, int peer, Stream stream) {
-  expect_buffer("recv", "buffer", buffer, bytes);
-  expect_peer("recv", peer, rank(), size());
+  comm::expect_buffer("recv", "buffer", buffer, bytes);
+  comm::expect_peer("recv", peer, rank(), size());
   stream.enqueue([group = group_, buffer, bytes, peer] {
     group->run([&] {
       group->post_recv(buffer, bytes, peer, Operation::message);

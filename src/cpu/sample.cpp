@@ -11,8 +11,7 @@
 
 #include <helix/cpu/backend.hpp>
 #include <helix/error.hpp>
-
-#include "cpu/philox.hpp"
+#include <helix/philox.hpp>
 
 namespace helix::cpu {
 namespace {

@@ -14,8 +14,8 @@
 
 #include <helix/cpu/backend.hpp>
 #include <helix/error.hpp>
+#include <helix/philox.hpp>
 
-#include "cpu/philox.hpp"
 #include "support/catch.hpp"
 
 namespace helix::test {

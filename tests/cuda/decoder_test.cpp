@@ -6,11 +6,11 @@
 
 #include <nlohmann/json.hpp>
 
-#include "cuda/free_port.hpp"
 #include "cuda/gpu.hpp"
 #include "decode/golden.hpp"
 #include "launch.hpp"
 #include "support/catch.hpp"
+#include "support/free_port.hpp"
 #include "support/process.hpp"
 
 namespace helix::test {

@@ -16,7 +16,7 @@
 #include <helix/decode_layer.hpp>
 
 #include "cuda/gpu.hpp"
-#include "graph_nodes.hpp"
+#include "cuda/runtime/graph_nodes.hpp"
 #include "support/catch.hpp"
 #include "support/layer_fixture.hpp"
 #include "support/ranks.hpp"

@@ -16,16 +16,16 @@
 #include <unistd.h>
 
 #include <helix/backend.hpp>
-#include <helix/cuda/bootstrap.hpp>
+#include <helix/comm/bootstrap.hpp>
 #include <helix/cuda/graph.hpp>
 #include <helix/cuda/nccl_comm.hpp>
 #include <helix/error.hpp>
 
-#include "cuda/free_port.hpp"
 #include "cuda/gpu.hpp"
 #include "cuda/host_comm.hpp"
 #include "support/catch.hpp"
 #include "support/communicator_contract.hpp"
+#include "support/free_port.hpp"
 #include "support/ranks.hpp"
 
 using namespace std::chrono_literals;
@@ -33,8 +33,8 @@ using Catch::Matchers::Contains;
 using helix::DType;
 using helix::Error;
 using helix::ErrorCode;
-using helix::cuda::Bootstrap;
-using helix::cuda::BootstrapOptions;
+using helix::comm::Bootstrap;
+using helix::comm::BootstrapOptions;
 using helix::cuda::Buffer;
 using helix::cuda::NcclComm;
 using helix::cuda::Stream;

@@ -12,10 +12,11 @@
 #include <helix/cpu/stream.hpp>
 #include <helix/dtype.hpp>
 
-namespace helix::cpu {
-namespace local {
+namespace helix::comm {
 struct Group;
 }
+
+namespace helix::cpu {
 
 /// A rank's handle to a group of threads of this process. Models helix::Communicator. Every wait is bounded:
 /// a rank that does not arrive within the timeout gives Error(timeout) that names the missing ranks and the
@@ -59,9 +60,9 @@ class LocalComm {
   void abort(std::string_view reason) noexcept;
 
  private:
-  explicit LocalComm(std::shared_ptr<local::Group> group, int rank);
+  explicit LocalComm(std::shared_ptr<comm::Group> group, int rank);
 
-  std::shared_ptr<local::Group> group_;
+  std::shared_ptr<comm::Group> group_;
   int rank_ = 0;
 };
 

@@ -13,7 +13,7 @@
 #include <helix/cuda/runtime.hpp>
 #include <helix/dtype.hpp>
 
-namespace helix::cpu::local {
+namespace helix::comm {
 struct Group;
 }
 
@@ -70,9 +70,9 @@ class LocalComm {
   void abort(std::string_view reason) noexcept;
 
  private:
-  LocalComm(std::shared_ptr<cpu::local::Group> group, int rank) : group_(std::move(group)), rank_(rank) {}
+  LocalComm(std::shared_ptr<comm::Group> group, int rank) : group_(std::move(group)), rank_(rank) {}
 
-  std::shared_ptr<cpu::local::Group> group_;
+  std::shared_ptr<comm::Group> group_;
   int rank_ = 0;
 };
 

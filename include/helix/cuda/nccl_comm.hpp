@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include <helix/cuda/bootstrap.hpp>
+#include <helix/comm/bootstrap.hpp>
 #include <helix/cuda/runtime.hpp>
 #include <helix/dtype.hpp>
 
@@ -56,7 +56,7 @@ class NcclComm {
   /// processes.
   /// @throws Error(timeout) naming the rank that is missing. Then NCCL may still be waiting on a thread of
   /// its own: end the process.
-  static NcclComm connect(Bootstrap bootstrap, int device);
+  static NcclComm connect(comm::Bootstrap bootstrap, int device);
 
   int rank() const;
   int size() const;

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+// The end of a row block in an attention kernel: what the warps of a block found, and what several blocks
+// found, becomes out and lse.
+//
+// A block that has all tiles of a row block writes its results. Otherwise it leaves partial ones in the
+// workspace, and the block that comes last merges them, in order of the blocks: out and lse come from one
+// launch, and the same bits each time. A warp takes a row from end to end, each lane four columns at a time,
+// so that nothing but the count of finished blocks needs a barrier.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/schedule.cuh"
+
+namespace helix::cuda {
+
+/// What `kParts` warps found for some rows of a row block, in shared memory: unnormalised sums of values, and
+/// of each row the max (base 2) and the sum of weights.
+template <int kParts>
+struct BlockResult {
+  const float* sums;  ///< [parts, rows, stride]
+  int part_stride;
+  int stride;
+  const float* max;  ///< [parts, rows]
+  const float* sum;  ///< [parts, rows]
+  int rows;          ///< of max and sum
+};
+
+/// One row of it, its parts brought to one max; all lanes alike.
+template <int kParts>
+struct ResultRow {
+  const float* sums;
+  int part_stride;
+  float weights[kParts];
+  float max = -kInfinity;
+  float sum = 0.0f;
+
+  __device__ ResultRow(const BlockResult<kParts>& from, int row)
+      : sums(from.sums + row * from.stride), part_stride(from.part_stride) {
+#pragma unroll
+    for (int k = 0; k < kParts; ++k) max = fmaxf(max, from.max[k * from.rows + row]);
+#pragma unroll
+    for (int k = 0; k < kParts; ++k) {
+      const float part = from.sum[k * from.rows + row];
+      // A part that saw nothing has a max of -inf, which may be that of all.
+      weights[k] = part == 0.0f ? 0.0f : exp2f(from.max[k * from.rows + row] - max);
+      sum = fmaf(part, weights[k], sum);
+    }
+  }
+
+  __device__ float4 get(int column) const {
+    float4 total{0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int k = 0; k < kParts; ++k) {
+      const float4 x = *reinterpret_cast<const float4*>(sums + k * part_stride + column);
+      total.x = fmaf(x.x, weights[k], total.x);
+      total.y = fmaf(x.y, weights[k], total.y);
+      total.z = fmaf(x.z, weights[k], total.z);
+      total.w = fmaf(x.w, weights[k], total.w);
+    }
+    return total;
+  }
+};
+
+inline constexpr int kLaneColumns = 4;  ///< that a lane takes at a time
+
+/// Writes one row of out, and lse; by a warp whose lanes call write() for all columns.
+struct RowWriter {
+  const AttentionParams& p;
+  std::int64_t at;
+  float inverse;
+  bool is_empty;
+
+  __device__ RowWriter(const AttentionParams& params, const RowBlock& rows, int head, int row, float max,
+                       float sum)
+      : p(params) {
+    const std::int64_t token = rows.token(p, row) - p.first_out_token;
+    const std::int64_t query_head = rows.query_head(p, head, row);
+    at = token * p.out_token_stride + query_head * p.out_head_stride;
+    is_empty = !(max > -kInfinity) && sum == 0.0f;
+    inverse = is_empty ? 0.0f : 1.0f / sum;
+    if (threadIdx.x % kWarp == 0) {
+      p.lse[token * p.lse_token_stride + query_head * p.lse_head_stride] =
+          is_empty ? -kInfinity : (max + log2f(sum)) * kLn2;
+    }
+  }
+
+  __device__ void write(int column, float4 x) const {
+    const float4 result = is_empty ? float4{0.0f, 0.0f, 0.0f, 0.0f}
+                                   : float4{x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse};
+    store_columns(p, at + column, p.value_dim - column, result);
+  }
+};
+
+/// The partial results of one row block and head in the workspace.
+struct Contributions {
+  const AttentionParams& p;
+  BlockRun blocks;
+
+  /// A block's run has at most two unfinished ends: what it continues, and what it begins.
+  __device__ std::int64_t slot(int i) const { return 2 * std::int64_t{blocks.first + i} + (i == 0 ? 1 : 0); }
+  __device__ float* max(int i, int row) const { return p.partial_max + slot(i) * p.rows + row; }
+  __device__ float* sum(int i, int row) const { return p.partial_sum + slot(i) * p.rows + row; }
+  __device__ float4* out(int i, int row, int column) const {
+    return reinterpret_cast<float4*>(p.partial_out + (slot(i) * p.rows + row) * partial_stride(p.value_dim) +
+                                     column);
+  }
+  /// From contribution `i` to the next.
+  __device__ const float4* next(const float4* out, int i) const {
+    return out + (i == 0 ? 1 : 2) * p.rows * partial_stride(p.value_dim) / 4;
+  }
+};
+
+/// Hands in rows [first_row, first_row + num_rows) of a row block and head: whole ones to out and lse,
+/// partial ones to the workspace. `found` holds these rows, from 0 on; all threads of the block have written
+/// it.
+template <int kParts>
+__device__ void hand_in(const Contributions& to, const RowBlock& rows, int head, int first_row, int num_rows,
+                        const BlockResult<kParts>& found) {
+  const AttentionParams& p = to.p;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  for (int r = static_cast<int>(threadIdx.x) / kWarp; r < num_rows;
+       r += static_cast<int>(blockDim.x) / kWarp) {
+    const ResultRow<kParts> result(found, r);
+    const int row = first_row + r;
+    if (to.blocks.count == 1) {
+      const RowWriter writer(p, rows, head, row, result.max, result.sum);
+      for (int column = lane * kLaneColumns; column < p.value_dim; column += kWarp * kLaneColumns)
+        writer.write(column, result.get(column));
+    } else {
+      const int i = static_cast<int>(blockIdx.x) - to.blocks.first;
+      for (int column = lane * kLaneColumns; column < p.value_dim; column += kWarp * kLaneColumns)
+        __stcg(to.out(i, row, column), result.get(column));
+      if (lane == 0) {
+        __stcg(to.max(i, row), result.max);
+        __stcg(to.sum(i, row), result.sum);
+      }
+    }
+  }
+}
+
+/// Merges one row of all contributions into out and lse; one warp. Up to kMergeBatch loads of partial sums
+/// are on their way while the weights are computed.
+__device__ inline void merge_row(const Contributions& from, const RowBlock& rows, int head, int row) {
+  static_assert(kWarp % kMergeBatch == 0);
+  const AttentionParams& p = from.p;
+  const int count = from.blocks.count;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  float lane_max = -kInfinity;  // of contribution c / kWarp * kWarp + lane
+  float lane_sum = 0.0f;
+  const auto load = [&](int i) {
+    lane_max = i < count ? __ldcg(from.max(i, row)) : -kInfinity;
+    lane_sum = i < count ? __ldcg(from.sum(i, row)) : 0.0f;
+  };
+  load(lane);
+  float top = lane_max;
+  float sum = 0.0f;
+  for (int first = 0; first < p.value_dim; first += kWarp * kLaneColumns) {
+    const int column = first + lane * kLaneColumns;
+    float4 total{0.0f, 0.0f, 0.0f, 0.0f};
+    float weight = 0.0f;  // of the same contribution
+#pragma unroll 1
+    for (int c = 0; c < count; c += kMergeBatch) {
+      const float4* part = from.out(c, row, column < p.value_dim ? column : 0);
+      float4 parts[kMergeBatch];
+#pragma unroll
+      for (int k = 0; k < kMergeBatch; ++k) {
+        parts[k] = __ldcg(part);
+        if (c + k + 1 < count) part = from.next(part, c + k);
+      }
+      if (first == 0 && c == 0) {
+        for (int i = lane + kWarp; i < count; i += kWarp) top = fmaxf(top, __ldcg(from.max(i, row)));
+        top = warp_max(top);
+      }
+      if (c % kWarp == 0) {
+        if (count > kWarp) load(c + lane);
+        weight = exp2f(lane_max - (top == -kInfinity ? 0.0f : top));
+        if (first == 0) sum = fmaf(weight, lane_sum, sum);
+      }
+#pragma unroll
+      for (int k = 0; k < kMergeBatch; ++k) {
+        const float w = __shfl_sync(~0u, weight, (c + k) % kWarp);
+        total.x = fmaf(w, parts[k].x, total.x);
+        total.y = fmaf(w, parts[k].y, total.y);
+        total.z = fmaf(w, parts[k].z, total.z);
+        total.w = fmaf(w, parts[k].w, total.w);
+      }
+    }
+    if (first == 0) sum = warp_sum(sum);
+    const RowWriter writer(p, rows, head, row, top, sum);
+    if (column < p.value_dim) writer.write(column, total);
+  }
+}
+
+/// Adds one, after all writes that this thread knows of and before all reads that follow. Returns what was
+/// there.
+__device__ inline int count_up(int* counter) {
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
+/// After hand_in() of all rows: the last of the blocks that contribute merges them. All threads of the block.
+__device__ inline void finish_row_block(const Contributions& all, const RowBlock& rows, int row_block,
+                                        int head) {
+  __shared__ bool is_last;
+  if (all.blocks.count == 1) return;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    // What the block wrote goes before its count, and what the others counted before what is read here.
+    int* counter = all.p.counters + row_block * all.p.kv_heads + head;
+    is_last = count_up(counter) == all.blocks.count - 1;
+    if (is_last) *counter = 0;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  for (int row = static_cast<int>(threadIdx.x) / kWarp; row < rows.num_rows;
+       row += static_cast<int>(blockDim.x) / kWarp)
+    merge_row(all, rows, head, row);
+}
+
+}  // namespace helix::cuda

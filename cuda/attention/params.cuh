@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// What all attention kernels share: their arguments, and where rows come from and go to. The schedule is in
+// attention_schedule.cuh, the end of a row block in attention_merge.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include <helix/backend.hpp>
+#include <helix/kv_layout.hpp>
+
+#include "cuda/exchange/header.cuh"
+#include "cuda/runtime/device.cuh"
+
+namespace helix::cuda {
+
+inline constexpr int kTileTokens = 32;
+inline constexpr int kBlocksPerSm = 2;     ///< at most: one streams on while the other ends a row block
+inline constexpr int kMaxRowBlocks = 256;  ///< of one launch
+inline constexpr int kMaxSequences = 256;  ///< of one launch
+inline constexpr int kMaxRows = 32;        ///< query rows of a row block
+inline constexpr float kLog2E = 1.44269504088896340736f;
+inline constexpr float kLn2 = 0.69314718055994530942f;
+
+struct AttentionParams {
+  DType dtype = DType::f32;  ///< of q and out
+  const void* q = nullptr;   ///< [tokens, heads, D]
+  std::int64_t q_token_stride = 0;
+  std::int64_t q_head_stride = 0;
+  void* out = nullptr;  ///< [tokens, heads, Dv]
+  std::int64_t out_token_stride = 0;
+  std::int64_t out_head_stride = 0;
+  float* lse = nullptr;
+  std::int64_t lse_token_stride = 0;
+  std::int64_t lse_head_stride = 0;
+  bool is_out_aligned = false;  ///< four columns of out can be stored at once
+  int first_out_token = 0;      ///< token of the step at row 0 of out and lse
+  StampArgs headers{};          ///< of the messages that these lie in
+
+  const std::int64_t* positions = nullptr;
+  const std::int32_t* slots = nullptr;
+  int num_sequences = 0;
+  int first_token = 0;  ///< of the step: the first of the first sequence
+  int num_tokens = 0;
+  int first_row_block = 0;  ///< of the first sequence's
+  int num_row_blocks = 0;
+  bool is_one_row_block_each = false;  ///< of the sequences
+
+  const std::byte* keys = nullptr;    ///< head 0 of page 0
+  const std::byte* values = nullptr;  ///< likewise
+  std::int64_t page_bytes = 0;
+  std::int64_t head_bytes = 0;  ///< between KV heads in a page
+  std::int64_t row_bytes = 0;
+  Divisor page_tokens;
+  const std::int32_t* page_table = nullptr;
+  std::int64_t max_pages = 0;
+  const float* k_scale = nullptr;
+  const float* v_scale = nullptr;
+  KvLayout layout{1, 1};
+  std::int64_t kvp_rank = 0;
+
+  Divisor kv_heads;
+  Divisor group;  ///< query heads a KV head
+  int head_dim = 0;
+  int value_dim = 0;
+  Divisor rows;  ///< of a row block, at most
+  float scale = 0.0f;
+  float soft_cap = 0.0f;
+  std::int64_t window = 0;
+
+  float* partial_out = nullptr;  ///< [2 * blocks, rows, partial_stride(value_dim)]
+  float* partial_max = nullptr;  ///< [2 * blocks, rows], base 2
+  float* partial_sum = nullptr;  ///< [2 * blocks, rows]
+  int* counters = nullptr;       ///< [row blocks * KV heads], zero between launches
+
+  std::int32_t query_offsets[kMaxSequences + 1];  ///< by value: a trip to memory less
+};
+
+/// Brings the arguments into the constant cache, all at once: one by one they would cost a trip to memory
+/// each.
+__device__ inline void prefetch_params(const AttentionParams& p) {
+  constexpr int kLineWords = 16;
+  const int word = static_cast<int>(threadIdx.x) / kWarp * kLineWords;
+  if (word < static_cast<int>(sizeof(AttentionParams) / sizeof(int)))
+    asm volatile("" ::"r"(reinterpret_cast<const int*>(&p)[word]));
+}
+
+/// Local tokens that a query at `position` sees.
+__device__ inline TokenRange visible(const AttentionParams& p, std::int64_t position) {
+  if (position < 0) return {0, 0};
+  const std::int64_t begin =
+      p.window > 0 ? p.layout.length(position + 1 - p.window, p.kvp_rank) : std::int64_t{0};
+  return {begin, p.layout.length(position + 1, p.kvp_rank)};
+}
+
+/// Up to AttentionParams::rows query rows of one sequence: query tokens times the heads of a KV head's group.
+struct RowBlock {
+  int first_token;  ///< of the sequence, in the step
+  int first_row;    ///< row / group is the token after first_token
+  int num_rows;
+
+  __device__ int token(const AttentionParams& p, int row) const {
+    return first_token + (first_row + row) / p.group;
+  }
+  __device__ int query_head(const AttentionParams& p, int head, int row) const {
+    return head * p.group + (first_row + row) % p.group;
+  }
+};
+
+/// Element `i` of q or out at `data`.
+__device__ inline float load_element(const void* data, DType dtype, std::int64_t i) {
+  if (dtype == DType::f32) return static_cast<const float*>(data)[i];
+  if (dtype == DType::bf16) return to_float(static_cast<const bf16*>(data)[i]);
+  return to_float(static_cast<const f16*>(data)[i]);
+}
+
+/// The columns of a partial row in the workspace: whole float4.
+HELIX_HOST_DEVICE constexpr std::int64_t partial_stride(std::int64_t value_dim) {
+  return (value_dim + 3) / 4 * 4;
+}
+
+/// Stores up to four columns of a row of out, from element `i` on; `left` are left in the row.
+__device__ inline void store_columns(const AttentionParams& p, std::int64_t i, int left, float4 x) {
+  const auto store = [&]<class Four, class T>(const Four& four, T*) {
+    T* to = static_cast<T*>(p.out) + i;
+    if (p.is_out_aligned && left >= 4) {
+      *reinterpret_cast<Four*>(to) = four;
+    } else {
+      const T* from = reinterpret_cast<const T*>(&four);
+      for (int k = 0; k < min(left, 4); ++k) to[k] = from[k];
+    }
+  };
+  if (p.dtype == DType::f32) {
+    store(x, static_cast<float*>(nullptr));
+  } else if (p.dtype == DType::bf16) {
+    store(ushort4{from_float<bf16>(x.x).bits, from_float<bf16>(x.y).bits, from_float<bf16>(x.z).bits,
+                  from_float<bf16>(x.w).bits},
+          static_cast<unsigned short*>(nullptr));
+  } else {
+    store(ushort4{from_float<f16>(x.x).bits, from_float<f16>(x.y).bits, from_float<f16>(x.z).bits,
+                  from_float<f16>(x.w).bits},
+          static_cast<unsigned short*>(nullptr));
+  }
+}
+
+/// The headers of the messages that the results lie in, by one warp of the grid.
+__device__ inline void finish_messages(const AttentionParams& p) {
+  if (p.headers.message != nullptr && blockIdx.x == gridDim.x - 1 && threadIdx.x < kWarp)
+    write_headers(p.headers);
+}
+
+/// Queues the kernel for any sizes and types; p.rows must be portable_rows().
+void launch_portable_attention(const AttentionParams& p, DType kv_dtype, int blocks, StreamHandle stream);
+int portable_rows(std::int64_t head_dim, std::int64_t value_dim);
+
+/// The tensor-core kernel (compute capability 9.0): q, out and KV of one 16-bit type, equal head sizes that
+/// it was built for.
+bool has_tensor_attention(DType dtype, DType kv_dtype, std::int64_t head_dim, std::int64_t value_dim);
+int tensor_rows(std::int64_t head_dim);  ///< at most, of a row block
+/// On `blocks` half SMs; `is_whole`: on all of the device, nothing beside it.
+void launch_tensor_attention(const AttentionParams& p, int blocks, bool is_whole, StreamHandle stream);
+
+}  // namespace helix::cuda

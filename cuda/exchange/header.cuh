@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// Headers of exchange messages on the device, one warp at a time.
+#pragma once
+
+#include <cstdint>
+
+#include <helix/backend.hpp>
+
+#include "cuda/runtime/device.cuh"
+
+namespace helix::cuda {
+
+inline constexpr int kHeaderWords = sizeof(ExchangeHeader) / sizeof(std::uint32_t);
+
+/// Sum of exchange_epoch_term() over the positions, in all lanes of the warp.
+__device__ inline std::uint64_t sum_epoch_terms(const std::int64_t* positions, std::int64_t tokens) {
+  unsigned long long terms = 0;
+  if (positions != nullptr) {
+#pragma unroll 4
+    for (std::int64_t i = static_cast<int>(threadIdx.x) % kWarp; i < tokens; i += kWarp)
+      terms += exchange_epoch_term(positions[i], i);
+  }
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) terms += __shfl_xor_sync(~0u, terms, offset);
+  return terms;
+}
+
+/// Word `i` of a header. Words, because messages need not be aligned to 8.
+__device__ __forceinline__ std::uint32_t header_word(std::uint64_t epoch, std::int64_t tokens,
+                                                     std::int64_t sender, int i) {
+  switch (i) {
+    case 0:
+      return static_cast<std::uint32_t>(epoch);
+    case 1:
+      return static_cast<std::uint32_t>(epoch >> 32);
+    case 2:
+      return static_cast<std::uint32_t>(tokens);
+    default:
+      return static_cast<std::uint32_t>(sender);
+  }
+}
+
+/// Advances the epoch and writes the headers; all lanes of one warp, no other of which reads the epoch.
+__device__ inline void write_headers(const StampArgs& args) {
+  const std::uint64_t exchanges = *args.epoch + 1;
+  const std::uint64_t epoch = exchange_epoch(exchanges, sum_epoch_terms(args.positions, args.tokens));
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  __syncwarp();
+  if (lane == 0) *args.epoch = exchanges;
+  for (int i = lane; i < static_cast<int>(args.count) * kHeaderWords; i += kWarp) {
+    auto* header = reinterpret_cast<std::uint32_t*>(args.message + i / kHeaderWords * args.message_bytes);
+    header[i % kHeaderWords] = header_word(epoch, args.tokens, args.sender, i % kHeaderWords);
+  }
+}
+
+}  // namespace helix::cuda

@@ -1,0 +1,452 @@
+// SPDX-License-Identifier: Apache-2.0
+// Operators::linear and head_linear. Activations and weights of one 16-bit type go to the library (4096 x
+// 16384 weights at 92 to 95 % of the read ceiling from 1 to 16 rows on an H200, where the thin kernel here
+// reached 68 %), or to the thin tensor-core kernel where the library does not take the layout. All other
+// types: kernels that stream the weights once for a few rows, and a tiled one for more.
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+#include <helix/cuda/backend.hpp>
+#include <helix/error.hpp>
+
+#include "cuda/linear/dot_rows.cuh"
+#include "cuda/linear/matmul.hpp"
+#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/operators_state.hpp"
+
+namespace helix::cuda {
+namespace {
+
+/// out[r, h, n] = sum_k in[r, h, k] * weight[h, n, k] (+ bias[n]) (+ out[r, h, n]). Strides in elements.
+template <class T>
+struct Product {
+  const T* in;
+  std::int64_t in_row;
+  std::int64_t in_head;
+  const void* weight;
+  const void* bias;  // [width] or nullptr
+  DType bias_dtype;
+  T* out;
+  std::int64_t out_row;
+  std::int64_t out_head;
+  int rows;
+  int heads;
+  int width;  // weight rows of a head
+  int cols;
+  int splits;  // warps that share the columns of a group of weight rows
+  bool accumulate;
+};
+
+__device__ __forceinline__ float load_bias(const void* bias, DType dtype, std::int64_t index) {
+  switch (dtype) {
+    case DType::f16:
+      return to_float(static_cast<const f16*>(bias)[index]);
+    case DType::bf16:
+      return to_float(static_cast<const bf16*>(bias)[index]);
+    default:
+      return static_cast<const float*>(bias)[index];
+  }
+}
+
+/// Writes one sum, if it lies in the output.
+template <class T>
+__device__ __forceinline__ void store(const Product<T>& p, int row, int head, int n, float sum) {
+  if (row >= p.rows || n >= p.width) return;
+  if (p.bias != nullptr) sum += load_bias(p.bias, p.bias_dtype, n);
+  T& out = p.out[row * p.out_row + head * p.out_head + n];
+  if (p.accumulate) sum += to_float(out);
+  out = from_float<T>(sum);
+}
+
+/// Exact f32 products of up to kRows rows. Grid (groups of weight rows, heads, row tiles); a group is
+/// kDotOutputs weight rows, its columns shared by p.splits warps of a block. Reads each weight once a row
+/// tile, past L1, and the activations through L1.
+template <class T, class W, int kRows, bool kVector>
+__global__ void __launch_bounds__(kDotThreads) dot_kernel(const Product<T> p) {
+  constexpr int kWidth = kVector ? 16 / static_cast<int>(sizeof(W)) : 1;
+  constexpr int kSums = kRows * kDotOutputs;
+  __shared__ float partial[kDotWarps][kSums];
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int groups = kDotWarps / p.splits;  // of this block
+  const int first_group = static_cast<int>(blockIdx.x) * groups;
+  const int first = (first_group + warp / p.splits) * kDotOutputs;
+  const int head = static_cast<int>(blockIdx.y);
+  const int first_row = static_cast<int>(blockIdx.z) * kRows;
+
+  // Past the end the last row is read again, and its sums are not stored.
+  const W* weights[kDotOutputs];
+  const T* rows[kRows];
+#pragma unroll
+  for (int o = 0; o < kDotOutputs; ++o) {
+    const std::int64_t row = std::int64_t{head} * p.width + min(first + o, p.width - 1);
+    weights[o] = static_cast<const W*>(p.weight) + row * p.cols;
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+    rows[r] = p.in + min(first_row + r, p.rows - 1) * p.in_row + head * p.in_head;
+  dot_rows<kWidth>(weights, rows, p.cols, warp % p.splits, p.splits, partial[warp]);
+
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < groups * kSums; i += kDotThreads) {
+    const int group = i / kSums;
+    const int index = i % kSums;
+    float sum = 0.0f;
+    for (int split = 0; split < p.splits; ++split) sum += partial[group * p.splits + split][index];
+    store(p, first_row + index / kDotOutputs, head, (first_group + group) * kDotOutputs + index % kDotOutputs,
+          sum);
+  }
+}
+
+/// c += a b for 16 x 16 times 16 x 8, c in f32.
+template <class T>
+__device__ __forceinline__ void multiply_tile(float (&c)[4], unsigned a0, unsigned a1, unsigned a2,
+                                              unsigned a3, unsigned b0, unsigned b1) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  } else {
+    static_assert(std::is_same_v<T, f16>);
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+}
+
+/// 16 bytes, or zeros if not `is_inside`: one instruction, where a condition in C++ may become a branch.
+/// `kIsWeight`: past L1, see load_weight().
+template <bool kIsWeight>
+__device__ __forceinline__ uint4 load_inside(const void* data, bool is_inside) {
+  uint4 bits = make_uint4(0, 0, 0, 0);
+  if constexpr (kIsWeight) {
+    asm("{\n .reg .pred inside;\n setp.ne.b32 inside, %5, 0;\n"
+        " @inside ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+        : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
+        : "l"(data), "r"(static_cast<int>(is_inside)));
+  } else {
+    asm("{\n .reg .pred inside;\n setp.ne.b32 inside, %5, 0;\n"
+        " @inside ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+        : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w)
+        : "l"(data), "r"(static_cast<int>(is_inside)));
+  }
+  return bits;
+}
+
+constexpr int kTileRows = 16;     // activation rows of an instruction
+constexpr int kTileWidth = 8;     // weight rows of an instruction
+constexpr int kChunk = 32;        // columns that a warp reads of a row at once, 16 bytes a lane
+constexpr int kChunksInSpan = 4;  // in flight
+constexpr int kTileSpan = kChunk * kChunksInSpan;
+
+/// Tensor core products of up to 16 rows (8 unless kWide) with kTiles * 8 weight rows a warp. Grid as
+/// dot_kernel. A lane reads 16 bytes of a row at columns 8 * (lane % 4): not the order in which the
+/// instruction names its columns, but the same for both operands, and the sum does not mind.
+template <class T, int kTiles, bool kWide>
+__global__ void __launch_bounds__(kDotThreads) thin_tile_kernel(const Product<T> p) {
+  constexpr int kRows = kWide ? kTileRows : kTileRows / 2;
+  constexpr int kGroupWidth = kTiles * kTileWidth;
+  __shared__ float partial[kDotWarps][kRows][kGroupWidth];
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int lane_row = lane / 4;
+  const int lane_col = lane % 4;
+  const int groups = kDotWarps / p.splits;
+  const int first_group = static_cast<int>(blockIdx.x) * groups;
+  const int first = (first_group + warp / p.splits) * kGroupWidth;
+  const int head = static_cast<int>(blockIdx.y);
+  const int first_row = static_cast<int>(blockIdx.z) * kRows;
+
+  // Past the end the last row is read again, and its sums are not stored.
+  const T* weights[kTiles];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int n = min(first + tile * kTileWidth + lane_row, p.width - 1);
+    weights[tile] = static_cast<const T*>(p.weight) + (std::int64_t{head} * p.width + n) * p.cols;
+  }
+  const T* in = p.in + head * p.in_head;
+  const T* low = in + min(first_row + lane_row, p.rows - 1) * p.in_row;
+  const T* high = in + min(first_row + lane_row + 8, p.rows - 1) * p.in_row;
+
+  float sums[kTiles][4] = {};
+  for (std::int64_t begin = warp % p.splits * kTileSpan; begin < p.cols; begin += p.splits * kTileSpan) {
+    uint4 b[kChunksInSpan][kTiles];
+    uint4 a_low[kChunksInSpan];
+    uint4 a_high[kChunksInSpan];
+#pragma unroll
+    for (int chunk = 0; chunk < kChunksInSpan; ++chunk) {
+      const std::int64_t k = begin + chunk * kChunk + lane_col * 8;
+      const bool is_inside = k < p.cols;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile)
+        b[chunk][tile] = load_inside<true>(weights[tile] + k, is_inside);
+      a_low[chunk] = load_inside<false>(low + k, is_inside);
+      a_high[chunk] = kWide ? load_inside<false>(high + k, is_inside) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < kChunksInSpan; ++chunk) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const uint4& bits = b[chunk][tile];
+        multiply_tile<T>(sums[tile], a_low[chunk].x, a_high[chunk].x, a_low[chunk].y, a_high[chunk].y, bits.x,
+                         bits.y);
+        multiply_tile<T>(sums[tile], a_low[chunk].z, a_high[chunk].z, a_low[chunk].w, a_high[chunk].w, bits.z,
+                         bits.w);
+      }
+    }
+  }
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < (kWide ? 4 : 2); ++i)
+      partial[warp][lane_row + i / 2 * 8][tile * kTileWidth + lane_col * 2 + i % 2] = sums[tile][i];
+  }
+
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < groups * kRows * kGroupWidth; i += kDotThreads) {
+    const int group = i / (kRows * kGroupWidth);
+    const int row = i / kGroupWidth % kRows;
+    const int n = i % kGroupWidth;
+    float sum = 0.0f;
+    for (int split = 0; split < p.splits; ++split) sum += partial[group * p.splits + split][row][n];
+    store(p, first_row + row, head, (first_group + group) * kGroupWidth + n, sum);
+  }
+}
+
+constexpr int kBlockTile = 64;  // rows and weight rows of a block
+constexpr int kBlockCols = 16;  // columns in shared memory at a time
+constexpr int kThreadTile = 4;  // rows and weight rows of a thread
+constexpr int kTiledThreads = (kBlockTile / kThreadTile) * (kBlockTile / kThreadTile);
+
+/// Exact f32 products of any number of rows, types and strides. Grid (64 weight rows, 64 rows, heads), a
+/// thread 4 x 4 sums; 8.5 KB of shared memory.
+template <class T, class W>
+__global__ void __launch_bounds__(kTiledThreads) tiled_kernel(const Product<T> p) {
+  constexpr int kStride = kBlockTile + 4;  // keeps float4 reads aligned, spreads the transposed writes
+  __shared__ __align__(16) float in_tile[kBlockCols][kStride];
+  __shared__ __align__(16) float weight_tile[kBlockCols][kStride];
+  const int thread = static_cast<int>(threadIdx.x);
+  const int first = static_cast<int>(blockIdx.x) * kBlockTile;
+  const int first_row = static_cast<int>(blockIdx.y) * kBlockTile;
+  const int head = static_cast<int>(blockIdx.z);
+  const T* in = p.in + head * p.in_head;
+  const W* weight = static_cast<const W*>(p.weight) + std::int64_t{head} * p.width * p.cols;
+  const int thread_n = thread % (kBlockTile / kThreadTile) * kThreadTile;
+  const int thread_row = thread / (kBlockTile / kThreadTile) * kThreadTile;
+
+  float sums[kThreadTile][kThreadTile] = {};
+  for (int begin = 0; begin < p.cols; begin += kBlockCols) {
+#pragma unroll
+    for (int i = thread; i < kBlockTile * kBlockCols; i += kTiledThreads) {
+      const int row = i / kBlockCols;
+      const int col = i % kBlockCols;
+      const int k = begin + col;
+      const bool has_row = first_row + row < p.rows && k < p.cols;
+      const bool has_weight = first + row < p.width && k < p.cols;
+      in_tile[col][row] = has_row ? to_float(in[(first_row + row) * p.in_row + k]) : 0.0f;
+      weight_tile[col][row] = has_weight ? to_float(weight[std::int64_t{first + row} * p.cols + k]) : 0.0f;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int col = 0; col < kBlockCols; ++col) {
+      const float4 a = *reinterpret_cast<const float4*>(&in_tile[col][thread_row]);
+      const float4 b = *reinterpret_cast<const float4*>(&weight_tile[col][thread_n]);
+      const float rows[kThreadTile] = {a.x, a.y, a.z, a.w};
+      const float weights[kThreadTile] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int r = 0; r < kThreadTile; ++r)
+#pragma unroll
+        for (int n = 0; n < kThreadTile; ++n) sums[r][n] = fmaf(rows[r], weights[n], sums[r][n]);
+    }
+    __syncthreads();  // before the tiles are overwritten
+  }
+#pragma unroll
+  for (int r = 0; r < kThreadTile; ++r)
+#pragma unroll
+    for (int n = 0; n < kThreadTile; ++n)
+      store(p, first_row + thread_row + r, head, first + thread_n + n, sums[r][n]);
+}
+
+/// out[r, n] += bias[n], after the library.
+template <class T>
+__global__ void add_bias_kernel(const Product<T> p) {
+  const int n = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  const int row = static_cast<int>(blockIdx.y);
+  if (n >= p.width) return;
+  T& out = p.out[row * p.out_row + n];
+  out = from_float<T>(to_float(out) + load_bias(p.bias, p.bias_dtype, n));
+}
+
+unsigned blocks_of(std::int64_t count, std::int64_t per_block) {
+  return static_cast<unsigned>((count + per_block - 1) / per_block);
+}
+
+/// Whether rows of activations may be read 16 bytes at a time.
+template <class T>
+bool has_aligned_rows(const Product<T>& p) {
+  constexpr std::int64_t kElements = 16 / static_cast<std::int64_t>(sizeof(T));
+  return is_aligned_16(p.in) && (p.rows == 1 || p.in_row % kElements == 0) &&
+         (p.heads == 1 || p.in_head % kElements == 0);
+}
+
+template <class T, class W, int kRows>
+void launch_dots(Product<T> p, int num_sms, cudaStream_t stream) {
+  constexpr int kWidth = 16 / static_cast<int>(sizeof(W));
+  const bool is_vector = p.cols % kWidth == 0 && is_aligned_16(p.weight) && has_aligned_rows(p);
+  const std::int64_t groups = blocks_of(p.width, kDotOutputs);
+  const unsigned row_tiles = blocks_of(p.rows, kRows);
+  p.splits = choose_splits(groups * p.heads * row_tiles, p.cols, kWarp * (is_vector ? kWidth : 1), num_sms);
+  const dim3 grid(blocks_of(groups, kDotWarps / p.splits), static_cast<unsigned>(p.heads), row_tiles);
+  if (is_vector) {
+    dot_kernel<T, W, kRows, true><<<grid, kDotThreads, 0, stream>>>(p);
+  } else {
+    dot_kernel<T, W, kRows, false><<<grid, kDotThreads, 0, stream>>>(p);
+  }
+  HELIX_CHECK_LAUNCH();
+}
+
+template <class T, class W>
+void launch_f32(const Product<T>& p, int num_sms, cudaStream_t stream) {
+  if (p.rows == 1) return launch_dots<T, W, 1>(p, num_sms, stream);
+  if (p.rows == 2) return launch_dots<T, W, 2>(p, num_sms, stream);
+  if (p.rows <= 4) return launch_dots<T, W, 4>(p, num_sms, stream);
+  if (p.rows <= kMaxDotRows) return launch_dots<T, W, kMaxDotRows>(p, num_sms, stream);
+  const dim3 grid(blocks_of(p.width, kBlockTile), blocks_of(p.rows, kBlockTile),
+                  static_cast<unsigned>(p.heads));
+  tiled_kernel<T, W><<<grid, kTiledThreads, 0, stream>>>(p);
+  HELIX_CHECK_LAUNCH();
+}
+
+template <class T, int kTiles, bool kWide>
+void launch_tiles(Product<T> p, int num_sms, cudaStream_t stream) {
+  const std::int64_t groups = blocks_of(p.width, kTiles * kTileWidth);
+  const unsigned row_tiles = blocks_of(p.rows, kWide ? kTileRows : kTileRows / 2);
+  p.splits = choose_splits(groups * p.heads * row_tiles, p.cols, kTileSpan, num_sms);
+  const dim3 grid(blocks_of(groups, kDotWarps / p.splits), static_cast<unsigned>(p.heads), row_tiles);
+  thin_tile_kernel<T, kTiles, kWide><<<grid, kDotThreads, 0, stream>>>(p);
+  HELIX_CHECK_LAUNCH();
+}
+
+template <class T>
+void launch_tensor_core(const Product<T>& p, int num_sms, cudaStream_t stream) {
+  const bool is_wide = p.rows > kTileRows / 2;
+  // Two tiles a warp halve the reads of activations, if they still leave a block for each SM.
+  const bool has_two = blocks_of(p.width, 2 * kTileWidth) * std::int64_t{p.heads} >= num_sms;
+  if (is_wide && has_two) return launch_tiles<T, 2, true>(p, num_sms, stream);
+  if (is_wide) return launch_tiles<T, 1, true>(p, num_sms, stream);
+  if (has_two) return launch_tiles<T, 2, false>(p, num_sms, stream);
+  launch_tiles<T, 1, false>(p, num_sms, stream);
+}
+
+template <class T>
+void launch_bias(const Product<T>& p, cudaStream_t stream) {
+  constexpr int kThreads = 256;
+  constexpr int kMaxRows = 65535;  // of a grid
+  Product<T> part = p;
+  for (int begin = 0; begin < p.rows; begin += kMaxRows) {
+    part.out = p.out + begin * p.out_row;
+    part.rows = std::min(p.rows - begin, kMaxRows);
+    const dim3 grid(blocks_of(p.width, kThreads), static_cast<unsigned>(part.rows));
+    add_bias_kernel<T><<<grid, kThreads, 0, stream>>>(part);
+    HELIX_CHECK_LAUNCH();
+  }
+}
+
+bool is_weight_type(DType dtype) {
+  return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
+}
+
+template <class T>
+void multiply(const Product<T>& p, DType weight_dtype, MatmulLibrary& library, int num_sms,
+              cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2) {
+    constexpr std::int64_t kElements = 8;  // of 16 bytes
+    if (weight_dtype == kDTypeOf<T> && p.cols % kElements == 0 && is_aligned_16(p.weight) &&
+        has_aligned_rows(p)) {
+      const bool is_library = p.heads == 1 && p.rows > 0 && p.cols > 0 && p.in_row >= p.cols &&
+                              is_aligned_16(p.out) && p.out_row % kElements == 0 && p.out_row >= p.width;
+      if (!is_library) return launch_tensor_core(p, num_sms, stream);
+      // A bias of another type is added afterwards, and the output rounded once more.
+      const bool is_fused = p.bias != nullptr && p.bias_dtype == kDTypeOf<T> && is_aligned_16(p.bias);
+      library_matmul(library, weight_dtype, p.in, p.in_row, p.rows, p.cols, p.weight, p.width,
+                     is_fused ? p.bias : nullptr, p.out, p.out_row, p.accumulate, stream);
+      if (p.bias != nullptr && !is_fused) launch_bias(p, stream);
+      return;
+    }
+  }
+  switch (weight_dtype) {
+    case DType::f32:
+      return launch_f32<T, float>(p, num_sms, stream);
+    case DType::f16:
+      return launch_f32<T, f16>(p, num_sms, stream);
+    default:
+      return launch_f32<T, bf16>(p, num_sms, stream);
+  }
+}
+
+void check_weight(const char* operation, const WeightView& weight, std::int64_t rows) {
+  constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max() / 2;
+  HELIX_EXPECTS(is_weight_type(weight.dtype), ErrorCode::unsupported, operation, ": weights are ",
+                to_string(weight.dtype), "; built for f32, f16 and bf16");
+  HELIX_EXPECTS(rows <= kMax && weight.rows <= kMax && weight.cols <= kMax, ErrorCode::unsupported, operation,
+                ": ", rows, " rows with a weight of [", weight.rows, ", ", weight.cols, "]; built for up to ",
+                kMax, " of each");
+}
+
+}  // namespace
+
+template <class T>
+void Operators<T>::linear(const LinearArgs<T>& args, Stream stream) const {
+  if (args.in.extent(0) == 0 || args.weight.rows == 0) return;
+  check_weight("linear", args.weight, args.in.extent(0));
+  HELIX_EXPECTS(args.bias.empty() || is_weight_type(args.bias.dtype), ErrorCode::unsupported,
+                "linear: the bias is ", to_string(args.bias.dtype), "; built for f32, f16 and bf16");
+  const DeviceScope scope(state_->device);
+  Product<T> product{};
+  product.in = args.in.data();
+  product.in_row = args.in.stride(0);
+  product.weight = args.weight.data;
+  product.bias = args.bias.data;
+  product.bias_dtype = args.bias.dtype;
+  product.out = args.out.data();
+  product.out_row = args.out.stride(0);
+  product.rows = static_cast<int>(args.in.extent(0));
+  product.heads = 1;
+  product.width = static_cast<int>(args.weight.rows);
+  product.cols = static_cast<int>(args.weight.cols);
+  product.accumulate = args.accumulate;
+  multiply(product, args.weight.dtype, *state_->matmul, state_->num_sms, stream.handle());
+}
+
+template <class T>
+void Operators<T>::head_linear(const HeadLinearArgs<T>& args, Stream stream) const {
+  if (args.in.extent(0) == 0 || args.in.extent(1) == 0 || args.out.extent(2) == 0) return;
+  check_weight("head_linear", args.weight, args.in.extent(0));
+  const DeviceScope scope(state_->device);
+  Product<T> product{};
+  product.in = args.in.data();
+  product.in_row = args.in.stride(0);
+  product.in_head = args.in.stride(1);
+  product.weight = args.weight.data;
+  product.out = args.out.data();
+  product.out_row = args.out.stride(0);
+  product.out_head = args.out.stride(1);
+  product.rows = static_cast<int>(args.in.extent(0));
+  product.heads = static_cast<int>(args.in.extent(1));
+  product.width = static_cast<int>(args.out.extent(2));
+  product.cols = static_cast<int>(args.weight.cols);
+  multiply(product, args.weight.dtype, *state_->matmul, state_->num_sms, stream.handle());
+}
+
+#define HELIX_INSTANTIATE(T)                                              \
+  template void Operators<T>::linear(const LinearArgs<T>&, Stream) const; \
+  template void Operators<T>::head_linear(const HeadLinearArgs<T>&, Stream) const;
+HELIX_INSTANTIATE(float)
+HELIX_INSTANTIATE(f16)
+HELIX_INSTANTIATE(bf16)
+#undef HELIX_INSTANTIATE
+
+}  // namespace helix::cuda

@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products through cuBLASLt: a handle, two workspaces and a plan for each shape seen.
+#include "cuda/linear/matmul.hpp"
+
+#include <array>
+#include <compare>
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <type_traits>
+
+#include <cublasLt.h>
+
+#include <helix/error.hpp>
+
+namespace helix::cuda {
+namespace {
+
+constexpr std::size_t kWorkspaceBytes = std::size_t{32} << 20;
+constexpr std::uint32_t kAlignment = 16;
+
+/// All that an algorithm is chosen by.
+struct MatmulShape {
+  DType dtype = DType::bf16;
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  std::int64_t weight_rows = 0;
+  std::int64_t in_stride = 0;
+  std::int64_t out_stride = 0;
+  bool has_bias = false;
+  bool has_workspace = false;
+
+  friend auto operator<=>(const MatmulShape&, const MatmulShape&) = default;
+};
+
+void check(cublasStatus_t status, const char* call, const MatmulShape& shape) {
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  throw Error(status == CUBLAS_STATUS_NOT_SUPPORTED ? ErrorCode::unsupported : ErrorCode::internal, call,
+              " failed with ", cublasLtGetStatusString(status), " for [", shape.rows, ", ", shape.cols,
+              "] x [", shape.weight_rows, ", ", shape.cols, "]^T in ", to_string(shape.dtype),
+              ", row strides ", shape.in_stride, " and ", shape.out_stride);
+}
+
+template <auto kDestroy>
+struct Destroy {
+  template <class Handle>
+  void operator()(Handle* handle) const noexcept {
+    (void)kDestroy(handle);
+  }
+};
+template <class Handle, auto kDestroy>
+using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Destroy<kDestroy>>;
+using Layout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
+using Description = Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
+using Preference = Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
+using LibraryHandle = Owned<cublasLtHandle_t, cublasLtDestroy>;
+
+/// The library counts by column, so a row-major [rows, cols] is its cols x rows.
+struct MatmulPlan {
+  Description description;
+  Layout weight;  // cols x weight_rows, transposed by the product
+  Layout in;      // cols x rows
+  Layout out;     // weight_rows x rows
+  cublasLtMatmulAlgo_t algorithm{};
+};
+
+Layout make_layout(const MatmulShape& shape, std::int64_t rows, std::int64_t cols, std::int64_t stride) {
+  cublasLtMatrixLayout_t layout = nullptr;
+  const cudaDataType type = shape.dtype == DType::f16 ? CUDA_R_16F : CUDA_R_16BF;
+  check(cublasLtMatrixLayoutCreate(&layout, type, static_cast<std::uint64_t>(rows),
+                                   static_cast<std::uint64_t>(cols), stride),
+        "cublasLtMatrixLayoutCreate", shape);
+  return Layout(layout);
+}
+
+Preference make_preference(const MatmulShape& shape) {
+  cublasLtMatmulPreference_t handle = nullptr;
+  check(cublasLtMatmulPreferenceCreate(&handle), "cublasLtMatmulPreferenceCreate", shape);
+  Preference preference(handle);
+  const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
+    check(cublasLtMatmulPreferenceSetAttribute(handle, attribute, &value, sizeof(value)),
+          "cublasLtMatmulPreferenceSetAttribute", shape);
+  };
+  set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, shape.has_workspace ? kWorkspaceBytes : std::size_t{0});
+  // Parts of split columns are added in f32, in fixed order, never as rounded outputs.
+  set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+      static_cast<std::uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+  for (const auto attribute :
+       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
+    set(attribute, kAlignment);
+  return preference;
+}
+
+MatmulPlan make_plan(cublasLtHandle_t library, const MatmulShape& shape) {
+  MatmulPlan plan;
+  cublasLtMatmulDesc_t description = nullptr;
+  check(cublasLtMatmulDescCreate(&description, CUBLAS_COMPUTE_32F, CUDA_R_32F), "cublasLtMatmulDescCreate",
+        shape);
+  plan.description.reset(description);
+  const cublasOperation_t transpose = CUBLAS_OP_T;
+  check(
+      cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_TRANSA, &transpose, sizeof(transpose)),
+      "cublasLtMatmulDescSetAttribute", shape);
+  if (shape.has_bias) {
+    const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
+    check(cublasLtMatmulDescSetAttribute(description, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue,
+                                         sizeof(epilogue)),
+          "cublasLtMatmulDescSetAttribute", shape);
+  }
+  plan.weight = make_layout(shape, shape.cols, shape.weight_rows, shape.cols);
+  plan.in = make_layout(shape, shape.cols, shape.rows, shape.in_stride);
+  plan.out = make_layout(shape, shape.weight_rows, shape.rows, shape.out_stride);
+  const Preference preference = make_preference(shape);
+  cublasLtMatmulHeuristicResult_t result{};
+  int found = 0;
+  check(cublasLtMatmulAlgoGetHeuristic(library, description, plan.weight.get(), plan.in.get(), plan.out.get(),
+                                       plan.out.get(), preference.get(), 1, &result, &found),
+        "cublasLtMatmulAlgoGetHeuristic", shape);
+  check(found > 0 ? result.state : CUBLAS_STATUS_NOT_SUPPORTED, "cublasLtMatmulAlgoGetHeuristic", shape);
+  plan.algorithm = result.algo;
+  return plan;
+}
+
+}  // namespace
+
+class MatmulLibrary {
+ public:
+  MatmulLibrary() {
+    cublasLtHandle_t handle = nullptr;
+    const cublasStatus_t status = cublasLtCreate(&handle);
+    HELIX_EXPECTS(status == CUBLAS_STATUS_SUCCESS, ErrorCode::internal, "cublasLtCreate failed with ",
+                  cublasLtGetStatusString(status), "; is libcublasLt of the toolkit that built this there?");
+    handle_.reset(handle);
+    for (Slot& slot : slots_) slot.workspace = Buffer(kWorkspaceBytes);
+  }
+
+  void multiply(MatmulShape shape, const void* in, const void* weight, const void* bias, void* out,
+                bool accumulate, StreamHandle stream) {
+    const std::lock_guard lock(mutex_);  // queueing, too: a description names the call's bias
+    std::byte* workspace = workspace_of(stream);
+    shape.has_workspace = workspace != nullptr;
+    auto found = plans_.find(shape);
+    if (found == plans_.end()) found = plans_.emplace(shape, make_plan(handle_.get(), shape)).first;
+    const MatmulPlan* plan = &found->second;
+    if (shape.has_bias) {
+      check(cublasLtMatmulDescSetAttribute(plan->description.get(), CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias,
+                                           sizeof(bias)),
+            "cublasLtMatmulDescSetAttribute", shape);
+    }
+    const float alpha = 1.0f;
+    const float beta = accumulate ? 1.0f : 0.0f;
+    check(cublasLtMatmul(handle_.get(), plan->description.get(), &alpha, weight, plan->weight.get(), in,
+                         plan->in.get(), &beta, out, plan->out.get(), out, plan->out.get(), &plan->algorithm,
+                         workspace, workspace == nullptr ? 0 : kWorkspaceBytes, stream),
+          "cublasLtMatmul", shape);
+  }
+
+ private:
+  struct Slot {
+    bool is_taken = false;
+    StreamHandle stream = nullptr;
+    Buffer workspace;
+  };
+
+  /// The stream's own, so that streams do not write the same one side by side; nullptr for a third stream.
+  std::byte* workspace_of(StreamHandle stream) {
+    for (Slot& slot : slots_) {
+      if (slot.is_taken && slot.stream != stream) continue;
+      slot.is_taken = true;
+      slot.stream = stream;
+      return slot.workspace.data();
+    }
+    return nullptr;
+  }
+
+  std::mutex mutex_;
+  LibraryHandle handle_;
+  std::array<Slot, 2> slots_;
+  std::map<MatmulShape, MatmulPlan> plans_;
+};
+
+void MatmulLibraryDelete::operator()(MatmulLibrary* library) const noexcept {
+  delete library;
+}
+
+std::unique_ptr<MatmulLibrary, MatmulLibraryDelete> make_matmul_library() {
+  return std::unique_ptr<MatmulLibrary, MatmulLibraryDelete>(new MatmulLibrary);
+}
+
+void library_matmul(MatmulLibrary& library, DType dtype, const void* in, std::int64_t in_stride,
+                    std::int64_t rows, std::int64_t cols, const void* weight, std::int64_t weight_rows,
+                    const void* bias, void* out, std::int64_t out_stride, bool accumulate,
+                    StreamHandle stream) {
+  HELIX_EXPECTS(dtype == DType::f16 || dtype == DType::bf16, ErrorCode::unsupported,
+                "library_matmul: ", to_string(dtype), "; built for f16 and bf16");
+  const MatmulShape shape{dtype, rows, cols, weight_rows, in_stride, out_stride, bias != nullptr};
+  library.multiply(shape, in, weight, bias, out, accumulate, stream);
+}
+
+}  // namespace helix::cuda

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cuda_runtime_api.h>
+
+#include <helix/cuda/graph.hpp>
+
+#include "cuda/runtime/graph_nodes.hpp"
+
+namespace helix::cuda {
+
+void Graph::Destroy::operator()(CUgraphExec_st* exec) const noexcept {
+  (void)cudaGraphExecDestroy(exec);
+}
+
+void Graph::begin(Stream stream) {
+  // Relaxed: other threads of the process, other ranks among them, may allocate meanwhile.
+  HELIX_CUDA_CHECK(cudaStreamBeginCapture(stream.handle(), cudaStreamCaptureModeRelaxed));
+}
+
+Graph Graph::end(Stream stream) {
+  cudaGraph_t captured = nullptr;
+  HELIX_CUDA_CHECK(cudaStreamEndCapture(stream.handle(), &captured));
+  const std::unique_ptr<CUgraph_st, decltype([](CUgraph_st* graph) { (void)cudaGraphDestroy(graph); })> graph(
+      captured);
+  replace_memsets(graph.get());
+  Graph result;
+  HELIX_CUDA_CHECK(cudaGraphGetNodes(graph.get(), nullptr, &result.num_nodes_));
+  cudaGraphExec_t exec = nullptr;
+  HELIX_CUDA_CHECK(cudaGraphInstantiate(&exec, graph.get(), 0));
+  result.exec_.reset(exec);
+  return result;
+}
+
+void Graph::abandon(Stream stream) noexcept {
+  cudaGraph_t captured = nullptr;
+  if (cudaStreamEndCapture(stream.handle(), &captured) == cudaSuccess) {
+    (void)cudaGraphDestroy(captured);
+  } else {
+    (void)cudaGetLastError();
+  }
+}
+
+void Graph::replay(Stream stream) const {
+  HELIX_CUDA_CHECK(cudaGraphLaunch(exec_.get(), stream.handle()));
+}
+
+}  // namespace helix::cuda

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuda::Operators: construction, memory, streams and events. The kernels are in cuda/.
+#include <algorithm>
+#include <atomic>
+
+#include <cuda_runtime_api.h>
+
+#include <helix/cuda/backend.hpp>
+#include <helix/error.hpp>
+
+#include "cuda/linear/matmul.hpp"
+#include "cuda/runtime/operators_state.hpp"
+
+namespace helix::cuda {
+
+DeviceScope::DeviceScope(int device) {
+  int current = -1;
+  HELIX_CUDA_CHECK(cudaGetDevice(&current));
+  if (current == device) return;
+  HELIX_CUDA_CHECK(cudaSetDevice(device));
+  previous_ = current;
+}
+
+DeviceScope::~DeviceScope() {
+  if (previous_ >= 0) (void)cudaSetDevice(previous_);
+}
+
+template <class T>
+Operators<T>::Operators(int device) : state_(std::make_shared<State>()) {
+  use_device(device);
+  state_->device = device;
+  HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&state_->num_sms, cudaDevAttrMultiProcessorCount, device));
+  int major = 0;
+  HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  HELIX_EXPECTS(major >= 8, ErrorCode::unsupported, "CUDA device ", device, " has compute capability ", major,
+                ".x; 8.0 is the least that the kernels are built for");
+  state_->is_hopper = major == 9 && has_hopper_code();
+  state_->attention_counters = Buffer(kAttentionCounters * sizeof(int));
+  state_->failure = PinnedBuffer(sizeof(FailureRecord));
+  state_->failure_claim = Buffer(sizeof(std::uint32_t));
+  state_->matmul = make_matmul_library();
+}
+
+template <class T>
+int Operators<T>::device() const {
+  return state_->device;
+}
+
+template <class T>
+void Operators<T>::set_attention_blocks(int blocks) {
+  HELIX_EXPECTS(blocks >= 0, ErrorCode::invalid_argument, "set_attention_blocks: ", blocks,
+                " blocks; give at least 1, or 0 for all");
+  state_->attention_blocks = blocks;
+}
+
+template <class T>
+Buffer Operators<T>::allocate(std::size_t bytes) const {
+  const DeviceScope scope(state_->device);
+  return Buffer(bytes);
+}
+
+template <class T>
+Stream Operators<T>::create_stream() const {
+  const DeviceScope scope(state_->device);
+  return Stream::create();
+}
+
+template <class T>
+Event Operators<T>::create_event() const {
+  const DeviceScope scope(state_->device);
+  return Event::create();
+}
+
+template <class T>
+void Operators<T>::record(Event& event, Stream stream) const {
+  cuda::record(event, stream);
+}
+
+template <class T>
+void Operators<T>::wait(Stream stream, const Event& event) const {
+  HELIX_CUDA_CHECK(cudaStreamWaitEvent(stream.handle(), event.handle(), 0));
+}
+
+template <class T>
+void Operators<T>::synchronize(Stream stream) const {
+  cuda::synchronize(stream);
+  const FailureRecord& failure = *state_->failure_record();
+  if (std::atomic_ref<const std::uint32_t>(failure.is_complete).load(std::memory_order_acquire) == 0) return;
+  const auto count = [](std::uint64_t epoch) { return epoch & 0xffffffffu; };
+  const auto hash = [](std::uint64_t epoch) { return epoch >> 32; };
+  throw Error(ErrorCode::out_of_step, "exchange: the message from rank ", failure.peer, " says rank ",
+              failure.sender, ", step ", count(failure.epoch), ", ", failure.tokens,
+              " tokens, positions of hash ", hash(failure.epoch), "; expected step ",
+              count(failure.expected_epoch), ", ", failure.expected_tokens, " tokens, positions of hash ",
+              hash(failure.expected_epoch), ": a rank skipped or repeated a step");
+}
+
+template <class T>
+void Operators<T>::upload(void* target, const void* source, std::size_t bytes, Stream stream) const {
+  if (bytes == 0) return;
+  // From pageable memory the runtime copies into its own staging first: the source is free on return.
+  HELIX_CUDA_CHECK(cudaMemcpyAsync(target, source, bytes, cudaMemcpyHostToDevice, stream.handle()));
+}
+
+template <class T>
+void Operators<T>::download(void* target, const void* source, std::size_t bytes, Stream stream) const {
+  if (bytes == 0) return;
+  HELIX_CUDA_CHECK(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDeviceToHost, stream.handle()));
+}
+
+template <class T>
+void Operators<T>::copy(void* target, const void* source, std::size_t bytes, Stream stream) const {
+  if (bytes == 0) return;
+  HELIX_CUDA_CHECK(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDeviceToDevice, stream.handle()));
+}
+
+template <class T>
+void Operators<T>::fill_zero(void* target, std::size_t bytes, Stream stream) const {
+  if (bytes == 0) return;
+  HELIX_CUDA_CHECK(cudaMemsetAsync(target, 0, bytes, stream.handle()));
+}
+
+// The kernels instantiate their own members.
+#define HELIX_INSTANTIATE(T)                                                           \
+  template Operators<T>::Operators(int);                                               \
+  template int Operators<T>::device() const;                                           \
+  template void Operators<T>::set_attention_blocks(int);                               \
+  template Buffer Operators<T>::allocate(std::size_t) const;                           \
+  template Stream Operators<T>::create_stream() const;                                 \
+  template Event Operators<T>::create_event() const;                                   \
+  template void Operators<T>::record(Event&, Stream) const;                            \
+  template void Operators<T>::wait(Stream, const Event&) const;                        \
+  template void Operators<T>::synchronize(Stream) const;                               \
+  template void Operators<T>::upload(void*, const void*, std::size_t, Stream) const;   \
+  template void Operators<T>::download(void*, const void*, std::size_t, Stream) const; \
+  template void Operators<T>::copy(void*, const void*, std::size_t, Stream) const;     \
+  template void Operators<T>::fill_zero(void*, std::size_t, Stream) const;
+HELIX_INSTANTIATE(float)
+HELIX_INSTANTIATE(f16)
+HELIX_INSTANTIATE(bf16)
+#undef HELIX_INSTANTIATE
+
+}  // namespace helix::cuda

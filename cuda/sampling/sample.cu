@@ -1,0 +1,436 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuda::Operators: sample.
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <cstdint>
+#include <cub/block/block_reduce.cuh>
+#include <cub/block/block_scan.cuh>
+#include <type_traits>
+
+#include <cooperative_groups.h>
+
+#include <helix/cuda/backend.hpp>
+#include <helix/error.hpp>
+#include <helix/philox.hpp>
+
+#include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/rows.cuh"
+
+namespace helix::cuda {
+namespace {
+
+using Mass =
+    unsigned long long;  // probability in units that make a row's sum fit: sums do not depend on order
+
+constexpr int kThreads = 1024;
+constexpr int kBuckets = 2 * kThreads;
+constexpr int kAtOnce = 8;      // consecutive logits that a thread loads before it looks at them
+constexpr int kMostBlocks = 8;  // of a row: a cluster of any GPU that has clusters
+
+/// The blocks that share a row: a cluster, which reads each other's shared memory. Below compute
+/// capability 9.0 a row has one block.
+struct RowBlocks {
+#if __CUDA_ARCH__ >= 900
+  static __device__ int count() {
+    return static_cast<int>(cooperative_groups::cluster_group::num_blocks());
+  }
+  static __device__ int rank() {
+    return static_cast<int>(cooperative_groups::cluster_group::block_rank());
+  }
+  static __device__ void sync() {
+    cooperative_groups::cluster_group::sync();
+  }
+  /// What `mine`, in this block's shared memory, is in that of block `rank`.
+  template <class S>
+  static __device__ const S& of(int rank, S& mine) {
+    return *cooperative_groups::cluster_group::map_shared_rank(&mine, static_cast<unsigned>(rank));
+  }
+#else
+  static __device__ int count() {
+    return 1;
+  }
+  static __device__ int rank() {
+    return 0;
+  }
+  static __device__ void sync() {
+    __syncthreads();
+  }
+  template <class S>
+  static __device__ const S& of(int, S& mine) {
+    return mine;
+  }
+#endif
+  static __device__ int row() {
+    return static_cast<int>(blockIdx.x) / count();
+  }
+};
+
+/// Launch arguments. Shapes: logits [shards, rows, width].
+template <class T>
+struct SampleRows {
+  const T* logits;
+  std::int64_t shard_stride;
+  std::int64_t row_stride;
+  std::int64_t column_stride;
+  int shards;
+  int shard_runs;  // runs of kAtOnce columns that cover the width
+  const std::int64_t* shard_begins;
+  float temperature;
+  float top_p;
+  std::uint64_t seed;
+  const std::uint64_t* counters;
+  std::int32_t* tokens;
+};
+
+/// Calls visit(logit, id) for this thread's share of the block's row, in increasing id. kIsAligned: rows are
+/// dense and aligned to the access of kAtOnce elements.
+template <bool kIsAligned, class T, class Visit>
+__device__ __forceinline__ void for_each_logit(const SampleRows<T>& rows, const Visit& visit) {
+  const int runs = rows.shards * rows.shard_runs;
+  const T* row = rows.logits + RowBlocks::row() * rows.row_stride;
+  for (int run = RowBlocks::rank() * kThreads + static_cast<int>(threadIdx.x); run < runs;
+       run += RowBlocks::count() * kThreads) {
+    const int shard = run / rows.shard_runs;
+    const std::int64_t first = static_cast<std::int64_t>(run % rows.shard_runs) * kAtOnce;
+    const std::int64_t begin = rows.shard_begins[shard];
+    const std::int64_t width = rows.shard_begins[shard + 1] - begin;  // the rest is padding
+    if (first >= width) continue;
+    const int count = static_cast<int>(min(width - first, std::int64_t{kAtOnce}));
+    const T* logits = row + shard * rows.shard_stride;
+    float values[kAtOnce];
+    if (kIsAligned && count == kAtOnce) {
+      load_vector(logits + first, values);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        values[i] = i < count ? to_float(logits[(first + i) * rows.column_stride]) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (i < count) visit(values[i], static_cast<std::int32_t>(begin + first + i));
+    }
+  }
+}
+
+/// An integer that orders as `logit` does: the sign bit flipped, and all bits of negative numbers; 0 for -0.
+/// Keys of 16-bit types drop the low bits, which are equal for all of them.
+template <class T>
+constexpr int kKeyShift = std::is_same_v<T, bf16>  ? 16
+                          : std::is_same_v<T, f16> ? 13
+                                                   : 0;
+
+template <class T>
+__device__ __forceinline__ std::uint32_t key_of(float logit) {
+  const std::uint32_t bits = __float_as_uint(logit + 0.0f);
+  return ((bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u) >> kKeyShift<T>;
+}
+
+template <class T>
+__device__ __forceinline__ float logit_of(std::uint32_t key) {
+  constexpr std::uint32_t kDropped = (1u << kKeyShift<T>)-1;
+  const std::uint32_t full = key << kKeyShift<T>;
+  return __uint_as_float((full & 0x80000000u) != 0 ? full & 0x7fffffffu : ~(full | kDropped));
+}
+
+/// Mass by bucket as two words: shared memory adds 32 bits at a time.
+struct Histogram {
+  std::uint32_t low[kBuckets];
+  std::uint32_t high[kBuckets];
+
+  __device__ void clear() {
+    for (int i = threadIdx.x; i < kBuckets; i += kThreads) low[i] = high[i] = 0;
+  }
+  __device__ void add(int bucket, Mass mass) {
+    const auto added = static_cast<std::uint32_t>(mass);
+    const std::uint32_t before = atomicAdd(&low[bucket], added);
+    const std::uint32_t carry = before + added < added ? 1 : 0;
+    const std::uint32_t rest = static_cast<std::uint32_t>(mass >> 32) + carry;
+    if (rest != 0) atomicAdd(&high[bucket], rest);
+  }
+  __device__ Mass at(int bucket) const { return static_cast<Mass>(high[bucket]) << 32 | low[bucket]; }
+
+  /// What all blocks of the row have added, in each of them; ends with a barrier.
+  __device__ void combine() {
+    RowBlocks::sync();
+    if (RowBlocks::count() == 1) return;
+    constexpr int kEach = kBuckets / kThreads;
+    Mass sums[kEach] = {};
+    for (int block = 0; block < RowBlocks::count(); ++block) {
+      const Histogram& other = RowBlocks::of(block, *this);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) sums[i] += other.at(static_cast<int>(threadIdx.x) + i * kThreads);
+    }
+    RowBlocks::sync();
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int bucket = static_cast<int>(threadIdx.x) + i * kThreads;
+      low[bucket] = static_cast<std::uint32_t>(sums[i]);
+      high[bucket] = static_cast<std::uint32_t>(sums[i] >> 32);
+    }
+    __syncthreads();
+  }
+};
+
+using Scan = cub::BlockScan<Mass, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;  // raking spills 700 bytes
+using Reduce = cub::BlockReduce<Mass, kThreads>;
+
+struct SharedState {
+  Histogram by_value;  // the whole row, in buckets of equal width in the logit
+  Histogram by_place;  // some range of it
+  union {
+    typename Scan::TempStorage scan;
+    typename Reduce::TempStorage reduce;
+  };
+  Mass broadcast[2];
+};
+
+/// The first bucket with which the sum of buckets reaches `goal` (1 .. the sum of all), and the sum before
+/// it.
+struct Bucket {
+  int index;
+  Mass before;
+};
+
+/// All threads call it after a barrier behind the last add(); it ends with one.
+__device__ Bucket find_bucket(SharedState& shared, const Histogram& histogram, Mass goal) {
+  const int first = 2 * static_cast<int>(threadIdx.x);
+  const Mass a = histogram.at(first);
+  const Mass b = histogram.at(first + 1);
+  Mass before = 0;
+  Scan(shared.scan).ExclusiveSum(a + b, before);
+  if (before < goal && goal <= before + a + b) {
+    const bool is_second = goal > before + a;
+    shared.broadcast[0] = static_cast<Mass>(first + (is_second ? 1 : 0));
+    shared.broadcast[1] = is_second ? before + a : before;
+  }
+  __syncthreads();
+  const Bucket found{static_cast<int>(shared.broadcast[0]), shared.broadcast[1]};
+  __syncthreads();
+  return found;
+}
+
+/// Narrows [low, high] to the one ordinal with which the masses in increasing ordinal reach `goal`; takes
+/// what lies before it off the goal. `for_each(add)` calls add(ordinal, mass) for this thread's share of a
+/// row.
+template <class ForEach>
+__device__ std::uint32_t find_ordinal(SharedState& shared, std::uint32_t low, std::uint32_t high, Mass& goal,
+                                      const ForEach& for_each) {
+  while (low < high) {
+    const int shift = max(0, 32 - __clz(static_cast<int>(high - low)) - 11);
+    static_assert(kBuckets == 1 << 11);
+    shared.by_place.clear();
+    __syncthreads();
+    for_each([&](std::uint32_t ordinal, Mass mass) {
+      if (ordinal >= low && ordinal <= high && mass != 0)
+        shared.by_place.add(static_cast<int>((ordinal - low) >> shift), mass);
+    });
+    shared.by_place.combine();
+    const Bucket bucket = find_bucket(shared, shared.by_place, goal);
+    goal -= bucket.before;
+    low += static_cast<std::uint32_t>(bucket.index) << shift;
+    high = min(high, low + ((1u << shift) - 1));
+  }
+  return low;
+}
+
+/// A token by its place in the order of likelihood: the `rank`-th, from 0, of those with this key.
+struct Place {
+  std::uint32_t key;
+  Mass rank;
+  Mass mass;  // of all tokens up to and with this one
+};
+
+/// One row's tokens, likeliest first (the smaller id on ties), without sorting them and in no memory but the
+/// block's: a selection by mass, bucket by bucket.
+template <bool kIsAligned, class T>
+class RankedRow {
+ public:
+  __device__ RankedRow(const SampleRows<T>& rows, SharedState& shared, std::uint32_t max_key, int mass_bits)
+      : rows_(rows),
+        shared_(shared),
+        max_key_(max_key),
+        max_(logit_of<T>(max_key)),
+        inverse_temperature_(1.0 / static_cast<double>(rows.temperature)),
+        unit_(exp2(static_cast<double>(mass_bits))),
+        // Where the mass rounds to 0 a logit is (mass_bits + 1) ln 2 temperatures below the largest.
+        // Finite: the largest logit itself is in bucket 0.
+        buckets_a_logit_(
+            fminf(1e30f, kBuckets / (0.6931472f * static_cast<float>(mass_bits + 1) * rows.temperature))) {
+    shared_.by_value.clear();
+    __syncthreads();
+    for_each_logit<kIsAligned>(rows_, [&](float logit, std::int32_t) {
+      const Mass added = mass(logit);
+      if (added != 0) shared_.by_value.add(value_bucket(logit), added);
+    });
+    shared_.by_value.combine();
+    Mass share = 0;
+    for (int i = threadIdx.x; i < kBuckets; i += kThreads) share += shared_.by_value.at(i);
+    const Mass total = Reduce(shared_.reduce).Sum(share);
+    if (threadIdx.x == 0) shared_.broadcast[0] = total;
+    __syncthreads();
+    total_ = shared_.broadcast[0];
+    __syncthreads();
+  }
+
+  __device__ Mass total() const { return total_; }
+
+  /// The first token up to and with which the mass reaches `goal`, 1 .. total().
+  __device__ Place find(Mass goal) const {
+    const Bucket bucket = find_bucket(shared_, shared_.by_value, goal);
+    Mass left = goal - bucket.before;
+    // Ordinals are distances from the largest key.
+    const std::uint32_t last = max_key_ - lowest_key(bucket.index);
+    const std::uint32_t first = bucket.index == 0 ? 0 : max_key_ - lowest_key(bucket.index - 1) + 1;
+    const std::uint32_t ordinal = find_ordinal(shared_, first, last, left, [&](const auto& add) {
+      for_each_logit<kIsAligned>(rows_, [&](float logit, std::int32_t) {
+        const std::uint32_t distance = max_key_ - key_of<T>(logit);
+        if (distance >= first && distance <= last) add(distance, mass(logit));
+      });
+    });
+    Place place;
+    place.key = max_key_ - ordinal;
+    const Mass each = mass(logit_of<T>(place.key));
+    place.rank = (left - 1) / each;
+    place.mass = goal - left + (place.rank + 1) * each;
+    return place;
+  }
+
+  __device__ std::int32_t token_at(const Place& place) const {
+    Mass goal = place.rank + 1;
+    const auto last = static_cast<std::uint32_t>(rows_.shard_begins[rows_.shards] - 1);
+    return static_cast<std::int32_t>(find_ordinal(shared_, 0, last, goal, [&](const auto& add) {
+      for_each_logit<kIsAligned>(rows_, [&](float logit, std::int32_t id) {
+        if (key_of<T>(logit) == place.key) add(static_cast<std::uint32_t>(id), 1);
+      });
+    }));
+  }
+
+ private:
+  __device__ Mass mass(float logit) const {
+    return __double2ull_rn(exp((static_cast<double>(logit) - max_) * inverse_temperature_) * unit_);
+  }
+
+  /// Does not fall as the logit falls.
+  __device__ int value_bucket(float logit) const {
+    return static_cast<int>(fminf((max_ - logit) * buckets_a_logit_, static_cast<float>(kBuckets - 1)));
+  }
+
+  /// The lowest key whose value bucket is at most `bucket`.
+  __device__ std::uint32_t lowest_key(int bucket) const {
+    std::uint32_t low = key_of<T>(-kInfinity);
+    std::uint32_t high = max_key_;
+    while (low < high) {
+      const std::uint32_t middle = low + (high - low) / 2;
+      if (value_bucket(logit_of<T>(middle)) <= bucket) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    return low;
+  }
+
+  const SampleRows<T>& rows_;
+  SharedState& shared_;
+  std::uint32_t max_key_;
+  float max_;
+  double inverse_temperature_;
+  double unit_;
+  float buckets_a_logit_;
+  Mass total_ = 0;
+};
+
+/// The largest key of the row and the smallest id that has it, as key << 32 | ~id; ~0 if a logit is NaN.
+template <bool kIsAligned, class T>
+__device__ Mass likeliest(const SampleRows<T>& rows, SharedState& shared) {
+  Mass best = 0;
+  for_each_logit<kIsAligned>(rows, [&](float logit, std::int32_t id) {
+    const std::uint32_t key = isnan(logit) ? ~0u : key_of<T>(logit);
+    best = max(best, static_cast<Mass>(key) << 32 | ~static_cast<std::uint32_t>(id));
+  });
+  best = Reduce(shared.reduce).Reduce(best, [](Mass a, Mass b) { return a > b ? a : b; });
+  if (threadIdx.x == 0) shared.broadcast[0] = best;
+  RowBlocks::sync();
+  best = 0;
+  for (int block = 0; block < RowBlocks::count(); ++block)
+    best = max(best, RowBlocks::of(block, shared.broadcast[0]));
+  RowBlocks::sync();
+  return best;
+}
+
+/// The blocks of a cluster share a row and read it: once for the largest logit, and when it draws once for
+/// the masses and one to three times for each of the nucleus, the draw and the token's id. Masses are
+/// integers, so that the draw depends neither on threads nor on shards; it is that of cpu::Operators, which
+/// sums in double, unless the random number falls within 1e-9 of the border between two tokens. Shared
+/// memory: 33 KB. Bound by latency.
+///
+/// A row with a NaN, with +inf or with nothing above -inf has no token: -1.
+template <bool kIsAligned, class T>
+__global__ void __launch_bounds__(kThreads) sample_kernel(SampleRows<T> rows, int mass_bits) {
+  __shared__ SharedState shared;
+  const Mass best = likeliest<kIsAligned>(rows, shared);
+  const auto max_key = static_cast<std::uint32_t>(best >> 32);
+  auto token = static_cast<std::int32_t>(~static_cast<std::uint32_t>(best));
+  if (max_key <= key_of<T>(-kInfinity) || max_key >= key_of<T>(kInfinity)) {
+    token = -1;
+  } else if (rows.temperature != 0.0f) {
+    const RankedRow<kIsAligned, T> ranked(rows, shared, max_key, mass_bits);
+    // The nucleus ends where it reaches top_p of the mass; it holds at least one token.
+    Mass nucleus = ranked.total();
+    if (rows.top_p < 1.0f) {
+      const auto wanted = __double2ull_ru(static_cast<double>(rows.top_p) * __ull2double_rn(ranked.total()));
+      nucleus = ranked.find(min(max(wanted, Mass{1}), ranked.total())).mass;
+    }
+    const double uniform = cpu::philox_uniform(rows.seed, rows.counters[RowBlocks::row()]);
+    const Mass target = __double2ull_rd(uniform * __ull2double_rn(nucleus));
+    token = ranked.token_at(ranked.find(min(target + 1, nucleus)));
+  }
+  if (threadIdx.x == 0 && RowBlocks::rank() == 0) rows.tokens[RowBlocks::row()] = token;
+}
+
+}  // namespace
+
+template <class T>
+void Operators<T>::sample(const SampleArgs<T>& args, Stream stream) const {
+  const std::int64_t shards = args.logits.extent(0);
+  const std::int64_t num_rows = args.logits.extent(1);
+  const std::int64_t width = args.logits.extent(2);
+  if (num_rows == 0) return;
+  const std::int64_t shard_runs = (width + kAtOnce - 1) / kAtOnce;
+  HELIX_EXPECTS(shards * shard_runs * kAtOnce <= INT_MAX, ErrorCode::unsupported, "sample: ", shards,
+                " shards of ", width, " logits; this backend is built for up to 2^31 a row");
+  const DeviceScope scope(state_->device);
+  const SampleRows<T> rows{args.logits.data(),
+                           args.logits.stride(0),
+                           args.logits.stride(1),
+                           args.logits.stride(2),
+                           static_cast<int>(shards),
+                           static_cast<int>(shard_runs),
+                           args.shard_begins,
+                           args.temperature,
+                           args.top_p,
+                           args.seed,
+                           args.counters,
+                           args.tokens};
+  // The largest logit's mass is 1 << mass_bits; a row's sum stays below 2^62.
+  const int mass_bits = 62 - static_cast<int>(std::ceil(std::log2(static_cast<double>(shards * width) + 1)));
+  const bool is_aligned = args.logits.stride(2) == 1 &&
+                          common_alignment({address_of(args.logits.data()), step_of<T>(args.logits.stride(0)),
+                                            step_of<T>(args.logits.stride(1))}) == 16;
+  const auto kernel = is_aligned ? sample_kernel<true, T> : sample_kernel<false, T>;
+  int blocks = 1;
+  while (state_->is_hopper && blocks < kMostBlocks && 2 * blocks * num_rows <= state_->num_sms) blocks *= 2;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  launch_with(cluster, blocks > 1, kernel, num_rows * blocks, kThreads, 0, stream.handle(), rows, mass_bits);
+}
+
+#define HELIX_INSTANTIATE(T) template void Operators<T>::sample(const SampleArgs<T>&, Stream) const;
+HELIX_INSTANTIATE(float)
+HELIX_INSTANTIATE(f16)
+HELIX_INSTANTIATE(bf16)
+#undef HELIX_INSTANTIATE
+
+}  // namespace helix::cuda

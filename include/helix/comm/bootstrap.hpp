@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// comm::Bootstrap: how the processes of a job find each other before NCCL, and learn when one of them fails.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <helix/error.hpp>
+
+namespace helix::comm {
+
+/// Where a process stands in its job, and how it finds the others.
+struct BootstrapOptions {
+  int rank = 0;
+  int size = 1;
+  int local_rank = 0;  ///< among the processes of its machine: usually its device
+  std::string address = "127.0.0.1";
+  int port = 29500;
+  std::uint64_t config_hash = 0;  ///< of all that must be equal on every rank
+  std::chrono::milliseconds timeout{
+      60'000};  ///< of the rendezvous, of each exchange, and until silence is death
+  std::chrono::milliseconds heartbeat{200};
+
+  /// Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun sets them; else what Open
+  /// MPI (OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK) or Slurm (SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID) set;
+  /// else a job of one process. MASTER_ADDR may be absent where the launcher says that all ranks are on one
+  /// machine. Under torchrun the port is MASTER_PORT + 1, since it listens on MASTER_PORT itself.
+  /// @throws Error(invalid_argument) naming the variable that is missing or no number in range.
+  static BootstrapOptions from_environment();
+};
+
+/// A rank's end of a TCP star around rank 0. Two connections to each rank: one for broadcast, gather and
+/// barrier, and one for heartbeats that a thread of each process sends and watches.
+///
+/// A rank has failed when its connection closes without a farewell, when it is silent for the timeout, when
+/// it calls fail(), or when it lags: another rank has waited for the timeout at a later step or operation.
+/// Rank 0 sees the failures of others and tells all; the others see rank 0's. Not encrypted: for networks
+/// that are trusted. All machines have the same byte order.
+class Bootstrap {
+ public:
+  /// Collective; rank 0 serves, the others connect until the deadline.
+  /// @throws Error(timeout) naming the ranks that are missing; Error(invalid_argument) on all ranks if sizes,
+  /// ranks or configurations contradict each other; Error(io) if rank 0 cannot listen.
+  explicit Bootstrap(const BootstrapOptions& options);
+
+  int rank() const;
+  int size() const;
+  int local_rank() const;
+  std::chrono::milliseconds timeout() const;
+
+  /// Collective, blocks: `bytes` of rank 0, the same number everywhere, written on the others. One thread at
+  /// a time. @throws Error(timeout), Error(peer_failed), Error(invalid_argument) if the sizes differ.
+  void broadcast(std::span<std::byte> bytes);
+  /// Collective, blocks: all ranks' bytes by rank, of any sizes, on rank 0; empty on the others.
+  std::vector<std::vector<std::byte>> gather(std::span<const std::byte> bytes);
+  /// Collective, blocks.
+  void barrier();
+
+  /// What this rank does, for the others' watch: `step` must not decrease; `operation` is a literal. Cheap,
+  /// any thread.
+  void set_step(std::uint64_t step);
+  void begin_operation(const char* operation);
+  /// Around a wait for other ranks, which must not outlast the timeout at one step and operation.
+  void begin_wait();
+  void end_wait();
+
+  /// Calls `callback` once, with an Error(peer_failed) that names rank, operation and step, from the thread
+  /// that learns of the failure, or at once if the job has failed already. It must not throw.
+  void on_failure(std::function<void(const Error&)> callback);
+  /// Tells all ranks that this one has failed. Never throws; the first failure wins.
+  void fail(std::string_view reason) noexcept;
+  bool has_failed() const;
+  /// @throws the failure, if there is one.
+  void check() const;
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;  // copies are the same end
+};
+
+}  // namespace helix::comm

@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where the ranks of one process meet: bounded waits, one failure state for all groups of a root.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <helix/error.hpp>
+
+#include "comm/move.hpp"
+
+namespace helix::comm {
+
+using Clock = std::chrono::steady_clock;
+
+/// One place where a fixed set of ranks meets, round after round: all ranks of a group, or a sender and a
+/// receiver. Guarded by Root::mutex, except while `is_moving`: then `calls` and `move` are read freely and
+/// change only when nobody is inside.
+struct Meeting {
+  explicit Meeting(std::vector<int> names)
+      : root_ranks(std::move(names)), calls(root_ranks.size(), nullptr) {}
+
+  const std::vector<int> root_ranks;  // who meets here, as named in messages
+  std::vector<Call*> calls;           // null: not arrived
+  std::size_t arrived = 0;
+  std::uint64_t round = 0;
+  bool is_moving = false;
+  Move move;
+  std::atomic<std::int64_t> next_unit = 0;
+  int inside = 0;                       // ranks that are moving data
+  std::optional<ErrorCode> error_code;  // why this meeting failed; the root has failed then too
+  std::string error_text;
+  std::condition_variable changed;
+
+  std::string missing_ranks() const {
+    std::ostringstream text;
+    std::size_t missing = 0;
+    for (std::size_t i = 0; i < calls.size(); ++i) {
+      if (calls[i] == nullptr) text << (missing++ == 0 ? "" : ", ") << root_ranks[i];
+    }
+    return std::string(missing == 1 ? "rank " : "ranks ").append(text.str());
+  }
+
+  /// The first contradiction between the calls, or nothing.
+  std::optional<std::string> disagreement() const {
+    std::ostringstream text;
+    const Call& first = *calls.front();
+    const bool is_pair = first.operation == Operation::send;
+    for (std::size_t i = 1; i < calls.size(); ++i) {
+      const Call& call = *calls[i];
+      const bool agrees =
+          call.count == first.count && (is_pair || (call.operation == first.operation &&
+                                                    call.dtype == first.dtype && call.root == first.root));
+      if (agrees) continue;
+      text << "ranks disagree: rank " << root_ranks[0] << " calls " << first.describe() << ", rank "
+           << root_ranks[i] << " calls " << call.describe()
+           << "; all must make the same calls in the same order with the same sizes";
+      return text.str();
+    }
+    if (first.operation != Operation::all_to_all_v) return std::nullopt;
+    for (std::size_t from = 0; from < calls.size(); ++from) {
+      for (std::size_t to = 0; to < calls.size(); ++to) {
+        const std::int64_t sent = calls[from]->send_bytes[to];
+        const std::int64_t expected = calls[to]->recv_bytes[from];
+        if (sent == expected) continue;
+        text << "all_to_all_v: rank " << root_ranks[from] << " sends " << sent << " bytes to rank "
+             << root_ranks[to] << ", which expects " << expected;
+        return text.str();
+      }
+    }
+    return std::nullopt;
+  }
+};
+
+/// All groups split from one create_group.
+struct Root {
+  std::mutex mutex;
+  std::chrono::milliseconds timeout{0};
+  std::atomic<bool> has_failed = false;          // written under mutex
+  std::string failure;                           // "rank 2 failed: why"
+  std::vector<std::weak_ptr<Meeting>> meetings;  // to wake on failure
+
+  std::shared_ptr<Meeting> open_meeting(std::vector<int> root_ranks) {  // mutex held
+    std::erase_if(meetings, [](const std::weak_ptr<Meeting>& meeting) { return meeting.expired(); });
+    auto meeting = std::make_shared<Meeting>(std::move(root_ranks));
+    meetings.push_back(meeting);
+    return meeting;
+  }
+
+  void fail(int rank, std::string_view reason) {  // mutex held
+    if (has_failed) return;
+    std::ostringstream text;
+    text << "rank " << rank << " failed: " << reason;
+    failure = text.str();
+    has_failed = true;
+    for (const std::weak_ptr<Meeting>& meeting : meetings) {
+      if (const auto open = meeting.lock()) open->changed.notify_all();
+    }
+  }
+
+  void throw_if_failed() {  // mutex held
+    if (has_failed) throw Error(ErrorCode::peer_failed, failure);
+  }
+
+  [[noreturn]] void fail_meeting(Meeting& meeting, std::size_t place, ErrorCode code,
+                                 std::string text) {  // mutex held
+    meeting.error_code = code;
+    meeting.error_text = std::move(text);
+    fail(meeting.root_ranks[place], meeting.error_text);
+    throw Error(code, meeting.error_text);
+  }
+
+  /// Blocks until everybody is here and the data has moved. `plan(calls)` is called by the last to arrive,
+  /// mutex held, and returns the Move to do; what it throws is everybody's error.
+  template <class Plan>
+  void meet(Meeting& meeting, std::size_t place, Call& call, Plan&& plan) {
+    std::unique_lock lock(mutex);
+    throw_if_failed();
+    if (meeting.calls[place] != nullptr) {
+      std::ostringstream text;
+      text << "rank " << meeting.root_ranks[place] << " calls " << call.describe() << " while its "
+           << meeting.calls[place]->describe()
+           << " is still waiting; use one stream for each communicator, or order the streams by events";
+      fail_meeting(meeting, place, ErrorCode::invalid_argument, text.str());
+    }
+    const std::uint64_t round = meeting.round;
+    meeting.calls[place] = &call;
+    if (++meeting.arrived == meeting.calls.size()) {
+      if (auto text = meeting.disagreement()) {
+        fail_meeting(meeting, place, ErrorCode::invalid_argument, std::move(*text));
+      }
+      try {
+        meeting.move = plan(std::as_const(meeting.calls));
+      } catch (const Error& error) {
+        fail_meeting(meeting, place, error.code(), error.what());
+      }
+      meeting.next_unit.store(0, std::memory_order_relaxed);
+      meeting.is_moving = true;
+      if (meeting.move.units() > 1 && meeting.move.total_bytes() >= kSharedMoveBytes)
+        meeting.changed.notify_all();
+      help(meeting, lock);
+    } else {
+      gather(meeting, place, call, round, lock);
+      if (meeting.round == round && has_units(meeting)) help(meeting, lock);
+    }
+    // The move is bounded and reads this rank's memory: nothing may interrupt it, also not an abort.
+    meeting.changed.wait(lock, [&] { return meeting.round != round; });
+  }
+
+ private:
+  static bool has_units(const Meeting& meeting) {
+    return meeting.is_moving && meeting.next_unit.load(std::memory_order_relaxed) < meeting.move.units();
+  }
+
+  /// Waits until the data of this round moves or has moved.
+  void gather(Meeting& meeting, std::size_t place, const Call& call, std::uint64_t round,
+              std::unique_lock<std::mutex>& lock) {
+    const Clock::time_point deadline = Clock::now() + timeout;
+    const auto moved_or_failed = [&] {
+      return meeting.round != round || meeting.is_moving || meeting.error_code.has_value() || has_failed;
+    };
+    if (!meeting.changed.wait_until(lock, deadline, moved_or_failed)) {
+      std::ostringstream text;
+      text << to_string(call.operation) << ": " << meeting.missing_ranks() << " did not arrive within "
+           << std::chrono::duration<double>(timeout).count() << " s; rank " << meeting.root_ranks[place]
+           << " waited in " << call.describe();
+      fail_meeting(meeting, place, ErrorCode::timeout, text.str());
+    }
+    if (meeting.round != round || meeting.is_moving) return;
+    if (meeting.error_code) throw Error(*meeting.error_code, meeting.error_text);
+    throw_if_failed();
+  }
+
+  /// Does units until none is left; the last to leave closes the round.
+  void help(Meeting& meeting, std::unique_lock<std::mutex>& lock) {
+    ++meeting.inside;
+    lock.unlock();
+    for (;;) {
+      const std::int64_t unit = meeting.next_unit.fetch_add(1, std::memory_order_relaxed);
+      if (unit >= meeting.move.units()) break;
+      meeting.move.run(unit);
+    }
+    lock.lock();
+    if (--meeting.inside > 0) return;
+    std::fill(meeting.calls.begin(), meeting.calls.end(), nullptr);
+    meeting.arrived = 0;
+    meeting.is_moving = false;
+    ++meeting.round;
+    meeting.changed.notify_all();
+  }
+};
+
+}  // namespace helix::comm

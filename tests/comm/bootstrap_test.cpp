@@ -1,0 +1,311 @@
+// SPDX-License-Identifier: Apache-2.0
+// Bootstrap finds all ranks or says on each what is wrong, and names the rank that fails. Needs no GPU.
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <csignal>
+#include <cstddef>
+#include <cstdlib>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <helix/comm/bootstrap.hpp>
+
+#include "support/catch.hpp"
+#include "support/free_port.hpp"
+
+using namespace std::chrono_literals;
+using Catch::Matchers::Contains;
+using helix::Error;
+using helix::ErrorCode;
+using helix::comm::Bootstrap;
+using helix::comm::BootstrapOptions;
+using helix::test::free_port;
+
+namespace {
+
+struct Outcome {
+  std::optional<ErrorCode> code;
+  std::string message;
+};
+
+/// Calls body(options) on a thread for each rank, and returns what each threw.
+std::vector<Outcome> run_job(int size, const std::function<void(BootstrapOptions)>& body,
+                             std::chrono::milliseconds timeout = 20s) {
+  const int port = free_port();
+  std::vector<Outcome> outcomes(static_cast<std::size_t>(size));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      Outcome& outcome = outcomes[static_cast<std::size_t>(rank)];
+      try {
+        body({.rank = rank, .size = size, .port = port, .timeout = timeout, .heartbeat = 50ms});
+      } catch (const Error& error) {
+        outcome = {error.code(), error.what()};
+      } catch (const std::exception& error) {
+        outcome = {ErrorCode::internal, error.what()};
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return outcomes;
+}
+
+void expect(bool condition, const char* what) {
+  if (!condition) throw Error(ErrorCode::internal, what);
+}
+
+/// Waits for the failure that a Bootstrap reports.
+class FailureWatch {
+ public:
+  explicit FailureWatch(Bootstrap& bootstrap) {
+    bootstrap.on_failure([this](const Error& error) {
+      const std::lock_guard lock(mutex_);
+      ++num_calls_;
+      text_ = error.what();
+      changed_.notify_all();
+    });
+  }
+  std::string wait() {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, 20s, [&] { return num_calls_ > 0; });
+    return num_calls_ == 1 ? text_ : "called " + std::to_string(num_calls_) + " times";
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int num_calls_ = 0;
+  std::string text_;
+};
+
+/// Starts a process that runs body(options) as rank 1 of 2 and then dies at once.
+pid_t start_rank_1(int port, std::chrono::milliseconds timeout, const std::function<void(Bootstrap&)>& body) {
+  const pid_t child = ::fork();
+  if (child != 0) return child;
+  try {
+    Bootstrap bootstrap({.rank = 1, .size = 2, .port = port, .timeout = timeout, .heartbeat = 50ms});
+    body(bootstrap);
+    ::_exit(0);  // without a farewell
+  } catch (...) {
+    ::_exit(1);
+  }
+}
+
+using Variables = std::vector<std::pair<std::string, std::string>>;
+
+/// What from_environment() makes of these variables alone.
+BootstrapOptions options_from(const Variables& variables) {
+  for (const char* name :
+       {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NNODES"}) {
+    ::unsetenv(name);
+  }
+  for (const auto& [name, value] : variables) ::setenv(name.c_str(), value.c_str(), 1);
+  return BootstrapOptions::from_environment();
+}
+
+}  // namespace
+
+TEST_CASE("bootstrap broadcasts from rank 0 and gathers in rank order") {
+  for (const int size : {1, 2, 5}) {
+    const std::vector<Outcome> outcomes = run_job(size, [](const BootstrapOptions& options) {
+      Bootstrap bootstrap(options);
+      for (const std::size_t bytes : {0, 1, 128, 1'000'000}) {
+        std::vector<std::byte> data(bytes, static_cast<std::byte>(options.rank));
+        bootstrap.broadcast(data);
+        for (const std::byte value : data) expect(value == std::byte{0}, "broadcast");
+        const std::vector<std::byte> own(bytes + static_cast<std::size_t>(options.rank),
+                                         static_cast<std::byte>(options.rank));
+        const auto all = bootstrap.gather(own);
+        expect(all.size() == (options.rank == 0 ? static_cast<std::size_t>(options.size) : 0u), "gather");
+        for (std::size_t r = 0; r < all.size(); ++r) {
+          expect(all[r] == std::vector<std::byte>(bytes + r, static_cast<std::byte>(r)), "gathered");
+        }
+      }
+      bootstrap.barrier();
+      bootstrap.check();
+    });
+    for (const Outcome& outcome : outcomes) CHECK(outcome.message == "");
+  }
+}
+
+TEST_CASE("bootstrap refuses jobs whose ranks contradict each other, on all ranks") {
+  struct Row {
+    const char* name;
+    std::function<void(BootstrapOptions&)> change;
+    const char* part;
+  };
+  const std::vector<Row> rows = {
+      {"size", [](BootstrapOptions& o) { o.size = o.rank == 2 ? 4 : 3; },
+       "rank 2 says the job has 4 ranks, rank 0 says 3"},
+      {"configuration", [](BootstrapOptions& o) { o.config_hash = o.rank == 1 ? 0xabc : 0xdef; },
+       "rank 1 has another configuration (hash abc) than rank 0 (hash def)"},
+      {"rank", [](BootstrapOptions& o) { o.rank = o.rank == 2 ? 1 : o.rank; },
+       "two processes call themselves rank 1"},
+  };
+  for (const Row& row : rows) {
+    DYNAMIC_SECTION(row.name) {
+      for (const Outcome& outcome : run_job(3, [&](BootstrapOptions options) {
+             row.change(options);
+             Bootstrap bootstrap(options);
+           })) {
+        CHECK(outcome.code == ErrorCode::invalid_argument);
+        CHECK_THAT(outcome.message, Contains(row.part));
+      }
+    }
+  }
+}
+
+TEST_CASE("bootstrap names the ranks that never come, and a rank says whom it cannot reach") {
+  const std::vector<Outcome> outcomes = run_job(
+      4,
+      [](const BootstrapOptions& options) {
+        if (options.rank < 2) Bootstrap bootstrap(options);
+      },
+      500ms);
+  for (const int rank : {0, 1}) {
+    CHECK(outcomes[static_cast<std::size_t>(rank)].code == ErrorCode::timeout);
+    CHECK_THAT(outcomes[static_cast<std::size_t>(rank)].message, Contains("ranks 2, 3 of 4 did not connect"));
+  }
+  const std::vector<Outcome> alone = run_job(
+      2,
+      [](const BootstrapOptions& options) {
+        if (options.rank == 1) Bootstrap bootstrap(options);
+      },
+      300ms);
+  CHECK(alone[1].code == ErrorCode::timeout);
+  CHECK_THAT(alone[1].message, Contains("rank 1 of 2 could not connect to rank 0 at 127.0.0.1:"));
+}
+
+TEST_CASE("a stray connection does not disturb the rendezvous") {
+  const std::vector<Outcome> outcomes = run_job(2, [](const BootstrapOptions& options) {
+    if (options.rank == 1) {
+      std::this_thread::sleep_for(100ms);
+      const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
+      sockaddr_in target{};
+      target.sin_family = AF_INET;
+      target.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+      target.sin_port = htons(static_cast<std::uint16_t>(options.port));
+      expect(::connect(fd, reinterpret_cast<const sockaddr*>(&target), sizeof(target)) == 0, "connect");
+      expect(::send(fd, "GET / HTTP/1.1\r\nHost: helix\r\n\r\n......", 37, MSG_NOSIGNAL) == 37, "send");
+      ::close(fd);
+    }
+    Bootstrap bootstrap(options);
+    bootstrap.barrier();
+  });
+  for (const Outcome& outcome : outcomes) CHECK(outcome.message == "");
+}
+
+TEST_CASE("a process that dies is named with its operation and step") {
+  const int port = free_port();
+  const pid_t child = start_rank_1(port, 10s, [](Bootstrap& bootstrap) {
+    bootstrap.set_step(7);
+    bootstrap.begin_operation("all_reduce");
+    std::this_thread::sleep_for(300ms);
+  });
+  Bootstrap bootstrap({.rank = 0, .size = 2, .port = port, .timeout = 10s, .heartbeat = 50ms});
+  FailureWatch watch(bootstrap);
+  CHECK(watch.wait() == "rank 1 of 2 failed in all_reduce at step 7 (operation 1): its connection closed");
+  CHECK(bootstrap.has_failed());
+  CHECK_THROWS_AS(bootstrap.check(), Error);
+  CHECK_THROWS_AS(bootstrap.barrier(), Error);
+  int later_calls = 0;
+  bootstrap.on_failure([&](const Error& error) { later_calls += error.code() == ErrorCode::peer_failed; });
+  CHECK(later_calls == 1);
+  ::waitpid(child, nullptr, 0);
+}
+
+TEST_CASE("a process that stops is named by its silence") {
+  const int port = free_port();
+  const pid_t child = start_rank_1(port, 600ms, [](Bootstrap&) { std::this_thread::sleep_for(20s); });
+  Bootstrap bootstrap({.rank = 0, .size = 2, .port = port, .timeout = 600ms, .heartbeat = 50ms});
+  FailureWatch watch(bootstrap);
+  ::kill(child, SIGSTOP);
+  CHECK_THAT(watch.wait(), Contains("rank 1 of 2 failed") && Contains("no sign of life for 0.6 s"));
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+}
+
+TEST_CASE("a rank that gives up, and one that lags, are named on all ranks") {
+  const std::vector<Outcome> gave_up = run_job(4, [](const BootstrapOptions& options) {
+    Bootstrap bootstrap(options);
+    FailureWatch watch(bootstrap);
+    if (options.rank == 2) {
+      bootstrap.set_step(3);
+      bootstrap.fail("disk on fire");
+      bootstrap.fail("and the network");
+    }
+    watch.wait();
+    bootstrap.check();
+  });
+  for (const Outcome& outcome : gave_up) {
+    CHECK(outcome.code == ErrorCode::peer_failed);
+    CHECK(outcome.message == "rank 2 of 4 failed in start at step 3 (operation 0): disk on fire");
+  }
+  const std::vector<Outcome> lagged = run_job(
+      3,
+      [](const BootstrapOptions& options) {
+        Bootstrap bootstrap(options);
+        FailureWatch watch(bootstrap);
+        bootstrap.begin_operation("all_to_all");
+        if (options.rank != 2) {
+          bootstrap.begin_operation("all_reduce");
+          bootstrap.begin_wait();
+        }
+        watch.wait();
+        bootstrap.check();
+      },
+      500ms);
+  for (const Outcome& outcome : lagged) {
+    CHECK(outcome.code == ErrorCode::peer_failed);
+    CHECK_THAT(outcome.message, Contains("rank 2 of 3 failed in all_to_all at step 0") &&
+                                    Contains("it is behind: rank") && Contains("in all_reduce"));
+  }
+}
+
+TEST_CASE("a rank that leaves in order is no failure") {
+  const std::vector<Outcome> outcomes = run_job(3, [](const BootstrapOptions& options) {
+    Bootstrap bootstrap(options);
+    bootstrap.barrier();
+    if (options.rank != 1) std::this_thread::sleep_for(options.rank == 2 ? 300ms : 600ms);
+    bootstrap.check();
+  });
+  for (const Outcome& outcome : outcomes) CHECK(outcome.message == "");
+}
+
+TEST_CASE("the variables of torchrun, Open MPI and Slurm are understood") {
+  const BootstrapOptions alone = options_from({});
+  CHECK((alone.rank == 0 && alone.size == 1));
+  const BootstrapOptions torchrun = options_from({{"RANK", "5"},
+                                                  {"WORLD_SIZE", "8"},
+                                                  {"LOCAL_RANK", "1"},
+                                                  {"MASTER_ADDR", "host"},
+                                                  {"MASTER_PORT", "1234"},
+                                                  {"TORCHELASTIC_RUN_ID", "x"}});
+  CHECK((torchrun.rank == 5 && torchrun.size == 8 && torchrun.local_rank == 1));
+  CHECK((torchrun.address == "host" && torchrun.port == 1235));
+  const BootstrapOptions mpirun = options_from({{"OMPI_COMM_WORLD_RANK", "1"},
+                                                {"OMPI_COMM_WORLD_SIZE", "2"},
+                                                {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                                                {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}});
+  CHECK((mpirun.rank == 1 && mpirun.size == 2 && mpirun.local_rank == 1));
+  CHECK((mpirun.address == "127.0.0.1" && mpirun.port == 29500));
+  CHECK_THROWS_WITH(options_from({{"SLURM_PROCID", "3"}, {"SLURM_NTASKS", "4"}, {"SLURM_LOCALID", "1"}}),
+                    Contains("MASTER_ADDR is not set"));
+  CHECK_THROWS_WITH(options_from({{"RANK", "1"}}), Contains("WORLD_SIZE is not set"));
+  for (const char* rank : {"x", "-1", "2", "1.5"}) {
+    CHECK_THROWS_WITH(options_from({{"RANK", rank}, {"WORLD_SIZE", "2"}}),
+                      Contains("RANK is") && Contains("0 to 1"));
+  }
+}
