@@ -475,7 +475,13 @@ ModelShape ModelConfig::shape() const {
   shape.hidden = hidden;
   shape.vocab = vocab;
   shape.num_layers = num_layers;
-  shape.is_mla = mla.has_value();
+  if (mla) {
+    shape.mla = MlaShape{.q_lora_rank = mla->q_lora_rank,
+                         .kv_lora_rank = mla->kv_lora_rank,
+                         .qk_nope_head_dim = mla->qk_nope_head_dim,
+                         .qk_rope_head_dim = mla->qk_rope_head_dim,
+                         .v_head_dim = mla->v_head_dim};
+  }
   // A size that no layer uses must not forbid a topology. Dense layers are the first ones and the gaps of
   // layer_freq.
   const bool has_moe = moe && moe->first_dense_layers < num_layers &&
@@ -483,9 +489,13 @@ ModelShape ModelConfig::shape() const {
   const bool has_dense = !has_moe || moe->first_dense_layers > 0 || (moe->layer_freq > 1 && num_layers > 1);
   if (has_dense) shape.ffn = ffn;
   if (has_moe) {
-    shape.num_experts = moe->num_experts;
-    shape.expert_ffn = moe->expert_ffn;
-    shape.shared_expert_ffn = moe->shared_ffn();
+    const std::int64_t freq = moe->layer_freq;
+    shape.moe = MoeShape{.num_experts = moe->num_experts,
+                         .top_k = moe->top_k,
+                         .expert_ffn = moe->expert_ffn,
+                         .shared_ffn = moe->shared_ffn(),
+                         .first_dense_layers = (moe->first_dense_layers + freq - 1) / freq * freq,
+                         .layer_stride = freq};
   }
   return shape;
 }

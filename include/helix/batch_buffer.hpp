@@ -8,7 +8,9 @@
 #include <span>
 #include <vector>
 
-#include <helix/backend.hpp>
+#include <helix/backend/batch.hpp>
+#include <helix/backend/queue.hpp>
+#include <helix/backend/vocabulary.hpp>
 #include <helix/error.hpp>
 
 namespace helix {
@@ -16,7 +18,7 @@ namespace helix {
 /// Owns device memory for batches of up to `max_sequences` sequences and `max_tokens` tokens. Addresses never
 /// change, so a captured step can be replayed after the next set(), which is one copy to the device, or as it
 /// is if the step itself ends with advance().
-template <Backend B>
+template <QueueBackend B>
 class BatchBuffer {
  public:
   /// @throws Error(invalid_argument) if a capacity is negative.

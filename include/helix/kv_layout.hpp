@@ -6,12 +6,7 @@
 #include <cstdint>
 
 #include <helix/error.hpp>
-
-#if defined(__CUDACC__)
-#define HELIX_HOST_DEVICE __host__ __device__
-#else
-#define HELIX_HOST_DEVICE
-#endif
+#include <helix/host_device.hpp>
 
 namespace helix {
 
@@ -77,6 +72,15 @@ class KvLayout {
                                   static_cast<std::int32_t>(chunk_), static_cast<std::int32_t>(kvp_rank));
     }
     return detail::owned_tokens(num_tokens, period(), chunk_, kvp_rank);
+  }
+
+  /// Local positions on `kvp_rank` that a query at global `position` reads: [length(position + 1 - window),
+  /// length(position + 1)), or from 0 without a window (invariant 4). Empty for padding (-1).
+  HELIX_HOST_DEVICE constexpr TokenRange visible(std::int64_t position, std::int64_t window,
+                                                 std::int64_t kvp_rank) const {
+    if (position < 0) return {0, 0};
+    return {window > 0 ? length(position + 1 - window, kvp_rank) : std::int64_t{0},
+            length(position + 1, kvp_rank)};
   }
 
   /// Global position of `local_position` on `kvp_rank`; the inverse of (owner, local).

@@ -11,7 +11,8 @@
 #include <string_view>
 #include <vector>
 
-#include <helix/backend.hpp>
+#include <helix/backend/attention.hpp>
+#include <helix/backend/communicator.hpp>
 #include <helix/dtype.hpp>
 #include <helix/error.hpp>
 #include <helix/page_ledger.hpp>
@@ -44,7 +45,7 @@ struct KvCacheSpec {
 ///
 /// Device work is queued on the given stream. Use one stream, or order several with events: a released page
 /// may belong to another sequence at once. Not thread-safe.
-template <Backend B>
+template <AttentionBackend B>
 class ShardedKVCache {
  public:
   using Stream = typename B::Stream;
@@ -65,18 +66,18 @@ class ShardedKVCache {
                  .tag = spec.tag},
                 topology.stage_coordinates(stage_rank_).kvp_rank) {
     const ModelShape& shape = topology.shape();
-    view_.dtype = spec.format;
-    view_.num_heads = topology.kv_heads(stage_rank_).size();
-    view_.head_dim = shape.head_dim;
-    view_.value_dim = shape.value_dim;
-    view_.page_tokens = spec.page_tokens;
+    const Range heads = topology.kv_heads(stage_rank_);
+    const KvFormat format =
+        shape.is_mla() ? KvFormat::latent(spec.format, shape.head_dim, shape.value_dim, spec.page_tokens)
+                       : KvFormat::head_major(spec.format, heads.size(), shape.head_dim, shape.value_dim,
+                                              spec.page_tokens);
+    view_.format = format;
     view_.num_pages = spec.pages;
-    view_.is_mla = shape.is_mla;
     view_.max_pages = ledger_.max_pages();
     view_.layout = ledger_.spec().layout;
     view_.kvp_rank = ledger_.kvp_rank();
 
-    page_bytes_ = bytes_of(spec, static_cast<std::size_t>(view_.page_elements()), size_bytes(spec.format));
+    page_bytes_ = bytes_of(spec, static_cast<std::size_t>(format.page_elements()), size_bytes(spec.format));
     layer_bytes_ = bytes_of(spec, static_cast<std::size_t>(spec.pages), page_bytes_);
     layer_bytes_ = (layer_bytes_ + kAlignment - 1) / kAlignment * kAlignment;
     pages_ = backend.allocate(bytes_of(spec, static_cast<std::size_t>(spec.layers), layer_bytes_));
@@ -86,7 +87,6 @@ class ShardedKVCache {
     view_.page_table = reinterpret_cast<const std::int32_t*>(page_table_.data());
     table_.resize(static_cast<std::size_t>(spec.max_sequences * view_.max_pages));
 
-    const Range heads = topology.kv_heads(stage_rank_);
     k_scales_ = upload_scales(spec.k_scales, heads, shape.num_kv_heads);
     v_scales_ = upload_scales(spec.v_scales, heads, shape.num_kv_heads);
   }
@@ -159,11 +159,8 @@ class ShardedKVCache {
   }
 
   /// Forgets the tokens from `new_length` on, such as rejected drafts. Queues nothing: a page shared with
-  /// another sequence is copied when a token is next appended to it. `stream`: the one that the sequence's
-  /// work is queued on.
-  void truncate(SequenceId id, std::int64_t new_length, [[maybe_unused]] Stream stream) {
-    ledger_.truncate(id, new_length);
-  }
+  /// another sequence is copied when a token is next appended to it.
+  void truncate(SequenceId id, std::int64_t new_length) { ledger_.truncate(id, new_length); }
 
   /// A new sequence of the first `prefix_tokens` of `parent`, which must have been written in all layers.
   /// Shares whole pages up to a multiple of ledger().shared_unit() tokens and queues copies of the rest.
@@ -182,11 +179,15 @@ class ShardedKVCache {
     HELIX_EXPECTS(layer >= 0 && layer < spec_.layers, ErrorCode::invalid_argument, "layer ", layer,
                   " is outside the KV cache's ", spec_.layers, " layers");
     KvView view = view_;
-    view.pages = pages_.data() + static_cast<std::size_t>(layer) * layer_bytes_;
+    const KvView pool = KvView::of_pool(pages_.data() + static_cast<std::size_t>(layer) * layer_bytes_,
+                                        view_.format, view_.num_pages);
+    view.k = pool.k;
+    view.v = pool.v;
+    view.rope = pool.rope;
     const auto scales = [&](const typename B::Buffer& buffer) {
       return buffer.size_bytes() == 0
                  ? nullptr
-                 : reinterpret_cast<const float*>(buffer.data()) + layer * view_.num_heads;
+                 : reinterpret_cast<const float*>(buffer.data()) + layer * view_.format.num_heads;
     };
     view.k_scale = scales(k_scales_);
     view.v_scale = scales(v_scales_);
@@ -229,7 +230,7 @@ class ShardedKVCache {
                   "; rows of K and V lie head_dim apart");
     check_scales("k_scales", spec.k_scales, spec, shape);
     check_scales("v_scales", spec.v_scales, spec, shape);
-    HELIX_EXPECTS(!shape.is_mla || spec.v_scales.empty(), ErrorCode::invalid_argument, "the KV cache has ",
+    HELIX_EXPECTS(!shape.is_mla() || spec.v_scales.empty(), ErrorCode::invalid_argument, "the KV cache has ",
                   spec.v_scales.size(), " v_scales, but MLA's V is part of the K row: give k_scales only");
     return spec;
   }
@@ -298,15 +299,15 @@ class ShardedKVCache {
   void check_rows(std::string_view operation, TensorView<const T, 3> k, TensorView<const T, 3> v) const {
     const auto check = [&](std::string_view name, const TensorView<const T, 3>& rows, std::int64_t dim) {
       HELIX_EXPECTS(
-          rows.extent(0) == k.extent(0) && rows.extent(1) == view_.num_heads && rows.extent(2) == dim,
+          rows.extent(0) == k.extent(0) && rows.extent(1) == view_.format.num_heads && rows.extent(2) == dim,
           ErrorCode::invalid_argument, operation, ": ", name, " is [", rows.extent(0), ", ", rows.extent(1),
-          ", ", rows.extent(2), "]; it must be [", k.extent(0), ", ", view_.num_heads, ", ", dim, "]");
+          ", ", rows.extent(2), "]; it must be [", k.extent(0), ", ", view_.format.num_heads, ", ", dim, "]");
       HELIX_EXPECTS(rows.size() == 0 || rows.stride(2) == 1, ErrorCode::invalid_argument, operation, ": ",
                     name, " has a last stride of ", rows.stride(2), "; it must be 1");
     };
-    check("k", k, view_.head_dim);
-    if (!view_.is_mla) {
-      check("v", v, view_.value_dim);
+    check("k", k, view_.format.head_dim);
+    if (!view_.format.is_latent) {
+      check("v", v, view_.format.value_dim);
     } else {
       HELIX_EXPECTS(v.size() == 0, ErrorCode::invalid_argument, operation,
                     ": v must be empty for MLA, whose V is part of the K row; it has ", v.extent(0), " rows");

@@ -47,9 +47,9 @@ inline std::vector<std::string> shape_violations(const ModelShape& shape) {
                                     {"value_dim", shape.value_dim, 1, kMaxSize},
                                     {"hidden", shape.hidden, 1, kMaxSize},
                                     {"ffn", shape.ffn, 0, kMaxSize},
-                                    {"expert_ffn", shape.expert_ffn, 0, kMaxSize},
-                                    {"shared_expert_ffn", shape.shared_expert_ffn, 0, kMaxSize},
-                                    {"num_experts", shape.num_experts, 0, kMaxCount},
+                                    {"expert_ffn", shape.expert_ffn(), 0, kMaxSize},
+                                    {"shared_ffn", shape.shared_ffn(), 0, kMaxSize},
+                                    {"num_experts", shape.num_experts(), 0, kMaxCount},
                                     {"vocab", shape.vocab, 0, kMaxSize},
                                     {"num_layers", shape.num_layers, 0, kMaxCount}}};
   std::vector<std::string> found;
@@ -64,12 +64,12 @@ inline std::vector<std::string> shape_violations(const ModelShape& shape) {
     found.push_back(message({"the model's num_query_heads ", shape.num_query_heads,
                              " is not a multiple of its num_kv_heads ", shape.num_kv_heads}));
   }
-  if (shape.is_mla && shape.num_kv_heads != 1) {
+  if (shape.is_mla() && shape.num_kv_heads != 1) {
     found.push_back(message({"the model is MLA with num_kv_heads ", shape.num_kv_heads,
                              "; the latent is one KV head: set it to 1"}));
   }
-  if (shape.num_experts > 0 && shape.expert_ffn == 0) {
-    found.push_back(message({"the model has ", shape.num_experts, " experts but expert_ffn is 0"}));
+  if (shape.num_experts() > 0 && shape.expert_ffn() == 0) {
+    found.push_back(message({"the model has ", shape.num_experts(), " experts but expert_ffn is 0"}));
   }
   return found;
 }
@@ -97,7 +97,7 @@ inline std::vector<TopologySpec> legal_grids(const ModelShape& shape, std::int64
     if (shape.num_kv_heads % tpa != 0 && !(permissions.allow_kv_duplication && tpa % shape.num_kv_heads == 0))
       continue;
     for (std::int64_t ep : widths) {
-      if (ep > 1 && (shape.num_experts == 0 || shape.num_experts % ep != 0)) continue;
+      if (ep > 1 && (shape.num_experts() == 0 || shape.num_experts() % ep != 0)) continue;
       TopologySpec spec;
       spec.kvp = static_cast<int>(stage_size / tpa);
       spec.tpa = static_cast<int>(tpa);
@@ -201,7 +201,7 @@ inline std::vector<std::string> Topology::violations(const TopologySpec& spec, c
   // From here on rules divide by sizes of the model.
   if (!shape_is_sound) return found;
 
-  if (shape.is_mla && spec.tpa != 1) {
+  if (shape.is_mla() && spec.tpa != 1) {
     violated({"TPA is ", spec.tpa, " but MLA's latent cannot be split by heads; use TPA 1 and a larger KVP"});
   } else if (spec.tpa > shape.num_kv_heads) {
     if (!spec.allow_kv_duplication) {
@@ -222,19 +222,18 @@ inline std::vector<std::string> Topology::violations(const TopologySpec& spec, c
   if (!spec.allow_uneven_ffn) {
     if (shape.ffn % n != 0)
       violated({"ffn ", shape.ffn, " is not a multiple of N = KVP * TPA = ", n, uneven_hint});
-    if (shape.shared_expert_ffn % n != 0) {
-      violated({"shared_expert_ffn ", shape.shared_expert_ffn, " is not a multiple of N = KVP * TPA = ", n,
-                uneven_hint});
+    if (shape.shared_ffn() % n != 0) {
+      violated({"shared_ffn ", shape.shared_ffn(), " is not a multiple of N = KVP * TPA = ", n, uneven_hint});
     }
     const std::int64_t tpf = detail::tpf_of(spec);
-    if (shape.num_experts > 0 && tpf > 0 && shape.expert_ffn % tpf != 0) {
-      violated({"expert_ffn ", shape.expert_ffn, " is not a multiple of TPF ", tpf, uneven_hint});
+    if (shape.num_experts() > 0 && tpf > 0 && shape.expert_ffn() % tpf != 0) {
+      violated({"expert_ffn ", shape.expert_ffn(), " is not a multiple of TPF ", tpf, uneven_hint});
     }
   }
-  if (spec.ep > 1 && shape.num_experts == 0) {
+  if (spec.ep > 1 && shape.num_experts() == 0) {
     violated({"EP is ", spec.ep, " but the model has no routed experts; use EP 1"});
-  } else if (shape.num_experts % spec.ep != 0) {
-    violated({"num_experts ", shape.num_experts, " is not a multiple of EP ", spec.ep});
+  } else if (shape.num_experts() % spec.ep != 0) {
+    violated({"num_experts ", shape.num_experts(), " is not a multiple of EP ", spec.ep});
   }
   if (shape.num_layers > 0 && spec.pp > shape.num_layers) {
     violated({"PP ", spec.pp, " exceeds num_layers ", shape.num_layers,
@@ -352,15 +351,15 @@ inline Range Topology::ffn(int stage_rank) const {
 }
 
 inline Range Topology::shared_expert_ffn(int stage_rank) const {
-  return split_evenly(shape_.shared_expert_ffn, stage_size(), check_stage_rank(stage_rank));
+  return split_evenly(shape_.shared_ffn(), stage_size(), check_stage_rank(stage_rank));
 }
 
 inline Range Topology::expert_ffn(int stage_rank) const {
-  return split_evenly(shape_.expert_ffn, tpf(), stage_coordinates(stage_rank).tpf_rank);
+  return split_evenly(shape_.expert_ffn(), tpf(), stage_coordinates(stage_rank).tpf_rank);
 }
 
 inline Range Topology::experts(int stage_rank) const {
-  return split_evenly(shape_.num_experts, ep(), stage_coordinates(stage_rank).ep_rank);
+  return split_evenly(shape_.num_experts(), ep(), stage_coordinates(stage_rank).ep_rank);
 }
 
 inline Range Topology::vocab(int stage_rank) const {

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include <helix/model_shape.hpp>
+
 namespace helix {
 
 /// Half-open range of heads, rows, experts or layers.
@@ -26,22 +28,6 @@ constexpr Range split_evenly(std::int64_t total, std::int64_t parts, std::int64_
   const std::int64_t begin = index * base + (index < extra ? index : extra);
   return {begin, begin + base + (index < extra ? 1 : 0)};
 }
-
-/// The sizes of a model that decide how it may be split. Zero means "has none".
-struct ModelShape {
-  std::int64_t num_query_heads = 0;    ///< Hq
-  std::int64_t num_kv_heads = 0;       ///< Hkv; 1 for MLA (the latent is one KV head)
-  std::int64_t head_dim = 0;           ///< D, of queries and keys (MLA: kv_lora_rank + rope dims)
-  std::int64_t value_dim = 0;          ///< Dv, of a partial attention output (MLA: kv_lora_rank)
-  std::int64_t hidden = 0;             ///< M
-  std::int64_t ffn = 0;                ///< F of the dense layers
-  std::int64_t expert_ffn = 0;         ///< F of one routed expert
-  std::int64_t shared_expert_ffn = 0;  ///< F of all shared experts together
-  std::int64_t num_experts = 0;        ///< routed experts
-  std::int64_t vocab = 0;
-  std::int64_t num_layers = 0;
-  bool is_mla = false;  ///< latent attention: TPA must be 1
-};
 
 /// Widths of the two grids and of the outer dimensions. All N = KVP * TPA = TPF * EP ranks of a stage are
 /// re-used.

@@ -15,7 +15,7 @@ using detail::ceil_div;
 
 std::int64_t kv_row_elements(const Topology& topology, int stage_rank) {
   const ModelShape& shape = topology.shape();
-  return shape.is_mla ? shape.head_dim
+  return shape.is_mla() ? shape.head_dim
                       : topology.kv_heads(stage_rank).size() * (shape.head_dim + shape.value_dim);
 }
 

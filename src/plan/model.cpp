@@ -73,13 +73,22 @@ ModelShape Model::shape() const {
   shape.hidden = hidden;
   shape.ffn = ffn;
   if (experts) {
-    shape.expert_ffn = experts->expert_ffn;
-    shape.shared_expert_ffn = experts->shared_ffn;
-    shape.num_experts = experts->num_experts;
+    shape.moe = MoeShape{.num_experts = experts->num_experts,
+                         .top_k = experts->top_k,
+                         .expert_ffn = experts->expert_ffn,
+                         .shared_ffn = experts->shared_ffn,
+                         .first_dense_layers = experts->first_dense_layers,
+                         .layer_stride = experts->layer_stride};
   }
   shape.vocab = vocab;
   shape.num_layers = num_layers;
-  shape.is_mla = latent.has_value();
+  if (latent) {
+    shape.mla = MlaShape{.q_lora_rank = latent->q_lora_rank,
+                         .kv_lora_rank = latent->kv_lora_rank,
+                         .qk_nope_head_dim = latent->qk_nope_head_dim,
+                         .qk_rope_head_dim = latent->qk_rope_head_dim,
+                         .v_head_dim = latent->v_head_dim};
+  }
   return shape;
 }
 

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include <helix/hop_b.hpp>
+#include <helix/hop_b_model.hpp>
 #include <helix/kv_layout.hpp>
 #include <helix/plan/collectives.hpp>
 #include <helix/plan/step_time.hpp>

@@ -2,7 +2,7 @@
 // Appendix A and figure 3 of the paper, to the last digit.
 #include <vector>
 
-#include <helix/hop_b.hpp>
+#include <helix/hop_b_model.hpp>
 #include <helix/plan/hardware.hpp>
 #include <helix/plan/roofline.hpp>
 

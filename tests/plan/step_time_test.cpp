@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include <helix/hop_b.hpp>
+#include <helix/hop_b_model.hpp>
 #include <helix/plan/roofline.hpp>
 #include <helix/plan/step_time.hpp>
 

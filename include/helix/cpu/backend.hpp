@@ -72,7 +72,8 @@ class Operators {
   void combine_exchange(const CheckExchangeArgs& check, const LseCombineArgs<float>& combine,
                         Stream stream) const;
   void swiglu(const SwigluArgs<float>& args, Stream stream) const;
-  void route(const RouteArgs<float>& args, Stream stream) const;
+  void router_logits(const RouterLogitsArgs<float>& args, Stream stream) const;
+  void route(const RouteArgs& args, Stream stream) const;
   void expert_ffn(const ExpertFfnArgs<float>& args, Stream stream) const;
   void embed(const EmbedArgs<float>& args, Stream stream) const;
   void gather_rows(const GatherRowsArgs<float>& args, Stream stream) const;
@@ -91,7 +92,8 @@ class Operators {
 };
 
 /// One rank: the operations and the stage's communicators, which it owns.
-template <Communicator CommType>
+template <class CommType>
+requires Communicator<CommType, Stream>
 class Backend : public Operators {
  public:
   using Comm = CommType;

@@ -21,7 +21,7 @@ class Event;
 /// queue makes the caller wait.
 class Stream {
  public:
-  static constexpr std::size_t kTaskBytes = 640;  ///< inline room for one task's captures
+  static constexpr std::size_t kTaskBytes = 768;  ///< inline room for one task's captures
 
   Stream();
 

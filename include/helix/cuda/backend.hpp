@@ -13,6 +13,7 @@
 #include <helix/cuda/graph.hpp>
 #include <helix/cuda/local_comm.hpp>
 #include <helix/cuda/runtime.hpp>
+#include <helix/hop_b_model.hpp>
 
 namespace helix::cuda {
 
@@ -68,7 +69,8 @@ class Operators {
   void combine_exchange(const CheckExchangeArgs& check, const LseCombineArgs<T>& combine,
                         Stream stream) const;
   void swiglu(const SwigluArgs<T>& args, Stream stream) const;
-  void route(const RouteArgs<T>& args, Stream stream) const;
+  void router_logits(const RouterLogitsArgs<T>& args, Stream stream) const;
+  void route(const RouteArgs& args, Stream stream) const;
   void expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const;
   void embed(const EmbedArgs<T>& args, Stream stream) const;
   void gather_rows(const GatherRowsArgs<T>& args, Stream stream) const;
@@ -92,7 +94,8 @@ extern template class Operators<f16>;
 extern template class Operators<bf16>;
 
 /// One rank: the operations and the stage's communicators, which it owns.
-template <Communicator CommType, class T>
+template <class CommType, class T>
+requires Communicator<CommType, Stream>
 class Backend : public Operators<T> {
  public:
   using Comm = CommType;
