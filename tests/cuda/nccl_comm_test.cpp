@@ -54,6 +54,12 @@ std::vector<int> first_devices(int count) {
   return devices;
 }
 
+std::vector<std::string> environment() {
+  std::vector<std::string> variables;
+  for (char** variable = environ; *variable != nullptr; ++variable) variables.emplace_back(*variable);
+  return variables;
+}
+
 /// NCCL rounds f16 and bf16 sums at each rank: small whole numbers have none to round, any others at least
 /// the same bits everywhere.
 template <class T>
@@ -287,7 +293,6 @@ TEST_CASE("an engine's communicator is used, not destroyed, and aborted only if 
   HELIX_REQUIRE_GPUS(1);
   const int device = 0;
   ncclComm_t engines = nullptr;
-  ::setenv("NCCL_NVLS_ENABLE", "0", 1);
   REQUIRE(ncclCommInitAll(&engines, 1, &device) == ncclSuccess);
   helix::cuda::use_device(0);
   {
@@ -309,4 +314,20 @@ TEST_CASE("groups of impossible devices are refused") {
   CHECK_THROWS_WITH(NcclComm::create_group(std::vector<int>{0, 0}), Contains("given to two ranks"));
   CHECK_THROWS_WITH(NcclComm::create_group(std::vector<int>{4096}), Contains("wants device 4096"));
   CHECK_THROWS_AS(NcclComm::borrow(nullptr), Error);
+}
+
+TEST_CASE("the library leaves the process's environment alone") {
+  constexpr auto kOneAtATime = NcclComm::GraphUse::one_at_a_time;
+  const char* variable = std::getenv("NCCL_NVLS_ENABLE");
+  const std::string value = variable == nullptr ? "" : variable;
+  ::unsetenv("NCCL_NVLS_ENABLE");  // until NCCL reads it
+  const std::vector<std::string> without = environment();
+  CHECK_THROWS_AS(NcclComm::create_group({}, 60s, kOneAtATime), Error);
+  CHECK_THROWS_AS(NcclComm::borrow(nullptr), Error);
+  CHECK(environment() == without);
+  if (variable != nullptr) ::setenv("NCCL_NVLS_ENABLE", value.c_str(), 1);
+  HELIX_REQUIRE_GPUS(1);
+  const std::vector<std::string> before = environment();
+  CHECK_NOTHROW(NcclComm::create_group(first_devices(1), 60s, kOneAtATime));
+  CHECK(environment() == before);
 }
