@@ -45,6 +45,7 @@ using helix::test::run_ranks;
 using helix::test::run_ranks_or_throw;
 
 static_assert(helix::Communicator<NcclComm>);
+static_assert(helix::comm::CollectiveComm<NcclComm>);
 
 namespace {
 
