@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <numeric>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -55,9 +56,12 @@ std::vector<int> first_devices(int count) {
   return devices;
 }
 
-std::vector<std::string> environment() {
+/// NCCL's variables in the environment of this process.
+std::vector<std::string> nccl_variables() {
   std::vector<std::string> variables;
-  for (char** variable = environ; *variable != nullptr; ++variable) variables.emplace_back(*variable);
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    if (std::string_view(*variable).starts_with("NCCL_")) variables.emplace_back(*variable);
+  }
   return variables;
 }
 
@@ -319,18 +323,18 @@ TEST_CASE("groups of impossible devices are refused") {
 
 TEST_CASE("making a communicator leaves the process's environment alone") {
   HELIX_REQUIRE_GPUS(1);
-  const std::vector<std::string> before = environment();
+  const std::vector<std::string> before = nccl_variables();
   CHECK_NOTHROW(NcclComm::create_group(first_devices(1), 60s, NcclComm::GraphUse::one_at_a_time));
-  CHECK(environment() == before);
+  CHECK(nccl_variables() == before);
 }
 
 TEST_CASE("a group that is refused leaves the process's environment alone") {
   const char* variable = std::getenv("NCCL_NVLS_ENABLE");
   const std::string value = variable == nullptr ? "" : variable;
   ::unsetenv("NCCL_NVLS_ENABLE");  // none of these calls comes as far as NCCL, which would read it
-  const std::vector<std::string> before = environment();
+  const std::vector<std::string> before = nccl_variables();
   CHECK_THROWS_AS(NcclComm::create_group({}, 60s, NcclComm::GraphUse::one_at_a_time), Error);
   CHECK_THROWS_AS(NcclComm::borrow(nullptr), Error);
-  CHECK(environment() == before);
+  CHECK(nccl_variables() == before);
   if (variable != nullptr) ::setenv("NCCL_NVLS_ENABLE", value.c_str(), 1);
 }
