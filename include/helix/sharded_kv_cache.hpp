@@ -2,7 +2,6 @@
 // ShardedKVCache: one rank's pages of every layer, and the sequences in them.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -14,6 +13,7 @@
 #include <helix/backend/communicator.hpp>
 #include <helix/dtype.hpp>
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 #include <helix/page_ledger.hpp>
 #include <helix/topology.hpp>
 
@@ -78,7 +78,7 @@ class ShardedKVCache {
 
     page_bytes_ = bytes_of(spec, static_cast<std::size_t>(format.page_elements()), size_bytes(spec.format));
     layer_bytes_ = bytes_of(spec, static_cast<std::size_t>(spec.pages), page_bytes_);
-    layer_bytes_ = (layer_bytes_ + kAlignment - 1) / kAlignment * kAlignment;
+    layer_bytes_ = round_up(layer_bytes_, kAlignment);
     pages_ = backend.allocate(bytes_of(spec, static_cast<std::size_t>(spec.layers), layer_bytes_));
     page_table_ =
         backend.allocate(bytes_of(spec, static_cast<std::size_t>(spec.max_sequences),
@@ -332,8 +332,8 @@ class ShardedKVCache {
     for (const PageLedger::TableWrite& write : writes) {
       const auto [begin, end] = update_table(write);
       if (begin == end) continue;
-      first = std::min(first, begin);
-      last = std::max(last, end);
+      first = smaller(first, begin);
+      last = larger(last, end);
     }
     if (first >= last) return;
     if (last - first <= kMaxTableSpan) {
@@ -361,7 +361,7 @@ class ShardedKVCache {
                            .subspan(static_cast<std::size_t>(write.begin),
                                     static_cast<std::size_t>(write.end - write.begin));
     const TableEntries entries = entries_of(write);
-    std::ranges::copy(pages, table_.begin() + static_cast<std::ptrdiff_t>(entries.begin));
+    for (std::size_t i = 0; i < pages.size(); ++i) table_[entries.begin + i] = pages[i];
     return entries;
   }
 
