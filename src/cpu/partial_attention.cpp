@@ -14,7 +14,7 @@
 #include <helix/cpu/backend.hpp>
 #include <helix/error.hpp>
 
-#include "cpu/attention_kernels.hpp"
+#include "cpu/attention/task.hpp"
 
 namespace helix::cpu {
 namespace {
