@@ -25,82 +25,129 @@ namespace helix::cpu::HWY_NAMESPACE {
 namespace {
 
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3  // the softmax of 16 rows takes vectors of 16 lanes
-/// Both products on AMX tiles: keys as they are, values interleaved in pairs, queries and weights split into
-/// bf16.
-HWY_NOINLINE void tiled(const State& s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
-  const AttentionTask& task = s.task;
-  const AmxLayout at(num_rows, task.head_dim, task.value_dim);
-  auto* q = reinterpret_cast<bf16*>(s.amx + at.q);
-  auto* keys = reinterpret_cast<bf16*>(s.amx + at.keys);
-  auto* values = reinterpret_cast<bf16*>(s.amx + at.values);
-  auto* weights = reinterpret_cast<bf16*>(s.amx + at.weights);
-  auto* scores = reinterpret_cast<float*>(s.amx + at.scores);
-  constexpr auto kBytes = static_cast<std::int64_t>(sizeof(bf16));
-  const std::int64_t d = round_up(task.head_dim, amx::kStep);
-  const std::int64_t steps = d / amx::kStep;
-  const std::int64_t value_tiles = round_up(task.value_dim, amx::kStep) / amx::kRows;
+/// Sizes and scratch of one tiled().
+struct Tiles {
+  std::int64_t first_row;  ///< of the task
+  std::int64_t num_rows;
+  std::int64_t d;            ///< head_dim, padded to steps
+  std::int64_t value_tiles;  ///< 16 columns each, an even number
+  bf16* q;
+  bf16* keys;
+  bf16* values;
+  bf16* weights;
+  float* scores;
 
-  for (std::int64_t block = 0; block < num_rows; block += amx::kRows) {
-    const std::int64_t valid = std::min(amx::kRows, num_rows - block);
+  HWY_INLINE Tiles(const State& s, std::int64_t first, std::int64_t rows)
+      : first_row(first),
+        num_rows(rows),
+        d(round_up(s.task.head_dim, amx::kStep)),
+        value_tiles(round_up(s.task.value_dim, amx::kStep) / amx::kRows) {
+    const AmxLayout at(rows, s.task.head_dim, s.task.value_dim);
+    q = reinterpret_cast<bf16*>(s.amx + at.q);
+    keys = reinterpret_cast<bf16*>(s.amx + at.keys);
+    values = reinterpret_cast<bf16*>(s.amx + at.values);
+    weights = reinterpret_cast<bf16*>(s.amx + at.weights);
+    scores = reinterpret_cast<float*>(s.amx + at.scores);
+  }
+
+  HWY_INLINE std::int64_t rows_from(std::int64_t block) const {
+    return std::min(amx::kRows, num_rows - block);
+  }
+};
+
+HWY_NOINLINE void split_queries(const State& s, const Tiles& t) {
+  const AttentionTask& task = s.task;
+  for (std::int64_t block = 0; block < t.num_rows; block += amx::kRows) {
+    const std::int64_t valid = t.rows_from(block);
     for (std::int64_t r = 0; r < valid; ++r) {
-      const std::int64_t row = first_row + block + r;
+      const std::int64_t row = t.first_row + block + r;
       std::copy_n(task.q + row / task.group * task.q_token_stride + row % task.group * task.q_head_stride,
                   task.head_dim, s.q + r * s.d);
     }
-    amx::split_rows(s.q, s.d, valid, task.head_dim, task.key_scale * kLog2E, q + block * 3 * d);
+    amx::split_rows(s.q, s.d, valid, task.head_dim, task.key_scale * kLog2E, t.q + block * 3 * t.d);
   }
-  if (d != task.head_dim) std::fill_n(keys, kAmxTile * d, bf16{});
+  if (t.d != task.head_dim) std::fill_n(t.keys, kAmxTile * t.d, bf16{});
+}
 
+/// Whether `rows` lie one after the other, `stride` bytes apart. All of them are asked: small pages that lie
+/// anywhere may still end where they would.
+HWY_INLINE bool lie_in_order(const void* const* rows, std::int64_t count, std::int64_t stride) {
+  const auto* row = static_cast<const std::byte*>(rows[0]);
+  for (std::int64_t i = 1; i < count; ++i) {
+    row += stride;
+    if (rows[i] != row) return false;
+  }
+  return true;
+}
+
+HWY_NOINLINE void tiled_scores(const State& s, const Tiles& t, std::int64_t count) {
+  const AttentionTask& task = s.task;
+  constexpr std::int64_t kKeys = amx::kMaxRows;
+  constexpr auto kBytes = static_cast<std::int64_t>(sizeof(bf16));
+  const std::int64_t row_stride = task.is_split_latent() ? s.row_bytes : task.keys.token_bytes;
+  for (std::int64_t i = 0; i < count; i += kKeys) {
+    const auto* first = static_cast<const std::byte*>(s.key_rows[i]);
+    std::int64_t stride = row_stride;
+    // Keys that lie one after the other, in a page or in several, need no copy.
+    if (i + kKeys > count || t.d != task.head_dim || !lie_in_order(s.key_rows + i, kKeys, stride)) {
+      for (std::int64_t k = i; k < i + kKeys; ++k)
+        std::memcpy(t.keys + k * t.d, s.key_rows[k], static_cast<std::size_t>(s.row_bytes));
+      first = reinterpret_cast<const std::byte*>(t.keys + i * t.d);
+      stride = t.d * kBytes;
+    }
+    for (std::int64_t block = 0; block < t.num_rows; block += amx::kRows) {
+      const std::int64_t rows = t.rows_from(block);
+      amx::multiply_rows(first, stride, kKeys / amx::kRows, t.q + block * 3 * t.d, rows, t.d / amx::kStep,
+                         t.scores + block * kAmxTile + i * amx::padded_rows(rows), false);
+    }
+  }
+}
+
+/// Scores to weights, split.
+HWY_NOINLINE void tiled_weights(const State& s, const Tiles& t, std::int64_t count, std::int64_t padded) {
+  for (std::int64_t block = 0; block < t.num_rows; block += amx::kRows) {
+    float* dots = t.scores + block * kAmxTile;
+    const std::int64_t valid = t.rows_from(block);
+    const std::int64_t width = amx::padded_rows(valid);
+    const Block rows{t.first_row + block, static_cast<int>(valid), nullptr, dots};
+    if (width == amx::kHalfRows) {
+      softmax_block<amx::kHalfRows>(s, rows, count);
+    } else {
+      softmax_block<amx::kRows>(s, rows, count);
+    }
+    std::fill(dots + count * width, dots + padded * width, 0.0f);
+    amx::split_columns(dots, valid, padded, t.weights + 3 * block * kAmxTile);
+  }
+}
+
+HWY_NOINLINE void tiled_values(const State& s, const Tiles& t, std::int64_t padded) {
+  for (std::int64_t i = 0; i < padded; i += amx::kStep) {
+    amx::interleave_rows(reinterpret_cast<const bf16* const*>(s.value_rows) + i, s.task.value_dim,
+                         t.values + i * t.value_tiles * amx::kRows);
+  }
+  for (std::int64_t column = 0; column < t.value_tiles; column += amx::kMaxTiles) {
+    for (std::int64_t block = 0; block < t.num_rows; block += amx::kRows) {
+      amx::multiply_columns(t.weights + 3 * block * kAmxTile, padded / amx::kStep,
+                            t.values + column * amx::kRows * amx::kStep, t.value_tiles,
+                            std::min(amx::kMaxTiles, t.value_tiles - column), t.rows_from(block),
+                            s.correction + t.first_row + block,
+                            s.acc + (t.first_row + block) * s.dv + column * amx::kRows, s.dv);
+    }
+  }
+}
+
+/// Up to kPackedRows rows against the keys of `range`.
+HWY_NOINLINE void tiled(const State& s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
+  const Tiles t(s, first_row, num_rows);
+  split_queries(s, t);
   const amx::Session session;
   for (std::int64_t begin = range.begin; begin < range.end; begin += kAmxTile) {
     const std::int64_t count = std::min(kAmxTile, range.end - begin);
     const std::int64_t padded = round_up(count, amx::kStep);
-    find_rows(task, begin, count, s.key_rows, s.value_rows);
-    constexpr std::int64_t kKeys = amx::kMaxRows;
-    for (std::int64_t i = 0; i < padded; i += kKeys) {
-      const auto* first = static_cast<const std::byte*>(s.key_rows[i]);
-      std::int64_t stride = task.row_bytes;
-      // Keys that lie one after the other, in a page or in two, need no copy.
-      const bool in_place = i + kKeys <= count && d == task.head_dim &&
-                            s.key_rows[i + kKeys - 1] == first + (kKeys - 1) * stride;
-      if (!in_place) {
-        for (std::int64_t k = i; k < i + kKeys; ++k)
-          std::memcpy(keys + k * d, s.key_rows[k], static_cast<std::size_t>(task.head_dim * kBytes));
-        first = reinterpret_cast<const std::byte*>(keys + i * d);
-        stride = d * kBytes;
-      }
-      for (std::int64_t block = 0; block < num_rows; block += amx::kRows) {
-        const std::int64_t rows = std::min(amx::kRows, num_rows - block);
-        amx::multiply_rows(first, stride, kKeys / amx::kRows, q + block * 3 * d, rows, steps,
-                           scores + block * kAmxTile + i * amx::padded_rows(rows), false);
-      }
-    }
-    for (std::int64_t block = 0; block < num_rows; block += amx::kRows) {
-      float* dots = scores + block * kAmxTile;
-      const std::int64_t valid = std::min(amx::kRows, num_rows - block);
-      const std::int64_t width = amx::padded_rows(valid);
-      const Block rows{first_row + block, static_cast<int>(valid), nullptr, dots};
-      if (width == amx::kHalfRows) {
-        softmax_block<amx::kHalfRows>(s, rows, count);
-      } else {
-        softmax_block<amx::kRows>(s, rows, count);
-      }
-      std::fill(dots + count * width, dots + padded * width, 0.0f);
-      amx::split_columns(dots, valid, padded, weights + 3 * block * kAmxTile);
-    }
-    for (std::int64_t i = 0; i < padded; i += amx::kStep) {
-      amx::interleave_rows(reinterpret_cast<const bf16* const*>(s.value_rows) + i, task.value_dim,
-                           values + i * value_tiles * amx::kRows);
-    }
-    for (std::int64_t column = 0; column < value_tiles; column += amx::kMaxTiles) {
-      for (std::int64_t block = 0; block < num_rows; block += amx::kRows) {
-        amx::multiply_columns(weights + 3 * block * kAmxTile, padded / amx::kStep,
-                              values + column * amx::kRows * amx::kStep, value_tiles,
-                              std::min(amx::kMaxTiles, value_tiles - column),
-                              std::min(amx::kRows, num_rows - block), s.correction + first_row + block,
-                              s.acc + (first_row + block) * s.dv + column * amx::kRows, s.dv);
-      }
-    }
+    find_rows(s, begin, count);
+    tiled_scores(s, t, count);
+    tiled_weights(s, t, count, padded);
+    tiled_values(s, t, padded);
   }
 }
 #endif

@@ -48,7 +48,8 @@ HWY_INLINE void accumulate(const State& s, std::int64_t first_row, std::int64_t 
     return;
   }
 #endif
-  if (num_rows <= kDirectRows && s.d == s.task.head_dim && s.dv == s.task.value_dim) {
+  if (num_rows <= kDirectRows && s.d == s.task.head_dim && s.dv == s.task.value_dim &&
+      s.task.has_constant_distance()) {
     pack_queries<T>(s, first_row, num_rows);
     direct<T>(s, first_row, num_rows, range);
     return;
@@ -80,6 +81,8 @@ HWY_INLINE void attend_as(const AttentionTask& task, float* scratch) {
                 pointers,
                 pointers + kPointers,
                 pointers + 2 * kPointers,
+                reinterpret_cast<std::byte*>(scratch + at.joined),
+                task.head_dim * static_cast<std::int64_t>(sizeof(T)),
                 reinterpret_cast<std::byte*>(scratch + at.amx)};
   std::fill_n(s.acc, rows * s.dv, 0.0f);
   std::fill_n(s.max, rows, -kInfinity);

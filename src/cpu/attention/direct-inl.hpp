@@ -147,10 +147,13 @@ HWY_INLINE void dot_key_pairs(Rows rows, std::int64_t count, const float* x, std
 }
 #endif
 
-/// Elements from a key row to the value row of the same token.
+/// Elements from a key row to the value row of the same token. The two may lie in different pools, which
+/// pointers cannot be subtracted across.
 template <class T>
 HWY_INLINE std::int64_t key_to_value(const AttentionTask& task) {
-  return (task.values - task.keys) / static_cast<std::int64_t>(sizeof(T));
+  const auto keys = reinterpret_cast<std::intptr_t>(task.keys.first);
+  const auto values = reinterpret_cast<std::intptr_t>(task.values.first);
+  return static_cast<std::int64_t>(values - keys) / static_cast<std::int64_t>(sizeof(T));
 }
 
 template <class T, int R>

@@ -49,14 +49,15 @@ HWY_NOINLINE void widen_tile(const State& s, std::int64_t count) {
 
 /// Asks for rows [begin, end) of the next tile: the products take so long that no hardware prefetch would.
 HWY_NOINLINE void prefetch_rows(const State& s, std::int64_t begin, std::int64_t end) {
-  const bool has_values = s.task.values != s.task.keys;
+  if (s.task.is_split_latent()) return;  // joined rows are in the cache
+  const bool has_values = !s.task.is_latent();
+  const std::int64_t value_bytes = s.row_bytes / s.task.head_dim * s.task.value_dim;
   for (std::int64_t key = begin; key < end; ++key) {
     const auto* k = static_cast<const char*>(s.key_rows[key]);
     const auto* v = static_cast<const char*>(s.value_rows[key]);
-    for (std::int64_t byte = 0; byte < s.task.row_bytes; byte += 64) {
-      __builtin_prefetch(k + byte, 0, 2);
-      if (has_values) __builtin_prefetch(v + byte, 0, 2);
-    }
+    for (std::int64_t byte = 0; byte < s.row_bytes; byte += 64) __builtin_prefetch(k + byte, 0, 2);
+    if (!has_values) continue;
+    for (std::int64_t byte = 0; byte < value_bytes; byte += 64) __builtin_prefetch(v + byte, 0, 2);
   }
 }
 
@@ -64,13 +65,13 @@ HWY_NOINLINE void prefetch_rows(const State& s, std::int64_t begin, std::int64_t
 /// [row][kPackedTile].
 template <class T>
 HWY_NOINLINE void packed(const State& s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
-  find_rows(s.task, range.begin, std::min(kPackedTile, range.size()), s.key_rows, s.value_rows);
+  find_rows(s, range.begin, std::min(kPackedTile, range.size()));
   const std::int64_t padded_rows = round_up(num_rows, kMaxRows);
   for (std::int64_t begin = range.begin; begin < range.end; begin += kPackedTile) {
     const std::int64_t count = std::min(kPackedTile, range.end - begin);
     widen_tile<T>(s, count);
     const std::int64_t next_count = std::min(kPackedTile, range.end - begin - count);
-    if (next_count > 0) find_rows(s.task, begin + count, next_count, s.key_rows, s.value_rows);
+    if (next_count > 0) find_rows(s, begin + count, next_count);
     for (std::int64_t key = 0; key < count; key += kPair) {
       for (std::int64_t depth = 0; depth < s.d; depth += kDepth) {
         const std::int64_t part = std::min(kDepth, s.d - depth);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 #include <helix/dtype.hpp>
@@ -19,7 +20,11 @@ inline constexpr std::int64_t kDepth = 128;       ///< part of the head dimensio
 inline constexpr std::int64_t kValueTile = 64;    ///< keys whose V rows stay in L1 while blocks walk them
 inline constexpr std::int64_t kRowSlack = 8;      ///< rows that a block may compute past the last one
 inline constexpr std::int64_t kAmxTile = 128;     ///< keys of a tile on AMX
-inline constexpr std::int64_t kPairSlack = 32;    ///< the widest pair; rows are padded to a multiple
+inline constexpr std::int64_t kJoinedRows = 64;   ///< f32 rows of a split latent that are joined at once
+static_assert(kJoinedRows >= kPackedTile &&
+                  kJoinedRows * sizeof(float) >= static_cast<std::size_t>(kAmxTile) * sizeof(bf16),
+              "a tile of a split latent must fit");
+inline constexpr std::int64_t kPairSlack = 32;  ///< the widest pair; rows are padded to a multiple
 
 constexpr std::int64_t round_up(std::int64_t n, std::int64_t to) {
   return (n + to - 1) / to * to;
@@ -45,7 +50,7 @@ struct AmxLayout {
 
 /// Where each array lies in the scratch, in floats. Every array starts on a cache line.
 struct ScratchLayout {
-  std::int64_t q, acc, max, sum, correction, scores, keys, values, pointers, amx, total;
+  std::int64_t q, acc, max, sum, correction, scores, keys, values, pointers, joined, amx, total;
 
   ScratchLayout(std::int64_t rows, std::int64_t head_dim, std::int64_t value_dim) {
     const std::int64_t padded_rows = round_up(rows + kRowSlack, 16);
@@ -62,7 +67,8 @@ struct ScratchLayout {
     values = keys + kPackedTile * d;
     pointers = values + kPackedTile * dv;
     const std::int64_t pointer_floats = static_cast<std::int64_t>(sizeof(void*) / sizeof(float));
-    amx = pointers + 3 * (kDirectTile + kPairSlack) * pointer_floats;
+    joined = pointers + 3 * (kDirectTile + kPairSlack) * pointer_floats;
+    amx = joined + round_up(head_dim > value_dim ? kJoinedRows * head_dim : 0, 16);
     total = amx;
     if (amx::available()) {
       total += AmxLayout(rows, head_dim, value_dim).total / static_cast<std::int64_t>(sizeof(float));

@@ -52,26 +52,52 @@ struct State {
   float* scores;
   float* keys;
   float* values;
-  const void** key_rows;  ///< of the current tile
+  const void** key_rows;  ///< current tile
   const void** value_rows;
   const void** next_key_rows;
+  std::byte* joined;       ///< rows of a split latent
+  std::int64_t row_bytes;  ///< bytes of a key row's head_dim elements
   std::byte* amx;
 };
 
-/// Looks the rows of tokens [begin, begin + count) up; the last one repeats up to a whole block.
-HWY_NOINLINE void find_rows(const AttentionTask& task, std::int64_t begin, std::int64_t count,
-                            const void** key_rows, const void** value_rows) {
+/// Copies the parts of `count` latent rows, whose latent columns `rows` points at, into s.joined, and points
+/// `rows` there.
+HWY_NOINLINE void join_rows(const State& s, std::int64_t begin, std::int64_t count, const void** rows) {
+  const AttentionTask& task = s.task;
+  const std::int64_t element = s.row_bytes / task.head_dim;
+  const auto latent_bytes = static_cast<std::size_t>(task.value_dim * element);
+  const auto rope_bytes = static_cast<std::size_t>(s.row_bytes) - latent_bytes;
+  std::byte* to = s.joined;
+  for (std::int64_t i = 0; i < count; ++i, to += s.row_bytes) {
+    const std::int64_t page = task.page_table[(begin + i) / task.page_tokens];
+    std::memcpy(to, rows[i], latent_bytes);
+    std::memcpy(to + latent_bytes, task.rope.at(page, (begin + i) % task.page_tokens), rope_bytes);
+    rows[i] = to;
+  }
+}
+
+/// Looks the rows of tokens [begin, begin + count) up; the last one repeats up to a whole block. Rows of a
+/// split latent are joined, and stay so until the next call.
+HWY_NOINLINE void find_rows(const State& s, std::int64_t begin, std::int64_t count) {
+  const AttentionTask& task = s.task;
+  const void** key_rows = s.key_rows;
+  const void** value_rows = s.value_rows;
   std::int64_t page = begin / task.page_tokens;
   std::int64_t slot = begin % task.page_tokens;
   for (std::int64_t i = 0; i < count; ++page, slot = 0) {
     const std::int64_t run = std::min(count - i, task.page_tokens - slot);
-    const std::int64_t offset = task.page_table[page] * task.page_bytes + slot * task.row_bytes;
-    const std::byte* key = task.keys + offset;
-    const std::byte* value = task.values + offset;
-    for (const std::int64_t end = i + run; i < end; ++i, key += task.row_bytes, value += task.row_bytes) {
+    const std::byte* key = task.keys.at(task.page_table[page], slot);
+    const std::byte* value = task.values.at(task.page_table[page], slot);
+    for (const std::int64_t end = i + run; i < end; ++i) {
       key_rows[i] = key;
       value_rows[i] = value;
+      key += task.keys.token_bytes;
+      value += task.values.token_bytes;
     }
+  }
+  if (task.is_split_latent()) {
+    join_rows(s, begin, count, key_rows);
+    std::copy_n(key_rows, count, value_rows);
   }
   std::fill_n(key_rows + count, kPair, key_rows[count - 1]);
   std::fill_n(value_rows + count, kPair, value_rows[count - 1]);
@@ -90,8 +116,8 @@ HWY_NOINLINE void find_interleaved_keys(const AttentionTask& task, std::int64_t 
     const void** to = key_rows + stream;
     for (std::int64_t rest = run; rest > 0;) {
       const std::int64_t rows = std::min(rest, task.page_tokens - slot);
-      const std::byte* key = task.keys + task.page_table[page] * task.page_bytes + slot * task.row_bytes;
-      for (std::int64_t i = 0; i < rows; ++i, to += streams, key += task.row_bytes) *to = key;
+      const std::byte* key = task.keys.at(task.page_table[page], slot);
+      for (std::int64_t i = 0; i < rows; ++i, to += streams, key += task.keys.token_bytes) *to = key;
       rest -= rows;
       slot += rows;
       if (slot == task.page_tokens) {
