@@ -393,8 +393,7 @@ void prepare_qkv() {
       spec.is_filled = false;
       spec.is_computed = true;
       KvBench<B> bench(spec);
-      RaggedStep step(spec.lengths, {4, 1, 1});
-      step.positions[1] = -1;  // padding is rotated or not, and dropped
+      const RaggedStep step(spec.lengths, {4, 1, 1});
       const StepArrays<B> batch(bench, step);
       const std::int64_t tokens = step.num_tokens();
       const std::int64_t q_heads = 4;
