@@ -13,10 +13,14 @@
 #include <vector>
 
 #include <helix/cpu/backend.hpp>
+#include <helix/foreign_kv.hpp>
 
 #include "ceilings.hpp"
 
 namespace {
+
+/// How the rows lie: Helix's own pool; FlashInfer's NHD for K and V, its two pools for latents.
+enum class Layout { own, foreign };
 
 struct Case {
   const char* name;
@@ -27,13 +31,23 @@ struct Case {
   bool is_latent;
   std::int64_t tokens;
   int iterations;
+  Layout layout = Layout::own;
 };
 
 constexpr Case kCases[] = {
-    {"mha", 8, 8, 128, 128, false, 1 << 17, 9},     {"mha", 2, 2, 128, 128, false, 1 << 20, 7},
-    {"gqa4", 32, 8, 128, 128, false, 1 << 17, 9},   {"gqa4", 8, 2, 128, 128, false, 1 << 20, 7},
-    {"gqa8", 64, 8, 128, 128, false, 1 << 17, 9},   {"gqa8", 16, 2, 128, 128, false, 1 << 20, 7},
-    {"mla128", 128, 1, 576, 512, true, 1 << 17, 5}, {"mla128", 128, 1, 576, 512, true, 1 << 20, 3},
+    {"mha", 8, 8, 128, 128, false, 1 << 17, 9},
+    {"mha", 2, 2, 128, 128, false, 1 << 20, 7},
+    {"gqa4", 32, 8, 128, 128, false, 1 << 17, 9},
+    {"gqa4", 8, 2, 128, 128, false, 1 << 20, 7},
+    {"gqa8", 64, 8, 128, 128, false, 1 << 17, 9},
+    {"gqa8", 16, 2, 128, 128, false, 1 << 20, 7},
+    {"mla128", 128, 1, 576, 512, true, 1 << 17, 5},
+    {"mla128", 128, 1, 576, 512, true, 1 << 20, 3},
+    {"mla16", 16, 1, 576, 512, true, 1 << 17, 9},
+    {"mha_nhd", 8, 8, 128, 128, false, 1 << 17, 9, Layout::foreign},
+    {"gqa8_nhd", 64, 8, 128, 128, false, 1 << 17, 9, Layout::foreign},
+    {"mla16_split", 16, 1, 576, 512, true, 1 << 17, 9, Layout::foreign},
+    {"mla128_split", 128, 1, 576, 512, true, 1 << 17, 5, Layout::foreign},
 };
 
 constexpr std::int64_t kPageTokens = 64;
@@ -54,10 +68,14 @@ double error_of_head(const helix::PartialAttentionArgs<float>& args, std::int64_
   std::vector<double> out(static_cast<std::size_t>(format.value_dim), 0.0);
   double total = 0.0;  // scores are small enough for exp without a shift
   for (std::int64_t token = 0; token < kv.max_pages * kPageTokens; ++token) {
-    const std::int64_t row = format.k.at(kv.page_table[token / kPageTokens], head, token % kPageTokens);
+    const std::int32_t page = kv.page_table[token / kPageTokens];
+    const std::int64_t row = format.k.at(page, head, token % kPageTokens);
+    const std::int64_t rope = format.rope.at(page, head, token % kPageTokens) - format.k_columns();
     double score = 0.0;
     for (std::int64_t i = 0; i < format.head_dim; ++i) {
-      score += static_cast<double>(args.q(0, query_head, i)) * element(keys, row + i);
+      const float key = i < format.k_columns() ? element(keys, row + i)
+                                               : element(static_cast<const std::byte*>(kv.rope), rope + i);
+      score += static_cast<double>(args.q(0, query_head, i)) * key;
     }
     const double weight = std::exp(score * args.scale);
     total += weight;
@@ -71,6 +89,32 @@ double error_of_head(const helix::PartialAttentionArgs<float>& args, std::int64_
     worst = std::max(worst, std::abs(exact - args.sink.out(0, query_head, i)));
   }
   return worst;
+}
+
+helix::KvView view_of(const Case& c, std::byte* memory) {
+  const std::int64_t num_pages = c.tokens / kPageTokens;
+  constexpr helix::DType kType = helix::DType::bf16;
+  if (c.layout == Layout::own) {
+    const helix::KvFormat format =
+        c.is_latent ? helix::KvFormat::latent(kType, c.head_dim, c.value_dim, kPageTokens)
+                    : helix::KvFormat::head_major(kType, c.kv_heads, c.head_dim, c.value_dim, kPageTokens);
+    return helix::KvView::of_pool(memory, format, num_pages);
+  }
+  if (c.is_latent) {
+    return helix::flashinfer_mla_kv({.ckv = memory,
+                                     .kpe = memory + 2 * c.tokens * c.value_dim,
+                                     .dtype = kType,
+                                     .num_pages = num_pages,
+                                     .page_size = kPageTokens,
+                                     .head_dim_ckv = c.value_dim,
+                                     .head_dim_kpe = c.head_dim - c.value_dim});
+  }
+  return helix::flashinfer_nhd_kv({.pool = memory,
+                                   .dtype = kType,
+                                   .num_pages = num_pages,
+                                   .page_size = kPageTokens,
+                                   .num_kv_heads = c.kv_heads,
+                                   .head_dim = c.head_dim});
 }
 
 void bench_partial_attention(benchmark::State& state, const Case& c, int num_threads) {
@@ -96,14 +140,9 @@ void bench_partial_attention(benchmark::State& state, const Case& c, int num_thr
   helix::PartialAttentionArgs<float> args;
   args.q = {q.data(), {1, c.query_heads, c.head_dim}};
   args.batch = {offsets, offsets.data(), &position, &slot};
-  const std::int64_t num_pages = c.tokens / kPageTokens;
-  const helix::KvFormat format =
-      c.is_latent
-          ? helix::KvFormat::latent(helix::DType::bf16, c.head_dim, c.value_dim, kPageTokens)
-          : helix::KvFormat::head_major(helix::DType::bf16, c.kv_heads, c.head_dim, c.value_dim, kPageTokens);
-  args.kv = helix::KvView::of_pool(memory.data(), format, num_pages);
+  args.kv = view_of(c, memory.data());
   args.kv.page_table = table.data();
-  args.kv.max_pages = num_pages;
+  args.kv.max_pages = args.kv.num_pages;
   args.sink.out = {out.data(), {1, c.query_heads, c.value_dim}};
   args.sink.lse = {lse.data(), {1, c.query_heads}};
   args.scale = 1.0f / std::sqrt(static_cast<float>(c.head_dim));

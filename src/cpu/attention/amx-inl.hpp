@@ -27,7 +27,7 @@ namespace {
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3  // the softmax of 16 rows takes vectors of 16 lanes
 /// Sizes and scratch of one tiled().
 struct Tiles {
-  std::int64_t first_row;  ///< of the task
+  std::int64_t first_row;  ///< First row of the task.
   std::int64_t num_rows;
   std::int64_t d;            ///< head_dim, padded to steps
   std::int64_t value_tiles;  ///< 16 columns each, an even number

@@ -52,10 +52,10 @@ struct State {
   float* scores;
   float* keys;
   float* values;
-  const void** key_rows;  ///< current tile
+  const void** key_rows;  ///< Key rows of the current tile.
   const void** value_rows;
   const void** next_key_rows;
-  std::byte* joined;       ///< rows of a split latent
+  std::byte* joined;       ///< Rows of a split latent.
   std::int64_t row_bytes;  ///< bytes of a key row's head_dim elements
   std::byte* amx;
 };
@@ -131,7 +131,7 @@ HWY_NOINLINE void find_interleaved_keys(const AttentionTask& task, std::int64_t 
 
 /// A block of query rows.
 struct Block {
-  std::int64_t row;  ///< of the task: indexes max, sum, correction and acc
+  std::int64_t row;  ///< Row of the task: indexes max, sum, correction and acc.
   int valid;         ///< rows that exist; the rest of the block is computed and dropped
   const float* q;    ///< [pair][R][kPair]
   float* scores;     ///< [key][R]
