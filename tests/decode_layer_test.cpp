@@ -402,7 +402,7 @@ void check_bad_calls(const LayerSpec& spec, TopologySpec topology, const std::ve
     LayerRank<CpuBackend> rank(backend, topo, layer, script, {.hop_b_slices = 2});
     rank.prepare(script.steps[0]);
     for (const BadCall& call : calls) {
-      Arguments args{RankShape(topo, comm.rank()), rank.config(), rank.weights(),      rank.cache().layer(0),
+      Arguments args{topo.rank_shape(comm.rank()), rank.config(), rank.weights(),      rank.cache().layer(0),
                      rank.batch().batch(),         rank.hidden(), rank.layer_options()};
       call.spoil(args);
       try {
@@ -519,7 +519,7 @@ TEST_CASE("A step beyond the exchange's capacity is refused before any collectiv
     DecodeLayerOptions<CpuBackend> options = rank.layer_options();
     options.exchange = &small;
     try {
-      decode_layer(backend, RankShape(topo, comm.rank()), rank.config(), rank.weights(),
+      decode_layer(backend, topo.rank_shape(comm.rank()), rank.config(), rank.weights(),
                    rank.cache().layer(0), rank.batch().batch(), rank.hidden(), options, rank.stream());
     } catch (...) {
       if (small.sent_payload_bytes() != 0) throw Error(ErrorCode::internal, "it exchanged something before");

@@ -18,6 +18,9 @@ namespace helix::decode {
 
 namespace {
 
+/// Each step is waited for before the next is queued.
+constexpr auto kGraphUse = cuda::NcclComm::GraphUse::one_at_a_time;
+
 void expect_cuda() {
   const std::string reason = cuda_unavailable_reason();
   HELIX_EXPECTS(reason.empty(), ErrorCode::unsupported, "--device cuda: ", reason);
@@ -66,9 +69,8 @@ GenerationResult run_local_cuda(const Checkpoint& checkpoint, const ModelConfig&
     if (has_one_gpu_each(topo, options.placement)) {
       std::vector<int> devices(static_cast<std::size_t>(topo.world_size()));
       std::iota(devices.begin(), devices.end(), 0);
-      cuda::NcclComm::disable_graph_mixing();  // each step is waited for before the next is queued
       return run_rank_threads(
-          cuda::NcclComm::create_group(devices, options.timeout),
+          cuda::NcclComm::create_group(devices, options.timeout, kGraphUse),
           [](int rank, const WorldComms<cuda::NcclComm>& comms) {
             return cuda::Backend<cuda::NcclComm, T>(comms.stage, comms.kvp, rank);
           },
@@ -137,8 +139,8 @@ GenerationResult CudaLaunch::run(const Checkpoint& checkpoint, const ModelConfig
                                  const LaunchOptions& options) {
   state_->has_started = true;
   return with_activation(options.activation, [&]<class T>(T) {
-    cuda::NcclComm::disable_graph_mixing();  // as above
-    auto comms = WorldComms<cuda::NcclComm>::split(cuda::NcclComm::connect(state_->bootstrap, gpu()), topo);
+    auto comms =
+        WorldComms<cuda::NcclComm>::split(cuda::NcclComm::connect(state_->bootstrap, gpu(), kGraphUse), topo);
     cuda::Backend<cuda::NcclComm, T> backend(comms.stage, comms.kvp, gpu());
     return generate(backend, comms, topo, checkpoint, config, request, options.show_progress);
   });

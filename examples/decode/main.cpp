@@ -15,6 +15,7 @@
 #include "checkpoint.hpp"
 #include "launch.hpp"
 #include "model_config.hpp"
+#include "nccl_environment.hpp"
 #include "options.hpp"
 #include "planning.hpp"
 #include "report.hpp"
@@ -120,6 +121,8 @@ void run(Options& options, const Job& job) {
 
 int main(int argc, char** argv) {
   using namespace helix::decode;
+  helix::turn_nccl_multicast_off();
+  helix::promise_nccl_one_graph_at_a_time();
   Job job;
   try {
     // The device decides whether mpirun means MPI, also for an error on the command line, which all ranks

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -246,8 +245,8 @@ class ShardedKVCache {
                   "; give 1, one for each of the ", shape.num_kv_heads, " KV heads, or ", spec.layers, " * ",
                   shape.num_kv_heads, " for each layer");
     for (const float scale : scales) {
-      HELIX_EXPECTS(std::isfinite(scale) && scale > 0.0f, ErrorCode::invalid_argument, "the KV cache's ",
-                    name, " hold ", scale, "; scales are finite and above 0");
+      HELIX_EXPECTS(scale > 0.0f && scale <= std::numeric_limits<float>::max(), ErrorCode::invalid_argument,
+                    "the KV cache's ", name, " hold ", scale, "; scales are finite and above 0");
     }
   }
 

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstddef>
 #include <limits>
 #include <string_view>
@@ -126,14 +125,16 @@ inline std::string nearest_legal(const TopologySpec& wanted, const ModelShape& s
   // N divides the number of query heads, so these are all candidates.
   std::vector<std::int64_t> stage_sizes = divisors(shape.num_query_heads);
   std::stable_sort(stage_sizes.begin(), stage_sizes.end(), [&](std::int64_t a, std::int64_t b) {
-    return std::abs(a - wanted_size) < std::abs(b - wanted_size);
+    return (a < wanted_size ? wanted_size - a : a - wanted_size) <
+           (b < wanted_size ? wanted_size - b : b - wanted_size);
   });
   for (std::int64_t stage_size : stage_sizes) {
     std::vector<TopologySpec> legal = legal_grids(shape, stage_size, wanted);
     if (legal.empty()) continue;
     const auto distance = [&](const TopologySpec& spec) {
-      const auto ratio = [](int a, int b) { return std::abs(std::log2(a) - std::log2(std::max(1, b))); };
-      return ratio(spec.kvp, wanted.kvp) + ratio(spec.tpa, wanted.tpa) + ratio(spec.ep, wanted.ep);
+      const auto ratio = [](double a, double b) { return std::max(a, b) / std::min(a, b); };
+      return ratio(spec.kvp, std::max(1, wanted.kvp)) * ratio(spec.tpa, std::max(1, wanted.tpa)) *
+             ratio(spec.ep, std::max(1, wanted.ep));
     };
     std::stable_sort(legal.begin(), legal.end(),
                      [&](const TopologySpec& a, const TopologySpec& b) { return distance(a) < distance(b); });
@@ -312,14 +313,13 @@ inline GroupSplit Topology::split(RankGroup group, int world_rank) const {
 
 inline std::vector<int> Topology::group(RankGroup group, int world_rank) const {
   const int color = split(group, world_rank).color;
-  std::vector<std::pair<int, int>> members;  // key, world rank
+  std::vector<int> ranks;  // by key, which counts from 0
   for (int rank = 0; rank < world_size(); ++rank) {
     const GroupSplit at = split(group, rank);
-    if (at.color == color) members.push_back({at.key, rank});
+    if (at.color != color) continue;
+    if (static_cast<std::size_t>(at.key) >= ranks.size()) ranks.resize(static_cast<std::size_t>(at.key) + 1);
+    ranks[static_cast<std::size_t>(at.key)] = rank;
   }
-  std::sort(members.begin(), members.end());
-  std::vector<int> ranks;
-  for (const auto& [key, rank] : members) ranks.push_back(rank);
   return ranks;
 }
 
@@ -370,6 +370,26 @@ inline Range Topology::layers(int stage) const {
   HELIX_EXPECTS(stage >= 0 && stage < pp(), ErrorCode::invalid_argument, "pipeline stage ", stage,
                 " is outside [0, ", pp(), ")");
   return split_evenly(shape_.num_layers, pp(), stage);
+}
+
+inline RankShape Topology::rank_shape(int stage_rank) const {
+  return {.stage_rank = stage_rank,
+          .stage_size = stage_size(),
+          .kvp = kvp(),
+          .kvp_rank = stage_coordinates(stage_rank).kvp_rank,
+          .hidden = shape_.hidden,
+          .query_heads = query_heads(stage_rank).size(),
+          .kv_heads = kv_heads(stage_rank).size(),
+          .combined_heads = combined_heads(stage_rank).size(),
+          .head_dim = shape_.head_dim,
+          .value_dim = shape_.value_dim,
+          .mla = shape_.mla,
+          .ffn = ffn(stage_rank).size(),
+          .shared_ffn = shared_expert_ffn(stage_rank).size(),
+          .expert_ffn = expert_ffn(stage_rank).size(),
+          .num_experts = shape_.num_experts(),
+          .top_k = shape_.moe ? shape_.moe->top_k : 0,
+          .experts = experts(stage_rank)};
 }
 
 inline int Topology::kv_copies() const {

@@ -8,26 +8,10 @@
 #include <vector>
 
 #include <helix/model_shape.hpp>
+#include <helix/range.hpp>
+#include <helix/rank_shape.hpp>
 
 namespace helix {
-
-/// Half-open range of heads, rows, experts or layers.
-struct Range {
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
-
-  constexpr std::int64_t size() const { return end - begin; }
-  friend constexpr bool operator==(const Range&, const Range&) = default;
-};
-
-/// Part `index` of `parts` nearly equal contiguous parts of [0, total): the first total % parts are one
-/// longer.
-constexpr Range split_evenly(std::int64_t total, std::int64_t parts, std::int64_t index) {
-  const std::int64_t base = total / parts;
-  const std::int64_t extra = total % parts;
-  const std::int64_t begin = index * base + (index < extra ? index : extra);
-  return {begin, begin + base + (index < extra ? 1 : 0)};
-}
 
 /// Widths of the two grids and of the outer dimensions. All N = KVP * TPA = TPF * EP ranks of a stage are
 /// re-used.
@@ -129,6 +113,9 @@ class Topology {
   Range experts(int stage_rank) const;            ///< routed experts, over EP
   Range vocab(int stage_rank) const;              ///< over N; may be uneven
   Range layers(int stage) const;                  ///< of num_layers, over PP
+
+  /// All sizes of the rank at once, as layers read them.
+  RankShape rank_shape(int stage_rank) const;
 
   /// Copies of each KV head in a stage: 1, or TPA/Hkv under allow_kv_duplication.
   int kv_copies() const;

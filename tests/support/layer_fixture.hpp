@@ -482,7 +482,7 @@ class LayerRank {
   LayerRank(B& backend, const Topology& topo, const oracle::Layer& layer, const Script& script,
             const LayerRunOptions& options)
       : backend_(&backend),
-        shape_(topo, backend.comms().stage->rank()),
+        shape_(topo.rank_shape(backend.comms().stage->rank())),
         options_(options),
         stream_(backend.create_stream()),
         layer_(backend, topo, layer, options.weight_dtype, options.o_shard),
