@@ -94,7 +94,7 @@ class Rank {
   Rank(Backend backend, const helix::Topology& topo, std::int64_t context)
       : backend_(std::move(backend)),
         stream_(backend_.create_stream()),
-        shape_(topo, backend_.comms().stage->rank()),
+        shape_(topo.rank_shape(backend_.comms().stage->rank())),
         cache_(backend_, topo,
                {.layers = 1,
                 .page_tokens = kPageTokens,
