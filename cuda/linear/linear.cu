@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operators::linear and head_linear. Activations and weights of one 16-bit type go to the library (4096 x
-// 16384 weights at 92 to 95 % of the read ceiling from 1 to 16 rows on an H200, where the thin kernel here
-// reached 68 %), or to the thin tensor-core kernel where the library does not take the layout. All other
-// types: kernels that stream the weights once for a few rows, and a tiled one for more.
+// Operators::linear, router_logits and head_linear. Activations and weights of one 16-bit type go to the
+// library (4096 x 16384 weights at 92 to 95 % of the read ceiling from 1 to 16 rows on an H200, where the
+// thin kernel here reached 68 %), or to the thin tensor-core kernel where the library does not take the
+// layout. All other types: kernels that stream the weights once for a few rows, and a tiled one for more.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -28,7 +28,7 @@ struct Product {
   const void* weight;
   const void* bias;  // [width] or nullptr
   DType bias_dtype;
-  T* out;
+  void* out;  // of T, or of float if is_out_f32
   std::int64_t out_row;
   std::int64_t out_head;
   int rows;
@@ -37,6 +37,7 @@ struct Product {
   int cols;
   int splits;  // warps that share the columns of a group of weight rows
   bool accumulate;
+  bool is_out_f32;  // without bias and accumulate
 };
 
 __device__ __forceinline__ float load_bias(const void* bias, DType dtype, std::int64_t index) {
@@ -54,8 +55,15 @@ __device__ __forceinline__ float load_bias(const void* bias, DType dtype, std::i
 template <class T>
 __device__ __forceinline__ void store(const Product<T>& p, int row, int head, int n, float sum) {
   if (row >= p.rows || n >= p.width) return;
+  const std::int64_t at = row * p.out_row + head * p.out_head + n;
+  if constexpr (!std::is_same_v<T, float>) {
+    if (p.is_out_f32) {
+      static_cast<float*>(p.out)[at] = sum;
+      return;
+    }
+  }
   if (p.bias != nullptr) sum += load_bias(p.bias, p.bias_dtype, n);
-  T& out = p.out[row * p.out_row + head * p.out_head + n];
+  T& out = static_cast<T*>(p.out)[at];
   if (p.accumulate) sum += to_float(out);
   out = from_float<T>(sum);
 }
@@ -276,7 +284,7 @@ __global__ void add_bias_kernel(const Product<T> p) {
   const int n = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   const int row = static_cast<int>(blockIdx.y);
   if (n >= p.width) return;
-  T& out = p.out[row * p.out_row + n];
+  T& out = static_cast<T*>(p.out)[row * p.out_row + n];
   out = from_float<T>(to_float(out) + load_bias(p.bias, p.bias_dtype, n));
 }
 
@@ -347,7 +355,7 @@ void launch_bias(const Product<T>& p, cudaStream_t stream) {
   constexpr int kMaxRows = 65535;  // of a grid
   Product<T> part = p;
   for (int begin = 0; begin < p.rows; begin += kMaxRows) {
-    part.out = p.out + begin * p.out_row;
+    part.out = static_cast<T*>(p.out) + begin * p.out_row;
     part.rows = std::min(p.rows - begin, kMaxRows);
     const dim3 grid(blocks_of(p.width, kThreads), static_cast<unsigned>(part.rows));
     add_bias_kernel<T><<<grid, kThreads, 0, stream>>>(part);
@@ -366,13 +374,15 @@ void multiply(const Product<T>& p, DType weight_dtype, MatmulLibrary& library, i
     constexpr std::int64_t kElements = 8;  // of 16 bytes
     if (weight_dtype == kDTypeOf<T> && p.cols % kElements == 0 && is_aligned_16(p.weight) &&
         has_aligned_rows(p)) {
+      const std::int64_t out_elements = p.is_out_f32 ? kElements / 2 : kElements;
       const bool is_library = p.heads == 1 && p.rows > 0 && p.cols > 0 && p.in_row >= p.cols &&
-                              is_aligned_16(p.out) && p.out_row % kElements == 0 && p.out_row >= p.width;
+                              is_aligned_16(p.out) && p.out_row % out_elements == 0 && p.out_row >= p.width;
       if (!is_library) return launch_tensor_core(p, num_sms, stream);
       // A bias of another type is added afterwards, and the output rounded once more.
       const bool is_fused = p.bias != nullptr && p.bias_dtype == kDTypeOf<T> && is_aligned_16(p.bias);
       library_matmul(library, weight_dtype, p.in, p.in_row, p.rows, p.cols, p.weight, p.width,
-                     is_fused ? p.bias : nullptr, p.out, p.out_row, p.accumulate, stream);
+                     is_fused ? p.bias : nullptr, p.out, p.is_out_f32 ? DType::f32 : weight_dtype, p.out_row,
+                     p.accumulate, stream);
       if (p.bias != nullptr && !is_fused) launch_bias(p, stream);
       return;
     }
@@ -396,6 +406,20 @@ void check_weight(const char* operation, const WeightView& weight, std::int64_t 
                 kMax, " of each");
 }
 
+/// `in` times a whole weight; where the result goes is the caller's to say.
+template <class T>
+Product<T> product_of(const TensorView<const T, 2>& in, const WeightView& weight) {
+  Product<T> product{};
+  product.in = in.data();
+  product.in_row = in.stride(0);
+  product.weight = weight.data;
+  product.rows = static_cast<int>(in.extent(0));
+  product.heads = 1;
+  product.width = static_cast<int>(weight.rows);
+  product.cols = static_cast<int>(weight.cols);
+  return product;
+}
+
 }  // namespace
 
 template <class T>
@@ -405,19 +429,24 @@ void Operators<T>::linear(const LinearArgs<T>& args, Stream stream) const {
   HELIX_EXPECTS(args.bias.empty() || is_weight_type(args.bias.dtype), ErrorCode::unsupported,
                 "linear: the bias is ", to_string(args.bias.dtype), "; built for f32, f16 and bf16");
   const DeviceScope scope(state_->device);
-  Product<T> product{};
-  product.in = args.in.data();
-  product.in_row = args.in.stride(0);
-  product.weight = args.weight.data;
+  Product<T> product = product_of(args.in, args.weight);
   product.bias = args.bias.data;
   product.bias_dtype = args.bias.dtype;
   product.out = args.out.data();
   product.out_row = args.out.stride(0);
-  product.rows = static_cast<int>(args.in.extent(0));
-  product.heads = 1;
-  product.width = static_cast<int>(args.weight.rows);
-  product.cols = static_cast<int>(args.weight.cols);
   product.accumulate = args.accumulate;
+  multiply(product, args.weight.dtype, *state_->matmul, state_->num_sms, stream.handle());
+}
+
+template <class T>
+void Operators<T>::router_logits(const RouterLogitsArgs<T>& args, Stream stream) const {
+  if (args.in.extent(0) == 0 || args.weight.rows == 0) return;
+  check_weight("router_logits", args.weight, args.in.extent(0));
+  const DeviceScope scope(state_->device);
+  Product<T> product = product_of(args.in, args.weight);
+  product.out = args.out.data();
+  product.out_row = args.out.stride(0);
+  product.is_out_f32 = true;
   multiply(product, args.weight.dtype, *state_->matmul, state_->num_sms, stream.handle());
 }
 
@@ -441,8 +470,9 @@ void Operators<T>::head_linear(const HeadLinearArgs<T>& args, Stream stream) con
   multiply(product, args.weight.dtype, *state_->matmul, state_->num_sms, stream.handle());
 }
 
-#define HELIX_INSTANTIATE(T)                                              \
-  template void Operators<T>::linear(const LinearArgs<T>&, Stream) const; \
+#define HELIX_INSTANTIATE(T)                                                           \
+  template void Operators<T>::linear(const LinearArgs<T>&, Stream) const;              \
+  template void Operators<T>::router_logits(const RouterLogitsArgs<T>&, Stream) const; \
   template void Operators<T>::head_linear(const HeadLinearArgs<T>&, Stream) const;
 HELIX_INSTANTIATE(float)
 HELIX_INSTANTIATE(f16)

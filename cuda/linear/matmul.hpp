@@ -17,15 +17,16 @@ namespace helix::cuda {
 std::unique_ptr<MatmulLibrary, MatmulLibraryDelete> make_matmul_library();
 
 /// out[r, n] = sum_k in[r, k] * weight[n, k] (+ bias[n], unless null) (+ out[r, n] if accumulate), f32 sums.
-/// `dtype` (f16 or bf16) is the type of all four, `cols` and all sizes at least 1. Pointers are aligned to 16
-/// bytes, and so is each row of `in` and `out`: strides are in elements and at least the row's length. Plans
-/// once for each shape (some host work, nothing on the stream), then only queues; capturable. A captured
-/// product keeps the workspace of the stream it was captured on: a graph and other products of that stream
-/// must not run side by side. Threads may call it at the same time, each with its own stream.
+/// `dtype` (f16 or bf16) is the type of in, weight and bias, `out_dtype` the same or f32, `cols` and all
+/// sizes at least 1. Pointers are aligned to 16 bytes, and so is each row of `in` and `out`: strides are in
+/// elements and at least the row's length. Plans once for each shape (some host work, nothing on the stream),
+/// then only queues; capturable. A captured product keeps the workspace of the stream it was captured on: a
+/// graph and other products of that stream must not run side by side. Threads may call it at the same time,
+/// each with its own stream.
 /// @throws Error(unsupported) if the library has no algorithm for the shape, Error(internal) if it fails.
 void library_matmul(MatmulLibrary& library, DType dtype, const void* in, std::int64_t in_stride,
                     std::int64_t rows, std::int64_t cols, const void* weight, std::int64_t weight_rows,
-                    const void* bias, void* out, std::int64_t out_stride, bool accumulate,
+                    const void* bias, void* out, DType out_dtype, std::int64_t out_stride, bool accumulate,
                     StreamHandle stream);
 
 }  // namespace helix::cuda
