@@ -17,7 +17,7 @@
 namespace helix::comm {
 
 /// Where a process stands in its job, and how it finds the others.
-struct BootstrapOptions {
+struct HELIX_API BootstrapOptions {
   int rank = 0;
   int size = 1;
   int local_rank = 0;  ///< among the processes of its machine: usually its device
@@ -43,7 +43,7 @@ struct BootstrapOptions {
 /// it calls fail(), or when it lags: another rank has waited for the timeout at a later step or operation.
 /// Rank 0 sees the failures of others and tells all; the others see rank 0's. Not encrypted: for networks
 /// that are trusted. All machines have the same byte order.
-class Bootstrap {
+class HELIX_API Bootstrap {
  public:
   /// Collective; rank 0 serves, the others connect until the deadline.
   /// @throws Error(timeout) naming the ranks that are missing; Error(invalid_argument) on all ranks if sizes,

@@ -15,7 +15,7 @@
 namespace helix::cpu {
 
 /// Zeroed host memory, aligned to 256 bytes, pages untouched until first written. Moves, does not copy.
-class Buffer {
+class HELIX_API Buffer {
  public:
   Buffer() = default;
   explicit Buffer(std::size_t bytes);
@@ -33,7 +33,7 @@ class Buffer {
 
 /// The operations, without communicators. Each is queued on the stream; see helix/backend.hpp for what each
 /// computes.
-class Operators {
+class HELIX_API Operators {
  public:
   using Stream = cpu::Stream;
   using Event = cpu::Event;

@@ -22,7 +22,7 @@ namespace helix::cpu {
 /// a rank that does not arrive within the timeout gives Error(timeout) that names the missing ranks and the
 /// operation, and aborts the group. Sizes that differ between ranks give Error(invalid_argument) on all of
 /// them.
-class LocalComm {
+class HELIX_API LocalComm {
  public:
   using Stream = cpu::Stream;
 

@@ -27,7 +27,7 @@ namespace helix::cuda {
 /// user turned it on: a process that dies holding multicast objects can leave the host's GPUs unusable.
 ///
 /// Capturable after each operation ran once outside of a capture, which connects the ranks.
-class NcclComm {
+class HELIX_API NcclComm {
  public:
   using Stream = cuda::Stream;
 
