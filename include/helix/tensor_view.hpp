@@ -20,7 +20,7 @@ class TensorView {
 
  public:
   using element_type = T;
-  using extents_type = std::array<std::int64_t, R>;
+  using extents_type = std::array<std::int64_t, static_cast<std::size_t>(R)>;
   static constexpr int rank() { return R; }
 
   constexpr TensorView() = default;
