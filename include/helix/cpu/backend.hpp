@@ -15,7 +15,7 @@
 namespace helix::cpu {
 
 /// Zeroed host memory, aligned to 256 bytes, pages untouched until first written. Moves, does not copy.
-class Buffer {
+class HELIX_API Buffer {
  public:
   /// No memory: data() is null.
   Buffer() = default;
@@ -35,7 +35,7 @@ class Buffer {
 
 /// The operations of one rank, without communicators. Each is queued on the stream and takes one args struct,
 /// whose header in helix/backend/ says what it computes.
-class Operators {
+class HELIX_API Operators {
  public:
   using Stream = cpu::Stream;
   using Event = cpu::Event;

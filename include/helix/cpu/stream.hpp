@@ -11,6 +11,8 @@
 #include <type_traits>
 #include <utility>
 
+#include <helix/export.hpp>
+
 namespace helix::cpu {
 
 class Event;
@@ -19,7 +21,7 @@ class Event;
 /// lives until the last copy is gone and drains first. The first exception of a task is sticky: later tasks
 /// are skipped (events still fire) and every synchronize() rethrows it. Enqueuing allocates nothing; a full
 /// queue makes the caller wait.
-class Stream {
+class HELIX_API Stream {
  public:
   static constexpr std::size_t kTaskBytes = 768;  ///< Inline room for one task's captures.
 
@@ -81,7 +83,7 @@ class Stream {
 /// A point in a stream. record() captures the work enqueued so far; wait() makes another stream wait for it.
 /// Re-recording is allowed: a wait refers to the record that precedes it in program order. Waiting for a
 /// failed stream spreads its failure to the waiting stream.
-class Event {
+class HELIX_API Event {
  public:
   /// An event that was never recorded: waiting for it waits for nothing.
   Event();

@@ -6,11 +6,13 @@
 #include <functional>
 #include <memory>
 
+#include <helix/export.hpp>
+
 namespace helix::cpu {
 
 /// A fixed set of worker threads for fork-join loops inside one operation. Several streams may call it at
 /// once.
-class ThreadPool {
+class HELIX_API ThreadPool {
  public:
   /// A pool of `num_threads` threads in all, the caller of parallel_for() included: 1 creates none.
   explicit ThreadPool(int num_threads);

@@ -6,6 +6,8 @@
 #include <memory>
 #include <string>
 
+#include <helix/export.hpp>
+
 // The toolkit's own opaque types.
 struct CUstream_st;
 struct CUevent_st;
@@ -16,21 +18,21 @@ using StreamHandle = CUstream_st*;  ///< cudaStream_t
 using EventHandle = CUevent_st*;    ///< cudaEvent_t
 
 /// GPUs that this process may use; 0 without a GPU or a driver, never an error.
-int device_count();
+HELIX_API int device_count();
 
 /// Why device_count() is 0, as the driver says it; empty if it is not 0.
-std::string no_device_reason();
+HELIX_API std::string no_device_reason();
 
 /// Throws Error(unsupported) with the reason unless `device` exists; otherwise makes it the calling thread's.
-void use_device(int device);
+HELIX_API void use_device(int device);
 
 /// Throws Error for a CUDA status other than success (as int, so that no header is needed): capacity for
 /// memory, unsupported for a missing device, internal for the rest, naming the call, where, the device and
 /// the driver's words. Clears the thread's last error. HELIX_CUDA_CHECK fills the arguments in.
-void throw_on_error(int status, const char* call, const char* file, int line);
+HELIX_API void throw_on_error(int status, const char* call, const char* file, int line);
 
 /// An in-order queue of one device. A handle: copies name the same queue, which lives as long as one of them.
-class Stream {
+class HELIX_API Stream {
  public:
   Stream() = default;  ///< no queue: only to assign to
 
@@ -47,7 +49,7 @@ class Stream {
 };
 
 /// A point in a stream that others wait for. Moves, does not copy.
-class Event {
+class HELIX_API Event {
  public:
   Event() = default;  ///< no event: only to assign to
   static Event create(bool with_timing = false);
@@ -63,16 +65,16 @@ class Event {
 };
 
 /// Puts the event behind what is queued on `stream`.
-void record(const Event& event, Stream stream);
+HELIX_API void record(const Event& event, Stream stream);
 
 /// The host waits for all that is queued on `stream`.
-void synchronize(Stream stream);
+HELIX_API void synchronize(Stream stream);
 
 /// Milliseconds between two events made with timing, both of which have happened.
-float elapsed_ms(const Event& start, const Event& stop);
+HELIX_API float elapsed_ms(const Event& start, const Event& stop);
 
 /// Zeroed memory of the calling thread's device, aligned to 256 bytes. Moves, does not copy.
-class Buffer {
+class HELIX_API Buffer {
  public:
   Buffer() = default;
   /// @throws Error(capacity) with what is free.
@@ -90,7 +92,7 @@ class Buffer {
 };
 
 /// Zeroed host memory that a device reads and writes at the same address. Moves, does not copy.
-class PinnedBuffer {
+class HELIX_API PinnedBuffer {
  public:
   PinnedBuffer() = default;
   explicit PinnedBuffer(std::size_t bytes);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include <helix/export.hpp>
 #include <helix/plan/hardware.hpp>
 #include <helix/plan/units.hpp>
 
@@ -20,7 +21,7 @@ enum class CollectiveAlgorithm : std::uint8_t {
   hierarchical,  ///< inside each NVLink domain, between the domains, inside again
   measured       ///< Hardware::measured
 };
-std::string_view to_string(CollectiveAlgorithm algorithm);
+HELIX_API std::string_view to_string(CollectiveAlgorithm algorithm);
 
 struct CollectiveTime {
   Time time{};
@@ -35,6 +36,7 @@ struct CommGroup {
 
 /// The fastest way to run `collective` over `group`, without declared overheads. `size`: bytes a rank as in
 /// MeasuredCollective; for `send` the message.
-CollectiveTime collective_time(const Hardware& hardware, Collective collective, CommGroup group, Bytes size);
+HELIX_API CollectiveTime collective_time(const Hardware& hardware, Collective collective, CommGroup group,
+                                         Bytes size);
 
 }  // namespace helix::plan

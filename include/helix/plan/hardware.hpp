@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include <helix/export.hpp>
 #include <helix/plan/units.hpp>
 
 namespace helix::plan {
@@ -19,7 +20,7 @@ struct TimedSize {
 
 /// How long a read of device memory takes by its size: linear between the given points, of the first point's
 /// bandwidth below them and of the last one's above. More bytes never take less time.
-class BandwidthCurve {
+class HELIX_API BandwidthCurve {
  public:
   struct Point {
     Bytes size;
@@ -60,7 +61,7 @@ struct Link {
 };
 
 enum class Collective : std::uint8_t { all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send };
-std::string_view to_string(Collective collective);
+HELIX_API std::string_view to_string(Collective collective);
 
 /// A measured collective: times over bytes a rank (all_reduce, broadcast: the buffer; all_to_all: what a rank
 /// holds, own slice included; all_gather, reduce_scatter: the whole). Used instead of the model for groups of
@@ -82,7 +83,7 @@ struct Overheads {
 };
 
 /// A machine. Every field is an assumption that a user can change.
-struct Hardware {
+struct HELIX_API Hardware {
   std::string name{};
   std::string source{};  ///< which figures are measured, stated by the vendor, or assumed
   Bytes memory{};        ///< of one GPU
@@ -107,7 +108,7 @@ struct Hardware {
 };
 
 /// A machine by name, e.g. "h200". @throws Error(invalid_argument) listing the known names.
-Hardware hardware_preset(std::string_view name);
-std::vector<std::string> hardware_preset_names();
+HELIX_API Hardware hardware_preset(std::string_view name);
+HELIX_API std::vector<std::string> hardware_preset_names();
 
 }  // namespace helix::plan

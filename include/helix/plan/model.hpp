@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include <helix/export.hpp>
 #include <helix/plan/units.hpp>
 #include <helix/topology.hpp>
 
@@ -35,10 +36,10 @@ struct Experts {
 };
 
 /// Different experts that `tokens` tokens choose, expected under uniform routing: E * (1 - (1 - k/E)^tokens).
-double expected_expert_hits(const Experts& experts, double tokens);
+HELIX_API double expected_expert_hits(const Experts& experts, double tokens);
 
 /// A model as the planner sees it. Every FFN has a gate (SwiGLU and the like): three matrices.
-struct Model {
+struct HELIX_API Model {
   std::string name{};
   std::string source{};  ///< where the sizes come from
   std::int64_t hidden = 0;
@@ -70,7 +71,7 @@ struct Model {
 };
 
 /// Bits of an element. Any positive number: 4.25 is a 4-bit format with one 8-bit scale for 32 elements.
-struct Precision {
+struct HELIX_API Precision {
   double weight_bits = 16;
   double kv_bits = 16;
   double activation_bits = 16;  ///< of what collectives carry, too
@@ -97,15 +98,15 @@ struct ParameterCounts {
   std::int64_t active() const { return total() - routed_experts + routed_experts_active; }
 };
 
-ParameterCounts count_parameters(const Model& model);
+HELIX_API ParameterCounts count_parameters(const Model& model);
 
 /// Bytes of the KV cache of `context` tokens in all layers, each KV head (or the latent) stored once, without
 /// page rounding.
-Bytes kv_cache_bytes(const Model& model, const Precision& precision, Tokens context);
+HELIX_API Bytes kv_cache_bytes(const Model& model, const Precision& precision, Tokens context);
 
 /// A model by name, e.g. "llama-3.1-405b"; sizes of the public config.json. @throws Error(invalid_argument)
 /// listing the known names.
-Model model_preset(std::string_view name);
-std::vector<std::string> model_preset_names();
+HELIX_API Model model_preset(std::string_view name);
+HELIX_API std::vector<std::string> model_preset_names();
 
 }  // namespace helix::plan

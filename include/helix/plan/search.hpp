@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include <helix/export.hpp>
 #include <helix/plan/step_time.hpp>
 
 namespace helix::plan {
@@ -18,7 +19,7 @@ enum class Objective : std::uint8_t {
 };
 
 /// What to search. Empty lists mean the defaults named.
-struct SearchSpace {
+struct HELIX_API SearchSpace {
   int max_gpus = 8;
   std::vector<int> gpu_counts{};        ///< GPUs of a replica; default: powers of two up to max_gpus
   std::vector<std::int64_t> batches{};  ///< default: powers of two up to max_batch
@@ -59,15 +60,16 @@ struct SearchResult {
 
 /// Evaluates the whole space. `workload.batch` is replaced by each batch.
 /// @throws Error(invalid_argument) for an unsound space or workload.
-SearchResult search(const StepModel& model, const Workload& workload, const SearchSpace& space);
+HELIX_API SearchResult search(const StepModel& model, const Workload& workload, const SearchSpace& space);
 
 /// As search(), and requires an answer. @throws Error(capacity) if nothing fits into memory or meets the
 /// limit, saying which and by how much.
-SearchResult search_or_throw(const StepModel& model, const Workload& workload, const SearchSpace& space);
+HELIX_API SearchResult search_or_throw(const StepModel& model, const Workload& workload,
+                                       const SearchSpace& space);
 
 /// Indices of the points that no other one beats or equals in both values (of equal points the first), by
 /// tokens/s/user.
-std::vector<std::size_t> pareto_frontier(const std::vector<Candidate>& candidates);
+HELIX_API std::vector<std::size_t> pareto_frontier(const std::vector<Candidate>& candidates);
 
 /// Why one configuration is not the answer.
 enum class LossReason : std::uint8_t {
@@ -77,7 +79,7 @@ enum class LossReason : std::uint8_t {
   fewer_per_gpu,  ///< it gives fewer tokens/s/GPU
   equal           ///< it is as good, and was found later
 };
-std::string_view to_string(LossReason reason);
+HELIX_API std::string_view to_string(LossReason reason);
 
 struct Loss {
   Layout layout{};
@@ -93,7 +95,7 @@ struct Loss {
 /// For each strategy of the space, and for HOP-B off apart: its best configuration by the objective, other
 /// than the winner, and why it lost. If none meets the limit the fastest; if none fits the one that needs the
 /// least memory. Empty without a winner.
-std::vector<Loss> explain_losses(const StepModel& model, const Workload& workload, const SearchSpace& space,
-                                 const SearchResult& result);
+HELIX_API std::vector<Loss> explain_losses(const StepModel& model, const Workload& workload,
+                                           const SearchSpace& space, const SearchResult& result);
 
 }  // namespace helix::plan

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include <helix/export.hpp>
 #include <helix/plan/collectives.hpp>
 #include <helix/plan/hardware.hpp>
 #include <helix/plan/layout.hpp>
@@ -51,11 +52,11 @@ enum class Operator : std::uint8_t {
   step_overhead,   ///< Overheads::per_step
   pipeline_wait    ///< what the slowest stage adds when micro-batches fill the pipeline
 };
-std::string_view to_string(Operator op);
+HELIX_API std::string_view to_string(Operator op);
 
 /// Which resource an operator's time is made of. Overhead: declared times are more than the rest.
 enum class Bound : std::uint8_t { memory, compute, network, overhead };
-std::string_view to_string(Bound bound);
+HELIX_API std::string_view to_string(Bound bound);
 
 /// What an operator is paid for: the words in which layouts are compared.
 enum class Cost : std::uint8_t {
@@ -70,7 +71,7 @@ enum class Cost : std::uint8_t {
   overhead  ///< declared times of all operators, and what is neither read nor sent
 };
 inline constexpr int kNumCosts = static_cast<int>(Cost::overhead) + 1;
-std::string_view to_string(Cost cost);
+HELIX_API std::string_view to_string(Cost cost);
 
 /// One operator of a step, as the slowest rank sees it.
 struct OperatorTime {
@@ -117,7 +118,7 @@ struct StepReport {
 /// slices' times. With PP stages the batch is cut into min(PP, batch) micro-batches: a token passes all
 /// stages and PP - 1 sends, and TTL is the larger of that and micro-batches * the slowest stage. DP replicas
 /// share the batch. The slowest rank counts: the one with the most sequences and tokens.
-class StepModel {
+class HELIX_API StepModel {
  public:
   /// @throws Error from the check() of each, and Error(unsupported) if the hardware does not compute in the
   /// precision.

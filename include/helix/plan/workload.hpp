@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include <helix/export.hpp>
 #include <helix/plan/units.hpp>
 
 namespace helix::plan {
@@ -14,7 +15,7 @@ enum class ExpertHits : std::uint8_t {
   worst_case    ///< as many different ones as tokens choose, all on the rank that counts, up to all it holds
 };
 
-struct Workload {
+struct HELIX_API Workload {
   Tokens context{};              ///< of each sequence, this step's tokens included
   std::int64_t batch = 1;        ///< sequences in flight over all replicas
   std::int64_t step_tokens = 1;  ///< query tokens a sequence and step (drafts included)
