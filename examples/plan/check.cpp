@@ -12,7 +12,7 @@
 #include <helix/plan/step_time.hpp>
 
 #include "calibration.hpp"
-#include "strict_json.hpp"
+#include "checkpoint/strict_json.hpp"
 
 namespace helix::plan_cli {
 namespace {
