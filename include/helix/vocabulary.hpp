@@ -37,7 +37,7 @@ void embed_tokens(B& backend, const Topology& topo, const std::int32_t* ids, con
 /// How the next token is drawn. Equal on all ranks.
 struct SamplingConfig {
   float temperature = 0.0f;  ///< 0: greedy
-  float top_p = 1.0f;        ///< in (0, 1]
+  float top_p = 1.0f;        ///< Probability of the nucleus, in (0, 1].
   std::uint64_t seed = 0;
 };
 

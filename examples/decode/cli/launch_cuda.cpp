@@ -12,7 +12,7 @@
 #include <helix/cuda/backend.hpp>
 #include <helix/cuda/local_comm.hpp>
 #include <helix/cuda/nccl_comm.hpp>
-#include <helix/rank_shape.hpp>
+#include <helix/job_comms.hpp>
 
 #include "cli/rank_threads.hpp"
 

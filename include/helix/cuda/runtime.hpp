@@ -34,7 +34,7 @@ HELIX_API void throw_on_error(int status, const char* call, const char* file, in
 /// An in-order queue of one device. A handle: copies name the same queue, which lives as long as one of them.
 class HELIX_API Stream {
  public:
-  Stream() = default;  ///< no queue: only to assign to
+  Stream() = default;  ///< No queue: only to assign to
 
   /// A new queue of the calling thread's device. Does not wait for the legacy default stream.
   static Stream create(bool high_priority = false);
@@ -51,7 +51,7 @@ class HELIX_API Stream {
 /// A point in a stream that others wait for. Moves, does not copy.
 class HELIX_API Event {
  public:
-  Event() = default;  ///< no event: only to assign to
+  Event() = default;  ///< No event: only to assign to
   static Event create(bool with_timing = false);
 
   EventHandle handle() const { return handle_.get(); }

@@ -38,7 +38,7 @@ struct HELIX_API Model {
 struct HELIX_API Precision {
   double weight_bits = 16;
   double kv_bits = 16;
-  double activation_bits = 16;  ///< of what collectives carry, too
+  double activation_bits = 16;  ///< Bits of an activation, also of what collectives carry.
 
   /// @throws Error(invalid_argument) unless each is in (0, 64].
   void check() const;
@@ -54,7 +54,7 @@ struct ParameterCounts {
   std::int64_t shared_experts = 0;
   std::int64_t router = 0;
   std::int64_t norms = 0;
-  std::int64_t routed_experts_active = 0;  ///< of routed_experts, what one token uses
+  std::int64_t routed_experts_active = 0;  ///< Parameters of routed_experts that one token uses.
 
   std::int64_t total() const {
     return embedding + lm_head + attention + dense_ffn + routed_experts + shared_experts + router + norms;
