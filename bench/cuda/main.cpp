@@ -8,7 +8,7 @@
 #include <helix/cuda/runtime.hpp>
 
 #include "cases.hpp"
-#include "examples/decode/nccl_environment.hpp"
+#include "examples/decode/cli/nccl_environment.hpp"
 
 int main(int argc, char** argv) {
   helix::turn_nccl_multicast_off();

@@ -2,7 +2,6 @@
 // ShardedKVCache: one rank's pages of every layer, and the sequences in them.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -14,6 +13,7 @@
 #include <helix/backend/communicator.hpp>
 #include <helix/dtype.hpp>
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 #include <helix/page_ledger.hpp>
 #include <helix/topology.hpp>
 
@@ -22,16 +22,16 @@ namespace helix {
 /// Sizes of a cache, fixed for its life; equal on all KVP ranks of a stage.
 struct KvCacheSpec {
   DType format = DType::bf16;
-  std::int64_t layers = 0;        ///< of this stage
-  std::int64_t page_tokens = 64;  ///< local tokens a page
-  std::int64_t pages = 0;         ///< of each rank, each holding every layer; see PageLedger::pages_needed
-  std::int64_t chunk = 16;        ///< C of KvLayout
+  std::int64_t layers = 0;        ///< Layers of this stage.
+  std::int64_t page_tokens = 64;  ///< Local tokens a page
+  std::int64_t pages = 0;   ///< Pages of each rank, each holding every layer; see PageLedger::pages_needed
+  std::int64_t chunk = 16;  ///< C of KvLayout
   std::int64_t max_sequences = 64;
-  std::int64_t max_tokens = 0;  ///< global tokens a sequence may reach; 0: as many as fit into the pages
+  std::int64_t max_tokens = 0;  ///< Global tokens a sequence may reach; 0: as many as fit into the pages
   std::vector<float>
-      k_scales{};  ///< fp8 only, stored * scale = value: empty (1), one, [Hkv of the whole model], or
+      k_scales{};  ///< Fp8 only, stored * scale = value: empty (1), one, [Hkv of the whole model], or
   std::vector<float> v_scales{};  ///< [layers, Hkv]. MLA: k_scales serve the whole row, v_scales are empty
-  std::uint32_t tag = 0;          ///< set apart the ids of caches of equal sizes; equal on all ranks
+  std::uint32_t tag = 0;          ///< Set apart the ids of caches of equal sizes; equal on all ranks
 };
 
 /// One rank's shard of the KV cache (invariants 2, 3, 9 and 11). Memory is allocated once, at addresses that
@@ -78,7 +78,7 @@ class ShardedKVCache {
 
     page_bytes_ = bytes_of(spec, static_cast<std::size_t>(format.page_elements()), size_bytes(spec.format));
     layer_bytes_ = bytes_of(spec, static_cast<std::size_t>(spec.pages), page_bytes_);
-    layer_bytes_ = (layer_bytes_ + kAlignment - 1) / kAlignment * kAlignment;
+    layer_bytes_ = round_up(layer_bytes_, kAlignment);
     pages_ = backend.allocate(bytes_of(spec, static_cast<std::size_t>(spec.layers), layer_bytes_));
     page_table_ =
         backend.allocate(bytes_of(spec, static_cast<std::size_t>(spec.max_sequences),
@@ -193,9 +193,9 @@ class ShardedKVCache {
     return view;
   }
 
-  std::int32_t slot(SequenceId id) const { return ledger_.slot(id); }      ///< row of the page table
-  std::int64_t length(SequenceId id) const { return ledger_.length(id); }  ///< global tokens
-  std::int64_t local_length(SequenceId id) const {                         ///< tokens that this rank stores
+  std::int32_t slot(SequenceId id) const { return ledger_.slot(id); }      ///< Row of the page table
+  std::int64_t length(SequenceId id) const { return ledger_.length(id); }  ///< Global tokens
+  std::int64_t local_length(SequenceId id) const {                         ///< Tokens that this rank stores
     return ledger_.spec().layout.length(ledger_.length(id), ledger_.kvp_rank());
   }
 
@@ -332,8 +332,8 @@ class ShardedKVCache {
     for (const PageLedger::TableWrite& write : writes) {
       const auto [begin, end] = update_table(write);
       if (begin == end) continue;
-      first = std::min(first, begin);
-      last = std::max(last, end);
+      first = smaller(first, begin);
+      last = larger(last, end);
     }
     if (first >= last) return;
     if (last - first <= kMaxTableSpan) {
@@ -361,7 +361,7 @@ class ShardedKVCache {
                            .subspan(static_cast<std::size_t>(write.begin),
                                     static_cast<std::size_t>(write.end - write.begin));
     const TableEntries entries = entries_of(write);
-    std::ranges::copy(pages, table_.begin() + static_cast<std::ptrdiff_t>(entries.begin));
+    for (std::size_t i = 0; i < pages.size(); ++i) table_[entries.begin + i] = pages[i];
     return entries;
   }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The main function of the CUDA tests.
 #define CATCH_CONFIG_RUNNER
-#include "examples/decode/nccl_environment.hpp"
+#include "examples/decode/cli/nccl_environment.hpp"
 #include "support/catch.hpp"
 
 int main(int argc, char** argv) {

@@ -21,7 +21,7 @@ const Precision kFp8{8, 8, 8};
 /// The dense model of figure 1: Q 128, K 8, Hsz 128, F 65536.
 Model figure_1_model() {
   Model model = model_preset("llama-3.1-405b");
-  model.ffn = 65536;
+  model.shape.ffn = 65536;
   return model;
 }
 

@@ -17,7 +17,7 @@
 namespace helix::comm {
 
 /// Where a process stands in its job, and how it finds the others.
-struct BootstrapOptions {
+struct HELIX_API BootstrapOptions {
   int rank = 0;
   int size = 1;
 
@@ -53,7 +53,7 @@ struct BootstrapOptions {
 /// it calls fail(), or when it lags: another rank has waited for the timeout at a later step or operation.
 /// Rank 0 sees the failures of others and tells all; the others see rank 0's. Not encrypted: for networks
 /// that are trusted. All machines have the same byte order. Copies are the same end.
-class Bootstrap {
+class HELIX_API Bootstrap {
  public:
   /// Connects all ranks. Collective; rank 0 serves, the others connect until the deadline.
   /// @throws Error(timeout) naming the ranks that are missing; Error(invalid_argument) on all ranks if sizes,

@@ -22,7 +22,7 @@ namespace helix::cpu {
 /// the operations are documented. What it adds: sums are in f32 and in rank order; a rank that does not
 /// arrive within the timeout gives Error(timeout) that names it and the operation, and aborts the group;
 /// calls that differ between ranks give Error(invalid_argument) with both on all of them.
-class LocalComm {
+class HELIX_API LocalComm {
  public:
   using Stream = cpu::Stream;
 

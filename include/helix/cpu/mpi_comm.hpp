@@ -21,7 +21,7 @@ namespace helix::cpu {
 
 /// Starts MPI for an application that does not do so itself, and ends it. The library never starts MPI on its
 /// own. Create it first in main(), outside of the try block: it must outlive every MpiComm.
-class MpiSession {
+class HELIX_API MpiSession {
  public:
   /// Calls MPI_Init_thread for MPI_THREAD_MULTIPLE. @throws Error(unsupported) if the MPI library provides
   /// less.
@@ -48,7 +48,7 @@ class MpiSession {
 /// MPI_COMM_WORLD numbers them. After an error the group is over, later calls fail with the same error, and
 /// buffers of the failed operation may still be written to: end the job with abort(). Handles must be gone
 /// before MPI_Finalize.
-class MpiComm {
+class HELIX_API MpiComm {
  public:
   using Stream = cpu::Stream;
 

@@ -24,7 +24,7 @@ namespace helix::cuda {
 /// float is exact: plain f32 products, results within rounding of cpu::Operators. f16 and bf16 use the tensor
 /// cores.
 template <class T>
-class Operators {
+class HELIX_API Operators {
  public:
   using Stream = cuda::Stream;
   using Event = cuda::Event;
@@ -94,9 +94,9 @@ class Operators {
   std::shared_ptr<State> state_;
 };
 
-extern template class Operators<float>;
-extern template class Operators<f16>;
-extern template class Operators<bf16>;
+extern template class HELIX_API Operators<float>;
+extern template class HELIX_API Operators<f16>;
+extern template class HELIX_API Operators<bf16>;
 
 /// One rank: the operations and the stage's communicators, which it owns.
 template <class CommType, class T>

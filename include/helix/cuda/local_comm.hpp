@@ -33,7 +33,7 @@ namespace helix::cuda {
 ///
 /// Capturable where the streams of all ranks belong to one capture: only events and kernels are queued, no
 /// memory is allocated. The group's first collective with more than one rank creates an event.
-class LocalComm {
+class HELIX_API LocalComm {
  public:
   using Stream = cuda::Stream;
 

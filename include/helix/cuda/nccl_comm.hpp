@@ -29,7 +29,7 @@ namespace helix::cuda {
 /// does.
 ///
 /// Capturable after each operation ran once outside of a capture, which connects the ranks.
-class NcclComm {
+class HELIX_API NcclComm {
  public:
   using Stream = cuda::Stream;
 

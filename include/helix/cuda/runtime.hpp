@@ -7,6 +7,8 @@
 #include <memory>
 #include <string>
 
+#include <helix/export.hpp>
+
 // The toolkit's own opaque types.
 struct CUstream_st;
 struct CUevent_st;
@@ -17,21 +19,21 @@ using StreamHandle = CUstream_st*;  ///< The toolkit's cudaStream_t.
 using EventHandle = CUevent_st*;    ///< The toolkit's cudaEvent_t.
 
 /// Number of GPUs that this process may use; 0 without a GPU or a driver, never an error.
-int device_count();
+HELIX_API int device_count();
 
 /// Why device_count() is 0, as the driver says it; empty if it is not 0.
-std::string no_device_reason();
+HELIX_API std::string no_device_reason();
 
 /// Throws Error(unsupported) with the reason unless `device` exists; otherwise makes it the calling thread's.
-void use_device(int device);
+HELIX_API void use_device(int device);
 
 /// Throws Error for a CUDA status other than success (as int, so that no header is needed): capacity for
 /// memory, unsupported for a missing device, internal for the rest, naming the call, where, the device and
 /// the driver's words. Clears the thread's last error. HELIX_CUDA_CHECK fills the arguments in.
-void throw_on_error(int status, const char* call, const char* file, int line);
+HELIX_API void throw_on_error(int status, const char* call, const char* file, int line);
 
 /// An in-order queue of one device. A handle: copies name the same queue, which lives as long as one of them.
-class Stream {
+class HELIX_API Stream {
  public:
   /// A handle to no queue, only to assign to.
   Stream() = default;
@@ -49,7 +51,7 @@ class Stream {
 };
 
 /// A point in a stream that others wait for. Moves, does not copy.
-class Event {
+class HELIX_API Event {
  public:
   /// No event, only to assign to.
   Event() = default;
@@ -67,13 +69,13 @@ class Event {
 };
 
 /// Puts the event behind what is queued on `stream`.
-void record(const Event& event, Stream stream);
+HELIX_API void record(const Event& event, Stream stream);
 
 /// The host waits for all that is queued on `stream`.
-void synchronize(Stream stream);
+HELIX_API void synchronize(Stream stream);
 
 /// Milliseconds between two events made with timing, both of which have happened.
-float elapsed_ms(const Event& start, const Event& stop);
+HELIX_API float elapsed_ms(const Event& start, const Event& stop);
 
 /// An engine's device memory, for all that Operators allocate. Both functions are given, or neither: CUDA's
 /// own then. Copies may outlive the Operators, as buffers free with them.
@@ -88,7 +90,7 @@ struct Allocator {
 };
 
 /// Memory of one device. Moves, does not copy.
-class Buffer {
+class HELIX_API Buffer {
  public:
   /// No memory.
   Buffer() = default;
@@ -113,7 +115,7 @@ class Buffer {
 };
 
 /// Zeroed host memory that a device reads and writes at the same address. Moves, does not copy.
-class PinnedBuffer {
+class HELIX_API PinnedBuffer {
  public:
   /// No memory.
   PinnedBuffer() = default;
