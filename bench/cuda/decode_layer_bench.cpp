@@ -293,14 +293,14 @@ class DecodeRank {
 /// How exchanges overlap attention.
 struct Overlap {
   int slices = 1;            ///< 1: not at all; 0: chosen
-  int attention_blocks = 0;  ///< at most; 0: all that fit
+  int attention_blocks = 0;  ///< Blocks at most; 0: all that fit.
 };
 
 /// What a step takes of a rank's thread, from the end of its wait for the step before.
 struct HostTimes {
   double step_us = 0.0;    ///< one token more a sequence, and the launch
   double growth_us = 0.0;  ///< a step for which a sequence gets a page
-  double launch_us = 0.0;  ///< of that the launch
+  double launch_us = 0.0;  ///< The launch's part of that.
   double bare_us = 0.0;  ///< a copy of 256 bytes and the launch of a graph of one kernel: CUDA's part of that
   double wall_us = 0.0;  ///< until the thread knows that the step has ended
 };
@@ -350,7 +350,7 @@ HostTimes measure_host(Rank& rank, DecodeRank& decode, const cuda::Graph& graph)
 struct StepTimes {
   double step_us = 0.0;
   HostTimes host;
-  double read_us = 0.0;  ///< of a layer
+  double read_us = 0.0;  ///< Cold reads of a layer's bytes.
   double all_reduce_us = 0.0;
   double exchange_us = 0.0;
   std::size_t nodes = 0;

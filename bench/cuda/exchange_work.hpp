@@ -18,7 +18,7 @@ namespace helix::bench {
 
 struct ExchangeShape {
   std::int64_t tokens;
-  std::int64_t heads;  ///< that a rank attends with
+  std::int64_t heads;  ///< Heads that a rank attends with.
   std::int64_t dim;
 
   /// Outputs and log-sum-exps of a rank, its own slice included.

@@ -29,9 +29,9 @@ struct Case {
   std::int64_t query_heads;
   std::int64_t kv_heads;
   std::int64_t batch;
-  std::int64_t tokens;  ///< of each sequence; ragged: at most
+  std::int64_t tokens;  ///< Length of each sequence; ragged: at most.
   std::int64_t page_tokens;
-  std::int64_t queries;  ///< tokens a sequence
+  std::int64_t queries;  ///< Query tokens a sequence.
   bool is_ragged;
   Layout layout = Layout::head_major;
 

@@ -13,8 +13,8 @@ namespace helix::cuda {
 
 struct AttentionParams;
 
-inline constexpr int kBlocksPerSm =
-    2;  ///< Blocks an SM holds at most: one streams on while the other ends a row block.
+/// Blocks that an SM holds at most: one streams on while the other ends a row block.
+inline constexpr int kBlocksPerSm = 2;
 
 /// What a call of partial_attention asks of a kernel.
 struct AttentionCall {
@@ -22,7 +22,7 @@ struct AttentionCall {
   const KvView& kv;
   std::int64_t most_rows = 0;   ///< Query rows of a KV head (query tokens * group) in the longest sequence.
   std::size_t q_alignment = 0;  ///< Bytes, a power of two up to 16, that divide the address of each row of q.
-  std::size_t kv_alignment = 0;  ///< The same of every row of the cache.
+  std::size_t kv_alignment = 0;  ///< Bytes that likewise divide the address of each row of the cache.
   bool is_hopper = false;        ///< Whether code for compute capability 9.0 runs.
 };
 
@@ -35,7 +35,6 @@ struct AttentionGrid {
 
 /// One kernel as the table sees it.
 struct AttentionKernel {
-  const char* name;
   bool (*fits)(const AttentionCall& call);
   /// Query rows of a row block at most, for rows of these sizes: what AttentionParams::rows may be.
   int (*rows)(std::int64_t head_dim, std::int64_t value_dim);
@@ -48,7 +47,8 @@ struct AttentionKernel {
 /// 256, rows aligned to 16 bytes. Pages hold the rows of a head one after another (Helix's own format): one
 /// copy a page.
 extern const AttentionKernel kTensorPages;
-/// Likewise for rows of any strides: vLLM's and FlashInfer's token-major pages, pools of page size 1.
+/// Tensor cores as kTensorPages, for rows of any strides: vLLM's and FlashInfer's token-major pages, pools of
+/// page size 1.
 extern const AttentionKernel kTensorRows;
 /// Any sizes up to 1024, types, strides and devices, in plain f32.
 extern const AttentionKernel kPortable;

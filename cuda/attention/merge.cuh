@@ -25,7 +25,7 @@ struct BlockResult {
   int stride;
   const float* max;  ///< [parts, rows]
   const float* sum;  ///< [parts, rows]
-  int rows;          ///< of max and sum
+  int rows;          ///< Rows of max and sum.
 };
 
 /// One row of it, its parts brought to one max; all lanes alike.
@@ -64,7 +64,7 @@ struct ResultRow {
   }
 };
 
-inline constexpr int kLaneColumns = 4;  ///< that a lane takes at a time
+inline constexpr int kLaneColumns = 4;  ///< Columns that a lane takes at a time.
 
 /// Writes one row of out, and lse; by a warp whose lanes call write() for all columns.
 struct RowWriter {

@@ -15,13 +15,13 @@
 
 namespace helix::cuda {
 
-inline constexpr int kMaxRowBlocks = 256;  ///< of one launch
-inline constexpr int kMaxSequences = 256;  ///< of one launch
+inline constexpr int kMaxRowBlocks = 256;  ///< Row blocks of one launch.
+inline constexpr int kMaxSequences = 256;  ///< Sequences of one launch.
 inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 
 struct AttentionParams {
-  DType dtype = DType::f32;  ///< of q and out
+  DType dtype = DType::f32;  ///< Type of q and out.
   const void* q = nullptr;   ///< [tokens, heads, D]
   std::int64_t q_token_stride = 0;
   std::int64_t q_head_stride = 0;
@@ -32,17 +32,17 @@ struct AttentionParams {
   std::int64_t lse_token_stride = 0;
   std::int64_t lse_head_stride = 0;
   bool is_out_aligned = false;  ///< four columns of out can be stored at once
-  int first_out_token = 0;      ///< token of the step at row 0 of out and lse
-  StampArgs headers{};          ///< of the messages that these lie in
+  int first_out_token = 0;      ///< Token of the step at row 0 of out and lse.
+  StampArgs headers{};          ///< Headers of the messages that out and lse lie in.
 
   const std::int64_t* positions = nullptr;
   const std::int32_t* slots = nullptr;
   int num_sequences = 0;
-  int first_token = 0;  ///< of the step: the first of the first sequence
+  int first_token = 0;  ///< Token of the step: the first of the first sequence.
   int num_tokens = 0;
-  int first_row_block = 0;  ///< of the first sequence's
+  int first_row_block = 0;  ///< Row block of the first sequence that the launch begins with.
   int num_row_blocks = 0;
-  bool is_one_row_block_each = false;  ///< of the sequences
+  bool is_one_row_block_each = false;  ///< Whether each sequence is one row block.
 
   PagedRows k;  ///< Key rows; latent: their first key_columns columns.
   PagedRows v;  ///< Value rows; latent: the same as k.
@@ -57,7 +57,7 @@ struct AttentionParams {
   Divisor group;  ///< query heads a KV head
   int head_dim = 0;
   int value_dim = 0;
-  Divisor rows;  ///< of a row block, at most
+  Divisor rows;  ///< Query rows of a row block, at most.
   float scale = 0.0f;
   float soft_cap = 0.0f;
   std::int64_t window = 0;
@@ -70,7 +70,7 @@ struct AttentionParams {
   PagedRows rope;       ///< Latent only: key columns from key_columns on.
   int key_columns = 0;  ///< Columns of a key that lie in k.
 
-  std::int32_t query_offsets[kMaxSequences + 1];  ///< by value: a trip to memory less
+  std::int32_t query_offsets[kMaxSequences + 1];  ///< Copies by value: a trip to memory less.
 };
 
 /// Brings the arguments into the constant cache, all at once: one by one they would cost a trip to memory
@@ -89,8 +89,8 @@ __device__ inline TokenRange visible(const AttentionParams& p, std::int64_t posi
 
 /// Up to AttentionParams::rows query rows of one sequence: query tokens times the heads of a KV head's group.
 struct RowBlock {
-  int first_token;  ///< of the sequence, in the step
-  int first_row;    ///< row / group is the token after first_token
+  int first_token;  ///< Token of the step: the first of the sequence.
+  int first_row;    ///< Row of the sequence; row / group is the token after first_token.
   int num_rows;
 
   __device__ int token(const AttentionParams& p, int row) const {

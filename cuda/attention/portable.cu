@@ -266,7 +266,6 @@ void launch(const AttentionParams& p, const AttentionGrid& grid) {
 }  // namespace
 
 const AttentionKernel kPortable{
-    .name = "portable",
     .fits = [](const AttentionCall&) { return true; },
     .rows = [](std::int64_t head_dim,
                std::int64_t value_dim) { return rows_of(per_lane(head_dim, value_dim)); },

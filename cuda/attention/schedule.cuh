@@ -18,24 +18,24 @@
 
 namespace helix::cuda {
 
-inline constexpr int kEndTiles = 8;       ///< that are read in the time in which a row block ends
-inline constexpr int kMergeBatch = 16;    ///< blocks whose results are merged in one trip to memory
-inline constexpr int kShortRunTiles = 4;  ///< at least, of each of up to kMergeBatch blocks
-inline constexpr int kRunTiles = 8;       ///< at least, of each of more
+inline constexpr int kEndTiles = 8;       ///< Tiles read in the time in which a row block ends.
+inline constexpr int kMergeBatch = 16;    ///< Blocks whose results are merged in one trip to memory.
+inline constexpr int kShortRunTiles = 4;  ///< Tiles that each of up to kMergeBatch blocks gets at least.
+inline constexpr int kRunTiles = 8;       ///< Tiles that each of more blocks gets at least.
 
 /// The schedule, in shared memory, for tiles of kTokens tokens. `u` is a row block of the launch.
 template <int kTokens>
 struct AttentionPlan {
   static constexpr int kTileTokens = kTokens;
 
-  int row_block_begin[kMaxSequences + 1];  ///< of each sequence
-  int tile_begin[kMaxRowBlocks + 1];       ///< tiles of one KV head before each row block
-  int share_begin[kMaxRowBlocks + 1];      ///< blocks of one KV head before each row block, if has_shares
+  int row_block_begin[kMaxSequences + 1];  ///< First row block of each sequence.
+  int tile_begin[kMaxRowBlocks + 1];       ///< Tiles of one KV head before each row block.
+  int share_begin[kMaxRowBlocks + 1];      ///< Blocks of one KV head before each row block, if has_shares.
   RowBlock rows[kMaxRowBlocks];
-  std::int64_t first_page[kMaxRowBlocks];  ///< place in the page lists of the sequence's first page
-  int begin_token[kMaxRowBlocks];          ///< local token where the row block's keys begin
-  int end_token[kMaxRowBlocks];            ///< and where they end
-  bool has_shares;                         ///< no block works on two row blocks
+  std::int64_t first_page[kMaxRowBlocks];  ///< Place in the page lists of the sequence's first page.
+  int begin_token[kMaxRowBlocks];          ///< Local token where the row block's keys begin.
+  int end_token[kMaxRowBlocks];            ///< Local token where the row block's keys end.
+  bool has_shares;                         ///< Whether no block works on two row blocks.
 
   /// First token of the first tile; tiles lie at multiples of kTileTokens.
   __device__ int first_token_of_tiles(int u) const { return begin_token[u] / kTileTokens * kTileTokens; }
@@ -269,8 +269,8 @@ __device__ inline void make_plan(const AttentionParams& p, Plan& plan) {
 struct TileCursor {
   int row_block;
   int head;
-  int tile;   ///< of the row block and head
-  int tiles;  ///< that these have
+  int tile;   ///< Tile of the row block and head.
+  int tiles;  ///< Tiles that the row block and head have.
 
   /// `count` tiles on. At the end of the list it stays past the last row block.
   template <class Plan>

@@ -13,7 +13,6 @@ bool has_hopper_code() {
 
 // K and V at the same places of their pools; a page of one token is a run of one row.
 const AttentionKernel kTensorPages{
-    .name = "tensor_pages",
     .fits =
         [](const AttentionCall& call) {
           const KvFormat& format = call.kv.format;

@@ -4,8 +4,7 @@
 
 namespace helix::cuda {
 
-const AttentionKernel kTensorRows{.name = "tensor_rows",
-                                  .fits = fits_tensor,
+const AttentionKernel kTensorRows{.fits = fits_tensor,
                                   .rows = tensor_rows,
                                   .has_fixed_rows = false,
                                   .launch = TensorLaunch<ChunkCopies>::run};
