@@ -315,8 +315,8 @@ void bench_append_kv(benchmark::State& state, std::int64_t batch) {
   const cuda::Buffer positions_at = on_device(operators, positions);
 
   AppendKvArgs<bf16> args;
-  args.kv = KvView::of_pool(pool.data(), KvFormat::head_major(DType::bf16, kHeads, kDim, kDim, kPageTokens),
-                            pages);
+  args.kv =
+      KvView::of_pool(pool.data(), KvFormat::head_major(DType::bf16, kHeads, kDim, kDim, kPageTokens), pages);
   args.kv.max_pages = kMaxPages;
   args.kv.page_table = reinterpret_cast<const std::int32_t*>(table_at.data());
   measure(

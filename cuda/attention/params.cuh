@@ -9,7 +9,9 @@
 
 #include "cuda/exchange/header.cuh"
 #include "cuda/kv_cache/paged_rows.cuh"
-#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/divisor.cuh"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 
@@ -98,13 +100,6 @@ struct RowBlock {
     return head * p.group + (first_row + row) % p.group;
   }
 };
-
-/// Element `i` of q or out at `data`.
-__device__ inline float load_element(const void* data, DType dtype, std::int64_t i) {
-  if (dtype == DType::f32) return static_cast<const float*>(data)[i];
-  if (dtype == DType::bf16) return to_float(static_cast<const bf16*>(data)[i]);
-  return to_float(static_cast<const f16*>(data)[i]);
-}
 
 /// The columns of a partial row in the workspace: whole float4.
 HELIX_HOST_DEVICE constexpr std::int64_t partial_stride(std::int64_t value_dim) {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
-#include <memory>
 #include <span>
 
 #include <helix/cuda/backend.hpp>
@@ -12,19 +11,14 @@
 
 #include "cuda/attention/kernel.hpp"
 #include "cuda/attention/params.cuh"
+#include "cuda/runtime/divisor.cuh"
+#include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
 #include "cuda/runtime/rows.cuh"
+#include "cuda/runtime/workspace.hpp"
 
 namespace helix::cuda {
 namespace {
-
-/// From the first byte of `memory` that is aligned as WorkspaceArena's pieces are.
-std::span<std::byte> aligned(std::span<std::byte> memory) {
-  void* base = memory.data();
-  std::size_t space = memory.size();
-  base = std::align(WorkspaceArena::kAlignment, 1, base, space);
-  return {static_cast<std::byte*>(base), space};
-}
 
 /// Partial results: two row blocks a block of the grid, with their max and sum.
 struct Partials {
@@ -169,7 +163,7 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   const int blocks =
       state_->attention_blocks > 0 ? std::min(all_blocks, state_->attention_blocks) : all_blocks;
 
-  WorkspaceArena arena(aligned(args.workspace));
+  WorkspaceArena arena(aligned_part(args.workspace));
   const Partials partials(arena, all_blocks, p.rows, p.value_dim);
   p.partial_out = reinterpret_cast<float*>(partials.out.data());
   p.partial_max = reinterpret_cast<float*>(partials.max.data());

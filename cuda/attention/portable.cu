@@ -7,6 +7,10 @@
 
 #include "cuda/attention/kernel.hpp"
 #include "cuda/attention/merge.cuh"
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/math.cuh"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 namespace {

@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "cuda/attention/params.cuh"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 

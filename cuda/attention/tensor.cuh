@@ -17,6 +17,10 @@
 #include "cuda/attention/kernel.hpp"
 #include "cuda/attention/merge.cuh"
 #include "cuda/attention/tensor_copies.cuh"
+#include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/math.cuh"
+#include "cuda/runtime/ptx.cuh"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 

@@ -9,6 +9,7 @@
 
 #include "cuda/attention/schedule.cuh"
 #include "cuda/runtime/ptx.cuh"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 

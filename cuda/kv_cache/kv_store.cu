@@ -7,8 +7,10 @@
 #include <helix/cuda/backend.hpp>
 
 #include "cuda/kv_cache/paged_rows.cuh"
+#include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
 #include "cuda/runtime/rows.cuh"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 namespace {

@@ -9,8 +9,10 @@
 #include <memory>
 #include <mutex>
 #include <type_traits>
+#include <utility>
 
 #include <cublasLt.h>
+#include <cuda_runtime_api.h>
 
 #include <helix/error.hpp>
 
@@ -132,13 +134,12 @@ MatmulPlan make_plan(cublasLtHandle_t library, const MatmulShape& shape) {
 
 class MatmulLibrary {
  public:
-  MatmulLibrary() {
+  explicit MatmulLibrary(std::shared_ptr<const Allocator> allocator) : allocator_(std::move(allocator)) {
     cublasLtHandle_t handle = nullptr;
     const cublasStatus_t status = cublasLtCreate(&handle);
     HELIX_EXPECTS(status == CUBLAS_STATUS_SUCCESS, ErrorCode::internal, "cublasLtCreate failed with ",
                   cublasLtGetStatusString(status), "; is libcublasLt of the toolkit that built this there?");
     handle_.reset(handle);
-    for (Slot& slot : slots_) slot.workspace = Buffer(kWorkspaceBytes);
   }
 
   void multiply(MatmulShape shape, const void* in, const void* weight, const void* bias, void* out,
@@ -169,18 +170,26 @@ class MatmulLibrary {
     Buffer workspace;
   };
 
-  /// The stream's own, so that streams do not write the same one side by side; nullptr for a third stream.
+  /// The stream's own, so that streams do not write the same one side by side; nullptr for a third stream,
+  /// and where a capture forbids to allocate one.
   std::byte* workspace_of(StreamHandle stream) {
     for (Slot& slot : slots_) {
       if (slot.is_taken && slot.stream != stream) continue;
-      slot.is_taken = true;
-      slot.stream = stream;
+      if (!slot.is_taken) {
+        cudaStreamCaptureStatus capture{};
+        HELIX_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
+        if (capture != cudaStreamCaptureStatusNone) return nullptr;
+        slot.workspace = Buffer(kWorkspaceBytes, allocator_);
+        slot.is_taken = true;
+        slot.stream = stream;
+      }
       return slot.workspace.data();
     }
     return nullptr;
   }
 
   std::mutex mutex_;
+  std::shared_ptr<const Allocator> allocator_;
   LibraryHandle handle_;
   std::array<Slot, 2> slots_;
   std::map<MatmulShape, MatmulPlan> plans_;
@@ -190,8 +199,9 @@ void MatmulLibraryDelete::operator()(MatmulLibrary* library) const noexcept {
   delete library;
 }
 
-std::unique_ptr<MatmulLibrary, MatmulLibraryDelete> make_matmul_library() {
-  return std::unique_ptr<MatmulLibrary, MatmulLibraryDelete>(new MatmulLibrary);
+std::unique_ptr<MatmulLibrary, MatmulLibraryDelete> make_matmul_library(
+    std::shared_ptr<const Allocator> allocator) {
+  return std::unique_ptr<MatmulLibrary, MatmulLibraryDelete>(new MatmulLibrary(std::move(allocator)));
 }
 
 void library_matmul(MatmulLibrary& library, DType dtype, const void* in, std::int64_t in_stride,

@@ -6,8 +6,10 @@
 #include <helix/cuda/backend.hpp>
 #include <helix/error.hpp>
 
-#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/math.cuh"
 #include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 namespace {

@@ -6,7 +6,10 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/runtime/device.cuh"
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <helix/dtype.hpp>
 
 namespace helix::cuda {
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backend contract over cuda::Backend with f32 activations: the same cases as on the CPU.
 #include <helix/contract/backend.hpp>
-
 #include <helix/cuda/backend.hpp>
 
 #include "cuda/gpu.hpp"
