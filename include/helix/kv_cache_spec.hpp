@@ -2,6 +2,7 @@
 // KvCacheSpec: the sizes of a sharded KV cache, and what they must keep.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <string_view>
@@ -102,6 +103,14 @@ void check_kv_rows(std::string_view operation, const KvFormat& format, TensorVie
     HELIX_EXPECTS(v.size() == 0, ErrorCode::invalid_argument, operation,
                   ": v must be empty for MLA, whose V is part of the K row; it has ", v.extent(0), " rows");
   }
+}
+
+/// count * bytes, which fits into the address space.
+inline std::size_t bytes_of(const KvCacheSpec& spec, std::size_t count, std::size_t bytes) {
+  HELIX_EXPECTS(bytes == 0 || count <= std::numeric_limits<std::ptrdiff_t>::max() / bytes,
+                ErrorCode::capacity, "the KV cache of ", spec.pages, " pages in ", spec.layers,
+                " layers exceeds the address space");
+  return count * bytes;
 }
 
 }  // namespace detail

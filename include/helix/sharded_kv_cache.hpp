@@ -64,10 +64,11 @@ class ShardedKVCache {
     view_.layout = ledger_.spec().layout;
     view_.kvp_rank = ledger_.kvp_rank();
 
-    page_bytes_ = bytes_of(spec, static_cast<std::size_t>(format.page_elements()), size_bytes(spec.format));
-    layer_bytes_ = bytes_of(spec, static_cast<std::size_t>(spec.pages), page_bytes_);
+    page_bytes_ =
+        detail::bytes_of(spec, static_cast<std::size_t>(format.page_elements()), size_bytes(spec.format));
+    layer_bytes_ = detail::bytes_of(spec, static_cast<std::size_t>(spec.pages), page_bytes_);
     layer_bytes_ = round_up(layer_bytes_, kAlignment);
-    pages_ = backend.allocate(bytes_of(spec, static_cast<std::size_t>(spec.layers), layer_bytes_));
+    pages_ = backend.allocate(detail::bytes_of(spec, static_cast<std::size_t>(spec.layers), layer_bytes_));
     view_.page_table = page_table_.data();
 
     k_scales_ = upload_scales(spec.k_scales, heads, shape.num_kv_heads);
@@ -212,13 +213,6 @@ class ShardedKVCache {
                   comms.kvp->size(), " but the topology places stage_rank ", comms.stage->rank(),
                   " at kvp_rank ", kvp_rank, " of ", topology.kvp());
     return comms.stage->rank();
-  }
-
-  static std::size_t bytes_of(const KvCacheSpec& spec, std::size_t count, std::size_t bytes) {
-    HELIX_EXPECTS(bytes == 0 || count <= std::numeric_limits<std::ptrdiff_t>::max() / bytes,
-                  ErrorCode::capacity, "the KV cache of ", spec.pages, " pages in ", spec.layers,
-                  " layers exceeds the address space");
-    return count * bytes;
   }
 
   typename B::Buffer upload_scales(const std::vector<float>& scales, Range heads, std::int64_t num_kv_heads) {
