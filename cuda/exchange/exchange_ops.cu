@@ -2,8 +2,10 @@
 // cuda::Operators: packing, checking and combining partial attention between KVP ranks.
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include <helix/cuda/backend.hpp>
+#include <helix/error.hpp>
 
 #include "cuda/exchange/header.cuh"
 #include "cuda/runtime/convert.cuh"
@@ -141,13 +143,15 @@ struct CombineRows {
   LseConvention convention;  // of partial_lse
 
   /// Natural log-sum-exp of `rank` in the row whose lse begins at `row`.
+  template <bool kConverts>
   __device__ __forceinline__ float lse_of(const float* row, int rank) const {
-    return to_natural(row[rank * partial_lse_strides[0]], convention);
+    const float lse = row[rank * partial_lse_strides[0]];
+    return kConverts ? to_natural(lse, convention) : lse;
   }
 };
 
 /// Partials of ranks [begin, begin + kRanks) of one row, all asked for at once.
-template <class T, int kCount, int kRanks>
+template <class T, int kCount, int kRanks, bool kConverts>
 struct PartialColumns {
   float lse[kRanks];
   Vector<T, kCount> out[kRanks];
@@ -159,7 +163,7 @@ struct PartialColumns {
       const int rank = begin + r;
       lse[r] = -kInfinity;
       if (rank < rows.ranks) {
-        lse[r] = rows.lse_of(from_lse, rank);
+        lse[r] = rows.template lse_of<kConverts>(from_lse, rank);
         out[r] = *reinterpret_cast<const Vector<T, kCount>*>(from_out + rank * rows.partial_strides[0]);
       }
     }
@@ -174,8 +178,9 @@ __device__ __forceinline__ float larger_lse(float max, float lse) {
 /// `share.threads` threads a row (token, head); each has kCount columns and computes the weights itself,
 /// which costs less than sharing them. Ranks in increasing order (invariant 7). Reads tokens * heads * ranks
 /// * (Dv * sizeof(T) + 4) bytes; bound by latency at decode sizes: up to kRanks ranks take one trip to
-/// memory. With kChecks the last block compares the messages' headers.
-template <class T, int kCount, int kRanks, bool kChecks>
+/// memory. With kChecks the last block compares the messages' headers. Conversion from a foreign convention
+/// is a kernel of its own (kConverts): a branch between the loads cost the natural one 5 to 19 %.
+template <class T, int kCount, int kRanks, bool kChecks, bool kConverts>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ CombineRows<T> rows, RowShare share, Check check) {
   wait_for_previous();
@@ -194,12 +199,13 @@ __global__ void __launch_bounds__(kThreads)
   float max = sink;
   float sum = 0.0f;
   for (int i = share.thread() * kCount; i < rows.dim; i += share.threads * kCount) {
-    PartialColumns<T, kCount, kRanks> partials;
+    PartialColumns<T, kCount, kRanks, kConverts> partials;
     partials.load(rows, partial_lse, partial_out + i, 0);
     max = sink;
 #pragma unroll
     for (int r = 0; r < kRanks; ++r) max = larger_lse(max, partials.lse[r]);
-    for (int rank = kRanks; rank < rows.ranks; ++rank) max = larger_lse(max, rows.lse_of(partial_lse, rank));
+    for (int rank = kRanks; rank < rows.ranks; ++rank)
+      max = larger_lse(max, rows.template lse_of<kConverts>(partial_lse, rank));
     const bool is_empty = max == -kInfinity;
     float mixed[kCount] = {};
     sum = is_empty ? 0.0f : expf(sink - max);
@@ -317,12 +323,23 @@ void launch_combine(const LseCombineArgs<T>& args, const Check& check, bool is_h
       launch_early(kernel, blocks + (checks ? 1 : 0), kThreads, 0, stream.handle(), is_hopper, rows, share,
                    check);
     };
+    // Messages are natural, so what is checked is never converted.
+    const auto launch_ranks = [&](auto ranks) {
+      constexpr int kRanks = decltype(ranks)::value;
+      if (checks) {
+        launch(combine_kernel<T, kCount, kRanks, true, false>);
+      } else if (args.convention == LseConvention::natural) {
+        launch(combine_kernel<T, kCount, kRanks, false, false>);
+      } else {
+        launch(combine_kernel<T, kCount, kRanks, false, true>);
+      }
+    };
     // Many rows are bound by bandwidth: fewer registers, more of them in flight.
     constexpr std::int64_t kManyRows = 8192;
     if (rows.ranks <= 4 || rows.tokens * rows.heads >= kManyRows) {
-      launch(checks ? combine_kernel<T, kCount, 4, true> : combine_kernel<T, kCount, 4, false>);
+      launch_ranks(std::integral_constant<int, 4>{});
     } else {
-      launch(checks ? combine_kernel<T, kCount, 8, true> : combine_kernel<T, kCount, 8, false>);
+      launch_ranks(std::integral_constant<int, 8>{});
     }
   });
 }
@@ -340,6 +357,8 @@ template <class T>
 void Operators<T>::combine_exchange(const CheckExchangeArgs& check, const LseCombineArgs<T>& combine,
                                     Stream stream) const {
   if (combine.out.size() == 0) return check_exchange(check, stream);
+  HELIX_EXPECTS(combine.convention == LseConvention::natural, ErrorCode::invalid_argument,
+                "combine_exchange: messages hold natural log-sum-exps; pack_partial converts others");
   const DeviceScope scope(state_->device);
   launch_combine(combine,
                  {check, state_->failure_record(), reinterpret_cast<unsigned*>(state_->failure_claim.data())},
