@@ -11,10 +11,10 @@
 
 #include <helix/topology.hpp>
 
-#include "checkpoint.hpp"
-#include "generation.hpp"
-#include "launch.hpp"
-#include "model_config.hpp"
+#include "checkpoint/checkpoint.hpp"
+#include "cli/launch.hpp"
+#include "generate/generation.hpp"
+#include "model/parse_config.hpp"
 
 namespace helix::test {
 
