@@ -36,11 +36,30 @@ else()
   message(STATUS "helix: CUDA ${HELIX_HAS_CUDA} (HELIX_CUDA=${HELIX_CUDA})")
 endif()
 
+# helix_check_cuda_architectures(ARCHITECTURES...): the kernels need compute capability 8.0.
+function(helix_check_cuda_architectures)
+  set(advice "set HELIX_CUDA_ARCHITECTURES, for helix alone, or CMAKE_CUDA_ARCHITECTURES, e.g. to \"80-virtual;90a-real\"")
+  foreach(architecture IN LISTS ARGN)
+    if(architecture MATCHES "^all")
+      message(FATAL_ERROR "helix: CUDA architecture \"${architecture}\" takes in some below compute capability 8.0, which helix does "
+                          "not support; ${advice}")
+    elseif(architecture MATCHES "^([0-9]+)" AND CMAKE_MATCH_1 LESS 80)
+      message(FATAL_ERROR "helix: CUDA architecture \"${architecture}\" is below compute capability 8.0, which helix needs; "
+                          "${advice}")
+    endif()
+  endforeach()
+endfunction()
+
 if(HELIX_HAS_CUDA)
-  # Hopper's own code, and PTX that newer and older GPUs from compute capability 8.0 on compile when they load it.
-  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES "80-virtual;90a-real" CACHE STRING "GPUs to compile for")
+  # Plain variables of this directory: a project that helix is part of keeps its own. Unset, CMake would write its default into
+  # the cache as the language is enabled.
+  if(HELIX_CUDA_ARCHITECTURES)
+    set(CMAKE_CUDA_ARCHITECTURES "${HELIX_CUDA_ARCHITECTURES}")
+  elseif(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+    # Hopper's own code, and PTX that newer and older GPUs from compute capability 8.0 on compile when they load it.
+    set(CMAKE_CUDA_ARCHITECTURES "80-virtual;90a-real")
   endif()
+  helix_check_cuda_architectures(${CMAKE_CUDA_ARCHITECTURES})
   # A static runtime needs no CUDA at run time: a machine without a driver uses the CPU.
   set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
   enable_language(CUDA)

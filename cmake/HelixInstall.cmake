@@ -1,25 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-# Installs the libraries, their headers and the package that find_package(helix) reads.
+# Installs the libraries, their headers, the package that find_package(helix) reads, and the files that pkg-config reads.
 include(CMakePackageConfigHelpers)
 
 set(HELIX_CMAKE_DIR "${CMAKE_INSTALL_LIBDIR}/cmake/helix")
 
-# helix_install(EXPORT TARGETS...): an export of its own, since a consumer who does not ask for a component needs nothing of it.
-function(helix_install export)
-  install(TARGETS ${ARGN} EXPORT ${export} ARCHIVE COMPONENT helix LIBRARY COMPONENT helix FILE_SET HEADERS COMPONENT helix)
+# helix_install(COMPONENT TARGET): an export of its own, since a consumer who does not ask for a component needs nothing of it.
+function(helix_install component target)
+  set(export helix-${component}-targets)
+  install(TARGETS ${target} EXPORT ${export}
+          ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}" COMPONENT helix
+          LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}" COMPONENT helix
+          RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}" COMPONENT helix)
   install(EXPORT ${export} NAMESPACE helix:: DESTINATION "${HELIX_CMAKE_DIR}" COMPONENT helix)
+  get_target_property(headers ${target} HELIX_HEADERS)
+  foreach(header IN LISTS headers)
+    if(header)  # get_target_property says NOTFOUND of a target without headers
+      get_filename_component(folder "helix/${header}" DIRECTORY)
+      install(FILES "${PROJECT_SOURCE_DIR}/include/helix/${header}" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/${folder}"
+              COMPONENT helix)
+    endif()
+  endforeach()
 endfunction()
 
-helix_install(helix-targets helix helix_core helix_comm helix_cpu helix_plan)
-if(TARGET helix_mpi)
-  helix_install(helix-mpi-targets helix_mpi)
+helix_install(core helix_core)
+helix_install(comm helix_comm)
+helix_install(plan helix_plan)
+if(HELIX_HAS_CPU)
+  helix_install(cpu helix_cpu)
+  helix_install(helix helix)
 endif()
-if(TARGET helix_cuda)
-  helix_install(helix-cuda-targets helix_cuda)
+if(HELIX_HAS_MPI)
+  helix_install(mpi helix_mpi)
+endif()
+if(HELIX_HAS_CUDA)
+  helix_install(cuda helix_cuda)
   # NCCL has no package of its own, so how it is found is installed beside the export.
   install(FILES "${PROJECT_SOURCE_DIR}/cmake/FindNCCL.cmake" DESTINATION "${HELIX_CMAKE_DIR}" COMPONENT helix)
 endif()
 
+set(HELIX_IS_SHARED ${BUILD_SHARED_LIBS})
 configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/helix-config.cmake.in" "${PROJECT_BINARY_DIR}/helix-config.cmake"
                               INSTALL_DESTINATION "${HELIX_CMAKE_DIR}" NO_SET_AND_CHECK_MACRO)
 # Before 1.0 a minor version may break the interface.
@@ -27,3 +46,5 @@ write_basic_package_version_file("${PROJECT_BINARY_DIR}/helix-config-version.cma
 install(FILES "${PROJECT_BINARY_DIR}/helix-config.cmake" "${PROJECT_BINARY_DIR}/helix-config-version.cmake"
         DESTINATION "${HELIX_CMAKE_DIR}" COMPONENT helix)
 install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${CMAKE_INSTALL_DOCDIR}" COMPONENT helix)
+
+include(HelixPkgConfig)

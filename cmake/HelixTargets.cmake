@@ -1,30 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
 # What every library target of this project has in common.
 
+# helix_set_include_directory(TARGET SCOPE): include/ here, and where the headers are installed.
+function(helix_set_include_directory target scope)
+  target_include_directories(${target} ${scope} "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>")
+  if(HELIX_INSTALL)
+    target_include_directories(${target} ${scope} "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>")
+  endif()
+endfunction()
+
 # helix_add_library(NAME SOURCES...): the target helix_NAME, known as helix::NAME here and where it is installed. Static or shared as
 # BUILD_SHARED_LIBS says; nothing is visible but what HELIX_API marks.
 function(helix_add_library name)
   set(target helix_${name})
   add_library(${target} ${ARGN})
   add_library(helix::${name} ALIAS ${target})
+  helix_set_include_directory(${target} PUBLIC)
   target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/src")
   set_target_properties(${target} PROPERTIES
     EXPORT_NAME ${name}
     POSITION_INDEPENDENT_CODE ON
     CXX_VISIBILITY_PRESET hidden
     CUDA_VISIBILITY_PRESET hidden
+    INSTALL_RPATH "$<IF:$<PLATFORM_ID:Darwin>,@loader_path,$ORIGIN>"  # the libraries find each other wherever the package lies
     VERSION ${PROJECT_VERSION}
     SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})  # before 1.0 a minor version may break the interface
   helix_set_warnings(${target})
+  # Minutes of compilation that a project which adds helix pays for only if it links the target.
+  if(NOT PROJECT_IS_TOP_LEVEL AND NOT HELIX_INSTALL)
+    set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL ON)
+  endif()
 endfunction()
 
-# helix_add_headers(TARGET HEADERS...): public headers, named below include/helix/. packaging/installed_package fails if one is missing.
-function(helix_add_headers target)
-  list(TRANSFORM ARGN PREPEND "${PROJECT_SOURCE_DIR}/include/helix/" OUTPUT_VARIABLE headers)
+# helix_link_hidden(TARGET LIBRARIES...): links what no public header shows. A shared library has it inside, so that those who use
+# the installed one need not find it; a static library's users link it themselves.
+function(helix_link_hidden target)
   get_target_property(type ${target} TYPE)
-  set(scope PUBLIC)
-  if(type STREQUAL "INTERFACE_LIBRARY")
-    set(scope INTERFACE)
-  endif()
-  target_sources(${target} ${scope} FILE_SET HEADERS BASE_DIRS "${PROJECT_SOURCE_DIR}/include" FILES ${headers})
+  foreach(library IN LISTS ARGN)
+    if(type STREQUAL "SHARED_LIBRARY")
+      target_link_libraries(${target} PRIVATE "$<BUILD_INTERFACE:${library}>")
+    else()
+      target_link_libraries(${target} PRIVATE ${library})
+    endif()
+  endforeach()
+endfunction()
+
+# helix_add_headers(TARGET HEADERS...): public headers, named below include/helix/, which are installed with the target. No file set:
+# those came with CMake 3.23. packaging/installed_package fails if a header is in no list.
+function(helix_add_headers target)
+  set_property(TARGET ${target} APPEND PROPERTY HELIX_HEADERS ${ARGN})
 endfunction()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# The warnings that every target of this project is built with, as errors at top level; and the sanitizers, if any.
+# The warnings that every target of this project is built with, as errors where HELIX_WERROR is on; and the sanitizers, if any.
 function(helix_set_warnings target)
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic>)
   # No -Wpedantic: nvcc hands the host compiler line directives in GCC's style.
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra>)
-  if(PROJECT_IS_TOP_LEVEL)
+  if(HELIX_WERROR)
     target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Werror>
                                              $<$<COMPILE_LANGUAGE:CUDA>:-Werror=all-warnings>)
   endif()

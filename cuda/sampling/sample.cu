@@ -14,6 +14,9 @@
 #include <helix/error.hpp>
 #include <helix/philox.hpp>
 
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/math.cuh"
 #include "cuda/runtime/operators_state.hpp"
 #include "cuda/runtime/rows.cuh"
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include <helix/backend/exchange.hpp>
+#include <helix/integers.hpp>
 
 namespace helix {
 
@@ -43,9 +44,7 @@ struct ExchangeMessage {
         message_bytes(heads * head_bytes) {}
 
  private:
-  static constexpr std::int64_t padded(std::int64_t bytes) {
-    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-  }
+  static constexpr std::int64_t padded(std::int64_t bytes) { return round_up(bytes, kAlignment); }
 };
 
 /// Places of the slices' messages, of all peers, in a rank's memory. A place depends on the spec and on where
@@ -79,7 +78,7 @@ class ExchangeLayout {
   static constexpr std::int64_t kHeadExtra =  // header and padding of a head's block, at most
       static_cast<std::int64_t>(sizeof(ExchangeHeader)) + 2 * ExchangeMessage::kAlignment;
 
-  static constexpr std::int64_t rounded(std::int64_t bytes) { return (bytes + kPiece - 1) / kPiece * kPiece; }
+  static constexpr std::int64_t rounded(std::int64_t bytes) { return round_up(bytes, kPiece); }
 
   std::int64_t token_bytes_;
   std::int64_t slice_bytes_;

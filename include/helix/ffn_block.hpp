@@ -3,13 +3,13 @@
 // stage.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
 #include <variant>
 
 #include <helix/backend/layer.hpp>
+#include <helix/integers.hpp>
 #include <helix/layer_config.hpp>
 #include <helix/layer_weights.hpp>
 #include <helix/rank_shape.hpp>
@@ -30,7 +30,7 @@ struct FfnBuffers {
   /// Takes them from `arena`, or measures them.
   template <LayerBackend B>
   static FfnBuffers carve(B& backend, const RankShape& shape, std::int64_t tokens, WorkspaceArena& arena) {
-    const std::int64_t ffn = std::max(shape.ffn, shape.shared_ffn);
+    const std::int64_t ffn = larger(shape.ffn, shape.shared_ffn);
     FfnBuffers buffers;
     buffers.gate_up = arena.take<T, 2>({tokens, 2 * ffn});
     buffers.activated = arena.take<T, 2>({tokens, ffn});

@@ -5,6 +5,7 @@
 #include <helix/backend.hpp>
 #include <helix/batch_buffer.hpp>
 #include <helix/decode_layer.hpp>
+#include <helix/job_comms.hpp>
 #include <helix/lse_combine.hpp>
 #include <helix/page_ledger.hpp>
 #include <helix/sharded_kv_cache.hpp>

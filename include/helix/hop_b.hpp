@@ -2,13 +2,13 @@
 // HopB: the batch-wise overlap pipeline: the exchange of slice i runs beside the attention of slice i + 1.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include <helix/backend/queue.hpp>
 #include <helix/error.hpp>
 #include <helix/hop_b_model.hpp>
+#include <helix/integers.hpp>
 
 namespace helix {
 
@@ -41,8 +41,8 @@ class HopB {
   /// loss could be measured. An engine that knows its times asks best_hop_b_slices().
   int resolve_slices(int requested, std::int64_t num_sequences, int kvp, std::int64_t payload_bytes) const {
     if (requested == 0) requested = kvp == 1 ? 1 : choose_slices(num_sequences, payload_bytes);
-    return static_cast<int>(
-        std::clamp<std::int64_t>(std::min<std::int64_t>(requested, num_sequences), 1, max_slices()));
+    return static_cast<int>(larger<std::int64_t>(
+        1, smaller(smaller<std::int64_t>(requested, num_sequences), std::int64_t{max_slices()})));
   }
 
   /// Calls attend(i, stream) and exchange(i, other stream) for each slice in order. exchange(i) starts when
@@ -80,7 +80,7 @@ class HopB {
       const double transfer = B::kHopBCosts.us_per_mb * 1e-6 * static_cast<double>(payload_bytes);
       return best_hop_b_slices(max_slices(), num_sequences, transfer, transfer, B::kHopBCosts.hand_over_us);
     } else {
-      return static_cast<int>(std::min<std::int64_t>(num_sequences, 4));
+      return static_cast<int>(smaller<std::int64_t>(num_sequences, 4));
     }
   }
 

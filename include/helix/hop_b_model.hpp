@@ -3,8 +3,9 @@
 // share.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
+
+#include <helix/integers.hpp>
 
 namespace helix {
 
@@ -14,7 +15,7 @@ namespace helix {
 /// 17.2, one slice 25.6.
 constexpr double hop_b_time(int num_slices, double attention, double exchange) {
   const double n = num_slices;
-  return (attention + (n - 1) * std::max(attention, exchange) + exchange) / n;
+  return (attention + (n - 1) * larger(attention, exchange) + exchange) / n;
 }
 
 /// The number of slices in [1, max_slices] with the least hop_b_time() when each slice costs `hand_over` more

@@ -2,11 +2,11 @@
 // KvLayout: which KVP rank owns a token, and where it lies there (invariant 2).
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include <helix/error.hpp>
 #include <helix/host_device.hpp>
+#include <helix/integers.hpp>
 
 namespace helix {
 
@@ -110,7 +110,7 @@ class KvLayout {
     }
     while (position < span.end) {
       const std::int64_t chunk_end = position - position % chunk_ + chunk_;
-      const TokenRange run{position, std::min(chunk_end, span.end)};
+      const TokenRange run{position, smaller(chunk_end, span.end)};
       visit(run, local(position));
       position = chunk_end - chunk_ + period();
     }

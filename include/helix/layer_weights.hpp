@@ -44,8 +44,8 @@ struct DenseFfnWeights {
 struct MoeWeights {
   WeightView router;                   ///< [E, M], replicated
   const float* router_bias = nullptr;  ///< [E], selects only; or nullptr
-  std::vector<ExpertWeights> experts;  ///< of Topology::experts, in order
-  DenseFfnWeights shared{};            ///< empty views when the model has no shared expert
+  std::vector<ExpertWeights> experts;  ///< Weights of Topology::experts, in order.
+  DenseFfnWeights shared{};            ///< Empty views when the model has no shared expert
 };
 
 using AttentionWeights = std::variant<GqaWeights, MlaWeights>;

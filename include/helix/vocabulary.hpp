@@ -8,6 +8,7 @@
 
 #include <helix/backend/vocabulary.hpp>
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 #include <helix/topology.hpp>
 #include <helix/workspace.hpp>
 
@@ -36,7 +37,7 @@ void embed_tokens(B& backend, const Topology& topo, const std::int32_t* ids, con
 /// How the next token is drawn. Equal on all ranks.
 struct SamplingConfig {
   float temperature = 0.0f;  ///< 0: greedy
-  float top_p = 1.0f;        ///< in (0, 1]
+  float top_p = 1.0f;        ///< Probability of the nucleus, in (0, 1].
   std::uint64_t seed = 0;
 };
 
@@ -146,7 +147,7 @@ class VocabularyHead {
   static std::int64_t message_bytes(std::int64_t width, std::int64_t rows) {
     const auto bytes = static_cast<std::int64_t>(sizeof(ExchangeHeader)) +
                        rows * width * static_cast<std::int64_t>(sizeof(T));
-    return (bytes + 15) / 16 * 16;
+    return round_up(bytes, std::int64_t{16});
   }
 
   static Buffers carve(int ranks, std::int64_t width, std::int64_t hidden, std::int64_t rows,

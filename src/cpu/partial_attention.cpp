@@ -14,7 +14,8 @@
 #include <helix/cpu/backend.hpp>
 #include <helix/error.hpp>
 
-#include "cpu/attention_kernels.hpp"
+#include "cpu/attention/task.hpp"
+#include "cpu/kv_rows.hpp"
 
 namespace helix::cpu {
 namespace {
@@ -146,7 +147,6 @@ class PartialAttention {
     const Unit& unit = *(after - 1);
     const std::int64_t split = (index - unit.first_task) % unit.num_splits;
     const std::int64_t head = (index - unit.first_task) / unit.num_splits;
-    const KvView& kv = args_.kv;
 
     std::array<TokenRange, static_cast<std::size_t>(kTileTokens)> seen;
     const std::int64_t begin = unit.begin + split * unit.split_tokens;
@@ -156,11 +156,6 @@ class PartialAttention {
       seen[static_cast<std::size_t>(t)] = {std::max(begin, whole.begin), std::min(end, whole.end)};
     }
 
-    const KvFormat& format = kv.format;
-    const std::int64_t element_bytes = format.element_bytes();
-    const std::int64_t slot = args_.batch.sequence_slots[unit.sequence];
-    const float k_scale = kv.k_scale != nullptr ? kv.k_scale[head] : 1.0f;
-    const float v_scale = format.is_latent ? k_scale : (kv.v_scale != nullptr ? kv.v_scale[head] : 1.0f);
     AttentionTask task;
     task.q = args_.q.data() + unit.first_token * args_.q.stride(0) + head * group_ * args_.q.stride(1);
     task.q_token_stride = args_.q.stride(0);
@@ -168,39 +163,66 @@ class PartialAttention {
     task.num_tokens = unit.num_tokens;
     task.group = group_;
     task.visible = seen.data();
-    task.keys = static_cast<const std::byte*>(kv.k) + head * format.k.head * element_bytes;
-    task.values = format.is_latent
-                      ? task.keys
-                      : static_cast<const std::byte*>(kv.v) + head * format.v.head * element_bytes;
+    task.soft_cap = args_.soft_cap;
+    set_source(task, head, args_.batch.sequence_slots[unit.sequence]);
+    set_target(task, unit, split, head);
+    attend(task, scratch_ + thread * scratch_floats_);
+  }
+
+  StoredRows rows_of(const void* pool, const KvStrides& strides, std::int64_t head) const {
+    const std::int64_t element_bytes = args_.kv.format.element_bytes();
+    return {static_cast<const std::byte*>(pool) + head * strides.head * element_bytes,
+            strides.page * element_bytes, strides.token * element_bytes};
+  }
+
+  /// Whether the rope columns of every latent row follow its latent columns.
+  bool is_joined_latent() const {
+    const KvView& kv = args_.kv;
+    const KvFormat& format = kv.format;
+    if (format.rope_columns() == 0) return true;
+    return kv.rope == static_cast<const std::byte*>(kv.k) + format.value_dim * format.element_bytes() &&
+           format.rope.page == format.k.page && format.rope.token == format.k.token;
+  }
+
+  /// What the task reads of the cache.
+  void set_source(AttentionTask& task, std::int64_t head, std::int64_t slot) const {
+    const KvView& kv = args_.kv;
+    const KvFormat& format = kv.format;
+    task.keys = rows_of(kv.k, format.k, head);
+    task.values = format.is_latent ? task.keys : rows_of(kv.v, format.v, head);
+    if (format.is_latent && !is_joined_latent()) task.rope = rows_of(kv.rope, format.rope, head);
     task.dtype = format.dtype;
-    task.page_bytes = format.k.page * element_bytes;
     task.page_tokens = format.page_tokens;
-    task.row_bytes = format.k.token * element_bytes;
     task.page_table = kv.page_table + kv.first_page_of(slot);
     task.head_dim = format.head_dim;
     task.value_dim = format.value_dim;
+    const float k_scale = scale_of(kv.k_scale, head);
     task.key_scale = args_.scale * k_scale;
-    task.value_scale = v_scale;
-    task.soft_cap = args_.soft_cap;
+    task.value_scale = format.is_latent ? k_scale : scale_of(kv.v_scale, head);
+  }
+
+  /// Where the task writes: the sink, or the workspace if its unit is split.
+  void set_target(AttentionTask& task, const Unit& unit, std::int64_t split, std::int64_t head) const {
     if (unit.num_splits == 1) {
-      task.out = args_.sink.out.data() + out_row(unit.first_token) * args_.sink.out.stride(0) +
-                 head * group_ * args_.sink.out.stride(1);
-      task.out_token_stride = args_.sink.out.stride(0);
-      task.out_head_stride = args_.sink.out.stride(1);
-      task.lse = args_.sink.lse.data() + out_row(unit.first_token) * args_.sink.lse.stride(0) +
-                 head * group_ * args_.sink.lse.stride(1);
-      task.lse_token_stride = args_.sink.lse.stride(0);
-      task.lse_head_stride = args_.sink.lse.stride(1);
-    } else {
-      const std::int64_t row = (unit.first_partial + split * unit.num_tokens) * query_heads_ + head * group_;
-      task.out = partial_out_ + row * format.value_dim;
-      task.out_token_stride = query_heads_ * format.value_dim;
-      task.out_head_stride = format.value_dim;
-      task.lse = partial_lse_ + row;
-      task.lse_token_stride = query_heads_;
-      task.lse_head_stride = 1;
+      const auto& out = args_.sink.out;
+      const auto& lse = args_.sink.lse;
+      const std::int64_t token = out_row(unit.first_token);
+      task.out = out.data() + token * out.stride(0) + head * group_ * out.stride(1);
+      task.out_token_stride = out.stride(0);
+      task.out_head_stride = out.stride(1);
+      task.lse = lse.data() + token * lse.stride(0) + head * group_ * lse.stride(1);
+      task.lse_token_stride = lse.stride(0);
+      task.lse_head_stride = lse.stride(1);
+      return;
     }
-    attend(task, scratch_ + thread * scratch_floats_);
+    const std::int64_t value_dim = args_.kv.format.value_dim;
+    const std::int64_t row = (unit.first_partial + split * unit.num_tokens) * query_heads_ + head * group_;
+    task.out = partial_out_ + row * value_dim;
+    task.out_token_stride = query_heads_ * value_dim;
+    task.out_head_stride = value_dim;
+    task.lse = partial_lse_ + row;
+    task.lse_token_stride = query_heads_;
+    task.lse_head_stride = 1;
   }
 
   /// The splits of one query head, in order. A split that a token does not see has lse = -inf and weight 0.

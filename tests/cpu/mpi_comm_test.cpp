@@ -25,6 +25,7 @@ using helix::cpu::Stream;
 using helix::test::require;
 
 static_assert(helix::Communicator<MpiComm>);
+static_assert(helix::comm::CollectiveComm<MpiComm>);
 static_assert(helix::Backend<helix::cpu::Backend<MpiComm>>);
 
 namespace {

@@ -35,6 +35,7 @@ using helix::test::run_ranks;
 using helix::test::run_ranks_or_throw;
 
 static_assert(helix::Communicator<LocalComm>);
+static_assert(helix::comm::CollectiveComm<LocalComm>);
 
 namespace {
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Compiles a file that includes one public header and nothing else, with the strictest warnings and each compiler there is.
+# Compiles a file that includes one public header and nothing else, or the file SOURCE that uses them, with the strictest warnings
+# and each compiler there is: these flags are what a project that adds helix as a subdirectory may use itself.
 if(HEADER MATCHES "mpi" AND NOT HAS_MPI)
   message("SKIPPED: ${HEADER} needs MPI, which was not found")
   return()
@@ -9,10 +10,14 @@ if(NOT HEADER MATCHES "mpi")
   set(mpi_options "")
 endif()
 
-string(MAKE_C_IDENTIFIER "${HEADER}" name)
-set(source "${WORK_DIR}/${name}.cpp")
-# Twice: a header without an include guard does not survive it.
-file(WRITE "${source}" "#include <${HEADER}>\n#include <${HEADER}>\n")
+if(SOURCE)
+  set(source "${SOURCE}")
+else()
+  string(MAKE_C_IDENTIFIER "${HEADER}" name)
+  set(source "${WORK_DIR}/${name}.cpp")
+  # Twice: a header without an include guard does not survive it.
+  file(WRITE "${source}" "#include <${HEADER}>\n#include <${HEADER}>\n")
+endif()
 
 set(compilers "${CXX}")
 set(other g++)
@@ -25,11 +30,11 @@ if(found_other)
 endif()
 foreach(compiler IN LISTS compilers)
   execute_process(
-    COMMAND "${compiler}" -std=c++20 -Wall -Wextra -Wpedantic -Wconversion -Werror -fsyntax-only "-I${INCLUDE_DIR}"
-            ${mpi_options} "${source}"
+    COMMAND "${compiler}" -std=c++20 -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wmissing-field-initializers -Werror
+            -fsyntax-only "-I${INCLUDE_DIR}" ${mpi_options} "${source}"
     RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
   if(NOT status EQUAL 0)
     message("${output}")  # apart, since SEND_ERROR reflows its text
-    message(SEND_ERROR "${HEADER} does not compile alone with ${compiler}")
+    message(SEND_ERROR "${HEADER}${SOURCE} does not compile alone with ${compiler}")
   endif()
 endforeach()

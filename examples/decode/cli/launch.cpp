@@ -9,6 +9,7 @@
 
 #include <helix/cpu/backend.hpp>
 #include <helix/cpu/local_comm.hpp>
+#include <helix/job_comms.hpp>
 
 #include "cli/launch_cuda.hpp"
 #include "cli/launch_mpi.hpp"

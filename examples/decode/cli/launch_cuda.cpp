@@ -12,13 +12,16 @@
 #include <helix/cuda/backend.hpp>
 #include <helix/cuda/local_comm.hpp>
 #include <helix/cuda/nccl_comm.hpp>
-#include <helix/rank_shape.hpp>
+#include <helix/job_comms.hpp>
 
 #include "cli/rank_threads.hpp"
 
 namespace helix::decode {
 
 namespace {
+
+/// Each step is waited for before the next is queued.
+constexpr auto kGraphUse = cuda::NcclComm::GraphUse::one_at_a_time;
 
 void expect_cuda() {
   const std::string reason = cuda_unavailable_reason();
@@ -68,9 +71,8 @@ GenerationResult run_local_cuda(const Checkpoint& checkpoint, const ModelConfig&
     if (has_one_gpu_each(topo, options.placement)) {
       std::vector<int> devices(static_cast<std::size_t>(topo.world_size()));
       std::iota(devices.begin(), devices.end(), 0);
-      cuda::NcclComm::disable_graph_mixing();  // each step is waited for before the next is queued
       return run_rank_threads(
-          cuda::NcclComm::create_group(devices, options.timeout),
+          cuda::NcclComm::create_group(devices, options.timeout, kGraphUse),
           [](int rank, const JobComms<cuda::NcclComm>& comms) {
             return cuda::Backend<cuda::NcclComm, T>(comms.stage, comms.kvp, rank);
           },
@@ -132,7 +134,7 @@ class CudaLauncher : public Launcher {
     has_started_ = true;
     return with_activation(options.activation, [&]<class T>(T) {
       cuda::NcclComm::disable_graph_mixing();  // as above
-      cuda::NcclComm world = cuda::NcclComm::connect(bootstrap_, gpu());
+      cuda::NcclComm world = cuda::NcclComm::connect(bootstrap_, gpu(), kGraphUse);
       JobComms<cuda::NcclComm> comms = split_world(world, topo);
       cuda::Backend<cuda::NcclComm, T> backend(comms.stage, comms.kvp, gpu());
       return generate(backend, world, comms.pipeline, topo, checkpoint, config, request,

@@ -4,7 +4,7 @@
 
 #include <helix/cpu/backend.hpp>
 #include <helix/cpu/mpi_comm.hpp>
-#include <helix/rank_shape.hpp>
+#include <helix/job_comms.hpp>
 
 #include "generate/generate.hpp"
 

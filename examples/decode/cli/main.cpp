@@ -15,6 +15,7 @@
 
 #include "checkpoint/checkpoint.hpp"
 #include "cli/launch.hpp"
+#include "cli/nccl_environment.hpp"
 #include "cli/options.hpp"
 #include "cli/planning.hpp"
 #include "cli/report.hpp"
@@ -101,6 +102,8 @@ void run(Options& options, Launcher& launcher) {
 
 int main(int argc, char** argv) {
   using namespace helix::decode;
+  helix::turn_nccl_multicast_off();
+  helix::promise_nccl_one_graph_at_a_time();
   std::unique_ptr<Launcher> launcher = make_thread_launcher();  // until it is known what this process is of
   try {
     // The device decides whether mpirun means MPI, also for an error on the command line, which all ranks

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include <helix/rank_shape.hpp>
+#include <helix/job_comms.hpp>
 #include <helix/topology.hpp>
 
 #include "generate/generate.hpp"
@@ -67,7 +67,7 @@ std::vector<RankMemory> plan_ranks(MakeBackend make_backend, const Checkpoint& c
       memory.kv_bytes += planned_kv_bytes(request, topo, at, sequence);
     }
     const auto workspace = StepWorkspace<decltype(backend)>::plan(
-        backend, topo, RankShape(topo, at.stage_rank), at.stage, plan_limits(request, topo, at.replica));
+        backend, topo, topo.rank_shape(at.stage_rank), at.stage, plan_limits(request, topo, at.replica));
     memory.workspace_bytes = static_cast<std::int64_t>(workspace.total());
   }
   return plan;

@@ -149,7 +149,7 @@ class StageModel {
     batch_.set(step.query_offsets, step.positions, slots_, stream_);
   }
 
-  RankShape rank_shape() const { return {*topo_, backend_->comms().stage->rank()}; }
+  RankShape rank_shape() const { return topo_->rank_shape(backend_->comms().stage->rank()); }
 
   /// Queues the step and the inputs of the next. Reads of the host nothing but shapes (invariant 10).
   StepResult queue_step(std::int64_t num_tokens, std::int64_t num_rows) {

@@ -54,7 +54,7 @@ struct PartialAttentionArgs {
   PartialSink<T> sink;             ///< Result, written.
   float scale = 0.0f;              ///< Factor on q k, above 0.
   std::int64_t window = 0;         ///< Tokens that a query sees, itself included; 0 is all of them.
-  float soft_cap = 0.0f;           ///< score = cap * tanh(score / cap) before the softmax; 0 is none.
+  float soft_cap = 0.0f;           ///< Score = cap * tanh(score / cap) before the softmax; 0 is none.
   std::span<std::byte> workspace;  ///< partial_attention_workspace_bytes().
 };
 

@@ -19,7 +19,7 @@ namespace helix {
 /// A weight matrix [rows, cols] as a checkpoint stores it: row-major, one row an output feature.
 struct WeightView {
   const void* data = nullptr;
-  DType dtype = DType::f32;  ///< f32, f16 or bf16.
+  DType dtype = DType::f32;  ///< Element type: f32, f16 or bf16.
   std::int64_t rows = 0;     ///< Output features.
   std::int64_t cols = 0;     ///< Input features.
 

@@ -11,6 +11,8 @@
 #include <type_traits>
 #include <utility>
 
+#include <helix/export.hpp>
+
 namespace helix::cpu {
 
 class Event;
@@ -19,10 +21,11 @@ class Event;
 /// lives until the last copy is gone and drains first. The first exception of a task is sticky: later tasks
 /// are skipped (events still fire) and every synchronize() rethrows it. Enqueuing allocates nothing; a full
 /// queue makes the caller wait.
-class Stream {
+class HELIX_API Stream {
  public:
-  static constexpr std::size_t kTaskBytes = 768;  ///< inline room for one task's captures
+  static constexpr std::size_t kTaskBytes = 768;  ///< Inline room for one task's captures.
 
+  /// A new queue with a worker thread of its own.
   Stream();
 
   /// Runs `task()` on the worker after everything enqueued before.
@@ -63,6 +66,7 @@ class Stream {
   /// Called once, on the worker, with the first failure of a task: the owner aborts its communicators there.
   void on_failure(std::function<void(std::exception_ptr)> handler);
 
+  /// Whether both handles name one queue.
   friend bool operator==(const Stream& a, const Stream& b) { return a.queue_ == b.queue_; }
 
  private:
@@ -79,11 +83,14 @@ class Stream {
 /// A point in a stream. record() captures the work enqueued so far; wait() makes another stream wait for it.
 /// Re-recording is allowed: a wait refers to the record that precedes it in program order. Waiting for a
 /// failed stream spreads its failure to the waiting stream.
-class Event {
+class HELIX_API Event {
  public:
+  /// An event that was never recorded: waiting for it waits for nothing.
   Event();
+  /// Captures the work enqueued on `stream` so far.
   void record(const Stream& stream);
-  void wait(const Stream& stream) const;  ///< `stream` waits, the host does not
+  /// Makes `stream`, not the host, wait for what was recorded last.
+  void wait(const Stream& stream) const;
 
  private:
   struct State;

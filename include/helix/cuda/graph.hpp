@@ -15,9 +15,10 @@ namespace helix::cuda {
 /// What was queued on a stream (and on streams that joined it through events) between begin and end, ready to
 /// be launched. Addresses and shapes are those of the capture; all else is read from device memory at each
 /// replay (invariant 10). Destroy it before the communicators that it uses are aborted.
-class Graph {
+class HELIX_API Graph {
  public:
-  Graph() = default;  ///< nothing captured: only to assign to
+  /// Nothing captured, only to assign to.
+  Graph() = default;
 
   /// Captures what `queue()` queues on `stream`. @throws what queue() throws, with the capture ended.
   template <class Queue>

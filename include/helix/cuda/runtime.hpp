@@ -3,8 +3,11 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
+
+#include <helix/export.hpp>
 
 // The toolkit's own opaque types.
 struct CUstream_st;
@@ -12,27 +15,28 @@ struct CUevent_st;
 
 namespace helix::cuda {
 
-using StreamHandle = CUstream_st*;  ///< cudaStream_t
-using EventHandle = CUevent_st*;    ///< cudaEvent_t
+using StreamHandle = CUstream_st*;  ///< The toolkit's cudaStream_t.
+using EventHandle = CUevent_st*;    ///< The toolkit's cudaEvent_t.
 
-/// GPUs that this process may use; 0 without a GPU or a driver, never an error.
-int device_count();
+/// Number of GPUs that this process may use; 0 without a GPU or a driver, never an error.
+HELIX_API int device_count();
 
 /// Why device_count() is 0, as the driver says it; empty if it is not 0.
-std::string no_device_reason();
+HELIX_API std::string no_device_reason();
 
 /// Throws Error(unsupported) with the reason unless `device` exists; otherwise makes it the calling thread's.
-void use_device(int device);
+HELIX_API void use_device(int device);
 
 /// Throws Error for a CUDA status other than success (as int, so that no header is needed): capacity for
 /// memory, unsupported for a missing device, internal for the rest, naming the call, where, the device and
 /// the driver's words. Clears the thread's last error. HELIX_CUDA_CHECK fills the arguments in.
-void throw_on_error(int status, const char* call, const char* file, int line);
+HELIX_API void throw_on_error(int status, const char* call, const char* file, int line);
 
 /// An in-order queue of one device. A handle: copies name the same queue, which lives as long as one of them.
-class Stream {
+class HELIX_API Stream {
  public:
-  Stream() = default;  ///< no queue: only to assign to
+  /// A handle to no queue, only to assign to.
+  Stream() = default;
 
   /// A new queue of the calling thread's device. Does not wait for the legacy default stream.
   static Stream create(bool high_priority = false);
@@ -47,9 +51,11 @@ class Stream {
 };
 
 /// A point in a stream that others wait for. Moves, does not copy.
-class Event {
+class HELIX_API Event {
  public:
-  Event() = default;  ///< no event: only to assign to
+  /// No event, only to assign to.
+  Event() = default;
+  /// A new event of the calling thread's device; `with_timing` for elapsed_ms().
   static Event create(bool with_timing = false);
 
   EventHandle handle() const { return handle_.get(); }
@@ -63,20 +69,37 @@ class Event {
 };
 
 /// Puts the event behind what is queued on `stream`.
-void record(const Event& event, Stream stream);
+HELIX_API void record(const Event& event, Stream stream);
 
 /// The host waits for all that is queued on `stream`.
-void synchronize(Stream stream);
+HELIX_API void synchronize(Stream stream);
 
 /// Milliseconds between two events made with timing, both of which have happened.
-float elapsed_ms(const Event& start, const Event& stop);
+HELIX_API float elapsed_ms(const Event& start, const Event& stop);
 
-/// Zeroed memory of the calling thread's device, aligned to 256 bytes. Moves, does not copy.
-class Buffer {
+/// An engine's device memory, for all that Operators allocate. Both functions are given, or neither: CUDA's
+/// own then. Copies may outlive the Operators, as buffers free with them.
+struct Allocator {
+  /// Returns `bytes` (above 0) of the calling thread's device, aligned to 256, that any stream may use at
+  /// once; null where there are none. May throw. Called while no stream of these Operators is captured, by
+  /// whichever thread allocates.
+  std::function<void*(std::size_t bytes)> allocate;
+  /// Takes back what allocate() gave. Must not throw. Work that was queued on it may still run if its owner
+  /// did not wait, as with memory of any other kind.
+  std::function<void(void* data, std::size_t bytes)> free;
+};
+
+/// Memory of one device. Moves, does not copy.
+class HELIX_API Buffer {
  public:
+  /// No memory.
   Buffer() = default;
-  /// @throws Error(capacity) with what is free.
-  explicit Buffer(std::size_t bytes);
+  /// Zeroed memory of the calling thread's device, aligned to 256 bytes; from `allocator`, or from CUDA if it
+  /// is null. Waits for the legacy default stream.
+  /// @throws Error(capacity) with what is free, and what the allocator throws.
+  explicit Buffer(std::size_t bytes, std::shared_ptr<const Allocator> allocator = nullptr);
+  /// Memory that somebody else keeps alive and frees, as it is.
+  static Buffer borrow(void* data, std::size_t bytes);
 
   std::byte* data() const { return data_.get(); }
   std::size_t size_bytes() const { return data_ ? data_.get_deleter().bytes : 0; }
@@ -84,14 +107,17 @@ class Buffer {
  private:
   struct Release {
     std::size_t bytes;
+    bool is_borrowed;
+    std::shared_ptr<const Allocator> allocator;
     void operator()(std::byte* data) const noexcept;
   };
   std::unique_ptr<std::byte, Release> data_;
 };
 
 /// Zeroed host memory that a device reads and writes at the same address. Moves, does not copy.
-class PinnedBuffer {
+class HELIX_API PinnedBuffer {
  public:
+  /// No memory.
   PinnedBuffer() = default;
   explicit PinnedBuffer(std::size_t bytes);
 

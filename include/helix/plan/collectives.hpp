@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string_view>
 
+#include <helix/export.hpp>
 #include <helix/plan/hardware.hpp>
 #include <helix/plan/units.hpp>
 
@@ -12,15 +13,15 @@ namespace helix::plan {
 
 /// How a collective moves its bytes; a is a link's latency, b its bandwidth, p the ranks, n the bytes.
 enum class CollectiveAlgorithm : std::uint8_t {
-  none,          ///< one rank, or nothing to send
-  one_shot,      ///< each to each at once: a + (p - 1) n / b for all_reduce
-  two_shot,      ///< direct reduce-scatter, then all-gather: 2 a + 2 (p - 1) / p n / b
+  none,          ///< One rank, or nothing to send
+  one_shot,      ///< Each to each at once: a + (p - 1) n / b for all_reduce
+  two_shot,      ///< Direct reduce-scatter, then all-gather: 2 a + 2 (p - 1) / p n / b
   ring,          ///< 2 (p - 1) a + 2 (p - 1) / p n / b; half of that for all_gather and reduce_scatter
-  tree,          ///< broadcast: ceil(log2 p) (a + n / b)
-  hierarchical,  ///< inside each NVLink domain, between the domains, inside again
+  tree,          ///< Broadcast: ceil(log2 p) (a + n / b)
+  hierarchical,  ///< Inside each NVLink domain, between the domains, inside again
   measured       ///< Hardware::measured
 };
-std::string_view to_string(CollectiveAlgorithm algorithm);
+HELIX_API std::string_view to_string(CollectiveAlgorithm algorithm);
 
 struct CollectiveTime {
   Time time{};
@@ -35,6 +36,7 @@ struct CommGroup {
 
 /// The fastest way to run `collective` over `group`, without declared overheads. `size`: bytes a rank as in
 /// MeasuredCollective; for `send` the message.
-CollectiveTime collective_time(const Hardware& hardware, Collective collective, CommGroup group, Bytes size);
+HELIX_API CollectiveTime collective_time(const Hardware& hardware, Collective collective, CommGroup group,
+                                         Bytes size);
 
 }  // namespace helix::plan

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include <helix/export.hpp>
 #include <helix/plan/units.hpp>
 
 namespace helix::plan {
@@ -19,14 +20,14 @@ struct TimedSize {
 
 /// How long a read of device memory takes by its size: linear between the given points, of the first point's
 /// bandwidth below them and of the last one's above. More bytes never take less time.
-class BandwidthCurve {
+class HELIX_API BandwidthCurve {
  public:
   struct Point {
     Bytes size;
     Bandwidth bandwidth;
   };
 
-  BandwidthCurve() = default;  ///< of no hardware: takes no time
+  BandwidthCurve() = default;  ///< The curve of no hardware: takes no time.
   /// One bandwidth for all sizes. @throws Error(invalid_argument) unless positive.
   explicit BandwidthCurve(Bandwidth flat);
   /// @throws Error(invalid_argument) unless there is a point, sizes grow, values are positive and finite, and
@@ -55,12 +56,12 @@ struct ComputePeak {
 
 /// One direction of one GPU's link.
 struct Link {
-  Time latency{};  ///< of a message that carries nothing
+  Time latency{};  ///< Time of a message that carries nothing.
   Bandwidth bandwidth = Bandwidth::unlimited();
 };
 
 enum class Collective : std::uint8_t { all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send };
-std::string_view to_string(Collective collective);
+HELIX_API std::string_view to_string(Collective collective);
 
 /// A measured collective: times over bytes a rank (all_reduce, broadcast: the buffer; all_to_all: what a rank
 /// holds, own slice included; all_gather, reduce_scatter: the whole). Used instead of the model for groups of
@@ -74,24 +75,24 @@ struct MeasuredCollective {
 
 /// Times that no bytes or flops explain. All zero in a pure roofline.
 struct Overheads {
-  Time per_operator{};    ///< each operator of one rank: launch, prologue, tail
-  Time per_collective{};  ///< each collective, on top of its links' latency
-  Time per_layer{};       ///< each layer, whatever it holds
-  Time per_slice{};       ///< each HOP-B slice, if there are several: attention starts and ends again
-  Time per_step{};        ///< each pass through the model
+  Time per_operator{};    ///< Each operator of one rank: launch, prologue, tail
+  Time per_collective{};  ///< Each collective, on top of its links' latency
+  Time per_layer{};       ///< Each layer, whatever it holds
+  Time per_slice{};       ///< Each HOP-B slice, if there are several: attention starts and ends again
+  Time per_step{};        ///< Each pass through the model
 };
 
 /// A machine. Every field is an assumption that a user can change.
-struct Hardware {
+struct HELIX_API Hardware {
   std::string name{};
-  std::string source{};  ///< which figures are measured, stated by the vendor, or assumed
-  Bytes memory{};        ///< of one GPU
+  std::string source{};  ///< Origin of the figures: which are measured, stated by the vendor, or assumed
+  Bytes memory{};        ///< Memory of one GPU.
   double usable_memory_fraction = 0.9;
   BandwidthCurve read{};
   /// Of attention over KV, where it was measured: whole launches, so without per_operator on top. Without
   /// points attention reads as everything else does.
   BandwidthCurve attention_read{};
-  std::vector<ComputePeak> peaks{};  ///< increasing bits
+  std::vector<ComputePeak> peaks{};  ///< Increasing bits
   int nvlink_domain = 1;             ///< GPUs that reach each other over `inside`
   Link inside{};
   Link outside{};
@@ -107,7 +108,7 @@ struct Hardware {
 };
 
 /// A machine by name, e.g. "h200". @throws Error(invalid_argument) listing the known names.
-Hardware hardware_preset(std::string_view name);
-std::vector<std::string> hardware_preset_names();
+HELIX_API Hardware hardware_preset(std::string_view name);
+HELIX_API std::vector<std::string> hardware_preset_names();
 
 }  // namespace helix::plan

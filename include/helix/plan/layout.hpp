@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include <helix/export.hpp>
 #include <helix/plan/model.hpp>
 #include <helix/topology.hpp>
 
@@ -19,20 +20,20 @@ enum class Strategy : std::uint8_t {
   data_parallel_attention,  ///< N = attention groups x TPA, each with its own sequences; FFN over TPF x EP
   medha                     ///< KVP x TPA in attention; everything else on the TPA ranks of KVP rank 0
 };
-std::string_view to_string(Strategy strategy);
+HELIX_API std::string_view to_string(Strategy strategy);
 
 /// Widths of one configuration. helix and medha: N = kvp * tpa; tensor_parallel: N = tpa;
 /// data_parallel_attention: N = attn_dp * tpa. Widths that a strategy does not use are 1.
-struct Layout {
+struct HELIX_API Layout {
   Strategy strategy = Strategy::helix;
   int kvp = 1;
   int tpa = 1;
   int attn_dp = 1;
   int tpf = 1;  ///< tpf * ep == N; medha: tpf == tpa, ep == 1
   int ep = 1;
-  int pp = 1;            ///< pipeline stages
-  int dp = 1;            ///< replicas of it all
-  int hop_b_slices = 0;  ///< helix only: 0: the fastest number, 1: off
+  int pp = 1;            ///< Pipeline stages
+  int dp = 1;            ///< Replicas of it all
+  int hop_b_slices = 0;  ///< Helix only: 0: the fastest number, 1: off
 
   int stage_size() const { return kvp * tpa * attn_dp; }  ///< N
   int num_gpus() const { return stage_size() * pp * dp; }
@@ -47,16 +48,16 @@ struct Layout {
 
 /// Whether the layout keeps the rules of its strategy: Topology::violations for helix. No allocation for
 /// the other strategies.
-bool is_legal(const Layout& layout, const Model& model);
+HELIX_API bool is_legal(const Layout& layout, const Model& model);
 
 /// The rules that it breaks, one sentence with its values each; empty if legal.
-std::vector<std::string> violations(const Layout& layout, const Model& model);
+HELIX_API std::vector<std::string> violations(const Layout& layout, const Model& model);
 
 /// Every legal layout of `strategy` with `stage_size` ranks a stage and one stage and replica; hop_b_slices
 /// is 0 for helix with KVP > 1 and else 1. A medha layout that stores KV heads more than once (TPA > Hkv, for
 /// MLA TPA > 1) is legal, but listed only with `medha_may_duplicate_kv`: its authors keep TPA within Hkv, and
 /// the paper counts it as not applicable to MLA.
-std::vector<Layout> legal_layouts(Strategy strategy, const Model& model, int stage_size,
-                                  bool medha_may_duplicate_kv = false);
+HELIX_API std::vector<Layout> legal_layouts(Strategy strategy, const Model& model, int stage_size,
+                                            bool medha_may_duplicate_kv = false);
 
 }  // namespace helix::plan

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <span>
 
+#include <helix/export.hpp>
 #include <helix/kv_layout.hpp>
 #include <helix/plan/hardware.hpp>
 #include <helix/plan/layout.hpp>
@@ -18,38 +19,38 @@ namespace helix::plan {
 /// The sizes of a cache that decide its bytes. What KvCacheSpec says, for formats of any number of bits.
 struct KvPages {
   std::int64_t element_bits = 16;
-  std::int64_t layers = 0;        ///< of the stage
-  std::int64_t page_tokens = 64;  ///< local tokens a page
-  std::int64_t chunk = 16;        ///< of KvLayout
+  std::int64_t layers = 0;        ///< Layers of the stage.
+  std::int64_t page_tokens = 64;  ///< Local tokens a page
+  std::int64_t chunk = 16;        ///< Chunk of KvLayout.
 };
 
 /// Cached elements of one token in one layer on `stage_rank`: 2 * its KV heads * D, for MLA the latent row.
-std::int64_t kv_row_elements(const Topology& topology, int stage_rank);
+HELIX_API std::int64_t kv_row_elements(const Topology& topology, int stage_rank);
 
 /// Bytes of one page in all layers of the stage: ShardedKVCache::page_bytes().
-std::int64_t kv_page_bytes(const Topology& topology, int stage_rank, const KvPages& pages);
+HELIX_API std::int64_t kv_page_bytes(const Topology& topology, int stage_rank, const KvPages& pages);
 
 /// Bytes of the pages that hold `lengths[i]` global tokens of sequence i on `stage_rank`:
 /// ShardedKVCache::allocated_bytes() after growing to them. @throws Error(invalid_argument) for sizes
 /// below 1.
-std::int64_t kv_page_bytes_used(const Topology& topology, int stage_rank, const KvPages& pages,
-                                std::span<const std::int64_t> lengths);
+HELIX_API std::int64_t kv_page_bytes_used(const Topology& topology, int stage_rank, const KvPages& pages,
+                                          std::span<const std::int64_t> lengths);
 
 /// Memory of the fullest rank.
 struct RankMemoryPlan {
-  Bytes weights{};  ///< attention weights replicated over KVP, everything else once a stage
+  Bytes weights{};  ///< Attention weights replicated over KVP, everything else once a stage
   Bytes kv{};
-  Bytes workspace{};  ///< activations of a step, messages included
+  Bytes workspace{};  ///< Activations of a step, messages included
 
   Bytes total() const { return weights + kv + workspace; }
 };
 
 /// Plans the fullest rank of the fullest stage. Windowed layers keep the whole context, as ShardedKVCache
 /// does. The layout must be legal. No allocation.
-RankMemoryPlan plan_memory(const Model& model, const Precision& precision, const Layout& layout,
-                           const Workload& workload);
+HELIX_API RankMemoryPlan plan_memory(const Model& model, const Precision& precision, const Layout& layout,
+                                     const Workload& workload);
 
 /// Throws unless the fullest rank fits. @throws Error(capacity) with what is needed and what is there.
-void check_memory(const RankMemoryPlan& plan, const Hardware& hardware, const Layout& layout);
+HELIX_API void check_memory(const RankMemoryPlan& plan, const Hardware& hardware, const Layout& layout);
 
 }  // namespace helix::plan

@@ -7,16 +7,17 @@
 #include <string_view>
 #include <vector>
 
+#include <helix/export.hpp>
 #include <helix/model_shape.hpp>
 #include <helix/plan/units.hpp>
 
 namespace helix::plan {
 
 /// Different experts that `tokens` tokens choose, expected under uniform routing: E * (1 - (1 - k/E)^tokens).
-double expected_expert_hits(const MoeShape& moe, double tokens);
+HELIX_API double expected_expert_hits(const MoeShape& moe, double tokens);
 
 /// A model as the planner sees it. Every FFN has a gate (SwiGLU and the like): three matrices.
-struct Model {
+struct HELIX_API Model {
   std::string name{};
   std::string source{};  ///< Where the sizes come from, for reports.
   ModelShape shape{};
@@ -34,10 +35,10 @@ struct Model {
 };
 
 /// Bits of an element. Any positive number: 4.25 is a 4-bit format with one 8-bit scale for 32 elements.
-struct Precision {
+struct HELIX_API Precision {
   double weight_bits = 16;
   double kv_bits = 16;
-  double activation_bits = 16;  ///< of what collectives carry, too
+  double activation_bits = 16;  ///< Bits of an activation, also of what collectives carry.
 
   /// @throws Error(invalid_argument) unless each is in (0, 64].
   void check() const;
@@ -53,7 +54,7 @@ struct ParameterCounts {
   std::int64_t shared_experts = 0;
   std::int64_t router = 0;
   std::int64_t norms = 0;
-  std::int64_t routed_experts_active = 0;  ///< of routed_experts, what one token uses
+  std::int64_t routed_experts_active = 0;  ///< Parameters of routed_experts that one token uses.
 
   std::int64_t total() const {
     return embedding + lm_head + attention + dense_ffn + routed_experts + shared_experts + router + norms;
@@ -61,15 +62,15 @@ struct ParameterCounts {
   std::int64_t active() const { return total() - routed_experts + routed_experts_active; }
 };
 
-ParameterCounts count_parameters(const Model& model);
+HELIX_API ParameterCounts count_parameters(const Model& model);
 
 /// Bytes of the KV cache of `context` tokens in all layers, each KV head (or the latent) stored once, without
 /// page rounding.
-Bytes kv_cache_bytes(const Model& model, const Precision& precision, Tokens context);
+HELIX_API Bytes kv_cache_bytes(const Model& model, const Precision& precision, Tokens context);
 
 /// A model by name, e.g. "llama-3.1-405b"; sizes of the public config.json. @throws Error(invalid_argument)
 /// listing the known names.
-Model model_preset(std::string_view name);
-std::vector<std::string> model_preset_names();
+HELIX_API Model model_preset(std::string_view name);
+HELIX_API std::vector<std::string> model_preset_names();
 
 }  // namespace helix::plan

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include <helix/export.hpp>
 #include <helix/plan/model.hpp>
 #include <helix/plan/units.hpp>
 
@@ -22,21 +23,22 @@ struct RooflineWidths {
 
 /// Bytes of KV that a rank reads in one full-attention layer: B * 2 * ceil(K / TPA) * Hsz * S / KVP elements.
 /// MLA: the latent once, B * (kv_lora_rank + rope) * S / KVP, whatever TPA is.
-Bytes kv_read_bytes(const Model& model, const Precision& precision, std::int64_t batch, Tokens context,
-                    const RooflineWidths& widths);
+HELIX_API Bytes kv_read_bytes(const Model& model, const Precision& precision, std::int64_t batch,
+                              Tokens context, const RooflineWidths& widths);
 
 /// Bytes of weights that a rank reads in one dense layer: 2 * H * (Q / TPA) * Hsz + 2 * H * ceil(K / TPA) *
 /// Hsz + 3 * H * F / TPF elements; under over_stage W_O's half of the first term is divided by N. TPF counts
 /// all ranks of the FFN. MLA, which appendix A leaves out: the down projections on every rank, those up from
 /// the latents over TPA, W_UV with W_O.
 /// @throws Error(unsupported) for a model without dense layers, Error(invalid_argument) for widths below 1.
-Bytes weight_read_bytes(const Model& model, const Precision& precision, const RooflineWidths& widths);
+HELIX_API Bytes weight_read_bytes(const Model& model, const Precision& precision,
+                                  const RooflineWidths& widths);
 
 /// The same for one MoE layer, of which `tokens` tokens hit expected_expert_hits() experts, spread evenly
 /// over the TPF ranks (of TPF x EP, whatever the grid); the router on every rank, the shared experts over
 /// TPF.
 /// @throws Error(unsupported) for a model without experts, Error(invalid_argument) for widths below 1.
-Bytes moe_weight_read_bytes(const Model& model, const Precision& precision, double tokens,
-                            const RooflineWidths& widths);
+HELIX_API Bytes moe_weight_read_bytes(const Model& model, const Precision& precision, double tokens,
+                                      const RooflineWidths& widths);
 
 }  // namespace helix::plan

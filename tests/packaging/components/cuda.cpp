@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiles and links against helix::cuda alone, which must bring helix::helix, the CUDA runtime, cuBLASLt and
+// Compiles and links against helix::cuda alone, which must bring helix::core, the CUDA runtime, cuBLASLt and
 // NCCL along; and starts without a GPU or a driver.
 #include <cstdio>
 

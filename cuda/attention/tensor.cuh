@@ -1,29 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 // Partial attention on Hopper's tensor cores, for q and KV of one 16-bit type.
 //
-// Each warp is a worker of its own: it takes every kWarps-th tile of the block's run, asks the copy engine
-// for it kStages tiles ahead (a page's rows of one head are contiguous, so a tile is one bulk copy of K and
-// one of V a page), and multiplies it without waiting for another warp. The warps meet only where a row block
-// ends.
+// Each warp is a worker of its own: it takes every kWarps-th tile of the block's run, asks for it kStages
+// tiles ahead (how is a template parameter, as layouts differ), and multiplies it without waiting for another
+// warp. The warps meet only where a row block ends.
 //
 // Both products are m16n8k16 with the queries as rows. The fragments come straight from the unswizzled rows:
 // the order of the summed dimension is free as long as both sides agree, so a lane takes 16 contiguous bytes
 // of a key where the instruction names scattered columns, and of V it pairs two tokens' elements in
 // registers.
-#include <helix/error.hpp>
+#pragma once
 
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/attention/kernel.hpp"
 #include "cuda/attention/merge.cuh"
-#include "cuda/runtime/operators_state.hpp"
+#include "cuda/attention/tensor_copies.cuh"
+#include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/math.cuh"
 #include "cuda/runtime/ptx.cuh"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
-namespace {
 
-constexpr int kRowSlots = 16;   ///< rows of a matrix instruction
-constexpr int kGatherRows = 8;  ///< that the warps bring together at a time: half of these
+inline constexpr int kRowSlots = 16;   ///< Rows of a matrix instruction.
+inline constexpr int kGatherRows = 8;  ///< Rows that the warps bring together at a time: half of these.
 
-template <class T, int kDim, int kRowTiles, int kWarps, int kStages>
+/// The kernel for one type, head size and number of row tiles. `Copies`, of tensor_copies.cuh, fetches tiles.
+template <class T, int kDim, int kRowTiles, int kWarps, int kStages, template <int> class Copies>
 struct Tensor {
+  using Plan = AttentionPlan<kTileTokens>;
   static constexpr int kThreads = kWarps * kWarp;
   static constexpr int kRows = kRowTiles * kRowSlots;
   static constexpr int kQueryStride = kDim + 8;                  // elements: rows 16 bytes apart in the banks
@@ -39,23 +46,19 @@ struct Tensor {
     float max[kWarps][kGatherRows];
     float sum[kWarps][kGatherRows];
     alignas(8) unsigned long long barriers[kWarps][kStages];
-    AttentionPlan plan;
+    Plan plan;
   };
 
   /// One warp's copies of the tiles that it will multiply: every kWarps-th of the block's run.
   struct Producer {
     const AttentionParams& p;
-    const AttentionPlan& plan;
+    const Plan& plan;
     TileCursor at;
     int next;  // tile of the run
     int count;
-    int tokens = 0;     // of tile `next`
-    int run_begin = 0;  // this lane's part of it: rows that lie in one page
-    int run_tokens = 0;
-    std::int32_t page = 0;    // that it lies in; not looked at before issue(), for it comes from memory
-    std::int64_t offset = 0;  // of the run's first row in the page, of K or V
+    Copies<kDim> copies;  // of tile `next`
 
-    __device__ Producer(const AttentionParams& params, const AttentionPlan& the_plan, const TileRun& run)
+    __device__ Producer(const AttentionParams& params, const Plan& the_plan, const TileRun& run)
         : p(params),
           plan(the_plan),
           at(run.start),
@@ -63,41 +66,32 @@ struct Tensor {
           count(run.count) {
       if (next >= count) return;
       at.advance(p, plan, next);
-      look_up();
-    }
-
-    /// Starts to read which page holds this lane's run.
-    __device__ void look_up() {
-      const int lane = static_cast<int>(threadIdx.x) % kWarp;
-      const int tile = plan.first_token_of_tiles(at.row_block) + at.tile * kTileTokens;
-      const int first = max(tile, plan.begin_token[at.row_block]);
-      const int last = min(tile + kTileTokens, plan.end_token[at.row_block]);
-      tokens = max(0, last - first);
-      const int i = first / p.page_tokens + lane;
-      run_begin = max(first, i * p.page_tokens);
-      run_tokens = max(0, min(last, (i + 1) * p.page_tokens) - run_begin);
-      if (run_tokens > 0) page = p.page_table[plan.slot[at.row_block] * p.max_pages + i];
-      offset = at.head * p.head_bytes + (run_begin - i * p.page_tokens) * p.row_bytes;
-      run_begin -= tile;
+      copies.look_up(p, plan, at);
     }
 
     __device__ void issue(unsigned stage, unsigned barrier) {
       if (next >= count) return;
-      if (threadIdx.x % kWarp == 0) barrier_expect(barrier, static_cast<unsigned>(tokens) * kDim * 4u);
-      __syncwarp();
-      if (run_tokens > 0) {
-        const auto bytes = static_cast<unsigned>(run_tokens) * kDim * 2u;
-        const unsigned to = stage + static_cast<unsigned>(run_begin) * kDim * 2u;
-        const std::int64_t from = page * p.page_bytes + offset;
-        copy_bulk(to, p.keys + from, bytes, barrier);
-        copy_bulk(to + kTileBytes, p.values + from, bytes, barrier);
-      }
+      copies.issue(p, at, stage, barrier);
       next += kWarps;
       if (next < count) {
         at.advance(p, plan, kWarps);
-        look_up();
+        copies.look_up(p, plan, at);
       }
     }
+  };
+
+  /// Local tokens that this lane's query rows see, and what all of them see.
+  struct Bounds {
+    int low[kRowTiles][2];
+    int high[kRowTiles][2];
+    TokenRange inner{0, INT64_MAX};
+  };
+
+  /// What this lane's warp has found of each query row: sums of values, max (base 2), sum of weights.
+  struct Found {
+    float acc[kRowTiles][kDim / 8][4];
+    float max[kRowTiles][2];
+    float sum[kRowTiles][2];
   };
 
   static __device__ void attend(const AttentionParams& p) {
@@ -105,16 +99,14 @@ struct Tensor {
     auto& s = *reinterpret_cast<Shared*>(memory);
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const int g = lane / 4;  // row of the queries
     if (lane == 0) {
       for (int stage = 0; stage < kStages; ++stage)
-        barrier_init(static_cast<unsigned>(__cvta_generic_to_shared(&s.barriers[warp][stage])));
-#if __CUDA_ARCH__ >= 900
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
+        barrier_init(static_cast<unsigned>(__cvta_generic_to_shared(&s.barriers[warp][stage])),
+                     Copies<kDim>::kArrivals);
+      fence_barrier_init();
     }
     make_plan(p, s.plan);
-    const Schedule schedule(p, s.plan);
+    const Schedule<Plan> schedule(p, s.plan);
     const TileRun run = schedule.tiles_of(static_cast<int>(blockIdx.x));
     if (run.count == 0) return;
 
@@ -134,41 +126,11 @@ struct Tensor {
         producer.issue(stage_at + static_cast<unsigned>(i * kStageBytes),
                        barrier_at + static_cast<unsigned>(i * 8));
       write_queries(queries, s.queries);
-      int low[kRowTiles][2];  // local tokens that this lane's rows see
-      int high[kRowTiles][2];
-      TokenRange inner{0, INT64_MAX};  // what all of this lane's rows see
-      const TokenRange all{s.plan.begin_token[at.row_block], s.plan.end_token[at.row_block]};
-      const bool is_one_token = rows.token(p, 0) == rows.token(p, rows.num_rows - 1);
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = m * kRowSlots + half * 8 + g;
-          TokenRange seen{0, 0};
-          if (row < rows.num_rows) seen = is_one_token ? all : visible(p, p.positions[rows.token(p, row)]);
-          low[m][half] = static_cast<int>(seen.begin);
-          high[m][half] = static_cast<int>(seen.end);
-          if (row < rows.num_rows) {
-            inner.begin = ::max(inner.begin, seen.begin);
-            inner.end = ::min(inner.end, seen.end);
-          }
-        }
-      }
+      const Bounds bounds =
+          bounds_of(p, rows, {s.plan.begin_token[at.row_block], s.plan.end_token[at.row_block]});
       __syncthreads();
 
-      float acc[kRowTiles][kDim / 8][4];
-      float max[kRowTiles][2];
-      float sum[kRowTiles][2];
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int i = 0; i < kDim / 8; ++i) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) acc[m][i][j] = 0.0f;
-        }
-        max[m][0] = max[m][1] = -kInfinity;
-        sum[m][0] = sum[m][1] = 0.0f;
-      }
+      Found found = nothing();
       const int first_token = s.plan.first_token_of_tiles(at.row_block) + at.tile * kTileTokens;
       for (; mine < done + count; mine += kWarps) {
         const int token = first_token + (mine - done) * kTileTokens;
@@ -179,8 +141,8 @@ struct Tensor {
         const int last = ::max(0, s.plan.end_token[at.row_block] - token);
         const bool is_whole = first == 0 && last >= kTileTokens;
         if (!is_whole) clear_values(tile, first, last);
-        multiply_tile(p, s.queries, tile, token, inner, low, high, acc, max, sum);
-        if (!is_whole) fence_before_copy();
+        multiply_tile(p, s.queries, tile, token, bounds, found);
+        if (!is_whole) Copies<kDim>::fence();
         __syncwarp();
         producer.issue(stage_at + static_cast<unsigned>(stage * kStageBytes), barrier);
         if (++stage == kStages) {
@@ -189,7 +151,7 @@ struct Tensor {
         }
       }
       const Contributions to{p, schedule.blocks_of(at.row_block, at.head)};
-      gather(s, to, rows, at.head, acc, max, sum);
+      gather(s, to, rows, at.head, found);
       finish_row_block(to, rows, at.row_block, at.head);
       at.advance(p, s.plan, count);
     }
@@ -241,17 +203,71 @@ struct Tensor {
     __syncwarp();
   }
 
-  static __device__ __forceinline__ void multiply_tile(
-      const AttentionParams& p, const T* queries, const std::byte* tile, int token, TokenRange inner,
-      const int (&low)[kRowTiles][2], const int (&high)[kRowTiles][2], float (&acc)[kRowTiles][kDim / 8][4],
-      float (&max)[kRowTiles][2], float (&sum)[kRowTiles][2]) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const int g = lane / 4;   // row of the queries, token of the keys, column of the values
-    const int kq = lane % 4;  // quarter of the summed dimension
-    const T* keys = reinterpret_cast<const T*>(tile);
-    const T* values = reinterpret_cast<const T*>(tile + kTileBytes);
+  static __device__ __forceinline__ Bounds bounds_of(const AttentionParams& p, const RowBlock& rows,
+                                                     TokenRange all) {
+    const int g = static_cast<int>(threadIdx.x) % kWarp / 4;
+    const bool is_one_token = rows.token(p, 0) == rows.token(p, rows.num_rows - 1);
+    Bounds bounds;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = m * kRowSlots + half * 8 + g;
+        TokenRange seen{0, 0};
+        if (row < rows.num_rows) seen = is_one_token ? all : visible(p, p.positions[rows.token(p, row)]);
+        bounds.low[m][half] = static_cast<int>(seen.begin);
+        bounds.high[m][half] = static_cast<int>(seen.end);
+        if (row < rows.num_rows) {
+          bounds.inner.begin = ::max(bounds.inner.begin, seen.begin);
+          bounds.inner.end = ::min(bounds.inner.end, seen.end);
+        }
+      }
+    }
+    return bounds;
+  }
 
+  static __device__ __forceinline__ Found nothing() {
+    Found found;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < kDim / 8; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) found.acc[m][i][j] = 0.0f;
+      }
+      found.max[m][0] = found.max[m][1] = -kInfinity;
+      found.sum[m][0] = found.sum[m][1] = 0.0f;
+    }
+    return found;
+  }
+
+  static constexpr int kTokenTiles = kTileTokens / 8;
+  using Scores = float[kRowTiles][kTokenTiles][4];
+  using Weights = unsigned[kRowTiles][kTokenTiles][2];  // pairs of tokens, of rows g and g + 8
+
+  static __device__ __forceinline__ void multiply_tile(const AttentionParams& p, const T* queries,
+                                                       const std::byte* tile, int token, const Bounds& bounds,
+                                                       Found& found) {
     Scores scores;
+    multiply_keys(queries, reinterpret_cast<const T*>(tile), scores);
+    // Scores stay raw where they can: the scale goes into the exponent, (x - max) * scale.
+    float factor = p.scale * kLog2E;
+    if (p.soft_cap > 0.0f) {
+      cap_scores(scores, p.scale, p.soft_cap);
+      factor = kLog2E;
+    }
+    if (token < bounds.inner.begin || token + kTileTokens > bounds.inner.end)
+      mask_scores(scores, token, bounds);
+    Weights weights;
+    weigh(scores, factor, found, weights);
+    add_values(reinterpret_cast<const T*>(tile + kTileBytes), weights, found);
+  }
+
+  /// scores = queries keys^T of a tile.
+  static __device__ __forceinline__ void multiply_keys(const T* queries, const T* keys, Scores& scores) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int g = lane / 4;   // row of the queries, token of the keys
+    const int kq = lane % 4;  // quarter of the summed dimension
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -282,17 +298,13 @@ struct Tensor {
         }
       }
     }
+  }
 
-    unsigned weights[kRowTiles][kTokenTiles][2];  // pairs of tokens, of rows g and g + 8
+  /// One step of the running softmax: scores become weights, and what was found shrinks to the new max.
+  static __device__ __forceinline__ void weigh(const Scores& scores, float factor, Found& found,
+                                               Weights& weights) {
     bool shrinks = false;
     float shrink[kRowTiles][2];
-    // Scores stay raw where they can: the scale goes into the exponent, (x - max) * scale.
-    float factor = p.scale * kLog2E;
-    if (p.soft_cap > 0.0f) {
-      cap_scores(scores, p.scale, p.soft_cap);
-      factor = kLog2E;
-    }
-    if (token < inner.begin || token + kTileTokens > inner.end) mask_scores(scores, token, low, high);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -304,11 +316,11 @@ struct Tensor {
         }
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        top = fmaxf(top * factor, max[m][half]);
+        top = fmaxf(top * factor, found.max[m][half]);
         const float pivot = top == -kInfinity ? 0.0f : top;
-        shrink[m][half] = fast_exp2(max[m][half] - pivot);
-        shrinks |= max[m][half] != top;
-        max[m][half] = top;
+        shrink[m][half] = fast_exp2(found.max[m][half] - pivot);
+        shrinks |= found.max[m][half] != top;
+        found.max[m][half] = top;
         float added = 0.0f;
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) {
@@ -317,7 +329,7 @@ struct Tensor {
           added += x + y;
           weights[m][n][half] = pack<T>(x, y);
         }
-        sum[m][half] = fmaf(sum[m][half], shrink[m][half], added);
+        found.sum[m][half] = fmaf(found.sum[m][half], shrink[m][half], added);
       }
     }
     if (__any_sync(~0u, shrinks)) {
@@ -325,19 +337,25 @@ struct Tensor {
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int i = 0; i < kDim / 8; ++i) {
-          acc[m][i][0] *= shrink[m][0];
-          acc[m][i][1] *= shrink[m][0];
-          acc[m][i][2] *= shrink[m][1];
-          acc[m][i][3] *= shrink[m][1];
+          found.acc[m][i][0] *= shrink[m][0];
+          found.acc[m][i][1] *= shrink[m][0];
+          found.acc[m][i][2] *= shrink[m][1];
+          found.acc[m][i][3] *= shrink[m][1];
         }
       }
     }
+  }
 
+  /// found.acc += weights values of a tile.
+  static __device__ __forceinline__ void add_values(const T* values, const Weights& weights, Found& found) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int g = lane / 4;   // column of the values
+    const int kq = lane % 4;  // quarter of the summed dimension
 #pragma unroll
     for (int block = 0; block < kTileTokens / 16; ++block) {
       const T* row = values + (block * 16 + kq * 2) * kDim;
       if constexpr (kDim == 64) {
-        multiply_values(load_values(row, g), 0, block, weights, acc);
+        multiply_values(load_values(row, g), 0, block, weights, found.acc);
       } else {
 #pragma unroll
         for (int part = 0; part < kDim / 64; part += 2) {
@@ -345,15 +363,12 @@ struct Tensor {
           const bool is_odd = kq % 2 != 0;
           const Values x = load_values(row, chunk_of(g, part + (is_odd ? 1 : 0)));
           const Values y = load_values(row, chunk_of(g, part + (is_odd ? 0 : 1)));
-          multiply_values(select(is_odd, y, x), part, block, weights, acc);
-          multiply_values(select(is_odd, x, y), part + 1, block, weights, acc);
+          multiply_values(select(is_odd, y, x), part, block, weights, found.acc);
+          multiply_values(select(is_odd, x, y), part + 1, block, weights, found.acc);
         }
       }
     }
   }
-
-  static constexpr int kTokenTiles = kTileTokens / 8;
-  using Scores = float[kRowTiles][kTokenTiles][4];
 
   static __device__ void cap_scores(Scores& scores, float scale, float cap) {
     const float factor = scale / cap;
@@ -368,8 +383,7 @@ struct Tensor {
   }
 
   /// -inf for tokens outside of what a row sees.
-  static __device__ void mask_scores(Scores& scores, int token, const int (&low)[kRowTiles][2],
-                                     const int (&high)[kRowTiles][2]) {
+  static __device__ void mask_scores(Scores& scores, int token, const Bounds& bounds) {
     const int kq = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -378,7 +392,7 @@ struct Tensor {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int at = token + n * 8 + kq * 2 + j % 2;
-          if (at < low[m][j / 2] || at >= high[m][j / 2]) scores[m][n][j] = -kInfinity;
+          if (at < bounds.low[m][j / 2] || at >= bounds.high[m][j / 2]) scores[m][n][j] = -kInfinity;
         }
       }
     }
@@ -419,9 +433,9 @@ struct Tensor {
   }
 
   /// acc += weights of 16 tokens x 64 columns of values.
-  static __device__ __forceinline__ void multiply_values(
-      const Values& v, int part, int block, const unsigned (&weights)[kRowTiles][kTileTokens / 8][2],
-      float (&acc)[kRowTiles][kDim / 8][4]) {
+  static __device__ __forceinline__ void multiply_values(const Values& v, int part, int block,
+                                                         const Weights& weights,
+                                                         float (&acc)[kRowTiles][kDim / 8][4]) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const unsigned halves = e % 2 == 0 ? 0x5410u : 0x7632u;  // both tokens' lower or upper ones
@@ -437,8 +451,7 @@ struct Tensor {
 
   /// Brings the warps' sums together through shared memory and hands them in.
   static __device__ void gather(Shared& s, const Contributions& to, const RowBlock& rows, int head,
-                                const float (&acc)[kRowTiles][kDim / 8][4], const float (&max)[kRowTiles][2],
-                                float (&sum)[kRowTiles][2]) {
+                                Found& found) {
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int g = lane / 4;
@@ -449,11 +462,11 @@ struct Tensor {
       for (int half = 0; half < 2; ++half) {
         const int first_row = m * kRowSlots + half * kGatherRows;
         if (first_row >= rows.num_rows) continue;
-        sum[m][half] += __shfl_xor_sync(~0u, sum[m][half], 1);
-        sum[m][half] += __shfl_xor_sync(~0u, sum[m][half], 2);
+        found.sum[m][half] += __shfl_xor_sync(~0u, found.sum[m][half], 1);
+        found.sum[m][half] += __shfl_xor_sync(~0u, found.sum[m][half], 2);
         if (kq == 0) {
-          s.max[warp][g] = max[m][half];
-          s.sum[warp][g] = sum[m][half];
+          s.max[warp][g] = found.max[m][half];
+          s.sum[warp][g] = found.sum[m][half];
         }
 #pragma unroll
         for (int part = 0; part < kDim / 64; ++part) {
@@ -465,7 +478,7 @@ struct Tensor {
             float x[8];
 #pragma unroll
             for (int e = 0; e < 8; ++e)
-              x[e] = is_odd ? acc[m][part * 8 + e][2 * half + 1] : acc[m][part * 8 + e][2 * half];
+              x[e] = is_odd ? found.acc[m][part * 8 + e][2 * half + 1] : found.acc[m][part * 8 + e][2 * half];
             auto* at =
                 reinterpret_cast<float4*>(&s.sums[warp][g][chunk_of(kq * 2 + (is_odd ? 1 : 0), part) * 8]);
             at[0] = {x[0], x[1], x[2], x[3]};
@@ -473,80 +486,84 @@ struct Tensor {
           }
         }
         __syncthreads();
-        const BlockResult<kWarps> found{
+        const BlockResult<kWarps> result{
             &s.sums[0][0][0], kGatherRows * kSumStride, kSumStride, &s.max[0][0], &s.sum[0][0], kGatherRows};
-        hand_in(to, rows, head, first_row, min(kGatherRows, rows.num_rows - first_row), found);
+        hand_in(to, rows, head, first_row, min(kGatherRows, rows.num_rows - first_row), result);
         __syncthreads();
       }
     }
   }
 };
 
-template <class T, int kDim, int kRowTiles, int kWarps, int kStages>
-__global__
-__launch_bounds__(kWarps* kWarp, (Tensor<T, kDim, kRowTiles, kWarps, kStages>::kBlocks)) void attend_tensor(
-    const __grid_constant__ AttentionParams p) {
+template <class T, int kDim, int kRowTiles, int kWarps, int kStages, template <int> class Copies>
+__global__ __launch_bounds__(
+    kWarps* kWarp, (Tensor<T, kDim, kRowTiles, kWarps, kStages,
+                           Copies>::kBlocks)) void attend_tensor(const __grid_constant__ AttentionParams p) {
 #if __CUDA_ARCH__ >= 900
   prefetch_params(p);
   wait_for_previous();
-  Tensor<T, kDim, kRowTiles, kWarps, kStages>::attend(p);
+  Tensor<T, kDim, kRowTiles, kWarps, kStages, Copies>::attend(p);
   finish_messages(p);
 #endif
 }
 
-template <class T, int kDim, int kRowTiles, int kWarps, int kStages>
-void launch(const AttentionParams& p, int blocks, StreamHandle stream) {
-  using Kernel = Tensor<T, kDim, kRowTiles, kWarps, kStages>;
-  constexpr int kBytes = static_cast<int>(sizeof(typename Kernel::Shared));
-  constexpr int kOther = 1024 + 64;  // the system's, and static ones
-  static_assert(Kernel::kBlocks * (kBytes + kOther) <= 228 * 1024);
-  const auto kernel = attend_tensor<T, kDim, kRowTiles, kWarps, kStages>;
-  HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  launch_early(kernel, blocks, Kernel::kThreads, kBytes, stream, true, p);
-}
-
-template <class T>
-void launch_dim(const AttentionParams& p, int blocks, bool is_whole, StreamHandle stream) {
-  // Measured on H200: eight warps an SM hide each other's latencies; deeper stages add nothing.
-  const bool is_wide = p.rows > kRowSlots;
-  // Where every row block is shared by many SMs, its end is what counts: half as many results to merge.
-  const int sms = blocks / kBlocksPerSm;
-  if (is_whole && p.head_dim == 128 && 2 * p.num_row_blocks * p.kv_heads <= sms)
-    return is_wide ? launch<T, 128, 2, 8, 1>(p, sms, stream) : launch<T, 128, 1, 8, 1>(p, sms, stream);
-  switch (p.head_dim) {
-    case 64:
-      return is_wide ? launch<T, 64, 2, 4, 2>(p, blocks, stream) : launch<T, 64, 1, 4, 2>(p, blocks, stream);
-    case 128:
-      return is_wide ? launch<T, 128, 2, 4, 1>(p, blocks, stream)
-                     : launch<T, 128, 1, 4, 1>(p, blocks, stream);
-    default:
-      return launch<T, 256, 1, 2, 1>(p, blocks, stream);
+/// Launches of the kernel with one way to fetch tiles.
+template <template <int> class Copies>
+struct TensorLaunch {
+  template <class T, int kDim, int kRowTiles, int kWarps, int kStages>
+  static void launch(const AttentionParams& p, int blocks, StreamHandle stream) {
+    using Kernel = Tensor<T, kDim, kRowTiles, kWarps, kStages, Copies>;
+    constexpr int kBytes = static_cast<int>(sizeof(typename Kernel::Shared));
+    constexpr int kOther = 1024 + 64;  // the system's, and static ones
+    static_assert(Kernel::kBlocks * (kBytes + kOther) <= 228 * 1024);
+    const auto kernel = attend_tensor<T, kDim, kRowTiles, kWarps, kStages, Copies>;
+    HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+    launch_early(kernel, blocks, Kernel::kThreads, kBytes, stream, true, p);
   }
-}
 
-}  // namespace
-
-bool has_hopper_code() {
-  cudaFuncAttributes attributes{};
-  HELIX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, attend_tensor<bf16, 64, 1, 4, 2>));
-  return attributes.ptxVersion >= 90;
-}
-
-bool has_tensor_attention(DType dtype, DType kv_dtype, std::int64_t head_dim, std::int64_t value_dim) {
-  return dtype == kv_dtype && (dtype == DType::bf16 || dtype == DType::f16) && head_dim == value_dim &&
-         (head_dim == 64 || head_dim == 128 || head_dim == 256);
-}
-
-int tensor_rows(std::int64_t head_dim) {
-  return head_dim == 256 ? kRowSlots : 2 * kRowSlots;  // what registers hold
-}
-
-void launch_tensor_attention(const AttentionParams& p, int blocks, bool is_whole, StreamHandle stream) {
-  if (p.dtype == DType::bf16) {
-    launch_dim<bf16>(p, blocks, is_whole, stream);
-  } else {
-    launch_dim<f16>(p, blocks, is_whole, stream);
+  template <class T>
+  static void launch_dim(const AttentionParams& p, const AttentionGrid& grid) {
+    // Measured on H200: eight warps an SM hide each other's latencies; deeper stages add nothing.
+    const bool is_wide = p.rows > kRowSlots;
+    // Where every row block is shared by many SMs, its end is what counts: half as many results to merge.
+    const int sms = grid.blocks / kBlocksPerSm;
+    if (grid.is_whole && p.head_dim == 128 && 2 * p.num_row_blocks * p.kv_heads <= sms)
+      return is_wide ? launch<T, 128, 2, 8, 1>(p, sms, grid.stream)
+                     : launch<T, 128, 1, 8, 1>(p, sms, grid.stream);
+    switch (p.head_dim) {
+      case 64:
+        return is_wide ? launch<T, 64, 2, 4, 2>(p, grid.blocks, grid.stream)
+                       : launch<T, 64, 1, 4, 2>(p, grid.blocks, grid.stream);
+      case 128:
+        return is_wide ? launch<T, 128, 2, 4, 1>(p, grid.blocks, grid.stream)
+                       : launch<T, 128, 1, 4, 1>(p, grid.blocks, grid.stream);
+      default:
+        return launch<T, 256, 1, 2, 1>(p, grid.blocks, grid.stream);
+    }
   }
+
+  /// AttentionKernel::launch.
+  static void run(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
+    if (call.dtype == DType::bf16) {
+      launch_dim<bf16>(p, grid);
+    } else {
+      launch_dim<f16>(p, grid);
+    }
+  }
+};
+
+/// What every way to fetch tiles needs: the device, one 16-bit type, a head size that is built, no latents.
+inline bool fits_tensor(const AttentionCall& call) {
+  const KvFormat& format = call.kv.format;
+  const std::int64_t dim = format.head_dim;
+  return call.is_hopper && !format.is_latent && call.dtype == format.dtype && size_bytes(call.dtype) == 2 &&
+         format.value_dim == dim && (dim == 64 || dim == 128 || dim == 256) && call.q_alignment == 16 &&
+         call.kv_alignment == 16;
+}
+
+/// What registers hold.
+inline int tensor_rows(std::int64_t head_dim, std::int64_t) {
+  return head_dim == 256 ? kRowSlots : 2 * kRowSlots;
 }
 
 }  // namespace helix::cuda

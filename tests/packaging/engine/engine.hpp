@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <helix/export.hpp>
+
+namespace engine {
+
+/// Throws a helix::Error that was made in this library.
+HELIX_API void fail_here();
+
+/// Throws a helix::Error that was made inside helix::cpu.
+HELIX_API void fail_in_helix();
+
+/// Calls `act`; whether it threw a helix::Error.
+HELIX_API bool catches(void (*act)());
+
+}  // namespace engine
