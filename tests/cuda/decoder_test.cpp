@@ -54,9 +54,7 @@ void check_replayed(const ReferenceModel& model, const TopologySpec& spec, std::
   request.chunk = 3;
   request.draft_tokens = draft_tokens;
   if (draft_tokens > 1) {
-    request.teacher = golden.greedy;
-    for (auto& drafts : request.teacher)
-      for (std::size_t i = 3; i < drafts.size(); i += 5) drafts[i] = (drafts[i] + 1) % 512;
+    request.teacher = drafts_partly_wrong(golden);
     request.teacher.front().resize(5);
   }
   INFO(describe(model.name, spec, request));
@@ -208,12 +206,7 @@ TEST_CASE("chunks, pages, slices, drafts, stages and replicas on one GPU give th
     request.page_tokens = c.page_tokens;
     request.hop_b_slices = c.hop_b_slices;
     request.draft_tokens = c.draft_tokens;
-    if (c.draft_tokens > 1) {
-      request.teacher = golden.greedy;
-      for (auto& drafts : request.teacher)
-        for (std::size_t i = 3; i < drafts.size(); i += 5)
-          drafts[i] = (drafts[i] + 1) % 512;  // rejected and truncated
-    }
+    if (c.draft_tokens > 1) request.teacher = drafts_partly_wrong(golden);
     check_golden(model, golden, c.spec, request, kOneGpu);
   }
 }

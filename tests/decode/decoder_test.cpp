@@ -98,12 +98,7 @@ void check_variant(const ReferenceModel& model, const Golden& golden, const std:
   request.page_tokens = variant.page_tokens;
   request.hop_b_slices = variant.hop_b_slices;
   request.draft_tokens = variant.draft_tokens;
-  if (variant.draft_tokens > 1) {
-    request.teacher = golden.greedy;
-    // Every fifth draft is wrong: rejected and truncated.
-    for (auto& drafts : request.teacher)
-      for (std::size_t i = 3; i < drafts.size(); i += 5) drafts[i] = (drafts[i] + 1) % 512;
-  }
+  if (variant.draft_tokens > 1) request.teacher = drafts_partly_wrong(golden);
   const Topology topo(spec, model.config.shape);
   INFO(describe(model.name, spec, request));
   const GenerationResult result = run_local(model.checkpoint, model.config, topo, request);
@@ -208,9 +203,7 @@ TEST_CASE("replayed steps give the golden output, whatever shapes follow each ot
     request.draft_tokens = c.draft_tokens;
     if (c.draft_tokens > 1) {
       // Every fifth draft is wrong, and those of one sequence end early: sequences end at different steps.
-      request.teacher = golden.greedy;
-      for (auto& drafts : request.teacher)
-        for (std::size_t i = 3; i < drafts.size(); i += 5) drafts[i] = (drafts[i] + 1) % 512;
+      request.teacher = drafts_partly_wrong(golden);
       request.teacher.front().resize(5);
     }
     INFO(describe(model.name, c.spec, request));

@@ -85,4 +85,7 @@ std::ostream& operator<<(std::ostream& out, const ForcedComparison::Step& step);
 ForcedComparison compare_forced(const Golden& golden, const decode::GenerationResult& result,
                                 std::int64_t vocab);
 
+/// The golden continuations as drafts, every fifth of them wrong: rejected and truncated.
+std::vector<decode::TokenIds> drafts_partly_wrong(const Golden& golden);
+
 }  // namespace helix::test

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include <helix/cpu/backend.hpp>
-#include <helix/rank_shape.hpp>
+#include <helix/job_comms.hpp>
 
 #include "decode/golden.hpp"
 #include "generate/generate.hpp"
