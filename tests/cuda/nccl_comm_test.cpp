@@ -45,7 +45,7 @@ using helix::test::require;
 using helix::test::run_ranks;
 using helix::test::run_ranks_or_throw;
 
-static_assert(helix::Communicator<NcclComm>);
+static_assert(helix::Communicator<NcclComm, NcclComm::Stream>);
 static_assert(helix::comm::CollectiveComm<NcclComm>);
 
 namespace {
