@@ -15,9 +15,9 @@ namespace helix::plan_cli {
 /// One case, e.g. "decode_layer/kvp:4/tpa:1/layers:8/batch:8/context:524288/hop_b:off".
 struct BenchCase {
   std::string name;
-  std::string family;                             ///< of the name, up to the first '/'
-  std::map<std::string, std::string> parameters;  ///< of the name: "kvp" -> "4"
-  std::map<std::string, double> values;           ///< counters; all finite
+  std::string family;                             ///< Name up to the first '/'.
+  std::map<std::string, std::string> parameters;  ///< Parameters in the name: "kvp" -> "4".
+  std::map<std::string, double> values;           ///< Counters; all finite.
 
   bool has(const std::string& counter) const { return values.contains(counter); }
   /// @throws Error(invalid_file) if the case has no such counter, or it is not in [1e-9, 1e18].

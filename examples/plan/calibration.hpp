@@ -31,7 +31,7 @@ struct BenchShape {
   static constexpr std::int64_t kKvHeads = 8;
   static constexpr std::int64_t kDim = 128;
   static constexpr std::int64_t kFfn = 53248;
-  static constexpr double kElementBytes = 2;  ///< of bf16: weights, KV and activations
+  static constexpr double kElementBytes = 2;  ///< Bytes of bf16: weights, KV and activations.
 };
 
 /// What a rank holds before the exchange: outputs and a log-sum-exp for each token and head.

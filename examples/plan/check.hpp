@@ -21,7 +21,7 @@ struct CheckRow {
 
 struct CheckResult {
   std::vector<CheckRow> rows;
-  std::vector<std::string> not_covered;  ///< names of the other cases
+  std::vector<std::string> not_covered;  ///< Names of the other cases.
 };
 
 /// Composes each prediction from reads, operators and collectives of `base`, calibrated by `calibration`. A

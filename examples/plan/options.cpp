@@ -40,11 +40,8 @@ const std::map<std::string, plan::Strategy>& strategies() {
   return kStrategies;
 }
 
-}  // namespace
-
-std::optional<Options> parse_options(int argc, char** argv) {
-  Options options;
-  plan::SearchSpace& space = options.space;
+/// Options whose text or number is looked at once all are known.
+struct OptionTexts {
   std::int64_t context = 131072;
   std::int64_t batch = 0;
   double ttl_ms = 0;
@@ -60,70 +57,109 @@ std::optional<Options> parse_options(int argc, char** argv) {
   std::string json;
   std::string csv;
   std::string pictures;
+};
 
-  CLI::App app("Plans how to decode a model on GPUs: layouts, memory, and the time of a step.", "helix-plan");
-  auto* model_option = app.add_option("--model", options.model,
-                                      fmt::format("config.json, a folder with one, or a preset: {}",
-                                                  fmt::join(plan::model_preset_names(), ", ")));
+void add_source_options(CLI::App& app, Options& options, OptionTexts& texts) {
+  app.add_option("--model", options.model,
+                 fmt::format("config.json, a folder with one, or a preset: {}",
+                             fmt::join(plan::model_preset_names(), ", ")));
   app.add_option("--hardware", options.hardware,
                  fmt::format("JSON file (docs/planning.md) or a preset: {}",
                              fmt::join(plan::hardware_preset_names(), ", ")))
       ->capture_default_str();
-  app.add_option("--calibrate", calibrations,
+  app.add_option("--calibrate", texts.calibrations,
                  "results of helix-bench-cuda that replace the machine's reads, overheads and collectives; "
                  "repeatable")
       ->allow_extra_args(false);
-  auto* check_option =
-      app.add_option("--check", checks,
-                     "predict these results of helix-bench-cuda and compare, calibrated by --calibrate or "
-                     "by themselves; repeatable")
-          ->allow_extra_args(false);
-  app.add_option("--gpus", space.max_gpus, "GPUs at most")
-      ->check(CLI::Range(1, 1 << 15))
-      ->capture_default_str();
-  app.add_option("--context", context, "tokens of each sequence")
+  app.add_option("--check", texts.checks,
+                 "predict these results of helix-bench-cuda and compare, calibrated by --calibrate or "
+                 "by themselves; repeatable")
+      ->allow_extra_args(false);
+}
+
+void add_workload_options(CLI::App& app, Options& options, OptionTexts& texts) {
+  app.add_option("--context", texts.context, "tokens of each sequence")
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40))
       ->capture_default_str();
-  app.add_option("--batch", batch, "sequences; default: searched, powers of two")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24));
-  app.add_option("--max-batch", space.max_batch, "of the search")
-      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24))
-      ->capture_default_str();
-  auto* ttl_option =
-      app.add_option("--ttl-ms", ttl_ms, "most milliseconds that a token of a sequence may take");
-  app.add_option("--objective", objective,
-                 "latency or throughput (tokens/s/GPU); default: throughput with --ttl-ms, else latency")
-      ->check(CLI::IsMember({"latency", "throughput"}));
-  app.add_option("--strategies", strategy_names, "of helix and its baselines; default: all")
-      ->check(CLI::IsMember(strategies()))
-      ->delimiter(',');
-  app.add_option("--weight-dtype", weights, fmt::format("{}", fmt::join(format_names(), ", ")))
+  app.add_option("--weight-dtype", texts.weights, fmt::format("{}", fmt::join(format_names(), ", ")))
       ->check(CLI::IsMember(format_names()))
       ->capture_default_str();
-  app.add_option("--kv-dtype", kv, "as above")->check(CLI::IsMember(format_names()))->capture_default_str();
-  app.add_option("--activation-dtype", activations, "as above; of messages, too")
+  app.add_option("--kv-dtype", texts.kv, "as above")
       ->check(CLI::IsMember(format_names()))
       ->capture_default_str();
-  app.add_option("--hop-b", hop_b, "overlap of attention and exchange: auto, off, or both to compare")
-      ->check(CLI::IsMember({"auto", "off", "both"}))
+  app.add_option("--activation-dtype", texts.activations, "as above; of messages, too")
+      ->check(CLI::IsMember(format_names()))
       ->capture_default_str();
   app.add_option("--step-tokens", options.workload.step_tokens, "query tokens a sequence and step")
       ->check(CLI::Range(1, 1 << 16))
       ->capture_default_str();
-  app.add_option("--expert-hits", expert_hits, "experts that a step reads: expectation or worst-case")
+  app.add_option("--expert-hits", texts.expert_hits, "experts that a step reads: expectation or worst-case")
       ->check(CLI::IsMember({"expectation", "worst-case"}))
+      ->capture_default_str();
+}
+
+void add_search_options(CLI::App& app, plan::SearchSpace& space, OptionTexts& texts) {
+  app.add_option("--gpus", space.max_gpus, "GPUs at most")
+      ->check(CLI::Range(1, 1 << 15))
+      ->capture_default_str();
+  app.add_option("--batch", texts.batch, "sequences; default: searched, powers of two")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24));
+  app.add_option("--max-batch", space.max_batch, "largest batch of the search")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24))
+      ->capture_default_str();
+  app.add_option("--ttl-ms", texts.ttl_ms, "most milliseconds that a token of a sequence may take");
+  app.add_option("--objective", texts.objective,
+                 "latency or throughput (tokens/s/GPU); default: throughput with --ttl-ms, else latency")
+      ->check(CLI::IsMember({"latency", "throughput"}));
+  app.add_option("--strategies", texts.strategy_names,
+                 "strategies to search: helix and its baselines; default: all")
+      ->check(CLI::IsMember(strategies()))
+      ->delimiter(',');
+  app.add_option("--hop-b", texts.hop_b, "overlap of attention and exchange: auto, off, or both to compare")
+      ->check(CLI::IsMember({"auto", "off", "both"}))
       ->capture_default_str();
   app.add_flag("--replicas", space.has_replicas, "fill --gpus with replicas of smaller layouts");
   app.add_flag("--medha-duplicates-kv", space.medha_may_duplicate_kv,
                "also Medha layouts with more TPA ranks than KV heads, which its authors leave out");
+}
+
+void add_output_options(CLI::App& app, Options& options, OptionTexts& texts) {
   app.add_flag("--frontier", options.shows_frontier, "print tokens/s/user against tokens/s/GPU");
   app.add_option("--top", options.top, "layouts to print")->check(CLI::Range(1, 1000))->capture_default_str();
-  auto* json_option = app.add_option("--json", json, "write the plan to this file");
-  auto* csv_option = app.add_option("--csv", csv, "write every configuration that fits to this file");
-  auto* pictures_option = app.add_option("--pictures", pictures,
-                                         "write roofline.svg, frontier.svg and timeline.svg to this folder");
-  for (CLI::Option* other : {model_option, json_option, csv_option, pictures_option})
-    check_option->excludes(other);
+  app.add_option("--json", texts.json, "write the plan to this file");
+  app.add_option("--csv", texts.csv, "write every configuration that fits to this file");
+  app.add_option("--pictures", texts.pictures,
+                 "write roofline.svg, frontier.svg and timeline.svg to this folder");
+}
+
+/// What the search is to cover and to look for.
+void set_search(plan::SearchSpace& space, const OptionTexts& texts, bool has_ttl_limit) {
+  if (texts.batch > 0) space.batches = {texts.batch};
+  if (has_ttl_limit) {
+    HELIX_EXPECTS(texts.ttl_ms > 0 && std::isfinite(texts.ttl_ms), ErrorCode::invalid_argument,
+                  "--ttl-ms is ", texts.ttl_ms, "; give a positive number of milliseconds");
+    space.ttl_limit = plan::milliseconds(texts.ttl_ms);
+  }
+  for (const std::string& name : texts.strategy_names) space.strategies.push_back(strategies().at(name));
+  if (texts.hop_b == "off") space.hop_b_slices = {1};
+  if (texts.hop_b == "both") space.hop_b_slices = {0, 1};
+  const bool is_throughput =
+      texts.objective.empty() ? space.ttl_limit.has_value() : texts.objective == "throughput";
+  space.objective = is_throughput ? plan::Objective::throughput : plan::Objective::latency;
+}
+
+}  // namespace
+
+std::optional<Options> parse_options(int argc, char** argv) {
+  Options options;
+  OptionTexts texts;
+  CLI::App app("Plans how to decode a model on GPUs: layouts, memory, and the time of a step.", "helix-plan");
+  add_source_options(app, options, texts);
+  add_workload_options(app, options, texts);
+  add_search_options(app, options.space, texts);
+  add_output_options(app, options, texts);
+  for (const char* other : {"--model", "--json", "--csv", "--pictures"})
+    app.get_option("--check")->excludes(app.get_option(other));
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp&) {
@@ -133,29 +169,19 @@ std::optional<Options> parse_options(int argc, char** argv) {
     throw Error(ErrorCode::invalid_argument, error.what(), "; see --help");
   }
 
-  HELIX_EXPECTS(!options.model.empty() || !checks.empty(), ErrorCode::invalid_argument,
+  HELIX_EXPECTS(!options.model.empty() || !texts.checks.empty(), ErrorCode::invalid_argument,
                 "--model is required; see --help");
-  options.calibrations.assign(calibrations.begin(), calibrations.end());
-  options.checks.assign(checks.begin(), checks.end());
-  options.json = json;
-  options.csv = csv;
-  options.pictures = pictures;
-  options.precision = {.weight_bits = element_bits().at(weights),
-                       .kv_bits = element_bits().at(kv),
-                       .activation_bits = element_bits().at(activations)};
-  options.workload.context = plan::tokens(static_cast<double>(context));
-  if (expert_hits == "worst-case") options.workload.expert_hits = plan::ExpertHits::worst_case;
-  if (batch > 0) space.batches = {batch};
-  if (ttl_option->count() > 0) {
-    HELIX_EXPECTS(ttl_ms > 0 && std::isfinite(ttl_ms), ErrorCode::invalid_argument, "--ttl-ms is ", ttl_ms,
-                  "; give a positive number of milliseconds");
-    space.ttl_limit = plan::milliseconds(ttl_ms);
-  }
-  for (const std::string& name : strategy_names) space.strategies.push_back(strategies().at(name));
-  if (hop_b == "off") space.hop_b_slices = {1};
-  if (hop_b == "both") space.hop_b_slices = {0, 1};
-  const bool is_throughput = objective.empty() ? space.ttl_limit.has_value() : objective == "throughput";
-  space.objective = is_throughput ? plan::Objective::throughput : plan::Objective::latency;
+  options.calibrations.assign(texts.calibrations.begin(), texts.calibrations.end());
+  options.checks.assign(texts.checks.begin(), texts.checks.end());
+  options.json = texts.json;
+  options.csv = texts.csv;
+  options.pictures = texts.pictures;
+  options.precision = {.weight_bits = element_bits().at(texts.weights),
+                       .kv_bits = element_bits().at(texts.kv),
+                       .activation_bits = element_bits().at(texts.activations)};
+  options.workload.context = plan::tokens(static_cast<double>(texts.context));
+  if (texts.expert_hits == "worst-case") options.workload.expert_hits = plan::ExpertHits::worst_case;
+  set_search(options.space, texts, app.count("--ttl-ms") > 0);
   return options;
 }
 

@@ -14,18 +14,18 @@
 namespace helix::plan_cli {
 
 struct Options {
-  std::string model;  ///< empty only with `checks`
+  std::string model;  ///< Empty only with `checks`.
   std::string hardware = "h200";
   std::vector<std::filesystem::path> calibrations;
-  std::vector<std::filesystem::path> checks;  ///< not empty: predict these instead of planning
+  std::vector<std::filesystem::path> checks;  ///< Not empty: results to predict instead of planning.
   plan::Precision precision;
-  plan::Workload workload;  ///< its batch is the search's
+  plan::Workload workload;  ///< Its batch is replaced by the search's.
   plan::SearchSpace space;
   bool shows_frontier = false;
-  int top = 5;                     ///< layouts in the table
-  std::filesystem::path json;      ///< empty: none
-  std::filesystem::path csv;       ///< empty: none
-  std::filesystem::path pictures;  ///< folder; empty: none
+  int top = 5;                     ///< Layouts in the table.
+  std::filesystem::path json;      ///< File; empty: none.
+  std::filesystem::path csv;       ///< File; empty: none.
+  std::filesystem::path pictures;  ///< Folder; empty: none.
 };
 
 /// nullopt after --help, which it prints. @throws Error(invalid_argument) naming option and value.

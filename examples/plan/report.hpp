@@ -16,8 +16,8 @@ namespace helix::plan_cli {
 struct Plan {
   const plan::StepModel& model;
   const Options& options;
-  plan::SearchResult result;  ///< with a best candidate
-  plan::StepReport best;      ///< of it
+  plan::SearchResult result;  ///< Result with a best candidate.
+  plan::StepReport best;      ///< Operators of the best candidate.
   std::vector<plan::Loss> losses;
 
   const plan::Candidate& best_candidate() const { return result.candidates[*result.best]; }

@@ -11,7 +11,7 @@ namespace {
 /// A group cut by NVLink domains.
 struct Spread {
   int ranks;
-  int in_domain;  ///< ranks of the group that share a domain
+  int in_domain;  ///< Ranks of the group that share a domain.
   int domains;
   const Link& inside;
   const Link& outside;

@@ -31,21 +31,21 @@ inline LayerCounts count_layers(const Model& model, Range layers) {
 
 /// Weights of one layer on one rank, and the widths of its activations. Doubles: they enter products.
 struct RankElements {
-  double query_heads = 0;     ///< that the rank attends with
-  double combined_heads = 0;  ///< whose exact attention it holds after the exchange
-  double kv_row = 0;          ///< cached elements of a token
-  double qkv = 0;             ///< every weight before attention
-  double qkv_width = 0;       ///< of the query as attention reads it, and of a token's K and V
+  double query_heads = 0;     ///< Query heads that the rank attends with.
+  double combined_heads = 0;  ///< Heads whose exact attention it holds after the exchange.
+  double kv_row = 0;          ///< Cached elements of a token.
+  double qkv = 0;             ///< Every weight before attention.
+  double qkv_width = 0;       ///< Width of the query as attention reads it, and of a token's K and V.
   double value_up = 0;        ///< MLA's W_UV
   double output = 0;
-  double output_width = 0;  ///< inputs of the output projection
+  double output_width = 0;  ///< Inputs of the output projection.
   double norms = 0;
   double ffn_width = 0;  ///< F of the dense FFN
   double shared_width = 0;
-  double expert_width = 0;  ///< of one routed expert
-  double experts = 0;       ///< that it holds
+  double expert_width = 0;  ///< F of one routed expert.
+  double experts = 0;       ///< Routed experts that it holds.
   double router = 0;
-  double vocab = 0;  ///< rows
+  double vocab = 0;  ///< Rows of the vocabulary.
 
   double dense_ffn(const Model& model) const {
     return 3 * static_cast<double>(model.shape.hidden) * ffn_width;
@@ -97,11 +97,11 @@ inline RankElements rank_elements(const Model& model, const Layout& layout) {
 
 /// The part of a batch that the fullest rank works on.
 struct RankBatch {
-  std::int64_t replica = 0;        ///< sequences of a replica
-  std::int64_t micro_batches = 1;  ///< that share its pipeline
-  std::int64_t stage = 0;          ///< sequences that a stage works on at a time
-  std::int64_t attention = 0;      ///< of those, what one rank attends to
-  std::int64_t cached = 0;         ///< sequences whose KV one rank holds
+  std::int64_t replica = 0;        ///< Sequences of a replica.
+  std::int64_t micro_batches = 1;  ///< Micro-batches that share its pipeline.
+  std::int64_t stage = 0;          ///< Sequences that a stage works on at a time.
+  std::int64_t attention = 0;      ///< Sequences among those that one rank attends to.
+  std::int64_t cached = 0;         ///< Sequences whose KV one rank holds.
 };
 
 inline RankBatch rank_batch(const Layout& layout, const Workload& workload) {

@@ -6,9 +6,9 @@
 
 #include <nlohmann/json.hpp>
 
+#include "cli/launch.hpp"
 #include "cuda/gpu.hpp"
 #include "decode/golden.hpp"
-#include "launch.hpp"
 #include "support/catch.hpp"
 #include "support/free_port.hpp"
 #include "support/process.hpp"
@@ -29,7 +29,7 @@ const LaunchOptions kGpuEach{.device = Device::cuda, .placement = GpuPlacement::
 /// f32 throughout: the rule of the CPU's decoder test.
 void check_golden(const ReferenceModel& model, const Golden& golden, const TopologySpec& spec,
                   const GenerationRequest& request, const LaunchOptions& launch) {
-  const Topology topo(spec, model.config.shape());
+  const Topology topo(spec, model.config.shape);
   INFO(describe(model.name, spec, request));
   const GenerationResult result = run_local(model.checkpoint, model.config, topo, request, launch);
   CHECK(difference_from_golden(golden, result, topo.shape().vocab) == "");
@@ -38,7 +38,7 @@ void check_golden(const ReferenceModel& model, const Golden& golden, const Topol
 void check_every_topology(const std::string& name) {
   const ReferenceModel model(name);
   const Golden golden = model.golden();
-  for (const TopologySpec& spec : legal_stages(model.config.shape()))
+  for (const TopologySpec& spec : legal_stages(model.config.shape))
     check_golden(model, golden, spec, golden_request(golden), kOneGpu);
 }
 
@@ -48,15 +48,13 @@ void check_every_topology(const std::string& name) {
 void check_replayed(const ReferenceModel& model, const TopologySpec& spec, std::int64_t draft_tokens,
                     const LaunchOptions& launch, bool captures) {
   const Golden golden = model.golden();
-  const Topology topo(spec, model.config.shape());
+  const Topology topo(spec, model.config.shape);
   GenerationRequest request = golden_request(golden);
   request.page_tokens = 4;
   request.chunk = 3;
   request.draft_tokens = draft_tokens;
   if (draft_tokens > 1) {
-    request.teacher = golden.greedy;
-    for (auto& drafts : request.teacher)
-      for (std::size_t i = 3; i < drafts.size(); i += 5) drafts[i] = (drafts[i] + 1) % 512;
+    request.teacher = drafts_partly_wrong(golden);
     request.teacher.front().resize(5);
   }
   INFO(describe(model.name, spec, request));
@@ -86,7 +84,7 @@ void check_nccl(int ranks) {
   for (const std::string& name : kReferenceModels) {
     const ReferenceModel model(name);
     const Golden golden = model.golden();
-    for (const TopologySpec& spec : Topology::legal_topologies(model.config.shape(), ranks))
+    for (const TopologySpec& spec : Topology::legal_topologies(model.config.shape, ranks))
       check_golden(model, golden, spec, golden_request(golden), kGpuEach);
   }
 }
@@ -164,7 +162,7 @@ TEST_CASE("replayed steps give the golden output and the bits of queued ones") {
 TEST_CASE("drawn tokens of replayed steps are those of queued ones") {
   HELIX_REQUIRE_GPUS(1);
   const ReferenceModel model("llama-tiny");
-  const Topology topo({}, model.config.shape());
+  const Topology topo({}, model.config.shape);
   GenerationRequest request = golden_request(model.golden());
   request.sampling = {.temperature = 0.8f, .top_p = 0.9f, .seed = 7};
   const GenerationResult replayed = run_local(model.checkpoint, model.config, topo, request, kOneGpu);
@@ -208,12 +206,7 @@ TEST_CASE("chunks, pages, slices, drafts, stages and replicas on one GPU give th
     request.page_tokens = c.page_tokens;
     request.hop_b_slices = c.hop_b_slices;
     request.draft_tokens = c.draft_tokens;
-    if (c.draft_tokens > 1) {
-      request.teacher = golden.greedy;
-      for (auto& drafts : request.teacher)
-        for (std::size_t i = 3; i < drafts.size(); i += 5)
-          drafts[i] = (drafts[i] + 1) % 512;  // rejected and truncated
-    }
+    if (c.draft_tokens > 1) request.teacher = drafts_partly_wrong(golden);
     check_golden(model, golden, c.spec, request, kOneGpu);
   }
 }
@@ -242,7 +235,7 @@ TEST_CASE("16-bit activations and KV, teacher-forced, keep clear argmaxes and lo
   for (const Case& c : cases) {
     const ReferenceModel model(c.model);
     const Golden golden = model.golden();
-    const Topology topo(c.spec, model.config.shape());
+    const Topology topo(c.spec, model.config.shape);
     GenerationRequest request = golden_request(golden);
     request.kv_dtype = c.dtype;
     request.teacher = golden.greedy;
@@ -267,7 +260,7 @@ TEST_CASE("synthetic context on a GPU gives the CPU's tokens, in the planned mem
     request.ignore_eos = true;
     request.kv_dtype = DType::f32;
     const TopologySpec spec{.kvp = 2};
-    const Topology topo(spec, model.config.shape());
+    const Topology topo(spec, model.config.shape);
     INFO(describe(name, spec, request));
     const auto expected = run_local(model.checkpoint, model.config, topo, request);
     const auto result = run_local(model.checkpoint, model.config, topo, request, kOneGpu);
@@ -285,7 +278,7 @@ TEST_CASE("synthetic context on a GPU gives the CPU's tokens, in the planned mem
 TEST_CASE("a rank that fails on a GPU ends the others with its error") {
   HELIX_REQUIRE_GPUS(1);
   const ReferenceModel model("llama-tiny");
-  const Topology topo({.kvp = 4}, model.config.shape());
+  const Topology topo({.kvp = 4}, model.config.shape);
   GenerationRequest request;
   request.prompts = {{1, 2, 3}};
   LaunchOptions launch = kOneGpu;

@@ -8,6 +8,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "cli/launch_cuda.hpp"
 #include "decode/golden.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
@@ -177,7 +178,7 @@ TEST_CASE("four processes under mpirun give the golden tokens", "[mpi]") {
     const ReferenceModel model(name);
     const Golden golden = model.golden();
     write_file(scratch / "prompts.json", nlohmann::json(golden.prompts).dump());
-    for (const TopologySpec& spec : Topology::legal_topologies(model.config.shape(), 4)) {
+    for (const TopologySpec& spec : Topology::legal_topologies(model.config.shape, 4)) {
       const Run run =
           run_decode(model_option(name) + "--kv-dtype f32 --ignore-eos --max-new-tokens 24 --kvp " +
                          std::to_string(spec.kvp) + " --tpa " + std::to_string(spec.tpa) + " --ep " +

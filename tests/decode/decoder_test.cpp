@@ -12,9 +12,9 @@
 #include <helix/cpu/backend.hpp>
 #include <helix/cpu/local_comm.hpp>
 
+#include "cli/rank_threads.hpp"
 #include "decode/golden.hpp"
-#include "generate.hpp"
-#include "rank_threads.hpp"
+#include "generate/generate.hpp"
 #include "support/catch.hpp"
 
 namespace helix::test {
@@ -98,13 +98,8 @@ void check_variant(const ReferenceModel& model, const Golden& golden, const std:
   request.page_tokens = variant.page_tokens;
   request.hop_b_slices = variant.hop_b_slices;
   request.draft_tokens = variant.draft_tokens;
-  if (variant.draft_tokens > 1) {
-    request.teacher = golden.greedy;
-    // Every fifth draft is wrong: rejected and truncated.
-    for (auto& drafts : request.teacher)
-      for (std::size_t i = 3; i < drafts.size(); i += 5) drafts[i] = (drafts[i] + 1) % 512;
-  }
-  const Topology topo(spec, model.config.shape());
+  if (variant.draft_tokens > 1) request.teacher = drafts_partly_wrong(golden);
+  const Topology topo(spec, model.config.shape);
   INFO(describe(model.name, spec, request));
   const GenerationResult result = run_local(model.checkpoint, model.config, topo, request);
   CHECK(difference_from_golden(golden, result, topo.shape().vocab) == "");
@@ -113,7 +108,7 @@ void check_variant(const ReferenceModel& model, const Golden& golden, const std:
 void check_every_topology(const std::string& name) {
   const ReferenceModel model(name);
   const Golden golden = model.golden();
-  const auto stages = legal_stages(model.config.shape());
+  const auto stages = legal_stages(model.config.shape);
   for (std::size_t stage = 0; stage < stages.size(); ++stage)
     check_variant(model, golden, stages, {.stage = stage});
 }
@@ -121,21 +116,21 @@ void check_every_topology(const std::string& name) {
 void check_pairwise(const std::string& name) {
   const ReferenceModel model(name);
   const Golden golden = model.golden();
-  const auto stages = legal_stages(model.config.shape());
+  const auto stages = legal_stages(model.config.shape);
   for (const Variant& variant : pairwise(all_variants(stages))) check_variant(model, golden, stages, variant);
 }
 
 void check_product(const std::string& name) {
   const ReferenceModel model(name);
   const Golden golden = model.golden();
-  const auto stages = legal_stages(model.config.shape());
+  const auto stages = legal_stages(model.config.shape);
   for (const Variant& variant : all_variants(stages)) check_variant(model, golden, stages, variant);
 }
 
 void check_long(const std::string& name) {
   const ReferenceModel model(name);
   const Golden golden = model.golden_long();
-  const auto stages = legal_stages(model.config.shape());
+  const auto stages = legal_stages(model.config.shape);
   for (std::size_t stage = 0; stage < stages.size(); ++stage)
     check_variant(model, golden, stages, {.stage = stage});
 }
@@ -187,9 +182,7 @@ GenerationResult run_capturable(const ReferenceModel& model, const Topology& top
   for (cpu::LocalComm& comm : cpu::LocalComm::create_group(topo.world_size())) world.emplace_back(comm);
   return decode::run_rank_threads(
       std::move(world),
-      [](int, const decode::WorldComms<CapturableComm>& comms) {
-        return CapturableBackend(comms.stage, comms.kvp, 1);
-      },
+      [](int, const JobComms<CapturableComm>& comms) { return CapturableBackend(comms.stage, comms.kvp, 1); },
       model.checkpoint, model.config, topo, request, false);
 }
 
@@ -204,15 +197,13 @@ TEST_CASE("replayed steps give the golden output, whatever shapes follow each ot
   };
   for (const Case& c : {Case{{}, 1}, Case{{.kvp = 2, .pp = 2}, 1}, Case{{}, 4},
                         Case{{.kvp = 2, .tpa = 2, .pp = 2}, 3}, Case{{.dp = 2}, 8}}) {
-    const Topology topo(c.spec, model.config.shape());
+    const Topology topo(c.spec, model.config.shape);
     GenerationRequest request = golden_request(golden);
     request.page_tokens = 16;
     request.draft_tokens = c.draft_tokens;
     if (c.draft_tokens > 1) {
       // Every fifth draft is wrong, and those of one sequence end early: sequences end at different steps.
-      request.teacher = golden.greedy;
-      for (auto& drafts : request.teacher)
-        for (std::size_t i = 3; i < drafts.size(); i += 5) drafts[i] = (drafts[i] + 1) % 512;
+      request.teacher = drafts_partly_wrong(golden);
       request.teacher.front().resize(5);
     }
     INFO(describe(model.name, c.spec, request));
@@ -233,7 +224,7 @@ TEST_CASE("replayed steps give the golden output, whatever shapes follow each ot
 
 TEST_CASE("a decode step that feeds what was drawn copies only a grown page table to the device", "[quick]") {
   const ReferenceModel model("llama-tiny");
-  const Topology topo({}, model.config.shape());
+  const Topology topo({}, model.config.shape);
   GenerationRequest request = golden_request(model.golden());
   REQUIRE(request.num_sequences() > 1);
   const auto uploads_of_ten_steps = [&] {
@@ -258,7 +249,7 @@ TEST_CASE("a decode step that feeds what was drawn copies only a grown page tabl
 TEST_CASE("draws do not depend on whether the device or the host made a step's inputs", "[quick]") {
   const ReferenceModel model("llama-tiny");
   for (const TopologySpec& spec : {TopologySpec{}, TopologySpec{.kvp = 2, .tpa = 2, .pp = 2}}) {
-    const Topology topo(spec, model.config.shape());
+    const Topology topo(spec, model.config.shape);
     GenerationRequest request = golden_request(model.golden());
     request.sampling = {.temperature = 1.0f, .top_p = 0.9f, .seed = 5};
     request.ignore_eos = true;
@@ -353,8 +344,8 @@ TEST_CASE("bf16 KV, teacher-forced, keeps clear argmaxes and logits near the ref
   const Golden golden = model.golden();
   std::vector<ForcedComparison::Step> flips;
   if (name == "deepseek-tiny") flips = {{0, kFlippedStep, kFlippedToken, golden.greedy[0][kFlippedStep]}};
-  for (const TopologySpec& spec : legal_stages(model.config.shape())) {
-    const Topology topo(spec, model.config.shape());
+  for (const TopologySpec& spec : legal_stages(model.config.shape)) {
+    const Topology topo(spec, model.config.shape);
     GenerationRequest request = golden_request(golden);
     request.kv_dtype = DType::bf16;
     request.teacher = golden.greedy;
@@ -375,10 +366,10 @@ TEST_CASE("the KV of all ranks adds up to the cache of one rank, within a page a
   GenerationRequest request = golden_request(golden);
   request.max_new_tokens = 2;
   request.page_tokens = 16;
-  const Topology one({}, model.config.shape());
+  const Topology one({}, model.config.shape);
   const std::int64_t whole = run_local(model.checkpoint, model.config, one, request).memory.at(0).kv_bytes;
-  for (const TopologySpec& spec : legal_stages(model.config.shape())) {
-    const Topology topo(spec, model.config.shape());
+  for (const TopologySpec& spec : legal_stages(model.config.shape)) {
+    const Topology topo(spec, model.config.shape);
     const GenerationResult result = run_local(model.checkpoint, model.config, topo, request);
     const auto plan = decode::plan_memory(model.checkpoint, model.config, topo, request);
     REQUIRE(result.memory.size() == static_cast<std::size_t>(topo.world_size()));
@@ -398,8 +389,8 @@ TEST_CASE("the KV of all ranks adds up to the cache of one rank, within a page a
 
 TEST_CASE("the exchange sends what the formula says, whatever the context", "[quick]") {
   const ReferenceModel model("llama-tiny");
-  for (const TopologySpec& spec : legal_stages(model.config.shape())) {
-    const Topology topo(spec, model.config.shape());
+  for (const TopologySpec& spec : legal_stages(model.config.shape)) {
+    const Topology topo(spec, model.config.shape);
     for (std::int64_t context : {1024, 16384}) {
       GenerationRequest request;
       request.synthetic_context = context;
@@ -421,10 +412,10 @@ TEST_CASE("synthetic context gives the same tokens under every topology", "[quic
     request.max_new_tokens = 6;
     request.ignore_eos = true;
     request.kv_dtype = DType::f32;
-    const auto alone = run_local(model.checkpoint, model.config, Topology({}, model.config.shape()), request);
-    for (const TopologySpec& spec : legal_stages(model.config.shape())) {
+    const auto alone = run_local(model.checkpoint, model.config, Topology({}, model.config.shape), request);
+    for (const TopologySpec& spec : legal_stages(model.config.shape)) {
       const auto result =
-          run_local(model.checkpoint, model.config, Topology(spec, model.config.shape()), request);
+          run_local(model.checkpoint, model.config, Topology(spec, model.config.shape), request);
       INFO(describe(name, spec, request));
       CHECK(result.sequences.at(0).tokens == alone.sequences.at(0).tokens);
     }
@@ -436,11 +427,11 @@ TEST_CASE("drawn tokens are the same on every topology and change with the seed"
   const Golden golden = model.golden();
   GenerationRequest request = golden_request(golden);
   request.sampling = {.temperature = 0.8f, .top_p = 0.9f, .seed = 7};
-  const auto alone = run_local(model.checkpoint, model.config, Topology({}, model.config.shape()), request);
+  const auto alone = run_local(model.checkpoint, model.config, Topology({}, model.config.shape), request);
   const auto sharded = run_local(model.checkpoint, model.config,
-                                 Topology({.kvp = 2, .tpa = 2, .dp = 2}, model.config.shape()), request);
+                                 Topology({.kvp = 2, .tpa = 2, .dp = 2}, model.config.shape), request);
   request.sampling.seed = 8;
-  const auto other = run_local(model.checkpoint, model.config, Topology({}, model.config.shape()), request);
+  const auto other = run_local(model.checkpoint, model.config, Topology({}, model.config.shape), request);
   for (std::size_t s = 0; s < golden.prompts.size(); ++s) {
     CHECK(sharded.sequences.at(s).tokens == alone.sequences.at(s).tokens);
     CHECK(other.sequences.at(s).tokens != alone.sequences.at(s).tokens);
@@ -450,7 +441,7 @@ TEST_CASE("drawn tokens are the same on every topology and change with the seed"
 
 TEST_CASE("a request that cannot be served is refused with its values, on every rank alike", "[quick]") {
   const ReferenceModel model("llama-tiny");
-  const Topology topo({.kvp = 2, .tpa = 2}, model.config.shape());
+  const Topology topo({.kvp = 2, .tpa = 2}, model.config.shape);
   const auto message = [&](const GenerationRequest& request) -> std::string {
     try {
       run_local(model.checkpoint, model.config, topo, request);

@@ -144,4 +144,11 @@ ForcedComparison compare_forced(const Golden& golden, const decode::GenerationRe
   return comparison;
 }
 
+std::vector<decode::TokenIds> drafts_partly_wrong(const Golden& golden) {
+  std::vector<decode::TokenIds> drafts = golden.greedy;
+  for (decode::TokenIds& tokens : drafts)
+    for (std::size_t i = 3; i < tokens.size(); i += 5) tokens[i] = (tokens[i] + 1) % 512;
+  return drafts;
+}
+
 }  // namespace helix::test

@@ -11,10 +11,10 @@
 
 #include <helix/topology.hpp>
 
-#include "checkpoint.hpp"
-#include "generation.hpp"
-#include "launch.hpp"
-#include "model_config.hpp"
+#include "checkpoint/checkpoint.hpp"
+#include "cli/launch.hpp"
+#include "generate/generation.hpp"
+#include "model/parse_config.hpp"
 
 namespace helix::test {
 
@@ -84,5 +84,8 @@ std::ostream& operator<<(std::ostream& out, const ForcedComparison::Step& step);
 /// @throws Error(internal) unless the generation has the golden's sequences and lengths.
 ForcedComparison compare_forced(const Golden& golden, const decode::GenerationResult& result,
                                 std::int64_t vocab);
+
+/// The golden continuations as drafts, every fifth of them wrong: rejected and truncated.
+std::vector<decode::TokenIds> drafts_partly_wrong(const Golden& golden);
 
 }  // namespace helix::test

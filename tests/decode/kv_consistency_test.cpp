@@ -8,9 +8,10 @@
 #include <vector>
 
 #include <helix/cpu/backend.hpp>
+#include <helix/job_comms.hpp>
 
 #include "decode/golden.hpp"
-#include "generate.hpp"
+#include "generate/generate.hpp"
 #include "support/catch.hpp"
 #include "support/ranks.hpp"
 
@@ -31,7 +32,7 @@ GlobalCache generate_and_gather(const ReferenceModel& model, const Topology& top
   const ModelShape& shape = topo.shape();
   const std::int64_t stored =
       std::ssize(request.prompts[0]) + request.max_new_tokens - 1;  // the last token is not fed
-  const std::int64_t v_dim = shape.is_mla ? 0 : shape.value_dim;
+  const std::int64_t v_dim = shape.is_mla() ? 0 : shape.value_dim;
   const auto elements = [&](std::int64_t dim) {
     return static_cast<std::size_t>(shape.num_layers * stored * shape.num_kv_heads * dim);
   };
@@ -39,15 +40,14 @@ GlobalCache generate_and_gather(const ReferenceModel& model, const Topology& top
                      std::vector<float>(elements(v_dim), NAN)};
 
   run_ranks_or_throw(topo.world_size(), [&](cpu::LocalComm world) {
-    auto comms = decode::WorldComms<cpu::LocalComm>::split(world, topo);
+    JobComms<cpu::LocalComm> comms = split_world(world, topo);
     LocalBackend backend(comms.stage, comms.kvp);
     auto weights = decode::load_stage_weights(backend, model.config, model.checkpoint, topo, world.rank(),
                                               backend.create_stream());
     decode::StageModel<LocalBackend> stage(backend, topo, 0, model.config, std::move(weights),
                                            decode::plan_cache(request, topo, 0, 0),
                                            decode::plan_limits(request, topo, 0), {}, comms.pipeline);
-    decode::detail::GenerationLoop<LocalBackend>(backend, comms, topo, model.config, request, stage, false)
-        .run();
+    decode::GenerationLoop<LocalBackend>(backend, world, topo, model.config, request, stage, false).run();
 
     const Range heads = topo.kv_heads(comms.stage.rank());
     const KvView first = stage.cache().layer(0);
@@ -103,11 +103,11 @@ TEST_CASE("after 100 decoded tokens the gathered KV equals the cache of one rank
     request.ignore_eos = true;
     request.kv_dtype = DType::f32;
     request.chunk = 3;
-    const GlobalCache alone = generate_and_gather(model, Topology({}, model.config.shape()), request);
+    const GlobalCache alone = generate_and_gather(model, Topology({}, model.config.shape), request);
     for (int ranks : {2, 4, 8}) {
-      for (const TopologySpec& spec : Topology::legal_topologies(model.config.shape(), ranks)) {
+      for (const TopologySpec& spec : Topology::legal_topologies(model.config.shape, ranks)) {
         INFO(name << " kvp " << spec.kvp << " tpa " << spec.tpa << " ep " << spec.ep);
-        const GlobalCache sharded = generate_and_gather(model, Topology(spec, model.config.shape()), request);
+        const GlobalCache sharded = generate_and_gather(model, Topology(spec, model.config.shape), request);
         CHECK(relative_difference(sharded.k, alone.k) < 1e-5);
         if (!alone.v.empty()) CHECK(relative_difference(sharded.v, alone.v) < 1e-5);
       }

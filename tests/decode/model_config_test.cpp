@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // config.json: what is read, what is refused and how, and the rope constants against double-precision
 // formulas.
-#include "model_config.hpp"
-
 #include <cmath>
 #include <cstdint>
 #include <fstream>
@@ -17,6 +15,7 @@
 #include <helix/error.hpp>
 #include <helix/topology.hpp>
 
+#include "model/parse_config.hpp"
 #include "support/catch.hpp"
 
 using namespace helix;
@@ -98,18 +97,18 @@ void check_frequencies(const std::vector<float>& actual, const std::vector<doubl
 TEST_CASE("the reference configs are read whole") {
   SECTION("llama") {
     const ModelConfig config = parse(data_config("llama-tiny"));
-    const ModelShape shape = config.shape();
+    const ModelShape shape = config.shape;
     CHECK(shape.num_query_heads == 8);
     CHECK(shape.num_kv_heads == 2);
     CHECK(shape.head_dim == 64);
     CHECK(shape.value_dim == 64);
     CHECK(shape.hidden == 256);
     CHECK(shape.ffn == 512);
-    CHECK(shape.num_experts == 0);
-    CHECK(shape.expert_ffn == 0);
+    CHECK(shape.num_experts() == 0);
+    CHECK(shape.expert_ffn() == 0);
     CHECK(shape.vocab == 512);
     CHECK(shape.num_layers == 2);
-    CHECK_FALSE(shape.is_mla);
+    CHECK_FALSE(shape.is_mla());
     CHECK(config.rms_norm_eps == 1e-5f);
     CHECK(config.max_positions == 8192);
     CHECK(config.eos_ids == std::vector<std::int64_t>{2});
@@ -119,33 +118,33 @@ TEST_CASE("the reference configs are read whole") {
     CHECK(config.rope.rotary_dim == 64);
     CHECK_FALSE(config.rope.is_interleaved);
     CHECK(config.softmax_scale() == 0.125f);
-    CHECK(config.rope_magnitude() == 1.0f);
+    CHECK(config.rope.magnitude() == 1.0f);
     CHECK(config.window(1) == 0);
-    CHECK_FALSE(config.is_moe_layer(1));
+    CHECK_FALSE(config.shape.is_moe_layer(1));
   }
   SECTION("deepseek v3") {
     const ModelConfig config = parse(data_config("deepseek-tiny"));
-    const ModelShape shape = config.shape();
+    const ModelShape shape = config.shape;
     CHECK(shape.num_kv_heads == 1);  // not num_key_value_heads, which is 8
     CHECK(shape.head_dim == 576);    // not head_dim, which is the rope size
     CHECK(shape.value_dim == 512);
-    CHECK(shape.is_mla);
+    CHECK(shape.is_mla());
     CHECK(shape.ffn == 512);
-    CHECK(shape.expert_ffn == 64);
-    CHECK(shape.shared_expert_ffn == 64);
-    CHECK(shape.num_experts == 8);
+    CHECK(shape.expert_ffn() == 64);
+    CHECK(shape.shared_ffn() == 64);
+    CHECK(shape.num_experts() == 8);
     CHECK(config.rope.rotary_dim == 64);
     CHECK(config.rope.is_interleaved);
-    CHECK_FALSE(config.is_moe_layer(0));
-    CHECK(config.is_moe_layer(1));
-    REQUIRE(config.moe.has_value());
-    CHECK(config.moe->scoring == RouterScoring::sigmoid);
-    CHECK(config.moe->has_router_bias);
-    CHECK(config.moe->num_groups == 4);
-    CHECK(config.moe->groups_kept == 2);
-    CHECK(config.moe->top_k == 2);
-    CHECK(config.moe->normalize);
-    CHECK(config.moe->routed_scaling_factor == 2.5f);
+    CHECK_FALSE(config.shape.is_moe_layer(0));
+    CHECK(config.shape.is_moe_layer(1));
+    REQUIRE(config.shape.moe.has_value());
+    CHECK(config.router.scoring == RouterScoring::sigmoid);
+    CHECK(config.has_router_bias);
+    CHECK(config.router.num_groups == 4);
+    CHECK(config.router.groups_kept == 2);
+    CHECK(config.shape.moe->top_k == 2);
+    CHECK(config.router.normalize);
+    CHECK(config.router.scale == 2.5f);
     CHECK_FALSE(config.fp8_blocks.has_value());
   }
   SECTION("deepseek v3 in fp8") {
@@ -156,14 +155,14 @@ TEST_CASE("the reference configs are read whole") {
   }
   SECTION("deepseek v2") {
     const ModelConfig config = parse(data_config("deepseek-v2-tiny"));
-    CHECK(config.mla->q_lora_rank == 0);
+    CHECK(config.shape.mla->q_lora_rank == 0);
     CHECK(config.rope.is_interleaved);
-    CHECK(config.moe->scoring == RouterScoring::softmax);
-    CHECK_FALSE(config.moe->has_router_bias);
-    CHECK_FALSE(config.moe->normalize);
-    CHECK(config.moe->num_groups == 4);
-    CHECK(config.moe->routed_scaling_factor == 1.0f);
-    CHECK(config.rope_magnitude() == 1.0f);  // mscale and mscale_all_dim are equal
+    CHECK(config.router.scoring == RouterScoring::softmax);
+    CHECK_FALSE(config.has_router_bias);
+    CHECK_FALSE(config.router.normalize);
+    CHECK(config.router.num_groups == 4);
+    CHECK(config.router.scale == 1.0f);
+    CHECK(config.rope.magnitude() == 1.0f);  // mscale and mscale_all_dim are equal
   }
 }
 
@@ -173,8 +172,8 @@ TEST_CASE("absent optional keys have the values that transformers gives them") {
   config.erase("max_position_embeddings");
   config.erase("rms_norm_eps");
   ModelConfig parsed = parse(config);
-  CHECK(parsed.num_kv_heads == 8);
-  CHECK(parsed.head_dim == 32);
+  CHECK(parsed.shape.num_kv_heads == 8);
+  CHECK(parsed.shape.head_dim == 32);
   CHECK(parsed.max_positions == 2048);
   CHECK(parsed.rms_norm_eps == 1e-6f);
   CHECK(parsed.rope.theta == 10000.0);
@@ -182,29 +181,29 @@ TEST_CASE("absent optional keys have the values that transformers gives them") {
   CHECK(parsed.eos_ids.empty());
 
   parsed = parse(deepseek_v3());
-  CHECK(parsed.moe->routed_scaling_factor == 2.5f);
-  CHECK(parsed.moe->normalize);
+  CHECK(parsed.router.scale == 2.5f);
+  CHECK(parsed.router.normalize);
   CHECK(parsed.rope.is_interleaved);
-  CHECK(parsed.shape().shared_expert_ffn == 192);
+  CHECK(parsed.shape.shared_ffn() == 192);
 
   config = deepseek_v2();
   config.erase("topk_method");
   parsed = parse(config);
-  CHECK(parsed.moe->num_groups == 1);  // greedy knows no groups, whatever n_group says
-  CHECK(parsed.moe->groups_kept == 1);
-  CHECK(parsed.moe->routed_scaling_factor == 1.0f);
+  CHECK(parsed.router.num_groups == 1);  // greedy knows no groups, whatever n_group says
+  CHECK(parsed.router.groups_kept == 1);
+  CHECK(parsed.router.scale == 1.0f);
 
   config = deepseek_v3();
   config["n_shared_experts"] = nullptr;
   config["n_group"] = nullptr;
   config["topk_group"] = nullptr;
   parsed = parse(config);
-  CHECK(parsed.shape().shared_expert_ffn == 0);
-  CHECK(parsed.moe->num_groups == 1);
+  CHECK(parsed.shape.shared_ffn() == 0);
+  CHECK(parsed.router.num_groups == 1);
 
   config["n_routed_experts"] = nullptr;
-  CHECK_FALSE(parse(config).moe.has_value());
-  CHECK(parse(config).shape().num_experts == 0);
+  CHECK_FALSE(parse(config).shape.moe.has_value());
+  CHECK(parse(config).shape.num_experts() == 0);
 }
 
 TEST_CASE("relatives of Llama differ where their architecture does") {
@@ -232,10 +231,10 @@ TEST_CASE("relatives of Llama differ where their architecture does") {
   config = llama();
   config["model_type"] = "qwen3";
   CHECK(parse(config).has_qk_norm);
-  CHECK(parse(config).head_dim == 128);
+  CHECK(parse(config).shape.head_dim == 128);
   CHECK_FALSE(parse(config).has_qkv_bias);
   config["head_dim"] = 64;
-  CHECK(parse(config).head_dim == 64);
+  CHECK(parse(config).shape.head_dim == 64);
 
   config = llama();
   config["model_type"] = "mistral";
@@ -249,19 +248,19 @@ TEST_CASE("relatives of Llama differ where their architecture does") {
 TEST_CASE("sizes that no layer uses do not bind a topology") {
   json config = deepseek_v3();
   config["first_k_dense_replace"] = 0;
-  CHECK(parse(config).shape().ffn == 0);
-  CHECK(parse(config).shape().expert_ffn == 96);
+  CHECK(parse(config).shape.ffn == 0);
+  CHECK(parse(config).shape.expert_ffn() == 96);
   config["moe_layer_freq"] = 2;
-  CHECK(parse(config).shape().ffn == 512);
-  CHECK(parse(config).is_moe_layer(0));
-  CHECK_FALSE(parse(config).is_moe_layer(1));
+  CHECK(parse(config).shape.ffn == 512);
+  CHECK(parse(config).shape.is_moe_layer(0));
+  CHECK_FALSE(parse(config).shape.is_moe_layer(1));
   config["first_k_dense_replace"] = 3;
-  CHECK(parse(config).shape().ffn == 512);
-  CHECK(parse(config).shape().num_experts == 0);
+  CHECK(parse(config).shape.ffn == 512);
+  CHECK(parse(config).shape.num_experts() == 0);
   config["moe_layer_freq"] = 1;
-  CHECK(parse(config).shape().num_experts == 0);
+  CHECK(parse(config).shape.num_experts() == 0);
   config["first_k_dense_replace"] = 2;
-  CHECK(parse(config).shape().num_experts == 16);
+  CHECK(parse(config).shape.num_experts() == 16);
 }
 
 TEST_CASE("end tokens are one id, a list, or none") {
@@ -456,12 +455,12 @@ TEST_CASE("standard and linear frequencies equal the double-precision formula") 
   config["rope_theta"] = 500000.0;
   std::vector<double> expected;
   for (std::size_t i = 0; i < 64; ++i) expected.push_back(standard_frequency(500000.0, 128, i));
-  check_frequencies(parse(config).inverse_frequencies(), expected);
+  check_frequencies(parse(config).rope.inverse_frequencies(), expected);
 
   config["rope_scaling"] = {{"type", "linear"}, {"factor", 4.0}};
   for (double& frequency : expected) frequency /= 4.0;
-  check_frequencies(parse(config).inverse_frequencies(), expected);
-  CHECK(parse(config).rope_magnitude() == 1.0f);
+  check_frequencies(parse(config).rope.inverse_frequencies(), expected);
+  CHECK(parse(config).rope.magnitude() == 1.0f);
 }
 
 TEST_CASE("llama3 frequencies equal the double-precision formula, in the old layout and the new") {
@@ -501,8 +500,8 @@ TEST_CASE("llama3 frequencies equal the double-precision formula, in the old lay
   CHECK(kept > 0);
   CHECK(divided > 0);
   CHECK(blended > 0);
-  check_frequencies(parse(old_layout).inverse_frequencies(), expected);
-  CHECK(parse(old_layout).inverse_frequencies() == parse(new_layout).inverse_frequencies());
+  check_frequencies(parse(old_layout).rope.inverse_frequencies(), expected);
+  CHECK(parse(old_layout).rope.inverse_frequencies() == parse(new_layout).rope.inverse_frequencies());
 }
 
 TEST_CASE("yarn frequencies, cos/sin factor and softmax scale equal the double-precision formulas") {
@@ -531,23 +530,23 @@ TEST_CASE("yarn frequencies, cos/sin factor and softmax scale equal the double-p
     expected.push_back(frequency / 40.0 * slow + frequency * (1.0 - slow));
   }
   const ModelConfig v3 = parse(config);
-  check_frequencies(v3.inverse_frequencies(), expected);
-  CHECK(v3.rope_magnitude() == 1.0f);
+  check_frequencies(v3.rope.inverse_frequencies(), expected);
+  CHECK(v3.rope.magnitude() == 1.0f);
   CHECK(v3.softmax_scale() == Approx(0.1352337788608801).epsilon(1e-6));
 
   config["rope_scaling"]["mscale_all_dim"] = 0.5;
   const double m = 0.1 * std::log(40.0) + 1.0;
   const double m_half = 0.05 * std::log(40.0) + 1.0;
-  CHECK(parse(config).rope_magnitude() == Approx(m / m_half).epsilon(1e-6));
+  CHECK(parse(config).rope.magnitude() == Approx(m / m_half).epsilon(1e-6));
   CHECK(parse(config).softmax_scale() == Approx(m_half * m_half / std::sqrt(192.0)).epsilon(1e-6));
 
   config["rope_scaling"].erase("mscale_all_dim");
-  CHECK(parse(config).rope_magnitude() == Approx(m).epsilon(1e-6));
+  CHECK(parse(config).rope.magnitude() == Approx(m).epsilon(1e-6));
   CHECK(parse(config).softmax_scale() == Approx(1.0 / std::sqrt(192.0)).epsilon(1e-6));
 
   config["rope_scaling"]["attention_factor"] = 1.25;
-  CHECK(parse(config).rope_magnitude() == 1.25f);
+  CHECK(parse(config).rope.magnitude() == 1.25f);
 
   config["rope_scaling"]["factor"] = nullptr;  // then the ratio of the context lengths, 40
-  check_frequencies(parse(config).inverse_frequencies(), expected);
+  check_frequencies(parse(config).rope.inverse_frequencies(), expected);
 }

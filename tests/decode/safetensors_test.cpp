@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Safetensors headers, files and checkpoint directories: sound ones read back, broken and hostile ones give
 // one Error.
-#include "safetensors.hpp"
+#include "checkpoint/safetensors.hpp"
 
 #include <cstdint>
 #include <fstream>
@@ -12,7 +12,7 @@
 
 #include <helix/error.hpp>
 
-#include "checkpoint.hpp"
+#include "checkpoint/checkpoint.hpp"
 #include "decode/checkpoint_files.hpp"
 #include "support/catch.hpp"
 

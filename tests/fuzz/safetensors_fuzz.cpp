@@ -9,7 +9,7 @@
 
 #include <helix/error.hpp>
 
-#include "safetensors.hpp"
+#include "checkpoint/safetensors.hpp"
 
 namespace {
 

@@ -17,11 +17,11 @@ namespace helix::decode {
 /// One tensor as a header describes it; row-major.
 struct TensorInfo {
   std::string name;
-  std::string_view dtype_name;  ///< as the format spells it, "BF16"; static storage
-  std::optional<DType> dtype;   ///< empty: a legal type that nothing here reads
+  std::string_view dtype_name;  ///< Spelling of the format, "BF16"; static storage.
+  std::optional<DType> dtype;   ///< Empty: a legal type that nothing here reads.
   std::vector<std::int64_t> shape;
-  std::uint64_t begin = 0;  ///< first byte, counted from the start of the data
-  std::uint64_t end = 0;    ///< one past the last byte
+  std::uint64_t begin = 0;  ///< First byte, counted from the start of the data.
+  std::uint64_t end = 0;    ///< One past the last byte.
 
   /// As a matrix: 1-D tensors are one row, higher ranks keep the last dimension as columns.
   std::int64_t rows() const;
@@ -33,8 +33,8 @@ std::string shape_string(std::span<const std::int64_t> shape);
 
 /// A parsed and validated header.
 struct SafetensorsHeader {
-  std::vector<TensorInfo> tensors;  ///< sorted by name
-  std::uint64_t data_offset = 0;    ///< of the data from the start of the file, bytes
+  std::vector<TensorInfo> tensors;  ///< Tensors, sorted by name.
+  std::uint64_t data_offset = 0;    ///< Bytes from the start of the file to the data.
 };
 
 /// Parses and validates the header of a file of `file_size` bytes whose first bytes are `bytes` (at least the

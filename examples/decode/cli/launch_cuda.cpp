@@ -133,7 +133,6 @@ class CudaLauncher : public Launcher {
                        const GenerationRequest& request, const LaunchOptions& options) override {
     has_started_ = true;
     return with_activation(options.activation, [&]<class T>(T) {
-      cuda::NcclComm::disable_graph_mixing();  // as above
       cuda::NcclComm world = cuda::NcclComm::connect(bootstrap_, gpu(), kGraphUse);
       JobComms<cuda::NcclComm> comms = split_world(world, topo);
       cuda::Backend<cuda::NcclComm, T> backend(comms.stage, comms.kvp, gpu());

@@ -66,8 +66,9 @@ void add_topology_options(CLI::App& app, Options& options, OptionTexts& texts) {
                  "given: by the widths below; auto: the planner's fastest for --ranks")
       ->check(CLI::IsMember({"given", "auto"}))
       ->capture_default_str();
-  app.add_option("--ranks", options.num_ranks,
-                 "of --topology auto: ranks of this process; under mpirun and torchrun their processes")
+  app.add_option(
+         "--ranks", options.num_ranks,
+         "ranks to choose a topology for, with --topology auto; under mpirun and torchrun their processes")
       ->check(CLI::Range(1, 65536));
   app.add_option("--kvp", options.topology.kvp, "KV-parallel width of attention")->capture_default_str();
   app.add_option("--tpa", options.topology.tpa, "tensor-parallel width of attention")->capture_default_str();
@@ -94,7 +95,7 @@ void add_step_options(CLI::App& app, Options& options, OptionTexts& texts) {
       ->capture_default_str();
   app.add_option("--temperature", request.sampling.temperature, "0: greedy")->capture_default_str();
   app.add_option("--top-p", request.sampling.top_p, "nucleus probability in (0, 1]")->capture_default_str();
-  app.add_option("--seed", request.sampling.seed, "of the draws")->capture_default_str();
+  app.add_option("--seed", request.sampling.seed, "seed of the draws")->capture_default_str();
   app.add_option("--synthetic-context", request.synthetic_context,
                  "tokens of generated KV instead of a prompt");
   app.add_option("--prefill-tokens", request.prefill_tokens, "most prompt tokens a step")
@@ -105,11 +106,11 @@ void add_device_options(CLI::App& app, Options& options, OptionTexts& texts) {
   app.add_option("--device", texts.device, "cpu or cuda")
       ->check(CLI::IsMember({"cpu", "cuda"}))
       ->capture_default_str();
-  app.add_option("--activation", texts.activation, "of --device cuda: f32, bf16 or f16")
+  app.add_option("--activation", texts.activation, "element type of activations on GPUs: f32, bf16 or f16")
       ->check(CLI::IsMember({"f32", "bf16", "f16"}))
       ->capture_default_str();
   app.add_option("--cuda-graphs", texts.cuda_graphs,
-                 "on or off: of --device cuda, replay decode steps of equal shapes from a captured one")
+                 "on or off: on GPUs, replay decode steps of equal shapes from a captured one")
       ->check(CLI::IsMember({"on", "off"}))
       ->capture_default_str();
   app.add_option("--threads", options.num_threads, "threads a rank; 0: the cores shared by the ranks")

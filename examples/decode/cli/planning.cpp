@@ -43,13 +43,9 @@ plan::Hardware gpu_hardware() {
 
 }  // namespace
 
-double weight_bits(const ModelConfig& config) {
-  return config.fp8_blocks ? 8.0 : bits(config.dtype);
-}
-
 TopologySpec choose_topology(const ModelConfig& config, const GenerationRequest& request,
                              const LaunchOptions& launch, int num_ranks) {
-  const plan::Precision precision{.weight_bits = weight_bits(config),
+  const plan::Precision precision{.weight_bits = config.fp8_blocks ? 8.0 : bits(config.dtype),
                                   .kv_bits = bits(request.kv_dtype),
                                   .activation_bits = bits(launch.activation)};
   const plan::StepModel model(planner_model(config), precision,

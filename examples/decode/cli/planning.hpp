@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The planner's view of a checkpoint, and the topology that it would choose.
+// --topology auto: the topology that the planner would choose.
 #pragma once
 
 #include <helix/topology.hpp>
@@ -9,9 +9,6 @@
 #include "model/model_config.hpp"
 
 namespace helix::decode {
-
-/// Bits of the checkpoint's weights: 8 if they are block-scaled fp8, else of config.dtype.
-double weight_bits(const ModelConfig& config);
 
 /// The fastest Helix topology of `num_ranks` ranks for the request's sequences at their longest that fits
 /// into the ranks' memory. On GPUs the machine is the preset h200; on the CPU this machine's memory shared by

@@ -1,0 +1,268 @@
+// SPDX-License-Identifier: Apache-2.0
+// Weight plans: the ranks' slices form a partition, and checkpoints that do not fit are refused.
+#include "model/weight_plan.hpp"
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include <helix/error.hpp>
+#include <helix/topology.hpp>
+
+#include "decode/model_on_disk.hpp"
+#include "support/catch.hpp"
+
+using namespace helix;
+using namespace helix::decode;
+using namespace helix::decode::test;
+using nlohmann::json;
+
+namespace {
+
+/// How often the ranks of one replica hold each element of each tensor.
+using Coverage = std::map<std::string, std::vector<int>>;
+
+Coverage coverage(const ModelOnDisk& model, const Topology& topo) {
+  const ModelConfig config = model.config();
+  const Checkpoint checkpoint = model.checkpoint();
+  Coverage counts;
+  for (const TensorContent& tensor : model.tensors()) {
+    std::size_t size = 1;
+    for (const std::int64_t extent : tensor.shape) size *= static_cast<std::size_t>(extent);
+    counts[tensor.name].assign(size, 0);
+  }
+  for (int rank = 0; rank < topo.stage_size() * topo.pp(); ++rank) {
+    const WeightPlan plan = plan_weights(config, checkpoint, topo, rank);
+    for (const WeightTarget& target : plan.targets) {
+      std::int64_t filled_elements = 0;
+      for (const WeightSlice& slice : target.slices) {
+        filled_elements += slice.rows.size() * slice.cols.size();
+        std::vector<int>& count = counts.at(slice.tensor());
+        for (std::int64_t row = slice.rows.begin; row < slice.rows.end; ++row) {
+          for (std::int64_t col = slice.cols.begin; col < slice.cols.end; ++col) {
+            ++count.at(static_cast<std::size_t>(row * slice.source.tensor->cols() + col));
+          }
+        }
+      }
+      CHECK(filled_elements == target.rows * target.cols);
+    }
+  }
+  return counts;
+}
+
+bool ends_with_any(const std::string& name, const std::vector<std::string>& endings) {
+  for (const std::string& ending : endings) {
+    if (name.ends_with(ending)) return true;
+  }
+  return false;
+}
+
+/// Ranks of a stage that hold each element of `name`, kv_b_proj aside.
+int holders(const std::string& name, const ModelConfig& config, const Topology& topo) {
+  const std::vector<std::string> everywhere = {"norm.weight",
+                                               "gate.weight",
+                                               "e_score_correction_bias",
+                                               "q_a_proj.weight",
+                                               "q_b_proj.weight",
+                                               "kv_a_proj_with_mqa.weight",
+                                               "q_a_layernorm.weight",
+                                               "input_layernorm.weight",
+                                               "kv_a_layernorm.weight",
+                                               "post_attention_layernorm.weight"};
+  if (ends_with_any(name, everywhere)) return topo.stage_size();
+  if (config.shape.is_mla() && name.ends_with("q_proj.weight")) return topo.stage_size();
+  if (ends_with_any(name, {"q_proj.weight", "q_proj.bias"})) return topo.kvp();
+  if (ends_with_any(name, {"k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias"})) {
+    return topo.kvp() * topo.kv_copies();
+  }
+  return name == "model.embed_tokens.weight" && config.tie_word_embeddings && topo.pp() > 1 ? 2 : 1;
+}
+
+/// Everything exactly once, except what every rank needs whole, and QKV once in every KVP rank. Of kv_b_proj
+/// W_UK's rows are held by all, W_UV's by one.
+void check_partition(const ModelOnDisk& model, const TopologySpec& spec) {
+  const ModelConfig config = model.config();
+  const Topology topo(spec, config.shape);
+  CAPTURE(topo.to_string());
+  for (const auto& [name, counts] : coverage(model, topo)) {
+    if (name.ends_with("_scale_inv")) continue;
+    CAPTURE(name);
+    for (std::size_t i = 0; i < counts.size(); ++i) {
+      int expected = holders(name, config, topo);
+      if (name.ends_with("kv_b_proj.weight")) {
+        const MlaShape& mla = *config.shape.mla;
+        const auto row =
+            static_cast<std::int64_t>(i) / mla.kv_lora_rank % (mla.qk_nope_head_dim + mla.v_head_dim);
+        expected = row < mla.qk_nope_head_dim ? topo.stage_size() : 1;
+      }
+      if (counts[i] != expected)
+        FAIL("element " << i << " is held " << counts[i] << " times, expected " << expected);
+    }
+  }
+}
+
+std::string failure_of(const ModelOnDisk& model, ErrorCode code) {
+  try {
+    const ModelConfig config = model.config();
+    const Checkpoint checkpoint = model.checkpoint();
+    plan_weights(config, checkpoint, Topology({}, config.shape), 0);
+  } catch (const Error& error) {
+    CHECK(error.code() == code);
+    return error.what();
+  }
+  FAIL("nothing was thrown");
+  return {};
+}
+
+}  // namespace
+
+TEST_CASE("the ranks of a stage hold a partition, QKV once in every KVP rank") {
+  json config = llama();
+  config["attention_bias"] = config["mlp_bias"] = true;
+  const ModelOnDisk biased(config);
+  for (const auto& [kvp, tpa] :
+       {std::pair(1, 1), std::pair(4, 1), std::pair(2, 2), std::pair(1, 4), std::pair(2, 4)}) {
+    check_partition(biased, {.kvp = kvp, .tpa = tpa});
+    check_partition(biased, {.kvp = kvp, .tpa = tpa, .pp = 2});
+  }
+  check_partition(biased, {.kvp = 1, .tpa = 8, .allow_kv_duplication = true});
+  config["tie_word_embeddings"] = true;
+  check_partition(ModelOnDisk(config), {.kvp = 2, .tpa = 2});
+  check_partition(ModelOnDisk(config), {.kvp = 2, .tpa = 2, .pp = 2});
+  config["intermediate_size"] = 13;  // uneven, and fewer rows than 8 ranks times 2
+  check_partition(ModelOnDisk(config), {.kvp = 4, .tpa = 2, .allow_uneven_ffn = true});
+
+  const ModelOnDisk mixture(deepseek());
+  check_partition(mixture, {});
+  check_partition(mixture, {.kvp = 4, .ep = 2});
+  check_partition(mixture, {.kvp = 8, .ep = 4});
+  check_partition(mixture, {.kvp = 4, .ep = 4, .pp = 2});
+  json uneven = deepseek("deepseek_v2");
+  uneven["moe_intermediate_size"] = 11;
+  uneven["intermediate_size"] = 5;  // some ranks hold none of it
+  uneven["q_lora_rank"] = nullptr;
+  check_partition(ModelOnDisk(uneven), {.kvp = 8, .ep = 2, .allow_uneven_ffn = true});
+}
+
+TEST_CASE("replicas of a stage take the same slices") {
+  const ModelOnDisk model(llama());
+  const ModelConfig config = model.config();
+  const Checkpoint checkpoint = model.checkpoint();
+  const Topology topo({.kvp = 2, .tpa = 2, .pp = 2, .dp = 2}, config.shape);
+  for (int rank = 0; rank < 8; ++rank) {
+    const WeightPlan a = plan_weights(config, checkpoint, topo, rank);
+    const WeightPlan b = plan_weights(config, checkpoint, topo, rank + 8);
+    REQUIRE(a.targets.size() == b.targets.size());
+    for (std::size_t i = 0; i < a.targets.size(); ++i) {
+      REQUIRE(a.targets[i].slices.size() == b.targets[i].slices.size());
+      for (std::size_t s = 0; s < a.targets[i].slices.size(); ++s) {
+        CHECK(a.targets[i].slices[s].tensor() == b.targets[i].slices[s].tensor());
+        CHECK(a.targets[i].slices[s].rows == b.targets[i].slices[s].rows);
+        CHECK(a.targets[i].slices[s].cols == b.targets[i].slices[s].cols);
+      }
+    }
+  }
+}
+
+TEST_CASE("the reference checkpoints fit their configs on every legal topology of 1, 2, 4 and 8 ranks") {
+  for (const std::string name :
+       {"llama-tiny", "llama-tiny-16q8kv", "deepseek-tiny", "deepseek-tiny-fp8", "deepseek-v2-tiny"}) {
+    CAPTURE(name);
+    const Checkpoint checkpoint(std::string(HELIX_TEST_DATA "/") + name);
+    const ModelConfig config = parse_model_config(checkpoint.config_json(), checkpoint.config_path());
+    std::int64_t alone = 0;
+    for (const int size : {1, 2, 4, 8}) {
+      for (const TopologySpec& spec : Topology::legal_topologies(config.shape, size)) {
+        const Topology topo(spec, config.shape);
+        std::int64_t all = 0;
+        for (int rank = 0; rank < size; ++rank) all += plan_weight_bytes(config, checkpoint, topo, rank);
+        if (size == 1) alone = all;
+        CHECK(all >= alone);
+        CHECK(all < size * alone + 1);
+      }
+    }
+    CHECK(alone > 0);
+  }
+}
+
+TEST_CASE("layers beyond num_hidden_layers and tensors that no config key asks for are skipped") {
+  json longer = deepseek();
+  longer["num_hidden_layers"] = 3;
+  const ModelOnDisk model(longer);
+  json shorter = longer;
+  shorter["num_hidden_layers"] = 2;
+  const ModelConfig config = parse_model_config(shorter.dump(), "config.json");
+  const Checkpoint checkpoint = model.checkpoint();
+  const WeightPlan plan = plan_weights(config, checkpoint, Topology({}, config.shape), 0);
+  for (const WeightTarget& target : plan.targets) {
+    for (const WeightSlice& slice : target.slices)
+      CHECK(slice.tensor().find("layers.2.") == std::string::npos);
+  }
+}
+
+TEST_CASE("missing and misshapen tensors are listed with both shapes") {
+  ModelOnDisk model(llama());
+  std::vector<TensorContent> tensors;
+  for (const TensorContent& tensor : model.tensors()) {
+    if (tensor.name == "model.layers.1.self_attn.k_proj.weight" || tensor.name == "lm_head.weight") continue;
+    tensors.push_back(tensor);
+    if (tensor.name == "model.norm.weight") tensors.back() = filled(tensor.name, 0, 23);
+    if (tensor.name == "model.layers.0.mlp.down_proj.weight") tensors.back() = filled(tensor.name, 24, 47);
+  }
+  model.directory().write("model.safetensors", safetensors_of(tensors));
+  const std::string message = failure_of(model, ErrorCode::invalid_file);
+  CHECK_THAT(message, Catch::Contains(model.directory().path().string()));
+  CHECK_THAT(message, Catch::Contains("model.layers.1.self_attn.k_proj.weight is missing"));
+  CHECK_THAT(message, Catch::Contains("lm_head.weight is missing"));
+  CHECK_THAT(message, Catch::Contains("model.norm.weight is [23], the config implies [24]"));
+  CHECK_THAT(message,
+             Catch::Contains("model.layers.0.mlp.down_proj.weight is [24, 47], the config implies [24, 48]"));
+}
+
+TEST_CASE("a config of a million layers over a small file fails fast") {
+  json config = llama();
+  const ModelOnDisk model(config);
+  config["num_hidden_layers"] = 1 << 20;
+  const ModelConfig parsed = parse_model_config(config.dump(), "config.json");
+  const Checkpoint checkpoint = model.checkpoint();
+  CHECK_THROWS_AS(plan_weights(parsed, checkpoint, Topology({}, parsed.shape), 0), Error);
+}
+
+TEST_CASE("types that nothing reads, fp8 without scales and foreign topologies are refused") {
+  ModelOnDisk model(llama());
+  std::vector<TensorContent> tensors = model.tensors();
+  for (TensorContent& tensor : tensors) {
+    if (tensor.name == "model.norm.weight") tensor = {tensor.name, "F64", {24}, std::string(192, 'x')};
+  }
+  model.directory().write("model.safetensors", safetensors_of(tensors));
+  CHECK_THAT(failure_of(model, ErrorCode::unsupported), Catch::Contains("'model.norm.weight' has type F64"));
+
+  tensors = model.tensors();
+  for (TensorContent& tensor : tensors) {
+    if (tensor.name == "model.layers.0.mlp.up_proj.weight")
+      tensor = filled(tensor.name, 48, 24, DType::fp8_e4m3);
+  }
+  model.directory().write("model.safetensors", safetensors_of(tensors));
+  CHECK_THAT(failure_of(model, ErrorCode::invalid_file),
+             Catch::Contains("is F8_E4M3, but") && Catch::Contains("no quantization_config"));
+
+  json fp8 = llama();
+  fp8["quantization_config"] = kFp8;
+  ModelOnDisk quantized(fp8);
+  tensors = quantized.tensors();
+  std::erase_if(tensors, [](const TensorContent& t) {
+    return t.name == "model.layers.1.mlp.up_proj.weight_scale_inv";
+  });
+  quantized.directory().write("model.safetensors", safetensors_of(tensors));
+  CHECK_THAT(failure_of(quantized, ErrorCode::invalid_file),
+             Catch::Contains("up_proj.weight_scale_inv is missing"));
+
+  const ModelOnDisk other(deepseek());
+  const Checkpoint checkpoint = other.checkpoint();
+  CHECK_THROWS_WITH(plan_weights(other.config(), checkpoint, Topology({}, model.config().shape), 0),
+                    Catch::Contains("built for another model"));
+}
