@@ -20,6 +20,7 @@
 #include <helix/batch_buffer.hpp>
 #include <helix/cpu/backend.hpp>
 #include <helix/decode_layer.hpp>
+#include <helix/rank_shape.hpp>
 #include <helix/sharded_kv_cache.hpp>
 
 #include "ceilings.hpp"
@@ -93,6 +94,7 @@ class Rank {
   Rank(Backend backend, const helix::Topology& topo, std::int64_t context)
       : backend_(std::move(backend)),
         stream_(backend_.create_stream()),
+        shape_(topo.rank_shape(backend_.comms().stage->rank())),
         cache_(backend_, topo,
                {.layers = 1,
                 .page_tokens = kPageTokens,
@@ -100,7 +102,7 @@ class Rank {
                 .chunk = kChunk,
                 .max_sequences = 1}),
         batch_(backend_, 1, 1),
-        exchange_(backend_, {1, kHeads / topo.tpa(), kDim}),
+        exchange_(backend_, {.max_tokens = 1, .num_query_heads = shape_.query_heads, .value_dim = kDim}),
         hop_b_(backend_, 1),
         hidden_(static_cast<std::size_t>(kHidden)) {
     fill_weights(topo);
@@ -109,7 +111,7 @@ class Rank {
           static_cast<float>(std::pow(500000.0, -2.0 * static_cast<double>(pair) / kDim)));
     config_.softmax_scale = 1.0f / std::sqrt(static_cast<float>(kDim));
     config_.rope = {inverse_frequency_.data(), kDim};
-    workspace_ = backend_.allocate(helix::decode_layer_workspace_bytes(backend_, topo, config_, 1, 1));
+    workspace_ = backend_.allocate(helix::decode_layer_workspace_bytes(backend_, shape_, 1));
     fill_cache(topo, context);
     const std::int32_t offsets[] = {0, 1};
     const std::int64_t position = context - 1;
@@ -119,15 +121,15 @@ class Rank {
   }
 
   /// Every step starts from the same hidden state and rewrites the last token of the context.
-  void queue_step(const helix::Topology& topo) {
+  void queue_step() {
     for (std::size_t i = 0; i < hidden_.size(); ++i) hidden_[i] = number(i);
-    helix::decode_layer<Backend, float>(backend_, topo, config_, weights_, cache_.layer(0), batch_.batch(),
-                                        {hidden_.data(), {1, kHidden}},
-                                        {.exchange = &exchange_,
-                                         .hop_b = &hop_b_,
-                                         .hop_b_slices = 1,
-                                         .workspace = {workspace_.data(), workspace_.size_bytes()}},
-                                        stream_);
+    helix::decode_layer(backend_, shape_, config_, weights_, cache_.layer(0), batch_.batch(),
+                        {hidden_.data(), {1, kHidden}},
+                        {.exchange = &exchange_,
+                         .hop_b = &hop_b_,
+                         .hop_b_slices = 1,
+                         .workspace = {workspace_.data(), workspace_.size_bytes()}},
+                        stream_);
   }
   void wait() { backend_.synchronize(stream_); }
 
@@ -183,6 +185,7 @@ class Rank {
 
   Backend backend_;
   Backend::Stream stream_;
+  helix::RankShape shape_;
   helix::ShardedKVCache<Backend> cache_;
   helix::BatchBuffer<Backend> batch_;
   helix::KvpAllToAll<Backend> exchange_;
@@ -215,7 +218,7 @@ class Stage {
   }
 
   void step() {
-    for (const auto& rank : ranks_) rank->queue_step(topo_);
+    for (const auto& rank : ranks_) rank->queue_step();
     for (const auto& rank : ranks_) rank->wait();
   }
 

@@ -50,17 +50,14 @@ struct Rank {
   std::vector<float> out;       // [tokens, heads, dim], partial
   std::vector<float> lse;       // [tokens, heads]
   std::vector<float> combined;  // [tokens, heads / kvp, dim]
-  helix::cpu::Buffer workspace;
 
-  Rank(Backend& on, int kvp, std::int64_t tokens, std::int64_t heads, std::int64_t dim, int max_slices)
+  Rank(Backend& on, int kvp, std::int64_t tokens, std::int64_t heads, std::int64_t dim)
       : backend(&on),
         stream(on.create_stream()),
-        exchange(on, {tokens, heads, dim}),
+        exchange(on, {.max_tokens = tokens, .num_query_heads = heads, .value_dim = dim}),
         out(static_cast<std::size_t>(tokens * heads * dim)),
         lse(static_cast<std::size_t>(tokens * heads)),
-        combined(static_cast<std::size_t>(tokens * heads / kvp * dim)),
-        workspace(on.allocate(
-            std::max<std::size_t>(1, Exchange::workspace_bytes(kvp, tokens, heads, dim, max_slices)))) {
+        combined(static_cast<std::size_t>(tokens * heads / kvp * dim)) {
     std::mt19937 random(static_cast<std::uint32_t>(on.comms().kvp->rank()));
     std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
     for (float& x : out) x = uniform(random);
@@ -98,11 +95,11 @@ double error_of(const std::vector<std::unique_ptr<Rank>>& ranks, std::int64_t to
 }
 
 void exchange_and_combine(Rank& rank, std::int64_t first, std::int64_t tokens, std::int64_t heads,
-                          std::int64_t dim, std::span<std::byte> workspace, Backend::Stream on) {
+                          std::int64_t dim, Backend::Stream on) {
   const std::int64_t part = heads / rank.backend->comms().kvp->size();
   const helix::Partial<float> partial{{rank.out.data() + first * heads * dim, {tokens, heads, dim}},
                                       {rank.lse.data() + first * heads, {tokens, heads}}};
-  const auto received = rank.exchange.exchange(partial, workspace, on);
+  const auto received = rank.exchange.exchange(partial, nullptr, on);
   helix::LseCombineArgs<float> args;
   args.partial_out = received.out;
   args.partial_lse = received.lse;
@@ -114,12 +111,9 @@ void bench_exchange(benchmark::State& state, int kvp, std::int64_t tokens, std::
                     std::int64_t dim) {
   std::vector<Backend> backends = create_ranks(kvp);
   std::vector<std::unique_ptr<Rank>> ranks;
-  for (Backend& backend : backends)
-    ranks.push_back(std::make_unique<Rank>(backend, kvp, tokens, heads, dim, 1));
+  for (Backend& backend : backends) ranks.push_back(std::make_unique<Rank>(backend, kvp, tokens, heads, dim));
   const auto step = [&] {
-    for (const auto& rank : ranks)
-      exchange_and_combine(*rank, 0, tokens, heads, dim,
-                           {rank->workspace.data(), rank->workspace.size_bytes()}, rank->stream);
+    for (const auto& rank : ranks) exchange_and_combine(*rank, 0, tokens, heads, dim, rank->stream);
     for (const auto& rank : ranks) rank->backend->synchronize(rank->stream);
   };
   step();
@@ -158,6 +152,9 @@ void bench_hop_b(benchmark::State& state, int kvp, std::int64_t batch, std::int6
   const std::vector<std::int64_t> positions(static_cast<std::size_t>(batch), context - 1);
   const helix::Batch step{offsets, offsets.data(), positions.data(), offsets.data()};
 
+  const helix::KvFormat format =
+      helix::KvFormat::head_major(helix::DType::bf16, kKvHeads, kDim, kDim, kPageTokens);
+
   struct Attention {
     helix::HopB<Backend> hop_b;
     helix::PartialAttentionArgs<float> args;
@@ -167,29 +164,24 @@ void bench_hop_b(benchmark::State& state, int kvp, std::int64_t batch, std::int6
   std::vector<Attention> attention;
   for (int r = 0; r < kvp; ++r) {
     Backend& backend = backends[static_cast<std::size_t>(r)];
-    ranks.push_back(std::make_unique<Rank>(backend, kvp, batch, kHeads, kDim, slices));
+    ranks.push_back(std::make_unique<Rank>(backend, kvp, batch, kHeads, kDim));
     Attention& a = attention.emplace_back(Attention{
         helix::HopB<Backend>(backend, slices),
         {},
         std::vector<std::byte>(backend.partial_attention_workspace_bytes(batch, kHeads, kDim, kDim))});
     a.args.q = {q.data(), {batch, kHeads, kDim}};
-    a.args.kv.pages = memory.data() + static_cast<std::int64_t>(r) * rank_elements * 2;
-    a.args.kv.dtype = helix::DType::bf16;
-    a.args.kv.num_heads = kKvHeads;
-    a.args.kv.head_dim = a.args.kv.value_dim = kDim;
-    a.args.kv.page_tokens = kPageTokens;
-    a.args.kv.num_pages = batch * pages;
-    a.args.kv.max_pages = pages;
+    a.args.kv = helix::KvView::of_pool(memory.data() + static_cast<std::int64_t>(r) * rank_elements * 2,
+                                       format, batch * pages);
     a.args.kv.page_table = table.data();
+    a.args.kv.max_pages = pages;
     a.args.kv.layout = helix::KvLayout(kvp, kPageTokens);
     a.args.kv.kvp_rank = r;
-    a.args.out = {ranks.back()->out.data(), {batch, kHeads, kDim}};
-    a.args.lse = {ranks.back()->lse.data(), {batch, kHeads}};
+    a.args.sink.out = {ranks.back()->out.data(), {batch, kHeads, kDim}};
+    a.args.sink.lse = {ranks.back()->lse.data(), {batch, kHeads}};
     a.args.scale = 1.0f / std::sqrt(static_cast<float>(kDim));
   }
 
   const auto queue_rank = [&](Rank& rank, Attention& a) {
-    std::size_t used = 0;
     a.hop_b.run(
         slices,
         [&](int slice, Backend::Stream on) {
@@ -201,10 +193,7 @@ void bench_hop_b(benchmark::State& state, int kvp, std::int64_t batch, std::int6
         },
         [&](int slice, Backend::Stream on) {
           const helix::Range part = helix::split_evenly(batch, slices, slice);
-          const std::size_t bytes = Exchange::workspace_bytes(kvp, part.size(), kHeads, kDim, 1);
-          exchange_and_combine(rank, part.begin, part.size(), kHeads, kDim,
-                               {rank.workspace.data() + used, bytes}, on);
-          used += bytes;
+          exchange_and_combine(rank, part.begin, part.size(), kHeads, kDim, on);
         },
         rank.stream);
   };

@@ -13,10 +13,14 @@
 #include <vector>
 
 #include <helix/cpu/backend.hpp>
+#include <helix/foreign_kv.hpp>
 
 #include "ceilings.hpp"
 
 namespace {
+
+/// How the rows lie: Helix's own pool; FlashInfer's NHD for K and V, its two pools for latents.
+enum class Layout { own, foreign };
 
 struct Case {
   const char* name;
@@ -24,16 +28,26 @@ struct Case {
   std::int64_t kv_heads;
   std::int64_t head_dim;
   std::int64_t value_dim;
-  bool is_mla;
+  bool is_latent;
   std::int64_t tokens;
   int iterations;
+  Layout layout = Layout::own;
 };
 
 constexpr Case kCases[] = {
-    {"mha", 8, 8, 128, 128, false, 1 << 17, 9},     {"mha", 2, 2, 128, 128, false, 1 << 20, 7},
-    {"gqa4", 32, 8, 128, 128, false, 1 << 17, 9},   {"gqa4", 8, 2, 128, 128, false, 1 << 20, 7},
-    {"gqa8", 64, 8, 128, 128, false, 1 << 17, 9},   {"gqa8", 16, 2, 128, 128, false, 1 << 20, 7},
-    {"mla128", 128, 1, 576, 512, true, 1 << 17, 5}, {"mla128", 128, 1, 576, 512, true, 1 << 20, 3},
+    {"mha", 8, 8, 128, 128, false, 1 << 17, 9},
+    {"mha", 2, 2, 128, 128, false, 1 << 20, 7},
+    {"gqa4", 32, 8, 128, 128, false, 1 << 17, 9},
+    {"gqa4", 8, 2, 128, 128, false, 1 << 20, 7},
+    {"gqa8", 64, 8, 128, 128, false, 1 << 17, 9},
+    {"gqa8", 16, 2, 128, 128, false, 1 << 20, 7},
+    {"mla128", 128, 1, 576, 512, true, 1 << 17, 5},
+    {"mla128", 128, 1, 576, 512, true, 1 << 20, 3},
+    {"mla16", 16, 1, 576, 512, true, 1 << 17, 9},
+    {"mha_nhd", 8, 8, 128, 128, false, 1 << 17, 9, Layout::foreign},
+    {"gqa8_nhd", 64, 8, 128, 128, false, 1 << 17, 9, Layout::foreign},
+    {"mla16_split", 16, 1, 576, 512, true, 1 << 17, 9, Layout::foreign},
+    {"mla128_split", 128, 1, 576, 512, true, 1 << 17, 5, Layout::foreign},
 };
 
 constexpr std::int64_t kPageTokens = 64;
@@ -47,34 +61,64 @@ float element(const std::byte* pages, std::int64_t index) {
 /// The largest difference of one query head from a naive double computation.
 double error_of_head(const helix::PartialAttentionArgs<float>& args, std::int64_t query_head) {
   const helix::KvView& kv = args.kv;
-  const auto* pages = static_cast<const std::byte*>(kv.pages);
-  const std::int64_t head = query_head / (args.q.extent(1) / kv.num_heads);
-  std::vector<double> out(static_cast<std::size_t>(kv.value_dim), 0.0);
+  const helix::KvFormat& format = kv.format;
+  const auto* keys = static_cast<const std::byte*>(kv.k);
+  const auto* values = static_cast<const std::byte*>(format.is_latent ? kv.k : kv.v);
+  const std::int64_t head = query_head / (args.q.extent(1) / format.num_heads);
+  std::vector<double> out(static_cast<std::size_t>(format.value_dim), 0.0);
   double total = 0.0;  // scores are small enough for exp without a shift
   for (std::int64_t token = 0; token < kv.max_pages * kPageTokens; ++token) {
-    const std::int64_t page = kv.page_table[token / kPageTokens];
-    const std::int64_t key =
-        page * kv.page_elements() + (head * kPageTokens + token % kPageTokens) * kv.head_dim;
-    const std::int64_t value = kv.is_mla ? key : key + kv.num_heads * kPageTokens * kv.head_dim;
+    const std::int32_t page = kv.page_table[token / kPageTokens];
+    const std::int64_t row = format.k.at(page, head, token % kPageTokens);
+    const std::int64_t rope = format.rope.at(page, head, token % kPageTokens) - format.k_columns();
     double score = 0.0;
-    for (std::int64_t i = 0; i < kv.head_dim; ++i) {
-      score += static_cast<double>(args.q(0, query_head, i)) * element(pages, key + i);
+    for (std::int64_t i = 0; i < format.head_dim; ++i) {
+      const float key = i < format.k_columns() ? element(keys, row + i)
+                                               : element(static_cast<const std::byte*>(kv.rope), rope + i);
+      score += static_cast<double>(args.q(0, query_head, i)) * key;
     }
     const double weight = std::exp(score * args.scale);
     total += weight;
-    for (std::int64_t i = 0; i < kv.value_dim; ++i) {
-      out[static_cast<std::size_t>(i)] += weight * element(pages, value + i);
+    for (std::int64_t i = 0; i < format.value_dim; ++i) {
+      out[static_cast<std::size_t>(i)] += weight * element(values, row + i);
     }
   }
-  double worst = std::abs(static_cast<double>(args.lse(0, query_head)) - std::log(total));
-  for (std::int64_t i = 0; i < kv.value_dim; ++i) {
-    worst = std::max(worst, std::abs(out[static_cast<std::size_t>(i)] / total - args.out(0, query_head, i)));
+  double worst = std::abs(static_cast<double>(args.sink.lse(0, query_head)) - std::log(total));
+  for (std::int64_t i = 0; i < format.value_dim; ++i) {
+    const double exact = out[static_cast<std::size_t>(i)] / total;
+    worst = std::max(worst, std::abs(exact - args.sink.out(0, query_head, i)));
   }
   return worst;
 }
 
+helix::KvView view_of(const Case& c, std::byte* memory) {
+  const std::int64_t num_pages = c.tokens / kPageTokens;
+  constexpr helix::DType kType = helix::DType::bf16;
+  if (c.layout == Layout::own) {
+    const helix::KvFormat format =
+        c.is_latent ? helix::KvFormat::latent(kType, c.head_dim, c.value_dim, kPageTokens)
+                    : helix::KvFormat::head_major(kType, c.kv_heads, c.head_dim, c.value_dim, kPageTokens);
+    return helix::KvView::of_pool(memory, format, num_pages);
+  }
+  if (c.is_latent) {
+    return helix::flashinfer_mla_kv({.ckv = memory,
+                                     .kpe = memory + 2 * c.tokens * c.value_dim,
+                                     .dtype = kType,
+                                     .num_pages = num_pages,
+                                     .page_size = kPageTokens,
+                                     .head_dim_ckv = c.value_dim,
+                                     .head_dim_kpe = c.head_dim - c.value_dim});
+  }
+  return helix::flashinfer_nhd_kv({.pool = memory,
+                                   .dtype = kType,
+                                   .num_pages = num_pages,
+                                   .page_size = kPageTokens,
+                                   .num_kv_heads = c.kv_heads,
+                                   .head_dim = c.head_dim});
+}
+
 void bench_partial_attention(benchmark::State& state, const Case& c, int num_threads) {
-  const std::int64_t kv_elements = (c.is_mla ? 1 : 2 * c.kv_heads) * c.tokens * c.head_dim;
+  const std::int64_t kv_elements = (c.is_latent ? 1 : 2 * c.kv_heads) * c.tokens * c.head_dim;
   const auto memory = helix::bench::random_bf16(static_cast<std::size_t>(kv_elements) * 2);
   std::mt19937 random(std::random_device{}());
   std::vector<std::int32_t> table(static_cast<std::size_t>(c.tokens / kPageTokens));
@@ -96,17 +140,11 @@ void bench_partial_attention(benchmark::State& state, const Case& c, int num_thr
   helix::PartialAttentionArgs<float> args;
   args.q = {q.data(), {1, c.query_heads, c.head_dim}};
   args.batch = {offsets, offsets.data(), &position, &slot};
-  args.kv.pages = memory.data();
-  args.kv.dtype = helix::DType::bf16;
-  args.kv.num_heads = c.kv_heads;
-  args.kv.head_dim = c.head_dim;
-  args.kv.value_dim = c.value_dim;
-  args.kv.page_tokens = kPageTokens;
-  args.kv.num_pages = args.kv.max_pages = c.tokens / kPageTokens;
-  args.kv.is_mla = c.is_mla;
+  args.kv = view_of(c, memory.data());
   args.kv.page_table = table.data();
-  args.out = {out.data(), {1, c.query_heads, c.value_dim}};
-  args.lse = {lse.data(), {1, c.query_heads}};
+  args.kv.max_pages = args.kv.num_pages;
+  args.sink.out = {out.data(), {1, c.query_heads, c.value_dim}};
+  args.sink.lse = {lse.data(), {1, c.query_heads}};
   args.scale = 1.0f / std::sqrt(static_cast<float>(c.head_dim));
   args.workspace = workspace;
 

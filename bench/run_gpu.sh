@@ -23,7 +23,7 @@ build="$(realpath -m "${1:-$root/build/cuda}")"
 shift $(($# > 0 ? 1 : 0))
 results="${HELIX_RESULTS:-$root/bench/results}"
 # A process that dies holding NVLink multicast objects can leave the host's GPUs unusable.
-export NCCL_NVLS_ENABLE=0
+export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"
 
 if ! command -v nvidia-smi >/dev/null || ! nvidia-smi -L >/dev/null 2>&1; then
   echo "bench/run_gpu.sh: no GPU: nvidia-smi finds none" >&2

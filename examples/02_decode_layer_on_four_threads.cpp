@@ -52,8 +52,7 @@ helix::WeightView view(const Matrix& m, std::int64_t cols) {
 /// What one rank does; returns the hidden state of the last token.
 Matrix run_rank(const Model& model, const helix::Topology& topo, helix::cpu::LocalComm stage) {
   const int rank = stage.rank();
-  const helix::RankCoordinates at = topo.stage_coordinates(rank);
-  Backend backend(stage, stage.split(at.tpa_rank, at.kvp_rank));
+  Backend backend(stage, helix::split_kvp(stage, topo));
   Backend::Stream stream = backend.create_stream();
 
   // This rank's slices: the topology says which. W_o follows combined_heads, not the rank number.
@@ -76,12 +75,14 @@ Matrix run_rank(const Model& model, const helix::Topology& topo, helix::cpu::Loc
   // Everything is allocated once, before the first step.
   helix::ShardedKVCache<Backend> cache(backend, topo,
                                        {.format = helix::DType::f32, .layers = 1, .pages = 16});
-  helix::KvpAllToAll<Backend> exchange(
-      backend, {.max_tokens = kPrompt, .num_query_heads = topo.query_heads(rank).size(), .value_dim = 32});
-  helix::HopB<Backend> hop_b(backend, 4);
+  const helix::RankShape shape = topo.rank_shape(rank);
+  helix::HopB<Backend> hop_b(backend, /*max_slices=*/4);
+  helix::KvpAllToAll<Backend> exchange(backend, {.max_tokens = kPrompt,
+                                                 .num_query_heads = shape.query_heads,
+                                                 .value_dim = shape.value_dim,
+                                                 .max_slices = hop_b.max_slices()});
   helix::BatchBuffer<Backend> batch(backend, 1, kPrompt);
-  Backend::Buffer workspace =
-      backend.allocate(helix::decode_layer_workspace_bytes(backend, topo, config, kPrompt, 4));
+  Backend::Buffer workspace = backend.allocate(helix::decode_layer_workspace_bytes(backend, shape, kPrompt));
   const helix::SequenceId sequence = cache.add(kPrompt + kSteps);
 
   Matrix hidden;
@@ -94,8 +95,7 @@ Matrix run_rank(const Model& model, const helix::Topology& topo, helix::cpu::Loc
     cache.append(sequence, count, stream);
     batch.set(std::vector<std::int32_t>{0, count}, positions, std::vector{cache.slot(sequence)}, stream);
     helix::decode_layer(
-        backend, topo, config, weights, cache.layer(0), batch.batch(),
-        helix::TensorView<float, 2>(hidden.data(), {count, 128}),
+        backend, shape, config, weights, cache.layer(0), batch.batch(), {hidden.data(), {count, 128}},
         {.exchange = &exchange, .hop_b = &hop_b, .workspace = {workspace.data(), workspace.size_bytes()}},
         stream);
     backend.synchronize(stream);

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backend contract over every Backend of this build that needs no GPU.
-#include "support/backend_contract.hpp"
-
+#include <helix/contract/backend.hpp>
 #include <helix/cpu/backend.hpp>
 
 #include "support/recording_backend.hpp"
@@ -59,6 +58,16 @@ TEMPLATE_TEST_CASE("lse_combine keeps the backend contract", "", HELIX_ALL_BACKE
 }
 TEMPLATE_TEST_CASE("combine_exchange keeps the backend contract", "", HELIX_ALL_BACKENDS) {
   contract::combine_exchange<TestType>();
+}
+TEMPLATE_TEST_CASE("prepare_qkv keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::prepare_qkv<TestType>();
+}
+TEMPLATE_TEST_CASE("reduce_norm keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::reduce_norm<TestType>();
+}
+TEMPLATE_TEST_CASE("router_logits keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::router_logits<TestType>();
+  contract::route_near_ties<TestType>();
 }
 TEMPLATE_TEST_CASE("route keeps the backend contract", "", HELIX_ALL_BACKENDS) {
   contract::route<TestType>();

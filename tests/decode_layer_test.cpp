@@ -60,7 +60,7 @@ std::vector<float> gather_kv(const Topology& topo, const std::vector<RankResult>
                              std::int64_t num_tokens, std::int64_t chunk) {
   const ModelShape& shape = topo.shape();
   const KvLayout layout(topo.kvp(), chunk);
-  const std::int64_t planes = shape.is_mla ? 1 : 2;
+  const std::int64_t planes = shape.is_mla() ? 1 : 2;
   const std::int64_t plane = num_tokens * shape.num_kv_heads * shape.head_dim;
   std::vector<float> all(static_cast<std::size_t>(planes * plane));
   std::vector<int> copies(all.size(), 0);
@@ -150,7 +150,7 @@ void check_run(const Topology& topo, const oracle::Layer& layer, const Script& s
     const auto tokens = static_cast<std::int64_t>(expected.histories[b].rows.size());
     const std::vector<float> gathered = gather_kv(topo, first, b, tokens, options.chunk);
     CHECK(gathered == alone.front().kv[b]);
-    CHECK(kv_error(expected.histories[b], gathered, topo.shape().is_mla) <= 4 * kTolerance);
+    CHECK(kv_error(expected.histories[b], gathered, topo.shape().is_mla()) <= 4 * kTolerance);
   }
 }
 
@@ -366,6 +366,7 @@ TEST_CASE("A step without tokens changes nothing and later steps go on") {
 
 /// The arguments of one call, for a test to spoil.
 struct Arguments {
+  RankShape shape;
   LayerConfig config;
   LayerWeights weights;
   KvView kv;
@@ -399,15 +400,14 @@ void check_bad_calls(const LayerSpec& spec, TopologySpec topology, const std::ve
     const auto me = static_cast<std::size_t>(comm.rank());
     auto backend = make_backend<CpuBackend>(topo, comm);
     LayerRank<CpuBackend> rank(backend, topo, layer, script, {.hop_b_slices = 2});
-    const Arguments none{};
     rank.prepare(script.steps[0]);
     for (const BadCall& call : calls) {
-      Arguments args{rank.config(),        rank.weights(), rank.cache().layer(0),
-                     rank.batch().batch(), rank.hidden(),  rank.layer_options()};
+      Arguments args{topo.rank_shape(comm.rank()), rank.config(), rank.weights(),      rank.cache().layer(0),
+                     rank.batch().batch(),         rank.hidden(), rank.layer_options()};
       call.spoil(args);
       try {
-        decode_layer(backend, topo, args.config, args.weights, args.kv, args.batch, args.hidden, args.options,
-                     rank.stream());
+        decode_layer(backend, args.shape, args.config, args.weights, args.kv, args.batch, args.hidden,
+                     args.options, rank.stream());
         surprises[me].push_back(std::string(call.name) + ": accepted");
       } catch (const Error& error) {
         if (error.code() != call.code) surprises[me].push_back(std::string(call.name) + ": " + error.what());
@@ -428,6 +428,7 @@ void check_bad_calls(const LayerSpec& spec, TopologySpec topology, const std::ve
 TEST_CASE("Bad arguments are refused alike on every rank before any collective") {
   const auto fatter = [](WeightView& w) { w.cols += 1; };
   std::vector<BadCall> calls{
+      {"shape of another rank", [](Arguments& a) { a.shape.stage_rank += 1; }},
       {"no exchange", [](Arguments& a) { a.options.exchange = nullptr; }},
       {"no HopB", [](Arguments& a) { a.options.hop_b = nullptr; }},
       {"negative slices", [](Arguments& a) { a.options.hop_b_slices = -1; }},
@@ -449,10 +450,10 @@ TEST_CASE("Bad arguments are refused alike on every rank before any collective")
          a.batch = a.batch.slice(1, 2);
          a.hidden = a.hidden.slice(0, 0, a.batch.num_tokens());
        }},
-      {"cache of other heads", [](Arguments& a) { a.kv.num_heads += 1; }},
-      {"cache of another head size", [](Arguments& a) { a.kv.head_dim *= 2; }},
-      {"cache of another value size", [](Arguments& a) { a.kv.value_dim -= 1; }},
-      {"cache of latents", [](Arguments& a) { a.kv.is_mla = true; }},
+      {"cache of other heads", [](Arguments& a) { a.kv.format.num_heads += 1; }},
+      {"cache of another head size", [](Arguments& a) { a.kv.format.head_dim *= 2; }},
+      {"cache of another value size", [](Arguments& a) { a.kv.format.value_dim -= 1; }},
+      {"cache of latents", [](Arguments& a) { a.kv.format.is_latent = true; }},
       {"cache of another KVP", [](Arguments& a) { a.kv.layout = KvLayout(3, 1); }},
       {"cache of another rank", [](Arguments& a) { a.kv.kvp_rank = 1 - a.kv.kvp_rank; }},
       {"latent weights", [](Arguments& a) { a.weights.attention = MlaWeights{}; }},
@@ -490,7 +491,7 @@ TEST_CASE("Bad arguments are refused alike on every rank before any collective")
                    {"w_uk of other dims", [](Arguments& a) { a.mla().w_uk.cols += 1; }},
                    {"w_uv of all heads", [](Arguments& a) { a.mla().w_uv.rows *= 4; }},
                    {"output projection of other heads", [](Arguments& a) { a.mla().o.cols /= 2; }},
-                   {"other rope dims", [](Arguments& a) { a.config.mla.rope += 2; }},
+                   {"other rope dims", [](Arguments& a) { a.shape.mla->qk_rope_head_dim += 2; }},
                    {"rotary wider than rope", [](Arguments& a) { a.config.rope.rotary_dim = 10; }},
                    {"router of fewer experts", [](Arguments& a) { a.moe().router.rows -= 1; }},
                    {"an expert too few", [](Arguments& a) { a.moe().experts.pop_back(); }},
@@ -498,8 +499,8 @@ TEST_CASE("Bad arguments are refused alike on every rank before any collective")
                    {"an expert of another width", [](Arguments& a) { a.moe().experts[0].gate_up.cols += 1; }},
                    {"shared expert of another part", [](Arguments& a) { a.moe().shared.gate_up.rows *= 2; }},
                    {"no shared expert", [](Arguments& a) { a.moe().shared = {}; }},
-                   {"top_k of zero", [](Arguments& a) { a.config.router.top_k = 0; }},
-                   {"top_k beyond the kept groups", [](Arguments& a) { a.config.router.top_k = 5; }},
+                   {"top_k of zero", [](Arguments& a) { a.shape.top_k = 0; }},
+                   {"top_k beyond the kept groups", [](Arguments& a) { a.shape.top_k = 5; }},
                    {"groups that do not divide", [](Arguments& a) { a.config.router.num_groups = 3; }},
                    {"more groups kept than there are", [](Arguments& a) { a.config.router.groups_kept = 5; }},
                    {"a dense layer of no width", [](Arguments& a) { a.weights.ffn = DenseFfnWeights{}; }}});
@@ -512,13 +513,14 @@ TEST_CASE("A step beyond the exchange's capacity is refused before any collectiv
   const RankOutcomes outcomes = run_ranks(4, [&](cpu::LocalComm& comm) {
     auto backend = make_backend<CpuBackend>(topo, comm);
     LayerRank<CpuBackend> rank(backend, topo, layer, script, {.hop_b_slices = 2});
-    KvpAllToAll<CpuBackend> small(backend, {.max_tokens = 2, .num_query_heads = 4, .value_dim = 16});
+    KvpAllToAll<CpuBackend> small(backend,
+                                  {.max_tokens = 2, .num_query_heads = 4, .value_dim = 16, .max_slices = 4});
     rank.prepare(script.steps[0]);
     DecodeLayerOptions<CpuBackend> options = rank.layer_options();
     options.exchange = &small;
     try {
-      decode_layer(backend, topo, rank.config(), rank.weights(), rank.cache().layer(0), rank.batch().batch(),
-                   rank.hidden(), options, rank.stream());
+      decode_layer(backend, topo.rank_shape(comm.rank()), rank.config(), rank.weights(),
+                   rank.cache().layer(0), rank.batch().batch(), rank.hidden(), options, rank.stream());
     } catch (...) {
       if (small.sent_payload_bytes() != 0) throw Error(ErrorCode::internal, "it exchanged something before");
       throw;

@@ -52,20 +52,18 @@ void expect(bool condition, const std::string& what) {  // Catch's assertions ar
   if (!condition) throw Error(ErrorCode::internal, what);
 }
 
-/// Exchanges `tokens` tokens in rounds over one workspace and compares all that arrives, bit for bit.
+/// Exchanges `tokens` tokens in rounds over the same messages and compares all that arrives, bit for bit.
 void check_rounds(CpuBackend& backend, Exchange& exchange, std::int64_t tokens) {
   const auto stream = backend.create_stream();
   const std::int64_t heads = exchange.spec().num_query_heads;
   const std::int64_t dim = exchange.spec().value_dim;
   const std::int64_t kvp = backend.comms().kvp->size();
   const std::int64_t kvp_rank = backend.comms().kvp->rank();
-  auto workspace = backend.allocate(Exchange::workspace_bytes(kvp, tokens, heads, dim, 1));
   for (int round = 0; round < 3; ++round) {
     const Attended attended(round, kvp_rank, tokens, heads, dim);
     std::vector<std::int64_t> positions;  // another step each round, which all ranks agree on
     for (std::int64_t t = 0; t < tokens; ++t) positions.push_back(1000 * t + round);
-    const auto received = exchange.exchange(attended.view, round == 1 ? nullptr : positions.data(),
-                                            {workspace.data(), workspace.size_bytes()}, stream);
+    const auto received = exchange.exchange(attended.view, round == 1 ? nullptr : positions.data(), stream);
     backend.synchronize(stream);
     const std::int64_t h = heads / kvp;
     expect(received.out.extents() == std::array<std::int64_t, 4>{kvp, tokens, h, dim}, "out's shape");
@@ -105,11 +103,10 @@ TEST_CASE("the payload sent is B * T * Hq/TPA * (Dv * 4 + 4) * (KVP - 1) / KVP a
       CpuBackend backend(comm, comm.split(0, comm.rank()));
       const auto stream = backend.create_stream();
       Exchange exchange(backend, {.max_tokens = 6, .num_query_heads = 8, .value_dim = 5});
-      auto workspace = backend.allocate(Exchange::workspace_bytes(kvp, 6, 8, 5, 1) + 1);
       std::int64_t expected = 0;
       for (const std::int64_t tokens : {6, 0, 3}) {
         const Attended attended(0, comm.rank(), tokens, 8, 5);
-        exchange.exchange(attended.view, {workspace.data(), workspace.size_bytes()}, stream);
+        exchange.exchange(attended.view, nullptr, stream);
         expected += tokens * 8 * (5 * 4 + 4) * (kvp - 1) / kvp;
         expect(exchange.sent_payload_bytes() == expected, "bytes sent");
         backend.synchronize(stream);  // the exchange borrows `attended`
@@ -118,14 +115,13 @@ TEST_CASE("the payload sent is B * T * Hq/TPA * (Dv * 4 + 4) * (KVP - 1) / KVP a
   }
 }
 
-TEST_CASE("KVP of one is the identity: views of the input, no copy, no workspace, no task") {
+TEST_CASE("KVP of one is the identity: views of the input, no copy, no task") {
   CpuBackend backend;
   const auto stream = backend.create_stream();
   Exchange exchange(backend, {.max_tokens = 8, .num_query_heads = 3, .value_dim = 4});
-  CHECK(Exchange::workspace_bytes(1, 8, 3, 4, 5) == 0);
   std::vector<float> out(400), lse(80);
   const Partial<float> partial{{out.data(), {5, 3, 4}, {40, 8, 1}}, {lse.data(), {5, 3}, {10, 2}}};
-  const auto received = exchange.exchange(partial, {}, stream);
+  const auto received = exchange.exchange(partial, nullptr, stream);
   CHECK(received.out.data() == out.data());
   CHECK(received.lse.data() == lse.data());
   CHECK(received.out.extents() == std::array<std::int64_t, 4>{1, 5, 3, 4});
@@ -141,13 +137,12 @@ TEST_CASE("zero tokens do nothing: a rank that calls alone comes back, and all s
     Exchange exchange(backend, {.max_tokens = 1, .num_query_heads = 2, .value_dim = 4});
     const Attended none(0, comm.rank(), 0, 2, 4);
     if (comm.rank() == 0) {  // no collective behind it, so rank 1 need not call
-      const auto received = exchange.exchange(none.view, {}, stream);
+      const auto received = exchange.exchange(none.view, nullptr, stream);
       backend.synchronize(stream);
       expect(received.out.extents() == std::array<std::int64_t, 4>{2, 0, 1, 4}, "shape");
     }
-    auto workspace = backend.allocate(Exchange::workspace_bytes(2, 1, 2, 4, 1));
     const Attended one(0, comm.rank(), 1, 2, 4);
-    exchange.exchange(one.view, {workspace.data(), workspace.size_bytes()}, stream);
+    exchange.exchange(one.view, nullptr, stream);
     backend.synchronize(stream);
   }));
 }
@@ -178,10 +173,8 @@ TEST_CASE("heads after the exchange are TPA-major on every KVP x TPA grid") {
           for (std::int64_t d = 0; d < kDim; ++d)
             out.push_back(stamp(0, kvp_rank, t, tpa_rank * local + h, d));
         }
-      auto workspace = backend.allocate(Exchange::workspace_bytes(kvp, kTokens, local, kDim, 1) + 1);
-      const auto received =
-          exchange.exchange({{out.data(), {kTokens, local, kDim}}, {lse.data(), {kTokens, local}}},
-                            {workspace.data(), workspace.size_bytes()}, stream);
+      const auto received = exchange.exchange(
+          {{out.data(), {kTokens, local, kDim}}, {lse.data(), {kTokens, local}}}, nullptr, stream);
       backend.synchronize(stream);
       const Range heads = topo.combined_heads(stage.rank());
       expect(heads.size() == received.lse.extent(2), "number of heads");
@@ -225,10 +218,8 @@ TEST_CASE("exchange and combine give each rank the exact attention of its heads,
           for (const double x : sum) out.push_back(static_cast<float>(x / (is_empty ? 1.0 : total)));
         }
       Exchange exchange(backend, {.max_tokens = kTokens, .num_query_heads = kHeads, .value_dim = kDim});
-      auto workspace = backend.allocate(Exchange::workspace_bytes(kvp, kTokens, kHeads, kDim, 1));
-      const auto received =
-          exchange.exchange({{out.data(), {kTokens, kHeads, kDim}}, {lse.data(), {kTokens, kHeads}}},
-                            {workspace.data(), workspace.size_bytes()}, stream);
+      const auto received = exchange.exchange(
+          {{out.data(), {kTokens, kHeads, kDim}}, {lse.data(), {kTokens, kHeads}}}, nullptr, stream);
       const std::int64_t h = kHeads / kvp;
       std::vector<float> combined(static_cast<std::size_t>(kTokens * h * kDim));
       lse_combine(backend,
@@ -257,28 +248,26 @@ TEST_CASE("exchange and combine give each rank the exact attention of its heads,
 RankOutcomes run_out_of_step(int kvp, int offender, int times, bool tells_positions,
                              std::vector<int>& wrong) {
   wrong.assign(static_cast<std::size_t>(kvp), 0);
-  return run_ranks(cpu::LocalComm::create_group(kvp, std::chrono::milliseconds(300)),
-                   [&](cpu::LocalComm& comm) {
-                     CpuBackend backend(comm, comm.split(0, comm.rank()));
-                     auto stream = backend.create_stream();
-                     Exchange exchange(backend, {.max_tokens = 2, .num_query_heads = kvp, .value_dim = 4});
-                     auto workspace = backend.allocate(Exchange::workspace_bytes(kvp, 2, kvp, 4, 1));
-                     int& errors = wrong[static_cast<std::size_t>(comm.rank())];
-                     for (int step = 0; step < 4; ++step) {
-                       const Attended attended(step, comm.rank(), 2, kvp, 4);
-                       const std::vector<std::int64_t> positions{100 + step, 7 + step};
-                       for (int i = 0; i < (comm.rank() == offender && step == 1 ? times : 1); ++i) {
-                         const auto received =
-                             exchange.exchange(attended.view, tells_positions ? positions.data() : nullptr,
-                                               {workspace.data(), workspace.size_bytes()}, stream);
-                         stream.enqueue([&errors, received, step, rank = comm.rank(), kvp] {
-                           for (int r = 0; r < kvp; ++r)
-                             if (received.out(r, 1, 0, 3) != stamp(step, r, 1, rank, 3)) ++errors;
-                         });
-                         backend.synchronize(stream);
-                       }
-                     }
-                   });
+  return run_ranks(
+      cpu::LocalComm::create_group(kvp, std::chrono::milliseconds(300)), [&](cpu::LocalComm& comm) {
+        CpuBackend backend(comm, comm.split(0, comm.rank()));
+        auto stream = backend.create_stream();
+        Exchange exchange(backend, {.max_tokens = 2, .num_query_heads = kvp, .value_dim = 4});
+        int& errors = wrong[static_cast<std::size_t>(comm.rank())];
+        for (int step = 0; step < 4; ++step) {
+          const Attended attended(step, comm.rank(), 2, kvp, 4);
+          const std::vector<std::int64_t> positions{100 + step, 7 + step};
+          for (int i = 0; i < (comm.rank() == offender && step == 1 ? times : 1); ++i) {
+            const auto received =
+                exchange.exchange(attended.view, tells_positions ? positions.data() : nullptr, stream);
+            stream.enqueue([&errors, received, step, rank = comm.rank(), kvp] {
+              for (int r = 0; r < kvp; ++r)
+                if (received.out(r, 1, 0, 3) != stamp(step, r, 1, rank, 3)) ++errors;
+            });
+            backend.synchronize(stream);
+          }
+        }
+      });
 }
 
 TEST_CASE("a rank that skips or repeats a step is an error on every rank, never wrong data") {
@@ -329,64 +318,107 @@ TEST_CASE("ranks that disagree on the number of tokens fail alike") {
     CpuBackend backend(comm, comm.split(0, comm.rank()));
     const auto stream = backend.create_stream();
     Exchange exchange(backend, {.max_tokens = 8, .num_query_heads = 2, .value_dim = 4});
-    auto workspace = backend.allocate(Exchange::workspace_bytes(2, 8, 2, 4, 1));
     const Attended attended(0, comm.rank(), 3 + comm.rank(), 2, 4);
-    exchange.exchange(attended.view, {workspace.data(), workspace.size_bytes()}, stream);
+    exchange.exchange(attended.view, nullptr, stream);
     backend.synchronize(stream);
   });
   for (int rank = 0; rank < 2; ++rank) CHECK(outcomes.code(rank).has_value());
 }
 
-TEST_CASE("one workspace cut into the slices' own sizes holds any split of the tokens, aligned") {
+TEST_CASE(
+    "slices of a step lie apart in the messages, whatever their sizes, and inside what the spec allocates") {
   for (const std::int64_t kvp : {2, 3, 8, 64}) {
     for (const std::int64_t heads : {kvp, 5 * kvp}) {
       for (const std::int64_t dim : {1, 63, 128, 512}) {
         for (const std::int64_t tokens : {1, 2, 7, 64}) {
-          for (std::int64_t slices = 1; slices <= std::min<std::int64_t>(tokens, 8); ++slices) {
-            std::size_t used = 0;
-            for (int i = 0; i < slices; ++i) {
-              const std::int64_t count = split_evenly(tokens, static_cast<int>(slices), i).size();
-              const std::size_t bytes = Exchange::workspace_bytes(kvp, count, heads, dim, 1);
-              const std::int64_t message = (16 + count * heads / kvp * (dim + 1) * 4 + 15) / 16 * 16;
-              REQUIRE(bytes % 256 == 0);
-              REQUIRE(static_cast<std::int64_t>(bytes) >= 2 * kvp * message);
-              used += bytes;
-            }
-            REQUIRE(used <= Exchange::workspace_bytes(kvp, tokens, heads, dim, slices));
+          const ExchangeLayout layout(
+              {.max_tokens = 64, .num_query_heads = heads, .value_dim = dim, .max_slices = 8}, 4);
+          std::int64_t end = 0;
+          for (int i = 0; i < static_cast<int>(std::min<std::int64_t>(tokens, 8)); ++i) {
+            const Range part = split_evenly(tokens, std::min<std::int64_t>(tokens, 8), i);
+            const std::int64_t begin =
+                layout.begin({.index = i, .first_token = part.begin, .tokens = part.size()});
+            REQUIRE(begin % 256 == 0);
+            REQUIRE(begin >= end);
+            end = begin + kvp * ExchangeMessage(part.size(), heads / kvp, dim, 4).message_bytes;
           }
+          REQUIRE(end <= layout.total_bytes());
         }
       }
     }
   }
 }
 
-TEST_CASE("wrong shapes, a small workspace and one out of alignment are refused before anything is sent") {
+/// A communicator that brings its own memory for messages, full of NaN.
+class WindowComm : public cpu::LocalComm {
+ public:
+  explicit WindowComm(cpu::LocalComm comm) : LocalComm(std::move(comm)) {}
+  WindowComm split(int color, int key) { return WindowComm(LocalComm::split(color, key)); }
+  cpu::Buffer allocate_window(std::size_t bytes) {
+    ++windows;
+    cpu::Buffer buffer(bytes);
+    std::fill_n(buffer.data(), bytes, std::byte{0xff});
+    return buffer;
+  }
+
+  int windows = 0;
+};
+
+TEST_CASE("messages come from the communicator where it brings memory, and what was in it is never read") {
+  CHECK_NOTHROW(run_ranks_or_throw(2, [](cpu::LocalComm& comm) {
+    using Backend = cpu::Backend<WindowComm>;
+    WindowComm stage(comm);
+    Backend backend(stage, stage.split(0, comm.rank()));
+    KvpAllToAll<Backend> exchange(backend, {.max_tokens = 3, .num_query_heads = 4, .value_dim = 8});
+    expect(backend.comms().kvp->windows == 1, "the window");
+    const auto stream = backend.create_stream();
+    const Attended attended(0, comm.rank(), 2, 4, 8);
+    const auto received = exchange.exchange(attended.view, nullptr, stream);
+    backend.synchronize(stream);
+    for (std::int64_t r = 0; r < 2; ++r)
+      for (std::int64_t t = 0; t < 2; ++t)
+        expect(received.out(r, t, 1, 7) == stamp(0, r, t, comm.rank() * 2 + 1, 7), "what was sent");
+  }));
+}
+
+TEST_CASE("wrong shapes are refused before anything is sent") {
   CHECK_NOTHROW(run_ranks_or_throw(2, [](cpu::LocalComm& comm) {
     CpuBackend backend(comm, comm.split(0, comm.rank()));
     const auto stream = backend.create_stream();
     Exchange exchange(backend, {.max_tokens = 4, .num_query_heads = 2, .value_dim = 4});
-    auto workspace = backend.allocate(4096);
-    const auto code = [&](const Attended& attended, std::size_t offset, std::size_t bytes) {
+    const auto code = [&](const Attended& attended) {
       try {
-        exchange.exchange(attended.view, {workspace.data() + offset, bytes}, stream);
+        exchange.exchange(attended.view, nullptr, stream);
       } catch (const Error& error) {
         return error.code();
       }
       return ErrorCode::internal;
     };
     const Attended good(0, comm.rank(), 2, 2, 4);
-    expect(code(Attended(0, 0, 5, 2, 4), 0, 4096) == ErrorCode::invalid_argument, "too many tokens");
-    expect(code(Attended(0, 0, 2, 4, 4), 0, 4096) == ErrorCode::invalid_argument, "other heads");
-    expect(code(Attended(0, 0, 2, 2, 8), 0, 4096) == ErrorCode::invalid_argument, "other value_dim");
-    expect(code(good, 0, 64) == ErrorCode::capacity, "small workspace");
-    expect(code(good, 4, 4000) == ErrorCode::invalid_argument, "alignment");
+    expect(code(Attended(0, 0, 5, 2, 4)) == ErrorCode::invalid_argument, "too many tokens");
+    expect(code(Attended(0, 0, 2, 4, 4)) == ErrorCode::invalid_argument, "other heads");
+    expect(code(Attended(0, 0, 2, 2, 8)) == ErrorCode::invalid_argument, "other value_dim");
+    const auto slice_code = [&](const ExchangeSlice& slice) {
+      try {
+        exchange.outgoing(slice, nullptr);
+      } catch (const Error& error) {
+        return error.code();
+      }
+      return ErrorCode::internal;
+    };
+    expect(slice_code({.index = 1, .tokens = 1}) == ErrorCode::invalid_argument,
+           "more slices than built for");
+    expect(slice_code({.first_token = 3, .tokens = 2}) == ErrorCode::invalid_argument,
+           "past the largest step");
     expect(exchange.sent_payload_bytes() == 0, "nothing sent");
     backend.synchronize(stream);
-    expect(code(good, 256, 3840) == ErrorCode::internal, "the good one works");
+    expect(code(good) == ErrorCode::internal, "the good one works");
     backend.synchronize(stream);
   }));
   CpuBackend backend;
   CHECK_THROWS_AS(Exchange(backend, {.max_tokens = 4, .num_query_heads = 0, .value_dim = 4}), Error);
+  CHECK_THROWS_AS(Exchange(backend, {.max_tokens = 4, .num_query_heads = 2, .value_dim = 4, .max_slices = 0}),
+                  Error);
   CHECK_THROWS_AS(Exchange(backend, {.max_tokens = -1, .num_query_heads = 2, .value_dim = 4}), Error);
 }
 

@@ -54,7 +54,8 @@ struct Combined {
   std::vector<float> lse;
 };
 
-Combined combine(const Partials& p, const std::vector<float>& sink = {}, int threads = 1) {
+Combined combine(const Partials& p, const std::vector<float>& sink = {}, int threads = 1,
+                 LseConvention convention = LseConvention::natural) {
   CpuBackend backend(threads);
   const auto stream = backend.create_stream();
   Combined result{std::vector<float>(static_cast<std::size_t>(p.tokens * p.heads * p.dim), std::nanf("")),
@@ -63,6 +64,7 @@ Combined combine(const Partials& p, const std::vector<float>& sink = {}, int thr
   args.partial_out = {p.out.data(), {p.ranks, p.tokens, p.heads, p.dim}};
   args.partial_lse = {p.lse.data(), {p.ranks, p.tokens, p.heads}};
   args.sink = sink.empty() ? nullptr : sink.data();
+  args.convention = convention;
   args.out = {result.out.data(), {p.tokens, p.heads, p.dim}};
   args.lse = {result.lse.data(), {p.tokens, p.heads}};
   lse_combine(backend, args, stream);
@@ -106,33 +108,28 @@ TEST_CASE("log-sum-exps 1 and 2 weigh .26894 and .73106 and combine to 2.31326")
 }
 
 TEST_CASE("the same numbers in base 2 weigh 1/3 and 2/3 and combine to 2.58496, by the named conversion") {
-  std::vector<float> lse{1, 2};
-  convert_to_natural<LseConvention::base2>({lse.data(), {2, 1}});
-  const Combined converted = combine({2, 1, 1, 2, {1, 0, 0, 1}, lse});
+  const Combined converted = combine({2, 1, 1, 2, {1, 0, 0, 1}, {1, 2}}, {}, 1, LseConvention::base2);
   CHECK(converted.out[0] == Approx(1.0 / 3.0));
   CHECK(converted.out[1] == Approx(2.0 / 3.0));
   CHECK(converted.lse[0] / std::log(2.0) == Approx(2.58496).epsilon(1e-5));
 }
 
 TEST_CASE("exponentials 2 and 8 weigh 0 and 10 to 8; read as base 2 they give 7.2330317") {
-  std::vector<float> lse{std::log(2.0f), std::log(8.0f)};
+  const std::vector<float> lse{std::log(2.0f), std::log(8.0f)};
   CHECK(combine({2, 1, 1, 1, {0, 10}, lse}).out[0] == Approx(8.0));
-  convert_to_natural<LseConvention::base2>({lse.data(), {2, 1}});  // wrong: they are natural
-  CHECK(combine({2, 1, 1, 1, {0, 10}, lse}).out[0] == Approx(7.2330317));
+  // Wrong: they are natural.
+  CHECK(combine({2, 1, 1, 1, {0, 10}, lse}, {}, 1, LseConvention::base2).out[0] == Approx(7.2330317));
 }
 
 TEST_CASE("conversions keep empty shards empty, and only the named one turns +inf into -inf") {
-  CHECK(to_natural(Lse<LseConvention::natural>{1.5f}) == 1.5f);
-  CHECK(to_natural(Lse<LseConvention::natural>{-kInf}) == -kInf);
-  CHECK(to_natural(Lse<LseConvention::natural>{kInf}) == kInf);
-  CHECK(to_natural(Lse<LseConvention::base2>{-kInf}) == -kInf);
-  CHECK(to_natural(Lse<LseConvention::base2>{10.0f}) == Approx(10.0 * std::log(2.0)));
-  CHECK(to_natural(Lse<LseConvention::natural_positive_inf_if_empty>{kInf}) == -kInf);
-  CHECK(to_natural(Lse<LseConvention::natural_positive_inf_if_empty>{-2.0f}) == -2.0f);
-  CHECK(std::isnan(to_natural(Lse<LseConvention::natural_positive_inf_if_empty>{std::nanf("")})));
-  std::vector<float> strided{kInf, 7, 1, 7, 2, 7, kInf, 7};
-  convert_to_natural<LseConvention::natural_positive_inf_if_empty>({strided.data(), {2, 2}, {4, 2}});
-  CHECK(strided == std::vector<float>{-kInf, 7, 1, 7, 2, 7, -kInf, 7});
+  CHECK(to_natural(1.5f, LseConvention::natural) == 1.5f);
+  CHECK(to_natural(-kInf, LseConvention::natural) == -kInf);
+  CHECK(to_natural(kInf, LseConvention::natural) == kInf);
+  CHECK(to_natural(-kInf, LseConvention::base2) == -kInf);
+  CHECK(to_natural(10.0f, LseConvention::base2) == Approx(10.0 * std::log(2.0)));
+  CHECK(to_natural(kInf, LseConvention::natural_positive_inf_if_empty) == -kInf);
+  CHECK(to_natural(-2.0f, LseConvention::natural_positive_inf_if_empty) == -2.0f);
+  CHECK(std::isnan(to_natural(std::nanf(""), LseConvention::natural_positive_inf_if_empty)));
 }
 
 TEST_CASE("combining equals its definition in double for the published shapes") {

@@ -106,7 +106,7 @@ TEST_CASE("A DeepSeek layer applies W_UV after the combine and sums experts in o
                                                    "linear",
                                                    "swiglu",
                                                    "linear",
-                                                   "linear",
+                                                   "router_logits",
                                                    "route",  // 9
                                                    "expert_ffn",
                                                    "stage.all_reduce",  //

@@ -99,7 +99,9 @@ ModelShape shape_of(const StageSpec& spec) {
   shape.head_dim = spec.head_dim;
   shape.value_dim = spec.value_dim;
   shape.hidden = 64;
-  shape.is_mla = spec.is_mla;
+  if (spec.is_mla)
+    shape.mla =
+        helix::MlaShape{.kv_lora_rank = spec.value_dim, .qk_rope_head_dim = spec.head_dim - spec.value_dim};
   return shape;
 }
 
@@ -160,7 +162,7 @@ class Stage {
           cache(backend, topology, spec),
           stream(backend.create_stream()) {
       // NaN in every format: what was never written must not be read.
-      std::memset(cache.layer(0).pages, 0xff, cache.capacity_bytes() / static_cast<std::size_t>(spec.layers));
+      std::memset(cache.layer(0).k, 0xff, cache.capacity_bytes() / static_cast<std::size_t>(spec.layers));
     }
     CpuBackend backend;
     Cache cache;
@@ -204,21 +206,22 @@ void write_tokens(Stage& stage, SequenceId id, const std::vector<std::int64_t>& 
     Cache& cache = stage.cache(rank);
     const KvView view = cache.layer(0);
     const helix::Range heads = stage.topology().kv_heads(rank);
-    const std::int64_t v_dim = view.is_mla ? 0 : view.value_dim;
+    const std::int64_t v_dim = view.format.is_latent ? 0 : view.format.value_dim;
     for (int layer = 0; layer < cache.spec().layers; ++layer) {
       std::vector<float> k;
       std::vector<float> v;
       for (std::int64_t i = 0; i < count; ++i) {
         const std::int64_t token = tokens[static_cast<std::size_t>(first + i)];
         for (std::int64_t h = heads.begin; h < heads.end; ++h) {
-          for (std::int64_t d = 0; d < view.head_dim; ++d) k.push_back(element(token, layer, h, false, d));
+          for (std::int64_t d = 0; d < view.format.head_dim; ++d)
+            k.push_back(element(token, layer, h, false, d));
           for (std::int64_t d = 0; d < v_dim; ++d) v.push_back(element(token, layer, h, true, d));
         }
       }
-      cache.write(id, layer, first,
-                  TensorView<const float, 3>(k.data(), {count, heads.size(), view.head_dim}),
-                  TensorView<const float, 3>(v.data(), {view.is_mla ? 0 : count, heads.size(), v_dim}),
-                  stage.stream(rank));
+      cache.write(
+          id, layer, first, TensorView<const float, 3>(k.data(), {count, heads.size(), view.format.head_dim}),
+          TensorView<const float, 3>(v.data(), {view.format.is_latent ? 0 : count, heads.size(), v_dim}),
+          stage.stream(rank));
       stage.stream(rank).synchronize();  // k and v end here
     }
   }
@@ -239,11 +242,11 @@ void check_contents(Stage& stage, SequenceId id, const std::vector<std::int64_t>
     const auto count = static_cast<std::int64_t>(owned.size());
     REQUIRE(cache.length(id) == static_cast<std::int64_t>(tokens.size()));
     REQUIRE(cache.local_length(id) == count);
-    const std::int64_t v_dim = view.is_mla ? 0 : view.value_dim;
-    std::vector<float> k(static_cast<std::size_t>(count * heads.size() * view.head_dim), -777.0f);
+    const std::int64_t v_dim = view.format.is_latent ? 0 : view.format.value_dim;
+    std::vector<float> k(static_cast<std::size_t>(count * heads.size() * view.format.head_dim), -777.0f);
     std::vector<float> v(static_cast<std::size_t>(count * heads.size() * v_dim), -777.0f);
-    const TensorView<float, 3> k_out(k.data(), {count, heads.size(), view.head_dim});
-    const TensorView<float, 3> v_out(v.data(), {view.is_mla ? 0 : count, heads.size(), v_dim});
+    const TensorView<float, 3> k_out(k.data(), {count, heads.size(), view.format.head_dim});
+    const TensorView<float, 3> v_out(v.data(), {view.format.is_latent ? 0 : count, heads.size(), v_dim});
     for (int layer = 0; layer < spec.layers; ++layer) {
       cache.read(id, layer, {0, count}, k_out, v_out, stage.stream(rank));
       stage.stream(rank).synchronize();
@@ -253,7 +256,7 @@ void check_contents(Stage& stage, SequenceId id, const std::vector<std::int64_t>
         for (std::int64_t h = heads.begin; h < heads.end; ++h) {
           const float k_scale = scale_at(spec.k_scales, layer, h, stage.topology().shape().num_kv_heads);
           const float v_scale = scale_at(spec.v_scales, layer, h, stage.topology().shape().num_kv_heads);
-          for (std::int64_t d = 0; d < view.head_dim; ++d) {
+          for (std::int64_t d = 0; d < view.format.head_dim; ++d) {
             const float value = element(tokens[position], layer, h, false, d);
             mistakes += k_out(i, h - heads.begin, d) != through_format(spec.format, value, k_scale);
           }
@@ -407,7 +410,7 @@ TEST_CASE("random operations lose no token, store none twice and leak no page") 
       } else if (action < 60) {
         Tracked& sequence = live[static_cast<std::size_t>(below(static_cast<std::int64_t>(live.size())))];
         const std::int64_t length = below(static_cast<std::int64_t>(sequence.tokens.size()) + 1);
-        REQUIRE(attempt([&](Cache& cache, Stream& stream) { cache.truncate(sequence.id, length, stream); }));
+        REQUIRE(attempt([&](Cache& cache, Stream&) { cache.truncate(sequence.id, length); }));
         sequence.tokens.resize(static_cast<std::size_t>(length));
       } else if (action < 78) {
         const Tracked parent = live[static_cast<std::size_t>(below(static_cast<std::int64_t>(live.size())))];
@@ -665,8 +668,7 @@ TEST_CASE(
       }
       Tracked& changed = is_parent_cut ? parent : child;
       const std::int64_t used_before = stage.cache(0).pages_used();
-      REQUIRE_FALSE(
-          stage.on_all([&](Cache& cache, Stream& stream) { cache.truncate(changed.id, cut, stream); }));
+      REQUIRE_FALSE(stage.on_all([&](Cache& cache, Stream&) { cache.truncate(changed.id, cut); }));
       changed.tokens.resize(static_cast<std::size_t>(cut));
       CHECK(stage.cache(0).pages_used() <= used_before);
       std::int64_t next = 1000;
@@ -748,7 +750,7 @@ TEST_CASE("ids that are stale, foreign or made up are refused everywhere") {
     const std::vector<std::function<void()>> calls{[&] { cache.release(id); },
                                                    [&] { cache.reserve(id, 1); },
                                                    [&] { cache.append(id, 1, stream); },
-                                                   [&] { cache.truncate(id, 0, stream); },
+                                                   [&] { cache.truncate(id, 0); },
                                                    [&] { cache.fork(id, 0, stream); },
                                                    [&] { cache.write(id, 0, 0, none, none, stream); },
                                                    [&] {
@@ -805,8 +807,8 @@ TEST_CASE("calls whose arguments contradict each other are refused and change no
       [&] { cache.append(a, -1, stream); },
       [&] { cache.add(-1); },
       [&] { cache.reserve(a, -1); },
-      [&] { cache.truncate(a, 7, stream); },
-      [&] { cache.truncate(a, -1, stream); },
+      [&] { cache.truncate(a, 7); },
+      [&] { cache.truncate(a, -1); },
       [&] { cache.fork(a, 7, stream); },
       [&] { cache.fork(a, -1, stream); },
       [&] { cache.write(a, 2, 0, view(1, 2, 8), view(1, 2, 8), stream); },
@@ -989,17 +991,17 @@ TEST_CASE("addresses of a layer never change, and layers do not overlap") {
   Cache& cache = stage.cache(0);
   const KvView first = cache.layer(0);
   const KvView second = cache.layer(1);
-  CHECK(first.page_elements() == 2 * 3 * 5);
-  CHECK(reinterpret_cast<std::uintptr_t>(second.pages) % 256 == 0);
-  CHECK(static_cast<std::byte*>(second.pages) - static_cast<std::byte*>(first.pages) >=
-        first.page_elements() * 5);
+  CHECK(first.format.page_elements() == 2 * 3 * 5);
+  CHECK(reinterpret_cast<std::uintptr_t>(second.k) % 256 == 0);
+  CHECK(static_cast<std::byte*>(second.k) - static_cast<std::byte*>(first.k) >=
+        first.format.page_elements() * 5);
   CHECK(first.k_scale == nullptr);
   CHECK(cache.page_bytes() == 2u * 3 * 5 * 3);
   CHECK(cache.capacity_bytes() == 5 * cache.page_bytes());
   const SequenceId id = cache.add();
   cache.append(id, 7, stage.stream(0));
   stage.synchronize();
-  CHECK(cache.layer(1).pages == second.pages);
+  CHECK(cache.layer(1).k == second.k);
   CHECK(cache.layer(1).page_table == second.page_table);
 }
 
@@ -1066,7 +1068,7 @@ TEST_CASE("growing takes one copy of the page table however many sequences grow,
     CAPTURE(step);
     const std::size_t at = random() % live.size();
     if (step % 3 == 0) {
-      cache.truncate(live[at], cache.length(live[at]) / 2, stream);
+      cache.truncate(live[at], cache.length(live[at]) / 2);
     } else if (step % 7 == 1) {
       cache.release(live[at]);
       live[at] = cache.add();
@@ -1161,19 +1163,19 @@ TEST_CASE("tokens appended in decode steps and tokens written at once give the s
           for (int layer = 0; layer < 2; ++layer) {
             const KvView view = cache.layer(layer);
             const helix::Range heads = stage.topology().kv_heads(rank);
-            const std::int64_t v_dim = is_mla ? 0 : view.value_dim;
+            const std::int64_t v_dim = is_mla ? 0 : view.format.value_dim;
             std::vector<float> k;
             std::vector<float> v;
             for (const std::int64_t number : numbers) {
               for (std::int64_t h = heads.begin; h < heads.end; ++h) {
-                for (std::int64_t d = 0; d < view.head_dim; ++d)
+                for (std::int64_t d = 0; d < view.format.head_dim; ++d)
                   k.push_back(element(number, layer, h, false, d));
                 for (std::int64_t d = 0; d < v_dim; ++d) v.push_back(element(number, layer, h, true, d));
               }
             }
             const auto tokens = static_cast<std::int64_t>(numbers.size());
             stage.backend(rank).append_kv(
-                {.k = TensorView<const float, 3>(k.data(), {tokens, heads.size(), view.head_dim}),
+                {.k = TensorView<const float, 3>(k.data(), {tokens, heads.size(), view.format.head_dim}),
                  .v = TensorView<const float, 3>(v.data(), {is_mla ? 0 : tokens, heads.size(), v_dim}),
                  .batch = {offsets, offsets.data(), positions.data(), slots.data()},
                  .kv = view},

@@ -40,9 +40,7 @@ ModelShape dense_shape(std::int64_t query_heads, std::int64_t kv_heads) {
 
 ModelShape moe_shape(std::int64_t query_heads, std::int64_t kv_heads, std::int64_t experts) {
   ModelShape shape = dense_shape(query_heads, kv_heads);
-  shape.num_experts = experts;
-  shape.expert_ffn = 720;
-  shape.shared_expert_ffn = 1440;
+  shape.moe = helix::MoeShape{.num_experts = experts, .expert_ffn = 720, .shared_ffn = 1440};
   return shape;
 }
 
@@ -52,11 +50,11 @@ ModelShape mla_shape() {
   shape.value_dim = 512;
   shape.hidden = 7168;
   shape.ffn = 18432;
-  shape.expert_ffn = 2048;
-  shape.shared_expert_ffn = 2048;
+  shape.moe->expert_ffn = 2048;
+  shape.moe->shared_ffn = 2048;
   shape.num_layers = 61;
   shape.vocab = 129280;
-  shape.is_mla = true;
+  shape.mla = helix::MlaShape{};
   return shape;
 }
 
@@ -91,10 +89,10 @@ bool legal_by_hand(const ModelShape& s, int kvp, int tpa, int tpf, int ep) {
   const int n = kvp * tpa;
   if (n != tpf * ep || s.num_query_heads % n != 0 || tpa > s.num_kv_heads || s.num_kv_heads % tpa != 0)
     return false;
-  if (s.is_mla && tpa != 1) return false;
-  if (s.ffn % n != 0 || s.shared_expert_ffn % n != 0) return false;
-  if (s.num_experts == 0) return ep == 1;
-  return s.num_experts % ep == 0 && s.expert_ffn % tpf == 0;
+  if (s.is_mla() && tpa != 1) return false;
+  if (s.ffn % n != 0 || s.shared_ffn() % n != 0) return false;
+  if (s.num_experts() == 0) return ep == 1;
+  return s.num_experts() % ep == 0 && s.expert_ffn() % tpf == 0;
 }
 
 /// Each element of [0, total) lies in exactly `copies` of the ranges.
@@ -186,11 +184,11 @@ TEST_CASE("ranges of every legal topology partition the model") {
         check_partition(of_all_ranks(topology, &Topology::kv_heads), shape.num_kv_heads, spec.kvp,
                         "KV heads");
         check_partition(of_all_ranks(topology, &Topology::ffn), shape.ffn, 1, "ffn");
-        check_partition(of_all_ranks(topology, &Topology::shared_expert_ffn), shape.shared_expert_ffn, 1,
+        check_partition(of_all_ranks(topology, &Topology::shared_expert_ffn), shape.shared_ffn(), 1,
                         "shared");
         check_partition(of_all_ranks(topology, &Topology::vocab), shape.vocab, 1, "vocabulary");
-        check_partition(of_all_ranks(topology, &Topology::experts), shape.num_experts, spec.tpf, "experts");
-        check_partition(of_all_ranks(topology, &Topology::expert_ffn), shape.expert_ffn, spec.ep,
+        check_partition(of_all_ranks(topology, &Topology::experts), shape.num_experts(), spec.tpf, "experts");
+        check_partition(of_all_ranks(topology, &Topology::expert_ffn), shape.expert_ffn(), spec.ep,
                         "expert ffn");
         CHECK(topology.kv_copies() == 1);
         // Every (expert, column of it) once.
@@ -216,7 +214,7 @@ TEST_CASE("ranges of every legal topology partition the model") {
           CHECK(topology.combined_heads(rank).end <= topology.query_heads(rank).end);
           w_o_rows.push_back(topology.output_projection_rows(rank, 3));
         }
-        CHECK(num_cells == shape.num_experts * spec.tpf);
+        CHECK(num_cells == shape.num_experts() * spec.tpf);
         CHECK(static_cast<std::int64_t>(cells.size()) == num_cells);
         check_partition(w_o_rows, shape.num_query_heads * 3, 1, "rows of W_o");
       }
@@ -335,8 +333,8 @@ TEST_CASE("groups under PP and DP partition the world and agree with the coordin
 TEST_CASE("uneven FFN parts differ by one and cover everything") {
   ModelShape shape = moe_shape(16, 8, 8);
   shape.ffn = 1001;
-  shape.expert_ffn = 13;
-  shape.shared_expert_ffn = 3;
+  shape.moe->expert_ffn = 13;
+  shape.moe->shared_ffn = 3;
   TopologySpec spec = widths(2, 4, 4, 2);
   CHECK(Topology::violations(spec, shape).size() == 3);
   spec.allow_uneven_ffn = true;
@@ -403,8 +401,8 @@ TEST_CASE(
 TEST_CASE("an error lists every violated rule with its values") {
   ModelShape shape = moe_shape(16, 8, 8);
   shape.ffn = 1000;
-  shape.shared_expert_ffn = 1001;
-  shape.expert_ffn = 101;
+  shape.moe->shared_ffn = 1001;
+  shape.moe->expert_ffn = 101;
   TopologySpec spec = widths(3, 5, 7, 3, 14);
   spec.attn_dp = 2;
   const std::string what = error_of([&] { Topology(spec, shape, 17); });
@@ -413,7 +411,7 @@ TEST_CASE("an error lists every violated rule with its values") {
        {"breaks 10 rules", "(1) ", "(10) ", "attn_dp is 2",
         "KVP 3 * TPA 5 = 15 differs from TPF 7 * EP 3 = 21", "num_kv_heads 8 is not a multiple of TPA 5",
         "num_query_heads 16 is not a multiple of N = KVP * TPA = 15",
-        "ffn 1000 is not a multiple of N = KVP * TPA = 15", "shared_expert_ffn 1001 is not a multiple of N",
+        "ffn 1000 is not a multiple of N = KVP * TPA = 15", "shared_ffn 1001 is not a multiple of N",
         "expert_ffn 101 is not a multiple of TPF 7", "num_experts 8 is not a multiple of EP 3",
         "PP 14 exceeds num_layers 13", "the world has 17 ranks"}) {
     INFO(part);
@@ -504,37 +502,52 @@ TEST_CASE("absurd sizes are refused at once, never searched or overflowed") {
   }
   const std::int64_t huge = std::numeric_limits<std::int64_t>::max();
   const std::int64_t smallest = std::numeric_limits<std::int64_t>::min();
-  const auto refused = [&](const char* name, std::int64_t ModelShape::*field, std::int64_t value) {
+  const auto refused = [&](const char* name, std::int64_t& (*size_of)(ModelShape&), std::int64_t value) {
     ModelShape shape = moe_shape(16, 8, 8);
-    shape.*field = value;
+    size_of(shape) = value;
     const std::string what = error_of([&] { Topology(widths(2, 2), shape); });
     CAPTURE(what);
     CHECK(contains(what, std::string("the model's ") + name + " is " + std::to_string(value)));
     CHECK(Topology::legal_topologies(shape, 4).empty());
   };
   for (const std::int64_t value : {smallest, std::int64_t{-1}, huge}) {
-    refused("num_query_heads", &ModelShape::num_query_heads, value);
-    refused("num_kv_heads", &ModelShape::num_kv_heads, value);
-    refused("head_dim", &ModelShape::head_dim, value);
-    refused("value_dim", &ModelShape::value_dim, value);
-    refused("hidden", &ModelShape::hidden, value);
-    refused("ffn", &ModelShape::ffn, value);
-    refused("expert_ffn", &ModelShape::expert_ffn, value);
-    refused("shared_expert_ffn", &ModelShape::shared_expert_ffn, value);
-    refused("num_experts", &ModelShape::num_experts, value);
-    refused("vocab", &ModelShape::vocab, value);
-    refused("num_layers", &ModelShape::num_layers, value);
+    refused(
+        "num_query_heads", [](ModelShape& s) -> std::int64_t& { return s.num_query_heads; }, value);
+    refused(
+        "num_kv_heads", [](ModelShape& s) -> std::int64_t& { return s.num_kv_heads; }, value);
+    refused(
+        "head_dim", [](ModelShape& s) -> std::int64_t& { return s.head_dim; }, value);
+    refused(
+        "value_dim", [](ModelShape& s) -> std::int64_t& { return s.value_dim; }, value);
+    refused(
+        "hidden", [](ModelShape& s) -> std::int64_t& { return s.hidden; }, value);
+    refused(
+        "ffn", [](ModelShape& s) -> std::int64_t& { return s.ffn; }, value);
+    refused(
+        "expert_ffn", [](ModelShape& s) -> std::int64_t& { return s.moe->expert_ffn; }, value);
+    refused(
+        "shared_ffn", [](ModelShape& s) -> std::int64_t& { return s.moe->shared_ffn; }, value);
+    refused(
+        "num_experts", [](ModelShape& s) -> std::int64_t& { return s.moe->num_experts; }, value);
+    refused(
+        "vocab", [](ModelShape& s) -> std::int64_t& { return s.vocab; }, value);
+    refused(
+        "num_layers", [](ModelShape& s) -> std::int64_t& { return s.num_layers; }, value);
   }
-  refused("num_query_heads", &ModelShape::num_query_heads, 0);
-  refused("num_kv_heads", &ModelShape::num_kv_heads, 0);
-  refused("head_dim", &ModelShape::head_dim, 0);
-  refused("hidden", &ModelShape::hidden, 0);
+  refused(
+      "num_query_heads", [](ModelShape& s) -> std::int64_t& { return s.num_query_heads; }, 0);
+  refused(
+      "num_kv_heads", [](ModelShape& s) -> std::int64_t& { return s.num_kv_heads; }, 0);
+  refused(
+      "head_dim", [](ModelShape& s) -> std::int64_t& { return s.head_dim; }, 0);
+  refused(
+      "hidden", [](ModelShape& s) -> std::int64_t& { return s.hidden; }, 0);
 
   ModelShape uneven_groups = dense_shape(12, 8);
   CHECK(contains(error_of([&] { Topology(widths(1, 1), uneven_groups); }),
                  "12 is not a multiple of its num_kv_heads 8"));
   ModelShape hollow = moe_shape(16, 8, 8);
-  hollow.expert_ffn = 0;
+  hollow.moe->expert_ffn = 0;
   CHECK(contains(error_of([&] { Topology(widths(1, 1), hollow); }), "8 experts but expert_ffn is 0"));
   ModelShape split_latent = mla_shape();
   split_latent.num_kv_heads = 2;
@@ -543,8 +556,8 @@ TEST_CASE("absurd sizes are refused at once, never searched or overflowed") {
   // The widest shape with the most divisors below the limit still answers at once.
   ModelShape wide = moe_shape(720720, 720720, 720720);
   wide.ffn = 0;
-  wide.shared_expert_ffn = 0;
-  wide.expert_ffn = 720720;
+  wide.moe->shared_ffn = 0;
+  wide.moe->expert_ffn = 720720;
   CHECK(contains(error_of([&] { Topology(widths(719, 1001), wide); }), "Nearest legal with N = 720720"));
   CHECK(Topology::legal_topologies(good, 0).empty());
   CHECK(Topology::legal_topologies(good, -1).empty());

@@ -115,7 +115,11 @@ class DecodeRank {
         layer_bytes_(topo, rank.index(), plan),
         cache_(rank.backend, topo, cache_spec()),
         batch_(rank.backend, plan_.batch, plan_.batch),
-        exchange_(rank.backend, {plan_.batch, topo.query_heads(rank.index()).size(), kDim}),
+        shape_(topo.rank_shape(rank.index())),
+        exchange_(rank.backend, {.max_tokens = plan_.batch,
+                                 .num_query_heads = shape_.query_heads,
+                                 .value_dim = kDim,
+                                 .max_slices = kMaxSlices}),
         hop_b_(rank.backend, kMaxSlices),
         weights_at_(random_bf16(static_cast<std::int64_t>(layer_bytes_.weights() / kBf16Bytes) * plan_.layers,
                                 random_seed())),
@@ -132,8 +136,7 @@ class DecodeRank {
     frequencies_ = on_device(rank.backend, frequencies);
     config_.softmax_scale = 1.0f / std::sqrt(static_cast<float>(kDim));
     config_.rope = {reinterpret_cast<const float*>(frequencies_.data()), kDim};
-    workspace_ = rank.backend.allocate(
-        decode_layer_workspace_bytes(rank.backend, topo, config_, plan_.batch, kMaxSlices));
+    workspace_ = rank.backend.allocate(decode_layer_workspace_bytes(rank.backend, shape_, plan_.batch));
     for (std::int64_t layer = 0; layer < plan_.layers; ++layer) add_layer(layer);
     fill_cache();
     rewind();
@@ -165,14 +168,13 @@ class DecodeRank {
                              {reinterpret_cast<bf16*>(hidden_.data()), hidden}},
         rank_->stream);
     for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
-      decode_layer<RankBackend, bf16>(rank_->backend, *topo_, config_, layers_[layer],
-                                      cache_.layer(static_cast<int>(layer)), batch_.batch(),
-                                      {reinterpret_cast<bf16*>(hidden_.data()), {plan_.batch, kHidden}},
-                                      {.exchange = &exchange_,
-                                       .hop_b = &hop_b_,
-                                       .hop_b_slices = slices_,
-                                       .workspace = {workspace_.data(), workspace_.size_bytes()}},
-                                      rank_->stream);
+      decode_layer(rank_->backend, shape_, config_, layers_[layer], cache_.layer(static_cast<int>(layer)),
+                   batch_.batch(), {reinterpret_cast<bf16*>(hidden_.data()), {plan_.batch, kHidden}},
+                   {.exchange = &exchange_,
+                    .hop_b = &hop_b_,
+                    .hop_b_slices = slices_,
+                    .workspace = {workspace_.data(), workspace_.size_bytes()}},
+                   rank_->stream);
     }
     batch_.advance(rank_->stream);
   }
@@ -191,7 +193,7 @@ class DecodeRank {
     for (const std::size_t bytes :
          {layer_bytes_.qkv, layer_bytes_.o, layer_bytes_.gate_up, layer_bytes_.down})
       sum += us(weights_at_.data(), weights_at_.size_bytes(), bytes);
-    return sum + us(static_cast<const std::byte*>(cache_.layer(0).pages), layer_bytes_.kv, layer_bytes_.kv);
+    return sum + us(static_cast<const std::byte*>(cache_.layer(0).k), layer_bytes_.kv, layer_bytes_.kv);
   }
 
   void warm() const {
@@ -254,7 +256,7 @@ class DecodeRank {
       cache_.append(sequences_, counts, rank_->stream);
     for (int layer = 0; layer < static_cast<int>(plan_.layers); ++layer) {
       const KvView kv = cache_.layer(layer);
-      cuda::bench::launch_fill_bf16(kv.pages, static_cast<std::size_t>(kv.num_pages * kv.page_elements()),
+      cuda::bench::launch_fill_bf16(kv.k, static_cast<std::size_t>(kv.num_pages * kv.format.page_elements()),
                                     random_seed() + (static_cast<std::uint64_t>(layer + 1) << 52),
                                     rank_->stream.handle());
     }
@@ -268,6 +270,7 @@ class DecodeRank {
   LayerBytes layer_bytes_;
   ShardedKVCache<RankBackend> cache_;
   BatchBuffer<RankBackend> batch_;
+  RankShape shape_;
   KvpAllToAll<RankBackend> exchange_;
   HopB<RankBackend> hop_b_;
   cuda::Buffer weights_at_;
@@ -449,12 +452,8 @@ class ShardAttention {
     args_.q = {reinterpret_cast<const bf16*>(q_.data()), {kBatch, kHeads, kDim}};
     const auto* offsets = reinterpret_cast<const std::int32_t*>(offsets_at_.data());
     args_.batch = {offsets_, offsets, reinterpret_cast<const std::int64_t*>(positions_at_.data()), offsets};
-    args_.kv.pages = pool_.data();
-    args_.kv.dtype = DType::bf16;
-    args_.kv.num_heads = kKvHeads;
-    args_.kv.head_dim = args_.kv.value_dim = kDim;
-    args_.kv.page_tokens = kPageTokens;
-    args_.kv.num_pages = pages;
+    args_.kv = KvView::of_pool(pool_.data(),
+                               KvFormat::head_major(DType::bf16, kKvHeads, kDim, kDim, kPageTokens), pages);
     args_.kv.max_pages = sequence_pages;
     args_.kv.page_table = reinterpret_cast<const std::int32_t*>(table_at_.data());
     args_.kv.layout = layout;
@@ -463,10 +462,8 @@ class ShardAttention {
     args_.workspace = {workspace_.data(), workspace_.size_bytes()};
   }
 
-  void queue(const Partial<bf16>& result, const StampArgs& headers = {}) {
-    args_.out = result.out;
-    args_.lse = result.lse;
-    args_.headers = headers;
+  void queue(const PartialSink<bf16>& result) {
+    args_.sink = result;
     partial_attention(rank_->backend, args_, rank_->stream);
   }
 
@@ -493,19 +490,19 @@ void bench_attention_scaling(benchmark::State& state, int kvp, std::int64_t cont
       ExchangeWork exchange(rank, shape);
       {
         ShardAttention shard(rank, kvp, rank.index(), context);
-        shard_us[r] = time_together(rank, 1, [&] { shard.queue(exchange.partial()); });
+        shard_us[r] = time_together(rank, 1, [&] { shard.queue(exchange.sink()); });
         exchanged_us[r] = time_together(rank, 1, [&] {
-          shard.queue(exchange.messages().partial, exchange.messages().headers);
+          shard.queue(exchange.messages().sink);
           exchange.queue();
         });
-        shard.queue(exchange.partial());  // what the result is compared with
+        shard.queue(exchange.sink());  // what the result is compared with
         results[r] = exchange.result();
       }
       rank.meeting.arrive_and_wait();
       if (rank.index() != 0) return;
       ShardAttention whole(rank, 1, 0, context);
       whole_bytes = whole.bytes();
-      whole_us = time_launches(rank.stream, 1, 50, [&](int) { whole.queue(exchange.partial()); });
+      whole_us = time_launches(rank.stream, 1, 50, [&](int) { whole.queue(exchange.sink()); });
     });
     const double error = exchange_error(results, shape);
     state.counters["max_error"] = error;

@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <span>
 #include <vector>
 
 #include <helix/kvp_all_to_all.hpp>
@@ -39,15 +38,16 @@ class ExchangeWork {
       : rank_(&rank),
         shape_(shape),
         kvp_(rank.backend.comms().kvp->size()),
-        exchange_(rank.backend, {shape.tokens, shape.heads, shape.dim}),
+        exchange_(rank.backend,
+                  {.max_tokens = shape.tokens, .num_query_heads = shape.heads, .value_dim = shape.dim}),
         out_(random_bf16(shape.tokens * shape.heads * shape.dim, seed())),
         lse_(on_device(rank.backend,
                        random_floats(shape.tokens * shape.heads, 5.0f, static_cast<std::uint32_t>(seed())))),
-        combined_(static_cast<std::size_t>(shape.tokens * shape.heads / kvp_ * shape.dim) * kBf16Bytes),
-        workspace_(KvpAllToAll<RankBackend>::workspace_bytes(kvp_, shape.tokens, shape.heads, shape.dim, 1)) {
+        combined_(static_cast<std::size_t>(shape.tokens * shape.heads / kvp_ * shape.dim) * kBf16Bytes) {
     std::vector<std::int64_t> positions;
     for (std::int64_t i = 0; i < shape.tokens; ++i) positions.push_back(1000 * i);
     positions_ = on_device(rank.backend, positions);
+    bare_ = cuda::Buffer(static_cast<std::size_t>(2 * kvp_ * messages().sink.headers.message_bytes));
   }
 
   /// [tokens, heads, dim] and [tokens, heads]: for an attention that writes its own.
@@ -56,23 +56,25 @@ class ExchangeWork {
             {reinterpret_cast<float*>(lse_.data()), {shape_.tokens, shape_.heads}}};
   }
 
+  PartialSink<bf16> sink() const { return {partial().out, partial().lse}; }
+
   /// Packing included: as for an attention that writes elsewhere.
   void queue_with_packing() {
-    const auto received = exchange_.exchange(partial(), positions(), workspace(), rank_->stream);
+    const auto received = exchange_.exchange(partial(), positions(), rank_->stream);
     lse_combine(rank_->backend, LseCombineArgs<bf16>{received.out, received.lse, nullptr, combined(), {}},
                 rank_->stream);
   }
 
   /// For an attention that writes into the messages.
   KvpAllToAll<RankBackend>::Outgoing messages() const {
-    return exchange_.outgoing(shape_.tokens, positions(), workspace());
+    return exchange_.outgoing({.tokens = shape_.tokens}, positions());
   }
 
   /// Fills the messages, as such an attention does.
   void fill_messages() {
     const Partial<bf16> from = partial();
-    const Partial<bf16> to = messages().partial;
-    rank_->backend.pack_partial(PackPartialArgs<bf16>{from.out, from.lse, to.out, to.lse, messages().headers},
+    const PartialSink<bf16> to = messages().sink;
+    rank_->backend.pack_partial(PackPartialArgs<bf16>{from.out, from.lse, to.out, to.lse, to.headers},
                                 rank_->stream);
   }
 
@@ -81,8 +83,8 @@ class ExchangeWork {
 
   /// NCCL's all-to-all of messages of the same size alone.
   void queue_all_to_all() {
-    const std::int64_t message = messages().headers.message_bytes;
-    rank_->backend.comms().kvp->all_to_all(workspace_.data(), workspace_.data() + kvp_ * message, message,
+    const std::int64_t message = messages().sink.headers.message_bytes;
+    rank_->backend.comms().kvp->all_to_all(bare_.data(), bare_.data() + kvp_ * message, message,
                                            rank_->stream);
   }
 
@@ -97,7 +99,6 @@ class ExchangeWork {
 
  private:
   const std::int64_t* positions() const { return reinterpret_cast<const std::int64_t*>(positions_.data()); }
-  std::span<std::byte> workspace() const { return {workspace_.data(), workspace_.size_bytes()}; }
   TensorView<bf16, 3> combined() const {
     return {reinterpret_cast<bf16*>(combined_.data()), {shape_.tokens, shape_.heads / kvp_, shape_.dim}};
   }
@@ -110,8 +111,8 @@ class ExchangeWork {
   cuda::Buffer out_;
   cuda::Buffer lse_;
   cuda::Buffer combined_;
-  cuda::Buffer workspace_;
   cuda::Buffer positions_;
+  cuda::Buffer bare_;  // messages of the all-to-all alone, sent and received
 };
 
 /// The largest difference between what the ranks of a KVP group combined and the merge of their partials in

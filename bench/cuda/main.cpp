@@ -8,8 +8,11 @@
 #include <helix/cuda/runtime.hpp>
 
 #include "cases.hpp"
+#include "examples/decode/cli/nccl_environment.hpp"
 
 int main(int argc, char** argv) {
+  helix::turn_nccl_multicast_off();
+  helix::promise_nccl_one_graph_at_a_time();
   const int num_gpus = helix::cuda::device_count();
   if (num_gpus == 0) {
     std::cerr << "helix-bench-cuda: no GPU can be used (" << helix::cuda::no_device_reason()

@@ -315,12 +315,8 @@ void bench_append_kv(benchmark::State& state, std::int64_t batch) {
   const cuda::Buffer positions_at = on_device(operators, positions);
 
   AppendKvArgs<bf16> args;
-  args.kv.pages = pool.data();
-  args.kv.dtype = DType::bf16;
-  args.kv.num_heads = kHeads;
-  args.kv.head_dim = args.kv.value_dim = kDim;
-  args.kv.page_tokens = kPageTokens;
-  args.kv.num_pages = pages;
+  args.kv =
+      KvView::of_pool(pool.data(), KvFormat::head_major(DType::bf16, kHeads, kDim, kDim, kPageTokens), pages);
   args.kv.max_pages = kMaxPages;
   args.kv.page_table = reinterpret_cast<const std::int32_t*>(table_at.data());
   measure(

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// partial_attention on a GPU: bf16, head size 128, out and log-sum-exp, KV in permuted pages, cold caches.
+// partial_attention on a GPU: bf16, head size 128, out and log-sum-exp, KV in permuted pages, cold caches, in
+// Helix's layout and in a token-major one as other engines keep it.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -18,6 +19,12 @@
 namespace helix::bench {
 namespace {
 
+/// How a pool of K and V lies.
+enum class Layout {
+  head_major,  ///< [page][K, V][head][token][D]: Helix's own.
+  token_major  ///< [K, V][page][token][head][D]: vLLM's, in pages of one token SGLang's.
+};
+
 struct Case {
   std::int64_t query_heads;
   std::int64_t kv_heads;
@@ -26,21 +33,40 @@ struct Case {
   std::int64_t page_tokens;
   std::int64_t queries;  ///< tokens a sequence
   bool is_ragged;
+  Layout layout = Layout::head_major;
 
   std::string name() const {
     return "partial_attention/heads:" + std::to_string(query_heads) + ":" + std::to_string(kv_heads) +
            "/batch:" + std::to_string(batch) + "/tokens:" + std::to_string(tokens) +
            "/page:" + std::to_string(page_tokens) + "/queries:" + std::to_string(queries) +
-           (is_ragged ? "/ragged" : "");
+           (is_ragged ? "/ragged" : "") + (layout == Layout::token_major ? "/layout:token_major" : "");
   }
 };
 
 constexpr Case kCases[] = {
-    {64, 8, 64, 131072, 64, 1, false}, {64, 8, 64, 131072, 16, 1, false}, {64, 8, 8, 131072, 64, 1, false},
-    {64, 8, 8, 131072, 16, 1, false},  {64, 8, 1, 1048576, 64, 1, false}, {64, 8, 1, 131072, 64, 1, false},
-    {64, 8, 64, 131072, 64, 1, true},  {64, 8, 8, 131072, 64, 4, false},  {64, 8, 8, 8192, 64, 1, false},
-    {64, 8, 1, 8192, 64, 1, false},    {64, 8, 64, 8192, 64, 1, false},   {32, 8, 8, 131072, 64, 1, false},
+    {64, 8, 64, 131072, 64, 1, false},
+    {64, 8, 64, 131072, 16, 1, false},
+    {64, 8, 8, 131072, 64, 1, false},
+    {64, 8, 8, 131072, 16, 1, false},
+    {64, 8, 1, 1048576, 64, 1, false},
+    {64, 8, 1, 131072, 64, 1, false},
+    {64, 8, 64, 131072, 64, 1, true},
+    {64, 8, 8, 131072, 64, 4, false},
+    {64, 8, 8, 8192, 64, 1, false},
+    {64, 8, 1, 8192, 64, 1, false},
+    {64, 8, 64, 8192, 64, 1, false},
+    {32, 8, 8, 131072, 64, 1, false},
     {128, 8, 8, 131072, 64, 1, false},
+    {64, 8, 64, 131072, 64, 1, false, Layout::token_major},
+    {64, 8, 64, 131072, 16, 1, false, Layout::token_major},
+    {64, 8, 8, 131072, 64, 1, false, Layout::token_major},
+    {64, 8, 8, 131072, 16, 1, false, Layout::token_major},
+    {64, 8, 8, 131072, 1, 1, false, Layout::token_major},
+    {64, 8, 1, 131072, 16, 1, false, Layout::token_major},
+    {64, 8, 64, 131072, 16, 1, true, Layout::token_major},
+    {64, 8, 8, 131072, 16, 4, false, Layout::token_major},
+    {64, 8, 8, 8192, 16, 1, false, Layout::token_major},
+    {64, 8, 1, 8192, 16, 1, false, Layout::token_major},
 };
 
 constexpr std::int64_t kDim = 128;
@@ -64,6 +90,19 @@ std::vector<T> on_host(const cuda::Buffer& buffer) {
   operators.download(values.data(), buffer.data(), buffer.size_bytes(), stream);
   operators.synchronize(stream);
   return values;
+}
+
+/// A view of the pool, without a page table.
+KvView view_of(const cuda::Buffer& pool, const Case& c, std::int64_t pages) {
+  if (c.layout == Layout::head_major)
+    return KvView::of_pool(pool.data(),
+                           KvFormat::head_major(DType::bf16, c.kv_heads, kDim, kDim, c.page_tokens), pages);
+  KvView kv;
+  kv.format = KvFormat::token_major(DType::bf16, c.kv_heads, kDim, kDim, c.page_tokens);
+  kv.num_pages = pages;
+  kv.k = pool.data();
+  kv.v = pool.data() + pool.size_bytes() / 2;
+  return kv;
 }
 
 void bench_partial_attention(benchmark::State& state, const Case& c) {
@@ -127,16 +166,11 @@ void bench_partial_attention(benchmark::State& state, const Case& c) {
     args.batch = {offsets, reinterpret_cast<const std::int32_t*>(offsets_at.data()),
                   reinterpret_cast<const std::int64_t*>(positions_at.data()),
                   reinterpret_cast<const std::int32_t*>(slots_at.data()) + turn * c.batch};
-    args.kv.pages = pool.data();
-    args.kv.dtype = DType::bf16;
-    args.kv.num_heads = c.kv_heads;
-    args.kv.head_dim = args.kv.value_dim = kDim;
-    args.kv.page_tokens = c.page_tokens;
-    args.kv.num_pages = pages;
+    args.kv = view_of(pool, c, pages);
     args.kv.max_pages = max_pages;
     args.kv.page_table = reinterpret_cast<const std::int32_t*>(table_at.data());
-    args.out = {reinterpret_cast<T*>(result.data()), {tokens, c.query_heads, kDim}};
-    args.lse = {reinterpret_cast<float*>(result_lse.data()), {tokens, c.query_heads}};
+    args.sink.out = {reinterpret_cast<T*>(result.data()), {tokens, c.query_heads, kDim}};
+    args.sink.lse = {reinterpret_cast<float*>(result_lse.data()), {tokens, c.query_heads}};
     args.scale = 1.0f / std::sqrt(static_cast<float>(kDim)) * 4.0f;
     args.workspace = {workspace.data(), workspace.size_bytes()};
     return args;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <functional>
@@ -72,8 +73,8 @@ void run_ranks(int kvp, int tpa, const Body& body) {
   const int size = kvp * tpa;
   std::vector<int> devices(static_cast<std::size_t>(size));
   std::iota(devices.begin(), devices.end(), 0);
-  cuda::NcclComm::disable_graph_mixing();
-  auto comms = cuda::NcclComm::create_group(devices);
+  auto comms = cuda::NcclComm::create_group(devices, std::chrono::seconds(60),
+                                            cuda::NcclComm::GraphUse::one_at_a_time);
   MeetingPoint meeting(size);
   std::mutex mutex;
   std::exception_ptr first_failure;

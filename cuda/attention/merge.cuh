@@ -11,6 +11,8 @@
 #include <cstdint>
 
 #include "cuda/attention/schedule.cuh"
+#include "cuda/runtime/math.cuh"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 

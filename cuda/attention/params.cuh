@@ -1,23 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all attention kernels share: their arguments, and where rows come from and go to. The schedule is in
-// attention_schedule.cuh, the end of a row block in attention_merge.cuh.
+// AttentionParams: the arguments of every attention kernel, and where query rows come from and go to.
 #pragma once
 
 #include <cstdint>
 
-#include <helix/backend.hpp>
+#include <helix/backend/exchange.hpp>
 #include <helix/kv_layout.hpp>
 
 #include "cuda/exchange/header.cuh"
-#include "cuda/runtime/device.cuh"
+#include "cuda/kv_cache/paged_rows.cuh"
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/divisor.cuh"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 
-inline constexpr int kTileTokens = 32;
-inline constexpr int kBlocksPerSm = 2;     ///< at most: one streams on while the other ends a row block
 inline constexpr int kMaxRowBlocks = 256;  ///< of one launch
 inline constexpr int kMaxSequences = 256;  ///< of one launch
-inline constexpr int kMaxRows = 32;        ///< query rows of a row block
 inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 
@@ -45,14 +44,10 @@ struct AttentionParams {
   int num_row_blocks = 0;
   bool is_one_row_block_each = false;  ///< of the sequences
 
-  const std::byte* keys = nullptr;    ///< head 0 of page 0
-  const std::byte* values = nullptr;  ///< likewise
-  std::int64_t page_bytes = 0;
-  std::int64_t head_bytes = 0;  ///< between KV heads in a page
-  std::int64_t row_bytes = 0;
+  PagedRows k;  ///< Key rows; latent: their first key_columns columns.
+  PagedRows v;  ///< Value rows; latent: the same as k.
   Divisor page_tokens;
-  const std::int32_t* page_table = nullptr;
-  std::int64_t max_pages = 0;
+  PageLists lists;
   const float* k_scale = nullptr;
   const float* v_scale = nullptr;
   KvLayout layout{1, 1};
@@ -72,6 +67,9 @@ struct AttentionParams {
   float* partial_sum = nullptr;  ///< [2 * blocks, rows]
   int* counters = nullptr;       ///< [row blocks * KV heads], zero between launches
 
+  PagedRows rope;       ///< Latent only: key columns from key_columns on.
+  int key_columns = 0;  ///< Columns of a key that lie in k.
+
   std::int32_t query_offsets[kMaxSequences + 1];  ///< by value: a trip to memory less
 };
 
@@ -86,10 +84,7 @@ __device__ inline void prefetch_params(const AttentionParams& p) {
 
 /// Local tokens that a query at `position` sees.
 __device__ inline TokenRange visible(const AttentionParams& p, std::int64_t position) {
-  if (position < 0) return {0, 0};
-  const std::int64_t begin =
-      p.window > 0 ? p.layout.length(position + 1 - p.window, p.kvp_rank) : std::int64_t{0};
-  return {begin, p.layout.length(position + 1, p.kvp_rank)};
+  return p.layout.visible(position, p.window, p.kvp_rank);
 }
 
 /// Up to AttentionParams::rows query rows of one sequence: query tokens times the heads of a KV head's group.
@@ -105,13 +100,6 @@ struct RowBlock {
     return head * p.group + (first_row + row) % p.group;
   }
 };
-
-/// Element `i` of q or out at `data`.
-__device__ inline float load_element(const void* data, DType dtype, std::int64_t i) {
-  if (dtype == DType::f32) return static_cast<const float*>(data)[i];
-  if (dtype == DType::bf16) return to_float(static_cast<const bf16*>(data)[i]);
-  return to_float(static_cast<const f16*>(data)[i]);
-}
 
 /// The columns of a partial row in the workspace: whole float4.
 HELIX_HOST_DEVICE constexpr std::int64_t partial_stride(std::int64_t value_dim) {
@@ -147,16 +135,5 @@ __device__ inline void finish_messages(const AttentionParams& p) {
   if (p.headers.message != nullptr && blockIdx.x == gridDim.x - 1 && threadIdx.x < kWarp)
     write_headers(p.headers);
 }
-
-/// Queues the kernel for any sizes and types; p.rows must be portable_rows().
-void launch_portable_attention(const AttentionParams& p, DType kv_dtype, int blocks, StreamHandle stream);
-int portable_rows(std::int64_t head_dim, std::int64_t value_dim);
-
-/// The tensor-core kernel (compute capability 9.0): q, out and KV of one 16-bit type, equal head sizes that
-/// it was built for.
-bool has_tensor_attention(DType dtype, DType kv_dtype, std::int64_t head_dim, std::int64_t value_dim);
-int tensor_rows(std::int64_t head_dim);  ///< at most, of a row block
-/// On `blocks` half SMs; `is_whole`: on all of the device, nothing beside it.
-void launch_tensor_attention(const AttentionParams& p, int blocks, bool is_whole, StreamHandle stream);
 
 }  // namespace helix::cuda

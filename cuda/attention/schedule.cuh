@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which block of an attention kernel multiplies what.
 //
-// Work is a list of tiles: for each row block and each KV head, the tiles of kTileTokens local tokens that
-// any of the rows sees. Each block of a persistent grid takes a run of that list, so that one sequence of a
-// million tokens and a ragged batch both fill the chip. Blocks compute the schedule themselves from device
-// memory.
+// Work is a list of tiles: for each row block and each KV head, the tiles (kTileTokens local tokens, as many
+// as the kernel likes) that any of the rows sees. Each block of a persistent grid takes a run of that list,
+// so that one sequence of a million tokens and a ragged batch both fill the chip. Blocks compute the schedule
+// themselves from device memory.
 //
 // Equal runs have at most one tile of imbalance, but one run may end a row block and begin another, and the
 // end of a row block takes as long as kEndTiles tiles. Where there are enough blocks for the row blocks, each
@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "cuda/attention/params.cuh"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 
@@ -22,16 +23,19 @@ inline constexpr int kMergeBatch = 16;    ///< blocks whose results are merged i
 inline constexpr int kShortRunTiles = 4;  ///< at least, of each of up to kMergeBatch blocks
 inline constexpr int kRunTiles = 8;       ///< at least, of each of more
 
-/// The schedule, in shared memory. `u` is a row block of the launch.
+/// The schedule, in shared memory, for tiles of kTokens tokens. `u` is a row block of the launch.
+template <int kTokens>
 struct AttentionPlan {
+  static constexpr int kTileTokens = kTokens;
+
   int row_block_begin[kMaxSequences + 1];  ///< of each sequence
   int tile_begin[kMaxRowBlocks + 1];       ///< tiles of one KV head before each row block
   int share_begin[kMaxRowBlocks + 1];      ///< blocks of one KV head before each row block, if has_shares
   RowBlock rows[kMaxRowBlocks];
-  int slot[kMaxRowBlocks];
-  int begin_token[kMaxRowBlocks];  ///< local token where the row block's keys begin
-  int end_token[kMaxRowBlocks];    ///< and where they end
-  bool has_shares;                 ///< no block works on two row blocks
+  std::int64_t first_page[kMaxRowBlocks];  ///< place in the page lists of the sequence's first page
+  int begin_token[kMaxRowBlocks];          ///< local token where the row block's keys begin
+  int end_token[kMaxRowBlocks];            ///< and where they end
+  bool has_shares;                         ///< no block works on two row blocks
 
   /// First token of the first tile; tiles lie at multiples of kTileTokens.
   __device__ int first_token_of_tiles(int u) const { return begin_token[u] / kTileTokens * kTileTokens; }
@@ -125,7 +129,8 @@ __device__ inline int spare_blocks(const AttentionParams& p) {
 }
 
 /// Gives each row block blocks of its own, if that keeps the runs short; by the first warp.
-__device__ inline void share_blocks(const AttentionParams& p, AttentionPlan& plan) {
+template <class Plan>
+__device__ inline void share_blocks(const AttentionParams& p, Plan& plan) {
   const int lane = static_cast<int>(threadIdx.x);
   const int total = plan.tile_begin[p.num_row_blocks];
   const int spare = spare_blocks(p);
@@ -165,9 +170,11 @@ __device__ inline int query_rows(const AttentionParams& p, int b) {
 }
 
 /// Fills in row block `u`: `num_rows` rows of sequence `b` from `row` on. Returns its number of tiles.
-__device__ inline int plan_row_block(const AttentionParams& p, AttentionPlan& plan, int u, int b, int row,
+template <class Plan>
+__device__ inline int plan_row_block(const AttentionParams& p, Plan& plan, int u, int b, int row,
                                      int num_rows) {
-  const int slot = p.slots[b];
+  constexpr int kTileTokens = Plan::kTileTokens;
+  const std::int64_t first_page = p.lists.first_of(p.slots[b]);
   const int first_token = p.query_offsets[b];
   std::int64_t begin = INT64_MAX;
   std::int64_t end = 0;
@@ -179,7 +186,7 @@ __device__ inline int plan_row_block(const AttentionParams& p, AttentionPlan& pl
     end = max(end, seen.end);
   }
   plan.rows[u] = {first_token, row, num_rows};
-  plan.slot[u] = slot;
+  plan.first_page[u] = first_page;
   plan.begin_token[u] = end > 0 ? static_cast<int>(begin) : 0;
   plan.end_token[u] = static_cast<int>(end);
   // A row block that sees nothing has a tile of no tokens, so that somebody writes its zeros.
@@ -189,7 +196,8 @@ __device__ inline int plan_row_block(const AttentionParams& p, AttentionPlan& pl
 
 /// The plan of up to kWarp sequences, each of which is one row block, as in decoding: all in the registers of
 /// the first warp.
-__device__ inline void make_small_plan(const AttentionParams& p, AttentionPlan& plan) {
+template <class Plan>
+__device__ inline void make_small_plan(const AttentionParams& p, Plan& plan) {
   const int u = static_cast<int>(threadIdx.x);
   const int count = p.num_row_blocks;
   const bool is_row_block = u < count;
@@ -213,7 +221,8 @@ __device__ inline void make_small_plan(const AttentionParams& p, AttentionPlan& 
 }
 
 /// The plan of any launch; all threads of the block.
-__device__ inline void make_large_plan(const AttentionParams& p, AttentionPlan& plan) {
+template <class Plan>
+__device__ inline void make_large_plan(const AttentionParams& p, Plan& plan) {
   const int thread = static_cast<int>(threadIdx.x);
   const int threads = static_cast<int>(blockDim.x);
   for (int t = thread; t < p.num_tokens; t += threads)
@@ -239,7 +248,8 @@ __device__ inline void make_large_plan(const AttentionParams& p, AttentionPlan& 
 }
 
 /// Fills the plan; all threads of the block.
-__device__ inline void make_plan(const AttentionParams& p, AttentionPlan& plan) {
+template <class Plan>
+__device__ inline void make_plan(const AttentionParams& p, Plan& plan) {
   const int thread = static_cast<int>(threadIdx.x);
   const int threads = static_cast<int>(blockDim.x);
   if (p.is_one_row_block_each && p.num_row_blocks <= kWarp) {
@@ -263,7 +273,8 @@ struct TileCursor {
   int tiles;  ///< that these have
 
   /// `count` tiles on. At the end of the list it stays past the last row block.
-  __device__ void advance(const AttentionParams& p, const AttentionPlan& plan, int count) {
+  template <class Plan>
+  __device__ void advance(const AttentionParams& p, const Plan& plan, int count) {
     tile += count;
     while (tile >= tiles && row_block < p.num_row_blocks) {
       tile -= tiles;
@@ -289,9 +300,10 @@ struct BlockRun {
 };
 
 /// Who takes which tiles of the list.
+template <class Plan>
 class Schedule {
  public:
-  __device__ Schedule(const AttentionParams& p, const AttentionPlan& plan) : p_(p), plan_(plan) {}
+  __device__ Schedule(const AttentionParams& p, const Plan& plan) : p_(p), plan_(plan) {}
 
   __device__ TileRun tiles_of(int block) const {
     if (plan_.has_shares) {
@@ -333,7 +345,7 @@ class Schedule {
   }
 
   const AttentionParams& p_;
-  const AttentionPlan& plan_;
+  const Plan& plan_;
 };
 
 }  // namespace helix::cuda

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/ceilings/ceilings.hpp"
-#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/launch.cuh"
 
 namespace helix::cuda::bench {
 namespace {

@@ -13,17 +13,12 @@
 
 #include "comm/collective_arguments.hpp"
 #include "comm/local_group.hpp"
+#include "comm/timeout.hpp"
 #include "cuda/comm/local_reduce.hpp"
 #include "cuda/runtime/operators_state.hpp"
 
 namespace helix::cuda {
 
-using comm::expect_buffer;
-using comm::expect_buffers;
-using comm::expect_peer;
-using comm::expect_peer_bytes;
-using comm::expect_reduction;
-using comm::expect_root;
 using comm::Group;
 using comm::Move;
 using comm::Operation;
@@ -198,8 +193,7 @@ Call make_call(Operation operation, const void* in, void* out, std::int64_t coun
 std::vector<LocalComm> LocalComm::create_group(int size, std::chrono::milliseconds timeout) {
   HELIX_EXPECTS(size >= 1 && size <= kMaxLocalRanks, ErrorCode::invalid_argument, "group size is ", size,
                 "; 1 to ", kMaxLocalRanks, " ranks may share a GPU");
-  HELIX_EXPECTS(timeout.count() > 0, ErrorCode::invalid_argument, "timeout is ", timeout.count(),
-                " ms; it must be positive");
+  comm::expect_timeout(timeout);
   auto root = std::make_shared<Root>();
   root->timeout = timeout;
   root->copies.reserve(static_cast<std::size_t>(size) * static_cast<std::size_t>(size));

@@ -6,7 +6,8 @@
 #include <cstdint>
 
 #include "cuda/comm/local_reduce.hpp"
-#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/launch.cuh"
 
 namespace helix::cuda {
 namespace {

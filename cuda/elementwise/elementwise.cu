@@ -4,6 +4,7 @@
 
 #include <helix/cuda/backend.hpp>
 
+#include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
 #include "cuda/runtime/rows.cuh"
 

@@ -5,8 +5,11 @@
 
 #include <helix/cuda/backend.hpp>
 
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
 #include "cuda/runtime/rows.cuh"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 namespace {

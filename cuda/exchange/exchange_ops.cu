@@ -6,8 +6,12 @@
 #include <helix/cuda/backend.hpp>
 
 #include "cuda/exchange/header.cuh"
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/math.cuh"
 #include "cuda/runtime/operators_state.hpp"
 #include "cuda/runtime/rows.cuh"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 namespace {
@@ -50,6 +54,7 @@ struct PackRows {
   std::int64_t packed_lse_head_stride;
   std::int64_t tokens;
   int heads;
+  LseConvention convention;  // of lse
 };
 
 /// The last block writes the headers; each other block copies rows, `share.threads` threads a row in units of
@@ -66,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(PackRows rows, RowShare 
   const std::int64_t head = row % static_cast<unsigned>(rows.heads);
   if (share.thread() == 0) {
     rows.packed_lse[token * rows.packed_lse_token_stride + head * rows.packed_lse_head_stride] =
-        rows.lse[token * rows.lse_token_stride + head * rows.lse_head_stride];
+        to_natural(rows.lse[token * rows.lse_token_stride + head * rows.lse_head_stride], rows.convention);
   }
   const auto* source =
       reinterpret_cast<const Unit*>(rows.out + token * rows.out_token_bytes + head * rows.out_head_bytes);
@@ -133,6 +138,12 @@ struct CombineRows {
   int ranks;
   int heads;
   int dim;
+  LseConvention convention;  // of partial_lse
+
+  /// Natural log-sum-exp of `rank` in the row whose lse begins at `row`.
+  __device__ __forceinline__ float lse_of(const float* row, int rank) const {
+    return to_natural(row[rank * partial_lse_strides[0]], convention);
+  }
 };
 
 /// Partials of ranks [begin, begin + kRanks) of one row, all asked for at once.
@@ -148,7 +159,7 @@ struct PartialColumns {
       const int rank = begin + r;
       lse[r] = -kInfinity;
       if (rank < rows.ranks) {
-        lse[r] = from_lse[rank * rows.partial_lse_strides[0]];
+        lse[r] = rows.lse_of(from_lse, rank);
         out[r] = *reinterpret_cast<const Vector<T, kCount>*>(from_out + rank * rows.partial_strides[0]);
       }
     }
@@ -188,8 +199,7 @@ __global__ void __launch_bounds__(kThreads)
     max = sink;
 #pragma unroll
     for (int r = 0; r < kRanks; ++r) max = larger_lse(max, partials.lse[r]);
-    for (int rank = kRanks; rank < rows.ranks; ++rank)
-      max = larger_lse(max, partial_lse[rank * rows.partial_lse_strides[0]]);
+    for (int rank = kRanks; rank < rows.ranks; ++rank) max = larger_lse(max, rows.lse_of(partial_lse, rank));
     const bool is_empty = max == -kInfinity;
     float mixed[kCount] = {};
     sum = is_empty ? 0.0f : expf(sink - max);
@@ -238,6 +248,7 @@ void Operators<T>::pack_partial(const PackPartialArgs<T>& args, Stream stream) c
   rows.packed_lse_head_stride = args.packed_lse.stride(1);
   rows.tokens = args.out.extent(0);
   rows.heads = static_cast<int>(args.out.extent(1));
+  rows.convention = args.convention;
   const auto launch = [&]<class Unit>(Unit) {
     const RowShare share(rows.row_bytes / static_cast<std::int64_t>(sizeof(Unit)));
     const unsigned blocks = 1 + ceil_div(rows.tokens * rows.heads, share.rows());
@@ -291,7 +302,8 @@ void launch_combine(const LseCombineArgs<T>& args, const Check& check, bool is_h
                             args.out.extent(0),
                             static_cast<int>(lse.extent(0)),
                             static_cast<int>(args.out.extent(1)),
-                            static_cast<int>(args.out.extent(2))};
+                            static_cast<int>(args.out.extent(2)),
+                            args.convention};
   const bool is_aligned = common_alignment({address_of(partial.data()), step_of<T>(partial.stride(0)),
                                             step_of<T>(partial.stride(1)), step_of<T>(partial.stride(2)),
                                             address_of(args.out.data()), step_of<T>(args.out.stride(0)),

@@ -6,7 +6,7 @@
 
 #include <helix/backend.hpp>
 
-#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 

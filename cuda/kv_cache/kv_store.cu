@@ -6,33 +6,36 @@
 
 #include <helix/cuda/backend.hpp>
 
+#include "cuda/kv_cache/paged_rows.cuh"
+#include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
 #include "cuda/runtime/rows.cuh"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 namespace {
 
 constexpr int kWarps = 4;  // of a block
 
-/// Rows of values beside rows of pages: V is T (const to store) and S the type of the pages. A token has a
-/// plane for each K head, then for each V head (MLA: one plane, the latent row).
+/// One half of a token: values beside where they are stored. V is T (const to store).
+template <class V>
+struct KvHalf {
+  V* values;  // [tokens, heads, count]
+  std::int64_t token_stride;
+  std::int64_t head_stride;
+  PagedRows stored;
+  const float* scales;  // [heads] or null
+  std::int64_t count;
+};
+
+/// Rows of values beside rows of pages of type S. A token has a plane for each head of the first half, then
+/// for each of the second.
 template <class V, class S>
 struct KvTransfer {
-  V* k;  // [tokens, heads, head_dim]
-  V* v;  // [tokens, heads, value_dim]
-  std::int64_t k_token_stride;
-  std::int64_t k_head_stride;
-  std::int64_t v_token_stride;
-  std::int64_t v_head_stride;
-  S* pages;
-  const std::int32_t* page_table;
-  const float* k_scale;  // [heads] or null
-  const float* v_scale;
-  std::int64_t max_pages;
-  std::int64_t page_elements;
+  KvHalf<V> first;   // keys; latent: the columns that are values too
+  KvHalf<V> second;  // values; latent: the rope columns, which may be none
+  PageLists lists;
   std::int64_t page_tokens;
-  std::int64_t head_dim;
-  std::int64_t value_dim;
   int heads;
   int planes;
 
@@ -44,15 +47,21 @@ struct KvTransfer {
   };
 
   __device__ Row row(std::int64_t token, int plane, std::int64_t slot, std::int64_t local) const {
-    const bool is_value = plane >= heads;
-    const int head = is_value ? plane - heads : plane;
-    const float* scales = is_value ? v_scale : k_scale;
-    const std::int64_t page = page_table[slot * max_pages + local / page_tokens];
+    const bool is_second = plane >= heads;
+    const int head = is_second ? plane - heads : plane;
+    // Both halves are constants of the launch: a choice of values, not of an address.
+    const auto pick = [&](auto of_first, auto of_second) { return is_second ? of_second : of_first; };
+    const float* scales = pick(first.scales, second.scales);
+    const std::int64_t page = lists.pages[lists.first_of(slot) + local / page_tokens];
     Row row;
-    row.values = is_value ? v + token * v_token_stride + head * v_head_stride
-                          : k + token * k_token_stride + head * k_head_stride;
-    row.stored = pages + page * page_elements + (plane * page_tokens + local % page_tokens) * head_dim;
-    row.count = is_value ? value_dim : head_dim;
+    row.values = pick(first.values, second.values) + token * pick(first.token_stride, second.token_stride) +
+                 head * pick(first.head_stride, second.head_stride);
+    row.stored =
+        reinterpret_cast<S*>(pick(first.stored.first, second.stored.first) +
+                             page * pick(first.stored.page_bytes, second.stored.page_bytes) +
+                             head * pick(first.stored.head_bytes, second.stored.head_bytes) +
+                             local % page_tokens * pick(first.stored.token_bytes, second.stored.token_bytes));
+    row.count = pick(first.count, second.count);
     row.scale = scales == nullptr ? 1.0f : scales[head];
     return row;
   }
@@ -87,7 +96,7 @@ __device__ __forceinline__ void store_row(const Row& row) {
 /// One warp a plane of a token of the batch.
 template <int kCount, class T, class S>
 __global__ void __launch_bounds__(kWarps* kWarp)
-    append_kernel(KvTransfer<const T, S> transfer, const std::int32_t* query_offsets,
+    append_kernel(const __grid_constant__ KvTransfer<const T, S> transfer, const std::int32_t* query_offsets,
                   const std::int64_t* positions, const std::int32_t* sequence_slots, std::int64_t sequences,
                   std::int64_t first_token, std::int64_t tokens, KvLayout layout, std::int64_t kvp_rank) {
   const WarpPlane at = warp_plane(transfer.planes);
@@ -107,8 +116,8 @@ __global__ void __launch_bounds__(kWarps* kWarp)
 /// first_position.
 template <int kCount, class T, class S>
 __global__ void __launch_bounds__(kWarps* kWarp)
-    write_kernel(KvTransfer<const T, S> transfer, std::int64_t slot, std::int64_t first_position,
-                 TokenRange owned, KvLayout layout, std::int64_t kvp_rank) {
+    write_kernel(const __grid_constant__ KvTransfer<const T, S> transfer, std::int64_t slot,
+                 std::int64_t first_position, TokenRange owned, KvLayout layout, std::int64_t kvp_rank) {
   const WarpPlane at = warp_plane(transfer.planes);
   const std::int64_t local = owned.begin + at.row;
   if (local >= owned.end) return;
@@ -117,8 +126,9 @@ __global__ void __launch_bounds__(kWarps* kWarp)
 
 /// One warp a plane of a token: value = stored * scale.
 template <int kCount, class S>
-__global__ void __launch_bounds__(kWarps* kWarp) read_kernel(KvTransfer<float, S> transfer, std::int64_t slot,
-                                                             std::int64_t first_local, std::int64_t tokens) {
+__global__ void __launch_bounds__(kWarps* kWarp)
+    read_kernel(const __grid_constant__ KvTransfer<float, S> transfer, std::int64_t slot,
+                std::int64_t first_local, std::int64_t tokens) {
   const WarpPlane at = warp_plane(transfer.planes);
   if (at.row >= tokens) return;
   const auto row = transfer.row(at.row, at.plane, slot, first_local + at.row);
@@ -131,38 +141,40 @@ __global__ void __launch_bounds__(kWarps* kWarp) read_kernel(KvTransfer<float, S
   }
 }
 
+/// The two halves of a token of k and v in `kv`.
+template <class V, class S>
+KvTransfer<V, S> transfer_of(const KvView& kv, const TensorView<V, 3>& k, const TensorView<V, 3>& v) {
+  const KvFormat& format = kv.format;
+  const KvPlaces places(kv);
+  KvTransfer<V, S> transfer;
+  transfer.first = {k.data(), k.stride(0), k.stride(1), places.k, kv.k_scale, format.k_columns()};
+  if (format.is_latent) {
+    transfer.second = {k.data() + format.value_dim, k.stride(0), k.stride(1), places.rope, kv.k_scale,
+                       format.rope_columns()};
+  } else {
+    transfer.second = {v.data(), v.stride(0), v.stride(1), places.v, kv.v_scale, format.value_dim};
+  }
+  transfer.lists = PageLists(kv);
+  transfer.page_tokens = format.page_tokens;
+  transfer.heads = static_cast<int>(format.num_heads);
+  transfer.planes = transfer.heads * (transfer.second.count > 0 ? 2 : 1);
+  return transfer;
+}
+
 /// Calls use(transfer, std::integral_constant<int, elements an access>) for the type of the pages.
 template <class V, class Use>
 void with_transfer(const KvView& kv, const TensorView<V, 3>& k, const TensorView<V, 3>& v, const Use& use) {
   using Value = std::remove_const_t<V>;
-  const std::size_t values_alignment =
-      common_alignment({address_of(k.data()), step_of<Value>(k.stride(0)), step_of<Value>(k.stride(1)),
-                        step_of<Value>(kv.head_dim), address_of(v.data()), step_of<Value>(v.stride(0)),
-                        step_of<Value>(v.stride(1)), kv.is_mla ? 0 : step_of<Value>(kv.value_dim)});
-  dispatch(kv.dtype, [&]<class S>(S*) {
-    KvTransfer<V, S> transfer;
-    transfer.k = k.data();
-    transfer.v = v.data();
-    transfer.k_token_stride = k.stride(0);
-    transfer.k_head_stride = k.stride(1);
-    transfer.v_token_stride = v.stride(0);
-    transfer.v_head_stride = v.stride(1);
-    transfer.pages = static_cast<S*>(kv.pages);
-    transfer.page_table = kv.page_table;
-    transfer.k_scale = kv.k_scale;
-    transfer.v_scale = kv.v_scale;
-    transfer.max_pages = kv.max_pages;
-    transfer.page_elements = kv.page_elements();
-    transfer.page_tokens = kv.page_tokens;
-    transfer.head_dim = kv.head_dim;
-    transfer.value_dim = kv.value_dim;
-    transfer.heads = static_cast<int>(kv.num_heads);
-    transfer.planes = transfer.heads * (kv.is_mla ? 1 : 2);
+  dispatch(kv.format.dtype, [&]<class S>(S*) {
     constexpr int kCount = std::min(kVector<Value>, kVector<S>);
-    const bool is_aligned =
-        values_alignment >= kCount * sizeof(Value) &&
-        common_alignment({address_of(kv.pages), step_of<S>(kv.head_dim)}) >= kCount * sizeof(S);
-    if (is_aligned) {
+    const auto transfer = transfer_of<V, S>(kv, k, v);
+    const auto is_aligned = [&](const KvHalf<V>& half) {
+      return half.count == 0 ||
+             (common_alignment({address_of(half.values), step_of<Value>(half.token_stride),
+                                step_of<Value>(half.head_stride)}) >= kCount * sizeof(Value) &&
+              half.stored.alignment(kv) >= kCount * sizeof(S) && half.count % kCount == 0);
+    };
+    if (is_aligned(transfer.first) && is_aligned(transfer.second)) {
       use(transfer, std::integral_constant<int, kCount>{});
     } else {
       use(transfer, std::integral_constant<int, 1>{});
@@ -177,7 +189,7 @@ void Operators<T>::append_kv(const AppendKvArgs<T>& args, Stream stream) const {
   const Batch& batch = args.batch;
   const KvView& kv = args.kv;
   const std::int64_t tokens = batch.num_tokens();
-  if (tokens == 0 || kv.num_heads == 0) return;
+  if (tokens == 0 || kv.format.num_heads == 0) return;
   const DeviceScope scope(state_->device);
   with_transfer(kv, args.k, args.v, [&]<class S>(const KvTransfer<const T, S>& transfer, auto count) {
     append_kernel<decltype(count)::value, T, S>
@@ -193,7 +205,7 @@ void Operators<T>::write_kv(const WriteKvArgs<T>& args, Stream stream) const {
   const KvView& kv = args.kv;
   const TokenRange span{args.first_position, args.first_position + args.k.extent(0)};
   const TokenRange owned = kv.layout.local_range(span, kv.kvp_rank);
-  if (owned.size() <= 0 || kv.num_heads == 0) return;
+  if (owned.size() <= 0 || kv.format.num_heads == 0) return;
   const DeviceScope scope(state_->device);
   with_transfer(kv, args.k, args.v, [&]<class S>(const KvTransfer<const T, S>& transfer, auto count) {
     write_kernel<decltype(count)::value, T, S>
@@ -207,7 +219,7 @@ template <class T>
 void Operators<T>::read_kv(const ReadKvArgs& args, Stream stream) const {
   const KvView& kv = args.kv;
   const std::int64_t tokens = args.k.extent(0);
-  if (tokens == 0 || kv.num_heads == 0) return;
+  if (tokens == 0 || kv.format.num_heads == 0) return;
   const DeviceScope scope(state_->device);
   with_transfer(kv, args.k, args.v, [&]<class S>(const KvTransfer<float, S>& transfer, auto count) {
     read_kernel<decltype(count)::value, S>

@@ -5,7 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 

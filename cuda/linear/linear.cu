@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operators::linear and head_linear. Activations and weights of one 16-bit type go to the library (4096 x
-// 16384 weights at 92 to 95 % of the read ceiling from 1 to 16 rows on an H200, where the thin kernel here
-// reached 68 %), or to the thin tensor-core kernel where the library does not take the layout. All other
-// types: kernels that stream the weights once for a few rows, and a tiled one for more.
+// Operators::linear, router_logits and head_linear. Activations and weights of one 16-bit type go to the
+// library (4096 x 16384 weights at 92 to 95 % of the read ceiling from 1 to 16 rows on an H200, where the
+// thin kernel here reached 68 %), or to the thin tensor-core kernel where the library does not take the
+// layout. All other types: kernels that stream the weights once for a few rows, and a tiled one for more.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -13,8 +13,11 @@
 
 #include "cuda/linear/dot_rows.cuh"
 #include "cuda/linear/matmul.hpp"
-#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/ptx.cuh"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 namespace {
@@ -28,7 +31,7 @@ struct Product {
   const void* weight;
   const void* bias;  // [width] or nullptr
   DType bias_dtype;
-  T* out;
+  void* out;  // of T, or of float if is_out_f32
   std::int64_t out_row;
   std::int64_t out_head;
   int rows;
@@ -37,25 +40,22 @@ struct Product {
   int cols;
   int splits;  // warps that share the columns of a group of weight rows
   bool accumulate;
+  bool is_out_f32;  // without bias and accumulate
 };
-
-__device__ __forceinline__ float load_bias(const void* bias, DType dtype, std::int64_t index) {
-  switch (dtype) {
-    case DType::f16:
-      return to_float(static_cast<const f16*>(bias)[index]);
-    case DType::bf16:
-      return to_float(static_cast<const bf16*>(bias)[index]);
-    default:
-      return static_cast<const float*>(bias)[index];
-  }
-}
 
 /// Writes one sum, if it lies in the output.
 template <class T>
 __device__ __forceinline__ void store(const Product<T>& p, int row, int head, int n, float sum) {
   if (row >= p.rows || n >= p.width) return;
-  if (p.bias != nullptr) sum += load_bias(p.bias, p.bias_dtype, n);
-  T& out = p.out[row * p.out_row + head * p.out_head + n];
+  const std::int64_t at = row * p.out_row + head * p.out_head + n;
+  if constexpr (!std::is_same_v<T, float>) {
+    if (p.is_out_f32) {
+      static_cast<float*>(p.out)[at] = sum;
+      return;
+    }
+  }
+  if (p.bias != nullptr) sum += load_element(p.bias, p.bias_dtype, n);
+  T& out = static_cast<T*>(p.out)[at];
   if (p.accumulate) sum += to_float(out);
   out = from_float<T>(sum);
 }
@@ -96,24 +96,6 @@ __global__ void __launch_bounds__(kDotThreads) dot_kernel(const Product<T> p) {
     for (int split = 0; split < p.splits; ++split) sum += partial[group * p.splits + split][index];
     store(p, first_row + index / kDotOutputs, head, (first_group + group) * kDotOutputs + index % kDotOutputs,
           sum);
-  }
-}
-
-/// c += a b for 16 x 16 times 16 x 8, c in f32.
-template <class T>
-__device__ __forceinline__ void multiply_tile(float (&c)[4], unsigned a0, unsigned a1, unsigned a2,
-                                              unsigned a3, unsigned b0, unsigned b1) {
-  if constexpr (std::is_same_v<T, bf16>) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  } else {
-    static_assert(std::is_same_v<T, f16>);
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
 }
 
@@ -191,10 +173,10 @@ __global__ void __launch_bounds__(kDotThreads) thin_tile_kernel(const Product<T>
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         const uint4& bits = b[chunk][tile];
-        multiply_tile<T>(sums[tile], a_low[chunk].x, a_high[chunk].x, a_low[chunk].y, a_high[chunk].y, bits.x,
-                         bits.y);
-        multiply_tile<T>(sums[tile], a_low[chunk].z, a_high[chunk].z, a_low[chunk].w, a_high[chunk].w, bits.z,
-                         bits.w);
+        multiply<T>(sums[tile], a_low[chunk].x, a_high[chunk].x, a_low[chunk].y, a_high[chunk].y, bits.x,
+                    bits.y);
+        multiply<T>(sums[tile], a_low[chunk].z, a_high[chunk].z, a_low[chunk].w, a_high[chunk].w, bits.z,
+                    bits.w);
       }
     }
   }
@@ -276,12 +258,8 @@ __global__ void add_bias_kernel(const Product<T> p) {
   const int n = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   const int row = static_cast<int>(blockIdx.y);
   if (n >= p.width) return;
-  T& out = p.out[row * p.out_row + n];
-  out = from_float<T>(to_float(out) + load_bias(p.bias, p.bias_dtype, n));
-}
-
-unsigned blocks_of(std::int64_t count, std::int64_t per_block) {
-  return static_cast<unsigned>((count + per_block - 1) / per_block);
+  T& out = static_cast<T*>(p.out)[row * p.out_row + n];
+  out = from_float<T>(to_float(out) + load_element(p.bias, p.bias_dtype, n));
 }
 
 /// Whether rows of activations may be read 16 bytes at a time.
@@ -296,10 +274,10 @@ template <class T, class W, int kRows>
 void launch_dots(Product<T> p, int num_sms, cudaStream_t stream) {
   constexpr int kWidth = 16 / static_cast<int>(sizeof(W));
   const bool is_vector = p.cols % kWidth == 0 && is_aligned_16(p.weight) && has_aligned_rows(p);
-  const std::int64_t groups = blocks_of(p.width, kDotOutputs);
-  const unsigned row_tiles = blocks_of(p.rows, kRows);
+  const std::int64_t groups = ceil_div(p.width, kDotOutputs);
+  const unsigned row_tiles = ceil_div(p.rows, kRows);
   p.splits = choose_splits(groups * p.heads * row_tiles, p.cols, kWarp * (is_vector ? kWidth : 1), num_sms);
-  const dim3 grid(blocks_of(groups, kDotWarps / p.splits), static_cast<unsigned>(p.heads), row_tiles);
+  const dim3 grid(ceil_div(groups, kDotWarps / p.splits), static_cast<unsigned>(p.heads), row_tiles);
   if (is_vector) {
     dot_kernel<T, W, kRows, true><<<grid, kDotThreads, 0, stream>>>(p);
   } else {
@@ -314,7 +292,7 @@ void launch_f32(const Product<T>& p, int num_sms, cudaStream_t stream) {
   if (p.rows == 2) return launch_dots<T, W, 2>(p, num_sms, stream);
   if (p.rows <= 4) return launch_dots<T, W, 4>(p, num_sms, stream);
   if (p.rows <= kMaxDotRows) return launch_dots<T, W, kMaxDotRows>(p, num_sms, stream);
-  const dim3 grid(blocks_of(p.width, kBlockTile), blocks_of(p.rows, kBlockTile),
+  const dim3 grid(ceil_div(p.width, kBlockTile), ceil_div(p.rows, kBlockTile),
                   static_cast<unsigned>(p.heads));
   tiled_kernel<T, W><<<grid, kTiledThreads, 0, stream>>>(p);
   HELIX_CHECK_LAUNCH();
@@ -322,10 +300,10 @@ void launch_f32(const Product<T>& p, int num_sms, cudaStream_t stream) {
 
 template <class T, int kTiles, bool kWide>
 void launch_tiles(Product<T> p, int num_sms, cudaStream_t stream) {
-  const std::int64_t groups = blocks_of(p.width, kTiles * kTileWidth);
-  const unsigned row_tiles = blocks_of(p.rows, kWide ? kTileRows : kTileRows / 2);
+  const std::int64_t groups = ceil_div(p.width, kTiles * kTileWidth);
+  const unsigned row_tiles = ceil_div(p.rows, kWide ? kTileRows : kTileRows / 2);
   p.splits = choose_splits(groups * p.heads * row_tiles, p.cols, kTileSpan, num_sms);
-  const dim3 grid(blocks_of(groups, kDotWarps / p.splits), static_cast<unsigned>(p.heads), row_tiles);
+  const dim3 grid(ceil_div(groups, kDotWarps / p.splits), static_cast<unsigned>(p.heads), row_tiles);
   thin_tile_kernel<T, kTiles, kWide><<<grid, kDotThreads, 0, stream>>>(p);
   HELIX_CHECK_LAUNCH();
 }
@@ -334,7 +312,7 @@ template <class T>
 void launch_tensor_core(const Product<T>& p, int num_sms, cudaStream_t stream) {
   const bool is_wide = p.rows > kTileRows / 2;
   // Two tiles a warp halve the reads of activations, if they still leave a block for each SM.
-  const bool has_two = blocks_of(p.width, 2 * kTileWidth) * std::int64_t{p.heads} >= num_sms;
+  const bool has_two = ceil_div(p.width, 2 * kTileWidth) * std::int64_t{p.heads} >= num_sms;
   if (is_wide && has_two) return launch_tiles<T, 2, true>(p, num_sms, stream);
   if (is_wide) return launch_tiles<T, 1, true>(p, num_sms, stream);
   if (has_two) return launch_tiles<T, 2, false>(p, num_sms, stream);
@@ -347,9 +325,9 @@ void launch_bias(const Product<T>& p, cudaStream_t stream) {
   constexpr int kMaxRows = 65535;  // of a grid
   Product<T> part = p;
   for (int begin = 0; begin < p.rows; begin += kMaxRows) {
-    part.out = p.out + begin * p.out_row;
+    part.out = static_cast<T*>(p.out) + begin * p.out_row;
     part.rows = std::min(p.rows - begin, kMaxRows);
-    const dim3 grid(blocks_of(p.width, kThreads), static_cast<unsigned>(part.rows));
+    const dim3 grid(ceil_div(p.width, kThreads), static_cast<unsigned>(part.rows));
     add_bias_kernel<T><<<grid, kThreads, 0, stream>>>(part);
     HELIX_CHECK_LAUNCH();
   }
@@ -360,19 +338,21 @@ bool is_weight_type(DType dtype) {
 }
 
 template <class T>
-void multiply(const Product<T>& p, DType weight_dtype, MatmulLibrary& library, int num_sms,
-              cudaStream_t stream) {
+void launch_product(const Product<T>& p, DType weight_dtype, MatmulLibrary& library, int num_sms,
+                    cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
     constexpr std::int64_t kElements = 8;  // of 16 bytes
     if (weight_dtype == kDTypeOf<T> && p.cols % kElements == 0 && is_aligned_16(p.weight) &&
         has_aligned_rows(p)) {
+      const std::int64_t out_elements = p.is_out_f32 ? kElements / 2 : kElements;
       const bool is_library = p.heads == 1 && p.rows > 0 && p.cols > 0 && p.in_row >= p.cols &&
-                              is_aligned_16(p.out) && p.out_row % kElements == 0 && p.out_row >= p.width;
+                              is_aligned_16(p.out) && p.out_row % out_elements == 0 && p.out_row >= p.width;
       if (!is_library) return launch_tensor_core(p, num_sms, stream);
       // A bias of another type is added afterwards, and the output rounded once more.
       const bool is_fused = p.bias != nullptr && p.bias_dtype == kDTypeOf<T> && is_aligned_16(p.bias);
       library_matmul(library, weight_dtype, p.in, p.in_row, p.rows, p.cols, p.weight, p.width,
-                     is_fused ? p.bias : nullptr, p.out, p.out_row, p.accumulate, stream);
+                     is_fused ? p.bias : nullptr, p.out, p.is_out_f32 ? DType::f32 : weight_dtype, p.out_row,
+                     p.accumulate, stream);
       if (p.bias != nullptr && !is_fused) launch_bias(p, stream);
       return;
     }
@@ -396,6 +376,20 @@ void check_weight(const char* operation, const WeightView& weight, std::int64_t 
                 kMax, " of each");
 }
 
+/// `in` times a whole weight; where the result goes is the caller's to say.
+template <class T>
+Product<T> product_of(const TensorView<const T, 2>& in, const WeightView& weight) {
+  Product<T> product{};
+  product.in = in.data();
+  product.in_row = in.stride(0);
+  product.weight = weight.data;
+  product.rows = static_cast<int>(in.extent(0));
+  product.heads = 1;
+  product.width = static_cast<int>(weight.rows);
+  product.cols = static_cast<int>(weight.cols);
+  return product;
+}
+
 }  // namespace
 
 template <class T>
@@ -405,20 +399,25 @@ void Operators<T>::linear(const LinearArgs<T>& args, Stream stream) const {
   HELIX_EXPECTS(args.bias.empty() || is_weight_type(args.bias.dtype), ErrorCode::unsupported,
                 "linear: the bias is ", to_string(args.bias.dtype), "; built for f32, f16 and bf16");
   const DeviceScope scope(state_->device);
-  Product<T> product{};
-  product.in = args.in.data();
-  product.in_row = args.in.stride(0);
-  product.weight = args.weight.data;
+  Product<T> product = product_of(args.in, args.weight);
   product.bias = args.bias.data;
   product.bias_dtype = args.bias.dtype;
   product.out = args.out.data();
   product.out_row = args.out.stride(0);
-  product.rows = static_cast<int>(args.in.extent(0));
-  product.heads = 1;
-  product.width = static_cast<int>(args.weight.rows);
-  product.cols = static_cast<int>(args.weight.cols);
   product.accumulate = args.accumulate;
-  multiply(product, args.weight.dtype, *state_->matmul, state_->num_sms, stream.handle());
+  launch_product(product, args.weight.dtype, *state_->matmul, state_->num_sms, stream.handle());
+}
+
+template <class T>
+void Operators<T>::router_logits(const RouterLogitsArgs<T>& args, Stream stream) const {
+  if (args.in.extent(0) == 0 || args.weight.rows == 0) return;
+  check_weight("router_logits", args.weight, args.in.extent(0));
+  const DeviceScope scope(state_->device);
+  Product<T> product = product_of(args.in, args.weight);
+  product.out = args.out.data();
+  product.out_row = args.out.stride(0);
+  product.is_out_f32 = true;
+  launch_product(product, args.weight.dtype, *state_->matmul, state_->num_sms, stream.handle());
 }
 
 template <class T>
@@ -438,11 +437,12 @@ void Operators<T>::head_linear(const HeadLinearArgs<T>& args, Stream stream) con
   product.heads = static_cast<int>(args.in.extent(1));
   product.width = static_cast<int>(args.out.extent(2));
   product.cols = static_cast<int>(args.weight.cols);
-  multiply(product, args.weight.dtype, *state_->matmul, state_->num_sms, stream.handle());
+  launch_product(product, args.weight.dtype, *state_->matmul, state_->num_sms, stream.handle());
 }
 
-#define HELIX_INSTANTIATE(T)                                              \
-  template void Operators<T>::linear(const LinearArgs<T>&, Stream) const; \
+#define HELIX_INSTANTIATE(T)                                                           \
+  template void Operators<T>::linear(const LinearArgs<T>&, Stream) const;              \
+  template void Operators<T>::router_logits(const RouterLogitsArgs<T>&, Stream) const; \
   template void Operators<T>::head_linear(const HeadLinearArgs<T>&, Stream) const;
 HELIX_INSTANTIATE(float)
 HELIX_INSTANTIATE(f16)

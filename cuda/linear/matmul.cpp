@@ -9,8 +9,10 @@
 #include <memory>
 #include <mutex>
 #include <type_traits>
+#include <utility>
 
 #include <cublasLt.h>
+#include <cuda_runtime_api.h>
 
 #include <helix/error.hpp>
 
@@ -23,6 +25,7 @@ constexpr std::uint32_t kAlignment = 16;
 /// All that an algorithm is chosen by.
 struct MatmulShape {
   DType dtype = DType::bf16;
+  DType out_dtype = DType::bf16;
   std::int64_t rows = 0;
   std::int64_t cols = 0;
   std::int64_t weight_rows = 0;
@@ -38,8 +41,8 @@ void check(cublasStatus_t status, const char* call, const MatmulShape& shape) {
   if (status == CUBLAS_STATUS_SUCCESS) return;
   throw Error(status == CUBLAS_STATUS_NOT_SUPPORTED ? ErrorCode::unsupported : ErrorCode::internal, call,
               " failed with ", cublasLtGetStatusString(status), " for [", shape.rows, ", ", shape.cols,
-              "] x [", shape.weight_rows, ", ", shape.cols, "]^T in ", to_string(shape.dtype),
-              ", row strides ", shape.in_stride, " and ", shape.out_stride);
+              "] x [", shape.weight_rows, ", ", shape.cols, "]^T in ", to_string(shape.dtype), " into ",
+              to_string(shape.out_dtype), ", row strides ", shape.in_stride, " and ", shape.out_stride);
 }
 
 template <auto kDestroy>
@@ -65,10 +68,14 @@ struct MatmulPlan {
   cublasLtMatmulAlgo_t algorithm{};
 };
 
-Layout make_layout(const MatmulShape& shape, std::int64_t rows, std::int64_t cols, std::int64_t stride) {
+cudaDataType library_type(DType dtype) {
+  return dtype == DType::f32 ? CUDA_R_32F : dtype == DType::f16 ? CUDA_R_16F : CUDA_R_16BF;
+}
+
+Layout make_layout(const MatmulShape& shape, DType dtype, std::int64_t rows, std::int64_t cols,
+                   std::int64_t stride) {
   cublasLtMatrixLayout_t layout = nullptr;
-  const cudaDataType type = shape.dtype == DType::f16 ? CUDA_R_16F : CUDA_R_16BF;
-  check(cublasLtMatrixLayoutCreate(&layout, type, static_cast<std::uint64_t>(rows),
+  check(cublasLtMatrixLayoutCreate(&layout, library_type(dtype), static_cast<std::uint64_t>(rows),
                                    static_cast<std::uint64_t>(cols), stride),
         "cublasLtMatrixLayoutCreate", shape);
   return Layout(layout);
@@ -109,9 +116,9 @@ MatmulPlan make_plan(cublasLtHandle_t library, const MatmulShape& shape) {
                                          sizeof(epilogue)),
           "cublasLtMatmulDescSetAttribute", shape);
   }
-  plan.weight = make_layout(shape, shape.cols, shape.weight_rows, shape.cols);
-  plan.in = make_layout(shape, shape.cols, shape.rows, shape.in_stride);
-  plan.out = make_layout(shape, shape.weight_rows, shape.rows, shape.out_stride);
+  plan.weight = make_layout(shape, shape.dtype, shape.cols, shape.weight_rows, shape.cols);
+  plan.in = make_layout(shape, shape.dtype, shape.cols, shape.rows, shape.in_stride);
+  plan.out = make_layout(shape, shape.out_dtype, shape.weight_rows, shape.rows, shape.out_stride);
   const Preference preference = make_preference(shape);
   cublasLtMatmulHeuristicResult_t result{};
   int found = 0;
@@ -127,13 +134,12 @@ MatmulPlan make_plan(cublasLtHandle_t library, const MatmulShape& shape) {
 
 class MatmulLibrary {
  public:
-  MatmulLibrary() {
+  explicit MatmulLibrary(std::shared_ptr<const Allocator> allocator) : allocator_(std::move(allocator)) {
     cublasLtHandle_t handle = nullptr;
     const cublasStatus_t status = cublasLtCreate(&handle);
     HELIX_EXPECTS(status == CUBLAS_STATUS_SUCCESS, ErrorCode::internal, "cublasLtCreate failed with ",
                   cublasLtGetStatusString(status), "; is libcublasLt of the toolkit that built this there?");
     handle_.reset(handle);
-    for (Slot& slot : slots_) slot.workspace = Buffer(kWorkspaceBytes);
   }
 
   void multiply(MatmulShape shape, const void* in, const void* weight, const void* bias, void* out,
@@ -164,18 +170,26 @@ class MatmulLibrary {
     Buffer workspace;
   };
 
-  /// The stream's own, so that streams do not write the same one side by side; nullptr for a third stream.
+  /// The stream's own, so that streams do not write the same one side by side; nullptr for a third stream,
+  /// and where a capture forbids to allocate one.
   std::byte* workspace_of(StreamHandle stream) {
     for (Slot& slot : slots_) {
       if (slot.is_taken && slot.stream != stream) continue;
-      slot.is_taken = true;
-      slot.stream = stream;
+      if (!slot.is_taken) {
+        cudaStreamCaptureStatus capture{};
+        HELIX_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
+        if (capture != cudaStreamCaptureStatusNone) return nullptr;
+        slot.workspace = Buffer(kWorkspaceBytes, allocator_);
+        slot.is_taken = true;
+        slot.stream = stream;
+      }
       return slot.workspace.data();
     }
     return nullptr;
   }
 
   std::mutex mutex_;
+  std::shared_ptr<const Allocator> allocator_;
   LibraryHandle handle_;
   std::array<Slot, 2> slots_;
   std::map<MatmulShape, MatmulPlan> plans_;
@@ -185,17 +199,21 @@ void MatmulLibraryDelete::operator()(MatmulLibrary* library) const noexcept {
   delete library;
 }
 
-std::unique_ptr<MatmulLibrary, MatmulLibraryDelete> make_matmul_library() {
-  return std::unique_ptr<MatmulLibrary, MatmulLibraryDelete>(new MatmulLibrary);
+std::unique_ptr<MatmulLibrary, MatmulLibraryDelete> make_matmul_library(
+    std::shared_ptr<const Allocator> allocator) {
+  return std::unique_ptr<MatmulLibrary, MatmulLibraryDelete>(new MatmulLibrary(std::move(allocator)));
 }
 
 void library_matmul(MatmulLibrary& library, DType dtype, const void* in, std::int64_t in_stride,
                     std::int64_t rows, std::int64_t cols, const void* weight, std::int64_t weight_rows,
-                    const void* bias, void* out, std::int64_t out_stride, bool accumulate,
+                    const void* bias, void* out, DType out_dtype, std::int64_t out_stride, bool accumulate,
                     StreamHandle stream) {
   HELIX_EXPECTS(dtype == DType::f16 || dtype == DType::bf16, ErrorCode::unsupported,
                 "library_matmul: ", to_string(dtype), "; built for f16 and bf16");
-  const MatmulShape shape{dtype, rows, cols, weight_rows, in_stride, out_stride, bias != nullptr};
+  HELIX_EXPECTS(out_dtype == dtype || out_dtype == DType::f32, ErrorCode::unsupported,
+                "library_matmul: ", to_string(dtype), " into ", to_string(out_dtype), "; built for f32 and ",
+                to_string(dtype));
+  const MatmulShape shape{dtype, out_dtype, rows, cols, weight_rows, in_stride, out_stride, bias != nullptr};
   library.multiply(shape, in, weight, bias, out, accumulate, stream);
 }
 

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <cub/block/block_scan.cuh>
 #include <limits>
-#include <memory>
 #include <span>
 #include <type_traits>
 
@@ -15,8 +14,11 @@
 #include <helix/workspace.hpp>
 
 #include "cuda/linear/dot_rows.cuh"
-#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/warp.cuh"
+#include "cuda/runtime/workspace.hpp"
 
 namespace helix::cuda {
 namespace {
@@ -138,6 +140,29 @@ struct ExpertProduct {
   int splits;  // warps that share the columns of a group of weight rows
 };
 
+/// What a block multiplies: an item, and some groups of weight rows.
+struct ItemPart {
+  ExpertItem item;
+  const void* weights = nullptr;  // of its expert
+  bool is_empty;                  // no pairs, or an expert of another launch
+  int warp;
+  int groups;  // of this block
+  int first_group;
+
+  template <class T>
+  __device__ __forceinline__ ItemPart(const ExpertProduct<T>& p, const ExpertTable& table)
+      : item(p.items[blockIdx.x % p.num_items]),
+        warp(static_cast<int>(threadIdx.x) / kWarp),
+        groups(kDotWarps / p.splits),
+        first_group(static_cast<int>(blockIdx.x / p.num_items) * groups) {
+    const int index = item.expert - table.first;
+    is_empty = item.count == 0 || index < 0 || index >= table.count;
+    if (!is_empty) weights = table.weights[index];
+  }
+
+  __device__ __forceinline__ int group_of_warp(int splits) const { return first_group + warp / splits; }
+};
+
 /// Calls body with kRows as a std::integral_constant: 1, 2, 4 or kMaxDotRows, the least that `count` fits.
 template <class Body>
 __device__ __forceinline__ void with_row_count(int count, const Body& body) {
@@ -171,41 +196,37 @@ __global__ void __launch_bounds__(kDotThreads, 2)
   constexpr int kWidth = kVector ? 16 / static_cast<int>(sizeof(W)) : 1;
   constexpr int kFeatures = kDotOutputs / 2;
   __shared__ float partial[kDotWarps][kMaxDotRows * kDotOutputs];
-  const int num_items = p.num_items;
-  const ExpertItem item = p.items[blockIdx.x % num_items];
-  const int index = item.expert - table.first;
-  if (item.count == 0 || index < 0 || index >= table.count) return;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int groups = kDotWarps / p.splits;
-  const int first_group = static_cast<int>(blockIdx.x / num_items) * groups;
-  const int first = (first_group + warp / p.splits) * kFeatures;
+  const ItemPart part(p, table);
+  if (part.is_empty) return;
+  const ExpertItem& item = part.item;
+  const int first = part.group_of_warp(p.splits) * kFeatures;
   const W* weights[kDotOutputs];  // gate of two features, then up
 #pragma unroll
   for (int o = 0; o < kDotOutputs; ++o) {
     const int feature = min(first + o % kFeatures, p.width - 1);
     const std::int64_t row = o < kFeatures ? feature : std::int64_t{p.width} + feature;
-    weights[o] = static_cast<const W*>(table.weights[index]) + row * p.cols;
+    weights[o] = static_cast<const W*>(part.weights) + row * p.cols;
   }
   with_row_count(item.count, [&]<int kRows>(std::integral_constant<int, kRows>) {
     const T* rows[kRows];
     find_rows(p, item, rows);
-    dot_rows<kWidth>(weights, rows, p.cols, warp % p.splits, p.splits, partial[warp]);
+    dot_rows<kWidth>(weights, rows, p.cols, part.warp % p.splits, p.splits, partial[part.warp]);
   });
 
   __syncthreads();
   const int sums = item.count * kFeatures;
-  for (int i = static_cast<int>(threadIdx.x); i < groups * sums; i += kDotThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < part.groups * sums; i += kDotThreads) {
     const int group = i / sums;
     const int row = i % sums / kFeatures;
     const int o = i % kFeatures;
-    const int feature = (first_group + group) * kFeatures + o;
+    const int feature = (part.first_group + group) * kFeatures + o;
     if (feature >= p.width) continue;
     float gate = 0.0f;
     float up = 0.0f;
     for (int split = 0; split < p.splits; ++split) {
-      const float* part = partial[group * p.splits + split] + row * kDotOutputs + o;
-      gate += part[0];
-      up += part[kFeatures];
+      const float* from = partial[group * p.splits + split] + row * kDotOutputs + o;
+      gate += from[0];
+      up += from[kFeatures];
     }
     const std::int64_t pair = p.pairs[item.begin + row];
     p.out[pair * p.width + feature] = gate / (1.0f + expf(-gate)) * up;
@@ -218,32 +239,28 @@ __global__ void __launch_bounds__(kDotThreads, 2)
     down_kernel(const ExpertProduct<float> p, const __grid_constant__ ExpertTable table) {
   constexpr int kWidth = kVector ? 16 / static_cast<int>(sizeof(W)) : 1;
   __shared__ float partial[kDotWarps][kMaxDotRows * kDotOutputs];
-  const int num_items = p.num_items;
-  const ExpertItem item = p.items[blockIdx.x % num_items];
-  const int index = item.expert - table.first;
-  if (item.count == 0 || index < 0 || index >= table.count) return;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int groups = kDotWarps / p.splits;
-  const int first_group = static_cast<int>(blockIdx.x / num_items) * groups;
-  const int first = (first_group + warp / p.splits) * kDotOutputs;
+  const ItemPart part(p, table);
+  if (part.is_empty) return;
+  const ExpertItem& item = part.item;
+  const int first = part.group_of_warp(p.splits) * kDotOutputs;
   const W* weights[kDotOutputs];
 #pragma unroll
   for (int o = 0; o < kDotOutputs; ++o)
-    weights[o] = static_cast<const W*>(table.weights[index]) +
-                 static_cast<std::int64_t>(min(first + o, p.width - 1)) * p.cols;
+    weights[o] =
+        static_cast<const W*>(part.weights) + static_cast<std::int64_t>(min(first + o, p.width - 1)) * p.cols;
   with_row_count(item.count, [&]<int kRows>(std::integral_constant<int, kRows>) {
     const float* rows[kRows];
     find_rows(p, item, rows);
-    dot_rows<kWidth>(weights, rows, p.cols, warp % p.splits, p.splits, partial[warp]);
+    dot_rows<kWidth>(weights, rows, p.cols, part.warp % p.splits, p.splits, partial[part.warp]);
   });
 
   __syncthreads();
   const int sums = item.count * kDotOutputs;
-  for (int i = static_cast<int>(threadIdx.x); i < groups * sums; i += kDotThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < part.groups * sums; i += kDotThreads) {
     const int group = i / sums;
     const int row = i % sums / kDotOutputs;
     const int o = i % kDotOutputs;
-    const int m = (first_group + group) * kDotOutputs + o;
+    const int m = (part.first_group + group) * kDotOutputs + o;
     if (m >= p.width) continue;
     float sum = 0.0f;
     for (int split = 0; split < p.splits; ++split)
@@ -306,11 +323,11 @@ void launch_product(ExpertProduct<T> product, const ExpertTable& table, DType dt
     constexpr std::int64_t kElements = 16 / static_cast<std::int64_t>(sizeof(T));
     const bool is_vector = is_aligned && product.cols % kWidth == 0 && is_aligned_16(product.in) &&
                            product.in_stride % kElements == 0;
-    const std::int64_t groups = (product.width + features - 1) / features;
+    const std::int64_t groups = ceil_div(product.width, features);
     product.splits =
         choose_splits(groups * product.num_items, product.cols, kWarp * (is_vector ? kWidth : 1), num_sms);
     const std::int64_t groups_of_block = kDotWarps / product.splits;
-    const std::int64_t blocks = (groups + groups_of_block - 1) / groups_of_block * product.num_items;
+    const std::int64_t blocks = std::int64_t{ceil_div(groups, groups_of_block)} * product.num_items;
     HELIX_EXPECTS(blocks <= std::numeric_limits<std::int32_t>::max(), ErrorCode::unsupported,
                   "expert_ffn: ", product.num_items, " items of ", groups,
                   " groups of features are too many for one launch; give it fewer tokens");
@@ -329,14 +346,6 @@ void launch_product(ExpertProduct<T> product, const ExpertTable& table, DType dt
       throw Error(ErrorCode::unsupported, "expert_ffn: weights are ", to_string(dtype),
                   "; built for f32, f16 and bf16");
   }
-}
-
-/// The caller's bytes from the first that is aligned as the arena hands them out.
-std::span<std::byte> aligned(std::span<std::byte> workspace) {
-  void* data = workspace.data();
-  std::size_t bytes = workspace.size();
-  if (std::align(WorkspaceArena::kAlignment, 0, data, bytes) == nullptr) return {};
-  return {static_cast<std::byte*>(data), bytes};
 }
 
 }  // namespace
@@ -358,7 +367,7 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
                 "; built for up to ", kMax, " of each");
   const DeviceScope scope(state_->device);
   const std::int64_t num_pairs = tokens * top_k;
-  WorkspaceArena arena(aligned(args.workspace));
+  WorkspaceArena arena(aligned_part(args.workspace));
   const ExpertBuffers buffers = carve(num_pairs, hidden, ffn, arena);
   const int num_sms = state_->num_sms;
 
@@ -407,9 +416,8 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
 
   constexpr int kThreads = 256;
   const std::int64_t count = tokens * hidden;
-  sum_choices_kernel<T>
-      <<<static_cast<unsigned>((count + kThreads - 1) / kThreads), kThreads, 0, stream.handle()>>>(
-          choices, buffers.outputs, static_cast<int>(hidden), args.out.data(), args.out.stride(0), count);
+  sum_choices_kernel<T><<<ceil_div(count, kThreads), kThreads, 0, stream.handle()>>>(
+      choices, buffers.outputs, static_cast<int>(hidden), args.out.data(), args.out.stride(0), count);
   HELIX_CHECK_LAUNCH();
 }
 

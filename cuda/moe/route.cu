@@ -6,17 +6,18 @@
 #include <helix/cuda/backend.hpp>
 #include <helix/error.hpp>
 
-#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/math.cuh"
 #include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 namespace {
 
 constexpr std::int64_t kMaxExperts = 4096;  // three f32 arrays of them are the 48 KB that any launch may have
 
-template <class T>
 struct RouteTokens {
-  const T* logits;        // [tokens, num_experts]
+  const float* logits;    // [tokens, num_experts]
   const float* bias;      // [num_experts] or null
   std::int32_t* experts;  // [tokens, top_k]
   float* weights;         // [tokens, top_k]
@@ -77,28 +78,26 @@ __device__ float group_score(const float* choice, int width, RouterScoring scori
 
 /// One warp (one block) a token. Shared memory: scores, choice (what the selection sees) [num_experts] and
 /// groups [num_groups]. Bound by latency: top_k rounds of a warp-wide maximum.
-template <class T>
-__global__ void __launch_bounds__(kWarp) route_kernel(RouteTokens<T> route) {
+__global__ void __launch_bounds__(kWarp) route_kernel(RouteTokens route) {
   extern __shared__ float shared[];
   float* scores = shared;
   float* choice = scores + route.num_experts;
   float* groups = choice + route.num_experts;
   const int lane = threadIdx.x;
   const std::int64_t token = blockIdx.x;
-  const T* logits = route.logits + token * route.logits_stride;
+  const float* logits = route.logits + token * route.logits_stride;
 
   // Scores.
   if (route.scoring == RouterScoring::softmax) {
     float max = -kInfinity;
-    for (int e = lane; e < route.num_experts; e += kWarp) max = fmaxf(max, scores[e] = to_float(logits[e]));
+    for (int e = lane; e < route.num_experts; e += kWarp) max = fmaxf(max, scores[e] = logits[e]);
     max = warp_max(max);
     float sum = 0.0f;
     for (int e = lane; e < route.num_experts; e += kWarp) sum += scores[e] = expf(scores[e] - max);
     sum = warp_sum(sum);
     for (int e = lane; e < route.num_experts; e += kWarp) scores[e] /= sum;
   } else {
-    for (int e = lane; e < route.num_experts; e += kWarp)
-      scores[e] = 1.0f / (1.0f + expf(-to_float(logits[e])));
+    for (int e = lane; e < route.num_experts; e += kWarp) scores[e] = 1.0f / (1.0f + expf(-logits[e]));
   }
   for (int e = lane; e < route.num_experts; e += kWarp)
     choice[e] = selectable(scores[e] + (route.bias != nullptr ? route.bias[e] : 0.0f));
@@ -134,7 +133,7 @@ __global__ void __launch_bounds__(kWarp) route_kernel(RouteTokens<T> route) {
 }  // namespace
 
 template <class T>
-void Operators<T>::route(const RouteArgs<T>& args, Stream stream) const {
+void Operators<T>::route(const RouteArgs& args, Stream stream) const {
   const std::int64_t tokens = args.logits.extent(0);
   const std::int64_t experts = args.logits.extent(1);
   const std::int64_t top_k = args.experts.extent(1);
@@ -148,26 +147,26 @@ void Operators<T>::route(const RouteArgs<T>& args, Stream stream) const {
                 " are kept; groups must be equal and the kept ones hold that many experts");
   if (tokens == 0 || top_k == 0) return;
   const DeviceScope scope(state_->device);
-  const RouteTokens<T> route{args.logits.data(),
-                             args.bias,
-                             args.experts.data(),
-                             args.weights.data(),
-                             args.logits.stride(0),
-                             args.experts.stride(0),
-                             args.weights.stride(0),
-                             static_cast<int>(experts),
-                             static_cast<int>(top_k),
-                             static_cast<int>(args.num_groups),
-                             static_cast<int>(args.groups_kept),
-                             args.scoring,
-                             args.normalize,
-                             args.scale};
+  const RouteTokens route{args.logits.data(),
+                          args.bias,
+                          args.experts.data(),
+                          args.weights.data(),
+                          args.logits.stride(0),
+                          args.experts.stride(0),
+                          args.weights.stride(0),
+                          static_cast<int>(experts),
+                          static_cast<int>(top_k),
+                          static_cast<int>(args.num_groups),
+                          static_cast<int>(args.groups_kept),
+                          args.scoring,
+                          args.normalize,
+                          args.scale};
   const auto shared_bytes = static_cast<std::size_t>(2 * experts + args.num_groups) * sizeof(float);
-  route_kernel<T><<<static_cast<unsigned>(tokens), kWarp, shared_bytes, stream.handle()>>>(route);
+  route_kernel<<<static_cast<unsigned>(tokens), kWarp, shared_bytes, stream.handle()>>>(route);
   HELIX_CHECK_LAUNCH();
 }
 
-#define HELIX_INSTANTIATE(T) template void Operators<T>::route(const RouteArgs<T>&, Stream) const;
+#define HELIX_INSTANTIATE(T) template void Operators<T>::route(const RouteArgs&, Stream) const;
 HELIX_INSTANTIATE(float)
 HELIX_INSTANTIATE(f16)
 HELIX_INSTANTIATE(bf16)

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda::Operators: construction, memory, streams and events. The kernels are in cuda/.
+// cuda::Operators: construction, memory, streams and events. The kernels are beside it.
 #include <algorithm>
 #include <atomic>
+#include <memory>
+#include <utility>
 
 #include <cuda_runtime_api.h>
 
@@ -26,8 +28,12 @@ DeviceScope::~DeviceScope() {
 }
 
 template <class T>
-Operators<T>::Operators(int device) : state_(std::make_shared<State>()) {
+Operators<T>::Operators(int device, Allocator allocator) : state_(std::make_shared<State>()) {
+  HELIX_EXPECTS(!allocator.allocate == !allocator.free, ErrorCode::invalid_argument,
+                "cuda::Operators: the allocator has only ", allocator.allocate ? "allocate" : "free",
+                "; give both functions, or neither");
   use_device(device);
+  if (allocator.allocate) state_->allocator = std::make_shared<const Allocator>(std::move(allocator));
   state_->device = device;
   HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&state_->num_sms, cudaDevAttrMultiProcessorCount, device));
   int major = 0;
@@ -35,10 +41,10 @@ Operators<T>::Operators(int device) : state_(std::make_shared<State>()) {
   HELIX_EXPECTS(major >= 8, ErrorCode::unsupported, "CUDA device ", device, " has compute capability ", major,
                 ".x; 8.0 is the least that the kernels are built for");
   state_->is_hopper = major == 9 && has_hopper_code();
-  state_->attention_counters = Buffer(kAttentionCounters * sizeof(int));
+  state_->attention_counters = Buffer(kAttentionCounters * sizeof(int), state_->allocator);
   state_->failure = PinnedBuffer(sizeof(FailureRecord));
-  state_->failure_claim = Buffer(sizeof(std::uint32_t));
-  state_->matmul = make_matmul_library();
+  state_->failure_claim = Buffer(sizeof(std::uint32_t), state_->allocator);
+  state_->matmul = make_matmul_library(state_->allocator);
 }
 
 template <class T>
@@ -56,7 +62,7 @@ void Operators<T>::set_attention_blocks(int blocks) {
 template <class T>
 Buffer Operators<T>::allocate(std::size_t bytes) const {
   const DeviceScope scope(state_->device);
-  return Buffer(bytes);
+  return Buffer(bytes, state_->allocator);
 }
 
 template <class T>
@@ -122,7 +128,7 @@ void Operators<T>::fill_zero(void* target, std::size_t bytes, Stream stream) con
 
 // The kernels instantiate their own members.
 #define HELIX_INSTANTIATE(T)                                                           \
-  template Operators<T>::Operators(int);                                               \
+  template Operators<T>::Operators(int, Allocator);                                    \
   template int Operators<T>::device() const;                                           \
   template void Operators<T>::set_attention_blocks(int);                               \
   template Buffer Operators<T>::allocate(std::size_t) const;                           \

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include <helix/backend.hpp>
 #include <helix/cuda/backend.hpp>
@@ -29,7 +30,7 @@ struct FailureRecord {
   std::uint32_t expected_tokens = 0;
 };
 
-/// cuBLASLt handle, workspace and plans of a rank. Defined in src/cuda/matmul.cpp.
+/// cuBLASLt handle, workspace and plans of a rank. Defined in cuda/linear/matmul.cpp.
 class MatmulLibrary;
 struct MatmulLibraryDelete {
   void operator()(MatmulLibrary* library) const noexcept;
@@ -37,6 +38,7 @@ struct MatmulLibraryDelete {
 
 template <class T>
 struct Operators<T>::State {
+  std::shared_ptr<const Allocator> allocator;  // null: CUDA's own
   int device = 0;
   int num_sms = 0;
   bool is_hopper = false;     // compute capability 9.0: its own kernels run

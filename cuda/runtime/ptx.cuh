@@ -6,7 +6,10 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/runtime/device.cuh"
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <helix/dtype.hpp>
 
 namespace helix::cuda {
 
@@ -24,9 +27,36 @@ __device__ __forceinline__ void copy_bulk(unsigned to, const void* from, unsigne
 #endif
 }
 
-__device__ __forceinline__ void barrier_init(unsigned barrier) {
+/// 16 bytes into shared memory, past L1 and leaving the L2 cache first, too. barrier_arrive_after_copies()
+/// says when they are there.
+__device__ __forceinline__ void copy_chunk(unsigned to, const void* from) {
+#if __CUDA_ARCH__ >= 800
+  std::uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "l"(policy)
+               : "memory");
+#endif
+}
+
+/// A barrier whose phase ends after `arrivals` arrivals and the bytes that they expect.
+__device__ __forceinline__ void barrier_init(unsigned barrier, unsigned arrivals) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+#endif
+}
+
+/// Makes this thread's barrier_init() visible to the copy engine.
+__device__ __forceinline__ void fence_barrier_init() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+/// This thread's arrival, when all of its copy_chunk() before have landed.
+__device__ __forceinline__ void barrier_arrive_after_copies(unsigned barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 #endif
 }
 

@@ -8,7 +8,7 @@
 #include <initializer_list>
 #include <type_traits>
 
-#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/convert.cuh"
 
 namespace helix::cuda {
 
@@ -64,15 +64,6 @@ void with_vector(bool is_aligned, const Use& use) {
   } else {
     use(std::integral_constant<int, 1>{});
   }
-}
-
-inline unsigned ceil_div(std::int64_t count, std::int64_t size) {
-  return static_cast<unsigned>((count + size - 1) / size);
-}
-
-/// Blocks in y for `rows` rows, at most what a grid takes: kernels step by gridDim.y.
-inline unsigned row_blocks(std::int64_t rows) {
-  return static_cast<unsigned>(std::min<std::int64_t>(rows, 65535));
 }
 
 }  // namespace helix::cuda

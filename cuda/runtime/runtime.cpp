@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstring>
+#include <memory>
 #include <string_view>
+#include <utility>
 
 #include <cuda_runtime_api.h>
 
@@ -27,6 +29,26 @@ ErrorCode code_of(cudaError_t status) {
 
 std::string describe(cudaError_t status) {
   return std::string(cudaGetErrorName(status)) + ": " + cudaGetErrorString(status);
+}
+
+/// Null where the device has no more.
+void* allocate_of_cuda(std::size_t bytes) {
+  void* data = nullptr;
+  const cudaError_t status = cudaMalloc(&data, bytes);
+  if (status == cudaErrorMemoryAllocation) {
+    (void)cudaGetLastError();
+    return nullptr;
+  }
+  HELIX_CUDA_CHECK(status);
+  return data;
+}
+
+[[noreturn]] void throw_out_of_memory(std::size_t bytes, std::string_view source) {
+  std::size_t free_bytes = 0;
+  std::size_t total_bytes = 0;
+  (void)cudaMemGetInfo(&free_bytes, &total_bytes);
+  throw Error(ErrorCode::capacity, "cannot allocate ", bytes, " bytes from ", source, ": ", free_bytes,
+              " of ", total_bytes, " are free on the device; ask for fewer pages or sequences");
 }
 
 }  // namespace
@@ -109,27 +131,32 @@ float elapsed_ms(const Event& start, const Event& stop) {
   return ms;
 }
 
-Buffer::Buffer(std::size_t bytes) {
+Buffer::Buffer(std::size_t bytes, std::shared_ptr<const Allocator> allocator) {
   if (bytes == 0) return;
-  void* data = nullptr;
-  const cudaError_t status = cudaMalloc(&data, bytes);
-  if (status == cudaErrorMemoryAllocation) {
-    (void)cudaGetLastError();
-    std::size_t free_bytes = 0;
-    std::size_t total_bytes = 0;
-    (void)cudaMemGetInfo(&free_bytes, &total_bytes);
-    throw Error(ErrorCode::capacity, "cannot allocate ", bytes, " bytes on the device: ", free_bytes, " of ",
-                total_bytes, " are free; ask for fewer pages or sequences");
-  }
-  HELIX_CUDA_CHECK(status);
-  data_ = std::unique_ptr<std::byte, Release>(static_cast<std::byte*>(data), Release{bytes});
+  void* const data = allocator ? allocator->allocate(bytes) : allocate_of_cuda(bytes);
+  if (data == nullptr) throw_out_of_memory(bytes, allocator ? "the engine's allocator" : "the device");
+  data_ = std::unique_ptr<std::byte, Release>(
+      static_cast<std::byte*>(data),
+      Release{.bytes = bytes, .is_borrowed = false, .allocator = std::move(allocator)});
   HELIX_CUDA_CHECK(cudaMemset(data, 0, bytes));
   HELIX_CUDA_CHECK(
       cudaStreamSynchronize(nullptr));  // streams that do not wait for the default one may use it
 }
 
+Buffer Buffer::borrow(void* data, std::size_t bytes) {
+  Buffer buffer;
+  buffer.data_ =
+      std::unique_ptr<std::byte, Release>(static_cast<std::byte*>(data), Release{bytes, true, nullptr});
+  return buffer;
+}
+
 void Buffer::Release::operator()(std::byte* data) const noexcept {
-  (void)cudaFree(data);
+  if (is_borrowed) return;
+  if (allocator) {
+    allocator->free(data, bytes);
+  } else {
+    (void)cudaFree(data);
+  }
 }
 
 PinnedBuffer::PinnedBuffer(std::size_t bytes) {

@@ -14,6 +14,9 @@
 #include <helix/error.hpp>
 #include <helix/philox.hpp>
 
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/math.cuh"
 #include "cuda/runtime/operators_state.hpp"
 #include "cuda/runtime/rows.cuh"
 
@@ -382,7 +385,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleRows<T> rows, in
       const auto wanted = __double2ull_ru(static_cast<double>(rows.top_p) * __ull2double_rn(ranked.total()));
       nucleus = ranked.find(min(max(wanted, Mass{1}), ranked.total())).mass;
     }
-    const double uniform = cpu::philox_uniform(rows.seed, rows.counters[RowBlocks::row()]);
+    const double uniform = philox_uniform(rows.seed, rows.counters[RowBlocks::row()]);
     const Mass target = __double2ull_rd(uniform * __ull2double_rn(nucleus));
     token = ranked.token_at(ranked.find(min(target + 1, nucleus)));
   }

@@ -11,8 +11,8 @@
 
 #include <helix/error.hpp>
 
-#include "strict_json.hpp"
-#include "text_file.hpp"
+#include "checkpoint/strict_json.hpp"
+#include "checkpoint/text_file.hpp"
 
 namespace helix::plan_cli {
 namespace {

@@ -12,23 +12,21 @@
 #include <helix/plan/step_time.hpp>
 
 #include "calibration.hpp"
-#include "strict_json.hpp"
+#include "checkpoint/strict_json.hpp"
 
 namespace helix::plan_cli {
 namespace {
 
 /// Layers of the bench's shape without embedding and vocabulary.
 plan::Model layer_model(std::int64_t heads, std::int64_t kv_heads, std::int64_t dim, std::int64_t layers) {
-  plan::Model model;
-  model.name = "bench";
-  model.hidden = BenchShape::kHidden;
-  model.num_layers = layers;
-  model.num_query_heads = heads;
-  model.num_kv_heads = kv_heads;
-  model.head_dim = dim;
-  model.value_dim = dim;
-  model.ffn = BenchShape::kFfn;
-  return model;
+  return {.name = "bench",
+          .shape = {.num_query_heads = heads,
+                    .num_kv_heads = kv_heads,
+                    .head_dim = dim,
+                    .value_dim = dim,
+                    .hidden = BenchShape::kHidden,
+                    .ffn = BenchShape::kFfn,
+                    .num_layers = layers}};
 }
 
 plan::Layout helix_layout(std::int64_t kvp, std::int64_t tpa, int hop_b_slices) {
@@ -107,7 +105,7 @@ class Predictor {
     const std::int64_t batch = at.parameter("batch");
     // Ragged batches by their mean, which the bytes tell.
     const double kv_bytes = at.value("bytes/s") * at.value("us") * 1e-6;
-    const double row_bytes = static_cast<double>(model.kv_elements_per_layer()) * BenchShape::kElementBytes;
+    const double row_bytes = static_cast<double>(model.shape.kv_elements()) * BenchShape::kElementBytes;
     const double context = std::max(1.0, std::round(kv_bytes / row_bytes / static_cast<double>(batch)));
     const plan::Workload load = workload(batch, context, at.parameter("queries"));
     const plan::StepReport report = explain_without(at, model, helix_layout(1, 1, 1), load);

@@ -6,9 +6,9 @@
 
 #include <helix/error.hpp>
 
-#include "model_config.hpp"
-#include "planning.hpp"
-#include "text_file.hpp"
+#include "checkpoint/text_file.hpp"
+#include "model/parse_config.hpp"
+#include "model/planner_model.hpp"
 
 namespace helix::plan_cli {
 

@@ -11,8 +11,8 @@
 
 #include <helix/error.hpp>
 
+#include "checkpoint/text_file.hpp"
 #include "svg.hpp"
-#include "text_file.hpp"
 
 namespace helix::plan_cli {
 namespace {

@@ -10,7 +10,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include "text_file.hpp"
+#include "checkpoint/text_file.hpp"
 
 namespace helix::plan_cli {
 namespace {

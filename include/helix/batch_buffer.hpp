@@ -2,21 +2,24 @@
 // BatchBuffer: the device copy of a step's Batch, at stable addresses.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <vector>
 
-#include <helix/backend.hpp>
+#include <helix/backend/batch.hpp>
+#include <helix/backend/queue.hpp>
+#include <helix/backend/vocabulary.hpp>
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 
 namespace helix {
 
 /// Owns device memory for batches of up to `max_sequences` sequences and `max_tokens` tokens. Addresses never
 /// change, so a captured step can be replayed after the next set(), which is one copy to the device, or as it
 /// is if the step itself ends with advance().
-template <Backend B>
+template <QueueBackend B>
 class BatchBuffer {
  public:
   /// @throws Error(invalid_argument) if a capacity is negative.
@@ -56,10 +59,9 @@ class BatchBuffer {
                   "BatchBuffer: a step of ", sequences, " sequences and ", tokens, " tokens exceeds the ",
                   max_sequences_, " and ", max_tokens_, " it was built for");
     query_offsets_host_.assign(query_offsets.begin(), query_offsets.end());
-    std::ranges::copy(std::as_bytes(query_offsets), staged_.begin());
-    std::ranges::copy(std::as_bytes(slots), staged_.begin() + static_cast<std::ptrdiff_t>(slots_begin_));
-    std::ranges::copy(std::as_bytes(positions),
-                      staged_.begin() + static_cast<std::ptrdiff_t>(positions_begin_));
+    stage(query_offsets, 0);
+    stage(slots, slots_begin_);
+    stage(positions, positions_begin_);
     backend_->upload(device_.data(), staged_.data(), positions_begin_ + positions.size_bytes(), stream);
   }
 
@@ -84,8 +86,11 @@ class BatchBuffer {
                   "; it must not be negative");
     return capacity;
   }
-  static constexpr std::size_t aligned(std::size_t bytes) {
-    return (bytes + sizeof(std::int64_t) - 1) / sizeof(std::int64_t) * sizeof(std::int64_t);
+  static constexpr std::size_t aligned(std::size_t bytes) { return round_up(bytes, sizeof(std::int64_t)); }
+
+  template <class T>
+  void stage(std::span<const T> values, std::size_t begin) {
+    if (!values.empty()) std::memcpy(staged_.data() + begin, values.data(), values.size_bytes());
   }
 
   B* backend_;

@@ -16,16 +16,16 @@ namespace helix {
 
 /// What kind of failure an Error reports, for callers that react to some kinds and not to others.
 enum class ErrorCode {
-  invalid_argument,  ///< shapes, ranges or options that contradict each other or the build
-  invalid_topology,  ///< a TopologySpec that breaks one or more rules
-  capacity,          ///< pages, sequences, tokens or workspace exhausted; nothing was changed
-  invalid_file,      ///< a checkpoint or config that is truncated, inconsistent or hostile
-  io,                ///< the operating system refused a file or socket
-  timeout,           ///< a bounded wait ran out: a rank never arrived
-  peer_failed,       ///< another rank failed and aborted the group
-  out_of_step,       ///< a rank skipped or repeated a step (epochs differ, invariant 13)
-  unsupported,       ///< legal in general, not built or not available here
-  internal           ///< a bug in this library
+  invalid_argument,  ///< Shapes, ranges or options that contradict each other or the build
+  invalid_topology,  ///< A TopologySpec that breaks one or more rules
+  capacity,          ///< Pages, sequences, tokens or workspace exhausted; nothing was changed
+  invalid_file,      ///< A checkpoint or config that is truncated, inconsistent or hostile
+  io,                ///< The operating system refused a file or socket
+  timeout,           ///< A bounded wait ran out: a rank never arrived
+  peer_failed,       ///< Another rank failed and aborted the group
+  out_of_step,       ///< A rank skipped or repeated a step (epochs differ, invariant 13)
+  unsupported,       ///< Legal in general, not built or not available here
+  internal           ///< A bug in this library
 };
 
 /// Name of `code` as written above, e.g. "invalid_argument".

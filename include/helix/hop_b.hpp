@@ -2,42 +2,19 @@
 // HopB: the batch-wise overlap pipeline: the exchange of slice i runs beside the attention of slice i + 1.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <vector>
 
-#include <helix/backend.hpp>
+#include <helix/backend/queue.hpp>
 #include <helix/error.hpp>
+#include <helix/hop_b_model.hpp>
+#include <helix/integers.hpp>
 
 namespace helix {
 
-/// Time of `num_slices` equal slices, when the exchange of each runs beside the attention of the next and
-/// both come to `attention` and `exchange` in all (any unit): the first attention, then the longer of the two
-/// for each further slice, then the last exchange. The paper's figure 3: 8 slices of 16 and 9.6 units take
-/// 17.2, one slice 25.6.
-constexpr double hop_b_time(int num_slices, double attention, double exchange) {
-  const double n = num_slices;
-  return (attention + (n - 1) * std::max(attention, exchange) + exchange) / n;
-}
-
-/// The number of slices in [1, max_slices] with the least hop_b_time() when each slice costs `hand_over` more
-/// (its events, and smaller kernels); the fewest on ties. A slice holds at least one sequence. A pure
-/// function: ranks that pass equal values agree.
-constexpr int best_hop_b_slices(int max_slices, std::int64_t num_sequences, double attention, double exchange,
-                                double hand_over) {
-  int best = 1;
-  for (int n = 2; n <= max_slices && n <= num_sequences; ++n) {
-    if (hop_b_time(n, attention, exchange) + n * hand_over <
-        hop_b_time(best, attention, exchange) + best * hand_over) {
-      best = n;
-    }
-  }
-  return best;
-}
-
 /// Owns the exchange stream and the events of up to `max_slices` slices, created once. Source: paper
 /// section 2.1.3.
-template <Backend B>
+template <QueueBackend B>
 class HopB {
  public:
   using Stream = typename B::Stream;
@@ -64,8 +41,8 @@ class HopB {
   /// loss could be measured. An engine that knows its times asks best_hop_b_slices().
   int resolve_slices(int requested, std::int64_t num_sequences, int kvp, std::int64_t payload_bytes) const {
     if (requested == 0) requested = kvp == 1 ? 1 : choose_slices(num_sequences, payload_bytes);
-    return static_cast<int>(
-        std::clamp<std::int64_t>(std::min<std::int64_t>(requested, num_sequences), 1, max_slices()));
+    return static_cast<int>(larger<std::int64_t>(
+        1, smaller(smaller<std::int64_t>(requested, num_sequences), std::int64_t{max_slices()})));
   }
 
   /// Calls attend(i, stream) and exchange(i, other stream) for each slice in order. exchange(i) starts when
@@ -103,7 +80,7 @@ class HopB {
       const double transfer = B::kHopBCosts.us_per_mb * 1e-6 * static_cast<double>(payload_bytes);
       return best_hop_b_slices(max_slices(), num_sequences, transfer, transfer, B::kHopBCosts.hand_over_us);
     } else {
-      return static_cast<int>(std::min<std::int64_t>(num_sequences, 4));
+      return static_cast<int>(smaller<std::int64_t>(num_sequences, 4));
     }
   }
 

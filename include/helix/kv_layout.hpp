@@ -2,16 +2,11 @@
 // KvLayout: which KVP rank owns a token, and where it lies there (invariant 2).
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include <helix/error.hpp>
-
-#if defined(__CUDACC__)
-#define HELIX_HOST_DEVICE __host__ __device__
-#else
-#define HELIX_HOST_DEVICE
-#endif
+#include <helix/host_device.hpp>
+#include <helix/integers.hpp>
 
 namespace helix {
 
@@ -79,6 +74,15 @@ class KvLayout {
     return detail::owned_tokens(num_tokens, period(), chunk_, kvp_rank);
   }
 
+  /// Local positions on `kvp_rank` that a query at global `position` reads: [length(position + 1 - window),
+  /// length(position + 1)), or from 0 without a window (invariant 4). Empty for padding (-1).
+  HELIX_HOST_DEVICE constexpr TokenRange visible(std::int64_t position, std::int64_t window,
+                                                 std::int64_t kvp_rank) const {
+    if (position < 0) return {0, 0};
+    return {window > 0 ? length(position + 1 - window, kvp_rank) : std::int64_t{0},
+            length(position + 1, kvp_rank)};
+  }
+
   /// Global position of `local_position` on `kvp_rank`; the inverse of (owner, local).
   HELIX_HOST_DEVICE constexpr std::int64_t global(std::int64_t kvp_rank, std::int64_t local_position) const {
     return (local_position / chunk_) * period() + kvp_rank * chunk_ + local_position % chunk_;
@@ -106,7 +110,7 @@ class KvLayout {
     }
     while (position < span.end) {
       const std::int64_t chunk_end = position - position % chunk_ + chunk_;
-      const TokenRange run{position, std::min(chunk_end, span.end)};
+      const TokenRange run{position, smaller(chunk_end, span.end)};
       visit(run, local(position));
       position = chunk_end - chunk_ + period();
     }

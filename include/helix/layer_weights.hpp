@@ -5,7 +5,7 @@
 #include <variant>
 #include <vector>
 
-#include <helix/backend.hpp>
+#include <helix/backend/layer.hpp>
 
 namespace helix {
 
@@ -44,15 +44,19 @@ struct DenseFfnWeights {
 struct MoeWeights {
   WeightView router;                   ///< [E, M], replicated
   const float* router_bias = nullptr;  ///< [E], selects only; or nullptr
-  std::vector<ExpertWeights> experts;  ///< of Topology::experts, in order
-  DenseFfnWeights shared{};            ///< empty views when the model has no shared expert
+  std::vector<ExpertWeights> experts;  ///< Weights of Topology::experts, in order.
+  DenseFfnWeights shared{};            ///< Empty views when the model has no shared expert
 };
 
+using AttentionWeights = std::variant<GqaWeights, MlaWeights>;
+using FfnWeights = std::variant<DenseFfnWeights, MoeWeights>;
+
+/// One layer as one rank holds it.
 struct LayerWeights {
   WeightView input_norm;           ///< [1, M]
   WeightView post_attention_norm;  ///< [1, M]
-  std::variant<GqaWeights, MlaWeights> attention;
-  std::variant<DenseFfnWeights, MoeWeights> ffn;
+  AttentionWeights attention;
+  FfnWeights ffn;
 };
 
 }  // namespace helix

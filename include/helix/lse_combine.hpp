@@ -2,19 +2,20 @@
 // lse_combine: the exact merge of partial attention over any number of shards.
 #pragma once
 
-#include <helix/backend.hpp>
+#include <helix/backend/exchange.hpp>
 #include <helix/error.hpp>
 
 namespace helix {
 
 /// out = sum_r w_r out_r / (sum_r w_r + exp(sink - m)), w_r = exp(lse_r - m), m the largest lse (or sink), in
-/// the fixed order of r, so that replays give the same bits (invariant 7). lse is the natural logarithm
-/// (invariant 5; other conventions: lse.hpp). A partial with lse = -inf counts 0 whatever its out holds; all
-/// of them -inf (and no sink): out = 0, lse = -inf (invariant 6). See LseCombineArgs for shapes. Local;
-/// queued on `stream`, allocates nothing, capturable. Source: paper section 2.1.1; Flash-Decoding.
+/// the fixed order of r, so that replays give the same bits (invariant 7). partial_lse is converted from its
+/// convention as it is read; the result's is natural (invariant 5). A partial with lse = -inf counts 0
+/// whatever its out holds; all of them -inf (and no sink): out = 0, lse = -inf (invariant 6). See
+/// LseCombineArgs for shapes. Local; queued on `stream`, allocates nothing, capturable. Source: paper
+/// section 2.1.1; Flash-Decoding.
 /// @throws Error(invalid_argument) if shapes contradict each other.
-template <Backend B, class T>
-void lse_combine(B& backend, const LseCombineArgs<T>& args, typename B::Stream stream) {
+template <ExchangeBackend B>
+void lse_combine(B& backend, const LseCombineArgs<typename B::Activation>& args, typename B::Stream stream) {
   const auto& out = args.partial_out;
   const auto& lse = args.partial_lse;
   HELIX_EXPECTS(out.extent(0) >= 1 && out.extent(0) == lse.extent(0), ErrorCode::invalid_argument,

@@ -2,10 +2,14 @@
 // PageLedger: every call works out its demand on all ranks, checks it, and only then changes anything.
 #pragma once
 
-#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <limits>
-#include <numeric>
+#include <span>
+#include <string_view>
+#include <vector>
 
+#include <helix/integers.hpp>
 #include <helix/page_ledger.hpp>
 
 namespace helix {
@@ -14,8 +18,11 @@ namespace detail {
 // Keeps products of tokens, chunks and ranks far from overflow.
 inline constexpr std::int64_t kMaxTokens = std::int64_t{1} << 48;
 
-inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
+/// n - 1, ..., 1, 0: a stack from which 0 comes first.
+inline void count_down(std::vector<std::int32_t>& numbers) {
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    numbers[i] = static_cast<std::int32_t>(numbers.size() - 1 - i);
+  }
 }
 
 /// The largest S whose shards all fit: rank 0 is never behind another rank.
@@ -38,7 +45,7 @@ inline std::uint32_t fingerprint(const PageLedgerSpec& spec) {
 }
 
 inline void ensure_capacity(std::vector<std::int32_t>& pages, std::size_t size) {
-  if (pages.capacity() < size) pages.reserve(std::max(size, 2 * pages.capacity()));
+  if (pages.capacity() < size) pages.reserve(larger(size, 2 * pages.capacity()));
 }
 
 }  // namespace detail
@@ -63,8 +70,8 @@ inline PageLedger::PageLedger(const PageLedgerSpec& spec, std::int64_t kvp_rank)
   expect_range("chunk * kvp", spec.layout.period(), 1, detail::kMaxTokens);
 
   if (spec_.max_tokens == 0) spec_.max_tokens = detail::tokens_that_fit(spec_);
-  max_pages_ = std::max<std::int64_t>(1, pages_of(spec_.max_tokens, 0));
-  shared_unit_ = std::lcm(spec_.page_tokens, spec_.layout.chunk());
+  max_pages_ = larger<std::int64_t>(1, pages_of(spec_.max_tokens, 0));
+  shared_unit_ = least_common_multiple(spec_.page_tokens, spec_.layout.chunk());
   // A unit past max_tokens is never reached: nothing is shared, whatever its exact size is.
   shared_unit_ = shared_unit_ > detail::kMaxTokens / spec_.layout.kvp() ? detail::kMaxTokens
                                                                         : shared_unit_ * spec_.layout.kvp();
@@ -73,11 +80,11 @@ inline PageLedger::PageLedger(const PageLedgerSpec& spec, std::int64_t kvp_rank)
   const auto kvp = static_cast<std::size_t>(spec_.layout.kvp());
   sequences_.resize(static_cast<std::size_t>(spec_.max_sequences));
   free_slots_.resize(sequences_.size());
-  std::iota(free_slots_.rbegin(), free_slots_.rend(), 0);
+  detail::count_down(free_slots_);
   pools_.resize(kvp);
   for (Pool& pool : pools_) {
     pool.free.resize(static_cast<std::size_t>(spec_.pages));
-    std::iota(pool.free.rbegin(), pool.free.rend(), 0);
+    detail::count_down(pool.free);
     pool.use_count.assign(static_cast<std::size_t>(spec_.pages), 0);
   }
   demands_.resize(kvp);
@@ -100,7 +107,7 @@ inline std::size_t PageLedger::index_of(SequenceId id) const {
 
 inline std::int64_t PageLedger::pages_needed(const KvLayout& layout, std::int64_t page_tokens,
                                              std::int64_t num_tokens, std::int64_t kvp_rank) {
-  return detail::ceil_div(layout.length(num_tokens, kvp_rank), page_tokens);
+  return ceil_div(layout.length(num_tokens, kvp_rank), page_tokens);
 }
 
 inline std::int64_t PageLedger::pages_needed(const KvLayout& layout, std::int64_t page_tokens,
@@ -175,7 +182,7 @@ inline std::int64_t PageLedger::find_settled_length(const Sequence& sequence) co
   for (std::size_t rank = 0; rank < pools_.size(); ++rank) {
     if (must_copy_last_page(sequence, rank)) return 0;
     const auto local_end = static_cast<std::int64_t>(sequence.pages[rank].size()) * spec_.page_tokens;
-    settled = std::min(settled, spec_.layout.global(static_cast<std::int64_t>(rank), local_end));
+    settled = smaller(settled, spec_.layout.global(static_cast<std::int64_t>(rank), local_end));
   }
   return settled;
 }
@@ -217,7 +224,7 @@ inline SequenceId PageLedger::add(std::int64_t reserved_tokens) {
 inline void PageLedger::reserve(SequenceId id, std::int64_t total_tokens) {
   Sequence& sequence = sequences_[index_of(id)];
   check_tokens("reserve", total_tokens);
-  if (total_tokens <= std::max(sequence.length, sequence.reserved_tokens)) return;
+  if (total_tokens <= larger(sequence.length, sequence.reserved_tokens)) return;
   for (std::size_t rank = 0; rank < pools_.size(); ++rank) {
     demands_[rank] = demand(sequence, rank, total_tokens) - sequence.reserved_pages[rank];
   }
@@ -231,7 +238,7 @@ inline const PageLedger::Changes& PageLedger::append(std::span<const SequenceId>
   HELIX_EXPECTS(ids.size() == counts.size(), ErrorCode::invalid_argument, "append: ", ids.size(),
                 " sequences but ", counts.size(), " counts");
   ++mark_;
-  std::fill(demands_.begin(), demands_.end(), 0);
+  demands_.assign(demands_.size(), 0);
   for (std::size_t i = 0; i < ids.size(); ++i) {
     Sequence& sequence = sequences_[index_of(ids[i])];
     HELIX_EXPECTS(sequence.mark != mark_, ErrorCode::invalid_argument, "append: the sequence in slot ",
@@ -244,7 +251,7 @@ inline const PageLedger::Changes& PageLedger::append(std::span<const SequenceId>
     if (new_length <= sequence.settled_length) continue;
     for (std::size_t rank = 0; rank < pools_.size(); ++rank) {
       demands_[rank] +=
-          std::max<std::int64_t>(0, demand(sequence, rank, new_length) - sequence.reserved_pages[rank]);
+          larger<std::int64_t>(0, demand(sequence, rank, new_length) - sequence.reserved_pages[rank]);
     }
   }
   check_free("append", demands_);

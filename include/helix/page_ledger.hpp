@@ -16,9 +16,9 @@ namespace helix {
 /// Names a sequence of one cache. Equal on all ranks that made the same calls. A released sequence's id stays
 /// invalid, also when its slot is used again.
 struct SequenceId {
-  std::uint32_t cache = 0;       ///< tells caches of different sizes or tags apart
-  std::int32_t slot = -1;        ///< row of the page table
-  std::uint32_t generation = 0;  ///< counts the users of the slot
+  std::uint32_t cache = 0;       ///< Tells caches of different sizes or tags apart
+  std::int32_t slot = -1;        ///< Row of the page table
+  std::uint32_t generation = 0;  ///< Counts the users of the slot
 
   friend bool operator==(const SequenceId&, const SequenceId&) = default;
 };
@@ -26,11 +26,11 @@ struct SequenceId {
 /// Sizes of a ledger; equal on all KVP ranks.
 struct PageLedgerSpec {
   KvLayout layout{1, 1};
-  std::int64_t page_tokens = 64;  ///< local tokens a page
-  std::int64_t pages = 0;         ///< of each KVP rank
+  std::int64_t page_tokens = 64;  ///< Local tokens a page
+  std::int64_t pages = 0;         ///< Pages of each KVP rank.
   std::int64_t max_sequences = 64;
-  std::int64_t max_tokens = 0;  ///< global tokens a sequence may reach; 0: as many as fit into the pages
-  std::uint32_t tag = 0;        ///< mixed into SequenceId::cache
+  std::int64_t max_tokens = 0;  ///< Global tokens a sequence may reach; 0: as many as fit into the pages
+  std::uint32_t tag = 0;        ///< Mixed into SequenceId::cache
 };
 
 /// Host bookkeeping of the page pools of all KVP ranks. Every rank holds the whole of it and makes the same

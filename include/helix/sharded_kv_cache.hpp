@@ -2,37 +2,23 @@
 // ShardedKVCache: one rank's pages of every layer, and the sequences in them.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <span>
 #include <string_view>
 #include <vector>
 
-#include <helix/backend.hpp>
+#include <helix/backend/attention.hpp>
+#include <helix/backend/communicator.hpp>
 #include <helix/dtype.hpp>
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
+#include <helix/kv_cache_spec.hpp>
 #include <helix/page_ledger.hpp>
+#include <helix/page_table.hpp>
 #include <helix/topology.hpp>
 
 namespace helix {
-
-/// Sizes of a cache, fixed for its life; equal on all KVP ranks of a stage.
-struct KvCacheSpec {
-  DType format = DType::bf16;
-  std::int64_t layers = 0;        ///< of this stage
-  std::int64_t page_tokens = 64;  ///< local tokens a page
-  std::int64_t pages = 0;         ///< of each rank, each holding every layer; see PageLedger::pages_needed
-  std::int64_t chunk = 16;        ///< C of KvLayout
-  std::int64_t max_sequences = 64;
-  std::int64_t max_tokens = 0;  ///< global tokens a sequence may reach; 0: as many as fit into the pages
-  std::vector<float>
-      k_scales{};  ///< fp8 only, stored * scale = value: empty (1), one, [Hkv of the whole model], or
-  std::vector<float> v_scales{};  ///< [layers, Hkv]. MLA: k_scales serve the whole row, v_scales are empty
-  std::uint32_t tag = 0;          ///< set apart the ids of caches of equal sizes; equal on all ranks
-};
 
 /// One rank's shard of the KV cache (invariants 2, 3, 9 and 11). Memory is allocated once, at addresses that
 /// never change, and pages stay untouched until tokens are written. Sequences share one pool; a token of one
@@ -44,7 +30,7 @@ struct KvCacheSpec {
 ///
 /// Device work is queued on the given stream. Use one stream, or order several with events: a released page
 /// may belong to another sequence at once. Not thread-safe.
-template <Backend B>
+template <AttentionBackend B>
 class ShardedKVCache {
  public:
   using Stream = typename B::Stream;
@@ -55,7 +41,7 @@ class ShardedKVCache {
   /// Error(capacity) if the memory cannot be had.
   ShardedKVCache(B& backend, const Topology& topology, const KvCacheSpec& spec)
       : backend_(&backend),
-        spec_(checked(spec, topology)),
+        spec_(detail::checked(spec, topology)),
         stage_rank_(checked_stage_rank(backend, topology)),
         ledger_({.layout = KvLayout(topology.kvp(), spec.chunk),
                  .page_tokens = spec.page_tokens,
@@ -63,30 +49,27 @@ class ShardedKVCache {
                  .max_sequences = spec.max_sequences,
                  .max_tokens = spec.max_tokens,
                  .tag = spec.tag},
-                topology.stage_coordinates(stage_rank_).kvp_rank) {
+                topology.stage_coordinates(stage_rank_).kvp_rank),
+        page_table_(backend, spec.max_sequences, ledger_.max_pages()) {
     const ModelShape& shape = topology.shape();
-    view_.dtype = spec.format;
-    view_.num_heads = topology.kv_heads(stage_rank_).size();
-    view_.head_dim = shape.head_dim;
-    view_.value_dim = shape.value_dim;
-    view_.page_tokens = spec.page_tokens;
+    const Range heads = topology.kv_heads(stage_rank_);
+    const KvFormat format =
+        shape.is_mla() ? KvFormat::latent(spec.format, shape.head_dim, shape.value_dim, spec.page_tokens)
+                       : KvFormat::head_major(spec.format, heads.size(), shape.head_dim, shape.value_dim,
+                                              spec.page_tokens);
+    view_.format = format;
     view_.num_pages = spec.pages;
-    view_.is_mla = shape.is_mla;
     view_.max_pages = ledger_.max_pages();
     view_.layout = ledger_.spec().layout;
     view_.kvp_rank = ledger_.kvp_rank();
 
-    page_bytes_ = bytes_of(spec, static_cast<std::size_t>(view_.page_elements()), size_bytes(spec.format));
-    layer_bytes_ = bytes_of(spec, static_cast<std::size_t>(spec.pages), page_bytes_);
-    layer_bytes_ = (layer_bytes_ + kAlignment - 1) / kAlignment * kAlignment;
-    pages_ = backend.allocate(bytes_of(spec, static_cast<std::size_t>(spec.layers), layer_bytes_));
-    page_table_ =
-        backend.allocate(bytes_of(spec, static_cast<std::size_t>(spec.max_sequences),
-                                  static_cast<std::size_t>(view_.max_pages) * sizeof(std::int32_t)));
-    view_.page_table = reinterpret_cast<const std::int32_t*>(page_table_.data());
-    table_.resize(static_cast<std::size_t>(spec.max_sequences * view_.max_pages));
+    page_bytes_ =
+        detail::bytes_of(spec, static_cast<std::size_t>(format.page_elements()), size_bytes(spec.format));
+    layer_bytes_ = detail::bytes_of(spec, static_cast<std::size_t>(spec.pages), page_bytes_);
+    layer_bytes_ = round_up(layer_bytes_, kAlignment);
+    pages_ = backend.allocate(detail::bytes_of(spec, static_cast<std::size_t>(spec.layers), layer_bytes_));
+    view_.page_table = page_table_.data();
 
-    const Range heads = topology.kv_heads(stage_rank_);
     k_scales_ = upload_scales(spec.k_scales, heads, shape.num_kv_heads);
     v_scales_ = upload_scales(spec.v_scales, heads, shape.num_kv_heads);
   }
@@ -121,7 +104,7 @@ class ShardedKVCache {
   /// @throws Error(invalid_argument) unless the positions are within the sequence and in pages of its own.
   void write(SequenceId id, int layer, std::int64_t first_position, TensorView<const Activation, 3> k,
              TensorView<const Activation, 3> v, Stream stream) {
-    check_rows("write", k, v);
+    detail::check_kv_rows("write", view_.format, k, v);
     const std::int64_t length = ledger_.length(id);
     const std::int64_t count = k.extent(0);
     HELIX_EXPECTS(first_position >= 0 && first_position <= length && count <= length - first_position,
@@ -143,7 +126,8 @@ class ShardedKVCache {
   /// @throws Error(invalid_argument) if the range leaves this rank's part of the sequence.
   void read(SequenceId id, int layer, TokenRange local, TensorView<float, 3> k_out,
             TensorView<float, 3> v_out, Stream stream) const {
-    check_rows("read", TensorView<const float, 3>(k_out), TensorView<const float, 3>(v_out));
+    detail::check_kv_rows("read", view_.format, TensorView<const float, 3>(k_out),
+                          TensorView<const float, 3>(v_out));
     const std::int64_t length = local_length(id);
     HELIX_EXPECTS(local.begin >= 0 && local.begin <= local.end && local.end <= length,
                   ErrorCode::invalid_argument, "read: local tokens [", local.begin, ", ", local.end,
@@ -159,11 +143,8 @@ class ShardedKVCache {
   }
 
   /// Forgets the tokens from `new_length` on, such as rejected drafts. Queues nothing: a page shared with
-  /// another sequence is copied when a token is next appended to it. `stream`: the one that the sequence's
-  /// work is queued on.
-  void truncate(SequenceId id, std::int64_t new_length, [[maybe_unused]] Stream stream) {
-    ledger_.truncate(id, new_length);
-  }
+  /// another sequence is copied when a token is next appended to it.
+  void truncate(SequenceId id, std::int64_t new_length) { ledger_.truncate(id, new_length); }
 
   /// A new sequence of the first `prefix_tokens` of `parent`, which must have been written in all layers.
   /// Shares whole pages up to a multiple of ledger().shared_unit() tokens and queues copies of the rest.
@@ -182,20 +163,24 @@ class ShardedKVCache {
     HELIX_EXPECTS(layer >= 0 && layer < spec_.layers, ErrorCode::invalid_argument, "layer ", layer,
                   " is outside the KV cache's ", spec_.layers, " layers");
     KvView view = view_;
-    view.pages = pages_.data() + static_cast<std::size_t>(layer) * layer_bytes_;
+    const KvView pool = KvView::of_pool(pages_.data() + static_cast<std::size_t>(layer) * layer_bytes_,
+                                        view_.format, view_.num_pages);
+    view.k = pool.k;
+    view.v = pool.v;
+    view.rope = pool.rope;
     const auto scales = [&](const typename B::Buffer& buffer) {
       return buffer.size_bytes() == 0
                  ? nullptr
-                 : reinterpret_cast<const float*>(buffer.data()) + layer * view_.num_heads;
+                 : reinterpret_cast<const float*>(buffer.data()) + layer * view_.format.num_heads;
     };
     view.k_scale = scales(k_scales_);
     view.v_scale = scales(v_scales_);
     return view;
   }
 
-  std::int32_t slot(SequenceId id) const { return ledger_.slot(id); }      ///< row of the page table
-  std::int64_t length(SequenceId id) const { return ledger_.length(id); }  ///< global tokens
-  std::int64_t local_length(SequenceId id) const {                         ///< tokens that this rank stores
+  std::int32_t slot(SequenceId id) const { return ledger_.slot(id); }      ///< Row of the page table
+  std::int64_t length(SequenceId id) const { return ledger_.length(id); }  ///< Global tokens
+  std::int64_t local_length(SequenceId id) const {                         ///< Tokens that this rank stores
     return ledger_.spec().layout.length(ledger_.length(id), ledger_.kvp_rank());
   }
 
@@ -213,42 +198,6 @@ class ShardedKVCache {
 
  private:
   static constexpr std::size_t kAlignment = 256;  // of each layer's pages
-  // Entries of one copy that spans several sequences: on a GPU a copy costs the host about 3 us, and one of
-  // up to 64 KiB does not wait for the stream.
-  static constexpr std::size_t kMaxTableSpan = 65536 / sizeof(std::int32_t);
-
-  static const KvCacheSpec& checked(const KvCacheSpec& spec, const Topology& topology) {
-    const ModelShape& shape = topology.shape();
-    HELIX_EXPECTS(spec.layers >= 1 && spec.layers <= std::numeric_limits<int>::max(),
-                  ErrorCode::invalid_argument, "the KV cache's layers is ", spec.layers,
-                  "; give the number of layers of this stage");
-    HELIX_EXPECTS(size_bytes(spec.format) != 0, ErrorCode::invalid_argument,
-                  "the KV cache's format is no DType");
-    HELIX_EXPECTS(shape.value_dim <= shape.head_dim, ErrorCode::invalid_argument, "value_dim ",
-                  shape.value_dim, " exceeds head_dim ", shape.head_dim,
-                  "; rows of K and V lie head_dim apart");
-    check_scales("k_scales", spec.k_scales, spec, shape);
-    check_scales("v_scales", spec.v_scales, spec, shape);
-    HELIX_EXPECTS(!shape.is_mla || spec.v_scales.empty(), ErrorCode::invalid_argument, "the KV cache has ",
-                  spec.v_scales.size(), " v_scales, but MLA's V is part of the K row: give k_scales only");
-    return spec;
-  }
-
-  static void check_scales(std::string_view name, const std::vector<float>& scales, const KvCacheSpec& spec,
-                           const ModelShape& shape) {
-    if (scales.empty()) return;
-    HELIX_EXPECTS(spec.format == DType::fp8_e4m3, ErrorCode::invalid_argument, "the KV cache has ", name,
-                  " but its format is ", to_string(spec.format), "; only fp8_e4m3 is scaled");
-    const auto count = static_cast<std::int64_t>(scales.size());
-    HELIX_EXPECTS(count == 1 || count == shape.num_kv_heads || count == spec.layers * shape.num_kv_heads,
-                  ErrorCode::invalid_argument, "the KV cache has ", count, " ", name,
-                  "; give 1, one for each of the ", shape.num_kv_heads, " KV heads, or ", spec.layers, " * ",
-                  shape.num_kv_heads, " for each layer");
-    for (const float scale : scales) {
-      HELIX_EXPECTS(std::isfinite(scale) && scale > 0.0f, ErrorCode::invalid_argument, "the KV cache's ",
-                    name, " hold ", scale, "; scales are finite and above 0");
-    }
-  }
 
   static int checked_stage_rank(B& backend, const Topology& topology) {
     const auto comms = backend.comms();
@@ -265,52 +214,14 @@ class ShardedKVCache {
     return comms.stage->rank();
   }
 
-  static std::size_t bytes_of(const KvCacheSpec& spec, std::size_t count, std::size_t bytes) {
-    HELIX_EXPECTS(bytes == 0 || count <= std::numeric_limits<std::ptrdiff_t>::max() / bytes,
-                  ErrorCode::capacity, "the KV cache of ", spec.pages, " pages in ", spec.layers,
-                  " layers exceeds the address space");
-    return count * bytes;
-  }
-
-  /// This rank's heads of every layer, as the device reads them: [layers, heads].
   typename B::Buffer upload_scales(const std::vector<float>& scales, Range heads, std::int64_t num_kv_heads) {
-    if (scales.empty()) return {};
-    std::vector<float> expanded;
-    for (std::int64_t layer = 0; layer < spec_.layers; ++layer) {
-      for (std::int64_t head = heads.begin; head < heads.end; ++head) {
-        std::int64_t at = layer * num_kv_heads + head;
-        if (scales.size() == 1) {
-          at = 0;
-        } else if (static_cast<std::int64_t>(scales.size()) == num_kv_heads) {
-          at = head;
-        }
-        expanded.push_back(scales[static_cast<std::size_t>(at)]);
-      }
-    }
+    const std::vector<float> expanded = detail::expanded_scales(scales, spec_.layers, heads, num_kv_heads);
+    if (expanded.empty()) return {};
     typename B::Buffer buffer = backend_->allocate(expanded.size() * sizeof(float));
     Stream stream = backend_->create_stream();
     backend_->upload(buffer.data(), expanded.data(), expanded.size() * sizeof(float), stream);
     backend_->synchronize(stream);
     return buffer;
-  }
-
-  template <class T>
-  void check_rows(std::string_view operation, TensorView<const T, 3> k, TensorView<const T, 3> v) const {
-    const auto check = [&](std::string_view name, const TensorView<const T, 3>& rows, std::int64_t dim) {
-      HELIX_EXPECTS(
-          rows.extent(0) == k.extent(0) && rows.extent(1) == view_.num_heads && rows.extent(2) == dim,
-          ErrorCode::invalid_argument, operation, ": ", name, " is [", rows.extent(0), ", ", rows.extent(1),
-          ", ", rows.extent(2), "]; it must be [", k.extent(0), ", ", view_.num_heads, ", ", dim, "]");
-      HELIX_EXPECTS(rows.size() == 0 || rows.stride(2) == 1, ErrorCode::invalid_argument, operation, ": ",
-                    name, " has a last stride of ", rows.stride(2), "; it must be 1");
-    };
-    check("k", k, view_.head_dim);
-    if (!view_.is_mla) {
-      check("v", v, view_.value_dim);
-    } else {
-      HELIX_EXPECTS(v.size() == 0, ErrorCode::invalid_argument, operation,
-                    ": v must be empty for MLA, whose V is part of the K row; it has ", v.extent(0), " rows");
-    }
   }
 
   void apply(const PageLedger::Changes& changes, Stream stream) {
@@ -321,67 +232,19 @@ class ShardedKVCache {
                        pages + static_cast<std::size_t>(copy.source) * page_bytes_, page_bytes_, stream);
       }
     }
-    queue_table(changes.table, stream);
-  }
-
-  /// Brings the host's copy of the page table up to date, and the device's from it. What lies between two
-  /// changed entries is rewritten with what it holds.
-  void queue_table(std::span<const PageLedger::TableWrite> writes, Stream stream) {
-    std::size_t first = table_.size();
-    std::size_t last = 0;
-    for (const PageLedger::TableWrite& write : writes) {
-      const auto [begin, end] = update_table(write);
-      if (begin == end) continue;
-      first = std::min(first, begin);
-      last = std::max(last, end);
-    }
-    if (first >= last) return;
-    if (last - first <= kMaxTableSpan) {
-      upload_table(first, last, stream);
-      return;
-    }
-    for (const PageLedger::TableWrite& write : writes) {
-      const auto [begin, end] = entries_of(write);
-      if (begin < end) upload_table(begin, end, stream);
-    }
-  }
-
-  struct TableEntries {
-    std::size_t begin;
-    std::size_t end;
-  };
-
-  TableEntries entries_of(const PageLedger::TableWrite& write) const {
-    const std::int64_t row = write.slot * view_.max_pages;
-    return {static_cast<std::size_t>(row + write.begin), static_cast<std::size_t>(row + write.end)};
-  }
-
-  TableEntries update_table(const PageLedger::TableWrite& write) {
-    const auto pages = ledger_.pages(write.slot)
-                           .subspan(static_cast<std::size_t>(write.begin),
-                                    static_cast<std::size_t>(write.end - write.begin));
-    const TableEntries entries = entries_of(write);
-    std::ranges::copy(pages, table_.begin() + static_cast<std::ptrdiff_t>(entries.begin));
-    return entries;
-  }
-
-  void upload_table(std::size_t begin, std::size_t end, Stream stream) {
-    const std::size_t begin_bytes = begin * sizeof(std::int32_t);
-    backend_->upload(page_table_.data() + begin_bytes, table_.data() + begin,
-                     end * sizeof(std::int32_t) - begin_bytes, stream);
+    page_table_.update(ledger_, changes.table, stream);
   }
 
   B* backend_;
   KvCacheSpec spec_;
   int stage_rank_;
   PageLedger ledger_;
-  KvView view_;                      // of layer 0, without its addresses
-  std::size_t page_bytes_ = 0;       // of one layer
-  std::size_t layer_bytes_ = 0;      // from one layer's pages to the next
-  typename B::Buffer pages_;         // [layers][pages][page_elements]
-  typename B::Buffer page_table_;    // [max_sequences, max_pages]
-  std::vector<std::int32_t> table_;  // the same on the host
-  typename B::Buffer k_scales_;      // [layers, heads of this rank], or empty
+  PageTable<B> page_table_;
+  KvView view_;                  // of layer 0, without its addresses
+  std::size_t page_bytes_ = 0;   // of one layer
+  std::size_t layer_bytes_ = 0;  // from one layer's pages to the next
+  typename B::Buffer pages_;     // [layers][pages][page_elements]
+  typename B::Buffer k_scales_;  // [layers, heads of this rank], or empty
   typename B::Buffer v_scales_;
 };
 

@@ -1,17 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Topology: the rules a grid of ranks must keep, the search for legal ones, and the mapping from ranks to
-// groups and ranges.
+// Topology: the rules of a grid of ranks, the search for legal ones, the mapping from ranks to groups and
+// ranges.
 #pragma once
 
-#include <algorithm>
-#include <array>
-#include <cmath>
 #include <cstddef>
 #include <limits>
 #include <string_view>
-#include <utility>
 
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 #include <helix/topology.hpp>
 
 namespace helix {
@@ -41,17 +38,17 @@ inline std::vector<std::string> shape_violations(const ModelShape& shape) {
     std::int64_t smallest;
     std::int64_t largest;
   };
-  const std::array<Size, 11> sizes{{{"num_query_heads", shape.num_query_heads, 1, kMaxCount},
-                                    {"num_kv_heads", shape.num_kv_heads, 1, kMaxCount},
-                                    {"head_dim", shape.head_dim, 1, kMaxSize},
-                                    {"value_dim", shape.value_dim, 1, kMaxSize},
-                                    {"hidden", shape.hidden, 1, kMaxSize},
-                                    {"ffn", shape.ffn, 0, kMaxSize},
-                                    {"expert_ffn", shape.expert_ffn, 0, kMaxSize},
-                                    {"shared_expert_ffn", shape.shared_expert_ffn, 0, kMaxSize},
-                                    {"num_experts", shape.num_experts, 0, kMaxCount},
-                                    {"vocab", shape.vocab, 0, kMaxSize},
-                                    {"num_layers", shape.num_layers, 0, kMaxCount}}};
+  const Size sizes[] = {{"num_query_heads", shape.num_query_heads, 1, kMaxCount},
+                        {"num_kv_heads", shape.num_kv_heads, 1, kMaxCount},
+                        {"head_dim", shape.head_dim, 1, kMaxSize},
+                        {"value_dim", shape.value_dim, 1, kMaxSize},
+                        {"hidden", shape.hidden, 1, kMaxSize},
+                        {"ffn", shape.ffn, 0, kMaxSize},
+                        {"expert_ffn", shape.expert_ffn(), 0, kMaxSize},
+                        {"shared_ffn", shape.shared_ffn(), 0, kMaxSize},
+                        {"num_experts", shape.num_experts(), 0, kMaxCount},
+                        {"vocab", shape.vocab, 0, kMaxSize},
+                        {"num_layers", shape.num_layers, 0, kMaxCount}};
   std::vector<std::string> found;
   for (const Size& size : sizes) {
     if (size.value < size.smallest || size.value > size.largest) {
@@ -64,24 +61,25 @@ inline std::vector<std::string> shape_violations(const ModelShape& shape) {
     found.push_back(message({"the model's num_query_heads ", shape.num_query_heads,
                              " is not a multiple of its num_kv_heads ", shape.num_kv_heads}));
   }
-  if (shape.is_mla && shape.num_kv_heads != 1) {
+  if (shape.is_mla() && shape.num_kv_heads != 1) {
     found.push_back(message({"the model is MLA with num_kv_heads ", shape.num_kv_heads,
                              "; the latent is one KV head: set it to 1"}));
   }
-  if (shape.num_experts > 0 && shape.expert_ffn == 0) {
-    found.push_back(message({"the model has ", shape.num_experts, " experts but expert_ffn is 0"}));
+  if (shape.num_experts() > 0 && shape.expert_ffn() == 0) {
+    found.push_back(message({"the model has ", shape.num_experts(), " experts but expert_ffn is 0"}));
   }
   return found;
 }
 
+/// In ascending order.
 inline std::vector<std::int64_t> divisors(std::int64_t n) {
   std::vector<std::int64_t> found;
   for (std::int64_t d = 1; d * d <= n; ++d) {
-    if (n % d != 0) continue;
-    found.push_back(d);
-    if (d * d != n) found.push_back(n / d);
+    if (n % d == 0) found.push_back(d);
   }
-  std::sort(found.begin(), found.end());
+  for (std::size_t i = found.size(); i-- > 0;) {
+    if (found[i] * found[i] != n) found.push_back(n / found[i]);
+  }
   return found;
 }
 
@@ -97,7 +95,7 @@ inline std::vector<TopologySpec> legal_grids(const ModelShape& shape, std::int64
     if (shape.num_kv_heads % tpa != 0 && !(permissions.allow_kv_duplication && tpa % shape.num_kv_heads == 0))
       continue;
     for (std::int64_t ep : widths) {
-      if (ep > 1 && (shape.num_experts == 0 || shape.num_experts % ep != 0)) continue;
+      if (ep > 1 && (shape.num_experts() == 0 || shape.num_experts() % ep != 0)) continue;
       TopologySpec spec;
       spec.kvp = static_cast<int>(stage_size / tpa);
       spec.tpa = static_cast<int>(tpa);
@@ -115,33 +113,46 @@ inline std::string grid_name(const TopologySpec& spec) {
   return message({"KVP ", spec.kvp, " x TPA ", spec.tpa, ", TPF ", tpf_of(spec), " x EP ", spec.ep});
 }
 
+/// Takes the element of least distance out, the first on ties.
+template <class T, class Distance>
+T take_nearest(std::vector<T>& candidates, const Distance& distance) {
+  std::size_t nearest = 0;
+  for (std::size_t i = 1; i < candidates.size(); ++i) {
+    if (distance(candidates[i]) < distance(candidates[nearest])) nearest = i;
+  }
+  const T taken = candidates[nearest];
+  for (std::size_t i = nearest + 1; i < candidates.size(); ++i) candidates[i - 1] = candidates[i];
+  candidates.pop_back();
+  return taken;
+}
+
 /// The legal grids nearest to `wanted`, in words: of as many ranks if there are any, else of the nearest
 /// number.
 inline std::string nearest_legal(const TopologySpec& wanted, const ModelShape& shape) {
   constexpr std::size_t kShown = 3;
   if (!shape_violations(shape).empty())
     return "No topology is legal for this model until its sizes are corrected.";
-  const std::int64_t wanted_size = std::max<std::int64_t>(1, stage_size_of(wanted));
+  const std::int64_t wanted_size = larger<std::int64_t>(1, stage_size_of(wanted));
 
   // N divides the number of query heads, so these are all candidates.
   std::vector<std::int64_t> stage_sizes = divisors(shape.num_query_heads);
-  std::stable_sort(stage_sizes.begin(), stage_sizes.end(), [&](std::int64_t a, std::int64_t b) {
-    return std::abs(a - wanted_size) < std::abs(b - wanted_size);
-  });
-  for (std::int64_t stage_size : stage_sizes) {
+  const auto size_distance = [&](std::int64_t size) {
+    return static_cast<double>(size < wanted_size ? wanted_size - size : size - wanted_size);
+  };
+  while (!stage_sizes.empty()) {
+    const std::int64_t stage_size = take_nearest(stage_sizes, size_distance);
     std::vector<TopologySpec> legal = legal_grids(shape, stage_size, wanted);
     if (legal.empty()) continue;
     const auto distance = [&](const TopologySpec& spec) {
-      const auto ratio = [](int a, int b) { return std::abs(std::log2(a) - std::log2(std::max(1, b))); };
-      return ratio(spec.kvp, wanted.kvp) + ratio(spec.tpa, wanted.tpa) + ratio(spec.ep, wanted.ep);
+      const auto ratio = [](double a, double b) { return a > b ? a / b : b / a; };
+      return ratio(spec.kvp, wanted.kvp < 1 ? 1 : wanted.kvp) *
+             ratio(spec.tpa, wanted.tpa < 1 ? 1 : wanted.tpa) * ratio(spec.ep, wanted.ep < 1 ? 1 : wanted.ep);
     };
-    std::stable_sort(legal.begin(), legal.end(),
-                     [&](const TopologySpec& a, const TopologySpec& b) { return distance(a) < distance(b); });
     std::string text = message({"Nearest legal with N = ", stage_size, ": "});
-    for (std::size_t i = 0; i < std::min(kShown, legal.size()); ++i) {
-      text += message({i == 0 ? "" : "; ", grid_name(legal[i])});
+    for (std::size_t i = 0; i < kShown && !legal.empty(); ++i) {
+      text += message({i == 0 ? "" : "; ", grid_name(take_nearest(legal, distance))});
     }
-    if (legal.size() > kShown) text += message({"; and ", legal.size() - kShown, " more"});
+    if (!legal.empty()) text += message({"; and ", legal.size(), " more"});
     return text + ".";
   }
   return "No topology is legal for this model.";
@@ -201,7 +212,7 @@ inline std::vector<std::string> Topology::violations(const TopologySpec& spec, c
   // From here on rules divide by sizes of the model.
   if (!shape_is_sound) return found;
 
-  if (shape.is_mla && spec.tpa != 1) {
+  if (shape.is_mla() && spec.tpa != 1) {
     violated({"TPA is ", spec.tpa, " but MLA's latent cannot be split by heads; use TPA 1 and a larger KVP"});
   } else if (spec.tpa > shape.num_kv_heads) {
     if (!spec.allow_kv_duplication) {
@@ -222,19 +233,18 @@ inline std::vector<std::string> Topology::violations(const TopologySpec& spec, c
   if (!spec.allow_uneven_ffn) {
     if (shape.ffn % n != 0)
       violated({"ffn ", shape.ffn, " is not a multiple of N = KVP * TPA = ", n, uneven_hint});
-    if (shape.shared_expert_ffn % n != 0) {
-      violated({"shared_expert_ffn ", shape.shared_expert_ffn, " is not a multiple of N = KVP * TPA = ", n,
-                uneven_hint});
+    if (shape.shared_ffn() % n != 0) {
+      violated({"shared_ffn ", shape.shared_ffn(), " is not a multiple of N = KVP * TPA = ", n, uneven_hint});
     }
     const std::int64_t tpf = detail::tpf_of(spec);
-    if (shape.num_experts > 0 && tpf > 0 && shape.expert_ffn % tpf != 0) {
-      violated({"expert_ffn ", shape.expert_ffn, " is not a multiple of TPF ", tpf, uneven_hint});
+    if (shape.num_experts() > 0 && tpf > 0 && shape.expert_ffn() % tpf != 0) {
+      violated({"expert_ffn ", shape.expert_ffn(), " is not a multiple of TPF ", tpf, uneven_hint});
     }
   }
-  if (spec.ep > 1 && shape.num_experts == 0) {
+  if (spec.ep > 1 && shape.num_experts() == 0) {
     violated({"EP is ", spec.ep, " but the model has no routed experts; use EP 1"});
-  } else if (shape.num_experts % spec.ep != 0) {
-    violated({"num_experts ", shape.num_experts, " is not a multiple of EP ", spec.ep});
+  } else if (shape.num_experts() % spec.ep != 0) {
+    violated({"num_experts ", shape.num_experts(), " is not a multiple of EP ", spec.ep});
   }
   if (shape.num_layers > 0 && spec.pp > shape.num_layers) {
     violated({"PP ", spec.pp, " exceeds num_layers ", shape.num_layers,
@@ -313,14 +323,13 @@ inline GroupSplit Topology::split(RankGroup group, int world_rank) const {
 
 inline std::vector<int> Topology::group(RankGroup group, int world_rank) const {
   const int color = split(group, world_rank).color;
-  std::vector<std::pair<int, int>> members;  // key, world rank
+  std::vector<int> ranks;  // by key, which counts from 0
   for (int rank = 0; rank < world_size(); ++rank) {
     const GroupSplit at = split(group, rank);
-    if (at.color == color) members.push_back({at.key, rank});
+    if (at.color != color) continue;
+    if (static_cast<std::size_t>(at.key) >= ranks.size()) ranks.resize(static_cast<std::size_t>(at.key) + 1);
+    ranks[static_cast<std::size_t>(at.key)] = rank;
   }
-  std::sort(members.begin(), members.end());
-  std::vector<int> ranks;
-  for (const auto& [key, rank] : members) ranks.push_back(rank);
   return ranks;
 }
 
@@ -339,7 +348,7 @@ inline Range Topology::combined_heads(int stage_rank) const {
 inline Range Topology::kv_heads(int stage_rank) const {
   const std::int64_t tpa_rank = stage_coordinates(stage_rank).tpa_rank;
   const std::int64_t begin = tpa_rank * shape_.num_kv_heads / tpa();
-  return {begin, begin + std::max<std::int64_t>(1, shape_.num_kv_heads / tpa())};
+  return {begin, begin + larger<std::int64_t>(1, shape_.num_kv_heads / tpa())};
 }
 
 inline Range Topology::output_projection_rows(int stage_rank, std::int64_t value_dim) const {
@@ -352,15 +361,15 @@ inline Range Topology::ffn(int stage_rank) const {
 }
 
 inline Range Topology::shared_expert_ffn(int stage_rank) const {
-  return split_evenly(shape_.shared_expert_ffn, stage_size(), check_stage_rank(stage_rank));
+  return split_evenly(shape_.shared_ffn(), stage_size(), check_stage_rank(stage_rank));
 }
 
 inline Range Topology::expert_ffn(int stage_rank) const {
-  return split_evenly(shape_.expert_ffn, tpf(), stage_coordinates(stage_rank).tpf_rank);
+  return split_evenly(shape_.expert_ffn(), tpf(), stage_coordinates(stage_rank).tpf_rank);
 }
 
 inline Range Topology::experts(int stage_rank) const {
-  return split_evenly(shape_.num_experts, ep(), stage_coordinates(stage_rank).ep_rank);
+  return split_evenly(shape_.num_experts(), ep(), stage_coordinates(stage_rank).ep_rank);
 }
 
 inline Range Topology::vocab(int stage_rank) const {
@@ -371,6 +380,26 @@ inline Range Topology::layers(int stage) const {
   HELIX_EXPECTS(stage >= 0 && stage < pp(), ErrorCode::invalid_argument, "pipeline stage ", stage,
                 " is outside [0, ", pp(), ")");
   return split_evenly(shape_.num_layers, pp(), stage);
+}
+
+inline RankShape Topology::rank_shape(int stage_rank) const {
+  return {.stage_rank = stage_rank,
+          .stage_size = stage_size(),
+          .kvp = kvp(),
+          .kvp_rank = stage_coordinates(stage_rank).kvp_rank,
+          .hidden = shape_.hidden,
+          .query_heads = query_heads(stage_rank).size(),
+          .kv_heads = kv_heads(stage_rank).size(),
+          .combined_heads = combined_heads(stage_rank).size(),
+          .head_dim = shape_.head_dim,
+          .value_dim = shape_.value_dim,
+          .mla = shape_.mla,
+          .ffn = ffn(stage_rank).size(),
+          .shared_ffn = shared_expert_ffn(stage_rank).size(),
+          .expert_ffn = expert_ffn(stage_rank).size(),
+          .num_experts = shape_.num_experts(),
+          .top_k = shape_.moe ? shape_.moe->top_k : 0,
+          .experts = experts(stage_rank)};
 }
 
 inline int Topology::kv_copies() const {
@@ -396,7 +425,7 @@ inline std::string Topology::to_string() const {
   }
   std::vector<std::size_t> widths(rows.front().size(), 0);
   for (const Row& row : rows) {
-    for (std::size_t c = 0; c < row.size(); ++c) widths[c] = std::max(widths[c], row[c].size());
+    for (std::size_t c = 0; c < row.size(); ++c) widths[c] = larger(widths[c], row[c].size());
   }
   for (const Row& row : rows) {
     for (std::size_t c = 0; c < row.size(); ++c) {
@@ -406,7 +435,7 @@ inline std::string Topology::to_string() const {
   }
   constexpr int kStagesShown = 64;
   const int num_stages = dp() * pp();
-  for (int i = 0; i < std::min(num_stages, kStagesShown); ++i) {
+  for (int i = 0; i < smaller(num_stages, kStagesShown); ++i) {
     const int first = i * stage_size();
     text += message({"replica ", i / pp(), ", stage ", i % pp(), ": world ranks [", first, ", ",
                      first + stage_size(), "), layers ", detail::range_name(layers(i % pp())), "\n"});

@@ -7,41 +7,11 @@
 #include <string>
 #include <vector>
 
+#include <helix/model_shape.hpp>
+#include <helix/range.hpp>
+#include <helix/rank_shape.hpp>
+
 namespace helix {
-
-/// Half-open range of heads, rows, experts or layers.
-struct Range {
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
-
-  constexpr std::int64_t size() const { return end - begin; }
-  friend constexpr bool operator==(const Range&, const Range&) = default;
-};
-
-/// Part `index` of `parts` nearly equal contiguous parts of [0, total): the first total % parts are one
-/// longer.
-constexpr Range split_evenly(std::int64_t total, std::int64_t parts, std::int64_t index) {
-  const std::int64_t base = total / parts;
-  const std::int64_t extra = total % parts;
-  const std::int64_t begin = index * base + (index < extra ? index : extra);
-  return {begin, begin + base + (index < extra ? 1 : 0)};
-}
-
-/// The sizes of a model that decide how it may be split. Zero means "has none".
-struct ModelShape {
-  std::int64_t num_query_heads = 0;    ///< Hq
-  std::int64_t num_kv_heads = 0;       ///< Hkv; 1 for MLA (the latent is one KV head)
-  std::int64_t head_dim = 0;           ///< D, of queries and keys (MLA: kv_lora_rank + rope dims)
-  std::int64_t value_dim = 0;          ///< Dv, of a partial attention output (MLA: kv_lora_rank)
-  std::int64_t hidden = 0;             ///< M
-  std::int64_t ffn = 0;                ///< F of the dense layers
-  std::int64_t expert_ffn = 0;         ///< F of one routed expert
-  std::int64_t shared_expert_ffn = 0;  ///< F of all shared experts together
-  std::int64_t num_experts = 0;        ///< routed experts
-  std::int64_t vocab = 0;
-  std::int64_t num_layers = 0;
-  bool is_mla = false;  ///< latent attention: TPA must be 1
-};
 
 /// Widths of the two grids and of the outer dimensions. All N = KVP * TPA = TPF * EP ranks of a stage are
 /// re-used.
@@ -50,13 +20,13 @@ struct TopologySpec {
   int tpa = 1;
   int tpf = 0;  ///< 0: N / ep
   int ep = 1;
-  int pp = 1;       ///< pipeline stages
-  int dp = 1;       ///< data-parallel replicas of the whole pipeline
-  int attn_dp = 1;  ///< data-parallel attention inside a stage; must be 1 until it is built
+  int pp = 1;       ///< Pipeline stages
+  int dp = 1;       ///< Data-parallel replicas of the whole pipeline
+  int attn_dp = 1;  ///< Data-parallel attention inside a stage; must be 1 until it is built
   bool allow_kv_duplication =
-      false;  ///< legalises TPA > Hkv with TPA % Hkv == 0 (each KV head stored TPA/Hkv times)
+      false;  ///< Legalises TPA > Hkv with TPA % Hkv == 0 (each KV head stored TPA/Hkv times)
   bool allow_uneven_ffn =
-      false;  ///< legalises FFN sizes that the group does not divide (parts differ by one)
+      false;  ///< Legalises FFN sizes that the group does not divide (parts differ by one)
 };
 
 /// Where one rank stands. Every name says which group it counts in.
@@ -76,14 +46,14 @@ struct RankCoordinates {
 
 /// The kinds of groups that ranks form, each ordered by the coordinate that differs inside it.
 enum class RankGroup : std::uint8_t {
-  stage,     ///< all N ranks of a stage and replica, by stage_rank
-  kvp,       ///< ranks of a stage with one tpa_rank, by kvp_rank
-  tpa,       ///< ranks of a stage with one kvp_rank, by tpa_rank
-  tpf,       ///< ranks of a stage with one ep_rank, by tpf_rank
-  ep,        ///< ranks of a stage with one tpf_rank, by ep_rank
-  pipeline,  ///< ranks of a replica with one stage_rank, by stage
-  replica,   ///< all PP * N ranks of a replica, by world_rank
-  data       ///< ranks with one stage and stage_rank, by replica
+  stage,     ///< All N ranks of a stage and replica, by stage_rank
+  kvp,       ///< Ranks of a stage with one tpa_rank, by kvp_rank
+  tpa,       ///< Ranks of a stage with one kvp_rank, by tpa_rank
+  tpf,       ///< Ranks of a stage with one ep_rank, by tpf_rank
+  ep,        ///< Ranks of a stage with one tpf_rank, by ep_rank
+  pipeline,  ///< Ranks of a replica with one stage_rank, by stage
+  replica,   ///< All PP * N ranks of a replica, by world_rank
+  data       ///< Ranks with one stage and stage_rank, by replica
 };
 
 /// Arguments of Communicator::split: ranks of one color form a group, ordered by key.
@@ -104,7 +74,7 @@ class Topology {
   /// As above, and also requires `world_size` == DP * PP * N.
   Topology(const TopologySpec& spec, const ModelShape& shape, int world_size);
 
-  const TopologySpec& spec() const { return spec_; }  ///< tpf is filled in
+  const TopologySpec& spec() const { return spec_; }  ///< Tpf is filled in
   const ModelShape& shape() const { return shape_; }
   int kvp() const { return spec_.kvp; }
   int tpa() const { return spec_.tpa; }
@@ -137,12 +107,15 @@ class Topology {
   /// Columns of W_o (rows of its transpose): combined_heads times `value_dim` values a head after W_UV, if
   /// any.
   Range output_projection_rows(int stage_rank, std::int64_t value_dim) const;
-  Range ffn(int stage_rank) const;                ///< of F, over N
-  Range shared_expert_ffn(int stage_rank) const;  ///< of the shared experts' F, over N
-  Range expert_ffn(int stage_rank) const;         ///< of one routed expert's F, over TPF
-  Range experts(int stage_rank) const;            ///< routed experts, over EP
-  Range vocab(int stage_rank) const;              ///< over N; may be uneven
-  Range layers(int stage) const;                  ///< of num_layers, over PP
+  Range ffn(int stage_rank) const;                ///< Slice of F, split over N.
+  Range shared_expert_ffn(int stage_rank) const;  ///< Slice of the shared experts' F, split over N.
+  Range expert_ffn(int stage_rank) const;         ///< Slice of a routed expert's F, split over TPF.
+  Range experts(int stage_rank) const;            ///< Routed experts, split over EP.
+  Range vocab(int stage_rank) const;              ///< Vocabulary ids, split over N; parts may be uneven.
+  Range layers(int stage) const;                  ///< Layers of a stage, split over PP.
+
+  /// All sizes of the rank at once, as layers read them.
+  RankShape rank_shape(int stage_rank) const;
 
   /// Copies of each KV head in a stage: 1, or TPA/Hkv under allow_kv_duplication.
   int kv_copies() const;

@@ -6,8 +6,9 @@
 #include <span>
 #include <vector>
 
-#include <helix/backend.hpp>
+#include <helix/backend/vocabulary.hpp>
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 #include <helix/topology.hpp>
 #include <helix/workspace.hpp>
 
@@ -17,9 +18,10 @@ namespace helix {
 /// must have been checked against the vocabulary by the caller: an id outside gives a zero row. Collective
 /// over the stage; queued on `stream`, allocates nothing, capturable.
 /// @throws Error(invalid_argument) if the table is not this rank's shard.
-template <Backend B, class T>
+template <VocabularyBackend B>
 void embed_tokens(B& backend, const Topology& topo, const std::int32_t* ids, const WeightView& table,
-                  TensorView<T, 2> out, typename B::Stream stream) {
+                  TensorView<typename B::Activation, 2> out, typename B::Stream stream) {
+  using T = typename B::Activation;
   auto* stage = backend.comms().stage;
   const Range shard = topo.vocab(stage->rank());
   HELIX_EXPECTS(table.rows == shard.size() && table.cols == topo.shape().hidden &&
@@ -35,18 +37,19 @@ void embed_tokens(B& backend, const Topology& topo, const std::int32_t* ids, con
 /// How the next token is drawn. Equal on all ranks.
 struct SamplingConfig {
   float temperature = 0.0f;  ///< 0: greedy
-  float top_p = 1.0f;        ///< in (0, 1]
+  float top_p = 1.0f;        ///< Probability of the nucleus, in (0, 1].
   std::uint64_t seed = 0;
 };
 
 /// Final norm, LM head and sampling of one rank. Owns the epoch of its gather: a rank that skipped or
 /// repeated a step is an Error(out_of_step) on the stream, not a wrong token (invariant 13).
-template <Backend B>
+template <VocabularyBackend B>
 class VocabularyHead {
  public:
   using T = typename B::Activation;
 
-  /// Weights of this rank: `final_norm` [1, M], `lm_head` [Topology::vocab rows, M].
+  /// Weights of this rank: `final_norm` [1, M], or empty if rows reach logits() normed, as decode_layer's
+  /// next_norm leaves them; `lm_head` [Topology::vocab rows, M].
   VocabularyHead(B& backend, const Topology& topo, WeightView final_norm, WeightView lm_head,
                  float norm_epsilon)
       : backend_(&backend),
@@ -98,8 +101,10 @@ class VocabularyHead {
     if (num_rows == 0) return gathered;
     const std::int64_t tokens = hidden.extent(0);
     backend_->gather_rows(GatherRowsArgs<T>{hidden, rows, buffers.selected}, stream);
-    backend_->rms_norm(RmsNormArgs<T>{{}, buffers.selected, final_norm_, buffers.selected, norm_epsilon_},
-                       stream);
+    if (!final_norm_.empty()) {
+      backend_->rms_norm(RmsNormArgs<T>{{}, buffers.selected, final_norm_, buffers.selected, norm_epsilon_},
+                         stream);
+    }
     backend_->stamp(StampArgs{buffers.sent.data(), tokens, rank_, epoch(), positions}, stream);
     // A shard may be a column narrower than the widest one; the padding column is never read.
     const TensorView<T, 2> local(reinterpret_cast<T*>(buffers.sent.data() + sizeof(ExchangeHeader)),
@@ -142,7 +147,7 @@ class VocabularyHead {
   static std::int64_t message_bytes(std::int64_t width, std::int64_t rows) {
     const auto bytes = static_cast<std::int64_t>(sizeof(ExchangeHeader)) +
                        rows * width * static_cast<std::int64_t>(sizeof(T));
-    return (bytes + 15) / 16 * 16;
+    return round_up(bytes, std::int64_t{16});
   }
 
   static Buffers carve(int ranks, std::int64_t width, std::int64_t hidden, std::int64_t rows,

@@ -7,6 +7,7 @@
 #include <span>
 
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 #include <helix/tensor_view.hpp>
 
 namespace helix {
@@ -24,7 +25,7 @@ class WorkspaceArena {
   /// @throws Error(capacity) with both sizes if the workspace is too small.
   std::span<std::byte> take_bytes(std::size_t bytes) {
     const std::size_t begin = used_;
-    used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    used_ += round_up(bytes, kAlignment);
     if (measures_) return {};
     HELIX_EXPECTS(used_ <= capacity_, ErrorCode::capacity, "workspace is ", capacity_, " bytes; at least ",
                   used_, " are needed: size it with the workspace_bytes() of the operation");

@@ -21,8 +21,8 @@ struct Group {
   std::vector<int> root_ranks;
   std::shared_ptr<Meeting> collectives;
   std::shared_ptr<Meeting> splits;  // met on hosts
-  std::map<std::pair<int, int>, std::shared_ptr<Meeting>>
-      channels;  // by (sender, receiver); guarded by root->mutex
+  /// By (sender, receiver); guarded by root->mutex.
+  std::map<std::pair<int, int>, std::shared_ptr<Meeting>> channels;
 
   /// root->mutex held, or nobody else knows the root yet.
   Group(std::shared_ptr<Root> shared_root, std::vector<int> ranks)

@@ -18,11 +18,11 @@
 
 #include <helix/error.hpp>
 
+#include "comm/call.hpp"
 #include "comm/move.hpp"
+#include "comm/timeout.hpp"
 
 namespace helix::comm {
-
-using Clock = std::chrono::steady_clock;
 
 /// One place where a fixed set of ranks meets, round after round: all ranks of a group, or a sender and a
 /// receiver. Guarded by Root::mutex, except while `is_moving`: then `calls` and `move` are read freely and
@@ -86,7 +86,7 @@ struct Meeting {
 /// All groups split from one create_group.
 struct Root {
   std::mutex mutex;
-  std::chrono::milliseconds timeout{0};
+  milliseconds timeout{0};
   std::atomic<bool> has_failed = false;          // written under mutex
   std::string failure;                           // "rank 2 failed: why"
   std::vector<std::weak_ptr<Meeting>> meetings;  // to wake on failure
@@ -173,8 +173,8 @@ struct Root {
     if (!meeting.changed.wait_until(lock, deadline, moved_or_failed)) {
       std::ostringstream text;
       text << to_string(call.operation) << ": " << meeting.missing_ranks() << " did not arrive within "
-           << std::chrono::duration<double>(timeout).count() << " s; rank " << meeting.root_ranks[place]
-           << " waited in " << call.describe();
+           << seconds(timeout) << " s; rank " << meeting.root_ranks[place] << " waited in "
+           << call.describe();
       fail_meeting(meeting, place, ErrorCode::timeout, text.str());
     }
     if (meeting.round != round || meeting.is_moving) return;

@@ -1,110 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// What each rank asks of a meeting, and the data movement that answers all of them.
+// The data movement that answers a meeting of ranks on the host.
 #pragma once
 
 #include <algorithm>
 #include <array>
-#include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <iterator>
-#include <sstream>
-#include <string>
-#include <string_view>
 #include <vector>
 
 #include <helix/dtype.hpp>
 
+#include "comm/bytes.hpp"
+#include "comm/call.hpp"
 #include "comm/reduce.hpp"
 
 namespace helix::comm {
 
-inline constexpr std::int64_t kPieceElements = 8192;    // of a reduction; 32 KB an input
-inline constexpr std::int64_t kPieceBytes = 64 * 1024;  // of a copy
-inline constexpr std::int64_t kSharedMoveBytes = 512
-                                                 << 10;  // from here on waking the other ranks to help pays
-
-enum class Operation {
-  all_reduce,
-  reduce_scatter,
-  all_gather,
-  all_to_all,
-  all_to_all_v,
-  broadcast,
-  send,
-  recv,
-  barrier,
-  split
-};
-
-inline std::string_view to_string(Operation operation) {
-  switch (operation) {
-    case Operation::all_reduce:
-      return "all_reduce";
-    case Operation::reduce_scatter:
-      return "reduce_scatter";
-    case Operation::all_gather:
-      return "all_gather";
-    case Operation::all_to_all:
-      return "all_to_all";
-    case Operation::all_to_all_v:
-      return "all_to_all_v";
-    case Operation::broadcast:
-      return "broadcast";
-    case Operation::send:
-      return "send";
-    case Operation::recv:
-      return "recv";
-    case Operation::barrier:
-      return "barrier";
-    case Operation::split:
-      return "split";
-  }
-  return "unknown";
-}
-
-inline bool is_reduction(Operation operation) {
-  return operation == Operation::all_reduce || operation == Operation::reduce_scatter;
-}
-
-/// What one rank brings to a meeting. Lives on its stack until it leaves.
-struct Call {
-  Operation operation = Operation::barrier;
-  const void* in = nullptr;
-  void* out = nullptr;
-  std::int64_t count = 0;  // elements of a reduction, else bytes
-  DType dtype = DType::f32;
-  int root = 0;
-  const std::int64_t* send_bytes = nullptr;  // all_to_all_v
-  const std::int64_t* recv_bytes = nullptr;
-  int color = 0;  // split
-  int key = 0;
-
-  std::string describe() const {
-    std::ostringstream text;
-    text << to_string(operation);
-    if (is_reduction(operation)) {
-      text << " of " << count << " x " << helix::to_string(dtype);
-    } else if (operation != Operation::all_to_all_v && operation != Operation::barrier &&
-               operation != Operation::split) {
-      text << " of " << count << " bytes";
-    }
-    if (operation == Operation::broadcast) text << " from group rank " << root;
-    return text.str();
-  }
-};
-
-inline std::byte* at(void* base, std::int64_t offset) {
-  return static_cast<std::byte*>(base) + offset;
-}
-inline const std::byte* at(const void* base, std::int64_t offset) {
-  return static_cast<const std::byte*>(base) + offset;
-}
-
-inline void copy_bytes(void* target, const void* source, std::int64_t bytes) {
-  // A rank's own slice may already be in place.
-  if (bytes > 0 && target != source) std::memcpy(target, source, static_cast<std::size_t>(bytes));
-}
+/// Elements in a unit of a reduction: 32 KB an input.
+inline constexpr std::int64_t kPieceElements = 8192;
+/// Bytes in a unit of a copy.
+inline constexpr std::int64_t kPieceBytes = 64 * 1024;
+/// Bytes of a move from which on waking the other ranks to help pays.
+inline constexpr std::int64_t kSharedMoveBytes = 512 * 1024;
 
 inline std::int64_t pieces(std::int64_t count, std::int64_t piece) {
   return (count + piece - 1) / piece;

@@ -9,7 +9,8 @@
 
 namespace helix::comm {
 
-inline constexpr std::int64_t kReduceBlock = 1024;  ///< floats of a partial sum: 4 KB, stays in L1
+/// Floats in a partial sum: 4 KB, which stay in L1.
+inline constexpr std::int64_t kReduceBlock = 1024;
 
 /// sum[i] = in[i] when `is_first`, else sum[i] += in[i]. `in` is of `dtype` and may be unaligned.
 inline void add_to_sum(float* sum, const void* in, std::int64_t count, DType dtype, bool is_first) {

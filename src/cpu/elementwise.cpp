@@ -155,13 +155,14 @@ void Operators::rope(const RopeArgs<float>& args, Stream stream) const {
 void Operators::append_kv(const AppendKvArgs<float>& args, Stream stream) const {
   stream.enqueue([args, pool = pool_] {
     const KvView& kv = args.kv;
-    dispatch(kv.dtype, [&]<class T>(T*) {
+    dispatch(kv.format.dtype, [&]<class T>(T*) {
       const KvRows<T> rows(kv);
       const std::int32_t* offsets = args.batch.query_offsets;
       const std::int64_t sequences = args.batch.num_sequences();
       if (sequences == 0) return;
       const std::int64_t first = offsets[0];
-      const std::int64_t row_elements = kv.num_heads * (kv.head_dim + (kv.is_mla ? 0 : kv.value_dim));
+      const std::int64_t row_elements =
+          args.k.extent(1) * args.k.extent(2) + args.v.extent(1) * args.v.extent(2);
       for_each_row(*pool, offsets[sequences] - first, row_elements, [&](std::int64_t row) {
         const std::int64_t token = first + row;
         const std::int64_t position = args.batch.positions[token];
@@ -170,13 +171,8 @@ void Operators::append_kv(const AppendKvArgs<float>& args, Stream stream) const 
         const std::int32_t* next = std::upper_bound(offsets, offsets + sequences, token);
         const std::int32_t slot = args.batch.sequence_slots[next - offsets - 1];
         const std::int64_t local = kv.layout.local(position);
-        for (std::int64_t head = 0; head < kv.num_heads; ++head) {
-          store_row(&args.k(token, head, 0), rows.k(slot, local, head), kv.head_dim,
-                    scale_of(kv.k_scale, head));
-          if (kv.is_mla) continue;
-          store_row(&args.v(token, head, 0), rows.v(slot, local, head), kv.value_dim,
-                    scale_of(kv.v_scale, head));
-        }
+        for (std::int64_t head = 0; head < kv.format.num_heads; ++head)
+          rows.store(slot, local, head, args.k, args.v, token);
       });
     });
   });

@@ -23,14 +23,14 @@ void combine_head(const LseCombineArgs<float>& args, std::int64_t token, std::in
   const float sink = args.sink != nullptr ? args.sink[head] : kEmpty;
   float max = sink;
   for (std::int64_t rank = 0; rank < ranks; ++rank) {
-    const float lse = args.partial_lse(rank, token, head);
+    const float lse = to_natural(args.partial_lse(rank, token, head), args.convention);
     if (lse > max || std::isnan(lse)) max = lse;  // NaN stays: nothing is larger
   }
   float* out = &args.out(token, head, 0);
   float sum = max == kEmpty ? 0.0f : std::exp(sink - max);
   bool is_first = true;
   for (std::int64_t rank = 0; rank < ranks; ++rank) {
-    const float lse = args.partial_lse(rank, token, head);
+    const float lse = to_natural(args.partial_lse(rank, token, head), args.convention);
     if (lse == kEmpty) continue;  // weight 0, whatever its out holds (invariant 6)
     const float weight = std::exp(lse - max);
     sum += weight;
@@ -85,7 +85,7 @@ void Operators::pack_partial(const PackPartialArgs<float>& args, Stream stream) 
     const auto bytes = static_cast<std::size_t>(args.out.extent(2)) * sizeof(float);
     const auto pack = [&](std::int64_t head, int) {
       for (std::int64_t token = 0; token < tokens; ++token) {
-        args.packed_lse(token, head) = args.lse(token, head);
+        args.packed_lse(token, head) = to_natural(args.lse(token, head), args.convention);
         std::memcpy(&args.packed_out(token, head, 0), &args.out(token, head, 0), bytes);
       }
     };

@@ -10,42 +10,6 @@
 
 namespace helix::cpu {
 
-/// Addresses inside the pages of a KvView whose dtype is kDTypeOf<T>. MLA pages hold one row a token and no V
-/// rows.
-template <class T>
-class KvRows {
- public:
-  explicit KvRows(const KvView& kv)
-      : pages_(static_cast<T*>(kv.pages)),
-        page_table_(kv.page_table),
-        max_pages_(kv.max_pages),
-        page_elements_(kv.page_elements()),
-        page_tokens_(kv.page_tokens),
-        num_heads_(kv.num_heads),
-        head_dim_(kv.head_dim) {}
-
-  /// Row of `head` for local position `local` of the sequence in `slot`; the next page_tokens - local %
-  /// page_tokens tokens follow, head_dim apart.
-  T* k(std::int32_t slot, std::int64_t local, std::int64_t head) const { return row(slot, local, head); }
-  T* v(std::int32_t slot, std::int64_t local, std::int64_t head) const {
-    return row(slot, local, num_heads_ + head);
-  }
-
- private:
-  T* row(std::int32_t slot, std::int64_t local, std::int64_t plane) const {
-    const std::int64_t page = page_table_[slot * max_pages_ + local / page_tokens_];
-    return pages_ + page * page_elements_ + (plane * page_tokens_ + local % page_tokens_) * head_dim_;
-  }
-
-  T* pages_;
-  const std::int32_t* page_table_;
-  std::int64_t max_pages_;
-  std::int64_t page_elements_;
-  std::int64_t page_tokens_;
-  std::int64_t num_heads_;
-  std::int64_t head_dim_;
-};
-
 /// Scale of `head`; `scales` may be null.
 inline float scale_of(const float* scales, std::int64_t head) {
   return scales == nullptr ? 1.0f : scales[head];
@@ -67,5 +31,64 @@ template <class T>
 void load_row(const T* stored, float* values, std::int64_t count, float scale) {
   for (std::int64_t i = 0; i < count; ++i) values[i] = static_cast<float>(stored[i]) * scale;
 }
+
+/// Addresses of rows in the pools of a KvView whose dtype is kDTypeOf<T>.
+template <class T>
+class KvRows {
+ public:
+  explicit KvRows(const KvView& kv) : kv_(kv) {}
+
+  /// Rows of one token and head from row `from` of k and v (latent: of k alone).
+  void store(std::int32_t slot, std::int64_t local, std::int64_t head,
+             const TensorView<const float, 3>& from_k, const TensorView<const float, 3>& from_v,
+             std::int64_t from) const {
+    const KvFormat& format = kv_.format;
+    const float k_scale = scale_of(kv_.k_scale, head);
+    const float* row = &from_k(from, head, 0);
+    store_row(row, k(slot, local, head), format.k_columns(), k_scale);
+    if (format.is_latent) {
+      store_row(row + format.value_dim, rope(slot, local), format.rope_columns(), k_scale);
+    } else {
+      store_row(&from_v(from, head, 0), v(slot, local, head), format.value_dim, scale_of(kv_.v_scale, head));
+    }
+  }
+
+  /// The same back into row `to` of k and v, as values.
+  void load(std::int32_t slot, std::int64_t local, std::int64_t head, const TensorView<float, 3>& to_k,
+            const TensorView<float, 3>& to_v, std::int64_t to) const {
+    const KvFormat& format = kv_.format;
+    const float k_scale = scale_of(kv_.k_scale, head);
+    float* row = &to_k(to, head, 0);
+    load_row(k(slot, local, head), row, format.k_columns(), k_scale);
+    if (format.is_latent) {
+      load_row(rope(slot, local), row + format.value_dim, format.rope_columns(), k_scale);
+    } else {
+      load_row(v(slot, local, head), &to_v(to, head, 0), format.value_dim, scale_of(kv_.v_scale, head));
+    }
+  }
+
+ private:
+  /// Key row of `head` for local position `local` of the sequence in `slot` (latent: its first value_dim
+  /// columns); the next page_tokens - local % page_tokens tokens follow, format.k.token apart.
+  T* k(std::int32_t slot, std::int64_t local, std::int64_t head) const {
+    return row(kv_.k, kv_.format.k, slot, local, head);
+  }
+  /// Value row, likewise format.v.token apart; not for latent formats.
+  T* v(std::int32_t slot, std::int64_t local, std::int64_t head) const {
+    return row(kv_.v, kv_.format.v, slot, local, head);
+  }
+  /// The rest of a latent key row, format.rope.token apart.
+  T* rope(std::int32_t slot, std::int64_t local) const {
+    return row(kv_.rope, kv_.format.rope, slot, local, 0);
+  }
+
+  T* row(void* pool, const KvStrides& strides, std::int32_t slot, std::int64_t local,
+         std::int64_t head) const {
+    const std::int64_t page = kv_.page_table[kv_.first_page_of(slot) + local / kv_.format.page_tokens];
+    return static_cast<T*>(pool) + strides.at(page, head, local % kv_.format.page_tokens);
+  }
+
+  KvView kv_;
+};
 
 }  // namespace helix::cpu

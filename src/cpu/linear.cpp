@@ -47,6 +47,10 @@ void Operators::linear(const LinearArgs<float>& args, Stream stream) const {
   });
 }
 
+void Operators::router_logits(const RouterLogitsArgs<float>& args, Stream stream) const {
+  linear({.in = args.in, .weight = args.weight, .bias = {}, .out = args.out}, stream);
+}
+
 void Operators::head_linear(const HeadLinearArgs<float>& args, Stream stream) const {
   if (args.in.extent(0) == 0 || args.weight.rows == 0) return;
   stream.enqueue([args, pool = pool_] {

@@ -8,7 +8,7 @@
 // Where there are tile registers, bf16 weights meet more than 4 rows on them: vectors then wait for
 // arithmetic, not for memory.
 
-// As in attention_kernels.cpp: machines before 2013 take the portable code.
+// As in attention/attend.cpp: machines before 2013 take the portable code.
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/linear_kernels.cpp"

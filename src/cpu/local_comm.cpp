@@ -9,6 +9,7 @@
 
 #include "comm/collective_arguments.hpp"
 #include "comm/local_group.hpp"
+#include "comm/timeout.hpp"
 
 namespace helix::cpu {
 
@@ -42,8 +43,7 @@ LocalComm::LocalComm(std::shared_ptr<comm::Group> group, int rank) : group_(std:
 
 std::vector<LocalComm> LocalComm::create_group(int size, std::chrono::milliseconds timeout) {
   HELIX_EXPECTS(size >= 1, ErrorCode::invalid_argument, "group size is ", size, "; at least 1 is needed");
-  HELIX_EXPECTS(timeout.count() > 0, ErrorCode::invalid_argument, "timeout is ", timeout.count(),
-                " ms; it must be positive");
+  comm::expect_timeout(timeout);
   auto root = std::make_shared<Root>();
   root->timeout = timeout;
   const std::shared_ptr<Group> group = Group::whole(std::move(root), size);

@@ -48,7 +48,7 @@ float group_score(std::span<const float> scores, RouterScoring scoring) {
   return first + second;
 }
 
-void route_token(const RouteArgs<float>& args, std::int64_t token) {
+void route_token(const RouteArgs& args, std::int64_t token) {
   const auto experts = static_cast<std::size_t>(args.logits.extent(1));
   const std::int64_t top_k = args.experts.extent(1);
   const float* logits = &args.logits(token, 0);
@@ -238,7 +238,7 @@ void run_experts(const ExpertFfnArgs<float>& args, ThreadPool& pool) {
 
 }  // namespace
 
-void Operators::route(const RouteArgs<float>& args, Stream stream) const {
+void Operators::route(const RouteArgs& args, Stream stream) const {
   const std::int64_t experts = args.logits.extent(1);
   const std::int64_t top_k = args.experts.extent(1);
   HELIX_EXPECTS(experts <= static_cast<std::int64_t>(kMaxExperts), ErrorCode::unsupported, "route: ", experts,

@@ -14,7 +14,8 @@
 #include <helix/cpu/backend.hpp>
 #include <helix/error.hpp>
 
-#include "cpu/attention_kernels.hpp"
+#include "cpu/attention/task.hpp"
+#include "cpu/kv_rows.hpp"
 
 namespace helix::cpu {
 namespace {
@@ -63,17 +64,18 @@ class PartialAttention {
   PartialAttention(const PartialAttentionArgs<float>& args, ThreadPool& pool)
       : args_(args),
         pool_(pool),
-        heads_(args.kv.num_heads),
+        heads_(args.kv.format.num_heads),
         query_heads_(args.q.extent(1)),
         group_(query_heads_ / std::max<std::int64_t>(heads_, 1)) {
     const std::int64_t rows = max_rows(args.batch.num_tokens(), query_heads_);
-    scratch_floats_ = attention_scratch_floats(rows, args.kv.head_dim, args.kv.value_dim);
+    scratch_floats_ = attention_scratch_floats(rows, args.kv.format.head_dim, args.kv.format.value_dim);
     void* base = args.workspace.data();
     std::size_t space = args.workspace.size();
     base = std::align(static_cast<std::size_t>(kAlignBytes), 1, base, space);
     scratch_ = static_cast<float*>(base);
     partial_out_ = scratch_ + scratch_floats_ * pool.num_threads();
-    partial_lse_ = partial_out_ + max_partials(args.batch.num_tokens()) * query_heads_ * args.kv.value_dim;
+    partial_lse_ =
+        partial_out_ + max_partials(args.batch.num_tokens()) * query_heads_ * args.kv.format.value_dim;
   }
 
   void run() {
@@ -99,15 +101,10 @@ class PartialAttention {
   }
 
  private:
-  std::int64_t out_row(std::int64_t token) const { return token - args_.first_out_token; }
+  std::int64_t out_row(std::int64_t token) const { return token - args_.sink.first_token; }
 
   TokenRange visible(std::int64_t token) const {
-    const std::int64_t position = args_.batch.positions[token];
-    if (position < 0) return {};
-    const KvLayout& layout = args_.kv.layout;
-    const std::int64_t rank = args_.kv.kvp_rank;
-    const std::int64_t begin = args_.window > 0 ? layout.length(position + 1 - args_.window, rank) : 0;
-    return {begin, layout.length(position + 1, rank)};
+    return args_.kv.layout.visible(args_.batch.positions[token], args_.window, args_.kv.kvp_rank);
   }
 
   Unit make_unit(std::int64_t sequence, std::int64_t first_token, std::int64_t num_tokens) const {
@@ -150,7 +147,6 @@ class PartialAttention {
     const Unit& unit = *(after - 1);
     const std::int64_t split = (index - unit.first_task) % unit.num_splits;
     const std::int64_t head = (index - unit.first_task) / unit.num_splits;
-    const KvView& kv = args_.kv;
 
     std::array<TokenRange, static_cast<std::size_t>(kTileTokens)> seen;
     const std::int64_t begin = unit.begin + split * unit.split_tokens;
@@ -160,12 +156,6 @@ class PartialAttention {
       seen[static_cast<std::size_t>(t)] = {std::max(begin, whole.begin), std::min(end, whole.end)};
     }
 
-    const auto element_bytes = static_cast<std::int64_t>(size_bytes(kv.dtype));
-    const auto* pages = static_cast<const std::byte*>(kv.pages);
-    const std::int64_t head_bytes = kv.page_tokens * kv.head_dim * element_bytes;
-    const std::int64_t slot = args_.batch.sequence_slots[unit.sequence];
-    const float k_scale = kv.k_scale != nullptr ? kv.k_scale[head] : 1.0f;
-    const float v_scale = kv.is_mla ? k_scale : (kv.v_scale != nullptr ? kv.v_scale[head] : 1.0f);
     AttentionTask task;
     task.q = args_.q.data() + unit.first_token * args_.q.stride(0) + head * group_ * args_.q.stride(1);
     task.q_token_stride = args_.q.stride(0);
@@ -173,49 +163,79 @@ class PartialAttention {
     task.num_tokens = unit.num_tokens;
     task.group = group_;
     task.visible = seen.data();
-    task.keys = pages + head * head_bytes;
-    task.values = kv.is_mla ? task.keys : pages + (kv.num_heads + head) * head_bytes;
-    task.dtype = kv.dtype;
-    task.page_bytes = kv.page_elements() * element_bytes;
-    task.page_tokens = kv.page_tokens;
-    task.row_bytes = kv.head_dim * element_bytes;
-    task.page_table = kv.page_table + slot * kv.max_pages;
-    task.head_dim = kv.head_dim;
-    task.value_dim = kv.value_dim;
-    task.key_scale = args_.scale * k_scale;
-    task.value_scale = v_scale;
     task.soft_cap = args_.soft_cap;
-    if (unit.num_splits == 1) {
-      task.out = args_.out.data() + out_row(unit.first_token) * args_.out.stride(0) +
-                 head * group_ * args_.out.stride(1);
-      task.out_token_stride = args_.out.stride(0);
-      task.out_head_stride = args_.out.stride(1);
-      task.lse = args_.lse.data() + out_row(unit.first_token) * args_.lse.stride(0) +
-                 head * group_ * args_.lse.stride(1);
-      task.lse_token_stride = args_.lse.stride(0);
-      task.lse_head_stride = args_.lse.stride(1);
-    } else {
-      const std::int64_t row = (unit.first_partial + split * unit.num_tokens) * query_heads_ + head * group_;
-      task.out = partial_out_ + row * kv.value_dim;
-      task.out_token_stride = query_heads_ * kv.value_dim;
-      task.out_head_stride = kv.value_dim;
-      task.lse = partial_lse_ + row;
-      task.lse_token_stride = query_heads_;
-      task.lse_head_stride = 1;
-    }
+    set_source(task, head, args_.batch.sequence_slots[unit.sequence]);
+    set_target(task, unit, split, head);
     attend(task, scratch_ + thread * scratch_floats_);
+  }
+
+  StoredRows rows_of(const void* pool, const KvStrides& strides, std::int64_t head) const {
+    const std::int64_t element_bytes = args_.kv.format.element_bytes();
+    return {static_cast<const std::byte*>(pool) + head * strides.head * element_bytes,
+            strides.page * element_bytes, strides.token * element_bytes};
+  }
+
+  /// Whether the rope columns of every latent row follow its latent columns.
+  bool is_joined_latent() const {
+    const KvView& kv = args_.kv;
+    const KvFormat& format = kv.format;
+    if (format.rope_columns() == 0) return true;
+    return kv.rope == static_cast<const std::byte*>(kv.k) + format.value_dim * format.element_bytes() &&
+           format.rope.page == format.k.page && format.rope.token == format.k.token;
+  }
+
+  /// What the task reads of the cache.
+  void set_source(AttentionTask& task, std::int64_t head, std::int64_t slot) const {
+    const KvView& kv = args_.kv;
+    const KvFormat& format = kv.format;
+    task.keys = rows_of(kv.k, format.k, head);
+    task.values = format.is_latent ? task.keys : rows_of(kv.v, format.v, head);
+    if (format.is_latent && !is_joined_latent()) task.rope = rows_of(kv.rope, format.rope, head);
+    task.dtype = format.dtype;
+    task.page_tokens = format.page_tokens;
+    task.page_table = kv.page_table + kv.first_page_of(slot);
+    task.head_dim = format.head_dim;
+    task.value_dim = format.value_dim;
+    const float k_scale = scale_of(kv.k_scale, head);
+    task.key_scale = args_.scale * k_scale;
+    task.value_scale = format.is_latent ? k_scale : scale_of(kv.v_scale, head);
+  }
+
+  /// Where the task writes: the sink, or the workspace if its unit is split.
+  void set_target(AttentionTask& task, const Unit& unit, std::int64_t split, std::int64_t head) const {
+    if (unit.num_splits == 1) {
+      const auto& out = args_.sink.out;
+      const auto& lse = args_.sink.lse;
+      const std::int64_t token = out_row(unit.first_token);
+      task.out = out.data() + token * out.stride(0) + head * group_ * out.stride(1);
+      task.out_token_stride = out.stride(0);
+      task.out_head_stride = out.stride(1);
+      task.lse = lse.data() + token * lse.stride(0) + head * group_ * lse.stride(1);
+      task.lse_token_stride = lse.stride(0);
+      task.lse_head_stride = lse.stride(1);
+      return;
+    }
+    const std::int64_t value_dim = args_.kv.format.value_dim;
+    const std::int64_t row = (unit.first_partial + split * unit.num_tokens) * query_heads_ + head * group_;
+    task.out = partial_out_ + row * value_dim;
+    task.out_token_stride = query_heads_ * value_dim;
+    task.out_head_stride = value_dim;
+    task.lse = partial_lse_ + row;
+    task.lse_token_stride = query_heads_;
+    task.lse_head_stride = 1;
   }
 
   /// The splits of one query head, in order. A split that a token does not see has lse = -inf and weight 0.
   void merge(const Unit& unit, std::int64_t query_head) const {
     if (unit.num_splits == 1) return;
-    const std::int64_t value_dim = args_.kv.value_dim;
+    const std::int64_t value_dim = args_.kv.format.value_dim;
     for (std::int64_t t = 0; t < unit.num_tokens; ++t) {
       const std::int64_t token = unit.first_token + t;
       const auto row = [&](std::int64_t split) {
         return (unit.first_partial + split * unit.num_tokens + t) * query_heads_ + query_head;
       };
-      float* out = args_.out.data() + out_row(token) * args_.out.stride(0) + query_head * args_.out.stride(1);
+      float* out = args_.sink.out.data() + out_row(token) * args_.sink.out.stride(0) +
+                   query_head * args_.sink.out.stride(1);
       float highest = -std::numeric_limits<float>::infinity();
       for (std::int64_t split = 0; split < unit.num_splits; ++split) {
         highest = std::max(highest, partial_lse_[row(split)]);
@@ -235,7 +255,7 @@ class PartialAttention {
         for (std::int64_t i = 0; i < value_dim; ++i) out[i] /= total;
         lse += std::log(total);
       }
-      args_.lse(out_row(token), query_head) = lse;
+      args_.sink.lse(out_row(token), query_head) = lse;
     }
   }
 
@@ -257,14 +277,14 @@ class PartialAttention {
 }  // namespace
 
 void Operators::partial_attention(const PartialAttentionArgs<float>& args, Stream stream) const {
-  const std::size_t needed = partial_attention_workspace_bytes(args.batch.num_tokens(), args.q.extent(1),
-                                                               args.kv.head_dim, args.kv.value_dim);
+  const std::size_t needed = partial_attention_workspace_bytes(
+      args.batch.num_tokens(), args.q.extent(1), args.kv.format.head_dim, args.kv.format.value_dim);
   HELIX_EXPECTS(args.workspace.size() >= needed, ErrorCode::capacity, "partial_attention: the workspace has ",
                 args.workspace.size(), " bytes, ", args.batch.num_tokens(), " tokens of ", args.q.extent(1),
                 " heads need ", needed, "; see partial_attention_workspace_bytes()");
   if (args.batch.num_tokens() == 0) return;
   stream.enqueue([args, pool = pool_] { PartialAttention(args, *pool).run(); });
-  if (args.headers.message != nullptr) stamp(args.headers, stream);
+  if (args.sink.headers.message != nullptr) stamp(args.sink.headers, stream);
 }
 
 std::size_t Operators::partial_attention_workspace_bytes(std::int64_t num_tokens,

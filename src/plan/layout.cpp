@@ -21,21 +21,22 @@ void check_baseline(const Layout& layout, const Model& model, Report&& report) {
     report("attn_dp is ", layout.attn_dp, "; the strategy has none: use 1");
   if (layout.hop_b_slices > 1)
     report("hop_b_slices is ", layout.hop_b_slices, "; only helix overlaps: use 1");
-  if (model.num_query_heads % tpa != 0)
-    report("num_query_heads ", model.num_query_heads, " is not a multiple of TPA ", tpa);
-  if (model.num_kv_heads % tpa != 0 && tpa % model.num_kv_heads != 0) {
-    report("TPA ", tpa, " and num_kv_heads ", model.num_kv_heads, ": neither is a multiple of the other");
+  if (model.shape.num_query_heads % tpa != 0)
+    report("num_query_heads ", model.shape.num_query_heads, " is not a multiple of TPA ", tpa);
+  if (model.shape.num_kv_heads % tpa != 0 && tpa % model.shape.num_kv_heads != 0) {
+    report("TPA ", tpa, " and num_kv_heads ", model.shape.num_kv_heads,
+           ": neither is a multiple of the other");
   }
   const int width = layout.ffn_width();
   if (layout.tpf * layout.ep != width) {
     report("TPF ", layout.tpf, " * EP ", layout.ep, " differs from the ", width, " ranks of the FFN");
   }
-  if (model.ffn % width != 0)
-    report("ffn ", model.ffn, " is not a multiple of the ", width, " ranks that share it");
-  if (!model.experts) {
+  if (model.shape.ffn % width != 0)
+    report("ffn ", model.shape.ffn, " is not a multiple of the ", width, " ranks that share it");
+  if (!model.shape.moe) {
     if (layout.ep > 1) report("EP is ", layout.ep, " but the model has no routed experts; use EP 1");
   } else {
-    const Experts& moe = *model.experts;
+    const MoeShape& moe = *model.shape.moe;
     // Data-parallel attention keeps the shared experts with the attention of a token.
     const int shared_width = uses_attn_dp ? tpa : width;
     if (moe.num_experts % layout.ep != 0)
@@ -49,7 +50,8 @@ void check_baseline(const Layout& layout, const Model& model, Report&& report) {
   }
   if (layout.strategy == Strategy::medha && layout.ep != 1)
     report("EP is ", layout.ep, "; the strategy splits experts by TPF: use 1");
-  if (layout.pp > model.num_layers) report("PP ", layout.pp, " exceeds num_layers ", model.num_layers);
+  if (layout.pp > model.shape.num_layers)
+    report("PP ", layout.pp, " exceeds num_layers ", model.shape.num_layers);
   if (n > std::numeric_limits<int>::max() / layout.pp / layout.dp) {
     report("N ", n, " * PP ", layout.pp, " * DP ", layout.dp, " is too many GPUs");
   }
@@ -134,7 +136,7 @@ bool is_legal(const Layout& layout, const Model& model) {
   const auto report = [&](const auto&...) { is_broken = true; };
   if (!widths_are_sound(layout, report)) return false;
   if (layout.strategy == Strategy::helix) {
-    return Topology::violations(layout.topology_spec(), model.shape()).empty();
+    return Topology::violations(layout.topology_spec(), model.shape).empty();
   }
   check_baseline(layout, model, report);
   return !is_broken;
@@ -148,7 +150,7 @@ std::vector<std::string> violations(const Layout& layout, const Model& model) {
     found.push_back(out.str());
   };
   if (!widths_are_sound(layout, report)) return found;
-  if (layout.strategy == Strategy::helix) return Topology::violations(layout.topology_spec(), model.shape());
+  if (layout.strategy == Strategy::helix) return Topology::violations(layout.topology_spec(), model.shape);
   check_baseline(layout, model, report);
   return found;
 }
@@ -168,7 +170,7 @@ std::vector<Layout> legal_layouts(Strategy strategy, const Model& model, int sta
         break;
       case Strategy::medha:
         if (others == 1) continue;  // tensor_parallel
-        if (tpa > model.num_kv_heads && !medha_may_duplicate_kv) continue;
+        if (tpa > model.shape.num_kv_heads && !medha_may_duplicate_kv) continue;
         layout.kvp = others;
         break;
       case Strategy::tensor_parallel:

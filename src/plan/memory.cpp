@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include <helix/error.hpp>
-#include <helix/page_ledger.hpp>
 #include <helix/plan/memory.hpp>
 
 #include "plan/rank_elements.hpp"
@@ -13,10 +12,20 @@ namespace helix::plan {
 
 using detail::ceil_div;
 
+namespace {
+
+/// Pages that `num_tokens` global tokens take on `kvp_rank`, as PageLedger counts them.
+std::int64_t pages_needed(const KvLayout& layout, std::int64_t page_tokens, std::int64_t num_tokens,
+                          std::int64_t kvp_rank) {
+  return ceil_div(layout.length(num_tokens, kvp_rank), page_tokens);
+}
+
+}  // namespace
+
 std::int64_t kv_row_elements(const Topology& topology, int stage_rank) {
   const ModelShape& shape = topology.shape();
-  return shape.is_mla ? shape.head_dim
-                      : topology.kv_heads(stage_rank).size() * (shape.head_dim + shape.value_dim);
+  return shape.is_mla() ? shape.head_dim
+                        : topology.kv_heads(stage_rank).size() * (shape.head_dim + shape.value_dim);
 }
 
 std::int64_t kv_page_bytes(const Topology& topology, int stage_rank, const KvPages& pages) {
@@ -34,7 +43,7 @@ std::int64_t kv_page_bytes_used(const Topology& topology, int stage_rank, const 
   const std::int64_t page_bytes = kv_page_bytes(topology, stage_rank, pages);
   std::int64_t used = 0;
   for (const std::int64_t length : lengths) {
-    used += PageLedger::pages_needed(layout, pages.page_tokens, length, kvp_rank);
+    used += pages_needed(layout, pages.page_tokens, length, kvp_rank);
   }
   return used * page_bytes;
 }
@@ -43,12 +52,12 @@ RankMemoryPlan plan_memory(const Model& model, const Precision& precision, const
                            const Workload& workload) {
   const detail::RankElements rank = detail::rank_elements(model, layout);
   const detail::RankBatch batch = detail::rank_batch(layout, workload);
-  const auto hidden = static_cast<double>(model.hidden);
+  const auto hidden = static_cast<double>(model.shape.hidden);
 
   double most_weights = 0;
   std::int64_t most_layers = 0;
   for (int stage = 0; stage < layout.pp; ++stage) {
-    const Range layers = split_evenly(model.num_layers, layout.pp, stage);
+    const Range layers = split_evenly(model.shape.num_layers, layout.pp, stage);
     const detail::LayerCounts counts = detail::count_layers(model, layers);
     const auto dense = static_cast<double>(counts[0][0] + counts[0][1]);
     const auto moe = static_cast<double>(counts[1][0] + counts[1][1]);
@@ -67,19 +76,19 @@ RankMemoryPlan plan_memory(const Model& model, const Precision& precision, const
 
   const KvLayout kv_layout(layout.kvp, workload.chunk);
   // Rank 0 owns the first chunk of each period: no rank holds more.
-  const std::int64_t pages = PageLedger::pages_needed(
+  const std::int64_t pages = pages_needed(
       kv_layout, workload.page_tokens, static_cast<std::int64_t>(std::ceil(in_tokens(workload.context))), 0);
   const Bytes page = packed_bytes(rank.kv_row * static_cast<double>(workload.page_tokens), precision.kv_bits);
   plan.kv = page * pages * batch.cached * most_layers;
 
   const auto tokens = static_cast<double>(batch.attention * workload.step_tokens);
   const auto stage_tokens = static_cast<double>(batch.stage * workload.step_tokens);
-  const auto value_dim = static_cast<double>(model.value_dim);
+  const auto value_dim = static_cast<double>(model.shape.value_dim);
   // Hidden, normed hidden, query and KV; the partial outputs, packed and received; FFN intermediates.
   double activations = tokens * (2 * hidden + rank.qkv_width) + 3 * tokens * rank.query_heads * value_dim +
                        stage_tokens * (hidden + 2 * rank.ffn_width + 2 * rank.shared_width);
-  if (model.experts) {
-    activations += stage_tokens * static_cast<double>(model.experts->top_k) *
+  if (model.shape.moe) {
+    activations += stage_tokens * static_cast<double>(model.shape.moe->top_k) *
                    (hidden + 2 * rank.expert_width);  // as many choices as may meet on one rank
   }
   constexpr double kLogitBits = 32;

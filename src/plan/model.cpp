@@ -19,37 +19,62 @@ void check_size(std::string_view name, std::int64_t value, std::int64_t smallest
 }
 
 double attention_parameters(const Model& model) {
-  const auto hidden = static_cast<double>(model.hidden);
-  const auto heads = static_cast<double>(model.num_query_heads);
-  if (!model.latent) {
-    const auto kv_row = static_cast<double>(model.kv_elements_per_layer());
-    return hidden * (heads * static_cast<double>(model.head_dim + model.value_dim) + kv_row);
+  const auto hidden = static_cast<double>(model.shape.hidden);
+  const auto heads = static_cast<double>(model.shape.num_query_heads);
+  if (!model.shape.mla) {
+    const auto kv_row = static_cast<double>(model.shape.kv_elements());
+    return hidden * (heads * static_cast<double>(model.shape.head_dim + model.shape.value_dim) + kv_row);
   }
-  const LatentAttention& mla = *model.latent;
-  const double query_width = heads * static_cast<double>(mla.qk_nope_head_dim + mla.qk_rope_head_dim);
+  const MlaShape& mla = *model.shape.mla;
+  const double query_width = heads * static_cast<double>(mla.qk_head_dim());
   const auto rank = static_cast<double>(mla.q_lora_rank);
   const double query = rank > 0 ? hidden * rank + rank * query_width : hidden * query_width;
-  const double latent = hidden * static_cast<double>(mla.kv_lora_rank + mla.qk_rope_head_dim);
+  const double latent = hidden * static_cast<double>(mla.latent_dim());
   const double up = static_cast<double>(mla.kv_lora_rank) * heads *
                     static_cast<double>(mla.qk_nope_head_dim + mla.v_head_dim);
   return query + latent + up + heads * static_cast<double>(mla.v_head_dim) * hidden;
 }
 
-/// Of one layer.
+/// Elements of the norms of one layer.
 std::int64_t norm_parameters(const Model& model) {
-  std::int64_t norms = 2 * model.hidden + (model.has_qk_norm ? 2 * model.head_dim : 0);
-  if (model.latent) norms += model.latent->q_lora_rank + model.latent->kv_lora_rank;
+  std::int64_t norms = 2 * model.shape.hidden + (model.has_qk_norm ? 2 * model.shape.head_dim : 0);
+  if (model.shape.mla) norms += model.shape.mla->q_lora_rank + model.shape.mla->kv_lora_rank;
   return norms;
 }
 
-/// All of the model's in doubles, which absurd sizes do not overflow.
+void check_mla(const ModelShape& shape) {
+  const MlaShape& mla = *shape.mla;
+  check_size("q_lora_rank", mla.q_lora_rank, 0, kMaxSize);
+  check_size("kv_lora_rank", mla.kv_lora_rank, 1, kMaxCount);
+  check_size("qk_nope_head_dim", mla.qk_nope_head_dim, 1, kMaxCount);
+  check_size("qk_rope_head_dim", mla.qk_rope_head_dim, 0, kMaxCount);
+  check_size("v_head_dim", mla.v_head_dim, 1, kMaxCount);
+  HELIX_EXPECTS(
+      shape.num_kv_heads == 1 && shape.head_dim == mla.latent_dim() && shape.value_dim == mla.kv_lora_rank,
+      ErrorCode::invalid_argument, "the model has latent attention with num_kv_heads ", shape.num_kv_heads,
+      ", head_dim ", shape.head_dim, ", value_dim ", shape.value_dim,
+      "; they must be 1, kv_lora_rank + qk_rope_head_dim = ", mla.latent_dim(),
+      " and kv_lora_rank = ", mla.kv_lora_rank);
+}
+
+void check_moe(const ModelShape& shape) {
+  const MoeShape& moe = *shape.moe;
+  check_size("num_experts", moe.num_experts, 1, kMaxCount);
+  check_size("top_k", moe.top_k, 1, moe.num_experts);
+  check_size("expert_ffn", moe.expert_ffn, 1, kMaxSize);
+  check_size("shared_ffn", moe.shared_ffn, 0, kMaxSize);
+  check_size("first_dense_layers", moe.first_dense_layers, 0, shape.num_layers);
+  check_size("layer_stride", moe.layer_stride, 1, kMaxCount);
+}
+
+/// All parameters of the model, in doubles, which absurd sizes do not overflow.
 double total_parameters(const Model& model) {
-  const auto layers = static_cast<double>(model.num_layers);
-  const auto hidden = static_cast<double>(model.hidden);
-  double total = layers * attention_parameters(model) + 2 * hidden * static_cast<double>(model.vocab);
-  total += layers * 3 * hidden * static_cast<double>(model.ffn);
-  if (model.experts) {
-    const Experts& moe = *model.experts;
+  const auto layers = static_cast<double>(model.shape.num_layers);
+  const auto hidden = static_cast<double>(model.shape.hidden);
+  double total = layers * attention_parameters(model) + 2 * hidden * static_cast<double>(model.shape.vocab);
+  total += layers * 3 * hidden * static_cast<double>(model.shape.ffn);
+  if (model.shape.moe) {
+    const MoeShape& moe = *model.shape.moe;
     total += layers * 3 * hidden *
              (static_cast<double>(moe.num_experts) * static_cast<double>(moe.expert_ffn) +
               static_cast<double>(moe.shared_ffn));
@@ -59,81 +84,34 @@ double total_parameters(const Model& model) {
 
 }  // namespace
 
-double expected_expert_hits(const Experts& experts, double tokens) {
-  const auto count = static_cast<double>(experts.num_experts);
-  return count * (1 - std::pow(1 - static_cast<double>(experts.top_k) / count, tokens));
-}
-
-ModelShape Model::shape() const {
-  ModelShape shape;
-  shape.num_query_heads = num_query_heads;
-  shape.num_kv_heads = num_kv_heads;
-  shape.head_dim = head_dim;
-  shape.value_dim = value_dim;
-  shape.hidden = hidden;
-  shape.ffn = ffn;
-  if (experts) {
-    shape.expert_ffn = experts->expert_ffn;
-    shape.shared_expert_ffn = experts->shared_ffn;
-    shape.num_experts = experts->num_experts;
-  }
-  shape.vocab = vocab;
-  shape.num_layers = num_layers;
-  shape.is_mla = latent.has_value();
-  return shape;
-}
-
-bool Model::is_moe_layer(std::int64_t layer) const {
-  return experts && layer >= experts->first_dense_layers &&
-         (layer - experts->first_dense_layers) % experts->layer_stride == 0;
+double expected_expert_hits(const MoeShape& moe, double tokens) {
+  const auto count = static_cast<double>(moe.num_experts);
+  return count * (1 - std::pow(1 - static_cast<double>(moe.top_k) / count, tokens));
 }
 
 bool Model::is_window_layer(std::int64_t layer) const {
   return window > 0 && (full_attention_stride == 0 || (layer + 1) % full_attention_stride != 0);
 }
 
-std::int64_t Model::kv_elements_per_layer() const {
-  return latent ? head_dim : num_kv_heads * (head_dim + value_dim);
-}
-
 void Model::check() const {
-  check_size("hidden", hidden, 1, kMaxSize);
-  check_size("num_layers", num_layers, 1, kMaxCount);
-  check_size("num_query_heads", num_query_heads, 1, kMaxCount);
-  check_size("num_kv_heads", num_kv_heads, 1, num_query_heads);
-  check_size("head_dim", head_dim, 1, kMaxCount);
-  check_size("value_dim", value_dim, 1, kMaxCount);
-  check_size("ffn", ffn, 0, kMaxSize);
-  check_size("vocab", vocab, 0, kMaxSize);
+  check_size("hidden", shape.hidden, 1, kMaxSize);
+  check_size("num_layers", shape.num_layers, 1, kMaxCount);
+  check_size("num_query_heads", shape.num_query_heads, 1, kMaxCount);
+  check_size("num_kv_heads", shape.num_kv_heads, 1, shape.num_query_heads);
+  check_size("head_dim", shape.head_dim, 1, kMaxCount);
+  check_size("value_dim", shape.value_dim, 1, kMaxCount);
+  check_size("ffn", shape.ffn, 0, kMaxSize);
+  check_size("vocab", shape.vocab, 0, kMaxSize);
   check_size("window", window, 0, std::int64_t{1} << 40);
   check_size("full_attention_stride", full_attention_stride, 0, kMaxCount);
-  HELIX_EXPECTS(num_query_heads % num_kv_heads == 0, ErrorCode::invalid_argument,
-                "the model's num_query_heads ", num_query_heads, " is not a multiple of its num_kv_heads ",
-                num_kv_heads);
-  if (latent) {
-    check_size("q_lora_rank", latent->q_lora_rank, 0, kMaxSize);
-    check_size("kv_lora_rank", latent->kv_lora_rank, 1, kMaxCount);
-    check_size("qk_nope_head_dim", latent->qk_nope_head_dim, 1, kMaxCount);
-    check_size("qk_rope_head_dim", latent->qk_rope_head_dim, 0, kMaxCount);
-    check_size("v_head_dim", latent->v_head_dim, 1, kMaxCount);
-    HELIX_EXPECTS(num_kv_heads == 1 && head_dim == latent->kv_lora_rank + latent->qk_rope_head_dim &&
-                      value_dim == latent->kv_lora_rank,
-                  ErrorCode::invalid_argument, "the model has latent attention with num_kv_heads ",
-                  num_kv_heads, ", head_dim ", head_dim, ", value_dim ", value_dim,
-                  "; they must be 1, kv_lora_rank + qk_rope_head_dim = ",
-                  latent->kv_lora_rank + latent->qk_rope_head_dim,
-                  " and kv_lora_rank = ", latent->kv_lora_rank);
-  }
-  if (experts) {
-    check_size("num_experts", experts->num_experts, 1, kMaxCount);
-    check_size("top_k", experts->top_k, 1, experts->num_experts);
-    check_size("expert_ffn", experts->expert_ffn, 1, kMaxSize);
-    check_size("shared_ffn", experts->shared_ffn, 0, kMaxSize);
-    check_size("first_dense_layers", experts->first_dense_layers, 0, num_layers);
-    check_size("layer_stride", experts->layer_stride, 1, kMaxCount);
-  }
-  const bool has_dense_layers = !experts || experts->first_dense_layers > 0 || experts->layer_stride > 1;
-  HELIX_EXPECTS(ffn > 0 || !has_dense_layers, ErrorCode::invalid_argument,
+  HELIX_EXPECTS(shape.num_query_heads % shape.num_kv_heads == 0, ErrorCode::invalid_argument,
+                "the model's num_query_heads ", shape.num_query_heads,
+                " is not a multiple of its num_kv_heads ", shape.num_kv_heads);
+  if (shape.mla) check_mla(shape);
+  if (shape.moe) check_moe(shape);
+  const bool has_dense_layers = !shape.moe || shape.moe->first_dense_layers > 0 ||
+                                (shape.moe->layer_stride > 1 && shape.num_layers > 1);
+  HELIX_EXPECTS(shape.ffn > 0 || !has_dense_layers, ErrorCode::invalid_argument,
                 "the model's ffn is 0 but it has dense layers");
   const double total = total_parameters(*this);
   HELIX_EXPECTS(total <= kMaxParameters, ErrorCode::invalid_argument, "the model's sizes come to ", total,
@@ -153,27 +131,28 @@ void Precision::check() const {
 ParameterCounts count_parameters(const Model& model) {
   model.check();
   std::int64_t moe_layers = 0;
-  for (std::int64_t layer = 0; layer < model.num_layers; ++layer) moe_layers += model.is_moe_layer(layer);
+  for (std::int64_t layer = 0; layer < model.shape.num_layers; ++layer)
+    moe_layers += model.shape.is_moe_layer(layer);
   ParameterCounts counts;
-  counts.embedding = model.vocab * model.hidden;
+  counts.embedding = model.shape.vocab * model.shape.hidden;
   counts.lm_head = model.tie_word_embeddings ? 0 : counts.embedding;
-  counts.attention = model.num_layers * std::llround(attention_parameters(model));
-  counts.dense_ffn = (model.num_layers - moe_layers) * 3 * model.hidden * model.ffn;
-  counts.norms = model.num_layers * norm_parameters(model) + model.hidden;
-  if (model.experts) {
-    const Experts& moe = *model.experts;
-    const std::int64_t expert = 3 * model.hidden * moe.expert_ffn;
+  counts.attention = model.shape.num_layers * std::llround(attention_parameters(model));
+  counts.dense_ffn = (model.shape.num_layers - moe_layers) * 3 * model.shape.hidden * model.shape.ffn;
+  counts.norms = model.shape.num_layers * norm_parameters(model) + model.shape.hidden;
+  if (model.shape.moe) {
+    const MoeShape& moe = *model.shape.moe;
+    const std::int64_t expert = 3 * model.shape.hidden * moe.expert_ffn;
     counts.routed_experts = moe_layers * moe.num_experts * expert;
     counts.routed_experts_active = moe_layers * moe.top_k * expert;
-    counts.shared_experts = moe_layers * 3 * model.hidden * moe.shared_ffn;
-    counts.router = moe_layers * model.hidden * moe.num_experts;
+    counts.shared_experts = moe_layers * 3 * model.shape.hidden * moe.shared_ffn;
+    counts.router = moe_layers * model.shape.hidden * moe.num_experts;
   }
   return counts;
 }
 
 Bytes kv_cache_bytes(const Model& model, const Precision& precision, Tokens context) {
   return packed_bytes(
-      in_tokens(context) * static_cast<double>(model.num_layers * model.kv_elements_per_layer()),
+      in_tokens(context) * static_cast<double>(model.shape.num_layers * model.shape.kv_elements()),
       precision.kv_bits);
 }
 

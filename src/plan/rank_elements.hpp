@@ -24,7 +24,7 @@ using LayerCounts = std::array<std::array<std::int64_t, 2>, 2>;
 inline LayerCounts count_layers(const Model& model, Range layers) {
   LayerCounts counts{};
   for (std::int64_t layer = layers.begin; layer < layers.end; ++layer) {
-    ++counts[model.is_moe_layer(layer) ? 1 : 0][model.is_window_layer(layer) ? 1 : 0];
+    ++counts[model.shape.is_moe_layer(layer) ? 1 : 0][model.is_window_layer(layer) ? 1 : 0];
   }
   return counts;
 }
@@ -47,48 +47,51 @@ struct RankElements {
   double router = 0;
   double vocab = 0;  ///< rows
 
-  double dense_ffn(const Model& model) const { return 3 * static_cast<double>(model.hidden) * ffn_width; }
+  double dense_ffn(const Model& model) const {
+    return 3 * static_cast<double>(model.shape.hidden) * ffn_width;
+  }
   double moe_ffn(const Model& model) const {
-    return 3 * static_cast<double>(model.hidden) * (experts * expert_width + shared_width) + router;
+    return 3 * static_cast<double>(model.shape.hidden) * (experts * expert_width + shared_width) + router;
   }
 };
 
 inline RankElements rank_elements(const Model& model, const Layout& layout) {
   RankElements rank;
-  const auto hidden = static_cast<double>(model.hidden);
+  const auto hidden = static_cast<double>(model.shape.hidden);
   const int width = layout.ffn_width();
-  rank.query_heads = static_cast<double>(model.num_query_heads / layout.tpa);
+  rank.query_heads = static_cast<double>(model.shape.num_query_heads / layout.tpa);
   rank.combined_heads = layout.strategy == Strategy::helix ? rank.query_heads / layout.kvp : rank.query_heads;
-  const auto kv_heads = static_cast<double>(std::max<std::int64_t>(1, model.num_kv_heads / layout.tpa));
-  rank.kv_row = model.latent ? static_cast<double>(model.head_dim)
-                             : kv_heads * static_cast<double>(model.head_dim + model.value_dim);
-  rank.qkv_width = rank.query_heads * static_cast<double>(model.head_dim) + rank.kv_row;
+  const auto kv_heads = static_cast<double>(std::max<std::int64_t>(1, model.shape.num_kv_heads / layout.tpa));
+  rank.kv_row = model.shape.mla
+                    ? static_cast<double>(model.shape.head_dim)
+                    : kv_heads * static_cast<double>(model.shape.head_dim + model.shape.value_dim);
+  rank.qkv_width = rank.query_heads * static_cast<double>(model.shape.head_dim) + rank.kv_row;
   rank.norms = 2 * hidden;
-  if (model.latent) {
-    const LatentAttention& mla = *model.latent;
+  if (model.shape.mla) {
+    const MlaShape& mla = *model.shape.mla;
     const auto q_rank = static_cast<double>(mla.q_lora_rank);
     const auto nope = static_cast<double>(mla.qk_nope_head_dim);
     const auto latent = static_cast<double>(mla.kv_lora_rank);
-    const double query_width = rank.query_heads * (nope + static_cast<double>(mla.qk_rope_head_dim));
+    const double query_width = rank.query_heads * static_cast<double>(mla.qk_head_dim());
     rank.qkv = q_rank > 0 ? hidden * q_rank + q_rank * query_width : hidden * query_width;
-    rank.qkv += hidden * static_cast<double>(model.head_dim) + rank.query_heads * nope * latent;
+    rank.qkv += hidden * static_cast<double>(model.shape.head_dim) + rank.query_heads * nope * latent;
     rank.output_width = rank.combined_heads * static_cast<double>(mla.v_head_dim);
     rank.value_up = latent * rank.output_width;
   } else {
     rank.qkv = hidden * rank.qkv_width;
-    rank.output_width = rank.combined_heads * static_cast<double>(model.value_dim);
+    rank.output_width = rank.combined_heads * static_cast<double>(model.shape.value_dim);
   }
   rank.output = rank.output_width * hidden;
-  rank.ffn_width = static_cast<double>(model.ffn) / width;
-  if (model.experts) {
-    const Experts& moe = *model.experts;
+  rank.ffn_width = static_cast<double>(model.shape.ffn) / width;
+  if (model.shape.moe) {
+    const MoeShape& moe = *model.shape.moe;
     const int shared_width = layout.strategy == Strategy::data_parallel_attention ? layout.tpa : width;
     rank.shared_width = static_cast<double>(moe.shared_ffn) / shared_width;
     rank.expert_width = static_cast<double>(moe.expert_ffn) / layout.tpf;
     rank.experts = static_cast<double>(moe.num_experts) / layout.ep;
     rank.router = hidden * static_cast<double>(moe.num_experts);
   }
-  rank.vocab = static_cast<double>(ceil_div(model.vocab, width));
+  rank.vocab = static_cast<double>(ceil_div(model.shape.vocab, width));
   return rank;
 }
 

@@ -20,23 +20,23 @@ double ceil_div(std::int64_t a, std::int64_t b) {
 
 /// Attention weights of one layer on one rank.
 double attention_elements(const Model& model, const RooflineWidths& widths) {
-  const auto hidden = static_cast<double>(model.hidden);
+  const auto hidden = static_cast<double>(model.shape.hidden);
   const auto tpa = static_cast<double>(widths.tpa);
-  const double heads = static_cast<double>(model.num_query_heads) / tpa;
+  const double heads = static_cast<double>(model.shape.num_query_heads) / tpa;
   const double output_heads = widths.output_projection == OutputProjection::over_tpa
                                   ? heads
                                   : heads / static_cast<double>(widths.kvp);
-  if (!model.latent) {
-    const auto head_dim = static_cast<double>(model.head_dim);
-    return hidden * head_dim * (heads + output_heads + 2 * ceil_div(model.num_kv_heads, widths.tpa));
+  if (!model.shape.mla) {
+    const auto head_dim = static_cast<double>(model.shape.head_dim);
+    return hidden * head_dim * (heads + output_heads + 2 * ceil_div(model.shape.num_kv_heads, widths.tpa));
   }
-  const LatentAttention& mla = *model.latent;
+  const MlaShape& mla = *model.shape.mla;
   const auto q_rank = static_cast<double>(mla.q_lora_rank);
   const auto latent = static_cast<double>(mla.kv_lora_rank);
   const auto v_dim = static_cast<double>(mla.v_head_dim);
-  const double query = heads * static_cast<double>(mla.qk_nope_head_dim + mla.qk_rope_head_dim);
+  const double query = heads * static_cast<double>(mla.qk_head_dim());
   return (q_rank > 0 ? hidden * q_rank + q_rank * query : hidden * query) +
-         hidden * static_cast<double>(model.head_dim) +
+         hidden * static_cast<double>(model.shape.head_dim) +
          heads * static_cast<double>(mla.qk_nope_head_dim) * latent +
          output_heads * v_dim * (latent + hidden);
 }
@@ -46,18 +46,18 @@ double attention_elements(const Model& model, const RooflineWidths& widths) {
 Bytes kv_read_bytes(const Model& model, const Precision& precision, std::int64_t batch, Tokens context,
                     const RooflineWidths& widths) {
   check(widths);
-  const double row = model.latent ? static_cast<double>(model.head_dim)
-                                  : ceil_div(model.num_kv_heads, widths.tpa) *
-                                        static_cast<double>(model.head_dim + model.value_dim);
+  const double row = model.shape.mla ? static_cast<double>(model.shape.head_dim)
+                                     : ceil_div(model.shape.num_kv_heads, widths.tpa) *
+                                           static_cast<double>(model.shape.head_dim + model.shape.value_dim);
   const double elements = static_cast<double>(batch) * row * in_tokens(context);
   return packed_bytes(elements, precision.kv_bits) / widths.kvp;
 }
 
 Bytes weight_read_bytes(const Model& model, const Precision& precision, const RooflineWidths& widths) {
   check(widths);
-  HELIX_EXPECTS(model.ffn > 0, ErrorCode::unsupported, "roofline: ", model.name,
+  HELIX_EXPECTS(model.shape.ffn > 0, ErrorCode::unsupported, "roofline: ", model.name,
                 " has no dense layers: use moe_weight_read_bytes()");
-  const double ffn = 3 * static_cast<double>(model.hidden) * static_cast<double>(model.ffn) /
+  const double ffn = 3 * static_cast<double>(model.shape.hidden) * static_cast<double>(model.shape.ffn) /
                      static_cast<double>(widths.tpf);
   return packed_bytes(attention_elements(model, widths) + ffn, precision.weight_bits);
 }
@@ -65,12 +65,12 @@ Bytes weight_read_bytes(const Model& model, const Precision& precision, const Ro
 Bytes moe_weight_read_bytes(const Model& model, const Precision& precision, double tokens,
                             const RooflineWidths& widths) {
   check(widths);
-  HELIX_EXPECTS(model.experts, ErrorCode::unsupported, "roofline: ", model.name,
+  HELIX_EXPECTS(model.shape.moe, ErrorCode::unsupported, "roofline: ", model.name,
                 " has no experts: use weight_read_bytes()");
   HELIX_EXPECTS(tokens >= 0, ErrorCode::invalid_argument, "roofline: ", tokens,
                 " tokens; there must be 0 or more");
-  const Experts& moe = *model.experts;
-  const auto hidden = static_cast<double>(model.hidden);
+  const MoeShape& moe = *model.shape.moe;
+  const auto hidden = static_cast<double>(model.shape.hidden);
   const double router = hidden * static_cast<double>(moe.num_experts);
   const double experts = 3 * hidden *
                          (expected_expert_hits(moe, tokens) * static_cast<double>(moe.expert_ffn) +

@@ -40,7 +40,7 @@ void for_each_configuration(const Model& model, const Workload& workload, const 
     std::vector<std::int64_t> stage_counts(space.pipeline_stages.begin(), space.pipeline_stages.end());
     if (stage_counts.empty()) stage_counts = powers_of_two(gpus);
     for (const std::int64_t stages : stage_counts) {
-      if (gpus % stages != 0 || stages > model.num_layers) continue;
+      if (gpus % stages != 0 || stages > model.shape.num_layers) continue;
       for (const Strategy strategy : strategies) {
         for (Layout layout :
              legal_layouts(strategy, model, static_cast<int>(gpus / stages), space.medha_may_duplicate_kv)) {

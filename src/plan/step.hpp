@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include <helix/hop_b.hpp>
+#include <helix/hop_b_model.hpp>
 #include <helix/kv_layout.hpp>
 #include <helix/plan/collectives.hpp>
 #include <helix/plan/step_time.hpp>
@@ -39,7 +39,7 @@ class Step {
         workload_(workload),
         rank_(rank_elements(model_, layout)),
         batch_(rank_batch(layout, workload)),
-        hidden_(static_cast<double>(model_.hidden)),
+        hidden_(static_cast<double>(model_.shape.hidden)),
         own_tokens_(static_cast<double>(batch_.attention * workload.step_tokens)),
         stage_tokens_(static_cast<double>(batch_.stage * workload.step_tokens)) {}
 
@@ -50,7 +50,7 @@ class Step {
 
   template <class Sink>
   void first(Sink& sink) const {
-    if (model_.vocab == 0) return;
+    if (model_.shape.vocab == 0) return;
     local(sink, Operator::embedding, Cost::vocabulary, activation_bytes(stage_tokens_ * hidden_));
     collective(sink, Operator::embedding_all_reduce, Cost::vocabulary, Collective::all_reduce,
                {layout_.ffn_width(), 1}, activation_bytes(stage_tokens_ * hidden_));
@@ -58,7 +58,7 @@ class Step {
 
   template <class Sink>
   void last(Sink& sink) const {
-    if (model_.vocab == 0) return;
+    if (model_.shape.vocab == 0) return;
     local(sink, Operator::final_norm, Cost::overhead, activation_bytes(2 * own_tokens_ * hidden_));
     if (uses_attn_dp()) {
       collective(sink, Operator::ffn_dispatch, Cost::token_exchange, Collective::all_gather,
@@ -194,17 +194,18 @@ class Step {
     attention_and_exchange(sink, is_windowed);
     if (layout_.kvp > 1) {
       const double heads = own_tokens_ * rank_.combined_heads;
-      const auto value_dim = static_cast<double>(model_.value_dim);
+      const auto value_dim = static_cast<double>(model_.shape.value_dim);
       local(sink, Operator::lse_combine, Cost::exchange,
             activation_bytes((layout_.kvp + 1) * heads * value_dim) +
                 packed_bytes(layout_.kvp * heads, kLseBits));
     }
     if (rank_.value_up > 0) {
-      product(sink, Operator::value_up_projection, Cost::attention_weights,
-              {.rows = own_tokens_,
-               .weights = rank_.value_up,
-               .activations = own_tokens_ * (rank_.combined_heads * static_cast<double>(model_.value_dim) +
-                                             rank_.output_width)});
+      product(
+          sink, Operator::value_up_projection, Cost::attention_weights,
+          {.rows = own_tokens_,
+           .weights = rank_.value_up,
+           .activations = own_tokens_ * (rank_.combined_heads * static_cast<double>(model_.shape.value_dim) +
+                                         rank_.output_width)});
     }
     product(sink, Operator::output_projection, Cost::attention_weights,
             {.rows = own_tokens_,
@@ -218,7 +219,7 @@ class Step {
   /// Attention of the fullest rank over `slices` slices, each timed as its own operator.
   OperatorTime attention(double local_tokens, int slices) const {
     const double rows = own_tokens_ * rank_.query_heads;
-    const double dims = static_cast<double>(model_.head_dim + model_.value_dim);
+    const double dims = static_cast<double>(model_.shape.head_dim + model_.shape.value_dim);
     const Bytes kv =
         packed_bytes(static_cast<double>(batch_.attention) * rank_.kv_row * local_tokens, precision_.kv_bits);
     const bool is_measured = !hardware_.attention_read.points().empty();
@@ -237,7 +238,8 @@ class Step {
   /// What a rank's partial outputs come to: before the exchange, own slice included.
   Bytes partials() const {
     const double rows = own_tokens_ * rank_.query_heads;
-    return activation_bytes(rows * static_cast<double>(model_.value_dim)) + packed_bytes(rows, kLseBits);
+    return activation_bytes(rows * static_cast<double>(model_.shape.value_dim)) +
+           packed_bytes(rows, kLseBits);
   }
 
   OperatorTime exchange(int slices) const {
@@ -333,7 +335,7 @@ class Step {
 
   template <class Sink>
   void moe_block(Sink& sink) const {
-    const Experts& moe = *model_.experts;
+    const MoeShape& moe = *model_.shape.moe;
     const auto num_experts = static_cast<double>(moe.num_experts);
     const auto top_k = static_cast<double>(moe.top_k);
     const CommGroup stage{layout_.ffn_width(), 1};

@@ -67,7 +67,7 @@ StepTotals StepModel::evaluate(const Layout& layout, const Workload& workload) c
   totals.num_gpus = layout.num_gpus();
   totals.micro_batches = static_cast<int>(step.batch().micro_batches);
 
-  const detail::LayerCounts all = detail::count_layers(model_, {0, model_.num_layers});
+  const detail::LayerCounts all = detail::count_layers(model_, {0, model_.shape.num_layers});
   std::array<std::array<SumSink, 2>, 2> layer{};
   SumSink sum;
   for (const int is_moe : {0, 1}) {
@@ -97,7 +97,7 @@ StepTotals StepModel::evaluate(const Layout& layout, const Workload& workload) c
   Time slowest;
   for (int stage = 0; stage < layout.pp; ++stage) {
     const detail::LayerCounts counts =
-        detail::count_layers(model_, split_evenly(model_.num_layers, layout.pp, stage));
+        detail::count_layers(model_, split_evenly(model_.shape.num_layers, layout.pp, stage));
     Time time = stage == 0 ? first.time : Time{};
     if (stage == layout.pp - 1) time += last.time;
     for (const std::size_t moe : {0u, 1u}) {
@@ -129,7 +129,7 @@ StepReport StepModel::explain(const Layout& layout, const Workload& workload) co
     list(step.declared(Operator::step_overhead, hardware_.overheads.per_step));
   }
   step.first(list);
-  const detail::LayerCounts all = detail::count_layers(model_, {0, model_.num_layers});
+  const detail::LayerCounts all = detail::count_layers(model_, {0, model_.shape.num_layers});
   for (const std::size_t moe : {0u, 1u}) {
     for (const std::size_t windowed : {0u, 1u}) {
       if (all[moe][windowed] == 0) continue;

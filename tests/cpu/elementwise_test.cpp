@@ -192,22 +192,18 @@ Appended append(const std::vector<std::int64_t>& lengths, const std::vector<std:
   for (std::size_t i = 0; i < table.size(); ++i) table[i] = static_cast<std::int32_t>(table.size() - 1 - i);
   Appended result;
   for (std::int64_t rank = 0; rank < kvp; ++rank) {
-    KvView kv;
-    kv.num_heads = heads;
-    kv.head_dim = dim;
-    kv.value_dim = is_mla ? 2 : dim;
-    kv.page_tokens = page_tokens;
-    kv.num_pages = static_cast<std::int64_t>(table.size());
-    kv.is_mla = is_mla;
+    const KvFormat format = is_mla ? KvFormat::latent(DType::f32, dim, 2, page_tokens)
+                                   : KvFormat::head_major(DType::f32, heads, dim, dim, page_tokens);
+    const auto num_pages = static_cast<std::int64_t>(table.size());
+    result.page_elements = format.page_elements();
+    result.max_pages = max_pages;
+    result.table = table;
+    std::vector<float> pages(static_cast<std::size_t>(num_pages * format.page_elements()), std::nanf(""));
+    KvView kv = KvView::of_pool(pages.data(), format, num_pages);
     kv.page_table = table.data();
     kv.max_pages = max_pages;
     kv.layout = KvLayout(kvp, chunk);
     kv.kvp_rank = rank;
-    result.page_elements = kv.page_elements();
-    result.max_pages = max_pages;
-    result.table = table;
-    std::vector<float> pages(static_cast<std::size_t>(kv.num_pages * kv.page_elements()), std::nanf(""));
-    kv.pages = pages.data();
     run(threads, [&](const Operators& ops, auto stream) {
       AppendKvArgs<float> args;
       args.k = TensorView<const float, 3>(k.data(), {tokens, heads, dim});
@@ -302,12 +298,8 @@ TEST_CASE("append_kv divides by the head's scale, rounds and saturates for fp8")
   const std::int64_t position = 0;
   const std::int32_t zero = 0;
   std::vector<fp8_e4m3> pages(8);
-  KvView kv;
-  kv.pages = pages.data();
-  kv.dtype = DType::fp8_e4m3;
-  kv.num_heads = 2;
-  kv.head_dim = kv.value_dim = 2;
-  kv.page_tokens = kv.num_pages = kv.max_pages = 1;
+  KvView kv = KvView::of_pool(pages.data(), KvFormat::head_major(DType::fp8_e4m3, 2, 2, 2, 1), 1);
+  kv.max_pages = 1;
   kv.k_scale = k_scale.data();
   kv.v_scale = v_scale.data();
   kv.page_table = &zero;

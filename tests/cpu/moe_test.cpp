@@ -113,6 +113,40 @@ TEST_CASE("ties go to the smaller expert and to the smaller group") {
         std::vector<std::int32_t>{0, 1, 2, 3});
 }
 
+/// The best expert of `in` under the router `weight` [experts, hidden].
+std::int32_t best_expert(const std::vector<float>& in, const std::vector<float>& weight) {
+  const Operators ops;
+  const Operators::Stream stream = ops.create_stream();
+  const auto hidden = static_cast<std::int64_t>(in.size());
+  const auto experts = static_cast<std::int64_t>(weight.size()) / hidden;
+  std::vector<float> logits(static_cast<std::size_t>(experts), std::nanf(""));
+  ops.router_logits({.in = {in.data(), {1, hidden}},
+                     .weight = {weight.data(), DType::f32, experts, hidden},
+                     .out = {logits.data(), {1, experts}}},
+                    stream);
+  stream.synchronize();
+  return route({.scoring = RouterScoring::softmax, .top_k = 1}, logits).experts.front();
+}
+
+TEST_CASE("logits closer than the rounding of bf16 choose experts by their f32 values") {
+  // Around 10, bf16 has steps of 1/16: all three logits of a router round to the same value.
+  for (const float gap : {1e-2f, 1e-3f, 1e-5f}) {
+    for (std::int32_t best = 0; best < 3; ++best) {
+      CAPTURE(gap, best);
+      std::vector<float> in(64, 0.0f);
+      in[0] = 10.0f;
+      in[63] = 1.0f;
+      std::vector<float> weight(3 * 64, 0.5f);
+      for (std::int32_t expert = 0; expert < 3; ++expert) {
+        weight[static_cast<std::size_t>(expert * 64)] = 1.0f;
+        weight[static_cast<std::size_t>(expert * 64 + 63)] = expert == best ? gap : 0.0f;
+      }
+      REQUIRE(static_cast<float>(bf16(10.0f + gap)) == static_cast<float>(bf16(10.0f)));
+      CHECK(best_expert(in, weight) == best);
+    }
+  }
+}
+
 TEST_CASE("sigmoids that underflow are normalised without dividing by zero") {
   const Choice choice = route({.top_k = 2, .normalize = true}, {-200, -300, -400});
   CHECK(choice.experts.front() == 0);

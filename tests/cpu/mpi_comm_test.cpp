@@ -24,7 +24,8 @@ using helix::cpu::MpiSession;
 using helix::cpu::Stream;
 using helix::test::require;
 
-static_assert(helix::Communicator<MpiComm>);
+static_assert(helix::Communicator<MpiComm, MpiComm::Stream>);
+static_assert(helix::comm::CollectiveComm<MpiComm>);
 static_assert(helix::Backend<helix::cpu::Backend<MpiComm>>);
 
 namespace {

@@ -98,30 +98,24 @@ class World {
              unsigned page_seed = 5) const {
     const Case& c = case_;
     const helix::KvLayout layout(c.kvp, c.chunk);
-    helix::KvView kv;
-    kv.dtype = c.dtype;
-    kv.num_heads = c.kv_heads;
-    kv.head_dim = c.d;
-    kv.value_dim = c.dv;
-    kv.page_tokens = c.page_tokens;
-    kv.is_mla = c.is_mla;
-    kv.layout = layout;
-    kv.kvp_rank = kvp_rank;
     std::int64_t needed = 0;
-    kv.max_pages = 1;
+    std::int64_t max_pages = 1;
     for (const Sequence& s : c.sequences) {
       const std::int64_t pages = (layout.length(s.length, kvp_rank) + c.page_tokens - 1) / c.page_tokens;
       needed += pages;
-      kv.max_pages = std::max(kv.max_pages, pages + 1);
+      max_pages = std::max(max_pages, pages + 1);
     }
-    kv.num_pages = needed + 2;
-    std::vector<std::int32_t> free_pages(at(kv.num_pages));
+    const helix::KvFormat format =
+        c.is_mla ? helix::KvFormat::latent(c.dtype, c.d, c.dv, c.page_tokens)
+                 : helix::KvFormat::head_major(c.dtype, c.kv_heads, c.d, c.dv, c.page_tokens);
+    const std::int64_t num_pages = needed + 2;
+    std::vector<std::int32_t> free_pages(at(num_pages));
     std::iota(free_pages.begin(), free_pages.end(), 0);
     std::mt19937 shuffle(page_seed);
     std::shuffle(free_pages.begin(), free_pages.end(), shuffle);
-    std::vector<std::int32_t> table(c.sequences.size() * at(kv.max_pages), kWildPage);
+    std::vector<std::int32_t> table(c.sequences.size() * at(max_pages), kWildPage);
     const std::size_t bytes = helix::size_bytes(c.dtype);
-    std::vector<std::byte> pages(at(kv.num_pages * kv.page_elements()) * bytes);
+    std::vector<std::byte> pages(at(num_pages * format.page_elements()) * bytes);
     helix::dispatch(c.dtype, [&]<class T>(T*) {
       for (std::size_t i = 0; i < pages.size() / sizeof(T); ++i) {
         const T nan{kNaN};
@@ -132,24 +126,27 @@ class World {
       for (std::int64_t token = 0; token < c.sequences[b].length; ++token) {
         if (layout.owner(token) != kvp_rank) continue;
         const std::int64_t local = layout.local(token);
-        auto& page = table[at(slots_[b] * kv.max_pages + local / c.page_tokens)];
+        auto& page = table[at(slots_[b] * max_pages + local / c.page_tokens)];
         if (page == kWildPage) {
           page = free_pages.back();
           free_pages.pop_back();
         }
         for (std::int64_t part = 0; part < (c.is_mla ? 1 : 2 * c.kv_heads); ++part) {
           const std::int64_t to =
-              page * kv.page_elements() + (part * c.page_tokens + local % c.page_tokens) * c.d;
+              page * format.page_elements() + (part * c.page_tokens + local % c.page_tokens) * c.d;
           const std::int64_t from = token * row_elements() + part * c.d;
           std::memcpy(pages.data() + at(to) * bytes, stored_[b].data() + at(from) * bytes, at(c.d) * bytes);
         }
       }
     }
-    kv.pages = pages.data();
+    helix::KvView kv = helix::KvView::of_pool(pages.data(), format, num_pages);
     kv.page_table = table.data();
+    kv.max_pages = max_pages;
+    kv.layout = layout;
+    kv.kvp_rank = kvp_rank;
     if (c.dtype == DType::fp8_e4m3) {
       kv.k_scale = k_scale_.data();
-      kv.v_scale = v_scale_.data();
+      if (!c.is_mla) kv.v_scale = v_scale_.data();
     }
 
     Result result;
@@ -162,8 +159,8 @@ class World {
     helix::PartialAttentionArgs<float> args;
     args.q = {q_.data(), {num_tokens(), c.query_heads, c.d}};
     args.kv = kv;
-    args.out = {result.out.data(), {num_tokens(), c.query_heads, c.dv}};
-    args.lse = {result.lse.data(), {num_tokens(), c.query_heads}};
+    args.sink.out = {result.out.data(), {num_tokens(), c.query_heads, c.dv}};
+    args.sink.lse = {result.lse.data(), {num_tokens(), c.query_heads}};
     args.scale = scale();
     args.window = c.window;
     args.soft_cap = c.soft_cap;
@@ -521,14 +518,12 @@ TEST_CASE("partial attention of more sequences than one pass holds") {
     helix::PartialAttentionArgs<float> args;
     args.q = {q.data(), {count, 1, 16}};
     args.batch = {offsets, offsets.data(), positions.data(), slots.data()};
-    args.kv.pages = pages.data();
-    args.kv.num_heads = 1;
-    args.kv.head_dim = args.kv.value_dim = 16;
-    args.kv.page_tokens = length;
-    args.kv.num_pages = args.kv.max_pages = 1;
+    args.kv =
+        helix::KvView::of_pool(pages.data(), helix::KvFormat::head_major(DType::f32, 1, 16, 16, length), 1);
+    args.kv.max_pages = 1;
     args.kv.page_table = table.data();
-    args.out = {out.data(), {count, 1, 16}};
-    args.lse = {lse.data(), {count, 1}};
+    args.sink.out = {out.data(), {count, 1, 16}};
+    args.sink.lse = {lse.data(), {count, 1}};
     args.scale = 1.0f;
     args.workspace = workspace;
     operators.partial_attention(args, stream);

@@ -26,7 +26,6 @@ using cpu::Operators;
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 TEST_CASE("Philox4x32-10 gives the vectors that its authors publish") {
-  using cpu::philox4x32_10;
   using Words = std::array<std::uint32_t, 4>;
   constexpr std::uint32_t kOnes = 0xffffffffu;
   static_assert(philox4x32_10({0, 0, 0, 0}, {0, 0}) ==
@@ -119,7 +118,7 @@ std::int32_t naive_draw(const std::vector<float>& logits, float temperature, flo
     slack = std::min(slack, std::abs(mass - top_p * total) / total);
     slack = std::min(slack, std::abs(mass - share[nucleus - 1] - top_p * total) / total);
   }
-  const double target = cpu::philox_uniform(seed, counter) * mass;
+  const double target = philox_uniform(seed, counter) * mass;
   double reached = 0.0;
   for (std::size_t i = 0; i < nucleus; ++i) {
     reached += share[i];

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backend contract over cuda::Backend with f32 activations: the same cases as on the CPU.
-#include "support/backend_contract.hpp"
-
+#include <helix/contract/backend.hpp>
 #include <helix/cuda/backend.hpp>
 
 #include "cuda/gpu.hpp"
@@ -62,6 +61,19 @@ TEST_CASE("lse_combine keeps the backend contract on a GPU") {
 TEST_CASE("combine_exchange keeps the backend contract on a GPU") {
   HELIX_REQUIRE_GPUS(1);
   contract::combine_exchange<CudaBackend>();
+}
+TEST_CASE("prepare_qkv keeps the backend contract on a GPU") {
+  HELIX_REQUIRE_GPUS(1);
+  contract::prepare_qkv<CudaBackend>();
+}
+TEST_CASE("reduce_norm keeps the backend contract on a GPU") {
+  HELIX_REQUIRE_GPUS(1);
+  contract::reduce_norm<CudaBackend>();
+}
+TEST_CASE("router_logits keeps the backend contract on a GPU") {
+  HELIX_REQUIRE_GPUS(1);
+  contract::router_logits<CudaBackend>();
+  contract::route_near_ties<CudaBackend>();
 }
 TEST_CASE("route keeps the backend contract on a GPU") {
   HELIX_REQUIRE_GPUS(1);

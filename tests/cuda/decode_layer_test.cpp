@@ -36,7 +36,7 @@ double difference(const std::vector<float>& got, const std::vector<float>& expec
 /// What a rank must hold of a sequence, as LayerRank::read_kv gives it, cut out of the whole cache.
 std::vector<float> shard_of(const std::vector<float>& whole, const ModelShape& shape, const RankResult& rank,
                             const KvLayout& layout) {
-  const std::int64_t planes = shape.is_mla ? 1 : 2;
+  const std::int64_t planes = shape.is_mla() ? 1 : 2;
   const std::int64_t token = shape.num_kv_heads * shape.head_dim;
   const std::int64_t tokens = static_cast<std::int64_t>(whole.size()) / (planes * token);
   std::vector<float> shard;

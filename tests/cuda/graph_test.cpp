@@ -113,13 +113,8 @@ class AttentionStep {
     const auto heads = [&](std::int64_t first, std::int64_t count) {
       return TensorView<const T, 3>(qkv.data() + first * kDim, {kTokens, count, kDim}, {kWidth, kDim, 1});
     };
-    KvView kv;
-    kv.pages = pages_.data();
-    kv.dtype = kDTypeOf<T>;
-    kv.num_heads = kKvHeads;
-    kv.head_dim = kv.value_dim = kDim;
-    kv.page_tokens = kPageTokens;
-    kv.num_pages = kNumPages;
+    KvView kv = KvView::of_pool(
+        pages_.data(), KvFormat::head_major(kDTypeOf<T>, kKvHeads, kDim, kDim, kPageTokens), kNumPages);
     kv.page_table = typed<std::int32_t>(table_);
     kv.max_pages = kMaxPages;
     const Batch batch{host_offsets_, typed<std::int32_t>(offsets_), positions, typed<std::int32_t>(slots_)};
@@ -131,8 +126,7 @@ class AttentionStep {
     operators_->partial_attention(PartialAttentionArgs<T>{heads(0, kQueryHeads),
                                                           batch,
                                                           kv,
-                                                          partial,
-                                                          partial_lse,
+                                                          {partial, partial_lse},
                                                           0.1f,
                                                           0,
                                                           0.0f,

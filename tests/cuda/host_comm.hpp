@@ -100,7 +100,7 @@ class HostComm {
     wait_for(comm_, stream.device());
   }
   HostComm split(int color, int key) { return HostComm(comm_.split(color, key), scratch_); }
-  void abort(std::string_view reason) { comm_.abort(reason); }
+  void abort(std::string_view reason) noexcept { comm_.abort(reason); }
 
  private:
   static constexpr std::int64_t kCapacity = 4 << 20;

@@ -34,7 +34,8 @@ using helix::test::require;
 using helix::test::run_ranks;
 using helix::test::run_ranks_or_throw;
 
-static_assert(helix::Communicator<LocalComm>);
+static_assert(helix::Communicator<LocalComm, LocalComm::Stream>);
+static_assert(helix::comm::CollectiveComm<LocalComm>);
 
 namespace {
 

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <numeric>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -44,7 +45,8 @@ using helix::test::require;
 using helix::test::run_ranks;
 using helix::test::run_ranks_or_throw;
 
-static_assert(helix::Communicator<NcclComm>);
+static_assert(helix::Communicator<NcclComm, NcclComm::Stream>);
+static_assert(helix::comm::CollectiveComm<NcclComm>);
 
 namespace {
 
@@ -52,6 +54,15 @@ std::vector<int> first_devices(int count) {
   std::vector<int> devices(static_cast<std::size_t>(count));
   std::iota(devices.begin(), devices.end(), 0);
   return devices;
+}
+
+/// NCCL's variables in the environment of this process.
+std::vector<std::string> nccl_variables() {
+  std::vector<std::string> variables;
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    if (std::string_view(*variable).starts_with("NCCL_")) variables.emplace_back(*variable);
+  }
+  return variables;
 }
 
 /// NCCL rounds f16 and bf16 sums at each rank: small whole numbers have none to round, any others at least
@@ -287,7 +298,6 @@ TEST_CASE("an engine's communicator is used, not destroyed, and aborted only if 
   HELIX_REQUIRE_GPUS(1);
   const int device = 0;
   ncclComm_t engines = nullptr;
-  ::setenv("NCCL_NVLS_ENABLE", "0", 1);
   REQUIRE(ncclCommInitAll(&engines, 1, &device) == ncclSuccess);
   helix::cuda::use_device(0);
   {
@@ -309,4 +319,22 @@ TEST_CASE("groups of impossible devices are refused") {
   CHECK_THROWS_WITH(NcclComm::create_group(std::vector<int>{0, 0}), Contains("given to two ranks"));
   CHECK_THROWS_WITH(NcclComm::create_group(std::vector<int>{4096}), Contains("wants device 4096"));
   CHECK_THROWS_AS(NcclComm::borrow(nullptr), Error);
+}
+
+TEST_CASE("making a communicator leaves the process's environment alone") {
+  HELIX_REQUIRE_GPUS(1);
+  const std::vector<std::string> before = nccl_variables();
+  CHECK_NOTHROW(NcclComm::create_group(first_devices(1), 60s, NcclComm::GraphUse::one_at_a_time));
+  CHECK(nccl_variables() == before);
+}
+
+TEST_CASE("a group that is refused leaves the process's environment alone") {
+  const char* variable = std::getenv("NCCL_NVLS_ENABLE");
+  const std::string value = variable == nullptr ? "" : variable;
+  ::unsetenv("NCCL_NVLS_ENABLE");  // none of these calls comes as far as NCCL, which would read it
+  const std::vector<std::string> before = nccl_variables();
+  CHECK_THROWS_AS(NcclComm::create_group({}, 60s, NcclComm::GraphUse::one_at_a_time), Error);
+  CHECK_THROWS_AS(NcclComm::borrow(nullptr), Error);
+  CHECK(nccl_variables() == before);
+  if (variable != nullptr) ::setenv("NCCL_NVLS_ENABLE", value.c_str(), 1);
 }

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <deque>
 #include <limits>
+#include <memory>
 #include <random>
 #include <sstream>
 #include <string>
@@ -19,6 +20,7 @@
 #include <helix/error.hpp>
 
 #include "cuda/gpu.hpp"
+#include "cuda/kv_pools.hpp"
 #include "support/catch.hpp"
 
 namespace helix::test {
@@ -254,75 +256,221 @@ struct Cache {
   static constexpr std::int64_t kMaxPages = 5;
   static constexpr std::int64_t kSequences = 3;
 
-  DType dtype;
-  std::int64_t dim;
+  KvPool pool;
   KvLayout layout;
   std::int64_t kvp_rank;
-  bool is_mla;
   Array<std::uint8_t> pages;
   Array<std::int32_t> table;
   Array<float> scales;
 
-  Cache(TwinBench<T>& bench, DType type, std::int64_t head_dim, std::int64_t kvp, std::int64_t rank, bool mla)
-      : dtype(type), dim(head_dim), layout(kvp, 3), kvp_rank(rank), is_mla(mla) {
-    const KvView kv = sizes();
-    pages = bench.weights(kv.num_pages * kv.page_elements(), dtype);
+  Cache(TwinBench<T>& bench, DType dtype, std::int64_t dim, std::int64_t kvp, std::int64_t rank,
+        bool is_latent)
+      : pool((is_latent ? latent_pool
+                        : helix_pool)({dtype, is_latent ? 1 : kHeads, dim, is_latent ? dim - 8 : dim,
+                                       kPageTokens, kSequences * kMaxPages})),
+        layout(kvp, 3),
+        kvp_rank(rank) {
+    pages = bench.weights(pool.num_elements, dtype);
     std::vector<std::int32_t> ids;
-    for (std::int64_t i = 0; i < kv.num_pages; ++i)
-      ids.push_back(static_cast<std::int32_t>(i * 7 % kv.num_pages));
+    for (std::int64_t i = 0; i < pool.num_pages; ++i)
+      ids.push_back(static_cast<std::int32_t>(i * 7 % pool.num_pages));
     table = bench.same(ids);
     scales = bench.same(std::vector<float>{0.5f, 0.75f, 1.25f, 2.0f});
   }
 
-  KvView sizes() const {
-    KvView kv;
-    kv.dtype = dtype;
-    kv.num_heads = is_mla ? 1 : kHeads;
-    kv.head_dim = dim;
-    kv.value_dim = is_mla ? dim - 8 : dim;
-    kv.page_tokens = kPageTokens;
-    kv.num_pages = kSequences * kMaxPages;
-    kv.max_pages = kMaxPages;
-    kv.is_mla = is_mla;
-    kv.layout = layout;
-    kv.kvp_rank = kvp_rank;
-    return kv;
-  }
-
   template <class Side>
   KvView on(const Side& side) const {
-    KvView kv = sizes();
-    kv.pages = side(pages);
+    KvView kv = pool.view(side(pages));
     kv.page_table = side(table);
-    if (dtype == DType::fp8_e4m3) {
+    kv.max_pages = kMaxPages;
+    kv.layout = layout;
+    kv.kvp_rank = kvp_rank;
+    if (pool.format.dtype == DType::fp8_e4m3) {
       kv.k_scale = side(scales);
-      kv.v_scale = is_mla ? nullptr : side(scales) + kHeads;
+      kv.v_scale = pool.format.is_latent ? nullptr : side(scales) + kHeads;
     }
     return kv;
   }
 };
 
-/// Calls body(dtype, head dim, KVP, rank, is MLA, pad) for what the tests of the cache go through.
+/// Calls body(dtype, head dim, KVP, rank, is latent, pad) for what the tests of the cache go through.
 template <class Body>
 void for_each_cache(const Body& body) {
   for (const DType dtype : kKvTypes) {
     for (const std::int64_t dim : {64, 20}) {
       for (const std::int64_t pad : kPads) {
-        for (const bool is_mla : {false, true}) {
-          CAPTURE(to_string(dtype), dim, pad, is_mla);
-          body(dtype, dim, 1, 0, is_mla, pad);
-          body(dtype, dim, 2, 1, is_mla, pad);
+        for (const bool is_latent : {false, true}) {
+          CAPTURE(to_string(dtype), dim, pad, is_latent);
+          body(dtype, dim, 1, 0, is_latent, pad);
+          body(dtype, dim, 2, 1, is_latent, pad);
         }
       }
     }
   }
 }
 
+/// append_kv, write_kv and read_kv on one pool against what its name says, byte for byte. What no token owns
+/// stays.
+template <class T>
+class PoolTraffic {
+ public:
+  PoolTraffic(const Operators<T>& operators, MakeKvPool make, const KvPoolSizes& sizes, bool is_csr,
+              const KvLayout& layout, std::int64_t kvp_rank)
+      : operators_(operators),
+        stream_(operators.create_stream()),
+        pool_(make(sizes)),
+        layout_(layout),
+        kvp_rank_(kvp_rank),
+        lists_({kSlotPages, kSlotPages, kSlotPages}, is_csr, 0),
+        bytes_(at(pool_.num_elements * pool_.format.element_bytes()), 0x7b) {
+    for (std::int64_t slot = 0; slot < kSlots; ++slot)  // page 0 is nobody's
+      for (std::int64_t i = 0; i < kSlotPages; ++i)
+        lists_.at(slot, i) =
+            static_cast<std::int32_t>(1 + (slot * kSlotPages + i) * 5 % (kSlots * kSlotPages));
+    view_ = pool_.view(upload(bytes_));
+    view_.page_table = upload(lists_.pages);
+    view_.max_pages = lists_.max_pages;
+    if (is_csr) view_.page_begins = upload(lists_.begins);
+    view_.layout = layout;
+    view_.kvp_rank = kvp_rank;
+    if (pool_.format.dtype == DType::fp8_e4m3) {
+      view_.k_scale = upload(std::vector<float>{0.5f, 2.0f, 4.0f});
+      view_.v_scale = pool_.format.is_latent ? nullptr : upload(std::vector<float>{0.25f, 1.0f, 2.0f});
+    }
+  }
+
+  static constexpr std::int64_t kSlots = 3;
+  static constexpr std::int64_t kSlotPages = 4;
+  /// Pages that a pool needs.
+  static constexpr std::int64_t kPages = 1 + kSlots * kSlotPages;
+
+  /// Appends tokens of two sequences and padding, writes a span of the third, reads that back. Empty: all is
+  /// as it must be.
+  std::string problem() {
+    const std::vector<std::int64_t> positions{0, 1, -1, 2, 5, 6, 7, 8};
+    const std::vector<std::int32_t> offsets{0, 3, 8};
+    const std::vector<std::int32_t> slots{2, 0};
+    const auto tokens = static_cast<std::int64_t>(positions.size());
+    const std::vector<T> keys = numbers(tokens * heads() * d());
+    const std::vector<T> values = numbers(tokens * heads() * dv());
+    const TensorView<const T, 3> k(upload(keys), {tokens, heads(), d()});
+    const TensorView<const T, 3> v = is_latent()
+                                         ? TensorView<const T, 3>{}
+                                         : TensorView<const T, 3>(upload(values), {tokens, heads(), dv()});
+    operators_.append_kv({k, v, {offsets, upload(offsets), upload(positions), upload(slots)}, view_},
+                         stream_);
+    for (std::size_t t = 0; t < positions.size(); ++t) expect(t < 3 ? 2 : 0, positions[t], keys, values, t);
+    constexpr std::int64_t kFirst = 3;
+    operators_.write_kv({k, v, kFirst, 1, view_}, stream_);
+    for (std::size_t t = 0; t < positions.size(); ++t)
+      expect(1, kFirst + static_cast<std::int64_t>(t), keys, values, t);
+
+    const std::int64_t first_local = layout_.length(kFirst, kvp_rank_);
+    const std::int64_t count = layout_.length(kFirst + tokens, kvp_rank_) - first_local;
+    float* read_k = upload(std::vector<float>(at(count * heads() * d() + 1), std::nanf("")));
+    float* read_v = upload(std::vector<float>(at(count * heads() * dv() + 1), std::nanf("")));
+    ReadKvArgs read{view_, 1, first_local, {read_k, {count, heads(), d()}}, {}};
+    if (!is_latent()) read.v = {read_v, {count, heads(), dv()}};
+    operators_.read_kv(read, stream_);
+
+    std::vector<std::uint8_t> got(bytes_.size());
+    std::vector<float> got_k(at(count * heads() * d() + 1));
+    std::vector<float> got_v(at(count * heads() * dv() + 1));
+    operators_.download(got.data(), memory_.front().data(), got.size(), stream_);
+    operators_.download(got_k.data(), read_k, got_k.size() * sizeof(float), stream_);
+    operators_.download(got_v.data(), read_v, got_v.size() * sizeof(float), stream_);
+    operators_.synchronize(stream_);
+    const auto different = std::mismatch(got.begin(), got.end(), bytes_.begin()).first;
+    if (different != got.end()) return "byte " + std::to_string(different - got.begin()) + " of the pool";
+    for (std::int64_t local = 0; local < count; ++local) {
+      const std::int64_t position = layout_.global(kvp_rank_, first_local + local);
+      for (std::int64_t head = 0; head < heads(); ++head) {
+        for (std::int64_t i = 0; i < d(); ++i)
+          if (got_k[at((local * heads() + head) * d() + i)] != stored(1, position, head, i, true))
+            return "key read at position " + std::to_string(position);
+        for (std::int64_t i = 0; i < dv() && !is_latent(); ++i)
+          if (got_v[at((local * heads() + head) * dv() + i)] != stored(1, position, head, i, false))
+            return "value read at position " + std::to_string(position);
+      }
+    }
+    if (!std::isnan(got_k.back()) || !std::isnan(got_v.back())) return "something was written past the end";
+    return "";
+  }
+
+ private:
+  std::int64_t heads() const { return pool_.format.num_heads; }
+  std::int64_t d() const { return pool_.format.head_dim; }
+  std::int64_t dv() const { return pool_.format.value_dim; }
+  bool is_latent() const { return pool_.format.is_latent; }
+
+  template <class X>
+  X* upload(const std::vector<X>& values) {
+    memory_.push_back(operators_.allocate(values.size() * sizeof(X) + 1));
+    operators_.upload(memory_.back().data(), values.data(), values.size() * sizeof(X), stream_);
+    return reinterpret_cast<X*>(memory_.back().data());
+  }
+  std::vector<T> numbers(std::int64_t count) {
+    std::vector<T> values;
+    for (std::int64_t i = 0; i < count; ++i)
+      values.push_back(T(static_cast<float>(random_() >> 8) * 0x1p-23f - 1.0f));
+    return values;
+  }
+  float scale(std::int64_t head, bool is_key) const {
+    constexpr float kScales[2][3] = {{0.25f, 1.0f, 2.0f}, {0.5f, 2.0f, 4.0f}};
+    return pool_.format.dtype == DType::fp8_e4m3 ? kScales[is_key ? 1 : 0][head] : 1.0f;
+  }
+  std::int64_t place(std::int64_t slot, std::int64_t position, std::int64_t head, std::int64_t i,
+                     bool is_key) {
+    const std::int64_t local = layout_.local(position);
+    const std::int64_t page_tokens = pool_.format.page_tokens;
+    const std::int64_t page = lists_.at(slot, local / page_tokens);
+    return (is_key ? pool_.key : pool_.value)(page, head, local % page_tokens, i);
+  }
+  /// Puts row `from` of the inputs where the token must lie, if this rank owns it.
+  void expect(std::int64_t slot, std::int64_t position, const std::vector<T>& keys,
+              const std::vector<T>& values, std::size_t from) {
+    if (position < 0 || layout_.owner(position) != kvp_rank_) return;
+    dispatch(pool_.format.dtype, [&]<class S>(S*) {
+      const auto put = [&](const std::vector<T>& row, std::int64_t head, std::int64_t i, std::int64_t width,
+                           bool is_key) {
+        const auto value =
+            static_cast<float>(row[at((static_cast<std::int64_t>(from) * heads() + head) * width + i)]);
+        const S x(value / scale(head, is_key));
+        std::memcpy(bytes_.data() + at(place(slot, position, head, i, is_key)) * sizeof(S), &x, sizeof(S));
+      };
+      for (std::int64_t head = 0; head < heads(); ++head) {
+        for (std::int64_t i = 0; i < d(); ++i) put(keys, head, i, d(), true);
+        for (std::int64_t i = 0; i < dv() && !is_latent(); ++i) put(values, head, i, dv(), false);
+      }
+    });
+  }
+  float stored(std::int64_t slot, std::int64_t position, std::int64_t head, std::int64_t i, bool is_key) {
+    float value = 0.0f;
+    dispatch(pool_.format.dtype, [&]<class S>(S*) {
+      S x;
+      std::memcpy(&x, bytes_.data() + at(place(slot, position, head, i, is_key)) * sizeof(S), sizeof(S));
+      value = static_cast<float>(x) * scale(head, is_key);
+    });
+    return value;
+  }
+
+  const Operators<T>& operators_;
+  cuda::Stream stream_;
+  KvPool pool_;
+  KvLayout layout_;
+  std::int64_t kvp_rank_;
+  HostPageLists lists_;
+  std::vector<std::uint8_t> bytes_;
+  std::deque<cuda::Buffer> memory_;  // the pool first
+  KvView view_;
+  std::mt19937 random_{11};
+};
+
 /// Runs the statements, which name operators, side and stream, and checks that both sides agree. E is the
 /// side's type of activations.
 #define HELIX_CHECK_TWINS(bench, ...)                                                   \
   CHECK((bench).difference([&](auto& operators, const auto& side, const auto& stream) { \
-    using E = ElementOf<decltype(side)>;                                                \
+    using E [[maybe_unused]] = ElementOf<decltype(side)>;                               \
     __VA_ARGS__                                                                         \
   }) == "")
 
@@ -507,46 +655,73 @@ TEMPLATE_TEST_CASE("16-bit products of heads on a GPU agree with f32", "", f16, 
 TEMPLATE_TEST_CASE("16-bit keys and values on a GPU are stored and read as f32 ones are", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   TwinBench<TestType> bench;
-  for_each_cache(
-      [&](DType dtype, std::int64_t dim, std::int64_t kvp, std::int64_t rank, bool is_mla, std::int64_t pad) {
-        bench.clear();
-        const Cache<TestType> cache(bench, dtype, dim, kvp, rank, is_mla);
-        const KvView sizes = cache.sizes();
-        const std::vector<std::int32_t> host_offsets{0, 4, 4, 13};
-        const auto offsets = bench.same(host_offsets);
-        const auto slots = bench.same(std::vector<std::int32_t>{2, 0, 1});
-        const auto positions =
-            bench.same(std::vector<std::int64_t>{0, 1, -1, 3, 60, 61, 62, 63, 64, 65, 66, 67, 68});
-        const auto k = bench.random(13 * sizes.num_heads, dim + pad, 3.0);
-        const auto v = bench.random(13 * sizes.num_heads, sizes.value_dim + pad, 3.0);
-        HELIX_CHECK_TWINS(bench, {
-          AppendKvArgs<E> args;
-          args.k = side.view(k, 13, sizes.num_heads, dim, pad);
-          if (!is_mla) args.v = side.view(v, 13, sizes.num_heads, sizes.value_dim, pad);
-          args.batch = {host_offsets, side(offsets), side(positions), side(slots)};
-          args.kv = cache.on(side);
-          operators.append_kv(args, stream);
-        });
-        const std::int64_t local = sizes.layout.length(18, rank);  // what write_kv may have stored
-        const auto read_k = bench.same(std::vector<float>(at(local * sizes.num_heads * dim), std::nanf("")));
-        const auto read_v =
-            bench.same(std::vector<float>(at(local * sizes.num_heads * sizes.value_dim), std::nanf("")));
-        HELIX_CHECK_TWINS(bench, {
-          WriteKvArgs<E> args;
-          args.k = side.view(k, 13, sizes.num_heads, dim, pad);
-          if (!is_mla) args.v = side.view(v, 13, sizes.num_heads, sizes.value_dim, pad);
-          args.first_position = 5;
-          args.sequence_slot = 1;
-          args.kv = cache.on(side);
-          operators.write_kv(args, stream);
-          ReadKvArgs read;
-          read.kv = args.kv;
-          read.sequence_slot = 1;
-          read.k = {side(read_k), {local, sizes.num_heads, dim}};
-          if (!is_mla) read.v = {side(read_v), {local, sizes.num_heads, sizes.value_dim}};
-          operators.read_kv(read, stream);
-        });
-      });
+  for_each_cache([&](DType dtype, std::int64_t dim, std::int64_t kvp, std::int64_t rank, bool is_latent,
+                     std::int64_t pad) {
+    bench.clear();
+    const Cache<TestType> cache(bench, dtype, dim, kvp, rank, is_latent);
+    const KvFormat& sizes = cache.pool.format;
+    const std::vector<std::int32_t> host_offsets{0, 4, 4, 13};
+    const auto offsets = bench.same(host_offsets);
+    const auto slots = bench.same(std::vector<std::int32_t>{2, 0, 1});
+    const auto positions =
+        bench.same(std::vector<std::int64_t>{0, 1, -1, 3, 60, 61, 62, 63, 64, 65, 66, 67, 68});
+    const auto k = bench.random(13 * sizes.num_heads, dim + pad, 3.0);
+    const auto v = bench.random(13 * sizes.num_heads, sizes.value_dim + pad, 3.0);
+    HELIX_CHECK_TWINS(bench, {
+      AppendKvArgs<E> args;
+      args.k = side.view(k, 13, sizes.num_heads, dim, pad);
+      if (!is_latent) args.v = side.view(v, 13, sizes.num_heads, sizes.value_dim, pad);
+      args.batch = {host_offsets, side(offsets), side(positions), side(slots)};
+      args.kv = cache.on(side);
+      operators.append_kv(args, stream);
+    });
+    const std::int64_t local = cache.layout.length(18, rank);  // what write_kv may have stored
+    const auto read_k = bench.same(std::vector<float>(at(local * sizes.num_heads * dim), std::nanf("")));
+    const auto read_v =
+        bench.same(std::vector<float>(at(local * sizes.num_heads * sizes.value_dim), std::nanf("")));
+    HELIX_CHECK_TWINS(bench, {
+      WriteKvArgs<E> args;
+      args.k = side.view(k, 13, sizes.num_heads, dim, pad);
+      if (!is_latent) args.v = side.view(v, 13, sizes.num_heads, sizes.value_dim, pad);
+      args.first_position = 5;
+      args.sequence_slot = 1;
+      args.kv = cache.on(side);
+      operators.write_kv(args, stream);
+      ReadKvArgs read;
+      read.kv = args.kv;
+      read.sequence_slot = 1;
+      read.k = {side(read_k), {local, sizes.num_heads, dim}};
+      if (!is_latent) read.v = {side(read_v), {local, sizes.num_heads, sizes.value_dim}};
+      operators.read_kv(read, stream);
+    });
+  });
+}
+
+TEMPLATE_TEST_CASE("keys and values on a GPU lie where each engine's pool has them", "", float, f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  using Traffic = PoolTraffic<TestType>;
+  const Operators<TestType> operators;
+  for (const bool is_latent : {false, true}) {
+    for (const MakeKvPool make : is_latent ? latent_pool_makers() : kv_pool_makers()) {
+      for (const DType dtype : kKvTypes) {
+        for (const std::int64_t dim : {64, 20}) {
+          for (const std::int64_t page_tokens : {4, 16}) {
+            for (const bool is_csr : {false, true}) {
+              const KvPoolSizes sizes{dtype,       is_latent ? 1 : 3, dim, is_latent ? dim - 8 : dim,
+                                      page_tokens, Traffic::kPages};
+              CAPTURE(make(sizes).name, to_string(dtype), dim, page_tokens, is_csr);
+              CHECK(Traffic(operators, make, sizes, is_csr, KvLayout(1, 1), 0).problem() == "");
+              CHECK(Traffic(operators, make, sizes, is_csr, KvLayout(2, 3), 1).problem() == "");
+            }
+          }
+          const KvPoolSizes single{dtype, is_latent ? 1 : 3, dim, is_latent ? dim - 8 : dim,
+                                   1,     Traffic::kPages};
+          CAPTURE(make(single).name, to_string(dtype), dim);
+          CHECK(Traffic(operators, make, single, true, KvLayout(4, 1), 2).problem() == "");
+        }
+      }
+    }
+  }
 }
 
 TEMPLATE_TEST_CASE("messages on a GPU hold 16-bit partials bit for bit", "", f16, bf16) {
@@ -708,7 +883,115 @@ TEMPLATE_TEST_CASE("16-bit partials on a GPU combine as f32 ones do", "", f16, b
   }
 }
 
-TEMPLATE_TEST_CASE("16-bit logits on a GPU choose the experts that equal f32 ones do", "", f16, bf16) {
+TEMPLATE_TEST_CASE("log-sum-exps of other conventions on a GPU are converted as they are read", "", float,
+                   f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  using T = TestType;
+  constexpr std::int64_t kTokens = 3;
+  constexpr std::int64_t kDim = 16;
+  const Operators<T> operators;
+  const cuda::Stream stream = operators.create_stream();
+  std::deque<cuda::Buffer> memory;
+  const auto upload = [&]<class X>(const std::vector<X>& values) {
+    memory.push_back(operators.allocate(values.size() * sizeof(X)));
+    operators.upload(memory.back().data(), values.data(), values.size() * sizeof(X), stream);
+    return reinterpret_cast<X*>(memory.back().data());
+  };
+  const auto download = [&](const float* from, std::int64_t count) {
+    std::vector<float> values(at(count));
+    operators.download(values.data(), from, values.size() * sizeof(float), stream);
+    operators.synchronize(stream);
+    return values;
+  };
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (const auto convention :
+       {LseConvention::natural, LseConvention::base2, LseConvention::natural_positive_inf_if_empty}) {
+    for (const std::int64_t ranks : {1, 3, 9}) {
+      CAPTURE(int(convention), ranks);
+      // Token 1 is empty on rank 0, token 2 everywhere.
+      std::vector<float> natural(at(ranks * kTokens));
+      std::vector<float> given;
+      for (std::int64_t i = 0; i < ranks * kTokens; ++i) {
+        const bool is_empty = i % kTokens == 2 || i == 1;
+        natural[at(i)] = is_empty ? -kInfinity : 0.75f * static_cast<float>(i % 5) - 1.0f;
+        given.push_back(convention == LseConvention::base2 ? natural[at(i)] / 0.693147181f : natural[at(i)]);
+        if (is_empty && convention == LseConvention::natural_positive_inf_if_empty) given.back() = kInfinity;
+      }
+      std::vector<T> outs;
+      for (std::int64_t i = 0; i < ranks * kTokens * kDim; ++i)
+        outs.push_back(
+            T(natural[at(i / kDim)] == -kInfinity ? std::nanf("") : static_cast<float>(i / kDim % 7)));
+      T* const out = upload(std::vector<T>(at(kTokens * kDim)));
+      float* const lse = upload(std::vector<float>(at(kTokens), std::nanf("")));
+      LseCombineArgs<T> args;
+      args.partial_out = TensorView<const T, 4>(upload(outs), {ranks, kTokens, 1, kDim});
+      args.partial_lse = TensorView<const float, 3>(upload(given), {ranks, kTokens, 1});
+      args.out = {out, {kTokens, 1, kDim}};
+      args.lse = {lse, {kTokens, 1}};
+      args.convention = convention;
+      operators.lse_combine(args, stream);
+      const std::vector<float> got = download(lse, kTokens);
+      for (std::int64_t t = 0; t < kTokens; ++t) {
+        double sum = 0.0;
+        for (std::int64_t r = 0; r < ranks; ++r) sum += std::exp(double{natural[at(r * kTokens + t)]});
+        CAPTURE(t);
+        if (sum == 0.0) {
+          CHECK(got[at(t)] == -kInfinity);
+        } else {
+          CHECK(std::abs(got[at(t)] - std::log(sum)) < 1e-5);
+        }
+      }
+
+      PackPartialArgs<T> pack;
+      float* const packed = upload(std::vector<float>(at(ranks * kTokens), std::nanf("")));
+      T* const packed_out = upload(std::vector<T>(at(ranks * kTokens * kDim)));
+      const cuda::Buffer header = operators.allocate(sizeof(ExchangeHeader));
+      const cuda::Buffer epoch = operators.allocate(sizeof(std::uint64_t));
+      pack.out = TensorView<const T, 3>(args.partial_out.data(), {ranks * kTokens, 1, kDim});
+      pack.lse = TensorView<const float, 2>(args.partial_lse.data(), {ranks * kTokens, 1});
+      pack.packed_out = {packed_out, {ranks * kTokens, 1, kDim}};
+      pack.packed_lse = {packed, {ranks * kTokens, 1}};
+      pack.headers.message = header.data();
+      pack.headers.epoch = reinterpret_cast<std::uint64_t*>(epoch.data());
+      pack.convention = convention;
+      operators.pack_partial(pack, stream);
+      const std::vector<float> packed_lse = download(packed, ranks * kTokens);
+      for (std::size_t i = 0; i < natural.size(); ++i) {
+        CAPTURE(i);
+        CHECK((packed_lse[i] == natural[i] || std::abs(packed_lse[i] - natural[i]) < 1e-6f));
+      }
+    }
+  }
+}
+
+TEMPLATE_TEST_CASE("router logits of 16-bit activations on a GPU are not rounded to 16 bits", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  TwinBench<TestType> bench;
+  for (const DType dtype : kWeightTypes) {
+    for (const std::int64_t k : {8, 128, 1024, 37}) {
+      for (const std::int64_t experts : {1, 8, 37, 256}) {
+        for (const std::int64_t tokens : {1, 3, 8, 9, 17, 200}) {
+          for (const std::int64_t pad : kPads) {
+            CAPTURE(to_string(dtype), k, experts, tokens, pad);
+            bench.clear();
+            const auto in = bench.random(tokens, k + pad);
+            const auto weight = bench.weights(experts * k, dtype);
+            // Compared as floats, to 1e-5 of the largest: bf16 would be wrong by 4e-3.
+            const auto logits = bench.same(std::vector<float>(at(tokens * experts), std::nanf("")));
+            HELIX_CHECK_TWINS(bench, {
+              operators.router_logits(RouterLogitsArgs<E>{side.view(in, tokens, k, pad),
+                                                          side.weight(weight, dtype, experts, k),
+                                                          {side(logits), {tokens, experts}}},
+                                      stream);
+            });
+          }
+        }
+      }
+    }
+  }
+}
+
+TEMPLATE_TEST_CASE("experts on a GPU are chosen alike by the operators of every type", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   TwinBench<TestType> bench;
   struct Case {
@@ -721,20 +1004,21 @@ TEMPLATE_TEST_CASE("16-bit logits on a GPU choose the experts that equal f32 one
           for (const std::int64_t pad : kPads) {
             CAPTURE(c.experts, c.groups, c.kept, c.top_k, int(scoring), has_bias, tokens, pad);
             bench.clear();
-            const auto logits = bench.random(tokens, c.experts + pad, 3.0);
+            const auto logits = bench.same(bench.numbers(tokens * (c.experts + pad), 3.0));
             const auto bias = bench.same(bench.numbers(c.experts, 0.4));
             const auto experts = bench.same(std::vector<std::int32_t>(at(tokens * c.top_k), -9));
             const auto weights = bench.same(std::vector<float>(at(tokens * c.top_k), std::nanf("")));
             HELIX_CHECK_TWINS(bench, {
-              operators.route(RouteArgs<E>{side.view(logits, tokens, c.experts, pad),
-                                           has_bias ? side(bias) : nullptr,
-                                           scoring,
-                                           c.groups,
-                                           c.kept,
-                                           true,
-                                           2.5f,
-                                           {side(experts), {tokens, c.top_k}},
-                                           {side(weights), {tokens, c.top_k}}},
+              operators.route(RouteArgs{TensorView<const float, 2>(side(logits), {tokens, c.experts},
+                                                                   {c.experts + pad, 1}),
+                                        has_bias ? side(bias) : nullptr,
+                                        scoring,
+                                        c.groups,
+                                        c.kept,
+                                        true,
+                                        2.5f,
+                                        {side(experts), {tokens, c.top_k}},
+                                        {side(weights), {tokens, c.top_k}}},
                               stream);
             });
           }
@@ -855,6 +1139,78 @@ TEMPLATE_TEST_CASE("a GPU draws the tokens that the CPU draws", "", float, f16, 
     gpu.synchronize(stream);
     CHECK(drawn == expected);
   }
+}
+
+TEST_CASE("operators on a GPU take all device memory from an engine's allocator and give it back") {
+  HELIX_REQUIRE_GPUS(1);
+  cuda::use_device(0);
+  struct Pool {
+    cuda::Buffer memory{std::size_t{80} << 20};
+    std::size_t used = 0;
+    std::size_t given = 0;
+    std::size_t returned = 0;
+  };
+  const auto pool = std::make_shared<Pool>();
+  const cuda::Allocator allocator{[pool](std::size_t bytes) -> void* {
+                                    const std::size_t begin = pool->used;
+                                    if (bytes > pool->memory.size_bytes() - begin) return nullptr;
+                                    pool->used += (bytes + 255) / 256 * 256;
+                                    pool->given += bytes;
+                                    return pool->memory.data() + begin;
+                                  },
+                                  [pool](void*, std::size_t bytes) { pool->returned += bytes; }};
+  {
+    const Operators<bf16> operators(0, allocator);
+    const cuda::Stream stream = operators.create_stream();
+    const std::size_t made = pool->given;
+    CHECK(made > 0);
+    const cuda::Buffer buffer = operators.allocate(3000);
+    CHECK(pool->given == made + 3000);
+    std::vector<std::uint8_t> bytes(3000, 1);
+    operators.download(bytes.data(), buffer.data(), bytes.size(), stream);
+    operators.synchronize(stream);
+    CHECK(std::all_of(bytes.begin(), bytes.end(), [](std::uint8_t x) { return x == 0; }));
+    // The workspace of the library is made by the first product, and made once.
+    const cuda::Buffer matrices = operators.allocate(3 * 64 * 64 * sizeof(bf16));
+    auto* const in = reinterpret_cast<bf16*>(matrices.data());
+    const std::size_t before = pool->given;
+    const auto multiply = [&] {
+      operators.linear({TensorView<const bf16, 2>(in, {64, 64}),
+                        {in + 64 * 64, DType::bf16, 64, 64},
+                        {},
+                        {in + 2 * 64 * 64, {64, 64}}},
+                       stream);
+    };
+    const auto captured = cuda::Graph::capture(stream, multiply);
+    CHECK(pool->given == before);  // a capture allocates nothing
+    multiply();
+    const std::size_t after = pool->given;
+    CHECK(after > before);
+    multiply();
+    CHECK(pool->given == after);
+    captured.replay(stream);
+    operators.synchronize(stream);
+    CHECK_THROWS_AS(operators.allocate(std::size_t{100} << 20), Error);
+  }
+  CHECK(pool->returned == pool->given);
+  CHECK_THROWS_AS(Operators<bf16>(0, {allocator.allocate, nullptr}), Error);
+}
+
+TEST_CASE("a borrowed buffer leaves its memory alone") {
+  HELIX_REQUIRE_GPUS(1);
+  const Operators<float> operators;
+  const cuda::Stream stream = operators.create_stream();
+  const cuda::Buffer owner = operators.allocate(1024);
+  const std::vector<std::uint8_t> ones(1024, 1);
+  operators.upload(owner.data(), ones.data(), ones.size(), stream);
+  {
+    const cuda::Buffer borrowed = cuda::Buffer::borrow(owner.data() + 256, 512);
+    CHECK((borrowed.data() == owner.data() + 256 && borrowed.size_bytes() == 512));
+  }
+  std::vector<std::uint8_t> bytes(1024);
+  operators.download(bytes.data(), owner.data(), bytes.size(), stream);
+  operators.synchronize(stream);
+  CHECK(bytes == ones);
 }
 
 }  // namespace helix::test

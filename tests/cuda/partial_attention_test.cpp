@@ -18,6 +18,7 @@
 #include <helix/cuda/backend.hpp>
 
 #include "cuda/gpu.hpp"
+#include "cuda/kv_pools.hpp"
 #include "support/catch.hpp"
 
 namespace helix::test {
@@ -41,7 +42,8 @@ struct Case {
   std::int64_t group = 4;
   std::int64_t d = 64;
   std::int64_t dv = 64;
-  bool is_mla = false;
+  MakeKvPool pool = helix_pool;
+  bool is_csr = false;
   std::int64_t page_tokens = 64;
   std::int64_t kvp = 1;
   std::int64_t chunk = 16;
@@ -52,6 +54,8 @@ struct Case {
   bool forgets = false;  // what no window reaches any more is NaN
   std::vector<Sequence> sequences = {{40, 1}};
   std::vector<std::int64_t> padding;  // query tokens whose position is -1
+
+  bool is_latent() const { return pool == latent_pool || pool == split_latent_pools; }
 };
 
 /// Largest relative error of a row of out, in the 2-norm: bf16 and f16 keep 8 and 11 bits of each weight.
@@ -114,9 +118,7 @@ class World {
   Result run(const cuda::Operators<T>& operators, std::int64_t kvp_rank = 0, std::int64_t first = 0,
              std::int64_t count = -1) const {
     const Case& c = case_;
-    KvView kv = layout_of(kvp_rank);
-    std::vector<std::int32_t> table;
-    const std::vector<std::uint8_t> host_pages = fill_pages(kv, table);
+    const Shard shard = shard_of(kvp_rank);
     const std::vector<std::uint8_t> bytes_of_q = narrowed(q_);
     cuda::Stream stream = operators.create_stream();
     std::vector<cuda::Buffer> memory;
@@ -125,12 +127,16 @@ class World {
       operators.upload(memory.back().data(), values.data(), values.size() * sizeof(X), stream);
       return reinterpret_cast<X*>(memory.back().data());
     };
-    kv.pages = upload(host_pages);
-    kv.page_table = upload(table);
+    KvView kv = shard.pool.view(upload(shard.bytes));
+    kv.layout = KvLayout(c.kvp, c.chunk);
+    kv.kvp_rank = kvp_rank;
+    kv.page_table = upload(shard.lists.pages);
+    kv.max_pages = shard.lists.max_pages;
+    if (c.is_csr) kv.page_begins = upload(shard.lists.begins);
     if (c.kv_dtype == DType::fp8_e4m3) {
       const float* scales = upload(scales_);
       kv.k_scale = scales;
-      kv.v_scale = c.is_mla ? nullptr : scales + c.kv_heads;
+      kv.v_scale = c.is_latent() ? nullptr : scales + c.kv_heads;
     }
     Result result;
     result.out.assign(at(num_tokens() * heads() * out_stride()) * sizeof(T) + kGuard, 0xff);
@@ -151,8 +157,8 @@ class World {
                                     {num_tokens(), heads(), c.d}, {heads() * q_stride(), q_stride(), 1});
     args.batch = batch;
     args.kv = kv;
-    args.out = {out, {num_tokens(), heads(), c.dv}, {heads() * out_stride(), out_stride(), 1}};
-    args.lse = {lse, {num_tokens(), heads()}, {lse_stride(), 1}};
+    args.sink.out = {out, {num_tokens(), heads(), c.dv}, {heads() * out_stride(), out_stride(), 1}};
+    args.sink.lse = {lse, {num_tokens(), heads()}, {lse_stride(), 1}};
     args.scale = scale();
     args.window = c.window;
     args.soft_cap = c.soft_cap;
@@ -208,7 +214,7 @@ class World {
   static constexpr std::int64_t kGuard = 256;
 
   /// Elements of a token: [K of every head, V of every head], or the latent row.
-  std::int64_t row_elements() const { return (case_.is_mla ? 1 : 2 * case_.kv_heads) * case_.d; }
+  std::int64_t row_elements() const { return (case_.is_latent() ? 1 : 2 * case_.kv_heads) * case_.d; }
   std::int64_t q_stride() const { return case_.d + case_.q_pad; }
   std::int64_t out_stride() const { return case_.dv + case_.out_pad; }
   std::int64_t lse_stride() const { return heads() + case_.out_pad; }
@@ -224,66 +230,62 @@ class World {
     return bytes;
   }
 
-  KvView layout_of(std::int64_t kvp_rank) const {
-    const Case& c = case_;
-    KvView kv;
-    kv.dtype = c.kv_dtype;
-    kv.num_heads = c.kv_heads;
-    kv.head_dim = c.d;
-    kv.value_dim = c.dv;
-    kv.page_tokens = c.page_tokens;
-    kv.is_mla = c.is_mla;
-    kv.layout = KvLayout(c.kvp, c.chunk);
-    kv.kvp_rank = kvp_rank;
-    kv.max_pages = 1;
-    for (const Sequence& s : c.sequences) {
-      const std::int64_t pages = (kv.layout.length(s.length, kvp_rank) + c.page_tokens - 1) / c.page_tokens;
-      kv.num_pages += pages;
-      kv.max_pages = std::max(kv.max_pages, pages + 1);
-    }
-    kv.num_pages += 1;
-    return kv;
-  }
+  /// One rank's pool and the pages of its sequences.
+  struct Shard {
+    KvPool pool;
+    std::vector<std::uint8_t> bytes;
+    HostPageLists lists;
+  };
 
-  /// The shard's pages in random order, and the table, which leads to a page of NaN where there is none.
-  std::vector<std::uint8_t> fill_pages(const KvView& kv, std::vector<std::int32_t>& table) const {
+  /// The shard's pages in random order, and lists that lead to a page of NaN where there is none. All that no
+  /// sequence holds is NaN: other layers, gaps between pools, columns after a row.
+  Shard shard_of(std::int64_t kvp_rank) const {
     const Case& c = case_;
-    std::vector<std::int32_t> free_pages(at(kv.num_pages));
+    const KvLayout layout(c.kvp, c.chunk);
+    std::vector<std::int64_t> counts(c.sequences.size());
+    std::int64_t num_pages = 1;
+    for (std::size_t b = 0; b < c.sequences.size(); ++b) {
+      const std::int64_t length = layout.length(c.sequences[b].length, kvp_rank);
+      num_pages += counts[at(slots_[b])] = (length + c.page_tokens - 1) / c.page_tokens;
+    }
+    std::vector<std::int32_t> free_pages(at(num_pages));
     std::iota(free_pages.begin(), free_pages.end(), 0);
     std::mt19937 shuffle(5);
     std::shuffle(free_pages.begin(), free_pages.end(), shuffle);
-    table.assign(c.sequences.size() * at(kv.max_pages), free_pages.front());
-    std::vector<std::uint8_t> pages(at(kv.num_pages * kv.page_elements()) * size_bytes(c.kv_dtype));
+    Shard shard{c.pool({c.kv_dtype, c.kv_heads, c.d, c.dv, c.page_tokens, num_pages}),
+                {},
+                HostPageLists(counts, c.is_csr, free_pages.front())};
+    const KvPool& pool = shard.pool;
+    shard.bytes.resize(at(pool.num_elements) * size_bytes(c.kv_dtype));
     dispatch(c.kv_dtype, [&]<class S>(S*) {
       const auto put = [&](std::int64_t i, float value) {
         const S x(value);
-        std::memcpy(pages.data() + at(i) * sizeof(S), &x, sizeof(S));
+        std::memcpy(shard.bytes.data() + at(i) * sizeof(S), &x, sizeof(S));
       };
-      for (std::int64_t i = 0; i < kv.num_pages * kv.page_elements(); ++i) put(i, kNaN);
+      for (std::int64_t i = 0; i < pool.num_elements; ++i) put(i, kNaN);
       for (std::size_t b = 0; b < c.sequences.size(); ++b) {
         const Sequence& s = c.sequences[b];
         const std::int64_t forgotten =
             c.forgets ? std::max<std::int64_t>(0, s.length - s.queries + 1 - c.window) : 0;
-        for (std::int64_t local = 0; local < kv.layout.length(s.length, kv.kvp_rank); ++local) {
-          std::int32_t& page = table[at(slots_[b] * kv.max_pages + local / c.page_tokens)];
-          if (local % c.page_tokens == 0) {
+        for (std::int64_t local = 0; local < layout.length(s.length, kvp_rank); ++local) {
+          std::int32_t& page = shard.lists.at(slots_[b], local / c.page_tokens);
+          const std::int64_t in_page = local % c.page_tokens;
+          if (in_page == 0) {
             page = free_pages.back();
             free_pages.pop_back();
           }
-          const std::int64_t token = kv.layout.global(kv.kvp_rank, local);
+          const std::int64_t token = layout.global(kvp_rank, local);
           if (token < forgotten) continue;
-          for (std::int64_t part = 0; part < (c.is_mla ? 1 : 2 * c.kv_heads); ++part) {
-            const std::int64_t to =
-                page * kv.page_elements() + (part * c.page_tokens + local % c.page_tokens) * c.d;
-            // Values fill the first Dv elements of their rows.
-            const std::int64_t width = part < c.kv_heads ? c.d : c.dv;
-            for (std::int64_t i = 0; i < width; ++i)
-              put(to + i, stored_[b][at(token * row_elements() + part * c.d + i)]);
+          const float* row = stored_[b].data() + token * row_elements();
+          for (std::int64_t head = 0; head < c.kv_heads; ++head) {
+            for (std::int64_t i = 0; i < c.d; ++i) put(pool.key(page, head, in_page, i), row[head * c.d + i]);
+            for (std::int64_t i = 0; i < c.dv && !c.is_latent(); ++i)
+              put(pool.value(page, head, in_page, i), row[(c.kv_heads + head) * c.d + i]);
           }
         }
       }
     });
-    return pages;
+    return shard;
   }
 
   /// Bytes outside of the rows of tokens [begin, end) that are no longer 0xff.
@@ -329,13 +331,13 @@ class World {
     const std::int64_t kv_head = head / c.group;
     const bool is_scaled = c.kv_dtype == DType::fp8_e4m3;
     const double k_scale = is_scaled ? scales_[at(kv_head)] : 1.0;
-    const double v_scale = c.is_mla ? k_scale : is_scaled ? scales_[at(c.kv_heads + kv_head)] : 1.0;
+    const double v_scale = c.is_latent() ? k_scale : is_scaled ? scales_[at(c.kv_heads + kv_head)] : 1.0;
     const std::int64_t position = positions_[at(token)];
     const std::int64_t first = c.window > 0 ? std::max<std::int64_t>(0, position + 1 - c.window) : 0;
     const float* q = q_.data() + (token * heads() + head) * q_stride();
     std::vector<double> scores;
     for (std::int64_t p = first; p <= position; ++p) {
-      const float* key = stored.data() + p * row_elements() + (c.is_mla ? 0 : kv_head * c.d);
+      const float* key = stored.data() + p * row_elements() + (c.is_latent() ? 0 : kv_head * c.d);
       double score = 0.0;
       for (std::int64_t i = 0; i < c.d; ++i) score += double{q[i]} * double{key[i]};
       score *= k_scale * double{scale()};
@@ -354,7 +356,8 @@ class World {
       for (std::int64_t p = first; p <= position; ++p) {
         if (!is_seen(p)) continue;
         const double weight = std::exp(scores[at(p - first)] - highest);
-        const float* value = stored.data() + p * row_elements() + (c.is_mla ? 0 : c.kv_heads + kv_head) * c.d;
+        const float* value =
+            stored.data() + p * row_elements() + (c.is_latent() ? 0 : c.kv_heads + kv_head) * c.d;
         for (std::int64_t i = 0; i < c.dv; ++i) out[at(i)] += weight * double{value[i]};
         total += weight;
       }
@@ -719,7 +722,7 @@ TEMPLATE_TEST_CASE("attention on a GPU serves MLA rows, whose values are the fir
       Case c = case_of<TestType>(576);
       c.kv_dtype = dtype;
       c.dv = 512;
-      c.is_mla = true;
+      c.pool = latent_pool;
       c.kv_heads = 1;
       c.group = heads;
       c.kvp = 2;
@@ -728,6 +731,122 @@ TEMPLATE_TEST_CASE("attention on a GPU serves MLA rows, whose values are the fir
       CHECK(World<TestType>(c).check(operators) == "");
     }
   }
+}
+
+TEMPLATE_TEST_CASE("attention on a GPU reads the pools of other engines where they lie", "", float, f16,
+                   bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const cuda::Operators<TestType> operators;
+  constexpr std::int64_t kDims[] = {64, 128, 256};
+  std::size_t turn = 0;
+  for (const MakeKvPool pool : kv_pool_makers()) {
+    for (const std::int64_t page_tokens : {1, 16, 17, 64}) {
+      for (const bool is_csr : {false, true}) {
+        for (const std::int64_t window : {0, 100}) {
+          Case c = case_of<TestType>(kDims[turn % 3]);
+          c.pool = pool;
+          c.is_csr = is_csr;
+          c.page_tokens = page_tokens;
+          c.window = window;
+          c.forgets = window > 0;
+          c.kvp = turn % 2 == 0 ? 1 : 2;
+          c.kv_heads = turn % 5 == 0 ? 1 : 3;
+          c.group = turn % 4 == 0 ? 20 : 4;
+          c.sequences = {{70, 1}, {333, 4}, {20, 8}, {5, 0}, {700, 2}};
+          ++turn;
+          CAPTURE(pool({c.kv_dtype, c.kv_heads, c.d, c.dv, page_tokens, 1}).name, page_tokens, is_csr, window,
+                  c.d, c.kvp, c.kv_heads, c.group);
+          CHECK(World<TestType>(c).check(operators) == "");
+        }
+      }
+    }
+  }
+}
+
+TEMPLATE_TEST_CASE("attention on a GPU splits token-major ranges exactly at every edge of its tiles", "", f16,
+                   bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const cuda::Operators<TestType> operators;
+  for (const std::int64_t d : {64, 128, 256}) {
+    for (const std::int64_t page_tokens : {1, 17, 64}) {
+      Case c = case_of<TestType>(d);
+      c.pool = vllm_pool;
+      c.page_tokens = page_tokens;
+      c.sequences.clear();
+      for (const std::int64_t length : {1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1000, 5000})
+        c.sequences.push_back({length, 1});
+      CAPTURE(d, page_tokens);
+      CHECK(World<TestType>(c).check(operators) == "");
+      c.sequences = {{20000, 1}};
+      CHECK(World<TestType>(c).check(operators) == "");
+      c.sequences = {{300, 300}, {5000, 7}};
+      CHECK(World<TestType>(c).check(operators) == "");
+    }
+  }
+}
+
+TEMPLATE_TEST_CASE("attention on a GPU reads foreign pools of every storage type and of unequal head sizes",
+                   "", float, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const cuda::Operators<TestType> operators;
+  constexpr std::int64_t kDims[][2] = {{48, 16}, {96, 64}, {128, 128}, {192, 128}};
+  std::size_t turn = 0;
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}) {
+    for (const auto& [d, dv] : kDims) {
+      for (const MakeKvPool pool : kv_pool_makers()) {
+        Case c = case_of<TestType>(d);
+        c.kv_dtype = dtype;
+        // A pool of one tensor has places of D columns for V, too.
+        c.dv = dv;
+        c.pool = pool;
+        c.is_csr = turn % 2 == 0;
+        c.page_tokens = turn % 3 == 0 ? 1 : 16;
+        c.kvp = 2;
+        c.sequences = {{150, 1}, {41, 4}};
+        ++turn;
+        CAPTURE(pool({dtype, c.kv_heads, d, dv, 1, 1}).name, to_string(dtype), d, dv, c.page_tokens);
+        CHECK(World<TestType>(c).check(operators) == "");
+      }
+    }
+  }
+}
+
+TEMPLATE_TEST_CASE("attention on a GPU reads latents whose rope columns lie apart", "", float, f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const cuda::Operators<TestType> operators;
+  for (const DType dtype : {kDTypeOf<TestType>, DType::fp8_e4m3}) {
+    for (const MakeKvPool pool : latent_pool_makers()) {
+      for (const std::int64_t page_tokens : {1, 17, 64}) {
+        for (const bool is_csr : {false, true}) {
+          Case c = case_of<TestType>(576);
+          c.kv_dtype = dtype;
+          c.dv = 512;
+          c.pool = pool;
+          c.is_csr = is_csr;
+          c.page_tokens = page_tokens;
+          c.kv_heads = 1;
+          c.group = 16;
+          c.kvp = 2;
+          c.sequences = {{150, 1}, {20, 2}};
+          CAPTURE(to_string(dtype), page_tokens, is_csr);
+          CHECK(World<TestType>(c).check(operators) == "");
+        }
+      }
+    }
+  }
+}
+
+// Negative control: a row that lies elsewhere than the view says shows.
+TEST_CASE("attention on a GPU of a pool in other places than its view says is wrong") {
+  HELIX_REQUIRE_GPUS(1);
+  Case c = case_of<bf16>(128);
+  c.sequences = {{100, 1}};
+  c.pool = [](const KvPoolSizes& sizes) {
+    KvPool pool = vllm_pool(sizes);
+    std::swap(pool.format.v.token, pool.format.v.head);
+    return pool;
+  };
+  CHECK(World<bf16>(c).check(cuda::Operators<bf16>()) != "");
 }
 
 }  // namespace helix::test

@@ -23,8 +23,8 @@ using CpuBackend = helix::cpu::Backend<LocalComm>;
 
 Model small_model(bool is_latent) {
   Model model = model_preset(is_latent ? "deepseek-v2-lite" : "llama-3.1-8b");
-  model.num_layers = 3;
-  model.vocab = 256;
+  model.shape.num_layers = 3;
+  model.shape.vocab = 256;
   return model;
 }
 
@@ -39,7 +39,7 @@ TEST_CASE("planned KV bytes are those that ShardedKVCache allocates, on every ra
         widths.kvp = kvp;
         widths.tpa = tpa;
         widths.allow_uneven_ffn = true;
-        const Topology topology(widths, model.shape());
+        const Topology topology(widths, model.shape);
         helix::KvCacheSpec spec;
         spec.format = dtype;
         spec.layers = 3;
@@ -74,7 +74,7 @@ TEST_CASE("the plan of a Helix layout counts the same pages") {
   const Layout layout{.kvp = 8, .tpa = 8, .tpf = 64};
   const Workload workload{.context = tokens(1e6), .batch = 3};
   const RankMemoryPlan plan = plan_memory(model, {.kv_bits = 4}, layout, workload);
-  const Topology topology(layout.topology_spec(), model.shape());
+  const Topology topology(layout.topology_spec(), model.shape);
   const std::vector<std::int64_t> lengths(3, 1000000);
   CHECK(in_bytes(plan.kv) ==
         static_cast<double>(kv_page_bytes_used(topology, 0, {.element_bits = 4, .layers = 126}, lengths)));
@@ -125,7 +125,7 @@ TEST_CASE("Helix layouts are legal exactly where Topology says so") {
           const Layout layout{.kvp = kvp, .tpa = tpa, .tpf = kvp * tpa / ep, .ep = ep};
           bool builds = true;
           try {
-            const Topology topology(layout.topology_spec(), model.shape());
+            const Topology topology(layout.topology_spec(), model.shape);
           } catch (const helix::Error&) {
             builds = false;
           }
@@ -138,7 +138,7 @@ TEST_CASE("Helix layouts are legal exactly where Topology says so") {
     }
     CHECK(legal > 5);
     for (const int n : {1, 2, 4, 8}) {
-      const std::size_t known = Topology::legal_topologies(model.shape(), n).size();
+      const std::size_t known = Topology::legal_topologies(model.shape, n).size();
       CHECK(legal_layouts(Strategy::helix, model, n).size() == known);
     }
   }

@@ -15,6 +15,8 @@ namespace {
 
 using namespace helix::plan;
 using helix::ErrorCode;
+using helix::MlaShape;
+using helix::MoeShape;
 using helix::test::failure_of;
 
 TEST_CASE("presets have as many parameters as their checkpoints") {
@@ -70,14 +72,14 @@ TEST_CASE("presets are sound and known by name") {
 
 TEST_CASE("layers alternate as the models say") {
   const Model maverick = model_preset("llama-4-maverick");
-  CHECK_FALSE(maverick.is_moe_layer(0));
-  CHECK(maverick.is_moe_layer(1));
-  CHECK_FALSE(maverick.is_moe_layer(2));
+  CHECK_FALSE(maverick.shape.is_moe_layer(0));
+  CHECK(maverick.shape.is_moe_layer(1));
+  CHECK_FALSE(maverick.shape.is_moe_layer(2));
   CHECK(maverick.is_window_layer(2));
   CHECK_FALSE(maverick.is_window_layer(3));
   const Model deepseek = model_preset("deepseek-r1");
-  CHECK_FALSE(deepseek.is_moe_layer(2));
-  CHECK(deepseek.is_moe_layer(3));
+  CHECK_FALSE(deepseek.shape.is_moe_layer(2));
+  CHECK(deepseek.shape.is_moe_layer(3));
   CHECK_FALSE(deepseek.is_window_layer(0));
 }
 
@@ -87,18 +89,18 @@ TEST_CASE("absurd models are refused with the value") {
     const char* says;
   };
   const std::vector<Bad> all{
-      {[](Model& m) { m.hidden = 0; }, "hidden is 0"},
-      {[](Model& m) { m.hidden = std::int64_t{1} << 62; }, "hidden is 4611686018427387904"},
-      {[](Model& m) { m.num_layers = -1; }, "num_layers is -1"},
-      {[](Model& m) { m.num_query_heads = 127; }, "num_query_heads 127"},
-      {[](Model& m) { m.num_kv_heads = 0; }, "num_kv_heads is 0"},
-      {[](Model& m) { m.ffn = 0; }, "dense layers"},
-      {[](Model& m) { m.num_layers = 65536, m.ffn = 1 << 24; }, "parameters"},
-      {[](Model& m) { m.experts = Experts{.num_experts = 8, .top_k = 9, .expert_ffn = 8}; }, "top_k is 9"},
-      {[](Model& m) { m.experts = Experts{.num_experts = 8, .expert_ffn = 8, .layer_stride = 0}; },
+      {[](Model& m) { m.shape.hidden = 0; }, "hidden is 0"},
+      {[](Model& m) { m.shape.hidden = std::int64_t{1} << 62; }, "hidden is 4611686018427387904"},
+      {[](Model& m) { m.shape.num_layers = -1; }, "num_layers is -1"},
+      {[](Model& m) { m.shape.num_query_heads = 127; }, "num_query_heads 127"},
+      {[](Model& m) { m.shape.num_kv_heads = 0; }, "num_kv_heads is 0"},
+      {[](Model& m) { m.shape.ffn = 0; }, "dense layers"},
+      {[](Model& m) { m.shape.num_layers = 65536, m.shape.ffn = 1 << 24; }, "parameters"},
+      {[](Model& m) { m.shape.moe = MoeShape{.num_experts = 8, .top_k = 9, .expert_ffn = 8}; }, "top_k is 9"},
+      {[](Model& m) { m.shape.moe = MoeShape{.num_experts = 8, .expert_ffn = 8, .layer_stride = 0}; },
        "layer_stride is 0"},
       {[](Model& m) {
-         m.latent = LatentAttention{0, 512, 128, 64, 128};
+         m.shape.mla = MlaShape{0, 512, 128, 64, 128};
        },
        "latent attention"}};
   for (const Bad& bad : all) {

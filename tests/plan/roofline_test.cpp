@@ -2,7 +2,7 @@
 // Appendix A and figure 3 of the paper, to the last digit.
 #include <vector>
 
-#include <helix/hop_b.hpp>
+#include <helix/hop_b_model.hpp>
 #include <helix/plan/hardware.hpp>
 #include <helix/plan/roofline.hpp>
 
@@ -21,7 +21,7 @@ const Precision kFp8{8, 8, 8};
 /// The dense model of figure 1: Q 128, K 8, Hsz 128, F 65536.
 Model figure_1_model() {
   Model model = model_preset("llama-3.1-405b");
-  model.ffn = 65536;
+  model.shape.ffn = 65536;
   return model;
 }
 

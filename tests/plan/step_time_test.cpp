@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include <helix/hop_b.hpp>
+#include <helix/hop_b_model.hpp>
 #include <helix/plan/roofline.hpp>
 #include <helix/plan/step_time.hpp>
 
@@ -121,7 +121,7 @@ TEST_CASE("more bandwidth, throughput or less latency never slows a step") {
 
 TEST_CASE("on appendix A's machine a Helix layer reads what section 2.2 says") {
   Model model = model_preset("llama-3.1-405b");
-  model.ffn = 65536;
+  model.shape.ffn = 65536;
   const StepModel step(model, kFp4, hardware_preset("roofline-8000"));
   const StepReport report =
       step.explain({.kvp = 8, .tpa = 8, .tpf = 64}, {.context = tokens(1024e3), .batch = 8});
@@ -143,7 +143,7 @@ TEST_CASE("without activations a Helix layer reads the weights of the roofline, 
       const RooflineWidths widths{
           .tpa = layout.tpa, .kvp = layout.kvp, .tpf = 8, .output_projection = OutputProjection::over_stage};
       for (const bool is_moe : {false, true}) {
-        if (is_moe ? !model.experts : model.ffn == 0) continue;
+        if (is_moe ? !model.shape.moe : model.shape.ffn == 0) continue;
         Bytes read;
         for (const OperatorTime& op : report.operators) {
           const bool is_of_layers = op.cost == Cost::attention_weights || op.cost == Cost::ffn_weights;
@@ -373,8 +373,8 @@ TEST_CASE("windowed layers read their window only") {
 TEST_CASE("steps measured on four H200s are predicted within a tenth, uncalibrated") {
   // docs/performance.md: eight layers of Llama-405B in bf16, 8 sequences of 524288 tokens.
   Model model = model_preset("llama-3.1-405b");
-  model.num_layers = 8;
-  model.vocab = 0;
+  model.shape.num_layers = 8;
+  model.shape.vocab = 0;
   const StepModel step(model, {}, hardware_preset("h200"));
   struct Row {
     int kvp;
@@ -401,7 +401,7 @@ TEST_CASE("attention and exchange measured on H200s are predicted within a tenth
     double measured_us;
   };
   Model model = model_preset("llama-3.1-70b");
-  model.num_layers = 1;
+  model.shape.num_layers = 1;
   const StepModel attention(model, {}, hardware_preset("h200"));
   for (const Row& row :
        {Row{64, 131072, 1, 7463.6}, Row{8, 131072, 1, 948.2}, Row{1, 1048576, 1, 942.1},
@@ -415,7 +415,7 @@ TEST_CASE("attention and exchange measured on H200s are predicted within a tenth
 
   // 128 query heads of 128 over four GPUs.
   Model wide = model_preset("llama-3.1-405b");
-  wide.num_layers = 1;
+  wide.shape.num_layers = 1;
   const StepModel exchange(wide, {}, hardware_preset("h200"));
   const std::vector<std::pair<std::int64_t, double>> rows{
       {1, 9.0}, {4, 9.6}, {16, 12.0}, {32, 16.0}, {64, 18.3}};

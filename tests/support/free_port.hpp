@@ -10,6 +10,7 @@
 
 namespace helix::test {
 
+/// A port of the loopback interface that was free a moment ago.
 inline int free_port() {
   const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};

@@ -17,6 +17,7 @@
 #include <helix/batch_buffer.hpp>
 #include <helix/cpu/backend.hpp>
 #include <helix/decode_layer.hpp>
+#include <helix/job_comms.hpp>
 #include <helix/hop_b.hpp>
 #include <helix/kvp_all_to_all.hpp>
 #include <helix/layer_weights.hpp>
@@ -197,13 +198,21 @@ inline ModelShape shape_of(const oracle::Layer& layer) {
   shape.head_dim = layer.head_dim;
   shape.value_dim = layer.latent ? layer.kv_lora : layer.head_dim;
   shape.hidden = layer.hidden;
-  shape.is_mla = layer.latent.has_value();
   shape.num_layers = 1;
+  if (layer.latent) {
+    shape.mla = MlaShape{.q_lora_rank = layer.q_lora,
+                         .kv_lora_rank = layer.kv_lora,
+                         .qk_nope_head_dim = layer.nope,
+                         .qk_rope_head_dim = layer.rope,
+                         .v_head_dim = layer.value};
+  }
   if (layer.dense) shape.ffn = layer.dense->down.cols;
   if (layer.experts) {
-    shape.num_experts = static_cast<std::int64_t>(layer.experts->routed.size());
-    shape.expert_ffn = layer.experts->routed.front().down.cols;
-    if (layer.experts->shared) shape.shared_expert_ffn = layer.experts->shared->down.cols;
+    const oracle::Experts& e = *layer.experts;
+    shape.moe = MoeShape{.num_experts = static_cast<std::int64_t>(e.routed.size()),
+                         .top_k = e.top_k,
+                         .expert_ffn = e.routed.front().down.cols,
+                         .shared_ffn = e.shared ? e.shared->down.cols : 0};
   }
   return shape;
 }
@@ -217,16 +226,11 @@ inline LayerConfig config_of(const oracle::Layer& layer, const float* inverse_fr
   config.soft_cap = static_cast<float>(layer.soft_cap);
   config.rope = {inverse_frequency, static_cast<std::int64_t>(layer.inverse_frequency.size()) * 2,
                  layer.is_interleaved, static_cast<float>(layer.magnitude)};
-  config.mla = {layer.q_lora, layer.nope, layer.rope, layer.value,
-                static_cast<float>(layer.mla_norm_epsilon)};
+  config.latent_norm_epsilon = static_cast<float>(layer.mla_norm_epsilon);
   if (layer.experts) {
     const oracle::Experts& e = *layer.experts;
-    config.router = {e.is_sigmoid ? RouterScoring::sigmoid : RouterScoring::softmax,
-                     e.top_k,
-                     e.num_groups,
-                     e.groups_kept,
-                     e.normalize,
-                     static_cast<float>(e.scale)};
+    config.router = {e.is_sigmoid ? RouterScoring::sigmoid : RouterScoring::softmax, e.num_groups,
+                     e.groups_kept, e.normalize, static_cast<float>(e.scale)};
   }
   return config;
 }
@@ -479,19 +483,19 @@ class LayerRank {
   LayerRank(B& backend, const Topology& topo, const oracle::Layer& layer, const Script& script,
             const LayerRunOptions& options)
       : backend_(&backend),
-        topo_(&topo),
+        shape_(topo.rank_shape(backend.comms().stage->rank())),
         options_(options),
         stream_(backend.create_stream()),
         layer_(backend, topo, layer, options.weight_dtype, options.o_shard),
         cache_(backend, topo, cache_spec(topo, script, options)),
         exchange_(backend, {.max_tokens = std::max<std::int64_t>(1, script.max_step_tokens()),
-                            .num_query_heads = topo.query_heads(backend.comms().stage->rank()).size(),
-                            .value_dim = topo.shape().value_dim}),
+                            .num_query_heads = shape_.query_heads,
+                            .value_dim = shape_.value_dim,
+                            .max_slices = options.max_slices}),
         hop_b_(backend, options.max_slices),
         batch_(backend, std::max<std::int64_t>(1, script.sequences),
                std::max<std::int64_t>(1, script.max_step_tokens())),
-        workspace_(backend.allocate(decode_layer_workspace_bytes(
-            backend, topo, layer_.config(), script.max_step_tokens(), options.max_slices))),
+        workspace_(backend.allocate(decode_layer_workspace_bytes(backend, shape_, script.max_step_tokens()))),
         hidden_(backend.allocate(static_cast<std::size_t>(script.max_step_tokens() * layer.hidden) *
                                  sizeof(float))) {
     // What a layer reads of its workspace it has written itself: NaN would show otherwise.
@@ -532,12 +536,12 @@ class LayerRank {
             .workspace = {workspace_.data(), workspace_.size_bytes()}};
   }
   TensorView<float, 2> hidden() const {
-    return {reinterpret_cast<float*>(hidden_.data()), {tokens_, topo_->shape().hidden}};
+    return {reinterpret_cast<float*>(hidden_.data()), {tokens_, shape_.hidden}};
   }
 
   /// Queues the layer on what prepare() uploaded.
   void launch() {
-    decode_layer(*backend_, *topo_, layer_.config(), layer_.weights(), cache_.layer(0), batch_.batch(),
+    decode_layer(*backend_, shape_, layer_.config(), layer_.weights(), cache_.layer(0), batch_.batch(),
                  hidden(), layer_options(), stream_);
   }
 
@@ -548,7 +552,7 @@ class LayerRank {
     backend_->synchronize(stream_);
     for (std::size_t b = 0; b < sequences_.size(); ++b)
       if (step.rejected[b] > 0)
-        cache_.truncate(sequences_[b], cache_.length(sequences_[b]) - step.rejected[b], stream_);
+        cache_.truncate(sequences_[b], cache_.length(sequences_[b]) - step.rejected[b]);
     return out;
   }
 
@@ -560,17 +564,17 @@ class LayerRank {
 
   /// This rank's keys of one sequence [local tokens, heads, D] and, behind them, its values. MLA: the rows.
   std::vector<float> read_kv(std::size_t sequence) {
-    const KvView view = cache_.layer(0);
+    const KvFormat format = cache_.layer(0).format;
     const std::int64_t tokens = cache_.local_length(sequences_[sequence]);
-    const std::int64_t keys = tokens * view.num_heads * view.head_dim;
-    const std::int64_t values = view.is_mla ? 0 : tokens * view.num_heads * view.value_dim;
+    const std::int64_t keys = tokens * format.num_heads * format.head_dim;
+    const std::int64_t values = format.is_latent ? 0 : tokens * format.num_heads * format.value_dim;
     std::vector<float> out(static_cast<std::size_t>(keys + values));
     if (out.empty()) return out;
     auto device = backend_->allocate(out.size() * sizeof(float));
     auto* data = reinterpret_cast<float*>(device.data());
     TensorView<float, 3> v;
-    if (!view.is_mla) v = {data + keys, {tokens, view.num_heads, view.value_dim}};
-    cache_.read(sequences_[sequence], 0, {0, tokens}, {data, {tokens, view.num_heads, view.head_dim}}, v,
+    if (!format.is_latent) v = {data + keys, {tokens, format.num_heads, format.value_dim}};
+    cache_.read(sequences_[sequence], 0, {0, tokens}, {data, {tokens, format.num_heads, format.head_dim}}, v,
                 stream_);
     backend_->download(out.data(), data, out.size() * sizeof(float), stream_);
     backend_->synchronize(stream_);
@@ -598,7 +602,7 @@ class LayerRank {
   }
 
   B* backend_;
-  const Topology* topo_;
+  RankShape shape_;
   LayerRunOptions options_;
   typename B::Stream stream_;
   DeviceLayer<B> layer_;
@@ -622,16 +626,15 @@ struct RankResult {
 };
 
 /// Makes a rank's backend of its communicators: `stage` by stage_rank, its KVP group split off.
-template <Backend B, Communicator Comm>
+template <Backend B, SplittableComm Comm>
 B make_backend(const Topology& topo, Comm stage) {
-  const RankCoordinates at = topo.stage_coordinates(stage.rank());
-  Comm kvp = stage.split(at.tpa_rank, at.kvp_rank);
+  Comm kvp = split_kvp(stage, topo);
   return B(std::move(stage), std::move(kvp));
 }
 
 /// The script on a thread a rank, which has a communicator of LocalComm's kind. @throws with every rank's
 /// message if any fails.
-template <Backend B = cpu::Backend<cpu::LocalComm>, Communicator LocalComm = cpu::LocalComm>
+template <Backend B = cpu::Backend<cpu::LocalComm>, SplittableComm LocalComm = cpu::LocalComm>
 std::vector<RankResult> run_script(const Topology& topo, const oracle::Layer& layer, const Script& script,
                                    const LayerRunOptions& options) {
   std::vector<RankResult> results(static_cast<std::size_t>(topo.stage_size()));

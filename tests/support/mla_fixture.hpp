@@ -271,7 +271,7 @@ class MlaRank {
         sharding_(sharding),
         stream_(backend.create_stream()),
         cache_(backend, topology_of(world, sharding), cache_spec(world, sharding)) {
-    poison(static_cast<std::byte*>(cache_.layer(0).pages), cache_.capacity_bytes());
+    poison(static_cast<std::byte*>(cache_.layer(0).k), cache_.capacity_bytes());
     fill();
   }
 
@@ -299,7 +299,6 @@ class MlaRank {
     auto partial_out = poisoned(bytes_of<T>(tokens * heads * dv));
     auto partial_lse = poisoned(bytes_of<float>(tokens * heads));
     auto workspace = poisoned(backend.partial_attention_workspace_bytes(tokens, heads, d, dv));
-    auto messages = poisoned(KvpAllToAll<B>::workspace_bytes(sharding_.kvp, tokens, heads, dv, 1));
     auto out = poisoned(bytes_of<T>(tokens * mine * dv));
     auto lse = poisoned(bytes_of<float>(tokens * mine));
 
@@ -307,15 +306,14 @@ class MlaRank {
     args.q = {reinterpret_cast<const T*>(q.data()), {tokens, heads, d}};
     args.batch = batch.batch();
     args.kv = cache_.layer(0);
-    args.out = {reinterpret_cast<T*>(partial_out.data()), {tokens, heads, dv}};
-    args.lse = {reinterpret_cast<float*>(partial_lse.data()), {tokens, heads}};
+    args.sink.out = {reinterpret_cast<T*>(partial_out.data()), {tokens, heads, dv}};
+    args.sink.lse = {reinterpret_cast<float*>(partial_lse.data()), {tokens, heads}};
     args.scale = World::kScale;
     args.workspace = {workspace.data(), workspace.size_bytes()};
     partial_attention(backend, args, stream_);
 
     KvpAllToAll<B> exchange(backend, {.max_tokens = tokens, .num_query_heads = heads, .value_dim = dv});
-    const auto received = exchange.exchange({args.out, args.lse}, args.batch.positions,
-                                            {messages.data(), messages.size_bytes()}, stream_);
+    const auto received = exchange.exchange({args.sink.out, args.sink.lse}, args.batch.positions, stream_);
     LseCombineArgs<T> combine;
     combine.partial_out = received.out;
     combine.partial_lse = received.lse;
@@ -345,7 +343,8 @@ class MlaRank {
 
   static Topology topology_of(const World& world, const MlaSharding& sharding) {
     ModelShape shape;
-    shape.is_mla = true;
+    shape.mla =
+        MlaShape{.kv_lora_rank = World::kValueDim, .qk_rope_head_dim = World::kDim - World::kValueDim};
     shape.num_query_heads = world.heads();
     shape.num_kv_heads = 1;
     shape.head_dim = World::kDim;
@@ -411,7 +410,7 @@ class MlaRank {
 
 /// The attention of `world` on a thread a KVP rank, which has a communicator of LocalComm's kind; NaN where
 /// no rank wrote. @throws with every rank's message if any fails.
-template <Backend B, Communicator LocalComm>
+template <Backend B, SplittableComm LocalComm>
 MlaOutput<float> run_mla(const MlaWorld<typename B::Activation>& world, const MlaSharding& sharding) {
   constexpr std::chrono::minutes kBound{10};
   constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();

@@ -274,7 +274,11 @@ class RecordingBackend {
     recording_->add("swiglu", s.id, a.out.extent(1));
     inner_.swiglu(a, s.inner);
   }
-  void route(const RouteArgs<float>& a, Stream s) const {
+  void router_logits(const RouterLogitsArgs<float>& a, Stream s) const {
+    recording_->add("router_logits", s.id, a.out.extent(1));
+    inner_.router_logits(a, s.inner);
+  }
+  void route(const RouteArgs& a, Stream s) const {
     recording_->add("route", s.id, a.logits.extent(0));
     inner_.route(a, s.inner);
   }
@@ -310,7 +314,7 @@ class RecordingBackend {
   std::shared_ptr<Comm> kvp_;
 };
 
-static_assert(Communicator<RecordingComm>);
+static_assert(Communicator<RecordingComm, RecordedStream>);
 static_assert(Backend<RecordingBackend>);
 
 }  // namespace helix::test

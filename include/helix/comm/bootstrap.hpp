@@ -20,12 +20,22 @@ namespace helix::comm {
 struct HELIX_API BootstrapOptions {
   int rank = 0;
   int size = 1;
-  int local_rank = 0;  ///< among the processes of its machine: usually its device
+
+  /// The process's number among those of its machine, usually the one of its device.
+  int local_rank = 0;
+
+  /// Host name or IP address of rank 0. "localhost" and 127.* keep the job to this machine.
   std::string address = "127.0.0.1";
+  /// TCP port on which rank 0 listens until all are there.
   int port = 29500;
-  std::uint64_t config_hash = 0;  ///< of all that must be equal on every rank
-  std::chrono::milliseconds timeout{
-      60'000};  ///< of the rendezvous, of each exchange, and until silence is death
+
+  /// A hash of everything that must be equal on all ranks (model, topology, options). Ranks that differ are
+  /// all refused.
+  std::uint64_t config_hash = 0;
+
+  /// The limit of the rendezvous, of each exchange, and of the silence after which a rank counts as dead.
+  std::chrono::milliseconds timeout{60'000};
+  /// Time between two heartbeats.
   std::chrono::milliseconds heartbeat{200};
 
   /// Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun sets them; else what Open
@@ -42,10 +52,10 @@ struct HELIX_API BootstrapOptions {
 /// A rank has failed when its connection closes without a farewell, when it is silent for the timeout, when
 /// it calls fail(), or when it lags: another rank has waited for the timeout at a later step or operation.
 /// Rank 0 sees the failures of others and tells all; the others see rank 0's. Not encrypted: for networks
-/// that are trusted. All machines have the same byte order.
+/// that are trusted. All machines have the same byte order. Copies are the same end.
 class HELIX_API Bootstrap {
  public:
-  /// Collective; rank 0 serves, the others connect until the deadline.
+  /// Connects all ranks. Collective; rank 0 serves, the others connect until the deadline.
   /// @throws Error(timeout) naming the ranks that are missing; Error(invalid_argument) on all ranks if sizes,
   /// ranks or configurations contradict each other; Error(io) if rank 0 cannot listen.
   explicit Bootstrap(const BootstrapOptions& options);
@@ -55,20 +65,22 @@ class HELIX_API Bootstrap {
   int local_rank() const;
   std::chrono::milliseconds timeout() const;
 
-  /// Collective, blocks: `bytes` of rank 0, the same number everywhere, written on the others. One thread at
-  /// a time. @throws Error(timeout), Error(peer_failed), Error(invalid_argument) if the sizes differ.
+  /// Gives every rank the `bytes` of rank 0, as many everywhere. Collective, blocks; one thread at a time.
+  /// @throws Error(timeout), Error(peer_failed), Error(invalid_argument) if the sizes differ.
   void broadcast(std::span<std::byte> bytes);
-  /// Collective, blocks: all ranks' bytes by rank, of any sizes, on rank 0; empty on the others.
+  /// Returns all ranks' bytes by rank on rank 0, and nothing on the others; each rank may give another number
+  /// of bytes. Collective, blocks; one thread at a time. @throws Error(timeout), Error(peer_failed).
   std::vector<std::vector<std::byte>> gather(std::span<const std::byte> bytes);
-  /// Collective, blocks.
+  /// Returns when all ranks have called it. Collective, blocks; throws as gather() and broadcast() do.
   void barrier();
 
-  /// What this rank does, for the others' watch: `step` must not decrease; `operation` is a literal. Cheap,
-  /// any thread.
+  /// Tells the others' watch at which step this rank is; `step` must not decrease. Cheap, any thread.
   void set_step(std::uint64_t step);
+  /// Tells the others' watch what this rank does next; `operation` is a string literal. Cheap, any thread.
   void begin_operation(const char* operation);
-  /// Around a wait for other ranks, which must not outlast the timeout at one step and operation.
+  /// Begins a wait for other ranks, which must not outlast the timeout at one step and operation.
   void begin_wait();
+  /// Ends the wait that begin_wait() began.
   void end_wait();
 
   /// Calls `callback` once, with an Error(peer_failed) that names rank, operation and step, from the thread
@@ -76,13 +88,14 @@ class HELIX_API Bootstrap {
   void on_failure(std::function<void(const Error&)> callback);
   /// Tells all ranks that this one has failed. Never throws; the first failure wins.
   void fail(std::string_view reason) noexcept;
+  /// Whether any rank of the job has failed, as far as this one knows.
   bool has_failed() const;
-  /// @throws the failure, if there is one.
+  /// Throws the failure, an Error(peer_failed), if there is one.
   void check() const;
 
  private:
   struct State;
-  std::shared_ptr<State> state_;  // copies are the same end
+  std::shared_ptr<State> state_;
 };
 
 }  // namespace helix::comm

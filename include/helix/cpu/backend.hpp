@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cpu::Backend: every operation of the Backend concept on host threads, f32 activations.
+// cpu::Backend: every operation of the backend concepts on host threads, f32 activations.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,9 @@ namespace helix::cpu {
 /// Zeroed host memory, aligned to 256 bytes, pages untouched until first written. Moves, does not copy.
 class HELIX_API Buffer {
  public:
+  /// No memory: data() is null.
   Buffer() = default;
+  /// `bytes` of memory; 0 gives none. @throws Error(capacity) if the system has none.
   explicit Buffer(std::size_t bytes);
 
   std::byte* data() const { return data_.get(); }
@@ -31,8 +33,8 @@ class HELIX_API Buffer {
   std::unique_ptr<std::byte, Release> data_;
 };
 
-/// The operations, without communicators. Each is queued on the stream; see helix/backend.hpp for what each
-/// computes.
+/// The operations of one rank, without communicators. Each is queued on the stream and takes one args struct,
+/// whose header in helix/backend/ says what it computes.
 class HELIX_API Operators {
  public:
   using Stream = cpu::Stream;
@@ -43,6 +45,7 @@ class HELIX_API Operators {
   /// `num_threads` share each operation of this rank (0: all cores). Results do not depend on it.
   explicit Operators(int num_threads = 1);
 
+  /// Threads that share an operation, the one that runs it included.
   int num_threads() const { return pool_->num_threads(); }
 
   Buffer allocate(std::size_t bytes) const { return Buffer(bytes); }
@@ -51,7 +54,9 @@ class HELIX_API Operators {
   void record(Event& event, Stream stream) const { event.record(stream); }
   void wait(Stream stream, const Event& event) const { event.wait(stream); }
   void synchronize(Stream stream) const { stream.synchronize(); }
+  /// Copies from host memory, which may be reused when the call returns.
   void upload(void* target, const void* source, std::size_t bytes, Stream stream) const;
+  /// Copies to host memory, which must stay until the stream is through with it.
   void download(void* target, const void* source, std::size_t bytes, Stream stream) const;
   void copy(void* target, const void* source, std::size_t bytes, Stream stream) const;
   void fill_zero(void* target, std::size_t bytes, Stream stream) const;
@@ -72,7 +77,8 @@ class HELIX_API Operators {
   void combine_exchange(const CheckExchangeArgs& check, const LseCombineArgs<float>& combine,
                         Stream stream) const;
   void swiglu(const SwigluArgs<float>& args, Stream stream) const;
-  void route(const RouteArgs<float>& args, Stream stream) const;
+  void router_logits(const RouterLogitsArgs<float>& args, Stream stream) const;
+  void route(const RouteArgs& args, Stream stream) const;
   void expert_ffn(const ExpertFfnArgs<float>& args, Stream stream) const;
   void embed(const EmbedArgs<float>& args, Stream stream) const;
   void gather_rows(const GatherRowsArgs<float>& args, Stream stream) const;
@@ -80,9 +86,11 @@ class HELIX_API Operators {
   void logit_norms(const LogitNormsArgs<float>& args, Stream stream) const;
   void advance(const AdvanceArgs& args, Stream stream) const;
 
-  /// Upper bounds over any positions, for the caller's workspace.
+  /// Bytes of workspace that partial_attention() needs for up to `num_tokens` tokens at any positions, in any
+  /// layout of the cache.
   std::size_t partial_attention_workspace_bytes(std::int64_t num_tokens, std::int64_t num_query_heads,
                                                 std::int64_t head_dim, std::int64_t value_dim) const;
+  /// Bytes of workspace that expert_ffn() needs for up to `num_tokens` tokens, whatever experts they chose.
   std::size_t expert_ffn_workspace_bytes(std::int64_t num_tokens, std::int64_t top_k, std::int64_t hidden,
                                          std::int64_t expert_ffn) const;
 
@@ -91,7 +99,8 @@ class HELIX_API Operators {
 };
 
 /// One rank: the operations and the stage's communicators, which it owns.
-template <Communicator CommType>
+template <class CommType>
+requires Communicator<CommType, Stream>
 class Backend : public Operators {
  public:
   using Comm = CommType;
@@ -100,11 +109,12 @@ class Backend : public Operators {
   explicit Backend(int num_threads = 1) requires std::same_as<Comm, LocalComm>
       : Backend(LocalComm::create_group(1).front(), LocalComm::create_group(1).front(), num_threads) {}
 
-  /// `stage`: all N ranks, by stage_rank. `kvp`: this rank's KVP group, by kvp_rank (stage.split(tpa_rank,
-  /// kvp_rank)).
+  /// One rank of a stage. `stage`: all N ranks, by stage_rank. `kvp`: this rank's KVP group, by kvp_rank
+  /// (stage.split(tpa_rank, kvp_rank)).
   Backend(Comm stage, Comm kvp, int num_threads = 1)
       : Operators(num_threads), comms_(std::make_shared<Comms>(std::move(stage), std::move(kvp))) {}
 
+  /// The communicators of this rank, borrowed.
   StageComms<Comm> comms() const { return {&comms_->stage, &comms_->kvp}; }
 
   /// A stream whose first failure aborts the stage's groups, so that no other rank waits for this one.

@@ -35,24 +35,24 @@ class HELIX_API MpiSession {
   int world_rank() const;
   int world_size() const;
 
-  /// As MpiComm::abort, but does not return.
+  /// Ends the whole job as MpiComm::abort does, and does not return.
   [[noreturn]] void abort(std::string_view reason) noexcept;
 
  private:
   int exceptions_ = 0;  // in flight when the session began
 };
 
-/// A rank's handle to a group of processes. Models helix::Communicator on host memory. Every wait is bounded:
-/// a rank that does not answer within the timeout gives Error(timeout) that names it and the operation. A
-/// message of another size than expected gives Error(invalid_argument). After an error the group is over,
-/// later calls fail with the same error, and buffers of the failed operation may still be written to: end the
-/// job with abort(). Handles must be gone before MPI_Finalize. One stream at a time uses a group; split()
-/// gives other streams groups of their own.
+/// A rank's handle to a group of processes. Models comm::CollectiveComm on host memory, where the operations
+/// are documented. What it adds: sums are in f32 and in rank order, so not MPI_Allreduce, whose order is its
+/// own affair; a message of another size than expected gives Error(invalid_argument); messages name ranks as
+/// MPI_COMM_WORLD numbers them. After an error the group is over, later calls fail with the same error, and
+/// buffers of the failed operation may still be written to: end the job with abort(). Handles must be gone
+/// before MPI_Finalize.
 class HELIX_API MpiComm {
  public:
   using Stream = cpu::Stream;
 
-  /// Collective over `comm`, which stays the caller's and is duplicated, so that messages never mix.
+  /// Duplicates `comm`, which stays the caller's, so that messages never mix. Collective over `comm`.
   /// @throws Error(unsupported) unless MPI runs with MPI_THREAD_MULTIPLE: streams communicate from threads of
   /// their own.
   explicit MpiComm(MPI_Comm comm, std::chrono::milliseconds timeout = std::chrono::seconds(60));
@@ -60,25 +60,18 @@ class HELIX_API MpiComm {
   int rank() const;
   int size() const;
 
-  /// Sum of `count` elements of f32 (f16 and bf16 accumulate in f32), in rank order, the same bits on all
-  /// ranks. `in` may equal `out`. Not MPI_Allreduce, whose order of summation is its own affair.
+  // As comm::CollectiveComm says.
   void all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream);
-  /// in [size, count] elements -> out [count], this rank's slice of the sum.
   void reduce_scatter(const void* in, void* out, std::int64_t count, DType dtype, Stream stream);
-  /// in [bytes] -> out [size, bytes]. `in` may be this rank's slice of `out`.
   void all_gather(const void* in, void* out, std::int64_t bytes, Stream stream);
-  /// in [size, bytes] -> out [size, bytes].
   void all_to_all(const void* in, void* out, std::int64_t bytes, Stream stream);
-  /// Packed unequal counts in bytes, one a peer. The counts are read before the call returns.
   void all_to_all_v(const void* in, std::span<const std::int64_t> send_bytes, void* out,
                     std::span<const std::int64_t> recv_bytes, Stream stream);
   void broadcast(void* buffer, std::int64_t bytes, int root, Stream stream);
-  /// Small messages may leave before the peer receives them.
+  /// Sends one message; a small one may leave before the peer receives it.
   void send(const void* buffer, std::int64_t bytes, int peer, Stream stream);
   void recv(void* buffer, std::int64_t bytes, int peer, Stream stream);
   void barrier(Stream stream);
-
-  /// Collective, blocks the host: ranks of equal `color` form a new group, ordered by (key, old rank).
   MpiComm split(int color, int key);
 
   /// Ends the whole job: prints one line with this world rank and `reason` on stderr, and calls MPI_Abort,

@@ -23,8 +23,9 @@ class Event;
 /// queue makes the caller wait.
 class HELIX_API Stream {
  public:
-  static constexpr std::size_t kTaskBytes = 640;  ///< inline room for one task's captures
+  static constexpr std::size_t kTaskBytes = 768;  ///< Inline room for one task's captures.
 
+  /// A new queue with a worker thread of its own.
   Stream();
 
   /// Runs `task()` on the worker after everything enqueued before.
@@ -65,6 +66,7 @@ class HELIX_API Stream {
   /// Called once, on the worker, with the first failure of a task: the owner aborts its communicators there.
   void on_failure(std::function<void(std::exception_ptr)> handler);
 
+  /// Whether both handles name one queue.
   friend bool operator==(const Stream& a, const Stream& b) { return a.queue_ == b.queue_; }
 
  private:
@@ -83,9 +85,12 @@ class HELIX_API Stream {
 /// failed stream spreads its failure to the waiting stream.
 class HELIX_API Event {
  public:
+  /// An event that was never recorded: waiting for it waits for nothing.
   Event();
+  /// Captures the work enqueued on `stream` so far.
   void record(const Stream& stream);
-  void wait(const Stream& stream) const;  ///< `stream` waits, the host does not
+  /// Makes `stream`, not the host, wait for what was recorded last.
+  void wait(const Stream& stream) const;
 
  private:
   struct State;

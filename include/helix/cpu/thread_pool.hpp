@@ -14,16 +14,17 @@ namespace helix::cpu {
 /// once.
 class HELIX_API ThreadPool {
  public:
-  /// `num_threads` in all, the caller included; 1 creates none.
+  /// A pool of `num_threads` threads in all, the caller of parallel_for() included: 1 creates none.
   explicit ThreadPool(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
+  /// Threads that share a loop, the caller included.
   int num_threads() const;
 
-  /// Calls `body(index, thread)` for every index in [0, count), dynamically scheduled; `thread` in [0,
-  /// num_threads). Returns when all are done; the caller works too. Rethrows the first exception. Results
+  /// Calls `body(index, thread)` for every index in [0, count), dynamically scheduled; `thread` is below
+  /// num_threads(). Returns when all are done; the caller works too. Rethrows the first exception. Results
   /// must not depend on which thread runs an index.
   void parallel_for(std::int64_t count, const std::function<void(std::int64_t, int)>& body);
 

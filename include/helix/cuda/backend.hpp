@@ -13,6 +13,7 @@
 #include <helix/cuda/graph.hpp>
 #include <helix/cuda/local_comm.hpp>
 #include <helix/cuda/runtime.hpp>
+#include <helix/hop_b_model.hpp>
 
 namespace helix::cuda {
 
@@ -30,13 +31,18 @@ class HELIX_API Operators {
   using Buffer = cuda::Buffer;
   using Activation = T;
 
-  /// @throws Error(unsupported) without a driver, without `device`, or if the build has no code for it.
-  explicit Operators(int device = 0);
+  /// All device memory comes from `allocator`: buffers of allocate(), a few small ones made here, and 32 MB
+  /// of workspace of the matrix library for each of the first two streams that multiply, made by the first
+  /// product that a stream queues while it is not captured. Before that, products use algorithms without a
+  /// workspace, so run a step once before its capture. One page of pinned host memory comes from CUDA.
+  /// @throws Error(unsupported) without a driver, without `device`, or if the build has no code for it;
+  /// Error(invalid_argument) if the allocator has one of its two functions only.
+  explicit Operators(int device = 0, Allocator allocator = {});
 
   int device() const;
 
-  /// Blocks that partial_attention may hold at once, so that an exchange beside it finds room; 0: all, two an
-  /// SM. @throws Error(invalid_argument) below 0.
+  /// Sets the blocks that partial_attention may hold at once, so that an exchange beside it finds room; 0:
+  /// all, two an SM. @throws Error(invalid_argument) below 0.
   void set_attention_blocks(int blocks);
 
   Buffer allocate(std::size_t bytes) const;
@@ -68,7 +74,8 @@ class HELIX_API Operators {
   void combine_exchange(const CheckExchangeArgs& check, const LseCombineArgs<T>& combine,
                         Stream stream) const;
   void swiglu(const SwigluArgs<T>& args, Stream stream) const;
-  void route(const RouteArgs<T>& args, Stream stream) const;
+  void router_logits(const RouterLogitsArgs<T>& args, Stream stream) const;
+  void route(const RouteArgs& args, Stream stream) const;
   void expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const;
   void embed(const EmbedArgs<T>& args, Stream stream) const;
   void gather_rows(const GatherRowsArgs<T>& args, Stream stream) const;
@@ -83,7 +90,7 @@ class HELIX_API Operators {
                                          std::int64_t expert_ffn) const;
 
  private:
-  struct State;  // src/cuda/operators_state.hpp
+  struct State;  // cuda/runtime/operators_state.hpp
   std::shared_ptr<State> state_;
 };
 
@@ -92,7 +99,8 @@ extern template class HELIX_API Operators<f16>;
 extern template class HELIX_API Operators<bf16>;
 
 /// One rank: the operations and the stage's communicators, which it owns.
-template <Communicator CommType, class T>
+template <class CommType, class T>
+requires Communicator<CommType, Stream>
 class Backend : public Operators<T> {
  public:
   using Comm = CommType;
@@ -103,13 +111,15 @@ class Backend : public Operators<T> {
   static constexpr HopBCosts kHopBCosts{.us_per_mb = 3.5, .hand_over_us = 30.0};
 
   /// A rank alone.
-  explicit Backend(int device = 0) requires std::same_as<Comm, LocalComm>
-      : Backend(LocalComm::create_group(1).front(), LocalComm::create_group(1).front(), device) {}
+  explicit Backend(int device = 0, Allocator allocator = {}) requires std::same_as<Comm, LocalComm>
+      : Backend(LocalComm::create_group(1).front(), LocalComm::create_group(1).front(), device,
+                std::move(allocator)) {}
 
   /// `stage`: all N ranks, by stage_rank. `kvp`: this rank's KVP group, by kvp_rank (stage.split(tpa_rank,
   /// kvp_rank)).
-  Backend(Comm stage, Comm kvp, int device = 0)
-      : Operators<T>(device), comms_(std::make_shared<Comms>(Comms{std::move(stage), std::move(kvp)})) {}
+  Backend(Comm stage, Comm kvp, int device = 0, Allocator allocator = {})
+      : Operators<T>(device, std::move(allocator)),
+        comms_(std::make_shared<Comms>(Comms{std::move(stage), std::move(kvp)})) {}
 
   StageComms<Comm> comms() const { return {&comms_->stage, &comms_->kvp}; }
 

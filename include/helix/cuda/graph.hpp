@@ -17,7 +17,8 @@ namespace helix::cuda {
 /// replay (invariant 10). Destroy it before the communicators that it uses are aborted.
 class HELIX_API Graph {
  public:
-  Graph() = default;  ///< nothing captured: only to assign to
+  /// Nothing captured, only to assign to.
+  Graph() = default;
 
   /// Captures what `queue()` queues on `stream`. @throws what queue() throws, with the capture ended.
   template <class Queue>

@@ -18,13 +18,15 @@ struct ncclComm;
 
 namespace helix::cuda {
 
-/// A rank's handle to a group of GPUs. Models helix::Communicator on device memory. Calls queue and return;
-/// the first message to a peer may wait on the host for the peer's. Wrong sizes are not noticed by NCCL:
-/// where ranks disagree, synchronize() times out. Sums of f16 and bf16 are rounded at each rank on their way,
-/// in an order of NCCL's choice, and have the same bits on all ranks.
+/// A rank's handle to a group of GPUs. Models comm::CollectiveComm on device memory, where the operations are
+/// documented. What differs: NCCL does not notice counts that differ between ranks; synchronize() then times
+/// out. Sums of f16 and bf16 are rounded at each rank on their way, in an order of NCCL's choice, and have
+/// the same bits on all ranks. The first message to a peer may wait on the host for the peer's.
 ///
-/// Making one turns NVLink multicast off in the process's environment (NCCL_NVLS_ENABLE=0), also where the
-/// user turned it on: a process that dies holding multicast objects can leave the host's GPUs unusable.
+/// Whether NCCL uses NVLink multicast is its user's choice, NCCL_NVLS_ENABLE; helix never writes the
+/// process's environment. A process that dies holding multicast objects can leave the host's GPUs unusable,
+/// so a program that owns its process does well to set it to 0 before the first call of NCCL, as helix-decode
+/// does.
 ///
 /// Capturable after each operation ran once outside of a capture, which connects the ranks.
 class HELIX_API NcclComm {
@@ -34,42 +36,49 @@ class HELIX_API NcclComm {
   /// Each rank captures and replays a graph of its own; see cuda::Graph.
   static constexpr bool kCapturesAlone = true;
 
-  /// Promises, for all of the process's communicators that are made later, that none is used by two graphs at
-  /// once, nor by a queued operation while a graph that holds it runs. NCCL then leaves its own ordering out
-  /// of captured steps: on four H200s a collective takes 1 us less, and the host launches a step of 8 layers
-  /// in 5 to 30 us in place of 40 to 80. Keeps the user's NCCL_GRAPH_MIXING_SUPPORT where it is set.
-  static void disable_graph_mixing();
+  /// What a communicator's user promises of the graphs that capture it.
+  enum class GraphUse {
+    /// Nothing: several graphs, or graphs and queued operations, may use the communicator at once.
+    any,
+    /// No two graphs use the communicator at once, nor does a queued operation while a graph that holds it
+    /// runs, as in a decode loop. NCCL then leaves its own ordering out of captured steps: on four H200s a
+    /// collective takes 1 us less, and the host launches a step of 8 layers in 5 to 30 us in place of 40 to
+    /// 80. Heeded where helix was built against NCCL 2.29 or later; before, only NCCL_GRAPH_MIXING_SUPPORT=0
+    /// in the environment of the process says the same, of all its communicators, and where that variable is
+    /// set it is what counts.
+    one_at_a_time,
+  };
 
-  /// An engine's communicator (ncclComm_t), which it keeps alive and destroys. abort() aborts it only if
-  /// `may_abort`; otherwise later calls throw, but the device keeps waiting until the engine acts. To end a
-  /// wait of synchronize() takes the engine's own communicator too.
+  /// Uses an engine's communicator (ncclComm_t), which the engine keeps alive and destroys. abort() aborts it
+  /// only if `may_abort`; otherwise later calls throw, but the device keeps waiting until the engine acts. To
+  /// end a wait of synchronize() takes the engine's own communicator too.
   static NcclComm borrow(ncclComm* comm, bool may_abort = false,
                          std::chrono::milliseconds timeout = std::chrono::seconds(60));
 
-  /// All ranks of a new group in this process, rank r on devices[r], each to be used by a thread of its own.
-  /// @throws Error(timeout) past the timeout, Error(invalid_argument) if a device stands twice.
+  /// Makes a group whose ranks are all of this process, rank r on devices[r], each to be used by a thread of
+  /// its own. `graph_use` is that of the group and of all that are split from it.
+  /// @throws Error(timeout) past the timeout, Error(invalid_argument) if a device stands twice,
+  /// Error(unsupported) if there is no such device.
   static std::vector<NcclComm> create_group(std::span<const int> devices,
-                                            std::chrono::milliseconds timeout = std::chrono::seconds(60));
+                                            std::chrono::milliseconds timeout = std::chrono::seconds(60),
+                                            GraphUse graph_use = GraphUse::any);
 
-  /// Collective over the processes of `bootstrap`, this one on `device`. When the bootstrap sees a rank fail,
-  /// this communicator and its parts are aborted, which releases blocked streams; abort() tells all
-  /// processes.
+  /// Connects the processes of `bootstrap`, this one on `device`. Collective over them, with an equal
+  /// `graph_use`, which is that of the group and of all that are split from it. When the bootstrap sees a
+  /// rank fail, this communicator and its parts are aborted, which releases blocked streams; abort() tells
+  /// all processes.
   /// @throws Error(timeout) naming the rank that is missing. Then NCCL may still be waiting on a thread of
   /// its own: end the process.
-  static NcclComm connect(comm::Bootstrap bootstrap, int device);
+  static NcclComm connect(comm::Bootstrap bootstrap, int device, GraphUse graph_use = GraphUse::any);
 
   int rank() const;
   int size() const;
 
-  /// Sum of `count` elements of f32, f16 or bf16. `in` may equal `out`.
+  // As comm::CollectiveComm says.
   void all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream);
-  /// in [size, count] elements -> out [count], this rank's slice of the sum.
   void reduce_scatter(const void* in, void* out, std::int64_t count, DType dtype, Stream stream);
-  /// in [bytes] -> out [size, bytes]. `in` may be this rank's slice of `out`.
   void all_gather(const void* in, void* out, std::int64_t bytes, Stream stream);
-  /// in [size, bytes] -> out [size, bytes].
   void all_to_all(const void* in, void* out, std::int64_t bytes, Stream stream);
-  /// Packed unequal counts in bytes, one a peer, in host memory; read before the call returns.
   void all_to_all_v(const void* in, std::span<const std::int64_t> send_bytes, void* out,
                     std::span<const std::int64_t> recv_bytes, Stream stream);
   void broadcast(void* buffer, std::int64_t bytes, int root, Stream stream);
@@ -77,9 +86,8 @@ class HELIX_API NcclComm {
   void recv(void* buffer, std::int64_t bytes, int peer, Stream stream);
   void barrier(Stream stream);
 
-  /// Collective, blocks the host: ranks of equal `color`, which is not negative, form a new group, ordered by
-  /// (key, old rank), which shares this one's failure state. Synchronize the streams that use this group
-  /// first.
+  /// Makes groups of the ranks of equal `color`, which is not negative, as comm::CollectiveComm says.
+  /// Synchronize the streams that use this group first.
   NcclComm split(int color, int key);
 
   /// Aborts all groups split from the same root, on all ranks of this process and, with a Bootstrap, of the

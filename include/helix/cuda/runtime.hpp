@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -14,10 +15,10 @@ struct CUevent_st;
 
 namespace helix::cuda {
 
-using StreamHandle = CUstream_st*;  ///< cudaStream_t
-using EventHandle = CUevent_st*;    ///< cudaEvent_t
+using StreamHandle = CUstream_st*;  ///< The toolkit's cudaStream_t.
+using EventHandle = CUevent_st*;    ///< The toolkit's cudaEvent_t.
 
-/// GPUs that this process may use; 0 without a GPU or a driver, never an error.
+/// Number of GPUs that this process may use; 0 without a GPU or a driver, never an error.
 HELIX_API int device_count();
 
 /// Why device_count() is 0, as the driver says it; empty if it is not 0.
@@ -34,7 +35,8 @@ HELIX_API void throw_on_error(int status, const char* call, const char* file, in
 /// An in-order queue of one device. A handle: copies name the same queue, which lives as long as one of them.
 class HELIX_API Stream {
  public:
-  Stream() = default;  ///< no queue: only to assign to
+  /// A handle to no queue, only to assign to.
+  Stream() = default;
 
   /// A new queue of the calling thread's device. Does not wait for the legacy default stream.
   static Stream create(bool high_priority = false);
@@ -51,7 +53,9 @@ class HELIX_API Stream {
 /// A point in a stream that others wait for. Moves, does not copy.
 class HELIX_API Event {
  public:
-  Event() = default;  ///< no event: only to assign to
+  /// No event, only to assign to.
+  Event() = default;
+  /// A new event of the calling thread's device; `with_timing` for elapsed_ms().
   static Event create(bool with_timing = false);
 
   EventHandle handle() const { return handle_.get(); }
@@ -73,12 +77,29 @@ HELIX_API void synchronize(Stream stream);
 /// Milliseconds between two events made with timing, both of which have happened.
 HELIX_API float elapsed_ms(const Event& start, const Event& stop);
 
-/// Zeroed memory of the calling thread's device, aligned to 256 bytes. Moves, does not copy.
+/// An engine's device memory, for all that Operators allocate. Both functions are given, or neither: CUDA's
+/// own then. Copies may outlive the Operators, as buffers free with them.
+struct Allocator {
+  /// Returns `bytes` (above 0) of the calling thread's device, aligned to 256, that any stream may use at
+  /// once; null where there are none. May throw. Called while no stream of these Operators is captured, by
+  /// whichever thread allocates.
+  std::function<void*(std::size_t bytes)> allocate;
+  /// Takes back what allocate() gave. Must not throw. Work that was queued on it may still run if its owner
+  /// did not wait, as with memory of any other kind.
+  std::function<void(void* data, std::size_t bytes)> free;
+};
+
+/// Memory of one device. Moves, does not copy.
 class HELIX_API Buffer {
  public:
+  /// No memory.
   Buffer() = default;
-  /// @throws Error(capacity) with what is free.
-  explicit Buffer(std::size_t bytes);
+  /// Zeroed memory of the calling thread's device, aligned to 256 bytes; from `allocator`, or from CUDA if it
+  /// is null. Waits for the legacy default stream.
+  /// @throws Error(capacity) with what is free, and what the allocator throws.
+  explicit Buffer(std::size_t bytes, std::shared_ptr<const Allocator> allocator = nullptr);
+  /// Memory that somebody else keeps alive and frees, as it is.
+  static Buffer borrow(void* data, std::size_t bytes);
 
   std::byte* data() const { return data_.get(); }
   std::size_t size_bytes() const { return data_ ? data_.get_deleter().bytes : 0; }
@@ -86,6 +107,8 @@ class HELIX_API Buffer {
  private:
   struct Release {
     std::size_t bytes;
+    bool is_borrowed;
+    std::shared_ptr<const Allocator> allocator;
     void operator()(std::byte* data) const noexcept;
   };
   std::unique_ptr<std::byte, Release> data_;
@@ -94,6 +117,7 @@ class HELIX_API Buffer {
 /// Zeroed host memory that a device reads and writes at the same address. Moves, does not copy.
 class HELIX_API PinnedBuffer {
  public:
+  /// No memory.
   PinnedBuffer() = default;
   explicit PinnedBuffer(std::size_t bytes);
 

@@ -13,12 +13,12 @@ namespace helix::plan {
 
 /// How a collective moves its bytes; a is a link's latency, b its bandwidth, p the ranks, n the bytes.
 enum class CollectiveAlgorithm : std::uint8_t {
-  none,          ///< one rank, or nothing to send
-  one_shot,      ///< each to each at once: a + (p - 1) n / b for all_reduce
-  two_shot,      ///< direct reduce-scatter, then all-gather: 2 a + 2 (p - 1) / p n / b
+  none,          ///< One rank, or nothing to send
+  one_shot,      ///< Each to each at once: a + (p - 1) n / b for all_reduce
+  two_shot,      ///< Direct reduce-scatter, then all-gather: 2 a + 2 (p - 1) / p n / b
   ring,          ///< 2 (p - 1) a + 2 (p - 1) / p n / b; half of that for all_gather and reduce_scatter
-  tree,          ///< broadcast: ceil(log2 p) (a + n / b)
-  hierarchical,  ///< inside each NVLink domain, between the domains, inside again
+  tree,          ///< Broadcast: ceil(log2 p) (a + n / b)
+  hierarchical,  ///< Inside each NVLink domain, between the domains, inside again
   measured       ///< Hardware::measured
 };
 HELIX_API std::string_view to_string(CollectiveAlgorithm algorithm);

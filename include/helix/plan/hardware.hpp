@@ -27,7 +27,7 @@ class HELIX_API BandwidthCurve {
     Bandwidth bandwidth;
   };
 
-  BandwidthCurve() = default;  ///< of no hardware: takes no time
+  BandwidthCurve() = default;  ///< The curve of no hardware: takes no time.
   /// One bandwidth for all sizes. @throws Error(invalid_argument) unless positive.
   explicit BandwidthCurve(Bandwidth flat);
   /// @throws Error(invalid_argument) unless there is a point, sizes grow, values are positive and finite, and
@@ -56,7 +56,7 @@ struct ComputePeak {
 
 /// One direction of one GPU's link.
 struct Link {
-  Time latency{};  ///< of a message that carries nothing
+  Time latency{};  ///< Time of a message that carries nothing.
   Bandwidth bandwidth = Bandwidth::unlimited();
 };
 
@@ -75,24 +75,24 @@ struct MeasuredCollective {
 
 /// Times that no bytes or flops explain. All zero in a pure roofline.
 struct Overheads {
-  Time per_operator{};    ///< each operator of one rank: launch, prologue, tail
-  Time per_collective{};  ///< each collective, on top of its links' latency
-  Time per_layer{};       ///< each layer, whatever it holds
-  Time per_slice{};       ///< each HOP-B slice, if there are several: attention starts and ends again
-  Time per_step{};        ///< each pass through the model
+  Time per_operator{};    ///< Each operator of one rank: launch, prologue, tail
+  Time per_collective{};  ///< Each collective, on top of its links' latency
+  Time per_layer{};       ///< Each layer, whatever it holds
+  Time per_slice{};       ///< Each HOP-B slice, if there are several: attention starts and ends again
+  Time per_step{};        ///< Each pass through the model
 };
 
 /// A machine. Every field is an assumption that a user can change.
 struct HELIX_API Hardware {
   std::string name{};
-  std::string source{};  ///< which figures are measured, stated by the vendor, or assumed
-  Bytes memory{};        ///< of one GPU
+  std::string source{};  ///< Origin of the figures: which are measured, stated by the vendor, or assumed
+  Bytes memory{};        ///< Memory of one GPU.
   double usable_memory_fraction = 0.9;
   BandwidthCurve read{};
   /// Of attention over KV, where it was measured: whole launches, so without per_operator on top. Without
   /// points attention reads as everything else does.
   BandwidthCurve attention_read{};
-  std::vector<ComputePeak> peaks{};  ///< increasing bits
+  std::vector<ComputePeak> peaks{};  ///< Increasing bits
   int nvlink_domain = 1;             ///< GPUs that reach each other over `inside`
   Link inside{};
   Link outside{};

@@ -31,9 +31,9 @@ struct HELIX_API Layout {
   int attn_dp = 1;
   int tpf = 1;  ///< tpf * ep == N; medha: tpf == tpa, ep == 1
   int ep = 1;
-  int pp = 1;            ///< pipeline stages
-  int dp = 1;            ///< replicas of it all
-  int hop_b_slices = 0;  ///< helix only: 0: the fastest number, 1: off
+  int pp = 1;            ///< Pipeline stages
+  int dp = 1;            ///< Replicas of it all
+  int hop_b_slices = 0;  ///< Helix only: 0: the fastest number, 1: off
 
   int stage_size() const { return kvp * tpa * attn_dp; }  ///< N
   int num_gpus() const { return stage_size() * pp * dp; }

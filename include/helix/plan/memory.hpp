@@ -19,9 +19,9 @@ namespace helix::plan {
 /// The sizes of a cache that decide its bytes. What KvCacheSpec says, for formats of any number of bits.
 struct KvPages {
   std::int64_t element_bits = 16;
-  std::int64_t layers = 0;        ///< of the stage
-  std::int64_t page_tokens = 64;  ///< local tokens a page
-  std::int64_t chunk = 16;        ///< of KvLayout
+  std::int64_t layers = 0;        ///< Layers of the stage.
+  std::int64_t page_tokens = 64;  ///< Local tokens a page
+  std::int64_t chunk = 16;        ///< Chunk of KvLayout.
 };
 
 /// Cached elements of one token in one layer on `stage_rank`: 2 * its KV heads * D, for MLA the latent row.
@@ -38,9 +38,9 @@ HELIX_API std::int64_t kv_page_bytes_used(const Topology& topology, int stage_ra
 
 /// Memory of the fullest rank.
 struct RankMemoryPlan {
-  Bytes weights{};  ///< attention weights replicated over KVP, everything else once a stage
+  Bytes weights{};  ///< Attention weights replicated over KVP, everything else once a stage
   Bytes kv{};
-  Bytes workspace{};  ///< activations of a step, messages included
+  Bytes workspace{};  ///< Activations of a step, messages included
 
   Bytes total() const { return weights + kv + workspace; }
 };

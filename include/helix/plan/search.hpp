@@ -14,21 +14,21 @@
 namespace helix::plan {
 
 enum class Objective : std::uint8_t {
-  latency,    ///< least TTL; then most tokens/s/GPU
-  throughput  ///< most tokens/s/GPU; then least TTL
+  latency,    ///< Least TTL; then most tokens/s/GPU
+  throughput  ///< Most tokens/s/GPU; then least TTL
 };
 
 /// What to search. Empty lists mean the defaults named.
 struct HELIX_API SearchSpace {
   int max_gpus = 8;
   std::vector<int> gpu_counts{};        ///< GPUs of a replica; default: powers of two up to max_gpus
-  std::vector<std::int64_t> batches{};  ///< default: powers of two up to max_batch
+  std::vector<std::int64_t> batches{};  ///< Default: powers of two up to max_batch
   std::int64_t max_batch = 1024;
-  std::vector<Strategy> strategies{};   ///< default: all
-  std::vector<int> pipeline_stages{};   ///< default: powers of two that divide the GPUs
-  std::vector<int> hop_b_slices{};      ///< of helix with KVP > 1; default: {0}
-  bool medha_may_duplicate_kv = false;  ///< see legal_layouts()
-  bool has_replicas = false;            ///< fills max_gpus with DP replicas of each layout
+  std::vector<Strategy> strategies{};   ///< Default: all
+  std::vector<int> pipeline_stages{};   ///< Default: powers of two that divide the GPUs
+  std::vector<int> hop_b_slices{};      ///< Slices of helix with KVP > 1; default: {0}.
+  bool medha_may_duplicate_kv = false;  ///< See legal_layouts()
+  bool has_replicas = false;            ///< Fills max_gpus with DP replicas of each layout
   std::optional<Time> ttl_limit{};
   Objective objective = Objective::throughput;
 
@@ -52,10 +52,11 @@ struct SearchCounts {
 
 struct SearchResult {
   std::vector<Candidate> candidates{};
-  std::vector<std::size_t> frontier{};  ///< into candidates: by tokens/s/user, from the slowest on
-  std::optional<std::size_t> best{};    ///< into candidates, by the objective
+  std::vector<std::size_t> frontier{};  ///< Into candidates: by tokens/s/user, from the slowest on
+  std::optional<std::size_t> best{};    ///< Into candidates, by the objective
   SearchCounts counts{};
-  Bytes least_memory{};  ///< of the fullest rank of the configuration that needs the least; for messages
+  Bytes
+      least_memory{};  ///< Memory of the fullest rank of the configuration that needs the least; for messages
 };
 
 /// Evaluates the whole space. `workload.batch` is replaced by each batch.
@@ -73,11 +74,11 @@ HELIX_API std::vector<std::size_t> pareto_frontier(const std::vector<Candidate>&
 
 /// Why one configuration is not the answer.
 enum class LossReason : std::uint8_t {
-  memory,         ///< it does not fit
-  ttl,            ///< it fits, but its TTL is over the limit
-  slower,         ///< its TTL is longer
-  fewer_per_gpu,  ///< it gives fewer tokens/s/GPU
-  equal           ///< it is as good, and was found later
+  memory,         ///< It does not fit
+  ttl,            ///< It fits, but its TTL is over the limit
+  slower,         ///< Its TTL is longer
+  fewer_per_gpu,  ///< It gives fewer tokens/s/GPU
+  equal           ///< It is as good, and was found later
 };
 HELIX_API std::string_view to_string(LossReason reason);
 
@@ -85,11 +86,11 @@ struct Loss {
   Layout layout{};
   std::int64_t batch = 0;
   LossReason reason = LossReason::slower;
-  Cost cost = Cost::kv_read;  ///< the cost that exceeds the winner's most
-  Time excess{};              ///< by so much: of a step, under fewer_per_gpu of a GPU and token
+  Cost cost = Cost::kv_read;  ///< The cost that exceeds the winner's most
+  Time excess{};              ///< Excess: time of a step, under fewer_per_gpu of a GPU and token
   RankMemoryPlan memory{};
-  StepTotals totals{};  ///< also where it does not fit
-  std::string text{};   ///< the same in a sentence
+  StepTotals totals{};  ///< Also where it does not fit
+  std::string text{};   ///< The loss in a sentence.
 };
 
 /// For each strategy of the space, and for HOP-B off apart: its best configuration by the objective, other

@@ -27,13 +27,13 @@ enum class Operator : std::uint8_t {
   qkv_projection,  ///< MLA: both query products, the latent, and the absorption of W_UK
   rope_append,
   attention,
-  kvp_exchange,  ///< helix: the all-to-all; medha: the gather on KVP rank 0
+  kvp_exchange,  ///< Helix: the all-to-all; medha: the gather on KVP rank 0
   lse_combine,
   value_up_projection,  ///< MLA: W_UV
   output_projection,
   attention_all_reduce,
   ffn_norm,
-  ffn_dispatch,  ///< data-parallel attention: tokens to the ranks that compute them
+  ffn_dispatch,  ///< Data-parallel attention: tokens to the ranks that compute them
   router,
   ffn_gate_up,
   ffn_down,
@@ -42,15 +42,15 @@ enum class Operator : std::uint8_t {
   shared_gate_up,
   shared_down,
   ffn_all_reduce,
-  ffn_collect,       ///< data-parallel attention: results back to their sequences
-  hidden_broadcast,  ///< medha: to the KVP ranks that only attend
+  ffn_collect,       ///< Data-parallel attention: results back to their sequences
+  hidden_broadcast,  ///< Medha: to the KVP ranks that only attend
   pipeline_send,
   final_norm,
   lm_head,
   sample_gather,
   layer_overhead,  ///< Overheads::per_layer
   step_overhead,   ///< Overheads::per_step
-  pipeline_wait    ///< what the slowest stage adds when micro-batches fill the pipeline
+  pipeline_wait    ///< What the slowest stage adds when micro-batches fill the pipeline
 };
 HELIX_API std::string_view to_string(Operator op);
 
@@ -63,12 +63,12 @@ enum class Cost : std::uint8_t {
   kv_read,
   attention_weights,
   ffn_weights,
-  exchange,  ///< across KVP, after overlap
+  exchange,  ///< Across KVP, after overlap
   all_reduce,
-  token_exchange,  ///< data-parallel attention's dispatch and collect
+  token_exchange,  ///< Data-parallel attention's dispatch and collect
   vocabulary,
   pipeline,
-  overhead  ///< declared times of all operators, and what is neither read nor sent
+  overhead  ///< Declared times of all operators, and what is neither read nor sent
 };
 inline constexpr int kNumCosts = static_cast<int>(Cost::overhead) + 1;
 HELIX_API std::string_view to_string(Cost cost);
@@ -76,29 +76,29 @@ HELIX_API std::string_view to_string(Cost cost);
 /// One operator of a step, as the slowest rank sees it.
 struct OperatorTime {
   Operator op = Operator::embedding;
-  bool is_moe = false;       ///< of MoE layers; else of dense layers or of no layer
-  bool is_windowed = false;  ///< of windowed layers
-  std::int64_t count = 1;    ///< times it runs in a token's way through the model
-  Bytes bytes{};    ///< once: read and written by a rank; a collective: its size, see MeasuredCollective
-  Flops flops{};    ///< once, of a rank
-  Time time{};      ///< once, overhead included
-  Time overhead{};  ///< of it, declared
-  Time hidden{};    ///< of it, run beside attention under HOP-B: it adds time - hidden
+  bool is_moe = false;       ///< Part of MoE layers; else of dense layers or of no layer.
+  bool is_windowed = false;  ///< Part of windowed layers.
+  std::int64_t count = 1;    ///< Times it runs in a token's way through the model
+  Bytes bytes{};    ///< Once: read and written by a rank; a collective: its size, see MeasuredCollective
+  Flops flops{};    ///< Once, of a rank
+  Time time{};      ///< Once, overhead included
+  Time overhead{};  ///< Declared overhead in the time.
+  Time hidden{};    ///< Part of the time that runs beside attention under HOP-B: it adds time - hidden
   Bound bound = Bound::memory;
   Cost cost = Cost::overhead;
-  CollectiveAlgorithm algorithm = CollectiveAlgorithm::none;  ///< collectives only
-  int ranks = 1;                                              ///< of the collective's group
+  CollectiveAlgorithm algorithm = CollectiveAlgorithm::none;  ///< Collectives only
+  int ranks = 1;                                              ///< Ranks of the collective.'s group
 
   Time exposed() const { return (time - hidden) * count; }
 };
 
 /// What a step costs. The sum of `by_cost` is `ttl`.
 struct StepTotals {
-  Time ttl{};  ///< token-to-token latency: one step of every sequence
+  Time ttl{};  ///< Token-to-token latency: one step of every sequence
   std::array<Time, kNumCosts> by_cost{};
-  int hop_b_slices = 1;    ///< as chosen, of full-attention layers
-  int micro_batches = 1;   ///< that share the pipeline
-  std::int64_t batch = 0;  ///< as asked for
+  int hop_b_slices = 1;    ///< Slices chosen for full-attention layers.
+  int micro_batches = 1;   ///< Micro-batches that share the pipeline.
+  std::int64_t batch = 0;  ///< Batch as asked for.
   int num_gpus = 0;
 
   /// step_tokens counts as one: what drafts gain depends on acceptance.
@@ -108,7 +108,8 @@ struct StepTotals {
 
 struct StepReport {
   StepTotals totals{};
-  std::vector<OperatorTime> operators{};  ///< in order; dense before MoE layers, full before windowed
+  std::vector<OperatorTime>
+      operators{};  ///< Operators in order; dense before MoE layers, full before windowed
 };
 
 /// The step-time model of one model on one machine.

@@ -17,7 +17,7 @@ namespace helix::plan {
 template <int kBytes, int kTime, int kFlops, int kTokens>
 class Quantity {
  public:
-  constexpr Quantity() = default;  ///< zero
+  constexpr Quantity() = default;  ///< Zero
 
   /// From and to the units above; callers use the named functions below.
   static constexpr Quantity from_base(double value) {

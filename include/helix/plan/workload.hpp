@@ -12,16 +12,16 @@ namespace helix::plan {
 /// Which routed experts a step reads, since routing is not known.
 enum class ExpertHits : std::uint8_t {
   expectation,  ///< expected_expert_hits(), spread evenly over EP
-  worst_case    ///< as many different ones as tokens choose, all on the rank that counts, up to all it holds
+  worst_case  ///< As many different experts as tokens choose, all on the rank that counts, up to all it holds
 };
 
 struct HELIX_API Workload {
-  Tokens context{};              ///< of each sequence, this step's tokens included
-  std::int64_t batch = 1;        ///< sequences in flight over all replicas
-  std::int64_t step_tokens = 1;  ///< query tokens a sequence and step (drafts included)
+  Tokens context{};              ///< Tokens of each sequence, this step's tokens included
+  std::int64_t batch = 1;        ///< Sequences in flight over all replicas
+  std::int64_t step_tokens = 1;  ///< Query tokens a sequence and step (drafts included)
   ExpertHits expert_hits = ExpertHits::expectation;
   std::int64_t chunk = 16;        ///< KvLayout's chunk, tokens
-  std::int64_t page_tokens = 64;  ///< local tokens a page
+  std::int64_t page_tokens = 64;  ///< Local tokens a page
 
   /// @throws Error(invalid_argument) for a value out of range or NaN, naming it.
   void check() const;

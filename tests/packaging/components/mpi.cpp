@@ -5,6 +5,6 @@
 #include <helix/topology.hpp>
 
 int main() {
-  static_assert(helix::Communicator<helix::cpu::MpiComm>);
+  static_assert(helix::Communicator<helix::cpu::MpiComm, helix::cpu::Stream>);
   return helix::Topology::violations({}, {}).empty() ? 1 : 0;
 }

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// AttentionKernel: what each attention kernel says of itself, for the table in partial_attention.cu to choose
+// by.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <helix/cuda/runtime.hpp>
+#include <helix/kv_format.hpp>
+
+namespace helix::cuda {
+
+struct AttentionParams;
+
+inline constexpr int kBlocksPerSm =
+    2;  ///< Blocks an SM holds at most: one streams on while the other ends a row block.
+
+/// What a call of partial_attention asks of a kernel.
+struct AttentionCall {
+  DType dtype = DType::f32;  ///< Type of q and out.
+  const KvView& kv;
+  std::int64_t most_rows = 0;   ///< Query rows of a KV head (query tokens * group) in the longest sequence.
+  std::size_t q_alignment = 0;  ///< Bytes, a power of two up to 16, that divide the address of each row of q.
+  std::size_t kv_alignment = 0;  ///< The same of every row of the cache.
+  bool is_hopper = false;        ///< Whether code for compute capability 9.0 runs.
+};
+
+/// The grid of a launch.
+struct AttentionGrid {
+  int blocks = 0;         ///< Half SMs.
+  bool is_whole = false;  ///< Whether it has all of the device, nothing beside it.
+  StreamHandle stream = nullptr;
+};
+
+/// One kernel as the table sees it.
+struct AttentionKernel {
+  const char* name;
+  bool (*fits)(const AttentionCall& call);
+  /// Query rows of a row block at most, for rows of these sizes: what AttentionParams::rows may be.
+  int (*rows)(std::int64_t head_dim, std::int64_t value_dim);
+  /// Whether `rows` rows are taken even if a sequence has fewer.
+  bool has_fixed_rows;
+  void (*launch)(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid);
+};
+
+/// Tensor cores of compute capability 9.0; q, out and KV of one 16-bit type, equal head sizes of 64, 128 or
+/// 256, rows aligned to 16 bytes. Pages hold the rows of a head one after another (Helix's own format): one
+/// copy a page.
+extern const AttentionKernel kTensorPages;
+/// Likewise for rows of any strides: vLLM's and FlashInfer's token-major pages, pools of page size 1.
+extern const AttentionKernel kTensorRows;
+/// Any sizes up to 1024, types, strides and devices, in plain f32.
+extern const AttentionKernel kPortable;
+
+}  // namespace helix::cuda

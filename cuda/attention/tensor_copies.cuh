@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the tensor-core kernel fetches a tile of keys and values into shared memory, a class for each way.
+// A warp keeps one of them: look_up() starts to read where the next tile lies, which comes from memory, and
+// issue() asks for it. Rows land one after another, those outside of the row block's tokens stay as they are,
+// and `barrier` completes a phase when all is there.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/schedule.cuh"
+#include "cuda/runtime/ptx.cuh"
+#include "cuda/runtime/warp.cuh"
+
+namespace helix::cuda {
+
+/// Tokens of a tile of the tensor-core kernel: a lane can look up one.
+inline constexpr int kTileTokens = 32;
+
+/// Rows of a head that lie one after another in a page, K and V alike: one bulk copy each of K and V a page.
+template <int kDim>
+struct PageCopies {
+  static constexpr unsigned kArrivals = 1;  // at the barrier, a phase
+  static constexpr unsigned kRowBytes = kDim * 2u;
+
+  int tokens = 0;     // of the tile
+  int run_begin = 0;  // this lane's part of it: rows that lie in one page
+  int run_tokens = 0;
+  std::int32_t page = 0;    // that it lies in; not looked at before issue(), for it comes from memory
+  std::int64_t offset = 0;  // of the run's first row in the page, of K or V
+
+  template <class Plan>
+  __device__ __forceinline__ void look_up(const AttentionParams& p, const Plan& plan, const TileCursor& at) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int tile = plan.first_token_of_tiles(at.row_block) + at.tile * kTileTokens;
+    const int first = max(tile, plan.begin_token[at.row_block]);
+    const int last = min(tile + kTileTokens, plan.end_token[at.row_block]);
+    tokens = max(0, last - first);
+    const int i = first / p.page_tokens + lane;
+    run_begin = max(first, i * p.page_tokens);
+    run_tokens = max(0, min(last, (i + 1) * p.page_tokens) - run_begin);
+    if (run_tokens > 0) page = p.lists.pages[plan.first_page[at.row_block] + i];
+    offset = at.head * p.k.head_bytes + (run_begin - i * p.page_tokens) * p.k.token_bytes;
+    run_begin -= tile;
+  }
+
+  __device__ __forceinline__ void issue(const AttentionParams& p, const TileCursor&, unsigned stage,
+                                        unsigned barrier) const {
+    if (threadIdx.x % kWarp == 0) barrier_expect(barrier, static_cast<unsigned>(tokens) * 2u * kRowBytes);
+    __syncwarp();
+    if (run_tokens > 0) {
+      const auto bytes = static_cast<unsigned>(run_tokens) * kRowBytes;
+      const unsigned to = stage + static_cast<unsigned>(run_begin) * kRowBytes;
+      const std::int64_t from = page * p.k.page_bytes + offset;
+      copy_bulk(to, p.k.first + from, bytes, barrier);
+      copy_bulk(to + kTileTokens * kRowBytes, p.v.first + from, bytes, barrier);
+    }
+  }
+
+  /// Orders this warp's writes to a tile before later copies over it.
+  static __device__ __forceinline__ void fence() { fence_before_copy(); }
+};
+
+/// A lane's token of a tile: its place in the page lists and in the page.
+struct TokenPlace {
+  int first = 0;  // tokens of the tile that are there: [first, last)
+  int last = 0;
+  int in_page = 0;
+  std::int32_t page = 0;  // not looked at before issue(), for it comes from memory
+
+  template <class Plan>
+  __device__ __forceinline__ void look_up(const AttentionParams& p, const Plan& plan, const TileCursor& at) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int tile = plan.first_token_of_tiles(at.row_block) + at.tile * kTileTokens;
+    first = max(0, plan.begin_token[at.row_block] - tile);
+    last = min(kTileTokens, plan.end_token[at.row_block] - tile);
+    const int i = (tile + lane) / p.page_tokens;
+    in_page = tile + lane - i * p.page_tokens;
+    if (has(lane)) page = p.lists.pages[plan.first_page[at.row_block] + i];
+  }
+
+  __device__ __forceinline__ bool has(int row) const { return row >= first && row < last; }
+};
+
+/// Rows of any strides, one bulk copy each of K and V a row.
+template <int kDim>
+struct RowCopies {
+  static constexpr unsigned kArrivals = 1;
+  static constexpr unsigned kRowBytes = kDim * 2u;
+
+  TokenPlace place;
+
+  template <class Plan>
+  __device__ __forceinline__ void look_up(const AttentionParams& p, const Plan& plan, const TileCursor& at) {
+    place.look_up(p, plan, at);
+  }
+
+  __device__ __forceinline__ void issue(const AttentionParams& p, const TileCursor& at, unsigned stage,
+                                        unsigned barrier) const {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int tokens = max(0, place.last - place.first);
+    if (lane == 0) barrier_expect(barrier, static_cast<unsigned>(tokens) * 2u * kRowBytes);
+    __syncwarp();
+    if (place.has(lane)) {
+      const unsigned to = stage + static_cast<unsigned>(lane) * kRowBytes;
+      copy_bulk(to, p.k.at(place.page, at.head, place.in_page), kRowBytes, barrier);
+      copy_bulk(to + kTileTokens * kRowBytes, p.v.at(place.page, at.head, place.in_page), kRowBytes, barrier);
+    }
+  }
+
+  static __device__ __forceinline__ void fence() { fence_before_copy(); }
+};
+
+/// Rows of any strides, 16 bytes a lane and copy: the lanes of a warp walk whole rows side by side.
+template <int kDim>
+struct ChunkCopies {
+  static constexpr unsigned kArrivals = kWarp;
+  static constexpr unsigned kRowBytes = kDim * 2u;
+  static constexpr int kRowChunks = kDim / 8;             // of 16 bytes
+  static constexpr int kRowsAtOnce = kWarp / kRowChunks;  // of one copy by all lanes
+  static_assert(kRowsAtOnce * kRowChunks == kWarp);
+
+  TokenPlace place;
+
+  template <class Plan>
+  __device__ __forceinline__ void look_up(const AttentionParams& p, const Plan& plan, const TileCursor& at) {
+    place.look_up(p, plan, at);
+  }
+
+  __device__ __forceinline__ void issue(const AttentionParams& p, const TileCursor& at, unsigned stage,
+                                        unsigned barrier) const {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const auto key = reinterpret_cast<std::uint64_t>(p.k.at(place.page, at.head, place.in_page));
+    const auto value = reinterpret_cast<std::uint64_t>(p.v.at(place.page, at.head, place.in_page));
+    const unsigned chunk = static_cast<unsigned>(lane % kRowChunks) * 16u;
+    const unsigned to = stage + static_cast<unsigned>(lane / kRowChunks) * kRowBytes + chunk;
+#pragma unroll
+    for (int begin = 0; begin < kTileTokens; begin += kRowsAtOnce) {
+      const int row = begin + lane / kRowChunks;
+      const std::uint64_t from_key = __shfl_sync(~0u, key, row);
+      const std::uint64_t from_value = __shfl_sync(~0u, value, row);
+      const unsigned at_row = to + static_cast<unsigned>(begin) * kRowBytes;
+      if (place.has(row)) {
+        copy_chunk(at_row, reinterpret_cast<const void*>(from_key + chunk));
+        copy_chunk(at_row + kTileTokens * kRowBytes, reinterpret_cast<const void*>(from_value + chunk));
+      }
+    }
+    barrier_arrive_after_copies(barrier);
+  }
+
+  static __device__ __forceinline__ void fence() {}
+};
+
+}  // namespace helix::cuda

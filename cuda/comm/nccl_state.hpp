@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+// What stands behind a NcclComm: the communicator itself, and what it shares with all groups of its root.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <nccl.h>
+
+#include <helix/comm/bootstrap.hpp>
+#include <helix/cuda/nccl_comm.hpp>
+#include <helix/cuda/runtime.hpp>
+#include <helix/error.hpp>
+
+#include "comm/timeout.hpp"
+#include "cuda/comm/nccl_calls.hpp"
+#include "cuda/runtime/operators_state.hpp"
+
+namespace helix::cuda {
+
+using comm::Clock;
+using comm::milliseconds;
+
+/// What one rank of this process has called so far, to name those that are behind.
+struct NcclProgress {
+  std::atomic<std::uint64_t> operations = 0;
+  std::atomic<const char*> last = "start";
+};
+
+/// All groups of one root that live in this process.
+struct NcclFamily {
+  std::mutex mutex;
+  std::atomic<bool> has_failed = false;
+  std::string failure;
+  std::vector<std::weak_ptr<NcclComm::State>> members;
+  std::vector<NcclProgress> progress;  // by root rank where all ranks are of this process, else empty
+  std::optional<comm::Bootstrap> bootstrap;
+
+  /// Aborts all members, and waits for them only a while. The first failure wins.
+  void fail(const std::string& text);
+  void throw_if_failed();
+
+  /// Notes what a rank calls next.
+  void begin(int root_rank, const char* operation);
+  /// "; rank 2 is behind: its call 7 was all_reduce, this rank made 8" or nothing.
+  std::string laggards(int root_rank) const;
+};
+
+struct NcclComm::State {
+  /// How a communicator came to be.
+  struct Origin {
+    std::shared_ptr<NcclFamily> family;
+    ncclComm_t handle = nullptr;
+    milliseconds timeout{0};
+    bool is_owned = true;
+    bool may_abort = true;
+    int parent_root_rank = -1;  // -1: this is a root, whose ranks are its own
+  };
+
+  std::shared_ptr<NcclFamily> family;
+  int rank = 0;
+  int size = 1;
+  int root_rank = 0;
+  int device = 0;
+  bool is_owned = true;
+  bool may_abort = true;
+  milliseconds timeout{0};
+  Buffer barrier_value;
+
+  mutable std::timed_mutex calls;  // held by each NCCL call, so that an abort does not free what it uses
+  std::atomic<ncclComm_t> comm = nullptr;  // null after an abort
+  std::atomic<const char*> operation = "start";
+
+  explicit State(Origin origin);
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+  ~State();
+
+  /// Asks NCCL who this is, and joins the family.
+  static std::shared_ptr<State> make(Origin origin);
+
+  /// "rank 1 of 4", with its number in the root where that differs.
+  std::string name() const;
+
+  /// Calls body(comm) with the device current; its result is checked.
+  template <class Body>
+  void call(const char* what, Body&& body) {
+    const std::lock_guard lock(calls);
+    family->throw_if_failed();
+    const ncclComm_t handle = comm.load(std::memory_order_acquire);
+    HELIX_EXPECTS(handle != nullptr, ErrorCode::peer_failed, "NCCL ", what, " on ", name(),
+                  ": the communicator has been aborted");
+    operation.store(what, std::memory_order_relaxed);
+    family->begin(root_rank, what);
+    const DeviceScope scope(device);
+    const ncclResult_t result = body(handle);
+    if (result == ncclSuccess) return;
+    family->throw_if_failed();  // an abort is the cause, not the result
+    throw_nccl(result, what, name());
+  }
+
+  /// As call(), for several messages that NCCL is to see as one operation.
+  template <class Body>
+  void call_group(const char* what, Body&& body) {
+    call(what, [&](ncclComm_t handle) {
+      if (const ncclResult_t started = ncclGroupStart(); started != ncclSuccess) return started;
+      const ncclResult_t result = body(handle);
+      const ncclResult_t ended = ncclGroupEnd();  // also after a failure, or the thread stays in the group
+      return result != ncclSuccess ? result : ended;
+    });
+  }
+
+  /// Frees the communicator, which ends what waits on the device. NCCL lets a thread that hangs in a call out
+  /// once abort has begun, so such a call is waited for only a while.
+  void abort_now() noexcept;
+
+  /// What NCCL found wrong on its own threads, or nothing.
+  std::optional<ncclResult_t> async_error() const;
+
+  /// Ends the family, and with a Bootstrap the job.
+  void fail_everywhere(const std::string& reason);
+};
+
+}  // namespace helix::cuda

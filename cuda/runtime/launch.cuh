@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// Grids, and launches with checks.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include <cuda_runtime.h>
+
+#include <helix/cuda/runtime.hpp>
+
+namespace helix::cuda {
+
+/// Parts of `size` that `count` fills, the last one perhaps not whole: blocks of a grid.
+inline unsigned ceil_div(std::int64_t count, std::int64_t size) {
+  return static_cast<unsigned>((count + size - 1) / size);
+}
+
+/// Blocks in y for `rows` rows, at most what a grid takes: kernels step by gridDim.y.
+inline unsigned row_blocks(std::int64_t rows) {
+  return static_cast<unsigned>(std::min<std::int64_t>(rows, 65535));
+}
+
+/// Waits until all that the stream holds before this kernel has run, in a kernel of launch_early().
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// Launches a kernel with an attribute, or without it where `has_attribute` is false.
+template <class... Params>
+void launch_with(cudaLaunchAttribute attribute, bool has_attribute, void (*kernel)(Params...),
+                 std::int64_t blocks, int threads, std::size_t shared_bytes, StreamHandle stream,
+                 const std::type_identity_t<Params>&... params) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = has_attribute ? 1 : 0;
+  HELIX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params...));
+}
+
+/// Launches a kernel whose blocks may start while the kernel before it ends: it must call
+/// wait_for_previous() before it touches memory. `is_hopper` false: an ordinary launch.
+template <class... Params>
+void launch_early(void (*kernel)(Params...), std::int64_t blocks, int threads, std::size_t shared_bytes,
+                  StreamHandle stream, bool is_hopper, const std::type_identity_t<Params>&... params) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  launch_with(early, is_hopper, kernel, blocks, threads, shared_bytes, stream, params...);
+}
+
+/// Checks the launch that stands before it.
+#define HELIX_CHECK_LAUNCH() HELIX_CUDA_CHECK(cudaGetLastError())
+
+}  // namespace helix::cuda

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// Functions of f32 that are fast, or that CUDA has no name for.
+#pragma once
+
+namespace helix::cuda {
+
+inline constexpr float kInfinity = __builtin_huge_valf();
+
+/// 2^x by the special function unit: 2 ulp, results below 2^-126 are zero.
+__device__ __forceinline__ float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// tanh to 2^-22 of 1, which soft caps multiply; tanhf takes five times the instructions.
+__device__ __forceinline__ float fast_tanh(float x) {
+  return 1.0f - __fdividef(2.0f, fast_exp2(x * 2.885390081777927f) + 1.0f);  // 2 log2(e)
+}
+
+}  // namespace helix::cuda

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// aligned_part: a caller's workspace as WorkspaceArena wants it, whatever its alignment.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+
+#include <helix/workspace.hpp>
+
+namespace helix::cuda {
+
+/// The bytes from the first that is aligned as the arena's pieces are; empty if there is none.
+inline std::span<std::byte> aligned_part(std::span<std::byte> workspace) {
+  void* data = workspace.data();
+  std::size_t bytes = workspace.size();
+  if (std::align(WorkspaceArena::kAlignment, 0, data, bytes) == nullptr) return {};
+  return {static_cast<std::byte*>(data), bytes};
+}
+
+}  // namespace helix::cuda

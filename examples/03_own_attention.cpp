@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+// An engine with everything of its own (allocator, queue, communicator, KV pool, attention kernel) that takes
+// the ownership of tokens, the exchange and the combine from Helix. Needs the headers alone: nothing is
+// linked.
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include <helix/foreign_kv.hpp>
+#include <helix/kvp_all_to_all.hpp>
+#include <helix/lse_combine.hpp>
+
+namespace {
+
+constexpr int kKvp = 4, kHeads = 8, kKvHeads = 2, kDim = 32, kContext = 333, kBlock = 16, kChunk = 8;
+constexpr float kScale = 0.17f;
+
+/// The engine's communicator: threads that meet at a barrier. Helix calls these four functions of it.
+class EngineComm {
+ public:
+  struct Room {
+    std::barrier<> door{kKvp};
+    const std::byte* sent[kKvp] = {};
+  };
+  EngineComm(Room& room, int rank) : room_(&room), rank_(rank) {}
+
+  int rank() const { return rank_; }
+  int size() const { return kKvp; }
+  void all_to_all(const void* in, void* out, std::int64_t bytes, int /*stream*/) {
+    room_->sent[rank_] = static_cast<const std::byte*>(in);
+    room_->door.arrive_and_wait();
+    for (int peer = 0; peer < kKvp; ++peer) {
+      std::memcpy(static_cast<std::byte*>(out) + peer * bytes, room_->sent[peer] + rank_ * bytes,
+                  static_cast<std::size_t>(bytes));
+    }
+    room_->door.arrive_and_wait();
+  }
+  void abort(std::string_view reason) {
+    std::fprintf(stderr, "%.*s\n", static_cast<int>(reason.size()), reason.data());
+  }
+
+ private:
+  Room* room_;
+  int rank_;
+};
+
+/// The engine as Helix sees it: memory, a queue (here one that runs at once), and three functions.
+class EngineBackend {
+ public:
+  using Activation = float;
+  using Stream = int;
+  using Event = int;
+  using Comm = EngineComm;
+  class Buffer {
+   public:
+    Buffer() = default;
+    explicit Buffer(std::size_t bytes) : bytes_(bytes) {}
+    std::byte* data() const { return bytes_.data(); }
+    std::size_t size_bytes() const { return bytes_.size(); }
+
+   private:
+    mutable std::vector<std::byte> bytes_;
+  };
+
+  explicit EngineBackend(EngineComm& comm) : comm_(&comm) {}
+  helix::StageComms<Comm> comms() const { return {comm_, comm_}; }
+  Buffer allocate(std::size_t bytes) { return Buffer(bytes); }
+  Stream create_stream() { return 0; }
+  Event create_event() { return 0; }
+  void record(Event&, Stream) {}
+  void wait(Stream, const Event&) {}
+  void synchronize(Stream) {}
+  void upload(void* target, const void* source, std::size_t bytes, Stream) {
+    std::memcpy(target, source, bytes);
+  }
+
+  void pack_partial(const helix::PackPartialArgs<float>& args, Stream) {
+    for (std::int64_t t = 0; t < args.out.extent(0); ++t) {
+      for (std::int64_t h = 0; h < args.out.extent(1); ++h) {
+        args.packed_lse(t, h) = helix::to_natural(args.lse(t, h), args.convention);
+        for (std::int64_t d = 0; d < args.out.extent(2); ++d) args.packed_out(t, h, d) = args.out(t, h, d);
+      }
+    }
+    const helix::StampArgs& stamp = args.headers;
+    const helix::ExchangeHeader header{
+        .epoch = helix::exchange_epoch(++*stamp.epoch, stamp.positions, stamp.tokens),
+        .tokens = static_cast<std::uint32_t>(stamp.tokens),
+        .sender = static_cast<std::uint32_t>(stamp.sender)};
+    for (std::int64_t i = 0; i < stamp.count; ++i)
+      std::memcpy(stamp.message + i * stamp.message_bytes, &header, sizeof header);
+  }
+
+  void check_exchange(const helix::CheckExchangeArgs& args, Stream) {
+    helix::ExchangeHeader own, got;
+    std::memcpy(&own, args.sent, sizeof own);
+    for (std::int64_t peer = 0; peer < args.peers; ++peer) {
+      std::memcpy(&got, args.messages + peer * args.message_bytes, sizeof got);
+      HELIX_EXPECTS(got.epoch == own.epoch && got.sender == static_cast<std::uint32_t>(peer),
+                    helix::ErrorCode::out_of_step, "rank ", peer, " is in another step");
+    }
+  }
+
+  void lse_combine(const helix::LseCombineArgs<float>& args, Stream) {
+    for (std::int64_t t = 0; t < args.out.extent(0); ++t) {
+      for (std::int64_t h = 0; h < args.out.extent(1); ++h) {
+        double total = 0.0;
+        for (std::int64_t d = 0; d < args.out.extent(2); ++d) args.out(t, h, d) = 0.0f;
+        for (std::int64_t r = 0; r < args.partial_lse.extent(0); ++r) {
+          const double weight = std::exp(double{args.partial_lse(r, t, h)});
+          if (weight == 0.0) continue;  // a shard without a visible token: its out may be anything
+          total += weight;
+          for (std::int64_t d = 0; d < args.out.extent(2); ++d)
+            args.out(t, h, d) += static_cast<float>(weight * args.partial_out(r, t, h, d));
+        }
+        for (std::int64_t d = 0; d < args.out.extent(2) && total > 0.0; ++d)
+          args.out(t, h, d) = static_cast<float>(args.out(t, h, d) / total);
+      }
+    }
+  }
+
+ private:
+  EngineComm* comm_;
+};
+
+struct Model {  // one query token, and keys and values [token][KV head][dim] of the whole context
+  std::vector<float> q = random(kHeads * kDim), k = random(kContext * kKvHeads * kDim),
+                     v = random(kContext * kKvHeads * kDim);
+
+  static std::vector<float> random(int count) {
+    static std::mt19937 generator(7);
+    std::normal_distribution<float> normal;
+    std::vector<float> values(static_cast<std::size_t>(count));
+    for (float& x : values) x = normal(generator);
+    return values;
+  }
+};
+
+/// The engine's kernel: one token's attention over the local tokens of a pool in any layout. Its lse has
+/// base 2.
+void engine_attention(const Model& model, const helix::KvView& kv, const helix::Partial<float>& out) {
+  const helix::KvFormat& format = kv.format;
+  const helix::TokenRange seen = kv.layout.visible(kContext - 1, 0, kv.kvp_rank);
+  for (int h = 0; h < kHeads; ++h) {
+    const int kv_head = h / (kHeads / kKvHeads);
+    double total = 0.0;
+    std::vector<double> sums(kDim, 0.0);
+    for (std::int64_t local = seen.begin; local < seen.end; ++local) {
+      const std::int64_t page = kv.page_table[kv.first_page_of(0) + local / format.page_tokens];
+      const float* key = static_cast<float*>(kv.k) + format.k.at(page, kv_head, local % format.page_tokens);
+      const float* value = static_cast<float*>(kv.v) + format.v.at(page, kv_head, local % format.page_tokens);
+      double score = 0.0;
+      for (int d = 0; d < kDim; ++d)
+        score += double{model.q[static_cast<std::size_t>(h * kDim + d)]} * key[d];
+      const double weight = std::exp(score * kScale);
+      total += weight;
+      for (int d = 0; d < kDim; ++d) sums[static_cast<std::size_t>(d)] += weight * value[d];
+    }
+    for (int d = 0; d < kDim; ++d)
+      out.out(0, h, d) = static_cast<float>(sums[static_cast<std::size_t>(d)] / total);
+    out.lse(0, h) = static_cast<float>(std::log2(total));
+  }
+}
+
+/// One rank: its share of the context in a pool as vLLM lays it out, attention, exchange, combine.
+void run_rank(EngineComm comm, const Model& model, float* combined) {
+  const helix::KvLayout layout(kKvp, kChunk);
+  const std::int64_t local_tokens = layout.length(kContext, comm.rank());
+  const std::int64_t blocks = (local_tokens + kBlock - 1) / kBlock;
+  std::vector<float> pool(static_cast<std::size_t>(2 * blocks * kBlock * kKvHeads * kDim));
+  std::vector<std::int32_t> table;
+  for (std::int64_t i = blocks; i-- > 0;) table.push_back(static_cast<std::int32_t>(i));  // any order
+  helix::KvView kv = helix::vllm_kv({.pool = pool.data(),
+                                     .dtype = helix::DType::f32,
+                                     .num_blocks = blocks,
+                                     .block_size = kBlock,
+                                     .num_kv_heads = kKvHeads,
+                                     .head_size = kDim});
+  kv.page_table = table.data();
+  kv.max_pages = blocks;
+  kv.layout = layout;
+  kv.kvp_rank = comm.rank();
+  helix::check_kv_view("engine", kv);
+  for (std::int64_t local = 0; local < local_tokens; ++local) {
+    const std::int64_t page = table[static_cast<std::size_t>(local / kBlock)];
+    for (std::int64_t head = 0; head < kKvHeads; ++head) {
+      const std::int64_t from = (layout.global(comm.rank(), local) * kKvHeads + head) * kDim;
+      const std::int64_t to = kv.format.k.at(page, head, local % kBlock);
+      std::copy_n(model.k.begin() + from, kDim, static_cast<float*>(kv.k) + to);
+      std::copy_n(model.v.begin() + from, kDim, static_cast<float*>(kv.v) + to);
+    }
+  }
+
+  EngineBackend backend(comm);
+  const int stream = backend.create_stream();
+  helix::KvpAllToAll<EngineBackend> exchange(backend,
+                                             {.max_tokens = 1, .num_query_heads = kHeads, .value_dim = kDim});
+  std::vector<float> out(kHeads * kDim), lse(kHeads);
+  const helix::Partial<float> partial{{out.data(), {1, kHeads, kDim}}, {lse.data(), {1, kHeads}}};
+  engine_attention(model, kv, partial);
+  const std::int64_t positions[] = {kContext - 1};
+  const auto received = exchange.exchange(partial, positions, stream, helix::LseConvention::base2);
+  helix::lse_combine(backend,
+                     {.partial_out = received.out,
+                      .partial_lse = received.lse,
+                      .out = {combined + comm.rank() * kHeads / kKvp * kDim, {1, kHeads / kKvp, kDim}}},
+                     stream);
+}
+
+/// Largest difference from attention over the whole context in double precision.
+double error_of(const Model& model, const std::vector<float>& combined) {
+  double worst = 0.0;
+  for (int h = 0; h < kHeads; ++h) {
+    const int kv_head = h / (kHeads / kKvHeads);
+    double total = 0.0;
+    std::vector<double> sums(kDim, 0.0);
+    for (int t = 0; t < kContext; ++t) {
+      const auto row = static_cast<std::size_t>((t * kKvHeads + kv_head) * kDim);
+      double score = 0.0;
+      for (std::size_t d = 0; d < kDim; ++d)
+        score += double{model.q[static_cast<std::size_t>(h * kDim) + d]} * model.k[row + d];
+      total += std::exp(score * kScale);
+      for (std::size_t d = 0; d < kDim; ++d) sums[d] += std::exp(score * kScale) * model.v[row + d];
+    }
+    for (std::size_t d = 0; d < kDim; ++d)
+      worst = std::max(worst, std::abs(combined[static_cast<std::size_t>(h * kDim) + d] - sums[d] / total));
+  }
+  return worst;
+}
+
+}  // namespace
+
+int main() {
+  const Model model;
+  std::vector<float> combined(kHeads * kDim);
+  EngineComm::Room room;
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < kKvp; ++rank)
+    ranks.emplace_back([&, rank] { run_rank(EngineComm(room, rank), model, combined.data()); });
+  for (std::thread& rank : ranks) rank.join();
+  const double worst = error_of(model, combined);
+  std::printf("%d tokens over %d ranks: largest difference from whole attention %.1e\n", kContext, kKvp,
+              worst);
+  return worst < 1e-6 ? 0 : 1;
+}

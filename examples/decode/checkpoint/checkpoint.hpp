@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checkpoint: a Hugging Face directory, config.json plus one safetensors file or an index of several.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "checkpoint/safetensors.hpp"
+
+namespace helix::decode {
+
+/// Parses model.safetensors.index.json into tensor name -> shard file name. Shard names are plain file names:
+/// what would leave the directory is refused.
+/// @throws Error(invalid_file) naming `file` and the entry.
+std::map<std::string, std::string> parse_weight_map(std::string_view json, std::string_view file);
+
+/// An opened checkpoint directory. Const functions may be called from many threads at once.
+class Checkpoint {
+ public:
+  /// One tensor and the file that holds it; both belong to the Checkpoint.
+  struct Entry {
+    const SafetensorsFile* file = nullptr;
+    const TensorInfo* tensor = nullptr;
+  };
+
+  /// Reads config.json and maps model.safetensors, or else every shard of model.safetensors.index.json. Reads
+  /// no tensor data.
+  /// @throws Error(io) if a file is missing, Error(invalid_file) if one is not sound or lacks a tensor of the
+  /// index.
+  explicit Checkpoint(std::filesystem::path directory);
+
+  const std::filesystem::path& directory() const { return directory_; }
+  std::string config_path() const { return (directory_ / "config.json").string(); }
+  const std::string& config_json() const { return config_json_; }
+
+  /// Number of tensors that find() knows.
+  std::size_t num_tensors() const { return entries_.size(); }
+
+  /// Null members if there is no tensor of that name.
+  Entry find(std::string_view name) const;
+
+ private:
+  std::filesystem::path directory_;
+  std::string config_json_;
+  std::vector<SafetensorsFile> files_;
+  std::unordered_map<std::string_view, Entry> entries_;  // keys are the names inside files_
+};
+
+}  // namespace helix::decode

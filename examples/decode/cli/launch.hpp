@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where the ranks of a generation run: threads of this process, or one process each under a launcher; on the
+// CPU or on GPUs.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <helix/dtype.hpp>
+#include <helix/topology.hpp>
+
+#include "checkpoint/checkpoint.hpp"
+#include "generate/generation.hpp"
+#include "model/model_config.hpp"
+
+namespace helix::decode {
+
+enum class Device { cpu, cuda };
+
+/// Which GPU a rank thread gets.
+enum class GpuPlacement {
+  automatic,  ///< one_each where there are as many GPUs as ranks and several of both, else shared.
+  shared,     ///< All ranks on LaunchOptions::gpu, over cuda::LocalComm.
+  one_each    ///< Rank r on GPU r, over cuda::NcclComm.
+};
+
+/// How the ranks of this process compute and wait.
+struct LaunchOptions {
+  int num_threads = 0;  ///< Threads of a CPU rank; 0: this machine's cores shared by all ranks.
+  bool show_progress = false;
+  std::chrono::milliseconds timeout = std::chrono::seconds(60);  ///< Longest wait for another rank.
+  Device device = Device::cpu;
+  DType activation = DType::f32;  ///< f32, f16 or bf16; the CPU has f32.
+  GpuPlacement placement = GpuPlacement::automatic;
+  int gpu = 0;  ///< GPU of ranks that share one, and of the memory plan.
+};
+
+/// Runs all ranks of `topo` as threads of this process.
+/// @throws the error of the rank that failed first, not those of the ranks that it took along;
+/// Error(unsupported) without the device.
+GenerationResult run_local(const Checkpoint& checkpoint, const ModelConfig& config, const Topology& topo,
+                           const GenerationRequest& request, const LaunchOptions& options = {});
+
+/// Threads that share one rank's operations on the CPU.
+int threads_per_rank(const LaunchOptions& options, const Topology& topo);
+
+/// The memory of each rank, by world rank, without loading a weight. KV is that of the longest sequences.
+/// @throws Error(unsupported) without the device, which knows what its kernels need.
+std::vector<RankMemory> plan_memory(const Checkpoint& checkpoint, const ModelConfig& config,
+                                    const Topology& topo, const GenerationRequest& request,
+                                    const LaunchOptions& options = {});
+
+/// How this process takes part in a job. Each kind of job has one of its own; see make_launcher().
+class Launcher {
+ public:
+  Launcher() = default;
+  virtual ~Launcher() = default;
+  Launcher(const Launcher&) = delete;
+  Launcher& operator=(const Launcher&) = delete;
+
+  /// Whether each rank is a process; else all are threads of this one.
+  virtual bool has_processes() const = 0;
+  /// Rank of this process in the job; 0 where there is one process.
+  virtual int rank() const = 0;
+  /// Processes of the job.
+  virtual int size() const = 0;
+  /// GPU of this process, if it is to use one.
+  virtual int gpu() const { return 0; }
+  /// The ranks' devices in words, for the user; empty: nothing to say.
+  virtual std::string describe_devices(const Topology& topo, const LaunchOptions& options) const = 0;
+
+  /// Runs all ranks of `topo`. Collective over the processes. The result is complete on every one.
+  virtual GenerationResult run(const Checkpoint& checkpoint, const ModelConfig& config, const Topology& topo,
+                               const GenerationRequest& request, const LaunchOptions& options) = 0;
+
+  /// Ends the job after a failure: tells the other processes, whose waits then end with Error(peer_failed).
+  /// Returns what this process is to print of it; empty: another one does. It may end the process itself.
+  virtual std::string fail(std::string_view reason) noexcept = 0;
+};
+
+/// All ranks as threads of this process: run() is run_local().
+std::unique_ptr<Launcher> make_thread_launcher();
+
+/// The launcher that fits the environment: a process each under torchrun, mpirun or srun with Device::cuda,
+/// under mpirun with Device::cpu, else threads. Collective over the job's processes, which it connects.
+/// `config_hash`: hash of what must be equal on all. The MPI one is built first in main, before threads.
+/// @throws Error(unsupported) where the device or MPI is not built in, Error(invalid_argument) naming the
+/// variable of the launcher that is missing or wrong, and what Bootstrap throws.
+std::unique_ptr<Launcher> make_launcher(Device device, std::uint64_t config_hash,
+                                        std::chrono::milliseconds timeout);
+
+}  // namespace helix::decode

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks on GPUs: threads of this process over cuda::LocalComm or cuda::NcclComm, or one process each over
+// NCCL.
+#include "cli/launch_cuda.hpp"
+
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <helix/comm/bootstrap.hpp>
+#include <helix/cuda/backend.hpp>
+#include <helix/cuda/local_comm.hpp>
+#include <helix/cuda/nccl_comm.hpp>
+#include <helix/job_comms.hpp>
+
+#include "cli/rank_threads.hpp"
+
+namespace helix::decode {
+
+namespace {
+
+/// Each step is waited for before the next is queued.
+constexpr auto kGraphUse = cuda::NcclComm::GraphUse::one_at_a_time;
+
+void expect_cuda() {
+  const std::string reason = cuda_unavailable_reason();
+  HELIX_EXPECTS(reason.empty(), ErrorCode::unsupported, "--device cuda: ", reason);
+}
+
+/// Calls body(T{}) for the activation type.
+template <class Body>
+auto with_activation(DType activation, Body&& body) {
+  switch (activation) {
+    case DType::f32:
+      return body(float{});
+    case DType::f16:
+      return body(f16{});
+    case DType::bf16:
+      return body(bf16{});
+    case DType::fp8_e4m3:
+      break;
+  }
+  throw Error(ErrorCode::unsupported, "activations are ", to_string(activation), "; give f32, f16 or bf16");
+}
+
+bool has_one_gpu_each(const Topology& topo, GpuPlacement placement) {
+  if (placement != GpuPlacement::automatic) return placement == GpuPlacement::one_each;
+  return topo.world_size() > 1 && cuda::device_count() >= topo.world_size();
+}
+
+}  // namespace
+
+std::string cuda_unavailable_reason() {
+  if (cuda::device_count() > 0) return "";
+  return "no GPU can be used (" + cuda::no_device_reason() +
+         "); check the driver with nvidia-smi and CUDA_VISIBLE_DEVICES, or give --device cpu";
+}
+
+std::string describe_gpus(const Topology& topo, const LaunchOptions& options) {
+  if (has_one_gpu_each(topo, options.placement))
+    return "device: cuda, a GPU for each of " + std::to_string(topo.world_size()) + " ranks, over NCCL";
+  return "device: cuda, " + std::to_string(topo.world_size()) +
+         (topo.world_size() == 1 ? " rank" : " ranks") + " on GPU " + std::to_string(options.gpu);
+}
+
+GenerationResult run_local_cuda(const Checkpoint& checkpoint, const ModelConfig& config, const Topology& topo,
+                                const GenerationRequest& request, const LaunchOptions& options) {
+  expect_cuda();
+  return with_activation(options.activation, [&]<class T>(T) {
+    if (has_one_gpu_each(topo, options.placement)) {
+      std::vector<int> devices(static_cast<std::size_t>(topo.world_size()));
+      std::iota(devices.begin(), devices.end(), 0);
+      return run_rank_threads(
+          cuda::NcclComm::create_group(devices, options.timeout, kGraphUse),
+          [](int rank, const JobComms<cuda::NcclComm>& comms) {
+            return cuda::Backend<cuda::NcclComm, T>(comms.stage, comms.kvp, rank);
+          },
+          checkpoint, config, topo, request, options.show_progress);
+    }
+    return run_rank_threads(
+        cuda::LocalComm::create_group(topo.world_size(), options.timeout),
+        [&](int, const JobComms<cuda::LocalComm>& comms) {
+          return cuda::Backend<cuda::LocalComm, T>(comms.stage, comms.kvp, options.gpu);
+        },
+        checkpoint, config, topo, request, options.show_progress);
+  });
+}
+
+std::vector<RankMemory> plan_memory_cuda(const Checkpoint& checkpoint, const ModelConfig& config,
+                                         const Topology& topo, const GenerationRequest& request,
+                                         const LaunchOptions& options) {
+  expect_cuda();
+  return with_activation(options.activation, [&]<class T>(T) {
+    return plan_ranks<cuda::LocalComm>(
+        [&](const cuda::LocalComm& stage, const cuda::LocalComm& kvp) {
+          return cuda::Backend<cuda::LocalComm, T>(stage, kvp, options.gpu);
+        },
+        checkpoint, config, topo, request);
+  });
+}
+
+bool is_cuda_job() {
+  return comm::BootstrapOptions::from_environment().size > 1;
+}
+
+namespace {
+
+class CudaLauncher : public Launcher {
+ public:
+  explicit CudaLauncher(const comm::BootstrapOptions& options) : bootstrap_(options) {}
+
+  /// @throws Error(unsupported) unless this process has a GPU, and tells the others.
+  void expect_gpu() {
+    if (gpu() < cuda::device_count()) return;
+    const Error missing(ErrorCode::unsupported, "--device cuda: local rank ", gpu(),
+                        " has no GPU, there are ", cuda::device_count(),
+                        "; start one process a GPU, or one process in all: its ranks are threads that share "
+                        "a GPU");
+    bootstrap_.fail(missing.what());
+    throw missing;
+  }
+
+  bool has_processes() const override { return true; }
+  int rank() const override { return bootstrap_.rank(); }
+  int size() const override { return bootstrap_.size(); }
+  int gpu() const override { return bootstrap_.local_rank(); }
+  std::string describe_devices(const Topology&, const LaunchOptions&) const override {
+    return "device: cuda, " + std::to_string(size()) + " processes with a GPU each, over NCCL";
+  }
+
+  GenerationResult run(const Checkpoint& checkpoint, const ModelConfig& config, const Topology& topo,
+                       const GenerationRequest& request, const LaunchOptions& options) override {
+    has_started_ = true;
+    return with_activation(options.activation, [&]<class T>(T) {
+      cuda::NcclComm::disable_graph_mixing();  // as above
+      cuda::NcclComm world = cuda::NcclComm::connect(bootstrap_, gpu(), kGraphUse);
+      JobComms<cuda::NcclComm> comms = split_world(world, topo);
+      cuda::Backend<cuda::NcclComm, T> backend(comms.stage, comms.kvp, gpu());
+      return generate(backend, world, comms.pipeline, topo, checkpoint, config, request,
+                      options.show_progress);
+    });
+  }
+
+  /// Before run() all ranks fail alike, or rank 0 hears of it.
+  std::string fail(std::string_view reason) noexcept override {
+    bootstrap_.fail(reason);
+    if (rank() != 0 && !has_started_) return "";
+    return "rank " + std::to_string(rank()) + ": " + std::string(reason);
+  }
+
+ private:
+  comm::Bootstrap bootstrap_;
+  bool has_started_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Launcher> make_cuda_launcher(std::uint64_t config_hash, std::chrono::milliseconds timeout) {
+  expect_cuda();
+  comm::BootstrapOptions options = comm::BootstrapOptions::from_environment();
+  options.config_hash = config_hash;
+  options.timeout = timeout;
+  auto launcher = std::make_unique<CudaLauncher>(options);
+  launcher->expect_gpu();
+  return launcher;
+}
+
+}  // namespace helix::decode

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// --device cuda where CUDA was not built in: refuses.
+#include <helix/error.hpp>
+
+#include "cli/launch_cuda.hpp"
+
+namespace helix::decode {
+
+namespace {
+
+[[noreturn]] void refuse() {
+  throw Error(ErrorCode::unsupported, "--device cuda: ", cuda_unavailable_reason());
+}
+
+}  // namespace
+
+std::string cuda_unavailable_reason() {
+  return "this build has no CUDA backend; install a CUDA compiler and configure with HELIX_CUDA=ON, or give "
+         "--device cpu";
+}
+
+std::string describe_gpus(const Topology&, const LaunchOptions&) {
+  refuse();
+}
+
+GenerationResult run_local_cuda(const Checkpoint&, const ModelConfig&, const Topology&,
+                                const GenerationRequest&, const LaunchOptions&) {
+  refuse();
+}
+
+std::vector<RankMemory> plan_memory_cuda(const Checkpoint&, const ModelConfig&, const Topology&,
+                                         const GenerationRequest&, const LaunchOptions&) {
+  refuse();
+}
+
+bool is_cuda_job() {
+  refuse();
+}
+
+std::unique_ptr<Launcher> make_cuda_launcher(std::uint64_t, std::chrono::milliseconds) {
+  refuse();
+}
+
+}  // namespace helix::decode

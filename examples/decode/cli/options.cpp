@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0
+// Command line and token files of helix-decode.
+#include "cli/options.hpp"
+
+#include <charconv>
+#include <fstream>
+#include <iostream>
+#include <limits>
+#include <sstream>
+
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include <helix/error.hpp>
+
+namespace helix::decode {
+
+namespace {
+
+/// A message that CLI11 found: an option that is unknown, missing or not a number.
+[[noreturn]] void throw_usage(const CLI::ParseError& error) {
+  throw Error(ErrorCode::invalid_argument, error.what(), "; see --help");
+}
+
+void parse_hop_b(const std::string& text, GenerationRequest& request) {
+  if (text == "auto") {
+    request.hop_b_slices = 0;
+  } else if (text == "off") {
+    request.hop_b_slices = 1;
+  } else {
+    int slices = 0;
+    const auto [end, code] = std::from_chars(text.data(), text.data() + text.size(), slices);
+    HELIX_EXPECTS(code == std::errc() && end == text.data() + text.size() && slices >= 1 && slices <= 64,
+                  ErrorCode::invalid_argument, "--hop-b is '", text,
+                  "'; give a number of slices in [1, 64], auto or off");
+    request.hop_b_slices = slices;
+  }
+}
+
+/// Options whose text is looked at once all are known.
+struct OptionTexts {
+  std::string model;
+  std::vector<std::string> prompt_ids;
+  std::string prompts_file;
+  std::string teacher_file;
+  std::string hop_b = "auto";
+  std::string device = "cpu";
+  std::string activation = "f32";
+  std::string cuda_graphs = "on";
+  std::string topology = "given";
+  std::string json;
+};
+
+void add_prompt_options(CLI::App& app, GenerationRequest& request, OptionTexts& texts) {
+  app.add_option("--prompt-ids", texts.prompt_ids, "token ids \"1,2,3\"; repeat for a batch")
+      ->allow_extra_args(false);
+  app.add_option("--prompts", texts.prompts_file, "JSON file: array of arrays of token ids");
+  app.add_option("--max-new-tokens", request.max_new_tokens, "tokens to generate a sequence")
+      ->capture_default_str();
+  app.add_flag("--ignore-eos", request.ignore_eos, "go on after an end-of-sequence token");
+}
+
+void add_topology_options(CLI::App& app, Options& options, OptionTexts& texts) {
+  app.add_option("--topology", texts.topology,
+                 "given: by the widths below; auto: the planner's fastest for --ranks")
+      ->check(CLI::IsMember({"given", "auto"}))
+      ->capture_default_str();
+  app.add_option("--ranks", options.num_ranks,
+                 "of --topology auto: ranks of this process; under mpirun and torchrun their processes")
+      ->check(CLI::Range(1, 65536));
+  app.add_option("--kvp", options.topology.kvp, "KV-parallel width of attention")->capture_default_str();
+  app.add_option("--tpa", options.topology.tpa, "tensor-parallel width of attention")->capture_default_str();
+  app.add_option("--tpf", options.topology.tpf, "tensor-parallel width of the FFN; 0: N / ep")
+      ->capture_default_str();
+  app.add_option("--ep", options.topology.ep, "expert-parallel width of the FFN")->capture_default_str();
+  app.add_option("--pp", options.topology.pp, "pipeline stages")->capture_default_str();
+  app.add_option("--dp", options.topology.dp, "replicas; the batch is split over them")
+      ->capture_default_str();
+}
+
+void add_step_options(CLI::App& app, Options& options, OptionTexts& texts) {
+  GenerationRequest& request = options.request;
+  app.add_option("--chunk", request.chunk, "tokens that stay together on a KVP rank")->capture_default_str();
+  app.add_option("--page-tokens", request.page_tokens, "tokens a KV page")->capture_default_str();
+  app.add_option("--draft-tokens", request.draft_tokens,
+                 "query tokens a step; drafts come from --teacher-force")
+      ->capture_default_str();
+  app.add_option("--teacher-force", texts.teacher_file,
+                 "JSON file: array of continuations to feed, or with --draft-tokens to propose");
+  app.add_option("--kv-dtype", options.kv_dtype_name,
+                 "f32, f16, bf16 or fp8_e4m3; default: the checkpoint's");
+  app.add_option("--hop-b", texts.hop_b, "slices of the batch whose exchange overlaps attention, auto or off")
+      ->capture_default_str();
+  app.add_option("--temperature", request.sampling.temperature, "0: greedy")->capture_default_str();
+  app.add_option("--top-p", request.sampling.top_p, "nucleus probability in (0, 1]")->capture_default_str();
+  app.add_option("--seed", request.sampling.seed, "of the draws")->capture_default_str();
+  app.add_option("--synthetic-context", request.synthetic_context,
+                 "tokens of generated KV instead of a prompt");
+  app.add_option("--prefill-tokens", request.prefill_tokens, "most prompt tokens a step")
+      ->capture_default_str();
+}
+
+void add_device_options(CLI::App& app, Options& options, OptionTexts& texts) {
+  app.add_option("--device", texts.device, "cpu or cuda")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->capture_default_str();
+  app.add_option("--activation", texts.activation, "of --device cuda: f32, bf16 or f16")
+      ->check(CLI::IsMember({"f32", "bf16", "f16"}))
+      ->capture_default_str();
+  app.add_option("--cuda-graphs", texts.cuda_graphs,
+                 "on or off: of --device cuda, replay decode steps of equal shapes from a captured one")
+      ->check(CLI::IsMember({"on", "off"}))
+      ->capture_default_str();
+  app.add_option("--threads", options.num_threads, "threads a rank; 0: the cores shared by the ranks")
+      ->check(CLI::Range(0, 1024))
+      ->capture_default_str();
+}
+
+/// --topology, --ranks and the widths, which exclude each other.
+void check_topology(const CLI::App& app, const Options& options) {
+  for (const char* width : {"--kvp", "--tpa", "--tpf", "--ep", "--pp", "--dp"}) {
+    HELIX_EXPECTS(!options.is_topology_auto || app.count(width) == 0, ErrorCode::invalid_argument, width,
+                  " is given, which --topology auto chooses: drop one of them");
+  }
+  HELIX_EXPECTS(options.is_topology_auto || options.num_ranks == 0, ErrorCode::invalid_argument,
+                "--ranks is ", options.num_ranks,
+                ", which only --topology auto takes: give it, or drop --ranks");
+}
+
+/// Prompts and continuations, from the command line or from files.
+void read_tokens(const OptionTexts& texts, GenerationRequest& request) {
+  HELIX_EXPECTS(texts.prompt_ids.empty() || texts.prompts_file.empty(), ErrorCode::invalid_argument,
+                "--prompt-ids and --prompts exclude each other; give one");
+  for (std::size_t i = 0; i < texts.prompt_ids.size(); ++i) {
+    request.prompts.push_back(parse_ids(texts.prompt_ids[i], fmt::format("--prompt-ids {}", i)));
+  }
+  if (!texts.prompts_file.empty()) request.prompts = read_token_lists(texts.prompts_file);
+  if (!texts.teacher_file.empty()) request.teacher = read_token_lists(texts.teacher_file);
+}
+
+void check_values(const Options& options) {
+  const GenerationRequest& request = options.request;
+  HELIX_EXPECTS(request.synthetic_context >= 0 && request.synthetic_context <= (std::int64_t{1} << 40),
+                ErrorCode::invalid_argument, "--synthetic-context is ", request.synthetic_context,
+                "; give tokens in [0, 2^40]");
+  HELIX_EXPECTS(request.synthetic_context == 0 || request.prompts.empty(), ErrorCode::invalid_argument,
+                "--synthetic-context fills the cache instead of a prompt; drop --prompt-ids and --prompts");
+  HELIX_EXPECTS(options.kv_dtype_name.empty() || parse_dtype(options.kv_dtype_name),
+                ErrorCode::invalid_argument, "--kv-dtype is '", options.kv_dtype_name,
+                "'; give f32, f16, bf16 or fp8_e4m3");
+  HELIX_EXPECTS(
+      request.sampling.temperature >= 0.0f && request.sampling.top_p > 0.0f && request.sampling.top_p <= 1.0f,
+      ErrorCode::invalid_argument, "--temperature is ", request.sampling.temperature,
+      " (at least 0), --top-p is ", request.sampling.top_p, " (in (0, 1])");
+}
+
+}  // namespace
+
+TokenIds parse_ids(const std::string& text, const std::string& what) {
+  TokenIds ids;
+  std::stringstream in(text);
+  for (std::string part; std::getline(in, part, ',');) {
+    const std::size_t begin = part.find_first_not_of(" \t\n");
+    const std::size_t last = part.find_last_not_of(" \t\n");
+    const std::string number = begin == std::string::npos ? "" : part.substr(begin, last - begin + 1);
+    std::int32_t id = 0;
+    const auto [end, code] = std::from_chars(number.data(), number.data() + number.size(), id);
+    HELIX_EXPECTS(!number.empty() && code == std::errc() && end == number.data() + number.size(),
+                  ErrorCode::invalid_argument, what, ": '", part,
+                  "' is not a token id; give ids as \"1,2,3\"");
+    ids.push_back(id);
+  }
+  HELIX_EXPECTS(!ids.empty(), ErrorCode::invalid_argument, what, " is empty; give ids as \"1,2,3\"");
+  return ids;
+}
+
+std::vector<TokenIds> read_token_lists(const std::filesystem::path& file) {
+  std::ifstream in(file);
+  HELIX_EXPECTS(in.good(), ErrorCode::io, file.string(), ": cannot be opened");
+  const nlohmann::json json = nlohmann::json::parse(in, nullptr, /*allow_exceptions=*/false);
+  HELIX_EXPECTS(json.is_array(), ErrorCode::invalid_file, file.string(),
+                ": expected a JSON array of arrays of token ids");
+  std::vector<TokenIds> lists;
+  for (std::size_t i = 0; i < json.size(); ++i) {
+    HELIX_EXPECTS(json[i].is_array(), ErrorCode::invalid_file, file.string(), ": entry ", i, " is ",
+                  json[i].type_name(), ", not an array of token ids");
+    TokenIds& ids = lists.emplace_back();
+    for (const auto& value : json[i]) {
+      HELIX_EXPECTS(value.is_number_integer() && value >= std::numeric_limits<std::int32_t>::min() &&
+                        value <= std::numeric_limits<std::int32_t>::max(),
+                    ErrorCode::invalid_file, file.string(), ": entry ", i, " holds ", value.dump(),
+                    ", not a token id");
+      ids.push_back(value.get<std::int32_t>());
+    }
+  }
+  return lists;
+}
+
+std::optional<Options> parse_options(int argc, char** argv) {
+  Options options;
+  OptionTexts texts;
+  CLI::App app("Decodes a Hugging Face Llama or DeepSeek checkpoint under a Helix topology.", "helix-decode");
+  app.add_option("--model", texts.model, "checkpoint directory (config.json and safetensors)")->required();
+  add_prompt_options(app, options.request, texts);
+  add_topology_options(app, options, texts);
+  add_step_options(app, options, texts);
+  add_device_options(app, options, texts);
+  app.add_flag("--plan-only", options.is_plan_only, "print the memory plan of each rank and stop");
+  app.add_flag("--verify", options.verify, "run one rank too and compare token by token");
+  app.add_option("--json", texts.json, "write the report to this file");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp&) {
+    std::cout << app.help();
+    return std::nullopt;
+  } catch (const CLI::ParseError& error) {
+    throw_usage(error);
+  }
+
+  options.model = texts.model;
+  options.json = texts.json;
+  options.device = texts.device == "cuda" ? Device::cuda : Device::cpu;
+  options.activation = *parse_dtype(texts.activation);
+  HELIX_EXPECTS(options.device == Device::cuda || options.activation == DType::f32,
+                ErrorCode::invalid_argument, "--activation is ", texts.activation,
+                "; the CPU has f32: drop it or give --device cuda");
+  options.request.cuda_graphs = texts.cuda_graphs == "on";
+  options.is_topology_auto = texts.topology == "auto";
+  check_topology(app, options);
+  parse_hop_b(texts.hop_b, options.request);
+  read_tokens(texts, options.request);
+  check_values(options);
+  return options;
+}
+
+}  // namespace helix::decode

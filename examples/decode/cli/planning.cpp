@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// --topology auto.
+#include "cli/planning.hpp"
+
+#include <algorithm>
+
+#include <unistd.h>
+
+#include <helix/plan/hardware.hpp>
+#include <helix/plan/search.hpp>
+
+#include "model/planner_model.hpp"
+
+namespace helix::decode {
+namespace {
+
+double bits(DType type) {
+  return 8.0 * static_cast<double>(size_bytes(type));
+}
+
+/// The CPU's speeds are assumptions of the size of docs/performance.md's machine: they rank topologies, and
+/// predict no time.
+plan::Hardware host_hardware(int num_ranks) {
+  plan::Hardware host;
+  host.name = "this machine's CPU";
+  host.source = "memory as installed, shared by the ranks; speeds assumed";
+  const auto memory =
+      static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
+  host.memory = plan::bytes(memory / num_ranks);
+  host.read = plan::BandwidthCurve(plan::gigabytes_per_second(16));
+  host.peaks = {{64, plan::teraflops_per_second(0.24)}};
+  host.nvlink_domain = num_ranks;
+  host.inside = {plan::microseconds(5), plan::gigabytes_per_second(8)};
+  host.outside = host.inside;
+  return host;
+}
+
+plan::Hardware gpu_hardware() {
+  plan::Hardware gpu = plan::hardware_preset("h200");
+  gpu.peaks.push_back({32, plan::teraflops_per_second(67)});  // f32 activations; the vendor's figure
+  return gpu;
+}
+
+}  // namespace
+
+double weight_bits(const ModelConfig& config) {
+  return config.fp8_blocks ? 8.0 : bits(config.dtype);
+}
+
+TopologySpec choose_topology(const ModelConfig& config, const GenerationRequest& request,
+                             const LaunchOptions& launch, int num_ranks) {
+  const plan::Precision precision{.weight_bits = weight_bits(config),
+                                  .kv_bits = bits(request.kv_dtype),
+                                  .activation_bits = bits(launch.activation)};
+  const plan::StepModel model(planner_model(config), precision,
+                              launch.device == Device::cuda ? gpu_hardware() : host_hardware(num_ranks));
+  plan::Workload workload;
+  workload.batch = std::max<std::int64_t>(1, request.num_sequences());
+  workload.step_tokens = request.draft_tokens;
+  workload.chunk = request.chunk;
+  workload.page_tokens = request.page_tokens;
+  std::int64_t longest = request.draft_tokens;
+  for (std::int64_t sequence = 0; sequence < request.num_sequences(); ++sequence) {
+    longest = std::max(longest, request.longest_length(sequence));
+  }
+  workload.context = plan::tokens(static_cast<double>(longest));
+  plan::SearchSpace space;
+  space.max_gpus = num_ranks;
+  space.gpu_counts = {num_ranks};
+  space.batches = {workload.batch};
+  space.strategies = {plan::Strategy::helix};
+  space.objective = plan::Objective::latency;
+  const plan::SearchResult found = plan::search_or_throw(model, workload, space);
+  return found.candidates[*found.best].layout.topology_spec();
+}
+
+}  // namespace helix::decode

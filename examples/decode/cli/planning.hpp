@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// The planner's view of a checkpoint, and the topology that it would choose.
+#pragma once
+
+#include <helix/topology.hpp>
+
+#include "cli/launch.hpp"
+#include "generate/generation.hpp"
+#include "model/model_config.hpp"
+
+namespace helix::decode {
+
+/// Bits of the checkpoint's weights: 8 if they are block-scaled fp8, else of config.dtype.
+double weight_bits(const ModelConfig& config);
+
+/// The fastest Helix topology of `num_ranks` ranks for the request's sequences at their longest that fits
+/// into the ranks' memory. On GPUs the machine is the preset h200; on the CPU this machine's memory shared by
+/// the ranks, with assumed speeds. A pure function of its arguments and the machine: ranks on equal machines
+/// agree.
+/// @throws Error(invalid_topology) if no topology is legal, Error(capacity) if none fits.
+TopologySpec choose_topology(const ModelConfig& config, const GenerationRequest& request,
+                             const LaunchOptions& launch, int num_ranks);
+
+}  // namespace helix::decode

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks as threads of this process, and the memory plan that needs none, for every Backend.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <helix/job_comms.hpp>
+#include <helix/topology.hpp>
+
+#include "generate/generate.hpp"
+
+namespace helix::decode {
+
+/// The failure to report of several ranks': the first that is not the echo of another rank's; null: none.
+std::exception_ptr root_failure(const std::vector<std::exception_ptr>& failures);
+
+/// Runs all ranks of `topo`, rank r on a thread of its own with world[r] and make_backend(r, comms). Rank 0
+/// is the calling thread. @throws the failure of the rank that failed first.
+template <class Comm, class MakeBackend>
+GenerationResult run_rank_threads(std::vector<Comm> world, MakeBackend make_backend,
+                                  const Checkpoint& checkpoint, const ModelConfig& config,
+                                  const Topology& topo, const GenerationRequest& request,
+                                  bool show_progress) {
+  std::vector<std::exception_ptr> failures(world.size());
+  GenerationResult result;
+  const auto run_rank = [&](std::size_t rank) {
+    try {
+      JobComms<Comm> comms = split_world(world[rank], topo);
+      auto backend = make_backend(static_cast<int>(rank), comms);
+      GenerationResult mine =
+          generate(backend, world[rank], comms.pipeline, topo, checkpoint, config, request, show_progress);
+      if (rank == 0) result = std::move(mine);
+    } catch (const std::exception& error) {
+      failures[rank] = std::current_exception();
+      world[rank].abort(error.what());
+    }
+  };
+  std::vector<std::jthread> ranks;
+  for (std::size_t rank = 1; rank < failures.size(); ++rank) ranks.emplace_back(run_rank, rank);
+  run_rank(0);
+  ranks.clear();  // joins
+  if (const std::exception_ptr failure = root_failure(failures)) std::rethrow_exception(failure);
+  return result;
+}
+
+/// The memory of each rank, by world rank. make_backend(stage, kvp) gets handles to groups that never
+/// communicate.
+template <class Comm, class MakeBackend>
+std::vector<RankMemory> plan_ranks(MakeBackend make_backend, const Checkpoint& checkpoint,
+                                   const ModelConfig& config, const Topology& topo,
+                                   const GenerationRequest& request) {
+  std::vector<RankMemory> plan;
+  for (int world_rank = 0; world_rank < topo.world_size(); ++world_rank) {
+    const RankCoordinates at = topo.coordinates(world_rank);
+    const auto stage = Comm::create_group(topo.stage_size())[static_cast<std::size_t>(at.stage_rank)];
+    const auto kvp = Comm::create_group(topo.kvp())[static_cast<std::size_t>(at.kvp_rank)];
+    auto backend = make_backend(stage, kvp);
+    const Range sequences = replica_sequences(topo, request, at.replica);
+    RankMemory& memory = plan.emplace_back();
+    memory.weights_bytes = plan_weight_bytes(config, checkpoint, topo, world_rank);
+    for (std::int64_t sequence = sequences.begin; sequence < sequences.end; ++sequence) {
+      memory.kv_bytes += planned_kv_bytes(request, topo, at, sequence);
+    }
+    const auto workspace = StepWorkspace<decltype(backend)>::plan(
+        backend, topo, topo.rank_shape(at.stage_rank), at.stage, plan_limits(request, topo, at.replica));
+    memory.workspace_bytes = static_cast<std::int64_t>(workspace.total());
+  }
+  return plan;
+}
+
+}  // namespace helix::decode

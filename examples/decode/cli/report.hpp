@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// What helix-decode prints and writes: memory plan, tokens, timing, JSON.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "generate/generation.hpp"
+
+namespace helix::decode {
+
+/// "1.50 MiB".
+std::string format_bytes(std::int64_t bytes);
+
+/// One line a rank: weights, KV, workspace, sum.
+std::string format_memory(const std::vector<RankMemory>& memory, const Topology& topo);
+
+/// Generated tokens a sequence, timing and exchange.
+std::string format_result(const GenerationResult& result);
+
+/// Writes the JSON report. @throws Error(io).
+void write_json(const std::filesystem::path& file, const Topology& topo, const GenerationRequest& request,
+                const GenerationResult& result);
+
+/// Compares token by token. @throws Error(internal) naming the first sequence and step that differ, with both
+/// tokens.
+void check_same_tokens(const GenerationResult& result, const GenerationResult& one_rank);
+
+}  // namespace helix::decode

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// generate(): a whole generation on one rank, from its weights to the collected result.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <exception>
+
+#include <helix/topology.hpp>
+
+#include "checkpoint/checkpoint.hpp"
+#include "generate/generation.hpp"
+#include "generate/generation_loop.hpp"
+#include "generate/measure.hpp"
+#include "generate/progress.hpp"
+#include "generate/request_plan.hpp"
+#include "model/stage_model.hpp"
+#include "model/stage_weights.hpp"
+
+namespace helix::decode {
+
+/// Loads this rank's weights, then generates. `pipeline`: the ranks of its replica with its stage_rank, by
+/// stage. Collective over `world`; every rank passes the same request. The result is complete on every rank.
+/// A failure aborts the world, so that no rank waits for this one, and is rethrown.
+template <DecoderBackend B>
+GenerationResult generate(B& backend, typename B::Comm& world, typename B::Comm& pipeline,
+                          const Topology& topo, const Checkpoint& checkpoint, const ModelConfig& config,
+                          const GenerationRequest& request, bool show_progress) {
+  check_request(request, config, topo);
+  const RankCoordinates at = topo.coordinates(world.rank());
+  show_progress = show_progress && at.world_rank == 0;
+  try {
+    const auto load_start = std::chrono::steady_clock::now();
+    StageWeights<B> weights = [&] {
+      Progress progress("weights", 1000, show_progress);
+      return load_stage_weights(backend, config, checkpoint, topo, at.world_rank, backend.create_stream(),
+                                [&](std::int64_t done, std::int64_t total) {
+                                  progress.update(total > 0 ? done * 1000 / total : 1000);
+                                });
+    }();
+    StageModel<B> model(backend, topo, at.stage, config, std::move(weights),
+                        plan_cache(request, topo, at.stage, at.replica),
+                        plan_limits(request, topo, at.replica),
+                        {.hop_b_slices = request.hop_b_slices,
+                         .sampling = request.sampling,
+                         .has_logit_norms = at.stage == topo.pp() - 1 && at.stage_rank == 0,
+                         .captures = request.cuda_graphs},
+                        pipeline);
+    const double load_ms = milliseconds_since(load_start);
+    try {
+      GenerationResult result =
+          GenerationLoop<B>(backend, world, topo, config, request, model, show_progress).run();
+      result.timing.load_ms = load_ms;
+      return result;
+    } catch (const std::exception& error) {
+      model.drop_captured_steps();
+      world.abort(error.what());  // before the model's streams drain: they may wait for other ranks
+      throw;
+    }
+  } catch (const std::exception& error) {
+    world.abort(error.what());
+    throw;
+  }
+}
+
+}  // namespace helix::decode

@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+// GenerationLoop: one rank's prefill in chunks, then decode steps of one or several query tokens.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <iterator>
+#include <optional>
+#include <span>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "generate/gather_results.hpp"
+#include "generate/generation.hpp"
+#include "generate/measure.hpp"
+#include "generate/progress.hpp"
+#include "generate/request_plan.hpp"
+#include "generate/step_builder.hpp"
+#include "generate/synthetic_kv.hpp"
+#include "model/stage_model.hpp"
+
+namespace helix::decode {
+
+/// One rank's loop over one request: prefill, decode, collect.
+template <DecoderBackend B>
+class GenerationLoop {
+ public:
+  GenerationLoop(B& backend, typename B::Comm& world, const Topology& topo, const ModelConfig& config,
+                 const GenerationRequest& request, StageModel<B>& model, bool show_progress)
+      : backend_(backend),
+        world_(world),
+        topo_(topo),
+        config_(config),
+        request_(request),
+        model_(model),
+        at_(topo.coordinates(world.rank())),
+        show_progress_(show_progress),
+        reports_logits_(model.has_logit_norms()) {
+    const Range mine = replica_sequences(topo, request, at_.replica);
+    for (std::int64_t index = mine.begin; index < mine.end; ++index) {
+      SequenceProgress& sequence = sequences_.emplace_back();
+      sequence.index = index;
+      sequence.id = model.cache().add();
+      if (request.synthetic_context > 0) continue;
+      sequence.prompt = &request.prompts[static_cast<std::size_t>(index)];
+      sequence.result.prompt = *sequence.prompt;
+    }
+  }
+
+  GenerationResult run() {
+    const auto prefill_start = Clock::now();
+    if (request_.synthetic_context > 0) {
+      fill_synthetic_contexts();
+    } else {
+      prefill();
+    }
+    result_.timing.prefill_ms = milliseconds_since(prefill_start);
+    decode();
+    collect();
+    return std::move(result_);
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  /// Grows the cache by the step and runs it.
+  void run_step() {
+    model_.cache().append(step_.step().sequences, step_.counts(), model_.stream());
+    model_.forward(step_.step());
+    drawn_ = model_.finish();
+  }
+
+  /// Takes the token drawn at logit row `row` into the sequence's result.
+  void record(SequenceProgress& sequence, std::int64_t row) {
+    const std::int32_t token = drawn_.tokens[static_cast<std::size_t>(row)];
+    sequence.pending = token;
+    sequence.result.tokens.push_back(token);
+    const bool is_eos =
+        !request_.ignore_eos && std::count(config_.eos_ids.begin(), config_.eos_ids.end(), token) > 0;
+    sequence.is_done = is_eos || sequence.generated() >= request_.max_new_tokens;
+    if (!reports_logits_) return;
+    sequence.result.logits_norm.push_back(drawn_.logit_norms[static_cast<std::size_t>(row)]);
+    const bool is_first = sequence.generated() == 1;
+    if (!is_first && !sequence.is_done) return;
+    auto& [first, last] = sequence.result.logits_first8;
+    const std::vector<float> logits = model_.first_logits(row, std::ssize(last));
+    std::ranges::copy(logits, last.begin());
+    if (is_first) first = last;
+  }
+
+  void fill_synthetic_contexts() {
+    const Range layers = topo_.layers(at_.stage);
+    for (SequenceProgress& sequence : sequences_) {
+      const std::array ids{sequence.id};
+      const std::array counts{request_.synthetic_context};
+      model_.cache().append(ids, counts, model_.stream());
+      fill_synthetic_kv(backend_, model_.cache(), sequence.id, request_.synthetic_context, layers,
+                        topo_.kv_heads(at_.stage_rank), model_.stream(), show_progress_);
+      sequence.pending = kSyntheticFirstToken;
+    }
+  }
+
+  /// Prompts in chunks: every rank runs all tokens and stores what it owns.
+  void prefill() {
+    std::int64_t total = 0;
+    for (const SequenceProgress& sequence : sequences_)
+      total += static_cast<std::int64_t>(sequence.prompt->size());
+    Progress progress("prefill", total, show_progress_);
+    for (std::int64_t done = 0; done < total; done += step_.num_tokens()) {
+      step_.begin(/*is_decode=*/false);
+      std::vector<SequenceProgress*> completed;
+      std::int64_t room = request_.prefill_tokens;
+      for (SequenceProgress& sequence : sequences_) {
+        const auto length = static_cast<std::int64_t>(sequence.prompt->size());
+        const std::int64_t count = std::min(room, length - sequence.prefilled);
+        if (count == 0) continue;
+        step_.add_tokens(
+            sequence,
+            std::span(*sequence.prompt)
+                .subspan(static_cast<std::size_t>(sequence.prefilled), static_cast<std::size_t>(count)),
+            sequence.prefilled);
+        room -= count;
+        sequence.prefilled += count;
+        if (sequence.prefilled == length) {
+          step_.add_logit_row(sequence, step_.num_tokens() - 1);
+          completed.push_back(&sequence);
+        }
+      }
+      run_step();
+      for (std::size_t row = 0; row < completed.size(); ++row)
+        record(*completed[row], static_cast<std::int64_t>(row));
+      progress.update(done);
+    }
+  }
+
+  std::optional<std::int32_t> teacher_token(const SequenceProgress& sequence, std::int64_t i) const {
+    const auto index = static_cast<std::size_t>(sequence.index);
+    if (index >= request_.teacher.size() || i < 0 || i >= std::ssize(request_.teacher[index]))
+      return std::nullopt;
+    return request_.teacher[index][static_cast<std::size_t>(i)];
+  }
+
+  /// What a decode step feeds: the pending token (or the teacher's, when forcing), then drafts.
+  TokenIds decode_tokens(const SequenceProgress& sequence) const {
+    const std::int64_t generated = sequence.generated();
+    if (request_.draft_tokens == 1)
+      return {teacher_token(sequence, generated - 1).value_or(sequence.pending)};
+    TokenIds tokens{sequence.pending};
+    while (std::ssize(tokens) < request_.draft_tokens &&
+           generated + std::ssize(tokens) < request_.max_new_tokens) {
+      const auto draft = teacher_token(sequence, generated + std::ssize(tokens) - 1);
+      if (!draft) break;
+      tokens.push_back(*draft);
+    }
+    return tokens;
+  }
+
+  void decode() {
+    const double kv_token_bytes = static_cast<double>(kv_bytes_per_token(request_, topo_));
+    const std::int64_t total = request_.max_new_tokens * std::ssize(sequences_);
+    Progress progress("decode", total, show_progress_);
+    std::vector<double> step_ms;
+    double kv_bytes_read = 0.0;
+    std::int64_t decoded = 0;
+    std::vector<SequenceProgress*> active;
+    while (true) {
+      active.clear();
+      for (SequenceProgress& sequence : sequences_) {
+        if (!sequence.is_done) active.push_back(&sequence);
+      }
+      if (active.empty()) break;
+      const auto start = Clock::now();
+      step_.begin(/*is_decode=*/true);
+      for (const SequenceProgress* sequence : active) {
+        const std::int64_t length = model_.cache().length(sequence->id);
+        const TokenIds tokens = decode_tokens(*sequence);
+        const std::int64_t first_row = step_.num_tokens();
+        step_.add_tokens(*sequence, tokens, length);
+        for (std::int64_t i = 0; i < std::ssize(tokens); ++i) step_.add_logit_row(*sequence, first_row + i);
+        kv_bytes_read += static_cast<double>(length + std::ssize(tokens)) * kv_token_bytes;
+      }
+      run_step();
+      result_.exchange_bytes_per_rank_per_layer = model_.sent_payload_bytes() / model_.num_layers();
+      for (std::size_t i = 0; i < active.size(); ++i) decoded += accept(*active[i], i);
+      step_ms.push_back(milliseconds_since(start));
+      progress.update(std::min(decoded, total));
+    }
+    result_.captured_steps = model_.num_replayed_steps();
+    summarize(step_ms, decoded, kv_bytes_read);
+  }
+
+  /// Keeps what the model confirms of entry `entry` of the step, and truncates the cache to it. Returns the
+  /// tokens gained.
+  std::int64_t accept(SequenceProgress& sequence, std::size_t entry) {
+    const Step& step = step_.step();
+    const std::int64_t first_row = step.query_offsets[entry];
+    const std::int64_t fed = step_.counts()[entry];
+    std::int64_t accepted = 0;
+    do {
+      record(sequence, first_row + accepted);
+      ++accepted;
+    } while (!sequence.is_done && accepted < fed &&
+             step.tokens[static_cast<std::size_t>(first_row + accepted)] == sequence.pending);
+    if (accepted < fed) {
+      model_.cache().truncate(sequence.id, model_.cache().length(sequence.id) - fed + accepted);
+    }
+    return accepted;
+  }
+
+  void summarize(const std::vector<double>& step_ms, std::int64_t decoded, double kv_bytes_read) {
+    double decode_ms = 0.0;
+    for (double ms : step_ms) decode_ms += ms;
+    if (step_ms.empty() || decode_ms == 0.0) return;
+    std::tie(result_.timing.ttl_median_ms, result_.timing.ttl_p99_ms) = median_and_p99(step_ms);
+    result_.timing.tokens_per_s = static_cast<double>(decoded) / decode_ms * 1e3;
+    result_.timing.kv_gb_per_s = kv_bytes_read / decode_ms * 1e-6;
+  }
+
+  /// Sequences come from the rank of each replica that saw the logits.
+  void collect() {
+    std::vector<GeneratedSequence> own;
+    if (reports_logits_) {
+      for (SequenceProgress& sequence : sequences_) own.push_back(std::move(sequence.result));
+    }
+    RankMemory memory = model_.memory();
+    memory.resident_bytes = peak_resident_bytes();
+    result_.memory = gather_memory(backend_, world_, memory, model_.stream());
+    result_.sequences = gather_sequences(backend_, world_, own, model_.stream());
+  }
+
+  B& backend_;
+  typename B::Comm& world_;
+  const Topology& topo_;
+  const ModelConfig& config_;
+  const GenerationRequest& request_;
+  StageModel<B>& model_;
+  RankCoordinates at_;
+  bool show_progress_;
+  bool reports_logits_;  // the last stage's first rank does, for its replica
+  std::vector<SequenceProgress> sequences_;
+  StepBuilder step_;
+  Drawn drawn_;  // in the last step
+  GenerationResult result_;
+};
+
+}  // namespace helix::decode

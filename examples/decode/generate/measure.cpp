@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// Process memory and quantiles.
+#include "generate/measure.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include <sys/resource.h>
+
+namespace helix::decode {
+
+std::int64_t peak_resident_bytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<std::int64_t>(usage.ru_maxrss) * 1024;
+}
+
+std::pair<double, double> median_and_p99(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const auto rank = [&](double q) {
+    return values[static_cast<std::size_t>(std::ceil(q * static_cast<double>(values.size()))) - 1];
+  };
+  return {rank(0.5), rank(0.99)};
+}
+
+}  // namespace helix::decode

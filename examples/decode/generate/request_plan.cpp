@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checks of a request, and the capacities that follow from it.
+#include "generate/request_plan.hpp"
+
+#include <algorithm>
+#include <iterator>
+#include <vector>
+
+#include <helix/error.hpp>
+#include <helix/page_ledger.hpp>
+#include <helix/plan/memory.hpp>
+
+namespace helix::decode {
+
+namespace {
+
+constexpr std::int64_t kMaxDraftTokens = 64;
+constexpr std::int64_t kMaxNewTokens = std::int64_t{1} << 40;  // lengths add up without overflow
+
+void check_ids(const std::vector<TokenIds>& lists, const char* what, std::int64_t vocab) {
+  for (std::size_t i = 0; i < lists.size(); ++i) {
+    for (std::size_t j = 0; j < lists[i].size(); ++j) {
+      const std::int32_t id = lists[i][j];
+      HELIX_EXPECTS(id >= 0 && id < vocab, ErrorCode::invalid_argument, what, " ", i, ", token ", j, ": id ",
+                    id, " is outside the vocabulary [0, ", vocab, ")");
+    }
+  }
+}
+
+/// Ids and lengths of the prompts and continuations.
+void check_sequences(const GenerationRequest& request, const ModelConfig& model, std::int64_t vocab) {
+  check_ids(request.prompts, "prompt", vocab);
+  check_ids(request.teacher, "teacher sequence", vocab);
+  for (std::int64_t sequence = 0; sequence < request.num_sequences(); ++sequence) {
+    const std::int64_t prompt = request.prompt_length(sequence);
+    HELIX_EXPECTS(prompt >= 1, ErrorCode::invalid_argument, "prompt ", sequence,
+                  " is empty; give at least one token");
+    // Synthetic context measures speed and topology, so it may exceed what the model was trained for.
+    HELIX_EXPECTS(request.synthetic_context > 0 || request.longest_length(sequence) <= model.max_positions,
+                  ErrorCode::invalid_argument, "prompt ", sequence, " has ", prompt, " tokens and ",
+                  request.max_new_tokens, " are to follow: ", request.longest_length(sequence),
+                  " exceed the model's max_position_embeddings of ", model.max_positions,
+                  "; shorten the prompt or --max-new-tokens");
+  }
+}
+
+}  // namespace
+
+void check_request(const GenerationRequest& request, const ModelConfig& model, const Topology& topo) {
+  HELIX_EXPECTS(request.synthetic_context > 0 || !request.prompts.empty(), ErrorCode::invalid_argument,
+                "no prompts: give --prompt-ids, --prompts or --synthetic-context");
+  HELIX_EXPECTS(request.max_new_tokens >= 1, ErrorCode::invalid_argument, "max_new_tokens is ",
+                request.max_new_tokens, "; it must be at least 1");
+  HELIX_EXPECTS(request.draft_tokens >= 1 && request.draft_tokens <= kMaxDraftTokens,
+                ErrorCode::invalid_argument, "draft_tokens is ", request.draft_tokens, "; it must be in [1, ",
+                kMaxDraftTokens, "]");
+  HELIX_EXPECTS(request.draft_tokens == 1 || !request.teacher.empty(), ErrorCode::invalid_argument,
+                "draft_tokens is ", request.draft_tokens, " but there are no drafts: give --teacher-force");
+  HELIX_EXPECTS(request.teacher.empty() || std::ssize(request.teacher) == request.num_sequences(),
+                ErrorCode::invalid_argument, "there are ", request.teacher.size(), " teacher sequences for ",
+                request.num_sequences(), " prompts; give one each");
+  HELIX_EXPECTS(request.max_new_tokens <= kMaxNewTokens, ErrorCode::invalid_argument, "max_new_tokens is ",
+                request.max_new_tokens, "; it must be at most ", kMaxNewTokens);
+  HELIX_EXPECTS(request.chunk >= 1 && request.page_tokens >= 1, ErrorCode::invalid_argument, "chunk is ",
+                request.chunk, ", page_tokens is ", request.page_tokens, "; both must be at least 1");
+  HELIX_EXPECTS(request.prefill_tokens >= 1, ErrorCode::invalid_argument, "prefill_tokens is ",
+                request.prefill_tokens, "; it must be at least 1");
+  check_sequences(request, model, topo.shape().vocab);
+}
+
+KvCacheSpec plan_cache(const GenerationRequest& request, const Topology& topo, int stage, int replica) {
+  const Range mine = replica_sequences(topo, request, replica);
+  KvCacheSpec spec;
+  spec.format = request.kv_dtype;
+  spec.layers = topo.layers(stage).size();
+  spec.page_tokens = request.page_tokens;
+  spec.chunk = request.chunk;
+  spec.max_sequences = std::max<std::int64_t>(1, mine.size());
+  std::vector<std::int64_t> lengths;
+  for (std::int64_t sequence = mine.begin; sequence < mine.end; ++sequence) {
+    lengths.push_back(request.longest_length(sequence));
+    spec.max_tokens = std::max(spec.max_tokens, lengths.back());
+  }
+  const KvLayout layout(topo.kvp(), request.chunk);
+  spec.pages = std::max<std::int64_t>(1, PageLedger::pages_needed(layout, request.page_tokens, lengths));
+  spec.max_tokens = std::max<std::int64_t>(1, spec.max_tokens);
+  return spec;
+}
+
+StageLimits plan_limits(const GenerationRequest& request, const Topology& topo, int replica) {
+  const std::int64_t sequences = std::max<std::int64_t>(1, replica_sequences(topo, request, replica).size());
+  StageLimits limits;
+  limits.max_sequences = sequences;
+  limits.max_logit_rows = sequences * request.draft_tokens;
+  limits.max_step_tokens = limits.max_logit_rows;
+  if (request.synthetic_context == 0) {
+    std::int64_t prompt_tokens = 0;
+    for (const TokenIds& prompt : request.prompts) prompt_tokens += std::ssize(prompt);
+    limits.max_step_tokens =
+        std::max(limits.max_step_tokens, std::min(request.prefill_tokens, prompt_tokens));
+  }
+  limits.max_slices = std::max(limits.max_slices, request.hop_b_slices);
+  return limits;
+}
+
+std::int64_t planned_kv_bytes(const GenerationRequest& request, const Topology& topo,
+                              const RankCoordinates& at, std::int64_t sequence) {
+  const plan::KvPages pages{.element_bits = 8 * static_cast<std::int64_t>(size_bytes(request.kv_dtype)),
+                            .layers = topo.layers(at.stage).size(),
+                            .page_tokens = request.page_tokens,
+                            .chunk = request.chunk};
+  const std::int64_t length = request.longest_length(sequence);
+  return plan::kv_page_bytes_used(topo, at.stage_rank, pages, {&length, 1});
+}
+
+std::int64_t kv_bytes_per_token(const GenerationRequest& request, const Topology& topo) {
+  const ModelShape& shape = topo.shape();
+  return shape.num_layers * shape.kv_elements() * static_cast<std::int64_t>(size_bytes(request.kv_dtype)) *
+         topo.kv_copies();
+}
+
+}  // namespace helix::decode

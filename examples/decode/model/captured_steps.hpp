@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// CapturedSteps: decode steps captured once a shape and replayed, on backends that can.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <span>
+#include <vector>
+
+namespace helix::decode {
+
+/// Backends that capture what is queued on a stream and replay it with one launch, as cuda::Graph does.
+template <class B>
+concept CapturingBackend = requires {
+  typename B::Graph;
+};
+
+/// Communicators of which each rank captures and replays a graph of its own. Without the constant a rank can
+/// capture only where it is alone.
+template <class Comm>
+concept CapturesAlone = requires {
+  requires Comm::kCapturesAlone;
+};
+
+/// Runs steps, each of which is `queue()`: it queues device work that depends on the step's shape and on
+/// device memory alone, and returns a Result that depends on the shape alone. This one is of backends that
+/// cannot capture: each step is queued.
+template <class B, class Result>
+class CapturedSteps {
+ public:
+  explicit CapturedSteps(bool /*is_on*/) {}
+
+  template <class Queue>
+  Result run(std::span<const std::int32_t> /*query_offsets*/, std::int64_t /*num_rows*/,
+             typename B::Stream /*stream*/, Queue queue) {
+    return queue();
+  }
+  std::int64_t num_replayed() const { return 0; }
+  void clear() noexcept {}
+};
+
+/// A shape's first step is queued as it is, which loads kernels, plans products and connects ranks; the
+/// second is captured and replayed, and each later one replayed. Ranks that run equal steps decide alike.
+template <CapturingBackend B, class Result>
+class CapturedSteps<B, Result> {
+ public:
+  /// `is_on`: false queues each step.
+  explicit CapturedSteps(bool is_on) : is_on_(is_on) {}
+
+  /// The shape: `query_offsets` of the batch and the number of logit rows.
+  /// @throws what queue() throws, and errors of the capture and the launch.
+  template <class Queue>
+  Result run(std::span<const std::int32_t> query_offsets, std::int64_t num_rows, typename B::Stream stream,
+             Queue queue) {
+    Entry* const entry = is_on_ ? find(query_offsets, num_rows) : nullptr;
+    if (entry == nullptr) {
+      const Result result = queue();
+      if (is_on_ && entries_.size() < kMaxShapes)
+        entries_.push_back({{query_offsets.begin(), query_offsets.end()}, num_rows, result, {}});
+      return result;
+    }
+    if (entry->graph.empty())
+      entry->graph = B::Graph::capture(stream, [entry, queue] { entry->result = queue(); });
+    entry->graph.replay(stream);
+    ++num_replayed_;
+    return entry->result;
+  }
+
+  /// Steps that were replayed so far.
+  std::int64_t num_replayed() const { return num_replayed_; }
+
+  /// Destroys all graphs, also those that still run: a communicator in a graph waits for that before it is
+  /// gone.
+  void clear() noexcept { entries_.clear(); }
+
+ private:
+  // Drafts of many lengths have many shapes; beyond these, steps are queued. A graph takes up to a few MB.
+  static constexpr std::size_t kMaxShapes = 64;
+
+  struct Entry {
+    std::vector<std::int32_t> query_offsets;
+    std::int64_t num_rows = 0;
+    Result result;
+    typename B::Graph graph;  // empty: seen once
+  };
+
+  Entry* find(std::span<const std::int32_t> query_offsets, std::int64_t num_rows) {
+    const auto at = std::ranges::find_if(entries_, [&](const Entry& entry) {
+      return entry.num_rows == num_rows && std::ranges::equal(entry.query_offsets, query_offsets);
+    });
+    return at == entries_.end() ? nullptr : &*at;
+  }
+
+  bool is_on_;
+  std::deque<Entry> entries_;  // whose addresses stay
+  std::int64_t num_replayed_ = 0;
+};
+
+}  // namespace helix::decode

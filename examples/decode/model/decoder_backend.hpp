@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// DecoderBackend: what a whole decoder asks of a machine, beyond what the library's layers do.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <helix/backend.hpp>
+
+namespace helix::decode {
+
+/// A communicator that splits the world into stages, and carries hidden states and tokens between them.
+template <class C, class Stream>
+concept PipelineComm = SplittableComm<C> &&
+    requires(C& comm, const void* in, void* out, std::int64_t bytes, int rank, Stream stream) {
+  comm.send(in, bytes, rank, stream);
+  comm.recv(out, bytes, rank, stream);
+  comm.broadcast(out, bytes, rank, stream);
+};
+
+/// A backend whose results reach the host, over communicators that form pipelines.
+template <class B>
+concept DecoderBackend = Backend<B> && PipelineComm<typename B::Comm, typename B::Stream> &&
+    requires(B& backend, const void* source, void* target, std::size_t bytes, typename B::Stream stream) {
+  backend.download(target, source, bytes, stream);  // device -> host; there when the stream is synchronised
+};
+
+}  // namespace helix::decode

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// ModelConfig: a Llama-like or DeepSeek model as its config.json describes it.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <helix/dtype.hpp>
+#include <helix/layer_config.hpp>
+#include <helix/model_shape.hpp>
+
+#include "model/rope.hpp"
+
+namespace helix::decode {
+
+/// A block-scaled fp8 checkpoint: one scale for each [block_rows, block_cols] of a weight.
+struct Fp8BlockConfig {
+  std::int64_t block_rows = 128;
+  std::int64_t block_cols = 128;
+};
+
+/// A checked model description. Absent optional keys have the values that transformers gives them.
+struct ModelConfig {
+  std::string model_type;
+  /// Sizes, those that no layer uses left out: they must not forbid a topology.
+  ModelShape shape;
+  std::int64_t max_positions = 0;
+  float rms_norm_eps = 1e-6f;
+  DType dtype = DType::bf16;  ///< torch_dtype or dtype: what the model was trained to compute and cache in.
+  bool tie_word_embeddings = false;
+  bool has_qkv_bias = false;
+  bool has_output_bias = false;
+  bool has_mlp_bias = false;
+  bool has_qk_norm = false;
+  bool has_router_bias = false;
+  RouterConfig router;  ///< How a token chooses experts; used where shape.moe is given.
+  /// Tokens that a query of a windowed layer sees, itself included; 0: no window.
+  std::int64_t sliding_window = 0;
+  std::vector<bool> is_window_layer;  ///< Empty: all layers alike.
+  std::vector<std::int64_t> eos_ids;
+  RopeConfig rope;
+  std::optional<Fp8BlockConfig> fp8_blocks;
+
+  /// Tokens that a query of the layer sees, itself included; 0: all.
+  std::int64_t window(std::int64_t layer) const;
+
+  /// Factor on q k before the softmax: head size^-1/2, for MLA (nope + rope)^-1/2 times yarn's m^2.
+  float softmax_scale() const;
+
+  /// What decode_layer is told of layer `layer`, with rope.inverse_frequencies() at `inverse_frequency` on
+  /// the device.
+  LayerConfig layer(std::int64_t layer, const float* inverse_frequency) const;
+
+  /// Epsilon of MLA's two latent norms, which transformers does not take from the config.
+  static constexpr float kLatentNormEps = 1e-6f;
+};
+
+}  // namespace helix::decode

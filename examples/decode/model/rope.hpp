@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// RopeConfig: a rotary embedding as a config states it, and the constants that follow from it.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace helix::decode {
+
+enum class RopeType : std::uint8_t { standard, linear, llama3, yarn };
+
+/// Rotary embedding as the config states it; `standard` uses theta alone.
+struct RopeConfig {
+  RopeType type = RopeType::standard;
+  double theta = 10000.0;
+  std::int64_t rotary_dim = 0;  ///< Rotated part of a head: all of it, or MLA's qk_rope_head_dim.
+  bool is_interleaved = false;
+  double factor = 1.0;                                ///< Factor of linear, llama3 and yarn.
+  std::int64_t original_max_position_embeddings = 0;  ///< llama3 and yarn.
+  double low_freq_factor = 1.0;                       ///< llama3.
+  double high_freq_factor = 4.0;                      ///< llama3.
+  double beta_fast = 32.0;                            ///< yarn.
+  double beta_slow = 1.0;                             ///< yarn.
+  double mscale = 0.0;                                ///< yarn; 0: not given.
+  double mscale_all_dim = 0.0;                        ///< yarn; 0: not given.
+  std::optional<double> attention_factor{};           ///< yarn.
+  bool truncate = true;  ///< yarn: round the correction range to whole dimensions.
+
+  /// Inverse frequency of each rotary pair, [rotary_dim / 2], scaled as `type` says, in float32 operation by
+  /// operation as transformers computes it.
+  std::vector<float> inverse_frequencies() const;
+
+  /// Factor on cos and sin: yarn's attention factor, else 1.
+  float magnitude() const;
+
+  /// Factor on the softmax scale of latent attention: yarn's m^2, else 1.
+  double latent_softmax_factor() const;
+};
+
+}  // namespace helix::decode

@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+// StageModel: one rank's part of a model (its pipeline stage's layers, its slices, its KV shard) and one step
+// through it.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <helix/batch_buffer.hpp>
+#include <helix/rank_shape.hpp>
+#include <helix/sharded_kv_cache.hpp>
+#include <helix/topology.hpp>
+#include <helix/vocabulary.hpp>
+
+#include "model/captured_steps.hpp"
+#include "model/layer_stack.hpp"
+#include "model/model_config.hpp"
+#include "model/stage_plan.hpp"
+#include "model/stage_weights.hpp"
+#include "model/step.hpp"
+#include "model/step_buffer.hpp"
+
+namespace helix::decode {
+
+/// One rank of one stage. Collective: all ranks of the replica build it and step it together.
+///
+/// A step has its batch and inputs copied to fixed addresses, and is then queued, or replayed where one of
+/// its shape was captured. It ends by making the inputs of the step that feeds each drawn token at the next
+/// position, for which nothing is copied then. With a communicator whose collectives one launch does for all
+/// ranks, only a rank that is alone in its replica captures.
+template <DecoderBackend B>
+class StageModel {
+ public:
+  using T = typename B::Activation;
+  using Stream = typename B::Stream;
+
+  /// `pipeline`: the ranks of equal stage_rank, by stage; it outlives the model. Collective over the stage.
+  StageModel(B& backend, const Topology& topo, int stage, const ModelConfig& model, StageWeights<B> weights,
+             const KvCacheSpec& cache, const StageLimits& limits, const StepOptions& options,
+             typename B::Comm& pipeline)
+      : backend_(&backend),
+        topo_(&topo),
+        stage_(stage),
+        options_(options),
+        pipeline_(&pipeline),
+        weights_(std::move(weights)),
+        stream_(backend.create_stream()),
+        bytes_(StepWorkspace<B>::plan(backend, topo, rank_shape(), stage, limits)),
+        layers_(backend, topo, rank_shape(), topo.layers(stage), model, cache, limits, bytes_, stream_),
+        batch_(backend, limits.max_sequences, limits.max_step_tokens),
+        buffer_(backend, limits.max_step_tokens, limits.max_logit_rows),
+        hidden_(backend.allocate(bytes_.hidden)),
+        head_workspace_(backend.allocate(bytes_.head)),
+        decode_steps_(options.captures &&
+                      (CapturesAlone<typename B::Comm> || topo.pp() * topo.stage_size() == 1)) {
+    if (is_last()) {  // whose rows come normed
+      head_ = std::make_unique<VocabularyHead<B>>(backend, topo, WeightView{}, weights_.lm_head,
+                                                  model.rms_norm_eps);
+    }
+    backend.synchronize(stream_);
+  }
+
+  bool is_first() const { return stage_ == 0; }
+  bool is_last() const { return stage_ == topo_->pp() - 1; }
+  bool has_logit_norms() const { return options_.has_logit_norms; }
+  ShardedKVCache<B>& cache() { return layers_.cache(); }
+  Stream stream() const { return stream_; }
+  std::int64_t num_layers() const { return layers_.num_layers(); }
+
+  RankMemory memory() {
+    RankMemory memory;
+    memory.weights_bytes = weights_.bytes();
+    memory.kv_bytes = static_cast<std::int64_t>(cache().allocated_bytes());
+    memory.workspace_bytes = static_cast<std::int64_t>(bytes_.total());
+    return memory;
+  }
+
+  /// Runs the step's tokens through this stage; the cache must hold the grown sequences already
+  /// (cache().append). The hidden states come from the stage before and go to the one after over the
+  /// pipeline; so do the tokens, one a logit row, that the last stage draws. Queued; finish() waits.
+  void forward(const Step& step) {
+    const auto num_tokens = static_cast<std::int64_t>(step.tokens.size());
+    const auto num_rows = static_cast<std::int64_t>(step.logit_rows.size());
+    if (step != next_) upload_inputs(step);
+    const auto queue = [this, num_tokens, num_rows] { return queue_step(num_tokens, num_rows); };
+    last_ = step.is_decode ? decode_steps_.run(step.query_offsets, num_rows, stream_, queue) : queue();
+    next_ = step;
+    for (std::int64_t& position : next_.positions) position += position >= 0 ? 1 : 0;
+    for (std::uint64_t& counter : next_.draw_counters) ++counter;
+  }
+
+  /// Waits for the last forward(). @returns what it drew; valid until the next one. @throws the first
+  /// failure.
+  Drawn finish() {
+    const auto num_rows = static_cast<std::int64_t>(next_.logit_rows.size());
+    // Before the download, which may hold the thread until the stream gets there: only synchronize() ends a
+    // wait for a rank that has failed.
+    backend_->synchronize(stream_);
+    buffer_.download(num_rows, stream_);
+    backend_->synchronize(stream_);
+    const Drawn drawn{buffer_.drawn(num_rows), buffer_.drawn_norms(num_rows)};
+    std::ranges::copy(drawn.tokens, next_.tokens.begin());
+    return drawn;
+  }
+
+  /// Bytes that the exchanges of the last forward() send to other ranks, all layers.
+  std::int64_t sent_payload_bytes() const { return last_.sent_payload_bytes; }
+
+  /// Steps that were replayed from a captured one.
+  std::int64_t num_replayed_steps() const { return decode_steps_.num_replayed(); }
+
+  /// Destroys the captured steps: before a communicator is aborted, which would wait for that. No step
+  /// follows.
+  void drop_captured_steps() noexcept { decode_steps_.clear(); }
+
+  /// Last stage, after finish(): logits of the first `count` ids in one row of the last forward(), fewer
+  /// where the vocabulary has fewer. Waits.
+  std::vector<float> first_logits(std::int64_t row, std::int64_t count) {
+    std::vector<T> values(static_cast<std::size_t>(std::min(count, topo_->shape().vocab)));
+    for (int rank = 0; rank < topo_->stage_size(); ++rank) {
+      const Range shard = topo_->vocab(rank);
+      const std::int64_t end = std::min(shard.end, std::ssize(values));
+      if (end <= shard.begin) continue;
+      const T* source = last_.logits.data() + rank * last_.logits.stride(0) + row * last_.logits.stride(1);
+      backend_->download(values.data() + shard.begin, source,
+                         static_cast<std::size_t>(end - shard.begin) * sizeof(T), stream_);
+    }
+    backend_->synchronize(stream_);
+    return {values.begin(), values.end()};
+  }
+
+ private:
+  /// What depends on a step's shape alone.
+  struct StepResult {
+    TensorView<const T, 3> logits{};  // views of the workspace; last stage only
+    std::int64_t sent_payload_bytes = 0;
+  };
+
+  void upload_inputs(const Step& step) {
+    slots_.clear();
+    for (const SequenceId& sequence : step.sequences) slots_.push_back(cache().slot(sequence));
+    buffer_.set(step.tokens, step.logit_rows, step.draw_counters, stream_);
+    batch_.set(step.query_offsets, step.positions, slots_, stream_);
+  }
+
+  RankShape rank_shape() const { return topo_->rank_shape(backend_->comms().stage->rank()); }
+
+  /// Queues the step and the inputs of the next. Reads of the host nothing but shapes (invariant 10).
+  StepResult queue_step(std::int64_t num_tokens, std::int64_t num_rows) {
+    StepResult result;
+    const Batch batch = batch_.batch();
+    const TensorView<T, 2> hidden(reinterpret_cast<T*>(hidden_.data()), {num_tokens, topo_->shape().hidden});
+    receive_hidden(hidden);
+    const std::int64_t sent_before = layers_.sent_payload_bytes();
+    const TensorView<T, 2> normed = layers_.queue(weights_, hidden, batch, options_.hop_b_slices, stream_);
+    result.sent_payload_bytes = layers_.sent_payload_bytes() - sent_before;
+    if (is_last()) {
+      result.logits = draw(normed, batch, num_rows);
+    } else {
+      pipeline_->send(hidden.data(), hidden.size() * kElementBytes, stage_ + 1, stream_);
+    }
+    if (topo_->pp() > 1 && num_rows > 0)
+      pipeline_->broadcast(buffer_.tokens(), num_rows * static_cast<std::int64_t>(sizeof(std::int32_t)),
+                           topo_->pp() - 1, stream_);
+    batch_.advance(stream_);
+    if (options_.sampling.temperature > 0.0f) buffer_.advance(num_rows, stream_);  // greedy: not read
+    return result;
+  }
+
+  void receive_hidden(TensorView<T, 2> hidden) {
+    if (is_first()) {
+      embed_tokens(*backend_, *topo_, buffer_.tokens(), weights_.embedding, hidden, stream_);
+    } else {
+      pipeline_->recv(hidden.data(), hidden.size() * kElementBytes, stage_ - 1, stream_);
+    }
+  }
+
+  /// Logits and tokens of the step's logit rows. Last stage.
+  TensorView<const T, 3> draw(TensorView<T, 2> normed, const Batch& batch, std::int64_t num_rows) {
+    const auto logits = head_->logits(normed, batch.positions, buffer_.rows(), num_rows,
+                                      {head_workspace_.data(), head_workspace_.size_bytes()}, stream_);
+    if (options_.has_logit_norms) head_->norms(logits, buffer_.norms(), stream_);
+    head_->sample(logits, options_.sampling, buffer_.counters(), buffer_.tokens(), stream_);
+    return logits;
+  }
+
+  static constexpr auto kElementBytes = static_cast<std::int64_t>(sizeof(T));
+
+  B* backend_;
+  const Topology* topo_;
+  int stage_;
+  StepOptions options_;
+  typename B::Comm* pipeline_;
+  StageWeights<B> weights_;
+  Stream stream_;
+  StepWorkspace<B> bytes_;
+  LayerStack<B> layers_;
+  BatchBuffer<B> batch_;
+  StepBuffer<B> buffer_;
+  typename B::Buffer hidden_;
+  typename B::Buffer head_workspace_;
+  std::unique_ptr<VocabularyHead<B>> head_;
+  std::vector<std::int32_t> slots_;
+  Step next_;  // whose inputs the device holds
+  StepResult last_;
+  CapturedSteps<B, StepResult> decode_steps_;  // destroyed first
+};
+
+}  // namespace helix::decode

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a stage of the model is built for: capacities and options of its steps, and the memory they take.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <helix/decode_layer.hpp>
+#include <helix/exchange_layout.hpp>
+#include <helix/rank_shape.hpp>
+#include <helix/topology.hpp>
+#include <helix/vocabulary.hpp>
+
+#include "model/decoder_backend.hpp"
+
+namespace helix::decode {
+
+/// Capacities, equal on all ranks.
+struct StageLimits {
+  std::int64_t max_sequences = 0;
+  std::int64_t max_step_tokens = 0;
+  std::int64_t max_logit_rows = 0;
+  int max_slices = 8;
+};
+
+/// What stays the same from step to step. Equal on all ranks.
+struct StepOptions {
+  int hop_b_slices = 0;  ///< 0: chosen, 1: off.
+  SamplingConfig sampling{};
+  bool has_logit_norms = false;  ///< Norms of each logit row are computed, on the last stage.
+  bool captures = true;  ///< Replays decode steps of equal shapes where the backend and the ranks allow it.
+};
+
+/// Memory of one rank.
+struct RankMemory {
+  std::int64_t weights_bytes = 0;
+  std::int64_t kv_bytes = 0;  ///< Pages in use, all layers.
+  std::int64_t workspace_bytes = 0;
+  /// Peak of the rank's process, which ranks that are threads share; not planned.
+  std::int64_t resident_bytes = 0;
+};
+
+/// The exchange that the steps of a rank need.
+inline KvpAllToAllSpec exchange_spec(const RankShape& shape, const StageLimits& limits) {
+  return {.max_tokens = limits.max_step_tokens,
+          .num_query_heads = shape.query_heads,
+          .value_dim = shape.value_dim,
+          .max_slices = limits.max_slices};
+}
+
+/// Bytes of the buffers that the steps of one rank of `stage` work in, besides weights and cache.
+template <DecoderBackend B>
+struct StepWorkspace {
+  std::size_t hidden = 0;  ///< Hidden states; as many again hold the normed ones.
+  std::size_t layer = 0;
+  std::size_t messages = 0;  ///< Messages of the exchange, sent and received.
+  std::size_t head = 0;      ///< LM head, on the last stage only.
+
+  static StepWorkspace plan(B& backend, const Topology& topo, const RankShape& shape, int stage,
+                            const StageLimits& limits) {
+    constexpr auto kElementBytes = static_cast<std::int64_t>(sizeof(typename B::Activation));
+    StepWorkspace bytes;
+    bytes.hidden = static_cast<std::size_t>(limits.max_step_tokens * shape.hidden * kElementBytes);
+    bytes.layer = decode_layer_workspace_bytes(backend, shape, limits.max_step_tokens);
+    if (shape.kvp > 1) {
+      const ExchangeLayout layout(exchange_spec(shape, limits), kElementBytes);
+      bytes.messages = static_cast<std::size_t>(2 * layout.total_bytes());
+    }
+    if (stage == topo.pp() - 1) bytes.head = VocabularyHead<B>::workspace_bytes(topo, limits.max_logit_rows);
+    return bytes;
+  }
+  std::size_t total() const { return 2 * hidden + layer + messages + head; }
+};
+
+}  // namespace helix::decode

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which weight of a layer each role names.
+#include "model/stage_weights.hpp"
+
+#include <algorithm>
+#include <iterator>
+#include <variant>
+
+#include <helix/error.hpp>
+
+namespace helix::decode {
+namespace {
+
+/// Where the view of one role goes in a struct of weights.
+template <class Weights>
+struct Place {
+  WeightRole role;
+  WeightView Weights::*view;
+};
+
+constexpr Place<StageWeightViews> kEnds[] = {{WeightRole::embedding, &StageWeightViews::embedding},
+                                             {WeightRole::final_norm, &StageWeightViews::final_norm},
+                                             {WeightRole::lm_head, &StageWeightViews::lm_head}};
+constexpr Place<LayerWeights> kNorms[] = {
+    {WeightRole::input_norm, &LayerWeights::input_norm},
+    {WeightRole::post_attention_norm, &LayerWeights::post_attention_norm}};
+constexpr Place<GqaWeights> kGqa[] = {
+    {WeightRole::qkv, &GqaWeights::qkv},         {WeightRole::qkv_bias, &GqaWeights::qkv_bias},
+    {WeightRole::q_norm, &GqaWeights::q_norm},   {WeightRole::k_norm, &GqaWeights::k_norm},
+    {WeightRole::attention_out, &GqaWeights::o}, {WeightRole::attention_out_bias, &GqaWeights::o_bias}};
+constexpr Place<MlaWeights> kMla[] = {{WeightRole::q_a, &MlaWeights::q_a},
+                                      {WeightRole::q_a_norm, &MlaWeights::q_a_norm},
+                                      {WeightRole::q_b, &MlaWeights::q_b},
+                                      {WeightRole::kv_a, &MlaWeights::kv_a},
+                                      {WeightRole::kv_a_norm, &MlaWeights::kv_a_norm},
+                                      {WeightRole::w_uk, &MlaWeights::w_uk},
+                                      {WeightRole::w_uv, &MlaWeights::w_uv},
+                                      {WeightRole::attention_out, &MlaWeights::o}};
+constexpr Place<DenseFfnWeights> kDense[] = {{WeightRole::gate_up, &DenseFfnWeights::gate_up},
+                                             {WeightRole::gate_up_bias, &DenseFfnWeights::gate_up_bias},
+                                             {WeightRole::down, &DenseFfnWeights::down},
+                                             {WeightRole::down_bias, &DenseFfnWeights::down_bias}};
+constexpr Place<DenseFfnWeights> kShared[] = {
+    {WeightRole::shared_gate_up, &DenseFfnWeights::gate_up},
+    {WeightRole::shared_gate_up_bias, &DenseFfnWeights::gate_up_bias},
+    {WeightRole::shared_down, &DenseFfnWeights::down},
+    {WeightRole::shared_down_bias, &DenseFfnWeights::down_bias}};
+constexpr Place<MoeWeights> kRouter[] = {{WeightRole::router, &MoeWeights::router}};
+constexpr Place<ExpertWeights> kExpert[] = {{WeightRole::expert_gate_up, &ExpertWeights::gate_up},
+                                            {WeightRole::expert_down, &ExpertWeights::down}};
+
+/// Puts the view where the table says. False if the table has no such role.
+template <class Weights, std::size_t N>
+bool place(Weights& weights, const Place<Weights> (&table)[N], WeightRole role, const WeightView& view) {
+  const auto found =
+      std::find_if(std::begin(table), std::end(table), [&](const auto& at) { return at.role == role; });
+  if (found == std::end(table)) return false;
+  weights.*(found->view) = view;
+  return true;
+}
+
+bool place_attention(GqaWeights& weights, WeightRole role, const WeightView& view) {
+  return place(weights, kGqa, role, view);
+}
+bool place_attention(MlaWeights& weights, WeightRole role, const WeightView& view) {
+  return place(weights, kMla, role, view);
+}
+
+/// `expert`: index of a routed expert among this rank's, where the role is one's.
+bool place_ffn(DenseFfnWeights& weights, WeightRole role, std::int64_t /*expert*/, const WeightView& view) {
+  return place(weights, kDense, role, view);
+}
+bool place_ffn(MoeWeights& weights, WeightRole role, std::int64_t expert, const WeightView& view) {
+  if (role == WeightRole::router_bias) {
+    weights.router_bias = static_cast<const float*>(view.data);
+    return true;
+  }
+  if (place(weights, kRouter, role, view) || place(weights.shared, kShared, role, view)) return true;
+  return expert >= 0 && place(weights.experts[static_cast<std::size_t>(expert)], kExpert, role, view);
+}
+
+bool place_in_layer(LayerWeights& layer, WeightRole role, std::int64_t expert, const WeightView& view) {
+  return place(layer, kNorms, role, view) ||
+         std::visit([&](auto& attention) { return place_attention(attention, role, view); },
+                    layer.attention) ||
+         std::visit([&](auto& ffn) { return place_ffn(ffn, role, expert, view); }, layer.ffn);
+}
+
+/// A layer of the kind that the config says, without views.
+LayerWeights empty_layer(const ModelShape& shape, std::int64_t layer, std::int64_t num_experts) {
+  LayerWeights weights;
+  if (shape.is_mla()) weights.attention = MlaWeights{};
+  if (shape.is_moe_layer(layer)) {
+    weights.ffn = MoeWeights{};
+    std::get<MoeWeights>(weights.ffn).experts.resize(static_cast<std::size_t>(num_experts));
+  }
+  return weights;
+}
+
+}  // namespace
+
+StageWeightViews view_weights(const ModelConfig& config, const WeightPlan& plan,
+                              const std::vector<const std::byte*>& buffers) {
+  StageWeightViews views;
+  for (std::int64_t layer = plan.layers.begin; layer < plan.layers.end; ++layer) {
+    views.layers.push_back(empty_layer(config.shape, layer, plan.experts.size()));
+  }
+  for (const WeightTarget& target : plan.targets) {
+    const WeightView view = {buffers.at(target.buffer) + target.offset, target.dtype, target.rows,
+                             target.cols};
+    const std::int64_t expert = target.expert < 0 ? -1 : target.expert - plan.experts.begin;
+    const bool is_placed =
+        target.layer < 0
+            ? place(views, kEnds, target.role, view)
+            : place_in_layer(views.layers[static_cast<std::size_t>(target.layer - plan.layers.begin)],
+                             target.role, expert, view);
+    HELIX_EXPECTS(is_placed, ErrorCode::internal, "weight role ", static_cast<int>(target.role), " of layer ",
+                  target.layer, " has no place");
+  }
+  if (plan.has_tied_head) views.lm_head = views.embedding;
+  return views;
+}
+
+}  // namespace helix::decode

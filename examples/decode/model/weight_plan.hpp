@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// WeightPlan: which slices of a checkpoint one rank takes, and where in its memory they go.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <helix/dtype.hpp>
+#include <helix/topology.hpp>
+
+#include "checkpoint/checkpoint.hpp"
+#include "model/model_config.hpp"
+
+namespace helix::decode {
+
+/// What a loaded matrix is for.
+enum class WeightRole : std::uint8_t {
+  embedding,
+  final_norm,
+  lm_head,
+  input_norm,
+  post_attention_norm,
+  qkv,
+  qkv_bias,
+  q_norm,
+  k_norm,
+  attention_out,
+  attention_out_bias,
+  q_a,
+  q_a_norm,
+  q_b,
+  kv_a,
+  kv_a_norm,
+  w_uk,
+  w_uv,
+  gate_up,
+  gate_up_bias,
+  down,
+  down_bias,
+  router,
+  router_bias,
+  expert_gate_up,
+  expert_down,
+  shared_gate_up,
+  shared_gate_up_bias,
+  shared_down,
+  shared_down_bias
+};
+
+/// A rectangle of one tensor of the checkpoint, and the row or column of the target where it goes. 1-D
+/// tensors are one row.
+struct WeightSlice {
+  Checkpoint::Entry source;
+  Checkpoint::Entry scale;  ///< fp8: the block scales to multiply with; else null.
+  Range rows;
+  Range cols;
+  std::int64_t target_row = 0;
+  std::int64_t target_col = 0;
+  bool is_transposed = false;  ///< target[target_row + c, target_col + r] = source[r, c]
+
+  const std::string& tensor() const { return source.tensor->name; }
+};
+
+/// A matrix that the rank holds: contiguous and row-major at `offset` of buffer `buffer`.
+struct WeightTarget {
+  WeightRole role = WeightRole::embedding;
+  std::int64_t layer = -1;   ///< -1: belongs to no layer.
+  std::int64_t expert = -1;  ///< Global id; -1: none.
+  DType dtype = DType::f32;  ///< The checkpoint's type; f32 where fp8 or unlike types are widened.
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  std::size_t buffer = 0;
+  std::int64_t offset = 0;  ///< Bytes, a multiple of 256.
+  std::vector<WeightSlice> slices;
+
+  std::int64_t size_bytes() const {
+    return rows * cols * static_cast<std::int64_t>(helix::size_bytes(dtype));
+  }
+};
+
+/// Everything that one rank takes from a checkpoint, and where it goes. Borrows from the Checkpoint.
+struct WeightPlan {
+  Range layers;                       ///< Layers of this rank's stage.
+  Range experts;                      ///< Global ids of this rank's routed experts.
+  bool has_tied_head = false;         ///< The LM head is the embedding.
+  std::vector<WeightTarget> targets;  ///< Targets in loading order.
+  std::vector<std::int64_t>
+      buffer_bytes;  ///< Sizes of the buffers: one a layer, and a last one for the rest.
+  Fp8BlockConfig fp8_blocks;
+
+  /// Bytes of all buffers.
+  std::int64_t allocated_bytes() const;
+  /// Bytes of all targets: without the alignment between them.
+  std::int64_t weight_bytes() const;
+};
+
+/// Decides every slice of `world_rank`. Reads headers only.
+/// @throws Error(invalid_file) listing the tensors that are missing or have another shape than the config
+/// implies (both shapes), Error(unsupported) for element types that nothing here reads,
+/// Error(invalid_argument) if `topo` was built for another model.
+WeightPlan plan_weights(const ModelConfig& config, const Checkpoint& checkpoint, const Topology& topo,
+                        int world_rank);
+WeightPlan plan_weights(const ModelConfig&, const Checkpoint&&, const Topology&, int) = delete;  // it borrows
+
+/// Bytes that loading the plan of plan_weights() allocates.
+std::int64_t plan_weight_bytes(const ModelConfig& config, const Checkpoint& checkpoint, const Topology& topo,
+                               int world_rank);
+
+}  // namespace helix::decode

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// Batch: one step's tokens, as every operation that is asked per token reads them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace helix {
+
+/// One step's tokens. Ragged: sequence b has query tokens [query_offsets[b], query_offsets[b+1]), which index
+/// the step's token tensors. A slice of the batch (slice()) keeps those indices and the whole tensors, and
+/// covers fewer sequences. Shapes and query_offsets are fixed when a step is captured; the rest is read from
+/// device memory (invariant 10).
+struct Batch {
+  std::span<const std::int32_t> query_offsets_host;  ///< [B + 1], host memory; HOP-B cuts slices by it.
+  const std::int32_t* query_offsets = nullptr;       ///< [B + 1], the same in device memory.
+  const std::int64_t* positions =
+      nullptr;  ///< [tokens of the step], global; -1 is padding and reads nothing.
+  const std::int32_t* sequence_slots = nullptr;  ///< [B], rows of the cache's page table.
+
+  std::int64_t num_sequences() const {
+    return query_offsets_host.empty() ? 0 : static_cast<std::int64_t>(query_offsets_host.size()) - 1;
+  }
+  std::int64_t first_token() const { return query_offsets_host.empty() ? 0 : query_offsets_host.front(); }
+  std::int64_t num_tokens() const {
+    return query_offsets_host.empty() ? 0 : query_offsets_host.back() - query_offsets_host.front();
+  }
+
+  /// Sequences [begin, begin + count) of this batch.
+  Batch slice(std::int64_t begin, std::int64_t count) const {
+    return {query_offsets_host.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(count) + 1),
+            query_offsets + begin, positions, sequence_slots + begin};
+  }
+};
+
+}  // namespace helix

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+// ExchangeBackend: packing, checking and combining partial attention, and the arguments of each.
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+
+#include <helix/backend/communicator.hpp>
+#include <helix/backend/queue.hpp>
+#include <helix/kv_layout.hpp>
+#include <helix/lse.hpp>
+#include <helix/tensor_view.hpp>
+
+namespace helix {
+
+/// Attention over one shard. Shards combine exactly: out = sum_r exp(lse_r - LSE) out_r, LSE = log(sum_r
+/// exp(lse_r)).
+template <class T>
+struct Partial {
+  TensorView<T, 3> out;      ///< [tokens, heads, Dv]; 0 where the shard holds no visible token.
+  TensorView<float, 2> lse;  ///< [tokens, heads]; -inf there, or what the convention says.
+};
+
+/// The header that a packed message begins with; KvpAllToAll says what follows.
+struct ExchangeHeader {
+  std::uint64_t epoch = 0;  ///< exchange_epoch() of the sender (invariant 13).
+  std::uint32_t tokens = 0;
+  std::uint32_t sender = 0;  ///< kvp_rank of the sender.
+};
+
+/// The term that position number `index` of a step adds to the sum in exchange_epoch().
+HELIX_HOST_DEVICE constexpr std::uint64_t exchange_epoch_term(std::int64_t position, std::int64_t index) {
+  std::uint64_t mixed = static_cast<std::uint64_t>(position) +
+                        static_cast<std::uint64_t>(index + 1) * 0x9e3779b97f4a7c15u;  // splitmix64
+  mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9u;
+  mixed = (mixed ^ mixed >> 27) * 0x94d049bb133111ebu;
+  return mixed ^ mixed >> 31;
+}
+
+/// The epoch that a header carries: the exchanges that the sender has done, this one included, plus a hash of
+/// the positions in the upper half. The count alone cannot tell steps apart: a collective pairs the n-th call
+/// of each rank with the n-th of the others, also when one of them has left out a step. The positions of two
+/// steps in a row always differ. `terms`: the sum of exchange_epoch_term() over the positions, which threads
+/// may share out; 0 without positions.
+HELIX_HOST_DEVICE constexpr std::uint64_t exchange_epoch(std::uint64_t exchanges, std::uint64_t terms) {
+  return exchanges + (terms >> 32 << 32);
+}
+
+/// The epoch of `positions` [tokens]; nullptr: the count alone.
+constexpr std::uint64_t exchange_epoch(std::uint64_t exchanges, const std::int64_t* positions,
+                                       std::int64_t tokens) {
+  std::uint64_t terms = 0;
+  for (std::int64_t i = 0; positions != nullptr && i < tokens; ++i)
+    terms += exchange_epoch_term(positions[i], i);
+  return exchange_epoch(exchanges, terms);
+}
+
+/// Writes the header of `count` messages, `message_bytes` apart: exchange_epoch(`*epoch` + 1, positions,
+/// tokens) (and advances `*epoch`), `tokens`, `sender`.
+struct StampArgs {
+  std::byte* message = nullptr;  ///< First message; null: nothing is stamped.
+  std::int64_t tokens = 0;
+  std::int64_t sender = 0;
+  std::uint64_t* epoch = nullptr;           ///< Device counter of the sender.
+  const std::int64_t* positions = nullptr;  ///< [tokens] of the exchange, or nullptr.
+  std::int64_t count = 1;
+  std::int64_t message_bytes = 0;
+};
+
+/// Where attention writes its result: a local buffer, packed messages, or the memory of peers. Attention does
+/// not know who owns the memory.
+template <class T>
+struct PartialSink {
+  TensorView<T, 3> out;          ///< [tokens, Hq/TPA, Dv], last stride 1; 0 for a query that sees no token.
+  TensorView<float, 2> lse;      ///< [tokens, Hq/TPA], natural log; -inf for a query that sees no token.
+  std::int64_t first_token = 0;  ///< Token of the step that row 0 of out and lse belongs to.
+  StampArgs headers{};           ///< Headers of the messages that out and lse lie in, written too.
+};
+
+/// Copies partials that were not written in place into the messages, and writes their headers.
+template <class T>
+struct PackPartialArgs {
+  TensorView<const T, 3> out;       ///< [tokens, KVP * h, Dv], last stride 1.
+  TensorView<const float, 2> lse;   ///< [tokens, KVP * h].
+  TensorView<T, 3> packed_out;      ///< Place of `out` in the messages, last stride 1.
+  TensorView<float, 2> packed_lse;  ///< Place of `lse` in the messages.
+  StampArgs headers;
+  LseConvention convention = LseConvention::natural;  ///< Convention of `lse`; packed_lse is natural.
+};
+
+/// Verifies that every received header carries the epoch of this rank's own, `tokens`, and its sender's rank.
+/// A mismatch is an Error(out_of_step) on the stream.
+struct CheckExchangeArgs {
+  const std::byte* messages = nullptr;  ///< [peers, message_bytes].
+  std::int64_t message_bytes = 0;
+  std::int64_t peers = 1;
+  std::int64_t tokens = 0;
+  const std::byte* sent = nullptr;  ///< A message of the same exchange that this rank stamped.
+};
+
+/// Exact merge of R partials in fixed order: out = sum_r w_r out_r / sum_r w_r (+ exp(sink - max)), w_r =
+/// exp(lse_r - max). A partial with lse = -inf has weight 0 whatever its out holds; all of them -inf: out =
+/// 0, lse = -inf.
+template <class T>
+struct LseCombineArgs {
+  TensorView<const T, 4> partial_out;      ///< [R, tokens, heads, Dv], any strides with the last one 1.
+  TensorView<const float, 3> partial_lse;  ///< [R, tokens, heads], any strides.
+  const float* sink = nullptr;             ///< [heads] logits that join the denominator once, or nullptr.
+  TensorView<T, 3> out;                    ///< [tokens, heads, Dv], last stride 1.
+  TensorView<float, 2> lse{};              ///< [tokens, heads] or empty; natural, includes the sink.
+  LseConvention convention = LseConvention::natural;  ///< Convention of partial_lse.
+};
+
+/// What KvpAllToAll and lse_combine ask of a machine, beside its memory: three functions for an engine that
+/// brings its own attention. One that also has combine_exchange(check, combine, stream) does the last two as
+/// one.
+template <class B>
+concept ExchangeBackend = QueueBackend<B> && requires(B& backend, typename B::Stream stream) {
+  requires ExchangeComm<typename B::Comm, typename B::Stream>;
+  { backend.comms() } -> std::same_as<StageComms<typename B::Comm>>;
+  backend.pack_partial(PackPartialArgs<typename B::Activation>{}, stream);
+  backend.check_exchange(CheckExchangeArgs{}, stream);
+  backend.lse_combine(LseCombineArgs<typename B::Activation>{}, stream);
+};
+
+}  // namespace helix

@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+// LayerBackend: norms, products, rope and experts, what the rest of a layer asks of a machine.
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include <helix/backend/attention.hpp>
+#include <helix/backend/batch.hpp>
+#include <helix/backend/exchange.hpp>
+#include <helix/dtype.hpp>
+#include <helix/kv_format.hpp>
+#include <helix/tensor_view.hpp>
+
+namespace helix {
+
+/// A weight matrix [rows, cols] as a checkpoint stores it: row-major, one row an output feature.
+struct WeightView {
+  const void* data = nullptr;
+  DType dtype = DType::f32;  ///< Element type: f32, f16 or bf16.
+  std::int64_t rows = 0;     ///< Output features.
+  std::int64_t cols = 0;     ///< Input features.
+
+  bool empty() const { return data == nullptr; }
+};
+
+/// Rotary embedding of one model. Angle of pair i at position p: p * inverse_frequency[i].
+struct RopeView {
+  const float* inverse_frequency = nullptr;  ///< [rotary_dim / 2], after llama3, linear or yarn scaling.
+  std::int64_t rotary_dim = 0;
+  bool is_interleaved = false;  ///< Pairs (2i, 2i+1) as DeepSeek stores them, else (i, i + rotary_dim/2).
+  float magnitude = 1.0f;       ///< Factor on cos and sin (yarn).
+};
+
+// `T` is the activation type (f32 on the CPU). Shapes follow each field; none may alias unless said.
+
+/// out = residual' / rms(residual') * weight, with residual' = residual + delta written back to residual.
+template <class T>
+struct RmsNormArgs {
+  TensorView<const T, 2> delta;  ///< [rows, M] or empty: nothing is added.
+  TensorView<T, 2> residual;     ///< [rows, M], read; written when delta is given.
+  WeightView weight;             ///< [1, M].
+  TensorView<T, 2> out;  ///< [rows, M]; may alias residual when delta is empty; empty: only the addition.
+  float epsilon = 1e-5f;
+};
+
+/// out[r, n] = sum_k in[r, k] * weight[n, k] (+ bias[n]) (+ out[r, n] when accumulate).
+template <class T>
+struct LinearArgs {
+  TensorView<const T, 2> in;  ///< [rows, K], rows may be strided.
+  WeightView weight;          ///< [N, K].
+  WeightView bias;            ///< [1, N] or empty.
+  TensorView<T, 2> out;       ///< [rows, N], rows may be strided.
+  bool accumulate = false;
+};
+
+/// Per-head product: out[t, h, n] = sum_k in[t, h, k] * weight[h, n, k]. MLA's W_UK and W_UV.
+template <class T>
+struct HeadLinearArgs {
+  TensorView<const T, 3> in;  ///< [tokens, H, K], any strides with the last one 1.
+  WeightView weight;          ///< [H * N, K].
+  TensorView<T, 3> out;       ///< [tokens, H, N], any strides with the last one 1.
+};
+
+/// x / rms(x) * weight of each head, in place (the q/k norm of some models).
+template <class T>
+struct HeadRmsNormArgs {
+  TensorView<T, 3> x;  ///< [tokens, H, D], last stride 1, in place.
+  WeightView weight;   ///< [1, D].
+  float epsilon = 1e-5f;
+};
+
+/// out = `in` with the first rotary_dim elements of each head rotated and the rest copied.
+template <class T>
+struct RopeArgs {
+  TensorView<const T, 3> in;                ///< [tokens, H, >= rotary_dim], last stride 1.
+  TensorView<T, 3> out;                     ///< As `in`; may be the same memory.
+  const std::int64_t* positions = nullptr;  ///< [tokens].
+  RopeView rope;
+};
+
+/// Norm of q and k, rope on both, and the append of owned k and v, as one operation. A backend may bring
+/// prepare_qkv(args, stream); otherwise prepare_qkv() of attention_block.hpp calls the three.
+template <class T>
+struct PrepareQkvArgs {
+  TensorView<T, 3> q;        ///< [tokens, Hq/TPA, D], last stride 1, in place.
+  TensorView<T, 3> k;        ///< [tokens, Hkv/TPA, D], last stride 1, in place.
+  TensorView<const T, 3> v;  ///< [tokens, Hkv/TPA, Dv], last stride 1.
+  WeightView q_norm{};       ///< [1, D] or empty: no norm.
+  WeightView k_norm{};       ///< [1, D] or empty: no norm.
+  float epsilon = 1e-5f;     ///< Of the two norms.
+  RopeView rope;
+  Batch batch;
+  KvView kv;
+};
+
+/// out[r, i] = silu(gate_up[r, i]) * gate_up[r, F + i].
+template <class T>
+struct SwigluArgs {
+  TensorView<const T, 2> gate_up;  ///< [rows, 2F].
+  TensorView<T, 2> out;            ///< [rows, F].
+};
+
+/// How router logits become scores.
+enum class RouterScoring : std::uint8_t {
+  softmax,  ///< DeepSeek-V2: scores are softmax(logits), a group counts by its maximum.
+  sigmoid   ///< DeepSeek-V3: scores are sigmoid(logits), a group counts by the sum of its two best.
+};
+
+/// out[t, e] = sum_k in[t, k] * weight[e, k], kept in f32 whatever T is: rounded to 16 bits, logits that lie
+/// close would decide experts by their rounding.
+template <class T>
+struct RouterLogitsArgs {
+  TensorView<const T, 2> in;  ///< [tokens, M].
+  WeightView weight;          ///< [E, M].
+  TensorView<float, 2> out;   ///< [tokens, E], dense, written.
+};
+
+/// Chooses top_k experts a token. Only the choice sees `bias`; the weights are the unbiased scores.
+struct RouteArgs {
+  TensorView<const float, 2> logits;  ///< [tokens, E].
+  const float* bias = nullptr;        ///< [E] or nullptr.
+  RouterScoring scoring = RouterScoring::softmax;
+  std::int64_t num_groups = 1;
+  std::int64_t groups_kept = 1;  ///< Groups whose experts may be chosen; the others' score -inf.
+  bool normalize = false;        ///< Divide the weights by (their sum + 1e-20).
+  float scale = 1.0f;
+  TensorView<std::int32_t, 2> experts;  ///< [tokens, top_k], written, best first.
+  TensorView<float, 2> weights;         ///< [tokens, top_k], written.
+};
+
+/// Weights of one routed expert's slice on this rank.
+struct ExpertWeights {
+  WeightView gate_up;  ///< [2 F/TPF, M]: gate rows, then up rows.
+  WeightView down;     ///< [M, F/TPF].
+};
+
+/// out[t] += sum over this rank's chosen experts e of weight * down_e(swiglu(gate_up_e(in[t]))).
+template <class T>
+struct ExpertFfnArgs {
+  TensorView<const T, 2> in;                     ///< [tokens, M].
+  TensorView<const std::int32_t, 2> experts;     ///< [tokens, top_k], global expert ids.
+  TensorView<const float, 2> weights;            ///< [tokens, top_k].
+  std::span<const ExpertWeights> local_experts;  ///< This EP rank's experts, host memory.
+  std::int64_t first_expert = 0;                 ///< Global id of local_experts[0].
+  TensorView<T, 2> out;                          ///< [tokens, M], accumulated into.
+  std::span<std::byte> workspace;                ///< expert_ffn_workspace_bytes().
+};
+
+/// What decode_layer asks of a machine: the exchange, attention, and everything between.
+template <class B>
+concept LayerBackend = ExchangeBackend<B> && AttentionBackend<B> &&
+    requires(B& backend, typename B::Stream stream, typename B::Activation a, void* target, std::size_t bytes,
+             std::int64_t n) {
+  requires ReduceComm<typename B::Comm, typename B::Stream>;
+  backend.fill_zero(target, bytes, stream);
+  backend.rms_norm(RmsNormArgs<decltype(a)>{}, stream);
+  backend.linear(LinearArgs<decltype(a)>{}, stream);
+  backend.head_linear(HeadLinearArgs<decltype(a)>{}, stream);
+  backend.head_rms_norm(HeadRmsNormArgs<decltype(a)>{}, stream);
+  backend.rope(RopeArgs<decltype(a)>{}, stream);
+  backend.swiglu(SwigluArgs<decltype(a)>{}, stream);
+  backend.router_logits(RouterLogitsArgs<decltype(a)>{}, stream);
+  backend.route(RouteArgs{}, stream);
+  backend.expert_ffn(ExpertFfnArgs<decltype(a)>{}, stream);
+  // (tokens, top_k, M, F/TPF): an upper bound for the caller's workspace.
+  { backend.expert_ffn_workspace_bytes(n, n, n, n) } -> std::same_as<std::size_t>;
+};
+
+}  // namespace helix

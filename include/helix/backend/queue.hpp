@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// QueueBackend: device memory, streams and events, what every other capability of a backend stands on.
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+
+namespace helix {
+
+/// A device's memory and in-order queues. Work is queued on a stream and returns at once; it allocates
+/// nothing and never waits for the host (invariant 10). A failure inside queued work is sticky and rethrown
+/// by synchronize().
+///
+/// Buffer owns device memory: data(), size_bytes(). Stream is a handle, whose copies name the same queue.
+/// Activation is the element type of the tensors that operations read and write.
+template <class B>
+concept QueueBackend = requires(B& backend, typename B::Stream stream, typename B::Event event,
+                                const void* source, void* target, std::size_t bytes) {
+  typename B::Activation;
+  requires std::movable<typename B::Buffer>;
+  requires std::copyable<typename B::Stream>;
+  { backend.allocate(bytes) } -> std::same_as<typename B::Buffer>;  // aligned to 256, zeroed
+  { backend.create_stream() } -> std::same_as<typename B::Stream>;
+  { backend.create_event() } -> std::same_as<typename B::Event>;
+  backend.record(event, stream);
+  backend.wait(stream, event);                    // the stream waits, not the host
+  backend.synchronize(stream);                    // the host waits; rethrows
+  backend.upload(target, source, bytes, stream);  // host -> device; the source may be re-used on return
+};
+
+}  // namespace helix

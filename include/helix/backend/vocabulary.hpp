@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// VocabularyBackend: embedding, LM head and sampling, the two ends of the stack.
+#pragma once
+
+#include <cstdint>
+
+#include <helix/backend/layer.hpp>
+#include <helix/tensor_view.hpp>
+
+namespace helix {
+
+/// out[t] = table[ids[t] - first_id], or 0 for ids of another shard (an all-reduce then sums the shards).
+template <class T>
+struct EmbedArgs {
+  const std::int32_t* ids = nullptr;  ///< [tokens].
+  WeightView table;                   ///< [shard of the vocabulary, M].
+  std::int64_t first_id = 0;
+  TensorView<T, 2> out;  ///< [tokens, M].
+};
+
+/// out[i] = in[rows[i]].
+template <class T>
+struct GatherRowsArgs {
+  TensorView<const T, 2> in;           ///< [n, M].
+  const std::int32_t* rows = nullptr;  ///< [rows of out].
+  TensorView<T, 2> out;                ///< [rows of out, M].
+};
+
+/// Draws one token a row. temperature 0 is greedy (smallest id on ties). Otherwise the draw is a function of
+/// (seed, counters[row]) and the logits alone, so that ranks with equal logits draw equal tokens.
+template <class T>
+struct SampleArgs {
+  /// [shards, rows, width]: shard s holds ids [shard_begins[s], shard_begins[s+1]); the rest is padding.
+  TensorView<const T, 3> logits;
+  const std::int64_t* shard_begins = nullptr;  ///< [shards + 1], device memory.
+  float temperature = 0.0f;
+  float top_p = 1.0f;  ///< Smallest set of likeliest tokens whose probability reaches top_p.
+  std::uint64_t seed = 0;
+  const std::uint64_t* counters = nullptr;  ///< [rows]; nullptr only when temperature is 0.
+  std::int32_t* tokens = nullptr;           ///< [rows], written.
+};
+
+/// norms[r] = L2 norm of row r's logits, summed in f32 or wider: a fingerprint of a step for reports and
+/// comparisons.
+template <class T>
+struct LogitNormsArgs {
+  TensorView<const T, 3> logits;               ///< Logits as in SampleArgs.
+  const std::int64_t* shard_begins = nullptr;  ///< Begins as in SampleArgs.
+  float* norms = nullptr;                      ///< [rows], written.
+};
+
+/// values[i] += 1 where values[i] >= 0: the positions of one decode step become those of the next, and
+/// padding (-1) stays.
+struct AdvanceArgs {
+  std::int64_t* values = nullptr;  ///< [count].
+  std::int64_t count = 0;
+};
+
+/// What embed_tokens, VocabularyHead and BatchBuffer::advance ask of a machine.
+template <class B>
+concept VocabularyBackend = ExchangeBackend<B> &&
+    requires(B& backend, typename B::Stream stream, typename B::Activation a) {
+  requires ReduceComm<typename B::Comm, typename B::Stream>;
+  requires GatherComm<typename B::Comm, typename B::Stream>;
+  backend.rms_norm(RmsNormArgs<decltype(a)>{}, stream);
+  backend.linear(LinearArgs<decltype(a)>{}, stream);
+  backend.stamp(StampArgs{}, stream);
+  backend.embed(EmbedArgs<decltype(a)>{}, stream);
+  backend.gather_rows(GatherRowsArgs<decltype(a)>{}, stream);
+  backend.sample(SampleArgs<decltype(a)>{}, stream);
+  backend.logit_norms(LogitNormsArgs<decltype(a)>{}, stream);
+  backend.advance(AdvanceArgs{}, stream);
+};
+
+}  // namespace helix

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// ExchangeLayout: where the messages of an exchange lie in the memory of KvpAllToAll, and what is in them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <helix/backend/exchange.hpp>
+#include <helix/integers.hpp>
+
+namespace helix {
+
+/// Sizes of a rank's exchanges; equal on all ranks.
+struct KvpAllToAllSpec {
+  std::int64_t max_tokens = 0;       ///< Tokens of the largest step, all slices together.
+  std::int64_t num_query_heads = 0;  ///< Hq/TPA.
+  std::int64_t value_dim = 0;        ///< Dv.
+  int max_slices = 1;                ///< Exchanges of one step in flight at once: the slices of HOP-B.
+};
+
+/// The part of a step that one exchange carries.
+struct ExchangeSlice {
+  int index = 0;                 ///< Number of the slice in the step.
+  std::int64_t first_token = 0;  ///< Tokens of the step's slices before it.
+  std::int64_t tokens = 0;
+};
+
+/// One packed message a KVP peer, a block a head: [header 16 B][lse f32: tokens][out: tokens * Dv], each
+/// padded to 16 B; the first block's header counts. The heads of all peers are a constant stride apart, so
+/// attention writes [tokens, Hq/TPA, Dv] straight into the messages.
+struct ExchangeMessage {
+  std::int64_t lse_begin;      ///< Bytes from a head's block to its lse.
+  std::int64_t out_begin;      ///< Bytes from a head's block to its outputs.
+  std::int64_t head_bytes;     ///< Bytes of a head's block.
+  std::int64_t message_bytes;  ///< Bytes of the `heads` blocks that one peer gets.
+
+  static constexpr std::int64_t kAlignment = 16;
+
+  constexpr ExchangeMessage(std::int64_t tokens, std::int64_t heads, std::int64_t value_dim,
+                            std::int64_t element_bytes)
+      : lse_begin(static_cast<std::int64_t>(sizeof(ExchangeHeader))),
+        out_begin(lse_begin + padded(tokens * static_cast<std::int64_t>(sizeof(float)))),
+        head_bytes(out_begin + padded(tokens * value_dim * element_bytes)),
+        message_bytes(heads * head_bytes) {}
+
+ private:
+  static constexpr std::int64_t padded(std::int64_t bytes) { return round_up(bytes, kAlignment); }
+};
+
+/// Places of the slices' messages, of all peers, in a rank's memory. A place depends on the spec and on where
+/// the slice lies in the step, not on the step's size, so that slices of one step never overlap.
+///
+/// A collective copies messages, so they are packed: what travels is what the step holds. Where peers write
+/// into each other's memory, nothing travels in vain, and messages have the size of the largest step.
+class ExchangeLayout {
+ public:
+  constexpr ExchangeLayout(const KvpAllToAllSpec& spec, std::int64_t element_bytes)
+      : token_bytes_(payload_bytes(1, spec.num_query_heads, spec.value_dim, element_bytes)),
+        slice_bytes_(rounded(spec.num_query_heads * kHeadExtra) + kPiece),
+        total_bytes_(rounded(spec.max_tokens * token_bytes_) + spec.max_slices * slice_bytes_) {}
+
+  /// Bytes from the memory's begin to the first message of the slice; a multiple of 256.
+  constexpr std::int64_t begin(const ExchangeSlice& slice) const {
+    return rounded(slice.first_token * token_bytes_) + slice.index * slice_bytes_;
+  }
+  /// Bytes that hold any step of the spec.
+  constexpr std::int64_t total_bytes() const { return total_bytes_; }
+
+  /// Bytes of outputs and log-sum-exps in a rank's messages for `tokens` tokens, its own slice included,
+  /// headers and padding not.
+  static constexpr std::int64_t payload_bytes(std::int64_t tokens, std::int64_t heads, std::int64_t value_dim,
+                                              std::int64_t element_bytes) {
+    return tokens * heads * (value_dim * element_bytes + static_cast<std::int64_t>(sizeof(float)));
+  }
+
+ private:
+  static constexpr std::int64_t kPiece = 256;
+  static constexpr std::int64_t kHeadExtra =  // header and padding of a head's block, at most
+      static_cast<std::int64_t>(sizeof(ExchangeHeader)) + 2 * ExchangeMessage::kAlignment;
+
+  static constexpr std::int64_t rounded(std::int64_t bytes) { return round_up(bytes, kPiece); }
+
+  std::int64_t token_bytes_;
+  std::int64_t slice_bytes_;
+  std::int64_t total_bytes_;
+};
+
+}  // namespace helix

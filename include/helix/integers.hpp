@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Small arithmetic of sizes, for headers that everyone includes: <algorithm> and <numeric> cost a unit more
+// than all of topology.hpp.
+#pragma once
+
+#include <cstdint>
+
+#include <helix/host_device.hpp>
+
+namespace helix {
+
+/// The larger of two values of one type.
+template <class T>
+HELIX_HOST_DEVICE constexpr T larger(T a, T b) {
+  return a < b ? b : a;
+}
+
+/// The smaller of two values of one type.
+template <class T>
+HELIX_HOST_DEVICE constexpr T smaller(T a, T b) {
+  return b < a ? b : a;
+}
+
+/// n / size, rounded up; n >= 0, size > 0.
+template <class T>
+HELIX_HOST_DEVICE constexpr T ceil_div(T n, T size) {
+  return (n + size - 1) / size;
+}
+
+/// The smallest multiple of `size` that is at least n; n >= 0, size > 0.
+template <class T>
+HELIX_HOST_DEVICE constexpr T round_up(T n, T size) {
+  return ceil_div(n, size) * size;
+}
+
+/// The least common multiple of two sizes above 0.
+constexpr std::int64_t least_common_multiple(std::int64_t a, std::int64_t b) {
+  std::int64_t x = a;
+  std::int64_t y = b;
+  while (y != 0) {
+    const std::int64_t rest = x % y;
+    x = y;
+    y = rest;
+  }
+  return a / x * b;
+}
+
+}  // namespace helix

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// The groups that a rank of a job belongs to, split from one communicator as the topology says.
+#pragma once
+
+#include <utility>
+
+#include <helix/backend/communicator.hpp>
+#include <helix/topology.hpp>
+
+namespace helix {
+
+/// The KVP group of this rank, out of its stage's communicator. Collective over the stage.
+template <SplittableComm Comm>
+Comm split_kvp(Comm& stage, const Topology& topology) {
+  const GroupSplit kvp = topology.split(RankGroup::kvp, stage.rank());
+  return stage.split(kvp.color, kvp.key);
+}
+
+/// The groups that one rank of a job belongs to.
+template <SplittableComm Comm>
+struct JobComms {
+  Comm pipeline;  ///< Ranks of its replica with its stage_rank, by stage.
+  Comm stage;     ///< All N ranks of its stage, by stage_rank.
+  Comm kvp;       ///< Its KVP group, by kvp_rank.
+};
+
+/// Splits a communicator of the whole world. Collective over the world.
+template <SplittableComm Comm>
+JobComms<Comm> split_world(Comm& world, const Topology& topology) {
+  const auto part = [&](RankGroup group) {
+    const GroupSplit at = topology.split(group, world.rank());
+    return world.split(at.color, at.key);
+  };
+  Comm pipeline = part(RankGroup::pipeline);
+  Comm stage = part(RankGroup::stage);
+  Comm kvp = split_kvp(stage, topology);
+  return {std::move(pipeline), std::move(stage), std::move(kvp)};
+}
+
+}  // namespace helix

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// KvCacheSpec: the sizes of a sharded KV cache, and what they must keep.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string_view>
+#include <vector>
+
+#include <helix/dtype.hpp>
+#include <helix/error.hpp>
+#include <helix/kv_format.hpp>
+#include <helix/tensor_view.hpp>
+#include <helix/topology.hpp>
+
+namespace helix {
+
+/// Sizes of a cache, fixed for its life; equal on all KVP ranks of a stage.
+struct KvCacheSpec {
+  DType format = DType::bf16;
+  std::int64_t layers = 0;        ///< Layers of this stage.
+  std::int64_t page_tokens = 64;  ///< Local tokens a page
+  std::int64_t pages = 0;   ///< Pages of each rank, each holding every layer; see PageLedger::pages_needed
+  std::int64_t chunk = 16;  ///< C of KvLayout
+  std::int64_t max_sequences = 64;
+  std::int64_t max_tokens = 0;  ///< Global tokens a sequence may reach; 0: as many as fit into the pages
+  std::vector<float>
+      k_scales{};  ///< Fp8 only, stored * scale = value: empty (1), one, [Hkv of the whole model], or
+  std::vector<float> v_scales{};  ///< [layers, Hkv]. MLA: k_scales serve the whole row, v_scales are empty
+  std::uint32_t tag = 0;          ///< Set apart the ids of caches of equal sizes; equal on all ranks
+};
+
+namespace detail {
+
+inline void check_scales(std::string_view name, const std::vector<float>& scales, const KvCacheSpec& spec,
+                         const ModelShape& shape) {
+  if (scales.empty()) return;
+  HELIX_EXPECTS(spec.format == DType::fp8_e4m3, ErrorCode::invalid_argument, "the KV cache has ", name,
+                " but its format is ", to_string(spec.format), "; only fp8_e4m3 is scaled");
+  const auto count = static_cast<std::int64_t>(scales.size());
+  HELIX_EXPECTS(count == 1 || count == shape.num_kv_heads || count == spec.layers * shape.num_kv_heads,
+                ErrorCode::invalid_argument, "the KV cache has ", count, " ", name,
+                "; give 1, one for each of the ", shape.num_kv_heads, " KV heads, or ", spec.layers, " * ",
+                shape.num_kv_heads, " for each layer");
+  for (const float scale : scales) {
+    HELIX_EXPECTS(scale > 0.0f && scale <= std::numeric_limits<float>::max(), ErrorCode::invalid_argument,
+                  "the KV cache's ", name, " hold ", scale, "; scales are finite and above 0");
+  }
+}
+
+/// @throws Error(invalid_argument) naming the size that is out of range.
+inline const KvCacheSpec& checked(const KvCacheSpec& spec, const Topology& topology) {
+  const ModelShape& shape = topology.shape();
+  HELIX_EXPECTS(spec.layers >= 1 && spec.layers <= std::numeric_limits<int>::max(),
+                ErrorCode::invalid_argument, "the KV cache's layers is ", spec.layers,
+                "; give the number of layers of this stage");
+  HELIX_EXPECTS(size_bytes(spec.format) != 0, ErrorCode::invalid_argument,
+                "the KV cache's format is no DType");
+  HELIX_EXPECTS(shape.value_dim <= shape.head_dim, ErrorCode::invalid_argument, "value_dim ", shape.value_dim,
+                " exceeds head_dim ", shape.head_dim, "; rows of K and V lie head_dim apart");
+  check_scales("k_scales", spec.k_scales, spec, shape);
+  check_scales("v_scales", spec.v_scales, spec, shape);
+  HELIX_EXPECTS(!shape.is_mla() || spec.v_scales.empty(), ErrorCode::invalid_argument, "the KV cache has ",
+                spec.v_scales.size(), " v_scales, but MLA's V is part of the K row: give k_scales only");
+  return spec;
+}
+
+/// The scales of a rank's heads in every layer, [layers, heads of the rank]; empty if there are none.
+inline std::vector<float> expanded_scales(const std::vector<float>& scales, std::int64_t layers, Range heads,
+                                          std::int64_t num_kv_heads) {
+  std::vector<float> expanded;
+  for (std::int64_t layer = 0; layer < layers && !scales.empty(); ++layer) {
+    for (std::int64_t head = heads.begin; head < heads.end; ++head) {
+      std::int64_t at = layer * num_kv_heads + head;
+      if (scales.size() == 1) {
+        at = 0;
+      } else if (static_cast<std::int64_t>(scales.size()) == num_kv_heads) {
+        at = head;
+      }
+      expanded.push_back(scales[static_cast<std::size_t>(at)]);
+    }
+  }
+  return expanded;
+}
+
+/// Throws unless k [tokens, heads, D] and v [tokens, heads, Dv] (latent: empty) fit the format.
+template <class T>
+void check_kv_rows(std::string_view operation, const KvFormat& format, TensorView<const T, 3> k,
+                   TensorView<const T, 3> v) {
+  const auto check = [&](std::string_view name, const TensorView<const T, 3>& rows, std::int64_t dim) {
+    HELIX_EXPECTS(
+        rows.extent(0) == k.extent(0) && rows.extent(1) == format.num_heads && rows.extent(2) == dim,
+        ErrorCode::invalid_argument, operation, ": ", name, " is [", rows.extent(0), ", ", rows.extent(1),
+        ", ", rows.extent(2), "]; it must be [", k.extent(0), ", ", format.num_heads, ", ", dim, "]");
+    HELIX_EXPECTS(rows.size() == 0 || rows.stride(2) == 1, ErrorCode::invalid_argument, operation, ": ", name,
+                  " has a last stride of ", rows.stride(2), "; it must be 1");
+  };
+  check("k", k, format.head_dim);
+  if (!format.is_latent) {
+    check("v", v, format.value_dim);
+  } else {
+    HELIX_EXPECTS(v.size() == 0, ErrorCode::invalid_argument, operation,
+                  ": v must be empty for MLA, whose V is part of the K row; it has ", v.extent(0), " rows");
+  }
+}
+
+/// count * bytes, which fits into the address space.
+inline std::size_t bytes_of(const KvCacheSpec& spec, std::size_t count, std::size_t bytes) {
+  HELIX_EXPECTS(bytes == 0 || count <= std::numeric_limits<std::ptrdiff_t>::max() / bytes,
+                ErrorCode::capacity, "the KV cache of ", spec.pages, " pages in ", spec.layers,
+                " layers exceeds the address space");
+  return count * bytes;
+}
+
+}  // namespace detail
+}  // namespace helix

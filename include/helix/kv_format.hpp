@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// KvFormat and KvView: how the rows of a paged KV cache lie, Helix's own or another engine's, and all that is
+// derived from it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include <helix/dtype.hpp>
+#include <helix/error.hpp>
+#include <helix/kv_layout.hpp>
+
+namespace helix {
+
+/// Where the rows of one kind lie: token `t` of head `h` in page `p` begins p * page + h * head + t * token
+/// elements after the first row of the pool.
+struct KvStrides {
+  std::int64_t page = 0;
+  std::int64_t head = 0;
+  std::int64_t token = 0;
+
+  HELIX_HOST_DEVICE constexpr std::int64_t at(std::int64_t p, std::int64_t h, std::int64_t t) const {
+    return p * page + h * head + t * token;
+  }
+  friend constexpr bool operator==(const KvStrides&, const KvStrides&) = default;
+};
+
+/// Element type, sizes and strides of a paged pool; the last stride of a row is 1. In a latent format (MLA)
+/// one row a token is both: all head_dim columns are the key, the first value_dim the value. Its two parts,
+/// the latent and the rope columns, may lie apart.
+struct KvFormat {
+  DType dtype = DType::f32;
+  std::int64_t num_heads = 0;    ///< KV heads that this rank stores: Hkv/TPA.
+  std::int64_t head_dim = 0;     ///< D.
+  std::int64_t value_dim = 0;    ///< Dv.
+  std::int64_t page_tokens = 0;  ///< Local tokens a page.
+  bool is_latent = false;
+  KvStrides k{};     ///< Key rows; latent: their first value_dim columns.
+  KvStrides v{};     ///< Value rows; latent: unused.
+  KvStrides rope{};  ///< Latent only: columns [value_dim, head_dim) of the key rows.
+
+  /// Helix's own pool of K and V: [page][K, V][head][token][D], rows of V in places of D columns.
+  static constexpr KvFormat head_major(DType dtype, std::int64_t num_heads, std::int64_t head_dim,
+                                       std::int64_t value_dim, std::int64_t page_tokens) {
+    const std::int64_t head = page_tokens * head_dim;
+    const KvStrides rows{2 * num_heads * head, head, head_dim};
+    return {dtype, num_heads, head_dim, value_dim, page_tokens, false, rows, rows, {}};
+  }
+
+  /// A pool of K and one of V, each [page][token][head][D]; V's rows are value_dim wide.
+  static constexpr KvFormat token_major(DType dtype, std::int64_t num_heads, std::int64_t head_dim,
+                                        std::int64_t value_dim, std::int64_t page_tokens) {
+    return {dtype,
+            num_heads,
+            head_dim,
+            value_dim,
+            page_tokens,
+            false,
+            {page_tokens * num_heads * head_dim, head_dim, num_heads * head_dim},
+            {page_tokens * num_heads * value_dim, value_dim, num_heads * value_dim},
+            {}};
+  }
+
+  /// A pool of latent rows, [page][token][head_dim].
+  static constexpr KvFormat latent(DType dtype, std::int64_t head_dim, std::int64_t value_dim,
+                                   std::int64_t page_tokens) {
+    const KvStrides rows{page_tokens * head_dim, 0, head_dim};
+    return {dtype, 1, head_dim, value_dim, page_tokens, true, rows, {}, rows};
+  }
+
+  /// Columns of a key row that `k` addresses; the rest is in `rope`.
+  HELIX_HOST_DEVICE constexpr std::int64_t k_columns() const { return is_latent ? value_dim : head_dim; }
+  /// Columns of a key row that `rope` addresses.
+  HELIX_HOST_DEVICE constexpr std::int64_t rope_columns() const {
+    return is_latent ? head_dim - value_dim : 0;
+  }
+  /// Elements of one page of a pool of Helix's own, K and V or latents.
+  constexpr std::int64_t page_elements() const { return k.page; }
+  constexpr std::int64_t element_bytes() const { return static_cast<std::int64_t>(size_bytes(dtype)); }
+};
+
+/// One layer's shard of a paged KV cache, borrowed. Plain data: operations copy it to the device.
+struct KvView {
+  KvFormat format{};
+  void* k = nullptr;               ///< First key row: token 0 of head 0 in page 0.
+  void* v = nullptr;               ///< First value row; latent: null.
+  void* rope = nullptr;            ///< Latent only: column value_dim of the first key row.
+  std::int64_t num_pages = 0;      ///< Pages of the pool; page ids in the table are below it.
+  const float* k_scale = nullptr;  ///< [num_heads], fp8 only: stored * scale = value; null means 1.
+  const float* v_scale = nullptr;  ///< [num_heads], likewise; latent: null, as k_scale serves the whole row.
+  /// Page ids, device memory: page i of a sequence holds its local tokens [i, i + 1) * page_tokens. Row of
+  /// slot s: entries from s * max_pages on, or, as a CSR list, from page_begins[s] on.
+  const std::int32_t* page_table = nullptr;
+  std::int64_t max_pages = 0;  ///< Entries a row; unused with page_begins.
+  const std::int32_t* page_begins =
+      nullptr;  ///< CSR: [slots + 1] (FlashInfer's indptr), device memory, or null.
+  KvLayout layout{1, 1};
+  std::int64_t kvp_rank = 0;
+
+  /// A view of pool `pages` in a format made by KvFormat::head_major or KvFormat::latent. The page table is
+  /// the caller's to fill in.
+  static KvView of_pool(void* pages, const KvFormat& format, std::int64_t num_pages) {
+    auto* const bytes = static_cast<std::byte*>(pages);
+    KvView view;
+    view.format = format;
+    view.num_pages = num_pages;
+    view.k = bytes;
+    if (format.is_latent) {
+      view.rope = bytes + format.value_dim * format.element_bytes();
+    } else {
+      view.v = bytes + format.num_heads * format.k.head * format.element_bytes();
+    }
+    return view;
+  }
+
+  /// Place in page_table of the first page of slot `slot`; in device code only where page_begins is null or
+  /// readable.
+  HELIX_HOST_DEVICE constexpr std::int64_t first_page_of(std::int64_t slot) const {
+    return page_begins != nullptr ? std::int64_t{page_begins[slot]} : slot * max_pages;
+  }
+};
+
+/// Throws Error(invalid_argument) naming the field unless `kv` can be read: sizes in range, no pointer
+/// missing, strides that keep rows apart. What lies in device memory (page ids) is not looked at. Local, host
+/// only.
+void check_kv_view(std::string_view operation, const KvView& kv);
+
+}  // namespace helix
+
+#include <helix/kv_format-inl.hpp>

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+// What decode_layer checks before the first collective, on values that all ranks share (invariant 9).
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+#include <variant>
+
+#include <helix/backend/layer.hpp>
+#include <helix/error.hpp>
+#include <helix/hop_b.hpp>
+#include <helix/kvp_all_to_all.hpp>
+#include <helix/layer_config.hpp>
+#include <helix/layer_weights.hpp>
+#include <helix/rank_shape.hpp>
+
+namespace helix::detail {
+
+/// A slice without elements may have no address.
+inline void expect_shape(std::string_view name, const WeightView& weight, std::int64_t rows,
+                         std::int64_t cols, std::string_view hint = "") {
+  HELIX_EXPECTS(weight.rows == rows && weight.cols == cols && (!weight.empty() || rows * cols == 0),
+                ErrorCode::invalid_argument, "decode_layer: ", name, " is ", weight.empty() ? "empty, " : "",
+                "[", weight.rows, ", ", weight.cols, "]; this rank needs [", rows, ", ", cols, "]", hint);
+  HELIX_EXPECTS(weight.dtype != DType::fp8_e4m3, ErrorCode::invalid_argument, "decode_layer: ", name, " is ",
+                to_string(weight.dtype), "; weights are f32, f16 or bf16: convert them when loading");
+}
+
+inline void expect_shape_if_given(std::string_view name, const WeightView& weight, std::int64_t cols) {
+  if (!weight.empty()) expect_shape(name, weight, 1, cols);
+}
+
+/// Biases that follow an all-reduce over N would be summed N times.
+inline void expect_once(std::string_view name, const WeightView& bias, std::int64_t cols, int stage_rank) {
+  expect_shape_if_given(name, bias, cols);
+  HELIX_EXPECTS(bias.empty() || stage_rank == 0, ErrorCode::invalid_argument, "decode_layer: stage_rank ",
+                stage_rank, " holds ", name, "; only stage_rank 0 may, or the all-reduce adds it N times");
+}
+
+inline constexpr std::string_view kOutputHint =
+    " (the columns of Topology::combined_heads, not of stage_rank)";
+
+inline void check_attention(const RankShape& shape, const LayerConfig& config, const GqaWeights& weights) {
+  const std::int64_t qkv_rows = shape.qkv_columns();
+  expect_shape("qkv", weights.qkv, qkv_rows, shape.hidden);
+  expect_shape_if_given("qkv_bias", weights.qkv_bias, qkv_rows);
+  expect_shape_if_given("q_norm", weights.q_norm, shape.head_dim);
+  expect_shape_if_given("k_norm", weights.k_norm, shape.head_dim);
+  expect_shape("the output projection", weights.o, shape.hidden, shape.combined_heads * shape.value_dim,
+               kOutputHint);
+  expect_once("o_bias", weights.o_bias, shape.hidden, shape.stage_rank);
+  const std::int64_t rotary = config.rope.rotary_dim;
+  HELIX_EXPECTS(rotary >= 0 && rotary % 2 == 0 && rotary <= shape.head_dim, ErrorCode::invalid_argument,
+                "decode_layer: rotary_dim is ", rotary, "; it must be even and in [0, ", shape.head_dim, "]");
+}
+
+inline void check_attention(const RankShape& shape, const LayerConfig& config, const MlaWeights& weights) {
+  const MlaShape& mla = *shape.mla;
+  const std::int64_t heads = shape.query_heads;
+  const std::int64_t combined = shape.combined_heads;
+  const std::int64_t latent = mla.kv_lora_rank;
+  const std::int64_t rope = mla.qk_rope_head_dim;
+  HELIX_EXPECTS(mla.qk_nope_head_dim >= 1 && rope >= 0 && mla.v_head_dim >= 1 && mla.q_lora_rank >= 0 &&
+                    latent == shape.value_dim && latent + rope == shape.head_dim,
+                ErrorCode::invalid_argument, "decode_layer: MLA has ", mla.qk_nope_head_dim, " nope, ", rope,
+                " rope and ", mla.v_head_dim, " value dims and a latent of ", latent,
+                "; latent and rope make the ", shape.head_dim, "-wide rows of the cache");
+  const std::int64_t rotary = config.rope.rotary_dim;
+  HELIX_EXPECTS(rotary >= 0 && rotary % 2 == 0 && rotary <= rope, ErrorCode::invalid_argument,
+                "decode_layer: rotary_dim is ", rotary, "; it must be even and in [0, ", rope, "]");
+  if (weights.q_a.empty()) {
+    expect_shape("q_b", weights.q_b, heads * mla.qk_head_dim(), shape.hidden);
+  } else {
+    expect_shape("q_a", weights.q_a, mla.q_lora_rank, shape.hidden);
+    expect_shape("q_a_norm", weights.q_a_norm, 1, mla.q_lora_rank);
+    expect_shape("q_b", weights.q_b, heads * mla.qk_head_dim(), mla.q_lora_rank);
+  }
+  expect_shape("kv_a", weights.kv_a, mla.latent_dim(), shape.hidden);
+  expect_shape("kv_a_norm", weights.kv_a_norm, 1, latent);
+  expect_shape("w_uk", weights.w_uk, heads * latent, mla.qk_nope_head_dim);
+  expect_shape("w_uv", weights.w_uv, combined * mla.v_head_dim, latent);
+  expect_shape("the output projection", weights.o, shape.hidden, combined * mla.v_head_dim, kOutputHint);
+}
+
+inline void check_dense(std::string_view name, const DenseFfnWeights& weights, std::int64_t part,
+                        std::int64_t hidden, int stage_rank) {
+  expect_shape(name, weights.gate_up, 2 * part, hidden, " (gate_up)");
+  expect_shape_if_given("gate_up_bias", weights.gate_up_bias, 2 * part);
+  expect_shape(name, weights.down, hidden, part, " (down)");
+  expect_once("down_bias", weights.down_bias, hidden, stage_rank);
+}
+
+inline void check_ffn(const RankShape& shape, const LayerConfig&, const DenseFfnWeights& weights) {
+  check_dense("the FFN", weights, shape.ffn, shape.hidden, shape.stage_rank);
+}
+
+inline void check_ffn(const RankShape& shape, const LayerConfig& config, const MoeWeights& weights) {
+  const RouterConfig& router = config.router;
+  HELIX_EXPECTS(shape.num_experts > 0, ErrorCode::invalid_argument,
+                "decode_layer: the layer holds experts but the model's num_experts is 0");
+  HELIX_EXPECTS(router.num_groups >= 1 && shape.num_experts % router.num_groups == 0 &&
+                    router.groups_kept >= 1 && router.groups_kept <= router.num_groups,
+                ErrorCode::invalid_argument, "decode_layer: the router keeps ", router.groups_kept, " of ",
+                router.num_groups, " groups of ", shape.num_experts,
+                " experts; groups must divide the experts, and between 1 and all be kept");
+  const std::int64_t eligible = router.groups_kept * (shape.num_experts / router.num_groups);
+  HELIX_EXPECTS(shape.top_k >= 1 && shape.top_k <= eligible, ErrorCode::invalid_argument,
+                "decode_layer: top_k is ", shape.top_k, "; it must be in [1, ", eligible,
+                "], the experts of the kept groups");
+  expect_shape("the router", weights.router, shape.num_experts, shape.hidden);
+  const std::int64_t local = shape.experts.size();
+  HELIX_EXPECTS(static_cast<std::int64_t>(weights.experts.size()) == local, ErrorCode::invalid_argument,
+                "decode_layer: the layer holds ", weights.experts.size(), " experts; this rank has ", local);
+  const std::int64_t part = shape.expert_ffn;
+  for (const ExpertWeights& expert : weights.experts) {
+    expect_shape("a routed expert", expert.gate_up, 2 * part, shape.hidden, " (gate_up)");
+    expect_shape("a routed expert", expert.down, shape.hidden, part, " (down)");
+  }
+  const std::int64_t shared = shape.shared_ffn;
+  if (shared > 0 || !weights.shared.down.empty())
+    check_dense("the shared expert", weights.shared, shared, shape.hidden, shape.stage_rank);
+}
+
+inline void check_layer_weights(const RankShape& shape, const LayerConfig& config,
+                                const LayerWeights& weights) {
+  HELIX_EXPECTS(config.softmax_scale > 0.0f && config.window >= 0 && config.soft_cap >= 0.0f,
+                ErrorCode::invalid_argument, "decode_layer: softmax_scale is ", config.softmax_scale,
+                " (> 0), window ", config.window, " (>= 0), soft_cap ", config.soft_cap, " (>= 0)");
+  HELIX_EXPECTS(std::holds_alternative<MlaWeights>(weights.attention) == shape.mla.has_value(),
+                ErrorCode::invalid_argument, "decode_layer: the shape is ", shape.mla ? "MLA" : "not MLA",
+                " but the layer holds the other kind of attention weights");
+  expect_shape("input_norm", weights.input_norm, 1, shape.hidden);
+  expect_shape("post_attention_norm", weights.post_attention_norm, 1, shape.hidden);
+  std::visit([&](const auto& attention) { check_attention(shape, config, attention); }, weights.attention);
+  std::visit([&](const auto& ffn) { check_ffn(shape, config, ffn); }, weights.ffn);
+}
+
+/// All checks of a layer.
+template <LayerBackend B, class Options>
+void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, const LayerWeights& weights,
+                 const KvView& kv, const Batch& batch, TensorView<typename B::Activation, 2> hidden,
+                 const Options& options) {
+  const auto comms = backend.comms();
+  HELIX_EXPECTS(comms.stage->size() == shape.stage_size && comms.stage->rank() == shape.stage_rank,
+                ErrorCode::invalid_argument, "decode_layer: the shape is of stage_rank ", shape.stage_rank,
+                " of ", shape.stage_size, "; the backend is rank ", comms.stage->rank(), " of ",
+                comms.stage->size());
+  HELIX_EXPECTS(options.exchange != nullptr && options.hop_b != nullptr, ErrorCode::invalid_argument,
+                "decode_layer: options.exchange and options.hop_b must be set; build one of each a rank and "
+                "share them");
+  const auto expect_rows = [&](std::string_view name, const TensorView<typename B::Activation, 2>& x) {
+    HELIX_EXPECTS(x.extent(0) == batch.num_tokens() && x.extent(1) == shape.hidden && x.is_contiguous(),
+                  ErrorCode::invalid_argument, "decode_layer: ", name, " is [", x.extent(0), ", ",
+                  x.extent(1), "]; the batch and the model need a dense [", batch.num_tokens(), ", ",
+                  shape.hidden, "]");
+  };
+  expect_rows("hidden", hidden);
+  if (options.normed.data() != nullptr) expect_rows("normed", options.normed);
+  HELIX_EXPECTS(batch.first_token() == 0, ErrorCode::invalid_argument,
+                "decode_layer: the batch starts at token ", batch.first_token(),
+                "; pass a whole step, not a slice");
+  check_kv_view("decode_layer", kv);
+  const KvFormat& format = kv.format;
+  HELIX_EXPECTS(format.head_dim == shape.head_dim && format.value_dim == shape.value_dim &&
+                    format.is_latent == shape.mla.has_value() && format.num_heads == shape.kv_heads &&
+                    kv.layout.kvp() == shape.kvp && kv.kvp_rank == shape.kvp_rank,
+                ErrorCode::invalid_argument, "decode_layer: the cache has ", format.num_heads, " heads of ",
+                format.head_dim, "/", format.value_dim, " as KVP rank ", kv.kvp_rank, " of ", kv.layout.kvp(),
+                "; this rank of the topology stores ", shape.kv_heads, " heads of ", shape.head_dim, "/",
+                shape.value_dim, " as KVP rank ", shape.kvp_rank, " of ", shape.kvp);
+  HELIX_EXPECTS(options.hop_b_slices >= 0 && options.hop_b_slices <= options.hop_b->max_slices(),
+                ErrorCode::invalid_argument, "decode_layer: hop_b_slices is ", options.hop_b_slices,
+                "; HopB was built for up to ", options.hop_b->max_slices());
+  const KvpAllToAllSpec& exchange = options.exchange->spec();
+  HELIX_EXPECTS(batch.num_tokens() <= exchange.max_tokens && exchange.num_query_heads == shape.query_heads &&
+                    exchange.value_dim == shape.value_dim,
+                ErrorCode::invalid_argument, "decode_layer: the exchange was built for ", exchange.max_tokens,
+                " tokens of ", exchange.num_query_heads, " heads of ", exchange.value_dim, "; this step has ",
+                batch.num_tokens(), " tokens of ", shape.query_heads, " heads of ", shape.value_dim);
+  HELIX_EXPECTS(shape.kvp == 1 || options.hop_b->max_slices() <= exchange.max_slices,
+                ErrorCode::invalid_argument, "decode_layer: HopB was built for up to ",
+                options.hop_b->max_slices(), " slices and the exchange for ", exchange.max_slices,
+                "; give KvpAllToAllSpec::max_slices as many");
+  check_layer_weights(shape, config, weights);
+}
+
+}  // namespace helix::detail

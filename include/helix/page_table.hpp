@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// PageTable: the device's copy of which pages hold a rank's tokens, kept up to date from a PageLedger.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include <helix/backend/queue.hpp>
+#include <helix/error.hpp>
+#include <helix/integers.hpp>
+#include <helix/page_ledger.hpp>
+
+namespace helix {
+
+/// One rank's page table, [max_sequences, max_pages] int32, on the device and on the host. Its device address
+/// never changes.
+template <QueueBackend B>
+class PageTable {
+ public:
+  /// @throws Error(capacity) if the memory cannot be had.
+  PageTable(B& backend, std::int64_t max_sequences, std::int64_t max_pages)
+      : backend_(&backend), max_pages_(max_pages), host_(entries(max_sequences, max_pages)) {
+    device_ = backend.allocate(host_.size() * sizeof(std::int32_t));
+  }
+
+  const std::int32_t* data() const { return reinterpret_cast<const std::int32_t*>(device_.data()); }
+
+  /// Brings the changed entries up to date: one copy from the first to the last of them, unless more than 64
+  /// KiB lie between; then one a sequence. What lies between two changed entries is rewritten with what it
+  /// holds.
+  void update(const PageLedger& ledger, std::span<const PageLedger::TableWrite> writes,
+              typename B::Stream stream) {
+    Entries all{host_.size(), 0};
+    for (const PageLedger::TableWrite& write : writes) {
+      const Entries changed = entries_of(write);
+      const auto pages = ledger.pages(write.slot);
+      for (std::size_t i = changed.begin; i < changed.end; ++i)
+        host_[i] = pages[static_cast<std::size_t>(write.begin) + (i - changed.begin)];
+      if (changed.begin < changed.end)
+        all = {smaller(all.begin, changed.begin), larger(all.end, changed.end)};
+    }
+    if (all.begin >= all.end) return;
+    if (all.end - all.begin <= kMaxSpan) return upload(all, stream);
+    for (const PageLedger::TableWrite& write : writes) upload(entries_of(write), stream);
+  }
+
+ private:
+  // Entries of one copy that spans several sequences: on a GPU a copy costs the host about 3 us, and one of
+  // up to 64 KiB does not wait for the stream.
+  static constexpr std::size_t kMaxSpan = 65536 / sizeof(std::int32_t);
+
+  struct Entries {
+    std::size_t begin;
+    std::size_t end;
+  };
+
+  static std::size_t entries(std::int64_t max_sequences, std::int64_t max_pages) {
+    constexpr std::int64_t kMost = std::int64_t{1}
+                                   << 40;  // far above any memory, and its bytes fit in 64 bits
+    HELIX_EXPECTS(max_pages == 0 || max_sequences <= kMost / max_pages, ErrorCode::capacity,
+                  "a page table of ", max_sequences, " sequences of ", max_pages,
+                  " pages exceeds the address space");
+    return static_cast<std::size_t>(max_sequences * max_pages);
+  }
+
+  Entries entries_of(const PageLedger::TableWrite& write) const {
+    const std::int64_t row = write.slot * max_pages_;
+    return {static_cast<std::size_t>(row + write.begin), static_cast<std::size_t>(row + write.end)};
+  }
+
+  void upload(const Entries& entries, typename B::Stream stream) {
+    if (entries.begin >= entries.end) return;
+    const std::size_t begin_bytes = entries.begin * sizeof(std::int32_t);
+    backend_->upload(device_.data() + begin_bytes, host_.data() + entries.begin,
+                     entries.end * sizeof(std::int32_t) - begin_bytes, stream);
+  }
+
+  B* backend_;
+  std::int64_t max_pages_;
+  std::vector<std::int32_t> host_;
+  typename B::Buffer device_;
+};
+
+}  // namespace helix

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// reduce_norm: all-reduce, residual and norm as one operation, which ends each half of a layer.
+#pragma once
+
+#include <helix/backend/layer.hpp>
+#include <helix/error.hpp>
+
+namespace helix {
+
+/// sum = the ranks' partials added up; residual += sum; out = residual / rms(residual) * weight.
+template <class T>
+struct ReduceNormArgs {
+  TensorView<T, 2> partial;   ///< [tokens, M], dense, this rank's part; overwritten with the sum.
+  TensorView<T, 2> residual;  ///< [tokens, M], dense, read and written.
+  WeightView weight{};        ///< [1, M], or empty: no norm follows, and out is not written.
+  TensorView<T, 2> out{};     ///< [tokens, M], written; may alias nothing of the above.
+  float epsilon = 1e-5f;
+};
+
+/// Ends a block: sums the partials over the stage, adds them to the residual, and norms it for what follows.
+/// The only place that knows that the three belong together: a backend that does them at once brings
+/// reduce_norm(args, stream); for any other it is all_reduce and rms_norm. Collective over the stage; all
+/// ranks get the same bits (invariant 12). Queued on `stream`, allocates nothing, capturable.
+/// @throws Error(invalid_argument) if shapes contradict each other.
+template <LayerBackend B>
+void reduce_norm(B& backend, const ReduceNormArgs<typename B::Activation>& args, typename B::Stream stream) {
+  using T = typename B::Activation;
+  const bool has_norm = !args.weight.empty();
+  HELIX_EXPECTS(
+      args.partial.extents() == args.residual.extents() && args.partial.is_contiguous() &&
+          args.residual.is_contiguous() && (!has_norm || args.out.extents() == args.residual.extents()),
+      ErrorCode::invalid_argument, "reduce_norm: partial is [", args.partial.extent(0), ", ",
+      args.partial.extent(1), "], residual [", args.residual.extent(0), ", ", args.residual.extent(1),
+      "], out [", args.out.extent(0), ", ", args.out.extent(1), "]; they must be dense and equal");
+  if constexpr (requires { backend.reduce_norm(args, stream); }) {
+    backend.reduce_norm(args, stream);
+  } else {
+    backend.comms().stage->all_reduce(args.partial.data(), args.partial.data(), args.partial.size(),
+                                      kDTypeOf<T>, stream);
+    backend.rms_norm(RmsNormArgs<T>{.delta = args.partial,
+                                    .residual = args.residual,
+                                    .weight = args.weight,
+                                    .out = has_norm ? args.out : TensorView<T, 2>{},
+                                    .epsilon = args.epsilon},
+                     stream);
+  }
+}
+
+}  // namespace helix

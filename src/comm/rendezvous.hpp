@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the processes of a job find each other: rank 0 listens, the others connect, and all hear one verdict.
+#pragma once
+
+#include <vector>
+
+#include <helix/comm/bootstrap.hpp>
+
+#include "comm/socket.hpp"
+
+namespace helix::comm {
+
+/// Rank 0's verdict says more than a deadline of one's own: so much longer than the timeout others wait for
+/// it.
+inline constexpr milliseconds kVerdictGrace{2000};
+
+struct Connections {
+  std::vector<Socket> control;  // rank 0: by rank, its own closed; others: one
+  std::vector<Socket> watch;
+};
+
+/// Rank 0's part: waits for all ranks, and tells them the verdict. @throws what it told them.
+Connections serve(const BootstrapOptions& options);
+
+/// The others' part: connects to rank 0 and waits for its verdict. @throws the verdict, or why there is none.
+Connections join(const BootstrapOptions& options);
+
+}  // namespace helix::comm

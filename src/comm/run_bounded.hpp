@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// A bounded wait for calls that other libraries make without bound.
+#pragma once
+
+#include <condition_variable>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "comm/timeout.hpp"
+
+namespace helix::comm {
+
+/// Runs `body`, which may wait for other ranks without bound, on a thread of its own. Past the deadline, or
+/// when `give_up()` throws, that thread is left behind; `body` must own all that it uses.
+/// Returns whether it finished in time.
+template <class Body, class GiveUp>
+bool run_bounded(milliseconds timeout, Body body, GiveUp&& give_up) {
+  struct Outcome {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool is_done = false;
+    std::exception_ptr failure;
+  };
+  const auto outcome = std::make_shared<Outcome>();
+  std::thread([outcome, body = std::move(body)] {
+    std::exception_ptr failure;
+    try {
+      body();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    const std::lock_guard lock(outcome->mutex);
+    outcome->is_done = true;
+    outcome->failure = failure;
+    outcome->changed.notify_all();
+  }).detach();
+  const Clock::time_point deadline = Clock::now() + timeout;
+  std::unique_lock lock(outcome->mutex);
+  while (!outcome->changed.wait_for(lock, milliseconds(20), [&] { return outcome->is_done; })) {
+    give_up();
+    if (Clock::now() >= deadline) return false;
+  }
+  if (outcome->failure) std::rethrow_exception(outcome->failure);
+  return true;
+}
+
+}  // namespace helix::comm

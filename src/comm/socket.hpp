@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// A TCP socket that its owner closes, and transfers over it that end at a deadline.
+#pragma once
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <string>
+#include <utility>
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "comm/timeout.hpp"
+
+namespace helix::comm {
+
+/// How often a wait looks at what else may end it.
+inline constexpr milliseconds kPollSlice{100};
+
+/// The words for an errno.
+std::string words_of(int error);
+
+class Socket {
+ public:
+  Socket() = default;
+  explicit Socket(int fd) : fd_(fd) {}
+  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Socket& operator=(Socket&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Socket() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  int fd() const { return fd_; }
+  bool is_open() const { return fd_ >= 0; }
+
+ private:
+  int fd_ = -1;
+};
+
+/// Waits until the socket has one of `events`, at most until the deadline; false: the deadline is past.
+bool wait_for(int fd, short events, Clock::time_point deadline);
+
+enum class Transfer { done, closed, late };
+
+Transfer send_all(int fd, const void* data, std::size_t bytes, Clock::time_point deadline);
+
+/// Receives exactly `bytes`. `keep_waiting()` is asked a few times a second and may throw.
+template <class KeepWaiting>
+Transfer recv_all(int fd, void* data, std::size_t bytes, Clock::time_point deadline,
+                  KeepWaiting&& keep_waiting) {
+  char* position = static_cast<char*>(data);
+  while (bytes > 0) {
+    const ssize_t received = ::recv(fd, position, bytes, MSG_DONTWAIT);
+    if (received > 0) {
+      position += received;
+      bytes -= static_cast<std::size_t>(received);
+    } else if (received == 0) {
+      return Transfer::closed;
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      keep_waiting();
+      if (Clock::now() >= deadline) return Transfer::late;
+      wait_for(fd, POLLIN, std::min(deadline, Clock::now() + kPollSlice));
+    } else if (errno != EINTR) {
+      return Transfer::closed;
+    }
+  }
+  return Transfer::done;
+}
+
+}  // namespace helix::comm

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// The clock, the limit and the words of a bounded wait for other ranks.
+#pragma once
+
+#include <chrono>
+
+#include <helix/error.hpp>
+
+namespace helix::comm {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+/// The time as messages tell it.
+inline double seconds(milliseconds time) {
+  return std::chrono::duration<double>(time).count();
+}
+
+inline void expect_timeout(milliseconds timeout) {
+  HELIX_EXPECTS(timeout.count() > 0, ErrorCode::invalid_argument, "timeout is ", timeout.count(),
+                " ms; it must be positive");
+}
+
+}  // namespace helix::comm

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// MPI's results as errors, and waits for it that end.
+#pragma once
+
+#include <chrono>
+#include <string>
+#include <string_view>
+#include <thread>
+
+#include <helix/cpu/mpi_comm.hpp>
+
+#include "comm/timeout.hpp"
+
+namespace helix::cpu::mpi {
+
+using comm::Clock;
+using comm::milliseconds;
+
+/// MPI's words for an error.
+std::string message_of(int code);
+
+/// @throws Error(io) unless MPI_SUCCESS.
+void check(int code, std::string_view call);
+
+/// Between MPI_Init and MPI_Finalize.
+bool is_running();
+
+int world_rank();
+
+/// Polls `done` until it holds or the deadline is past; returns whether it held. Polls once more after the
+/// deadline: this process, not the peer, may have been the one that slept.
+template <class Done>
+bool poll_until(Clock::time_point deadline, Done&& done) {
+  // Ranks may outnumber cores: yield from the first poll on, and sleep when the peer is clearly busy with its
+  // own work.
+  for (int poll = 0;; ++poll) {
+    const bool is_last = poll >= 200 && Clock::now() >= deadline;
+    if (done()) return true;
+    if (is_last) return false;
+    if (poll < 200) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(poll < 2000 ? 20 : 200));
+    }
+  }
+}
+
+/// Duplicates `comm`, collective, bounded.
+MPI_Comm duplicate(MPI_Comm comm, milliseconds timeout);
+
+}  // namespace helix::cpu::mpi

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+// Messages between pairs of ranks, and the collectives that they make.
+#include "cpu/mpi_group.hpp"
+
+#include <array>
+#include <numeric>
+#include <sstream>
+#include <utility>
+
+#include "comm/reduce.hpp"
+
+namespace helix::cpu {
+namespace mpi {
+
+thread_local Posted posted;
+
+std::string_view to_string(Operation operation) {
+  switch (operation) {
+    case Operation::all_reduce:
+      return "all_reduce";
+    case Operation::reduce_scatter:
+      return "reduce_scatter";
+    case Operation::all_gather:
+      return "all_gather";
+    case Operation::all_to_all:
+      return "all_to_all";
+    case Operation::all_to_all_v:
+      return "all_to_all_v";
+    case Operation::broadcast:
+      return "broadcast";
+    case Operation::message:
+      return "send/recv";
+    case Operation::barrier:
+      return "barrier";
+    case Operation::split:
+      return "split";
+  }
+  return "unknown";
+}
+
+}  // namespace mpi
+
+using mpi::Posted;
+using mpi::posted;
+
+namespace {
+
+/// Bytes of the longest message: MPI's counts are int. Larger transfers go in pieces of this size, which the
+/// MPI library pipelines in smaller ones anyway.
+constexpr std::int64_t kMessageBytes = 64 << 20;
+
+/// Calls post(begin, bytes) for each message; an empty transfer is one too, so that differing sizes are
+/// noticed.
+template <class Post>
+void in_messages(std::int64_t bytes, Post&& post) {
+  std::int64_t begin = 0;
+  do {
+    const std::int64_t piece = std::min(bytes - begin, kMessageBytes);
+    post(begin, static_cast<int>(piece));
+    begin += piece;
+  } while (begin < bytes);
+}
+
+}  // namespace
+
+MpiComm::Group::Group(MPI_Comm own, milliseconds limit, std::shared_ptr<mpi::Alarm> shared_alarm)
+    : comm(own), timeout(limit), alarm(std::move(shared_alarm)) {
+  mpi::check(MPI_Comm_rank(comm, &rank), "MPI_Comm_rank");
+  mpi::check(MPI_Comm_size(comm, &size), "MPI_Comm_size");
+  world_ranks.resize(static_cast<std::size_t>(size));
+  std::vector<int> ranks(world_ranks.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  MPI_Group members = MPI_GROUP_NULL;
+  MPI_Group world = MPI_GROUP_NULL;
+  mpi::check(MPI_Comm_group(comm, &members), "MPI_Comm_group");
+  mpi::check(MPI_Comm_group(MPI_COMM_WORLD, &world), "MPI_Comm_group");
+  mpi::check(MPI_Group_translate_ranks(members, size, ranks.data(), world, world_ranks.data()),
+             "MPI_Group_translate_ranks");
+  MPI_Group_free(&members);
+  MPI_Group_free(&world);
+}
+
+MpiComm::Group::~Group() {
+  if (mpi::is_running()) MPI_Comm_free(&comm);
+}
+
+void MpiComm::Group::check_alive() {
+  if (!has_failed.load(std::memory_order_acquire)) return;
+  const std::lock_guard lock(failure_mutex);
+  throw Error(failure_code, failure);
+}
+
+void MpiComm::Group::post_send(const void* buffer, std::int64_t bytes, int peer, Operation operation) {
+  in_messages(bytes, [&](std::int64_t begin, int piece) {
+    MPI_Request request = MPI_REQUEST_NULL;
+    const std::byte* source = buffer == nullptr ? nullptr : static_cast<const std::byte*>(buffer) + begin;
+    mpi::check(MPI_Isend(source, piece, MPI_BYTE, peer, static_cast<int>(operation), comm, &request),
+               "MPI_Isend");
+    posted.requests.push_back(request);
+    posted.messages.push_back({peer, false, piece});
+  });
+}
+
+void MpiComm::Group::post_recv(void* buffer, std::int64_t bytes, int peer, Operation operation) {
+  in_messages(bytes, [&](std::int64_t begin, int piece) {
+    MPI_Request request = MPI_REQUEST_NULL;
+    std::byte* target = buffer == nullptr ? nullptr : static_cast<std::byte*>(buffer) + begin;
+    mpi::check(MPI_Irecv(target, piece, MPI_BYTE, peer, static_cast<int>(operation), comm, &request),
+               "MPI_Irecv");
+    posted.requests.push_back(request);
+    posted.messages.push_back({peer, true, piece});
+  });
+}
+
+bool MpiComm::Group::test_all(int& result) {
+  int flag = 0;
+  result = MPI_Testall(static_cast<int>(posted.requests.size()), posted.requests.data(), &flag,
+                       posted.statuses.data());
+  return flag != 0 || result != MPI_SUCCESS;
+}
+
+void MpiComm::Group::wait(Operation operation) {
+  posted.statuses.resize(posted.requests.size());
+  int result = MPI_SUCCESS;
+  if (!mpi::poll_until(Clock::now() + timeout, [&] { return test_all(result); })) {
+    // Who arrives between the last poll and the look at who is missing has arrived.
+    const std::vector<int> late = late_peers();
+    if (!late.empty()) give_up(operation, late);
+    (void)test_all(result);  // all are complete
+  }
+  for (std::size_t i = 0; i < posted.messages.size(); ++i) {
+    check_message(operation, posted.messages[i], posted.statuses[i],
+                  result == MPI_ERR_IN_STATUS ? posted.statuses[i].MPI_ERROR : result);
+  }
+  posted.clear();
+}
+
+std::vector<int> MpiComm::Group::late_peers() const {
+  std::vector<int> late;
+  for (std::size_t i = 0; i < posted.requests.size(); ++i) {
+    if (posted.requests[i] == MPI_REQUEST_NULL) continue;
+    int is_complete = 0;
+    MPI_Request_get_status(posted.requests[i], &is_complete, MPI_STATUS_IGNORE);
+    if (is_complete == 0) late.push_back(name(posted.messages[i].peer));
+  }
+  std::sort(late.begin(), late.end());
+  late.erase(std::unique(late.begin(), late.end()), late.end());
+  return late;
+}
+
+void MpiComm::Group::give_up(Operation operation, const std::vector<int>& late) {
+  for (std::size_t i = 0; i < posted.requests.size(); ++i) {
+    MPI_Request& request = posted.requests[i];
+    if (request == MPI_REQUEST_NULL) continue;
+    int is_complete = 0;
+    MPI_Request_get_status(request, &is_complete, MPI_STATUS_IGNORE);
+    if (is_complete == 0 && posted.messages[i].is_recv) MPI_Cancel(&request);
+    MPI_Request_free(&request);
+  }
+  std::ostringstream names;
+  for (std::size_t i = 0; i < late.size(); ++i) names << (i == 0 ? "" : ", ") << late[i];
+  throw Error(ErrorCode::timeout, to_string(operation), ": world rank", late.size() == 1 ? " " : "s ",
+              names.str(), " did not arrive within ", helix::comm::seconds(timeout), " s; world rank ",
+              name(rank), " waited");
+}
+
+void MpiComm::Group::check_message(Operation operation, const Posted::Message& message,
+                                   const MPI_Status& status, int code) const {
+  int error_class = MPI_SUCCESS;
+  MPI_Error_class(code, &error_class);
+  if (error_class == MPI_ERR_PENDING) return;  // the error is another message's
+  HELIX_EXPECTS(error_class != MPI_ERR_TRUNCATE, ErrorCode::invalid_argument, to_string(operation),
+                ": world rank ", name(message.peer), " sent more than the ", message.bytes,
+                " bytes that world rank ", name(rank), " expects; all must call with the same sizes");
+  HELIX_EXPECTS(error_class == MPI_SUCCESS, ErrorCode::peer_failed, to_string(operation), " with world rank ",
+                name(message.peer), " failed: ", mpi::message_of(code));
+  if (!message.is_recv) return;
+  int received = 0;
+  MPI_Get_count(&status, MPI_BYTE, &received);
+  HELIX_EXPECTS(received == message.bytes, ErrorCode::invalid_argument, to_string(operation), ": world rank ",
+                name(message.peer), " sent ", received, " bytes, world rank ", name(rank), " expects ",
+                message.bytes, "; all must call with the same sizes");
+}
+
+std::byte* MpiComm::Group::scratch_of(std::int64_t bytes) {
+  if (std::ssize(scratch) < bytes) scratch.resize(static_cast<std::size_t>(bytes));
+  return scratch.data();
+}
+
+void MpiComm::Group::all_gather(Operation operation, const void* in, void* out, std::int64_t bytes) {
+  const auto equal = [=](int) { return bytes; };
+  exchange(
+      operation, [=](int) { return static_cast<const std::byte*>(in); }, equal,
+      [=](int r) { return static_cast<std::byte*>(out) + r * bytes; }, equal);
+}
+
+void MpiComm::Group::sum(const std::byte* terms, void* out, std::int64_t count, DType dtype) const {
+  const auto width = static_cast<std::int64_t>(size_bytes(dtype));
+  std::array<float, helix::comm::kReduceBlock> total;
+  for (std::int64_t begin = 0; begin < count; begin += helix::comm::kReduceBlock) {
+    const std::int64_t block = std::min(helix::comm::kReduceBlock, count - begin);
+    for (int r = 0; r < size; ++r) {
+      helix::comm::add_to_sum(total.data(), terms + (r * count + begin) * width, block, dtype, r == 0);
+    }
+    helix::comm::store_sum(static_cast<std::byte*>(out) + begin * width, total.data(), block, dtype);
+  }
+}
+
+void MpiComm::Group::all_reduce(const void* in, void* out, std::int64_t count, DType dtype) {
+  const auto width = static_cast<std::int64_t>(size_bytes(dtype));
+  const auto begin = [&](int r) { return count * r / size; };
+  std::byte* result = static_cast<std::byte*>(out);
+  const std::byte* own = result + begin(rank) * width;
+  reduce_slices(Operation::all_reduce, in, result + begin(rank) * width, dtype, begin);
+  exchange(
+      Operation::all_reduce, [&](int) { return own; },
+      [&](int) { return (begin(rank + 1) - begin(rank)) * width; },
+      [&](int r) { return result + begin(r) * width; },
+      [&](int r) { return (begin(r + 1) - begin(r)) * width; });
+}
+
+}  // namespace helix::cpu

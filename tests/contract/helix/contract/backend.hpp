@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every backend owes: each operation against its definition in double, at edge sizes, touching nothing
+// else. An engine runs these functions on its own backend, each from a Catch2 test case.
+#pragma once
+
+#include <helix/contract/exchange.hpp>
+#include <helix/contract/experts.hpp>
+#include <helix/contract/kv_cache.hpp>
+#include <helix/contract/layer.hpp>
+#include <helix/contract/queue.hpp>
+#include <helix/contract/vocabulary.hpp>

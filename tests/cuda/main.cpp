@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+// The main function of the CUDA tests.
+#define CATCH_CONFIG_RUNNER
+#include "examples/decode/cli/nccl_environment.hpp"
+#include "support/catch.hpp"
+
+int main(int argc, char** argv) {
+  helix::turn_nccl_multicast_off();
+  return Catch::Session().run(argc, argv);
+}
