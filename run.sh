@@ -7,29 +7,57 @@ usage() {
   cat <<'TEXT'
 usage: ./run.sh                     decode with both bundled checkpoints, on one rank and on several, and compare
        ./run.sh decode ARGUMENTS    helix-decode; ARGUMENTS as in ./run.sh decode --help, paths relative to where you are;
-                                    --device cuda decodes on GPUs, if there was a CUDA compiler to build with
+                                    --device cuda decodes on GPUs, where the CUDA backend is built (see below)
        ./run.sh plan [ARGUMENTS]    helix-plan: layouts, memory and step times before there are GPUs; ARGUMENTS as in
                                     ./run.sh plan --help; without any, Llama-3.1-405B at 1M tokens on a GB200 rack
        ./run.sh bench [FILTER ...]  helix-bench; FILTER is a regular expression on benchmark names
-Missing packages are installed first (apt-get; sudo only where needed). CUDA is not installed, but used where nvcc and
-NCCL are found. CXX, CXXFLAGS, CUDACXX and CMAKE_PREFIX_PATH are honoured.
+Missing packages are installed first (apt-get; sudo only where needed). CUDA is not installed. Its kernels, which take
+minutes to compile, are built where a GPU is visible and nvcc and NCCL are found, or as HELIX_CUDA=ON, OFF or AUTO in the
+environment says. CXX, CXXFLAGS, CUDACXX and CMAKE_PREFIX_PATH are honoured.
 TEXT
 }
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 build="$root/build/release"
 
-# Builds target $1 and what it needs. Configures only if that was never done or the presets changed: the rest ninja sees.
+# Whether a GPU can be used: a driver's list is not empty, or, in a container without nvidia-smi, its device is there.
+gpu_is_visible() {
+  [[ -e /dev/nvidia0 ]] || nvidia-smi -L 2>/dev/null | grep -q '^GPU'
+}
+
+# What HELIX_CUDA was in the last configuration of $build; nothing if there was none.
+configured_cuda() {
+  sed -n 's/^HELIX_CUDA:[A-Z]*=//p' "$build/CMakeCache.txt" 2>/dev/null || true
+}
+
+# What to build: as the environment says; else as the machine is now; without a GPU as it was last built, since test.sh may have
+# compiled the kernels already.
+choose_cuda() {
+  local last
+  last="$(configured_cuda)"
+  if [[ -n "${HELIX_CUDA:-}" ]]; then
+    echo "$HELIX_CUDA"
+  elif gpu_is_visible; then
+    echo AUTO
+  else
+    echo "${last:-OFF}"
+  fi
+}
+
+# Builds target $1 and what it needs. Configures only if that was never done, the presets changed, or CUDA is asked for differently:
+# the rest ninja sees.
 build_target() {
   "$root/cmake/install_packages.sh"
-  if [[ ! -f "$build/build.ninja" || "$root/CMakePresets.json" -nt "$build/build.ninja" ]]; then
-    local launcher=()
+  local cuda
+  cuda="$(choose_cuda)"
+  if [[ ! -f "$build/build.ninja" || "$root/CMakePresets.json" -nt "$build/build.ninja" || "$cuda" != "$(configured_cuda)" ]]; then
+    local options=("-DHELIX_CUDA=$cuda")
     if command -v ccache >/dev/null; then
-      launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+      options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
       # Not an option, which CMake would call unused on a machine without CUDA.
       export CMAKE_CUDA_COMPILER_LAUNCHER="${CMAKE_CUDA_COMPILER_LAUNCHER:-ccache}"
     fi
-    cmake -S "$root" --preset cpu "${launcher[@]}" >&2
+    cmake -S "$root" --preset cpu "${options[@]}" >&2
   fi
   # Standard output belongs to the program that is built here.
   cmake --build "$build" --target "$1" >&2

@@ -12,8 +12,8 @@ usage: ./test.sh [OPTION ...] [-- CTEST_ARGUMENTS]
   --no-mpi         as on a machine without MPI
   --no-cuda        as on a machine without CUDA
 Missing packages are installed first (apt-get; sudo only where needed). CUDA is not installed, but used where nvcc and
-NCCL are found; tests that need more GPUs than there are count as skipped. CXX, CXXFLAGS, CUDACXX and CMAKE_PREFIX_PATH
-are honoured.
+NCCL are found, unless HELIX_CUDA=OFF is in the environment (ON: fail without them); tests that need more GPUs than there
+are count as skipped. CXX, CXXFLAGS, CUDACXX and CMAKE_PREFIX_PATH are honoured.
 The last line counts the tests: "N passed, N failed, N skipped".
 TEXT
 }
@@ -55,9 +55,12 @@ if $without_mpi; then
 else
   "$root/cmake/install_packages.sh" --tests
 fi
+# Said each time, since run.sh may have left another choice in the same folder. The sanitizers' presets have no CUDA.
 if $without_cuda; then
   build+="-no-cuda"
   cmake_options+=(-DHELIX_CUDA=OFF)
+elif [[ "$preset" == cpu ]]; then
+  cmake_options+=("-DHELIX_CUDA=${HELIX_CUDA:-AUTO}")
 fi
 if command -v ccache >/dev/null; then
   cmake_options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)

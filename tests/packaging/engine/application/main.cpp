@@ -3,6 +3,7 @@
 #include <cstdio>
 
 #include <engine.hpp>
+
 #include <helix/error.hpp>
 
 namespace {
