@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// A rank that fails inside decode_layer is named by all others, and none hangs.
+#include <chrono>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <helix/decode_layer.hpp>
+
+#include "support/catch.hpp"
+#include "support/layer_fixture.hpp"
+#include "support/oracle.hpp"
+#include "support/ranks.hpp"
+
+namespace helix::test {
+namespace {
+
+using CpuBackend = cpu::Backend<cpu::LocalComm>;
+
+/// cpu::Backend one of whose operations fails, on the host when it is queued or on the stream when it runs.
+class FailingBackend : public CpuBackend {
+ public:
+  using CpuBackend::CpuBackend;
+
+  void fail_in(std::string_view operation, bool on_host) {
+    operation_ = operation;
+    on_host_ = on_host;
+  }
+  void append_kv(const AppendKvArgs<float>& args, Stream stream) const {
+    strike("append_kv", stream);
+    CpuBackend::append_kv(args, stream);
+  }
+  void partial_attention(const PartialAttentionArgs<float>& args, Stream stream) const {
+    strike("partial_attention", stream);
+    CpuBackend::partial_attention(args, stream);
+  }
+  void combine_exchange(const CheckExchangeArgs& check, const LseCombineArgs<float>& combine,
+                        Stream stream) const {
+    strike("combine_exchange", stream);
+    CpuBackend::combine_exchange(check, combine, stream);
+  }
+  void swiglu(const SwigluArgs<float>& args, Stream stream) const {
+    strike("swiglu", stream);
+    CpuBackend::swiglu(args, stream);
+  }
+
+ private:
+  void strike(std::string_view operation, Stream stream) const {
+    if (operation != operation_) return;
+    const auto fail = [] { throw Error(ErrorCode::internal, "a deliberate failure"); };
+    if (on_host_) fail();
+    stream.enqueue(fail);
+  }
+
+  std::string_view operation_;
+  bool on_host_ = false;
+};
+
+static_assert(Backend<FailingBackend>);
+
+TEST_CASE("A rank that fails inside a layer is named by all others, and none hangs") {
+  const oracle::Layer layer = random_layer({}, 8);
+  const Script script = ragged_script(5, layer.hidden, 9);
+  const Topology topo({.kvp = 2, .tpa = 2}, shape_of(layer));
+  for (const char* operation : {"append_kv", "partial_attention", "combine_exchange", "swiglu"}) {
+    for (const bool on_host : {false, true}) {
+      for (const int slices : {1, 4}) {
+        for (const int culprit : {0, 3}) {
+          CAPTURE(operation, on_host, slices, culprit);
+          const auto started = std::chrono::steady_clock::now();
+          const RankOutcomes outcomes = run_ranks(4, [&](cpu::LocalComm& comm) {
+            auto backend = make_backend<FailingBackend>(topo, comm);
+            LayerRank<FailingBackend> rank(backend, topo, layer, script, {.hop_b_slices = slices});
+            rank.run(script.steps[0]);
+            if (comm.rank() == culprit) backend.fail_in(operation, on_host);
+            for (std::size_t s = 1; s < script.steps.size(); ++s) rank.run(script.steps[s]);
+          });
+          CHECK(std::chrono::steady_clock::now() - started < std::chrono::seconds(20));
+          for (int r = 0; r < 4; ++r) {
+            CAPTURE(r, outcomes.message(r));
+            CHECK(outcomes.message(r).find("a deliberate failure") != std::string::npos);
+            CHECK(outcomes.code(r) == (r == culprit ? ErrorCode::internal : ErrorCode::peer_failed));
+            if (r != culprit)
+              CHECK(outcomes.message(r).find("rank " + std::to_string(culprit)) != std::string::npos);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("A host failure inside a layer aborts the stage without the caller's help") {
+  const oracle::Layer layer = random_layer({}, 8);
+  const Script script = ragged_script(2, layer.hidden, 9);
+  const Topology topo({.kvp = 2}, shape_of(layer));
+  std::vector<cpu::LocalComm> stages = cpu::LocalComm::create_group(2);
+  std::vector<std::string> seen(2);
+  // The culprit swallows its exception and stays, so nobody but decode_layer tells the other rank.
+  run_ranks_or_throw(2, [&](cpu::LocalComm& comm) {
+    const auto me = static_cast<std::size_t>(comm.rank());
+    auto backend = make_backend<FailingBackend>(topo, stages[me]);
+    LayerRank<FailingBackend> rank(backend, topo, layer, script, {});
+    if (me == 0) backend.fail_in("swiglu", true);
+    try {
+      rank.run(script.steps[0]);
+    } catch (const Error& error) {
+      seen[me] = std::string(to_string(error.code())) + ": " + error.what();
+    }
+  });
+  CHECK(seen[0] == "internal: a deliberate failure");
+  CHECK(seen[1].rfind("peer_failed: ", 0) == 0);
+  CHECK(seen[1].find("a deliberate failure") != std::string::npos);
+}
+
+}  // namespace
+}  // namespace helix::test

@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: Apache-2.0
+// ShardedKVCache refuses what contradicts itself, on every rank alike, and changes nothing.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <helix/cpu/backend.hpp>
+#include <helix/page_ledger.hpp>
+#include <helix/sharded_kv_cache.hpp>
+
+#include "support/cache_stage.hpp"
+#include "support/catch.hpp"
+
+using namespace helix::test::cache;
+
+TEST_CASE("writing into a page that another sequence shares is refused") {
+  KvCacheSpec spec;
+  spec.format = DType::f32;
+  spec.layers = 1;
+  spec.page_tokens = 4;
+  spec.chunk = 4;
+  spec.pages = 10;
+  Stage stage({.kvp = 2, .kv_heads = 1}, spec);
+  Cache& cache = stage.cache(1);
+  Stream& stream = stage.stream(1);
+  const SequenceId parent = cache.add();
+  cache.append(parent, 20, stream);
+  const SequenceId child = cache.fork(parent, 20, stream);
+  const std::vector<float> rows(20 * 8);
+  const auto write = [&](SequenceId id, std::int64_t first, std::int64_t count) {
+    const TensorView<const float, 3> view(rows.data(), {count, 1, 8});
+    cache.write(id, 0, first, view, view, stream);
+  };
+  CHECK_THROWS_WITH(write(parent, 0, 1), Catch::Contains("another sequence shares"));
+  CHECK_THROWS_AS(write(child, 15, 2), Error);
+  CHECK_NOTHROW(write(child, 16, 4));
+  CHECK_NOTHROW(write(child, 3, 0));
+  cache.release(child);
+  CHECK_NOTHROW(write(parent, 0, 20));
+  stream.synchronize();
+}
+
+TEST_CASE("ids that are stale, foreign or made up are refused everywhere") {
+  KvCacheSpec spec;
+  spec.format = DType::f32;
+  spec.layers = 1;
+  spec.pages = 4;
+  spec.max_sequences = 2;
+  Stage stage({.kv_heads = 1}, spec);
+  Cache& cache = stage.cache(0);
+  Stream& stream = stage.stream(0);
+  const SequenceId released = cache.add();
+  cache.release(released);
+  const SequenceId live = cache.add();
+  CHECK(live.slot == released.slot);
+  CHECK_FALSE(live == released);
+  KvCacheSpec other_spec = spec;
+  other_spec.tag = 1;
+  Stage other({.kv_heads = 1}, other_spec);
+  const SequenceId foreign = other.add();
+  SequenceId far = live;
+  far.slot = 2;
+  SequenceId future = live;
+  ++future.generation;
+  SequenceId unused = live;
+  unused.slot = 1;
+  for (const SequenceId id : {SequenceId{}, released, foreign, far, future, unused}) {
+    CAPTURE(id.cache, id.slot, id.generation);
+    const TensorView<const float, 3> none(nullptr, {0, 1, 8});
+    const TensorView<float, 3> none_out(nullptr, {0, 1, 8});
+    const std::vector<std::function<void()>> calls{[&] { cache.release(id); },
+                                                   [&] { cache.reserve(id, 1); },
+                                                   [&] { cache.append(id, 1, stream); },
+                                                   [&] { cache.truncate(id, 0); },
+                                                   [&] { cache.fork(id, 0, stream); },
+                                                   [&] { cache.write(id, 0, 0, none, none, stream); },
+                                                   [&] {
+                                                     cache.read(id, 0, {0, 0}, none_out, none_out, stream);
+                                                   },
+                                                   [&] { (void)cache.slot(id); },
+                                                   [&] { (void)cache.length(id); },
+                                                   [&] { (void)cache.local_length(id); },
+                                                   [&] { (void)cache.ledger().pages(id, 0); },
+                                                   [&] { (void)cache.ledger().reserved_tokens(id); }};
+    for (const auto& call : calls) {
+      const auto failure = failure_of(call);
+      REQUIRE(failure);
+      CHECK(failure->code == ErrorCode::invalid_argument);
+      CHECK(contains(failure->what, "sequence (slot "));
+    }
+  }
+  CHECK(contains(failure_of([&] { cache.release(released); })->what,
+                 "was released; another one uses its slot now"));
+  CHECK(cache.length(live) == 0);
+  CHECK(cache.ledger().num_sequences() == 1);
+}
+
+TEST_CASE("calls whose arguments contradict each other are refused and change nothing") {
+  KvCacheSpec spec;
+  spec.format = DType::f32;
+  spec.layers = 2;
+  spec.pages = 4;
+  spec.page_tokens = 4;
+  Stage stage({.kv_heads = 2}, spec);
+  Cache& cache = stage.cache(0);
+  Stream& stream = stage.stream(0);
+  const SequenceId a = cache.add();
+  const SequenceId b = cache.add();
+  cache.append(a, 6, stream);
+  const Snapshot before = snapshot_of(cache.ledger(), {a, b});
+  std::vector<float> rows(6 * 2 * 8);
+  const auto view = [&](std::int64_t n, std::int64_t h, std::int64_t d) {
+    return TensorView<const float, 3>(rows.data(), {n, h, d});
+  };
+  const auto out = [&](std::int64_t n, std::int64_t h, std::int64_t d) {
+    return TensorView<float, 3>(rows.data(), {n, h, d});
+  };
+  const std::vector<SequenceId> twice{a, b, a};
+  const std::vector<std::int64_t> three{1, 1, 1};
+  const std::vector<std::int64_t> two{1, 1};
+  const std::vector<std::int64_t> negative{1, -1};
+  const std::vector<std::int64_t> huge{1, std::numeric_limits<std::int64_t>::max()};
+  const std::vector<std::function<void()>> calls{
+      [&] { cache.append(twice, three, stream); },
+      [&] { cache.append(twice, two, stream); },
+      [&] { cache.append(std::span(twice).first(2), negative, stream); },
+      [&] { cache.append(std::span(twice).first(2), huge, stream); },
+      [&] { cache.append(a, -1, stream); },
+      [&] { cache.add(-1); },
+      [&] { cache.reserve(a, -1); },
+      [&] { cache.truncate(a, 7); },
+      [&] { cache.truncate(a, -1); },
+      [&] { cache.fork(a, 7, stream); },
+      [&] { cache.fork(a, -1, stream); },
+      [&] { cache.write(a, 2, 0, view(1, 2, 8), view(1, 2, 8), stream); },
+      [&] { cache.write(a, -1, 0, view(1, 2, 8), view(1, 2, 8), stream); },
+      [&] { cache.write(a, 0, 6, view(1, 2, 8), view(1, 2, 8), stream); },
+      [&] { cache.write(a, 0, -1, view(1, 2, 8), view(1, 2, 8), stream); },
+      [&] {
+        cache.write(a, 0, std::numeric_limits<std::int64_t>::max(), view(1, 2, 8), view(1, 2, 8), stream);
+      },
+      [&] { cache.write(a, 0, 0, view(1, 1, 8), view(1, 1, 8), stream); },
+      [&] { cache.write(a, 0, 0, view(1, 2, 7), view(1, 2, 8), stream); },
+      [&] { cache.write(a, 0, 0, view(1, 2, 8), view(1, 2, 9), stream); },
+      [&] { cache.write(a, 0, 0, view(2, 2, 8), view(1, 2, 8), stream); },
+      [&] {
+        cache.write(a, 0, 0, {rows.data(), {1, 2, 8}, {32, 16, 2}}, view(1, 2, 8), stream);
+      },
+      [&] {
+        cache.read(a, 0, {0, 7}, out(7, 2, 8), out(7, 2, 8), stream);
+      },
+      [&] {
+        cache.read(a, 0, {-1, 2}, out(3, 2, 8), out(3, 2, 8), stream);
+      },
+      [&] {
+        cache.read(a, 0, {3, 2}, out(0, 2, 8), out(0, 2, 8), stream);
+      },
+      [&] {
+        cache.read(a, 0, {0, 2}, out(1, 2, 8), out(1, 2, 8), stream);
+      },
+      [&] {
+        cache.read(a, 2, {0, 2}, out(2, 2, 8), out(2, 2, 8), stream);
+      },
+      [&] { (void)cache.layer(2); },
+      [&] { (void)cache.ledger().pages(a, 1); }};
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    CAPTURE(i);
+    const auto failure = failure_of(calls[i]);
+    REQUIRE(failure);
+    CHECK(failure->code == ErrorCode::invalid_argument);
+    CHECK(snapshot_of(cache.ledger(), {a, b}) == before);
+  }
+  stream.synchronize();
+}
+
+TEST_CASE("bad cache sizes fail at construction") {
+  KvCacheSpec good;
+  good.format = DType::fp8_e4m3;
+  good.layers = 2;
+  good.pages = 4;
+  const StageSpec gqa{.kv_heads = 3};
+  const auto refused = [&](const char* part, const std::function<void(KvCacheSpec&)>& spoil,
+                           StageSpec stage_spec) {
+    KvCacheSpec spec = good;
+    spoil(spec);
+    const auto failure = failure_of([&] { Stage(stage_spec, spec); });
+    INFO(part);
+    REQUIRE(failure);
+    CAPTURE(failure->what);
+    CHECK(contains(failure->what, part));
+  };
+  REQUIRE_FALSE(failure_of([&] { Stage(gqa, good); }));
+  refused(
+      "layers is 0", [](KvCacheSpec& s) { s.layers = 0; }, gqa);
+  refused(
+      "pages is 0", [](KvCacheSpec& s) { s.pages = 0; }, gqa);
+  refused(
+      "page_tokens is 0", [](KvCacheSpec& s) { s.page_tokens = 0; }, gqa);
+  refused(
+      "chunk is 0", [](KvCacheSpec& s) { s.chunk = 0; }, gqa);
+  refused(
+      "max_sequences is -1", [](KvCacheSpec& s) { s.max_sequences = -1; }, gqa);
+  refused(
+      "max_tokens is -1", [](KvCacheSpec& s) { s.max_tokens = -1; }, gqa);
+  refused(
+      "pages is 9223372036854775807",
+      [](KvCacheSpec& s) { s.pages = std::numeric_limits<std::int64_t>::max(); }, gqa);
+  refused(
+      "format is no DType", [](KvCacheSpec& s) { s.format = static_cast<DType>(99); }, gqa);
+  refused(
+      "2 k_scales; give 1, one for each of the 3 KV heads, or 2 * 3",
+      [](KvCacheSpec& s) {
+        s.k_scales = {1, 2};
+      },
+      gqa);
+  refused(
+      "v_scales hold 0", [](KvCacheSpec& s) { s.v_scales = {0}; }, gqa);
+  refused(
+      "only fp8_e4m3 is scaled",
+      [](KvCacheSpec& s) {
+        s.k_scales = {1};
+        s.format = DType::bf16;
+      },
+      gqa);
+  refused("give k_scales only", [](KvCacheSpec& s) { s.v_scales = {1}; },
+          {.is_mla = true, .head_dim = 9, .value_dim = 7});
+  refused("value_dim 9 exceeds head_dim 8", [](KvCacheSpec&) {},
+          {.kv_heads = 1, .head_dim = 8, .value_dim = 9});
+
+  const Topology topology(widths_of({.kvp = 2, .kv_heads = 1}), shape_of({.kvp = 2, .kv_heads = 1}));
+  CpuBackend alone;
+  CHECK(contains(failure_of([&] { Cache(alone, topology, good); })->what,
+                 "the stage communicator has 1 ranks but the topology 2"));
+  CpuBackend crossed(LocalComm::create_group(2)[1], LocalComm::create_group(2)[0]);
+  CHECK(contains(failure_of([&] { Cache(crossed, topology, good); })->what,
+                 "places stage_rank 1 at kvp_rank 1 of 2"));
+}

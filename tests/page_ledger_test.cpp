@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+// PageLedger: all ranks decide alike, and no page has two owners.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <helix/cpu/backend.hpp>
+#include <helix/page_ledger.hpp>
+#include <helix/sharded_kv_cache.hpp>
+
+#include "support/cache_stage.hpp"
+#include "support/catch.hpp"
+
+using namespace helix::test::cache;
+
+TEST_CASE("ledgers of all ranks agree under random operations, and no page has two owners") {
+  for (std::uint32_t seed = 1; seed <= 24; ++seed) {
+    CAPTURE(seed);
+    std::mt19937 random(seed);
+    const auto below = [&](std::int64_t n) {
+      return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(n));
+    };
+    const std::int64_t kvp = 1 + below(8);
+    PageLedgerSpec spec;
+    spec.layout = KvLayout(kvp, 1 + below(20));
+    spec.page_tokens = 1 + below(20);
+    spec.pages = 20 + below(40);
+    spec.max_sequences = 8;
+    std::vector<PageLedger> ledgers;
+    for (std::int64_t rank = 0; rank < kvp; ++rank) ledgers.emplace_back(spec, rank);
+    CAPTURE(kvp, spec.layout.chunk(), spec.page_tokens, spec.pages);
+
+    struct Live {
+      SequenceId id;
+      std::int64_t length = 0;
+      std::int64_t reserved = 0;
+    };
+    std::vector<Live> live;
+    const auto on_all = [&](const std::function<void(PageLedger&)>& act) {
+      std::optional<Failure> first;
+      for (std::int64_t rank = 0; rank < kvp; ++rank) {
+        const auto failure = failure_of([&] { act(ledgers[static_cast<std::size_t>(rank)]); });
+        if (rank == 0) first = failure;
+        REQUIRE(failure == first);
+      }
+      if (first) REQUIRE(first->code == ErrorCode::capacity);
+      return !first.has_value();
+    };
+    for (int step = 0; step < 400; ++step) {
+      CAPTURE(step);
+      const std::int64_t action = below(10);
+      const std::int64_t pool_tokens = spec.pages * spec.page_tokens * kvp;
+      Live* const one = live.empty()
+                            ? nullptr
+                            : &live[static_cast<std::size_t>(below(static_cast<std::int64_t>(live.size())))];
+      if (one == nullptr || action == 0) {
+        Live added;
+        added.reserved = below(pool_tokens / 4);
+        if (on_all([&](PageLedger& l) { added.id = l.add(added.reserved); })) live.push_back(added);
+      } else if (action < 4) {
+        const std::int64_t count = below(pool_tokens / 6);
+        const bool must_fit = one->length + count <= one->reserved;
+        const bool fits = on_all([&](PageLedger& l) { l.append({&one->id, 1}, {&count, 1}); });
+        if (must_fit) REQUIRE(fits);  // a reservation is a promise
+        if (fits) one->length += count;
+      } else if (action < 6) {
+        one->length = below(one->length + 1);
+        REQUIRE(on_all([&](PageLedger& l) { l.truncate(one->id, one->length); }));
+        const std::int64_t reserved = ledgers.front().reserved_tokens(one->id);
+        REQUIRE((reserved == one->reserved || reserved == 0));
+        one->reserved = reserved;
+      } else if (action < 8) {
+        Live child;
+        child.length = below(one->length + 1);
+        if (on_all([&](PageLedger& l) { child.id = l.fork(one->id, child.length); })) live.push_back(child);
+      } else if (action == 8) {
+        const std::int64_t total = below(pool_tokens);
+        if (on_all([&](PageLedger& l) { l.reserve(one->id, total); }) && total > one->length) {
+          one->reserved = std::max(one->reserved, total);
+        }
+      } else {
+        REQUIRE(on_all([&](PageLedger& l) { l.release(one->id); }));
+        live.erase(live.begin() + (one - live.data()));
+      }
+
+      std::vector<SequenceId> ids;
+      for (const Live& sequence : live) ids.push_back(sequence.id);
+      const Snapshot first = snapshot_of(ledgers.front(), ids);
+      for (const PageLedger& ledger : ledgers) REQUIRE(snapshot_of(ledger, ids) == first);
+      for (std::int64_t rank = 0; rank < kvp; ++rank) {
+        std::set<std::int32_t> used;
+        for (const Live& sequence : live) {
+          const auto pages = ledgers.front().pages(sequence.id, rank);
+          const std::int64_t local = owned_count(sequence.length, kvp, spec.layout.chunk(), rank);
+          REQUIRE(static_cast<std::int64_t>(pages.size()) ==
+                  (local + spec.page_tokens - 1) / spec.page_tokens);
+          const std::set<std::int32_t> distinct(pages.begin(), pages.end());
+          REQUIRE(distinct.size() == pages.size());
+          for (const std::int32_t page : pages) REQUIRE((page >= 0 && page < spec.pages));
+          used.insert(distinct.begin(), distinct.end());
+        }
+        REQUIRE(static_cast<std::int64_t>(used.size()) == ledgers.front().pages_used(rank));
+        REQUIRE(ledgers.front().pages_free(rank) >= 0);
+      }
+    }
+    for (const Live& sequence : live) on_all([&](PageLedger& l) { l.release(sequence.id); });
+    for (const PageLedger& ledger : ledgers) {
+      for (std::int64_t rank = 0; rank < kvp; ++rank) CHECK(ledger.pages_free(rank) == spec.pages);
+    }
+  }
+}
+
+TEST_CASE("exhaustion on one rank throws on all of them, with the numbers, and changes nothing") {
+  // Chunk 4, KVP 2, pages of 4: 12 tokens take two pages on rank 0 and one on rank 1.
+  KvCacheSpec spec;
+  spec.format = DType::f32;
+  spec.layers = 1;
+  spec.page_tokens = 4;
+  spec.chunk = 4;
+  spec.pages = 3;
+  spec.max_sequences = 3;
+  spec.max_tokens = 100;
+  Stage stage({.kvp = 2, .kv_heads = 1}, spec);
+  const SequenceId a = stage.add();
+  const SequenceId b = stage.add();
+  const std::vector<SequenceId> both{a, b};
+  REQUIRE_FALSE(stage.on_all([&](Cache& cache, Stream& stream) { cache.append(a, 12, stream); }));
+  const Snapshot before = snapshot_of(stage.cache(0).ledger(), both);
+  CHECK(stage.cache(0).pages_free() == 1);
+  CHECK(stage.cache(1).pages_free() == 2);
+
+  // Rank 1 could serve this alone; rank 0 cannot.
+  const auto failure = stage.on_all([&](Cache& cache, Stream& stream) { cache.append(b, 12, stream); });
+  REQUIRE(failure);
+  CHECK(failure->code == ErrorCode::capacity);
+  CHECK(failure->what ==
+        "append needs 2 more pages on kvp_rank 0 but 1 of 3 are free (2 hold tokens, 0 are reserved); "
+        "release or truncate sequences, or build the KV cache with more pages");
+  // A batch is all or nothing, although its first sequence would fit.
+  const std::vector<std::int64_t> counts{4, 9};
+  CHECK(stage.on_all([&](Cache& cache, Stream& stream) { cache.append(both, counts, stream); }));
+  CHECK(stage.on_all([&](Cache& cache, Stream&) { cache.reserve(b, 9); }));
+  CHECK(stage.on_all([&](Cache& cache, Stream&) { cache.add(9); }));
+  CHECK(stage.on_all([&](Cache& cache, Stream& stream) { cache.append(b, 101, stream); })->what ==
+        "append: a sequence of 101 tokens exceeds max_tokens 100 of the KV cache; build it with a larger "
+        "max_tokens");
+  CHECK(stage.on_all([&](Cache& cache, Stream&) { cache.reserve(b, 101); })->code == ErrorCode::capacity);
+  CHECK(stage.on_all([&](Cache& cache, Stream&) { cache.add(101); })->code == ErrorCode::capacity);
+  for (int rank = 0; rank < 2; ++rank) CHECK(snapshot_of(stage.cache(rank).ledger(), both) == before);
+
+  const SequenceId c = stage.add();
+  const auto slots = stage.on_all([&](Cache& cache, Stream&) { cache.add(); });
+  REQUIRE(slots);
+  CHECK(contains(slots->what, "all 3 sequences of the KV cache are in use"));
+  CHECK(stage.on_all([&](Cache& cache, Stream& stream) { cache.fork(a, 0, stream); })->code ==
+        ErrorCode::capacity);
+  REQUIRE_FALSE(stage.on_all([&](Cache& cache, Stream&) { cache.release(c); }));
+  // The fork shares 8 of 12 tokens (one page on each rank) and copies a page on rank 0: it fits once, not
+  // twice.
+  SequenceId child;
+  REQUIRE_FALSE(stage.on_all([&](Cache& cache, Stream& stream) { child = cache.fork(a, 12, stream); }));
+  CHECK(stage.cache(0).pages_free() == 0);
+  CHECK(stage.cache(1).pages_free() == 2);
+  REQUIRE_FALSE(stage.on_all([&](Cache& cache, Stream&) { cache.release(b); }));
+  CHECK(contains(stage.on_all([&](Cache& cache, Stream& stream) { cache.fork(a, 12, stream); })->what,
+                 "fork needs 1 more pages on kvp_rank 0"));
+}
+
+TEST_CASE("a reservation keeps its pages from others and shrinks as the sequence grows into it") {
+  PageLedgerSpec spec;
+  spec.layout = KvLayout(2, 2);
+  spec.page_tokens = 2;
+  spec.pages = 5;
+  PageLedger ledger(spec, 0);
+  const SequenceId a = ledger.add(12);  // 6 local tokens a rank: 3 pages
+  const SequenceId b = ledger.add();
+  CHECK(ledger.pages_free(0) == 2);
+  CHECK(ledger.pages_used(0) == 0);
+  const auto append = [&](SequenceId id, std::int64_t count) { ledger.append({&id, 1}, {&count, 1}); };
+  append(b, 8);
+  CHECK(ledger.pages_free(0) == 0);
+  CHECK_THROWS_AS(append(b, 1), Error);
+  for (int i = 0; i < 12; ++i) append(a, 1);
+  CHECK_THROWS_AS(append(a, 1), Error);
+  CHECK(ledger.pages_used(1) == 5);
+  // Truncation puts pages back into the reservation, not into the pool.
+  ledger.truncate(a, 3);
+  CHECK(ledger.reserved_tokens(a) == 12);
+  CHECK(ledger.pages_free(0) == 0);
+  CHECK(ledger.pages_used(0) == 3);
+  append(a, 9);
+  ledger.reserve(a, 5);  // less than there is: nothing
+  CHECK(ledger.pages_used(0) == 5);
+  ledger.release(a);
+  CHECK(ledger.pages_free(0) == 3);
+}
+
+TEST_CASE("the default max_tokens is what fits into the pages") {
+  for (const auto& [kvp, chunk, page, pages] : {std::tuple{1, 1, 1, 1}, std::tuple{4, 16, 64, 3},
+                                                std::tuple{3, 7, 4, 5}, std::tuple{2, 100, 16, 3}}) {
+    CAPTURE(kvp, chunk, page, pages);
+    PageLedger ledger({.layout = KvLayout(kvp, chunk), .page_tokens = page, .pages = pages}, 0);
+    const std::int64_t most = ledger.spec().max_tokens;
+    CHECK(ledger.max_pages() == pages);
+    const SequenceId id = ledger.add(most);
+    CHECK(ledger.pages_free(0) == 0);
+    CHECK_THROWS_AS(ledger.reserve(id, most + 1), Error);
+    std::int64_t local = 0;
+    for (std::int64_t r = 0; r < kvp; ++r) local = std::max(local, owned_count(most + 1, kvp, chunk, r));
+    CHECK(local > static_cast<std::int64_t>(page) * pages);
+  }
+}
