@@ -23,6 +23,7 @@ function(helix_add_library name)
     CXX_VISIBILITY_PRESET hidden
     CUDA_VISIBILITY_PRESET hidden
     INSTALL_RPATH "$<IF:$<PLATFORM_ID:Darwin>,@loader_path,$ORIGIN>"  # the libraries find each other wherever the package lies
+    INSTALL_RPATH_USE_LINK_PATH ON  # and what they link outside of the system's folders, such as the CUDA toolkit
     VERSION ${PROJECT_VERSION}
     SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})  # before 1.0 a minor version may break the interface
   helix_set_warnings(${target})

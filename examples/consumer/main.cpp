@@ -73,8 +73,9 @@ int main() {
                                        {.max_tokens = 1, .num_query_heads = kHeads, .value_dim = kHeadDim});
   helix::HopB<Backend> hop_b(backend, /*max_slices=*/1);
   helix::BatchBuffer<Backend> batch(backend, /*max_sequences=*/1, /*max_tokens=*/1);
+  const helix::RankShape shape = topo.rank_shape(/*stage_rank=*/0);
   Backend::Buffer workspace =
-      backend.allocate(helix::decode_layer_workspace_bytes(backend, topo, config, /*max_tokens=*/1, 1));
+      backend.allocate(helix::decode_layer_workspace_bytes(backend, shape, /*max_tokens=*/1));
   const helix::DecodeLayerOptions<Backend> options{
       .exchange = &exchange, .hop_b = &hop_b, .workspace = {workspace.data(), workspace.size_bytes()}};
 
@@ -85,8 +86,8 @@ int main() {
     const std::int32_t offsets[] = {0, 1};
     const std::int32_t slots[] = {cache.slot(sequence)};
     batch.set(offsets, {&position, 1}, slots, stream);
-    helix::decode_layer(backend, topo, config, weights, cache.layer(0), batch.batch(),
-                        helix::TensorView<float, 2>(hidden.data(), {1, kHidden}), options, stream);
+    helix::decode_layer(backend, shape, config, weights, cache.layer(0), batch.batch(),
+                        {hidden.data(), {1, kHidden}}, options, stream);
     backend.synchronize(stream);
     for (float& value : hidden) value /= 1.0f + std::abs(value);  // stands in for the rest of the model
   }
