@@ -17,8 +17,8 @@
 #include <helix/batch_buffer.hpp>
 #include <helix/cpu/backend.hpp>
 #include <helix/decode_layer.hpp>
-#include <helix/job_comms.hpp>
 #include <helix/hop_b.hpp>
+#include <helix/job_comms.hpp>
 #include <helix/kvp_all_to_all.hpp>
 #include <helix/layer_weights.hpp>
 #include <helix/sharded_kv_cache.hpp>
