@@ -81,35 +81,6 @@ struct TokenPlace {
   __device__ __forceinline__ bool has(int row) const { return row >= first && row < last; }
 };
 
-/// Rows of any strides, one bulk copy each of K and V a row.
-template <int kDim>
-struct RowCopies {
-  static constexpr unsigned kArrivals = 1;
-  static constexpr unsigned kRowBytes = kDim * 2u;
-
-  TokenPlace place;
-
-  template <class Plan>
-  __device__ __forceinline__ void look_up(const AttentionParams& p, const Plan& plan, const TileCursor& at) {
-    place.look_up(p, plan, at);
-  }
-
-  __device__ __forceinline__ void issue(const AttentionParams& p, const TileCursor& at, unsigned stage,
-                                        unsigned barrier) const {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const int tokens = max(0, place.last - place.first);
-    if (lane == 0) barrier_expect(barrier, static_cast<unsigned>(tokens) * 2u * kRowBytes);
-    __syncwarp();
-    if (place.has(lane)) {
-      const unsigned to = stage + static_cast<unsigned>(lane) * kRowBytes;
-      copy_bulk(to, p.k.at(place.page, at.head, place.in_page), kRowBytes, barrier);
-      copy_bulk(to + kTileTokens * kRowBytes, p.v.at(place.page, at.head, place.in_page), kRowBytes, barrier);
-    }
-  }
-
-  static __device__ __forceinline__ void fence() { fence_before_copy(); }
-};
-
 /// Rows of any strides, 16 bytes a lane and copy: the lanes of a warp walk whole rows side by side.
 template <int kDim>
 struct ChunkCopies {

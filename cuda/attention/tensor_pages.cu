@@ -11,16 +11,15 @@ bool has_hopper_code() {
   return attributes.ptxVersion >= 90;
 }
 
-// K and V at the same places of their pools; a page of one token is a run of one row.
-const AttentionKernel kTensorPages{
-    .fits =
-        [](const AttentionCall& call) {
-          const KvFormat& format = call.kv.format;
-          return fits_tensor(call) && format.k == format.v &&
-                 (format.k.token == format.head_dim || format.page_tokens == 1);
-        },
-    .rows = tensor_rows,
-    .has_fixed_rows = false,
-    .launch = TensorLaunch<PageCopies>::run};
+// K and V at the same places of their pools.
+const AttentionKernel kTensorPages{.fits =
+                                       [](const AttentionCall& call) {
+                                         const KvFormat& format = call.kv.format;
+                                         return fits_tensor(call) && format.k == format.v &&
+                                                format.k.token == format.head_dim;
+                                       },
+                                   .rows = tensor_rows,
+                                   .has_fixed_rows = false,
+                                   .launch = TensorLaunch<PageCopies>::run};
 
 }  // namespace helix::cuda
