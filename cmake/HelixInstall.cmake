@@ -24,6 +24,8 @@ endfunction()
 
 helix_install(core helix_core)
 helix_install(comm helix_comm)
+helix_install(contract helix_contract)
+install(DIRECTORY "${PROJECT_SOURCE_DIR}/tests/contract/helix" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}" COMPONENT helix)
 helix_install(plan helix_plan)
 if(HELIX_HAS_CPU)
   helix_install(cpu helix_cpu)

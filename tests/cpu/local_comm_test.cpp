@@ -10,11 +10,11 @@
 #include <vector>
 
 #include <helix/backend.hpp>
+#include <helix/contract/catch.hpp>
+#include <helix/contract/communicator.hpp>
 #include <helix/cpu/local_comm.hpp>
 #include <helix/error.hpp>
 
-#include "support/catch.hpp"
-#include "support/communicator_contract.hpp"
 #include "support/ranks.hpp"
 
 using namespace std::chrono_literals;
@@ -43,7 +43,7 @@ RankOutcomes run_failing(int size, Body body, std::chrono::milliseconds timeout 
 
 TEST_CASE("LocalComm keeps the communicator contract") {
   for (const int size : {1, 2, 3, 4, 8}) {
-    for (const auto& row : helix::test::communicator_contract<LocalComm>()) {
+    for (const auto& row : helix::contract::communicator_contract<LocalComm>()) {
       DYNAMIC_SECTION(size << " ranks: " << row.name) {
         run_ranks_or_throw(size, row.body);
       }
@@ -67,7 +67,8 @@ TEST_CASE("large operations are shared between ranks and stay exact") {
         std::vector<std::uint8_t> out(in.size());
         for (int to = 0; to < comm.size(); ++to) {
           for (std::int64_t i = 0; i < slice; ++i) {
-            in[static_cast<std::size_t>(to * slice + i)] = helix::test::pattern(comm.rank(), to, i, round);
+            in[static_cast<std::size_t>(to * slice + i)] =
+                helix::contract::pattern(comm.rank(), to, i, round);
           }
         }
         comm.all_to_all(in.data(), out.data(), slice, stream);
@@ -75,13 +76,14 @@ TEST_CASE("large operations are shared between ranks and stay exact") {
         const int size = comm.size();
         for (std::int64_t i = 0; i < kCount; ++i) {
           const auto expected = static_cast<float>(3 * size * (size - 1) / 2 + size * (i % 1000 + round));
-          helix::test::require(values[static_cast<std::size_t>(i)] == expected, "element ", i, " is wrong");
+          helix::contract::require(values[static_cast<std::size_t>(i)] == expected, "element ", i,
+                                   " is wrong");
         }
         for (int from = 0; from < size; ++from) {
           for (std::int64_t i = 0; i < slice; ++i) {
-            helix::test::require(out[static_cast<std::size_t>(from * slice + i)] ==
-                                     helix::test::pattern(from, comm.rank(), i, round),
-                                 "byte ", i, " from rank ", from, " is wrong");
+            helix::contract::require(out[static_cast<std::size_t>(from * slice + i)] ==
+                                         helix::contract::pattern(from, comm.rank(), i, round),
+                                     "byte ", i, " from rank ", from, " is wrong");
           }
         }
       }
@@ -90,7 +92,7 @@ TEST_CASE("large operations are shared between ranks and stay exact") {
 }
 
 TEST_CASE("all_to_all_v works past the counts that fit in a task") {
-  run_ranks_or_throw(33, [](LocalComm& comm) { helix::test::all_to_all_v_contract(comm); });
+  run_ranks_or_throw(33, [](LocalComm& comm) { helix::contract::all_to_all_v_contract(comm); });
 }
 
 TEST_CASE("calls that differ between ranks are an error on all of them, with both values") {

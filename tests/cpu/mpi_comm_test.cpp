@@ -9,20 +9,19 @@
 #include <thread>
 #include <vector>
 
+#include <helix/contract/communicator.hpp>
 #include <helix/cpu/backend.hpp>
 #include <helix/cpu/mpi_comm.hpp>
 #include <helix/error.hpp>
-
-#include "support/communicator_contract.hpp"
 
 using namespace std::chrono_literals;
 using helix::DType;
 using helix::Error;
 using helix::ErrorCode;
+using helix::contract::require;
 using helix::cpu::MpiComm;
 using helix::cpu::MpiSession;
 using helix::cpu::Stream;
-using helix::test::require;
 
 static_assert(helix::Communicator<MpiComm, MpiComm::Stream>);
 static_assert(helix::comm::CollectiveComm<MpiComm>);
@@ -59,14 +58,14 @@ void long_message_row(MpiComm& comm) {
   std::vector<std::uint8_t> data(static_cast<std::size_t>(kBytes), 0);
   if (comm.rank() == 0) {
     for (std::int64_t i = 0; i < kBytes; ++i)
-      data[static_cast<std::size_t>(i)] = helix::test::pattern(0, 1, i);
+      data[static_cast<std::size_t>(i)] = helix::contract::pattern(0, 1, i);
     comm.send(data.data(), kBytes, 1, stream);
   } else {
     comm.recv(data.data(), kBytes, 0, stream);
   }
   stream.synchronize();
   for (std::int64_t i = 0; i < kBytes; ++i) {
-    require(data[static_cast<std::size_t>(i)] == helix::test::pattern(0, 1, i), "byte ", i, " is wrong");
+    require(data[static_cast<std::size_t>(i)] == helix::contract::pattern(0, 1, i), "byte ", i, " is wrong");
   }
 }
 
@@ -124,7 +123,7 @@ void timeout_row(MpiComm& comm) {
 
 int run_contract(MpiSession& session) {
   MpiComm world(MPI_COMM_WORLD);
-  auto rows = helix::test::communicator_contract<MpiComm>();
+  auto rows = helix::contract::communicator_contract<MpiComm>();
   rows.push_back({"long sums equal the exact ones", long_sum_row});
   rows.push_back({"long messages go in pieces", long_message_row});
   rows.push_back({"sizes that differ are an error on every rank", size_mismatch_row});

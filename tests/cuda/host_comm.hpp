@@ -15,13 +15,14 @@
 
 #include <cuda_runtime_api.h>
 
+#include <helix/contract/communicator.hpp>
 #include <helix/cuda/local_comm.hpp>
 #include <helix/cuda/nccl_comm.hpp>
 #include <helix/cuda/runtime.hpp>
 
-#include "support/communicator_contract.hpp"
-
 namespace helix::test {
+
+using contract::require;
 
 inline void wait_for(cuda::LocalComm&, cuda::Stream stream) {
   HELIX_CUDA_CHECK(cudaStreamSynchronize(stream.handle()));

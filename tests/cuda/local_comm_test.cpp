@@ -11,13 +11,13 @@
 #include <cuda_runtime_api.h>
 
 #include <helix/backend.hpp>
+#include <helix/contract/catch.hpp>
+#include <helix/contract/communicator.hpp>
 #include <helix/cuda/local_comm.hpp>
 #include <helix/error.hpp>
 
 #include "cuda/gpu.hpp"
 #include "cuda/host_comm.hpp"
-#include "support/catch.hpp"
-#include "support/communicator_contract.hpp"
 #include "support/ranks.hpp"
 
 using namespace std::chrono_literals;
@@ -25,12 +25,12 @@ using Catch::Matchers::Contains;
 using helix::DType;
 using helix::Error;
 using helix::ErrorCode;
+using helix::contract::require;
 using helix::cuda::Buffer;
 using helix::cuda::LocalComm;
 using helix::cuda::Stream;
 using helix::test::HostComm;
 using helix::test::RankOutcomes;
-using helix::test::require;
 using helix::test::run_ranks;
 using helix::test::run_ranks_or_throw;
 
@@ -62,7 +62,7 @@ void copy_async(void* target, const void* source, std::size_t bytes, const Strea
 TEST_CASE("cuda::LocalComm keeps the communicator contract") {
   HELIX_REQUIRE_GPUS(1);
   for (const int size : {1, 2, 3, 4, 8}) {
-    for (const auto& row : helix::test::communicator_contract<HostComm<LocalComm>>()) {
+    for (const auto& row : helix::contract::communicator_contract<HostComm<LocalComm>>()) {
       DYNAMIC_SECTION(size << " ranks: " << row.name) {
         run_ranks_or_throw(LocalComm::create_group(size), [&](LocalComm& comm) {
           helix::cuda::use_device(0);
@@ -79,8 +79,8 @@ TEST_CASE("exchanges of more ranks than one launch copies for are exact") {
   run_ranks_or_throw(LocalComm::create_group(33), [](LocalComm& comm) {
     helix::cuda::use_device(0);
     HostComm<LocalComm> host(comm);
-    helix::test::all_to_all_v_contract(host);
-    helix::test::rank_order_contract(host);
+    helix::contract::all_to_all_v_contract(host);
+    helix::contract::rank_order_contract(host);
   });
   CHECK_THROWS_AS(LocalComm::create_group(65), Error);
 }

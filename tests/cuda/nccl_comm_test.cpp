@@ -18,14 +18,14 @@
 
 #include <helix/backend.hpp>
 #include <helix/comm/bootstrap.hpp>
+#include <helix/contract/catch.hpp>
+#include <helix/contract/communicator.hpp>
 #include <helix/cuda/graph.hpp>
 #include <helix/cuda/nccl_comm.hpp>
 #include <helix/error.hpp>
 
 #include "cuda/gpu.hpp"
 #include "cuda/host_comm.hpp"
-#include "support/catch.hpp"
-#include "support/communicator_contract.hpp"
 #include "support/free_port.hpp"
 #include "support/ranks.hpp"
 
@@ -36,12 +36,12 @@ using helix::Error;
 using helix::ErrorCode;
 using helix::comm::Bootstrap;
 using helix::comm::BootstrapOptions;
+using helix::contract::require;
 using helix::cuda::Buffer;
 using helix::cuda::NcclComm;
 using helix::cuda::Stream;
 using helix::test::HostComm;
 using helix::test::RankOutcomes;
-using helix::test::require;
 using helix::test::run_ranks;
 using helix::test::run_ranks_or_throw;
 
@@ -85,18 +85,18 @@ void short_sums_contract(HostComm<NcclComm>& comm) {
       in[i] = T(1.0f / static_cast<float>(i + 2 + static_cast<std::size_t>(comm.rank())));
     }
     comm.all_reduce(in.data(), out.data(), num, helix::kDTypeOf<T>, stream);
-    helix::test::require_equal_bits_on_all_ranks(comm, out.data(), num * static_cast<std::int64_t>(sizeof(T)),
-                                                 "all_reduce");
+    helix::contract::require_equal_bits_on_all_ranks(
+        comm, out.data(), num * static_cast<std::int64_t>(sizeof(T)), "all_reduce");
   }
 }
 
 /// The rows of the contract that NCCL can keep: its sums are in no promised order.
 void nccl_contract(HostComm<NcclComm>& comm) {
-  for (const auto& row : helix::test::communicator_contract<HostComm<NcclComm>>()) {
+  for (const auto& row : helix::contract::communicator_contract<HostComm<NcclComm>>()) {
     const std::string name = row.name;
     if (name == "f32 sums are in rank order") continue;
     if (name.starts_with("reductions equal")) {
-      helix::test::reduction_contract_of<float>(comm);
+      helix::contract::reduction_contract_of<float>(comm);
       short_sums_contract<helix::f16>(comm);
       short_sums_contract<helix::bf16>(comm);
     } else {

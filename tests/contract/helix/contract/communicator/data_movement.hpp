@@ -8,9 +8,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "support/communicator/guarded_bytes.hpp"
+#include <helix/contract/communicator/guarded_bytes.hpp>
 
-namespace helix::test {
+namespace helix::contract {
 
 template <class Comm>
 void all_gather_contract(Comm& comm) {
@@ -152,4 +152,4 @@ void send_recv_contract(Comm& comm) {
   }
 }
 
-}  // namespace helix::test
+}  // namespace helix::contract

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-namespace helix::test {
+namespace helix::contract {
 
 template <class... Parts>
 void require(bool condition, const Parts&... parts) {
@@ -56,4 +56,4 @@ inline const std::vector<std::int64_t>& contract_bytes() {
   return bytes;
 }
 
-}  // namespace helix::test
+}  // namespace helix::contract

@@ -8,11 +8,10 @@
 #include <thread>
 #include <vector>
 
+#include <helix/contract/communicator/guarded_bytes.hpp>
 #include <helix/dtype.hpp>
 
-#include "support/communicator/guarded_bytes.hpp"
-
-namespace helix::test {
+namespace helix::contract {
 
 /// Hundreds of operations without a host wait, on buffers that are re-used at once: any lack of a last
 /// rendezvous shows.
@@ -110,4 +109,4 @@ void two_streams_contract(Comm& comm, int rounds = 200) {
   require(wrong == 0 && other_wrong == 0, wrong, " and ", other_wrong, " values were wrong");
 }
 
-}  // namespace helix::test
+}  // namespace helix::contract

@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "support/communicator/guarded_bytes.hpp"
+#include <helix/contract/communicator/guarded_bytes.hpp>
 
-namespace helix::test {
+namespace helix::contract {
 
 /// Groups by color, ranks by (key, old rank); the parts work at once and do not disturb each other or the
 /// parent.
@@ -46,4 +46,4 @@ void split_contract(Comm& comm) {
   }
 }
 
-}  // namespace helix::test
+}  // namespace helix::contract

@@ -12,11 +12,10 @@
 #include <type_traits>
 #include <vector>
 
+#include <helix/contract/communicator/guarded_bytes.hpp>
 #include <helix/dtype.hpp>
 
-#include "support/communicator/guarded_bytes.hpp"
-
-namespace helix::test {
+namespace helix::contract {
 
 /// Values of all ranks for a reduction, rounded to T, and the exact double sum with the error that float
 /// accumulation and one rounding to T may make.
@@ -124,4 +123,4 @@ void rank_order_contract(Comm& comm) {
   require(out == expected, "all_reduce is ", out, ", the sum in rank order is ", expected);
 }
 
-}  // namespace helix::test
+}  // namespace helix::contract

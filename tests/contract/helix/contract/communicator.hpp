@@ -10,16 +10,15 @@
 #include <vector>
 
 #include <helix/comm/collectives.hpp>
+#include <helix/contract/communicator/data_movement.hpp>
+#include <helix/contract/communicator/guarded_bytes.hpp>
+#include <helix/contract/communicator/ordering.hpp>
+#include <helix/contract/communicator/reductions.hpp>
+#include <helix/contract/communicator/splits.hpp>
 #include <helix/dtype.hpp>
 #include <helix/error.hpp>
 
-#include "support/communicator/data_movement.hpp"
-#include "support/communicator/guarded_bytes.hpp"
-#include "support/communicator/ordering.hpp"
-#include "support/communicator/reductions.hpp"
-#include "support/communicator/splits.hpp"
-
-namespace helix::test {
+namespace helix::contract {
 
 /// Arguments that one rank can judge alone are refused by the call itself, and the group goes on.
 template <class Comm>
@@ -80,4 +79,4 @@ std::vector<ContractRow<Comm>> communicator_contract() {
   };
 }
 
-}  // namespace helix::test
+}  // namespace helix::contract
