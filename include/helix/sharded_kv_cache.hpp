@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string_view>
 #include <vector>
 
 #include <helix/backend/attention.hpp>
@@ -178,7 +177,7 @@ class ShardedKVCache {
     return view;
   }
 
-  std::int32_t slot(SequenceId id) const { return ledger_.slot(id); }      ///< Row of the page table
+  std::int32_t slot(SequenceId id) const { return ledger_.slot(id); }      ///< Row of the page table.
   std::int64_t length(SequenceId id) const { return ledger_.length(id); }  ///< Global tokens
   std::int64_t local_length(SequenceId id) const {                         ///< Tokens that this rank stores
     return ledger_.spec().layout.length(ledger_.length(id), ledger_.kvp_rank());

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Topology: the rules of a grid of ranks, the search for legal ones, the mapping from ranks to groups and
-// ranges.
+// Topology: the rules of a grid of ranks, the search for legal ones, the mapping to groups and ranges.
 #pragma once
 
 #include <cstddef>
