@@ -56,10 +56,9 @@ struct LayerBuffers {
 template <LayerBackend B>
 void queue_layer(B& backend, const RankShape& shape, const LayerConfig& config, const LayerWeights& weights,
                  const KvView& kv, const Batch& batch, TensorView<typename B::Activation, 2> hidden,
-                 const DecodeLayerOptions<B>& options, typename B::Stream stream) {
+                 const DecodeLayerOptions<B>& options, const LayerBuffers<typename B::Activation>& buffers,
+                 typename B::Stream stream) {
   using T = typename B::Activation;
-  WorkspaceArena arena(options.workspace);
-  const auto buffers = LayerBuffers<T>::carve(backend, shape, hidden.extent(0), arena);
   const bool is_normed = options.normed.data() != nullptr;
   const TensorView<T, 2> normed = is_normed ? options.normed : buffers.normed;
   if (!is_normed) {
@@ -131,17 +130,16 @@ void decode_layer(B& backend, const RankShape& shape, const LayerConfig& config,
                   const DecodeLayerOptions<B>& options, typename B::Stream stream) {
   detail::check_layer(backend, shape, config, weights, kv, batch, hidden, options);
   if (batch.num_tokens() == 0) return;
-  const std::size_t needed = decode_layer_workspace_bytes(backend, shape, batch.num_tokens());
-  HELIX_EXPECTS(options.workspace.size() >= needed, ErrorCode::capacity, "decode_layer: workspace is ",
-                options.workspace.size(), " bytes; ", needed,
-                " are needed: size it with decode_layer_workspace_bytes()");
+  WorkspaceArena arena(options.workspace);
+  const auto buffers =
+      detail::LayerBuffers<typename B::Activation>::carve(backend, shape, batch.num_tokens(), arena);
   const auto wake_others = [&](std::string_view reason) {
     const auto comms = backend.comms();
     comms.stage->abort(reason);
     comms.kvp->abort(reason);
   };
   try {
-    detail::queue_layer(backend, shape, config, weights, kv, batch, hidden, options, stream);
+    detail::queue_layer(backend, shape, config, weights, kv, batch, hidden, options, buffers, stream);
   } catch (const std::exception& failure) {
     wake_others(failure.what());
     throw;
