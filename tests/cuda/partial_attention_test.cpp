@@ -443,7 +443,7 @@ std::vector<Sequence> uniform(std::int64_t count, Sequence sequence) {
   return std::vector<Sequence>(at(count), sequence);
 }
 
-// 1 to 8 drafted tokens, prefills that fill row blocks and leave some over, one sequence that rests.
+// 1 to 8 drafted tokens, prefills that fill query tiles and leave some over, one sequence that rests.
 const std::vector<Sequence> kRagged = {{40, 1}, {41, 2}, {5, 3}, {70, 4},  {31, 5}, {32, 6},
                                        {33, 7}, {9, 0},  {8, 8}, {90, 17}, {96, 70}};
 
@@ -527,13 +527,14 @@ TEMPLATE_TEST_CASE("attention on a GPU shares blocks out among sequences of any 
     CAPTURE(kv_heads, sequences.size());
     CHECK(World<TestType>(c).check(operators) == "");
   };
-  check(1, {{20000, 1}});  // more contributions than a warp has lanes
+  check(1, {{20000, 1}});  // more KV splits than a warp has lanes
   check(8, {{3000, 1}});
   check(2, {{5000, 1}, {4000, 1}, {300, 1}});  // blocks of their own, in proportion
   check(2, {{8000, 1}, {31, 1}, {1, 1}, {1, 1}});
-  check(3, {{2000, 8}, {1999, 8}, {2000, 1}});  // row blocks of several rows
-  check(1, {{900, 0}, {40, 0}, {700, 17}});     // as many row blocks as sequences, but not one each
-  std::vector<Sequence> few_long = uniform(110, {33, 1});  // equal runs: own blocks would be too few
+  check(3, {{2000, 8}, {1999, 8}, {2000, 1}});  // query tiles of several tokens
+  check(1, {{900, 0}, {40, 0}, {700, 17}});     // as many query tiles as sequences, but not one each
+  // Too few blocks for one each: work items across query tiles.
+  std::vector<Sequence> few_long = uniform(110, {33, 1});
   for (int i = 0; i < 10; ++i) few_long.insert(few_long.begin() + i * 11, {2500, 1});
   check(2, few_long);
 }
@@ -585,7 +586,7 @@ TEMPLATE_TEST_CASE("attention on a GPU gives padding and empty shards an output 
   c.sequences = kRagged;
   c.kvp = 2;
   c.padding = {0, 4, 9, 10, 11, 12, 30, 61};
-  for (std::int64_t token = 70; token < 100; ++token) c.padding.push_back(token);  // whole row blocks
+  for (std::int64_t token = 70; token < 100; ++token) c.padding.push_back(token);  // whole query tiles
   CHECK(World<TestType>(c).check(operators) == "");
   c.padding.clear();
   for (std::int64_t token = 0; token < 123; ++token) c.padding.push_back(token);
@@ -620,7 +621,7 @@ TEMPLATE_TEST_CASE("attention on a GPU of more sequences and rows than one launc
   CHECK(World<TestType>(c).check(operators) == "");
 }
 
-TEST_CASE("attention on a GPU of so many heads that they limit the row blocks of a launch") {
+TEST_CASE("attention on a GPU of so many heads that they limit the query tiles of a launch") {
   HELIX_REQUIRE_GPUS(1);
   Case c = case_of<float>(16);
   c.kv_heads = 300;
