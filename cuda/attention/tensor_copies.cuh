@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // How the tensor-core kernel fetches a KV tile into shared memory, a class for each way.
 // A warp keeps one of them: look_up() starts to read where the next KV tile lies, which comes from memory,
-// and issue() asks for it. Rows land one after another, those that the query tile does not see stay as they
-// are, and `barrier` completes a phase when all is there.
+// and issue() asks for it. Rows land one after another, `barrier` completes a phase when all are there, and
+// the places of rows that the query tile does not see hold anything.
 #pragma once
 
 #include <cstdint>
@@ -83,7 +83,9 @@ struct TokenPlace {
   __device__ __forceinline__ bool has(int row) const { return row >= first && row < last; }
 };
 
-/// Rows of any strides, 16 bytes a lane and copy: the lanes of a warp walk whole rows side by side.
+/// Rows of any strides, 16 bytes a lane and copy: the lanes of a warp walk whole rows side by side. Rows that
+/// the query tile does not see become copies of one that it does: under a predicate each copy waited until
+/// the one before it had read its address.
 template <int kDim>
 struct ChunkCopies {
   static constexpr unsigned kArrivals = kWarp;
@@ -107,13 +109,13 @@ struct ChunkCopies {
     const auto value = reinterpret_cast<std::uint64_t>(p.v.at(place.page, at.head, place.in_page));
     const unsigned chunk = static_cast<unsigned>(lane % kRowChunks) * 16u;
     const unsigned to = stage + static_cast<unsigned>(lane / kRowChunks) * kRowBytes + chunk;
+    if (place.first < place.last) {
 #pragma unroll
-    for (int begin = 0; begin < kKvTileTokens; begin += kRowsAtOnce) {
-      const int row = begin + lane / kRowChunks;
-      const std::uint64_t from_key = __shfl_sync(~0u, key, row);
-      const std::uint64_t from_value = __shfl_sync(~0u, value, row);
-      const unsigned at_row = to + static_cast<unsigned>(begin) * kRowBytes;
-      if (place.has(row)) {
+      for (int begin = 0; begin < kKvTileTokens; begin += kRowsAtOnce) {
+        const int row = min(max(begin + lane / kRowChunks, place.first), place.last - 1);
+        const std::uint64_t from_key = __shfl_sync(~0u, key, row);
+        const std::uint64_t from_value = __shfl_sync(~0u, value, row);
+        const unsigned at_row = to + static_cast<unsigned>(begin) * kRowBytes;
         copy_chunk(at_row, reinterpret_cast<const void*>(from_key + chunk));
         copy_chunk(at_row + kKvTileTokens * kRowBytes, reinterpret_cast<const void*>(from_value + chunk));
       }
