@@ -20,6 +20,7 @@
 #include <helix/sharded_kv_cache.hpp>
 
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 
 namespace helix::test::cache {
 
@@ -39,23 +40,10 @@ using helix::Topology;
 using helix::TopologySpec;
 using helix::cpu::LocalComm;
 using helix::cpu::Stream;
+using helix::test::Failure;
+using helix::test::failure_of;
 using CpuBackend = helix::cpu::Backend<LocalComm>;
 using Cache = helix::ShardedKVCache<CpuBackend>;
-
-struct Failure {
-  ErrorCode code;
-  std::string what;
-  friend bool operator==(const Failure&, const Failure&) = default;
-};
-
-inline std::optional<Failure> failure_of(const std::function<void()>& act) {
-  try {
-    act();
-  } catch (const Error& error) {
-    return Failure{error.code(), error.what()};
-  }
-  return std::nullopt;
-}
 
 inline bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
