@@ -33,6 +33,14 @@ std::optional<Failure> failure_of(Act&& act) {
   return std::nullopt;
 }
 
+/// The Error that `act` must throw.
+template <class Act>
+Failure required_failure(Act&& act) {
+  const std::optional<Failure> failure = failure_of(act);
+  if (!failure) FAIL("nothing was thrown");
+  return *failure;
+}
+
 /// A way to spoil a T, and the words of the message that must follow.
 template <class T>
 struct Mistake {
