@@ -149,4 +149,11 @@ void decode_layer(B& backend, const RankShape& shape, const LayerConfig& config,
   }
 }
 
+/// Does not compile: the error names T and the activation type of B.
+template <LayerBackend B, detail::OtherActivation<B> T>
+void decode_layer(B&, const RankShape&, const LayerConfig&, const LayerWeights&, const KvView&, const Batch&,
+                  TensorView<T, 2>, const DecodeLayerOptions<B>&, typename B::Stream) {
+  detail::refuse_activation<T, B>();
+}
+
 }  // namespace helix

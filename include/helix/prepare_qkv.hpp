@@ -24,4 +24,10 @@ void prepare_qkv(B& backend, const PrepareQkvArgs<typename B::Activation>& args,
   }
 }
 
+/// Does not compile: the error names T and the activation type of B.
+template <LayerBackend B, detail::OtherActivation<B> T>
+void prepare_qkv(B&, const PrepareQkvArgs<T>&, typename B::Stream) {
+  detail::refuse_activation<T, B>();
+}
+
 }  // namespace helix
