@@ -14,30 +14,6 @@ namespace mpi {
 
 thread_local Posted posted;
 
-std::string_view to_string(Operation operation) {
-  switch (operation) {
-    case Operation::all_reduce:
-      return "all_reduce";
-    case Operation::reduce_scatter:
-      return "reduce_scatter";
-    case Operation::all_gather:
-      return "all_gather";
-    case Operation::all_to_all:
-      return "all_to_all";
-    case Operation::all_to_all_v:
-      return "all_to_all_v";
-    case Operation::broadcast:
-      return "broadcast";
-    case Operation::message:
-      return "send/recv";
-    case Operation::barrier:
-      return "barrier";
-    case Operation::split:
-      return "split";
-  }
-  return "unknown";
-}
-
 }  // namespace mpi
 
 using mpi::Posted;
@@ -94,8 +70,7 @@ void MpiComm::Group::post_send(const void* buffer, std::int64_t bytes, int peer,
   in_messages(bytes, [&](std::int64_t begin, int piece) {
     MPI_Request request = MPI_REQUEST_NULL;
     const std::byte* source = buffer == nullptr ? nullptr : static_cast<const std::byte*>(buffer) + begin;
-    mpi::check(MPI_Isend(source, piece, MPI_BYTE, peer, static_cast<int>(operation), comm, &request),
-               "MPI_Isend");
+    mpi::check(MPI_Isend(source, piece, MPI_BYTE, peer, mpi::tag_of(operation), comm, &request), "MPI_Isend");
     posted.requests.push_back(request);
     posted.messages.push_back({peer, false, piece});
   });
@@ -105,8 +80,7 @@ void MpiComm::Group::post_recv(void* buffer, std::int64_t bytes, int peer, Opera
   in_messages(bytes, [&](std::int64_t begin, int piece) {
     MPI_Request request = MPI_REQUEST_NULL;
     std::byte* target = buffer == nullptr ? nullptr : static_cast<std::byte*>(buffer) + begin;
-    mpi::check(MPI_Irecv(target, piece, MPI_BYTE, peer, static_cast<int>(operation), comm, &request),
-               "MPI_Irecv");
+    mpi::check(MPI_Irecv(target, piece, MPI_BYTE, peer, mpi::tag_of(operation), comm, &request), "MPI_Irecv");
     posted.requests.push_back(request);
     posted.messages.push_back({peer, true, piece});
   });

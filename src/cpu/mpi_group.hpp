@@ -10,13 +10,13 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include <helix/cpu/mpi_comm.hpp>
 #include <helix/dtype.hpp>
 #include <helix/error.hpp>
 
+#include "comm/call.hpp"
 #include "cpu/mpi_alarm.hpp"
 
 namespace helix::cpu {
@@ -26,21 +26,14 @@ using comm::milliseconds;
 
 namespace mpi {
 
-/// Distinct tags keep different operations from pairing up with each other: such a mistake is a timeout, not
-/// wrong data.
-enum class Operation : int {
-  all_reduce = 2,
-  reduce_scatter,
-  all_gather,
-  all_to_all,
-  all_to_all_v,
-  broadcast,
-  message,
-  barrier,
-  split
-};
+using comm::Operation;
 
-std::string_view to_string(Operation operation);
+/// Distinct tags keep different operations from pairing up with each other: such a mistake is a timeout, not
+/// wrong data. A send and its recv are one message.
+inline int tag_of(Operation operation) {
+  constexpr int kFirst = 2;
+  return kFirst + static_cast<int>(operation == Operation::recv ? Operation::send : operation);
+}
 
 /// What one thread has posted and not yet waited for. Kept by thread, so that operations do not allocate each
 /// time.
