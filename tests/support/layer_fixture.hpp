@@ -186,6 +186,23 @@ struct RankResult {
   std::size_t kv_bytes = 0;  // of the pages that hold tokens
 };
 
+inline constexpr double kLayerTolerance = 1e-5;  // f32, relative to the oracle's scale
+
+/// Largest difference from the oracle over all steps, relative to its largest value. NaN gives infinity.
+inline double error_of(const RankResult& result, const Expected& expected) {
+  double worst = 0.0;
+  double scale = 0.0;
+  for (std::size_t s = 0; s < expected.hidden.size(); ++s) {
+    if (result.hidden[s].size() != expected.hidden[s].size()) return HUGE_VAL;
+    for (std::size_t i = 0; i < expected.hidden[s].size(); ++i) {
+      const double difference = std::abs(expected.hidden[s][i] - double{result.hidden[s][i]});
+      scale = std::max(scale, std::abs(expected.hidden[s][i]));
+      worst = std::isnan(difference) ? HUGE_VAL : std::max(worst, difference);
+    }
+  }
+  return worst / scale;
+}
+
 /// Makes a rank's backend of its communicators: `stage` by stage_rank, its KVP group split off.
 template <Backend B, SplittableComm Comm>
 B make_backend(const Topology& topo, Comm stage) {

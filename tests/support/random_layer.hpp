@@ -60,6 +60,15 @@ struct LayerSpec {
     normalize = is_v3;
     routed_scale = is_v3 ? 2.5 : 1.0;
   }
+
+  /// Latent attention and experts, as those models have both.
+  static LayerSpec deepseek(bool is_v3) {
+    LayerSpec spec;
+    spec.is_mla = true;
+    spec.is_interleaved = true;
+    spec.add_deepseek_experts(is_v3);
+    return spec;
+  }
 };
 
 /// Random weights, exact in bf16 too, so that narrower copies hold the same numbers.
