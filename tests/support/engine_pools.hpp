@@ -1,110 +1,109 @@
 // SPDX-License-Identifier: Apache-2.0
-// KV pools as engines keep them: memory full of NaN, its view, and where each row lies in words of its own.
+// KV pools as engines keep them, each with its view as foreign_kv.hpp makes it.
 #pragma once
 
-#include <cmath>
-#include <cstddef>
 #include <cstdint>
-#include <cstring>
-#include <functional>
-#include <vector>
 
-#include <helix/dtype.hpp>
+#include <helix/dense_kv.hpp>
 #include <helix/foreign_kv.hpp>
 #include <helix/kv_format.hpp>
 
+#include "support/engine_pool.hpp"
+
 namespace helix::test {
 
-inline std::size_t at(std::int64_t i) {
-  return static_cast<std::size_t>(i);
-}
-
-/// Sizes of a pool under test.
-struct Sizes {
-  DType dtype = DType::f32;
-  std::int64_t heads = 2;
-  std::int64_t d = 64;
-  std::int64_t dv = 64;
-  std::int64_t page_tokens = 16;
-  std::int64_t num_pages = 0;
-};
-
-/// Memory in an engine's layout, its view, and where a row lies: element of memory[buffer].
-struct Pool {
-  struct Place {
-    std::size_t buffer;
-    std::int64_t element;
-  };
-  std::vector<std::vector<std::byte>> memory;
-  KvView view;
-  std::function<Place(std::int64_t page, std::int64_t token, std::int64_t head)> k, v, rope;
-
-  explicit Pool(DType dtype, std::vector<std::int64_t> elements) {
-    dispatch(dtype, [&]<class T>(T*) {
-      const T nan(std::nanf(""));
-      for (const std::int64_t count : elements) {
-        auto& bytes = memory.emplace_back(at(count) * sizeof(T));
-        for (std::size_t i = 0; i < bytes.size(); i += sizeof(T)) std::memcpy(&bytes[i], &nan, sizeof(T));
-      }
-    });
-  }
-};
-
-/// An engine's layout: a maker of pools, and what it fixes.
-struct Layout {
-  const char* name;
-  Pool (*make)(const Sizes&);
-  std::int64_t page_tokens = 16;
-  bool is_latent = false;
-  bool has_own_value_dim = false;
-};
-
-inline Pool vllm(const Sizes& s) {
-  const std::int64_t half = s.num_pages * s.page_tokens * s.heads * s.d;
-  Pool pool(s.dtype, {2 * half});
+template <bool is_block_first, bool is_hnd>
+Pool vllm(const Sizes& s) {
+  Pool pool(s.dtype, {pool_elements(s)});
   pool.view = vllm_kv({.pool = pool.memory[0].data(),
                        .dtype = s.dtype,
                        .num_blocks = s.num_pages,
                        .block_size = s.page_tokens,
                        .num_kv_heads = s.heads,
-                       .head_size = s.d});
-  pool.k = [=](std::int64_t page, std::int64_t token, std::int64_t head) {
-    return Pool::Place{0, ((page * s.page_tokens + token) * s.heads + head) * s.d};
-  };
-  pool.v = [=](std::int64_t page, std::int64_t token, std::int64_t head) {
-    return Pool::Place{0, half + ((page * s.page_tokens + token) * s.heads + head) * s.d};
-  };
+                       .head_size = s.d,
+                       .is_block_first = is_block_first,
+                       .is_hnd = is_hnd});
+  set_rows(pool, [=](std::int64_t half, std::int64_t page, std::int64_t token, std::int64_t head) {
+    const Index p{page, s.num_pages}, kv{half, 2}, t{token, s.page_tokens}, h{head, s.heads};
+    return row_of(s.d, {is_block_first ? p : kv, is_block_first ? kv : p, is_hnd ? h : t, is_hnd ? t : h});
+  });
   return pool;
 }
 
-inline FlashInferKvArgs flashinfer_args(const Sizes& s, Pool& pool) {
-  return {.pool = pool.memory[0].data(),
-          .dtype = s.dtype,
-          .num_pages = s.num_pages,
-          .page_size = s.page_tokens,
-          .num_kv_heads = s.heads,
-          .head_dim = s.d};
-}
-
-inline Pool flashinfer_nhd(const Sizes& s) {
-  Pool pool(s.dtype, {s.num_pages * 2 * s.page_tokens * s.heads * s.d});
-  pool.view = flashinfer_nhd_kv(flashinfer_args(s, pool));
-  const auto row = [=](std::int64_t page, std::int64_t half, std::int64_t token, std::int64_t head) {
-    return Pool::Place{0, (((page * 2 + half) * s.page_tokens + token) * s.heads + head) * s.d};
-  };
-  pool.k = [=](std::int64_t p, std::int64_t t, std::int64_t h) { return row(p, 0, t, h); };
-  pool.v = [=](std::int64_t p, std::int64_t t, std::int64_t h) { return row(p, 1, t, h); };
+template <bool is_hnd>
+Pool vllm_diffkv(const Sizes& s) {
+  const std::int64_t columns = s.d + s.dv;
+  Pool pool(s.dtype, {s.num_pages * s.page_tokens * s.heads * columns});
+  pool.view = vllm_diffkv_kv({.pool = pool.memory[0].data(),
+                              .dtype = s.dtype,
+                              .num_blocks = s.num_pages,
+                              .block_size = s.page_tokens,
+                              .num_kv_heads = s.heads,
+                              .head_size = s.d,
+                              .head_size_v = s.dv,
+                              .is_hnd = is_hnd});
+  set_rows(pool, [=](std::int64_t half, std::int64_t page, std::int64_t token, std::int64_t head) {
+    const Index t{token, s.page_tokens}, h{head, s.heads};
+    return row_of(columns, {{page, s.num_pages}, is_hnd ? h : t, is_hnd ? t : h}) + half * s.d;
+  });
   return pool;
 }
 
-inline Pool flashinfer_hnd(const Sizes& s) {
-  Pool pool(s.dtype, {s.num_pages * 2 * s.heads * s.page_tokens * s.d});
-  pool.view = flashinfer_hnd_kv(flashinfer_args(s, pool));
-  const auto row = [=](std::int64_t page, std::int64_t half, std::int64_t token, std::int64_t head) {
-    return Pool::Place{0, (((page * 2 + half) * s.heads + head) * s.page_tokens + token) * s.d};
+/// Pools of vLLM that hold several layers, in its HND layout: FlashInfer's stride order.
+inline Pool vllm_layers(const Sizes& s) {
+  constexpr std::int64_t kLayers = 3;
+  constexpr std::int64_t kLayer = 2;
+  Pool pool(s.dtype, {kLayers * pool_elements(s)});
+  using enum KvAxis;
+  pool.view = dense_kv({.pool = pool.memory[0].data(),
+                        .dtype = s.dtype,
+                        .num_pages = s.num_pages,
+                        .num_layers = kLayers,
+                        .layer = kLayer,
+                        .num_kv_heads = s.heads,
+                        .page_tokens = s.page_tokens,
+                        .head_dim = s.d},
+                       {page, half, head, layer, token});
+  set_rows(pool, [=](std::int64_t kv, std::int64_t p, std::int64_t t, std::int64_t h) {
+    return row_of(s.d, {{p, s.num_pages}, {kv, 2}, {h, s.heads}, {kLayer, kLayers}, {t, s.page_tokens}});
+  });
+  return pool;
+}
+
+template <bool is_hnd>
+Pool flashinfer(const Sizes& s) {
+  Pool pool(s.dtype, {pool_elements(s)});
+  const FlashInferKvArgs args{.pool = pool.memory[0].data(),
+                              .dtype = s.dtype,
+                              .num_pages = s.num_pages,
+                              .page_size = s.page_tokens,
+                              .num_kv_heads = s.heads,
+                              .head_dim = s.d};
+  pool.view = is_hnd ? flashinfer_hnd_kv(args) : flashinfer_nhd_kv(args);
+  set_rows(pool, [=](std::int64_t half, std::int64_t page, std::int64_t token, std::int64_t head) {
+    const Index t{token, s.page_tokens}, h{head, s.heads};
+    return row_of(s.d, {{page, s.num_pages}, {half, 2}, is_hnd ? h : t, is_hnd ? t : h});
+  });
+  return pool;
+}
+
+template <bool is_hnd>
+Pool flashinfer_tuple(const Sizes& s) {
+  Pool pool(s.dtype, {pool_elements(s) / 2, pool_elements(s) / 2});
+  const FlashInferKvArgs args{.pool = pool.memory[0].data(),
+                              .dtype = s.dtype,
+                              .num_pages = s.num_pages,
+                              .page_size = s.page_tokens,
+                              .num_kv_heads = s.heads,
+                              .head_dim = s.d,
+                              .v_cache = pool.memory[1].data()};
+  pool.view = is_hnd ? flashinfer_hnd_kv(args) : flashinfer_nhd_kv(args);
+  const auto row = [=](std::int64_t page, std::int64_t token, std::int64_t head) {
+    const Index t{token, s.page_tokens}, h{head, s.heads};
+    return row_of(s.d, {{page, s.num_pages}, is_hnd ? h : t, is_hnd ? t : h});
   };
-  pool.k = [=](std::int64_t p, std::int64_t t, std::int64_t h) { return row(p, 0, t, h); };
-  pool.v = [=](std::int64_t p, std::int64_t t, std::int64_t h) { return row(p, 1, t, h); };
+  pool.k = [=](std::int64_t p, std::int64_t t, std::int64_t h) { return Pool::Place{0, row(p, t, h)}; };
+  pool.v = [=](std::int64_t p, std::int64_t t, std::int64_t h) { return Pool::Place{1, row(p, t, h)}; };
   return pool;
 }
 
@@ -164,7 +163,7 @@ inline Pool sglang(const Sizes& s) {
 inline Pool tensorrt_llm(const Sizes& s) {
   constexpr std::int64_t kLayers = 3;
   constexpr std::int64_t kLayer = 1;
-  Pool pool(s.dtype, {s.num_pages * kLayers * 2 * s.heads * s.page_tokens * s.d});
+  Pool pool(s.dtype, {kLayers * pool_elements(s)});
   pool.view = tensorrt_llm_kv({.pool = pool.memory[0].data(),
                                .dtype = s.dtype,
                                .num_blocks = s.num_pages,
@@ -173,23 +172,49 @@ inline Pool tensorrt_llm(const Sizes& s) {
                                .num_kv_heads = s.heads,
                                .tokens_per_block = s.page_tokens,
                                .size_per_head = s.d});
-  const auto row = [=](std::int64_t page, std::int64_t half, std::int64_t token, std::int64_t head) {
-    const std::int64_t part = (page * kLayers + kLayer) * 2 + half;
-    return Pool::Place{0, ((part * s.heads + head) * s.page_tokens + token) * s.d};
+  set_rows(pool, [=](std::int64_t half, std::int64_t p, std::int64_t t, std::int64_t h) {
+    return row_of(s.d, {{p, s.num_pages}, {kLayer, kLayers}, {half, 2}, {h, s.heads}, {t, s.page_tokens}});
+  });
+  return pool;
+}
+
+inline Pool tensorrt_llm_mla(const Sizes& s) {
+  constexpr std::int64_t kLayers = 3;
+  constexpr std::int64_t kLayer = 1;
+  Pool pool(s.dtype, {s.num_pages * kLayers * s.page_tokens * s.d});
+  pool.view = tensorrt_llm_mla_kv({.pool = pool.memory[0].data(),
+                                   .dtype = s.dtype,
+                                   .num_blocks = s.num_pages,
+                                   .num_layers = kLayers,
+                                   .layer = kLayer,
+                                   .tokens_per_block = s.page_tokens,
+                                   .kv_lora_rank = s.dv,
+                                   .qk_rope_head_dim = s.d - s.dv});
+  const auto row = [=](std::int64_t p, std::int64_t t) {
+    return row_of(s.d, {{p, s.num_pages}, {kLayer, kLayers}, {t, s.page_tokens}});
   };
-  pool.k = [=](std::int64_t p, std::int64_t t, std::int64_t h) { return row(p, 0, t, h); };
-  pool.v = [=](std::int64_t p, std::int64_t t, std::int64_t h) { return row(p, 1, t, h); };
+  pool.k = [=](std::int64_t p, std::int64_t t, std::int64_t) { return Pool::Place{0, row(p, t)}; };
+  pool.rope = [=](std::int64_t p, std::int64_t t, std::int64_t) { return Pool::Place{0, row(p, t) + s.dv}; };
   return pool;
 }
 
 inline constexpr Layout kLayouts[] = {
-    {.name = "vLLM", .make = vllm},
-    {.name = "FlashInfer NHD", .make = flashinfer_nhd},
-    {.name = "FlashInfer HND", .make = flashinfer_hnd},
-    {.name = "FlashInfer NHD, page size 1", .make = flashinfer_nhd, .page_tokens = 1},
+    {.name = "vLLM", .make = vllm<false, false>},
+    {.name = "vLLM, HND", .make = vllm<false, true>},
+    {.name = "vLLM, blocks first", .make = vllm<true, false>},
+    {.name = "vLLM, blocks first, HND", .make = vllm<true, true>},
+    {.name = "vLLM, several layers, HND", .make = vllm_layers},
+    {.name = "vLLM, K and V of two sizes", .make = vllm_diffkv<false>, .has_own_value_dim = true},
+    {.name = "vLLM, K and V of two sizes, HND", .make = vllm_diffkv<true>, .has_own_value_dim = true},
+    {.name = "FlashInfer NHD", .make = flashinfer<false>},
+    {.name = "FlashInfer HND", .make = flashinfer<true>},
+    {.name = "FlashInfer NHD, page size 1", .make = flashinfer<false>, .page_tokens = 1},
+    {.name = "FlashInfer NHD, a tuple", .make = flashinfer_tuple<false>},
+    {.name = "FlashInfer HND, a tuple", .make = flashinfer_tuple<true>},
     {.name = "SGLang, page size 1", .make = sglang, .page_tokens = 1, .has_own_value_dim = true},
     {.name = "SGLang, page size 16", .make = sglang, .has_own_value_dim = true},
     {.name = "TensorRT-LLM", .make = tensorrt_llm, .page_tokens = 32},
+    {.name = "TensorRT-LLM, MLA", .make = tensorrt_llm_mla, .page_tokens = 32, .is_latent = true},
     {.name = "FlashInfer MLA", .make = flashinfer_mla, .is_latent = true},
     {.name = "FlashInfer MLA, page size 1", .make = flashinfer_mla, .page_tokens = 1, .is_latent = true},
     {.name = "latent rows, page size 1", .make = latent_rows, .page_tokens = 1, .is_latent = true},
