@@ -85,6 +85,21 @@ TEST_CASE("a field of a KV view that was forgotten or cannot be is an Error that
                          {"k.head stride is 0", [](Readable& r) { r.kv.format.k.head = 0; }},
                          {"k.page stride is 0", [](Readable& r) { r.kv.format.k.page = 0; }},
                          {"v.token stride is 0", [](Readable& r) { r.kv.format.v = {}; }},
+                         {"k.page stride is 31, but what lies between takes 32",
+                          [](Readable& r) { r.kv.format.k.page = 31; }},
+                         {"k.head stride is 8, but what lies between takes 16",
+                          [](Readable& r) { r.kv.format.k.token = 8; }},
+                         {"v.page stride is 1152921504606846976",
+                          [](Readable& r) { r.kv.format.v.page = std::int64_t{1} << 60; }},
+                         {"v lies 0 bytes behind its k", [](Readable& r) { r.kv.v = r.kv.k; }},
+                         {"v lies 32 bytes behind its k", [](Readable& r) { r.kv.v = r.pool.data() + 8; }},
+                         {"v lies 4 bytes behind its k", [](Readable& r) { r.kv.v = r.pool.data() + 1; }},
+                         {"v lies 508 bytes behind its k", [](Readable& r) { r.kv.v = r.pool.data() + 127; }},
+                         {"v lies -508 bytes behind its k",
+                          [](Readable& r) {
+                            r.kv.k = r.pool.data() + 128;
+                            r.kv.v = r.pool.data() + 1;
+                          }},
                          {"kvp_rank is 1", [](Readable& r) { r.kv.kvp_rank = 1; }},
                          {"kvp_rank is -1", [](Readable& r) { r.kv.kvp_rank = -1; }},
                          {"has scales", [](Readable& r) { r.kv.k_scale = r.scales; }},
@@ -98,6 +113,7 @@ TEST_CASE("a field of a KV view that was forgotten or cannot be is an Error that
   check_views(true, {
                         {"value_dim is 17", [](Readable& r) { r.kv.format.value_dim = 17; }},
                         {"rope is null", [](Readable& r) { r.kv.rope = nullptr; }},
+                        {"rope lies 0 bytes behind its k", [](Readable& r) { r.kv.rope = r.kv.k; }},
                         {"rope.token stride is 4", [](Readable& r) { r.kv.format.rope.token = 4; }},
                         {"latent with 2 heads",
                          [](Readable& r) {
@@ -109,6 +125,56 @@ TEST_CASE("a field of a KV view that was forgotten or cannot be is an Error that
   csr.kv.max_pages = 0;
   csr.kv.page_begins = csr.begins;
   CHECK_NOTHROW(csr.attend());
+}
+
+TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
+  const Readable readable(false);
+  std::vector<float> rows(3 * 2 * 8, 0.25f);
+  const std::int32_t offsets[] = {0, 2};
+  const std::int64_t positions[] = {0, 1};
+  const std::int32_t slot = 0;
+  const cpu::Operators operators;
+  const auto stream = operators.create_stream();
+  const TensorView<float, 3> good(rows.data(), {2, 2, 8});
+  const TensorView<float, 3> narrow(rows.data(), {2, 2, 7});
+  const TensorView<float, 3> short_by_one(rows.data(), {1, 2, 8});
+
+  using Append = AppendKvArgs<float>;
+  check_mistakes<Append>(
+      {{"append_kv: the KV view's k is null", [](Append& a) { a.kv.k = nullptr; }},
+       {"append_kv: k is [2, 2, 7]; it must be [2, 2, 8]", [&](Append& a) { a.k = narrow; }},
+       {"append_kv: v is [1, 2, 8]; it must be [2, 2, 8]", [&](Append& a) { a.v = short_by_one; }},
+       {"append_kv: v has a last stride of 2",
+        [&](Append& a) {
+          a.v = TensorView<const float, 3>(rows.data(), {2, 2, 8}, {0, 16, 2});
+        }},
+       {"append_kv: the batch has tokens [0, 2); k has 1", [&](Append& a) { a.k = a.v = short_by_one; }},
+       {"no query_offsets, positions or sequence_slots", [](Append& a) { a.batch.positions = nullptr; }}},
+      [&] {
+        return Append{good, good, {offsets, offsets, positions, &slot}, readable.kv};
+      },
+      [&](const Append& a) { operators.append_kv(a, stream); });
+
+  using Write = WriteKvArgs<float>;
+  check_mistakes<Write>(
+      {{"write_kv: the KV view's page_tokens is 0", [](Write& a) { a.kv.format.page_tokens = 0; }},
+       {"write_kv: v is [2, 2, 7]; it must be [2, 2, 8]", [&](Write& a) { a.v = narrow; }},
+       {"write_kv: first_position is -1", [](Write& a) { a.first_position = -1; }},
+       {"sequence_slot -1", [](Write& a) { a.sequence_slot = -1; }}},
+      [&] {
+        return Write{good, good, 0, 0, readable.kv};
+      },
+      [&](const Write& a) { operators.write_kv(a, stream); });
+
+  check_mistakes<ReadKvArgs>(
+      {{"read_kv: the KV view's page_table is null", [](ReadKvArgs& a) { a.kv.page_table = nullptr; }},
+       {"read_kv: k is [2, 2, 7]; it must be [2, 2, 8]", [&](ReadKvArgs& a) { a.k = narrow; }},
+       {"read_kv: first_local is -1", [](ReadKvArgs& a) { a.first_local = -1; }}},
+      [&] {
+        return ReadKvArgs{readable.kv, 0, 0, good, good};
+      },
+      [&](const ReadKvArgs& a) { operators.read_kv(a, stream); });
+  operators.synchronize(stream);
 }
 
 TEST_CASE("makers of views pass on what was forgotten, for the operation to name") {
@@ -137,6 +203,9 @@ TEST_CASE("makers of views pass on what was forgotten, for the operation to name
            })},
       });
   CHECK_THROWS_AS(tensorrt_llm_kv({.num_layers = 2, .layer = 2}), Error);
+  CHECK_THROWS_AS(tensorrt_llm_mla_kv({.num_layers = 2, .layer = -1}), Error);
+  using enum KvAxis;
+  CHECK_THROWS_AS(dense_kv({}, {page, layer, half, head, head}), Error);
 }
 
 }  // namespace
