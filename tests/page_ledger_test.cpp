@@ -18,6 +18,7 @@
 #include <helix/page_ledger.hpp>
 #include <helix/sharded_kv_cache.hpp>
 
+#include "support/cache_contents.hpp"
 #include "support/cache_stage.hpp"
 #include "support/catch.hpp"
 
