@@ -99,11 +99,7 @@ class StageModel {
   /// failure.
   Drawn finish() {
     const auto num_rows = static_cast<std::int64_t>(next_.logit_rows.size());
-    // Before the download, which may hold the thread until the stream gets there: only synchronize() ends a
-    // wait for a rank that has failed.
-    backend_->synchronize(stream_);
     buffer_.download(num_rows, stream_);
-    backend_->synchronize(stream_);
     const Drawn drawn{buffer_.drawn(num_rows), buffer_.drawn_norms(num_rows)};
     std::ranges::copy(drawn.tokens, next_.tokens.begin());
     return drawn;
@@ -131,7 +127,6 @@ class StageModel {
       backend_->download(values.data() + shard.begin, source,
                          static_cast<std::size_t>(end - shard.begin) * sizeof(T), stream_);
     }
-    backend_->synchronize(stream_);
     return {values.begin(), values.end()};
   }
 
