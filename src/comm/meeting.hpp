@@ -57,10 +57,11 @@ struct Meeting {
       if (calls[i] == nullptr) missing.insert(root_ranks[i]);
     return missing;
   }
-  bool is_waited_at_by(int root_rank) const {
-    for (std::size_t i = 0; i < calls.size(); ++i)
-      if (root_ranks[i] == root_rank) return calls[i] != nullptr && !is_moving;
-    return false;
+  /// The call in which a rank waits here; null: it does not.
+  const Call* waiting_call(int root_rank) const {
+    const auto at = std::find(root_ranks.begin(), root_ranks.end(), root_rank);
+    return at == root_ranks.end() || is_moving ? nullptr
+                                               : calls[static_cast<std::size_t>(at - root_ranks.begin())];
   }
 
   /// The first contradiction between the calls, or nothing.
@@ -134,26 +135,31 @@ struct Root {
     throw Error(code, meeting.error_text);
   }
 
-  /// Those of `missing` that wait for nobody, and whoever the others wait for in turn: who holds up all.
-  /// Where all wait for each other, `missing` itself.
-  std::set<int> culprits(const std::set<int>& missing) const {  // mutex held
+  /// Who holds up all, in words: those of `missing` that wait for nobody, and whoever the others wait for in
+  /// turn. Empty if that is `missing` itself.
+  std::string culprits(const std::set<int>& missing) const {  // mutex held
     std::set<int> known = missing;
     std::set<int> found;
     std::vector<int> open(missing.begin(), missing.end());
+    std::string places;
     while (!open.empty()) {
       const int rank = open.back();
       open.pop_back();
       bool waits = false;
       for (const std::weak_ptr<Meeting>& weak : meetings) {
         const auto meeting = weak.lock();
-        if (!meeting || !meeting->is_waited_at_by(rank)) continue;
+        const Call* const call = meeting ? meeting->waiting_call(rank) : nullptr;
+        if (call == nullptr) continue;
         waits = true;
+        places.append(places.empty() ? "" : ", ").append("rank " + std::to_string(rank) + " in ");
+        places.append(call->describe());
         for (const int next : meeting->missing_ranks())
           if (known.insert(next).second) open.push_back(next);
       }
       if (!waits) found.insert(rank);
     }
-    return found.empty() ? missing : found;
+    if (found.empty()) return ", all wait for each other: " + places;
+    return found == missing ? "" : ", held up by " + names_of(found);
   }
 
   /// Blocks until everybody is here and the data has moved. `plan(calls)` is called by the last to arrive,
@@ -207,11 +213,10 @@ struct Root {
     };
     if (!meeting.changed.wait_until(lock, deadline, moved_or_failed)) {
       const std::set<int> missing = meeting.missing_ranks();
-      const std::set<int> to_blame = culprits(missing);
       std::ostringstream text;
       text << to_string(call.operation) << ": " << names_of(missing) << " did not arrive within "
-           << seconds(timeout) << " s" << (to_blame == missing ? "" : ", held up by " + names_of(to_blame))
-           << "; rank " << meeting.root_ranks[place] << " waited in " << call.describe();
+           << seconds(timeout) << " s" << culprits(missing) << "; rank " << meeting.root_ranks[place]
+           << " waited in " << call.describe();
       meeting.error_code = ErrorCode::timeout;
       meeting.error_text = text.str();
       fail(meeting.error_text);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A backend that fails where a test says: at the n-th call of one rank, on the host or in its queue.
+// Backends and communicators that fail where a test says: at the n-th call of one rank, on the host or in its
+// queue.
 #pragma once
 
 #include <chrono>
@@ -15,9 +16,9 @@
 #include <utility>
 #include <vector>
 
-#include <helix/cpu/backend.hpp>
-#include <helix/cpu/local_comm.hpp>
-#include <helix/error.hpp>
+#include <helix/cpu/stream.hpp>
+#include <helix/dtype.hpp>
+#include <helix/job_comms.hpp>
 
 namespace helix::test {
 
@@ -25,10 +26,10 @@ namespace helix::test {
 enum class Fault {
   none,
   host_exception,   ///< The call throws on the host.
-  queue_exception,  ///< A task before the call throws on the stream's worker.
+  queue_exception,  ///< A task before the call throws on the stream's worker; on the host without one.
   no_memory,        ///< The call throws std::bad_alloc on the host.
   host_stop,        ///< The rank's host stands still for longer than the others wait.
-  queue_stop,       ///< The rank's stream does.
+  queue_stop,       ///< The rank's stream does; its host without a worker.
   mismatch,         ///< A collective is called with another size.
   skip,             ///< A collective is not called.
 };
@@ -62,7 +63,7 @@ class FaultPoint {
   /// The call that failed; empty before.
   const std::string& where() const { return where_; }
 
-  /// Before each call of the backend. `stream`: null where the call takes none.
+  /// Before each call of the backend. `stream`: null where the call takes none or nobody can queue a task.
   void reach(std::string_view name, const cpu::Stream* stream) {
     if (!is_due(!is_of_collectives(injection_.fault))) return;
     where_ = name;
@@ -81,9 +82,9 @@ class FaultPoint {
   }
 
   /// Before each collective of a group of several ranks. Returns what happens to it.
-  Fault reach_collective(std::string_view name, const cpu::Stream& stream) {
+  Fault reach_collective(std::string_view name, const cpu::Stream* stream) {
     if (!is_of_collectives(injection_.fault)) {
-      reach(name, &stream);
+      reach(name, stream);
       return Fault::none;
     }
     if (!is_due(true)) return Fault::none;
@@ -102,11 +103,23 @@ class FaultPoint {
   std::string where_;
 };
 
-/// A LocalComm whose collectives may fail, be of another size or be left out.
-class FaultyComm : public cpu::LocalComm {
+/// The stream in which a fault may be queued; null: in this kind none can.
+inline const cpu::Stream* worker_of(const cpu::Stream& stream) {
+  return &stream;
+}
+template <class Other>
+const cpu::Stream* worker_of(const Other&) {
+  return nullptr;
+}
+
+/// A communicator whose collectives may fail, be of another size or be left out.
+template <class Base>
+class FaultyComm : public Base {
  public:
-  FaultyComm(cpu::LocalComm inner, std::shared_ptr<FaultPoint> point)
-      : cpu::LocalComm(std::move(inner)), point_(std::move(point)) {}
+  using Stream = typename Base::Stream;
+
+  FaultyComm(Base inner, std::shared_ptr<FaultPoint> point)
+      : Base(std::move(inner)), point_(std::move(point)) {}
 
   FaultPoint& point() const { return *point_; }
 
@@ -138,12 +151,10 @@ class FaultyComm : public cpu::LocalComm {
   }
 
  private:
-  using Base = cpu::LocalComm;
-
   template <class Call>
   void pass(std::string_view name, std::int64_t size, const Stream& stream, Call&& call) {
     if (Base::size() == 1) return call(size);
-    switch (point_->reach_collective(name, stream)) {
+    switch (point_->reach_collective(name, worker_of(stream))) {
       case Fault::skip:
         return;
       case Fault::mismatch:
@@ -156,11 +167,16 @@ class FaultyComm : public cpu::LocalComm {
   std::shared_ptr<FaultPoint> point_;
 };
 
-/// A cpu::Backend whose calls may fail. Results are those of cpu::Backend.
-class FaultyBackend : public cpu::Backend<FaultyComm> {
+/// A backend over a FaultyComm whose calls may fail. Results are those of Base.
+template <class Base>
+class FaultyBackend : public Base {
  public:
-  FaultyBackend(FaultyComm stage, FaultyComm kvp, std::shared_ptr<FaultPoint> point)
-      : Base(std::move(stage), std::move(kvp)), point_(std::move(point)) {}
+  using typename Base::Comm;
+
+  /// `more`: what Base's constructor takes behind its communicators.
+  template <class... More>
+  FaultyBackend(const JobComms<Comm>& comms, std::shared_ptr<FaultPoint> point, More&&... more)
+      : Base(comms.stage, comms.kvp, std::forward<More>(more)...), point_(std::move(point)) {}
 
 #define HELIX_FALLIBLE(name)                        \
   template <class... Args>                          \
@@ -204,15 +220,13 @@ class FaultyBackend : public cpu::Backend<FaultyComm> {
 #undef HELIX_FALLIBLE
 
  private:
-  using Base = cpu::Backend<FaultyComm>;
-
   static const cpu::Stream* stream_of() {
     return nullptr;
   }
   template <class First, class... Rest>
   static const cpu::Stream* stream_of(const First& first, const Rest&... rest) {
-    if constexpr (std::is_same_v<First, cpu::Stream>) {
-      return &first;
+    if constexpr (sizeof...(Rest) == 0) {
+      return worker_of(first);
     } else {
       return stream_of(rest...);
     }

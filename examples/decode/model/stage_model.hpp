@@ -87,6 +87,8 @@ class StageModel {
   void forward(const Step& step) {
     const auto num_tokens = static_cast<std::int64_t>(step.tokens.size());
     const auto num_rows = static_cast<std::int64_t>(step.logit_rows.size());
+    if constexpr (requires(const typename B::Comm& comm) { comm.begin_step(num_steps_); })
+      pipeline_->begin_step(++num_steps_);
     if (step != next_) upload_inputs(step);
     const auto queue = [this, num_tokens, num_rows] { return queue_step(num_tokens, num_rows); };
     last_ = step.is_decode ? decode_steps_.run(step.query_offsets, num_rows, stream_, queue) : queue();
@@ -203,6 +205,7 @@ class StageModel {
   std::unique_ptr<VocabularyHead<B>> head_;
   std::vector<std::int32_t> slots_;
   Step next_;  // whose inputs the device holds
+  std::uint64_t num_steps_ = 0;
   StepResult last_;
   CapturedSteps<B, StepResult> decode_steps_;  // destroyed first
 };
