@@ -51,13 +51,13 @@ struct OneGpuEach {
 };
 
 TEST_CASE("faults on one GPU: each ends all ranks, is named, and the threads work afterwards") {
-  expect_gpus(1);
+  HELIX_REQUIRE_GPUS(1);
   inject<SharedGpu>(Job("llama-tiny", {.kvp = 2, .tpa = 2}), 25, 3);
   inject<SharedGpu>(Job("deepseek-tiny", {.kvp = 2}), 25, 4);
 }
 
 TEST_CASE("faults on two GPUs: each ends all ranks, is named, and the threads work afterwards") {
-  expect_gpus(2);
+  HELIX_REQUIRE_GPUS(2);
   inject<OneGpuEach>(Job("llama-tiny", {.kvp = 2}), 25, 5);
   inject<OneGpuEach>(Job("llama-tiny", {.tpa = 2}), 25, 6);
 }
