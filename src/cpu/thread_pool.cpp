@@ -22,7 +22,8 @@ constexpr std::size_t kExpectedLoops = 16;  // streams that call at once, and lo
 
 /// One parallel_for, on its caller's stack.
 struct Loop {
-  const std::function<void(std::int64_t, int)>* body = nullptr;
+  const void* body = nullptr;
+  void (*call)(const void* body, std::int64_t index, int thread) = nullptr;
   std::int64_t count = 0;
   std::atomic<std::int64_t> next = 0;
   std::atomic<int> helpers = 0;  // workers inside; joins and the last leave happen under the pool's mutex
@@ -49,7 +50,7 @@ struct ThreadPool::State {
       for (;;) {
         const std::int64_t index = loop.next.fetch_add(1, std::memory_order_relaxed);
         if (index >= loop.count) return;
-        (*loop.body)(index, thread);
+        loop.call(loop.body, index, thread);
       }
     } catch (...) {
       loop.next.store(loop.count, std::memory_order_relaxed);
@@ -121,13 +122,14 @@ int ThreadPool::num_threads() const {
   return state_->num_threads;
 }
 
-void ThreadPool::parallel_for(std::int64_t count, const std::function<void(std::int64_t, int)>& body) {
+void ThreadPool::run(std::int64_t count, const void* body, Call call) {
   if (state_->num_threads == 1 || count <= 1) {
-    for (std::int64_t index = 0; index < count; ++index) body(index, 0);
+    for (std::int64_t index = 0; index < count; ++index) call(body, index, 0);
     return;
   }
   Loop loop;
-  loop.body = &body;
+  loop.body = body;
+  loop.call = call;
   loop.count = count;
   int sleepers = 0;
   {
