@@ -67,6 +67,26 @@ std::vector<RankMemory> plan_memory(const Checkpoint& checkpoint, const ModelCon
       checkpoint, config, topo, request);
 }
 
+void add_fields(JobFields& fields, const LaunchOptions& options) {
+  // A binding, so that a new member does not compile until it is decided upon here.
+  [[maybe_unused]] const auto& [num_threads, show_progress, timeout, device, activation, placement, gpu] =
+      options;
+  fields.push_back({"--device", device == Device::cuda ? "cuda" : "cpu"});
+  fields.push_back({"--activation", std::string(to_string(activation))});
+}
+
+void Launcher::agree(const JobStatement& mine) {
+  std::vector<JobStatement> statements;
+  for (const std::string& text : gather_texts(serialize(mine)))
+    statements.push_back(deserialize_statement(text));
+  try {
+    expect_agreement(statements);
+  } catch (...) {
+    all_fail_alike_ = true;
+    throw;
+  }
+}
+
 namespace {
 
 bool is_mpi_process() {
@@ -86,6 +106,9 @@ class ThreadLauncher : public Launcher {
     return run_local(checkpoint, config, topo, request, options);
   }
   std::string fail(std::string_view reason) noexcept override { return std::string(reason); }
+
+ protected:
+  std::vector<std::string> gather_texts(const std::string& mine) override { return {mine}; }
 };
 
 }  // namespace
@@ -94,11 +117,9 @@ std::unique_ptr<Launcher> make_thread_launcher() {
   return std::make_unique<ThreadLauncher>();
 }
 
-std::unique_ptr<Launcher> make_launcher(Device device, std::uint64_t config_hash,
-                                        std::chrono::milliseconds timeout) {
-  if (device == Device::cuda)
-    return is_cuda_job() ? make_cuda_launcher(config_hash, timeout) : make_thread_launcher();
-  return is_mpi_process() ? make_mpi_launcher() : make_thread_launcher();
+std::unique_ptr<Launcher> make_launcher(Device device, std::chrono::milliseconds timeout) {
+  if (device == Device::cuda) return is_cuda_job() ? make_cuda_launcher(timeout) : make_thread_launcher();
+  return is_mpi_process() ? make_mpi_launcher(timeout) : make_thread_launcher();
 }
 
 }  // namespace helix::decode
