@@ -3,8 +3,12 @@
 #include "cli/launch.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
+#include <exception>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <thread>
 
 #include <helix/cpu/backend.hpp>
@@ -20,20 +24,72 @@ namespace helix::decode {
 
 using LocalBackend = cpu::Backend<cpu::LocalComm>;
 
-std::exception_ptr root_failure(const std::vector<std::exception_ptr>& failures) {
-  std::exception_ptr echo;
-  for (const std::exception_ptr& failure : failures) {
-    if (!failure) continue;
-    try {
-      std::rethrow_exception(failure);
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::peer_failed) return failure;
-      if (!echo) echo = failure;
-    } catch (...) {
-      return failure;
+namespace {
+
+struct Failure {
+  ErrorCode code;
+  std::string text;
+};
+
+Failure describe(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const Error& error) {
+    return {error.code(), error.what()};
+  } catch (const std::exception& error) {
+    return {ErrorCode::internal, error.what()};
+  }
+}
+
+}  // namespace
+
+void throw_root_failure(const std::vector<std::exception_ptr>& failures) {
+  std::optional<std::size_t> root;
+  std::optional<std::size_t> echo;
+  bool is_shared = failures.size() == 1;
+  for (std::size_t rank = 0; rank < failures.size(); ++rank) {
+    if (!failures[rank]) continue;
+    const Failure failure = describe(failures[rank]);
+    if (failure.code == ErrorCode::peer_failed) {
+      if (!echo) echo = rank;
+    } else if (!root) {
+      root = rank;
+    } else if (failure.text == describe(failures[*root]).text) {
+      is_shared = true;
     }
   }
-  return echo;
+  if (root && is_shared) std::rethrow_exception(failures[*root]);
+  if (root) {
+    const Failure failure = describe(failures[*root]);
+    throw Error(failure.code, "rank ", *root, ": ", failure.text);
+  }
+  if (echo) std::rethrow_exception(failures[*echo]);
+}
+
+void run_on_threads(std::size_t num_ranks, const std::function<void(std::size_t)>& body) {
+  enum class Start { open, go, stop };
+  std::atomic<Start> start = Start::open;
+  const auto decide = [&](Start decision) {
+    start = decision;
+    start.notify_all();
+  };
+  std::vector<std::jthread> ranks;
+  ranks.reserve(num_ranks);
+  for (std::size_t rank = 1; rank < num_ranks; ++rank) {
+    try {
+      ranks.emplace_back([&, rank] {
+        start.wait(Start::open);
+        if (start == Start::go) body(rank);
+      });
+    } catch (const std::exception& error) {
+      decide(Start::stop);
+      throw Error(ErrorCode::capacity, "the thread of rank ", rank, " of ", num_ranks,
+                  " cannot be started: ", error.what(),
+                  "; use fewer ranks, or raise the limit (ulimit -u, a container's pids)");
+    }
+  }
+  decide(Start::go);
+  body(0);
 }
 
 int threads_per_rank(const LaunchOptions& options, const Topology& topo) {
