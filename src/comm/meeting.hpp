@@ -20,6 +20,7 @@
 
 #include "comm/call.hpp"
 #include "comm/move.hpp"
+#include "comm/rank_names.hpp"
 #include "comm/timeout.hpp"
 
 namespace helix::comm {
@@ -44,12 +45,11 @@ struct Meeting {
   std::condition_variable changed;
 
   std::string missing_ranks() const {
-    std::ostringstream text;
-    std::size_t missing = 0;
+    std::vector<int> missing;
     for (std::size_t i = 0; i < calls.size(); ++i) {
-      if (calls[i] == nullptr) text << (missing++ == 0 ? "" : ", ") << root_ranks[i];
+      if (calls[i] == nullptr) missing.push_back(root_ranks[i]);
     }
-    return std::string(missing == 1 ? "rank " : "ranks ").append(text.str());
+    return rank_names(missing);
   }
 
   /// The first contradiction between the calls, or nothing.

@@ -18,7 +18,8 @@ namespace {
 
 class MpiLauncher : public Launcher {
  public:
-  explicit MpiLauncher(std::chrono::milliseconds timeout) : timeout_(timeout) {}
+  explicit MpiLauncher(std::chrono::milliseconds timeout)
+      : timeout_(timeout), session_(nullptr, nullptr, timeout) {}
 
   bool has_processes() const override { return true; }
   int rank() const override { return session_.world_rank(); }
@@ -64,7 +65,7 @@ class MpiLauncher : public Launcher {
   }
 
   std::chrono::milliseconds timeout_;
-  cpu::MpiSession session_{nullptr, nullptr};
+  cpu::MpiSession session_;
   std::optional<cpu::MpiComm> world_;
 };
 
