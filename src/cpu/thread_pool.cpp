@@ -12,6 +12,7 @@
 #include <helix/cpu/thread_pool.hpp>
 #include <helix/error.hpp>
 
+#include "comm/start_thread.hpp"
 #include "cpu/spin_wait.hpp"
 
 namespace helix::cpu {
@@ -104,9 +105,12 @@ ThreadPool::ThreadPool(int num_threads) : state_(std::make_unique<State>()) {
                 "; at least 1 is needed");
   state_->num_threads = num_threads;
   state_->loops.reserve(kExpectedLoops);
+  state_->workers.reserve(static_cast<std::size_t>(num_threads - 1));
   try {
     for (int thread = 1; thread < num_threads; ++thread) {
-      state_->workers.emplace_back([state = state_.get(), thread] { state->work(thread); });
+      state_->workers.push_back(
+          comm::start_thread(message({"thread ", thread, " of a ThreadPool of ", num_threads}),
+                             [state = state_.get(), thread] { state->work(thread); }));
     }
   } catch (...) {
     state_->close();
