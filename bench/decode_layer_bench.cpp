@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode_layer on the CPU: one layer shaped like Llama-3-8B's at half of its hidden size, bf16 weights and
+// decode_layer on the CPU: one layer shaped like Llama-3.1-8B's at half of its width, bf16 weights and
 // KV, one query token, on 1 and 4 ranks of one process.
 //
 // A step reads this layer's weights and the KV once; the counters compare that with a streaming read by all
@@ -20,6 +20,7 @@
 #include <helix/batch_buffer.hpp>
 #include <helix/cpu/backend.hpp>
 #include <helix/decode_layer.hpp>
+#include <helix/plan/model.hpp>
 #include <helix/rank_shape.hpp>
 #include <helix/sharded_kv_cache.hpp>
 
@@ -29,11 +30,17 @@ namespace {
 
 using Backend = helix::cpu::Backend<helix::cpu::LocalComm>;
 
-constexpr std::int64_t kHidden = 2048;
-constexpr std::int64_t kHeads = 16;
-constexpr std::int64_t kKvHeads = 4;
-constexpr std::int64_t kDim = 128;
-constexpr std::int64_t kFfn = 7168;
+/// One layer of Llama-3.1-8B at half of its width: half the heads, of the same size.
+const helix::ModelShape kModel = [] {
+  helix::ModelShape shape = helix::plan::model_preset("llama-3.1-8b").shape;
+  shape.num_query_heads /= 2;
+  shape.num_kv_heads /= 2;
+  shape.hidden /= 2;
+  shape.ffn /= 2;
+  shape.num_layers = 1;
+  return shape;
+}();
+
 constexpr std::int64_t kPageTokens = 64;
 constexpr std::int64_t kChunk = 16;
 constexpr float kWeightScale = 1.0f / 64;  // keeps the size of what it multiplies, about
@@ -56,13 +63,13 @@ struct Matrix {
   std::int64_t cols;
 };
 
-constexpr Matrix kQuery{1, kHeads* kDim, kHidden};
-constexpr Matrix kKey{2, kKvHeads* kDim, kHidden};
-constexpr Matrix kValue{3, kKvHeads* kDim, kHidden};
-constexpr Matrix kOutput{4, kHidden, kHeads* kDim};
-constexpr Matrix kGate{5, kFfn, kHidden};
-constexpr Matrix kUp{6, kFfn, kHidden};
-constexpr Matrix kDown{7, kHidden, kFfn};
+const Matrix kQuery{1, kModel.num_query_heads* kModel.head_dim, kModel.hidden};
+const Matrix kKey{2, kModel.num_kv_heads* kModel.head_dim, kModel.hidden};
+const Matrix kValue{3, kModel.num_kv_heads* kModel.head_dim, kModel.hidden};
+const Matrix kOutput{4, kModel.hidden, kModel.num_query_heads* kModel.head_dim};
+const Matrix kGate{5, kModel.ffn, kModel.hidden};
+const Matrix kUp{6, kModel.ffn, kModel.hidden};
+const Matrix kDown{7, kModel.hidden, kModel.ffn};
 
 /// A weight slice under construction: rows of whole matrices, or columns of them.
 class Slice {
@@ -85,7 +92,7 @@ class Slice {
 };
 
 helix::Range heads_to_elements(helix::Range heads) {
-  return {heads.begin * kDim, heads.end * kDim};
+  return {heads.begin * kModel.head_dim, heads.end * kModel.head_dim};
 }
 
 /// One rank of the stage, with its slices and its share of the cache.
@@ -102,15 +109,16 @@ class Rank {
                 .chunk = kChunk,
                 .max_sequences = 1}),
         batch_(backend_, 1, 1),
-        exchange_(backend_, {.max_tokens = 1, .num_query_heads = shape_.query_heads, .value_dim = kDim}),
+        exchange_(backend_,
+                  {.max_tokens = 1, .num_query_heads = shape_.query_heads, .value_dim = kModel.head_dim}),
         hop_b_(backend_, 1),
-        hidden_(static_cast<std::size_t>(kHidden)) {
+        hidden_(static_cast<std::size_t>(kModel.hidden)) {
     fill_weights(topo);
-    for (std::int64_t pair = 0; pair < kDim / 2; ++pair)
+    for (std::int64_t pair = 0; pair < kModel.head_dim / 2; ++pair)
       inverse_frequency_.push_back(
-          static_cast<float>(std::pow(500000.0, -2.0 * static_cast<double>(pair) / kDim)));
-    config_.softmax_scale = 1.0f / std::sqrt(static_cast<float>(kDim));
-    config_.rope = {inverse_frequency_.data(), kDim};
+          static_cast<float>(std::pow(500000.0, -2.0 * static_cast<double>(pair) / kModel.head_dim)));
+    config_.softmax_scale = 1.0f / std::sqrt(static_cast<float>(kModel.head_dim));
+    config_.rope = {inverse_frequency_.data(), kModel.head_dim};
     workspace_ = backend_.allocate(helix::decode_layer_workspace_bytes(backend_, shape_, 1));
     fill_cache(topo, context);
     const std::int32_t offsets[] = {0, 1};
@@ -124,7 +132,7 @@ class Rank {
   void queue_step() {
     for (std::size_t i = 0; i < hidden_.size(); ++i) hidden_[i] = number(i);
     helix::decode_layer(backend_, shape_, config_, weights_, cache_.layer(0), batch_.batch(),
-                        {hidden_.data(), {1, kHidden}},
+                        {hidden_.data(), {1, kModel.hidden}},
                         {.exchange = &exchange_,
                          .hop_b = &hop_b_,
                          .hop_b_slices = 1,
@@ -141,7 +149,7 @@ class Rank {
  private:
   void fill_weights(const helix::Topology& topo) {
     const int rank = backend_.comms().stage->rank();
-    const helix::Range all{0, kHidden};
+    const helix::Range all{0, kModel.hidden};
     const helix::Range kv = heads_to_elements(topo.kv_heads(rank));
     qkv_.add(kQuery, heads_to_elements(topo.query_heads(rank)), all);
     qkv_.add(kKey, kv, all);
@@ -150,8 +158,8 @@ class Rank {
     gate_up_.add(kGate, topo.ffn(rank), all);
     gate_up_.add(kUp, topo.ffn(rank), all);
     down_.add(kDown, all, topo.ffn(rank));
-    norm_.assign(static_cast<std::size_t>(kHidden), helix::bf16(1.0f));
-    const helix::WeightView norm{norm_.data(), helix::DType::bf16, 1, kHidden};
+    norm_.assign(static_cast<std::size_t>(kModel.hidden), helix::bf16(1.0f));
+    const helix::WeightView norm{norm_.data(), helix::DType::bf16, 1, kModel.hidden};
     helix::GqaWeights attention;
     attention.qkv = qkv_.view();
     attention.o = o_.view();
@@ -166,19 +174,19 @@ class Rank {
     const helix::Range heads = topo.kv_heads(backend_.comms().stage->rank());
     const helix::SequenceId sequence = cache_.add();
     cache_.append(sequence, context, stream_);
-    std::vector<float> k(static_cast<std::size_t>(kRows * heads.size() * kDim));
+    std::vector<float> k(static_cast<std::size_t>(kRows * heads.size() * kModel.head_dim));
     std::vector<float> v(k.size());
     for (std::int64_t first = 0; first < context; first += kRows) {
       const std::int64_t rows = std::min(kRows, context - first);
       std::size_t at = 0;
       for (std::int64_t token = first; token < first + rows; ++token)
-        for (std::int64_t i = heads.begin * kDim; i < heads.end * kDim; ++i, ++at) {
-          const auto place = static_cast<std::uint64_t>(token * kKvHeads * kDim + i);
+        for (std::int64_t i = heads.begin * kModel.head_dim; i < heads.end * kModel.head_dim; ++i, ++at) {
+          const auto place = static_cast<std::uint64_t>(token * kModel.num_kv_heads * kModel.head_dim + i);
           k[at] = number(std::uint64_t{8} << 40 | place);
           v[at] = number(std::uint64_t{9} << 40 | place);
         }
-      cache_.write(sequence, 0, first, {k.data(), {rows, heads.size(), kDim}},
-                   {v.data(), {rows, heads.size(), kDim}}, stream_);
+      cache_.write(sequence, 0, first, {k.data(), {rows, heads.size(), kModel.head_dim}},
+                   {v.data(), {rows, heads.size(), kModel.head_dim}}, stream_);
       backend_.synchronize(stream_);
     }
   }
@@ -202,7 +210,7 @@ class Rank {
 /// A stage whose ranks share the cores between them.
 class Stage {
  public:
-  Stage(int kvp, int tpa, std::int64_t context) : topo_({.kvp = kvp, .tpa = tpa}, shape()) {
+  Stage(int kvp, int tpa, std::int64_t context) : topo_({.kvp = kvp, .tpa = tpa}, kModel) {
     const int size = topo_.stage_size();
     const auto stage = helix::cpu::LocalComm::create_group(size);
     std::vector<std::vector<helix::cpu::LocalComm>> groups;
@@ -233,17 +241,6 @@ class Stage {
   }
 
  private:
-  static helix::ModelShape shape() {
-    helix::ModelShape shape;
-    shape.num_query_heads = kHeads;
-    shape.num_kv_heads = kKvHeads;
-    shape.head_dim = shape.value_dim = kDim;
-    shape.hidden = kHidden;
-    shape.ffn = kFfn;
-    shape.num_layers = 1;
-    return shape;
-  }
-
   helix::Topology topo_;
   std::vector<std::unique_ptr<Rank>> ranks_;
 };
@@ -273,10 +270,10 @@ double relative_error(const std::vector<float>& got, const std::vector<float>& e
 void bench_decode_layer(benchmark::State& state, int kvp, int tpa, std::int64_t context) {
   const std::vector<float>& expected = hidden_of_one_rank(context);
   Stage stage(kvp, tpa, context);
-  const double kv_bytes = 2.0 * 2.0 * static_cast<double>(context * kKvHeads * kDim);
+  const double kv_bytes = 2.0 * 2.0 * static_cast<double>(context * kModel.num_kv_heads * kModel.head_dim);
   const double bytes = kv_bytes + static_cast<double>(stage.weight_bytes());
-  const double flops =
-      static_cast<double>(stage.weight_bytes()) + 4.0 * static_cast<double>(context * kHeads * kDim);
+  const double flops = static_cast<double>(stage.weight_bytes()) +
+                       4.0 * static_cast<double>(context * kModel.num_query_heads * kModel.head_dim);
   helix::bench::run_beside_ceilings(state, num_cores(), bytes, flops,
                                     helix::bench::random_bf16(std::size_t{256} << 20), [&] { stage.step(); });
   state.counters["kv_MB"] = 1e-6 * kv_bytes;

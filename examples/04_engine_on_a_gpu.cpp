@@ -136,7 +136,6 @@ void run_rank(int rank, int size, ncclComm_t engine_comm, const Model& model, st
                      stream);
   std::vector<helix::bf16> mine(static_cast<std::size_t>(heads * kDim));
   backend.download(mine.data(), result.data(), mine.size() * sizeof(helix::bf16), stream);
-  backend.synchronize(stream);
   for (std::size_t i = 0; i < mine.size(); ++i)
     combined[static_cast<std::size_t>(rank * heads * kDim) + i] = static_cast<float>(mine[i]);
 }

@@ -188,54 +188,36 @@ TEST_CASE("bad cache sizes fail at construction") {
   good.format = DType::fp8_e4m3;
   good.layers = 2;
   good.pages = 4;
-  const StageSpec gqa{.kv_heads = 3};
-  const auto refused = [&](const char* part, const std::function<void(KvCacheSpec&)>& spoil,
-                           StageSpec stage_spec) {
-    KvCacheSpec spec = good;
-    spoil(spec);
-    const auto failure = failure_of([&] { Stage(stage_spec, spec); });
-    INFO(part);
-    REQUIRE(failure);
-    CAPTURE(failure->what);
-    CHECK(contains(failure->what, part));
+  const auto check = [&](std::initializer_list<helix::test::Mistake<KvCacheSpec>> mistakes,
+                         const StageSpec& stage_spec) {
+    helix::test::check_mistakes(
+        mistakes, [&] { return good; }, [&](const KvCacheSpec& spec) { Stage(stage_spec, spec); });
   };
-  REQUIRE_FALSE(failure_of([&] { Stage(gqa, good); }));
-  refused(
-      "layers is 0", [](KvCacheSpec& s) { s.layers = 0; }, gqa);
-  refused(
-      "pages is 0", [](KvCacheSpec& s) { s.pages = 0; }, gqa);
-  refused(
-      "page_tokens is 0", [](KvCacheSpec& s) { s.page_tokens = 0; }, gqa);
-  refused(
-      "chunk is 0", [](KvCacheSpec& s) { s.chunk = 0; }, gqa);
-  refused(
-      "max_sequences is -1", [](KvCacheSpec& s) { s.max_sequences = -1; }, gqa);
-  refused(
-      "max_tokens is -1", [](KvCacheSpec& s) { s.max_tokens = -1; }, gqa);
-  refused(
-      "pages is 9223372036854775807",
-      [](KvCacheSpec& s) { s.pages = std::numeric_limits<std::int64_t>::max(); }, gqa);
-  refused(
-      "format is no DType", [](KvCacheSpec& s) { s.format = static_cast<DType>(99); }, gqa);
-  refused(
-      "2 k_scales; give 1, one for each of the 3 KV heads, or 2 * 3",
-      [](KvCacheSpec& s) {
-        s.k_scales = {1, 2};
+  constexpr std::int64_t kHuge = std::numeric_limits<std::int64_t>::max();
+  check(
+      {
+          {"layers is 0", [](KvCacheSpec& s) { s.layers = 0; }},
+          {"pages is 0", [](KvCacheSpec& s) { s.pages = 0; }},
+          {"page_tokens is 0", [](KvCacheSpec& s) { s.page_tokens = 0; }},
+          {"chunk is 0", [](KvCacheSpec& s) { s.chunk = 0; }},
+          {"max_sequences is -1", [](KvCacheSpec& s) { s.max_sequences = -1; }},
+          {"max_tokens is -1", [](KvCacheSpec& s) { s.max_tokens = -1; }},
+          {"pages is 9223372036854775807", [](KvCacheSpec& s) { s.pages = kHuge; }},
+          {"format is no DType", [](KvCacheSpec& s) { s.format = static_cast<DType>(99); }},
+          {"2 k_scales; give 1, one for each of the 3 KV heads, or 2 * 3",
+           [](KvCacheSpec& s) { s.k_scales.assign(2, 1.0f); }},
+          {"v_scales hold 0", [](KvCacheSpec& s) { s.v_scales.assign(1, 0.0f); }},
+          {"only fp8_e4m3 is scaled",
+           [](KvCacheSpec& s) {
+             s.k_scales.assign(1, 1.0f);
+             s.format = DType::bf16;
+           }},
       },
-      gqa);
-  refused(
-      "v_scales hold 0", [](KvCacheSpec& s) { s.v_scales = {0}; }, gqa);
-  refused(
-      "only fp8_e4m3 is scaled",
-      [](KvCacheSpec& s) {
-        s.k_scales = {1};
-        s.format = DType::bf16;
-      },
-      gqa);
-  refused("give k_scales only", [](KvCacheSpec& s) { s.v_scales = {1}; },
-          {.is_mla = true, .head_dim = 9, .value_dim = 7});
-  refused("value_dim 9 exceeds head_dim 8", [](KvCacheSpec&) {},
-          {.kv_heads = 1, .head_dim = 8, .value_dim = 9});
+      {.kv_heads = 3});
+  check({{"give k_scales only", [](KvCacheSpec& s) { s.v_scales.assign(1, 1.0f); }}},
+        {.is_mla = true, .head_dim = 9, .value_dim = 7});
+  CHECK(contains(failure_of([&] { Stage({.kv_heads = 1, .head_dim = 8, .value_dim = 9}, good); })->what,
+                 "value_dim 9 exceeds head_dim 8"));
 
   const Topology topology(widths_of({.kvp = 2, .kv_heads = 1}), shape_of({.kvp = 2, .kv_heads = 1}));
   CpuBackend alone;

@@ -18,105 +18,139 @@
 #include <helix/page_ledger.hpp>
 #include <helix/sharded_kv_cache.hpp>
 
+#include "support/cache_contents.hpp"
 #include "support/cache_stage.hpp"
 #include "support/catch.hpp"
 
 using namespace helix::test::cache;
 
+namespace {
+
+/// The ledgers of all ranks under random operations that each of them gets.
+class RandomLedgers {
+ public:
+  explicit RandomLedgers(std::uint32_t seed) : random_(seed) {
+    kvp_ = 1 + below(8);
+    spec_.layout = KvLayout(kvp_, 1 + below(20));
+    spec_.page_tokens = 1 + below(20);
+    spec_.pages = 20 + below(40);
+    spec_.max_sequences = 8;
+    for (std::int64_t rank = 0; rank < kvp_; ++rank) ledgers_.emplace_back(spec_, rank);
+  }
+
+  const PageLedgerSpec& spec() const { return spec_; }
+
+  void step() {
+    const std::int64_t action = below(10);
+    const std::int64_t pool_tokens = spec_.pages * spec_.page_tokens * kvp_;
+    Live* const one = live_.empty()
+                          ? nullptr
+                          : &live_[static_cast<std::size_t>(below(static_cast<std::int64_t>(live_.size())))];
+    if (one == nullptr || action == 0) {
+      Live added;
+      added.reserved = below(pool_tokens / 4);
+      if (on_all([&](PageLedger& l) { added.id = l.add(added.reserved); })) live_.push_back(added);
+    } else if (action < 4) {
+      const std::int64_t count = below(pool_tokens / 6);
+      const bool must_fit = one->length + count <= one->reserved;
+      const bool fits = on_all([&](PageLedger& l) { l.append({&one->id, 1}, {&count, 1}); });
+      if (must_fit) REQUIRE(fits);  // a reservation is a promise
+      if (fits) one->length += count;
+    } else if (action < 6) {
+      one->length = below(one->length + 1);
+      REQUIRE(on_all([&](PageLedger& l) { l.truncate(one->id, one->length); }));
+      const std::int64_t reserved = ledgers_.front().reserved_tokens(one->id);
+      REQUIRE((reserved == one->reserved || reserved == 0));
+      one->reserved = reserved;
+    } else if (action < 8) {
+      Live child;
+      child.length = below(one->length + 1);
+      if (on_all([&](PageLedger& l) { child.id = l.fork(one->id, child.length); })) live_.push_back(child);
+    } else if (action == 8) {
+      const std::int64_t total = below(pool_tokens);
+      if (on_all([&](PageLedger& l) { l.reserve(one->id, total); }) && total > one->length) {
+        one->reserved = std::max(one->reserved, total);
+      }
+    } else {
+      REQUIRE(on_all([&](PageLedger& l) { l.release(one->id); }));
+      live_.erase(live_.begin() + (one - live_.data()));
+    }
+  }
+
+  /// Checks that ledgers agree, that a sequence's pages are its own tokens' and no more, and what is counted.
+  void check() const {
+    std::vector<SequenceId> ids;
+    for (const Live& sequence : live_) ids.push_back(sequence.id);
+    const Snapshot first = snapshot_of(ledgers_.front(), ids);
+    for (const PageLedger& ledger : ledgers_) REQUIRE(snapshot_of(ledger, ids) == first);
+    for (std::int64_t rank = 0; rank < kvp_; ++rank) {
+      std::set<std::int32_t> used;
+      for (const Live& sequence : live_) {
+        const auto pages = ledgers_.front().pages(sequence.id, rank);
+        const std::int64_t local = owned_count(sequence.length, kvp_, spec_.layout.chunk(), rank);
+        REQUIRE(static_cast<std::int64_t>(pages.size()) ==
+                (local + spec_.page_tokens - 1) / spec_.page_tokens);
+        const std::set<std::int32_t> distinct(pages.begin(), pages.end());
+        REQUIRE(distinct.size() == pages.size());
+        for (const std::int32_t page : pages) REQUIRE((page >= 0 && page < spec_.pages));
+        used.insert(distinct.begin(), distinct.end());
+      }
+      REQUIRE(static_cast<std::int64_t>(used.size()) == ledgers_.front().pages_used(rank));
+      REQUIRE(ledgers_.front().pages_free(rank) >= 0);
+    }
+  }
+
+  /// Releases what lives; no page may be left in use.
+  void finish() {
+    for (const Live& sequence : live_) on_all([&](PageLedger& l) { l.release(sequence.id); });
+    for (const PageLedger& ledger : ledgers_) {
+      for (std::int64_t rank = 0; rank < kvp_; ++rank) CHECK(ledger.pages_free(rank) == spec_.pages);
+    }
+  }
+
+ private:
+  struct Live {
+    SequenceId id;
+    std::int64_t length = 0;
+    std::int64_t reserved = 0;
+  };
+
+  std::int64_t below(std::int64_t n) {
+    return static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(n));
+  }
+
+  /// Whether no rank ran out; they must agree.
+  bool on_all(const std::function<void(PageLedger&)>& act) {
+    std::optional<Failure> first;
+    for (std::int64_t rank = 0; rank < kvp_; ++rank) {
+      const auto failure = failure_of([&] { act(ledgers_[static_cast<std::size_t>(rank)]); });
+      if (rank == 0) first = failure;
+      REQUIRE(failure == first);
+    }
+    if (first) REQUIRE(first->code == ErrorCode::capacity);
+    return !first.has_value();
+  }
+
+  std::mt19937 random_;
+  std::int64_t kvp_ = 1;
+  PageLedgerSpec spec_;
+  std::vector<PageLedger> ledgers_;
+  std::vector<Live> live_;
+};
+
+}  // namespace
+
 TEST_CASE("ledgers of all ranks agree under random operations, and no page has two owners") {
   for (std::uint32_t seed = 1; seed <= 24; ++seed) {
-    CAPTURE(seed);
-    std::mt19937 random(seed);
-    const auto below = [&](std::int64_t n) {
-      return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(n));
-    };
-    const std::int64_t kvp = 1 + below(8);
-    PageLedgerSpec spec;
-    spec.layout = KvLayout(kvp, 1 + below(20));
-    spec.page_tokens = 1 + below(20);
-    spec.pages = 20 + below(40);
-    spec.max_sequences = 8;
-    std::vector<PageLedger> ledgers;
-    for (std::int64_t rank = 0; rank < kvp; ++rank) ledgers.emplace_back(spec, rank);
-    CAPTURE(kvp, spec.layout.chunk(), spec.page_tokens, spec.pages);
-
-    struct Live {
-      SequenceId id;
-      std::int64_t length = 0;
-      std::int64_t reserved = 0;
-    };
-    std::vector<Live> live;
-    const auto on_all = [&](const std::function<void(PageLedger&)>& act) {
-      std::optional<Failure> first;
-      for (std::int64_t rank = 0; rank < kvp; ++rank) {
-        const auto failure = failure_of([&] { act(ledgers[static_cast<std::size_t>(rank)]); });
-        if (rank == 0) first = failure;
-        REQUIRE(failure == first);
-      }
-      if (first) REQUIRE(first->code == ErrorCode::capacity);
-      return !first.has_value();
-    };
+    RandomLedgers ledgers(seed);
+    const PageLedgerSpec& spec = ledgers.spec();
+    CAPTURE(seed, spec.layout.kvp(), spec.layout.chunk(), spec.page_tokens, spec.pages);
     for (int step = 0; step < 400; ++step) {
       CAPTURE(step);
-      const std::int64_t action = below(10);
-      const std::int64_t pool_tokens = spec.pages * spec.page_tokens * kvp;
-      Live* const one = live.empty()
-                            ? nullptr
-                            : &live[static_cast<std::size_t>(below(static_cast<std::int64_t>(live.size())))];
-      if (one == nullptr || action == 0) {
-        Live added;
-        added.reserved = below(pool_tokens / 4);
-        if (on_all([&](PageLedger& l) { added.id = l.add(added.reserved); })) live.push_back(added);
-      } else if (action < 4) {
-        const std::int64_t count = below(pool_tokens / 6);
-        const bool must_fit = one->length + count <= one->reserved;
-        const bool fits = on_all([&](PageLedger& l) { l.append({&one->id, 1}, {&count, 1}); });
-        if (must_fit) REQUIRE(fits);  // a reservation is a promise
-        if (fits) one->length += count;
-      } else if (action < 6) {
-        one->length = below(one->length + 1);
-        REQUIRE(on_all([&](PageLedger& l) { l.truncate(one->id, one->length); }));
-        const std::int64_t reserved = ledgers.front().reserved_tokens(one->id);
-        REQUIRE((reserved == one->reserved || reserved == 0));
-        one->reserved = reserved;
-      } else if (action < 8) {
-        Live child;
-        child.length = below(one->length + 1);
-        if (on_all([&](PageLedger& l) { child.id = l.fork(one->id, child.length); })) live.push_back(child);
-      } else if (action == 8) {
-        const std::int64_t total = below(pool_tokens);
-        if (on_all([&](PageLedger& l) { l.reserve(one->id, total); }) && total > one->length) {
-          one->reserved = std::max(one->reserved, total);
-        }
-      } else {
-        REQUIRE(on_all([&](PageLedger& l) { l.release(one->id); }));
-        live.erase(live.begin() + (one - live.data()));
-      }
-
-      std::vector<SequenceId> ids;
-      for (const Live& sequence : live) ids.push_back(sequence.id);
-      const Snapshot first = snapshot_of(ledgers.front(), ids);
-      for (const PageLedger& ledger : ledgers) REQUIRE(snapshot_of(ledger, ids) == first);
-      for (std::int64_t rank = 0; rank < kvp; ++rank) {
-        std::set<std::int32_t> used;
-        for (const Live& sequence : live) {
-          const auto pages = ledgers.front().pages(sequence.id, rank);
-          const std::int64_t local = owned_count(sequence.length, kvp, spec.layout.chunk(), rank);
-          REQUIRE(static_cast<std::int64_t>(pages.size()) ==
-                  (local + spec.page_tokens - 1) / spec.page_tokens);
-          const std::set<std::int32_t> distinct(pages.begin(), pages.end());
-          REQUIRE(distinct.size() == pages.size());
-          for (const std::int32_t page : pages) REQUIRE((page >= 0 && page < spec.pages));
-          used.insert(distinct.begin(), distinct.end());
-        }
-        REQUIRE(static_cast<std::int64_t>(used.size()) == ledgers.front().pages_used(rank));
-        REQUIRE(ledgers.front().pages_free(rank) >= 0);
-      }
+      ledgers.step();
+      ledgers.check();
     }
-    for (const Live& sequence : live) on_all([&](PageLedger& l) { l.release(sequence.id); });
-    for (const PageLedger& ledger : ledgers) {
-      for (std::int64_t rank = 0; rank < kvp; ++rank) CHECK(ledger.pages_free(rank) == spec.pages);
-    }
+    ledgers.finish();
   }
 }
 

@@ -18,19 +18,174 @@
 #include <helix/page_ledger.hpp>
 #include <helix/sharded_kv_cache.hpp>
 
+#include "support/cache_contents.hpp"
 #include "support/cache_stage.hpp"
 #include "support/catch.hpp"
 
 using namespace helix::test::cache;
 
+namespace {
+
+struct Config {
+  StageSpec stage;
+  DType format;
+  std::int64_t chunk;
+  std::int64_t page_tokens;
+  Scales scales;
+};
+
+KvCacheSpec spec_of(const Config& config) {
+  KvCacheSpec spec;
+  spec.format = config.format;
+  spec.layers = 2;
+  spec.page_tokens = config.page_tokens;
+  spec.chunk = config.chunk;
+  spec.max_sequences = 5;
+  spec.max_tokens = 400;
+  spec.pages = PageLedger::pages_needed(KvLayout(config.stage.kvp, spec.chunk), spec.page_tokens, 400, 0) + 3;
+  spec.k_scales = config.scales.k;
+  spec.v_scales = config.scales.v;
+  return spec;
+}
+
+/// A stage under random operations, and what its sequences must hold.
+class RandomOperations {
+ public:
+  RandomOperations(const Config& config, std::uint32_t seed)
+      : random_(seed), pages_(spec_of(config).pages), stage_(config.stage, spec_of(config)) {}
+
+  void step(int number) {
+    const std::int64_t action = below(100);
+    if (live_.empty() || action < 12) {
+      add(number % 3 == 0 ? 20 : 0);
+    } else if (action < 45) {
+      append_some();
+    } else if (action < 60) {
+      truncate(any(live_));
+    } else if (action < 78) {
+      fork(Tracked(any(live_)));
+    } else if (action < 86) {
+      const SequenceId id = any(live_).id;
+      const std::int64_t total = below(500);
+      attempt([&](Cache& cache, Stream&) { cache.reserve(id, total); });
+    } else if (action < 96) {
+      release(any(live_).id);
+    } else if (!dead_.empty()) {
+      const SequenceId id = any(dead_);
+      const auto failure = stage_.on_all([&](Cache& cache, Stream&) { cache.release(id); });
+      REQUIRE(failure);
+      REQUIRE(failure->code == ErrorCode::invalid_argument);
+    }
+  }
+
+  void check_all() {
+    for (const Tracked& sequence : live_) check_contents(stage_, sequence.id, sequence.tokens);
+  }
+
+  /// Releases what lives; no page may be left in use.
+  void finish() {
+    check_all();
+    while (!live_.empty()) release(live_.back().id);
+    for (int rank = 0; rank < stage_.size(); ++rank) {
+      CHECK(stage_.cache(rank).pages_free() == pages_);
+      CHECK(stage_.cache(rank).pages_used() == 0);
+      CHECK(stage_.cache(rank).allocated_bytes() == 0);
+      CHECK(stage_.cache(rank).ledger().num_sequences() == 0);
+    }
+    CHECK(num_exhausted_ > 0);
+    CHECK(num_forks_ > 0);
+  }
+
+ private:
+  std::int64_t below(std::int64_t n) {
+    return static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(n));
+  }
+  template <class T>
+  T& any(std::vector<T>& all) {
+    return all[static_cast<std::size_t>(below(static_cast<std::int64_t>(all.size())))];
+  }
+  std::vector<SequenceId> ids() const {
+    std::vector<SequenceId> all;
+    for (const Tracked& sequence : live_) all.push_back(sequence.id);
+    return all;
+  }
+
+  /// Runs `act` on all ranks. If they run out (all alike), nothing has changed.
+  bool attempt(const std::function<void(Cache&, Stream&)>& act) {
+    std::vector<Snapshot> before;
+    for (int rank = 0; rank < stage_.size(); ++rank)
+      before.push_back(snapshot_of(stage_.cache(rank).ledger(), ids()));
+    const auto failure = stage_.on_all(act);
+    if (!failure) return true;
+    CAPTURE(failure->what);
+    REQUIRE(failure->code == ErrorCode::capacity);
+    ++num_exhausted_;
+    for (int rank = 0; rank < stage_.size(); ++rank) {
+      REQUIRE(snapshot_of(stage_.cache(rank).ledger(), ids()) == before[static_cast<std::size_t>(rank)]);
+    }
+    return false;
+  }
+
+  void add(std::int64_t reserved) {
+    SequenceId id;
+    if (attempt([&](Cache& cache, Stream&) { id = cache.add(reserved); })) live_.push_back({id, {}});
+  }
+
+  /// One batch step of some of the sequences.
+  void append_some() {
+    std::vector<SequenceId> step_ids;
+    std::vector<std::int64_t> counts;
+    std::vector<std::size_t> indices;
+    for (std::size_t i = 0; i < live_.size(); ++i) {
+      if (below(3) == 0) continue;
+      step_ids.push_back(live_[i].id);
+      counts.push_back(below(4) == 0 ? below(60) : below(5));
+      indices.push_back(i);
+    }
+    if (!attempt([&](Cache& cache, Stream& stream) { cache.append(step_ids, counts, stream); })) return;
+    for (std::size_t i = 0; i < indices.size(); ++i) {
+      Tracked& sequence = live_[indices[i]];
+      const auto first = static_cast<std::int64_t>(sequence.tokens.size());
+      for (std::int64_t n = 0; n < counts[i]; ++n) sequence.tokens.push_back(next_token_++);
+      write_tokens(stage_, sequence.id, sequence.tokens, first);
+    }
+  }
+
+  void truncate(Tracked& sequence) {
+    const std::int64_t length = below(static_cast<std::int64_t>(sequence.tokens.size()) + 1);
+    REQUIRE(attempt([&](Cache& cache, Stream&) { cache.truncate(sequence.id, length); }));
+    sequence.tokens.resize(static_cast<std::size_t>(length));
+  }
+
+  void fork(const Tracked& parent) {
+    const std::int64_t prefix = below(static_cast<std::int64_t>(parent.tokens.size()) + 1);
+    SequenceId child;
+    if (!attempt([&](Cache& cache, Stream& stream) { child = cache.fork(parent.id, prefix, stream); }))
+      return;
+    ++num_forks_;
+    live_.push_back({child, parent.tokens});
+    live_.back().tokens.resize(static_cast<std::size_t>(prefix));
+  }
+
+  void release(SequenceId id) {
+    REQUIRE(attempt([&](Cache& cache, Stream&) { cache.release(id); }));
+    dead_.push_back(id);
+    std::erase_if(live_, [&](const Tracked& sequence) { return sequence.id == id; });
+  }
+
+  std::mt19937 random_;
+  std::int64_t pages_;
+  Stage stage_;
+  std::vector<Tracked> live_;
+  std::vector<SequenceId> dead_;
+  std::int64_t next_token_ = 0;
+  int num_exhausted_ = 0;
+  int num_forks_ = 0;
+};
+
+}  // namespace
+
 TEST_CASE("random operations lose no token, store none twice and leak no page") {
-  struct Config {
-    StageSpec stage;
-    DType format;
-    std::int64_t chunk;
-    std::int64_t page_tokens;
-    Scales scales;
-  };
   const std::vector<Config> configs{
       {{.kvp = 1, .tpa = 1, .kv_heads = 2}, DType::f32, 16, 16, {}},
       {{.kvp = 2, .tpa = 2, .kv_heads = 4}, DType::bf16, 1, 1, {}},
@@ -52,120 +207,13 @@ TEST_CASE("random operations lose no token, store none twice and leak no page") 
   for (const Config& config : configs) {
     ++seed;
     CAPTURE(seed, config.stage.kvp, config.stage.tpa, config.chunk, config.page_tokens, config.stage.is_mla);
-    std::mt19937 random(seed);
-    const auto below = [&](std::int64_t n) {
-      return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(n));
-    };
-    KvCacheSpec spec;
-    spec.format = config.format;
-    spec.layers = 2;
-    spec.page_tokens = config.page_tokens;
-    spec.chunk = config.chunk;
-    spec.max_sequences = 5;
-    spec.max_tokens = 400;
-    spec.pages =
-        PageLedger::pages_needed(KvLayout(config.stage.kvp, spec.chunk), spec.page_tokens, 400, 0) + 3;
-    spec.k_scales = config.scales.k;
-    spec.v_scales = config.scales.v;
-    Stage stage(config.stage, spec);
-    std::vector<Tracked> live;
-    std::vector<SequenceId> dead;
-    std::int64_t next_token = 0;
-    int num_exhausted = 0;
-    int num_forks = 0;
-
-    const auto ids = [&] {
-      std::vector<SequenceId> all;
-      for (const Tracked& sequence : live) all.push_back(sequence.id);
-      return all;
-    };
-    // Runs `act` on all ranks. If they run out (all alike), nothing has changed.
-    const auto attempt = [&](const std::function<void(Cache&, Stream&)>& act) {
-      std::vector<Snapshot> before;
-      for (int rank = 0; rank < stage.size(); ++rank)
-        before.push_back(snapshot_of(stage.cache(rank).ledger(), ids()));
-      const auto failure = stage.on_all(act);
-      if (!failure) return true;
-      CAPTURE(failure->what);
-      REQUIRE(failure->code == ErrorCode::capacity);
-      ++num_exhausted;
-      for (int rank = 0; rank < stage.size(); ++rank) {
-        REQUIRE(snapshot_of(stage.cache(rank).ledger(), ids()) == before[static_cast<std::size_t>(rank)]);
-      }
-      return false;
-    };
-
+    RandomOperations operations(config, seed);
     for (int step = 0; step < 120; ++step) {
       CAPTURE(step);
-      const std::int64_t action = below(100);
-      if (live.empty() || action < 12) {
-        SequenceId id;
-        if (attempt([&](Cache& cache, Stream&) { id = cache.add(step % 3 == 0 ? 20 : 0); }))
-          live.push_back({id, {}});
-      } else if (action < 45) {  // one batch step of some of the sequences
-        std::vector<SequenceId> step_ids;
-        std::vector<std::int64_t> counts;
-        std::vector<std::size_t> indices;
-        for (std::size_t i = 0; i < live.size(); ++i) {
-          if (below(3) == 0) continue;
-          step_ids.push_back(live[i].id);
-          counts.push_back(below(4) == 0 ? below(60) : below(5));
-          indices.push_back(i);
-        }
-        if (attempt([&](Cache& cache, Stream& stream) { cache.append(step_ids, counts, stream); })) {
-          for (std::size_t i = 0; i < indices.size(); ++i) {
-            Tracked& sequence = live[indices[i]];
-            const auto first = static_cast<std::int64_t>(sequence.tokens.size());
-            for (std::int64_t n = 0; n < counts[i]; ++n) sequence.tokens.push_back(next_token++);
-            write_tokens(stage, sequence.id, sequence.tokens, first);
-          }
-        }
-      } else if (action < 60) {
-        Tracked& sequence = live[static_cast<std::size_t>(below(static_cast<std::int64_t>(live.size())))];
-        const std::int64_t length = below(static_cast<std::int64_t>(sequence.tokens.size()) + 1);
-        REQUIRE(attempt([&](Cache& cache, Stream&) { cache.truncate(sequence.id, length); }));
-        sequence.tokens.resize(static_cast<std::size_t>(length));
-      } else if (action < 78) {
-        const Tracked parent = live[static_cast<std::size_t>(below(static_cast<std::int64_t>(live.size())))];
-        const std::int64_t prefix = below(static_cast<std::int64_t>(parent.tokens.size()) + 1);
-        SequenceId child;
-        if (attempt([&](Cache& cache, Stream& stream) { child = cache.fork(parent.id, prefix, stream); })) {
-          ++num_forks;
-          live.push_back({child, parent.tokens});
-          live.back().tokens.resize(static_cast<std::size_t>(prefix));
-        }
-      } else if (action < 86) {
-        const Tracked& sequence =
-            live[static_cast<std::size_t>(below(static_cast<std::int64_t>(live.size())))];
-        const std::int64_t total = below(500);
-        attempt([&](Cache& cache, Stream&) { cache.reserve(sequence.id, total); });
-      } else if (action < 96) {
-        const auto victim = static_cast<std::size_t>(below(static_cast<std::int64_t>(live.size())));
-        REQUIRE(attempt([&](Cache& cache, Stream&) { cache.release(live[victim].id); }));
-        dead.push_back(live[victim].id);
-        live.erase(live.begin() + static_cast<std::ptrdiff_t>(victim));
-      } else if (!dead.empty()) {
-        const SequenceId id = dead[static_cast<std::size_t>(below(static_cast<std::int64_t>(dead.size())))];
-        const auto failure = stage.on_all([&](Cache& cache, Stream&) { cache.release(id); });
-        REQUIRE(failure);
-        REQUIRE(failure->code == ErrorCode::invalid_argument);
-      }
-      if (step % 4 == 3) {
-        for (const Tracked& sequence : live) check_contents(stage, sequence.id, sequence.tokens);
-      }
+      operations.step(step);
+      if (step % 4 == 3) operations.check_all();
     }
-    for (const Tracked& sequence : live) check_contents(stage, sequence.id, sequence.tokens);
-    for (const Tracked& sequence : live) {
-      REQUIRE_FALSE(stage.on_all([&](Cache& cache, Stream&) { cache.release(sequence.id); }));
-    }
-    for (int rank = 0; rank < stage.size(); ++rank) {
-      CHECK(stage.cache(rank).pages_free() == spec.pages);
-      CHECK(stage.cache(rank).pages_used() == 0);
-      CHECK(stage.cache(rank).allocated_bytes() == 0);
-      CHECK(stage.cache(rank).ledger().num_sequences() == 0);
-    }
-    CHECK(num_exhausted > 0);
-    CHECK(num_forks > 0);
+    operations.finish();
   }
 }
 

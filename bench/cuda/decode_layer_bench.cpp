@@ -26,6 +26,7 @@
 #include <helix/decode_layer.hpp>
 #include <helix/hop_b.hpp>
 #include <helix/partial_attention.hpp>
+#include <helix/plan/model.hpp>
 #include <helix/sharded_kv_cache.hpp>
 #include <helix/topology.hpp>
 
@@ -35,11 +36,6 @@
 namespace helix::bench {
 namespace {
 
-constexpr std::int64_t kHidden = 16384;
-constexpr std::int64_t kHeads = 128;
-constexpr std::int64_t kKvHeads = 8;
-constexpr std::int64_t kDim = 128;
-constexpr std::int64_t kFfn = 53248;
 constexpr std::int64_t kLayers = 8;
 constexpr std::int64_t kBatch = 8;
 constexpr std::int64_t kContext = 524288;
@@ -51,13 +47,11 @@ constexpr std::int64_t kSpareSteps = 5 * kTimedSteps;  // that the cache can gro
 constexpr float kNormWeight =
     1.0f / 64;  // products over uniform weights in (-1, 1) keep the size of an input
 
-ModelShape llama_405b(std::int64_t layers) {
-  ModelShape shape;
-  shape.num_query_heads = kHeads;
-  shape.num_kv_heads = kKvHeads;
-  shape.head_dim = shape.value_dim = kDim;
-  shape.hidden = kHidden;
-  shape.ffn = kFfn;
+const ModelShape kModel = plan::model_preset("llama-3.1-405b").shape;
+
+/// The first layers of the model.
+ModelShape model_of(std::int64_t layers) {
+  ModelShape shape = kModel;
   shape.num_layers = layers;
   return shape;
 }
@@ -81,11 +75,13 @@ struct LayerBytes {
   std::size_t kv;
 
   LayerBytes(const Topology& topo, int rank, const Plan& plan)
-      : qkv(bytes((topo.query_heads(rank).size() + 2 * topo.kv_heads(rank).size()) * kDim * kHidden)),
-        o(bytes(kHidden * topo.combined_heads(rank).size() * kDim)),
-        gate_up(bytes(2 * topo.ffn(rank).size() * kHidden)),
-        down(bytes(kHidden * topo.ffn(rank).size())),
-        kv(bytes(plan.batch * plan.context / topo.kvp() * 2 * topo.kv_heads(rank).size() * kDim)) {}
+      : qkv(bytes((topo.query_heads(rank).size() + 2 * topo.kv_heads(rank).size()) * kModel.head_dim *
+                  kModel.hidden)),
+        o(bytes(kModel.hidden * topo.combined_heads(rank).size() * kModel.head_dim)),
+        gate_up(bytes(2 * topo.ffn(rank).size() * kModel.hidden)),
+        down(bytes(kModel.hidden * topo.ffn(rank).size())),
+        kv(bytes(plan.batch * plan.context / topo.kvp() * 2 * topo.kv_heads(rank).size() * kModel.head_dim)) {
+  }
 
   std::size_t weights() const { return qkv + o + gate_up + down; }
 
@@ -95,7 +91,7 @@ struct LayerBytes {
 
 Plan Plan::of(int kvp, int tpa, std::int64_t batch, std::int64_t context, std::size_t budget) {
   Plan plan{.batch = batch, .context = context};
-  const Topology topo({.kvp = kvp, .tpa = tpa}, llama_405b(kLayers));
+  const Topology topo({.kvp = kvp, .tpa = tpa}, model_of(kLayers));
   for (; plan.context > kPageTokens * kvp; plan.context /= 2) {
     const LayerBytes layer(topo, 0, plan);
     plan.layers = std::min(kLayers, static_cast<std::int64_t>(budget / (layer.weights() + layer.kv)));
@@ -118,24 +114,26 @@ class DecodeRank {
         shape_(topo.rank_shape(rank.index())),
         exchange_(rank.backend, {.max_tokens = plan_.batch,
                                  .num_query_heads = shape_.query_heads,
-                                 .value_dim = kDim,
+                                 .value_dim = kModel.head_dim,
                                  .max_slices = kMaxSlices}),
         hop_b_(rank.backend, kMaxSlices),
         weights_at_(random_bf16(static_cast<std::int64_t>(layer_bytes_.weights() / kBf16Bytes) * plan_.layers,
                                 random_seed())),
-        norm_at_(on_device(rank.backend, std::vector<bf16>(kHidden, bf16(kNormWeight)))),
-        first_hidden_(random_bf16(plan_.batch * kHidden, 7)),
+        norm_at_(on_device(rank.backend,
+                           std::vector<bf16>(static_cast<std::size_t>(kModel.hidden), bf16(kNormWeight)))),
+        first_hidden_(random_bf16(plan_.batch * kModel.hidden, 7)),
         hidden_(first_hidden_.size_bytes()),
         reduced_(first_hidden_.size_bytes()) {
     std::vector<std::int32_t> rows(static_cast<std::size_t>(plan.batch));
     std::iota(rows.begin(), rows.end(), 0);
     rows_ = on_device(rank.backend, rows);
     std::vector<float> frequencies;
-    for (std::int64_t pair = 0; pair < kDim / 2; ++pair)
-      frequencies.push_back(static_cast<float>(std::pow(500000.0, -2.0 * static_cast<double>(pair) / kDim)));
+    for (std::int64_t pair = 0; pair < kModel.head_dim / 2; ++pair)
+      frequencies.push_back(
+          static_cast<float>(std::pow(500000.0, -2.0 * static_cast<double>(pair) / kModel.head_dim)));
     frequencies_ = on_device(rank.backend, frequencies);
-    config_.softmax_scale = 1.0f / std::sqrt(static_cast<float>(kDim));
-    config_.rope = {reinterpret_cast<const float*>(frequencies_.data()), kDim};
+    config_.softmax_scale = 1.0f / std::sqrt(static_cast<float>(kModel.head_dim));
+    config_.rope = {reinterpret_cast<const float*>(frequencies_.data()), kModel.head_dim};
     workspace_ = rank.backend.allocate(decode_layer_workspace_bytes(rank.backend, shape_, plan_.batch));
     for (std::int64_t layer = 0; layer < plan_.layers; ++layer) add_layer(layer);
     fill_cache();
@@ -160,7 +158,7 @@ class DecodeRank {
 
   /// Ends with the positions of the next step.
   void queue_step() {
-    const std::array<std::int64_t, 2> hidden{plan_.batch, kHidden};
+    const std::array<std::int64_t, 2> hidden{plan_.batch, kModel.hidden};
     // By a kernel: copies in a graph make its launch slower.
     rank_->backend.gather_rows(
         GatherRowsArgs<bf16>{{reinterpret_cast<const bf16*>(first_hidden_.data()), hidden},
@@ -169,7 +167,7 @@ class DecodeRank {
         rank_->stream);
     for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
       decode_layer(rank_->backend, shape_, config_, layers_[layer], cache_.layer(static_cast<int>(layer)),
-                   batch_.batch(), {reinterpret_cast<bf16*>(hidden_.data()), {plan_.batch, kHidden}},
+                   batch_.batch(), {reinterpret_cast<bf16*>(hidden_.data()), {plan_.batch, kModel.hidden}},
                    {.exchange = &exchange_,
                     .hop_b = &hop_b_,
                     .hop_b_slices = slices_,
@@ -180,8 +178,8 @@ class DecodeRank {
   }
 
   void queue_all_reduce() {
-    rank_->backend.comms().stage->all_reduce(first_hidden_.data(), reduced_.data(), plan_.batch * kHidden,
-                                             DType::bf16, rank_->stream);
+    rank_->backend.comms().stage->all_reduce(first_hidden_.data(), reduced_.data(),
+                                             plan_.batch * kModel.hidden, DType::bf16, rank_->stream);
   }
 
   /// Microseconds of cold reads as large as each of a layer's matrices and its KV.
@@ -203,7 +201,7 @@ class DecodeRank {
   /// After the last step. Waits.
   std::vector<bf16> hidden() const {
     rank_->backend.synchronize(rank_->stream);
-    return on_host<bf16>(rank_->backend, hidden_.data(), plan_.batch * kHidden);
+    return on_host<bf16>(rank_->backend, hidden_.data(), plan_.batch * kModel.hidden);
   }
 
  private:
@@ -232,12 +230,12 @@ class DecodeRank {
       return view;
     };
     GqaWeights attention;
-    attention.qkv = take(layer_bytes_.qkv, kHidden);
-    attention.o = take(layer_bytes_.o, topo.combined_heads(rank).size() * kDim);
+    attention.qkv = take(layer_bytes_.qkv, kModel.hidden);
+    attention.o = take(layer_bytes_.o, topo.combined_heads(rank).size() * kModel.head_dim);
     DenseFfnWeights ffn;
-    ffn.gate_up = take(layer_bytes_.gate_up, kHidden);
+    ffn.gate_up = take(layer_bytes_.gate_up, kModel.hidden);
     ffn.down = take(layer_bytes_.down, topo.ffn(rank).size());
-    const WeightView norm{norm_at_.data(), DType::bf16, 1, kHidden};
+    const WeightView norm{norm_at_.data(), DType::bf16, 1, kModel.hidden};
     layers_.push_back({norm, norm, attention, ffn});
   }
 
@@ -367,7 +365,7 @@ StepTimes measure_step(Rank& rank, const Topology& topo, const Plan& plan, const
   if (topo.stage_size() > 1)
     times.all_reduce_us = time_together(rank, 20, [&] { decode.queue_all_reduce(); });
   if (topo.kvp() > 1) {
-    ExchangeWork exchange(rank, {plan.batch, topo.query_heads(rank.index()).size(), kDim});
+    ExchangeWork exchange(rank, {plan.batch, topo.query_heads(rank.index()).size(), kModel.head_dim});
     exchange.fill_messages();
     times.exchange_us = time_together(rank, 20, [&] { exchange.queue(); });
   }
@@ -393,7 +391,7 @@ StepTimes measure_step(Rank& rank, const Topology& topo, const Plan& plan, const
 void bench_decode_layer(benchmark::State& state, int kvp, int tpa, const Overlap& overlap, const Plan& plan) {
   std::vector<StepTimes> ranks(static_cast<std::size_t>(kvp * tpa));
   try {
-    const Topology topo({.kvp = kvp, .tpa = tpa}, llama_405b(plan.layers));
+    const Topology topo({.kvp = kvp, .tpa = tpa}, model_of(plan.layers));
     run_ranks(kvp, tpa, [&](Rank& rank) {
       ranks[static_cast<std::size_t>(rank.index())] = measure_step(rank, topo, plan, overlap);
     });
@@ -437,8 +435,8 @@ class ShardAttention {
     const KvLayout layout(kvp, kChunk);
     const std::int64_t sequence_pages = (layout.length(context, kvp_rank) + kPageTokens - 1) / kPageTokens;
     const std::int64_t pages = kBatch * sequence_pages;
-    pool_ =
-        random_bf16(pages * 2 * kKvHeads * kPageTokens * kDim, static_cast<std::uint64_t>(kvp_rank) << 40);
+    pool_ = random_bf16(pages * 2 * kModel.num_kv_heads * kPageTokens * kModel.head_dim,
+                        static_cast<std::uint64_t>(kvp_rank) << 40);
     std::vector<std::int32_t> table(static_cast<std::size_t>(pages));
     std::iota(table.begin(), table.end(), 0);
     std::shuffle(table.begin(), table.end(), std::mt19937(1));
@@ -446,19 +444,21 @@ class ShardAttention {
     std::iota(offsets_.begin(), offsets_.end(), 0);
     offsets_at_ = on_device(rank.backend, offsets_);
     positions_at_ = on_device(rank.backend, positions_);
-    q_ = random_bf16(kBatch * kHeads * kDim, 5);
-    workspace_ =
-        rank.backend.allocate(rank.backend.partial_attention_workspace_bytes(kBatch, kHeads, kDim, kDim));
-    args_.q = {reinterpret_cast<const bf16*>(q_.data()), {kBatch, kHeads, kDim}};
+    q_ = random_bf16(kBatch * kModel.num_query_heads * kModel.head_dim, 5);
+    workspace_ = rank.backend.allocate(rank.backend.partial_attention_workspace_bytes(
+        kBatch, kModel.num_query_heads, kModel.head_dim, kModel.head_dim));
+    args_.q = {reinterpret_cast<const bf16*>(q_.data()), {kBatch, kModel.num_query_heads, kModel.head_dim}};
     const auto* offsets = reinterpret_cast<const std::int32_t*>(offsets_at_.data());
     args_.batch = {offsets_, offsets, reinterpret_cast<const std::int64_t*>(positions_at_.data()), offsets};
-    args_.kv = KvView::of_pool(pool_.data(),
-                               KvFormat::head_major(DType::bf16, kKvHeads, kDim, kDim, kPageTokens), pages);
+    args_.kv = KvView::of_pool(
+        pool_.data(),
+        KvFormat::head_major(DType::bf16, kModel.num_kv_heads, kModel.head_dim, kModel.head_dim, kPageTokens),
+        pages);
     args_.kv.max_pages = sequence_pages;
     args_.kv.page_table = reinterpret_cast<const std::int32_t*>(table_at_.data());
     args_.kv.layout = layout;
     args_.kv.kvp_rank = kvp_rank;
-    args_.scale = 1.0f / std::sqrt(static_cast<float>(kDim));
+    args_.scale = 1.0f / std::sqrt(static_cast<float>(kModel.head_dim));
     args_.workspace = {workspace_.data(), workspace_.size_bytes()};
   }
 
@@ -478,7 +478,7 @@ class ShardAttention {
 };
 
 void bench_attention_scaling(benchmark::State& state, int kvp, std::int64_t context) {
-  const ExchangeShape shape{kBatch, kHeads, kDim};
+  const ExchangeShape shape{kBatch, kModel.num_query_heads, kModel.head_dim};
   std::vector<double> shard_us(static_cast<std::size_t>(kvp));
   std::vector<double> exchanged_us(static_cast<std::size_t>(kvp));
   std::vector<ExchangeResult> results(static_cast<std::size_t>(kvp));

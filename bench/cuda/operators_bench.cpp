@@ -19,6 +19,7 @@
 #include <benchmark/benchmark.h>
 
 #include <helix/cuda/backend.hpp>
+#include <helix/plan/model.hpp>
 
 #include "cases.hpp"
 #include "device_data.hpp"
@@ -29,6 +30,8 @@ namespace {
 
 using Operators = cuda::Operators<bf16>;
 
+/// Whose vectors, heads and vocabulary the cases take.
+const ModelShape kModel = plan::model_preset("llama-3.1-405b").shape;
 constexpr std::uint64_t kSeed = 12345;
 constexpr double kTolerance = 1e-2;  // of 16-bit results, Euclidean
 
@@ -229,17 +232,17 @@ void bench_lse_combine(benchmark::State& state, const CombineCase& c) {
 }
 
 void bench_pack_partial(benchmark::State& state, std::int64_t kvp, std::int64_t tokens) {
-  constexpr std::int64_t kHeads = 128;
-  constexpr std::int64_t kDim = 128;
+  const std::int64_t heads = kModel.num_query_heads;
+  const std::int64_t dim = kModel.value_dim;
   const Operators operators;
-  const std::int64_t rows = tokens * kHeads;
-  const std::int64_t part = kHeads / kvp;
+  const std::int64_t rows = tokens * heads;
+  const std::int64_t part = heads / kvp;
   const std::int64_t out_begin = 16 + (tokens * 4 + 15) / 16 * 16;
-  const std::int64_t block = out_begin + tokens * kDim * 2;  // of a head
+  const std::int64_t block = out_begin + tokens * dim * 2;  // of a head
   const std::int64_t message = part * block;
-  const double bytes = 2.0 * static_cast<double>(rows * (kDim * 2 + 4));
+  const double bytes = 2.0 * static_cast<double>(rows * (dim * 2 + 4));
   const int launches = cold_launches(static_cast<std::size_t>(bytes));
-  const Places out(static_cast<std::size_t>(rows * kDim) * kBf16Bytes, launches, kSeed);
+  const Places out(static_cast<std::size_t>(rows * dim) * kBf16Bytes, launches, kSeed);
   const Places lse(static_cast<std::size_t>(rows) * sizeof(float), launches, kSeed + 1);
   const Places messages(static_cast<std::size_t>(kvp * message), launches, kSeed + 2);
   const cuda::Buffer epoch = operators.allocate(sizeof(std::uint64_t));
@@ -250,12 +253,12 @@ void bench_pack_partial(benchmark::State& state, std::int64_t kvp, std::int64_t 
       state, operators, bytes, launches,
       [&](int i, cuda::Stream stream) {
         PackPartialArgs<bf16> args;
-        args.out = {out.at(i), {tokens, kHeads, kDim}};
-        args.lse = {lse.at<float>(i), {tokens, kHeads}};
+        args.out = {out.at(i), {tokens, heads, dim}};
+        args.lse = {lse.at<float>(i), {tokens, heads}};
         auto* first = messages.at<std::byte>(i);
         args.packed_out = {
-            reinterpret_cast<bf16*>(first + out_begin), {tokens, kHeads, kDim}, {kDim, block / 2, 1}};
-        args.packed_lse = {reinterpret_cast<float*>(first + 16), {tokens, kHeads}, {1, block / 4}};
+            reinterpret_cast<bf16*>(first + out_begin), {tokens, heads, dim}, {dim, block / 2, 1}};
+        args.packed_lse = {reinterpret_cast<float*>(first + 16), {tokens, heads}, {1, block / 4}};
         args.headers = {first,
                         tokens,
                         0,
@@ -267,16 +270,16 @@ void bench_pack_partial(benchmark::State& state, std::int64_t kvp, std::int64_t 
       },
       [&](cuda::Stream) {
         const int last = launches - 1;
-        const auto from = on_host<bf16>(operators, out.at(last), rows * kDim);
+        const auto from = on_host<bf16>(operators, out.at(last), rows * dim);
         std::vector<bf16> got;
         std::vector<bf16> expected;
-        for (std::int64_t head = 0; head < kHeads; ++head) {
-          const auto outputs = on_host<bf16>(
-              operators, messages.at<std::byte>(last) + head * block + out_begin, tokens * kDim);
+        for (std::int64_t head = 0; head < heads; ++head) {
+          const auto outputs =
+              on_host<bf16>(operators, messages.at<std::byte>(last) + head * block + out_begin, tokens * dim);
           got.insert(got.end(), outputs.begin(), outputs.end());
           for (std::int64_t token = 0; token < tokens; ++token) {
-            const auto begin = from.begin() + (token * kHeads + head) * kDim;
-            expected.insert(expected.end(), begin, begin + kDim);
+            const auto begin = from.begin() + (token * heads + head) * dim;
+            expected.insert(expected.end(), begin, begin + dim);
           }
         }
         return relative_error(got, expected);
@@ -284,19 +287,19 @@ void bench_pack_partial(benchmark::State& state, std::int64_t kvp, std::int64_t 
 }
 
 void bench_append_kv(benchmark::State& state, std::int64_t batch) {
-  constexpr std::int64_t kHeads = 8;
-  constexpr std::int64_t kDim = 128;
+  const std::int64_t heads = kModel.num_kv_heads;
+  const std::int64_t dim = kModel.head_dim;
   constexpr std::int64_t kPageTokens = 64;
   constexpr std::int64_t kContext = 8192;  // tokens of each sequence
   constexpr std::int64_t kMaxPages = kContext / kPageTokens;
   const Operators operators;
-  const std::int64_t elements = batch * kHeads * kDim;
+  const std::int64_t elements = batch * heads * dim;
   const double bytes = 4.0 * static_cast<double>(elements) * kBf16Bytes;
   const int launches = cold_launches(static_cast<std::size_t>(bytes));
   const Places k(static_cast<std::size_t>(elements) * kBf16Bytes, launches, kSeed);
   const Places v(static_cast<std::size_t>(elements) * kBf16Bytes, launches, kSeed + 1);
   const std::int64_t pages = batch * kMaxPages;
-  const cuda::Buffer pool = random_bf16(pages * 2 * kHeads * kPageTokens * kDim, kSeed + 2);
+  const cuda::Buffer pool = random_bf16(pages * 2 * heads * kPageTokens * dim, kSeed + 2);
   std::mt19937 random(1);
   std::vector<std::int32_t> table(static_cast<std::size_t>(pages));
   std::iota(table.begin(), table.end(), 0);
@@ -316,14 +319,14 @@ void bench_append_kv(benchmark::State& state, std::int64_t batch) {
 
   AppendKvArgs<bf16> args;
   args.kv =
-      KvView::of_pool(pool.data(), KvFormat::head_major(DType::bf16, kHeads, kDim, kDim, kPageTokens), pages);
+      KvView::of_pool(pool.data(), KvFormat::head_major(DType::bf16, heads, dim, dim, kPageTokens), pages);
   args.kv.max_pages = kMaxPages;
   args.kv.page_table = reinterpret_cast<const std::int32_t*>(table_at.data());
   measure(
       state, operators, bytes, launches,
       [&](int i, cuda::Stream stream) {
-        args.k = {k.at(i), {batch, kHeads, kDim}};
-        args.v = {v.at(i), {batch, kHeads, kDim}};
+        args.k = {k.at(i), {batch, heads, dim}};
+        args.v = {v.at(i), {batch, heads, dim}};
         args.batch = {offsets, reinterpret_cast<const std::int32_t*>(offsets_at.data()),
                       reinterpret_cast<const std::int64_t*>(positions_at.data()) + i * batch,
                       reinterpret_cast<const std::int32_t*>(offsets_at.data())};
@@ -338,14 +341,14 @@ void bench_append_kv(benchmark::State& state, std::int64_t batch) {
         std::vector<bf16> expected;
         for (std::int64_t b = 0; b < batch; ++b) {
           const std::int64_t page = table[static_cast<std::size_t>(b * kMaxPages + position / kPageTokens)];
-          for (std::int64_t row = 0; row < 2 * kHeads; ++row) {
-            const std::int64_t at = ((page * 2 * kHeads + row) * kPageTokens + position % kPageTokens) * kDim;
+          for (std::int64_t row = 0; row < 2 * heads; ++row) {
+            const std::int64_t at = ((page * 2 * heads + row) * kPageTokens + position % kPageTokens) * dim;
             const auto stored =
-                on_host<bf16>(operators, pool.data() + static_cast<std::size_t>(at) * kBf16Bytes, kDim);
+                on_host<bf16>(operators, pool.data() + static_cast<std::size_t>(at) * kBf16Bytes, dim);
             got.insert(got.end(), stored.begin(), stored.end());
-            const auto& source = row < kHeads ? keys : values;
-            const auto begin = source.begin() + (b * kHeads + row % kHeads) * kDim;
-            expected.insert(expected.end(), begin, begin + kDim);
+            const auto& source = row < heads ? keys : values;
+            const auto begin = source.begin() + (b * heads + row % heads) * dim;
+            expected.insert(expected.end(), begin, begin + dim);
           }
         }
         return relative_error(got, expected);
@@ -353,19 +356,18 @@ void bench_append_kv(benchmark::State& state, std::int64_t batch) {
 }
 
 void bench_sample(benchmark::State& state, std::int64_t rows, bool is_greedy) {
-  constexpr std::int64_t kVocabulary = 128256;
   const Operators operators;
-  const double bytes = static_cast<double>(rows * kVocabulary) * kBf16Bytes;
+  const double bytes = static_cast<double>(rows * kModel.vocab) * kBf16Bytes;
   const int launches = cold_launches(static_cast<std::size_t>(bytes));
-  const Places logits(static_cast<std::size_t>(rows * kVocabulary) * kBf16Bytes, launches, kSeed);
-  const cuda::Buffer begins = on_device(operators, std::vector<std::int64_t>{0, kVocabulary});
+  const Places logits(static_cast<std::size_t>(rows * kModel.vocab) * kBf16Bytes, launches, kSeed);
+  const cuda::Buffer begins = on_device(operators, std::vector<std::int64_t>{0, kModel.vocab});
   std::vector<std::uint64_t> counters(static_cast<std::size_t>(rows));
   std::iota(counters.begin(), counters.end(), std::uint64_t{7});
   const cuda::Buffer counters_at = on_device(operators, counters);
   const cuda::Buffer tokens = operators.allocate(static_cast<std::size_t>(rows) * sizeof(std::int32_t));
   const auto arguments = [&]<class T>(const T* from) {
     SampleArgs<T> args;
-    args.logits = {from, {1, rows, kVocabulary}};
+    args.logits = {from, {1, rows, kModel.vocab}};
     args.shard_begins = reinterpret_cast<const std::int64_t*>(begins.data());
     args.temperature = is_greedy ? 0.0f : 0.1f;  // the logits are in (-1, 1)
     args.top_p = is_greedy ? 1.0f : 0.9f;
@@ -382,15 +384,15 @@ void bench_sample(benchmark::State& state, std::int64_t rows, bool is_greedy) {
       [&](cuda::Stream stream) {
         // The same logits as f32 must give the same tokens.
         const auto got = on_host<std::int32_t>(operators, tokens.data(), rows);
-        const auto values = as_floats(on_host<bf16>(operators, logits.at(launches - 1), rows * kVocabulary));
+        const auto values = as_floats(on_host<bf16>(operators, logits.at(launches - 1), rows * kModel.vocab));
         const cuda::Operators<float> exact;
         const cuda::Buffer exact_logits = on_device(exact, values);
         exact.sample(arguments(reinterpret_cast<const float*>(exact_logits.data())), stream);
         exact.synchronize(stream);
         bool is_right = got == on_host<std::int32_t>(operators, tokens.data(), rows);
         for (std::int64_t row = 0; is_greedy && row < rows; ++row) {
-          const auto begin = values.begin() + row * kVocabulary;
-          is_right = is_right && std::max_element(begin, begin + kVocabulary) - begin ==
+          const auto begin = values.begin() + row * kModel.vocab;
+          is_right = is_right && std::max_element(begin, begin + kModel.vocab) - begin ==
                                      got[static_cast<std::size_t>(row)];
         }
         return is_right ? 0.0 : 1.0;
@@ -419,7 +421,8 @@ void register_operators() {
     std::int64_t rows;
     std::int64_t cols;
   };
-  for (const Weight weight : {Weight{4096, 16384}, Weight{16384, 16384}}) {
+  for (const Weight weight :
+       {Weight{kModel.hidden / 4, kModel.hidden}, Weight{kModel.hidden, kModel.hidden}}) {
     for (const std::int64_t rows : {1, 8, 16, 64}) {
       add("linear/" + std::to_string(rows) + "/weight:" + std::to_string(weight.rows) + "x" +
               std::to_string(weight.cols),
@@ -427,8 +430,8 @@ void register_operators() {
     }
   }
   for (const std::int64_t rows : {1, 8, 64}) {
-    add("rms_norm/rows:" + std::to_string(rows) + "/hidden:16384",
-        [=](benchmark::State& state) { bench_rms_norm(state, rows, 16384); });
+    add("rms_norm/rows:" + std::to_string(rows) + "/hidden:" + std::to_string(kModel.hidden),
+        [=](benchmark::State& state) { bench_rms_norm(state, rows, kModel.hidden); });
   }
   for (const CombineCase& c : kCombineCases) {
     add(std::string("lse_combine/") + c.name + "/ranks:" + std::to_string(c.ranks) + "/tokens:" +
@@ -436,16 +439,18 @@ void register_operators() {
         [c](benchmark::State& state) { bench_lse_combine(state, c); });
   }
   for (const std::int64_t tokens : {1, 8, 64}) {
-    add("pack_partial/kvp:4/tokens:" + std::to_string(tokens) + "/heads:128/dim:128",
+    add("pack_partial/kvp:4/tokens:" + std::to_string(tokens) +
+            "/heads:" + std::to_string(kModel.num_query_heads) + "/dim:" + std::to_string(kModel.value_dim),
         [=](benchmark::State& state) { bench_pack_partial(state, 4, tokens); });
   }
   for (const std::int64_t batch : {8, 64}) {
-    add("append_kv/batch:" + std::to_string(batch) + "/heads:8/dim:128",
+    add("append_kv/batch:" + std::to_string(batch) + "/heads:" + std::to_string(kModel.num_kv_heads) +
+            "/dim:" + std::to_string(kModel.head_dim),
         [=](benchmark::State& state) { bench_append_kv(state, batch); });
   }
   for (const std::int64_t rows : {1, 8, 64}) {
     for (const bool is_greedy : {true, false}) {
-      add("sample/rows:" + std::to_string(rows) + "/vocabulary:128256" +
+      add("sample/rows:" + std::to_string(rows) + "/vocabulary:" + std::to_string(kModel.vocab) +
               (is_greedy ? "/greedy" : "/top_p:0.9"),
           [=](benchmark::State& state) { bench_sample(state, rows, is_greedy); });
     }

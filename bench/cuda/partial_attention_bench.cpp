@@ -3,8 +3,8 @@
 // Helix's layout and in a token-major one as other engines keep it.
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <numeric>
 #include <random>
 #include <string>
@@ -14,6 +14,7 @@
 
 #include <helix/cuda/backend.hpp>
 
+#include "device_data.hpp"
 #include "timing.hpp"
 
 namespace helix::bench {
@@ -72,26 +73,6 @@ constexpr Case kCases[] = {
 constexpr std::int64_t kDim = 128;
 constexpr std::size_t kColdBytes = std::size_t{2} << 30;  ///< read between two readings of the same page
 
-template <class T>
-cuda::Buffer on_device(const std::vector<T>& values) {
-  cuda::Buffer buffer(values.size() * sizeof(T));
-  const cuda::Stream stream = cuda::Stream::create();
-  const cuda::Operators<bf16> operators;
-  operators.upload(buffer.data(), values.data(), buffer.size_bytes(), stream);
-  operators.synchronize(stream);
-  return buffer;
-}
-
-template <class T>
-std::vector<T> on_host(const cuda::Buffer& buffer) {
-  std::vector<T> values(buffer.size_bytes() / sizeof(T));
-  const cuda::Stream stream = cuda::Stream::create();
-  const cuda::Operators<bf16> operators;
-  operators.download(values.data(), buffer.data(), buffer.size_bytes(), stream);
-  operators.synchronize(stream);
-  return values;
-}
-
 /// A view of the pool, without a page table.
 KvView view_of(const cuda::Buffer& pool, const Case& c, std::int64_t pages) {
   if (c.layout == Layout::head_major)
@@ -105,123 +86,169 @@ KvView view_of(const cuda::Buffer& pool, const Case& c, std::int64_t pages) {
   return kv;
 }
 
-void bench_partial_attention(benchmark::State& state, const Case& c) {
-  std::mt19937 random(std::random_device{}());
+/// Tokens of each sequence.
+std::vector<std::int64_t> lengths_of(const Case& c, std::mt19937& random) {
   std::vector<std::int64_t> lengths(static_cast<std::size_t>(c.batch), c.tokens);
   if (c.is_ragged) {
     for (auto& length : lengths) length = std::uniform_int_distribution<std::int64_t>(1, c.tokens)(random);
   }
-  const std::int64_t max_pages = (c.tokens + c.page_tokens - 1) / c.page_tokens;
-  const std::int64_t page_elements = 2 * c.kv_heads * c.page_tokens * kDim;
-  std::int64_t bytes = 0;
-  std::int64_t batch_pages = 0;
-  for (const std::int64_t length : lengths) {
-    bytes += length * 2 * c.kv_heads * kDim * 2;
-    batch_pages += (length + c.page_tokens - 1) / c.page_tokens;
-  }
-  // Several batches of sequences take turns, so that none finds its KV in the L2 cache.
-  const std::int64_t turns = 1 + static_cast<std::int64_t>(kColdBytes) / bytes;
-  const std::int64_t pages = turns * batch_pages;
-  const cuda::Operators<bf16> operators;
-  const cuda::Stream stream = operators.create_stream();
-  cuda::Buffer pool(static_cast<std::size_t>(pages * page_elements) * 2);
-  cuda::bench::launch_fill_bf16(pool.data(), pool.size_bytes() / 2, random(), stream.handle());
+  return lengths;
+}
 
-  std::vector<std::int32_t> order(static_cast<std::size_t>(pages));
-  std::iota(order.begin(), order.end(), 0);
-  std::shuffle(order.begin(), order.end(), random);
-  std::vector<std::int32_t> table(static_cast<std::size_t>(turns * c.batch * max_pages), 0);
-  std::size_t next = 0;
-  for (std::int64_t turn = 0; turn < turns; ++turn) {
-    for (std::int64_t b = 0; b < c.batch; ++b) {
-      const std::int64_t count = (lengths[static_cast<std::size_t>(b)] + c.page_tokens - 1) / c.page_tokens;
-      for (std::int64_t i = 0; i < count; ++i)
-        table[static_cast<std::size_t>((turn * c.batch + b) * max_pages + i)] = order[next++];
+/// Pages of sequences with these lengths.
+std::int64_t pages_of(const Case& c, const std::vector<std::int64_t>& lengths) {
+  std::int64_t pages = 0;
+  for (const std::int64_t length : lengths) pages += (length + c.page_tokens - 1) / c.page_tokens;
+  return pages;
+}
+
+/// One case on the device: queries, a pool of several batches of sequences that take turns, so that none
+/// finds its KV in the L2 cache, and its page table.
+class Workload {
+ public:
+  Workload(const Case& c, std::mt19937& random)
+      : case_(c),
+        lengths_(lengths_of(c, random)),
+        kv_bytes_(std::accumulate(lengths_.begin(), lengths_.end(), std::int64_t{0}) * 2 * c.kv_heads * kDim *
+                  2),
+        turns_(1 + static_cast<std::int64_t>(kColdBytes) / kv_bytes_),
+        pages_(turns_ * pages_of(c, lengths_)),
+        pool_(random_bf16(pages_ * 2 * c.kv_heads * c.page_tokens * kDim, random())),
+        table_at_(on_device(operators_, page_table(random))) {
+    std::vector<std::int32_t> slots(static_cast<std::size_t>(turns_ * c.batch));
+    std::iota(slots.begin(), slots.end(), 0);
+    std::vector<std::int64_t> positions;
+    for (const std::int64_t length : lengths_) {
+      for (std::int64_t q = 0; q < c.queries; ++q)
+        positions.push_back(std::max<std::int64_t>(0, length - c.queries + q));
+      offsets_.push_back(static_cast<std::int32_t>(positions.size()));
     }
+    tokens_ = std::ssize(positions);
+    slots_at_ = on_device(operators_, slots);
+    offsets_at_ = on_device(operators_, offsets_);
+    positions_at_ = on_device(operators_, positions);
+    q_ = random_bf16(tokens_ * c.query_heads * kDim, random());
+    workspace_ =
+        operators_.allocate(operators_.partial_attention_workspace_bytes(tokens_, c.query_heads, kDim, kDim));
   }
-  std::vector<std::int32_t> slots(static_cast<std::size_t>(turns * c.batch));
-  std::iota(slots.begin(), slots.end(), 0);
-  std::vector<std::int32_t> offsets{0};
-  std::vector<std::int64_t> positions;
-  for (const std::int64_t length : lengths) {
-    for (std::int64_t q = 0; q < c.queries; ++q)
-      positions.push_back(std::max<std::int64_t>(0, length - c.queries + q));
-    offsets.push_back(static_cast<std::int32_t>(positions.size()));
-  }
-  const auto tokens = static_cast<std::int64_t>(positions.size());
-  const cuda::Buffer table_at = on_device(table);
-  const cuda::Buffer slots_at = on_device(slots);
-  const cuda::Buffer offsets_at = on_device(offsets);
-  const cuda::Buffer positions_at = on_device(positions);
-  cuda::Buffer q(static_cast<std::size_t>(tokens * c.query_heads * kDim) * 2);
-  cuda::bench::launch_fill_bf16(q.data(), q.size_bytes() / 2, random(), stream.handle());
-  cuda::Buffer out(q.size_bytes());
-  cuda::Buffer lse(static_cast<std::size_t>(tokens * c.query_heads) * sizeof(float));
-  cuda::Buffer workspace(operators.partial_attention_workspace_bytes(tokens, c.query_heads, kDim, kDim));
 
-  const auto arguments = [&]<class T>(const cuda::Buffer& queries, const cuda::Buffer& result,
-                                      const cuda::Buffer& result_lse, std::int64_t turn, T*) {
+  const cuda::Operators<bf16>& operators() const { return operators_; }
+  const cuda::Buffer& pool() const { return pool_; }
+  const cuda::Buffer& q() const { return q_; }
+  std::int64_t turns() const { return turns_; }
+  /// Elements of q and of out, of all turns alike.
+  std::int64_t out_elements() const { return tokens_ * case_.query_heads * kDim; }
+  std::int64_t lse_elements() const { return tokens_ * case_.query_heads; }
+  /// Bytes of K and V that one launch reads.
+  double kv_bytes() const { return static_cast<double>(kv_bytes_); }
+
+  /// One launch over the sequences of `turn`; T: the type of q and out.
+  template <class T>
+  PartialAttentionArgs<T> arguments(const cuda::Buffer& q, const cuda::Buffer& out, const cuda::Buffer& lse,
+                                    std::int64_t turn) const {
     PartialAttentionArgs<T> args;
-    args.q = {reinterpret_cast<const T*>(queries.data()), {tokens, c.query_heads, kDim}};
-    args.batch = {offsets, reinterpret_cast<const std::int32_t*>(offsets_at.data()),
-                  reinterpret_cast<const std::int64_t*>(positions_at.data()),
-                  reinterpret_cast<const std::int32_t*>(slots_at.data()) + turn * c.batch};
-    args.kv = view_of(pool, c, pages);
-    args.kv.max_pages = max_pages;
-    args.kv.page_table = reinterpret_cast<const std::int32_t*>(table_at.data());
-    args.sink.out = {reinterpret_cast<T*>(result.data()), {tokens, c.query_heads, kDim}};
-    args.sink.lse = {reinterpret_cast<float*>(result_lse.data()), {tokens, c.query_heads}};
+    args.q = {reinterpret_cast<const T*>(q.data()), {tokens_, case_.query_heads, kDim}};
+    args.batch = {offsets_, reinterpret_cast<const std::int32_t*>(offsets_at_.data()),
+                  reinterpret_cast<const std::int64_t*>(positions_at_.data()),
+                  reinterpret_cast<const std::int32_t*>(slots_at_.data()) + turn * case_.batch};
+    args.kv = view_of(pool_, case_, pages_);
+    args.kv.max_pages = max_pages();
+    args.kv.page_table = reinterpret_cast<const std::int32_t*>(table_at_.data());
+    args.sink.out = {reinterpret_cast<T*>(out.data()), {tokens_, case_.query_heads, kDim}};
+    args.sink.lse = {reinterpret_cast<float*>(lse.data()), {tokens_, case_.query_heads}};
     args.scale = 1.0f / std::sqrt(static_cast<float>(kDim)) * 4.0f;
-    args.workspace = {workspace.data(), workspace.size_bytes()};
+    args.workspace = {workspace_.data(), workspace_.size_bytes()};
     return args;
+  }
+
+ private:
+  std::int64_t max_pages() const { return (case_.tokens + case_.page_tokens - 1) / case_.page_tokens; }
+
+  /// [turns * batch, max_pages]: pages in random order.
+  std::vector<std::int32_t> page_table(std::mt19937& random) const {
+    std::vector<std::int32_t> order(static_cast<std::size_t>(pages_));
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+    std::vector<std::int32_t> table(static_cast<std::size_t>(turns_ * case_.batch * max_pages()), 0);
+    auto next = order.begin();
+    for (std::int64_t row = 0; row < turns_ * case_.batch; ++row) {
+      const std::int64_t length = lengths_[static_cast<std::size_t>(row % case_.batch)];
+      const std::int64_t count = (length + case_.page_tokens - 1) / case_.page_tokens;
+      std::copy_n(next, count, table.begin() + row * max_pages());
+      next += count;
+    }
+    return table;
+  }
+
+  cuda::Operators<bf16> operators_;
+  Case case_;
+  std::vector<std::int64_t> lengths_;
+  std::int64_t kv_bytes_;
+  std::int64_t turns_;
+  std::int64_t pages_;
+  std::int64_t tokens_ = 0;
+  std::vector<std::int32_t> offsets_{0};
+  cuda::Buffer pool_, table_at_, slots_at_, offsets_at_, positions_at_, q_, workspace_;
+};
+
+/// How far a result is from the portable f32 kernel's over the same cache.
+struct Errors {
+  double out;  ///< Relative, Euclidean.
+  double lse;  ///< The largest difference.
+};
+
+/// Errors of `out` and `lse`, which the first turn must have left.
+Errors errors_of(const Workload& work, const cuda::Buffer& out, const cuda::Buffer& lse) {
+  const cuda::Operators<float> exact;
+  const cuda::Stream stream = exact.create_stream();
+  const auto q = on_host<bf16>(exact, work.q().data(), work.out_elements());
+  const cuda::Buffer q_exact = on_device(exact, std::vector<float>(q.begin(), q.end()));
+  const cuda::Buffer out_exact(q_exact.size_bytes());
+  const cuda::Buffer lse_exact(lse.size_bytes());
+  exact.partial_attention(work.arguments<float>(q_exact, out_exact, lse_exact, 0), stream);
+  exact.synchronize(stream);
+  const auto expected_lse = on_host<float>(exact, lse_exact.data(), work.lse_elements());
+  const auto got_lse = on_host<float>(exact, lse.data(), work.lse_elements());
+  Errors errors{relative_error(on_host<bf16>(exact, out.data(), work.out_elements()),
+                               on_host<float>(exact, out_exact.data(), work.out_elements())),
+                0.0};
+  for (std::size_t i = 0; i < expected_lse.size(); ++i)
+    errors.lse = std::max(errors.lse, std::abs(double{expected_lse[i]} - got_lse[i]));
+  return errors;
+}
+
+void bench_partial_attention(benchmark::State& state, const Case& c) {
+  std::mt19937 random(std::random_device{}());
+  const Workload work(c, random);
+  const cuda::Operators<bf16>& operators = work.operators();
+  const cuda::Stream stream = operators.create_stream();
+  const cuda::Buffer out(work.q().size_bytes());
+  const cuda::Buffer lse(static_cast<std::size_t>(work.lse_elements()) * sizeof(float));
+  const auto attend = [&](std::int64_t turn) {
+    operators.partial_attention(work.arguments<bf16>(work.q(), out, lse, turn), stream);
   };
-  const int launches = static_cast<int>(std::clamp<std::int64_t>(turns, 1, 20));
+  const int launches = static_cast<int>(std::clamp<std::int64_t>(work.turns(), 1, 20));
   double read = 0.0;
   double us = 0.0;
   for (auto _ : state) {
-    const std::size_t read_bytes = std::min(pool.size_bytes() / 16 * 16, std::size_t{8} << 30);
-    warm_up(pool.data(), read_bytes, stream);
-    read = measure_read(pool.data(), read_bytes, stream);
-    us = time_launches(stream, launches, 15, [&](int i) {
-      operators.partial_attention(arguments(q, out, lse, i % turns, static_cast<bf16*>(nullptr)), stream);
-    });
+    const std::size_t read_bytes = std::min(work.pool().size_bytes() / 16 * 16, std::size_t{8} << 30);
+    warm_up(work.pool().data(), read_bytes, stream);
+    read = measure_read(work.pool().data(), read_bytes, stream);
+    us = time_launches(stream, launches, 15, [&](int i) { attend(i % work.turns()); });
     state.SetIterationTime(us * 1e-6);
   }
-
-  // The portable f32 kernel over the same cache.
-  operators.partial_attention(arguments(q, out, lse, 0, static_cast<bf16*>(nullptr)), stream);
+  attend(0);
   operators.synchronize(stream);
-  const cuda::Operators<float> exact;
-  std::vector<float> q_values;
-  for (const bf16 x : on_host<bf16>(q)) q_values.push_back(static_cast<float>(x));
-  const cuda::Buffer q_exact = on_device(q_values);
-  const cuda::Buffer out_exact(q_exact.size_bytes());
-  const cuda::Buffer lse_exact(lse.size_bytes());
-  exact.partial_attention(arguments(q_exact, out_exact, lse_exact, 0, static_cast<float*>(nullptr)), stream);
-  exact.synchronize(stream);
-  const auto expected = on_host<float>(out_exact);
-  const auto got = on_host<bf16>(out);
-  double difference = 0.0;
-  double norm = 0.0;
-  for (std::size_t i = 0; i < expected.size(); ++i) {
-    difference += std::pow(static_cast<double>(static_cast<float>(got[i])) - expected[i], 2);
-    norm += std::pow(double{expected[i]}, 2);
-  }
-  const double error = std::sqrt(difference / norm);
-  double lse_error = 0.0;
-  const auto expected_lse = on_host<float>(lse_exact);
-  const auto got_lse = on_host<float>(lse);
-  for (std::size_t i = 0; i < expected_lse.size(); ++i)
-    lse_error = std::max(lse_error, std::abs(double{expected_lse[i]} - got_lse[i]));
+  const Errors errors = errors_of(work, out, lse);
   state.counters["us"] = us;
-  state.counters["bytes/s"] = static_cast<double>(bytes) / us * 1e6;
+  state.counters["bytes/s"] = work.kv_bytes() / us * 1e6;
   state.counters["read_bytes/s"] = read;
-  state.counters["%_of_read"] = 100.0 * static_cast<double>(bytes) / us * 1e6 / read;
-  state.counters["error"] = error;
-  state.counters["lse_error"] = lse_error;
-  if (!(error < 1e-2 && lse_error < 1e-3)) {
+  state.counters["%_of_read"] = 100.0 * work.kv_bytes() / us * 1e6 / read;
+  state.counters["error"] = errors.out;
+  state.counters["lse_error"] = errors.lse;
+  if (!(errors.out < 1e-2 && errors.lse < 1e-3)) {
     state.SkipWithError(
-        ("the result is wrong by " + std::to_string(error) + ", lse by " + std::to_string(lse_error))
+        ("the result is wrong by " + std::to_string(errors.out) + ", lse by " + std::to_string(errors.lse))
             .c_str());
   }
 }

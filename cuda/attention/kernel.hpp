@@ -13,7 +13,7 @@ namespace helix::cuda {
 
 struct AttentionParams;
 
-/// Blocks that an SM holds at most: one streams on while the other ends a row block.
+/// Blocks that an SM holds at most: one streams on while the other ends a query tile.
 inline constexpr int kBlocksPerSm = 2;
 
 /// What a call of partial_attention asks of a kernel.
@@ -36,10 +36,11 @@ struct AttentionGrid {
 /// One kernel as the table sees it.
 struct AttentionKernel {
   bool (*fits)(const AttentionCall& call);
-  /// Query rows of a row block at most, for rows of these sizes: what AttentionParams::rows may be.
-  int (*rows)(std::int64_t head_dim, std::int64_t value_dim);
-  /// Whether `rows` rows are taken even if a sequence has fewer.
-  bool has_fixed_rows;
+  /// Query rows of a query tile at most, for rows of these sizes: what AttentionParams::query_tile_rows may
+  /// be.
+  int (*query_tile_rows)(std::int64_t head_dim, std::int64_t value_dim);
+  /// Whether a query tile has room for query_tile_rows() rows even if no sequence has so many.
+  bool has_fixed_query_tile;
   void (*launch)(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid);
 };
 

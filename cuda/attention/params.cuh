@@ -15,8 +15,8 @@
 
 namespace helix::cuda {
 
-inline constexpr int kMaxRowBlocks = 256;  ///< Row blocks of one launch.
-inline constexpr int kMaxSequences = 256;  ///< Sequences of one launch.
+inline constexpr int kMaxQueryTiles = 256;  ///< Query tiles of one launch.
+inline constexpr int kMaxSequences = 256;   ///< Sequences of one launch.
 inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 
@@ -40,9 +40,9 @@ struct AttentionParams {
   int num_sequences = 0;
   int first_token = 0;  ///< Token of the step: the first of the first sequence.
   int num_tokens = 0;
-  int first_row_block = 0;  ///< Row block of the first sequence that the launch begins with.
-  int num_row_blocks = 0;
-  bool is_one_row_block_each = false;  ///< Whether each sequence is one row block.
+  int first_query_tile = 0;  ///< Query tile of the first sequence that the launch begins with.
+  int num_query_tiles = 0;
+  bool is_one_query_tile_each = false;  ///< Whether each sequence is one query tile.
 
   PagedRows k;  ///< Key rows; latent: their first key_columns columns.
   PagedRows v;  ///< Value rows; latent: the same as k.
@@ -57,15 +57,15 @@ struct AttentionParams {
   Divisor group;  ///< query heads a KV head
   int head_dim = 0;
   int value_dim = 0;
-  Divisor rows;  ///< Query rows of a row block, at most.
+  Divisor query_tile_rows;  ///< Query rows of a query tile, at most.
   float scale = 0.0f;
   float soft_cap = 0.0f;
   std::int64_t window = 0;
 
-  float* partial_out = nullptr;  ///< [2 * blocks, rows, partial_stride(value_dim)]
-  float* partial_max = nullptr;  ///< [2 * blocks, rows], base 2
-  float* partial_sum = nullptr;  ///< [2 * blocks, rows]
-  int* counters = nullptr;       ///< [row blocks * KV heads], zero between launches
+  float* partial_out = nullptr;  ///< [2 * blocks, query_tile_rows, partial_stride(value_dim)]
+  float* partial_max = nullptr;  ///< [2 * blocks, query_tile_rows], base 2
+  float* partial_sum = nullptr;  ///< [2 * blocks, query_tile_rows]
+  int* counters = nullptr;       ///< [query tiles * KV heads], zero between launches
 
   PagedRows rope;       ///< Latent only: key columns from key_columns on.
   int key_columns = 0;  ///< Columns of a key that lie in k.
@@ -87,8 +87,9 @@ __device__ inline TokenRange visible(const AttentionParams& p, std::int64_t posi
   return p.layout.visible(position, p.window, p.kvp_rank);
 }
 
-/// Up to AttentionParams::rows query rows of one sequence: query tokens times the heads of a KV head's group.
-struct RowBlock {
+/// Up to AttentionParams::query_tile_rows query rows of one sequence: query tokens times the heads of a KV
+/// head's group.
+struct QueryTile {
   int first_token;  ///< Token of the step: the first of the sequence.
   int first_row;    ///< Row of the sequence; row / group is the token after first_token.
   int num_rows;
@@ -101,7 +102,7 @@ struct RowBlock {
   }
 };
 
-/// The columns of a partial row in the workspace: whole float4.
+/// The columns of a row of split partials in the workspace: whole float4.
 HELIX_HOST_DEVICE constexpr std::int64_t partial_stride(std::int64_t value_dim) {
   return (value_dim + 3) / 4 * 4;
 }

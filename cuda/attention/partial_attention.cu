@@ -20,10 +20,10 @@
 namespace helix::cuda {
 namespace {
 
-/// Partial results: two row blocks a block of the grid, with their max and sum.
-struct Partials {
+/// Split partials: two KV splits a block of the grid, with their max and sum.
+struct SplitPartialsMemory {
   std::span<std::byte> out, max, sum;
-  Partials(WorkspaceArena& arena, std::int64_t blocks, std::int64_t rows, std::int64_t value_dim)
+  SplitPartialsMemory(WorkspaceArena& arena, std::int64_t blocks, std::int64_t rows, std::int64_t value_dim)
       : out(arena.take_bytes(static_cast<std::size_t>(2 * blocks * rows * partial_stride(value_dim) * 4))),
         max(arena.take_bytes(static_cast<std::size_t>(2 * blocks * rows * 4))),
         sum(arena.take_bytes(static_cast<std::size_t>(2 * blocks * rows * 4))) {}
@@ -96,25 +96,26 @@ AttentionParams params_of(const PartialAttentionArgs<T>& args) {
   return p;
 }
 
-/// Calls launch() with `p` set to one part of the batch after another, as many sequences and row blocks as a
+/// Calls launch() with `p` set to one part of the batch after another, as many sequences and query tiles as a
 /// plan holds: prefill takes several.
 template <class Launch>
 void for_each_launch(const Batch& batch, AttentionParams& p, const Launch& launch) {
   const auto& offsets = batch.query_offsets_host;
-  const int most = std::min(kMaxRowBlocks, static_cast<int>(kAttentionCounters) / p.kv_heads);
-  const auto row_blocks = [&](std::size_t b) {
-    return static_cast<int>(((offsets[b + 1] - offsets[b]) * p.group + p.rows - 1) / p.rows);
+  const int most = std::min(kMaxQueryTiles, static_cast<int>(kAttentionCounters) / p.kv_heads);
+  const auto query_tiles = [&](std::size_t b) {
+    return static_cast<int>(((offsets[b + 1] - offsets[b]) * p.group + p.query_tile_rows - 1) /
+                            p.query_tile_rows);
   };
   const std::size_t sequences = offsets.size() - 1;
-  int skipped = 0;  // row blocks of sequence `first` that earlier launches did
+  int skipped = 0;  // query tiles of sequence `first` that earlier launches did
   for (std::size_t first = 0; first < sequences;) {
     std::size_t end = first;
     int count = -skipped;
-    p.is_one_row_block_each = skipped == 0;
+    p.is_one_query_tile_each = skipped == 0;
     while (end < sequences && end - first < kMaxSequences && count < most) {
-      const int blocks_of_sequence = row_blocks(end++);
-      count += blocks_of_sequence;
-      p.is_one_row_block_each = p.is_one_row_block_each && blocks_of_sequence == 1;
+      const int tiles_of_sequence = query_tiles(end++);
+      count += tiles_of_sequence;
+      p.is_one_query_tile_each = p.is_one_query_tile_each && tiles_of_sequence == 1;
     }
     std::copy(offsets.begin() + static_cast<std::ptrdiff_t>(first),
               offsets.begin() + static_cast<std::ptrdiff_t>(end) + 1, p.query_offsets);
@@ -122,11 +123,11 @@ void for_each_launch(const Batch& batch, AttentionParams& p, const Launch& launc
     p.num_sequences = static_cast<int>(end - first);
     p.first_token = offsets[first];
     p.num_tokens = offsets[end] - offsets[first];
-    p.first_row_block = skipped;
-    p.num_row_blocks = std::min(count, most);
-    if (p.num_row_blocks > 0) launch();
+    p.first_query_tile = skipped;
+    p.num_query_tiles = std::min(count, most);
+    if (p.num_query_tiles > 0) launch();
     if (count > most) {  // the last sequence goes on in the next launch
-      skipped = row_blocks(end - 1) - (count - most);
+      skipped = query_tiles(end - 1) - (count - most);
       first = end - 1;
     } else {
       skipped = 0;
@@ -144,9 +145,10 @@ std::size_t Operators<T>::partial_attention_workspace_bytes(std::int64_t num_tok
                                                             std::int64_t value_dim) const {
   if (num_tokens <= 0 || num_query_heads <= 0) return 0;
   int rows = 0;
-  for (const AttentionKernel* kernel : kKernels) rows = std::max(rows, kernel->rows(head_dim, value_dim));
+  for (const AttentionKernel* kernel : kKernels)
+    rows = std::max(rows, kernel->query_tile_rows(head_dim, value_dim));
   WorkspaceArena arena;
-  Partials(arena, kBlocksPerSm * state_->num_sms, rows, value_dim);
+  SplitPartialsMemory(arena, kBlocksPerSm * state_->num_sms, rows, value_dim);
   return arena.used_bytes() + WorkspaceArena::kAlignment;
 }
 
@@ -157,14 +159,15 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   const AttentionCall call = call_of(args, state_->is_hopper);
   const AttentionKernel& kernel = kernel_for(call);
   AttentionParams p = params_of(args);
-  const std::int64_t rows = kernel.rows(p.head_dim, p.value_dim);
-  p.rows = Divisor(static_cast<int>(kernel.has_fixed_rows ? rows : std::min(rows, call.most_rows)));
+  const std::int64_t rows = kernel.query_tile_rows(p.head_dim, p.value_dim);
+  p.query_tile_rows =
+      Divisor(static_cast<int>(kernel.has_fixed_query_tile ? rows : std::min(rows, call.most_rows)));
   const int all_blocks = kBlocksPerSm * state_->num_sms;
   const int blocks =
       state_->attention_blocks > 0 ? std::min(all_blocks, state_->attention_blocks) : all_blocks;
 
   WorkspaceArena arena(aligned_part(args.workspace));
-  const Partials partials(arena, all_blocks, p.rows, p.value_dim);
+  const SplitPartialsMemory partials(arena, all_blocks, p.query_tile_rows, p.value_dim);
   p.partial_out = reinterpret_cast<float*>(partials.out.data());
   p.partial_max = reinterpret_cast<float*>(partials.max.data());
   p.partial_sum = reinterpret_cast<float*>(partials.sum.data());

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Partial attention for any sizes, types and layouts, in plain f32: exact, and no more than that.
 //
-// Each warp takes every eighth key of a tile: its lanes hold the row and walk the queries, which are in
+// Each warp takes every eighth key of a KV split: its lanes hold the row and walk the queries, which are in
 // shared memory.
 #include <helix/error.hpp>
 
+#include "cuda/attention/combine.cuh"
 #include "cuda/attention/kernel.hpp"
-#include "cuda/attention/merge.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/math.cuh"
@@ -15,7 +15,7 @@
 namespace helix::cuda {
 namespace {
 
-constexpr int kTileTokens = 32;
+constexpr int kKvTileTokens = 32;
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
 
@@ -36,7 +36,7 @@ int per_lane(std::int64_t head_dim, std::int64_t value_dim) {
 template <class KV, int kPerLane>
 struct Portable {
   static constexpr int kRows = rows_of(kPerLane);
-  using Plan = AttentionPlan<kTileTokens>;
+  using Plan = AttentionPlan<kKvTileTokens>;
 
   struct Shared {
     Plan plan;
@@ -73,26 +73,26 @@ struct Portable {
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     make_plan(p, s.plan);
     const Schedule<Plan> schedule(p, s.plan);
-    const TileRun run = schedule.tiles_of(static_cast<int>(blockIdx.x));
-    TileCursor at = run.start;
-    for (int done = 0, count = 0; done < run.count; done += count) {
-      count = min(run.count - done, at.tiles - at.tile);
-      const RowBlock rows = s.plan.rows[at.row_block];
-      load_queries(p, rows, at.head, queries);
-      const Bounds bounds = bounds_of(p, rows);
+    const WorkItem item = schedule.work_item(static_cast<int>(blockIdx.x));
+    KvTileCursor at = item.start;
+    for (int done = 0, count = 0; done < item.count; done += count) {
+      count = min(item.count - done, at.num_kv_tiles - at.kv_tile);
+      const QueryTile query_tile = s.plan.query_tiles[at.query_tile];
+      load_queries(p, query_tile, at.head, queries);
+      const Bounds bounds = bounds_of(p, query_tile);
       __syncthreads();
       Found found = nothing();
-      const std::int32_t* pages = p.lists.pages + s.plan.first_page[at.row_block];
-      const int begin = s.plan.first_token_of_tiles(at.row_block) + at.tile * kTileTokens;
-      const int first = ::max(begin, s.plan.begin_token[at.row_block]);
-      const int last = ::min(begin + count * kTileTokens, s.plan.end_token[at.row_block]);
+      const std::int32_t* pages = p.lists.pages + s.plan.first_page[at.query_tile];
+      const int begin = s.plan.first_kv_tile_token(at.query_tile) + at.kv_tile * kKvTileTokens;
+      const int first = ::max(begin, s.plan.begin_token[at.query_tile]);
+      const int last = ::min(begin + count * kKvTileTokens, s.plan.end_token[at.query_tile]);
       for (int token = first + warp; token < last; token += kWarps)
         attend_token(p, rows_of_token(p, pages, at.head, token), token, queries, bounds, found);
-      join_warps(p, s, rows, p.v_scale != nullptr ? p.v_scale[at.head] : 1.0f, found, sums, sum_stride);
-      const Contributions all{p, schedule.blocks_of(at.row_block, at.head)};
+      join_warps(p, s, query_tile, p.v_scale != nullptr ? p.v_scale[at.head] : 1.0f, found, sums, sum_stride);
+      const SplitPartials partials{p, schedule.splits_of(at.query_tile, at.head)};
       const BlockResult<1> result{sums, 0, sum_stride, s.block_max, s.block_sum, kRows};
-      hand_in(all, rows, at.head, 0, rows.num_rows, result);
-      finish_row_block(all, rows, at.row_block, at.head);
+      write_split(partials, query_tile, at.head, 0, query_tile.num_rows, result);
+      combine_splits(partials, query_tile, at.query_tile, at.head);
       at.advance(p, s.plan, count);
       __syncthreads();
     }
@@ -100,27 +100,28 @@ struct Portable {
 
  private:
   /// Queries times all factors of their scores, zeros past the last row.
-  static __device__ __forceinline__ void load_queries(const AttentionParams& p, const RowBlock& rows,
+  static __device__ __forceinline__ void load_queries(const AttentionParams& p, const QueryTile& query_tile,
                                                       int head, float* queries) {
     const float key_scale = p.scale * (p.k_scale != nullptr ? p.k_scale[head] : 1.0f);
     for (int i = static_cast<int>(threadIdx.x); i < kRows * p.head_dim; i += kThreads) {
       const int row = i / p.head_dim;
       queries[i] = 0.0f;
-      if (row < rows.num_rows) {
-        queries[i] = load_element(p.q, p.dtype,
-                                  rows.token(p, row) * p.q_token_stride +
-                                      rows.query_head(p, head, row) * p.q_head_stride + i % p.head_dim) *
-                     key_scale;
+      if (row < query_tile.num_rows) {
+        queries[i] =
+            load_element(p.q, p.dtype,
+                         query_tile.token(p, row) * p.q_token_stride +
+                             query_tile.query_head(p, head, row) * p.q_head_stride + i % p.head_dim) *
+            key_scale;
       }
     }
   }
 
-  static __device__ __forceinline__ Bounds bounds_of(const AttentionParams& p, const RowBlock& rows) {
+  static __device__ __forceinline__ Bounds bounds_of(const AttentionParams& p, const QueryTile& query_tile) {
     Bounds bounds;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       TokenRange seen{0, 0};
-      if (r < rows.num_rows) seen = visible(p, p.positions[rows.token(p, r)]);
+      if (r < query_tile.num_rows) seen = visible(p, p.positions[query_tile.token(p, r)]);
       bounds.begin[r] = static_cast<int>(seen.begin);
       bounds.end[r] = static_cast<int>(seen.end);
     }
@@ -199,9 +200,9 @@ struct Portable {
   }
 
   /// The warps' results brought together in shared memory, in order.
-  static __device__ __forceinline__ void join_warps(const AttentionParams& p, Shared& s, const RowBlock& rows,
-                                                    float value_scale, const Found& found, float* sums,
-                                                    int sum_stride) {
+  static __device__ __forceinline__ void join_warps(const AttentionParams& p, Shared& s,
+                                                    const QueryTile& query_tile, float value_scale,
+                                                    const Found& found, float* sums, int sum_stride) {
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     if (lane == 0) {
@@ -233,7 +234,7 @@ struct Portable {
 #pragma unroll
           for (int e = 0; e < kPerLane; ++e) {
             const int i = lane + e * kWarp;
-            if (i < p.value_dim && r < rows.num_rows) {
+            if (i < p.value_dim && r < query_tile.num_rows) {
               float* to = sums + r * sum_stride + i;
               *to = (w == 0 ? 0.0f : *to) + (is_empty ? 0.0f : found.acc[r][e] * shrink);
             }
@@ -267,9 +268,9 @@ void launch(const AttentionParams& p, const AttentionGrid& grid) {
 
 const AttentionKernel kPortable{
     .fits = [](const AttentionCall&) { return true; },
-    .rows = [](std::int64_t head_dim,
-               std::int64_t value_dim) { return rows_of(per_lane(head_dim, value_dim)); },
-    .has_fixed_rows = true,
+    .query_tile_rows = [](std::int64_t head_dim,
+                          std::int64_t value_dim) { return rows_of(per_lane(head_dim, value_dim)); },
+    .has_fixed_query_tile = true,
     .launch =
         [](const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
           dispatch(call.kv.format.dtype, [&]<class KV>(KV*) {

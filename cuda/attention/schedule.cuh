@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which block of an attention kernel multiplies what.
+// Which thread block of an attention kernel multiplies which keys and values.
 //
-// Work is a list of tiles: for each row block and each KV head, the tiles (kTileTokens local tokens, as many
-// as the kernel likes) that any of the rows sees. Each block of a persistent grid takes a run of that list,
-// so that one sequence of a million tokens and a ragged batch both fill the chip. Blocks compute the schedule
-// themselves from device memory.
+// Query rows are cut into query tiles, and the local tokens that any row of a query tile sees into KV tiles
+// of a size that the kernel chooses. The work of a launch is the list of all KV tiles: of each query tile, of
+// each KV head. Each block of a persistent grid takes one work item, consecutive KV tiles of that list; what
+// it takes of one query tile and KV head is a KV split. One sequence of a million tokens is thus cut into as
+// many splits as there are blocks, and a ragged batch fills the chip as well. Each block computes the
+// schedule itself from device memory.
 //
-// Equal runs have at most one tile of imbalance, but one run may end a row block and begin another, and the
-// end of a row block takes as long as kEndTiles tiles. Where there are enough blocks for the row blocks, each
-// block therefore takes part in one of them only, as long as no run gets longer than that by it.
+// Work items of equal length have at most one KV tile of imbalance, but one may end a query tile and begin
+// another, and a query tile's epilogue takes as long as kEpilogueTiles KV tiles. Where there are enough
+// blocks for the query tiles, each work item is therefore a single split, as long as none gets longer than
+// that by it.
 #pragma once
 
 #include <cstdint>
@@ -18,38 +21,40 @@
 
 namespace helix::cuda {
 
-inline constexpr int kEndTiles = 8;       ///< Tiles read in the time in which a row block ends.
-inline constexpr int kMergeBatch = 16;    ///< Blocks whose results are merged in one trip to memory.
-inline constexpr int kShortRunTiles = 4;  ///< Tiles that each of up to kMergeBatch blocks gets at least.
-inline constexpr int kRunTiles = 8;       ///< Tiles that each of more blocks gets at least.
+inline constexpr int kEpilogueTiles = 8;  ///< KV tiles read in the time of a query tile's epilogue.
+inline constexpr int kCombineBatch = 16;  ///< Split partials that are combined in one trip to memory.
+/// KV tiles of a split at least, where up to kCombineBatch splits share a query tile.
+inline constexpr int kShortSplitTiles = 4;
+inline constexpr int kSplitTiles = 8;  ///< KV tiles of a split at least, where there are more splits.
 
-/// The schedule, in shared memory, for tiles of kTokens tokens. `u` is a row block of the launch.
+/// The schedule, in shared memory, for KV tiles of kTokens tokens. `u` is a query tile of the launch.
 template <int kTokens>
 struct AttentionPlan {
-  static constexpr int kTileTokens = kTokens;
+  static constexpr int kKvTileTokens = kTokens;
 
-  int row_block_begin[kMaxSequences + 1];  ///< First row block of each sequence.
-  int tile_begin[kMaxRowBlocks + 1];       ///< Tiles of one KV head before each row block.
-  int share_begin[kMaxRowBlocks + 1];      ///< Blocks of one KV head before each row block, if has_shares.
-  RowBlock rows[kMaxRowBlocks];
-  std::int64_t first_page[kMaxRowBlocks];  ///< Place in the page lists of the sequence's first page.
-  int begin_token[kMaxRowBlocks];          ///< Local token where the row block's keys begin.
-  int end_token[kMaxRowBlocks];            ///< Local token where the row block's keys end.
-  bool has_shares;                         ///< Whether no block works on two row blocks.
+  int query_tile_begin[kMaxSequences + 1];  ///< First query tile of each sequence.
+  int kv_tile_begin[kMaxQueryTiles + 1];    ///< KV tiles of one KV head before each query tile.
+  int split_begin[kMaxQueryTiles +
+                  1];  ///< KV splits of one KV head before each query tile, if is_one_split_each.
+  QueryTile query_tiles[kMaxQueryTiles];
+  std::int64_t first_page[kMaxQueryTiles];  ///< Place in the page lists of the sequence's first page.
+  int begin_token[kMaxQueryTiles];          ///< Local token where the query tile's keys begin.
+  int end_token[kMaxQueryTiles];            ///< Local token where the query tile's keys end.
+  bool is_one_split_each;  ///< Whether each work item is one KV split: of one query tile only.
 
-  /// First token of the first tile; tiles lie at multiples of kTileTokens.
-  __device__ int first_token_of_tiles(int u) const { return begin_token[u] / kTileTokens * kTileTokens; }
-  __device__ int tiles(int u) const { return tile_begin[u + 1] - tile_begin[u]; }
-  __device__ int share(int u) const { return share_begin[u + 1] - share_begin[u]; }
+  /// First token of the first KV tile; KV tiles lie at multiples of kKvTileTokens.
+  __device__ int first_kv_tile_token(int u) const { return begin_token[u] / kKvTileTokens * kKvTileTokens; }
+  __device__ int kv_tiles(int u) const { return kv_tile_begin[u + 1] - kv_tile_begin[u]; }
+  __device__ int splits(int u) const { return split_begin[u + 1] - split_begin[u]; }
 };
 
-/// Numbers 0 .. total - 1 in `parts` runs, the first ones longer by one.
-struct EqualRuns {
+/// Numbers 0 .. total - 1 in `parts` ranges, the first ones longer by one.
+struct EvenPartition {
   int parts;
   int length;
-  int longer;  ///< runs that have one more
+  int longer;  ///< Ranges that have one more.
 
-  __device__ EqualRuns(int total, int the_parts)
+  __device__ EvenPartition(int total, int the_parts)
       : parts(the_parts), length(total / the_parts), longer(total - length * the_parts) {}
   __device__ int begin(int part) const { return part * length + min(part, longer); }
   __device__ int part_of(int i) const {
@@ -96,56 +101,58 @@ __device__ inline int find_last(const int* x, int n, int value) {
   return low;
 }
 
-/// Blocks that `tiles` tiles are worth. More of them read faster and take longer to merge: one KV head of
-/// 2048 tokens takes 8.3 us in 16 runs of 4 tiles and 8.7 in 8 of 8, of 8192 tokens 10.3 in 32 of 8 and 11.8
-/// in 64 of 4 (H200).
-__device__ inline int most_blocks(int tiles) {
-  return tiles <= kMergeBatch * kShortRunTiles ? (tiles + kShortRunTiles - 1) / kShortRunTiles
-                                               : max(kMergeBatch, (tiles + kRunTiles - 1) / kRunTiles);
+/// KV splits that `kv_tiles` KV tiles are worth. More of them read faster and take longer to combine: one KV
+/// head of 2048 tokens takes 8.3 us in 16 splits of 4 KV tiles and 8.7 in 8 of 8, of 8192 tokens 10.3 in 32
+/// of 8 and 11.8 in 64 of 4 (H200).
+__device__ inline int max_splits(int kv_tiles) {
+  return kv_tiles <= kCombineBatch * kShortSplitTiles
+             ? (kv_tiles + kShortSplitTiles - 1) / kShortSplitTiles
+             : max(kCombineBatch, (kv_tiles + kSplitTiles - 1) / kSplitTiles);
 }
 
-/// Blocks that share `tiles` tiles in equal runs.
-__device__ inline int equal_runs(int tiles) {
-  return min(static_cast<int>(gridDim.x), most_blocks(tiles));
+/// Work items of equal length into which a list of `kv_tiles` KV tiles is cut.
+__device__ inline int even_work_items(int kv_tiles) {
+  return min(static_cast<int>(gridDim.x), max_splits(kv_tiles));
 }
 
-/// Blocks for a row block of one KV head, in proportion to its tiles: at least one, and not more in all than
-/// one for each row block and `spare` beside. `total` is the tiles of all.
-__device__ inline int blocks_for(int tiles, int spare, int total) {
+/// KV splits for a query tile of one KV head, in proportion to its KV tiles: at least one, and not more in
+/// all than one for each query tile and `spare` beside. `total` is the KV tiles of all.
+__device__ inline int splits_for(int kv_tiles, int spare, int total) {
   const int shift = max(0, 9 - __clz(total));  // so that the product fits
-  const unsigned part = static_cast<unsigned>(tiles >> shift) * static_cast<unsigned>(spare);
-  return min(1 + static_cast<int>(part / static_cast<unsigned>(total >> shift)), most_blocks(tiles));
+  const unsigned part = static_cast<unsigned>(kv_tiles >> shift) * static_cast<unsigned>(spare);
+  return min(1 + static_cast<int>(part / static_cast<unsigned>(total >> shift)), max_splits(kv_tiles));
 }
 
-/// Whether runs of up to `longest` tiles are not too long beside the equal ones.
-__device__ inline bool are_runs_short(const AttentionParams& p, int longest, int total) {
+/// Whether splits of up to `longest` KV tiles are not too long beside work items of equal length.
+__device__ inline bool are_splits_short(const AttentionParams& p, int longest, int total) {
   const int all = total * p.kv_heads;
-  return std::int64_t{longest - kEndTiles - 1} * equal_runs(all) < all;  // <= all / runs, rounded up
+  return std::int64_t{longest - kEpilogueTiles - 1} * even_work_items(all) <
+         all;  // <= all / items, rounded up
 }
 
-/// Blocks of a KV head beside one for each row block; negative if there are too few.
+/// Blocks of a KV head beside one for each query tile; negative if there are too few.
 __device__ inline int spare_blocks(const AttentionParams& p) {
-  return static_cast<int>(gridDim.x) / p.kv_heads - p.num_row_blocks;
+  return static_cast<int>(gridDim.x) / p.kv_heads - p.num_query_tiles;
 }
 
-/// Gives each row block blocks of its own, if that keeps the runs short; by the first warp.
+/// Cuts each query tile into KV splits with a block each, if that keeps them short; by the first warp.
 template <class Plan>
-__device__ inline void share_blocks(const AttentionParams& p, Plan& plan) {
+__device__ inline void assign_splits(const AttentionParams& p, Plan& plan) {
   const int lane = static_cast<int>(threadIdx.x);
-  const int total = plan.tile_begin[p.num_row_blocks];
+  const int total = plan.kv_tile_begin[p.num_query_tiles];
   const int spare = spare_blocks(p);
   int longest = 0;
 #pragma unroll 1
-  for (int u = lane; u < p.num_row_blocks && spare >= 0; u += kWarp) {
-    const int share = blocks_for(plan.tiles(u), spare, total);
-    plan.share_begin[u] = share;
-    longest = max(longest, (plan.tiles(u) + share - 1) / share);
+  for (int u = lane; u < p.num_query_tiles && spare >= 0; u += kWarp) {
+    const int splits = splits_for(plan.kv_tiles(u), spare, total);
+    plan.split_begin[u] = splits;
+    longest = max(longest, (plan.kv_tiles(u) + splits - 1) / splits);
   }
   longest = __reduce_max_sync(~0u, longest);
-  const bool has_shares = spare >= 0 && are_runs_short(p, longest, total);
-  if (lane == 0) plan.has_shares = has_shares;
+  const bool is_one_split_each = spare >= 0 && are_splits_short(p, longest, total);
+  if (lane == 0) plan.is_one_split_each = is_one_split_each;
   __syncwarp();
-  if (has_shares) exclusive_sum(plan.share_begin, p.num_row_blocks);
+  if (is_one_split_each) exclusive_sum(plan.split_begin, p.num_query_tiles);
 }
 
 /// Asks for this block's share of the queries, by `threads` threads of which this is number `thread`.
@@ -169,11 +176,11 @@ __device__ inline int query_rows(const AttentionParams& p, int b) {
   return (p.query_offsets[b + 1] - p.query_offsets[b]) * p.group;
 }
 
-/// Fills in row block `u`: `num_rows` rows of sequence `b` from `row` on. Returns its number of tiles.
+/// Fills in query tile `u`: `num_rows` rows of sequence `b` from `row` on. Returns its number of KV tiles.
 template <class Plan>
-__device__ inline int plan_row_block(const AttentionParams& p, Plan& plan, int u, int b, int row,
-                                     int num_rows) {
-  constexpr int kTileTokens = Plan::kTileTokens;
+__device__ inline int plan_query_tile(const AttentionParams& p, Plan& plan, int u, int b, int row,
+                                      int num_rows) {
+  constexpr int kKvTileTokens = Plan::kKvTileTokens;
   const std::int64_t first_page = p.lists.first_of(p.slots[b]);
   const int first_token = p.query_offsets[b];
   std::int64_t begin = INT64_MAX;
@@ -185,39 +192,39 @@ __device__ inline int plan_row_block(const AttentionParams& p, Plan& plan, int u
     begin = min(begin, seen.begin);
     end = max(end, seen.end);
   }
-  plan.rows[u] = {first_token, row, num_rows};
+  plan.query_tiles[u] = {first_token, row, num_rows};
   plan.first_page[u] = first_page;
   plan.begin_token[u] = end > 0 ? static_cast<int>(begin) : 0;
   plan.end_token[u] = static_cast<int>(end);
-  // A row block that sees nothing has a tile of no tokens, so that somebody writes its zeros.
-  const int first = plan.begin_token[u] / kTileTokens;
-  return max(1, static_cast<int>((end + kTileTokens - 1) / kTileTokens) - first);
+  // A query tile that sees nothing has a KV tile of no tokens, so that some block writes its zeros.
+  const int first = plan.begin_token[u] / kKvTileTokens;
+  return max(1, static_cast<int>((end + kKvTileTokens - 1) / kKvTileTokens) - first);
 }
 
-/// The plan of up to kWarp sequences, each of which is one row block, as in decoding: all in the registers of
-/// the first warp.
+/// The plan of up to kWarp sequences, each of which is one query tile, as in decoding: all in the registers
+/// of the first warp.
 template <class Plan>
 __device__ inline void make_small_plan(const AttentionParams& p, Plan& plan) {
   const int u = static_cast<int>(threadIdx.x);
-  const int count = p.num_row_blocks;
-  const bool is_row_block = u < count;
-  int tiles = 0;
-  if (is_row_block) tiles = plan_row_block(p, plan, u, u, 0, query_rows(p, u));
-  const int total = __reduce_add_sync(~0u, tiles);
+  const int count = p.num_query_tiles;
+  const bool is_query_tile = u < count;
+  int kv_tiles = 0;
+  if (is_query_tile) kv_tiles = plan_query_tile(p, plan, u, u, 0, query_rows(p, u));
+  const int total = __reduce_add_sync(~0u, kv_tiles);
   const int spare = spare_blocks(p);
-  const int share = is_row_block && spare >= 0 ? blocks_for(tiles, spare, total) : 1;
-  const int longest = __reduce_max_sync(~0u, (tiles + share - 1) / share);
-  const int tiles_before = sum_before(tiles);
-  const int shares_before = sum_before(share);
+  const int splits = is_query_tile && spare >= 0 ? splits_for(kv_tiles, spare, total) : 1;
+  const int longest = __reduce_max_sync(~0u, (kv_tiles + splits - 1) / splits);
+  const int kv_tiles_before = sum_before(kv_tiles);
+  const int splits_before = sum_before(splits);
   if (u <= count) {
-    plan.tile_begin[u] = tiles_before;
-    plan.share_begin[u] = shares_before;
+    plan.kv_tile_begin[u] = kv_tiles_before;
+    plan.split_begin[u] = splits_before;
   }
   if (count == kWarp && u == kWarp - 1) {
-    plan.tile_begin[kWarp] = total;
-    plan.share_begin[kWarp] = shares_before + share;
+    plan.kv_tile_begin[kWarp] = total;
+    plan.split_begin[kWarp] = splits_before + splits;
   }
-  if (u == 0) plan.has_shares = spare >= 0 && are_runs_short(p, longest, total);
+  if (u == 0) plan.is_one_split_each = spare >= 0 && are_splits_short(p, longest, total);
 }
 
 /// The plan of any launch; all threads of the block.
@@ -229,21 +236,21 @@ __device__ inline void make_large_plan(const AttentionParams& p, Plan& plan) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p.positions + p.first_token + t));
 #pragma unroll 1
   for (int b = thread; b < p.num_sequences; b += threads)
-    plan.row_block_begin[b] = (query_rows(p, b) + p.rows - 1) / p.rows;
+    plan.query_tile_begin[b] = (query_rows(p, b) + p.query_tile_rows - 1) / p.query_tile_rows;
   __syncthreads();
-  if (thread < kWarp) exclusive_sum(plan.row_block_begin, p.num_sequences);
+  if (thread < kWarp) exclusive_sum(plan.query_tile_begin, p.num_sequences);
   __syncthreads();
 #pragma unroll 1
-  for (int u = thread; u < p.num_row_blocks; u += threads) {
-    const int b = find_last(plan.row_block_begin, p.num_sequences, u + p.first_row_block);
-    const int row = (u + p.first_row_block - plan.row_block_begin[b]) * p.rows;
-    plan.tile_begin[u] =
-        plan_row_block(p, plan, u, b, row, min(static_cast<int>(p.rows), query_rows(p, b) - row));
+  for (int u = thread; u < p.num_query_tiles; u += threads) {
+    const int b = find_last(plan.query_tile_begin, p.num_sequences, u + p.first_query_tile);
+    const int row = (u + p.first_query_tile - plan.query_tile_begin[b]) * p.query_tile_rows;
+    plan.kv_tile_begin[u] =
+        plan_query_tile(p, plan, u, b, row, min(static_cast<int>(p.query_tile_rows), query_rows(p, b) - row));
   }
   __syncthreads();
   if (thread < kWarp) {
-    exclusive_sum(plan.tile_begin, p.num_row_blocks);
-    share_blocks(p, plan);
+    exclusive_sum(plan.kv_tile_begin, p.num_query_tiles);
+    assign_splits(p, plan);
   }
 }
 
@@ -252,7 +259,7 @@ template <class Plan>
 __device__ inline void make_plan(const AttentionParams& p, Plan& plan) {
   const int thread = static_cast<int>(threadIdx.x);
   const int threads = static_cast<int>(blockDim.x);
-  if (p.is_one_row_block_each && p.num_row_blocks <= kWarp) {
+  if (p.is_one_query_tile_each && p.num_query_tiles <= kWarp) {
     if (thread < kWarp) {
       make_small_plan(p, plan);
     } else {
@@ -265,83 +272,84 @@ __device__ inline void make_plan(const AttentionParams& p, Plan& plan) {
   __syncthreads();
 }
 
-/// A walk along the list of tiles.
-struct TileCursor {
-  int row_block;
+/// A walk along the list of KV tiles.
+struct KvTileCursor {
+  int query_tile;
   int head;
-  int tile;   ///< Tile of the row block and head.
-  int tiles;  ///< Tiles that the row block and head have.
+  int kv_tile;       ///< KV tile of the query tile and head.
+  int num_kv_tiles;  ///< KV tiles that the query tile and head have.
 
-  /// `count` tiles on. At the end of the list it stays past the last row block.
+  /// `count` KV tiles on. At the end of the list it stays past the last query tile.
   template <class Plan>
   __device__ void advance(const AttentionParams& p, const Plan& plan, int count) {
-    tile += count;
-    while (tile >= tiles && row_block < p.num_row_blocks) {
-      tile -= tiles;
+    kv_tile += count;
+    while (kv_tile >= num_kv_tiles && query_tile < p.num_query_tiles) {
+      kv_tile -= num_kv_tiles;
       if (++head == p.kv_heads) {
         head = 0;
-        ++row_block;
-        if (row_block < p.num_row_blocks) tiles = plan.tiles(row_block);
+        ++query_tile;
+        if (query_tile < p.num_query_tiles) num_kv_tiles = plan.kv_tiles(query_tile);
       }
     }
   }
 };
 
-/// A block's tiles.
-struct TileRun {
-  TileCursor start;
+/// What a block takes of the list: consecutive KV tiles, which are a KV split of each query tile and head
+/// that they belong to.
+struct WorkItem {
+  KvTileCursor start;
+  int count;  ///< KV tiles.
+};
+
+/// The KV splits of one query tile and KV head: block first_block + i takes split i.
+struct KvSplits {
+  int first_block;
   int count;
 };
 
-/// The blocks that work on one row block of one KV head.
-struct BlockRun {
-  int first;
-  int count;
-};
-
-/// Who takes which tiles of the list.
+/// Who takes which KV tiles of the list.
 template <class Plan>
 class Schedule {
  public:
   __device__ Schedule(const AttentionParams& p, const Plan& plan) : p_(p), plan_(plan) {}
 
-  __device__ TileRun tiles_of(int block) const {
-    if (plan_.has_shares) {
-      if (block >= plan_.share_begin[p_.num_row_blocks] * p_.kv_heads) return {};
-      const int u = find_last(plan_.share_begin, p_.num_row_blocks, block / p_.kv_heads);
-      const int share = plan_.share(u);
-      const int rest = block - plan_.share_begin[u] * p_.kv_heads;
-      const int head = rest / share;
-      const EqualRuns runs(plan_.tiles(u), share);
-      const int part = rest - head * share;
-      const int first = runs.begin(part);
-      return {{u, head, first, plan_.tiles(u)}, runs.begin(part + 1) - first};
+  __device__ WorkItem work_item(int block) const {
+    if (plan_.is_one_split_each) {
+      if (block >= plan_.split_begin[p_.num_query_tiles] * p_.kv_heads) return {};
+      const int u = find_last(plan_.split_begin, p_.num_query_tiles, block / p_.kv_heads);
+      const int splits = plan_.splits(u);
+      const int rest = block - plan_.split_begin[u] * p_.kv_heads;
+      const int head = rest / splits;
+      const EvenPartition ranges(plan_.kv_tiles(u), splits);
+      const int split = rest - head * splits;
+      const int first = ranges.begin(split);
+      return {{u, head, first, plan_.kv_tiles(u)}, ranges.begin(split + 1) - first};
     }
-    const EqualRuns runs = equal();
-    if (block >= runs.parts) return {};
-    const int first = runs.begin(block);
-    // tile_begin counts one head's tiles; heads repeat them.
-    const int u = find_last(plan_.tile_begin, p_.num_row_blocks, first / p_.kv_heads);
-    const int rest = first - plan_.tile_begin[u] * p_.kv_heads;
-    const int head = rest / plan_.tiles(u);
-    return {{u, head, rest - head * plan_.tiles(u), plan_.tiles(u)}, runs.begin(block + 1) - first};
+    const EvenPartition items = even_items();
+    if (block >= items.parts) return {};
+    const int first = items.begin(block);
+    // kv_tile_begin counts one head's KV tiles; heads repeat them.
+    const int u = find_last(plan_.kv_tile_begin, p_.num_query_tiles, first / p_.kv_heads);
+    const int rest = first - plan_.kv_tile_begin[u] * p_.kv_heads;
+    const int head = rest / plan_.kv_tiles(u);
+    return {{u, head, rest - head * plan_.kv_tiles(u), plan_.kv_tiles(u)}, items.begin(block + 1) - first};
   }
 
-  __device__ BlockRun blocks_of(int u, int head) const {
-    if (plan_.has_shares) {
-      const int share = plan_.share(u);
-      return {plan_.share_begin[u] * p_.kv_heads + head * share, share};
+  __device__ KvSplits splits_of(int u, int head) const {
+    if (plan_.is_one_split_each) {
+      const int splits = plan_.splits(u);
+      return {plan_.split_begin[u] * p_.kv_heads + head * splits, splits};
     }
-    const EqualRuns runs = equal();
-    const int begin = plan_.tile_begin[u] * p_.kv_heads + head * plan_.tiles(u);
-    const int first = runs.part_of(begin);
-    return {first, runs.part_of(begin + plan_.tiles(u) - 1) - first + 1};
+    const EvenPartition items = even_items();
+    const int begin = plan_.kv_tile_begin[u] * p_.kv_heads + head * plan_.kv_tiles(u);
+    const int first = items.part_of(begin);
+    return {first, items.part_of(begin + plan_.kv_tiles(u) - 1) - first + 1};
   }
 
  private:
-  __device__ EqualRuns equal() const {
-    const int total = plan_.tile_begin[p_.num_row_blocks] * p_.kv_heads;
-    return {total, equal_runs(total)};
+  __device__ EvenPartition even_items() const {
+    const int total = plan_.kv_tile_begin[p_.num_query_tiles] * p_.kv_heads;
+    return {total, even_work_items(total)};
   }
 
   const AttentionParams& p_;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Partial attention on Hopper's tensor cores, for q and KV of one 16-bit type.
 //
-// Each warp is a worker of its own: it takes every kWarps-th tile of the block's run, asks for it kStages
-// tiles ahead (how is a template parameter, as layouts differ), and multiplies it without waiting for another
-// warp. The warps meet only where a row block ends.
+// Each warp is a worker of its own: it takes every kWarps-th KV tile of the block's work item, asks for it
+// kStages KV tiles ahead (how is a template parameter, as layouts differ), and multiplies it without waiting
+// for another warp. The warps meet only where a KV split ends.
 //
 // Both products are m16n8k16 with the queries as rows. The fragments come straight from the unswizzled rows:
 // the order of the summed dimension is free as long as both sides agree, so a lane takes 16 contiguous bytes
@@ -14,8 +14,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/attention/combine.cuh"
 #include "cuda/attention/kernel.hpp"
-#include "cuda/attention/merge.cuh"
 #include "cuda/attention/tensor_copies.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/math.cuh"
@@ -24,19 +24,25 @@
 
 namespace helix::cuda {
 
-inline constexpr int kRowSlots = 16;   ///< Rows of a matrix instruction.
+inline constexpr int kMmaRows = 16;    ///< Query rows of a matrix instruction.
 inline constexpr int kGatherRows = 8;  ///< Rows that the warps bring together at a time: half of these.
 
-/// The kernel for one type, head size and number of row tiles. `Copies`, of tensor_copies.cuh, fetches tiles.
-template <class T, int kDim, int kRowTiles, int kWarps, int kStages, template <int> class Copies>
+/// Blocks of that many warps that an SM holds.
+constexpr int tensor_blocks_per_sm(int warps) {
+  return warps > 4 ? 1 : kBlocksPerSm;
+}
+
+/// The kernel for one type, head size and number of m16 tiles in a query tile. `Copies`, of
+/// tensor_copies.cuh, fetches KV tiles.
+template <class T, int kDim, int kMTiles, int kWarps, int kStages, template <int> class Copies>
 struct Tensor {
-  using Plan = AttentionPlan<kTileTokens>;
+  using Plan = AttentionPlan<kKvTileTokens>;
   static constexpr int kThreads = kWarps * kWarp;
-  static constexpr int kRows = kRowTiles * kRowSlots;
-  static constexpr int kQueryStride = kDim + 8;                  // elements: rows 16 bytes apart in the banks
-  static constexpr int kSumStride = kDim + 4;                    // f32: likewise
-  static constexpr int kBlocks = kWarps > 4 ? 1 : kBlocksPerSm;  // of an SM
-  static constexpr int kTileBytes = kTileTokens * kDim * 2;
+  static constexpr int kRows = kMTiles * kMmaRows;
+  static constexpr int kQueryStride = kDim + 8;  // elements: rows 16 bytes apart in the banks
+  static constexpr int kSumStride = kDim + 4;    // f32: likewise
+  static constexpr int kBlocks = tensor_blocks_per_sm(kWarps);
+  static constexpr int kTileBytes = kKvTileTokens * kDim * 2;  // of keys, or of values
   static constexpr int kStageBytes = 2 * kTileBytes;
 
   struct Shared {
@@ -49,21 +55,21 @@ struct Tensor {
     Plan plan;
   };
 
-  /// One warp's copies of the tiles that it will multiply: every kWarps-th of the block's run.
+  /// One warp's copies of the KV tiles that it will multiply: every kWarps-th of the block's work item.
   struct Producer {
     const AttentionParams& p;
     const Plan& plan;
-    TileCursor at;
-    int next;  // tile of the run
+    KvTileCursor at;
+    int next;  // KV tile of the work item
     int count;
-    Copies<kDim> copies;  // of tile `next`
+    Copies<kDim> copies;  // of KV tile `next`
 
-    __device__ Producer(const AttentionParams& params, const Plan& the_plan, const TileRun& run)
+    __device__ Producer(const AttentionParams& params, const Plan& the_plan, const WorkItem& item)
         : p(params),
           plan(the_plan),
-          at(run.start),
+          at(item.start),
           next(static_cast<int>(threadIdx.x) / kWarp),
-          count(run.count) {
+          count(item.count) {
       if (next >= count) return;
       at.advance(p, plan, next);
       copies.look_up(p, plan, at);
@@ -82,16 +88,16 @@ struct Tensor {
 
   /// Local tokens that this lane's query rows see, and what all of them see.
   struct Bounds {
-    int low[kRowTiles][2];
-    int high[kRowTiles][2];
+    int low[kMTiles][2];
+    int high[kMTiles][2];
     TokenRange inner{0, INT64_MAX};
   };
 
   /// What this lane's warp has found of each query row: sums of values, max (base 2), sum of weights.
   struct Found {
-    float acc[kRowTiles][kDim / 8][4];
-    float max[kRowTiles][2];
-    float sum[kRowTiles][2];
+    float acc[kMTiles][kDim / 8][4];
+    float max[kMTiles][2];
+    float sum[kMTiles][2];
   };
 
   static __device__ void attend(const AttentionParams& p) {
@@ -107,41 +113,41 @@ struct Tensor {
     }
     make_plan(p, s.plan);
     const Schedule<Plan> schedule(p, s.plan);
-    const TileRun run = schedule.tiles_of(static_cast<int>(blockIdx.x));
-    if (run.count == 0) return;
+    const WorkItem item = schedule.work_item(static_cast<int>(blockIdx.x));
+    if (item.count == 0) return;
 
     const auto stage_at = static_cast<unsigned>(__cvta_generic_to_shared(s.stages[warp]));
     const auto barrier_at = static_cast<unsigned>(__cvta_generic_to_shared(s.barriers[warp]));
-    Producer producer(p, s.plan, run);
-    TileCursor at = run.start;
-    int mine = warp;  // this warp's next tile of the run
+    Producer producer(p, s.plan, item);
+    KvTileCursor at = item.start;
+    int mine = warp;  // this warp's next KV tile of the work item
     int stage = 0;
     unsigned parity = 0;
-    for (int done = 0, count = 0; done < run.count; done += count) {
-      count = min(run.count - done, at.tiles - at.tile);
-      const RowBlock rows = s.plan.rows[at.row_block];
+    for (int done = 0, count = 0; done < item.count; done += count) {
+      count = min(item.count - done, at.num_kv_tiles - at.kv_tile);
+      const QueryTile query_tile = s.plan.query_tiles[at.query_tile];
       // Behind the copies of all blocks the queries would wait for microseconds, so they are asked for first.
-      const QueryRows queries = read_queries(p, rows, at.head);
+      const QueryRows queries = read_queries(p, query_tile, at.head);
       for (int i = 0; i < kStages && done == 0; ++i)
         producer.issue(stage_at + static_cast<unsigned>(i * kStageBytes),
                        barrier_at + static_cast<unsigned>(i * 8));
       write_queries(queries, s.queries);
       const Bounds bounds =
-          bounds_of(p, rows, {s.plan.begin_token[at.row_block], s.plan.end_token[at.row_block]});
+          bounds_of(p, query_tile, {s.plan.begin_token[at.query_tile], s.plan.end_token[at.query_tile]});
       __syncthreads();
 
       Found found = nothing();
-      const int first_token = s.plan.first_token_of_tiles(at.row_block) + at.tile * kTileTokens;
+      const int first_token = s.plan.first_kv_tile_token(at.query_tile) + at.kv_tile * kKvTileTokens;
       for (; mine < done + count; mine += kWarps) {
-        const int token = first_token + (mine - done) * kTileTokens;
-        std::byte* tile = s.stages[warp][stage];
+        const int token = first_token + (mine - done) * kKvTileTokens;
+        std::byte* kv_tile = s.stages[warp][stage];
         const unsigned barrier = barrier_at + static_cast<unsigned>(stage * 8);
         barrier_wait(barrier, parity);
-        const int first = ::max(0, s.plan.begin_token[at.row_block] - token);
-        const int last = ::max(0, s.plan.end_token[at.row_block] - token);
-        const bool is_whole = first == 0 && last >= kTileTokens;
-        if (!is_whole) clear_values(tile, first, last);
-        multiply_tile(p, s.queries, tile, token, bounds, found);
+        const int first = ::max(0, s.plan.begin_token[at.query_tile] - token);
+        const int last = ::max(0, s.plan.end_token[at.query_tile] - token);
+        const bool is_whole = first == 0 && last >= kKvTileTokens;
+        if (!is_whole) clear_values(kv_tile, first, last);
+        multiply_kv_tile(p, s.queries, kv_tile, token, bounds, found);
         if (!is_whole) Copies<kDim>::fence();
         __syncwarp();
         producer.issue(stage_at + static_cast<unsigned>(stage * kStageBytes), barrier);
@@ -150,15 +156,15 @@ struct Tensor {
           parity ^= 1u;
         }
       }
-      const Contributions to{p, schedule.blocks_of(at.row_block, at.head)};
-      gather(s, to, rows, at.head, found);
-      finish_row_block(to, rows, at.row_block, at.head);
+      const SplitPartials partials{p, schedule.splits_of(at.query_tile, at.head)};
+      gather(s, partials, query_tile, at.head, found);
+      combine_splits(partials, query_tile, at.query_tile, at.head);
       at.advance(p, s.plan, count);
     }
   }
 
  private:
-  /// A thread's part of a row block's queries, in chunks of 16 bytes.
+  /// A thread's part of a query tile, in chunks of 16 bytes.
   struct QueryRows {
     static constexpr int kRowChunks = kDim / 8;
     static constexpr int kCount = kRows * kRowChunks / kThreads;
@@ -166,7 +172,7 @@ struct Tensor {
     uint4 chunks[kCount];
   };
 
-  static __device__ QueryRows read_queries(const AttentionParams& p, const RowBlock& rows, int head) {
+  static __device__ QueryRows read_queries(const AttentionParams& p, const QueryTile& query_tile, int head) {
     const T* q = static_cast<const T*>(p.q);
     QueryRows result;
 #pragma unroll
@@ -174,10 +180,10 @@ struct Tensor {
       const int i = static_cast<int>(threadIdx.x) + k * kThreads;
       const int row = i / QueryRows::kRowChunks;
       result.chunks[k] = uint4{0, 0, 0, 0};
-      if (row < rows.num_rows) {
-        result.chunks[k] = *reinterpret_cast<const uint4*>(q + rows.token(p, row) * p.q_token_stride +
-                                                           rows.query_head(p, head, row) * p.q_head_stride +
-                                                           i % QueryRows::kRowChunks * 8);
+      if (row < query_tile.num_rows) {
+        result.chunks[k] = *reinterpret_cast<const uint4*>(
+            q + query_tile.token(p, row) * p.q_token_stride +
+            query_tile.query_head(p, head, row) * p.q_head_stride + i % QueryRows::kRowChunks * 8);
       }
     }
     return result;
@@ -192,32 +198,33 @@ struct Tensor {
     }
   }
 
-  /// Zeros outside of tokens [first, last): what an earlier tile left there may be infinite.
-  static __device__ void clear_values(std::byte* tile, int first, int last) {
-    auto* values = reinterpret_cast<uint4*>(tile + kTileBytes);
+  /// Zeros outside of tokens [first, last): what an earlier KV tile left there may be infinite.
+  static __device__ void clear_values(std::byte* kv_tile, int first, int last) {
+    auto* values = reinterpret_cast<uint4*>(kv_tile + kTileBytes);
     constexpr int kChunks = kDim / 8;
-    for (int i = static_cast<int>(threadIdx.x) % kWarp; i < kTileTokens * kChunks; i += kWarp) {
+    for (int i = static_cast<int>(threadIdx.x) % kWarp; i < kKvTileTokens * kChunks; i += kWarp) {
       const int token = i / kChunks;
       if (token < first || token >= last) values[i] = uint4{0, 0, 0, 0};
     }
     __syncwarp();
   }
 
-  static __device__ __forceinline__ Bounds bounds_of(const AttentionParams& p, const RowBlock& rows,
+  static __device__ __forceinline__ Bounds bounds_of(const AttentionParams& p, const QueryTile& query_tile,
                                                      TokenRange all) {
     const int g = static_cast<int>(threadIdx.x) % kWarp / 4;
-    const bool is_one_token = rows.token(p, 0) == rows.token(p, rows.num_rows - 1);
+    const bool is_one_token = query_tile.token(p, 0) == query_tile.token(p, query_tile.num_rows - 1);
     Bounds bounds;
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
+    for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = m * kRowSlots + half * 8 + g;
+        const int row = m * kMmaRows + half * 8 + g;
         TokenRange seen{0, 0};
-        if (row < rows.num_rows) seen = is_one_token ? all : visible(p, p.positions[rows.token(p, row)]);
+        if (row < query_tile.num_rows)
+          seen = is_one_token ? all : visible(p, p.positions[query_tile.token(p, row)]);
         bounds.low[m][half] = static_cast<int>(seen.begin);
         bounds.high[m][half] = static_cast<int>(seen.end);
-        if (row < rows.num_rows) {
+        if (row < query_tile.num_rows) {
           bounds.inner.begin = ::max(bounds.inner.begin, seen.begin);
           bounds.inner.end = ::min(bounds.inner.end, seen.end);
         }
@@ -229,7 +236,7 @@ struct Tensor {
   static __device__ __forceinline__ Found nothing() {
     Found found;
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
+    for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int i = 0; i < kDim / 8; ++i) {
 #pragma unroll
@@ -241,37 +248,37 @@ struct Tensor {
     return found;
   }
 
-  static constexpr int kTokenTiles = kTileTokens / 8;
-  using Scores = float[kRowTiles][kTokenTiles][4];
-  using Weights = unsigned[kRowTiles][kTokenTiles][2];  // pairs of tokens, of rows g and g + 8
+  static constexpr int kNTiles = kKvTileTokens / 8;
+  using Scores = float[kMTiles][kNTiles][4];
+  using Weights = unsigned[kMTiles][kNTiles][2];  // pairs of tokens, of rows g and g + 8
 
-  static __device__ __forceinline__ void multiply_tile(const AttentionParams& p, const T* queries,
-                                                       const std::byte* tile, int token, const Bounds& bounds,
-                                                       Found& found) {
+  static __device__ __forceinline__ void multiply_kv_tile(const AttentionParams& p, const T* queries,
+                                                          const std::byte* kv_tile, int token,
+                                                          const Bounds& bounds, Found& found) {
     Scores scores;
-    multiply_keys(queries, reinterpret_cast<const T*>(tile), scores);
+    multiply_keys(queries, reinterpret_cast<const T*>(kv_tile), scores);
     // Scores stay raw where they can: the scale goes into the exponent, (x - max) * scale.
     float factor = p.scale * kLog2E;
     if (p.soft_cap > 0.0f) {
       cap_scores(scores, p.scale, p.soft_cap);
       factor = kLog2E;
     }
-    if (token < bounds.inner.begin || token + kTileTokens > bounds.inner.end)
+    if (token < bounds.inner.begin || token + kKvTileTokens > bounds.inner.end)
       mask_scores(scores, token, bounds);
     Weights weights;
     weigh(scores, factor, found, weights);
-    add_values(reinterpret_cast<const T*>(tile + kTileBytes), weights, found);
+    add_values(reinterpret_cast<const T*>(kv_tile + kTileBytes), weights, found);
   }
 
-  /// scores = queries keys^T of a tile.
+  /// scores = queries keys^T of a KV tile.
   static __device__ __forceinline__ void multiply_keys(const T* queries, const T* keys, Scores& scores) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int g = lane / 4;   // row of the queries, token of the keys
     const int kq = lane % 4;  // quarter of the summed dimension
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
+    for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n) {
+      for (int n = 0; n < kNTiles; ++n) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) scores[m][n][j] = 0.0f;
       }
@@ -279,20 +286,20 @@ struct Tensor {
 #pragma unroll
     for (int step = 0; step < kDim / 32; ++step) {
       const int chunk = (4 * step + kq) * 8;
-      uint4 q[kRowTiles][2];
+      uint4 q[kMTiles][2];
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
+      for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          q[m][half] = *reinterpret_cast<const uint4*>(queries +
-                                                       (m * kRowSlots + half * 8 + g) * kQueryStride + chunk);
+          q[m][half] =
+              *reinterpret_cast<const uint4*>(queries + (m * kMmaRows + half * 8 + g) * kQueryStride + chunk);
         }
       }
 #pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n) {
+      for (int n = 0; n < kNTiles; ++n) {
         const uint4 k = *reinterpret_cast<const uint4*>(keys + (n * 8 + g) * kDim + chunk);
 #pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
+        for (int m = 0; m < kMTiles; ++m) {
           multiply<T>(scores[m][n], q[m][0].x, q[m][1].x, q[m][0].y, q[m][1].y, k.x, k.y);
           multiply<T>(scores[m][n], q[m][0].z, q[m][1].z, q[m][0].w, q[m][1].w, k.z, k.w);
         }
@@ -304,14 +311,14 @@ struct Tensor {
   static __device__ __forceinline__ void weigh(const Scores& scores, float factor, Found& found,
                                                Weights& weights) {
     bool shrinks = false;
-    float shrink[kRowTiles][2];
+    float shrink[kMTiles][2];
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
+    for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float top = -kInfinity;
 #pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n) {
+        for (int n = 0; n < kNTiles; ++n) {
           top = fmaxf(top, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
         }
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
@@ -323,7 +330,7 @@ struct Tensor {
         found.max[m][half] = top;
         float added = 0.0f;
 #pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n) {
+        for (int n = 0; n < kNTiles; ++n) {
           const float x = fast_exp2(fmaf(scores[m][n][2 * half], factor, -pivot));
           const float y = fast_exp2(fmaf(scores[m][n][2 * half + 1], factor, -pivot));
           added += x + y;
@@ -334,7 +341,7 @@ struct Tensor {
     }
     if (__any_sync(~0u, shrinks)) {
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
+      for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
         for (int i = 0; i < kDim / 8; ++i) {
           found.acc[m][i][0] *= shrink[m][0];
@@ -346,13 +353,13 @@ struct Tensor {
     }
   }
 
-  /// found.acc += weights values of a tile.
+  /// found.acc += weights values of a KV tile.
   static __device__ __forceinline__ void add_values(const T* values, const Weights& weights, Found& found) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int g = lane / 4;   // column of the values
     const int kq = lane % 4;  // quarter of the summed dimension
 #pragma unroll
-    for (int block = 0; block < kTileTokens / 16; ++block) {
+    for (int block = 0; block < kKvTileTokens / 16; ++block) {
       const T* row = values + (block * 16 + kq * 2) * kDim;
       if constexpr (kDim == 64) {
         multiply_values(load_values(row, g), 0, block, weights, found.acc);
@@ -373,9 +380,9 @@ struct Tensor {
   static __device__ void cap_scores(Scores& scores, float scale, float cap) {
     const float factor = scale / cap;
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
+    for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n) {
+      for (int n = 0; n < kNTiles; ++n) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) scores[m][n][j] = cap * fast_tanh(scores[m][n][j] * factor);
       }
@@ -386,9 +393,9 @@ struct Tensor {
   static __device__ void mask_scores(Scores& scores, int token, const Bounds& bounds) {
     const int kq = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
+    for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n) {
+      for (int n = 0; n < kNTiles; ++n) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int at = token + n * 8 + kq * 2 + j % 2;
@@ -435,33 +442,33 @@ struct Tensor {
   /// acc += weights of 16 tokens x 64 columns of values.
   static __device__ __forceinline__ void multiply_values(const Values& v, int part, int block,
                                                          const Weights& weights,
-                                                         float (&acc)[kRowTiles][kDim / 8][4]) {
+                                                         float (&acc)[kMTiles][kDim / 8][4]) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const unsigned halves = e % 2 == 0 ? 0x5410u : 0x7632u;  // both tokens' lower or upper ones
       const unsigned b0 = __byte_perm(v.words[0][e / 2], v.words[1][e / 2], halves);
       const unsigned b1 = __byte_perm(v.words[2][e / 2], v.words[3][e / 2], halves);
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
+      for (int m = 0; m < kMTiles; ++m) {
         multiply<T>(acc[m][part * 8 + e], weights[m][2 * block][0], weights[m][2 * block][1],
                     weights[m][2 * block + 1][0], weights[m][2 * block + 1][1], b0, b1);
       }
     }
   }
 
-  /// Brings the warps' sums together through shared memory and hands them in.
-  static __device__ void gather(Shared& s, const Contributions& to, const RowBlock& rows, int head,
+  /// Brings the warps' sums together through shared memory and writes the KV split.
+  static __device__ void gather(Shared& s, const SplitPartials& to, const QueryTile& query_tile, int head,
                                 Found& found) {
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int g = lane / 4;
     const int kq = lane % 4;
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
+    for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int first_row = m * kRowSlots + half * kGatherRows;
-        if (first_row >= rows.num_rows) continue;
+        const int first_row = m * kMmaRows + half * kGatherRows;
+        if (first_row >= query_tile.num_rows) continue;
         found.sum[m][half] += __shfl_xor_sync(~0u, found.sum[m][half], 1);
         found.sum[m][half] += __shfl_xor_sync(~0u, found.sum[m][half], 2);
         if (kq == 0) {
@@ -488,35 +495,35 @@ struct Tensor {
         __syncthreads();
         const BlockResult<kWarps> result{
             &s.sums[0][0][0], kGatherRows * kSumStride, kSumStride, &s.max[0][0], &s.sum[0][0], kGatherRows};
-        hand_in(to, rows, head, first_row, min(kGatherRows, rows.num_rows - first_row), result);
+        write_split(to, query_tile, head, first_row, min(kGatherRows, query_tile.num_rows - first_row),
+                    result);
         __syncthreads();
       }
     }
   }
 };
 
-template <class T, int kDim, int kRowTiles, int kWarps, int kStages, template <int> class Copies>
-__global__ __launch_bounds__(
-    kWarps* kWarp, (Tensor<T, kDim, kRowTiles, kWarps, kStages,
-                           Copies>::kBlocks)) void attend_tensor(const __grid_constant__ AttentionParams p) {
+template <class T, int kDim, int kMTiles, int kWarps, int kStages, template <int> class Copies>
+__global__ __launch_bounds__(kWarps* kWarp, tensor_blocks_per_sm(kWarps)) void attend_tensor(
+    const __grid_constant__ AttentionParams p) {
 #if __CUDA_ARCH__ >= 900
   prefetch_params(p);
   wait_for_previous();
-  Tensor<T, kDim, kRowTiles, kWarps, kStages, Copies>::attend(p);
+  Tensor<T, kDim, kMTiles, kWarps, kStages, Copies>::attend(p);
   finish_messages(p);
 #endif
 }
 
-/// Launches of the kernel with one way to fetch tiles.
+/// Launches of the kernel with one way to fetch KV tiles.
 template <template <int> class Copies>
 struct TensorLaunch {
-  template <class T, int kDim, int kRowTiles, int kWarps, int kStages>
+  template <class T, int kDim, int kMTiles, int kWarps, int kStages>
   static void launch(const AttentionParams& p, int blocks, StreamHandle stream) {
-    using Kernel = Tensor<T, kDim, kRowTiles, kWarps, kStages, Copies>;
+    using Kernel = Tensor<T, kDim, kMTiles, kWarps, kStages, Copies>;
     constexpr int kBytes = static_cast<int>(sizeof(typename Kernel::Shared));
     constexpr int kOther = 1024 + 64;  // the system's, and static ones
     static_assert(Kernel::kBlocks * (kBytes + kOther) <= 228 * 1024);
-    const auto kernel = attend_tensor<T, kDim, kRowTiles, kWarps, kStages, Copies>;
+    const auto kernel = attend_tensor<T, kDim, kMTiles, kWarps, kStages, Copies>;
     HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
     launch_early(kernel, blocks, Kernel::kThreads, kBytes, stream, true, p);
   }
@@ -524,10 +531,11 @@ struct TensorLaunch {
   template <class T>
   static void launch_dim(const AttentionParams& p, const AttentionGrid& grid) {
     // Measured on H200: eight warps an SM hide each other's latencies; deeper stages add nothing.
-    const bool is_wide = p.rows > kRowSlots;
-    // Where every row block is shared by many SMs, its end is what counts: half as many results to merge.
+    const bool is_wide = p.query_tile_rows > kMmaRows;
+    // Where each query tile is split over many SMs, its epilogue is what counts: half as many splits to
+    // combine.
     const int sms = grid.blocks / kBlocksPerSm;
-    if (grid.is_whole && p.head_dim == 128 && 2 * p.num_row_blocks * p.kv_heads <= sms)
+    if (grid.is_whole && p.head_dim == 128 && 2 * p.num_query_tiles * p.kv_heads <= sms)
       return is_wide ? launch<T, 128, 2, 8, 1>(p, sms, grid.stream)
                      : launch<T, 128, 1, 8, 1>(p, sms, grid.stream);
     switch (p.head_dim) {
@@ -552,7 +560,8 @@ struct TensorLaunch {
   }
 };
 
-/// What every way to fetch tiles needs: the device, one 16-bit type, a head size that is built, no latents.
+/// What every way to fetch KV tiles needs: the device, one 16-bit type, a head size that is built, no
+/// latents.
 inline bool fits_tensor(const AttentionCall& call) {
   const KvFormat& format = call.kv.format;
   const std::int64_t dim = format.head_dim;
@@ -561,9 +570,9 @@ inline bool fits_tensor(const AttentionCall& call) {
          call.kv_alignment == 16;
 }
 
-/// What registers hold.
-inline int tensor_rows(std::int64_t head_dim, std::int64_t) {
-  return head_dim == 256 ? kRowSlots : 2 * kRowSlots;
+/// Rows of a query tile: as many as registers hold.
+inline int tensor_query_tile_rows(std::int64_t head_dim, std::int64_t) {
+  return head_dim == 256 ? kMmaRows : 2 * kMmaRows;
 }
 
 }  // namespace helix::cuda

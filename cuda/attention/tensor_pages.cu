@@ -18,8 +18,8 @@ const AttentionKernel kTensorPages{.fits =
                                          return fits_tensor(call) && format.k == format.v &&
                                                 format.k.token == format.head_dim;
                                        },
-                                   .rows = tensor_rows,
-                                   .has_fixed_rows = false,
+                                   .query_tile_rows = tensor_query_tile_rows,
+                                   .has_fixed_query_tile = false,
                                    .launch = TensorLaunch<PageCopies>::run};
 
 }  // namespace helix::cuda

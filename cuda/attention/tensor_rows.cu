@@ -5,8 +5,8 @@
 namespace helix::cuda {
 
 const AttentionKernel kTensorRows{.fits = fits_tensor,
-                                  .rows = tensor_rows,
-                                  .has_fixed_rows = false,
+                                  .query_tile_rows = tensor_query_tile_rows,
+                                  .has_fixed_query_tile = false,
                                   .launch = TensorLaunch<ChunkCopies>::run};
 
 }  // namespace helix::cuda

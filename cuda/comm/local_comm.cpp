@@ -13,7 +13,6 @@
 
 #include "comm/collective_arguments.hpp"
 #include "comm/local_group.hpp"
-#include "comm/timeout.hpp"
 #include "cuda/comm/local_reduce.hpp"
 #include "cuda/runtime/operators_state.hpp"
 
@@ -193,14 +192,10 @@ Call make_call(Operation operation, const void* in, void* out, std::int64_t coun
 std::vector<LocalComm> LocalComm::create_group(int size, std::chrono::milliseconds timeout) {
   HELIX_EXPECTS(size >= 1 && size <= kMaxLocalRanks, ErrorCode::invalid_argument, "group size is ", size,
                 "; 1 to ", kMaxLocalRanks, " ranks may share a GPU");
-  comm::expect_timeout(timeout);
   auto root = std::make_shared<Root>();
-  root->timeout = timeout;
   root->copies.reserve(static_cast<std::size_t>(size) * static_cast<std::size_t>(size));
-  const std::shared_ptr<Group> group = Group::whole(std::move(root), size);
-  std::vector<LocalComm> handles;
-  for (int rank = 0; rank < size; ++rank) handles.push_back(LocalComm(group, rank));
-  return handles;
+  return comm::make_handles(std::move(root), size, timeout,
+                            [](const auto& group, int rank) { return LocalComm(group, rank); });
 }
 
 int LocalComm::rank() const {

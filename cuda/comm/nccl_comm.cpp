@@ -150,6 +150,12 @@ void NcclComm::barrier(Stream stream) {
   });
 }
 
+void NcclComm::begin_step(std::uint64_t step) const {
+  NcclFamily& family = *state_->family;
+  if (family.bootstrap) family.bootstrap->set_step(step);
+  family.begin(state_->root_rank, "");
+}
+
 void NcclComm::abort(std::string_view reason) noexcept {
   try {
     state_->fail_everywhere(std::string(reason));

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <sstream>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -39,8 +40,9 @@ std::string NcclFamily::laggards(int root_rank) const {
   for (std::size_t rank = 0; rank < progress.size(); ++rank) {
     const std::uint64_t operations = progress[rank].operations.load(std::memory_order_relaxed);
     if (operations >= own) continue;
+    const std::string_view last = progress[rank].last.load(std::memory_order_relaxed);
     text << "; rank " << rank << " is behind: its call " << operations << " was "
-         << progress[rank].last.load(std::memory_order_relaxed) << ", this rank made " << own;
+         << (last.empty() ? "the start of a step" : last) << ", this rank made " << own;
   }
   return text.str();
 }

@@ -110,8 +110,9 @@ void Operators<T>::upload(void* target, const void* source, std::size_t bytes, S
 
 template <class T>
 void Operators<T>::download(void* target, const void* source, std::size_t bytes, Stream stream) const {
-  if (bytes == 0) return;
-  HELIX_CUDA_CHECK(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDeviceToHost, stream.handle()));
+  if (bytes > 0)
+    HELIX_CUDA_CHECK(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDeviceToHost, stream.handle()));
+  synchronize(stream);
 }
 
 template <class T>

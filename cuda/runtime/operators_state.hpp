@@ -12,7 +12,7 @@
 
 namespace helix::cuda {
 
-/// Row blocks times KV heads of one launch of an attention kernel.
+/// Query tiles times KV heads of one launch of an attention kernel.
 inline constexpr std::size_t kAttentionCounters = 1 << 16;
 
 /// Whether the kernels for compute capability 9.0 were built with code of their own. Loads one: not for a

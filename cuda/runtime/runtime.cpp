@@ -133,11 +133,13 @@ float elapsed_ms(const Event& start, const Event& stop) {
 
 Buffer::Buffer(std::size_t bytes, std::shared_ptr<const Allocator> allocator) {
   if (bytes == 0) return;
+  int device = 0;
+  HELIX_CUDA_CHECK(cudaGetDevice(&device));
   void* const data = allocator ? allocator->allocate(bytes) : allocate_of_cuda(bytes);
   if (data == nullptr) throw_out_of_memory(bytes, allocator ? "the engine's allocator" : "the device");
   data_ = std::unique_ptr<std::byte, Release>(
       static_cast<std::byte*>(data),
-      Release{.bytes = bytes, .is_borrowed = false, .allocator = std::move(allocator)});
+      Release{.bytes = bytes, .is_borrowed = false, .device = device, .allocator = std::move(allocator)});
   HELIX_CUDA_CHECK(cudaMemset(data, 0, bytes));
   HELIX_CUDA_CHECK(
       cudaStreamSynchronize(nullptr));  // streams that do not wait for the default one may use it
@@ -146,17 +148,22 @@ Buffer::Buffer(std::size_t bytes, std::shared_ptr<const Allocator> allocator) {
 Buffer Buffer::borrow(void* data, std::size_t bytes) {
   Buffer buffer;
   buffer.data_ =
-      std::unique_ptr<std::byte, Release>(static_cast<std::byte*>(data), Release{bytes, true, nullptr});
+      std::unique_ptr<std::byte, Release>(static_cast<std::byte*>(data), Release{bytes, true, 0, nullptr});
   return buffer;
 }
 
 void Buffer::Release::operator()(std::byte* data) const noexcept {
   if (is_borrowed) return;
-  if (allocator) {
-    allocator->free(data, bytes);
-  } else {
-    (void)cudaFree(data);
+  if (!allocator) {
+    (void)cudaFree(data);  // waits for the device
+    return;
   }
+  int current = 0;
+  (void)cudaGetDevice(&current);
+  (void)cudaSetDevice(device);
+  (void)cudaDeviceSynchronize();
+  (void)cudaSetDevice(current);
+  allocator->free(data, bytes);
 }
 
 PinnedBuffer::PinnedBuffer(std::size_t bytes) {

@@ -37,8 +37,7 @@ class BatchBuffer {
   }
 
   /// Describes the next step: sequence b has tokens [query_offsets[b], query_offsets[b+1]) at `positions`
-  /// (global; -1: padding) and cache slot `slots[b]`. Copies the inputs; queued on `stream`. Call it when the
-  /// step before has been synchronised: queued operations may still read that step's host offsets.
+  /// (global; -1: padding) and cache slot `slots[b]`. Copies the inputs; queued on `stream`.
   /// @throws Error(invalid_argument) if the sizes contradict each other; Error(capacity) if they exceed the
   /// buffer.
   void set(std::span<const std::int32_t> query_offsets, std::span<const std::int64_t> positions,

@@ -24,27 +24,32 @@ struct DecodeLayerOptions {
   KvpAllToAll<B>* exchange = nullptr;
   HopB<B>* hop_b = nullptr;
   int hop_b_slices = 0;  ///< Slices of the batch whose exchanges overlap attention; 1: off; 0: chosen.
-  std::span<std::byte> workspace;  ///< decode_layer_workspace_bytes().
+  std::span<std::byte>
+      workspace;  ///< decode_layer_workspace_bytes(), with LayerInput::normed if that is given.
   /// [tokens, M], dense: on entry `hidden` after this layer's input norm, on return after `next_norm`, so
   /// that a stack ends a layer and begins the next in one operation. Empty: the layer norms its input itself.
   TensorView<typename B::Activation, 2> normed{};
   WeightView next_norm{};  ///< [1, M], input norm of the next layer; empty: nothing is left in `normed`.
 };
 
+/// Which input a layer is given: its hidden states alone, or options.normed beside them.
+enum class LayerInput { hidden, normed };
+
 namespace detail {
 
 /// Everything a layer writes besides hidden and the cache.
 template <class T>
 struct LayerBuffers {
-  TensorView<T, 2> normed;   // [tokens, M]
+  TensorView<T, 2> normed;   // [tokens, M]; empty if the caller brings it
   TensorView<T, 2> partial;  // [tokens, M]: this rank's part of a sum over the stage
   AttentionBuffers<T> attention;
   FfnBuffers<T> ffn;
 
   template <LayerBackend B>
-  static LayerBuffers carve(B& backend, const RankShape& shape, std::int64_t tokens, WorkspaceArena& arena) {
+  static LayerBuffers carve(B& backend, const RankShape& shape, std::int64_t tokens, LayerInput input,
+                            WorkspaceArena& arena) {
     LayerBuffers buffers;
-    buffers.normed = arena.take<T, 2>({tokens, shape.hidden});
+    if (input == LayerInput::hidden) buffers.normed = arena.take<T, 2>({tokens, shape.hidden});
     buffers.partial = arena.take<T, 2>({tokens, shape.hidden});
     buffers.attention = AttentionBuffers<T>::carve(backend, shape, tokens, arena);
     buffers.ffn = FfnBuffers<T>::carve(backend, shape, tokens, arena);
@@ -104,11 +109,13 @@ void queue_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
 
 }  // namespace detail
 
-/// Bytes that decode_layer needs for steps of up to `max_tokens` tokens. Local.
+/// Bytes that decode_layer needs for steps of up to `max_tokens` tokens; LayerInput::normed, enough only for
+/// calls that give options.normed, leaves out the [max_tokens, M] that they need no room for. Local.
 template <LayerBackend B>
-std::size_t decode_layer_workspace_bytes(B& backend, const RankShape& shape, std::int64_t max_tokens) {
+std::size_t decode_layer_workspace_bytes(B& backend, const RankShape& shape, std::int64_t max_tokens,
+                                         LayerInput input = LayerInput::hidden) {
   WorkspaceArena measure;
-  detail::LayerBuffers<typename B::Activation>::carve(backend, shape, max_tokens, measure);
+  detail::LayerBuffers<typename B::Activation>::carve(backend, shape, max_tokens, input, measure);
   return measure.used_bytes();
 }
 
@@ -131,8 +138,9 @@ void decode_layer(B& backend, const RankShape& shape, const LayerConfig& config,
   detail::check_layer(backend, shape, config, weights, kv, batch, hidden, options);
   if (batch.num_tokens() == 0) return;
   WorkspaceArena arena(options.workspace);
+  const auto input = options.normed.data() != nullptr ? LayerInput::normed : LayerInput::hidden;
   const auto buffers =
-      detail::LayerBuffers<typename B::Activation>::carve(backend, shape, batch.num_tokens(), arena);
+      detail::LayerBuffers<typename B::Activation>::carve(backend, shape, batch.num_tokens(), input, arena);
   const auto wake_others = [&](std::string_view reason) {
     const auto comms = backend.comms();
     comms.stage->abort(reason);
@@ -147,6 +155,13 @@ void decode_layer(B& backend, const RankShape& shape, const LayerConfig& config,
     wake_others("decode_layer: unknown failure");
     throw;
   }
+}
+
+/// Does not compile: the error names T and the activation type of B.
+template <LayerBackend B, detail::OtherActivation<B> T>
+void decode_layer(B&, const RankShape&, const LayerConfig&, const LayerWeights&, const KvView&, const Batch&,
+                  TensorView<T, 2>, const DecodeLayerOptions<B>&, typename B::Stream) {
+  detail::refuse_activation<T, B>();
 }
 
 }  // namespace helix

@@ -2,61 +2,78 @@
 // Views of KV pools that other engines own: one function for each engine's layout.
 #pragma once
 
-#include <cstddef>
+#include <array>
 #include <cstdint>
 
+#include <helix/dense_kv.hpp>
 #include <helix/dtype.hpp>
-#include <helix/error.hpp>
 #include <helix/kv_format.hpp>
 
 // Every function leaves to the caller what differs from step to step or rank to rank: page_table with
 // max_pages or page_begins, layout and kvp_rank, and for fp8 the scales. Sizes are checked by the operation
 // that reads the view (check_kv_view). Decode context parallelism as vLLM has it is KvLayout(dcp_world_size,
 // cp_kv_cache_interleave_size): its local block tables fit as they are.
+//
+// Latents: vLLM's [num_blocks, block_size, 576], SGLang's MLATokenToKVPool [size + page_size, 1, 576] and
+// FlashMLA's are whole rows, for which KvView::of_pool() with KvFormat::latent() is enough. Rows that carry
+// scales of their own (vLLM's fp8_ds_mla of 656 bytes, nvfp4) have no view.
 
 namespace helix {
-namespace detail {
-
-inline KvView foreign_view(DType dtype, std::int64_t num_heads, std::int64_t head_dim, std::int64_t value_dim,
-                           std::int64_t page_tokens, std::int64_t num_pages) {
-  KvView view;
-  view.format.dtype = dtype;
-  view.format.num_heads = num_heads;
-  view.format.head_dim = head_dim;
-  view.format.value_dim = value_dim;
-  view.format.page_tokens = page_tokens;
-  view.num_pages = num_pages;
-  return view;
-}
-
-/// The view with keys at `pool`, values `v_offset` elements behind them, and rows of both at `strides`.
-inline KvView with_rows(KvView view, void* pool, const KvStrides& strides, std::int64_t v_offset) {
-  view.format.k = view.format.v = strides;
-  view.k = pool;
-  if (pool != nullptr) view.v = static_cast<std::byte*>(pool) + v_offset * view.format.element_bytes();
-  return view;
-}
-
-}  // namespace detail
 
 /// Sizes of one layer's cache in vLLM.
 struct VllmKvArgs {
-  void* pool = nullptr;  ///< [2, num_blocks, block_size, num_kv_heads, head_size].
+  void* pool = nullptr;  ///< [2, num_blocks, block_size, num_kv_heads, head_size], or as the flags below say.
   DType dtype = DType::bf16;
   std::int64_t num_blocks = 0;
   std::int64_t block_size = 0;  ///< Tokens a block.
   std::int64_t num_kv_heads = 0;
   std::int64_t head_size = 0;
+  /// get_kv_cache_shape() begins with num_blocks and has its 2 second, as FlashInfer's backend does.
+  bool is_block_first = false;
+  bool is_hnd = false;  ///< get_kv_cache_layout() is "HND": heads lie before tokens in memory.
 };
 
-/// A layer's cache of vLLM, [2, num_blocks, block_size, num_kv_heads, head_size] with keys before values: the
-/// shape that FlashAttentionBackend.get_kv_cache_shape() gives, in its NHD order.
+/// A layer's cache of vLLM: the shape that its attention backend's get_kv_cache_shape() gives, by default
+/// [2, num_blocks, block_size, num_kv_heads, head_size], in the order that get_kv_cache_stride_order() does.
 inline KvView vllm_kv(const VllmKvArgs& args) {
-  const std::int64_t token = args.num_kv_heads * args.head_size;
-  const std::int64_t block = args.block_size * token;
-  return detail::with_rows(detail::foreign_view(args.dtype, args.num_kv_heads, args.head_size, args.head_size,
-                                                args.block_size, args.num_blocks),
-                           args.pool, {block, args.head_size, token}, args.num_blocks * block);
+  using enum KvAxis;
+  const std::array<KvAxis, 2> outer = args.is_block_first ? std::array{page, half} : std::array{half, page};
+  const std::array<KvAxis, 2> inner = args.is_hnd ? std::array{head, token} : std::array{token, head};
+  return dense_kv({.pool = args.pool,
+                   .dtype = args.dtype,
+                   .num_pages = args.num_blocks,
+                   .num_kv_heads = args.num_kv_heads,
+                   .page_tokens = args.block_size,
+                   .head_dim = args.head_size},
+                  {layer, outer[0], outer[1], inner[0], inner[1]});
+}
+
+/// Sizes of one layer's cache in vLLM for keys and values of two sizes.
+struct VllmDiffKvArgs {
+  void* pool = nullptr;  ///< [num_blocks, block_size, num_kv_heads, head_size + head_size_v].
+  DType dtype = DType::bf16;
+  std::int64_t num_blocks = 0;
+  std::int64_t block_size = 0;  ///< Tokens a block.
+  std::int64_t num_kv_heads = 0;
+  std::int64_t head_size = 0;
+  std::int64_t head_size_v = 0;
+  bool is_hnd = false;  ///< As VllmKvArgs::is_hnd.
+};
+
+/// A layer's cache of vLLM's FlashAttentionDiffKVBackend, where a token's value follows its key.
+inline KvView vllm_diffkv_kv(const VllmDiffKvArgs& args) {
+  const std::int64_t row = args.head_size + args.head_size_v;
+  KvView view;
+  view.format = args.is_hnd ? KvFormat::head_major(args.dtype, args.num_kv_heads, row, row, args.block_size)
+                            : KvFormat::token_major(args.dtype, args.num_kv_heads, row, row, args.block_size);
+  view.format.head_dim = args.head_size;
+  view.format.value_dim = args.head_size_v;
+  view.format.k.page = args.num_kv_heads * args.block_size * row;
+  view.format.v = view.format.k;
+  view.num_pages = args.num_blocks;
+  view.k = args.pool;
+  view.v = detail::behind(args.pool, args.head_size, args.dtype);
+  return view;
 }
 
 /// Sizes of one layer's paged cache in FlashInfer.
@@ -67,25 +84,38 @@ struct FlashInferKvArgs {
   std::int64_t page_size = 0;  ///< Tokens a page.
   std::int64_t num_kv_heads = 0;
   std::int64_t head_dim = 0;
+  /// Where paged_kv_cache is a tuple (k_cache, v_cache), its second tensor; `pool` is the first. Each is the
+  /// shape of the function called, without the 2.
+  void* v_cache = nullptr;
 };
+
+namespace detail {
+
+inline KvView flashinfer_kv(const FlashInferKvArgs& args, const std::array<KvAxis, 2>& inner) {
+  using enum KvAxis;
+  const bool is_tuple = args.v_cache != nullptr;
+  KvView view = dense_kv({.pool = args.pool,
+                          .dtype = args.dtype,
+                          .num_pages = args.num_pages,
+                          .num_kv_heads = args.num_kv_heads,
+                          .page_tokens = args.page_size,
+                          .head_dim = args.head_dim},
+                         {layer, is_tuple ? half : page, is_tuple ? page : half, inner[0], inner[1]});
+  if (is_tuple) view.v = args.v_cache;
+  return view;
+}
+
+}  // namespace detail
 
 /// FlashInfer's paged_kv_cache in layout NHD, [max_num_pages, 2, page_size, num_kv_heads, head_dim].
 inline KvView flashinfer_nhd_kv(const FlashInferKvArgs& args) {
-  const std::int64_t token = args.num_kv_heads * args.head_dim;
-  const std::int64_t half = args.page_size * token;
-  return detail::with_rows(detail::foreign_view(args.dtype, args.num_kv_heads, args.head_dim, args.head_dim,
-                                                args.page_size, args.num_pages),
-                           args.pool, {2 * half, args.head_dim, token}, half);
+  return detail::flashinfer_kv(args, {KvAxis::token, KvAxis::head});
 }
 
 /// FlashInfer's paged_kv_cache in layout HND, [max_num_pages, 2, num_kv_heads, page_size, head_dim]: the
 /// order of Helix's own pool.
 inline KvView flashinfer_hnd_kv(const FlashInferKvArgs& args) {
-  const std::int64_t head = args.page_size * args.head_dim;
-  const std::int64_t half = args.num_kv_heads * head;
-  return detail::with_rows(detail::foreign_view(args.dtype, args.num_kv_heads, args.head_dim, args.head_dim,
-                                                args.page_size, args.num_pages),
-                           args.pool, {2 * half, head, args.head_dim}, half);
+  return detail::flashinfer_kv(args, {KvAxis::head, KvAxis::token});
 }
 
 /// Sizes of one layer's latent cache in FlashInfer.
@@ -100,14 +130,14 @@ struct FlashInferMlaKvArgs {
 };
 
 /// FlashInfer's caches of multi-head latent attention: ckv_cache [num_pages, page_size, head_dim_ckv] and
-/// kpe_cache [num_pages, page_size, head_dim_kpe]. Where an engine keeps whole latent rows, [pages, tokens,
-/// 576] (vLLM, SGLang, FlashMLA), KvView::of_pool() with KvFormat::latent() describes them.
+/// kpe_cache [num_pages, page_size, head_dim_kpe].
 inline KvView flashinfer_mla_kv(const FlashInferMlaKvArgs& args) {
-  KvView view = detail::foreign_view(args.dtype, 1, args.head_dim_ckv + args.head_dim_kpe, args.head_dim_ckv,
-                                     args.page_size, args.num_pages);
-  view.format.is_latent = true;
+  KvView view;
+  view.format =
+      KvFormat::latent(args.dtype, args.head_dim_ckv + args.head_dim_kpe, args.head_dim_ckv, args.page_size);
   view.format.k = {args.page_size * args.head_dim_ckv, 0, args.head_dim_ckv};
   view.format.rope = {args.page_size * args.head_dim_kpe, 0, args.head_dim_kpe};
+  view.num_pages = args.num_pages;
   view.k = args.ckv;
   view.rope = args.kpe;
   return view;
@@ -155,19 +185,42 @@ struct TensorRtLlmKvArgs {
 /// host_kv_cache_block_offsets, which count a block's layers and halves.
 /// @throws Error(invalid_argument) if the pool has no such layer.
 inline KvView tensorrt_llm_kv(const TensorRtLlmKvArgs& args) {
-  HELIX_EXPECTS(args.layer >= 0 && args.layer < args.num_layers, ErrorCode::invalid_argument,
-                "tensorrt_llm_kv: layer is ", args.layer, "; the pool has ", args.num_layers, " layers");
-  const std::int64_t head = args.tokens_per_block * args.size_per_head;
-  const std::int64_t half = args.num_kv_heads * head;
-  KvView view =
-      detail::with_rows(detail::foreign_view(args.dtype, args.num_kv_heads, args.size_per_head,
-                                             args.size_per_head, args.tokens_per_block, args.num_blocks),
-                        args.pool, {args.num_layers * 2 * half, head, args.size_per_head}, half);
-  const std::int64_t layer_bytes = args.layer * 2 * half * view.format.element_bytes();
-  if (args.pool != nullptr) {
-    view.k = static_cast<std::byte*>(view.k) + layer_bytes;
-    view.v = static_cast<std::byte*>(view.v) + layer_bytes;
-  }
+  using enum KvAxis;
+  return dense_kv({.pool = args.pool,
+                   .dtype = args.dtype,
+                   .num_pages = args.num_blocks,
+                   .num_layers = args.num_layers,
+                   .layer = args.layer,
+                   .num_kv_heads = args.num_kv_heads,
+                   .page_tokens = args.tokens_per_block,
+                   .head_dim = args.size_per_head},
+                  {page, layer, half, head, token});
+}
+
+/// Sizes of a pool of latents in TensorRT-LLM, which holds several layers.
+struct TensorRtLlmMlaKvArgs {
+  void* pool = nullptr;  ///< [num_blocks, num_layers, 1, tokens_per_block, kv_lora_rank + qk_rope_head_dim].
+  DType dtype = DType::bf16;
+  std::int64_t num_blocks = 0;
+  std::int64_t num_layers = 0;
+  std::int64_t layer = 0;  ///< Layer of the pool that the view shows.
+  std::int64_t tokens_per_block = 0;
+  std::int64_t kv_lora_rank = 0;      ///< Latent columns, the value of a token: 512 in DeepSeek's models.
+  std::int64_t qk_rope_head_dim = 0;  ///< Rope columns: 64.
+};
+
+/// One layer of latents in a pool of TensorRT-LLM's KVCacheManager of type SELFKONLY, whose blocks hold keys
+/// alone. Page ids as in tensorrt_llm_kv(). @throws as it does.
+inline KvView tensorrt_llm_mla_kv(const TensorRtLlmMlaKvArgs& args) {
+  detail::check_layer_of_pool(args.layer, args.num_layers);
+  KvView view;
+  view.format = KvFormat::latent(args.dtype, args.kv_lora_rank + args.qk_rope_head_dim, args.kv_lora_rank,
+                                 args.tokens_per_block);
+  const std::int64_t layer_elements = view.format.k.page;
+  view.format.k.page = view.format.rope.page = args.num_layers * layer_elements;
+  view.num_pages = args.num_blocks;
+  view.k = detail::behind(args.pool, args.layer * layer_elements, args.dtype);
+  view.rope = detail::behind(view.k, args.kv_lora_rank, args.dtype);
   return view;
 }
 

@@ -11,7 +11,6 @@
 #include <helix/dtype.hpp>
 #include <helix/error.hpp>
 #include <helix/kv_format.hpp>
-#include <helix/tensor_view.hpp>
 #include <helix/topology.hpp>
 
 namespace helix {
@@ -82,27 +81,6 @@ inline std::vector<float> expanded_scales(const std::vector<float>& scales, std:
     }
   }
   return expanded;
-}
-
-/// Throws unless k [tokens, heads, D] and v [tokens, heads, Dv] (latent: empty) fit the format.
-template <class T>
-void check_kv_rows(std::string_view operation, const KvFormat& format, TensorView<const T, 3> k,
-                   TensorView<const T, 3> v) {
-  const auto check = [&](std::string_view name, const TensorView<const T, 3>& rows, std::int64_t dim) {
-    HELIX_EXPECTS(
-        rows.extent(0) == k.extent(0) && rows.extent(1) == format.num_heads && rows.extent(2) == dim,
-        ErrorCode::invalid_argument, operation, ": ", name, " is [", rows.extent(0), ", ", rows.extent(1),
-        ", ", rows.extent(2), "]; it must be [", k.extent(0), ", ", format.num_heads, ", ", dim, "]");
-    HELIX_EXPECTS(rows.size() == 0 || rows.stride(2) == 1, ErrorCode::invalid_argument, operation, ": ", name,
-                  " has a last stride of ", rows.stride(2), "; it must be 1");
-  };
-  check("k", k, format.head_dim);
-  if (!format.is_latent) {
-    check("v", v, format.value_dim);
-  } else {
-    HELIX_EXPECTS(v.size() == 0, ErrorCode::invalid_argument, operation,
-                  ": v must be empty for MLA, whose V is part of the K row; it has ", v.extent(0), " rows");
-  }
 }
 
 /// count * bytes, which fits into the address space.

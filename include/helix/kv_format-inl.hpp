@@ -2,8 +2,12 @@
 // What a KvView must hold before an operation may read it.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string_view>
+#include <utility>
 
 #include <helix/error.hpp>
 #include <helix/kv_format.hpp>
@@ -23,17 +27,74 @@ inline void check_kv_pointer(std::string_view operation, std::string_view name, 
                 " is null; point it at the pool");
 }
 
-/// Rows of `columns` elements; a stride that nothing steps along is not looked at.
+/// One direction in which rows lie apart.
+struct KvStep {
+  std::string_view axis;
+  std::int64_t stride;  // absolute, elements
+  std::int64_t count;
+};
+
+/// The directions from the smallest stride up; those of one row alone have stride 0 and stand first.
+inline std::array<KvStep, 3> kv_steps(const KvStrides& strides, const KvView& kv) {
+  const auto step = [](std::string_view axis, std::int64_t stride, std::int64_t count) {
+    return KvStep{axis, count <= 1 ? 0 : stride < 0 ? -stride : stride, count};
+  };
+  std::array<KvStep, 3> steps{step("token", strides.token, kv.format.page_tokens),
+                              step("head", strides.head, kv.format.num_heads),
+                              step("page", strides.page, kv.num_pages)};
+  if (steps[1].stride < steps[0].stride) std::swap(steps[0], steps[1]);
+  if (steps[2].stride < steps[1].stride) std::swap(steps[1], steps[2]);
+  if (steps[1].stride < steps[0].stride) std::swap(steps[0], steps[1]);
+  return steps;
+}
+
+/// Rows of `columns` elements: each stride steps over all that lies at smaller ones, as it does in every
+/// permutation and slice of a dense tensor. A stride that nothing steps along is not looked at.
 inline void check_kv_strides(std::string_view operation, std::string_view name, const KvStrides& strides,
                              std::int64_t columns, const KvView& kv) {
-  const auto check = [&](std::string_view axis, std::int64_t stride, std::int64_t extent) {
-    HELIX_EXPECTS(extent <= 1 || stride >= columns || stride <= -columns, ErrorCode::invalid_argument,
-                  operation, ": the KV view's ", name, ".", axis, " stride is ", stride, "; rows of ",
-                  columns, " elements would overlap");
+  std::int64_t span = columns;
+  for (const KvStep& step : kv_steps(strides, kv)) {
+    if (step.count <= 1) continue;
+    HELIX_EXPECTS(step.stride >= span, ErrorCode::invalid_argument, operation, ": the KV view's ", name, ".",
+                  step.axis, " stride is ", step.stride, ", but what lies between takes ", span,
+                  " elements: rows of ", columns, " would overlap");
+    HELIX_EXPECTS(step.stride <= (std::numeric_limits<std::int64_t>::max() / 8 - span) / step.count,
+                  ErrorCode::invalid_argument, operation, ": the KV view's ", name, ".", step.axis,
+                  " stride is ", step.stride, "; ", step.count, " of it exceed the address space");
+    span += (step.count - 1) * step.stride;
+  }
+}
+
+/// Whether some row of `first_bytes` and some of `second_bytes` meet, where the second rows lie `distance`
+/// bytes behind the first ones, and both at the strides that check_kv_strides() took.
+inline bool kv_rows_meet(const std::array<KvStep, 3>& steps, int num_steps, std::int64_t element_bytes,
+                         std::int64_t distance, std::int64_t first_bytes, std::int64_t second_bytes) {
+  if (num_steps == 0) return distance < first_bytes && -distance < second_bytes;
+  const KvStep& step = steps[static_cast<std::size_t>(num_steps - 1)];
+  const std::int64_t stride = step.stride * element_bytes;
+  const auto meet = [&](std::int64_t times) {
+    return times > -step.count && times < step.count &&
+           kv_rows_meet(steps, num_steps - 1, element_bytes, distance - times * stride, first_bytes,
+                        second_bytes);
   };
-  check("token", strides.token, kv.format.page_tokens);
-  check("head", strides.head, kv.format.num_heads);
-  check("page", strides.page, kv.num_pages);
+  if (stride == 0) return meet(0);
+  // Smaller strides reach less far than this one: only the two steps on either side can come near.
+  const std::int64_t below = distance / stride - (distance % stride < 0 ? 1 : 0);
+  return meet(below) || meet(below + 1);
+}
+
+/// Throws if rows of k and of `other` meet. Looks at equal strides only, which two parts of one pool have.
+inline void check_kv_apart(std::string_view operation, std::string_view name, const KvStrides& strides,
+                           const void* other, std::int64_t columns, const KvView& kv) {
+  const KvFormat& format = kv.format;
+  if (strides != format.k) return;
+  const auto address = [](const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); };
+  const auto distance = static_cast<std::int64_t>(address(other) - address(kv.k));
+  const std::int64_t bytes = format.element_bytes();
+  HELIX_EXPECTS(
+      !kv_rows_meet(kv_steps(strides, kv), 3, bytes, distance, format.k_columns() * bytes, columns * bytes),
+      ErrorCode::invalid_argument, operation, ": the KV view's ", name, " lies ", distance,
+      " bytes behind its k, where rows of both overlap; a row that is key and value is latent");
 }
 
 }  // namespace detail
@@ -54,9 +115,11 @@ inline void check_kv_view(std::string_view operation, const KvView& kv) {
   if (!format.is_latent) {
     detail::check_kv_pointer(operation, "v", kv.v);
     detail::check_kv_strides(operation, "v", format.v, format.value_dim, kv);
+    detail::check_kv_apart(operation, "v", format.v, kv.v, format.value_dim, kv);
   } else if (format.rope_columns() > 0) {
     detail::check_kv_pointer(operation, "rope", kv.rope);
     detail::check_kv_strides(operation, "rope", format.rope, format.rope_columns(), kv);
+    detail::check_kv_apart(operation, "rope", format.rope, kv.rope, format.rope_columns(), kv);
   }
   HELIX_EXPECTS(!format.is_latent || format.num_heads == 1, ErrorCode::invalid_argument, operation,
                 ": the KV view is latent with ", format.num_heads, " heads; a latent is one KV head");

@@ -122,8 +122,9 @@ struct KvView {
 };
 
 /// Throws Error(invalid_argument) naming the field unless `kv` can be read: sizes in range, no pointer
-/// missing, strides that keep rows apart. What lies in device memory (page ids) is not looked at. Local, host
-/// only.
+/// missing, strides that keep rows apart, K and V (latent: latent and rope) of equal strides apart too. Any
+/// permutation and slice of a dense tensor passes, page and row padding included. What lies in device memory
+/// (page ids) is not looked at. Local, host only.
 void check_kv_view(std::string_view operation, const KvView& kv);
 
 }  // namespace helix

@@ -40,4 +40,10 @@ void lse_combine(B& backend, const LseCombineArgs<typename B::Activation>& args,
   backend.lse_combine(args, stream);
 }
 
+/// Does not compile: the error names T and the activation type of B.
+template <ExchangeBackend B, detail::OtherActivation<B> T>
+void lse_combine(B&, const LseCombineArgs<T>&, typename B::Stream) {
+  detail::refuse_activation<T, B>();
+}
+
 }  // namespace helix

@@ -66,4 +66,10 @@ void partial_attention(B& backend, const PartialAttentionArgs<typename B::Activa
   backend.partial_attention(args, stream);
 }
 
+/// Does not compile: the error names T and the activation type of B.
+template <AttentionBackend B, detail::OtherActivation<B> T>
+void partial_attention(B&, const PartialAttentionArgs<T>&, typename B::Stream) {
+  detail::refuse_activation<T, B>();
+}
+
 }  // namespace helix

@@ -8,9 +8,11 @@ namespace helix {
 
 /// Norm of q and k, rope and append: prepare_qkv of the backend if it has one, else one operation after the
 /// other. Queued on `stream`, allocates nothing, capturable.
+/// @throws Error(invalid_argument) unless k and v are rows of the KV view, which can be read.
 template <LayerBackend B>
 void prepare_qkv(B& backend, const PrepareQkvArgs<typename B::Activation>& args, typename B::Stream stream) {
   using T = typename B::Activation;
+  detail::check_append_kv(AppendKvArgs<T>{args.k, args.v, args.batch, args.kv});
   if constexpr (requires { backend.prepare_qkv(args, stream); }) {
     backend.prepare_qkv(args, stream);
   } else {
@@ -22,6 +24,12 @@ void prepare_qkv(B& backend, const PrepareQkvArgs<typename B::Activation>& args,
     backend.rope(RopeArgs<T>{args.k, args.k, args.batch.positions, args.rope}, stream);
     backend.append_kv(AppendKvArgs<T>{args.k, args.v, args.batch, args.kv}, stream);
   }
+}
+
+/// Does not compile: the error names T and the activation type of B.
+template <LayerBackend B, detail::OtherActivation<B> T>
+void prepare_qkv(B&, const PrepareQkvArgs<T>&, typename B::Stream) {
+  detail::refuse_activation<T, B>();
 }
 
 }  // namespace helix

@@ -46,4 +46,10 @@ void reduce_norm(B& backend, const ReduceNormArgs<typename B::Activation>& args,
   }
 }
 
+/// Does not compile: the error names T and the activation type of B.
+template <LayerBackend B, detail::OtherActivation<B> T>
+void reduce_norm(B&, const ReduceNormArgs<T>&, typename B::Stream) {
+  detail::refuse_activation<T, B>();
+}
+
 }  // namespace helix

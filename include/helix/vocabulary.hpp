@@ -34,6 +34,13 @@ void embed_tokens(B& backend, const Topology& topo, const std::int32_t* ids, con
   stage->all_reduce(out.data(), out.data(), out.size(), kDTypeOf<T>, stream);
 }
 
+/// Does not compile: the error names T and the activation type of B.
+template <VocabularyBackend B, detail::OtherActivation<B> T>
+void embed_tokens(B&, const Topology&, const std::int32_t*, const WeightView&, TensorView<T, 2>,
+                  typename B::Stream) {
+  detail::refuse_activation<T, B>();
+}
+
 /// How the next token is drawn. Equal on all ranks.
 struct SamplingConfig {
   float temperature = 0.0f;  ///< 0: greedy

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "comm/meeting.hpp"
+#include "comm/timeout.hpp"
 
 namespace helix::comm {
 
@@ -107,5 +108,17 @@ struct Group {
     }
   }
 };
+
+/// The handles make(group, rank) of a new root's `size` ranks, in rank order.
+/// @throws Error(invalid_argument) unless the timeout is positive.
+template <class Make>
+auto make_handles(std::shared_ptr<Root> root, int size, milliseconds timeout, Make&& make) {
+  expect_timeout(timeout);
+  root->timeout = timeout;
+  const std::shared_ptr<Group> group = Group::whole(std::move(root), size);
+  std::vector<decltype(make(group, 0))> handles;
+  for (int rank = 0; rank < size; ++rank) handles.push_back(make(group, rank));
+  return handles;
+}
 
 }  // namespace helix::comm

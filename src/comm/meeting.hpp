@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -23,6 +24,13 @@
 #include "comm/timeout.hpp"
 
 namespace helix::comm {
+
+/// "rank 3", "ranks 0, 2".
+inline std::string names_of(const std::set<int>& ranks) {
+  std::string names = ranks.size() == 1 ? "rank " : "ranks ";
+  for (const int rank : ranks) names.append(rank == *ranks.begin() ? "" : ", ").append(std::to_string(rank));
+  return names;
+}
 
 /// One place where a fixed set of ranks meets, round after round: all ranks of a group, or a sender and a
 /// receiver. Guarded by Root::mutex, except while `is_moving`: then `calls` and `move` are read freely and
@@ -43,13 +51,17 @@ struct Meeting {
   std::string error_text;
   std::condition_variable changed;
 
-  std::string missing_ranks() const {
-    std::ostringstream text;
-    std::size_t missing = 0;
-    for (std::size_t i = 0; i < calls.size(); ++i) {
-      if (calls[i] == nullptr) text << (missing++ == 0 ? "" : ", ") << root_ranks[i];
-    }
-    return std::string(missing == 1 ? "rank " : "ranks ").append(text.str());
+  std::set<int> missing_ranks() const {
+    std::set<int> missing;
+    for (std::size_t i = 0; i < calls.size(); ++i)
+      if (calls[i] == nullptr) missing.insert(root_ranks[i]);
+    return missing;
+  }
+  /// The call in which a rank waits here; null: it does not.
+  const Call* waiting_call(int root_rank) const {
+    const auto at = std::find(root_ranks.begin(), root_ranks.end(), root_rank);
+    return at == root_ranks.end() || is_moving ? nullptr
+                                               : calls[static_cast<std::size_t>(at - root_ranks.begin())];
   }
 
   /// The first contradiction between the calls, or nothing.
@@ -99,10 +111,12 @@ struct Root {
   }
 
   void fail(int rank, std::string_view reason) {  // mutex held
+    fail("rank " + std::to_string(rank) + " failed: " + std::string(reason));
+  }
+
+  void fail(std::string reason) {  // mutex held
     if (has_failed) return;
-    std::ostringstream text;
-    text << "rank " << rank << " failed: " << reason;
-    failure = text.str();
+    failure = std::move(reason);
     has_failed = true;
     for (const std::weak_ptr<Meeting>& meeting : meetings) {
       if (const auto open = meeting.lock()) open->changed.notify_all();
@@ -119,6 +133,33 @@ struct Root {
     meeting.error_text = std::move(text);
     fail(meeting.root_ranks[place], meeting.error_text);
     throw Error(code, meeting.error_text);
+  }
+
+  /// Who holds up all, in words: those of `missing` that wait for nobody, and whoever the others wait for in
+  /// turn. Empty if that is `missing` itself.
+  std::string culprits(const std::set<int>& missing) const {  // mutex held
+    std::set<int> known = missing;
+    std::set<int> found;
+    std::vector<int> open(missing.begin(), missing.end());
+    std::string places;
+    while (!open.empty()) {
+      const int rank = open.back();
+      open.pop_back();
+      bool waits = false;
+      for (const std::weak_ptr<Meeting>& weak : meetings) {
+        const auto meeting = weak.lock();
+        const Call* const call = meeting ? meeting->waiting_call(rank) : nullptr;
+        if (call == nullptr) continue;
+        waits = true;
+        places.append(places.empty() ? "" : ", ").append("rank " + std::to_string(rank) + " in ");
+        places.append(call->describe());
+        for (const int next : meeting->missing_ranks())
+          if (known.insert(next).second) open.push_back(next);
+      }
+      if (!waits) found.insert(rank);
+    }
+    if (found.empty()) return ", all wait for each other: " + places;
+    return found == missing ? "" : ", held up by " + names_of(found);
   }
 
   /// Blocks until everybody is here and the data has moved. `plan(calls)` is called by the last to arrive,
@@ -171,11 +212,15 @@ struct Root {
       return meeting.round != round || meeting.is_moving || meeting.error_code.has_value() || has_failed;
     };
     if (!meeting.changed.wait_until(lock, deadline, moved_or_failed)) {
+      const std::set<int> missing = meeting.missing_ranks();
       std::ostringstream text;
-      text << to_string(call.operation) << ": " << meeting.missing_ranks() << " did not arrive within "
-           << seconds(timeout) << " s; rank " << meeting.root_ranks[place] << " waited in "
-           << call.describe();
-      fail_meeting(meeting, place, ErrorCode::timeout, text.str());
+      text << to_string(call.operation) << ": " << names_of(missing) << " did not arrive within "
+           << seconds(timeout) << " s" << culprits(missing) << "; rank " << meeting.root_ranks[place]
+           << " waited in " << call.describe();
+      meeting.error_code = ErrorCode::timeout;
+      meeting.error_text = text.str();
+      fail(meeting.error_text);
+      throw Error(ErrorCode::timeout, meeting.error_text);
     }
     if (meeting.round != round || meeting.is_moving) return;
     if (meeting.error_code) throw Error(*meeting.error_code, meeting.error_text);

@@ -13,8 +13,8 @@ namespace {
 
 std::string place_of(const Beat& beat) {
   std::ostringstream text;
-  text << "in " << beat.operation.data() << " at step " << beat.step << " (operation " << beat.operations
-       << ")";
+  if (beat.operation.front() != '\0') text << "in " << beat.operation.data() << " ";
+  text << "at step " << beat.step << " (operation " << beat.operations << ")";
   return text.str();
 }
 

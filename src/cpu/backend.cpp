@@ -50,8 +50,8 @@ void Operators::upload(void* target, const void* source, std::size_t bytes, Stre
 }
 
 void Operators::download(void* target, const void* source, std::size_t bytes, Stream stream) const {
-  if (bytes == 0) return;
-  stream.enqueue([target, source, bytes] { std::memcpy(target, source, bytes); });
+  stream.synchronize();
+  if (bytes > 0) std::memcpy(target, source, bytes);
 }
 
 void Operators::copy(void* target, const void* source, std::size_t bytes, Stream stream) const {

@@ -2,11 +2,15 @@
 // cpu::Buffer on anonymous pages of the operating system.
 #include <cerrno>
 #include <cstring>
+#include <memory>
+#include <utility>
 
 #include <sys/mman.h>
 
 #include <helix/cpu/backend.hpp>
 #include <helix/error.hpp>
+
+#include "cpu/retired_memory.hpp"
 
 namespace helix::cpu {
 
@@ -15,14 +19,32 @@ namespace helix::cpu {
 // time.
 Buffer::Buffer(std::size_t bytes) {
   if (bytes == 0) return;
-  void* pages = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  HELIX_EXPECTS(pages != MAP_FAILED, ErrorCode::capacity, "cannot allocate a buffer of ", bytes,
+  std::unique_ptr<Pages, Retire> pages(new Pages);
+  const auto map = [bytes] {
+    return ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  };
+  void* data = map();
+  if (data == MAP_FAILED) {
+    free_retired();
+    data = map();
+  }
+  HELIX_EXPECTS(data != MAP_FAILED, ErrorCode::capacity, "cannot allocate a buffer of ", bytes,
                 " bytes: ", std::strerror(errno), "; free memory or ask for fewer pages or sequences");
-  data_ = std::unique_ptr<std::byte, Release>(static_cast<std::byte*>(pages), Release{bytes});
+  pages->data = static_cast<std::byte*>(data);
+  pages->bytes = bytes;
+  pages_ = std::move(pages);
 }
 
-void Buffer::Release::operator()(std::byte* data) const noexcept {
-  ::munmap(data, bytes);
+std::byte* Buffer::data() const {
+  return pages_ ? pages_->data : nullptr;
+}
+
+std::size_t Buffer::size_bytes() const {
+  return pages_ ? pages_->bytes : 0;
+}
+
+void Buffer::Retire::operator()(Pages* pages) const noexcept {
+  retire(pages);
 }
 
 }  // namespace helix::cpu

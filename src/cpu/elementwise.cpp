@@ -153,6 +153,7 @@ void Operators::rope(const RopeArgs<float>& args, Stream stream) const {
 }
 
 void Operators::append_kv(const AppendKvArgs<float>& args, Stream stream) const {
+  detail::check_append_kv(args);
   stream.enqueue([args, pool = pool_] {
     const KvView& kv = args.kv;
     dispatch(kv.format.dtype, [&]<class T>(T*) {

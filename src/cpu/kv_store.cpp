@@ -53,6 +53,7 @@ void read_rows(const ReadKvArgs& args, ThreadPool& pool) {
 }  // namespace
 
 void Operators::write_kv(const WriteKvArgs<float>& args, Stream stream) const {
+  detail::check_write_kv(args);
   if (args.k.extent(0) == 0) return;
   stream.enqueue([args, pool = pool_] {
     dispatch(args.kv.format.dtype, [&]<class T>(T*) { write_rows<T>(args, *pool); });
@@ -60,6 +61,7 @@ void Operators::write_kv(const WriteKvArgs<float>& args, Stream stream) const {
 }
 
 void Operators::read_kv(const ReadKvArgs& args, Stream stream) const {
+  detail::check_read_kv(args);
   if (args.k.extent(0) == 0) return;
   stream.enqueue([args, pool = pool_] {
     dispatch(args.kv.format.dtype, [&]<class T>(T*) { read_rows<T>(args, *pool); });

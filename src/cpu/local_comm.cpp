@@ -9,7 +9,6 @@
 
 #include "comm/collective_arguments.hpp"
 #include "comm/local_group.hpp"
-#include "comm/timeout.hpp"
 
 namespace helix::cpu {
 
@@ -18,7 +17,6 @@ using comm::copy_bytes;
 using comm::Group;
 using comm::Move;
 using comm::Operation;
-using comm::Root;
 
 namespace {
 
@@ -43,13 +41,8 @@ LocalComm::LocalComm(std::shared_ptr<comm::Group> group, int rank) : group_(std:
 
 std::vector<LocalComm> LocalComm::create_group(int size, std::chrono::milliseconds timeout) {
   HELIX_EXPECTS(size >= 1, ErrorCode::invalid_argument, "group size is ", size, "; at least 1 is needed");
-  comm::expect_timeout(timeout);
-  auto root = std::make_shared<Root>();
-  root->timeout = timeout;
-  const std::shared_ptr<Group> group = Group::whole(std::move(root), size);
-  std::vector<LocalComm> handles;
-  for (int rank = 0; rank < size; ++rank) handles.push_back(LocalComm(group, rank));
-  return handles;
+  return comm::make_handles(std::make_shared<comm::Root>(), size, timeout,
+                            [](const auto& group, int rank) { return LocalComm(group, rank); });
 }
 
 int LocalComm::rank() const {

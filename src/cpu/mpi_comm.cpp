@@ -14,7 +14,7 @@
 
 namespace helix::cpu {
 
-using mpi::Operation;
+using comm::Operation;
 
 MpiComm::MpiComm(MPI_Comm comm, milliseconds timeout) {
   HELIX_EXPECTS(mpi::is_running(), ErrorCode::invalid_argument,
@@ -118,8 +118,8 @@ void MpiComm::send(const void* buffer, std::int64_t bytes, int peer, Stream stre
   comm::expect_peer("send", peer, rank(), size());
   stream.enqueue([group = group_, buffer, bytes, peer] {
     group->run([&] {
-      group->post_send(buffer, bytes, peer, Operation::message);
-      group->wait(Operation::message);
+      group->post_send(buffer, bytes, peer, Operation::send);
+      group->wait(Operation::send);
     });
   });
 }
@@ -129,8 +129,8 @@ void MpiComm::recv(void* buffer, std::int64_t bytes, int peer, Stream stream) {
   comm::expect_peer("recv", peer, rank(), size());
   stream.enqueue([group = group_, buffer, bytes, peer] {
     group->run([&] {
-      group->post_recv(buffer, bytes, peer, Operation::message);
-      group->wait(Operation::message);
+      group->post_recv(buffer, bytes, peer, Operation::recv);
+      group->wait(Operation::recv);
     });
   });
 }

@@ -14,30 +14,6 @@ namespace mpi {
 
 thread_local Posted posted;
 
-std::string_view to_string(Operation operation) {
-  switch (operation) {
-    case Operation::all_reduce:
-      return "all_reduce";
-    case Operation::reduce_scatter:
-      return "reduce_scatter";
-    case Operation::all_gather:
-      return "all_gather";
-    case Operation::all_to_all:
-      return "all_to_all";
-    case Operation::all_to_all_v:
-      return "all_to_all_v";
-    case Operation::broadcast:
-      return "broadcast";
-    case Operation::message:
-      return "send/recv";
-    case Operation::barrier:
-      return "barrier";
-    case Operation::split:
-      return "split";
-  }
-  return "unknown";
-}
-
 }  // namespace mpi
 
 using mpi::Posted;
@@ -48,6 +24,12 @@ namespace {
 /// Bytes of the longest message: MPI's counts are int. Larger transfers go in pieces of this size, which the
 /// MPI library pipelines in smaller ones anyway.
 constexpr std::int64_t kMessageBytes = 64 << 20;
+
+/// Distinct tags keep different operations from pairing up with each other: such a mistake is a timeout, not
+/// wrong data. A send pairs up with a recv.
+int tag_of(comm::Operation operation) {
+  return 2 + static_cast<int>(operation == comm::Operation::recv ? comm::Operation::send : operation);
+}
 
 /// Calls post(begin, bytes) for each message; an empty transfer is one too, so that differing sizes are
 /// noticed.
@@ -94,8 +76,7 @@ void MpiComm::Group::post_send(const void* buffer, std::int64_t bytes, int peer,
   in_messages(bytes, [&](std::int64_t begin, int piece) {
     MPI_Request request = MPI_REQUEST_NULL;
     const std::byte* source = buffer == nullptr ? nullptr : static_cast<const std::byte*>(buffer) + begin;
-    mpi::check(MPI_Isend(source, piece, MPI_BYTE, peer, static_cast<int>(operation), comm, &request),
-               "MPI_Isend");
+    mpi::check(MPI_Isend(source, piece, MPI_BYTE, peer, tag_of(operation), comm, &request), "MPI_Isend");
     posted.requests.push_back(request);
     posted.messages.push_back({peer, false, piece});
   });
@@ -105,8 +86,7 @@ void MpiComm::Group::post_recv(void* buffer, std::int64_t bytes, int peer, Opera
   in_messages(bytes, [&](std::int64_t begin, int piece) {
     MPI_Request request = MPI_REQUEST_NULL;
     std::byte* target = buffer == nullptr ? nullptr : static_cast<std::byte*>(buffer) + begin;
-    mpi::check(MPI_Irecv(target, piece, MPI_BYTE, peer, static_cast<int>(operation), comm, &request),
-               "MPI_Irecv");
+    mpi::check(MPI_Irecv(target, piece, MPI_BYTE, peer, tag_of(operation), comm, &request), "MPI_Irecv");
     posted.requests.push_back(request);
     posted.messages.push_back({peer, true, piece});
   });

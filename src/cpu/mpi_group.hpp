@@ -10,13 +10,13 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include <helix/cpu/mpi_comm.hpp>
 #include <helix/dtype.hpp>
 #include <helix/error.hpp>
 
+#include "comm/operation.hpp"
 #include "cpu/mpi_alarm.hpp"
 
 namespace helix::cpu {
@@ -25,22 +25,6 @@ using comm::Clock;
 using comm::milliseconds;
 
 namespace mpi {
-
-/// Distinct tags keep different operations from pairing up with each other: such a mistake is a timeout, not
-/// wrong data.
-enum class Operation : int {
-  all_reduce = 2,
-  reduce_scatter,
-  all_gather,
-  all_to_all,
-  all_to_all_v,
-  broadcast,
-  message,
-  barrier,
-  split
-};
-
-std::string_view to_string(Operation operation);
 
 /// What one thread has posted and not yet waited for. Kept by thread, so that operations do not allocate each
 /// time.
@@ -66,7 +50,7 @@ extern thread_local Posted posted;
 }  // namespace mpi
 
 struct MpiComm::Group {
-  using Operation = mpi::Operation;
+  using Operation = comm::Operation;
 
   MPI_Comm comm = MPI_COMM_NULL;
   int rank = 0;

@@ -283,7 +283,9 @@ void Operators::partial_attention(const PartialAttentionArgs<float>& args, Strea
                 args.workspace.size(), " bytes, ", args.batch.num_tokens(), " tokens of ", args.q.extent(1),
                 " heads need ", needed, "; see partial_attention_workspace_bytes()");
   if (args.batch.num_tokens() == 0) return;
-  stream.enqueue([args, pool = pool_] { PartialAttention(args, *pool).run(); });
+  PartialAttentionArgs<float> queued = args;  // with offsets that the caller need not keep
+  queued.batch.query_offsets_host = {args.batch.query_offsets, args.batch.query_offsets_host.size()};
+  stream.enqueue([args = queued, pool = pool_] { PartialAttention(args, *pool).run(); });
   if (args.sink.headers.message != nullptr) stamp(args.sink.headers, stream);
 }
 

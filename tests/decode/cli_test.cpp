@@ -87,11 +87,70 @@ TEST_CASE("prompts, teacher and drafts come from files", "[quick]") {
   }
 }
 
+namespace {
+
+/// Arguments of helix-decode, and words of the one error that must follow.
+struct BadInput {
+  std::string arguments;
+  std::vector<std::string> words;
+};
+
+void check_refused(const std::vector<BadInput>& cases) {
+  for (const BadInput& bad : cases) {
+    const Run run = run_decode(bad.arguments);
+    INFO(bad.arguments << "\n" << run.output);
+    CHECK(run.exit_code == 1);
+    for (const std::string& word : bad.words) CHECK_THAT(run.output, Contains(word));
+    const auto message = run.output.find("helix-decode: ");
+    REQUIRE(message != std::string::npos);
+    CHECK(run.output.find("helix-decode: ", message + 1) == std::string::npos);  // one error
+  }
+}
+
+const std::string kIds = " --prompt-ids 1,2,3 ";
+
+}  // namespace
+
 TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
-  struct Case {
-    std::string arguments;
-    std::vector<std::string> words;
+  const ScratchDirectory scratch;
+  write_file(scratch / "bad.json", "{\"a\": 1}");
+  std::vector<BadInput> cases = {
+      {"", {"--model"}},
+      {model_option("llama-tiny") + "--prompt-ids 1,x,3", {"'x'", "token id"}},
+      {model_option("llama-tiny") + "--prompt-ids 1,600", {"600", "[0, 512)"}},
+      {model_option("llama-tiny") + "--prompt-ids -3", {"-3"}},
+      {model_option("llama-tiny"), {"no prompts"}},
+      {model_option("llama-tiny") + kIds + "--kvp 3", {"num_query_heads 8", "3"}},
+      {model_option("llama-tiny") + kIds + "--tpa 4", {"2 KV heads", "TPA 4"}},
+      {model_option("llama-tiny") + kIds + "--kvp 0", {"0"}},
+      {model_option("llama-tiny") + kIds + "--kvp 1000000000 --tpa 1000000000", {"1000000000"}},
+      {model_option("deepseek-tiny") + kIds + "--tpa 2", {"TPA"}},
+      {model_option("llama-tiny") + kIds + "--ep 2 --kvp 2", {"EP"}},
+      {model_option("llama-tiny") + kIds + "--max-new-tokens 9000", {"8192"}},
+      {model_option("llama-tiny") + kIds + "--chunk 0", {"chunk is 0"}},
+      {model_option("llama-tiny") + kIds + "--page-tokens -1", {"page_tokens is -1"}},
+      {model_option("llama-tiny") + kIds + "--page-tokens 0", {"page_tokens is 0"}},
+      {model_option("llama-tiny") + kIds + "--max-new-tokens 9223372036854775807", {"9223372036854775807"}},
+      {model_option("llama-tiny") + kIds + "--kv-dtype int8", {"int8"}},
+      {model_option("llama-tiny") + kIds + "--hop-b many", {"many"}},
+      {model_option("llama-tiny") + kIds + "--top-p 1.5", {"1.5"}},
+      {model_option("llama-tiny") + kIds + "--draft-tokens 4", {"--teacher-force"}},
+      {model_option("llama-tiny") + kIds + "--device tpu", {"--device"}},
+      {model_option("llama-tiny") + kIds + "--cuda-graphs maybe", {"--cuda-graphs"}},
+      {model_option("llama-tiny") + kIds + "--activation bf16", {"bf16", "--device cuda"}},
+      {model_option("llama-tiny") + kIds + "--no-such-option", {"no-such-option"}},
+      {model_option("llama-tiny") + kIds + "--prompts " + (scratch / "bad.json").string(), {"exclude"}},
+      {model_option("llama-tiny") + "--prompts " + (scratch / "bad.json").string(), {"bad.json", "array"}},
+      {model_option("llama-tiny") + "--prompts " + (scratch / "none.json").string(), {"none.json"}},
+      {model_option("llama-tiny") + kIds + "--synthetic-context 10", {"--synthetic-context"}},
+      {model_option("llama-tiny") + kIds + "--json /nonexistent/report.json", {"/nonexistent/report.json"}},
   };
+  if (const std::string reason = decode::cuda_unavailable_reason(); !reason.empty())
+    cases.push_back({model_option("llama-tiny") + kIds + "--device cuda", {"--device cuda: " + reason}});
+  check_refused(cases);
+}
+
+TEST_CASE("a checkpoint that is missing or broken gives one clear error and a non-zero exit", "[quick]") {
   const ScratchDirectory scratch;
   const auto llama = data_directory() / "llama-tiny";
   const auto copy_model = [&](const std::string& name) {
@@ -118,57 +177,14 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
   const auto not_json = copy_model("not_json");
   write_file(not_json / "config.json", "{ \"model_type\": ");
   std::filesystem::create_directory(scratch / "empty");
-  write_file(scratch / "bad.json", "{\"a\": 1}");
-
-  const std::string ids = " --prompt-ids 1,2,3 ";
-  std::vector<Case> cases = {
-      {"", {"--model"}},
-      {model_option("llama-tiny") + "--prompt-ids 1,x,3", {"'x'", "token id"}},
-      {model_option("llama-tiny") + "--prompt-ids 1,600", {"600", "[0, 512)"}},
-      {model_option("llama-tiny") + "--prompt-ids -3", {"-3"}},
-      {model_option("llama-tiny"), {"no prompts"}},
-      {model_option("llama-tiny") + ids + "--kvp 3", {"num_query_heads 8", "3"}},
-      {model_option("llama-tiny") + ids + "--tpa 4", {"2 KV heads", "TPA 4"}},
-      {model_option("llama-tiny") + ids + "--kvp 0", {"0"}},
-      {model_option("llama-tiny") + ids + "--kvp 1000000000 --tpa 1000000000", {"1000000000"}},
-      {model_option("deepseek-tiny") + ids + "--tpa 2", {"TPA"}},
-      {model_option("llama-tiny") + ids + "--ep 2 --kvp 2", {"EP"}},
-      {model_option("llama-tiny") + ids + "--max-new-tokens 9000", {"8192"}},
-      {model_option("llama-tiny") + ids + "--chunk 0", {"chunk is 0"}},
-      {model_option("llama-tiny") + ids + "--page-tokens -1", {"page_tokens is -1"}},
-      {model_option("llama-tiny") + ids + "--page-tokens 0", {"page_tokens is 0"}},
-      {model_option("llama-tiny") + ids + "--max-new-tokens 9223372036854775807", {"9223372036854775807"}},
-      {model_option("llama-tiny") + ids + "--kv-dtype int8", {"int8"}},
-      {model_option("llama-tiny") + ids + "--hop-b many", {"many"}},
-      {model_option("llama-tiny") + ids + "--top-p 1.5", {"1.5"}},
-      {model_option("llama-tiny") + ids + "--draft-tokens 4", {"--teacher-force"}},
-      {model_option("llama-tiny") + ids + "--device tpu", {"--device"}},
-      {model_option("llama-tiny") + ids + "--cuda-graphs maybe", {"--cuda-graphs"}},
-      {model_option("llama-tiny") + ids + "--activation bf16", {"bf16", "--device cuda"}},
-      {model_option("llama-tiny") + ids + "--no-such-option", {"no-such-option"}},
-      {model_option("llama-tiny") + ids + "--prompts " + (scratch / "bad.json").string(), {"exclude"}},
-      {model_option("llama-tiny") + "--prompts " + (scratch / "bad.json").string(), {"bad.json", "array"}},
-      {model_option("llama-tiny") + "--prompts " + (scratch / "none.json").string(), {"none.json"}},
-      {model_option("llama-tiny") + ids + "--synthetic-context 10", {"--synthetic-context"}},
-      {model_option("llama-tiny") + ids + "--json /nonexistent/report.json", {"/nonexistent/report.json"}},
-      {"--model " + (scratch / "missing").string() + ids, {"missing"}},
-      {"--model " + (scratch / "empty").string() + ids, {"config.json"}},
-      {"--model " + truncated.string() + ids, {"model.safetensors"}},
-      {"--model " + lying.string() + ids, {"model.safetensors", "header"}},
-      {"--model " + headless.string() + ids, {"num_attention_heads", "0"}},
-      {"--model " + not_json.string() + ids, {"config.json"}},
-  };
-  if (const std::string reason = decode::cuda_unavailable_reason(); !reason.empty())
-    cases.push_back({model_option("llama-tiny") + ids + "--device cuda", {"--device cuda: " + reason}});
-  for (const Case& bad : cases) {
-    const Run run = run_decode(bad.arguments);
-    INFO(bad.arguments << "\n" << run.output);
-    CHECK(run.exit_code == 1);
-    for (const std::string& word : bad.words) CHECK_THAT(run.output, Contains(word));
-    const auto message = run.output.find("helix-decode: ");
-    REQUIRE(message != std::string::npos);
-    CHECK(run.output.find("helix-decode: ", message + 1) == std::string::npos);  // one error
-  }
+  check_refused({
+      {"--model " + (scratch / "missing").string() + kIds, {"missing"}},
+      {"--model " + (scratch / "empty").string() + kIds, {"config.json"}},
+      {"--model " + truncated.string() + kIds, {"model.safetensors"}},
+      {"--model " + lying.string() + kIds, {"model.safetensors", "header"}},
+      {"--model " + headless.string() + kIds, {"num_attention_heads", "0"}},
+      {"--model " + not_json.string() + kIds, {"config.json"}},
+  });
 }
 
 #ifdef HELIX_MPIRUN

@@ -17,9 +17,12 @@
 
 #include "model/parse_config.hpp"
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 
 using namespace helix;
 using namespace helix::decode;
+using helix::test::Failure;
+using helix::test::required_failure;
 using nlohmann::json;
 
 namespace {
@@ -33,16 +36,8 @@ ModelConfig parse(const json& config) {
   return parse_model_config(config.dump(), "config.json");
 }
 
-std::pair<ErrorCode, std::string> failure_of(const std::string& text) {
-  try {
-    parse_model_config(text, "config.json");
-  } catch (const Error& error) {
-    return {error.code(), error.what()};
-  } catch (const std::exception& error) {
-    FAIL("not a helix::Error: " << error.what());
-  }
-  FAIL("nothing was thrown");
-  return {};
+Failure failure_of_config(const std::string& text) {
+  return required_failure([&] { parse_model_config(text, "config.json"); });
 }
 
 json llama() {
@@ -271,29 +266,47 @@ TEST_CASE("end tokens are one id, a list, or none") {
   CHECK(parse(config).eos_ids.empty());
 }
 
+namespace {
+
+/// A config with one value set, or erased, and what must be said of it.
+struct BadValue {
+  json config;
+  const char* key;  // dotted
+  json value;       // discarded: erase
+  const char* says;
+};
+
+const json kGone = json(json::value_t::discarded);
+
+void check_refused(const std::vector<BadValue>& cases) {
+  for (const BadValue& c : cases) {
+    json config = c.config;
+    std::string key = c.key;
+    json* object = &config;
+    if (const auto dot = key.find('.'); dot != std::string::npos) {
+      object = &config[key.substr(0, dot)];
+      key.erase(0, dot + 1);
+    }
+    CHECK_NOTHROW(parse(config));  // negative control: sound before the change
+    if (c.value.is_discarded()) {
+      object->erase(key);
+    } else {
+      (*object)[key] = c.value;
+    }
+    CAPTURE(c.key, c.says);
+    const auto [code, message] = failure_of_config(config.dump());
+    CHECK(code == ErrorCode::invalid_file);
+    CHECK_THAT(message, Catch::Contains("config.json: ") && Catch::Contains(c.says));
+  }
+}
+
+}  // namespace
+
 TEST_CASE("missing, mistyped and absurd values give one Error with key, value and expectation") {
-  struct Case {
-    json config;
-    const char* key;  // dotted
-    json value;       // discarded: erase
-    const char* says;
-  };
-  const json gone = json(json::value_t::discarded);
-  json scaled = llama();
-  scaled["rope_theta"] = 500000.0;
-  scaled["rope_scaling"] = {{"rope_type", "llama3"},
-                            {"factor", 8.0},
-                            {"low_freq_factor", 1.0},
-                            {"high_freq_factor", 4.0},
-                            {"original_max_position_embeddings", 256}};
-  json yarn = deepseek_v3();
-  yarn["rope_scaling"] = {{"type", "yarn"}, {"factor", 40}, {"original_max_position_embeddings", 4096}};
-  json fp8 = deepseek_v3();
-  fp8["quantization_config"] = {{"quant_method", "fp8"}, {"weight_block_size", {128, 128}}};
-  const std::vector<Case> cases = {
-      {llama(), "model_type", gone, "model_type is missing; expected a string"},
+  check_refused({
+      {llama(), "model_type", kGone, "model_type is missing; expected a string"},
       {llama(), "model_type", 7, "model_type is 7; expected a string"},
-      {llama(), "hidden_size", gone, "hidden_size is missing; expected an integer from 1 to 16777216"},
+      {llama(), "hidden_size", kGone, "hidden_size is missing; expected an integer from 1 to 16777216"},
       {llama(), "hidden_size", nullptr, "hidden_size is missing"},
       {llama(), "hidden_size", 0, "hidden_size is 0; expected an integer from 1"},
       {llama(), "hidden_size", -256, "hidden_size is -256; expected"},
@@ -305,13 +318,13 @@ TEST_CASE("missing, mistyped and absurd values give one Error with key, value an
       {llama(), "hidden_size", std::uint64_t{1} << 63, "hidden_size is 9223372036854775808; expected"},
       {llama(), "hidden_size", 257,
        "num_attention_heads is 8; expected a divisor of hidden_size, which is 257"},
-      {llama(), "intermediate_size", gone, "intermediate_size is missing"},
+      {llama(), "intermediate_size", kGone, "intermediate_size is missing"},
       {llama(), "intermediate_size", -1, "intermediate_size is -1"},
-      {llama(), "num_hidden_layers", gone, "num_hidden_layers is missing"},
+      {llama(), "num_hidden_layers", kGone, "num_hidden_layers is missing"},
       {llama(), "num_hidden_layers", 0, "num_hidden_layers is 0"},
       {llama(), "num_hidden_layers", 1 << 21,
        "num_hidden_layers is 2097152; expected an integer from 1 to 1048576"},
-      {llama(), "num_attention_heads", gone, "num_attention_heads is missing"},
+      {llama(), "num_attention_heads", kGone, "num_attention_heads is missing"},
       {llama(), "num_attention_heads", 0, "num_attention_heads is 0"},
       {llama(), "num_key_value_heads", 3,
        "num_key_value_heads is 3; expected a divisor of num_attention_heads, which is 8"},
@@ -320,7 +333,7 @@ TEST_CASE("missing, mistyped and absurd values give one Error with key, value an
       {llama(), "head_dim", 0, "head_dim is 0"},
       {llama(), "head_dim", 63, "head_dim is 63; expected an even number"},
       {llama(), "head_dim", 1 << 20, "head_dim is 1048576"},
-      {llama(), "vocab_size", gone, "vocab_size is missing"},
+      {llama(), "vocab_size", kGone, "vocab_size is missing"},
       {llama(), "vocab_size", 0, "vocab_size is 0"},
       {llama(), "vocab_size", std::int64_t{1} << 40, "vocab_size is 1099511627776"},
       {llama(), "max_position_embeddings", 0, "max_position_embeddings is 0"},
@@ -336,32 +349,53 @@ TEST_CASE("missing, mistyped and absurd values give one Error with key, value an
       {llama(), "rope_theta", 1, "rope_theta is 1;"},
       {llama(), "rope_theta", 1e300, "rope_theta is 1e+300"},
       {llama(), "rope_scaling", 7, "rope_scaling is 7; expected an object"},
-      {scaled, "rope_scaling.factor", gone, "rope_scaling.factor is missing"},
+  });
+}
+
+TEST_CASE("missing, mistyped and absurd values of rope scaling give one Error") {
+  json scaled = llama();
+  scaled["rope_theta"] = 500000.0;
+  scaled["rope_scaling"] = {{"rope_type", "llama3"},
+                            {"factor", 8.0},
+                            {"low_freq_factor", 1.0},
+                            {"high_freq_factor", 4.0},
+                            {"original_max_position_embeddings", 256}};
+  json yarn = deepseek_v3();
+  yarn["rope_scaling"] = {{"type", "yarn"}, {"factor", 40}, {"original_max_position_embeddings", 4096}};
+  check_refused({
+      {scaled, "rope_scaling.factor", kGone, "rope_scaling.factor is missing"},
       {scaled, "rope_scaling.factor", 0, "rope_scaling.factor is 0; expected a number from 1"},
       {scaled, "rope_scaling.factor", nullptr, "rope_scaling.factor is missing"},
-      {scaled, "rope_scaling.low_freq_factor", gone, "rope_scaling.low_freq_factor is missing"},
-      {scaled, "rope_scaling.high_freq_factor", gone, "rope_scaling.high_freq_factor is missing"},
+      {scaled, "rope_scaling.low_freq_factor", kGone, "rope_scaling.low_freq_factor is missing"},
+      {scaled, "rope_scaling.high_freq_factor", kGone, "rope_scaling.high_freq_factor is missing"},
       {scaled, "rope_scaling.high_freq_factor", 1, "expected more than low_freq_factor, which is 1"},
       {scaled, "rope_scaling.original_max_position_embeddings", 0, "original_max_position_embeddings is 0"},
       {scaled, "rope_scaling.rope_theta", -5, "rope_scaling.rope_theta is -5"},
-      {yarn, "rope_scaling.factor", gone, "rope_scaling.factor is missing"},
+      {yarn, "rope_scaling.factor", kGone, "rope_scaling.factor is missing"},
       {yarn, "rope_scaling.beta_fast", -1, "rope_scaling.beta_fast is -1"},
       {yarn, "rope_scaling.beta_slow", 33,
        "rope_scaling.beta_fast is 32.0; expected at least beta_slow, which is 33"},
       {yarn, "rope_scaling.mscale", -1, "rope_scaling.mscale is -1"},
       {yarn, "rope_scaling.attention_factor", 0, "rope_scaling.attention_factor is 0"},
-      {deepseek_v3(), "kv_lora_rank", gone, "kv_lora_rank is missing"},
-      {deepseek_v3(), "q_lora_rank", gone, "q_lora_rank is missing; expected an integer, or null"},
+  });
+}
+
+TEST_CASE("missing, mistyped and absurd values of DeepSeek's configs give one Error") {
+  json fp8 = deepseek_v3();
+  fp8["quantization_config"] = {{"quant_method", "fp8"}, {"weight_block_size", {128, 128}}};
+  check_refused({
+      {deepseek_v3(), "kv_lora_rank", kGone, "kv_lora_rank is missing"},
+      {deepseek_v3(), "q_lora_rank", kGone, "q_lora_rank is missing; expected an integer, or null"},
       {deepseek_v3(), "q_lora_rank", 0, "q_lora_rank is 0"},
-      {deepseek_v3(), "qk_nope_head_dim", gone, "qk_nope_head_dim is missing"},
+      {deepseek_v3(), "qk_nope_head_dim", kGone, "qk_nope_head_dim is missing"},
       {deepseek_v3(), "qk_rope_head_dim", 63, "qk_rope_head_dim is 63; expected an even number"},
       {deepseek_v3(), "v_head_dim", 0, "v_head_dim is 0"},
-      {deepseek_v3(), "n_routed_experts", gone, "n_routed_experts is missing"},
+      {deepseek_v3(), "n_routed_experts", kGone, "n_routed_experts is missing"},
       {deepseek_v3(), "n_routed_experts", 0, "n_routed_experts is 0"},
       {deepseek_v3(), "n_routed_experts", 18,
        "n_group is 4; expected a divisor of n_routed_experts, which is 18"},
       {deepseek_v3(), "n_routed_experts", 4, "groups of at least 2"},
-      {deepseek_v3(), "moe_intermediate_size", gone, "moe_intermediate_size is missing"},
+      {deepseek_v3(), "moe_intermediate_size", kGone, "moe_intermediate_size is missing"},
       {deepseek_v3(), "moe_intermediate_size", 1 << 24,
        "n_shared_experts is 2; expected at most 16777216 in"},
       {deepseek_v3(), "num_experts_per_tok", 9, "num_experts_per_tok is 9; expected at most the 8 experts"},
@@ -369,31 +403,12 @@ TEST_CASE("missing, mistyped and absurd values give one Error with key, value an
       {deepseek_v3(), "topk_group", 5, "topk_group is 5; expected at most n_group, which is 4"},
       {deepseek_v3(), "routed_scaling_factor", 0, "routed_scaling_factor is 0"},
       {deepseek_v3(), "moe_layer_freq", 0, "moe_layer_freq is 0"},
-      {deepseek_v2(), "num_experts_per_tok", gone, "num_experts_per_tok is missing"},
+      {deepseek_v2(), "num_experts_per_tok", kGone, "num_experts_per_tok is missing"},
       {fp8, "quantization_config.weight_block_size", json::array({128}),
        "weight_block_size is an array of 1"},
       {fp8, "quantization_config.weight_block_size", json::array({128, 0}), "weight_block_size is 0"},
-      {fp8, "quantization_config.quant_method", gone, "quantization_config.quant_method is missing"},
-  };
-  for (const Case& c : cases) {
-    json config = c.config;
-    std::string key = c.key;
-    json* object = &config;
-    if (const auto dot = key.find('.'); dot != std::string::npos) {
-      object = &config[key.substr(0, dot)];
-      key.erase(0, dot + 1);
-    }
-    CHECK_NOTHROW(parse(config));  // negative control: sound before the change
-    if (c.value.is_discarded()) {
-      object->erase(key);
-    } else {
-      (*object)[key] = c.value;
-    }
-    CAPTURE(c.key, c.says);
-    const auto [code, message] = failure_of(config.dump());
-    CHECK(code == ErrorCode::invalid_file);
-    CHECK_THAT(message, Catch::Contains("config.json: ") && Catch::Contains(c.says));
-  }
+      {fp8, "quantization_config.quant_method", kGone, "quantization_config.quant_method is missing"},
+  });
 }
 
 TEST_CASE("what is legal but not built is unsupported and says what is") {
@@ -427,7 +442,7 @@ TEST_CASE("what is legal but not built is unsupported and says what is") {
   for (const Case& c : cases) {
     json config = c.config;
     config.update(c.change);
-    const auto [code, message] = failure_of(config.dump());
+    const auto [code, message] = failure_of_config(config.dump());
     CAPTURE(c.says);
     CHECK(code == ErrorCode::unsupported);
     CHECK_THAT(message, Catch::Contains("config.json: ") && Catch::Contains(c.says));
@@ -443,7 +458,7 @@ TEST_CASE("text that is no sound JSON object is refused") {
                                   std::string(R"({"model_type":"llama","rms_norm_eps":1e999})"),
                                   std::string("{\"model_type\":\"\xff\"}")}) {
     CAPTURE(text.substr(0, 100));
-    const auto [code, message] = failure_of(text);
+    const auto [code, message] = failure_of_config(text);
     CHECK(code == ErrorCode::invalid_file);
     CHECK(message.size() < 500);
   }

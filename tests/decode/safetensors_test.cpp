@@ -15,10 +15,12 @@
 #include "checkpoint/checkpoint.hpp"
 #include "decode/checkpoint_files.hpp"
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 
 using namespace helix;
 using namespace helix::decode;
 using namespace helix::decode::test;
+using helix::test::required_failure;
 
 namespace {
 
@@ -28,20 +30,6 @@ std::span<const std::byte> as_bytes(const std::string& text) {
 
 SafetensorsHeader parse(const std::string& bytes) {
   return parse_safetensors_header(as_bytes(bytes), bytes.size(), "x.safetensors");
-}
-
-/// Code and message of what `call` throws; fails unless it is a helix::Error.
-template <class Call>
-std::pair<ErrorCode, std::string> failure(const Call& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return {error.code(), error.what()};
-  } catch (const std::exception& error) {
-    FAIL("not a helix::Error: " << error.what());
-  }
-  FAIL("nothing was thrown");
-  return {};
 }
 
 std::string repeated(const std::string& text, int times) {
@@ -97,16 +85,35 @@ TEST_CASE("headers without tensors, scalars, empty tensors and types that nothin
   CHECK(header.tensors[2].cols() == 2);
 }
 
+namespace {
+
+/// A file's bytes, and what must be said of them.
+struct BadFile {
+  std::string bytes;
+  std::string says;
+};
+
+void check_refused(const std::vector<BadFile>& cases) {
+  for (const BadFile& c : cases) {
+    CAPTURE(c.bytes.substr(0, 200));
+    const auto [code, message] = required_failure([&] { parse(c.bytes); });
+    CHECK(code == ErrorCode::invalid_file);
+    CHECK_THAT(message, Catch::Contains("x.safetensors") && Catch::Contains(c.says));
+    CHECK(message.size() < 1000);
+  }
+}
+
+/// The bytes of a file with one tensor, t, of 8 bytes of data.
+std::string tensor(const std::string& body) {
+  return safetensors_bytes("{\"t\":" + body + "}", std::string(8, 'x'));
+}
+
+const std::string kSound = R"({"dtype":"F32","shape":[2],"data_offsets":[0,8]})";
+
+}  // namespace
+
 TEST_CASE("broken and hostile headers give one Error that names the file and the trouble") {
-  const auto tensor = [](const std::string& body) {
-    return safetensors_bytes("{\"t\":" + body + "}", std::string(8, 'x'));
-  };
-  struct Case {
-    std::string bytes;
-    std::string says;
-  };
-  const std::string ok = R"({"dtype":"F32","shape":[2],"data_offsets":[0,8]})";
-  const std::vector<Case> cases = {
+  check_refused({
       {"", "has 0 bytes"},
       {"\x02\0\0", "bytes"},
       {std::string(7, '\0'), "has 7 bytes"},
@@ -128,8 +135,14 @@ TEST_CASE("broken and hostile headers give one Error that names the file and the
       {safetensors_bytes("{\"__metadata__\":[]}", ""), "unexpected an array"},
       {safetensors_bytes("{\"__metadata__\":{\"a\":1}}", ""), "unexpected the number 1; expected strings"},
       {safetensors_bytes("{\"__metadata__\":{},\"__metadata__\":{}}", ""), "__metadata__ appears twice"},
-      {safetensors_bytes("{\"t\":" + ok + ",\"t\":" + ok + "}", std::string(8, 'x')),
+      {safetensors_bytes("{\"t\":" + kSound + ",\"t\":" + kSound + "}", std::string(8, 'x')),
        "tensor 't' appears twice"},
+  });
+}
+
+TEST_CASE("broken and hostile entries of a header give one Error that names the file and the trouble") {
+  CHECK_NOTHROW(parse(tensor(kSound)));  // the table's base is sound
+  check_refused({
       {tensor("null"), "tensor 't': unexpected null"},
       {tensor("true"), "unexpected a boolean"},
       {tensor("{}"), "dtype is missing"},
@@ -176,15 +189,7 @@ TEST_CASE("broken and hostile headers give one Error that names the file and the
        "leave a hole: no tensor has bytes [8, 12)"},
       {safetensors_bytes(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})", std::string(8, 'x')),
        "leave a hole: no tensor has bytes [0, 4)"},
-  };
-  for (const Case& c : cases) {
-    CAPTURE(c.bytes.substr(0, 200));
-    const auto [code, message] = failure([&] { parse(c.bytes); });
-    CHECK(code == ErrorCode::invalid_file);
-    CHECK_THAT(message, Catch::Contains("x.safetensors") && Catch::Contains(c.says));
-    CHECK(message.size() < 1000);
-  }
-  CHECK_NOTHROW(parse(tensor(ok)));  // the table's base is sound
+  });
 }
 
 TEST_CASE("every truncation of a sound file is an Error") {
@@ -192,7 +197,7 @@ TEST_CASE("every truncation of a sound file is an Error") {
   REQUIRE_NOTHROW(parse(bytes));
   for (std::size_t size = 0; size < bytes.size(); ++size) {
     CAPTURE(size);
-    CHECK(failure([&] { parse(bytes.substr(0, size)); }).first == ErrorCode::invalid_file);
+    CHECK(required_failure([&] { parse(bytes.substr(0, size)); }).code == ErrorCode::invalid_file);
   }
 }
 
@@ -217,11 +222,12 @@ TEST_CASE("a mapped file gives the bytes that were written, at every alignment")
 TEST_CASE("files that cannot be mapped are io errors that name the path") {
   const TemporaryDirectory directory;
   const auto [code, message] =
-      failure([&] { SafetensorsFile((directory.path() / "none.safetensors").string()); });
+      required_failure([&] { SafetensorsFile((directory.path() / "none.safetensors").string()); });
   CHECK(code == ErrorCode::io);
   CHECK_THAT(message, Catch::Contains("none.safetensors"));
-  CHECK(failure([&] { SafetensorsFile(directory.path().string()); }).first == ErrorCode::io);
-  CHECK(failure([&] { SafetensorsFile(directory.write("empty", "")); }).first == ErrorCode::invalid_file);
+  CHECK(required_failure([&] { SafetensorsFile(directory.path().string()); }).code == ErrorCode::io);
+  CHECK(required_failure([&] { SafetensorsFile(directory.write("empty", "")); }).code ==
+        ErrorCode::invalid_file);
 }
 
 TEST_CASE("released pages leave resident memory") {
@@ -276,7 +282,9 @@ TEST_CASE("a checkpoint finds tensors in one file and in shards alike") {
 }
 
 TEST_CASE("an index that leaves its directory or is malformed is refused") {
-  const auto map = [](const std::string& json) { return failure([&] { parse_weight_map(json, "i.json"); }); };
+  const auto map = [](const std::string& json) {
+    return required_failure([&] { parse_weight_map(json, "i.json"); });
+  };
   for (const std::string shard :
        {"../x.safetensors", "/etc/passwd", "a/b", "..", ".", "", "a\\\\b", "a\\u0000b"}) {
     CAPTURE(shard);
@@ -288,27 +296,27 @@ TEST_CASE("an index that leaves its directory or is malformed is refused") {
        {"", "[]", "{}", "7", "{\"weight_map\":7}", "{\"weight_map\":{}}", "{\"weight_map\":{\"t\":7}}",
         "{\"weight_map\":{\"t\":\"a\",\"t\":\"b\"}}", "{\"weight_map\":null}"}) {
     CAPTURE(json);
-    CHECK(map(json).first == ErrorCode::invalid_file);
+    CHECK(map(json).code == ErrorCode::invalid_file);
   }
-  CHECK_THAT(map(repeated("[", 100000)).second, Catch::Contains("nested deeper"));
+  CHECK_THAT(map(repeated("[", 100000)).what, Catch::Contains("nested deeper"));
   CHECK(parse_weight_map(R"({"weight_map":{"t":"a.safetensors"}})", "i.json").at("t") == "a.safetensors");
 }
 
 TEST_CASE("missing parts of a checkpoint are named") {
   const TemporaryDirectory directory;
-  const auto open = [&] { return failure([&] { const Checkpoint checkpoint(directory.path()); }); };
-  CHECK(failure([] { const Checkpoint checkpoint("/nonexistent/helix"); }).first == ErrorCode::io);
-  CHECK(open().first == ErrorCode::io);
-  CHECK_THAT(open().second, Catch::Contains("config.json"));
+  const auto open = [&] { return required_failure([&] { const Checkpoint checkpoint(directory.path()); }); };
+  CHECK(required_failure([] { const Checkpoint checkpoint("/nonexistent/helix"); }).code == ErrorCode::io);
+  CHECK(open().code == ErrorCode::io);
+  CHECK_THAT(open().what, Catch::Contains("config.json"));
   directory.write("config.json", "{}");
-  CHECK(open().first == ErrorCode::io);
-  CHECK_THAT(open().second, Catch::Contains("model.safetensors"));
+  CHECK(open().code == ErrorCode::io);
+  CHECK_THAT(open().what, Catch::Contains("model.safetensors"));
   directory.write("model.safetensors.index.json", R"({"weight_map":{"a":"model-1.safetensors"}})");
-  CHECK(open().first == ErrorCode::io);
-  CHECK_THAT(open().second, Catch::Contains("model-1.safetensors") && Catch::Contains("index.json"));
+  CHECK(open().code == ErrorCode::io);
+  CHECK_THAT(open().what, Catch::Contains("model-1.safetensors") && Catch::Contains("index.json"));
   directory.write("model-1.safetensors", safetensors_of({filled("b", 2, 2)}));
-  CHECK(open().first == ErrorCode::invalid_file);
-  CHECK_THAT(open().second, Catch::Contains("'a' is missing"));
+  CHECK(open().code == ErrorCode::invalid_file);
+  CHECK_THAT(open().what, Catch::Contains("'a' is missing"));
   directory.write("model-1.safetensors", safetensors_of({filled("a", 2, 2)}));
   CHECK_NOTHROW(Checkpoint(directory.path()));
 }

@@ -15,10 +15,12 @@
 
 #include "decode/model_on_disk.hpp"
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 
 using namespace helix;
 using namespace helix::decode;
 using namespace helix::decode::test;
+using helix::test::required_failure;
 using nlohmann::json;
 
 namespace {
@@ -108,17 +110,14 @@ void check_partition(const ModelOnDisk& model, const TopologySpec& spec) {
   }
 }
 
-std::string failure_of(const ModelOnDisk& model, ErrorCode code) {
-  try {
+std::string failure_of_plan(const ModelOnDisk& model, ErrorCode code) {
+  const auto failure = required_failure([&] {
     const ModelConfig config = model.config();
     const Checkpoint checkpoint = model.checkpoint();
     plan_weights(config, checkpoint, Topology({}, config.shape), 0);
-  } catch (const Error& error) {
-    CHECK(error.code() == code);
-    return error.what();
-  }
-  FAIL("nothing was thrown");
-  return {};
+  });
+  CHECK(failure.code == code);
+  return failure.what;
 }
 
 }  // namespace
@@ -217,7 +216,7 @@ TEST_CASE("missing and misshapen tensors are listed with both shapes") {
     if (tensor.name == "model.layers.0.mlp.down_proj.weight") tensors.back() = filled(tensor.name, 24, 47);
   }
   model.directory().write("model.safetensors", safetensors_of(tensors));
-  const std::string message = failure_of(model, ErrorCode::invalid_file);
+  const std::string message = failure_of_plan(model, ErrorCode::invalid_file);
   CHECK_THAT(message, Catch::Contains(model.directory().path().string()));
   CHECK_THAT(message, Catch::Contains("model.layers.1.self_attn.k_proj.weight is missing"));
   CHECK_THAT(message, Catch::Contains("lm_head.weight is missing"));
@@ -242,7 +241,8 @@ TEST_CASE("types that nothing reads, fp8 without scales and foreign topologies a
     if (tensor.name == "model.norm.weight") tensor = {tensor.name, "F64", {24}, std::string(192, 'x')};
   }
   model.directory().write("model.safetensors", safetensors_of(tensors));
-  CHECK_THAT(failure_of(model, ErrorCode::unsupported), Catch::Contains("'model.norm.weight' has type F64"));
+  CHECK_THAT(failure_of_plan(model, ErrorCode::unsupported),
+             Catch::Contains("'model.norm.weight' has type F64"));
 
   tensors = model.tensors();
   for (TensorContent& tensor : tensors) {
@@ -250,7 +250,7 @@ TEST_CASE("types that nothing reads, fp8 without scales and foreign topologies a
       tensor = filled(tensor.name, 48, 24, DType::fp8_e4m3);
   }
   model.directory().write("model.safetensors", safetensors_of(tensors));
-  CHECK_THAT(failure_of(model, ErrorCode::invalid_file),
+  CHECK_THAT(failure_of_plan(model, ErrorCode::invalid_file),
              Catch::Contains("is F8_E4M3, but") && Catch::Contains("no quantization_config"));
 
   json fp8 = llama();
@@ -261,7 +261,7 @@ TEST_CASE("types that nothing reads, fp8 without scales and foreign topologies a
     return t.name == "model.layers.1.mlp.up_proj.weight_scale_inv";
   });
   quantized.directory().write("model.safetensors", safetensors_of(tensors));
-  CHECK_THAT(failure_of(quantized, ErrorCode::invalid_file),
+  CHECK_THAT(failure_of_plan(quantized, ErrorCode::invalid_file),
              Catch::Contains("up_proj.weight_scale_inv is missing"));
 
   const ModelOnDisk other(deepseek());

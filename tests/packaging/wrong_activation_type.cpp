@@ -1,10 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-// Must not compile: arguments of one activation type for a backend of another. The error is one line that
-// names it.
+// Must not compile: tensors of one activation type for a backend of another, in the call that HELIX_CALL
+// numbers. The error is one line that names it.
 #include <helix/cpu/backend.hpp>
+#include <helix/decode_layer.hpp>
 #include <helix/lse_combine.hpp>
+#include <helix/partial_attention.hpp>
+#include <helix/prepare_qkv.hpp>
+#include <helix/reduce_norm.hpp>
+#include <helix/vocabulary.hpp>
 
-void combine(helix::cpu::Backend<helix::cpu::LocalComm>& backend,
-             const helix::LseCombineArgs<helix::bf16>& args, helix::cpu::Stream stream) {
-  helix::lse_combine(backend, args, stream);
+using Backend = helix::cpu::Backend<helix::cpu::LocalComm>;
+using helix::bf16;
+
+template <class Args>
+const Args& given();
+
+void call(Backend& backend, helix::cpu::Stream stream) {
+#if HELIX_CALL == 1
+  helix::lse_combine(backend, given<helix::LseCombineArgs<bf16>>(), stream);
+#elif HELIX_CALL == 2
+  helix::partial_attention(backend, given<helix::PartialAttentionArgs<bf16>>(), stream);
+#elif HELIX_CALL == 3
+  helix::reduce_norm(backend, given<helix::ReduceNormArgs<bf16>>(), stream);
+#elif HELIX_CALL == 4
+  helix::prepare_qkv(backend, given<helix::PrepareQkvArgs<bf16>>(), stream);
+#elif HELIX_CALL == 5
+  helix::decode_layer(backend, given<helix::RankShape>(), given<helix::LayerConfig>(),
+                      given<helix::LayerWeights>(), given<helix::KvView>(), given<helix::Batch>(),
+                      given<helix::TensorView<bf16, 2>>(), given<helix::DecodeLayerOptions<Backend>>(),
+                      stream);
+#elif HELIX_CALL == 6
+  helix::embed_tokens(backend, given<helix::Topology>(), nullptr, given<helix::WeightView>(),
+                      given<helix::TensorView<bf16, 2>>(), stream);
+#endif
 }

@@ -7,7 +7,7 @@
 
 #include <helix/plan/collectives.hpp>
 
-#include "plan/failure.hpp"
+#include "support/failure.hpp"
 #include "support/catch.hpp"
 
 namespace {

@@ -8,7 +8,7 @@
 #include <helix/plan/memory.hpp>
 #include <helix/sharded_kv_cache.hpp>
 
-#include "plan/failure.hpp"
+#include "support/failure.hpp"
 #include "support/catch.hpp"
 
 namespace {

@@ -8,7 +8,7 @@
 #include <helix/error.hpp>
 #include <helix/plan/model.hpp>
 
-#include "plan/failure.hpp"
+#include "support/failure.hpp"
 #include "support/catch.hpp"
 
 namespace {

@@ -6,7 +6,7 @@
 #include <helix/plan/hardware.hpp>
 #include <helix/plan/roofline.hpp>
 
-#include "plan/failure.hpp"
+#include "support/failure.hpp"
 #include "support/catch.hpp"
 
 namespace {

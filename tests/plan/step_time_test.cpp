@@ -12,7 +12,7 @@
 #include <helix/plan/roofline.hpp>
 #include <helix/plan/step_time.hpp>
 
-#include "plan/failure.hpp"
+#include "support/failure.hpp"
 #include "support/catch.hpp"
 
 namespace {

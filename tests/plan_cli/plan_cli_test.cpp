@@ -289,45 +289,77 @@ TEST_CASE("pictures are well-formed, whatever the machine is called") {
              Contains("without HOP-B") && Contains("with HOP-B in 4 slices"));
 }
 
+/// Arguments of helix-plan, and words of the one line that must follow.
+struct BadInput {
+  std::string arguments;
+  std::vector<std::string> words;
+};
+
+void check_refused(const std::vector<BadInput>& cases) {
+  for (const BadInput& bad : cases) {
+    const Run run = run_plan(bad.arguments);
+    INFO(bad.arguments << "\n" << run.output);
+    CHECK(run.exit_code == 1);
+    const std::size_t message = run.output.rfind("helix-plan: ");
+    REQUIRE(message != std::string::npos);
+    CHECK(run.output.find('\n', message) == run.output.size() - 1);  // one line, the last
+    CHECK(run.output.find('\x1b') == std::string::npos);
+    for (const std::string& word : bad.words) CHECK_THAT(run.output.substr(message), Contains(word));
+  }
+}
+
+/// Writes files into a scratch folder, and gives their names.
+class Files {
+ public:
+  std::string operator()(const std::string& name, const std::string& text) const {
+    write_file(scratch_ / name, text);
+    return (scratch_ / name).string();
+  }
+
+ private:
+  ScratchDirectory scratch_;
+};
+
+const std::string kLlama = "--model llama-3.1-8b ";
+
 TEST_CASE("bad input gives one clear error and a non-zero exit") {
-  struct Case {
-    std::string arguments;
-    std::vector<std::string> words;
-  };
-  const ScratchDirectory scratch;
-  const auto file = [&](const std::string& name, const std::string& text) {
-    write_file(scratch / name, text);
-    return (scratch / name).string();
-  };
-  const std::string llama = "--model llama-3.1-8b ";
-  const auto machine = [&](const std::string& name, const std::string& text) {
-    return llama + "--hardware " + file(name + ".json", text);
-  };
-  const std::string results = read_file(kFourGpuResults);
-  std::string deep(100, '[');
-  const std::vector<Case> cases{
+  const Files files;
+  check_refused({
       {"", {"--model", "required"}},
       {"--model gpt-17", {"gpt-17", "llama-3.1-405b"}},
       {"--model /nowhere/config.json", {"/nowhere/config.json", "no such file"}},
-      {"--model " + file("model.json", "{\"model_type\": \"llama\""), {"model.json", "JSON"}},
-      {"--model " + file("rnn.json", "{\"model_type\": \"rnn\"}"), {"rnn.json", "rnn"}},
-      {llama + "--hardware abacus", {"abacus", "h200", "gb200"}},
-      {llama + "--hardware /nowhere.json", {"/nowhere.json", "No such file"}},
-      {llama + "--gpus 0", {"--gpus", "0"}},
-      {llama + "--gpus 99999999", {"--gpus", "99999999"}},
-      {llama + "--gpus four", {"--gpus", "four"}},
-      {llama + "--context 0", {"--context", "0"}},
-      {llama + "--context 99999999999999999", {"--context"}},
-      {llama + "--batch -1", {"--batch", "-1"}},
-      {llama + "--ttl-ms 0", {"--ttl-ms", "0", "positive"}},
-      {llama + "--ttl-ms nan", {"--ttl-ms", "nan", "positive"}},
-      {llama + "--ttl-ms 0.0001", {"0.0001 ms", "fastest"}},
-      {llama + "--kv-dtype fp3", {"--kv-dtype", "fp3", "bf16"}},
-      {llama + "--weight-dtype f32", {"h200", "32 bits"}},
-      {llama + "--strategies luck", {"--strategies", "luck"}},
-      {llama + "--unheard-of", {"--unheard-of"}},
+      {"--model " + files("model.json", "{\"model_type\": \"llama\""), {"model.json", "JSON"}},
+      {"--model " + files("rnn.json", "{\"model_type\": \"rnn\"}"), {"rnn.json", "rnn"}},
+      {kLlama + "--hardware abacus", {"abacus", "h200", "gb200"}},
+      {kLlama + "--hardware /nowhere.json", {"/nowhere.json", "No such file"}},
+      {kLlama + "--gpus 0", {"--gpus", "0"}},
+      {kLlama + "--gpus 99999999", {"--gpus", "99999999"}},
+      {kLlama + "--gpus four", {"--gpus", "four"}},
+      {kLlama + "--context 0", {"--context", "0"}},
+      {kLlama + "--context 99999999999999999", {"--context"}},
+      {kLlama + "--batch -1", {"--batch", "-1"}},
+      {kLlama + "--ttl-ms 0", {"--ttl-ms", "0", "positive"}},
+      {kLlama + "--ttl-ms nan", {"--ttl-ms", "nan", "positive"}},
+      {kLlama + "--ttl-ms 0.0001", {"0.0001 ms", "fastest"}},
+      {kLlama + "--kv-dtype fp3", {"--kv-dtype", "fp3", "bf16"}},
+      {kLlama + "--weight-dtype f32", {"h200", "32 bits"}},
+      {kLlama + "--strategies luck", {"--strategies", "luck"}},
+      {kLlama + "--unheard-of", {"--unheard-of"}},
       {"--model llama-3.1-405b --gpus 1", {"fits", "879", "126.9", "more GPUs"}},
-      {llama + "--context 4000000000 --gpus 8", {"fits"}},
+      {kLlama + "--context 4000000000 --gpus 8", {"fits"}},
+      {"--check " + kFourGpuResults + " --model llama-3.1-8b", {"--check", "--model"}},
+      {kLlama + "--json /nowhere/plan.json", {"/nowhere/plan.json", "written"}},
+      {kLlama + "--pictures /proc/none", {"/proc/none"}},
+  });
+}
+
+TEST_CASE("a description of hardware that is broken or absurd gives one clear error") {
+  const Files files;
+  const auto machine = [&](const std::string& name, const std::string& text) {
+    return kLlama + "--hardware " + files(name + ".json", text);
+  };
+  const std::string deep(100, '[');
+  check_refused({
       {machine("truncated", R"({"name": "x", "memory_gb": 1)"), {"truncated.json", "JSON"}},
       {machine("empty", ""), {"empty.json", "JSON"}},
       {machine("bytes", std::string("\x00\xff\x1b[31m", 7)), {"bytes.json", "JSON"}},
@@ -358,40 +390,34 @@ TEST_CASE("bad input gives one clear error and a non-zero exit") {
        {"send", "1 ranks"}},
       {machine("overheads", R"({"based_on": "h200", "overheads": {"per_operator_us": -1}})"),
        {"per_operator", "-1"}},
-      {llama + "--calibrate " + file("no-results.json", "{}"), {"no-results.json", "benchmarks"}},
-      {llama + "--calibrate " + file("none.json", R"({"benchmarks": []})"), {"none.json", "succeeded"}},
-      {llama + "--calibrate " + file("cut.json", results.substr(0, results.size() / 2)),
+  });
+}
+
+TEST_CASE("results of benchmarks that are broken or no results give one clear error") {
+  const Files files;
+  const std::string results = read_file(kFourGpuResults);
+  check_refused({
+      {kLlama + "--calibrate " + files("no-results.json", "{}"), {"no-results.json", "benchmarks"}},
+      {kLlama + "--calibrate " + files("none.json", R"({"benchmarks": []})"), {"none.json", "succeeded"}},
+      {kLlama + "--calibrate " + files("cut.json", results.substr(0, results.size() / 2)),
        {"cut.json", "JSON"}},
-      {llama + "--calibrate " + file("other.json", R"({"benchmarks": [{"name": "sort/1", "us": 3}]})"),
+      {kLlama + "--calibrate " + files("other.json", R"({"benchmarks": [{"name": "sort/1", "us": 3}]})"),
        {"calibrate", "bench/run_gpu.sh"}},
-      {llama + "--calibrate " + file("zero-time.json", R"({"benchmarks": [{"name": "rms_norm/1", "bytes": 8,
+      {kLlama + "--calibrate " + files("zero-time.json", R"({"benchmarks": [{"name": "rms_norm/1", "bytes": 8,
          "read_bytes/s": 0}]})"),
        {"rms_norm/1", "read_bytes/s"}},
       {"--check " +
-           file("wild.json", R"({"benchmarks": [{"name": "decode_layer/kvp:x/tpa:1/batch:8", "us": 3}]})"),
+           files("wild.json", R"({"benchmarks": [{"name": "decode_layer/kvp:x/tpa:1/batch:8", "us": 3}]})"),
        {"decode_layer", "kvp"}},
       {"--check " +
-           file("heads.json", R"({"benchmarks": [{"name": "partial_attention/batch:8/queries:1", "us": 3,
+           files("heads.json", R"({"benchmarks": [{"name": "partial_attention/batch:8/queries:1", "us": 3,
          "bytes/s": 4, "read_bytes/s": 4}]})"),
        {"partial_attention", "heads"}},
-      {"--check " + file("hop.json",
-                         R"({"benchmarks": [{"name": "decode_layer/kvp:1/tpa:1/layers:2/batch:8/context:99",
+      {"--check " + files("hop.json",
+                          R"({"benchmarks": [{"name": "decode_layer/kvp:1/tpa:1/layers:2/batch:8/context:99",
          "us": 3, "read_bytes/s": 4, "bytes": 9}, {"name": "rms_norm/1", "us": 2, "bytes": 8, "read_bytes/s": 9}]})"),
        {"decode_layer", "hop_b"}},
-      {"--check " + kFourGpuResults + " --model llama-3.1-8b", {"--check", "--model"}},
-      {llama + "--json /nowhere/plan.json", {"/nowhere/plan.json", "written"}},
-      {llama + "--pictures /proc/none", {"/proc/none"}},
-  };
-  for (const Case& bad : cases) {
-    const Run run = run_plan(bad.arguments);
-    INFO(bad.arguments << "\n" << run.output);
-    CHECK(run.exit_code == 1);
-    const std::size_t message = run.output.rfind("helix-plan: ");
-    REQUIRE(message != std::string::npos);
-    CHECK(run.output.find('\n', message) == run.output.size() - 1);  // one line, the last
-    CHECK(run.output.find('\x1b') == std::string::npos);
-    for (const std::string& word : bad.words) CHECK_THAT(run.output.substr(message), Contains(word));
-  }
+  });
 }
 
 TEST_CASE("errors go to standard error alone") {

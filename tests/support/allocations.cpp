@@ -12,9 +12,13 @@ namespace {
 
 std::atomic<bool> is_counting = false;
 std::atomic<std::int64_t> num_allocations = 0;
+thread_local std::int64_t own_allocations = 0;
+thread_local std::int64_t failing_allocation =
+    -1;  // number of the one that fails on this thread; negative: none
 
 void* allocate(std::size_t bytes, std::size_t alignment) {
   if (is_counting) ++num_allocations;
+  if (own_allocations++ == failing_allocation) throw std::bad_alloc();
   bytes = (bytes + alignment - 1) / alignment * alignment;
   void* memory = std::aligned_alloc(alignment, bytes == 0 ? alignment : bytes);
   if (memory == nullptr) throw std::bad_alloc();
@@ -48,6 +52,16 @@ namespace helix::test {
 void start_counting_allocations() {
   num_allocations = 0;
   is_counting = true;
+}
+
+void fail_own_allocation(std::int64_t number) {
+  own_allocations = 0;
+  failing_allocation = number;
+}
+
+std::int64_t stop_failing_own_allocations() {
+  failing_allocation = -1;
+  return own_allocations;
 }
 
 std::int64_t stop_counting_allocations() {

@@ -19,4 +19,10 @@ std::int64_t allocations_in(const Work& work) {
   return stop_counting_allocations();
 }
 
+/// From here on the allocation number `number` (0: the next) of the calling thread throws std::bad_alloc,
+/// once; negative: none does. Starts to count the thread's allocations.
+void fail_own_allocation(std::int64_t number);
+/// Ends it. Returns the allocations of the calling thread since it began, the failed one included.
+std::int64_t stop_failing_own_allocations();
+
 }  // namespace helix::test

@@ -20,6 +20,7 @@
 #include <helix/sharded_kv_cache.hpp>
 
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 
 namespace helix::test::cache {
 
@@ -39,48 +40,14 @@ using helix::Topology;
 using helix::TopologySpec;
 using helix::cpu::LocalComm;
 using helix::cpu::Stream;
+using helix::test::Failure;
+using helix::test::failure_of;
 using CpuBackend = helix::cpu::Backend<LocalComm>;
 using Cache = helix::ShardedKVCache<CpuBackend>;
-
-struct Failure {
-  ErrorCode code;
-  std::string what;
-  friend bool operator==(const Failure&, const Failure&) = default;
-};
-
-inline std::optional<Failure> failure_of(const std::function<void()>& act) {
-  try {
-    act();
-  } catch (const Error& error) {
-    return Failure{error.code(), error.what()};
-  }
-  return std::nullopt;
-}
 
 inline bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
-
-/// Tokens of [0, length) that `kvp_rank` owns, dealt out chunk by chunk without the library's formula.
-inline std::vector<std::int64_t> owned_positions(std::int64_t length, std::int64_t kvp, std::int64_t chunk,
-                                                 std::int64_t kvp_rank) {
-  std::vector<std::int64_t> owned;
-  std::int64_t rank = 0;
-  for (std::int64_t p = 0; p < length; ++p) {
-    if (rank == kvp_rank) owned.push_back(p);
-    if ((p + 1) % chunk == 0) rank = (rank + 1) % kvp;
-  }
-  return owned;
-}
-
-inline std::int64_t owned_count(std::int64_t length, std::int64_t kvp, std::int64_t chunk,
-                                std::int64_t kvp_rank) {
-  return static_cast<std::int64_t>(owned_positions(length, kvp, chunk, kvp_rank).size());
-}
-
-// ---------------------------------------------------------------------------------------------------------------
-// The whole stage in one thread: each rank has its backend, cache and stream.
-// ---------------------------------------------------------------------------------------------------------------
 
 struct StageSpec {
   int kvp = 1;
@@ -173,114 +140,6 @@ class Stage {
   std::vector<std::unique_ptr<Rank>> ranks_;
 };
 
-/// Element d of the K (or V) row of token `token` in one head of one layer: anything, different everywhere.
-inline float element(std::int64_t token, std::int64_t layer, std::int64_t head, bool is_value,
-                     std::int64_t d) {
-  const std::int64_t mix =
-      (token * 7919 + layer * 104729 + head * 1299709 + (is_value ? 15485863 : 0) + d * 31) % 1000003;
-  return static_cast<float>(mix % 2001 - 1000) / 97.0f;
-}
-
-inline float through_format(DType format, float value, float scale) {
-  return helix::dispatch(format, [&]<class T>(T*) { return static_cast<float>(T(value / scale)) * scale; });
-}
-
-struct Scales {
-  std::vector<float> k;
-  std::vector<float> v;
-};
-
-inline float scale_at(const std::vector<float>& scales, std::int64_t layer, std::int64_t head,
-                      std::int64_t kv_heads) {
-  if (scales.empty()) return 1.0f;
-  if (scales.size() == 1) return scales.front();
-  if (static_cast<std::int64_t>(scales.size()) == kv_heads) return scales[static_cast<std::size_t>(head)];
-  return scales[static_cast<std::size_t>(layer * kv_heads + head)];
-}
-
-/// Writes tokens[first ..] of a sequence at those positions in every layer of every rank: each rank gets all
-/// rows of its heads and keeps what it owns.
-inline void write_tokens(Stage& stage, SequenceId id, const std::vector<std::int64_t>& tokens,
-                         std::int64_t first) {
-  const auto count = static_cast<std::int64_t>(tokens.size()) - first;
-  for (int rank = 0; rank < stage.size(); ++rank) {
-    Cache& cache = stage.cache(rank);
-    const KvView view = cache.layer(0);
-    const helix::Range heads = stage.topology().kv_heads(rank);
-    const std::int64_t v_dim = view.format.is_latent ? 0 : view.format.value_dim;
-    for (int layer = 0; layer < cache.spec().layers; ++layer) {
-      std::vector<float> k;
-      std::vector<float> v;
-      for (std::int64_t i = 0; i < count; ++i) {
-        const std::int64_t token = tokens[static_cast<std::size_t>(first + i)];
-        for (std::int64_t h = heads.begin; h < heads.end; ++h) {
-          for (std::int64_t d = 0; d < view.format.head_dim; ++d)
-            k.push_back(element(token, layer, h, false, d));
-          for (std::int64_t d = 0; d < v_dim; ++d) v.push_back(element(token, layer, h, true, d));
-        }
-      }
-      cache.write(
-          id, layer, first, TensorView<const float, 3>(k.data(), {count, heads.size(), view.format.head_dim}),
-          TensorView<const float, 3>(v.data(), {view.format.is_latent ? 0 : count, heads.size(), v_dim}),
-          stage.stream(rank));
-      stage.stream(rank).synchronize();  // k and v end here
-    }
-  }
-}
-
-/// Every rank stores exactly the tokens it owns, with the right values in every layer, and all of them
-/// together the sequence.
-inline void check_contents(Stage& stage, SequenceId id, const std::vector<std::int64_t>& tokens) {
-  std::vector<std::int64_t> copies(tokens.size(), 0);
-  std::int64_t mistakes = 0;
-  for (int rank = 0; rank < stage.size(); ++rank) {
-    Cache& cache = stage.cache(rank);
-    const KvCacheSpec& spec = cache.spec();
-    const KvView view = cache.layer(0);
-    const helix::Range heads = stage.topology().kv_heads(rank);
-    const auto owned = owned_positions(static_cast<std::int64_t>(tokens.size()), view.layout.kvp(),
-                                       spec.chunk, view.kvp_rank);
-    const auto count = static_cast<std::int64_t>(owned.size());
-    REQUIRE(cache.length(id) == static_cast<std::int64_t>(tokens.size()));
-    REQUIRE(cache.local_length(id) == count);
-    const std::int64_t v_dim = view.format.is_latent ? 0 : view.format.value_dim;
-    std::vector<float> k(static_cast<std::size_t>(count * heads.size() * view.format.head_dim), -777.0f);
-    std::vector<float> v(static_cast<std::size_t>(count * heads.size() * v_dim), -777.0f);
-    const TensorView<float, 3> k_out(k.data(), {count, heads.size(), view.format.head_dim});
-    const TensorView<float, 3> v_out(v.data(), {view.format.is_latent ? 0 : count, heads.size(), v_dim});
-    for (int layer = 0; layer < spec.layers; ++layer) {
-      cache.read(id, layer, {0, count}, k_out, v_out, stage.stream(rank));
-      stage.stream(rank).synchronize();
-      for (std::int64_t i = 0; i < count; ++i) {
-        const auto position = static_cast<std::size_t>(owned[static_cast<std::size_t>(i)]);
-        if (layer == 0) copies[position] += heads.size();
-        for (std::int64_t h = heads.begin; h < heads.end; ++h) {
-          const float k_scale = scale_at(spec.k_scales, layer, h, stage.topology().shape().num_kv_heads);
-          const float v_scale = scale_at(spec.v_scales, layer, h, stage.topology().shape().num_kv_heads);
-          for (std::int64_t d = 0; d < view.format.head_dim; ++d) {
-            const float value = element(tokens[position], layer, h, false, d);
-            mistakes += k_out(i, h - heads.begin, d) != through_format(spec.format, value, k_scale);
-          }
-          for (std::int64_t d = 0; d < v_dim; ++d) {
-            const float value = element(tokens[position], layer, h, true, d);
-            mistakes += v_out(i, h - heads.begin, d) != through_format(spec.format, value, v_scale);
-          }
-        }
-      }
-    }
-    // The device's page table says what the ledger says.
-    const auto pages = cache.ledger().pages(id, view.kvp_rank);
-    REQUIRE(static_cast<std::int64_t>(pages.size()) == (count + spec.page_tokens - 1) / spec.page_tokens);
-    for (std::size_t i = 0; i < pages.size(); ++i) {
-      mistakes += view.page_table[cache.slot(id) * view.max_pages + static_cast<std::int64_t>(i)] != pages[i];
-    }
-  }
-  CHECK(mistakes == 0);
-  const std::int64_t kv_heads = stage.topology().shape().num_kv_heads;
-  CHECK(std::all_of(copies.begin(), copies.end(),
-                    [&](std::int64_t n) { return n == kv_heads; }));  // invariant 11
-}
-
 /// All that an outside observer can tell about a ledger.
 struct Snapshot {
   std::vector<std::int64_t> numbers;
@@ -303,10 +162,5 @@ inline Snapshot snapshot_of(const PageLedger& ledger, const std::vector<Sequence
   }
   return snapshot;
 }
-
-struct Tracked {
-  SequenceId id;
-  std::vector<std::int64_t> tokens;  // a unique number a token, kept by forks
-};
 
 }  // namespace helix::test::cache

@@ -61,6 +61,7 @@ class ReferenceBackend {
   }
   void download(void* target, const void* source, std::size_t bytes, Stream stream) const {
     copy(target, source, bytes, stream);
+    stream.synchronize();
   }
   void copy(void* target, const void* source, std::size_t bytes, Stream stream) const {
     if (bytes > 0) stream.enqueue([=] { std::memcpy(target, source, bytes); });

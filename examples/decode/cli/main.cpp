@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // helix-decode: a Llama or DeepSeek checkpoint under a Helix topology, on rank threads or one process a rank.
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <exception>
@@ -71,6 +72,7 @@ void run(Options& options, Launcher& launcher) {
   const bool is_root = launcher.rank() == 0;
   const LaunchOptions launch{.num_threads = options.num_threads,
                              .show_progress = true,
+                             .timeout = std::chrono::seconds(options.timeout_seconds),
                              .device = options.device,
                              .activation = options.activation,
                              .gpu = launcher.gpu()};
@@ -119,7 +121,7 @@ int main(int argc, char** argv) {
       usage_error = std::current_exception();
     }
     launcher = make_launcher(options ? options->device : Device::cpu, hash_arguments(argc, argv),
-                             LaunchOptions{}.timeout);
+                             std::chrono::seconds(options ? options->timeout_seconds : 60));
     if (usage_error) std::rethrow_exception(usage_error);
     run(*options, *launcher);
     return 0;

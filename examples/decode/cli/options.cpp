@@ -112,6 +112,9 @@ void add_device_options(CLI::App& app, Options& options, OptionTexts& texts) {
                  "on or off: on GPUs, replay decode steps of equal shapes from a captured one")
       ->check(CLI::IsMember({"on", "off"}))
       ->capture_default_str();
+  app.add_option("--timeout", options.timeout_seconds, "seconds that a rank waits for another one")
+      ->check(CLI::Range(1, 86400))
+      ->capture_default_str();
   app.add_option("--threads", options.num_threads, "threads a rank; 0: the cores shared by the ranks")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();

@@ -23,6 +23,7 @@ struct Options {
   DType activation = DType::f32;
   bool is_plan_only = false;
   bool verify = false;
+  int timeout_seconds = 60;    ///< Longest wait for another rank.
   int num_threads = 0;         ///< Threads a rank; 0: the machine's cores shared by this process's ranks.
   std::filesystem::path json;  ///< Report file; empty: none.
 };

@@ -15,9 +15,7 @@
 
 namespace helix::decode {
 
-/// Every rank's bytes on every rank, by rank. Collective. Waits before it downloads too: a download to
-/// ordinary host memory may hold the thread until the stream gets there, and only synchronize() ends a wait
-/// for a rank that has failed.
+/// Every rank's bytes on every rank, by rank. Collective.
 template <DecoderBackend B>
 std::vector<std::vector<std::byte>> gather_bytes(B& backend, typename B::Comm& comm,
                                                  std::span<const std::byte> mine, typename B::Stream stream) {
@@ -27,24 +25,20 @@ std::vector<std::vector<std::byte>> gather_bytes(B& backend, typename B::Comm& c
   backend.upload(counts_device.data(), &my_bytes, sizeof(my_bytes), stream);
   comm.all_gather(counts_device.data(), counts_device.data() + sizeof(std::int64_t), sizeof(std::int64_t),
                   stream);
-  backend.synchronize(stream);
   std::vector<std::int64_t> counts(size);
   backend.download(counts.data(), counts_device.data() + sizeof(std::int64_t), size * sizeof(std::int64_t),
                    stream);
-  backend.synchronize(stream);
 
   const std::int64_t widest = std::max<std::int64_t>(1, *std::max_element(counts.begin(), counts.end()));
   auto device = backend.allocate(static_cast<std::size_t>(widest) * (size + 1));
   backend.upload(device.data(), mine.data(), mine.size(), stream);
   comm.all_gather(device.data(), device.data() + widest, widest, stream);
-  backend.synchronize(stream);
   std::vector<std::vector<std::byte>> all(size);
   for (std::size_t rank = 0; rank < size; ++rank) {
     all[rank].resize(static_cast<std::size_t>(counts[rank]));
     backend.download(all[rank].data(), device.data() + widest * (static_cast<std::int64_t>(rank) + 1),
                      all[rank].size(), stream);
   }
-  backend.synchronize(stream);
   return all;
 }
 

@@ -22,7 +22,7 @@ concept PipelineComm = SplittableComm<C> &&
 template <class B>
 concept DecoderBackend = Backend<B> && PipelineComm<typename B::Comm, typename B::Stream> &&
     requires(B& backend, const void* source, void* target, std::size_t bytes, typename B::Stream stream) {
-  backend.download(target, source, bytes, stream);  // device -> host; there when the stream is synchronised
+  backend.download(target, source, bytes, stream);  // device -> host; waits for the stream
 };
 
 }  // namespace helix::decode

@@ -87,6 +87,8 @@ class StageModel {
   void forward(const Step& step) {
     const auto num_tokens = static_cast<std::int64_t>(step.tokens.size());
     const auto num_rows = static_cast<std::int64_t>(step.logit_rows.size());
+    if constexpr (requires(const typename B::Comm& comm) { comm.begin_step(num_steps_); })
+      pipeline_->begin_step(++num_steps_);
     if (step != next_) upload_inputs(step);
     const auto queue = [this, num_tokens, num_rows] { return queue_step(num_tokens, num_rows); };
     last_ = step.is_decode ? decode_steps_.run(step.query_offsets, num_rows, stream_, queue) : queue();
@@ -99,11 +101,7 @@ class StageModel {
   /// failure.
   Drawn finish() {
     const auto num_rows = static_cast<std::int64_t>(next_.logit_rows.size());
-    // Before the download, which may hold the thread until the stream gets there: only synchronize() ends a
-    // wait for a rank that has failed.
-    backend_->synchronize(stream_);
     buffer_.download(num_rows, stream_);
-    backend_->synchronize(stream_);
     const Drawn drawn{buffer_.drawn(num_rows), buffer_.drawn_norms(num_rows)};
     std::ranges::copy(drawn.tokens, next_.tokens.begin());
     return drawn;
@@ -131,7 +129,6 @@ class StageModel {
       backend_->download(values.data() + shard.begin, source,
                          static_cast<std::size_t>(end - shard.begin) * sizeof(T), stream_);
     }
-    backend_->synchronize(stream_);
     return {values.begin(), values.end()};
   }
 
@@ -208,6 +205,7 @@ class StageModel {
   std::unique_ptr<VocabularyHead<B>> head_;
   std::vector<std::int32_t> slots_;
   Step next_;  // whose inputs the device holds
+  std::uint64_t num_steps_ = 0;
   StepResult last_;
   CapturedSteps<B, StepResult> decode_steps_;  // destroyed first
 };

@@ -61,7 +61,7 @@ struct StepWorkspace {
     constexpr auto kElementBytes = static_cast<std::int64_t>(sizeof(typename B::Activation));
     StepWorkspace bytes;
     bytes.hidden = static_cast<std::size_t>(limits.max_step_tokens * shape.hidden * kElementBytes);
-    bytes.layer = decode_layer_workspace_bytes(backend, shape, limits.max_step_tokens);
+    bytes.layer = decode_layer_workspace_bytes(backend, shape, limits.max_step_tokens, LayerInput::normed);
     if (shape.kvp > 1) {
       const ExchangeLayout layout(exchange_spec(shape, limits), kElementBytes);
       bytes.messages = static_cast<std::size_t>(2 * layout.total_bytes());

@@ -59,8 +59,8 @@ class StepBuffer {
   /// L2 norms of the logits, [rows].
   float* norms() { return at<float>(norms_begin_); }
 
-  /// Brings the tokens drawn, [num_rows], and the norms to the host, at once. Queued on `stream`; the two
-  /// functions below have them when it is synchronised, until the next call or set().
+  /// Waits for `stream` and brings the tokens drawn, [num_rows], and the norms to the host, at once. The two
+  /// functions below have them until the next call or set().
   void download(std::int64_t num_rows, typename B::Stream stream) {
     backend_->download(host_.data() + norms_begin_, device_.data() + norms_begin_,
                        tokens_begin_ - norms_begin_ + bytes<std::int32_t>(num_rows), stream);

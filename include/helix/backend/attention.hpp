@@ -6,10 +6,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string_view>
 
 #include <helix/backend/batch.hpp>
 #include <helix/backend/exchange.hpp>
 #include <helix/backend/queue.hpp>
+#include <helix/error.hpp>
 #include <helix/kv_format.hpp>
 #include <helix/tensor_view.hpp>
 
@@ -43,6 +45,64 @@ struct ReadKvArgs {
   TensorView<float, 3> k;  ///< [tokens, Hkv/TPA, D], last stride 1, written.
   TensorView<float, 3> v;  ///< [tokens, Hkv/TPA, Dv], last stride 1, written; MLA: empty.
 };
+
+namespace detail {
+
+/// Throws unless k [tokens, heads, D] and v [tokens, heads, Dv] (latent: empty) fit the format.
+template <class T>
+void check_kv_rows(std::string_view operation, const KvFormat& format, TensorView<const T, 3> k,
+                   TensorView<const T, 3> v) {
+  const auto check = [&](std::string_view name, const TensorView<const T, 3>& rows, std::int64_t dim) {
+    HELIX_EXPECTS(
+        rows.extent(0) == k.extent(0) && rows.extent(1) == format.num_heads && rows.extent(2) == dim,
+        ErrorCode::invalid_argument, operation, ": ", name, " is [", rows.extent(0), ", ", rows.extent(1),
+        ", ", rows.extent(2), "]; it must be [", k.extent(0), ", ", format.num_heads, ", ", dim, "]");
+    HELIX_EXPECTS(rows.size() == 0 || rows.stride(2) == 1, ErrorCode::invalid_argument, operation, ": ", name,
+                  " has a last stride of ", rows.stride(2), "; it must be 1");
+  };
+  check("k", k, format.head_dim);
+  if (!format.is_latent) {
+    check("v", v, format.value_dim);
+  } else {
+    HELIX_EXPECTS(v.size() == 0, ErrorCode::invalid_argument, operation,
+                  ": v must be empty for MLA, whose V is part of the K row; it has ", v.extent(0), " rows");
+  }
+}
+
+/// Throws Error(invalid_argument) unless the view can be read, k and v are rows of it, and the batch has
+/// tokens among them.
+template <class T>
+void check_append_kv(const AppendKvArgs<T>& args) {
+  const Batch& batch = args.batch;
+  check_kv_view("append_kv", args.kv);
+  check_kv_rows("append_kv", args.kv.format, args.k, args.v);
+  HELIX_EXPECTS(args.k.extent(0) >= batch.first_token() + batch.num_tokens(), ErrorCode::invalid_argument,
+                "append_kv: the batch has tokens [", batch.first_token(), ", ",
+                batch.first_token() + batch.num_tokens(), "); k has ", args.k.extent(0));
+  HELIX_EXPECTS(batch.num_tokens() == 0 || (batch.query_offsets != nullptr && batch.positions != nullptr &&
+                                            batch.sequence_slots != nullptr),
+                ErrorCode::invalid_argument, "append_kv: the batch has ", batch.num_tokens(),
+                " tokens, but no query_offsets, positions or sequence_slots");
+}
+
+template <class T>
+void check_write_kv(const WriteKvArgs<T>& args) {
+  check_kv_view("write_kv", args.kv);
+  check_kv_rows("write_kv", args.kv.format, args.k, args.v);
+  HELIX_EXPECTS(args.first_position >= 0 && args.sequence_slot >= 0, ErrorCode::invalid_argument,
+                "write_kv: first_position is ", args.first_position, ", sequence_slot ", args.sequence_slot,
+                "; both count from 0");
+}
+
+inline void check_read_kv(const ReadKvArgs& args) {
+  check_kv_view("read_kv", args.kv);
+  check_kv_rows<float>("read_kv", args.kv.format, args.k, args.v);
+  HELIX_EXPECTS(args.first_local >= 0 && args.sequence_slot >= 0, ErrorCode::invalid_argument,
+                "read_kv: first_local is ", args.first_local, ", sequence_slot ", args.sequence_slot,
+                "; both count from 0");
+}
+
+}  // namespace detail
 
 /// Attention of each query over this rank's shard: out = softmax(scale * q k) v, lse = log(sum(exp(scale * q
 /// k))). Query at global position p reads local tokens KvLayout::visible(p, window, kvp_rank).

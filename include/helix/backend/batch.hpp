@@ -13,7 +13,8 @@ namespace helix {
 /// covers fewer sequences. Shapes and query_offsets are fixed when a step is captured; the rest is read from
 /// device memory (invariant 10).
 struct Batch {
-  std::span<const std::int32_t> query_offsets_host;  ///< [B + 1], host memory; HOP-B cuts slices by it.
+  /// [B + 1], host memory; read while an operation is queued and not after. HOP-B cuts slices by it.
+  std::span<const std::int32_t> query_offsets_host;
   const std::int32_t* query_offsets = nullptr;       ///< [B + 1], the same in device memory.
   const std::int64_t* positions =
       nullptr;  ///< [tokens of the step], global; -1 is padding and reads nothing.

@@ -28,4 +28,24 @@ concept QueueBackend = requires(B& backend, typename B::Stream stream, typename 
   backend.upload(target, source, bytes, stream);  // host -> device; the source may be re-used on return
 };
 
+namespace detail {
+
+/// A type that is never defined, so that the one error of a call with tensors of another activation type than
+/// the backend's names both.
+template <class Given, class Expected>
+struct ActivationMismatch;
+
+/// Satisfied by an activation type that is not the backend's. Operations whose arguments are of such a type
+/// call refuse_activation(): an overload that is not there would leave the type to notes.
+template <class T, class B>
+concept OtherActivation = !std::same_as<T, typename B::Activation>;
+
+/// Does not compile.
+template <class T, class B>
+constexpr void refuse_activation() {
+  (void)sizeof(ActivationMismatch<T, typename B::Activation>);
+}
+
+}  // namespace detail
+
 }  // namespace helix

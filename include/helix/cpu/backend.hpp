@@ -14,7 +14,12 @@
 
 namespace helix::cpu {
 
+struct Pages;
+
 /// Zeroed host memory, aligned to 256 bytes, pages untouched until first written. Moves, does not copy.
+///
+/// Outlives the queued work that may touch it: its pages go back to the system when no stream of the process
+/// has a task left that was enqueued before the Buffer's end. The end itself waits for nothing.
 class HELIX_API Buffer {
  public:
   /// No memory: data() is null.
@@ -22,15 +27,14 @@ class HELIX_API Buffer {
   /// `bytes` of memory; 0 gives none. @throws Error(capacity) if the system has none.
   explicit Buffer(std::size_t bytes);
 
-  std::byte* data() const { return data_.get(); }
-  std::size_t size_bytes() const { return data_ ? data_.get_deleter().bytes : 0; }
+  std::byte* data() const;
+  std::size_t size_bytes() const;
 
  private:
-  struct Release {
-    std::size_t bytes;
-    void operator()(std::byte* data) const noexcept;
+  struct Retire {
+    void operator()(Pages* pages) const noexcept;
   };
-  std::unique_ptr<std::byte, Release> data_;
+  std::unique_ptr<Pages, Retire> pages_;
 };
 
 /// The operations of one rank, without communicators. Each is queued on the stream and takes one args struct,
@@ -56,7 +60,7 @@ class HELIX_API Operators {
   void synchronize(Stream stream) const { stream.synchronize(); }
   /// Copies from host memory, which may be reused when the call returns.
   void upload(void* target, const void* source, std::size_t bytes, Stream stream) const;
-  /// Copies to host memory, which must stay until the stream is through with it.
+  /// Waits for the stream and copies to host memory. @throws as synchronize().
   void download(void* target, const void* source, std::size_t bytes, Stream stream) const;
   void copy(void* target, const void* source, std::size_t bytes, Stream stream) const;
   void fill_zero(void* target, std::size_t bytes, Stream stream) const;

@@ -54,6 +54,7 @@ class HELIX_API Operators {
   void synchronize(Stream stream) const;
   /// Up to 64 KB the source may be re-used on return at no cost; more waits for the copy.
   void upload(void* target, const void* source, std::size_t bytes, Stream stream) const;
+  /// Waits for the stream and copies to host memory. @throws as synchronize().
   void download(void* target, const void* source, std::size_t bytes, Stream stream) const;
   void copy(void* target, const void* source, std::size_t bytes, Stream stream) const;
   void fill_zero(void* target, std::size_t bytes, Stream stream) const;
@@ -135,6 +136,12 @@ class Backend : public Operators<T> {
       comms_->kvp.abort(error.what());
       throw;
     }
+  }
+
+  /// As Operators::download, with the wait of synchronize().
+  void download(void* target, const void* source, std::size_t bytes, Stream stream) const {
+    synchronize(stream);
+    Operators<T>::download(target, source, bytes, stream);
   }
 
  private:

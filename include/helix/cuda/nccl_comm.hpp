@@ -90,6 +90,11 @@ class HELIX_API NcclComm {
   /// Synchronize the streams that use this group first.
   NcclComm split(int color, int key);
 
+  /// Tells the job's watch, and the messages about ranks that are behind, that this rank queues or replays
+  /// step `step` next, which must not decrease. A replayed step's operations never pass through the host, so
+  /// without it a failure is reported at the last step that was queued. Cheap.
+  void begin_step(std::uint64_t step) const;
+
   /// Aborts all groups split from the same root, on all ranks of this process and, with a Bootstrap, of the
   /// job: queued operations end with wrong data, synchronize() and later calls throw Error(peer_failed)
   /// naming this rank (of the root group) and `reason`. The first abort wins. Any thread. NCCL frees a

@@ -84,12 +84,13 @@ struct Allocator {
   /// once; null where there are none. May throw. Called while no stream of these Operators is captured, by
   /// whichever thread allocates.
   std::function<void*(std::size_t bytes)> allocate;
-  /// Takes back what allocate() gave. Must not throw. Work that was queued on it may still run if its owner
-  /// did not wait, as with memory of any other kind.
+  /// Takes back what allocate() gave, once the device has done all that was queued on it, by whatever stream.
+  /// Must not throw.
   std::function<void(void* data, std::size_t bytes)> free;
 };
 
-/// Memory of one device. Moves, does not copy.
+/// Memory of one device. Moves, does not copy. Its end waits for all that is queued on the device, which may
+/// touch it, whoever allocated it.
 class HELIX_API Buffer {
  public:
   /// No memory.
@@ -108,6 +109,7 @@ class HELIX_API Buffer {
   struct Release {
     std::size_t bytes;
     bool is_borrowed;
+    int device;
     std::shared_ptr<const Allocator> allocator;
     void operator()(std::byte* data) const noexcept;
   };

@@ -3,6 +3,7 @@
 // else. An engine runs these functions on its own backend, each from a Catch2 test case.
 #pragma once
 
+#include <helix/contract/attention.hpp>
 #include <helix/contract/exchange.hpp>
 #include <helix/contract/experts.hpp>
 #include <helix/contract/kv_cache.hpp>

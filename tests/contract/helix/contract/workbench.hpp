@@ -26,7 +26,7 @@ namespace helix::contract {
 template <class B>
 concept TestableBackend = Backend<B> &&
     requires(B& backend, void* target, const void* source, std::size_t bytes, typename B::Stream stream) {
-  backend.download(target, source, bytes, stream);  // device -> host; valid after synchronize
+  backend.download(target, source, bytes, stream);  // device -> host; waits for the stream
 };
 
 /// How the contract makes one rank alone. Specialise it for a backend that is not default-constructible.
@@ -142,7 +142,6 @@ class Workbench {
     for (Entry& entry : entries_) all.emplace_back(entry.host.size());
     for (std::size_t i = 0; i < entries_.size(); ++i)
       backend_.download(all[i].data(), entries_[i].device.data(), all[i].size(), stream_);
-    backend_.synchronize(stream_);
     return all;
   }
   template <class T>

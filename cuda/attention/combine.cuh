@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a row block in an attention kernel: what the warps of a block found, and what several blocks
-// found, becomes out and lse.
+// A query tile's epilogue in an attention kernel: what the warps of a block found, and what the blocks of its
+// KV splits found, becomes out and lse.
 //
-// A block that has all tiles of a row block writes its results. Otherwise it leaves partial ones in the
-// workspace, and the block that comes last merges them, in order of the blocks: out and lse come from one
-// launch, and the same bits each time. A warp takes a row from end to end, each lane four columns at a time,
-// so that nothing but the count of finished blocks needs a barrier.
+// A block whose KV split is the query tile's only one writes out and lse. Otherwise it writes split partials
+// to the workspace, and the block that comes last combines them, in order of the splits: out and lse come
+// from one launch, and the same bits each time. A warp takes a row from end to end, each lane four columns at
+// a time, so that nothing but the count of finished splits needs a barrier.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@
 
 namespace helix::cuda {
 
-/// What `kParts` warps found for some rows of a row block, in shared memory: unnormalised sums of values, and
-/// of each row the max (base 2) and the sum of weights.
+/// What `kParts` warps found for some rows of a query tile, in shared memory: unnormalised sums of values,
+/// and of each row the max (base 2) and the sum of weights.
 template <int kParts>
 struct BlockResult {
   const float* sums;  ///< [parts, rows, stride]
@@ -28,7 +28,7 @@ struct BlockResult {
   int rows;          ///< Rows of max and sum.
 };
 
-/// One row of it, its parts brought to one max; all lanes alike.
+/// One row of a BlockResult, its parts brought to one max; all lanes alike.
 template <int kParts>
 struct ResultRow {
   const float* sums;
@@ -73,11 +73,11 @@ struct RowWriter {
   float inverse;
   bool is_empty;
 
-  __device__ RowWriter(const AttentionParams& params, const RowBlock& rows, int head, int row, float max,
-                       float sum)
+  __device__ RowWriter(const AttentionParams& params, const QueryTile& query_tile, int head, int row,
+                       float max, float sum)
       : p(params) {
-    const std::int64_t token = rows.token(p, row) - p.first_out_token;
-    const std::int64_t query_head = rows.query_head(p, head, row);
+    const std::int64_t token = query_tile.token(p, row) - p.first_out_token;
+    const std::int64_t query_head = query_tile.query_head(p, head, row);
     at = token * p.out_token_stride + query_head * p.out_head_stride;
     is_empty = !(max > -kInfinity) && sum == 0.0f;
     inverse = is_empty ? 0.0f : 1.0f / sum;
@@ -94,43 +94,47 @@ struct RowWriter {
   }
 };
 
-/// The partial results of one row block and head in the workspace.
-struct Contributions {
+/// The partials of all KV splits of one query tile and head, in the workspace: of each row an unnormalised
+/// sum of values, a max (base 2) and a sum of weights.
+struct SplitPartials {
   const AttentionParams& p;
-  BlockRun blocks;
+  KvSplits splits;
 
-  /// A block's run has at most two unfinished ends: what it continues, and what it begins.
-  __device__ std::int64_t slot(int i) const { return 2 * std::int64_t{blocks.first + i} + (i == 0 ? 1 : 0); }
-  __device__ float* max(int i, int row) const { return p.partial_max + slot(i) * p.rows + row; }
-  __device__ float* sum(int i, int row) const { return p.partial_sum + slot(i) * p.rows + row; }
-  __device__ float4* out(int i, int row, int column) const {
-    return reinterpret_cast<float4*>(p.partial_out + (slot(i) * p.rows + row) * partial_stride(p.value_dim) +
-                                     column);
+  /// Place of split `i`, of two that each block has: its work item shares at most two query tiles with
+  /// others, one that it continues and one that it begins.
+  __device__ std::int64_t slot(int i) const {
+    return 2 * std::int64_t{splits.first_block + i} + (i == 0 ? 1 : 0);
   }
-  /// From contribution `i` to the next.
+  __device__ float* max(int i, int row) const { return p.partial_max + slot(i) * p.query_tile_rows + row; }
+  __device__ float* sum(int i, int row) const { return p.partial_sum + slot(i) * p.query_tile_rows + row; }
+  __device__ float4* out(int i, int row, int column) const {
+    return reinterpret_cast<float4*>(
+        p.partial_out + (slot(i) * p.query_tile_rows + row) * partial_stride(p.value_dim) + column);
+  }
+  /// From split `i` to the next.
   __device__ const float4* next(const float4* out, int i) const {
-    return out + (i == 0 ? 1 : 2) * p.rows * partial_stride(p.value_dim) / 4;
+    return out + (i == 0 ? 1 : 2) * p.query_tile_rows * partial_stride(p.value_dim) / 4;
   }
 };
 
-/// Hands in rows [first_row, first_row + num_rows) of a row block and head: whole ones to out and lse,
-/// partial ones to the workspace. `found` holds these rows, from 0 on; all threads of the block have written
-/// it.
+/// Writes rows [first_row, first_row + num_rows) of this block's KV split of a query tile and head: to out
+/// and lse where it is the only split, else as split partials to the workspace. `found` holds these rows,
+/// from 0 on; all threads of the block have written it.
 template <int kParts>
-__device__ void hand_in(const Contributions& to, const RowBlock& rows, int head, int first_row, int num_rows,
-                        const BlockResult<kParts>& found) {
+__device__ void write_split(const SplitPartials& to, const QueryTile& query_tile, int head, int first_row,
+                            int num_rows, const BlockResult<kParts>& found) {
   const AttentionParams& p = to.p;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   for (int r = static_cast<int>(threadIdx.x) / kWarp; r < num_rows;
        r += static_cast<int>(blockDim.x) / kWarp) {
     const ResultRow<kParts> result(found, r);
     const int row = first_row + r;
-    if (to.blocks.count == 1) {
-      const RowWriter writer(p, rows, head, row, result.max, result.sum);
+    if (to.splits.count == 1) {
+      const RowWriter writer(p, query_tile, head, row, result.max, result.sum);
       for (int column = lane * kLaneColumns; column < p.value_dim; column += kWarp * kLaneColumns)
         writer.write(column, result.get(column));
     } else {
-      const int i = static_cast<int>(blockIdx.x) - to.blocks.first;
+      const int i = static_cast<int>(blockIdx.x) - to.splits.first_block;
       for (int column = lane * kLaneColumns; column < p.value_dim; column += kWarp * kLaneColumns)
         __stcg(to.out(i, row, column), result.get(column));
       if (lane == 0) {
@@ -141,14 +145,15 @@ __device__ void hand_in(const Contributions& to, const RowBlock& rows, int head,
   }
 }
 
-/// Merges one row of all contributions into out and lse; one warp. Up to kMergeBatch loads of partial sums
-/// are on their way while the weights are computed.
-__device__ inline void merge_row(const Contributions& from, const RowBlock& rows, int head, int row) {
-  static_assert(kWarp % kMergeBatch == 0);
+/// Combines one row of all split partials into out and lse; one warp. Up to kCombineBatch loads of partial
+/// sums are on their way while the weights are computed.
+__device__ inline void combine_row(const SplitPartials& from, const QueryTile& query_tile, int head,
+                                   int row) {
+  static_assert(kWarp % kCombineBatch == 0);
   const AttentionParams& p = from.p;
-  const int count = from.blocks.count;
+  const int count = from.splits.count;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  float lane_max = -kInfinity;  // of contribution c / kWarp * kWarp + lane
+  float lane_max = -kInfinity;  // of split c / kWarp * kWarp + lane
   float lane_sum = 0.0f;
   const auto load = [&](int i) {
     lane_max = i < count ? __ldcg(from.max(i, row)) : -kInfinity;
@@ -160,13 +165,13 @@ __device__ inline void merge_row(const Contributions& from, const RowBlock& rows
   for (int first = 0; first < p.value_dim; first += kWarp * kLaneColumns) {
     const int column = first + lane * kLaneColumns;
     float4 total{0.0f, 0.0f, 0.0f, 0.0f};
-    float weight = 0.0f;  // of the same contribution
+    float weight = 0.0f;  // of that split
 #pragma unroll 1
-    for (int c = 0; c < count; c += kMergeBatch) {
+    for (int c = 0; c < count; c += kCombineBatch) {
       const float4* part = from.out(c, row, column < p.value_dim ? column : 0);
-      float4 parts[kMergeBatch];
+      float4 parts[kCombineBatch];
 #pragma unroll
-      for (int k = 0; k < kMergeBatch; ++k) {
+      for (int k = 0; k < kCombineBatch; ++k) {
         parts[k] = __ldcg(part);
         if (c + k + 1 < count) part = from.next(part, c + k);
       }
@@ -180,7 +185,7 @@ __device__ inline void merge_row(const Contributions& from, const RowBlock& rows
         if (first == 0) sum = fmaf(weight, lane_sum, sum);
       }
 #pragma unroll
-      for (int k = 0; k < kMergeBatch; ++k) {
+      for (int k = 0; k < kCombineBatch; ++k) {
         const float w = __shfl_sync(~0u, weight, (c + k) % kWarp);
         total.x = fmaf(w, parts[k].x, total.x);
         total.y = fmaf(w, parts[k].y, total.y);
@@ -189,7 +194,7 @@ __device__ inline void merge_row(const Contributions& from, const RowBlock& rows
       }
     }
     if (first == 0) sum = warp_sum(sum);
-    const RowWriter writer(p, rows, head, row, top, sum);
+    const RowWriter writer(p, query_tile, head, row, top, sum);
     if (column < p.value_dim) writer.write(column, total);
   }
 }
@@ -202,23 +207,24 @@ __device__ inline int count_up(int* counter) {
   return before;
 }
 
-/// After hand_in() of all rows: the last of the blocks that contribute merges them. All threads of the block.
-__device__ inline void finish_row_block(const Contributions& all, const RowBlock& rows, int row_block,
-                                        int head) {
+/// After write_split() of all rows of query tile `u`: the last block to come combines the splits. All threads
+/// of the block.
+__device__ inline void combine_splits(const SplitPartials& all, const QueryTile& query_tile, int u,
+                                      int head) {
   __shared__ bool is_last;
-  if (all.blocks.count == 1) return;
+  if (all.splits.count == 1) return;
   __syncthreads();
   if (threadIdx.x == 0) {
     // What the block wrote goes before its count, and what the others counted before what is read here.
-    int* counter = all.p.counters + row_block * all.p.kv_heads + head;
-    is_last = count_up(counter) == all.blocks.count - 1;
+    int* counter = all.p.counters + u * all.p.kv_heads + head;
+    is_last = count_up(counter) == all.splits.count - 1;
     if (is_last) *counter = 0;
   }
   __syncthreads();
   if (!is_last) return;
-  for (int row = static_cast<int>(threadIdx.x) / kWarp; row < rows.num_rows;
+  for (int row = static_cast<int>(threadIdx.x) / kWarp; row < query_tile.num_rows;
        row += static_cast<int>(blockDim.x) / kWarp)
-    merge_row(all, rows, head, row);
+    combine_row(all, query_tile, head, row);
 }
 
 }  // namespace helix::cuda

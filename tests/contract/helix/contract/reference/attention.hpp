@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+// The KV cache and attention over it by their definitions in double.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include <helix/backend/attention.hpp>
+#include <helix/contract/reference/elements.hpp>
+#include <helix/contract/reference/exchange.hpp>
+
+namespace helix::contract::reference {
+
+/// Column `i` of the key (is_value false) or value row of a local token: its address in the pools.
+struct KvElement {
+  void* pool;
+  std::int64_t index;
+};
+inline KvElement kv_element(const KvView& kv, std::int64_t slot, std::int64_t local, std::int64_t head,
+                            bool is_value, std::int64_t i) {
+  const KvFormat& format = kv.format;
+  const std::int64_t row = kv.page_begins != nullptr ? kv.page_begins[slot] : slot * kv.max_pages;
+  const std::int64_t page = kv.page_table[row + local / format.page_tokens];
+  const auto at = [&](void* pool, const KvStrides& strides, std::int64_t column) {
+    return KvElement{pool, page * strides.page + head * strides.head +
+                               local % format.page_tokens * strides.token + column};
+  };
+  if (is_value && !format.is_latent) return at(kv.v, format.v, i);
+  if (format.is_latent && i >= format.value_dim) return at(kv.rope, format.rope, i - format.value_dim);
+  return at(kv.k, format.k, i);
+}
+
+inline double kv_scale(const KvView& kv, std::int64_t head, bool is_value) {
+  const float* scales = is_value && !kv.format.is_latent ? kv.v_scale : kv.k_scale;
+  return scales == nullptr ? 1.0 : double{scales[head]};
+}
+
+inline double kv_value(const KvView& kv, std::int64_t slot, std::int64_t local, std::int64_t head,
+                       bool is_value, std::int64_t i) {
+  const KvElement at = kv_element(kv, slot, local, head, is_value, i);
+  return load(at.pool, kv.format.dtype, at.index) * kv_scale(kv, head, is_value);
+}
+
+/// Stores row `row` of k and v as the token at global `position`, if this rank owns it.
+inline void store_token(const KvView& kv, std::int64_t slot, std::int64_t position,
+                        const TensorView<const float, 3>& k, const TensorView<const float, 3>& v,
+                        std::int64_t row) {
+  if (position < 0 || (position / kv.layout.chunk()) % kv.layout.kvp() != kv.kvp_rank) return;
+  const std::int64_t period = kv.layout.chunk() * kv.layout.kvp();
+  const std::int64_t local = position / period * kv.layout.chunk() + position % kv.layout.chunk();
+  const auto store_row = [&](std::int64_t h, bool is_value, std::int64_t columns,
+                             const TensorView<const float, 3>& values) {
+    for (std::int64_t i = 0; i < columns; ++i) {
+      const KvElement at = kv_element(kv, slot, local, h, is_value, i);
+      store(at.pool, kv.format.dtype, at.index, values(row, h, i) / kv_scale(kv, h, is_value));
+    }
+  };
+  for (std::int64_t h = 0; h < kv.format.num_heads; ++h) {
+    store_row(h, false, kv.format.head_dim, k);
+    if (!kv.format.is_latent) store_row(h, true, kv.format.value_dim, v);
+  }
+}
+
+inline void append_kv(const AppendKvArgs<float>& args) {
+  for (std::int64_t b = 0; b < args.batch.num_sequences(); ++b)
+    for (std::int64_t t = args.batch.query_offsets[b]; t < args.batch.query_offsets[b + 1]; ++t)
+      store_token(args.kv, args.batch.sequence_slots[b], args.batch.positions[t], args.k, args.v, t);
+}
+
+inline void write_kv(const WriteKvArgs<float>& args) {
+  for (std::int64_t row = 0; row < args.k.extent(0); ++row)
+    store_token(args.kv, args.sequence_slot, args.first_position + row, args.k, args.v, row);
+}
+
+inline void read_kv(const ReadKvArgs& args) {
+  for (std::int64_t row = 0; row < args.k.extent(0); ++row) {
+    for (std::int64_t h = 0; h < args.kv.format.num_heads; ++h) {
+      const std::int64_t local = args.first_local + row;
+      for (std::int64_t i = 0; i < args.kv.format.head_dim; ++i)
+        args.k(row, h, i) = static_cast<float>(kv_value(args.kv, args.sequence_slot, local, h, false, i));
+      if (args.kv.format.is_latent) continue;
+      for (std::int64_t i = 0; i < args.kv.format.value_dim; ++i)
+        args.v(row, h, i) = static_cast<float>(kv_value(args.kv, args.sequence_slot, local, h, true, i));
+    }
+  }
+}
+
+inline void partial_attention(const PartialAttentionArgs<float>& args) {
+  if (args.sink.headers.message != nullptr && args.batch.num_tokens() > 0) stamp(args.sink.headers);
+  const KvView& kv = args.kv;
+  const std::int64_t group = args.q.extent(1) / kv.format.num_heads;
+  for (std::int64_t b = 0; b < args.batch.num_sequences(); ++b) {
+    const std::int64_t slot = args.batch.sequence_slots[b];
+    for (std::int64_t t = args.batch.query_offsets[b]; t < args.batch.query_offsets[b + 1]; ++t) {
+      // Token by token over global positions, so that the closed forms of KvLayout are not taken for granted.
+      std::vector<std::int64_t> visible;
+      const std::int64_t last = args.batch.positions[t];
+      for (std::int64_t p = args.window > 0 ? std::max<std::int64_t>(0, last + 1 - args.window) : 0;
+           p <= last; ++p) {
+        const std::int64_t chunk = p / kv.layout.chunk();
+        if (chunk % kv.layout.kvp() == kv.kvp_rank)
+          visible.push_back(chunk / kv.layout.kvp() * kv.layout.chunk() + p % kv.layout.chunk());
+      }
+      for (std::int64_t h = 0; h < args.q.extent(1); ++h) {
+        std::vector<double> scores;
+        for (std::int64_t local : visible) {
+          double score = 0.0;
+          for (std::int64_t i = 0; i < kv.format.head_dim; ++i)
+            score += args.q(t, h, i) * kv_value(kv, slot, local, h / group, false, i);
+          score *= args.scale;
+          if (args.soft_cap > 0.0f) score = args.soft_cap * std::tanh(score / args.soft_cap);
+          scores.push_back(score);
+        }
+        const double highest =
+            scores.empty() ? kMinusInfinity : *std::max_element(scores.begin(), scores.end());
+        double total = 0.0;
+        for (double& score : scores) total += score = std::exp(score - highest);
+        for (std::int64_t i = 0; i < kv.format.value_dim; ++i) {
+          double sum = 0.0;
+          for (std::size_t j = 0; j < visible.size(); ++j)
+            sum += scores[j] * kv_value(kv, slot, visible[j], h / group, true, i);
+          args.sink.out(t - args.sink.first_token, h, i) =
+              visible.empty() ? 0.0f : static_cast<float>(sum / total);
+        }
+        args.sink.lse(t - args.sink.first_token, h) =
+            static_cast<float>(visible.empty() ? kMinusInfinity : highest + std::log(total));
+      }
+    }
+  }
+}
+
+}  // namespace helix::contract::reference

@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+// A KV view that cannot be read is an Error that names its field.
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <vector>
+
+#include <helix/cpu/backend.hpp>
+#include <helix/error.hpp>
+#include <helix/foreign_kv.hpp>
+#include <helix/partial_attention.hpp>
+
+#include "support/catch.hpp"
+#include "support/failure.hpp"
+
+namespace helix::test {
+namespace {
+
+/// A view that can be read, and everything around it.
+struct Readable {
+  std::vector<float> pool = std::vector<float>(2 * 4 * 2 * 2 * 8, 0.5f);
+  std::vector<float> rope = std::vector<float>(4 * 2 * 8, 0.5f);
+  std::int32_t pages[4] = {0, 1, 2, 3};
+  std::int32_t begins[2] = {0, 1};
+  float scales[2] = {1.0f, 1.0f};
+  KvView kv;
+  explicit Readable(bool is_latent) {
+    kv = is_latent ? flashinfer_mla_kv({.ckv = pool.data(),
+                                        .kpe = rope.data(),
+                                        .dtype = DType::f32,
+                                        .num_pages = 4,
+                                        .page_size = 2,
+                                        .head_dim_ckv = 8,
+                                        .head_dim_kpe = 8})
+                   : vllm_kv({.pool = pool.data(),
+                              .dtype = DType::f32,
+                              .num_blocks = 4,
+                              .block_size = 2,
+                              .num_kv_heads = 2,
+                              .head_size = 8});
+    kv.page_table = pages;
+    kv.max_pages = 4;
+  }
+
+  /// Throws what partial_attention() has to say of the view.
+  void attend() const {
+    const std::int32_t offsets[] = {0, 1};
+    const std::int64_t position = 1;
+    const std::int32_t slot = 0;
+    const std::int64_t d = kv.format.is_latent ? 16 : 8;
+    std::vector<float> q(static_cast<std::size_t>(2 * d), 1.0f), out(16), lse(2);
+    cpu::Backend<cpu::LocalComm> backend;
+    auto stream = backend.create_stream();
+    std::vector<std::byte> workspace(backend.partial_attention_workspace_bytes(1, 2, d, 8));
+    partial_attention(backend,
+                      {.q = {q.data(), {1, 2, d}},
+                       .batch = {offsets, offsets, &position, &slot},
+                       .kv = kv,
+                       .sink = {.out = {out.data(), {1, 2, 8}}, .lse = {lse.data(), {1, 2}}},
+                       .scale = 1.0f,
+                       .workspace = workspace},
+                      stream);
+    backend.synchronize(stream);
+  }
+};
+
+/// Checks that attention reads a view of two heads, or a latent one, and names each mistake made in it.
+void check_views(bool is_latent, std::initializer_list<Mistake<Readable>> mistakes) {
+  check_mistakes(
+      mistakes, [&] { return Readable(is_latent); }, [](const Readable& readable) { readable.attend(); });
+}
+
+TEST_CASE("a field of a KV view that was forgotten or cannot be is an Error that names it") {
+  check_views(false, {
+                         {"page_tokens is 0", [](Readable& r) { r.kv.format.page_tokens = 0; }},
+                         {"num_heads is 0", [](Readable& r) { r.kv.format.num_heads = 0; }},
+                         {"head_dim is 0", [](Readable& r) { r.kv.format.head_dim = 0; }},
+                         {"value_dim is 0", [](Readable& r) { r.kv.format.value_dim = 0; }},
+                         {"num_pages is 0", [](Readable& r) { r.kv.num_pages = 0; }},
+                         {"max_pages is 0", [](Readable& r) { r.kv.max_pages = 0; }},
+                         {"page_table is null", [](Readable& r) { r.kv.page_table = nullptr; }},
+                         {"'s k is null", [](Readable& r) { r.kv.k = nullptr; }},
+                         {"'s v is null", [](Readable& r) { r.kv.v = nullptr; }},
+                         {"k.token stride is 7", [](Readable& r) { r.kv.format.k.token = 7; }},
+                         {"k.head stride is 0", [](Readable& r) { r.kv.format.k.head = 0; }},
+                         {"k.page stride is 0", [](Readable& r) { r.kv.format.k.page = 0; }},
+                         {"v.token stride is 0", [](Readable& r) { r.kv.format.v = {}; }},
+                         {"k.page stride is 31, but what lies between takes 32",
+                          [](Readable& r) { r.kv.format.k.page = 31; }},
+                         {"k.head stride is 8, but what lies between takes 16",
+                          [](Readable& r) { r.kv.format.k.token = 8; }},
+                         {"v.page stride is 1152921504606846976",
+                          [](Readable& r) { r.kv.format.v.page = std::int64_t{1} << 60; }},
+                         {"v lies 0 bytes behind its k", [](Readable& r) { r.kv.v = r.kv.k; }},
+                         {"v lies 32 bytes behind its k", [](Readable& r) { r.kv.v = r.pool.data() + 8; }},
+                         {"v lies 4 bytes behind its k", [](Readable& r) { r.kv.v = r.pool.data() + 1; }},
+                         {"v lies 508 bytes behind its k", [](Readable& r) { r.kv.v = r.pool.data() + 127; }},
+                         {"v lies -508 bytes behind its k",
+                          [](Readable& r) {
+                            r.kv.k = r.pool.data() + 128;
+                            r.kv.v = r.pool.data() + 1;
+                          }},
+                         {"kvp_rank is 1", [](Readable& r) { r.kv.kvp_rank = 1; }},
+                         {"kvp_rank is -1", [](Readable& r) { r.kv.kvp_rank = -1; }},
+                         {"has scales", [](Readable& r) { r.kv.k_scale = r.scales; }},
+                         {"dtype is bf16",
+                          [](Readable& r) {
+                            r.kv.format.dtype = DType::bf16;
+                            r.kv.v_scale = r.scales;
+                          }},
+                         {"names no type", [](Readable& r) { r.kv.format.dtype = static_cast<DType>(77); }},
+                     });
+  check_views(true, {
+                        {"value_dim is 17", [](Readable& r) { r.kv.format.value_dim = 17; }},
+                        {"rope is null", [](Readable& r) { r.kv.rope = nullptr; }},
+                        {"rope lies 0 bytes behind its k", [](Readable& r) { r.kv.rope = r.kv.k; }},
+                        {"rope.token stride is 4", [](Readable& r) { r.kv.format.rope.token = 4; }},
+                        {"latent with 2 heads",
+                         [](Readable& r) {
+                           r.kv.format.num_heads = 2;
+                           r.kv.format.k.head = r.kv.format.rope.head = 64;
+                         }},
+                    });
+  Readable csr(false);
+  csr.kv.max_pages = 0;
+  csr.kv.page_begins = csr.begins;
+  CHECK_NOTHROW(csr.attend());
+}
+
+TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
+  const Readable readable(false);
+  std::vector<float> rows(3 * 2 * 8, 0.25f);
+  const std::int32_t offsets[] = {0, 2};
+  const std::int64_t positions[] = {0, 1};
+  const std::int32_t slot = 0;
+  const cpu::Operators operators;
+  const auto stream = operators.create_stream();
+  const TensorView<float, 3> good(rows.data(), {2, 2, 8});
+  const TensorView<float, 3> narrow(rows.data(), {2, 2, 7});
+  const TensorView<float, 3> short_by_one(rows.data(), {1, 2, 8});
+
+  using Append = AppendKvArgs<float>;
+  check_mistakes<Append>(
+      {{"append_kv: the KV view's k is null", [](Append& a) { a.kv.k = nullptr; }},
+       {"append_kv: k is [2, 2, 7]; it must be [2, 2, 8]", [&](Append& a) { a.k = narrow; }},
+       {"append_kv: v is [1, 2, 8]; it must be [2, 2, 8]", [&](Append& a) { a.v = short_by_one; }},
+       {"append_kv: v has a last stride of 2",
+        [&](Append& a) {
+          a.v = TensorView<const float, 3>(rows.data(), {2, 2, 8}, {0, 16, 2});
+        }},
+       {"append_kv: the batch has tokens [0, 2); k has 1", [&](Append& a) { a.k = a.v = short_by_one; }},
+       {"no query_offsets, positions or sequence_slots", [](Append& a) { a.batch.positions = nullptr; }}},
+      [&] {
+        return Append{good, good, {offsets, offsets, positions, &slot}, readable.kv};
+      },
+      [&](const Append& a) { operators.append_kv(a, stream); });
+
+  using Write = WriteKvArgs<float>;
+  check_mistakes<Write>(
+      {{"write_kv: the KV view's page_tokens is 0", [](Write& a) { a.kv.format.page_tokens = 0; }},
+       {"write_kv: v is [2, 2, 7]; it must be [2, 2, 8]", [&](Write& a) { a.v = narrow; }},
+       {"write_kv: first_position is -1", [](Write& a) { a.first_position = -1; }},
+       {"sequence_slot -1", [](Write& a) { a.sequence_slot = -1; }}},
+      [&] {
+        return Write{good, good, 0, 0, readable.kv};
+      },
+      [&](const Write& a) { operators.write_kv(a, stream); });
+
+  check_mistakes<ReadKvArgs>(
+      {{"read_kv: the KV view's page_table is null", [](ReadKvArgs& a) { a.kv.page_table = nullptr; }},
+       {"read_kv: k is [2, 2, 7]; it must be [2, 2, 8]", [&](ReadKvArgs& a) { a.k = narrow; }},
+       {"read_kv: first_local is -1", [](ReadKvArgs& a) { a.first_local = -1; }}},
+      [&] {
+        return ReadKvArgs{readable.kv, 0, 0, good, good};
+      },
+      [&](const ReadKvArgs& a) { operators.read_kv(a, stream); });
+  operators.synchronize(stream);
+}
+
+TEST_CASE("makers of views pass on what was forgotten, for the operation to name") {
+  const auto view = [](KvView (*make)()) {
+    return [make](Readable& r) {
+      const KvView kv = make();
+      r.kv = kv;
+      r.kv.page_table = r.pages;
+      r.kv.max_pages = 4;
+    };
+  };
+  check_views(
+      false,
+      {
+          {"num_heads is 0", view([] { return vllm_kv({}); })},
+          {"head_dim is 0", view([] { return flashinfer_nhd_kv({.num_kv_heads = 2}); })},
+          {"page_tokens is 0", view([] { return flashinfer_hnd_kv({.num_kv_heads = 2, .head_dim = 8}); })},
+          {"page_tokens is 0", view([] {
+             return sglang_kv({.page_size = 0, .num_kv_heads = 2, .head_dim = 8, .v_head_dim = 8});
+           })},
+          {"k is null", view([] {
+             return sglang_kv({.num_slots = 8, .num_kv_heads = 2, .head_dim = 8, .v_head_dim = 8});
+           })},
+          {"k is null", view([] {
+             return flashinfer_mla_kv({.num_pages = 1, .page_size = 2, .head_dim_ckv = 8, .head_dim_kpe = 8});
+           })},
+      });
+  CHECK_THROWS_AS(tensorrt_llm_kv({.num_layers = 2, .layer = 2}), Error);
+  CHECK_THROWS_AS(tensorrt_llm_mla_kv({.num_layers = 2, .layer = -1}), Error);
+  using enum KvAxis;
+  CHECK_THROWS_AS(dense_kv({}, {page, layer, half, head, head}), Error);
+}
+
+}  // namespace
+}  // namespace helix::test

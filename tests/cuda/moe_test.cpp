@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+// Router logits, routing and experts of 16-bit activations on a GPU against those of f32.
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include <helix/cuda/backend.hpp>
+
+#include "cuda/at.hpp"
+#include "cuda/gpu.hpp"
+#include "cuda/twin_bench.hpp"
+#include "support/catch.hpp"
+
+namespace helix::test {
+
+TEMPLATE_TEST_CASE("router logits of 16-bit activations on a GPU are not rounded to 16 bits", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  TwinBench<TestType> bench;
+  for (const DType dtype : kWeightTypes) {
+    for (const std::int64_t k : {8, 128, 1024, 37}) {
+      for (const std::int64_t experts : {1, 8, 37, 256}) {
+        for (const std::int64_t tokens : {1, 3, 8, 9, 17, 200}) {
+          for (const std::int64_t pad : kPads) {
+            CAPTURE(to_string(dtype), k, experts, tokens, pad);
+            bench.clear();
+            const auto in = bench.random(tokens, k + pad);
+            const auto weight = bench.weights(experts * k, dtype);
+            // Compared as floats, to 1e-5 of the largest: bf16 would be wrong by 4e-3.
+            const auto logits = bench.same(std::vector<float>(at(tokens * experts), std::nanf("")));
+            HELIX_CHECK_TWINS(bench, {
+              operators.router_logits(RouterLogitsArgs<E>{side.view(in, tokens, k, pad),
+                                                          side.weight(weight, dtype, experts, k),
+                                                          {side(logits), {tokens, experts}}},
+                                      stream);
+            });
+          }
+        }
+      }
+    }
+  }
+}
+
+TEMPLATE_TEST_CASE("experts on a GPU are chosen alike by the operators of every type", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  TwinBench<TestType> bench;
+  struct Case {
+    std::int64_t experts, groups, kept, top_k;
+  };
+  for (const Case c : {Case{1, 1, 1, 1}, Case{8, 4, 2, 3}, Case{64, 8, 3, 6}, Case{256, 8, 4, 8}}) {
+    for (const auto scoring : {RouterScoring::softmax, RouterScoring::sigmoid}) {
+      for (const bool has_bias : {false, true}) {
+        for (const std::int64_t tokens : {1, 7, 70}) {
+          for (const std::int64_t pad : kPads) {
+            CAPTURE(c.experts, c.groups, c.kept, c.top_k, int(scoring), has_bias, tokens, pad);
+            bench.clear();
+            const auto logits = bench.same(bench.numbers(tokens * (c.experts + pad), 3.0));
+            const auto bias = bench.same(bench.numbers(c.experts, 0.4));
+            const auto experts = bench.same(std::vector<std::int32_t>(at(tokens * c.top_k), -9));
+            const auto weights = bench.same(std::vector<float>(at(tokens * c.top_k), std::nanf("")));
+            HELIX_CHECK_TWINS(bench, {
+              operators.route(RouteArgs{TensorView<const float, 2>(side(logits), {tokens, c.experts},
+                                                                   {c.experts + pad, 1}),
+                                        has_bias ? side(bias) : nullptr,
+                                        scoring,
+                                        c.groups,
+                                        c.kept,
+                                        true,
+                                        2.5f,
+                                        {side(experts), {tokens, c.top_k}},
+                                        {side(weights), {tokens, c.top_k}}},
+                              stream);
+            });
+          }
+        }
+      }
+    }
+  }
+}
+
+TEMPLATE_TEST_CASE("experts of 16-bit activations on a GPU agree with f32", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  TwinBench<TestType> bench;
+  constexpr std::int64_t kTopK = 3;
+  for (const DType dtype : kWeightTypes) {
+    for (const std::int64_t tokens : {1, 7, 40}) {
+      for (const std::int64_t hidden : {40, 512}) {
+        for (const std::int64_t ffn : {17, 256}) {
+          for (const std::int64_t pad : kPads) {
+            CAPTURE(to_string(dtype), tokens, hidden, ffn, pad);
+            constexpr std::size_t kLocal = 4;  // experts 2 to 5 of 8
+            bench.clear();
+            std::vector<std::int32_t> chosen;
+            for (std::int64_t t = 0; t < tokens; ++t)
+              for (std::int64_t k = 0; k < kTopK; ++k)
+                chosen.push_back(static_cast<std::int32_t>((t % 3 == 0 ? 2 + k : t * 5 + k * 3) % 8));
+            const auto experts = bench.same(chosen);
+            const auto weights = bench.same(bench.numbers(tokens * kTopK));
+            const auto in = bench.random(tokens, hidden + pad);
+            const auto out = bench.random(tokens, hidden + pad);
+            std::array<Array<std::uint8_t>, kLocal> gate_up;
+            std::array<Array<std::uint8_t>, kLocal> down;
+            for (std::size_t e = 0; e < kLocal; ++e) {
+              gate_up[e] = bench.weights(2 * ffn * hidden, dtype);
+              down[e] = bench.weights(hidden * ffn, dtype);
+            }
+            std::deque<cuda::Buffer> workspaces;  // until the queued calls have run
+            HELIX_CHECK_TWINS(bench, {
+              std::vector<ExpertWeights> local;
+              for (std::size_t e = 0; e < kLocal; ++e)
+                local.push_back({side.weight(gate_up[e], dtype, 2 * ffn, hidden),
+                                 side.weight(down[e], dtype, hidden, ffn)});
+              const std::size_t bytes = operators.expert_ffn_workspace_bytes(tokens, kTopK, hidden, ffn);
+              workspaces.push_back(operators.allocate(bytes));
+              operators.expert_ffn(
+                  ExpertFfnArgs<E>{side.view(in, tokens, hidden, pad),
+                                   TensorView<const std::int32_t, 2>(side(experts), {tokens, kTopK}),
+                                   TensorView<const float, 2>(side(weights), {tokens, kTopK}),
+                                   local,
+                                   2,
+                                   side.view(out, tokens, hidden, pad),
+                                   {workspaces.back().data(), bytes}},
+                  stream);
+            });
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace helix::test

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// Faults in a generation on rank threads that share one GPU, and on threads with a GPU each over NCCL, with
+// replayed graphs.
+#include "faults/rank_faults.hpp"
+
+#include <array>
+#include <chrono>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include <helix/cuda/backend.hpp>
+#include <helix/cuda/local_comm.hpp>
+#include <helix/cuda/nccl_comm.hpp>
+
+#include "cuda/gpu.hpp"
+
+namespace helix::test {
+namespace {
+
+/// Nothing can be thrown in a GPU's queue.
+struct SharedGpu {
+  using Comm = cuda::LocalComm;
+  static constexpr std::array kFaults = {Fault::host_exception, Fault::no_memory, Fault::host_stop,
+                                         Fault::mismatch, Fault::skip};
+
+  static std::vector<Comm> create_group(int size, std::chrono::milliseconds timeout) {
+    return Comm::create_group(size, timeout);
+  }
+  static auto make_backend(const JobComms<FaultyComm<Comm>>& comms, const std::shared_ptr<FaultPoint>& point,
+                           int /*rank*/) {
+    return FaultyBackend<cuda::Backend<FaultyComm<Comm>, float>>(comms, point, 0);
+  }
+};
+
+/// NCCL does not compare sizes, so there is no mismatch.
+struct OneGpuEach {
+  using Comm = cuda::NcclComm;
+  static constexpr std::array kFaults = {Fault::host_exception, Fault::no_memory, Fault::host_stop,
+                                         Fault::skip};
+
+  static std::vector<Comm> create_group(int size, std::chrono::milliseconds timeout) {
+    std::vector<int> devices(static_cast<std::size_t>(size));
+    std::iota(devices.begin(), devices.end(), 0);
+    return Comm::create_group(devices, timeout, Comm::GraphUse::one_at_a_time);
+  }
+  static auto make_backend(const JobComms<FaultyComm<Comm>>& comms, const std::shared_ptr<FaultPoint>& point,
+                           int rank) {
+    return FaultyBackend<cuda::Backend<FaultyComm<Comm>, float>>(comms, point, rank);
+  }
+};
+
+TEST_CASE("faults on one GPU: each ends all ranks, is named, and the threads work afterwards") {
+  HELIX_REQUIRE_GPUS(1);
+  inject<SharedGpu>(Job("llama-tiny", {.kvp = 2, .tpa = 2}), 25, 3);
+  inject<SharedGpu>(Job("deepseek-tiny", {.kvp = 2}), 25, 4);
+}
+
+TEST_CASE("faults on two GPUs: each ends all ranks, is named, and the threads work afterwards") {
+  HELIX_REQUIRE_GPUS(2);
+  inject<OneGpuEach>(Job("llama-tiny", {.kvp = 2}), 25, 5);
+  inject<OneGpuEach>(Job("llama-tiny", {.tpa = 2}), 25, 6);
+}
+
+}  // namespace
+}  // namespace helix::test

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sampling on a GPU against sampling on the CPU.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <random>
+#include <vector>
+
+#include <helix/cpu/backend.hpp>
+#include <helix/cuda/backend.hpp>
+
+#include "cuda/at.hpp"
+#include "cuda/gpu.hpp"
+#include "support/catch.hpp"
+
+namespace helix::test {
+
+using cuda::Operators;
+
+TEMPLATE_TEST_CASE("a GPU draws the tokens that the CPU draws", "", float, f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  using T = TestType;
+  const Operators<T> gpu;
+  const cpu::Operators cpu(2);
+  const cuda::Stream stream = gpu.create_stream();
+  cpu::Stream cpu_stream = cpu.create_stream();
+  std::mt19937 random(99);
+  const auto pick = [&](auto... values) {
+    const std::array choices{values...};
+    return choices[random() % choices.size()];
+  };
+  for (int round = 0; round < 200; ++round) {
+    const std::int64_t vocab = pick(1, 2, 50, 1000, 8192, 32003);
+    const std::int64_t shards = pick(1, 2, 4, 8);
+    const std::int64_t rows = pick(1, 2, 5);
+    const std::int64_t pad = pick(0, 8, 3);
+    const float temperature = pick(0.0f, 0.05f, 0.7f, 1.0f, 3.0f);
+    const float top_p = pick(1.0f, 0.95f, 0.9f, 0.5f, 0.01f);
+    const double spread = pick(0.1, 3.0, 15.0);
+    const std::uint64_t seed = random();
+    const std::int64_t width = (vocab + shards - 1) / shards + pad;
+    CAPTURE(round, vocab, shards, rows, pad, temperature, top_p, spread, seed);
+
+    std::vector<std::int64_t> begins;
+    for (std::int64_t s = 0; s <= shards; ++s) begins.push_back(std::min(vocab, s * (width - pad)));
+    std::vector<T> logits(at(shards * rows * width));
+    std::vector<float> wide;
+    std::normal_distribution<double> normal(0.0, spread);
+    for (std::size_t i = 0; i < logits.size(); ++i) {
+      const std::size_t shard = i / at(rows * width);
+      const bool is_padding = static_cast<std::int64_t>(i) % width >= begins[shard + 1] - begins[shard];
+      logits[i] = T(is_padding ? std::nanf("") : static_cast<float>(normal(random)));
+      wide.push_back(static_cast<float>(logits[i]));
+    }
+    std::vector<std::uint64_t> counters;
+    for (std::int64_t r = 0; r < rows; ++r) counters.push_back(random());
+
+    std::vector<std::int32_t> expected(at(rows), -5);
+    const TensorView<const float, 3> view(wide.data(), {shards, rows, width});
+    cpu.sample(
+        SampleArgs<float>{view, begins.data(), temperature, top_p, seed, counters.data(), expected.data()},
+        cpu_stream);
+    cpu.synchronize(cpu_stream);
+
+    std::deque<cuda::Buffer> memory;
+    const auto upload = [&]<class X>(const std::vector<X>& values) {
+      cuda::Buffer& buffer = memory.emplace_back(gpu.allocate(values.size() * sizeof(X)));
+      gpu.upload(buffer.data(), values.data(), values.size() * sizeof(X), stream);
+      return reinterpret_cast<X*>(buffer.data());
+    };
+    std::vector<std::int32_t> drawn(at(rows), -7);
+    std::int32_t* tokens = upload(drawn);
+    const TensorView<const T, 3> device_view(upload(logits), {shards, rows, width});
+    gpu.sample(SampleArgs<T>{device_view, upload(begins), temperature, top_p, seed, upload(counters), tokens},
+               stream);
+    gpu.download(drawn.data(), tokens, drawn.size() * sizeof(std::int32_t), stream);
+    gpu.synchronize(stream);
+    CHECK(drawn == expected);
+  }
+}
+
+}  // namespace helix::test

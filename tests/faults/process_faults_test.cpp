@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks that are killed or stopped under mpirun, at any moment: the job ends in time with an error that names
+// the rank, or with the right tokens, and leaves no process behind.
+#include <chrono>
+#include <csignal>
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <optional>
+#include <random>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "decode/golden.hpp"
+#include "support/catch.hpp"
+#include "support/process.hpp"
+
+namespace helix::test {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+constexpr int kRanks = 4;
+constexpr int kDeadlineSeconds = 3;
+constexpr milliseconds kBound{2 * kDeadlineSeconds * 1000};
+constexpr milliseconds kSlack{6000};  // of mpirun to start and to clean up, on a busy machine
+
+milliseconds since(Clock::time_point start) {
+  return std::chrono::duration_cast<milliseconds>(Clock::now() - start);
+}
+
+/// A job under mpirun, whose processes are found by a mark in their environment.
+class MpiJob {
+ public:
+  explicit MpiJob(const ScratchDirectory& scratch)
+      : mark_("HELIX_FAULT_JOB=" + std::to_string(::getpid()) + "." + std::to_string(++count_)),
+        output_(scratch / "output.txt") {
+    const std::string command =
+        std::string("exec " HELIX_MPIRUN " " HELIX_DECODE " --model ") +
+        (data_directory() / "llama-tiny").string() +
+        " --prompt-ids 1,2,3,4,5 --max-new-tokens 60 --ignore-eos --kvp 2 --tpa 2 --timeout " +
+        std::to_string(kDeadlineSeconds);
+    launcher_ = ::fork();
+    REQUIRE(launcher_ >= 0);
+    if (launcher_ == 0) {
+      const int out = ::open(output_.c_str(), O_CREAT | O_WRONLY | O_TRUNC, 0600);
+      const int in = ::open("/dev/null", O_RDONLY);
+      ::dup2(in, 0);
+      ::dup2(out, 1);
+      ::dup2(out, 2);
+      ::putenv(mark_.data());
+      ::execl("/bin/sh", "sh", "-c", command.c_str(), nullptr);
+      ::_exit(127);
+    }
+  }
+
+  ~MpiJob() {
+    if (!exit_code_) ::kill(launcher_, SIGKILL);
+    for (const pid_t pid : processes()) ::kill(pid, SIGKILL);
+    if (!exit_code_) ::waitpid(launcher_, nullptr, 0);
+  }
+  MpiJob(const MpiJob&) = delete;
+  MpiJob& operator=(const MpiJob&) = delete;
+
+  /// The exit code, 128 + signal; nullopt if the job still runs after `time`.
+  std::optional<int> wait(milliseconds time) {
+    const Clock::time_point deadline = Clock::now() + time;
+    while (!exit_code_) {
+      int status = 0;
+      if (::waitpid(launcher_, &status, WNOHANG) == launcher_) {
+        exit_code_ = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+      } else if (Clock::now() >= deadline) {
+        return std::nullopt;
+      } else {
+        std::this_thread::sleep_for(milliseconds(5));
+      }
+    }
+    return exit_code_;
+  }
+
+  /// The process of `rank`, if it has started and not ended.
+  std::optional<pid_t> process_of(int rank) const {
+    const std::vector<pid_t> found = processes("OMPI_COMM_WORLD_RANK=" + std::to_string(rank));
+    return found.empty() ? std::nullopt : std::optional(found.front());
+  }
+
+  /// All processes of the job that have `variable` too.
+  std::vector<pid_t> processes(const std::string& variable = "") const {
+    std::vector<pid_t> found;
+    std::error_code ignored;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc", ignored)) {
+      const std::string name = entry.path().filename().string();
+      if (name.find_first_not_of("0123456789") != std::string::npos) continue;
+      const std::string environment = '\0' + read_file(entry.path() / "environ");
+      const auto has = [&](const std::string& text) {
+        return environment.find('\0' + text + '\0') != std::string::npos;
+      };
+      if (has(mark_) && (variable.empty() || has(variable)))
+        found.push_back(static_cast<pid_t>(std::stol(name)));
+    }
+    return found;
+  }
+
+  std::string output() const { return read_file(output_); }
+
+ private:
+  inline static int count_ = 0;
+  std::string mark_;
+  std::filesystem::path output_;
+  pid_t launcher_ = -1;
+  std::optional<int> exit_code_;
+};
+
+/// The lines of the output with tokens.
+std::string tokens_in(const std::string& output) {
+  std::string tokens;
+  for (std::size_t at = output.find("sequence "); at != std::string::npos;
+       at = output.find("sequence ", at + 1))
+    tokens += output.substr(at, output.find('\n', at) - at + 1);
+  return tokens;
+}
+
+/// Sends `signal` to random ranks of `count` jobs at random moments of their life.
+void attack(int count, unsigned seed) {
+  const ScratchDirectory scratch;
+  std::string expected;
+  milliseconds life{0};
+  {
+    MpiJob job(scratch);
+    const Clock::time_point start = Clock::now();
+    REQUIRE(job.wait(std::chrono::seconds(60)) == 0);
+    life = since(start);
+    expected = tokens_in(job.output());
+    REQUIRE(!expected.empty());
+  }
+  std::mt19937 random(seed);
+  const auto draw = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
+  int num_hit = 0;
+  for (int i = 0; i < count; ++i) {
+    const int rank = draw(0, kRanks - 1);
+    const int signal = draw(0, 1) == 0 ? SIGKILL : SIGSTOP;
+    const milliseconds moment(draw(0, static_cast<int>(life.count())));
+    MpiJob job(scratch);
+    std::this_thread::sleep_for(moment);
+    std::optional<pid_t> victim;
+    while (!(victim = job.process_of(rank)) && !job.wait(milliseconds(1))) continue;
+    if (victim) ::kill(*victim, signal);
+    const Clock::time_point hit = Clock::now();
+    const std::optional<int> exit_code = job.wait(kBound + kSlack);
+    const std::string output = job.output();
+    INFO("job " << i << " of seed " << seed << ": signal " << signal << " to rank " << rank << " after "
+                << moment.count() << " ms; ended " << since(hit).count() << " ms later");
+    INFO(output);
+    REQUIRE(exit_code.has_value());
+    if (*exit_code == 0) {
+      CHECK(tokens_in(output) == expected);
+    } else {
+      ++num_hit;
+      CHECK_THAT(output, Catch::Matchers::Contains("rank " + std::to_string(rank)));
+    }
+    for (int wait = 0; wait < 100 && !job.processes().empty(); ++wait)
+      std::this_thread::sleep_for(milliseconds(20));
+    CHECK(job.processes().empty());
+  }
+  CHECK(num_hit >= count / 2);
+}
+
+TEST_CASE("process faults: a killed or stopped rank ends its job", "[mpi]") {
+  attack(4, 1);
+}
+
+TEST_CASE("process faults: a hundred of them", "[full]") {
+  attack(100, 2);
+}
+
+}  // namespace
+}  // namespace helix::test
