@@ -158,7 +158,7 @@ TEST_CASE("no tokens, or fewer than none, are no tokens") {
   }
 }
 
-TEST_CASE("the layout is usable in constant expressions and refuses widths below one") {
+TEST_CASE("the layout is usable in constant expressions and refuses sizes out of range") {
   constexpr KvLayout layout(4, 2);
   static_assert(layout.owner(12) == 2 && layout.local(12) == 2 && layout.global(2, 2) == 12);
   static_assert(layout.length(13, 0) == 4 && layout.length(13, 2) == 3 && layout.length(13, 3) == 2);
@@ -170,14 +170,17 @@ TEST_CASE("the layout is usable in constant expressions and refuses widths below
     return sum;
   }();
   static_assert(owned == 3);
-  for (const auto& [kvp, chunk] : {std::pair{0, 1}, std::pair{1, 0}, std::pair{-1, 4}, std::pair{4, -1}}) {
+  using Sizes = std::pair<std::int64_t, std::int64_t>;
+  for (const auto& [kvp, chunk] : {Sizes{0, 1}, Sizes{1, 0}, Sizes{-1, 4}, Sizes{4, -1}, Sizes{65537, 1},
+                                   Sizes{4, std::int64_t{1} << 62}, Sizes{1, (std::int64_t{1} << 40) + 1}}) {
     try {
       KvLayout(kvp, chunk);
       FAIL("no Error was thrown");
     } catch (const Error& error) {
       CHECK(error.code() == helix::ErrorCode::invalid_argument);
       CHECK(std::string(error.what()) == "KvLayout: kvp is " + std::to_string(kvp) + ", chunk is " +
-                                             std::to_string(chunk) + "; both must be at least 1");
+                                             std::to_string(chunk) +
+                                             "; kvp must be in [1, 65536], chunk in [1, 1099511627776]");
     }
   }
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include <helix/host_device.hpp>
 
@@ -31,6 +32,25 @@ HELIX_HOST_DEVICE constexpr T ceil_div(T n, T size) {
 template <class T>
 HELIX_HOST_DEVICE constexpr T round_up(T n, T size) {
   return ceil_div(n, size) * size;
+}
+
+/// What saturating_product() and saturating_sum() give where the value exceeds int64: not a size of anything.
+inline constexpr std::int64_t kSaturated = std::numeric_limits<std::int64_t>::max();
+
+/// a * b * ..., or kSaturated where that exceeds int64; factors >= 0.
+template <class... More>
+constexpr std::int64_t saturating_product(std::int64_t a, std::int64_t b, More... more) {
+  const std::int64_t product = b != 0 && a > kSaturated / b ? kSaturated : a * b;
+  if constexpr (sizeof...(more) > 0) {
+    return saturating_product(product, static_cast<std::int64_t>(more)...);
+  } else {
+    return product;
+  }
+}
+
+/// a + b, or kSaturated where that exceeds int64; both >= 0.
+constexpr std::int64_t saturating_sum(std::int64_t a, std::int64_t b) {
+  return a > kSaturated - b ? kSaturated : a + b;
 }
 
 /// The least common multiple of two sizes above 0.

@@ -11,11 +11,10 @@
 
 #include <helix/error.hpp>
 #include <helix/kv_format.hpp>
+#include <helix/limits.hpp>
 
 namespace helix {
 namespace detail {
-
-inline constexpr std::int64_t kMaxPageTokens = std::int64_t{1} << 30;  // kernels count them in 32 bits
 
 inline void check_kv_size(std::string_view operation, std::string_view name, std::int64_t value,
                           std::int64_t most) {
@@ -106,7 +105,7 @@ inline void check_kv_view(std::string_view operation, const KvView& kv) {
   detail::check_kv_size(operation, "num_heads", format.num_heads, kMost);
   detail::check_kv_size(operation, "head_dim", format.head_dim, kMost);
   detail::check_kv_size(operation, "value_dim", format.value_dim, format.is_latent ? format.head_dim : kMost);
-  detail::check_kv_size(operation, "page_tokens", format.page_tokens, detail::kMaxPageTokens);
+  detail::check_kv_size(operation, "page_tokens", format.page_tokens, kMaxPageTokens);
   detail::check_kv_size(operation, "num_pages", kv.num_pages, kMost);
   HELIX_EXPECTS(size_bytes(format.dtype) != 0, ErrorCode::invalid_argument, operation,
                 ": the KV view's dtype value ", static_cast<int>(format.dtype), " names no type");

@@ -7,6 +7,7 @@
 #include <helix/error.hpp>
 #include <helix/host_device.hpp>
 #include <helix/integers.hpp>
+#include <helix/limits.hpp>
 
 namespace helix {
 
@@ -39,10 +40,11 @@ HELIX_HOST_DEVICE constexpr std::int64_t owned_tokens(Int tokens, Int period, In
 /// 3). Independent of the page size.
 class KvLayout {
  public:
-  /// @throws Error(invalid_argument) unless kvp >= 1 and chunk >= 1.
+  /// @throws Error(invalid_argument) unless kvp is in [1, kMaxRanks] and chunk in [1, kMaxTokens].
   constexpr KvLayout(std::int64_t kvp, std::int64_t chunk) : kvp_(kvp), chunk_(chunk) {
-    HELIX_EXPECTS(kvp >= 1 && chunk >= 1, ErrorCode::invalid_argument, "KvLayout: kvp is ", kvp,
-                  ", chunk is ", chunk, "; both must be at least 1");
+    HELIX_EXPECTS(kvp >= 1 && kvp <= kMaxRanks && chunk >= 1 && chunk <= kMaxTokens,
+                  ErrorCode::invalid_argument, "KvLayout: kvp is ", kvp, ", chunk is ", chunk,
+                  "; kvp must be in [1, ", kMaxRanks, "], chunk in [1, ", kMaxTokens, "]");
   }
 
   HELIX_HOST_DEVICE constexpr std::int64_t kvp() const { return kvp_; }

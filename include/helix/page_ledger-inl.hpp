@@ -10,13 +10,11 @@
 #include <vector>
 
 #include <helix/integers.hpp>
+#include <helix/limits.hpp>
 #include <helix/page_ledger.hpp>
 
 namespace helix {
 namespace detail {
-
-// Keeps products of tokens, chunks and ranks far from overflow.
-inline constexpr std::int64_t kMaxTokens = std::int64_t{1} << 48;
 
 /// n - 1, ..., 1, 0: a stack from which 0 comes first.
 inline void count_down(std::vector<std::int32_t>& numbers) {
@@ -58,22 +56,22 @@ inline PageLedger::PageLedger(const PageLedgerSpec& spec, std::int64_t kvp_rank)
                   " is ", value, "; it must be in [", smallest, ", ", largest, "]");
   };
   constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
-  expect_range("kvp", spec.layout.kvp(), 1, kMaxInt32);
+  expect_range("kvp", spec.layout.kvp(), 1, kMaxRanks);
   expect_range("kvp_rank", kvp_rank, 0, spec.layout.kvp() - 1);
   expect_range("chunk", spec.layout.chunk(), 1, kMaxInt32);
-  expect_range("page_tokens", spec.page_tokens, 1, kMaxInt32);
-  expect_range("pages", spec.pages, 1, kMaxInt32);
+  expect_range("page_tokens", spec.page_tokens, 1, kMaxPageTokens);
+  expect_range("pages", spec.pages, 1, kMaxPages);
   expect_range("max_sequences", spec.max_sequences, 1, kMaxInt32);
   expect_range("pages * page_tokens", spec.pages * spec.page_tokens, 1,
-               detail::kMaxTokens / spec.layout.kvp());
-  expect_range("max_tokens", spec.max_tokens, 0, detail::kMaxTokens);
-  expect_range("chunk * kvp", spec.layout.period(), 1, detail::kMaxTokens);
+               kMaxTokens / spec.layout.kvp());
+  expect_range("max_tokens", spec.max_tokens, 0, kMaxTokens);
+  expect_range("chunk * kvp", spec.layout.period(), 1, kMaxTokens);
 
   if (spec_.max_tokens == 0) spec_.max_tokens = detail::tokens_that_fit(spec_);
   max_pages_ = larger<std::int64_t>(1, pages_of(spec_.max_tokens, 0));
   shared_unit_ = least_common_multiple(spec_.page_tokens, spec_.layout.chunk());
   // A unit past max_tokens is never reached: nothing is shared, whatever its exact size is.
-  shared_unit_ = shared_unit_ > detail::kMaxTokens / spec_.layout.kvp() ? detail::kMaxTokens
+  shared_unit_ = shared_unit_ > kMaxTokens / spec_.layout.kvp() ? kMaxTokens
                                                                         : shared_unit_ * spec_.layout.kvp();
   cache_ = detail::fingerprint(spec_);
 
@@ -178,7 +176,7 @@ inline void PageLedger::update_reservation(Sequence& sequence) {
 
 /// Where the first rank runs out of its pages; nowhere while it holds a page to copy first.
 inline std::int64_t PageLedger::find_settled_length(const Sequence& sequence) const {
-  std::int64_t settled = detail::kMaxTokens;
+  std::int64_t settled = kMaxTokens;
   for (std::size_t rank = 0; rank < pools_.size(); ++rank) {
     if (must_copy_last_page(sequence, rank)) return 0;
     const auto local_end = static_cast<std::int64_t>(sequence.pages[rank].size()) * spec_.page_tokens;
@@ -244,7 +242,7 @@ inline const PageLedger::Changes& PageLedger::append(std::span<const SequenceId>
     HELIX_EXPECTS(sequence.mark != mark_, ErrorCode::invalid_argument, "append: the sequence in slot ",
                   ids[i].slot, " appears twice");
     sequence.mark = mark_;
-    HELIX_EXPECTS(counts[i] >= 0 && counts[i] <= detail::kMaxTokens, ErrorCode::invalid_argument,
+    HELIX_EXPECTS(counts[i] >= 0 && counts[i] <= kMaxTokens, ErrorCode::invalid_argument,
                   "append: the count is ", counts[i], " for the sequence in slot ", ids[i].slot);
     const std::int64_t new_length = sequence.length + counts[i];
     check_tokens("append", new_length);

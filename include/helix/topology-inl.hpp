@@ -8,15 +8,11 @@
 
 #include <helix/error.hpp>
 #include <helix/integers.hpp>
+#include <helix/limits.hpp>
 #include <helix/topology.hpp>
 
 namespace helix {
 namespace detail {
-
-// Far above any model; they keep every product of two sizes inside int64 and the search for legal topologies
-// short.
-inline constexpr std::int64_t kMaxCount = std::int64_t{1} << 20;  // heads, experts, layers
-inline constexpr std::int64_t kMaxSize = std::int64_t{1} << 31;   // head sizes, hidden, FFN, vocabulary
 
 inline std::int64_t stage_size_of(const TopologySpec& spec) {
   return std::int64_t{spec.kvp} * spec.tpa;
@@ -39,14 +35,15 @@ inline std::vector<std::string> shape_violations(const ModelShape& shape) {
   };
   const Size sizes[] = {{"num_query_heads", shape.num_query_heads, 1, kMaxCount},
                         {"num_kv_heads", shape.num_kv_heads, 1, kMaxCount},
-                        {"head_dim", shape.head_dim, 1, kMaxSize},
-                        {"value_dim", shape.value_dim, 1, kMaxSize},
-                        {"hidden", shape.hidden, 1, kMaxSize},
-                        {"ffn", shape.ffn, 0, kMaxSize},
-                        {"expert_ffn", shape.expert_ffn(), 0, kMaxSize},
-                        {"shared_ffn", shape.shared_ffn(), 0, kMaxSize},
+                        {"head_dim", shape.head_dim, 1, 2 * kMaxWidth},
+                        {"value_dim", shape.value_dim, 1, kMaxWidth},
+                        {"hidden", shape.hidden, 1, kMaxWidth},
+                        {"ffn", shape.ffn, 0, kMaxWidth},
+                        {"expert_ffn", shape.expert_ffn(), 0, kMaxWidth},
+                        {"shared_ffn", shape.shared_ffn(), 0, kMaxWidth},
                         {"num_experts", shape.num_experts(), 0, kMaxCount},
-                        {"vocab", shape.vocab, 0, kMaxSize},
+                        {"top_k", shape.moe ? shape.moe->top_k : 1, 1, kMaxTopK},
+                        {"vocab", shape.vocab, 0, kMaxVocabulary},
                         {"num_layers", shape.num_layers, 0, kMaxCount}};
   std::vector<std::string> found;
   for (const Size& size : sizes) {
@@ -56,6 +53,12 @@ inline std::vector<std::string> shape_violations(const ModelShape& shape) {
     }
   }
   if (!found.empty()) return found;
+  const std::int64_t row = shape.num_query_heads * (shape.head_dim + shape.value_dim);
+  if (row > kMaxRowElements) {
+    found.push_back(message({"the model's num_query_heads ", shape.num_query_heads, " * (head_dim ",
+                             shape.head_dim, " + value_dim ", shape.value_dim, ") is ", row,
+                             "; it must be at most ", kMaxRowElements}));
+  }
   if (shape.num_query_heads % shape.num_kv_heads != 0) {
     found.push_back(message({"the model's num_query_heads ", shape.num_query_heads,
                              " is not a multiple of its num_kv_heads ", shape.num_kv_heads}));
@@ -195,10 +198,9 @@ inline std::vector<std::string> Topology::violations(const TopologySpec& spec, c
   if (!widths_are_sound) return found;
 
   const std::int64_t n = detail::stage_size_of(spec);
-  constexpr std::int64_t kMaxRanks = std::numeric_limits<int>::max();
   if (n > kMaxRanks || n * spec.pp > kMaxRanks || n * spec.pp > kMaxRanks / spec.dp) {
     violated({"KVP ", spec.kvp, " * TPA ", spec.tpa, " * PP ", spec.pp, " * DP ", spec.dp, " exceeds ",
-              kMaxRanks, " ranks"});
+              kMaxRanks, " ranks, the most of a job"});
   }
   if (spec.tpf == 0 && n % spec.ep != 0) {
     violated(

@@ -25,6 +25,10 @@ class WorkspaceArena {
   /// @throws Error(capacity) with both sizes if the workspace is too small.
   std::span<std::byte> take_bytes(std::size_t bytes) {
     const std::size_t begin = used_;
+    // Sums of absurd sizes end here and not in a buffer that is too small.
+    constexpr std::size_t kMost = std::size_t{1} << 62;
+    HELIX_EXPECTS(bytes <= kMost && used_ <= kMost, ErrorCode::capacity, "a workspace of ", used_, " and ", bytes,
+                  " more bytes exceeds the address space; use fewer tokens a step");
     used_ += round_up(bytes, kAlignment);
     if (measures_) return {};
     HELIX_EXPECTS(used_ <= capacity_, ErrorCode::capacity, "workspace is ", capacity_, " bytes; at least ",
@@ -35,9 +39,9 @@ class WorkspaceArena {
   /// A dense view of `extents`.
   template <class T, int R>
   TensorView<T, R> take(typename TensorView<T, R>::extents_type extents) {
-    std::size_t count = 1;
-    for (std::int64_t extent : extents) count *= static_cast<std::size_t>(extent);
-    return {reinterpret_cast<T*>(take_bytes(count * sizeof(T)).data()), extents};
+    std::int64_t bytes = sizeof(T);
+    for (const std::int64_t extent : extents) bytes = saturating_product(bytes, extent);
+    return {reinterpret_cast<T*>(take_bytes(static_cast<std::size_t>(bytes)).data()), extents};
   }
 
   std::size_t used_bytes() const { return used_; }

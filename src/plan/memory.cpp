@@ -4,13 +4,13 @@
 #include <cmath>
 
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
+#include <helix/limits.hpp>
 #include <helix/plan/memory.hpp>
 
 #include "plan/rank_elements.hpp"
 
 namespace helix::plan {
-
-using detail::ceil_div;
 
 namespace {
 
@@ -18,6 +18,12 @@ namespace {
 std::int64_t pages_needed(const KvLayout& layout, std::int64_t page_tokens, std::int64_t num_tokens,
                           std::int64_t kvp_rank) {
   return ceil_div(layout.length(num_tokens, kvp_rank), page_tokens);
+}
+
+std::int64_t checked_bytes(const char* what, std::int64_t bytes) {
+  HELIX_EXPECTS(bytes < kSaturated, ErrorCode::capacity, what,
+                " of a rank exceeds 2^63 bytes; use fewer or shorter sequences or smaller pages");
+  return bytes;
 }
 
 }  // namespace
@@ -32,8 +38,12 @@ std::int64_t kv_page_bytes(const Topology& topology, int stage_rank, const KvPag
   HELIX_EXPECTS(pages.element_bits >= 1 && pages.layers >= 1 && pages.page_tokens >= 1,
                 ErrorCode::invalid_argument, "kv_page_bytes: element_bits is ", pages.element_bits,
                 ", layers ", pages.layers, ", page_tokens ", pages.page_tokens, "; each must be at least 1");
-  const std::int64_t elements = kv_row_elements(topology, stage_rank) * pages.page_tokens;
-  return ceil_div(elements * pages.element_bits, 8) * pages.layers;
+  HELIX_EXPECTS(pages.element_bits <= 64 && pages.page_tokens <= kMaxPageTokens && pages.layers <= kMaxCount,
+                ErrorCode::invalid_argument, "kv_page_bytes: element_bits is ", pages.element_bits,
+                ", page_tokens ", pages.page_tokens, ", layers ", pages.layers, "; at most 64, ",
+                kMaxPageTokens, " and ", kMaxCount, " are supported");
+  const std::int64_t bits = kv_row_elements(topology, stage_rank) * pages.page_tokens * pages.element_bits;
+  return checked_bytes("a KV page", saturating_product(ceil_div(bits, std::int64_t{8}), pages.layers));
 }
 
 std::int64_t kv_page_bytes_used(const Topology& topology, int stage_rank, const KvPages& pages,
@@ -43,9 +53,11 @@ std::int64_t kv_page_bytes_used(const Topology& topology, int stage_rank, const 
   const std::int64_t page_bytes = kv_page_bytes(topology, stage_rank, pages);
   std::int64_t used = 0;
   for (const std::int64_t length : lengths) {
-    used += pages_needed(layout, pages.page_tokens, length, kvp_rank);
+    HELIX_EXPECTS(length >= 0 && length <= kMaxTokens, ErrorCode::invalid_argument, "a sequence of ", length,
+                  " tokens; at most ", kMaxTokens, " are supported");
+    used = saturating_sum(used, pages_needed(layout, pages.page_tokens, length, kvp_rank));
   }
-  return used * page_bytes;
+  return checked_bytes("the KV cache", saturating_product(used, page_bytes));
 }
 
 RankMemoryPlan plan_memory(const Model& model, const Precision& precision, const Layout& layout,

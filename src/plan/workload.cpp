@@ -3,15 +3,15 @@
 #include <cmath>
 
 #include <helix/error.hpp>
+#include <helix/limits.hpp>
 #include <helix/plan/workload.hpp>
 
 namespace helix::plan {
 
 void Workload::check() const {
-  constexpr double kMaxTokens = 1e12;
   constexpr std::int64_t kMaxCount = std::int64_t{1} << 24;
   const double length = in_tokens(context);
-  HELIX_EXPECTS(length >= 1 && length <= kMaxTokens, ErrorCode::invalid_argument, "the context is ", length,
+  HELIX_EXPECTS(length >= 1 && length <= static_cast<double>(kMaxTokens), ErrorCode::invalid_argument, "the context is ", length,
                 " tokens; it must be in [1, ", kMaxTokens, "]");
   const auto check_count = [&](const char* name, std::int64_t value) {
     HELIX_EXPECTS(value >= 1 && value <= kMaxCount, ErrorCode::invalid_argument, name, " is ", value,

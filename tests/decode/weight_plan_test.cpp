@@ -42,11 +42,14 @@ Coverage coverage(const ModelOnDisk& model, const Topology& topo) {
     for (const WeightTarget& target : plan.targets) {
       std::int64_t filled_elements = 0;
       for (const WeightSlice& slice : target.slices) {
-        filled_elements += slice.rows.size() * slice.cols.size();
+        filled_elements += slice.repeats * slice.rows.size() * slice.cols.size();
         std::vector<int>& count = counts.at(slice.tensor());
-        for (std::int64_t row = slice.rows.begin; row < slice.rows.end; ++row) {
-          for (std::int64_t col = slice.cols.begin; col < slice.cols.end; ++col) {
-            ++count.at(static_cast<std::size_t>(row * slice.source.tensor->cols() + col));
+        for (std::int64_t repeat = 0; repeat < slice.repeats; ++repeat) {
+          const Range rows = slice.rows_of(repeat);
+          for (std::int64_t row = rows.begin; row < rows.end; ++row) {
+            for (std::int64_t col = slice.cols.begin; col < slice.cols.end; ++col) {
+              ++count.at(static_cast<std::size_t>(row * slice.source.tensor->cols() + col));
+            }
           }
         }
       }

@@ -2,10 +2,9 @@
 // Opening checkpoint directories.
 #include "checkpoint/checkpoint.hpp"
 
+#include <algorithm>
 #include <set>
 #include <utility>
-
-#include <nlohmann/json.hpp>
 
 #include <helix/error.hpp>
 
@@ -13,50 +12,53 @@
 #include "checkpoint/text_file.hpp"
 
 namespace helix::decode {
+
 namespace {
 
-bool is_plain_file_name(std::string_view name) {
-  return !name.empty() && name != "." && name != ".." &&
-         name.find_first_of("/\\") == std::string_view::npos && name.find('\0') == std::string_view::npos;
-}
+constexpr std::uint64_t kMaxIndexBytes = 100'000'000;  // of a million tensors
+
+/// Sums of the files, which bound what a plan costs and keep sums of weights far inside int64.
+class Totals {
+ public:
+  explicit Totals(std::string directory) : directory_(std::move(directory)) {}
+
+  void add(const SafetensorsFile& file) {
+    constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 50;
+    constexpr std::uint64_t kMaxHeaderBytes = std::uint64_t{1} << 27;
+    tensors_ += file.tensors().size();
+    header_bytes_ += file.header_bytes();
+    bytes_ += file.size();  // before it at most 2^50, itself below 2^63
+    HELIX_EXPECTS(tensors_ <= kMaxTensors && header_bytes_ <= kMaxHeaderBytes && bytes_ <= kMaxBytes,
+                  ErrorCode::invalid_file, directory_, ": up to ", file.path(), " the weight files have ",
+                  tensors_, " tensors, ", header_bytes_, " bytes of headers and ", bytes_,
+                  " bytes in all; at most ", kMaxTensors, ", ", kMaxHeaderBytes, " and ", kMaxBytes,
+                  " are read");
+  }
+
+ private:
+  std::string directory_;
+  std::uint64_t tensors_ = 0;
+  std::uint64_t header_bytes_ = 0;
+  std::uint64_t bytes_ = 0;
+};
 
 }  // namespace
-
-std::map<std::string, std::string> parse_weight_map(std::string_view json, std::string_view file) {
-  const nlohmann::json document = parse_strict_json(json, file);
-  const auto map = document.is_object() ? document.find("weight_map") : document.end();
-  HELIX_EXPECTS(document.is_object() && map != document.end() && map->is_object() && !map->empty(),
-                ErrorCode::invalid_file, file,
-                ": weight_map is missing; expected an object of tensor names and files");
-  std::map<std::string, std::string> shards;
-  for (const auto& [tensor, shard] : map->items()) {
-    HELIX_EXPECTS(shard.is_string(), ErrorCode::invalid_file, file, ": weight_map: ", printable(tensor),
-                  " is a ", shard.type_name(), "; expected a file name");
-    const auto& name = shard.get_ref<const std::string&>();
-    HELIX_EXPECTS(is_plain_file_name(name), ErrorCode::invalid_file, file,
-                  ": weight_map: ", printable(tensor), " is in ", printable(name),
-                  "; expected the name of a file in the same directory");
-    shards.emplace(tensor, name);
-  }
-  return shards;
-}
 
 Checkpoint::Checkpoint(std::filesystem::path directory) : directory_(std::move(directory)) {
   HELIX_EXPECTS(std::filesystem::is_directory(directory_), ErrorCode::io, directory_.string(),
                 ": not a directory; expected one with config.json and model.safetensors");
+  Totals totals(directory_.string());
   config_json_ = read_text(directory_ / "config.json");
 
   const std::filesystem::path single = directory_ / "model.safetensors";
   const std::filesystem::path index = directory_ / "model.safetensors.index.json";
   if (std::filesystem::exists(single) || !std::filesystem::exists(index)) {
-    files_.emplace_back(single.string());
-    for (const TensorInfo& tensor : files_.front().tensors()) {
-      entries_.emplace(tensor.name, Entry{&files_.front(), &tensor});
-    }
+    totals.add(files_.emplace_back(single.string()));
     return;
   }
 
-  const std::map<std::string, std::string> shards = parse_weight_map(read_text(index), index.string());
+  const std::map<std::string, std::string> shards =
+      parse_weight_map(read_text(index, kMaxIndexBytes), index.string());
   std::set<std::string> names;
   for (const auto& [tensor, shard] : shards) names.insert(shard);
   files_.reserve(names.size());  // entries_ points into it
@@ -65,8 +67,11 @@ Checkpoint::Checkpoint(std::filesystem::path directory) : directory_(std::move(d
     const std::filesystem::path path = directory_ / name;
     HELIX_EXPECTS(std::filesystem::exists(path), ErrorCode::io, path.string(), ": missing, but ",
                   index.string(), " names it; fetch the whole checkpoint");
-    by_name.emplace(name, &files_.emplace_back(path.string()));
+    const SafetensorsFile& file = files_.emplace_back(path.string());
+    totals.add(file);
+    by_name.emplace(name, &file);
   }
+  entries_.reserve(shards.size());
   for (const auto& [tensor, shard] : shards) {
     const SafetensorsFile* file = by_name.at(shard);
     const TensorInfo* info = file->find(tensor);
@@ -76,7 +81,15 @@ Checkpoint::Checkpoint(std::filesystem::path directory) : directory_(std::move(d
   }
 }
 
+std::size_t Checkpoint::num_tensors() const {
+  return is_single() ? files_.front().tensors().size() : entries_.size();
+}
+
 Checkpoint::Entry Checkpoint::find(std::string_view name) const {
+  if (is_single()) {
+    const TensorInfo* tensor = files_.front().find(name);
+    return tensor == nullptr ? Entry{} : Entry{&files_.front(), tensor};
+  }
   const auto found = entries_.find(name);
   return found == entries_.end() ? Entry{} : found->second;
 }

@@ -28,8 +28,8 @@ class Checkpoint {
     const TensorInfo* tensor = nullptr;
   };
 
-  /// Reads config.json and maps model.safetensors, or else every shard of model.safetensors.index.json. Reads
-  /// no tensor data.
+  /// Reads config.json and opens model.safetensors, or else every shard of model.safetensors.index.json.
+  /// Reads no tensor data.
   /// @throws Error(io) if a file is missing, Error(invalid_file) if one is not sound or lacks a tensor of the
   /// index.
   explicit Checkpoint(std::filesystem::path directory);
@@ -42,16 +42,19 @@ class Checkpoint {
   const std::vector<SafetensorsFile>& files() const { return files_; }
 
   /// Number of tensors that find() knows.
-  std::size_t num_tensors() const { return entries_.size(); }
+  std::size_t num_tensors() const;
 
   /// Null members if there is no tensor of that name.
   Entry find(std::string_view name) const;
 
  private:
+  /// One file without an index finds its tensors by itself.
+  bool is_single() const { return entries_.empty(); }
+
   std::filesystem::path directory_;
   std::string config_json_;
   std::vector<SafetensorsFile> files_;
-  std::unordered_map<std::string_view, Entry> entries_;  // keys are the names inside files_
+  std::unordered_map<std::string_view, Entry> entries_;  // with an index; keys are the names inside files_
 };
 
 }  // namespace helix::decode

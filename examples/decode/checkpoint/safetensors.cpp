@@ -1,19 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Header parsing and mapping of safetensors files.
+// Headers and data of safetensors files.
 #include "checkpoint/safetensors.hpp"
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
-#include <cstring>
 #include <limits>
 #include <utility>
 
-#include <fcntl.h>
 #include <nlohmann/json.hpp>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <helix/error.hpp>
 
@@ -159,6 +153,7 @@ class HeaderReader {
         if (!has_dtype_) fail("dtype is missing");
         if (!has_shape_) fail("shape is missing");
         if (!has_offsets_) fail("data_offsets is missing");
+        if (tensors_.size() == kMaxTensors) fail("is one of more than ", kMaxTensors, " tensors");
         tensors_.push_back(std::move(tensor_));
         tensor_ = {};
         state_ = State::top;
@@ -270,30 +265,47 @@ void check_extent(const TensorInfo& tensor, std::uint64_t data_bytes, std::strin
   }
 }
 
-/// Every byte of the data belongs to exactly one tensor.
-void check_coverage(const std::vector<TensorInfo>& tensors, std::uint64_t data_bytes, std::string_view file) {
-  std::vector<const TensorInfo*> order;
-  order.reserve(tensors.size());
-  for (const TensorInfo& tensor : tensors) order.push_back(&tensor);
-  std::sort(order.begin(), order.end(), [](const TensorInfo* a, const TensorInfo* b) {
-    return std::pair(a->begin, a->end) < std::pair(b->begin, b->end);
-  });
+/// First byte of a tensor, and one past its last.
+using Extent = std::pair<std::uint64_t, std::uint64_t>;
+
+/// Every byte of the data belongs to exactly one tensor. `extents`: those of `tensors`, in any order.
+void check_coverage(std::vector<Extent> extents, const std::vector<TensorInfo>& tensors,
+                    std::uint64_t data_bytes, std::string_view file) {
+  // Most headers have the order of the data.
+  if (!std::is_sorted(extents.begin(), extents.end())) std::sort(extents.begin(), extents.end());
   std::uint64_t covered = 0;
-  for (const TensorInfo* tensor : order) {
-    HELIX_EXPECTS(tensor->begin >= covered, ErrorCode::invalid_file, file, ": tensor ",
-                  printable(tensor->name), ": data_offsets [", tensor->begin, ", ", tensor->end,
-                  "] overlap another tensor that ends at ", covered);
-    HELIX_EXPECTS(tensor->begin == covered, ErrorCode::invalid_file, file, ": tensor ",
-                  printable(tensor->name), ": data_offsets [", tensor->begin, ", ", tensor->end,
-                  "] leave a hole: no tensor has bytes [", covered, ", ", tensor->begin, ")");
-    covered = tensor->end;
+  for (const auto& [begin, end] : extents) {
+    if (begin != covered) {
+      const auto tensor = std::find_if(tensors.rbegin(), tensors.rend(),
+                                       [&](const TensorInfo& t) { return t.begin == begin && t.end == end; });
+      HELIX_EXPECTS(begin > covered, ErrorCode::invalid_file, file, ": tensor ", printable(tensor->name),
+                    ": data_offsets [", begin, ", ", end, "] overlap another tensor that ends at ", covered);
+      throw Error(ErrorCode::invalid_file, file, ": tensor ", printable(tensor->name), ": data_offsets [",
+                  begin, ", ", end, "] leave a hole: no tensor has bytes [", covered, ", ", begin, ")");
+    }
+    covered = end;
   }
   HELIX_EXPECTS(covered == data_bytes, ErrorCode::invalid_file, file, ": tensors end at byte ", covered,
                 " of the data, which has ", data_bytes);
 }
 
-[[noreturn]] void throw_io(const std::string& path, const char* what) {
-  throw Error(ErrorCode::io, path, ": ", what, ": ", std::strerror(errno));
+/// The length of the header at the beginning of `bytes`, at least 8.
+std::uint64_t header_length(std::span<const std::byte> bytes) {
+  std::uint64_t length = 0;
+  for (unsigned i = 0; i < kLengthBytes; ++i) length |= static_cast<std::uint64_t>(bytes[i]) << (8 * i);
+  return length;
+}
+
+/// The beginning of the file: its header as far as the file and the format let it go.
+std::vector<std::byte> read_header(const RegularFile& file) {
+  std::vector<std::byte> bytes(static_cast<std::size_t>(std::min(file.size(), kLengthBytes)));
+  file.read(0, bytes);
+  if (bytes.size() < kLengthBytes) return bytes;
+  const std::uint64_t length = std::min(header_length(bytes), file.size() - kLengthBytes);
+  if (length > kMaxHeaderBytes) return bytes;
+  bytes.resize(static_cast<std::size_t>(kLengthBytes + length));
+  file.read(0, bytes);
+  return bytes;
 }
 
 }  // namespace
@@ -319,8 +331,7 @@ SafetensorsHeader parse_safetensors_header(std::span<const std::byte> bytes, std
                                            std::string_view file) {
   HELIX_EXPECTS(file_size >= kLengthBytes && bytes.size() >= kLengthBytes, ErrorCode::invalid_file, file,
                 ": has ", file_size, " bytes; a safetensors file starts with an 8-byte header size");
-  std::uint64_t header_bytes = 0;
-  for (unsigned i = 0; i < kLengthBytes; ++i) header_bytes |= static_cast<std::uint64_t>(bytes[i]) << (8 * i);
+  const std::uint64_t header_bytes = header_length(bytes);
   HELIX_EXPECTS(header_bytes <= kMaxHeaderBytes, ErrorCode::invalid_file, file, ": header size is ",
                 header_bytes, "; the format allows at most ", kMaxHeaderBytes);
   const std::uint64_t available = std::min<std::uint64_t>(file_size, bytes.size()) - kLengthBytes;
@@ -336,8 +347,13 @@ SafetensorsHeader parse_safetensors_header(std::span<const std::byte> bytes, std
   SafetensorsHeader header;
   header.tensors = reader.take_tensors();
   header.data_offset = kLengthBytes + header_bytes;
-  std::sort(header.tensors.begin(), header.tensors.end(),
-            [](const TensorInfo& a, const TensorInfo& b) { return a.name < b.name; });
+  std::vector<Extent> extents;
+  extents.reserve(header.tensors.size());
+  for (const TensorInfo& tensor : header.tensors) extents.emplace_back(tensor.begin, tensor.end);
+  const auto is_before = [](const TensorInfo& a, const TensorInfo& b) { return a.name < b.name; };
+  if (!std::is_sorted(header.tensors.begin(), header.tensors.end(), is_before)) {
+    std::sort(header.tensors.begin(), header.tensors.end(), is_before);
+  }
   const auto twin =
       std::adjacent_find(header.tensors.begin(), header.tensors.end(),
                          [](const TensorInfo& a, const TensorInfo& b) { return a.name == b.name; });
@@ -345,61 +361,13 @@ SafetensorsHeader parse_safetensors_header(std::span<const std::byte> bytes, std
                 printable(twin->name), " appears twice");
   const std::uint64_t data_bytes = file_size - header.data_offset;
   for (const TensorInfo& tensor : header.tensors) check_extent(tensor, data_bytes, file);
-  check_coverage(header.tensors, data_bytes, file);
+  check_coverage(std::move(extents), header.tensors, data_bytes, file);
   return header;
 }
 
-SafetensorsFile::SafetensorsFile(std::string path) : path_(std::move(path)) {
-  const int descriptor = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC);
-  if (descriptor < 0) throw_io(path_, "cannot open");
-  struct stat status = {};
-  if (::fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) {
-    ::close(descriptor);
-    throw Error(ErrorCode::io, path_, ": not a regular file");
-  }
-  const auto size = static_cast<std::size_t>(status.st_size);
-  if (size > 0) {
-    void* address = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, descriptor, 0);
-    if (address == MAP_FAILED) {
-      const int failure = errno;
-      ::close(descriptor);
-      errno = failure;
-      throw_io(path_, "cannot map");
-    }
-    mapping_ = {static_cast<const std::byte*>(address), size};
-  }
-  ::close(descriptor);  // the mapping keeps the file
-  try {
-    header_ = parse_safetensors_header(mapping_, size, path_);
-  } catch (...) {
-    unmap();
-    throw;
-  }
-  release(mapping_.first(static_cast<std::size_t>(header_.data_offset)));
-}
-
-SafetensorsFile::~SafetensorsFile() {
-  unmap();
-}
-
-SafetensorsFile::SafetensorsFile(SafetensorsFile&& other) noexcept
-    : path_(std::move(other.path_)),
-      mapping_(std::exchange(other.mapping_, {})),
-      header_(std::move(other.header_)) {}
-
-SafetensorsFile& SafetensorsFile::operator=(SafetensorsFile&& other) noexcept {
-  if (this != &other) {
-    unmap();
-    path_ = std::move(other.path_);
-    mapping_ = std::exchange(other.mapping_, {});
-    header_ = std::move(other.header_);
-  }
-  return *this;
-}
-
-void SafetensorsFile::unmap() noexcept {
-  if (!mapping_.empty()) ::munmap(const_cast<std::byte*>(mapping_.data()), mapping_.size());
-  mapping_ = {};
+SafetensorsFile::SafetensorsFile(const std::string& path) : file_(path) {
+  header_ = parse_safetensors_header(read_header(file_), file_.size(), path);
+  mapping_ = std::make_unique<MappedFile>(file_);
 }
 
 const TensorInfo* SafetensorsFile::find(std::string_view name) const {
@@ -409,19 +377,18 @@ const TensorInfo* SafetensorsFile::find(std::string_view name) const {
   return found != header_.tensors.end() && found->name == name ? &*found : nullptr;
 }
 
+void SafetensorsFile::read(const TensorInfo& tensor, std::uint64_t offset,
+                           std::span<std::byte> target) const {
+  file_.read(header_.data_offset + tensor.begin + offset, target);
+}
+
 std::span<const std::byte> SafetensorsFile::data(const TensorInfo& tensor) const {
-  return mapping_.subspan(static_cast<std::size_t>(header_.data_offset + tensor.begin),
-                          static_cast<std::size_t>(tensor.end - tensor.begin));
+  return mapping_->bytes().subspan(static_cast<std::size_t>(header_.data_offset + tensor.begin),
+                                   static_cast<std::size_t>(tensor.end - tensor.begin));
 }
 
 void SafetensorsFile::release(std::span<const std::byte> bytes) const noexcept {
-  if (bytes.empty()) return;
-  // Rounding outwards is safe: the mapping is read-only, so a neighbour's page comes back from the page
-  // cache.
-  static const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
-  const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data()) / page * page;
-  const auto end = reinterpret_cast<std::uintptr_t>(bytes.data()) + bytes.size();
-  ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+  mapping_->release(bytes);
 }
 
 }  // namespace helix::decode

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// SafetensorsFile: a safetensors file mapped read-only, every byte of its header validated before use.
+// SafetensorsFile: a safetensors file, every byte of its header validated before use.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -11,6 +12,9 @@
 #include <vector>
 
 #include <helix/dtype.hpp>
+
+#include "checkpoint/mapped_file.hpp"
+#include "checkpoint/regular_file.hpp"
 
 namespace helix::decode {
 
@@ -44,35 +48,44 @@ struct SafetensorsHeader {
 SafetensorsHeader parse_safetensors_header(std::span<const std::byte> bytes, std::uint64_t file_size,
                                            std::string_view file);
 
-/// A mapped file. Const functions may be called from many threads at once.
+/// Most tensors of a checkpoint. The largest have 300,000.
+inline constexpr std::size_t kMaxTensors = std::size_t{1} << 19;
+
+/// An open file. Const functions may be called from many threads at once.
 class SafetensorsFile {
  public:
-  /// Maps the file and validates its header. Reads no tensor data.
-  /// @throws Error(io) if it cannot be opened or mapped, Error(invalid_file) if its header is not sound.
-  explicit SafetensorsFile(std::string path);
-  ~SafetensorsFile();
-  SafetensorsFile(SafetensorsFile&& other) noexcept;
-  SafetensorsFile& operator=(SafetensorsFile&& other) noexcept;
+  /// Opens the file and validates its header. Reads no tensor data.
+  /// @throws Error(io) if it cannot be opened, read or mapped, Error(invalid_file) if its header is not
+  /// sound.
+  explicit SafetensorsFile(const std::string& path);
 
-  const std::string& path() const { return path_; }
+  const std::string& path() const { return file_.path(); }
+  /// Bytes of the file.
+  std::uint64_t size() const { return file_.size(); }
+  /// Bytes before the data.
+  std::uint64_t header_bytes() const { return header_.data_offset; }
   const std::vector<TensorInfo>& tensors() const { return header_.tensors; }
 
   /// nullptr if there is none of that name.
   const TensorInfo* find(std::string_view name) const;
 
-  /// The bytes of one of this file's tensors, at any alignment.
+  /// Copies the bytes from `offset` of one of this file's tensors on to `target`. Leaves nothing resident but
+  /// `target`.
+  /// @throws Error(io) naming the file if it is shorter than it was when it was opened.
+  void read(const TensorInfo& tensor, std::uint64_t offset, std::span<std::byte> target) const;
+
+  /// The bytes of one of this file's tensors in place, at any alignment. Touching them after the file shrank
+  /// raises SIGBUS, which guard_mappings() turns into a message: what is read once is better read().
   std::span<const std::byte> data(const TensorInfo& tensor) const;
 
-  /// Gives back the resident pages under `bytes` (part of data()): reading them again faults them in from the
-  /// file.
+  /// Gives back the resident pages under `bytes` (part of data()): touching them again faults them in from
+  /// the file.
   void release(std::span<const std::byte> bytes) const noexcept;
 
  private:
-  void unmap() noexcept;
-
-  std::string path_;
-  std::span<const std::byte> mapping_;
+  RegularFile file_;
   SafetensorsHeader header_;
+  std::unique_ptr<MappedFile> mapping_;
 };
 
 }  // namespace helix::decode

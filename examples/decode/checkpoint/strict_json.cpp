@@ -2,18 +2,85 @@
 // The bounded JSON parser.
 #include "checkpoint/strict_json.hpp"
 
-#include <set>
+#include <utility>
 #include <vector>
 
 #include <nlohmann/json.hpp>
 
 #include <helix/error.hpp>
 
+#include "checkpoint/json_events.hpp"
+
 namespace helix::decode {
 namespace {
 
-constexpr std::size_t kMaxNesting = 16;
 constexpr std::size_t kMaxQuotedBytes = 100;
+
+/// Builds the document. nlohmann's parser with a callback, which also could refuse, looks at all elements of
+/// an array each time that one ends: 24 s for 1 MB.
+class DocumentBuilder : public JsonEvents {
+ public:
+  using JsonEvents::JsonEvents;
+
+  nlohmann::json take() { return std::move(document_); }
+
+  bool null() override { return add(nullptr); }
+  bool boolean(bool value) override { return add(value); }
+  bool number_integer(std::int64_t value) override { return add(value); }
+  bool number_unsigned(std::uint64_t value) override { return add(value); }
+  bool number_float(double value, const std::string&) override { return add(value); }
+  bool string(std::string& value) override { return add(std::move(value)); }
+  bool start_object(std::size_t) override { return open(nlohmann::json::value_t::object); }
+  bool start_array(std::size_t) override { return open(nlohmann::json::value_t::array); }
+  bool end_object() override { return close(); }
+  bool end_array() override { return close(); }
+
+  bool key(std::string& key) override {
+    const auto [at, is_new] = open_.back()->get_ref<nlohmann::json::object_t&>().try_emplace(std::move(key));
+    HELIX_EXPECTS(is_new, ErrorCode::invalid_file, file(), ": key ", printable(at->first),
+                  " appears twice in one object");
+    member_ = &at->second;
+    return true;
+  }
+
+ private:
+  /// Puts `value` in the next place. The place stays where it is while the value is open: its array or object
+  /// gets another one only once it is closed.
+  template <class T>
+  bool add(T&& value) {
+    HELIX_EXPECTS(++num_values_ <= kMaxJsonValues, ErrorCode::invalid_file, file(), ": holds more than ",
+                  kMaxJsonValues, " JSON values; no config or measurement does");
+    if (open_.empty()) {
+      document_ = std::forward<T>(value);
+      last_ = &document_;
+    } else if (open_.back()->is_array()) {
+      last_ = &open_.back()->get_ref<nlohmann::json::array_t&>().emplace_back(std::forward<T>(value));
+    } else {
+      *member_ = std::forward<T>(value);
+      last_ = member_;
+    }
+    return true;
+  }
+
+  bool open(nlohmann::json::value_t kind) {
+    HELIX_EXPECTS(open_.size() < kMaxNesting, ErrorCode::invalid_file, file(), ": JSON nested deeper than ",
+                  kMaxNesting, " levels");
+    add(kind);
+    open_.push_back(last_);
+    return true;
+  }
+
+  bool close() {
+    open_.pop_back();
+    return true;
+  }
+
+  nlohmann::json document_;
+  std::vector<nlohmann::json*> open_;
+  nlohmann::json* member_ = nullptr;  // of the innermost object, whose key came last
+  nlohmann::json* last_ = nullptr;
+  std::size_t num_values_ = 0;
+};
 
 }  // namespace
 
@@ -24,38 +91,9 @@ std::string printable(std::string_view text) {
 }
 
 nlohmann::json parse_strict_json(std::string_view text, std::string_view file) {
-  using Event = nlohmann::json::parse_event_t;
-  std::vector<std::set<std::string>> open;  // keys seen in each open object; arrays stay empty
-  const auto watch = [&](int, Event event, nlohmann::json& parsed) {
-    switch (event) {
-      case Event::object_start:
-      case Event::array_start:
-        open.emplace_back();
-        HELIX_EXPECTS(open.size() <= kMaxNesting, ErrorCode::invalid_file, file, ": JSON nested deeper than ",
-                      kMaxNesting, " levels");
-        break;
-      case Event::object_end:
-      case Event::array_end:
-        open.pop_back();
-        break;
-      case Event::key: {
-        const auto& key = parsed.get_ref<const std::string&>();
-        HELIX_EXPECTS(open.back().insert(key).second, ErrorCode::invalid_file, file, ": key ", printable(key),
-                      " appears twice in one object");
-        break;
-      }
-      case Event::value:
-        break;
-    }
-    return true;
-  };
-  try {
-    return nlohmann::json::parse(text.begin(), text.end(), watch);
-  } catch (const nlohmann::json::exception& error) {
-    // The library quotes the offending bytes, which may be anything.
-    const std::string message = printable(std::string_view(error.what()));
-    throw Error(ErrorCode::invalid_file, file, ": not valid JSON: ", message);
-  }
+  DocumentBuilder builder(file);
+  builder.parse(text);
+  return builder.take();
 }
 
 }  // namespace helix::decode

@@ -1,29 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/text_file.hpp"
 
-#include <cerrno>
-#include <cstdint>
-#include <cstring>
 #include <fstream>
-#include <system_error>
+#include <span>
 
 #include <helix/error.hpp>
 
+#include "checkpoint/regular_file.hpp"
+
 namespace helix::decode {
 
-std::string read_text(const std::filesystem::path& file) {
-  constexpr std::uintmax_t kMaxBytes = 100'000'000;
-  std::error_code failure;
-  const std::uintmax_t size = std::filesystem::file_size(file, failure);
-  HELIX_EXPECTS(!failure, ErrorCode::io, file.string(), ": cannot open: ", failure.message());
-  HELIX_EXPECTS(size <= kMaxBytes, ErrorCode::invalid_file, file.string(), ": has ", size,
-                " bytes; expected at most ", kMaxBytes);
-  std::ifstream in(file, std::ios::binary);
-  HELIX_EXPECTS(in.good(), ErrorCode::io, file.string(), ": cannot open: ", std::strerror(errno));
-  std::string text(static_cast<std::size_t>(size), '\0');
-  in.read(text.data(), static_cast<std::streamsize>(size));
-  HELIX_EXPECTS(in.gcount() == static_cast<std::streamsize>(size), ErrorCode::io, file.string(), ": read ",
-                in.gcount(), " of ", size, " bytes");
+std::string read_text(const std::filesystem::path& path, std::uint64_t max_bytes) {
+  const RegularFile file(path);
+  HELIX_EXPECTS(file.size() <= max_bytes, ErrorCode::invalid_file, file.path(), ": has ", file.size(),
+                " bytes; expected at most ", max_bytes);
+  std::string text(static_cast<std::size_t>(file.size()), '\0');
+  file.read(0, std::as_writable_bytes(std::span(text)));
   return text;
 }
 

@@ -14,6 +14,7 @@
 #include <helix/error.hpp>
 
 #include "checkpoint/checkpoint.hpp"
+#include "checkpoint/mapped_file.hpp"
 #include "cli/launch.hpp"
 #include "cli/nccl_environment.hpp"
 #include "cli/options.hpp"
@@ -130,6 +131,7 @@ std::unique_ptr<Launcher> find_launcher(Device device, std::chrono::seconds time
 
 int main(int argc, char** argv) {
   using namespace helix::decode;
+  guard_mappings("helix-decode");
   helix::turn_nccl_multicast_off();
   helix::promise_nccl_one_graph_at_a_time();
   std::unique_ptr<Launcher> launcher = make_thread_launcher();  // until it is known what this process is of

@@ -3,17 +3,16 @@
 #include "cli/options.hpp"
 
 #include <charconv>
-#include <fstream>
 #include <iostream>
-#include <limits>
 #include <sstream>
 #include <string_view>
 
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
-#include <nlohmann/json.hpp>
 
 #include <helix/error.hpp>
+
+#include "checkpoint/token_lists.hpp"
 
 namespace helix::decode {
 
@@ -195,28 +194,6 @@ TokenIds parse_ids(const std::string& text, const std::string& what) {
   }
   HELIX_EXPECTS(!ids.empty(), ErrorCode::invalid_argument, what, " is empty; give ids as \"1,2,3\"");
   return ids;
-}
-
-std::vector<TokenIds> read_token_lists(const std::filesystem::path& file) {
-  std::ifstream in(file);
-  HELIX_EXPECTS(in.good(), ErrorCode::io, file.string(), ": cannot be opened");
-  const nlohmann::json json = nlohmann::json::parse(in, nullptr, /*allow_exceptions=*/false);
-  HELIX_EXPECTS(json.is_array(), ErrorCode::invalid_file, file.string(),
-                ": expected a JSON array of arrays of token ids");
-  std::vector<TokenIds> lists;
-  for (std::size_t i = 0; i < json.size(); ++i) {
-    HELIX_EXPECTS(json[i].is_array(), ErrorCode::invalid_file, file.string(), ": entry ", i, " is ",
-                  json[i].type_name(), ", not an array of token ids");
-    TokenIds& ids = lists.emplace_back();
-    for (const auto& value : json[i]) {
-      HELIX_EXPECTS(value.is_number_integer() && value >= std::numeric_limits<std::int32_t>::min() &&
-                        value <= std::numeric_limits<std::int32_t>::max(),
-                    ErrorCode::invalid_file, file.string(), ": entry ", i, " holds ", value.dump(),
-                    ", not a token id");
-      ids.push_back(value.get<std::int32_t>());
-    }
-  }
-  return lists;
 }
 
 std::optional<Options> parse_options(int argc, char** argv) {

@@ -44,7 +44,4 @@ std::optional<Options> parse_options(int argc, char** argv);
 /// "1, 2, 3" -> ids. @throws Error(invalid_argument) naming `what` and the text.
 TokenIds parse_ids(const std::string& text, const std::string& what);
 
-/// A JSON array of arrays of token ids. @throws Error(io) or Error(invalid_file).
-std::vector<TokenIds> read_token_lists(const std::filesystem::path& file);
-
 }  // namespace helix::decode

@@ -47,8 +47,8 @@ class StageWeights : public StageWeightViews {
   std::vector<typename B::Buffer> buffers_;
 };
 
-/// Loads the slices of `world_rank` straight from the mapped files. Allocates, and waits for `stream`.
-/// @throws as plan_weights().
+/// Loads the slices of `world_rank` a few MiB at a time. Allocates, and waits for `stream`.
+/// @throws as plan_weights() and stream_weights().
 template <class B>
 StageWeights<B> load_stage_weights(B& backend, const ModelConfig& config, const Checkpoint& checkpoint,
                                    const Topology& topo, int world_rank, typename B::Stream stream,

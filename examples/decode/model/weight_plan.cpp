@@ -32,6 +32,8 @@ struct Piece {
   std::int64_t target_row = 0;
   std::int64_t target_col = 0;
   bool is_transposed = false;
+  std::int64_t repeats = 1;
+  std::int64_t row_stride = 0;
 };
 
 class PlanBuilder {
@@ -135,26 +137,19 @@ class PlanBuilder {
     // kv_b_proj stacks, head by head, the rows that make keys (W_UK) and the rows that make values (W_UV).
     const std::string kv_b = name("self_attn.kv_b_proj.weight");
     const std::int64_t stride = mla.qk_nope_head_dim + mla.v_head_dim;
-    std::vector<Piece> uk;
-    for (std::int64_t head = 0; head < heads; ++head) {
-      const std::int64_t row = head * stride;
-      uk.push_back({kv_b,
-                    heads * stride,
-                    latent,
-                    {row, row + mla.qk_nope_head_dim},
-                    all(latent),
-                    head * latent,
-                    0,
-                    true});
-    }
-    add(WeightRole::w_uk, std::move(uk));
-    std::vector<Piece> uv;
+    // A run of heads is one piece: a plan of 128 heads in 61 layers would hold 16,000, a hostile one
+    // millions.
+    Piece uk = some_rows(kv_b, heads * stride, latent, {0, mla.qk_nope_head_dim});
+    uk.is_transposed = true;
+    uk.repeats = heads;
+    uk.row_stride = stride;
+    add(WeightRole::w_uk, {std::move(uk)});
     const Range combined = topo_.combined_heads(at_.stage_rank);
-    for (std::int64_t head = combined.begin; head < combined.end; ++head) {
-      const std::int64_t row = head * stride + mla.qk_nope_head_dim;
-      uv.push_back(some_rows(kv_b, heads * stride, latent, {row, row + mla.v_head_dim}));
-    }
-    add_stacked(WeightRole::w_uv, std::move(uv));
+    const std::int64_t first = combined.begin * stride + mla.qk_nope_head_dim;
+    Piece uv = some_rows(kv_b, heads * stride, latent, {first, first + mla.v_head_dim});
+    uv.repeats = combined.size();
+    uv.row_stride = stride;
+    add(WeightRole::w_uv, {std::move(uv)});
     add(WeightRole::attention_out,
         {some_cols(name("self_attn.o_proj.weight"), config_.shape.hidden, heads * mla.v_head_dim,
                    topo_.output_projection_rows(at_.stage_rank, mla.v_head_dim))});
@@ -246,7 +241,7 @@ class PlanBuilder {
     for (const Piece& piece : pieces) {
       const std::int64_t rows = piece.is_transposed ? piece.cols.size() : piece.rows.size();
       const std::int64_t cols = piece.is_transposed ? piece.rows.size() : piece.cols.size();
-      target.rows = std::max(target.rows, piece.target_row + rows);
+      target.rows = std::max(target.rows, piece.target_row + piece.repeats * rows);
       target.cols = std::max(target.cols, piece.target_col + cols);
       const std::optional<WeightSlice> slice = look_up(piece);
       if (!slice) continue;
@@ -255,6 +250,7 @@ class PlanBuilder {
       common = dtype;
       target.slices.push_back(*slice);
     }
+    if (!problems_.empty()) return;  // what no file bounds has no size
     target.dtype = is_uniform ? common.value_or(DType::f32) : DType::f32;
     target.buffer = plan_.buffer_bytes.size() - 1;
     target.offset = plan_.buffer_bytes.back();
@@ -290,6 +286,8 @@ class PlanBuilder {
     slice.target_row = piece.target_row;
     slice.target_col = piece.target_col;
     slice.is_transposed = piece.is_transposed;
+    slice.repeats = piece.repeats;
+    slice.row_stride = piece.row_stride;
     return slice;
   }
 

@@ -49,8 +49,8 @@ enum class WeightRole : std::uint8_t {
   shared_down_bias
 };
 
-/// A rectangle of one tensor of the checkpoint, and the row or column of the target where it goes. 1-D
-/// tensors are one row.
+/// A rectangle of one tensor of the checkpoint, or a run of equal ones, and the row or column of the target
+/// where it goes. 1-D tensors are one row.
 struct WeightSlice {
   Checkpoint::Entry source;
   Checkpoint::Entry scale;  ///< fp8: the block scales to multiply with; else null.
@@ -59,6 +59,18 @@ struct WeightSlice {
   std::int64_t target_row = 0;
   std::int64_t target_col = 0;
   bool is_transposed = false;  ///< target[target_row + c, target_col + r] = source[r, c]
+  std::int64_t repeats = 1;    ///< Rectangles of this size: one each of a run of heads.
+  std::int64_t row_stride =
+      0;  ///< Source rows from one rectangle to the next; target rows: see target_rows().
+
+  /// Rows of the target that one rectangle fills, and by which the next lies below it.
+  std::int64_t target_rows() const { return is_transposed ? cols.size() : rows.size(); }
+  /// Columns of the target that one rectangle fills.
+  std::int64_t target_cols() const { return is_transposed ? rows.size() : cols.size(); }
+  /// Source rows of rectangle `index`.
+  Range rows_of(std::int64_t index) const {
+    return {rows.begin + index * row_stride, rows.end + index * row_stride};
+  }
 
   const std::string& tensor() const { return source.tensor->name; }
 };

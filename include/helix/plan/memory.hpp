@@ -32,7 +32,7 @@ HELIX_API std::int64_t kv_page_bytes(const Topology& topology, int stage_rank, c
 
 /// Bytes of the pages that hold `lengths[i]` global tokens of sequence i on `stage_rank`:
 /// ShardedKVCache::allocated_bytes() after growing to them. @throws Error(invalid_argument) for sizes
-/// below 1.
+/// below 1 or above helix/limits.hpp's, Error(capacity) if they come to 2^63 bytes.
 HELIX_API std::int64_t kv_page_bytes_used(const Topology& topology, int stage_rank, const KvPages& pages,
                                           std::span<const std::int64_t> lengths);
 

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// Mappings, and the handler that knows them.
+#include "checkpoint/mapped_file.hpp"
+
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <cstdint>
+#include <cstring>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <helix/error.hpp>
+
+namespace helix::decode {
+namespace {
+
+/// A mapping as the handler reads it, which may interrupt anything: no lock, no allocation.
+struct Known {
+  static constexpr std::size_t kMaxName = 4096;  // Linux's PATH_MAX
+
+  std::atomic<std::uintptr_t> begin{0};  // 0: free, 1: being written
+  std::atomic<std::uintptr_t> end{0};
+  std::array<char, kMaxName> name{};
+};
+
+/// Files of a checkpoint that are named; more of them are mapped as well, and end the process without a name.
+std::array<Known, 512> g_known;
+const char* g_program = "";
+
+void enter(std::span<const std::byte> bytes, const std::string& path) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data());
+  for (Known& known : g_known) {
+    std::uintptr_t expected = 0;
+    if (!known.begin.compare_exchange_strong(expected, 1)) continue;
+    std::strncpy(known.name.data(), path.c_str(), known.name.size() - 1);
+    known.end.store(begin + bytes.size());
+    known.begin.store(begin);
+    return;
+  }
+}
+
+void leave(std::span<const std::byte> bytes) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data());
+  for (Known& known : g_known) {
+    if (known.begin.load() == begin) known.begin.store(0);
+  }
+}
+
+void write_text(const char* text) {
+  const ssize_t ignored = ::write(STDERR_FILENO, text, std::strlen(text));
+  static_cast<void>(ignored);
+}
+
+void on_bus_error(int signal, siginfo_t* info, void*) {
+  const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
+  for (const Known& known : g_known) {
+    const std::uintptr_t begin = known.begin.load();
+    if (begin <= 1 || address < begin || address >= known.end.load()) continue;
+    write_text(g_program);
+    write_text(": ");
+    write_text(known.name.data());
+    write_text(": shrank or became unreadable while it was in use\n");
+    ::_exit(1);
+  }
+  std::signal(signal, SIG_DFL);  // the access is repeated, and ends the process
+}
+
+}  // namespace
+
+MappedFile::MappedFile(const RegularFile& file) {
+  if (file.size() == 0) return;
+  const auto size = static_cast<std::size_t>(file.size());
+  void* address = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.descriptor(), 0);
+  HELIX_EXPECTS(address != MAP_FAILED, ErrorCode::io, file.path(), ": cannot map: ", std::strerror(errno));
+  bytes_ = {static_cast<const std::byte*>(address), size};
+  enter(bytes_, file.path());
+}
+
+MappedFile::~MappedFile() {
+  if (bytes_.empty()) return;
+  leave(bytes_);
+  ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
+}
+
+void MappedFile::release(std::span<const std::byte> bytes) const noexcept {
+  if (bytes.empty()) return;
+  // Rounding outwards is safe: the mapping is read-only, so a neighbour's page comes back from the page
+  // cache.
+  static const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data()) / page * page;
+  const auto end = reinterpret_cast<std::uintptr_t>(bytes.data()) + bytes.size();
+  ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+}
+
+void guard_mappings(const char* program) {
+  g_program = program;
+  struct sigaction action = {};
+  action.sa_sigaction = on_bus_error;
+  action.sa_flags = SA_SIGINFO;
+  sigemptyset(&action.sa_mask);
+  ::sigaction(SIGBUS, &action, nullptr);
+}
+
+}  // namespace helix::decode

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// The largest sizes that the library takes, orders of magnitude beyond any model or machine.
+#pragma once
+
+#include <cstdint>
+
+namespace helix {
+
+// What a public header checks against these cannot overflow int64 afterwards. The largest products:
+// - a position on a rank, its chunk times KVP: kMaxTokens * kMaxRanks = 2^56;
+// - a page's elements: kMaxPageTokens * kMaxRowElements = 2^55, and its bits: 2^60;
+// - a step's widest buffer, the chosen experts' inputs, products and outputs: kMaxStepTokens * 2^12 choices *
+//   4 * kMaxWidth = 2^58 elements, 2^60 bytes; logits of a step: kMaxStepTokens * kMaxVocabulary = 2^48.
+// Sums over layers, pages and sequences may come to more: they saturate (integers.hpp) and are refused.
+
+/// Tokens of a sequence, of a KvLayout chunk, and of all pages of a stage.
+inline constexpr std::int64_t kMaxTokens = std::int64_t{1} << 40;
+/// Local tokens of a page.
+inline constexpr std::int64_t kMaxPageTokens = std::int64_t{1} << 24;
+/// Pages of a rank, which page tables name in 32 bits.
+inline constexpr std::int64_t kMaxPages = (std::int64_t{1} << 31) - 1;
+/// Sequences of a job.
+inline constexpr std::int64_t kMaxSequences = std::int64_t{1} << 20;
+/// Query tokens of a step, over all sequences.
+inline constexpr std::int64_t kMaxStepTokens = std::int64_t{1} << 20;
+/// Ranks of a job, and of each of its groups.
+inline constexpr std::int64_t kMaxRanks = std::int64_t{1} << 16;
+/// Layers, heads and experts of a model.
+inline constexpr std::int64_t kMaxCount = std::int64_t{1} << 20;
+/// Experts that a token visits.
+inline constexpr std::int64_t kMaxTopK = std::int64_t{1} << 12;
+/// Hidden states and FFN slices of a model, in elements.
+inline constexpr std::int64_t kMaxWidth = std::int64_t{1} << 24;
+/// A token's queries, keys or values of all heads, in elements.
+inline constexpr std::int64_t kMaxRowElements = std::int64_t{1} << 31;
+/// Ids of a vocabulary.
+inline constexpr std::int64_t kMaxVocabulary = std::int64_t{1} << 28;
+
+}  // namespace helix
