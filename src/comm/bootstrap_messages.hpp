@@ -21,7 +21,7 @@
 namespace helix::comm {
 
 /// Opens every message of the rendezvous; also tells a machine of another byte order.
-inline constexpr std::uint64_t kMagic = 0x31706174'73746f6f;
+inline constexpr std::uint64_t kMagic = 0x32706174'73746f6f;
 
 /// Copies `text`, cut to what fits, with a closing zero.
 inline void set_text(std::span<char> target, std::string_view text) {

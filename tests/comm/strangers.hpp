@@ -63,7 +63,7 @@ class Stranger {
 inline std::vector<std::string> first_words_of_strangers() {
   std::string tls("\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 11);
   tls.append(506, '\x5a');
-  const std::string magic("oost\x74\x61\x70\x31", 8);  // how a rank of ours begins
+  const std::string magic("oosttap2");  // how a rank of ours begins
   return {"",
           "GET / HTTP/1.1\r\nHost: helix\r\n\r\n",
           tls,

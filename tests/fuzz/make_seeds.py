@@ -34,7 +34,7 @@ for file in sorted(data.glob("*/model.safetensors")):
     seed = struct.pack("<QQ", 8 + len(header) + offset, len(header)) + header
     (output / "safetensors" / (file.parent.name + "-small")).write_bytes(seed)
 (output / "rendezvous").mkdir(parents=True, exist_ok=True)
-magic = struct.pack("<Q", 0x3170617473746F6F)
+magic = struct.pack("<Q", 0x3270617473746F6F)
 for size in (24, 48, 80):  # challenge, reply, hello
     (output / "rendezvous" / f"rendezvous-{size}").write_bytes(magic.ljust(size, b"\0"))
 (output / "rendezvous" / "beat").write_bytes(bytes(512))
