@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <sstream>
 #include <string_view>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -68,12 +69,17 @@ void NcclFamily::fail(const std::string& text) {
   const auto aborts = std::make_shared<Aborts>();
   aborts->left = to_abort.size();
   for (auto& state : to_abort) {
-    std::thread([aborts, state = std::move(state)]() mutable {
+    auto abort_one = [aborts, state = std::move(state)]() mutable {
       state->abort_now();
       state.reset();
       const std::lock_guard lock(aborts->mutex);
       if (--aborts->left == 0) aborts->changed.notify_all();
-    }).detach();
+    };
+    try {
+      std::thread(abort_one).detach();
+    } catch (const std::system_error&) {
+      abort_one();  // no thread to be had: here, then
+    }
   }
   std::unique_lock lock(aborts->mutex);
   (void)aborts->changed.wait_for(lock, kAbortGrace, [&] { return aborts->left == 0; });

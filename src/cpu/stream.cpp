@@ -11,6 +11,7 @@
 #include <helix/cpu/stream.hpp>
 #include <helix/error.hpp>
 
+#include "comm/start_thread.hpp"
 #include "cpu/retired_memory.hpp"
 
 namespace helix::cpu {
@@ -146,7 +147,7 @@ void work(std::shared_ptr<Ring> ring) {
 
 struct Stream::Queue {
   std::shared_ptr<Ring> ring = std::make_shared<Ring>();
-  std::thread worker{work, ring};
+  std::thread worker = comm::start_thread("the worker of a stream", [ring = ring] { work(ring); });
 
   ~Queue() {
     ring->close();

@@ -164,7 +164,8 @@ void check_values(const Options& options) {
 void add_fields(JobFields& fields, const Options& options) {
   // A binding, so that a new member does not compile until it is decided upon here.
   [[maybe_unused]] const auto& [model, request, topology, is_topology_auto, num_ranks, kv_dtype_name, device,
-                                activation, is_plan_only, verify, num_threads, json] = options;
+                                activation, is_plan_only, verify, timeout_seconds, num_threads, json] =
+      options;
   fields.push_back({"--plan-only", is_plan_only ? "on" : "off"});
 }
 
