@@ -16,6 +16,7 @@
 
 #include "checkpoint/checkpoint.hpp"
 #include "checkpoint/mapped_file.hpp"
+#include "checkpoint/output_file.hpp"
 #include "cli/launch.hpp"
 #include "cli/nccl_environment.hpp"
 #include "cli/options.hpp"
@@ -65,11 +66,12 @@ void print_plan(const Launcher& launcher, const ModelConfig& config, const Topol
   fmt::print("{}\n{}", topo.to_string(), format_memory(plan, topo));
   const std::string devices = launcher.describe_devices(topo, launch);
   if (!devices.empty()) fmt::print("{}\n", devices);
-  std::fflush(stdout);
+  flush_standard_output();
 }
 
 void run(Options& options, Launcher& launcher) {
   const bool is_root = launcher.rank() == 0;
+  if (is_root && !options.json.empty()) check_output(options.json);
   const LaunchOptions launch{.num_threads = options.num_threads,
                              .show_progress = true,
                              .timeout = std::chrono::seconds(options.timeout_seconds),
@@ -116,7 +118,10 @@ int main(int argc, char** argv) {
     std::exception_ptr usage_error;
     try {
       options = parse_options(argc, argv);
-      if (!options) return 0;
+      if (!options) {
+        flush_standard_output();
+        return 0;
+      }
     } catch (const std::exception&) {
       usage_error = std::current_exception();
     }
@@ -124,6 +129,7 @@ int main(int argc, char** argv) {
                              std::chrono::seconds(options ? options->timeout_seconds : 60));
     if (usage_error) std::rethrow_exception(usage_error);
     run(*options, *launcher);
+    flush_standard_output();
     return 0;
   } catch (const std::exception& error) {
     const std::string message = launcher->fail(error.what());
