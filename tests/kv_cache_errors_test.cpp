@@ -24,13 +24,8 @@
 using namespace helix::test::cache;
 
 TEST_CASE("writing into a page that another sequence shares is refused") {
-  KvCacheSpec spec;
-  spec.format = DType::f32;
-  spec.layers = 1;
-  spec.page_tokens = 4;
-  spec.chunk = 4;
-  spec.pages = 10;
-  Stage stage({.kvp = 2, .kv_heads = 1}, spec);
+  Stage stage({.kvp = 2, .kv_heads = 1},
+              {.format = DType::f32, .layers = 1, .page_tokens = 4, .pages = 10, .chunk = 4});
   Cache& cache = stage.cache(1);
   Stream& stream = stage.stream(1);
   const SequenceId parent = cache.add();
@@ -51,11 +46,7 @@ TEST_CASE("writing into a page that another sequence shares is refused") {
 }
 
 TEST_CASE("ids that are stale, foreign or made up are refused everywhere") {
-  KvCacheSpec spec;
-  spec.format = DType::f32;
-  spec.layers = 1;
-  spec.pages = 4;
-  spec.max_sequences = 2;
+  const KvCacheSpec spec{.format = DType::f32, .layers = 1, .pages = 4, .max_sequences = 2};
   Stage stage({.kv_heads = 1}, spec);
   Cache& cache = stage.cache(0);
   Stream& stream = stage.stream(0);
@@ -106,11 +97,7 @@ TEST_CASE("ids that are stale, foreign or made up are refused everywhere") {
 }
 
 TEST_CASE("calls whose arguments contradict each other are refused and change nothing") {
-  KvCacheSpec spec;
-  spec.format = DType::f32;
-  spec.layers = 2;
-  spec.pages = 4;
-  spec.page_tokens = 4;
+  const KvCacheSpec spec{.format = DType::f32, .layers = 2, .page_tokens = 4, .pages = 4};
   Stage stage({.kv_heads = 2}, spec);
   Cache& cache = stage.cache(0);
   Stream& stream = stage.stream(0);

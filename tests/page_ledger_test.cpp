@@ -21,6 +21,7 @@
 #include "support/cache_contents.hpp"
 #include "support/cache_stage.hpp"
 #include "support/catch.hpp"
+#include "support/rounds.hpp"
 
 using namespace helix::test::cache;
 
@@ -141,7 +142,7 @@ class RandomLedgers {
 }  // namespace
 
 TEST_CASE("ledgers of all ranks agree under random operations, and no page has two owners") {
-  for (std::uint32_t seed = 1; seed <= 24; ++seed) {
+  for (std::uint32_t seed = 1; seed <= 24 * num_rounds(); ++seed) {
     RandomLedgers ledgers(seed);
     const PageLedgerSpec& spec = ledgers.spec();
     CAPTURE(seed, spec.layout.kvp(), spec.layout.chunk(), spec.page_tokens, spec.pages);

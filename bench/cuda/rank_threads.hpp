@@ -98,7 +98,13 @@ void run_ranks(int kvp, int tpa, const Body& body) {
   };
   {
     std::vector<std::jthread> threads;
-    for (int r = 1; r < size; ++r) threads.emplace_back(run_rank, r);
+    try {
+      for (int r = 1; r < size; ++r) threads.emplace_back(run_rank, r);
+    } catch (const std::exception& error) {  // those that have started wait for the others
+      meeting.fail();
+      comms.front().abort(error.what());
+      throw;
+    }
     run_rank(0);
   }
   if (first_failure) std::rethrow_exception(first_failure);

@@ -128,13 +128,19 @@ struct Tensor {
       const QueryTile query_tile = s.plan.query_tiles[at.query_tile];
       // Behind the copies of all blocks the queries would wait for microseconds, so they are asked for first.
       const QueryRows queries = read_queries(p, query_tile, at.head);
-      for (int i = 0; i < kStages && done == 0; ++i)
+      constexpr bool kQueriesFirst = Copies<kDim>::kTakesLoadUnits;
+      for (int i = 0; i < kStages && done == 0 && !kQueriesFirst; ++i)
         producer.issue(stage_at + static_cast<unsigned>(i * kStageBytes),
                        barrier_at + static_cast<unsigned>(i * 8));
       write_queries(queries, s.queries);
       const Bounds bounds =
           bounds_of(p, query_tile, {s.plan.begin_token[at.query_tile], s.plan.end_token[at.query_tile]});
       __syncthreads();
+      // Behind copies that take the load units, no warp would see the queries until all warps had issued
+      // theirs.
+      for (int i = 0; i < kStages && done == 0 && kQueriesFirst; ++i)
+        producer.issue(stage_at + static_cast<unsigned>(i * kStageBytes),
+                       barrier_at + static_cast<unsigned>(i * 8));
 
       Found found = nothing();
       const int first_token = s.plan.first_kv_tile_token(at.query_tile) + at.kv_tile * kKvTileTokens;

@@ -19,7 +19,8 @@ inline constexpr int kKvTileTokens = 32;
 /// Rows of a head that lie one after another in a page, K and V alike: one bulk copy each of K and V a page.
 template <int kDim>
 struct PageCopies {
-  static constexpr unsigned kArrivals = 1;  // at the barrier, a phase
+  static constexpr unsigned kArrivals = 1;        // at the barrier, a phase
+  static constexpr bool kTakesLoadUnits = false;  // a copy engine moves the data
   static constexpr unsigned kRowBytes = kDim * 2u;
 
   int tokens = 0;       // of the KV tile
@@ -89,6 +90,7 @@ struct TokenPlace {
 template <int kDim>
 struct ChunkCopies {
   static constexpr unsigned kArrivals = kWarp;
+  static constexpr bool kTakesLoadUnits = true;
   static constexpr unsigned kRowBytes = kDim * 2u;
   static constexpr int kRowChunks = kDim / 8;             // of 16 bytes
   static constexpr int kRowsAtOnce = kWarp / kRowChunks;  // of one copy by all lanes

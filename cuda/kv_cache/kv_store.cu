@@ -186,6 +186,7 @@ void with_transfer(const KvView& kv, const TensorView<V, 3>& k, const TensorView
 
 template <class T>
 void Operators<T>::append_kv(const AppendKvArgs<T>& args, Stream stream) const {
+  detail::check_append_kv(args);
   const Batch& batch = args.batch;
   const KvView& kv = args.kv;
   const std::int64_t tokens = batch.num_tokens();
@@ -202,6 +203,7 @@ void Operators<T>::append_kv(const AppendKvArgs<T>& args, Stream stream) const {
 
 template <class T>
 void Operators<T>::write_kv(const WriteKvArgs<T>& args, Stream stream) const {
+  detail::check_write_kv(args);
   const KvView& kv = args.kv;
   const TokenRange span{args.first_position, args.first_position + args.k.extent(0)};
   const TokenRange owned = kv.layout.local_range(span, kv.kvp_rank);
@@ -217,6 +219,7 @@ void Operators<T>::write_kv(const WriteKvArgs<T>& args, Stream stream) const {
 
 template <class T>
 void Operators<T>::read_kv(const ReadKvArgs& args, Stream stream) const {
+  detail::check_read_kv(args);
   const KvView& kv = args.kv;
   const std::int64_t tokens = args.k.extent(0);
   if (tokens == 0 || kv.format.num_heads == 0) return;

@@ -8,6 +8,7 @@
 #include <helix/comm/bootstrap.hpp>
 
 #include "comm/rendezvous.hpp"
+#include "comm/start_thread.hpp"
 #include "comm/watch.hpp"
 
 namespace helix::comm {
@@ -78,7 +79,8 @@ Bootstrap::Bootstrap(const BootstrapOptions& options) : state_(std::make_shared<
     peer.last.rank = peer.rank;
     watch.peers.push_back(std::move(peer));
   }
-  state_->thread = std::thread([shared = state_->watch] { shared->run(); });
+  state_->thread = start_thread("bootstrap: the thread that watches the other ranks",
+                                [shared = state_->watch] { shared->run(); });
 }
 
 int Bootstrap::rank() const {

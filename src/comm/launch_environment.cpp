@@ -4,6 +4,8 @@
 #include <array>
 #include <charconv>
 #include <cstdlib>
+#include <fstream>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <system_error>
@@ -42,14 +44,51 @@ struct Launcher {
   const char* size;
   const char* local_rank;
   const char* local_size;
+  const char* job;
+  const char* step = nullptr;  // of the job, where it may have several
 };
 constexpr std::array kLaunchers = {
-    Launcher{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
+    Launcher{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"},
     Launcher{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-             "OMPI_COMM_WORLD_LOCAL_SIZE"},
-    Launcher{"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"},
+             "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE"},
+    Launcher{"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID",
+             "SLURM_STEP_ID"},
 };
 constexpr int kMaxRanks = 1 << 16;
+constexpr std::size_t kMaxSecretBytes = 4096;
+
+/// The launcher's name of the job. Not those of other launchers around it: their steps may differ by rank.
+std::string job_name(const Launcher& launcher) {
+  std::string name = variable(launcher.job).value_or("");
+  if (!name.empty() && launcher.step != nullptr)
+    name.append("/").append(variable(launcher.step).value_or(""));
+  return name;
+}
+
+/// The variable or the file that holds the job's secret, without the line's end; empty: there is none.
+std::string job_secret() {
+  const char* direct = std::getenv("HELIX_JOB_SECRET");
+  const char* file = std::getenv("HELIX_JOB_SECRET_FILE");
+  HELIX_EXPECTS(direct == nullptr || file == nullptr, ErrorCode::invalid_argument,
+                "bootstrap: HELIX_JOB_SECRET and HELIX_JOB_SECRET_FILE are both set; unset one");
+  if (direct == nullptr && file == nullptr) return "";
+  std::string secret;
+  if (direct != nullptr) {
+    secret = direct;
+  } else {
+    std::ifstream in(file, std::ios::binary);
+    HELIX_EXPECTS(in.good(), ErrorCode::io, "bootstrap: HELIX_JOB_SECRET_FILE is \"", file,
+                  "\", which cannot be opened");
+    secret.resize(kMaxSecretBytes + 1);
+    in.read(secret.data(), static_cast<std::streamsize>(secret.size()));
+    secret.resize(static_cast<std::size_t>(in.gcount()));
+    while (!secret.empty() && (secret.back() == '\n' || secret.back() == '\r')) secret.pop_back();
+  }
+  HELIX_EXPECTS(!secret.empty() && secret.size() <= kMaxSecretBytes, ErrorCode::invalid_argument,
+                "bootstrap: the secret of ", direct != nullptr ? "HELIX_JOB_SECRET" : file, " has ",
+                secret.size(), " bytes; 1 to ", kMaxSecretBytes, " are needed");
+  return secret;
+}
 
 }  // namespace
 
@@ -64,16 +103,18 @@ BootstrapOptions BootstrapOptions::from_environment() {
   options.local_rank =
       variable(launcher->local_rank) ? number(launcher->local_rank, 0, kMaxRanks) : options.rank;
   const std::optional<std::string> address = variable("MASTER_ADDR");
-  const bool is_one_machine = options.size == 1 ||
-                              variable(launcher->local_size) == variable(launcher->size) ||
-                              variable("SLURM_NNODES") == "1";
-  HELIX_EXPECTS(address || is_one_machine, ErrorCode::invalid_argument,
+  options.is_one_machine = options.size == 1 || variable(launcher->local_size) == variable(launcher->size) ||
+                           variable("SLURM_NNODES") == "1";
+  HELIX_EXPECTS(address || options.is_one_machine, ErrorCode::invalid_argument,
                 "bootstrap: MASTER_ADDR is not set; set it to the host of rank 0 on all ranks");
   if (address) options.address = *address;
   if (const auto port = variable("MASTER_PORT")) {
     const bool is_taken = variable("TORCHELASTIC_RUN_ID").has_value();
     options.port = number("MASTER_PORT", *port, 1, 65534) + (is_taken ? 1 : 0);
   }
+  options.listen_address = variable("HELIX_LISTEN_ADDR").value_or("");
+  options.job = job_name(*launcher);
+  options.secret = job_secret();
   return options;
 }
 

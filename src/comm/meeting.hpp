@@ -21,16 +21,10 @@
 
 #include "comm/call.hpp"
 #include "comm/move.hpp"
+#include "comm/rank_names.hpp"
 #include "comm/timeout.hpp"
 
 namespace helix::comm {
-
-/// "rank 3", "ranks 0, 2".
-inline std::string names_of(const std::set<int>& ranks) {
-  std::string names = ranks.size() == 1 ? "rank " : "ranks ";
-  for (const int rank : ranks) names.append(rank == *ranks.begin() ? "" : ", ").append(std::to_string(rank));
-  return names;
-}
 
 /// One place where a fixed set of ranks meets, round after round: all ranks of a group, or a sender and a
 /// receiver. Guarded by Root::mutex, except while `is_moving`: then `calls` and `move` are read freely and
@@ -51,10 +45,10 @@ struct Meeting {
   std::string error_text;
   std::condition_variable changed;
 
-  std::set<int> missing_ranks() const {
-    std::set<int> missing;
+  std::vector<int> missing_ranks() const {
+    std::vector<int> missing;
     for (std::size_t i = 0; i < calls.size(); ++i)
-      if (calls[i] == nullptr) missing.insert(root_ranks[i]);
+      if (calls[i] == nullptr) missing.push_back(root_ranks[i]);
     return missing;
   }
   /// The call in which a rank waits here; null: it does not.
@@ -137,10 +131,10 @@ struct Root {
 
   /// Who holds up all, in words: those of `missing` that wait for nobody, and whoever the others wait for in
   /// turn. Empty if that is `missing` itself.
-  std::string culprits(const std::set<int>& missing) const {  // mutex held
-    std::set<int> known = missing;
-    std::set<int> found;
-    std::vector<int> open(missing.begin(), missing.end());
+  std::string culprits(const std::vector<int>& missing) const {  // mutex held
+    std::set<int> known(missing.begin(), missing.end());
+    std::vector<int> open = missing;
+    std::vector<int> found;
     std::string places;
     while (!open.empty()) {
       const int rank = open.back();
@@ -156,10 +150,11 @@ struct Root {
         for (const int next : meeting->missing_ranks())
           if (known.insert(next).second) open.push_back(next);
       }
-      if (!waits) found.insert(rank);
+      if (!waits) found.push_back(rank);
     }
     if (found.empty()) return ", all wait for each other: " + places;
-    return found == missing ? "" : ", held up by " + names_of(found);
+    std::sort(found.begin(), found.end());
+    return found == missing ? "" : ", held up by " + rank_names(found);
   }
 
   /// Blocks until everybody is here and the data has moved. `plan(calls)` is called by the last to arrive,
@@ -212,9 +207,9 @@ struct Root {
       return meeting.round != round || meeting.is_moving || meeting.error_code.has_value() || has_failed;
     };
     if (!meeting.changed.wait_until(lock, deadline, moved_or_failed)) {
-      const std::set<int> missing = meeting.missing_ranks();
+      const std::vector<int> missing = meeting.missing_ranks();
       std::ostringstream text;
-      text << to_string(call.operation) << ": " << names_of(missing) << " did not arrive within "
+      text << to_string(call.operation) << ": " << rank_names(missing) << " did not arrive within "
            << seconds(timeout) << " s" << culprits(missing) << "; rank " << meeting.root_ranks[place]
            << " waited in " << call.describe();
       meeting.error_code = ErrorCode::timeout;

@@ -6,6 +6,7 @@
 
 #include <helix/comm/bootstrap.hpp>
 
+#include "comm/bootstrap_messages.hpp"
 #include "comm/socket.hpp"
 
 namespace helix::comm {
@@ -18,6 +19,9 @@ struct Connections {
   std::vector<Socket> control;  // rank 0: by rank, its own closed; others: one
   std::vector<Socket> watch;
 };
+
+/// Bytes from the machine's random source. @throws Error(io).
+Nonce new_nonce();
 
 /// Rank 0's part: waits for all ranks, and tells them the verdict. @throws what it told them.
 Connections serve(const BootstrapOptions& options);

@@ -6,9 +6,9 @@
 #include <exception>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <utility>
 
+#include "comm/start_thread.hpp"
 #include "comm/timeout.hpp"
 
 namespace helix::comm {
@@ -25,7 +25,7 @@ bool run_bounded(milliseconds timeout, Body body, GiveUp&& give_up) {
     std::exception_ptr failure;
   };
   const auto outcome = std::make_shared<Outcome>();
-  std::thread([outcome, body = std::move(body)] {
+  start_thread("the thread of a call that may wait without end", [outcome, body = std::move(body)] {
     std::exception_ptr failure;
     try {
       body();

@@ -5,12 +5,20 @@
 #include <cstdint>
 #include <system_error>
 
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+
 #include <helix/error.hpp>
 
 namespace helix::comm {
 
 std::string words_of(int error) {
   return std::generic_category().message(error);
+}
+
+void send_without_delay(const Socket& socket) {
+  const int on = 1;
+  (void)::setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));  // fails on no TCP socket
 }
 
 bool wait_for(int fd, short events, Clock::time_point deadline) {

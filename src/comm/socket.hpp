@@ -41,6 +41,9 @@ class Socket {
   int fd_ = -1;
 };
 
+/// Messages leave at once, however short.
+void send_without_delay(const Socket& socket);
+
 /// Waits until the socket has one of `events`, at most until the deadline; false: the deadline is past.
 bool wait_for(int fd, short events, Clock::time_point deadline);
 

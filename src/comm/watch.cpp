@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
+#include <optional>
 #include <sstream>
 #include <utility>
 
@@ -82,14 +82,15 @@ void Watch::judge(const std::string& text) {
 void Watch::handle(Peer& peer, const Beat& beat) {
   peer.last_heard = Clock::now();
   peer.last = beat;
-  peer.last.operation.back() = '\0';
   peer.last.rank = peer.rank;
   if (beat.kind == BeatKind::farewell) peer.is_watched = false;
-  if (beat.kind == BeatKind::failure) {
-    Beat copy = beat;
-    copy.text.back() = '\0';
-    judge(copy.text.data());
-  }
+  if (beat.kind == BeatKind::failure) judge(beat.text.data());
+}
+
+void Watch::lose(Peer& peer, std::string_view why) {
+  if (peer.is_watched) judge(describe(peer.last, why));
+  peer.is_watched = false;
+  peer.socket = Socket();
 }
 
 void Watch::receive(Peer& peer) {
@@ -98,18 +99,13 @@ void Watch::receive(Peer& peer) {
                                     peer.incoming.size() - peer.num_incoming, MSG_DONTWAIT);
     if (received < 0 && errno == EINTR) continue;
     if (received < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
-    if (received <= 0) {
-      if (peer.is_watched) judge(describe(peer.last, "its connection closed"));
-      peer.is_watched = false;
-      peer.socket = Socket();
-      return;
-    }
+    if (received <= 0) return lose(peer, "its connection closed");
     peer.num_incoming += static_cast<std::size_t>(received);
     if (peer.num_incoming < sizeof(Beat)) continue;
     peer.num_incoming = 0;
-    Beat beat;
-    std::memcpy(&beat, peer.incoming.data(), sizeof(beat));
-    handle(peer, beat);
+    const std::optional<Beat> beat = read_beat(peer.incoming);
+    if (!beat) return lose(peer, "it sent what is no heartbeat");
+    handle(peer, *beat);
   }
 }
 

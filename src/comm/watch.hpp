@@ -30,7 +30,7 @@ struct Peer {
   bool is_watched = true;  // not any more after a farewell
   Beat last;
   Clock::time_point last_heard = Clock::now();
-  std::array<char, sizeof(Beat)> incoming{};
+  std::array<std::byte, sizeof(Beat)> incoming{};
   std::size_t num_incoming = 0;
 };
 
@@ -71,6 +71,8 @@ struct Watch {
   void judge(const std::string& text);
   void handle(Peer& peer, const Beat& beat);
   void receive(Peer& peer);
+  /// Closes the connection of a peer, which has failed unless it has said farewell.
+  void lose(Peer& peer, std::string_view why);
   void check_silence();
   /// Rank 0: somebody waits too long, and somebody else is behind.
   void check_lag();

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <limits>
 
 #include <helix/cpu/backend.hpp>
@@ -89,7 +88,7 @@ void Operators::pack_partial(const PackPartialArgs<float>& args, Stream stream) 
         std::memcpy(&args.packed_out(token, head, 0), &args.out(token, head, 0), bytes);
       }
     };
-    pool->parallel_for(args.out.extent(1), std::ref(pack));
+    pool->parallel_for(args.out.extent(1), pack);
     write_headers(args.headers);
   });
 }

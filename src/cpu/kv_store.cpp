@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // cpu::Operators: many tokens of one sequence into the KV pages and back.
 #include <algorithm>
-#include <functional>
 
 #include <helix/cpu/backend.hpp>
 
@@ -23,7 +22,7 @@ void for_each_page_head(ThreadPool& pool, const KvView& kv, TokenRange local, co
                     std::min(local.end, page_begin + kv.format.page_tokens)},
          index % kv.format.num_heads);
   };
-  pool.parallel_for(num_pages * kv.format.num_heads, std::ref(task));  // by reference: no allocation
+  pool.parallel_for(num_pages * kv.format.num_heads, task);
 }
 
 template <class T>

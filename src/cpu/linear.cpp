@@ -2,7 +2,6 @@
 // Operators::linear and head_linear: weight rows shared out over the threads of the rank.
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 
 #include <helix/cpu/backend.hpp>
 #include <helix/dtype.hpp>
@@ -74,7 +73,7 @@ void Operators::head_linear(const HeadLinearArgs<float>& args, Stream stream) co
       task.out_stride = args.out.stride(0);
       multiply(task);
     };
-    pool->parallel_for(heads * tasks_a_head, std::cref(body));  // by reference: std::function would allocate
+    pool->parallel_for(heads * tasks_a_head, body);
   });
 }
 

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <span>
 
@@ -179,7 +178,7 @@ void project(ThreadPool& pool, const ExpertBuffers& buffers, std::int64_t num_ac
     const std::int64_t count = buffers.ends(expert) - begin;
     multiply_slice(in.slice(0, begin, count), weight_of(expert), out.slice(0, begin, count), index % slices);
   };
-  pool.parallel_for(num_active * slices, std::cref(body));
+  pool.parallel_for(num_active * slices, body);
 }
 
 /// Adds a token's weighted expert outputs to its row of out, in increasing expert id whatever the threads do.

@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <vector>
 
 #include <helix/cpu/mpi_comm.hpp>
 
@@ -45,7 +46,14 @@ bool poll_until(Clock::time_point deadline, Done&& done) {
   }
 }
 
-/// Duplicates `comm`, collective, bounded.
-MPI_Comm duplicate(MPI_Comm comm, milliseconds timeout);
+/// Duplicates `comm`, collective, bounded. Says over `herald`, if it is not MPI_COMM_NULL, that this rank has
+/// come, so that the error can name who has not: a communicator of the library's with all of `comm`'s ranks,
+/// or `comm` itself where nobody else can use it yet.
+/// @throws Error(timeout) naming the world ranks that did not come, without a herald those of whom one did
+/// not.
+MPI_Comm duplicate(MPI_Comm comm, MPI_Comm herald, milliseconds timeout);
+
+/// The ranks of `comm` as `other` numbers them.
+std::vector<int> ranks_in(MPI_Comm comm, MPI_Comm other);
 
 }  // namespace helix::cpu::mpi

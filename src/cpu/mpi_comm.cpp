@@ -11,6 +11,7 @@
 
 #include "comm/collective_arguments.hpp"
 #include "cpu/mpi_group.hpp"
+#include "cpu/mpi_watchdog.hpp"
 
 namespace helix::cpu {
 
@@ -30,9 +31,11 @@ MpiComm::MpiComm(MPI_Comm comm, milliseconds timeout) {
   std::shared_ptr<mpi::Alarm> alarm = mpi::session_alarm();
   if (!alarm) {
     alarm = std::make_shared<mpi::Alarm>();
-    alarm->comm = mpi::duplicate(comm, timeout);
+    alarm->comm = mpi::duplicate(comm, MPI_COMM_NULL, timeout);
   }
-  group_ = std::make_shared<Group>(mpi::duplicate(comm, timeout), timeout, std::move(alarm));
+  // The alarm has all of these ranks: it is of the world, or of this communicator.
+  MPI_Comm own = mpi::duplicate(comm, alarm->comm, timeout);
+  group_ = std::make_shared<Group>(own, timeout, std::move(alarm));
 }
 
 int MpiComm::rank() const {
@@ -151,14 +154,21 @@ MpiComm MpiComm::split(int color, int key) {
   std::shared_ptr<Group> part;
   group_->run_collective(Operation::split, [&] {
     // The bounded gather shows that everybody is here, so that MPI_Comm_split, which waits without bound,
-    // does not wait. It also turns any colors into the non-negative ones that MPI takes.
+    // does not wait unless a rank stops just then. It also turns any colors into the non-negative ones that
+    // MPI takes.
     std::vector<int> colors(static_cast<std::size_t>(size()));
     group_->all_gather(Operation::split, &color, colors.data(), sizeof(int));
     std::sort(colors.begin(), colors.end());
     const int index =
         static_cast<int>(std::lower_bound(colors.begin(), colors.end(), color) - colors.begin());
     MPI_Comm comm = MPI_COMM_NULL;
-    mpi::check(MPI_Comm_split(group_->comm, index, key, &comm), "MPI_Comm_split");
+    {
+      const mpi::Watchdog bound(
+          group_->timeout,
+          message({"world rank ", group_->name(rank()), " has waited in MPI_Comm_split for ",
+                   comm::seconds(group_->timeout), " s for ranks that had come and have stopped since"}));
+      mpi::check(MPI_Comm_split(group_->comm, index, key, &comm), "MPI_Comm_split");
+    }
     mpi::check(MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
     part = std::make_shared<Group>(comm, group_->timeout, group_->alarm);
   });

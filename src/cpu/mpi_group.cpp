@@ -3,10 +3,9 @@
 #include "cpu/mpi_group.hpp"
 
 #include <array>
-#include <numeric>
-#include <sstream>
 #include <utility>
 
+#include "comm/rank_names.hpp"
 #include "comm/reduce.hpp"
 
 namespace helix::cpu {
@@ -49,17 +48,7 @@ MpiComm::Group::Group(MPI_Comm own, milliseconds limit, std::shared_ptr<mpi::Ala
     : comm(own), timeout(limit), alarm(std::move(shared_alarm)) {
   mpi::check(MPI_Comm_rank(comm, &rank), "MPI_Comm_rank");
   mpi::check(MPI_Comm_size(comm, &size), "MPI_Comm_size");
-  world_ranks.resize(static_cast<std::size_t>(size));
-  std::vector<int> ranks(world_ranks.size());
-  std::iota(ranks.begin(), ranks.end(), 0);
-  MPI_Group members = MPI_GROUP_NULL;
-  MPI_Group world = MPI_GROUP_NULL;
-  mpi::check(MPI_Comm_group(comm, &members), "MPI_Comm_group");
-  mpi::check(MPI_Comm_group(MPI_COMM_WORLD, &world), "MPI_Comm_group");
-  mpi::check(MPI_Group_translate_ranks(members, size, ranks.data(), world, world_ranks.data()),
-             "MPI_Group_translate_ranks");
-  MPI_Group_free(&members);
-  MPI_Group_free(&world);
+  world_ranks = mpi::ranks_in(comm, MPI_COMM_WORLD);
 }
 
 MpiComm::Group::~Group() {
@@ -137,11 +126,9 @@ void MpiComm::Group::give_up(Operation operation, const std::vector<int>& late) 
     if (is_complete == 0 && posted.messages[i].is_recv) MPI_Cancel(&request);
     MPI_Request_free(&request);
   }
-  std::ostringstream names;
-  for (std::size_t i = 0; i < late.size(); ++i) names << (i == 0 ? "" : ", ") << late[i];
-  throw Error(ErrorCode::timeout, to_string(operation), ": world rank", late.size() == 1 ? " " : "s ",
-              names.str(), " did not arrive within ", helix::comm::seconds(timeout), " s; world rank ",
-              name(rank), " waited");
+  throw Error(ErrorCode::timeout, to_string(operation), ": world ", helix::comm::rank_names(late),
+              " did not arrive within ", helix::comm::seconds(timeout), " s; world rank ", name(rank),
+              " waited");
 }
 
 void MpiComm::Group::check_message(Operation operation, const Posted::Message& message,

@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // MpiSession, and the alarm by which ranks end a job.
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <initializer_list>
 #include <memory>
+#include <optional>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -12,6 +16,8 @@
 #include <helix/error.hpp>
 
 #include "cpu/mpi_alarm.hpp"
+#include "cpu/mpi_farewell.hpp"
+#include "cpu/mpi_watchdog.hpp"
 
 namespace helix::cpu {
 namespace mpi {
@@ -61,9 +67,58 @@ std::shared_ptr<Alarm>& session_alarm() {
 
 }  // namespace mpi
 
-MpiSession::MpiSession(int* argc, char*** argv) : exceptions_(std::uncaught_exceptions()) {
+namespace {
+
+const char* first_of(std::initializer_list<const char*> variables, const char* otherwise) {
+  for (const char* variable : variables) {
+    if (const char* value = std::getenv(variable)) return value;
+  }
+  return otherwise;
+}
+
+/// As the launcher says: before MPI_Init returns there is nobody else to ask.
+std::string own_rank() {
+  return first_of({"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"}, "unknown");
+}
+
+/// Ranks that wait in the same call run out of time together: the lower one speaks, and its end ends the
+/// others.
+mpi::milliseconds turn_of(int rank) {
+  return mpi::milliseconds(250) * std::clamp(rank, 0, 20);
+}
+
+std::string waited_in(const char* call, const std::string& rank, mpi::milliseconds timeout,
+                      const char* known) {
+  return message(
+      {"world rank ", rank, " has waited in ", call, " for ", comm::seconds(timeout), " s", known});
+}
+
+}  // namespace
+
+struct MpiSession::State {
+  mpi::milliseconds timeout;
+  int exceptions = 0;  // in flight when the session began
+  std::optional<mpi::Farewell> farewell;
+};
+
+MpiSession::MpiSession(int* argc, char*** argv, std::chrono::milliseconds timeout)
+    : state_(std::make_unique<State>()) {
+  comm::expect_timeout(timeout);
+  state_->timeout = timeout;
+  state_->exceptions = std::uncaught_exceptions();
   int provided = MPI_THREAD_SINGLE;
-  mpi::check(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &provided), "MPI_Init_thread");
+  {
+    const std::string rank = own_rank();
+    const mpi::Watchdog bound(
+        timeout + turn_of(std::atoi(rank.c_str())),
+        waited_in(
+            "MPI_Init", rank, timeout,
+            message({" for a rank of ",
+                     first_of({"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"}, "an unknown number"),
+                     " that has not called it or has stopped"})
+                .c_str()));
+    mpi::check(MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &provided), "MPI_Init_thread");
+  }
   if (provided < MPI_THREAD_MULTIPLE) {
     MPI_Finalize();
     throw Error(ErrorCode::unsupported, "the MPI library provides thread level ", provided,
@@ -71,15 +126,26 @@ MpiSession::MpiSession(int* argc, char*** argv) : exceptions_(std::uncaught_exce
                 ") is needed: use a build of MPI with thread support");
   }
   auto alarm = std::make_shared<mpi::Alarm>();
-  alarm->comm = mpi::duplicate(MPI_COMM_WORLD, std::chrono::seconds(60));
+  alarm->comm = mpi::duplicate(MPI_COMM_WORLD, MPI_COMM_WORLD, timeout);  // nobody can use the world yet
+  state_->farewell.emplace(alarm->comm);
   mpi::session_alarm() = std::move(alarm);
 }
 
 MpiSession::~MpiSession() {
   if (!mpi::is_running()) return;
-  if (std::uncaught_exceptions() > exceptions_) abort("an exception left main()");
-  mpi::session_alarm().reset();
-  MPI_Finalize();
+  if (std::uncaught_exceptions() > state_->exceptions) abort("an exception left main()");
+  try {
+    state_->farewell->exchange(state_->timeout);
+    state_->farewell.reset();
+    mpi::session_alarm().reset();
+    const int rank = mpi::world_rank();
+    const mpi::Watchdog bound(state_->timeout + turn_of(rank),
+                              waited_in("MPI_Finalize", std::to_string(rank), state_->timeout,
+                                        ": all ranks were about to call it, and one has stopped since"));
+    MPI_Finalize();
+  } catch (const std::exception& error) {
+    abort(error.what());
+  }
 }
 
 int MpiSession::world_rank() const {
@@ -93,6 +159,11 @@ int MpiSession::world_size() const {
 }
 
 void MpiSession::abort(std::string_view reason) noexcept {
+  if (!mpi::session_alarm()) {  // already given up, on the way to MPI_Finalize
+    std::fprintf(stderr, "helix: a world rank failed: %.*s\n", static_cast<int>(reason.size()),
+                 reason.data());
+    std::_Exit(EXIT_FAILURE);
+  }
   mpi::session_alarm()->raise(reason);
   // A stream of this process was faster and is about to end it.
   std::this_thread::sleep_for(std::chrono::seconds(5));

@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <limits>
 
 #include <helix/cpu/backend.hpp>
@@ -163,7 +162,7 @@ void Operators::sample(const SampleArgs<float>& args, Stream stream) const {
     const auto body = [&](std::int64_t row, int) {
       args.tokens[row] = args.temperature == 0.0f ? likeliest(args, row).id : draw(args, row);
     };
-    pool->parallel_for(args.logits.extent(1), std::cref(body));
+    pool->parallel_for(args.logits.extent(1), body);
   });
 }
 
@@ -174,7 +173,7 @@ void Operators::logit_norms(const LogitNormsArgs<float>& args, Stream stream) co
       for_each_logit(args, row, [&](float logit, std::int32_t) { squares += double{logit} * logit; });
       args.norms[row] = static_cast<float>(std::sqrt(squares));
     };
-    pool->parallel_for(args.logits.extent(1), std::cref(body));
+    pool->parallel_for(args.logits.extent(1), body);
   });
 }
 

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <mutex>
 #include <thread>
@@ -201,7 +202,10 @@ std::exception_ptr Stream::failure() const {
   return queue_->ring->current_failure();
 }
 
-void Stream::on_failure(std::function<void(std::exception_ptr)> handler) {
+void Stream::set_failure_handler(std::shared_ptr<void> erased,
+                                 void (*call)(void*, const std::exception_ptr&)) {
+  std::function<void(std::exception_ptr)> handler =
+      [erased = std::move(erased), call](const std::exception_ptr& failure) { call(erased.get(), failure); };
   Ring& ring = *queue_->ring;
   {
     const std::lock_guard lock(ring.failure_mutex);

@@ -12,6 +12,7 @@
 #include <helix/cpu/thread_pool.hpp>
 #include <helix/error.hpp>
 
+#include "comm/start_thread.hpp"
 #include "cpu/spin_wait.hpp"
 
 namespace helix::cpu {
@@ -22,7 +23,8 @@ constexpr std::size_t kExpectedLoops = 16;  // streams that call at once, and lo
 
 /// One parallel_for, on its caller's stack.
 struct Loop {
-  const std::function<void(std::int64_t, int)>* body = nullptr;
+  const void* body = nullptr;
+  void (*call)(const void* body, std::int64_t index, int thread) = nullptr;
   std::int64_t count = 0;
   std::atomic<std::int64_t> next = 0;
   std::atomic<int> helpers = 0;  // workers inside; joins and the last leave happen under the pool's mutex
@@ -49,7 +51,7 @@ struct ThreadPool::State {
       for (;;) {
         const std::int64_t index = loop.next.fetch_add(1, std::memory_order_relaxed);
         if (index >= loop.count) return;
-        (*loop.body)(index, thread);
+        loop.call(loop.body, index, thread);
       }
     } catch (...) {
       loop.next.store(loop.count, std::memory_order_relaxed);
@@ -103,9 +105,12 @@ ThreadPool::ThreadPool(int num_threads) : state_(std::make_unique<State>()) {
                 "; at least 1 is needed");
   state_->num_threads = num_threads;
   state_->loops.reserve(kExpectedLoops);
+  state_->workers.reserve(static_cast<std::size_t>(num_threads - 1));
   try {
     for (int thread = 1; thread < num_threads; ++thread) {
-      state_->workers.emplace_back([state = state_.get(), thread] { state->work(thread); });
+      state_->workers.push_back(
+          comm::start_thread(message({"thread ", thread, " of a ThreadPool of ", num_threads}),
+                             [state = state_.get(), thread] { state->work(thread); }));
     }
   } catch (...) {
     state_->close();
@@ -121,13 +126,14 @@ int ThreadPool::num_threads() const {
   return state_->num_threads;
 }
 
-void ThreadPool::parallel_for(std::int64_t count, const std::function<void(std::int64_t, int)>& body) {
+void ThreadPool::run(std::int64_t count, const void* body, Call call) {
   if (state_->num_threads == 1 || count <= 1) {
-    for (std::int64_t index = 0; index < count; ++index) body(index, 0);
+    for (std::int64_t index = 0; index < count; ++index) call(body, index, 0);
     return;
   }
   Loop loop;
-  loop.body = &body;
+  loop.body = body;
+  loop.call = call;
   loop.count = count;
   int sleepers = 0;
   {

@@ -20,6 +20,7 @@
 
 #include <helix/comm/bootstrap.hpp>
 
+#include "comm/bootstrap_job.hpp"
 #include "support/catch.hpp"
 #include "support/free_port.hpp"
 
@@ -29,40 +30,12 @@ using helix::Error;
 using helix::ErrorCode;
 using helix::comm::Bootstrap;
 using helix::comm::BootstrapOptions;
+using helix::test::expect;
 using helix::test::free_port;
+using helix::test::Outcome;
+using helix::test::run_bootstrap_job;
 
 namespace {
-
-struct Outcome {
-  std::optional<ErrorCode> code;
-  std::string message;
-};
-
-/// Calls body(options) on a thread for each rank, and returns what each threw.
-std::vector<Outcome> run_job(int size, const std::function<void(BootstrapOptions)>& body,
-                             std::chrono::milliseconds timeout = 20s) {
-  const int port = free_port();
-  std::vector<Outcome> outcomes(static_cast<std::size_t>(size));
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      Outcome& outcome = outcomes[static_cast<std::size_t>(rank)];
-      try {
-        body({.rank = rank, .size = size, .port = port, .timeout = timeout, .heartbeat = 50ms});
-      } catch (const Error& error) {
-        outcome = {error.code(), error.what()};
-      } catch (const std::exception& error) {
-        outcome = {ErrorCode::internal, error.what()};
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  return outcomes;
-}
-
-void expect(bool condition, const char* what) {
-  if (!condition) throw Error(ErrorCode::internal, what);
-}
 
 /// Waits for the failure that a Bootstrap reports.
 class FailureWatch {
@@ -119,7 +92,7 @@ BootstrapOptions options_from(const Variables& variables) {
 
 TEST_CASE("bootstrap broadcasts from rank 0 and gathers in rank order") {
   for (const int size : {1, 2, 5}) {
-    const std::vector<Outcome> outcomes = run_job(size, [](const BootstrapOptions& options) {
+    const std::vector<Outcome> outcomes = run_bootstrap_job(size, [](const BootstrapOptions& options) {
       Bootstrap bootstrap(options);
       for (const std::size_t bytes : {0, 1, 128, 1'000'000}) {
         std::vector<std::byte> data(bytes, static_cast<std::byte>(options.rank));
@@ -156,7 +129,7 @@ TEST_CASE("bootstrap refuses jobs whose ranks contradict each other, on all rank
   };
   for (const Row& row : rows) {
     DYNAMIC_SECTION(row.name) {
-      for (const Outcome& outcome : run_job(3, [&](BootstrapOptions options) {
+      for (const Outcome& outcome : run_bootstrap_job(3, [&](BootstrapOptions options) {
              row.change(options);
              Bootstrap bootstrap(options);
            })) {
@@ -168,7 +141,7 @@ TEST_CASE("bootstrap refuses jobs whose ranks contradict each other, on all rank
 }
 
 TEST_CASE("bootstrap names the ranks that never come, and a rank says whom it cannot reach") {
-  const std::vector<Outcome> outcomes = run_job(
+  const std::vector<Outcome> outcomes = run_bootstrap_job(
       4,
       [](const BootstrapOptions& options) {
         if (options.rank < 2) Bootstrap bootstrap(options);
@@ -178,7 +151,7 @@ TEST_CASE("bootstrap names the ranks that never come, and a rank says whom it ca
     CHECK(outcomes[static_cast<std::size_t>(rank)].code == ErrorCode::timeout);
     CHECK_THAT(outcomes[static_cast<std::size_t>(rank)].message, Contains("ranks 2, 3 of 4 did not connect"));
   }
-  const std::vector<Outcome> alone = run_job(
+  const std::vector<Outcome> alone = run_bootstrap_job(
       2,
       [](const BootstrapOptions& options) {
         if (options.rank == 1) Bootstrap bootstrap(options);
@@ -189,7 +162,7 @@ TEST_CASE("bootstrap names the ranks that never come, and a rank says whom it ca
 }
 
 TEST_CASE("a stray connection does not disturb the rendezvous") {
-  const std::vector<Outcome> outcomes = run_job(2, [](const BootstrapOptions& options) {
+  const std::vector<Outcome> outcomes = run_bootstrap_job(2, [](const BootstrapOptions& options) {
     if (options.rank == 1) {
       std::this_thread::sleep_for(100ms);
       const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
@@ -238,7 +211,7 @@ TEST_CASE("a process that stops is named by its silence") {
 }
 
 TEST_CASE("a rank that gives up, and one that lags, are named on all ranks") {
-  const std::vector<Outcome> gave_up = run_job(4, [](const BootstrapOptions& options) {
+  const std::vector<Outcome> gave_up = run_bootstrap_job(4, [](const BootstrapOptions& options) {
     Bootstrap bootstrap(options);
     FailureWatch watch(bootstrap);
     if (options.rank == 2) {
@@ -253,7 +226,7 @@ TEST_CASE("a rank that gives up, and one that lags, are named on all ranks") {
     CHECK(outcome.code == ErrorCode::peer_failed);
     CHECK(outcome.message == "rank 2 of 4 failed in start at step 3 (operation 0): disk on fire");
   }
-  const std::vector<Outcome> lagged = run_job(
+  const std::vector<Outcome> lagged = run_bootstrap_job(
       3,
       [](const BootstrapOptions& options) {
         Bootstrap bootstrap(options);
@@ -275,7 +248,7 @@ TEST_CASE("a rank that gives up, and one that lags, are named on all ranks") {
 }
 
 TEST_CASE("a rank that leaves in order is no failure") {
-  const std::vector<Outcome> outcomes = run_job(3, [](const BootstrapOptions& options) {
+  const std::vector<Outcome> outcomes = run_bootstrap_job(3, [](const BootstrapOptions& options) {
     Bootstrap bootstrap(options);
     bootstrap.barrier();
     if (options.rank != 1) std::this_thread::sleep_for(options.rank == 2 ? 300ms : 600ms);

@@ -58,8 +58,8 @@ TEST_CASE("faults on one GPU: each ends all ranks, is named, and the threads wor
 
 TEST_CASE("faults on two GPUs: each ends all ranks, is named, and the threads work afterwards") {
   HELIX_REQUIRE_GPUS(2);
-  inject<OneGpuEach>(Job("llama-tiny", {.kvp = 2}), 25, 5);
-  inject<OneGpuEach>(Job("llama-tiny", {.tpa = 2}), 25, 6);
+  inject<OneGpuEach>(Job("llama-tiny", {.kvp = 2}), 50, 5);
+  inject<OneGpuEach>(Job("llama-tiny", {.tpa = 2}), 50, 6);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the fuzz corpora from tests/data: make_seeds.py OUTPUT makes OUTPUT/safetensors and OUTPUT/model_config."""
+"""Writes the fuzz corpora from tests/data: make_seeds.py OUTPUT makes OUTPUT/safetensors, OUTPUT/model_config and
+OUTPUT/rendezvous."""
 import argparse
 import json
 import pathlib
@@ -32,3 +33,9 @@ for file in sorted(data.glob("*/model.safetensors")):
     header = json.dumps(small).encode()
     seed = struct.pack("<QQ", 8 + len(header) + offset, len(header)) + header
     (output / "safetensors" / (file.parent.name + "-small")).write_bytes(seed)
+(output / "rendezvous").mkdir(parents=True, exist_ok=True)
+magic = struct.pack("<Q", 0x3170617473746F6F)
+for size in (24, 48, 80):  # challenge, reply, hello
+    (output / "rendezvous" / f"rendezvous-{size}").write_bytes(magic.ljust(size, b"\0"))
+(output / "rendezvous" / "beat").write_bytes(bytes(512))
+(output / "rendezvous" / "welcome").write_bytes(struct.pack("<i", -1).ljust(512, b"\0"))

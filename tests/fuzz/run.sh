@@ -10,10 +10,10 @@ build="$root/build/fuzz"
 launcher=()
 if command -v ccache >/dev/null; then launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache); fi
 cmake -S "$root" -B "$build" --preset fuzz -DHELIX_CUDA=OFF -DHELIX_MPI=OFF "${launcher[@]}"
-cmake --build "$build" --target safetensors_fuzz model_config_fuzz
+cmake --build "$build" --target safetensors_fuzz model_config_fuzz rendezvous_fuzz
 python3 "$root/tests/fuzz/make_seeds.py" "$build/corpus"
 cd "$build/corpus"
-for target in safetensors model_config; do
+for target in safetensors model_config rendezvous; do
   "$build/tests/fuzz/${target}_fuzz" -max_total_time="$seconds" -dict="$root/tests/fuzz/dictionary.txt" -print_final_stats=1 \
     "$target" 2>"$target.log" || {
     tail -n 40 "$target.log" >&2

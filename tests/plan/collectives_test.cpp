@@ -7,8 +7,8 @@
 
 #include <helix/plan/collectives.hpp>
 
-#include "support/failure.hpp"
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 
 namespace {
 

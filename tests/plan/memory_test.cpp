@@ -8,8 +8,8 @@
 #include <helix/plan/memory.hpp>
 #include <helix/sharded_kv_cache.hpp>
 
-#include "support/failure.hpp"
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 
 namespace {
 

@@ -8,8 +8,8 @@
 #include <helix/error.hpp>
 #include <helix/plan/model.hpp>
 
-#include "support/failure.hpp"
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 
 namespace {
 

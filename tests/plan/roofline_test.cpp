@@ -6,8 +6,8 @@
 #include <helix/plan/hardware.hpp>
 #include <helix/plan/roofline.hpp>
 
-#include "support/failure.hpp"
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 
 namespace {
 

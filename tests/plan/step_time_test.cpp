@@ -12,8 +12,8 @@
 #include <helix/plan/roofline.hpp>
 #include <helix/plan/step_time.hpp>
 
-#include "support/failure.hpp"
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 
 namespace {
 

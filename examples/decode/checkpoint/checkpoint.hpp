@@ -38,6 +38,9 @@ class Checkpoint {
   std::string config_path() const { return (directory_ / "config.json").string(); }
   const std::string& config_json() const { return config_json_; }
 
+  /// The weight files, by name.
+  const std::vector<SafetensorsFile>& files() const { return files_; }
+
   /// Number of tensors that find() knows.
   std::size_t num_tensors() const;
 

@@ -3,8 +3,12 @@
 #include "cli/launch.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
+#include <exception>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <thread>
 
 #include <helix/cpu/backend.hpp>
@@ -20,20 +24,72 @@ namespace helix::decode {
 
 using LocalBackend = cpu::Backend<cpu::LocalComm>;
 
-std::exception_ptr root_failure(const std::vector<std::exception_ptr>& failures) {
-  std::exception_ptr echo;
-  for (const std::exception_ptr& failure : failures) {
-    if (!failure) continue;
-    try {
-      std::rethrow_exception(failure);
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::peer_failed) return failure;
-      if (!echo) echo = failure;
-    } catch (...) {
-      return failure;
+namespace {
+
+struct Failure {
+  ErrorCode code;
+  std::string text;
+};
+
+Failure describe(const std::exception_ptr& failure) {
+  try {
+    std::rethrow_exception(failure);
+  } catch (const Error& error) {
+    return {error.code(), error.what()};
+  } catch (const std::exception& error) {
+    return {ErrorCode::internal, error.what()};
+  }
+}
+
+}  // namespace
+
+void throw_root_failure(const std::vector<std::exception_ptr>& failures) {
+  std::optional<std::size_t> root;
+  std::optional<std::size_t> echo;
+  bool is_shared = failures.size() == 1;
+  for (std::size_t rank = 0; rank < failures.size(); ++rank) {
+    if (!failures[rank]) continue;
+    const Failure failure = describe(failures[rank]);
+    if (failure.code == ErrorCode::peer_failed) {
+      if (!echo) echo = rank;
+    } else if (!root) {
+      root = rank;
+    } else if (failure.text == describe(failures[*root]).text) {
+      is_shared = true;
     }
   }
-  return echo;
+  if (root && is_shared) std::rethrow_exception(failures[*root]);
+  if (root) {
+    const Failure failure = describe(failures[*root]);
+    throw Error(failure.code, "rank ", *root, ": ", failure.text);
+  }
+  if (echo) std::rethrow_exception(failures[*echo]);
+}
+
+void run_on_threads(std::size_t num_ranks, const std::function<void(std::size_t)>& body) {
+  enum class Start { open, go, stop };
+  std::atomic<Start> start = Start::open;
+  const auto decide = [&](Start decision) {
+    start = decision;
+    start.notify_all();
+  };
+  std::vector<std::jthread> ranks;
+  ranks.reserve(num_ranks);
+  for (std::size_t rank = 1; rank < num_ranks; ++rank) {
+    try {
+      ranks.emplace_back([&, rank] {
+        start.wait(Start::open);
+        if (start == Start::go) body(rank);
+      });
+    } catch (const std::exception& error) {
+      decide(Start::stop);
+      throw Error(ErrorCode::capacity, "the thread of rank ", rank, " of ", num_ranks,
+                  " cannot be started: ", error.what(),
+                  "; use fewer ranks, or raise the limit (ulimit -u, a container's pids)");
+    }
+  }
+  decide(Start::go);
+  body(0);
 }
 
 int threads_per_rank(const LaunchOptions& options, const Topology& topo) {
@@ -67,6 +123,26 @@ std::vector<RankMemory> plan_memory(const Checkpoint& checkpoint, const ModelCon
       checkpoint, config, topo, request);
 }
 
+void add_fields(JobFields& fields, const LaunchOptions& options) {
+  // A binding, so that a new member does not compile until it is decided upon here.
+  [[maybe_unused]] const auto& [num_threads, show_progress, timeout, device, activation, placement, gpu] =
+      options;
+  fields.push_back({"--device", device == Device::cuda ? "cuda" : "cpu"});
+  fields.push_back({"--activation", std::string(to_string(activation))});
+}
+
+void Launcher::agree(const JobStatement& mine) {
+  std::vector<JobStatement> statements;
+  for (const std::string& text : gather_texts(serialize(mine)))
+    statements.push_back(deserialize_statement(text));
+  try {
+    expect_agreement(statements);
+  } catch (...) {
+    all_fail_alike_ = true;
+    throw;
+  }
+}
+
 namespace {
 
 bool is_mpi_process() {
@@ -86,6 +162,9 @@ class ThreadLauncher : public Launcher {
     return run_local(checkpoint, config, topo, request, options);
   }
   std::string fail(std::string_view reason) noexcept override { return std::string(reason); }
+
+ protected:
+  std::vector<std::string> gather_texts(const std::string& mine) override { return {mine}; }
 };
 
 }  // namespace
@@ -94,11 +173,9 @@ std::unique_ptr<Launcher> make_thread_launcher() {
   return std::make_unique<ThreadLauncher>();
 }
 
-std::unique_ptr<Launcher> make_launcher(Device device, std::uint64_t config_hash,
-                                        std::chrono::milliseconds timeout) {
-  if (device == Device::cuda)
-    return is_cuda_job() ? make_cuda_launcher(config_hash, timeout) : make_thread_launcher();
-  return is_mpi_process() ? make_mpi_launcher() : make_thread_launcher();
+std::unique_ptr<Launcher> make_launcher(Device device, std::chrono::milliseconds timeout) {
+  if (device == Device::cuda) return is_cuda_job() ? make_cuda_launcher(timeout) : make_thread_launcher();
+  return is_mpi_process() ? make_mpi_launcher(timeout) : make_thread_launcher();
 }
 
 }  // namespace helix::decode

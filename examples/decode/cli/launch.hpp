@@ -4,7 +4,6 @@
 #pragma once
 
 #include <chrono>
-#include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -15,6 +14,7 @@
 
 #include "checkpoint/checkpoint.hpp"
 #include "generate/generation.hpp"
+#include "generate/job_agreement.hpp"
 #include "model/model_config.hpp"
 
 namespace helix::decode {
@@ -38,6 +38,9 @@ struct LaunchOptions {
   GpuPlacement placement = GpuPlacement::automatic;
   int gpu = 0;  ///< GPU of ranks that share one, and of the memory plan.
 };
+
+/// Adds what all ranks of a job must have alike; the threads of a rank, its GPU and its output are its own.
+void add_fields(JobFields& fields, const LaunchOptions& options);
 
 /// Runs all ranks of `topo` as threads of this process.
 /// @throws the error of the rank that failed first, not those of the ranks that it took along;
@@ -73,6 +76,14 @@ class Launcher {
   /// The ranks' devices in words, for the user; empty: nothing to say.
   virtual std::string describe_devices(const Topology& topo, const LaunchOptions& options) const = 0;
 
+  /// Tells all processes of the job this one's statement, and compares all. Collective, first of all;
+  /// bounded.
+  /// @throws what expect_agreement() does, on all processes alike, and what ended the exchange.
+  void agree(const JobStatement& mine);
+  /// Whether all processes have thrown the same error, from agree(): then one speaks, and none needs to be
+  /// told.
+  bool all_fail_alike() const { return all_fail_alike_; }
+
   /// Runs all ranks of `topo`. Collective over the processes. The result is complete on every one.
   virtual GenerationResult run(const Checkpoint& checkpoint, const ModelConfig& config, const Topology& topo,
                                const GenerationRequest& request, const LaunchOptions& options) = 0;
@@ -80,6 +91,13 @@ class Launcher {
   /// Ends the job after a failure: tells the other processes, whose waits then end with Error(peer_failed).
   /// Returns what this process is to print of it; empty: another one does. It may end the process itself.
   virtual std::string fail(std::string_view reason) noexcept = 0;
+
+ protected:
+  /// Every process's text on every process, by rank. Collective, bounded.
+  virtual std::vector<std::string> gather_texts(const std::string& mine) = 0;
+
+ private:
+  bool all_fail_alike_ = false;
 };
 
 /// All ranks as threads of this process: run() is run_local().
@@ -87,10 +105,9 @@ std::unique_ptr<Launcher> make_thread_launcher();
 
 /// The launcher that fits the environment: a process each under torchrun, mpirun or srun with Device::cuda,
 /// under mpirun with Device::cpu, else threads. Collective over the job's processes, which it connects.
-/// `config_hash`: hash of what must be equal on all. The MPI one is built first in main, before threads.
+/// `timeout`: the longest wait for another process. The MPI one is built first in main, before threads.
 /// @throws Error(unsupported) where the device or MPI is not built in, Error(invalid_argument) naming the
 /// variable of the launcher that is missing or wrong, and what Bootstrap throws.
-std::unique_ptr<Launcher> make_launcher(Device device, std::uint64_t config_hash,
-                                        std::chrono::milliseconds timeout);
+std::unique_ptr<Launcher> make_launcher(Device device, std::chrono::milliseconds timeout);
 
 }  // namespace helix::decode

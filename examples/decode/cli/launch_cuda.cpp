@@ -148,6 +148,11 @@ class CudaLauncher : public Launcher {
     return "rank " + std::to_string(rank()) + ": " + std::string(reason);
   }
 
+ protected:
+  std::vector<std::string> gather_texts(const std::string& mine) override {
+    return decode::gather_texts(bootstrap_, mine);
+  }
+
  private:
   comm::Bootstrap bootstrap_;
   bool has_started_ = false;
@@ -155,10 +160,9 @@ class CudaLauncher : public Launcher {
 
 }  // namespace
 
-std::unique_ptr<Launcher> make_cuda_launcher(std::uint64_t config_hash, std::chrono::milliseconds timeout) {
+std::unique_ptr<Launcher> make_cuda_launcher(std::chrono::milliseconds timeout) {
   expect_cuda();
   comm::BootstrapOptions options = comm::BootstrapOptions::from_environment();
-  options.config_hash = config_hash;
   options.timeout = timeout;
   auto launcher = std::make_unique<CudaLauncher>(options);
   launcher->expect_gpu();

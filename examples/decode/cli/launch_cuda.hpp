@@ -3,7 +3,6 @@
 #pragma once
 
 #include <chrono>
-#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -33,6 +32,6 @@ bool is_cuda_job();
 
 /// One process a GPU, over NCCL; MPI is not used. Collective over the processes of the job.
 /// @throws Error(unsupported) without a GPU for this process, and what Bootstrap throws.
-std::unique_ptr<Launcher> make_cuda_launcher(std::uint64_t config_hash, std::chrono::milliseconds timeout);
+std::unique_ptr<Launcher> make_cuda_launcher(std::chrono::milliseconds timeout);
 
 }  // namespace helix::decode

@@ -2,6 +2,11 @@
 // The MPI launcher over cpu::MpiComm.
 #include "cli/launch_mpi.hpp"
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
 #include <helix/cpu/backend.hpp>
 #include <helix/cpu/mpi_comm.hpp>
 #include <helix/job_comms.hpp>
@@ -13,6 +18,9 @@ namespace {
 
 class MpiLauncher : public Launcher {
  public:
+  explicit MpiLauncher(std::chrono::milliseconds timeout)
+      : timeout_(timeout), session_(nullptr, nullptr, timeout) {}
+
   bool has_processes() const override { return true; }
   int rank() const override { return session_.world_rank(); }
   int size() const override { return session_.world_size(); }
@@ -20,23 +28,51 @@ class MpiLauncher : public Launcher {
 
   GenerationResult run(const Checkpoint& checkpoint, const ModelConfig& config, const Topology& topo,
                        const GenerationRequest& request, const LaunchOptions& options) override {
-    cpu::MpiComm world(MPI_COMM_WORLD, options.timeout);
-    JobComms<cpu::MpiComm> comms = split_world(world, topo);
+    JobComms<cpu::MpiComm> comms = split_world(world(), topo);
     cpu::Backend<cpu::MpiComm> backend(comms.stage, comms.kvp, threads_per_rank(options, topo));
-    return generate(backend, world, comms.pipeline, topo, checkpoint, config, request, options.show_progress);
+    return generate(backend, world(), comms.pipeline, topo, checkpoint, config, request,
+                    options.show_progress);
   }
 
   /// Prints the reason, on one of the ranks that fail alike, and ends the whole job with a non-zero exit.
   std::string fail(std::string_view reason) noexcept override { session_.abort(reason); }
 
+ protected:
+  std::vector<std::string> gather_texts(const std::string& mine) override {
+    const auto num_ranks = static_cast<std::size_t>(size());
+    const auto bytes = static_cast<std::int64_t>(mine.size());
+    std::vector<std::int64_t> counts(num_ranks);
+    cpu::Stream stream;
+    world().all_gather(&bytes, counts.data(), sizeof(bytes), stream);
+    stream.synchronize();
+    const auto widest = static_cast<std::size_t>(*std::ranges::max_element(counts));
+    std::string padded = mine;
+    padded.resize(widest);
+    std::string all(widest * num_ranks, '\0');
+    world().all_gather(padded.data(), all.data(), static_cast<std::int64_t>(widest), stream);
+    stream.synchronize();
+    std::vector<std::string> texts;
+    for (std::size_t rank = 0; rank < num_ranks; ++rank)
+      texts.push_back(all.substr(rank * widest, static_cast<std::size_t>(counts[rank])));
+    return texts;
+  }
+
  private:
-  cpu::MpiSession session_{nullptr, nullptr};
+  /// Made by the first use, collective.
+  cpu::MpiComm& world() {
+    if (!world_) world_.emplace(MPI_COMM_WORLD, timeout_);
+    return *world_;
+  }
+
+  std::chrono::milliseconds timeout_;
+  cpu::MpiSession session_;
+  std::optional<cpu::MpiComm> world_;
 };
 
 }  // namespace
 
-std::unique_ptr<Launcher> make_mpi_launcher() {
-  return std::make_unique<MpiLauncher>();
+std::unique_ptr<Launcher> make_mpi_launcher(std::chrono::milliseconds timeout) {
+  return std::make_unique<MpiLauncher>(timeout);
 }
 
 }  // namespace helix::decode

@@ -37,7 +37,7 @@ bool is_cuda_job() {
   refuse();
 }
 
-std::unique_ptr<Launcher> make_cuda_launcher(std::uint64_t, std::chrono::milliseconds) {
+std::unique_ptr<Launcher> make_cuda_launcher(std::chrono::milliseconds) {
   refuse();
 }
 

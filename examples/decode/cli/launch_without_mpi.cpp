@@ -6,7 +6,7 @@
 
 namespace helix::decode {
 
-std::unique_ptr<Launcher> make_mpi_launcher() {
+std::unique_ptr<Launcher> make_mpi_launcher(std::chrono::milliseconds) {
   throw Error(ErrorCode::unsupported,
               "started by mpirun, but this build has no MPI; install libopenmpi-dev and configure with "
               "HELIX_MPI=ON, or run without mpirun: ranks are then threads");

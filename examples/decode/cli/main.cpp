@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // helix-decode: a Llama or DeepSeek checkpoint under a Helix topology, on rank threads or one process a rank.
 #include <chrono>
-#include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
+#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
@@ -26,17 +25,6 @@
 
 namespace helix::decode {
 namespace {
-
-/// FNV-1a of the command line, which must be equal on all ranks.
-std::uint64_t hash_arguments(int argc, char** argv) {
-  std::uint64_t hash = 0xcbf29ce484222325u;
-  const auto add = [&](char c) { hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u; };
-  for (int i = 1; i < argc; ++i) {
-    for (const char c : std::string_view(argv[i])) add(c);
-    add('\0');
-  }
-  return hash;
-}
 
 /// Ranks of --topology auto: the launcher's processes, else --ranks.
 int num_ranks(const Options& options, const Launcher& launcher) {
@@ -69,36 +57,74 @@ void print_plan(const Launcher& launcher, const ModelConfig& config, const Topol
   flush_standard_output();
 }
 
-void run(Options& options, Launcher& launcher) {
+/// What is known of a job once its checkpoint is open.
+struct Job {
+  Options options;
+  LaunchOptions launch;
+  Checkpoint checkpoint;
+  ModelConfig config;
+  std::optional<Topology> topo;
+  std::vector<RankMemory> plan;
+
+  Job(Options given, const Launcher& launcher)
+      : options(std::move(given)),
+        launch{.num_threads = options.num_threads,
+               .show_progress = true,
+               .timeout = std::chrono::seconds(options.timeout_seconds),
+               .device = options.device,
+               .activation = options.activation,
+               .gpu = launcher.gpu()},
+        checkpoint(options.model),
+        config(parse_model_config(checkpoint.config_json(), checkpoint.config_path())) {
+    if (launcher.rank() == 0 && !options.json.empty()) check_output(options.json);
+    GenerationRequest& request = options.request;
+    request.kv_dtype = options.kv_dtype_name.empty() ? config.dtype : *parse_dtype(options.kv_dtype_name);
+    const TopologySpec spec = options.is_topology_auto
+                                  ? choose_topology(config, request, launch, num_ranks(options, launcher))
+                                  : options.topology;
+    topo = launcher.has_processes() ? Topology(spec, config.shape, launcher.size())
+                                    : Topology(spec, config.shape);
+    plan = plan_memory(checkpoint, config, *topo, request, launch);
+  }
+
+  /// What all processes of the job must have been started with.
+  JobFields fields() const {
+    JobFields fields;
+    add_fields(fields, launch);
+    add_fields(fields, checkpoint);
+    add_fields(fields, topo->spec());
+    add_fields(fields, options.request);
+    add_fields(fields, options);
+    return fields;
+  }
+};
+
+void run(const Job& job, Launcher& launcher) {
   const bool is_root = launcher.rank() == 0;
-  if (is_root && !options.json.empty()) check_output(options.json);
-  const LaunchOptions launch{.num_threads = options.num_threads,
-                             .show_progress = true,
-                             .timeout = std::chrono::seconds(options.timeout_seconds),
-                             .device = options.device,
-                             .activation = options.activation,
-                             .gpu = launcher.gpu()};
-  const Checkpoint checkpoint(options.model);
-  const ModelConfig config = parse_model_config(checkpoint.config_json(), checkpoint.config_path());
-  GenerationRequest& request = options.request;
-  request.kv_dtype = options.kv_dtype_name.empty() ? config.dtype : *parse_dtype(options.kv_dtype_name);
-  const TopologySpec spec = options.is_topology_auto
-                                ? choose_topology(config, request, launch, num_ranks(options, launcher))
-                                : options.topology;
-  const Topology topo =
-      launcher.has_processes() ? Topology(spec, config.shape, launcher.size()) : Topology(spec, config.shape);
-  const std::vector<RankMemory> plan = plan_memory(checkpoint, config, topo, request, launch);
-  if (is_root) print_plan(launcher, config, topo, request, launch, plan);
+  const auto& [options, launch, checkpoint, config, topo, plan] = job;
+  const GenerationRequest& request = options.request;
+  if (is_root) print_plan(launcher, config, *topo, request, launch, plan);
   if (options.is_plan_only) return;
 
-  const GenerationResult result = launcher.run(checkpoint, config, topo, request, launch);
+  const GenerationResult result = launcher.run(checkpoint, config, *topo, request, launch);
   if (!is_root) return;
   fmt::print("{}", format_result(result));
-  if (!options.json.empty()) write_json(options.json, topo, request, result);
+  if (!options.json.empty()) write_json(options.json, *topo, request, result);
   if (options.verify) {
     const Topology one_rank(TopologySpec{}, config.shape);
     check_same_tokens(result, run_local(checkpoint, config, one_rank, request, launch));
-    fmt::print("verified: {} ranks give the tokens of one rank\n", topo.world_size());
+    fmt::print("verified: {} ranks give the tokens of one rank\n", topo->world_size());
+  }
+}
+
+/// Makes the launcher of the device, unless nobody needs to hear of the error that there is already.
+std::unique_ptr<Launcher> find_launcher(Device device, std::chrono::seconds timeout,
+                                        const std::string& error) {
+  try {
+    return make_launcher(device, timeout);
+  } catch (const std::exception&) {
+    if (error.empty()) throw;
+    throw Error(ErrorCode::invalid_argument, error);
   }
 }
 
@@ -112,27 +138,40 @@ int main(int argc, char** argv) {
   helix::promise_nccl_one_graph_at_a_time();
   std::unique_ptr<Launcher> launcher = make_thread_launcher();  // until it is known what this process is of
   try {
-    // The device decides whether mpirun means MPI, also for an error on the command line, which all ranks
-    // share.
+    // An error of one process is told to all before it ends: the others wait for this one.
+    JobStatement statement;
     std::optional<Options> options;
-    std::exception_ptr usage_error;
     try {
       options = parse_options(argc, argv);
       if (!options) {
         flush_standard_output();
         return 0;
       }
-    } catch (const std::exception&) {
-      usage_error = std::current_exception();
+    } catch (const std::exception& error) {
+      statement.error = error.what();
     }
-    launcher = make_launcher(options ? options->device : Device::cpu, hash_arguments(argc, argv),
-                             std::chrono::seconds(options ? options->timeout_seconds : 60));
-    if (usage_error) std::rethrow_exception(usage_error);
-    run(*options, *launcher);
+    launcher =
+        find_launcher(options ? options->device : named_device(argc, argv),
+                      std::chrono::seconds(options ? options->timeout_seconds : Options{}.timeout_seconds),
+                      statement.error);
+    std::optional<Job> job;
+    if (options) {
+      try {
+        job.emplace(std::move(*options), *launcher);
+        statement.fields = job->fields();
+      } catch (const std::exception& error) {
+        statement.error = error.what();
+      }
+    }
+    launcher->agree(statement);
+    run(*job, *launcher);
     flush_standard_output();
     return 0;
   } catch (const std::exception& error) {
-    const std::string message = launcher->fail(error.what());
+    const bool is_told = launcher->all_fail_alike();
+    const std::string message = !is_told                ? launcher->fail(error.what())
+                                : launcher->rank() == 0 ? std::string(error.what())
+                                                        : std::string();
     if (!message.empty()) fmt::print(stderr, "helix-decode: {}\n", message);
     return 1;
   }

@@ -5,6 +5,7 @@
 #include <charconv>
 #include <iostream>
 #include <sstream>
+#include <string_view>
 
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
@@ -158,6 +159,24 @@ void check_values(const Options& options) {
 }
 
 }  // namespace
+
+void add_fields(JobFields& fields, const Options& options) {
+  // A binding, so that a new member does not compile until it is decided upon here.
+  [[maybe_unused]] const auto& [model, request, topology, is_topology_auto, num_ranks, kv_dtype_name, device,
+                                activation, is_plan_only, verify, timeout_seconds, num_threads, json] =
+      options;
+  fields.push_back({"--plan-only", is_plan_only ? "on" : "off"});
+}
+
+Device named_device(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view argument = argv[i];
+    if (argument == "--device=cuda") return Device::cuda;
+    if (argument == "--device" && i + 1 < argc && std::string_view(argv[i + 1]) == "cuda")
+      return Device::cuda;
+  }
+  return Device::cpu;
+}
 
 TokenIds parse_ids(const std::string& text, const std::string& what) {
   TokenIds ids;

@@ -28,6 +28,15 @@ struct Options {
   std::filesystem::path json;  ///< Report file; empty: none.
 };
 
+/// Adds what all ranks of a job must have alike of what is nowhere else: neither in the request nor in the
+/// topology. Where a rank finds the model, how many threads it has and what it does with the result are its
+/// own.
+void add_fields(JobFields& fields, const Options& options);
+
+/// The device that the command line names, even one that parse_options() refuses: how to tell the others of
+/// the job that it does.
+Device named_device(int argc, char** argv);
+
 /// Parses and reads the files that the options name. nullopt after --help, which it prints.
 /// @throws Error(invalid_argument), Error(io) or Error(invalid_file) naming option and value.
 std::optional<Options> parse_options(int argc, char** argv);

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <thread>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -18,11 +18,18 @@
 
 namespace helix::decode {
 
-/// The failure to report of several ranks': the first that is not the echo of another rank's; null: none.
-std::exception_ptr root_failure(const std::vector<std::exception_ptr>& failures);
+/// Throws the failure to report of several ranks', if any: the first that is not the echo of another rank's,
+/// with the rank's number unless others say the same.
+void throw_root_failure(const std::vector<std::exception_ptr>& failures);
+
+/// Calls body(rank) for each of `num_ranks` ranks, rank 0 on the calling thread and the others on threads of
+/// their own, and returns when all have. No rank begins before all threads have started.
+/// @throws Error(capacity) with the rank whose thread cannot be started; then body was not called.
+void run_on_threads(std::size_t num_ranks, const std::function<void(std::size_t)>& body);
 
 /// Runs all ranks of `topo`, rank r on a thread of its own with world[r] and make_backend(r, comms). Rank 0
-/// is the calling thread. @throws the failure of the rank that failed first.
+/// is the calling thread. @throws the failure of the rank that failed first, as throw_root_failure() does,
+/// and what run_on_threads() throws.
 template <class Comm, class MakeBackend>
 GenerationResult run_rank_threads(std::vector<Comm> world, MakeBackend make_backend,
                                   const Checkpoint& checkpoint, const ModelConfig& config,
@@ -30,7 +37,7 @@ GenerationResult run_rank_threads(std::vector<Comm> world, MakeBackend make_back
                                   bool show_progress) {
   std::vector<std::exception_ptr> failures(world.size());
   GenerationResult result;
-  const auto run_rank = [&](std::size_t rank) {
+  run_on_threads(world.size(), [&](std::size_t rank) {
     try {
       JobComms<Comm> comms = split_world(world[rank], topo);
       auto backend = make_backend(static_cast<int>(rank), comms);
@@ -41,12 +48,8 @@ GenerationResult run_rank_threads(std::vector<Comm> world, MakeBackend make_back
       failures[rank] = std::current_exception();
       world[rank].abort(error.what());
     }
-  };
-  std::vector<std::jthread> ranks;
-  for (std::size_t rank = 1; rank < failures.size(); ++rank) ranks.emplace_back(run_rank, rank);
-  run_rank(0);
-  ranks.clear();  // joins
-  if (const std::exception_ptr failure = root_failure(failures)) std::rethrow_exception(failure);
+  });
+  throw_root_failure(failures);
   return result;
 }
 

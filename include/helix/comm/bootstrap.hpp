@@ -24,13 +24,28 @@ struct HELIX_API BootstrapOptions {
   /// The process's number among those of its machine, usually the one of its device.
   int local_rank = 0;
 
-  /// Host name or IP address of rank 0. "localhost" and 127.* keep the job to this machine.
+  /// Host name or IP address of rank 0, which listens there and nowhere else: "localhost" and 127.* keep the
+  /// job to this machine. Where a host name resolves to 127.* alone, as Debian's /etc/hosts makes a machine's
+  /// own name do, rank 0 listens on all interfaces instead, unless is_one_machine.
   std::string address = "127.0.0.1";
+  /// Whether all ranks are known to be on one machine.
+  bool is_one_machine = false;
+  /// Where rank 0 listens if not at `address`, which may not be its machine's own (NAT, a container's port, a
+  /// cluster's service): "0.0.0.0" for all interfaces. Empty: at `address`.
+  std::string listen_address = {};
   /// TCP port on which rank 0 listens until all are there.
   int port = 29500;
 
-  /// A hash of everything that must be equal on all ranks (model, topology, options). Ranks that differ are
-  /// all refused.
+  /// What only ranks of this job know, alike on all of them; may be empty. A process that does not know it is
+  /// a stranger: it never ends the job nor counts as a rank. Both sides show that they know it by an HMAC
+  /// over the other's random challenge, so that it is not sent and a recorded hello is of no use later. It
+  /// keeps out strangers and other jobs; who alters the traffic of accepted connections is not kept out.
+  std::string secret = {};
+  /// Name of the job, alike on all ranks; may be empty. Processes of another job are strangers.
+  std::string job = {};
+
+  /// A hash of what must be equal on all ranks (model, topology, options). If ranks of the job differ, all
+  /// are refused.
   std::uint64_t config_hash = 0;
 
   /// The limit of the rendezvous, of each exchange, and of the silence after which a rank counts as dead.
@@ -41,8 +56,12 @@ struct HELIX_API BootstrapOptions {
   /// Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun sets them; else what Open
   /// MPI (OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK) or Slurm (SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID) set;
   /// else a job of one process. MASTER_ADDR may be absent where the launcher says that all ranks are on one
-  /// machine. Under torchrun the port is MASTER_PORT + 1, since it listens on MASTER_PORT itself.
-  /// @throws Error(invalid_argument) naming the variable that is missing or no number in range.
+  /// machine. Under torchrun the port is MASTER_PORT + 1, since it listens on MASTER_PORT itself. The job is
+  /// named by what the launcher calls it: TORCHELASTIC_RUN_ID, PMIX_NAMESPACE, or SLURM_JOB_ID and
+  /// SLURM_STEP_ID. HELIX_JOB_SECRET is the secret, or HELIX_JOB_SECRET_FILE names the file that holds it;
+  /// HELIX_LISTEN_ADDR is the listen_address.
+  /// @throws Error(invalid_argument) naming the variable that is missing, empty or no number in range,
+  /// Error(io) naming the file of the secret that cannot be read.
   static BootstrapOptions from_environment();
 };
 
@@ -51,13 +70,15 @@ struct HELIX_API BootstrapOptions {
 ///
 /// A rank has failed when its connection closes without a farewell, when it is silent for the timeout, when
 /// it calls fail(), or when it lags: another rank has waited for the timeout at a later step or operation.
-/// Rank 0 sees the failures of others and tells all; the others see rank 0's. Not encrypted: for networks
-/// that are trusted. All machines have the same byte order. Copies are the same end.
+/// Rank 0 sees the failures of others and tells all; the others see rank 0's. Strangers at the rendezvous
+/// are heard beside the ranks, each for 5 s at most, and are ignored; after it nobody listens. Not encrypted:
+/// for networks that are trusted. All machines have the same byte order. Copies are the same end.
 class HELIX_API Bootstrap {
  public:
   /// Connects all ranks. Collective; rank 0 serves, the others connect until the deadline.
   /// @throws Error(timeout) naming the ranks that are missing; Error(invalid_argument) on all ranks if sizes,
-  /// ranks or configurations contradict each other; Error(io) if rank 0 cannot listen.
+  /// ranks or configurations contradict each other, and on this one if rank 0 is of another job;
+  /// Error(peer_failed) naming a rank that leaves again; Error(io) if rank 0 cannot listen.
   explicit Bootstrap(const BootstrapOptions& options);
 
   int rank() const;

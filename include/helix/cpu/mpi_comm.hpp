@@ -23,11 +23,15 @@ namespace helix::cpu {
 /// own. Create it first in main(), outside of the try block: it must outlive every MpiComm.
 class HELIX_API MpiSession {
  public:
-  /// Calls MPI_Init_thread for MPI_THREAD_MULTIPLE. @throws Error(unsupported) if the MPI library provides
-  /// less.
-  MpiSession(int* argc, char*** argv);
-  /// Calls MPI_Finalize, which waits for all ranks. Left by an exception, it aborts the job instead: the
-  /// other ranks may never come.
+  /// Calls MPI_Init_thread for MPI_THREAD_MULTIPLE. Waits for all ranks. Where one does not come within
+  /// `timeout`, the process ends with a line on stderr that names the waiting rank, since the call cannot be
+  /// left: the launcher then ends the others. The library starts a thread for the life of the session.
+  /// @throws Error(unsupported) if the MPI library provides less, Error(timeout) naming a rank that stops
+  /// right after.
+  MpiSession(int* argc, char*** argv, std::chrono::milliseconds timeout = std::chrono::seconds(60));
+  /// Calls MPI_Finalize, which waits for all ranks: for as long as they are busy, but when one gives no sign
+  /// of life for the timeout, the job is aborted, with its name. Left by an exception, it aborts the job
+  /// instead: the other ranks may never come.
   ~MpiSession();
   MpiSession(const MpiSession&) = delete;
   MpiSession& operator=(const MpiSession&) = delete;
@@ -39,7 +43,8 @@ class HELIX_API MpiSession {
   [[noreturn]] void abort(std::string_view reason) noexcept;
 
  private:
-  int exceptions_ = 0;  // in flight when the session began
+  struct State;
+  std::unique_ptr<State> state_;
 };
 
 /// A rank's handle to a group of processes. Models comm::CollectiveComm on host memory, where the operations

@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <new>
 #include <type_traits>
@@ -64,7 +63,12 @@ class HELIX_API Stream {
   std::exception_ptr failure() const;
 
   /// Called once, on the worker, with the first failure of a task: the owner aborts its communicators there.
-  void on_failure(std::function<void(std::exception_ptr)> handler);
+  template <class Handler>
+  void on_failure(Handler handler) {
+    set_failure_handler(
+        std::make_shared<Handler>(std::move(handler)),
+        [](void* erased, const std::exception_ptr& failure) { (*static_cast<Handler*>(erased))(failure); });
+  }
 
   /// Whether both handles name one queue.
   friend bool operator==(const Stream& a, const Stream& b) { return a.queue_ == b.queue_; }
@@ -73,6 +77,7 @@ class HELIX_API Stream {
   friend class Event;
   struct Queue;
 
+  void set_failure_handler(std::shared_ptr<void> handler, void (*call)(void*, const std::exception_ptr&));
   void* begin_enqueue();
   void cancel_enqueue();
   void end_enqueue(void (*run)(void*), void (*drop)(void*));

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 
 #include <helix/export.hpp>
@@ -24,11 +23,19 @@ class HELIX_API ThreadPool {
   int num_threads() const;
 
   /// Calls `body(index, thread)` for every index in [0, count), dynamically scheduled; `thread` is below
-  /// num_threads(). Returns when all are done; the caller works too. Rethrows the first exception. Results
-  /// must not depend on which thread runs an index.
-  void parallel_for(std::int64_t count, const std::function<void(std::int64_t, int)>& body);
+  /// num_threads(). Returns when all are done; the caller works too. Allocates nothing. Rethrows the first
+  /// exception. Results must not depend on which thread runs an index.
+  template <class Body>
+  void parallel_for(std::int64_t count, const Body& body) {
+    run(count, &body, [](const void* erased, std::int64_t index, int thread) {
+      (*static_cast<const Body*>(erased))(index, thread);
+    });
+  }
 
  private:
+  using Call = void (*)(const void* body, std::int64_t index, int thread);
+  void run(std::int64_t count, const void* body, Call call);
+
   struct State;
   std::unique_ptr<State> state_;
 };

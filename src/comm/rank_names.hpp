@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// The ranks that a message is about, which are never none.
+#pragma once
+
+#include <span>
+#include <string>
+
+#include <helix/error.hpp>
+
+namespace helix::comm {
+
+/// "rank 2" or "ranks 2, 3". @throws Error(internal) if there are none: such a message would name nobody.
+inline std::string rank_names(std::span<const int> ranks) {
+  HELIX_EXPECTS(!ranks.empty(), ErrorCode::internal, "a message about missing ranks has none to name");
+  std::string text = (ranks.size() == 1 ? "rank " : "ranks ") + std::to_string(ranks.front());
+  for (const int rank : ranks.subspan(1)) text.append(", ").append(std::to_string(rank));
+  return text;
+}
+
+}  // namespace helix::comm

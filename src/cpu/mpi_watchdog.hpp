@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// An end for calls of MPI that wait for other ranks without one.
+#pragma once
+
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "comm/start_thread.hpp"
+#include "comm/timeout.hpp"
+
+namespace helix::cpu::mpi {
+
+/// Ends the process with one line on stderr and a non-zero exit, upon which its launcher ends the others,
+/// unless it is destroyed within the limit. Nothing gentler helps against a call that does not return.
+class Watchdog {
+ public:
+  Watchdog(comm::milliseconds limit, std::string line)
+      : thread_(comm::start_thread("the thread that bounds a call of MPI",
+                                   [this, limit, line = std::move(line)] { wait(limit, line); })) {}
+  Watchdog(const Watchdog&) = delete;
+  Watchdog& operator=(const Watchdog&) = delete;
+  ~Watchdog() {
+    {
+      const std::lock_guard lock(mutex_);
+      is_done_ = true;
+    }
+    changed_.notify_one();
+    thread_.join();
+  }
+
+ private:
+  void wait(comm::milliseconds limit, const std::string& line) {
+    std::unique_lock lock(mutex_);
+    if (changed_.wait_until(lock, comm::Clock::now() + limit, [this] { return is_done_; })) return;
+    std::fprintf(stderr, "helix: %s\n", line.c_str());
+    std::fflush(stderr);
+    std::_Exit(EXIT_FAILURE);
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool is_done_ = false;
+  std::thread thread_;  // last: it uses the others
+};
+
+}  // namespace helix::cpu::mpi

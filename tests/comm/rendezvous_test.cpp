@@ -1,0 +1,380 @@
+// SPDX-License-Identifier: Apache-2.0
+// The rendezvous among strangers: silent ones, wrong ones, other jobs. Needs no GPU.
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <span>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <helix/comm/bootstrap.hpp>
+
+#include "comm/bootstrap_job.hpp"
+#include "comm/bootstrap_messages.hpp"
+#include "comm/strangers.hpp"
+#include "support/catch.hpp"
+#include "support/process.hpp"
+
+using namespace std::chrono_literals;
+using Catch::Matchers::Contains;
+using helix::Error;
+using helix::ErrorCode;
+using helix::comm::Bootstrap;
+using helix::comm::BootstrapOptions;
+using helix::test::expect;
+using helix::test::first_words_of_strangers;
+using helix::test::free_port;
+using helix::test::Outcome;
+using helix::test::run_bootstrap_job;
+using helix::test::Stranger;
+
+namespace {
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace
+
+TEST_CASE("strangers who came first neither end a job nor count as its ranks nor hold it up") {
+  const int port = free_port();
+  const auto start = std::chrono::steady_clock::now();
+  std::atomic<int> num_connected = 0;
+  const std::vector<Outcome> outcomes = run_bootstrap_job(
+      3,
+      [&](const BootstrapOptions& options) {
+        std::vector<Stranger> strangers;
+        if (options.rank == 1) {
+          for (int round = 0; round < 3; ++round) {
+            for (const std::string& words : first_words_of_strangers()) {
+              strangers.emplace_back(options.port, words);
+              num_connected += strangers.back().is_connected();
+            }
+          }
+        }
+        if (options.rank == 2) std::this_thread::sleep_for(300ms);
+        Bootstrap bootstrap(options);
+        bootstrap.barrier();
+      },
+      6s, port);
+  for (const Outcome& outcome : outcomes) CHECK(outcome.message == "");
+  CHECK(num_connected == 36);
+  CHECK(seconds_since(start) < 3.0);
+}
+
+TEST_CASE("a process with another secret or of another job is told so, and the job goes on without it") {
+  struct Row {
+    const char* name;
+    void (*change)(BootstrapOptions&);
+  };
+  for (const Row& row : {Row{"another secret", [](BootstrapOptions& o) { o.secret = "guess"; }},
+                         Row{"no secret", [](BootstrapOptions& o) { o.secret = ""; }},
+                         Row{"another job", [](BootstrapOptions& o) { o.job = "8"; }},
+                         Row{"all of another job", [](BootstrapOptions& o) {
+                               o.job = "8";
+                               o.size = 64;
+                               o.config_hash = 1;
+                             }}}) {
+    DYNAMIC_SECTION(row.name) {
+      const auto start = std::chrono::steady_clock::now();
+      Outcome stranger;
+      const std::vector<Outcome> outcomes = run_bootstrap_job(3, [&](BootstrapOptions options) {
+        options.secret = "open sesame";
+        options.job = "7";
+        if (options.rank == 2) {  // a process that takes itself for a rank of this job comes first
+          BootstrapOptions other = options;
+          row.change(other);
+          try {
+            Bootstrap bootstrap(other);
+          } catch (const Error& error) {
+            stranger = {error.code(), error.what()};
+          }
+        }
+        Bootstrap bootstrap(options);
+        bootstrap.barrier();
+      });
+      for (const Outcome& outcome : outcomes) CHECK(outcome.message == "");
+      CHECK(stranger.code == ErrorCode::invalid_argument);
+      CHECK_THAT(stranger.message, Contains("does not know rank 2 of") && Contains("HELIX_JOB_SECRET"));
+      CHECK(seconds_since(start) < 2.0);
+    }
+  }
+}
+
+TEST_CASE("two jobs on one port refuse each other") {
+  const int port = free_port();
+  const std::vector<Outcome> outcomes = run_bootstrap_job(
+      4,
+      [&](BootstrapOptions options) {
+        const bool is_first_job = options.rank < 2;
+        options.rank %= 2;
+        options.size = 2;
+        options.job = is_first_job ? "first" : "second";
+        if (is_first_job && options.rank == 1) std::this_thread::sleep_for(400ms);
+        if (!is_first_job) std::this_thread::sleep_for(200ms);  // its rank 0 finds the port taken
+        Bootstrap bootstrap(options);
+        bootstrap.barrier();
+      },
+      5s, port);
+  CHECK(outcomes[0].message == "");
+  CHECK(outcomes[1].message == "");
+  CHECK(outcomes[2].code == ErrorCode::io);
+  CHECK_THAT(outcomes[2].message, Contains("cannot listen on port " + std::to_string(port)));
+  CHECK_THAT(outcomes[3].message, Contains("another job"));
+}
+
+TEST_CASE("a timeout counts the strangers beside the ranks that are missing") {
+  const std::vector<Outcome> outcomes = run_bootstrap_job(
+      3,
+      [](BootstrapOptions options) {
+        options.secret = options.rank == 1 ? "guess" : "open sesame";
+        if (options.rank < 2) Bootstrap bootstrap(options);
+      },
+      500ms);
+  CHECK(outcomes[0].code == ErrorCode::timeout);
+  CHECK_THAT(outcomes[0].message, Contains("ranks 1, 2 of 3 did not connect") &&
+                                      Contains("1 other connections were no ranks of this job, 1 of them") &&
+                                      Contains("secret"));
+}
+
+TEST_CASE("a rank that leaves before all have come ends the rendezvous soon, and is named") {
+  const auto start = std::chrono::steady_clock::now();
+  const std::vector<Outcome> outcomes = run_bootstrap_job(4, [](const BootstrapOptions& options) {
+    if (options.rank == 3) return;
+    if (options.rank < 2) {
+      Bootstrap bootstrap(options);
+      return;
+    }
+    std::this_thread::sleep_for(100ms);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(1);  // dies while it waits for the verdict
+      try {
+        Bootstrap bootstrap(options);
+      } catch (...) {
+      }
+      ::_exit(0);
+    }
+    ::waitpid(child, nullptr, 0);
+  });
+  for (const int rank : {0, 1}) {
+    CHECK(outcomes[static_cast<std::size_t>(rank)].code == ErrorCode::peer_failed);
+    CHECK_THAT(outcomes[static_cast<std::size_t>(rank)].message,
+               Contains("rank 2 of 4 closed its connection before all ranks had come"));
+  }
+  CHECK(seconds_since(start) < 6.0);
+}
+
+TEST_CASE("strangers after the rendezvous are ignored") {
+  const std::vector<Outcome> outcomes = run_bootstrap_job(2, [](const BootstrapOptions& options) {
+    Bootstrap bootstrap(options);
+    bootstrap.barrier();
+    if (options.rank == 1) {
+      for (const std::string& words : first_words_of_strangers()) {
+        helix::test::Stranger late(options.port, words, 0ms);
+        expect(!late.is_connected(), "somebody still listens");
+      }
+    }
+    bootstrap.barrier();
+  });
+  for (const Outcome& outcome : outcomes) CHECK(outcome.message == "");
+}
+
+TEST_CASE("strangers who say anything, seeded, do not disturb a rendezvous") {
+  using namespace helix::comm;
+  std::mt19937_64 random(20250607);
+  const int port = free_port();
+  std::atomic<bool> is_over = false;
+  std::thread noise([&] {
+    std::vector<Stranger> crowd;
+    while (!is_over) {
+      // A hello with some bytes changed, cut or continued.
+      Hello hello{.channel = random() % 2 == 0 ? Channel::control : Channel::watch,
+                  .rank = static_cast<std::int32_t>(random() % 5),
+                  .size = static_cast<std::int32_t>(random() % 5)};
+      std::string bytes(reinterpret_cast<const char*>(&hello), sizeof(hello));
+      for (std::uint64_t change = random() % 4; change > 0; --change)
+        bytes[random() % bytes.size()] = static_cast<char>(random());
+      bytes.resize(random() % (2 * bytes.size()), static_cast<char>(random()));
+      crowd.emplace_back(port, bytes, 0ms);
+      if (crowd.size() > 300) crowd.erase(crowd.begin(), crowd.begin() + 100);
+      std::this_thread::sleep_for(500us);
+    }
+  });
+  for (int round = 0; round < 10; ++round) {
+    const std::vector<Outcome> outcomes = run_bootstrap_job(
+        3,
+        [&](BootstrapOptions options) {
+          options.secret = "open sesame";
+          std::this_thread::sleep_for(std::chrono::milliseconds(20 * options.rank));
+          Bootstrap bootstrap(options);
+          bootstrap.barrier();
+        },
+        10s, port);
+    INFO("round " << round);
+    for (const Outcome& outcome : outcomes) CHECK(outcome.message == "");
+  }
+  is_over = true;
+  noise.join();
+}
+
+TEST_CASE("messages of no process of ours are not read") {
+  using namespace helix::comm;
+  const auto bytes_of_message = [](const auto& message) { return std::as_bytes(std::span(&message, 1)); };
+  CHECK(read_hello(bytes_of_message(Hello{})));
+  CHECK(read_challenge(bytes_of_message(Challenge{})));
+  CHECK(read_reply(bytes_of_message(Reply{})));
+  CHECK(read_verdict(bytes_of_message(Verdict{})));
+  CHECK(read_beat(bytes_of_message(Beat{})));
+  CHECK(!read_hello(bytes_of_message(Hello{}).first(sizeof(Hello) - 1)));
+  CHECK(!read_hello(bytes_of_message(Hello{.magic = 1})));
+  CHECK(!read_hello(bytes_of_message(Hello{.channel = static_cast<Channel>(2)})));
+  CHECK(!read_challenge(bytes_of_message(Challenge{.magic = 1})));
+  CHECK(!read_reply(bytes_of_message(Reply{.answer = static_cast<Answer>(7)})));
+  CHECK(!read_verdict(bytes_of_message(Verdict{.error_code = -2})));
+  CHECK(!read_verdict(bytes_of_message(Verdict{.error_code = 1000})));
+  Verdict endless;
+  endless.text.fill('x');
+  CHECK(!read_verdict(bytes_of_message(endless)));
+  CHECK(!read_beat(bytes_of_message(Beat{.kind = static_cast<BeatKind>(9)})));
+  CHECK(!read_beat(bytes_of_message(Beat{.rank = -1})));
+  Beat unnamed;
+  unnamed.operation.fill('x');
+  CHECK(!read_beat(bytes_of_message(unnamed)));
+}
+
+TEST_CASE("HMAC-SHA-256 gives the values of RFC 4231, and a proof fits one key, challenge and message") {
+  using namespace helix::comm;
+  const auto hex = [](const Digest& digest) {
+    std::string text;
+    for (const std::uint8_t byte : digest) {
+      text += "0123456789abcdef"[byte >> 4];
+      text += "0123456789abcdef"[byte & 15];
+    }
+    return text;
+  };
+  CHECK(hex(Sha256().finish()) == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
+  CHECK(hex(hmac_sha256(std::string(20, '\x0b'), bytes_of("Hi There"))) ==
+        "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7");
+  CHECK(hex(hmac_sha256("Jefe", bytes_of("what do ya want for nothing?"))) ==
+        "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
+  CHECK(hex(hmac_sha256(std::string(131, '\xaa'),
+                        bytes_of("Test Using Larger Than Block-Size Key - Hash Key First"))) ==
+        "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54");
+  const JobKey key{.secret = "open sesame", .name = "7"};
+  const Challenge challenge{.nonce = {1, 2, 3}};
+  Hello hello{.rank = 1, .size = 2};
+  hello.proof = key.proof_of(hello, challenge, hello.process);
+  CHECK(key.is_proven(hello, challenge, hello.process));
+  CHECK(!key.is_proven(hello, Challenge{.nonce = {1, 2, 4}}, hello.process));
+  CHECK(!JobKey{"open sesam", "e7"}.is_proven(hello, challenge, hello.process));
+  CHECK(!JobKey{"open sesame", "8"}.is_proven(hello, challenge, hello.process));
+  hello.rank = 2;
+  CHECK(!key.is_proven(hello, challenge, hello.process));
+}
+
+TEST_CASE("rank 0 listens where its address says, and says what to do where that is not its own") {
+  const auto start_alone = [](BootstrapOptions options) {
+    options.size = 2;
+    options.port = free_port();
+    options.timeout = 300ms;
+    try {
+      Bootstrap bootstrap(options);
+    } catch (const Error& error) {
+      return Outcome{error.code(), error.what()};
+    }
+    return Outcome{};
+  };
+  const Outcome foreign = start_alone({.address = "192.0.2.1"});
+  CHECK(foreign.code == ErrorCode::io);
+  CHECK_THAT(foreign.message,
+             Contains("MASTER_ADDR is \"192.0.2.1\", which is no address of rank 0's machine") &&
+                 Contains("HELIX_LISTEN_ADDR"));
+  const Outcome unknown = start_alone({.address = "no-such-host.invalid"});
+  CHECK(unknown.code == ErrorCode::io);
+  CHECK_THAT(unknown.message, Contains("cannot resolve MASTER_ADDR \"no-such-host.invalid\""));
+  // Listens, so that only rank 1 is missing.
+  const Outcome elsewhere = start_alone({.address = "192.0.2.1", .listen_address = "0.0.0.0"});
+  CHECK(elsewhere.code == ErrorCode::timeout);
+  CHECK_THAT(elsewhere.message, Contains("rank 1 of 2 did not connect"));
+
+  const auto meets_at = [](const std::string& address, const std::string& way_of_rank_1,
+                           bool is_one_machine) {
+    std::string text;
+    for (const Outcome& outcome : run_bootstrap_job(
+             2,
+             [&](BootstrapOptions options) {
+               options.address = options.rank == 0 ? address : way_of_rank_1;
+               options.is_one_machine = is_one_machine;
+               Bootstrap bootstrap(options);
+             },
+             700ms)) {
+      text += outcome.message;
+    }
+    return text;
+  };
+  CHECK(meets_at("localhost", "localhost", false) == "");
+  CHECK_THAT(meets_at("127.0.0.2", "127.0.0.1", false), Contains("did not connect"));
+  // A machine's own name that its table of hosts takes to 127.0.1.1 is reached from outside another way.
+  std::array<char, 256> name{};
+  REQUIRE(::gethostname(name.data(), name.size() - 1) == 0);
+  CHECK(meets_at(name.data(), name.data(), false) == "");
+  CHECK(meets_at(name.data(), name.data(), true) == "");
+}
+
+TEST_CASE("the secret comes from a variable or a file, the job's name from the launcher") {
+  const auto options_from = [](const std::vector<std::pair<const char*, std::string>>& variables) {
+    for (const auto& [name, value] : variables) ::setenv(name, value.c_str(), 1);
+    const auto restore = [&](void*) {
+      for (const auto& [name, value] : variables) ::unsetenv(name);
+    };
+    const std::unique_ptr<void, decltype(restore)> guard(const_cast<char*>(""), restore);
+    return BootstrapOptions::from_environment();
+  };
+  const helix::test::ScratchDirectory scratch;
+  helix::test::write_file(scratch / "secret", "open sesame\n");
+  helix::test::write_file(scratch / "empty", "\n");
+  const std::string file = (scratch / "secret").string();
+  const BootstrapOptions torchrun = options_from({{"RANK", "0"},
+                                                  {"WORLD_SIZE", "2"},
+                                                  {"LOCAL_WORLD_SIZE", "2"},
+                                                  {"TORCHELASTIC_RUN_ID", "run-7"},
+                                                  {"SLURM_JOB_ID", "9"},
+                                                  {"HELIX_LISTEN_ADDR", "0.0.0.0"},
+                                                  {"HELIX_JOB_SECRET_FILE", file}});
+  CHECK((torchrun.job == "run-7" && torchrun.secret == "open sesame"));
+  CHECK((torchrun.listen_address == "0.0.0.0" && torchrun.is_one_machine));
+  const BootstrapOptions slurm = options_from({{"SLURM_PROCID", "0"},
+                                               {"SLURM_NTASKS", "2"},
+                                               {"SLURM_LOCALID", "0"},
+                                               {"SLURM_JOB_ID", "9"},
+                                               {"SLURM_STEP_ID", "1"},
+                                               {"MASTER_ADDR", "host"},
+                                               {"HELIX_JOB_SECRET", "s"}});
+  CHECK((slurm.job == "9/1" && slurm.secret == "s" && !slurm.is_one_machine));
+  const std::vector<std::pair<const char*, std::string>> two = {
+      {"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_WORLD_SIZE", "2"}};
+  const auto refused = [&](std::vector<std::pair<const char*, std::string>> variables) {
+    variables.insert(variables.end(), two.begin(), two.end());
+    try {
+      (void)options_from(variables);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  CHECK_THAT(refused({{"HELIX_JOB_SECRET", "s"}, {"HELIX_JOB_SECRET_FILE", file}}), Contains("both set"));
+  CHECK_THAT(refused({{"HELIX_JOB_SECRET", ""}}), Contains("HELIX_JOB_SECRET has 0 bytes"));
+  CHECK_THAT(refused({{"HELIX_JOB_SECRET_FILE", (scratch / "empty").string()}}), Contains("has 0 bytes"));
+  CHECK_THAT(refused({{"HELIX_JOB_SECRET_FILE", (scratch / "none").string()}}), Contains("cannot be opened"));
+}

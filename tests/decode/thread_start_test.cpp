@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// A thread that cannot be started, whichever it is, ends the ranks of the process at once with one error.
+#include <atomic>
+#include <chrono>
+#include <limits>
+#include <optional>
+#include <string>
+
+#include <helix/comm/bootstrap.hpp>
+#include <helix/cpu/thread_pool.hpp>
+
+#include "cli/launch.hpp"
+#include "cli/rank_threads.hpp"
+#include "comm/bootstrap_job.hpp"
+#include "decode/golden.hpp"
+#include "support/catch.hpp"
+#include "support/failing_threads.hpp"
+
+namespace helix::test {
+namespace {
+
+using Catch::Matchers::Contains;
+
+/// Refuses threads for as long as it lives.
+struct Refusal {
+  Refusal(int first, int count) { refuse_threads(first, count); }
+  ~Refusal() { refuse_threads(0, 0); }
+};
+
+template <class Body>
+std::string error_of(Body&& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace
+
+TEST_CASE("a rank thread that cannot be started is the one error, and no rank begins") {
+  for (int refused = 0; refused < 3; ++refused) {
+    std::atomic<int> num_begun = 0;
+    const Refusal refusal(refused, 1);
+    const std::string error = error_of([&] { decode::run_on_threads(4, [&](std::size_t) { ++num_begun; }); });
+    CHECK_THAT(error,
+               Contains("the thread of rank " + std::to_string(refused + 1) + " of 4 cannot be started"));
+    CHECK(num_begun == 0);
+  }
+}
+
+TEST_CASE("a generation whose ranks' first threads cannot be started ends at once with one error") {
+  constexpr int kSwept = 4;  // the ranks' own three, and the first thread of a pool
+  const ReferenceModel model("llama-tiny");
+  const Topology topo(TopologySpec{.kvp = 4}, model.config.shape);
+  decode::GenerationRequest request;
+  request.prompts = {{1, 2, 3}};
+  request.max_new_tokens = 3;
+  const auto generate = [&] {
+    return decode::run_local(model.checkpoint, model.config, topo, request, {.num_threads = 2});
+  };
+  refuse_threads(0, 0);
+  const decode::TokenIds tokens = generate().sequences.at(0).tokens;
+  const int num_threads = num_threads_asked();
+  CHECK(num_threads >= 4 * 2);
+  for (const int count : {1, std::numeric_limits<int>::max()}) {
+    for (int first = 0; first < kSwept; ++first) {
+      const auto start = std::chrono::steady_clock::now();
+      const Refusal refusal(first, count);
+      const std::string error = error_of(generate);
+      INFO("thread " << first << " of " << num_threads << ", " << count << " refused: " << error);
+      CHECK_THAT(error, Contains("cannot be started: Resource temporarily unavailable"));
+      CHECK(seconds_since(start) < 10.0);
+    }
+  }
+  CHECK(generate().sequences.at(0).tokens == tokens);
+}
+
+TEST_CASE("a thread pool says which of its threads cannot be started") {
+  const Refusal refusal(2, 1);
+  CHECK_THAT(error_of([] { cpu::ThreadPool pool(8); }),
+             Contains("thread 3 of a ThreadPool of 8 cannot be started"));
+}
+
+TEST_CASE("a process whose watch cannot be started is an error there, and named on the others") {
+  // The test's own two threads come first; the watch of one of the processes is refused.
+  const Refusal refusal(2, 1);
+  const auto start = std::chrono::steady_clock::now();
+  std::string all;
+  for (const Outcome& outcome : run_bootstrap_job(2, [](const comm::BootstrapOptions& options) {
+         comm::Bootstrap bootstrap(options);
+         bootstrap.barrier();
+       })) {
+    all += outcome.message + "\n";
+  }
+  CHECK_THAT(all, Contains("the thread that watches the other ranks cannot be started") &&
+                      (Contains("its connection closed") || Contains("closed its connection")));
+  CHECK(seconds_since(start) < 5.0);
+}
+
+}  // namespace helix::test
