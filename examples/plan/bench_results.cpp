@@ -2,10 +2,11 @@
 // JSON of Google Benchmark as helix-bench-cuda writes it.
 #include "bench_results.hpp"
 
-#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <sstream>
+#include <unordered_map>
+#include <utility>
 
 #include <nlohmann/json.hpp>
 
@@ -61,37 +62,45 @@ const std::string& BenchCase::text(const std::string& key) const {
   return at->second;
 }
 
-std::int64_t BenchCase::parameter(const std::string& key) const {
+std::int64_t BenchCase::parameter(const std::string& key, std::int64_t largest) const {
   const std::string& digits = text(key);
   const char* end = digits.data() + digits.size();
   std::int64_t value = 0;
   const auto [last, code] = std::from_chars(digits.data(), end, value);
-  HELIX_EXPECTS(code == std::errc() && last == end && value >= 1 && value <= (std::int64_t{1} << 40),
-                ErrorCode::invalid_file, "case ", decode::printable(name), ": its \"", key, "\" is ",
-                decode::printable(digits), ", not a whole number of 1 to 2^40");
+  HELIX_EXPECTS(code == std::errc() && last == end && value >= 1 && value <= largest, ErrorCode::invalid_file,
+                "case ", decode::printable(name), ": its \"", key, "\" is ", decode::printable(digits),
+                ", not a whole number of 1 to ", largest);
   return value;
+}
+
+std::vector<BenchCase> parse_bench_results(std::string_view text, const std::string& file) {
+  const json root = decode::parse_strict_json(text, file);
+  HELIX_EXPECTS(root.is_object() && root.contains("benchmarks") && root["benchmarks"].is_array(),
+                ErrorCode::invalid_file, file,
+                ": no array \"benchmarks\"; give the JSON of helix-bench-cuda (bench/run_gpu.sh)");
+  std::vector<BenchCase> cases;
+  for (const json& entry : root["benchmarks"]) {
+    HELIX_EXPECTS(entry.is_object() && entry.contains("name") && entry["name"].is_string(),
+                  ErrorCode::invalid_file, file, ": a benchmark has no \"name\"");
+    const bool is_aggregate = entry.contains("run_type") && entry["run_type"] != "iteration";
+    const bool has_failed = entry.contains("error_occurred") && entry["error_occurred"] == true;
+    if (!is_aggregate && !has_failed) {
+      cases.push_back(parse_case(entry, case_name(entry["name"].get<std::string>())));
+    }
+  }
+  return cases;
 }
 
 std::vector<BenchCase> read_bench_results(const std::vector<std::filesystem::path>& files) {
   std::vector<BenchCase> cases;
+  std::unordered_map<std::string, std::size_t> places;
   for (const std::filesystem::path& file : files) {
-    const json root = decode::parse_strict_json(decode::read_text(file), file.string());
-    HELIX_EXPECTS(root.is_object() && root.contains("benchmarks") && root["benchmarks"].is_array(),
-                  ErrorCode::invalid_file, file.string(),
-                  ": no array \"benchmarks\"; give the JSON of helix-bench-cuda (bench/run_gpu.sh)");
-    for (const json& entry : root["benchmarks"]) {
-      HELIX_EXPECTS(entry.is_object() && entry.contains("name") && entry["name"].is_string(),
-                    ErrorCode::invalid_file, file.string(), ": a benchmark has no \"name\"");
-      const bool is_aggregate = entry.contains("run_type") && entry["run_type"] != "iteration";
-      const bool has_failed = entry.contains("error_occurred") && entry["error_occurred"] == true;
-      if (is_aggregate || has_failed) continue;
-      BenchCase next = parse_case(entry, case_name(entry["name"].get<std::string>()));
-      const auto same = std::find_if(cases.begin(), cases.end(),
-                                     [&](const BenchCase& other) { return other.name == next.name; });
-      if (same == cases.end()) {
+    for (BenchCase& next : parse_bench_results(decode::read_text(file), file.string())) {
+      const auto [place, is_new] = places.emplace(next.name, cases.size());
+      if (is_new) {
         cases.push_back(std::move(next));
       } else {
-        *same = std::move(next);
+        cases[place->second] = std::move(next);
       }
     }
   }

@@ -9,6 +9,9 @@
 #include <utility>
 
 #include <helix/error.hpp>
+#include <helix/limits.hpp>
+
+#include "checkpoint/strict_json.hpp"
 
 namespace helix::plan_cli {
 namespace {
@@ -89,7 +92,7 @@ std::optional<Time> operator_overhead(const plan::BandwidthCurve& read, const st
 plan::BandwidthCurve attention_curve(const std::vector<BenchCase>& cases) {
   std::vector<plan::TimedSize> samples;
   for (const BenchCase& at : cases) {
-    if (at.family != "partial_attention" || at.parameter("queries") != 1) continue;
+    if (at.family != "partial_attention" || at.parameter("queries", kMaxStepTokens) != 1) continue;
     const Time time = plan::microseconds(at.value("us"));
     samples.push_back({plan::bytes(at.value("bytes/s") * in_seconds(time)), time});
   }
@@ -124,7 +127,7 @@ std::map<MeasuredKey, std::vector<plan::TimedSize>> collectives(const plan::Hard
   std::set<MeasuredKey> has_own_case;
   for (const BenchCase& at : cases) {
     if (at.family != "exchange") continue;
-    const std::int64_t kvp = at.parameter("kvp");
+    const std::int64_t kvp = at.ranks("kvp");
     const MeasuredKey key{Collective::all_to_all, static_cast<int>(kvp)};
     const Bytes size = plan::bytes(at.value("bytes"));
     has_own_case.insert(key);
@@ -132,9 +135,11 @@ std::map<MeasuredKey, std::vector<plan::TimedSize>> collectives(const plan::Hard
   }
   for (const BenchCase& at : cases) {
     if (at.family != "decode_layer") continue;
-    const std::int64_t kvp = at.parameter("kvp");
-    const std::int64_t tpa = at.parameter("tpa");
-    const std::int64_t batch = at.parameter("batch");
+    const std::int64_t kvp = at.ranks("kvp");
+    const std::int64_t tpa = at.ranks("tpa");
+    const std::int64_t batch = at.parameter("batch", kMaxSequences);
+    HELIX_EXPECTS(kvp * tpa <= kMaxRanks, ErrorCode::invalid_file, "case ", decode::printable(at.name),
+                  ": its kvp * tpa is ", kvp * tpa, "; a job has at most ", kMaxRanks, " ranks");
     if (kvp * tpa > 1) {
       const Bytes size =
           plan::bytes(static_cast<double>(batch * BenchShape::kHidden) * BenchShape::kElementBytes);
@@ -155,7 +160,7 @@ std::map<MeasuredKey, std::vector<plan::TimedSize>> collectives(const plan::Hard
 
 Bytes partial_bytes(std::int64_t tokens, std::int64_t heads, std::int64_t dim) {
   constexpr double kLseBytes = 4;
-  return plan::bytes(static_cast<double>(tokens * heads) *
+  return plan::bytes(static_cast<double>(tokens) * static_cast<double>(heads) *
                      (static_cast<double>(dim) * BenchShape::kElementBytes + kLseBytes));
 }
 

@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include <helix/error.hpp>
+#include <helix/limits.hpp>
 #include <helix/plan/step_time.hpp>
 
 #include "calibration.hpp"
@@ -101,13 +102,14 @@ class Predictor {
     BenchCase split = at;
     split.parameters["hq"] = heads.substr(0, colon);
     split.parameters["hkv"] = heads.substr(colon + 1);
-    const plan::Model model = layer_model(split.parameter("hq"), split.parameter("hkv"), BenchShape::kDim, 1);
-    const std::int64_t batch = at.parameter("batch");
+    const plan::Model model =
+        layer_model(split.parameter("hq", kMaxCount), split.parameter("hkv", kMaxCount), BenchShape::kDim, 1);
+    const std::int64_t batch = at.parameter("batch", kMaxSequences);
     // Ragged batches by their mean, which the bytes tell.
     const double kv_bytes = at.value("bytes/s") * at.value("us") * 1e-6;
     const double row_bytes = static_cast<double>(model.shape.kv_elements()) * BenchShape::kElementBytes;
     const double context = std::max(1.0, std::round(kv_bytes / row_bytes / static_cast<double>(batch)));
-    const plan::Workload load = workload(batch, context, at.parameter("queries"));
+    const plan::Workload load = workload(batch, context, at.parameter("queries", kMaxStepTokens));
     const plan::StepReport report = explain_without(at, model, helix_layout(1, 1, 1), load);
     row(at.name, at.value("us"), operator_us(report, plan::Operator::attention));
   }
@@ -122,19 +124,20 @@ class Predictor {
   }
 
   void exchange(const BenchCase& at) {
-    const std::int64_t kvp = at.parameter("kvp");
-    const std::int64_t heads = at.parameter("heads");
+    const std::int64_t kvp = at.ranks("kvp");
+    const std::int64_t heads = at.parameter("heads", kMaxCount);
     const plan::StepReport report =
-        explain_without(at, layer_model(heads, BenchShape::kKvHeads, at.parameter("dim"), 1),
-                        helix_layout(kvp, 1, 1), workload(at.parameter("tokens"), 1024));
+        explain_without(at, layer_model(heads, BenchShape::kKvHeads, at.parameter("dim", kMaxWidth), 1),
+                        helix_layout(kvp, 1, 1), workload(at.parameter("tokens", kMaxSequences), 1024));
     row(at.name, at.value("us"),
         operator_us(report, plan::Operator::kvp_exchange) + operator_us(report, plan::Operator::lse_combine));
   }
 
   void attention_scaling(const BenchCase& at) {
     const plan::Model model = layer_model(BenchShape::kHeads, BenchShape::kKvHeads, BenchShape::kDim, 1);
-    const plan::Workload load = workload(at.parameter("batch"), static_cast<double>(at.parameter("tokens")));
-    const plan::StepReport shard = explain(model, helix_layout(at.parameter("kvp"), 1, 1), load);
+    const plan::Workload load = workload(at.parameter("batch", kMaxSequences),
+                                         static_cast<double>(at.parameter("tokens", kMaxTokens)));
+    const plan::StepReport shard = explain(model, helix_layout(at.ranks("kvp"), 1, 1), load);
     const plan::StepReport whole = explain(model, helix_layout(1, 1, 1), load);
     const double shard_us = operator_us(shard, plan::Operator::attention);
     row(at.name, at.value("us"), shard_us);
@@ -145,13 +148,17 @@ class Predictor {
   }
 
   void decode_layer(const BenchCase& at) {
+    constexpr std::int64_t kMaxSlices = 1024;
     const std::string& hop_b = at.text("hop_b");
-    const int slices = hop_b == "off" ? 1 : hop_b == "auto" ? 0 : static_cast<int>(at.parameter("hop_b"));
-    const plan::Model model =
-        layer_model(BenchShape::kHeads, BenchShape::kKvHeads, BenchShape::kDim, at.parameter("layers"));
+    const int slices = hop_b == "off"    ? 1
+                       : hop_b == "auto" ? 0
+                                         : static_cast<int>(at.parameter("hop_b", kMaxSlices));
+    const plan::Model model = layer_model(BenchShape::kHeads, BenchShape::kKvHeads, BenchShape::kDim,
+                                          at.parameter("layers", kMaxCount));
     const plan::StepReport report =
-        explain(model, helix_layout(at.parameter("kvp"), at.parameter("tpa"), slices),
-                workload(at.parameter("batch"), static_cast<double>(at.parameter("context"))));
+        explain(model, helix_layout(at.ranks("kvp"), at.ranks("tpa"), slices),
+                workload(at.parameter("batch", kMaxSequences),
+                         static_cast<double>(at.parameter("context", kMaxTokens))));
     row(at.name, at.value("us"), in_microseconds(report.totals.ttl));
   }
 

@@ -14,6 +14,7 @@
 #include "bench_results.hpp"
 #include "calibration.hpp"
 #include "check.hpp"
+#include "checkpoint/output_file.hpp"
 #include "hardware_source.hpp"
 #include "model_source.hpp"
 #include "options.hpp"
@@ -24,6 +25,9 @@ namespace helix::plan_cli {
 namespace {
 
 void run(const Options& options) {
+  if (!options.json.empty()) decode::check_output(options.json);
+  if (!options.csv.empty()) decode::check_output(options.csv);
+  if (!options.pictures.empty()) decode::check_output_folder(options.pictures);
   plan::Hardware hardware = load_hardware(options.hardware);
   const bool is_check = !options.checks.empty();
   const auto& calibrations = is_check && options.calibrations.empty() ? options.checks : options.calibrations;
@@ -63,6 +67,7 @@ int main(int argc, char** argv) {
   try {
     const std::optional<helix::plan_cli::Options> options = helix::plan_cli::parse_options(argc, argv);
     if (options) helix::plan_cli::run(*options);
+    helix::decode::flush_standard_output();
     return 0;
   } catch (const std::exception& error) {
     fmt::print(stderr, "helix-plan: {}\n", error.what());

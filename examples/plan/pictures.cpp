@@ -11,7 +11,7 @@
 
 #include <helix/error.hpp>
 
-#include "checkpoint/text_file.hpp"
+#include "checkpoint/output_file.hpp"
 #include "svg.hpp"
 
 namespace helix::plan_cli {
@@ -279,7 +279,7 @@ std::string write_pictures(const std::filesystem::path& folder, const Plan& plan
   HELIX_EXPECTS(!failure, ErrorCode::io, folder.string(), ": the folder cannot be made: ", failure.message());
   std::string lines;
   const auto write = [&](const char* name, const std::string& document) {
-    decode::write_text(folder / name, document);
+    decode::write_output(folder / name, document);
     lines += fmt::format("wrote {}\n", (folder / name).string());
   };
   write("roofline.svg", draw_roofline(plan));

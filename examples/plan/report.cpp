@@ -10,7 +10,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include "checkpoint/text_file.hpp"
+#include "checkpoint/output_file.hpp"
 
 namespace helix::plan_cli {
 namespace {
@@ -207,7 +207,7 @@ void write_json(const std::filesystem::path& file, const Plan& plan) {
                               {"text", loss.text}});
   }
   // Names come from the command line and may be no UTF-8.
-  decode::write_text(file, json.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n");
+  decode::write_output(file, json.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n");
 }
 
 void write_csv(const std::filesystem::path& file, const Plan& plan) {
@@ -226,7 +226,7 @@ void write_csv(const std::filesystem::path& file, const Plan& plan) {
                         in_gigabytes(at.memory.kv), in_gigabytes(at.memory.workspace),
                         frontier.contains(i) ? 1 : 0);
   }
-  decode::write_text(file, text);
+  decode::write_output(file, text);
 }
 
 }  // namespace helix::plan_cli

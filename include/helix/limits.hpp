@@ -13,10 +13,12 @@ namespace helix {
 //   4 * kMaxWidth = 2^58 elements, 2^60 bytes; logits of a step: kMaxStepTokens * kMaxVocabulary = 2^48.
 // Sums over layers, pages and sequences may come to more: they saturate (integers.hpp) and are refused.
 
-/// Tokens of a sequence, of a KvLayout chunk, and of all pages of a stage.
+/// Tokens of a sequence, of a chunk of KvLayout, and of all pages of a stage.
 inline constexpr std::int64_t kMaxTokens = std::int64_t{1} << 40;
 /// Local tokens of a page.
 inline constexpr std::int64_t kMaxPageTokens = std::int64_t{1} << 24;
+/// Tokens of a chunk in a KV cache, whose kernels count them in 32 bits.
+inline constexpr std::int64_t kMaxChunk = (std::int64_t{1} << 31) - 1;
 /// Pages of a rank, which page tables name in 32 bits.
 inline constexpr std::int64_t kMaxPages = (std::int64_t{1} << 31) - 1;
 /// Sequences of a job.

@@ -58,21 +58,19 @@ inline PageLedger::PageLedger(const PageLedgerSpec& spec, std::int64_t kvp_rank)
   constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
   expect_range("kvp", spec.layout.kvp(), 1, kMaxRanks);
   expect_range("kvp_rank", kvp_rank, 0, spec.layout.kvp() - 1);
-  expect_range("chunk", spec.layout.chunk(), 1, kMaxInt32);
+  expect_range("chunk", spec.layout.chunk(), 1, kMaxChunk);
   expect_range("page_tokens", spec.page_tokens, 1, kMaxPageTokens);
   expect_range("pages", spec.pages, 1, kMaxPages);
   expect_range("max_sequences", spec.max_sequences, 1, kMaxInt32);
-  expect_range("pages * page_tokens", spec.pages * spec.page_tokens, 1,
-               kMaxTokens / spec.layout.kvp());
+  expect_range("pages * page_tokens", spec.pages * spec.page_tokens, 1, kMaxTokens / spec.layout.kvp());
   expect_range("max_tokens", spec.max_tokens, 0, kMaxTokens);
-  expect_range("chunk * kvp", spec.layout.period(), 1, kMaxTokens);
 
   if (spec_.max_tokens == 0) spec_.max_tokens = detail::tokens_that_fit(spec_);
   max_pages_ = larger<std::int64_t>(1, pages_of(spec_.max_tokens, 0));
   shared_unit_ = least_common_multiple(spec_.page_tokens, spec_.layout.chunk());
   // A unit past max_tokens is never reached: nothing is shared, whatever its exact size is.
-  shared_unit_ = shared_unit_ > kMaxTokens / spec_.layout.kvp() ? kMaxTokens
-                                                                        : shared_unit_ * spec_.layout.kvp();
+  shared_unit_ =
+      shared_unit_ > kMaxTokens / spec_.layout.kvp() ? kMaxTokens : shared_unit_ * spec_.layout.kvp();
   cache_ = detail::fingerprint(spec_);
 
   const auto kvp = static_cast<std::size_t>(spec_.layout.kvp());

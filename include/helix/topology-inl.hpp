@@ -55,9 +55,9 @@ inline std::vector<std::string> shape_violations(const ModelShape& shape) {
   if (!found.empty()) return found;
   const std::int64_t row = shape.num_query_heads * (shape.head_dim + shape.value_dim);
   if (row > kMaxRowElements) {
-    found.push_back(message({"the model's num_query_heads ", shape.num_query_heads, " * (head_dim ",
-                             shape.head_dim, " + value_dim ", shape.value_dim, ") is ", row,
-                             "; it must be at most ", kMaxRowElements}));
+    found.push_back(
+        message({"the model's num_query_heads ", shape.num_query_heads, " * (head_dim ", shape.head_dim,
+                 " + value_dim ", shape.value_dim, ") is ", row, "; it must be at most ", kMaxRowElements}));
   }
   if (shape.num_query_heads % shape.num_kv_heads != 0) {
     found.push_back(message({"the model's num_query_heads ", shape.num_query_heads,

@@ -21,14 +21,26 @@ namespace {
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
 constexpr std::size_t kMaxExperts = 4096;  // bounds the stack arrays of one token's choice
 
-/// Indices of the `count` largest of `scores`, best first, the smaller index on ties; each of them is then
-/// masked.
+/// NaN as -inf: the value NaN marks what has been taken.
+float selectable(float value) {
+  return std::isnan(value) ? kMasked : value;
+}
+
+/// Indices of the `count` largest of `scores`, none NaN, best first, the smaller index on ties; each of them
+/// is then NaN.
 template <class Index>
 void take_best(std::span<float> scores, std::int64_t count, Index* chosen) {
   for (std::int64_t i = 0; i < count; ++i) {
-    const auto best = std::max_element(scores.begin(), scores.end());
-    chosen[i] = static_cast<Index>(best - scores.begin());
-    *best = kMasked;
+    float best = kMasked;
+    std::size_t at = scores.size();
+    for (std::size_t j = 0; j < scores.size(); ++j) {
+      if (scores[j] > best || (scores[j] == best && at == scores.size())) {
+        best = scores[j];
+        at = j;
+      }
+    }
+    chosen[i] = static_cast<Index>(at);
+    scores[at] = std::numeric_limits<float>::quiet_NaN();
   }
 }
 
@@ -65,7 +77,7 @@ void route_token(const RouteArgs& args, std::int64_t token) {
     for (std::size_t e = 0; e < experts; ++e) scores[e] = 1.0f / (1.0f + std::exp(-logits[e]));
   }
   for (std::size_t e = 0; e < experts; ++e)
-    choice[e] = scores[e] + (args.bias != nullptr ? args.bias[e] : 0.0f);
+    choice[e] = selectable(scores[e] + (args.bias != nullptr ? args.bias[e] : 0.0f));
 
   if (args.groups_kept < args.num_groups) {
     const std::size_t width = experts / static_cast<std::size_t>(args.num_groups);
@@ -73,7 +85,7 @@ void route_token(const RouteArgs& args, std::int64_t token) {
     std::array<bool, kMaxExperts> kept{};
     const std::span<float> groups(group_storage.data(), static_cast<std::size_t>(args.num_groups));
     for (std::size_t g = 0; g < groups.size(); ++g)
-      groups[g] = group_score(choice.subspan(g * width, width), args.scoring);
+      groups[g] = selectable(group_score(choice.subspan(g * width, width), args.scoring));
     std::array<std::int32_t, kMaxExperts> best;
     take_best(groups, args.groups_kept, best.data());
     for (std::int64_t i = 0; i < args.groups_kept; ++i)

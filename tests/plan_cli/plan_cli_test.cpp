@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <filesystem>
 #include <map>
 #include <regex>
 #include <sstream>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include <nlohmann/json.hpp>
+#include <sys/stat.h>
 
 #include "support/catch.hpp"
 #include "support/process.hpp"
@@ -467,6 +469,59 @@ TEST_CASE("helix-decode refuses an automatic topology without ranks, or beside a
   fails_with("--ranks 4", "--topology auto");
   fails_with("--topology auto --ranks 0", "--ranks");
   fails_with("--topology auto --ranks 7", "7 GPUs");
+}
+
+TEST_CASE("output that cannot be written is an error and leaves no half of a file") {
+  const ScratchDirectory scratch;
+  const std::string plan = "$P --model llama-3.1-8b ";
+  const auto run_script = [](const std::string& script) {
+    return run_command("env P=" HELIX_PLAN " sh -c '" + script + "'", 60);
+  };
+  const Run lost = run_script(plan + "> /dev/full");
+  CHECK(lost.exit_code == 1);
+  CHECK_THAT(lost.output, Contains("helix-plan: standard output cannot be written"));
+  const std::string folder = (scratch / "out").string();
+  std::filesystem::create_directory(folder);
+  for (const char* option : {"--json ", "--csv ", "--pictures "}) {
+    // No block may be written: as on a full disk, write() fails.
+    const Run full = run_script("trap \"\" XFSZ; ulimit -f 0; " + plan + option + folder +
+                                (std::string(option) == "--pictures " ? "" : "/file"));
+    INFO(full.output);
+    CHECK(full.exit_code == 1);
+    CHECK_THAT(full.output, Contains("cannot be written"));
+    CHECK(std::filesystem::is_empty(folder));
+  }
+  const Run early = run_script(plan + "--pictures /dev/null/pictures");
+  CHECK(early.exit_code == 1);
+  CHECK_THAT(early.output, Contains("/dev/null/pictures"));
+}
+
+TEST_CASE("files that wait or claim absurd sizes are refused") {
+  const ScratchDirectory scratch;
+  const std::string fifo = (scratch / "fifo.json").string();
+  REQUIRE(::mkfifo(fifo.c_str(), 0600) == 0);
+  for (const std::string option : {"--hardware ", "--calibrate ", "--check "}) {
+    const Run run = run_plan((option == "--check " ? "" : "--model llama-3.1-8b ") + option + fifo);
+    INFO(run.output);
+    CHECK(run.exit_code == 1);
+    CHECK_THAT(run.output, Contains("a FIFO"));
+  }
+  const auto calibrate = [&](const std::string& name) {
+    write_file(scratch / "bench.json", R"({"benchmarks":[{"name":")" + name +
+                                           R"(","us":1,"all_reduce_us":1,"exchange_us":1,"bytes":1}]})");
+    return run_plan("--model llama-3.1-8b --calibrate " + (scratch / "bench.json").string());
+  };
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"decode_layer/kvp:1099511627776/tpa:1099511627776/batch:1", "not a whole number of 1 to 65536"},
+      {"decode_layer/kvp:65536/tpa:65536/batch:1", "kvp * tpa is 4294967296"},
+      {"decode_layer/kvp:2/tpa:2/batch:1099511627776", "not a whole number of 1 to 1048576"},
+      {"exchange/kvp:4294967298", "not a whole number of 1 to 65536"}};
+  for (const auto& [name, says] : cases) {
+    const Run run = calibrate(name);
+    INFO(run.output);
+    CHECK(run.exit_code == 1);
+    CHECK_THAT(run.output, Contains(says));
+  }
 }
 
 }  // namespace

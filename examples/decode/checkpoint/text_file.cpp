@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/text_file.hpp"
 
-#include <fstream>
 #include <span>
 
 #include <helix/error.hpp>
@@ -17,13 +16,6 @@ std::string read_text(const std::filesystem::path& path, std::uint64_t max_bytes
   std::string text(static_cast<std::size_t>(file.size()), '\0');
   file.read(0, std::as_writable_bytes(std::span(text)));
   return text;
-}
-
-void write_text(const std::filesystem::path& file, std::string_view text) {
-  std::ofstream out(file, std::ios::binary);
-  out << text;
-  out.close();
-  HELIX_EXPECTS(out.good(), ErrorCode::io, file.string(), ": cannot be written");
 }
 
 }  // namespace helix::decode

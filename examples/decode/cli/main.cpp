@@ -15,6 +15,7 @@
 
 #include "checkpoint/checkpoint.hpp"
 #include "checkpoint/mapped_file.hpp"
+#include "checkpoint/output_file.hpp"
 #include "cli/launch.hpp"
 #include "cli/nccl_environment.hpp"
 #include "cli/options.hpp"
@@ -53,7 +54,7 @@ void print_plan(const Launcher& launcher, const ModelConfig& config, const Topol
   fmt::print("{}\n{}", topo.to_string(), format_memory(plan, topo));
   const std::string devices = launcher.describe_devices(topo, launch);
   if (!devices.empty()) fmt::print("{}\n", devices);
-  std::fflush(stdout);
+  flush_standard_output();
 }
 
 /// What is known of a job once its checkpoint is open.
@@ -75,6 +76,7 @@ struct Job {
                .gpu = launcher.gpu()},
         checkpoint(options.model),
         config(parse_model_config(checkpoint.config_json(), checkpoint.config_path())) {
+    if (launcher.rank() == 0 && !options.json.empty()) check_output(options.json);
     GenerationRequest& request = options.request;
     request.kv_dtype = options.kv_dtype_name.empty() ? config.dtype : *parse_dtype(options.kv_dtype_name);
     const TopologySpec spec = options.is_topology_auto
@@ -141,7 +143,10 @@ int main(int argc, char** argv) {
     std::optional<Options> options;
     try {
       options = parse_options(argc, argv);
-      if (!options) return 0;
+      if (!options) {
+        flush_standard_output();
+        return 0;
+      }
     } catch (const std::exception& error) {
       statement.error = error.what();
     }
@@ -160,6 +165,7 @@ int main(int argc, char** argv) {
     }
     launcher->agree(statement);
     run(*job, *launcher);
+    flush_standard_output();
     return 0;
   } catch (const std::exception& error) {
     const bool is_told = launcher->all_fail_alike();

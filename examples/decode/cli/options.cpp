@@ -13,6 +13,7 @@
 #include <helix/error.hpp>
 
 #include "checkpoint/token_lists.hpp"
+#include "generate/request_plan.hpp"
 
 namespace helix::decode {
 
@@ -145,9 +146,7 @@ void read_tokens(const OptionTexts& texts, GenerationRequest& request) {
 
 void check_values(const Options& options) {
   const GenerationRequest& request = options.request;
-  HELIX_EXPECTS(request.synthetic_context >= 0 && request.synthetic_context <= (std::int64_t{1} << 40),
-                ErrorCode::invalid_argument, "--synthetic-context is ", request.synthetic_context,
-                "; give tokens in [0, 2^40]");
+  check_sizes(request);
   HELIX_EXPECTS(request.synthetic_context == 0 || request.prompts.empty(), ErrorCode::invalid_argument,
                 "--synthetic-context fills the cache instead of a prompt; drop --prompt-ids and --prompts");
   HELIX_EXPECTS(options.kv_dtype_name.empty() || parse_dtype(options.kv_dtype_name),

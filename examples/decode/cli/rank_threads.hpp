@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include <helix/error.hpp>
+#include <helix/integers.hpp>
 #include <helix/job_comms.hpp>
 #include <helix/topology.hpp>
 
@@ -52,26 +54,38 @@ GenerationResult run_rank_threads(std::vector<Comm> world, MakeBackend make_back
 }
 
 /// The memory of each rank, by world rank. make_backend(stage, kvp) gets handles to groups that never
-/// communicate.
+/// communicate. Replicas have the same weights, and those without sequences the same plan.
+/// @throws Error(capacity) if a rank's pages come to more than can be counted.
 template <class Comm, class MakeBackend>
 std::vector<RankMemory> plan_ranks(MakeBackend make_backend, const Checkpoint& checkpoint,
                                    const ModelConfig& config, const Topology& topo,
                                    const GenerationRequest& request) {
+  const auto stages = Comm::create_group(topo.stage_size());
+  const auto kvps = Comm::create_group(topo.kvp());
+  const auto replica_size = static_cast<std::size_t>(topo.pp() * topo.stage_size());
   std::vector<RankMemory> plan;
   for (int world_rank = 0; world_rank < topo.world_size(); ++world_rank) {
     const RankCoordinates at = topo.coordinates(world_rank);
-    const auto stage = Comm::create_group(topo.stage_size())[static_cast<std::size_t>(at.stage_rank)];
-    const auto kvp = Comm::create_group(topo.kvp())[static_cast<std::size_t>(at.kvp_rank)];
-    auto backend = make_backend(stage, kvp);
     const Range sequences = replica_sequences(topo, request, at.replica);
-    RankMemory& memory = plan.emplace_back();
-    memory.weights_bytes = plan_weight_bytes(config, checkpoint, topo, world_rank);
-    for (std::int64_t sequence = sequences.begin; sequence < sequences.end; ++sequence) {
-      memory.kv_bytes += planned_kv_bytes(request, topo, at, sequence);
+    if (at.replica > 0 && replica_sequences(topo, request, at.replica - 1).size() == 0) {
+      plan.push_back(plan[plan.size() - replica_size]);
+      continue;
     }
+    auto backend = make_backend(stages[static_cast<std::size_t>(at.stage_rank)],
+                                kvps[static_cast<std::size_t>(at.kvp_rank)]);
+    plan_cache(request, topo, at.stage, at.replica);  // throws if the cache would
+    RankMemory memory;
+    memory.weights_bytes = at.replica > 0 ? plan[plan.size() - replica_size].weights_bytes
+                                          : plan_weight_bytes(config, checkpoint, topo, world_rank);
+    for (std::int64_t sequence = sequences.begin; sequence < sequences.end; ++sequence) {
+      memory.kv_bytes = saturating_sum(memory.kv_bytes, planned_kv_bytes(request, topo, at, sequence));
+    }
+    HELIX_EXPECTS(memory.kv_bytes < kSaturated, ErrorCode::capacity, "the KV cache of rank ", world_rank,
+                  " exceeds 2^63 bytes: use fewer or shorter sequences");
     const auto workspace = StepWorkspace<decltype(backend)>::plan(
         backend, topo, topo.rank_shape(at.stage_rank), at.stage, plan_limits(request, topo, at.replica));
     memory.workspace_bytes = static_cast<std::int64_t>(workspace.total());
+    plan.push_back(memory);
   }
   return plan;
 }

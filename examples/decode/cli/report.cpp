@@ -3,7 +3,6 @@
 #include "cli/report.hpp"
 
 #include <algorithm>
-#include <fstream>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -11,35 +10,46 @@
 
 #include <helix/error.hpp>
 
-namespace helix::decode {
+#include "checkpoint/output_file.hpp"
 
-std::string format_bytes(std::int64_t bytes) {
-  constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
-  auto value = static_cast<double>(bytes);
+namespace helix::decode {
+namespace {
+
+std::string format_bytes(double bytes) {
+  constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
   std::size_t unit = 0;
-  while (value >= 1024.0 && unit + 1 < std::size(kUnits)) {
-    value /= 1024.0;
+  while (bytes >= 1024.0 && unit + 1 < std::size(kUnits)) {
+    bytes /= 1024.0;
     ++unit;
   }
-  return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.2f} {}", value, kUnits[unit]);
+  return fmt::format("{:.{}f} {}", bytes, unit == 0 ? 0 : 2, kUnits[unit]);
+}
+
+}  // namespace
+
+std::string format_bytes(std::int64_t bytes) {
+  return bytes < 1024 ? fmt::format("{} B", bytes) : format_bytes(static_cast<double>(bytes));
 }
 
 std::string format_memory(const std::vector<RankMemory>& memory, const Topology& topo) {
   std::string text = fmt::format("memory a rank ({} ranks)\n  {:>5} {:>12} {:>12} {:>12} {:>12}\n",
                                  topo.world_size(), "rank", "weights", "KV", "workspace", "sum");
-  RankMemory sum;
+  // Sums in doubles: each part may be of any size.
+  double weights = 0;
+  double kv = 0;
+  double workspace = 0;
   for (std::size_t rank = 0; rank < memory.size(); ++rank) {
     const RankMemory& m = memory[rank];
+    const auto sum = static_cast<double>(m.weights_bytes) + static_cast<double>(m.kv_bytes) +
+                     static_cast<double>(m.workspace_bytes);
     text += fmt::format("  {:>5} {:>12} {:>12} {:>12} {:>12}\n", rank, format_bytes(m.weights_bytes),
-                        format_bytes(m.kv_bytes), format_bytes(m.workspace_bytes),
-                        format_bytes(m.weights_bytes + m.kv_bytes + m.workspace_bytes));
-    sum.weights_bytes += m.weights_bytes;
-    sum.kv_bytes += m.kv_bytes;
-    sum.workspace_bytes += m.workspace_bytes;
+                        format_bytes(m.kv_bytes), format_bytes(m.workspace_bytes), format_bytes(sum));
+    weights += static_cast<double>(m.weights_bytes);
+    kv += static_cast<double>(m.kv_bytes);
+    workspace += static_cast<double>(m.workspace_bytes);
   }
-  text += fmt::format("  {:>5} {:>12} {:>12} {:>12} {:>12}\n", "all", format_bytes(sum.weights_bytes),
-                      format_bytes(sum.kv_bytes), format_bytes(sum.workspace_bytes),
-                      format_bytes(sum.weights_bytes + sum.kv_bytes + sum.workspace_bytes));
+  text += fmt::format("  {:>5} {:>12} {:>12} {:>12} {:>12}\n", "all", format_bytes(weights), format_bytes(kv),
+                      format_bytes(workspace), format_bytes(weights + kv + workspace));
   return text;
 }
 
@@ -95,10 +105,7 @@ void write_json(const std::filesystem::path& file, const Topology& topo, const G
                     {"kv_gb_per_s", t.kv_gb_per_s}};
   json["exchange"] = {{"bytes_per_rank_per_layer", result.exchange_bytes_per_rank_per_layer}};
   json["captured_steps"] = result.captured_steps;
-  std::ofstream out(file);
-  out << json.dump(2) << '\n';
-  out.close();
-  HELIX_EXPECTS(out.good(), ErrorCode::io, file.string(), ": the report cannot be written");
+  write_output(file, json.dump(2) + "\n");
 }
 
 void check_same_tokens(const GenerationResult& result, const GenerationResult& one_rank) {

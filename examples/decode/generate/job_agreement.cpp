@@ -135,6 +135,7 @@ void add_fields(JobFields& fields, const Checkpoint& checkpoint) {
   for (const SafetensorsFile& file : checkpoint.files()) {
     Digest table;
     Digest contents;
+    std::vector<std::byte> sample;
     for (const TensorInfo& tensor : file.tensors()) {
       table.add(tensor.name);
       table.add(tensor.dtype_name);
@@ -144,9 +145,10 @@ void add_fields(JobFields& fields, const Checkpoint& checkpoint) {
       Digest name;
       name.add(tensor.name);
       if (one_in > 1 && name.value() % one_in != 0) continue;
-      const std::span<const std::byte> data = file.data(tensor);
-      contents.add(
-          data.subspan(sample_offset(name.value(), data.size()), std::min(data.size(), kSampleBytes)));
+      const auto size = static_cast<std::size_t>(tensor.end - tensor.begin);
+      sample.resize(std::min(size, kSampleBytes));
+      file.read(tensor, sample_offset(name.value(), size), sample);
+      contents.add(sample);
     }
     const std::string file_name = std::filesystem::path(file.path()).filename().string();
     writer.add_digest("tensors in " + file_name, table.text());

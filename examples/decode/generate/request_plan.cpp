@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <helix/error.hpp>
+#include <helix/limits.hpp>
 #include <helix/page_ledger.hpp>
 #include <helix/plan/memory.hpp>
 
@@ -15,7 +16,11 @@ namespace helix::decode {
 namespace {
 
 constexpr std::int64_t kMaxDraftTokens = 64;
-constexpr std::int64_t kMaxNewTokens = std::int64_t{1} << 40;  // lengths add up without overflow
+
+void expect_range(const char* name, std::int64_t value, std::int64_t smallest, std::int64_t largest) {
+  HELIX_EXPECTS(value >= smallest && value <= largest, ErrorCode::invalid_argument, name, " is ", value,
+                "; it must be in [", smallest, ", ", largest, "]");
+}
 
 void check_ids(const std::vector<TokenIds>& lists, const char* what, std::int64_t vocab) {
   for (std::size_t i = 0; i < lists.size(); ++i) {
@@ -46,25 +51,34 @@ void check_sequences(const GenerationRequest& request, const ModelConfig& model,
 
 }  // namespace
 
+void check_sizes(const GenerationRequest& request) {
+  expect_range("max_new_tokens", request.max_new_tokens, 1, kMaxTokens);
+  expect_range("synthetic_context", request.synthetic_context, 0, kMaxTokens);
+  expect_range("draft_tokens", request.draft_tokens, 1, kMaxDraftTokens);
+  expect_range("chunk", request.chunk, 1, kMaxChunk);
+  expect_range("page_tokens", request.page_tokens, 1, kMaxPageTokens);
+  expect_range("prefill_tokens", request.prefill_tokens, 1, kMaxStepTokens);
+  expect_range("the number of prompts", std::ssize(request.prompts), 0, kMaxSequences);
+  const std::int64_t step_tokens = request.num_sequences() * request.draft_tokens;
+  HELIX_EXPECTS(step_tokens <= kMaxStepTokens, ErrorCode::invalid_argument, request.num_sequences(),
+                " sequences of ", request.draft_tokens, " draft_tokens make steps of ", step_tokens,
+                " tokens; at most ", kMaxStepTokens, " are supported: give fewer of either");
+  for (std::int64_t sequence = 0; sequence < request.num_sequences(); ++sequence) {
+    HELIX_EXPECTS(request.longest_length(sequence) <= kMaxTokens, ErrorCode::invalid_argument, "prompt ",
+                  sequence, " has ", request.prompt_length(sequence), " tokens and ", request.max_new_tokens,
+                  " are to follow; a sequence has at most ", kMaxTokens);
+  }
+}
+
 void check_request(const GenerationRequest& request, const ModelConfig& model, const Topology& topo) {
   HELIX_EXPECTS(request.synthetic_context > 0 || !request.prompts.empty(), ErrorCode::invalid_argument,
                 "no prompts: give --prompt-ids, --prompts or --synthetic-context");
-  HELIX_EXPECTS(request.max_new_tokens >= 1, ErrorCode::invalid_argument, "max_new_tokens is ",
-                request.max_new_tokens, "; it must be at least 1");
-  HELIX_EXPECTS(request.draft_tokens >= 1 && request.draft_tokens <= kMaxDraftTokens,
-                ErrorCode::invalid_argument, "draft_tokens is ", request.draft_tokens, "; it must be in [1, ",
-                kMaxDraftTokens, "]");
+  check_sizes(request);
   HELIX_EXPECTS(request.draft_tokens == 1 || !request.teacher.empty(), ErrorCode::invalid_argument,
                 "draft_tokens is ", request.draft_tokens, " but there are no drafts: give --teacher-force");
   HELIX_EXPECTS(request.teacher.empty() || std::ssize(request.teacher) == request.num_sequences(),
                 ErrorCode::invalid_argument, "there are ", request.teacher.size(), " teacher sequences for ",
                 request.num_sequences(), " prompts; give one each");
-  HELIX_EXPECTS(request.max_new_tokens <= kMaxNewTokens, ErrorCode::invalid_argument, "max_new_tokens is ",
-                request.max_new_tokens, "; it must be at most ", kMaxNewTokens);
-  HELIX_EXPECTS(request.chunk >= 1 && request.page_tokens >= 1, ErrorCode::invalid_argument, "chunk is ",
-                request.chunk, ", page_tokens is ", request.page_tokens, "; both must be at least 1");
-  HELIX_EXPECTS(request.prefill_tokens >= 1, ErrorCode::invalid_argument, "prefill_tokens is ",
-                request.prefill_tokens, "; it must be at least 1");
   check_sequences(request, model, topo.shape().vocab);
 }
 
@@ -83,6 +97,9 @@ KvCacheSpec plan_cache(const GenerationRequest& request, const Topology& topo, i
   }
   const KvLayout layout(topo.kvp(), request.chunk);
   spec.pages = std::max<std::int64_t>(1, PageLedger::pages_needed(layout, request.page_tokens, lengths));
+  HELIX_EXPECTS(spec.pages <= kMaxPages, ErrorCode::capacity, "the KV cache of a rank needs ", spec.pages,
+                " pages of ", spec.page_tokens, " tokens; at most ", kMaxPages,
+                " are supported: use larger pages, fewer tokens or a larger KVP");
   spec.max_tokens = std::max<std::int64_t>(1, spec.max_tokens);
   return spec;
 }

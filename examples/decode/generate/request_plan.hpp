@@ -18,7 +18,12 @@ inline Range replica_sequences(const Topology& topo, const GenerationRequest& re
   return split_evenly(request.num_sequences(), topo.dp(), replica);
 }
 
-/// Checks the request against the model, on values that all ranks share.
+/// Checks the request's own sizes, after which all that follows from them stays inside int64
+/// (helix/limits.hpp).
+/// @throws Error(invalid_argument) naming the size and its limit.
+void check_sizes(const GenerationRequest& request);
+
+/// Checks the request, its sizes too, against the model, on values that all ranks share.
 /// @throws Error(invalid_argument) naming the sequence and the values.
 void check_request(const GenerationRequest& request, const ModelConfig& model, const Topology& topo);
 

@@ -118,7 +118,9 @@ struct RouterLogitsArgs {
   TensorView<float, 2> out;   ///< [tokens, E], dense, written.
 };
 
-/// Chooses top_k experts a token. Only the choice sees `bias`; the weights are the unbiased scores.
+/// Chooses top_k different experts a token, those of the largest score + bias, the smaller id on ties. Only
+/// the choice sees `bias`; the weights are the unbiased scores. In the choice NaN counts as -inf, of an
+/// expert and of a group alike: it comes last, and a weight that is NaN shows where one was chosen.
 struct RouteArgs {
   TensorView<const float, 2> logits;  ///< [tokens, E].
   const float* bias = nullptr;        ///< [E] or nullptr.

@@ -4,14 +4,53 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
+#include <utility>
 #include <vector>
 
 #include <helix/contract/workbench.hpp>
 
 namespace helix::contract {
 
+/// Values that are not finite choose alike everywhere: NaN counts as -inf, ties go to the smaller id, and no
+/// expert is chosen twice.
+template <TestableBackend B>
+void route_not_finite() {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  const std::vector<std::vector<float>> biases = {{kNan, 0, 0, 0, 0, 0, 0, 0},
+                                                  {0, 0, 0, kNan, 0, 0, kNan, 0},
+                                                  {kNan, kNan, kNan, kNan, kNan, kNan, kNan, kNan},
+                                                  {kNan, kNan, kNan, kNan, kNan, 0, kNan, kNan},
+                                                  {-kInf, kNan, -kInf, 0, kNan, kInf, kInf, -kInf},
+                                                  {kInf, -kInf, -kInf, kInf, kNan, kNan, 0, 0},
+                                                  {-kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf, -kInf}};
+  for (const std::vector<float>& values : biases) {
+    for (const auto scoring : {RouterScoring::softmax, RouterScoring::sigmoid}) {
+      for (const auto& [groups, kept] : {std::pair{1, 1}, std::pair{4, 2}, std::pair{2, 1}}) {
+        CAPTURE(values, int(scoring), groups, kept);
+        Workbench<B> bench;
+        const auto logits = bench.random(3 * 8, 3.0);
+        const auto bias = bench.array(values);
+        const auto experts = bench.array(std::vector<std::int32_t>(3 * 4, -9));
+        const auto weights = bench.poison(3 * 4);
+        HELIX_CHECK_OPERATION(bench, route, ([&, num_groups = groups, groups_kept = kept](const auto& side) {
+                                return RouteArgs{.logits = side.view(logits, 3, 8),
+                                                 .bias = side(bias),
+                                                 .scoring = scoring,
+                                                 .num_groups = num_groups,
+                                                 .groups_kept = groups_kept,
+                                                 .experts = side.view(experts, 3, 4),
+                                                 .weights = side.view(weights, 3, 4)};
+                              }));
+      }
+    }
+  }
+}
+
 template <TestableBackend B>
 void route() {
+  route_not_finite<B>();
   struct Case {
     std::int64_t experts, groups, kept, top_k;
   };

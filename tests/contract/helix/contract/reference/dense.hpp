@@ -133,13 +133,15 @@ inline void route(const RouteArgs& args) {
     std::vector<double> choice = scores;
     if (args.bias != nullptr)
       for (std::size_t e = 0; e < choice.size(); ++e) choice[e] += args.bias[e];
+    const auto selectable = [](double value) { return std::isnan(value) ? kMinusInfinity : value; };
+    for (double& value : choice) value = selectable(value);
 
     std::vector<double> group_scores;
     for (std::int64_t g = 0; g < args.num_groups; ++g) {
       std::vector<double> members(choice.begin() + g * group, choice.begin() + (g + 1) * group);
       std::sort(members.rbegin(), members.rend());
       const bool takes_two = args.scoring == RouterScoring::sigmoid && group > 1;
-      group_scores.push_back(takes_two ? members[0] + members[1] : members[0]);
+      group_scores.push_back(selectable(takes_two ? members[0] + members[1] : members[0]));
     }
     const std::vector<std::int64_t> kept = largest(group_scores, args.groups_kept);
     for (std::int64_t e = 0; e < experts; ++e)

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+// Writing files as a whole.
+#include "checkpoint/output_file.hpp"
+
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <system_error>
+#include <thread>
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <helix/error.hpp>
+
+namespace helix::decode {
+namespace {
+
+namespace fs = std::filesystem;
+
+[[noreturn]] void fail(const fs::path& path, const char* what, int reason) {
+  throw Error(ErrorCode::io, path.string(), ": ", what, ": ", std::strerror(reason));
+}
+
+/// Writes all of `text`. Returns 0 or the reason.
+int write_all(int descriptor, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t count = ::write(descriptor, text.data(), text.size());
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) return errno;
+    text.remove_prefix(static_cast<std::size_t>(count));
+  }
+  return 0;
+}
+
+/// The descriptor of standard output or error if `status` is the same file, else -1. Such a one must not be
+/// replaced: what is printed would go to the file that is gone.
+int standard_descriptor(const struct stat& status) {
+  for (const int descriptor : {STDOUT_FILENO, STDERR_FILENO}) {
+    struct stat open = {};
+    if (::fstat(descriptor, &open) == 0 && open.st_dev == status.st_dev && open.st_ino == status.st_ino) {
+      return descriptor;
+    }
+  }
+  return -1;
+}
+
+/// Opens what is there and is no regular file. A FIFO without a reader refuses while O_NONBLOCK is set.
+int open_in_place(const fs::path& path) {
+  constexpr auto kPatience = std::chrono::seconds(60);
+  const auto start = std::chrono::steady_clock::now();
+  for (;;) {
+    const int descriptor = ::open(path.c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
+    if (descriptor >= 0) {
+      ::fcntl(descriptor, F_SETFL, ::fcntl(descriptor, F_GETFL) & ~O_NONBLOCK);
+      return descriptor;
+    }
+    if (errno != ENXIO) fail(path, "cannot be opened", errno);
+    if (std::chrono::steady_clock::now() - start > kPatience) fail(path, "nobody reads the FIFO", ENXIO);
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+}
+
+/// Writes to a file beside `path` and gives it that name.
+void replace(const fs::path& path, std::string_view text, const struct stat* old) {
+  const fs::path beside = path.string() + "." + std::to_string(::getpid()) + ".part";
+  const int descriptor = ::open(beside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  if (descriptor < 0) fail(beside, "cannot be made", errno);
+  if (old != nullptr) static_cast<void>(::fchmod(descriptor, old->st_mode & 07777));
+  int reason = write_all(descriptor, text);
+  if (::close(descriptor) != 0 && reason == 0) reason = errno;
+  if (reason == 0 && ::rename(beside.c_str(), path.c_str()) != 0) reason = errno;
+  if (reason == 0) return;
+  ::unlink(beside.c_str());
+  fail(path, "cannot be written", reason);
+}
+
+/// Where `path` leads to: a link stays, its target is replaced.
+fs::path target_of(const fs::path& path) {
+  std::error_code failure;
+  const fs::path target = fs::canonical(path, failure);
+  return failure ? path : target;
+}
+
+void check_folder(const fs::path& folder, const fs::path& path) {
+  HELIX_EXPECTS(fs::is_directory(folder), ErrorCode::io, path.string(),
+                ": cannot be written: there is no folder ", folder.string());
+  if (::access(folder.c_str(), W_OK | X_OK) != 0) fail(path, "its folder cannot be written", errno);
+}
+
+fs::path folder_of(const fs::path& path) {
+  return path.has_parent_path() ? path.parent_path() : fs::path(".");
+}
+
+}  // namespace
+
+void check_output(const fs::path& path) {
+  const fs::path target = target_of(path);
+  struct stat status = {};
+  if (::stat(target.c_str(), &status) != 0) {
+    if (errno != ENOENT) fail(path, "cannot be written", errno);
+    check_folder(folder_of(target), path);
+    HELIX_EXPECTS(path.has_filename(), ErrorCode::io, path.string(), ": is no name of a file");
+    return;
+  }
+  HELIX_EXPECTS(!S_ISDIR(status.st_mode), ErrorCode::io, path.string(),
+                ": cannot be written: it is a folder; give a file's name");
+  if (::access(target.c_str(), W_OK) != 0) fail(path, "cannot be written", errno);
+  if (S_ISREG(status.st_mode) && standard_descriptor(status) < 0) check_folder(folder_of(target), path);
+}
+
+void check_output_folder(const fs::path& folder) {
+  fs::path there = fs::absolute(folder);
+  std::error_code failure;
+  while (!fs::exists(there, failure) && there.has_relative_path()) there = there.parent_path();
+  check_folder(there, folder);
+}
+
+void write_output(const fs::path& path, std::string_view text) {
+  const fs::path target = target_of(path);
+  struct stat status = {};
+  const bool exists = ::stat(target.c_str(), &status) == 0;
+  const int standard = exists ? standard_descriptor(status) : -1;
+  if (standard >= 0) {
+    flush_standard_output();
+    if (const int reason = write_all(standard, text)) fail(path, "cannot be written", reason);
+    return;
+  }
+  if (!exists || S_ISREG(status.st_mode)) {
+    replace(target, text, exists ? &status : nullptr);
+    return;
+  }
+  const int descriptor = open_in_place(target);
+  int reason = write_all(descriptor, text);
+  if (::close(descriptor) != 0 && reason == 0) reason = errno;
+  if (reason != 0) fail(path, "cannot be written", reason);
+}
+
+void flush_standard_output() {
+  errno = 0;
+  const bool is_lost = std::fflush(stdout) != 0 || std::ferror(stdout) != 0;
+  const int reason = errno;
+  HELIX_EXPECTS(!is_lost, ErrorCode::io, "standard output cannot be written",
+                reason == 0 ? "" : std::string(": ") + std::strerror(reason));
+}
+
+}  // namespace helix::decode

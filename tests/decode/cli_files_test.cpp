@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+// helix-decode's output on disks and pipes that fail, and sizes beyond every limit: one line, no half file.
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+#include <sys/stat.h>
+
+#include "support/catch.hpp"
+#include "support/process.hpp"
+
+namespace helix::test {
+namespace {
+
+using Catch::Matchers::Contains;
+
+const std::string kModel = "--model " HELIX_TEST_DATA "/llama-tiny ";
+const std::string kRun = kModel + "--prompt-ids 1,2,3 --max-new-tokens 2 ";
+
+/// Runs a line of shell script in which $D is helix-decode.
+Run run_script(const std::string& script) {
+  return run_command("env D=" HELIX_DECODE " sh -c '" + script + "'", 60);
+}
+
+bool is_one_error(const Run& run) {
+  const auto first = run.output.find("helix-decode: ");
+  return run.exit_code == 1 && first != std::string::npos &&
+         run.output.find("helix-decode: ", first + 1) == std::string::npos;
+}
+
+std::vector<std::string> files_in(const std::filesystem::path& folder) {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    names.push_back(entry.path().filename().string());
+  }
+  return names;
+}
+
+}  // namespace
+
+TEST_CASE("standard output that cannot be written is an error", "[quick]") {
+  for (const std::string& arguments : {kRun, kRun + "--plan-only", std::string("--help")}) {
+    const Run run = run_script("$D " + arguments + " > /dev/full");
+    INFO(run.output);
+    CHECK(is_one_error(run));
+    CHECK_THAT(run.output, Contains("standard output"));
+  }
+}
+
+TEST_CASE("a report is whole or not there", "[quick]") {
+  const ScratchDirectory scratch;
+  const std::filesystem::path folder = scratch / "out";
+  std::filesystem::create_directory(folder);
+  const std::string report = (folder / "report.json").string();
+  const std::string to_report = kRun + "--json " + report;
+
+  SECTION("a full disk leaves what was there") {
+    // No block may be written: as on a full disk, write() fails.
+    const std::string full = "trap \"\" XFSZ; ulimit -f 0; $D " + to_report;
+    const Run fresh = run_script(full);
+    INFO(fresh.output);
+    CHECK(is_one_error(fresh));
+    CHECK_THAT(fresh.output, Contains("report.json") && Contains("cannot be written"));
+    CHECK(files_in(folder).empty());
+    write_file(report, "before");
+    CHECK(is_one_error(run_script(full)));
+    CHECK(read_file(report) == "before");
+    CHECK(files_in(folder) == std::vector<std::string>{"report.json"});
+  }
+  SECTION("a file is replaced, through a link too, and keeps its mode") {
+    write_file(report, "before");
+    std::filesystem::permissions(report,
+                                 std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
+    std::filesystem::create_symlink(report, scratch / "link.json");
+    const Run run = run_script("$D " + kRun + "--json " + (scratch / "link.json").string());
+    INFO(run.output);
+    CHECK(run.exit_code == 0);
+    CHECK(std::filesystem::is_symlink(scratch / "link.json"));
+    CHECK(nlohmann::json::parse(read_file(report)).contains("sequences"));
+    CHECK(std::filesystem::status(report).permissions() ==
+          (std::filesystem::perms::owner_read | std::filesystem::perms::owner_write));
+    CHECK(files_in(folder) == std::vector<std::string>{"report.json"});
+  }
+  SECTION("pipes, terminals' devices and standard output are written as they are") {
+    REQUIRE(::mkfifo((scratch / "fifo").c_str(), 0600) == 0);
+    const Run fifo = run_script("cat " + (scratch / "fifo").string() + " & $D " + kRun + "--json " +
+                                (scratch / "fifo").string() + " > /dev/null; wait");
+    CHECK(fifo.exit_code == 0);
+    CHECK(nlohmann::json::parse(fifo.output).contains("sequences"));
+    CHECK(run_script("$D " + kRun + "--json /dev/null").exit_code == 0);
+    const Run piped = run_script("$D " + kRun + "--json /dev/stdout | cat");
+    CHECK_THAT(piped.output, Contains("tokens/s") && Contains("\"sequences\""));
+    const Run redirected = run_script("$D " + kRun + "--json /dev/stdout > " + report);
+    CHECK(redirected.exit_code == 0);
+    CHECK_THAT(read_file(report),
+               Contains("memory a rank") && Contains("tokens/s") && Contains("\"sequences\""));
+    CHECK(is_one_error(run_script("$D " + kRun + "--json /dev/full")));
+  }
+}
+
+TEST_CASE("a report that cannot be written is refused before the work", "[quick]") {
+  const ScratchDirectory scratch;
+  for (const auto& [path, says] :
+       {std::pair<std::string, std::string>{(scratch / "none/report.json").string(), "there is no folder"},
+        {(scratch / "").string(), "folder"},
+        {"/proc/report.json", "/proc/report.json"}}) {
+    const Run run = run_script("$D " + kRun + "--json " + path);
+    INFO(run.output);
+    CHECK(is_one_error(run));
+    CHECK_THAT(run.output, Contains(says));
+    if (path != "/proc/report.json") CHECK_THAT(run.output, !Contains("memory a rank"));
+  }
+}
+
+TEST_CASE("sizes beyond their limits are refused by name, value and limit", "[quick]") {
+  struct Case {
+    std::string arguments;
+    std::vector<std::string> words;
+  };
+  const std::string huge = "9223372036854775807";
+  const std::vector<Case> cases = {
+      {"--prompt-ids 1 --chunk 4611686018427387904", {"chunk is 4611686018427387904", "[1, 2147483647]"}},
+      {"--prompt-ids 1 --kvp 4 --chunk " + huge, {"chunk is " + huge}},
+      {"--prompt-ids 1 --page-tokens " + huge, {"page_tokens is " + huge, "[1, 16777216]"}},
+      {"--prompt-ids 1 --prefill-tokens " + huge, {"prefill_tokens is " + huge, "[1, 1048576]"}},
+      {"--prompt-ids 1 --max-new-tokens " + huge, {"max_new_tokens is " + huge, "[1, 1099511627776]"}},
+      {"--prompt-ids 1 --draft-tokens " + huge, {"draft_tokens is " + huge, "[1, 64]"}},
+      {"--prompt-ids 1 --dp 1000000", {"1000000", "exceeds 65536 ranks"}},
+      {"--prompt-ids 1 --dp 2147483647 --pp 2", {"exceeds 65536 ranks"}},
+      {"--synthetic-context " + huge, {"synthetic_context is " + huge}},
+      {"--synthetic-context 1099511627776", {"1099511627776 tokens", "at most 1099511627776"}},
+      {"--synthetic-context 1099511627760", {"17179869184 pages of 64 tokens", "2147483647"}},
+      {"--synthetic-context " + huge + " --topology auto --ranks 4", {"synthetic_context is " + huge}},
+      {"--prompt-ids 1 --max-new-tokens " + huge + " --topology auto --ranks 4",
+       {"max_new_tokens is " + huge}},
+  };
+  for (const Case& bad : cases) {
+    const Run run = run_script("$D " + kModel + "--plan-only " + bad.arguments);
+    INFO(bad.arguments << "\n" << run.output);
+    CHECK(is_one_error(run));
+    for (const std::string& word : bad.words) CHECK_THAT(run.output, Contains(word));
+  }
+  const Run many = run_script("$D " + kModel + "--plan-only --prompt-ids 1 --dp 65536 | tail -n 1");
+  CHECK_THAT(many.output, Contains("208.16 GiB"));  // 65,536 times 3.25 MiB
+}
+
+TEST_CASE("files that never end or never begin are refused at once", "[quick]") {
+  const ScratchDirectory scratch;
+  REQUIRE(::mkfifo((scratch / "fifo").c_str(), 0600) == 0);
+  const std::string fifo = (scratch / "fifo").string();
+  for (const std::string& arguments :
+       {kModel + "--prompts " + fifo, kModel + "--prompts /dev/zero", kRun + "--teacher-force " + fifo}) {
+    const Run run = run_script("$D " + arguments);
+    INFO(run.output);
+    CHECK(is_one_error(run));
+    CHECK_THAT(run.output, Contains("not a regular file"));
+  }
+}
+
+}  // namespace helix::test
