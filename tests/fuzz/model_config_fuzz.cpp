@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Any bytes as config.json and as a weight index: helix::Error, or a config whose constants are finite and
-// usable.
+// Any bytes as config.json: helix::Error, or a config whose constants are finite and usable.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -9,7 +8,6 @@
 
 #include <helix/error.hpp>
 
-#include "checkpoint/checkpoint.hpp"
 #include "model/parse_config.hpp"
 
 namespace {
@@ -55,21 +53,10 @@ void parse_config(std::string_view text) {
   }
 }
 
-void parse_index(std::string_view text) {
-  try {
-    for (const auto& [tensor, shard] : helix::decode::parse_weight_map(text, "fuzz")) {
-      require(!shard.empty() && shard != ".." && shard.find('/') == std::string::npos);
-    }
-  } catch (const helix::Error& error) {
-    require(error.code() == helix::ErrorCode::invalid_file);
-  }
-}
-
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const std::string_view text(reinterpret_cast<const char*>(data), size);
   parse_config(text);
-  parse_index(text);
   return 0;
 }

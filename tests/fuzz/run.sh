@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds the fuzz targets with clang and runs each on seeds from tests/data: tests/fuzz/run.sh [SECONDS], 600 unless given. Stops
-# at the first finding, whose input it leaves in build/fuzz/corpus.
+# Builds the fuzz targets with clang and runs each on seeds from tests/data and bench/results: tests/fuzz/run.sh [SECONDS
+# [TARGET...]], 600 and all unless given. Stops at the first finding, whose input it leaves in build/fuzz/corpus.
 set -euo pipefail
 
 seconds="${1:-600}"
+targets=(safetensors model_config weight_map token_lists request hardware bench_results rendezvous)
+if [[ $# -gt 1 ]]; then targets=("${@:2}"); fi
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 build="$root/build/fuzz"
 launcher=()
 if command -v ccache >/dev/null; then launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache); fi
 cmake -S "$root" -B "$build" --preset fuzz -DHELIX_CUDA=OFF -DHELIX_MPI=OFF "${launcher[@]}"
-cmake --build "$build" --target safetensors_fuzz model_config_fuzz rendezvous_fuzz
+cmake --build "$build" --target "${targets[@]/%/_fuzz}"
 python3 "$root/tests/fuzz/make_seeds.py" "$build/corpus"
 cd "$build/corpus"
-for target in safetensors model_config rendezvous; do
+for target in "${targets[@]}"; do
   "$build/tests/fuzz/${target}_fuzz" -max_total_time="$seconds" -dict="$root/tests/fuzz/dictionary.txt" -print_final_stats=1 \
     "$target" 2>"$target.log" || {
     tail -n 40 "$target.log" >&2

@@ -274,10 +274,12 @@ void check_coverage(std::vector<Extent> extents, const std::vector<TensorInfo>& 
   // Most headers have the order of the data.
   if (!std::is_sorted(extents.begin(), extents.end())) std::sort(extents.begin(), extents.end());
   std::uint64_t covered = 0;
-  for (const auto& [begin, end] : extents) {
+  for (const Extent& extent : extents) {
+    const auto [begin, end] = extent;
     if (begin != covered) {
-      const auto tensor = std::find_if(tensors.rbegin(), tensors.rend(),
-                                       [&](const TensorInfo& t) { return t.begin == begin && t.end == end; });
+      const auto tensor = std::find_if(tensors.rbegin(), tensors.rend(), [&](const TensorInfo& other) {
+        return Extent(other.begin, other.end) == extent;
+      });
       HELIX_EXPECTS(begin > covered, ErrorCode::invalid_file, file, ": tensor ", printable(tensor->name),
                     ": data_offsets [", begin, ", ", end, "] overlap another tensor that ends at ", covered);
       throw Error(ErrorCode::invalid_file, file, ": tensor ", printable(tensor->name), ": data_offsets [",

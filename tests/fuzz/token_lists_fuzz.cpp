@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// Any bytes as a file of prompts: helix::Error, or lists that are written as they were read.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <helix/error.hpp>
+
+#include "checkpoint/token_lists.hpp"
+
+namespace {
+
+void require(bool holds) {
+  if (!holds) std::abort();
+}
+
+std::string written(const std::vector<std::vector<std::int32_t>>& lists) {
+  std::string text = "[";
+  for (const auto& list : lists) {
+    text += text.size() > 1 ? ",[" : "[";
+    for (std::size_t i = 0; i < list.size(); ++i) {
+      if (i > 0) text += ',';
+      text += std::to_string(list[i]);
+    }
+    text += ']';
+  }
+  return text + "]";
+}
+
+void read(std::string_view text) {
+  using helix::decode::parse_token_lists;
+  try {
+    const auto lists = parse_token_lists(text, "fuzz");
+    require(parse_token_lists(written(lists), "fuzz") == lists);
+  } catch (const helix::Error& error) {
+    require(error.code() == helix::ErrorCode::invalid_file);
+  }
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  read({reinterpret_cast<const char*>(data), size});
+  return 0;
+}
