@@ -142,7 +142,7 @@ class RandomLedgers {
 }  // namespace
 
 TEST_CASE("ledgers of all ranks agree under random operations, and no page has two owners") {
-  for (std::uint32_t seed = 1; seed <= 24 * num_rounds(); ++seed) {
+  for (std::uint32_t seed = 1; seed <= 24 * helix::test::num_rounds(); ++seed) {
     RandomLedgers ledgers(seed);
     const PageLedgerSpec& spec = ledgers.spec();
     CAPTURE(seed, spec.layout.kvp(), spec.layout.chunk(), spec.page_tokens, spec.pages);

@@ -205,7 +205,7 @@ TEST_CASE("random operations lose no token, store none twice and leak no page") 
        {{0.7f}, {}}},
       {{.kvp = 8, .tpa = 1, .is_mla = true, .head_dim = 9, .value_dim = 7}, DType::f16, 3, 1, {}}};
   std::uint32_t seed = 1000;
-  for (std::size_t i = 0; i < configs.size() * num_rounds(); ++i) {
+  for (std::size_t i = 0; i < configs.size() * helix::test::num_rounds(); ++i) {
     const Config& config = configs[i % configs.size()];
     ++seed;
     CAPTURE(seed, config.stage.kvp, config.stage.tpa, config.chunk, config.page_tokens, config.stage.is_mla);
