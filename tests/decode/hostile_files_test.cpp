@@ -147,7 +147,7 @@ TEST_CASE("a megabyte of any JSON is read in time linear in its size", "[quick]"
              Catch::Contains("more than 65536"));
 }
 
-TEST_CASE("a megabyte of any JSON is read in 50 ms and 20 MB", "[normal]") {
+TEST_CASE("a megabyte of any JSON is read in 50 ms and 20 MB") {
   for (const std::string& text : large_documents()) {
     CAPTURE(text.substr(0, 40));
     const auto [status, said] = in_child([&] {
