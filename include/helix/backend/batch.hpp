@@ -15,7 +15,7 @@ namespace helix {
 struct Batch {
   /// [B + 1], host memory; read while an operation is queued and not after. HOP-B cuts slices by it.
   std::span<const std::int32_t> query_offsets_host;
-  const std::int32_t* query_offsets = nullptr;       ///< [B + 1], the same in device memory.
+  const std::int32_t* query_offsets = nullptr;  ///< [B + 1], the same in device memory.
   const std::int64_t* positions =
       nullptr;  ///< [tokens of the step], global; -1 is padding and reads nothing.
   const std::int32_t* sequence_slots = nullptr;  ///< [B], rows of the cache's page table.

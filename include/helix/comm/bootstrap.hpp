@@ -97,8 +97,8 @@ class HELIX_API Bootstrap {
 
   /// Tells the others' watch at which step this rank is; `step` must not decrease. Cheap, any thread.
   void set_step(std::uint64_t step);
-  /// Tells the others' watch what this rank does next; `operation` is a string literal, "" where nobody knows,
-  /// as in a step that is replayed. Cheap, any thread.
+  /// Tells the others' watch what this rank does next; `operation` is a string literal, "" where nobody
+  /// knows, as in a step that is replayed. Cheap, any thread.
   void begin_operation(const char* operation);
   /// Begins a wait for other ranks, which must not outlast the timeout at one step and operation.
   void begin_wait();

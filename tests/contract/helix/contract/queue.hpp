@@ -25,7 +25,7 @@ void memory_and_streams() {
     CHECK(reinterpret_cast<std::uintptr_t>(a.data()) % 256 == 0);
     std::vector<unsigned char> host(bytes, 77), back(bytes, 1);
     backend.download(back.data(), a.data(), bytes, first);  // there on return
-    CHECK(back == std::vector<unsigned char>(bytes, 0));  // zeroed
+    CHECK(back == std::vector<unsigned char>(bytes, 0));    // zeroed
 
     backend.upload(a.data(), host.data(), bytes, first);
     std::fill(host.begin(), host.end(), static_cast<unsigned char>(11));  // re-used at once
