@@ -22,9 +22,6 @@ namespace {
 
 /// A decode step is waited for awake: a thread that sleeps comes late.
 constexpr milliseconds kAwake{100};
-/// The watch of a job learns after the timeout who is behind, and says it better than a bare timeout: so much
-/// longer it is waited for.
-constexpr milliseconds kWatchGrace{2000};
 
 /// Tells the watch of the job, where there is one, that this rank waits.
 class BootstrapWait {

@@ -52,7 +52,7 @@ void expect_devices(std::span<const int> devices) {
 NcclComm NcclComm::borrow(ncclComm* comm, bool may_abort, milliseconds timeout) {
   comm::expect_timeout(timeout);
   HELIX_EXPECTS(comm != nullptr, ErrorCode::invalid_argument, "NcclComm: the communicator is null");
-  return NcclComm(State::make({.family = std::make_shared<NcclFamily>(),
+  return NcclComm(State::make({.family = NcclFamily::make(),
                                .handle = comm,
                                .timeout = timeout,
                                .is_owned = false,
@@ -84,7 +84,7 @@ std::vector<NcclComm> NcclComm::create_group(std::span<const int> devices, milli
   HELIX_EXPECTS(is_done, ErrorCode::timeout, "NcclComm: ", devices.size(),
                 " GPUs of this process did not connect within ", comm::seconds(timeout),
                 " s; NCCL_DEBUG=INFO shows why");
-  const auto family = std::make_shared<NcclFamily>();
+  const auto family = NcclFamily::make();
   family->progress = std::vector<NcclProgress>(devices.size());
   std::vector<NcclComm> comms;
   for (const ncclComm_t handle : *handles) {
@@ -103,7 +103,7 @@ NcclComm NcclComm::connect(comm::Bootstrap bootstrap, int device, GraphUse graph
   const int rank = bootstrap.rank();
   const int size = bootstrap.size();
   const bool is_done = comm::run_bounded(
-      bootstrap.timeout(),
+      bootstrap.timeout() + kWatchGrace,
       [handle, id, rank, size, device, graph_use] {
         HELIX_CUDA_CHECK(cudaSetDevice(device));
         std::ostringstream who;
@@ -118,7 +118,7 @@ NcclComm NcclComm::connect(comm::Bootstrap bootstrap, int device, GraphUse graph
     bootstrap.fail(text.str());
     throw Error(ErrorCode::timeout, text.str());
   }
-  const auto family = std::make_shared<NcclFamily>();
+  const auto family = NcclFamily::make();
   family->bootstrap = bootstrap;
   NcclComm comm(State::make({.family = family, .handle = *handle, .timeout = bootstrap.timeout()}));
   bootstrap.on_failure([weak = std::weak_ptr(family)](const Error& error) {
@@ -132,7 +132,7 @@ NcclComm NcclComm::split(int color, int key) {
                 "; NCCL needs one that is not negative");
   const auto handle = std::make_shared<ncclComm_t>(nullptr);
   const bool is_done = comm::run_bounded(
-      state_->timeout,
+      state_->timeout + (state_->family->bootstrap ? kWatchGrace : milliseconds(0)),
       [handle, state = state_, color, key] {
         state->call("split",
                     [&](ncclComm_t comm) { return ncclCommSplit(comm, color, key, handle.get(), nullptr); });

@@ -10,6 +10,8 @@
 #include <thread>
 #include <utility>
 
+#include "comm/start_thread.hpp"
+
 namespace helix::cuda {
 namespace {
 
@@ -17,7 +19,82 @@ namespace {
 /// a call that hangs, and has told its kernels to end.
 constexpr milliseconds kAbortGrace{2000};
 
+/// How often the calls of a process are looked at.
+constexpr milliseconds kCallPoll{100};
+
 }  // namespace
+
+/// Shared by a family and its thread, which may outlast it.
+struct NcclFamily::CallWatch {
+  std::mutex mutex;
+  std::condition_variable over;
+  bool is_over = false;
+  std::thread thread;
+};
+
+std::shared_ptr<NcclFamily> NcclFamily::make() {
+  auto family = std::make_shared<NcclFamily>();
+  auto watch = std::make_shared<CallWatch>();
+  watch->thread =
+      comm::start_thread("the thread that bounds NCCL's calls", [watch, weak = std::weak_ptr(family)] {
+        std::unique_lock lock(watch->mutex);
+        while (!watch->over.wait_for(lock, kCallPoll, [&] { return watch->is_over; })) {
+          lock.unlock();
+          if (const auto alive = weak.lock()) alive->check_calls();  // perhaps the last to hold it
+          lock.lock();
+        }
+      });
+  family->watch_ = std::move(watch);
+  return family;
+}
+
+NcclFamily::~NcclFamily() {
+  if (!watch_) return;
+  {
+    const std::lock_guard lock(watch_->mutex);
+    watch_->is_over = true;
+  }
+  watch_->over.notify_all();
+  if (watch_->thread.get_id() == std::this_thread::get_id()) {
+    watch_->thread.detach();
+  } else {
+    watch_->thread.join();
+  }
+}
+
+void NcclFamily::check_calls() {
+  std::vector<std::shared_ptr<NcclComm::State>> alive;
+  {
+    const std::lock_guard lock(mutex);
+    if (has_failed) return;
+    for (const auto& member : members) {
+      if (auto state = member.lock()) alive.push_back(std::move(state));
+    }
+  }
+  for (const auto& state : alive) {
+    const Clock::rep since = state->call_since.load(std::memory_order_relaxed);
+    if (since == 0) continue;
+    const Clock::duration waited = Clock::now().time_since_epoch() - Clock::duration(since);
+    if (bootstrap && waited > kCallPoll && !is_call_reported.exchange(true)) bootstrap->begin_wait();
+    if (waited < state->timeout + (bootstrap ? kWatchGrace : milliseconds(0))) continue;
+    std::ostringstream text;
+    text << "NCCL " << state->operation.load(std::memory_order_relaxed) << " on " << state->name()
+         << " has waited on the host for " << comm::seconds(state->timeout) << " s for another rank"
+         << places();
+    return state->fail_everywhere(text.str());
+  }
+}
+
+std::string NcclFamily::places() const {
+  std::ostringstream text;
+  for (std::size_t rank = 0; rank < progress.size(); ++rank) {
+    const std::string_view last = progress[rank].last.load(std::memory_order_relaxed);
+    text << (rank == 0 ? "; " : ", ") << "rank " << rank << " made "
+         << progress[rank].operations.load(std::memory_order_relaxed) << " calls, the last "
+         << (last.empty() ? "the start of a step" : last);
+  }
+  return text.str();
+}
 
 void NcclFamily::throw_if_failed() {
   if (!has_failed.load(std::memory_order_acquire)) return;

@@ -32,7 +32,12 @@ struct NcclProgress {
   std::atomic<const char*> last = "start";
 };
 
-/// All groups of one root that live in this process.
+/// The watch of a job learns after the timeout who is behind, and says it better than a bare timeout: so much
+/// longer it is waited for.
+inline constexpr milliseconds kWatchGrace{2000};
+
+/// All groups of one root that live in this process, and a thread that bounds their calls: NCCL connects to a
+/// peer in the first call that needs it, and waits on the host for the peer's.
 struct NcclFamily {
   std::mutex mutex;
   std::atomic<bool> has_failed = false;
@@ -40,6 +45,14 @@ struct NcclFamily {
   std::vector<std::weak_ptr<NcclComm::State>> members;
   std::vector<NcclProgress> progress;  // by root rank where all ranks are of this process, else empty
   std::optional<comm::Bootstrap> bootstrap;
+  std::atomic<bool> is_call_reported = false;  // as a wait, to the bootstrap
+
+  /// A family without members, and its thread. @throws Error(capacity) if that cannot be started.
+  static std::shared_ptr<NcclFamily> make();
+  NcclFamily() = default;
+  NcclFamily(const NcclFamily&) = delete;
+  NcclFamily& operator=(const NcclFamily&) = delete;
+  ~NcclFamily();
 
   /// Aborts all members, and waits for them only a while. The first failure wins.
   void fail(const std::string& text);
@@ -49,6 +62,16 @@ struct NcclFamily {
   void begin(int root_rank, const char* operation);
   /// "; rank 2 is behind: its call 7 was all_reduce, this rank made 8" or nothing.
   std::string laggards(int root_rank) const;
+
+ private:
+  struct CallWatch;
+
+  /// Fails the family if a call of a member has outlasted its timeout.
+  void check_calls();
+  /// "; rank 0 made 8 calls, the last all_reduce, ..." or nothing.
+  std::string places() const;
+
+  std::shared_ptr<CallWatch> watch_;
 };
 
 struct NcclComm::State {
@@ -75,6 +98,7 @@ struct NcclComm::State {
   mutable std::timed_mutex calls;  // held by each NCCL call, so that an abort does not free what it uses
   std::atomic<ncclComm_t> comm = nullptr;  // null after an abort
   std::atomic<const char*> operation = "start";
+  std::atomic<Clock::rep> call_since = 0;  // when the call began that a thread is in; 0: none
 
   explicit State(Origin origin);
   State(const State&) = delete;
@@ -98,7 +122,10 @@ struct NcclComm::State {
     operation.store(what, std::memory_order_relaxed);
     family->begin(root_rank, what);
     const DeviceScope scope(device);
+    call_since.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
     const ncclResult_t result = body(handle);
+    call_since.store(0, std::memory_order_relaxed);
+    if (family->is_call_reported.exchange(false)) family->bootstrap->end_wait();
     if (result == ncclSuccess) return;
     family->throw_if_failed();  // an abort is the cause, not the result
     throw_nccl(result, what, name());

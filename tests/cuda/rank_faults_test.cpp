@@ -21,6 +21,7 @@ namespace {
 /// Nothing can be thrown in a GPU's queue.
 struct SharedGpu {
   using Comm = cuda::LocalComm;
+  static constexpr std::chrono::milliseconds kDeadline{1000};
   static constexpr std::array kFaults = {Fault::host_exception, Fault::no_memory, Fault::host_stop,
                                          Fault::mismatch, Fault::skip};
 
@@ -36,6 +37,7 @@ struct SharedGpu {
 /// NCCL does not compare sizes, so there is no mismatch.
 struct OneGpuEach {
   using Comm = cuda::NcclComm;
+  static constexpr std::chrono::milliseconds kDeadline{2000};  // in which ranks also connect to each other
   static constexpr std::array kFaults = {Fault::host_exception, Fault::no_memory, Fault::host_stop,
                                          Fault::skip};
 
@@ -56,9 +58,13 @@ TEST_CASE("faults on one GPU: each ends all ranks, is named, and the threads wor
   inject<SharedGpu>(Job("deepseek-tiny", {.kvp = 2}), 25, 4);
 }
 
-TEST_CASE("faults on two GPUs: each ends all ranks, is named, and the threads work afterwards") {
+TEST_CASE("faults on two GPUs under KVP: each ends all ranks, is named, and the threads work afterwards") {
   HELIX_REQUIRE_GPUS(2);
   inject<OneGpuEach>(Job("llama-tiny", {.kvp = 2}), 50, 5);
+}
+
+TEST_CASE("faults on two GPUs under TPA: each ends all ranks, is named, and the threads work afterwards") {
+  HELIX_REQUIRE_GPUS(2);
   inject<OneGpuEach>(Job("llama-tiny", {.tpa = 2}), 50, 6);
 }
 

@@ -23,8 +23,6 @@
 
 namespace helix::test {
 
-/// How long ranks wait for one that stands still; long enough for a healthy one on a busy machine.
-inline constexpr std::chrono::milliseconds kDeadline{1000};
 /// What threads and sanitizers may add to a wait.
 inline constexpr std::chrono::milliseconds kSlack{4000};
 
@@ -83,7 +81,7 @@ Outcome run_with_fault(const Job& job, int rank, const Injection& injection) {
   std::vector<std::shared_ptr<FaultPoint>> points;
   for (int i = 0; i < size; ++i)
     points.push_back(std::make_shared<FaultPoint>(i == rank ? injection : Injection{}));
-  auto faulty = Machine::create_group(size, kDeadline);
+  auto faulty = Machine::create_group(size, Machine::kDeadline);
   std::vector<std::string> wrong(static_cast<std::size_t>(size));
   std::barrier all_ended(size);
   const std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
@@ -114,9 +112,10 @@ Outcome run_with_fault(const Job& job, int rank, const Injection& injection) {
 }
 
 /// What the outcome breaks of the promises of docs/reliability.md; empty: nothing.
-inline std::string broken_promise(const Outcome& outcome, int rank, const Injection& injection) {
+template <class Machine>
+std::string broken_promise(const Outcome& outcome, int rank, const Injection& injection) {
   const std::chrono::milliseconds bound =
-      (is_stop(injection.fault) || is_of_collectives(injection.fault) ? 2 * kDeadline
+      (is_stop(injection.fault) || is_of_collectives(injection.fault) ? 2 * Machine::kDeadline
                                                                       : std::chrono::milliseconds(0)) +
       kSlack + injection.stop;
   if (outcome.time > bound) return "the ranks took " + std::to_string(outcome.time.count()) + " ms to end";
@@ -164,12 +163,12 @@ void inject(const Job& job, int count, unsigned seed) {
     const Injection injection{
         .fault = Machine::kFaults[static_cast<std::size_t>(draw(0, std::ssize(Machine::kFaults) - 1))],
         .call = draw(0, calls[static_cast<std::size_t>(rank)] - 1),
-        .stop = 3 * kDeadline / 2};
+        .stop = 3 * Machine::kDeadline / 2};
     const Outcome outcome = run_with_fault<Machine>(job, rank, injection);
     INFO("injection " << i << " of seed " << seed << ": " << to_string(injection.fault) << " on rank " << rank
                       << " from call " << injection.call << " on, at " << outcome.where);
     INFO(outcome.ranks.all_messages());
-    CHECK(broken_promise(outcome, rank, injection) == "");
+    CHECK(broken_promise<Machine>(outcome, rank, injection) == "");
     num_noticed += outcome.ranks.all_messages().empty() ? 0 : 1;
   }
   CHECK(num_noticed >= count * 3 / 4);  // the rest had nowhere to happen, or nobody needed the rank any more

@@ -16,6 +16,8 @@ namespace {
 
 struct CpuThreads {
   using Comm = cpu::LocalComm;
+  /// How long ranks wait for one that stands still; long enough for a healthy one on a busy machine.
+  static constexpr std::chrono::milliseconds kDeadline{1000};
   static constexpr std::array kFaults = {
       Fault::host_exception, Fault::queue_exception, Fault::no_memory, Fault::host_stop,
       Fault::queue_stop,     Fault::mismatch,        Fault::skip};

@@ -3,10 +3,17 @@
 // NCCL.
 #include "cli/launch_cuda.hpp"
 
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <numeric>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
+
+#include <fmt/format.h>
 
 #include <helix/comm/bootstrap.hpp>
 #include <helix/cuda/backend.hpp>
@@ -106,9 +113,24 @@ bool is_cuda_job() {
 
 namespace {
 
+/// What a process takes at most to free all that it has after a failure.
+constexpr std::chrono::milliseconds kExitGrace{5000};
+
 class CudaLauncher : public Launcher {
  public:
-  explicit CudaLauncher(const comm::BootstrapOptions& options) : bootstrap_(options) {}
+  explicit CudaLauncher(const comm::BootstrapOptions& options) : bootstrap_(options) {
+    // The last resort: a call of NCCL or CUDA may never return once a peer has stopped, not even aborted.
+    bootstrap_.on_failure(
+        [rank = options.rank, grace = std::max(kExitGrace, options.timeout)](const Error& error) {
+          std::thread([rank, grace, text = std::string(error.what())] {
+            std::this_thread::sleep_for(grace);
+            fmt::print(stderr,
+                       "helix-decode: rank {}: {}; a call of NCCL or CUDA did not return for {} s after it\n",
+                       rank, text, std::chrono::duration_cast<std::chrono::seconds>(grace).count());
+            std::_Exit(1);
+          }).detach();
+        });
+  }
 
   /// @throws Error(unsupported) unless this process has a GPU, and tells the others.
   void expect_gpu() {
