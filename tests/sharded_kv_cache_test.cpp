@@ -93,9 +93,10 @@ class RandomOperations {
       CHECK(stage_.cache(rank).allocated_bytes() == 0);
       CHECK(stage_.cache(rank).ledger().num_sequences() == 0);
     }
-    CHECK(num_exhausted_ > 0);
     CHECK(num_forks_ > 0);
   }
+
+  int num_exhausted() const { return num_exhausted_; }
 
  private:
   std::int64_t below(std::int64_t n) {
@@ -205,6 +206,7 @@ TEST_CASE("random operations lose no token, store none twice and leak no page") 
        {{0.7f}, {}}},
       {{.kvp = 8, .tpa = 1, .is_mla = true, .head_dim = 9, .value_dim = 7}, DType::f16, 3, 1, {}}};
   std::uint32_t seed = 1000;
+  std::size_t num_exhausted = 0;  // runs that ran out of pages; nearly all do
   for (std::size_t i = 0; i < configs.size() * helix::test::num_rounds(); ++i) {
     const Config& config = configs[i % configs.size()];
     ++seed;
@@ -216,7 +218,9 @@ TEST_CASE("random operations lose no token, store none twice and leak no page") 
       if (step % 4 == 3) operations.check_all();
     }
     operations.finish();
+    num_exhausted += operations.num_exhausted() > 0 ? 1 : 0;
   }
+  CHECK(num_exhausted > configs.size() * helix::test::num_rounds() * 9 / 10);
 }
 
 TEST_CASE(

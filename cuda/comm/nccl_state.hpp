@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <nccl.h>
@@ -35,6 +36,8 @@ struct NcclProgress {
 /// The watch of a job learns after the timeout who is behind, and says it better than a bare timeout: so much
 /// longer it is waited for.
 inline constexpr milliseconds kWatchGrace{2000};
+/// How long after an error of NCCL the watch may take to hear that a peer's connection has closed.
+inline constexpr milliseconds kCauseGrace{300};
 
 /// All groups of one root that live in this process, and a thread that bounds their calls: NCCL connects to a
 /// peer in the first call that needs it, and waits on the host for the peer's.
@@ -127,7 +130,8 @@ struct NcclComm::State {
     call_since.store(0, std::memory_order_relaxed);
     if (family->is_call_reported.exchange(false)) family->bootstrap->end_wait();
     if (result == ncclSuccess) return;
-    family->throw_if_failed();  // an abort is the cause, not the result
+    if (family->bootstrap) std::this_thread::sleep_for(kCauseGrace);  // the watch hears of a death soon
+    family->throw_if_failed();  // an abort or a death is the cause, not the result
     throw_nccl(result, what, name());
   }
 

@@ -132,6 +132,16 @@ class CudaLauncher : public Launcher {
         });
   }
 
+  /// After a failure NCCL may have left a thread in a call that never returns: the end of the program would
+  /// take static memory from under it.
+  ~CudaLauncher() override {
+    if (!has_started_ || !bootstrap_.has_failed()) return;
+    std::fflush(nullptr);
+    std::_Exit(1);
+  }
+  CudaLauncher(const CudaLauncher&) = delete;
+  CudaLauncher& operator=(const CudaLauncher&) = delete;
+
   /// @throws Error(unsupported) unless this process has a GPU, and tells the others.
   void expect_gpu() {
     if (gpu() < cuda::device_count()) return;
