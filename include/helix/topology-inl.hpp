@@ -47,10 +47,9 @@ inline std::vector<std::string> shape_violations(const ModelShape& shape) {
                         {"num_layers", shape.num_layers, 0, kMaxCount}};
   std::vector<std::string> found;
   for (const Size& size : sizes) {
-    if (size.value < size.smallest || size.value > size.largest) {
-      found.push_back(message({"the model's ", size.name, " is ", size.value, "; it must be in [",
-                               size.smallest, ", ", size.largest, "]"}));
-    }
+    if (size.value >= size.smallest && size.value <= size.largest) continue;
+    found.push_back(message({"the model's ", size.name, " is ", size.value, "; it must be in [",
+                             size.smallest, ", ", size.largest, "]"}));
   }
   if (!found.empty()) return found;
   const std::int64_t row = shape.num_query_heads * (shape.head_dim + shape.value_dim);
@@ -425,9 +424,8 @@ inline std::string Topology::to_string() const {
                     detail::range_name(experts(rank)), detail::range_name(vocab(rank))});
   }
   std::vector<std::size_t> widths(rows.front().size(), 0);
-  for (const Row& row : rows) {
+  for (const Row& row : rows)
     for (std::size_t c = 0; c < row.size(); ++c) widths[c] = larger(widths[c], row[c].size());
-  }
   for (const Row& row : rows) {
     for (std::size_t c = 0; c < row.size(); ++c) {
       text.append(c == 0 ? 0 : 2, ' ').append(widths[c] - row[c].size(), ' ').append(row[c]);

@@ -15,6 +15,7 @@
 
 #include "cuda/at.hpp"
 #include "cuda/gpu.hpp"
+#include "cuda/host_page_lists.hpp"
 #include "cuda/kv_pools.hpp"
 #include "cuda/twin_bench.hpp"
 #include "support/catch.hpp"
