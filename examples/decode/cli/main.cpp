@@ -158,7 +158,8 @@ int main(int argc, char** argv) {
     if (options) {
       try {
         job.emplace(std::move(*options), *launcher);
-        statement.fields = job->fields();
+        if (launcher->has_processes())
+          statement.fields = job->fields();  // which reads samples of all weights
       } catch (const std::exception& error) {
         statement.error = error.what();
       }
