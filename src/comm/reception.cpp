@@ -14,6 +14,7 @@
 #include <vector>
 
 #include <helix/error.hpp>
+#include <helix/limits.hpp>
 
 #include "comm/address.hpp"
 #include "comm/bootstrap_messages.hpp"
@@ -25,7 +26,6 @@ namespace {
 
 constexpr milliseconds kVisit{5000};         // from the connection to the whole Hello
 constexpr std::size_t kSpareVisitors = 256;  // beside those that the job itself may bring
-constexpr int kMostAnnounced = 1 << 16;      // ranks; a size beyond is no size
 
 /// Somebody who has connected and not yet said who it is.
 struct Visitor {
@@ -169,7 +169,8 @@ class Reception {
   /// A process of the job: gives it its place, or keeps what is wrong with it for the verdict.
   void seat(Socket socket, const Hello& hello) {
     std::optional<std::string> objection = contradiction(hello);
-    expected_ = std::max(expected_, std::min(hello.size, kMostAnnounced));  // they should all hear of it
+    expected_ =
+        std::max(expected_, std::min(hello.size, static_cast<int>(kMaxRanks)));  // they should all hear of it
     if (hello.rank >= 1 && hello.rank < expected_) heard_.insert({hello.rank, hello.channel});
     if (!objection) {
       const auto rank = static_cast<std::size_t>(hello.rank);
