@@ -88,10 +88,9 @@ void NcclFamily::check_calls() {
 std::string NcclFamily::places() const {
   std::ostringstream text;
   for (std::size_t rank = 0; rank < progress.size(); ++rank) {
-    const std::string_view last = progress[rank].last.load(std::memory_order_relaxed);
     text << (rank == 0 ? "; " : ", ") << "rank " << rank << " made "
          << progress[rank].operations.load(std::memory_order_relaxed) << " calls, the last "
-         << (last.empty() ? "the start of a step" : last);
+         << progress[rank].last_call();
   }
   return text.str();
 }
@@ -118,9 +117,8 @@ std::string NcclFamily::laggards(int root_rank) const {
   for (std::size_t rank = 0; rank < progress.size(); ++rank) {
     const std::uint64_t operations = progress[rank].operations.load(std::memory_order_relaxed);
     if (operations >= own) continue;
-    const std::string_view last = progress[rank].last.load(std::memory_order_relaxed);
     text << "; rank " << rank << " is behind: its call " << operations << " was "
-         << (last.empty() ? "the start of a step" : last) << ", this rank made " << own;
+         << progress[rank].last_call() << ", this rank made " << own;
   }
   return text.str();
 }

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -30,7 +31,12 @@ using comm::milliseconds;
 /// What one rank of this process has called so far, to name those that are behind.
 struct NcclProgress {
   std::atomic<std::uint64_t> operations = 0;
-  std::atomic<const char*> last = "start";
+  std::atomic<const char*> last = "start";  // "": the start of a step
+
+  std::string_view last_call() const {
+    const std::string_view name = last.load(std::memory_order_relaxed);
+    return name.empty() ? "the start of a step" : name;
+  }
 };
 
 /// The watch of a job learns after the timeout who is behind, and says it better than a bare timeout: so much

@@ -104,8 +104,12 @@ struct Root {
     return meeting;
   }
 
+  static std::string failure_of(int rank, std::string_view reason) {
+    return "rank " + std::to_string(rank) + " failed: " + std::string(reason);
+  }
+
   void fail(int rank, std::string_view reason) {  // mutex held
-    fail("rank " + std::to_string(rank) + " failed: " + std::string(reason));
+    fail(failure_of(rank, reason));
   }
 
   void fail(std::string reason) {  // mutex held
@@ -121,12 +125,18 @@ struct Root {
     if (has_failed) throw Error(ErrorCode::peer_failed, failure);
   }
 
-  [[noreturn]] void fail_meeting(Meeting& meeting, std::size_t place, ErrorCode code,
-                                 std::string text) {  // mutex held
+  /// `failure_text`: what ranks at other meetings hear.
+  [[noreturn]] void fail_meeting(Meeting& meeting, ErrorCode code, std::string text,
+                                 std::string failure_text) {  // mutex held
     meeting.error_code = code;
     meeting.error_text = std::move(text);
-    fail(meeting.root_ranks[place], meeting.error_text);
+    fail(std::move(failure_text));
     throw Error(code, meeting.error_text);
+  }
+
+  [[noreturn]] void fail_meeting(Meeting& meeting, std::size_t place, ErrorCode code,
+                                 const std::string& text) {  // mutex held
+    fail_meeting(meeting, code, text, failure_of(meeting.root_ranks[place], text));
   }
 
   /// Who holds up all, in words: those of `missing` that wait for nobody, and whoever the others wait for in
@@ -174,7 +184,7 @@ struct Root {
     meeting.calls[place] = &call;
     if (++meeting.arrived == meeting.calls.size()) {
       if (auto text = meeting.disagreement()) {
-        fail_meeting(meeting, place, ErrorCode::invalid_argument, std::move(*text));
+        fail_meeting(meeting, place, ErrorCode::invalid_argument, *text);
       }
       try {
         meeting.move = plan(std::as_const(meeting.calls));
@@ -212,10 +222,7 @@ struct Root {
       text << to_string(call.operation) << ": " << rank_names(missing) << " did not arrive within "
            << seconds(timeout) << " s" << culprits(missing) << "; rank " << meeting.root_ranks[place]
            << " waited in " << call.describe();
-      meeting.error_code = ErrorCode::timeout;
-      meeting.error_text = text.str();
-      fail(meeting.error_text);
-      throw Error(ErrorCode::timeout, meeting.error_text);
+      fail_meeting(meeting, ErrorCode::timeout, text.str(), text.str());
     }
     if (meeting.round != round || meeting.is_moving) return;
     if (meeting.error_code) throw Error(*meeting.error_code, meeting.error_text);

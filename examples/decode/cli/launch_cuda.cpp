@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <numeric>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -120,16 +121,20 @@ class CudaLauncher : public Launcher {
  public:
   explicit CudaLauncher(const comm::BootstrapOptions& options) : bootstrap_(options) {
     // The last resort: a call of NCCL or CUDA may never return once a peer has stopped, not even aborted.
-    bootstrap_.on_failure(
-        [rank = options.rank, grace = std::max(kExitGrace, options.timeout)](const Error& error) {
-          std::thread([rank, grace, text = std::string(error.what())] {
-            std::this_thread::sleep_for(grace);
-            fmt::print(stderr,
-                       "helix-decode: rank {}: {}; a call of NCCL or CUDA did not return for {} s after it\n",
-                       rank, text, std::chrono::duration_cast<std::chrono::seconds>(grace).count());
-            std::_Exit(1);
-          }).detach();
-        });
+    bootstrap_.on_failure([rank = options.rank,
+                           grace = std::max(kExitGrace, options.timeout)](const Error& error) {
+      try {
+        std::thread([rank, grace, text = std::string(error.what())] {
+          std::this_thread::sleep_for(grace);
+          fmt::print(stderr,
+                     "helix-decode: rank {}: {}; a call of NCCL or CUDA did not return for {} s after it\n",
+                     rank, text, std::chrono::duration_cast<std::chrono::seconds>(grace).count());
+          std::_Exit(1);
+        }).detach();
+      } catch (const std::system_error&) {
+        // No thread to be had: the others see the silence.
+      }
+    });
   }
 
   /// After a failure NCCL may have left a thread in a call that never returns: the end of the program would
