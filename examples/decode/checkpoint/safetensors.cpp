@@ -11,6 +11,7 @@
 
 #include <helix/error.hpp>
 
+#include "checkpoint/json_events.hpp"
 #include "checkpoint/strict_json.hpp"
 
 namespace helix::decode {
@@ -54,19 +55,18 @@ std::string type_names() {
 
 /// Takes the header's JSON event by event and stops at the first that the format does not allow, so that a
 /// hostile header costs no more memory than its own bytes and cannot nest.
-class HeaderReader {
+class HeaderReader : public JsonEvents {
  public:
-  explicit HeaderReader(std::string_view file) : file_(file) {}
+  using JsonEvents::JsonEvents;
 
   std::vector<TensorInfo> take_tensors() { return std::move(tensors_); }
 
-  bool null() { return unexpected("null"); }
-  bool boolean(bool) { return unexpected("a boolean"); }
-  bool number_integer(std::int64_t value) { return unexpected("the negative number ", value); }
-  bool number_float(double, const std::string& text) { return unexpected("the number ", text); }
-  bool binary(nlohmann::json::binary_t&) { return unexpected("binary data"); }
+  bool number_integer(std::int64_t value) override {
+    return unexpected("the negative number " + std::to_string(value));
+  }
+  bool number_float(double, const std::string& text) override { return unexpected("the number " + text); }
 
-  bool number_unsigned(std::uint64_t value) {
+  bool number_unsigned(std::uint64_t value) override {
     if (state_ == State::shape) {
       if (tensor_.shape.size() == kMaxRank) fail("shape has more than ", kMaxRank, " dimensions");
       if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max())) {
@@ -80,10 +80,10 @@ class HeaderReader {
       (num_offsets_++ == 0 ? tensor_.begin : tensor_.end) = value;
       return true;
     }
-    return unexpected("the number ", value);
+    return JsonEvents::number_unsigned(value);
   }
 
-  bool string(std::string& value) {
+  bool string(std::string& value) override {
     if (state_ == State::metadata_value) {
       state_ = State::metadata;
       return true;
@@ -96,10 +96,10 @@ class HeaderReader {
       state_ = State::tensor;
       return true;
     }
-    return unexpected("the string ", printable(value));
+    return JsonEvents::string(value);
   }
 
-  bool start_object(std::size_t) {
+  bool start_object(std::size_t) override {
     switch (state_) {
       case State::start:
         state_ = State::top;
@@ -115,7 +115,7 @@ class HeaderReader {
     }
   }
 
-  bool key(std::string& key) {
+  bool key(std::string& key) override {
     switch (state_) {
       case State::top:
         if (key == "__metadata__") {
@@ -141,7 +141,7 @@ class HeaderReader {
     }
   }
 
-  bool end_object() {
+  bool end_object() override {
     switch (state_) {
       case State::top:
         state_ = State::done;
@@ -163,7 +163,7 @@ class HeaderReader {
     }
   }
 
-  bool start_array(std::size_t) {
+  bool start_array(std::size_t) override {
     switch (state_) {
       case State::shape_value:
         state_ = State::shape;
@@ -177,7 +177,7 @@ class HeaderReader {
     }
   }
 
-  bool end_array() {
+  bool end_array() override {
     if (state_ == State::offsets && num_offsets_ != 2) {
       fail("data_offsets holds ", num_offsets_, " numbers; expected 2");
     }
@@ -185,8 +185,9 @@ class HeaderReader {
     return true;
   }
 
-  bool parse_error(std::size_t position, const std::string&, const nlohmann::json::exception& error) {
-    throw Error(ErrorCode::invalid_file, file_, ": header is not valid JSON at byte ", position, ": ",
+  bool parse_error(std::size_t position, const std::string&,
+                   const nlohmann::json::exception& error) override {
+    throw Error(ErrorCode::invalid_file, file(), ": header is not valid JSON at byte ", position, ": ",
                 printable(error.what()));
   }
 
@@ -213,24 +214,20 @@ class HeaderReader {
     return true;
   }
 
-  template <class... Parts>
-  bool unexpected(const Parts&... parts) {
-    fail("unexpected ", parts...);
-    return false;
-  }
+  bool unexpected(const std::string& what) override { fail("unexpected ", what); }
 
   template <class... Parts>
   [[noreturn]] void fail(const Parts&... parts) {
     if (state_ == State::start || state_ == State::top) {
-      throw Error(ErrorCode::invalid_file, file_, ": header: ", parts...);
+      throw Error(ErrorCode::invalid_file, file(), ": header: ", parts...);
     }
     if (state_ == State::metadata_start || state_ == State::metadata || state_ == State::metadata_value) {
-      throw Error(ErrorCode::invalid_file, file_, ": header: __metadata__: ", parts..., "; expected strings");
+      throw Error(ErrorCode::invalid_file, file(), ": header: __metadata__: ", parts...,
+                  "; expected strings");
     }
-    throw Error(ErrorCode::invalid_file, file_, ": tensor ", printable(tensor_.name), ": ", parts...);
+    throw Error(ErrorCode::invalid_file, file(), ": tensor ", printable(tensor_.name), ": ", parts...);
   }
 
-  std::string_view file_;
   State state_ = State::start;
   TensorInfo tensor_;
   bool has_dtype_ = false;
@@ -344,7 +341,7 @@ SafetensorsHeader parse_safetensors_header(std::span<const std::byte> bytes, std
   HELIX_EXPECTS(text.starts_with('{'), ErrorCode::invalid_file, file, ": header does not start with '{'");
 
   HeaderReader reader(file);
-  nlohmann::json::sax_parse(text.begin(), text.end(), &reader);
+  reader.parse(text);
 
   SafetensorsHeader header;
   header.tensors = reader.take_tensors();
