@@ -34,8 +34,9 @@ struct InlineBytes {
 
 }  // namespace
 
-Operators::Operators(int num_threads)
-    : pool_(std::make_shared<ThreadPool>(threads_or_all_cores(num_threads))) {}
+Operators::Operators(int num_threads, ProductInputs product_inputs)
+    : pool_(std::make_shared<ThreadPool>(threads_or_all_cores(num_threads))),
+      product_inputs_(product_inputs) {}
 
 void Operators::upload(void* target, const void* source, std::size_t bytes, Stream stream) const {
   if (bytes == 0) return;

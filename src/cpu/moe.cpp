@@ -12,7 +12,7 @@
 #include <helix/error.hpp>
 #include <helix/workspace.hpp>
 
-#include "cpu/linear_kernels.hpp"
+#include "cpu/linear/product.hpp"
 #include "cpu/row_tasks.hpp"
 
 namespace helix::cpu {
@@ -159,38 +159,20 @@ std::int64_t sort_by_expert(const ExpertFfnArgs<float>& args, const ExpertBuffer
   return num_active;
 }
 
-/// out [rows, weight.rows] = in [rows, weight.cols] * weight^T for the weight rows of one slice.
-void multiply_slice(TensorView<const float, 2> in, const WeightView& weight, TensorView<float, 2> out,
-                    std::int64_t slice) {
-  const std::int64_t first = slice * kLinearTaskRows;
-  LinearTask task;
-  task.in = in.data();
-  task.in_stride = in.stride(0);
-  task.num_rows = in.extent(0);
-  task.weight = static_cast<const std::byte*>(weight.data) +
-                first * weight.cols * static_cast<std::int64_t>(size_bytes(weight.dtype));
-  task.dtype = weight.dtype;
-  task.cols = weight.cols;
-  task.num_weight_rows = std::min(kLinearTaskRows, weight.rows - first);
-  task.out = out.data() + first;
-  task.out_stride = out.stride(0);
-  multiply(task);
-}
-
-/// One projection of all active experts in one loop over (expert, slice): two hand-overs to the threads a
-/// layer, not two an expert.
+/// One projection of all active experts at once: two hand-overs to the threads a layer, not two an expert.
 template <class WeightOf>
-void project(ThreadPool& pool, const ExpertBuffers& buffers, std::int64_t num_active,
-             std::int64_t weight_rows, TensorView<const float, 2> in, TensorView<float, 2> out,
-             const WeightOf& weight_of) {
-  const std::int64_t slices = (weight_rows + kLinearTaskRows - 1) / kLinearTaskRows;
-  const auto body = [&](std::int64_t index, int) {
-    const std::int64_t expert = buffers.active(index / slices);
+void project(const linear::Products& products, const ExpertBuffers& buffers, std::int64_t num_active,
+             TensorView<const float, 2> in, TensorView<float, 2> out, const WeightOf& weight_of) {
+  products.multiply(num_active, [&](std::int64_t index) {
+    const std::int64_t expert = buffers.active(index);
     const std::int64_t begin = expert == 0 ? 0 : buffers.ends(expert - 1);
-    const std::int64_t count = buffers.ends(expert) - begin;
-    multiply_slice(in.slice(0, begin, count), weight_of(expert), out.slice(0, begin, count), index % slices);
-  };
-  pool.parallel_for(num_active * slices, body);
+    return linear::Product{.in = in.data() + begin * in.stride(0),
+                           .in_stride = in.stride(0),
+                           .num_rows = buffers.ends(expert) - begin,
+                           .weight = weight_of(expert),
+                           .out = out.data() + begin * out.stride(0),
+                           .out_stride = out.stride(0)};
+  });
 }
 
 /// Adds a token's weighted expert outputs to its row of out, in increasing expert id whatever the threads do.
@@ -213,7 +195,8 @@ void add_experts(const ExpertFfnArgs<float>& args, const ExpertBuffers& buffers,
   }
 }
 
-void run_experts(const ExpertFfnArgs<float>& args, ThreadPool& pool) {
+void run_experts(const ExpertFfnArgs<float>& args, ThreadPool& pool, ProductInputs inputs) {
+  const linear::Products products(pool, inputs);
   const std::int64_t tokens = args.in.extent(0);
   const std::int64_t top_k = args.experts.extent(1);
   const std::int64_t hidden = args.in.extent(1);
@@ -235,14 +218,14 @@ void run_experts(const ExpertFfnArgs<float>& args, ThreadPool& pool) {
   const auto weights_of = [&](std::int64_t expert) -> const ExpertWeights& {
     return args.local_experts[static_cast<std::size_t>(expert)];
   };
-  project(pool, buffers, num_active, 2 * ffn, buffers.in, buffers.gate_up,
+  project(products, buffers, num_active, buffers.in, buffers.gate_up,
           [&](std::int64_t expert) -> const WeightView& { return weights_of(expert).gate_up; });
   for_each_row(pool, rows, 4 * ffn, [&](std::int64_t row) {  // the exponential makes up for four elements
     float* gate = &buffers.gate_up(row, 0);
     const float* up = gate + ffn;
     for (std::int64_t i = 0; i < ffn; ++i) gate[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
   });
-  project(pool, buffers, num_active, hidden, buffers.gate_up.slice(1, 0, ffn), buffers.out,
+  project(products, buffers, num_active, buffers.gate_up.slice(1, 0, ffn), buffers.out,
           [&](std::int64_t expert) -> const WeightView& { return weights_of(expert).down; });
   for_each_row(pool, tokens, top_k * hidden, [&](std::int64_t token) { add_experts(args, buffers, token); });
 }
@@ -270,7 +253,7 @@ void Operators::expert_ffn(const ExpertFfnArgs<float>& args, Stream stream) cons
   HELIX_EXPECTS(args.local_experts.size() <= kMaxExperts, ErrorCode::unsupported,
                 "expert_ffn: ", args.local_experts.size(),
                 " experts on this rank; this backend is built for up to ", kMaxExperts);
-  stream.enqueue([args, pool = pool_] { run_experts(args, *pool); });
+  stream.enqueue([args, pool = pool_, inputs = product_inputs_] { run_experts(args, *pool, inputs); });
 }
 
 std::size_t Operators::expert_ffn_workspace_bytes(std::int64_t num_tokens, std::int64_t top_k,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cpu::Backend: every operation of the backend concepts on host threads, f32 activations.
+// cpu::Backend: every operation of the backend concepts on host threads; activations are f32.
 #pragma once
 
 #include <cstddef>
@@ -37,6 +37,18 @@ class HELIX_API Buffer {
   std::unique_ptr<Pages, Retire> pages_;
 };
 
+/// What products with bf16 weights take of the activations. Products with other weights, attention, norms and
+/// the residual stream are f32 either way, and so are all sums.
+enum class ProductInputs : std::uint8_t {
+  f32,  ///< All of them, as they are.
+  bf16  ///< Rounded to bf16, as a 16-bit backend has them: at twice the speed and more where
+        ///< has_bf16_products().
+};
+
+/// Whether this machine multiplies bf16 by bf16 (AVX-512 bf16 or AMX). Elsewhere ProductInputs::bf16 gives
+/// the same up to the order of sums, no faster than f32.
+HELIX_API bool has_bf16_products() noexcept;
+
 /// The operations of one rank, without communicators. Each is queued on the stream and takes one args struct,
 /// whose header in helix/backend/ says what it computes.
 class HELIX_API Operators {
@@ -47,10 +59,13 @@ class HELIX_API Operators {
   using Activation = float;
 
   /// `num_threads` share each operation of this rank (0: all cores). Results do not depend on it.
-  explicit Operators(int num_threads = 1);
+  explicit Operators(int num_threads = 1, ProductInputs product_inputs = ProductInputs::f32);
 
   /// Threads that share an operation, the one that runs it included.
   int num_threads() const { return pool_->num_threads(); }
+  /// What linear(), head_linear() and expert_ffn() take of the activations. router_logits() takes them as
+  /// they are.
+  ProductInputs product_inputs() const { return product_inputs_; }
 
   Buffer allocate(std::size_t bytes) const { return Buffer(bytes); }
   Stream create_stream() const { return {}; }
@@ -100,6 +115,7 @@ class HELIX_API Operators {
 
  private:
   std::shared_ptr<ThreadPool> pool_;
+  ProductInputs product_inputs_;
 };
 
 /// One rank: the operations and the stage's communicators, which it owns.
@@ -110,13 +126,16 @@ class Backend : public Operators {
   using Comm = CommType;
 
   /// A rank alone.
-  explicit Backend(int num_threads = 1) requires std::same_as<Comm, LocalComm>
-      : Backend(LocalComm::create_group(1).front(), LocalComm::create_group(1).front(), num_threads) {}
+  explicit Backend(int num_threads = 1,
+                   ProductInputs product_inputs = ProductInputs::f32) requires std::same_as<Comm, LocalComm>
+      : Backend(LocalComm::create_group(1).front(), LocalComm::create_group(1).front(), num_threads,
+                product_inputs) {}
 
   /// One rank of a stage. `stage`: all N ranks, by stage_rank. `kvp`: this rank's KVP group, by kvp_rank
   /// (stage.split(tpa_rank, kvp_rank)).
-  Backend(Comm stage, Comm kvp, int num_threads = 1)
-      : Operators(num_threads), comms_(std::make_shared<Comms>(std::move(stage), std::move(kvp))) {}
+  Backend(Comm stage, Comm kvp, int num_threads = 1, ProductInputs product_inputs = ProductInputs::f32)
+      : Operators(num_threads, product_inputs),
+        comms_(std::make_shared<Comms>(std::move(stage), std::move(kvp))) {}
 
   /// The communicators of this rank, borrowed.
   StageComms<Comm> comms() const { return {&comms_->stage, &comms_->kvp}; }

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// The order in which packed activation rows meet weight rows, whatever multiplies them.
+//
+// Weights are read once. A block of them is small enough for L2, where it waits for all chunks of columns
+// and blocks of activations; meanwhile the next block is asked for line by line in the order of addresses,
+// which reads 95 % of what a plain stream does where blocks that are only read reach 65 to 85.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/linear/task.hpp"
+
+namespace helix::cpu::linear {
+
+/// Cache lines that a kernel asks for, step by step.
+struct Ahead {
+  const char* next = nullptr;
+  std::int64_t line_bytes = 0;  ///< From one line that is asked for to the next.
+};
+
+/// One product of a group of weight rows with a block of activation rows over a chunk of columns.
+template <class T>
+struct Tile {
+  const T* weight;
+  std::int64_t stride;
+  std::int64_t last;  ///< Index of the last weight row; further ones repeat it.
+  const void* rows;   ///< Packed.
+  std::int64_t cols;
+  float* dots;  ///< [weight row][R]
+  Ahead ahead;
+};
+
+/// Adds the dots of a tile to `out`, or puts them there.
+template <int R>
+void add_dots(const Task& task, const float* dots, std::int64_t row, std::int64_t first, std::int64_t count,
+              bool is_first) {
+  const auto valid = static_cast<int>(std::min<std::int64_t>(R, task.num_rows - row));
+  for (int r = 0; r < valid; ++r) {
+    float* out = task.out + (row + r) * task.out_stride + first;
+    for (std::int64_t n = 0; n < count; ++n) out[n] = (is_first ? 0.0f : out[n]) + dots[n * R + r];
+  }
+}
+
+/// Walks one task. `Kernel` has: Weight, the stored type; Row, the packed one; kChunk, columns after which
+/// sums are folded; kGroup<R>, weight rows at once; kStep, columns of a step; and
+/// multiply<R, kLines>(Tile), which asks for kLines lines a step, one of 0, kGroup<R> / 2 and kGroup<R>.
+template <class Kernel>
+class BlockWalk {
+  using Weight = typename Kernel::Weight;
+  using Row = typename Kernel::Row;
+
+ public:
+  explicit BlockWalk(const Task& task)
+      : task_(task),
+        weight_(static_cast<const Weight*>(task.weight)),
+        row_blocks_((task.num_rows + kBlockRows - 1) / kBlockRows) {}
+
+  void run() {
+    const std::int64_t rows = block_weight_rows();
+    for (std::int64_t first = 0; first < task_.num_weight_rows; first += rows)
+      multiply_block(first, std::min(rows, task_.num_weight_rows - first), rows);
+  }
+
+ private:
+  /// Up to two blocks of activations memory sets the pace, and a block of weights that is small leaves L2 to
+  /// the next one; beyond, activations come from L2 too, once a block.
+  std::int64_t block_weight_rows() const {
+    if (task_.num_rows == 1) return Kernel::template kGroup<1>;
+    if (task_.num_rows == 2) return Kernel::template kGroup<2>;
+    return (row_blocks_ <= 2 ? 2 : 8) * Kernel::template kGroup<4>;
+  }
+
+  bool reads_ahead() const {
+    return row_blocks_ <= 2 && (task_.reading == Reading::ahead || task_.reading == Reading::ahead_pairs);
+  }
+
+  void multiply_block(std::int64_t first, std::int64_t count, std::int64_t next) {
+    if (reads_ahead() && first + next < task_.num_weight_rows)
+      ahead_.next = reinterpret_cast<const char*>(weight_ + (first + next) * task_.cols);
+    else
+      ahead_.next = nullptr;
+    for (std::int64_t begin = 0; begin < task_.cols; begin += Kernel::kChunk) {
+      const std::int64_t cols = std::min<std::int64_t>(Kernel::kChunk, task_.cols - begin);
+      for (std::int64_t row = 0; row < task_.num_rows; row += kBlockRows) {
+        const std::int64_t rest = task_.num_rows - row;
+        if (rest == 1) {
+          multiply_groups<1>(row, first, count, begin, cols);
+        } else if (rest == 2) {
+          multiply_groups<2>(row, first, count, begin, cols);
+        } else {
+          multiply_groups<4>(row, first, count, begin, cols);
+        }
+      }
+    }
+  }
+
+  template <int R>
+  void multiply_groups(std::int64_t row, std::int64_t first, std::int64_t count, std::int64_t begin,
+                       std::int64_t cols) {
+    constexpr std::int64_t kGroup = Kernel::template kGroup<R>;
+    alignas(64) float dots[static_cast<std::size_t>(kGroup * R)];
+    const auto* rows = static_cast<const Row*>(task_.in) + row * packed_cols(task_.cols) + begin * R;
+    const bool is_first = begin == 0 && !task_.accumulate;
+    // The bytes of a step's weights, shared among the blocks of activations that pass by them.
+    const std::int64_t step_bytes =
+        kGroup * Kernel::kStep * static_cast<std::int64_t>(sizeof(Weight)) / row_blocks_;
+    const std::int64_t lines =
+        row_blocks_ > 1 || task_.reading == Reading::ahead_pairs || step_bytes < kGroup * 64 ? kGroup / 2
+                                                                                             : kGroup;
+    ahead_.line_bytes = step_bytes / lines;
+    for (std::int64_t n = 0; n < count; n += kGroup) {
+      const std::int64_t group = std::min(kGroup, count - n);
+      const Tile<Weight> tile{
+          weight_ + (first + n) * task_.cols + begin, task_.cols, group - 1, rows, cols, dots, ahead_};
+      if (ahead_.next == nullptr) {
+        Kernel::template multiply<R, 0>(tile);
+      } else {
+        if (lines == kGroup) {
+          Kernel::template multiply<R, kGroup>(tile);
+        } else {
+          Kernel::template multiply<R, kGroup / 2>(tile);
+        }
+        ahead_.next += step_bytes * (cols / Kernel::kStep);
+      }
+      add_dots<R>(task_, dots, row, first + n, group, is_first);
+    }
+  }
+
+  const Task& task_;
+  const Weight* weight_;
+  std::int64_t row_blocks_;
+  Ahead ahead_;
+};
+
+}  // namespace helix::cpu::linear

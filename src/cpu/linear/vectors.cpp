@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products on f32 vectors, compiled for each instruction set and chosen at run time. Weights of any type are
+// widened on their way from memory to the registers.
+
+// As in attention/attend.cpp: machines before 2013 take the portable code.
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/linear/vectors.cpp"
+#include <hwy/foreach_target.h>
+// After foreach_target.
+#include <algorithm>
+#include <cstdint>
+
+#include <hwy/highway.h>
+
+#include "cpu/linear/blocks.hpp"
+#include "cpu/linear/task.hpp"
+#include "cpu/widen-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace helix::cpu::linear::HWY_NAMESPACE {
+namespace {
+
+namespace hn = hwy::HWY_NAMESPACE;
+using namespace cpu::HWY_NAMESPACE;
+
+static_assert(kColumnStep % kPair == 0);
+
+/// Stores the sums of four vectors, each in the order of sum_each().
+HWY_INLINE void store_sums(Vec x0, Vec x1, Vec x2, Vec x3, float* to) {
+  const Vec sums = fold_block(x0, x1, x2, x3);
+  if constexpr (kLanes == 4) {
+    hn::StoreU(sums, kF32, to);
+  } else {
+    const hn::Half<F32> half;
+    const auto halves = hn::Add(hn::LowerHalf(half, sums), hn::UpperHalf(half, sums));
+    if constexpr (kLanes == 8) {
+      hn::StoreU(halves, half, to);
+    } else {
+      const hn::Half<decltype(half)> quarter;
+      hn::StoreU(hn::Add(hn::LowerHalf(quarter, halves), hn::UpperHalf(quarter, halves)), quarter, to);
+    }
+  }
+}
+
+/// Weights of type T against packed f32.
+template <class T>
+struct Vectors {
+  using Weight = T;
+  using Row = float;
+  /// Columns after which sums are folded. The same for every R, so that sums have one order.
+  static constexpr std::int64_t kChunk = 768;
+  static constexpr std::int64_t kStep = kPair;
+  /// As many as the registers hold beside what they are multiplied with.
+  template <int R>
+  static constexpr std::int64_t kGroup = kLanes == 16 ? (R == 4 ? 6 : 8) : (R == 4 ? 2 : 4);
+
+  template <int R, int kLines>
+  static HWY_NOINLINE void multiply(const Tile<T>& tile) {
+    constexpr int K = static_cast<int>(kGroup<R>);
+    const T* weights[K];
+    HELIX_UNROLL for (int k = 0; k < K; ++k) {
+      weights[k] = tile.weight + std::min<std::int64_t>(k, tile.last) * tile.stride;
+    }
+    Vec acc[K * R];
+    HELIX_UNROLL for (int k = 0; k < K; ++k) {
+      HELIX_UNROLL for (int r = 0; r < R; ++r) acc[k * R + r] = hn::Zero(kF32);
+    }
+    const auto* x = static_cast<const float*>(tile.rows);
+    [[maybe_unused]] const char* ahead = tile.ahead.next;
+    const std::int64_t whole = tile.cols / kPair * kPair;
+    for (std::int64_t d = 0; d < whole; d += kPair, x += R * kPair) {
+      Pair w[K];
+      HELIX_UNROLL for (int k = 0; k < K; ++k) w[k] = load_pair(weights[k] + d);
+      HELIX_UNROLL for (int line = 0; line < kLines; ++line) {
+        __builtin_prefetch(ahead, 0, 2);
+        ahead += tile.ahead.line_bytes;
+      }
+      add_products<R, K>(w, x, acc);
+    }
+    if (whole < tile.cols) {
+      Pair w[K];
+      HELIX_UNROLL for (int k = 0; k < K; ++k) w[k] = load_pair_tail(weights[k] + whole, tile.cols - whole);
+      add_products<R, K>(w, x, acc);
+    }
+    HELIX_UNROLL for (int i = 0; i < K * R; i += 4) {
+      store_sums(acc[i], acc[i + 1], acc[i + 2], acc[i + 3], tile.dots + i);
+    }
+  }
+
+ private:
+  template <int R, int K>
+  static HWY_INLINE void add_products(const Pair (&w)[K], const float* x, Vec (&acc)[K * R]) {
+    HELIX_UNROLL for (int r = 0; r < R; ++r) {
+      Vec a = hn::LoadU(kF32, x + r * kPair);
+      pin(a);
+      HELIX_UNROLL for (int k = 0; k < K; ++k) acc[k * R + r] = hn::MulAdd(w[k].a, a, acc[k * R + r]);
+    }
+    HELIX_UNROLL for (int r = 0; r < R; ++r) {
+      Vec b = hn::LoadU(kF32, x + r * kPair + kLanes);
+      pin(b);
+      HELIX_UNROLL for (int k = 0; k < K; ++k) acc[k * R + r] = hn::MulAdd(w[k].b, b, acc[k * R + r]);
+    }
+  }
+};
+
+/// Weight rows of Reading::near; the last one stands for those that a block reads past the end.
+template <class T, int R>
+struct NearRows {
+  const T* first;
+  std::int64_t stride;
+  std::int64_t last;
+  std::int64_t after_last;  ///< elements from where the row behind the last would be to what is read next
+  HWY_INLINE const T* operator[](std::int64_t i) const { return first + std::min(i, last) * stride; }
+  /// Ahead by a block or two, because a chunk of a row is too short for the hardware to run ahead: half again
+  /// as fast on the machines that this is for.
+  HWY_INLINE void prefetch(std::int64_t i, int block, std::int64_t d) const {
+    i += R == 1 ? block : 2 * block;
+    const auto offset = (i * stride + d + (i > last ? after_last : 0)) * static_cast<std::int64_t>(sizeof(T));
+    const auto line = reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(first) +
+                                                    static_cast<std::uintptr_t>(offset));
+    HELIX_UNROLL for (int byte = 0; byte < kPair * static_cast<int>(sizeof(T)); byte += 64) {
+      __builtin_prefetch(line + byte, 0, 3);
+    }
+  }
+};
+
+constexpr std::int64_t kNearRows = 64;
+
+template <class T, int R>
+HWY_NOINLINE void multiply_near(const Task& task, std::int64_t row) {
+  alignas(64) float dots[kNearRows * R + kLanes];
+  constexpr std::int64_t kChunk = Vectors<T>::kChunk;
+  const auto* packed = static_cast<const float*>(task.in) + row * packed_cols(task.cols);
+  for (std::int64_t first = 0; first < task.num_weight_rows; first += kNearRows) {
+    const std::int64_t count = std::min(kNearRows, task.num_weight_rows - first);
+    for (std::int64_t begin = 0; begin < task.cols; begin += kChunk) {
+      const std::int64_t cols = std::min(kChunk, task.cols - begin);
+      // After the last row of a chunk come the first ones of the next chunk, or of the next rows.
+      const std::int64_t after_last = begin + kChunk < task.cols ? kChunk - count * task.cols : -begin;
+      const NearRows<T, R> weights{static_cast<const T*>(task.weight) + first * task.cols + begin, task.cols,
+                                   count - 1, after_last};
+      dot_block<R, true>(weights, count, packed + begin * R, cols, dots);
+      add_dots<R>(task, dots, row, first, count, begin == 0 && !task.accumulate);
+    }
+  }
+}
+
+template <class T>
+void multiply_as(const Task& task) {
+  if (task.reading != Reading::near) return BlockWalk<Vectors<T>>(task).run();
+  for (std::int64_t row = 0; row < task.num_rows; row += kBlockRows) {
+    const std::int64_t rest = task.num_rows - row;
+    if (rest == 1) {
+      multiply_near<T, 1>(task, row);
+    } else if (rest == 2) {
+      multiply_near<T, 2>(task, row);
+    } else {
+      multiply_near<T, 4>(task, row);
+    }
+  }
+}
+
+void multiply_target(const Task& task) {
+  dispatch(task.dtype, [&]<class T>(T*) { multiply_as<T>(task); });
+}
+
+template <class T>
+void pack_as(const float* in, std::int64_t in_stride, std::int64_t count, std::int64_t cols, float* to) {
+  const std::int64_t rows = packed_rows(count);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const float* from = in + std::min(r, count - 1) * in_stride;
+    load_pair_order<T>(from, cols, kDecodeFactor<T>, to + r * kPair, rows * kPair);
+  }
+}
+
+void pack_target(DType weight, const float* in, std::int64_t in_stride, std::int64_t count, std::int64_t cols,
+                 float* to) {
+  dispatch(weight, [&]<class T>(T*) { pack_as<T>(in, in_stride, count, cols, to); });
+}
+
+}  // namespace
+}  // namespace helix::cpu::linear::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace helix::cpu::linear {
+
+HWY_EXPORT(multiply_target);
+HWY_EXPORT(pack_target);
+
+void multiply_vectors(const Task& task) {
+  HWY_DYNAMIC_DISPATCH(multiply_target)(task);
+}
+
+void pack_for_vectors(DType weight, const float* in, std::int64_t in_stride, std::int64_t count,
+                      std::int64_t cols, float* to) {
+  HWY_DYNAMIC_DISPATCH(pack_target)(weight, in, in_stride, count, cols, to);
+}
+
+}  // namespace helix::cpu::linear
+#endif
