@@ -80,8 +80,36 @@ float multiply_add_target(std::int64_t steps) {
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
 namespace helix::bench {
 namespace {
+
+#if defined(__x86_64__)
+#define HELIX_BENCH_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
+
+constexpr int kDotChains = 12;
+
+HELIX_BENCH_BF16 float bf16_dots(std::int64_t steps) {
+  const __m512 ones = _mm512_set1_ps(0.5f);
+  __m512bh x;
+  std::memcpy(&x, &ones, sizeof(x));
+  __m512 sums[kDotChains];
+  for (__m512& sum : sums) sum = _mm512_setzero_ps();
+  for (std::int64_t i = 0; i < steps; ++i) {
+#pragma GCC unroll 12
+    for (int chain = 0; chain < kDotChains; ++chain) sums[chain] = _mm512_dpbf16_ps(sums[chain], x, x);
+    __asm__ volatile("" : "+v"(sums[0]));  // not to be computed ahead
+  }
+  float total = 0.0f;
+  for (const __m512& sum : sums) total += _mm512_cvtss_f32(sum);
+  return total;
+}
+#endif
 
 HWY_EXPORT(read_target);
 HWY_EXPORT(step_flops_target);
@@ -127,6 +155,21 @@ double measure_multiply_add(int num_threads) {
   return static_cast<double>(kSteps) * HWY_DYNAMIC_DISPATCH(step_flops_target)() * num_threads / seconds;
 }
 
+double measure_bf16_dots([[maybe_unused]] int num_threads) {
+#if defined(__x86_64__)
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) == 0 || (eax & 1u << 5) == 0) return 0.0;
+  constexpr std::int64_t kSteps = 2'000'000;
+  const double seconds = time_threads(num_threads, [](int) {
+    float sum = bf16_dots(kSteps);
+    benchmark::DoNotOptimize(sum);
+  });
+  return static_cast<double>(kSteps) * kDotChains * 64.0 * num_threads / seconds;
+#else
+  return 0.0;
+#endif
+}
+
 std::span<std::byte> random_bf16(std::size_t bytes) {
   HELIX_EXPECTS(bytes <= kMaxRandomBytes, ErrorCode::invalid_argument, "random_bf16: ", bytes,
                 " bytes asked, at most ", kMaxRandomBytes);
@@ -147,13 +190,14 @@ std::span<std::byte> random_bf16(std::size_t bytes) {
 }
 
 void run_beside_ceilings(benchmark::State& state, int num_threads, double bytes, double flops,
-                         std::span<const std::byte> streamed, const std::function<void()>& work) {
+                         std::span<const std::byte> streamed, const std::function<void()>& work, Peak peak) {
+  const bool has_dots = peak == Peak::bf16_dots && measure_bf16_dots(1) > 0.0;
   std::vector<double> times, reads, interleaved_reads, products;
   work();  // page tables, caches and clocks
   for (auto _ : state) {
     reads.push_back(measure_read(streamed, num_threads, 1));
     interleaved_reads.push_back(measure_read(streamed, num_threads, 8));
-    products.push_back(measure_multiply_add(num_threads));
+    products.push_back(has_dots ? measure_bf16_dots(num_threads) : measure_multiply_add(num_threads));
     const auto start = std::chrono::steady_clock::now();
     work();
     times.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());

@@ -17,6 +17,13 @@ double measure_read(std::span<const std::byte> data, int num_threads, int stream
 /// f32 operations a second (a multiply-add is two) that `num_threads` reach in registers, over about 5 ms.
 double measure_multiply_add(int num_threads);
 
+/// Operations a second on pairs of bf16 with f32 sums, alike. 0 where the machine has none but tile
+/// registers.
+double measure_bf16_dots(int num_threads);
+
+/// What the arithmetic of a benchmark is measured against.
+enum class Peak { multiply_add, bf16_dots };
+
 /// `bytes` (at most 1.125 GiB) of uniform random bf16 in (-1, 1), the same on every call: enough to leave
 /// most last-level caches between two passes.
 std::span<std::byte> random_bf16(std::size_t bytes);
@@ -25,8 +32,10 @@ std::span<std::byte> random_bf16(std::size_t bytes);
 /// and clocks drift. Reports medians: the time, bytes/s and flop/s of `work`, which moves `bytes` and
 /// computes `flops`; % of the streaming read; % of the roofline, the larger of bytes / streaming read and
 /// flops / multiply-adds over the time; and % of the faster of the streaming read and a read in 8 interleaved
-/// streams, which draws more from some memories. `streamed` is what the read ceilings read.
+/// streams, which draws more from some memories. `streamed` is what the read ceilings read. With
+/// Peak::bf16_dots the roofline has their rate for multiply-adds', where there is one.
 void run_beside_ceilings(benchmark::State& state, int num_threads, double bytes, double flops,
-                         std::span<const std::byte> streamed, const std::function<void()>& work);
+                         std::span<const std::byte> streamed, const std::function<void()>& work,
+                         Peak peak = Peak::multiply_add);
 
 }  // namespace helix::bench

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// linear on the CPU: f32 rows against 4096 x 4096 bf16 weights, a different copy each time out of 1 GiB.
+// linear on the CPU: rows of activations against 4096 x 4096 bf16 weights, a different copy each time out of
+// 1 GiB. Activations as they are, and rounded to bf16.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <helix/cpu/backend.hpp>
@@ -18,7 +20,9 @@ constexpr std::int64_t kSize = 4096;
 constexpr std::int64_t kMatrices = 32;
 constexpr std::size_t kMatrixBytes = kSize * kSize * 2;
 
-void bench_linear(benchmark::State& state, std::int64_t rows, int num_threads) {
+void bench_linear(benchmark::State& state, std::int64_t rows, helix::cpu::ProductInputs inputs,
+                  int num_threads) {
+  const bool is_rounded = inputs == helix::cpu::ProductInputs::bf16;
   const auto memory = helix::bench::random_bf16(kMatrices * kMatrixBytes);
   // Thin products stream the whole GiB an iteration; thick ones are bound by the products and take a few.
   const std::int64_t calls = rows <= 8 ? kMatrices : std::max<std::int64_t>(1, kMatrices * 8 / rows / 2);
@@ -27,7 +31,7 @@ void bench_linear(benchmark::State& state, std::int64_t rows, int num_threads) {
   std::vector<float> in(static_cast<std::size_t>(rows * kSize));
   for (float& x : in) x = normal(random);
   std::vector<float> out(in.size());
-  helix::cpu::Operators operators(num_threads);
+  helix::cpu::Operators operators(num_threads, inputs);
   helix::cpu::Stream stream = operators.create_stream();
   helix::LinearArgs<float> args;
   args.in = {in.data(), {rows, kSize}};
@@ -35,14 +39,17 @@ void bench_linear(benchmark::State& state, std::int64_t rows, int num_threads) {
   std::int64_t next = 0;
   const double bytes = static_cast<double>(calls) * kMatrixBytes;
   const double flops = 2.0 * static_cast<double>(calls * rows * kSize * kSize);
-  helix::bench::run_beside_ceilings(state, num_threads, bytes, flops, memory, [&] {
-    for (std::int64_t call = 0; call < calls; ++call, next = (next + 1) % kMatrices) {
-      args.weight = {memory.data() + static_cast<std::size_t>(next) * kMatrixBytes, helix::DType::bf16, kSize,
-                     kSize};
-      operators.linear(args, stream);
-    }
-    operators.synchronize(stream);
-  });
+  helix::bench::run_beside_ceilings(
+      state, num_threads, bytes, flops, memory,
+      [&] {
+        for (std::int64_t call = 0; call < calls; ++call, next = (next + 1) % kMatrices) {
+          args.weight = {memory.data() + static_cast<std::size_t>(next) * kMatrixBytes, helix::DType::bf16,
+                         kSize, kSize};
+          operators.linear(args, stream);
+        }
+        operators.synchronize(stream);
+      },
+      is_rounded ? helix::bench::Peak::bf16_dots : helix::bench::Peak::multiply_add);
   state.counters["us_per_call"] = state.counters["median_ms"] * 1e3 / static_cast<double>(calls);
 
   double worst = 0.0;
@@ -54,8 +61,9 @@ void bench_linear(benchmark::State& state, std::int64_t rows, int num_threads) {
       helix::bf16 weight;
       std::memcpy(&weight, static_cast<const std::byte*>(args.weight.data) + (n * kSize + k) * 2,
                   sizeof(weight));
-      const double term =
-          static_cast<double>(in[static_cast<std::size_t>(r * kSize + k)]) * static_cast<float>(weight);
+      const float x = in[static_cast<std::size_t>(r * kSize + k)];
+      const double term = static_cast<double>(is_rounded ? static_cast<float>(helix::bf16(x)) : x) *
+                          static_cast<float>(weight);
       expected += term;
       magnitude += std::abs(term);
     }
@@ -66,15 +74,19 @@ void bench_linear(benchmark::State& state, std::int64_t rows, int num_threads) {
 }
 
 const int kRegistered = [] {
-  for (std::int64_t rows : {1, 2, 4, 8, 16, 64, 256}) {
-    for (int num_threads : {1, 2}) {
-      const std::string name = "linear/" + std::to_string(rows) + "/threads:" + std::to_string(num_threads);
-      benchmark::RegisterBenchmark(
-          name.c_str(),
-          [rows, num_threads](benchmark::State& state) { bench_linear(state, rows, num_threads); })
-          ->UseManualTime()
-          ->Iterations(7)
-          ->Unit(benchmark::kMillisecond);
+  using helix::cpu::ProductInputs;
+  for (const auto& [text, inputs] : {std::pair{"f32", ProductInputs::f32}, {"bf16", ProductInputs::bf16}}) {
+    for (std::int64_t rows : {1, 2, 4, 8, 16, 64, 256, 512}) {
+      for (int num_threads : {1, 2}) {
+        const std::string name = std::string("linear/") + text + "/" + std::to_string(rows) +
+                                 "/threads:" + std::to_string(num_threads);
+        benchmark::RegisterBenchmark(
+            name.c_str(),
+            [=, inputs = inputs](benchmark::State& state) { bench_linear(state, rows, inputs, num_threads); })
+            ->UseManualTime()
+            ->Iterations(7)
+            ->Unit(benchmark::kMillisecond);
+      }
     }
   }
   return 0;

@@ -8,6 +8,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include <helix/cpu/backend.hpp>
+
 #include "cli/launch_cuda.hpp"
 #include "decode/golden.hpp"
 #include "support/catch.hpp"
@@ -27,7 +29,33 @@ std::string model_option(const std::string& name) {
   return "--model " + (data_directory() / name).string() + " ";
 }
 
+/// The report of a short decode of llama-tiny, whose weights are bf16.
+nlohmann::json short_report(const std::string& arguments, const std::string& prefix = "") {
+  const ScratchDirectory scratch;
+  const auto report = scratch / "report.json";
+  const Run run = run_decode(model_option("llama-tiny") + "--prompt-ids 1,2,3 --max-new-tokens 4 --json " +
+                                 report.string() + " " + arguments,
+                             prefix);
+  INFO(run.output);
+  REQUIRE(run.exit_code == 0);
+  return nlohmann::json::parse(read_file(report));
+}
+
 }  // namespace
+
+TEST_CASE("activations are bf16 where the hardware multiplies it, and as the command line says", "[quick]") {
+  const std::string best = cpu::has_bf16_products() ? "bf16" : "f32";
+  const std::string without = "env HELIX_BF16_DOTS=0 HELIX_AMX=0";
+  CHECK(short_report("").at("activation") == best);
+  CHECK(short_report("--kvp 2").at("activation") == best);
+  CHECK(short_report("--verify").at("activation") == "f32");
+  CHECK(short_report("--activation f32").at("activation") == "f32");
+  CHECK(short_report("", without).at("activation") == "f32");
+  const auto emulated = short_report("--activation bf16", without);
+  CHECK(emulated.at("activation") == "bf16");
+  const auto tuned = short_report("--activation bf16 --tuning linear.*=plain").at("tuning");
+  CHECK(tuned.at("linear.bf16_dots.rows1") == nlohmann::json{{"way", "plain"}, {"source", "fixed"}});
+}
 
 TEST_CASE("the report holds topology, sequences, memory, timing and exchange", "[quick]") {
   const ScratchDirectory scratch;
@@ -76,7 +104,8 @@ TEST_CASE("prompts, teacher and drafts come from files", "[quick]") {
   write_file(scratch / "drafts.json", nlohmann::json(golden.greedy).dump());
   const Run run =
       run_decode(model_option("llama-tiny") +
-                 "--kvp 2 --kv-dtype f32 --ignore-eos --max-new-tokens 24 --draft-tokens 4 --prompts " +
+                 "--kvp 2 --kv-dtype f32 --activation f32 --ignore-eos --max-new-tokens 24 --draft-tokens 4 "
+                 "--prompts " +
                  (scratch / "prompts.json").string() + " --teacher-force " +
                  (scratch / "drafts.json").string() + " --json " + (scratch / "report.json").string());
   INFO(run.output);
@@ -137,7 +166,10 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
       {model_option("llama-tiny") + kIds + "--draft-tokens 4", {"--teacher-force"}},
       {model_option("llama-tiny") + kIds + "--device tpu", {"--device"}},
       {model_option("llama-tiny") + kIds + "--cuda-graphs maybe", {"--cuda-graphs"}},
-      {model_option("llama-tiny") + kIds + "--activation bf16", {"bf16", "--device cuda"}},
+      {model_option("llama-tiny") + kIds + "--activation f16", {"f16", "--device cuda"}},
+      {model_option("llama-tiny") + kIds + "--tuning linear.bf16.rows1=best",
+       {"has no variant \"best\"", "plain"}},
+      {model_option("llama-tiny") + kIds + "--tuning attention", {"kernel=variant"}},
       {model_option("llama-tiny") + kIds + "--no-such-option", {"no-such-option"}},
       {model_option("llama-tiny") + kIds + "--prompts " + (scratch / "bad.json").string(), {"exclude"}},
       {model_option("llama-tiny") + "--prompts " + (scratch / "bad.json").string(), {"bad.json", "array"}},
@@ -195,12 +227,12 @@ TEST_CASE("four processes under mpirun give the golden tokens", "[mpi]") {
     const Golden golden = model.golden();
     write_file(scratch / "prompts.json", nlohmann::json(golden.prompts).dump());
     for (const TopologySpec& spec : Topology::legal_topologies(model.config.shape, 4)) {
-      const Run run =
-          run_decode(model_option(name) + "--kv-dtype f32 --ignore-eos --max-new-tokens 24 --kvp " +
-                         std::to_string(spec.kvp) + " --tpa " + std::to_string(spec.tpa) + " --ep " +
-                         std::to_string(spec.ep) + " --prompts " + (scratch / "prompts.json").string() +
-                         " --json " + (scratch / "report.json").string(),
-                     HELIX_MPIRUN);
+      const Run run = run_decode(
+          model_option(name) + "--kv-dtype f32 --activation f32 --ignore-eos --max-new-tokens 24 --kvp " +
+              std::to_string(spec.kvp) + " --tpa " + std::to_string(spec.tpa) + " --ep " +
+              std::to_string(spec.ep) + " --prompts " + (scratch / "prompts.json").string() + " --json " +
+              (scratch / "report.json").string(),
+          HELIX_MPIRUN);
       INFO(name << "\n" << run.output);
       REQUIRE(run.exit_code == 0);
       const auto json = nlohmann::json::parse(read_file(scratch / "report.json"));
@@ -217,7 +249,8 @@ TEST_CASE("stages and replicas as processes give the golden tokens", "[mpi]") {
   write_file(scratch / "prompts.json", nlohmann::json(golden.prompts).dump());
   for (const char* widths : {"--pp 2 --kvp 2", "--dp 2 --tpa 2", "--pp 2 --dp 2"}) {
     const Run run =
-        run_decode(model_option("llama-tiny") + "--kv-dtype f32 --ignore-eos --max-new-tokens 24 --prompts " +
+        run_decode(model_option("llama-tiny") +
+                       "--kv-dtype f32 --activation f32 --ignore-eos --max-new-tokens 24 --prompts " +
                        (scratch / "prompts.json").string() + " --json " + (scratch / "report.json").string() +
                        " " + widths,
                    HELIX_MPIRUN);

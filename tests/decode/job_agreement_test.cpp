@@ -115,8 +115,8 @@ TEST_CASE("widths, device and activation are compared; threads, GPU, progress an
   CHECK_THAT(changed(TopologySpec{}, [](auto& t) { t.allow_uneven_ffn = true; }), Contains("uneven_ffn on"));
   CHECK_THAT(changed(decode::LaunchOptions{}, [](auto& o) { o.device = decode::Device::cuda; }),
              Contains("--device cuda, rank 0 with --device cpu"));
-  CHECK_THAT(changed(decode::LaunchOptions{}, [](auto& o) { o.activation = DType::bf16; }),
-             Contains("--activation bf16"));
+  CHECK_THAT(changed(decode::Options{}, [](auto& o) { o.activation = DType::bf16; }),
+             Contains("--activation bf16, rank 0 with --activation auto"));
   CHECK(changed(decode::LaunchOptions{}, [](auto& o) {
           o.num_threads = 3;
           o.gpu = 2;
@@ -127,6 +127,7 @@ TEST_CASE("widths, device and activation are compared; threads, GPU, progress an
           o.model = "/scratch/model";
           o.num_threads = 2;
           o.verify = true;
+          o.tuning = "linear.*=plain";
         }) == "");
   CHECK_THAT(changed(decode::Options{}, [](auto& o) { o.is_plan_only = true; }), Contains("--plan-only on"));
 }
@@ -183,10 +184,14 @@ TEST_CASE("a process that cannot take part is named, unless all say the same", "
   CHECK(said({{fields, ""}, {{}, "no model"}}) == "rank 1: no model");
   CHECK(said({{{}, "no seed"}, {{}, "no model"}}) == "rank 0: no seed");
   CHECK_THAT(said({{fields, ""}, {{}, ""}}), Contains("rank 1 was started with --seed (none)"));
-  const JobStatement whole{{{"a", "1"}, {"b", "2", true}}, "why"};
+  const auto accepted = [](bool first, bool second) {
+    return decode::expect_agreement({{{}, "", first}, {{}, "", second}}).accepts_bf16;
+  };
+  CHECK((accepted(true, true) && !accepted(true, false) && !accepted(false, true)));
+  const JobStatement whole{{{"a", "1"}, {"b", "2", true}}, "why", true};
   const std::string text = decode::serialize(whole);
   const JobStatement read = decode::deserialize_statement(text);
-  CHECK((read.error == "why" && read.fields.size() == 2 && read.fields[1].is_digest));
+  CHECK((read.error == "why" && read.accepts_bf16 && read.fields.size() == 2 && read.fields[1].is_digest));
   for (std::size_t cut = 0; cut < text.size(); ++cut) {
     CHECK_NOTHROW(decode::deserialize_statement(std::string_view(text).substr(0, cut)));
   }

@@ -435,7 +435,8 @@ TEST_CASE("helix-decode under the planner's topology gives the golden tokens on 
     const ScratchDirectory scratch;
     write_file(scratch / "prompts.json", golden.at("prompt").dump());
     const std::string arguments =
-        " --model " + folder + " --topology auto --kv-dtype f32 --ignore-eos --max-new-tokens 24 --prompts " +
+        " --model " + folder +
+        " --topology auto --kv-dtype f32 --activation f32 --ignore-eos --max-new-tokens 24 --prompts " +
         (scratch / "prompts.json").string() + " --json " + (scratch / "report.json").string();
     const auto check = [&](int ranks, const std::string& command) {
       const Run run = run_command(command);

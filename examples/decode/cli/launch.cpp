@@ -106,7 +106,7 @@ GenerationResult run_local(const Checkpoint& checkpoint, const ModelConfig& conf
   return run_rank_threads(
       cpu::LocalComm::create_group(topo.world_size(), options.timeout),
       [&](int, const JobComms<cpu::LocalComm>& comms) {
-        return LocalBackend(comms.stage, comms.kvp, threads);
+        return LocalBackend(comms.stage, comms.kvp, threads, product_inputs(options));
       },
       checkpoint, config, topo, request, options.show_progress);
 }
@@ -128,15 +128,20 @@ void add_fields(JobFields& fields, const LaunchOptions& options) {
   [[maybe_unused]] const auto& [num_threads, show_progress, timeout, device, activation, placement, gpu] =
       options;
   fields.push_back({"--device", device == Device::cuda ? "cuda" : "cpu"});
-  fields.push_back({"--activation", std::string(to_string(activation))});
 }
 
-void Launcher::agree(const JobStatement& mine) {
+cpu::ProductInputs product_inputs(const LaunchOptions& options) {
+  HELIX_EXPECTS(options.activation != DType::f16, ErrorCode::unsupported,
+                "activations are f16; the CPU has f32 and bf16");
+  return options.activation == DType::bf16 ? cpu::ProductInputs::bf16 : cpu::ProductInputs::f32;
+}
+
+JobAgreement Launcher::agree(const JobStatement& mine) {
   std::vector<JobStatement> statements;
   for (const std::string& text : gather_texts(serialize(mine)))
     statements.push_back(deserialize_statement(text));
   try {
-    expect_agreement(statements);
+    return expect_agreement(statements);
   } catch (...) {
     all_fail_alike_ = true;
     throw;

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include <helix/cpu/backend.hpp>
 #include <helix/dtype.hpp>
 #include <helix/topology.hpp>
 
@@ -34,7 +35,8 @@ struct LaunchOptions {
   bool show_progress = false;
   std::chrono::milliseconds timeout = std::chrono::seconds(60);  ///< Longest wait for another rank.
   Device device = Device::cpu;
-  DType activation = DType::f32;  ///< f32, f16 or bf16; the CPU has f32.
+  DType activation =
+      DType::f32;  ///< f32, f16 or bf16; of the CPU, where f16 is none, what its products take.
   GpuPlacement placement = GpuPlacement::automatic;
   int gpu = 0;  ///< GPU of ranks that share one, and of the memory plan.
 };
@@ -47,6 +49,9 @@ void add_fields(JobFields& fields, const LaunchOptions& options);
 /// Error(unsupported) without the device.
 GenerationResult run_local(const Checkpoint& checkpoint, const ModelConfig& config, const Topology& topo,
                            const GenerationRequest& request, const LaunchOptions& options = {});
+
+/// What products of a rank on the CPU take.
+cpu::ProductInputs product_inputs(const LaunchOptions& options);
 
 /// Threads that share one rank's operations on the CPU.
 int threads_per_rank(const LaunchOptions& options, const Topology& topo);
@@ -78,8 +83,9 @@ class Launcher {
 
   /// Tells all processes of the job this one's statement, and compares all. Collective, first of all;
   /// bounded.
-  /// @throws what expect_agreement() does, on all processes alike, and what ended the exchange.
-  void agree(const JobStatement& mine);
+  /// Returns what follows for all. @throws what expect_agreement() does, on all processes alike, and what
+  /// ended the exchange.
+  JobAgreement agree(const JobStatement& mine);
   /// Whether all processes have thrown the same error, from agree(): then one speaks, and none needs to be
   /// told.
   bool all_fail_alike() const { return all_fail_alike_; }

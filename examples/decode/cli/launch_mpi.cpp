@@ -29,7 +29,8 @@ class MpiLauncher : public Launcher {
   GenerationResult run(const Checkpoint& checkpoint, const ModelConfig& config, const Topology& topo,
                        const GenerationRequest& request, const LaunchOptions& options) override {
     JobComms<cpu::MpiComm> comms = split_world(world(), topo);
-    cpu::Backend<cpu::MpiComm> backend(comms.stage, comms.kvp, threads_per_rank(options, topo));
+    cpu::Backend<cpu::MpiComm> backend(comms.stage, comms.kvp, threads_per_rank(options, topo),
+                                       product_inputs(options));
     return generate(backend, world(), comms.pipeline, topo, checkpoint, config, request,
                     options.show_progress);
   }

@@ -11,6 +11,8 @@
 
 #include <fmt/format.h>
 
+#include <helix/cpu/backend.hpp>
+#include <helix/cpu/tuning.hpp>
 #include <helix/error.hpp>
 
 #include "checkpoint/checkpoint.hpp"
@@ -72,7 +74,7 @@ struct Job {
                .show_progress = true,
                .timeout = std::chrono::seconds(options.timeout_seconds),
                .device = options.device,
-               .activation = options.activation,
+               .activation = options.activation.value_or(DType::f32),
                .gpu = launcher.gpu()},
         checkpoint(options.model),
         config(parse_model_config(checkpoint.config_json(), checkpoint.config_path())) {
@@ -99,6 +101,13 @@ struct Job {
   }
 };
 
+/// What activations are where the command line leaves it open, once it is known what all machines can do.
+DType choose_activation(const Job& job, const JobAgreement& agreement) {
+  if (job.options.activation) return *job.options.activation;
+  const bool is_bf16 = job.options.device == Device::cpu && job.config.dtype == DType::bf16;
+  return is_bf16 && agreement.accepts_bf16 ? DType::bf16 : DType::f32;
+}
+
 void run(const Job& job, Launcher& launcher) {
   const bool is_root = launcher.rank() == 0;
   const auto& [options, launch, checkpoint, config, topo, plan] = job;
@@ -108,8 +117,8 @@ void run(const Job& job, Launcher& launcher) {
 
   const GenerationResult result = launcher.run(checkpoint, config, *topo, request, launch);
   if (!is_root) return;
-  fmt::print("{}", format_result(result));
-  if (!options.json.empty()) write_json(options.json, *topo, request, result);
+  fmt::print("{}{}", format_result(result), format_computation(launch));
+  if (!options.json.empty()) write_json(options.json, *topo, request, launch, result);
   if (options.verify) {
     const Topology one_rank(TopologySpec{}, config.shape);
     check_same_tokens(result, run_local(checkpoint, config, one_rank, request, launch));
@@ -164,7 +173,10 @@ int main(int argc, char** argv) {
         statement.error = error.what();
       }
     }
-    launcher->agree(statement);
+    statement.accepts_bf16 = job && !job->options.verify && helix::cpu::has_bf16_products();
+    const JobAgreement agreement = launcher->agree(statement);
+    job->launch.activation = choose_activation(*job, agreement);
+    if (!job->options.tuning.empty()) helix::cpu::fix_tuning(job->options.tuning);
     run(*job, *launcher);
     flush_standard_output();
     return 0;

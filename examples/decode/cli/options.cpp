@@ -47,7 +47,7 @@ struct OptionTexts {
   std::string teacher_file;
   std::string hop_b = "auto";
   std::string device = "cpu";
-  std::string activation = "f32";
+  std::string activation = "auto";
   std::string cuda_graphs = "on";
   std::string topology = "given";
   std::string json;
@@ -107,8 +107,12 @@ void add_device_options(CLI::App& app, Options& options, OptionTexts& texts) {
   app.add_option("--device", texts.device, "cpu or cuda")
       ->check(CLI::IsMember({"cpu", "cuda"}))
       ->capture_default_str();
-  app.add_option("--activation", texts.activation, "element type of activations on GPUs: f32, bf16 or f16")
-      ->check(CLI::IsMember({"f32", "bf16", "f16"}))
+  app.add_option(
+         "--activation", texts.activation,
+         "element type of activations: f32, bf16 or, on GPUs, f16. On the CPU bf16 concerns products of "
+         "bf16 weights. auto: bf16 on the CPU if the checkpoint is bf16 and every rank multiplies bf16 "
+         "in hardware, but f32 with --verify; f32 on GPUs")
+      ->check(CLI::IsMember({"auto", "f32", "bf16", "f16"}))
       ->capture_default_str();
   app.add_option("--cuda-graphs", texts.cuda_graphs,
                  "on or off: on GPUs, replay decode steps of equal shapes from a captured one")
@@ -120,6 +124,10 @@ void add_device_options(CLI::App& app, Options& options, OptionTexts& texts) {
   app.add_option("--threads", options.num_threads, "threads a rank; 0: the cores shared by the ranks")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
+  app.add_option(
+      "--tuning", options.tuning,
+      "ways in which CPU kernels work, \"kernel=way,...\", instead of the fastest by measurement; the "
+      "report names both");
 }
 
 /// --topology, --ranks and the widths, which exclude each other.
@@ -163,9 +171,10 @@ void check_values(const Options& options) {
 void add_fields(JobFields& fields, const Options& options) {
   // A binding, so that a new member does not compile until it is decided upon here.
   [[maybe_unused]] const auto& [model, request, topology, is_topology_auto, num_ranks, kv_dtype_name, device,
-                                activation, is_plan_only, verify, timeout_seconds, num_threads, json] =
-      options;
+                                activation, is_plan_only, verify, timeout_seconds, tuning, num_threads,
+                                json] = options;
   fields.push_back({"--plan-only", is_plan_only ? "on" : "off"});
+  fields.push_back({"--activation", activation ? std::string(to_string(*activation)) : "auto"});
 }
 
 Device named_device(int argc, char** argv) {
@@ -220,10 +229,10 @@ std::optional<Options> parse_options(int argc, char** argv) {
   options.model = texts.model;
   options.json = texts.json;
   options.device = texts.device == "cuda" ? Device::cuda : Device::cpu;
-  options.activation = *parse_dtype(texts.activation);
-  HELIX_EXPECTS(options.device == Device::cuda || options.activation == DType::f32,
+  options.activation = parse_dtype(texts.activation);  // none for "auto"
+  HELIX_EXPECTS(options.device == Device::cuda || options.activation != DType::f16,
                 ErrorCode::invalid_argument, "--activation is ", texts.activation,
-                "; the CPU has f32: drop it or give --device cuda");
+                "; the CPU has f32 and bf16: give one of them, or --device cuda");
   options.request.cuda_graphs = texts.cuda_graphs == "on";
   options.is_topology_auto = texts.topology == "auto";
   check_topology(app, options);

@@ -20,10 +20,11 @@ struct Options {
   int num_ranks = 0;          ///< Ranks to choose a topology for; 0: as many as the launcher started.
   std::string kv_dtype_name;  ///< Empty: the checkpoint's.
   Device device = Device::cpu;
-  DType activation = DType::f32;
+  std::optional<DType> activation;  ///< nullopt: see choose_activation().
   bool is_plan_only = false;
   bool verify = false;
   int timeout_seconds = 60;    ///< Longest wait for another rank.
+  std::string tuning;          ///< What cpu::fix_tuning() takes; empty: kernels choose by timing.
   int num_threads = 0;         ///< Threads a rank; 0: the machine's cores shared by this process's ranks.
   std::filesystem::path json;  ///< Report file; empty: none.
 };

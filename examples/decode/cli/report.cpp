@@ -8,6 +8,7 @@
 #include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 
+#include <helix/cpu/tuning.hpp>
 #include <helix/error.hpp>
 
 #include "checkpoint/output_file.hpp"
@@ -23,6 +24,11 @@ std::string format_bytes(double bytes) {
     ++unit;
   }
   return fmt::format("{:.{}f} {}", bytes, unit == 0 ? 0 : 2, kUnits[unit]);
+}
+
+const char* to_string(cpu::KernelTuning::Source source) {
+  using Source = cpu::KernelTuning::Source;
+  return source == Source::preset ? "preset" : source == Source::measured ? "measured" : "fixed";
 }
 
 }  // namespace
@@ -70,8 +76,20 @@ std::string format_result(const GenerationResult& result) {
   return text;
 }
 
+std::string format_computation(const LaunchOptions& launch) {
+  std::string text = fmt::format("activations: {}", to_string(launch.activation));
+  if (launch.device == Device::cpu) {
+    for (const cpu::KernelTuning& kernel : cpu::tuning()) {
+      if (kernel.source == cpu::KernelTuning::Source::preset) continue;
+      text += fmt::format("; {} {}{}", kernel.kernel, kernel.variant,
+                          kernel.source == cpu::KernelTuning::Source::fixed ? " (fixed)" : "");
+    }
+  }
+  return text + "\n";
+}
+
 void write_json(const std::filesystem::path& file, const Topology& topo, const GenerationRequest& request,
-                const GenerationResult& result) {
+                const LaunchOptions& launch, const GenerationResult& result) {
   nlohmann::ordered_json json;
   json["topology"] = {{"world_size", topo.world_size()},
                       {"kvp", topo.kvp()},
@@ -96,6 +114,13 @@ void write_json(const std::filesystem::path& file, const Topology& topo, const G
                                        {"kv_bytes", memory.kv_bytes},
                                        {"workspace_bytes", memory.workspace_bytes},
                                        {"resident_bytes", memory.resident_bytes}});
+  }
+  json["activation"] = std::string(to_string(launch.activation));
+  if (launch.device == Device::cpu) {
+    json["tuning"] = nlohmann::ordered_json::object();
+    for (const cpu::KernelTuning& kernel : cpu::tuning()) {
+      json["tuning"][kernel.kernel] = {{"way", kernel.variant}, {"source", to_string(kernel.source)}};
+    }
   }
   const GenerationTiming& t = result.timing;
   json["timing"] = {{"load_ms", t.load_ms},

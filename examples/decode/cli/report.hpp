@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/launch.hpp"
 #include "generate/generation.hpp"
 
 namespace helix::decode {
@@ -19,9 +20,12 @@ std::string format_memory(const std::vector<RankMemory>& memory, const Topology&
 /// Generated tokens a sequence, timing and exchange.
 std::string format_result(const GenerationResult& result);
 
+/// What the activations were and, on the CPU, in which ways the kernels worked that chose by timing.
+std::string format_computation(const LaunchOptions& launch);
+
 /// Writes the JSON report. @throws Error(io).
 void write_json(const std::filesystem::path& file, const Topology& topo, const GenerationRequest& request,
-                const GenerationResult& result);
+                const LaunchOptions& launch, const GenerationResult& result);
 
 /// Compares token by token. @throws Error(internal) naming the first sequence and step that differ, with both
 /// tokens.

@@ -198,6 +198,7 @@ void add_fields(JobFields& fields, const TopologySpec& topology) {
 std::string serialize(const JobStatement& statement) {
   std::string out;
   write(out, statement.error);
+  write(out, statement.accepts_bf16 ? "bf16" : "");
   for (const auto& [name, value, is_digest] : statement.fields) {
     write(out, name);
     write(out, value);
@@ -208,7 +209,9 @@ std::string serialize(const JobStatement& statement) {
 
 JobStatement deserialize_statement(std::string_view text) {
   JobStatement statement;
-  bool is_whole = read(text, statement.error);
+  std::string products;
+  bool is_whole = read(text, statement.error) && read(text, products);
+  statement.accepts_bf16 = !products.empty();
   while (is_whole && !text.empty()) {
     JobField& field = statement.fields.emplace_back();
     std::string kind;
@@ -219,7 +222,7 @@ JobStatement deserialize_statement(std::string_view text) {
   return statement;
 }
 
-void expect_agreement(const std::vector<JobStatement>& statements) {
+JobAgreement expect_agreement(const std::vector<JobStatement>& statements) {
   const auto same_error = [&](const JobStatement& other) { return other.error == statements.front().error; };
   if (std::ranges::all_of(statements, same_error) && !statements.front().error.empty())
     throw Error(ErrorCode::invalid_argument, statements.front().error);
@@ -230,6 +233,7 @@ void expect_agreement(const std::vector<JobStatement>& statements) {
   for (std::size_t rank = 1; rank < statements.size(); ++rank) {
     expect_same(statements.front().fields, statements[rank].fields, static_cast<int>(rank));
   }
+  return {.accepts_bf16 = std::ranges::all_of(statements, &JobStatement::accepts_bf16)};
 }
 
 std::vector<std::string> gather_texts(comm::Bootstrap& bootstrap, const std::string& mine) {

@@ -38,6 +38,13 @@ void add_fields(JobFields& fields, const TopologySpec& topology);
 struct JobStatement {
   JobFields fields;
   std::string error;  ///< Why this process cannot take part; empty: it can.
+  /// Whether bf16 activations suit it: its machine multiplies bf16, and nothing it was asked for needs f32.
+  bool accepts_bf16 = false;
+};
+
+/// What follows from all processes' statements, the same on each.
+struct JobAgreement {
+  bool accepts_bf16 = false;  ///< Whether all do.
 };
 
 /// The statement as bytes, for processes of this program.
@@ -48,7 +55,7 @@ JobStatement deserialize_statement(std::string_view text);
 /// Checks all processes' statements, by rank; every rank that calls it with the same ones throws the same.
 /// @throws Error(invalid_argument) with the first rank that cannot take part and why, without its number if
 /// all say the same; else with the first rank that differs from rank 0, what differs, and both values.
-void expect_agreement(const std::vector<JobStatement>& statements);
+JobAgreement expect_agreement(const std::vector<JobStatement>& statements);
 
 /// Every process's text on every process, by rank. Collective, bounded by the bootstrap's timeout.
 /// @throws Error(timeout), Error(peer_failed).
