@@ -99,11 +99,10 @@ HELIX_BENCH_BF16 float bf16_dots(std::int64_t steps) {
   __m512bh x;
   std::memcpy(&x, &ones, sizeof(x));
   __m512 sums[kDotChains];
-  for (__m512& sum : sums) sum = _mm512_setzero_ps();
+  for (int chain = 0; chain < kDotChains; ++chain) sums[chain] = _mm512_set1_ps(static_cast<float>(chain));
   for (std::int64_t i = 0; i < steps; ++i) {
 #pragma GCC unroll 12
     for (int chain = 0; chain < kDotChains; ++chain) sums[chain] = _mm512_dpbf16_ps(sums[chain], x, x);
-    __asm__ volatile("" : "+v"(sums[0]));  // not to be computed ahead
   }
   float total = 0.0f;
   for (const __m512& sum : sums) total += _mm512_cvtss_f32(sum);
