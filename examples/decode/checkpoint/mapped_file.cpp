@@ -54,6 +54,21 @@ void write_text(const char* text) {
   static_cast<void>(ignored);
 }
 
+#ifdef MADV_POPULATE_READ
+constexpr int kPopulateRead = MADV_POPULATE_READ;
+#else
+constexpr int kPopulateRead = 22;  // Linux's, in headers since glibc 2.35
+#endif
+
+/// madvise() of the pages that hold `bytes`. Rounding outwards is safe: the mapping is read-only, so a
+/// neighbour's page comes back from the page cache.
+int advise(std::span<const std::byte> bytes, int advice) noexcept {
+  static const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data()) / page * page;
+  const auto end = reinterpret_cast<std::uintptr_t>(bytes.data()) + bytes.size();
+  return ::madvise(reinterpret_cast<void*>(begin), end - begin, advice);
+}
+
 void on_bus_error(int signal, siginfo_t* info, void*) {
   const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
   for (const Known& known : g_known) {
@@ -70,7 +85,7 @@ void on_bus_error(int signal, siginfo_t* info, void*) {
 
 }  // namespace
 
-MappedFile::MappedFile(const RegularFile& file) {
+MappedFile::MappedFile(const RegularFile& file) : path_(file.path()) {
   if (file.size() == 0) return;
   const auto size = static_cast<std::size_t>(file.size());
   void* address = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.descriptor(), 0);
@@ -85,14 +100,14 @@ MappedFile::~MappedFile() {
   ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
 }
 
+void MappedFile::prefault(std::span<const std::byte> bytes) const {
+  if (bytes.empty() || advise(bytes, kPopulateRead) == 0) return;
+  HELIX_EXPECTS(errno != EFAULT, ErrorCode::io, path_, ": shrank or became unreadable while it was in use");
+  advise(bytes, MADV_WILLNEED);  // Linux before 5.14
+}
+
 void MappedFile::release(std::span<const std::byte> bytes) const noexcept {
-  if (bytes.empty()) return;
-  // Rounding outwards is safe: the mapping is read-only, so a neighbour's page comes back from the page
-  // cache.
-  static const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
-  const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data()) / page * page;
-  const auto end = reinterpret_cast<std::uintptr_t>(bytes.data()) + bytes.size();
-  ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+  if (!bytes.empty()) advise(bytes, MADV_DONTNEED);
 }
 
 void guard_mappings(const char* program) {

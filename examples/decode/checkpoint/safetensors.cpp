@@ -366,7 +366,7 @@ SafetensorsHeader parse_safetensors_header(std::span<const std::byte> bytes, std
 
 SafetensorsFile::SafetensorsFile(const std::string& path) : file_(path) {
   header_ = parse_safetensors_header(read_header(file_), file_.size(), path);
-  mapping_ = std::make_unique<MappedFile>(file_);
+  mapping_ = std::make_shared<const MappedFile>(file_);
 }
 
 const TensorInfo* SafetensorsFile::find(std::string_view name) const {
@@ -378,11 +378,11 @@ const TensorInfo* SafetensorsFile::find(std::string_view name) const {
 
 void SafetensorsFile::read(const TensorInfo& tensor, std::uint64_t offset,
                            std::span<std::byte> target) const {
-  file_.read(header_.data_offset + tensor.begin + offset, target);
+  file_.read(this->offset(tensor) + offset, target);
 }
 
 std::span<const std::byte> SafetensorsFile::data(const TensorInfo& tensor) const {
-  return mapping_->bytes().subspan(static_cast<std::size_t>(header_.data_offset + tensor.begin),
+  return mapping_->bytes().subspan(static_cast<std::size_t>(offset(tensor)),
                                    static_cast<std::size_t>(tensor.end - tensor.begin));
 }
 

@@ -74,9 +74,15 @@ class SafetensorsFile {
   /// @throws Error(io) naming the file if it is shorter than it was when it was opened.
   void read(const TensorInfo& tensor, std::uint64_t offset, std::span<std::byte> target) const;
 
+  /// Place of the first byte of one of this file's tensors in the file.
+  std::uint64_t offset(const TensorInfo& tensor) const { return header_.data_offset + tensor.begin; }
+
   /// The bytes of one of this file's tensors in place, at any alignment. Touching them after the file shrank
   /// raises SIGBUS, which guard_mappings() turns into a message: what is read once is better read().
   std::span<const std::byte> data(const TensorInfo& tensor) const;
+
+  /// The whole file in place, for those that use it longer than this object lives.
+  std::shared_ptr<const MappedFile> mapping() const { return mapping_; }
 
   /// Gives back the resident pages under `bytes` (part of data()): touching them again faults them in from
   /// the file.
@@ -85,7 +91,7 @@ class SafetensorsFile {
  private:
   RegularFile file_;
   SafetensorsHeader header_;
-  std::unique_ptr<MappedFile> mapping_;
+  std::shared_ptr<const MappedFile> mapping_;
 };
 
 }  // namespace helix::decode

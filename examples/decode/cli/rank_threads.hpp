@@ -75,8 +75,16 @@ std::vector<RankMemory> plan_ranks(MakeBackend make_backend, const Checkpoint& c
                                 kvps[static_cast<std::size_t>(at.kvp_rank)]);
     plan_cache(request, topo, at.stage, at.replica);  // throws if the cache would
     RankMemory memory;
-    memory.weights_bytes = at.replica > 0 ? plan[plan.size() - replica_size].weights_bytes
-                                          : plan_weight_bytes(config, checkpoint, topo, world_rank);
+    if (at.replica > 0) {
+      const RankMemory& same = plan[plan.size() - replica_size];
+      memory.weights_bytes = same.weights_bytes;
+      memory.weights_in_place_bytes = same.weights_in_place_bytes;
+    } else {
+      const WeightPlan weights =
+          plan_weights(config, checkpoint, topo, world_rank, kWeightHome<decltype(backend)>);
+      memory.weights_in_place_bytes = weights.in_place_bytes();
+      memory.weights_bytes = weights.allocated_bytes() + weights.in_place_bytes();
+    }
     for (std::int64_t sequence = sequences.begin; sequence < sequences.end; ++sequence) {
       memory.kv_bytes = saturating_sum(memory.kv_bytes, planned_kv_bytes(request, topo, at, sequence));
     }

@@ -42,6 +42,7 @@ std::string format_memory(const std::vector<RankMemory>& memory, const Topology&
                                  topo.world_size(), "rank", "weights", "KV", "workspace", "sum");
   // Sums in doubles: each part may be of any size.
   double weights = 0;
+  double in_place = 0;
   double kv = 0;
   double workspace = 0;
   for (std::size_t rank = 0; rank < memory.size(); ++rank) {
@@ -51,11 +52,16 @@ std::string format_memory(const std::vector<RankMemory>& memory, const Topology&
     text += fmt::format("  {:>5} {:>12} {:>12} {:>12} {:>12}\n", rank, format_bytes(m.weights_bytes),
                         format_bytes(m.kv_bytes), format_bytes(m.workspace_bytes), format_bytes(sum));
     weights += static_cast<double>(m.weights_bytes);
+    in_place += static_cast<double>(m.weights_in_place_bytes);
     kv += static_cast<double>(m.kv_bytes);
     workspace += static_cast<double>(m.workspace_bytes);
   }
   text += fmt::format("  {:>5} {:>12} {:>12} {:>12} {:>12}\n", "all", format_bytes(weights), format_bytes(kv),
                       format_bytes(workspace), format_bytes(weights + kv + workspace));
+  if (in_place > 0) {
+    text += fmt::format("of the weights {} are used in the checkpoint's files, {} are copied\n",
+                        format_bytes(in_place), format_bytes(weights - in_place));
+  }
   return text;
 }
 
@@ -110,10 +116,13 @@ void write_json(const std::filesystem::path& file, const Topology& topo, const G
   }
   json["memory"]["ranks"] = nlohmann::ordered_json::array();
   for (const RankMemory& memory : result.memory) {
-    json["memory"]["ranks"].push_back({{"weights_bytes", memory.weights_bytes},
-                                       {"kv_bytes", memory.kv_bytes},
-                                       {"workspace_bytes", memory.workspace_bytes},
-                                       {"resident_bytes", memory.resident_bytes}});
+    json["memory"]["ranks"].push_back(
+        {{"weights_bytes", memory.weights_bytes},
+         {"weights_in_place_bytes", memory.weights_in_place_bytes},
+         {"weights_copied_bytes", memory.weights_bytes - memory.weights_in_place_bytes},
+         {"kv_bytes", memory.kv_bytes},
+         {"workspace_bytes", memory.workspace_bytes},
+         {"resident_bytes", memory.resident_bytes}});
   }
   json["activation"] = std::string(to_string(launch.activation));
   if (launch.device == Device::cpu) {

@@ -14,7 +14,7 @@ namespace helix::decode {
 /// "1.50 MiB".
 std::string format_bytes(std::int64_t bytes);
 
-/// One line a rank: weights, KV, workspace, sum.
+/// One line a rank: weights, KV, workspace, sum; and what of the weights is used in the checkpoint's files.
 std::string format_memory(const std::vector<RankMemory>& memory, const Topology& topo);
 
 /// Generated tokens a sequence, timing and exchange.

@@ -2,10 +2,12 @@
 // DecoderBackend: what a whole decoder asks of a machine, beyond what the library's layers do.
 #pragma once
 
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 
 #include <helix/backend.hpp>
+#include <helix/cpu/thread_pool.hpp>
 
 namespace helix::decode {
 
@@ -23,6 +25,13 @@ template <class B>
 concept DecoderBackend = Backend<B> && PipelineComm<typename B::Comm, typename B::Stream> &&
     requires(B& backend, const void* source, void* target, std::size_t bytes, typename B::Stream stream) {
   backend.download(target, source, bytes, stream);  // device -> host; waits for the stream
+};
+
+/// A backend whose memory is the host's: its operations read any host memory in place, a mapped file's too,
+/// its buffers can be written without a stream, and its threads share such work.
+template <class B>
+concept HostMemoryBackend = requires(const B& backend) {
+  { backend.thread_pool() } -> std::same_as<cpu::ThreadPool&>;
 };
 
 }  // namespace helix::decode

@@ -75,7 +75,8 @@ class StageModel {
 
   RankMemory memory() {
     RankMemory memory;
-    memory.weights_bytes = weights_.bytes();
+    memory.weights_in_place_bytes = weights_.in_place_bytes();
+    memory.weights_bytes = weights_.buffer_bytes() + weights_.in_place_bytes();
     memory.kv_bytes = static_cast<std::int64_t>(cache().allocated_bytes());
     memory.workspace_bytes = static_cast<std::int64_t>(bytes_.total());
     return memory;

@@ -33,7 +33,9 @@ struct StepOptions {
 
 /// Memory of one rank.
 struct RankMemory {
-  std::int64_t weights_bytes = 0;
+  std::int64_t weights_bytes = 0;  ///< All weights: buffers, and what is used in the checkpoint's files.
+  /// Part of weights_bytes that is used in the files, whose pages all ranks of a machine share.
+  std::int64_t weights_in_place_bytes = 0;
   std::int64_t kv_bytes = 0;  ///< Pages in use, all layers.
   std::int64_t workspace_bytes = 0;
   /// Peak of the rank's process, which ranks that are threads share; not planned.

@@ -99,6 +99,17 @@ LayerWeights empty_layer(const ModelShape& shape, std::int64_t layer, std::int64
 
 }  // namespace
 
+FileMappings mappings_of(const WeightPlan& plan) {
+  FileMappings mappings;
+  for (const WeightTarget& target : plan.targets) {
+    if (!target.in_place) continue;
+    std::shared_ptr<const MappedFile> mapping = target.in_place->file->mapping();
+    if (std::find(mappings.begin(), mappings.end(), mapping) == mappings.end())
+      mappings.push_back(std::move(mapping));
+  }
+  return mappings;
+}
+
 StageWeightViews view_weights(const ModelConfig& config, const WeightPlan& plan,
                               const std::vector<const std::byte*>& buffers) {
   StageWeightViews views;
@@ -106,8 +117,9 @@ StageWeightViews view_weights(const ModelConfig& config, const WeightPlan& plan,
     views.layers.push_back(empty_layer(config.shape, layer, plan.experts.size()));
   }
   for (const WeightTarget& target : plan.targets) {
-    const WeightView view = {buffers.at(target.buffer) + target.offset, target.dtype, target.rows,
-                             target.cols};
+    const std::byte* data =
+        target.in_place ? target.in_place->data().data() : buffers.at(target.buffer) + target.offset;
+    const WeightView view = {data, target.dtype, target.rows, target.cols};
     const std::int64_t expert = target.expert < 0 ? -1 : target.expert - plan.experts.begin;
     const bool is_placed =
         target.layer < 0

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// StageWeights: one rank's weights in buffers of a backend, and the views that layers read them by.
+// StageWeights: one rank's weights, in buffers of a backend or in place in a checkpoint's files, and the
+// views that layers read them by.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -11,6 +13,7 @@
 #include <helix/topology.hpp>
 
 #include "checkpoint/checkpoint.hpp"
+#include "model/decoder_backend.hpp"
 #include "model/model_config.hpp"
 #include "model/weight_plan.hpp"
 #include "model/weight_stream.hpp"
@@ -25,41 +28,62 @@ struct StageWeightViews {
   WeightView lm_head;                ///< [vocabulary shard, M], last stage; the embedding when tied.
 };
 
-/// Places the plan's targets at the buffers' addresses (of the backend; never read).
+/// Places the plan's targets at the buffers' addresses (of the backend; never read), or in their files.
 StageWeightViews view_weights(const ModelConfig& config, const WeightPlan& plan,
                               const std::vector<const std::byte*>& buffers);
 
-/// One rank's weights and the buffers that hold them.
+using FileMappings = std::vector<std::shared_ptr<const MappedFile>>;
+
+/// Files that targets of the plan are used in, each once.
+FileMappings mappings_of(const WeightPlan& plan);
+
+/// One rank's weights, the buffers that hold them and the mappings that they are used in. The Checkpoint may
+/// go before.
 template <class B>
 class StageWeights : public StageWeightViews {
  public:
-  StageWeights(StageWeightViews views, std::vector<typename B::Buffer> buffers)
-      : StageWeightViews(std::move(views)), buffers_(std::move(buffers)) {}
+  StageWeights(StageWeightViews views, std::vector<typename B::Buffer> buffers, FileMappings mappings = {},
+               std::int64_t in_place_bytes = 0)
+      : StageWeightViews(std::move(views)),
+        buffers_(std::move(buffers)),
+        mappings_(std::move(mappings)),
+        in_place_bytes_(in_place_bytes) {}
 
   /// Memory that the buffers take.
-  std::int64_t bytes() const {
+  std::int64_t buffer_bytes() const {
     std::int64_t total = 0;
     for (const auto& buffer : buffers_) total += static_cast<std::int64_t>(buffer.size_bytes());
     return total;
   }
 
+  /// Bytes of the weights that are used in the checkpoint's files, whose pages the ranks of a machine share.
+  std::int64_t in_place_bytes() const { return in_place_bytes_; }
+
  private:
   std::vector<typename B::Buffer> buffers_;
+  FileMappings mappings_;
+  std::int64_t in_place_bytes_;
 };
 
-/// Loads the slices of `world_rank` a few MiB at a time. Allocates, and waits for `stream`.
-/// @throws as plan_weights() and stream_weights().
+/// Where load_stage_weights() keeps the weights of a rank.
 template <class B>
-StageWeights<B> load_stage_weights(B& backend, const ModelConfig& config, const Checkpoint& checkpoint,
-                                   const Topology& topo, int world_rank, typename B::Stream stream,
-                                   const WeightProgress& progress = {}) {
-  const WeightPlan plan = plan_weights(config, checkpoint, topo, world_rank);
-  std::vector<typename B::Buffer> buffers;
-  std::vector<const std::byte*> addresses;
-  for (const std::int64_t bytes : plan.buffer_bytes) {
-    buffers.push_back(backend.allocate(static_cast<std::size_t>(bytes)));
-    addresses.push_back(reinterpret_cast<const std::byte*>(buffers.back().data()));
-  }
+inline constexpr WeightHome kWeightHome = HostMemoryBackend<B> ? WeightHome::files : WeightHome::buffers;
+
+namespace detail {
+
+/// Fills the buffers by the rank's threads.
+template <HostMemoryBackend B>
+void fill_buffers(B& backend, const WeightPlan& plan, std::vector<typename B::Buffer>& buffers,
+                  typename B::Stream, const WeightProgress& progress) {
+  std::vector<std::byte*> addresses;
+  for (auto& buffer : buffers) addresses.push_back(reinterpret_cast<std::byte*>(buffer.data()));
+  load_weights(plan, addresses, backend.thread_pool(), progress);
+}
+
+/// Fills the buffers by uploads, a few MiB at a time.
+template <class B>
+void fill_buffers(B& backend, const WeightPlan& plan, std::vector<typename B::Buffer>& buffers,
+                  typename B::Stream stream, const WeightProgress& progress) {
   // Copies that the backend may hold meanwhile.
   constexpr std::size_t kMaxPendingBytes = std::size_t{64} << 20;
   std::size_t pending = 0;
@@ -72,7 +96,27 @@ StageWeights<B> load_stage_weights(B& backend, const ModelConfig& config, const 
   };
   stream_weights(plan, upload, progress);
   backend.synchronize(stream);
-  return {view_weights(config, plan, addresses), std::move(buffers)};
+}
+
+}  // namespace detail
+
+/// Loads the slices of `world_rank`, in place where the backend and the files allow it (kWeightHome,
+/// find_in_place()). Allocates, and waits for `stream`.
+/// @throws as plan_weights() and load_weights().
+template <class B>
+StageWeights<B> load_stage_weights(B& backend, const ModelConfig& config, const Checkpoint& checkpoint,
+                                   const Topology& topo, int world_rank, typename B::Stream stream,
+                                   const WeightProgress& progress = {}) {
+  const WeightPlan plan = plan_weights(config, checkpoint, topo, world_rank, kWeightHome<B>);
+  std::vector<typename B::Buffer> buffers;
+  std::vector<const std::byte*> addresses;
+  for (const std::int64_t bytes : plan.buffer_bytes) {
+    buffers.push_back(backend.allocate(static_cast<std::size_t>(bytes)));
+    addresses.push_back(reinterpret_cast<const std::byte*>(buffers.back().data()));
+  }
+  detail::fill_buffers(backend, plan, buffers, stream, progress);
+  return {view_weights(config, plan, addresses), std::move(buffers), mappings_of(plan),
+          plan.in_place_bytes()};
 }
 
 }  // namespace helix::decode

@@ -38,8 +38,13 @@ struct Piece {
 
 class PlanBuilder {
  public:
-  PlanBuilder(const ModelConfig& config, const Checkpoint& checkpoint, const Topology& topo, int world_rank)
-      : config_(config), checkpoint_(checkpoint), topo_(topo), at_(topo.coordinates(world_rank)) {
+  PlanBuilder(const ModelConfig& config, const Checkpoint& checkpoint, const Topology& topo, int world_rank,
+              WeightHome home)
+      : config_(config),
+        checkpoint_(checkpoint),
+        topo_(topo),
+        at_(topo.coordinates(world_rank)),
+        home_(home) {
     plan_.layers = topo.layers(at_.stage);
     plan_.experts = topo.experts(at_.stage_rank);
     plan_.fp8_blocks = config.fp8_blocks.value_or(Fp8BlockConfig{});
@@ -252,9 +257,12 @@ class PlanBuilder {
     }
     if (!problems_.empty()) return;  // what no file bounds has no size
     target.dtype = is_uniform ? common.value_or(DType::f32) : DType::f32;
-    target.buffer = plan_.buffer_bytes.size() - 1;
-    target.offset = plan_.buffer_bytes.back();
-    plan_.buffer_bytes.back() += round_up(target.size_bytes(), kAlignment);
+    if (home_ == WeightHome::files) target.in_place = find_in_place(target);
+    if (!target.in_place) {
+      target.buffer = plan_.buffer_bytes.size() - 1;
+      target.offset = plan_.buffer_bytes.back();
+      plan_.buffer_bytes.back() += round_up(target.size_bytes(), kAlignment);
+    }
     plan_.targets.push_back(std::move(target));
   }
 
@@ -329,6 +337,7 @@ class PlanBuilder {
   const Checkpoint& checkpoint_;
   const Topology& topo_;
   RankCoordinates at_;
+  WeightHome home_;
   std::int64_t layer_ = -1;
   std::int64_t expert_ = -1;
   std::string prefix_;
@@ -355,6 +364,12 @@ std::int64_t WeightPlan::allocated_bytes() const {
   return total;
 }
 
+std::int64_t WeightPlan::in_place_bytes() const {
+  std::int64_t total = 0;
+  for (const WeightTarget& target : targets) total += target.in_place ? target.size_bytes() : 0;
+  return total;
+}
+
 std::int64_t WeightPlan::weight_bytes() const {
   std::int64_t total = 0;
   for (const WeightTarget& target : targets) total += target.size_bytes();
@@ -362,19 +377,42 @@ std::int64_t WeightPlan::weight_bytes() const {
 }
 
 WeightPlan plan_weights(const ModelConfig& config, const Checkpoint& checkpoint, const Topology& topo,
-                        int world_rank) {
+                        int world_rank, WeightHome home) {
   const ModelShape& shape = config.shape;
   const ModelShape& built = topo.shape();
   HELIX_EXPECTS(is_same_model(shape, built), ErrorCode::invalid_argument,
                 "the topology was built for another model (hidden ", built.hidden, ", ", built.num_layers,
                 " layers) than config.json describes (hidden ", shape.hidden, ", ", shape.num_layers,
                 " layers); build it from ModelConfig::shape");
-  return PlanBuilder(config, checkpoint, topo, world_rank).build();
+  return PlanBuilder(config, checkpoint, topo, world_rank, home).build();
 }
 
-std::int64_t plan_weight_bytes(const ModelConfig& config, const Checkpoint& checkpoint, const Topology& topo,
-                               int world_rank) {
-  return plan_weights(config, checkpoint, topo, world_rank).allocated_bytes();
+std::optional<FileBytes> find_in_place(const WeightTarget& target) {
+  const auto element = static_cast<std::uint64_t>(size_bytes(target.dtype));
+  std::optional<FileBytes> found;
+  for (const WeightSlice& slice : target.slices) {
+    const TensorInfo& tensor = *slice.source.tensor;
+    const std::int64_t rows = slice.repeats * slice.rows.size();
+    if (rows == 0 || slice.cols.size() == 0) continue;
+    const bool is_as_stored =
+        tensor.dtype == target.dtype && slice.scale.tensor == nullptr && !slice.is_transposed;
+    // A run of elements there and here: whole rows, or a part of the only one.
+    const bool is_run = (slice.repeats == 1 || slice.row_stride == slice.rows.size()) &&
+                        (rows == 1 || slice.cols.size() == tensor.cols()) &&
+                        (rows == 1 || slice.cols.size() == target.cols);
+    if (!is_as_stored || !is_run) return std::nullopt;
+    const std::uint64_t begin =
+        slice.source.file->offset(tensor) +
+        static_cast<std::uint64_t>(slice.rows.begin * tensor.cols() + slice.cols.begin) * element;
+    if (!found) found = FileBytes{slice.source.file, begin, 0};
+    const auto place =
+        static_cast<std::uint64_t>(slice.target_row * target.cols + slice.target_col) * element;
+    const bool follows = slice.source.file == found->file && begin == found->begin + found->size;
+    if (!follows || place != found->size) return std::nullopt;
+    found->size += static_cast<std::uint64_t>(rows * slice.cols.size()) * element;
+  }
+  const bool is_whole = found && found->size == static_cast<std::uint64_t>(target.size_bytes());
+  return is_whole && found->begin % element == 0 ? found : std::nullopt;
 }
 
 }  // namespace helix::decode

@@ -4,6 +4,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -75,7 +77,26 @@ struct WeightSlice {
   const std::string& tensor() const { return source.tensor->name; }
 };
 
-/// A matrix that the rank holds: contiguous and row-major at `offset` of buffer `buffer`.
+/// Bytes [begin, begin + size) of a file of the checkpoint.
+struct FileBytes {
+  const SafetensorsFile* file = nullptr;
+  std::uint64_t begin = 0;
+  std::uint64_t size = 0;
+
+  /// The bytes in the mapped file.
+  std::span<const std::byte> data() const {
+    return file->mapping()->bytes().subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(size));
+  }
+};
+
+/// Where a rank's weights may lie.
+enum class WeightHome : std::uint8_t {
+  buffers,  ///< All in buffers of the backend.
+  files     ///< Those that lie in a file as they are used there, in its mapping; the others in buffers.
+};
+
+/// A matrix that the rank holds: contiguous and row-major, in place in a file or at `offset` of buffer
+/// `buffer`.
 struct WeightTarget {
   WeightRole role = WeightRole::embedding;
   std::int64_t layer = -1;   ///< -1: belongs to no layer.
@@ -83,9 +104,10 @@ struct WeightTarget {
   DType dtype = DType::f32;  ///< The checkpoint's type; f32 where fp8 or unlike types are widened.
   std::int64_t rows = 0;
   std::int64_t cols = 0;
-  std::size_t buffer = 0;
-  std::int64_t offset = 0;  ///< Bytes, a multiple of 256.
+  std::size_t buffer = 0;   ///< Not in place: the buffer.
+  std::int64_t offset = 0;  ///< Not in place: bytes, a multiple of 256.
   std::vector<WeightSlice> slices;
+  std::optional<FileBytes> in_place;
 
   std::int64_t size_bytes() const {
     return rows * cols * static_cast<std::int64_t>(helix::size_bytes(dtype));
@@ -104,20 +126,26 @@ struct WeightPlan {
 
   /// Bytes of all buffers.
   std::int64_t allocated_bytes() const;
+  /// Bytes of all targets in place.
+  std::int64_t in_place_bytes() const;
   /// Bytes of all targets: without the alignment between them.
   std::int64_t weight_bytes() const;
 };
 
-/// Decides every slice of `world_rank`. Reads headers only.
+/// Decides every slice of `world_rank`, and with WeightHome::files which targets lie in place: see
+/// find_in_place(). Reads headers only.
 /// @throws Error(invalid_file) listing the tensors that are missing or have another shape than the config
 /// implies (both shapes), Error(unsupported) for element types that nothing here reads,
 /// Error(invalid_argument) if `topo` was built for another model.
 WeightPlan plan_weights(const ModelConfig& config, const Checkpoint& checkpoint, const Topology& topo,
-                        int world_rank);
-WeightPlan plan_weights(const ModelConfig&, const Checkpoint&&, const Topology&, int) = delete;  // it borrows
+                        int world_rank, WeightHome home = WeightHome::buffers);
+WeightPlan plan_weights(const ModelConfig&, const Checkpoint&&, const Topology&, int,
+                        WeightHome = WeightHome::buffers) = delete;  // it borrows
 
-/// Bytes that loading the plan of plan_weights() allocates.
-std::int64_t plan_weight_bytes(const ModelConfig& config, const Checkpoint& checkpoint, const Topology& topo,
-                               int world_rank);
+/// The one run of a file that holds exactly the rows of `target`, in order and in its type: whole rows of a
+/// tensor, or several tensors' that happen to lie behind each other (HF sorts by name: gate_proj, up_proj).
+/// nullopt where there is none, or where it does not begin at a multiple of the element size, which the
+/// format does not promise. Looks at slices and headers only.
+std::optional<FileBytes> find_in_place(const WeightTarget& target);
 
 }  // namespace helix::decode

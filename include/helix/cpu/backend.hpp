@@ -66,6 +66,8 @@ class HELIX_API Operators {
   /// What linear(), head_linear() and expert_ffn() take of the activations. router_logits() takes them as
   /// they are.
   ProductInputs product_inputs() const { return product_inputs_; }
+  /// These threads, for work of the rank that is no operation: its memory is the host's.
+  ThreadPool& thread_pool() const { return *pool_; }
 
   Buffer allocate(std::size_t bytes) const { return Buffer(bytes); }
   Stream create_stream() const { return {}; }
