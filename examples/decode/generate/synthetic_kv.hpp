@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Synthetic KV: a counter-based generator, so that every topology fills its shards with the same cache.
+// Synthetic KV: a cache from a counter-based generator, so that every topology fills its shards alike.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
+#include <helix/cpu/thread_pool.hpp>
 #include <helix/sharded_kv_cache.hpp>
 #include <helix/topology.hpp>
 
 #include "generate/progress.hpp"
+#include "generate/synthetic_rows.hpp"
 #include "model/decoder_backend.hpp"
 
 namespace helix::decode {
@@ -17,33 +19,11 @@ namespace helix::decode {
 /// What a sequence of synthetic context decodes first.
 inline constexpr std::int32_t kSyntheticFirstToken = 0;
 
-constexpr std::uint64_t synthetic_mix(std::uint64_t x) {
-  x ^= x >> 30;
-  x *= 0xbf58476d1ce4e5b9ull;
-  x ^= x >> 27;
-  x *= 0x94d049bb133111ebull;
-  return x ^ x >> 31;
-}
-
-/// Key of the K (or V) row of the model's `head` at global `position` in the model's `layer`: a function of
-/// these alone.
-constexpr std::uint32_t synthetic_row_key(std::int64_t layer, std::int64_t head, std::int64_t position,
-                                          bool is_value) {
-  const std::uint64_t where = synthetic_mix(static_cast<std::uint64_t>(layer) << 1 | (is_value ? 1u : 0u)) ^
-                              static_cast<std::uint64_t>(head) * 0x9e3779b97f4a7c15ull;
-  return static_cast<std::uint32_t>(synthetic_mix(where + static_cast<std::uint64_t>(position)) >> 32);
-}
-
-/// Pseudo-random value in [-1, 1) of one element of the row.
-constexpr float synthetic_element(std::uint32_t row_key, std::uint32_t element) {
-  std::uint32_t x = row_key ^ element * 0x9e3779b9u;
-  x ^= x >> 16;
-  x *= 0x7feb352du;
-  x ^= x >> 15;
-  x *= 0x846ca68bu;
-  x ^= x >> 16;
-  return static_cast<float>(static_cast<std::int32_t>(x)) * 0x1p-31f;
-}
+/// Writes positions [0, tokens) of the sequence in `slot` to the pages of the model's layer `layer`, which
+/// lie in host memory: the heads from the model's `first_head` on, and what kv.kvp_rank owns of the
+/// positions.
+void fill_synthetic_layer(const KvView& kv, std::int32_t slot, std::int64_t tokens, std::int64_t layer,
+                          std::int64_t first_head, cpu::ThreadPool& threads);
 
 /// Writes positions [0, tokens) of `sequence` in the model's layers `layers` and KV heads `heads`: what this
 /// rank owns of them. The sequence must have been grown to `tokens`. Waits for the stream.
@@ -92,6 +72,20 @@ void fill_synthetic_kv(B& backend, ShardedKVCache<B>& cache, const SequenceId& s
       backend.synchronize(stream);  // the staging is re-used
       progress.update((layer - layers.begin) * tokens + block.end);
     }
+  }
+}
+
+/// The same in host memory: all threads of the rank write to the pages.
+template <DecoderBackend B>
+requires HostMemoryBackend<B>
+void fill_synthetic_kv(B& backend, ShardedKVCache<B>& cache, const SequenceId& sequence, std::int64_t tokens,
+                       Range layers, Range heads, typename B::Stream stream, bool show_progress) {
+  backend.synchronize(stream);  // which brings the page table up to date
+  Progress progress("synthetic KV", tokens * layers.size(), show_progress);
+  for (std::int64_t layer = layers.begin; layer < layers.end; ++layer) {
+    fill_synthetic_layer(cache.layer(static_cast<int>(layer - layers.begin)), cache.slot(sequence), tokens,
+                         layer, heads.begin, backend.thread_pool());
+    progress.update((layer + 1 - layers.begin) * tokens);
   }
 }
 

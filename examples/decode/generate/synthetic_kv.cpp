@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// Synthetic KV straight into pages of host memory.
+#include "generate/synthetic_kv.hpp"
+
+#include <algorithm>
+#include <cstddef>
+
+namespace helix::decode {
+namespace {
+
+/// Columns of the rows of one kind: where they lie, and which they are.
+struct Columns {
+  void* pool = nullptr;
+  KvStrides strides;
+  const float* scales = nullptr;
+  bool is_value = false;
+  Range columns;
+};
+
+/// One page's rows of one head.
+class PageFill {
+ public:
+  PageFill(const KvView& kv, std::int32_t slot, std::int64_t tokens, std::int64_t layer,
+           std::int64_t first_head)
+      : kv_(kv),
+        slot_(slot),
+        local_tokens_(kv.layout.length(tokens, kv.kvp_rank)),
+        layer_(layer),
+        first_head_(first_head) {}
+
+  std::int64_t num_pages() const {
+    return (local_tokens_ + kv_.format.page_tokens - 1) / kv_.format.page_tokens;
+  }
+
+  void fill(std::int64_t index, std::int64_t head) const {
+    const KvFormat& format = kv_.format;
+    fill({kv_.k, format.k, kv_.k_scale, false, {0, format.k_columns()}}, index, head);
+    if (format.is_latent) {
+      fill({kv_.rope, format.rope, kv_.k_scale, false, {format.value_dim, format.head_dim}}, index, head);
+    } else {
+      fill({kv_.v, format.v, kv_.v_scale, true, {0, format.value_dim}}, index, head);
+    }
+  }
+
+ private:
+  void fill(const Columns& kind, std::int64_t index, std::int64_t head) const {
+    const std::int64_t page_tokens = kv_.format.page_tokens;
+    const std::int64_t page = kv_.page_table[kv_.first_page_of(slot_) + index];
+    const std::int64_t end = std::min((index + 1) * page_tokens, local_tokens_);
+    for (std::int64_t local = index * page_tokens; local < end;) {
+      // Positions are consecutive up to the end of a chunk, or for ever.
+      const std::int64_t chunk = kv_.layout.chunk();
+      const std::int64_t run_end = kv_.layout.kvp() == 1 ? end : std::min(end, (local / chunk + 1) * chunk);
+      const SyntheticRows rows = {.layer = layer_,
+                                  .head = first_head_ + head,
+                                  .first_position = kv_.layout.global(kv_.kvp_rank, local),
+                                  .num_rows = run_end - local,
+                                  .is_value = kind.is_value,
+                                  .first_column = kind.columns.begin,
+                                  .num_columns = kind.columns.size(),
+                                  .scale = kind.scales == nullptr ? 1.0f : kind.scales[head]};
+      const std::int64_t first = kind.strides.at(page, head, local - index * page_tokens);
+      fill_synthetic_rows(rows, kv_.format.dtype,
+                          static_cast<std::byte*>(kind.pool) + first * kv_.format.element_bytes(),
+                          kind.strides.token);
+      local = run_end;
+    }
+  }
+
+  const KvView& kv_;
+  std::int32_t slot_;
+  std::int64_t local_tokens_;
+  std::int64_t layer_;
+  std::int64_t first_head_;
+};
+
+}  // namespace
+
+void fill_synthetic_layer(const KvView& kv, std::int32_t slot, std::int64_t tokens, std::int64_t layer,
+                          std::int64_t first_head, cpu::ThreadPool& threads) {
+  const PageFill pages(kv, slot, tokens, layer, first_head);
+  threads.parallel_for(pages.num_pages() * kv.format.num_heads, [&](std::int64_t index, int) {
+    pages.fill(index / kv.format.num_heads, index % kv.format.num_heads);
+  });
+}
+
+}  // namespace helix::decode
