@@ -16,7 +16,8 @@ namespace helix::cpu {
 
 struct Pages;
 
-/// Zeroed host memory, aligned to 256 bytes, pages untouched until first written. Moves, does not copy.
+/// Zeroed host memory, aligned to 256 bytes, pages untouched until first written: of 2 MiB from 8 MiB on,
+/// where the system has them. Moves, does not copy.
 ///
 /// Outlives the queued work that may touch it: its pages go back to the system when no stream of the process
 /// has a task left that was enqueued before the Buffer's end. The end itself waits for nothing.
