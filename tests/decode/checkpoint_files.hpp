@@ -79,6 +79,14 @@ inline std::string safetensors_of(const std::vector<TensorContent>& tensors, std
   return safetensors_bytes(header, data);
 }
 
+/// safetensors_of() whose data begins `remainder` bytes behind a multiple of 64.
+inline std::string safetensors_at(std::size_t remainder, const std::vector<TensorContent>& tensors) {
+  std::size_t data_bytes = 0;
+  for (const TensorContent& tensor : tensors) data_bytes += tensor.data.size();
+  const std::size_t header_bytes = safetensors_of(tensors).size() - data_bytes;
+  return safetensors_of(tensors, (64 + remainder - header_bytes % 64) % 64);
+}
+
 /// The value that element (row, col) of tensor `name` is given: a small integer, exact in every format.
 inline int element(std::string_view name, std::int64_t row, std::int64_t col) {
   std::uint64_t hash = 1469598103934665603u;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // helix-decode as a user runs it: output, JSON, exit codes, and one clear error for each bad input.
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <filesystem>
@@ -80,6 +81,11 @@ TEST_CASE("the report holds topology, sequences, memory, timing and exchange", "
   REQUIRE(json.at("memory").at("ranks").size() == 4);
   for (const auto& rank : json.at("memory").at("ranks")) {
     CHECK(rank.at("weights_bytes") > 0);
+    CHECK(rank.at("weights_in_place_bytes") > 0);
+    CHECK(rank.at("weights_copied_bytes") > 0);  // columns of down_proj
+    CHECK(rank.at("weights_bytes").get<std::int64_t>() ==
+          rank.at("weights_in_place_bytes").get<std::int64_t>() +
+              rank.at("weights_copied_bytes").get<std::int64_t>());
     CHECK(rank.at("kv_bytes") > 0);
     CHECK(rank.at("workspace_bytes") > 0);
     CHECK(rank.at("resident_bytes") > 0);
@@ -94,7 +100,25 @@ TEST_CASE("plan-only prints the memory of each rank and generates nothing", "[qu
   const Run run = run_decode(model_option("deepseek-tiny") + "--prompt-ids 1,2,3 --kvp 4 --ep 2 --plan-only");
   INFO(run.output);
   CHECK(run.exit_code == 0);
-  CHECK_THAT(run.output, Contains("memory a rank (4 ranks)") && !Contains("sequence 0"));
+  CHECK_THAT(run.output, Contains("memory a rank (4 ranks)") &&
+                             Contains("are used in the checkpoint's files") && !Contains("sequence 0"));
+}
+
+TEST_CASE("a checkpoint that shrinks while it is used ends the program with one line", "[quick]") {
+  const ScratchDirectory scratch;
+  for (const char* name : {"config.json", "model.safetensors"})
+    std::filesystem::copy_file(data_directory() / "llama-tiny" / name, scratch / name);
+  const std::string file = (scratch / "model.safetensors").string();
+  // Shrinks while it decodes: the plan is printed before the weights are loaded, in some milliseconds.
+  const std::string plan = (scratch / "plan").string();
+  const Run run =
+      run_command("sh -c '" HELIX_DECODE " --model " + scratch.path().string() +
+                  " --prompt-ids 1,2,3 --max-new-tokens 8000 --ignore-eos > " + plan + " & while ! test -s " +
+                  plan + "; do sleep 0.02; done; sleep 0.5; truncate -s 4096 " + file + "; wait $!'");
+  INFO(run.output);
+  CHECK(run.exit_code == 1);
+  CHECK_THAT(run.output, Catch::Matchers::StartsWith("helix-decode: " + file + ": ") && Contains("shrank"));
+  CHECK(std::count(run.output.begin(), run.output.end(), '\n') == 1);
 }
 
 TEST_CASE("prompts, teacher and drafts come from files", "[quick]") {

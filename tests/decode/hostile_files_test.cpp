@@ -48,6 +48,18 @@ std::pair<ErrorCode, std::string> failure(const std::function<void()>& call) {
   return {};
 }
 
+/// Loads `plan` as a backend does whose memory is the host's.
+void load_in_memory(const WeightPlan& plan) {
+  std::vector<std::vector<std::byte>> buffers;
+  std::vector<std::byte*> addresses;
+  for (const std::int64_t bytes : plan.buffer_bytes) {
+    buffers.emplace_back(static_cast<std::size_t>(bytes));
+    addresses.push_back(buffers.back().data());
+  }
+  cpu::ThreadPool threads(2);
+  load_weights(plan, addresses, threads, {});
+}
+
 std::string repeated(const std::string& text, std::size_t bytes) {
   std::string result;
   while (result.size() < bytes) result += text;
@@ -248,12 +260,18 @@ TEST_CASE("what is no regular file is refused at once by every reader", "[quick]
 
 TEST_CASE("a weight file that shrinks while it is loaded is an Error", "[quick]") {
   const ModelOnDisk model(llama());
+  model.align(0);
   const Checkpoint checkpoint = model.checkpoint();
   const ModelConfig config = model.config();
   const WeightPlan plan = plan_weights(config, checkpoint, Topology({.kvp = 2, .tpa = 2}, config.shape), 1);
   const auto path = model.directory().path() / "model.safetensors";
   const auto load = [&] { stream_weights(plan, [](auto...) {}, {}); };
+  const WeightPlan in_place =
+      plan_weights(config, checkpoint, Topology({}, config.shape), 0, WeightHome::files);
+  const auto load_in_place = [&] { load_in_memory(in_place); };
   REQUIRE_NOTHROW(load());
+  REQUIRE_NOTHROW(load_in_place());
+  REQUIRE(in_place.allocated_bytes() == 0);
   for (const double part : {0.9, 0.5, 0.1, 0.0}) {
     std::filesystem::resize_file(
         path, static_cast<std::uintmax_t>(part * static_cast<double>(std::filesystem::file_size(path))));
@@ -261,6 +279,10 @@ TEST_CASE("a weight file that shrinks while it is loaded is an Error", "[quick]"
     CHECK(code == ErrorCode::io);
     CHECK_THAT(message, Catch::Contains("model.safetensors") && Catch::Contains("shrank"));
   }
+  // What is gone shows by pages.
+  const auto [code, message] = failure(load_in_place);
+  CHECK(code == ErrorCode::io);
+  CHECK_THAT(message, Catch::Contains("model.safetensors") && Catch::Contains("shrank"));
 }
 
 TEST_CASE("touching a mapped file that shrank ends a guarded program with one line", "[quick]") {
@@ -349,7 +371,7 @@ TEST_CASE("a router that is not finite is refused with tensor and element", "[qu
             std::memcpy(tensor.data.data() + 2 * sizeof(T), &bad, sizeof(T));
           });
         }
-        model.directory().write("model.safetensors", safetensors_of(tensors));
+        model.directory().write("model.safetensors", safetensors_at(0, tensors));
         const Checkpoint checkpoint = model.checkpoint();
         const ModelConfig config = model.config();
         for (int rank = 0; rank < 2; ++rank) {
@@ -357,6 +379,11 @@ TEST_CASE("a router that is not finite is refused with tensor and element", "[qu
           const auto [code, message] = failure([&] { stream_weights(plan, [](auto...) {}, {}); });
           CHECK(code == ErrorCode::invalid_file);
           CHECK_THAT(message, Catch::Contains(name) && Catch::Contains("element [0, 2] is "));
+          const WeightPlan in_place =
+              plan_weights(config, checkpoint, Topology({.kvp = 2}, config.shape), rank, WeightHome::files);
+          const auto failed = failure([&] { load_in_memory(in_place); });
+          CHECK(failed.first == code);
+          CHECK(failed.second == message);
         }
       }
     }

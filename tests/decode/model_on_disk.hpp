@@ -35,6 +35,15 @@ class ModelOnDisk {
   ModelConfig config() const { return parse_model_config(config_json_.dump(), "config.json"); }
   Checkpoint checkpoint() const { return Checkpoint(directory_.path()); }
   const std::vector<TensorContent>& tensors() const { return tensors_; }
+  /// Writes a file of other tensors of the same names.
+  void replace(std::vector<TensorContent> tensors) {
+    tensors_ = std::move(tensors);
+    align(3);
+  }
+  /// Writes the file again, with data that begins `remainder` bytes behind a multiple of 64.
+  void align(std::size_t remainder) const {
+    directory_.write("model.safetensors", safetensors_at(remainder, tensors_));
+  }
   const TemporaryDirectory& directory() const { return directory_; }
 
   /// What a loaded element must be, from name and indices alone.

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <random>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -127,6 +128,14 @@ void load(const std::filesystem::path& directory) {
                  },
                  {});
   CHECK(bytes == plan.weight_bytes());
+  const WeightPlan in_place = plan_weights(config, checkpoint, topo, 0, WeightHome::files);
+  CHECK(in_place.weight_bytes() == plan.weight_bytes());
+  for (const WeightTarget& target : in_place.targets) {
+    if (!target.in_place) continue;
+    const std::span<const std::byte> data = target.in_place->data();
+    CHECK(reinterpret_cast<std::uintptr_t>(data.data()) % size_bytes(target.dtype) == 0);
+    CHECK(static_cast<std::int64_t>(data.size()) == target.size_bytes());
+  }
 }
 
 /// A machine for helix-plan.

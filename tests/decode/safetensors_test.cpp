@@ -230,6 +230,34 @@ TEST_CASE("files that cannot be mapped are io errors that name the path") {
         ErrorCode::invalid_file);
 }
 
+TEST_CASE("bytes that are made resident are, and those that are gone are an Error") {
+  if (resident_file_bytes() < 0) {
+    WARN("skipped: no /proc/self/statm");
+    return;
+  }
+  constexpr std::int64_t kBytes = std::int64_t{64} << 20;
+  const TemporaryDirectory directory;
+  const std::string path =
+      directory.write("model.safetensors",
+                      safetensors_bytes("{\"t\":{\"dtype\":\"F32\",\"shape\":[" + std::to_string(kBytes / 4) +
+                                            "],\"data_offsets\":[0," + std::to_string(kBytes) + "]}}",
+                                        ""));
+  std::filesystem::resize_file(path, std::filesystem::file_size(path) + kBytes);
+  const SafetensorsFile file(path);
+  const auto mapping = file.mapping();
+  const auto half = file.data(file.tensors().front()).first(kBytes / 2);
+  const std::int64_t before = resident_file_bytes();
+  mapping->prefault({});
+  mapping->prefault(half);
+  const std::int64_t gained = resident_file_bytes() - before;
+  CHECK(gained > kBytes / 2 - kBytes / 16);
+  CHECK(gained < kBytes / 2 + kBytes / 16);
+  std::filesystem::resize_file(path, 100000);
+  const auto [code, message] = required_failure([&] { mapping->prefault(half); });
+  CHECK(code == ErrorCode::io);
+  CHECK_THAT(message, Catch::Contains(path) && Catch::Contains("shrank"));
+}
+
 TEST_CASE("released pages leave resident memory") {
   if (resident_file_bytes() < 0) {
     WARN("skipped: no /proc/self/statm");

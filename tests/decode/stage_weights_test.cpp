@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 #include <variant>
@@ -16,6 +17,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <helix/cpu/thread_pool.hpp>
 #include <helix/topology.hpp>
 
 #include "decode/model_on_disk.hpp"
@@ -46,6 +48,14 @@ struct HostBackend {
     std::memcpy(target, source, bytes);
   }
   void synchronize(int) const {}
+};
+
+/// The same with threads that write to its memory: uses weights in place.
+struct ThreadedHostBackend : HostBackend {
+  cpu::ThreadPool& thread_pool() const { return *pool_; }
+
+ private:
+  std::shared_ptr<cpu::ThreadPool> pool_ = std::make_shared<cpu::ThreadPool>(3);
 };
 
 float at(const WeightView& view, std::int64_t row, std::int64_t col) {
@@ -272,10 +282,12 @@ class RankCheck {
   std::int64_t first_combined_;
 };
 
-void check_rank(const ModelOnDisk& model, const Topology& topo, int world_rank) {
+/// @returns bytes in place.
+template <class B>
+std::int64_t check_rank(const ModelOnDisk& model, const Topology& topo, int world_rank) {
   const ModelConfig config = model.config();
   const Checkpoint checkpoint = model.checkpoint();
-  HostBackend backend;
+  B backend;
   std::int64_t last_done = -1;
   std::int64_t total = 0;
   const auto progress = [&](std::int64_t done, std::int64_t all) {
@@ -286,15 +298,25 @@ void check_rank(const ModelOnDisk& model, const Topology& topo, int world_rank) 
   const auto weights = load_stage_weights(backend, config, checkpoint, topo, world_rank, 0, progress);
   CHECK(last_done == total);
   CHECK(total > 0);
-  CHECK(weights.bytes() == plan_weight_bytes(config, checkpoint, topo, world_rank));
+  const WeightPlan plan = plan_weights(config, checkpoint, topo, world_rank, kWeightHome<B>);
+  CHECK(weights.buffer_bytes() == plan.allocated_bytes());
+  CHECK(weights.in_place_bytes() == plan.in_place_bytes());
+  CHECK(weights.buffer_bytes() + weights.in_place_bytes() >= plan.weight_bytes());
+  CHECK(total == plan.weight_bytes());
   RankCheck(model, topo, world_rank).check(weights);
+  return weights.in_place_bytes();
 }
 
 void check_all_ranks(const ModelOnDisk& model, const TopologySpec& spec) {
   const Topology topo(spec, model.config().shape);
   for (int rank = 0; rank < topo.world_size(); ++rank) {
     CAPTURE(rank, topo.to_string());
-    check_rank(model, topo, rank);
+    CHECK(check_rank<HostBackend>(model, topo, rank) == 0);
+    model.align(0);
+    CHECK(check_rank<ThreadedHostBackend>(model, topo, rank) > 0);
+    model.align(1);
+    const std::int64_t odd = check_rank<ThreadedHostBackend>(model, topo, rank);
+    CHECK(odd == 0);
   }
 }
 
@@ -410,9 +432,56 @@ TEST_CASE("a fused target of unlike types is widened to f32") {
     if (tensor.name == "model.layers.0.self_attn.q_proj.weight")
       tensor = filled(tensor.name, 48, 24, DType::f16);
   }
-  model.directory().write("model.safetensors", safetensors_of(tensors));
+  model.replace(std::move(tensors));
   check_all_ranks(model, {.kvp = 2, .tpa = 2});
 }
+
+TEST_CASE("weights in place outlive the checkpoint that they come from") {
+  const ModelOnDisk model(llama());
+  model.align(0);
+  const ModelConfig config = model.config();
+  const Topology topo({}, config.shape);
+  auto checkpoint = std::make_unique<Checkpoint>(model.directory().path());
+  ThreadedHostBackend backend;
+  const auto weights = load_stage_weights(backend, config, *checkpoint, topo, 0, 0);
+  checkpoint.reset();
+  std::filesystem::remove(model.directory().path() / "model.safetensors");
+  // All but what must be cut by columns or joined: nothing of a rank alone, and qkv lies in the file's order.
+  CHECK(weights.buffer_bytes() == 0);
+  RankCheck(model, topo, 0).check(weights);
+}
+
+TEST_CASE("several ranks of a process use one mapping") {
+  const ModelOnDisk model(llama());
+  model.align(0);
+  const ModelConfig config = model.config();
+  const Checkpoint checkpoint = model.checkpoint();
+  const Topology topo({.kvp = 2, .tpa = 2}, config.shape);
+  ThreadedHostBackend backend;
+  const auto a = load_stage_weights(backend, config, checkpoint, topo, 0, 0);
+  const auto b = load_stage_weights(backend, config, checkpoint, topo, 3, 0);
+  CHECK(a.layers[0].input_norm.data == b.layers[0].input_norm.data);
+  CHECK(checkpoint.files().front().mapping().use_count() == 4);  // the file's, two ranks', and this one
+}
+
+namespace {
+
+/// Resident memory of this process in pages: of files, and of its own.
+struct Resident {
+  std::int64_t file = 0;
+  std::int64_t own = 0;
+
+  static Resident now() {
+    std::ifstream in("/proc/self/statm");
+    std::int64_t size = 0;
+    std::int64_t all = 0;
+    std::int64_t shared = 0;
+    in >> size >> all >> shared;
+    return {shared, all - shared};
+  }
+};
+
+}  // namespace
 
 TEST_CASE("loading keeps resident memory to the rank's share") {
   std::ifstream statm("/proc/self/statm");
@@ -420,14 +489,6 @@ TEST_CASE("loading keeps resident memory to the rank's share") {
     WARN("skipped: no /proc/self/statm");
     return;
   }
-  const auto resident_file_pages = [] {
-    std::ifstream in("/proc/self/statm");
-    std::int64_t size = 0;
-    std::int64_t resident = 0;
-    std::int64_t shared = 0;
-    in >> size >> resident >> shared;
-    return shared;
-  };
   // 2 x 64 MiB of vocabulary; down_proj is cut by columns, which touches every page of it.
   json config = llama();
   config["hidden_size"] = 1024;
@@ -457,22 +518,37 @@ TEST_CASE("loading keeps resident memory to the rank's share") {
   add("model.layers.0.mlp.up_proj.weight", {16384, 1024});
   add("model.layers.0.mlp.down_proj.weight", {1024, 16384});
   directory.write("config.json", config.dump());
-  const std::string path = directory.write("model.safetensors", safetensors_bytes(header + "}", ""));
+  header += "}";
+  header.append((64 - header.size() % 64) % 64, ' ');
+  const std::string path = directory.write("model.safetensors", safetensors_bytes(header, ""));
   std::filesystem::resize_file(path, std::filesystem::file_size(path) + static_cast<std::uintmax_t>(end));
 
   const Checkpoint checkpoint(directory.path());
   const ModelConfig parsed = parse_model_config(config.dump(), "config.json");
   const WeightPlan plan = plan_weights(parsed, checkpoint, Topology({.kvp = 2, .tpa = 2}, parsed.shape), 1);
-  const std::int64_t before = resident_file_pages();
+  const std::int64_t before = Resident::now().file;
   std::int64_t peak = before;
   std::int64_t received = 0;
   stream_weights(plan,
                  [&](std::size_t, std::int64_t, const std::byte* data, std::size_t bytes) {
                    for (std::size_t i = 0; i < bytes; i += 512) received += data[i] == std::byte{0} ? 1 : 0;
-                   peak = std::max(peak, resident_file_pages());
+                   peak = std::max(peak, Resident::now().file);
                  },
                  {});
   CHECK(received > 0);
   CHECK(plan.weight_bytes() > std::int64_t{50} << 20);
   CHECK((peak - before) * 4096 < std::int64_t{20} << 20);
+
+  // In place the file's pages count, and no copy of them.
+  const Resident start = Resident::now();
+  ThreadedHostBackend backend;
+  const WeightPlan planned =
+      plan_weights(parsed, checkpoint, Topology({.kvp = 2, .tpa = 2}, parsed.shape), 1, WeightHome::files);
+  const auto weights =
+      load_stage_weights(backend, parsed, checkpoint, Topology({.kvp = 2, .tpa = 2}, parsed.shape), 1, 0);
+  const Resident after = Resident::now();
+  const std::int64_t slack = std::int64_t{20} << 20;
+  CHECK(planned.in_place_bytes() > std::int64_t{30} << 20);
+  CHECK(std::abs((after.file - start.file) * 4096 - planned.in_place_bytes()) < slack);
+  CHECK(std::abs((after.own - start.own) * 4096 - planned.allocated_bytes()) < slack);
 }

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -181,7 +183,8 @@ TEST_CASE("the reference checkpoints fit their configs on every legal topology o
       for (const TopologySpec& spec : Topology::legal_topologies(config.shape, size)) {
         const Topology topo(spec, config.shape);
         std::int64_t all = 0;
-        for (int rank = 0; rank < size; ++rank) all += plan_weight_bytes(config, checkpoint, topo, rank);
+        for (int rank = 0; rank < size; ++rank)
+          all += plan_weights(config, checkpoint, topo, rank).allocated_bytes();
         if (size == 1) alone = all;
         CHECK(all >= alone);
         CHECK(all < size * alone + 1);
@@ -268,4 +271,143 @@ TEST_CASE("types that nothing reads, fp8 without scales and foreign topologies a
   const Checkpoint checkpoint = other.checkpoint();
   CHECK_THROWS_WITH(plan_weights(other.config(), checkpoint, Topology({}, model.config().shape), 0),
                     Catch::Contains("built for another model"));
+}
+
+namespace {
+
+/// Targets over the tensors of a file, to ask where they lie.
+class InPlace {
+ public:
+  explicit InPlace(std::size_t remainder = 0) {
+    directory_.write("config.json", "{}");
+    directory_.write("a.safetensors", safetensors_at(remainder, {filled("norm", 0, 4), filled("gate", 6, 4),
+                                                                 filled("up", 6, 4), filled("wide", 6, 8),
+                                                                 filled("f32", 2, 4, DType::f32)}));
+    directory_.write("b.safetensors", safetensors_at(0, {filled("other", 6, 4)}));
+    directory_.write("model.safetensors.index.json",
+                     R"({"weight_map":{"norm":"a.safetensors","gate":"a.safetensors","up":"a.safetensors",)"
+                     R"("wide":"a.safetensors","f32":"a.safetensors","other":"b.safetensors"}})");
+    checkpoint_ = std::make_unique<Checkpoint>(directory_.path());
+  }
+
+  /// Rows of a tensor, at row `target_row` of the target.
+  WeightSlice rows(const std::string& tensor, Range rows, std::int64_t target_row = 0) const {
+    WeightSlice slice;
+    slice.source = checkpoint_->find(tensor);
+    slice.rows = rows;
+    slice.cols = {0, slice.source.tensor->cols()};
+    slice.target_row = target_row;
+    return slice;
+  }
+
+  /// Where a target of such slices lies, counted from the beginning of `tensor`; nullopt: nowhere.
+  std::optional<std::int64_t> find(const std::string& tensor, std::int64_t num_rows, std::int64_t num_cols,
+                                   std::vector<WeightSlice> slices, DType dtype = DType::bf16) const {
+    WeightTarget target;
+    target.dtype = dtype;
+    target.rows = num_rows;
+    target.cols = num_cols;
+    target.slices = std::move(slices);
+    const std::optional<FileBytes> found = find_in_place(target);
+    if (!found) return std::nullopt;
+    const Checkpoint::Entry entry = checkpoint_->find(tensor);
+    CHECK(found->file == entry.file);
+    CHECK(static_cast<std::int64_t>(found->size) == target.size_bytes());
+    CHECK(found->data().size() == found->size);
+    return static_cast<std::int64_t>(found->begin) -
+           static_cast<std::int64_t>(entry.file->offset(*entry.tensor));
+  }
+
+ private:
+  TemporaryDirectory directory_;
+  std::unique_ptr<Checkpoint> checkpoint_;
+};
+
+}  // namespace
+
+TEST_CASE("a target lies in place where its rows follow each other in one file, in order and type") {
+  const InPlace at;
+  CHECK(at.find("norm", 1, 4, {at.rows("norm", {0, 1})}) == 0);
+  CHECK(at.find("gate", 6, 4, {at.rows("gate", {0, 6})}) == 0);
+  CHECK(at.find("gate", 2, 4, {at.rows("gate", {3, 5})}) == 3 * 4 * 2);
+  CHECK(at.find("gate", 12, 4, {at.rows("gate", {0, 6}), at.rows("up", {0, 6}, 6)}) == 0);
+  CHECK(at.find("gate", 4, 4, {at.rows("gate", {4, 6}), at.rows("up", {0, 2}, 2)}) == 4 * 4 * 2);
+  CHECK(at.find("f32", 2, 4, {at.rows("f32", {0, 2})}, DType::f32) == 0);
+  // An empty slice takes nothing and is nowhere.
+  CHECK(at.find("up", 6, 4, {at.rows("other", {0, 0}), at.rows("up", {0, 6})}) == 0);
+
+  CHECK_FALSE(at.find("gate", 12, 4, {at.rows("up", {0, 6}), at.rows("gate", {0, 6}, 6)}));  // order
+  CHECK_FALSE(at.find("gate", 12, 4, {at.rows("up", {0, 6}, 6), at.rows("gate", {0, 6})}));
+  CHECK_FALSE(at.find("gate", 12, 4, {at.rows("gate", {0, 6}, 6), at.rows("up", {0, 6}, 0)}));
+  CHECK_FALSE(at.find("gate", 6, 4, {at.rows("gate", {0, 3}), at.rows("up", {0, 3}, 3)}));    // a gap
+  CHECK_FALSE(at.find("gate", 12, 4, {at.rows("up", {0, 6}), at.rows("other", {0, 6}, 6)}));  // two files
+  CHECK_FALSE(at.find("gate", 6, 4, {at.rows("gate", {0, 6})}, DType::f32));                  // widened
+  CHECK_FALSE(at.find("gate", 8, 4, {at.rows("gate", {0, 6})}));                              // part of it
+  CHECK_FALSE(at.find("gate", 0, 4, {}));
+
+  WeightSlice scaled = at.rows("gate", {0, 6});
+  scaled.scale = scaled.source;
+  CHECK_FALSE(at.find("gate", 6, 4, {scaled}));
+  WeightSlice transposed = at.rows("gate", {0, 4});
+  transposed.is_transposed = true;
+  CHECK_FALSE(at.find("gate", 4, 4, {transposed}));
+}
+
+TEST_CASE("columns lie in place in a single row only, repeated rectangles without gaps only") {
+  const InPlace at;
+  WeightSlice columns = at.rows("wide", {0, 6});
+  columns.cols = {0, 4};
+  CHECK_FALSE(at.find("wide", 6, 4, {columns}));
+  columns.rows = {2, 3};
+  columns.cols = {4, 8};
+  CHECK(at.find("wide", 1, 4, {columns}) == (2 * 8 + 4) * 2);
+
+  WeightSlice beside = at.rows("norm", {0, 1});  // joined with columns of its own row
+  beside.cols = {0, 2};
+  WeightSlice rest = beside;
+  rest.cols = {2, 4};
+  rest.target_col = 2;
+  CHECK(at.find("norm", 1, 4, {beside, rest}) == 0);
+  rest.target_col = 1;
+  CHECK_FALSE(at.find("norm", 1, 4, {beside, rest}));
+
+  WeightSlice heads = at.rows("gate", {0, 2});
+  heads.repeats = 3;
+  heads.row_stride = 2;
+  CHECK(at.find("gate", 6, 4, {heads}) == 0);
+  heads.repeats = 2;
+  heads.row_stride = 3;
+  CHECK_FALSE(at.find("gate", 4, 4, {heads}));
+}
+
+TEST_CASE("a target that does not begin at a multiple of its elements is copied") {
+  for (const std::size_t remainder : {1, 3, 63}) {
+    const InPlace at(remainder);
+    CHECK_FALSE(at.find("gate", 6, 4, {at.rows("gate", {0, 6})}));
+  }
+  const InPlace even(2);
+  CHECK(even.find("gate", 6, 4, {even.rows("gate", {0, 6})}) == 0);
+  CHECK_FALSE(even.find("f32", 2, 4, {even.rows("f32", {0, 2})}, DType::f32));
+}
+
+TEST_CASE("a plan has buffers for what is copied, and none unless it is asked to use files") {
+  const ModelOnDisk model(llama());
+  model.align(0);
+  const ModelConfig config = model.config();
+  const Checkpoint checkpoint = model.checkpoint();
+  for (const TopologySpec& spec : {TopologySpec{}, TopologySpec{.kvp = 2, .tpa = 2}}) {
+    const Topology topo(spec, config.shape);
+    const WeightPlan copied = plan_weights(config, checkpoint, topo, 0);
+    const WeightPlan in_place = plan_weights(config, checkpoint, topo, 0, WeightHome::files);
+    CHECK(copied.in_place_bytes() == 0);
+    CHECK(copied.allocated_bytes() >= copied.weight_bytes());
+    CHECK(in_place.weight_bytes() == copied.weight_bytes());
+    CHECK(in_place.buffer_bytes.size() == copied.buffer_bytes.size());
+    CHECK(in_place.allocated_bytes() < copied.allocated_bytes());
+    for (const WeightTarget& target : in_place.targets) {
+      const bool is_cut = target.role == WeightRole::attention_out || target.role == WeightRole::down ||
+                          target.role == WeightRole::qkv || target.role == WeightRole::gate_up;
+      CHECK(target.in_place.has_value() == (topo.world_size() == 1 || !is_cut));
+    }
+  }
 }

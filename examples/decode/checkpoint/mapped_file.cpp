@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include <sys/mman.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <helix/error.hpp>
@@ -49,9 +50,16 @@ void leave(std::span<const std::byte> bytes) {
   }
 }
 
-void write_text(const char* text) {
-  const ssize_t ignored = ::write(STDERR_FILENO, text, std::strlen(text));
+/// Ends the process with one line, in one call, whatever the number of threads that get here.
+[[noreturn]] void end_process(const char* file) {
+  static std::atomic_flag is_ending = ATOMIC_FLAG_INIT;
+  while (is_ending.test_and_set()) ::pause();
+  const auto part = [](const char* text) { return iovec{const_cast<char*>(text), std::strlen(text)}; };
+  const std::array line = {part(g_program), part(": "), part(file),
+                           part(": shrank or became unreadable while it was in use\n")};
+  const ssize_t ignored = ::writev(STDERR_FILENO, line.data(), static_cast<int>(line.size()));
   static_cast<void>(ignored);
+  ::_exit(1);
 }
 
 #ifdef MADV_POPULATE_READ
@@ -74,11 +82,7 @@ void on_bus_error(int signal, siginfo_t* info, void*) {
   for (const Known& known : g_known) {
     const std::uintptr_t begin = known.begin.load();
     if (begin <= 1 || address < begin || address >= known.end.load()) continue;
-    write_text(g_program);
-    write_text(": ");
-    write_text(known.name.data());
-    write_text(": shrank or became unreadable while it was in use\n");
-    ::_exit(1);
+    end_process(known.name.data());
   }
   std::signal(signal, SIG_DFL);  // the access is repeated, and ends the process
 }
