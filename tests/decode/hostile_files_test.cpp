@@ -279,7 +279,6 @@ TEST_CASE("a weight file that shrinks while it is loaded is an Error", "[quick]"
     CHECK(code == ErrorCode::io);
     CHECK_THAT(message, Catch::Contains("model.safetensors") && Catch::Contains("shrank"));
   }
-  // What is gone shows by pages.
   const auto [code, message] = failure(load_in_place);
   CHECK(code == ErrorCode::io);
   CHECK_THAT(message, Catch::Contains("model.safetensors") && Catch::Contains("shrank"));

@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <span>
-#include <string>
 
 #include "checkpoint/regular_file.hpp"
 
@@ -22,16 +21,14 @@ class MappedFile {
   std::span<const std::byte> bytes() const { return bytes_; }
 
   /// Makes `bytes` (part of bytes()) resident, reading from the file what no cache holds, so that touching
-  /// them later waits for nothing. Only asks for it where the system is too old to do it.
-  /// @throws Error(io) naming the file if it shrank or cannot be read.
-  void prefault(std::span<const std::byte> bytes) const;
+  /// them later waits for nothing. Raises SIGBUS, as any touch does, if they are gone.
+  void prefault(std::span<const std::byte> bytes) const noexcept;
 
   /// Gives back the resident pages under `bytes` (part of bytes()): touching them again faults them in from
   /// the file.
   void release(std::span<const std::byte> bytes) const noexcept;
 
  private:
-  std::string path_;
   std::span<const std::byte> bytes_;
 };
 

@@ -71,4 +71,12 @@ void RegularFile::read(std::uint64_t offset, std::span<std::byte> target) const 
   }
 }
 
+void RegularFile::expect_whole() const {
+  struct stat status = {};
+  HELIX_EXPECTS(::fstat(descriptor_, &status) == 0, ErrorCode::io, path_,
+                ": cannot be looked at: ", std::strerror(errno));
+  HELIX_EXPECTS(static_cast<std::uint64_t>(status.st_size) >= size_, ErrorCode::io, path_, ": has ",
+                status.st_size, " bytes of ", size_, ": it shrank while it was in use");
+}
+
 }  // namespace helix::decode

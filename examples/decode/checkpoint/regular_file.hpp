@@ -30,6 +30,9 @@ class RegularFile {
   /// read.
   void read(std::uint64_t offset, std::span<std::byte> target) const;
 
+  /// @throws Error(io) naming the file if it shrank since it was opened.
+  void expect_whole() const;
+
   /// Descriptor for mmap and the like; stays this object's.
   int descriptor() const { return descriptor_; }
 

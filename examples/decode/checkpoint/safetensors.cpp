@@ -386,6 +386,11 @@ std::span<const std::byte> SafetensorsFile::data(const TensorInfo& tensor) const
                                    static_cast<std::size_t>(tensor.end - tensor.begin));
 }
 
+void SafetensorsFile::prefault(std::span<const std::byte> bytes) const {
+  file_.expect_whole();
+  mapping_->prefault(bytes);
+}
+
 void SafetensorsFile::release(std::span<const std::byte> bytes) const noexcept {
   mapping_->release(bytes);
 }

@@ -81,6 +81,10 @@ class SafetensorsFile {
   /// raises SIGBUS, which guard_mappings() turns into a message: what is read once is better read().
   std::span<const std::byte> data(const TensorInfo& tensor) const;
 
+  /// Makes `bytes` (part of data(), or of several that follow each other) resident: see MappedFile.
+  /// @throws Error(io) naming the file if it is shorter than it was when it was opened.
+  void prefault(std::span<const std::byte> bytes) const;
+
   /// The whole file in place, for those that use it longer than this object lives.
   std::shared_ptr<const MappedFile> mapping() const { return mapping_; }
 

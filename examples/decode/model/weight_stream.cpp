@@ -56,7 +56,7 @@ void load_weights(const WeightPlan& plan, std::span<std::byte* const> buffers, c
     std::int64_t bytes = 0;
     if (index < num_runs) {
       const FileBytes& run = runs[static_cast<std::size_t>(index)];
-      run.file->mapping()->prefault(run.data());
+      run.file->prefault(run.data());
       bytes = static_cast<std::int64_t>(run.size);
     } else {
       const WeightPiece& piece = pieces[static_cast<std::size_t>(index - num_runs)];
