@@ -381,7 +381,7 @@ TEST_CASE("columns lie in place in a single row only, repeated rectangles withou
 }
 
 TEST_CASE("a target that does not begin at a multiple of its elements is copied") {
-  for (const std::size_t remainder : {1, 3, 63}) {
+  for (const std::size_t remainder : {1u, 3u, 63u}) {
     const InPlace at(remainder);
     CHECK_FALSE(at.find("gate", 6, 4, {at.rows("gate", {0, 6})}));
   }
