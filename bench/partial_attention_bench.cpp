@@ -13,6 +13,7 @@
 #include <vector>
 
 #include <helix/cpu/backend.hpp>
+#include <helix/cpu/tuning.hpp>
 #include <helix/foreign_kv.hpp>
 
 #include "ceilings.hpp"
@@ -32,20 +33,25 @@ struct Case {
   std::int64_t tokens;
   int iterations;
   Layout layout = Layout::own;
+  const char* kernel = nullptr;  ///< Whose variants take turns before anything is timed.
 };
 
+constexpr const char* kRows1 = "attention.bf16.rows1";
+constexpr const char* kRows4 = "attention.bf16.rows4";
+constexpr const char* kRows8 = "attention.bf16.rows8";
+
 constexpr Case kCases[] = {
-    {"mha", 8, 8, 128, 128, false, 1 << 17, 9},
-    {"mha", 2, 2, 128, 128, false, 1 << 20, 7},
-    {"gqa4", 32, 8, 128, 128, false, 1 << 17, 9},
-    {"gqa4", 8, 2, 128, 128, false, 1 << 20, 7},
-    {"gqa8", 64, 8, 128, 128, false, 1 << 17, 9},
-    {"gqa8", 16, 2, 128, 128, false, 1 << 20, 7},
+    {"mha", 8, 8, 128, 128, false, 1 << 17, 9, Layout::own, kRows1},
+    {"mha", 2, 2, 128, 128, false, 1 << 20, 7, Layout::own, kRows1},
+    {"gqa4", 32, 8, 128, 128, false, 1 << 17, 9, Layout::own, kRows4},
+    {"gqa4", 8, 2, 128, 128, false, 1 << 20, 7, Layout::own, kRows4},
+    {"gqa8", 64, 8, 128, 128, false, 1 << 17, 9, Layout::own, kRows8},
+    {"gqa8", 16, 2, 128, 128, false, 1 << 20, 7, Layout::own, kRows8},
     {"mla128", 128, 1, 576, 512, true, 1 << 17, 5},
     {"mla128", 128, 1, 576, 512, true, 1 << 20, 3},
-    {"mla16", 16, 1, 576, 512, true, 1 << 17, 9},
-    {"mha_nhd", 8, 8, 128, 128, false, 1 << 17, 9, Layout::foreign},
-    {"gqa8_nhd", 64, 8, 128, 128, false, 1 << 17, 9, Layout::foreign},
+    {"mla16", 16, 1, 576, 512, true, 1 << 17, 9, Layout::own, kRows8},
+    {"mha_nhd", 8, 8, 128, 128, false, 1 << 17, 9, Layout::foreign, kRows1},
+    {"gqa8_nhd", 64, 8, 128, 128, false, 1 << 17, 9, Layout::foreign, kRows8},
     {"mla16_split", 16, 1, 576, 512, true, 1 << 17, 9, Layout::foreign},
     {"mla128_split", 128, 1, 576, 512, true, 1 << 17, 5, Layout::foreign},
 };
@@ -89,6 +95,13 @@ double error_of_head(const helix::PartialAttentionArgs<float>& args, std::int64_
     worst = std::max(worst, std::abs(exact - args.sink.out(0, query_head, i)));
   }
   return worst;
+}
+
+bool is_chosen(const char* kernel) {
+  for (const helix::cpu::KernelTuning& tuning : helix::cpu::tuning()) {
+    if (tuning.kernel == kernel) return tuning.source != helix::cpu::KernelTuning::Source::preset;
+  }
+  return true;
 }
 
 helix::KvView view_of(const Case& c, std::byte* memory) {
@@ -149,11 +162,13 @@ void bench_partial_attention(benchmark::State& state, const Case& c, int num_thr
   args.workspace = workspace;
 
   const double flops = 2.0 * static_cast<double>(c.query_heads * (c.head_dim + c.value_dim) * c.tokens);
+  const auto work = [&] {
+    operators.partial_attention(args, stream);
+    operators.synchronize(stream);
+  };
+  while (c.kernel != nullptr && !is_chosen(c.kernel)) work();
   helix::bench::run_beside_ceilings(state, num_threads, 2.0 * static_cast<double>(kv_elements), flops, memory,
-                                    [&] {
-                                      operators.partial_attention(args, stream);
-                                      operators.synchronize(stream);
-                                    });
+                                    work);
   const double error = std::max(error_of_head(args, 0), error_of_head(args, c.query_heads - 1));
   state.counters["max_error"] = error;
   if (!(error < 1e-5)) state.SkipWithError("the result that was timed is wrong");

@@ -6,7 +6,9 @@
 // rest of the batch changes a bit of the result.
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -16,6 +18,7 @@
 
 #include "cpu/attention/task.hpp"
 #include "cpu/kv_rows.hpp"
+#include "cpu/tuner.hpp"
 
 namespace helix::cpu {
 namespace {
@@ -31,6 +34,53 @@ constexpr std::int64_t kPassPartials = 256;  // (token, split) pairs that the wo
 constexpr std::int64_t kPassUnits = 256;
 constexpr std::int64_t kTileAlign = 256;  // splits are whole key tiles
 constexpr std::int64_t kAlignBytes = 64;
+
+constexpr std::int64_t kTasksPerThread = 4;   // heads share tasks only as far as this many are left
+constexpr std::int64_t kMaxDirectGroup = 16;  // query heads of a KV head that read rows on the way
+constexpr std::int64_t kTunedBytes = std::int64_t{8} << 20;  // of keys and values; smaller calls say little
+
+/// Ways to read memory, and their names as the tuners have them. The first one suits cores that follow many
+/// streams at once; Zen 4 reads 11 GB/s out of pages of 16 KB in random order and 20 where the heads of a
+/// page are read after one another, and takes half of a vector of 512 bits a cycle.
+constexpr std::array<AttentionVariant, 10> kVariants = {{
+    {.heads = 1},
+    {.heads = 1, .is_interleaved = false, .prefetches = false},
+    {.heads = 2},
+    {.heads = 4},
+    {.heads = 8},
+    {.heads = 8, .is_interleaved = false},
+    {.heads = 1, .is_narrow = true},
+    {.heads = 4, .is_narrow = true},
+    {.heads = 8, .is_narrow = true},
+    {.heads = 8, .is_interleaved = false, .is_narrow = true},
+}};
+#define HELIX_ATTENTION_VARIANTS "heads1", "plain", "heads2", "heads4", "heads8", "heads8.in_order"
+
+Tuner f32_tuner("attention.f32", {HELIX_ATTENTION_VARIANTS}, kTunedBytes);
+Tuner f16_tuner("attention.f16", {HELIX_ATTENTION_VARIANTS}, kTunedBytes);
+Tuner fp8_tuner("attention.fp8", {HELIX_ATTENTION_VARIANTS}, kTunedBytes);
+Tuner rows1_tuner("attention.bf16.rows1", {HELIX_ATTENTION_VARIANTS}, kTunedBytes);
+Tuner rows4_tuner("attention.bf16.rows4", {HELIX_ATTENTION_VARIANTS}, kTunedBytes);
+Tuner rows8_tuner("attention.bf16.rows8",
+                  {HELIX_ATTENTION_VARIANTS, "heads1.narrow", "heads4.narrow", "heads8.narrow",
+                   "heads8.in_order.narrow"},
+                  kTunedBytes);
+#undef HELIX_ATTENTION_VARIANTS
+
+/// The tuner of one token's attention with `group` query heads a KV head.
+Tuner& tuner_of(DType dtype, std::int64_t group) {
+  switch (dtype) {
+    case DType::f32:
+      return f32_tuner;
+    case DType::f16:
+      return f16_tuner;
+    case DType::fp8_e4m3:
+      return fp8_tuner;
+    case DType::bf16:
+      break;
+  }
+  return group == 1 ? rows1_tuner : group <= 4 ? rows4_tuner : rows8_tuner;
+}
 
 std::int64_t tile_tokens(std::int64_t num_tokens, std::int64_t group) {
   return num_tokens <= kDraftTokens ? num_tokens
@@ -54,6 +104,7 @@ struct Unit {
   std::int64_t end = 0;
   std::int64_t num_splits = 1;
   std::int64_t split_tokens = 0;
+  std::int64_t task_heads = 1;  // KV heads of one task
   std::int64_t first_task = 0;
   std::int64_t first_partial = 0;  // (split, token) rows of the workspace, if num_splits > 1
 };
@@ -79,6 +130,8 @@ class PartialAttention {
   }
 
   void run() {
+    const Tuner::Call call(tuner_of(args_.kv.format.dtype, group_), tuned_bytes());
+    variant_ = kVariants[static_cast<std::size_t>(call.variant())];
     const auto& offsets = args_.batch.query_offsets_host;
     for (std::int64_t sequence = 0; sequence < args_.batch.num_sequences(); ++sequence) {
       const std::int64_t begin = offsets[static_cast<std::size_t>(sequence)];
@@ -90,9 +143,7 @@ class PartialAttention {
         const std::int64_t partials = unit.num_splits > 1 ? unit.num_splits * unit.num_tokens : 0;
         if (num_units_ == kPassUnits || num_partials_ + partials > max_partials(args_.batch.num_tokens()))
           flush();
-        unit.first_task = num_tasks_;
         unit.first_partial = num_partials_;
-        num_tasks_ += unit.num_splits * heads_;
         num_partials_ += partials;
         units_[static_cast<std::size_t>(num_units_++)] = unit;
       }
@@ -129,9 +180,47 @@ class PartialAttention {
     return unit;
   }
 
+  /// Keys and values that the batch reads, in bytes, if every sequence has one token of few rows; otherwise
+  /// 0.
+  std::int64_t tuned_bytes() const {
+    if (group_ > kMaxDirectGroup) return 0;
+    const KvFormat& format = args_.kv.format;
+    const auto& offsets = args_.batch.query_offsets_host;
+    std::int64_t rows = 0;
+    for (std::int64_t sequence = 0; sequence < args_.batch.num_sequences(); ++sequence) {
+      const std::int64_t begin = offsets[static_cast<std::size_t>(sequence)];
+      const std::int64_t end = offsets[static_cast<std::size_t>(sequence) + 1];
+      if (end > begin + 1) return 0;
+      if (end > begin) rows += std::max<std::int64_t>(0, visible(begin).size());
+    }
+    const std::int64_t width = format.head_dim + (format.is_latent ? 0 : format.value_dim);
+    return rows * heads_ * width * format.element_bytes();
+  }
+
+  /// Cuts the units gathered so far into tasks: each takes as many heads as the variant says, while enough
+  /// tasks are left for all threads.
+  void cut_tasks() {
+    std::int64_t num_splits = 0;
+    for (std::int64_t i = 0; i < num_units_; ++i)
+      num_splits += units_[static_cast<std::size_t>(i)].num_splits;
+    const auto block_rows = static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(group_)));
+    std::int64_t most = std::min<std::int64_t>(variant_.heads, kMaxTaskHeads);
+    while (most > 1 && (most * block_rows > kTaskRows ||
+                        num_splits * ((heads_ + most - 1) / most) < kTasksPerThread * pool_.num_threads())) {
+      most /= 2;
+    }
+    for (std::int64_t i = 0; i < num_units_; ++i) {
+      Unit& unit = units_[static_cast<std::size_t>(i)];
+      unit.task_heads = unit.num_tokens == 1 ? most : 1;
+      unit.first_task = num_tasks_;
+      num_tasks_ += unit.num_splits * ((heads_ + unit.task_heads - 1) / unit.task_heads);
+    }
+  }
+
   /// Computes the units gathered so far.
   void flush() {
     if (num_units_ == 0) return;
+    cut_tasks();
     pool_.parallel_for(num_tasks_, [this](std::int64_t task, int thread) { attend_task(task, thread); });
     if (num_partials_ > 0) {
       pool_.parallel_for(num_units_ * query_heads_, [this](std::int64_t index, int) {
@@ -146,7 +235,7 @@ class PartialAttention {
                                         [](std::int64_t i, const Unit& unit) { return i < unit.first_task; });
     const Unit& unit = *(after - 1);
     const std::int64_t split = (index - unit.first_task) % unit.num_splits;
-    const std::int64_t head = (index - unit.first_task) / unit.num_splits;
+    const std::int64_t first_head = (index - unit.first_task) / unit.num_splits * unit.task_heads;
 
     std::array<TokenRange, static_cast<std::size_t>(kTileTokens)> seen;
     const std::int64_t begin = unit.begin + split * unit.split_tokens;
@@ -156,17 +245,22 @@ class PartialAttention {
       seen[static_cast<std::size_t>(t)] = {std::max(begin, whole.begin), std::min(end, whole.end)};
     }
 
-    AttentionTask task;
-    task.q = args_.q.data() + unit.first_token * args_.q.stride(0) + head * group_ * args_.q.stride(1);
-    task.q_token_stride = args_.q.stride(0);
-    task.q_head_stride = args_.q.stride(1);
-    task.num_tokens = unit.num_tokens;
-    task.group = group_;
-    task.visible = seen.data();
-    task.soft_cap = args_.soft_cap;
-    set_source(task, head, args_.batch.sequence_slots[unit.sequence]);
-    set_target(task, unit, split, head);
-    attend(task, scratch_ + thread * scratch_floats_);
+    std::array<AttentionTask, static_cast<std::size_t>(kMaxTaskHeads)> tasks;
+    int num_tasks = 0;
+    for (std::int64_t head = first_head; head < std::min(first_head + unit.task_heads, heads_); ++head) {
+      AttentionTask& task = tasks[static_cast<std::size_t>(num_tasks++)];
+      task.q = args_.q.data() + unit.first_token * args_.q.stride(0) + head * group_ * args_.q.stride(1);
+      task.q_token_stride = args_.q.stride(0);
+      task.q_head_stride = args_.q.stride(1);
+      task.num_tokens = unit.num_tokens;
+      task.group = group_;
+      task.visible = seen.data();
+      task.soft_cap = args_.soft_cap;
+      task.variant = variant_;
+      set_source(task, head, args_.batch.sequence_slots[unit.sequence]);
+      set_target(task, unit, split, head);
+    }
+    attend(tasks.data(), num_tasks, scratch_ + thread * scratch_floats_);
   }
 
   StoredRows rows_of(const void* pool, const KvStrides& strides, std::int64_t head) const {
@@ -264,6 +358,7 @@ class PartialAttention {
   std::int64_t heads_;
   std::int64_t query_heads_;
   std::int64_t group_;
+  AttentionVariant variant_;
   std::int64_t scratch_floats_ = 0;  // one thread's
   float* scratch_ = nullptr;         // [threads, scratch_floats_]
   float* partial_out_ = nullptr;     // [partials, query heads, Dv]

@@ -8,11 +8,13 @@
 #include <limits>
 #include <numeric>
 #include <random>
+#include <string>
 #include <vector>
 
 #include <hwy/targets.h>
 
 #include <helix/cpu/backend.hpp>
+#include <helix/cpu/tuning.hpp>
 
 #include "support/catch.hpp"
 
@@ -441,6 +443,48 @@ TEST_CASE("partial attention gives the same bits for any number of threads") {
                                       .sequences = {{5000, 1}, {3000, 4}, {200, 40}}},
                                      2)
                                    .run(0, 1)));
+}
+
+TEST_CASE("partial attention gives the same bits in every variant") {
+  const std::vector<const char*> variants = {"heads1", "plain",  "heads2",
+                                             "heads4", "heads8", "heads8.in_order"};
+  const std::vector<const char*> narrow = {"heads1.narrow", "heads4.narrow", "heads8.narrow",
+                                           "heads8.in_order.narrow"};
+  // Four units of one split, so that a thread has tasks enough for heads to share them.
+  const std::vector<Sequence> sequences = {{513, 1}, {256, 1}, {300, 1}, {70, 1}};
+  const std::vector<std::int64_t> groups = {1, 8, 4, 16, 2, 5, 8, 3, 12};
+  std::size_t pick = 0;
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}) {
+    for (std::int64_t d : {64, 80, 96, 128, 192, 256}) {
+      for (std::int64_t page_tokens : {1, 16, 64}) {
+        const std::int64_t group = groups[pick++ % groups.size()];
+        const std::int64_t kv_heads = d > 128 ? 2 : d == 128 ? 5 : 9;
+        CAPTURE(helix::to_string(dtype), d, page_tokens, group);
+        const World world({.query_heads = group * kv_heads,
+                           .kv_heads = kv_heads,
+                           .d = d,
+                           .dv = d,
+                           .dtype = dtype,
+                           .page_tokens = page_tokens,
+                           .sequences = sequences});
+        helix::cpu::fix_tuning("attention.*=heads1");
+        const World::Result first = world.run(0);
+        const auto check = [&](const char* kernels, const char* variant) {
+          CAPTURE(variant);
+          helix::cpu::fix_tuning(std::string(kernels) + "=" + variant);
+          REQUIRE(same_bits(first, world.run(0)));
+        };
+        for (const char* variant : variants) check("attention.*", variant);
+        if (dtype == DType::bf16 && group > 4) {
+          for (const char* variant : narrow) check("attention.bf16.rows8", variant);
+        }
+      }
+    }
+  }
+  helix::cpu::fix_tuning("attention.*=heads8.in_order");
+  World({.query_heads = 24, .kv_heads = 3, .d = 64, .dv = 64, .sequences = sequences}).check();
+  World({.query_heads = 8, .kv_heads = 1, .d = 64, .dv = 64, .sequences = {{5000, 1}, {3000, 4}}}).check();
+  helix::cpu::fix_tuning("attention.*=heads1");
 }
 
 TEST_CASE("partial attention gives a slice of the batch, and any placement of pages, the same bits") {

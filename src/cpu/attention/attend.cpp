@@ -35,25 +35,48 @@ HWY_BEFORE_NAMESPACE();
 namespace helix::cpu::HWY_NAMESPACE {
 namespace {
 
+/// Whether direct() takes these rows of a task.
+HWY_INLINE bool is_direct(const State& s, std::int64_t num_rows) {
+  return num_rows <= kDirectRows && s.d == s.task.head_dim && s.dv == s.task.value_dim &&
+         s.task.has_constant_distance();
+}
+
+template <class T>
+HWY_INLINE bool has_tiles(std::int64_t num_rows) {
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+  return std::is_same_v<T, bf16> && num_rows > amx::kHalfRows && amx::available();
+#else
+  static_cast<void>(num_rows);
+  return false;
+#endif
+}
+
+/// direct() of the task's variant.
+template <class T>
+HWY_INLINE void accumulate_direct(const Heads& heads, std::int64_t first_row, std::int64_t num_rows,
+                                  TokenRange range) {
+  for (int head = 0; head < heads.count; ++head) pack_queries<T>(heads[head], first_row, num_rows);
+  if (heads.first.task.variant.prefetches) {
+    direct<T, true>(heads, first_row, num_rows, range);
+  } else {
+    direct<T, false>(heads, first_row, num_rows, range);
+  }
+}
+
 /// Rows [first_row, + num_rows) against every key of `range`: all of them see all of it, so nothing is
 /// masked.
 template <class T>
 HWY_INLINE void accumulate(const State& s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
   if (range.size() <= 0) return;
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
-  if (std::is_same_v<T, bf16> && num_rows > amx::kHalfRows && amx::available()) {
+  if (has_tiles<T>(num_rows)) {
     for (std::int64_t row = 0; row < num_rows; row += kPackedRows) {
       tiled(s, first_row + row, std::min(kPackedRows, num_rows - row), range);
     }
     return;
   }
 #endif
-  if (num_rows <= kDirectRows && s.d == s.task.head_dim && s.dv == s.task.value_dim &&
-      s.task.has_constant_distance()) {
-    pack_queries<T>(s, first_row, num_rows);
-    direct<T>(s, first_row, num_rows, range);
-    return;
-  }
+  if (is_direct(s, num_rows)) return accumulate_direct<T>({s, &s.task, 1}, first_row, num_rows, range);
   for (std::int64_t row = 0; row < num_rows; row += kPackedRows) {
     const std::int64_t rows = std::min(kPackedRows, num_rows - row);
     pack_columns<T>(s, first_row + row, rows);
@@ -62,31 +85,62 @@ HWY_INLINE void accumulate(const State& s, std::int64_t first_row, std::int64_t 
 }
 
 template <class T>
-HWY_INLINE void attend_as(const AttentionTask& task, float* scratch) {
-  const std::int64_t rows = task.num_tokens * task.group;
-  const ScratchLayout at(rows, task.head_dim, task.value_dim);
+HWY_INLINE State state_of(const AttentionTask& task, float* scratch, const ScratchLayout& at) {
   const auto pointers = reinterpret_cast<const void**>(scratch + at.pointers);
   constexpr std::int64_t kPointers = kDirectTile + kPairSlack;
-  const State s{task,
-                round_up(task.head_dim, kPair),
-                round_up(task.value_dim, kPair),
-                scratch + at.q,
-                scratch + at.acc,
-                scratch + at.max,
-                scratch + at.sum,
-                scratch + at.correction,
-                scratch + at.scores,
-                scratch + at.keys,
-                scratch + at.values,
-                pointers,
-                pointers + kPointers,
-                pointers + 2 * kPointers,
-                reinterpret_cast<std::byte*>(scratch + at.joined),
-                task.head_dim * static_cast<std::int64_t>(sizeof(T)),
-                reinterpret_cast<std::byte*>(scratch + at.amx)};
+  return {task,
+          round_up(task.head_dim, kPair),
+          round_up(task.value_dim, kPair),
+          scratch + at.q,
+          scratch + at.acc,
+          scratch + at.max,
+          scratch + at.sum,
+          scratch + at.correction,
+          scratch + at.scores,
+          scratch + at.read_scores,
+          scratch + at.keys,
+          scratch + at.values,
+          pointers,
+          pointers + kPointers,
+          pointers + 2 * kPointers,
+          pointers + 3 * kPointers,
+          reinterpret_cast<std::byte*>(scratch + at.joined),
+          task.head_dim * static_cast<std::int64_t>(sizeof(T)),
+          reinterpret_cast<std::byte*>(scratch + at.amx)};
+}
+
+HWY_INLINE void clear(const State& s) {
+  const std::int64_t rows = s.task.num_tokens * s.task.group;
   std::fill_n(s.acc, rows * s.dv, 0.0f);
   std::fill_n(s.max, rows, -kInfinity);
   std::fill_n(s.sum, rows, 0.0f);
+}
+
+/// The task's results, out of its state.
+template <class T>
+HWY_INLINE void store(const State& s) {
+  const AttentionTask& task = s.task;
+  for (std::int64_t row = 0; row < task.num_tokens * task.group; ++row) {
+    const std::int64_t t = row / task.group;
+    const std::int64_t g = row % task.group;
+    float* out = task.out + t * task.out_token_stride + g * task.out_head_stride;
+    float& lse = task.lse[t * task.lse_token_stride + g * task.lse_head_stride];
+    if (task.visible[t].size() <= 0) {
+      std::fill_n(out, task.value_dim, 0.0f);
+      lse = -kInfinity;
+    } else {
+      store_pair_order<T>(s.acc + row * s.dv, task.value_dim,
+                          task.value_scale * kDecodeFactor<T> / s.sum[row], out);
+      lse = s.max[row] * kLn2 + std::log(s.sum[row]);
+    }
+  }
+}
+
+template <class T>
+HWY_INLINE void attend_one(const State& s) {
+  const AttentionTask& task = s.task;
+  const std::int64_t rows = task.num_tokens * task.group;
+  clear(s);
 
   // What all tokens see, together; what only some see (the causal and the window's edge), token by token, so
   // that a row outside a token's range cannot reach it even as 0 * NaN.
@@ -109,33 +163,36 @@ HWY_INLINE void attend_as(const AttentionTask& task, float* scratch) {
       accumulate<T>(s, t * task.group, task.group, seen);
     }
   }
-
-  for (std::int64_t row = 0; row < rows; ++row) {
-    const std::int64_t t = row / task.group;
-    const std::int64_t g = row % task.group;
-    float* out = task.out + t * task.out_token_stride + g * task.out_head_stride;
-    float& lse = task.lse[t * task.lse_token_stride + g * task.lse_head_stride];
-    if (task.visible[t].size() <= 0) {
-      std::fill_n(out, task.value_dim, 0.0f);
-      lse = -kInfinity;
-    } else {
-      store_pair_order<T>(s.acc + row * s.dv, task.value_dim,
-                          task.value_scale * kDecodeFactor<T> / s.sum[row], out);
-      lse = s.max[row] * kLn2 + std::log(s.sum[row]);
-    }
-  }
+  store<T>(s);
 }
 
-void attend_target(const AttentionTask& task, float* scratch) {
-  switch (task.dtype) {
+/// Several heads at once where direct() takes them, otherwise one after the other.
+template <class T>
+HWY_INLINE void attend_as(const AttentionTask* tasks, int num_tasks, float* scratch) {
+  const std::int64_t rows = tasks[0].num_tokens * tasks[0].group;
+  const ScratchLayout at(rows * num_tasks, tasks[0].head_dim, tasks[0].value_dim);
+  const State first = state_of<T>(tasks[0], scratch, at);
+  if (num_tasks == 1 || has_tiles<T>(rows) || !is_direct(first, rows)) {
+    for (int i = 0; i < num_tasks; ++i) attend_one<T>(state_of<T>(tasks[i], scratch, at));
+    return;
+  }
+  const Heads heads{first, tasks, num_tasks, rows, rows_of_blocks(rows)};
+  for (int head = 0; head < num_tasks; ++head) clear(heads[head]);
+  const TokenRange range = tasks[0].visible[0];
+  if (range.size() > 0) accumulate_direct<T>(heads, 0, rows, range);
+  for (int head = 0; head < num_tasks; ++head) store<T>(heads[head]);
+}
+
+void attend_target(const AttentionTask* tasks, int num_tasks, float* scratch) {
+  switch (tasks[0].dtype) {
     case DType::f32:
-      return attend_as<float>(task, scratch);
+      return attend_as<float>(tasks, num_tasks, scratch);
     case DType::f16:
-      return attend_as<f16>(task, scratch);
+      return attend_as<f16>(tasks, num_tasks, scratch);
     case DType::bf16:
-      return attend_as<bf16>(task, scratch);
+      return attend_as<bf16>(tasks, num_tasks, scratch);
     case DType::fp8_e4m3:
-      return attend_as<fp8_e4m3>(task, scratch);
+      return attend_as<fp8_e4m3>(tasks, num_tasks, scratch);
   }
 }
 
@@ -152,8 +209,8 @@ std::int64_t attention_scratch_floats(std::int64_t rows, std::int64_t head_dim, 
   return round_up(ScratchLayout(rows, head_dim, value_dim).total, 16);
 }
 
-void attend(const AttentionTask& task, float* scratch) {
-  HWY_DYNAMIC_DISPATCH(attend_target)(task, scratch);
+void attend(const AttentionTask* tasks, int num_tasks, float* scratch) {
+  HWY_DYNAMIC_DISPATCH(attend_target)(tasks, num_tasks, scratch);
 }
 
 }  // namespace helix::cpu

@@ -5,7 +5,8 @@
 // time, so that every block has kLanes accumulators, each a partial dot product along the head dimension; one
 // sum across vectors turns them into scores in [key][row] order. That order gives the softmax full vectors
 // whatever R is, and the value product its R weights of a key side by side. While K is multiplied V is
-// prefetched, and the other way round. Compiled once a Highway target, hence the toggled guard.
+// prefetched, and the other way round. Several KV heads may share a task: their rows of a page lie one after
+// the other. Compiled once a Highway target, hence the toggled guard.
 #if defined(HELIX_SRC_CPU_ATTENTION_DIRECT_INL_HPP_) == defined(HWY_TARGET_TOGGLE)
 #ifdef HELIX_SRC_CPU_ATTENTION_DIRECT_INL_HPP_
 #undef HELIX_SRC_CPU_ATTENTION_DIRECT_INL_HPP_
@@ -20,6 +21,8 @@
 
 #include <hwy/highway.h>
 
+#include "cpu/attention/ahead-inl.hpp"
+#include "cpu/attention/key_pairs-inl.hpp"
 #include "cpu/attention/product-inl.hpp"
 #include "cpu/attention/softmax-inl.hpp"
 #include "cpu/attention/state-inl.hpp"
@@ -28,54 +31,6 @@
 HWY_BEFORE_NAMESPACE();
 namespace helix::cpu::HWY_NAMESPACE {
 namespace {
-
-/// Asks for the elements of a pair. kLevel as in __builtin_prefetch: 3 is L1, 2 is L2.
-template <int kLevel, class T>
-HWY_INLINE void prefetch_pair(const T* from) {
-  const char* line = reinterpret_cast<const char*>(from);
-  HELIX_UNROLL for (int byte = 0; byte < kPair * static_cast<int>(sizeof(T)); byte += 64) {
-    __builtin_prefetch(line + byte, 0, kLevel);
-  }
-}
-
-/// Reading a pair of row i asks for that of row i + kNear in L1: loads that miss L1, though they hit L2,
-/// queue up behind requests to memory for the buffers that both take (8 rows: 5 %). The rows of a block and
-/// these are no more than repeat behind the last one.
-constexpr int kNear = kPair / 2;
-
-/// Key rows of a tile. Reading a pair asks for the same one of the token's value in L2.
-template <class T>
-struct KeyRows {
-  const T* const* rows;
-  std::int64_t to_values;  ///< elements from a key to its value
-  HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i]; }
-  HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) const {
-    prefetch_pair<3>(rows[i + kNear] + d);
-    prefetch_pair<2>(rows[i] + to_values + d);
-  }
-};
-
-/// Value rows. Reading a pair asks for one of the next tile's keys in L2, row by row whatever order the
-/// columns are walked in: in that order, a whole tile took 20 % longer.
-template <class T>
-struct ValueRows {
-  const T* const* keys;
-  std::int64_t to_values;
-  const T* const* next;  ///< the key to ask for
-  const T* const* last_next;
-  std::int64_t next_width;
-  std::int64_t next_column = 0;
-  HWY_INLINE const T* operator[](std::int64_t i) const { return keys[i] + to_values; }
-  HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) {
-    prefetch_pair<3>(keys[i + kNear] + to_values + d);
-    prefetch_pair<2>(*next + next_column);
-    next_column += kPair;
-    if (next_column == next_width) {
-      next_column = 0;
-      if (next != last_next) ++next;  // values wider than keys have gone further
-    }
-  }
-};
 
 /// All columns of a block, as many pairs at once as fill kLanes accumulators.
 template <int R, int C, Sums kSums, class Rows>
@@ -90,91 +45,21 @@ HWY_INLINE void value_columns(Rows& values, std::int64_t count, const float* wei
   }
 }
 
-#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
-/// Eight floats in either half: of a load alone (hn::Combine costs an insertion).
-HWY_INLINE Vec load_twice(const float* from) {
-  Vec twice{_mm512_broadcast_f32x8(_mm256_loadu_ps(from))};
-  pin(twice);
-  return twice;
-}
-
-/// dot_block() of bf16 keys with kMaxRows queries, two keys to an accumulator, one in either half: that
-/// halves the sums across vectors, a quarter of the operations, for an insertion each time keys are loaded.
-/// Attention is 1.5 % faster where it reads memory, 6 % where it reads L2. `count` is in effect rounded up
-/// to 4.
-template <class Rows>
-HWY_INLINE void dot_key_pairs(Rows rows, std::int64_t count, const float* x, std::int64_t length,
-                              float* dots) {
-  constexpr int R = kMaxRows;
-  constexpr int kHalf = kLanes / 2;
-  const hn::Repartition<std::uint16_t, F32> d16;
-  const hn::Repartition<std::uint32_t, F32> d32;
-  const hn::Half<decltype(d16)> half16;
-  for (std::int64_t row = 0; row < count; row += 4) {
-    Vec acc[2][R];
-    HELIX_UNROLL for (int r = 0; r < R; ++r) acc[0][r] = acc[1][r] = hn::Zero(kF32);
-    for (std::int64_t d = 0; d < length; d += kPair) {
-      HELIX_UNROLL for (int part = 0; part < 2; ++part) {
-        Pair w[2];
-        HELIX_UNROLL for (int p = 0; p < 2; ++p) {
-          const std::int64_t key = row + 2 * p;
-          const std::int64_t from = d + part * kLanes;
-          const auto words = hn::BitCast(d32, hn::Combine(d16, hn::LoadU(half16, &rows[key + 1][from].bits),
-                                                          hn::LoadU(half16, &rows[key][from].bits)));
-          w[p] = {hn::BitCast(kF32, hn::ShiftLeft<16>(words)),
-                  hn::BitCast(kF32, hn::And(words, hn::Set(d32, 0xffff0000u)))};
-          rows.prefetch(row + 2 * part + p, 4, d);
-        }
-        const float* q = x + d * R + part * kHalf;
-        HELIX_UNROLL for (int r = 0; r < R; ++r) {
-          const Vec a = load_twice(q + r * kPair);
-          HELIX_UNROLL for (int p = 0; p < 2; ++p) acc[p][r] = hn::MulAdd(w[p].a, a, acc[p][r]);
-        }
-        HELIX_UNROLL for (int r = 0; r < R; ++r) {
-          const Vec b = load_twice(q + r * kPair + kLanes);
-          HELIX_UNROLL for (int p = 0; p < 2; ++p) acc[p][r] = hn::MulAdd(w[p].b, b, acc[p][r]);
-        }
-      }
-    }
-    HELIX_UNROLL for (int p = 0; p < 2; ++p) {
-      const Vec lower = fold_block(acc[p][0], acc[p][1], acc[p][2], acc[p][3]);
-      const Vec upper = fold_block(acc[p][4], acc[p][5], acc[p][6], acc[p][7]);
-      hn::StoreU(
-          hn::Add(hn::OddEvenBlocks(upper, lower), hn::SwapAdjacentBlocks(hn::OddEvenBlocks(lower, upper))),
-          kF32, dots + (row + 2 * p) * R);
-    }
-  }
-}
-#endif
-
-/// Elements from a key row to the value row of the same token. The two may lie in different pools, which
-/// pointers cannot be subtracted across.
-template <class T>
-HWY_INLINE std::int64_t key_to_value(const AttentionTask& task) {
-  const auto keys = reinterpret_cast<std::intptr_t>(task.keys.first);
-  const auto values = reinterpret_cast<std::intptr_t>(task.values.first);
-  return static_cast<std::int64_t>(values - keys) / static_cast<std::int64_t>(sizeof(T));
-}
-
-template <class T, int R>
-HWY_NOINLINE void direct_scores(const State& s, const Block& block, std::int64_t count) {
-  const auto* rows = reinterpret_cast<const T* const*>(s.key_rows);
-  const KeyRows<T> keys{rows, key_to_value<T>(s.task)};
+template <class T, int R, bool kAhead>
+HWY_NOINLINE void direct_scores(const KeyRows<T, kAhead>& keys, std::int64_t count, const State& s,
+                                const float* q, float* scores) {
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
   if constexpr (std::is_same_v<T, bf16> && R == kMaxRows) {
-    dot_key_pairs(keys, count, block.q, s.d, block.scores);
-    return softmax_block<R>(s, block, count);
+    if (s.task.variant.is_narrow) return dot_keys_256(keys, count, q, s.d, scores);
+    return dot_key_pairs(keys, count, q, s.d, scores);
   }
 #endif
-  dot_block<R, false>(keys, count, block.q, s.d, block.scores);
-  softmax_block<R>(s, block, count);
+  dot_block<R, false>(keys, count, q, s.d, scores);
 }
 
-template <class T, int R>
-HWY_NOINLINE void direct_values(const State& s, const Block& block, std::int64_t begin, std::int64_t count) {
-  const auto* rows = reinterpret_cast<const T* const*>(s.key_rows) + begin;
-  const auto* next = reinterpret_cast<const T* const*>(s.next_key_rows) + begin;
-  ValueRows<T> values{rows, key_to_value<T>(s.task), next, next + count - 1, s.d};
+template <class T, int R, bool kAhead>
+HWY_NOINLINE void direct_values(const State& s, const Block& block, ValueRows<T, kAhead>& values,
+                                std::int64_t begin, std::int64_t count) {
   const float* weights = block.scores + begin * R;
   float* acc = s.acc + block.row * s.dv;
   if (begin == 0) {
@@ -228,46 +113,124 @@ HWY_NOINLINE void pack_queries(const State& s, std::int64_t first_row, std::int6
   }
 }
 
-/// The block that starts `offset` rows into the rows [first_row, + num_rows), with scores of `tile` keys.
+/// The block that starts `offset` rows into the rows [first_row, + num_rows).
 HWY_INLINE Block block_at(const State& s, std::int64_t first_row, std::int64_t num_rows, std::int64_t offset,
-                          int rows, std::int64_t tile) {
+                          int rows, float* scores) {
   return {first_row + offset, static_cast<int>(std::min<std::int64_t>(rows, num_rows - offset)),
-          s.q + offset * s.d, s.scores + offset * tile};
+          s.q + offset * s.d, scores + offset * kDirectTile};
 }
 
+/// What the heads of a direct() share.
 template <class T>
-HWY_NOINLINE void direct(State s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
-  // 4 streams beat 8 by 3 % with 8 rows, 8 beat 4 by 2 % with one.
-  const std::int64_t streams = num_rows > 1 ? 4 : 8;
-  // One block reads every V row once: nothing of it need stay in L1, and the sums leave registers once a
-  // tile.
-  const std::int64_t value_tile = num_rows <= kMaxRows ? kDirectTile : kValueTile;
-  std::int64_t count = std::min(kDirectTile, range.size());
-  find_interleaved_keys(s.task, range.begin, count, streams, s.key_rows);
-  for (std::int64_t begin = range.begin; begin < range.end; begin += kDirectTile) {
-    // Past the last tile the "next" keys are this tile's own: asking for them again is harmless.
-    const std::int64_t next_count = std::min(kDirectTile, range.end - begin - count);
-    if (next_count > 0) find_interleaved_keys(s.task, begin + count, next_count, streams, s.next_key_rows);
-    for (std::int64_t i = std::max<std::int64_t>(next_count, 0); i < count; ++i) {
-      s.next_key_rows[i] = s.key_rows[0];
-    }
-    int rows = 0;
-    for (std::int64_t row = 0; row < num_rows; row += rows) {
-      rows = block_rows(num_rows - row);
-      const Block block = block_at(s, first_row, num_rows, row, rows, kDirectTile);
-      HELIX_WITH_ROWS(rows, (direct_scores<T, R>(s, block, count)))
-    }
-    for (std::int64_t part = 0; part < count; part += value_tile) {
-      const std::int64_t part_count = std::min(value_tile, count - part);
-      for (std::int64_t row = 0; row < num_rows; row += rows) {
-        rows = block_rows(num_rows - row);
-        const Block block = block_at(s, first_row, num_rows, row, rows, kDirectTile);
-        HELIX_WITH_ROWS(rows, (direct_values<T, R>(s, block, part, part_count)))
+struct DirectTile {
+  std::int64_t first_row;  ///< of each head's rows
+  std::int64_t num_rows;
+  std::int64_t streams;     ///< runs of keys that sums take in turn
+  std::int64_t read_run;    ///< keys of a head that are read before the next head's
+  std::int64_t value_tile;  ///< values that blocks of rows share
+  std::int64_t count = 0;
+  const T* const* read = nullptr;   ///< the first head's key rows as they are read
+  const T* const* place = nullptr;  ///< ... and in the order of sums
+  bool is_permuted = false;         ///< whether those two differ
+};
+
+/// Scores of all heads' rows with a tile's keys.
+template <class T, bool kAhead>
+HWY_NOINLINE void score_tile(const Heads& heads, const DirectTile<T>& tile) {
+  const AttentionTask& first = heads.tasks[0];
+  for (std::int64_t begin = 0; begin < tile.count; begin += tile.read_run) {
+    const std::int64_t count = std::min(tile.read_run, tile.count - begin);
+    for (int head = 0; head < heads.count; ++head) {
+      const State s = heads[head];
+      const KeyRows<T, kAhead> keys{tile.read + begin, elements_between<T>(first.keys, s.task.keys),
+                                    elements_between<T>(first.keys, s.task.values)};
+      int rows = 0;
+      for (std::int64_t row = 0; row < tile.num_rows; row += rows) {
+        rows = block_rows(tile.num_rows - row);
+        float* scores = s.read_scores + row * kDirectTile + begin * rows;
+        HELIX_WITH_ROWS(rows, (direct_scores<T, R, kAhead>(keys, count, s, s.q + row * s.d, scores)))
       }
     }
-    std::swap(s.key_rows, s.next_key_rows);
-    if (next_count > 0) std::fill_n(s.key_rows + next_count, kPair, s.key_rows[next_count - 1]);
-    count = next_count;
+  }
+}
+
+/// Weights and weighted values of one head.
+template <class T, bool kAhead>
+HWY_NOINLINE void add_tile(const State& s, const AttentionTask& first, const DirectTile<T>& tile,
+                           NextKeys<T>& next) {
+  float* scores = tile.is_permuted ? s.scores : s.read_scores;
+  int rows = 0;
+  for (std::int64_t row = 0; row < tile.num_rows; row += rows) {
+    rows = block_rows(tile.num_rows - row);
+    const Block block = block_at(s, tile.first_row, tile.num_rows, row, rows, scores);
+    if (tile.is_permuted) {
+      const float* read = s.read_scores + row * kDirectTile;
+      HELIX_WITH_ROWS(rows, (interleave_scores<R>(read, tile.streams, block.scores)))
+    }
+    HELIX_WITH_ROWS(rows, (softmax_block<R>(s, block, tile.count)))
+  }
+  for (std::int64_t part = 0; part < tile.count; part += tile.value_tile) {
+    const std::int64_t part_count = std::min(tile.value_tile, tile.count - part);
+    for (std::int64_t row = 0; row < tile.num_rows; row += rows) {
+      rows = block_rows(tile.num_rows - row);
+      const Block block = block_at(s, tile.first_row, tile.num_rows, row, rows, scores);
+      ValueRows<T, kAhead> values{tile.place + part, elements_between<T>(first.keys, s.task.values), next};
+      HELIX_WITH_ROWS(rows, (direct_values<T, R, kAhead>(s, block, values, part, part_count)))
+      next = values.next;
+    }
+  }
+}
+
+/// The same rows of several heads against the keys of `range`.
+template <class T, bool kAhead>
+HWY_NOINLINE void direct(const Heads& heads, std::int64_t first_row, std::int64_t num_rows,
+                         TokenRange range) {
+  const AttentionTask& task = heads.tasks[0];
+  const AttentionVariant& variant = task.variant;
+  DirectTile<T> tile;
+  tile.first_row = first_row;
+  tile.num_rows = num_rows;
+  // 4 streams beat 8 by 3 % with 8 rows, 8 beat 4 by 2 % with one (interleaved, Xeon).
+  tile.streams = num_rows > 1 ? 4 : 8;
+  tile.read_run = variant.is_interleaved ? kDirectTile : kReadRun;
+  // One block reads every V row once: nothing of it need stay in L1, and the sums leave registers once a
+  // tile.
+  tile.value_tile = num_rows <= kMaxRows ? kDirectTile : kValueTile;
+  const std::int64_t read_streams = variant.is_interleaved ? tile.streams : 1;
+  const void** read = heads.first.key_rows;
+  const void** next_read = heads.first.next_key_rows;
+  const void** place = heads.first.value_rows;
+  const std::int64_t to_head =
+      heads.count > 1 ? elements_between<T>(task.keys, heads.tasks[1].keys) : std::int64_t{0};
+  tile.count = std::min(kDirectTile, range.size());
+  find_interleaved_keys(task, range.begin, tile.count, read_streams, read);
+  for (std::int64_t begin = range.begin; begin < range.end; begin += kDirectTile) {
+    const std::int64_t next_count = std::min(kDirectTile, range.end - begin - tile.count);
+    if (next_count > 0) {
+      find_interleaved_keys(task, begin + tile.count, next_count, read_streams, next_read);
+    }
+    tile.is_permuted = !variant.is_interleaved && tile.count == kDirectTile;
+    tile.read = reinterpret_cast<const T* const*>(read);
+    tile.place = tile.read;
+    if (tile.is_permuted) {
+      find_interleaved_keys(task, begin, tile.count, tile.streams, place);
+      tile.place = reinterpret_cast<const T* const*>(place);
+    }
+    // Past the last tile the next key is one of this tile: asking for it again is harmless.
+    const auto* next_rows = reinterpret_cast<const T* const*>(next_count > 0 ? next_read : read);
+    const std::int64_t next_rows_count = std::max<std::int64_t>(next_count, 1);
+    NextKeys<T> next{.row = next_rows,
+                     .run_end = next_rows + std::min(tile.read_run, next_rows_count),
+                     .width = heads.first.d,
+                     .run_begin = next_rows,
+                     .end = next_rows + next_rows_count,
+                     .run = tile.read_run,
+                     .head_elements = to_head,
+                     .num_heads = heads.count};
+    score_tile<T, kAhead>(heads, tile);
+    for (int head = 0; head < heads.count; ++head) add_tile<T, kAhead>(heads[head], task, tile, next);
+    std::swap(read, next_read);
+    tile.count = next_count;
   }
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of many rows in f32 vectors: a tile of keys is widened once into scratch, K transposed, and both
-// products run as register-blocked matrix products out of L1. (Dot products of widened rows, without the
-// transpose, took 8 times the traffic from L2 and reached 60 % of the peak in place of 75.) Compiled once a
-// Highway target, hence the toggled guard.
+// Attention of many rows in f32 vectors: a tile's keys and values are widened once, a panel at a time, K
+// transposed, and both products run as register-blocked matrix products out of L1. (Dot products of widened
+// rows, without the transpose, took 8 times the traffic from L2 and reached 60 % of the peak in place of 75.)
+// Compiled once a Highway target, hence the toggled guard.
 #if defined(HELIX_SRC_CPU_ATTENTION_PACKED_INL_HPP_) == defined(HWY_TARGET_TOGGLE)
 #ifdef HELIX_SRC_CPU_ATTENTION_PACKED_INL_HPP_
 #undef HELIX_SRC_CPU_ATTENTION_PACKED_INL_HPP_
@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 #include <hwy/highway.h>
 
@@ -24,26 +25,27 @@ HWY_BEFORE_NAMESPACE();
 namespace helix::cpu::HWY_NAMESPACE {
 namespace {
 
-/// Widens `count` rows: keys transposed, [panel of kPair keys][d][kPair], values in panels of columns,
-/// [panel of kPair columns][key][kPair], so that both products walk a panel front to back.
+/// Columns [depth, + part) of kPair key rows, transposed: [part][kPair].
 template <class T>
-HWY_NOINLINE void widen_tile(const State& s, std::int64_t count) {
-  const std::int64_t d = s.task.head_dim;
-  const std::int64_t dv = s.task.value_dim;
-  const auto* key_rows = reinterpret_cast<const T* const*>(s.key_rows);
-  for (std::int64_t key = 0; key < round_up(count, kPair); key += kLanes) {
-    float* to = s.keys + key / kPair * s.d * kPair + key % kPair;
-    for (std::int64_t i = 0; i < d; i += kPair)
-      transpose_pairs(key_rows + key, i, d - i, to + i * kPair, kPair);
-  }
-  for (std::int64_t key = 0; key < count; ++key) {
-    const T* from = static_cast<const T*>(s.value_rows[key]);
-    float* to = s.values + key * kPair;
-    for (std::int64_t i = 0; i < dv; i += kPair, to += kPackedTile * kPair) {
-      const Pair x = i + kPair <= dv ? load_pair(from + i) : load_pair_tail(from + i, dv - i);
-      hn::StoreU(x.a, kF32, to);
-      hn::StoreU(x.b, kF32, to + kLanes);
+HWY_NOINLINE void widen_keys(const State& s, std::int64_t key, std::int64_t depth, std::int64_t part) {
+  const auto* rows = reinterpret_cast<const T* const*>(s.key_rows) + key;
+  for (std::int64_t half = 0; half < kPair; half += kLanes) {
+    for (std::int64_t i = 0; i < part; i += kPair) {
+      transpose_pairs(rows + half, depth + i, s.task.head_dim - depth - i, s.keys + half + i * kPair, kPair);
     }
+  }
+}
+
+/// Columns [column, + kPair) of `count` value rows: [key][kPair].
+template <class T>
+HWY_NOINLINE void widen_values(const State& s, std::int64_t count, std::int64_t column) {
+  const std::int64_t rest = s.task.value_dim - column;
+  float* to = s.values;
+  for (std::int64_t key = 0; key < count; ++key, to += kPair) {
+    const T* from = static_cast<const T*>(s.value_rows[key]) + column;
+    const Pair x = rest >= kPair ? load_pair(from) : load_pair_tail(from, rest);
+    hn::StoreU(x.a, kF32, to);
+    hn::StoreU(x.b, kF32, to + kLanes);
   }
 }
 
@@ -61,23 +63,54 @@ HWY_NOINLINE void prefetch_rows(const State& s, std::int64_t begin, std::int64_t
   }
 }
 
+/// A panel that asks for the next block of queries, which lies in L2: [d][kMaxRows].
+struct AheadPanel {
+  const float* first;
+  const float* next;
+  HWY_INLINE const float* operator[](std::int64_t i) const { return first + i * kPair; }
+  HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t) const {
+    __builtin_prefetch(next + i * kMaxRows);
+  }
+};
+
+/// Asks for columns [depth, + kDepth) of key rows [begin, end) in L1.
+HWY_NOINLINE void prefetch_keys(const State& s, std::int64_t begin, std::int64_t end, std::int64_t depth) {
+  const std::int64_t element = s.row_bytes / s.task.head_dim;
+  const std::int64_t last = std::min(s.row_bytes, (depth + kDepth) * element);
+  for (std::int64_t key = begin; key < end; ++key) {
+    const auto* k = static_cast<const char*>(s.key_rows[key]);
+    for (std::int64_t byte = depth * element; byte < last; byte += 64) __builtin_prefetch(k + byte, 0, 3);
+  }
+}
+
 /// Up to kPackedRows rows against the keys of `range`. q is [block][d][kMaxRows], scores are
 /// [row][kPackedTile].
 template <class T>
-HWY_NOINLINE void packed(const State& s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
+HWY_NOINLINE void packed(State s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
+  State next = s;
+  std::swap(next.key_rows, next.next_key_rows);
+  std::swap(next.value_rows, next.next_value_rows);
   find_rows(s, range.begin, std::min(kPackedTile, range.size()));
   const std::int64_t padded_rows = round_up(num_rows, kMaxRows);
   for (std::int64_t begin = range.begin; begin < range.end; begin += kPackedTile) {
     const std::int64_t count = std::min(kPackedTile, range.end - begin);
-    widen_tile<T>(s, count);
     const std::int64_t next_count = std::min(kPackedTile, range.end - begin - count);
-    if (next_count > 0) find_rows(s, begin + count, next_count);
+    // Joined rows lie in one place: there the next ones wait until this tile is done.
+    if (next_count > 0 && !s.task.is_split_latent()) find_rows(next, begin + count, next_count);
     for (std::int64_t key = 0; key < count; key += kPair) {
       for (std::int64_t depth = 0; depth < s.d; depth += kDepth) {
         const std::int64_t part = std::min(kDepth, s.d - depth);
-        Panel keys{s.keys + key * s.d + depth * kPair};
+        widen_keys<T>(s, key, depth, part);
         for (std::int64_t row = 0; row < padded_rows; row += kMaxRows) {
+          // What the next panel is made of (MLA: 0.7 %).
+          const bool is_last = depth + kDepth >= s.d;
+          const std::int64_t next_key = is_last ? key + kPair : key;
+          if (next_key < count) {
+            prefetch_keys(s, next_key + row * kPair / padded_rows,
+                          next_key + (row + kMaxRows) * kPair / padded_rows, is_last ? 0 : depth + kDepth);
+          }
           const float* q = s.q + row * s.d + depth * kMaxRows;
+          AheadPanel keys{s.keys, q + kMaxRows * s.d};
           float* scores = s.scores + row * kPackedTile + key;
           if (depth == 0) {
             product<kMaxRows, 1, kMaxRows, 1, Sums::replace>(keys, part, q, kMaxRows, nullptr, scores,
@@ -92,16 +125,23 @@ HWY_NOINLINE void packed(const State& s, std::int64_t first_row, std::int64_t nu
     for (std::int64_t row = 0; row < num_rows; ++row) {
       softmax_row(s, first_row + row, count, s.scores + row * kPackedTile);
     }
+    const std::int64_t steps = s.dv / kPair * padded_rows / kMaxRows;
+    std::int64_t step = 0;
     for (std::int64_t column = 0; column < s.dv; column += kPair) {
-      Panel values{s.values + column * kPackedTile};
-      prefetch_rows(s, column * next_count / s.dv, (column + kPair) * next_count / s.dv);
-      for (std::int64_t row = 0; row < num_rows; row += kMaxRows) {
+      widen_values<T>(s, count, column);
+      Panel values{s.values};
+      for (std::int64_t row = 0; row < num_rows; row += kMaxRows, ++step) {
+        // A few at a time: with the rows of a whole column at once their loads held up those of the product.
+        prefetch_rows(next, step * next_count / steps, (step + 1) * next_count / steps);
         const int valid = static_cast<int>(std::min<std::int64_t>(kMaxRows, num_rows - row));
         product<kMaxRows, 1, 1, static_cast<int>(kPackedTile), Sums::shrink>(
             values, count, s.scores + row * kPackedTile, valid, s.correction + first_row + row,
             s.acc + (first_row + row) * s.dv + column, s.dv, 0);
       }
     }
+    if (next_count > 0 && s.task.is_split_latent()) find_rows(next, begin + count, next_count);
+    std::swap(s.key_rows, next.key_rows);
+    std::swap(s.value_rows, next.value_rows);
   }
 }
 

@@ -9,11 +9,13 @@
 #include <helix/dtype.hpp>
 
 #include "cpu/amx.hpp"
+#include "cpu/attention/task.hpp"
 
 namespace helix::cpu {
 
 inline constexpr std::int64_t kDirectRows = 16;
 inline constexpr std::int64_t kDirectTile = 256;  ///< keys between two updates of the running maximum
+inline constexpr std::int64_t kReadRun = 64;      ///< keys of a head that are read before the next head's
 inline constexpr std::int64_t kPackedTile = 64;
 inline constexpr std::int64_t kPackedRows = 128;  ///< rows that share a widened tile
 inline constexpr std::int64_t kDepth = 128;       ///< part of the head dimension whose keys stay in L1
@@ -50,24 +52,25 @@ struct AmxLayout {
 
 /// Where each array lies in the scratch, in floats. Every array starts on a cache line.
 struct ScratchLayout {
-  std::int64_t q, acc, max, sum, correction, scores, keys, values, pointers, joined, amx, total;
+  std::int64_t q, acc, max, sum, correction, scores, read_scores, keys, values, pointers, joined, amx, total;
 
   ScratchLayout(std::int64_t rows, std::int64_t head_dim, std::int64_t value_dim) {
     const std::int64_t padded_rows = round_up(rows + kRowSlack, 16);
     const std::int64_t d = round_up(head_dim, kPairSlack);
     const std::int64_t dv = round_up(value_dim, kPairSlack);
     q = 0;
-    acc = q + padded_rows * d;
+    acc = q + std::max(padded_rows, kTaskRows + kRowSlack) * d;
     max = acc + padded_rows * dv;
     sum = max + padded_rows;
     correction = sum + padded_rows;
     scores = correction + padded_rows;
-    keys =
+    read_scores =
         scores + std::max((kPackedRows + kRowSlack) * kPackedTile, (kDirectRows + kRowSlack) * kDirectTile);
-    values = keys + kPackedTile * d;
-    pointers = values + kPackedTile * dv;
+    keys = read_scores + (kTaskRows + kRowSlack) * kDirectTile;
+    values = keys + std::max(kDepth * kPairSlack, d);
+    pointers = values + kPackedTile * kPairSlack;
     const std::int64_t pointer_floats = static_cast<std::int64_t>(sizeof(void*) / sizeof(float));
-    joined = pointers + 3 * (kDirectTile + kPairSlack) * pointer_floats;
+    joined = pointers + 4 * (kDirectTile + kPairSlack) * pointer_floats;
     amx = joined + round_up(head_dim > value_dim ? kJoinedRows * head_dim : 0, 16);
     total = amx;
     if (amx::available()) {

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include <hwy/contrib/math/math-inl.h>
 #include <hwy/highway.h>
@@ -73,6 +74,18 @@ HWY_INLINE Vec weigh_scores(float* scores, std::int64_t padded, Vec pivot) {
     total = hn::Add(total, weight);
   }
   return total;
+}
+
+/// Scores of R rows a key from the order in which a whole tile was read to that of sums.
+template <int R>
+HWY_NOINLINE void interleave_scores(const float* from, std::int64_t streams, float* to) {
+  const std::int64_t run = kDirectTile / streams;
+  for (std::int64_t stream = 0; stream < streams; ++stream) {
+    float* target = to + stream * R;
+    for (std::int64_t i = 0; i < run; ++i, from += R, target += streams * R) {
+      std::memcpy(target, from, R * sizeof(float));
+    }
+  }
 }
 
 /// Scores of a block, [key][R], to weights; the rows' running max and sum, and their corrections: what

@@ -39,7 +39,14 @@ HWY_INLINE int block_rows(std::int64_t rest) {
   return rows;
 }
 
-/// The state of one attend().
+/// Rows of the blocks that hold `num_rows`.
+HWY_INLINE std::int64_t rows_of_blocks(std::int64_t num_rows) {
+  std::int64_t rows = 0;
+  while (rows < num_rows) rows += block_rows(num_rows - rows);
+  return rows;
+}
+
+/// The state of one KV head's rows.
 struct State {
   const AttentionTask& task;
   std::int64_t d;   ///< head_dim, padded to pairs: stride of q and of widened keys
@@ -50,14 +57,48 @@ struct State {
   float* sum;
   float* correction;
   float* scores;
+  float* read_scores;  ///< Scores of several heads, in the order in which keys are read.
   float* keys;
   float* values;
   const void** key_rows;  ///< Key rows of the current tile.
   const void** value_rows;
   const void** next_key_rows;
+  const void** next_value_rows;
   std::byte* joined;       ///< Rows of a split latent.
   std::int64_t row_bytes;  ///< bytes of a key row's head_dim elements
   std::byte* amx;
+};
+
+/// The heads that a task takes at once: each has its own rows of the scratch.
+struct Heads {
+  const State& first;
+  const AttentionTask* tasks;
+  int count;
+  std::int64_t rows = 0;        ///< of each head
+  std::int64_t block_rows = 0;  ///< ... in whole blocks
+  HWY_INLINE State operator[](std::int64_t head) const {
+    const std::int64_t row = head * rows;
+    const std::int64_t block_row = head * block_rows;
+    return {tasks[head],
+            first.d,
+            first.dv,
+            first.q + block_row * first.d,
+            first.acc + row * first.dv,
+            first.max + row,
+            first.sum + row,
+            first.correction + row,
+            first.scores,
+            first.read_scores + block_row * kDirectTile,
+            first.keys,
+            first.values,
+            first.key_rows,
+            first.value_rows,
+            first.next_key_rows,
+            first.next_value_rows,
+            first.joined,
+            first.row_bytes,
+            first.amx};
+  }
 };
 
 /// Copies the parts of `count` latent rows, whose latent columns `rows` points at, into s.joined, and points

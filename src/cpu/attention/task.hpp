@@ -23,6 +23,22 @@ struct StoredRows {
   }
 };
 
+/// In which order and how far ahead the kernel of few rows reads memory. No bit of a result depends on it.
+struct AttentionVariant {
+  /// KV heads that a task takes at once, at most: a tile's keys of all of them, then their values.
+  int heads = 1;
+  /// Keys in several runs of the tile in turn, as sums take them; otherwise as they lie, a page of one head
+  /// and then that page of the next.
+  bool is_interleaved = true;
+  /// Values while keys are multiplied, the next tile's keys while values are, rows a few further on always.
+  bool prefetches = true;
+  /// Scores of 8 rows of bf16 in vectors of 256 bits where there are wider ones.
+  bool is_narrow = false;
+};
+
+inline constexpr int kMaxTaskHeads = 8;
+inline constexpr std::int64_t kTaskRows = 64;  ///< Rows of several heads that a task takes, in whole blocks.
+
 /// What one thread computes in one go. Row t * group + g is query head g of the KV head's group, at query
 /// token t.
 struct AttentionTask {
@@ -47,6 +63,8 @@ struct AttentionTask {
   float value_scale = 1.0f;
   float soft_cap = 0.0f;
 
+  AttentionVariant variant;
+
   float* out = nullptr;  ///< Row (t, g) lies at out + t * out_token_stride + g * out_head_stride.
   std::int64_t out_token_stride = 0;
   std::int64_t out_head_stride = 0;
@@ -63,12 +81,15 @@ struct AttentionTask {
   }
 };
 
-/// Floats of scratch that attend() needs for tasks of at most `rows` rows.
+/// Floats of scratch that attend() needs for tasks of at most `rows` rows, all heads together.
 std::int64_t attention_scratch_floats(std::int64_t rows, std::int64_t head_dim, std::int64_t value_dim);
 
 /// out = softmax(key_scale * q k) v * value_scale over each token's visible range, lse natural; (0, -inf) if
 /// it is empty. Reads no K or V row and no page table entry outside a visible range, and lets a row that only
 /// some tokens see touch those alone. `scratch` is aligned to 64 bytes. Allocates nothing.
-void attend(const AttentionTask& task, float* scratch);
+///
+/// Takes `num_tasks` KV heads of the same tokens at once, up to kMaxTaskHeads, of one query token if there
+/// are several; together they have at most kTaskRows rows.
+void attend(const AttentionTask* tasks, int num_tasks, float* scratch);
 
 }  // namespace helix::cpu
