@@ -1,202 +1,235 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU's products: every kernel and way of reading against sums in double, and against each other.
+// Properties of the cpu linear and head_linear against naive double-precision products.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <vector>
 
+#include <hwy/targets.h>
+
 #include <helix/cpu/backend.hpp>
 
-#include "cpu/amx.hpp"
-#include "cpu/linear/product.hpp"
-#include "cpu/linear/task.hpp"
 #include "support/catch.hpp"
 
-namespace helix::test {
 namespace {
 
-using namespace cpu::linear;
-using cpu::ProductInputs;
+using helix::DType;
 
-/// Rows of activations, and a matrix as checkpoints store it.
-struct Operands {
-  std::int64_t num_rows;
-  std::int64_t cols;
-  std::int64_t weight_rows;
-  DType dtype;
-  std::vector<float> in;
-  std::vector<std::byte> weight;
-  std::vector<float> widened;
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-  Operands(std::int64_t rows, std::int64_t k, std::int64_t n, DType type, unsigned seed)
-      : num_rows(rows), cols(k), weight_rows(n), dtype(type) {
+std::size_t at(std::int64_t i) {
+  return static_cast<std::size_t>(i);
+}
+
+/// Random values of a storage type in an allocation of exactly their size, so that sanitizers see a read past
+/// it.
+class Stored {
+ public:
+  Stored(DType dtype, std::int64_t count, unsigned seed)
+      : dtype_(dtype), bytes_(at(count) * helix::size_bytes(dtype)) {
     std::mt19937 random(seed);
-    std::normal_distribution<float> normal;
-    in.resize(static_cast<std::size_t>(rows * k));
-    for (float& x : in) x = normal(random);
-    widened.resize(static_cast<std::size_t>(n * k));
-    weight.resize(widened.size() * size_bytes(type));
-    dispatch(type, [&]<class T>(T*) {
-      for (std::size_t i = 0; i < widened.size(); ++i) {
-        const T value(normal(random));
-        std::memcpy(weight.data() + i * sizeof(T), &value, sizeof(T));
-        widened[i] = static_cast<float>(value);
+    std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
+    helix::dispatch(dtype, [&]<class T>(T*) {
+      for (std::int64_t i = 0; i < count; ++i) {
+        const T x(uniform(random));
+        std::memcpy(bytes_.data() + at(i) * sizeof(T), &x, sizeof(T));
       }
     });
   }
 
-  /// The dot product of two rows, and the sum of its terms' magnitudes.
-  std::pair<double, double> expected(std::int64_t row, std::int64_t n, bool is_rounded) const {
-    double sum = 0.0;
-    double magnitude = 0.0;
-    for (std::int64_t k = 0; k < cols; ++k) {
-      const float x = in[static_cast<std::size_t>(row * cols + k)];
-      const double term = static_cast<double>(is_rounded ? static_cast<float>(bf16(x)) : x) *
-                          widened[static_cast<std::size_t>(n * cols + k)];
-      sum += term;
-      magnitude += std::abs(term);
-    }
-    return {sum, magnitude};
+  helix::WeightView view(std::int64_t rows, std::int64_t cols) const {
+    return {bytes_.data(), dtype_, rows, cols};
   }
+  double operator[](std::int64_t i) const {
+    return helix::dispatch(dtype_, [&]<class T>(T*) {
+      T x;
+      std::memcpy(&x, bytes_.data() + at(i) * sizeof(T), sizeof(T));
+      return static_cast<double>(static_cast<float>(x));
+    });
+  }
+
+ private:
+  DType dtype_;
+  std::vector<std::byte> bytes_;
 };
 
-std::vector<float> multiply_as(const Operands& operands, Kernel kernel, Reading reading) {
-  std::vector<std::byte> packed(
-      static_cast<std::size_t>(packed_rows(operands.num_rows) * packed_cols(operands.cols)) * sizeof(float));
-  for (std::int64_t row = 0; row < operands.num_rows; row += kBlockRows) {
-    const std::int64_t count = std::min(kBlockRows, operands.num_rows - row);
-    const float* from = operands.in.data() + row * operands.cols;
-    const std::int64_t place = row * packed_cols(operands.cols);
-    if (kernel == Kernel::vectors) {
-      pack_for_vectors(operands.dtype, from, operands.cols, count, operands.cols,
-                       reinterpret_cast<float*>(packed.data()) + place);
-    } else {
-      pack_for_bf16_dots(from, operands.cols, count, operands.cols,
-                         reinterpret_cast<bf16*>(packed.data()) + place);
+struct Case {
+  std::int64_t rows = 1;
+  std::int64_t n = 16;
+  std::int64_t k = 32;
+  DType dtype = DType::bf16;
+  bool has_bias = false;
+  bool accumulate = false;
+  std::int64_t padding = 0;  ///< elements between rows of in and out, NaN
+};
+
+/// Runs linear on random data; the whole of `out`, the padding included.
+std::vector<float> run(const Case& c, int num_threads, bool check) {
+  const Stored weight(c.dtype, c.n * c.k, 1);
+  const Stored bias(c.dtype, c.n, 2);
+  const Stored x(DType::f32, c.rows * c.k, 3);
+  const Stored before(DType::f32, c.rows * c.n, 4);
+  const std::int64_t in_stride = c.k + c.padding;
+  const std::int64_t out_stride = c.n + c.padding;
+  std::vector<float> in(at(c.rows * in_stride), kNaN);
+  std::vector<float> out(at(c.rows * out_stride), kNaN);
+  for (std::int64_t r = 0; r < c.rows; ++r) {
+    for (std::int64_t k = 0; k < c.k; ++k) in[at(r * in_stride + k)] = static_cast<float>(x[r * c.k + k]);
+    for (std::int64_t n = 0; n < c.n && c.accumulate; ++n) {
+      out[at(r * out_stride + n)] = static_cast<float>(before[r * c.n + n]);
     }
   }
-  std::vector<float> out(static_cast<std::size_t>(operands.num_rows * operands.weight_rows), -7.0f);
-  Task task;
-  task.kernel = kernel;
-  task.reading = reading;
-  task.in = packed.data();
-  task.num_rows = operands.num_rows;
-  task.weight = operands.weight.data();
-  task.dtype = operands.dtype;
-  task.cols = operands.cols;
-  task.num_weight_rows = operands.weight_rows;
-  task.out = out.data();
-  task.out_stride = operands.weight_rows;
-  multiply(task);
-  return out;
-}
-
-std::vector<float> multiply_whole(const Operands& operands, ProductInputs inputs, int num_threads) {
-  const cpu::Operators operators(num_threads, inputs);
-  cpu::Stream stream = operators.create_stream();
-  std::vector<float> out(static_cast<std::size_t>(operands.num_rows * operands.weight_rows));
-  LinearArgs<float> args;
-  args.in = {operands.in.data(), {operands.num_rows, operands.cols}};
-  args.weight = {operands.weight.data(), operands.dtype, operands.weight_rows, operands.cols};
-  args.out = {out.data(), {operands.num_rows, operands.weight_rows}};
+  helix::cpu::Operators operators(num_threads);
+  helix::cpu::Stream stream = operators.create_stream();
+  helix::LinearArgs<float> args;
+  args.in = {in.data(), {c.rows, c.k}, {in_stride, 1}};
+  args.weight = weight.view(c.n, c.k);
+  if (c.has_bias) args.bias = bias.view(1, c.n);
+  args.out = {out.data(), {c.rows, c.n}, {out_stride, 1}};
+  args.accumulate = c.accumulate;
   operators.linear(args, stream);
   operators.synchronize(stream);
+  if (!check) return out;
+  for (std::int64_t r = 0; r < c.rows; ++r) {
+    for (std::int64_t n = 0; n < c.n; ++n) {
+      double expected = (c.has_bias ? bias[n] : 0.0) + (c.accumulate ? before[r * c.n + n] : 0.0);
+      double magnitude = std::abs(expected);
+      for (std::int64_t k = 0; k < c.k; ++k) {
+        expected += x[r * c.k + k] * weight[n * c.k + k];
+        magnitude += std::abs(x[r * c.k + k] * weight[n * c.k + k]);
+      }
+      const float value = out[at(r * out_stride + n)];
+      if (!(std::abs(value - expected) <= 1e-6 * magnitude)) {
+        FAIL("out[" << r << ", " << n << "] is " << value << ", expected " << expected);
+      }
+    }
+    for (std::int64_t i = 0; i < c.padding; ++i) REQUIRE(std::isnan(out[at(r * out_stride + c.n + i)]));
+  }
   return out;
 }
-
-bool have_equal_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-}
-
-constexpr std::int64_t kCols[] = {1, 31, 32, 33, 767, 768, 769, 2047, 2049, 4100};
-constexpr std::int64_t kRows[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 13};
 
 }  // namespace
 
-TEST_CASE("every way of reading weights gives the same bits, near sums in double") {
-  for (const DType dtype : {DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}) {
-    for (const std::int64_t cols : kCols) {
-      for (const std::int64_t rows : kRows) {
-        const Operands operands(rows, cols, 67, dtype, static_cast<unsigned>(cols * 100 + rows));
-        INFO(to_string(dtype) << ", " << rows << " rows of " << cols);
-        const std::vector<float> plain = multiply_as(operands, Kernel::vectors, Reading::plain);
-        for (const Reading reading : {Reading::ahead, Reading::ahead_pairs, Reading::near})
-          CHECK(have_equal_bits(plain, multiply_as(operands, Kernel::vectors, reading)));
-        double worst = 0.0;
-        for (std::int64_t i = 0; i < rows * 67; i += 11) {
-          const auto [sum, magnitude] = operands.expected(i / 67, i % 67, false);
-          worst = std::max(worst, std::abs(plain[static_cast<std::size_t>(i)] - sum) / magnitude);
+TEST_CASE("linear agrees with the reference for any number of rows and any matrix") {
+  const std::int64_t shapes[][2] = {{1, 1},   {3, 5},     {16, 32},    {17, 33},   {64, 64},
+                                    {65, 96}, {100, 257}, {130, 1024}, {40, 1025}, {33, 2100}};
+  for (std::int64_t rows : {0, 1, 2, 3, 4, 5, 8, 9, 33, 130}) {
+    for (const auto& [n, k] : shapes) {
+      CAPTURE(rows, n, k);
+      run({.rows = rows, .n = n, .k = k}, 2, true);
+    }
+  }
+}
+
+TEST_CASE("linear takes every weight type, with bias, onto what is there, between strided rows") {
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    for (bool has_bias : {false, true}) {
+      for (bool accumulate : {false, true}) {
+        for (std::int64_t rows : {1, 2, 4, 7, 12}) {
+          CAPTURE(helix::to_string(dtype), has_bias, accumulate, rows);
+          run({.rows = rows,
+               .n = 75,
+               .k = 131,
+               .dtype = dtype,
+               .has_bias = has_bias,
+               .accumulate = accumulate,
+               .padding = 3},
+              2, true);
         }
-        CHECK(worst < 1e-6);
       }
     }
   }
 }
 
-TEST_CASE("products of bf16 round the activations and nothing else") {
-  for (const std::int64_t cols : kCols) {
-    for (const std::int64_t rows : kRows) {
-      const Operands operands(rows, cols, 67, DType::bf16, static_cast<unsigned>(cols * 100 + rows));
-      INFO(rows << " rows of " << cols);
-      if (has_bf16_dots()) {
-        const std::vector<float> plain = multiply_as(operands, Kernel::bf16_dots, Reading::plain);
-        CHECK(have_equal_bits(plain, multiply_as(operands, Kernel::bf16_dots, Reading::ahead)));
-        CHECK(have_equal_bits(plain, multiply_as(operands, Kernel::bf16_dots, Reading::ahead_pairs)));
-        if (rows == 1) CHECK(have_equal_bits(plain, multiply_as(operands, Kernel::bf16_dots, Reading::rows)));
-      }
-      const std::vector<float> out = multiply_whole(operands, ProductInputs::bf16, 1);
-      CHECK(have_equal_bits(out, multiply_whole(operands, ProductInputs::bf16, 3)));
-      double worst = 0.0;
-      for (std::int64_t i = 0; i < rows * 67; ++i) {
-        const auto [sum, magnitude] = operands.expected(i / 67, i % 67, true);
-        worst = std::max(worst, std::abs(out[static_cast<std::size_t>(i)] - sum) / magnitude);
-      }
-      CHECK(worst < 1e-6);
+TEST_CASE("linear gives a row the same bits for any number of threads and any rows beside it") {
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    const Case c{.rows = 37, .n = 300, .k = 2100, .dtype = dtype};
+    const std::vector<float> one = run(c, 1, false);
+    for (int threads : {2, 3}) {
+      const std::vector<float> other = run(c, threads, false);
+      REQUIRE(std::memcmp(one.data(), other.data(), one.size() * sizeof(float)) == 0);
+    }
+    // Of bf16 weights, up to 4 rows and more may be multiplied by different instructions.
+    const std::vector<float> four = run({.rows = 4, .n = 300, .k = 2100, .dtype = dtype}, 1, false);
+    for (std::int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 20, 24, 30}) {
+      CAPTURE(helix::to_string(dtype), rows);
+      const std::vector<float> fewer = run({.rows = rows, .n = 300, .k = 2100, .dtype = dtype}, 1, false);
+      const std::vector<float>& more = dtype == DType::bf16 && rows <= 4 ? four : one;
+      REQUIRE(std::memcmp(more.data(), fewer.data(), fewer.size() * sizeof(float)) == 0);
     }
   }
 }
 
-TEST_CASE("an output's bits depend on its two rows alone") {
-  for (const ProductInputs inputs : {ProductInputs::f32, ProductInputs::bf16}) {
-    // Tile registers add in another order than what multiplies few rows.
-    for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
-      if (dtype == DType::bf16 && cpu::amx::available()) continue;
-      const Operands all(40, 3000, 333, dtype, 5);
-      const std::vector<float> together = multiply_whole(all, inputs, 2);
-      for (const std::int64_t row : {0, 7, 38, 39}) {
-        Operands one = all;
-        one.num_rows = 1;
-        const auto begin = all.in.begin() + row * all.cols;
-        one.in.assign(begin, begin + all.cols);
-        const std::vector<float> alone = multiply_whole(one, inputs, 1);
-        INFO(to_string(dtype) << " row " << row);
-        CHECK(std::equal(alone.begin(), alone.end(), together.begin() + row * all.weight_rows));
+TEST_CASE("head_linear multiplies each head by its own rows") {
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    for (std::int64_t tokens : {0, 1, 2, 5, 8, 9, 33}) {
+      for (std::int64_t heads : {1, 3}) {
+        const std::int64_t shapes[][2] = {{16, 32}, {70, 45}, {1, 7}, {128, 64}};
+        for (const auto& [n, k] : shapes) {
+          CAPTURE(helix::to_string(dtype), tokens, heads, n, k);
+          const Stored weight(dtype, heads * n * k, 1);
+          const Stored x(DType::f32, tokens * heads * k, 2);
+          // Heads outermost in memory, so that both strides of a token's heads differ from a dense tensor's.
+          const std::int64_t pad = 2;
+          std::vector<float> in(at(heads * tokens * (k + pad)), kNaN);
+          std::vector<float> out(at(heads * tokens * (n + pad)), kNaN);
+          for (std::int64_t t = 0; t < tokens; ++t) {
+            for (std::int64_t h = 0; h < heads; ++h) {
+              for (std::int64_t i = 0; i < k; ++i) {
+                in[at((h * tokens + t) * (k + pad) + i)] = static_cast<float>(x[(t * heads + h) * k + i]);
+              }
+            }
+          }
+          helix::cpu::Operators operators(2);
+          helix::cpu::Stream stream = operators.create_stream();
+          helix::HeadLinearArgs<float> args;
+          args.in = {in.data(), {tokens, heads, k}, {k + pad, tokens * (k + pad), 1}};
+          args.weight = weight.view(heads * n, k);
+          args.out = {out.data(), {tokens, heads, n}, {n + pad, tokens * (n + pad), 1}};
+          operators.head_linear(args, stream);
+          operators.synchronize(stream);
+          for (std::int64_t t = 0; t < tokens; ++t) {
+            for (std::int64_t h = 0; h < heads; ++h) {
+              for (std::int64_t j = 0; j < n; ++j) {
+                double expected = 0.0;
+                double magnitude = 0.0;
+                for (std::int64_t i = 0; i < k; ++i) {
+                  const double term = x[(t * heads + h) * k + i] * weight[(h * n + j) * k + i];
+                  expected += term;
+                  magnitude += std::abs(term);
+                }
+                const float value = out[at((h * tokens + t) * (n + pad) + j)];
+                if (!(std::abs(value - expected) <= 1e-6 * magnitude)) {
+                  FAIL("out[" << t << ", " << h << ", " << j << "] is " << value << ", expected "
+                              << expected);
+                }
+              }
+              for (std::int64_t i = 0; i < pad; ++i)
+                REQUIRE(std::isnan(out[at((h * tokens + t) * (n + pad) + n + i)]));
+            }
+          }
+        }
       }
     }
   }
 }
 
-TEST_CASE("what the activations are is of no concern to weights that are not bf16") {
-  for (const DType dtype : {DType::f32, DType::f16}) {
-    const Operands operands(5, 1000, 100, dtype, 3);
-    CHECK(have_equal_bits(multiply_whole(operands, ProductInputs::f32, 2),
-                          multiply_whole(operands, ProductInputs::bf16, 2)));
-  }
-}
-
-TEST_CASE("infinities and NaN pass through products as they are") {
-  for (const ProductInputs inputs : {ProductInputs::f32, ProductInputs::bf16}) {
-    Operands operands(2, 100, 5, DType::bf16, 9);
-    operands.in[3] = INFINITY;
-    operands.in[100 + 99] = NAN;
-    const std::vector<float> out = multiply_whole(operands, inputs, 1);
-    for (int n = 0; n < 5; ++n) {
-      CHECK(std::isinf(out[static_cast<std::size_t>(n)]));
-      CHECK(std::isnan(out[static_cast<std::size_t>(5 + n)]));
+TEST_CASE("linear agrees with the reference on every instruction set of this machine") {
+  for (std::int64_t rest = hwy::SupportedTargets(); rest != 0; rest &= rest - 1) {
+    const std::int64_t target = rest & -rest;
+    CAPTURE(hwy::TargetName(target));
+    hwy::SetSupportedTargetsForTest(target);
+    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+    for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+      for (std::int64_t rows : {1, 2, 4, 8, 13}) {
+        CAPTURE(helix::to_string(dtype), rows);
+        run({.rows = rows, .n = 75, .k = 300, .dtype = dtype, .has_bias = true}, 2, true);
+      }
     }
+    hwy::SetSupportedTargetsForTest(0);
+    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
   }
 }
-
-}  // namespace helix::test

@@ -31,7 +31,7 @@ constexpr std::int64_t kTunedBytes = std::int64_t{2} << 20;
 
 constexpr Reading kVectorReadings[] = {Reading::ahead, Reading::plain, Reading::near};
 constexpr Reading kDotReadings[] = {Reading::ahead, Reading::ahead_pairs, Reading::plain};
-constexpr Reading kRowReadings[] = {Reading::rows, Reading::ahead, Reading::plain};
+constexpr Reading kRowReadings[] = {Reading::rows2, Reading::rows4, Reading::ahead, Reading::plain};
 
 /// By stored type and class of rows: 1, 2, up to 4, up to 8.
 Tuner g_vector_tuners[4][4] = {{{"linear.f32.rows1", {"ahead", "plain", "near"}, kTunedBytes},
@@ -50,7 +50,7 @@ Tuner g_vector_tuners[4][4] = {{{"linear.f32.rows1", {"ahead", "plain", "near"},
                                 {"linear.fp8.rows2", {"ahead", "plain", "near"}, kTunedBytes},
                                 {"linear.fp8.rows4", {"ahead", "plain", "near"}, kTunedBytes},
                                 {"linear.fp8.rows8", {"ahead", "plain", "near"}, kTunedBytes}}};
-Tuner g_dot_tuners[4] = {{"linear.bf16_dots.rows1", {"rows", "ahead", "plain"}, kTunedBytes},
+Tuner g_dot_tuners[4] = {{"linear.bf16_dots.rows1", {"rows2", "rows4", "ahead", "plain"}, kTunedBytes},
                          {"linear.bf16_dots.rows2", {"ahead", "ahead_pairs", "plain"}, kTunedBytes},
                          {"linear.bf16_dots.rows4", {"ahead", "ahead_pairs", "plain"}, kTunedBytes},
                          {"linear.bf16_dots.rows8", {"ahead", "ahead_pairs", "plain"}, kTunedBytes}};

@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU's products: every kernel and way of reading against sums in double, and against each other.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include <helix/cpu/backend.hpp>
+
+#include "cpu/amx.hpp"
+#include "cpu/linear/product.hpp"
+#include "cpu/linear/task.hpp"
+#include "support/catch.hpp"
+
+namespace helix::test {
+namespace {
+
+using namespace cpu::linear;
+using cpu::ProductInputs;
+
+/// Rows of activations, and a matrix as checkpoints store it.
+struct Operands {
+  std::int64_t num_rows;
+  std::int64_t cols;
+  std::int64_t weight_rows;
+  DType dtype;
+  std::vector<float> in;
+  std::vector<std::byte> weight;
+  std::vector<float> widened;
+
+  Operands(std::int64_t rows, std::int64_t k, std::int64_t n, DType type, unsigned seed)
+      : num_rows(rows), cols(k), weight_rows(n), dtype(type) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    in.resize(static_cast<std::size_t>(rows * k));
+    for (float& x : in) x = normal(random);
+    widened.resize(static_cast<std::size_t>(n * k));
+    weight.resize(widened.size() * size_bytes(type));
+    dispatch(type, [&]<class T>(T*) {
+      for (std::size_t i = 0; i < widened.size(); ++i) {
+        const T value(normal(random));
+        std::memcpy(weight.data() + i * sizeof(T), &value, sizeof(T));
+        widened[i] = static_cast<float>(value);
+      }
+    });
+  }
+
+  /// The dot product of two rows, and the sum of its terms' magnitudes.
+  std::pair<double, double> expected(std::int64_t row, std::int64_t n, bool is_rounded) const {
+    double sum = 0.0;
+    double magnitude = 0.0;
+    for (std::int64_t k = 0; k < cols; ++k) {
+      const float x = in[static_cast<std::size_t>(row * cols + k)];
+      const double term = static_cast<double>(is_rounded ? static_cast<float>(bf16(x)) : x) *
+                          widened[static_cast<std::size_t>(n * cols + k)];
+      sum += term;
+      magnitude += std::abs(term);
+    }
+    return {sum, magnitude};
+  }
+};
+
+std::vector<float> multiply_as(const Operands& operands, Kernel kernel, Reading reading) {
+  std::vector<std::byte> packed(
+      static_cast<std::size_t>(packed_rows(operands.num_rows) * packed_cols(operands.cols)) * sizeof(float));
+  for (std::int64_t row = 0; row < operands.num_rows; row += kBlockRows) {
+    const std::int64_t count = std::min(kBlockRows, operands.num_rows - row);
+    const float* from = operands.in.data() + row * operands.cols;
+    const std::int64_t place = row * packed_cols(operands.cols);
+    if (kernel == Kernel::vectors) {
+      pack_for_vectors(operands.dtype, from, operands.cols, count, operands.cols,
+                       reinterpret_cast<float*>(packed.data()) + place);
+    } else {
+      pack_for_bf16_dots(from, operands.cols, count, operands.cols,
+                         reinterpret_cast<bf16*>(packed.data()) + place);
+    }
+  }
+  std::vector<float> out(static_cast<std::size_t>(operands.num_rows * operands.weight_rows), -7.0f);
+  Task task;
+  task.kernel = kernel;
+  task.reading = reading;
+  task.in = packed.data();
+  task.num_rows = operands.num_rows;
+  task.weight = operands.weight.data();
+  task.dtype = operands.dtype;
+  task.cols = operands.cols;
+  task.num_weight_rows = operands.weight_rows;
+  task.out = out.data();
+  task.out_stride = operands.weight_rows;
+  multiply(task);
+  return out;
+}
+
+std::vector<float> multiply_whole(const Operands& operands, ProductInputs inputs, int num_threads) {
+  const cpu::Operators operators(num_threads, inputs);
+  cpu::Stream stream = operators.create_stream();
+  std::vector<float> out(static_cast<std::size_t>(operands.num_rows * operands.weight_rows));
+  LinearArgs<float> args;
+  args.in = {operands.in.data(), {operands.num_rows, operands.cols}};
+  args.weight = {operands.weight.data(), operands.dtype, operands.weight_rows, operands.cols};
+  args.out = {out.data(), {operands.num_rows, operands.weight_rows}};
+  operators.linear(args, stream);
+  operators.synchronize(stream);
+  return out;
+}
+
+bool have_equal_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+constexpr std::int64_t kCols[] = {1, 31, 32, 33, 767, 768, 769, 2047, 2049, 4100};
+constexpr std::int64_t kRows[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 13};
+
+}  // namespace
+
+TEST_CASE("every way of reading weights gives the same bits, near sums in double") {
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}) {
+    for (const std::int64_t cols : kCols) {
+      for (const std::int64_t rows : kRows) {
+        const Operands operands(rows, cols, 67, dtype, static_cast<unsigned>(cols * 100 + rows));
+        INFO(to_string(dtype) << ", " << rows << " rows of " << cols);
+        const std::vector<float> plain = multiply_as(operands, Kernel::vectors, Reading::plain);
+        for (const Reading reading : {Reading::ahead, Reading::ahead_pairs, Reading::near})
+          CHECK(have_equal_bits(plain, multiply_as(operands, Kernel::vectors, reading)));
+        double worst = 0.0;
+        for (std::int64_t i = 0; i < rows * 67; i += 11) {
+          const auto [sum, magnitude] = operands.expected(i / 67, i % 67, false);
+          worst = std::max(worst, std::abs(plain[static_cast<std::size_t>(i)] - sum) / magnitude);
+        }
+        CHECK(worst < 1e-6);
+      }
+    }
+  }
+}
+
+TEST_CASE("products of bf16 round the activations and nothing else") {
+  for (const std::int64_t cols : kCols) {
+    for (const std::int64_t rows : kRows) {
+      const Operands operands(rows, cols, 67, DType::bf16, static_cast<unsigned>(cols * 100 + rows));
+      INFO(rows << " rows of " << cols);
+      if (has_bf16_dots()) {
+        const std::vector<float> plain = multiply_as(operands, Kernel::bf16_dots, Reading::plain);
+        CHECK(have_equal_bits(plain, multiply_as(operands, Kernel::bf16_dots, Reading::ahead)));
+        CHECK(have_equal_bits(plain, multiply_as(operands, Kernel::bf16_dots, Reading::ahead_pairs)));
+        for (const Reading reading : {Reading::rows2, Reading::rows4}) {
+          if (rows == 1) CHECK(have_equal_bits(plain, multiply_as(operands, Kernel::bf16_dots, reading)));
+        }
+      }
+      const std::vector<float> out = multiply_whole(operands, ProductInputs::bf16, 1);
+      CHECK(have_equal_bits(out, multiply_whole(operands, ProductInputs::bf16, 3)));
+      double worst = 0.0;
+      for (std::int64_t i = 0; i < rows * 67; ++i) {
+        const auto [sum, magnitude] = operands.expected(i / 67, i % 67, true);
+        worst = std::max(worst, std::abs(out[static_cast<std::size_t>(i)] - sum) / magnitude);
+      }
+      CHECK(worst < 1e-6);
+    }
+  }
+}
+
+TEST_CASE("an output's bits depend on its two rows alone") {
+  for (const ProductInputs inputs : {ProductInputs::f32, ProductInputs::bf16}) {
+    // Tile registers add in another order than what multiplies few rows.
+    for (const DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+      if (dtype == DType::bf16 && cpu::amx::available()) continue;
+      const Operands all(40, 3000, 333, dtype, 5);
+      const std::vector<float> together = multiply_whole(all, inputs, 2);
+      for (const std::int64_t row : {0, 7, 38, 39}) {
+        Operands one = all;
+        one.num_rows = 1;
+        const auto begin = all.in.begin() + row * all.cols;
+        one.in.assign(begin, begin + all.cols);
+        const std::vector<float> alone = multiply_whole(one, inputs, 1);
+        INFO(to_string(dtype) << " row " << row);
+        CHECK(std::equal(alone.begin(), alone.end(), together.begin() + row * all.weight_rows));
+      }
+    }
+  }
+}
+
+TEST_CASE("what the activations are is of no concern to weights that are not bf16") {
+  for (const DType dtype : {DType::f32, DType::f16}) {
+    const Operands operands(5, 1000, 100, dtype, 3);
+    CHECK(have_equal_bits(multiply_whole(operands, ProductInputs::f32, 2),
+                          multiply_whole(operands, ProductInputs::bf16, 2)));
+  }
+}
+
+TEST_CASE("infinities and NaN pass through products as they are") {
+  for (const ProductInputs inputs : {ProductInputs::f32, ProductInputs::bf16}) {
+    Operands operands(2, 100, 5, DType::bf16, 9);
+    operands.in[3] = INFINITY;
+    operands.in[100 + 99] = NAN;
+    const std::vector<float> out = multiply_whole(operands, inputs, 1);
+    for (int n = 0; n < 5; ++n) {
+      CHECK(std::isinf(out[static_cast<std::size_t>(n)]));
+      CHECK(std::isnan(out[static_cast<std::size_t>(5 + n)]));
+    }
+  }
+}
+
+}  // namespace helix::test
