@@ -62,7 +62,9 @@ struct Operands {
   }
 };
 
-std::vector<float> multiply_as(const Operands& operands, Kernel kernel, Reading reading) {
+/// `weight`: where the weights lie, if not in `operands`.
+std::vector<float> multiply_as(const Operands& operands, Kernel kernel, Reading reading,
+                               const std::byte* weight = nullptr) {
   std::vector<std::byte> packed(
       static_cast<std::size_t>(packed_rows(operands.num_rows) * packed_cols(operands.cols)) * sizeof(float));
   for (std::int64_t row = 0; row < operands.num_rows; row += kBlockRows) {
@@ -83,7 +85,7 @@ std::vector<float> multiply_as(const Operands& operands, Kernel kernel, Reading 
   task.reading = reading;
   task.in = packed.data();
   task.num_rows = operands.num_rows;
-  task.weight = operands.weight.data();
+  task.weight = weight != nullptr ? weight : operands.weight.data();
   task.dtype = operands.dtype;
   task.cols = operands.cols;
   task.num_weight_rows = operands.weight_rows;
@@ -156,6 +158,31 @@ TEST_CASE("products of bf16 round the activations and nothing else") {
         worst = std::max(worst, std::abs(out[static_cast<std::size_t>(i)] - sum) / magnitude);
       }
       CHECK(worst < 1e-6);
+    }
+  }
+}
+
+TEST_CASE("where weights lie changes no bit, and nothing beside them is read into a result") {
+  for (const std::int64_t cols : kCols) {
+    for (const std::int64_t rows : {1, 2, 5}) {
+      Operands operands(rows, cols, 11, DType::bf16, static_cast<unsigned>(cols + rows));
+      const std::vector<std::byte> weight = operands.weight;
+      for (const Reading reading : {Reading::rows2, Reading::rows4, Reading::ahead, Reading::plain}) {
+        if (!has_bf16_dots() || (rows > 1 && (reading == Reading::rows2 || reading == Reading::rows4)))
+          continue;
+        std::vector<float> first;
+        for (const std::size_t shift : {0, 2, 8, 30, 40, 62}) {
+          INFO(rows << " rows of " << cols << ", " << shift << " bytes behind a line");
+          // NaN all around, in a vector of exactly this size.
+          std::vector<bf16> memory(64 + weight.size() / sizeof(bf16), bf16(NAN));
+          auto* begin = reinterpret_cast<std::byte*>(memory.data());
+          begin += (64 - reinterpret_cast<std::uintptr_t>(begin) % 64) % 64 + shift;
+          std::memcpy(begin, weight.data(), weight.size());
+          const std::vector<float> out = multiply_as(operands, Kernel::bf16_dots, reading, begin);
+          if (first.empty()) first = out;
+          CHECK(have_equal_bits(first, out));
+        }
+      }
     }
   }
 }

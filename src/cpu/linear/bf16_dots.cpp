@@ -69,7 +69,7 @@ HELIX_BF16_INLINE __m512bh pairs(__m512i x) {
   return result;
 }
 
-HELIX_BF16_INLINE __mmask32 mask_of(std::int64_t count) {
+constexpr __mmask32 mask_of(std::int64_t count) {
   return static_cast<__mmask32>((std::uint64_t{1} << count) - 1);
 }
 
@@ -130,29 +130,78 @@ struct Dots {
   }
 };
 
+constexpr std::int64_t kLineElements = 32;  // of a cache line, which is a step too
+
+HELIX_BF16_INLINE __m512 add_dot(__m512 acc, __m512i w, const bf16* x) {
+  return _mm512_dpbf16_ps(acc, pairs(w), pairs(_mm512_loadu_si512(x)));
+}
+
 /// The dot product of a chunk of a weight row with one activation row. A loop that loads kLines lines of a
 /// weight row before it multiplies them is what hardware follows best: 28 GB/s with two where line after line
 /// reads 22, and 23 with four where rows are long.
 template <int kLines>
-HELIX_BF16 float dot_row(const bf16* weight, const bf16* x, std::int64_t cols) {
-  constexpr std::int64_t kStep = Dots::kStep;
+HELIX_BF16 float dot_aligned_row(const bf16* weight, const bf16* x, std::int64_t cols) {
   __m512 acc = _mm512_setzero_ps();
   std::int64_t d = 0;
-  for (; d + kLines * kStep <= cols; d += kLines * kStep) {
+  for (; d + kLines * kLineElements <= cols; d += kLines * kLineElements) {
     __m512i w[kLines];
     HELIX_BF16_UNROLL for (int line = 0; line < kLines; ++line) {
-      w[line] = _mm512_loadu_si512(weight + d + line * kStep);
+      w[line] = _mm512_loadu_si512(weight + d + line * kLineElements);
       __asm__("" : "+v"(w[line]));  // loaded here, not where it is multiplied
     }
     HELIX_BF16_UNROLL for (int line = 0; line < kLines; ++line) {
-      acc = _mm512_dpbf16_ps(acc, pairs(w[line]), pairs(_mm512_loadu_si512(x + d + line * kStep)));
+      acc = add_dot(acc, w[line], x + d + line * kLineElements);
     }
   }
-  for (; d < cols; d += kStep) {
-    const __m512i w = _mm512_maskz_loadu_epi16(mask_of(std::min(kStep, cols - d)), weight + d);
-    acc = _mm512_dpbf16_ps(acc, pairs(w), pairs(_mm512_loadu_si512(x + d)));
+  for (; d < cols; d += kLineElements) {
+    acc =
+        add_dot(acc, _mm512_maskz_loadu_epi16(mask_of(std::min(kLineElements, cols - d)), weight + d), x + d);
   }
   return _mm_cvtss_f32(sum_four(acc, acc, acc, acc));
+}
+
+/// The same for a row that begins `shift` elements, 1 to 31, behind the beginning of a cache line, as weights
+/// in a mapped file do: lines are loaded whole and put together in registers. Loads across lines took 7 %
+/// more.
+template <int kLines>
+HELIX_BF16 float dot_shifted_row(const bf16* weight, const bf16* x, std::int64_t cols, std::int64_t shift) {
+  alignas(64) std::uint16_t order[kLineElements];
+  for (std::int64_t i = 0; i < kLineElements; ++i) order[i] = static_cast<std::uint16_t>(i + shift);
+  const __m512i from_two_lines = _mm512_load_si512(order);
+  // Elements [d - shift, d - shift + 32) of the row, those that it has.
+  const bf16* lines = weight - shift;
+  const auto line_mask = [&](std::int64_t d) {
+    return mask_of(std::clamp(cols + shift - d, std::int64_t{0}, kLineElements));
+  };
+  const __mmask32 first = line_mask(0) & static_cast<__mmask32>(~mask_of(shift));
+  __m512i line_before = _mm512_maskz_loadu_epi16(first, lines);
+  __m512 acc = _mm512_setzero_ps();
+  std::int64_t d = 0;
+  for (; d + (kLines + 1) * kLineElements <= cols + shift; d += kLines * kLineElements) {
+    __m512i w[kLines];
+    HELIX_BF16_UNROLL for (int line = 0; line < kLines; ++line) {
+      w[line] = _mm512_loadu_si512(lines + d + (line + 1) * kLineElements);
+      __asm__("" : "+v"(w[line]));
+    }
+    HELIX_BF16_UNROLL for (int line = 0; line < kLines; ++line) {
+      const __m512i joined = _mm512_permutex2var_epi16(line_before, from_two_lines, w[line]);
+      acc = add_dot(acc, joined, x + d + line * kLineElements);
+      line_before = w[line];
+    }
+  }
+  for (; d < cols; d += kLineElements) {
+    const __m512i line = _mm512_maskz_loadu_epi16(line_mask(d + kLineElements), lines + d + kLineElements);
+    acc = add_dot(acc, _mm512_permutex2var_epi16(line_before, from_two_lines, line), x + d);
+    line_before = line;
+  }
+  return _mm_cvtss_f32(sum_four(acc, acc, acc, acc));
+}
+
+template <int kLines>
+float dot_row(const bf16* weight, const bf16* x, std::int64_t cols) {
+  const auto shift = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(weight) % 64 / sizeof(bf16));
+  return shift == 0 ? dot_aligned_row<kLines>(weight, x, cols)
+                    : dot_shifted_row<kLines>(weight, x, cols, shift);
 }
 
 template <int kLines>
