@@ -9,6 +9,8 @@ usage: ./test.sh [OPTION ...] [-- CTEST_ARGUMENTS]
   --full           also the tests labelled full, which take long
   --quick          only the tests labelled quick
   --sanitize NAME  asan (with ubsan), ubsan or tsan: the quick tests, built with that sanitizer
+  --arm64          the quick tests that hold for 64-bit Arm, cross-compiled and emulated; ends with status 77 where there is no cross
+                   compiler, emulator or arm64 package
   --no-mpi         as on a machine without MPI
   --no-cuda        as on a machine without CUDA
 Missing packages are installed first (apt-get; sudo only where needed). CUDA is not installed, but used where nvcc and
@@ -36,6 +38,13 @@ while [[ $# -gt 0 ]]; do
       labels=(-L '^quick$') target=quick_tests
       shift
       ;;
+    --arm64)
+      # Those of tests/CMakeLists.txt but sweeps that take an emulator most of its time: each has smaller ones beside it.
+      preset=arm64 target=quick_tests
+      slow='layout of every engine|serves MLA rows|every way of reading weights'
+      slow+='|^decode_layer_test: ?(Uneven|A mixture|Duplicated|DeepSeek-V2)|^decoder_test: ?(products|replayed|a decode step|draws|drawn|the KV|synthetic|the exchange)'
+      labels=(-L '^quick$' -E "$slow")
+      ;;
     --no-mpi) without_mpi=true ;;
     --no-cuda) without_cuda=true ;;
     --) shift; break ;;
@@ -48,7 +57,10 @@ done
 build="$root/build/$preset"
 [[ "$preset" == cpu ]] && build="$root/build/release"
 cmake_options=()
-if $without_mpi; then
+if [[ "$preset" == arm64 ]]; then
+  "$root/cmake/install_packages.sh" --arm64
+  "$root/cmake/arm64_sysroot.sh" || exit 77
+elif $without_mpi; then
   build+="-no-mpi"
   cmake_options+=(-DHELIX_MPI=OFF)
   "$root/cmake/install_packages.sh"

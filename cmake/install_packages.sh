@@ -2,13 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # Installs the Debian or Ubuntu packages that a build needs and that are missing; does nothing, offline too, if all are there.
 #
-# usage: cmake/install_packages.sh [--tests]     --tests adds what only the tests use (MPI)
+# usage: cmake/install_packages.sh [--tests | --arm64]
+#   --tests adds what only the tests use (MPI), --arm64 a cross compiler and an emulator
 set -euo pipefail
 
 packages=(g++ cmake ninja-build libhwy-dev libfmt-dev catch2 libbenchmark-dev nlohmann-json3-dev libcli11-dev)
 optional=()
 if [[ "${1:-}" == "--tests" ]]; then
   optional=(libopenmpi-dev openmpi-bin)  # without them the MPI tests are left out, nothing else
+elif [[ "${1:-}" == "--arm64" ]]; then
+  command -v aarch64-linux-gnu-g++ >/dev/null || optional+=(g++-aarch64-linux-gnu)
+  command -v qemu-aarch64 >/dev/null || command -v qemu-aarch64-static >/dev/null || optional+=(qemu-user)
 fi
 
 # Echoes the names among "$@" that are not installed.
@@ -45,6 +49,6 @@ if ! install "${missing[@]}" >&2; then
     # Not fatal here: a package built from source may stand in. CMake names what it really lacks.
     echo "could not install: ${missing[*]}; going on with what there is" >&2
   else
-    echo "could not install: ${optional[*]}; going on without MPI" >&2
+    echo "could not install: ${optional[*]}; going on without" >&2
   fi
 fi

@@ -64,6 +64,12 @@ HWY_INLINE void pin([[maybe_unused]] Vec& v) {
 /// multiplies them is brought into the same order once, by load_pair_order, and results leave through
 /// store_pair_order.
 struct Pair {
+#if HWY_ARCH_ARM
+  // The implicit constructor would be compiled outside this instruction set's attributes, and g++ then
+  // refuses to inline that of Vec.
+  HWY_INLINE Pair() {}
+  HWY_INLINE Pair(Vec first, Vec second) : a(first), b(second) {}
+#endif
   Vec a;
   Vec b;
 };

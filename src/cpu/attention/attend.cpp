@@ -7,9 +7,8 @@
 // also takes what the direct one does not: head sizes that are no multiple of a pair of vectors, and layouts
 // in which a value does not lie a constant distance behind its key.
 
-// Each instruction set takes seconds to compile, a minute under sanitizers: machines before 2013, which lack
-// AVX2, take the portable code.
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
+#include "cpu/simd_targets.hpp"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/attention/attend.cpp"
 #include <hwy/foreach_target.h>

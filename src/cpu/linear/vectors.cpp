@@ -2,8 +2,8 @@
 // Products on f32 vectors, compiled for each instruction set and chosen at run time. Weights of any type are
 // widened on their way from memory to the registers.
 
-// As in attention/attend.cpp: machines before 2013 take the portable code.
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
+#include "cpu/simd_targets.hpp"
+
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/linear/vectors.cpp"
 #include <hwy/foreach_target.h>

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+# Toolchain file: from Debian on another machine to 64-bit Arm, tests in an emulator. Libraries come from build/arm64/sysroot, which
+# cmake/arm64_sysroot.sh fills, and never from the machine's own folders.
+set(CMAKE_SYSTEM_NAME Linux)
+set(CMAKE_SYSTEM_PROCESSOR aarch64)
+set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
+
+get_filename_component(HELIX_SYSROOT "${CMAKE_CURRENT_LIST_DIR}/../build/arm64/sysroot" ABSOLUTE)
+set(CMAKE_FIND_ROOT_PATH "${HELIX_SYSROOT}")
+set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
+set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_PACKAGE ONLY)
+
+# The loader and the C and C++ libraries are those of the cross compiler's packages; the rest is found where it was linked.
+find_program(HELIX_QEMU NAMES qemu-aarch64 qemu-aarch64-static REQUIRED)
+set(CMAKE_CROSSCOMPILING_EMULATOR "${HELIX_QEMU};-L;/usr/aarch64-linux-gnu")
