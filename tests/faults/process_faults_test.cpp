@@ -47,7 +47,7 @@ class MpiJob {
     const std::string command =
         std::string("exec " HELIX_MPIRUN " " HELIX_DECODE " --model ") +
         (data_directory() / "llama-tiny").string() +
-        " --prompt-ids 1,2,3,4,5 --max-new-tokens 60 --ignore-eos --kvp 2 --tpa 2 --timeout " +
+        " --prompt-ids 1,2,3,4,5 --max-new-tokens 1000 --ignore-eos --kvp 2 --tpa 2 --timeout " +
         std::to_string(kDeadlineSeconds);
     launcher_ = ::fork();
     REQUIRE(launcher_ >= 0);
@@ -91,6 +91,13 @@ class MpiJob {
   std::optional<pid_t> process_of(int rank) const {
     const std::vector<pid_t> found = processes("OMPI_COMM_WORLD_RANK=" + std::to_string(rank));
     return found.empty() ? std::nullopt : std::optional(found.front());
+  }
+
+  /// Ranks that have started and not ended.
+  int num_ranks() const {
+    int count = 0;
+    for (int rank = 0; rank < kRanks; ++rank) count += process_of(rank) ? 1 : 0;
+    return count;
   }
 
   /// All processes of the job that have `variable` too.
@@ -169,13 +176,23 @@ void attack(int count, unsigned seed) {
     INFO("job " << i << " of seed " << seed << ": signal " << signal << " to rank " << rank << " after "
                 << moment.count() << " ms; ended " << since(hit).count() << " ms later");
     INFO(output);
+    const bool is_named = names_rank(output, rank) || output.find("waited in MPI_") != std::string::npos;
+    if (!exit_code && signal == SIGSTOP && job.num_ranks() <= 1) {
+      // The others have ended, well if the rank was stopped behind its last word to them. That the launcher
+      // waits for it, or hangs (see mpi_session_test), is the launcher's.
+      CHECK((is_named || tokens_in(output) == expected));
+      ++num_hit;
+      continue;
+    }
     REQUIRE(exit_code.has_value());
     if (*exit_code == 0) {
       CHECK(tokens_in(output) == expected);
     } else {
       ++num_hit;
       // Inside MPI's own collective calls (MPI_Init, MPI_Comm_split) no rank can know which one is missing.
-      CHECK((names_rank(output, rank) || output.find("waited in MPI_") != std::string::npos));
+      // Killed before it has begun, a rank is reported by the launcher alone, not always by name.
+      const bool is_early = signal == SIGKILL && output.find("helix") == std::string::npos;
+      CHECK((is_named || is_early));
     }
     for (int wait = 0; wait < 100 && !job.processes().empty(); ++wait)
       std::this_thread::sleep_for(milliseconds(20));
