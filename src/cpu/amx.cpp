@@ -3,13 +3,11 @@
 
 #if defined(__x86_64__) && defined(__linux__)
 
-#include <cstdlib>
-#include <cstring>
-
-#include <cpuid.h>
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include "cpu/x86_features.hpp"
 
 // g++ 12 warns of its own header: intrinsics start from vectors left undefined on purpose.
 #if !defined(__clang__)
@@ -28,20 +26,11 @@ constexpr std::int64_t kTile = kRows * kStep;  // elements
 constexpr std::int64_t kLineBytes = 64;
 
 bool detect() noexcept {
-  const char* setting = std::getenv("HELIX_AMX");
-  if (setting != nullptr && std::strcmp(setting, "0") == 0) return false;
-  unsigned eax = 0;
-  unsigned ebx = 0;
-  unsigned ecx = 0;
-  unsigned edx = 0;
   constexpr unsigned kBf16 = 1u << 22;
   constexpr unsigned kTiles = 1u << 24;
-  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
-  if ((edx & kBf16) == 0 || (edx & kTiles) == 0) return false;
-  if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
-      !__builtin_cpu_supports("avx512dq")) {
-    return false;
-  }
+  if (is_switched_off("HELIX_AMX") || !has_avx512()) return false;
+  const unsigned features = CpuId(7, 0).edx;
+  if ((features & kBf16) == 0 || (features & kTiles) == 0) return false;
   // The tiles' state is large: Linux saves it for processes that ask.
   constexpr long kRequestPermission = 0x1023;
   constexpr long kTileData = 18;

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <span>
 
 #include <helix/cpu/backend.hpp>
 #include <helix/error.hpp>
@@ -42,30 +43,27 @@ constexpr std::int64_t kTunedBytes = std::int64_t{8} << 20;  // of keys and valu
 /// Ways to read memory, and their names as the tuners have them. The first one suits cores that follow many
 /// streams at once; Zen 4 reads 11 GB/s out of pages of 16 KB in random order and 20 where the heads of a
 /// page are read after one another, and takes half of a vector of 512 bits a cycle.
-constexpr std::array<AttentionVariant, 10> kVariants = {{
-    {.heads = 1},
-    {.heads = 1, .is_interleaved = false, .prefetches = false},
-    {.heads = 2},
-    {.heads = 4},
-    {.heads = 8},
-    {.heads = 8, .is_interleaved = false},
-    {.heads = 1, .is_narrow = true},
-    {.heads = 4, .is_narrow = true},
-    {.heads = 8, .is_narrow = true},
-    {.heads = 8, .is_interleaved = false, .is_narrow = true},
+constexpr std::array<Variant<AttentionVariant>, 10> kVariants = {{
+    {"heads1", {.heads = 1}},
+    {"plain", {.heads = 1, .is_interleaved = false, .prefetches = false}},
+    {"heads2", {.heads = 2}},
+    {"heads4", {.heads = 4}},
+    {"heads8", {.heads = 8}},
+    {"heads8.in_order", {.heads = 8, .is_interleaved = false}},
+    {"heads1.narrow", {.heads = 1, .is_narrow = true}},
+    {"heads4.narrow", {.heads = 4, .is_narrow = true}},
+    {"heads8.narrow", {.heads = 8, .is_narrow = true}},
+    {"heads8.in_order.narrow", {.heads = 8, .is_interleaved = false, .is_narrow = true}},
 }};
-#define HELIX_ATTENTION_VARIANTS "heads1", "plain", "heads2", "heads4", "heads8", "heads8.in_order"
+constexpr std::span<const Variant<AttentionVariant>> kAll = kVariants;
+constexpr std::span<const Variant<AttentionVariant>> kWide = kAll.first(6);
 
-Tuner f32_tuner("attention.f32", {HELIX_ATTENTION_VARIANTS}, kTunedBytes);
-Tuner f16_tuner("attention.f16", {HELIX_ATTENTION_VARIANTS}, kTunedBytes);
-Tuner fp8_tuner("attention.fp8", {HELIX_ATTENTION_VARIANTS}, kTunedBytes);
-Tuner rows1_tuner("attention.bf16.rows1", {HELIX_ATTENTION_VARIANTS}, kTunedBytes);
-Tuner rows4_tuner("attention.bf16.rows4", {HELIX_ATTENTION_VARIANTS}, kTunedBytes);
-Tuner rows8_tuner("attention.bf16.rows8",
-                  {HELIX_ATTENTION_VARIANTS, "heads1.narrow", "heads4.narrow", "heads8.narrow",
-                   "heads8.in_order.narrow"},
-                  kTunedBytes);
-#undef HELIX_ATTENTION_VARIANTS
+Tuner f32_tuner("attention.f32", names_of(kWide), kTunedBytes);
+Tuner f16_tuner("attention.f16", names_of(kWide), kTunedBytes);
+Tuner fp8_tuner("attention.fp8", names_of(kWide), kTunedBytes);
+Tuner rows1_tuner("attention.bf16.rows1", names_of(kWide), kTunedBytes);
+Tuner rows4_tuner("attention.bf16.rows4", names_of(kWide), kTunedBytes);
+Tuner rows8_tuner("attention.bf16.rows8", names_of(kAll), kTunedBytes);
 
 /// The tuner of one token's attention with `group` query heads a KV head.
 Tuner& tuner_of(DType dtype, std::int64_t group) {
@@ -131,7 +129,7 @@ class PartialAttention {
 
   void run() {
     const Tuner::Call call(tuner_of(args_.kv.format.dtype, group_), tuned_bytes());
-    variant_ = kVariants[static_cast<std::size_t>(call.variant())];
+    variant_ = kVariants[static_cast<std::size_t>(call.variant())].value;
     const auto& offsets = args_.batch.query_offsets_host;
     for (std::int64_t sequence = 0; sequence < args_.batch.num_sequences(); ++sequence) {
       const std::int64_t begin = offsets[static_cast<std::size_t>(sequence)];

@@ -32,9 +32,11 @@ bool is_named(std::string_view pattern, std::string_view kernel) {
 
 }  // namespace
 
-Tuner::Tuner(const char* kernel, std::initializer_list<const char*> variants, std::int64_t least_bytes)
-    : kernel_(kernel), num_variants_(static_cast<int>(variants.size())), least_bytes_(least_bytes) {
-  HELIX_EXPECTS(num_variants_ >= 1 && num_variants_ <= kMaxVariants, ErrorCode::internal, "kernel ", kernel,
+Tuner::Tuner(std::string kernel, const std::vector<const char*>& variants, std::int64_t least_bytes)
+    : kernel_(std::move(kernel)),
+      num_variants_(static_cast<int>(variants.size())),
+      least_bytes_(least_bytes) {
+  HELIX_EXPECTS(num_variants_ >= 1 && num_variants_ <= kMaxVariants, ErrorCode::internal, "kernel ", kernel_,
                 " has ", num_variants_, " variants; a tuner takes 1 to ", kMaxVariants);
   std::copy(variants.begin(), variants.end(), variants_.begin());
   Registry& all = registry();

@@ -7,13 +7,30 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <mutex>
+#include <span>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include <helix/cpu/tuning.hpp>
 
 namespace helix::cpu {
+
+/// A variant as the kernel knows it, and its name.
+template <class Value>
+struct Variant {
+  const char* name;
+  Value value;
+};
+
+/// The names that a Tuner takes.
+template <class Value>
+std::vector<const char*> names_of(std::span<const Variant<Value>> variants) {
+  std::vector<const char*> names;
+  for (const Variant<Value>& variant : variants) names.push_back(variant.name);
+  return names;
+}
 
 /// One kernel's variants. The first calls that move enough bytes each take another variant and are timed;
 /// then the one that moved a byte in the least time stays. Nothing is measured beside the work: what is
@@ -23,7 +40,7 @@ class Tuner {
   static constexpr int kMaxVariants = 12;
 
   /// `variants`: their names, the preset one first. Names outlive the process.
-  Tuner(const char* kernel, std::initializer_list<const char*> variants, std::int64_t least_bytes);
+  Tuner(std::string kernel, const std::vector<const char*>& variants, std::int64_t least_bytes);
   Tuner(const Tuner&) = delete;
   Tuner& operator=(const Tuner&) = delete;
   ~Tuner();
@@ -59,7 +76,7 @@ class Tuner {
 
   void note(int variant, double seconds_a_byte) noexcept;
 
-  const char* kernel_;
+  std::string kernel_;
   std::array<const char*, kMaxVariants> variants_{};
   int num_variants_;
   std::int64_t least_bytes_;

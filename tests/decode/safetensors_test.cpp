@@ -48,6 +48,17 @@ std::int64_t resident_file_bytes() {
   return shared < 0 ? -1 : shared * 4096;
 }
 
+/// A file of one tensor of `bytes` bytes, all zeros, which take no room on the disk. Returns its path.
+std::string write_zeros(const TemporaryDirectory& directory, std::int64_t bytes) {
+  const std::string count = std::to_string(bytes / 4);
+  const std::string path = directory.write(
+      "model.safetensors", safetensors_bytes("{\"t\":{\"dtype\":\"F32\",\"shape\":[" + count +
+                                                 "],\"data_offsets\":[0," + std::to_string(bytes) + "]}}",
+                                             ""));
+  std::filesystem::resize_file(path, std::filesystem::file_size(path) + static_cast<std::uintmax_t>(bytes));
+  return path;
+}
+
 }  // namespace
 
 TEST_CASE("a sound header gives every tensor's type, shape and range") {
@@ -237,12 +248,7 @@ TEST_CASE("bytes that are made resident are, and those that are gone are an Erro
   }
   constexpr std::int64_t kBytes = std::int64_t{64} << 20;
   const TemporaryDirectory directory;
-  const std::string path =
-      directory.write("model.safetensors",
-                      safetensors_bytes("{\"t\":{\"dtype\":\"F32\",\"shape\":[" + std::to_string(kBytes / 4) +
-                                            "],\"data_offsets\":[0," + std::to_string(kBytes) + "]}}",
-                                        ""));
-  std::filesystem::resize_file(path, std::filesystem::file_size(path) + kBytes);
+  const std::string path = write_zeros(directory, kBytes);
   const SafetensorsFile file(path);
   const auto half = file.data(file.tensors().front()).first(kBytes / 2);
   const std::int64_t before = resident_file_bytes();
@@ -264,12 +270,7 @@ TEST_CASE("released pages leave resident memory") {
   }
   constexpr std::int64_t kBytes = std::int64_t{64} << 20;
   const TemporaryDirectory directory;
-  const std::string path =
-      directory.write("model.safetensors",
-                      safetensors_bytes("{\"t\":{\"dtype\":\"F32\",\"shape\":[" + std::to_string(kBytes / 4) +
-                                            "],\"data_offsets\":[0," + std::to_string(kBytes) + "]}}",
-                                        ""));
-  std::filesystem::resize_file(path, std::filesystem::file_size(path) + kBytes);
+  const std::string path = write_zeros(directory, kBytes);
   const SafetensorsFile file(path);
   const auto data = file.data(file.tensors().front());
   const std::int64_t before = resident_file_bytes();

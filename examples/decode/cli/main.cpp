@@ -166,6 +166,7 @@ int main(int argc, char** argv) {
     std::optional<Job> job;
     if (options) {
       try {
+        if (!options->tuning.empty()) helix::cpu::fix_tuning(options->tuning);
         job.emplace(std::move(*options), *launcher);
         if (launcher->has_processes())
           statement.fields = job->fields();  // which reads samples of all weights
@@ -176,7 +177,6 @@ int main(int argc, char** argv) {
     statement.accepts_bf16 = job && !job->options.verify && helix::cpu::has_bf16_products();
     const JobAgreement agreement = launcher->agree(statement);
     job->launch.activation = choose_activation(*job, agreement);
-    if (!job->options.tuning.empty()) helix::cpu::fix_tuning(job->options.tuning);
     run(*job, *launcher);
     flush_standard_output();
     return 0;

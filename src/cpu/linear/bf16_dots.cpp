@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of bf16 weights with bf16 activations by AVX-512's dot products of pairs: twice the rate of f32
 // vectors, and nothing to widen.
-#include <cstdlib>
 #include <cstring>
 
 #include "cpu/linear/task.hpp"
@@ -10,10 +9,10 @@
 
 #include <algorithm>
 
-#include <cpuid.h>
 #include <immintrin.h>
 
 #include "cpu/linear/blocks.hpp"
+#include "cpu/x86_features.hpp"
 
 // g++ 12 warns of its own header: intrinsics start from vectors left undefined on purpose.
 #if !defined(__clang__)
@@ -34,20 +33,6 @@
 
 namespace helix::cpu::linear {
 namespace {
-
-bool detect() noexcept {
-  const char* setting = std::getenv("HELIX_BF16_DOTS");
-  if (setting != nullptr && std::strcmp(setting, "0") == 0) return false;
-  unsigned eax = 0;
-  unsigned ebx = 0;
-  unsigned ecx = 0;
-  unsigned edx = 0;
-  constexpr unsigned kBf16 = 1u << 5;
-  if (__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) == 0 || (eax & kBf16) == 0) return false;
-  // These also say that the system saves the wide registers.
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-}
 
 HELIX_BF16_INLINE __m512 fold_lanes(__m512 x, __m512 y) {
   return _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
@@ -235,7 +220,9 @@ HELIX_BF16 void pack(const float* in, std::int64_t in_stride, std::int64_t count
 }  // namespace
 
 bool has_bf16_dots() noexcept {
-  static const bool has = detect();
+  constexpr unsigned kBf16 = 1u << 5;
+  static const bool has =
+      !is_switched_off("HELIX_BF16_DOTS") && has_avx512() && (CpuId(7, 1).eax & kBf16) != 0;
   return has;
 }
 

@@ -43,6 +43,21 @@ void add_dots(const Task& task, const float* dots, std::int64_t row, std::int64_
   }
 }
 
+/// Calls use.operator()<R>(row) for each packed block of activations, of R rows from `row` on.
+template <class Use>
+void for_each_row_block(std::int64_t num_rows, const Use& use) {
+  for (std::int64_t row = 0; row < num_rows; row += kBlockRows) {
+    const std::int64_t rest = num_rows - row;
+    if (rest == 1) {
+      use.template operator()<1>(row);
+    } else if (rest == 2) {
+      use.template operator()<2>(row);
+    } else {
+      use.template operator()<4>(row);
+    }
+  }
+}
+
 /// Walks one task. `Kernel` has: Weight, the stored type; Row, the packed one; kChunk, columns after which
 /// sums are folded; kGroup<R>, weight rows at once; kStep, columns of a step; and
 /// multiply<R, kLines>(Tile), which asks for kLines lines a step, one of 0, kGroup<R> / 2 and kGroup<R>.
@@ -83,16 +98,9 @@ class BlockWalk {
       ahead_.next = nullptr;
     for (std::int64_t begin = 0; begin < task_.cols; begin += Kernel::kChunk) {
       const std::int64_t cols = std::min<std::int64_t>(Kernel::kChunk, task_.cols - begin);
-      for (std::int64_t row = 0; row < task_.num_rows; row += kBlockRows) {
-        const std::int64_t rest = task_.num_rows - row;
-        if (rest == 1) {
-          multiply_groups<1>(row, first, count, begin, cols);
-        } else if (rest == 2) {
-          multiply_groups<2>(row, first, count, begin, cols);
-        } else {
-          multiply_groups<4>(row, first, count, begin, cols);
-        }
-      }
+      for_each_row_block(task_.num_rows, [&]<int R>(std::int64_t row) {
+        multiply_groups<R>(row, first, count, begin, cols);
+      });
     }
   }
 

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <memory>
-#include <new>
+#include <span>
+#include <string>
 #include <vector>
 
 #include "cpu/amx.hpp"
@@ -21,7 +21,6 @@ bool has_bf16_products() noexcept {
 namespace linear {
 namespace {
 
-constexpr std::size_t kAlignBytes = 64;
 /// Below, handing the rows over to threads takes longer than packing them.
 constexpr std::int64_t kSharedPackElements = 65536;
 /// Rows up to which memory sets the pace, and the way of reading matters.
@@ -29,48 +28,68 @@ constexpr std::int64_t kFewRows = 2 * kBlockRows;
 /// Weights that are read often enough to be timed, and do not stay in a cache.
 constexpr std::int64_t kTunedBytes = std::int64_t{2} << 20;
 
-constexpr Reading kVectorReadings[] = {Reading::ahead, Reading::plain, Reading::near};
-constexpr Reading kDotReadings[] = {Reading::ahead, Reading::ahead_pairs, Reading::plain};
-constexpr Reading kRowReadings[] = {Reading::rows2, Reading::rows4, Reading::ahead, Reading::plain};
+constexpr Variant<Reading> kVectorReadings[] = {
+    {"ahead", Reading::ahead}, {"plain", Reading::plain}, {"near", Reading::near}};
+constexpr Variant<Reading> kDotReadings[] = {
+    {"ahead", Reading::ahead}, {"ahead_pairs", Reading::ahead_pairs}, {"plain", Reading::plain}};
+constexpr Variant<Reading> kRowReadings[] = {{"rows2", Reading::rows2},
+                                             {"rows4", Reading::rows4},
+                                             {"ahead", Reading::ahead},
+                                             {"plain", Reading::plain}};
 
-/// By stored type and class of rows: 1, 2, up to 4, up to 8.
-Tuner g_vector_tuners[4][4] = {{{"linear.f32.rows1", {"ahead", "plain", "near"}, kTunedBytes},
-                                {"linear.f32.rows2", {"ahead", "plain", "near"}, kTunedBytes},
-                                {"linear.f32.rows4", {"ahead", "plain", "near"}, kTunedBytes},
-                                {"linear.f32.rows8", {"ahead", "plain", "near"}, kTunedBytes}},
-                               {{"linear.f16.rows1", {"ahead", "plain", "near"}, kTunedBytes},
-                                {"linear.f16.rows2", {"ahead", "plain", "near"}, kTunedBytes},
-                                {"linear.f16.rows4", {"ahead", "plain", "near"}, kTunedBytes},
-                                {"linear.f16.rows8", {"ahead", "plain", "near"}, kTunedBytes}},
-                               {{"linear.bf16.rows1", {"ahead", "plain", "near"}, kTunedBytes},
-                                {"linear.bf16.rows2", {"ahead", "plain", "near"}, kTunedBytes},
-                                {"linear.bf16.rows4", {"ahead", "plain", "near"}, kTunedBytes},
-                                {"linear.bf16.rows8", {"ahead", "plain", "near"}, kTunedBytes}},
-                               {{"linear.fp8.rows1", {"ahead", "plain", "near"}, kTunedBytes},
-                                {"linear.fp8.rows2", {"ahead", "plain", "near"}, kTunedBytes},
-                                {"linear.fp8.rows4", {"ahead", "plain", "near"}, kTunedBytes},
-                                {"linear.fp8.rows8", {"ahead", "plain", "near"}, kTunedBytes}}};
-Tuner g_dot_tuners[4] = {{"linear.bf16_dots.rows1", {"rows2", "rows4", "ahead", "plain"}, kTunedBytes},
-                         {"linear.bf16_dots.rows2", {"ahead", "ahead_pairs", "plain"}, kTunedBytes},
-                         {"linear.bf16_dots.rows4", {"ahead", "ahead_pairs", "plain"}, kTunedBytes},
-                         {"linear.bf16_dots.rows8", {"ahead", "ahead_pairs", "plain"}, kTunedBytes}};
+/// A kernel's tuners for 1, 2, up to 4 and up to 8 rows, and the readings that they choose from.
+class ReadingTuners {
+ public:
+  using Readings = std::span<const Variant<Reading>>;
 
-std::size_t type_index(DType dtype) {
-  switch (dtype) {
+  /// `one_row`: readings of one row; `more`: of several.
+  ReadingTuners(const std::string& kernel, Readings one_row, Readings more)
+      : one_row_(one_row),
+        more_(more),
+        rows1_(kernel + ".rows1", names_of(one_row), kTunedBytes),
+        rows2_(kernel + ".rows2", names_of(more), kTunedBytes),
+        rows4_(kernel + ".rows4", names_of(more), kTunedBytes),
+        rows8_(kernel + ".rows8", names_of(more), kTunedBytes) {}
+
+  /// Calls multiply(reading), timed where the tuner wants it.
+  template <class Multiply>
+  void run(std::int64_t num_rows, std::int64_t weight_bytes, const Multiply& multiply) {
+    const Tuner::Call call(tuner_of(num_rows), weight_bytes);
+    multiply((num_rows == 1 ? one_row_ : more_)[static_cast<std::size_t>(call.variant())].value);
+  }
+
+ private:
+  Tuner& tuner_of(std::int64_t num_rows) {
+    return num_rows == 1 ? rows1_ : num_rows == 2 ? rows2_ : num_rows <= kBlockRows ? rows4_ : rows8_;
+  }
+
+  Readings one_row_;
+  Readings more_;
+  Tuner rows1_;
+  Tuner rows2_;
+  Tuner rows4_;
+  Tuner rows8_;
+};
+
+ReadingTuners g_f32("linear.f32", kVectorReadings, kVectorReadings);
+ReadingTuners g_f16("linear.f16", kVectorReadings, kVectorReadings);
+ReadingTuners g_bf16("linear.bf16", kVectorReadings, kVectorReadings);
+ReadingTuners g_fp8("linear.fp8", kVectorReadings, kVectorReadings);
+ReadingTuners g_bf16_dots("linear.bf16_dots", kRowReadings, kDotReadings);
+
+ReadingTuners& tuners_of(Kernel kernel, DType weight) {
+  if (kernel == Kernel::bf16_dots) return g_bf16_dots;
+  switch (weight) {
     case DType::f32:
-      return 0;
+      return g_f32;
     case DType::f16:
-      return 1;
+      return g_f16;
     case DType::bf16:
-      return 2;
+      return g_bf16;
     case DType::fp8_e4m3:
       break;
   }
-  return 3;
-}
-
-std::size_t rows_class(std::int64_t num_rows) {
-  return num_rows == 1 ? 0 : num_rows == 2 ? 1 : num_rows <= kBlockRows ? 2 : 3;
+  return g_fp8;
 }
 
 Kernel kernel_for(DType weight, std::int64_t num_rows, ProductInputs inputs) {
@@ -91,36 +110,13 @@ std::int64_t task_weight_rows(Kernel kernel, std::int64_t num_rows, std::int64_t
   return std::clamp(share / 4 / kUnit * kUnit, kUnit, 5 * kUnit);
 }
 
-/// Memory of the calling thread, kept for its next products.
-class Scratch {
- public:
-  std::byte* take(std::size_t bytes) {
-    if (bytes > size_) {
-      memory_.reset();
-      size_ = 0;
-      memory_.reset(static_cast<std::byte*>(::operator new (bytes, std::align_val_t{kAlignBytes})));
-      size_ = bytes;
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(std::byte* memory) const noexcept {
-      ::operator delete (memory, std::align_val_t{kAlignBytes});
-    }
-  };
-  std::unique_ptr<std::byte, Free> memory_;
-  std::size_t size_ = 0;
-};
-
 /// The products of one call, their activations in order.
 class Batch {
  public:
   Batch(ThreadPool& pool, ProductInputs inputs, std::int64_t count, const void* product_of,
         Product (*call)(const void*, std::int64_t))
       : pool_(pool), inputs_(inputs), count_(count), product_of_(product_of), call_(call) {
-    thread_local Scratch kept_rows;
+    thread_local Buffer kept_rows;
     thread_local std::vector<std::int64_t> kept_places;
     first_row_ = &kept_places;
     first_row_->assign(static_cast<std::size_t>(count + 1), 0);
@@ -139,7 +135,9 @@ class Batch {
     first_row_->back() = rows;
     row_bytes_ = static_cast<std::size_t>(packed_cols(cols_)) * sizeof(float);
     const std::size_t bytes = static_cast<std::size_t>(rows) * row_bytes_;
-    packed_ = kept_rows.take(needs_rounding_ ? 2 * bytes : bytes);
+    const std::size_t needed = needs_rounding_ ? 2 * bytes : bytes;
+    if (kept_rows.size_bytes() < needed) kept_rows = Buffer(needed);
+    packed_ = kept_rows.data();
     rounded_ = packed_ + bytes;
   }
 
@@ -150,14 +148,9 @@ class Batch {
     const Kernel kernel = kernel_for(dtype, most_rows_, inputs_);
     const std::int64_t task_rows = task_weight_rows(kernel, most_rows_, share);
     if (kernel == Kernel::tiles || most_rows_ > kFewRows) return multiply(task_rows, Reading::plain);
-    const std::size_t rows = rows_class(most_rows_);
-    if (kernel == Kernel::bf16_dots) {
-      const Tuner::Call call(g_dot_tuners[rows], weight_bytes_);
-      multiply(task_rows, (rows == 0 ? kRowReadings : kDotReadings)[call.variant()]);
-    } else {
-      const Tuner::Call call(g_vector_tuners[type_index(dtype)][rows], weight_bytes_);
-      multiply(task_rows, kVectorReadings[call.variant()]);
-    }
+    tuners_of(kernel, dtype).run(most_rows_, weight_bytes_, [&](Reading reading) {
+      multiply(task_rows, reading);
+    });
   }
 
  private:

@@ -149,16 +149,7 @@ HWY_NOINLINE void multiply_near(const Task& task, std::int64_t row) {
 template <class T>
 void multiply_as(const Task& task) {
   if (task.reading != Reading::near) return BlockWalk<Vectors<T>>(task).run();
-  for (std::int64_t row = 0; row < task.num_rows; row += kBlockRows) {
-    const std::int64_t rest = task.num_rows - row;
-    if (rest == 1) {
-      multiply_near<T, 1>(task, row);
-    } else if (rest == 2) {
-      multiply_near<T, 2>(task, row);
-    } else {
-      multiply_near<T, 4>(task, row);
-    }
-  }
+  for_each_row_block(task.num_rows, [&]<int R>(std::int64_t row) { multiply_near<T, R>(task, row); });
 }
 
 void multiply_target(const Task& task) {

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// What decides whether kernels for optional instructions of x86 are used.
+#pragma once
+
+#if defined(__x86_64__) && defined(__linux__)
+
+#include <cstdlib>
+#include <cstring>
+
+#include <cpuid.h>
+
+namespace helix::cpu {
+
+/// Whether `variable` is 0 in the environment.
+inline bool is_switched_off(const char* variable) noexcept {
+  const char* setting = std::getenv(variable);
+  return setting != nullptr && std::strcmp(setting, "0") == 0;
+}
+
+/// Registers of the CPUID instruction; zeros where the leaf does not exist.
+struct CpuId {
+  unsigned eax = 0;
+  unsigned ebx = 0;
+  unsigned ecx = 0;
+  unsigned edx = 0;
+
+  CpuId(unsigned leaf, unsigned subleaf) noexcept {
+    if (__get_cpuid_count(leaf, subleaf, &eax, &ebx, &ecx, &edx) == 0) eax = ebx = ecx = edx = 0;
+  }
+};
+
+/// Whether machine and system have AVX-512 with bytes, words and short vectors.
+inline bool has_avx512() noexcept {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+
+}  // namespace helix::cpu
+
+#endif
