@@ -103,12 +103,13 @@ TEST_CASE("sampling allocates nothing, greedy or not, from its first call on") {
         CAPTURE(threads, temperature, top_p);
         const cpu::Operators operators(threads);
         const cpu::Stream stream = operators.create_stream();
+        const std::vector<SamplingConfig> configs(
+            static_cast<std::size_t>(kRows),
+            {.temperature = temperature, .top_p = top_p, .min_p = 1e-3f, .top_k = 40, .seed = 1});
         CHECK(allocations_in([&] {
                 operators.sample({{logits.data(), {1, kRows, kVocab}},
                                   begins.data(),
-                                  temperature,
-                                  top_p,
-                                  1,
+                                  configs.data(),
                                   counters.data(),
                                   tokens.data()},
                                  stream);

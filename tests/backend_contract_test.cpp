@@ -81,6 +81,9 @@ TEMPLATE_TEST_CASE("embed and gather_rows keep the backend contract", "", HELIX_
 TEMPLATE_TEST_CASE("sample keeps the backend contract", "", HELIX_ALL_BACKENDS) {
   contract::sample<TestType>();
 }
+TEMPLATE_TEST_CASE("penalize and log_probs keep the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::penalties_and_log_probs<TestType>();
+}
 TEMPLATE_TEST_CASE("logit_norms keeps the backend contract", "", HELIX_ALL_BACKENDS) {
   contract::logit_norms<TestType>();
 }

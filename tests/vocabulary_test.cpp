@@ -93,7 +93,8 @@ TEST_CASE("logits over shards equal the whole product, and every rank draws the 
       auto hidden = random_values(kTokens * kHidden, 5);
       const auto logits = rank.logits(hidden, selected, positions);
       std::vector<std::int32_t> drawn(selected.size(), -1);
-      rank.head.sample(logits, {}, nullptr, drawn.data(), rank.stream);
+      const std::vector<SamplingConfig> greedy(selected.size());
+      rank.head.sample(logits, greedy.data(), nullptr, drawn.data(), rank.stream);
       rank.backend.synchronize(rank.stream);
       for (std::size_t r = 0; r < selected.size(); ++r) {
         const float* x = hidden.data() + selected[r] * kHidden;

@@ -364,14 +364,17 @@ void bench_sample(benchmark::State& state, std::int64_t rows, bool is_greedy) {
   std::vector<std::uint64_t> counters(static_cast<std::size_t>(rows));
   std::iota(counters.begin(), counters.end(), std::uint64_t{7});
   const cuda::Buffer counters_at = on_device(operators, counters);
+  const SamplingConfig config{.temperature = is_greedy ? 0.0f : 0.1f,  // the logits are in (-1, 1)
+                              .top_p = is_greedy ? 1.0f : 0.9f,
+                              .seed = 3};
+  const cuda::Buffer configs_at =
+      on_device(operators, std::vector<SamplingConfig>(static_cast<std::size_t>(rows), config));
   const cuda::Buffer tokens = operators.allocate(static_cast<std::size_t>(rows) * sizeof(std::int32_t));
   const auto arguments = [&]<class T>(const T* from) {
     SampleArgs<T> args;
     args.logits = {from, {1, rows, kModel.vocab}};
     args.shard_begins = reinterpret_cast<const std::int64_t*>(begins.data());
-    args.temperature = is_greedy ? 0.0f : 0.1f;  // the logits are in (-1, 1)
-    args.top_p = is_greedy ? 1.0f : 0.9f;
-    args.seed = 3;
+    args.configs = reinterpret_cast<const SamplingConfig*>(configs_at.data());
     args.counters = reinterpret_cast<const std::uint64_t*>(counters_at.data());
     args.tokens = reinterpret_cast<std::int32_t*>(tokens.data());
     return args;

@@ -1,24 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // cuda::Operators: sample.
-#include <algorithm>
-#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
-#include <type_traits>
-
-#include <cooperative_groups.h>
 
 #include <helix/cuda/backend.hpp>
 #include <helix/error.hpp>
 #include <helix/philox.hpp>
 
-#include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/math.cuh"
 #include "cuda/runtime/operators_state.hpp"
-#include "cuda/runtime/rows.cuh"
+#include "cuda/sampling/logit_rows.cuh"
 
 namespace helix::cuda {
 namespace {
@@ -26,115 +20,18 @@ namespace {
 using Mass =
     unsigned long long;  // probability in units that make a row's sum fit: sums do not depend on order
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = kLogitThreads;
 constexpr int kBuckets = 2 * kThreads;
-constexpr int kAtOnce = 8;      // consecutive logits that a thread loads before it looks at them
 constexpr int kMostBlocks = 8;  // of a row: a cluster of any GPU that has clusters
 
-/// The blocks that share a row: a cluster, which reads each other's shared memory. Below compute
-/// capability 9.0 a row has one block.
-struct RowBlocks {
-#if __CUDA_ARCH__ >= 900
-  static __device__ int count() {
-    return static_cast<int>(cooperative_groups::cluster_group::num_blocks());
-  }
-  static __device__ int rank() {
-    return static_cast<int>(cooperative_groups::cluster_group::block_rank());
-  }
-  static __device__ void sync() {
-    cooperative_groups::cluster_group::sync();
-  }
-  /// What `mine`, in this block's shared memory, is in that of block `rank`.
-  template <class S>
-  static __device__ const S& of(int rank, S& mine) {
-    return *cooperative_groups::cluster_group::map_shared_rank(&mine, static_cast<unsigned>(rank));
-  }
-#else
-  static __device__ int count() {
-    return 1;
-  }
-  static __device__ int rank() {
-    return 0;
-  }
-  static __device__ void sync() {
-    __syncthreads();
-  }
-  template <class S>
-  static __device__ const S& of(int, S& mine) {
-    return mine;
-  }
-#endif
-  static __device__ int row() {
-    return static_cast<int>(blockIdx.x) / count();
-  }
-};
-
-/// Launch arguments. Shapes: logits [shards, rows, width].
+/// Launch arguments.
 template <class T>
 struct SampleRows {
-  const T* logits;
-  std::int64_t shard_stride;
-  std::int64_t row_stride;
-  std::int64_t column_stride;
-  int shards;
-  int shard_runs;  // runs of kAtOnce columns that cover the width
-  const std::int64_t* shard_begins;
-  float temperature;
-  float top_p;
-  std::uint64_t seed;
+  LogitRows<T> row;
+  const SamplingConfig* configs;
   const std::uint64_t* counters;
   std::int32_t* tokens;
 };
-
-/// Calls visit(logit, id) for this thread's share of the block's row, in increasing id. kIsAligned: rows are
-/// dense and aligned to the access of kAtOnce elements.
-template <bool kIsAligned, class T, class Visit>
-__device__ __forceinline__ void for_each_logit(const SampleRows<T>& rows, const Visit& visit) {
-  const int runs = rows.shards * rows.shard_runs;
-  const T* row = rows.logits + RowBlocks::row() * rows.row_stride;
-  for (int run = RowBlocks::rank() * kThreads + static_cast<int>(threadIdx.x); run < runs;
-       run += RowBlocks::count() * kThreads) {
-    const int shard = run / rows.shard_runs;
-    const std::int64_t first = static_cast<std::int64_t>(run % rows.shard_runs) * kAtOnce;
-    const std::int64_t begin = rows.shard_begins[shard];
-    const std::int64_t width = rows.shard_begins[shard + 1] - begin;  // the rest is padding
-    if (first >= width) continue;
-    const int count = static_cast<int>(min(width - first, std::int64_t{kAtOnce}));
-    const T* logits = row + shard * rows.shard_stride;
-    float values[kAtOnce];
-    if (kIsAligned && count == kAtOnce) {
-      load_vector(logits + first, values);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        values[i] = i < count ? to_float(logits[(first + i) * rows.column_stride]) : 0.0f;
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (i < count) visit(values[i], static_cast<std::int32_t>(begin + first + i));
-    }
-  }
-}
-
-/// An integer that orders as `logit` does: the sign bit flipped, and all bits of negative numbers; 0 for -0.
-/// Keys of 16-bit types drop the low bits, which are equal for all of them.
-template <class T>
-constexpr int kKeyShift = std::is_same_v<T, bf16>  ? 16
-                          : std::is_same_v<T, f16> ? 13
-                                                   : 0;
-
-template <class T>
-__device__ __forceinline__ std::uint32_t key_of(float logit) {
-  const std::uint32_t bits = __float_as_uint(logit + 0.0f);
-  return ((bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u) >> kKeyShift<T>;
-}
-
-template <class T>
-__device__ __forceinline__ float logit_of(std::uint32_t key) {
-  constexpr std::uint32_t kDropped = (1u << kKeyShift<T>)-1;
-  const std::uint32_t full = key << kKeyShift<T>;
-  return __uint_as_float((full & 0x80000000u) != 0 ? full & 0x7fffffffu : ~(full | kDropped));
-}
 
 /// Mass by bucket as two words: shared memory adds 32 bits at a time.
 struct Histogram {
@@ -249,17 +146,19 @@ struct Place {
 template <bool kIsAligned, class T>
 class RankedRow {
  public:
-  __device__ RankedRow(const SampleRows<T>& rows, SharedState& shared, std::uint32_t max_key, int mass_bits)
+  __device__ RankedRow(const LogitRows<T>& rows, SharedState& shared, const SamplingConfig& config,
+                       std::uint32_t max_key, int mass_bits)
       : rows_(rows),
         shared_(shared),
         max_key_(max_key),
         max_(logit_of<T>(max_key)),
-        inverse_temperature_(1.0 / static_cast<double>(rows.temperature)),
+        smallest_(smallest_logit(config)),
+        inverse_temperature_(1.0 / static_cast<double>(config.temperature)),
         unit_(exp2(static_cast<double>(mass_bits))),
         // Where the mass rounds to 0 a logit is (mass_bits + 1) ln 2 temperatures below the largest.
         // Finite: the largest logit itself is in bucket 0.
         buckets_a_logit_(
-            fminf(1e30f, kBuckets / (0.6931472f * static_cast<float>(mass_bits + 1) * rows.temperature))) {
+            fminf(1e30f, kBuckets / (0.6931472f * static_cast<float>(mass_bits + 1) * config.temperature))) {
     shared_.by_value.clear();
     __syncthreads();
     for_each_logit<kIsAligned>(rows_, [&](float logit, std::int32_t) {
@@ -310,7 +209,29 @@ class RankedRow {
   }
 
  private:
+  /// The smallest logit that top_k and min_p leave.
+  __device__ double smallest_logit(const SamplingConfig& config) const {
+    double smallest = -static_cast<double>(kInfinity);
+    if (config.top_k > 0 && config.top_k < rows_.shard_begins[rows_.shards]) {
+      // The place of the k-th largest among all: a mass of one each.
+      Mass goal = static_cast<Mass>(config.top_k);
+      const std::uint32_t ordinal =
+          find_ordinal(shared_, 0, max_key_ - key_of<T>(-kInfinity), goal, [&](const auto& add) {
+            for_each_logit<kIsAligned>(
+                rows_, [&](float logit, std::int32_t) { add(max_key_ - key_of<T>(logit), 1); });
+          });
+      smallest = static_cast<double>(logit_of<T>(max_key_ - ordinal));
+    }
+    if (config.min_p > 0.0f) {
+      const double log_min_p = log(static_cast<double>(config.min_p));
+      smallest =
+          max(smallest, static_cast<double>(max_) + static_cast<double>(config.temperature) * log_min_p);
+    }
+    return smallest;
+  }
+
   __device__ Mass mass(float logit) const {
+    if (static_cast<double>(logit) < smallest_) return 0;
     return __double2ull_rn(exp((static_cast<double>(logit) - max_) * inverse_temperature_) * unit_);
   }
 
@@ -334,10 +255,11 @@ class RankedRow {
     return low;
   }
 
-  const SampleRows<T>& rows_;
+  const LogitRows<T>& rows_;
   SharedState& shared_;
   std::uint32_t max_key_;
   float max_;
+  double smallest_;
   double inverse_temperature_;
   double unit_;
   float buckets_a_logit_;
@@ -346,7 +268,7 @@ class RankedRow {
 
 /// The largest key of the row and the smallest id that has it, as key << 32 | ~id; ~0 if a logit is NaN.
 template <bool kIsAligned, class T>
-__device__ Mass likeliest(const SampleRows<T>& rows, SharedState& shared) {
+__device__ Mass likeliest(const LogitRows<T>& rows, SharedState& shared) {
   Mass best = 0;
   for_each_logit<kIsAligned>(rows, [&](float logit, std::int32_t id) {
     const std::uint32_t key = isnan(logit) ? ~0u : key_of<T>(logit);
@@ -364,64 +286,49 @@ __device__ Mass likeliest(const SampleRows<T>& rows, SharedState& shared) {
 
 /// The blocks of a cluster share a row and read it: once for the largest logit, and when it draws once for
 /// the masses and one to three times for each of the nucleus, the draw and the token's id. Masses are
-/// integers, so that the draw depends neither on threads nor on shards; it is that of cpu::Operators, which
-/// sums in double, unless the random number falls within 1e-9 of the border between two tokens. Shared
-/// memory: 33 KB. Bound by latency.
+/// integers, so that the draw depends neither on threads nor on shards; top_k reads it up to three times
+/// more; it is that of cpu::Operators, which sums in double, unless the random number falls within 1e-9 of
+/// the border between two tokens. Shared memory: 33 KB. Bound by latency.
 ///
 /// A row with a NaN, with +inf or with nothing above -inf has no token: -1.
 template <bool kIsAligned, class T>
-__global__ void __launch_bounds__(kThreads) sample_kernel(SampleRows<T> rows, int mass_bits) {
+__global__ void __launch_bounds__(kThreads) sample_kernel(SampleRows<T> args, int mass_bits) {
   __shared__ SharedState shared;
-  const Mass best = likeliest<kIsAligned>(rows, shared);
+  const Mass best = likeliest<kIsAligned>(args.row, shared);
+  const SamplingConfig config = args.configs[RowBlocks::row()];
   const auto max_key = static_cast<std::uint32_t>(best >> 32);
   auto token = static_cast<std::int32_t>(~static_cast<std::uint32_t>(best));
   if (max_key <= key_of<T>(-kInfinity) || max_key >= key_of<T>(kInfinity)) {
     token = -1;
-  } else if (rows.temperature != 0.0f) {
-    const RankedRow<kIsAligned, T> ranked(rows, shared, max_key, mass_bits);
+  } else if (config.temperature != 0.0f) {
+    const RankedRow<kIsAligned, T> ranked(args.row, shared, config, max_key, mass_bits);
     // The nucleus ends where it reaches top_p of the mass; it holds at least one token.
     Mass nucleus = ranked.total();
-    if (rows.top_p < 1.0f) {
-      const auto wanted = __double2ull_ru(static_cast<double>(rows.top_p) * __ull2double_rn(ranked.total()));
+    if (config.top_p < 1.0f) {
+      const auto wanted =
+          __double2ull_ru(static_cast<double>(config.top_p) * __ull2double_rn(ranked.total()));
       nucleus = ranked.find(min(max(wanted, Mass{1}), ranked.total())).mass;
     }
-    const double uniform = philox_uniform(rows.seed, rows.counters[RowBlocks::row()]);
+    const double uniform = philox_uniform(config.seed, args.counters[RowBlocks::row()]);
     const Mass target = __double2ull_rd(uniform * __ull2double_rn(nucleus));
     token = ranked.token_at(ranked.find(min(target + 1, nucleus)));
   }
-  if (threadIdx.x == 0 && RowBlocks::rank() == 0) rows.tokens[RowBlocks::row()] = token;
+  if (threadIdx.x == 0 && RowBlocks::rank() == 0) args.tokens[RowBlocks::row()] = token;
 }
 
 }  // namespace
 
 template <class T>
 void Operators<T>::sample(const SampleArgs<T>& args, Stream stream) const {
-  const std::int64_t shards = args.logits.extent(0);
   const std::int64_t num_rows = args.logits.extent(1);
-  const std::int64_t width = args.logits.extent(2);
   if (num_rows == 0) return;
-  const std::int64_t shard_runs = (width + kAtOnce - 1) / kAtOnce;
-  HELIX_EXPECTS(shards * shard_runs * kAtOnce <= INT_MAX, ErrorCode::unsupported, "sample: ", shards,
-                " shards of ", width, " logits; this backend is built for up to 2^31 a row");
   const DeviceScope scope(state_->device);
-  const SampleRows<T> rows{args.logits.data(),
-                           args.logits.stride(0),
-                           args.logits.stride(1),
-                           args.logits.stride(2),
-                           static_cast<int>(shards),
-                           static_cast<int>(shard_runs),
-                           args.shard_begins,
-                           args.temperature,
-                           args.top_p,
-                           args.seed,
-                           args.counters,
+  const SampleRows<T> rows{LogitRows<T>(args.logits, args.shard_begins), args.configs, args.counters,
                            args.tokens};
   // The largest logit's mass is 1 << mass_bits; a row's sum stays below 2^62.
-  const int mass_bits = 62 - static_cast<int>(std::ceil(std::log2(static_cast<double>(shards * width) + 1)));
-  const bool is_aligned = args.logits.stride(2) == 1 &&
-                          common_alignment({address_of(args.logits.data()), step_of<T>(args.logits.stride(0)),
-                                            step_of<T>(args.logits.stride(1))}) == 16;
-  const auto kernel = is_aligned ? sample_kernel<true, T> : sample_kernel<false, T>;
+  const auto most_logits = static_cast<double>(args.logits.extent(0) * args.logits.extent(2));
+  const int mass_bits = 62 - static_cast<int>(std::ceil(std::log2(most_logits + 1)));
+  const auto kernel = rows.row.is_aligned() ? sample_kernel<true, T> : sample_kernel<false, T>;
   int blocks = 1;
   while (state_->is_hopper && blocks < kMostBlocks && 2 * blocks * num_rows <= state_->num_sms) blocks *= 2;
   cudaLaunchAttribute cluster{};

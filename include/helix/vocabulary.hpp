@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -41,12 +42,18 @@ void embed_tokens(B&, const Topology&, const std::int32_t*, const WeightView&, T
   detail::refuse_activation<T, B>();
 }
 
-/// How the next token is drawn. Equal on all ranks.
-struct SamplingConfig {
-  float temperature = 0.0f;  ///< 0: greedy
-  float top_p = 1.0f;        ///< Probability of the nucleus, in (0, 1].
-  std::uint64_t seed = 0;
-};
+/// @throws Error(invalid_argument) naming the value that is NaN or out of range.
+inline void check_sampling(const SamplingConfig& config) {
+  HELIX_EXPECTS(config.temperature >= 0.0f && config.temperature <= std::numeric_limits<float>::max(),
+                ErrorCode::invalid_argument, "temperature is ", config.temperature,
+                "; it must be finite and at least 0");
+  HELIX_EXPECTS(config.top_p > 0.0f && config.top_p <= 1.0f, ErrorCode::invalid_argument, "top_p is ",
+                config.top_p, "; it must be in (0, 1]");
+  HELIX_EXPECTS(config.min_p >= 0.0f && config.min_p <= 1.0f, ErrorCode::invalid_argument, "min_p is ",
+                config.min_p, "; it must be in [0, 1]");
+  HELIX_EXPECTS(config.top_k >= 0, ErrorCode::invalid_argument, "top_k is ", config.top_k,
+                "; it must be at least 0, which keeps all");
+}
 
 /// Final norm, LM head and sampling of one rank. Owns the epoch of its gather: a rank that skipped or
 /// repeated a step is an Error(out_of_step) on the stream, not a wrong token (invariant 13).
@@ -83,7 +90,7 @@ class VocabularyHead {
 
   /// Logits of all ranks: [N, rows, width], shard s holds ids [begins[s], begins[s+1]) in its first columns.
   /// Views of the workspace.
-  using Logits = TensorView<const T, 3>;
+  using Logits = TensorView<T, 3>;
 
   /// Bytes that logits() needs for up to `rows` rows.
   static std::size_t workspace_bytes(const Topology& topo, std::int64_t rows) {
@@ -102,9 +109,8 @@ class VocabularyHead {
     const Buffers buffers = carve(ranks_, width_, lm_head_.cols, num_rows, arena);
     const std::int64_t row_bytes = message_bytes(width_, num_rows);
     const std::int64_t stride = row_bytes / static_cast<std::int64_t>(sizeof(T));
-    const TensorView<const T, 3> gathered(
-        reinterpret_cast<const T*>(buffers.received.data() + sizeof(ExchangeHeader)),
-        {ranks_, num_rows, width_}, {stride, width_, 1});
+    const Logits gathered(reinterpret_cast<T*>(buffers.received.data() + sizeof(ExchangeHeader)),
+                          {ranks_, num_rows, width_}, {stride, width_, 1});
     if (num_rows == 0) return gathered;
     const std::int64_t tokens = hidden.extent(0);
     backend_->gather_rows(GatherRowsArgs<T>{hidden, rows, buffers.selected}, stream);
@@ -123,20 +129,30 @@ class VocabularyHead {
     return gathered;
   }
 
-  /// Draws one token a row of `logits` into `tokens` (device, [rows]); the same on all ranks. `counters`
-  /// (device, [rows]) makes each draw its own; it may be null when greedy. Local; queued on `stream`.
-  /// @throws Error(invalid_argument) for a temperature below 0 or a top_p outside (0, 1].
-  void sample(Logits logits, const SamplingConfig& config, const std::uint64_t* counters,
+  /// Applies `count` penalties (device) to `logits`. Local; queued on `stream`.
+  void penalize(Logits logits, const LogitPenalty* penalties, std::int64_t count, typename B::Stream stream) {
+    if (count == 0) return;
+    backend_->penalize(PenalizeArgs<T>{logits, shard_begins(), penalties, count}, stream);
+  }
+
+  /// Draws one token a row of `logits` into `tokens` (device, [rows]) by the row's config (device, [rows],
+  /// each of which check_sampling() accepts); the same on all ranks. `counters` (device, [rows]) makes each
+  /// draw its own; it may be null where all rows are greedy. Local; queued on `stream`.
+  void sample(Logits logits, const SamplingConfig* configs, const std::uint64_t* counters,
               std::int32_t* tokens, typename B::Stream stream) {
-    HELIX_EXPECTS(config.temperature >= 0.0f && config.top_p > 0.0f && config.top_p <= 1.0f,
-                  ErrorCode::invalid_argument, "sampling: temperature is ", config.temperature,
-                  " (at least 0), top_p is ", config.top_p, " (in (0, 1])");
-    HELIX_EXPECTS(config.temperature == 0.0f || counters != nullptr, ErrorCode::invalid_argument,
-                  "sampling: temperature is ", config.temperature, " but there are no counters to draw with");
     if (logits.extent(1) == 0) return;
-    backend_->sample(SampleArgs<T>{logits, shard_begins(), config.temperature, config.top_p, config.seed,
-                                   counters, tokens},
-                     stream);
+    backend_->sample(SampleArgs<T>{logits, shard_begins(), configs, counters, tokens}, stream);
+  }
+
+  /// Log-probabilities of `tokens` (device, [rows]) into `log_probs` (device, [rows]), and of the num_best
+  /// likeliest ids into `best_ids` and `best_log_probs` (device, [rows, num_best]), see LogProbsArgs. Local;
+  /// queued on `stream`.
+  void log_probs(Logits logits, const std::int32_t* tokens, std::int64_t num_best, float* log_probs,
+                 std::int32_t* best_ids, float* best_log_probs, typename B::Stream stream) {
+    if (logits.extent(1) == 0) return;
+    backend_->log_probs(
+        LogProbsArgs<T>{logits, shard_begins(), tokens, num_best, log_probs, best_ids, best_log_probs},
+        stream);
   }
 
   /// L2 norm of each row of `logits` into `norms` (device, [rows]). Local; queued on `stream`.

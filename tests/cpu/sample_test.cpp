@@ -38,9 +38,8 @@ TEST_CASE("Philox4x32-10 gives the vectors that its authors publish") {
 
 /// One row of logits a token, cut into shards at `begins`; what lies behind a shard's ids is NaN.
 std::vector<std::int32_t> sample(const std::vector<std::vector<float>>& rows,
-                                 const std::vector<std::int64_t>& begins, float temperature, float top_p,
-                                 std::uint64_t seed, const std::vector<std::uint64_t>& counters,
-                                 int threads = 1) {
+                                 const std::vector<std::int64_t>& begins, const SamplingConfig& config,
+                                 const std::vector<std::uint64_t>& counters, int threads = 1) {
   const Operators ops(threads);
   const Operators::Stream stream = ops.create_stream();
   const std::size_t shards = begins.size() - 1;
@@ -52,13 +51,12 @@ std::vector<std::int32_t> sample(const std::vector<std::vector<float>>& rows,
       std::copy(rows[r].begin() + begins[s], rows[r].begin() + begins[s + 1],
                 logits.begin() +
                     static_cast<std::ptrdiff_t>((s * rows.size() + r) * static_cast<std::size_t>(width)));
+  const std::vector<SamplingConfig> configs(rows.size(), config);
   std::vector<std::int32_t> tokens(rows.size(), -1);
   ops.sample(
       {{logits.data(), {static_cast<std::int64_t>(shards), static_cast<std::int64_t>(rows.size()), width}},
        begins.data(),
-       temperature,
-       top_p,
-       seed,
+       configs.data(),
        counters.empty() ? nullptr : counters.data(),
        tokens.data()},
       stream);
@@ -66,9 +64,8 @@ std::vector<std::int32_t> sample(const std::vector<std::vector<float>>& rows,
   return tokens;
 }
 
-std::int32_t sample_one(const std::vector<float>& row, float temperature, float top_p,
-                        std::uint64_t counter) {
-  return sample({row}, {0, static_cast<std::int64_t>(row.size())}, temperature, top_p, 1, {counter}).front();
+std::int32_t sample_one(const std::vector<float>& row, const SamplingConfig& config, std::uint64_t counter) {
+  return sample({row}, {0, static_cast<std::int64_t>(row.size())}, config, {counter}).front();
 }
 
 TEST_CASE("greedy takes the largest logit, the smaller id on ties, across uneven and empty shards") {
@@ -76,7 +73,7 @@ TEST_CASE("greedy takes the largest logit, the smaller id on ties, across uneven
       {1, 5, 2, 5, 5}, {-9, -8, -7, -6, -5}, {0, 0, 0, 0, 0}, {-kInf, -kInf, 3, -kInf, 3}};
   for (const std::vector<std::int64_t>& begins :
        std::vector<std::vector<std::int64_t>>{{0, 5}, {0, 1, 1, 4, 5}, {0, 0, 5}, {0, 3, 5}}) {
-    CHECK(sample(rows, begins, 0.0f, 1.0f, 0, {}) == std::vector<std::int32_t>{1, 4, 0, 2});
+    CHECK(sample(rows, begins, {}, {}) == std::vector<std::int32_t>{1, 4, 0, 2});
   }
 }
 
@@ -86,7 +83,7 @@ TEST_CASE("a row of logits that went wrong is an error naming it, greedy or not"
          std::vector<std::vector<float>>{{1, std::nanf(""), 2}, {-kInf, -kInf, -kInf}, {1, kInf, 2}}) {
       std::string text;
       try {
-        sample({{1, 2, 3}, bad}, {0, 3}, temperature, 0.9f, 0, {0, 1});
+        sample({{1, 2, 3}, bad}, {0, 3}, {.temperature = temperature, .top_p = 0.9f}, {0, 1});
       } catch (const Error& error) {
         CHECK(error.code() == ErrorCode::invalid_argument);
         text = error.what();
@@ -97,28 +94,40 @@ TEST_CASE("a row of logits that went wrong is an error naming it, greedy or not"
   }
 }
 
-/// The token that (seed, counter) draws by definition: all tokens sorted, the shortest prefix that reaches
-/// top_p. `slack`: how close the draw came to another answer.
-std::int32_t naive_draw(const std::vector<float>& logits, float temperature, float top_p, std::uint64_t seed,
-                        std::uint64_t counter, double& slack) {
+/// The token that (seed, counter) draws by definition: all tokens sorted, those that top_k and min_p leave,
+/// the shortest prefix of them that reaches top_p. `slack`: how close the draw came to another answer.
+std::int32_t naive_draw(const std::vector<float>& logits, const SamplingConfig& config, std::uint64_t counter,
+                        double& slack) {
   std::vector<std::size_t> order(logits.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
   std::stable_sort(order.begin(), order.end(),
                    [&](std::size_t a, std::size_t b) { return logits[a] > logits[b]; });
+  const auto k = static_cast<std::size_t>(config.top_k);
+  if (k > 0 && k < order.size()) {
+    std::size_t kept = k;
+    while (kept < order.size() && logits[order[kept]] == logits[order[k - 1]]) ++kept;
+    order.resize(kept);
+  }
   std::vector<double> share;
   double total = 0.0;
-  for (const std::size_t id : order)
-    share.push_back(std::exp((double{logits[id]} - logits[order[0]]) / temperature));
-  for (const double value : share) total += value;
   slack = 1.0;
+  for (const std::size_t id : order) {
+    const double likely = std::exp((double{logits[id]} - logits[order[0]]) / config.temperature);
+    if (likely != 1.0 && config.min_p > 0.0f)
+      slack = std::min(slack, std::abs(likely - config.min_p) / config.min_p);
+    if (likely < config.min_p) break;
+    share.push_back(likely);
+  }
+  for (const double value : share) total += value;
+  const double top_p = config.top_p;
   std::size_t nucleus = 0;
   double mass = 0.0;
   while (nucleus < share.size() && (nucleus == 0 || mass < top_p * total)) mass += share[nucleus++];
-  if (top_p < 1.0f) {
+  if (top_p < 1.0) {
     slack = std::min(slack, std::abs(mass - top_p * total) / total);
     slack = std::min(slack, std::abs(mass - share[nucleus - 1] - top_p * total) / total);
   }
-  const double target = philox_uniform(seed, counter) * mass;
+  const double target = philox_uniform(config.seed, counter) * mass;
   double reached = 0.0;
   for (std::size_t i = 0; i < nucleus; ++i) {
     reached += share[i];
@@ -139,19 +148,26 @@ TEST_CASE("draws equal the definition for flat and peaked logits, small and larg
       if (vocab > 2) logits[1] = -kInf;
       for (const float temperature : {0.3f, 1.0f, 2.5f}) {
         for (const float top_p : {1e-6f, 0.3f, 0.9f, 0.999f, 1.0f}) {
-          for (std::uint64_t counter = 0; counter < 8; ++counter) {
+          for (std::uint64_t counter = 0; counter < 16; ++counter) {
+            // Every second draw with other cuts too.
+            const SamplingConfig config{
+                .temperature = temperature,
+                .top_p = top_p,
+                .min_p = counter % 2 == 0 ? 0.0f : std::array{0.0f, 0.01f, 0.2f, 1.0f}[counter / 2 % 4],
+                .top_k = counter % 2 == 0 ? 0 : std::array{1, 2, 40, 2999, 5000}[counter / 2 % 5],
+                .seed = 1};
             double slack = 0.0;
-            const std::int32_t expected = naive_draw(logits, temperature, top_p, 1, counter, slack);
+            const std::int32_t expected = naive_draw(logits, config, counter, slack);
             if (slack < 1e-12) continue;
             ++compared;
-            CAPTURE(vocab, spread, temperature, top_p, counter);
-            REQUIRE(sample_one(logits, temperature, top_p, counter) == expected);
+            CAPTURE(vocab, spread, temperature, top_p, config.min_p, config.top_k, counter);
+            REQUIRE(sample_one(logits, config, counter) == expected);
           }
         }
       }
     }
   }
-  CHECK(compared > 2000);
+  CHECK(compared > 4000);
 }
 
 TEST_CASE("a draw depends on the seed, the row's counter and its logits, not on shards, rows or threads") {
@@ -161,13 +177,14 @@ TEST_CASE("a draw depends on the seed, the row's counter and its logits, not on 
   for (float& value : logits) value = normal(generator);
   const std::vector<std::uint64_t> counters{5, 5, 6, 1ull << 40, 5};
   const std::vector<std::vector<float>> rows(5, logits);
-  const auto tokens = sample(rows, {0, 1000}, 1.0f, 0.95f, 77, counters);
+  const SamplingConfig config{.temperature = 1.0f, .top_p = 0.95f, .seed = 77};
+  const auto tokens = sample(rows, {0, 1000}, config, counters);
   CHECK(tokens[0] == tokens[1]);
   CHECK(tokens[0] == tokens[4]);
   CHECK((tokens[0] != tokens[2] || tokens[0] != tokens[3]));
-  CHECK(tokens == sample(rows, {0, 1, 1, 500, 999, 1000}, 1.0f, 0.95f, 77, counters, 3));
-  CHECK(tokens.front() == sample({logits}, {0, 1000}, 1.0f, 0.95f, 77, {5}).front());
-  CHECK(tokens != sample(rows, {0, 1000}, 1.0f, 0.95f, 78, counters));
+  CHECK(tokens == sample(rows, {0, 1, 1, 500, 999, 1000}, config, counters, 3));
+  CHECK(tokens.front() == sample({logits}, {0, 1000}, config, {5}).front());
+  CHECK(tokens != sample(rows, {0, 1000}, {.temperature = 1.0f, .top_p = 0.95f, .seed = 78}, counters));
 }
 
 TEST_CASE("the nucleus ends where it reaches top_p, and equal logits enter it by id") {
@@ -176,7 +193,8 @@ TEST_CASE("the nucleus ends where it reaches top_p, and equal logits enter it by
   const auto drawn = [&](float top_p) {
     std::vector<int> seen(4);
     for (std::uint64_t counter = 0; counter < 400; ++counter)
-      ++seen[static_cast<std::size_t>(sample_one(logits, 1.0f, top_p, counter))];
+      ++seen[static_cast<std::size_t>(
+          sample_one(logits, {.temperature = 1.0f, .top_p = top_p, .seed = 1}, counter))];
     return seen;
   };
   std::vector<int> seen = drawn(0.49f);

@@ -91,6 +91,10 @@ TEST_CASE("sample keeps the backend contract on a GPU") {
   HELIX_REQUIRE_GPUS(1);
   contract::sample<CudaBackend>();
 }
+TEST_CASE("penalize and log_probs keep the backend contract on a GPU") {
+  HELIX_REQUIRE_GPUS(1);
+  contract::penalties_and_log_probs<CudaBackend>();
+}
 TEST_CASE("logit_norms keeps the backend contract on a GPU") {
   HELIX_REQUIRE_GPUS(1);
   contract::logit_norms<CudaBackend>();

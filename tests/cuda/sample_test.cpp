@@ -37,12 +37,9 @@ TEMPLATE_TEST_CASE("a GPU draws the tokens that the CPU draws", "", float, f16, 
     const std::int64_t shards = pick(1, 2, 4, 8);
     const std::int64_t rows = pick(1, 2, 5);
     const std::int64_t pad = pick(0, 8, 3);
-    const float temperature = pick(0.0f, 0.05f, 0.7f, 1.0f, 3.0f);
-    const float top_p = pick(1.0f, 0.95f, 0.9f, 0.5f, 0.01f);
     const double spread = pick(0.1, 3.0, 15.0);
-    const std::uint64_t seed = random();
     const std::int64_t width = (vocab + shards - 1) / shards + pad;
-    CAPTURE(round, vocab, shards, rows, pad, temperature, top_p, spread, seed);
+    CAPTURE(round, vocab, shards, rows, pad, spread);
 
     std::vector<std::int64_t> begins;
     for (std::int64_t s = 0; s <= shards; ++s) begins.push_back(std::min(vocab, s * (width - pad)));
@@ -56,13 +53,20 @@ TEMPLATE_TEST_CASE("a GPU draws the tokens that the CPU draws", "", float, f16, 
       wide.push_back(static_cast<float>(logits[i]));
     }
     std::vector<std::uint64_t> counters;
-    for (std::int64_t r = 0; r < rows; ++r) counters.push_back(random());
+    std::vector<SamplingConfig> configs;
+    for (std::int64_t r = 0; r < rows; ++r) {
+      counters.push_back(random());
+      configs.push_back({.temperature = pick(0.0f, 0.05f, 0.7f, 1.0f, 3.0f),
+                         .top_p = pick(1.0f, 0.95f, 0.9f, 0.5f, 0.01f),
+                         .min_p = pick(0.0f, 0.0f, 0.02f, 0.3f, 1.0f),
+                         .top_k = pick(0, 0, 1, 3, 50, 100'000),
+                         .seed = random()});
+    }
 
     std::vector<std::int32_t> expected(at(rows), -5);
     const TensorView<const float, 3> view(wide.data(), {shards, rows, width});
-    cpu.sample(
-        SampleArgs<float>{view, begins.data(), temperature, top_p, seed, counters.data(), expected.data()},
-        cpu_stream);
+    cpu.sample(SampleArgs<float>{view, begins.data(), configs.data(), counters.data(), expected.data()},
+               cpu_stream);
     cpu.synchronize(cpu_stream);
 
     std::deque<cuda::Buffer> memory;
@@ -74,8 +78,7 @@ TEMPLATE_TEST_CASE("a GPU draws the tokens that the CPU draws", "", float, f16, 
     std::vector<std::int32_t> drawn(at(rows), -7);
     std::int32_t* tokens = upload(drawn);
     const TensorView<const T, 3> device_view(upload(logits), {shards, rows, width});
-    gpu.sample(SampleArgs<T>{device_view, upload(begins), temperature, top_p, seed, upload(counters), tokens},
-               stream);
+    gpu.sample(SampleArgs<T>{device_view, upload(begins), upload(configs), upload(counters), tokens}, stream);
     gpu.download(drawn.data(), tokens, drawn.size() * sizeof(std::int32_t), stream);
     gpu.synchronize(stream);
     CHECK(drawn == expected);

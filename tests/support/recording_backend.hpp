@@ -171,6 +171,14 @@ class RecordingBackend {
     recording_->add("sample", s.id, a.logits.extent(1));
     inner_.sample(a, s.inner);
   }
+  void penalize(const PenalizeArgs<float>& a, Stream s) const {
+    recording_->add("penalize", s.id, a.count);
+    inner_.penalize(a, s.inner);
+  }
+  void log_probs(const LogProbsArgs<float>& a, Stream s) const {
+    recording_->add("log_probs", s.id, a.logits.extent(1));
+    inner_.log_probs(a, s.inner);
+  }
   void logit_norms(const LogitNormsArgs<float>& a, Stream s) const {
     recording_->add("logit_norms", s.id, a.logits.extent(1));
     inner_.logit_norms(a, s.inner);

@@ -104,6 +104,8 @@ class ReferenceBackend {
   void embed(const EmbedArgs<F>& a, Stream s) const { queue(s, a, reference::embed); }
   void gather_rows(const GatherRowsArgs<F>& a, Stream s) const { queue(s, a, reference::gather_rows); }
   void sample(const SampleArgs<F>& a, Stream s) const { queue(s, a, reference::sample); }
+  void penalize(const PenalizeArgs<F>& a, Stream s) const { queue(s, a, reference::penalize); }
+  void log_probs(const LogProbsArgs<F>& a, Stream s) const { queue(s, a, reference::log_probs); }
   void logit_norms(const LogitNormsArgs<F>& a, Stream s) const { queue(s, a, reference::logit_norms); }
   void advance(const AdvanceArgs& a, Stream s) const { queue(s, a, reference::advance); }
 

@@ -96,7 +96,21 @@ void add_step_options(CLI::App& app, Options& options, OptionTexts& texts) {
       ->capture_default_str();
   app.add_option("--temperature", request.sampling.temperature, "0: greedy")->capture_default_str();
   app.add_option("--top-p", request.sampling.top_p, "nucleus probability in (0, 1]")->capture_default_str();
+  app.add_option("--min-p", request.sampling.min_p,
+                 "drops tokens less likely than this times the likeliest, in [0, 1]")
+      ->capture_default_str();
+  app.add_option("--top-k", request.sampling.top_k, "keeps the k likeliest tokens; 0: all")
+      ->capture_default_str();
   app.add_option("--seed", request.sampling.seed, "seed of the draws")->capture_default_str();
+  app.add_option("--repetition-penalty", request.penalties.repetition,
+                 "divides the logits of tokens that prompt or output have")
+      ->capture_default_str();
+  app.add_option("--presence-penalty", request.penalties.presence,
+                 "taken off the logits of tokens that the output has")
+      ->capture_default_str();
+  app.add_option("--frequency-penalty", request.penalties.frequency,
+                 "taken off for each time that the output has the token")
+      ->capture_default_str();
   app.add_option("--synthetic-context", request.synthetic_context,
                  "tokens of generated KV instead of a prompt");
   app.add_option("--prefill-tokens", request.prefill_tokens, "most prompt tokens a step")
@@ -160,10 +174,8 @@ void check_values(const Options& options) {
   HELIX_EXPECTS(options.kv_dtype_name.empty() || parse_dtype(options.kv_dtype_name),
                 ErrorCode::invalid_argument, "--kv-dtype is '", options.kv_dtype_name,
                 "'; give f32, f16, bf16 or fp8_e4m3");
-  HELIX_EXPECTS(
-      request.sampling.temperature >= 0.0f && request.sampling.top_p > 0.0f && request.sampling.top_p <= 1.0f,
-      ErrorCode::invalid_argument, "--temperature is ", request.sampling.temperature,
-      " (at least 0), --top-p is ", request.sampling.top_p, " (in (0, 1])");
+  check_sampling(request.sampling);
+  check_penalties(request.penalties);
 }
 
 }  // namespace

@@ -42,7 +42,6 @@ GenerationResult generate(B& backend, typename B::Comm& world, typename B::Comm&
                         plan_cache(request, topo, at.stage, at.replica),
                         plan_limits(request, topo, at.replica),
                         {.hop_b_slices = request.hop_b_slices,
-                         .sampling = request.sampling,
                          .has_logit_norms = at.stage == topo.pp() - 1 && at.stage_rank == 0,
                          .captures = request.cuda_graphs},
                         pipeline);

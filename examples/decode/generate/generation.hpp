@@ -16,6 +16,16 @@ namespace helix::decode {
 
 using TokenIds = std::vector<std::int32_t>;
 
+/// What makes tokens less likely that a sequence has already.
+struct Penalties {
+  float repetition = 1.0f;  ///< Divides the positive logits of prompt and output tokens, multiplies others.
+  float presence = 0.0f;    ///< Taken off the logits of output tokens.
+  float frequency = 0.0f;   ///< Taken off once for each time that the output has the token.
+
+  bool any() const { return *this != Penalties{}; }
+  friend bool operator==(const Penalties&, const Penalties&) = default;
+};
+
 /// What is to be generated. Equal on all ranks.
 struct GenerationRequest {
   std::vector<TokenIds> prompts;  ///< One a sequence; empty with synthetic_context.
@@ -26,6 +36,7 @@ struct GenerationRequest {
   std::int64_t draft_tokens = 1;       ///< Query tokens a sequence and decode step.
   std::int64_t synthetic_context = 0;  ///< Tokens of generated KV instead of a prompt; 0: none.
   SamplingConfig sampling;
+  Penalties penalties;
   DType kv_dtype = DType::bf16;
   std::int64_t chunk = 16;  ///< Chunk of KvLayout, tokens.
   std::int64_t page_tokens = 64;

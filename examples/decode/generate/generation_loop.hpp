@@ -44,9 +44,11 @@ class GenerationLoop {
       SequenceProgress& sequence = sequences_.emplace_back();
       sequence.index = index;
       sequence.id = model.cache().add();
+      sequence.counts = TokenCounts(request.penalties, {});
       if (request.synthetic_context > 0) continue;
       sequence.prompt = &request.prompts[static_cast<std::size_t>(index)];
       sequence.result.prompt = *sequence.prompt;
+      sequence.counts = TokenCounts(request.penalties, *sequence.prompt);
     }
   }
 
@@ -78,6 +80,7 @@ class GenerationLoop {
     const std::int32_t token = drawn_.tokens[static_cast<std::size_t>(row)];
     sequence.pending = token;
     sequence.result.tokens.push_back(token);
+    sequence.counts.add(token);
     const bool is_eos =
         !request_.ignore_eos && std::count(config_.eos_ids.begin(), config_.eos_ids.end(), token) > 0;
     sequence.is_done = is_eos || sequence.generated() >= request_.max_new_tokens;
@@ -125,7 +128,7 @@ class GenerationLoop {
         room -= count;
         sequence.prefilled += count;
         if (sequence.prefilled == length) {
-          step_.add_logit_row(sequence, step_.num_tokens() - 1);
+          step_.add_logit_row(sequence, step_.num_tokens() - 1, request_.sampling);
           completed.push_back(&sequence);
         }
       }
@@ -179,7 +182,8 @@ class GenerationLoop {
         const TokenIds tokens = decode_tokens(*sequence);
         const std::int64_t first_row = step_.num_tokens();
         step_.add_tokens(*sequence, tokens, length);
-        for (std::int64_t i = 0; i < std::ssize(tokens); ++i) step_.add_logit_row(*sequence, first_row + i);
+        for (std::int64_t i = 0; i < std::ssize(tokens); ++i)
+          step_.add_logit_row(*sequence, first_row + i, request_.sampling);
         kv_bytes_read += static_cast<double>(length + std::ssize(tokens)) * kv_token_bytes;
       }
       run_step();

@@ -160,8 +160,9 @@ void add_fields(JobFields& fields, const GenerationRequest& request) {
   FieldWriter writer(fields);
   // Bindings, so that a new member does not compile until it is decided upon here.
   const auto& [prompts, max_new_tokens, ignore_eos, teacher, draft_tokens, synthetic_context, sampling,
-               kv_dtype, chunk, page_tokens, hop_b_slices, prefill_tokens, cuda_graphs] = request;
-  const auto& [temperature, top_p, seed] = sampling;
+               penalties, kv_dtype, chunk, page_tokens, hop_b_slices, prefill_tokens, cuda_graphs] = request;
+  const auto& [temperature, top_p, min_p, top_k, seed] = sampling;
+  const auto& [repetition, presence, frequency] = penalties;
   writer.add_digest("prompt tokens (--prompt-ids, --prompts)", digest_of(prompts));
   writer.add("--max-new-tokens", max_new_tokens);
   writer.add("--ignore-eos", ignore_eos);
@@ -170,7 +171,12 @@ void add_fields(JobFields& fields, const GenerationRequest& request) {
   writer.add("--synthetic-context", synthetic_context);
   writer.add("--temperature", temperature);
   writer.add("--top-p", top_p);
+  writer.add("--min-p", min_p);
+  writer.add("--top-k", top_k);
   writer.add("--seed", seed);
+  writer.add("--repetition-penalty", repetition);
+  writer.add("--presence-penalty", presence);
+  writer.add("--frequency-penalty", frequency);
   writer.add("--kv-dtype", kv_dtype);
   writer.add("--chunk", chunk);
   writer.add("--page-tokens", page_tokens);

@@ -3,6 +3,7 @@
 #include "generate/request_plan.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <vector>
 
@@ -51,6 +52,19 @@ void check_sequences(const GenerationRequest& request, const ModelConfig& model,
 
 }  // namespace
 
+void check_penalties(const Penalties& penalties) {
+  constexpr float kMostPenalty = 100.0f;
+  HELIX_EXPECTS(penalties.repetition > 0.0f && penalties.repetition <= kMostPenalty,
+                ErrorCode::invalid_argument, "repetition_penalty is ", penalties.repetition,
+                "; it must be in (0, ", kMostPenalty, "]");
+  HELIX_EXPECTS(std::abs(penalties.presence) <= kMostPenalty, ErrorCode::invalid_argument,
+                "presence_penalty is ", penalties.presence, "; it must be in [-", kMostPenalty, ", ",
+                kMostPenalty, "]");
+  HELIX_EXPECTS(std::abs(penalties.frequency) <= kMostPenalty, ErrorCode::invalid_argument,
+                "frequency_penalty is ", penalties.frequency, "; it must be in [-", kMostPenalty, ", ",
+                kMostPenalty, "]");
+}
+
 void check_sizes(const GenerationRequest& request) {
   expect_range("max_new_tokens", request.max_new_tokens, 1, kMaxTokens);
   expect_range("synthetic_context", request.synthetic_context, 0, kMaxTokens);
@@ -79,6 +93,10 @@ void check_request(const GenerationRequest& request, const ModelConfig& model, c
   HELIX_EXPECTS(request.teacher.empty() || std::ssize(request.teacher) == request.num_sequences(),
                 ErrorCode::invalid_argument, "there are ", request.teacher.size(), " teacher sequences for ",
                 request.num_sequences(), " prompts; give one each");
+  check_sampling(request.sampling);
+  check_penalties(request.penalties);
+  HELIX_EXPECTS(!request.penalties.any() || request.teacher.empty(), ErrorCode::invalid_argument,
+                "penalties depend on the tokens drawn, and --teacher-force gives others: drop one of them");
   check_sequences(request, model, topo.shape().vocab);
 }
 

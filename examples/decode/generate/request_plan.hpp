@@ -18,6 +18,9 @@ inline Range replica_sequences(const Topology& topo, const GenerationRequest& re
   return split_evenly(request.num_sequences(), topo.dp(), replica);
 }
 
+/// @throws Error(invalid_argument) naming the penalty that is NaN or out of range.
+void check_penalties(const Penalties& penalties);
+
 /// Checks the request's own sizes, after which all that follows from them stays inside int64
 /// (helix/limits.hpp).
 /// @throws Error(invalid_argument) naming the size and its limit.

@@ -10,6 +10,7 @@
 #include <helix/page_ledger.hpp>
 
 #include "generate/generation.hpp"
+#include "generate/token_counts.hpp"
 #include "model/step.hpp"
 
 namespace helix::decode {
@@ -22,6 +23,7 @@ struct SequenceProgress {
   std::int64_t prefilled = 0;  ///< Prompt tokens that are in the cache.
   std::int32_t pending = 0;    ///< Token that was drawn and is not yet in the cache.
   bool is_done = false;
+  TokenCounts counts;
   GeneratedSequence result;
 
   std::int64_t generated() const { return std::ssize(result.tokens); }
@@ -50,7 +52,10 @@ class StepBuilder {
   }
 
   /// Asks for the successor of the token at `row`.
-  void add_logit_row(const SequenceProgress& sequence, std::int64_t row) {
+  void add_logit_row(const SequenceProgress& sequence, std::int64_t row, const SamplingConfig& sampling) {
+    const auto logit_row = static_cast<std::int32_t>(step_.logit_rows.size());
+    sequence.counts.append_penalties(logit_row, step_.penalties);
+    step_.sampling.push_back(sampling);
     step_.logit_rows.push_back(static_cast<std::int32_t>(row));
     step_.draw_counters.push_back(static_cast<std::uint64_t>(sequence.index) << 40 |
                                   static_cast<std::uint64_t>(step_.positions[static_cast<std::size_t>(row)]));

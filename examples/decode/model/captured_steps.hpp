@@ -24,6 +24,13 @@ concept CapturesAlone = requires {
   requires Comm::kCapturesAlone;
 };
 
+/// What decides which work a step queues.
+struct StepShape {
+  std::span<const std::int32_t> query_offsets;  ///< Of the batch.
+  std::int64_t num_rows = 0;                    ///< Logit rows.
+  bool is_random = false;                       ///< Whether draw counters advance.
+};
+
 /// Runs steps, each of which is `queue()`: it queues device work that depends on the step's shape and on
 /// device memory alone, and returns a Result that depends on the shape alone. This one is of backends that
 /// cannot capture: each step is queued.
@@ -33,8 +40,7 @@ class CapturedSteps {
   explicit CapturedSteps(bool /*is_on*/) {}
 
   template <class Queue>
-  Result run(std::span<const std::int32_t> /*query_offsets*/, std::int64_t /*num_rows*/,
-             typename B::Stream /*stream*/, Queue queue) {
+  Result run(const StepShape& /*shape*/, typename B::Stream /*stream*/, Queue queue) {
     return queue();
   }
   std::int64_t num_replayed() const { return 0; }
@@ -49,16 +55,18 @@ class CapturedSteps<B, Result> {
   /// `is_on`: false queues each step.
   explicit CapturedSteps(bool is_on) : is_on_(is_on) {}
 
-  /// The shape: `query_offsets` of the batch and the number of logit rows.
   /// @throws what queue() throws, and errors of the capture and the launch.
   template <class Queue>
-  Result run(std::span<const std::int32_t> query_offsets, std::int64_t num_rows, typename B::Stream stream,
-             Queue queue) {
-    Entry* const entry = is_on_ ? find(query_offsets, num_rows) : nullptr;
+  Result run(const StepShape& shape, typename B::Stream stream, Queue queue) {
+    Entry* const entry = is_on_ ? find(shape) : nullptr;
     if (entry == nullptr) {
       const Result result = queue();
       if (is_on_ && entries_.size() < kMaxShapes)
-        entries_.push_back({{query_offsets.begin(), query_offsets.end()}, num_rows, result, {}});
+        entries_.push_back({{shape.query_offsets.begin(), shape.query_offsets.end()},
+                            shape.num_rows,
+                            shape.is_random,
+                            result,
+                            {}});
       return result;
     }
     if (entry->graph.empty())
@@ -82,13 +90,15 @@ class CapturedSteps<B, Result> {
   struct Entry {
     std::vector<std::int32_t> query_offsets;
     std::int64_t num_rows = 0;
+    bool is_random = false;
     Result result;
     typename B::Graph graph;  // empty: seen once
   };
 
-  Entry* find(std::span<const std::int32_t> query_offsets, std::int64_t num_rows) {
+  Entry* find(const StepShape& shape) {
     const auto at = std::ranges::find_if(entries_, [&](const Entry& entry) {
-      return entry.num_rows == num_rows && std::ranges::equal(entry.query_offsets, query_offsets);
+      return entry.num_rows == shape.num_rows && entry.is_random == shape.is_random &&
+             std::ranges::equal(entry.query_offsets, shape.query_offsets);
     });
     return at == entries_.end() ? nullptr : &*at;
   }

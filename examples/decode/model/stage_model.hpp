@@ -20,6 +20,7 @@
 
 #include "model/captured_steps.hpp"
 #include "model/layer_stack.hpp"
+#include "model/logit_extras.hpp"
 #include "model/model_config.hpp"
 #include "model/stage_plan.hpp"
 #include "model/stage_weights.hpp"
@@ -55,6 +56,7 @@ class StageModel {
         layers_(backend, topo, rank_shape(), topo.layers(stage), model, cache, limits, bytes_, stream_),
         batch_(backend, limits.max_sequences, limits.max_step_tokens),
         buffer_(backend, limits.max_step_tokens, limits.max_logit_rows),
+        extras_(backend),
         hidden_(backend.allocate(bytes_.hidden)),
         head_workspace_(backend.allocate(bytes_.head)),
         decode_steps_(options.captures &&
@@ -91,8 +93,13 @@ class StageModel {
     if constexpr (requires(const typename B::Comm& comm) { comm.begin_step(num_steps_); })
       pipeline_->begin_step(++num_steps_);
     if (step != next_) upload_inputs(step);
-    const auto queue = [this, num_tokens, num_rows] { return queue_step(num_tokens, num_rows); };
-    last_ = step.is_decode ? decode_steps_.run(step.query_offsets, num_rows, stream_, queue) : queue();
+    if (is_last() || topo_->pp() > 1) extras_.set(step, stream_);
+    const StepShape shape{step.query_offsets, num_rows, step.is_random()};
+    const auto queue = [this, num_tokens, num_rows, is_random = shape.is_random] {
+      return queue_step(num_tokens, num_rows, is_random);
+    };
+    const bool can_be_captured = step.is_decode && !extras_.is_needed(step);
+    last_ = can_be_captured ? decode_steps_.run(shape, stream_, queue) : queue();
     next_ = step;
     for (std::int64_t& position : next_.positions) position += position >= 0 ? 1 : 0;
     for (std::uint64_t& counter : next_.draw_counters) ++counter;
@@ -103,7 +110,7 @@ class StageModel {
   Drawn finish() {
     const auto num_rows = static_cast<std::int64_t>(next_.logit_rows.size());
     buffer_.download(num_rows, stream_);
-    const Drawn drawn{buffer_.drawn(num_rows), buffer_.drawn_norms(num_rows)};
+    const Drawn drawn{buffer_.drawn(num_rows), buffer_.drawn_norms(num_rows), extras_.download(stream_)};
     std::ranges::copy(drawn.tokens, next_.tokens.begin());
     return drawn;
   }
@@ -143,14 +150,14 @@ class StageModel {
   void upload_inputs(const Step& step) {
     slots_.clear();
     for (const SequenceId& sequence : step.sequences) slots_.push_back(cache().slot(sequence));
-    buffer_.set(step.tokens, step.logit_rows, step.draw_counters, stream_);
+    buffer_.set(step.tokens, step.logit_rows, step.draw_counters, step.sampling, stream_);
     batch_.set(step.query_offsets, step.positions, slots_, stream_);
   }
 
   RankShape rank_shape() const { return topo_->rank_shape(backend_->comms().stage->rank()); }
 
   /// Queues the step and the inputs of the next. Reads of the host nothing but shapes (invariant 10).
-  StepResult queue_step(std::int64_t num_tokens, std::int64_t num_rows) {
+  StepResult queue_step(std::int64_t num_tokens, std::int64_t num_rows, bool is_random) {
     StepResult result;
     const Batch batch = batch_.batch();
     const TensorView<T, 2> hidden(reinterpret_cast<T*>(hidden_.data()), {num_tokens, topo_->shape().hidden});
@@ -163,11 +170,13 @@ class StageModel {
     } else {
       pipeline_->send(hidden.data(), hidden.size() * kElementBytes, stage_ + 1, stream_);
     }
-    if (topo_->pp() > 1 && num_rows > 0)
+    if (topo_->pp() > 1 && num_rows > 0) {
       pipeline_->broadcast(buffer_.tokens(), num_rows * static_cast<std::int64_t>(sizeof(std::int32_t)),
                            topo_->pp() - 1, stream_);
+      extras_.broadcast(*pipeline_, topo_->pp() - 1, stream_);
+    }
     batch_.advance(stream_);
-    if (options_.sampling.temperature > 0.0f) buffer_.advance(num_rows, stream_);  // greedy: not read
+    if (is_random) buffer_.advance(num_rows, stream_);  // greedy: not read
     return result;
   }
 
@@ -184,7 +193,9 @@ class StageModel {
     const auto logits = head_->logits(normed, batch.positions, buffer_.rows(), num_rows,
                                       {head_workspace_.data(), head_workspace_.size_bytes()}, stream_);
     if (options_.has_logit_norms) head_->norms(logits, buffer_.norms(), stream_);
-    head_->sample(logits, options_.sampling, buffer_.counters(), buffer_.tokens(), stream_);
+    extras_.penalize(*head_, logits, stream_);
+    head_->sample(logits, buffer_.configs(), buffer_.counters(), buffer_.tokens(), stream_);
+    extras_.find_log_probs(*head_, logits, buffer_.tokens(), stream_);
     return logits;
   }
 
@@ -201,6 +212,7 @@ class StageModel {
   LayerStack<B> layers_;
   BatchBuffer<B> batch_;
   StepBuffer<B> buffer_;
+  LogitExtras<B> extras_;
   typename B::Buffer hidden_;
   typename B::Buffer head_workspace_;
   std::unique_ptr<VocabularyHead<B>> head_;

@@ -25,8 +25,7 @@ struct StageLimits {
 
 /// What stays the same from step to step. Equal on all ranks.
 struct StepOptions {
-  int hop_b_slices = 0;  ///< 0: chosen, 1: off.
-  SamplingConfig sampling{};
+  int hop_b_slices = 0;          ///< 0: chosen, 1: off.
   bool has_logit_norms = false;  ///< Norms of each logit row are computed, on the last stage.
   bool captures = true;  ///< Replays decode steps of equal shapes where the backend and the ranks allow it.
 };

@@ -2,10 +2,13 @@
 // Step: the tokens that go through the model at once, and what is drawn after them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
+#include <helix/backend/vocabulary.hpp>
 #include <helix/page_ledger.hpp>
 
 namespace helix::decode {
@@ -18,7 +21,16 @@ struct Step {
   std::vector<SequenceId> sequences;         ///< One an interval of query_offsets.
   std::vector<std::int32_t> logit_rows;      ///< Tokens whose successor is drawn.
   std::vector<std::uint64_t> draw_counters;  ///< One a logit row, unique over the generation.
-  bool is_decode = false;                    ///< Steps of its shape may come again: worth to be captured.
+  std::vector<SamplingConfig> sampling;      ///< One a logit row.
+  std::vector<LogitPenalty> penalties;       ///< Their rows count logit rows.
+  /// Likeliest ids a logit row whose log-probabilities are wanted beside the drawn token's; nullopt: none.
+  std::optional<std::int64_t> num_best;
+  bool is_decode = false;  ///< Steps of its shape may come again: worth to be captured.
+
+  /// Whether a row's token is drawn at random.
+  bool is_random() const {
+    return std::ranges::any_of(sampling, [](const SamplingConfig& row) { return row.temperature > 0.0f; });
+  }
 
   friend bool operator==(const Step&, const Step&) = default;
 
@@ -30,14 +42,25 @@ struct Step {
     sequences.clear();
     logit_rows.clear();
     draw_counters.clear();
+    sampling.clear();
+    penalties.clear();
+    num_best.reset();
     is_decode = false;
   }
+};
+
+/// Natural logarithms of the probabilities after penalties, before temperature and cuts.
+struct LogProbs {
+  std::span<const float> chosen;           ///< Of the tokens drawn, [logit rows].
+  std::span<const std::int32_t> best_ids;  ///< [logit rows, num_best], likeliest first; -1: no more ids.
+  std::span<const float> best;             ///< Of best_ids.
 };
 
 /// What a step drew, [logit rows].
 struct Drawn {
   std::span<const std::int32_t> tokens;  ///< The same on all ranks of the replica.
   std::span<const float> logit_norms;    ///< L2 norms of the logits, where StepOptions asks for them.
+  LogProbs log_probs;                    ///< Empty unless the step asks for them.
 };
 
 }  // namespace helix::decode

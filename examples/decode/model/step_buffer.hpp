@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include <helix/backend/vocabulary.hpp>
 #include <helix/error.hpp>
 
 #include "model/decoder_backend.hpp"
@@ -25,21 +26,24 @@ class StepBuffer {
       : backend_(&backend),
         max_tokens_(max_tokens),
         max_rows_(max_rows),
-        rows_begin_(bytes<std::uint64_t>(max_rows)),
+        configs_begin_(bytes<std::uint64_t>(max_rows)),
+        rows_begin_(configs_begin_ + bytes<SamplingConfig>(max_rows)),
         norms_begin_(rows_begin_ + bytes<std::int32_t>(max_rows)),
         tokens_begin_(norms_begin_ + bytes<float>(max_rows)),
         host_(tokens_begin_ + bytes<std::int32_t>(max_tokens)),
         device_(backend.allocate(host_.size())) {}
 
-  /// Copies the next step's `tokens`, the logit rows `rows` among them, and one draw counter a row, below
-  /// 2^63, to the device, at once. Queued on `stream`.
+  /// Copies the next step's `tokens`, the logit rows `rows` among them, and a row's draw counter, below 2^63,
+  /// and config to the device, at once. Queued on `stream`.
   /// @throws Error(capacity) if there are more than planned.
   void set(std::span<const std::int32_t> tokens, std::span<const std::int32_t> rows,
-           std::span<const std::uint64_t> counters, typename B::Stream stream) {
+           std::span<const std::uint64_t> counters, std::span<const SamplingConfig> configs,
+           typename B::Stream stream) {
     HELIX_EXPECTS(std::ssize(tokens) <= max_tokens_ && std::ssize(rows) <= max_rows_, ErrorCode::capacity,
                   "a step of ", tokens.size(), " tokens and ", rows.size(), " logit rows exceeds the ",
                   max_tokens_, " and ", max_rows_, " that were planned");
     std::ranges::copy(std::as_bytes(counters), host_.data());
+    std::ranges::copy(std::as_bytes(configs), host_.data() + configs_begin_);
     std::ranges::copy(std::as_bytes(rows), host_.data() + rows_begin_);
     std::ranges::copy(std::as_bytes(tokens), host_.data() + tokens_begin_);
     backend_->upload(device_.data(), host_.data(), tokens_begin_ + tokens.size_bytes(), stream);
@@ -56,6 +60,8 @@ class StepBuffer {
   const std::int32_t* rows() { return at<std::int32_t>(rows_begin_); }
   /// Draw counters, [rows].
   const std::uint64_t* counters() { return at<std::uint64_t>(0); }
+  /// How each row's token is drawn, [rows].
+  const SamplingConfig* configs() { return at<SamplingConfig>(configs_begin_); }
   /// L2 norms of the logits, [rows].
   float* norms() { return at<float>(norms_begin_); }
 
@@ -86,10 +92,11 @@ class StepBuffer {
   B* backend_;
   std::int64_t max_tokens_;
   std::int64_t max_rows_;
-  std::size_t rows_begin_;  // bytes from the rows' counters
+  std::size_t configs_begin_;  // bytes from the rows' counters
+  std::size_t rows_begin_;
   std::size_t norms_begin_;
   std::size_t tokens_begin_;     // last: a copy ends with the last one, whatever the capacity
-  std::vector<std::byte> host_;  // counters u64, indices i32 and norms f32 of the rows; tokens i32
+  std::vector<std::byte> host_;  // of the rows: counters u64, configs, indices i32, norms f32; tokens i32
   typename B::Buffer device_;    // the same
 };
 

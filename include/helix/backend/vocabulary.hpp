@@ -26,18 +26,61 @@ struct GatherRowsArgs {
   TensorView<T, 2> out;                ///< [rows of out, M].
 };
 
-/// Draws one token a row. temperature 0 is greedy (smallest id on ties). Otherwise the draw is a function of
+/// How the next token of one row is drawn. Backends read it in device memory. Tokens are cut to the top_k
+/// likeliest, then to those of at least min_p times the largest probability, then to the nucleus: the
+/// smallest set of likeliest ones that holds top_p of what the first two cuts left.
+struct SamplingConfig {
+  float temperature = 0.0f;  ///< 0: greedy, whatever the cuts.
+  float top_p = 1.0f;        ///< Probability of the nucleus, in (0, 1].
+  float min_p = 0.0f;        ///< In [0, 1].
+  std::int32_t top_k = 0;    ///< Those as likely as the k-th stay too; 0: all.
+  std::uint64_t seed = 0;
+
+  friend bool operator==(const SamplingConfig&, const SamplingConfig&) = default;
+};
+
+/// Draws one token a row. Greedy takes the smallest id on ties. Otherwise the draw is a function of
 /// (seed, counters[row]) and the logits alone, so that ranks with equal logits draw equal tokens.
 template <class T>
 struct SampleArgs {
   /// [shards, rows, width]: shard s holds ids [shard_begins[s], shard_begins[s+1]); the rest is padding.
   TensorView<const T, 3> logits;
   const std::int64_t* shard_begins = nullptr;  ///< [shards + 1], device memory.
-  float temperature = 0.0f;
-  float top_p = 1.0f;  ///< Smallest set of likeliest tokens whose probability reaches top_p.
-  std::uint64_t seed = 0;
-  const std::uint64_t* counters = nullptr;  ///< [rows]; nullptr only when temperature is 0.
-  std::int32_t* tokens = nullptr;           ///< [rows], written.
+  const SamplingConfig* configs = nullptr;     ///< [rows], device memory.
+  const std::uint64_t* counters = nullptr;     ///< [rows]; nullptr only when all rows are greedy.
+  std::int32_t* tokens = nullptr;              ///< [rows], written.
+};
+
+/// What makes one token of one row less likely, or more: repetition divides a positive logit and multiplies
+/// any other, as transformers does; then `subtract` is taken off.
+struct LogitPenalty {
+  std::int32_t row = 0;
+  std::int32_t id = 0;
+  float repetition = 1.0f;
+  float subtract = 0.0f;
+
+  friend bool operator==(const LogitPenalty&, const LogitPenalty&) = default;
+};
+
+/// Changes the logits that `penalties` name, each at most once.
+template <class T>
+struct PenalizeArgs {
+  TensorView<T, 3> logits;                     ///< Logits as in SampleArgs.
+  const std::int64_t* shard_begins = nullptr;  ///< Begins as in SampleArgs.
+  const LogitPenalty* penalties = nullptr;     ///< [count], device memory; rows and ids are in range.
+  std::int64_t count = 0;
+};
+
+/// Natural logarithms of probabilities by softmax(logits): of each row's token, and of its likeliest ids.
+template <class T>
+struct LogProbsArgs {
+  TensorView<const T, 3> logits;               ///< Logits as in SampleArgs.
+  const std::int64_t* shard_begins = nullptr;  ///< Begins as in SampleArgs.
+  const std::int32_t* tokens = nullptr;        ///< [rows].
+  std::int64_t num_best = 0;                   ///< Ids a row, likeliest first, the smaller id on ties.
+  float* log_probs = nullptr;                  ///< [rows], written.
+  std::int32_t* best_ids = nullptr;            ///< [rows, num_best], written; -1 beyond the vocabulary.
+  float* best_log_probs = nullptr;             ///< [rows, num_best], written.
 };
 
 /// norms[r] = L2 norm of row r's logits, summed in f32 or wider: a fingerprint of a step for reports and
@@ -68,6 +111,8 @@ concept VocabularyBackend = ExchangeBackend<B> &&
   backend.embed(EmbedArgs<decltype(a)>{}, stream);
   backend.gather_rows(GatherRowsArgs<decltype(a)>{}, stream);
   backend.sample(SampleArgs<decltype(a)>{}, stream);
+  backend.penalize(PenalizeArgs<decltype(a)>{}, stream);
+  backend.log_probs(LogProbsArgs<decltype(a)>{}, stream);
   backend.logit_norms(LogitNormsArgs<decltype(a)>{}, stream);
   backend.advance(AdvanceArgs{}, stream);
 };

@@ -105,6 +105,8 @@ class HELIX_API Operators {
   void embed(const EmbedArgs<float>& args, Stream stream) const;
   void gather_rows(const GatherRowsArgs<float>& args, Stream stream) const;
   void sample(const SampleArgs<float>& args, Stream stream) const;
+  void penalize(const PenalizeArgs<float>& args, Stream stream) const;
+  void log_probs(const LogProbsArgs<float>& args, Stream stream) const;
   void logit_norms(const LogitNormsArgs<float>& args, Stream stream) const;
   void advance(const AdvanceArgs& args, Stream stream) const;
 

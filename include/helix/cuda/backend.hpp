@@ -81,6 +81,8 @@ class HELIX_API Operators {
   void embed(const EmbedArgs<T>& args, Stream stream) const;
   void gather_rows(const GatherRowsArgs<T>& args, Stream stream) const;
   void sample(const SampleArgs<T>& args, Stream stream) const;
+  void penalize(const PenalizeArgs<T>& args, Stream stream) const;
+  void log_probs(const LogProbsArgs<T>& args, Stream stream) const;
   void logit_norms(const LogitNormsArgs<T>& args, Stream stream) const;
   void advance(const AdvanceArgs& args, Stream stream) const;
 

@@ -81,7 +81,7 @@ void advance() {
 /// Draws for `rows` rows of equal logits, cut into shards of at most `width` ids; padding is NaN.
 template <TestableBackend B>
 std::vector<std::int32_t> draw(const std::vector<float>& row_logits, std::int64_t rows, std::int64_t width,
-                               float temperature, float top_p, std::uint64_t seed) {
+                               const SamplingConfig& config) {
   Workbench<B> bench;
   const auto vocab = static_cast<std::int64_t>(row_logits.size());
   const std::int64_t shards = (vocab + width - 1) / width;
@@ -97,11 +97,12 @@ std::vector<std::int32_t> draw(const std::vector<float>& row_logits, std::int64_
   const auto logits = bench.array(values);
   const auto shard_begins = bench.array(begins);
   const auto counters = bench.array(counter_values);
+  const auto configs = bench.array(std::vector<SamplingConfig>(static_cast<std::size_t>(rows), config));
   const auto tokens = bench.array(std::vector<std::int32_t>(static_cast<std::size_t>(rows), -5));
   bench.upload();
   const auto side = bench.device_side();
   bench.backend().sample(SampleArgs<float>{side.view(logits, shards, rows, width), side(shard_begins),
-                                           temperature, top_p, seed, side(counters), side(tokens)},
+                                           side(configs), side(counters), side(tokens)},
                          bench.stream());
   return bench.values(bench.download(), tokens);
 }
@@ -114,34 +115,45 @@ void sample() {
       Workbench<B> source;
       std::vector<float> logits = source.random_values(vocab, 4.0);
       const auto best = std::max_element(logits.begin(), logits.end()) - logits.begin();
-      CHECK(draw<B>(logits, 2, width, 0.0f, 1.0f, 1) ==
-            std::vector<std::int32_t>(2, static_cast<std::int32_t>(best)));
+      CHECK(draw<B>(logits, 2, width, {}) == std::vector<std::int32_t>(2, static_cast<std::int32_t>(best)));
       logits.back() = logits[static_cast<std::size_t>(best)];  // a tie goes to the smaller id
-      CHECK(draw<B>(logits, 1, width, 0.0f, 1.0f, 1).front() == best);
-      // A tiny nucleus is greedy too.
+      CHECK(draw<B>(logits, 1, width, {.top_k = 3}).front() == best);
+      // Cuts that leave one token are greedy too.
       logits.back() -= 0.5f;
-      CHECK(draw<B>(logits, 3, width, 0.7f, 1e-6f, 1) ==
-            std::vector<std::int32_t>(3, static_cast<std::int32_t>(best)));
+      for (const SamplingConfig& config : {SamplingConfig{.temperature = 0.7f, .top_p = 1e-6f, .seed = 1},
+                                           SamplingConfig{.temperature = 0.7f, .min_p = 1.0f, .seed = 1},
+                                           SamplingConfig{.temperature = 0.7f, .top_k = 1, .seed = 1}}) {
+        CHECK(draw<B>(logits, 3, width, config) ==
+              std::vector<std::int32_t>(3, static_cast<std::int32_t>(best)));
+      }
     }
   }
-  // Frequencies follow softmax(logits / temperature) over the nucleus, whatever the shards.
+  // Frequencies follow softmax(logits / temperature) over what the cuts leave, whatever the shards.
   const std::vector<float> logits{0.0f, 1.0f, -1.0f, 0.5f, -20.0f, 0.9f};
   constexpr std::int64_t kRows = 4000;
-  for (const float top_p : {1.0f, 0.7f}) {
-    CAPTURE(top_p);
-    constexpr float kTemperature = 0.8f;
-    const auto tokens = draw<B>(logits, kRows, 6, kTemperature, top_p, 17);
-    CHECK(tokens == draw<B>(logits, kRows, 6, kTemperature, top_p, 17));
-    CHECK(tokens == draw<B>(logits, kRows, 4, kTemperature, top_p, 17));
-    CHECK(tokens == draw<B>(logits, kRows, 1, kTemperature, top_p, 17));
-    CHECK(tokens != draw<B>(logits, kRows, 6, kTemperature, top_p, 18));
+  constexpr float kTemperature = 0.8f;
+  for (const SamplingConfig& config :
+       {SamplingConfig{.temperature = kTemperature, .seed = 17},
+        SamplingConfig{.temperature = kTemperature, .top_p = 0.7f, .seed = 17},
+        SamplingConfig{.temperature = kTemperature, .top_k = 3, .seed = 17},
+        SamplingConfig{.temperature = kTemperature, .top_k = 100, .seed = 17},
+        SamplingConfig{.temperature = kTemperature, .min_p = 0.5f, .seed = 17},
+        SamplingConfig{.temperature = kTemperature, .top_p = 0.8f, .min_p = 0.01f, .top_k = 4, .seed = 17}}) {
+    CAPTURE(config.top_p, config.top_k, config.min_p);
+    const auto tokens = draw<B>(logits, kRows, 6, config);
+    CHECK(tokens == draw<B>(logits, kRows, 6, config));
+    CHECK(tokens == draw<B>(logits, kRows, 4, config));
+    CHECK(tokens == draw<B>(logits, kRows, 1, config));
+    SamplingConfig other = config;
+    other.seed = 18;
+    CHECK(tokens != draw<B>(logits, kRows, 6, other));
 
     std::vector<double> likely;
     for (const float logit : logits) likely.push_back(std::exp(double{logit} / kTemperature));
     double total = 0.0;
     for (const double weight : likely) total += weight;
     for (double& weight : likely) weight /= total;
-    const std::vector<std::int64_t> kept = reference::nucleus(likely, top_p);
+    const std::vector<std::int64_t> kept = reference::kept_ids(likely, config);
     double kept_total = 0.0;
     for (const std::int64_t id : kept) kept_total += likely[static_cast<std::size_t>(id)];
     for (std::size_t id = 0; id < logits.size(); ++id) {
@@ -152,6 +164,58 @@ void sample() {
       CAPTURE(id, expected, seen);
       CHECK(std::abs(seen / kRows - expected) <=
             5.0 * std::sqrt(expected * (1.0 - expected) / kRows) + 1e-12);
+    }
+  }
+}
+
+/// Logits [3 shards, rows, width] with padding behind uneven shards, one of them empty.
+template <TestableBackend B>
+std::vector<float> padded_logits(Workbench<B>& bench, const std::vector<std::int64_t>& begins,
+                                 std::int64_t rows, std::int64_t width) {
+  std::vector<float> values = bench.random_values(3 * rows * width, 3.0);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const std::size_t shard = i / static_cast<std::size_t>(rows * width);
+    if (static_cast<std::int64_t>(i) % width >= begins[shard + 1] - begins[shard]) values[i] = std::nanf("");
+  }
+  return values;
+}
+
+template <TestableBackend B>
+void penalties_and_log_probs() {
+  for (const std::int64_t width : {1, 40, 1500}) {
+    for (const std::int64_t rows : {1, 3}) {
+      CAPTURE(width, rows);
+      Workbench<B> bench;
+      const std::vector<std::int64_t> begins{0, width, width, width + (width + 1) / 2};
+      const auto last_row = static_cast<std::int32_t>(rows - 1);
+      const auto last_id = static_cast<std::int32_t>(begins.back() - 1);
+      const auto logits = bench.array(padded_logits(bench, begins, rows, width));
+      const auto shard_begins = bench.array(begins);
+      // Also a factor below 1, which makes a token more likely, and the same id in two rows.
+      std::vector<LogitPenalty> values{{0, 0, 1.3f, 0.0f}, {last_row, last_id, 0.7f, -0.25f}};
+      if (rows > 1) values.push_back({0, last_id, 1.0f, 1.5f});
+      const auto penalties = bench.array(values);
+      for (const std::int64_t count : {std::int64_t{0}, std::ssize(values)}) {
+        HELIX_CHECK_OPERATION(bench, penalize, ([&](const auto& side) {
+                                return PenalizeArgs<float>{side.view(logits, 3, rows, width),
+                                                           side(shard_begins), side(penalties), count};
+                              }));
+      }
+      const auto tokens = bench.array(std::vector<std::int32_t>{last_id, 0, last_id / 2});
+      const auto log_probs = bench.poison(rows + 1);
+      for (const std::int64_t num_best : {0, 1, 5}) {
+        const auto ids = bench.array(std::vector<std::int32_t>(static_cast<std::size_t>(rows * 5 + 1), -7));
+        const auto best = bench.poison(rows * 5 + 1);
+        HELIX_CHECK_OPERATION(bench, log_probs, ([&](const auto& side) {
+                                return LogProbsArgs<float>{side.view(logits, 3, rows, width),
+                                                           side(shard_begins),
+                                                           side(tokens),
+                                                           num_best,
+                                                           side(log_probs),
+                                                           side(ids),
+                                                           side(best)};
+                              }));
+      }
     }
   }
 }

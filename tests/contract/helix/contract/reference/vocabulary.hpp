@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include <helix/backend/vocabulary.hpp>
@@ -38,32 +39,63 @@ inline void logit_norms(const LogitNormsArgs<float>& args) {
   }
 }
 
+/// The place of `id` in one row, or nullptr.
+template <class Args>
+auto* logit_at(const Args& args, std::int64_t row, std::int64_t id) {
+  auto* found = static_cast<decltype(&args.logits(0, 0, 0))>(nullptr);
+  for (std::int64_t s = 0; s < args.logits.extent(0); ++s)
+    if (id >= args.shard_begins[s] && id < args.shard_begins[s + 1])
+      found = &args.logits(s, row, id - args.shard_begins[s]);
+  return found;
+}
+
+inline void penalize(const PenalizeArgs<float>& args) {
+  for (std::int64_t i = 0; i < args.count; ++i) {
+    const LogitPenalty& penalty = args.penalties[i];
+    float& logit = *logit_at(args, penalty.row, penalty.id);
+    const float scaled = logit > 0.0f ? logit / penalty.repetition : logit * penalty.repetition;
+    logit = scaled - penalty.subtract;
+  }
+}
+
 inline void advance(const AdvanceArgs& args) {
   for (std::int64_t i = 0; i < args.count; ++i)
     if (args.values[i] != -1) args.values[i] = args.values[i] + 1;
 }
 
 /// Probability of each id of one row, by softmax(logits / temperature); temperature 0: of the logits.
-inline std::vector<double> probabilities(const SampleArgs<float>& args, std::int64_t row) {
+template <class Args>
+std::vector<double> probabilities(const Args& args, std::int64_t row, float temperature_or_0) {
   std::vector<double> values;
   for (std::int64_t s = 0; s < args.logits.extent(0); ++s)
     for (std::int64_t i = args.shard_begins[s]; i < args.shard_begins[s + 1]; ++i)
       values.push_back(args.logits(s, row, i - args.shard_begins[s]));
   const double highest = *std::max_element(values.begin(), values.end());
-  const double temperature = args.temperature > 0.0f ? double{args.temperature} : 1.0;
+  const double temperature = temperature_or_0 > 0.0f ? double{temperature_or_0} : 1.0;
   double total = 0.0;
   for (double& value : values) total += value = std::exp((value - highest) / temperature);
   for (double& value : values) value /= total;
   return values;
 }
 
-/// The ids that top_p keeps, likeliest first.
-inline std::vector<std::int64_t> nucleus(const std::vector<double>& likely, double top_p) {
+/// The ids that the cuts keep, likeliest first.
+inline std::vector<std::int64_t> kept_ids(const std::vector<double>& likely, const SamplingConfig& config) {
+  const double top_p = config.temperature > 0.0f ? config.top_p : 0.0;
   std::vector<std::int64_t> order = largest(likely, static_cast<std::int64_t>(likely.size()));
+  const auto likelihood = [&](std::size_t place) { return likely[static_cast<std::size_t>(order[place])]; };
+  std::size_t size = order.size();
+  if (config.top_k > 0 && static_cast<std::size_t>(config.top_k) < size) {
+    const double smallest = likelihood(static_cast<std::size_t>(config.top_k) - 1);
+    while (likelihood(size - 1) < smallest) --size;
+  }
+  while (size > 1 && likelihood(size - 1) < double{config.min_p} * likelihood(0)) --size;
+  order.resize(size);
+  double total = 0.0;
+  for (std::size_t i = 0; i < size; ++i) total += likelihood(i);
   double reached = 0.0;
   for (std::size_t i = 0; i < order.size(); ++i) {
-    reached += likely[static_cast<std::size_t>(order[i])];
-    if (reached >= top_p) {
+    reached += likelihood(i);
+    if (reached >= top_p * total) {
       order.resize(i + 1);
       break;
     }
@@ -74,11 +106,12 @@ inline std::vector<std::int64_t> nucleus(const std::vector<double>& likely, doub
 /// The concept fixes the distribution and not the generator; this draw is one of many legal ones.
 inline void sample(const SampleArgs<float>& args) {
   for (std::int64_t row = 0; row < args.logits.extent(1); ++row) {
-    const std::vector<double> likely = probabilities(args, row);
-    const std::vector<std::int64_t> kept = nucleus(likely, args.temperature > 0.0f ? args.top_p : 0.0);
+    const SamplingConfig& config = args.configs[row];
+    const std::vector<double> likely = probabilities(args, row, config.temperature);
+    const std::vector<std::int64_t> kept = kept_ids(likely, config);
     std::int64_t drawn = kept.front();
-    if (args.temperature > 0.0f) {
-      std::uint64_t x = args.seed + 0x9e3779b97f4a7c15u * (args.counters[row] + 1);  // splitmix64
+    if (config.temperature > 0.0f) {
+      std::uint64_t x = config.seed + 0x9e3779b97f4a7c15u * (args.counters[row] + 1);  // splitmix64
       x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
       x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
       x ^= x >> 31;
@@ -92,6 +125,24 @@ inline void sample(const SampleArgs<float>& args) {
       }
     }
     args.tokens[row] = static_cast<std::int32_t>(drawn);
+  }
+}
+
+inline void log_probs(const LogProbsArgs<float>& args) {
+  for (std::int64_t row = 0; row < args.logits.extent(1); ++row) {
+    const std::vector<double> likely = probabilities(args, row, 0.0f);
+    const auto vocab = static_cast<std::int64_t>(likely.size());
+    const auto log_prob = [&](std::int64_t id) {
+      return static_cast<float>(std::log(likely[static_cast<std::size_t>(id)]));
+    };
+    args.log_probs[row] = log_prob(args.tokens[row]);
+    const std::vector<std::int64_t> best = largest(likely, std::min(args.num_best, vocab));
+    for (std::int64_t i = 0; i < args.num_best; ++i) {
+      const std::int64_t at = row * args.num_best + i;
+      args.best_ids[at] = i < vocab ? static_cast<std::int32_t>(best[static_cast<std::size_t>(i)]) : -1;
+      args.best_log_probs[at] =
+          i < vocab ? log_prob(args.best_ids[at]) : -std::numeric_limits<float>::infinity();
+    }
   }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// cpu::Operators: sample, greedy or from a nucleus, a function of logits, seed and counter alone;
-// logit_norms.
+// cpu::Operators: sample, greedy or from what the cuts leave, a function of logits, config and counter alone.
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
@@ -12,6 +12,8 @@
 #include <helix/error.hpp>
 #include <helix/philox.hpp>
 
+#include "cpu/sampling/logit_rows.hpp"
+
 namespace helix::cpu {
 namespace {
 
@@ -19,20 +21,6 @@ struct Candidate {
   float logit;
   std::int32_t id;
 };
-
-/// Calls visit(logit, id) for each id of one row, in increasing id. Args: SampleArgs or LogitNormsArgs.
-template <class Args, class Visit>
-void for_each_logit(const Args& args, std::int64_t row, const Visit& visit) {
-  for (std::int64_t shard = 0; shard < args.logits.extent(0); ++shard) {
-    const std::int64_t begin = args.shard_begins[shard];
-    const std::int64_t end = args.shard_begins[shard + 1];
-    if (begin == end) continue;
-    const float* logits = &args.logits(shard, row, 0);
-    const std::int64_t stride = args.logits.stride(2);
-    for (std::int64_t id = begin; id < end; ++id)
-      visit(logits[(id - begin) * stride], static_cast<std::int32_t>(id));
-  }
-}
 
 /// The likeliest token. @throws Error(invalid_argument) if a logit is NaN or +inf, or all are -inf: the model
 /// has gone wrong, and any choice would hide it.
@@ -69,13 +57,14 @@ struct Place {
 
 /// One row's tokens, likeliest first (the smaller id on ties), without sorting them and in no memory but the
 /// stack: a radix selection by mass, digit by digit of the keys. Sums run in the order of ids inside each
-/// bucket, so that nothing depends on the shards.
+/// bucket, so that nothing depends on the shards. weight(logit): a token's mass, at least 0.
+template <class Weight>
 class RankedRow {
  public:
-  RankedRow(const SampleArgs<float>& args, std::int64_t row)
-      : args_(args), row_(row), max_(likeliest(args, row).logit) {
+  RankedRow(const SampleArgs<float>& args, std::int64_t row, const Weight& weight)
+      : args_(args), row_(row), weight_(weight) {
     for_each_logit(args_, row_, [&](float logit, std::int32_t) {
-      const double mass = weight(logit);
+      const double mass = weight_(logit);
       total_ += mass;
       first_digit_[key_of(logit) >> kShifts[0]] += mass;
     });
@@ -95,7 +84,7 @@ class RankedRow {
         digit.fill(0.0);
         for_each_logit(args_, row_, [&](float logit, std::int32_t) {
           const std::uint32_t key = key_of(logit);
-          if (key >> kShifts[level - 1] == place.key) digit[key >> kShifts[level] & mask] += weight(logit);
+          if (key >> kShifts[level - 1] == place.key) digit[key >> kShifts[level] & mask] += weight_(logit);
         });
         place.key <<= kShifts[level - 1] - kShifts[level];
       }
@@ -113,7 +102,7 @@ class RankedRow {
     }
     std::int64_t equals = 0;
     for_each_logit(args_, row_, [&](float logit, std::int32_t) { equals += key_of(logit) == place.key; });
-    const double each = weight(logit_of(place.key));
+    const double each = weight_(logit_of(place.key));
     const auto mass_with = [&](std::int64_t rank) { return above + static_cast<double>(rank + 1) * each; };
     while (place.rank + 1 < equals && !reached(mass_with(place.rank))) ++place.rank;
     place.mass = mass_with(place.rank);
@@ -133,25 +122,43 @@ class RankedRow {
   using Histogram = std::array<double, 2048>;
   static constexpr std::array<std::uint32_t, 3> kShifts{21, 10, 0};  // digits of 11, 11 and 10 bits
 
-  double weight(float logit) const { return std::exp((logit - max_) / args_.temperature); }
-
   const SampleArgs<float>& args_;
   std::int64_t row_;
-  double max_;
+  Weight weight_;
   double total_ = 0.0;
   Histogram first_digit_{};
 };
 
+/// The smallest logit that top_k and min_p leave.
+double smallest_logit(const SampleArgs<float>& args, std::int64_t row, const SamplingConfig& config,
+                      float largest) {
+  double smallest = -std::numeric_limits<double>::infinity();
+  if (config.top_k > 0 && config.top_k < args.shard_begins[args.logits.extent(0)]) {
+    const RankedRow counts(args, row, [](float) { return 1.0; });
+    smallest = logit_of(counts.find([&](double count) { return count >= config.top_k; }).key);
+  }
+  if (config.min_p > 0.0f) {
+    const double log_min_p = std::log(static_cast<double>(config.min_p));
+    smallest = std::max(smallest, largest + static_cast<double>(config.temperature) * log_min_p);
+  }
+  return smallest;
+}
+
 std::int32_t draw(const SampleArgs<float>& args, std::int64_t row) {
-  const RankedRow ranked(args, row);
+  const SamplingConfig& config = args.configs[row];
+  const float largest = likeliest(args, row).logit;
+  const double smallest = smallest_logit(args, row, config, largest);
+  const RankedRow ranked(args, row, [&, max = double{largest}](float logit) {
+    return logit < smallest ? 0.0 : std::exp((logit - max) / config.temperature);
+  });
   // The nucleus ends where it reaches top_p of the mass; it holds at least one token.
-  const double wanted = static_cast<double>(args.top_p) * ranked.total();
+  const double wanted = static_cast<double>(config.top_p) * ranked.total();
   Place last;
   last.mass = ranked.total();
-  if (args.top_p < 1.0f) last = ranked.find([&](double mass) { return mass >= wanted; });
-  const double target = philox_uniform(args.seed, args.counters[row]) * last.mass;
+  if (config.top_p < 1.0f) last = ranked.find([&](double mass) { return mass >= wanted; });
+  const double target = philox_uniform(config.seed, args.counters[row]) * last.mass;
   Place drawn = ranked.find([&](double mass) { return mass > target; });
-  if (args.top_p < 1.0f && drawn.is_behind(last)) drawn = last;  // by rounding only
+  if (config.top_p < 1.0f && drawn.is_behind(last)) drawn = last;  // by rounding only
   return ranked.token_at(drawn);
 }
 
@@ -160,18 +167,8 @@ std::int32_t draw(const SampleArgs<float>& args, std::int64_t row) {
 void Operators::sample(const SampleArgs<float>& args, Stream stream) const {
   stream.enqueue([args, pool = pool_] {
     const auto body = [&](std::int64_t row, int) {
-      args.tokens[row] = args.temperature == 0.0f ? likeliest(args, row).id : draw(args, row);
-    };
-    pool->parallel_for(args.logits.extent(1), body);
-  });
-}
-
-void Operators::logit_norms(const LogitNormsArgs<float>& args, Stream stream) const {
-  stream.enqueue([args, pool = pool_] {
-    const auto body = [&](std::int64_t row, int) {
-      double squares = 0.0;
-      for_each_logit(args, row, [&](float logit, std::int32_t) { squares += double{logit} * logit; });
-      args.norms[row] = static_cast<float>(std::sqrt(squares));
+      const bool is_greedy = args.configs[row].temperature == 0.0f;
+      args.tokens[row] = is_greedy ? likeliest(args, row).id : draw(args, row);
     };
     pool->parallel_for(args.logits.extent(1), body);
   });

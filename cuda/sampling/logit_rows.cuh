@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+// One row of logits that are cut into shards of the vocabulary, read by the blocks of a cluster.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+#include <type_traits>
+
+#include <cooperative_groups.h>
+
+#include <helix/backend/vocabulary.hpp>
+#include <helix/dtype.hpp>
+#include <helix/error.hpp>
+
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/rows.cuh"
+
+namespace helix::cuda {
+
+constexpr int kLogitThreads = 1024;  // of a block that reads logits
+constexpr int kAtOnce = 8;           // consecutive logits that a thread loads before it looks at them
+
+/// The blocks that share a row: a cluster, which reads each other's shared memory. Below compute
+/// capability 9.0 a row has one block.
+struct RowBlocks {
+#if __CUDA_ARCH__ >= 900
+  static __device__ int count() {
+    return static_cast<int>(cooperative_groups::cluster_group::num_blocks());
+  }
+  static __device__ int rank() {
+    return static_cast<int>(cooperative_groups::cluster_group::block_rank());
+  }
+  static __device__ void sync() {
+    cooperative_groups::cluster_group::sync();
+  }
+  /// What `mine`, in this block's shared memory, is in that of block `rank`.
+  template <class S>
+  static __device__ const S& of(int rank, S& mine) {
+    return *cooperative_groups::cluster_group::map_shared_rank(&mine, static_cast<unsigned>(rank));
+  }
+#else
+  static __device__ int count() {
+    return 1;
+  }
+  static __device__ int rank() {
+    return 0;
+  }
+  static __device__ void sync() {
+    __syncthreads();
+  }
+  template <class S>
+  static __device__ const S& of(int, S& mine) {
+    return mine;
+  }
+#endif
+  static __device__ int row() {
+    return static_cast<int>(blockIdx.x) / count();
+  }
+};
+
+/// Logits [shards, rows, width] as a launch argument.
+template <class T>
+struct LogitRows {
+  const T* logits;
+  std::int64_t shard_stride;
+  std::int64_t row_stride;
+  std::int64_t column_stride;
+  int shards;
+  int shard_runs;  // runs of kAtOnce columns that cover the width
+  const std::int64_t* shard_begins;
+
+  LogitRows(TensorView<const T, 3> view, const std::int64_t* begins)
+      : logits(view.data()),
+        shard_stride(view.stride(0)),
+        row_stride(view.stride(1)),
+        column_stride(view.stride(2)),
+        shards(static_cast<int>(view.extent(0))),
+        shard_runs(static_cast<int>((view.extent(2) + kAtOnce - 1) / kAtOnce)),
+        shard_begins(begins) {
+    HELIX_EXPECTS(view.extent(0) * ((view.extent(2) + kAtOnce - 1) / kAtOnce) * kAtOnce <= INT_MAX,
+                  ErrorCode::unsupported, view.extent(0), " shards of ", view.extent(2),
+                  " logits; this backend is built for up to 2^31 a row");
+  }
+
+  /// Whether rows are dense and aligned to the access of kAtOnce elements.
+  bool is_aligned() const {
+    return column_stride == 1 &&
+           common_alignment({address_of(logits), step_of<T>(shard_stride), step_of<T>(row_stride)}) == 16;
+  }
+};
+
+/// Calls visit(logit, id) for this thread's share of the block's row, in increasing id. kIsAligned: rows are
+/// dense and aligned to the access of kAtOnce elements.
+template <bool kIsAligned, class T, class Visit>
+__device__ __forceinline__ void for_each_logit(const LogitRows<T>& rows, const Visit& visit) {
+  const int runs = rows.shards * rows.shard_runs;
+  const T* row = rows.logits + RowBlocks::row() * rows.row_stride;
+  for (int run = RowBlocks::rank() * kLogitThreads + static_cast<int>(threadIdx.x); run < runs;
+       run += RowBlocks::count() * kLogitThreads) {
+    const int shard = run / rows.shard_runs;
+    const std::int64_t first = static_cast<std::int64_t>(run % rows.shard_runs) * kAtOnce;
+    const std::int64_t begin = rows.shard_begins[shard];
+    const std::int64_t width = rows.shard_begins[shard + 1] - begin;  // the rest is padding
+    if (first >= width) continue;
+    const int count = static_cast<int>(min(width - first, std::int64_t{kAtOnce}));
+    const T* logits = row + shard * rows.shard_stride;
+    float values[kAtOnce];
+    if (kIsAligned && count == kAtOnce) {
+      load_vector(logits + first, values);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        values[i] = i < count ? to_float(logits[(first + i) * rows.column_stride]) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (i < count) visit(values[i], static_cast<std::int32_t>(begin + first + i));
+    }
+  }
+}
+
+/// An integer that orders as `logit` does: the sign bit flipped, and all bits of negative numbers; 0 for -0.
+/// Keys of 16-bit types drop the low bits, which are equal for all of them.
+template <class T>
+constexpr int kKeyShift = std::is_same_v<T, bf16>  ? 16
+                          : std::is_same_v<T, f16> ? 13
+                                                   : 0;
+
+template <class T>
+__device__ __forceinline__ std::uint32_t key_of(float logit) {
+  const std::uint32_t bits = __float_as_uint(logit + 0.0f);
+  return ((bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u) >> kKeyShift<T>;
+}
+
+template <class T>
+__device__ __forceinline__ float logit_of(std::uint32_t key) {
+  constexpr std::uint32_t kDropped = (1u << kKeyShift<T>)-1;
+  const std::uint32_t full = key << kKeyShift<T>;
+  return __uint_as_float((full & 0x80000000u) != 0 ? full & 0x7fffffffu : ~(full | kDropped));
+}
+
+}  // namespace helix::cuda
