@@ -229,6 +229,12 @@ inline void PageLedger::reserve(SequenceId id, std::int64_t total_tokens) {
   update_reservation(sequence);
 }
 
+inline void PageLedger::unreserve(SequenceId id) {
+  Sequence& sequence = sequences_[index_of(id)];
+  sequence.reserved_tokens = 0;
+  update_reservation(sequence);
+}
+
 inline const PageLedger::Changes& PageLedger::append(std::span<const SequenceId> ids,
                                                      std::span<const std::int64_t> counts) {
   HELIX_EXPECTS(ids.size() == counts.size(), ErrorCode::invalid_argument, "append: ", ids.size(),

@@ -78,6 +78,9 @@ class PageLedger {
   /// @throws Error(capacity) if a rank has too few free pages, or total_tokens exceeds max_tokens.
   void reserve(SequenceId id, std::int64_t total_tokens);
 
+  /// Gives back what is reserved beyond the pages of the tokens that there are.
+  void unreserve(SequenceId id);
+
   /// Grows each sequence by its count: all of them or, if a rank has too few pages, none.
   /// @throws Error(capacity) as reserve(); Error(invalid_argument) if an id appears twice.
   const Changes& append(std::span<const SequenceId> ids, std::span<const std::int64_t> counts);

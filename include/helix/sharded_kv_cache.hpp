@@ -84,6 +84,9 @@ class ShardedKVCache {
   /// Reserves the pages for `total_tokens` global tokens, those already there included. @throws as add().
   void reserve(SequenceId id, std::int64_t total_tokens) { ledger_.reserve(id, total_tokens); }
 
+  /// Gives back what is reserved beyond the pages of the tokens that there are.
+  void unreserve(SequenceId id) { ledger_.unreserve(id); }
+
   /// Makes room for the next `num_tokens` global positions, which append_kv or write() then fill. Queues
   /// nothing while tokens fit into the last page; else one copy of the changed entries of the page table (and
   /// the copy of a page that it shared). @throws Error(capacity) if pages ran out on any KVP rank.

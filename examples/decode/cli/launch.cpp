@@ -108,7 +108,7 @@ GenerationResult run_local(const Checkpoint& checkpoint, const ModelConfig& conf
       [&](int, const JobComms<cpu::LocalComm>& comms) {
         return LocalBackend(comms.stage, comms.kvp, threads, product_inputs(options));
       },
-      checkpoint, config, topo, request, options.show_progress);
+      checkpoint, config, topo, request, root_io(options));
 }
 
 std::vector<RankMemory> plan_memory(const Checkpoint& checkpoint, const ModelConfig& config,
@@ -125,9 +125,17 @@ std::vector<RankMemory> plan_memory(const Checkpoint& checkpoint, const ModelCon
 
 void add_fields(JobFields& fields, const LaunchOptions& options) {
   // A binding, so that a new member does not compile until it is decided upon here.
-  [[maybe_unused]] const auto& [num_threads, show_progress, timeout, device, activation, placement, gpu] =
-      options;
+  [[maybe_unused]] const auto& [num_threads, show_progress, client, timeout, device, activation, placement,
+                                gpu] = options;
   fields.push_back({"--device", device == Device::cuda ? "cuda" : "cpu"});
+}
+
+RootIo root_io(const LaunchOptions& options) {
+  return {
+      .show_progress = options.show_progress,
+      .client = options.client,
+      .activation = std::string(to_string(options.activation)),
+      .longest_silence = std::min<std::chrono::milliseconds>(std::chrono::seconds(1), options.timeout / 4)};
 }
 
 cpu::ProductInputs product_inputs(const LaunchOptions& options) {

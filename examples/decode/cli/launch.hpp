@@ -33,6 +33,7 @@ enum class GpuPlacement {
 struct LaunchOptions {
   int num_threads = 0;  ///< Threads of a CPU rank; 0: this machine's cores shared by all ranks.
   bool show_progress = false;
+  Frontend* client = nullptr;  ///< Of a serving decoder, in the root's process.
   std::chrono::milliseconds timeout = std::chrono::seconds(60);  ///< Longest wait for another rank.
   Device device = Device::cpu;
   DType activation =
@@ -49,6 +50,9 @@ void add_fields(JobFields& fields, const LaunchOptions& options);
 /// Error(unsupported) without the device.
 GenerationResult run_local(const Checkpoint& checkpoint, const ModelConfig& config, const Topology& topo,
                            const GenerationRequest& request, const LaunchOptions& options = {});
+
+/// What a generation's root shows and whom it talks to.
+RootIo root_io(const LaunchOptions& options);
 
 /// What products of a rank on the CPU take.
 cpu::ProductInputs product_inputs(const LaunchOptions& options);

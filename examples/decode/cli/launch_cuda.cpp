@@ -84,14 +84,14 @@ GenerationResult run_local_cuda(const Checkpoint& checkpoint, const ModelConfig&
           [](int rank, const JobComms<cuda::NcclComm>& comms) {
             return cuda::Backend<cuda::NcclComm, T>(comms.stage, comms.kvp, rank);
           },
-          checkpoint, config, topo, request, options.show_progress);
+          checkpoint, config, topo, request, root_io(options));
     }
     return run_rank_threads(
         cuda::LocalComm::create_group(topo.world_size(), options.timeout),
         [&](int, const JobComms<cuda::LocalComm>& comms) {
           return cuda::Backend<cuda::LocalComm, T>(comms.stage, comms.kvp, options.gpu);
         },
-        checkpoint, config, topo, request, options.show_progress);
+        checkpoint, config, topo, request, root_io(options));
   });
 }
 
@@ -173,8 +173,7 @@ class CudaLauncher : public Launcher {
       cuda::NcclComm world = cuda::NcclComm::connect(bootstrap_, gpu(), kGraphUse);
       JobComms<cuda::NcclComm> comms = split_world(world, topo);
       cuda::Backend<cuda::NcclComm, T> backend(comms.stage, comms.kvp, gpu());
-      return generate(backend, world, comms.pipeline, topo, checkpoint, config, request,
-                      options.show_progress);
+      return generate(backend, world, comms.pipeline, topo, checkpoint, config, request, root_io(options));
     });
   }
 

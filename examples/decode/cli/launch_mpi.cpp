@@ -31,8 +31,7 @@ class MpiLauncher : public Launcher {
     JobComms<cpu::MpiComm> comms = split_world(world(), topo);
     cpu::Backend<cpu::MpiComm> backend(comms.stage, comms.kvp, threads_per_rank(options, topo),
                                        product_inputs(options));
-    return generate(backend, world(), comms.pipeline, topo, checkpoint, config, request,
-                    options.show_progress);
+    return generate(backend, world(), comms.pipeline, topo, checkpoint, config, request, root_io(options));
   }
 
   /// Prints the reason, on one of the ranks that fail alike, and ends the whole job with a non-zero exit.

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // helix-decode: a Llama or DeepSeek checkpoint under a Helix topology, on rank threads or one process a rank.
+#include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <memory>
@@ -10,10 +12,12 @@
 #include <vector>
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <helix/cpu/backend.hpp>
 #include <helix/cpu/tuning.hpp>
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 
 #include "checkpoint/checkpoint.hpp"
 #include "checkpoint/mapped_file.hpp"
@@ -24,6 +28,7 @@
 #include "cli/planning.hpp"
 #include "cli/report.hpp"
 #include "model/parse_config.hpp"
+#include "serve/frontend.hpp"
 
 namespace helix::decode {
 namespace {
@@ -47,16 +52,26 @@ int num_ranks(const Options& options, const Launcher& launcher) {
 void print_plan(const Launcher& launcher, const ModelConfig& config, const Topology& topo,
                 const GenerationRequest& request, const LaunchOptions& launch,
                 const std::vector<RankMemory>& plan) {
+  std::FILE* const out = request.serving ? stderr : stdout;  // a client reads the other
   if (request.synthetic_context > config.max_positions) {
     fmt::print(
+        out,
         "note: {} tokens of synthetic context exceed the model's {} positions; the limit is lifted for this "
         "run\n",
         request.synthetic_context, config.max_positions);
   }
-  fmt::print("{}\n{}", topo.to_string(), format_memory(plan, topo));
+  fmt::print(out, "{}\n{}", topo.to_string(), format_memory(plan, topo));
   const std::string devices = launcher.describe_devices(topo, launch);
-  if (!devices.empty()) fmt::print("{}\n", devices);
+  if (!devices.empty()) fmt::print(out, "{}\n", devices);
   flush_standard_output();
+}
+
+/// What the command line leaves open of the room for requests.
+ServeLimits serve_limits(ServeLimits limits, const ModelConfig& config) {
+  constexpr std::int64_t kUsualContext = 8192;
+  if (limits.max_tokens == 0) limits.max_tokens = std::min(kUsualContext, config.max_positions);
+  if (limits.kv_tokens == 0) limits.kv_tokens = saturating_product(limits.max_sequences, limits.max_tokens);
+  return limits;
 }
 
 /// What is known of a job once its checkpoint is open.
@@ -80,6 +95,7 @@ struct Job {
         config(parse_model_config(checkpoint.config_json(), checkpoint.config_path())) {
     if (launcher.rank() == 0 && !options.json.empty()) check_output(options.json);
     GenerationRequest& request = options.request;
+    if (options.serve) request.serving = serve_limits(options.serve_limits, config);
     request.kv_dtype = options.kv_dtype_name.empty() ? config.dtype : *parse_dtype(options.kv_dtype_name);
     const TopologySpec spec = options.is_topology_auto
                                   ? choose_topology(config, request, launch, num_ranks(options, launcher))
@@ -108,6 +124,14 @@ DType choose_activation(const Job& job, const JobAgreement& agreement) {
   return is_bf16 && agreement.accepts_bf16 ? DType::bf16 : DType::f32;
 }
 
+/// Until standard input ends.
+void serve(const Job& job, Launcher& launcher) {
+  std::optional<Frontend> client;
+  LaunchOptions launch = job.launch;
+  if (launcher.rank() == 0) launch.client = &client.emplace(STDIN_FILENO, STDOUT_FILENO);
+  launcher.run(job.checkpoint, job.config, *job.topo, job.options.request, launch);
+}
+
 void run(const Job& job, Launcher& launcher) {
   const bool is_root = launcher.rank() == 0;
   const auto& [options, launch, checkpoint, config, topo, plan] = job;
@@ -115,6 +139,10 @@ void run(const Job& job, Launcher& launcher) {
   if (is_root) print_plan(launcher, config, *topo, request, launch, plan);
   if (options.is_plan_only) return;
 
+  if (request.serving) {
+    serve(job, launcher);
+    return;
+  }
   const GenerationResult result = launcher.run(checkpoint, config, *topo, request, launch);
   if (!is_root) return;
   fmt::print("{}{}", format_result(result), format_computation(launch));

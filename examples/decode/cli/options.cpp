@@ -117,6 +117,34 @@ void add_step_options(CLI::App& app, Options& options, OptionTexts& texts) {
       ->capture_default_str();
 }
 
+void add_serve_options(CLI::App& app, Options& options) {
+  app.add_flag("--serve", options.serve,
+               "take requests as lines of JSON from standard input, give events on standard output; see "
+               "docs/decoding.md");
+  app.add_option("--max-sequences", options.serve_limits.max_sequences,
+                 "with --serve: requests that decode side by side, a replica")
+      ->capture_default_str();
+  app.add_option("--context", options.serve_limits.max_tokens,
+                 "with --serve: most tokens of a prompt and its output; 0: 8192, or the model's fewer")
+      ->capture_default_str();
+  app.add_option("--kv-tokens", options.serve_limits.kv_tokens,
+                 "with --serve: tokens that a replica's KV cache holds; 0: --max-sequences times --context")
+      ->capture_default_str();
+}
+
+/// --serve and what it excludes.
+void check_serve(const CLI::App& app, const Options& options) {
+  for (const char* with : {"--max-sequences", "--context", "--kv-tokens"}) {
+    HELIX_EXPECTS(options.serve || app.count(with) == 0, ErrorCode::invalid_argument, with,
+                  " is given, which only --serve takes: add --serve, or drop it");
+  }
+  for (const char* without : {"--prompt-ids", "--prompts", "--teacher-force", "--draft-tokens",
+                              "--synthetic-context", "--verify", "--json"}) {
+    HELIX_EXPECTS(!options.serve || app.count(without) == 0, ErrorCode::invalid_argument, without,
+                  " is given beside --serve, whose requests come from standard input: drop one of them");
+  }
+}
+
 void add_device_options(CLI::App& app, Options& options, OptionTexts& texts) {
   app.add_option("--device", texts.device, "cpu or cuda")
       ->check(CLI::IsMember({"cpu", "cuda"}))
@@ -183,8 +211,8 @@ void check_values(const Options& options) {
 void add_fields(JobFields& fields, const Options& options) {
   // A binding, so that a new member does not compile until it is decided upon here.
   [[maybe_unused]] const auto& [model, request, topology, is_topology_auto, num_ranks, kv_dtype_name, device,
-                                activation, is_plan_only, verify, timeout_seconds, tuning, num_threads,
-                                json] = options;
+                                activation, is_plan_only, verify, serve, serve_limits, timeout_seconds,
+                                tuning, num_threads, json] = options;
   fields.push_back({"--plan-only", is_plan_only ? "on" : "off"});
   fields.push_back({"--activation", activation ? std::string(to_string(*activation)) : "auto"});
 }
@@ -225,6 +253,7 @@ std::optional<Options> parse_options(int argc, char** argv) {
   add_prompt_options(app, options.request, texts);
   add_topology_options(app, options, texts);
   add_step_options(app, options, texts);
+  add_serve_options(app, options);
   add_device_options(app, options, texts);
   app.add_flag("--plan-only", options.is_plan_only, "print the memory plan of each rank and stop");
   app.add_flag("--verify", options.verify, "run one rank too and compare token by token");
@@ -248,6 +277,7 @@ std::optional<Options> parse_options(int argc, char** argv) {
   options.request.cuda_graphs = texts.cuda_graphs == "on";
   options.is_topology_auto = texts.topology == "auto";
   check_topology(app, options);
+  check_serve(app, options);
   parse_hop_b(texts.hop_b, options.request);
   read_tokens(texts, options.request);
   check_values(options);

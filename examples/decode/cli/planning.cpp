@@ -59,6 +59,10 @@ TopologySpec choose_topology(const ModelConfig& config, const GenerationRequest&
   for (std::int64_t sequence = 0; sequence < request.num_sequences(); ++sequence) {
     longest = std::max(longest, request.longest_length(sequence));
   }
+  if (request.serving) {
+    workload.batch = request.serving->max_sequences;
+    longest = request.serving->max_tokens;
+  }
   workload.context = plan::tokens(static_cast<double>(longest));
   plan::SearchSpace space;
   space.max_gpus = num_ranks;

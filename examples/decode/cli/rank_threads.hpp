@@ -33,8 +33,7 @@ void run_on_threads(std::size_t num_ranks, const std::function<void(std::size_t)
 template <class Comm, class MakeBackend>
 GenerationResult run_rank_threads(std::vector<Comm> world, MakeBackend make_backend,
                                   const Checkpoint& checkpoint, const ModelConfig& config,
-                                  const Topology& topo, const GenerationRequest& request,
-                                  bool show_progress) {
+                                  const Topology& topo, const GenerationRequest& request, const RootIo& io) {
   std::vector<std::exception_ptr> failures(world.size());
   GenerationResult result;
   run_on_threads(world.size(), [&](std::size_t rank) {
@@ -42,7 +41,7 @@ GenerationResult run_rank_threads(std::vector<Comm> world, MakeBackend make_back
       JobComms<Comm> comms = split_world(world[rank], topo);
       auto backend = make_backend(static_cast<int>(rank), comms);
       GenerationResult mine =
-          generate(backend, world[rank], comms.pipeline, topo, checkpoint, config, request, show_progress);
+          generate(backend, world[rank], comms.pipeline, topo, checkpoint, config, request, io);
       if (rank == 0) result = std::move(mine);
     } catch (const std::exception& error) {
       failures[rank] = std::current_exception();
@@ -85,6 +84,7 @@ std::vector<RankMemory> plan_ranks(MakeBackend make_backend, const Checkpoint& c
       memory.weights_in_place_bytes = weights.in_place_bytes();
       memory.weights_bytes = weights.allocated_bytes() + weights.in_place_bytes();
     }
+    if (request.serving) memory.kv_bytes = planned_pool_bytes(request, topo, at);
     for (std::int64_t sequence = sequences.begin; sequence < sequences.end; ++sequence) {
       memory.kv_bytes = saturating_sum(memory.kv_bytes, planned_kv_bytes(request, topo, at, sequence));
     }

@@ -16,19 +16,21 @@
 #include "generate/request_plan.hpp"
 #include "model/stage_model.hpp"
 #include "model/stage_weights.hpp"
+#include "serve/serve_loop.hpp"
 
 namespace helix::decode {
 
 /// Loads this rank's weights, then generates. `pipeline`: the ranks of its replica with its stage_rank, by
 /// stage. Collective over `world`; every rank passes the same request. The result is complete on every rank.
+/// A serving decoder returns when its client is done, with an empty result.
 /// A failure aborts the world, so that no rank waits for this one, and is rethrown.
 template <DecoderBackend B>
 GenerationResult generate(B& backend, typename B::Comm& world, typename B::Comm& pipeline,
                           const Topology& topo, const Checkpoint& checkpoint, const ModelConfig& config,
-                          const GenerationRequest& request, bool show_progress) {
+                          const GenerationRequest& request, const RootIo& io) {
   check_request(request, config, topo);
   const RankCoordinates at = topo.coordinates(world.rank());
-  show_progress = show_progress && at.world_rank == 0;
+  const bool show_progress = io.show_progress && at.world_rank == 0;
   try {
     const auto load_start = std::chrono::steady_clock::now();
     StageWeights<B> weights = [&] {
@@ -38,15 +40,19 @@ GenerationResult generate(B& backend, typename B::Comm& world, typename B::Comm&
                                   progress.update(total > 0 ? done * 1000 / total : 1000);
                                 });
     }();
-    StageModel<B> model(backend, topo, at.stage, config, std::move(weights),
-                        plan_cache(request, topo, at.stage, at.replica),
-                        plan_limits(request, topo, at.replica),
-                        {.hop_b_slices = request.hop_b_slices,
-                         .has_logit_norms = at.stage == topo.pp() - 1 && at.stage_rank == 0,
-                         .captures = request.cuda_graphs},
-                        pipeline);
+    StageModel<B> model(
+        backend, topo, at.stage, config, std::move(weights), plan_cache(request, topo, at.stage, at.replica),
+        plan_limits(request, topo, at.replica),
+        {.hop_b_slices = request.hop_b_slices,
+         .has_logit_norms = !request.serving && at.stage == topo.pp() - 1 && at.stage_rank == 0,
+         .captures = request.cuda_graphs},
+        pipeline);
     const double load_ms = milliseconds_since(load_start);
     try {
+      if (request.serving) {
+        ServeLoop<B>(backend, world, topo, config, request, model, io).run();
+        return {};
+      }
       GenerationResult result =
           GenerationLoop<B>(backend, world, topo, config, request, model, show_progress).run();
       result.timing.load_ms = load_ms;

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,6 +28,25 @@ struct Penalties {
   friend bool operator==(const Penalties&, const Penalties&) = default;
 };
 
+/// Room for requests that come while the decoder runs, in each replica.
+struct ServeLimits {
+  std::int64_t max_sequences = 8;  ///< Requests that decode side by side.
+  std::int64_t max_tokens = 0;     ///< Prompt and output of a request.
+  std::int64_t kv_tokens = 0;      ///< Tokens of all caches, of running and of ended requests.
+
+  friend bool operator==(const ServeLimits&, const ServeLimits&) = default;
+};
+
+class Frontend;
+
+/// What the root rank shows and whom it talks to.
+struct RootIo {
+  bool show_progress = false;
+  Frontend* client = nullptr;                       ///< Where a serving decoder's requests come from.
+  std::string activation;                           ///< For the client.
+  std::chrono::milliseconds longest_silence{1000};  ///< Of an idle root, before other ranks worry.
+};
+
 /// What is to be generated. Equal on all ranks.
 struct GenerationRequest {
   std::vector<TokenIds> prompts;  ///< One a sequence; empty with synthetic_context.
@@ -40,9 +61,10 @@ struct GenerationRequest {
   DType kv_dtype = DType::bf16;
   std::int64_t chunk = 16;  ///< Chunk of KvLayout, tokens.
   std::int64_t page_tokens = 64;
-  int hop_b_slices = 0;               ///< 0: chosen, 1: off.
-  std::int64_t prefill_tokens = 256;  ///< Most prompt tokens a step, over all sequences.
-  bool cuda_graphs = true;            ///< On GPUs, replays decode steps of equal shapes from a captured one.
+  int hop_b_slices = 0;                ///< 0: chosen, 1: off.
+  std::int64_t prefill_tokens = 256;   ///< Most prompt tokens a step, over all sequences.
+  std::optional<ServeLimits> serving;  ///< Prompts come from a client; above are what they have unsaid.
+  bool cuda_graphs = true;             ///< On GPUs, replays decode steps of equal shapes from a captured one.
 
   std::int64_t num_sequences() const {
     return synthetic_context > 0 ? 1 : static_cast<std::int64_t>(prompts.size());

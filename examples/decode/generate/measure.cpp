@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <fstream>
 
 #include <sys/resource.h>
+#include <unistd.h>
 
 namespace helix::decode {
 
@@ -13,6 +15,13 @@ std::int64_t peak_resident_bytes() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
   return static_cast<std::int64_t>(usage.ru_maxrss) * 1024;
+}
+
+std::int64_t resident_bytes() {
+  std::ifstream file("/proc/self/statm");
+  std::int64_t all = 0;
+  std::int64_t resident = 0;
+  return file >> all >> resident ? resident * sysconf(_SC_PAGESIZE) : 0;
 }
 
 std::pair<double, double> median_and_p99(std::vector<double> values) {

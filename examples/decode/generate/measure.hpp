@@ -16,6 +16,9 @@ inline double milliseconds_since(std::chrono::steady_clock::time_point start) {
 /// Most memory that this process has had resident.
 std::int64_t peak_resident_bytes();
 
+/// Memory that this process has resident now; 0 where the system does not tell.
+std::int64_t resident_bytes();
+
 /// Median and 99th percentile. There must be a value.
 std::pair<double, double> median_and_p99(std::vector<double> values);
 

@@ -84,10 +84,19 @@ void check_sizes(const GenerationRequest& request) {
   }
 }
 
+void check_serving(const ServeLimits& limits, const ModelConfig& model) {
+  constexpr std::int64_t kMostSequences = 4096;
+  expect_range("max_sequences", limits.max_sequences, 1, kMostSequences);
+  expect_range("context", limits.max_tokens, 2, model.max_positions);
+  expect_range("kv_tokens", limits.kv_tokens, limits.max_tokens, kMaxTokens);
+}
+
 void check_request(const GenerationRequest& request, const ModelConfig& model, const Topology& topo) {
-  HELIX_EXPECTS(request.synthetic_context > 0 || !request.prompts.empty(), ErrorCode::invalid_argument,
-                "no prompts: give --prompt-ids, --prompts or --synthetic-context");
+  HELIX_EXPECTS(request.serving || request.synthetic_context > 0 || !request.prompts.empty(),
+                ErrorCode::invalid_argument,
+                "no prompts: give --prompt-ids, --prompts, --synthetic-context or --serve");
   check_sizes(request);
+  if (request.serving) check_serving(*request.serving, model);
   HELIX_EXPECTS(request.draft_tokens == 1 || !request.teacher.empty(), ErrorCode::invalid_argument,
                 "draft_tokens is ", request.draft_tokens, " but there are no drafts: give --teacher-force");
   HELIX_EXPECTS(request.teacher.empty() || std::ssize(request.teacher) == request.num_sequences(),
@@ -109,6 +118,13 @@ KvCacheSpec plan_cache(const GenerationRequest& request, const Topology& topo, i
   spec.chunk = request.chunk;
   spec.max_sequences = std::max<std::int64_t>(1, mine.size());
   std::vector<std::int64_t> lengths;
+  if (request.serving) {
+    // As many ended requests are kept as run. Each may leave a page half empty, beside those of all tokens.
+    spec.max_sequences = 2 * request.serving->max_sequences;
+    spec.max_tokens = request.serving->max_tokens;
+    lengths.assign(static_cast<std::size_t>(spec.max_sequences), 1);
+    lengths.push_back(request.serving->kv_tokens);
+  }
   for (std::int64_t sequence = mine.begin; sequence < mine.end; ++sequence) {
     lengths.push_back(request.longest_length(sequence));
     spec.max_tokens = std::max(spec.max_tokens, lengths.back());
@@ -125,6 +141,12 @@ KvCacheSpec plan_cache(const GenerationRequest& request, const Topology& topo, i
 StageLimits plan_limits(const GenerationRequest& request, const Topology& topo, int replica) {
   const std::int64_t sequences = std::max<std::int64_t>(1, replica_sequences(topo, request, replica).size());
   StageLimits limits;
+  limits.max_slices = std::max(limits.max_slices, request.hop_b_slices);
+  if (request.serving) {
+    limits.max_sequences = limits.max_logit_rows = request.serving->max_sequences;
+    limits.max_step_tokens = request.serving->max_sequences + request.prefill_tokens;
+    return limits;
+  }
   limits.max_sequences = sequences;
   limits.max_logit_rows = sequences * request.draft_tokens;
   limits.max_step_tokens = limits.max_logit_rows;
@@ -134,8 +156,18 @@ StageLimits plan_limits(const GenerationRequest& request, const Topology& topo, 
     limits.max_step_tokens =
         std::max(limits.max_step_tokens, std::min(request.prefill_tokens, prompt_tokens));
   }
-  limits.max_slices = std::max(limits.max_slices, request.hop_b_slices);
   return limits;
+}
+
+std::int64_t planned_pool_bytes(const GenerationRequest& request, const Topology& topo,
+                                const RankCoordinates& at) {
+  const KvCacheSpec cache = plan_cache(request, topo, at.stage, at.replica);
+  const plan::KvPages pages{.element_bits = 8 * static_cast<std::int64_t>(size_bytes(request.kv_dtype)),
+                            .layers = cache.layers,
+                            .page_tokens = cache.page_tokens,
+                            .chunk = cache.page_tokens};
+  const std::int64_t length = cache.pages * cache.page_tokens * topo.kvp();  // fills every rank's pages
+  return plan::kv_page_bytes_used(topo, at.stage_rank, pages, {&length, 1});
 }
 
 std::int64_t planned_kv_bytes(const GenerationRequest& request, const Topology& topo,

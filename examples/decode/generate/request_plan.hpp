@@ -26,6 +26,9 @@ void check_penalties(const Penalties& penalties);
 /// @throws Error(invalid_argument) naming the size and its limit.
 void check_sizes(const GenerationRequest& request);
 
+/// @throws Error(invalid_argument) naming the limit that is out of range.
+void check_serving(const ServeLimits& limits, const ModelConfig& model);
+
 /// Checks the request, its sizes too, against the model, on values that all ranks share.
 /// @throws Error(invalid_argument) naming the sequence and the values.
 void check_request(const GenerationRequest& request, const ModelConfig& model, const Topology& topo);
@@ -37,6 +40,10 @@ KvCacheSpec plan_cache(const GenerationRequest& request, const Topology& topo, i
 /// its stage.
 std::int64_t planned_kv_bytes(const GenerationRequest& request, const Topology& topo,
                               const RankCoordinates& at, std::int64_t sequence);
+
+/// Bytes of all pages of the rank at `at` of a serving decoder, all layers of its stage.
+std::int64_t planned_pool_bytes(const GenerationRequest& request, const Topology& topo,
+                                const RankCoordinates& at);
 
 /// Bytes of K and V that one token of context adds over all layers and all ranks of a replica.
 std::int64_t kv_bytes_per_token(const GenerationRequest& request, const Topology& topo);

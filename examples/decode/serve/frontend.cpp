@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+// The two threads of a Frontend.
+#include "serve/frontend.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <climits>
+#include <csignal>
+#include <iterator>
+#include <system_error>
+#include <utility>
+
+#include <fcntl.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include <helix/error.hpp>
+
+namespace helix::decode {
+namespace {
+
+constexpr std::size_t kReadBytes = 65536;
+constexpr int kPollMilliseconds = 100;
+constexpr std::chrono::seconds kFarewell{10};  // without a byte taken, at the end, the client counts as gone
+
+}  // namespace
+
+Frontend::Frontend(int in, int out) : in_(in), out_(out) {
+  std::signal(SIGPIPE, SIG_IGN);  // a client that left is seen by what write() returns
+  HELIX_EXPECTS(pipe2(wake_, O_CLOEXEC) == 0, ErrorCode::io,
+                "a pipe cannot be made: ", std::error_code(errno, std::generic_category()).message());
+  try {
+    reader_ = std::thread([this] { read_lines(); });
+    writer_ = std::thread([this] { write_lines(); });
+  } catch (const std::system_error& error) {
+    if (reader_.joinable()) {
+      close(wake_[1]);
+      reader_.join();
+      close(wake_[0]);
+    }
+    throw Error(ErrorCode::capacity, "a thread for input and output cannot be started: ", error.what());
+  }
+}
+
+Frontend::~Frontend() {
+  {
+    const std::scoped_lock lock(mutex_);
+    is_closing_ = true;
+  }
+  changed_.notify_all();
+  close(wake_[1]);  // which the reader sees
+  reader_.join();
+  writer_.join();
+  close(wake_[0]);
+}
+
+void Frontend::add_bytes(std::string_view bytes) {
+  const std::scoped_lock lock(mutex_);
+  while (!bytes.empty()) {
+    const std::size_t end = bytes.find('\n');
+    const std::string_view part = bytes.substr(0, end);
+    if (!is_skipping_ && partial_.size() + part.size() > kMaxLineBytes) {
+      lines_.push_back({{}, true});
+      std::string().swap(partial_);
+      is_skipping_ = true;
+    }
+    if (!is_skipping_) partial_ += part;
+    if (end == std::string_view::npos) break;
+    if (!is_skipping_) {
+      line_bytes_ += partial_.size();
+      lines_.push_back({std::exchange(partial_, {}), false});
+    }
+    is_skipping_ = false;
+    bytes.remove_prefix(end + 1);
+  }
+  changed_.notify_all();
+}
+
+void Frontend::read_lines() {
+  std::array<char, kReadBytes> buffer;
+  while (true) {
+    {
+      // Lines that nobody takes are left to the client, whose writes then wait.
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return is_closing_ || line_bytes_ <= kMaxLineBytes; });
+      if (is_closing_) break;
+    }
+    std::array<pollfd, 2> watched{pollfd{in_, POLLIN, 0}, pollfd{wake_[0], POLLIN, 0}};
+    if (poll(watched.data(), watched.size(), -1) < 0 && errno == EINTR) continue;
+    if (watched[1].revents != 0) break;
+    const ssize_t count = read(in_, buffer.data(), buffer.size());
+    if (count < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+    if (count <= 0) break;
+    add_bytes({buffer.data(), static_cast<std::size_t>(count)});
+  }
+  const std::scoped_lock lock(mutex_);
+  if (!partial_.empty()) lines_.push_back({std::exchange(partial_, {}), false});
+  has_ended_ = true;
+  changed_.notify_all();
+}
+
+void Frontend::write_lines() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return !pending_.empty() || is_closing_; });
+    if (pending_.empty()) return;
+    const std::string text = std::exchange(pending_, {});
+    in_flight_ = text.size();
+    auto last_progress = std::chrono::steady_clock::now();
+    while (in_flight_ > 0 && !is_client_gone_) {
+      lock.unlock();
+      // A pipe that can be written takes PIPE_BUF bytes without waiting, so that the end never waits for
+      // long.
+      pollfd watched{out_, POLLOUT, 0};
+      const bool is_ready = poll(&watched, 1, kPollMilliseconds) > 0;
+      const ssize_t count = is_ready ? ::write(out_, text.data() + (text.size() - in_flight_),
+                                               std::min<std::size_t>(in_flight_, PIPE_BUF))
+                                     : 0;
+      const int code = errno;
+      lock.lock();
+      const auto now = std::chrono::steady_clock::now();
+      if (count > 0) {
+        in_flight_ -= static_cast<std::size_t>(count);
+        last_progress = now;
+      }
+      is_client_gone_ =
+          (count < 0 && code != EINTR && code != EAGAIN) || (is_closing_ && now - last_progress > kFarewell);
+    }
+    if (is_client_gone_) {
+      pending_.clear();
+      in_flight_ = 0;
+    }
+    changed_.notify_all();
+  }
+}
+
+std::vector<Frontend::Line> Frontend::take_lines() {
+  std::vector<Line> taken;
+  {
+    const std::scoped_lock lock(mutex_);
+    taken.assign(std::make_move_iterator(lines_.begin()), std::make_move_iterator(lines_.end()));
+    lines_.clear();
+    line_bytes_ = 0;
+  }
+  changed_.notify_all();
+  return taken;
+}
+
+void Frontend::wait_for_line(std::chrono::milliseconds longest) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, longest, [this] { return !lines_.empty() || has_ended_; });
+}
+
+bool Frontend::has_ended() const {
+  const std::scoped_lock lock(mutex_);
+  return has_ended_ && lines_.empty();
+}
+
+void Frontend::write(std::string lines) {
+  {
+    const std::scoped_lock lock(mutex_);
+    if (is_client_gone_) return;
+    pending_ += lines;
+  }
+  changed_.notify_all();
+}
+
+bool Frontend::is_behind() const {
+  const std::scoped_lock lock(mutex_);
+  return pending_.size() + in_flight_ > kMaxBacklog;
+}
+
+void Frontend::wait_for_client(std::chrono::milliseconds longest) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, longest, [this] { return pending_.size() + in_flight_ <= kMaxBacklog; });
+}
+
+bool Frontend::is_client_gone() const {
+  const std::scoped_lock lock(mutex_);
+  return is_client_gone_;
+}
+
+}  // namespace helix::decode

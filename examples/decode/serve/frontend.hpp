@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// Frontend: lines in and lines out of a serving decoder, beside its steps.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+namespace helix::decode {
+
+/// Reads lines from one descriptor and writes to another, each on a thread of its own, so that neither a
+/// silent client nor one that does not read holds up a step. What was written reaches the client before the
+/// destructor returns, unless the client is gone or takes nothing for ten seconds.
+class Frontend {
+ public:
+  /// A line as it came, without its end.
+  struct Line {
+    std::string text;
+    bool is_too_long = false;  ///< Then text is empty: the line has more than kMaxLineBytes.
+  };
+
+  static constexpr std::size_t kMaxLineBytes = std::size_t{64} << 20;  // prompts of millions of tokens
+  static constexpr std::size_t kMaxBacklog = std::size_t{8} << 20;
+
+  /// The descriptors stay open and the caller's. @throws Error(capacity) if a thread cannot be started.
+  Frontend(int in, int out);
+  ~Frontend();
+  Frontend(const Frontend&) = delete;
+  Frontend& operator=(const Frontend&) = delete;
+
+  /// Lines that came since the last call. Does not wait.
+  std::vector<Line> take_lines();
+  /// Waits until there is a line, the input has ended, or the time is over.
+  void wait_for_line(std::chrono::milliseconds longest);
+  /// Whether no line is left and none will come.
+  bool has_ended() const;
+
+  /// Queues `lines` for the client. Does not wait.
+  void write(std::string lines);
+  /// Whether the client is more than kMaxBacklog bytes behind: steps should wait for it.
+  bool is_behind() const;
+  /// Waits until the client has caught up, or the time is over.
+  void wait_for_client(std::chrono::milliseconds longest);
+  /// Whether the client no longer reads: its end is closed.
+  bool is_client_gone() const;
+
+ private:
+  void read_lines();
+  void write_lines();
+  void add_bytes(std::string_view bytes);
+
+  int in_;
+  int out_;
+  int wake_[2] = {-1, -1};  // a pipe that ends the reader
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Line> lines_;
+  std::size_t line_bytes_ = 0;  // of lines_
+  std::string partial_;         // a line whose end has not come
+  bool is_skipping_ = false;    // to the end of a line that is too long
+  bool has_ended_ = false;
+  std::string pending_;  // to be written
+  std::size_t in_flight_ = 0;
+  bool is_client_gone_ = false;
+  bool is_closing_ = false;
+  std::thread reader_;
+  std::thread writer_;
+};
+
+}  // namespace helix::decode

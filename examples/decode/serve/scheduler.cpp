@@ -1,0 +1,341 @@
+// SPDX-License-Identifier: Apache-2.0
+// Admission, steps and ends of requests.
+#include "serve/scheduler.hpp"
+
+#include <algorithm>
+#include <array>
+#include <iterator>
+#include <type_traits>
+#include <utility>
+#include <variant>
+
+#include <helix/error.hpp>
+
+#include "checkpoint/strict_json.hpp"
+
+namespace helix::decode {
+namespace {
+
+/// A shorter common beginning, such as the first token that all prompts have, is not worth a copied page.
+constexpr std::int64_t kLeastShared = 16;
+
+double milliseconds_between(std::chrono::steady_clock::time_point begin,
+                            std::chrono::steady_clock::time_point end) {
+  return std::chrono::duration<double, std::milli>(end - begin).count();
+}
+
+std::int64_t common_prefix(const TokenIds& prompt, const TokenIds& tokens, std::int64_t num_tokens) {
+  const auto most = std::min(std::ssize(prompt), num_tokens);
+  return std::mismatch(prompt.begin(), prompt.begin() + most, tokens.begin()).first - prompt.begin();
+}
+
+}  // namespace
+
+Scheduler::Scheduler(SchedulerSpec spec, Emit emit) : spec_(std::move(spec)), emit_(std::move(emit)) {
+  for (int i = 0; i < spec_.num_replicas; ++i)
+    replicas_.push_back(Replica{PageLedger(spec_.ledger, /*kvp_rank=*/0), {}, {}, {}});
+}
+
+void Scheduler::take(const ServeCommand& command) {
+  std::visit(
+      [this]<class Command>(const Command& given) {
+        if constexpr (std::is_same_v<Command, ServeRequest>) submit(given);
+        if constexpr (std::is_same_v<Command, CancelCommand>) cancel(given.id);
+        if constexpr (std::is_same_v<Command, ForgetCommand>) forget();
+      },
+      command);
+}
+
+void Scheduler::refuse(const BadLine& line) {
+  emit_(error_event(line.id, line.message));
+}
+
+void Scheduler::submit(const ServeRequest& request) {
+  const auto size = std::ssize(request.prompt);
+  const auto refuse = [&]<class... Parts>(const Parts&... parts) {
+    emit_(error_event(request.id, Error(ErrorCode::invalid_argument, parts...).what()));
+  };
+  if (is_known(request.id))
+    return refuse("id ", printable(request.id), " is of a request that runs; give another");
+  for (const TokenIds* const ids : {&request.prompt, &request.stop}) {
+    const auto bad = std::ranges::find_if(*ids, [&](std::int32_t id) { return id >= spec_.vocab; });
+    if (bad != ids->end())
+      return refuse(ids == &request.prompt ? "prompt" : "stop", " holds token id ", *bad,
+                    ", which is outside the vocabulary [0, ", spec_.vocab, ")");
+  }
+  if (size >= spec_.max_tokens)
+    return refuse("the prompt has ", size, " tokens and leaves no room in the context of ", spec_.max_tokens,
+                  "; shorten it, or start with a longer --context");
+  if (request.max_tokens && *request.max_tokens > spec_.max_tokens - size)
+    return refuse("the prompt has ", size, " tokens and max_tokens is ", *request.max_tokens, ": ",
+                  size + *request.max_tokens, " exceed the context of ", spec_.max_tokens,
+                  "; lower max_tokens, or start with a longer --context");
+  Queued& queued = queue_.emplace_back(Queued{request, Clock::now()});
+  ++num_requests_;
+  queued.request.sampling.seed = request.seed.value_or(spec_.seed + num_requests_ - 1);
+}
+
+bool Scheduler::is_known(const std::string& id) const {
+  const auto has_id = [&](const auto& entry) { return entry.request.id == id; };
+  return std::ranges::any_of(queue_, has_id) || std::ranges::any_of(replicas_, [&](const Replica& replica) {
+           return std::ranges::any_of(replica.running, has_id);
+         });
+}
+
+void Scheduler::cancel(const std::string& id) {
+  const auto has_id = [&](const auto& entry) { return entry.request.id == id; };
+  const auto queued = std::ranges::find_if(queue_, has_id);
+  if (queued != queue_.end()) {
+    emit_(end_event(id, FinishReason::cancelled, {.prompt_tokens = std::ssize(queued->request.prompt)},
+                    {.queued_ms = milliseconds_between(queued->since, Clock::now())}));
+    queue_.erase(queued);
+    for (Replica& replica : replicas_) replica.may_admit = true;
+    return;
+  }
+  for (Replica& replica : replicas_) {
+    const auto running = std::ranges::find_if(replica.running, has_id);
+    if (running == replica.running.end()) continue;
+    end(replica, running, FinishReason::cancelled);
+    return;
+  }
+  emit_(error_event(id, "nothing to cancel: no request of this id waits or runs"));
+}
+
+void Scheduler::forget() {
+  for (Replica& replica : replicas_) {
+    while (evict(replica, std::nullopt)) {
+    }
+  }
+}
+
+bool Scheduler::is_idle() const {
+  return queue_.empty() &&
+         std::ranges::all_of(replicas_, [](const Replica& replica) { return replica.running.empty(); });
+}
+
+StepOrder Scheduler::next() {
+  admit();
+  StepOrder order;
+  for (Replica& replica : replicas_) {
+    ReplicaOrder& mine = order.replicas.emplace_back();
+    fill_step(replica, mine.step);
+    mine.cache_calls = std::exchange(replica.calls, {});
+  }
+  return order;
+}
+
+/// The head of the queue joins the replica with the fewest requests that has room; none overtakes it.
+void Scheduler::admit() {
+  while (!queue_.empty()) {
+    std::vector<Replica*> choices;
+    for (Replica& replica : replicas_) {
+      if (replica.may_admit && std::ssize(replica.running) < spec_.max_sequences) choices.push_back(&replica);
+    }
+    std::ranges::stable_sort(choices, {}, [](const Replica* replica) { return replica->running.size(); });
+    const auto taken =
+        std::ranges::find_if(choices, [&](Replica* replica) { return admit_to(*replica, queue_.front()); });
+    if (taken == choices.end()) return;
+    queue_.pop_front();
+  }
+}
+
+/// Takes the pages of the longest sequence that the request can become, from ended requests if need be.
+bool Scheduler::admit_to(Replica& replica, Queued& queued) {
+  const TokenIds& prompt = queued.request.prompt;
+  const std::int64_t left = spec_.max_tokens - std::ssize(prompt);
+  const std::int64_t max_tokens =
+      queued.request.max_tokens.value_or(std::min(left, spec_.default_max_tokens));
+  const std::int64_t total = std::ssize(prompt) + max_tokens;
+  while (true) {
+    const std::optional<Prefix> prefix = find_prefix(replica, prompt);
+    std::optional<SequenceId> sequence;
+    try {
+      sequence = prefix ? replica.ledger.fork(prefix->sequence, prefix->tokens) : replica.ledger.add();
+      replica.calls.push_back({prefix ? CacheCall::Kind::fork : CacheCall::Kind::add, *sequence,
+                               prefix ? prefix->sequence : SequenceId{}, prefix ? prefix->tokens : 0});
+      replica.ledger.reserve(*sequence, total);
+      replica.calls.push_back({CacheCall::Kind::reserve, *sequence, {}, total});
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::capacity) throw;
+      if (sequence) release(replica, *sequence);
+      const bool has_evicted = evict(replica, prefix ? std::optional(prefix->sequence) : std::nullopt) ||
+                               (prefix && prefix->is_retained && evict(replica, std::nullopt));
+      if (has_evicted) continue;
+      replica.may_admit = false;
+      return false;
+    }
+    if (prefix && prefix->is_retained) use(replica, prefix->sequence);
+    Running& running = replica.running.emplace_back();
+    running.counts = TokenCounts(queued.request.penalties, prompt);
+    running.request = std::move(queued.request);
+    running.sequence = *sequence;
+    running.tokens = running.request.prompt;
+    running.num_cached = running.num_shared = prefix ? prefix->tokens : 0;
+    running.max_tokens = max_tokens;
+    running.queued_at = queued.since;
+    running.started_at = Clock::now();
+    return true;
+  }
+}
+
+/// The longest beginning of `prompt` that a cache has; its last token is left, whose logits are needed.
+std::optional<Scheduler::Prefix> Scheduler::find_prefix(Replica& replica, const TokenIds& prompt) {
+  Prefix best;
+  const auto offer = [&](SequenceId sequence, const TokenIds& tokens, std::int64_t num_cached,
+                         bool is_retained) {
+    const std::int64_t shared = std::min(common_prefix(prompt, tokens, num_cached), std::ssize(prompt) - 1);
+    if (shared > best.tokens) best = {sequence, shared, is_retained};
+  };
+  for (const Retained& old : replica.retained) offer(old.sequence, old.tokens, std::ssize(old.tokens), true);
+  for (const Running& other : replica.running) offer(other.sequence, other.tokens, other.num_cached, false);
+  return best.tokens >= kLeastShared ? std::optional(best) : std::nullopt;
+}
+
+void Scheduler::use(Replica& replica, SequenceId retained) {
+  const auto used = std::ranges::find(replica.retained, retained, &Retained::sequence);
+  std::rotate(used, used + 1, replica.retained.end());
+}
+
+/// Gives back the ended request that was used longest ago, but not `kept`. Returns whether there was one.
+bool Scheduler::evict(Replica& replica, std::optional<SequenceId> kept) {
+  const auto oldest = std::ranges::find_if(
+      replica.retained, [&](const Retained& old) { return !kept || old.sequence != *kept; });
+  if (oldest == replica.retained.end()) return false;
+  release(replica, oldest->sequence);
+  replica.retained.erase(oldest);
+  return true;
+}
+
+void Scheduler::release(Replica& replica, SequenceId sequence) {
+  replica.ledger.release(sequence);
+  replica.calls.push_back({CacheCall::Kind::release, sequence, {}, 0});
+  replica.may_admit = true;
+}
+
+void Scheduler::fill_step(Replica& replica, Step& step) {
+  step.is_decode = true;
+  std::optional<std::int64_t> num_best;
+  // Decoding requests first, then prompts with what is left of the step.
+  for (Running& running : replica.running) {
+    if (running.is_prefilled()) add_entry(running, 1, step);
+  }
+  std::int64_t room = spec_.prefill_tokens;
+  for (Running& running : replica.running) {
+    if (running.is_prefilled() || room == 0) continue;
+    const std::int64_t count = std::min(room, running.prompt_size() - running.num_cached);
+    add_entry(running, count, step);
+    step.is_decode = false;
+    room -= count;
+  }
+  for (const Running& running : replica.running) {
+    if (running.is_drawing && running.request.num_best)
+      num_best = std::max(num_best.value_or(0), *running.request.num_best);
+  }
+  step.num_best = num_best;
+  std::vector<std::int64_t> counts;
+  for (std::size_t i = 1; i < step.query_offsets.size(); ++i)
+    counts.push_back(step.query_offsets[i] - step.query_offsets[i - 1]);
+  replica.ledger.append(step.sequences, counts);  // as every rank does; admission has reserved the pages
+}
+
+/// The next `count` tokens of the sequence; draws if they are its last.
+void Scheduler::add_entry(Running& running, std::int64_t count, Step& step) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    step.tokens.push_back(running.tokens[static_cast<std::size_t>(running.num_cached + i)]);
+    step.positions.push_back(running.num_cached + i);
+  }
+  step.query_offsets.push_back(static_cast<std::int32_t>(step.tokens.size()));
+  step.sequences.push_back(running.sequence);
+  running.num_cached += count;
+  running.is_drawing = running.num_cached == std::ssize(running.tokens);
+  if (!running.is_drawing) return;
+  running.counts.append_penalties(static_cast<std::int32_t>(step.logit_rows.size()), step.penalties);
+  step.logit_rows.push_back(static_cast<std::int32_t>(step.tokens.size() - 1));
+  step.draw_counters.push_back(static_cast<std::uint64_t>(running.num_cached - 1));
+  step.sampling.push_back(running.request.sampling);
+}
+
+void Scheduler::complete(std::span<const ReplicaResult> results) {
+  const auto now = Clock::now();
+  for (std::size_t i = 0; i < replicas_.size(); ++i) {
+    Replica& replica = replicas_[i];
+    const ReplicaResult& result = results[i];
+    // Rows are those of requests in the order of the step: decoding ones first.
+    std::vector<std::list<Running>::iterator> rows;
+    for (const bool is_first_token : {false, true}) {
+      for (auto at = replica.running.begin(); at != replica.running.end(); ++at) {
+        if (at->is_drawing && (at->output_size() == 0) == is_first_token) rows.push_back(at);
+      }
+    }
+    for (std::size_t row = 0; row < rows.size(); ++row) {
+      Running& running = *rows[row];
+      running.is_drawing = false;
+      const std::int32_t token = result.tokens[row];
+      if (token < 0) {
+        emit_(error_event(running.request.id,
+                          "the model gave no finite logits: its weights or activations have overflowed"));
+        release(replica, running.sequence);
+        replica.running.erase(rows[row]);
+        continue;
+      }
+      if (running.output_size() == 0) running.first_token_at = now;
+      running.last_token_at = now;
+      running.tokens.push_back(token);
+      running.counts.add(token);
+      LogProbs log_probs;
+      if (running.request.num_best) {
+        const auto wanted = static_cast<std::size_t>(*running.request.num_best);
+        const std::size_t found = result.best_ids.size() / result.log_probs.size();
+        log_probs = {std::span(result.log_probs).subspan(row, 1),
+                     std::span(result.best_ids).subspan(row * found, wanted),
+                     std::span(result.best_log_probs).subspan(row * found, wanted)};
+      }
+      emit_(token_event(running.request.id, running.output_size() - 1, token, log_probs, 0));
+      if (const auto reason = finish_reason(running, token)) end(replica, rows[row], *reason);
+    }
+  }
+}
+
+std::optional<FinishReason> Scheduler::finish_reason(const Running& running, std::int32_t token) const {
+  const bool is_eos = !running.request.ignore_eos && std::ranges::count(spec_.eos_ids, token) > 0;
+  if (is_eos || std::ranges::count(running.request.stop, token) > 0) return FinishReason::stop;
+  if (running.output_size() >= running.max_tokens) return FinishReason::length;
+  return std::nullopt;
+}
+
+/// Tells the end and keeps the cache, without what was reserved beyond it.
+void Scheduler::end(Replica& replica, std::list<Running>::iterator running, FinishReason reason) {
+  const Clock::time_point now = Clock::now();
+  const bool has_output = running->output_size() > 0;
+  RequestTiming timing;
+  timing.queued_ms = milliseconds_between(running->queued_at, running->started_at);
+  timing.prefill_ms = milliseconds_between(running->started_at, has_output ? running->first_token_at : now);
+  if (has_output) timing.decode_ms = milliseconds_between(running->first_token_at, running->last_token_at);
+  emit_(end_event(running->request.id, reason,
+                  {running->prompt_size(), running->num_shared, running->output_size()}, timing));
+  if (running->num_cached >= kLeastShared) {
+    replica.ledger.unreserve(running->sequence);
+    replica.calls.push_back({CacheCall::Kind::unreserve, running->sequence, {}, 0});
+    replica.may_admit = true;
+    running->tokens.resize(static_cast<std::size_t>(running->num_cached));
+    replica.retained.push_back({running->sequence, std::move(running->tokens)});
+  } else {
+    release(replica, running->sequence);
+  }
+  replica.running.erase(running);
+  if (std::ssize(replica.retained) > spec_.max_sequences) evict(replica, std::nullopt);
+}
+
+ServeStats Scheduler::stats() const {
+  ServeStats stats;
+  stats.queued = std::ssize(queue_);
+  for (const Replica& replica : replicas_) {
+    stats.running += std::ssize(replica.running);
+    stats.retained += std::ssize(replica.retained);
+    stats.pages += replica.ledger.spec().pages;
+    stats.pages_used += replica.ledger.pages_used(0);
+  }
+  return stats;
+}
+
+}  // namespace helix::decode

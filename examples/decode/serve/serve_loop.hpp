@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+// ServeLoop: one rank of a decoder that takes requests while it runs.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <iterator>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include <helix/error.hpp>
+#include <helix/topology.hpp>
+
+#include "generate/gather_results.hpp"
+#include "generate/generation.hpp"
+#include "generate/measure.hpp"
+#include "model/stage_model.hpp"
+#include "serve/events.hpp"
+#include "serve/frontend.hpp"
+#include "serve/scheduler.hpp"
+#include "serve/serve_plan.hpp"
+#include "serve/step_order.hpp"
+
+namespace helix::decode {
+
+/// All ranks run it together: each turn the root takes what clients have said, tells all ranks what to do,
+/// and then what was drawn. An idle root tells them so in time for none to think it dead.
+template <DecoderBackend B>
+class ServeLoop {
+ public:
+  /// The client of `io` counts on world rank 0 alone.
+  ServeLoop(B& backend, typename B::Comm& world, const Topology& topo, const ModelConfig& config,
+            const GenerationRequest& request, StageModel<B>& model, const RootIo& io)
+      : backend_(backend),
+        world_(world),
+        topo_(topo),
+        request_(request),
+        model_(model),
+        replica_(topo.coordinates(world.rank()).replica),
+        channel_(backend, world, model.stream()),
+        client_(io.client),
+        longest_silence_(io.longest_silence) {
+    if (!is_root()) return;
+    scheduler_ = std::make_unique<Scheduler>(plan_scheduler(request, config, topo),
+                                             [this](const std::string& event) { events_ += event; });
+    client_->write(ready_event(serve_abilities(request, config, topo, io.activation)));
+  }
+
+  /// Returns when the root's input has ended and all requests are done, or nobody reads what they give.
+  void run() {
+    while (true) {
+      const StepOrder order = next_order();
+      const ReplicaOrder& mine = order.replicas[static_cast<std::size_t>(replica_)];
+      for (const CacheCall& call : mine.cache_calls) apply(call);
+      const Drawn drawn = run_step(mine.step);
+      complete(order, drawn);
+      if (order.is_last) return;
+    }
+  }
+
+ private:
+  bool is_root() const { return world_.rank() == 0; }
+
+  StepOrder next_order() {
+    if (!is_root()) return deserialize_order(channel_.broadcast({}));
+    StepOrder order = decide();
+    if (world_.size() > 1) channel_.broadcast(serialize(order));
+    return order;
+  }
+
+  /// Root: waits for something to do, but not for so long that other ranks would give up.
+  StepOrder decide() {
+    if (client_->is_behind()) {
+      client_->wait_for_client(longest_silence_);
+    } else if (scheduler_->is_idle()) {
+      client_->wait_for_line(longest_silence_);
+    }
+    for (const Frontend::Line& line : client_->take_lines()) take(line);
+    StepOrder order;
+    if (client_->is_behind()) {
+      order.replicas.resize(static_cast<std::size_t>(topo_.dp()));
+    } else {
+      order = scheduler_->next();
+    }
+    order.is_last = client_->is_client_gone() || (client_->has_ended() && scheduler_->is_idle());
+    flush();
+    return order;
+  }
+
+  void take(const Frontend::Line& line) {
+    if (line.is_too_long) {
+      scheduler_->refuse({"", "a line has more than " + std::to_string(Frontend::kMaxLineBytes) +
+                                  " bytes; send shorter ones"});
+      return;
+    }
+    if (line.text.find_first_not_of(" \t\r") == std::string::npos) return;
+    const auto parsed = parse_command(line.text, {request_.sampling, request_.penalties});
+    if (const auto* bad = std::get_if<BadLine>(&parsed)) {
+      scheduler_->refuse(*bad);
+      return;
+    }
+    const auto& command = std::get<ServeCommand>(parsed);
+    scheduler_->take(command);
+    if (std::holds_alternative<StatsCommand>(command)) {
+      ServeStats stats = scheduler_->stats();
+      stats.resident_bytes = resident_bytes();
+      events_ += stats_event(stats);
+    }
+  }
+
+  void apply(const CacheCall& call) {
+    ShardedKVCache<B>& cache = model_.cache();
+    SequenceId made = call.id;
+    switch (call.kind) {
+      case CacheCall::Kind::add:
+        made = cache.add();
+        break;
+      case CacheCall::Kind::fork:
+        made = cache.fork(call.parent, call.tokens, model_.stream());
+        break;
+      case CacheCall::Kind::reserve:
+        cache.reserve(call.id, call.tokens);
+        break;
+      case CacheCall::Kind::unreserve:
+        cache.unreserve(call.id);
+        break;
+      case CacheCall::Kind::release:
+        cache.release(call.id);
+        break;
+    }
+    HELIX_EXPECTS(made == call.id, ErrorCode::out_of_step, "this rank's KV cache made sequence (slot ",
+                  made.slot, ", generation ", made.generation, "), the root's (slot ", call.id.slot,
+                  ", generation ", call.id.generation, ")");
+  }
+
+  Drawn run_step(const Step& step) {
+    if (step.sequences.empty()) return {};
+    counts_.clear();
+    for (std::size_t i = 1; i < step.query_offsets.size(); ++i)
+      counts_.push_back(step.query_offsets[i] - step.query_offsets[i - 1]);
+    model_.cache().append(step.sequences, counts_, model_.stream());
+    model_.forward(step);
+    return model_.finish();
+  }
+
+  /// Brings what the replicas drew to the root, which has its own already.
+  void complete(const StepOrder& order, const Drawn& drawn) {
+    const bool has_work = std::ranges::any_of(
+        order.replicas, [](const ReplicaOrder& replica) { return !replica.step.logit_rows.empty(); });
+    if (!has_work) return;
+    std::vector<ReplicaResult> results(order.replicas.size());
+    ReplicaResult mine;
+    mine.tokens.assign(drawn.tokens.begin(), drawn.tokens.end());
+    mine.log_probs.assign(drawn.log_probs.chosen.begin(), drawn.log_probs.chosen.end());
+    mine.best_ids.assign(drawn.log_probs.best_ids.begin(), drawn.log_probs.best_ids.end());
+    mine.best_log_probs.assign(drawn.log_probs.best.begin(), drawn.log_probs.best.end());
+    if (topo_.dp() > 1) {
+      const auto all = gather_bytes(backend_, world_, serialize(mine), model_.stream());
+      // All ranks of a replica have what it drew; the last one's stays.
+      for (int rank = 0; is_root() && rank < topo_.world_size(); ++rank) {
+        results[static_cast<std::size_t>(topo_.coordinates(rank).replica)] =
+            deserialize_result(all[static_cast<std::size_t>(rank)]);
+      }
+    } else {
+      results[0] = std::move(mine);
+    }
+    if (!is_root()) return;
+    scheduler_->complete(results);
+    flush();
+  }
+
+  void flush() {
+    if (!events_.empty()) client_->write(std::exchange(events_, {}));
+  }
+
+  B& backend_;
+  typename B::Comm& world_;
+  const Topology& topo_;
+  const GenerationRequest& request_;
+  StageModel<B>& model_;
+  int replica_;
+  OrderChannel<B> channel_;
+  Frontend* client_;
+  std::chrono::milliseconds longest_silence_;
+  std::unique_ptr<Scheduler> scheduler_;  // of the root
+  std::string events_;                    // of this turn
+  std::vector<std::int64_t> counts_;
+};
+
+}  // namespace helix::decode

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a line of JSON asks of a serving decoder. docs/decoding.md describes the keys.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include <helix/backend/vocabulary.hpp>
+
+#include "generate/generation.hpp"
+
+namespace helix::decode {
+
+/// Most ids of which log-probabilities are told beside a token's.
+inline constexpr std::int64_t kMaxBest = 20;
+
+/// One prompt to complete.
+struct ServeRequest {
+  std::string id;  ///< Names its events; of no other request that is not ended.
+  TokenIds prompt;
+  std::optional<std::int64_t> max_tokens;  ///< nullopt: what the context leaves, at most the default.
+  bool ignore_eos = false;
+  TokenIds stop;  ///< Ids that end it, beside the checkpoint's.
+  std::optional<std::uint64_t> seed;
+  SamplingConfig sampling;  ///< Its seed is the request's once it is taken.
+  Penalties penalties;
+  std::optional<std::int64_t> num_best;  ///< Log-probabilities of each token and of so many likeliest ids.
+};
+
+/// Ends a request before its time.
+struct CancelCommand {
+  std::string id;
+};
+/// Asks for a stats event.
+struct StatsCommand {};
+/// Gives back the memory of ended requests, whose prefixes later ones could have shared.
+struct ForgetCommand {};
+
+using ServeCommand = std::variant<ServeRequest, CancelCommand, StatsCommand, ForgetCommand>;
+
+/// What requests have that do not say.
+struct ServeDefaults {
+  SamplingConfig sampling;
+  Penalties penalties;
+};
+
+/// A line that is no command; `id` is that of the request, if it got as far as to say it.
+struct BadLine {
+  std::string id;
+  std::string message;
+};
+
+/// The command that `line` holds; never throws but for want of memory.
+std::variant<ServeCommand, BadLine> parse_command(std::string_view line, const ServeDefaults& defaults);
+
+}  // namespace helix::decode

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// StepOrder: what the root has every rank do next, and how it reaches them.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include <helix/integers.hpp>
+#include <helix/page_ledger.hpp>
+
+#include "model/decoder_backend.hpp"
+#include "model/step.hpp"
+
+namespace helix::decode {
+
+/// One call of ShardedKVCache. Every rank makes the same ones in the same order, and so gets the same ids.
+struct CacheCall {
+  enum class Kind : std::int32_t { add, fork, reserve, unreserve, release };
+  Kind kind = Kind::add;
+  SequenceId id;            ///< add, fork: the new sequence.
+  SequenceId parent;        ///< fork
+  std::int64_t tokens = 0;  ///< fork: the prefix; reserve: the total.
+};
+
+/// What one replica does.
+struct ReplicaOrder {
+  std::vector<CacheCall> cache_calls;
+  Step step;  ///< Empty: none.
+};
+
+/// What all ranks do.
+struct StepOrder {
+  bool is_last = false;
+  std::vector<ReplicaOrder> replicas;
+};
+
+/// What one replica's step drew.
+struct ReplicaResult {
+  std::vector<std::int32_t> tokens;  ///< A token a logit row.
+  std::vector<float> log_probs;      ///< As LogProbs, or empty.
+  std::vector<std::int32_t> best_ids;
+  std::vector<float> best_log_probs;
+};
+
+/// The result as bytes, for ranks of this program.
+std::vector<std::byte> serialize(const ReplicaResult& result);
+/// The result that serialize() wrote. @throws Error(internal) if bytes are missing or left.
+ReplicaResult deserialize_result(std::span<const std::byte> bytes);
+
+/// The order as bytes, for ranks of this program.
+std::vector<std::byte> serialize(const StepOrder& order);
+/// The order that serialize() wrote. @throws Error(internal) if bytes are missing or left.
+StepOrder deserialize_order(std::span<const std::byte> bytes);
+
+/// Brings the root's bytes to every rank: one broadcast, or two where they do not fit into the first.
+template <DecoderBackend B>
+class OrderChannel {
+ public:
+  OrderChannel(B& backend, typename B::Comm& world, typename B::Stream stream)
+      : backend_(&backend), world_(&world), stream_(stream), device_(backend.allocate(kFirstBytes)) {}
+
+  /// Collective. `mine` counts on rank 0; every rank gets it.
+  std::vector<std::byte> broadcast(std::vector<std::byte> mine) {
+    if (world_->size() == 1) return mine;
+    const bool is_root = world_->rank() == 0;
+    std::vector<std::byte> first(kFirstBytes);
+    std::uint64_t size = mine.size();
+    if (is_root) {
+      std::memcpy(first.data(), &size, sizeof(size));
+      std::memcpy(first.data() + sizeof(size), mine.data(),
+                  std::min(mine.size(), kFirstBytes - sizeof(size)));
+    }
+    send(first);
+    std::memcpy(&size, first.data(), sizeof(size));
+    if (size <= kFirstBytes - sizeof(size)) {
+      const auto begin = first.begin() + sizeof(size);
+      return {begin, begin + static_cast<std::ptrdiff_t>(size)};
+    }
+    mine.resize(size);
+    if (device_.size_bytes() < size) device_ = backend_->allocate(round_up(size, std::uint64_t{1} << 16));
+    send(mine);
+    return mine;
+  }
+
+ private:
+  static constexpr std::size_t kFirstBytes = 8192;  // steps of some dozen sequences
+
+  void send(std::vector<std::byte>& bytes) {
+    if (world_->rank() == 0) backend_->upload(device_.data(), bytes.data(), bytes.size(), stream_);
+    world_->broadcast(device_.data(), static_cast<std::int64_t>(bytes.size()), 0, stream_);
+    backend_->download(bytes.data(), device_.data(), bytes.size(), stream_);
+  }
+
+  B* backend_;
+  typename B::Comm* world_;
+  typename B::Stream stream_;
+  typename B::Buffer device_;
+};
+
+}  // namespace helix::decode
