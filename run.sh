@@ -91,6 +91,19 @@ demonstrate_planner() {
   "$build/examples/plan/helix-plan" "${question[@]}"
 }
 
+# Says in one line that $1 is no command, and which one was meant: each begins with another letter.
+refuse() {
+  local meant="give decode, plan or bench."
+  case "$1" in
+    -*) meant="did you mean decode $1?" ;;
+    [dD]*) meant="did you mean decode?" ;;
+    [pP]*) meant="did you mean plan?" ;;
+    [bB]*) meant="did you mean bench?" ;;
+  esac
+  echo "run.sh: '$1' is no command; $meant See ./run.sh --help" >&2
+  exit 2
+}
+
 case "${1:-}" in
   "")
     build_target helix-decode
@@ -120,7 +133,6 @@ case "${1:-}" in
     usage
     ;;
   *)
-    usage >&2
-    exit 2
+    refuse "$1"
     ;;
 esac

@@ -3,7 +3,6 @@
 #include "cli/options.hpp"
 
 #include <charconv>
-#include <iostream>
 #include <sstream>
 #include <string_view>
 
@@ -13,16 +12,13 @@
 #include <helix/error.hpp>
 
 #include "checkpoint/token_lists.hpp"
+#include "cli/command_line.hpp"
+#include "cli/counts.hpp"
 #include "generate/request_plan.hpp"
 
 namespace helix::decode {
 
 namespace {
-
-/// A message that CLI11 found: an option that is unknown, missing or not a number.
-[[noreturn]] void throw_usage(const CLI::ParseError& error) {
-  throw Error(ErrorCode::invalid_argument, error.what(), "; see --help");
-}
 
 void parse_hop_b(const std::string& text, GenerationRequest& request) {
   if (text == "auto") {
@@ -57,7 +53,7 @@ void add_prompt_options(CLI::App& app, GenerationRequest& request, OptionTexts& 
   app.add_option("--prompt-ids", texts.prompt_ids, "token ids \"1,2,3\"; repeat for a batch")
       ->allow_extra_args(false);
   app.add_option("--prompts", texts.prompts_file, "JSON file: array of arrays of token ids");
-  app.add_option("--max-new-tokens", request.max_new_tokens, "tokens to generate a sequence")
+  as_count(app.add_option("--max-new-tokens", request.max_new_tokens, "tokens to generate a sequence"))
       ->capture_default_str();
   app.add_flag("--ignore-eos", request.ignore_eos, "go on after an end-of-sequence token");
 }
@@ -67,9 +63,9 @@ void add_topology_options(CLI::App& app, Options& options, OptionTexts& texts) {
                  "given: by the widths below; auto: the planner's fastest for --ranks")
       ->check(CLI::IsMember({"given", "auto"}))
       ->capture_default_str();
-  app.add_option(
-         "--ranks", options.num_ranks,
-         "ranks to choose a topology for, with --topology auto; under mpirun and torchrun their processes")
+  as_count(app.add_option("--ranks", options.num_ranks,
+                          "ranks to choose a topology for, with --topology auto; under mpirun and torchrun "
+                          "their processes"))
       ->check(CLI::Range(1, 65536));
   app.add_option("--kvp", options.topology.kvp, "KV-parallel width of attention")->capture_default_str();
   app.add_option("--tpa", options.topology.tpa, "tensor-parallel width of attention")->capture_default_str();
@@ -83,10 +79,11 @@ void add_topology_options(CLI::App& app, Options& options, OptionTexts& texts) {
 
 void add_step_options(CLI::App& app, Options& options, OptionTexts& texts) {
   GenerationRequest& request = options.request;
-  app.add_option("--chunk", request.chunk, "tokens that stay together on a KVP rank")->capture_default_str();
-  app.add_option("--page-tokens", request.page_tokens, "tokens a KV page")->capture_default_str();
-  app.add_option("--draft-tokens", request.draft_tokens,
-                 "query tokens a step; drafts come from --teacher-force")
+  as_count(app.add_option("--chunk", request.chunk, "tokens that stay together on a KVP rank"))
+      ->capture_default_str();
+  as_count(app.add_option("--page-tokens", request.page_tokens, "tokens a KV page"))->capture_default_str();
+  as_count(app.add_option("--draft-tokens", request.draft_tokens,
+                          "query tokens a step; drafts come from --teacher-force"))
       ->capture_default_str();
   app.add_option("--teacher-force", texts.teacher_file,
                  "JSON file: array of continuations to feed, or with --draft-tokens to propose");
@@ -217,14 +214,8 @@ std::optional<Options> parse_options(int argc, char** argv) {
   app.add_flag("--plan-only", options.is_plan_only, "print the memory plan of each rank and stop");
   app.add_flag("--verify", options.verify, "run one rank too and compare token by token");
   app.add_option("--json", texts.json, "write the report to this file");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::CallForHelp&) {
-    std::cout << app.help();
-    return std::nullopt;
-  } catch (const CLI::ParseError& error) {
-    throw_usage(error);
-  }
+  app.footer(kCountsHelp);
+  if (!parse_command_line(app, argc, argv)) return std::nullopt;
 
   options.model = texts.model;
   options.json = texts.json;

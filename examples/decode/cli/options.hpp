@@ -38,7 +38,7 @@ void add_fields(JobFields& fields, const Options& options);
 /// the job that it does.
 Device named_device(int argc, char** argv);
 
-/// Parses and reads the files that the options name. nullopt after --help, which it prints.
+/// Parses and reads the files that the options name. nullopt after --help and --version, which it prints.
 /// @throws Error(invalid_argument), Error(io) or Error(invalid_file) naming option and value.
 std::optional<Options> parse_options(int argc, char** argv);
 
