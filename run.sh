@@ -7,7 +7,7 @@ usage() {
   cat <<'TEXT'
 usage: ./run.sh                     decode with both bundled checkpoints, on one rank and on several, and compare
        ./run.sh decode ARGUMENTS    helix-decode; ARGUMENTS as in ./run.sh decode --help, paths relative to where you are;
-                                    --device cuda decodes on GPUs, where the CUDA backend is built (see below)
+                                    on GPUs where the CUDA backend is built (see below) and sees some, else on the CPU
        ./run.sh plan [ARGUMENTS]    helix-plan: layouts, memory and step times before there are GPUs; ARGUMENTS as in
                                     ./run.sh plan --help; without any, Llama-3.1-405B at 1M tokens on a GB200 rack
        ./run.sh bench [FILTER ...]  helix-bench; FILTER is a regular expression on benchmark names

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the programs' command lines have in common: counts, names that are nearly right.
+// What the programs' command lines have in common: counts, names that are nearly right, warnings' arithmetic.
 #include "cli/command_line.hpp"
 
 #include <cstdint>
@@ -10,6 +10,7 @@
 #include <helix/error.hpp>
 
 #include "cli/counts.hpp"
+#include "cli/warnings.hpp"
 #include "support/catch.hpp"
 
 namespace helix::decode {
@@ -106,6 +107,23 @@ TEST_CASE("a name that is nearly right finds the one that was meant", "[quick]")
     INFO(wrong);
     CHECK(nearest_name(wrong, names) == meant);
   }
+}
+
+TEST_CASE("available memory is what the system's table says", "[quick]") {
+  CHECK(parse_available_memory("MemTotal:  8 kB\nMemFree: 2 kB\nMemAvailable:   123 kB\n") == 123 * 1024);
+  CHECK_FALSE(parse_available_memory("MemTotal:  8 kB\n"));
+  CHECK_FALSE(parse_available_memory("MemAvailable:"));
+  CHECK_FALSE(parse_available_memory("MemAvailable: lots\n"));
+  CHECK_FALSE(parse_available_memory(""));
+}
+
+TEST_CASE("ranks on one GPU share its memory", "[quick]") {
+  const std::vector<RankMemory> plan = {{.weights_bytes = 10, .kv_bytes = 20, .workspace_bytes = 30},
+                                        {.weights_bytes = 1, .kv_bytes = 2, .workspace_bytes = 3},
+                                        {.weights_bytes = 100}};
+  CHECK(gpu_bytes(plan, {0, 0, 0}, 0) == 166);
+  CHECK(gpu_bytes(plan, {0, 1, 0}, 0) == 160);
+  CHECK(gpu_bytes(plan, {0, 1, 2}, 1) == 6);
 }
 
 }  // namespace helix::decode

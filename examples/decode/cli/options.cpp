@@ -42,10 +42,11 @@ struct OptionTexts {
   std::string prompts_file;
   std::string teacher_file;
   std::string hop_b = "auto";
-  std::string device = "cpu";
+  std::string device = "auto";
   std::string activation = "auto";
   std::string cuda_graphs = "on";
   std::string topology = "given";
+  std::string prefill_tokens = "auto";
   std::string json;
 };
 
@@ -59,8 +60,11 @@ void add_prompt_options(CLI::App& app, GenerationRequest& request, OptionTexts& 
 }
 
 void add_topology_options(CLI::App& app, Options& options, OptionTexts& texts) {
-  app.add_option("--topology", texts.topology,
-                 "given: by the widths below; auto: the planner's fastest for --ranks")
+  app.add_option(
+         "--topology", texts.topology,
+         "given: by the widths below, one rank unless they say more; auto: the planner's fastest for the "
+         "launcher's processes or --ranks, without either for at most a rank on each visible GPU, on the "
+         "CPU for one rank")
       ->check(CLI::IsMember({"given", "auto"}))
       ->capture_default_str();
   as_count(app.add_option("--ranks", options.num_ranks,
@@ -94,21 +98,26 @@ void add_step_options(CLI::App& app, Options& options, OptionTexts& texts) {
   app.add_option("--temperature", request.sampling.temperature, "0: greedy")->capture_default_str();
   app.add_option("--top-p", request.sampling.top_p, "nucleus probability in (0, 1]")->capture_default_str();
   app.add_option("--seed", request.sampling.seed, "seed of the draws")->capture_default_str();
-  app.add_option("--synthetic-context", request.synthetic_context,
-                 "tokens of generated KV instead of a prompt");
-  app.add_option("--prefill-tokens", request.prefill_tokens, "most prompt tokens a step")
+  as_count(app.add_option("--synthetic-context", request.synthetic_context,
+                          "tokens of generated KV instead of a prompt"));
+  app.add_option(
+         "--prefill-tokens", texts.prefill_tokens,
+         "most prompt tokens a step: a COUNT, or auto: 2048 on GPUs whose memory has room for it, else 256")
       ->capture_default_str();
 }
 
 void add_device_options(CLI::App& app, Options& options, OptionTexts& texts) {
-  app.add_option("--device", texts.device, "cpu or cuda")
-      ->check(CLI::IsMember({"cpu", "cuda"}))
+  app.add_option("--device", texts.device,
+                 "cpu, cuda, or auto: cuda where it is built in and GPUs are visible, one at least for each "
+                 "process of mpirun, else cpu")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
       ->capture_default_str();
   app.add_option(
          "--activation", texts.activation,
          "element type of activations: f32, bf16 or, on GPUs, f16. On the CPU bf16 concerns products of "
-         "bf16 weights. auto: bf16 on the CPU if the checkpoint is bf16 and every rank multiplies bf16 "
-         "in hardware, but f32 with --verify; f32 on GPUs")
+         "bf16 weights. auto: on GPUs the checkpoint's type, bf16 for fp8 ones; on the CPU bf16 if the "
+         "checkpoint "
+         "is bf16 and every rank multiplies bf16 in hardware, else f32; on both f32 with --verify")
       ->check(CLI::IsMember({"auto", "f32", "bf16", "f16"}))
       ->capture_default_str();
   app.add_option("--cuda-graphs", texts.cuda_graphs,
@@ -136,6 +145,21 @@ void check_topology(const CLI::App& app, const Options& options) {
   HELIX_EXPECTS(options.is_topology_auto || options.num_ranks == 0, ErrorCode::invalid_argument,
                 "--ranks is ", options.num_ranks,
                 ", which only --topology auto takes: give it, or drop --ranks");
+}
+
+void parse_prefill(const std::string& text, Options& options) {
+  options.is_prefill_auto = text == "auto";
+  if (options.is_prefill_auto) return;
+  try {
+    options.request.prefill_tokens = parse_count(text);
+  } catch (const Error& error) {
+    throw Error(ErrorCode::invalid_argument, "--prefill-tokens: ", error.what(), ", or auto");
+  }
+}
+
+Device parse_device(const std::string& text) {
+  if (text == "auto") return automatic_device();
+  return text == "cuda" ? Device::cuda : Device::cpu;
 }
 
 /// Prompts and continuations, from the command line or from files.
@@ -167,21 +191,27 @@ void check_values(const Options& options) {
 
 void add_fields(JobFields& fields, const Options& options) {
   // A binding, so that a new member does not compile until it is decided upon here.
-  [[maybe_unused]] const auto& [model, request, topology, is_topology_auto, num_ranks, kv_dtype_name, device,
-                                activation, is_plan_only, verify, timeout_seconds, tuning, num_threads,
-                                json] = options;
+  [[maybe_unused]] const auto& [model, request, topology, is_topology_auto, num_ranks, is_prefill_auto,
+                                kv_dtype_name, device, activation, is_plan_only, verify, timeout_seconds,
+                                tuning, num_threads, json] = options;
   fields.push_back({"--plan-only", is_plan_only ? "on" : "off"});
   fields.push_back({"--activation", activation ? std::string(to_string(*activation)) : "auto"});
 }
 
 Device named_device(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
-    const std::string_view argument = argv[i];
-    if (argument == "--device=cuda") return Device::cuda;
-    if (argument == "--device" && i + 1 < argc && std::string_view(argv[i + 1]) == "cuda")
-      return Device::cuda;
+    std::string_view text = argv[i];
+    if (text == "--device" && i + 1 < argc) {
+      text = argv[i + 1];
+    } else if (text.starts_with("--device=")) {
+      text.remove_prefix(std::string_view("--device=").size());
+    } else {
+      continue;
+    }
+    if (text == "cuda") return Device::cuda;
+    if (text == "cpu") return Device::cpu;
   }
-  return Device::cpu;
+  return automatic_device();
 }
 
 TokenIds parse_ids(const std::string& text, const std::string& what) {
@@ -219,7 +249,7 @@ std::optional<Options> parse_options(int argc, char** argv) {
 
   options.model = texts.model;
   options.json = texts.json;
-  options.device = texts.device == "cuda" ? Device::cuda : Device::cpu;
+  options.device = parse_device(texts.device);
   options.activation = parse_dtype(texts.activation);  // none for "auto"
   HELIX_EXPECTS(options.device == Device::cuda || options.activation != DType::f16,
                 ErrorCode::invalid_argument, "--activation is ", texts.activation,
@@ -228,6 +258,7 @@ std::optional<Options> parse_options(int argc, char** argv) {
   options.is_topology_auto = texts.topology == "auto";
   check_topology(app, options);
   parse_hop_b(texts.hop_b, options.request);
+  parse_prefill(texts.prefill_tokens, options);
   read_tokens(texts, options.request);
   check_values(options);
   return options;
