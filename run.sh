@@ -7,7 +7,7 @@ usage() {
   cat <<'TEXT'
 usage: ./run.sh                     decode with both bundled checkpoints, on one rank and on several, and compare
        ./run.sh decode ARGUMENTS    helix-decode; ARGUMENTS as in ./run.sh decode --help, paths relative to where you are;
-                                    --device cuda decodes on GPUs, where the CUDA backend is built (see below)
+                                    on GPUs where the CUDA backend is built (see below) and sees some, else on the CPU
        ./run.sh plan [ARGUMENTS]    helix-plan: layouts, memory and step times before there are GPUs; ARGUMENTS as in
                                     ./run.sh plan --help; without any, Llama-3.1-405B at 1M tokens on a GB200 rack
        ./run.sh bench [FILTER ...]  helix-bench; FILTER is a regular expression on benchmark names
@@ -91,6 +91,19 @@ demonstrate_planner() {
   "$build/examples/plan/helix-plan" "${question[@]}"
 }
 
+# Says in one line that $1 is no command, and which one was meant: each begins with another letter.
+refuse() {
+  local meant="give decode, plan or bench."
+  case "$1" in
+    -*) meant="did you mean decode $1?" ;;
+    [dD]*) meant="did you mean decode?" ;;
+    [pP]*) meant="did you mean plan?" ;;
+    [bB]*) meant="did you mean bench?" ;;
+  esac
+  echo "run.sh: '$1' is no command; $meant See ./run.sh --help" >&2
+  exit 2
+}
+
 case "${1:-}" in
   "")
     build_target helix-decode
@@ -120,7 +133,6 @@ case "${1:-}" in
     usage
     ;;
   *)
-    usage >&2
-    exit 2
+    refuse "$1"
     ;;
 esac

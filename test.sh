@@ -20,6 +20,11 @@ The last line counts the tests: "N passed, N failed, N skipped".
 TEXT
 }
 
+refuse() {
+  echo "test.sh: $1" >&2
+  exit 2
+}
+
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 preset=cpu
 labels=(-LE '^full$')
@@ -34,7 +39,7 @@ while [[ $# -gt 0 ]]; do
     --sanitize)
       case "${2:-}" in
         asan | ubsan | tsan) preset="$2" ;;
-        *) usage >&2; exit 2 ;;
+        *) refuse "--sanitize is '${2:-}'; give asan, ubsan or tsan" ;;
       esac
       labels=(-L '^quick$') target=quick_tests
       shift
@@ -51,7 +56,7 @@ while [[ $# -gt 0 ]]; do
     --no-cuda) without_cuda=true ;;
     --) shift; break ;;
     -h | --help) usage; exit 0 ;;
-    *) usage >&2; exit 2 ;;
+    *) refuse "$1 is unknown; see ./test.sh --help" ;;
   esac
   shift
 done

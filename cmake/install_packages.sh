@@ -3,13 +3,15 @@
 # Installs the Debian or Ubuntu packages that a build needs and that are missing; does nothing, offline too, if all are there.
 #
 # usage: cmake/install_packages.sh [--tests | --arm64]
-#   --tests adds what only the tests use (MPI), --arm64 a cross compiler and an emulator
+#   --tests adds what only the tests use (MPI, doxygen), --arm64 a cross compiler and an emulator
 set -euo pipefail
 
 packages=(g++ cmake ninja-build libhwy-dev libfmt-dev catch2 libbenchmark-dev nlohmann-json3-dev libcli11-dev)
 optional=()
 if [[ "${1:-}" == "--tests" ]]; then
-  optional=(libopenmpi-dev openmpi-bin)  # without them the MPI tests are left out, nothing else
+  # Without them the MPI tests and that of the reference are left out, nothing else.
+  optional=(libopenmpi-dev openmpi-bin)
+  command -v doxygen >/dev/null || optional+=(doxygen)
 elif [[ "${1:-}" == "--arm64" ]]; then
   command -v aarch64-linux-gnu-g++ >/dev/null || optional+=(g++-aarch64-linux-gnu)
   command -v qemu-aarch64 >/dev/null || command -v qemu-aarch64-static >/dev/null || optional+=(qemu-user)

@@ -93,6 +93,13 @@ void use_device(int device) {
   HELIX_CUDA_CHECK(cudaSetDevice(device));
 }
 
+DeviceMemory device_memory(int device) {
+  use_device(device);
+  DeviceMemory memory;
+  HELIX_CUDA_CHECK(cudaMemGetInfo(&memory.free_bytes, &memory.total_bytes));
+  return memory;
+}
+
 Stream Stream::create(bool high_priority) {
   int lowest = 0;
   int highest = 0;

@@ -3,7 +3,6 @@
 #include "options.hpp"
 
 #include <cmath>
-#include <iostream>
 #include <map>
 
 #include <CLI/CLI.hpp>
@@ -12,8 +11,12 @@
 
 #include <helix/error.hpp>
 
+#include "cli/command_line.hpp"
+
 namespace helix::plan_cli {
 namespace {
+
+using decode::as_count;
 
 const std::map<std::string, double>& element_bits() {
   static const std::map<std::string, double> kBits{{"f32", 32}, {"bf16", 16}, {"f16", 16},
@@ -78,7 +81,7 @@ void add_source_options(CLI::App& app, Options& options, OptionTexts& texts) {
 }
 
 void add_workload_options(CLI::App& app, Options& options, OptionTexts& texts) {
-  app.add_option("--context", texts.context, "tokens of each sequence")
+  as_count(app.add_option("--context", texts.context, "tokens of each sequence"))
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 40))
       ->capture_default_str();
   app.add_option("--weight-dtype", texts.weights, fmt::format("{}", fmt::join(format_names(), ", ")))
@@ -90,7 +93,7 @@ void add_workload_options(CLI::App& app, Options& options, OptionTexts& texts) {
   app.add_option("--activation-dtype", texts.activations, "as above; of messages, too")
       ->check(CLI::IsMember(format_names()))
       ->capture_default_str();
-  app.add_option("--step-tokens", options.workload.step_tokens, "query tokens a sequence and step")
+  as_count(app.add_option("--step-tokens", options.workload.step_tokens, "query tokens a sequence and step"))
       ->check(CLI::Range(1, 1 << 16))
       ->capture_default_str();
   app.add_option("--expert-hits", texts.expert_hits, "experts that a step reads: expectation or worst-case")
@@ -99,12 +102,12 @@ void add_workload_options(CLI::App& app, Options& options, OptionTexts& texts) {
 }
 
 void add_search_options(CLI::App& app, plan::SearchSpace& space, OptionTexts& texts) {
-  app.add_option("--gpus", space.max_gpus, "GPUs at most")
+  as_count(app.add_option("--gpus", space.max_gpus, "GPUs at most"))
       ->check(CLI::Range(1, 1 << 15))
       ->capture_default_str();
-  app.add_option("--batch", texts.batch, "sequences; default: searched, powers of two")
+  as_count(app.add_option("--batch", texts.batch, "sequences; default: searched, powers of two"))
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24));
-  app.add_option("--max-batch", space.max_batch, "largest batch of the search")
+  as_count(app.add_option("--max-batch", space.max_batch, "largest batch of the search"))
       ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24))
       ->capture_default_str();
   app.add_option("--ttl-ms", texts.ttl_ms, "most milliseconds that a token of a sequence may take");
@@ -160,14 +163,8 @@ std::optional<Options> parse_options(int argc, char** argv) {
   add_output_options(app, options, texts);
   for (const char* other : {"--model", "--json", "--csv", "--pictures"})
     app.get_option("--check")->excludes(app.get_option(other));
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::CallForHelp&) {
-    std::cout << app.help();
-    return std::nullopt;
-  } catch (const CLI::ParseError& error) {
-    throw Error(ErrorCode::invalid_argument, error.what(), "; see --help");
-  }
+  app.footer(decode::kCountsHelp);
+  if (!decode::parse_command_line(app, argc, argv)) return std::nullopt;
 
   HELIX_EXPECTS(!options.model.empty() || !texts.checks.empty(), ErrorCode::invalid_argument,
                 "--model is required; see --help");

@@ -15,6 +15,7 @@ namespace helix {
 /// Element type of a tensor whose type is known at run time only.
 enum class DType : std::uint8_t { f32, f16, bf16, fp8_e4m3 };
 
+/// Bytes of one element.
 constexpr std::size_t size_bytes(DType dtype) {
   switch (dtype) {
     case DType::f32:
@@ -28,6 +29,7 @@ constexpr std::size_t size_bytes(DType dtype) {
   return 0;
 }
 
+/// Name of the type as command lines and messages write it: "bf16".
 constexpr std::string_view to_string(DType dtype) {
   switch (dtype) {
     case DType::f32:
@@ -183,17 +185,21 @@ inline constexpr DType kDTypeOf = [] {
   static_assert(sizeof(T) == 0, "no DType for this element type");
   return DType::f32;
 }();
+/// DType of `float`.
 template <>
 inline constexpr DType kDTypeOf<float> = DType::f32;
+/// DType of `f16`.
 template <>
 inline constexpr DType kDTypeOf<f16> = DType::f16;
+/// DType of `bf16`.
 template <>
 inline constexpr DType kDTypeOf<bf16> = DType::bf16;
+/// DType of `fp8_e4m3`.
 template <>
 inline constexpr DType kDTypeOf<fp8_e4m3> = DType::fp8_e4m3;
 
 /// Calls `use` with a null pointer to the element type of `dtype`, the one place where a runtime type becomes
-/// a C++ type: dispatch(dtype, [&]<class T>(T*) { ... }).
+/// a C++ type: `dispatch(dtype, [&]<class T>(T*) { ... })`.
 template <class Use>
 constexpr decltype(auto) dispatch(DType dtype, Use&& use) {
   switch (dtype) {

@@ -55,7 +55,7 @@ constexpr std::string_view to_string(ErrorCode code) {
   return "unknown";
 }
 
-/// One word, number or truth value of a message. Not a stream: <sstream> and a template instance a message
+/// One word, number or truth value of a message. Not a stream: `<sstream>` and a template instance a message
 /// took a third of the time in which a unit that includes decode_layer.hpp compiles.
 class MessagePart {
  public:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small arithmetic of sizes, for headers that everyone includes: <algorithm> and <numeric> cost a unit more
+// Small arithmetic of sizes, for headers that everyone includes: `<algorithm>` and `<numeric>` cost a unit more
 // than all of topology.hpp.
 #pragma once
 

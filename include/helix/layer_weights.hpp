@@ -48,7 +48,9 @@ struct MoeWeights {
   DenseFfnWeights shared{};            ///< Empty views when the model has no shared expert
 };
 
+/// Weights of a layer's attention: grouped-query or latent.
 using AttentionWeights = std::variant<GqaWeights, MlaWeights>;
+/// Weights of a layer's FFN: dense or mixture of experts.
 using FfnWeights = std::variant<DenseFfnWeights, MoeWeights>;
 
 /// One layer as one rank holds it.

@@ -7,6 +7,7 @@
 
 namespace helix {
 
+/// Four random words that follow from counter and key alone, after ten rounds.
 constexpr std::array<std::uint32_t, 4> philox4x32_10(std::array<std::uint32_t, 4> counter,
                                                      std::array<std::uint32_t, 2> key) {
   for (int round = 0; round < 10; ++round) {

@@ -100,7 +100,7 @@ class GoldenRun {
   explicit GoldenRun(const std::string& name) : golden_(ReferenceModel(name).golden()) {
     write_file(directory_ / "prompts.json", nlohmann::json(golden_.prompts).dump());
     command_ = HELIX_DECODE " --model " + (data_directory() / name).string() +
-               " --device cuda --kv-dtype f32 --ignore-eos --max-new-tokens 24 --prompts " +
+               " --device cuda --activation f32 --kv-dtype f32 --ignore-eos --max-new-tokens 24 --prompts " +
                (directory_ / "prompts.json").string() + " --json " + (directory_ / "report.json").string();
   }
 

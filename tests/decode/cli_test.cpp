@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include <helix/cpu/backend.hpp>
+#include <helix/version.hpp>
 
 #include "cli/launch_cuda.hpp"
 #include "decode/golden.hpp"
@@ -56,6 +57,55 @@ TEST_CASE("activations are bf16 where the hardware multiplies it, and as the com
   CHECK(emulated.at("activation") == "bf16");
   const auto tuned = short_report("--activation bf16 --tuning linear.*=plain").at("tuning");
   CHECK(tuned.at("linear.bf16_dots.rows1") == nlohmann::json{{"way", "plain"}, {"source", "fixed"}});
+}
+
+TEST_CASE("without a GPU the device is the CPU, and the report says what was chosen", "[quick]") {
+  const auto report = short_report("");
+  CHECK(report.at("device") == "cpu");
+  CHECK(report.at("prefill_tokens") == 256);
+  CHECK(short_report("--device cpu").at("device") == "cpu");
+  CHECK(short_report("--device auto --prefill-tokens 1K").at("prefill_tokens") == 1024);
+  CHECK(short_report("--topology auto").at("topology").at("world_size") == 1);
+}
+
+TEST_CASE("counts may have suffixes and exponents", "[quick]") {
+  const Run run =
+      run_decode(model_option("llama-tiny") +
+                 "--synthetic-context 128K --max-new-tokens 1e1 --chunk 0.25K --page-tokens 64 --plan-only");
+  INFO(run.output);
+  CHECK(run.exit_code == 0);
+  CHECK_THAT(run.output, Contains("note: 131072 tokens"));
+}
+
+TEST_CASE("both programs say their version and what is built in", "[quick]") {
+  const Run run = run_decode("--version");
+  CHECK(run.exit_code == 0);
+  const std::string version = std::to_string(HELIX_VERSION_MAJOR) + "." +
+                              std::to_string(HELIX_VERSION_MINOR) + "." + std::to_string(HELIX_VERSION_PATCH);
+  CHECK_THAT(run.output, Catch::Matchers::StartsWith("helix-decode " + version + " (CUDA: ") &&
+                             Contains("MPI: ") && Catch::Matchers::EndsWith(")\n"));
+}
+
+TEST_CASE("replicas without a sequence and plans beyond memory are warnings", "[quick]") {
+  const auto warnings_of = [](const std::string& arguments) {
+    const ScratchDirectory scratch;
+    const std::string file = (scratch / "err").string();
+    const Run run = run_command("sh -c '" HELIX_DECODE " " + model_option("llama-tiny") + arguments + " 2> " +
+                                file + "'");
+    INFO(run.output);
+    CHECK(run.exit_code == 0);
+    CHECK_THAT(run.output, !Contains("warning"));
+    return read_file(file);
+  };
+  CHECK(warnings_of("--prompt-ids 1,2 --prompt-ids 3 --dp 2 --max-new-tokens 2") == "");
+  CHECK(warnings_of("--prompt-ids 1,2 --prompt-ids 3 --dp 3 --max-new-tokens 2") ==
+        "warning: 1 of 3 replicas have no sequence: --dp is 3 and there are 2 sequences; give more prompts "
+        "or a "
+        "smaller --dp\n");
+  const std::string memory = warnings_of("--synthetic-context 64G --plan-only");
+  CHECK_THAT(memory, Catch::Matchers::StartsWith("warning: the plan takes 64.00 TiB of this machine") &&
+                         Contains("are available") && Contains("--kv-dtype"));
+  CHECK(std::count(memory.begin(), memory.end(), '\n') == 1);
 }
 
 TEST_CASE("the report holds topology, sequences, memory, timing and exchange", "[quick]") {
@@ -194,7 +244,19 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
       {model_option("llama-tiny") + kIds + "--tuning linear.bf16.rows1=best",
        {"has no variant \"best\"", "plain"}},
       {model_option("llama-tiny") + kIds + "--tuning attention", {"kernel=variant"}},
-      {model_option("llama-tiny") + kIds + "--no-such-option", {"no-such-option"}},
+      {model_option("llama-tiny") + kIds + "--no-such-option", {"--no-such-option is unknown; see --help"}},
+      {"--max-token 5", {"--max-token is unknown; did you mean --max-new-tokens?"}},
+      {model_option("llama-tiny") + kIds + "--max_new_tokens=5",
+       {"--max_new_tokens is unknown; did you mean"}},
+      {model_option("llama-tiny") + kIds + "7", {"'7' belongs to no option"}},
+      {model_option("llama-tiny") + kIds + "--max-new-tokens 12x",
+       {"--max-new-tokens: '12x' is no count", "128K"}},
+      {model_option("llama-tiny") + kIds + "--max-new-tokens 1.5", {"--max-new-tokens: '1.5' is not whole"}},
+      {model_option("llama-tiny") + kIds + "--max-new-tokens 1e30",
+       {"--max-new-tokens: '1e30' is too large"}},
+      {model_option("llama-tiny") + kIds + "--max-new-tokens -4", {"max_new_tokens is -4"}},
+      {model_option("llama-tiny") + kIds + "--prefill-tokens many",
+       {"--prefill-tokens: 'many' is no count", "auto"}},
       {model_option("llama-tiny") + kIds + "--prompts " + (scratch / "bad.json").string(), {"exclude"}},
       {model_option("llama-tiny") + "--prompts " + (scratch / "bad.json").string(), {"bad.json", "array"}},
       {model_option("llama-tiny") + "--prompts " + (scratch / "none.json").string(), {"none.json"}},

@@ -183,7 +183,7 @@ GenerationResult run_capturable(const ReferenceModel& model, const Topology& top
   return decode::run_rank_threads(
       std::move(world),
       [](int, const JobComms<CapturableComm>& comms) { return CapturableBackend(comms.stage, comms.kvp, 1); },
-      model.checkpoint, model.config, topo, request, false);
+      model.checkpoint, model.config, topo, request, {});
 }
 
 }  // namespace

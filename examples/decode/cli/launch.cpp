@@ -4,11 +4,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <charconv>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <system_error>
 #include <thread>
 
 #include <helix/cpu/backend.hpp>
@@ -181,6 +184,23 @@ class ThreadLauncher : public Launcher {
 };
 
 }  // namespace
+
+int num_local_processes() {
+  for (const char* name : {"OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"}) {
+    const char* value = std::getenv(name);
+    int number = 0;
+    if (value != nullptr && std::from_chars(value, value + std::strlen(value), number).ec == std::errc())
+      return std::max(1, number);
+  }
+  return 1;
+}
+
+Device automatic_device() {
+  if (visible_gpus() < num_local_processes()) return Device::cpu;
+  // Where only MPI can tell the ranks apart, each process would be a job of its own on the GPU.
+  const bool is_open_mpi = std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr;
+  return !is_mpi_process() || is_open_mpi || is_cuda_job() ? Device::cuda : Device::cpu;
+}
 
 std::unique_ptr<Launcher> make_thread_launcher() {
   return std::make_unique<ThreadLauncher>();

@@ -22,6 +22,15 @@ namespace helix::decode {
 
 enum class Device { cpu, cuda };
 
+/// The device of --device auto: cuda where the CUDA backend is built and sees GPUs, one at least for each
+/// process that mpirun started here; else cpu. Never an error without a driver. Processes of one machine
+/// agree.
+/// @throws Error(invalid_argument) naming the variable of the launcher that is missing or wrong.
+Device automatic_device();
+
+/// Processes of the job on this machine: what mpirun says, else 1.
+int num_local_processes();
+
 /// Which GPU a rank thread gets.
 enum class GpuPlacement {
   automatic,  ///< one_each where there are as many GPUs as ranks and several of both, else shared.

@@ -65,6 +65,22 @@ std::string cuda_unavailable_reason() {
          "); check the driver with nvidia-smi and CUDA_VISIBLE_DEVICES, or give --device cpu";
 }
 
+int visible_gpus() {
+  return cuda::device_count();
+}
+
+GpuMemory gpu_memory(int gpu) {
+  const cuda::DeviceMemory memory = cuda::device_memory(gpu);
+  return {.free = static_cast<std::int64_t>(memory.free_bytes),
+          .total = static_cast<std::int64_t>(memory.total_bytes)};
+}
+
+std::vector<int> rank_gpus(const Topology& topo, const LaunchOptions& options) {
+  std::vector<int> gpus(static_cast<std::size_t>(topo.world_size()), options.gpu);
+  if (has_one_gpu_each(topo, options.placement)) std::iota(gpus.begin(), gpus.end(), 0);
+  return gpus;
+}
+
 std::string describe_gpus(const Topology& topo, const LaunchOptions& options) {
   if (has_one_gpu_each(topo, options.placement))
     return "device: cuda, a GPU for each of " + std::to_string(topo.world_size()) + " ranks, over NCCL";
@@ -77,10 +93,8 @@ GenerationResult run_local_cuda(const Checkpoint& checkpoint, const ModelConfig&
   expect_cuda();
   return with_activation(options.activation, [&]<class T>(T) {
     if (has_one_gpu_each(topo, options.placement)) {
-      std::vector<int> devices(static_cast<std::size_t>(topo.world_size()));
-      std::iota(devices.begin(), devices.end(), 0);
       return run_rank_threads(
-          cuda::NcclComm::create_group(devices, options.timeout, kGraphUse),
+          cuda::NcclComm::create_group(rank_gpus(topo, options), options.timeout, kGraphUse),
           [](int rank, const JobComms<cuda::NcclComm>& comms) {
             return cuda::Backend<cuda::NcclComm, T>(comms.stage, comms.kvp, rank);
           },

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks on GPUs. Where CUDA was not built in, all but the reason throw Error(unsupported).
+// Ranks on GPUs. Where CUDA was not built in, there are no GPUs, and whatever needs one throws
+// Error(unsupported).
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -13,6 +15,21 @@ namespace helix::decode {
 
 /// Why --device cuda cannot work here, in words; empty: it can.
 std::string cuda_unavailable_reason();
+
+/// GPUs that this process may use; never an error.
+int visible_gpus();
+
+/// Memory of one GPU in bytes.
+struct GpuMemory {
+  std::int64_t free = 0;
+  std::int64_t total = 0;
+};
+
+/// The memory of GPU `gpu` as it is now.
+GpuMemory gpu_memory(int gpu);
+
+/// The GPU of each rank thread, by rank.
+std::vector<int> rank_gpus(const Topology& topo, const LaunchOptions& options);
 
 /// The rank threads' GPUs in words, for the user.
 std::string describe_gpus(const Topology& topo, const LaunchOptions& options);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// --device cuda where CUDA was not built in: refuses.
+// --device cuda where CUDA was not built in: no GPUs, and a refusal.
 #include <helix/error.hpp>
 
 #include "cli/launch_cuda.hpp"
@@ -17,6 +17,18 @@ namespace {
 std::string cuda_unavailable_reason() {
   return "this build has no CUDA backend; install a CUDA compiler and configure with HELIX_CUDA=ON, or give "
          "--device cpu";
+}
+
+int visible_gpus() {
+  return 0;
+}
+
+GpuMemory gpu_memory(int) {
+  refuse();
+}
+
+std::vector<int> rank_gpus(const Topology&, const LaunchOptions&) {
+  refuse();
 }
 
 std::string describe_gpus(const Topology&, const LaunchOptions&) {

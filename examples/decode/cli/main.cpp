@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <exception>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -23,29 +24,44 @@
 #include "checkpoint/mapped_file.hpp"
 #include "checkpoint/output_file.hpp"
 #include "cli/launch.hpp"
+#include "cli/launch_cuda.hpp"
 #include "cli/nccl_environment.hpp"
 #include "cli/options.hpp"
 #include "cli/planning.hpp"
 #include "cli/report.hpp"
+#include "cli/warnings.hpp"
 #include "model/parse_config.hpp"
 #include "serve/frontend.hpp"
 
 namespace helix::decode {
 namespace {
 
-/// Ranks of --topology auto: the launcher's processes, else --ranks.
-int num_ranks(const Options& options, const Launcher& launcher) {
+/// Prompt tokens a step that keep a GPU's products busy: weights are read once for all of them.
+constexpr std::int64_t kGpuPrefillTokens = 2048;
+
+/// How many ranks --topology auto may take: the launcher's processes, else --ranks, else on GPUs any number
+/// up to theirs, on the CPU one, whose threads share its cores as well as several ranks would.
+std::vector<int> num_ranks(const Options& options, const Launcher& launcher) {
   if (launcher.has_processes()) {
     HELIX_EXPECTS(options.num_ranks == 0 || options.num_ranks == launcher.size(), ErrorCode::invalid_argument,
                   "--ranks is ", options.num_ranks, " but the launcher started ", launcher.size(),
                   " processes: drop --ranks");
-    return launcher.size();
+    return {launcher.size()};
   }
-  HELIX_EXPECTS(
-      options.num_ranks > 0, ErrorCode::invalid_argument,
-      "--topology auto needs to know for how many ranks: give --ranks, or start the ranks by mpirun "
-      "or torchrun");
-  return options.num_ranks;
+  if (options.num_ranks > 0) return {options.num_ranks};
+  std::vector<int> counts(
+      options.device == Device::cuda ? static_cast<std::size_t>(std::max(1, visible_gpus())) : 1);
+  std::iota(counts.begin(), counts.end(), 1);
+  return counts;
+}
+
+/// What activations are where the command line leaves it open and every rank accepts 16 bits: on GPUs what
+/// the checkpoint was made in, on the CPU what of that it multiplies.
+DType widest_choice(const Options& options, const ModelConfig& config) {
+  if (options.activation) return *options.activation;
+  if (options.verify) return DType::f32;
+  if (options.device == Device::cuda) return config.fp8_blocks ? DType::bf16 : config.dtype;
+  return config.dtype == DType::bf16 ? DType::bf16 : DType::f32;
 }
 
 /// What is known before a weight is loaded.
@@ -63,6 +79,8 @@ void print_plan(const Launcher& launcher, const ModelConfig& config, const Topol
   fmt::print(out, "{}\n{}", topo.to_string(), format_memory(plan, topo));
   const std::string devices = launcher.describe_devices(topo, launch);
   if (!devices.empty()) fmt::print(out, "{}\n", devices);
+  if (request.synthetic_context == 0)
+    fmt::print(out, "prefill: at most {} prompt tokens a step\n", request.prefill_tokens);
   flush_standard_output();
 }
 
@@ -93,6 +111,8 @@ struct Job {
                .gpu = launcher.gpu()},
         checkpoint(options.model),
         config(parse_model_config(checkpoint.config_json(), checkpoint.config_path())) {
+    // The CPU's plan is that of f32: its products keep what they round to themselves.
+    if (options.device == Device::cuda) launch.activation = widest_choice(options, config);
     if (launcher.rank() == 0 && !options.json.empty()) check_output(options.json);
     GenerationRequest& request = options.request;
     if (options.serve) request.serving = serve_limits(options.serve_limits, config);
@@ -102,7 +122,38 @@ struct Job {
                                   : options.topology;
     topo = launcher.has_processes() ? Topology(spec, config.shape, launcher.size())
                                     : Topology(spec, config.shape);
+    if (options.is_prefill_auto && options.device == Device::cuda) {
+      request.prefill_tokens = kGpuPrefillTokens;
+      plan = plan_memory(checkpoint, config, *topo, request, launch);
+      if (is_plan_inside_gpus(launcher)) return;
+      request.prefill_tokens = GenerationRequest{}.prefill_tokens;
+    }
     plan = plan_memory(checkpoint, config, *topo, request, launch);
+  }
+
+  /// Sets what all ranks agreed upon; elements of another size make another plan.
+  void set_activation(DType activation) {
+    if (activation == launch.activation) return;
+    launch.activation = activation;
+    if (options.device == Device::cuda)
+      plan = plan_memory(checkpoint, config, *topo, options.request, launch);
+  }
+
+  /// Whether each GPU's ranks leave it some memory. Of all of it, not of what is free, so that the processes
+  /// of a job on equal GPUs answer alike.
+  bool is_plan_inside_gpus(const Launcher& launcher) const {
+    constexpr double kUsable = 0.9;  // the rest is for the runtime, communicators and fragmentation
+    const std::vector<int> gpus = rank_gpus(*topo, launch);
+    const auto fits = [&](std::int64_t bytes, int gpu) {
+      return static_cast<double>(bytes) <= kUsable * static_cast<double>(gpu_memory(gpu).total);
+    };
+    if (launcher.has_processes()) {
+      std::vector<int> ranks(plan.size());
+      std::iota(ranks.begin(), ranks.end(), 0);
+      return std::ranges::all_of(ranks,
+                                 [&](int rank) { return fits(gpu_bytes(plan, ranks, rank), launch.gpu); });
+    }
+    return std::ranges::all_of(gpus, [&](int gpu) { return fits(gpu_bytes(plan, gpus, gpu), gpu); });
   }
 
   /// What all processes of the job must have been started with.
@@ -120,8 +171,12 @@ struct Job {
 /// What activations are where the command line leaves it open, once it is known what all machines can do.
 DType choose_activation(const Job& job, const JobAgreement& agreement) {
   if (job.options.activation) return *job.options.activation;
-  const bool is_bf16 = job.options.device == Device::cpu && job.config.dtype == DType::bf16;
-  return is_bf16 && agreement.accepts_bf16 ? DType::bf16 : DType::f32;
+  return agreement.accepts_bf16 ? widest_choice(job.options, job.config) : DType::f32;
+}
+
+/// Whether this process can take 16-bit activations, and is asked for nothing that needs f32.
+bool accepts_16_bit(const Options& options) {
+  return !options.verify && (options.device == Device::cuda || helix::cpu::has_bf16_products());
 }
 
 /// Until standard input ends.
@@ -137,6 +192,8 @@ void run(const Job& job, Launcher& launcher) {
   const auto& [options, launch, checkpoint, config, topo, plan] = job;
   const GenerationRequest& request = options.request;
   if (is_root) print_plan(launcher, config, *topo, request, launch, plan);
+  for (const std::string& line : warnings(launcher, checkpoint, *topo, request, launch, plan))
+    fmt::print(stderr, "{}\n", line);
   if (options.is_plan_only) return;
 
   if (request.serving) {
@@ -202,9 +259,9 @@ int main(int argc, char** argv) {
         statement.error = error.what();
       }
     }
-    statement.accepts_bf16 = job && !job->options.verify && helix::cpu::has_bf16_products();
+    statement.accepts_bf16 = job && accepts_16_bit(job->options);
     const JobAgreement agreement = launcher->agree(statement);
-    job->launch.activation = choose_activation(*job, agreement);
+    job->set_activation(choose_activation(*job, agreement));
     run(*job, *launcher);
     flush_standard_output();
     return 0;

@@ -3,7 +3,6 @@
 #include "cli/options.hpp"
 
 #include <charconv>
-#include <iostream>
 #include <sstream>
 #include <string_view>
 
@@ -13,16 +12,13 @@
 #include <helix/error.hpp>
 
 #include "checkpoint/token_lists.hpp"
+#include "cli/command_line.hpp"
+#include "cli/counts.hpp"
 #include "generate/request_plan.hpp"
 
 namespace helix::decode {
 
 namespace {
-
-/// A message that CLI11 found: an option that is unknown, missing or not a number.
-[[noreturn]] void throw_usage(const CLI::ParseError& error) {
-  throw Error(ErrorCode::invalid_argument, error.what(), "; see --help");
-}
 
 void parse_hop_b(const std::string& text, GenerationRequest& request) {
   if (text == "auto") {
@@ -46,10 +42,11 @@ struct OptionTexts {
   std::string prompts_file;
   std::string teacher_file;
   std::string hop_b = "auto";
-  std::string device = "cpu";
+  std::string device = "auto";
   std::string activation = "auto";
   std::string cuda_graphs = "on";
   std::string topology = "given";
+  std::string prefill_tokens = "auto";
   std::string json;
 };
 
@@ -57,19 +54,22 @@ void add_prompt_options(CLI::App& app, GenerationRequest& request, OptionTexts& 
   app.add_option("--prompt-ids", texts.prompt_ids, "token ids \"1,2,3\"; repeat for a batch")
       ->allow_extra_args(false);
   app.add_option("--prompts", texts.prompts_file, "JSON file: array of arrays of token ids");
-  app.add_option("--max-new-tokens", request.max_new_tokens, "tokens to generate a sequence")
+  as_count(app.add_option("--max-new-tokens", request.max_new_tokens, "tokens to generate a sequence"))
       ->capture_default_str();
   app.add_flag("--ignore-eos", request.ignore_eos, "go on after an end-of-sequence token");
 }
 
 void add_topology_options(CLI::App& app, Options& options, OptionTexts& texts) {
-  app.add_option("--topology", texts.topology,
-                 "given: by the widths below; auto: the planner's fastest for --ranks")
+  app.add_option(
+         "--topology", texts.topology,
+         "given: by the widths below, one rank unless they say more; auto: the planner's fastest for the "
+         "launcher's processes or --ranks, without either for at most a rank on each visible GPU, on the "
+         "CPU for one rank")
       ->check(CLI::IsMember({"given", "auto"}))
       ->capture_default_str();
-  app.add_option(
-         "--ranks", options.num_ranks,
-         "ranks to choose a topology for, with --topology auto; under mpirun and torchrun their processes")
+  as_count(app.add_option("--ranks", options.num_ranks,
+                          "ranks to choose a topology for, with --topology auto; under mpirun and torchrun "
+                          "their processes"))
       ->check(CLI::Range(1, 65536));
   app.add_option("--kvp", options.topology.kvp, "KV-parallel width of attention")->capture_default_str();
   app.add_option("--tpa", options.topology.tpa, "tensor-parallel width of attention")->capture_default_str();
@@ -83,10 +83,11 @@ void add_topology_options(CLI::App& app, Options& options, OptionTexts& texts) {
 
 void add_step_options(CLI::App& app, Options& options, OptionTexts& texts) {
   GenerationRequest& request = options.request;
-  app.add_option("--chunk", request.chunk, "tokens that stay together on a KVP rank")->capture_default_str();
-  app.add_option("--page-tokens", request.page_tokens, "tokens a KV page")->capture_default_str();
-  app.add_option("--draft-tokens", request.draft_tokens,
-                 "query tokens a step; drafts come from --teacher-force")
+  as_count(app.add_option("--chunk", request.chunk, "tokens that stay together on a KVP rank"))
+      ->capture_default_str();
+  as_count(app.add_option("--page-tokens", request.page_tokens, "tokens a KV page"))->capture_default_str();
+  as_count(app.add_option("--draft-tokens", request.draft_tokens,
+                          "query tokens a step; drafts come from --teacher-force"))
       ->capture_default_str();
   app.add_option("--teacher-force", texts.teacher_file,
                  "JSON file: array of continuations to feed, or with --draft-tokens to propose");
@@ -111,9 +112,11 @@ void add_step_options(CLI::App& app, Options& options, OptionTexts& texts) {
   app.add_option("--frequency-penalty", request.penalties.frequency,
                  "taken off for each time that the output has the token")
       ->capture_default_str();
-  app.add_option("--synthetic-context", request.synthetic_context,
-                 "tokens of generated KV instead of a prompt");
-  app.add_option("--prefill-tokens", request.prefill_tokens, "most prompt tokens a step")
+  as_count(app.add_option("--synthetic-context", request.synthetic_context,
+                          "tokens of generated KV instead of a prompt"));
+  app.add_option(
+         "--prefill-tokens", texts.prefill_tokens,
+         "most prompt tokens a step: a COUNT, or auto: 2048 on GPUs whose memory has room for it, else 256")
       ->capture_default_str();
 }
 
@@ -121,14 +124,16 @@ void add_serve_options(CLI::App& app, Options& options) {
   app.add_flag("--serve", options.serve,
                "take requests as lines of JSON from standard input, give events on standard output; see "
                "docs/decoding.md");
-  app.add_option("--max-sequences", options.serve_limits.max_sequences,
-                 "with --serve: requests that decode side by side, a replica")
+  as_count(app.add_option("--max-sequences", options.serve_limits.max_sequences,
+                          "with --serve: requests that decode side by side, a replica"))
       ->capture_default_str();
-  app.add_option("--context", options.serve_limits.max_tokens,
-                 "with --serve: most tokens of a prompt and its output; 0: 8192, or the model's fewer")
+  as_count(
+      app.add_option("--context", options.serve_limits.max_tokens,
+                     "with --serve: most tokens of a prompt and its output; 0: 8192, or the model's fewer"))
       ->capture_default_str();
-  app.add_option("--kv-tokens", options.serve_limits.kv_tokens,
-                 "with --serve: tokens that a replica's KV cache holds; 0: --max-sequences times --context")
+  as_count(app.add_option(
+               "--kv-tokens", options.serve_limits.kv_tokens,
+               "with --serve: tokens that a replica's KV cache holds; 0: --max-sequences times --context"))
       ->capture_default_str();
 }
 
@@ -146,14 +151,17 @@ void check_serve(const CLI::App& app, const Options& options) {
 }
 
 void add_device_options(CLI::App& app, Options& options, OptionTexts& texts) {
-  app.add_option("--device", texts.device, "cpu or cuda")
-      ->check(CLI::IsMember({"cpu", "cuda"}))
+  app.add_option("--device", texts.device,
+                 "cpu, cuda, or auto: cuda where it is built in and GPUs are visible, one at least for each "
+                 "process of mpirun, else cpu")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
       ->capture_default_str();
   app.add_option(
          "--activation", texts.activation,
          "element type of activations: f32, bf16 or, on GPUs, f16. On the CPU bf16 concerns products of "
-         "bf16 weights. auto: bf16 on the CPU if the checkpoint is bf16 and every rank multiplies bf16 "
-         "in hardware, but f32 with --verify; f32 on GPUs")
+         "bf16 weights. auto: on GPUs the checkpoint's type, bf16 for fp8 ones; on the CPU bf16 if the "
+         "checkpoint "
+         "is bf16 and every rank multiplies bf16 in hardware, else f32; on both f32 with --verify")
       ->check(CLI::IsMember({"auto", "f32", "bf16", "f16"}))
       ->capture_default_str();
   app.add_option("--cuda-graphs", texts.cuda_graphs,
@@ -183,6 +191,21 @@ void check_topology(const CLI::App& app, const Options& options) {
                 ", which only --topology auto takes: give it, or drop --ranks");
 }
 
+void parse_prefill(const std::string& text, Options& options) {
+  options.is_prefill_auto = text == "auto";
+  if (options.is_prefill_auto) return;
+  try {
+    options.request.prefill_tokens = parse_count(text);
+  } catch (const Error& error) {
+    throw Error(ErrorCode::invalid_argument, "--prefill-tokens: ", error.what(), ", or auto");
+  }
+}
+
+Device parse_device(const std::string& text) {
+  if (text == "auto") return automatic_device();
+  return text == "cuda" ? Device::cuda : Device::cpu;
+}
+
 /// Prompts and continuations, from the command line or from files.
 void read_tokens(const OptionTexts& texts, GenerationRequest& request) {
   HELIX_EXPECTS(texts.prompt_ids.empty() || texts.prompts_file.empty(), ErrorCode::invalid_argument,
@@ -210,21 +233,27 @@ void check_values(const Options& options) {
 
 void add_fields(JobFields& fields, const Options& options) {
   // A binding, so that a new member does not compile until it is decided upon here.
-  [[maybe_unused]] const auto& [model, request, topology, is_topology_auto, num_ranks, kv_dtype_name, device,
-                                activation, is_plan_only, verify, serve, serve_limits, timeout_seconds,
-                                tuning, num_threads, json] = options;
+  [[maybe_unused]] const auto& [model, request, topology, is_topology_auto, num_ranks, is_prefill_auto,
+                                kv_dtype_name, device, activation, is_plan_only, verify, serve, serve_limits,
+                                timeout_seconds, tuning, num_threads, json] = options;
   fields.push_back({"--plan-only", is_plan_only ? "on" : "off"});
   fields.push_back({"--activation", activation ? std::string(to_string(*activation)) : "auto"});
 }
 
 Device named_device(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
-    const std::string_view argument = argv[i];
-    if (argument == "--device=cuda") return Device::cuda;
-    if (argument == "--device" && i + 1 < argc && std::string_view(argv[i + 1]) == "cuda")
-      return Device::cuda;
+    std::string_view text = argv[i];
+    if (text == "--device" && i + 1 < argc) {
+      text = argv[i + 1];
+    } else if (text.starts_with("--device=")) {
+      text.remove_prefix(std::string_view("--device=").size());
+    } else {
+      continue;
+    }
+    if (text == "cuda") return Device::cuda;
+    if (text == "cpu") return Device::cpu;
   }
-  return Device::cpu;
+  return automatic_device();
 }
 
 TokenIds parse_ids(const std::string& text, const std::string& what) {
@@ -258,18 +287,12 @@ std::optional<Options> parse_options(int argc, char** argv) {
   app.add_flag("--plan-only", options.is_plan_only, "print the memory plan of each rank and stop");
   app.add_flag("--verify", options.verify, "run one rank too and compare token by token");
   app.add_option("--json", texts.json, "write the report to this file");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::CallForHelp&) {
-    std::cout << app.help();
-    return std::nullopt;
-  } catch (const CLI::ParseError& error) {
-    throw_usage(error);
-  }
+  app.footer(kCountsHelp);
+  if (!parse_command_line(app, argc, argv)) return std::nullopt;
 
   options.model = texts.model;
   options.json = texts.json;
-  options.device = texts.device == "cuda" ? Device::cuda : Device::cpu;
+  options.device = parse_device(texts.device);
   options.activation = parse_dtype(texts.activation);  // none for "auto"
   HELIX_EXPECTS(options.device == Device::cuda || options.activation != DType::f16,
                 ErrorCode::invalid_argument, "--activation is ", texts.activation,
@@ -279,6 +302,7 @@ std::optional<Options> parse_options(int argc, char** argv) {
   check_topology(app, options);
   check_serve(app, options);
   parse_hop_b(texts.hop_b, options.request);
+  parse_prefill(texts.prefill_tokens, options);
   read_tokens(texts, options.request);
   check_values(options);
   return options;

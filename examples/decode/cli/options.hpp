@@ -17,8 +17,10 @@ struct Options {
   GenerationRequest request;  ///< kv_dtype is set once the checkpoint is known, unless kv_dtype_name says.
   TopologySpec topology;      ///< Widths; unused if is_topology_auto.
   bool is_topology_auto = false;
-  int num_ranks = 0;          ///< Ranks to choose a topology for; 0: as many as the launcher started.
-  std::string kv_dtype_name;  ///< Empty: the checkpoint's.
+  /// Ranks to choose a topology for; 0: as many as the launcher started, else at most a rank for each GPU.
+  int num_ranks = 0;
+  bool is_prefill_auto = true;  ///< Whether request.prefill_tokens is to follow from the device.
+  std::string kv_dtype_name;    ///< Empty: the checkpoint's.
   Device device = Device::cpu;
   std::optional<DType> activation;  ///< nullopt: see choose_activation().
   bool is_plan_only = false;
@@ -36,11 +38,11 @@ struct Options {
 /// own.
 void add_fields(JobFields& fields, const Options& options);
 
-/// The device that the command line names, even one that parse_options() refuses: how to tell the others of
-/// the job that it does.
+/// The device that the command line names, even one that parse_options() refuses, else that of auto: how to
+/// tell the others of the job that it does.
 Device named_device(int argc, char** argv);
 
-/// Parses and reads the files that the options name. nullopt after --help, which it prints.
+/// Parses and reads the files that the options name. nullopt after --help and --version, which it prints.
 /// @throws Error(invalid_argument), Error(io) or Error(invalid_file) naming option and value.
 std::optional<Options> parse_options(int argc, char** argv);
 

@@ -44,12 +44,13 @@ plan::Hardware gpu_hardware() {
 }  // namespace
 
 TopologySpec choose_topology(const ModelConfig& config, const GenerationRequest& request,
-                             const LaunchOptions& launch, int num_ranks) {
+                             const LaunchOptions& launch, const std::vector<int>& num_ranks) {
+  const int most_ranks = *std::ranges::max_element(num_ranks);
   const plan::Precision precision{.weight_bits = config.fp8_blocks ? 8.0 : bits(config.dtype),
                                   .kv_bits = bits(request.kv_dtype),
                                   .activation_bits = bits(launch.activation)};
   const plan::StepModel model(planner_model(config), precision,
-                              launch.device == Device::cuda ? gpu_hardware() : host_hardware(num_ranks));
+                              launch.device == Device::cuda ? gpu_hardware() : host_hardware(most_ranks));
   plan::Workload workload;
   workload.batch = std::max<std::int64_t>(1, request.num_sequences());
   workload.step_tokens = request.draft_tokens;
@@ -65,8 +66,8 @@ TopologySpec choose_topology(const ModelConfig& config, const GenerationRequest&
   }
   workload.context = plan::tokens(static_cast<double>(longest));
   plan::SearchSpace space;
-  space.max_gpus = num_ranks;
-  space.gpu_counts = {num_ranks};
+  space.max_gpus = most_ranks;
+  space.gpu_counts = num_ranks;
   space.batches = {workload.batch};
   space.strategies = {plan::Strategy::helix};
   space.objective = plan::Objective::latency;

@@ -124,7 +124,9 @@ void write_json(const std::filesystem::path& file, const Topology& topo, const G
          {"workspace_bytes", memory.workspace_bytes},
          {"resident_bytes", memory.resident_bytes}});
   }
+  json["device"] = launch.device == Device::cuda ? "cuda" : "cpu";
   json["activation"] = std::string(to_string(launch.activation));
+  json["prefill_tokens"] = request.prefill_tokens;
   if (launch.device == Device::cpu) {
     json["tuning"] = nlohmann::ordered_json::object();
     for (const cpu::KernelTuning& kernel : cpu::tuning()) {

@@ -24,6 +24,15 @@ HELIX_API int device_count();
 /// Why device_count() is 0, as the driver says it; empty if it is not 0.
 HELIX_API std::string no_device_reason();
 
+/// Memory of a GPU, as the driver counts it now.
+struct DeviceMemory {
+  std::size_t free_bytes = 0;   ///< Not yet taken, by whomever.
+  std::size_t total_bytes = 0;  ///< All there is.
+};
+
+/// The memory of `device`, which becomes the calling thread's. @throws what use_device() does.
+HELIX_API DeviceMemory device_memory(int device);
+
 /// Throws Error(unsupported) with the reason unless `device` exists; otherwise makes it the calling thread's.
 HELIX_API void use_device(int device);
 

@@ -21,8 +21,10 @@ enum class CollectiveAlgorithm : std::uint8_t {
   hierarchical,  ///< Inside each NVLink domain, between the domains, inside again
   measured       ///< Hardware::measured
 };
+/// Name of the algorithm: "two_shot".
 HELIX_API std::string_view to_string(CollectiveAlgorithm algorithm);
 
+/// How long a collective takes, and by which algorithm.
 struct CollectiveTime {
   Time time{};
   CollectiveAlgorithm algorithm = CollectiveAlgorithm::none;

@@ -22,6 +22,7 @@ struct TimedSize {
 /// bandwidth below them and of the last one's above. More bytes never take less time.
 class HELIX_API BandwidthCurve {
  public:
+  /// A measured read: its size and the bandwidth that it reaches.
   struct Point {
     Bytes size;
     Bandwidth bandwidth;
@@ -60,7 +61,9 @@ struct Link {
   Bandwidth bandwidth = Bandwidth::unlimited();
 };
 
+/// Collectives that a machine may be measured with.
 enum class Collective : std::uint8_t { all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send };
+/// Name of the collective: "all_reduce".
 HELIX_API std::string_view to_string(Collective collective);
 
 /// A measured collective: times over bytes a rank (all_reduce, broadcast: the buffer; all_to_all: what a rank
@@ -109,6 +112,7 @@ struct HELIX_API Hardware {
 
 /// A machine by name, e.g. "h200". @throws Error(invalid_argument) listing the known names.
 HELIX_API Hardware hardware_preset(std::string_view name);
+/// Names that hardware_preset() knows.
 HELIX_API std::vector<std::string> hardware_preset_names();
 
 }  // namespace helix::plan

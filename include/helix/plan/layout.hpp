@@ -20,6 +20,7 @@ enum class Strategy : std::uint8_t {
   data_parallel_attention,  ///< N = attention groups x TPA, each with its own sequences; FFN over TPF x EP
   medha                     ///< KVP x TPA in attention; everything else on the TPA ranks of KVP rank 0
 };
+/// Name of the strategy: "tensor_parallel".
 HELIX_API std::string_view to_string(Strategy strategy);
 
 /// Widths of one configuration. helix and medha: N = kvp * tpa; tensor_parallel: N = tpa;

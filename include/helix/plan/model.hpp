@@ -62,6 +62,7 @@ struct ParameterCounts {
   std::int64_t active() const { return total() - routed_experts + routed_experts_active; }
 };
 
+/// Parameters of the model by where they are.
 HELIX_API ParameterCounts count_parameters(const Model& model);
 
 /// Bytes of the KV cache of `context` tokens in all layers, each KV head (or the latent) stored once, without
@@ -71,6 +72,7 @@ HELIX_API Bytes kv_cache_bytes(const Model& model, const Precision& precision, T
 /// A model by name, e.g. "llama-3.1-405b"; sizes of the public config.json. @throws Error(invalid_argument)
 /// listing the known names.
 HELIX_API Model model_preset(std::string_view name);
+/// Names that model_preset() knows.
 HELIX_API std::vector<std::string> model_preset_names();
 
 }  // namespace helix::plan

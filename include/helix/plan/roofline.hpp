@@ -14,6 +14,7 @@ namespace helix::plan {
 /// N = KVP * TPA ranks for it, and so does this library.
 enum class OutputProjection : std::uint8_t { over_tpa, over_stage };
 
+/// Widths of the ranks that share one layer.
 struct RooflineWidths {
   std::int64_t tpa = 1;
   std::int64_t kvp = 1;

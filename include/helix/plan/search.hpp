@@ -13,6 +13,7 @@
 
 namespace helix::plan {
 
+/// What the best configuration has most or least of.
 enum class Objective : std::uint8_t {
   latency,    ///< Least TTL; then most tokens/s/GPU
   throughput  ///< Most tokens/s/GPU; then least TTL
@@ -50,6 +51,7 @@ struct SearchCounts {
   std::int64_t over_ttl = 0;
 };
 
+/// What a search found.
 struct SearchResult {
   std::vector<Candidate> candidates{};
   std::vector<std::size_t> frontier{};  ///< Into candidates: by tokens/s/user, from the slowest on
@@ -80,8 +82,10 @@ enum class LossReason : std::uint8_t {
   fewer_per_gpu,  ///< It gives fewer tokens/s/GPU
   equal           ///< It is as good, and was found later
 };
+/// Name of the reason: "fewer_per_gpu".
 HELIX_API std::string_view to_string(LossReason reason);
 
+/// A configuration beside the winner, and why it lost.
 struct Loss {
   Layout layout{};
   std::int64_t batch = 0;

@@ -52,10 +52,12 @@ enum class Operator : std::uint8_t {
   step_overhead,   ///< Overheads::per_step
   pipeline_wait    ///< What the slowest stage adds when micro-batches fill the pipeline
 };
+/// Name of the operator: "kvp_exchange".
 HELIX_API std::string_view to_string(Operator op);
 
 /// Which resource an operator's time is made of. Overhead: declared times are more than the rest.
 enum class Bound : std::uint8_t { memory, compute, network, overhead };
+/// Name of the resource: "memory".
 HELIX_API std::string_view to_string(Bound bound);
 
 /// What an operator is paid for: the words in which layouts are compared.
@@ -70,7 +72,9 @@ enum class Cost : std::uint8_t {
   pipeline,
   overhead  ///< Declared times of all operators, and what is neither read nor sent
 };
+/// Number of costs.
 inline constexpr int kNumCosts = static_cast<int>(Cost::overhead) + 1;
+/// Name of the cost: "kv_read".
 HELIX_API std::string_view to_string(Cost cost);
 
 /// One operator of a step, as the slowest rank sees it.
@@ -106,6 +110,7 @@ struct StepTotals {
   TokenRate tokens_per_gpu() const { return tokens(1) * batch / (ttl * num_gpus); }
 };
 
+/// A step and the operators that it is made of.
 struct StepReport {
   StepTotals totals{};
   std::vector<OperatorTime>

@@ -15,6 +15,7 @@ enum class ExpertHits : std::uint8_t {
   worst_case  ///< As many different experts as tokens choose, all on the rank that counts, up to all it holds
 };
 
+/// What is decoded: sequences, their length, and how their KV is stored.
 struct HELIX_API Workload {
   Tokens context{};              ///< Tokens of each sequence, this step's tokens included
   std::int64_t batch = 1;        ///< Sequences in flight over all replicas

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+# What cpack makes of the install rules: libhelix-dev_VERSION_ARCHITECTURE.deb and helix-VERSION-SYSTEM.tar.gz, each with the headers, the
+# libraries of this build (static or shared as BUILD_SHARED_LIBS says), and the files of find_package and pkg-config.
+#   cmake --build BUILD && cpack --config BUILD/CPackConfig.cmake -B FOLDER
+set(CPACK_GENERATOR DEB TGZ)
+set(CPACK_PACKAGE_NAME helix)
+set(CPACK_PACKAGE_VENDOR "Helix")
+set(CPACK_PACKAGE_CONTACT "the authors of Helix" CACHE STRING "Maintainer that packages name")
+set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "${PROJECT_DESCRIPTION}, C++ library")
+set(CPACK_PACKAGE_DESCRIPTION
+    "Helix Parallelism splits the KV cache of long sequences over ranks, along the sequence, for decoding with very long contexts.
+This package has the headers, the libraries, and the files that find_package(helix) and pkg-config read.")
+set(CPACK_RESOURCE_FILE_LICENSE "${PROJECT_SOURCE_DIR}/LICENSE")
+set(CPACK_PACKAGE_FILE_NAME "helix-${PROJECT_VERSION}-${CMAKE_SYSTEM_NAME}-${CMAKE_SYSTEM_PROCESSOR}")
+set(CPACK_STRIP_FILES OFF)  # static libraries keep the symbols that their users link
+
+set(CPACK_DEBIAN_PACKAGE_NAME libhelix-dev)
+set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
+set(CPACK_DEBIAN_PACKAGE_SECTION libdevel)
+
+# Debian's package of an installed file: nothing where no package has it, such as a library built from source.
+function(helix_debian_package_of file result)
+  set(package "")
+  find_program(HELIX_DPKG_QUERY dpkg-query)
+  mark_as_advanced(HELIX_DPKG_QUERY)
+  if(HELIX_DPKG_QUERY AND EXISTS "${file}")
+    execute_process(COMMAND "${HELIX_DPKG_QUERY}" -S "${file}" OUTPUT_VARIABLE output ERROR_QUIET RESULT_VARIABLE status)
+    if(status EQUAL 0 AND output MATCHES "^([a-z0-9.+-]+)")
+      set(package "${CMAKE_MATCH_1}")
+    endif()
+  endif()
+  set(${result} "${package}" PARENT_SCOPE)
+endfunction()
+
+# What a user of the package compiles and links against. What a shared library needs to run dpkg-shlibdeps finds; a static one is
+# linked by its users, against the Highway that it was compiled with.
+set(needed "")
+set(useful "")
+if(HELIX_HAS_CPU AND NOT BUILD_SHARED_LIBS)
+  get_target_property(hwy_include hwy::hwy INTERFACE_INCLUDE_DIRECTORIES)
+  list(GET hwy_include 0 hwy_include)
+  helix_debian_package_of("${hwy_include}/hwy/highway.h" package)
+  if(package)
+    list(APPEND needed "${package} (>= ${hwy_VERSION})")
+  endif()
+endif()
+if(HELIX_HAS_MPI)
+  list(GET MPI_CXX_INCLUDE_DIRS 0 mpi_include)
+  helix_debian_package_of("${mpi_include}/mpi.h" package)
+  if(NOT package)  # behind a link of the alternatives
+    get_filename_component(mpi_header "${mpi_include}/mpi.h" REALPATH)
+    helix_debian_package_of("${mpi_header}" package)
+  endif()
+  if(package)
+    list(APPEND useful ${package})  # the component mpi alone
+  endif()
+endif()
+list(JOIN needed ", " CPACK_DEBIAN_PACKAGE_DEPENDS)
+list(JOIN useful ", " CPACK_DEBIAN_PACKAGE_RECOMMENDS)
+if(BUILD_SHARED_LIBS)
+  find_program(HELIX_DPKG_SHLIBDEPS dpkg-shlibdeps)
+  mark_as_advanced(HELIX_DPKG_SHLIBDEPS)
+  if(HELIX_DPKG_SHLIBDEPS)
+    set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
+    set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS_PRIVATE_DIRS "${PROJECT_BINARY_DIR}/src" "${PROJECT_BINARY_DIR}/cuda")
+  endif()
+endif()
+
+include(CPack)

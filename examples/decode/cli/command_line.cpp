@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// CLI11 with counts, and with errors that say what to do.
+#include "cli/command_line.hpp"
+
+#include <algorithm>
+#include <cctype>
+#include <cstddef>
+#include <iostream>
+
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+
+#include <helix/error.hpp>
+#include <helix/version.hpp>
+
+#include "cli/counts.hpp"
+
+namespace helix::decode {
+namespace {
+
+/// Lower case without leading dashes, and with dashes for underscores.
+std::string plain(std::string_view name) {
+  name.remove_prefix(std::min(name.find_first_not_of('-'), name.size()));
+  std::string text(name);
+  for (char& c : text) c = c == '_' ? '-' : static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  return text;
+}
+
+/// Edits that make `b` of `a`: a letter put in, left out or swapped with its neighbour is one, another letter
+/// two. To leave letters out is the usual mistake: "max-token" is nearer to --max-new-tokens than to
+/// --page-tokens.
+std::size_t distance(const std::string& a, const std::string& b) {
+  std::vector<std::vector<std::size_t>> edits(a.size() + 1, std::vector<std::size_t>(b.size() + 1));
+  for (std::size_t i = 0; i <= a.size(); ++i) {
+    for (std::size_t j = 0; j <= b.size(); ++j) {
+      if (i == 0 || j == 0) {
+        edits[i][j] = i + j;
+        continue;
+      }
+      const bool is_same = a[i - 1] == b[j - 1];
+      edits[i][j] =
+          std::min({edits[i - 1][j] + 1, edits[i][j - 1] + 1, edits[i - 1][j - 1] + (is_same ? 0 : 2)});
+      if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1])
+        edits[i][j] = std::min(edits[i][j], edits[i - 2][j - 2] + 1);
+    }
+  }
+  return edits[a.size()][b.size()];
+}
+
+std::vector<std::string> option_names(const CLI::App& app) {
+  std::vector<std::string> names;
+  for (const CLI::Option* option : app.get_options()) {
+    for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
+  }
+  return names;
+}
+
+/// What is on the command line and is neither an option nor the value of one.
+[[noreturn]] void throw_unexpected(const CLI::App& app, const std::vector<std::string>& extras) {
+  const auto option = std::find_if(extras.begin(), extras.end(),
+                                   [](const std::string& text) { return text.starts_with('-'); });
+  HELIX_EXPECTS(option != extras.end(), ErrorCode::invalid_argument, "'", extras.front(),
+                "' belongs to no option; see --help");
+  const std::string name = option->substr(0, option->find('='));
+  const std::string nearest = nearest_name(name, option_names(app));
+  throw Error(ErrorCode::invalid_argument, name, " is unknown",
+              nearest.empty() ? std::string("; see --help") : "; did you mean " + nearest + "?");
+}
+
+}  // namespace
+
+CLI::Option* as_count(CLI::Option* option) {
+  return option
+      ->transform(CLI::Validator(
+          [](std::string& text) -> std::string {
+            try {
+              text = std::to_string(parse_count(text));
+            } catch (const Error& error) {
+              return error.what();
+            }
+            return "";
+          },
+          ""))
+      ->type_name("COUNT");
+}
+
+std::string version_text(std::string_view program) {
+#ifdef HELIX_DECODE_HAS_CUDA
+  constexpr const char* kCuda = "yes";
+#else
+  constexpr const char* kCuda = "no";
+#endif
+#ifdef HELIX_DECODE_HAS_MPI
+  constexpr const char* kMpi = "yes";
+#else
+  constexpr const char* kMpi = "no";
+#endif
+  return fmt::format("{} {}.{}.{} (CUDA: {}, MPI: {})", program, HELIX_VERSION_MAJOR, HELIX_VERSION_MINOR,
+                     HELIX_VERSION_PATCH, kCuda, kMpi);
+}
+
+bool parse_command_line(CLI::App& app, int argc, const char* const* argv) {
+  app.set_version_flag("--version", version_text(app.get_name()), "print the version and what is built in");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp&) {
+    std::cout << app.help();
+    return false;
+  } catch (const CLI::CallForVersion& version) {
+    std::cout << version.what() << '\n';
+    return false;
+  } catch (const CLI::ParseError& error) {
+    // First of all: what is missing or wrong may follow from a misspelt name.
+    const std::vector<std::string> extras = app.remaining();
+    if (!extras.empty()) throw_unexpected(app, extras);
+    throw Error(ErrorCode::invalid_argument, error.what(), "; see --help");
+  }
+  return true;
+}
+
+std::string nearest_name(std::string_view wrong, const std::vector<std::string>& names) {
+  const std::string given = plain(wrong);
+  std::string nearest;
+  std::size_t fewest = 0;
+  for (const std::string& name : names) {
+    const std::string other = plain(name);
+    const std::size_t edits = distance(given, other);
+    // A name is near if most of its letters stay.
+    if (5 * edits > 2 * std::max(given.size(), other.size())) continue;
+    if (nearest.empty() || edits < fewest) {
+      nearest = name;
+      fewest = edits;
+    }
+  }
+  return nearest;
+}
+
+}  // namespace helix::decode

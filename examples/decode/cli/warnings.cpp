@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// Warnings about idle replicas and short memory.
+#include "cli/warnings.hpp"
+
+#include <algorithm>
+#include <charconv>
+#include <fstream>
+#include <iterator>
+#include <set>
+#include <system_error>
+
+#include <fmt/format.h>
+
+#include <helix/integers.hpp>
+
+#include "cli/launch_cuda.hpp"
+#include "cli/report.hpp"
+
+namespace helix::decode {
+namespace {
+
+std::optional<std::int64_t> leading_number(std::string_view text) {
+  std::int64_t value = 0;
+  if (std::from_chars(text.data(), text.data() + text.size(), value).ec != std::errc()) return std::nullopt;
+  return value;
+}
+
+std::string read_small(const char* file) {
+  std::ifstream in(file);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+/// What this machine, or the container around this process, has left; nullopt if neither says.
+std::optional<std::int64_t> available_host_bytes() {
+  std::optional<std::int64_t> available = parse_available_memory(read_small("/proc/meminfo"));
+  // A container's limit; "max" is none.
+  if (const auto limit = leading_number(read_small("/sys/fs/cgroup/memory.max")))
+    available = std::min(available.value_or(*limit), *limit);
+  return available;
+}
+
+std::int64_t bytes_of(const RankMemory& memory) {
+  return saturating_sum(saturating_sum(memory.weights_bytes, memory.kv_bytes), memory.workspace_bytes);
+}
+
+constexpr const char* kAdvice = "use shorter or fewer sequences, a smaller --kv-dtype or more ";
+
+std::optional<std::string> idle_replicas(const Topology& topo, const GenerationRequest& request) {
+  const std::int64_t sequences = request.num_sequences();
+  if (topo.dp() <= sequences) return std::nullopt;
+  return fmt::format(
+      "warning: {} of {} replicas have no sequence: --dp is {} and there {} {}; give more prompts or a "
+      "smaller --dp",
+      topo.dp() - sequences, topo.dp(), topo.dp(), sequences == 1 ? "is" : "are",
+      sequences == 1 ? "1 sequence" : fmt::format("{} sequences", sequences));
+}
+
+std::optional<std::string> short_gpu(int gpu, std::int64_t needed) {
+  const std::int64_t free = gpu_memory(gpu).free;
+  if (needed <= free) return std::nullopt;
+  return fmt::format("warning: the plan takes {} of GPU {}, of which {} are free: {}GPUs",
+                     format_bytes(needed), gpu, format_bytes(free), kAdvice);
+}
+
+}  // namespace
+
+std::optional<std::int64_t> parse_available_memory(std::string_view text) {
+  constexpr std::string_view kKey = "MemAvailable:";
+  const std::size_t at = text.find(kKey);
+  if (at == std::string_view::npos) return std::nullopt;
+  const std::size_t digits = text.find_first_not_of(" \t", at + kKey.size());
+  if (digits == std::string_view::npos) return std::nullopt;
+  const std::optional<std::int64_t> kilobytes = leading_number(text.substr(digits));
+  if (!kilobytes) return std::nullopt;
+  return *kilobytes * 1024;
+}
+
+std::int64_t host_bytes(const std::vector<RankMemory>& plan, std::size_t num_ranks,
+                        const Checkpoint& checkpoint) {
+  std::int64_t own = 0;
+  std::int64_t in_place = 0;
+  for (std::size_t rank = 0; rank < std::min(num_ranks, plan.size()); ++rank) {
+    own = saturating_sum(own, bytes_of(plan[rank]) - plan[rank].weights_in_place_bytes);
+    in_place = saturating_sum(in_place, plan[rank].weights_in_place_bytes);
+  }
+  std::int64_t files = 0;
+  for (const SafetensorsFile& file : checkpoint.files())
+    files = saturating_sum(files, static_cast<std::int64_t>(file.size()));
+  return saturating_sum(own, std::min(in_place, files));
+}
+
+std::int64_t gpu_bytes(const std::vector<RankMemory>& plan, const std::vector<int>& gpus, int gpu) {
+  std::int64_t bytes = 0;
+  for (std::size_t rank = 0; rank < plan.size(); ++rank) {
+    if (gpus[rank] == gpu) bytes = saturating_sum(bytes, bytes_of(plan[rank]));
+  }
+  return bytes;
+}
+
+std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& checkpoint,
+                                  const Topology& topo, const GenerationRequest& request,
+                                  const LaunchOptions& launch, const std::vector<RankMemory>& plan) {
+  std::vector<std::string> lines;
+  const auto add = [&](const std::optional<std::string>& line) {
+    if (line) lines.push_back(*line);
+  };
+  const bool is_root = launcher.rank() == 0;
+  if (is_root) add(idle_replicas(topo, request));
+  if (launch.device == Device::cuda) {
+    if (launcher.has_processes()) {
+      add(short_gpu(launch.gpu, bytes_of(plan[static_cast<std::size_t>(launcher.rank())])));
+      return lines;
+    }
+    const std::vector<int> gpus = rank_gpus(topo, launch);
+    for (const int gpu : std::set<int>(gpus.begin(), gpus.end()))
+      add(short_gpu(gpu, gpu_bytes(plan, gpus, gpu)));
+    return lines;
+  }
+  if (!is_root) return lines;
+  const auto num_ranks =
+      launcher.has_processes() ? static_cast<std::size_t>(num_local_processes()) : plan.size();
+  const std::int64_t needed = host_bytes(plan, num_ranks, checkpoint);
+  const std::optional<std::int64_t> available = available_host_bytes();
+  if (available && needed > *available) {
+    add(fmt::format(
+        "warning: the plan takes {} of this machine's memory, of which {} are available: {}machines",
+        format_bytes(needed), format_bytes(*available), kAdvice));
+  }
+  return lines;
+}
+
+}  // namespace helix::decode

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a person should hear of a job that is legal and yet hardly what they want.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "cli/launch.hpp"
+
+namespace helix::decode {
+
+/// One line for each of: replicas without a sequence; a plan that exceeds the free memory of this machine or
+/// of a GPU. Rank 0 speaks for its machine and for what all ranks share, each process for its own GPU.
+std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& checkpoint,
+                                  const Topology& topo, const GenerationRequest& request,
+                                  const LaunchOptions& launch, const std::vector<RankMemory>& plan);
+
+/// Bytes that the plan's first `num_ranks` ranks take of one machine. What they use in the checkpoint's files
+/// they share: it counts as no more than the files.
+std::int64_t host_bytes(const std::vector<RankMemory>& plan, std::size_t num_ranks,
+                        const Checkpoint& checkpoint);
+
+/// The most bytes that the plan takes on one GPU. `gpus`: the GPU of each rank.
+std::int64_t gpu_bytes(const std::vector<RankMemory>& plan, const std::vector<int>& gpus, int gpu);
+
+/// The bytes of a line like "MemAvailable:   123 kB" of /proc/meminfo's `text`; nullopt without one.
+std::optional<std::int64_t> parse_available_memory(std::string_view text);
+
+}  // namespace helix::decode
