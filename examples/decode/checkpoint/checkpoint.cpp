@@ -49,6 +49,8 @@ Checkpoint::Checkpoint(std::filesystem::path directory) : directory_(std::move(d
                 ": not a directory; expected one with config.json and model.safetensors");
   Totals totals(directory_.string());
   config_json_ = read_text(directory_ / "config.json");
+  if (std::filesystem::exists(generation_config_path()))
+    generation_config_json_ = read_text(generation_config_path());
 
   const std::filesystem::path single = directory_ / "model.safetensors";
   const std::filesystem::path index = directory_ / "model.safetensors.index.json";

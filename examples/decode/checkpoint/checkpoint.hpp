@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checkpoint: a Hugging Face directory, config.json plus one safetensors file or an index of several.
+// Checkpoint: a Hugging Face directory, config.json plus one safetensors file or an index of several, and
+// generation_config.json if there is one.
 #pragma once
 
 #include <cstdint>
@@ -37,6 +38,9 @@ class Checkpoint {
   const std::filesystem::path& directory() const { return directory_; }
   std::string config_path() const { return (directory_ / "config.json").string(); }
   const std::string& config_json() const { return config_json_; }
+  std::string generation_config_path() const { return (directory_ / "generation_config.json").string(); }
+  /// Empty if there is no such file.
+  const std::string& generation_config_json() const { return generation_config_json_; }
 
   /// The weight files, by name.
   const std::vector<SafetensorsFile>& files() const { return files_; }
@@ -53,6 +57,7 @@ class Checkpoint {
 
   std::filesystem::path directory_;
   std::string config_json_;
+  std::string generation_config_json_;
   std::vector<SafetensorsFile> files_;
   std::unordered_map<std::string_view, Entry> entries_;  // with an index; keys are the names inside files_
 };

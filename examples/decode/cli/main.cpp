@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // helix-decode: a Llama or DeepSeek checkpoint under a Helix topology, on rank threads or one process a rank.
-#include <algorithm>
 #include <chrono>
-#include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <memory>
-#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -18,51 +15,19 @@
 #include <helix/cpu/backend.hpp>
 #include <helix/cpu/tuning.hpp>
 #include <helix/error.hpp>
-#include <helix/integers.hpp>
 
-#include "checkpoint/checkpoint.hpp"
 #include "checkpoint/mapped_file.hpp"
 #include "checkpoint/output_file.hpp"
+#include "cli/job.hpp"
 #include "cli/launch.hpp"
-#include "cli/launch_cuda.hpp"
 #include "cli/nccl_environment.hpp"
 #include "cli/options.hpp"
-#include "cli/planning.hpp"
 #include "cli/report.hpp"
 #include "cli/warnings.hpp"
-#include "model/parse_config.hpp"
 #include "serve/frontend.hpp"
 
 namespace helix::decode {
 namespace {
-
-/// Prompt tokens a step that keep a GPU's products busy: weights are read once for all of them.
-constexpr std::int64_t kGpuPrefillTokens = 2048;
-
-/// How many ranks --topology auto may take: the launcher's processes, else --ranks, else on GPUs any number
-/// up to theirs, on the CPU one, whose threads share its cores as well as several ranks would.
-std::vector<int> num_ranks(const Options& options, const Launcher& launcher) {
-  if (launcher.has_processes()) {
-    HELIX_EXPECTS(options.num_ranks == 0 || options.num_ranks == launcher.size(), ErrorCode::invalid_argument,
-                  "--ranks is ", options.num_ranks, " but the launcher started ", launcher.size(),
-                  " processes: drop --ranks");
-    return {launcher.size()};
-  }
-  if (options.num_ranks > 0) return {options.num_ranks};
-  std::vector<int> counts(
-      options.device == Device::cuda ? static_cast<std::size_t>(std::max(1, visible_gpus())) : 1);
-  std::iota(counts.begin(), counts.end(), 1);
-  return counts;
-}
-
-/// What activations are where the command line leaves it open and every rank accepts 16 bits: on GPUs what
-/// the checkpoint was made in, on the CPU what of that it multiplies.
-DType widest_choice(const Options& options, const ModelConfig& config) {
-  if (options.activation) return *options.activation;
-  if (options.verify) return DType::f32;
-  if (options.device == Device::cuda) return config.fp8_blocks ? DType::bf16 : config.dtype;
-  return config.dtype == DType::bf16 ? DType::bf16 : DType::f32;
-}
 
 /// What is known before a weight is loaded.
 void print_plan(const Launcher& launcher, const ModelConfig& config, const Topology& topo,
@@ -82,96 +47,6 @@ void print_plan(const Launcher& launcher, const ModelConfig& config, const Topol
   if (request.synthetic_context == 0)
     fmt::print(out, "prefill: at most {} prompt tokens a step\n", request.prefill_tokens);
   flush_standard_output();
-}
-
-/// What the command line leaves open of the room for requests.
-ServeLimits serve_limits(ServeLimits limits, const ModelConfig& config) {
-  constexpr std::int64_t kUsualContext = 8192;
-  if (limits.max_tokens == 0) limits.max_tokens = std::min(kUsualContext, config.max_positions);
-  if (limits.kv_tokens == 0) limits.kv_tokens = saturating_product(limits.max_sequences, limits.max_tokens);
-  return limits;
-}
-
-/// What is known of a job once its checkpoint is open.
-struct Job {
-  Options options;
-  LaunchOptions launch;
-  Checkpoint checkpoint;
-  ModelConfig config;
-  std::optional<Topology> topo;
-  std::vector<RankMemory> plan;
-
-  Job(Options given, const Launcher& launcher)
-      : options(std::move(given)),
-        launch{.num_threads = options.num_threads,
-               .show_progress = true,
-               .timeout = std::chrono::seconds(options.timeout_seconds),
-               .device = options.device,
-               .activation = options.activation.value_or(DType::f32),
-               .gpu = launcher.gpu()},
-        checkpoint(options.model),
-        config(parse_model_config(checkpoint.config_json(), checkpoint.config_path())) {
-    // The CPU's plan is that of f32: its products keep what they round to themselves.
-    if (options.device == Device::cuda) launch.activation = widest_choice(options, config);
-    if (launcher.rank() == 0 && !options.json.empty()) check_output(options.json);
-    GenerationRequest& request = options.request;
-    if (options.serve) request.serving = serve_limits(options.serve_limits, config);
-    request.kv_dtype = options.kv_dtype_name.empty() ? config.dtype : *parse_dtype(options.kv_dtype_name);
-    const TopologySpec spec = options.is_topology_auto
-                                  ? choose_topology(config, request, launch, num_ranks(options, launcher))
-                                  : options.topology;
-    topo = launcher.has_processes() ? Topology(spec, config.shape, launcher.size())
-                                    : Topology(spec, config.shape);
-    if (options.is_prefill_auto && options.device == Device::cuda) {
-      request.prefill_tokens = kGpuPrefillTokens;
-      plan = plan_memory(checkpoint, config, *topo, request, launch);
-      if (is_plan_inside_gpus(launcher)) return;
-      request.prefill_tokens = GenerationRequest{}.prefill_tokens;
-    }
-    plan = plan_memory(checkpoint, config, *topo, request, launch);
-  }
-
-  /// Sets what all ranks agreed upon; elements of another size make another plan.
-  void set_activation(DType activation) {
-    if (activation == launch.activation) return;
-    launch.activation = activation;
-    if (options.device == Device::cuda)
-      plan = plan_memory(checkpoint, config, *topo, options.request, launch);
-  }
-
-  /// Whether each GPU's ranks leave it some memory. Of all of it, not of what is free, so that the processes
-  /// of a job on equal GPUs answer alike.
-  bool is_plan_inside_gpus(const Launcher& launcher) const {
-    constexpr double kUsable = 0.9;  // the rest is for the runtime, communicators and fragmentation
-    const std::vector<int> gpus = rank_gpus(*topo, launch);
-    const auto fits = [&](std::int64_t bytes, int gpu) {
-      return static_cast<double>(bytes) <= kUsable * static_cast<double>(gpu_memory(gpu).total);
-    };
-    if (launcher.has_processes()) {
-      std::vector<int> ranks(plan.size());
-      std::iota(ranks.begin(), ranks.end(), 0);
-      return std::ranges::all_of(ranks,
-                                 [&](int rank) { return fits(gpu_bytes(plan, ranks, rank), launch.gpu); });
-    }
-    return std::ranges::all_of(gpus, [&](int gpu) { return fits(gpu_bytes(plan, gpus, gpu), gpu); });
-  }
-
-  /// What all processes of the job must have been started with.
-  JobFields fields() const {
-    JobFields fields;
-    add_fields(fields, launch);
-    add_fields(fields, checkpoint);
-    add_fields(fields, topo->spec());
-    add_fields(fields, options.request);
-    add_fields(fields, options);
-    return fields;
-  }
-};
-
-/// What activations are where the command line leaves it open, once it is known what all machines can do.
-DType choose_activation(const Job& job, const JobAgreement& agreement) {
-  if (job.options.activation) return *job.options.activation;
-  return agreement.accepts_bf16 ? widest_choice(job.options, job.config) : DType::f32;
 }
 
 /// Whether this process can take 16-bit activations, and is asked for nothing that needs f32.

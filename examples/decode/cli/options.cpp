@@ -234,8 +234,8 @@ void check_values(const Options& options) {
 void add_fields(JobFields& fields, const Options& options) {
   // A binding, so that a new member does not compile until it is decided upon here.
   [[maybe_unused]] const auto& [model, request, topology, is_topology_auto, num_ranks, is_prefill_auto,
-                                kv_dtype_name, device, activation, is_plan_only, verify, serve, serve_limits,
-                                timeout_seconds, tuning, num_threads, json] = options;
+                                kv_dtype_name, device, activation, is_plan_only, verify, has_sampling, serve,
+                                serve_limits, timeout_seconds, tuning, num_threads, json] = options;
   fields.push_back({"--plan-only", is_plan_only ? "on" : "off"});
   fields.push_back({"--activation", activation ? std::string(to_string(*activation)) : "auto"});
 }
@@ -301,6 +301,9 @@ std::optional<Options> parse_options(int argc, char** argv) {
   options.is_topology_auto = texts.topology == "auto";
   check_topology(app, options);
   check_serve(app, options);
+  for (const char* option : {"--temperature", "--top-p", "--min-p", "--top-k", "--repetition-penalty",
+                             "--presence-penalty", "--frequency-penalty"})
+    options.has_sampling = options.has_sampling || app.count(option) > 0;
   parse_hop_b(texts.hop_b, options.request);
   parse_prefill(texts.prefill_tokens, options);
   read_tokens(texts, options.request);

@@ -25,7 +25,8 @@ struct Options {
   std::optional<DType> activation;  ///< nullopt: see choose_activation().
   bool is_plan_only = false;
   bool verify = false;
-  bool serve = false;  ///< Then request.serving is set once the checkpoint is known.
+  bool has_sampling = false;  ///< Whether an option says how tokens are drawn.
+  bool serve = false;         ///< Then request.serving is set once the checkpoint is known.
   ServeLimits serve_limits{.max_sequences = 8, .max_tokens = 0, .kv_tokens = 0};  ///< 0: by the checkpoint.
   int timeout_seconds = 60;    ///< Longest wait for another rank.
   std::string tuning;          ///< What cpu::fix_tuning() takes; empty: kernels choose by timing.

@@ -1,0 +1,389 @@
+// SPDX-License-Identifier: Apache-2.0
+// The scheduler of a serving decoder against a stand-in for the ranks: a cache that holds token ids, and a
+// model whose next token is a hash of all before it. Whatever joins, leaves, waits or shares, each answer is
+// that of the request alone.
+#include "serve/scheduler.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include <helix/error.hpp>
+
+#include "support/catch.hpp"
+
+namespace helix::test {
+namespace {
+
+using namespace decode;
+
+constexpr std::int64_t kVocab = 97;
+
+std::int32_t next_token(const TokenIds& tokens) {
+  std::uint64_t hash = 14695981039346656037ull;
+  for (const std::int32_t token : tokens)
+    hash = (hash ^ static_cast<std::uint64_t>(token)) * 1099511628211ull;
+  return static_cast<std::int32_t>((hash >> 20) % kVocab);
+}
+
+/// What one replica's ranks do with an order: caches of KVP rank `kvp_rank`, contents included.
+class StandIn {
+ public:
+  StandIn(const PageLedgerSpec& spec, std::int64_t kvp_rank) : ledger_(spec, kvp_rank) {}
+
+  ReplicaResult run(const ReplicaOrder& order) {
+    for (const CacheCall& call : order.cache_calls) apply(call);
+    const Step& step = order.step;
+    std::vector<std::int64_t> counts;
+    for (std::size_t i = 0; i < step.sequences.size(); ++i)
+      counts.push_back(step.query_offsets[i + 1] - step.query_offsets[i]);
+    ledger_.append(step.sequences, counts);
+    ReplicaResult result;
+    std::size_t row = 0;
+    for (std::size_t i = 0; i < step.sequences.size(); ++i) {
+      TokenIds& stored = contents_.at(step.sequences[i].slot);
+      for (std::int32_t at = step.query_offsets[i]; at < step.query_offsets[i + 1]; ++at) {
+        const auto index = static_cast<std::size_t>(at);
+        REQUIRE(step.positions[index] == std::ssize(stored));
+        stored.push_back(step.tokens[index]);
+        if (row < step.logit_rows.size() && step.logit_rows[row] == at) {
+          REQUIRE(step.draw_counters[row] == stored.size() - 1);
+          result.tokens.push_back(next_token(stored));
+          ++row;
+        }
+      }
+    }
+    REQUIRE(row == step.logit_rows.size());
+    REQUIRE(step.sampling.size() == row);
+    if (step.num_best) {
+      result.log_probs.assign(row, -1.0f);
+      result.best_ids.assign(row * static_cast<std::size_t>(*step.num_best), 3);
+      result.best_log_probs.assign(result.best_ids.size(), -1.0f);
+    }
+    return result;
+  }
+
+  const PageLedger& ledger() const { return ledger_; }
+
+ private:
+  void apply(const CacheCall& call) {
+    switch (call.kind) {
+      case CacheCall::Kind::add:
+        REQUIRE(ledger_.add() == call.id);
+        contents_[call.id.slot].clear();
+        break;
+      case CacheCall::Kind::fork: {
+        REQUIRE(ledger_.fork(call.parent, call.tokens) == call.id);
+        const TokenIds& parent = contents_.at(call.parent.slot);
+        REQUIRE(call.tokens <= std::ssize(parent));
+        contents_[call.id.slot] = TokenIds(parent.begin(), parent.begin() + call.tokens);
+        break;
+      }
+      case CacheCall::Kind::reserve:
+        ledger_.reserve(call.id, call.tokens);
+        break;
+      case CacheCall::Kind::unreserve:
+        ledger_.unreserve(call.id);
+        break;
+      case CacheCall::Kind::release:
+        ledger_.release(call.id);
+        break;
+    }
+  }
+
+  PageLedger ledger_;
+  std::map<std::int32_t, TokenIds> contents_;  // by slot
+};
+
+/// A scheduler, its ranks, and what it has told.
+class Decoder {
+ public:
+  explicit Decoder(const SchedulerSpec& spec)
+      : scheduler_(spec, [this](const std::string& line) { take(line); }) {
+    for (int i = 0; i < spec.num_replicas; ++i)
+      replicas_.emplace_back(spec.ledger, spec.ledger.layout.kvp() - 1);
+  }
+
+  Scheduler& scheduler() { return scheduler_; }
+
+  void step() {
+    const StepOrder order = scheduler_.next();
+    std::vector<ReplicaResult> results;
+    for (std::size_t i = 0; i < replicas_.size(); ++i) {
+      most_tokens = std::max(most_tokens, std::ssize(order.replicas[i].step.tokens));
+      most_sequences = std::max(most_sequences, std::ssize(order.replicas[i].step.sequences));
+      results.push_back(replicas_[i].run(order.replicas[i]));
+    }
+    scheduler_.complete(results);
+  }
+  void run_to_end() {
+    for (int i = 0; !scheduler_.is_idle(); ++i) {
+      REQUIRE(i < 100'000);
+      step();
+    }
+    step();  // the calls that the last end left
+  }
+
+  std::int64_t pages_used() const {
+    std::int64_t pages = 0;
+    for (const StandIn& replica : replicas_)
+      for (std::int64_t rank = 0; rank < replica.ledger().spec().layout.kvp(); ++rank)
+        pages += replica.ledger().pages_used(rank);
+    return pages;
+  }
+
+  std::map<std::string, TokenIds> tokens;
+  std::map<std::string, nlohmann::json> ends;
+  std::vector<nlohmann::json> errors;
+  std::int64_t most_tokens = 0;
+  std::int64_t most_sequences = 0;
+
+ private:
+  void take(const std::string& line) {
+    const auto event = nlohmann::json::parse(line);
+    if (event["event"] == "token") {
+      TokenIds& list = tokens[event["id"]];
+      REQUIRE(event["index"] == list.size());
+      list.push_back(event["token"]);
+    } else if (event["event"] == "end") {
+      REQUIRE(ends.emplace(event["id"], event).second);
+    } else {
+      errors.push_back(event);
+    }
+  }
+
+  Scheduler scheduler_;
+  std::vector<StandIn> replicas_;
+};
+
+SchedulerSpec small_spec() {
+  SchedulerSpec spec;
+  spec.ledger = {
+      .layout = KvLayout(3, 4), .page_tokens = 8, .pages = 12, .max_sequences = 8, .max_tokens = 120};
+  spec.max_sequences = 4;
+  spec.max_tokens = 120;
+  spec.prefill_tokens = 11;
+  spec.vocab = kVocab;
+  spec.eos_ids = {5};
+  return spec;
+}
+
+/// What the request gives alone.
+TokenIds alone(const ServeRequest& request, const SchedulerSpec& spec) {
+  TokenIds tokens = request.prompt;
+  const std::int64_t most = request.max_tokens.value_or(
+      std::min(spec.max_tokens - std::ssize(request.prompt), spec.default_max_tokens));
+  TokenIds output;
+  while (std::ssize(output) < most) {
+    output.push_back(next_token(tokens));
+    tokens.push_back(output.back());
+    const bool is_eos = !request.ignore_eos && std::ranges::count(spec.eos_ids, output.back()) > 0;
+    if (is_eos || std::ranges::count(request.stop, output.back()) > 0) break;
+  }
+  return output;
+}
+
+/// Random requests, many of which begin as earlier ones did or went on.
+class Requests {
+ public:
+  explicit Requests(unsigned seed) : random_(seed) {}
+
+  ServeRequest next() {
+    ServeRequest request;
+    request.id = "r" + std::to_string(count_++);
+    if (!earlier_.empty() && pick(3) > 0) {
+      request.prompt = earlier_[pick(earlier_.size())];
+      request.prompt.resize(1 + pick(request.prompt.size()));
+    }
+    const std::size_t more = 1 + pick(30);
+    for (std::size_t i = 0; i < more && request.prompt.size() < 100; ++i)
+      request.prompt.push_back(static_cast<std::int32_t>(pick(kVocab)));
+    if (pick(4) > 0) request.max_tokens = 1 + static_cast<std::int64_t>(pick(120 - request.prompt.size()));
+    request.ignore_eos = pick(2) == 0;
+    if (pick(3) == 0) request.stop = {static_cast<std::int32_t>(pick(kVocab))};
+    if (pick(4) == 0) request.num_best = static_cast<std::int64_t>(pick(5));
+    if (pick(4) == 0) request.penalties.frequency = 0.5f;
+    return request;
+  }
+  /// A conversation goes on behind what it got.
+  void remember(const ServeRequest& request, const TokenIds& output) {
+    TokenIds tokens = request.prompt;
+    tokens.insert(tokens.end(), output.begin(), output.end());
+    if (tokens.size() > 90) tokens.resize(90);
+    if (earlier_.size() < 20) {
+      earlier_.push_back(std::move(tokens));
+    } else {
+      earlier_[pick(earlier_.size())] = std::move(tokens);
+    }
+  }
+  std::size_t pick(std::size_t below) { return random_() % below; }
+
+ private:
+  std::mt19937 random_;
+  std::vector<TokenIds> earlier_;
+  int count_ = 0;
+};
+
+void run_random(unsigned seed, int num_requests, int num_replicas) {
+  SchedulerSpec spec = small_spec();
+  spec.num_replicas = num_replicas;
+  Decoder decoder(spec);
+  Requests requests(seed);
+  std::map<std::string, ServeRequest> sent;
+  std::set<std::string> cancelled;
+  for (int sent_count = 0; sent_count < num_requests;) {
+    if (requests.pick(4) == 0) {
+      ServeRequest request = requests.next();
+      decoder.scheduler().take(request);
+      requests.remember(request, alone(request, spec));
+      sent.emplace(request.id, std::move(request));
+      ++sent_count;
+    }
+    if (requests.pick(40) == 0 && !sent.empty()) {
+      const std::string id = "r" + std::to_string(requests.pick(sent.size()));
+      const bool is_over = decoder.ends.contains(id);
+      const std::size_t errors = decoder.errors.size();
+      decoder.scheduler().take(CancelCommand{id});
+      if (is_over) {
+        REQUIRE(decoder.errors.size() == errors + 1);
+      } else {
+        REQUIRE(decoder.ends.at(id)["reason"] == "cancelled");
+        cancelled.insert(id);
+      }
+    }
+    if (requests.pick(400) == 0) decoder.scheduler().take(ForgetCommand{});
+    decoder.step();
+  }
+  decoder.run_to_end();
+
+  std::int64_t shared = 0;
+  for (const auto& [id, request] : sent) {
+    CAPTURE(seed, id);
+    const nlohmann::json& end = decoder.ends.at(id);
+    const TokenIds expected = alone(request, spec);
+    const TokenIds& got = decoder.tokens[id];
+    REQUIRE(end["usage"]["completion_tokens"] == got.size());
+    shared += end["usage"]["cached_tokens"].get<std::int64_t>();
+    if (cancelled.contains(id)) {
+      REQUIRE(got.size() <= expected.size());
+      REQUIRE(std::equal(got.begin(), got.end(), expected.begin()));
+    } else {
+      REQUIRE(got == expected);
+      const bool is_length = std::ssize(got) == request.max_tokens.value_or(spec.default_max_tokens);
+      REQUIRE((end["reason"] == "stop" || (end["reason"] == "length" && is_length) ||
+               std::ssize(request.prompt) + std::ssize(got) == spec.max_tokens));
+    }
+  }
+  CHECK(shared > num_requests);  // tokens
+  CHECK(decoder.most_tokens <= spec.prefill_tokens + spec.max_sequences);
+  CHECK(decoder.most_sequences == spec.max_sequences);
+  decoder.scheduler().take(ForgetCommand{});
+  decoder.step();
+  CHECK(decoder.pages_used() == 0);
+  CHECK(decoder.scheduler().stats().pages_used == 0);
+}
+
+}  // namespace
+
+TEST_CASE("requests that join, leave, wait for memory and share prefixes are answered as if alone",
+          "[quick]") {
+  for (const unsigned seed : {1u, 2u, 3u}) run_random(seed, 400, 1);
+  run_random(4, 400, 3);
+}
+
+TEST_CASE("10000 requests are answered as if alone", "[full]") {
+  for (unsigned seed = 10; seed < 20; ++seed) run_random(seed, 10'000, 1 + static_cast<int>(seed % 3));
+}
+
+TEST_CASE("a request that cannot be taken is an error event that says what to do, and the rest goes on",
+          "[quick]") {
+  Decoder decoder(small_spec());
+  const auto message = [&](ServeRequest request) {
+    const std::size_t before = decoder.errors.size();
+    decoder.scheduler().take(std::move(request));
+    REQUIRE(decoder.errors.size() == before + 1);
+    return decoder.errors.back()["message"].get<std::string>();
+  };
+  ServeRequest good;
+  good.id = "good";
+  good.prompt = {1, 2, 3};
+  decoder.scheduler().take(good);
+  CHECK(decoder.errors.empty());
+  using Catch::Matchers::Contains;
+  CHECK_THAT(message(good), Contains("'good' is of a request that runs"));
+  ServeRequest bad = good;
+  bad.id = "bad";
+  bad.prompt = {1, 97};
+  CHECK_THAT(message(bad), Contains("token id 97") && Contains("[0, 97)"));
+  bad.prompt = {1};
+  bad.stop = {200};
+  CHECK_THAT(message(bad), Contains("stop holds token id 200"));
+  bad.stop.clear();
+  bad.prompt.assign(120, 1);
+  CHECK_THAT(message(bad), Contains("120 tokens") && Contains("--context"));
+  bad.prompt.assign(100, 1);
+  bad.max_tokens = 21;
+  CHECK_THAT(message(bad), Contains("121 exceed the context of 120"));
+  bad.max_tokens = 20;
+  decoder.scheduler().take(bad);
+  decoder.run_to_end();
+  CHECK(decoder.tokens["good"] == alone(good, small_spec()));
+  CHECK(decoder.tokens["bad"] == alone(bad, small_spec()));
+}
+
+TEST_CASE("a conversation that goes on takes its beginning from the cache", "[quick]") {
+  Decoder decoder(small_spec());
+  ServeRequest first;
+  first.id = "a";
+  first.ignore_eos = true;
+  first.prompt.assign(30, 7);
+  first.max_tokens = 10;
+  decoder.scheduler().take(first);
+  decoder.run_to_end();
+  ServeRequest second = first;
+  second.id = "b";
+  const TokenIds& answer = decoder.tokens["a"];
+  second.prompt.insert(second.prompt.end(), answer.begin(), answer.end());
+  second.prompt.push_back(3);
+  decoder.scheduler().take(second);
+  decoder.run_to_end();
+  CHECK(decoder.ends["b"]["usage"]["cached_tokens"] == 39);  // the last drawn token was never stored
+  CHECK(decoder.tokens["b"] == alone(second, small_spec()));
+}
+
+TEST_CASE("orders and results are the same behind serialize()", "[quick]") {
+  StepOrder order;
+  order.is_last = true;
+  ReplicaOrder& replica = order.replicas.emplace_back();
+  replica.cache_calls.push_back({CacheCall::Kind::fork, {1, 2, 3}, {4, 5, 6}, 7});
+  replica.step.tokens = {1, 2};
+  replica.step.positions = {3, 4};
+  replica.step.query_offsets = {0, 2};
+  replica.step.sequences = {{1, 2, 3}};
+  replica.step.logit_rows = {1};
+  replica.step.draw_counters = {4};
+  replica.step.sampling = {{.temperature = 0.5f, .top_k = 3, .seed = 9}};
+  replica.step.penalties = {{0, 5, 1.5f, 0.25f}};
+  replica.step.num_best = 2;
+  order.replicas.emplace_back().step.is_decode = true;
+  const std::vector<std::byte> bytes = serialize(order);
+  const StepOrder back = deserialize_order(bytes);
+  CHECK(back.is_last);
+  REQUIRE(back.replicas.size() == 2);
+  CHECK(back.replicas[0].step == order.replicas[0].step);
+  CHECK(back.replicas[1].step == order.replicas[1].step);
+  CHECK(serialize(back) == bytes);
+  for (std::size_t size = 0; size < bytes.size(); ++size)
+    CHECK_THROWS_AS(deserialize_order(std::span(bytes).first(size)), Error);
+}
+
+}  // namespace helix::test
