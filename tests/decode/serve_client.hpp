@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// ServeClient: a serving decoder in this process, and the client's ends of its pipes.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <exception>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <thread>
+
+#include <nlohmann/json.hpp>
+#include <poll.h>
+#include <unistd.h>
+
+#include <helix/error.hpp>
+
+#include "cli/launch.hpp"
+#include "decode/golden.hpp"
+#include "serve/frontend.hpp"
+
+namespace helix::test {
+
+/// Runs the decoder until close(). Every wait is bounded.
+class ServeClient {
+ public:
+  ServeClient(const ReferenceModel& model, const TopologySpec& spec, decode::GenerationRequest request,
+              decode::LaunchOptions options = {})
+      : topo_(spec, model.config.shape) {
+    if (pipe(in_.data()) != 0 || pipe(out_.data()) != 0) throw Error(ErrorCode::io, "no pipe");
+    client_.emplace(in_[0], out_[1]);
+    options.client = &*client_;
+    decoder_ = std::thread([this, &model, request = std::move(request), options] {
+      try {
+        decode::run_local(model.checkpoint, model.config, topo_, request, options);
+      } catch (...) {
+        failure_ = std::current_exception();
+      }
+      client_.reset();  // writes what is left
+      ::close(out_[1]);
+    });
+  }
+  ~ServeClient() {
+    if (in_[1] >= 0) ::close(in_[1]);
+    decoder_.join();
+    ::close(in_[0]);
+    ::close(out_[0]);
+  }
+  ServeClient(const ServeClient&) = delete;
+  ServeClient& operator=(const ServeClient&) = delete;
+
+  void send(const nlohmann::json& command) { send_line(command.dump()); }
+  void send_line(std::string_view line) {
+    std::string text(line);
+    text += '\n';
+    for (std::size_t done = 0; done < text.size();) {
+      const ssize_t count = write(in_[1], text.data() + done, text.size() - done);
+      if (count <= 0) throw Error(ErrorCode::io, "the decoder reads no more");
+      done += static_cast<std::size_t>(count);
+    }
+  }
+
+  /// The next event, if one comes in time; nullopt at the end too.
+  std::optional<nlohmann::json> next_event(std::chrono::milliseconds longest = std::chrono::seconds(60)) {
+    while (true) {
+      const std::size_t end = received_.find('\n');
+      if (end != std::string::npos) {
+        const std::string line = received_.substr(0, end);
+        received_.erase(0, end + 1);
+        return nlohmann::json::parse(line);
+      }
+      pollfd watched{out_[0], POLLIN, 0};
+      if (poll(&watched, 1, static_cast<int>(longest.count())) <= 0) return std::nullopt;
+      std::array<char, 65536> buffer;
+      const ssize_t count = read(out_[0], buffer.data(), buffer.size());
+      if (count <= 0) return std::nullopt;
+      received_.append(buffer.data(), static_cast<std::size_t>(count));
+    }
+  }
+
+  /// Ends the input. Events go on until all requests are done.
+  void close() {
+    ::close(in_[1]);
+    in_[1] = -1;
+  }
+
+  /// After the last event: what the decoder ended with.
+  void rethrow() const {
+    if (failure_) std::rethrow_exception(failure_);
+  }
+
+ private:
+  Topology topo_;
+  std::array<int, 2> in_{};   // to the decoder
+  std::array<int, 2> out_{};  // from it
+  std::optional<decode::Frontend> client_;
+  std::exception_ptr failure_;
+  std::string received_;
+  std::thread decoder_;
+};
+
+}  // namespace helix::test

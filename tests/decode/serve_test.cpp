@@ -1,0 +1,374 @@
+// SPDX-License-Identifier: Apache-2.0
+// helix-decode --serve in this process: golden texts under every legal topology, a fuzzed session, hostile
+// clients.
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <fstream>
+#include <map>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include <helix/topology.hpp>
+
+#include "decode/serve_client.hpp"
+#include "support/catch.hpp"
+
+namespace helix::test {
+namespace {
+
+using Catch::Matchers::Contains;
+using Json = nlohmann::json;
+using decode::GenerationRequest;
+using decode::TokenIds;
+
+GenerationRequest serving(std::int64_t max_sequences, std::int64_t max_tokens, std::int64_t kv_tokens) {
+  GenerationRequest request;
+  request.serving = {.max_sequences = max_sequences, .max_tokens = max_tokens, .kv_tokens = kv_tokens};
+  request.kv_dtype = DType::f32;
+  request.page_tokens = 16;
+  return request;
+}
+
+Json golden_text(const std::string& name) {
+  std::ifstream file(std::string(HELIX_TEST_DATA) + "/" + name + "/golden-text.json");
+  return Json::parse(file);
+}
+
+/// What a session has given so far, by request.
+struct Answers {
+  std::map<std::string, TokenIds> tokens;
+  std::map<std::string, Json> ends;
+  std::vector<Json> errors;
+  std::optional<Json> stats;
+
+  void add(const Json& event) {
+    const std::string kind = event["event"];
+    if (kind == "token") {
+      TokenIds& list = tokens[event["id"]];
+      REQUIRE(event["index"] == list.size());
+      list.push_back(event["token"]);
+    } else if (kind == "end") {
+      REQUIRE(ends.emplace(event["id"], event).second);
+    } else if (kind == "error") {
+      errors.push_back(event);
+    } else if (kind == "stats") {
+      stats = event;
+    } else {
+      REQUIRE(kind == "ready");
+    }
+  }
+};
+
+/// Adds events until `done`.
+template <class Done>
+void read_until(ServeClient& client, Answers& answers, const Done& done) {
+  while (!done()) {
+    const auto event = client.next_event();
+    REQUIRE(event);
+    answers.add(*event);
+  }
+}
+
+Json stats_of(ServeClient& client, Answers& answers) {
+  answers.stats.reset();
+  client.send({{"stats", true}});
+  read_until(client, answers, [&] { return answers.stats.has_value(); });
+  return *answers.stats;
+}
+
+void check_golden_texts(const std::string& name, int num_ranks) {
+  const ReferenceModel model(name);
+  const Json golden = golden_text(name);
+  std::vector<TopologySpec> specs = Topology::legal_topologies(model.config.shape, num_ranks);
+  if (num_ranks > 1) {
+    specs.push_back({.pp = num_ranks});
+    specs.push_back({.dp = num_ranks});
+  }
+  if (num_ranks == 4) specs.push_back({.kvp = 2, .pp = 2});
+  REQUIRE(specs.size() > 0);
+  for (const TopologySpec& spec : specs) {
+    CAPTURE(name, spec.kvp, spec.tpa, spec.tpf, spec.ep, spec.pp, spec.dp);
+    // Fewer at once than there are: some wait.
+    ServeClient client(model, spec, serving(3, 512, 2048), {.num_threads = 1});
+    Answers answers;
+    for (std::size_t i = 0; i < golden["cases"].size(); ++i) {
+      const Json& text = golden["cases"][i];
+      client.send({{"id", std::to_string(i)},
+                   {"prompt", text["prompt"]},
+                   {"max_tokens", text["tokens"].size()},
+                   {"ignore_eos", true}});
+    }
+    read_until(client, answers, [&] { return answers.ends.size() == golden["cases"].size(); });
+    for (std::size_t i = 0; i < golden["cases"].size(); ++i) {
+      CAPTURE(i);
+      CHECK(answers.tokens[std::to_string(i)] == golden["cases"][i]["tokens"].get<TokenIds>());
+    }
+    CHECK(answers.errors.empty());
+  }
+}
+
+/// Requests drawn at random, among them malformed lines; a part of them begins as earlier ones.
+class RandomSession {
+ public:
+  RandomSession(std::int64_t vocab, unsigned seed) : random_(seed), vocab_(vocab) {}
+
+  Json next() {
+    TokenIds prompt;
+    if (!earlier_.empty() && pick(2) == 0) {
+      prompt = earlier_[pick(earlier_.size())];
+      prompt.resize(prompt.size() - pick(1 + prompt.size() / 3));
+    }
+    const std::size_t more = 1 + pick(36);
+    for (std::size_t i = 0; i < more; ++i)
+      prompt.push_back(static_cast<std::int32_t>(pick(static_cast<std::size_t>(vocab_))));
+    if (prompt.size() > 60) prompt.resize(60);
+    if (earlier_.size() < 16) earlier_.push_back(prompt);
+    Json request{{"id", std::string("r").append(std::to_string(count_++))}, {"prompt", prompt}, {"max_tokens", 1 + pick(12)}};
+    if (pick(3) == 0) request["ignore_eos"] = true;
+    if (pick(3) == 0) request["stop"] = {pick(static_cast<std::size_t>(vocab_))};
+    if (pick(2) == 0) {
+      request["temperature"] = 0.2 + 0.1 * static_cast<double>(pick(10));
+      request["seed"] = random_();
+      if (pick(2) == 0) request["top_p"] = 0.8;
+      if (pick(2) == 0) request["top_k"] = 20;
+      if (pick(2) == 0) request["min_p"] = 0.05;
+    }
+    if (pick(4) == 0) request["repetition_penalty"] = 1.2;
+    if (pick(4) == 0) request["frequency_penalty"] = 0.3;
+    if (pick(4) == 0) request["log_probs"] = pick(4);
+    return request;
+  }
+  std::string malformed() {
+    static const std::vector<std::string> kLines{"",
+                                                 "   ",
+                                                 "{",
+                                                 "[]",
+                                                 "null",
+                                                 "17",
+                                                 "\"text\"",
+                                                 "{}",
+                                                 "{\"id\":\"x\"}",
+                                                 "{\"prompt\":[1]}",
+                                                 "{\"id\":\"x\",\"prompt\":[]}",
+                                                 "{\"id\":\"x\",\"prompt\":[-1]}",
+                                                 "{\"id\":\"x\",\"prompt\":[1.5]}",
+                                                 "{\"id\":\"x\",\"prompt\":[99999999]}",
+                                                 "{\"id\":\"x\",\"prompt\":[1],\"max_tokens\":0}",
+                                                 "{\"id\":\"x\",\"prompt\":[1],\"max_tokens\":100000}",
+                                                 "{\"id\":\"x\",\"prompt\":[1],\"temperature\":-1}",
+                                                 "{\"id\":\"x\",\"prompt\":[1],\"top_p\":0}",
+                                                 "{\"id\":\"x\",\"prompt\":[1],\"tempratur\":1}",
+                                                 "{\"id\":\"x\",\"id\":\"y\",\"prompt\":[1]}",
+                                                 "{\"cancel\":\"nobody\"}",
+                                                 "{\"cancel\":3}",
+                                                 "{\"stats\":false}",
+                                                 "{\"id\":\"x\",\"prompt\":[[1]]}",
+                                                 "{\"id\":\"\",\"prompt\":[1]}",
+                                                 "\xff\xfe"};
+    return kLines[pick(kLines.size())];
+  }
+  std::size_t pick(std::size_t below) { return random_() % below; }
+
+ private:
+  std::mt19937 random_;
+  std::int64_t vocab_;
+  std::vector<TokenIds> earlier_;
+  int count_ = 0;
+};
+
+/// A session of `num_requests`, each answer of which equals the same request alone on one rank.
+void check_session(const TopologySpec& spec, int num_requests, unsigned seed) {
+  const ReferenceModel model("llama-tiny");
+  RandomSession session(model.config.shape.vocab, seed);
+  ServeClient client(model, spec, serving(6, 80, 400), {.num_threads = 1});
+  ServeClient alone(model, {}, serving(1, 80, 80), {.num_threads = 1});
+  Answers answers;
+  std::vector<Json> sent;
+  std::set<std::string> cancelled;
+  const Json before = stats_of(client, answers);
+  CHECK(before["pages_used"] == 0);
+  std::int64_t resident = 0;
+  while (std::ssize(sent) < num_requests) {
+    for (std::size_t i = session.pick(5); i > 0; --i) {
+      sent.push_back(session.next());
+      client.send(sent.back());
+    }
+    if (session.pick(5) == 0) client.send_line(session.malformed());
+    if (session.pick(8) == 0 && !sent.empty()) {
+      const std::string id =
+          sent[sent.size() - 1 - session.pick(std::min<std::size_t>(6, sent.size()))]["id"];
+      client.send({{"cancel", id}});
+      cancelled.insert(id);
+    }
+    if (session.pick(50) == 0) client.send({{"forget", true}});
+    // No more than a dozen wait, so that requests join beside running ones.
+    read_until(client, answers, [&] { return sent.size() - answers.ends.size() < 12; });
+    if (resident == 0 && std::ssize(sent) > num_requests / 4)
+      resident = stats_of(client, answers)["resident_bytes"];
+  }
+  read_until(client, answers, [&] { return answers.ends.size() == sent.size(); });
+  client.send({{"forget", true}});
+  const Json after = stats_of(client, answers);
+  CHECK(after["running"] == 0);
+  CHECK(after["retained"] == 0);
+  CHECK(after["pages_used"] == 0);
+  // Both decoders and the answers are in this process.
+  CHECK(after["resident_bytes"].get<std::int64_t>() - resident < 16 << 20);
+
+  std::int64_t shared = 0;
+  int compared = 0;
+  Answers expected;
+  for (const Json& request : sent) {
+    const std::string id = request["id"];
+    shared += answers.ends.at(id)["usage"]["cached_tokens"].get<std::int64_t>();
+    alone.send({{"forget", true}});
+    alone.send(request);
+    read_until(alone, expected, [&] { return expected.ends.contains(id); });
+    CAPTURE(request.dump());
+    const TokenIds& got = answers.tokens[id];
+    const TokenIds& wanted = expected.tokens[id];
+    if (answers.ends.at(id)["reason"] == "cancelled") {
+      REQUIRE(cancelled.contains(id));
+      REQUIRE(got.size() <= wanted.size());
+      REQUIRE(std::equal(got.begin(), got.end(), wanted.begin()));
+    } else {
+      ++compared;
+      REQUIRE(got == wanted);
+      REQUIRE(answers.ends.at(id)["reason"] == expected.ends.at(id)["reason"]);
+    }
+  }
+  CHECK(compared > num_requests / 2);
+  CHECK(shared > num_requests / 2);  // tokens
+}
+
+}  // namespace
+
+TEST_CASE("the golden texts come through JSON lines on one rank and on two", "[quick]") {
+  for (const char* name : {"llama-wordnet", "deepseek-wordnet"}) {
+    check_golden_texts(name, 1);
+    check_golden_texts(name, 2);
+  }
+}
+
+TEST_CASE("the golden texts come through JSON lines on four ranks") {
+  for (const char* name : {"llama-wordnet", "deepseek-wordnet"}) check_golden_texts(name, 4);
+}
+
+TEST_CASE("a session of requests that join, leave, are cancelled and malformed answers each as if alone",
+          "[quick]") {
+  check_session({.kvp = 4}, 60, 1);
+}
+
+TEST_CASE("sessions under other topologies answer each request as if alone") {
+  check_session({}, 150, 2);
+  check_session({.kvp = 2, .tpa = 2}, 150, 3);
+  check_session({.kvp = 2, .pp = 2}, 150, 4);
+  check_session({.kvp = 2, .dp = 2}, 150, 5);
+}
+
+TEST_CASE("a session of 10000 requests under KVP 4 answers each as if alone", "[full]") {
+  check_session({.kvp = 4}, 10'000, 6);
+}
+
+TEST_CASE("log-probabilities and penalties are those of the definition", "[quick]") {
+  const ReferenceModel model("llama-tiny");
+  ServeClient client(model, {.kvp = 2, .pp = 2}, serving(2, 64, 128), {.num_threads = 1});
+  Answers answers;
+  const TokenIds prompt{383, 198, 141, 403};
+  client.send(
+      {{"id", "plain"}, {"prompt", prompt}, {"max_tokens", 6}, {"log_probs", 3}, {"ignore_eos", true}});
+  std::vector<Json> events;
+  while (answers.ends.empty()) {
+    const auto event = client.next_event();
+    REQUIRE(event);
+    answers.add(*event);
+    if ((*event)["event"] == "token") events.push_back(*event);
+  }
+  REQUIRE(events.size() == 6);
+  for (const Json& event : events) {
+    REQUIRE(event["best"].size() == 3);
+    CHECK(event["best"][0][0] == event["token"]);  // greedy
+    CHECK(event["best"][0][1] == event["log_prob"]);
+    CHECK(event["log_prob"].get<double>() <= 0.0);
+    CHECK(event["best"][0][1].get<double>() >= event["best"][1][1].get<double>());
+    CHECK(event["best"][1][1].get<double>() >= event["best"][2][1].get<double>());
+  }
+  // No token comes twice where having it costs more than any logit.
+  client.send({{"id", "once"},
+               {"prompt", prompt},
+               {"max_tokens", 40},
+               {"presence_penalty", 100},
+               {"ignore_eos", true}});
+  read_until(client, answers, [&] { return answers.ends.contains("once"); });
+  const std::set<std::int32_t> distinct(answers.tokens["once"].begin(), answers.tokens["once"].end());
+  CHECK(distinct.size() == 40);
+}
+
+TEST_CASE("bad lines name the value and what to do, and a cancelled request ends", "[quick]") {
+  const ReferenceModel model("llama-tiny");
+  ServeClient client(model, {}, serving(1, 2048, 2048), {.num_threads = 1});
+  Answers answers;
+  const auto error_of = [&](const std::string& line) {
+    const std::size_t before = answers.errors.size();
+    client.send_line(line);
+    read_until(client, answers, [&] { return answers.errors.size() > before; });
+    return answers.errors.back()["message"].get<std::string>();
+  };
+  CHECK_THAT(error_of("{"), Contains("not valid JSON"));
+  CHECK_THAT(error_of("[1]"), Contains("an array") && Contains("give a request as"));
+  CHECK_THAT(error_of("{\"id\":\"a\"}"), Contains("\"prompt\" is missing"));
+  CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"top_k\":1.5}"),
+             Contains("\"top_k\"") && Contains("1.5"));
+  CHECK(answers.errors.back()["id"] == "a");
+  CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"temperature\":1e999}"), Contains("not valid JSON"));
+  CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"top_p\":2}"), Contains("top_p is 2"));
+  CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"log_probs\":21}"), Contains("0 to 20"));
+  CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"colour\":1}"), Contains("'colour' is unknown"));
+  CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1,512]}"), Contains("512"));
+
+  client.send({{"id", "long"}, {"prompt", {1, 2}}, {"max_tokens", 2000}, {"ignore_eos", true}});
+  client.send({{"id", "waits"}, {"prompt", {3}}, {"max_tokens", 2000}, {"ignore_eos", true}});
+  read_until(client, answers, [&] { return answers.tokens["long"].size() > 3; });
+  client.send({{"cancel", "waits"}});
+  client.send({{"cancel", "long"}});
+  read_until(client, answers, [&] { return answers.ends.size() == 2; });
+  CHECK(answers.ends["long"]["reason"] == "cancelled");
+  CHECK(answers.ends["waits"]["reason"] == "cancelled");
+  CHECK(answers.tokens["waits"].empty());
+  CHECK(answers.tokens["long"].size() < 2000);
+}
+
+TEST_CASE("a decoder finishes what it has when its input ends, and stops when nobody reads", "[quick]") {
+  const ReferenceModel model("llama-tiny");
+  ServeClient client(model, {.kvp = 2}, serving(2, 256, 512), {.num_threads = 1});
+  for (const char* id : {"a", "b", "c"})
+    client.send({{"id", id}, {"prompt", {1, 2, 3}}, {"max_tokens", 20}, {"ignore_eos", true}});
+  client.close();
+  Answers answers;
+  while (const auto event = client.next_event()) answers.add(*event);
+  client.rethrow();
+  REQUIRE(answers.ends.size() == 3);
+  CHECK(answers.tokens["a"].size() == 20);
+  CHECK(answers.tokens["a"] == answers.tokens["c"]);
+}
+
+TEST_CASE("an idle decoder's other ranks wait longer than their timeout", "[quick]") {
+  const ReferenceModel model("llama-tiny");
+  ServeClient client(model, {.kvp = 2}, serving(2, 256, 512),
+                     {.num_threads = 1, .timeout = std::chrono::milliseconds(400)});
+  REQUIRE(client.next_event());
+  std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  client.send({{"id", "a"}, {"prompt", {1, 2, 3}}, {"max_tokens", 3}});
+  Answers answers;
+  read_until(client, answers, [&] { return answers.ends.size() == 1; });
+  CHECK(answers.tokens["a"].size() == 3);
+}
+
+}  // namespace helix::test
