@@ -5,13 +5,15 @@ set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-usage: ./run.sh                     decode with both bundled checkpoints, on one rank and on several, and compare
+usage: ./run.sh                     complete prompts with both bundled models, on one rank and on several, and compare
+       ./run.sh chat --model DIR [TEXT]
+                                    text in and text out, one answer or a conversation; ARGUMENTS as in ./run.sh chat --help
        ./run.sh decode ARGUMENTS    helix-decode; ARGUMENTS as in ./run.sh decode --help, paths relative to where you are;
                                     on GPUs where the CUDA backend is built (see below) and sees some, else on the CPU
        ./run.sh plan [ARGUMENTS]    helix-plan: layouts, memory and step times before there are GPUs; ARGUMENTS as in
                                     ./run.sh plan --help; without any, Llama-3.1-405B at 1M tokens on a GB200 rack
        ./run.sh bench [FILTER ...]  helix-bench; FILTER is a regular expression on benchmark names
-Missing packages are installed first (apt-get; sudo only where needed). CUDA is not installed. Its kernels, which take
+Missing packages are installed first (apt-get; sudo only where needed); text takes two more from PyPI, into build/chat. CUDA is not installed. Its kernels, which take
 minutes to compile, are built where a GPU is visible and nvcc and NCCL are found, or as HELIX_CUDA=ON, OFF or AUTO in the
 environment says. CXX, CXXFLAGS, CUDACXX and CMAKE_PREFIX_PATH are honoured.
 TEXT
@@ -19,6 +21,7 @@ TEXT
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 build="$root/build/release"
+chat="$root/build/chat"
 
 # Whether a GPU can be used: a driver's list is not empty, or, in a container without nvidia-smi, its device is there.
 gpu_is_visible() {
@@ -71,7 +74,37 @@ decode() {
   "$build/examples/decode/helix-decode" "$@"
 }
 
+# Sets up Python for text: what examples/chat/requirements.txt names, in an environment of its own. Says why if it cannot.
+set_up_chat() {
+  local stamp="$chat/requirements.txt"
+  cmp -s "$root/examples/chat/requirements.txt" "$stamp" && return
+  rm -rf "$chat"
+  local said
+  if said="$( (python3 -m venv "$chat" && "$chat/bin/pip" install --quiet --disable-pip-version-check \
+    --requirement "$root/examples/chat/requirements.txt") 2>&1)"; then
+    cp "$root/examples/chat/requirements.txt" "$stamp"
+  else
+    rm -rf "$chat"
+    echo "text needs python3 (3.10 or later) with venv, and tokenizers and jinja2 from PyPI: $(tail -n 1 <<<"$said")" >&2
+    return 1
+  fi
+}
+
 demonstrate() {
+  "$root/cmake/install_packages.sh" --chat
+  set_up_chat &
+  local set_up=$!
+  build_target helix-decode
+  if wait "$set_up"; then
+    "$chat/bin/python" "$root/examples/chat/demonstrate.py" "$build/examples/decode/helix-decode" "$root/tests/data"
+  else
+    echo "going on with token ids instead of text" >&2
+    demonstrate_ids
+  fi
+}
+
+# What needs no Python.
+demonstrate_ids() {
   local llama="$root/tests/data/llama-tiny" deepseek="$root/tests/data/deepseek-tiny"
   local llama_prompt="383,198,141,403,308,327,382,134,244,223,197,162,480,442,95,62,497,125,404,283"
   local deepseek_prompt="168,404,243,335,71,53,72,284,131,281,172,393,177,131,362,117,19,115,29,272"
@@ -106,8 +139,16 @@ refuse() {
 
 case "${1:-}" in
   "")
-    build_target helix-decode
     demonstrate
+    ;;
+  chat)
+    shift
+    "$root/cmake/install_packages.sh" --chat
+    set_up_chat &
+    set_up=$!
+    build_target helix-decode
+    wait "$set_up" || exit 1
+    exec "$chat/bin/python" "$root/examples/chat/chat.py" --decoder "$build/examples/decode/helix-decode" "$@"
     ;;
   decode)
     shift

@@ -53,7 +53,11 @@ std::string ready_event(const ServeAbilities& abilities) {
        {"eos", abilities.eos_ids},
        {"max_sequences", abilities.max_sequences},
        {"context", abilities.max_tokens},
-       {"kv_tokens", abilities.kv_tokens}});
+       {"kv_tokens", abilities.kv_tokens},
+       {"memory",
+        {{"weights_bytes", abilities.memory.weights_bytes},
+         {"kv_bytes", abilities.memory.kv_bytes},
+         {"workspace_bytes", abilities.memory.workspace_bytes}}}});
 }
 
 std::string token_event(std::string_view id, std::int64_t index, std::int32_t token,

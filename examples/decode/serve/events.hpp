@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "model/stage_plan.hpp"
 #include "model/step.hpp"
 
 namespace helix::decode {
@@ -51,6 +52,7 @@ struct ServeAbilities {
   std::int64_t max_sequences = 0;  ///< That decode side by side, a replica.
   std::int64_t max_tokens = 0;     ///< Prompt and output of a request.
   std::int64_t kv_tokens = 0;      ///< Of all caches of a replica.
+  RankMemory memory;               ///< Of the root's rank, all pages of its cache included.
 };
 
 /// Each is a whole line with its end.

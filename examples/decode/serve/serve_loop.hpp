@@ -50,7 +50,9 @@ class ServeLoop {
     if (!is_root()) return;
     scheduler_ = std::make_unique<Scheduler>(plan_scheduler(request, config, topo),
                                              [this](const std::string& event) { events_ += event; });
-    client_->write(ready_event(serve_abilities(request, config, topo, io.activation)));
+    RankMemory memory = model.memory();
+    memory.kv_bytes = static_cast<std::int64_t>(model.cache().capacity_bytes());
+    client_->write(ready_event(serve_abilities(request, config, topo, io.activation, memory)));
   }
 
   /// Returns when the root's input has ended and all requests are done, or nobody reads what they give.

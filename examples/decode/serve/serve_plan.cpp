@@ -29,7 +29,8 @@ SchedulerSpec plan_scheduler(const GenerationRequest& request, const ModelConfig
 }
 
 ServeAbilities serve_abilities(const GenerationRequest& request, const ModelConfig& config,
-                               const Topology& topo, const std::string& activation) {
+                               const Topology& topo, const std::string& activation,
+                               const RankMemory& memory) {
   return {.kvp = topo.kvp(),
           .tpa = topo.tpa(),
           .ep = topo.ep(),
@@ -40,7 +41,8 @@ ServeAbilities serve_abilities(const GenerationRequest& request, const ModelConf
           .eos_ids = config.eos_ids,
           .max_sequences = request.serving->max_sequences,
           .max_tokens = request.serving->max_tokens,
-          .kv_tokens = request.serving->kv_tokens};
+          .kv_tokens = request.serving->kv_tokens,
+          .memory = memory};
 }
 
 }  // namespace helix::decode

@@ -18,6 +18,6 @@ SchedulerSpec plan_scheduler(const GenerationRequest& request, const ModelConfig
                              const Topology& topo);
 
 ServeAbilities serve_abilities(const GenerationRequest& request, const ModelConfig& config,
-                               const Topology& topo, const std::string& activation);
+                               const Topology& topo, const std::string& activation, const RankMemory& memory);
 
 }  // namespace helix::decode

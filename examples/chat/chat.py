@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Talks with a checkpoint: text in, text out, over helix-decode --serve."""
+import argparse
+import pathlib
+import signal
+import sys
+import time
+
+from decoder import Answer, Decoder, DecoderError
+from text import TextError, TextModel
+
+EPILOG = """Options behind -- go to helix-decode, such as -- --kvp 2 --device cuda; see ./run.sh decode --help.
+Without TEXT a terminal begins a conversation (/new begins another, Ctrl-C ends an answer, Ctrl-D the program), and a
+pipe is read to its end as one prompt."""
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    own, decode_options = arguments, []
+    if "--" in arguments:
+        at = arguments.index("--")
+        own, decode_options = arguments[:at], arguments[at + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="./run.sh chat", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("text", nargs="*", metavar="TEXT", help="a prompt; the answer is printed and the program ends")
+    parser.add_argument("--model", required=True, type=pathlib.Path, help="checkpoint directory with its tokenizer")
+    parser.add_argument("--decoder", default="helix-decode", help=argparse.SUPPRESS)
+    parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    parser.add_argument("--system", help="what the conversation begins with")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="longest answer (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, help="0: the likeliest token; default: as the checkpoint says")
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--min-p", type=float)
+    parser.add_argument("--repetition-penalty", type=float)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--ignore-eos", action="store_true", help="go on behind the end of an answer")
+    parser.add_argument("--special", action="store_true", help="print special tokens too")
+    parser.add_argument("--stats", action="store_true", help="tell times and tokens behind each answer")
+    options = parser.parse_args(own)
+    if options.max_tokens < 1:
+        parser.error(f"--max-tokens is {options.max_tokens}; give at least 1")
+    options.decode_options = decode_options
+    return options
+
+
+class Chat:
+    """A conversation, or single prompts, with one decoder."""
+
+    def __init__(self, options: argparse.Namespace, model: TextModel, decoder: Decoder, start: float) -> None:
+        self._options = options
+        self._model = model
+        self._decoder = decoder
+        self._start = start
+        self._first_token_after: float | None = None
+        self._is_raw = options.raw or not model.has_template
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets what was said."""
+        system = self._options.system
+        self._messages = [{"role": "system", "content": system}] if system else []
+
+    def say(self, text: str) -> None:
+        """Answers on standard output. Ctrl-C ends the answer."""
+        if self._is_raw:
+            prompt = self._model.encode(text)
+        else:
+            self._messages.append({"role": "user", "content": text})
+            prompt = self._model.encode_chat(self._messages)
+        answer = Answer()
+        try:
+            said = self._print_answer(prompt, answer)
+        except DecoderError:
+            if not self._is_raw:
+                self._messages.pop()
+            raise
+        if not self._is_raw:
+            self._messages.append({"role": "assistant", "content": said})
+        if self._options.stats:
+            self._print_stats(answer)
+
+    def _print_answer(self, prompt: list[int], answer: Answer) -> str:
+        options = self._options
+        room = self._decoder.abilities["context"] - len(prompt)
+        stream = self._model.stream(options.special)
+        said = ""
+        previous = signal.signal(signal.SIGINT, lambda *_: self._decoder.cancel())
+        try:
+            for token in self._decoder.complete(
+                prompt,
+                answer,
+                max_tokens=max(1, min(options.max_tokens, room)),
+                temperature=options.temperature,
+                top_p=options.top_p,
+                top_k=options.top_k,
+                min_p=options.min_p,
+                repetition_penalty=options.repetition_penalty,
+                seed=options.seed,
+                ignore_eos=options.ignore_eos or None,
+            ):
+                if self._first_token_after is None:
+                    self._first_token_after = time.monotonic() - self._start
+                part = stream.add(token)
+                said += part
+                sys.stdout.write(part)
+                sys.stdout.flush()
+        finally:
+            signal.signal(signal.SIGINT, previous)
+        if not said.endswith("\n"):
+            sys.stdout.write("\n")
+        return said
+
+    def _print_stats(self, answer: Answer) -> None:
+        usage, timing = answer.usage, answer.timing
+        print(
+            f"[{usage['prompt_tokens']} prompt tokens, {usage['cached_tokens']} from the cache; "
+            f"{usage['completion_tokens']} tokens; prefill {timing['prefill_ms']:.1f} ms, "
+            f"TTL {timing['ttl_ms']:.2f} ms; first token {self._first_token_after or 0:.2f} s after the start]",
+            file=sys.stderr,
+        )
+
+
+def converse(chat: Chat, decoder: Decoder) -> None:
+    """Reads what the person at the terminal says until Ctrl-D."""
+    try:
+        import readline  # noqa: F401  lines can be edited and recalled
+    except ImportError:
+        pass
+    while True:
+        try:
+            text = input("> ")
+        except KeyboardInterrupt:
+            print()
+            continue
+        except EOFError:
+            print()
+            return
+        if text.strip() == "/new":
+            chat.begin()
+        elif text.strip():
+            try:
+                chat.say(text)
+            except (DecoderError, TextError) as error:
+                if decoder.has_ended():
+                    raise
+                print(f"chat: {error}; /new begins a new conversation", file=sys.stderr)
+
+
+def main(arguments: list[str]) -> int:
+    start = time.monotonic()
+    options = parse_arguments(arguments)
+    is_conversation = not options.text and sys.stdin.isatty()
+    try:
+        # The decoder loads the weights while the tokenizer is read.
+        with Decoder([options.decoder, "--model", str(options.model), *options.decode_options]) as decoder:
+            model = TextModel(options.model)
+            decoder.wait_until_ready()
+            chat = Chat(options, model, decoder, start)
+            if is_conversation:
+                converse(chat, decoder)
+            else:
+                chat.say(" ".join(options.text) if options.text else sys.stdin.read())
+    except (DecoderError, TextError) as error:
+        print(f"chat: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        return 1  # nobody reads the answer
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

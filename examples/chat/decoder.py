@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""helix-decode --serve as a process: requests in, tokens out."""
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+
+class DecoderError(Exception):
+    """What the decoder said is wrong, in one line."""
+
+
+@dataclass
+class Answer:
+    """How a request ended."""
+
+    reason: str = ""
+    usage: dict = field(default_factory=dict)
+    timing: dict = field(default_factory=dict)
+
+
+class Decoder:
+    """Starts the program and speaks its lines of JSON. Use as a context manager; one request at a time."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._said = tempfile.TemporaryFile()
+        try:
+            # A session of its own: Ctrl-C is for an answer, not for the decoder.
+            self._process = subprocess.Popen(
+                [*command, "--serve"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise DecoderError(f"{command[0]} cannot be started: {error.strerror}") from None
+        self._count = 0
+        self.abilities: dict = {}
+
+    def __enter__(self) -> "Decoder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def wait_until_ready(self) -> None:
+        """Returns once the weights are loaded. Raises DecoderError if they cannot be."""
+        self.abilities = self._next_event()
+
+    def complete(self, prompt: Sequence[int], answer: Answer, **settings: object) -> Iterator[int]:
+        """Yields tokens as they are drawn; `answer` is filled in behind the last one."""
+        self._count += 1
+        name = str(self._count)
+        given = {key: value for key, value in settings.items() if value is not None}
+        self._send({"id": name, "prompt": list(prompt), **given})
+        while True:
+            event = self._next_event()
+            if event.get("id") != name:
+                continue
+            if event["event"] == "error":
+                raise DecoderError(event["message"])
+            if event["event"] == "end":
+                answer.reason, answer.usage, answer.timing = event["reason"], event["usage"], event["timing"]
+                return
+            yield event["token"]
+
+    def stats(self) -> dict:
+        """What is in use."""
+        self._send({"stats": True})
+        while True:
+            event = self._next_event()
+            if event["event"] == "stats":
+                return event
+
+    def cancel(self) -> None:
+        """Ends the request that runs; its end event still comes."""
+        self._send({"cancel": str(self._count)})
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        """Lets the decoder finish."""
+        try:
+            self._process.stdin.close()
+        except OSError:
+            pass  # it is gone
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _send(self, command: dict) -> None:
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise DecoderError(self._last_words()) from None
+
+    def _next_event(self) -> dict:
+        line = self._process.stdout.readline()
+        if not line:
+            raise DecoderError(self._last_words())
+        return json.loads(line)
+
+    def _last_words(self) -> str:
+        """Why the decoder ended, from its standard error."""
+        code = self._process.wait()
+        self._said.seek(0)
+        said = self._said.read().decode(errors="replace").strip()
+        return said.splitlines()[-1] if said else f"the decoder ended with exit code {code}"
