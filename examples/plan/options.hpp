@@ -28,7 +28,8 @@ struct Options {
   std::filesystem::path pictures;  ///< Folder; empty: none.
 };
 
-/// nullopt after --help and --version, which it prints. @throws Error(invalid_argument) naming option and value.
+/// nullopt after --help and --version, which it prints. @throws Error(invalid_argument) naming option and
+/// value.
 std::optional<Options> parse_options(int argc, char** argv);
 
 }  // namespace helix::plan_cli

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small arithmetic of sizes, for headers that everyone includes: `<algorithm>` and `<numeric>` cost a unit more
-// than all of topology.hpp.
+// Small arithmetic of sizes, for headers that everyone includes: `<algorithm>` and `<numeric>` cost a unit
+// more than all of topology.hpp.
 #pragma once
 
 #include <cstdint>

@@ -3,6 +3,7 @@
 #include "cli/command_line.hpp"
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -121,9 +122,10 @@ TEST_CASE("ranks on one GPU share its memory", "[quick]") {
   const std::vector<RankMemory> plan = {{.weights_bytes = 10, .kv_bytes = 20, .workspace_bytes = 30},
                                         {.weights_bytes = 1, .kv_bytes = 2, .workspace_bytes = 3},
                                         {.weights_bytes = 100}};
-  CHECK(gpu_bytes(plan, {0, 0, 0}, 0) == 166);
-  CHECK(gpu_bytes(plan, {0, 1, 0}, 0) == 160);
-  CHECK(gpu_bytes(plan, {0, 1, 2}, 1) == 6);
+  using Bytes = std::map<int, std::int64_t>;
+  CHECK(gpu_bytes(plan, {0, 0, 0}) == Bytes{{0, 166}});
+  CHECK(gpu_bytes(plan, {0, 1, 0}) == Bytes{{0, 160}, {1, 6}});
+  CHECK(gpu_bytes(plan, {0, 1, 2}) == Bytes{{0, 60}, {1, 6}, {2, 100}});
 }
 
 }  // namespace helix::decode

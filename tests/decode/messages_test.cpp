@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the programs advise exists: every option that their sources name is an option of theirs, or of what
-// starts them.
+// What the programs advise exists: every option that their sources name is theirs. What
+// docs/troubleshooting.md quotes is what they say.
 #include <algorithm>
+#include <cctype>
+#include <cstddef>
 #include <filesystem>
 #include <regex>
 #include <set>
+#include <sstream>
 #include <string>
+#include <vector>
 
 #include "support/catch.hpp"
 #include "support/process.hpp"
@@ -39,7 +43,92 @@ std::set<std::string> unknown_options(const std::filesystem::path& folder,
   return unknown;
 }
 
+/// The lines of the page's fenced blocks that begin with ```kind.
+std::vector<std::string> fenced_lines(const std::string& page, const std::string& kind) {
+  std::vector<std::string> lines;
+  std::stringstream in(page);
+  bool is_inside = false;
+  for (std::string line; std::getline(in, line);) {
+    if (line.starts_with("```")) {
+      is_inside = !is_inside && line == "```" + kind;
+    } else if (is_inside) {
+      lines.push_back(line);
+    }
+  }
+  return lines;
+}
+
+/// Whether `text` has a line of the parts of `line` between "...", in order.
+bool says(const std::string& text, const std::string& line) {
+  std::string pattern;
+  for (std::size_t at = 0; at < line.size(); ++at) {
+    if (line.compare(at, 3, "...") == 0) {
+      pattern += ".*";
+      at += 2;
+      continue;
+    }
+    if (std::ispunct(static_cast<unsigned char>(line[at]))) pattern += '\\';
+    pattern += line[at];
+  }
+  std::stringstream in(text);
+  for (std::string said; std::getline(in, said);) {
+    if (std::regex_match(said, std::regex(pattern))) return true;
+  }
+  return false;
+}
+
+/// What the sources say: string literals that follow each other are one.
+std::string source_texts() {
+  const std::filesystem::path root = HELIX_SOURCE_DIR;
+  std::string texts = read_file(root / "CMakeLists.txt") + read_file(root / "cmake/helix-config.cmake.in");
+  for (const char* folder : {"include", "src", "cuda", "examples"}) {
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(root / folder))
+      if (entry.is_regular_file()) texts += read_file(entry.path());
+  }
+  static const std::regex kJoint("\"\\s*\n\\s*\"");
+  return std::regex_replace(texts, kJoint, "");
+}
+
 }  // namespace
+
+TEST_CASE("the commands of the troubleshooting page say what it quotes", "[quick]") {
+  const std::string page = read_file(HELIX_SOURCE_DIR "/docs/troubleshooting.md");
+  int num_commands = 0;
+  Run run;
+  for (std::string line : fenced_lines(page, "console")) {
+    INFO(line << "\n" << run.output);
+    if (!line.starts_with("$ ")) {
+      CHECK(says(run.output, line));
+      continue;
+    }
+    line.erase(0, 2);
+    const bool is_decode = line.starts_with("helix-decode ");
+    REQUIRE((is_decode || line.starts_with("helix-plan ")));
+    line.replace(0, line.find(' '), is_decode ? HELIX_DECODE : HELIX_PLAN);
+    run = run_command("sh -c 'cd " HELIX_SOURCE_DIR " && exec " + line + "'");
+    ++num_commands;
+  }
+  CHECK(num_commands > 10);
+  CHECK_FALSE(says("helix-decode: ok\n", "helix-decode: not ok"));
+}
+
+TEST_CASE("the messages that the troubleshooting page quotes are in the sources", "[quick]") {
+  const std::string texts = source_texts();
+  const std::regex value("<[^>]*>");
+  int num_parts = 0;
+  for (const std::string& line :
+       fenced_lines(read_file(HELIX_SOURCE_DIR "/docs/troubleshooting.md"), "text")) {
+    for (std::sregex_token_iterator part(line.begin(), line.end(), value, -1), end; part != end; ++part) {
+      const std::string words = part->str();
+      INFO(line << "\n'" << words << "'");
+      const bool is_in_sources = texts.find(words) != std::string::npos;
+      CHECK(is_in_sources);
+      ++num_parts;
+    }
+  }
+  CHECK(num_parts > 40);
+  CHECK(texts.find("words that no source says") == std::string::npos);
+}
 
 TEST_CASE("every option that a program's sources name is one of its options", "[quick]") {
   const std::filesystem::path examples = std::filesystem::path(HELIX_SOURCE_DIR) / "examples";

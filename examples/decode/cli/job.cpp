@@ -109,18 +109,14 @@ void Job::set_activation(DType activation) {
 }
 
 bool Job::is_plan_inside_gpus(const Launcher& launcher) const {
-  constexpr double kUsable = 0.9;  // the rest is for the runtime, communicators and fragmentation
-  const std::vector<int> gpus = rank_gpus(*topo, launch);
-  const auto fits = [&](std::int64_t bytes, int gpu) {
-    return static_cast<double>(bytes) <= kUsable * static_cast<double>(gpu_memory(gpu).total);
-  };
-  if (launcher.has_processes()) {
-    std::vector<int> ranks(plan.size());
-    std::iota(ranks.begin(), ranks.end(), 0);
-    return std::ranges::all_of(ranks,
-                               [&](int rank) { return fits(gpu_bytes(plan, ranks, rank), launch.gpu); });
-  }
-  return std::ranges::all_of(gpus, [&](int gpu) { return fits(gpu_bytes(plan, gpus, gpu), gpu); });
+  constexpr double kUsable = 0.9;      // the rest is for the runtime, communicators and fragmentation
+  std::vector<int> gpus(plan.size());  // of processes each has one, like this one's
+  std::iota(gpus.begin(), gpus.end(), 0);
+  if (!launcher.has_processes()) gpus = rank_gpus(*topo, launch);
+  return std::ranges::all_of(gpu_bytes(plan, gpus), [&](const auto& need) {
+    const int gpu = launcher.has_processes() ? launch.gpu : need.first;
+    return static_cast<double>(need.second) <= kUsable * static_cast<double>(gpu_memory(gpu).total);
+  });
 }
 
 JobFields Job::fields() const {

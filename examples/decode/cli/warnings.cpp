@@ -6,7 +6,6 @@
 #include <charconv>
 #include <fstream>
 #include <iterator>
-#include <set>
 #include <system_error>
 
 #include <fmt/format.h>
@@ -89,10 +88,11 @@ std::int64_t host_bytes(const std::vector<RankMemory>& plan, std::size_t num_ran
   return saturating_sum(own, std::min(in_place, files));
 }
 
-std::int64_t gpu_bytes(const std::vector<RankMemory>& plan, const std::vector<int>& gpus, int gpu) {
-  std::int64_t bytes = 0;
+std::map<int, std::int64_t> gpu_bytes(const std::vector<RankMemory>& plan, const std::vector<int>& gpus) {
+  std::map<int, std::int64_t> bytes;
   for (std::size_t rank = 0; rank < plan.size(); ++rank) {
-    if (gpus[rank] == gpu) bytes = saturating_sum(bytes, bytes_of(plan[rank]));
+    std::int64_t& sum = bytes[gpus[rank]];
+    sum = saturating_sum(sum, bytes_of(plan[rank]));
   }
   return bytes;
 }
@@ -111,9 +111,7 @@ std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& ch
       add(short_gpu(launch.gpu, bytes_of(plan[static_cast<std::size_t>(launcher.rank())])));
       return lines;
     }
-    const std::vector<int> gpus = rank_gpus(topo, launch);
-    for (const int gpu : std::set<int>(gpus.begin(), gpus.end()))
-      add(short_gpu(gpu, gpu_bytes(plan, gpus, gpu)));
+    for (const auto& [gpu, needed] : gpu_bytes(plan, rank_gpus(topo, launch))) add(short_gpu(gpu, needed));
     return lines;
   }
   if (!is_root) return lines;

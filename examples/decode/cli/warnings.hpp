@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -23,8 +24,8 @@ std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& ch
 std::int64_t host_bytes(const std::vector<RankMemory>& plan, std::size_t num_ranks,
                         const Checkpoint& checkpoint);
 
-/// The most bytes that the plan takes on one GPU. `gpus`: the GPU of each rank.
-std::int64_t gpu_bytes(const std::vector<RankMemory>& plan, const std::vector<int>& gpus, int gpu);
+/// Bytes that the plan takes by GPU. `gpus`: the GPU of each rank.
+std::map<int, std::int64_t> gpu_bytes(const std::vector<RankMemory>& plan, const std::vector<int>& gpus);
 
 /// The bytes of a line like "MemAvailable:   123 kB" of /proc/meminfo's `text`; nullopt without one.
 std::optional<std::int64_t> parse_available_memory(std::string_view text);
