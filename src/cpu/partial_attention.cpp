@@ -42,21 +42,26 @@ constexpr std::int64_t kTunedBytes = std::int64_t{8} << 20;  // of keys and valu
 
 /// Ways to read memory, and their names as the tuners have them. The first one suits cores that follow many
 /// streams at once; Zen 4 reads 11 GB/s out of pages of 16 KB in random order and 20 where the heads of a
-/// page are read after one another, and takes half of a vector of 512 bits a cycle.
-constexpr std::array<Variant<AttentionVariant>, 10> kVariants = {{
+/// page are read after one another, 22 to 24 if they are also asked for so, and takes half of a vector of 512
+/// bits a cycle.
+constexpr std::array<Variant<AttentionVariant>, 14> kVariants = {{
     {"heads1", {.heads = 1}},
-    {"plain", {.heads = 1, .is_interleaved = false, .prefetches = false}},
+    {"plain", {.heads = 1, .is_interleaved = false, .ahead = Ahead::none}},
     {"heads2", {.heads = 2}},
     {"heads4", {.heads = 4}},
     {"heads8", {.heads = 8}},
     {"heads8.in_order", {.heads = 8, .is_interleaved = false}},
+    {"heads2.straight", {.heads = 2, .ahead = Ahead::straight}},
+    {"heads4.straight", {.heads = 4, .ahead = Ahead::straight}},
+    {"heads8.straight", {.heads = 8, .ahead = Ahead::straight}},
     {"heads1.narrow", {.heads = 1, .is_narrow = true}},
     {"heads4.narrow", {.heads = 4, .is_narrow = true}},
     {"heads8.narrow", {.heads = 8, .is_narrow = true}},
-    {"heads8.in_order.narrow", {.heads = 8, .is_interleaved = false, .is_narrow = true}},
+    {"heads4.straight.narrow", {.heads = 4, .ahead = Ahead::straight, .is_narrow = true}},
+    {"heads8.straight.narrow", {.heads = 8, .ahead = Ahead::straight, .is_narrow = true}},
 }};
 constexpr std::span<const Variant<AttentionVariant>> kAll = kVariants;
-constexpr std::span<const Variant<AttentionVariant>> kWide = kAll.first(6);
+constexpr std::span<const Variant<AttentionVariant>> kWide = kAll.first(9);
 
 Tuner f32_tuner("attention.f32", names_of(kWide), kTunedBytes);
 Tuner f16_tuner("attention.f16", names_of(kWide), kTunedBytes);

@@ -292,7 +292,7 @@ HWY_NOINLINE void transpose_pairs(const T* const* rows, std::int64_t d, std::int
 /// next one is read, which keeps a stream sequential: alternating between 16 rows a cache line at a time cost
 /// half the bandwidth.
 template <int kRun, class Rows>
-HWY_INLINE void dot_runs(Rows rows, std::int64_t row, const float* x, std::int64_t d, Vec (&acc)[kLanes]) {
+HWY_INLINE void dot_runs(Rows& rows, std::int64_t row, const float* x, std::int64_t d, Vec (&acc)[kLanes]) {
   Pair q[kRun];
   HELIX_UNROLL for (int i = 0; i < kRun; ++i) q[i] = load_pair(x + d + i * kPair);
   HELIX_UNROLL for (int k = 0; k < kLanes; ++k) {
@@ -311,8 +311,10 @@ HWY_INLINE void dot_runs(Rows rows, std::int64_t row, const float* x, std::int64
 /// their dots writable. kHasTail: length is not a multiple of kPair. The order of additions is the same for
 /// every R.
 template <int R, bool kHasTail, class Rows>
-HWY_INLINE void dot_block(Rows rows, std::int64_t count, const float* x, std::int64_t length, float* dots) {
+HWY_INLINE void dot_block(Rows& shared_rows, std::int64_t count, const float* x, std::int64_t length,
+                          float* dots) {
   constexpr int K = kLanes / R;
+  Rows rows = shared_rows;  // in registers
   const std::int64_t whole = kHasTail ? length / kPair * kPair : length;
   for (std::int64_t row = 0; row < count; row += K) {
     Vec acc[kLanes];
@@ -356,6 +358,7 @@ HWY_INLINE void dot_block(Rows rows, std::int64_t count, const float* x, std::in
     }
     hn::StoreU(sum_each(acc), kF32, dots + row * R);
   }
+  shared_rows = rows;
 }
 
 }  // namespace helix::cpu::HWY_NAMESPACE

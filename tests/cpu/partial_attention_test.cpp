@@ -446,10 +446,11 @@ TEST_CASE("partial attention gives the same bits for any number of threads") {
 }
 
 TEST_CASE("partial attention gives the same bits in every variant") {
-  const std::vector<const char*> variants = {"heads1", "plain",  "heads2",
-                                             "heads4", "heads8", "heads8.in_order"};
+  const std::vector<const char*> variants = {"heads1",          "plain",           "heads2",
+                                             "heads4",          "heads8",          "heads8.in_order",
+                                             "heads2.straight", "heads4.straight", "heads8.straight"};
   const std::vector<const char*> narrow = {"heads1.narrow", "heads4.narrow", "heads8.narrow",
-                                           "heads8.in_order.narrow"};
+                                           "heads4.straight.narrow", "heads8.straight.narrow"};
   // Four units of one split, so that a thread has tasks enough for heads to share them.
   const std::vector<Sequence> sequences = {{513, 1}, {256, 1}, {300, 1}, {70, 1}};
   const std::vector<std::int64_t> groups = {1, 8, 4, 16, 2, 5, 8, 3, 12};
@@ -481,9 +482,11 @@ TEST_CASE("partial attention gives the same bits in every variant") {
       }
     }
   }
-  helix::cpu::fix_tuning("attention.*=heads8.in_order");
-  World({.query_heads = 24, .kv_heads = 3, .d = 64, .dv = 64, .sequences = sequences}).check();
-  World({.query_heads = 8, .kv_heads = 1, .d = 64, .dv = 64, .sequences = {{5000, 1}, {3000, 4}}}).check();
+  for (const char* variant : {"heads8.in_order", "heads8.straight"}) {
+    helix::cpu::fix_tuning(std::string("attention.*=") + variant);
+    World({.query_heads = 24, .kv_heads = 3, .d = 64, .dv = 64, .sequences = sequences}).check();
+    World({.query_heads = 8, .kv_heads = 1, .d = 64, .dv = 64, .sequences = {{5000, 1}, {3000, 4}}}).check();
+  }
   helix::cpu::fix_tuning("attention.*=heads1");
 }
 

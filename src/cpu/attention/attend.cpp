@@ -55,10 +55,13 @@ template <class T>
 HWY_INLINE void accumulate_direct(const Heads& heads, std::int64_t first_row, std::int64_t num_rows,
                                   TokenRange range) {
   for (int head = 0; head < heads.count; ++head) pack_queries<T>(heads[head], first_row, num_rows);
-  if (heads.first.task.variant.prefetches) {
-    direct<T, true>(heads, first_row, num_rows, range);
-  } else {
-    direct<T, false>(heads, first_row, num_rows, range);
+  switch (heads.first.task.variant.ahead) {
+    case Ahead::none:
+      return direct<T, Ahead::none>(heads, first_row, num_rows, range);
+    case Ahead::across:
+      return direct<T, Ahead::across>(heads, first_row, num_rows, range);
+    case Ahead::straight:
+      return direct<T, Ahead::straight>(heads, first_row, num_rows, range);
   }
 }
 

@@ -45,9 +45,9 @@ HWY_INLINE void value_columns(Rows& values, std::int64_t count, const float* wei
   }
 }
 
-template <class T, int R, bool kAhead>
-HWY_NOINLINE void direct_scores(const KeyRows<T, kAhead>& keys, std::int64_t count, const State& s,
-                                const float* q, float* scores) {
+template <class T, int R, class Rows>
+HWY_NOINLINE void direct_scores(Rows& keys, std::int64_t count, const State& s, const float* q,
+                                float* scores) {
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
   if constexpr (std::is_same_v<T, bf16> && R == kMaxRows) {
     if (s.task.variant.is_narrow) return dot_keys_256(keys, count, q, s.d, scores);
@@ -57,9 +57,9 @@ HWY_NOINLINE void direct_scores(const KeyRows<T, kAhead>& keys, std::int64_t cou
   dot_block<R, false>(keys, count, q, s.d, scores);
 }
 
-template <class T, int R, bool kAhead>
-HWY_NOINLINE void direct_values(const State& s, const Block& block, ValueRows<T, kAhead>& values,
-                                std::int64_t begin, std::int64_t count) {
+template <int R, class Rows>
+HWY_NOINLINE void direct_values(const State& s, const Block& block, Rows& values, std::int64_t begin,
+                                std::int64_t count) {
   const float* weights = block.scores + begin * R;
   float* acc = s.acc + block.row * s.dv;
   if (begin == 0) {
@@ -123,8 +123,10 @@ HWY_INLINE Block block_at(const State& s, std::int64_t first_row, std::int64_t n
 /// What the heads of a direct() share.
 template <class T>
 struct DirectTile {
+  const AttentionTask* first_head;
   std::int64_t first_row;  ///< of each head's rows
   std::int64_t num_rows;
+  int num_blocks;           ///< of those rows
   std::int64_t streams;     ///< runs of keys that sums take in turn
   std::int64_t read_run;    ///< keys of a head that are read before the next head's
   std::int64_t value_tile;  ///< values that blocks of rows share
@@ -134,30 +136,78 @@ struct DirectTile {
   bool is_permuted = false;         ///< whether those two differ
 };
 
+/// How far the ways to ask ahead have come; each uses its own.
+template <class T>
+struct Asked {
+  NextKeys<T> next_keys;
+  Course<T> course;
+};
+
+HWY_INLINE int blocks_of(std::int64_t num_rows) {
+  int blocks = 0;
+  for (std::int64_t row = 0; row < num_rows; row += block_rows(num_rows - row)) ++blocks;
+  return blocks;
+}
+
+/// Scores of R rows of a head with `count` of its keys, from the tile's `begin` on.
+template <class T, Ahead kAhead, int R>
+HWY_INLINE void score_block(const State& s, const DirectTile<T>& tile, Asked<T>& asked, std::int64_t begin,
+                            std::int64_t count, const float* q, float* scores) {
+  const std::int64_t to_keys = elements_between<T>(tile.first_head->keys, s.task.keys);
+  if constexpr (kAhead == Ahead::none) {
+    PlainRows<T> keys{tile.read + begin, to_keys};
+    direct_scores<T, R>(keys, count, s, q, scores);
+  } else if constexpr (kAhead == Ahead::across) {
+    KeyRows<T> keys{tile.read + begin, to_keys, elements_between<T>(tile.first_head->keys, s.task.values)};
+    direct_scores<T, R>(keys, count, s, q, scores);
+  } else {
+    CourseRows<T, R> keys{tile.read + begin, to_keys, tile.num_blocks, &asked.course};
+    direct_scores<T, R>(keys, count, s, q, scores);
+    asked.course.place = keys.place;
+  }
+}
+
+/// Values of a head, [begin, begin + count) of the tile's, weighed for one block.
+template <class T, Ahead kAhead, int R>
+HWY_INLINE void add_block(const State& s, const DirectTile<T>& tile, Asked<T>& asked, std::int64_t begin,
+                          std::int64_t count, const Block& block) {
+  const T* const* rows = tile.place + begin;
+  const std::int64_t to_values = elements_between<T>(tile.first_head->keys, s.task.values);
+  if constexpr (kAhead == Ahead::none) {
+    PlainRows<T> values{rows, to_values};
+    direct_values<R>(s, block, values, begin, count);
+  } else if constexpr (kAhead == Ahead::across) {
+    ValueRows<T> values{rows, to_values, asked.next_keys};
+    direct_values<R>(s, block, values, begin, count);
+    asked.next_keys = values.next;
+  } else {
+    CourseRows<T, R> values{rows, to_values, tile.num_blocks, &asked.course};
+    direct_values<R>(s, block, values, begin, count);
+    asked.course.place = values.place;
+  }
+}
+
 /// Scores of all heads' rows with a tile's keys.
-template <class T, bool kAhead>
-HWY_NOINLINE void score_tile(const Heads& heads, const DirectTile<T>& tile) {
-  const AttentionTask& first = heads.tasks[0];
+template <class T, Ahead kAhead>
+HWY_NOINLINE void score_tile(const Heads& heads, const DirectTile<T>& tile, Asked<T>& asked) {
   for (std::int64_t begin = 0; begin < tile.count; begin += tile.read_run) {
     const std::int64_t count = std::min(tile.read_run, tile.count - begin);
     for (int head = 0; head < heads.count; ++head) {
       const State s = heads[head];
-      const KeyRows<T, kAhead> keys{tile.read + begin, elements_between<T>(first.keys, s.task.keys),
-                                    elements_between<T>(first.keys, s.task.values)};
       int rows = 0;
       for (std::int64_t row = 0; row < tile.num_rows; row += rows) {
         rows = block_rows(tile.num_rows - row);
+        const float* q = s.q + row * s.d;
         float* scores = s.read_scores + row * kDirectTile + begin * rows;
-        HELIX_WITH_ROWS(rows, (direct_scores<T, R, kAhead>(keys, count, s, s.q + row * s.d, scores)))
+        HELIX_WITH_ROWS(rows, (score_block<T, kAhead, R>(s, tile, asked, begin, count, q, scores)))
       }
     }
   }
 }
 
 /// Weights and weighted values of one head.
-template <class T, bool kAhead>
-HWY_NOINLINE void add_tile(const State& s, const AttentionTask& first, const DirectTile<T>& tile,
-                           NextKeys<T>& next) {
+template <class T, Ahead kAhead>
+HWY_NOINLINE void add_tile(const State& s, const DirectTile<T>& tile, Asked<T>& asked) {
   float* scores = tile.is_permuted ? s.scores : s.read_scores;
   int rows = 0;
   for (std::int64_t row = 0; row < tile.num_rows; row += rows) {
@@ -170,26 +220,26 @@ HWY_NOINLINE void add_tile(const State& s, const AttentionTask& first, const Dir
     HELIX_WITH_ROWS(rows, (softmax_block<R>(s, block, tile.count)))
   }
   for (std::int64_t part = 0; part < tile.count; part += tile.value_tile) {
-    const std::int64_t part_count = std::min(tile.value_tile, tile.count - part);
+    const std::int64_t count = std::min(tile.value_tile, tile.count - part);
     for (std::int64_t row = 0; row < tile.num_rows; row += rows) {
       rows = block_rows(tile.num_rows - row);
       const Block block = block_at(s, tile.first_row, tile.num_rows, row, rows, scores);
-      ValueRows<T, kAhead> values{tile.place + part, elements_between<T>(first.keys, s.task.values), next};
-      HELIX_WITH_ROWS(rows, (direct_values<T, R, kAhead>(s, block, values, part, part_count)))
-      next = values.next;
+      HELIX_WITH_ROWS(rows, (add_block<T, kAhead, R>(s, tile, asked, part, count, block)))
     }
   }
 }
 
 /// The same rows of several heads against the keys of `range`.
-template <class T, bool kAhead>
+template <class T, Ahead kAhead>
 HWY_NOINLINE void direct(const Heads& heads, std::int64_t first_row, std::int64_t num_rows,
                          TokenRange range) {
   const AttentionTask& task = heads.tasks[0];
   const AttentionVariant& variant = task.variant;
   DirectTile<T> tile;
+  tile.first_head = &task;
   tile.first_row = first_row;
   tile.num_rows = num_rows;
+  tile.num_blocks = blocks_of(num_rows);
   // 4 streams beat 8 by 3 % with 8 rows, 8 beat 4 by 2 % with one (interleaved, Xeon).
   tile.streams = num_rows > 1 ? 4 : 8;
   tile.read_run = variant.is_interleaved ? kDirectTile : kReadRun;
@@ -202,6 +252,8 @@ HWY_NOINLINE void direct(const Heads& heads, std::int64_t first_row, std::int64_
   const void** place = heads.first.value_rows;
   const std::int64_t to_head =
       heads.count > 1 ? elements_between<T>(task.keys, heads.tasks[1].keys) : std::int64_t{0};
+  const std::int64_t to_values = elements_between<T>(task.keys, task.values);
+  Asked<T> asked{{}, {to_head, heads.count}};
   tile.count = std::min(kDirectTile, range.size());
   find_interleaved_keys(task, range.begin, tile.count, read_streams, read);
   for (std::int64_t begin = range.begin; begin < range.end; begin += kDirectTile) {
@@ -219,16 +271,22 @@ HWY_NOINLINE void direct(const Heads& heads, std::int64_t first_row, std::int64_
     // Past the last tile the next key is one of this tile: asking for it again is harmless.
     const auto* next_rows = reinterpret_cast<const T* const*>(next_count > 0 ? next_read : read);
     const std::int64_t next_rows_count = std::max<std::int64_t>(next_count, 1);
-    NextKeys<T> next{.row = next_rows,
-                     .run_end = next_rows + std::min(tile.read_run, next_rows_count),
-                     .width = heads.first.d,
-                     .run_begin = next_rows,
-                     .end = next_rows + next_rows_count,
-                     .run = tile.read_run,
-                     .head_elements = to_head,
-                     .num_heads = heads.count};
-    score_tile<T, kAhead>(heads, tile);
-    for (int head = 0; head < heads.count; ++head) add_tile<T, kAhead>(heads[head], task, tile, next);
+    if constexpr (kAhead == Ahead::across) {
+      asked.next_keys = {.row = next_rows,
+                         .run_end = next_rows + std::min(tile.read_run, next_rows_count),
+                         .width = heads.first.d,
+                         .run_begin = next_rows,
+                         .end = next_rows + next_rows_count,
+                         .run = tile.read_run,
+                         .head_elements = to_head,
+                         .num_heads = heads.count};
+    } else if constexpr (kAhead == Ahead::straight) {
+      asked.course.begin({tile.read, tile.count, 0, heads.first.d},
+                         {tile.place, tile.count, to_values, heads.first.dv},
+                         {next_rows, next_rows_count, 0, heads.first.d});
+    }
+    score_tile<T, kAhead>(heads, tile, asked);
+    for (int head = 0; head < heads.count; ++head) add_tile<T, kAhead>(heads[head], tile, asked);
     std::swap(read, next_read);
     tile.count = next_count;
   }

@@ -31,8 +31,9 @@ HWY_INLINE Vec load_twice(const float* from) {
 /// Attention is 1.5 % faster where it reads memory, 6 % where it reads L2. `count` is in effect rounded up
 /// to 4.
 template <class Rows>
-HWY_INLINE void dot_key_pairs(Rows rows, std::int64_t count, const float* x, std::int64_t length,
+HWY_INLINE void dot_key_pairs(Rows& shared_rows, std::int64_t count, const float* x, std::int64_t length,
                               float* dots) {
+  Rows rows = shared_rows;  // in registers
   constexpr int R = kMaxRows;
   constexpr int kHalf = kLanes / 2;
   const hn::Repartition<std::uint16_t, F32> d16;
@@ -72,6 +73,7 @@ HWY_INLINE void dot_key_pairs(Rows rows, std::int64_t count, const float* x, std
           kF32, dots + (row + 2 * p) * R);
     }
   }
+  shared_rows = rows;
 }
 
 /// Sums of lanes {0, 2} and {1, 3} of each block: (x, x, y, y).
@@ -90,8 +92,9 @@ HWY_INLINE __m256 fold_block_256(const __m256* v) {
 /// executed by halves (Zen 4), widening and sums no longer wait for whole products: 69 cycles a key in place
 /// of 78, of which the products take 64. `count` is in effect rounded up to 2.
 template <class Rows>
-HWY_INLINE void dot_keys_256(Rows rows, std::int64_t count, const float* x, std::int64_t length,
+HWY_INLINE void dot_keys_256(Rows& shared_rows, std::int64_t count, const float* x, std::int64_t length,
                              float* dots) {
+  Rows rows = shared_rows;  // in registers
   constexpr int R = kMaxRows;
   constexpr int kHalf = kLanes / 2;
   const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
@@ -129,6 +132,7 @@ HWY_INLINE void dot_keys_256(Rows rows, std::int64_t count, const float* x, std:
                                                            _mm256_permute2f128_ps(low, high, 0x21)));
     }
   }
+  shared_rows = rows;
 }
 #endif
 

@@ -23,6 +23,13 @@ struct StoredRows {
   }
 };
 
+/// What is asked for while rows are read.
+enum class Ahead {
+  none,
+  across,   ///< Values while keys are multiplied, the next tile's keys while values are.
+  straight  ///< The rows in the order in which they are read, one head's tile further on.
+};
+
 /// In which order and how far ahead the kernel of few rows reads memory. No bit of a result depends on it.
 struct AttentionVariant {
   /// KV heads that a task takes at once, at most: a tile's keys of all of them, then their values.
@@ -30,8 +37,7 @@ struct AttentionVariant {
   /// Keys in several runs of the tile in turn, as sums take them; otherwise as they lie, a page of one head
   /// and then that page of the next.
   bool is_interleaved = true;
-  /// Values while keys are multiplied, the next tile's keys while values are, rows a few further on always.
-  bool prefetches = true;
+  Ahead ahead = Ahead::across;
   /// Scores of 8 rows of bf16 in vectors of 256 bits where there are wider ones.
   bool is_narrow = false;
 };

@@ -138,8 +138,8 @@ HWY_NOINLINE void multiply_near(const Task& task, std::int64_t row) {
       const std::int64_t cols = std::min(kChunk, task.cols - begin);
       // After the last row of a chunk come the first ones of the next chunk, or of the next rows.
       const std::int64_t after_last = begin + kChunk < task.cols ? kChunk - count * task.cols : -begin;
-      const NearRows<T, R> weights{static_cast<const T*>(task.weight) + first * task.cols + begin, task.cols,
-                                   count - 1, after_last};
+      NearRows<T, R> weights{static_cast<const T*>(task.weight) + first * task.cols + begin, task.cols,
+                             count - 1, after_last};
       dot_block<R, true>(weights, count, packed + begin * R, cols, dots);
       add_dots<R>(task, dots, row, first, count, begin == 0 && !task.accumulate);
     }
