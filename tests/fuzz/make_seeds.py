@@ -10,7 +10,7 @@ data = pathlib.Path(__file__).resolve().parent.parent / "data"
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("output", type=pathlib.Path)
 output = parser.parse_args().output
-for target in ("safetensors", "model_config", "weight_map", "token_lists", "request", "hardware", "bench_results"):
+for target in ("safetensors", "model_config", "weight_map", "token_lists", "request", "commands", "hardware", "bench_results"):
     (output / target).mkdir(parents=True, exist_ok=True)
 for config in sorted(data.glob("*/config.json")):
     (output / "model_config" / config.parent.name).write_bytes(config.read_bytes())
@@ -48,6 +48,15 @@ numbers = {
 }
 for name, values in numbers.items():
     (output / "request" / name).write_bytes(struct.pack("<16q", *values, 0, 0))
+commands = [
+    '{"id":"a","prompt":[1,2,3],"max_tokens":8,"stop":[4],"ignore_eos":true,"log_probs":2}',
+    '{"id":"b","prompt":[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20],"temperature":0.7,"top_p":0.9,"top_k":3,"min_p":0.1,"seed":1}',
+    '{"id":"c","prompt":[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,21],"repetition_penalty":1.2,"presence_penalty":1}',
+    '{"cancel":"a"}', '{"stats":true}', '{"forget":true}', '{"id":"b","prompt":[1],"frequency_penalty":-1}', "nonsense",
+]
+(output / "commands" / "session").write_text("\n".join(commands))
+for number, command in enumerate(commands):
+    (output / "commands" / f"line-{number}").write_text(command)
 machine = {
     "based_on": "h200", "name": "m", "memory_gb": 100, "usable_memory_fraction": 0.9, "read_gb_per_s": [[1, 1], [1e6, 2000]],
     "attention_gb_per_s": 3000, "peaks": [{"bits": 8, "tflops": 2000}, {"bits": 16, "tflops": 1000}], "nvlink_domain": 8,
