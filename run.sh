@@ -74,25 +74,9 @@ decode() {
   "$build/examples/decode/helix-decode" "$@"
 }
 
-# Sets up Python for text: what examples/chat/requirements.txt names, in an environment of its own. Says why if it cannot.
-set_up_chat() {
-  local stamp="$chat/requirements.txt"
-  cmp -s "$root/examples/chat/requirements.txt" "$stamp" && return
-  rm -rf "$chat"
-  local said
-  if said="$( (python3 -m venv "$chat" && "$chat/bin/pip" install --quiet --disable-pip-version-check \
-    --requirement "$root/examples/chat/requirements.txt") 2>&1)"; then
-    cp "$root/examples/chat/requirements.txt" "$stamp"
-  else
-    rm -rf "$chat"
-    echo "text needs python3 (3.10 or later) with venv, and tokenizers and jinja2 from PyPI: $(tail -n 1 <<<"$said")" >&2
-    return 1
-  fi
-}
-
 demonstrate() {
   "$root/cmake/install_packages.sh" --chat
-  set_up_chat &
+  "$root/examples/chat/set_up.sh" "$chat" &
   local set_up=$!
   build_target helix-decode
   if wait "$set_up"; then
@@ -144,7 +128,7 @@ case "${1:-}" in
   chat)
     shift
     "$root/cmake/install_packages.sh" --chat
-    set_up_chat &
+    "$root/examples/chat/set_up.sh" "$chat" &
     set_up=$!
     build_target helix-decode
     wait "$set_up" || exit 1

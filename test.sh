@@ -86,8 +86,15 @@ if command -v ccache >/dev/null; then
   # Not an option, which CMake would call unused in a build without CUDA.
   export CMAKE_CUDA_COMPILER_LAUNCHER="${CMAKE_CUDA_COMPILER_LAUNCHER:-ccache}"
 fi
+# The Python of the tests of text, while the rest is built; they are skipped without.
+set_up=
+if [[ "$preset" == cpu ]]; then
+  "$root/examples/chat/set_up.sh" "$root/build/chat" &
+  set_up=$!
+fi
 cmake -S "$root" -B "$build" --preset "$preset" "${cmake_options[@]}"
 cmake --build "$build" --target "$target"
+[[ -z "$set_up" ]] || wait "$set_up" || true
 
 report="$build/tests.xml"
 rm -f "$report"

@@ -3,18 +3,21 @@
 # Installs the Debian or Ubuntu packages that a build needs and that are missing; does nothing, offline too, if all are there.
 #
 # usage: cmake/install_packages.sh [--tests | --arm64 | --chat]
-#   --tests adds what only the tests use (MPI, doxygen), --arm64 a cross compiler and an emulator; --chat Python
+#   --tests adds what only the tests use (MPI, doxygen, Python), --arm64 a cross compiler and an emulator; --chat Python
 set -euo pipefail
 
 packages=(g++ cmake ninja-build libhwy-dev libfmt-dev catch2 libbenchmark-dev nlohmann-json3-dev libcli11-dev)
 optional=()
+# Debian splits venv from Python; one from elsewhere has both.
+has_venv=false
+if python3 -c 'import ensurepip, venv' 2>/dev/null; then has_venv=true; fi
 if [[ "${1:-}" == "--tests" ]]; then
   # Without them the MPI tests and that of the reference are left out, nothing else.
   optional=(libopenmpi-dev openmpi-bin)
   command -v doxygen >/dev/null || optional+=(doxygen)
+  $has_venv || optional+=(python3 python3-venv)
 elif [[ "${1:-}" == "--chat" ]]; then
-  # Debian splits venv from Python; one from elsewhere has both. Without them there is no text, nothing else.
-  python3 -c 'import ensurepip, venv' 2>/dev/null || optional=(python3 python3-venv)
+  $has_venv || optional=(python3 python3-venv)  # without them there is no text, nothing else
 elif [[ "${1:-}" == "--arm64" ]]; then
   command -v aarch64-linux-gnu-g++ >/dev/null || optional+=(g++-aarch64-linux-gnu)
   command -v qemu-aarch64 >/dev/null || command -v qemu-aarch64-static >/dev/null || optional+=(qemu-user)

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Makes the Python environment of text in folder $1 with what requirements.txt names, unless it is there. Says why if it cannot.
+set -euo pipefail
+
+requirements="$(dirname "${BASH_SOURCE[0]}")/requirements.txt"
+target="$1"
+if cmp -s "$requirements" "$target/requirements.txt"; then exit 0; fi
+rm -rf "$target"
+if said="$( (python3 -m venv "$target" && "$target/bin/pip" install --quiet --disable-pip-version-check --requirement "$requirements") 2>&1)"; then
+  cp "$requirements" "$target/"
+else
+  rm -rf "$target"
+  echo "text needs python3 (3.10 or later) with venv, and tokenizers and jinja2 from PyPI: $(tail -n 1 <<<"$said")" >&2
+  exit 1
+fi

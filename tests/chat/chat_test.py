@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text through ./run.sh chat's program: chat_test.py DECODER DATA, with the packages of examples/chat."""
+import io
+import json
+import os
+import pathlib
+import pty
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "examples" / "chat"))
+
+from text import TextError, TextModel  # noqa: E402
+
+DECODER, DATA = sys.argv[1], pathlib.Path(sys.argv[2])
+CHAT = [sys.executable, str(ROOT / "examples" / "chat" / "chat.py"), "--decoder", DECODER]
+EXACT = ["--activation", "f32", "--kv-dtype", "f32", "--threads", "1"]
+MODELS = ("llama-wordnet", "deepseek-wordnet")
+
+
+def run(*arguments: str, text: str = "") -> subprocess.CompletedProcess:
+    return subprocess.run([*CHAT, *arguments], input=text, capture_output=True, text=True, timeout=120)
+
+
+class GoldenTexts(unittest.TestCase):
+    def check(self, widths: list[str]) -> None:
+        for name in MODELS:
+            golden = json.loads((DATA / name / "golden-text.json").read_text())
+            for case in golden["cases"]:
+                with self.subTest(model=name, text=case["text"], widths=widths):
+                    answer = run(
+                        "--model", str(DATA / name), "--raw", "--special", "--ignore-eos", "--max-tokens", str(len(case["tokens"])),
+                        case["text"], "--", *EXACT, *widths,
+                    )  # fmt: skip
+                    self.assertEqual(answer.stdout.rstrip("\n"), case["completion"].rstrip("\n"), answer.stderr)
+
+    def test_one_rank(self) -> None:
+        self.check([])
+
+    def test_kvp(self) -> None:
+        self.check(["--kvp", "2"])
+
+    def test_pipeline_of_kvp(self) -> None:
+        self.check(["--kvp", "2", "--pp", "2"])
+
+
+class TextModels(unittest.TestCase):
+    def test_prompts_are_the_golden_ids(self) -> None:
+        for name in MODELS:
+            model = TextModel(DATA / name)
+            for case in json.loads((DATA / name / "golden-text.json").read_text())["cases"]:
+                self.assertEqual(model.encode(case["text"]), case["prompt"])
+
+    def test_a_stream_gives_the_whole_text(self) -> None:
+        model = TextModel(DATA / "llama-wordnet")
+        for text in ("plain", "caf\u00e9 \u65e5\u672c \U0001f642 end"):
+            stream = model.stream(keep_special=False)
+            parts = [stream.add(token) for token in model.encode(text)]
+            self.assertEqual("".join(parts), text)
+
+    def test_a_conversation_is_what_its_template_says(self) -> None:
+        model = TextModel(DATA / "llama-wordnet")
+        ids = model.encode_chat([{"role": "user", "content": " hi "}])
+        stream = model.stream(keep_special=True)
+        self.assertEqual(
+            "".join(stream.add(token) for token in ids),
+            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        )
+
+    def test_other_places_of_a_template(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = pathlib.Path(folder)
+            (copy / "tokenizer.json").write_bytes((DATA / "llama-wordnet" / "tokenizer.json").read_bytes())
+            self.assertFalse(TextModel(copy).has_template)
+            listed = {"chat_template": [{"name": "default", "template": "{{ messages[0].content }}"}]}
+            (copy / "tokenizer_config.json").write_text(json.dumps(listed))
+            self.assertEqual(TextModel(copy).encode_chat([{"role": "user", "content": "a b"}]), TextModel(copy).encode("a b")[1:])
+            (copy / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+            with self.assertRaisesRegex(TextError, "says: no"):
+                TextModel(copy).encode_chat([])
+            (copy / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}{% for %}")
+            with self.assertRaisesRegex(TextError, "cannot be rendered"):
+                TextModel(copy).encode_chat([])
+
+
+class Conversations(unittest.TestCase):
+    """At a terminal."""
+
+    def setUp(self) -> None:
+        self.terminal, inner = pty.openpty()
+        self.process = subprocess.Popen(
+            [*CHAT, "--model", str(DATA / "llama-wordnet"), "--ignore-eos", "--max-tokens", "4000", "--stats", "--", *EXACT],
+            stdin=inner, stdout=inner, stderr=inner, preexec_fn=os.setsid,
+        )  # fmt: skip
+        os.close(inner)
+        self.seen = ""
+        self.read_until("> ")
+
+    def tearDown(self) -> None:
+        code = self.process.wait(timeout=30)
+        os.close(self.terminal)
+        self.assertEqual(code, 0)
+
+    def read_until(self, words: str) -> str:
+        """Returns what came up to and with `words`; the rest is the next call's."""
+        end = time.monotonic() + 60
+        while words not in self.seen:
+            ready, _, _ = select.select([self.terminal], [], [], max(0.0, end - time.monotonic()))
+            self.assertTrue(ready, self.seen)
+            self.seen += os.read(self.terminal, 65536).decode(errors="replace")
+        found, self.seen = self.seen[: self.seen.index(words) + len(words)], self.seen[self.seen.index(words) + len(words) :]
+        return found
+
+    def say(self, text: str) -> None:
+        os.write(self.terminal, text.encode() + b"\n")
+
+    def test_control_c_ends_an_answer_and_the_next_turn_has_the_cache(self) -> None:
+        self.say("what is a helix?")
+        self.read_until("helix?")  # what was typed
+        self.read_until("e")
+        time.sleep(0.2)
+        os.kill(self.process.pid, signal.SIGINT)
+        first = self.read_until("> ")
+        self.assertIn("prompt tokens, 0 from the cache", first)
+        self.say("and a river?")
+        self.read_until("river?")
+        self.read_until("e")
+        os.kill(self.process.pid, signal.SIGINT)
+        second = self.read_until("from the cache")
+        cached = int(second.rsplit("prompt tokens, ", 1)[1].split()[0])
+        self.assertGreater(cached, 20)
+        self.read_until("> ")
+        os.write(self.terminal, b"\x04")
+
+
+class Errors(unittest.TestCase):
+    def test_one_line_that_says_what_to_do(self) -> None:
+        wordnet = str(DATA / "llama-wordnet")
+        for arguments, words in (
+            (["--model", str(DATA / "llama-tiny"), "hello"], "tokenizer.json: missing"),
+            (["--model", wordnet, "hello", "--", "--kvp", "3"], "KVP 3"),
+            (["--model", wordnet, "hello", "--", "--max-sequence", "2"], "--max-sequences"),
+            (["--model", wordnet, "--temperature", "-1", "hello"], "temperature is -1"),
+            (["--model", wordnet, "hello " * 500, "--", "--context", "100"], "context of 100"),
+        ):
+            with self.subTest(arguments=arguments):
+                answer = run(*arguments)
+                self.assertEqual(answer.returncode, 1, answer.stderr)
+                self.assertIn(words, answer.stderr)
+                self.assertEqual(len(answer.stderr.strip().splitlines()), 1, answer.stderr)
+
+    def test_a_pipe_is_a_prompt(self) -> None:
+        piped = run("--model", str(DATA / "llama-wordnet"), "--raw", "--max-tokens", "5", "--", *EXACT, text="helix:")
+        given = run("--model", str(DATA / "llama-wordnet"), "--raw", "--max-tokens", "5", "helix:", "--", *EXACT)
+        self.assertEqual(piped.stdout, given.stdout)
+        self.assertTrue(piped.stdout.strip())
+
+
+if __name__ == "__main__":
+    result = unittest.main(argv=sys.argv[:1], exit=False, verbosity=2).result
+    sys.exit(0 if result.wasSuccessful() else 1)
