@@ -39,7 +39,7 @@ struct Job {
     JobComms<cpu::LocalComm> comms = split_world(world, topo);
     CpuBackend backend(comms.stage, comms.kvp);
     return decode::generate(backend, world, comms.pipeline, topo, model.checkpoint, model.config, request,
-                            false);
+                            {});
   }
 
   void expect_right_tokens(const decode::GenerationResult& result) const {

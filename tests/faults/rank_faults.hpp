@@ -46,7 +46,7 @@ struct Job {
     JobComms<FaultyComm<typename Machine::Comm>> comms = split_world(world, topo);
     auto backend = Machine::make_backend(comms, point, comm.rank());
     return decode::generate(backend, world, comms.pipeline, topo, model.checkpoint, model.config, request,
-                            false);
+                            {});
   }
 
   /// In words what is wrong with a result; empty if it is right.

@@ -68,7 +68,7 @@ class Soak {
   void run(const decode::TokenIds& tokens, bool is_decode) {
     step_.begin(is_decode);
     step_.add_tokens(sequence_, tokens, stage_.cache().length(sequence_.id));
-    step_.add_logit_row(sequence_, step_.num_tokens() - 1);
+    step_.add_logit_row(sequence_, step_.num_tokens() - 1, {});
     stage_.cache().append(step_.step().sequences, step_.counts(), stage_.stream());
     stage_.forward(step_.step());
     sequence_.pending = stage_.finish().tokens.front();

@@ -10,6 +10,8 @@
 #include <string>
 #include <utility>
 
+#include <fmt/format.h>
+
 #include <helix/error.hpp>
 #include <helix/integers.hpp>
 
@@ -126,6 +128,7 @@ JobFields Job::fields() const {
   add_fields(fields, topo->spec());
   add_fields(fields, options.request);
   add_fields(fields, options);
+  fields.push_back({"eos_token_id", fmt::format("{}", fmt::join(config.eos_ids, ", "))});
   return fields;
 }
 DType choose_activation(const Job& job, const JobAgreement& agreement) {

@@ -130,7 +130,6 @@ void add_fields(JobFields& fields, const Checkpoint& checkpoint) {
   FieldWriter writer(fields);
   writer.add("helix version", HELIX_VERSION);
   writer.add_digest("config.json", digest_of(checkpoint.config_json()));
-  writer.add_digest("generation_config.json", digest_of(checkpoint.generation_config_json()));
   // Of many tensors, those whose name's hash says so: a fair draw that is the same on every rank.
   const std::uint64_t one_in = (checkpoint.num_tensors() + kMaxSamples - 1) / kMaxSamples;
   for (const SafetensorsFile& file : checkpoint.files()) {
