@@ -5,6 +5,8 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <map>
+#include <sstream>
 #include <string>
 
 #include <nlohmann/json.hpp>
@@ -43,7 +45,49 @@ nlohmann::json short_report(const std::string& arguments, const std::string& pre
   return nlohmann::json::parse(read_file(report));
 }
 
+/// The golden prompts of llama-tiny as requests; their tokens come back as events, after "ready".
+void check_serving(const std::string& options, const std::string& prefix) {
+  const ReferenceModel model("llama-tiny");
+  const Golden golden = model.golden();
+  const ScratchDirectory scratch;
+  std::ofstream requests(scratch / "requests");
+  for (std::size_t i = 0; i < golden.prompts.size(); ++i) {
+    requests << nlohmann::json{{"id", std::to_string(i)},
+                               {"prompt", golden.prompts[i]},
+                               {"max_tokens", golden.greedy[i].size()},
+                               {"ignore_eos", true}}
+             << "\n";
+  }
+  requests << "{\"id\":\"bad\",\"prompt\":[512]}";  // and no end of the line
+  requests.close();
+  const std::string messages = (scratch / "messages").string();
+  const Run run = run_command("sh -c '" + prefix + " " HELIX_DECODE " " + model_option("llama-tiny") +
+                              options + " --serve --activation f32 --kv-dtype f32 < " +
+                              (scratch / "requests").string() + " 2> " + messages + "'");
+  INFO(run.output << read_file(messages));
+  REQUIRE(run.exit_code == 0);
+  CHECK_THAT(read_file(messages), !Contains("warning"));
+  std::map<std::string, decode::TokenIds> tokens;
+  int num_errors = 0;
+  std::stringstream lines(run.output);
+  std::string line;
+  REQUIRE(std::getline(lines, line));
+  CHECK(nlohmann::json::parse(line).at("event") == "ready");
+  while (std::getline(lines, line)) {
+    const auto event = nlohmann::json::parse(line);
+    if (event.at("event") == "token") tokens[event.at("id")].push_back(event.at("token"));
+    num_errors += event.at("event") == "error";
+  }
+  CHECK(num_errors == 1);
+  for (std::size_t i = 0; i < golden.greedy.size(); ++i) CHECK(tokens[std::to_string(i)] == golden.greedy[i]);
+}
+
 }  // namespace
+
+TEST_CASE("requests come from standard input and events go to standard output", "[quick]") {
+  check_serving("", "");
+  check_serving("--kvp 2 --tpa 2 --max-sequences 2 --context 0.5K", "");
+}
 
 TEST_CASE("activations are bf16 where the hardware multiplies it, and as the command line says", "[quick]") {
   const std::string best = cpu::has_bf16_products() ? "bf16" : "f32";
@@ -237,6 +281,14 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
       {model_option("llama-tiny") + kIds + "--kv-dtype int8", {"int8"}},
       {model_option("llama-tiny") + kIds + "--hop-b many", {"many"}},
       {model_option("llama-tiny") + kIds + "--top-p 1.5", {"1.5"}},
+      {model_option("llama-tiny") + kIds + "--top-k -1", {"top_k is -1"}},
+      {model_option("llama-tiny") + kIds + "--min-p 2", {"min_p is 2"}},
+      {model_option("llama-tiny") + kIds + "--temperature nan", {"temperature is nan"}},
+      {model_option("llama-tiny") + kIds + "--repetition-penalty 0", {"repetition_penalty is 0"}},
+      {model_option("llama-tiny") + kIds + "--serve", {"--prompt-ids", "--serve"}},
+      {model_option("llama-tiny") + kIds + "--context 1K", {"--context", "--serve"}},
+      {model_option("llama-tiny") + "--serve --context 9000", {"context is 9000", "8192"}},
+      {model_option("llama-tiny") + "--serve --context 1K --kv-tokens 512", {"kv_tokens is 512", "1024"}},
       {model_option("llama-tiny") + kIds + "--draft-tokens 4", {"--teacher-force"}},
       {model_option("llama-tiny") + kIds + "--device tpu", {"--device"}},
       {model_option("llama-tiny") + kIds + "--cuda-graphs maybe", {"--cuda-graphs"}},
@@ -306,6 +358,11 @@ TEST_CASE("a checkpoint that is missing or broken gives one clear error and a no
 }
 
 #ifdef HELIX_MPIRUN
+TEST_CASE("four processes under mpirun serve what comes to the first", "[mpi]") {
+  check_serving("--kvp 2 --tpa 2", HELIX_MPIRUN);
+  check_serving("--kvp 2 --dp 2", HELIX_MPIRUN);
+}
+
 TEST_CASE("four processes under mpirun give the golden tokens", "[mpi]") {
   for (const std::string& name : kReferenceModels) {
     const ScratchDirectory scratch;

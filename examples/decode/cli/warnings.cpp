@@ -46,7 +46,7 @@ constexpr const char* kAdvice = "use shorter or fewer sequences, a smaller --kv-
 
 std::optional<std::string> idle_replicas(const Topology& topo, const GenerationRequest& request) {
   const std::int64_t sequences = request.num_sequences();
-  if (topo.dp() <= sequences) return std::nullopt;
+  if (request.serving || topo.dp() <= sequences) return std::nullopt;
   return fmt::format(
       "warning: {} of {} replicas have no sequence: --dp is {} and there {} {}; give more prompts or a "
       "smaller --dp",

@@ -93,7 +93,7 @@ class StageModel {
     if constexpr (requires(const typename B::Comm& comm) { comm.begin_step(num_steps_); })
       pipeline_->begin_step(++num_steps_);
     if (step != next_) upload_inputs(step);
-    if (is_last() || topo_->pp() > 1) extras_.set(step, stream_);
+    extras_.set(step, stream_);
     const StepShape shape{step.query_offsets, num_rows, step.is_random()};
     const auto queue = [this, num_tokens, num_rows, is_random = shape.is_random] {
       return queue_step(num_tokens, num_rows, is_random);
