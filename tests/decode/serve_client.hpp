@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <exception>
 #include <optional>
@@ -39,13 +40,14 @@ class ServeClient {
       }
       client_.reset();  // writes what is left
       ::close(out_[1]);
+      has_ended_ = true;
     });
   }
   ~ServeClient() {
     if (in_[1] >= 0) ::close(in_[1]);
     decoder_.join();
     ::close(in_[0]);
-    ::close(out_[0]);
+    if (out_[0] >= 0) ::close(out_[0]);
   }
   ServeClient(const ServeClient&) = delete;
   ServeClient& operator=(const ServeClient&) = delete;
@@ -85,6 +87,19 @@ class ServeClient {
     in_[1] = -1;
   }
 
+  /// Reads no more: the decoder's writes fail.
+  void hang_up() {
+    ::close(out_[0]);
+    out_[0] = -1;
+  }
+  /// Whether the decoder has ended, within `longest`.
+  bool has_ended(std::chrono::milliseconds longest) const {
+    const auto end = std::chrono::steady_clock::now() + longest;
+    while (!has_ended_ && std::chrono::steady_clock::now() < end)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    return has_ended_;
+  }
+
   /// After the last event: what the decoder ended with.
   void rethrow() const {
     if (failure_) std::rethrow_exception(failure_);
@@ -96,6 +111,7 @@ class ServeClient {
   std::array<int, 2> out_{};  // from it
   std::optional<decode::Frontend> client_;
   std::exception_ptr failure_;
+  std::atomic<bool> has_ended_ = false;
   std::string received_;
   std::thread decoder_;
 };

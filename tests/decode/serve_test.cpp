@@ -354,7 +354,7 @@ TEST_CASE("bad lines name the value and what to do, and a cancelled request ends
   CHECK(answers.tokens["long"].size() < 2000);
 }
 
-TEST_CASE("a decoder finishes what it has when its input ends, and stops when nobody reads", "[quick]") {
+TEST_CASE("a decoder finishes what it has when its input ends", "[quick]") {
   const ReferenceModel model("llama-tiny");
   ServeClient client(model, {.kvp = 2}, serving(2, 256, 512), {.num_threads = 1});
   for (const char* id : {"a", "b", "c"})
@@ -366,6 +366,36 @@ TEST_CASE("a decoder finishes what it has when its input ends, and stops when no
   REQUIRE(answers.ends.size() == 3);
   CHECK(answers.tokens["a"].size() == 20);
   CHECK(answers.tokens["a"] == answers.tokens["c"]);
+}
+
+TEST_CASE("a decoder whose client hangs up stops, whatever it has to do", "[quick]") {
+  const ReferenceModel model("llama-tiny");
+  ServeClient client(model, {.kvp = 2}, serving(2, 8192, 16384), {.num_threads = 1});
+  client.send({{"id", "a"}, {"prompt", {1, 2, 3}}, {"max_tokens", 8000}, {"ignore_eos", true}});
+  for (int i = 0; i < 5; ++i) REQUIRE(client.next_event());
+  CHECK_FALSE(client.has_ended(std::chrono::milliseconds(0)));
+  client.hang_up();
+  CHECK(client.has_ended(std::chrono::seconds(10)));
+  client.rethrow();
+}
+
+TEST_CASE("a client that does not read pauses the steps until it does") {
+  const ReferenceModel model("llama-tiny");
+  ServeClient client(model, {.kvp = 2}, serving(2, 8192, 16384),
+                     {.num_threads = 1, .timeout = std::chrono::milliseconds(800)});
+  // Events of 20 log-probabilities, together more than the client may be behind.
+  const int num_requests = 6;
+  for (int i = 0; i < num_requests; ++i) {
+    client.send({{"id", std::to_string(i)},
+                 {"prompt", {1, 2, 3}},
+                 {"max_tokens", 4000},
+                 {"ignore_eos", true},
+                 {"log_probs", 20}});
+  }
+  std::this_thread::sleep_for(std::chrono::seconds(3));
+  Answers answers;
+  read_until(client, answers, [&] { return answers.ends.size() == num_requests; });
+  for (int i = 0; i < num_requests; ++i) CHECK(answers.tokens[std::to_string(i)].size() == 4000);
 }
 
 TEST_CASE("an idle decoder's other ranks wait longer than their timeout", "[quick]") {

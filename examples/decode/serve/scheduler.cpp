@@ -19,6 +19,9 @@ namespace {
 /// A shorter common beginning, such as the first token that all prompts have, is not worth a copied page.
 constexpr std::int64_t kLeastShared = 16;
 
+/// More come from a client that has lost count.
+constexpr std::int64_t kMostQueued = 100'000;
+
 double milliseconds_between(std::chrono::steady_clock::time_point begin,
                             std::chrono::steady_clock::time_point end) {
   return std::chrono::duration<double, std::milli>(end - begin).count();
@@ -55,8 +58,10 @@ void Scheduler::submit(const ServeRequest& request) {
   const auto refuse = [&]<class... Parts>(const Parts&... parts) {
     emit_(error_event(request.id, Error(ErrorCode::invalid_argument, parts...).what()));
   };
-  if (is_known(request.id))
+  if (ids_.contains(request.id))
     return refuse("id ", printable(request.id), " is of a request that runs; give another");
+  if (std::ssize(queue_) >= kMostQueued)
+    return refuse(kMostQueued, " requests wait already; send more when some have ended");
   for (const TokenIds* const ids : {&request.prompt, &request.stop}) {
     const auto bad = std::ranges::find_if(*ids, [&](std::int32_t id) { return id >= spec_.vocab; });
     if (bad != ids->end())
@@ -70,16 +75,10 @@ void Scheduler::submit(const ServeRequest& request) {
     return refuse("the prompt has ", size, " tokens and max_tokens is ", *request.max_tokens, ": ",
                   size + *request.max_tokens, " exceed the context of ", spec_.max_tokens,
                   "; lower max_tokens, or start with a longer --context");
+  ids_.insert(request.id);
   Queued& queued = queue_.emplace_back(Queued{request, Clock::now()});
   ++num_requests_;
   queued.request.sampling.seed = request.seed.value_or(spec_.seed + num_requests_ - 1);
-}
-
-bool Scheduler::is_known(const std::string& id) const {
-  const auto has_id = [&](const auto& entry) { return entry.request.id == id; };
-  return std::ranges::any_of(queue_, has_id) || std::ranges::any_of(replicas_, [&](const Replica& replica) {
-           return std::ranges::any_of(replica.running, has_id);
-         });
 }
 
 void Scheduler::cancel(const std::string& id) {
@@ -89,6 +88,7 @@ void Scheduler::cancel(const std::string& id) {
     emit_(end_event(id, FinishReason::cancelled, {.prompt_tokens = std::ssize(queued->request.prompt)},
                     {.queued_ms = milliseconds_between(queued->since, Clock::now())}));
     queue_.erase(queued);
+    ids_.erase(id);
     for (Replica& replica : replicas_) replica.may_admit = true;
     return;
   }
@@ -275,6 +275,7 @@ void Scheduler::complete(std::span<const ReplicaResult> results) {
         emit_(error_event(running.request.id,
                           "the model gave no finite logits: its weights or activations have overflowed"));
         release(replica, running.sequence);
+        ids_.erase(running.request.id);
         replica.running.erase(rows[row]);
         continue;
       }
@@ -322,6 +323,7 @@ void Scheduler::end(Replica& replica, std::list<Running>::iterator running, Fini
   } else {
     release(replica, running->sequence);
   }
+  ids_.erase(running->request.id);
   replica.running.erase(running);
   if (std::ssize(replica.retained) > spec_.max_sequences) evict(replica, std::nullopt);
 }

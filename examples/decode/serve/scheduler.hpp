@@ -11,6 +11,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include <helix/page_ledger.hpp>
@@ -113,7 +114,6 @@ class Scheduler {
   void submit(const ServeRequest& request);
   void cancel(const std::string& id);
   void forget();
-  bool is_known(const std::string& id) const;
 
   void admit();
   bool admit_to(Replica& replica, Queued& queued);
@@ -130,6 +130,7 @@ class Scheduler {
   SchedulerSpec spec_;
   Emit emit_;
   std::deque<Queued> queue_;
+  std::unordered_set<std::string> ids_;  // of requests that wait or run
   std::vector<Replica> replicas_;
   std::uint64_t num_requests_ = 0;
 };
