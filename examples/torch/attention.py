@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a KV cache that is split along the sequence over the ranks of torch.distributed, with the operators
 of helix_torch.so, beside torch's own attention over the whole of it. Alone, or a rank a process under torchrun."""
+
 import argparse
 import dataclasses
 import os
@@ -63,6 +64,8 @@ def choose_device(options: argparse.Namespace) -> torch.device:
 
 def connect(device: torch.device) -> dist.ProcessGroup:
     """The group of all ranks, whose NCCL communicator exists already."""
+    # A process that dies with NVLink multicast objects can leave the host's GPUs unusable: this one does without them.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
     if "RANK" in os.environ:
