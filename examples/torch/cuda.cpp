@@ -88,8 +88,9 @@ using GroupBackend = helix::cuda::Backend<helix::cuda::NcclComm, T>;
 template <class T>
 Exchange<GroupBackend<T>>& exchange_of(Group& group, const at::Tensor& out) {
   const auto make = [&] {
-    TORCH_CHECK(group.nccl_comm() != 0, "out is on ", out.device(),
-                " and the Group has no nccl_comm; give it the backend's _comm_ptr()");
+    TORCH_CHECK(
+        group.nccl_comm() != 0, "out is on ", out.device(),
+        " and the Group has no nccl_comm; give it the backend's _comm_ptr() after its first collective");
     auto comm = helix::cuda::NcclComm::borrow(reinterpret_cast<ncclComm*>(group.nccl_comm()));
     TORCH_CHECK(comm.rank() == group.rank() && comm.size() == group.size(), "nccl_comm has rank ",
                 comm.rank(), " of ", comm.size(), " and the Group rank ", group.rank(), " of ", group.size(),
