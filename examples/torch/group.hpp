@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// A KVP group of torch.distributed: torch.classes.helix.Group, which owns the exchanges of its ranks.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include <ATen/ATen.h>
+#include <torch/custom_class.h>
+
+namespace helix_torch {
+
+/// Made and dropped by Python, before the process group that it names is destroyed. Exchanges of one group
+/// are called in the same order, with the same sizes, by all of its ranks, and on one stream.
+class Group : public torch::CustomClassHolder {
+ public:
+  /// `name`: ProcessGroup.group_name. `nccl_comm`: the ncclComm_t of its NCCL backend, for tensors on GPUs; 0
+  /// where there is none. An exchange has at most `max_tokens` tokens.
+  Group(std::string name, std::int64_t rank, std::int64_t size, std::int64_t max_tokens,
+        std::int64_t nccl_comm)
+      : name_(std::move(name)), rank_(rank), size_(size), max_tokens_(max_tokens), nccl_comm_(nccl_comm) {
+    TORCH_CHECK(size_ >= 1 && rank_ >= 0 && rank_ < size_, "rank is ", rank_, " of ", size_,
+                "; give ProcessGroup.rank() and size()");
+    TORCH_CHECK(max_tokens_ >= 1, "max_tokens is ", max_tokens_, "; give the tokens of the largest step");
+  }
+
+  const std::string& name() const { return name_; }
+  std::int64_t rank() const { return rank_; }
+  std::int64_t size() const { return size_; }
+  std::int64_t max_tokens() const { return max_tokens_; }
+  std::int64_t nccl_comm() const { return nccl_comm_; }
+
+  /// The exchange of tensors like `out`, from make() for the first of its device, type, heads and columns.
+  /// `wait` of it is called by synchronize().
+  template <class E, class Make, class Wait>
+  E& exchange(const at::Tensor& out, Make make, Wait wait) {
+    const std::lock_guard lock(mutex_);
+    Made& made = exchanges_[{out.device().str(), out.scalar_type(), out.size(1), out.size(2)}];
+    if (!made.exchange) {
+      std::shared_ptr<E> created = make();
+      made = {created, [exchange = created.get(), wait] { wait(*exchange); }};
+    }
+    return *static_cast<E*>(made.exchange.get());
+  }
+
+  /// Waits for the current stream and throws what an exchange found wrong on it: a rank in another step, or
+  /// one that has failed. On CPUs each operator has already done so.
+  void synchronize() {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [key, made] : exchanges_) made.wait();
+  }
+
+ private:
+  struct Made {
+    std::shared_ptr<void> exchange;
+    std::function<void()> wait;
+  };
+
+  std::string name_;
+  std::int64_t rank_, size_, max_tokens_, nccl_comm_;
+  std::mutex mutex_;
+  std::map<std::tuple<std::string, at::ScalarType, std::int64_t, std::int64_t>, Made> exchanges_;
+};
+
+}  // namespace helix_torch
