@@ -110,9 +110,10 @@ demonstrate_planner() {
 
 # Says in one line that $1 is no command, and which one was meant: each begins with another letter.
 refuse() {
-  local meant="give decode, plan or bench."
+  local meant="give chat, decode, plan or bench."
   case "$1" in
     -*) meant="did you mean decode $1?" ;;
+    [cC]*) meant="did you mean chat?" ;;
     [dD]*) meant="did you mean decode?" ;;
     [pP]*) meant="did you mean plan?" ;;
     [bB]*) meant="did you mean bench?" ;;

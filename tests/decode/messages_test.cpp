@@ -141,6 +141,16 @@ TEST_CASE("every option that a program's sources name is one of its options", "[
   CHECK(unknown_options(examples / "plan", decode).contains("options.cpp: --ttl-ms"));
 }
 
+TEST_CASE("the page on decoding has every option, and no other", "[quick]") {
+  const std::set<std::string> options = options_in(run_command(HELIX_DECODE " --help").output);
+  // Of chat, which stands on the program, and of the example that gives it options.
+  const std::set<std::string> chat{"--raw", "--stats", "--max-tokens"};
+  std::set<std::string> described = options_in(read_file(HELIX_SOURCE_DIR "/docs/decoding.md"));
+  CHECK(std::ranges::includes(described, options));
+  for (const std::string& option : chat) described.erase(option);
+  CHECK(described == options);
+}
+
 TEST_CASE("an unknown command or option of the scripts is one line that names what was meant", "[quick]") {
   struct Case {
     const char* arguments;
@@ -149,7 +159,8 @@ TEST_CASE("an unknown command or option of the scripts is one line that names wh
   for (const Case& bad :
        {Case{"run.sh decoed", "run.sh: 'decoed' is no command; did you mean decode?"},
         Case{"run.sh Plan", "run.sh: 'Plan' is no command; did you mean plan?"},
-        Case{"run.sh xyz", "run.sh: 'xyz' is no command; give decode, plan or bench"},
+        Case{"run.sh caht", "run.sh: 'caht' is no command; did you mean chat?"},
+        Case{"run.sh xyz", "run.sh: 'xyz' is no command; give chat, decode, plan or bench"},
         Case{"run.sh --model m", "run.sh: '--model' is no command; did you mean decode --model?"},
         Case{"test.sh --ful", "test.sh: --ful is unknown; see ./test.sh --help"},
         Case{"test.sh --sanitize all", "test.sh: --sanitize is 'all'; give asan, ubsan or tsan"}}) {
