@@ -34,8 +34,8 @@ def mebibytes(count: int) -> str:
 def run(decoder_path: str, checkpoint: pathlib.Path, widths: tuple[str, ...], style: Style) -> list[list[int]]:
     """Prints what one topology answers. Returns the tokens."""
     model = TextModel(checkpoint)
-    shown = " ".join(["./run.sh chat --raw --model", str(checkpoint), "TEXT", *(["--", *widths] if widths else [])])
-    print(f"\n{style.command}$ {shown}{style.end}")
+    shown = ["./run.sh chat --raw --max-tokens", str(MAX_TOKENS), "--model", str(checkpoint), "TEXT --", *EXACT, *widths]
+    print(f"\n{style.command}$ {' '.join(shown)}{style.end}")
     tokens = []
     ttl = []
     with Decoder([decoder_path, "--model", str(checkpoint), *EXACT, *widths]) as decoder:
