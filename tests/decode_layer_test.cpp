@@ -16,25 +16,12 @@
 #include "support/ranks.hpp"
 #include "support/recording_backend.hpp"
 #include "support/reference_backend.hpp"
+#include "support/sanitizers.hpp"
 
 namespace helix::test {
 namespace {
 
 using CpuBackend = cpu::Backend<cpu::LocalComm>;
-
-// Instrumented threads are an order of magnitude slower: there the sweep takes one chunk size and two
-// slicings.
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr bool kIsSanitized = true;
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer) || __has_feature(address_sanitizer)
-constexpr bool kIsSanitized = true;
-#else
-constexpr bool kIsSanitized = false;
-#endif
-#else
-constexpr bool kIsSanitized = false;
-#endif
 
 /// The shards of one sequence in global order, [tokens, Hkv, D] keys and, behind them, values (MLA: rows).
 /// Checks on the way that each is stored as often as the topology says, and that copies are equal.
@@ -114,7 +101,7 @@ void check_run(const Topology& topo, const oracle::Layer& layer, const Script& s
                std::initializer_list<int> slice_counts = {1, 2, 4}) {
   std::vector<RankResult> first;
   for (const int slices : slice_counts) {
-    if (kIsSanitized && slices == 2) continue;
+    if (kIsSanitized && slices == 2) continue;  // slow enough
     options.hop_b_slices = slices;
     CAPTURE(topo.kvp(), topo.tpa(), topo.tpf(), topo.ep(), options.chunk, slices);
     const std::vector<RankResult> ranks = run_script(topo, layer, script, options);

@@ -22,6 +22,7 @@
 
 #include "decode/model_on_disk.hpp"
 #include "support/catch.hpp"
+#include "support/sanitizers.hpp"
 
 using namespace helix;
 using namespace helix::decode;
@@ -550,5 +551,7 @@ TEST_CASE("loading keeps resident memory to the rank's share") {
   const std::int64_t slack = std::int64_t{20} << 20;
   CHECK(planned.in_place_bytes() > std::int64_t{30} << 20);
   CHECK(std::abs((after.file - start.file) * 4096 - planned.in_place_bytes()) < slack);
-  CHECK(std::abs((after.own - start.own) * 4096 - planned.allocated_bytes()) < slack);
+  // ThreadSanitizer keeps books of what is written, which are the process's own memory too.
+  if (!helix::test::kHasThreadSanitizer)
+    CHECK(std::abs((after.own - start.own) * 4096 - planned.allocated_bytes()) < slack);
 }
