@@ -50,7 +50,6 @@ choose_cuda() {
 # Builds target $1 and what it needs. Configures only if that was never done, the presets changed, or CUDA is asked for differently:
 # the rest ninja sees.
 build_target() {
-  "$root/cmake/install_packages.sh"
   local cuda
   cuda="$(choose_cuda)"
   if [[ ! -f "$build/build.ninja" || "$root/CMakePresets.json" -nt "$build/build.ninja" || "$cuda" != "$(configured_cuda)" ]]; then
@@ -137,11 +136,13 @@ case "${1:-}" in
     ;;
   decode)
     shift
+    "$root/cmake/install_packages.sh"
     build_target helix-decode
     exec "$build/examples/decode/helix-decode" "$@"
     ;;
   plan)
     shift
+    "$root/cmake/install_packages.sh"
     build_target helix-plan
     if [[ $# -eq 0 ]]; then
       demonstrate_planner
@@ -151,6 +152,7 @@ case "${1:-}" in
     ;;
   bench)
     shift
+    "$root/cmake/install_packages.sh"
     build_target helix-bench
     filter="${1:-.}"
     exec "$build/bench/helix-bench" "--benchmark_filter=$filter" "${@:2}"

@@ -9,15 +9,14 @@ set -euo pipefail
 packages=(g++ cmake ninja-build libhwy-dev libfmt-dev catch2 libbenchmark-dev nlohmann-json3-dev libcli11-dev)
 optional=()
 # Debian splits venv from Python; one from elsewhere has both.
-has_venv=false
-if python3 -c 'import ensurepip, venv' 2>/dev/null; then has_venv=true; fi
+has_venv() { python3 -c 'import ensurepip, venv' 2>/dev/null; }
 if [[ "${1:-}" == "--tests" ]]; then
   # Without them the MPI tests and that of the reference are left out, nothing else.
   optional=(libopenmpi-dev openmpi-bin)
   command -v doxygen >/dev/null || optional+=(doxygen)
-  $has_venv || optional+=(python3 python3-venv)
+  has_venv || optional+=(python3 python3-venv)
 elif [[ "${1:-}" == "--chat" ]]; then
-  $has_venv || optional=(python3 python3-venv)  # without them there is no text, nothing else
+  has_venv || optional=(python3 python3-venv)  # without them there is no text, nothing else
 elif [[ "${1:-}" == "--arm64" ]]; then
   command -v aarch64-linux-gnu-g++ >/dev/null || optional+=(g++-aarch64-linux-gnu)
   command -v qemu-aarch64 >/dev/null || command -v qemu-aarch64-static >/dev/null || optional+=(qemu-user)
