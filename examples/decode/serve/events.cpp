@@ -61,16 +61,14 @@ std::string ready_event(const ServeAbilities& abilities) {
 }
 
 std::string token_event(std::string_view id, std::int64_t index, std::int32_t token,
-                        const LogProbs& log_probs, std::int64_t row) {
+                        const LogProbs& log_probs) {
   Json event{{"event", "token"}, {"id", id}, {"index", index}, {"token", token}};
   if (!log_probs.chosen.empty()) {
-    event["log_prob"] = number(log_probs.chosen[static_cast<std::size_t>(row)]);
-    const std::size_t num_best = log_probs.best.size() / log_probs.chosen.size();
+    event["log_prob"] = number(log_probs.chosen.front());
     Json best = Json::array();
-    for (std::size_t i = 0; i < num_best; ++i) {
-      const std::size_t at = static_cast<std::size_t>(row) * num_best + i;
-      if (log_probs.best_ids[at] >= 0)
-        best.push_back(Json::array({log_probs.best_ids[at], number(log_probs.best[at])}));
+    for (std::size_t i = 0; i < log_probs.best.size(); ++i) {
+      if (log_probs.best_ids[i] >= 0)
+        best.push_back(Json::array({log_probs.best_ids[i], number(log_probs.best[i])}));
     }
     event["best"] = std::move(best);
   }

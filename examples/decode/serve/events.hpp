@@ -57,9 +57,9 @@ struct ServeAbilities {
 
 /// Each is a whole line with its end.
 std::string ready_event(const ServeAbilities& abilities);
-/// `index`: of the output. `row`: of the log-probabilities, which may be empty.
+/// `index`: of the output. `log_probs`: of this token's row alone, or empty.
 std::string token_event(std::string_view id, std::int64_t index, std::int32_t token,
-                        const LogProbs& log_probs, std::int64_t row);
+                        const LogProbs& log_probs);
 std::string end_event(std::string_view id, FinishReason reason, const Usage& usage,
                       const RequestTiming& timing);
 /// `id`: empty if the error is of no request.

@@ -36,7 +36,7 @@ std::int64_t common_prefix(const TokenIds& prompt, const TokenIds& tokens, std::
 
 Scheduler::Scheduler(SchedulerSpec spec, Emit emit) : spec_(std::move(spec)), emit_(std::move(emit)) {
   for (int i = 0; i < spec_.num_replicas; ++i)
-    replicas_.push_back(Replica{PageLedger(spec_.ledger, /*kvp_rank=*/0), {}, {}, {}});
+    replicas_.push_back(Replica{PageLedger(spec_.ledger, /*kvp_rank=*/0), {}, {}, {}, {}});
 }
 
 void Scheduler::take(const ServeCommand& command) {
@@ -216,20 +216,19 @@ void Scheduler::fill_step(Replica& replica, Step& step) {
   step.is_decode = true;
   std::optional<std::int64_t> num_best;
   // Decoding requests first, then prompts with what is left of the step.
-  for (Running& running : replica.running) {
-    if (running.is_prefilled()) add_entry(running, 1, step);
+  for (auto at = replica.running.begin(); at != replica.running.end(); ++at) {
+    if (at->is_prefilled()) add_entry(replica, at, 1, step);
   }
   std::int64_t room = spec_.prefill_tokens;
-  for (Running& running : replica.running) {
-    if (running.is_prefilled() || room == 0) continue;
-    const std::int64_t count = std::min(room, running.prompt_size() - running.num_cached);
-    add_entry(running, count, step);
+  for (auto at = replica.running.begin(); at != replica.running.end() && room > 0; ++at) {
+    if (at->is_prefilled()) continue;
+    const std::int64_t count = std::min(room, at->prompt_size() - at->num_cached);
+    add_entry(replica, at, count, step);
     step.is_decode = false;
     room -= count;
   }
-  for (const Running& running : replica.running) {
-    if (running.is_drawing && running.request.num_best)
-      num_best = std::max(num_best.value_or(0), *running.request.num_best);
+  for (const auto& drawing : replica.drawing) {
+    if (drawing->request.num_best) num_best = std::max(num_best.value_or(0), *drawing->request.num_best);
   }
   step.num_best = num_best;
   std::vector<std::int64_t> counts;
@@ -239,7 +238,8 @@ void Scheduler::fill_step(Replica& replica, Step& step) {
 }
 
 /// The next `count` tokens of the sequence; draws if they are its last.
-void Scheduler::add_entry(Running& running, std::int64_t count, Step& step) {
+void Scheduler::add_entry(Replica& replica, std::list<Running>::iterator at, std::int64_t count, Step& step) {
+  Running& running = *at;
   for (std::int64_t i = 0; i < count; ++i) {
     step.tokens.push_back(running.tokens[static_cast<std::size_t>(running.num_cached + i)]);
     step.positions.push_back(running.num_cached + i);
@@ -247,8 +247,8 @@ void Scheduler::add_entry(Running& running, std::int64_t count, Step& step) {
   step.query_offsets.push_back(static_cast<std::int32_t>(step.tokens.size()));
   step.sequences.push_back(running.sequence);
   running.num_cached += count;
-  running.is_drawing = running.num_cached == std::ssize(running.tokens);
-  if (!running.is_drawing) return;
+  if (running.num_cached < std::ssize(running.tokens)) return;
+  replica.drawing.push_back(at);
   running.counts.append_penalties(static_cast<std::int32_t>(step.logit_rows.size()), step.penalties);
   step.logit_rows.push_back(static_cast<std::int32_t>(step.tokens.size() - 1));
   step.draw_counters.push_back(static_cast<std::uint64_t>(running.num_cached - 1));
@@ -260,16 +260,9 @@ void Scheduler::complete(std::span<const ReplicaResult> results) {
   for (std::size_t i = 0; i < replicas_.size(); ++i) {
     Replica& replica = replicas_[i];
     const ReplicaResult& result = results[i];
-    // Rows are those of requests in the order of the step: decoding ones first.
-    std::vector<std::list<Running>::iterator> rows;
-    for (const bool is_first_token : {false, true}) {
-      for (auto at = replica.running.begin(); at != replica.running.end(); ++at) {
-        if (at->is_drawing && (at->output_size() == 0) == is_first_token) rows.push_back(at);
-      }
-    }
+    const auto rows = std::exchange(replica.drawing, {});
     for (std::size_t row = 0; row < rows.size(); ++row) {
       Running& running = *rows[row];
-      running.is_drawing = false;
       const std::int32_t token = result.tokens[row];
       if (token < 0) {
         emit_(error_event(running.request.id,
@@ -291,7 +284,7 @@ void Scheduler::complete(std::span<const ReplicaResult> results) {
                      std::span(result.best_ids).subspan(row * found, wanted),
                      std::span(result.best_log_probs).subspan(row * found, wanted)};
       }
-      emit_(token_event(running.request.id, running.output_size() - 1, token, log_probs, 0));
+      emit_(token_event(running.request.id, running.output_size() - 1, token, log_probs));
       if (const auto reason = finish_reason(running, token)) end(replica, rows[row], *reason);
     }
   }

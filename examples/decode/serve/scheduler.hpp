@@ -82,8 +82,6 @@ class Scheduler {
     Clock::time_point started_at;
     Clock::time_point first_token_at;
     Clock::time_point last_token_at;
-    bool is_drawing = false;  ///< In the step that is running, at its logit row.
-    bool is_cancelled = false;
 
     std::int64_t prompt_size() const { return static_cast<std::int64_t>(request.prompt.size()); }
     std::int64_t output_size() const { return static_cast<std::int64_t>(tokens.size()) - prompt_size(); }
@@ -98,10 +96,11 @@ class Scheduler {
 
   struct Replica {
     PageLedger ledger;
-    std::list<Running> running;     // in the order in which they joined
-    std::deque<Retained> retained;  // the one used last at the back
-    std::vector<CacheCall> calls;   // of the next order
-    bool may_admit = true;          // something changed since the queue's head found no room
+    std::list<Running> running;                         // in the order in which they joined
+    std::deque<Retained> retained;                      // the one used last at the back
+    std::vector<CacheCall> calls;                       // of the next order
+    std::vector<std::list<Running>::iterator> drawing;  // one a logit row of the step that runs
+    bool may_admit = true;  // something changed since the queue's head found no room
   };
 
   /// Where a prompt's beginning is in a cache already.
@@ -123,7 +122,7 @@ class Scheduler {
   void release(Replica& replica, SequenceId sequence);
 
   void fill_step(Replica& replica, Step& step);
-  void add_entry(Running& running, std::int64_t count, Step& step);
+  void add_entry(Replica& replica, std::list<Running>::iterator at, std::int64_t count, Step& step);
   std::optional<FinishReason> finish_reason(const Running& running, std::int32_t token) const;
   void end(Replica& replica, std::list<Running>::iterator running, FinishReason reason);
 
