@@ -68,5 +68,10 @@ TEST_CASE("faults on two GPUs under TPA: each ends all ranks, is named, and the 
   inject<OneGpuEach>(Job("llama-tiny", {.tpa = 2}), 50, 6);
 }
 
+TEST_CASE("faults on four GPUs: each ends all ranks, is named, and the threads work afterwards") {
+  HELIX_REQUIRE_GPUS(4);
+  inject<OneGpuEach>(Job("llama-tiny", {.kvp = 2, .tpa = 2}), 60, 7);
+}
+
 }  // namespace
 }  // namespace helix::test

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// helix-decode --serve on GPUs: the golden texts of the trained models, in f32 token by token, in 16 bits
+// wherever the reference is sure.
+#include <cstddef>
+#include <fstream>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include <helix/topology.hpp>
+
+#include "cuda/gpu.hpp"
+#include "decode/serve_client.hpp"
+#include "support/catch.hpp"
+
+namespace helix::test {
+namespace {
+
+using Json = nlohmann::json;
+using decode::Device;
+using decode::GenerationRequest;
+using decode::GpuPlacement;
+using decode::LaunchOptions;
+using decode::TokenIds;
+
+/// Logits of the two likeliest tokens that lie closer may change places in 16 bits.
+constexpr double kSureMargin = 0.1;
+
+Json golden_cases(const std::string& name) {
+  std::ifstream file(std::string(HELIX_TEST_DATA) + "/" + name + "/golden-text.json");
+  return Json::parse(file)["cases"];
+}
+
+GenerationRequest serving(DType kv_dtype) {
+  GenerationRequest request;
+  request.serving = {.max_sequences = 3, .max_tokens = 512, .kv_tokens = 4096};
+  request.kv_dtype = kv_dtype;
+  request.page_tokens = 16;
+  return request;
+}
+
+/// Sends the requests and returns their tokens by id.
+std::map<std::string, TokenIds> answers_to(ServeClient& client, const std::vector<Json>& requests) {
+  for (const Json& request : requests) client.send(request);
+  std::map<std::string, TokenIds> answers;
+  for (std::size_t ended = 0; ended < requests.size();) {
+    const auto event = client.next_event();
+    REQUIRE(event);
+    INFO(event->dump());
+    const std::string kind = (*event)["event"];
+    REQUIRE(kind != "error");
+    if (kind == "token") answers[(*event)["id"]].push_back((*event)["token"]);
+    if (kind == "end") ++ended;
+  }
+  return answers;
+}
+
+void check_exact(const std::string& name, const TopologySpec& spec, const LaunchOptions& launch) {
+  const ReferenceModel model(name);
+  const Json cases = golden_cases(name);
+  CAPTURE(name, spec.kvp, spec.tpa, spec.tpf, spec.ep, spec.pp, spec.dp);
+  ServeClient client(model, spec, serving(DType::f32), launch);
+  std::vector<Json> requests;
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    requests.push_back({{"id", std::to_string(i)},
+                        {"prompt", cases[i]["prompt"]},
+                        {"max_tokens", cases[i]["tokens"].size()},
+                        {"ignore_eos", true}});
+  }
+  const auto answers = answers_to(client, requests);
+  for (std::size_t i = 0; i < cases.size(); ++i)
+    CHECK(answers.at(std::to_string(i)) == cases[i]["tokens"].get<TokenIds>());
+}
+
+/// The next token after each beginning of the golden text, wherever the reference is sure of it.
+void check_16_bits(const std::string& name, const TopologySpec& spec, DType dtype, LaunchOptions launch) {
+  const ReferenceModel model(name);
+  launch.activation = dtype;
+  CAPTURE(name, to_string(dtype), spec.kvp, spec.tpa, spec.tpf, spec.ep);
+  ServeClient client(model, spec, serving(dtype), launch);
+  int compared = 0;
+  for (const Json& text : golden_cases(name)) {
+    TokenIds prompt = text["prompt"];
+    const TokenIds tokens = text["tokens"];
+    std::vector<Json> requests;
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      if (text["margins"][i].get<double>() > kSureMargin)
+        requests.push_back({{"id", std::to_string(i)}, {"prompt", prompt}, {"max_tokens", 1}});
+      prompt.push_back(tokens[i]);
+    }
+    for (const auto& [id, answer] : answers_to(client, requests)) {
+      CAPTURE(text["text"].get<std::string>(), id);
+      CHECK(answer == TokenIds{tokens[static_cast<std::size_t>(std::stoi(id))]});
+      ++compared;
+    }
+  }
+  CHECK(compared > 300);
+}
+
+const LaunchOptions kOneGpu{.device = Device::cuda, .placement = GpuPlacement::shared};
+const LaunchOptions kGpuEach{.device = Device::cuda, .placement = GpuPlacement::one_each};
+const std::vector<std::string> kModels{"llama-wordnet", "deepseek-wordnet"};
+
+}  // namespace
+
+TEST_CASE("the golden texts come through JSON lines from ranks that share a GPU, under every topology") {
+  HELIX_REQUIRE_GPUS(1);
+  for (const std::string& name : kModels) {
+    for (const int num_ranks : {1, 2, 4}) {
+      for (const TopologySpec& spec :
+           Topology::legal_topologies(ReferenceModel(name).config.shape, num_ranks))
+        check_exact(name, spec, kOneGpu);
+    }
+  }
+}
+
+TEST_CASE("in 16 bits every token of the golden texts comes of which the reference is sure") {
+  HELIX_REQUIRE_GPUS(1);
+  for (const std::string& name : kModels) {
+    for (const DType dtype : {DType::bf16, DType::f16}) {
+      check_16_bits(name, {}, dtype, kOneGpu);
+      check_16_bits(name, {.kvp = 2}, dtype, kOneGpu);
+      check_16_bits(name, {.kvp = 4}, dtype, kOneGpu);
+    }
+  }
+}
+
+TEST_CASE("the golden texts come through JSON lines from two GPUs") {
+  HELIX_REQUIRE_GPUS(2);
+  for (const std::string& name : kModels) {
+    check_exact(name, {.kvp = 2}, kGpuEach);
+    check_exact(name, {.pp = 2}, kGpuEach);
+    check_16_bits(name, {.kvp = 2}, DType::bf16, kGpuEach);
+  }
+}
+
+}  // namespace helix::test
