@@ -52,6 +52,8 @@ def print_table(cases):
         line = f"{name:{width}}  {case.get('us', case['real_time']):11.2f}"
         line += f"  {case['bytes/s'] / 1e9:7.0f}" if "bytes/s" in case else " " * 9
         line += f"  {case['%_of_read']:6.1f}%" if "%_of_read" in case else " " * 9
+        if name.startswith("partial_attention/") and "flop/s" in case:
+            line += f"  {case['flop/s'] / 1e12:5.0f} TFLOP/s"
         if "floor_us" in case:
             line += f"  {case['ratio']:.3f} of the floor, host {case['host_us']:.0f} us"
         elif "ratio_aim" in case:
@@ -68,11 +70,19 @@ def plot_roofline(plt, cases, device, path):
     for name, case in cases.items():
         if name.startswith("partial_attention/") and "%_of_read" in case and not case.get("error_occurred"):
             at = parameters(name)
+            if at.get("layout") == "latent":
+                continue  # bound by products
             label = f"{at['heads']} heads, batch {at['batch']}, {int(at['tokens']) // 1024}K, page {at['page']}"
             if at["queries"] != "1":
                 label += f", {at['queries']} queries"
-            if name.endswith("/ragged"):
+            if "/ragged" in name:
                 label += ", ragged"
+            if "dim" in at:
+                label += f", head size {at['dim']}"
+            if "kv" in at:
+                label += f", {at['kv']}"
+            if "layout" in at:
+                label += f", {at['layout']}"
             bars[label] = case
     if not bars:
         return False
@@ -85,7 +95,7 @@ def plot_roofline(plt, cases, device, path):
     axes.set_xlim(0, 1.25 * max(100, *shares))
     axes.invert_yaxis()
     axes.set_xlabel("% of a plain read of the same memory in the same run")
-    axes.set_title(f"Partial attention, bf16, {device}")
+    axes.set_title(f"Partial attention, {device}")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata=NO_METADATA)
     plt.close(figure)

@@ -254,9 +254,9 @@ class DecodeRank {
       cache_.append(sequences_, counts, rank_->stream);
     for (int layer = 0; layer < static_cast<int>(plan_.layers); ++layer) {
       const KvView kv = cache_.layer(layer);
-      cuda::bench::launch_fill_bf16(kv.k, static_cast<std::size_t>(kv.num_pages * kv.format.page_elements()),
-                                    random_seed() + (static_cast<std::uint64_t>(layer + 1) << 52),
-                                    rank_->stream.handle());
+      cuda::bench::launch_fill(
+          kv.k, DType::bf16, static_cast<std::size_t>(kv.num_pages * kv.format.page_elements()),
+          random_seed() + (static_cast<std::uint64_t>(layer + 1) << 52), rank_->stream.handle());
     }
     rank_->backend.synchronize(rank_->stream);
   }

@@ -16,13 +16,18 @@ namespace helix::bench {
 
 inline constexpr std::size_t kBf16Bytes = 2;
 
-/// Uniform random bf16 in (-1, 1). Waits.
-inline cuda::Buffer random_bf16(std::int64_t elements, std::uint64_t seed) {
-  cuda::Buffer buffer(static_cast<std::size_t>(elements) * kBf16Bytes);
+/// Uniform random elements of `dtype` in (-1, 1). Waits.
+inline cuda::Buffer random_elements(DType dtype, std::int64_t elements, std::uint64_t seed) {
+  cuda::Buffer buffer(static_cast<std::size_t>(elements) * size_bytes(dtype));
   const cuda::Stream stream = cuda::Stream::create();
-  cuda::bench::launch_fill_bf16(buffer.data(), static_cast<std::size_t>(elements), seed, stream.handle());
+  cuda::bench::launch_fill(buffer.data(), dtype, static_cast<std::size_t>(elements), seed, stream.handle());
   cuda::synchronize(stream);
   return buffer;
+}
+
+/// Uniform random bf16 in (-1, 1). Waits.
+inline cuda::Buffer random_bf16(std::int64_t elements, std::uint64_t seed) {
+  return random_elements(DType::bf16, elements, seed);
 }
 
 /// `values` on `operators`' device. Waits.
@@ -53,14 +58,22 @@ inline std::vector<float> random_floats(std::int64_t count, float scale, std::ui
   return values;
 }
 
+inline double to_double(double x) {
+  return x;
+}
+template <class T>
+double to_double(T x) {
+  return static_cast<double>(static_cast<float>(x));
+}
+
 /// |got - expected| / |expected|, Euclidean; not a number if either is.
 template <class T, class U>
 double relative_error(const std::vector<T>& got, const std::vector<U>& expected) {
   double difference = 0.0;
   double norm = 0.0;
   for (std::size_t i = 0; i < expected.size(); ++i) {
-    const double right = static_cast<double>(static_cast<float>(expected[i]));
-    difference += std::pow(static_cast<double>(static_cast<float>(got[i])) - right, 2);
+    const double right = to_double(expected[i]);
+    difference += std::pow(to_double(got[i]) - right, 2);
     norm += right * right;
   }
   return std::sqrt(difference / norm);

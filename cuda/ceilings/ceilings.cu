@@ -24,14 +24,15 @@ __global__ __launch_bounds__(kThreads) void read(const uint4* data, std::size_t 
   if (sum == 0x9e3779b9u) *sink = sum;  // keeps the loads
 }
 
-__global__ void fill_bf16(bf16* data, std::size_t count, std::uint64_t seed) {
+template <class T>
+__global__ void fill(T* data, std::size_t count, std::uint64_t seed) {
   const std::size_t stride = std::size_t{gridDim.x} * blockDim.x;
   for (std::size_t i = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride) {
     std::uint64_t x = (i + seed) * 0x9e3779b97f4a7c15u;  // splitmix64
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
     x = (x ^ x >> 27) * 0x94d049bb133111ebu;
     x ^= x >> 31;
-    data[i] = from_float<bf16>(static_cast<float>(static_cast<std::int32_t>(x)) * 0x1p-31f);
+    data[i] = from_float<T>(static_cast<float>(static_cast<std::int32_t>(x)) * 0x1p-31f);
   }
 }
 
@@ -51,8 +52,10 @@ void launch_read(const void* data, std::size_t bytes, void* sink, StreamHandle s
   HELIX_CHECK_LAUNCH();
 }
 
-void launch_fill_bf16(void* data, std::size_t elements, std::uint64_t seed, StreamHandle stream) {
-  fill_bf16<<<16 * num_sms(), kThreads, 0, stream>>>(static_cast<bf16*>(data), elements, seed);
+void launch_fill(void* data, DType dtype, std::size_t elements, std::uint64_t seed, StreamHandle stream) {
+  dispatch(dtype, [&]<class T>(T*) {
+    fill<<<16 * num_sms(), kThreads, 0, stream>>>(static_cast<T*>(data), elements, seed);
+  });
   HELIX_CHECK_LAUNCH();
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include <helix/cuda/runtime.hpp>
+#include <helix/dtype.hpp>
 
 namespace helix::cuda::bench {
 
@@ -13,7 +14,7 @@ namespace helix::cuda::bench {
 /// SM.
 void launch_read(const void* data, std::size_t bytes, void* sink, StreamHandle stream);
 
-/// Uniform random bf16 in (-1, 1), a function of `seed` and the place.
-void launch_fill_bf16(void* data, std::size_t elements, std::uint64_t seed, StreamHandle stream);
+/// Uniform random elements of `dtype` in (-1, 1), a function of `seed` and the place.
+void launch_fill(void* data, DType dtype, std::size_t elements, std::uint64_t seed, StreamHandle stream);
 
 }  // namespace helix::cuda::bench

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <helix/kv_format.hpp>
+
+#include "cuda/ceilings/exact_attention.hpp"
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/warp.cuh"
+
+namespace helix::cuda::bench {
+namespace {
+
+constexpr int kWarps = 16;
+constexpr int kMostColumns = 576;  // of a key
+constexpr int kLaneColumns = (kMostColumns + kWarp - 1) / kWarp;
+
+/// One query row of a launch.
+struct Row {
+  std::int64_t slot;
+  std::int64_t kv_head;
+  TokenRange seen;  // local tokens
+};
+
+template <class T>
+struct Problem {
+  const T* q;
+  std::int64_t q_token_stride, q_head_stride;
+  std::int64_t group;
+  const std::int32_t* query_offsets;
+  const std::int64_t* positions;
+  const std::int32_t* slots;
+  KvView kv;
+  double scale;
+};
+
+__device__ double sum_of_lanes(double x) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
+  return x;
+}
+
+template <class T>
+__device__ Row row_of(const Problem<T>& p, std::int64_t token, std::int64_t head) {
+  int b = 0;
+  while (p.query_offsets[b + 1] <= token) ++b;
+  return {p.slots[b], head / p.group, p.kv.layout.visible(p.positions[token], 0, p.kv.kvp_rank)};
+}
+
+/// A block a row, a warp each 16th token, a lane each 32nd column.
+template <class T, class KV>
+__global__ __launch_bounds__(kWarps* kWarp) void attend_exactly(Problem<T> p, std::int64_t heads,
+                                                                ExactRows to) {
+  __shared__ double sums[kMostColumns];
+  __shared__ double tops[kWarps], totals[kWarps];
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const std::int64_t token = to.rows[blockIdx.x] / heads;
+  const std::int64_t head = to.rows[blockIdx.x] % heads;
+  const Row row = row_of(p, token, head);
+  const KvFormat& format = p.kv.format;
+  const auto dim = static_cast<int>(format.head_dim);
+  const auto value_dim = static_cast<int>(format.value_dim);
+  const auto key_columns = static_cast<int>(format.k_columns());
+  const double key_scale = p.kv.k_scale != nullptr ? double{p.kv.k_scale[row.kv_head]} : 1.0;
+  const double value_scale = format.is_latent          ? key_scale
+                             : p.kv.v_scale != nullptr ? double{p.kv.v_scale[row.kv_head]}
+                                                       : 1.0;
+  double q[kLaneColumns];
+  double acc[kLaneColumns];
+  for (int e = 0; e < kLaneColumns; ++e) {
+    const int i = lane + e * kWarp;
+    q[e] = i < dim ? double{to_float(p.q[token * p.q_token_stride + head * p.q_head_stride + i])} : 0.0;
+    acc[e] = 0.0;
+  }
+  double top = -HUGE_VAL;
+  double total = 0.0;
+  for (std::int64_t t = row.seen.begin + warp; t < row.seen.end; t += kWarps) {
+    const std::int64_t page = p.kv.page_table[p.kv.first_page_of(row.slot) + t / format.page_tokens];
+    const std::int64_t in_page = t % format.page_tokens;
+    const KV* key = static_cast<const KV*>(p.kv.k) + format.k.at(page, row.kv_head, in_page);
+    const KV* rope = static_cast<const KV*>(p.kv.rope) + format.rope.at(page, row.kv_head, in_page);
+    const KV* value =
+        format.is_latent ? key : static_cast<const KV*>(p.kv.v) + format.v.at(page, row.kv_head, in_page);
+    double score = 0.0;
+    for (int e = 0; e < kLaneColumns; ++e) {
+      const int i = lane + e * kWarp;
+      if (i < dim) score += q[e] * double{to_float(i < key_columns ? key[i] : rope[i - key_columns])};
+    }
+    score = sum_of_lanes(score) * p.scale * key_scale;
+    const double now = fmax(top, score);
+    const double shrink = exp(top - now);
+    const double weight = exp(score - now);
+    top = now;
+    total = total * shrink + weight;
+    for (int e = 0; e < kLaneColumns; ++e) {
+      const int i = lane + e * kWarp;
+      if (i < value_dim) acc[e] = acc[e] * shrink + weight * double{to_float(value[i])};
+    }
+  }
+  if (lane == 0) tops[warp] = top, totals[warp] = total;
+  for (int i = static_cast<int>(threadIdx.x); i < value_dim; i += kWarps * kWarp) sums[i] = 0.0;
+  __syncthreads();
+  for (int w = 0; w < kWarps; ++w) top = fmax(top, tops[w]);
+  total = 0.0;
+  for (int w = 0; w < kWarps; ++w) total += totals[w] > 0.0 ? totals[w] * exp(tops[w] - top) : 0.0;
+  const double weight = totals[warp] > 0.0 ? exp(tops[warp] - top) * value_scale / total : 0.0;
+  for (int w = 0; w < kWarps; ++w) {
+    for (int e = 0; e < kLaneColumns && w == warp; ++e) {
+      const int i = lane + e * kWarp;
+      if (i < value_dim) sums[i] += acc[e] * weight;
+    }
+    __syncthreads();
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < value_dim; i += kWarps * kWarp)
+    to.out[std::int64_t{blockIdx.x} * value_dim + i] = sums[i];
+  if (threadIdx.x == 0) to.lse[blockIdx.x] = top + log(total);
+}
+
+}  // namespace
+
+template <class T>
+void launch_exact_attention(const PartialAttentionArgs<T>& args, const ExactRows& to, StreamHandle stream) {
+  HELIX_EXPECTS(args.kv.format.head_dim <= kMostColumns && args.window == 0 && args.soft_cap == 0.0f,
+                ErrorCode::invalid_argument, "launch_exact_attention: head size ", args.kv.format.head_dim,
+                ", window ", args.window, ", soft cap ", args.soft_cap, "; it takes up to ", kMostColumns,
+                " and neither of the others");
+  const std::int64_t heads = args.q.extent(1);
+  const Problem<T> problem{args.q.data(),
+                           args.q.stride(0),
+                           args.q.stride(1),
+                           heads / args.kv.format.num_heads,
+                           args.batch.query_offsets,
+                           args.batch.positions,
+                           args.batch.sequence_slots,
+                           args.kv,
+                           double{args.scale}};
+  dispatch(args.kv.format.dtype, [&]<class KV>(KV*) {
+    attend_exactly<T, KV><<<static_cast<unsigned>(to.count), kWarps * kWarp, 0, stream>>>(problem, heads, to);
+  });
+  HELIX_CHECK_LAUNCH();
+}
+
+template void launch_exact_attention(const PartialAttentionArgs<bf16>&, const ExactRows&, StreamHandle);
+template void launch_exact_attention(const PartialAttentionArgs<f16>&, const ExactRows&, StreamHandle);
+
+}  // namespace helix::cuda::bench
