@@ -145,10 +145,10 @@ __device__ void write_split(const SplitPartials& to, const QueryTile& query_tile
   }
 }
 
-/// Combines one row of all split partials into out and lse; one warp. Up to kCombineBatch loads of partial
-/// sums are on their way while the weights are computed.
-__device__ inline void combine_row(const SplitPartials& from, const QueryTile& query_tile, int head,
-                                   int row) {
+/// Combines columns [begin, end) of one row of all split partials into out, and into lse; one warp. Up to
+/// kCombineBatch loads of partial sums are on their way while the weights are computed.
+__device__ inline void combine_row(const SplitPartials& from, const QueryTile& query_tile, int head, int row,
+                                   int begin, int end) {
   static_assert(kWarp % kCombineBatch == 0);
   const AttentionParams& p = from.p;
   const int count = from.splits.count;
@@ -162,27 +162,27 @@ __device__ inline void combine_row(const SplitPartials& from, const QueryTile& q
   load(lane);
   float top = lane_max;
   float sum = 0.0f;
-  for (int first = 0; first < p.value_dim; first += kWarp * kLaneColumns) {
+  for (int first = begin; first < end; first += kWarp * kLaneColumns) {
     const int column = first + lane * kLaneColumns;
     float4 total{0.0f, 0.0f, 0.0f, 0.0f};
     float weight = 0.0f;  // of that split
 #pragma unroll 1
     for (int c = 0; c < count; c += kCombineBatch) {
-      const float4* part = from.out(c, row, column < p.value_dim ? column : 0);
+      const float4* part = from.out(c, row, column < end ? column : 0);
       float4 parts[kCombineBatch];
 #pragma unroll
       for (int k = 0; k < kCombineBatch; ++k) {
         parts[k] = __ldcg(part);
         if (c + k + 1 < count) part = from.next(part, c + k);
       }
-      if (first == 0 && c == 0) {
+      if (first == begin && c == 0) {
         for (int i = lane + kWarp; i < count; i += kWarp) top = fmaxf(top, __ldcg(from.max(i, row)));
         top = warp_max(top);
       }
       if (c % kWarp == 0) {
         if (count > kWarp) load(c + lane);
         weight = exp2f(lane_max - (top == -kInfinity ? 0.0f : top));
-        if (first == 0) sum = fmaf(weight, lane_sum, sum);
+        if (first == begin) sum = fmaf(weight, lane_sum, sum);
       }
 #pragma unroll
       for (int k = 0; k < kCombineBatch; ++k) {
@@ -193,9 +193,9 @@ __device__ inline void combine_row(const SplitPartials& from, const QueryTile& q
         total.w = fmaf(w, parts[k].w, total.w);
       }
     }
-    if (first == 0) sum = warp_sum(sum);
+    if (first == begin) sum = warp_sum(sum);
     const RowWriter writer(p, query_tile, head, row, top, sum);
-    if (column < p.value_dim) writer.write(column, total);
+    if (column < end) writer.write(column, total);
   }
 }
 
@@ -224,7 +224,13 @@ __device__ inline void combine_splits(const SplitPartials& all, const QueryTile&
   if (!is_last) return;
   for (int row = static_cast<int>(threadIdx.x) / kWarp; row < query_tile.num_rows;
        row += static_cast<int>(blockDim.x) / kWarp)
-    combine_row(all, query_tile, head, row);
+    combine_row(all, query_tile, head, row, 0, all.p.value_dim);
 }
+
+/// A query tile whose splits a later launch combines; KV head 0.
+struct SplitQueryTile {
+  QueryTile query_tile;
+  KvSplits splits;
+};
 
 }  // namespace helix::cuda

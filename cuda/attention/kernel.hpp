@@ -39,6 +39,9 @@ struct AttentionKernel {
   /// Query rows of a query tile at most, for rows of these sizes: what AttentionParams::query_tile_rows may
   /// be.
   int (*query_tile_rows)(std::int64_t head_dim, std::int64_t value_dim);
+  /// Query rows that an SM has at a time, at most: twice as many split partials are kept for it. 0 for sizes
+  /// that do not fit.
+  int (*sm_rows)(std::int64_t head_dim, std::int64_t value_dim);
   /// Whether a query tile has room for query_tile_rows() rows even if no sequence has so many.
   bool has_fixed_query_tile;
   void (*launch)(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid);
@@ -51,6 +54,9 @@ extern const AttentionKernel kTensorPages;
 /// Tensor cores as kTensorPages, for rows of any strides: vLLM's and FlashInfer's token-major pages, pools of
 /// page size 1.
 extern const AttentionKernel kTensorRows;
+/// Warp-group products of compute capability 9.0, over latents of 512 columns and 64 of rope; q, out and KV
+/// of one 16-bit type, rows of any strides aligned to 16 bytes.
+extern const AttentionKernel kLatentKernel;
 /// Any sizes up to 1024, types, strides and devices, in plain f32.
 extern const AttentionKernel kPortable;
 

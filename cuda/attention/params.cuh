@@ -20,6 +20,8 @@ inline constexpr int kMaxSequences = 256;   ///< Sequences of one launch.
 inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 
+struct SplitQueryTile;
+
 struct AttentionParams {
   DType dtype = DType::f32;  ///< Type of q and out.
   const void* q = nullptr;   ///< [tokens, heads, D]
@@ -66,6 +68,8 @@ struct AttentionParams {
   float* partial_max = nullptr;  ///< [2 * blocks, query_tile_rows], base 2
   float* partial_sum = nullptr;  ///< [2 * blocks, query_tile_rows]
   int* counters = nullptr;       ///< [query tiles * KV heads], zero between launches
+  SplitQueryTile* split_tiles =
+      nullptr;  ///< [query tiles], for kernels that combine in a launch of their own
 
   PagedRows rope;       ///< Latent only: key columns from key_columns on.
   int key_columns = 0;  ///< Columns of a key that lie in k.

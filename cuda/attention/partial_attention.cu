@@ -9,6 +9,7 @@
 #include <helix/error.hpp>
 #include <helix/workspace.hpp>
 
+#include "cuda/attention/combine.cuh"
 #include "cuda/attention/kernel.hpp"
 #include "cuda/attention/params.cuh"
 #include "cuda/runtime/divisor.cuh"
@@ -20,17 +21,18 @@
 namespace helix::cuda {
 namespace {
 
-/// Split partials: two KV splits a block of the grid, with their max and sum.
+/// Split partials of up to `rows` rows at a time: two KV splits of each, with their max and sum.
 struct SplitPartialsMemory {
-  std::span<std::byte> out, max, sum;
-  SplitPartialsMemory(WorkspaceArena& arena, std::int64_t blocks, std::int64_t rows, std::int64_t value_dim)
-      : out(arena.take_bytes(static_cast<std::size_t>(2 * blocks * rows * partial_stride(value_dim) * 4))),
-        max(arena.take_bytes(static_cast<std::size_t>(2 * blocks * rows * 4))),
-        sum(arena.take_bytes(static_cast<std::size_t>(2 * blocks * rows * 4))) {}
+  std::span<std::byte> out, max, sum, tiles;
+  SplitPartialsMemory(WorkspaceArena& arena, std::int64_t rows, std::int64_t value_dim)
+      : out(arena.take_bytes(static_cast<std::size_t>(2 * rows * partial_stride(value_dim) * 4))),
+        max(arena.take_bytes(static_cast<std::size_t>(2 * rows * 4))),
+        sum(arena.take_bytes(static_cast<std::size_t>(2 * rows * 4))),
+        tiles(arena.take_bytes(kMaxQueryTiles * sizeof(SplitQueryTile))) {}
 };
 
 /// In the order in which they are asked: the first that fits runs.
-constexpr const AttentionKernel* kKernels[] = {&kTensorPages, &kTensorRows, &kPortable};
+constexpr const AttentionKernel* kKernels[] = {&kTensorPages, &kTensorRows, &kLatentKernel, &kPortable};
 
 const AttentionKernel& kernel_for(const AttentionCall& call) {
   return **std::find_if(std::begin(kKernels), std::end(kKernels),
@@ -50,7 +52,8 @@ AttentionCall call_of(const PartialAttentionArgs<T>& args, bool is_hopper) {
           .most_rows = longest * (args.q.extent(1) / args.kv.format.num_heads),
           .q_alignment = common_alignment(
               {address_of(args.q.data()), step_of<T>(args.q.stride(0)), step_of<T>(args.q.stride(1))}),
-          .kv_alignment = std::min(places.k.alignment(args.kv), places.v.alignment(args.kv)),
+          .kv_alignment = std::min(
+              {places.k.alignment(args.kv), places.v.alignment(args.kv), places.rope.alignment(args.kv)}),
           .is_hopper = is_hopper};
 }
 
@@ -145,10 +148,9 @@ std::size_t Operators<T>::partial_attention_workspace_bytes(std::int64_t num_tok
                                                             std::int64_t value_dim) const {
   if (num_tokens <= 0 || num_query_heads <= 0) return 0;
   int rows = 0;
-  for (const AttentionKernel* kernel : kKernels)
-    rows = std::max(rows, kernel->query_tile_rows(head_dim, value_dim));
+  for (const AttentionKernel* kernel : kKernels) rows = std::max(rows, kernel->sm_rows(head_dim, value_dim));
   WorkspaceArena arena;
-  SplitPartialsMemory(arena, kBlocksPerSm * state_->num_sms, rows, value_dim);
+  SplitPartialsMemory(arena, std::int64_t{rows} * state_->num_sms, value_dim);
   return arena.used_bytes() + WorkspaceArena::kAlignment;
 }
 
@@ -167,10 +169,12 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
       state_->attention_blocks > 0 ? std::min(all_blocks, state_->attention_blocks) : all_blocks;
 
   WorkspaceArena arena(aligned_part(args.workspace));
-  const SplitPartialsMemory partials(arena, all_blocks, p.query_tile_rows, p.value_dim);
+  const SplitPartialsMemory partials(
+      arena, std::int64_t{kernel.sm_rows(p.head_dim, p.value_dim)} * state_->num_sms, p.value_dim);
   p.partial_out = reinterpret_cast<float*>(partials.out.data());
   p.partial_max = reinterpret_cast<float*>(partials.max.data());
   p.partial_sum = reinterpret_cast<float*>(partials.sum.data());
+  p.split_tiles = reinterpret_cast<SplitQueryTile*>(partials.tiles.data());
   p.counters = reinterpret_cast<int*>(state_->attention_counters.data());
   for_each_launch(args.batch, p, [&] {
     kernel.launch(p, call, {blocks, blocks == all_blocks, stream.handle()});

@@ -270,6 +270,8 @@ const AttentionKernel kPortable{
     .fits = [](const AttentionCall&) { return true; },
     .query_tile_rows = [](std::int64_t head_dim,
                           std::int64_t value_dim) { return rows_of(per_lane(head_dim, value_dim)); },
+    .sm_rows = [](std::int64_t head_dim,
+                  std::int64_t value_dim) { return kBlocksPerSm * rows_of(per_lane(head_dim, value_dim)); },
     .has_fixed_query_tile = true,
     .launch =
         [](const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {

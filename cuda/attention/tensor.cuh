@@ -581,4 +581,8 @@ inline int tensor_query_tile_rows(std::int64_t head_dim, std::int64_t) {
   return head_dim == 256 ? kMmaRows : 2 * kMmaRows;
 }
 
+inline int tensor_sm_rows(std::int64_t head_dim, std::int64_t value_dim) {
+  return kBlocksPerSm * tensor_query_tile_rows(head_dim, value_dim);
+}
+
 }  // namespace helix::cuda

@@ -19,6 +19,7 @@ const AttentionKernel kTensorPages{.fits =
                                                 format.k.token == format.head_dim;
                                        },
                                    .query_tile_rows = tensor_query_tile_rows,
+                                   .sm_rows = tensor_sm_rows,
                                    .has_fixed_query_tile = false,
                                    .launch = TensorLaunch<PageCopies>::run};
 

@@ -6,6 +6,7 @@ namespace helix::cuda {
 
 const AttentionKernel kTensorRows{.fits = fits_tensor,
                                   .query_tile_rows = tensor_query_tile_rows,
+                                  .sm_rows = tensor_sm_rows,
                                   .has_fixed_query_tile = false,
                                   .launch = TensorLaunch<ChunkCopies>::run};
 

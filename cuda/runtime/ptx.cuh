@@ -82,7 +82,90 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
 #endif
 }
 
-/// Orders this thread's plain writes to shared memory before later bulk copies over them.
+/// This thread's arrival where `condition` holds, without a branch.
+__device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %0, 0;\n"
+      "@p mbarrier.arrive.shared::cta.b64 _, [%1];\n"
+      "}\n" ::"r"(static_cast<int>(condition)),
+      "r"(barrier)
+      : "memory");
+#endif
+}
+
+/// The same at that barrier of block `rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive_at_if(bool condition, unsigned barrier, unsigned rank) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      ".reg .b32 remote;\n"
+      "setp.ne.b32 p, %0, 0;\n"
+      "mapa.shared::cluster.u32 remote, %1, %2;\n"
+      "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "}\n" ::"r"(static_cast<int>(condition)),
+      "r"(barrier), "r"(rank)
+      : "memory");
+#endif
+}
+
+/// Waits as barrier_wait() does, for arrivals of other blocks of the cluster too.
+__device__ __forceinline__ void barrier_wait_cluster(unsigned barrier, unsigned parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+/// Number of this block in its cluster.
+__device__ __forceinline__ unsigned cluster_rank() {
+  unsigned rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+
+/// All threads of the cluster.
+__device__ __forceinline__ void sync_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
+/// Four 8 x 8 matrices of 16-bit elements into shared memory: lane l says where row l % 8 of matrix l / 8
+/// goes.
+__device__ __forceinline__ void store_matrices(unsigned to, unsigned x0, unsigned x1, unsigned x2,
+                                               unsigned x3) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x0), "r"(x1),
+               "r"(x2), "r"(x3)
+               : "memory");
+#endif
+}
+
+/// The same the other way.
+__device__ __forceinline__ void load_matrices(unsigned (&x)[4], unsigned from) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(from)
+               : "memory");
+#endif
+}
+
+/// Orders this thread's plain writes to shared memory before later bulk copies over them and warp-group
+/// products of them.
 __device__ __forceinline__ void fence_before_copy() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// How warp groups of one block meet that do different things (compute capability 9.0): barriers of some of
+// its threads, and rings of stages in shared memory that one side fills and the other empties.
+#pragma once
+
+#include "cuda/runtime/ptx.cuh"
+
+namespace helix::cuda {
+
+/// Waits until `threads` threads of the block have come to barrier `id`, by this or by group_arrive(). Whole
+/// warps; 0 is __syncthreads().
+__device__ __forceinline__ void group_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/// Comes to barrier `id` and goes on.
+__device__ __forceinline__ void group_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/// One arrival without bytes to expect.
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+#endif
+}
+
+/// Barriers of a ring of kStages stages, in shared memory.
+template <int kStages>
+struct RingBarriers {
+  unsigned long long full[kStages];
+  unsigned long long empty[kStages];
+
+  /// By one thread, before the block meets.
+  __device__ void init(unsigned fills, unsigned empties) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(static_cast<unsigned>(__cvta_generic_to_shared(&full[i])), fills);
+      barrier_init(static_cast<unsigned>(__cvta_generic_to_shared(&empty[i])), empties);
+    }
+  }
+};
+
+/// A walk around a ring, by either side.
+template <int kStages>
+class RingPlace {
+ public:
+  __device__ explicit RingPlace(RingBarriers<kStages>& ring)
+      : full_(static_cast<unsigned>(__cvta_generic_to_shared(ring.full))),
+        empty_(static_cast<unsigned>(__cvta_generic_to_shared(ring.empty))) {}
+
+  __device__ __forceinline__ int stage() const { return stage_; }
+  __device__ __forceinline__ unsigned full() const { return full_ + static_cast<unsigned>(stage_) * 8u; }
+  __device__ __forceinline__ unsigned empty() const { return empty_ + static_cast<unsigned>(stage_) * 8u; }
+  __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity_); }
+  /// The first time round it returns at once.
+  __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), parity_ ^ 1u); }
+  __device__ __forceinline__ void advance() {
+    if (++stage_ == kStages) {
+      stage_ = 0;
+      parity_ ^= 1u;
+    }
+  }
+
+ private:
+  unsigned full_;
+  unsigned empty_;
+  int stage_ = 0;
+  unsigned parity_ = 0;
+};
+
+}  // namespace helix::cuda

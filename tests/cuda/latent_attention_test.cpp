@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// partial_attention over latents of 512 columns and 64 of rope (MLA) on a GPU, 16-bit q and KV, against
+// double precision: rows of one and two blocks, tiles and splits of any lengths, pages of any sizes, all that
+// must not be read poisoned.
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+#include <helix/cuda/backend.hpp>
+
+#include "cuda/attention_world.hpp"
+#include "cuda/gpu.hpp"
+#include "support/catch.hpp"
+
+namespace helix::test {
+
+template <class T>
+AttentionCase latent_case(std::int64_t heads) {
+  AttentionCase c;
+  c.kv_dtype = kDTypeOf<T>;
+  c.d = 576;
+  c.dv = 512;
+  c.pool = latent_pool;
+  c.kv_heads = 1;
+  c.group = heads;
+  return c;
+}
+
+TEMPLATE_TEST_CASE("latents on a GPU: any number of heads and of query tokens", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const cuda::Operators<TestType> operators;
+  for (const std::int64_t heads : {1, 5, 16, 63, 64, 65, 100, 128, 130}) {
+    for (const std::int64_t queries : {1, 2, 3}) {
+      AttentionCase c = latent_case<TestType>(heads);
+      c.sequences = {{331, queries}};
+      CAPTURE(heads, queries);
+      CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    }
+  }
+}
+
+TEMPLATE_TEST_CASE("latents on a GPU: every edge of tiles and splits", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const cuda::Operators<TestType> operators;
+  for (const std::int64_t heads : {16, 128}) {
+    for (const std::int64_t length :
+         {1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 640, 1000, 3001}) {
+      AttentionCase c = latent_case<TestType>(heads);
+      c.sequences = {{length, 1}};
+      CAPTURE(heads, length);
+      CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    }
+  }
+}
+
+TEMPLATE_TEST_CASE("latents on a GPU: any page, chunk, shard, window and cap", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const cuda::Operators<TestType> operators;
+  for (const std::int64_t heads : {16, 128}) {
+    for (const std::int64_t page : {1, 3, 8, 16, 48, 64, 128, 256}) {
+      for (const std::int64_t kvp : {1, 3}) {
+        AttentionCase c = latent_case<TestType>(heads);
+        c.page_tokens = page;
+        c.kvp = kvp;
+        c.chunk = page == 3 ? 5 : 16;
+        c.pool = page == 16 ? split_latent_pools : latent_pool;
+        c.is_csr = page == 64;
+        c.window = page == 8 ? 70 : 0;
+        c.forgets = c.window > 0;
+        c.soft_cap = page == 128 ? 3.0f : 0.0f;
+        c.sequences = {{150, 1}, {400, 2}, {1, 1}};
+        CAPTURE(heads, page, kvp);
+        CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+      }
+    }
+  }
+}
+
+TEMPLATE_TEST_CASE("latents on a GPU: ragged batches, padding and empty shards", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const cuda::Operators<TestType> operators;
+  for (const std::int64_t heads : {16, 64, 128}) {
+    AttentionCase c = latent_case<TestType>(heads);
+    c.sequences.clear();
+    for (std::int64_t b = 0; b < 37; ++b) c.sequences.push_back({1 + b * b % 190, b % 7 == 3 ? 0 : 1});
+    c.sequences.push_back({900, 1});
+    c.padding = {2, 5};
+    c.kvp = 2;
+    CAPTURE(heads);
+    CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+  }
+  AttentionCase many = latent_case<TestType>(3);
+  many.sequences.clear();
+  for (std::int64_t b = 0; b < 300; ++b) many.sequences.push_back({1 + b % 80, 1});
+  CHECK(AttentionWorld<TestType>(many).check(operators) == "");
+  AttentionCase rows = latent_case<TestType>(128);
+  rows.sequences = {{300, 290}};
+  CHECK(AttentionWorld<TestType>(rows).check(operators) == "");
+}
+
+TEMPLATE_TEST_CASE("latents on a GPU: the same on few blocks, and the same bits twice", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  cuda::Operators<TestType> operators;
+  for (const int blocks : {1, 2, 3, 10, 131, 0}) {
+    operators.set_attention_blocks(blocks);
+    for (const std::int64_t heads : {16, 128}) {
+      AttentionCase c = latent_case<TestType>(heads);
+      c.sequences = {{700, 1}, {90, 1}, {1500, 2}};
+      CAPTURE(blocks, heads);
+      const AttentionWorld<TestType> world(c);
+      CHECK(world.check(operators) == "");
+      CHECK(world.run(operators) == world.run(operators));
+    }
+  }
+}
+
+}  // namespace helix::test
