@@ -47,13 +47,18 @@ struct AttentionKernel {
   void (*launch)(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid);
 };
 
-/// Tensor cores of compute capability 9.0; q, out and KV of one 16-bit type, equal head sizes of 64, 128 or
-/// 256, rows aligned to 16 bytes. Pages hold the rows of a head one after another (Helix's own format): one
-/// copy a page.
+/// Tensor cores of compute capability 9.0; q, out and KV of one 16-bit type, equal head sizes of 64, 80, 96,
+/// 112, 128 or 256, rows aligned to 16 bytes. Pages hold the rows of a head one after another (Helix's own
+/// format): one copy a page.
 extern const AttentionKernel kTensorPages;
 /// Tensor cores as kTensorPages, for rows of any strides: vLLM's and FlashInfer's token-major pages, pools of
-/// page size 1.
+/// page size 1; and keys of 192 columns with values of 128.
 extern const AttentionKernel kTensorRows;
+/// Tensor cores as kTensorPages, for KV of e4m3 under q and out of 16 bits; pages of two tokens at least, of
+/// four with a head size of 64.
+extern const AttentionKernel kTensorPagesE4m3;
+/// Tensor cores as kTensorPagesE4m3, for rows of any strides.
+extern const AttentionKernel kTensorRowsE4m3;
 /// Warp-group products of compute capability 9.0, over latents of 512 columns and 64 of rope; q, out and KV
 /// of one 16-bit type, rows of any strides aligned to 16 bytes.
 extern const AttentionKernel kLatentKernel;

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // How the tensor-core kernel fetches a KV tile into shared memory, a class for each way.
 // A warp keeps one of them: look_up() starts to read where the next KV tile lies, which comes from memory,
-// and issue() asks for it. Rows land one after another, `barrier` completes a phase when all are there, and
-// the places of rows that the query tile does not see hold anything.
+// and issue() asks for it. Rows land one after another, `barrier` completes a phase when all are there (with
+// two barriers the first when the keys are, the second when the values are), and the places of rows that the
+// query tile does not see hold anything.
 #pragma once
 
+#include <algorithm>
+#include <bit>
 #include <cstdint>
 
 #include "cuda/attention/schedule.cuh"
@@ -13,15 +16,15 @@
 
 namespace helix::cuda {
 
-/// Tokens of a KV tile of the tensor-core kernel: a lane can look up one.
-inline constexpr int kKvTileTokens = 32;
-
 /// Rows of a head that lie one after another in a page, K and V alike: one bulk copy each of K and V a page.
-template <int kDim>
+/// Pages of kTokens / kWarp tokens at least: a lane looks up one.
+template <int kKeyBytes, int kValueBytes, int kTokens>
 struct PageCopies {
   static constexpr unsigned kArrivals = 1;        // at the barrier, a phase
   static constexpr bool kTakesLoadUnits = false;  // a copy engine moves the data
-  static constexpr unsigned kRowBytes = kDim * 2u;
+  static constexpr bool kTakesUnequalRows = false;
+  static constexpr unsigned kRowBytes = kKeyBytes;
+  static_assert(kKeyBytes == kValueBytes);
 
   int tokens = 0;       // of the KV tile
   int piece_begin = 0;  // this lane's part of it: rows that lie in one page
@@ -33,9 +36,9 @@ struct PageCopies {
   __device__ __forceinline__ void look_up(const AttentionParams& p, const Plan& plan,
                                           const KvTileCursor& at) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const int kv_tile = plan.first_kv_tile_token(at.query_tile) + at.kv_tile * kKvTileTokens;
+    const int kv_tile = plan.first_kv_tile_token(at.query_tile) + at.kv_tile * kTokens;
     const int first = max(kv_tile, plan.begin_token[at.query_tile]);
-    const int last = min(kv_tile + kKvTileTokens, plan.end_token[at.query_tile]);
+    const int last = min(kv_tile + kTokens, plan.end_token[at.query_tile]);
     tokens = max(0, last - first);
     const int i = first / p.page_tokens + lane;
     piece_begin = max(first, i * p.page_tokens);
@@ -45,16 +48,22 @@ struct PageCopies {
     piece_begin -= kv_tile;
   }
 
+  template <int kBarriers>
   __device__ __forceinline__ void issue(const AttentionParams& p, const KvTileCursor&, unsigned stage,
                                         unsigned barrier) const {
-    if (threadIdx.x % kWarp == 0) barrier_expect(barrier, static_cast<unsigned>(tokens) * 2u * kRowBytes);
+    const unsigned value_barrier = barrier + (kBarriers - 1) * 8;
+    if (threadIdx.x % kWarp == 0) {
+      const unsigned bytes = static_cast<unsigned>(tokens) * kRowBytes;
+      barrier_expect(barrier, kBarriers == 1 ? 2 * bytes : bytes);
+      if (kBarriers > 1) barrier_expect(value_barrier, bytes);
+    }
     __syncwarp();
     if (piece_tokens > 0) {
       const auto bytes = static_cast<unsigned>(piece_tokens) * kRowBytes;
       const unsigned to = stage + static_cast<unsigned>(piece_begin) * kRowBytes;
       const std::int64_t from = page * p.k.page_bytes + offset;
       copy_bulk(to, p.k.first + from, bytes, barrier);
-      copy_bulk(to + kKvTileTokens * kRowBytes, p.v.first + from, bytes, barrier);
+      copy_bulk(to + kTokens * kRowBytes, p.v.first + from, bytes, value_barrier);
     }
   }
 
@@ -62,70 +71,109 @@ struct PageCopies {
   static __device__ __forceinline__ void fence() { fence_before_copy(); }
 };
 
-/// A lane's token of a KV tile: its place in the page lists and in the page.
-struct TokenPlace {
+/// A lane's tokens of a KV tile, every kWarp-th: their places in the page lists and in the pages.
+template <int kTokens>
+struct TokenPlaces {
+  static constexpr int kCount = kTokens / kWarp;
+  static_assert(kCount * kWarp == kTokens);
+
   int first = 0;  // tokens of the KV tile that are seen: [first, last)
   int last = 0;
-  int in_page = 0;
-  std::int32_t page = 0;  // not looked at before issue(), for it comes from memory
+  int in_page[kCount] = {};
+  std::int32_t page[kCount] = {};  // not looked at before issue(), for they come from memory
 
   template <class Plan>
   __device__ __forceinline__ void look_up(const AttentionParams& p, const Plan& plan,
                                           const KvTileCursor& at) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const int kv_tile = plan.first_kv_tile_token(at.query_tile) + at.kv_tile * kKvTileTokens;
+    const int kv_tile = plan.first_kv_tile_token(at.query_tile) + at.kv_tile * kTokens;
     first = max(0, plan.begin_token[at.query_tile] - kv_tile);
-    last = min(kKvTileTokens, plan.end_token[at.query_tile] - kv_tile);
-    const int i = (kv_tile + lane) / p.page_tokens;
-    in_page = kv_tile + lane - i * p.page_tokens;
-    if (has(lane)) page = p.lists.pages[plan.first_page[at.query_tile] + i];
+    last = min(kTokens, plan.end_token[at.query_tile] - kv_tile);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const int row = k * kWarp + lane;
+      const int i = (kv_tile + row) / p.page_tokens;
+      in_page[k] = kv_tile + row - i * p.page_tokens;
+      if (row >= first && row < last) page[k] = p.lists.pages[plan.first_page[at.query_tile] + i];
+    }
   }
-
-  __device__ __forceinline__ bool has(int row) const { return row >= first && row < last; }
 };
 
 /// Rows of any strides, 16 bytes a lane and copy: the lanes of a warp walk whole rows side by side. Rows that
 /// the query tile does not see become copies of one that it does: under a predicate each copy waited until
 /// the one before it had read its address.
-template <int kDim>
+template <int kKeyBytes, int kValueBytes, int kTokens>
 struct ChunkCopies {
   static constexpr unsigned kArrivals = kWarp;
   static constexpr bool kTakesLoadUnits = true;
-  static constexpr unsigned kRowBytes = kDim * 2u;
-  static constexpr int kRowChunks = kDim / 8;             // of 16 bytes
-  static constexpr int kRowsAtOnce = kWarp / kRowChunks;  // of one copy by all lanes
-  static_assert(kRowsAtOnce * kRowChunks == kWarp);
+  static constexpr bool kTakesUnequalRows = true;
 
-  TokenPlace place;
+  TokenPlaces<kTokens> places;
 
   template <class Plan>
   __device__ __forceinline__ void look_up(const AttentionParams& p, const Plan& plan,
                                           const KvTileCursor& at) {
-    place.look_up(p, plan, at);
+    places.look_up(p, plan, at);
   }
 
+  template <int kBarriers>
   __device__ __forceinline__ void issue(const AttentionParams& p, const KvTileCursor& at, unsigned stage,
                                         unsigned barrier) const {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const auto key = reinterpret_cast<std::uint64_t>(p.k.at(place.page, at.head, place.in_page));
-    const auto value = reinterpret_cast<std::uint64_t>(p.v.at(place.page, at.head, place.in_page));
-    const unsigned chunk = static_cast<unsigned>(lane % kRowChunks) * 16u;
-    const unsigned to = stage + static_cast<unsigned>(lane / kRowChunks) * kRowBytes + chunk;
-    if (place.first < place.last) {
-#pragma unroll
-      for (int begin = 0; begin < kKvTileTokens; begin += kRowsAtOnce) {
-        const int row = min(max(begin + lane / kRowChunks, place.first), place.last - 1);
-        const std::uint64_t from_key = __shfl_sync(~0u, key, row);
-        const std::uint64_t from_value = __shfl_sync(~0u, value, row);
-        const unsigned at_row = to + static_cast<unsigned>(begin) * kRowBytes;
-        copy_chunk(at_row, reinterpret_cast<const void*>(from_key + chunk));
-        copy_chunk(at_row + kKvTileTokens * kRowBytes, reinterpret_cast<const void*>(from_value + chunk));
-      }
+    if constexpr (kBarriers == 1) {
+      copy_rows<true, true>(p, at, stage);
+    } else {
+      copy_rows<true, false>(p, at, stage);
+      barrier_arrive_after_copies(barrier);
+      copy_rows<false, true>(p, at, stage);
     }
-    barrier_arrive_after_copies(barrier);
+    barrier_arrive_after_copies(barrier + (kBarriers - 1) * 8);
   }
 
   static __device__ __forceinline__ void fence() {}
+
+ private:
+  template <bool kKeys, bool kValues>
+  __device__ __forceinline__ void copy_rows(const AttentionParams& p, const KvTileCursor& at,
+                                            unsigned stage) const {
+    constexpr int kCopies = std::max(kKeys ? kKeyBytes : 0, kValues ? kValueBytes : 0) / 16;
+#pragma unroll
+    for (int k = 0; k < TokenPlaces<kTokens>::kCount; ++k) {
+      const auto key = reinterpret_cast<std::uint64_t>(p.k.at(places.page[k], at.head, places.in_page[k]));
+      const auto value = reinterpret_cast<std::uint64_t>(p.v.at(places.page[k], at.head, places.in_page[k]));
+      const int first = max(places.first - k * kWarp, 0);
+      const int last = min(places.last - k * kWarp, kWarp);
+      const unsigned to_keys = stage + static_cast<unsigned>(k * kWarp * kKeyBytes);
+      const unsigned to_values = stage + static_cast<unsigned>(kTokens * kKeyBytes + k * kWarp * kValueBytes);
+      if (first < last) {
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+          if (kKeys) copy_chunks<kKeyBytes>(key, first, last, i, to_keys);
+          if (kValues) copy_chunks<kValueBytes>(value, first, last, i, to_values);
+        }
+      }
+    }
+  }
+
+  /// The i-th of the copies that bring kWarp rows, each lane's at `row`, to `to`.
+  template <int kRowBytes>
+  static __device__ __forceinline__ void copy_chunks(std::uint64_t row, int first, int last, int i,
+                                                     unsigned to) {
+    constexpr int kRowChunks = kRowBytes / 16;
+    if (i >= kRowChunks) return;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    int to_row = 0;
+    int chunk = 0;
+    if constexpr (std::has_single_bit(static_cast<unsigned>(kRowChunks))) {
+      to_row = i * (kWarp / kRowChunks) + lane / kRowChunks;
+      chunk = lane % kRowChunks;
+    } else {
+      to_row = (i * kWarp + lane) / kRowChunks;
+      chunk = (i * kWarp + lane) % kRowChunks;
+    }
+    const std::uint64_t from = __shfl_sync(~0u, row, min(max(to_row, first), last - 1));
+    copy_chunk(to + static_cast<unsigned>(to_row * kRowBytes + chunk * 16),
+               reinterpret_cast<const void*>(from + static_cast<unsigned>(chunk) * 16u));
+  }
 };
 
 }  // namespace helix::cuda

@@ -1,26 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensor-core kernel for pages that hold the rows of a head one after another.
-#include "cuda/attention/tensor.cuh"
+// The tensor-core kernel for pages that hold the rows of a head one after another, of the type of q.
+#include "cuda/attention/tensor_launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
 
 namespace helix::cuda {
 
 bool has_hopper_code() {
   cudaFuncAttributes attributes{};
-  HELIX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, attend_tensor<bf16, 64, 1, 4, 2, PageCopies>));
+  HELIX_CUDA_CHECK(
+      cudaFuncGetAttributes(&attributes, attend_tensor<bf16, 64, 64, 1, 4, 32, 2, PageCopies, 32>));
   return attributes.ptxVersion >= 90;
 }
 
-// K and V at the same places of their pools.
-const AttentionKernel kTensorPages{.fits =
-                                       [](const AttentionCall& call) {
-                                         const KvFormat& format = call.kv.format;
-                                         return fits_tensor(call) && format.k == format.v &&
-                                                format.k.token == format.head_dim;
-                                       },
-                                   .query_tile_rows = tensor_query_tile_rows,
-                                   .sm_rows = tensor_sm_rows,
-                                   .has_fixed_query_tile = false,
-                                   .launch = TensorLaunch<PageCopies>::run};
+const AttentionKernel kTensorPages{
+    .fits =
+        [](const AttentionCall& call) {
+          const KvFormat& format = call.kv.format;
+          return fits_tensor(call) && format.dtype == call.dtype && fits_tensor_dims(format) &&
+                 fits_page_copies(format, 32);
+        },
+    .query_tile_rows = tensor_query_tile_rows,
+    .sm_rows = tensor_sm_rows,
+    .has_fixed_query_tile = false,
+    .launch =
+        [](const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
+          call.dtype == DType::bf16 ? launch_tensor_16<bf16, PageCopies>(p, grid)
+                                    : launch_tensor_16<f16, PageCopies>(p, grid);
+        }};
 
 }  // namespace helix::cuda

@@ -1,13 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensor-core kernel for rows of any strides.
-#include "cuda/attention/tensor.cuh"
+// The tensor-core kernel for rows of any strides, of the type of q.
+#include "cuda/attention/tensor_launch.cuh"
 
 namespace helix::cuda {
 
-const AttentionKernel kTensorRows{.fits = fits_tensor,
-                                  .query_tile_rows = tensor_query_tile_rows,
-                                  .sm_rows = tensor_sm_rows,
-                                  .has_fixed_query_tile = false,
-                                  .launch = TensorLaunch<ChunkCopies>::run};
+const AttentionKernel kTensorRows{
+    .fits =
+        [](const AttentionCall& call) {
+          const KvFormat& format = call.kv.format;
+          return fits_tensor(call) && format.dtype == call.dtype &&
+                 (fits_tensor_dims(format) || (format.head_dim == 192 && format.value_dim == 128));
+        },
+    .query_tile_rows = tensor_query_tile_rows,
+    .sm_rows = tensor_sm_rows,
+    .has_fixed_query_tile = false,
+    .launch =
+        [](const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
+          call.dtype == DType::bf16 ? launch_tensor_16<bf16, ChunkCopies>(p, grid)
+                                    : launch_tensor_16<f16, ChunkCopies>(p, grid);
+        }};
 
 }  // namespace helix::cuda

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Instructions that CUDA C++ has no name for: bulk copies into shared memory and the barriers that count them
-// (compute capability 9.0; nothing below), and 16-bit matrix products.
+// (compute capability 9.0; nothing below), 16-bit matrix products, and e4m3 made f16 (8.9).
 #pragma once
 
 #include <cstdint>
@@ -188,6 +188,20 @@ __device__ __forceinline__ void multiply(float (&d)[4], unsigned a0, unsigned a1
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
+}
+
+/// Four e4m3 as two pairs of f16, exactly.
+__device__ __forceinline__ void widen(unsigned four, unsigned& low, unsigned& high) {
+#if __CUDA_ARCH__ >= 890
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+      "}\n"
+      : "=r"(low), "=r"(high)
+      : "r"(four));
+#endif
 }
 
 /// Two f32 as a pair of T, `low` in the lower half.

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the tensor-core kernel is built for, and its launches.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+
+#include "cuda/attention/kernel.hpp"
+#include "cuda/attention/tensor.cuh"
+#include "cuda/runtime/launch.cuh"
+
+namespace helix::cuda {
+
+/// Launches the kernel of these sizes with a block an SM if it has eight warps, else two.
+template <template <int, int, int> class Copies, class KV, int kDim, int kValueDim, int kMTiles, int kWarps,
+          int kTokens, int kStages, int kStepTokens>
+void launch_tensor(const AttentionParams& p, const AttentionGrid& grid) {
+  using Kernel = Tensor<KV, kDim, kValueDim, kMTiles, kWarps, kTokens, kStages, Copies, kStepTokens>;
+  constexpr int kBytes = static_cast<int>(sizeof(typename Kernel::Shared));
+  constexpr int kOther = 1024 + 64;  // the system's, and static ones
+  static_assert(Kernel::kBlocks * (kBytes + kOther) <= 228 * 1024);
+  const auto kernel =
+      attend_tensor<KV, kDim, kValueDim, kMTiles, kWarps, kTokens, kStages, Copies, kStepTokens>;
+  const int blocks = std::max(1, grid.blocks * Kernel::kBlocks / kBlocksPerSm);
+  HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  launch_early(kernel, blocks, Kernel::kThreads, kBytes, grid.stream, true, p);
+}
+
+/// As launch_tensor(), for query tiles of as many rows as this launch has.
+template <template <int, int, int> class Copies, class KV, int kDim, int kWarps, int kTokens, int kStages,
+          int kNarrowStep, int kWideStep, int kValueDim = kDim>
+void launch_rows(const AttentionParams& p, const AttentionGrid& grid) {
+  if (p.query_tile_rows > kMmaRows) {
+    launch_tensor<Copies, KV, kDim, kValueDim, 2, kWarps, kTokens, kStages, kWideStep>(p, grid);
+  } else {
+    launch_tensor<Copies, KV, kDim, kValueDim, 1, kWarps, kTokens, kStages, kNarrowStep>(p, grid);
+  }
+}
+
+/// Whether a launch splits each query tile over many SMs: its epilogue is then what counts, and blocks of
+/// whole SMs leave half as many splits to combine.
+inline bool has_many_splits(const AttentionParams& p, const AttentionGrid& grid) {
+  return grid.is_whole && 2 * p.num_query_tiles * p.kv_heads <= grid.blocks / kBlocksPerSm;
+}
+
+/// What every way to fetch KV tiles needs: the device, q of 16 bits, aligned rows, no latents.
+inline bool fits_tensor(const AttentionCall& call) {
+  return call.is_hopper && !call.kv.format.is_latent && size_bytes(call.dtype) == 2 &&
+         call.q_alignment == 16 && call.kv_alignment == 16;
+}
+
+/// Whether K and V lie at the same places of their pools, rows of a head one after another in a page, and a
+/// KV tile has no more pages than a warp has lanes.
+inline bool fits_page_copies(const KvFormat& format, std::int64_t kv_tile_tokens) {
+  return format.k == format.v && format.k.token == format.head_dim && format.head_dim == format.value_dim &&
+         format.page_tokens * kWarp >= kv_tile_tokens;
+}
+
+/// Whether K and V have rows of one of the sizes that are built.
+inline bool fits_tensor_dims(const KvFormat& format) {
+  constexpr std::int64_t kDims[] = {64, 80, 96, 112, 128, 256};
+  return format.head_dim == format.value_dim &&
+         std::find(std::begin(kDims), std::end(kDims), format.head_dim) != std::end(kDims);
+}
+
+/// Rows of a query tile: as many as registers hold.
+inline int tensor_query_tile_rows(std::int64_t, std::int64_t value_dim) {
+  return value_dim > 128 ? kMmaRows : 2 * kMmaRows;
+}
+
+inline int tensor_sm_rows(std::int64_t head_dim, std::int64_t value_dim) {
+  return kBlocksPerSm * tensor_query_tile_rows(head_dim, value_dim);
+}
+
+/// KV of 16 bits, q of the same type. Measured on H200: eight warps an SM hide each other's latencies; deeper
+/// stages add nothing.
+template <class T, template <int, int, int> class Copies>
+void launch_tensor_16(const AttentionParams& p, const AttentionGrid& grid) {
+  if constexpr (Copies<16, 16, kWarp>::kTakesUnequalRows) {
+    if (p.head_dim != p.value_dim) return launch_rows<Copies, T, 192, 8, 32, 1, 32, 32, 128>(p, grid);
+  }
+  switch (p.head_dim) {
+    case 64:
+      return launch_rows<Copies, T, 64, 4, 32, 2, 32, 32>(p, grid);
+    case 80:
+      return launch_rows<Copies, T, 80, 4, 32, 2, 32, 32>(p, grid);
+    case 96:
+      return launch_rows<Copies, T, 96, 4, 32, 1, 32, 32>(p, grid);
+    case 112:
+      return launch_rows<Copies, T, 112, 4, 32, 1, 32, 32>(p, grid);
+    case 128:
+      return has_many_splits(p, grid) ? launch_rows<Copies, T, 128, 8, 32, 1, 32, 32>(p, grid)
+                                      : launch_rows<Copies, T, 128, 4, 32, 1, 32, 32>(p, grid);
+    default:
+      return launch_tensor<Copies, T, 256, 256, 1, 2, 32, 1, 32>(p, grid);
+  }
+}
+
+/// Tokens of a KV tile of e4m3 that is copied page by page: of rows of 64 bytes two stages of half as many
+/// read 4 % less.
+constexpr int e4m3_page_tile_tokens(std::int64_t head_dim) {
+  return head_dim == 64 ? 128 : 64;
+}
+
+/// KV of e4m3 under q of bf16 or f16. Copies by the copy engine are better large, those by load units better
+/// asked for early.
+template <template <int, int, int> class Copies>
+void launch_tensor_e4m3(const AttentionParams& p, const AttentionGrid& grid) {
+  using KV = fp8_e4m3;
+  constexpr bool kIsPaged = !Copies<16, 16, kWarp>::kTakesLoadUnits;
+  constexpr int kTokens = kIsPaged ? 64 : 32;
+  constexpr int kStages = kIsPaged ? 1 : 2;
+  switch (p.head_dim) {
+    case 64:
+      return launch_rows < Copies, KV, 64, 4, kIsPaged ? e4m3_page_tile_tokens(64) : 64, kStages, 64,
+             64 > (p, grid);
+    case 80:
+      return launch_rows<Copies, KV, 80, 4, 64, kStages, 64, 32>(p, grid);
+    case 96:
+      return launch_rows<Copies, KV, 96, 8, kTokens, kStages, kTokens, 32>(p, grid);
+    case 112:
+      return launch_rows<Copies, KV, 112, 8, kTokens, kStages, kTokens, 32>(p, grid);
+    case 128:
+      return launch_rows<Copies, KV, 128, 8, kTokens, kStages, kTokens, 32>(p, grid);
+    default:
+      return launch_tensor<Copies, KV, 256, 256, 1, 2, 32, 2, 32>(p, grid);
+  }
+}
+
+}  // namespace helix::cuda

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the query rows of a query tile come into shared memory, in the type in which they are multiplied.
+//
+// Beside e4m3 that is f16. A row of bf16 is multiplied by the power of two that brings its largest magnitude
+// to [2^14, 2^15), which is exact for all elements down to 2^-31 of that one. One power for the query tile
+// would not do: its rows are different heads, whose magnitudes are not bound to each other.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <type_traits>
+
+#include <helix/dtype.hpp>
+
+#include "cuda/attention/params.cuh"
+#include "cuda/runtime/ptx.cuh"
+#include "cuda/runtime/warp.cuh"
+
+namespace helix::cuda {
+
+inline constexpr int kMmaRows = 16;  ///< Query rows of a matrix instruction.
+
+/// The 16-bit type in which elements of type KV are multiplied.
+template <class KV>
+using MultipliedAs = std::conditional_t<sizeof(KV) == 1, f16, KV>;
+
+/// Where queries of kDim columns lie in shared memory, in elements: row after row, with 16 bytes between them
+/// for the banks, or beside e4m3 as fragments, of which a lane gets its part of an instruction in one load
+/// and in the registers in which it is multiplied. From rows that takes four moves more. Without them 32 rows
+/// over e4m3 take 604 us where they took 690, and over 16-bit KV, which twice the bytes bound, as long
+/// (H200).
+template <class KV, int kDim>
+struct QueryPlaces {
+  static constexpr bool kAreFragments = sizeof(KV) == 1;
+  static constexpr int kRowStride = kAreFragments ? kDim : kDim + 8;
+
+  /// Columns that a lane takes at a time of a key from `column` on, four lanes side by side.
+  static constexpr __device__ int wide_at(int column) {
+    return std::min(16 / static_cast<int>(sizeof(KV)),
+                    static_cast<int>(std::bit_floor(static_cast<unsigned>(kDim - column) / 4)));
+  }
+  /// Eight elements of a lane for instruction `i` of a row of products: of rows g and g + 8 two columns, and
+  /// the two that follow.
+  static __device__ int fragment(int m, int i, int lane) {
+    return ((m * (kDim / 16) + i) * kWarp + lane) * 8;
+  }
+
+  /// The place of columns [column, column + 2) of `row`, `column` even.
+  static __device__ int pair(int row, int column) {
+    if constexpr (!kAreFragments) return row * kRowStride + column;
+    int first = 0;  // of the columns that four lanes take at a time
+    while (column >= first + 4 * wide_at(first)) first += 4 * wide_at(first);
+    const int wide = wide_at(first);
+    const int kq = (column - first) / wide;
+    const int in_lane = (column - first) % wide;
+    const int half = row % kMmaRows / 8;
+    return fragment(row / kMmaRows, first / 16 + in_lane / 4, row % 8 * 4 + kq) +
+           (in_lane / 2 % 2 * 2 + half) * 2;
+  }
+};
+
+/// A thread's part of a query tile of kRows rows, in chunks of 16 bytes: of each row kRowLanes threads side
+/// by side take one, or none.
+template <class KV, int kDim, int kRows, int kThreads>
+struct TensorQueries {
+  using T = MultipliedAs<KV>;
+  using Places = QueryPlaces<KV, kDim>;
+  static constexpr int kRowChunks = kDim / 8;
+  static constexpr int kRowLanes = static_cast<int>(std::bit_ceil(unsigned{kRowChunks}));
+  static constexpr int kCount = kRows * kRowLanes / kThreads;
+  static_assert(kCount * kThreads == kRows * kRowLanes && kRowLanes <= kWarp);
+
+  uint4 chunks[kCount];
+
+  /// Asks for the rows; those past the last are zeros.
+  __device__ void read(const AttentionParams& p, const QueryTile& query_tile, int head) {
+    const auto* q = static_cast<const std::uint16_t*>(p.q);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const int i = static_cast<int>(threadIdx.x) + k * kThreads;
+      const int row = i / kRowLanes;
+      chunks[k] = uint4{0, 0, 0, 0};
+      if (row < query_tile.num_rows && has_chunk(i)) {
+        chunks[k] = *reinterpret_cast<const uint4*>(q + query_tile.token(p, row) * p.q_token_stride +
+                                                    query_tile.query_head(p, head, row) * p.q_head_stride +
+                                                    i % kRowLanes * 8);
+      }
+    }
+  }
+
+  /// Writes them to their places, and beside e4m3 what each row was divided by to `factors`; all threads of
+  /// the block.
+  __device__ void write(const AttentionParams& p, T* queries, float* factors) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const int i = static_cast<int>(threadIdx.x) + k * kThreads;
+      if constexpr (sizeof(KV) == 1) {
+        const float factor = p.dtype == DType::bf16 ? scale_to_f16(chunks[k]) : 1.0f;
+        if (i % kRowLanes == 0) factors[i / kRowLanes] = factor;
+      }
+      if (!has_chunk(i)) continue;
+      const int row = i / kRowLanes;
+      const int column = i % kRowLanes * 8;
+      if constexpr (Places::kAreFragments) {
+        const unsigned words[4] = {chunks[k].x, chunks[k].y, chunks[k].z, chunks[k].w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          *reinterpret_cast<unsigned*>(queries + Places::pair(row, column + 2 * j)) = words[j];
+      } else {
+        *reinterpret_cast<uint4*>(queries + Places::pair(row, column)) = chunks[k];
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ bool has_chunk(int i) {
+    return kRowLanes == kRowChunks || i % kRowLanes < kRowChunks;
+  }
+
+  /// Makes this thread's chunk of a row of bf16 one of f16, times a power of two of the row. Returns the
+  /// inverse of it; the lanes of the row together.
+  static __device__ float scale_to_f16(uint4& chunk) {
+    unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+    unsigned top = 0;  // the bits of an f32
+#pragma unroll
+    for (unsigned word : words) top = ::max(top, ::max(word << 16 & 0x7fff0000u, word & 0x7fff0000u));
+#pragma unroll
+    for (int offset = kRowLanes / 2; offset > 0; offset /= 2)
+      top = ::max(top, __shfl_xor_sync(~0u, top, offset));
+    const int power = ::min(141 - static_cast<int>(top >> 23), 126);
+    const float factor = __int_as_float((127 + power) << 23);
+#pragma unroll
+    for (unsigned& word : words)
+      word = pack<f16>(__uint_as_float(word << 16) * factor, __uint_as_float(word & 0xffff0000u) * factor);
+    chunk = {words[0], words[1], words[2], words[3]};
+    return __int_as_float((127 - power) << 23);
+  }
+};
+
+}  // namespace helix::cuda

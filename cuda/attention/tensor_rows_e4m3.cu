@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tensor-core kernel for e4m3 rows of any strides.
+#include "cuda/attention/tensor_launch.cuh"
+
+namespace helix::cuda {
+
+const AttentionKernel kTensorRowsE4m3{
+    .fits =
+        [](const AttentionCall& call) {
+          const KvFormat& format = call.kv.format;
+          return fits_tensor(call) && format.dtype == DType::fp8_e4m3 && fits_tensor_dims(format);
+        },
+    .query_tile_rows = tensor_query_tile_rows,
+    .sm_rows = tensor_sm_rows,
+    .has_fixed_query_tile = false,
+    .launch = [](const AttentionParams& p, const AttentionCall&,
+                 const AttentionGrid& grid) { launch_tensor_e4m3<ChunkCopies>(p, grid); }};
+
+}  // namespace helix::cuda
