@@ -26,7 +26,7 @@ typename AttentionWorld<T>::Result AttentionWorld<T>::run(const cuda::Operators<
   kv.page_table = upload(shard.lists.pages);
   kv.max_pages = shard.lists.max_pages;
   if (c.is_csr) kv.page_begins = upload(shard.lists.begins);
-  if (c.kv_dtype == DType::fp8_e4m3) {
+  if (is_scaled()) {
     const float* scales = upload(scales_);
     kv.k_scale = scales;
     kv.v_scale = c.is_latent() ? nullptr : scales + c.kv_heads;
@@ -143,9 +143,8 @@ std::string AttentionWorld<T>::row_problem(const std::vector<Result>& results, s
   const AttentionCase& c = case_;
   const std::vector<float>& stored = stored_[sequence_of_[at(token)]];
   const std::int64_t kv_head = head / c.group;
-  const bool is_scaled = c.kv_dtype == DType::fp8_e4m3;
-  const double k_scale = is_scaled ? scales_[at(kv_head)] : 1.0;
-  const double v_scale = c.is_latent() ? k_scale : is_scaled ? scales_[at(c.kv_heads + kv_head)] : 1.0;
+  const double k_scale = is_scaled() ? scales_[at(kv_head)] : 1.0;
+  const double v_scale = c.is_latent() ? k_scale : is_scaled() ? scales_[at(c.kv_heads + kv_head)] : 1.0;
   const std::int64_t position = positions_[at(token)];
   const std::int64_t first = c.window > 0 ? std::max<std::int64_t>(0, position + 1 - c.window) : 0;
   const float* q = q_.data() + (token * heads() + head) * q_stride();

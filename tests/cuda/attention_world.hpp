@@ -48,6 +48,8 @@ struct AttentionCase {
   float soft_cap = 0.0f;
   std::int64_t q_pad = 0;  // elements between heads, which are NaN
   std::int64_t out_pad = 0;
+  bool is_scaled = true;  // e4m3 only: there are scales of K and V
+  int q_power = 0;  // e4m3 only: of two KV heads, one has q 2^q_power larger, one smaller, k_scale inversely
   bool forgets = false;  // what no window reaches any more is NaN
   std::vector<Sequence> sequences = {{40, 1}};
   std::vector<std::int64_t> padding;  // query tokens whose position is -1
@@ -85,11 +87,11 @@ class AttentionWorld {
     q_.assign(at(num_tokens() * heads() * q_stride()), kNaN);
     for (std::int64_t row = 0; row < num_tokens() * heads(); ++row)
       for (std::int64_t i = 0; i < c.d; ++i)
-        q_[at(row * q_stride() + i)] = static_cast<float>(T(2.0f * uniform()));
-    for (std::int64_t h = 0; h < c.kv_heads; ++h) {
-      scales_.push_back(0.5f + 0.25f * static_cast<float>(h));
-      scales_.push_back(1.5f - 0.25f * static_cast<float>(h));
-    }
+        q_[at(row * q_stride() + i)] =
+            static_cast<float>(T(std::ldexp(2.0f * uniform(), q_power(row % heads() / c.group))));
+    for (std::int64_t h = 0; h < c.kv_heads; ++h)
+      scales_.push_back(std::ldexp(0.5f + 0.25f * static_cast<float>(h), -q_power(h)));
+    for (std::int64_t h = 0; h < c.kv_heads; ++h) scales_.push_back(1.5f - 0.25f * static_cast<float>(h));
     for (const Sequence& s : c.sequences) {
       std::vector<float>& stored = stored_.emplace_back(at(s.length * row_elements()));
       dispatch(c.kv_dtype, [&]<class S>(S*) {
@@ -162,6 +164,8 @@ class AttentionWorld {
   std::int64_t q_stride() const { return case_.d + case_.q_pad; }
   std::int64_t out_stride() const { return case_.dv + case_.out_pad; }
   std::int64_t lse_stride() const { return heads() + case_.out_pad; }
+  int q_power(std::int64_t kv_head) const { return kv_head % 2 == 0 ? case_.q_power : -case_.q_power; }
+  bool is_scaled() const { return case_.kv_dtype == DType::fp8_e4m3 && case_.is_scaled; }
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(case_.d)); }
   float uniform() { return static_cast<float>(random_() >> 8) * 0x1p-23f - 1.0f; }
 
