@@ -36,15 +36,17 @@ int box_tokens(int page_tokens) {
 
 template <class T, int kBlocks>
 void launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
-  using Kernel = Latent<T, kBlocks>;
-  constexpr int kBytes = static_cast<int>(sizeof(typename Kernel::Shared));
+  constexpr int kBytes = static_cast<int>(sizeof(latent::Shared<kBlocks>));
   const auto kernel = attend_latent<T, kBlocks>;
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   const int box = box_tokens(p.page_tokens);
   const CUtensorMap latents = paged_rows_map(p.k, call.dtype, kLatentColumns, call.kv, box);
   const CUtensorMap ropes = paged_rows_map(p.rope, call.dtype, kRopeColumns, call.kv, box);
   const int blocks = std::max(1, grid.blocks / kBlocksPerSm / kBlocks) * kBlocks;
-  launch_early(kernel, blocks, Kernel::kThreads, kBytes, grid.stream, true, p, latents, ropes, box);
+  launch_early(kernel, blocks, latent::kThreads, kBytes, grid.stream, true, p, latents, ropes, box);
+  // The same division of the SM's memory as before: another would wait until the SM is empty.
+  HELIX_CUDA_CHECK(cudaFuncSetAttribute(combine_latent, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                        cudaSharedmemCarveoutMaxShared));
   const int warps = p.num_query_tiles * p.query_tile_rows * kCombineWarps;
   launch_early(combine_latent, ceil_div(warps, kCombineThreads / kWarp), kCombineThreads, 0, grid.stream,
                true, p);

@@ -30,6 +30,13 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+/// Lets the kernel after this one start, where it is one of launch_early(), as SMs become free.
+__device__ __forceinline__ void start_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 /// Launches a kernel with an attribute, or without it where `has_attribute` is false.
 template <class... Params>
 void launch_with(cudaLaunchAttribute attribute, bool has_attribute, void (*kernel)(Params...),

@@ -96,7 +96,8 @@ __device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barri
 #endif
 }
 
-/// The same at that barrier of block `rank` of the cluster.
+/// The same at that barrier of block `rank` of the cluster. It says that this thread has read, not that it
+/// has written: a release to the cluster would wait for all its writes to memory.
 __device__ __forceinline__ void barrier_arrive_at_if(bool condition, unsigned barrier, unsigned rank) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -105,24 +106,9 @@ __device__ __forceinline__ void barrier_arrive_at_if(bool condition, unsigned ba
       ".reg .b32 remote;\n"
       "setp.ne.b32 p, %0, 0;\n"
       "mapa.shared::cluster.u32 remote, %1, %2;\n"
-      "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "@p mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
       "}\n" ::"r"(static_cast<int>(condition)),
       "r"(barrier), "r"(rank)
-      : "memory");
-#endif
-}
-
-/// Waits as barrier_wait() does, for arrivals of other blocks of the cluster too.
-__device__ __forceinline__ void barrier_wait_cluster(unsigned barrier, unsigned parity) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
       : "memory");
 #endif
 }
