@@ -15,6 +15,7 @@ struct AttentionParams;
 
 /// Blocks that an SM holds at most: one streams on while the other ends a query tile.
 inline constexpr int kBlocksPerSm = 2;
+inline constexpr int kMaxQueryTiles = 256;  ///< Query tiles of one launch, unless a kernel takes more.
 
 /// What a call of partial_attention asks of a kernel.
 struct AttentionCall {
@@ -44,9 +45,13 @@ struct AttentionKernel {
   int (*sm_rows)(std::int64_t head_dim, std::int64_t value_dim);
   /// Whether a query tile has room for query_tile_rows() rows even if no sequence has so many.
   bool has_fixed_query_tile;
+  int most_query_tiles = kMaxQueryTiles;  ///< Of one launch.
   void (*launch)(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid);
 };
 
+/// Warp-group products of compute capability 9.0, for many query rows of a KV head: prefill, and drafts. q,
+/// out and KV of one 16-bit type, rows of any strides aligned to 16 bytes.
+extern const AttentionKernel kWaves;
 /// Tensor cores of compute capability 9.0; q, out and KV of one 16-bit type, equal head sizes of 64, 80, 96,
 /// 112, 128 or 256, rows aligned to 16 bytes. Pages hold the rows of a head one after another (Helix's own
 /// format): one copy a page.

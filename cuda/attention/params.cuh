@@ -7,6 +7,7 @@
 #include <helix/backend/exchange.hpp>
 #include <helix/kv_layout.hpp>
 
+#include "cuda/attention/kernel.hpp"
 #include "cuda/exchange/header.cuh"
 #include "cuda/kv_cache/paged_rows.cuh"
 #include "cuda/runtime/convert.cuh"
@@ -15,8 +16,7 @@
 
 namespace helix::cuda {
 
-inline constexpr int kMaxQueryTiles = 256;  ///< Query tiles of one launch.
-inline constexpr int kMaxSequences = 256;   ///< Sequences of one launch.
+inline constexpr int kMaxSequences = 256;  ///< Sequences of one launch.
 inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 

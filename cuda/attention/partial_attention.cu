@@ -32,8 +32,9 @@ struct SplitPartialsMemory {
 };
 
 /// In the order in which they are asked: the first that fits runs.
-constexpr const AttentionKernel* kKernels[] = {&kTensorPages,    &kTensorRows,   &kTensorPagesE4m3,
-                                               &kTensorRowsE4m3, &kLatentKernel, &kPortable};
+constexpr const AttentionKernel* kKernels[] = {&kWaves,           &kTensorPages,    &kTensorRows,
+                                               &kTensorPagesE4m3, &kTensorRowsE4m3, &kLatentKernel,
+                                               &kPortable};
 
 const AttentionKernel& kernel_for(const AttentionCall& call) {
   return **std::find_if(std::begin(kKernels), std::end(kKernels),
@@ -103,9 +104,9 @@ AttentionParams params_of(const PartialAttentionArgs<T>& args) {
 /// Calls launch() with `p` set to one part of the batch after another, as many sequences and query tiles as a
 /// plan holds: prefill takes several.
 template <class Launch>
-void for_each_launch(const Batch& batch, AttentionParams& p, const Launch& launch) {
+void for_each_launch(const Batch& batch, AttentionParams& p, int most_query_tiles, const Launch& launch) {
   const auto& offsets = batch.query_offsets_host;
-  const int most = std::min(kMaxQueryTiles, static_cast<int>(kAttentionCounters) / p.kv_heads);
+  const int most = std::min(most_query_tiles, static_cast<int>(kAttentionCounters) / p.kv_heads);
   const auto query_tiles = [&](std::size_t b) {
     return static_cast<int>(((offsets[b + 1] - offsets[b]) * p.group + p.query_tile_rows - 1) /
                             p.query_tile_rows);
@@ -177,7 +178,7 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   p.partial_sum = reinterpret_cast<float*>(partials.sum.data());
   p.split_tiles = reinterpret_cast<SplitQueryTile*>(partials.tiles.data());
   p.counters = reinterpret_cast<int*>(state_->attention_counters.data());
-  for_each_launch(args.batch, p, [&] {
+  for_each_launch(args.batch, p, kernel.most_query_tiles, [&] {
     kernel.launch(p, call, {blocks, blocks == all_blocks, stream.handle()});
     p.headers.message = nullptr;  // once is enough
   });

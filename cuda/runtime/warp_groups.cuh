@@ -40,32 +40,29 @@ struct RingBarriers {
   }
 };
 
-/// A walk around a ring, by either side.
+/// A walk around a ring, by either side. One register: how many stages lie behind.
 template <int kStages>
 class RingPlace {
  public:
+  static_assert((kStages & (kStages - 1)) == 0);
   __device__ explicit RingPlace(RingBarriers<kStages>& ring)
       : full_(static_cast<unsigned>(__cvta_generic_to_shared(ring.full))),
         empty_(static_cast<unsigned>(__cvta_generic_to_shared(ring.empty))) {}
 
-  __device__ __forceinline__ int stage() const { return stage_; }
-  __device__ __forceinline__ unsigned full() const { return full_ + static_cast<unsigned>(stage_) * 8u; }
-  __device__ __forceinline__ unsigned empty() const { return empty_ + static_cast<unsigned>(stage_) * 8u; }
-  __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity_); }
+  __device__ __forceinline__ int stage() const { return static_cast<int>(count_ % kStages); }
+  __device__ __forceinline__ unsigned full() const { return full_ + count_ % kStages * 8u; }
+  __device__ __forceinline__ unsigned empty() const { return empty_ + count_ % kStages * 8u; }
+  __device__ __forceinline__ void wait_full() const { barrier_wait(full(), parity()); }
   /// The first time round it returns at once.
-  __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), parity_ ^ 1u); }
-  __device__ __forceinline__ void advance() {
-    if (++stage_ == kStages) {
-      stage_ = 0;
-      parity_ ^= 1u;
-    }
-  }
+  __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), parity() ^ 1u); }
+  __device__ __forceinline__ void advance() { ++count_; }
 
  private:
-  unsigned full_;
+  __device__ __forceinline__ unsigned parity() const { return count_ / kStages % 2; }
+
+  unsigned full_;  // the same for all threads, which costs no register
   unsigned empty_;
-  int stage_ = 0;
-  unsigned parity_ = 0;
+  unsigned count_ = 0;
 };
 
 }  // namespace helix::cuda

@@ -87,6 +87,9 @@ __device__ __forceinline__ void give_registers() {
 #define HELIX_SUMS_64                                                                               \
   "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25," \
   "%26,%27,%28,%29,%30,%31}"
+#define HELIX_SUMS_96                                                                                \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"  \
+  "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47}"
 #define HELIX_SUMS_128                                                                               \
   "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"  \
   "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49," \
@@ -104,6 +107,7 @@ __device__ __forceinline__ void give_registers() {
 #define HELIX_SUM_32(d, i) \
   HELIX_SUM_8(d, i), HELIX_SUM_8(d, i + 8), HELIX_SUM_8(d, i + 16), HELIX_SUM_8(d, i + 24)
 #define HELIX_OUT_64(d) HELIX_SUM_32(d, 0)
+#define HELIX_OUT_96(d) HELIX_SUM_32(d, 0), HELIX_SUM_8(d, 32), HELIX_SUM_8(d, 40)
 #define HELIX_OUT_128(d) HELIX_SUM_32(d, 0), HELIX_SUM_32(d, 32)
 #define HELIX_OUT_256(d) HELIX_SUM_32(d, 0), HELIX_SUM_32(d, 32), HELIX_SUM_32(d, 64), HELIX_SUM_32(d, 96)
 
@@ -134,12 +138,17 @@ __device__ __forceinline__ void product(float (&d)[kColumns / 2], std::uint64_t 
 #if __CUDA_ARCH_FEAT_SM90_ALL
   constexpr bool kIsBf16 = std::is_same_v<T, bf16>;
   static_assert(kIsBf16 || std::is_same_v<T, f16>);
-  static_assert(kColumns == 64 || kColumns == 128 || kColumns == 256);
+  static_assert(kColumns == 64 || kColumns == 96 || kColumns == 128 || kColumns == 256);
   if constexpr (kColumns == 64) {
     if constexpr (kIsBf16 && !kTransposed) HELIX_PRODUCT_SHARED(64, "bf16", "0", "32", "33", "34");
     if constexpr (kIsBf16 && kTransposed) HELIX_PRODUCT_SHARED(64, "bf16", "1", "32", "33", "34");
     if constexpr (!kIsBf16 && !kTransposed) HELIX_PRODUCT_SHARED(64, "f16", "0", "32", "33", "34");
     if constexpr (!kIsBf16 && kTransposed) HELIX_PRODUCT_SHARED(64, "f16", "1", "32", "33", "34");
+  } else if constexpr (kColumns == 96) {
+    if constexpr (kIsBf16 && !kTransposed) HELIX_PRODUCT_SHARED(96, "bf16", "0", "48", "49", "50");
+    if constexpr (kIsBf16 && kTransposed) HELIX_PRODUCT_SHARED(96, "bf16", "1", "48", "49", "50");
+    if constexpr (!kIsBf16 && !kTransposed) HELIX_PRODUCT_SHARED(96, "f16", "0", "48", "49", "50");
+    if constexpr (!kIsBf16 && kTransposed) HELIX_PRODUCT_SHARED(96, "f16", "1", "48", "49", "50");
   } else if constexpr (kColumns == 128) {
     if constexpr (kIsBf16 && !kTransposed) HELIX_PRODUCT_SHARED(128, "bf16", "0", "64", "65", "66");
     if constexpr (kIsBf16 && kTransposed) HELIX_PRODUCT_SHARED(128, "bf16", "1", "64", "65", "66");
@@ -162,7 +171,7 @@ __device__ __forceinline__ void product(float (&d)[kColumns / 2], const unsigned
 #if __CUDA_ARCH_FEAT_SM90_ALL
   constexpr bool kIsBf16 = std::is_same_v<T, bf16>;
   static_assert(kIsBf16 || std::is_same_v<T, f16>);
-  static_assert(kColumns == 64 || kColumns == 128 || kColumns == 256);
+  static_assert(kColumns == 64 || kColumns == 96 || kColumns == 128 || kColumns == 256);
   if constexpr (kColumns == 64) {
     if constexpr (kIsBf16 && !kTransposed)
       HELIX_PRODUCT_REGISTERS(64, "bf16", "0", "32", "33", "34", "35", "36", "37");
@@ -172,6 +181,15 @@ __device__ __forceinline__ void product(float (&d)[kColumns / 2], const unsigned
       HELIX_PRODUCT_REGISTERS(64, "f16", "0", "32", "33", "34", "35", "36", "37");
     if constexpr (!kIsBf16 && kTransposed)
       HELIX_PRODUCT_REGISTERS(64, "f16", "1", "32", "33", "34", "35", "36", "37");
+  } else if constexpr (kColumns == 96) {
+    if constexpr (kIsBf16 && !kTransposed)
+      HELIX_PRODUCT_REGISTERS(96, "bf16", "0", "48", "49", "50", "51", "52", "53");
+    if constexpr (kIsBf16 && kTransposed)
+      HELIX_PRODUCT_REGISTERS(96, "bf16", "1", "48", "49", "50", "51", "52", "53");
+    if constexpr (!kIsBf16 && !kTransposed)
+      HELIX_PRODUCT_REGISTERS(96, "f16", "0", "48", "49", "50", "51", "52", "53");
+    if constexpr (!kIsBf16 && kTransposed)
+      HELIX_PRODUCT_REGISTERS(96, "f16", "1", "48", "49", "50", "51", "52", "53");
   } else if constexpr (kColumns == 128) {
     if constexpr (kIsBf16 && !kTransposed)
       HELIX_PRODUCT_REGISTERS(128, "bf16", "0", "64", "65", "66", "67", "68", "69");
@@ -198,11 +216,13 @@ __device__ __forceinline__ void product(float (&d)[kColumns / 2], const unsigned
 #undef HELIX_PRODUCT_SHARED
 #undef HELIX_OUT_256
 #undef HELIX_OUT_128
+#undef HELIX_OUT_96
 #undef HELIX_OUT_64
 #undef HELIX_SUM_32
 #undef HELIX_SUM_8
 #undef HELIX_SUMS_256
 #undef HELIX_SUMS_128
+#undef HELIX_SUMS_96
 #undef HELIX_SUMS_64
 
 }  // namespace helix::cuda

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// The epilogue of the kernel of many query rows: sums in the registers of warp groups become out and lse, or
+// split partials of the workspace, of which the last block to come makes out and lse.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/combine.cuh"
+#include "cuda/attention/wave_schedule.cuh"
+#include "cuda/runtime/ptx.cuh"
+#include "cuda/runtime/warp_groups.cuh"
+
+namespace helix::cuda {
+
+/// What a thread has found of two query rows, 8 apart: in d[4 * j + 2 * h + i] the unnormalised sum of column
+/// 8 * j + lane % 4 * 2 + i of row h; all lanes of a row alike in max (base 2) and sum.
+template <int kValueDim>
+struct RowSums {
+  float d[kValueDim / 2];
+  float max[2];
+  float sum[2];
+};
+
+/// Element (i, lane % 4) of the 4 x 4 words of four neighbouring lanes and x[0..3] trades places with (lane %
+/// 4, i).
+__device__ __forceinline__ void transpose_words(unsigned (&x)[4]) {
+  const bool is_odd = threadIdx.x % 2 != 0;
+  const bool is_high = threadIdx.x % 4 >= 2;
+#pragma unroll
+  for (int k = 0; k < 4; k += 2) {
+    const unsigned other = __shfl_xor_sync(~0u, is_odd ? x[k] : x[k + 1], 1);
+    (is_odd ? x[k] : x[k + 1]) = other;
+  }
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const unsigned other = __shfl_xor_sync(~0u, is_high ? x[k] : x[k + 2], 2);
+    (is_high ? x[k] : x[k + 2]) = other;
+  }
+}
+
+/// Writes rows `row` and row + 8 of the query tile to out and lse; whole warps.
+template <class T, int kValueDim>
+__device__ __forceinline__ void write_rows(const AttentionParams& p, const QueryTile& query_tile, int head,
+                                           int row, const RowSums<kValueDim>& found) {
+  const int quarter = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int r = row + 8 * h;
+    const bool is_row = r < query_tile.num_rows;
+    // A row that saw nothing has a sum of zero, or of what is not a number.
+    const bool is_empty = !(found.max[h] > -kInfinity) && found.sum[h] == 0.0f;
+    const float inverse = is_empty ? 0.0f : 1.0f / found.sum[h];
+    const std::int64_t token = is_row ? query_tile.token(p, r) - p.first_out_token : 0;
+    const std::int64_t query_head = is_row ? query_tile.query_head(p, head, r) : 0;
+    T* to = static_cast<T*>(p.out) + token * p.out_token_stride + query_head * p.out_head_stride;
+    const bool is_aligned = reinterpret_cast<std::uint64_t>(to) % 16 == 0;
+    if (is_row && quarter == 0) {
+      p.lse[token * p.lse_token_stride + query_head * p.lse_head_stride] =
+          is_empty ? -kInfinity : (found.max[h] + log2f(found.sum[h])) * kLn2;
+    }
+#pragma unroll
+    for (int four = 0; four < kValueDim / 32; ++four) {
+      unsigned words[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float* pair = &found.d[4 * (four * 4 + k) + 2 * h];
+        words[k] = is_empty ? 0u : pack<T>(pair[0] * inverse, pair[1] * inverse);
+      }
+      transpose_words(words);
+      T* at = to + (four * 4 + quarter) * 8;
+      if (is_row && is_aligned) {
+        *reinterpret_cast<uint4*>(at) = uint4{words[0], words[1], words[2], words[3]};
+      } else if (is_row) {
+        const auto* elements = reinterpret_cast<const std::uint16_t*>(words);
+        for (int k = 0; k < 8; ++k) reinterpret_cast<std::uint16_t*>(at)[k] = elements[k];
+      }
+    }
+  }
+}
+
+/// Writes rows `row` and row + 8 of this block's KV split to the workspace.
+template <int kValueDim>
+__device__ __forceinline__ void write_partials(const SplitPartials& to, int row, int num_rows,
+                                               const RowSums<kValueDim>& found) {
+  const int quarter = static_cast<int>(threadIdx.x) % 4;
+  const int i = static_cast<int>(blockIdx.x) - to.splits.first_block;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int r = row + 8 * h;
+    if (r >= num_rows) continue;
+    auto* out = reinterpret_cast<float2*>(to.out(i, r, 0)) + quarter;
+#pragma unroll
+    for (int j = 0; j < kValueDim / 8; ++j)
+      __stcg(out + 4 * j, float2{found.d[4 * j + 2 * h], found.d[4 * j + 2 * h + 1]});
+    if (quarter == 0) {
+      __stcg(to.max(i, r), found.max[h]);
+      __stcg(to.sum(i, r), found.sum[h]);
+    }
+  }
+}
+
+/// After write_partials() of all rows: the last block to come combines the splits. `kThreads` threads that
+/// meet at barrier `id`, this one number `thread`.
+template <int kThreads>
+__device__ __forceinline__ void combine_waves(const SplitPartials& all, const QueryTile& query_tile, int u,
+                                              int head, int id, int thread, int& is_last) {
+  group_sync(id, kThreads);
+  if (thread == 0) {
+    // What the block wrote goes before its count, and what the others counted before what is read here.
+    int* counter = all.p.counters + u * all.p.kv_heads + head;
+    is_last = count_up(counter) == all.splits.count - 1;
+    if (is_last) *counter = 0;
+  }
+  group_sync(id, kThreads);
+  if (!is_last) return;
+  for (int row = thread / kWarp; row < query_tile.num_rows; row += kThreads / kWarp)
+    combine_row(all, query_tile, head, row, 0, all.p.value_dim);
+}
+
+}  // namespace helix::cuda

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which thread block multiplies which KV tiles where query tiles are many: whole ones first, then even parts.
+//
+// Splitting costs a combine of large query tiles, and blocks that walk the same keys at different times read
+// them from memory again and again. So the list of (query tile, KV head) is dealt out to the blocks whole, in
+// waves, the longest first, to and fro: the blocks of a wave stand at the same keys at the same time, which
+// come from the L2 cache. What is left when another wave would make some block late is a list of KV tiles as
+// in schedule.cuh, cut into consecutive shares that bring all blocks to the same number of KV tiles.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+
+#include "cuda/attention/schedule.cuh"
+
+namespace helix::cuda {
+
+inline constexpr int kMaxWaveQueryTiles = 512;  ///< Query tiles of one launch.
+inline constexpr int kMaxWaveBlocks = 256;
+inline constexpr int kWaveSplitTiles = 2;  ///< KV tiles of a share at least, on average.
+/// KV tiles that a split and its combine cost: blocks may be as much later than others with whole tiles.
+inline constexpr int kWaveSlackTiles = 3;
+inline constexpr int kWaveSlackPart = 24;  ///< Or by this part of all they do.
+
+/// The schedule, in shared memory, for KV tiles of kTokens tokens. `u` is a query tile of the launch, counted
+/// from the last one of the batch: those see most.
+template <int kTokens>
+struct WavePlan {
+  static constexpr int kKvTileTokens = kTokens;
+
+  std::int64_t first_page[kMaxWaveQueryTiles];  ///< Place in the page lists of the sequence's first page.
+  QueryTile query_tiles[kMaxWaveQueryTiles];
+  int begin_token[kMaxWaveQueryTiles];        ///< Local token where the query tile's keys begin.
+  int end_token[kMaxWaveQueryTiles];          ///< Local token where the query tile's keys end.
+  int kv_tile_begin[kMaxWaveQueryTiles + 1];  ///< KV tiles of one KV head before each query tile.
+  int query_tile_begin[kMaxSequences + 1];    ///< First query tile of each sequence, in order of the batch.
+  int share_begin[kMaxWaveBlocks + 1];        ///< KV tiles of the list of shares before each block's.
+  int workers;                                ///< Blocks that have work.
+  int longest;                                ///< KV tiles of a block if all query tiles stay whole, at most.
+  int waves;                                  ///< Whole query tiles and heads that each block takes.
+  int first_shared;                           ///< KV tiles of all heads before the list of shares.
+
+  __device__ int first_kv_tile_token(int u) const { return begin_token[u] / kTokens * kTokens; }
+  __device__ int kv_tiles(int u) const { return kv_tile_begin[u + 1] - kv_tile_begin[u]; }
+};
+
+/// The place in a wave of worker `block`: to and fro, so that sums of falling lengths are equal.
+__device__ inline int wave_item(int wave, int workers, int block) {
+  return wave * workers + (wave % 2 == 0 ? block : workers - 1 - block);
+}
+
+/// Fills in query tile `u`; kLanes neighbouring lanes, each of which looks at some of its tokens.
+template <int kLanes, class Plan>
+__device__ inline void plan_wave_tile(const AttentionParams& p, Plan& plan, int u) {
+  constexpr int kTokens = Plan::kKvTileTokens;
+  constexpr int kLoads = 4;  // of positions, on their way together
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const int in_batch = p.first_query_tile + p.num_query_tiles - 1 - u;
+  const int b = find_last(plan.query_tile_begin, p.num_sequences, in_batch);
+  const int row = (in_batch - plan.query_tile_begin[b]) * p.query_tile_rows;
+  const QueryTile query_tile{p.query_offsets[b], row,
+                             ::min(static_cast<int>(p.query_tile_rows), query_rows(p, b) - row)};
+  const std::int32_t slot = p.slots[b];
+  const int last = query_tile.token(p, query_tile.num_rows - 1);
+  int begin = INT_MAX;
+  int end = 0;
+#pragma unroll 1
+  for (int token = query_tile.token(p, 0) + lane; token <= last; token += kLoads * kLanes) {
+    std::int64_t positions[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) positions[i] = p.positions[::min(token + i * kLanes, last)];
+#pragma unroll 1
+    for (int i = 0; i < kLoads; ++i) {
+      const TokenRange seen = visible(p, positions[0]);
+#pragma unroll
+      for (int k = 0; k + 1 < kLoads; ++k) positions[k] = positions[k + 1];
+      if (seen.size() <= 0) continue;
+      begin = ::min(begin, static_cast<int>(seen.begin));
+      end = ::max(end, static_cast<int>(seen.end));
+    }
+  }
+#pragma unroll
+  for (int offset = 1; offset < kLanes; offset *= 2) {
+    begin = ::min(begin, __shfl_xor_sync(~0u, begin, offset));
+    end = ::max(end, __shfl_xor_sync(~0u, end, offset));
+  }
+  if (end == 0) begin = 0;
+  if (lane != 0) return;
+  plan.query_tiles[u] = query_tile;
+  plan.first_page[u] = p.lists.first_of(slot);
+  plan.begin_token[u] = begin;
+  plan.end_token[u] = end;
+  // A query tile that sees nothing has a KV tile of no tokens, so that some block writes its zeros.
+  plan.kv_tile_begin[u] = ::max(1, (end + kTokens - 1) / kTokens - begin / kTokens);
+}
+
+/// Deals out whole query tiles, and the rest in shares; all threads of the block, more than kMaxWaveBlocks.
+template <class Plan>
+__device__ inline void plan_waves(const AttentionParams& p, Plan& plan) {
+  const int block = static_cast<int>(threadIdx.x);
+  const int items = p.num_query_tiles * p.kv_heads;
+  const int total = plan.kv_tile_begin[p.num_query_tiles] * p.kv_heads;
+  const int grid = ::min(static_cast<int>(gridDim.x), kMaxWaveBlocks);
+  const int workers = ::min(grid, ::max(::min(grid, items), (total + kWaveSplitTiles - 1) / kWaveSplitTiles));
+  const int even = total / workers;
+  const auto add_wave = [&](int wave, int sum) {
+    const int item = wave_item(wave, workers, block);
+    return item < items ? sum + plan.kv_tiles(item / p.kv_heads) : sum;
+  };
+  const int whole_waves = items / workers;
+  const int all_waves = (items + workers - 1) / workers;
+  if (block < workers) {
+    int waves = 0;
+    int sum = 0;
+    for (int wave = 0; wave < all_waves; ++wave) {
+      sum = add_wave(wave, sum);
+      if (wave < whole_waves && sum < even) waves = wave + 1;
+    }
+    atomicMax(&plan.longest, sum);
+    atomicMin(&plan.waves, waves);
+  }
+  __syncthreads();
+  const bool are_all_whole = plan.longest <= even + ::max(kWaveSlackTiles, even / kWaveSlackPart);
+  const int waves = are_all_whole ? all_waves : plan.waves;
+  if (block < workers) {
+    int sum = 0;
+    for (int wave = 0; wave < waves && !are_all_whole; ++wave) sum = add_wave(wave, sum);
+    plan.share_begin[block] = are_all_whole ? 0 : even - sum + (block < total - even * workers ? 1 : 0);
+  }
+  if (block == 0) {
+    plan.workers = workers;
+    plan.waves = waves;
+    plan.share_begin[workers] = 0;
+    const int first = ::min(items, waves * workers);
+    const int u = first / p.kv_heads;
+    plan.first_shared = plan.kv_tile_begin[u] * p.kv_heads +
+                        (u < p.num_query_tiles ? first % p.kv_heads * plan.kv_tiles(u) : 0);
+  }
+  __syncthreads();
+  if (are_all_whole) return;
+  if (block < kWarp) exclusive_sum(plan.share_begin, workers);
+  __syncthreads();
+}
+
+/// Fills the plan; all threads of the block, a multiple of 32.
+template <class Plan>
+__device__ inline void make_wave_plan(const AttentionParams& p, Plan& plan) {
+  constexpr int kLanes = 4;  // for a query tile
+  const int thread = static_cast<int>(threadIdx.x);
+  const int threads = static_cast<int>(blockDim.x);
+  for (int b = thread; b < p.num_sequences; b += threads)
+    plan.query_tile_begin[b] = (query_rows(p, b) + p.query_tile_rows - 1) / p.query_tile_rows;
+  if (thread == 0) {
+    plan.longest = 0;
+    plan.waves = INT_MAX;
+  }
+  __syncthreads();
+  if (thread < kWarp) exclusive_sum(plan.query_tile_begin, p.num_sequences);
+  __syncthreads();
+  const int padded = (p.num_query_tiles * kLanes + kWarp - 1) / kWarp * kWarp;  // whole warps shuffle
+  for (int i = thread; i < padded; i += threads)
+    plan_wave_tile<kLanes>(p, plan, ::min(i / kLanes, p.num_query_tiles - 1));
+  __syncthreads();
+  if (thread < kWarp) exclusive_sum(plan.kv_tile_begin, p.num_query_tiles);
+  __syncthreads();
+  plan_waves(p, plan);
+}
+
+/// Consecutive KV tiles of one query tile and KV head: all that a block takes of them.
+struct WavePart {
+  int query_tile;
+  int head;
+  int kv_tile;  ///< The first one.
+  int count;
+  KvSplits splits;
+};
+
+/// What one block does, part by part.
+template <class Plan>
+class WaveWalk {
+ public:
+  __device__ WaveWalk(const AttentionParams& p, const Plan& plan) : p_(p), plan_(plan) {
+    const int block = static_cast<int>(blockIdx.x);
+    if (block >= plan.workers) {
+      wave_ = plan.waves;
+      return;
+    }
+    next_ = plan.share_begin[block];
+    end_ = plan.share_begin[block + 1];
+  }
+
+  /// The next part; false: there is none.
+  __device__ __forceinline__ bool next(WavePart& part) {
+    if (wave_ < plan_.waves) {
+      const int item = wave_item(wave_++, plan_.workers, static_cast<int>(blockIdx.x));
+      if (item < p_.num_query_tiles * p_.kv_heads) {
+        const int u = item / p_.kv_heads;
+        part = {u, item - u * p_.kv_heads, 0, plan_.kv_tiles(u), {0, 1}};
+        return true;
+      }
+    }
+    if (next_ >= end_) return false;
+    const int place = plan_.first_shared + next_;
+    const int u = find_last(plan_.kv_tile_begin, p_.num_query_tiles, place / p_.kv_heads);
+    const int rest = place - plan_.kv_tile_begin[u] * p_.kv_heads;
+    const int tiles = plan_.kv_tiles(u);
+    const int head = rest / tiles;
+    const int kv_tile = rest - head * tiles;
+    const int count = ::min(tiles - kv_tile, end_ - next_);
+    const int first = find_last(plan_.share_begin, plan_.workers, next_ - kv_tile);
+    const int last = find_last(plan_.share_begin, plan_.workers, next_ - kv_tile + tiles - 1);
+    part = {u, head, kv_tile, count, {first, last - first + 1}};
+    next_ += count;
+    return true;
+  }
+
+ private:
+  const AttentionParams& p_;
+  const Plan& plan_;
+  int wave_ = 0;
+  int next_ = 0;
+  int end_ = 0;
+};
+
+}  // namespace helix::cuda

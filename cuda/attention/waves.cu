@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernel of many query rows: which calls it takes, and its launches.
+#include <numeric>
+
+#include "cuda/attention/waves.cuh"
+
+namespace helix::cuda {
+namespace {
+
+/// Query rows of a KV head from which this kernel is the faster one.
+constexpr std::int64_t kLeastRows = 33;
+constexpr std::int64_t kLeastBoxTokens = 8;  ///< As the swizzle repeats.
+
+/// Head sizes that are built, and how; the KV tiles are as long as registers and shared memory allow.
+template <int kDim, int kValueDim>
+using Sizes = WaveSizes<kDim, kValueDim, (kDim > 128 ? 64 : 128), 2, (kDim > 192 ? 1 : 2), true>;
+
+/// Calls use(Sizes<...>*) for these head sizes; false: they are not built.
+template <class Use>
+bool with_sizes(std::int64_t head_dim, std::int64_t value_dim, const Use& use) {
+  const auto try_one = [&]<int kDim, int kValueDim>(Sizes<kDim, kValueDim>* sizes) {
+    if (head_dim != kDim || value_dim != kValueDim) return false;
+    use(sizes);
+    return true;
+  };
+  return try_one(static_cast<Sizes<64, 64>*>(nullptr)) || try_one(static_cast<Sizes<96, 96>*>(nullptr)) ||
+         try_one(static_cast<Sizes<128, 128>*>(nullptr)) || try_one(static_cast<Sizes<192, 128>*>(nullptr)) ||
+         try_one(static_cast<Sizes<256, 256>*>(nullptr));
+}
+
+int rows_for(std::int64_t head_dim, std::int64_t value_dim) {
+  int rows = 0;
+  with_sizes(head_dim, value_dim, [&]<class S>(S*) { rows = S::kRows; });
+  return rows;
+}
+
+template <class T, class S, template <int, int> class Copies>
+void launch(const AttentionParams& p, const WaveMaps& maps, const AttentionGrid& grid) {
+  constexpr int kBytes = static_cast<int>(sizeof(WaveShared<S>));
+  static_assert(kBytes <= 227 * 1024);
+  const auto kernel = attend_waves<T, S, Copies>;
+  HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  const int sms = ::max(1, grid.blocks / kBlocksPerSm);
+  launch_early(kernel, sms, S::kThreads, kBytes, grid.stream, true, p, maps);
+}
+
+template <class T, class S>
+void launch_pages(const AttentionParams& p, const KvView& kv, const AttentionGrid& grid) {
+  WaveMaps maps;
+  maps.box_tokens = static_cast<int>(std::gcd(kv.format.page_tokens, std::int64_t{S::kTokens}));
+  if (maps.box_tokens < kLeastBoxTokens || kv.num_pages == 0)
+    return launch<T, S, WaveChunkCopies>(p, maps, grid);
+  maps.k = paged_rows_map(p.k, p.dtype, S::kDim, kv, maps.box_tokens);
+  maps.v = paged_rows_map(p.v, p.dtype, S::kValueDim, kv, maps.box_tokens);
+  launch<T, S, BoxCopies>(p, maps, grid);
+}
+
+}  // namespace
+
+const AttentionKernel kWaves{
+    .fits =
+        [](const AttentionCall& call) {
+          const KvFormat& format = call.kv.format;
+          return call.is_hopper && !format.is_latent && call.dtype == format.dtype &&
+                 size_bytes(call.dtype) == 2 && rows_for(format.head_dim, format.value_dim) > 0 &&
+                 call.q_alignment == 16 && call.kv_alignment == 16 && call.most_rows >= kLeastRows;
+        },
+    .query_tile_rows = rows_for,
+    .sm_rows = rows_for,
+    .has_fixed_query_tile = false,
+    .most_query_tiles = kMaxWaveQueryTiles,
+    .launch =
+        [](const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
+          with_sizes(p.head_dim, p.value_dim, [&]<class S>(S*) {
+            if (call.dtype == DType::bf16) {
+              launch_pages<bf16, S>(p, call.kv, grid);
+            } else {
+              launch_pages<f16, S>(p, call.kv, grid);
+            }
+          });
+        }};
+
+}  // namespace helix::cuda
