@@ -14,11 +14,13 @@
 
 namespace helix::cuda {
 
-/// What copies of KV tiles need beside AttentionParams: tensor maps, of which only BoxCopies has use.
+/// What copies need beside AttentionParams: tensor maps, those of k and v for BoxCopies only.
 struct WaveMaps {
   CUtensorMap k;
   CUtensorMap v;
-  int box_tokens = 0;
+  CUtensorMap q;
+  int box_tokens = 0;        ///< Of a box of k and of v.
+  bool has_queries = false;  ///< Whether a box of q is a query tile: tokens times the group's heads.
 };
 
 /// 16 bytes into shared memory, or zeros; what is read stays in the L2 cache for other blocks.
@@ -47,6 +49,7 @@ __device__ __forceinline__ void copies_commit() {
 template <int kDim, int kTokens>
 struct BoxCopies {
   static constexpr unsigned kFills = 1;  ///< Arrivals at a full barrier.
+  static constexpr int kRegisters = 40;  ///< Of a thread that copies.
   static constexpr int kChunks = (kDim + kChunkColumns - 1) / kChunkColumns;
   static constexpr unsigned kChunkBytes = kTokens * 128u;
 
@@ -89,14 +92,19 @@ struct BoxCopies {
   }
 };
 
-/// KV tiles from rows of any strides, 16 bytes a lane and copy.
+/// KV tiles from rows of any strides, 16 bytes a lane and copy. Rows that the query tile does not see become
+/// copies of one that it does.
 template <int kDim, int kTokens>
 struct WaveChunkCopies {
   static constexpr unsigned kFills = kWarp;
+  static constexpr int kRegisters = 56;
   static constexpr int kChunks = (kDim + kChunkColumns - 1) / kChunkColumns;
   static constexpr unsigned kChunkBytes = kTokens * 128u;
   static constexpr int kRowParts = kDim / 8;  ///< Of 16 bytes.
   static constexpr int kLaneTokens = kTokens / kWarp;
+  /// Copies whose addresses are computed together: a register that a copy reads is taken for long.
+  static constexpr int kBatch = 4;
+  static_assert(kRowParts % kBatch == 0);
 
   const AttentionParams& p;
   const PagedRows& rows;
@@ -105,43 +113,60 @@ struct WaveChunkCopies {
   __device__ void copy(const Plan& plan, const WavePart& part, unsigned ring_at,
                        RingPlace<kStages>& place) const {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const std::int32_t* pages = p.lists.pages + plan.first_page[part.query_tile];
+    const std::int32_t* list = p.lists.pages + plan.first_page[part.query_tile];
     const int begin = plan.begin_token[part.query_tile];
     const int end = plan.end_token[part.query_tile];
     int token = plan.first_kv_tile_token(part.query_tile) + part.kv_tile * kTokens;
+    // Row lane + 32 * k of a KV tile, or what is copied instead.
+    const auto token_of = [&](int tile, int k) {
+      return ::min(::max(tile + lane + k * kWarp, begin), end - 1);
+    };
+    std::int32_t pages[kLaneTokens];  // of the next KV tile
+    const auto look_up = [&](int tile) {
+#pragma unroll
+      for (int k = 0; k < kLaneTokens; ++k) {
+        if (begin < end) pages[k] = list[token_of(tile, k) / p.page_tokens];
+      }
+    };
+    look_up(token);
+#pragma unroll 1
     for (int i = 0; i < part.count; ++i, token += kTokens) {
-      const int first = ::max(0, begin - token);
-      const int last = ::min(kTokens, end - token);
-      std::uint64_t from[kLaneTokens];  // rows of tokens lane, lane + 32, ...; null: not seen
+      std::uint64_t from[kLaneTokens];
 #pragma unroll
-      for (int k = 0; k < kLaneTokens; ++k) {
-        const int row = lane + k * kWarp;
-        from[k] = 0;
-        if (row >= first && row < last) {
-          const int page = (token + row) / p.page_tokens;
-          from[k] = reinterpret_cast<std::uint64_t>(
-              rows.at(pages[page], part.head, token + row - page * p.page_tokens));
-        }
-      }
+      for (int k = 0; k < kLaneTokens; ++k)
+        from[k] =
+            reinterpret_cast<std::uint64_t>(rows.at(pages[k], part.head, token_of(token, k) % p.page_tokens));
+      if (i + 1 < part.count) look_up(token + kTokens);
       place.wait_empty();
-      const unsigned stage = ring_at + static_cast<unsigned>(place.stage()) * kChunks * kChunkBytes;
-#pragma unroll
-      for (int k = 0; k < kLaneTokens; ++k) {
-#pragma unroll 4
-        for (int j = 0; j < kRowParts; ++j) {
-          const int at = j * kWarp + lane;  // 16-byte part of the 32 rows
-          const int row = at / kRowParts;
-          const int column = at % kRowParts;
-          const std::uint64_t source = __shfl_sync(~0u, from[k], row);
-          copy_chunk_or_zeros(
-              stage + static_cast<unsigned>(column / 8) * kChunkBytes +
-                  swizzled(static_cast<unsigned>(row + k * kWarp), static_cast<unsigned>(column % 8)),
-              source != 0 ? reinterpret_cast<const std::byte*>(source) + column * 16 : rows.first,
-              source != 0);
-        }
-      }
+      if (begin < end)
+        copy_rows(from, ring_at + static_cast<unsigned>(place.stage()) * kChunks * kChunkBytes);
       barrier_arrive_after_copies(place.full());
       place.advance();
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void copy_rows(const std::uint64_t (&from)[kLaneTokens], unsigned stage) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+    for (int k = 0; k < kLaneTokens; ++k) {
+#pragma unroll 1
+      for (int j = 0; j < kRowParts; j += kBatch) {
+        std::uint64_t source[kBatch];
+        unsigned to[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int at = (j + i) * kWarp + lane;  // 16-byte part of the 32 rows
+          const int row = at / kRowParts;
+          const int column = at % kRowParts;
+          source[i] = __shfl_sync(~0u, from[k], row) + static_cast<unsigned>(column) * 16u;
+          to[i] = stage + static_cast<unsigned>(column / 8) * kChunkBytes +
+                  swizzled(static_cast<unsigned>(row + k * kWarp), static_cast<unsigned>(column % 8));
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+          copy_chunk_or_zeros(to[i], reinterpret_cast<const void*>(source[i]), true);
+      }
     }
   }
 };
@@ -153,11 +178,11 @@ struct RowBounds {
   int end[kRows];
 };
 
-/// Brings in the queries and bounds of one part, by kThreads threads of which this is number `thread`. Rows
-/// past the last are zeros that see `all`, what any row of the query tile does.
+/// Brings in the queries of one part, 16 bytes at a time, by kThreads threads of which this is number
+/// `thread`. Rows past the last are zeros.
 template <int kDim, int kRows, int kThreads>
 __device__ inline void copy_queries(const AttentionParams& p, const QueryTile& query_tile, int head,
-                                    TokenRange all, unsigned to, RowBounds<kRows>& bounds, int thread) {
+                                    unsigned to, int thread) {
   constexpr int kRowParts = kDim / 8;
 #pragma unroll 4
   for (int i = thread; i < kRows * kRowParts; i += kThreads) {
@@ -172,14 +197,25 @@ __device__ inline void copy_queries(const AttentionParams& p, const QueryTile& q
                         static_cast<const std::byte*>(p.q) + at * 2, is_row);
   }
   copies_commit();
-  for (int row = thread; row < kRows; row += kThreads) {
-    TokenRange seen = all;
-    if (row < query_tile.num_rows) seen = visible(p, p.positions[query_tile.token(p, row)]);
+}
+
+/// What each row of a query tile sees; rows past the last see `all`, what any row does. Threads as above.
+template <int kThreads, int kRows>
+__device__ inline void find_row_bounds(const AttentionParams& p, const QueryTile& query_tile, TokenRange all,
+                                       RowBounds<kRows>& bounds, int thread) {
+  std::int64_t positions[kRows / kThreads];
+#pragma unroll
+  for (int i = 0; i < kRows / kThreads; ++i) {
+    const int row = ::min(thread + i * kThreads, query_tile.num_rows - 1);
+    positions[i] = p.positions[query_tile.token(p, row)];
+  }
+#pragma unroll
+  for (int i = 0; i < kRows / kThreads; ++i) {
+    const int row = thread + i * kThreads;
+    const TokenRange seen = row < query_tile.num_rows ? visible(p, positions[i]) : all;
     bounds.begin[row] = static_cast<int>(seen.begin);
     bounds.end[row] = static_cast<int>(seen.end);
   }
-  copies_wait<0>();
-  fence_before_copy();
 }
 
 }  // namespace helix::cuda

@@ -43,36 +43,62 @@ template <class T, int kValueDim>
 __device__ __forceinline__ void write_rows(const AttentionParams& p, const QueryTile& query_tile, int head,
                                            int row, const RowSums<kValueDim>& found) {
   const int quarter = static_cast<int>(threadIdx.x) % 4;
+  T* to[2];
+  bool is_row[2];
+  bool is_empty[2];  // it saw nothing
+  float inverse[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int r = row + 8 * h;
-    const bool is_row = r < query_tile.num_rows;
-    // A row that saw nothing has a sum of zero, or of what is not a number.
-    const bool is_empty = !(found.max[h] > -kInfinity) && found.sum[h] == 0.0f;
-    const float inverse = is_empty ? 0.0f : 1.0f / found.sum[h];
-    const std::int64_t token = is_row ? query_tile.token(p, r) - p.first_out_token : 0;
-    const std::int64_t query_head = is_row ? query_tile.query_head(p, head, r) : 0;
-    T* to = static_cast<T*>(p.out) + token * p.out_token_stride + query_head * p.out_head_stride;
-    const bool is_aligned = reinterpret_cast<std::uint64_t>(to) % 16 == 0;
-    if (is_row && quarter == 0) {
+    is_row[h] = row + 8 * h < query_tile.num_rows;
+    is_empty[h] = !(found.max[h] > -kInfinity) && found.sum[h] == 0.0f;
+    inverse[h] = __fdividef(1.0f, found.sum[h]);
+    const int r = ::min(row + 8 * h, query_tile.num_rows - 1);
+    const std::int64_t token = query_tile.token(p, r) - p.first_out_token;
+    const std::int64_t query_head = query_tile.query_head(p, head, r);
+    to[h] = static_cast<T*>(p.out) + token * p.out_token_stride + query_head * p.out_head_stride;
+    if (is_row[h] && quarter == 0) {
       p.lse[token * p.lse_token_stride + query_head * p.lse_head_stride] =
-          is_empty ? -kInfinity : (found.max[h] + log2f(found.sum[h])) * kLn2;
+          is_empty[h] ? -kInfinity : (found.max[h] + __log2f(found.sum[h])) * kLn2;
     }
+  }
+  const auto pairs_of = [&](int h, int four, unsigned(&words)[4]) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const float* pair = &found.d[4 * (four * 4 + k) + 2 * h];
+      words[k] = is_empty[h] ? 0u : pack<T>(pair[0] * inverse[h], pair[1] * inverse[h]);
+    }
+  };
+  const std::uint64_t addresses =
+      reinterpret_cast<std::uint64_t>(to[0]) | reinterpret_cast<std::uint64_t>(to[1]);
+  if (__all_sync(~0u, addresses % 16 == 0)) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int four = 0; four < kValueDim / 32; ++four) {
+        unsigned words[4];
+        pairs_of(h, four, words);
+        transpose_words(words);
+        if (is_row[h]) {
+          *reinterpret_cast<uint4*>(to[h] + (four * 4 + quarter) * 8) =
+              uint4{words[0], words[1], words[2], words[3]};
+        }
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int four = 0; four < kValueDim / 32; ++four) {
       unsigned words[4];
+      pairs_of(h, four, words);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float* pair = &found.d[4 * (four * 4 + k) + 2 * h];
-        words[k] = is_empty ? 0u : pack<T>(pair[0] * inverse, pair[1] * inverse);
-      }
-      transpose_words(words);
-      T* at = to + (four * 4 + quarter) * 8;
-      if (is_row && is_aligned) {
-        *reinterpret_cast<uint4*>(at) = uint4{words[0], words[1], words[2], words[3]};
-      } else if (is_row) {
-        const auto* elements = reinterpret_cast<const std::uint16_t*>(words);
-        for (int k = 0; k < 8; ++k) reinterpret_cast<std::uint16_t*>(at)[k] = elements[k];
+        auto* at = reinterpret_cast<std::uint16_t*>(to[h]) + (four * 4 + k) * 8 + quarter * 2;
+        if (is_row[h]) {
+          at[0] = static_cast<std::uint16_t>(words[k]);
+          at[1] = static_cast<std::uint16_t>(words[k] >> 16);
+        }
       }
     }
   }

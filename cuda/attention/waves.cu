@@ -9,11 +9,18 @@ namespace {
 
 /// Query rows of a KV head from which this kernel is the faster one.
 constexpr std::int64_t kLeastRows = 33;
+constexpr int kMaxBox = 256;                 ///< Of a dimension of a box.
 constexpr std::int64_t kLeastBoxTokens = 8;  ///< As the swizzle repeats.
 
-/// Head sizes that are built, and how; the KV tiles are as long as registers and shared memory allow.
+/// What is read of KV at a time: 256 bytes would be read twice, by the boxes of either chunk of a row (8
+/// sequences of 131072 tokens, drafts of 8: 1073 us; so 972).
+constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+
+/// Head sizes that are built, and how: KV tiles are as long as registers and shared memory allow. At D = 64
+/// the exponents take longer than the products, and a third warp group helps; at D = 256 turns cost 3 %.
 template <int kDim, int kValueDim>
-using Sizes = WaveSizes<kDim, kValueDim, (kDim > 128 ? 64 : 128), 2, (kDim > 192 ? 1 : 2), true>;
+using Sizes = WaveSizes<kDim, kValueDim, (kDim > 128 ? 64 : 128), (kDim == 64 ? 3 : 2), (kDim > 192 ? 1 : 2),
+                        (kDim < 256)>;
 
 /// Calls use(Sizes<...>*) for these head sizes; false: they are not built.
 template <class Use>
@@ -47,11 +54,20 @@ void launch(const AttentionParams& p, const WaveMaps& maps, const AttentionGrid&
 template <class T, class S>
 void launch_pages(const AttentionParams& p, const KvView& kv, const AttentionGrid& grid) {
   WaveMaps maps;
+  // Where a query tile is whole tokens, and begins with one, it is a box.
+  maps.has_queries = S::kRows % p.group == 0 && p.query_tile_rows % p.group == 0 && p.group <= kMaxBox &&
+                     S::kRows / p.group <= kMaxBox;
+  if (maps.has_queries) {
+    maps.q = query_rows_map(
+        p.q, p.dtype,
+        {p.head_dim, std::int64_t{p.kv_heads} * p.group, std::int64_t{p.first_token} + p.num_tokens},
+        2 * p.q_head_stride, 2 * p.q_token_stride, p.group, S::kRows / p.group);
+  }
   maps.box_tokens = static_cast<int>(std::gcd(kv.format.page_tokens, std::int64_t{S::kTokens}));
   if (maps.box_tokens < kLeastBoxTokens || kv.num_pages == 0)
     return launch<T, S, WaveChunkCopies>(p, maps, grid);
-  maps.k = paged_rows_map(p.k, p.dtype, S::kDim, kv, maps.box_tokens);
-  maps.v = paged_rows_map(p.v, p.dtype, S::kValueDim, kv, maps.box_tokens);
+  maps.k = paged_rows_map(p.k, p.dtype, S::kDim, kv, maps.box_tokens, kPromotion);
+  maps.v = paged_rows_map(p.v, p.dtype, S::kValueDim, kv, maps.box_tokens, kPromotion);
   launch<T, S, BoxCopies>(p, maps, grid);
 }
 

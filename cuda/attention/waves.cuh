@@ -42,9 +42,10 @@ struct WaveSizes {
   static constexpr int kQueryBytes = kRows * kKeyChunks * 128;
   static constexpr int kKeyBytes = kTokens * kKeyChunks * 128;
   static constexpr int kValueBytes = kTokens * kValueChunks * 128;
-  /// Registers of a thread that copies, and of one that multiplies: 512 for one of each warp group.
-  static constexpr int kCopyRegisters = kGroups == 2 ? 40 : 32;
-  static constexpr int kProductRegisters = kGroups == 2 ? 232 : 160;
+  /// Registers of a thread that multiplies, where one that copies has these: 512 for one of each warp group.
+  static constexpr int product_registers(int copy_registers) {
+    return (512 - copy_registers) / kGroups / 8 * 8;
+  }
 };
 
 /// Parts that the block holds: of the queries that are there, and one that some warps have yet to write.
@@ -211,29 +212,44 @@ struct WaveProducts {
   __device__ __forceinline__ void weigh(Scores& scores, RowSums<S::kValueDim>& found,
                                         float (&shrink)[2]) const {
     const float factor = this->factor();
+    // Several maxima and sums of each row, as each waits for the one before it.
+    constexpr int kChains = 4;
+    float top[2][kChains];
+    float added[2][kChains];
+#pragma unroll
+    for (int j = 0; j < S::kTokens / 8; ++j) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float* x = &scores[4 * j + 2 * h];
+        float& to = top[h][j % kChains];
+        to = j < kChains ? fmaxf(x[0], x[1]) : fmaxf(to, fmaxf(x[0], x[1]));
+      }
+    }
+    float pivot[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float top = -kInfinity;
+      float highest = fmaxf(fmaxf(top[h][0], top[h][1]), fmaxf(top[h][2], top[h][3]));
+      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+      highest = fmaxf(highest * factor, found.max[h]);
+      pivot[h] = highest == -kInfinity ? 0.0f : highest;
+      shrink[h] = fast_exp2(found.max[h] - pivot[h]);
+      found.max[h] = highest;
+    }
 #pragma unroll
-      for (int j = 0; j < S::kTokens / 8; ++j)
-        top = fmaxf(top, fmaxf(scores[4 * j + 2 * h], scores[4 * j + 2 * h + 1]));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      top = fmaxf(top * factor, found.max[h]);
-      const float pivot = top == -kInfinity ? 0.0f : top;
-      shrink[h] = fast_exp2(found.max[h] - pivot);
-      found.max[h] = top;
-      float added = 0.0f;
+    for (int j = 0; j < S::kTokens / 8; ++j) {
 #pragma unroll
-      for (int j = 0; j < S::kTokens / 8; ++j) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float& x = scores[4 * j + 2 * h + i];
-          x = fast_exp2(fmaf(x, factor, -pivot));
-          added += x;
-        }
+      for (int h = 0; h < 2; ++h) {
+        float* x = &scores[4 * j + 2 * h];
+        x[0] = fast_exp2(fmaf(x[0], factor, -pivot[h]));
+        x[1] = fast_exp2(fmaf(x[1], factor, -pivot[h]));
+        float& to = added[h][j % kChains];
+        to = j < kChains ? x[0] + x[1] : to + (x[0] + x[1]);
       }
-      found.sum[h] = fmaf(found.sum[h], shrink[h], added);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      found.sum[h] = fmaf(found.sum[h], shrink[h], (added[h][0] + added[h][1]) + (added[h][2] + added[h][3]));
     }
   }
 
@@ -264,6 +280,14 @@ struct WaveProducts {
   __device__ __forceinline__ void ready_keys() const {
     key_place.wait_full();
     if constexpr (!kIsBox) fence_before_copy();
+  }
+
+  /// Whether this warp group has rows of a part.
+  __device__ __forceinline__ bool has_rows(const WavePart& part) const {
+    return part.count > 0 && group() * kGroupRows < s.plan.query_tiles[part.query_tile].num_rows;
+  }
+  __device__ __forceinline__ const WavePart& part_at(unsigned i) const {
+    return s.parts[i % kPartStages];
   }
 
   /// All KV tiles of a part.
@@ -415,9 +439,23 @@ __device__ __forceinline__ void copy_waves(const AttentionParams& p, const WaveM
       place.wait_empty();
       if (has_part) {
         const int u = part.query_tile;
-        copy_queries<S::kDim, S::kRows, kThreads>(
-            p, s.plan.query_tiles[u], part.head, {s.plan.begin_token[u], s.plan.end_token[u]},
-            shared_at(s.queries[place.stage()]), s.bounds[place.stage()], thread);
+        const QueryTile query_tile = s.plan.query_tiles[u];
+        const unsigned to = shared_at(s.queries[place.stage()]);
+        if (!maps.has_queries) {
+          copy_queries<S::kDim, S::kRows, kThreads>(p, query_tile, part.head, to, thread);
+        } else if (thread == 0) {
+          barrier_expect_more(place.full(), S::kQueryBytes);
+          for (int chunk = 0; chunk < S::kKeyChunks; ++chunk) {
+            copy_query_box(to + static_cast<unsigned>(chunk) * (S::kRows * 128u), maps.q,
+                           chunk * kChunkColumns, part.head * p.group, query_tile.token(p, 0), place.full());
+          }
+        }
+        find_row_bounds<kThreads>(p, query_tile, {s.plan.begin_token[u], s.plan.end_token[u]},
+                                  s.bounds[place.stage()], thread);
+        if (!maps.has_queries) {
+          copies_wait<0>();
+          fence_before_copy();
+        }
       }
       if (thread == 0) s.parts[i % kPartStages] = part;
       barrier_arrive(place.full());
@@ -432,6 +470,8 @@ template <class T, class S, template <int, int> class Copies>
 __global__ __launch_bounds__(S::kThreads, 1) void attend_waves(const __grid_constant__ AttentionParams p,
                                                                const __grid_constant__ WaveMaps maps) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
+  // Three groups leave no more than 32 for the others.
+  constexpr int kCopyRegisters = S::kGroups == 2 ? Copies<S::kDim, S::kTokens>::kRegisters : 32;
   extern __shared__ __align__(1024) std::byte memory[];
   auto& s = *reinterpret_cast<WaveShared<S>*>(memory);
   prefetch_params(p);
@@ -445,10 +485,10 @@ __global__ __launch_bounds__(S::kThreads, 1) void attend_waves(const __grid_cons
   wait_for_previous();
   make_wave_plan(p, s.plan);
   if (threadIdx.x < kWarpGroup) {
-    give_registers<S::kCopyRegisters>();
+    give_registers<kCopyRegisters>();
     copy_waves<T, S, Copies>(p, maps, s);
   } else {
-    take_registers<S::kProductRegisters>();
+    take_registers<S::product_registers(kCopyRegisters)>();
     WaveProducts<T, S, Copies<S::kDim, S::kTokens>::kFills == 1>(p, s).run();
   }
 #endif

@@ -33,30 +33,51 @@ inline auto tensor_map_encoder() {
   return encode;
 }
 
-/// A map of the 16-bit rows of a paged pool, with coordinates (column, token of the page, head, page) and
-/// boxes of 64 columns of `box_tokens` tokens; what lies past `columns` arrives as zeros. Rows are aligned to
-/// 16 bytes.
-inline CUtensorMap paged_rows_map(const PagedRows& rows, DType dtype, std::int64_t columns, const KvView& kv,
-                                  int box_tokens) {
-  const auto size = [](std::int64_t x) { return static_cast<cuuint64_t>(x); };
-  // The stride of a dimension of one is never used, and may be anything in the view.
-  const auto stride = [&](std::int64_t bytes, std::int64_t extent) { return size(extent > 1 ? bytes : 16); };
-  const KvFormat& format = kv.format;
-  const cuuint64_t sizes[] = {size(columns), size(format.page_tokens), size(format.num_heads),
-                              size(kv.num_pages)};
-  const cuuint64_t strides[] = {stride(rows.token_bytes, format.page_tokens),
-                                stride(rows.head_bytes, format.num_heads),
-                                stride(rows.page_bytes, kv.num_pages)};
-  const cuuint32_t box[] = {kChunkColumns, static_cast<cuuint32_t>(box_tokens), 1, 1};
-  const cuuint32_t steps[] = {1, 1, 1, 1};
+/// A map of 16-bit elements whose last dimension is contiguous, in the order of the copy engine: `sizes` from
+/// the columns outward, and the strides, in bytes, of all but the columns. Boxes have 64 columns; what lies
+/// past the sizes arrives as zeros. Rows are aligned to 16 bytes.
+template <int kRank>
+CUtensorMap rows_map(void* first, DType dtype, const std::int64_t (&sizes)[kRank],
+                     const std::int64_t (&strides)[kRank - 1], const int (&box)[kRank],
+                     CUtensorMapL2promotion promotion) {
+  cuuint64_t all_sizes[kRank];
+  cuuint64_t all_strides[kRank - 1];
+  cuuint32_t all_box[kRank];
+  cuuint32_t steps[kRank];
+  for (int i = 0; i < kRank; ++i) {
+    all_sizes[i] = static_cast<cuuint64_t>(sizes[i]);
+    all_box[i] = static_cast<cuuint32_t>(box[i]);
+    steps[i] = 1;
+    // The stride of a dimension of one is never used, and may be anything in the view.
+    if (i > 0) all_strides[i - 1] = static_cast<cuuint64_t>(sizes[i] > 1 ? strides[i - 1] : 16);
+  }
   CUtensorMap map;
   const CUresult result = tensor_map_encoder()(
-      &map, dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
-      rows.first, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  HELIX_EXPECTS(result == CUDA_SUCCESS, ErrorCode::invalid_argument, "a pool of ", kv.num_pages,
-                " pages has no tensor map: CUresult ", static_cast<int>(result));
+      &map, dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, kRank,
+      first, all_sizes, all_strides, all_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  HELIX_EXPECTS(result == CUDA_SUCCESS, ErrorCode::invalid_argument, "a tensor of ", sizes[kRank - 1],
+                " parts has no tensor map: CUresult ", static_cast<int>(result));
   return map;
+}
+
+/// A map of the 16-bit rows of a paged pool, with coordinates (column, token of the page, head, page) and
+/// boxes of 64 columns of `box_tokens` tokens.
+inline CUtensorMap paged_rows_map(const PagedRows& rows, DType dtype, std::int64_t columns, const KvView& kv,
+                                  int box_tokens,
+                                  CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
+  return rows_map<4>(rows.first, dtype, {columns, kv.format.page_tokens, kv.format.num_heads, kv.num_pages},
+                     {rows.token_bytes, rows.head_bytes, rows.page_bytes}, {kChunkColumns, box_tokens, 1, 1},
+                     promotion);
+}
+
+/// A map of 16-bit queries, with coordinates (column, head, token) and boxes of 64 columns of `box_heads`
+/// heads of `box_tokens` tokens; strides in bytes.
+inline CUtensorMap query_rows_map(const void* q, DType dtype, const std::int64_t (&sizes)[3],
+                                  std::int64_t head_bytes, std::int64_t token_bytes, int box_heads,
+                                  int box_tokens) {
+  return rows_map<3>(const_cast<void*>(q), dtype, sizes, {head_bytes, token_bytes},
+                     {kChunkColumns, box_heads, box_tokens}, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
@@ -73,6 +94,18 @@ __device__ __forceinline__ void copy_box(unsigned to, const CUtensorMap& map, in
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
       "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
       "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(column), "r"(token), "r"(head), "r"(page), "r"(barrier)
+      : "memory");
+#endif
+}
+
+/// Copies one box of a map of queries, likewise.
+__device__ __forceinline__ void copy_query_box(unsigned to, const CUtensorMap& map, int column, int head,
+                                               int token, unsigned barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4}], [%5];" ::"r"(to),
+      "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(column), "r"(head), "r"(token), "r"(barrier)
       : "memory");
 #endif
 }

@@ -25,6 +25,14 @@ __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
 #endif
 }
 
+/// Has the present phase expect `bytes` more, and an arrival no less.
+__device__ __forceinline__ void barrier_expect_more(unsigned barrier, unsigned bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+#endif
+}
+
 /// Barriers of a ring of kStages stages, in shared memory.
 template <int kStages>
 struct RingBarriers {
