@@ -32,9 +32,8 @@ struct SplitPartialsMemory {
 };
 
 /// In the order in which they are asked: the first that fits runs.
-constexpr const AttentionKernel* kKernels[] = {&kWaves,           &kTensorPages,    &kTensorRows,
-                                               &kTensorPagesE4m3, &kTensorRowsE4m3, &kLatentKernel,
-                                               &kPortable};
+constexpr const AttentionKernel* kKernels[] = {
+    &kWaves, &kTensorPages, &kTensorRows, &kTensorPagesE4m3, &kTensorRowsE4m3, &kLatentKernel, &kPortable};
 
 const AttentionKernel& kernel_for(const AttentionCall& call) {
   return **std::find_if(std::begin(kKernels), std::end(kKernels),

@@ -14,13 +14,15 @@
 
 namespace helix::cuda {
 
-/// What copies need beside AttentionParams: tensor maps, those of k and v for BoxCopies only.
+/// What the kernel needs beside AttentionParams: tensor maps, those of k and v for BoxCopies only.
 struct WaveMaps {
   CUtensorMap k;
   CUtensorMap v;
   CUtensorMap q;
   int box_tokens = 0;        ///< Of a box of k and of v.
   bool has_queries = false;  ///< Whether a box of q is a query tile: tokens times the group's heads.
+  /// Whether a launch of its own combines splits: AttentionParams::split_tiles[query tile * KV heads + head].
+  bool combines_later = false;
 };
 
 /// 16 bytes into shared memory, or zeros; what is read stays in the L2 cache for other blocks.

@@ -7,6 +7,7 @@
 
 #include "cuda/attention/combine.cuh"
 #include "cuda/attention/wave_schedule.cuh"
+#include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/ptx.cuh"
 #include "cuda/runtime/warp_groups.cuh"
 
@@ -123,6 +124,20 @@ __device__ __forceinline__ void write_partials(const SplitPartials& to, int row,
       __stcg(to.sum(i, r), found.sum[h]);
     }
   }
+}
+
+/// Combines the splits that attend_waves() left, a warp a row, where query tiles and heads are few: one block
+/// for each would wait for memory row by row.
+template <int kThreads>
+__global__ __launch_bounds__(kThreads) void combine_waves_later(const __grid_constant__ AttentionParams p) {
+  wait_for_previous();
+  const int warp = static_cast<int>(blockIdx.x * kThreads + threadIdx.x) / kWarp;
+  const int row = warp % p.query_tile_rows;
+  const int item = warp / p.query_tile_rows;
+  if (item >= p.num_query_tiles * p.kv_heads) return;
+  const SplitQueryTile tile = p.split_tiles[item];
+  if (tile.splits.count == 1 || row >= tile.query_tile.num_rows) return;
+  combine_row({p, tile.splits}, tile.query_tile, item % p.kv_heads, row, 0, p.value_dim);
 }
 
 /// After write_partials() of all rows: the last block to come combines the splits. `kThreads` threads that
