@@ -17,7 +17,7 @@ constexpr int kCombineWarps = kLatentColumns / kCombineColumns;  ///< Of a row.
 /// Combines the splits of all query tiles of the launch before it, a warp for each part of a row.
 __global__ __launch_bounds__(kCombineThreads) void combine_latent(const __grid_constant__ AttentionParams p) {
   prefetch_params(p);
-  wait_for_previous();
+  follow_previous();
   const int warp = static_cast<int>(blockIdx.x * kCombineThreads + threadIdx.x) / kWarp;
   const int row = warp / kCombineWarps % p.query_tile_rows;
   const int u = warp / kCombineWarps / p.query_tile_rows;

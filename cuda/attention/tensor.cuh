@@ -468,7 +468,7 @@ __global__ __launch_bounds__(kWarps* kWarp, tensor_blocks_per_sm(kWarps)) void a
     const __grid_constant__ AttentionParams p) {
 #if __CUDA_ARCH__ >= 900
   prefetch_params(p);
-  wait_for_previous();
+  follow_previous();
   Tensor<KV, kDim, kValueDim, kMTiles, kWarps, kTokens, kStages, Copies, kStepTokens>::attend(p);
   finish_messages(p);
 #endif

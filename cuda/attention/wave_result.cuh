@@ -130,7 +130,7 @@ __device__ __forceinline__ void write_partials(const SplitPartials& to, int row,
 /// for each would wait for memory row by row.
 template <int kThreads>
 __global__ __launch_bounds__(kThreads) void combine_waves_later(const __grid_constant__ AttentionParams p) {
-  wait_for_previous();
+  follow_previous();
   const int warp = static_cast<int>(blockIdx.x * kThreads + threadIdx.x) / kWarp;
   const int row = warp % p.query_tile_rows;
   const int item = warp / p.query_tile_rows;

@@ -97,7 +97,7 @@ __global__ __launch_bounds__(S::kThreads, 1) void attend_waves(const __grid_cons
     s.value_barriers.init(Copies<S::kDim, S::kTokens>::kFills, kWarps);
     fence_barrier_init();
   }
-  wait_for_previous();
+  follow_previous();
   make_wave_plan(p, s.plan);
   if (threadIdx.x < kWarpGroup) {
     give_registers<kCopyRegisters>();

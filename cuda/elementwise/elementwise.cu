@@ -45,6 +45,7 @@ template <class T, int kCount, bool kIsInterleaved>
 __global__ void __launch_bounds__(kThreads) rope_kernel(RopeHeads<T> rope) {
   __shared__ float cosines[kRopePairs];
   __shared__ float sines[kRopePairs];
+  follow_previous();
   const std::int64_t token = blockIdx.x;
   const std::int64_t first_head = static_cast<std::int64_t>(blockIdx.y) * kRopeHeads;
   const int heads = min(kRopeHeads, rope.heads - static_cast<int>(first_head));
@@ -111,6 +112,7 @@ template <class T, int kCount>
 __global__ void __launch_bounds__(kThreads)
     swiglu_kernel(const T* gate_up, std::int64_t in_stride, T* out, std::int64_t out_stride,
                   std::int64_t rows, std::int64_t width) {
+  follow_previous();
   const std::int64_t i = first_element<kCount>();
   if (i >= width) return;
   for (std::int64_t row = blockIdx.y; row < rows; row += gridDim.y) {
@@ -129,6 +131,7 @@ template <class T, class W, int kCount>
 __global__ void __launch_bounds__(kThreads)
     embed_kernel(const std::int32_t* ids, const W* table, std::int64_t table_rows, std::int64_t first_id,
                  T* out, std::int64_t out_stride, std::int64_t tokens, std::int64_t width) {
+  follow_previous();
   const std::int64_t i = first_element<kCount>();
   if (i >= width) return;
   for (std::int64_t token = blockIdx.y; token < tokens; token += gridDim.y) {
@@ -144,6 +147,7 @@ template <class T, int kCount>
 __global__ void __launch_bounds__(kThreads)
     gather_rows_kernel(const T* in, std::int64_t in_stride, const std::int32_t* rows, T* out,
                        std::int64_t out_stride, std::int64_t num_rows, std::int64_t width) {
+  follow_previous();
   const std::int64_t i = first_element<kCount>();
   if (i >= width) return;
   for (std::int64_t row = blockIdx.y; row < num_rows; row += gridDim.y) {
@@ -154,6 +158,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads) advance_kernel(std::int64_t* values, std::int64_t count) {
+  follow_previous();
   const std::int64_t i = first_element<1>();
   if (i < count && values[i] >= 0) ++values[i];
 }
@@ -184,8 +189,7 @@ void Operators<T>::rope(const RopeArgs<T>& args, Stream stream) const {
                         step_of<T>(heads.out_head_stride)}) >= kRopeVector * sizeof(T);
   const dim3 grid(static_cast<unsigned>(tokens), ceil_div(heads.heads, kRopeHeads));
   const auto launch = [&](auto kernel) {
-    kernel<<<grid, kThreads, 0, stream.handle()>>>(heads);
-    HELIX_CHECK_LAUNCH();
+    launch_early(kernel, grid, kThreads, 0, stream.handle(), state_->is_hopper, heads);
   };
   if (args.rope.is_interleaved) {
     launch(is_aligned ? rope_kernel<T, kRopeVector, true> : rope_kernel<T, 1, true>);
@@ -206,9 +210,9 @@ void Operators<T>::swiglu(const SwigluArgs<T>& args, Stream stream) const {
   with_vector<T>(is_aligned, [&](auto count) {
     constexpr int kCount = decltype(count)::value;
     const dim3 grid(ceil_div(width, kThreads * kCount), row_blocks(rows));
-    swiglu_kernel<T, kCount><<<grid, kThreads, 0, stream.handle()>>>(
-        args.gate_up.data(), args.gate_up.stride(0), args.out.data(), args.out.stride(0), rows, width);
-    HELIX_CHECK_LAUNCH();
+    launch_early(swiglu_kernel<T, kCount>, grid, kThreads, 0, stream.handle(), state_->is_hopper,
+                 args.gate_up.data(), args.gate_up.stride(0), args.out.data(), args.out.stride(0), rows,
+                 width);
   });
 }
 
@@ -224,10 +228,9 @@ void Operators<T>::embed(const EmbedArgs<T>& args, Stream stream) const {
     with_vector<T>(is_aligned, [&](auto count) {
       constexpr int kCount = decltype(count)::value;
       const dim3 grid(ceil_div(width, kThreads * kCount), row_blocks(tokens));
-      embed_kernel<T, W, kCount><<<grid, kThreads, 0, stream.handle()>>>(
-          args.ids, static_cast<const W*>(args.table.data), args.table.rows, args.first_id, args.out.data(),
-          args.out.stride(0), tokens, width);
-      HELIX_CHECK_LAUNCH();
+      launch_early(embed_kernel<T, W, kCount>, grid, kThreads, 0, stream.handle(), state_->is_hopper,
+                   args.ids, static_cast<const W*>(args.table.data), args.table.rows, args.first_id,
+                   args.out.data(), args.out.stride(0), tokens, width);
     });
   });
 }
@@ -244,9 +247,9 @@ void Operators<T>::gather_rows(const GatherRowsArgs<T>& args, Stream stream) con
   with_vector<T>(is_aligned, [&](auto count) {
     constexpr int kCount = decltype(count)::value;
     const dim3 grid(ceil_div(width, kThreads * kCount), row_blocks(rows));
-    gather_rows_kernel<T, kCount><<<grid, kThreads, 0, stream.handle()>>>(
-        args.in.data(), args.in.stride(0), args.rows, args.out.data(), args.out.stride(0), rows, width);
-    HELIX_CHECK_LAUNCH();
+    launch_early(gather_rows_kernel<T, kCount>, grid, kThreads, 0, stream.handle(), state_->is_hopper,
+                 args.in.data(), args.in.stride(0), args.rows, args.out.data(), args.out.stride(0), rows,
+                 width);
   });
 }
 
@@ -254,8 +257,8 @@ template <class T>
 void Operators<T>::advance(const AdvanceArgs& args, Stream stream) const {
   if (args.count == 0) return;
   const DeviceScope scope(state_->device);
-  advance_kernel<<<ceil_div(args.count, kThreads), kThreads, 0, stream.handle()>>>(args.values, args.count);
-  HELIX_CHECK_LAUNCH();
+  launch_early(advance_kernel, ceil_div(args.count, kThreads), kThreads, 0, stream.handle(),
+               state_->is_hopper, args.values, args.count);
 }
 
 #define HELIX_INSTANTIATE(T)                                                       \

@@ -41,6 +41,7 @@ struct RmsNormRows {
 /// again for the second pass: they are in L1, and any width fits.
 template <class T, class W, int kCount>
 __global__ void rms_norm_kernel(RmsNormRows<T, W> rows) {
+  follow_previous();
   const std::int64_t row = blockIdx.x;
   const std::int64_t first = static_cast<std::int64_t>(threadIdx.x) * kCount;
   const std::int64_t step = static_cast<std::int64_t>(blockDim.x) * kCount;
@@ -81,6 +82,7 @@ template <class T, class W, int kCount>
 __global__ void __launch_bounds__(kHeadRmsNormWarps* kWarp)
     head_rms_norm_kernel(T* x, std::int64_t token_stride, std::int64_t head_stride, std::int64_t tokens,
                          std::int64_t heads, std::int64_t dim, const W* weight, float epsilon) {
+  follow_previous();
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kHeadRmsNormWarps + threadIdx.x / kWarp;
   if (row >= tokens * heads) return;
   T* head = x + row / heads * token_stride + row % heads * head_stride;
@@ -110,6 +112,7 @@ constexpr int kLogitNormThreads = 1024;
 template <class T>
 __global__ void __launch_bounds__(kLogitNormThreads)
     logit_norms_kernel(TensorView<const T, 3> logits, const std::int64_t* shard_begins, float* norms) {
+  follow_previous();
   float squares = 0.0f;
   for (std::int64_t shard = 0; shard < logits.extent(0); ++shard) {
     const T* row = logits.data() + shard * logits.stride(0) + blockIdx.x * logits.stride(1);
@@ -141,10 +144,17 @@ void Operators<T>::rms_norm(const RmsNormArgs<T>& args, Stream stream) const {
     with_vector<T>(is_aligned, [&](auto count) {
       constexpr int kCount = decltype(count)::value;
       const unsigned threads = std::min(1024u, ceil_div(width, kCount * kWarp) * kWarp);
-      rms_norm_kernel<T, W, kCount><<<static_cast<unsigned>(rows), threads, 0, stream.handle()>>>(
-          {args.delta.data(), args.residual.data(), static_cast<const W*>(args.weight.data), args.out.data(),
-           args.delta.stride(0), args.residual.stride(0), args.out.stride(0), width, args.epsilon});
-      HELIX_CHECK_LAUNCH();
+      const RmsNormRows<T, W> params{args.delta.data(),
+                                     args.residual.data(),
+                                     static_cast<const W*>(args.weight.data),
+                                     args.out.data(),
+                                     args.delta.stride(0),
+                                     args.residual.stride(0),
+                                     args.out.stride(0),
+                                     width,
+                                     args.epsilon};
+      launch_early(rms_norm_kernel<T, W, kCount>, static_cast<unsigned>(rows), static_cast<int>(threads), 0,
+                   stream.handle(), state_->is_hopper, params);
     });
   });
 }
@@ -161,11 +171,10 @@ void Operators<T>::head_rms_norm(const HeadRmsNormArgs<T>& args, Stream stream) 
                         step_of<T>(dim), address_of(args.weight.data)}) == 16;
   dispatch(args.weight.dtype, [&]<class W>(W*) {
     with_vector<T>(is_aligned, [&](auto count) {
-      head_rms_norm_kernel<T, W, decltype(count)::value>
-          <<<ceil_div(tokens * heads, kHeadRmsNormWarps), kHeadRmsNormWarps * kWarp, 0, stream.handle()>>>(
-              args.x.data(), args.x.stride(0), args.x.stride(1), tokens, heads, dim,
-              static_cast<const W*>(args.weight.data), args.epsilon);
-      HELIX_CHECK_LAUNCH();
+      launch_early(head_rms_norm_kernel<T, W, decltype(count)::value>,
+                   ceil_div(tokens * heads, kHeadRmsNormWarps), kHeadRmsNormWarps * kWarp, 0, stream.handle(),
+                   state_->is_hopper, args.x.data(), args.x.stride(0), args.x.stride(1), tokens, heads, dim,
+                   static_cast<const W*>(args.weight.data), args.epsilon);
     });
   });
 }
@@ -175,9 +184,8 @@ void Operators<T>::logit_norms(const LogitNormsArgs<T>& args, Stream stream) con
   const std::int64_t rows = args.logits.extent(1);
   if (rows == 0) return;
   const DeviceScope scope(state_->device);
-  logit_norms_kernel<T><<<static_cast<unsigned>(rows), kLogitNormThreads, 0, stream.handle()>>>(
-      args.logits, args.shard_begins, args.norms);
-  HELIX_CHECK_LAUNCH();
+  launch_early(logit_norms_kernel<T>, static_cast<unsigned>(rows), kLogitNormThreads, 0, stream.handle(),
+               state_->is_hopper, args.logits, args.shard_begins, args.norms);
 }
 
 #define HELIX_INSTANTIATE(T)                                                          \

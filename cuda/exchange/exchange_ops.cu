@@ -183,7 +183,7 @@ __device__ __forceinline__ float larger_lse(float max, float lse) {
 template <class T, int kCount, int kRanks, bool kChecks, bool kConverts>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ CombineRows<T> rows, RowShare share, Check check) {
-  wait_for_previous();
+  follow_previous();
   if (kChecks && blockIdx.x == gridDim.x - 1) {
     if (threadIdx.x < kWarp) check_headers(check);
     return;

@@ -1,71 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // cuda::Operators: tokens into the KV pages and back.
-#include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include <helix/cuda/backend.hpp>
 
-#include "cuda/kv_cache/paged_rows.cuh"
+#include "cuda/kv_cache/kv_transfer.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
-#include "cuda/runtime/rows.cuh"
 #include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 namespace {
 
 constexpr int kWarps = 4;  // of a block
-
-/// One half of a token: values beside where they are stored. V is T (const to store).
-template <class V>
-struct KvHalf {
-  V* values;  // [tokens, heads, count]
-  std::int64_t token_stride;
-  std::int64_t head_stride;
-  PagedRows stored;
-  const float* scales;  // [heads] or null
-  std::int64_t count;
-};
-
-/// Rows of values beside rows of pages of type S. A token has a plane for each head of the first half, then
-/// for each of the second.
-template <class V, class S>
-struct KvTransfer {
-  KvHalf<V> first;   // keys; latent: the columns that are values too
-  KvHalf<V> second;  // values; latent: the rope columns, which may be none
-  PageLists lists;
-  std::int64_t page_tokens;
-  int heads;
-  int planes;
-
-  struct Row {
-    V* values;
-    S* stored;
-    std::int64_t count;
-    float scale;
-  };
-
-  __device__ Row row(std::int64_t token, int plane, std::int64_t slot, std::int64_t local) const {
-    const bool is_second = plane >= heads;
-    const int head = is_second ? plane - heads : plane;
-    // Both halves are constants of the launch: a choice of values, not of an address.
-    const auto pick = [&](auto of_first, auto of_second) { return is_second ? of_second : of_first; };
-    const float* scales = pick(first.scales, second.scales);
-    const std::int64_t page = lists.pages[lists.first_of(slot) + local / page_tokens];
-    Row row;
-    row.values = pick(first.values, second.values) + token * pick(first.token_stride, second.token_stride) +
-                 head * pick(first.head_stride, second.head_stride);
-    row.stored =
-        reinterpret_cast<S*>(pick(first.stored.first, second.stored.first) +
-                             page * pick(first.stored.page_bytes, second.stored.page_bytes) +
-                             head * pick(first.stored.head_bytes, second.stored.head_bytes) +
-                             local % page_tokens * pick(first.stored.token_bytes, second.stored.token_bytes));
-    row.count = pick(first.count, second.count);
-    row.scale = scales == nullptr ? 1.0f : scales[head];
-    return row;
-  }
-};
 
 /// What one warp moves: a plane of the `row`-th of a launch's tokens.
 struct WarpPlane {
@@ -78,38 +25,20 @@ __device__ __forceinline__ WarpPlane warp_plane(int planes) {
   return {warp / planes, static_cast<int>(warp % planes)};
 }
 
-/// stored = nearest(value / scale), by one warp. Division, not a product with the inverse: reading a row and
-/// storing it again then gives the same bits.
-template <int kCount, class Row>
-__device__ __forceinline__ void store_row(const Row& row) {
-  for (std::int64_t i = threadIdx.x % kWarp * kCount; i < row.count; i += kWarp * kCount) {
-    float x[kCount];
-    load_vector(row.values + i, x);
-    if (row.scale != 1.0f) {
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) x[j] = x[j] / row.scale;
-    }
-    store_vector(row.stored + i, x);
-  }
-}
-
 /// One warp a plane of a token of the batch.
 template <int kCount, class T, class S>
 __global__ void __launch_bounds__(kWarps* kWarp)
     append_kernel(const __grid_constant__ KvTransfer<const T, S> transfer, const std::int32_t* query_offsets,
                   const std::int64_t* positions, const std::int32_t* sequence_slots, std::int64_t sequences,
                   std::int64_t first_token, std::int64_t tokens, KvLayout layout, std::int64_t kvp_rank) {
+  follow_previous();
   const WarpPlane at = warp_plane(transfer.planes);
   if (at.row >= tokens) return;
   const std::int64_t token = first_token + at.row;
   const std::int64_t position = positions[token];
   if (position < 0 || layout.owner(position) != kvp_rank) return;
-  // The sequences that end at or before the token, the empty ones between too, come before its own.
-  unsigned before = 0;
-  for (std::int64_t b = threadIdx.x % kWarp; b < sequences; b += kWarp)
-    before += query_offsets[b + 1] <= token;
-  before = __reduce_add_sync(~0u, before);
-  store_row<kCount>(transfer.row(token, at.plane, sequence_slots[before], layout.local(position)));
+  const unsigned sequence = sequence_of(token, query_offsets, sequences);
+  store_row<kCount>(transfer.row(token, at.plane, sequence_slots[sequence], layout.local(position)));
 }
 
 /// One warp a plane of one of the `owned` local tokens; row 0 of the values is global position
@@ -141,47 +70,6 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   }
 }
 
-/// The two halves of a token of k and v in `kv`.
-template <class V, class S>
-KvTransfer<V, S> transfer_of(const KvView& kv, const TensorView<V, 3>& k, const TensorView<V, 3>& v) {
-  const KvFormat& format = kv.format;
-  const KvPlaces places(kv);
-  KvTransfer<V, S> transfer;
-  transfer.first = {k.data(), k.stride(0), k.stride(1), places.k, kv.k_scale, format.k_columns()};
-  if (format.is_latent) {
-    transfer.second = {k.data() + format.value_dim, k.stride(0), k.stride(1), places.rope, kv.k_scale,
-                       format.rope_columns()};
-  } else {
-    transfer.second = {v.data(), v.stride(0), v.stride(1), places.v, kv.v_scale, format.value_dim};
-  }
-  transfer.lists = PageLists(kv);
-  transfer.page_tokens = format.page_tokens;
-  transfer.heads = static_cast<int>(format.num_heads);
-  transfer.planes = transfer.heads * (transfer.second.count > 0 ? 2 : 1);
-  return transfer;
-}
-
-/// Calls use(transfer, std::integral_constant<int, elements an access>) for the type of the pages.
-template <class V, class Use>
-void with_transfer(const KvView& kv, const TensorView<V, 3>& k, const TensorView<V, 3>& v, const Use& use) {
-  using Value = std::remove_const_t<V>;
-  dispatch(kv.format.dtype, [&]<class S>(S*) {
-    constexpr int kCount = std::min(kVector<Value>, kVector<S>);
-    const auto transfer = transfer_of<V, S>(kv, k, v);
-    const auto is_aligned = [&](const KvHalf<V>& half) {
-      return half.count == 0 ||
-             (common_alignment({address_of(half.values), step_of<Value>(half.token_stride),
-                                step_of<Value>(half.head_stride)}) >= kCount * sizeof(Value) &&
-              half.stored.alignment(kv) >= kCount * sizeof(S) && half.count % kCount == 0);
-    };
-    if (is_aligned(transfer.first) && is_aligned(transfer.second)) {
-      use(transfer, std::integral_constant<int, kCount>{});
-    } else {
-      use(transfer, std::integral_constant<int, 1>{});
-    }
-  });
-}
-
 }  // namespace
 
 template <class T>
@@ -193,11 +81,10 @@ void Operators<T>::append_kv(const AppendKvArgs<T>& args, Stream stream) const {
   if (tokens == 0 || kv.format.num_heads == 0) return;
   const DeviceScope scope(state_->device);
   with_transfer(kv, args.k, args.v, [&]<class S>(const KvTransfer<const T, S>& transfer, auto count) {
-    append_kernel<decltype(count)::value, T, S>
-        <<<ceil_div(tokens * transfer.planes, kWarps), kWarps * kWarp, 0, stream.handle()>>>(
-            transfer, batch.query_offsets, batch.positions, batch.sequence_slots, batch.num_sequences(),
-            batch.first_token(), tokens, kv.layout, kv.kvp_rank);
-    HELIX_CHECK_LAUNCH();
+    launch_early(append_kernel<decltype(count)::value, T, S>, ceil_div(tokens * transfer.planes, kWarps),
+                 kWarps * kWarp, 0, stream.handle(), state_->is_hopper, transfer, batch.query_offsets,
+                 batch.positions, batch.sequence_slots, batch.num_sequences(), batch.first_token(), tokens,
+                 kv.layout, kv.kvp_rank);
   });
 }
 

@@ -12,7 +12,9 @@
 #include <helix/error.hpp>
 
 #include "cuda/linear/dot_rows.cuh"
+#include "cuda/linear/few_rows.hpp"
 #include "cuda/linear/matmul.hpp"
+#include "cuda/linear/product.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
@@ -21,44 +23,6 @@
 
 namespace helix::cuda {
 namespace {
-
-/// out[r, h, n] = sum_k in[r, h, k] * weight[h, n, k] (+ bias[n]) (+ out[r, h, n]). Strides in elements.
-template <class T>
-struct Product {
-  const T* in;
-  std::int64_t in_row;
-  std::int64_t in_head;
-  const void* weight;
-  const void* bias;  // [width] or nullptr
-  DType bias_dtype;
-  void* out;  // of T, or of float if is_out_f32
-  std::int64_t out_row;
-  std::int64_t out_head;
-  int rows;
-  int heads;
-  int width;  // weight rows of a head
-  int cols;
-  int splits;  // warps that share the columns of a group of weight rows
-  bool accumulate;
-  bool is_out_f32;  // without bias and accumulate
-};
-
-/// Writes one sum, if it lies in the output.
-template <class T>
-__device__ __forceinline__ void store(const Product<T>& p, int row, int head, int n, float sum) {
-  if (row >= p.rows || n >= p.width) return;
-  const std::int64_t at = row * p.out_row + head * p.out_head + n;
-  if constexpr (!std::is_same_v<T, float>) {
-    if (p.is_out_f32) {
-      static_cast<float*>(p.out)[at] = sum;
-      return;
-    }
-  }
-  if (p.bias != nullptr) sum += load_element(p.bias, p.bias_dtype, n);
-  T& out = static_cast<T*>(p.out)[at];
-  if (p.accumulate) sum += to_float(out);
-  out = from_float<T>(sum);
-}
 
 /// Exact f32 products of up to kRows rows. Grid (groups of weight rows, heads, row tiles); a group is
 /// kDotOutputs weight rows, its columns shared by p.splits warps of a block. Reads each weight once a row
@@ -337,10 +301,24 @@ bool is_weight_type(DType dtype) {
   return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
 }
 
+/// What launches ask of a rank's state.
+struct Machine {
+  MatmulLibrary& library;
+  int num_sms;
+  bool is_hopper;
+};
+
+template <class State>
+Machine machine_of(const State& state) {
+  return {*state.matmul, state.num_sms, state.is_hopper};
+}
+
 template <class T>
-void launch_product(const Product<T>& p, DType weight_dtype, MatmulLibrary& library, int num_sms,
-                    cudaStream_t stream) {
+void launch_product(const Product<T>& p, DType weight_dtype, const Machine& machine, cudaStream_t stream) {
+  const int num_sms = machine.num_sms;
   if constexpr (sizeof(T) == 2) {
+    if (machine.is_hopper && weight_dtype == kDTypeOf<T> && fits_few_rows(p))
+      return multiply_few_rows(p, num_sms, stream);
     constexpr std::int64_t kElements = 8;  // of 16 bytes
     if (weight_dtype == kDTypeOf<T> && p.cols % kElements == 0 && is_aligned_16(p.weight) &&
         has_aligned_rows(p)) {
@@ -350,7 +328,7 @@ void launch_product(const Product<T>& p, DType weight_dtype, MatmulLibrary& libr
       if (!is_library) return launch_tensor_core(p, num_sms, stream);
       // A bias of another type is added afterwards, and the output rounded once more.
       const bool is_fused = p.bias != nullptr && p.bias_dtype == kDTypeOf<T> && is_aligned_16(p.bias);
-      library_matmul(library, weight_dtype, p.in, p.in_row, p.rows, p.cols, p.weight, p.width,
+      library_matmul(machine.library, weight_dtype, p.in, p.in_row, p.rows, p.cols, p.weight, p.width,
                      is_fused ? p.bias : nullptr, p.out, p.is_out_f32 ? DType::f32 : weight_dtype, p.out_row,
                      p.accumulate, stream);
       if (p.bias != nullptr && !is_fused) launch_bias(p, stream);
@@ -405,7 +383,30 @@ void Operators<T>::linear(const LinearArgs<T>& args, Stream stream) const {
   product.out = args.out.data();
   product.out_row = args.out.stride(0);
   product.accumulate = args.accumulate;
-  launch_product(product, args.weight.dtype, *state_->matmul, state_->num_sms, stream.handle());
+  launch_product(product, args.weight.dtype, machine_of(*state_), stream.handle());
+}
+
+template <class T>
+void Operators<T>::linear_swiglu(const LinearSwigluArgs<T>& args, Stream stream) const {
+  if constexpr (sizeof(T) == 2) {
+    const bool is_one_type =
+        args.weight.dtype == kDTypeOf<T> && (args.bias.empty() || is_weight_type(args.bias.dtype));
+    if (state_->is_hopper && is_one_type && args.in.extent(0) > 0 && args.weight.rows > 0) {
+      check_weight("linear_swiglu", args.weight, args.in.extent(0));
+      Product<T> product = product_of(args.in, args.weight);
+      product.bias = args.bias.data;
+      product.bias_dtype = args.bias.dtype;
+      product.out = args.out.data();
+      product.out_row = args.out.stride(0);
+      product.width /= 2;
+      if (fits_few_rows(product)) {
+        const DeviceScope scope(state_->device);
+        return multiply_few_rows_gated(product, state_->num_sms, stream.handle());
+      }
+    }
+  }
+  linear(LinearArgs<T>{args.in, args.weight, args.bias, args.gate_up}, stream);
+  swiglu(SwigluArgs<T>{args.gate_up, args.out}, stream);
 }
 
 template <class T>
@@ -417,7 +418,7 @@ void Operators<T>::router_logits(const RouterLogitsArgs<T>& args, Stream stream)
   product.out = args.out.data();
   product.out_row = args.out.stride(0);
   product.is_out_f32 = true;
-  launch_product(product, args.weight.dtype, *state_->matmul, state_->num_sms, stream.handle());
+  launch_product(product, args.weight.dtype, machine_of(*state_), stream.handle());
 }
 
 template <class T>
@@ -437,11 +438,12 @@ void Operators<T>::head_linear(const HeadLinearArgs<T>& args, Stream stream) con
   product.heads = static_cast<int>(args.in.extent(1));
   product.width = static_cast<int>(args.out.extent(2));
   product.cols = static_cast<int>(args.weight.cols);
-  launch_product(product, args.weight.dtype, *state_->matmul, state_->num_sms, stream.handle());
+  launch_product(product, args.weight.dtype, machine_of(*state_), stream.handle());
 }
 
 #define HELIX_INSTANTIATE(T)                                                           \
   template void Operators<T>::linear(const LinearArgs<T>&, Stream) const;              \
+  template void Operators<T>::linear_swiglu(const LinearSwigluArgs<T>&, Stream) const; \
   template void Operators<T>::router_logits(const RouterLogitsArgs<T>&, Stream) const; \
   template void Operators<T>::head_linear(const HeadLinearArgs<T>&, Stream) const;
 HELIX_INSTANTIATE(float)

@@ -37,13 +37,19 @@ __device__ __forceinline__ void start_next() {
 #endif
 }
 
+/// For a kernel of launch_early() that can do nothing ahead: the next may start, and this one waits.
+__device__ __forceinline__ void follow_previous() {
+  start_next();
+  wait_for_previous();
+}
+
 /// Launches a kernel with an attribute, or without it where `has_attribute` is false.
 template <class... Params>
-void launch_with(cudaLaunchAttribute attribute, bool has_attribute, void (*kernel)(Params...),
-                 std::int64_t blocks, int threads, std::size_t shared_bytes, StreamHandle stream,
+void launch_with(cudaLaunchAttribute attribute, bool has_attribute, void (*kernel)(Params...), dim3 grid,
+                 int threads, std::size_t shared_bytes, StreamHandle stream,
                  const std::type_identity_t<Params>&... params) {
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
@@ -52,15 +58,15 @@ void launch_with(cudaLaunchAttribute attribute, bool has_attribute, void (*kerne
   HELIX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params...));
 }
 
-/// Launches a kernel whose blocks may start while the kernel before it ends: it must call
-/// wait_for_previous() before it touches memory. `is_hopper` false: an ordinary launch.
+/// Launches a kernel whose blocks may start while the kernel before it ends: all of them must call
+/// wait_for_previous(), before they touch memory that kernels write. `is_hopper` false: an ordinary launch.
 template <class... Params>
-void launch_early(void (*kernel)(Params...), std::int64_t blocks, int threads, std::size_t shared_bytes,
+void launch_early(void (*kernel)(Params...), dim3 grid, int threads, std::size_t shared_bytes,
                   StreamHandle stream, bool is_hopper, const std::type_identity_t<Params>&... params) {
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
-  launch_with(early, is_hopper, kernel, blocks, threads, shared_bytes, stream, params...);
+  launch_with(early, is_hopper, kernel, grid, threads, shared_bytes, stream, params...);
 }
 
 /// Checks the launch that stands before it.

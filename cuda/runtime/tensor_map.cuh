@@ -34,12 +34,13 @@ inline auto tensor_map_encoder() {
 }
 
 /// A map of 16-bit elements whose last dimension is contiguous, in the order of the copy engine: `sizes` from
-/// the columns outward, and the strides, in bytes, of all but the columns. Boxes have 64 columns; what lies
-/// past the sizes arrives as zeros. Rows are aligned to 16 bytes.
+/// the columns outward, and the strides, in bytes, of all but the columns. Boxes that are swizzled have 64
+/// columns; what lies past the sizes arrives as zeros. Rows are aligned to 16 bytes.
 template <int kRank>
 CUtensorMap rows_map(void* first, DType dtype, const std::int64_t (&sizes)[kRank],
                      const std::int64_t (&strides)[kRank - 1], const int (&box)[kRank],
-                     CUtensorMapL2promotion promotion) {
+                     CUtensorMapL2promotion promotion,
+                     CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   cuuint64_t all_sizes[kRank];
   cuuint64_t all_strides[kRank - 1];
   cuuint32_t all_box[kRank];
@@ -54,8 +55,8 @@ CUtensorMap rows_map(void* first, DType dtype, const std::int64_t (&sizes)[kRank
   CUtensorMap map;
   const CUresult result = tensor_map_encoder()(
       &map, dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, kRank,
-      first, all_sizes, all_strides, all_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      first, all_sizes, all_strides, all_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   HELIX_EXPECTS(result == CUDA_SUCCESS, ErrorCode::invalid_argument, "a tensor of ", sizes[kRank - 1],
                 " parts has no tensor map: CUresult ", static_cast<int>(result));
   return map;
@@ -98,7 +99,7 @@ __device__ __forceinline__ void copy_box(unsigned to, const CUtensorMap& map, in
 #endif
 }
 
-/// Copies one box of a map of queries, likewise.
+/// Copies one box of a map of three dimensions, likewise; to a multiple of 128 bytes if it is not swizzled.
 __device__ __forceinline__ void copy_query_box(unsigned to, const CUtensorMap& map, int column, int head,
                                                int token, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900

@@ -52,7 +52,6 @@ struct RingBarriers {
 template <int kStages>
 class RingPlace {
  public:
-  static_assert((kStages & (kStages - 1)) == 0);
   __device__ explicit RingPlace(RingBarriers<kStages>& ring)
       : full_(static_cast<unsigned>(__cvta_generic_to_shared(ring.full))),
         empty_(static_cast<unsigned>(__cvta_generic_to_shared(ring.empty))) {}

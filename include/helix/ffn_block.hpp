@@ -67,8 +67,13 @@ void queue_ffn(B& backend, const RankShape&, const FfnBlockArgs<B>& args, const 
   const std::int64_t ffn = weights.down.cols;
   const TensorView<T, 2> gate_up(args.buffers.gate_up.data(), {tokens, 2 * ffn});
   const TensorView<T, 2> activated(args.buffers.activated.data(), {tokens, ffn});
-  backend.linear(LinearArgs<T>{args.in, weights.gate_up, weights.gate_up_bias, gate_up}, stream);
-  backend.swiglu(SwigluArgs<T>{gate_up, activated}, stream);
+  const LinearSwigluArgs<T> halves{args.in, weights.gate_up, weights.gate_up_bias, gate_up, activated};
+  if constexpr (requires { backend.linear_swiglu(halves, stream); }) {
+    backend.linear_swiglu(halves, stream);
+  } else {
+    backend.linear(LinearArgs<T>{args.in, weights.gate_up, weights.gate_up_bias, gate_up}, stream);
+    backend.swiglu(SwigluArgs<T>{gate_up, activated}, stream);
+  }
   backend.linear(LinearArgs<T>{activated, weights.down, weights.down_bias, args.out}, stream);
 }
 

@@ -103,6 +103,17 @@ struct SwigluArgs {
   TensorView<T, 2> out;            ///< [rows, F].
 };
 
+/// out = swiglu(linear(in)). A backend may bring linear_swiglu(args, stream); otherwise ffn_block calls the
+/// two.
+template <class T>
+struct LinearSwigluArgs {
+  TensorView<const T, 2> in;  ///< [rows, K], rows may be strided.
+  WeightView weight;          ///< [2F, K]: gate rows, then up rows.
+  WeightView bias;            ///< [1, 2F] or empty.
+  TensorView<T, 2> gate_up;   ///< [rows, 2F], room for what lies between.
+  TensorView<T, 2> out;       ///< [rows, F].
+};
+
 /// How router logits become scores.
 enum class RouterScoring : std::uint8_t {
   softmax,  ///< DeepSeek-V2: scores are softmax(logits), a group counts by its maximum.

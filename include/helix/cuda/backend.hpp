@@ -65,6 +65,7 @@ class HELIX_API Operators {
   void head_rms_norm(const HeadRmsNormArgs<T>& args, Stream stream) const;
   void rope(const RopeArgs<T>& args, Stream stream) const;
   void append_kv(const AppendKvArgs<T>& args, Stream stream) const;
+  void prepare_qkv(const PrepareQkvArgs<T>& args, Stream stream) const;
   void write_kv(const WriteKvArgs<T>& args, Stream stream) const;
   void read_kv(const ReadKvArgs& args, Stream stream) const;
   void partial_attention(const PartialAttentionArgs<T>& args, Stream stream) const;
@@ -75,6 +76,7 @@ class HELIX_API Operators {
   void combine_exchange(const CheckExchangeArgs& check, const LseCombineArgs<T>& combine,
                         Stream stream) const;
   void swiglu(const SwigluArgs<T>& args, Stream stream) const;
+  void linear_swiglu(const LinearSwigluArgs<T>& args, Stream stream) const;
   void router_logits(const RouterLogitsArgs<T>& args, Stream stream) const;
   void route(const RouteArgs& args, Stream stream) const;
   void expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const;

@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuda::Operators::prepare_qkv: norm of q and k, rope and the append to the pages in one kernel.
+#include <cstdint>
+
+#include <helix/cuda/backend.hpp>
+
+#include "cuda/kv_cache/kv_transfer.cuh"
+#include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/operators_state.hpp"
+
+namespace helix::cuda {
+namespace {
+
+constexpr int kWarps = 8;  // of a block, each of which takes one head
+constexpr int kThreads = kWarps * kWarp;
+constexpr int kMaxPairs = 128;
+constexpr int kLanePairs = 2;  // of a lane at a time
+constexpr int kCopied = 4;     // elements of v of a lane at a time
+
+/// Heads of q or of k, rotated in place.
+template <class T>
+struct Heads {
+  T* data;  // [tokens, count, dim]
+  std::int64_t token_stride;
+  std::int64_t head_stride;
+  int count;
+  const void* norm;  // [dim] or null
+  DType norm_dtype;
+};
+
+template <class T, class S>
+struct Preparation {
+  Heads<T> q;
+  Heads<T> k;
+  KvTransfer<const T, S> transfer;
+  int dim;
+  int pairs;
+  const float* inverse_frequency;
+  float magnitude;
+  float epsilon;
+  const std::int32_t* query_offsets;
+  const std::int64_t* positions;
+  const std::int32_t* sequence_slots;
+  std::int64_t sequences;
+  TokenRange appended;  // of the step's tokens
+  KvLayout layout;
+  std::int64_t kvp_rank;
+};
+
+/// Factor that norms a head; whole warps.
+template <class T>
+__device__ float norm_scale(const T* head, int dim, float epsilon) {
+  float squares = 0.0f;
+  for (int i = static_cast<int>(threadIdx.x) % kWarp; i < dim; i += kWarp) {
+    const float x = to_float(head[i]);
+    squares += x * x;
+  }
+  return 1.0f / sqrtf(warp_sum(squares) / static_cast<float>(dim) + epsilon);
+}
+
+/// Elements `at`, `at` + 1 of a head, normed if it has a norm, as T would hold them.
+template <class T>
+__device__ __forceinline__ void load_normed(const Heads<T>& heads, const T* head, int at, float scale,
+                                            float (&x)[kLanePairs]) {
+  load_vector(head + at, x);
+  if (heads.norm == nullptr) return;
+#pragma unroll
+  for (int i = 0; i < kLanePairs; ++i)
+    x[i] = to_float(from_float<T>(x[i] * scale * load_element(heads.norm, heads.norm_dtype, at + i)));
+}
+
+/// Two elements into the head, and into its row of the pages if there is one.
+template <class T, class S>
+__device__ __forceinline__ void store_both(T* head, S* stored, float kv_scale, int at,
+                                           float (&x)[kLanePairs]) {
+  store_vector(head + at, x);
+  if (stored == nullptr) return;
+#pragma unroll
+  for (int i = 0; i < kLanePairs; ++i) {
+    x[i] = to_float(from_float<T>(x[i]));
+    if (kv_scale != 1.0f) x[i] /= kv_scale;
+  }
+  store_vector(stored + at, x);
+}
+
+/// One head by one warp. `stored`: its row of the pages, or null.
+template <bool kIsInterleaved, class T, class S>
+__device__ void prepare_head(const Preparation<T, S>& p, const Heads<T>& heads, T* head, S* stored,
+                             float kv_scale, const float* cosines, const float* sines) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const float scale = heads.norm != nullptr ? norm_scale(head, p.dim, p.epsilon) : 1.0f;
+  __syncwarp();  // all have read the head before it changes
+  for (int pair = lane * kLanePairs; pair < p.pairs; pair += kWarp * kLanePairs) {
+    const int first = kIsInterleaved ? 2 * pair : pair;
+    const int second = kIsInterleaved ? first + kLanePairs : first + p.pairs;
+    float x[kLanePairs];
+    float y[kLanePairs];
+    load_normed(heads, head, first, scale, x);
+    load_normed(heads, head, second, scale, y);
+    if constexpr (kIsInterleaved) {  // (x0 x1) (y0 y1) are the pairs
+      const float x1 = x[1];
+      x[1] = x1 * cosines[pair] + x[0] * sines[pair];
+      x[0] = x[0] * cosines[pair] - x1 * sines[pair];
+      const float y1 = y[1];
+      y[1] = y1 * cosines[pair + 1] + y[0] * sines[pair + 1];
+      y[0] = y[0] * cosines[pair + 1] - y1 * sines[pair + 1];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLanePairs; ++i) {
+        const float rotated = x[i] * cosines[pair + i] - y[i] * sines[pair + i];
+        y[i] = y[i] * cosines[pair + i] + x[i] * sines[pair + i];
+        x[i] = rotated;
+      }
+    }
+    store_both(head, stored, kv_scale, first, x);
+    store_both(head, stored, kv_scale, second, y);
+  }
+  if (stored == nullptr && heads.norm == nullptr) return;
+  for (int at = 2 * p.pairs + lane * kLanePairs; at < p.dim; at += kWarp * kLanePairs) {
+    float x[kLanePairs];
+    load_normed(heads, head, at, scale, x);
+    store_both(head, stored, kv_scale, at, x);
+  }
+}
+
+/// Grid: x over tokens, y over the heads of q, k and v, which share a block's cosines and sines.
+template <class T, class S, bool kIsInterleaved>
+__global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ Preparation<T, S> p) {
+  __shared__ float cosines[kMaxPairs];
+  __shared__ float sines[kMaxPairs];
+  const int pair = static_cast<int>(threadIdx.x);
+  start_next();
+  const float frequency = pair < p.pairs ? p.inverse_frequency[pair] : 0.0f;
+  wait_for_previous();
+  const std::int64_t token = blockIdx.x;
+  const std::int64_t position = p.positions[token];
+  if (pair < p.pairs) {
+    float cosine = 1.0f;
+    float sine = 0.0f;
+    if (position >= 0) {  // padding stays as it is
+      // The product rounds to f32 as in the models' own code; its cosine is then exact to f32.
+      sincosf(__fmul_rn(static_cast<float>(position), frequency), &sine, &cosine);
+      cosine *= p.magnitude;
+      sine *= p.magnitude;
+    }
+    cosines[pair] = cosine;
+    sines[pair] = sine;
+  }
+  __syncthreads();
+
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  int item = static_cast<int>(blockIdx.y) * kWarps + warp;
+  if (item < p.q.count) {
+    T* head = p.q.data + token * p.q.token_stride + item * p.q.head_stride;
+    return prepare_head<kIsInterleaved>(p, p.q, head, static_cast<S*>(nullptr), 1.0f, cosines, sines);
+  }
+  item -= p.q.count;
+  if (item >= p.transfer.planes) return;
+  const bool is_owned = token >= p.appended.begin && token < p.appended.end && position >= 0 &&
+                        p.layout.owner(position) == p.kvp_rank;
+  const bool is_key = item < p.k.count;
+  if (!is_owned) {
+    if (!is_key) return;
+    T* head = p.k.data + token * p.k.token_stride + item * p.k.head_stride;
+    return prepare_head<kIsInterleaved>(p, p.k, head, static_cast<S*>(nullptr), 1.0f, cosines, sines);
+  }
+  const unsigned sequence = sequence_of(token, p.query_offsets, p.sequences);
+  const auto row = p.transfer.row(token, item, p.sequence_slots[sequence], p.layout.local(position));
+  if (!is_key) return store_row<kCopied>(row);
+  T* head = p.k.data + token * p.k.token_stride + item * p.k.head_stride;
+  prepare_head<kIsInterleaved>(p, p.k, head, row.stored, row.scale, cosines, sines);
+}
+
+template <class T>
+Heads<T> heads_of(const TensorView<T, 3>& x, const WeightView& norm) {
+  return {x.data(), x.stride(0), x.stride(1), static_cast<int>(x.extent(1)), norm.data, norm.dtype};
+}
+
+/// Whether every row begins where the kernel's accesses may.
+template <class T>
+bool is_aligned(const PrepareQkvArgs<T>& args) {
+  const auto has = [](const auto& x, int count) {
+    return common_alignment({address_of(x.data()), step_of<T>(x.stride(0)), step_of<T>(x.stride(1))}) >=
+           count * sizeof(T);
+  };
+  const KvPlaces places(args.kv);
+  const std::size_t element = static_cast<std::size_t>(args.kv.format.element_bytes());
+  return has(args.q, kLanePairs) && has(args.k, kLanePairs) && has(args.v, kCopied) &&
+         places.k.alignment(args.kv) >= kLanePairs * element &&
+         places.v.alignment(args.kv) >= kCopied * element;
+}
+
+template <class T>
+bool fits(const PrepareQkvArgs<T>& args) {
+  const KvFormat& format = args.kv.format;
+  const std::int64_t pairs = args.rope.rotary_dim / 2;
+  return !format.is_latent && format.num_heads == args.k.extent(1) && args.q.extent(2) == format.head_dim &&
+         pairs <= kMaxPairs && pairs % kLanePairs == 0 && format.head_dim % kLanePairs == 0 &&
+         format.value_dim % kCopied == 0 && is_aligned(args);
+}
+
+}  // namespace
+
+template <class T>
+void Operators<T>::prepare_qkv(const PrepareQkvArgs<T>& args, Stream stream) const {
+  const Batch& batch = args.batch;
+  const KvView& kv = args.kv;
+  const std::int64_t tokens = args.q.extent(0);
+  if (tokens == 0 || kv.format.num_heads == 0 || !fits(args)) {
+    if (!args.q_norm.empty()) head_rms_norm(HeadRmsNormArgs<T>{args.q, args.q_norm, args.epsilon}, stream);
+    if (!args.k_norm.empty()) head_rms_norm(HeadRmsNormArgs<T>{args.k, args.k_norm, args.epsilon}, stream);
+    rope(RopeArgs<T>{args.q, args.q, batch.positions, args.rope}, stream);
+    rope(RopeArgs<T>{args.k, args.k, batch.positions, args.rope}, stream);
+    append_kv(AppendKvArgs<T>{args.k, args.v, batch, kv}, stream);
+    return;
+  }
+  const DeviceScope scope(state_->device);
+  dispatch(kv.format.dtype, [&]<class S>(S*) {
+    const Preparation<T, S> preparation{
+        .q = heads_of(args.q, args.q_norm),
+        .k = heads_of(args.k, args.k_norm),
+        .transfer = transfer_of<const T, S>(kv, args.k, args.v),
+        .dim = static_cast<int>(kv.format.head_dim),
+        .pairs = static_cast<int>(args.rope.rotary_dim / 2),
+        .inverse_frequency = args.rope.inverse_frequency,
+        .magnitude = args.rope.magnitude,
+        .epsilon = args.epsilon,
+        .query_offsets = batch.query_offsets,
+        .positions = batch.positions,
+        .sequence_slots = batch.sequence_slots,
+        .sequences = batch.num_sequences(),
+        .appended = {batch.first_token(), batch.first_token() + batch.num_tokens()},
+        .layout = kv.layout,
+        .kvp_rank = kv.kvp_rank,
+    };
+    const dim3 grid(static_cast<unsigned>(tokens),
+                    ceil_div(preparation.q.count + preparation.transfer.planes, kWarps));
+    launch_early(args.rope.is_interleaved ? prepare_kernel<T, S, true> : prepare_kernel<T, S, false>, grid,
+                 kThreads, 0, stream.handle(), state_->is_hopper, preparation);
+  });
+}
+
+#define HELIX_INSTANTIATE(T) template void Operators<T>::prepare_qkv(const PrepareQkvArgs<T>&, Stream) const;
+HELIX_INSTANTIATE(float)
+HELIX_INSTANTIATE(f16)
+HELIX_INSTANTIATE(bf16)
+#undef HELIX_INSTANTIATE
+
+}  // namespace helix::cuda

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of few activation rows at the memory limit (compute capability 9.0).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace helix::cuda {
+
+template <class T>
+struct Product;
+
+inline constexpr int kMostFewRows = 16;
+
+/// Whether multiply_few_rows() takes the product: up to kMostFewRows rows, one head, weights of T, columns
+/// and rows of 16 bytes.
+template <class T>
+bool fits_few_rows(const Product<T>& product);
+
+/// The product, which fits. Sums are the same for any number of rows beside.
+template <class T>
+void multiply_few_rows(const Product<T>& product, int num_sms, cudaStream_t stream);
+
+/// out[r, n] = silu(g) * u with g and u, kept in f32, of weight rows n and width + n: `product.width` counts
+/// pairs.
+template <class T>
+void multiply_few_rows_gated(const Product<T>& product, int num_sms, cudaStream_t stream);
+
+}  // namespace helix::cuda

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every kernel of linear.cu is asked for, and how it stores a sum.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/runtime/convert.cuh"
+
+namespace helix::cuda {
+
+/// out[r, h, n] = sum_k in[r, h, k] * weight[h, n, k] (+ bias[n]) (+ out[r, h, n]). Strides in elements.
+template <class T>
+struct Product {
+  const T* in;
+  std::int64_t in_row;
+  std::int64_t in_head;
+  const void* weight;
+  const void* bias;  // [width] or nullptr
+  DType bias_dtype;
+  void* out;  // of T, or of float if is_out_f32
+  std::int64_t out_row;
+  std::int64_t out_head;
+  int rows;
+  int heads;
+  int width;  // weight rows of a head
+  int cols;
+  int splits;  // warps that share the columns of a group of weight rows
+  bool accumulate;
+  bool is_out_f32;  // without bias and accumulate
+};
+
+/// Writes one sum, if it lies in the output.
+template <class T>
+__device__ __forceinline__ void store(const Product<T>& p, int row, int head, int n, float sum) {
+  if (row >= p.rows || n >= p.width) return;
+  const std::int64_t at = row * p.out_row + head * p.out_head + n;
+  if constexpr (!std::is_same_v<T, float>) {
+    if (p.is_out_f32) {
+      static_cast<float*>(p.out)[at] = sum;
+      return;
+    }
+  }
+  if (p.bias != nullptr) sum += load_element(p.bias, p.bias_dtype, n);
+  T& out = static_cast<T*>(p.out)[at];
+  if (p.accumulate) sum += to_float(out);
+  out = from_float<T>(sum);
+}
+
+}  // namespace helix::cuda
