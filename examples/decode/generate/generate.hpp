@@ -47,8 +47,9 @@ GenerationResult generate(B& backend, typename B::Comm& world, typename B::Comm&
          .has_logit_norms = !request.serving && at.stage == topo.pp() - 1 && at.stage_rank == 0,
          .captures = request.cuda_graphs},
         pipeline);
-    const double load_ms = milliseconds_since(load_start);
     try {
+      if constexpr (CapturingBackend<B>) model.warm_up(plan_warm_up(request, topo, at.replica));
+      const double load_ms = milliseconds_since(load_start);
       if (request.serving) {
         ServeLoop<B>(backend, world, topo, config, request, model, io).run();
         return {};

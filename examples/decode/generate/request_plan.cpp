@@ -159,6 +159,18 @@ StageLimits plan_limits(const GenerationRequest& request, const Topology& topo, 
   return limits;
 }
 
+WarmUp plan_warm_up(const GenerationRequest& request, const Topology& topo, int replica) {
+  if (request.serving) return {.prefill_tokens = request.prefill_tokens, .sequences = 1};
+  const Range mine = replica_sequences(topo, request, replica);
+  WarmUp shapes{.sequences = mine.size(),
+                .decode_tokens = std::min(request.draft_tokens, request.max_new_tokens),
+                .is_random = request.sampling.temperature > 0.0f};
+  for (std::int64_t i = mine.begin; i < mine.end && request.synthetic_context == 0; ++i)
+    shapes.prefill_tokens += std::ssize(request.prompts[static_cast<std::size_t>(i)]);
+  shapes.prefill_tokens = std::min(shapes.prefill_tokens, request.prefill_tokens);
+  return shapes;
+}
+
 std::int64_t planned_pool_bytes(const GenerationRequest& request, const Topology& topo,
                                 const RankCoordinates& at) {
   const KvCacheSpec cache = plan_cache(request, topo, at.stage, at.replica);

@@ -51,4 +51,8 @@ std::int64_t kv_bytes_per_token(const GenerationRequest& request, const Topology
 /// Capacities of the request's steps on `replica`.
 StageLimits plan_limits(const GenerationRequest& request, const Topology& topo, int replica);
 
+/// The first steps of the request on `replica`, as far as they are known; of a serving decoder a prompt's and
+/// one sequence's.
+WarmUp plan_warm_up(const GenerationRequest& request, const Topology& topo, int replica);
+
 }  // namespace helix::decode

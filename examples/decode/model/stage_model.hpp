@@ -84,25 +84,28 @@ class StageModel {
     return memory;
   }
 
+  /// Runs steps of the given shapes on padding, which reads and writes no cache: loads kernels, plans
+  /// products, connects ranks, and captures the decode step. Collective over the replica; waits.
+  void warm_up(const WarmUp& shapes) {
+    if (shapes.prefill_tokens > 0)
+      run_padding(1, shapes.prefill_tokens, shapes.is_random, /*is_decode=*/false);
+    for (int i = 0; i < 2 && shapes.sequences > 0; ++i)  // the second is captured
+      run_padding(shapes.sequences, shapes.decode_tokens, shapes.is_random, /*is_decode=*/true);
+    num_warm_up_replays_ = decode_steps_.num_replayed();
+  }
+
   /// Runs the step's tokens through this stage; the cache must hold the grown sequences already
   /// (cache().append). The hidden states come from the stage before and go to the one after over the
   /// pipeline; so do the tokens, one a logit row, that the last stage draws. Queued; finish() waits.
   void forward(const Step& step) {
-    const auto num_tokens = static_cast<std::int64_t>(step.tokens.size());
-    const auto num_rows = static_cast<std::int64_t>(step.logit_rows.size());
     if constexpr (requires(const typename B::Comm& comm) { comm.begin_step(num_steps_); })
       pipeline_->begin_step(++num_steps_);
-    if (step != next_) upload_inputs(step);
-    extras_.set(step, stream_);
-    const StepShape shape{step.query_offsets, num_rows, step.is_random()};
-    const auto queue = [this, num_tokens, num_rows, is_random = shape.is_random] {
-      return queue_step(num_tokens, num_rows, is_random);
-    };
-    const bool can_be_captured = step.is_decode && !extras_.is_needed(step);
-    last_ = can_be_captured ? decode_steps_.run(shape, stream_, queue) : queue();
-    next_ = step;
-    for (std::int64_t& position : next_.positions) position += position >= 0 ? 1 : 0;
-    for (std::uint64_t& counter : next_.draw_counters) ++counter;
+    if (step != next_) {
+      slots_.clear();
+      for (const SequenceId& sequence : step.sequences) slots_.push_back(cache().slot(sequence));
+      upload_inputs(step);
+    }
+    run(step);
   }
 
   /// Waits for the last forward(). @returns what it drew; valid until the next one. @throws the first
@@ -118,8 +121,8 @@ class StageModel {
   /// Bytes that the exchanges of the last forward() send to other ranks, all layers.
   std::int64_t sent_payload_bytes() const { return last_.sent_payload_bytes; }
 
-  /// Steps that were replayed from a captured one.
-  std::int64_t num_replayed_steps() const { return decode_steps_.num_replayed(); }
+  /// Steps that were replayed from a captured one, those of warm_up() left out.
+  std::int64_t num_replayed_steps() const { return decode_steps_.num_replayed() - num_warm_up_replays_; }
 
   /// Destroys the captured steps: before a communicator is aborted, which would wait for that. No step
   /// follows.
@@ -147,11 +150,46 @@ class StageModel {
     std::int64_t sent_payload_bytes = 0;
   };
 
+  /// The step's inputs; slots_ are those of its sequences.
   void upload_inputs(const Step& step) {
-    slots_.clear();
-    for (const SequenceId& sequence : step.sequences) slots_.push_back(cache().slot(sequence));
     buffer_.set(step.tokens, step.logit_rows, step.draw_counters, step.sampling, stream_);
     batch_.set(step.query_offsets, step.positions, slots_, stream_);
+  }
+
+  /// Queues or replays the step, whose inputs the device has.
+  void run(const Step& step) {
+    const auto num_tokens = static_cast<std::int64_t>(step.tokens.size());
+    const auto num_rows = static_cast<std::int64_t>(step.logit_rows.size());
+    extras_.set(step, stream_);
+    const StepShape shape{step.query_offsets, num_rows, step.is_random()};
+    const auto queue = [this, num_tokens, num_rows, is_random = shape.is_random] {
+      return queue_step(num_tokens, num_rows, is_random);
+    };
+    const bool can_be_captured = step.is_decode && !extras_.is_needed(step);
+    last_ = can_be_captured ? decode_steps_.run(shape, stream_, queue) : queue();
+    next_ = step;
+    for (std::int64_t& position : next_.positions) position += position >= 0 ? 1 : 0;
+    for (std::uint64_t& counter : next_.draw_counters) ++counter;
+  }
+
+  /// A step of `sequences` times `tokens` tokens at no position. All rows of a decode step have logits, of
+  /// another its last one.
+  void run_padding(std::int64_t sequences, std::int64_t tokens, bool is_random, bool is_decode) {
+    Step step;
+    step.is_decode = is_decode;
+    const auto total = static_cast<std::size_t>(sequences * tokens);
+    step.tokens.assign(total, 0);
+    step.positions.assign(total, -1);
+    for (std::int64_t i = 1; i <= sequences; ++i)
+      step.query_offsets.push_back(static_cast<std::int32_t>(i * tokens));
+    for (std::size_t row = is_decode ? 0 : total - 1; row < total; ++row)
+      step.logit_rows.push_back(static_cast<std::int32_t>(row));
+    step.draw_counters.assign(step.logit_rows.size(), 0);
+    step.sampling.assign(step.logit_rows.size(), {.temperature = is_random ? 1.0f : 0.0f});
+    slots_.assign(static_cast<std::size_t>(sequences), 0);
+    upload_inputs(step);
+    run(step);
+    finish();
   }
 
   RankShape rank_shape() const { return topo_->rank_shape(backend_->comms().stage->rank()); }
@@ -219,6 +257,7 @@ class StageModel {
   std::vector<std::int32_t> slots_;
   Step next_;  // whose inputs the device holds
   std::uint64_t num_steps_ = 0;
+  std::int64_t num_warm_up_replays_ = 0;
   StepResult last_;
   CapturedSteps<B, StepResult> decode_steps_;  // destroyed first
 };

@@ -30,6 +30,14 @@ struct StepOptions {
   bool captures = true;  ///< Replays decode steps of equal shapes where the backend and the ranks allow it.
 };
 
+/// Steps that a model runs before its first one, see StageModel::warm_up(). Equal on all ranks.
+struct WarmUp {
+  std::int64_t prefill_tokens = 0;  ///< Of one sequence; 0: no such step.
+  std::int64_t sequences = 0;       ///< Of a decode step; 0: no such step.
+  std::int64_t decode_tokens = 1;   ///< Of each of them.
+  bool is_random = false;           ///< Whether tokens are drawn at random.
+};
+
 /// Memory of one rank.
 struct RankMemory {
   std::int64_t weights_bytes = 0;  ///< All weights: buffers, and what is used in the checkpoint's files.
