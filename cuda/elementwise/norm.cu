@@ -38,17 +38,21 @@ struct RmsNormRows {
 };
 
 /// One block a row. Moves 2 to 4 rows of T; bound by latency at decode sizes. A thread reads its own elements
-/// again for the second pass: they are in L1, and any width fits.
-template <class T, class W, int kCount>
+/// again for the second pass: they are in L1, and any width fits. kIsOnce: they stay in its registers, since
+/// the threads are as many as the row has vectors.
+template <class T, class W, int kCount, bool kIsOnce>
 __global__ void rms_norm_kernel(RmsNormRows<T, W> rows) {
-  follow_previous();
+  start_next();
   const std::int64_t row = blockIdx.x;
   const std::int64_t first = static_cast<std::int64_t>(threadIdx.x) * kCount;
   const std::int64_t step = static_cast<std::int64_t>(blockDim.x) * kCount;
   T* residual = rows.residual + row * rows.residual_stride;
+  float x[kCount];
+  float weight[kCount];
+  if (kIsOnce && rows.out != nullptr && first < rows.width) load_vector(rows.weight + first, weight);
+  wait_for_previous();
   float squares = 0.0f;
   for (std::int64_t i = first; i < rows.width; i += step) {
-    float x[kCount];
     load_vector(residual + i, x);
     if (rows.delta != nullptr) {
       float delta[kCount];
@@ -59,19 +63,21 @@ __global__ void rms_norm_kernel(RmsNormRows<T, W> rows) {
     }
 #pragma unroll
     for (int j = 0; j < kCount; ++j) squares += x[j] * x[j];
+    if (kIsOnce) break;
   }
   if (rows.out == nullptr) return;
   const float mean = block_sum(squares) / static_cast<float>(rows.width);
   const float scale = 1.0f / sqrtf(mean + rows.epsilon);
   T* out = rows.out + row * rows.out_stride;
   for (std::int64_t i = first; i < rows.width; i += step) {
-    float x[kCount];
-    float weight[kCount];
-    load_vector(residual + i, x);
-    load_vector(rows.weight + i, weight);
+    if (!kIsOnce) {
+      load_vector(residual + i, x);
+      load_vector(rows.weight + i, weight);
+    }
 #pragma unroll
     for (int j = 0; j < kCount; ++j) x[j] = x[j] * scale * weight[j];
     store_vector(out + i, x);
+    if (kIsOnce) break;
   }
 }
 
@@ -153,8 +159,10 @@ void Operators<T>::rms_norm(const RmsNormArgs<T>& args, Stream stream) const {
                                      args.out.stride(0),
                                      width,
                                      args.epsilon};
-      launch_early(rms_norm_kernel<T, W, kCount>, static_cast<unsigned>(rows), static_cast<int>(threads), 0,
-                   stream.handle(), state_->is_hopper, params);
+      const bool is_once = width <= std::int64_t{threads} * kCount;
+      launch_early(is_once ? rms_norm_kernel<T, W, kCount, true> : rms_norm_kernel<T, W, kCount, false>,
+                   static_cast<unsigned>(rows), static_cast<int>(threads), 0, stream.handle(),
+                   state_->is_hopper, params);
     });
   });
 }

@@ -134,6 +134,16 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   wait_for_previous();
   const std::int64_t token = blockIdx.x;
   const std::int64_t position = p.positions[token];
+  // Where a head of k or v goes is asked for before the sines are computed: four loads in a row.
+  const int item = static_cast<int>(blockIdx.y) * kWarps + static_cast<int>(threadIdx.x) / kWarp;
+  const int plane = item - p.q.count;
+  const bool is_stored = plane >= 0 && plane < p.transfer.planes && token >= p.appended.begin &&
+                         token < p.appended.end && position >= 0 && p.layout.owner(position) == p.kvp_rank;
+  typename KvTransfer<const T, S>::Row row{nullptr, nullptr, 0, 1.0f};
+  if (is_stored) {
+    const unsigned sequence = sequence_of(token, p.query_offsets, p.sequences);
+    row = p.transfer.row(token, plane, p.sequence_slots[sequence], p.layout.local(position));
+  }
   if (pair < p.pairs) {
     float cosine = 1.0f;
     float sine = 0.0f;
@@ -148,27 +158,13 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   }
   __syncthreads();
 
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  int item = static_cast<int>(blockIdx.y) * kWarps + warp;
-  if (item < p.q.count) {
-    T* head = p.q.data + token * p.q.token_stride + item * p.q.head_stride;
-    return prepare_head<kIsInterleaved>(p, p.q, head, static_cast<S*>(nullptr), 1.0f, cosines, sines);
+  if (plane >= p.k.count) {
+    if (is_stored) store_row<kCopied>(row);
+    return;
   }
-  item -= p.q.count;
-  if (item >= p.transfer.planes) return;
-  const bool is_owned = token >= p.appended.begin && token < p.appended.end && position >= 0 &&
-                        p.layout.owner(position) == p.kvp_rank;
-  const bool is_key = item < p.k.count;
-  if (!is_owned) {
-    if (!is_key) return;
-    T* head = p.k.data + token * p.k.token_stride + item * p.k.head_stride;
-    return prepare_head<kIsInterleaved>(p, p.k, head, static_cast<S*>(nullptr), 1.0f, cosines, sines);
-  }
-  const unsigned sequence = sequence_of(token, p.query_offsets, p.sequences);
-  const auto row = p.transfer.row(token, item, p.sequence_slots[sequence], p.layout.local(position));
-  if (!is_key) return store_row<kCopied>(row);
-  T* head = p.k.data + token * p.k.token_stride + item * p.k.head_stride;
-  prepare_head<kIsInterleaved>(p, p.k, head, row.stored, row.scale, cosines, sines);
+  const Heads<T>& heads = plane < 0 ? p.q : p.k;
+  T* head = heads.data + token * heads.token_stride + (plane < 0 ? item : plane) * heads.head_stride;
+  prepare_head<kIsInterleaved>(p, heads, head, row.stored, row.scale, cosines, sines);
 }
 
 template <class T>

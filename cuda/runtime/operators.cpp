@@ -2,6 +2,7 @@
 // cuda::Operators: construction, memory, streams and events. The kernels are beside it.
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <memory>
 #include <utility>
 
@@ -43,6 +44,7 @@ Operators<T>::Operators(int device, Allocator allocator) : state_(std::make_shar
   state_->is_hopper = major == 9 && has_hopper_code();
   state_->attention_counters = Buffer(kAttentionCounters * sizeof(int), state_->allocator);
   state_->failure = PinnedBuffer(sizeof(FailureRecord));
+  state_->downloaded = PinnedBuffer(kDownloadBytes);
   state_->failure_claim = Buffer(sizeof(std::uint32_t), state_->allocator);
   state_->matmul = make_matmul_library(state_->allocator);
 }
@@ -109,6 +111,20 @@ void Operators<T>::upload(void* target, const void* source, std::size_t bytes, S
 }
 
 template <class T>
+bool Operators<T>::queue_download(const void* source, std::size_t bytes, Stream stream) const {
+  if (bytes > kDownloadBytes) return false;
+  if (bytes > 0)
+    HELIX_CUDA_CHECK(
+        cudaMemcpyAsync(state_->downloaded.data(), source, bytes, cudaMemcpyDeviceToHost, stream.handle()));
+  return true;
+}
+
+template <class T>
+void Operators<T>::take_download(void* target, std::size_t bytes) const {
+  std::memcpy(target, state_->downloaded.data(), bytes);
+}
+
+template <class T>
 void Operators<T>::download(void* target, const void* source, std::size_t bytes, Stream stream) const {
   if (bytes > 0)
     HELIX_CUDA_CHECK(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDeviceToHost, stream.handle()));
@@ -139,6 +155,8 @@ void Operators<T>::fill_zero(void* target, std::size_t bytes, Stream stream) con
   template void Operators<T>::wait(Stream, const Event&) const;                        \
   template void Operators<T>::synchronize(Stream) const;                               \
   template void Operators<T>::upload(void*, const void*, std::size_t, Stream) const;   \
+  template bool Operators<T>::queue_download(const void*, std::size_t, Stream) const;  \
+  template void Operators<T>::take_download(void*, std::size_t) const;                 \
   template void Operators<T>::download(void*, const void*, std::size_t, Stream) const; \
   template void Operators<T>::copy(void*, const void*, std::size_t, Stream) const;     \
   template void Operators<T>::fill_zero(void*, std::size_t, Stream) const;

@@ -15,6 +15,9 @@ namespace helix::cuda {
 /// Query tiles times KV heads of one launch of an attention kernel.
 inline constexpr std::size_t kAttentionCounters = 1 << 16;
 
+/// Most bytes that queue_download() takes: a step's tokens.
+inline constexpr std::size_t kDownloadBytes = 4096;
+
 /// Whether the kernels for compute capability 9.0 were built with code of their own. Loads one: not for a
 /// step.
 bool has_hopper_code();
@@ -44,6 +47,7 @@ struct Operators<T>::State {
   bool is_hopper = false;     // compute capability 9.0: its own kernels run
   int attention_blocks = 0;   // 0: all
   PinnedBuffer failure;       // a FailureRecord
+  PinnedBuffer downloaded;    // what queue_download() brings
   Buffer failure_claim;       // not 0: it is taken. On the device, as atomics on host memory need not work
   Buffer attention_counters;  // partial_attention's self-resetting counters
   std::unique_ptr<MatmulLibrary, MatmulLibraryDelete> matmul;

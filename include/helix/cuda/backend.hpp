@@ -34,7 +34,7 @@ class HELIX_API Operators {
   /// All device memory comes from `allocator`: buffers of allocate(), a few small ones made here, and 32 MB
   /// of workspace of the matrix library for each of the first two streams that multiply, made by the first
   /// product that a stream queues while it is not captured. Before that, products use algorithms without a
-  /// workspace, so run a step once before its capture. One page of pinned host memory comes from CUDA.
+  /// workspace, so run a step once before its capture. Two pages of pinned host memory come from CUDA.
   /// @throws Error(unsupported) without a driver, without `device`, or if the build has no code for it;
   /// Error(invalid_argument) if the allocator has one of its two functions only.
   explicit Operators(int device = 0, Allocator allocator = {});
@@ -87,6 +87,12 @@ class HELIX_API Operators {
   void log_probs(const LogProbsArgs<T>& args, Stream stream) const;
   void logit_norms(const LogitNormsArgs<T>& args, Stream stream) const;
   void advance(const AdvanceArgs& args, Stream stream) const;
+
+  /// The two halves of download(), between which the caller waits for the stream: the copy, through pinned
+  /// memory, so that it is queued and not waited for.
+  /// @returns whether it was queued: there is room for a step's results and no more.
+  bool queue_download(const void* source, std::size_t bytes, Stream stream) const;
+  void take_download(void* target, std::size_t bytes) const;
 
   /// Upper bounds over any positions, for the caller's workspace.
   std::size_t partial_attention_workspace_bytes(std::int64_t num_tokens, std::int64_t num_query_heads,
@@ -144,8 +150,13 @@ class Backend : public Operators<T> {
 
   /// As Operators::download, with the wait of synchronize().
   void download(void* target, const void* source, std::size_t bytes, Stream stream) const {
+    const bool is_queued = this->queue_download(source, bytes, stream);
     synchronize(stream);
-    Operators<T>::download(target, source, bytes, stream);
+    if (is_queued) {
+      this->take_download(target, bytes);
+    } else {
+      Operators<T>::download(target, source, bytes, stream);
+    }
   }
 
  private:
