@@ -53,6 +53,26 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   store_row<kCount>(transfer.row(layout.global(kvp_rank, local) - first_position, at.plane, slot, local));
 }
 
+/// One warp a plane of one of `local_tokens` local tokens. No values are read: `transfer` has none.
+template <class S>
+__global__ void __launch_bounds__(kWarps* kWarp)
+    fill_kernel(const __grid_constant__ KvTransfer<const float, S> transfer, std::int64_t slot,
+                std::int64_t local_tokens, std::int64_t layer, std::int64_t first_head, KvLayout layout,
+                std::int64_t kvp_rank, bool is_latent) {
+  const WarpPlane at = warp_plane(transfer.planes);
+  if (at.row >= local_tokens) return;
+  const auto row = transfer.row(0, at.plane, slot, at.row);
+  const bool is_second = at.plane >= transfer.heads;
+  const std::uint32_t key = synthetic_row_key(layer, first_head + at.plane % transfer.heads,
+                                              layout.global(kvp_rank, at.row), is_second && !is_latent);
+  // The rope columns of a latent row follow those that are values too.
+  const auto first = static_cast<std::uint32_t>(is_second && is_latent ? transfer.first.count : 0);
+  for (auto i = static_cast<std::uint32_t>(threadIdx.x % kWarp); i < row.count; i += kWarp) {
+    const float x = synthetic_element(key, first + i);
+    row.stored[i] = from_float<S>(row.scale == 1.0f ? x : x / row.scale);
+  }
+}
+
 /// One warp a plane of a token: value = stored * scale.
 template <int kCount, class S>
 __global__ void __launch_bounds__(kWarps* kWarp)
@@ -119,9 +139,27 @@ void Operators<T>::read_kv(const ReadKvArgs& args, Stream stream) const {
   });
 }
 
-#define HELIX_INSTANTIATE(T)                                                   \
-  template void Operators<T>::append_kv(const AppendKvArgs<T>&, Stream) const; \
-  template void Operators<T>::write_kv(const WriteKvArgs<T>&, Stream) const;   \
+template <class T>
+void Operators<T>::fill_synthetic_kv(const SyntheticKvArgs& args, Stream stream) const {
+  const KvView& kv = args.kv;
+  check_kv_view("fill_synthetic_kv", kv);
+  const std::int64_t tokens = kv.layout.length(args.tokens, kv.kvp_rank);
+  if (tokens == 0 || kv.format.num_heads == 0) return;
+  const DeviceScope scope(state_->device);
+  dispatch(kv.format.dtype, [&]<class S>(S*) {
+    const auto transfer =
+        transfer_of<const float, S>(kv, TensorView<const float, 3>{}, TensorView<const float, 3>{});
+    fill_kernel<S><<<ceil_div(tokens * transfer.planes, kWarps), kWarps * kWarp, 0, stream.handle()>>>(
+        transfer, args.sequence_slot, tokens, args.layer, args.first_head, kv.layout, kv.kvp_rank,
+        kv.format.is_latent);
+    HELIX_CHECK_LAUNCH();
+  });
+}
+
+#define HELIX_INSTANTIATE(T)                                                           \
+  template void Operators<T>::fill_synthetic_kv(const SyntheticKvArgs&, Stream) const; \
+  template void Operators<T>::append_kv(const AppendKvArgs<T>&, Stream) const;         \
+  template void Operators<T>::write_kv(const WriteKvArgs<T>&, Stream) const;           \
   template void Operators<T>::read_kv(const ReadKvArgs&, Stream) const;
 HELIX_INSTANTIATE(float)
 HELIX_INSTANTIATE(f16)

@@ -152,15 +152,11 @@ class PoolTraffic {
     if (!is_latent()) read.v = {read_v, {count, heads(), dv()}};
     operators_.read_kv(read, stream_);
 
-    std::vector<std::uint8_t> got(bytes_.size());
     std::vector<float> got_k(at(count * heads() * d() + 1));
     std::vector<float> got_v(at(count * heads() * dv() + 1));
-    operators_.download(got.data(), memory_.front().data(), got.size(), stream_);
+    if (const std::string problem = difference(); !problem.empty()) return problem;
     operators_.download(got_k.data(), read_k, got_k.size() * sizeof(float), stream_);
     operators_.download(got_v.data(), read_v, got_v.size() * sizeof(float), stream_);
-    operators_.synchronize(stream_);
-    const auto different = std::mismatch(got.begin(), got.end(), bytes_.begin()).first;
-    if (different != got.end()) return "byte " + std::to_string(different - got.begin()) + " of the pool";
     for (std::int64_t local = 0; local < count; ++local) {
       const std::int64_t position = layout_.global(kvp_rank_, first_local + local);
       for (std::int64_t head = 0; head < heads(); ++head) {
@@ -176,7 +172,35 @@ class PoolTraffic {
     return "";
   }
 
+  /// Fills one sequence. Empty: each element is that of its place in the model, and nothing else has changed.
+  std::string synthetic_problem() {
+    constexpr std::int64_t kTokens = 13;
+    constexpr std::int64_t kLayer = 5;
+    constexpr std::int64_t kFirstHead = 2;
+    operators_.fill_synthetic_kv({view_, 1, kTokens, kLayer, kFirstHead}, stream_);
+    const auto row_of = [&](std::int64_t position, std::int64_t width, bool is_value) {
+      std::vector<float> row;
+      for (std::int64_t head = 0; head < heads(); ++head) {
+        const std::uint32_t key = synthetic_row_key(kLayer, kFirstHead + head, position, is_value);
+        for (std::int64_t i = 0; i < width; ++i)
+          row.push_back(synthetic_element(key, static_cast<std::uint32_t>(i)));
+      }
+      return row;
+    };
+    for (std::int64_t position = 0; position < kTokens; ++position)
+      expect(1, position, row_of(position, d(), false), row_of(position, dv(), true), 0);
+    return difference();
+  }
+
  private:
+  /// Where the pool is not as expected; empty: nowhere.
+  std::string difference() {
+    std::vector<std::uint8_t> got(bytes_.size());
+    operators_.download(got.data(), memory_.front().data(), got.size(), stream_);
+    operators_.synchronize(stream_);
+    const auto different = std::mismatch(got.begin(), got.end(), bytes_.begin()).first;
+    return different == got.end() ? "" : "byte " + std::to_string(different - got.begin()) + " of the pool";
+  }
   std::int64_t heads() const { return pool_.format.num_heads; }
   std::int64_t d() const { return pool_.format.head_dim; }
   std::int64_t dv() const { return pool_.format.value_dim; }
@@ -206,11 +230,12 @@ class PoolTraffic {
     return (is_key ? pool_.key : pool_.value)(page, head, local % page_tokens, i);
   }
   /// Puts row `from` of the inputs where the token must lie, if this rank owns it.
-  void expect(std::int64_t slot, std::int64_t position, const std::vector<T>& keys,
-              const std::vector<T>& values, std::size_t from) {
+  template <class X>
+  void expect(std::int64_t slot, std::int64_t position, const std::vector<X>& keys,
+              const std::vector<X>& values, std::size_t from) {
     if (position < 0 || layout_.owner(position) != kvp_rank_) return;
     dispatch(pool_.format.dtype, [&]<class S>(S*) {
-      const auto put = [&](const std::vector<T>& row, std::int64_t head, std::int64_t i, std::int64_t width,
+      const auto put = [&](const std::vector<X>& row, std::int64_t head, std::int64_t i, std::int64_t width,
                            bool is_key) {
         const auto value =
             static_cast<float>(row[at((static_cast<std::int64_t>(from) * heads() + head) * width + i)]);
@@ -307,12 +332,14 @@ TEMPLATE_TEST_CASE("keys and values on a GPU lie where each engine's pool has th
               CAPTURE(make(sizes).name, to_string(dtype), dim, page_tokens, is_csr);
               CHECK(Traffic(operators, make, sizes, is_csr, KvLayout(1, 1), 0).problem() == "");
               CHECK(Traffic(operators, make, sizes, is_csr, KvLayout(2, 3), 1).problem() == "");
+              CHECK(Traffic(operators, make, sizes, is_csr, KvLayout(2, 3), 1).synthetic_problem() == "");
             }
           }
           const KvPoolSizes single{dtype, is_latent ? 1 : 3, dim, is_latent ? dim - 8 : dim,
                                    1,     Traffic::kPages};
           CAPTURE(make(single).name, to_string(dtype), dim);
           CHECK(Traffic(operators, make, single, true, KvLayout(4, 1), 2).problem() == "");
+          CHECK(Traffic(operators, make, single, true, KvLayout(4, 1), 2).synthetic_problem() == "");
         }
       }
     }

@@ -14,6 +14,7 @@
 #include <helix/cuda/local_comm.hpp>
 #include <helix/cuda/runtime.hpp>
 #include <helix/hop_b_model.hpp>
+#include <helix/synthetic_kv.hpp>
 
 namespace helix::cuda {
 
@@ -68,6 +69,7 @@ class HELIX_API Operators {
   void prepare_qkv(const PrepareQkvArgs<T>& args, Stream stream) const;
   void write_kv(const WriteKvArgs<T>& args, Stream stream) const;
   void read_kv(const ReadKvArgs& args, Stream stream) const;
+  void fill_synthetic_kv(const SyntheticKvArgs& args, Stream stream) const;
   void partial_attention(const PartialAttentionArgs<T>& args, Stream stream) const;
   void pack_partial(const PackPartialArgs<T>& args, Stream stream) const;
   void stamp(const StampArgs& args, Stream stream) const;

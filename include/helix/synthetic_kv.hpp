@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// Synthetic KV: contexts from a counter-based generator, for measurements at lengths that nobody prefills. A
+// value is a function of its place in the model alone, so that every topology fills its shards alike.
+#pragma once
+
+#include <cstdint>
+
+#include <helix/host_device.hpp>
+#include <helix/kv_format.hpp>
+
+namespace helix {
+
+HELIX_HOST_DEVICE constexpr std::uint64_t synthetic_mix(std::uint64_t x) {
+  x ^= x >> 30;
+  x *= 0xbf58476d1ce4e5b9ull;
+  x ^= x >> 27;
+  x *= 0x94d049bb133111ebull;
+  return x ^ x >> 31;
+}
+
+/// Key of the K (or V) row of the model's `head` at global `position` in the model's `layer`: a function of
+/// these alone.
+HELIX_HOST_DEVICE constexpr std::uint32_t synthetic_row_key(std::int64_t layer, std::int64_t head,
+                                                            std::int64_t position, bool is_value) {
+  const std::uint64_t where = synthetic_mix(static_cast<std::uint64_t>(layer) << 1 | (is_value ? 1u : 0u)) ^
+                              static_cast<std::uint64_t>(head) * 0x9e3779b97f4a7c15ull;
+  return static_cast<std::uint32_t>(synthetic_mix(where + static_cast<std::uint64_t>(position)) >> 32);
+}
+
+/// Pseudo-random value in [-1, 1) of one element of the row.
+HELIX_HOST_DEVICE constexpr float synthetic_element(std::uint32_t row_key, std::uint32_t element) {
+  std::uint32_t x = row_key ^ element * 0x9e3779b9u;
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  x ^= x >> 16;
+  return static_cast<float>(static_cast<std::int32_t>(x)) * 0x1p-31f;
+}
+
+/// What a backend that can write synthetic KV itself is given: fill_synthetic_kv(args, stream) writes the
+/// rows of what kv.kvp_rank owns of positions [0, tokens), stored as value / scale, rounded once.
+struct SyntheticKvArgs {
+  KvView kv;  ///< Pages of the model's layer `layer`.
+  std::int64_t sequence_slot = 0;
+  std::int64_t tokens = 0;      ///< The sequence has been grown to as many.
+  std::int64_t layer = 0;       ///< Of the model.
+  std::int64_t first_head = 0;  ///< KV head of the model that is head 0 of the pages.
+};
+
+}  // namespace helix
