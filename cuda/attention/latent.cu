@@ -10,22 +10,97 @@
 namespace helix::cuda {
 namespace {
 
-constexpr int kCombineThreads = 256;
 constexpr int kCombineColumns = kWarp * kLaneColumns;            ///< Of a warp.
-constexpr int kCombineWarps = kLatentColumns / kCombineColumns;  ///< Of a row.
+constexpr int kCombineWarps = kLatentColumns / kCombineColumns;  ///< Of a row, for some of its splits.
+constexpr int kManySplits = 16;  ///< From here on four times as many warps share a row.
 
-/// Combines the splits of all query tiles of the launch before it, a warp for each part of a row.
-__global__ __launch_bounds__(kCombineThreads) void combine_latent(const __grid_constant__ AttentionParams p) {
+/// What a row's splits come to: the largest max, and the sum of weights.
+struct RowTotal {
+  float max;
+  float sum;
+};
+
+/// By one warp.
+__device__ RowTotal total_of_splits(const SplitPartials& from, int row) {
+  float max = -kInfinity;
+  float sum = 0.0f;
+#pragma unroll 2
+  for (int i = static_cast<int>(threadIdx.x) % kWarp; i < from.splits.count; i += kWarp) {
+    const float other = __ldcg(from.max(i, row));
+    const float more = __ldcg(from.sum(i, row));
+    const float top = fmaxf(max, other);
+    const float pivot = top == -kInfinity ? 0.0f : top;
+    sum = fmaf(sum, exp2f(max - pivot), more * exp2f(other - pivot));
+    max = top;
+  }
+  const float top = warp_max(max);
+  return {top, warp_sum(sum * exp2f(max - (top == -kInfinity ? 0.0f : top)))};
+}
+
+/// Sums columns [column, column + 4) of splits first, first + kStep, ... of a row; by one warp.
+template <int kStep>
+__device__ float4 sum_of_splits(const SplitPartials& from, int row, int first, int column, float top) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int count = from.splits.count;
+  float4 total{0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+  for (int c = first; c < count; c += kCombineBatch * kStep) {
+    float4 parts[kCombineBatch];
+#pragma unroll
+    for (int k = 0; k < kCombineBatch; ++k)
+      parts[k] = __ldcg(from.out(min(c + k * kStep, count - 1), row, column));
+    const int mine = c + lane * kStep;
+    const float max = lane < kCombineBatch && mine < count ? __ldcg(from.max(mine, row)) : -kInfinity;
+    const float weight = exp2f(max - (top == -kInfinity ? 0.0f : top));
+#pragma unroll
+    for (int k = 0; k < kCombineBatch; ++k) {
+      const float w = __shfl_sync(~0u, weight, k);
+      total.x = fmaf(w, parts[k].x, total.x);
+      total.y = fmaf(w, parts[k].y, total.y);
+      total.z = fmaf(w, parts[k].z, total.z);
+      total.w = fmaf(w, parts[k].w, total.w);
+    }
+  }
+  return total;
+}
+
+/// Combines the splits of all query tiles of the launch before it: a block for each row, in which kShares
+/// warps share the splits of some columns.
+template <int kShares>
+__global__ __launch_bounds__(kShares* kCombineWarps* kWarp) void combine_latent(
+    const __grid_constant__ AttentionParams p) {
+  __shared__ float4 shared[kShares][kCombineWarps * kWarp];
   prefetch_params(p);
   follow_previous();
-  const int warp = static_cast<int>(blockIdx.x * kCombineThreads + threadIdx.x) / kWarp;
-  const int row = warp / kCombineWarps % p.query_tile_rows;
-  const int u = warp / kCombineWarps / p.query_tile_rows;
-  if (u >= p.num_query_tiles) return;
-  const SplitQueryTile tile = p.split_tiles[u];
+  const int row = static_cast<int>(blockIdx.x) % p.query_tile_rows;
+  const SplitQueryTile tile = p.split_tiles[static_cast<int>(blockIdx.x) / p.query_tile_rows];
   if (tile.splits.count == 1 || row >= tile.query_tile.num_rows) return;
-  const int begin = warp % kCombineWarps * kCombineColumns;
-  combine_row({p, tile.splits}, tile.query_tile, 0, row, begin, begin + kCombineColumns);
+  const SplitPartials from{p, tile.splits};
+  const int place = static_cast<int>(threadIdx.x) % (kCombineWarps * kWarp);
+  const int share = static_cast<int>(threadIdx.x) / (kCombineWarps * kWarp);
+  const RowTotal total = total_of_splits(from, row);
+  float4 sum = sum_of_splits<kShares>(from, row, share, place * kLaneColumns, total.max);
+  if constexpr (kShares > 1) {
+    shared[share][place] = sum;
+    __syncthreads();
+    if (share > 0) return;
+#pragma unroll
+    for (int k = 1; k < kShares; ++k) {
+      const float4 x = shared[k][place];
+      sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
+    }
+  }
+  RowWriter(p, tile.query_tile, 0, row, total.max, total.sum).write(place * kLaneColumns, sum);
+}
+
+template <int kShares>
+void launch_combine(const AttentionParams& p, StreamHandle stream) {
+  const auto kernel = combine_latent<kShares>;
+  // The same division of the SM's memory as before: another would wait until the SM is empty.
+  HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                        cudaSharedmemCarveoutMaxShared));
+  launch_early(kernel, static_cast<unsigned>(p.num_query_tiles * p.query_tile_rows),
+               kShares * kCombineWarps * kWarp, 0, stream, true, p);
 }
 
 /// Tokens of the boxes that the copy engine takes out of pages: as many as lie in one page wherever a KV tile
@@ -37,19 +112,19 @@ int box_tokens(int page_tokens) {
 template <class T, int kBlocks>
 void launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
   constexpr int kBytes = static_cast<int>(sizeof(latent::Shared<kBlocks>));
-  const auto kernel = attend_latent<T, kBlocks>;
-  HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  const int box = box_tokens(p.page_tokens);
-  const CUtensorMap latents = paged_rows_map(p.k, call.dtype, kLatentColumns, call.kv, box);
-  const CUtensorMap ropes = paged_rows_map(p.rope, call.dtype, kRopeColumns, call.kv, box);
   const int blocks = std::max(1, grid.blocks / kBlocksPerSm / kBlocks) * kBlocks;
-  launch_early(kernel, blocks, latent::kThreads, kBytes, grid.stream, true, p, latents, ropes, box);
-  // The same division of the SM's memory as before: another would wait until the SM is empty.
-  HELIX_CUDA_CHECK(cudaFuncSetAttribute(combine_latent, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                        cudaSharedmemCarveoutMaxShared));
-  const int warps = p.num_query_tiles * p.query_tile_rows * kCombineWarps;
-  launch_early(combine_latent, ceil_div(warps, kCombineThreads / kWarp), kCombineThreads, 0, grid.stream,
-               true, p);
+  const auto launch_kernel = [&](auto kernel, const auto&... params) {
+    HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+    launch_early(kernel, static_cast<unsigned>(blocks), latent::kThreads, kBytes, grid.stream, true, p,
+                 params...);
+  };
+  const int box = box_tokens(p.page_tokens);
+  const int chunks = box == kLatentTileTokens ? latent::kUnitChunks : 1;
+  launch_kernel(attend_latent<T, kBlocks>,
+                paged_chunks_map(p.k, call.dtype, kLatentColumns, call.kv, box, chunks),
+                paged_chunks_map(p.rope, call.dtype, kRopeColumns, call.kv, box, 1), box);
+  const bool are_many = blocks / kBlocks >= kManySplits * p.num_query_tiles;  // splits of a query tile
+  are_many ? launch_combine<4>(p, grid.stream) : launch_combine<1>(p, grid.stream);
 }
 
 template <class T>

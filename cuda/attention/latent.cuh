@@ -4,13 +4,16 @@
 //
 // A block has 64 query rows, and two consumer warp groups share them: the lead computes the scores of even KV
 // tiles, the follower those of odd ones, and each has half of the value columns of all rows in its registers.
-// So both need the weights of both tiles, which go through shared memory with the rows' max: first the
-// lead's, then the follower's. While one group weighs its scores the other's products run.
+// So both need the weights of both tiles, which go through shared memory. The scores of two tiles are on
+// their way at a time: while one group weighs its scores the other's products run. The follower waits for
+// the lead's max, told before the lead's weights, and the lead for the follower's weights.
 //
-// A KV tile fills a third of the shared memory, so that there are two. They are copied and released in units,
-// so that the next tile comes while the last products of this one run. With more than 64 query rows two
-// blocks form a cluster with the same KV tiles, and each unit is read by one of them for both: tiles of 128
-// heads cross the L2 cache once.
+// A KV tile fills a third of the shared memory, so that there are two. Each half of the values is copied and
+// released for itself, so that the next tile comes while the last products of this one run. With more than
+// 64 query rows two blocks have the same KV tiles, and the second finds them in the L2 cache. As a cluster,
+// with each half read by one of them for both, they wait for each other: 460 us where these take 453 (128
+// heads, 8 sequences of 131072 tokens, H200). Nor does a follower help that adds the values of the lead's
+// tile before it weighs its own scores: 449 us against 441, and with 64 heads 334 against 318.
 #pragma once
 
 #include <cstddef>
@@ -19,121 +22,170 @@
 
 #include "cuda/attention/latent_consumer.cuh"
 #include "cuda/attention/latent_producer.cuh"
+#include "cuda/attention/latent_rows.cuh"
 #include "cuda/runtime/launch.cuh"
 
 namespace helix::cuda {
 namespace latent {
 
-/// The consumer of even tiles: its weights go to the follower first.
-template <class T, int kBlocks>
-__device__ void lead(const AttentionParams& p, Shared<kBlocks>& s) {
-  Consumer<T, kBlocks, 0> self(p, s);
-  self.for_each_part([&](const Part& part) {
-    Sums sums;
-    Scores scores;
-    self.begin(part, sums);
-    self.clear_unseen(part, 0);
-    self.multiply_keys(0, scores);
-    finish(scores);
-    self.release(0, kRopeUnit);
-    self.lead_tile(part, 0, scores, sums);
-    int i = 2;
+/// The consumer of even tiles.
+template <class T, class Tiles, int kBlocks>
+__device__ __forceinline__ void lead(Consumer<T, Tiles, kBlocks, 0> self, const Part& part, Sums& sums) {
+  // One block waits for memory, and asks for products as soon as keys are there; two wait for products, and
+  // copies come first (8 sequences of 131072 tokens: 64 heads 312 us against 318, 128 heads 485 against 464).
+  constexpr bool kKeysFirst = kBlocks == 1;
+  Scores scores;
+  float top[2];
+  float shrink[2];
+  self.clear_unseen(part, 0);
+  self.multiply_keys(scores);
+  finish(scores);
 #pragma unroll 1
-    for (; i < part.count; i += 2) {
-      self.clear_unseen(part, i);
-      self.wait_for_weights();
-      self.scale_to_other(sums);
-      self.add_other_values(1, sums);
-      self.multiply_keys(0, scores);
-      self.template release_values<1>(1);
+  for (int i = 0;; i += 2) {
+    self.find_top(part, i, scores, top);
+    self.raise(self.rows.max, top, shrink);
+    group_arrive(kLeadsMax, kConsumers);
+    self.weigh(scores);
+    group_arrive(kLeadsWeights, kConsumers);
+    self.scale_sums(sums, shrink);
+    self.add_own_values(sums);
+    ++self.uses[0];
+    finish(sums);
+    self.release(0);
+    if (i + 1 >= self.tiles.count) break;
+    if (i + 2 >= self.tiles.clear_from && i + 2 < self.tiles.count) self.clear_unseen(part, i + 2);
+    group_sync(kFollowersWeights, kConsumers);
+    self.follow_max(shrink);
+    self.scale_sums(sums, shrink);
+    self.add_other_values(sums);
+    if (kKeysFirst && i + 2 < self.tiles.count) {
+      self.multiply_keys(scores, [&] {
+        products_wait<1>();
+        self.release(1);
+      });
       finish(scores, sums);
-      self.release(0, kRopeUnit);
-      self.lead_tile(part, i, scores, sums);
+      continue;
     }
-    if (i == part.count) {
-      self.wait_for_weights();
-      self.scale_to_other(sums);
-      self.add_other_values(1, sums);
-      self.template release_values<0>(1);
-      finish(sums);
-    }
-    self.end(part, sums);
-  });
+    finish(sums);
+    self.release(1);
+    if (i + 2 >= self.tiles.count) break;
+    self.multiply_keys(scores);
+    finish(scores);
+  }
 }
 
 /// The consumer of odd tiles. The values of the lead's tile come first, so that its place becomes free.
-template <class T, int kBlocks>
-__device__ void follow(const AttentionParams& p, Shared<kBlocks>& s) {
-  Consumer<T, kBlocks, 1> self(p, s);
-  self.for_each_part([&](const Part& part) {
-    Sums sums;
-    Scores scores;
-    float shrink[2];
-    self.begin(part, sums);
-    int i = 0;
+template <class T, class Tiles, int kBlocks>
+__device__ __forceinline__ void follow(Consumer<T, Tiles, kBlocks, 1> self, const Part& part, Sums& sums) {
+  Scores scores;
+  float top[2];
+  float shrink[2];
+  int i = 1;
+  if (i < self.tiles.count) {
+    self.clear_unseen(part, i);
+    self.multiply_keys(scores);
+    finish(scores);
 #pragma unroll 1
-    for (; i + 1 < part.count; i += 2) {
-      self.clear_unseen(part, i + 1);
-      self.wait_for_weights();
-      self.scale_to_other(sums);
-      self.add_other_values(0, sums);
-      self.multiply_keys(1, scores);
-      self.template release_values<1>(0);
-      finish(scores, sums);
-      self.release(1, kRopeUnit);
-      self.weigh(part, i + 1, scores, shrink);
-      self.tell_weights();
+    while (true) {
+      self.find_top(part, i, scores, top);
+      group_sync(kLeadsMax, kConsumers);
+      self.raise({self.s.row[0][self.row()], self.s.row[0][self.row() + 8]}, top, shrink);
+      self.weigh(scores);
+      group_arrive(kFollowersWeights, kConsumers);
       self.scale_sums(sums, shrink);
-      self.add_own_values(1, sums);
-      self.template release_values<0>(1);
+      group_sync(kLeadsWeights, kConsumers);
+      self.shrink_leads_weights();
+      self.add_other_values(sums);
+      self.add_own_values(sums);
+      ++self.uses[1];
+      products_wait<1>();
+      self.release(0);
       finish(sums);
+      self.release(1);
+      i += 2;
+      if (i >= self.tiles.count) break;
+      if (i >= self.tiles.clear_from) self.clear_unseen(part, i);
+      self.multiply_keys(scores);
+      finish(scores);
     }
-    if (i < part.count) {
-      self.wait_for_weights();
-      self.scale_to_other(sums);
-      self.add_other_values(0, sums);
-      self.template release_values<0>(0);
-      finish(sums);
-    }
-    self.end(part, sums);
-  });
+  }
+  if (i == self.tiles.count) {
+    group_sync(kLeadsMax, kConsumers);
+    self.follow_max(shrink);
+    self.scale_sums(sums, shrink);
+    group_sync(kLeadsWeights, kConsumers);
+    self.add_other_values(sums);
+    finish(sums);
+    self.release(0);
+  }
 }
 
-template <class T, int kBlocks>
-__device__ void attend(const AttentionParams& p, const CUtensorMap& latents, const CUtensorMap& ropes,
-                       int box_tokens) {
-  extern __shared__ __align__(1024) std::byte memory[];
-  auto& s = *reinterpret_cast<Shared<kBlocks>*>(memory);
-  if (threadIdx.x == 0) init_barriers(s);
-  make_plan(p, s.plan);
-  if constexpr (kBlocks > 1) sync_cluster();  // no copy before the barriers of both are there
-  if (threadIdx.x >= kConsumers) {
-    give_registers<24>();
-    if (threadIdx.x < kConsumers + kWarp) Producer<kBlocks>{p, s, latents, ropes, box_tokens}.run();
-  } else if (threadIdx.x < kWarpGroup) {
-    take_registers<240>();
-    lead<T>(p, s);
-  } else {
-    take_registers<240>();
-    follow<T>(p, s);
+/// Both consumers: each part of the work item from its queries to its rows of out or of split partials.
+template <class T, class Tiles, int kBlocks>
+__device__ __forceinline__ void consume(const AttentionParams& p, Shared<kBlocks>& s) {
+  unsigned uses[2] = {0, 0};
+  const bool leads = uniform(static_cast<int>(threadIdx.x) / kWarpGroup) == 0;
+  const float kv_scale = Tiles::kAreScaled && p.k_scale != nullptr ? *p.k_scale : 1.0f;
+  for (unsigned number = 0;; ++number) {
+    const unsigned place = number % 2;
+    barrier_wait(at(&s.part_full[place]), number / 2 & 1u);
+    const Part& part = s.parts[place];
+    if (uniform(part.count) == 0) return;
+    QueryRows<T, Tiles, kBlocks> queries{p, s, part, kv_scale};
+    Rows rows;
+    queries.begin(rows);
+    const TileRange tiles = queries.find_tiles(rows);
+    Operand held[Tiles::kHeldChunks];
+    queries.load_held(held);
+    Sums sums;
+#pragma unroll
+    for (float& x : sums) x = 0.0f;
+    if (leads) {
+      lead<T, Tiles, kBlocks>({p, s, rows, held, tiles, kv_scale, uses, {}}, part, sums);
+    } else {
+      follow<T, Tiles, kBlocks>({p, s, rows, held, tiles, kv_scale, uses, {}}, part, sums);
+    }
+    queries.end(rows, sums);
+    barrier_arrive_if(threadIdx.x % kWarp == 0, at(&s.part_empty[place]));
   }
-  if constexpr (kBlocks > 1) sync_cluster();  // nor an end while the other's copies and arrivals come
+}
+
+/// Attention of a block, whose producers call produce(s).
+template <class T, class Tiles, int kBlocks, class Produce>
+__device__ __forceinline__ void attend(const AttentionParams& p, const Produce& produce) {
+  auto& s = shared<kBlocks>();
+  if (threadIdx.x == 0) init_barriers<Tiles>(s);
+  wait_for_previous();
+  start_next();
+  make_plan(p, s.plan);
+  if (threadIdx.x >= kConsumers) {
+    give_registers<Tiles::kProducerRegisters>();
+    produce(s);
+  } else {
+    take_registers<Tiles::kConsumerRegisters>();
+    consume<T, Tiles>(p, s);
+  }
+  finish_messages(p);
 }
 
 }  // namespace latent
 
+/// Over latents of q's type.
 template <class T, int kBlocks>
-__global__ __launch_bounds__(latent::kThreads, 1)
-    __cluster_dims__(kBlocks, 1, 1) void attend_latent(const __grid_constant__ AttentionParams p,
-                                                       const __grid_constant__ CUtensorMap latents,
-                                                       const __grid_constant__ CUtensorMap ropes,
-                                                       int box_tokens) {
+__global__ __launch_bounds__(latent::kThreads,
+                             1) void attend_latent(const __grid_constant__ AttentionParams p,
+                                                   const __grid_constant__ CUtensorMap latents,
+                                                   const __grid_constant__ CUtensorMap ropes,
+                                                   int box_tokens) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   prefetch_params(p);
-  wait_for_previous();
-  start_next();
-  latent::attend<T, kBlocks>(p, latents, ropes, box_tokens);
-  finish_messages(p);
+  if (threadIdx.x == latent::kConsumers) {
+    prefetch_map(latents);
+    prefetch_map(ropes);
+  }
+  latent::attend<T, latent::CopiedTiles, kBlocks>(p, [&](latent::Shared<kBlocks>& s) {
+    latent::Copier<kBlocks>(p, s, latents, ropes, box_tokens).run();
+  });
 #endif
 }
 

@@ -30,21 +30,23 @@ inline constexpr int kGroups = 2;  // of consumers
 inline constexpr int kConsumers = kGroups * kWarpGroup;
 inline constexpr int kThreads = kConsumers + kWarpGroup;
 inline constexpr int kGroupColumns = kLatentColumns / kGroups;  // of the values
-// A KV tile is copied and released in five units: four of two chunks that are values too, one of rope.
-inline constexpr int kUnitChunks = 2;
-inline constexpr int kUnitColumns = kUnitChunks * kChunkColumns;
-inline constexpr int kGroupUnits = kGroupColumns / kUnitColumns;  // of a group's values
-inline constexpr int kRopeUnit = kGroups * kGroupUnits;
-inline constexpr int kUnits = kRopeUnit + 1;
 inline constexpr int kValueChunks = kLatentColumns / kChunkColumns;
 inline constexpr int kChunks = kValueChunks + kRopeColumns / kChunkColumns;
+// A KV tile is freed in two halves, the values of one group each, and comes in four units of two chunks; the
+// last one has the rope chunk too.
+inline constexpr int kHalves = kGroups;
+inline constexpr int kHalfChunks = kValueChunks / kHalves;
+inline constexpr int kUnitChunks = 2;
+inline constexpr int kUnits = kValueChunks / kUnitChunks;
+inline constexpr int kHalfUnits = kUnits / kHalves;
+inline constexpr int kProducerWarps = 2 * kHalves;         // a warp for each half of each KV buffer
 inline constexpr unsigned kRowBytes = kChunkColumns * 2u;  // in a chunk
 inline constexpr unsigned kChunkBytes = kLatentTileTokens * kRowBytes;
 inline constexpr unsigned kTileBytes = kChunks * kChunkBytes;
 inline constexpr int kSteps = kChunkColumns / kProductDepth;  // of a chunk, or of a tile's tokens
 
 /// Named barriers of the block.
-enum Barrier { kAllConsumers = 1, kLeadsWeights, kFollowersWeights, kOneGroup };
+enum Barrier { kAllConsumers = 1, kLeadsMax, kLeadsWeights, kFollowersWeights, kOneGroup };
 
 /// The block's part of a work item that belongs to one query tile.
 struct Part {
@@ -58,24 +60,44 @@ struct Part {
   __device__ int tile_token(int i) const { return first_token + i * kLatentTileTokens; }
 };
 
+/// The schedule, and at the beginning what is known of the query tiles.
+template <int kBlocks>
+struct Plan : SmallAttentionPlan<kLatentTileTokens, Limits, kBlocks> {
+  /// In shared memory, until there are weights.
+  static __device__ QueryTileSpan& span(int u);
+  static __device__ void keep(int u, const QueryTileSpan& of) { span(u) = of; }
+};
+
 /// The shared memory of a block, of `kBlocks` that have a work item together.
 template <int kBlocks>
 struct Shared {
   alignas(
       1024) std::byte queries[kTileBytes];  // the last chunk, once it is in registers: the follower's weights
   std::byte kv[2][kTileBytes];
-  std::byte weights[kChunkBytes];  // the lead's
-  float row[kGroups][kGroupRows];  // max of each group's tile and those before, at the end the sum of weights
-  unsigned long long full[2][kUnits];  // of a KV buffer
-  unsigned long long empty[2][kUnits];
+  alignas(1024) std::byte weights[kChunkBytes];  // the lead's; before any, the spans of the query tiles
+  float row[kGroups][kGroupRows];                // max of each group's tile and those before
+  unsigned long long full[2][kUnits];            // of a KV buffer
+  unsigned long long empty[2][kHalves];
   unsigned long long part_full[2];
   unsigned long long part_empty[2];
   Part parts[2];  // those that the consumers work on, and the next
-  SmallAttentionPlan<kLatentTileTokens, Limits, kBlocks> plan;
+  Plan<kBlocks> plan;
 };
+static_assert(kMaxQueryTiles * sizeof(QueryTileSpan) <= kChunkBytes);
 static_assert(sizeof(Shared<1>) <= 227 * 1024);
 
-using Sums = float[kGroupUnits][kUnitColumns / 2];
+template <int kBlocks>
+__device__ __forceinline__ Shared<kBlocks>& shared() {
+  extern __shared__ __align__(1024) std::byte memory[];
+  return *reinterpret_cast<Shared<kBlocks>*>(memory);
+}
+
+template <int kBlocks>
+__device__ __forceinline__ QueryTileSpan& Plan<kBlocks>::span(int u) {
+  return reinterpret_cast<QueryTileSpan*>(shared<kBlocks>().weights)[u];
+}
+
+using Sums = float[kGroupColumns / 2];
 using Scores = float[kLatentTileTokens / 2];
 using Operand = unsigned[kSteps][4];  // 64 rows x 64 columns in the registers of a warp group
 
@@ -89,39 +111,63 @@ __device__ inline int scheduled_block() {
   return static_cast<int>(blockIdx.x) / kBlocks;
 }
 
-/// Whether this block asks for the copies of a unit, for all blocks of the cluster.
+/// Number of this block among those of a work item.
 template <int kBlocks>
-__device__ inline bool asks_for(int unit) {
-  return kBlocks == 1 || cluster_rank() == (unit < kGroupUnits ? 0u : 1u);
+__device__ inline int block_of_item() {
+  return static_cast<int>(blockIdx.x) % kBlocks;
 }
 
+/// KV tiles of q's type, which the copy engine brings.
+struct CopiedTiles {
+  /// Chunks of the queries that are in registers, the last ones: products of 64 columns read more shared
+  /// memory than there is time for.
+  static constexpr int kHeldChunks = 3;
+  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = 24;
+  static constexpr unsigned kFills = 1;  ///< Arrivals that fill a unit, beside its bytes.
+  static constexpr bool kAreScaled = false;
+};
 /// By one thread of the block.
-template <int kBlocks>
+template <class Tiles, int kBlocks>
 __device__ inline void init_barriers(Shared<kBlocks>& s) {
   constexpr unsigned kWarpsOfGroup = kWarpGroup / kWarp;
   for (int buffer = 0; buffer < 2; ++buffer) {
-    for (int unit = 0; unit < kUnits; ++unit) {
-      barrier_init(at(&s.full[buffer][unit]), 1);
-      barrier_init(at(&s.empty[buffer][unit]),
-                   asks_for<kBlocks>(unit) ? kBlocks * kWarpsOfGroup : kWarpsOfGroup);
-    }
+    for (int unit = 0; unit < kUnits; ++unit) barrier_init(at(&s.full[buffer][unit]), Tiles::kFills);
+    for (int half = 0; half < kHalves; ++half) barrier_init(at(&s.empty[buffer][half]), kWarpsOfGroup);
     barrier_init(at(&s.part_full[buffer]), 1);
-    barrier_init(at(&s.part_empty[buffer]), kGroups * kWarpsOfGroup);
+    barrier_init(at(&s.part_empty[buffer]), kGroups * kWarpsOfGroup + kProducerWarps - 1);
   }
   fence_barrier_init();
 }
 
-/// Keeps the compiler from computing what follows from `x` once for all places: operands would fill
-/// registers.
-__device__ inline std::uint64_t fresh(std::uint64_t x) {
-  asm volatile("" : "+l"(x));
-  return x;
-}
+/// An operand of which only the lower word is computed: a carry into the upper one would take as long as the
+/// product. The compiler is kept from computing operands once for all places: they would fill registers.
+struct OperandPlace {
+  unsigned low;
+
+  __device__ __forceinline__ explicit OperandPlace(std::uint64_t operand)
+      : low(static_cast<unsigned>(operand)) {
+    asm volatile("" : "+r"(low));
+  }
+  __device__ __forceinline__ std::uint64_t at(unsigned bytes) const {
+    constexpr auto kHigh = static_cast<std::uint64_t>(rows_operand(0) >> 32);
+    static_assert(kHigh == columns_operand(0, 0) >> 32);
+    return kHigh << 32 | (low + bytes / 16u);
+  }
+};
 
 /// Tells the compiler that all lanes have the same `x`: products in a branch that lanes may leave one by
 /// one would wait for each other.
 __device__ inline int uniform(int x) {
   return __shfl_sync(~0u, x, 0);
+}
+
+/// Nothing that was asked for is on its way any more. The compiler serialises products that are on their
+/// way where branches of which it cannot tell that a warp takes them as one meet, so there none is.
+template <class... Registers>
+__device__ __forceinline__ void finish(Registers&... registers) {
+  products_wait<0>();
+  (pin(registers), ...);
 }
 
 }  // namespace latent

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The producer of a block that attends to latents: one warp walks along the block's work item, tells the
-// consumers of its parts and fills the places of KV tiles as they become free, unit by unit, by the copy
-// engine.
+// The producers of a block that attends to latents: they walk along the block's work item, tell the consumers
+// of its parts, and fill the places of KV tiles as they become free.
 #pragma once
 
 #include <cstdint>
@@ -13,142 +12,158 @@
 
 namespace helix::cuda::latent {
 
-/// One warp: asks for KV tiles as their places become free.
-template <int kBlocks>
-struct Producer {
-  const AttentionParams& p;
-  Shared<kBlocks>& s;
-  const CUtensorMap& latents;
-  const CUtensorMap& ropes;
-  int box_tokens;
-  unsigned uses[2] = {0, 0};
-
-  /// Pages of boxes `lane` and `lane` + kWarp of a KV tile.
-  struct Pages {
-    std::int32_t of[2];
-  };
-  __device__ Pages pages_of(const QueryTileSpan& span, int token) const {
-    Pages pages{};
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const int begin = token + (static_cast<int>(threadIdx.x) % kWarp + k * kWarp) * box_tokens;
-      if (begin < min(span.end_token, token + kLatentTileTokens) && begin + box_tokens > span.begin_token)
-        pages.of[k] = p.lists.pages[span.first_page + begin / p.page_tokens];
+/// Calls copy(part) for the parts of the block's work item; by the producers' warps. The first one walks
+/// along it and tells all others.
+template <int kBlocks, class Copy>
+__device__ __forceinline__ void produce_parts(const AttentionParams& p, Shared<kBlocks>& s,
+                                              const Copy& copy) {
+  const bool is_first_lane = threadIdx.x % kWarp == 0;
+  if (uniform(static_cast<int>(threadIdx.x) / kWarp) != kConsumers / kWarp) {
+    for (unsigned number = 0;; ++number) {
+      barrier_wait(at(&s.part_full[number % 2]), number / 2 & 1u);
+      const Part& part = s.parts[number % 2];
+      if (uniform(part.count) == 0) return;
+      copy(part);
+      __syncwarp();
+      barrier_arrive_if(is_first_lane, at(&s.part_empty[number % 2]));
     }
-    return pages;
   }
-
-  /// Walks along the block's work item and tells the consumers of its parts.
-  __device__ void run() {
-    const Schedule schedule(p, s.plan);
-    const WorkItem item = schedule.work_item(scheduled_block<kBlocks>());
-    KvTileCursor at_tile = item.start;
-    unsigned number = 0;  // of the part
-    for (int done = 0, count = 0; done < item.count; done += count) {
-      count = min(item.count - done, at_tile.num_kv_tiles - at_tile.kv_tile);
-      Part part;
-      part.span = span_of_tile(p, s.plan, at_tile.query_tile);
-      part.splits = schedule.splits_of(at_tile.query_tile, at_tile.head);
-      part.query_tile = at_tile.query_tile;
-      part.first_token = (part.span.begin_token / kLatentTileTokens + at_tile.kv_tile) * kLatentTileTokens;
-      part.count = count;
-      part.is_first = at_tile.kv_tile == 0;
-      tell(part, number++);
-      Pages pages = pages_of(part.span, part.tile_token(0));
-      for (int i = 0; i < count; ++i) {
-        const Pages next = i + 1 < count ? pages_of(part.span, part.tile_token(i + 1)) : Pages{};
-        copy_tile(part.span, part.tile_token(i), pages, i % 2);
-        pages = next;
-      }
-      at_tile.advance(p, s.plan, count);
-    }
-    tell(Part{}, number);
-  }
-
-  __device__ void tell(const Part& part, unsigned number) {
+  unsigned number = 0;
+  const auto tell = [&](const Part& part) {
     const unsigned place = number % 2;
-    barrier_wait(at(&s.part_empty[place]), (number / 2 & 1u) ^ 1u);
-    if (threadIdx.x % kWarp == 0) {
+    barrier_wait(at(&s.part_empty[place]), (number++ / 2 & 1u) ^ 1u);
+    if (is_first_lane) {
       s.parts[place] = part;
       barrier_arrive(at(&s.part_full[place]));
     }
     __syncwarp();
+  };
+  const Schedule schedule(p, s.plan);
+  const WorkItem item = schedule.work_item(scheduled_block<kBlocks>());
+  KvTileCursor at_tile = item.start;
+  Part part;
+  for (int done = 0; done < item.count; done += part.count) {
+    part.count = min(item.count - done, at_tile.num_kv_tiles - at_tile.kv_tile);
+    // Later on weights lie where the spans were.
+    part.span = done == 0 ? s.plan.span(at_tile.query_tile) : span_of_tile(p, s.plan, at_tile.query_tile);
+    part.splits = schedule.splits_of(at_tile.query_tile, at_tile.head);
+    part.query_tile = at_tile.query_tile;
+    part.first_token = (part.span.begin_token / kLatentTileTokens + at_tile.kv_tile) * kLatentTileTokens;
+    part.is_first = at_tile.kv_tile == 0;
+    tell(part);
+    copy(part);
+    at_tile.advance(p, s.plan, part.count);
+  }
+  part.count = 0;
+  tell(part);
+}
+
+/// Copies KV tiles by the copy engine; a warp for each half of each KV buffer.
+template <int kBlocks>
+class Copier {
+ public:
+  __device__ Copier(const AttentionParams& params, Shared<kBlocks>& shared, const CUtensorMap& latents,
+                    const CUtensorMap& ropes, int box_tokens)
+      : p(params),
+        s(shared),
+        latents_(latents),
+        ropes_(ropes),
+        box_tokens_(box_tokens),
+        buffer_(uniform(static_cast<int>(threadIdx.x) / kWarp % 2)),
+        half_(uniform(static_cast<int>(threadIdx.x) / kWarp / 2 % 2)) {}
+
+  __device__ void run() {
+    produce_parts(p, s, [&](const Part& part) {
+      if (box_tokens_ == kLatentTileTokens) {
+        copy_whole_tiles(part.span, part.first_token, part.count);
+      } else {
+        copy_boxed_tiles(part.span, part.first_token, part.count);
+      }
+    });
   }
 
-  /// A lane's box, tokens of one page and 64 columns, in each unit of a KV tile.
-  struct Box {
-    unsigned to;  // in the tile, of the first unit
-    int column;   // in the first unit
-    int in_page;
-    int page;
-    bool is_seen;
-  };
-  /// Boxes that hold a token which is seen: [first, last) of a KV tile.
-  struct Boxes {
-    int first;
-    int last;
-    __device__ int count() const { return max(0, last - first); }
-  };
-  __device__ Boxes boxes_of(const QueryTileSpan& span, int token) const {
-    return {max(0, span.begin_token - token) / box_tokens,
-            (min(kLatentTileTokens, max(0, span.end_token - token)) + box_tokens - 1) / box_tokens};
-  }
-  __device__ Box make_box(const Boxes& boxes, const Pages& pages, int token, int box, int chunk) const {
-    const int low = __shfl_sync(~0u, pages.of[0], box % kWarp);
-    const int high = __shfl_sync(~0u, pages.of[1], box % kWarp);
-    return {static_cast<unsigned>(chunk) * kChunkBytes + static_cast<unsigned>(box * box_tokens) * kRowBytes,
-            chunk % kValueChunks * kChunkColumns, (token + box * box_tokens) % p.page_tokens,
-            box < kWarp ? low : high, box >= boxes.first && box < boxes.last};
-  }
+ private:
+  static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
-  /// All that can be is computed before the waits: a tile's place is free for as short as this warp is
-  /// fast.
-  __device__ void copy_tile(const QueryTileSpan& span, int token, const Pages& pages, int buffer) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const unsigned parity = (uses[buffer]++ & 1u) ^ 1u;
-    const Boxes boxes = boxes_of(span, token);
-    const auto bytes = static_cast<unsigned>(boxes.count() * box_tokens) * kRowBytes;
-    const Box values = make_box(boxes, pages, token, lane / kUnitChunks, lane % kUnitChunks);
-    const Box rope = make_box(boxes, pages, token, lane, kValueChunks);
-#pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      const unsigned full = at(&s.full[buffer][unit]);
-      barrier_wait(at(&s.empty[buffer][unit]), parity);
-      if (lane == 0) barrier_expect(full, unit == kRopeUnit ? bytes : kUnitChunks * bytes);
-      __syncwarp();
-      if (!asks_for<kBlocks>(unit)) continue;
-      copy(unit == kRopeUnit ? rope : values, unit, buffer, full);
-      copy_small_boxes(boxes, pages, token, unit, buffer, full);
+  __device__ unsigned full(int unit) const { return at(&s.full[buffer_][half_ * kHalfUnits + unit]); }
+  /// Waits until the half is free, and has its units expect `boxes` boxes of each chunk.
+  __device__ void await_place(int boxes) {
+    barrier_wait(at(&s.empty[buffer_][half_]), (uses_++ & 1u) ^ 1u);
+    const auto chunk_bytes = static_cast<unsigned>(boxes * box_tokens_) * kRowBytes;
+    if (lane() < kHalfUnits) {
+      const int chunks = kUnitChunks + (half_ == kHalves - 1 && lane() == kHalfUnits - 1 ? 1 : 0);
+      barrier_expect(full(lane()), static_cast<unsigned>(chunks) * chunk_bytes);
     }
+    __syncwarp();
   }
 
-  /// The boxes that are more than a lane each.
-  __device__ void copy_small_boxes(const Boxes& boxes, const Pages& pages, int token, int unit, int buffer,
-                                   unsigned full) const {
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const int chunks = unit == kRopeUnit ? 1 : kUnitChunks;
+  /// KV tiles that lie in one page each: a box is a unit.
+  __device__ void copy_whole_tiles(const QueryTileSpan& span, int first_token, int count) {
+    const std::int32_t* pages = p.lists.pages + span.first_page;
+    const auto page_of = [&](int i) {
+      const int token = first_token + i * kLatentTileTokens;
+      return i < count && token < span.end_token ? pages[token / p.page_tokens] : -1;
+    };
+    int page = page_of(buffer_);
 #pragma unroll 1
-    for (int first = kWarp; first < boxes.last * chunks; first += kWarp) {
-      const Box box = unit == kRopeUnit
-                          ? make_box(boxes, pages, token, first + lane, kValueChunks)
-                          : make_box(boxes, pages, token, (first + lane) / kUnitChunks, lane % kUnitChunks);
-      copy(box, unit, buffer, full);
+    for (int i = buffer_; i < count; i += 2) {
+      const int next = page_of(i + 2);
+      const int token = first_token + i * kLatentTileTokens;
+      const int in_page = token % p.page_tokens;
+      const bool is_seen = token < span.end_token;
+      await_place(is_seen ? 1 : 0);
+      if (is_seen && lane() == 0) {
+        const unsigned to = at(s.kv[buffer_]) + static_cast<unsigned>(half_ * kHalfChunks) * kChunkBytes;
+#pragma unroll
+        for (int unit = 0; unit < kHalfUnits; ++unit)
+          copy_box(to + static_cast<unsigned>(unit * kUnitChunks) * kChunkBytes, latents_, 0, in_page,
+                   half_ * kHalfChunks + unit * kUnitChunks, page, full(unit));
+        if (half_ == kHalves - 1)
+          copy_box(to + kHalfChunks * kChunkBytes, ropes_, 0, in_page, 0, page, full(kHalfUnits - 1));
+      }
+      __syncwarp();
+      page = next;
     }
   }
 
-  __device__ void copy(const Box& box, int unit, int buffer, unsigned full) const {
-    if (!box.is_seen) return;
-    const bool is_rope = unit == kRopeUnit;
-    const CUtensorMap& map = is_rope ? ropes : latents;
-    const int column = is_rope ? 0 : box.column + unit * kUnitColumns;
-    const unsigned to =
-        at(s.kv[buffer]) + box.to + (is_rope ? 0 : static_cast<unsigned>(unit * kUnitChunks) * kChunkBytes);
-    if constexpr (kBlocks == 1) {
-      copy_box(to, map, column, box.in_page, 0, box.page, full);
-    } else {
-      copy_box_to_blocks(to, map, column, box.in_page, 0, box.page, full, (1u << kBlocks) - 1u);
+  /// KV tiles that lie in several pages: a box is some tokens of a chunk, of one page. A lane takes the same
+  /// box of several chunks.
+  __device__ void copy_boxed_tiles(const QueryTileSpan& span, int first_token, int count) {
+    const std::int32_t* pages = p.lists.pages + span.first_page;
+    const int chunks = kHalfChunks + (half_ == kHalves - 1 ? 1 : 0);
+#pragma unroll 1
+    for (int i = buffer_; i < count; i += 2) {
+      const int token = first_token + i * kLatentTileTokens;
+      const int first = max(0, span.begin_token - token) / box_tokens_;
+      const int last =
+          (min(kLatentTileTokens, max(0, span.end_token - token)) + box_tokens_ - 1) / box_tokens_;
+      await_place(max(0, last - first));
+#pragma unroll 1
+      for (int box = first + lane(); box < last; box += kWarp) {
+        const int begin = token + box * box_tokens_;
+        const int page = pages[begin / p.page_tokens];
+        const unsigned to = at(s.kv[buffer_]) + static_cast<unsigned>(half_ * kHalfChunks) * kChunkBytes +
+                            static_cast<unsigned>(box * box_tokens_) * kRowBytes;
+#pragma unroll 1
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+          const bool is_rope = chunk == kHalfChunks;
+          copy_box(to + static_cast<unsigned>(chunk) * kChunkBytes, is_rope ? ropes_ : latents_, 0,
+                   begin % p.page_tokens, is_rope ? 0 : half_ * kHalfChunks + chunk, page,
+                   full(min(chunk / kUnitChunks, kHalfUnits - 1)));
+        }
+      }
+      __syncwarp();
     }
   }
+
+  const AttentionParams& p;
+  Shared<kBlocks>& s;
+  const CUtensorMap& latents_;
+  const CUtensorMap& ropes_;
+  const int box_tokens_;
+  const int buffer_;
+  const int half_;
+  unsigned uses_ = 0;  // of the place
 };
 
 }  // namespace helix::cuda::latent

@@ -96,39 +96,6 @@ __device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barri
 #endif
 }
 
-/// The same at that barrier of block `rank` of the cluster. It says that this thread has read, not that it
-/// has written: a release to the cluster would wait for all its writes to memory.
-__device__ __forceinline__ void barrier_arrive_at_if(bool condition, unsigned barrier, unsigned rank) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      ".reg .b32 remote;\n"
-      "setp.ne.b32 p, %0, 0;\n"
-      "mapa.shared::cluster.u32 remote, %1, %2;\n"
-      "@p mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-      "}\n" ::"r"(static_cast<int>(condition)),
-      "r"(barrier), "r"(rank)
-      : "memory");
-#endif
-}
-
-/// Number of this block in its cluster.
-__device__ __forceinline__ unsigned cluster_rank() {
-  unsigned rank = 0;
-#if __CUDA_ARCH__ >= 900
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-  return rank;
-}
-
-/// All threads of the cluster.
-__device__ __forceinline__ void sync_cluster() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-#endif
-}
-
 /// Four 8 x 8 matrices of 16-bit elements into shared memory: lane l says where row l % 8 of matrix l / 8
 /// goes.
 __device__ __forceinline__ void store_matrices(unsigned to, unsigned x0, unsigned x1, unsigned x2,

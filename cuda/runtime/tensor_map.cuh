@@ -72,6 +72,16 @@ inline CUtensorMap paged_rows_map(const PagedRows& rows, DType dtype, std::int64
                      promotion);
 }
 
+/// A map of the 16-bit rows of a paged pool of one head, with coordinates (0, token of the page, chunk of 64
+/// columns, page) and boxes of `box_chunks` chunks of `box_tokens` tokens: chunks land one after another.
+inline CUtensorMap paged_chunks_map(const PagedRows& rows, DType dtype, std::int64_t columns,
+                                    const KvView& kv, int box_tokens, int box_chunks) {
+  return rows_map<4>(rows.first, dtype,
+                     {kChunkColumns, kv.format.page_tokens, columns / kChunkColumns, kv.num_pages},
+                     {rows.token_bytes, kChunkColumns * 2, rows.page_bytes},
+                     {kChunkColumns, box_tokens, box_chunks, 1}, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+}
+
 /// A map of 16-bit queries, with coordinates (column, head, token) and boxes of 64 columns of `box_heads`
 /// heads of `box_tokens` tokens; strides in bytes.
 inline CUtensorMap query_rows_map(const void* q, DType dtype, const std::int64_t (&sizes)[3],
@@ -107,20 +117,6 @@ __device__ __forceinline__ void copy_query_box(unsigned to, const CUtensorMap& m
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
       "[%1, {%2, %3, %4}], [%5];" ::"r"(to),
       "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(column), "r"(head), "r"(token), "r"(barrier)
-      : "memory");
-#endif
-}
-
-/// Copies one box to `to` in every block of `blocks`, a bit for each of the cluster; the same barrier of each
-/// counts its bytes.
-__device__ __forceinline__ void copy_box_to_blocks(unsigned to, const CUtensorMap& map, int column, int token,
-                                                   int head, int page, unsigned barrier, unsigned blocks) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
-      "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(column), "r"(token), "r"(head), "r"(page), "r"(barrier),
-      "h"(static_cast<unsigned short>(blocks))
       : "memory");
 #endif
 }

@@ -27,7 +27,7 @@ __device__ __forceinline__ constexpr unsigned swizzled(unsigned row, unsigned pa
 /// A matrix operand in shared memory whose summed dimension runs along the rows of its chunks (the queries,
 /// and the keys of scores): 64 of the summed dimension a chunk. Step s of 16 within a chunk begins 32 * s
 /// bytes later.
-__device__ __forceinline__ std::uint64_t rows_operand(unsigned address) {
+__device__ __forceinline__ constexpr std::uint64_t rows_operand(unsigned address) {
   return (std::uint64_t{1} << 62) | (std::uint64_t{1024 >> 4} << 32) | (std::uint64_t{1} << 16) |
          ((address & 0x3ffffu) >> 4);
 }
@@ -35,7 +35,7 @@ __device__ __forceinline__ std::uint64_t rows_operand(unsigned address) {
 /// A matrix operand whose summed dimension runs down the rows of its chunks (values: tokens are summed over,
 /// columns are columns of the result): chunks of 64 columns each `chunk_bytes` apart. Step s of 16 tokens
 /// begins 2048 * s bytes later.
-__device__ __forceinline__ std::uint64_t columns_operand(unsigned address, unsigned chunk_bytes) {
+__device__ __forceinline__ constexpr std::uint64_t columns_operand(unsigned address, unsigned chunk_bytes) {
   return (std::uint64_t{1} << 62) | (std::uint64_t{1024 >> 4} << 32) |
          (static_cast<std::uint64_t>(chunk_bytes >> 4) << 16) | ((address & 0x3ffffu) >> 4);
 }

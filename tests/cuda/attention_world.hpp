@@ -46,6 +46,7 @@ struct AttentionCase {
   std::int64_t chunk = 16;
   std::int64_t window = 0;
   float soft_cap = 0.0f;
+  float sharpness = 1.0f;  // scores are so much larger
   std::int64_t q_pad = 0;  // elements between heads, which are NaN
   std::int64_t out_pad = 0;
   bool is_scaled = true;  // e4m3 only: there are scales of K and V
@@ -166,7 +167,7 @@ class AttentionWorld {
   std::int64_t lse_stride() const { return heads() + case_.out_pad; }
   int q_power(std::int64_t kv_head) const { return kv_head % 2 == 0 ? case_.q_power : -case_.q_power; }
   bool is_scaled() const { return case_.kv_dtype == DType::fp8_e4m3 && case_.is_scaled; }
-  float scale() const { return 1.0f / std::sqrt(static_cast<float>(case_.d)); }
+  float scale() const { return case_.sharpness / std::sqrt(static_cast<float>(case_.d)); }
   float uniform() { return static_cast<float>(random_() >> 8) * 0x1p-23f - 1.0f; }
 
   static std::vector<std::uint8_t> narrowed(const std::vector<float>& values) {

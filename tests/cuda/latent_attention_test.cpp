@@ -114,4 +114,16 @@ TEMPLATE_TEST_CASE("latents on a GPU: the same on few blocks, and the same bits 
   }
 }
 
+TEMPLATE_TEST_CASE("latents on a GPU: maxima that rise and fall from tile to tile", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const cuda::Operators<TestType> operators;
+  for (const std::int64_t heads : {16, 128}) {
+    AttentionCase c = latent_case<TestType>(heads);
+    c.sequences = {{2000, 1}, {500, 2}};
+    c.sharpness = 12.0f;
+    CAPTURE(heads);
+    CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+  }
+}
+
 }  // namespace helix::test
