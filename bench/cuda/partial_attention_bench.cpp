@@ -138,6 +138,9 @@ constexpr Case kCases[] = {
     mla({.query_heads = 128, .batch = 8, .tokens = 131072, .queries = 2}),
     mla({.query_heads = 64, .batch = 8, .tokens = 131072}),
     mla({.query_heads = 16, .batch = 64, .tokens = 131072}),
+    mla({.query_heads = 128, .batch = 8, .tokens = 131072, .kv_dtype = kFp8}),
+    mla({.query_heads = 128, .batch = 8, .tokens = 8192, .kv_dtype = kFp8}),
+    mla({.query_heads = 16, .batch = 64, .tokens = 131072, .kv_dtype = kFp8}),
     // Drafted tokens.
     {.batch = 8, .tokens = 131072, .queries = 4},
     {.batch = 8, .tokens = 131072, .queries = 8},

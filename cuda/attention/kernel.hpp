@@ -64,8 +64,8 @@ extern const AttentionKernel kTensorRows;
 extern const AttentionKernel kTensorPagesE4m3;
 /// Tensor cores as kTensorPagesE4m3, for rows of any strides.
 extern const AttentionKernel kTensorRowsE4m3;
-/// Warp-group products of compute capability 9.0, over latents of 512 columns and 64 of rope; q, out and KV
-/// of one 16-bit type, rows of any strides aligned to 16 bytes.
+/// Warp-group products of compute capability 9.0, over latents of 512 columns and 64 of rope; q and out of
+/// one 16-bit type, KV of the same or of e4m3, rows of any strides aligned to 16 bytes.
 extern const AttentionKernel kLatentKernel;
 /// Any sizes up to 1024, types, strides and devices, in plain f32.
 extern const AttentionKernel kPortable;

@@ -118,11 +118,15 @@ void launch(const AttentionParams& p, const AttentionCall& call, const Attention
     launch_early(kernel, static_cast<unsigned>(blocks), latent::kThreads, kBytes, grid.stream, true, p,
                  params...);
   };
-  const int box = box_tokens(p.page_tokens);
-  const int chunks = box == kLatentTileTokens ? latent::kUnitChunks : 1;
-  launch_kernel(attend_latent<T, kBlocks>,
-                paged_chunks_map(p.k, call.dtype, kLatentColumns, call.kv, box, chunks),
-                paged_chunks_map(p.rope, call.dtype, kRopeColumns, call.kv, box, 1), box);
+  if (call.kv.format.dtype == DType::fp8_e4m3) {
+    launch_kernel(attend_latent_e4m3<T, kBlocks>);
+  } else {
+    const int box = box_tokens(p.page_tokens);
+    const int chunks = box == kLatentTileTokens ? latent::kUnitChunks : 1;
+    launch_kernel(attend_latent<T, kBlocks>,
+                  paged_chunks_map(p.k, call.dtype, kLatentColumns, call.kv, box, chunks),
+                  paged_chunks_map(p.rope, call.dtype, kRopeColumns, call.kv, box, 1), box);
+  }
   const bool are_many = blocks / kBlocks >= kManySplits * p.num_query_tiles;  // splits of a query tile
   are_many ? launch_combine<4>(p, grid.stream) : launch_combine<1>(p, grid.stream);
 }
@@ -143,8 +147,8 @@ const AttentionKernel kLatentKernel{
         [](const AttentionCall& call) {
           const KvFormat& format = call.kv.format;
           return call.is_hopper && format.is_latent && is_latent_shape(format.head_dim, format.value_dim) &&
-                 call.dtype == format.dtype && size_bytes(call.dtype) == 2 && call.q_alignment == 16 &&
-                 call.kv_alignment == 16;
+                 (call.dtype == format.dtype || format.dtype == DType::fp8_e4m3) &&
+                 size_bytes(call.dtype) == 2 && call.q_alignment == 16 && call.kv_alignment == 16;
         },
     .query_tile_rows =
         [](std::int64_t head_dim, std::int64_t value_dim) {

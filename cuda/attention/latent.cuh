@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Partial attention over latents (MLA) by Hopper's warp-group products: 512 columns that are key and value,
-// 64 rope columns, q and KV of one 16-bit type.
+// 64 rope columns, q of 16 bits and KV of the same type or of e4m3.
 //
 // A block has 64 query rows, and two consumer warp groups share them: the lead computes the scores of even KV
 // tiles, the follower those of odd ones, and each has half of the value columns of all rows in its registers.
@@ -23,6 +23,7 @@
 #include "cuda/attention/latent_consumer.cuh"
 #include "cuda/attention/latent_producer.cuh"
 #include "cuda/attention/latent_rows.cuh"
+#include "cuda/attention/latent_widener.cuh"
 #include "cuda/runtime/launch.cuh"
 
 namespace helix::cuda {
@@ -186,6 +187,17 @@ __global__ __launch_bounds__(latent::kThreads,
   latent::attend<T, latent::CopiedTiles, kBlocks>(p, [&](latent::Shared<kBlocks>& s) {
     latent::Copier<kBlocks>(p, s, latents, ropes, box_tokens).run();
   });
+#endif
+}
+
+/// Over latents of e4m3.
+template <class T, int kBlocks>
+__global__ __launch_bounds__(latent::kThreads,
+                             1) void attend_latent_e4m3(const __grid_constant__ AttentionParams p) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  prefetch_params(p);
+  latent::attend<T, latent::WidenedTiles, kBlocks>(
+      p, [&](latent::Shared<kBlocks>& s) { latent::Widener<T, kBlocks>(p, s).run(); });
 #endif
 }
 

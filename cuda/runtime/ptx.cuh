@@ -39,6 +39,16 @@ __device__ __forceinline__ void copy_chunk(unsigned to, const void* from) {
 #endif
 }
 
+__device__ __forceinline__ void store_shared(unsigned to, uint4 x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
+/// Asks for a line of 128 bytes to come to the L2 cache.
+__device__ __forceinline__ void prefetch_line(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
+}
+
 /// A barrier whose phase ends after `arrivals` arrivals and the bytes that they expect.
 __device__ __forceinline__ void barrier_init(unsigned barrier, unsigned arrivals) {
 #if __CUDA_ARCH__ >= 900

@@ -114,6 +114,30 @@ TEMPLATE_TEST_CASE("latents on a GPU: the same on few blocks, and the same bits 
   }
 }
 
+TEMPLATE_TEST_CASE("latents on a GPU: e4m3 under any heads, edges, pages, windows and shards", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const cuda::Operators<TestType> operators;
+  for (const std::int64_t heads : {5, 16, 64, 100, 128}) {
+    for (const std::int64_t page : {1, 3, 16, 64, 128}) {
+      AttentionCase c = latent_case<TestType>(heads);
+      c.kv_dtype = DType::fp8_e4m3;
+      c.page_tokens = page;
+      c.kvp = page == 16 ? 3 : 1;
+      c.chunk = page == 3 ? 5 : 16;
+      c.pool = page == 16 ? split_latent_pools : latent_pool;
+      c.is_csr = page == 64;
+      c.window = page == 3 ? 70 : 0;
+      c.forgets = c.window > 0;
+      c.soft_cap = page == 128 ? 3.0f : 0.0f;
+      c.is_scaled = page != 64;
+      c.sequences = {{150, 1}, {400, 2}, {1, 1}, {63, 1}, {64, 1}, {65, 1}, {1000, 3}, {3001, 1}, {90, 0}};
+      c.padding = {2};
+      CAPTURE(heads, page);
+      CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    }
+  }
+}
+
 TEMPLATE_TEST_CASE("latents on a GPU: maxima that rise and fall from tile to tile", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   const cuda::Operators<TestType> operators;
