@@ -10,10 +10,11 @@
 //
 // A KV tile fills a third of the shared memory, so that there are two. Each half of the values is copied and
 // released for itself, so that the next tile comes while the last products of this one run. With more than
-// 64 query rows two blocks have the same KV tiles, and the second finds them in the L2 cache. As a cluster,
-// with each half read by one of them for both, they wait for each other: 460 us where these take 453 (128
-// heads, 8 sequences of 131072 tokens, H200). Nor does a follower help that adds the values of the lead's
-// tile before it weighs its own scores: 449 us against 441, and with 64 heads 334 against 318.
+// 64 query rows two blocks, a cluster, have the same KV tiles at about the same time, and the second finds
+// them in the L2 cache. Where each half is read by one of them for both they wait for each other: 460 us
+// where these take 453 (128 heads, 8 sequences of 131072 tokens, H200). Nor does a follower help that adds
+// the values of the lead's tile before it weighs its own scores: 449 us against 441, with 64 heads 334
+// against 318.
 #pragma once
 
 #include <cstddef>

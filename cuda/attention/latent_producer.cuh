@@ -97,8 +97,9 @@ class Copier {
     __syncwarp();
   }
 
-  /// KV tiles that lie in one page each: a box is a unit.
-  __device__ void copy_whole_tiles(const QueryTileSpan& span, int first_token, int count) {
+  /// KV tiles that lie in one page each: a box is a unit. What is known of the part is in registers: shared
+  /// memory would be read again after each wait.
+  __device__ void copy_whole_tiles(QueryTileSpan span, int first_token, int count) {
     const std::int32_t* pages = p.lists.pages + span.first_page;
     const auto page_of = [&](int i) {
       const int token = first_token + i * kLatentTileTokens;
@@ -128,7 +129,7 @@ class Copier {
 
   /// KV tiles that lie in several pages: a box is some tokens of a chunk, of one page. A lane takes the same
   /// box of several chunks.
-  __device__ void copy_boxed_tiles(const QueryTileSpan& span, int first_token, int count) {
+  __device__ void copy_boxed_tiles(QueryTileSpan span, int first_token, int count) {
     const std::int32_t* pages = p.lists.pages + span.first_page;
     const int chunks = kHalfChunks + (half_ == kHalves - 1 ? 1 : 0);
 #pragma unroll 1
