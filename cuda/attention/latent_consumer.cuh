@@ -361,7 +361,9 @@ struct Consumer {
     const std::int64_t head = tile.query_head(p, 0, r);
     const bool is_empty = !(max > -kInfinity) && sum == 0.0f;
     const int column = kGroup * kGroupColumns + lane() % 4 * 2;
-    T* out = static_cast<T*>(p.out) + token * p.out_token_stride + head * p.out_head_stride + column;
+    const std::int64_t slot = sink_slot(p);
+    T* out = static_cast<T*>(p.out) + slot * p.out_slot_stride + token * p.out_token_stride +
+             head * p.out_head_stride + column;
     auto* partial = reinterpret_cast<float2*>(partials.out(split, r, 0)) + column / 2;
     const float inverse = is_split ? 1.0f : is_empty ? 0.0f : 1.0f / sum;
     if (kGroup == 0 && lane() % 4 == 0) {
@@ -369,7 +371,7 @@ struct Consumer {
         __stcg(partials.max(split, r), max);
         __stcg(partials.sum(split, r), sum);
       } else {
-        p.lse[token * p.lse_token_stride + head * p.lse_head_stride] =
+        p.lse[slot * p.lse_slot_stride + token * p.lse_token_stride + head * p.lse_head_stride] =
             is_empty ? -kInfinity : (max + log2f(sum)) * kLn2;
       }
     }

@@ -48,6 +48,7 @@ struct PeerWaits {
   std::uint32_t group = 0;
   int rank = 0;
   int size = 1;
+  int most_blocks = 0;  ///< Blocks of a kernel that waits, so that other ranks find room; 0: any.
 };
 
 /// A window for messages of up to `channels` blocks. Each block has a channel of its own to each peer: two

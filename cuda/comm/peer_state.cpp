@@ -15,6 +15,7 @@ namespace helix::cuda {
 namespace {
 
 constexpr int kChannels = 64;                   // of a GPU, shared by its ranks
+constexpr int kSharedBlocks = 128;              // of kernels that wait, by all ranks that share a GPU
 constexpr std::int64_t kSlotBytes = 128 << 10;  // of a channel: the pieces of all senders
 constexpr std::int64_t kBlockBytes = 8 << 10;   // that a block moves before another one helps
 
@@ -131,6 +132,7 @@ void PeerComm::State::open_channel(std::shared_ptr<const PeerRange> memory) {
   waits.stride = range->stride();
   waits.rank = rank;
   waits.size = size();
+  waits.most_blocks = ranks_a_device == 1 ? 0 : std::max(2, kSharedBlocks / ranks_a_device);
   const std::lock_guard lock(own->mutex);
   waits.group = static_cast<std::uint32_t>(own->groups.size());
   own->groups.push_back(root_ranks);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// KvpAllToAll: exchanges head slices of partial attention across a KVP group in one packed message a peer.
+// KvpAllToAll: exchanges head slices of partial attention across a KVP group, in one packed message a peer or
+// straight through the peers' memory.
 #pragma once
 
 #include <cstddef>
@@ -17,6 +18,10 @@ namespace helix {
 /// each message carries it with a hash of its tokens' positions, and a rank that skipped or repeated a step
 /// is an Error(out_of_step) on the stream, not a wrong result (invariant 13). The bytes that travel do not
 /// depend on the context. Source: paper section 2.1.2.
+///
+/// Where the communicator has windows and the backend combines through them, attention writes into the memory
+/// of the rank that combines each head: nothing is packed or sent, the transfer runs beside attention, and a
+/// step is one slice.
 template <ExchangeBackend B>
 class KvpAllToAll {
  public:
@@ -30,14 +35,25 @@ class KvpAllToAll {
         spec_(checked(spec, backend.comms().kvp->size())),
         kvp_(backend.comms().kvp->size()),
         layout_(spec, kElementBytes),
-        epoch_(backend.allocate(sizeof(std::uint64_t))) {
+        places_(spec, kvp_, kElementBytes),
+        epoch_(backend.allocate(2 * sizeof(std::uint64_t))) {
     if (kvp_ == 1) return;
-    const auto bytes = static_cast<std::size_t>(layout_.total_bytes());
-    sent_ = backend.allocate(bytes);
-    received_ = allocate_window(backend, *backend.comms().kvp, bytes);
+    if constexpr (kCombinesWindows) {
+      if (backend.comms().kvp->has_windows()) {
+        window_ = backend.comms().kvp->allocate_window(
+            static_cast<std::size_t>(larger<std::int64_t>(1, places_.total_bytes)), places_.heads);
+        has_windows_ = true;
+        return;
+      }
+    }
+    allocate_messages();
   }
 
   const KvpAllToAllSpec& spec() const { return spec_; }
+
+  /// Whether messages are written straight into the memory of peers. Then a step is one slice, and the only
+  /// exchange in flight.
+  bool has_windows() const { return has_windows_; }
 
   /// Bytes of outputs and log-sum-exps in a rank's messages for `tokens` tokens, its own slice included,
   /// headers and padding not.
@@ -63,27 +79,20 @@ class KvpAllToAll {
                   ", and KVP 1 sends nothing");
     HELIX_EXPECTS(slice.index >= 0 && slice.index < spec_.max_slices, ErrorCode::invalid_argument,
                   "exchange: slice ", slice.index, "; built for up to ", spec_.max_slices);
+    HELIX_EXPECTS(!has_windows_ || slice.index == 0, ErrorCode::invalid_argument, "exchange: slice ",
+                  slice.index, "; over windows a step is one slice");
     Outgoing messages{.sink = {.out = {nullptr, {0, spec_.num_query_heads, spec_.value_dim}},
                                .lse = {nullptr, {0, spec_.num_query_heads}},
                                .first_token = slice.first_token},
                       .slice = slice};
     if (slice.tokens == 0) return messages;
-    const ExchangeMessage at = message_of(slice);
-    std::byte* const sent = sent_.data() + layout_.begin(slice);
-    messages.sink.out = {reinterpret_cast<T*>(sent + at.out_begin),
-                         {slice.tokens, spec_.num_query_heads, spec_.value_dim},
-                         {spec_.value_dim, at.head_bytes / kElementBytes, 1}};
-    messages.sink.lse = {reinterpret_cast<float*>(sent + at.lse_begin),
-                         {slice.tokens, spec_.num_query_heads},
-                         {1, at.head_bytes / static_cast<std::int64_t>(sizeof(float))}};
-    messages.sink.headers = {.message = sent,
-                             .tokens = slice.tokens,
-                             .sender = backend_->comms().kvp->rank(),
-                             .epoch = reinterpret_cast<std::uint64_t*>(epoch_.data()),
-                             .positions = positions,
-                             .count = kvp_,
-                             .message_bytes = at.message_bytes};
-    return messages;
+    if constexpr (kCombinesWindows) {
+      if (has_windows_) {
+        point_to_peers(messages.sink, slice.tokens, positions);
+        return messages;
+      }
+    }
+    return packed(slice, positions);
   }
 
   /// The partials of this rank's Hq/N heads from every KVP rank, in rank order; views of the messages (KVP =
@@ -96,7 +105,8 @@ class KvpAllToAll {
   /// Sends head slice p of `partial` to KVP rank p and receives this rank's slice from all: rank (kvp, tpa)
   /// gets heads [kvp * Hq/N, +Hq/N) of its TPA group's Hq/TPA (invariant 1). KVP = 1 and zero tokens send
   /// nothing. Collective over the KVP group with equal token counts. Queued on `stream` (packing, all-to-all
-  /// and check); allocates nothing, capturable. What it returns is valid until the next exchange is queued.
+  /// and check); allocates nothing, but its messages at the first call where attention has windows; then
+  /// capturable. What it returns is valid until the next exchange is queued.
   /// The calls of one KvpAllToAll are ordered by one stream, or by events.
   /// @throws Error(invalid_argument) if shapes differ from the spec; before anything is queued. Failures on
   /// the stream are sticky: Error(out_of_step) if the ranks are not in the same step. That shows in
@@ -118,7 +128,8 @@ class KvpAllToAll {
                   "exchange: KVP 1 packs nothing and converts no lse; give the convention to lse_combine");
     if (kvp_ == 1) return without_exchange(partial);
     if (tokens == 0) return nothing();
-    const Outgoing messages = outgoing({.tokens = tokens}, positions);
+    if (sent_.data() == nullptr) allocate_messages();
+    const Outgoing messages = packed({.tokens = tokens}, positions);
     backend_->pack_partial(PackPartialArgs<T>{.out = partial.out,
                                               .lse = partial.lse,
                                               .packed_out = messages.sink.out,
@@ -138,6 +149,9 @@ class KvpAllToAll {
   void exchange_and_combine(const Outgoing& messages, const float* sinks, TensorView<T, 3> combined,
                             Stream stream) {
     if (messages.slice.tokens == 0) return;
+    if constexpr (kCombinesWindows) {
+      if (has_windows_) return combine_window(messages, sinks, combined, stream);
+    }
     const Received received = transfer(messages, stream);
     const CheckExchangeArgs check = check_of(messages);
     const LseCombineArgs<T> combine{
@@ -157,6 +171,22 @@ class KvpAllToAll {
 
  private:
   static constexpr auto kElementBytes = static_cast<std::int64_t>(sizeof(T));
+  static constexpr auto kLseBytes = static_cast<std::int64_t>(sizeof(float));
+  /// Whether the backend and its communicators know windows; whether there are any, they say themselves.
+  static constexpr bool kCombinesWindows =
+      WindowComm<typename B::Comm> && requires(B & backend, LseCombineArgs<T> combine, Stream stream) {
+    backend.combine_window(WindowExchangeArgs{}, combine, stream);
+  };
+
+  struct NoWindow {};
+  static auto no_peer_window() {
+    if constexpr (kCombinesWindows) {
+      return decltype(std::declval<typename B::Comm&>().allocate_window(std::size_t{}, std::int64_t{})){};
+    } else {
+      return NoWindow{};
+    }
+  }
+  using PeerWindow = decltype(no_peer_window());
   using Window =
       decltype(allocate_window(std::declval<B&>(), std::declval<typename B::Comm&>(), std::size_t{}));
 
@@ -169,6 +199,81 @@ class KvpAllToAll {
                   "; KVP must divide the heads and sizes be positive");
     return spec;
   }
+
+  /// outgoing() in this rank's own memory.
+  Outgoing packed(const ExchangeSlice& slice, const std::int64_t* positions) const {
+    Outgoing messages{.sink = {.out = {}, .lse = {}, .first_token = slice.first_token}, .slice = slice};
+    const ExchangeMessage at = message_of(slice);
+    std::byte* const sent = sent_.data() + layout_.begin(slice);
+    messages.sink.out = {reinterpret_cast<T*>(sent + at.out_begin),
+                         {slice.tokens, spec_.num_query_heads, spec_.value_dim},
+                         {spec_.value_dim, at.head_bytes / kElementBytes, 1}};
+    messages.sink.lse = {reinterpret_cast<float*>(sent + at.lse_begin),
+                         {slice.tokens, spec_.num_query_heads},
+                         {1, at.head_bytes / static_cast<std::int64_t>(sizeof(float))}};
+    messages.sink.headers = {.message = sent,
+                             .tokens = slice.tokens,
+                             .sender = backend_->comms().kvp->rank(),
+                             .epoch = epoch(),
+                             .positions = positions,
+                             .count = kvp_,
+                             .message_bytes = at.message_bytes};
+    return messages;
+  }
+
+  void allocate_messages() {
+    const auto bytes = static_cast<std::size_t>(layout_.total_bytes());
+    sent_ = backend_->allocate(bytes);
+    received_ = allocate_window(*backend_, *backend_->comms().kvp, bytes);
+  }
+
+  /// outgoing() in the peers' memory. No header goes with attention: the combine sends it.
+  void point_to_peers(PartialSink<T>& sink, std::int64_t tokens, const std::int64_t* positions) const {
+    const std::int64_t head = places_.head_bytes(window_.stride_bytes());
+    std::byte* const first = window_.part(0) + backend_->comms().kvp->rank() * places_.sender_bytes;
+    sink.out = {reinterpret_cast<T*>(first + places_.out_begin),
+                {tokens, spec_.num_query_heads, spec_.value_dim},
+                {spec_.value_dim, head / kElementBytes, 1}};
+    sink.lse = {reinterpret_cast<float*>(first + places_.lse_begin),
+                {tokens, spec_.num_query_heads},
+                {1, head / kLseBytes}};
+    sink.headers.tokens = tokens;
+    sink.headers.positions = positions;
+    sink.slot = {.epoch = epoch(), .bytes = places_.slot_bytes};
+  }
+
+  /// Ends the exchange of `messages` and combines: one operation of the backend.
+  void combine_window(const Outgoing& messages, const float* sinks, TensorView<T, 3> combined,
+                      Stream stream) {
+    const std::int64_t rank = backend_->comms().kvp->rank();
+    const std::int64_t head = places_.head_bytes(window_.stride_bytes());
+    const std::int64_t tokens = messages.slice.tokens;
+    std::byte* const own = window_.part(static_cast<int>(rank));
+    sent_payload_bytes_ += payload_bytes(tokens) / kvp_ * (kvp_ - 1);
+    backend_->combine_window(
+        WindowExchangeArgs{.sent = window_.part(0) + rank * places_.sender_bytes,
+                           .received = own,
+                           .peer_bytes = window_.stride_bytes(),
+                           .sender_bytes = places_.sender_bytes,
+                           .slot_bytes = places_.slot_bytes,
+                           .peers = kvp_,
+                           .sender = rank,
+                           .tokens = tokens,
+                           .epoch = epoch(),
+                           .positions = messages.sink.headers.positions},
+        LseCombineArgs<T>{
+            .partial_out = {reinterpret_cast<const T*>(own + places_.out_begin),
+                            {kvp_, tokens, places_.heads, spec_.value_dim},
+                            {places_.sender_bytes / kElementBytes, spec_.value_dim, head / kElementBytes, 1}},
+            .partial_lse = {reinterpret_cast<const float*>(own + places_.lse_begin),
+                            {kvp_, tokens, places_.heads},
+                            {places_.sender_bytes / kLseBytes, 1, head / kLseBytes}},
+            .sink = sinks,
+            .out = combined},
+        stream);
+  }
+
+  std::uint64_t* epoch() const { return reinterpret_cast<std::uint64_t*>(epoch_.data()); }
 
   ExchangeMessage message_of(const ExchangeSlice& slice) const {
     return {slice.tokens, spec_.num_query_heads / kvp_, spec_.value_dim, kElementBytes};
@@ -220,9 +325,12 @@ class KvpAllToAll {
   KvpAllToAllSpec spec_;
   std::int64_t kvp_;
   ExchangeLayout layout_;
+  WindowLayout places_;
   typename B::Buffer epoch_;
   typename B::Buffer sent_{};
   Window received_{};
+  PeerWindow window_{};
+  bool has_windows_ = false;
   std::int64_t sent_payload_bytes_ = 0;
 };
 

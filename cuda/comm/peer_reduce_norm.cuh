@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0
+// All-reduce, residual and norm as one kernel over the memory of peers.
+//
+// Everyone sends its part to everyone and sums all parts itself, in rank order: one-shot. A row is split over
+// the blocks of a cluster, each a channel of its own, so that few rows still leave by several SMs. Messages
+// are small at decode sizes, and carry a flag in each 8 bytes ("lines"): twice the bytes, but no round trip
+// between data and flag. Larger ones are plain data with a flag behind it.
+#pragma once
+
+#include <cstdint>
+
+#include <cooperative_groups.h>
+
+#include "cuda/comm/peer_wait.cuh"
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/rows.cuh"
+#include "cuda/runtime/warp.cuh"
+
+namespace helix::cuda {
+
+/// The rows of one call; all dense.
+template <class T, class W>
+struct PeerNormRows {
+  const T* partial;  // [rows, width]
+  T* residual;       // [rows, width]
+  const W* weight;   // [width]
+  T* out;            // [rows, width] or null: no norm
+  std::int64_t rows;
+  std::int64_t width;  // a multiple of kVector<T>
+  float epsilon;
+};
+
+/// How a call is cut.
+struct PeerNormPlan {
+  int groups = 1;  ///< Rows at a time.
+  int parts = 1;   ///< Blocks of a row: a cluster.
+  int threads = 512;
+  int row_packets = 0;  ///< Packets of 16 bytes of a block's part of a row.
+  int rows_a_round = 1;
+  bool has_lines = false;
+};
+
+/// Packets of a row that a thread holds, at most; lines: one.
+inline constexpr int kPeerNormPackets = 4;
+inline constexpr int kPeerNormThreads = 512;
+
+/// A packet as two lines of data and flag.
+__device__ __forceinline__ void store_lines(std::byte* to, uint4 x, std::uint32_t count) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to), "r"(x.x), "r"(count), "r"(x.y)
+               : "memory");
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to + 16), "r"(x.z), "r"(count),
+               "r"(x.w)
+               : "memory");
+}
+
+__device__ __forceinline__ uint4 load_volatile(const std::byte* from) {
+  uint4 x;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
+
+/// Waits for the packet that store_lines() wrote; zeros where it never comes.
+__device__ __forceinline__ uint4 wait_for_lines(const PeerWaits& waits, int peer, const std::byte* from,
+                                                std::uint32_t count) {
+  uint4 low;
+  uint4 high;
+  const bool is_there = wait_for_peer(waits, peer, count, [&](std::uint64_t& value) {
+    low = load_volatile(from);
+    high = load_volatile(from + 16);
+    value = low.y;
+    const bool has_come = low.y == count && low.w == count && high.y == count && high.w == count;
+    return has_come ? Seen::there : Seen::not_yet;
+  });
+  return is_there ? uint4{low.x, low.z, high.x, high.z} : uint4{0, 0, 0, 0};
+}
+
+/// Sum of x over the cluster, for all threads; every block of it calls.
+__device__ __forceinline__ float cluster_sum(float x, int parts) {
+  __shared__ float warps[kWarp];
+  const unsigned lane = threadIdx.x % kWarp;
+  x = warp_sum(x);
+  if (lane == 0) warps[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  x = warp_sum(lane < blockDim.x / kWarp ? warps[lane] : 0.0f);
+#if __CUDA_ARCH__ >= 900
+  if (parts > 1) {
+    __shared__ float whole;
+    const auto cluster = cooperative_groups::this_cluster();
+    if (threadIdx.x == 0) whole = x;
+    cluster.sync();
+    x = 0.0f;
+    for (int i = 0; i < parts; ++i) x += *cluster.map_shared_rank(&whole, static_cast<unsigned>(i));
+    cluster.sync();  // nobody leaves or writes again while others read
+  } else {
+    __syncthreads();
+  }
+#else
+  (void)parts;
+  __syncthreads();
+#endif
+  return x;
+}
+
+/// One block's part of the sums.
+template <class T, class W, bool kLines, int kPackets>
+struct PeerNormBlock {
+  static constexpr int kElements = kVector<T>;
+  using Packet = Vector<T, kElements>;
+
+  const PeerChannel& channel;
+  const PeerNormRows<T, W>& rows;
+  const PeerNormPlan& plan;
+  BlockChannel ends;
+  int first_packet;
+  int packets;
+
+  __device__ PeerNormBlock(const PeerChannel& to, const PeerNormRows<T, W>& all, const PeerNormPlan& cut)
+      : channel(to), rows(all), plan(cut), ends{to, static_cast<int>(blockIdx.x)} {
+    first_packet = static_cast<int>(blockIdx.x) % plan.parts * plan.row_packets;
+    packets = min(plan.row_packets, static_cast<int>(rows.width / kElements) - first_packet);
+  }
+
+  /// Element of the tensors at which packet `i` of this block's part of a row begins.
+  __device__ std::int64_t element(std::int64_t row, int i) const {
+    return row * rows.width + static_cast<std::int64_t>(first_packet + i) * kElements;
+  }
+  /// Bytes from a slot's begin to packet `i` of the k-th row of a round.
+  __device__ std::int64_t place(int k, int i) const {
+    return (static_cast<std::int64_t>(k) * plan.row_packets + i) * (kLines ? 32 : 16);
+  }
+
+  __device__ void send_row(std::int64_t row, int k, const std::uint32_t (&counts)[kMaxPeers]) const {
+    const int rank = channel.waits.rank;
+    const int size = channel.waits.size;
+    for (int i = static_cast<int>(threadIdx.x); i < packets; i += static_cast<int>(blockDim.x)) {
+      const uint4 x = *reinterpret_cast<const uint4*>(rows.partial + element(row, i));
+      for (int step = 1; step < size; ++step) {
+        const int p = rank + step < size ? rank + step : rank + step - size;
+        if constexpr (kLines) {
+          store_lines(ends.line_slot(p, counts[p] + 1, rank) + place(k, i), x, counts[p] + 1);
+        } else {
+          *reinterpret_cast<uint4*>(ends.slot(p, counts[p] + 1, rank) + place(k, i)) = x;
+        }
+      }
+    }
+  }
+
+  /// The sum of packet `i` over the ranks.
+  __device__ void sum(std::int64_t row, int k, int i, const std::uint32_t (&counts)[kMaxPeers],
+                      float (&total)[kElements]) const {
+    const int rank = channel.waits.rank;
+#pragma unroll 2
+    for (int p = 0; p < channel.waits.size; ++p) {
+      uint4 x;
+      if (p == rank) {
+        x = *reinterpret_cast<const uint4*>(rows.partial + element(row, i));
+      } else if constexpr (kLines) {
+        x = wait_for_lines(channel.waits, p, ends.line_slot(rank, counts[p] + 1, p) + place(k, i),
+                           counts[p] + 1);
+      } else {
+        x = __ldcg(reinterpret_cast<const uint4*>(ends.slot(rank, counts[p] + 1, p) + place(k, i)));
+      }
+      const Packet& packet = reinterpret_cast<const Packet&>(x);
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) {
+        const float value = to_float(packet.elements[j]);
+        total[j] = p == 0 ? value : total[j] + value;
+      }
+    }
+  }
+
+  /// residual += sum, and its norm.
+  __device__ void finish_row(std::int64_t row, int k, const std::uint32_t (&counts)[kMaxPeers]) const {
+    float x[kPackets][kElements];
+    Packet before[kPackets];
+    const auto each = [&](auto&& use) {
+#pragma unroll
+      for (int j = 0; j < kPackets; ++j) {
+        const int i = static_cast<int>(threadIdx.x + static_cast<unsigned>(j) * blockDim.x);
+        if (i < packets) use(j, i);
+      }
+    };
+    each([&](int j, int i) {  // on its way while the peers' parts are
+      before[j] = *reinterpret_cast<const Packet*>(rows.residual + element(row, i));
+    });
+    float squares = 0.0f;
+    each([&](int j, int i) {
+      sum(row, k, i, counts, x[j]);
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        x[j][e] = to_float(from_float<T>(x[j][e] + to_float(before[j].elements[e])));  // as stored
+        squares += x[j][e] * x[j][e];
+      }
+      store_vector(rows.residual + element(row, i), x[j]);
+    });
+    if (rows.out == nullptr) return;
+    const float mean = cluster_sum(squares, plan.parts) / static_cast<float>(rows.width);
+    const float scale = 1.0f / sqrtf(mean + rows.epsilon);
+    each([&](int j, int i) {
+      float weight[kElements];
+      load_vector(rows.weight + element(0, i), weight);
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) x[j][e] = x[j][e] * scale * weight[e];
+      store_vector(rows.out + element(row, i), x[j]);
+    });
+  }
+
+  /// All rows of this block, some a round.
+  __device__ void run(std::uint32_t (&counts)[kMaxPeers]) const {
+    const int size = channel.waits.size;
+    const int p = static_cast<int>(threadIdx.x);
+    const bool is_peer = p < size && p != channel.waits.rank;
+    if (p < size) counts[p] = ends.counts()[p];
+    __syncthreads();
+    for (std::int64_t first = blockIdx.x / plan.parts; first < rows.rows;
+         first += std::int64_t{plan.groups} * plan.rows_a_round) {
+      const auto for_rows = [&](auto&& use) {
+        for (int k = 0; k < plan.rows_a_round; ++k)
+          if (first + std::int64_t{k} * plan.groups < rows.rows)
+            use(first + std::int64_t{k} * plan.groups, k);
+      };
+      for_rows([&](std::int64_t row, int k) { send_row(row, k, counts); });
+      if constexpr (!kLines) {
+        __syncthreads();
+        if (is_peer) {
+          ends.send(p, counts[p] + 1, kTag);
+          (void)ends.receive(p, counts[p] + 1, kTag);
+        }
+        __syncthreads();
+      }
+      for_rows([&](std::int64_t row, int k) { finish_row(row, k, counts); });
+      __syncthreads();
+      if (is_peer) ends.counts()[p] = ++counts[p];
+      __syncthreads();
+    }
+  }
+
+  static constexpr std::uint32_t kTag = 0x6e6f726d;
+};
+
+/// Bytes a rank sends: rows * width * sizeof(T) * (size - 1), twice that in lines. Bound by latency up to
+/// about 128 KB.
+template <class T, class W, bool kLines, int kPackets>
+__global__ void __launch_bounds__(kPeerNormThreads)
+    peer_norm_kernel(const __grid_constant__ PeerChannel channel,
+                     const __grid_constant__ PeerNormRows<T, W> rows,
+                     const __grid_constant__ PeerNormPlan plan) {
+  __shared__ std::uint32_t counts[kMaxPeers];
+  wait_for_previous();
+  PeerNormBlock<T, W, kLines, kPackets>(channel, rows, plan).run(counts);
+}
+
+}  // namespace helix::cuda

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuda::Operators: the end of an exchange through the peers' memory, and its combine.
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include <helix/cuda/backend.hpp>
+#include <helix/error.hpp>
+
+#include "cuda/comm/peer_wait.cuh"
+#include "cuda/exchange/combine_rows.cuh"
+#include "cuda/exchange/header.cuh"
+#include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/operators_state.hpp"
+
+namespace helix::cuda {
+namespace {
+
+constexpr int kThreads = kCombineThreads;
+
+/// The header of the slot in use, at the place of one of the first.
+struct HeaderPlace {
+  std::byte* header;
+
+  __device__ std::uint64_t* epoch() const { return reinterpret_cast<std::uint64_t*>(header); }
+  /// Tokens and sender.
+  __device__ std::uint64_t* rest() const { return epoch() + 1; }
+};
+
+__device__ __forceinline__ std::uint64_t header_rest(const WindowExchangeArgs& args, std::int64_t sender) {
+  return static_cast<std::uint32_t>(args.tokens) | static_cast<std::uint64_t>(sender) << 32;
+}
+
+/// Tells all peers that this rank's messages are whole: what the kernels before this one wrote, and what one
+/// warp sees of it. All lanes of the warp. Returns the epoch that the peers' headers must carry.
+__device__ std::uint64_t send_headers(const WindowExchangeArgs& args, std::uint64_t exchanges,
+                                      std::int64_t slot) {
+  const std::uint64_t epoch = exchange_epoch(exchanges, sum_epoch_terms(args.positions, args.tokens));
+  __threadfence_system();
+  for (std::int64_t p = static_cast<int>(threadIdx.x) % kWarp; p < args.peers; p += kWarp) {
+    const HeaderPlace to{args.sent + p * args.peer_bytes + slot};
+    *static_cast<volatile std::uint64_t*>(to.rest()) = header_rest(args, args.sender);
+    release_flag(to.epoch(), epoch);
+  }
+  return epoch;
+}
+
+/// Waits for the message of `peer` in exchange number `exchanges`, counted from 1.
+__device__ bool wait_for_header(const PeerWaits& waits, const WindowExchangeArgs& args,
+                                std::uint64_t exchanges, std::int64_t slot, int peer) {
+  const std::byte* const header = args.received + peer * args.sender_bytes + slot;
+  return wait_for_peer(waits, peer, exchanges, [&](std::uint64_t& value) {
+    value = acquire_flag(header);
+    const auto ahead =
+        static_cast<std::int32_t>(static_cast<std::uint32_t>(value) - static_cast<std::uint32_t>(exchanges));
+    return ahead < 0 ? Seen::not_yet : ahead == 0 ? Seen::there : Seen::wrong;
+  });
+}
+
+/// One warp: records a message of another step, token count or sender.
+__device__ void check_window_headers(const PeerWaits& waits, const WindowExchangeArgs& args,
+                                     std::uint64_t epoch, std::int64_t slot) {
+  for (std::int64_t p = static_cast<int>(threadIdx.x) % kWarp; p < args.peers; p += kWarp) {
+    const HeaderPlace from{const_cast<std::byte*>(args.received) + p * args.sender_bytes + slot};
+    const std::uint64_t seen = acquire_flag(from.epoch());
+    if (seen != epoch) {
+      give_up(waits, PeerFault::out_of_step, static_cast<int>(p), seen, epoch);
+    } else if (const std::uint64_t rest = *static_cast<volatile std::uint64_t*>(from.rest());
+               rest != header_rest(args, p)) {
+      give_up(waits, PeerFault::out_of_step, static_cast<int>(p), rest, header_rest(args, p));
+    }
+  }
+}
+
+/// Block 0 sends this rank's headers; then every block waits for the peers' and merges its rows, as
+/// combine_kernel does. The last block that has read the epoch advances it.
+template <class T, int kCount, int kRanks>
+__global__ void __launch_bounds__(kThreads)
+    window_combine_kernel(const __grid_constant__ PeerWaits waits,
+                          const __grid_constant__ WindowExchangeArgs args,
+                          const __grid_constant__ CombineRows<T> rows, RowShare share) {
+  wait_for_previous();
+  const std::uint64_t before = *static_cast<volatile std::uint64_t*>(args.epoch);
+  const std::uint64_t exchanges = before + 1;
+  const std::int64_t slot = before % 2 == 0 ? 0 : args.slot_bytes;
+  std::uint64_t epoch = 0;
+  if (blockIdx.x == 0 && threadIdx.x < kWarp) epoch = send_headers(args, exchanges, slot);
+  bool is_there = true;
+  for (int p = static_cast<int>(threadIdx.x); p < args.peers; p += kThreads)
+    is_there = is_there && wait_for_header(waits, args, exchanges, slot, p);
+  if (__syncthreads_and(is_there) == 0) return;
+  if (threadIdx.x == 0) {
+    auto* const arrived = reinterpret_cast<unsigned*>(args.epoch + 1);
+    if (atomicInc(arrived, gridDim.x - 1) == gridDim.x - 1) *args.epoch = exchanges;
+  }
+  const T* const all_out = rows.partial_out + slot / static_cast<std::int64_t>(sizeof(T));
+  const float* const all_lse = rows.partial_lse + slot / static_cast<std::int64_t>(sizeof(float));
+  const std::int64_t num_rows = rows.tokens * rows.heads;
+  for (std::int64_t first = std::int64_t{blockIdx.x} * share.rows(); first < num_rows;
+       first += std::int64_t{gridDim.x} * share.rows()) {
+    const unsigned row = static_cast<unsigned>(first) + threadIdx.x / static_cast<unsigned>(share.threads);
+    if (row < num_rows) merge_partials<T, kCount, kRanks, false>(rows, all_out, all_lse, share, row);
+  }
+  if (blockIdx.x == 0 && threadIdx.x < kWarp) check_window_headers(waits, args, epoch, slot);
+}
+
+}  // namespace
+
+template <class T>
+void Operators<T>::combine_window(const PeerChannel& channel, const WindowExchangeArgs& window,
+                                  const LseCombineArgs<T>& combine, Stream stream) const {
+  const DeviceScope scope(state_->device);
+  const CombineRows<T> rows = combine_rows(combine);
+  with_vector<T>(has_aligned_rows(combine), [&](auto count) {
+    constexpr int kCount = decltype(count)::value;
+    const RowShare share(rows.dim / kCount);
+    const int most = channel.waits.most_blocks;
+    unsigned blocks = std::max(1u, ceil_div(rows.tokens * rows.heads, share.rows()));
+    if (most > 0) blocks = std::min(blocks, static_cast<unsigned>(most));
+    const auto launch = [&](auto ranks) {
+      launch_early(window_combine_kernel<T, kCount, decltype(ranks)::value>, blocks, kThreads, 0,
+                   stream.handle(), state_->is_hopper, channel.waits, window, rows, share);
+    };
+    if (rows.ranks <= 2) {
+      launch(std::integral_constant<int, 2>{});
+    } else if (rows.ranks <= 4) {
+      launch(std::integral_constant<int, 4>{});
+    } else {
+      launch(std::integral_constant<int, 8>{});
+    }
+  });
+}
+
+#define HELIX_INSTANTIATE(T)                                                                \
+  template void Operators<T>::combine_window(const PeerChannel&, const WindowExchangeArgs&, \
+                                             const LseCombineArgs<T>&, Stream) const;
+HELIX_INSTANTIATE(float)
+HELIX_INSTANTIATE(f16)
+HELIX_INSTANTIATE(bf16)
+#undef HELIX_INSTANTIATE
+
+}  // namespace helix::cuda
