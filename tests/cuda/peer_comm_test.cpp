@@ -116,7 +116,7 @@ TEST_CASE("one rank of a job", "[.]") {
   if (const char* job = std::getenv("HELIX_TEST_JOB")) CHECK_NOTHROW(run_job_rank(job));
 }
 
-TEST_CASE("PeerComm keeps the communicator contract, threads of one GPU") {
+TEST_CASE("PeerComm keeps the communicator contract on threads of one GPU") {
   HELIX_REQUIRE_GPUS(1);
   const int size = GENERATE(1, 2, 3, 4, 8);
   run_ranks_or_throw(group_on_one_gpu(size), [](PeerComm& comm) {
@@ -125,7 +125,8 @@ TEST_CASE("PeerComm keeps the communicator contract, threads of one GPU") {
   });
 }
 
-TEST_CASE("PeerComm keeps the communicator contract, a GPU each, with large messages over windows and NCCL") {
+TEST_CASE(
+    "PeerComm keeps the communicator contract with a GPU each and large messages over windows or NCCL") {
   HELIX_REQUIRE_GPUS(2);
   const bool use_nccl = GENERATE(false, true);
   const int size = helix::cuda::device_count();
@@ -138,7 +139,7 @@ TEST_CASE("PeerComm keeps the communicator contract, a GPU each, with large mess
                      });
 }
 
-TEST_CASE("PeerComm keeps the communicator contract, processes") {
+TEST_CASE("PeerComm keeps the communicator contract between processes") {
   HELIX_REQUIRE_GPUS(1);
   const int size = GENERATE(2, 3);
   const std::vector<int> codes = run_job(size, "contract");
@@ -258,7 +259,7 @@ TEST_CASE("a rank that never calls is named by the kernels that wait for it") {
   CHECK(outcomes.code(1) == ErrorCode::peer_failed);
 }
 
-TEST_CASE("ranks that make different calls are told, where their messages meet") {
+TEST_CASE("ranks that make different calls are told where their messages meet") {
   HELIX_REQUIRE_GPUS(1);
   const RankOutcomes outcomes = run_ranks(group_on_one_gpu(2, 5s), [](PeerComm& comm) {
     helix::cuda::use_device(0);
@@ -301,7 +302,7 @@ TEST_CASE("an abort lets the kernels of all ranks go, also of parts") {
   }
 }
 
-TEST_CASE("a process that exits, is killed or stands still ends the others' waits, and is named") {
+TEST_CASE("a process that exits or is killed or stands still ends the waits of others and is named") {
   HELIX_REQUIRE_GPUS(1);
   const std::string job = GENERATE("death", "kill", "stop");
   INFO(job);
