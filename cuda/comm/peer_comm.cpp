@@ -69,8 +69,13 @@ void move(const PeerComm::State& state, const PeerMoves& moves, int blocks, cons
 
 void reduce(const PeerComm::State& state, Operation operation, PeerReduction call, const Stream& stream) {
   call.tag = tag_of(operation, call.count, static_cast<int>(call.dtype));
-  const DeviceScope scope(state.own->device);
   const auto bytes = call.count * static_cast<std::int64_t>(size_bytes(call.dtype));
+  if (state.size() == 1) {
+    PeerMoves moves = moves_of(call.in, call.out, call.tag);
+    moves.send_bytes[0] = moves.recv_bytes[0] = bytes;
+    return move(state, moves, state.blocks_for(bytes), stream);
+  }
+  const DeviceScope scope(state.own->device);
   peer_reduce(state.channel, call, state.blocks_for(bytes * state.size()), stream.handle());
 }
 
@@ -92,8 +97,9 @@ int PeerComm::size() const {
 bool PeerComm::has_windows() const {
   return state_->has_windows();
 }
-const PeerChannel& PeerComm::channel() const {
+const PeerChannel& PeerComm::begin_kernel(const char* operation) const {
   HELIX_EXPECTS(has_windows(), ErrorCode::unsupported, "PeerComm: the GPUs do not reach each other's memory");
+  state_->begin(operation);
   return state_->channel;
 }
 

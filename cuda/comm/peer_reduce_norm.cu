@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kPartPackets = 256;  // of a row that a block takes, where rows are few
 constexpr int kMostParts = 8;      // blocks of a cluster, on any device of compute capability 9.0
-constexpr std::int64_t kMostLineBytes = 64 << 10;  // of a rank's rows
+constexpr std::int64_t kMostLineBytes = 256 << 10;  // of a rank's rows
 
 /// The cut of `rows` rows of `packets` packets; false: none fits the slots.
 bool make_plan(const PeerChannel& channel, std::int64_t rows, std::int64_t packets, bool has_clusters,

@@ -33,7 +33,7 @@ struct ChannelLayout {
 
   ChannelLayout(std::int64_t size, int ranks_a_device)
       : channels(larger<std::int64_t>(2, kChannels / ranks_a_device)),
-        piece(larger<std::int64_t>(1024, kSlotBytes / size / 1024 * 1024)),
+        piece(size == 1 ? 1024 : larger<std::int64_t>(1024, kSlotBytes / size / 1024 * 1024)),
         counts(kMaxPeers * static_cast<std::int64_t>(sizeof(std::uint32_t))),
         flags(round_up(counts + channels * size * 4, std::int64_t{256})),
         slots(round_up(flags + channels * 2 * size * 8, std::int64_t{256})),

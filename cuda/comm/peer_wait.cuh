@@ -131,7 +131,6 @@ struct BlockChannel {
 
   /// Tells the peer that message `count` is in its slot: after a barrier behind the writes of all threads.
   __device__ void send(int peer, std::uint32_t count, std::uint32_t tag) const {
-    __threadfence_system();
     release_flag(flag(peer, count, channel.waits.rank), flag_of(count, tag));
   }
   /// Waits for the peer's message `count`.

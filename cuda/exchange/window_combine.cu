@@ -36,7 +36,6 @@ __device__ __forceinline__ std::uint64_t header_rest(const WindowExchangeArgs& a
 __device__ std::uint64_t send_headers(const WindowExchangeArgs& args, std::uint64_t exchanges,
                                       std::int64_t slot) {
   const std::uint64_t epoch = exchange_epoch(exchanges, sum_epoch_terms(args.positions, args.tokens));
-  __threadfence_system();
   for (std::int64_t p = static_cast<int>(threadIdx.x) % kWarp; p < args.peers; p += kWarp) {
     const HeaderPlace to{args.sent + p * args.peer_bytes + slot};
     *static_cast<volatile std::uint64_t*>(to.rest()) = header_rest(args, args.sender);

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <random>
 #include <thread>
 #include <vector>
 
@@ -74,10 +73,12 @@ std::vector<T> on_host(const PeerBackend<T>& backend, const Buffer& buffer, std:
 /// Values of any rank, so that each knows what the others bring.
 template <class T>
 std::vector<T> random_values(std::int64_t count, unsigned seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  std::vector<T> values;
-  for (std::int64_t i = 0; i < count; ++i) values.emplace_back(normal(random));
+  std::vector<T> values(static_cast<std::size_t>(count));
+  std::uint32_t state = seed * 2654435761u + 12345u;
+  for (T& value : values) {
+    state = state * 1664525u + 1013904223u;
+    value = T(static_cast<float>(static_cast<std::int32_t>(state)) * 0x1p-30f);  // in (-2, 2)
+  }
   return values;
 }
 
@@ -239,7 +240,7 @@ TEST_CASE("captured steps with odd numbers of exchanges replay rightly") {
   });
 }
 
-TEST_CASE("a rank that skips an exchange, or is at other positions, is out of step and named") {
+TEST_CASE("a rank that skips an exchange or is at other positions is named") {
   HELIX_REQUIRE_GPUS(1);
   const bool skips = GENERATE(false, true);
   const RankOutcomes outcomes = run_ranks(make_group(2, 2s), [skips](PeerComm& comm) {
@@ -249,7 +250,8 @@ TEST_CASE("a rank that skips an exchange, or is at other positions, is out of st
     Exchange<bf16> exchange(backend, {1, 8, 128}, 1);
     exchange.queue(0, stream);
     backend.synchronize(stream);
-    if (comm.rank() == 1) exchange.positions = on_device(std::vector<std::int64_t>{6, 6});
+    Buffer others = on_device(std::vector<std::int64_t>{6, 6});
+    if (comm.rank() == 1) std::swap(exchange.positions, others);  // frees nothing
     if (skips && comm.rank() == 1) {
       std::this_thread::sleep_for(4s);
     } else {
@@ -263,7 +265,7 @@ TEST_CASE("a rank that skips an exchange, or is at other positions, is out of st
   if (!skips) CHECK_THAT(outcomes.message(0), Contains("out of step"));
 }
 
-TEMPLATE_TEST_CASE("reduce_norm over windows equals the norm of the sum, with equal bits on all ranks", "",
+TEMPLATE_TEST_CASE("reduce_norm over windows equals the norm of the sum with equal bits on all ranks", "",
                    bf16, float) {
   HELIX_REQUIRE_GPUS(1);
   const int size = GENERATE(2, 3, 8);
@@ -275,7 +277,7 @@ TEMPLATE_TEST_CASE("reduce_norm over windows equals the norm of the sum, with eq
       std::int64_t rows, width;
     };
     for (const Shape& s :
-         {Shape{1, 64}, {1, 2048}, {2, 4096}, {5, 8192}, {70, 1024}, {33, 16384}, {3, 24}, {2, 100}}) {
+         {Shape{1, 64}, {1, 2048}, {2, 4096}, {5, 8192}, {70, 1024}, {9, 16384}, {3, 24}, {2, 100}}) {
       for (const bool has_norm : {true, false}) {
         const auto count = static_cast<std::size_t>(s.rows * s.width);
         const auto seed = [&](int rank) { return static_cast<unsigned>(17 * rank + 3); };

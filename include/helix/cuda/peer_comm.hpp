@@ -125,8 +125,9 @@ class HELIX_API PeerComm {
   /// did not come; Error(out_of_step) if ranks made different calls; what CUDA reports.
   void synchronize(Stream stream) const;
 
-  /// What kernels of this library need to reach the peers; only with windows.
-  const PeerChannel& channel() const;
+  /// What a kernel of this library that is `operation`, a string literal, needs to reach the peers; only with
+  /// windows. @throws Error(peer_failed) once any rank failed.
+  const PeerChannel& begin_kernel(const char* operation) const;
 
   struct State;
 
