@@ -133,36 +133,62 @@ struct PeerNormBlock {
     return (static_cast<std::int64_t>(k) * plan.row_packets + i) * (kLines ? 32 : 16);
   }
 
-  __device__ void send_row(std::int64_t row, int k, const std::uint32_t (&counts)[kMaxPeers]) const {
-    const int rank = channel.waits.rank;
-    const int size = channel.waits.size;
-    for (int i = static_cast<int>(threadIdx.x); i < packets; i += static_cast<int>(blockDim.x)) {
-      const uint4 x = *reinterpret_cast<const uint4*>(rows.partial + element(row, i));
-      for (int step = 1; step < size; ++step) {
-        const int p = rank + step < size ? rank + step : rank + step - size;
-        if constexpr (kLines) {
-          store_lines(ends.line_slot(p, counts[p] + 1, rank) + place(k, i), x, counts[p] + 1);
-        } else {
-          *reinterpret_cast<uint4*>(ends.slot(p, counts[p] + 1, rank) + place(k, i)) = x;
-        }
-      }
+  /// Calls use(j, i) for this thread's packets i of a row.
+  template <class Use>
+  __device__ __forceinline__ void each(const Use& use) const {
+#pragma unroll
+    for (int j = 0; j < kPackets; ++j) {
+      const int i = static_cast<int>(threadIdx.x + static_cast<unsigned>(j) * blockDim.x);
+      if (i < packets) use(j, i);
     }
   }
 
-  /// The sum of packet `i` over the ranks.
-  __device__ void sum(std::int64_t row, int k, int i, const std::uint32_t (&counts)[kMaxPeers],
-                      float (&total)[kElements]) const {
+  /// What a thread brings of a row.
+  struct Own {
+    uint4 part[kPackets];
+    Packet residual[kPackets];
+  };
+
+  __device__ __forceinline__ void load(std::int64_t row, Own& own) const {
+    each([&](int j, int i) {
+      own.part[j] = *reinterpret_cast<const uint4*>(rows.partial + element(row, i));
+      own.residual[j] = *reinterpret_cast<const Packet*>(rows.residual + element(row, i));
+    });
+  }
+
+  /// To all peers, as row number k of the round.
+  __device__ __forceinline__ void send(const Own& own, int k,
+                                       const std::uint32_t (&counts)[kMaxPeers]) const {
+    const int rank = channel.waits.rank;
+    const int size = channel.waits.size;
+    for (int step = 1; step < size; ++step) {
+      const int p = rank + step < size ? rank + step : rank + step - size;
+      const std::uint32_t count = counts[p] + 1;
+      std::byte* const slot = kLines ? ends.line_slot(p, count, rank) : ends.slot(p, count, rank);
+      each([&](int j, int i) {
+        if constexpr (kLines) {
+          store_lines(slot + place(k, i), own.part[j], count);
+        } else {
+          *reinterpret_cast<uint4*>(slot + place(k, i)) = own.part[j];
+        }
+      });
+    }
+  }
+
+  /// The sum of packet `i`, of which `own` is this rank's part, over the ranks.
+  __device__ __forceinline__ void sum(uint4 own, int k, int i, const std::uint32_t (&counts)[kMaxPeers],
+                                      float (&total)[kElements]) const {
     const int rank = channel.waits.rank;
 #pragma unroll 2
     for (int p = 0; p < channel.waits.size; ++p) {
-      uint4 x;
-      if (p == rank) {
-        x = *reinterpret_cast<const uint4*>(rows.partial + element(row, i));
-      } else if constexpr (kLines) {
-        x = wait_for_lines(channel.waits, p, ends.line_slot(rank, counts[p] + 1, p) + place(k, i),
-                           counts[p] + 1);
-      } else {
-        x = __ldcg(reinterpret_cast<const uint4*>(ends.slot(rank, counts[p] + 1, p) + place(k, i)));
+      uint4 x = own;
+      if (p != rank) {
+        const std::uint32_t count = counts[p] + 1;
+        if constexpr (kLines) {
+          x = wait_for_lines(channel.waits, p, ends.line_slot(rank, count, p) + place(k, i), count);
+        } else {
+          x = __ldcg(reinterpret_cast<const uint4*>(ends.slot(rank, count, p) + place(k, i)));
+        }
       }
       const Packet& packet = reinterpret_cast<const Packet&>(x);
 #pragma unroll
@@ -174,56 +200,58 @@ struct PeerNormBlock {
   }
 
   /// residual += sum, and its norm.
-  __device__ void finish_row(std::int64_t row, int k, const std::uint32_t (&counts)[kMaxPeers]) const {
+  __device__ __forceinline__ void finish(std::int64_t row, const Own& own, int k,
+                                         const std::uint32_t (&counts)[kMaxPeers]) const {
+    const bool has_norm = rows.out != nullptr;
+    Vector<W, kElements> weight;
+    if (kPackets == 1 && has_norm && static_cast<int>(threadIdx.x) < packets)  // on its way meanwhile
+      weight = *reinterpret_cast<const Vector<W, kElements>*>(rows.weight +
+                                                              element(0, static_cast<int>(threadIdx.x)));
     float x[kPackets][kElements];
-    Packet before[kPackets];
-    const auto each = [&](auto&& use) {
-#pragma unroll
-      for (int j = 0; j < kPackets; ++j) {
-        const int i = static_cast<int>(threadIdx.x + static_cast<unsigned>(j) * blockDim.x);
-        if (i < packets) use(j, i);
-      }
-    };
-    each([&](int j, int i) {  // on its way while the peers' parts are
-      before[j] = *reinterpret_cast<const Packet*>(rows.residual + element(row, i));
-    });
     float squares = 0.0f;
     each([&](int j, int i) {
-      sum(row, k, i, counts, x[j]);
+      sum(own.part[j], k, i, counts, x[j]);
 #pragma unroll
       for (int e = 0; e < kElements; ++e) {
-        x[j][e] = to_float(from_float<T>(x[j][e] + to_float(before[j].elements[e])));  // as stored
+        x[j][e] = to_float(from_float<T>(x[j][e] + to_float(own.residual[j].elements[e])));  // as stored
         squares += x[j][e] * x[j][e];
       }
       store_vector(rows.residual + element(row, i), x[j]);
     });
-    if (rows.out == nullptr) return;
+    if (!has_norm) return;
     const float mean = cluster_sum(squares, plan.parts) / static_cast<float>(rows.width);
     const float scale = 1.0f / sqrtf(mean + rows.epsilon);
     each([&](int j, int i) {
-      float weight[kElements];
-      load_vector(rows.weight + element(0, i), weight);
+      if (kPackets > 1) weight = *reinterpret_cast<const Vector<W, kElements>*>(rows.weight + element(0, i));
 #pragma unroll
-      for (int e = 0; e < kElements; ++e) x[j][e] = x[j][e] * scale * weight[e];
+      for (int e = 0; e < kElements; ++e) x[j][e] = x[j][e] * scale * to_float(weight.elements[e]);
       store_vector(rows.out + element(row, i), x[j]);
     });
   }
 
   /// All rows of this block, some a round.
   __device__ void run(std::uint32_t (&counts)[kMaxPeers]) const {
-    const int size = channel.waits.size;
     const int p = static_cast<int>(threadIdx.x);
-    const bool is_peer = p < size && p != channel.waits.rank;
-    if (p < size) counts[p] = ends.counts()[p];
+    const bool is_peer = p < channel.waits.size && p != channel.waits.rank;
+    std::int64_t first = blockIdx.x / plan.parts;
+    Own own;  // of a round's first row, asked for early where registers allow
+    if (kPackets == 1) load(first, own);
+    if (p < channel.waits.size) counts[p] = ends.counts()[p];
     __syncthreads();
-    for (std::int64_t first = blockIdx.x / plan.parts; first < rows.rows;
-         first += std::int64_t{plan.groups} * plan.rows_a_round) {
-      const auto for_rows = [&](auto&& use) {
-        for (int k = 0; k < plan.rows_a_round; ++k)
-          if (first + std::int64_t{k} * plan.groups < rows.rows)
-            use(first + std::int64_t{k} * plan.groups, k);
+    for (;;) {
+      const auto row_of = [&](int k) { return first + std::int64_t{k} * plan.groups; };
+      const auto for_rows = [&](const auto& use) {
+        for (int k = 0; k < plan.rows_a_round && row_of(k) < rows.rows; ++k) {
+          if (kPackets == 1 && k == 0) {
+            use(own, k);
+          } else {
+            Own other;
+            load(row_of(k), other);
+            use(other, k);
+          }
+        }
       };
-      for_rows([&](std::int64_t row, int k) { send_row(row, k, counts); });
+      for_rows([&](const Own& row, int k) { send(row, k, counts); });
       if constexpr (!kLines) {
         __syncthreads();
         if (is_peer) {
@@ -232,9 +260,12 @@ struct PeerNormBlock {
         }
         __syncthreads();
       }
-      for_rows([&](std::int64_t row, int k) { finish_row(row, k, counts); });
+      for_rows([&](const Own& row, int k) { finish(row_of(k), row, k, counts); });
       __syncthreads();
       if (is_peer) ends.counts()[p] = ++counts[p];
+      first += std::int64_t{plan.groups} * plan.rows_a_round;
+      if (first >= rows.rows) return;
+      if (kPackets == 1) load(first, own);
       __syncthreads();
     }
   }

@@ -17,6 +17,7 @@ namespace helix::cuda {
 namespace {
 
 constexpr int kThreads = kCombineThreads;
+static_assert(kThreads >= kMaxPeers);
 
 /// The header of the slot in use, at the place of one of the first.
 struct HeaderPlace {
@@ -44,30 +45,24 @@ __device__ std::uint64_t send_headers(const WindowExchangeArgs& args, std::uint6
   return epoch;
 }
 
-/// Waits for the message of `peer` in exchange number `exchanges`, counted from 1.
-__device__ bool wait_for_header(const PeerWaits& waits, const WindowExchangeArgs& args,
-                                std::uint64_t exchanges, std::int64_t slot, int peer) {
-  const std::byte* const header = args.received + peer * args.sender_bytes + slot;
+/// Waits for the message of `peer` in exchange number `exchanges`, counted from 1; `seen` is its epoch.
+__device__ bool wait_for_header(const PeerWaits& waits, const std::byte* header, std::uint64_t exchanges,
+                                int peer, std::uint64_t& seen) {
   return wait_for_peer(waits, peer, exchanges, [&](std::uint64_t& value) {
-    value = acquire_flag(header);
+    value = seen = acquire_flag(header);
     const auto ahead =
         static_cast<std::int32_t>(static_cast<std::uint32_t>(value) - static_cast<std::uint32_t>(exchanges));
     return ahead < 0 ? Seen::not_yet : ahead == 0 ? Seen::there : Seen::wrong;
   });
 }
 
-/// One warp: records a message of another step, token count or sender.
-__device__ void check_window_headers(const PeerWaits& waits, const WindowExchangeArgs& args,
-                                     std::uint64_t epoch, std::int64_t slot) {
-  for (std::int64_t p = static_cast<int>(threadIdx.x) % kWarp; p < args.peers; p += kWarp) {
-    const HeaderPlace from{const_cast<std::byte*>(args.received) + p * args.sender_bytes + slot};
-    const std::uint64_t seen = acquire_flag(from.epoch());
-    if (seen != epoch) {
-      give_up(waits, PeerFault::out_of_step, static_cast<int>(p), seen, epoch);
-    } else if (const std::uint64_t rest = *static_cast<volatile std::uint64_t*>(from.rest());
-               rest != header_rest(args, p)) {
-      give_up(waits, PeerFault::out_of_step, static_cast<int>(p), rest, header_rest(args, p));
-    }
+/// Records the message of a peer that is of another step, token count or sender.
+__device__ void check_header(const PeerWaits& waits, const WindowExchangeArgs& args, int peer,
+                             std::uint64_t epoch, std::uint64_t seen, std::uint64_t rest) {
+  if (seen != epoch) {
+    give_up(waits, PeerFault::out_of_step, peer, seen, epoch);
+  } else if (rest != header_rest(args, peer)) {
+    give_up(waits, PeerFault::out_of_step, peer, rest, header_rest(args, peer));
   }
 }
 
@@ -82,12 +77,20 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint64_t before = *static_cast<volatile std::uint64_t*>(args.epoch);
   const std::uint64_t exchanges = before + 1;
   const std::int64_t slot = before % 2 == 0 ? 0 : args.slot_bytes;
-  std::uint64_t epoch = 0;
-  if (blockIdx.x == 0 && threadIdx.x < kWarp) epoch = send_headers(args, exchanges, slot);
-  bool is_there = true;
-  for (int p = static_cast<int>(threadIdx.x); p < args.peers; p += kThreads)
-    is_there = is_there && wait_for_header(waits, args, exchanges, slot, p);
+  __shared__ std::uint64_t own_epoch;  // of block 0
+  if (blockIdx.x == 0 && threadIdx.x < kWarp) {
+    const std::uint64_t epoch = send_headers(args, exchanges, slot);
+    if (threadIdx.x == 0) own_epoch = epoch;
+  }
+  const int peer = static_cast<int>(threadIdx.x);
+  const bool has_peer = peer < args.peers;
+  const std::byte* const header = args.received + peer * args.sender_bytes + slot;
+  std::uint64_t seen = 0;
+  std::uint64_t rest = 0;
+  const bool is_there = !has_peer || wait_for_header(waits, header, exchanges, peer, seen);
   if (__syncthreads_and(is_there) == 0) return;
+  // Looked at when the rows are done: a trip to memory less.
+  if (blockIdx.x == 0 && has_peer) rest = reinterpret_cast<const volatile std::uint64_t*>(header)[1];
   if (threadIdx.x == 0) {
     auto* const arrived = reinterpret_cast<unsigned*>(args.epoch + 1);
     if (atomicInc(arrived, gridDim.x - 1) == gridDim.x - 1) *args.epoch = exchanges;
@@ -100,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
     const unsigned row = static_cast<unsigned>(first) + threadIdx.x / static_cast<unsigned>(share.threads);
     if (row < num_rows) merge_partials<T, kCount, kRanks, false>(rows, all_out, all_lse, share, row);
   }
-  if (blockIdx.x == 0 && threadIdx.x < kWarp) check_window_headers(waits, args, epoch, slot);
+  if (blockIdx.x == 0 && has_peer) check_header(waits, args, peer, own_epoch, seen, rest);
 }
 
 }  // namespace
