@@ -33,9 +33,9 @@ struct AttentionParams {
   float* lse = nullptr;
   std::int64_t lse_token_stride = 0;
   std::int64_t lse_head_stride = 0;
-  bool is_out_aligned = false;  ///< four columns of out can be stored at once
-  int first_out_token = 0;      ///< Token of the step at row 0 of out and lse.
-  StampArgs headers{};          ///< Headers of the messages that out and lse lie in.
+  bool is_out_aligned = false;                ///< four columns of out can be stored at once
+  int first_out_token = 0;                    ///< Token of the step at row 0 of out and lse.
+  StampArgs headers{};                        ///< Headers of the messages that out and lse lie in.
   const std::uint64_t* slot_epoch = nullptr;  ///< SinkSlot::epoch.
   std::int64_t out_slot_stride = 0;           ///< Elements of out to the other slot.
   std::int64_t lse_slot_stride = 0;

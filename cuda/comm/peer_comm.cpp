@@ -53,6 +53,21 @@ class BootstrapWait {
   std::optional<comm::Bootstrap>& bootstrap_;
 };
 
+/// Where hosts have to: returns when those of all ranks, or of the `peer`, have come with an equal call. What
+/// is captured runs later.
+void meet(const PeerComm::State& state, Operation operation, std::int64_t count, const Stream& stream,
+          int detail = 0, int peer = -1) {
+  if (state.ranks_a_device == 1 || state.size() == 1) return;
+  cudaStreamCaptureStatus status{};
+  HELIX_CUDA_CHECK(cudaStreamIsCapturing(stream.handle(), &status));
+  if (status != cudaStreamCaptureStatusNone) return;
+  comm::Call call;
+  call.operation = operation;
+  call.count = count;
+  call.root = detail;
+  state.hosts->meet(call, peer);
+}
+
 /// Empty moves of a call.
 PeerMoves moves_of(const void* in, void* out, std::uint32_t tag) {
   PeerMoves moves;
@@ -75,6 +90,7 @@ void reduce(const PeerComm::State& state, Operation operation, PeerReduction cal
     moves.send_bytes[0] = moves.recv_bytes[0] = bytes;
     return move(state, moves, state.blocks_for(bytes), stream);
   }
+  meet(state, operation, call.count, stream, static_cast<int>(call.dtype));
   const DeviceScope scope(state.own->device);
   peer_reduce(state.channel, call, state.blocks_for(bytes * state.size()), stream.handle());
 }
@@ -97,9 +113,11 @@ int PeerComm::size() const {
 bool PeerComm::has_windows() const {
   return state_->has_windows();
 }
-const PeerChannel& PeerComm::begin_kernel(const char* operation) const {
+const PeerChannel& PeerComm::begin_kernel(const char* operation, Stream stream) const {
   HELIX_EXPECTS(has_windows(), ErrorCode::unsupported, "PeerComm: the GPUs do not reach each other's memory");
   state_->begin(operation);
+  // Sizes are the caller's to compare, by what its kernels say to each other.
+  meet(*state_, Operation::barrier, 0, stream);
   return state_->channel;
 }
 
@@ -141,6 +159,7 @@ void PeerComm::all_gather(const void* in, void* out, std::int64_t bytes, Stream 
   state_->begin("all_gather");
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->all_gather(in, out, bytes, stream);
+  meet(*state_, Operation::all_gather, bytes, stream);
   PeerMoves moves = moves_of(in, out, tag_of(Operation::all_gather, bytes));
   for (int p = 0; p < size(); ++p) {
     moves.send_bytes[p] = bytes;
@@ -155,6 +174,7 @@ void PeerComm::all_to_all(const void* in, void* out, std::int64_t bytes, Stream 
   state_->begin("all_to_all");
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->all_to_all(in, out, bytes, stream);
+  meet(*state_, Operation::all_to_all, bytes, stream);
   PeerMoves moves = moves_of(in, out, tag_of(Operation::all_to_all, bytes));
   for (int p = 0; p < size(); ++p) {
     moves.send_begin[p] = moves.recv_begin[p] = p * bytes;
@@ -171,6 +191,7 @@ void PeerComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_b
                 " sends ", send_bytes[own], " bytes to itself, but expects ", recv_bytes[own]);
   state_->begin("all_to_all_v");
   if (!has_windows()) return state_->nccl->all_to_all_v(in, send_bytes, out, recv_bytes, stream);
+  meet(*state_, Operation::barrier, 0, stream);
   PeerMoves moves = moves_of(in, out, tag_of(Operation::all_to_all_v, 0));
   std::int64_t send_begin = 0;
   std::int64_t recv_begin = 0;
@@ -191,6 +212,7 @@ void PeerComm::broadcast(void* buffer, std::int64_t bytes, int root, Stream stre
   state_->begin("broadcast");
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->broadcast(buffer, bytes, root, stream);
+  meet(*state_, Operation::broadcast, bytes, stream, root);
   PeerMoves moves = moves_of(buffer, buffer, tag_of(Operation::broadcast, bytes, root));
   if (rank() == root) {
     for (int p = 0; p < size(); ++p) moves.send_bytes[p] = p == root ? 0 : bytes;
@@ -206,6 +228,7 @@ void PeerComm::send(const void* buffer, std::int64_t bytes, int peer, Stream str
   state_->begin("send");
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->send(buffer, bytes, peer, stream);
+  meet(*state_, Operation::send, bytes, stream, 0, peer);
   PeerMoves moves = moves_of(buffer, nullptr, tag_of(Operation::send, bytes));
   moves.send_bytes[peer] = bytes;
   move(*state_, moves, state_->blocks_for(bytes), stream);
@@ -217,6 +240,7 @@ void PeerComm::recv(void* buffer, std::int64_t bytes, int peer, Stream stream) {
   state_->begin("recv");
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->recv(buffer, bytes, peer, stream);
+  meet(*state_, Operation::recv, bytes, stream, 0, peer);
   PeerMoves moves = moves_of(nullptr, buffer, tag_of(Operation::send, bytes));
   moves.recv_bytes[peer] = bytes;
   move(*state_, moves, state_->blocks_for(bytes), stream);
@@ -225,6 +249,7 @@ void PeerComm::recv(void* buffer, std::int64_t bytes, int peer, Stream stream) {
 void PeerComm::barrier(Stream stream) {
   state_->begin("barrier");
   if (!has_windows()) return state_->nccl->barrier(stream);
+  meet(*state_, Operation::barrier, 0, stream);
   PeerMoves moves = moves_of(nullptr, nullptr, tag_of(Operation::barrier, 0));
   moves.is_barrier = true;
   move(*state_, moves, 1, stream);

@@ -87,7 +87,9 @@ std::vector<PeerComm> PeerComm::create_group(std::span<const int> devices, const
     state->family = family;
     state->own = std::make_shared<PeerRank>(static_cast<int>(rank), all[rank]);
     family->ranks.push_back(state->own);
-    if (has_windows) state->hosts = std::make_shared<ThreadHosts>(group, static_cast<int>(rank), all);
+    if (has_windows)
+      state->hosts =
+          std::make_shared<ThreadHosts>(group, static_cast<int>(rank), all, shared > 1 && options.hosts_meet);
     if (has_nccl) state->nccl = family->nccl[rank];
     state->root_ranks.resize(all.size());
     std::iota(state->root_ranks.begin(), state->root_ranks.end(), 0);

@@ -17,20 +17,24 @@ namespace helix::cuda {
 class ThreadHosts : public PeerHosts {
  public:
   /// `devices`: by root rank.
-  ThreadHosts(std::shared_ptr<comm::Group> group, int rank, std::vector<int> devices)
-      : group_(std::move(group)), rank_(rank), devices_(std::move(devices)) {}
+  /// `meets`: before each kernel that waits. Calls that wait for the device (cudaFree, the driver's mapping
+  /// of memory) would otherwise wait for kernels of ranks of the same device, which wait for the caller.
+  ThreadHosts(std::shared_ptr<comm::Group> group, int rank, std::vector<int> devices, bool meets)
+      : group_(std::move(group)), rank_(rank), devices_(std::move(devices)), meets_(meets) {}
 
   /// Memory of all ranks of a process, by rank on `devices`, as allocate() gives it.
   static std::shared_ptr<const PeerRange> map_all(const std::vector<int>& devices, std::size_t bytes,
                                                   std::size_t multiple);
 
   std::shared_ptr<const PeerRange> allocate(std::size_t bytes, std::size_t multiple) override;
+  void meet(comm::Call& call, int peer) override;
   Part split(int color, int key) override;
 
  private:
   std::shared_ptr<comm::Group> group_;
   int rank_;
   std::vector<int> devices_;
+  bool meets_;
 };
 
 /// Ranks that are processes of one machine.
@@ -40,6 +44,8 @@ class ProcessHosts : public PeerHosts {
       : links_(std::move(links)), root_ranks_(std::move(root_ranks)), rank_(rank), device_(device) {}
 
   std::shared_ptr<const PeerRange> allocate(std::size_t bytes, std::size_t multiple) override;
+  /// Contexts of processes do not wait for each other.
+  void meet(comm::Call& /*call*/, int /*peer*/) override {}
   Part split(int color, int key) override;
 
  private:

@@ -67,9 +67,21 @@ std::shared_ptr<const PeerRange> ThreadHosts::allocate(std::size_t bytes, std::s
   return own.range;
 }
 
+void ThreadHosts::meet(comm::Call& call, int peer) {
+  if (!meets_) return;
+  const auto nothing = [](const std::vector<comm::Call*>&) { return comm::Move(); };
+  if (peer < 0) {
+    group_->collective(rank_, call, nothing);
+  } else if (call.operation == comm::Operation::send) {
+    group_->transfer(rank_, peer, 0, call, nothing);
+  } else {
+    group_->transfer(peer, rank_, 1, call, nothing);
+  }
+}
+
 PeerHosts::Part ThreadHosts::split(int color, int key) {
   auto [group, rank] = group_->split(rank_, color, key);
-  return {std::make_shared<ThreadHosts>(group, rank, devices_), rank, group->root_ranks};
+  return {std::make_shared<ThreadHosts>(group, rank, devices_, meets_), rank, group->root_ranks};
 }
 
 template <class T>

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "comm/call.hpp"
 #include "cuda/comm/peer_memory.hpp"
 
 namespace helix::cuda {
@@ -19,6 +20,10 @@ class PeerHosts {
   /// Memory of each rank, `bytes` at least, at a stride that is a multiple of `multiple` bytes. @throws
   /// Error(unsupported), Error(capacity) on all ranks alike; what a bounded wait for other ranks throws.
   virtual std::shared_ptr<const PeerRange> allocate(std::size_t bytes, std::size_t multiple) = 0;
+
+  /// Before a kernel that waits for the peers is queued: where it matters that their hosts have come too,
+  /// returns when all of the group have, with equal calls. `peer`: the other end of a send or recv, else -1.
+  virtual void meet(comm::Call& call, int peer) = 0;
 
   /// A part of the group.
   struct Part {

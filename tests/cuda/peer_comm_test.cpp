@@ -56,8 +56,9 @@ std::vector<int> devices_of(int size, int devices) {
   return all;
 }
 
-std::vector<PeerComm> group_on_one_gpu(int size, std::chrono::milliseconds timeout = 20s) {
-  return PeerComm::create_group(devices_of(size, 1), {.timeout = timeout});
+std::vector<PeerComm> group_on_one_gpu(int size, std::chrono::milliseconds timeout = 20s,
+                                       bool hosts_meet = true) {
+  return PeerComm::create_group(devices_of(size, 1), {.timeout = timeout, .hosts_meet = hosts_meet});
 }
 
 void copy_async(void* target, const void* source, std::size_t bytes, const Stream& stream) {
@@ -242,7 +243,7 @@ TEST_CASE("each rank captures its own graph, and an odd number of operations rep
 
 TEST_CASE("a rank that never calls is named by the kernels that wait for it") {
   HELIX_REQUIRE_GPUS(1);
-  const RankOutcomes outcomes = run_ranks(group_on_one_gpu(3, 1s), [](PeerComm& comm) {
+  const RankOutcomes outcomes = run_ranks(group_on_one_gpu(3, 1s, false), [](PeerComm& comm) {
     helix::cuda::use_device(0);
     const Stream stream = Stream::create();
     comm.barrier(stream);
@@ -261,7 +262,7 @@ TEST_CASE("a rank that never calls is named by the kernels that wait for it") {
 
 TEST_CASE("ranks that make different calls are told where their messages meet") {
   HELIX_REQUIRE_GPUS(1);
-  const RankOutcomes outcomes = run_ranks(group_on_one_gpu(2, 5s), [](PeerComm& comm) {
+  const RankOutcomes outcomes = run_ranks(group_on_one_gpu(2, 5s, false), [](PeerComm& comm) {
     helix::cuda::use_device(0);
     const Stream stream = Stream::create();
     const Buffer data(1024);
@@ -279,7 +280,7 @@ TEST_CASE("ranks that make different calls are told where their messages meet") 
 TEST_CASE("an abort lets the kernels of all ranks go, also of parts") {
   HELIX_REQUIRE_GPUS(1);
   const auto begin = std::chrono::steady_clock::now();
-  const RankOutcomes outcomes = run_ranks(group_on_one_gpu(2), [](PeerComm& comm) {
+  const RankOutcomes outcomes = run_ranks(group_on_one_gpu(2, 20s, false), [](PeerComm& comm) {
     helix::cuda::use_device(0);
     PeerComm part = comm.split(0, comm.rank());
     const Stream stream = Stream::create();
@@ -299,6 +300,24 @@ TEST_CASE("an abort lets the kernels of all ranks go, also of parts") {
   for (const int rank : {0, 1}) {
     CHECK(outcomes.code(rank) == ErrorCode::peer_failed);
     CHECK(outcomes.message(rank) == "rank 1 failed: disk on fire");
+  }
+}
+
+TEST_CASE("hosts of ranks that share a GPU meet: one that is missing and calls that differ are named") {
+  HELIX_REQUIRE_GPUS(1);
+  const bool is_missing = GENERATE(false, true);
+  const RankOutcomes outcomes = run_ranks(group_on_one_gpu(3, 1s), [=](PeerComm& comm) {
+    helix::cuda::use_device(0);
+    const Stream stream = Stream::create();
+    const Buffer data(1024);
+    if (comm.rank() == 1 && is_missing) std::this_thread::sleep_for(2s);
+    comm.all_gather(data.data(), data.data() + 256, comm.rank() == 1 ? 16 : 32, stream);
+    comm.synchronize(stream);
+  });
+  INFO(outcomes.all_messages());
+  for (const int rank : {0, 2}) {
+    CHECK(outcomes.code(rank) == (is_missing ? ErrorCode::timeout : ErrorCode::invalid_argument));
+    CHECK_THAT(outcomes.message(rank), Contains("rank 1"));
   }
 }
 

@@ -120,8 +120,8 @@ extern template class HELIX_API Operators<bf16>;
 
 /// Communicators whose ranks reach each other's memory in kernels of this library.
 template <class C>
-concept HasPeerChannel = WindowComm<C> && requires(const C& comm, const char* operation) {
-  { comm.begin_kernel(operation) } -> std::same_as<const PeerChannel&>;
+concept HasPeerChannel = WindowComm<C> && requires(const C& comm, const char* operation, Stream stream) {
+  { comm.begin_kernel(operation, stream) } -> std::same_as<const PeerChannel&>;
 };
 
 /// One rank: the operations and the stage's communicators, which it owns.
@@ -152,14 +152,14 @@ class Backend : public Operators<T> {
   /// See WindowExchangeArgs; where the KVP group has windows.
   void combine_window(const WindowExchangeArgs& window, const LseCombineArgs<T>& combine,
                       Stream stream) const requires HasPeerChannel<Comm> {
-    Operators<T>::combine_window(comms_->kvp.begin_kernel("exchange"), window, combine, stream);
+    Operators<T>::combine_window(comms_->kvp.begin_kernel("exchange", stream), window, combine, stream);
   }
 
   /// See helix::reduce_norm: one kernel where the stage has windows.
   void reduce_norm(const ReduceNormArgs<T>& args, Stream stream) requires HasPeerChannel<Comm> {
     Comm& stage = comms_->stage;
     if (stage.size() > 1 && stage.has_windows() &&
-        Operators<T>::reduce_norm(stage.begin_kernel("reduce_norm"), args, stream))
+        Operators<T>::reduce_norm(stage.begin_kernel("reduce_norm", stream), args, stream))
       return;
     detail::reduce_then_norm(*this, args, stream);
   }

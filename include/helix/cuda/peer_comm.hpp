@@ -49,8 +49,10 @@ class HELIX_API PeerWindow {
 ///
 /// - Messages are stores into windows, with flags that the peers' kernels poll: 64 blocks at most, and fewer
 ///   where ranks share a GPU, so that kernels that wait leave room for those that they wait for. There every
-///   rank needs a hardware queue of its own: set CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER
-///   in the environment before the first call of CUDA, and free no device memory while peers wait.
+///   rank needs a hardware queue of its own, and no kernel may be loaded while others wait: set
+///   CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER in the environment before the first call of
+///   CUDA. Threads that share a GPU meet on the host at each call that is not captured; and while captured
+///   steps run, no rank may allocate or free device memory.
 /// - Large messages go over NCCL, where each rank has a GPU of its own and `use_nccl` is set; so does
 ///   everything where GPUs do not reach each other. transport() tells.
 /// - Sums are in f32 and in rank order, the same bits on all ranks; over NCCL as NcclComm says.
@@ -68,9 +70,13 @@ class HELIX_API PeerComm {
   /// Each rank captures and replays a graph of its own; see cuda::Graph.
   static constexpr bool kCapturesAlone = true;
 
+  /// How a group waits, and what it uses beside windows.
   struct Options {
     std::chrono::milliseconds timeout = std::chrono::seconds(60);  ///< With a Bootstrap: its own instead.
     bool use_nccl = true;  ///< For large messages, and where GPUs do not reach each other.
+    /// Whether threads that share a GPU meet on the host before each kernel that waits, outside of captures.
+    /// Without it, no rank may allocate, free or map memory while another's kernel waits for it.
+    bool hosts_meet = true;
     NcclComm::GraphUse graph_use = NcclComm::GraphUse::any;  ///< Of NCCL's communicators.
   };
 
@@ -125,9 +131,10 @@ class HELIX_API PeerComm {
   /// did not come; Error(out_of_step) if ranks made different calls; what CUDA reports.
   void synchronize(Stream stream) const;
 
-  /// What a kernel of this library that is `operation`, a string literal, needs to reach the peers; only with
-  /// windows. @throws Error(peer_failed) once any rank failed.
-  const PeerChannel& begin_kernel(const char* operation) const;
+  /// What a kernel of this library that is `operation`, a string literal, needs to reach the peers; it is
+  /// queued next, on `stream`, by all ranks. Only with windows. @throws Error(peer_failed) once any rank
+  /// failed.
+  const PeerChannel& begin_kernel(const char* operation, Stream stream) const;
 
   struct State;
 
