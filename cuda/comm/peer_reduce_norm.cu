@@ -16,10 +16,14 @@ namespace {
 constexpr int kPartPackets = 256;  // of a row that a block takes, where rows are few
 constexpr int kMostParts = 8;      // blocks of a cluster, on any device of compute capability 9.0
 constexpr std::int64_t kMostLineBytes = 256 << 10;  // of a rank's rows
+/// Bytes that a rank sends, beyond which its share of the sums, sent twice, would be less: not built, NCCL
+/// does it. Between two ranks both are the same.
+constexpr std::int64_t kMostSentBytes = 4 << 20;
 
 /// The cut of `rows` rows of `packets` packets; false: none fits the slots.
 bool make_plan(const PeerChannel& channel, std::int64_t rows, std::int64_t packets, bool has_clusters,
                PeerNormPlan& plan) {
+  if (rows * packets * 16 * (channel.waits.size - 1) > kMostSentBytes) return false;
   const auto row_packets = [&](int parts) { return (packets + parts - 1) / parts; };
   const auto is_whole = [&](int parts) { return (parts - 1) * row_packets(parts) < packets; };
   int parts = 1;

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include <helix/backend/exchange.hpp>
+#include <helix/error.hpp>
 #include <helix/integers.hpp>
 
 namespace helix {
@@ -17,6 +18,16 @@ struct KvpAllToAllSpec {
   std::int64_t value_dim = 0;        ///< Dv.
   int max_slices = 1;                ///< Exchanges of one step in flight at once: the slices of HOP-B.
 };
+
+/// The spec, if a group of `kvp` ranks can have it. @throws Error(invalid_argument).
+inline const KvpAllToAllSpec& checked_spec(const KvpAllToAllSpec& spec, int kvp) {
+  HELIX_EXPECTS(spec.num_query_heads >= 1 && spec.num_query_heads % kvp == 0 && spec.value_dim >= 1 &&
+                    spec.max_tokens >= 0 && spec.max_slices >= 1,
+                ErrorCode::invalid_argument, "KvpAllToAll: ", spec.num_query_heads, " query heads over KVP ",
+                kvp, ", value_dim ", spec.value_dim, ", max_tokens ", spec.max_tokens, ", max_slices ",
+                spec.max_slices, "; KVP must divide the heads and sizes be positive");
+  return spec;
+}
 
 /// The part of a step that one exchange carries.
 struct ExchangeSlice {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// KvpAllToAll: exchanges head slices of partial attention across a KVP group, in one packed message a peer or
-// straight through the peers' memory.
+// KvpAllToAll: exchanges head slices of partial attention across a KVP group.
 #pragma once
 
 #include <cstddef>
@@ -11,6 +10,7 @@
 #include <helix/backend/exchange.hpp>
 #include <helix/error.hpp>
 #include <helix/exchange_layout.hpp>
+#include <helix/window_exchange.hpp>
 
 namespace helix {
 
@@ -19,9 +19,8 @@ namespace helix {
 /// is an Error(out_of_step) on the stream, not a wrong result (invariant 13). The bytes that travel do not
 /// depend on the context. Source: paper section 2.1.2.
 ///
-/// Where the communicator has windows and the backend combines through them, attention writes into the memory
-/// of the rank that combines each head: nothing is packed or sent, the transfer runs beside attention, and a
-/// step is one slice.
+/// With windows (WindowExchange) attention writes into the memory of the rank that combines each head:
+/// nothing is packed or sent, the transfer runs beside attention, and a step is one slice.
 template <ExchangeBackend B>
 class KvpAllToAll {
  public:
@@ -32,27 +31,19 @@ class KvpAllToAll {
   /// @throws Error(invalid_argument) if the KVP width does not divide the query heads.
   KvpAllToAll(B& backend, const KvpAllToAllSpec& spec)
       : backend_(&backend),
-        spec_(checked(spec, backend.comms().kvp->size())),
+        spec_(checked_spec(spec, backend.comms().kvp->size())),
         kvp_(backend.comms().kvp->size()),
         layout_(spec, kElementBytes),
-        places_(spec, kvp_, kElementBytes),
+        windows_(spec, kvp_),
         epoch_(backend.allocate(2 * sizeof(std::uint64_t))) {
     if (kvp_ == 1) return;
-    if constexpr (kCombinesWindows) {
-      if (backend.comms().kvp->has_windows()) {
-        window_ = backend.comms().kvp->allocate_window(
-            static_cast<std::size_t>(larger<std::int64_t>(1, places_.total_bytes)), places_.heads);
-        has_windows_ = true;
-        return;
-      }
-    }
-    allocate_messages();
+    has_windows_ = windows_.open(backend);
+    if (!has_windows_) allocate_messages();
   }
 
   const KvpAllToAllSpec& spec() const { return spec_; }
 
-  /// Whether messages are written straight into the memory of peers. Then a step is one slice, and the only
-  /// exchange in flight.
+  /// Whether messages go straight into the peers' memory. Then a step is one slice, the only one in flight.
   bool has_windows() const { return has_windows_; }
 
   /// Bytes of outputs and log-sum-exps in a rank's messages for `tokens` tokens, its own slice included,
@@ -86,11 +77,9 @@ class KvpAllToAll {
                                .first_token = slice.first_token},
                       .slice = slice};
     if (slice.tokens == 0) return messages;
-    if constexpr (kCombinesWindows) {
-      if (has_windows_) {
-        point_to_peers(messages.sink, slice.tokens, positions);
-        return messages;
-      }
+    if (has_windows_) {
+      windows_.point_to_peers(messages.sink, slice.tokens, positions, epoch());
+      return messages;
     }
     return packed(slice, positions);
   }
@@ -105,9 +94,9 @@ class KvpAllToAll {
   /// Sends head slice p of `partial` to KVP rank p and receives this rank's slice from all: rank (kvp, tpa)
   /// gets heads [kvp * Hq/N, +Hq/N) of its TPA group's Hq/TPA (invariant 1). KVP = 1 and zero tokens send
   /// nothing. Collective over the KVP group with equal token counts. Queued on `stream` (packing, all-to-all
-  /// and check); allocates nothing, but its messages at the first call where attention has windows; then
-  /// capturable. What it returns is valid until the next exchange is queued.
-  /// The calls of one KvpAllToAll are ordered by one stream, or by events.
+  /// and check); allocates nothing (with windows its messages, at the first call), capturable. What it
+  /// returns is valid until the next exchange is queued. The calls of one KvpAllToAll are ordered by one
+  /// stream, or by events.
   /// @throws Error(invalid_argument) if shapes differ from the spec; before anything is queued. Failures on
   /// the stream are sticky: Error(out_of_step) if the ranks are not in the same step. That shows in
   /// `positions` (device, [tokens], equal on all ranks); with nullptr only counts, tokens and senders are
@@ -127,7 +116,8 @@ class KvpAllToAll {
     HELIX_EXPECTS(kvp_ > 1 || convention == LseConvention::natural, ErrorCode::invalid_argument,
                   "exchange: KVP 1 packs nothing and converts no lse; give the convention to lse_combine");
     if (kvp_ == 1) return without_exchange(partial);
-    if (tokens == 0) return nothing();
+    if (tokens == 0)
+      return {{nullptr, {kvp_, 0, heads_a_rank(), spec_.value_dim}}, {nullptr, {kvp_, 0, heads_a_rank()}}};
     if (sent_.data() == nullptr) allocate_messages();
     const Outgoing messages = packed({.tokens = tokens}, positions);
     backend_->pack_partial(PackPartialArgs<T>{.out = partial.out,
@@ -149,8 +139,9 @@ class KvpAllToAll {
   void exchange_and_combine(const Outgoing& messages, const float* sinks, TensorView<T, 3> combined,
                             Stream stream) {
     if (messages.slice.tokens == 0) return;
-    if constexpr (kCombinesWindows) {
-      if (has_windows_) return combine_window(messages, sinks, combined, stream);
+    if (has_windows_) {
+      sent_payload_bytes_ += payload_bytes(messages.slice.tokens) / kvp_ * (kvp_ - 1);
+      return windows_.combine(*backend_, messages.sink, epoch(), sinks, combined, stream);
     }
     const Received received = transfer(messages, stream);
     const CheckExchangeArgs check = check_of(messages);
@@ -165,40 +156,14 @@ class KvpAllToAll {
   }
 
   /// Bytes of outputs and log-sum-exps sent to other ranks so far, queued ones included: tokens * Hq/TPA *
-  /// (Dv * sizeof(T) + 4) * (KVP - 1) / KVP an exchange. This rank's own slice, and headers and padding (16
-  /// to 46 bytes a head), are not counted.
+  /// (Dv * sizeof(T) + 4) * (KVP - 1) / KVP an exchange. Its own slice, headers and padding are not counted.
   std::int64_t sent_payload_bytes() const { return sent_payload_bytes_; }
 
  private:
   static constexpr auto kElementBytes = static_cast<std::int64_t>(sizeof(T));
   static constexpr auto kLseBytes = static_cast<std::int64_t>(sizeof(float));
-  /// Whether the backend and its communicators know windows; whether there are any, they say themselves.
-  static constexpr bool kCombinesWindows =
-      WindowComm<typename B::Comm> && requires(B & backend, LseCombineArgs<T> combine, Stream stream) {
-    backend.combine_window(WindowExchangeArgs{}, combine, stream);
-  };
-
-  struct NoWindow {};
-  static auto no_peer_window() {
-    if constexpr (kCombinesWindows) {
-      return decltype(std::declval<typename B::Comm&>().allocate_window(std::size_t{}, std::int64_t{})){};
-    } else {
-      return NoWindow{};
-    }
-  }
-  using PeerWindow = decltype(no_peer_window());
   using Window =
       decltype(allocate_window(std::declval<B&>(), std::declval<typename B::Comm&>(), std::size_t{}));
-
-  static const KvpAllToAllSpec& checked(const KvpAllToAllSpec& spec, int kvp) {
-    HELIX_EXPECTS(spec.num_query_heads >= 1 && spec.num_query_heads % kvp == 0 && spec.value_dim >= 1 &&
-                      spec.max_tokens >= 0 && spec.max_slices >= 1,
-                  ErrorCode::invalid_argument, "KvpAllToAll: ", spec.num_query_heads,
-                  " query heads over KVP ", kvp, ", value_dim ", spec.value_dim, ", max_tokens ",
-                  spec.max_tokens, ", max_slices ", spec.max_slices,
-                  "; KVP must divide the heads and sizes be positive");
-    return spec;
-  }
 
   /// outgoing() in this rank's own memory.
   Outgoing packed(const ExchangeSlice& slice, const std::int64_t* positions) const {
@@ -210,7 +175,7 @@ class KvpAllToAll {
                          {spec_.value_dim, at.head_bytes / kElementBytes, 1}};
     messages.sink.lse = {reinterpret_cast<float*>(sent + at.lse_begin),
                          {slice.tokens, spec_.num_query_heads},
-                         {1, at.head_bytes / static_cast<std::int64_t>(sizeof(float))}};
+                         {1, at.head_bytes / kLseBytes}};
     messages.sink.headers = {.message = sent,
                              .tokens = slice.tokens,
                              .sender = backend_->comms().kvp->rank(),
@@ -227,69 +192,24 @@ class KvpAllToAll {
     received_ = allocate_window(*backend_, *backend_->comms().kvp, bytes);
   }
 
-  /// outgoing() in the peers' memory. No header goes with attention: the combine sends it.
-  void point_to_peers(PartialSink<T>& sink, std::int64_t tokens, const std::int64_t* positions) const {
-    const std::int64_t head = places_.head_bytes(window_.stride_bytes());
-    std::byte* const first = window_.part(0) + backend_->comms().kvp->rank() * places_.sender_bytes;
-    sink.out = {reinterpret_cast<T*>(first + places_.out_begin),
-                {tokens, spec_.num_query_heads, spec_.value_dim},
-                {spec_.value_dim, head / kElementBytes, 1}};
-    sink.lse = {reinterpret_cast<float*>(first + places_.lse_begin),
-                {tokens, spec_.num_query_heads},
-                {1, head / kLseBytes}};
-    sink.headers.tokens = tokens;
-    sink.headers.positions = positions;
-    sink.slot = {.epoch = epoch(), .bytes = places_.slot_bytes};
-  }
-
-  /// Ends the exchange of `messages` and combines: one operation of the backend.
-  void combine_window(const Outgoing& messages, const float* sinks, TensorView<T, 3> combined,
-                      Stream stream) {
-    const std::int64_t rank = backend_->comms().kvp->rank();
-    const std::int64_t head = places_.head_bytes(window_.stride_bytes());
-    const std::int64_t tokens = messages.slice.tokens;
-    std::byte* const own = window_.part(static_cast<int>(rank));
-    sent_payload_bytes_ += payload_bytes(tokens) / kvp_ * (kvp_ - 1);
-    backend_->combine_window(
-        WindowExchangeArgs{.sent = window_.part(0) + rank * places_.sender_bytes,
-                           .received = own,
-                           .peer_bytes = window_.stride_bytes(),
-                           .sender_bytes = places_.sender_bytes,
-                           .slot_bytes = places_.slot_bytes,
-                           .peers = kvp_,
-                           .sender = rank,
-                           .tokens = tokens,
-                           .epoch = epoch(),
-                           .positions = messages.sink.headers.positions},
-        LseCombineArgs<T>{
-            .partial_out = {reinterpret_cast<const T*>(own + places_.out_begin),
-                            {kvp_, tokens, places_.heads, spec_.value_dim},
-                            {places_.sender_bytes / kElementBytes, spec_.value_dim, head / kElementBytes, 1}},
-            .partial_lse = {reinterpret_cast<const float*>(own + places_.lse_begin),
-                            {kvp_, tokens, places_.heads},
-                            {places_.sender_bytes / kLseBytes, 1, head / kLseBytes}},
-            .sink = sinks,
-            .out = combined},
-        stream);
-  }
-
   std::uint64_t* epoch() const { return reinterpret_cast<std::uint64_t*>(epoch_.data()); }
 
   ExchangeMessage message_of(const ExchangeSlice& slice) const {
-    return {slice.tokens, spec_.num_query_heads / kvp_, spec_.value_dim, kElementBytes};
+    return {slice.tokens, heads_a_rank(), spec_.value_dim, kElementBytes};
   }
+  std::int64_t heads_a_rank() const { return spec_.num_query_heads / kvp_; }
 
   std::byte* received_at(const ExchangeSlice& slice) const { return received_.data() + layout_.begin(slice); }
 
   Received transfer(const Outgoing& messages, Stream stream) {
     const ExchangeSlice& slice = messages.slice;
-    const std::int64_t heads = spec_.num_query_heads / kvp_;
+    const std::int64_t heads = heads_a_rank();
     const ExchangeMessage at = message_of(slice);
     std::byte* const received = received_at(slice);
     backend_->comms().kvp->all_to_all(messages.sink.headers.message, received, at.message_bytes, stream);
     sent_payload_bytes_ += payload_bytes(slice.tokens) / kvp_ * (kvp_ - 1);
     const std::int64_t out_stride = at.head_bytes / kElementBytes;
-    const std::int64_t lse_stride = at.head_bytes / static_cast<std::int64_t>(sizeof(float));
+    const std::int64_t lse_stride = at.head_bytes / kLseBytes;
     return {{reinterpret_cast<const T*>(received + at.out_begin),
              {kvp_, slice.tokens, heads, spec_.value_dim},
              {heads * out_stride, spec_.value_dim, out_stride, 1}},
@@ -307,11 +227,6 @@ class KvpAllToAll {
             .sent = sent.message};
   }
 
-  Received nothing() const {
-    const std::int64_t heads = spec_.num_query_heads / kvp_;
-    return {{nullptr, {kvp_, 0, heads, spec_.value_dim}}, {nullptr, {kvp_, 0, heads}}};
-  }
-
   static Received without_exchange(const Partial<T>& partial) {
     const auto& out = partial.out;
     const auto& lse = partial.lse;
@@ -325,11 +240,10 @@ class KvpAllToAll {
   KvpAllToAllSpec spec_;
   std::int64_t kvp_;
   ExchangeLayout layout_;
-  WindowLayout places_;
+  WindowExchange<B> windows_;
   typename B::Buffer epoch_;
   typename B::Buffer sent_{};
   Window received_{};
-  PeerWindow window_{};
   bool has_windows_ = false;
   std::int64_t sent_payload_bytes_ = 0;
 };
