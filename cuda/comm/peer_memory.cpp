@@ -137,6 +137,8 @@ PeerRange::~PeerRange() {
     (void)cudaDeviceSynchronize();
   }
   (void)cudaSetDevice(current);
+  (void)cudaGetLastError();  // a stream that is being captured cannot be waited for: not the next launch's
+                             // error
   unmap();
 }
 

@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(kThreads)
                           const __grid_constant__ WindowExchangeArgs args,
                           const __grid_constant__ CombineRows<T> rows, RowShare share) {
   wait_for_previous();
+  if (waits.most_blocks == 0) start_next();  // not where it would take the room of those that are waited for
   const std::uint64_t before = *static_cast<volatile std::uint64_t*>(args.epoch);
   const std::uint64_t exchanges = before + 1;
   const std::int64_t slot = before % 2 == 0 ? 0 : args.slot_bytes;
