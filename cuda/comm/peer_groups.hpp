@@ -52,8 +52,8 @@ class ProcessHosts : public PeerHosts {
   /// The values of all ranks.
   template <class T>
   std::vector<T> all_of(const T& own) const;
-  /// The memories of all ranks for one's own.
-  std::vector<PeerMemory> exchange(PeerMemory own) const;
+  /// The descriptors of all ranks for one's own; closed where a rank has none.
+  std::vector<comm::Socket> exchange(const comm::Socket& own) const;
 
   std::shared_ptr<comm::LocalLinks> links_;
   std::vector<int> root_ranks_;

@@ -7,11 +7,10 @@
 #include <cstring>
 #include <exception>
 #include <numeric>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
-
-#include <unistd.h>
 
 #include <helix/error.hpp>
 #include <helix/integers.hpp>
@@ -99,33 +98,18 @@ std::vector<T> ProcessHosts::all_of(const T& own) const {
   return all;
 }
 
-std::vector<PeerMemory> ProcessHosts::exchange(PeerMemory own) const {
-  const int descriptor = own.export_descriptor();
+std::vector<comm::Socket> ProcessHosts::exchange(const comm::Socket& own) const {
   const std::byte mark{1};
-  std::vector<PeerMemory> memories;
-  std::vector<int> descriptors(root_ranks_.size(), -1);
   for (const int peer : root_ranks_)
     if (peer != root_ranks_[static_cast<std::size_t>(rank_)])
-      links_->send(peer, std::span(&mark, 1), descriptor);
-  ::close(descriptor);
+      links_->send(peer, std::span(&mark, 1), own.fd());
+  std::vector<comm::Socket> descriptors(root_ranks_.size());
   for (std::size_t i = 0; i < root_ranks_.size(); ++i) {
     std::byte received{};
-    if (static_cast<int>(i) == rank_) {
-      memories.push_back(std::move(own));
-      continue;
-    }
-    const int from_peer = links_->recv(root_ranks_[i], std::span(&received, 1));
-    HELIX_EXPECTS(from_peer >= 0, ErrorCode::io, "rank ", root_ranks_[i],
-                  " sent no descriptor of its memory");
-    try {
-      memories.push_back(PeerMemory::import(from_peer));
-    } catch (...) {
-      ::close(from_peer);
-      throw;
-    }
-    ::close(from_peer);
+    if (static_cast<int>(i) != rank_)
+      descriptors[i] = comm::Socket(links_->recv(root_ranks_[i], std::span(&received, 1)));
   }
-  return memories;
+  return descriptors;
 }
 
 std::shared_ptr<const PeerRange> ProcessHosts::allocate(std::size_t bytes, std::size_t multiple) {
@@ -134,12 +118,28 @@ std::shared_ptr<const PeerRange> ProcessHosts::allocate(std::size_t bytes, std::
   const auto stride = static_cast<std::size_t>(*std::max_element(strides.begin(), strides.end()));
   std::shared_ptr<const PeerRange> range;
   std::exception_ptr failure;
-  // Descriptors travel whether or not this rank's memory can be had, or the others would wait.
+  std::optional<PeerMemory> own;
+  comm::Socket exported;
   try {
-    auto whole = std::make_shared<PeerRange>(exchange(PeerMemory::create(device_, stride, true)), stride,
-                                             std::vector<int>{device_});
-    whole->zero(rank_, device_);
-    range = std::move(whole);
+    own = PeerMemory::create(device_, stride, true);
+    exported = comm::Socket(own->export_descriptor());
+  } catch (const Error&) {
+    failure = std::current_exception();  // and no descriptor, or the others would wait for one
+  }
+  const std::vector<comm::Socket> descriptors = exchange(exported);
+  try {
+    std::vector<PeerMemory> memories;
+    for (std::size_t i = 0; i < descriptors.size() && !failure; ++i) {
+      const bool is_own = static_cast<int>(i) == rank_;
+      HELIX_EXPECTS(is_own || descriptors[i].is_open(), ErrorCode::unsupported, "rank ", root_ranks_[i],
+                    " has no memory for its peers");
+      memories.push_back(is_own ? std::move(*own) : PeerMemory::import(descriptors[i].fd()));
+    }
+    if (!failure) {
+      const auto whole = std::make_shared<PeerRange>(std::move(memories), stride, std::vector<int>{device_});
+      whole->zero(rank_, device_);
+      range = whole;
+    }
   } catch (const Error&) {
     failure = std::current_exception();
   }

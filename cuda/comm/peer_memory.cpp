@@ -85,6 +85,11 @@ PeerMemory PeerMemory::import(int descriptor) {
 
 PeerMemory::PeerMemory(PeerMemory&& other) noexcept : handle_(std::exchange(other.handle_, 0)) {}
 
+PeerMemory& PeerMemory::operator=(PeerMemory&& other) noexcept {
+  std::swap(handle_, other.handle_);
+  return *this;
+}
+
 PeerMemory::~PeerMemory() {
   if (handle_ != 0) (void)driver().MemRelease(handle_);
 }

@@ -22,7 +22,7 @@ class PeerMemory {
   static PeerMemory import(int descriptor);
 
   PeerMemory(PeerMemory&& other) noexcept;
-  PeerMemory& operator=(PeerMemory&&) = delete;
+  PeerMemory& operator=(PeerMemory&& other) noexcept;
   ~PeerMemory();
 
   CUmemGenericAllocationHandle handle() const { return handle_; }
