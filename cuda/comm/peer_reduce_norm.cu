@@ -34,7 +34,8 @@ bool make_plan(const PeerChannel& channel, std::int64_t rows, std::int64_t packe
   plan.row_packets = static_cast<int>(row_packets(parts));
   plan.groups = static_cast<int>(std::min<std::int64_t>(rows, channel.channels / parts));
   plan.has_lines = rows * packets * 16 <= kMostLineBytes && plan.row_packets <= kPeerNormThreads;
-  const std::int64_t row_bytes = std::int64_t{plan.row_packets} * (plan.has_lines ? 32 : 16);
+  plan.round_packets = plan.has_lines ? round_up(plan.row_packets, kWarp) : plan.row_packets;
+  const std::int64_t row_bytes = std::int64_t{plan.round_packets} * (plan.has_lines ? 32 : 16);
   plan.rows_a_round = static_cast<int>(std::min<std::int64_t>(channel.piece / row_bytes, rows));
   plan.threads = static_cast<int>(std::clamp<std::int64_t>(
       round_up(plan.row_packets, kWarp), round_up(channel.waits.size, kWarp), kPeerNormThreads));

@@ -36,7 +36,8 @@ struct PeerNormPlan {
   int groups = 1;  ///< Rows at a time.
   int parts = 1;   ///< Blocks of a row: a cluster.
   int threads = 512;
-  int row_packets = 0;  ///< Packets of 16 bytes of a block's part of a row.
+  int row_packets = 0;    ///< Packets of 16 bytes of a block's part of a row.
+  int round_packets = 0;  ///< Places of packets between two rows of a round.
   int rows_a_round = 1;
   bool has_lines = false;
 };
@@ -45,12 +46,16 @@ struct PeerNormPlan {
 inline constexpr int kPeerNormPackets = 4;
 inline constexpr int kPeerNormThreads = 512;
 
-/// A packet as two lines of data and flag.
+/// Bytes between the two lines of a packet: those of 32 packets lie side by side, so that a warp's store is
+/// whole lines of NVLink. Pairs side by side took 1 us more for 128 KB.
+inline constexpr int kLineBytes = kWarp * 16;
+
+/// Stores a packet as two lines of data and flag.
 __device__ __forceinline__ void store_lines(std::byte* to, uint4 x, std::uint32_t count) {
   asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to), "r"(x.x), "r"(count), "r"(x.y)
                : "memory");
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to + 16), "r"(x.z), "r"(count),
-               "r"(x.w)
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to + kLineBytes), "r"(x.z),
+               "r"(count), "r"(x.w)
                : "memory");
 }
 
@@ -70,7 +75,7 @@ __device__ __forceinline__ uint4 wait_for_lines(const PeerWaits& waits, int peer
   uint4 high;
   const bool is_there = wait_for_peer(waits, peer, count, [&](std::uint64_t& value) {
     low = load_volatile(from);
-    high = load_volatile(from + 16);
+    high = load_volatile(from + kLineBytes);
     value = low.y;
     const bool has_come = low.y == count && low.w == count && high.y == count && high.w == count;
     return has_come ? Seen::there : Seen::not_yet;
@@ -94,7 +99,7 @@ __device__ __forceinline__ float cluster_sum(float x, int parts) {
     cluster.sync();
     x = 0.0f;
     for (int i = 0; i < parts; ++i) x += *cluster.map_shared_rank(&whole, static_cast<unsigned>(i));
-    cluster.sync();  // nobody leaves or writes again while others read
+    asm volatile("barrier.cluster.arrive;" ::: "memory");  // see leave_cluster_sum()
   } else {
     __syncthreads();
   }
@@ -103,6 +108,13 @@ __device__ __forceinline__ float cluster_sum(float x, int parts) {
   __syncthreads();
 #endif
   return x;
+}
+
+/// After cluster_sum(), before the block ends or sums again: nobody may while others read.
+__device__ __forceinline__ void leave_cluster_sum([[maybe_unused]] int parts) {
+#if __CUDA_ARCH__ >= 900
+  if (parts > 1) asm volatile("barrier.cluster.wait;" ::: "memory");
+#endif
 }
 
 /// One block's part of the sums.
@@ -128,9 +140,10 @@ struct PeerNormBlock {
   __device__ std::int64_t element(std::int64_t row, int i) const {
     return row * rows.width + static_cast<std::int64_t>(first_packet + i) * kElements;
   }
-  /// Bytes from a slot's begin to packet `i` of the k-th row of a round.
+  /// Bytes from a slot's begin to packet `i` of the k-th row of a round; the first of its lines.
   __device__ std::int64_t place(int k, int i) const {
-    return (static_cast<std::int64_t>(k) * plan.row_packets + i) * (kLines ? 32 : 16);
+    const std::int64_t row = std::int64_t{k} * plan.round_packets;
+    return kLines ? (row + i / kWarp * kWarp) * 32 + i % kWarp * 16 : (row + i) * 16;
   }
 
   /// Calls use(j, i) for this thread's packets i of a row.
@@ -227,6 +240,7 @@ struct PeerNormBlock {
       for (int e = 0; e < kElements; ++e) x[j][e] = x[j][e] * scale * to_float(weight.elements[e]);
       store_vector(rows.out + element(row, i), x[j]);
     });
+    leave_cluster_sum(plan.parts);
   }
 
   /// All rows of this block, some a round.

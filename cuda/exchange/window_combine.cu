@@ -19,28 +19,22 @@ namespace {
 constexpr int kThreads = kCombineThreads;
 static_assert(kThreads >= kMaxPeers);
 
-/// The header of the slot in use, at the place of one of the first.
-struct HeaderPlace {
-  std::byte* header;
-
-  __device__ std::uint64_t* epoch() const { return reinterpret_cast<std::uint64_t*>(header); }
-  /// Tokens and sender.
-  __device__ std::uint64_t* rest() const { return epoch() + 1; }
-};
-
 __device__ __forceinline__ std::uint64_t header_rest(const WindowExchangeArgs& args, std::int64_t sender) {
   return static_cast<std::uint32_t>(args.tokens) | static_cast<std::uint64_t>(sender) << 32;
 }
 
-/// Tells all peers that this rank's messages are whole: what the kernels before this one wrote, and what one
-/// warp sees of it. All lanes of the warp. Returns the epoch that the peers' headers must carry.
+/// Tells all peers that this rank's messages are whole: what the kernels before this one wrote. All lanes of
+/// one warp. Returns the epoch that the peers' headers must carry. The fence waits beside the loads of epoch
+/// and positions; behind it a header is one store of 16 bytes.
 __device__ std::uint64_t send_headers(const WindowExchangeArgs& args, std::uint64_t exchanges,
                                       std::int64_t slot) {
-  const std::uint64_t epoch = exchange_epoch(exchanges, sum_epoch_terms(args.positions, args.tokens));
+  const std::uint64_t terms = sum_epoch_terms(args.positions, args.tokens);
+  __threadfence_system();
+  const std::uint64_t epoch = exchange_epoch(exchanges, terms);
   for (std::int64_t p = static_cast<int>(threadIdx.x) % kWarp; p < args.peers; p += kWarp) {
-    const HeaderPlace to{args.sent + p * args.peer_bytes + slot};
-    *static_cast<volatile std::uint64_t*>(to.rest()) = header_rest(args, args.sender);
-    release_flag(to.epoch(), epoch);
+    asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(args.sent + p * args.peer_bytes + slot),
+                 "l"(epoch), "l"(header_rest(args, args.sender))
+                 : "memory");
   }
   return epoch;
 }
