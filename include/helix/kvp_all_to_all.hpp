@@ -198,7 +198,6 @@ class KvpAllToAll {
     return {slice.tokens, heads_a_rank(), spec_.value_dim, kElementBytes};
   }
   std::int64_t heads_a_rank() const { return spec_.num_query_heads / kvp_; }
-
   std::byte* received_at(const ExchangeSlice& slice) const { return received_.data() + layout_.begin(slice); }
 
   Received transfer(const Outgoing& messages, Stream stream) {
