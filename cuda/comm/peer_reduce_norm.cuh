@@ -295,8 +295,8 @@ __global__ void __launch_bounds__(kPeerNormThreads)
                      const __grid_constant__ PeerNormRows<T, W> rows,
                      const __grid_constant__ PeerNormPlan plan) {
   __shared__ std::uint32_t counts[kMaxPeers];
-  wait_for_previous();
   if (channel.waits.most_blocks == 0) start_next();  // else it could take the room of the peers' kernels
+  wait_for_previous();
   PeerNormBlock<T, W, kLines, kPackets>(channel, rows, plan).run(counts);
 }
 

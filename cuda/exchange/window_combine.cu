@@ -67,8 +67,8 @@ __global__ void __launch_bounds__(kThreads)
     window_combine_kernel(const __grid_constant__ PeerWaits waits,
                           const __grid_constant__ WindowExchangeArgs args,
                           const __grid_constant__ CombineRows<T> rows, RowShare share) {
-  wait_for_previous();
   if (waits.most_blocks == 0) start_next();  // not where it would take the room of those that are waited for
+  wait_for_previous();
   const std::uint64_t before = *static_cast<volatile std::uint64_t*>(args.epoch);
   const std::uint64_t exchanges = before + 1;
   const std::int64_t slot = before % 2 == 0 ? 0 : args.slot_bytes;
