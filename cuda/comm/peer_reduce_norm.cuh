@@ -47,7 +47,8 @@ inline constexpr int kPeerNormPackets = 4;
 inline constexpr int kPeerNormThreads = 512;
 
 /// Bytes between the two lines of a packet: those of 32 packets lie side by side, so that a warp's store is
-/// whole lines of NVLink. Pairs side by side took 1 us more for 128 KB.
+/// whole lines of NVLink. With the lines of a packet side by side 131 KB took 6.4 us, so 5.2; 262 KB 8.2
+/// and 6.2.
 inline constexpr int kLineBytes = kWarp * 16;
 
 /// Stores a packet as two lines of data and flag.
