@@ -12,6 +12,7 @@
 
 int main(int argc, char** argv) {
   helix::turn_nccl_multicast_off();
+  helix::let_ranks_share_a_gpu();
   helix::promise_nccl_one_graph_at_a_time();
   const int num_gpus = helix::cuda::device_count();
   if (num_gpus == 0) {
@@ -27,6 +28,7 @@ int main(int argc, char** argv) {
               << "; cases that need more, up to 4, are left out\n";
   helix::bench::register_operators();
   helix::bench::register_exchanges(num_gpus);
+  helix::bench::register_peers(num_gpus);
   helix::bench::register_decode_layers(num_gpus);
   benchmark::RunSpecifiedBenchmarks();
   benchmark::Shutdown();

@@ -78,11 +78,12 @@ struct RowWriter {
       : p(params) {
     const std::int64_t token = query_tile.token(p, row) - p.first_out_token;
     const std::int64_t query_head = query_tile.query_head(p, head, row);
-    at = token * p.out_token_stride + query_head * p.out_head_stride;
+    const std::int64_t slot = sink_slot(p);
+    at = slot * p.out_slot_stride + token * p.out_token_stride + query_head * p.out_head_stride;
     is_empty = !(max > -kInfinity) && sum == 0.0f;
     inverse = is_empty ? 0.0f : 1.0f / sum;
     if (threadIdx.x % kWarp == 0) {
-      p.lse[token * p.lse_token_stride + query_head * p.lse_head_stride] =
+      p.lse[slot * p.lse_slot_stride + token * p.lse_token_stride + query_head * p.lse_head_stride] =
           is_empty ? -kInfinity : (max + log2f(sum)) * kLn2;
     }
   }

@@ -209,13 +209,14 @@ struct QueryRows {
     const QueryTile& tile = part.span.query_tile;
     const std::int64_t token = tile.token(p, row) - p.first_out_token;
     const std::int64_t head = tile.query_head(p, 0, row);
+    const std::int64_t slot = sink_slot(p);
     const bool is_empty = !(max > -kInfinity) && sum == 0.0f;
     const float inverse = is_empty ? 0.0f : 1.0f / sum;
     if (column == 0 && lane() == 0)
-      p.lse[token * p.lse_token_stride + head * p.lse_head_stride] =
+      p.lse[slot * p.lse_slot_stride + token * p.lse_token_stride + head * p.lse_head_stride] =
           is_empty ? -kInfinity : (max + log2f(sum)) * kLn2;
-    T* out = static_cast<T*>(p.out) + token * p.out_token_stride + head * p.out_head_stride + column +
-             lane() * kLaneColumns;
+    T* out = static_cast<T*>(p.out) + slot * p.out_slot_stride + token * p.out_token_stride +
+             head * p.out_head_stride + column + lane() * kLaneColumns;
     const uint2 four{pack<T>(x.x * inverse, x.y * inverse), pack<T>(x.z * inverse, x.w * inverse)};
     if (p.is_out_aligned) {
       *reinterpret_cast<uint2*>(out) = four;

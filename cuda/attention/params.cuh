@@ -33,9 +33,12 @@ struct AttentionParams {
   float* lse = nullptr;
   std::int64_t lse_token_stride = 0;
   std::int64_t lse_head_stride = 0;
-  bool is_out_aligned = false;  ///< four columns of out can be stored at once
-  int first_out_token = 0;      ///< Token of the step at row 0 of out and lse.
-  StampArgs headers{};          ///< Headers of the messages that out and lse lie in.
+  bool is_out_aligned = false;                ///< four columns of out can be stored at once
+  int first_out_token = 0;                    ///< Token of the step at row 0 of out and lse.
+  StampArgs headers{};                        ///< Headers of the messages that out and lse lie in.
+  const std::uint64_t* slot_epoch = nullptr;  ///< SinkSlot::epoch.
+  std::int64_t out_slot_stride = 0;           ///< Elements of out to the other slot.
+  std::int64_t lse_slot_stride = 0;
 
   const std::int64_t* positions = nullptr;
   const std::int32_t* slots = nullptr;
@@ -105,6 +108,11 @@ struct QueryTile {
     return head * p.group + (first_row + row) % p.group;
   }
 };
+
+/// The slot that this launch writes to, 0 or 1.
+__device__ __forceinline__ std::int64_t sink_slot(const AttentionParams& p) {
+  return p.slot_epoch == nullptr ? 0 : static_cast<std::int64_t>(*p.slot_epoch & 1);
+}
 
 /// The columns of a row of split partials in the workspace: whole float4.
 HELIX_HOST_DEVICE constexpr std::int64_t partial_stride(std::int64_t value_dim) {

@@ -48,6 +48,7 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
   bool is_row[2];
   bool is_empty[2];  // it saw nothing
   float inverse[2];
+  const std::int64_t slot = sink_slot(p);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     is_row[h] = row + 8 * h < query_tile.num_rows;
@@ -56,9 +57,10 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
     const int r = ::min(row + 8 * h, query_tile.num_rows - 1);
     const std::int64_t token = query_tile.token(p, r) - p.first_out_token;
     const std::int64_t query_head = query_tile.query_head(p, head, r);
-    to[h] = static_cast<T*>(p.out) + token * p.out_token_stride + query_head * p.out_head_stride;
+    to[h] = static_cast<T*>(p.out) + slot * p.out_slot_stride + token * p.out_token_stride +
+            query_head * p.out_head_stride;
     if (is_row[h] && quarter == 0) {
-      p.lse[token * p.lse_token_stride + query_head * p.lse_head_stride] =
+      p.lse[slot * p.lse_slot_stride + token * p.lse_token_stride + query_head * p.lse_head_stride] =
           is_empty[h] ? -kInfinity : (found.max[h] + __log2f(found.sum[h])) * kLn2;
     }
   }

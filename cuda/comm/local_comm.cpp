@@ -150,6 +150,7 @@ struct Root : comm::Root {
         break;
       case Operation::barrier:
       case Operation::split:
+      case Operation::allocate_window:
         break;
     }
     if (!copies.empty()) local_copy(copies, stream);

@@ -161,6 +161,18 @@ void NcclComm::abort(std::string_view reason) noexcept {
   }
 }
 
+void NcclComm::check() const {
+  State& state = *state_;
+  state.family->throw_if_failed();
+  const std::optional<ncclResult_t> error = state.async_error();
+  if (!error) return;
+  std::ostringstream text;
+  text << "NCCL reports after " << state.operation.load(std::memory_order_relaxed) << " on " << state.name()
+       << ": " << ncclGetErrorString(*error);
+  state.fail_everywhere(text.str());
+  throw Error(code_of(*error), text.str());
+}
+
 void NcclComm::synchronize(Stream stream) const {
   State& state = *state_;
   NcclFamily& family = *state.family;
@@ -180,13 +192,7 @@ void NcclComm::synchronize(Stream stream) const {
       continue;
     }
     next_look = waited + milliseconds(1);
-    if (const std::optional<ncclResult_t> error = state.async_error()) {
-      std::ostringstream text;
-      text << "NCCL reports after " << state.operation.load(std::memory_order_relaxed) << " on "
-           << state.name() << ": " << ncclGetErrorString(*error);
-      state.fail_everywhere(text.str());
-      throw Error(code_of(*error), text.str());
-    }
+    check();
     if (waited >= limit) {
       std::ostringstream text;
       text << state.operation.load(std::memory_order_relaxed) << ": the stream of " << state.name()

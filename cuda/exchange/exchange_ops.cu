@@ -7,6 +7,7 @@
 #include <helix/cuda/backend.hpp>
 #include <helix/error.hpp>
 
+#include "cuda/exchange/combine_rows.cuh"
 #include "cuda/exchange/header.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
@@ -18,26 +19,11 @@
 namespace helix::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = kCombineThreads;
+
 __global__ void __launch_bounds__(kWarp) stamp_kernel(StampArgs args) {
   write_headers(args);
 }
-
-/// How a block of kThreads splits over rows: `threads` (a power of two) each.
-struct RowShare {
-  int threads;
-
-  /// The fewest threads that serve a row of `items` at once.
-  explicit RowShare(std::int64_t items) : threads(1) {
-    while (threads < kThreads && threads < items) threads *= 2;
-  }
-  __host__ __device__ int rows() const { return kThreads / threads; }
-
-  __device__ int thread() const { return static_cast<int>(threadIdx.x) & (threads - 1); }
-  __device__ unsigned row(unsigned block) const {
-    return block * static_cast<unsigned>(rows()) + threadIdx.x / static_cast<unsigned>(threads);
-  }
-};
 
 /// Partials as rows of bytes, one a token and head, and where they go.
 struct PackRows {
@@ -57,6 +43,7 @@ struct PackRows {
   std::int64_t tokens;
   int heads;
   LseConvention convention;  // of lse
+  SinkSlot slot;             // of packed and packed_lse
 };
 
 /// The last block writes the headers; each other block copies rows, `share.threads` threads a row in units of
@@ -64,21 +51,24 @@ struct PackRows {
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) pack_kernel(PackRows rows, RowShare share, StampArgs headers) {
   if (blockIdx.x == gridDim.x - 1) {
-    if (threadIdx.x < kWarp) write_headers(headers);
+    if (threadIdx.x < kWarp && headers.message != nullptr) write_headers(headers);
     return;
   }
   const unsigned row = share.row(blockIdx.x);
   if (row >= rows.tokens * rows.heads) return;
   const std::int64_t token = row / static_cast<unsigned>(rows.heads);
   const std::int64_t head = row % static_cast<unsigned>(rows.heads);
+  const bool is_second = rows.slot.epoch != nullptr && *rows.slot.epoch % 2 == 1;
+  const std::int64_t slot_bytes = is_second ? rows.slot.bytes : 0;
   if (share.thread() == 0) {
-    rows.packed_lse[token * rows.packed_lse_token_stride + head * rows.packed_lse_head_stride] =
+    float* const packed_lse = rows.packed_lse + slot_bytes / static_cast<std::int64_t>(sizeof(float));
+    packed_lse[token * rows.packed_lse_token_stride + head * rows.packed_lse_head_stride] =
         to_natural(rows.lse[token * rows.lse_token_stride + head * rows.lse_head_stride], rows.convention);
   }
   const auto* source =
       reinterpret_cast<const Unit*>(rows.out + token * rows.out_token_bytes + head * rows.out_head_bytes);
-  auto* target =
-      reinterpret_cast<Unit*>(rows.packed + token * rows.packed_token_bytes + head * rows.packed_head_bytes);
+  auto* target = reinterpret_cast<Unit*>(rows.packed + slot_bytes + token * rows.packed_token_bytes +
+                                         head * rows.packed_head_bytes);
   const std::int64_t units = rows.row_bytes / static_cast<std::int64_t>(sizeof(Unit));
   for (std::int64_t i = share.thread(); i < units; i += share.threads) target[i] = source[i];
 }
@@ -125,61 +115,10 @@ __global__ void __launch_bounds__(kWarp) check_kernel(Check check) {
   check_headers(check);
 }
 
-template <class T>
-struct CombineRows {
-  const T* partial_out;      // [ranks, tokens, heads, dim]
-  const float* partial_lse;  // [ranks, tokens, heads]
-  const float* sink;         // [heads] or null
-  T* out;                    // [tokens, heads, dim]
-  float* lse;                // [tokens, heads] or null
-  std::int64_t partial_strides[3];
-  std::int64_t partial_lse_strides[3];
-  std::int64_t out_strides[2];
-  std::int64_t lse_strides[2];
-  std::int64_t tokens;
-  int ranks;
-  int heads;
-  int dim;
-  LseConvention convention;  // of partial_lse
-
-  /// Natural log-sum-exp of `rank` in the row whose lse begins at `row`.
-  template <bool kConverts>
-  __device__ __forceinline__ float lse_of(const float* row, int rank) const {
-    const float lse = row[rank * partial_lse_strides[0]];
-    return kConverts ? to_natural(lse, convention) : lse;
-  }
-};
-
-/// Partials of ranks [begin, begin + kRanks) of one row, all asked for at once.
-template <class T, int kCount, int kRanks, bool kConverts>
-struct PartialColumns {
-  float lse[kRanks];
-  Vector<T, kCount> out[kRanks];
-
-  __device__ __forceinline__ void load(const CombineRows<T>& rows, const float* from_lse, const T* from_out,
-                                       int begin) {
-#pragma unroll
-    for (int r = 0; r < kRanks; ++r) {
-      const int rank = begin + r;
-      lse[r] = -kInfinity;
-      if (rank < rows.ranks) {
-        lse[r] = rows.template lse_of<kConverts>(from_lse, rank);
-        out[r] = *reinterpret_cast<const Vector<T, kCount>*>(from_out + rank * rows.partial_strides[0]);
-      }
-    }
-  }
-};
-
-/// The largest log-sum-exp, NaN if one is: nothing is larger.
-__device__ __forceinline__ float larger_lse(float max, float lse) {
-  return lse > max || isnan(lse) ? lse : max;
-}
-
-/// `share.threads` threads a row (token, head); each has kCount columns and computes the weights itself,
-/// which costs less than sharing them. Ranks in increasing order (invariant 7). Reads tokens * heads * ranks
-/// * (Dv * sizeof(T) + 4) bytes; bound by latency at decode sizes: up to kRanks ranks take one trip to
-/// memory. With kChecks the last block compares the messages' headers. Conversion from a foreign convention
-/// is a kernel of its own (kConverts): a branch between the loads cost the natural one 5 to 19 %.
+/// `share.threads` threads a row (token, head). Reads tokens * heads * ranks * (Dv * sizeof(T) + 4) bytes;
+/// bound by latency at decode sizes: up to kRanks ranks take one trip to memory. With kChecks the last block
+/// compares the messages' headers. Conversion from a foreign convention is a kernel of its own (kConverts): a
+/// branch between the loads cost the natural one 5 to 19 %.
 template <class T, int kCount, int kRanks, bool kChecks, bool kConverts>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ CombineRows<T> rows, RowShare share, Check check) {
@@ -189,47 +128,8 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   const unsigned row = share.row(blockIdx.x);
-  if (row >= rows.tokens * rows.heads) return;
-  const std::int64_t token = row / static_cast<unsigned>(rows.heads);
-  const std::int64_t head = row % static_cast<unsigned>(rows.heads);
-  const float* partial_lse =
-      rows.partial_lse + token * rows.partial_lse_strides[1] + head * rows.partial_lse_strides[2];
-  const T* partial_out = rows.partial_out + token * rows.partial_strides[1] + head * rows.partial_strides[2];
-  const float sink = rows.sink != nullptr ? rows.sink[head] : -kInfinity;
-  float max = sink;
-  float sum = 0.0f;
-  for (int i = share.thread() * kCount; i < rows.dim; i += share.threads * kCount) {
-    PartialColumns<T, kCount, kRanks, kConverts> partials;
-    partials.load(rows, partial_lse, partial_out + i, 0);
-    max = sink;
-#pragma unroll
-    for (int r = 0; r < kRanks; ++r) max = larger_lse(max, partials.lse[r]);
-    for (int rank = kRanks; rank < rows.ranks; ++rank)
-      max = larger_lse(max, rows.template lse_of<kConverts>(partial_lse, rank));
-    const bool is_empty = max == -kInfinity;
-    float mixed[kCount] = {};
-    sum = is_empty ? 0.0f : expf(sink - max);
-#pragma unroll 1
-    for (int begin = 0; begin < rows.ranks; begin += kRanks) {
-      if (begin > 0) partials.load(rows, partial_lse, partial_out + i, begin);
-#pragma unroll
-      for (int r = 0; r < kRanks; ++r) {
-        if (partials.lse[r] == -kInfinity) continue;  // weight 0, whatever its out holds (invariant 6)
-        const float weight = expf(partials.lse[r] - max);
-        sum += weight;
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) mixed[j] += weight * to_float(partials.out[r].elements[j]);
-      }
-    }
-    const float inverse = is_empty ? 0.0f : 1.0f / sum;
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) mixed[j] *= inverse;
-    store_vector(rows.out + token * rows.out_strides[0] + head * rows.out_strides[1] + i, mixed);
-  }
-  if (share.thread() == 0 && rows.lse != nullptr) {
-    rows.lse[token * rows.lse_strides[0] + head * rows.lse_strides[1]] =
-        max == -kInfinity ? -kInfinity : max + logf(sum);
-  }
+  if (row < rows.tokens * rows.heads)
+    merge_partials<T, kCount, kRanks, kConverts>(rows, rows.partial_out, rows.partial_lse, share, row);
 }
 
 }  // namespace
@@ -255,6 +155,7 @@ void Operators<T>::pack_partial(const PackPartialArgs<T>& args, Stream stream) c
   rows.tokens = args.out.extent(0);
   rows.heads = static_cast<int>(args.out.extent(1));
   rows.convention = args.convention;
+  rows.slot = args.slot;
   const auto launch = [&]<class Unit>(Unit) {
     const RowShare share(rows.row_bytes / static_cast<std::int64_t>(sizeof(Unit)));
     const unsigned blocks = 1 + ceil_div(rows.tokens * rows.heads, share.rows());
@@ -294,26 +195,8 @@ namespace {
 /// One block more than the rows need checks, if there is something to check.
 template <class T>
 void launch_combine(const LseCombineArgs<T>& args, const Check& check, bool is_hopper, Stream stream) {
-  const auto& partial = args.partial_out;
-  const auto& lse = args.partial_lse;
-  const CombineRows<T> rows{partial.data(),
-                            lse.data(),
-                            args.sink,
-                            args.out.data(),
-                            args.lse.data(),
-                            {partial.stride(0), partial.stride(1), partial.stride(2)},
-                            {lse.stride(0), lse.stride(1), lse.stride(2)},
-                            {args.out.stride(0), args.out.stride(1)},
-                            {args.lse.stride(0), args.lse.stride(1)},
-                            args.out.extent(0),
-                            static_cast<int>(lse.extent(0)),
-                            static_cast<int>(args.out.extent(1)),
-                            static_cast<int>(args.out.extent(2)),
-                            args.convention};
-  const bool is_aligned = common_alignment({address_of(partial.data()), step_of<T>(partial.stride(0)),
-                                            step_of<T>(partial.stride(1)), step_of<T>(partial.stride(2)),
-                                            address_of(args.out.data()), step_of<T>(args.out.stride(0)),
-                                            step_of<T>(args.out.stride(1)), step_of<T>(rows.dim)}) == 16;
+  const CombineRows<T> rows = combine_rows(args);
+  const bool is_aligned = has_aligned_rows(args);
   with_vector<T>(is_aligned, [&](auto count) {
     constexpr int kCount = decltype(count)::value;
     const RowShare share(rows.dim / kCount);

@@ -162,13 +162,13 @@ Buffer Buffer::borrow(void* data, std::size_t bytes) {
 void Buffer::Release::operator()(std::byte* data) const noexcept {
   if (is_borrowed) return;
   if (!allocator) {
-    (void)cudaFree(data);  // waits for the device
+    if (cudaFree(data) != cudaSuccess) (void)cudaGetLastError();  // waits for the device
     return;
   }
   int current = 0;
   (void)cudaGetDevice(&current);
   (void)cudaSetDevice(device);
-  (void)cudaDeviceSynchronize();
+  if (cudaDeviceSynchronize() != cudaSuccess) (void)cudaGetLastError();
   (void)cudaSetDevice(current);
   allocator->free(data, bytes);
 }
@@ -182,7 +182,7 @@ PinnedBuffer::PinnedBuffer(std::size_t bytes) {
 }
 
 void PinnedBuffer::Release::operator()(std::byte* data) const noexcept {
-  (void)cudaFreeHost(data);
+  if (cudaFreeHost(data) != cudaSuccess) (void)cudaGetLastError();
 }
 
 }  // namespace helix::cuda

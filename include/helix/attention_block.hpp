@@ -157,8 +157,10 @@ template <LayerBackend B>
 void attend_sharded(B& backend, const AttentionBlockArgs<B>& args,
                     TensorView<const typename B::Activation, 3> q, const float* sinks,
                     typename B::Stream stream) {
+  // Over windows the transfer runs beside attention as it is.
+  const int slices = args.exchange->has_windows() ? 1 : args.slices;
   const auto part_of = [&](int slice) {
-    const Range sequences = split_evenly(args.batch.num_sequences(), args.slices, slice);
+    const Range sequences = split_evenly(args.batch.num_sequences(), slices, slice);
     return args.batch.slice(sequences.begin, sequences.size());
   };
   const auto messages_of = [&](int slice, const Batch& part) {
@@ -167,7 +169,7 @@ void attend_sharded(B& backend, const AttentionBlockArgs<B>& args,
         part.positions + part.first_token());
   };
   args.hop_b->run(
-      args.slices,
+      slices,
       [&](int slice, typename B::Stream on) {
         const Batch part = part_of(slice);
         partial_attention(backend, attention_args(args, q, part, messages_of(slice, part).sink), on);

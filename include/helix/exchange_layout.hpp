@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include <helix/backend/exchange.hpp>
+#include <helix/error.hpp>
 #include <helix/integers.hpp>
 
 namespace helix {
@@ -17,6 +18,16 @@ struct KvpAllToAllSpec {
   std::int64_t value_dim = 0;        ///< Dv.
   int max_slices = 1;                ///< Exchanges of one step in flight at once: the slices of HOP-B.
 };
+
+/// The spec, if a group of `kvp` ranks can have it. @throws Error(invalid_argument).
+inline const KvpAllToAllSpec& checked_spec(const KvpAllToAllSpec& spec, int kvp) {
+  HELIX_EXPECTS(spec.num_query_heads >= 1 && spec.num_query_heads % kvp == 0 && spec.value_dim >= 1 &&
+                    spec.max_tokens >= 0 && spec.max_slices >= 1,
+                ErrorCode::invalid_argument, "KvpAllToAll: ", spec.num_query_heads, " query heads over KVP ",
+                kvp, ", value_dim ", spec.value_dim, ", max_tokens ", spec.max_tokens, ", max_slices ",
+                spec.max_slices, "; KVP must divide the heads and sizes be positive");
+  return spec;
+}
 
 /// The part of a step that one exchange carries.
 struct ExchangeSlice {
@@ -83,6 +94,37 @@ class ExchangeLayout {
   std::int64_t token_bytes_;
   std::int64_t slice_bytes_;
   std::int64_t total_bytes_;
+};
+
+/// Messages in a window that spans all peers (WindowComm::allocate_window), so that one strided view of all
+/// heads reaches the rank that combines each: [head][slot][sender][header | lse | out]. All offsets are those
+/// of the largest step, so that a place that is polled never holds another step's data.
+struct WindowLayout {
+  std::int64_t heads;         ///< Heads a peer.
+  std::int64_t lse_begin;     ///< Bytes from a header to the sender's lse of that head.
+  std::int64_t out_begin;     ///< Bytes from a header to the sender's outputs of that head.
+  std::int64_t sender_bytes;  ///< Bytes from a sender's header to the next one's.
+  std::int64_t slot_bytes;    ///< Bytes from a slot to the other.
+  std::int64_t total_bytes;   ///< Bytes of a rank's part.
+
+  constexpr WindowLayout(const KvpAllToAllSpec& spec, std::int64_t peers, std::int64_t element_bytes)
+      : WindowLayout(
+            ExchangeMessage(spec.max_tokens, spec.num_query_heads / peers, spec.value_dim, element_bytes),
+            spec.num_query_heads / peers, peers) {}
+
+  /// Bytes from a head to the next, where parts of the window are `stride` bytes apart.
+  constexpr std::int64_t head_bytes(std::int64_t stride) const { return stride / heads; }
+
+ private:
+  static constexpr std::int64_t kLine = 128;
+
+  constexpr WindowLayout(const ExchangeMessage& message, std::int64_t peer_heads, std::int64_t peers)
+      : heads(peer_heads),
+        lse_begin(message.lse_begin),
+        out_begin(message.out_begin),
+        sender_bytes(round_up(message.head_bytes, kLine)),
+        slot_bytes(peers * sender_bytes),
+        total_bytes(heads * 2 * slot_bytes) {}
 };
 
 }  // namespace helix

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// KvpAllToAll: exchanges head slices of partial attention across a KVP group in one packed message a peer.
+// KvpAllToAll: exchanges head slices of partial attention across a KVP group.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +10,7 @@
 #include <helix/backend/exchange.hpp>
 #include <helix/error.hpp>
 #include <helix/exchange_layout.hpp>
+#include <helix/window_exchange.hpp>
 
 namespace helix {
 
@@ -17,6 +18,9 @@ namespace helix {
 /// each message carries it with a hash of its tokens' positions, and a rank that skipped or repeated a step
 /// is an Error(out_of_step) on the stream, not a wrong result (invariant 13). The bytes that travel do not
 /// depend on the context. Source: paper section 2.1.2.
+///
+/// With windows (WindowExchange) attention writes into the memory of the rank that combines each head:
+/// nothing is packed or sent, the transfer runs beside attention, and a step is one slice.
 template <ExchangeBackend B>
 class KvpAllToAll {
  public:
@@ -27,17 +31,20 @@ class KvpAllToAll {
   /// @throws Error(invalid_argument) if the KVP width does not divide the query heads.
   KvpAllToAll(B& backend, const KvpAllToAllSpec& spec)
       : backend_(&backend),
-        spec_(checked(spec, backend.comms().kvp->size())),
+        spec_(checked_spec(spec, backend.comms().kvp->size())),
         kvp_(backend.comms().kvp->size()),
         layout_(spec, kElementBytes),
-        epoch_(backend.allocate(sizeof(std::uint64_t))) {
+        windows_(spec, kvp_),
+        epoch_(backend.allocate(2 * sizeof(std::uint64_t))) {
     if (kvp_ == 1) return;
-    const auto bytes = static_cast<std::size_t>(layout_.total_bytes());
-    sent_ = backend.allocate(bytes);
-    received_ = allocate_window(backend, *backend.comms().kvp, bytes);
+    has_windows_ = windows_.open(backend);
+    if (!has_windows_) allocate_messages();
   }
 
   const KvpAllToAllSpec& spec() const { return spec_; }
+
+  /// Whether messages go straight into the peers' memory. Then a step is one slice, the only one in flight.
+  bool has_windows() const { return has_windows_; }
 
   /// Bytes of outputs and log-sum-exps in a rank's messages for `tokens` tokens, its own slice included,
   /// headers and padding not.
@@ -63,27 +70,18 @@ class KvpAllToAll {
                   ", and KVP 1 sends nothing");
     HELIX_EXPECTS(slice.index >= 0 && slice.index < spec_.max_slices, ErrorCode::invalid_argument,
                   "exchange: slice ", slice.index, "; built for up to ", spec_.max_slices);
+    HELIX_EXPECTS(!has_windows_ || slice.index == 0, ErrorCode::invalid_argument, "exchange: slice ",
+                  slice.index, "; over windows a step is one slice");
     Outgoing messages{.sink = {.out = {nullptr, {0, spec_.num_query_heads, spec_.value_dim}},
                                .lse = {nullptr, {0, spec_.num_query_heads}},
                                .first_token = slice.first_token},
                       .slice = slice};
     if (slice.tokens == 0) return messages;
-    const ExchangeMessage at = message_of(slice);
-    std::byte* const sent = sent_.data() + layout_.begin(slice);
-    messages.sink.out = {reinterpret_cast<T*>(sent + at.out_begin),
-                         {slice.tokens, spec_.num_query_heads, spec_.value_dim},
-                         {spec_.value_dim, at.head_bytes / kElementBytes, 1}};
-    messages.sink.lse = {reinterpret_cast<float*>(sent + at.lse_begin),
-                         {slice.tokens, spec_.num_query_heads},
-                         {1, at.head_bytes / static_cast<std::int64_t>(sizeof(float))}};
-    messages.sink.headers = {.message = sent,
-                             .tokens = slice.tokens,
-                             .sender = backend_->comms().kvp->rank(),
-                             .epoch = reinterpret_cast<std::uint64_t*>(epoch_.data()),
-                             .positions = positions,
-                             .count = kvp_,
-                             .message_bytes = at.message_bytes};
-    return messages;
+    if (has_windows_) {
+      windows_.point_to_peers(messages.sink, slice.tokens, positions, epoch());
+      return messages;
+    }
+    return packed(slice, positions);
   }
 
   /// The partials of this rank's Hq/N heads from every KVP rank, in rank order; views of the messages (KVP =
@@ -96,8 +94,9 @@ class KvpAllToAll {
   /// Sends head slice p of `partial` to KVP rank p and receives this rank's slice from all: rank (kvp, tpa)
   /// gets heads [kvp * Hq/N, +Hq/N) of its TPA group's Hq/TPA (invariant 1). KVP = 1 and zero tokens send
   /// nothing. Collective over the KVP group with equal token counts. Queued on `stream` (packing, all-to-all
-  /// and check); allocates nothing, capturable. What it returns is valid until the next exchange is queued.
-  /// The calls of one KvpAllToAll are ordered by one stream, or by events.
+  /// and check); allocates nothing (with windows its messages, at the first call), capturable. What it
+  /// returns is valid until the next exchange is queued. The calls of one KvpAllToAll are ordered by one
+  /// stream, or by events.
   /// @throws Error(invalid_argument) if shapes differ from the spec; before anything is queued. Failures on
   /// the stream are sticky: Error(out_of_step) if the ranks are not in the same step. That shows in
   /// `positions` (device, [tokens], equal on all ranks); with nullptr only counts, tokens and senders are
@@ -117,8 +116,10 @@ class KvpAllToAll {
     HELIX_EXPECTS(kvp_ > 1 || convention == LseConvention::natural, ErrorCode::invalid_argument,
                   "exchange: KVP 1 packs nothing and converts no lse; give the convention to lse_combine");
     if (kvp_ == 1) return without_exchange(partial);
-    if (tokens == 0) return nothing();
-    const Outgoing messages = outgoing({.tokens = tokens}, positions);
+    if (tokens == 0)
+      return {{nullptr, {kvp_, 0, heads_a_rank(), spec_.value_dim}}, {nullptr, {kvp_, 0, heads_a_rank()}}};
+    if (sent_.data() == nullptr) allocate_messages();
+    const Outgoing messages = packed({.tokens = tokens}, positions);
     backend_->pack_partial(PackPartialArgs<T>{.out = partial.out,
                                               .lse = partial.lse,
                                               .packed_out = messages.sink.out,
@@ -138,6 +139,10 @@ class KvpAllToAll {
   void exchange_and_combine(const Outgoing& messages, const float* sinks, TensorView<T, 3> combined,
                             Stream stream) {
     if (messages.slice.tokens == 0) return;
+    if (has_windows_) {
+      sent_payload_bytes_ += payload_bytes(messages.slice.tokens) / kvp_ * (kvp_ - 1);
+      return windows_.combine(*backend_, messages.sink, epoch(), sinks, combined, stream);
+    }
     const Received received = transfer(messages, stream);
     const CheckExchangeArgs check = check_of(messages);
     const LseCombineArgs<T> combine{
@@ -151,40 +156,59 @@ class KvpAllToAll {
   }
 
   /// Bytes of outputs and log-sum-exps sent to other ranks so far, queued ones included: tokens * Hq/TPA *
-  /// (Dv * sizeof(T) + 4) * (KVP - 1) / KVP an exchange. This rank's own slice, and headers and padding (16
-  /// to 46 bytes a head), are not counted.
+  /// (Dv * sizeof(T) + 4) * (KVP - 1) / KVP an exchange. Its own slice, headers and padding are not counted.
   std::int64_t sent_payload_bytes() const { return sent_payload_bytes_; }
 
  private:
   static constexpr auto kElementBytes = static_cast<std::int64_t>(sizeof(T));
+  static constexpr auto kLseBytes = static_cast<std::int64_t>(sizeof(float));
   using Window =
       decltype(allocate_window(std::declval<B&>(), std::declval<typename B::Comm&>(), std::size_t{}));
 
-  static const KvpAllToAllSpec& checked(const KvpAllToAllSpec& spec, int kvp) {
-    HELIX_EXPECTS(spec.num_query_heads >= 1 && spec.num_query_heads % kvp == 0 && spec.value_dim >= 1 &&
-                      spec.max_tokens >= 0 && spec.max_slices >= 1,
-                  ErrorCode::invalid_argument, "KvpAllToAll: ", spec.num_query_heads,
-                  " query heads over KVP ", kvp, ", value_dim ", spec.value_dim, ", max_tokens ",
-                  spec.max_tokens, ", max_slices ", spec.max_slices,
-                  "; KVP must divide the heads and sizes be positive");
-    return spec;
+  /// outgoing() in this rank's own memory.
+  Outgoing packed(const ExchangeSlice& slice, const std::int64_t* positions) const {
+    Outgoing messages{.sink = {.out = {}, .lse = {}, .first_token = slice.first_token}, .slice = slice};
+    const ExchangeMessage at = message_of(slice);
+    std::byte* const sent = sent_.data() + layout_.begin(slice);
+    messages.sink.out = {reinterpret_cast<T*>(sent + at.out_begin),
+                         {slice.tokens, spec_.num_query_heads, spec_.value_dim},
+                         {spec_.value_dim, at.head_bytes / kElementBytes, 1}};
+    messages.sink.lse = {reinterpret_cast<float*>(sent + at.lse_begin),
+                         {slice.tokens, spec_.num_query_heads},
+                         {1, at.head_bytes / kLseBytes}};
+    messages.sink.headers = {.message = sent,
+                             .tokens = slice.tokens,
+                             .sender = backend_->comms().kvp->rank(),
+                             .epoch = epoch(),
+                             .positions = positions,
+                             .count = kvp_,
+                             .message_bytes = at.message_bytes};
+    return messages;
   }
+
+  void allocate_messages() {
+    const auto bytes = static_cast<std::size_t>(layout_.total_bytes());
+    sent_ = backend_->allocate(bytes);
+    received_ = allocate_window(*backend_, *backend_->comms().kvp, bytes);
+  }
+
+  std::uint64_t* epoch() const { return reinterpret_cast<std::uint64_t*>(epoch_.data()); }
 
   ExchangeMessage message_of(const ExchangeSlice& slice) const {
-    return {slice.tokens, spec_.num_query_heads / kvp_, spec_.value_dim, kElementBytes};
+    return {slice.tokens, heads_a_rank(), spec_.value_dim, kElementBytes};
   }
-
+  std::int64_t heads_a_rank() const { return spec_.num_query_heads / kvp_; }
   std::byte* received_at(const ExchangeSlice& slice) const { return received_.data() + layout_.begin(slice); }
 
   Received transfer(const Outgoing& messages, Stream stream) {
     const ExchangeSlice& slice = messages.slice;
-    const std::int64_t heads = spec_.num_query_heads / kvp_;
+    const std::int64_t heads = heads_a_rank();
     const ExchangeMessage at = message_of(slice);
     std::byte* const received = received_at(slice);
     backend_->comms().kvp->all_to_all(messages.sink.headers.message, received, at.message_bytes, stream);
     sent_payload_bytes_ += payload_bytes(slice.tokens) / kvp_ * (kvp_ - 1);
     const std::int64_t out_stride = at.head_bytes / kElementBytes;
-    const std::int64_t lse_stride = at.head_bytes / static_cast<std::int64_t>(sizeof(float));
+    const std::int64_t lse_stride = at.head_bytes / kLseBytes;
     return {{reinterpret_cast<const T*>(received + at.out_begin),
              {kvp_, slice.tokens, heads, spec_.value_dim},
              {heads * out_stride, spec_.value_dim, out_stride, 1}},
@@ -202,11 +226,6 @@ class KvpAllToAll {
             .sent = sent.message};
   }
 
-  Received nothing() const {
-    const std::int64_t heads = spec_.num_query_heads / kvp_;
-    return {{nullptr, {kvp_, 0, heads, spec_.value_dim}}, {nullptr, {kvp_, 0, heads}}};
-  }
-
   static Received without_exchange(const Partial<T>& partial) {
     const auto& out = partial.out;
     const auto& lse = partial.lse;
@@ -220,9 +239,11 @@ class KvpAllToAll {
   KvpAllToAllSpec spec_;
   std::int64_t kvp_;
   ExchangeLayout layout_;
+  WindowExchange<B> windows_;
   typename B::Buffer epoch_;
   typename B::Buffer sent_{};
   Window received_{};
+  bool has_windows_ = false;
   std::int64_t sent_payload_bytes_ = 0;
 };
 

@@ -10,12 +10,31 @@ namespace helix {
 /// sum = the ranks' partials added up; residual += sum; out = residual / rms(residual) * weight.
 template <class T>
 struct ReduceNormArgs {
-  TensorView<T, 2> partial;   ///< [tokens, M], dense, this rank's part; overwritten with the sum.
+  TensorView<T, 2> partial;   ///< [tokens, M], dense, this rank's part; may be overwritten.
   TensorView<T, 2> residual;  ///< [tokens, M], dense, read and written.
   WeightView weight{};        ///< [1, M], or empty: no norm follows, and out is not written.
   TensorView<T, 2> out{};     ///< [tokens, M], written; may alias nothing of the above.
   float epsilon = 1e-5f;
 };
+
+namespace detail {
+
+/// The two steps that any backend has.
+template <LayerBackend B>
+void reduce_then_norm(B& backend, const ReduceNormArgs<typename B::Activation>& args,
+                      typename B::Stream stream) {
+  using T = typename B::Activation;
+  backend.comms().stage->all_reduce(args.partial.data(), args.partial.data(), args.partial.size(),
+                                    kDTypeOf<T>, stream);
+  backend.rms_norm(RmsNormArgs<T>{.delta = args.partial,
+                                  .residual = args.residual,
+                                  .weight = args.weight,
+                                  .out = args.weight.empty() ? TensorView<T, 2>{} : args.out,
+                                  .epsilon = args.epsilon},
+                   stream);
+}
+
+}  // namespace detail
 
 /// Ends a block: sums the partials over the stage, adds them to the residual, and norms it for what follows.
 /// The only place that knows that the three belong together: a backend that does them at once brings
@@ -24,7 +43,6 @@ struct ReduceNormArgs {
 /// @throws Error(invalid_argument) if shapes contradict each other.
 template <LayerBackend B>
 void reduce_norm(B& backend, const ReduceNormArgs<typename B::Activation>& args, typename B::Stream stream) {
-  using T = typename B::Activation;
   const bool has_norm = !args.weight.empty();
   HELIX_EXPECTS(
       args.partial.extents() == args.residual.extents() && args.partial.is_contiguous() &&
@@ -35,14 +53,7 @@ void reduce_norm(B& backend, const ReduceNormArgs<typename B::Activation>& args,
   if constexpr (requires { backend.reduce_norm(args, stream); }) {
     backend.reduce_norm(args, stream);
   } else {
-    backend.comms().stage->all_reduce(args.partial.data(), args.partial.data(), args.partial.size(),
-                                      kDTypeOf<T>, stream);
-    backend.rms_norm(RmsNormArgs<T>{.delta = args.partial,
-                                    .residual = args.residual,
-                                    .weight = args.weight,
-                                    .out = has_norm ? args.out : TensorView<T, 2>{},
-                                    .epsilon = args.epsilon},
-                     stream);
+    detail::reduce_then_norm(backend, args, stream);
   }
 }
 

@@ -57,6 +57,7 @@ class Move {
         break;
       case Operation::barrier:
       case Operation::split:
+      case Operation::allocate_window:
         break;
     }
   }
@@ -132,6 +133,7 @@ class Move {
         break;
       case Operation::barrier:
       case Operation::split:
+      case Operation::allocate_window:
         break;
     }
   }

@@ -16,7 +16,8 @@ enum class Operation {
   send,
   recv,
   barrier,
-  split
+  split,
+  allocate_window
 };
 
 inline std::string_view to_string(Operation operation) {
@@ -41,6 +42,8 @@ inline std::string_view to_string(Operation operation) {
       return "barrier";
     case Operation::split:
       return "split";
+    case Operation::allocate_window:
+      return "allocate_window";
   }
   return "unknown";
 }

@@ -21,9 +21,13 @@ using decode::GenerationRequest;
 using decode::GenerationResult;
 using decode::GpuPlacement;
 using decode::LaunchOptions;
+using decode::PeerMemory;
 using decode::run_local;
 
 const LaunchOptions kOneGpu{.device = Device::cuda, .placement = GpuPlacement::shared};
+/// As kOneGpu, over cuda::PeerComm: kernels of the ranks wait for each other.
+const LaunchOptions kOneGpuPeers{
+    .device = Device::cuda, .placement = GpuPlacement::shared, .peer_memory = PeerMemory::on};
 const LaunchOptions kGpuEach{.device = Device::cuda, .placement = GpuPlacement::one_each};
 
 /// f32 throughout: the rule of the CPU's decoder test.
@@ -35,11 +39,11 @@ void check_golden(const ReferenceModel& model, const Golden& golden, const Topol
   CHECK(difference_from_golden(golden, result, topo.shape().vocab) == "");
 }
 
-void check_every_topology(const std::string& name) {
+void check_every_topology(const std::string& name, const LaunchOptions& launch = kOneGpu) {
   const ReferenceModel model(name);
   const Golden golden = model.golden();
   for (const TopologySpec& spec : legal_stages(model.config.shape))
-    check_golden(model, golden, spec, golden_request(golden), kOneGpu);
+    check_golden(model, golden, spec, golden_request(golden), launch);
 }
 
 /// The golden output with steps replayed and with each step queued, and the same bits from both. Drafts, a
@@ -79,12 +83,14 @@ void check_replayed(const ReferenceModel& model, const TopologySpec& spec, std::
   }
 }
 
-void check_nccl(int ranks) {
+void check_gpu_each(int ranks, PeerMemory peer_memory) {
+  LaunchOptions launch = kGpuEach;
+  launch.peer_memory = peer_memory;
   for (const std::string& name : kReferenceModels) {
     const ReferenceModel model(name);
     const Golden golden = model.golden();
     for (const TopologySpec& spec : Topology::legal_topologies(model.config.shape, ranks))
-      check_golden(model, golden, spec, golden_request(golden), kGpuEach);
+      check_golden(model, golden, spec, golden_request(golden), launch);
   }
 }
 
@@ -148,6 +154,22 @@ TEST_CASE("every legal topology of deepseek-tiny-fp8 on one GPU gives the golden
 TEST_CASE("every legal topology of deepseek-v2-tiny on one GPU gives the golden output") {
   HELIX_REQUIRE_GPUS(1);
   check_every_topology("deepseek-v2-tiny");
+}
+
+TEST_CASE("every legal topology of each model through peer memory on one GPU gives the golden output") {
+  HELIX_REQUIRE_GPUS(1);
+  check_every_topology(GENERATE(from_range(kReferenceModels)), kOneGpuPeers);
+}
+
+TEST_CASE("replayed steps through peer memory give the golden output and the bits of queued ones") {
+  HELIX_REQUIRE_GPUS(1);
+  for (const char* name : {"llama-tiny", "deepseek-v2-tiny"}) {
+    const ReferenceModel model(name);
+    for (const std::int64_t draft_tokens : {1, 4}) {
+      check_replayed(model, {.kvp = 2}, draft_tokens, kOneGpuPeers, true);
+      check_replayed(model, {.kvp = 2, .pp = 2}, draft_tokens, kOneGpuPeers, true);
+    }
+  }
 }
 
 TEST_CASE("replayed steps give the golden output and the bits of queued ones") {
@@ -291,24 +313,26 @@ TEST_CASE("a rank that fails on a GPU ends the others with its error") {
   }
 }
 
-TEST_CASE("ranks over NCCL replay steps with the golden output") {
+TEST_CASE("ranks over peer memory and over NCCL replay steps with the golden output") {
   HELIX_REQUIRE_GPUS(2);
+  LaunchOptions each = kGpuEach;
+  each.peer_memory = GENERATE(PeerMemory::automatic, PeerMemory::off);
   for (const char* name : {"llama-tiny", "deepseek-v2-tiny"}) {
     const ReferenceModel model(name);
     for (const std::int64_t draft_tokens : {1, 4}) {
-      check_replayed(model, {.kvp = 2}, draft_tokens, kGpuEach, true);
-      check_replayed(model, {.pp = 2}, draft_tokens, kGpuEach, true);
+      check_replayed(model, {.kvp = 2}, draft_tokens, each, true);
+      check_replayed(model, {.pp = 2}, draft_tokens, each, true);
     }
   }
 }
 
-TEST_CASE("two GPUs over NCCL give the golden output") {
+TEST_CASE("two GPUs over peer memory and over NCCL give the golden output") {
   HELIX_REQUIRE_GPUS(2);
-  check_nccl(2);
+  check_gpu_each(2, GENERATE(PeerMemory::automatic, PeerMemory::off));
 }
-TEST_CASE("four GPUs over NCCL give the golden output") {
+TEST_CASE("four GPUs over peer memory and over NCCL give the golden output") {
   HELIX_REQUIRE_GPUS(4);
-  check_nccl(4);
+  check_gpu_each(4, GENERATE(PeerMemory::automatic, PeerMemory::off));
 }
 
 TEST_CASE("helix-decode --device cuda gives the golden tokens") {

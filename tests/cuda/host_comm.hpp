@@ -18,6 +18,7 @@
 #include <helix/contract/communicator.hpp>
 #include <helix/cuda/local_comm.hpp>
 #include <helix/cuda/nccl_comm.hpp>
+#include <helix/cuda/peer_comm.hpp>
 #include <helix/cuda/runtime.hpp>
 
 namespace helix::test {
@@ -28,6 +29,10 @@ inline void wait_for(cuda::LocalComm&, cuda::Stream stream) {
   HELIX_CUDA_CHECK(cudaStreamSynchronize(stream.handle()));
 }
 inline void wait_for(cuda::NcclComm& comm, cuda::Stream stream) {
+  comm.synchronize(std::move(stream));
+}
+
+inline void wait_for(cuda::PeerComm& comm, cuda::Stream stream) {
   comm.synchronize(std::move(stream));
 }
 

@@ -6,5 +6,6 @@
 
 int main(int argc, char** argv) {
   helix::turn_nccl_multicast_off();
+  helix::let_ranks_share_a_gpu();
   return Catch::Session().run(argc, argv);
 }

@@ -12,8 +12,6 @@
 
 #include <cuda_runtime_api.h>
 #include <nccl.h>
-#include <spawn.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <helix/backend.hpp>
@@ -26,7 +24,7 @@
 
 #include "cuda/gpu.hpp"
 #include "cuda/host_comm.hpp"
-#include "support/free_port.hpp"
+#include "cuda/process_job.hpp"
 #include "support/ranks.hpp"
 
 using namespace std::chrono_literals;
@@ -42,6 +40,7 @@ using helix::cuda::NcclComm;
 using helix::cuda::Stream;
 using helix::test::HostComm;
 using helix::test::RankOutcomes;
+using helix::test::run_job;
 using helix::test::run_ranks;
 using helix::test::run_ranks_or_throw;
 
@@ -132,38 +131,6 @@ void run_job_rank(const std::string& job) {
     return;
   }
   require(false, "the barrier did not fail");
-}
-
-/// Starts this program once a GPU, as ranks of `job`, and returns their exit codes.
-std::vector<int> run_job(int size, const std::string& job) {
-  const std::string port = std::to_string(helix::test::free_port());
-  std::vector<pid_t> ranks;
-  for (int rank = 0; rank < size; ++rank) {
-    std::vector<std::string> variables = {"HELIX_TEST_JOB=" + job,
-                                          "RANK=" + std::to_string(rank),
-                                          "WORLD_SIZE=" + std::to_string(size),
-                                          "LOCAL_RANK=" + std::to_string(rank),
-                                          "MASTER_ADDR=127.0.0.1",
-                                          "MASTER_PORT=" + port};
-    std::vector<char*> environment;
-    for (std::string& variable : variables) environment.push_back(variable.data());
-    for (char** variable = environ; *variable != nullptr; ++variable) environment.push_back(*variable);
-    environment.push_back(nullptr);
-    std::string program = "/proc/self/exe";
-    std::string test = "one rank of a job";
-    char* arguments[] = {program.data(), test.data(), nullptr};
-    pid_t child = 0;
-    require(::posix_spawn(&child, program.c_str(), nullptr, nullptr, arguments, environment.data()) == 0,
-            "cannot start a rank");
-    ranks.push_back(child);
-  }
-  std::vector<int> codes;
-  for (const pid_t rank : ranks) {
-    int status = 0;
-    ::waitpid(rank, &status, 0);
-    codes.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status));
-  }
-  return codes;
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Faults in a generation on rank threads that share one GPU, and on threads with a GPU each over NCCL, with
-// replayed graphs.
+// Faults in a generation on rank threads that share one GPU, and on threads with a GPU each over NCCL and
+// over peer memory, with replayed graphs.
 #include "faults/rank_faults.hpp"
 
 #include <array>
@@ -12,6 +12,7 @@
 #include <helix/cuda/backend.hpp>
 #include <helix/cuda/local_comm.hpp>
 #include <helix/cuda/nccl_comm.hpp>
+#include <helix/cuda/peer_comm.hpp>
 
 #include "cuda/gpu.hpp"
 
@@ -51,6 +52,37 @@ struct OneGpuEach {
     return FaultyBackend<cuda::Backend<FaultyComm<Comm>, float>>(comms, point, rank);
   }
 };
+
+/// Kernels wait for those of other ranks. Sizes that differ are found where the messages meet, after a byte
+/// may have been read past a buffer: no mismatch. `kShares`: whether all ranks are on one GPU.
+template <bool kShares>
+struct OverPeerMemory {
+  using Comm = cuda::PeerComm;
+  static constexpr std::chrono::milliseconds kDeadline{1500};
+  static constexpr std::array kFaults = {Fault::host_exception, Fault::no_memory, Fault::host_stop,
+                                         Fault::skip};
+
+  static std::vector<Comm> create_group(int size, std::chrono::milliseconds timeout) {
+    std::vector<int> devices(static_cast<std::size_t>(size), 0);
+    if (!kShares) std::iota(devices.begin(), devices.end(), 0);
+    return Comm::create_group(devices, {.timeout = timeout, .use_nccl = false});
+  }
+  static auto make_backend(const JobComms<FaultyComm<Comm>>& comms, const std::shared_ptr<FaultPoint>& point,
+                           int rank) {
+    return FaultyBackend<cuda::Backend<FaultyComm<Comm>, float>>(comms, point, kShares ? 0 : rank);
+  }
+};
+
+TEST_CASE("faults on one GPU through peer memory: each ends all ranks and is named") {
+  HELIX_REQUIRE_GPUS(1);
+  inject<OverPeerMemory<true>>(Job("llama-tiny", {.kvp = 2}), 20, 8);
+  inject<OverPeerMemory<true>>(Job("llama-tiny", {.kvp = 2, .tpa = 2}), 20, 9);
+}
+
+TEST_CASE("faults on two GPUs through peer memory: each ends all ranks and is named") {
+  HELIX_REQUIRE_GPUS(2);
+  inject<OverPeerMemory<false>>(Job("llama-tiny", {.kvp = 2}), 50, 10);
+}
 
 TEST_CASE("faults on one GPU: each ends all ranks, is named, and the threads work afterwards") {
   HELIX_REQUIRE_GPUS(1);

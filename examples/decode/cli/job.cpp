@@ -70,6 +70,7 @@ Job::Job(Options given, const Launcher& launcher)
              .timeout = std::chrono::seconds(options.timeout_seconds),
              .device = options.device,
              .activation = options.activation.value_or(DType::f32),
+             .peer_memory = options.peer_memory,
              .gpu = launcher.gpu()},
       checkpoint(options.model),
       config(parse_model_config(checkpoint.config_json(), checkpoint.config_path())) {

@@ -129,7 +129,9 @@ std::vector<RankMemory> plan_memory(const Checkpoint& checkpoint, const ModelCon
 void add_fields(JobFields& fields, const LaunchOptions& options) {
   // A binding, so that a new member does not compile until it is decided upon here.
   [[maybe_unused]] const auto& [num_threads, show_progress, client, timeout, device, activation, placement,
-                                gpu] = options;
+                                peer_memory, gpu] = options;
+  constexpr std::string_view kPeerMemory[] = {"auto", "on", "off"};
+  fields.push_back({"--peer-memory", std::string(kPeerMemory[static_cast<std::size_t>(peer_memory)])});
   fields.push_back({"--device", device == Device::cuda ? "cuda" : "cpu"});
 }
 

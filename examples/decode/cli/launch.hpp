@@ -34,8 +34,16 @@ int num_local_processes();
 /// Which GPU a rank thread gets.
 enum class GpuPlacement {
   automatic,  ///< one_each where there are as many GPUs as ranks and several of both, else shared.
-  shared,     ///< All ranks on LaunchOptions::gpu, over cuda::LocalComm.
-  one_each    ///< Rank r on GPU r, over cuda::NcclComm.
+  shared,     ///< All ranks on LaunchOptions::gpu.
+  one_each    ///< Rank r on GPU r.
+};
+
+/// Whether ranks on GPUs write into each other's memory, over cuda::PeerComm.
+enum class PeerMemory {
+  automatic,  ///< Where each rank has a GPU of its own; PeerComm uses NCCL where they do not reach each
+              ///< other.
+  on,         ///< Also where ranks share a GPU, whose process then needs what let_ranks_share_a_gpu() sets.
+  off         ///< cuda::NcclComm, or cuda::LocalComm on a shared GPU.
 };
 
 /// How the ranks of this process compute and wait.
@@ -48,6 +56,7 @@ struct LaunchOptions {
   DType activation =
       DType::f32;  ///< f32, f16 or bf16; of the CPU, where f16 is none, what its products take.
   GpuPlacement placement = GpuPlacement::automatic;
+  PeerMemory peer_memory = PeerMemory::automatic;
   int gpu = 0;  ///< GPU of ranks that share one, and of the memory plan.
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks on GPUs: threads of this process over cuda::LocalComm or cuda::NcclComm, or one process each over
-// NCCL.
+// Ranks on GPUs: threads of this process over cuda::LocalComm, cuda::PeerComm or cuda::NcclComm, or one
+// process each over one of the latter two.
 #include "cli/launch_cuda.hpp"
 
 #include <algorithm>
@@ -20,6 +20,7 @@
 #include <helix/cuda/backend.hpp>
 #include <helix/cuda/local_comm.hpp>
 #include <helix/cuda/nccl_comm.hpp>
+#include <helix/cuda/peer_comm.hpp>
 #include <helix/job_comms.hpp>
 
 #include "cli/rank_threads.hpp"
@@ -57,6 +58,16 @@ bool has_one_gpu_each(const Topology& topo, GpuPlacement placement) {
   return topo.world_size() > 1 && cuda::device_count() >= topo.world_size();
 }
 
+/// What peer memory is asked for in words; whether it can be had shows when the ranks connect.
+std::string_view transport_of(const LaunchOptions& options) {
+  return options.peer_memory == PeerMemory::off ? "NCCL"
+                                                : "peer memory where GPUs reach each other, else NCCL";
+}
+
+cuda::PeerComm::Options peer_options(const LaunchOptions& options) {
+  return {.timeout = options.timeout, .use_nccl = true, .graph_use = kGraphUse};
+}
+
 }  // namespace
 
 std::string cuda_unavailable_reason() {
@@ -83,16 +94,30 @@ std::vector<int> rank_gpus(const Topology& topo, const LaunchOptions& options) {
 
 std::string describe_gpus(const Topology& topo, const LaunchOptions& options) {
   if (has_one_gpu_each(topo, options.placement))
-    return "device: cuda, a GPU for each of " + std::to_string(topo.world_size()) + " ranks, over NCCL";
+    return "device: cuda, a GPU for each of " + std::to_string(topo.world_size()) + " ranks, over " +
+           std::string(transport_of(options));
   return "device: cuda, " + std::to_string(topo.world_size()) +
-         (topo.world_size() == 1 ? " rank" : " ranks") + " on GPU " + std::to_string(options.gpu);
+         (topo.world_size() == 1 ? " rank" : " ranks") + " on GPU " + std::to_string(options.gpu) +
+         (options.peer_memory == PeerMemory::on ? ", over peer memory" : "");
 }
 
 GenerationResult run_local_cuda(const Checkpoint& checkpoint, const ModelConfig& config, const Topology& topo,
                                 const GenerationRequest& request, const LaunchOptions& options) {
   expect_cuda();
   return with_activation(options.activation, [&]<class T>(T) {
-    if (has_one_gpu_each(topo, options.placement)) {
+    const bool has_one_each = has_one_gpu_each(topo, options.placement);
+    if (options.peer_memory == PeerMemory::on ||
+        (has_one_each && options.peer_memory == PeerMemory::automatic)) {
+      const std::vector<int> gpus = rank_gpus(topo, options);
+      return run_rank_threads(
+          cuda::PeerComm::create_group(gpus, peer_options(options)),
+          [&](int rank, const JobComms<cuda::PeerComm>& comms) {
+            return cuda::Backend<cuda::PeerComm, T>(comms.stage, comms.kvp,
+                                                    gpus[static_cast<std::size_t>(rank)]);
+          },
+          checkpoint, config, topo, request, root_io(options));
+    }
+    if (has_one_each) {
       return run_rank_threads(
           cuda::NcclComm::create_group(rank_gpus(topo, options), options.timeout, kGraphUse),
           [](int rank, const JobComms<cuda::NcclComm>& comms) {
@@ -176,18 +201,23 @@ class CudaLauncher : public Launcher {
   int rank() const override { return bootstrap_.rank(); }
   int size() const override { return bootstrap_.size(); }
   int gpu() const override { return bootstrap_.local_rank(); }
-  std::string describe_devices(const Topology&, const LaunchOptions&) const override {
-    return "device: cuda, " + std::to_string(size()) + " processes with a GPU each, over NCCL";
+  std::string describe_devices(const Topology&, const LaunchOptions& options) const override {
+    return "device: cuda, " + std::to_string(size()) + " processes with a GPU each, over " +
+           std::string(transport_of(options));
   }
 
   GenerationResult run(const Checkpoint& checkpoint, const ModelConfig& config, const Topology& topo,
                        const GenerationRequest& request, const LaunchOptions& options) override {
     has_started_ = true;
     return with_activation(options.activation, [&]<class T>(T) {
-      cuda::NcclComm world = cuda::NcclComm::connect(bootstrap_, gpu(), kGraphUse);
-      JobComms<cuda::NcclComm> comms = split_world(world, topo);
-      cuda::Backend<cuda::NcclComm, T> backend(comms.stage, comms.kvp, gpu());
-      return generate(backend, world, comms.pipeline, topo, checkpoint, config, request, root_io(options));
+      const auto run_over = [&]<class Comm>(Comm world) {
+        JobComms<Comm> comms = split_world(world, topo);
+        cuda::Backend<Comm, T> backend(comms.stage, comms.kvp, gpu());
+        return generate(backend, world, comms.pipeline, topo, checkpoint, config, request, root_io(options));
+      };
+      if (options.peer_memory == PeerMemory::off)
+        return run_over(cuda::NcclComm::connect(bootstrap_, gpu(), kGraphUse));
+      return run_over(cuda::PeerComm::connect(bootstrap_, gpu(), peer_options(options)));
     });
   }
 

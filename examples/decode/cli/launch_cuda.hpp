@@ -47,7 +47,7 @@ std::vector<RankMemory> plan_memory_cuda(const Checkpoint& checkpoint, const Mod
 /// @throws Error(invalid_argument) naming the variable of the launcher that is missing or wrong.
 bool is_cuda_job();
 
-/// One process a GPU, over NCCL; MPI is not used. Collective over the processes of the job.
+/// One process a GPU, over cuda::PeerComm or NCCL; MPI is not used. Collective over the processes of the job.
 /// @throws Error(unsupported) without a GPU for this process, and what Bootstrap throws.
 std::unique_ptr<Launcher> make_cuda_launcher(std::chrono::milliseconds timeout);
 

@@ -5,7 +5,9 @@
 #include <exception>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -97,6 +99,19 @@ std::unique_ptr<Launcher> find_launcher(Device device, std::chrono::seconds time
   }
 }
 
+/// Whether the command line says --peer-memory on: the environment is set before options are parsed, which
+/// asks the driver for devices.
+bool asks_for_peer_memory(std::span<char* const> arguments) {
+  constexpr std::string_view kOption = "--peer-memory";
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const std::string_view argument = arguments[i];
+    if (argument == "--peer-memory=on") return true;
+    if (argument == kOption && i + 1 < arguments.size() && std::string_view(arguments[i + 1]) == "on")
+      return true;
+  }
+  return false;
+}
+
 }  // namespace
 }  // namespace helix::decode
 
@@ -105,6 +120,7 @@ int main(int argc, char** argv) {
   guard_mappings("helix-decode");
   helix::turn_nccl_multicast_off();
   helix::promise_nccl_one_graph_at_a_time();
+  if (asks_for_peer_memory({argv, static_cast<std::size_t>(argc)})) helix::let_ranks_share_a_gpu();
   std::unique_ptr<Launcher> launcher = make_thread_launcher();  // until it is known what this process is of
   try {
     // An error of one process is told to all before it ends: the others wait for this one.

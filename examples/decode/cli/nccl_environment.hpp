@@ -20,4 +20,11 @@ inline void promise_nccl_one_graph_at_a_time() {
   (void)::setenv("NCCL_GRAPH_MIXING_SUPPORT", "0", 0);
 }
 
+/// Gives streams hardware queues of their own and loads all kernels at once, unless these are set: what
+/// cuda::PeerComm asks of the environment where ranks that wait for each other in kernels share a GPU.
+inline void let_ranks_share_a_gpu() {
+  (void)::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+  (void)::setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+}
+
 }  // namespace helix

@@ -45,6 +45,7 @@ struct OptionTexts {
   std::string device = "auto";
   std::string activation = "auto";
   std::string cuda_graphs = "on";
+  std::string peer_memory = "auto";
   std::string topology = "given";
   std::string prefill_tokens = "auto";
   std::string json;
@@ -168,6 +169,12 @@ void add_device_options(CLI::App& app, Options& options, OptionTexts& texts) {
                  "on or off: on GPUs, replay decode steps of equal shapes from a captured one")
       ->check(CLI::IsMember({"on", "off"}))
       ->capture_default_str();
+  app.add_option(
+         "--peer-memory", texts.peer_memory,
+         "auto, on or off: whether ranks on GPUs write into each other's memory. auto: where each has "
+         "a GPU of its own; NCCL where GPUs do not reach each other")
+      ->check(CLI::IsMember({"auto", "on", "off"}))
+      ->capture_default_str();
   app.add_option("--timeout", options.timeout_seconds, "seconds that a rank waits for another one")
       ->check(CLI::Range(1, 86400))
       ->capture_default_str();
@@ -234,8 +241,9 @@ void check_values(const Options& options) {
 void add_fields(JobFields& fields, const Options& options) {
   // A binding, so that a new member does not compile until it is decided upon here.
   [[maybe_unused]] const auto& [model, request, topology, is_topology_auto, num_ranks, is_prefill_auto,
-                                kv_dtype_name, device, activation, is_plan_only, verify, has_sampling, serve,
-                                serve_limits, timeout_seconds, tuning, num_threads, json] = options;
+                                kv_dtype_name, device, peer_memory, activation, is_plan_only, verify,
+                                has_sampling, serve, serve_limits, timeout_seconds, tuning, num_threads,
+                                json] = options;
   fields.push_back({"--plan-only", is_plan_only ? "on" : "off"});
   fields.push_back({"--activation", activation ? std::string(to_string(*activation)) : "auto"});
 }
@@ -298,6 +306,9 @@ std::optional<Options> parse_options(int argc, char** argv) {
                 ErrorCode::invalid_argument, "--activation is ", texts.activation,
                 "; the CPU has f32 and bf16: give one of them, or --device cuda");
   options.request.cuda_graphs = texts.cuda_graphs == "on";
+  options.peer_memory = texts.peer_memory == "on"    ? PeerMemory::on
+                        : texts.peer_memory == "off" ? PeerMemory::off
+                                                     : PeerMemory::automatic;
   options.is_topology_auto = texts.topology == "auto";
   check_topology(app, options);
   check_serve(app, options);

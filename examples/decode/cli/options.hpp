@@ -22,6 +22,7 @@ struct Options {
   bool is_prefill_auto = true;  ///< Whether request.prefill_tokens is to follow from the device.
   std::string kv_dtype_name;    ///< Empty: the checkpoint's.
   Device device = Device::cpu;
+  PeerMemory peer_memory = PeerMemory::automatic;
   std::optional<DType> activation;  ///< nullopt: see choose_activation().
   bool is_plan_only = false;
   bool verify = false;

@@ -43,6 +43,17 @@ concept GatherComm = GroupComm<C> &&
   comm.all_gather(in, out, n, stream);
 };
 
+/// A communicator whose ranks may reach each other's memory. has_windows(), alike on all ranks, says whether
+/// they do; then allocate_window(bytes, parts), which is collective, gives zeroed memory of at least `bytes`
+/// a rank. In the addresses of each rank the parts of all lie stride_bytes() apart, a multiple of 16 * parts.
+template <class C>
+concept WindowComm = GroupComm<C> &&
+    requires(C& comm, const C& const_comm, std::size_t bytes, std::int64_t parts, int rank) {
+  { const_comm.has_windows() } -> std::convertible_to<bool>;
+  { comm.allocate_window(bytes, parts).part(rank) } -> std::convertible_to<std::byte*>;
+  { comm.allocate_window(bytes, parts).stride_bytes() } -> std::convertible_to<std::int64_t>;
+};
+
 /// All that this library calls on the groups of a backend. Nothing else is required of an engine's own.
 template <class C, class Stream>
 concept Communicator = ExchangeComm<C, Stream> && ReduceComm<C, Stream> && GatherComm<C, Stream>;

@@ -68,6 +68,13 @@ struct StampArgs {
   std::int64_t message_bytes = 0;
 };
 
+/// Which of two places a result goes to: the first, or one `bytes` behind it while *epoch is odd. Read on the
+/// device, so that a captured step with an odd number of exchanges replays rightly.
+struct SinkSlot {
+  const std::uint64_t* epoch = nullptr;  ///< Null: always the first.
+  std::int64_t bytes = 0;
+};
+
 /// Where attention writes its result: a local buffer, packed messages, or the memory of peers. Attention does
 /// not know who owns the memory.
 template <class T>
@@ -76,6 +83,7 @@ struct PartialSink {
   TensorView<float, 2> lse;      ///< [tokens, Hq/TPA], natural log; -inf for a query that sees no token.
   std::int64_t first_token = 0;  ///< Token of the step that row 0 of out and lse belongs to.
   StampArgs headers{};           ///< Headers of the messages that out and lse lie in, written too.
+  SinkSlot slot{};               ///< Of both.
 };
 
 /// Copies partials that were not written in place into the messages, and writes their headers.
@@ -87,6 +95,7 @@ struct PackPartialArgs {
   TensorView<float, 2> packed_lse;  ///< Place of `lse` in the messages.
   StampArgs headers;
   LseConvention convention = LseConvention::natural;  ///< Convention of `lse`; packed_lse is natural.
+  SinkSlot slot{};                                    ///< Of packed_out and packed_lse.
 };
 
 /// Verifies that every received header carries the epoch of this rank's own, `tokens`, and its sender's rank.
@@ -97,6 +106,22 @@ struct CheckExchangeArgs {
   std::int64_t peers = 1;
   std::int64_t tokens = 0;
   const std::byte* sent = nullptr;  ///< A message of the same exchange that this rank stamped.
+};
+
+/// An exchange whose messages are written straight into the memory of the peers: what is left is to say that
+/// they are whole, and to wait until the peers say so of theirs. Addresses are of the first of two slots;
+/// exchange number n (from 0) uses slot n % 2, where n = *epoch. It ends with *epoch one higher.
+struct WindowExchangeArgs {
+  std::byte* sent = nullptr;            ///< Header of this rank's message to rank 0.
+  const std::byte* received = nullptr;  ///< Header of rank 0's message to this rank.
+  std::int64_t peer_bytes = 0;          ///< From a header in `sent` to that of the next rank.
+  std::int64_t sender_bytes = 0;        ///< From a header in `received` to that of the next rank.
+  std::int64_t slot_bytes = 0;
+  std::int64_t peers = 1;
+  std::int64_t sender = 0;  ///< This rank.
+  std::int64_t tokens = 0;
+  std::uint64_t* epoch = nullptr;           ///< Device counter, with 8 bytes of zeros behind it.
+  const std::int64_t* positions = nullptr;  ///< [tokens], or nullptr.
 };
 
 /// Exact merge of R partials in fixed order: out = sum_r w_r out_r / sum_r w_r (+ exp(sink - max)), w_r =

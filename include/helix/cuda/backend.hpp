@@ -14,9 +14,12 @@
 #include <helix/cuda/local_comm.hpp>
 #include <helix/cuda/runtime.hpp>
 #include <helix/hop_b_model.hpp>
+#include <helix/reduce_norm.hpp>
 #include <helix/synthetic_kv.hpp>
 
 namespace helix::cuda {
+
+struct PeerChannel;
 
 /// The operations, without communicators, for activations of type T: float, f16 or bf16. Each is queued on
 /// the stream; see helix/backend.hpp for what each computes. Arithmetic is f32 whatever T is. Belongs to one
@@ -77,6 +80,12 @@ class HELIX_API Operators {
   void lse_combine(const LseCombineArgs<T>& args, Stream stream) const;
   void combine_exchange(const CheckExchangeArgs& check, const LseCombineArgs<T>& combine,
                         Stream stream) const;
+  /// Ends an exchange over the windows of `channel`'s group, and combines. Collective.
+  void combine_window(const PeerChannel& channel, const WindowExchangeArgs& window,
+                      const LseCombineArgs<T>& combine, Stream stream) const;
+  /// As helix::reduce_norm, in one kernel over the windows of `channel`'s group. Collective. False, and
+  /// nothing queued, for shapes that it is not built for, alike on all ranks.
+  bool reduce_norm(const PeerChannel& channel, const ReduceNormArgs<T>& args, Stream stream) const;
   void swiglu(const SwigluArgs<T>& args, Stream stream) const;
   void linear_swiglu(const LinearSwigluArgs<T>& args, Stream stream) const;
   void router_logits(const RouterLogitsArgs<T>& args, Stream stream) const;
@@ -111,6 +120,12 @@ extern template class HELIX_API Operators<float>;
 extern template class HELIX_API Operators<f16>;
 extern template class HELIX_API Operators<bf16>;
 
+/// Communicators whose ranks reach each other's memory in kernels of this library.
+template <class C>
+concept HasPeerChannel = WindowComm<C> && requires(const C& comm, const char* operation, Stream stream) {
+  { comm.begin_kernel(operation, stream) } -> std::same_as<const PeerChannel&>;
+};
+
 /// One rank: the operations and the stage's communicators, which it owns.
 template <class CommType, class T>
 requires Communicator<CommType, Stream>
@@ -135,6 +150,21 @@ class Backend : public Operators<T> {
         comms_(std::make_shared<Comms>(Comms{std::move(stage), std::move(kvp)})) {}
 
   StageComms<Comm> comms() const { return {&comms_->stage, &comms_->kvp}; }
+
+  /// See WindowExchangeArgs; where the KVP group has windows.
+  void combine_window(const WindowExchangeArgs& window, const LseCombineArgs<T>& combine,
+                      Stream stream) const requires HasPeerChannel<Comm> {
+    Operators<T>::combine_window(comms_->kvp.begin_kernel("exchange", stream), window, combine, stream);
+  }
+
+  /// See helix::reduce_norm: one kernel where the stage has windows.
+  void reduce_norm(const ReduceNormArgs<T>& args, Stream stream) requires HasPeerChannel<Comm> {
+    Comm& stage = comms_->stage;
+    if (stage.size() > 1 && stage.has_windows() &&
+        Operators<T>::reduce_norm(stage.begin_kernel("reduce_norm", stream), args, stream))
+      return;
+    detail::reduce_then_norm(*this, args, stream);
+  }
 
   /// As Operators::synchronize, and a failure aborts the stage's groups, so that no other rank waits for this
   /// one. Where the communicator can end a wait for ranks that have failed, it waits.

@@ -102,6 +102,9 @@ class HELIX_API NcclComm {
   /// when the graph's owner has destroyed it.
   void abort(std::string_view reason) noexcept;
 
+  /// Throws what has failed so far, on any rank that is known of, or what NCCL reports; waits for nothing.
+  void check() const;
+
   /// Waits for the stream, but not forever: polls it, NCCL's own errors and the state of the job. Busy for
   /// 100 ms, so that the end of a decode step is seen at once; then the thread sleeps between polls.
   /// @throws Error(peer_failed) once any rank failed; Error(timeout) past the timeout, naming the ranks that

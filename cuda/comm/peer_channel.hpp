@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// PeerChannel: what a kernel needs to know of a group whose ranks write into each other's memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace helix::cuda {
+
+/// Ranks of a group at most: a set of them is one word.
+inline constexpr int kMaxPeers = 64;
+
+/// Why a kernel stopped waiting for its peers.
+enum class PeerFault : std::uint32_t {
+  none,
+  late,         ///< The deadline is past.
+  out_of_step,  ///< A peer is at another call or step.
+  gave_up,      ///< A peer has stopped waiting, and says so.
+  aborted       ///< This process has aborted the group.
+};
+
+/// The first wait of a rank that was in vain: host memory that the device writes.
+struct PeerFailure {
+  std::uint32_t is_complete = 0;  ///< Written last.
+  PeerFault fault = PeerFault::none;
+  std::uint32_t group = 0;    ///< PeerWaits::group.
+  std::uint32_t peer = 0;     ///< Rank in the group.
+  std::uint64_t missing = 0;  ///< Ranks of the group that were waited for, a bit each.
+  std::uint64_t seen = 0;     ///< Flag or header of `peer`.
+  std::uint64_t wanted = 0;
+};
+
+/// Words of a rank on its device, shared by all of its groups; zeroed.
+struct PeerWords {
+  std::uint32_t gave_up = 0;  ///< Nothing is waited for any more.
+  std::uint32_t claim = 0;    ///< The failure is taken.
+  unsigned long long missing = 0;
+};
+
+/// How kernels wait for the peers of a group, and stop waiting.
+struct PeerWaits {
+  PeerFailure* failure = nullptr;
+  const std::uint32_t* abort = nullptr;  ///< Host memory; not 0: stop.
+  PeerWords* words = nullptr;
+  std::uint64_t timeout_ns = 0;
+  std::uint32_t* poison = nullptr;  ///< [size] of rank 0, written by the peers that have given up.
+  std::int64_t stride = 0;          ///< Bytes from one rank's to the next one's.
+  std::uint32_t group = 0;
+  int rank = 0;
+  int size = 1;
+  int most_blocks = 0;  ///< Blocks of a kernel that waits, so that other ranks find room; 0: any.
+};
+
+/// A window for messages of up to `channels` blocks. Each block has a channel of its own to each peer: two
+/// slots in the peer's memory, a flag for each, and a count of the messages so far, so that no block waits
+/// for another of its own grid. A message of a block goes into slot count % 2: whoever sends message n has
+/// seen the flag of the peer's message n - 1, which the peer sent when it had read message n - 2.
+struct PeerChannel {
+  PeerWaits waits;
+  std::byte* window = nullptr;  ///< Rank 0's part; stride as in `waits`.
+  std::int64_t flags = 0;       ///< Bytes to flags [channels, 2, size] of 8 bytes: count, tag of the call.
+  std::int64_t slots = 0;       ///< Bytes to slots [channels, 2, size, piece] of messages with flags.
+  std::int64_t lines = 0;       ///< Bytes to as many slots of lines that carry their own flags.
+  std::int64_t piece = 0;       ///< Bytes of a slot; a multiple of 16.
+  std::uint32_t* counts = nullptr;  ///< [channels, size] on this rank's device.
+  int channels = 0;
+};
+
+}  // namespace helix::cuda

@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuda::PeerComm: the collectives, over windows or NCCL, and a wait for them that ends.
+#include <algorithm>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <thread>
+
+#include <cuda_runtime_api.h>
+
+#include <helix/cuda/peer_comm.hpp>
+#include <helix/error.hpp>
+
+#include "comm/bytes.hpp"
+#include "comm/collective_arguments.hpp"
+#include "comm/operation.hpp"
+#include "cuda/comm/peer_moves.hpp"
+#include "cuda/comm/peer_state.hpp"
+#include "cuda/runtime/operators_state.hpp"
+
+namespace helix::cuda {
+
+using comm::Operation;
+
+namespace {
+
+/// A decode step is waited for awake: a thread that sleeps comes late.
+constexpr milliseconds kAwake{100};
+
+/// Says on both ends which call a message belongs to.
+std::uint32_t tag_of(Operation operation, std::int64_t count, int detail = 0) {
+  std::uint64_t mixed = static_cast<std::uint64_t>(count) * 0x9e3779b97f4a7c15u +
+                        (static_cast<std::uint64_t>(operation) << 8 | static_cast<std::uint64_t>(detail));
+  mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9u;
+  return static_cast<std::uint32_t>(mixed >> 32);
+}
+
+/// Tells the watch of the job, where there is one, that this rank waits.
+class BootstrapWait {
+ public:
+  explicit BootstrapWait(std::optional<comm::Bootstrap>& bootstrap) : bootstrap_(bootstrap) {
+    if (bootstrap_) bootstrap_->begin_wait();
+  }
+  BootstrapWait(const BootstrapWait&) = delete;
+  BootstrapWait& operator=(const BootstrapWait&) = delete;
+  ~BootstrapWait() {
+    if (bootstrap_) bootstrap_->end_wait();
+  }
+
+ private:
+  std::optional<comm::Bootstrap>& bootstrap_;
+};
+
+/// Where hosts have to: returns when those of all ranks, or of the `peer`, have come with an equal call. What
+/// is captured runs later.
+void meet(const PeerComm::State& state, Operation operation, std::int64_t count, const Stream& stream,
+          int detail = 0, int peer = -1) {
+  if (state.ranks_a_device == 1 || state.size() == 1) return;
+  cudaStreamCaptureStatus status{};
+  HELIX_CUDA_CHECK(cudaStreamIsCapturing(stream.handle(), &status));
+  if (status != cudaStreamCaptureStatusNone) return;
+  comm::Call call;
+  call.operation = operation;
+  call.count = count;
+  call.root = detail;
+  state.hosts->meet(call, peer);
+}
+
+/// Empty moves of a call.
+PeerMoves moves_of(const void* in, void* out, std::uint32_t tag) {
+  PeerMoves moves;
+  moves.in = static_cast<const std::byte*>(in);
+  moves.out = static_cast<std::byte*>(out);
+  moves.tag = tag;
+  return moves;
+}
+
+void move(const PeerComm::State& state, const PeerMoves& moves, int blocks, const Stream& stream) {
+  const DeviceScope scope(state.own->device);
+  peer_move(state.channel, moves, blocks, stream.handle());
+}
+
+void reduce(const PeerComm::State& state, Operation operation, PeerReduction call, const Stream& stream) {
+  call.tag = tag_of(operation, call.count, static_cast<int>(call.dtype));
+  const auto bytes = call.count * static_cast<std::int64_t>(size_bytes(call.dtype));
+  if (state.size() == 1) {
+    PeerMoves moves = moves_of(call.in, call.out, call.tag);
+    moves.send_bytes[0] = moves.recv_bytes[0] = bytes;
+    return move(state, moves, state.blocks_for(bytes), stream);
+  }
+  meet(state, operation, call.count, stream, static_cast<int>(call.dtype));
+  const DeviceScope scope(state.own->device);
+  peer_reduce(state.channel, call, state.blocks_for(bytes * state.size()), stream.handle());
+}
+
+}  // namespace
+
+std::byte* PeerWindow::part(int rank) const {
+  return range_ ? range_->part(rank) : nullptr;
+}
+std::int64_t PeerWindow::stride_bytes() const {
+  return range_ ? range_->stride() : 0;
+}
+
+int PeerComm::rank() const {
+  return state_->rank;
+}
+int PeerComm::size() const {
+  return state_->size();
+}
+bool PeerComm::has_windows() const {
+  return state_->has_windows();
+}
+const PeerChannel& PeerComm::begin_kernel(const char* operation, Stream stream) const {
+  HELIX_EXPECTS(has_windows(), ErrorCode::unsupported, "PeerComm: the GPUs do not reach each other's memory");
+  state_->begin(operation);
+  // Sizes are the caller's to compare, by what its kernels say to each other.
+  meet(*state_, Operation::barrier, 0, stream);
+  return state_->channel;
+}
+
+std::string PeerComm::transport() const {
+  if (!has_windows()) return "NCCL";
+  return state_->nccl ? "peer memory, large messages over NCCL" : "peer memory";
+}
+
+PeerWindow PeerComm::allocate_window(std::size_t bytes, std::int64_t parts) const {
+  HELIX_EXPECTS(has_windows(), ErrorCode::unsupported, "PeerComm: the GPUs do not reach each other's memory");
+  HELIX_EXPECTS(bytes > 0 && parts > 0, ErrorCode::invalid_argument, "allocate_window: ", bytes, " bytes in ",
+                parts, " parts; both must be positive");
+  state_->begin("allocate_window");
+  return {state_->hosts->allocate(bytes, 16 * static_cast<std::size_t>(parts)), rank()};
+}
+
+void PeerComm::all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
+  comm::expect_reduction("all_reduce", in, out, count, dtype);
+  state_->begin("all_reduce");
+  if (count == 0) return;
+  if (state_->is_for_nccl(count * static_cast<std::int64_t>(size_bytes(dtype))))
+    return state_->nccl->all_reduce(in, out, count, dtype, stream);
+  reduce(*state_, Operation::all_reduce,
+         {.in = in, .out = out, .count = count, .dtype = dtype, .is_scatter = false}, stream);
+}
+
+void PeerComm::reduce_scatter(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
+  comm::expect_reduction("reduce_scatter", in, out, count, dtype);
+  state_->begin("reduce_scatter");
+  if (count == 0) return;
+  if (state_->is_for_nccl(count * static_cast<std::int64_t>(size_bytes(dtype))))
+    return state_->nccl->reduce_scatter(in, out, count, dtype, stream);
+  reduce(*state_, Operation::reduce_scatter,
+         {.in = in, .out = out, .count = count, .dtype = dtype, .is_scatter = true}, stream);
+}
+
+void PeerComm::all_gather(const void* in, void* out, std::int64_t bytes, Stream stream) {
+  comm::expect_buffers("all_gather", in, out, bytes);
+  state_->begin("all_gather");
+  if (bytes == 0) return;
+  if (state_->is_for_nccl(bytes)) return state_->nccl->all_gather(in, out, bytes, stream);
+  meet(*state_, Operation::all_gather, bytes, stream);
+  PeerMoves moves = moves_of(in, out, tag_of(Operation::all_gather, bytes));
+  for (int p = 0; p < size(); ++p) {
+    moves.send_bytes[p] = bytes;
+    moves.recv_begin[p] = p * bytes;
+    moves.recv_bytes[p] = bytes;
+  }
+  move(*state_, moves, state_->blocks_for(bytes * size()), stream);
+}
+
+void PeerComm::all_to_all(const void* in, void* out, std::int64_t bytes, Stream stream) {
+  comm::expect_buffers("all_to_all", in, out, bytes);
+  state_->begin("all_to_all");
+  if (bytes == 0) return;
+  if (state_->is_for_nccl(bytes)) return state_->nccl->all_to_all(in, out, bytes, stream);
+  meet(*state_, Operation::all_to_all, bytes, stream);
+  PeerMoves moves = moves_of(in, out, tag_of(Operation::all_to_all, bytes));
+  for (int p = 0; p < size(); ++p) {
+    moves.send_begin[p] = moves.recv_begin[p] = p * bytes;
+    moves.send_bytes[p] = moves.recv_bytes[p] = bytes;
+  }
+  move(*state_, moves, state_->blocks_for(bytes * size()), stream);
+}
+
+void PeerComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_bytes, void* out,
+                            std::span<const std::int64_t> recv_bytes, Stream stream) {
+  comm::expect_peer_bytes(in, send_bytes, out, recv_bytes, size());
+  const auto own = static_cast<std::size_t>(rank());
+  HELIX_EXPECTS(send_bytes[own] == recv_bytes[own], ErrorCode::invalid_argument, "all_to_all_v: rank ", own,
+                " sends ", send_bytes[own], " bytes to itself, but expects ", recv_bytes[own]);
+  state_->begin("all_to_all_v");
+  if (!has_windows()) return state_->nccl->all_to_all_v(in, send_bytes, out, recv_bytes, stream);
+  meet(*state_, Operation::barrier, 0, stream);
+  PeerMoves moves = moves_of(in, out, tag_of(Operation::all_to_all_v, 0));
+  std::int64_t send_begin = 0;
+  std::int64_t recv_begin = 0;
+  for (int p = 0; p < size(); ++p) {
+    const auto i = static_cast<std::size_t>(p);
+    moves.send_begin[p] = send_begin;
+    moves.recv_begin[p] = recv_begin;
+    send_begin += moves.send_bytes[p] = send_bytes[i];
+    recv_begin += moves.recv_bytes[p] = recv_bytes[i];
+  }
+  // What others exchange is not known here, and blocks must be equal.
+  move(*state_, moves, state_->channel.channels, stream);
+}
+
+void PeerComm::broadcast(void* buffer, std::int64_t bytes, int root, Stream stream) {
+  comm::expect_buffer("broadcast", "buffer", buffer, bytes);
+  comm::expect_root("broadcast", root, size());
+  state_->begin("broadcast");
+  if (bytes == 0) return;
+  if (state_->is_for_nccl(bytes)) return state_->nccl->broadcast(buffer, bytes, root, stream);
+  meet(*state_, Operation::broadcast, bytes, stream, root);
+  PeerMoves moves = moves_of(buffer, buffer, tag_of(Operation::broadcast, bytes, root));
+  if (rank() == root) {
+    for (int p = 0; p < size(); ++p) moves.send_bytes[p] = p == root ? 0 : bytes;
+  } else {
+    moves.recv_bytes[root] = bytes;
+  }
+  move(*state_, moves, state_->blocks_for(bytes), stream);
+}
+
+void PeerComm::send(const void* buffer, std::int64_t bytes, int peer, Stream stream) {
+  comm::expect_buffer("send", "buffer", buffer, bytes);
+  comm::expect_peer("send", peer, rank(), size());
+  state_->begin("send");
+  if (bytes == 0) return;
+  if (state_->is_for_nccl(bytes)) return state_->nccl->send(buffer, bytes, peer, stream);
+  meet(*state_, Operation::send, bytes, stream, 0, peer);
+  PeerMoves moves = moves_of(buffer, nullptr, tag_of(Operation::send, bytes));
+  moves.send_bytes[peer] = bytes;
+  move(*state_, moves, state_->blocks_for(bytes), stream);
+}
+
+void PeerComm::recv(void* buffer, std::int64_t bytes, int peer, Stream stream) {
+  comm::expect_buffer("recv", "buffer", buffer, bytes);
+  comm::expect_peer("recv", peer, rank(), size());
+  state_->begin("recv");
+  if (bytes == 0) return;
+  if (state_->is_for_nccl(bytes)) return state_->nccl->recv(buffer, bytes, peer, stream);
+  meet(*state_, Operation::recv, bytes, stream, 0, peer);
+  PeerMoves moves = moves_of(nullptr, buffer, tag_of(Operation::send, bytes));
+  moves.recv_bytes[peer] = bytes;
+  move(*state_, moves, state_->blocks_for(bytes), stream);
+}
+
+void PeerComm::barrier(Stream stream) {
+  state_->begin("barrier");
+  if (!has_windows()) return state_->nccl->barrier(stream);
+  meet(*state_, Operation::barrier, 0, stream);
+  PeerMoves moves = moves_of(nullptr, nullptr, tag_of(Operation::barrier, 0));
+  moves.is_barrier = true;
+  move(*state_, moves, 1, stream);
+}
+
+void PeerComm::begin_step(std::uint64_t step) const {
+  if (state_->family->bootstrap) state_->family->bootstrap->set_step(step);
+  state_->own->last.store("", std::memory_order_relaxed);
+  state_->own->operations.fetch_add(1, std::memory_order_relaxed);
+}
+
+void PeerComm::abort(std::string_view reason) noexcept {
+  try {
+    state_->fail_everywhere(std::string(reason));
+  } catch (...) {
+    // Out of memory for the message: the deadlines of the kernels still end their waits.
+  }
+}
+
+void PeerComm::synchronize(Stream stream) const {
+  const State& state = *state_;
+  PeerFamily& family = *state.family;
+  const BootstrapWait waiting(family.bootstrap);
+  const Clock::time_point begin = Clock::now();
+  Clock::duration next_look = milliseconds(1);  // at the deadline, and at NCCL
+  for (;;) {
+    const cudaError_t status = cudaStreamQuery(stream.handle());
+    if (status != cudaSuccess && status != cudaErrorNotReady)
+      throw_on_error(static_cast<int>(status), "cudaStreamQuery", __FILE__, __LINE__);
+    if (const PeerFailure* const failure = state.own->failure()) {
+      family.throw_if_failed();
+      state.throw_failure(*failure);
+    }
+    family.throw_if_failed();  // kernels that were let go end as if they had succeeded
+    if (status == cudaSuccess) return;
+    const auto waited = Clock::now() - begin;
+    if (waited < next_look) {
+      std::this_thread::yield();
+      continue;
+    }
+    next_look = waited + milliseconds(1);
+    if (state.nccl) state.nccl->check();
+    if (waited >= family.limit()) {
+      std::ostringstream text;
+      text << state.own->last_call() << ": the stream of rank " << state.own->root_rank
+           << " did not finish within " << comm::seconds(family.timeout) << " s"
+           << family.laggards(*state.own);
+      state.fail_everywhere(text.str());
+      throw Error(ErrorCode::timeout, text.str());
+    }
+    if (waited >= kAwake) std::this_thread::sleep_for(milliseconds(1));
+  }
+}
+
+}  // namespace helix::cuda

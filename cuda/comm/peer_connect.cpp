@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a cuda::PeerComm comes to be: in a process, between processes, or split from another.
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <set>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include <helix/cuda/peer_comm.hpp>
+#include <helix/error.hpp>
+
+#include "cuda/comm/peer_groups.hpp"
+#include "cuda/comm/peer_state.hpp"
+#include "cuda/runtime/operators_state.hpp"
+
+namespace helix::cuda {
+namespace {
+
+/// The most ranks that stand on one device.
+template <class Device>
+int most_on_one(const std::vector<Device>& devices) {
+  std::ptrdiff_t most = 0;
+  for (const Device& device : devices)
+    most = std::max(most, std::count(devices.begin(), devices.end(), device));
+  return static_cast<int>(most);
+}
+
+void expect_a_transport(bool has_windows, bool has_nccl, const std::string& why_not) {
+  HELIX_EXPECTS(has_windows || has_nccl, ErrorCode::unsupported, "PeerComm: ", why_not,
+                ", and NCCL is not to be used, or has no GPU for each rank");
+}
+
+/// All ranks' values on every rank. Collective.
+template <class T>
+std::vector<T> all_of(comm::Bootstrap& bootstrap, const T& own) {
+  std::vector<T> all(static_cast<std::size_t>(bootstrap.size()));
+  const auto parts = bootstrap.gather(std::as_bytes(std::span(&own, 1)));
+  for (std::size_t i = 0; i < parts.size(); ++i)
+    std::memcpy(&all[i], parts[i].data(), std::min(sizeof(T), parts[i].size()));
+  bootstrap.broadcast(std::as_writable_bytes(std::span(all)));
+  return all;
+}
+
+using DeviceId = std::array<char, 16>;
+
+DeviceId id_of(int device) {
+  cudaDeviceProp prop{};
+  HELIX_CUDA_CHECK(cudaGetDeviceProperties(&prop, device));
+  DeviceId id;
+  std::copy_n(prop.uuid.bytes, id.size(), id.begin());
+  return id;
+}
+
+}  // namespace
+
+std::vector<PeerComm> PeerComm::create_group(std::span<const int> devices, const Options& options) {
+  comm::expect_timeout(options.timeout);
+  HELIX_EXPECTS(!devices.empty() && devices.size() <= kMaxPeers, ErrorCode::invalid_argument,
+                "PeerComm: a group of ", devices.size(), " ranks; 1 to ", kMaxPeers, " can be");
+  const int count = device_count();
+  for (const int device : devices)
+    HELIX_EXPECTS(device >= 0 && device < count, ErrorCode::unsupported, "PeerComm: device ", device,
+                  " is wanted; there are ", count);
+  const std::vector<int> all(devices.begin(), devices.end());
+  const int shared = most_on_one(all);
+  const bool has_windows = can_share_memory(devices);
+  const bool has_nccl = options.use_nccl && shared == 1 && all.size() > 1;
+  expect_a_transport(has_windows, has_nccl, "the GPUs do not reach each other's memory");
+
+  auto family = std::make_shared<PeerFamily>();
+  family->timeout = options.timeout;
+  family->root = std::make_shared<comm::Root>();
+  family->root->timeout = options.timeout;
+  const auto group = comm::Group::whole(family->root, static_cast<int>(all.size()));
+  if (has_nccl) family->nccl = NcclComm::create_group(devices, options.timeout, options.graph_use);
+  std::shared_ptr<const PeerRange> range;
+  std::vector<PeerComm> comms;
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    auto state = std::make_shared<State>();
+    state->family = family;
+    state->own = std::make_shared<PeerRank>(static_cast<int>(rank), all[rank]);
+    family->ranks.push_back(state->own);
+    if (has_windows)
+      state->hosts =
+          std::make_shared<ThreadHosts>(group, static_cast<int>(rank), all, shared > 1 && options.hosts_meet);
+    if (has_nccl) state->nccl = family->nccl[rank];
+    state->root_ranks.resize(all.size());
+    std::iota(state->root_ranks.begin(), state->root_ranks.end(), 0);
+    state->rank = static_cast<int>(rank);
+    state->ranks_a_device = shared;
+    comms.push_back(PeerComm(std::move(state)));
+  }
+  if (!has_windows) return comms;
+  const std::size_t bytes = static_cast<std::size_t>(channel_bytes(static_cast<int>(all.size()), shared));
+  range = ThreadHosts::map_all(all, bytes, 16);
+  for (const PeerComm& comm : comms) comm.state_->open_channel(range);
+  return comms;
+}
+
+PeerComm PeerComm::connect(comm::Bootstrap bootstrap, int device, const Options& options) {
+  use_device(device);
+  HELIX_EXPECTS(bootstrap.size() <= kMaxPeers, ErrorCode::invalid_argument, "PeerComm: a group of ",
+                bootstrap.size(), " ranks; 1 to ", kMaxPeers, " can be");
+  auto family = std::make_shared<PeerFamily>();
+  family->timeout = bootstrap.timeout();
+  family->bootstrap = bootstrap;
+  auto state = std::make_shared<State>();
+  state->family = family;
+  state->own = std::make_shared<PeerRank>(bootstrap.rank(), device);
+  family->ranks.push_back(state->own);
+  state->rank = bootstrap.rank();
+  state->root_ranks.resize(static_cast<std::size_t>(bootstrap.size()));
+  std::iota(state->root_ranks.begin(), state->root_ranks.end(), 0);
+  state->ranks_a_device = most_on_one(all_of(bootstrap, id_of(device)));
+
+  std::string why_not;
+  if (const auto links = comm::LocalLinks::connect(bootstrap, why_not)) {
+    state->hosts = std::make_shared<ProcessHosts>(links, state->root_ranks, state->rank, device);
+    try {
+      state->open_channel();
+    } catch (const Error& error) {
+      bootstrap.check();
+      why_not = error.what();
+      state->hosts = nullptr;
+    }
+    // One that cannot map leaves all without windows.
+    const auto verdicts = all_of<std::uint32_t>(bootstrap, state->hosts != nullptr ? 1 : 0);
+    if (std::count(verdicts.begin(), verdicts.end(), 0u) > 0) {
+      if (why_not.empty()) why_not = "another rank cannot map the memory of its peers";
+      state->hosts = nullptr;
+    }
+  }
+  const bool has_nccl = options.use_nccl && state->ranks_a_device == 1 && bootstrap.size() > 1;
+  expect_a_transport(state->has_windows(), has_nccl, why_not);
+  if (has_nccl) {
+    state->nccl = NcclComm::connect(bootstrap, device, options.graph_use);
+    family->nccl.push_back(*state->nccl);
+  }
+  bootstrap.on_failure([weak = std::weak_ptr(family)](const Error& error) {
+    if (const auto alive = weak.lock()) alive->fail(error.what());
+  });
+  return PeerComm(std::move(state));
+}
+
+PeerComm PeerComm::split(int color, int key) {
+  HELIX_EXPECTS(color >= 0, ErrorCode::invalid_argument, "split: color is ", color,
+                "; it must not be negative");
+  state_->begin("split");
+  auto part = std::make_shared<State>();
+  part->family = state_->family;
+  part->own = state_->own;
+  part->ranks_a_device = state_->ranks_a_device;
+  if (state_->nccl) {
+    part->nccl = state_->nccl->split(color, key);
+    part->rank = part->nccl->rank();
+    part->root_ranks.resize(static_cast<std::size_t>(part->nccl->size()));
+  }
+  if (state_->has_windows()) {
+    PeerHosts::Part members = state_->hosts->split(color, key);
+    part->hosts = std::move(members.hosts);
+    part->rank = members.rank;
+    part->root_ranks = std::move(members.root_ranks);
+    part->open_channel();
+  }
+  return PeerComm(std::move(part));
+}
+
+}  // namespace helix::cuda

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuda::Operators::reduce_norm over windows: how a call is cut, and its launch.
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include <helix/cuda/backend.hpp>
+#include <helix/integers.hpp>
+
+#include "cuda/comm/peer_reduce_norm.cuh"
+#include "cuda/runtime/operators_state.hpp"
+
+namespace helix::cuda {
+namespace {
+
+constexpr int kPartPackets = 256;  // of a row that a block takes, where rows are few
+constexpr int kMostParts = 8;      // blocks of a cluster, on any device of compute capability 9.0
+constexpr std::int64_t kMostLineBytes = 256 << 10;  // of a rank's rows
+/// Bytes that a rank sends, beyond which its share of the sums, sent twice, would be less: not built, NCCL
+/// does it. Between two ranks both are the same.
+constexpr std::int64_t kMostSentBytes = 4 << 20;
+
+/// The cut of `rows` rows of `packets` packets; false: none fits the slots.
+bool make_plan(const PeerChannel& channel, std::int64_t rows, std::int64_t packets, bool has_clusters,
+               PeerNormPlan& plan) {
+  if (rows * packets * 16 * (channel.waits.size - 1) > kMostSentBytes) return false;
+  const auto row_packets = [&](int parts) { return (packets + parts - 1) / parts; };
+  const auto is_whole = [&](int parts) { return (parts - 1) * row_packets(parts) < packets; };
+  int parts = 1;
+  while (has_clusters && parts < kMostParts && row_packets(parts) > kPartPackets &&
+         rows * parts * 2 <= channel.channels && is_whole(2 * parts))
+    parts *= 2;
+  plan.parts = parts;
+  plan.row_packets = static_cast<int>(row_packets(parts));
+  plan.groups = static_cast<int>(std::min<std::int64_t>(rows, channel.channels / parts));
+  plan.has_lines = rows * packets * 16 <= kMostLineBytes && plan.row_packets <= kPeerNormThreads;
+  plan.round_packets = plan.has_lines ? round_up(plan.row_packets, kWarp) : plan.row_packets;
+  const std::int64_t row_bytes = std::int64_t{plan.round_packets} * (plan.has_lines ? 32 : 16);
+  plan.rows_a_round = static_cast<int>(std::min<std::int64_t>(channel.piece / row_bytes, rows));
+  plan.threads = static_cast<int>(std::clamp<std::int64_t>(
+      round_up(plan.row_packets, kWarp), round_up(channel.waits.size, kWarp), kPeerNormThreads));
+  return plan.rows_a_round > 0 && plan.row_packets <= kPeerNormPackets * plan.threads;
+}
+
+template <class T, class W, bool kLines, int kPackets>
+void launch(const PeerChannel& channel, const PeerNormRows<T, W>& rows, const PeerNormPlan& plan,
+            bool is_hopper, StreamHandle stream) {
+  std::array<cudaLaunchAttribute, 2> attributes{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(plan.parts), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(plan.groups * plan.parts));
+  config.blockDim = dim3(static_cast<unsigned>(plan.threads));
+  config.stream = stream;
+  config.attrs = attributes.data();
+  config.numAttrs = !is_hopper ? 0 : plan.parts > 1 ? 2 : 1;
+  HELIX_CUDA_CHECK(
+      cudaLaunchKernelEx(&config, peer_norm_kernel<T, W, kLines, kPackets>, channel, rows, plan));
+}
+
+/// Calls use(W*) for the type of the norm's weights.
+template <class Use>
+void with_weight_type(DType dtype, const Use& use) {
+  if (dtype == DType::f32) return use(static_cast<float*>(nullptr));
+  if (dtype == DType::f16) return use(static_cast<f16*>(nullptr));
+  use(static_cast<bf16*>(nullptr));
+}
+
+}  // namespace
+
+template <class T>
+bool Operators<T>::reduce_norm(const PeerChannel& channel, const ReduceNormArgs<T>& args,
+                               Stream stream) const {
+  const std::int64_t rows = args.residual.extent(0);
+  const std::int64_t width = args.residual.extent(1);
+  const bool has_norm = !args.weight.empty();
+  if (rows == 0 || width == 0) return true;
+  const bool is_aligned = common_alignment({address_of(args.partial.data()), address_of(args.residual.data()),
+                                            address_of(has_norm ? args.out.data() : nullptr),
+                                            address_of(args.weight.data), step_of<T>(width)}) == 16;
+  PeerNormPlan plan;
+  if (!is_aligned || args.weight.dtype == DType::fp8_e4m3 || (has_norm && !args.out.is_contiguous()) ||
+      !make_plan(channel, rows, width / kVector<T>, state_->is_hopper, plan))
+    return false;
+  const DeviceScope scope(state_->device);
+  with_weight_type(has_norm ? args.weight.dtype : DType::f32, [&]<class W>(W*) {
+    const PeerNormRows<T, W> all{args.partial.data(),
+                                 args.residual.data(),
+                                 static_cast<const W*>(args.weight.data),
+                                 has_norm ? args.out.data() : nullptr,
+                                 rows,
+                                 width,
+                                 args.epsilon};
+    if (plan.has_lines) {
+      launch<T, W, true, 1>(channel, all, plan, state_->is_hopper, stream.handle());
+    } else if (plan.row_packets <= plan.threads) {
+      launch<T, W, false, 1>(channel, all, plan, state_->is_hopper, stream.handle());
+    } else {
+      launch<T, W, false, kPeerNormPackets>(channel, all, plan, state_->is_hopper, stream.handle());
+    }
+  });
+  return true;
+}
+
+#define HELIX_INSTANTIATE(T) \
+  template bool Operators<T>::reduce_norm(const PeerChannel&, const ReduceNormArgs<T>&, Stream) const;
+HELIX_INSTANTIATE(float)
+HELIX_INSTANTIATE(f16)
+HELIX_INSTANTIATE(bf16)
+#undef HELIX_INSTANTIATE
+
+}  // namespace helix::cuda

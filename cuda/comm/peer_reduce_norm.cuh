@@ -1,0 +1,304 @@
+// SPDX-License-Identifier: Apache-2.0
+// All-reduce, residual and norm as one kernel over the memory of peers.
+//
+// Everyone sends its part to everyone and sums all parts itself, in rank order: one-shot. A row is split over
+// the blocks of a cluster, each a channel of its own, so that few rows still leave by several SMs. Messages
+// are small at decode sizes, and carry a flag in each 8 bytes ("lines"): twice the bytes, but no round trip
+// between data and flag. Larger ones are plain data with a flag behind it.
+#pragma once
+
+#include <cstdint>
+
+#include <cooperative_groups.h>
+
+#include "cuda/comm/peer_wait.cuh"
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/rows.cuh"
+#include "cuda/runtime/warp.cuh"
+
+namespace helix::cuda {
+
+/// The rows of one call; all dense.
+template <class T, class W>
+struct PeerNormRows {
+  const T* partial;  // [rows, width]
+  T* residual;       // [rows, width]
+  const W* weight;   // [width]
+  T* out;            // [rows, width] or null: no norm
+  std::int64_t rows;
+  std::int64_t width;  // a multiple of kVector<T>
+  float epsilon;
+};
+
+/// How a call is cut.
+struct PeerNormPlan {
+  int groups = 1;  ///< Rows at a time.
+  int parts = 1;   ///< Blocks of a row: a cluster.
+  int threads = 512;
+  int row_packets = 0;    ///< Packets of 16 bytes of a block's part of a row.
+  int round_packets = 0;  ///< Places of packets between two rows of a round.
+  int rows_a_round = 1;
+  bool has_lines = false;
+};
+
+/// Packets of a row that a thread holds, at most; lines: one.
+inline constexpr int kPeerNormPackets = 4;
+inline constexpr int kPeerNormThreads = 512;
+
+/// Bytes between the two lines of a packet: those of 32 packets lie side by side, so that a warp's store is
+/// whole lines of NVLink. With the lines of a packet side by side 131 KB took 6.4 us, so 5.2; 262 KB 8.2
+/// and 6.2.
+inline constexpr int kLineBytes = kWarp * 16;
+
+/// Stores a packet as two lines of data and flag.
+__device__ __forceinline__ void store_lines(std::byte* to, uint4 x, std::uint32_t count) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to), "r"(x.x), "r"(count), "r"(x.y)
+               : "memory");
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to + kLineBytes), "r"(x.z),
+               "r"(count), "r"(x.w)
+               : "memory");
+}
+
+__device__ __forceinline__ uint4 load_volatile(const std::byte* from) {
+  uint4 x;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
+
+/// Waits for the packet that store_lines() wrote; zeros where it never comes.
+__device__ __forceinline__ uint4 wait_for_lines(const PeerWaits& waits, int peer, const std::byte* from,
+                                                std::uint32_t count) {
+  uint4 low;
+  uint4 high;
+  const bool is_there = wait_for_peer(waits, peer, count, [&](std::uint64_t& value) {
+    low = load_volatile(from);
+    high = load_volatile(from + kLineBytes);
+    value = low.y;
+    const bool has_come = low.y == count && low.w == count && high.y == count && high.w == count;
+    return has_come ? Seen::there : Seen::not_yet;
+  });
+  return is_there ? uint4{low.x, low.z, high.x, high.z} : uint4{0, 0, 0, 0};
+}
+
+/// Sum of x over the cluster, for all threads; every block of it calls.
+__device__ __forceinline__ float cluster_sum(float x, int parts) {
+  __shared__ float warps[kWarp];
+  const unsigned lane = threadIdx.x % kWarp;
+  x = warp_sum(x);
+  if (lane == 0) warps[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  x = warp_sum(lane < blockDim.x / kWarp ? warps[lane] : 0.0f);
+#if __CUDA_ARCH__ >= 900
+  if (parts > 1) {
+    __shared__ float whole;
+    const auto cluster = cooperative_groups::this_cluster();
+    if (threadIdx.x == 0) whole = x;
+    cluster.sync();
+    x = 0.0f;
+    for (int i = 0; i < parts; ++i) x += *cluster.map_shared_rank(&whole, static_cast<unsigned>(i));
+    asm volatile("barrier.cluster.arrive;" ::: "memory");  // see leave_cluster_sum()
+  } else {
+    __syncthreads();
+  }
+#else
+  (void)parts;
+  __syncthreads();
+#endif
+  return x;
+}
+
+/// After cluster_sum(), before the block ends or sums again: nobody may while others read.
+__device__ __forceinline__ void leave_cluster_sum([[maybe_unused]] int parts) {
+#if __CUDA_ARCH__ >= 900
+  if (parts > 1) asm volatile("barrier.cluster.wait;" ::: "memory");
+#endif
+}
+
+/// One block's part of the sums.
+template <class T, class W, bool kLines, int kPackets>
+struct PeerNormBlock {
+  static constexpr int kElements = kVector<T>;
+  using Packet = Vector<T, kElements>;
+
+  const PeerChannel& channel;
+  const PeerNormRows<T, W>& rows;
+  const PeerNormPlan& plan;
+  BlockChannel ends;
+  int first_packet;
+  int packets;
+
+  __device__ PeerNormBlock(const PeerChannel& to, const PeerNormRows<T, W>& all, const PeerNormPlan& cut)
+      : channel(to), rows(all), plan(cut), ends{to, static_cast<int>(blockIdx.x)} {
+    first_packet = static_cast<int>(blockIdx.x) % plan.parts * plan.row_packets;
+    packets = min(plan.row_packets, static_cast<int>(rows.width / kElements) - first_packet);
+  }
+
+  /// Element of the tensors at which packet `i` of this block's part of a row begins.
+  __device__ std::int64_t element(std::int64_t row, int i) const {
+    return row * rows.width + static_cast<std::int64_t>(first_packet + i) * kElements;
+  }
+  /// Bytes from a slot's begin to packet `i` of the k-th row of a round; the first of its lines.
+  __device__ std::int64_t place(int k, int i) const {
+    const std::int64_t row = std::int64_t{k} * plan.round_packets;
+    return kLines ? (row + i / kWarp * kWarp) * 32 + i % kWarp * 16 : (row + i) * 16;
+  }
+
+  /// Calls use(j, i) for this thread's packets i of a row.
+  template <class Use>
+  __device__ __forceinline__ void each(const Use& use) const {
+#pragma unroll
+    for (int j = 0; j < kPackets; ++j) {
+      const int i = static_cast<int>(threadIdx.x + static_cast<unsigned>(j) * blockDim.x);
+      if (i < packets) use(j, i);
+    }
+  }
+
+  /// What a thread brings of a row.
+  struct Own {
+    uint4 part[kPackets];
+    Packet residual[kPackets];
+  };
+
+  __device__ __forceinline__ void load(std::int64_t row, Own& own) const {
+    each([&](int j, int i) {
+      own.part[j] = *reinterpret_cast<const uint4*>(rows.partial + element(row, i));
+      own.residual[j] = *reinterpret_cast<const Packet*>(rows.residual + element(row, i));
+    });
+  }
+
+  /// To all peers, as row number k of the round.
+  __device__ __forceinline__ void send(const Own& own, int k,
+                                       const std::uint32_t (&counts)[kMaxPeers]) const {
+    const int rank = channel.waits.rank;
+    const int size = channel.waits.size;
+    for (int step = 1; step < size; ++step) {
+      const int p = rank + step < size ? rank + step : rank + step - size;
+      const std::uint32_t count = counts[p] + 1;
+      std::byte* const slot = kLines ? ends.line_slot(p, count, rank) : ends.slot(p, count, rank);
+      each([&](int j, int i) {
+        if constexpr (kLines) {
+          store_lines(slot + place(k, i), own.part[j], count);
+        } else {
+          *reinterpret_cast<uint4*>(slot + place(k, i)) = own.part[j];
+        }
+      });
+    }
+  }
+
+  /// The sum of packet `i`, of which `own` is this rank's part, over the ranks.
+  __device__ __forceinline__ void sum(uint4 own, int k, int i, const std::uint32_t (&counts)[kMaxPeers],
+                                      float (&total)[kElements]) const {
+    const int rank = channel.waits.rank;
+#pragma unroll 2
+    for (int p = 0; p < channel.waits.size; ++p) {
+      uint4 x = own;
+      if (p != rank) {
+        const std::uint32_t count = counts[p] + 1;
+        if constexpr (kLines) {
+          x = wait_for_lines(channel.waits, p, ends.line_slot(rank, count, p) + place(k, i), count);
+        } else {
+          x = __ldcg(reinterpret_cast<const uint4*>(ends.slot(rank, count, p) + place(k, i)));
+        }
+      }
+      const Packet& packet = reinterpret_cast<const Packet&>(x);
+#pragma unroll
+      for (int j = 0; j < kElements; ++j) {
+        const float value = to_float(packet.elements[j]);
+        total[j] = p == 0 ? value : total[j] + value;
+      }
+    }
+  }
+
+  /// residual += sum, and its norm.
+  __device__ __forceinline__ void finish(std::int64_t row, const Own& own, int k,
+                                         const std::uint32_t (&counts)[kMaxPeers]) const {
+    const bool has_norm = rows.out != nullptr;
+    Vector<W, kElements> weight;
+    if (kPackets == 1 && has_norm && static_cast<int>(threadIdx.x) < packets)  // on its way meanwhile
+      weight = *reinterpret_cast<const Vector<W, kElements>*>(rows.weight +
+                                                              element(0, static_cast<int>(threadIdx.x)));
+    float x[kPackets][kElements];
+    float squares = 0.0f;
+    each([&](int j, int i) {
+      sum(own.part[j], k, i, counts, x[j]);
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        x[j][e] = to_float(from_float<T>(x[j][e] + to_float(own.residual[j].elements[e])));  // as stored
+        squares += x[j][e] * x[j][e];
+      }
+      store_vector(rows.residual + element(row, i), x[j]);
+    });
+    if (!has_norm) return;
+    const float mean = cluster_sum(squares, plan.parts) / static_cast<float>(rows.width);
+    const float scale = 1.0f / sqrtf(mean + rows.epsilon);
+    each([&](int j, int i) {
+      if (kPackets > 1) weight = *reinterpret_cast<const Vector<W, kElements>*>(rows.weight + element(0, i));
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) x[j][e] = x[j][e] * scale * to_float(weight.elements[e]);
+      store_vector(rows.out + element(row, i), x[j]);
+    });
+    leave_cluster_sum(plan.parts);
+  }
+
+  /// All rows of this block, some a round.
+  __device__ void run(std::uint32_t (&counts)[kMaxPeers]) const {
+    const int p = static_cast<int>(threadIdx.x);
+    const bool is_peer = p < channel.waits.size && p != channel.waits.rank;
+    std::int64_t first = blockIdx.x / plan.parts;
+    Own own;  // of a round's first row, asked for early where registers allow
+    if (kPackets == 1) load(first, own);
+    if (p < channel.waits.size) counts[p] = ends.counts()[p];
+    __syncthreads();
+    for (;;) {
+      const auto row_of = [&](int k) { return first + std::int64_t{k} * plan.groups; };
+      const auto for_rows = [&](const auto& use) {
+        for (int k = 0; k < plan.rows_a_round && row_of(k) < rows.rows; ++k) {
+          if (kPackets == 1 && k == 0) {
+            use(own, k);
+          } else {
+            Own other;
+            load(row_of(k), other);
+            use(other, k);
+          }
+        }
+      };
+      for_rows([&](const Own& row, int k) { send(row, k, counts); });
+      if constexpr (!kLines) {
+        __syncthreads();
+        if (is_peer) {
+          ends.send(p, counts[p] + 1, kTag);
+          (void)ends.receive(p, counts[p] + 1, kTag);
+        }
+        __syncthreads();
+      }
+      for_rows([&](const Own& row, int k) { finish(row_of(k), row, k, counts); });
+      __syncthreads();
+      if (is_peer) ends.counts()[p] = ++counts[p];
+      first += std::int64_t{plan.groups} * plan.rows_a_round;
+      if (first >= rows.rows) return;
+      if (kPackets == 1) load(first, own);
+      __syncthreads();
+    }
+  }
+
+  static constexpr std::uint32_t kTag = 0x6e6f726d;
+};
+
+/// Bytes a rank sends: rows * width * sizeof(T) * (size - 1), twice that in lines. Bound by latency up to
+/// about 128 KB.
+template <class T, class W, bool kLines, int kPackets>
+__global__ void __launch_bounds__(kPeerNormThreads)
+    peer_norm_kernel(const __grid_constant__ PeerChannel channel,
+                     const __grid_constant__ PeerNormRows<T, W> rows,
+                     const __grid_constant__ PeerNormPlan plan) {
+  __shared__ std::uint32_t counts[kMaxPeers];
+  if (channel.waits.most_blocks == 0) start_next();  // else it could take the room of the peers' kernels
+  wait_for_previous();
+  PeerNormBlock<T, W, kLines, kPackets>(channel, rows, plan).run(counts);
+}
+
+}  // namespace helix::cuda

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// The memory of a group's channels, and how its failures are found and told.
+#include "cuda/comm/peer_state.hpp"
+
+#include <algorithm>
+#include <sstream>
+#include <thread>
+
+#include <helix/integers.hpp>
+
+#include "comm/rank_names.hpp"
+#include "cuda/runtime/operators_state.hpp"
+
+namespace helix::cuda {
+namespace {
+
+constexpr int kChannels = 64;                   // of a GPU, shared by its ranks
+constexpr int kSharedBlocks = 128;              // of kernels that wait, by all ranks that share a GPU
+constexpr std::int64_t kSlotBytes = 128 << 10;  // of a channel: the pieces of all senders
+constexpr std::int64_t kBlockBytes = 8 << 10;   // that a block moves before another one helps
+
+/// The watch of a job learns after the timeout who is behind, and says it better: so much longer it is waited
+/// for.
+constexpr milliseconds kWatchGrace{2000};
+/// By so much the host outlasts the kernels, which know whom they wait for.
+constexpr milliseconds kRecordGrace{500};
+/// How long the failure of another rank may take to be known here after its kernel has given up.
+constexpr milliseconds kCauseGrace{500};
+
+/// Where the parts of a channel window begin, in bytes; poison words come first.
+struct ChannelLayout {
+  std::int64_t channels, piece, counts, flags, slots, lines, bytes;
+
+  ChannelLayout(std::int64_t size, int ranks_a_device)
+      : channels(larger<std::int64_t>(2, kChannels / ranks_a_device)),
+        piece(size == 1 ? 1024 : larger<std::int64_t>(1024, kSlotBytes / size / 1024 * 1024)),
+        counts(kMaxPeers * static_cast<std::int64_t>(sizeof(std::uint32_t))),
+        flags(round_up(counts + channels * size * 4, std::int64_t{256})),
+        slots(round_up(flags + channels * 2 * size * 8, std::int64_t{256})),
+        lines(slots + channels * 2 * size * piece),
+        bytes(lines + channels * 2 * size * piece) {}
+};
+
+}  // namespace
+
+PeerRank::PeerRank(int number, int on_device)
+    : root_rank(number), device(on_device), report(sizeof(PeerReport)) {
+  const DeviceScope scope(device);
+  words = Buffer(sizeof(PeerWords));
+}
+
+std::string_view PeerRank::last_call() const {
+  const std::string_view name = last.load(std::memory_order_relaxed);
+  return name.empty() ? "the start of a step" : name;
+}
+
+const PeerFailure* PeerRank::failure() const {
+  const PeerFailure& failure = host().failure;
+  const auto is_complete = std::atomic_ref(host().failure.is_complete).load(std::memory_order_acquire);
+  return is_complete == 0 ? nullptr : &failure;
+}
+
+milliseconds PeerFamily::limit() const {
+  return timeout + kRecordGrace + (bootstrap ? kWatchGrace : milliseconds(0));
+}
+
+void PeerFamily::fail(const std::string& text) noexcept {
+  try {
+    std::vector<NcclComm> to_abort;
+    {
+      const std::lock_guard lock(mutex);
+      if (!has_failed) {
+        failure = text;
+        has_failed.store(true, std::memory_order_release);
+      }
+      to_abort.swap(nccl);
+    }
+    for (const auto& rank : ranks) std::atomic_ref(rank->host().abort).store(1, std::memory_order_release);
+    if (root) {
+      const std::lock_guard lock(root->mutex);
+      root->fail(text);
+    }
+    for (NcclComm& comm : to_abort) comm.abort(text);
+  } catch (...) {
+    // Out of memory for the message: the deadlines of the kernels still end their waits.
+  }
+}
+
+void PeerFamily::throw_if_failed() {
+  if (has_failed.load(std::memory_order_acquire)) {
+    const std::lock_guard lock(mutex);
+    throw Error(ErrorCode::peer_failed, failure);
+  }
+  if (root && root->has_failed.load(std::memory_order_acquire)) {
+    const std::lock_guard lock(root->mutex);
+    root->throw_if_failed();
+  }
+}
+
+std::string PeerFamily::laggards(const PeerRank& own) const {
+  std::ostringstream text;
+  const std::uint64_t made = own.operations.load(std::memory_order_relaxed);
+  for (const auto& rank : ranks) {
+    const std::uint64_t operations = rank->operations.load(std::memory_order_relaxed);
+    if (operations >= made) continue;
+    text << "; rank " << rank->root_rank << " is behind: its call " << operations << " was "
+         << rank->last_call() << ", this rank made " << made;
+  }
+  return text.str();
+}
+
+std::int64_t channel_bytes(int size, int ranks_a_device) {
+  return ChannelLayout(size, ranks_a_device).bytes;
+}
+
+void PeerComm::State::open_channel(std::shared_ptr<const PeerRange> memory) {
+  const ChannelLayout layout(size(), ranks_a_device);
+  range = memory ? std::move(memory) : hosts->allocate(static_cast<std::size_t>(layout.bytes), 16);
+  channel.window = range->part(0);
+  channel.flags = layout.flags;
+  channel.slots = layout.slots;
+  channel.lines = layout.lines;
+  channel.piece = layout.piece;
+  channel.counts = reinterpret_cast<std::uint32_t*>(range->part(rank) + layout.counts);
+  channel.channels = static_cast<int>(layout.channels);
+  PeerWaits& waits = channel.waits;
+  waits.failure = &own->host().failure;
+  waits.abort = &own->host().abort;
+  waits.words = reinterpret_cast<PeerWords*>(own->words.data());
+  waits.timeout_ns = static_cast<std::uint64_t>((family->limit() - kRecordGrace).count()) * 1'000'000;
+  waits.poison = reinterpret_cast<std::uint32_t*>(range->part(0));
+  waits.stride = range->stride();
+  waits.rank = rank;
+  waits.size = size();
+  waits.most_blocks = ranks_a_device == 1 ? 0 : std::max(2, kSharedBlocks / ranks_a_device);
+  const std::lock_guard lock(own->mutex);
+  waits.group = static_cast<std::uint32_t>(own->groups.size());
+  own->groups.push_back(root_ranks);
+}
+
+void PeerComm::State::begin(const char* operation) const {
+  family->throw_if_failed();
+  if (family->bootstrap) family->bootstrap->begin_operation(operation);
+  own->last.store(operation, std::memory_order_relaxed);
+  own->operations.fetch_add(1, std::memory_order_relaxed);
+}
+
+bool PeerComm::State::is_for_nccl(std::int64_t bytes) const {
+  return nccl && (!has_windows() || bytes >= kNcclBytes);
+}
+
+int PeerComm::State::blocks_for(std::int64_t bytes) const {
+  return static_cast<int>(
+      std::clamp<std::int64_t>((bytes + kBlockBytes - 1) / kBlockBytes, 1, channel.channels));
+}
+
+void PeerComm::State::fail_everywhere(const std::string& reason) const {
+  std::ostringstream text;
+  text << "rank " << own->root_rank << " failed: " << reason;
+  if (family->bootstrap) family->bootstrap->fail(reason);  // its callback comes back to the family
+  family->fail(text.str());
+}
+
+void PeerComm::State::throw_failure(const PeerFailure& failure) const {
+  std::vector<int> group;
+  {
+    const std::lock_guard lock(own->mutex);
+    group = own->groups.at(failure.group);
+  }
+  if (failure.fault == PeerFault::gave_up || failure.fault == PeerFault::aborted) {
+    const Clock::time_point deadline = Clock::now() + kCauseGrace;
+    while (Clock::now() < deadline) {
+      family->throw_if_failed();
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+  }
+  std::vector<int> missing;
+  for (std::size_t i = 0; i < group.size(); ++i)
+    if (failure.missing >> i & 1) missing.push_back(group[i]);
+  const int peer = group.at(failure.peer);
+  if (missing.empty()) missing.push_back(peer);
+  std::ostringstream text;
+  const std::string_view last = own->last_call();
+  ErrorCode code = ErrorCode::timeout;
+  switch (failure.fault) {
+    case PeerFault::out_of_step:
+      code = ErrorCode::out_of_step;
+      text << "rank " << peer << " is out of step with rank " << own->root_rank << ": its message says "
+           << failure.seen << ", expected " << failure.wanted
+           << ": a rank skipped or repeated a step, or their calls differ; the last call was " << last;
+      break;
+    case PeerFault::gave_up:
+      text << "rank " << peer << " gave up waiting for other ranks; rank " << own->root_rank
+           << " waited for it in " << last;
+      break;
+    default:
+      text << comm::rank_names(missing) << " did not come within " << comm::seconds(family->timeout)
+           << " s; rank " << own->root_rank << " waited in " << last;
+      break;
+  }
+  text << family->laggards(*own);
+  fail_everywhere(text.str());
+  throw Error(code, text.str());
+}
+
+}  // namespace helix::cuda

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// Flags in the memory of peers, and waits for them that end.
+//
+// A wait polls this rank's own memory. It gives up when the deadline is past, when a peer says that it has
+// given up, or when the host aborts; it then records whom it waited for, tells the peers, and its kernel
+// returns. From then on nothing of this rank waits, so that the rest of a step runs through.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/comm/peer_channel.hpp"
+
+namespace helix::cuda {
+
+__device__ __forceinline__ std::uint64_t global_ns() {
+  std::uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+/// Stores a flag after all that this thread has written or seen written, for any GPU.
+__device__ __forceinline__ void release_flag(void* flag, std::uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ std::uint64_t acquire_flag(const void* flag) {
+  std::uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ std::uint32_t volatile_word(const std::uint32_t* word) {
+  return *static_cast<const volatile std::uint32_t*>(word);
+}
+
+/// Records the failure unless one stands, and lets go all that waits for this rank or in it.
+static __device__ __noinline__ void give_up(const PeerWaits& waits, PeerFault fault, int peer,
+                                            std::uint64_t seen, std::uint64_t wanted) {
+  PeerWords& words = *waits.words;
+  if (fault != PeerFault::gave_up) atomicOr(&words.missing, 1ull << peer);
+  const bool is_first = atomicCAS(&words.claim, 0u, 1u) == 0u;
+  if (is_first) {
+    __nanosleep(50'000);  // others that give up now name their peers too
+    PeerFailure& failure = *waits.failure;
+    failure.fault = fault;
+    failure.group = waits.group;
+    failure.peer = static_cast<std::uint32_t>(peer);
+    failure.missing = atomicOr(&words.missing, 0ull);
+    failure.seen = seen;
+    failure.wanted = wanted;
+    __threadfence_system();  // the host that sees is_complete sees the rest
+    *static_cast<volatile std::uint32_t*>(&failure.is_complete) = 1u;
+    for (int p = 0; p < waits.size; ++p) {
+      auto* word = reinterpret_cast<std::uint32_t*>(reinterpret_cast<std::byte*>(waits.poison + waits.rank) +
+                                                    p * waits.stride);
+      *static_cast<volatile std::uint32_t*>(word) = 1u;
+    }
+    __threadfence_system();
+  }
+  *static_cast<volatile std::uint32_t*>(&words.gave_up) = 1u;
+}
+
+/// The peer that has given up, or -1. Own memory.
+__device__ inline int poisoned_by(const PeerWaits& waits) {
+  const auto* own = reinterpret_cast<const std::uint32_t*>(reinterpret_cast<const std::byte*>(waits.poison) +
+                                                           waits.rank * waits.stride);
+  for (int p = 0; p < waits.size; ++p)
+    if (p != waits.rank && volatile_word(own + p) != 0) return p;
+  return -1;
+}
+
+/// What a look at a peer's word found.
+enum class Seen { not_yet, there, wrong };
+
+/// Looks until `look(value)`, which also returns what it saw, finds the word that is waited for. Returns
+/// whether it did; false: nothing is to be read. `value` is as the failure tells it.
+template <class Look>
+__device__ __forceinline__ bool wait_for_peer(const PeerWaits& waits, int peer, std::uint64_t wanted,
+                                              const Look& look) {
+  std::uint64_t value = 0;
+  Seen seen = look(value);
+  if (seen == Seen::there) return true;
+  const std::uint64_t begin = global_ns();
+  for (unsigned i = 1; seen == Seen::not_yet; ++i) {
+    if (i % 64 == 0) {
+      if (volatile_word(&waits.words->gave_up) != 0) return false;
+      if (const int culprit = poisoned_by(waits); culprit >= 0) {
+        give_up(waits, PeerFault::gave_up, culprit, value, wanted);
+        return false;
+      }
+      const bool is_late = global_ns() - begin > waits.timeout_ns;
+      if (is_late || (i % 4096 == 0 && volatile_word(waits.abort) != 0)) {
+        give_up(waits, is_late ? PeerFault::late : PeerFault::aborted, peer, value, wanted);
+        return false;
+      }
+    }
+    seen = look(value);
+  }
+  if (seen == Seen::there) return true;
+  give_up(waits, PeerFault::out_of_step, peer, value, wanted);
+  return false;
+}
+
+/// A flag of message `count` of a call with this tag.
+__device__ __forceinline__ std::uint64_t flag_of(std::uint32_t count, std::uint32_t tag) {
+  return static_cast<std::uint64_t>(count) << 32 | tag;
+}
+
+/// The ends of one block's channel.
+struct BlockChannel {
+  const PeerChannel& channel;
+  int block;
+
+  __device__ std::int64_t place(std::uint32_t count, int sender) const {
+    return (static_cast<std::int64_t>(block) * 2 + (count & 1)) * channel.waits.size + sender;
+  }
+  __device__ std::byte* part(int rank) const { return channel.window + rank * channel.waits.stride; }
+  /// Slot of message `count` that `sender` writes in the memory of `reader`.
+  __device__ std::byte* slot(int reader, std::uint32_t count, int sender) const {
+    return part(reader) + channel.slots + place(count, sender) * channel.piece;
+  }
+  __device__ std::byte* line_slot(int reader, std::uint32_t count, int sender) const {
+    return part(reader) + channel.lines + place(count, sender) * channel.piece;
+  }
+  __device__ std::byte* flag(int reader, std::uint32_t count, int sender) const {
+    return part(reader) + channel.flags + place(count, sender) * 8;
+  }
+  __device__ std::uint32_t* counts() const {
+    return channel.counts + static_cast<std::int64_t>(block) * channel.waits.size;
+  }
+
+  /// Tells the peer that message `count` is in its slot: after a barrier behind the writes of all threads.
+  __device__ void send(int peer, std::uint32_t count, std::uint32_t tag) const {
+    release_flag(flag(peer, count, channel.waits.rank), flag_of(count, tag));
+  }
+  /// Waits for the peer's message `count`.
+  __device__ bool receive(int peer, std::uint32_t count, std::uint32_t tag) const {
+    const std::byte* const own = flag(channel.waits.rank, count, peer);
+    return wait_for_peer(channel.waits, peer, flag_of(count, tag), [&](std::uint64_t& value) {
+      value = acquire_flag(own);
+      const auto ahead = static_cast<std::int32_t>(static_cast<std::uint32_t>(value >> 32) - count);
+      if (ahead < 0) return Seen::not_yet;
+      return value == flag_of(count, tag) ? Seen::there : Seen::wrong;
+    });
+  }
+};
+
+}  // namespace helix::cuda

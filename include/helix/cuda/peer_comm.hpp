@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuda::PeerComm: a Communicator whose ranks write into each other's memory. Needs no CUDA header.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <helix/comm/bootstrap.hpp>
+#include <helix/cuda/nccl_comm.hpp>
+#include <helix/cuda/runtime.hpp>
+#include <helix/dtype.hpp>
+
+namespace helix::cuda {
+
+class PeerRange;
+struct PeerChannel;
+
+/// Zeroed device memory of each rank of a group, which kernels of all ranks read and write. In the addresses
+/// of every rank the parts lie one behind the other, at a constant stride, so that one strided view reaches
+/// all peers. Copies are the same window; the memory goes with the last one, after the devices are idle.
+class HELIX_API PeerWindow {
+ public:
+  /// No memory.
+  PeerWindow() = default;
+  PeerWindow(std::shared_ptr<const PeerRange> range, int rank) : range_(std::move(range)), rank_(rank) {}
+
+  /// This rank's part.
+  std::byte* data() const { return part(rank_); }
+  /// The part of `rank`.
+  std::byte* part(int rank) const;
+  /// Bytes from one rank's part to the next one's; all of a part is memory.
+  std::int64_t stride_bytes() const;
+
+ private:
+  std::shared_ptr<const PeerRange> range_;
+  int rank_ = 0;
+};
+
+/// A rank's handle to a group of GPUs that reach each other's memory, over NVLink or in one GPU: threads of a
+/// process, or processes of a machine. Models comm::CollectiveComm on device memory, where the operations are
+/// documented. What it adds:
+///
+/// - Messages are stores into windows, with flags that the peers' kernels poll: 64 blocks at most, and fewer
+///   where ranks share a GPU, so that kernels that wait leave room for those that they wait for. There every
+///   rank needs a hardware queue of its own, and no kernel may be loaded while others wait: set
+///   CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER in the environment before the first call of
+///   CUDA. Threads that share a GPU meet on the host at each call that is not captured; and while captured
+///   steps run, no rank may allocate or free device memory.
+/// - Large messages go over NCCL, where each rank has a GPU of its own and `use_nccl` is set; so does
+///   everything where GPUs do not reach each other. transport() tells.
+/// - Sums are in f32 and in rank order, the same bits on all ranks; over NCCL as NcclComm says.
+/// - Counts of messages live in device memory, so that a captured step replays rightly.
+/// - A kernel waits no longer than the group's timeout. One that gives up records whom it waited for and lets
+///   its peers go; synchronize() turns the record into Error(timeout) or Error(out_of_step), which names the
+///   ranks, and ends the group. Calls that differ between ranks are such a record too, where the messages
+///   meet.
+///
+/// Capturable; each rank captures and replays a graph of its own. Over NCCL as NcclComm says.
+class HELIX_API PeerComm {
+ public:
+  using Stream = cuda::Stream;
+
+  /// Each rank captures and replays a graph of its own; see cuda::Graph.
+  static constexpr bool kCapturesAlone = true;
+
+  /// How a group waits, and what it uses beside windows.
+  struct Options {
+    std::chrono::milliseconds timeout = std::chrono::seconds(60);  ///< With a Bootstrap: its own instead.
+    bool use_nccl = true;  ///< For large messages, and where GPUs do not reach each other.
+    /// Whether threads that share a GPU meet on the host before each kernel that waits, outside of captures.
+    /// Without it, no rank may allocate, free or map memory while another's kernel waits for it.
+    bool hosts_meet = true;
+    NcclComm::GraphUse graph_use = NcclComm::GraphUse::any;  ///< Of NCCL's communicators.
+  };
+
+  /// Makes a group of threads of this process, rank r on devices[r]; ranks may share a device.
+  /// @throws Error(unsupported) if the devices do not reach each other's memory and NCCL cannot be used, or
+  /// there is no such device; Error(invalid_argument) unless there are 1 to 64 ranks.
+  static std::vector<PeerComm> create_group(std::span<const int> devices, const Options& options);
+  static std::vector<PeerComm> create_group(std::span<const int> devices) {
+    return create_group(devices, Options());
+  }
+
+  /// Connects the processes of `bootstrap`, this one on `device`; they may share devices. Descriptors of
+  /// memory travel over local sockets, whose other end shows that it is of the job and of the same user.
+  /// Collective over them, with equal options. Where processes are not of one machine and one network
+  /// namespace, or cannot map each other's memory, all of them use NCCL alone.
+  /// @throws Error(timeout), Error(peer_failed); Error(unsupported) if NCCL is needed and cannot be used.
+  static PeerComm connect(comm::Bootstrap bootstrap, int device, const Options& options);
+
+  int rank() const;
+  int size() const;
+  /// Whether the ranks reach each other's memory: allocate_window() may be called. Equal on all ranks.
+  bool has_windows() const;
+  /// How messages travel, in words: "peer memory, large messages over NCCL".
+  std::string transport() const;
+
+  // As comm::CollectiveComm says.
+  void all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream);
+  void reduce_scatter(const void* in, void* out, std::int64_t count, DType dtype, Stream stream);
+  void all_gather(const void* in, void* out, std::int64_t bytes, Stream stream);
+  void all_to_all(const void* in, void* out, std::int64_t bytes, Stream stream);
+  void all_to_all_v(const void* in, std::span<const std::int64_t> send_bytes, void* out,
+                    std::span<const std::int64_t> recv_bytes, Stream stream);
+  void broadcast(void* buffer, std::int64_t bytes, int root, Stream stream);
+  /// As comm::CollectiveComm says; on the device it waits for the receiver.
+  void send(const void* buffer, std::int64_t bytes, int peer, Stream stream);
+  void recv(void* buffer, std::int64_t bytes, int peer, Stream stream);
+  void barrier(Stream stream);
+  PeerComm split(int color, int key);
+
+  /// A window of `bytes` a rank at least, whose stride is a multiple of 16 * `parts` bytes. Collective, with
+  /// equal arguments; blocks the host. @throws Error(unsupported) without windows, Error(capacity).
+  PeerWindow allocate_window(std::size_t bytes, std::int64_t parts) const;
+
+  /// As NcclComm::begin_step().
+  void begin_step(std::uint64_t step) const;
+  /// Ends all groups split from the same root, on all ranks of this process and, with a Bootstrap, of the
+  /// job: kernels stop waiting, with wrong data, and synchronize() and later calls throw Error(peer_failed)
+  /// naming this rank (of the root group) and `reason`. The first abort wins. Any thread.
+  void abort(std::string_view reason) noexcept;
+  /// Waits for the stream, but not forever. Busy for 100 ms, then the thread sleeps between polls.
+  /// @throws Error(peer_failed) once any rank failed; Error(timeout) past the timeout, naming the ranks that
+  /// did not come; Error(out_of_step) if ranks made different calls; what CUDA reports.
+  void synchronize(Stream stream) const;
+
+  /// What a kernel of this library that is `operation`, a string literal, needs to reach the peers; it is
+  /// queued next, on `stream`, by all ranks. Only with windows. @throws Error(peer_failed) once any rank
+  /// failed.
+  const PeerChannel& begin_kernel(const char* operation, Stream stream) const;
+
+  struct State;
+
+ private:
+  explicit PeerComm(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace helix::cuda

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// WindowExchange: the exchange of partial attention by stores into the memory of the ranks that combine it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include <helix/backend/communicator.hpp>
+#include <helix/backend/exchange.hpp>
+#include <helix/exchange_layout.hpp>
+#include <helix/integers.hpp>
+
+namespace helix {
+
+/// Backends that end an exchange over windows and combine, as one operation, and whose communicators know
+/// windows. Whether there are any, has_windows() of the KVP group says.
+template <class B>
+concept WindowBackend = ExchangeBackend<B> && WindowComm<typename B::Comm> &&
+    requires(B& backend, LseCombineArgs<typename B::Activation> combine, typename B::Stream stream) {
+  backend.combine_window(WindowExchangeArgs{}, combine, stream);
+};
+
+/// One rank's end of an exchange over the windows of its KVP group, if it has any: what KvpAllToAll does
+/// then. Of other backends it is empty.
+template <ExchangeBackend B>
+class WindowExchange {
+ public:
+  using T = typename B::Activation;
+  using Stream = typename B::Stream;
+
+  /// Nothing is reached.
+  WindowExchange(const KvpAllToAllSpec& spec, std::int64_t kvp)
+      : spec_(spec), layout_(spec, kvp, kElementBytes) {}
+
+  /// Allocates the window where the group has some. Collective. Returns whether it did, alike on all ranks.
+  bool open(B& backend) {
+    if constexpr (WindowBackend<B>) {
+      auto& kvp = *backend.comms().kvp;
+      if (!kvp.has_windows()) return false;
+      rank_ = kvp.rank();
+      size_ = kvp.size();
+      window_ = kvp.allocate_window(static_cast<std::size_t>(larger<std::int64_t>(1, layout_.total_bytes)),
+                                    layout_.heads);
+      return true;
+    } else {
+      return false;
+    }
+  }
+
+  /// Where the partials of a step of `tokens` tokens go: head h into the memory of the rank that combines it.
+  /// No header goes with attention: the combine sends it. `epoch`: as WindowExchangeArgs::epoch.
+  void point_to_peers(PartialSink<T>& sink, std::int64_t tokens, const std::int64_t* positions,
+                      const std::uint64_t* epoch) const {
+    if constexpr (WindowBackend<B>) {
+      std::byte* const first = window_.part(0) + rank_ * layout_.sender_bytes;
+      sink.out = {reinterpret_cast<T*>(first + layout_.out_begin),
+                  {tokens, spec_.num_query_heads, spec_.value_dim},
+                  {spec_.value_dim, head_bytes() / kElementBytes, 1}};
+      sink.lse = {reinterpret_cast<float*>(first + layout_.lse_begin),
+                  {tokens, spec_.num_query_heads},
+                  {1, head_bytes() / kLseBytes}};
+      sink.headers.tokens = tokens;
+      sink.headers.positions = positions;
+      sink.slot = {.epoch = epoch, .bytes = layout_.slot_bytes};
+    }
+  }
+
+  /// Ends the exchange of what was written where point_to_peers() said, and combines what came: `combined`
+  /// [tokens, Hq/N, Dv], with the logits `sinks` [Hq/N] (or null) in the denominator. Collective.
+  void combine(B& backend, const PartialSink<T>& sent, std::uint64_t* epoch, const float* sinks,
+               TensorView<T, 3> combined, Stream stream) const {
+    if constexpr (WindowBackend<B>) {
+      std::byte* const own = window_.part(static_cast<int>(rank_));
+      const std::int64_t tokens = sent.headers.tokens;
+      const std::int64_t head = head_bytes();
+      backend.combine_window(
+          WindowExchangeArgs{.sent = window_.part(0) + rank_ * layout_.sender_bytes,
+                             .received = own,
+                             .peer_bytes = window_.stride_bytes(),
+                             .sender_bytes = layout_.sender_bytes,
+                             .slot_bytes = layout_.slot_bytes,
+                             .peers = size_,
+                             .sender = rank_,
+                             .tokens = tokens,
+                             .epoch = epoch,
+                             .positions = sent.headers.positions},
+          LseCombineArgs<T>{.partial_out = {reinterpret_cast<const T*>(own + layout_.out_begin),
+                                            {size_, tokens, layout_.heads, spec_.value_dim},
+                                            {layout_.sender_bytes / kElementBytes, spec_.value_dim,
+                                             head / kElementBytes, 1}},
+                            .partial_lse = {reinterpret_cast<const float*>(own + layout_.lse_begin),
+                                            {size_, tokens, layout_.heads},
+                                            {layout_.sender_bytes / kLseBytes, 1, head / kLseBytes}},
+                            .sink = sinks,
+                            .out = combined},
+          stream);
+    }
+  }
+
+ private:
+  static constexpr auto kElementBytes = static_cast<std::int64_t>(sizeof(T));
+  static constexpr auto kLseBytes = static_cast<std::int64_t>(sizeof(float));
+
+  struct NoWindow {};
+  static auto no_window() {
+    if constexpr (WindowBackend<B>) {
+      return decltype(std::declval<typename B::Comm&>().allocate_window(std::size_t{}, std::int64_t{})){};
+    } else {
+      return NoWindow{};
+    }
+  }
+
+  std::int64_t head_bytes() const { return layout_.head_bytes(window_.stride_bytes()); }
+
+  KvpAllToAllSpec spec_;
+  WindowLayout layout_;
+  decltype(no_window()) window_{};
+  std::int64_t rank_ = 0;
+  std::int64_t size_ = 1;
+};
+
+}  // namespace helix

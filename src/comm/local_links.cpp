@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+// Local sockets in the abstract namespace: no file is left behind, and containers that share no network
+// namespace do not find each other, which all ranks see from what they tell each other first.
+#include "comm/local_links.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <utility>
+
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <helix/error.hpp>
+
+#include "comm/bootstrap_messages.hpp"
+#include "comm/rendezvous.hpp"
+
+namespace helix::comm {
+namespace {
+
+/// Where a rank listens, and what those who know it have learnt over the Bootstrap.
+struct LinkPlace {
+  std::array<char, 40> boot{};      // of the machine's kernel
+  std::uint64_t net_namespace = 0;  // inode
+  Nonce name{};                     // of the socket
+  Nonce token{};                    // the other end shows it first
+};
+
+/// The first words of either end.
+struct LinkHello {
+  std::int32_t rank = 0;
+  Nonce token{};  // of the place of whom it is sent to
+};
+
+LinkPlace own_place() {
+  LinkPlace place;
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  set_text(place.boot, boot);
+  struct stat info {};
+  if (::stat("/proc/self/ns/net", &info) == 0) place.net_namespace = info.st_ino;
+  place.name = new_nonce();
+  place.token = new_nonce();
+  return place;
+}
+
+/// "\0helix-" and the name in hexadecimal.
+std::pair<sockaddr_un, socklen_t> address_of(const LinkPlace& place) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  int length = std::snprintf(address.sun_path + 1, sizeof(address.sun_path) - 1, "helix-");
+  for (const std::uint8_t byte : place.name) {
+    length += std::snprintf(address.sun_path + 1 + length,
+                            sizeof(address.sun_path) - 1 - static_cast<std::size_t>(length), "%02x", byte);
+  }
+  return {address,
+          static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + static_cast<std::size_t>(length))};
+}
+
+/// Whether the other end is a process of this one's user.
+bool is_own_user(const Socket& socket) {
+  ucred peer{};
+  socklen_t length = sizeof(peer);
+  return ::getsockopt(socket.fd(), SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == ::geteuid();
+}
+
+bool say_hello(const Socket& socket, int rank, const LinkPlace& other, Clock::time_point deadline) {
+  const LinkHello hello{rank, other.token};
+  return send_all(socket.fd(), &hello, sizeof(hello), deadline) == Transfer::done;
+}
+
+/// The rank of the other end, which has shown that it is of the job; -1: a stranger.
+int hear_hello(const Socket& socket, const LinkPlace& own, Clock::time_point deadline) {
+  LinkHello hello;
+  if (!is_own_user(socket) || recv_all(socket.fd(), &hello, sizeof(hello), deadline, [] {}) != Transfer::done)
+    return -1;
+  return hello.token == own.token ? hello.rank : -1;
+}
+
+Socket connect_to(const LinkPlace& place) {
+  Socket socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const auto [address, length] = address_of(place);
+  if (!socket.is_open() || ::connect(socket.fd(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
+    return {};
+  return socket;
+}
+
+/// All ranks' values of one type, on every rank. Collective.
+template <class T>
+std::vector<T> all_of(Bootstrap& bootstrap, const T& own) {
+  std::vector<T> all(static_cast<std::size_t>(bootstrap.size()));
+  const auto parts = bootstrap.gather(std::as_bytes(std::span(&own, 1)));
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    HELIX_EXPECTS(parts[i].size() == sizeof(T), ErrorCode::io, "local links: rank ", i, " sent ",
+                  parts[i].size(), " bytes; expected ", sizeof(T));
+    std::memcpy(&all[i], parts[i].data(), sizeof(T));
+  }
+  bootstrap.broadcast(std::as_writable_bytes(std::span(all)));
+  return all;
+}
+
+/// Connects to the ranks before this one, and takes the connections of those behind it. Whether it did.
+bool connect_all(const Bootstrap& bootstrap, const Socket& listener, const std::vector<LinkPlace>& places,
+                 std::vector<Socket>& links) {
+  const Clock::time_point deadline = Clock::now() + bootstrap.timeout();
+  const auto own = static_cast<std::size_t>(bootstrap.rank());
+  for (std::size_t to = 0; to < own; ++to) {
+    Socket link = connect_to(places[to]);
+    if (!link.is_open() || !say_hello(link, bootstrap.rank(), places[to], deadline) ||
+        hear_hello(link, places[own], deadline) != static_cast<int>(to))
+      return false;
+    links[to] = std::move(link);
+  }
+  constexpr milliseconds kStrangerLimit{5000};
+  for (std::size_t left = places.size() - 1 - own; left > 0;) {
+    if (!wait_for(listener.fd(), POLLIN, deadline)) return false;
+    Socket link(::accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (!link.is_open()) continue;
+    const int rank = hear_hello(link, places[own], std::min(deadline, Clock::now() + kStrangerLimit));
+    if (rank <= bootstrap.rank() || rank >= bootstrap.size() ||
+        links[static_cast<std::size_t>(rank)].is_open())
+      continue;
+    if (!say_hello(link, bootstrap.rank(), places[static_cast<std::size_t>(rank)], deadline)) return false;
+    links[static_cast<std::size_t>(rank)] = std::move(link);
+    --left;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::shared_ptr<LocalLinks> LocalLinks::connect(Bootstrap& bootstrap, std::string& why_not) {
+  const LinkPlace own = own_place();
+  Socket listener(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const auto [address, length] = address_of(own);
+  const bool listens = listener.is_open() &&
+                       ::bind(listener.fd(), reinterpret_cast<const sockaddr*>(&address), length) == 0 &&
+                       ::listen(listener.fd(), bootstrap.size()) == 0;
+  const std::vector<LinkPlace> places = all_of(bootstrap, own);
+  const bool is_one_machine = std::all_of(places.begin(), places.end(), [&](const LinkPlace& place) {
+    return place.boot == places.front().boot && place.net_namespace == places.front().net_namespace;
+  });
+  if (!is_one_machine) {
+    why_not = "the processes are not of one machine and network namespace";
+    return nullptr;
+  }
+  std::shared_ptr<LocalLinks> links(new LocalLinks(bootstrap));
+  links->links_.resize(places.size());
+  // One that does not listen leaves its peers to find nobody, and the verdict says it to all.
+  const std::uint32_t is_connected = listens && connect_all(bootstrap, listener, places, links->links_);
+  const std::vector<std::uint32_t> verdicts = all_of(bootstrap, is_connected);
+  const auto failed = std::find(verdicts.begin(), verdicts.end(), 0u);
+  if (failed == verdicts.end()) return links;
+  why_not = "rank " + std::to_string(failed - verdicts.begin()) + " could not connect its local sockets";
+  return nullptr;
+}
+
+void LocalLinks::send(int rank, std::span<const std::byte> message, int descriptor) const {
+  const Clock::time_point deadline = Clock::now() + bootstrap_.timeout();
+  const int fd = links_.at(static_cast<std::size_t>(rank)).fd();
+  iovec part{const_cast<std::byte*>(message.data()), message.size()};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr header{};
+  header.msg_iov = &part;
+  header.msg_iovlen = 1;
+  if (descriptor >= 0) {
+    header.msg_control = control.data();
+    header.msg_controllen = control.size();
+    cmsghdr* const carried = CMSG_FIRSTHDR(&header);
+    carried->cmsg_level = SOL_SOCKET;
+    carried->cmsg_type = SCM_RIGHTS;
+    carried->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(carried), &descriptor, sizeof(int));
+  }
+  ssize_t sent = -1;
+  do {
+    sent = ::sendmsg(fd, &header, MSG_NOSIGNAL);
+  } while (sent < 0 && errno == EINTR);
+  const bool is_done =
+      sent >= 0 && send_all(fd, message.data() + sent, message.size() - static_cast<std::size_t>(sent),
+                            deadline) == Transfer::done;
+  if (is_done) return;
+  bootstrap_.check();
+  throw Error(ErrorCode::peer_failed, "the local socket to rank ", rank, " is closed");
+}
+
+int LocalLinks::recv(int rank, std::span<std::byte> message) const {
+  const Clock::time_point deadline = Clock::now() + bootstrap_.timeout();
+  const int fd = links_.at(static_cast<std::size_t>(rank)).fd();
+  int descriptor = -1;
+  std::size_t received = 0;
+  while (received < message.size()) {
+    bootstrap_.check();
+    HELIX_EXPECTS(Clock::now() < deadline, ErrorCode::timeout, "rank ", rank, " sent nothing for ",
+                  seconds(bootstrap_.timeout()), " s on its local socket");
+    if (!wait_for(fd, POLLIN, std::min(deadline, Clock::now() + kPollSlice))) continue;
+    iovec part{message.data() + received, message.size() - received};
+    alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+    msghdr header{};
+    header.msg_iov = &part;
+    header.msg_iovlen = 1;
+    header.msg_control = control.data();
+    header.msg_controllen = control.size();
+    const ssize_t bytes = ::recvmsg(fd, &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    if (bytes < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+    if (bytes <= 0) {
+      bootstrap_.check();
+      throw Error(ErrorCode::peer_failed, "rank ", rank, " closed its local socket");
+    }
+    for (cmsghdr* carried = CMSG_FIRSTHDR(&header); carried != nullptr;
+         carried = CMSG_NXTHDR(&header, carried)) {
+      if (carried->cmsg_type == SCM_RIGHTS) std::memcpy(&descriptor, CMSG_DATA(carried), sizeof(int));
+    }
+    received += static_cast<std::size_t>(bytes);
+  }
+  return descriptor;
+}
+
+}  // namespace helix::comm

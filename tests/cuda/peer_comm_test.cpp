@@ -1,0 +1,336 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuda::PeerComm keeps the communicator contract, for threads and for processes, that share a GPU or have one
+// each; is captured and replayed; and a rank that is missing, dies or is out of step ends the others' waits.
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include <helix/backend.hpp>
+#include <helix/comm/bootstrap.hpp>
+#include <helix/contract/catch.hpp>
+#include <helix/contract/communicator.hpp>
+#include <helix/cuda/graph.hpp>
+#include <helix/cuda/peer_comm.hpp>
+#include <helix/error.hpp>
+
+#include "cuda/gpu.hpp"
+#include "cuda/host_comm.hpp"
+#include "cuda/process_job.hpp"
+#include "support/ranks.hpp"
+
+using namespace std::chrono_literals;
+using Catch::Matchers::Contains;
+using helix::DType;
+using helix::Error;
+using helix::ErrorCode;
+using helix::comm::Bootstrap;
+using helix::comm::BootstrapOptions;
+using helix::contract::require;
+using helix::cuda::Buffer;
+using helix::cuda::Graph;
+using helix::cuda::PeerComm;
+using helix::cuda::PeerWindow;
+using helix::cuda::Stream;
+using helix::test::HostComm;
+using helix::test::RankOutcomes;
+using helix::test::run_job;
+using helix::test::run_ranks;
+using helix::test::run_ranks_or_throw;
+
+static_assert(helix::Communicator<PeerComm, PeerComm::Stream>);
+static_assert(helix::comm::CollectiveComm<PeerComm>);
+
+namespace {
+
+/// Rank r on device r % the devices that are used.
+std::vector<int> devices_of(int size, int devices) {
+  std::vector<int> all(static_cast<std::size_t>(size));
+  for (int rank = 0; rank < size; ++rank) all[static_cast<std::size_t>(rank)] = rank % devices;
+  return all;
+}
+
+std::vector<PeerComm> group_on_one_gpu(int size, std::chrono::milliseconds timeout = 20s,
+                                       bool hosts_meet = true) {
+  return PeerComm::create_group(devices_of(size, 1), {.timeout = timeout, .hosts_meet = hosts_meet});
+}
+
+void copy_async(void* target, const void* source, std::size_t bytes, const Stream& stream) {
+  HELIX_CUDA_CHECK(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDefault, stream.handle()));
+}
+
+void run_contract(PeerComm& comm) {
+  HostComm<PeerComm> host(comm);
+  for (const auto& row : helix::contract::communicator_contract<HostComm<PeerComm>>()) {
+    const auto begin = std::chrono::steady_clock::now();
+    row.body(host);
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+    if (std::getenv("HELIX_TEST_TIMES") != nullptr && comm.rank() == 0)
+      std::printf("  %d ranks: %s: %.3f s\n", comm.size(), row.name, took.count());
+  }
+}
+
+/// One rank of a job that the tests below start, as HELIX_TEST_JOB says.
+void run_job_rank(const std::string& job) {
+  BootstrapOptions options = BootstrapOptions::from_environment();
+  options.timeout = job == "contract" ? 60s : 4s;
+  options.heartbeat = 50ms;
+  Bootstrap bootstrap(options);
+  const int device = options.local_rank % helix::cuda::device_count();
+  helix::cuda::use_device(device);
+  PeerComm comm = PeerComm::connect(bootstrap, device, {});
+  require(comm.has_windows(), "no windows between processes of one machine");
+  if (job == "contract") return run_contract(comm);
+  const Stream stream = Stream::create();
+  comm.begin_step(1);
+  comm.barrier(stream);
+  comm.synchronize(stream);
+  comm.begin_step(2);
+  const bool is_culprit = options.rank == options.size - 1;
+  if (is_culprit && job == "death") std::_Exit(0);  // without a word
+  if (is_culprit && job == "kill") (void)std::raise(SIGKILL);
+  if (is_culprit && job == "stop") std::this_thread::sleep_for(9s);
+  const auto begin = std::chrono::steady_clock::now();
+  try {
+    comm.barrier(stream);
+    comm.synchronize(stream);
+  } catch (const Error& error) {
+    if (is_culprit) return;
+    const std::string culprit = "rank " + std::to_string(options.size - 1);
+    require(std::string(error.what()).find(culprit) != std::string::npos,
+            "the wrong culprit: ", error.what());
+    require(std::chrono::steady_clock::now() - begin < 2 * options.timeout, "it took too long");
+    return;
+  }
+  require(false, "the barrier did not fail");
+}
+
+}  // namespace
+
+TEST_CASE("one rank of a job", "[.]") {
+  if (const char* job = std::getenv("HELIX_TEST_JOB")) CHECK_NOTHROW(run_job_rank(job));
+}
+
+TEST_CASE("PeerComm keeps the communicator contract on threads of one GPU") {
+  HELIX_REQUIRE_GPUS(1);
+  const int size = GENERATE(1, 2, 3, 4, 8);
+  run_ranks_or_throw(group_on_one_gpu(size), [](PeerComm& comm) {
+    helix::cuda::use_device(0);
+    run_contract(comm);
+  });
+}
+
+TEST_CASE(
+    "PeerComm keeps the communicator contract with a GPU each and large messages over windows or NCCL") {
+  HELIX_REQUIRE_GPUS(2);
+  const bool use_nccl = GENERATE(false, true);
+  const int size = helix::cuda::device_count();
+  run_ranks_or_throw(PeerComm::create_group(devices_of(size, size), {.timeout = 20s, .use_nccl = use_nccl}),
+                     [use_nccl](PeerComm& comm) {
+                       helix::cuda::use_device(comm.rank());
+                       require(comm.has_windows(), "no windows");
+                       require((comm.transport() == "peer memory") == !use_nccl, comm.transport());
+                       run_contract(comm);
+                     });
+}
+
+TEST_CASE("PeerComm keeps the communicator contract between processes") {
+  HELIX_REQUIRE_GPUS(1);
+  const int size = GENERATE(2, 3);
+  const std::vector<int> codes = run_job(size, "contract");
+  CHECK(codes == std::vector<int>(codes.size(), 0));
+}
+
+TEST_CASE("messages of many rounds arrive whole") {
+  HELIX_REQUIRE_GPUS(1);
+  run_ranks_or_throw(group_on_one_gpu(3), [](PeerComm& comm) {
+    helix::cuda::use_device(0);
+    constexpr std::int64_t kCount = 3'000'001;
+    const Stream stream = Stream::create();
+    std::vector<float> values(kCount);
+    for (std::int64_t i = 0; i < kCount; ++i)
+      values[static_cast<std::size_t>(i)] = static_cast<float>(i % 1009 + 7 * comm.rank());
+    const Buffer in(kCount * sizeof(float));
+    const Buffer sum(kCount * sizeof(float));
+    const Buffer all(3 * kCount * sizeof(float));
+    copy_async(in.data(), values.data(), in.size_bytes(), stream);
+    comm.all_reduce(in.data(), sum.data(), kCount, DType::f32, stream);
+    comm.all_gather(in.data(), all.data(), kCount * 4, stream);
+    comm.synchronize(stream);
+    std::vector<float> sums(kCount);
+    std::vector<float> gathered(3 * kCount);
+    copy_async(sums.data(), sum.data(), sum.size_bytes(), stream);
+    copy_async(gathered.data(), all.data(), all.size_bytes(), stream);
+    comm.synchronize(stream);
+    for (std::int64_t i = 0; i < kCount; ++i) {
+      const auto at = static_cast<std::size_t>(i);
+      require(sums[at] == static_cast<float>(3 * (i % 1009) + 21), "sum ", i, " is ", sums[at]);
+      for (int r = 0; r < 3; ++r)
+        require(gathered[static_cast<std::size_t>(r * kCount + i)] == static_cast<float>(i % 1009 + 7 * r),
+                "element ", i, " of rank ", r, " is wrong");
+    }
+  });
+}
+
+TEST_CASE("a window reaches all peers at one stride") {
+  HELIX_REQUIRE_GPUS(1);
+  const int size = GENERATE(1, 2, 4);
+  run_ranks_or_throw(group_on_one_gpu(size), [size](PeerComm& comm) {
+    helix::cuda::use_device(0);
+    const Stream stream = Stream::create();
+    const PeerWindow window = comm.allocate_window(1000, 3);
+    require(window.stride_bytes() % 48 == 0, "the stride is ", window.stride_bytes());
+    require(window.part(comm.rank()) == window.data(), "the part of this rank is elsewhere");
+    std::vector<int> zeros(250, -1);
+    copy_async(zeros.data(), window.data(), 1000, stream);
+    comm.synchronize(stream);
+    require(zeros == std::vector<int>(250, 0), "the window is not zeroed");
+    comm.barrier(stream);
+    const int mine = 100 + comm.rank();
+    for (int peer = 0; peer < size; ++peer)
+      copy_async(window.data() + (peer - comm.rank()) * window.stride_bytes() + 4 * comm.rank(), &mine, 4,
+                 stream);
+    comm.synchronize(stream);
+    comm.barrier(stream);
+    std::vector<int> got(static_cast<std::size_t>(size));
+    copy_async(got.data(), window.data(), got.size() * 4, stream);
+    comm.synchronize(stream);
+    for (int peer = 0; peer < size; ++peer)
+      require(got[static_cast<std::size_t>(peer)] == 100 + peer, "rank ", peer, " wrote ",
+              got[static_cast<std::size_t>(peer)]);
+  });
+}
+
+TEST_CASE("each rank captures its own graph, and an odd number of operations replays rightly") {
+  HELIX_REQUIRE_GPUS(1);
+  const int size = GENERATE(2, 4);
+  const int operations = GENERATE(1, 3, 4);
+  run_ranks_or_throw(group_on_one_gpu(size), [=](PeerComm& comm) {
+    helix::cuda::use_device(0);
+    constexpr std::int64_t kCount = 5000;
+    const Stream stream = Stream::create();
+    const Buffer value(kCount * sizeof(float));
+    const auto queue = [&] {
+      for (int i = 0; i < operations; ++i)
+        comm.all_reduce(value.data(), value.data(), kCount, DType::f32, stream);
+    };
+    std::vector<float> values(kCount, 0.0f);
+    queue();
+    comm.synchronize(stream);
+    const Graph graph = Graph::capture(stream, queue);
+    comm.barrier(stream);
+    comm.synchronize(stream);
+    for (int replay = 0; replay < 5; ++replay) {
+      std::fill(values.begin(), values.end(), static_cast<float>(comm.rank() + replay));
+      copy_async(value.data(), values.data(), value.size_bytes(), stream);
+      graph.replay(stream);
+      comm.synchronize(stream);
+      copy_async(values.data(), value.data(), value.size_bytes(), stream);
+      comm.synchronize(stream);
+      float expected = static_cast<float>(size * (size - 1) / 2 + size * replay);
+      for (int i = 1; i < operations; ++i) expected *= static_cast<float>(size);
+      for (const float got : values)
+        require(got == expected, "replay ", replay, ": ", got, ", expected ", expected);
+    }
+  });
+}
+
+TEST_CASE("a rank that never calls is named by the kernels that wait for it") {
+  HELIX_REQUIRE_GPUS(1);
+  const RankOutcomes outcomes = run_ranks(group_on_one_gpu(3, 1s, false), [](PeerComm& comm) {
+    helix::cuda::use_device(0);
+    const Stream stream = Stream::create();
+    comm.barrier(stream);
+    comm.synchronize(stream);
+    if (comm.rank() == 1) std::this_thread::sleep_for(3s);
+    comm.barrier(stream);
+    comm.synchronize(stream);
+  });
+  INFO(outcomes.all_messages());
+  for (const int rank : {0, 2}) {
+    CHECK((outcomes.code(rank) == ErrorCode::timeout || outcomes.code(rank) == ErrorCode::peer_failed));
+    CHECK_THAT(outcomes.message(rank), Contains("rank 1 did not come within 1 s"));
+  }
+  CHECK(outcomes.code(1) == ErrorCode::peer_failed);
+}
+
+TEST_CASE("ranks that make different calls are told where their messages meet") {
+  HELIX_REQUIRE_GPUS(1);
+  const RankOutcomes outcomes = run_ranks(group_on_one_gpu(2, 5s, false), [](PeerComm& comm) {
+    helix::cuda::use_device(0);
+    const Stream stream = Stream::create();
+    const Buffer data(1024);
+    comm.barrier(stream);
+    if (comm.rank() == 0) comm.barrier(stream);
+    comm.all_reduce(data.data(), data.data(), 16, DType::f32, stream);
+    comm.synchronize(stream);
+  });
+  INFO(outcomes.all_messages());
+  CHECK(outcomes.failures[0] != nullptr);
+  CHECK(outcomes.failures[1] != nullptr);
+  CHECK_THAT(outcomes.message(0) + outcomes.message(1), Contains("out of step"));
+}
+
+TEST_CASE("an abort lets the kernels of all ranks go, also of parts") {
+  HELIX_REQUIRE_GPUS(1);
+  const auto begin = std::chrono::steady_clock::now();
+  const RankOutcomes outcomes = run_ranks(group_on_one_gpu(2, 20s, false), [](PeerComm& comm) {
+    helix::cuda::use_device(0);
+    PeerComm part = comm.split(0, comm.rank());
+    const Stream stream = Stream::create();
+    part.barrier(stream);
+    part.synchronize(stream);
+    if (comm.rank() == 0) {
+      part.barrier(stream);  // alone
+      part.synchronize(stream);
+    } else {
+      std::this_thread::sleep_for(300ms);
+      comm.abort("disk on fire");
+      comm.abort("and the second");
+      part.barrier(stream);
+    }
+  });
+  CHECK(std::chrono::steady_clock::now() - begin < 10s);
+  for (const int rank : {0, 1}) {
+    CHECK(outcomes.code(rank) == ErrorCode::peer_failed);
+    CHECK(outcomes.message(rank) == "rank 1 failed: disk on fire");
+  }
+}
+
+TEST_CASE("hosts of ranks that share a GPU meet: one that is missing and calls that differ are named") {
+  HELIX_REQUIRE_GPUS(1);
+  const bool is_missing = GENERATE(false, true);
+  const RankOutcomes outcomes = run_ranks(group_on_one_gpu(3, 1s), [=](PeerComm& comm) {
+    helix::cuda::use_device(0);
+    const Stream stream = Stream::create();
+    const Buffer data(1024);
+    if (comm.rank() == 1 && is_missing) std::this_thread::sleep_for(2s);
+    comm.all_gather(data.data(), data.data() + 256, comm.rank() == 1 ? 16 : 32, stream);
+    comm.synchronize(stream);
+  });
+  INFO(outcomes.all_messages());
+  for (const int rank : {0, 2}) {
+    CHECK(outcomes.code(rank) == (is_missing ? ErrorCode::timeout : ErrorCode::invalid_argument));
+    CHECK_THAT(outcomes.message(rank), Contains("rank 1"));
+  }
+}
+
+TEST_CASE("a process that exits or is killed or stands still ends the waits of others and is named") {
+  HELIX_REQUIRE_GPUS(1);
+  const std::string job = GENERATE("death", "kill", "stop");
+  INFO(job);
+  std::vector<int> codes = run_job(2, job);
+  CHECK(codes.front() == 0);
+  CHECK(codes.back() == (job == "kill" ? 128 + SIGKILL : 0));
+}
+
+TEST_CASE("groups that cannot be are refused") {
+  CHECK_THROWS_AS(PeerComm::create_group({}), Error);
+  CHECK_THROWS_WITH(PeerComm::create_group(std::vector<int>{4096}), Contains("device 4096"));
+}

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+// The exchange over windows, with windows of host threads: where it points attention is where each head is
+// combined, and nothing overlaps.
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <helix/cpu/backend.hpp>
+#include <helix/kvp_all_to_all.hpp>
+
+#include "support/catch.hpp"
+#include "support/ranks.hpp"
+
+namespace helix::test {
+namespace {
+
+/// Parts of all ranks, one behind the other; shared by threads.
+struct HostWindow {
+  std::shared_ptr<std::vector<std::byte>> memory;
+  std::int64_t stride = 0;
+
+  std::byte* part(int rank) const { return memory->data() + rank * stride; }
+  std::int64_t stride_bytes() const { return stride; }
+};
+
+/// Threads that reach each other's memory, as ranks on GPUs do.
+class WindowedComm : public cpu::LocalComm {
+ public:
+  explicit WindowedComm(cpu::LocalComm comm) : LocalComm(std::move(comm)) {}
+  WindowedComm split(int color, int key) { return WindowedComm(LocalComm::split(color, key)); }
+
+  bool has_windows() const { return true; }
+  HostWindow allocate_window(std::size_t bytes, std::int64_t parts) {
+    const std::int64_t unit = 16 * parts;
+    HostWindow window{.memory = {},
+                      .stride = (static_cast<std::int64_t>(bytes) + unit - 1) / unit * unit + unit};
+    auto* own = new std::shared_ptr<std::vector<std::byte>>;
+    if (rank() == 0)
+      *own = std::make_shared<std::vector<std::byte>>(static_cast<std::size_t>(size() * window.stride));
+    std::vector<std::shared_ptr<std::vector<std::byte>>*> all(static_cast<std::size_t>(size()));
+    cpu::Stream stream;
+    all_gather(&own, all.data(), sizeof(own), stream);
+    stream.synchronize();
+    window.memory = *all.front();
+    barrier(stream);
+    stream.synchronize();
+    delete own;
+    return window;
+  }
+};
+
+/// Ends an exchange by a barrier and its header, and checks the peers'.
+class WindowedBackend : public cpu::Backend<WindowedComm> {
+ public:
+  using cpu::Backend<WindowedComm>::Backend;
+
+  void combine_window(const WindowExchangeArgs& window, const LseCombineArgs<float>& combine,
+                      cpu::Stream stream) {
+    synchronize(stream);
+    for (std::int64_t p = 0; p < window.peers; ++p) {
+      auto* header = reinterpret_cast<ExchangeHeader*>(window.sent + p * window.peer_bytes);
+      *header = {exchange_epoch(*window.epoch + 1, window.positions, window.tokens),
+                 static_cast<std::uint32_t>(window.tokens), static_cast<std::uint32_t>(window.sender)};
+    }
+    comms().kvp->barrier(stream);
+    synchronize(stream);
+    for (std::int64_t p = 0; p < window.peers; ++p) {
+      const auto* header = reinterpret_cast<const ExchangeHeader*>(window.received + p * window.sender_bytes);
+      if (header->sender != p || header->tokens != window.tokens ||
+          header->epoch != exchange_epoch(*window.epoch + 1, window.positions, window.tokens))
+        throw Error(ErrorCode::out_of_step, "the header of rank ", p);
+    }
+    lse_combine(combine, stream);
+    synchronize(stream);
+    comms().kvp->barrier(stream);  // before anyone writes again: there is one slot here
+    synchronize(stream);
+  }
+};
+
+/// What rank `rank` attended with: [tokens, heads, dim] and [tokens, heads].
+struct Attended {
+  std::vector<float> out;
+  std::vector<float> lse;
+
+  Attended(int rank, std::int64_t tokens, std::int64_t heads, std::int64_t dim) {
+    for (std::int64_t i = 0; i < tokens * heads; ++i) {
+      lse.push_back(static_cast<float>((i * 7 + rank * 3) % 11) * 0.25f);
+      for (std::int64_t d = 0; d < dim; ++d)
+        out.push_back(static_cast<float>((i * 13 + d * 5 + rank * 17) % 101) - 50.0f);
+    }
+  }
+};
+
+template <class Backend>
+std::vector<float> combine(Backend& backend, const KvpAllToAllSpec& spec, std::int64_t tokens, int rounds) {
+  const std::int64_t heads = spec.num_query_heads;
+  const int kvp = backend.comms().kvp->size();
+  KvpAllToAll<Backend> exchange(backend, spec);
+  const Attended attended(backend.comms().kvp->rank(), tokens, heads, spec.value_dim);
+  std::vector<std::int64_t> positions(static_cast<std::size_t>(tokens), 5);
+  std::vector<float> combined(static_cast<std::size_t>(tokens * heads / kvp * spec.value_dim));
+  const auto stream = backend.create_stream();
+  for (int round = 0; round < rounds; ++round) {
+    const auto messages = exchange.outgoing({.tokens = tokens}, positions.data());
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      for (std::int64_t h = 0; h < heads; ++h) {
+        const auto row = static_cast<std::size_t>(t * heads + h);
+        messages.sink.lse(t, h) = attended.lse[row];
+        for (std::int64_t d = 0; d < spec.value_dim; ++d)
+          messages.sink.out(t, h, d) =
+              attended.out[row * static_cast<std::size_t>(spec.value_dim) + static_cast<std::size_t>(d)];
+      }
+    }
+    if (messages.sink.headers.message != nullptr) backend.stamp(messages.sink.headers, stream);
+    exchange.exchange_and_combine(messages, nullptr, {combined.data(), {tokens, heads / kvp, spec.value_dim}},
+                                  stream);
+    backend.synchronize(stream);
+  }
+  return combined;
+}
+
+TEST_CASE("windows combine to the bits of messages") {
+  for (const int size : {2, 3, 4}) {
+    for (const std::int64_t tokens : {1, 2, 5}) {
+      for (const std::int64_t dim : {1, 6, 64}) {
+        CAPTURE(size, tokens, dim);
+        CHECK_NOTHROW(run_ranks_or_throw(size, [&](cpu::LocalComm& comm) {
+          const KvpAllToAllSpec spec{.max_tokens = 5, .num_query_heads = 3 * size, .value_dim = dim};
+          cpu::Backend<cpu::LocalComm> plain(comm, comm.split(0, comm.rank()));
+          WindowedComm stage(comm);
+          WindowedBackend windowed(stage, stage.split(0, comm.rank()));
+          if (combine(plain, spec, tokens, 1) != combine(windowed, spec, tokens, 3))
+            throw Error(ErrorCode::internal, "other bits");
+        }));
+      }
+    }
+  }
+}
+
+TEST_CASE("over windows a step is one slice, and exchange() still packs messages") {
+  CHECK_NOTHROW(run_ranks_or_throw(2, [](cpu::LocalComm& comm) {
+    WindowedComm stage(comm);
+    WindowedBackend backend(stage, stage.split(0, comm.rank()));
+    KvpAllToAll<WindowedBackend> exchange(
+        backend, {.max_tokens = 4, .num_query_heads = 2, .value_dim = 4, .max_slices = 2});
+    if (!exchange.has_windows()) throw Error(ErrorCode::internal, "no windows");
+    try {
+      (void)exchange.outgoing({.index = 1, .first_token = 2, .tokens = 2}, nullptr);
+      throw std::runtime_error("a second slice was taken");
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::invalid_argument) throw;
+    }
+    Attended attended(comm.rank(), 2, 2, 4);
+    const auto stream = backend.create_stream();
+    const auto received =
+        exchange.exchange({{attended.out.data(), {2, 2, 4}}, {attended.lse.data(), {2, 2}}}, nullptr, stream);
+    backend.synchronize(stream);
+    for (int r = 0; r < 2; ++r) {
+      const Attended theirs(r, 2, 2, 4);
+      if (received.out(r, 1, 0, 3) != theirs.out[static_cast<std::size_t>((1 * 2 + comm.rank()) * 4 + 3)])
+        throw Error(ErrorCode::internal, "another value came");
+    }
+  }));
+}
+
+}  // namespace
+}  // namespace helix::test
