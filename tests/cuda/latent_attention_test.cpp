@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// partial_attention over latents of 512 columns and 64 of rope (MLA) on a GPU, 16-bit q and KV, against
-// double precision: rows of one and two blocks, tiles and splits of any lengths, pages of any sizes, all that
-// must not be read poisoned.
+// partial_attention over latents of 512 columns and 64 of rope (MLA) on a GPU, q of 16 bits, KV of the same
+// type or of e4m3, against double precision: rows of one and two blocks, tiles and splits of any lengths,
+// pages of any sizes, all that must not be read poisoned.
 #include <cstdint>
 #include <type_traits>
 #include <vector>
@@ -114,7 +114,8 @@ TEMPLATE_TEST_CASE("latents on a GPU: the same on few blocks, and the same bits 
   }
 }
 
-TEMPLATE_TEST_CASE("latents on a GPU: e4m3 under any heads, edges, pages, windows and shards", "", f16, bf16) {
+TEMPLATE_TEST_CASE("latents on a GPU: e4m3 under any heads, edges, pages, windows and shards", "", f16,
+                   bf16) {
   HELIX_REQUIRE_GPUS(1);
   const cuda::Operators<TestType> operators;
   for (const std::int64_t heads : {5, 16, 64, 100, 128}) {
