@@ -24,8 +24,7 @@ namespace helix {
 /// KV head exists on one rank.
 ///
 /// Not collective, but all ranks of a stage make the same calls with the same numbers: each follows the pages
-/// of all KVP ranks, and so takes the same decision without talking. A call that throws changes nothing, on
-/// every rank alike.
+/// of all KVP ranks, and so decides alike without talking. A call that throws changes nothing, on all ranks.
 ///
 /// Device work is queued on the given stream. Use one stream, or order several with events: a released page
 /// may belong to another sequence at once. Not thread-safe.
@@ -83,7 +82,6 @@ class ShardedKVCache {
 
   /// Reserves the pages for `total_tokens` global tokens, those already there included. @throws as add().
   void reserve(SequenceId id, std::int64_t total_tokens) { ledger_.reserve(id, total_tokens); }
-
   /// Gives back what is reserved beyond the pages of the tokens that there are.
   void unreserve(SequenceId id) { ledger_.unreserve(id); }
 
@@ -93,9 +91,8 @@ class ShardedKVCache {
   void append(SequenceId id, std::int64_t num_tokens, Stream stream) {
     append(std::span<const SequenceId>(&id, 1), std::span<const std::int64_t>(&num_tokens, 1), stream);
   }
-  /// A batch step: grows all of the sequences or, if it throws, none. The page table takes one copy too, from
-  /// the first changed entry to the last, unless more than 64 KiB lie between them: then one a sequence that
-  /// grew by a page.
+  /// A batch step: grows all of the sequences or, if it throws, none. The page table takes one copy too, or
+  /// where more than 64 KiB lie between the first changed entry and the last, one a sequence with a new page.
   void append(std::span<const SequenceId> ids, std::span<const std::int64_t> counts, Stream stream) {
     apply(ledger_.append(ids, counts), stream);
   }

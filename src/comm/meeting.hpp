@@ -108,9 +108,7 @@ struct Root {
     return "rank " + std::to_string(rank) + " failed: " + std::string(reason);
   }
 
-  void fail(int rank, std::string_view reason) {  // mutex held
-    fail(failure_of(rank, reason));
-  }
+  void fail(int rank, std::string_view reason) { fail(failure_of(rank, reason)); }  // mutex held
 
   void fail(std::string reason) {  // mutex held
     if (has_failed) return;

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cstdint>
 #include <iterator>
@@ -89,17 +88,14 @@ class GenerationLoop {
     const bool is_first = sequence.generated() == 1;
     if (!is_first && !sequence.is_done) return;
     auto& [first, last] = sequence.result.logits_first8;
-    const std::vector<float> logits = model_.first_logits(row, std::ssize(last));
-    std::ranges::copy(logits, last.begin());
+    std::ranges::copy(model_.first_logits(row, std::ssize(last)), last.begin());
     if (is_first) first = last;
   }
 
   void fill_synthetic_contexts() {
     const Range layers = topo_.layers(at_.stage);
     for (SequenceProgress& sequence : sequences_) {
-      const std::array ids{sequence.id};
-      const std::array counts{request_.synthetic_context};
-      model_.cache().append(ids, counts, model_.stream());
+      model_.cache().append(sequence.id, request_.synthetic_context, model_.stream());
       fill_synthetic_kv(backend_, model_.cache(), sequence.id, request_.synthetic_context, layers,
                         topo_.kv_heads(at_.stage_rank), model_.stream(), show_progress_);
       sequence.pending = kSyntheticFirstToken;

@@ -76,12 +76,10 @@ class StageModel {
   std::int64_t num_layers() const { return layers_.num_layers(); }
 
   RankMemory memory() {
-    RankMemory memory;
-    memory.weights_in_place_bytes = weights_.in_place_bytes();
-    memory.weights_bytes = weights_.buffer_bytes() + weights_.in_place_bytes();
-    memory.kv_bytes = static_cast<std::int64_t>(cache().allocated_bytes());
-    memory.workspace_bytes = static_cast<std::int64_t>(bytes_.total());
-    return memory;
+    return {.weights_bytes = weights_.buffer_bytes() + weights_.in_place_bytes(),
+            .weights_in_place_bytes = weights_.in_place_bytes(),
+            .kv_bytes = static_cast<std::int64_t>(cache().allocated_bytes()),
+            .workspace_bytes = static_cast<std::int64_t>(bytes_.total())};
   }
 
   /// Runs steps of the given shapes on padding, which reads and writes no cache: loads kernels, plans
@@ -165,27 +163,14 @@ class StageModel {
     const auto queue = [this, num_tokens, num_rows, is_random = shape.is_random] {
       return queue_step(num_tokens, num_rows, is_random);
     };
-    const bool can_be_captured = step.is_decode && !extras_.is_needed(step);
-    last_ = can_be_captured ? decode_steps_.run(shape, stream_, queue) : queue();
+    last_ = step.is_decode && !extras_.is_needed(step) ? decode_steps_.run(shape, stream_, queue) : queue();
     next_ = step;
     for (std::int64_t& position : next_.positions) position += position >= 0 ? 1 : 0;
     for (std::uint64_t& counter : next_.draw_counters) ++counter;
   }
 
-  /// A step of `sequences` times `tokens` tokens at no position. All rows of a decode step have logits, of
-  /// another its last one.
   void run_padding(std::int64_t sequences, std::int64_t tokens, bool is_random, bool is_decode) {
-    Step step;
-    step.is_decode = is_decode;
-    const auto total = static_cast<std::size_t>(sequences * tokens);
-    step.tokens.assign(total, 0);
-    step.positions.assign(total, -1);
-    for (std::int64_t i = 1; i <= sequences; ++i)
-      step.query_offsets.push_back(static_cast<std::int32_t>(i * tokens));
-    for (std::size_t row = is_decode ? 0 : total - 1; row < total; ++row)
-      step.logit_rows.push_back(static_cast<std::int32_t>(row));
-    step.draw_counters.assign(step.logit_rows.size(), 0);
-    step.sampling.assign(step.logit_rows.size(), {.temperature = is_random ? 1.0f : 0.0f});
+    const Step step = padding_step(sequences, tokens, is_random, is_decode);
     slots_.assign(static_cast<std::size_t>(sequences), 0);
     upload_inputs(step);
     run(step);

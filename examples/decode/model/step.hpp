@@ -49,6 +49,23 @@ struct Step {
   }
 };
 
+/// A step of `sequences` times `tokens` tokens at no position, of no sequence. All rows of a decode step have
+/// logits, of another its last one.
+inline Step padding_step(std::int64_t sequences, std::int64_t tokens, bool is_random, bool is_decode) {
+  Step step;
+  step.is_decode = is_decode;
+  const auto total = static_cast<std::size_t>(sequences * tokens);
+  step.tokens.assign(total, 0);
+  step.positions.assign(total, -1);
+  for (std::int64_t i = 1; i <= sequences; ++i)
+    step.query_offsets.push_back(static_cast<std::int32_t>(i * tokens));
+  for (std::size_t row = is_decode ? 0 : total - 1; row < total; ++row)
+    step.logit_rows.push_back(static_cast<std::int32_t>(row));
+  step.draw_counters.assign(step.logit_rows.size(), 0);
+  step.sampling.assign(step.logit_rows.size(), {.temperature = is_random ? 1.0f : 0.0f});
+  return step;
+}
+
 /// Natural logarithms of the probabilities after penalties, before temperature and cuts.
 struct LogProbs {
   std::span<const float> chosen;           ///< Of the tokens drawn, [logit rows].
