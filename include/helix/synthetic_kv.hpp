@@ -10,6 +10,7 @@
 
 namespace helix {
 
+/// The finaliser of SplitMix64: equal bits of x become independent ones.
 HELIX_HOST_DEVICE constexpr std::uint64_t synthetic_mix(std::uint64_t x) {
   x ^= x >> 30;
   x *= 0xbf58476d1ce4e5b9ull;
