@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a product of few activation rows is cut into blocks, tiles and stages, and what a block keeps.
+#pragma once
+
+#include "cuda/linear/product.cuh"
+#include "cuda/runtime/tensor_map.cuh"
+#include "cuda/runtime/warp.cuh"
+#include "cuda/runtime/warp_groups.cuh"
+
+namespace helix::cuda::few_rows {
+
+inline constexpr int kConsumers = 8;  // warps that multiply
+inline constexpr int kConsumerThreads = kConsumers * kWarp;
+inline constexpr int kThreads = kConsumerThreads + kWarp;
+inline constexpr int kMatrixWidth = 8;                          // weight rows of one instruction
+inline constexpr int kWarpColumns = 32;                         // that a warp multiplies at a time
+inline constexpr int kStepColumns = kConsumers * kWarpColumns;  // that all do
+inline constexpr int kStageElements = 8192;                     // of weights
+inline constexpr unsigned kLineBytes = 2 * kChunkColumns;       // of a row in shared memory
+inline constexpr int kConsumersMeet = 1;                        // barrier; 0 is the block's
+
+/// What a kernel is built for: up to kMostRows activation rows, tiles of up to kWidth weight rows, a ring of
+/// kRingStages stages and kSmBlocks blocks on an SM.
+template <int kMostRows, int kWidth, int kRingStages, int kSmBlocks>
+struct Shape {
+  static constexpr int kRows = kMostRows;
+  static constexpr int kTileWidth = kWidth;
+  static constexpr int kStages = kRingStages;
+  static constexpr int kBlocksPerSm = kSmBlocks;
+  static constexpr int kColumns = kStageElements / kTileWidth;  // of a stage
+  static constexpr int kChunks = kColumns / kChunkColumns;
+  static constexpr int kSteps = kColumns / kStepColumns;
+  static constexpr int kMatrices = kTileWidth / kMatrixWidth;
+  static_assert(kSteps * kStepColumns == kColumns);
+};
+
+/// Shared memory of a block.
+template <class S>
+struct Shared {
+  /// Chunks of 64 columns, of each of which the rows follow each other, swizzled.
+  struct Stage {
+    unsigned char weights[S::kChunks * S::kTileWidth * kLineBytes];
+    unsigned char rows[S::kChunks * S::kRows * kLineBytes];
+  };
+  /// What the warps found of a tile; rows that do not share banks.
+  using Sums = float[kConsumers][S::kRows][S::kTileWidth + kMatrixWidth];
+
+  Stage stages[S::kStages];
+  Sums sums[2];  // of two tiles in turn
+  RingBarriers<S::kStages> ring;
+  static_assert(sizeof(Stage) % 1024 == 0);
+};
+
+/// How the weight rows (pairs of them, if gate and up are one product) are cut. Every block but the last has
+/// as many tiles, and every tile as many rows.
+struct Tiles {
+  int height;  ///< Rows of a tile, or pairs.
+  int count;   ///< Of a block.
+  int blocks;
+
+  Tiles(int width, int most_height, int most_blocks) {
+    const int share = (width + most_blocks - 1) / most_blocks;
+    count = (share + most_height - 1) / most_height;
+    height = (share + count - 1) / count;
+    blocks = (width + height * count - 1) / (height * count);
+  }
+
+  __device__ int begin(int tile) const { return (static_cast<int>(blockIdx.x) * count + tile) * height; }
+  /// Tiles of this block.
+  __device__ int mine(int width) const {
+    const int left = (width - begin(0) + height - 1) / height;
+    return min(count, left);
+  }
+};
+
+/// What the kernel is given.
+template <class T>
+struct Params {
+  CUtensorMap weights;  ///< Columns of a chunk, rows of a half, halves, chunks; a box is a tile's part.
+  CUtensorMap rows;     ///< Columns of a chunk, activation rows, 1, chunks; a box is a part of them all.
+  Product<T> product;
+  Tiles tiles;
+};
+
+}  // namespace helix::cuda::few_rows
