@@ -24,6 +24,7 @@ struct Limits {
   static constexpr int kEpilogueTiles = 3;
   static constexpr int kShortSplitTiles = 2;
   static constexpr int kSplitTiles = 2;
+  static constexpr int kWholeTiles = 0;
 };
 
 inline constexpr int kGroups = 2;  // of consumers

@@ -176,4 +176,36 @@ struct ChunkCopies {
   }
 };
 
+/// One warp's copies of the KV tiles that it will multiply: every kWarps-th of the block's work item.
+template <class TileCopies, class Plan, int kWarps, int kBarriers>
+struct TileProducer {
+  const AttentionParams& p;
+  const Plan& plan;
+  KvTileCursor at;
+  int next;  // KV tile of the work item
+  int count;
+  TileCopies copies;  // of KV tile `next`
+
+  __device__ TileProducer(const AttentionParams& params, const Plan& the_plan, const WorkItem& item)
+      : p(params),
+        plan(the_plan),
+        at(item.start),
+        next(static_cast<int>(threadIdx.x) / kWarp),
+        count(item.count) {
+    if (next >= count) return;
+    at.advance(p, plan, next);
+    copies.look_up(p, plan, at);
+  }
+
+  __device__ void issue(unsigned stage, unsigned barrier) {
+    if (next >= count) return;
+    copies.template issue<kBarriers>(p, at, stage, barrier);
+    next += kWarps;
+    if (next < count) {
+      at.advance(p, plan, kWarps);
+      copies.look_up(p, plan, at);
+    }
+  }
+};
+
 }  // namespace helix::cuda

@@ -9,9 +9,9 @@
 
 #include <cstdint>
 
-#include <cooperative_groups.h>
-
+#include "cuda/comm/peer_lines.cuh"
 #include "cuda/comm/peer_wait.cuh"
+#include "cuda/runtime/cluster.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/rows.cuh"
@@ -45,78 +45,6 @@ struct PeerNormPlan {
 /// Packets of a row that a thread holds, at most; lines: one.
 inline constexpr int kPeerNormPackets = 4;
 inline constexpr int kPeerNormThreads = 512;
-
-/// Bytes between the two lines of a packet: those of 32 packets lie side by side, so that a warp's store is
-/// whole lines of NVLink. With the lines of a packet side by side 131 KB took 6.4 us, so 5.2; 262 KB 8.2
-/// and 6.2.
-inline constexpr int kLineBytes = kWarp * 16;
-
-/// Stores a packet as two lines of data and flag.
-__device__ __forceinline__ void store_lines(std::byte* to, uint4 x, std::uint32_t count) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to), "r"(x.x), "r"(count), "r"(x.y)
-               : "memory");
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to + kLineBytes), "r"(x.z),
-               "r"(count), "r"(x.w)
-               : "memory");
-}
-
-__device__ __forceinline__ uint4 load_volatile(const std::byte* from) {
-  uint4 x;
-  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(from)
-               : "memory");
-  return x;
-}
-
-/// Waits for the packet that store_lines() wrote; zeros where it never comes.
-__device__ __forceinline__ uint4 wait_for_lines(const PeerWaits& waits, int peer, const std::byte* from,
-                                                std::uint32_t count) {
-  uint4 low;
-  uint4 high;
-  const bool is_there = wait_for_peer(waits, peer, count, [&](std::uint64_t& value) {
-    low = load_volatile(from);
-    high = load_volatile(from + kLineBytes);
-    value = low.y;
-    const bool has_come = low.y == count && low.w == count && high.y == count && high.w == count;
-    return has_come ? Seen::there : Seen::not_yet;
-  });
-  return is_there ? uint4{low.x, low.z, high.x, high.z} : uint4{0, 0, 0, 0};
-}
-
-/// Sum of x over the cluster, for all threads; every block of it calls.
-__device__ __forceinline__ float cluster_sum(float x, int parts) {
-  __shared__ float warps[kWarp];
-  const unsigned lane = threadIdx.x % kWarp;
-  x = warp_sum(x);
-  if (lane == 0) warps[threadIdx.x / kWarp] = x;
-  __syncthreads();
-  x = warp_sum(lane < blockDim.x / kWarp ? warps[lane] : 0.0f);
-#if __CUDA_ARCH__ >= 900
-  if (parts > 1) {
-    __shared__ float whole;
-    const auto cluster = cooperative_groups::this_cluster();
-    if (threadIdx.x == 0) whole = x;
-    cluster.sync();
-    x = 0.0f;
-    for (int i = 0; i < parts; ++i) x += *cluster.map_shared_rank(&whole, static_cast<unsigned>(i));
-    asm volatile("barrier.cluster.arrive;" ::: "memory");  // see leave_cluster_sum()
-  } else {
-    __syncthreads();
-  }
-#else
-  (void)parts;
-  __syncthreads();
-#endif
-  return x;
-}
-
-/// After cluster_sum(), before the block ends or sums again: nobody may while others read.
-__device__ __forceinline__ void leave_cluster_sum([[maybe_unused]] int parts) {
-#if __CUDA_ARCH__ >= 900
-  if (parts > 1) asm volatile("barrier.cluster.wait;" ::: "memory");
-#endif
-}
 
 /// One block's part of the sums.
 template <class T, class W, bool kLines, int kPackets>

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// The end of a KV split in the tensor-core kernel: what the warps of a block found, through shared memory.
+#pragma once
+
+#include "cuda/attention/combine.cuh"
+#include "cuda/attention/tensor_softmax.cuh"
+#include "cuda/runtime/warp.cuh"
+
+namespace helix::cuda {
+
+inline constexpr int kGatherRows = 8;  ///< Rows that the warps bring together at a time: half of kMmaRows.
+
+/// What the warps of a block bring together, kGatherRows rows at a time.
+template <int kWarps, int kValueDim>
+struct TensorSums {
+  static constexpr int kStride = kValueDim + 4;  // f32: rows 16 bytes apart in the banks
+
+  alignas(16) float sums[kWarps][kGatherRows][kStride];
+  float max[kWarps][kGatherRows];
+  float sum[kWarps][kGatherRows];
+};
+
+/// Brings together what kWarps warps have found.
+template <class Softmax, int kWarps, int kValueDim, int kMTiles>
+struct TensorGather {
+  using Products = typename Softmax::Products;
+  using Found = typename Softmax::Found;
+  using Shared = TensorSums<kWarps, kValueDim>;
+  static constexpr bool kIsFp8 = Softmax::kIsFp8;
+
+  /// A row of this lane's sums, of the columns of `part`, into shared memory.
+  template <class Part>
+  static __device__ __forceinline__ void store_part(float* row, Part part, int half, float value_scale,
+                                                    const float (&sums)[kValueDim / 8][4]) {
+    const int kq = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      // Column kq * 2 + j of instruction e holds element e of that lane group's bytes. Half of the lanes take
+      // the other column first: no two of a bank.
+      const bool is_odd = (i != 0) != (kq >= 2);
+      float x[Part::kWide];
+#pragma unroll
+      for (int e = 0; e < Part::kWide; ++e) {
+        x[e] = is_odd ? sums[Part::kTile + e][2 * half + 1] : sums[Part::kTile + e][2 * half];
+        if constexpr (kIsFp8) x[e] *= value_scale;
+      }
+      float* at = row + part.column_of(kq * 2 + (is_odd ? 1 : 0));
+      if constexpr (Part::kWide == 2) {
+        *reinterpret_cast<float2*>(at) = {x[0], x[1]};
+      } else {
+#pragma unroll
+        for (int e = 0; e < Part::kWide; e += 4)
+          *reinterpret_cast<float4*>(at + e) = {x[e], x[e + 1], x[e + 2], x[e + 3]};
+      }
+    }
+  }
+
+  /// Brings the warps' sums together through shared memory and writes the KV split.
+  static __device__ void gather(Shared& s, const SplitPartials& to, const QueryTile& query_tile, int head,
+                                float value_scale, Found& found) {
+    const int warp = static_cast<int>(threadIdx.x) / kWarp;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int g = lane / 4;
+    const int kq = lane % 4;
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int first_row = m * kMmaRows + half * kGatherRows;
+        if (first_row >= query_tile.num_rows) continue;
+        found.sum[m][half] += __shfl_xor_sync(~0u, found.sum[m][half], 1);
+        found.sum[m][half] += __shfl_xor_sync(~0u, found.sum[m][half], 2);
+        if (kq == 0) {
+          s.max[warp][g] = found.max[m][half];
+          s.sum[warp][g] = found.sum[m][half];
+        }
+        const auto store = [&](auto part) {
+          store_part(s.sums[warp][g], part, half, value_scale, found.acc[m]);
+        };
+        Products::for_each_part(store, [&](auto even, auto odd) {
+          store(even);
+          store(odd);
+        });
+        __syncthreads();
+        const BlockResult<kWarps> result{&s.sums[0][0][0], kGatherRows * Shared::kStride,
+                                         Shared::kStride,  &s.max[0][0],
+                                         &s.sum[0][0],     kGatherRows};
+        write_split(to, query_tile, head, first_row, min(kGatherRows, query_tile.num_rows - first_row),
+                    result);
+        __syncthreads();
+      }
+    }
+  }
+};
+
+}  // namespace helix::cuda

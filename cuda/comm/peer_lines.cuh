@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// Packets that carry their flag with them: 8 bytes of data and flag are written at once, so that a peer that
+// sees the flag has the data. Twice the bytes, but no round trip between data and flag.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/comm/peer_wait.cuh"
+#include "cuda/runtime/warp.cuh"
+
+namespace helix::cuda {
+
+/// Bytes between the two lines of a packet: those of 32 packets lie side by side, so that a warp's store is
+/// whole lines of NVLink. With the lines of a packet side by side 131 KB took 6.4 us, so 5.2; 262 KB 8.2
+/// and 6.2.
+inline constexpr int kLineBytes = kWarp * 16;
+
+/// Stores a packet as two lines of data and flag.
+__device__ __forceinline__ void store_lines(std::byte* to, uint4 x, std::uint32_t count) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to), "r"(x.x), "r"(count), "r"(x.y)
+               : "memory");
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to + kLineBytes), "r"(x.z),
+               "r"(count), "r"(x.w)
+               : "memory");
+}
+
+__device__ __forceinline__ uint4 load_volatile(const std::byte* from) {
+  uint4 x;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
+
+/// Waits for the packet that store_lines() wrote; zeros where it never comes.
+__device__ __forceinline__ uint4 wait_for_lines(const PeerWaits& waits, int peer, const std::byte* from,
+                                                std::uint32_t count) {
+  uint4 low;
+  uint4 high;
+  const bool is_there = wait_for_peer(waits, peer, count, [&](std::uint64_t& value) {
+    low = load_volatile(from);
+    high = load_volatile(from + kLineBytes);
+    value = low.y;
+    const bool has_come = low.y == count && low.w == count && high.y == count && high.w == count;
+    return has_come ? Seen::there : Seen::not_yet;
+  });
+  return is_there ? uint4{low.x, low.z, high.x, high.z} : uint4{0, 0, 0, 0};
+}
+
+}  // namespace helix::cuda
