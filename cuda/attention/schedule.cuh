@@ -37,9 +37,9 @@ struct ShortTileLimits {
 };
 
 /// The same for blocks that have an SM of their own, for KV tiles of kTokens tokens: their warps read several
-/// KV tiles at a time, so that few tokens take less time than the combine. A decode step of 8 layers
-/// takes 1.208 ms with 200 tokens in one split, and with 540 tokens 1.253 in one, three KV tiles a warp
-/// (H200).
+/// KV tiles at a time, so that few tokens take less time than the combine. Decode steps of 8 layers, one
+/// sequence: 200 tokens in one split 1.208 ms, 540 tokens in one, three KV tiles a warp, 1.253 and in four
+/// 1.236; eight sequences of 540 in one 1.298 and in two 1.328 (H200).
 template <int kTokens>
 struct WholeSmLimits : ShortTileLimits {
   static constexpr int kWholeTiles = 384 / kTokens;
@@ -172,8 +172,9 @@ template <class Limits>
 __device__ inline int splits_for(int kv_tiles, int spare, int total) {
   const int shift = max(0, 9 - __clz(total));  // so that the product fits
   const unsigned part = static_cast<unsigned>(kv_tiles >> shift) * static_cast<unsigned>(spare);
-  return min(1 + static_cast<int>(part / static_cast<unsigned>(total >> shift)),
-             max_splits<Limits>(kv_tiles));
+  const int splits =
+      min(1 + static_cast<int>(part / static_cast<unsigned>(total >> shift)), max_splits<Limits>(kv_tiles));
+  return splits == 2 && kv_tiles <= 2 * Limits::kWholeTiles ? 1 : splits;  // two save too little
 }
 
 /// Whether splits of up to `longest` KV tiles are not too long beside work items of equal length.
