@@ -12,7 +12,14 @@ namespace {
 
 constexpr int kCombineColumns = kWarp * kLaneColumns;            ///< Of a warp.
 constexpr int kCombineWarps = kLatentColumns / kCombineColumns;  ///< Of a row, for some of its splits.
-constexpr int kManySplits = 16;  ///< From here on four times as many warps share a row.
+constexpr int kTripSplits = 9;   ///< Splits that a warp reads in one trip to memory.
+constexpr int kMaxSplits = 256;  ///< Of a query tile.
+
+/// The max of each split of a row and their sums of weights, in shared memory.
+struct SplitWeights {
+  float max[kMaxSplits];
+  float sum[kMaxSplits];
+};
 
 /// What a row's splits come to: the largest max, and the sum of weights.
 struct RowTotal {
@@ -21,65 +28,82 @@ struct RowTotal {
 };
 
 /// By one warp.
-__device__ RowTotal total_of_splits(const SplitPartials& from, int row) {
+__device__ RowTotal total_of_splits(const SplitWeights& weights, int count) {
   float max = -kInfinity;
   float sum = 0.0f;
-#pragma unroll 2
-  for (int i = static_cast<int>(threadIdx.x) % kWarp; i < from.splits.count; i += kWarp) {
-    const float other = __ldcg(from.max(i, row));
-    const float more = __ldcg(from.sum(i, row));
-    const float top = fmaxf(max, other);
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x) % kWarp; i < count; i += kWarp) {
+    const float top = fmaxf(max, weights.max[i]);
     const float pivot = top == -kInfinity ? 0.0f : top;
-    sum = fmaf(sum, exp2f(max - pivot), more * exp2f(other - pivot));
+    sum = fmaf(sum, exp2f(max - pivot), weights.sum[i] * exp2f(weights.max[i] - pivot));
     max = top;
   }
   const float top = warp_max(max);
   return {top, warp_sum(sum * exp2f(max - (top == -kInfinity ? 0.0f : top)))};
 }
 
-/// Sums columns [column, column + 4) of splits first, first + kStep, ... of a row; by one warp.
+/// Four columns of splits first, first + kStep, ... of a row, as many as one trip to memory brings.
 template <int kStep>
-__device__ float4 sum_of_splits(const SplitPartials& from, int row, int first, int column, float top) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int count = from.splits.count;
-  float4 total{0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 1
-  for (int c = first; c < count; c += kCombineBatch * kStep) {
-    float4 parts[kCombineBatch];
+struct SplitTrip {
+  float4 parts[kTripSplits];
+
+  __device__ SplitTrip(const SplitPartials& from, int row, int first, int column) {
 #pragma unroll
-    for (int k = 0; k < kCombineBatch; ++k)
-      parts[k] = __ldcg(from.out(min(c + k * kStep, count - 1), row, column));
-    const int mine = c + lane * kStep;
-    const float max = lane < kCombineBatch && mine < count ? __ldcg(from.max(mine, row)) : -kInfinity;
-    const float weight = exp2f(max - (top == -kInfinity ? 0.0f : top));
+    for (int k = 0; k < kTripSplits; ++k) {
+      parts[k] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+      if (first + k * kStep < from.splits.count) parts[k] = __ldcg(from.out(first + k * kStep, row, column));
+    }
+  }
+
+  /// Adds them to `total`, with weights that are relative to the row's max `top`.
+  __device__ void add_to(float4& total, const SplitWeights& weights, int first, int count, float top) const {
+    const float pivot = top == -kInfinity ? 0.0f : top;
 #pragma unroll
-    for (int k = 0; k < kCombineBatch; ++k) {
-      const float w = __shfl_sync(~0u, weight, k);
+    for (int k = 0; k < kTripSplits; ++k) {
+      if (first + k * kStep >= count) break;
+      const float w = exp2f(weights.max[first + k * kStep] - pivot);
       total.x = fmaf(w, parts[k].x, total.x);
       total.y = fmaf(w, parts[k].y, total.y);
       total.z = fmaf(w, parts[k].z, total.z);
       total.w = fmaf(w, parts[k].w, total.w);
     }
   }
-  return total;
-}
+};
 
 /// Combines the splits of all query tiles of the launch before it: a block for each row, in which kShares
-/// warps share the splits of some columns.
+/// warps share the splits of some columns. Two trips to memory: what tells the splits, and the splits, of
+/// which up to kTripSplits a warp. 64 registers, so that rows of 8 query tiles of 128 run all at once.
 template <int kShares>
-__global__ __launch_bounds__(kShares* kCombineWarps* kWarp) void combine_latent(
-    const __grid_constant__ AttentionParams p) {
+__global__ __launch_bounds__(kShares* kCombineWarps* kWarp,
+                             1024 / (kShares * kCombineWarps *
+                                     kWarp)) void combine_latent(const __grid_constant__ AttentionParams p) {
+  __shared__ SplitWeights weights;
   __shared__ float4 shared[kShares][kCombineWarps * kWarp];
   prefetch_params(p);
   follow_previous();
   const int row = static_cast<int>(blockIdx.x) % p.query_tile_rows;
   const SplitQueryTile tile = p.split_tiles[static_cast<int>(blockIdx.x) / p.query_tile_rows];
-  if (tile.splits.count == 1 || row >= tile.query_tile.num_rows) return;
+  const int count = tile.splits.count;
+  if (count == 1 || row >= tile.query_tile.num_rows) return;
   const SplitPartials from{p, tile.splits};
   const int place = static_cast<int>(threadIdx.x) % (kCombineWarps * kWarp);
   const int share = static_cast<int>(threadIdx.x) / (kCombineWarps * kWarp);
-  const RowTotal total = total_of_splits(from, row);
-  float4 sum = sum_of_splits<kShares>(from, row, share, place * kLaneColumns, total.max);
+  const int column = place * kLaneColumns;
+  SplitTrip<kShares> trip(from, row, share, column);
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kShares * kCombineWarps * kWarp) {
+    weights.max[i] = __ldcg(from.max(i, row));
+    weights.sum[i] = __ldcg(from.sum(i, row));
+  }
+  __syncthreads();
+  const RowTotal total = total_of_splits(weights, count);
+  float4 sum{0.0f, 0.0f, 0.0f, 0.0f};
+  trip.add_to(sum, weights, share, count, total.max);
+#pragma unroll 1
+  for (int i = share + kTripSplits * kShares; i < count; i += kTripSplits * kShares) {
+    trip = {from, row, i, column};
+    trip.add_to(sum, weights, i, count, total.max);
+  }
   if constexpr (kShares > 1) {
     shared[share][place] = sum;
     __syncthreads();
@@ -90,7 +114,7 @@ __global__ __launch_bounds__(kShares* kCombineWarps* kWarp) void combine_latent(
       sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
     }
   }
-  RowWriter(p, tile.query_tile, 0, row, total.max, total.sum).write(place * kLaneColumns, sum);
+  RowWriter(p, tile.query_tile, 0, row, total.max, total.sum).write(column, sum);
 }
 
 template <int kShares>
@@ -103,6 +127,13 @@ void launch_combine(const AttentionParams& p, StreamHandle stream) {
                kShares * kCombineWarps * kWarp, 0, stream, true, p);
 }
 
+/// Combines about `splits` splits of each query tile.
+void launch_combine(const AttentionParams& p, int splits, StreamHandle stream) {
+  if (splits <= kTripSplits) return launch_combine<1>(p, stream);
+  if (splits <= 2 * kTripSplits) return launch_combine<2>(p, stream);
+  splits <= 4 * kTripSplits ? launch_combine<4>(p, stream) : launch_combine<8>(p, stream);
+}
+
 /// Tokens of the boxes that the copy engine takes out of pages: as many as lie in one page wherever a KV tile
 /// begins.
 int box_tokens(int page_tokens) {
@@ -112,7 +143,7 @@ int box_tokens(int page_tokens) {
 template <class T, int kBlocks>
 void launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
   constexpr int kBytes = static_cast<int>(sizeof(latent::Shared<kBlocks>));
-  const int blocks = std::max(1, grid.blocks / kBlocksPerSm / kBlocks) * kBlocks;
+  const int blocks = std::clamp(grid.blocks / kBlocksPerSm / kBlocks, 1, kMaxSplits) * kBlocks;
   const auto launch_kernel = [&](auto kernel, const auto&... params) {
     HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
     launch_early(kernel, static_cast<unsigned>(blocks), latent::kThreads, kBytes, grid.stream, true, p,
@@ -127,8 +158,7 @@ void launch(const AttentionParams& p, const AttentionCall& call, const Attention
                   paged_chunks_map(p.k, call.dtype, kLatentColumns, call.kv, box, chunks),
                   paged_chunks_map(p.rope, call.dtype, kRopeColumns, call.kv, box, 1), box);
   }
-  const bool are_many = blocks / kBlocks >= kManySplits * p.num_query_tiles;  // splits of a query tile
-  are_many ? launch_combine<4>(p, grid.stream) : launch_combine<1>(p, grid.stream);
+  launch_combine(p, blocks / kBlocks / p.num_query_tiles, grid.stream);
 }
 
 template <class T>
