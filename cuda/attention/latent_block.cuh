@@ -52,7 +52,7 @@ enum Barrier { kAllConsumers = 1, kLeadsMax, kLeadsWeights, kFollowersWeights, k
 /// The block's part of a work item that belongs to one query tile.
 struct Part {
   QueryTileSpan span;
-  KvSplits splits;
+  KvSplits splits;  // told later than the rest, before the first KV tile is there
   int query_tile;
   int first_token;  // local, of the first KV tile
   int count;        // KV tiles; 0: there are no more parts

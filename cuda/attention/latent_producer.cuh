@@ -13,7 +13,7 @@
 namespace helix::cuda::latent {
 
 /// Calls copy(part) for the parts of the block's work item; by the producers' warps. The first one walks
-/// along it and tells all others.
+/// along it and tells all others; it must bring some of the first KV tile of each part.
 template <int kBlocks, class Copy>
 __device__ __forceinline__ void produce_parts(const AttentionParams& p, Shared<kBlocks>& s,
                                               const Copy& copy) {
@@ -46,11 +46,14 @@ __device__ __forceinline__ void produce_parts(const AttentionParams& p, Shared<k
     part.count = min(item.count - done, at_tile.num_kv_tiles - at_tile.kv_tile);
     // Later on weights lie where the spans were.
     part.span = done == 0 ? s.plan.span(at_tile.query_tile) : span_of_tile(p, s.plan, at_tile.query_tile);
-    part.splits = schedule.splits_of(at_tile.query_tile, at_tile.head);
     part.query_tile = at_tile.query_tile;
     part.first_token = (part.span.begin_token / kLatentTileTokens + at_tile.kv_tile) * kLatentTileTokens;
     part.is_first = at_tile.kv_tile == 0;
+    const unsigned place = number % 2;
     tell(part);
+    // Consumers read it after the first KV tile, some of which this warp brings.
+    const KvSplits splits = schedule.splits_of(at_tile.query_tile, at_tile.head);
+    if (is_first_lane) s.parts[place].splits = splits;
     copy(part);
     at_tile.advance(p, s.plan, part.count);
   }
@@ -58,7 +61,8 @@ __device__ __forceinline__ void produce_parts(const AttentionParams& p, Shared<k
   tell(part);
 }
 
-/// Copies KV tiles by the copy engine; a warp for each half of each KV buffer.
+/// Copies KV tiles by the copy engine; a warp for each half of each KV buffer, the one that walks along the
+/// work item for the first one's half that is needed last.
 template <int kBlocks>
 class Copier {
  public:
@@ -70,7 +74,7 @@ class Copier {
         ropes_(ropes),
         box_tokens_(box_tokens),
         buffer_(uniform(static_cast<int>(threadIdx.x) / kWarp % 2)),
-        half_(uniform(static_cast<int>(threadIdx.x) / kWarp / 2 % 2)) {}
+        half_(uniform(1 - static_cast<int>(threadIdx.x) / kWarp / 2 % 2)) {}
 
   __device__ void run() {
     produce_parts(p, s, [&](const Part& part) {
@@ -86,9 +90,10 @@ class Copier {
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
   __device__ unsigned full(int unit) const { return at(&s.full[buffer_][half_ * kHalfUnits + unit]); }
-  /// Waits until the half is free, and has its units expect `boxes` boxes of each chunk.
-  __device__ void await_place(int boxes) {
-    barrier_wait(at(&s.empty[buffer_][half_]), (uses_++ & 1u) ^ 1u);
+  /// Waits until the half is free.
+  __device__ void await_place() { barrier_wait(at(&s.empty[buffer_][half_]), (uses_++ & 1u) ^ 1u); }
+  /// Has the units of the half expect `boxes` boxes of each chunk, which are on their way: they come first.
+  __device__ void expect(int boxes) const {
     const auto chunk_bytes = static_cast<unsigned>(boxes * box_tokens_) * kRowBytes;
     if (lane() < kHalfUnits) {
       const int chunks = kUnitChunks + (half_ == kHalves - 1 && lane() == kHalfUnits - 1 ? 1 : 0);
@@ -112,17 +117,17 @@ class Copier {
       const int token = first_token + i * kLatentTileTokens;
       const int in_page = token % p.page_tokens;
       const bool is_seen = token < span.end_token;
-      await_place(is_seen ? 1 : 0);
+      await_place();
       if (is_seen && lane() == 0) {
         const unsigned to = at(s.kv[buffer_]) + static_cast<unsigned>(half_ * kHalfChunks) * kChunkBytes;
 #pragma unroll
         for (int unit = 0; unit < kHalfUnits; ++unit)
-          copy_box(to + static_cast<unsigned>(unit * kUnitChunks) * kChunkBytes, latents_, 0, in_page,
-                   half_ * kHalfChunks + unit * kUnitChunks, page, full(unit));
+          copy_box_once(to + static_cast<unsigned>(unit * kUnitChunks) * kChunkBytes, latents_, 0, in_page,
+                        half_ * kHalfChunks + unit * kUnitChunks, page, full(unit));
         if (half_ == kHalves - 1)
-          copy_box(to + kHalfChunks * kChunkBytes, ropes_, 0, in_page, 0, page, full(kHalfUnits - 1));
+          copy_box_once(to + kHalfChunks * kChunkBytes, ropes_, 0, in_page, 0, page, full(kHalfUnits - 1));
       }
-      __syncwarp();
+      expect(is_seen ? 1 : 0);
       page = next;
     }
   }
@@ -138,7 +143,7 @@ class Copier {
       const int first = max(0, span.begin_token - token) / box_tokens_;
       const int last =
           (min(kLatentTileTokens, max(0, span.end_token - token)) + box_tokens_ - 1) / box_tokens_;
-      await_place(max(0, last - first));
+      await_place();
 #pragma unroll 1
       for (int box = first + lane(); box < last; box += kWarp) {
         const int begin = token + box * box_tokens_;
@@ -148,12 +153,12 @@ class Copier {
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; ++chunk) {
           const bool is_rope = chunk == kHalfChunks;
-          copy_box(to + static_cast<unsigned>(chunk) * kChunkBytes, is_rope ? ropes_ : latents_, 0,
-                   begin % p.page_tokens, is_rope ? 0 : half_ * kHalfChunks + chunk, page,
-                   full(min(chunk / kUnitChunks, kHalfUnits - 1)));
+          copy_box_once(to + static_cast<unsigned>(chunk) * kChunkBytes, is_rope ? ropes_ : latents_, 0,
+                        begin % p.page_tokens, is_rope ? 0 : half_ * kHalfChunks + chunk, page,
+                        full(min(chunk / kUnitChunks, kHalfUnits - 1)));
         }
       }
-      __syncwarp();
+      expect(max(0, last - first));
     }
   }
 

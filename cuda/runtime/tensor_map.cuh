@@ -73,13 +73,14 @@ inline CUtensorMap paged_rows_map(const PagedRows& rows, DType dtype, std::int64
 }
 
 /// A map of the 16-bit rows of a paged pool of one head, with coordinates (0, token of the page, chunk of 64
-/// columns, page) and boxes of `box_chunks` chunks of `box_tokens` tokens: chunks land one after another.
+/// columns, page) and boxes of `box_chunks` chunks of `box_tokens` tokens: chunks land one after another. The
+/// L2 cache brings what boxes ask for, and no neighbours.
 inline CUtensorMap paged_chunks_map(const PagedRows& rows, DType dtype, std::int64_t columns,
                                     const KvView& kv, int box_tokens, int box_chunks) {
   return rows_map<4>(rows.first, dtype,
                      {kChunkColumns, kv.format.page_tokens, columns / kChunkColumns, kv.num_pages},
                      {rows.token_bytes, kChunkColumns * 2, rows.page_bytes},
-                     {kChunkColumns, box_tokens, box_chunks, 1}, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+                     {kChunkColumns, box_tokens, box_chunks, 1}, CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 /// A map of 16-bit queries, with coordinates (column, head, token) and boxes of 64 columns of `box_heads`
@@ -105,6 +106,21 @@ __device__ __forceinline__ void copy_box(unsigned to, const CUtensorMap& map, in
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
       "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
       "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(column), "r"(token), "r"(head), "r"(page), "r"(barrier)
+      : "memory");
+#endif
+}
+
+/// The same where it is read once: it leaves the L2 cache first.
+__device__ __forceinline__ void copy_box_once(unsigned to, const CUtensorMap& map, int column, int token,
+                                              int head, int page, unsigned barrier) {
+#if __CUDA_ARCH__ >= 900
+  std::uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+      "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(column), "r"(token), "r"(head), "r"(page), "r"(barrier),
+      "l"(policy)
       : "memory");
 #endif
 }
