@@ -5,16 +5,19 @@
 // A block has 64 query rows, and two consumer warp groups share them: the lead computes the scores of even KV
 // tiles, the follower those of odd ones, and each has half of the value columns of all rows in its registers.
 // So both need the weights of both tiles, which go through shared memory. The scores of two tiles are on
-// their way at a time: while one group weighs its scores the other's products run. The follower waits for
-// the lead's max, told before the lead's weights, and the lead for the follower's weights.
+// their way at a time: while one group weighs its scores the other's products run.
 //
 // A KV tile fills a third of the shared memory, so that there are two. Each half of the values is copied and
-// released for itself, so that the next tile comes while the last products of this one run. With more than
-// 64 query rows two blocks, a cluster, have the same KV tiles at about the same time, and the second finds
+// released for itself, so that the next tile comes while the last products of this one run. What bounds the
+// loop is the way around: the last product of a half, its copy (1400 cycles), scores, weights, that product.
+// The lead's tile has the longer one, so the follower asks for half of its products with the lead's weights
+// before it weighs its own scores: 425 us, where none of them before took 443 (128 heads, 8 sequences of
+// 131072 tokens, H200). All of them make it late, as a warp waits to ask for a third product of 256 columns:
+// 474 where none took 453; so does asking for them one by one while it weighs.
+//
+// With more than 64 query rows two blocks have the same KV tiles at about the same time, and the second finds
 // them in the L2 cache. Where each half is read by one of them for both they wait for each other: 460 us
-// where these take 453 (128 heads, 8 sequences of 131072 tokens, H200). Nor does a follower help that adds
-// the values of the lead's tile before it weighs its own scores: 449 us against 441, with 64 heads 334
-// against 318.
+// where these took 453. Tiles brought to the L2 cache ahead take longer, too: 64 heads 385 us against 330.
 #pragma once
 
 #include <cstddef>
@@ -45,8 +48,7 @@ __device__ __forceinline__ void lead(Consumer<T, Tiles, kBlocks, 0> self, const 
 #pragma unroll 1
   for (int i = 0;; i += 2) {
     self.find_top(part, i, scores, top);
-    self.raise(self.rows.max, top, shrink);
-    group_arrive(kLeadsMax, kConsumers);
+    self.raise(top, shrink);
     self.weigh(scores);
     group_arrive(kLeadsWeights, kConsumers);
     self.scale_sums(sums, shrink);
@@ -79,8 +81,10 @@ __device__ __forceinline__ void lead(Consumer<T, Tiles, kBlocks, 0> self, const 
 /// The consumer of odd tiles. The values of the lead's tile come first, so that its place becomes free.
 template <class T, class Tiles, int kBlocks>
 __device__ __forceinline__ void follow(Consumer<T, Tiles, kBlocks, 1> self, const Part& part, Sums& sums) {
+  constexpr unsigned kStepsAhead = kSteps / 2;
   Scores scores;
   float top[2];
+  float lead_shrink[2];
   float shrink[2];
   int i = 1;
   if (i < self.tiles.count) {
@@ -90,18 +94,19 @@ __device__ __forceinline__ void follow(Consumer<T, Tiles, kBlocks, 1> self, cons
 #pragma unroll 1
     while (true) {
       self.find_top(part, i, scores, top);
-      group_sync(kLeadsMax, kConsumers);
-      self.raise({self.s.row[0][self.row()], self.s.row[0][self.row() + 8]}, top, shrink);
+      group_sync(kLeadsWeights, kConsumers);
+      self.follow_max(lead_shrink);
+      self.raise(top, shrink);
+      self.scale_sums(sums, lead_shrink);
+      self.template add_other_values<0, kStepsAhead>(sums);
       self.weigh(scores);
       group_arrive(kFollowersWeights, kConsumers);
+      self.template add_other_values<kStepsAhead, kSteps>(sums);
+      finish(sums);
+      self.release(0);
       self.scale_sums(sums, shrink);
-      group_sync(kLeadsWeights, kConsumers);
-      self.shrink_leads_weights();
-      self.add_other_values(sums);
       self.add_own_values(sums);
       ++self.uses[1];
-      products_wait<1>();
-      self.release(0);
       finish(sums);
       self.release(1);
       i += 2;
@@ -112,10 +117,9 @@ __device__ __forceinline__ void follow(Consumer<T, Tiles, kBlocks, 1> self, cons
     }
   }
   if (i == self.tiles.count) {
-    group_sync(kLeadsMax, kConsumers);
+    group_sync(kLeadsWeights, kConsumers);
     self.follow_max(shrink);
     self.scale_sums(sums, shrink);
-    group_sync(kLeadsWeights, kConsumers);
     self.add_other_values(sums);
     finish(sums);
     self.release(0);

@@ -47,7 +47,7 @@ inline constexpr unsigned kTileBytes = kChunks * kChunkBytes;
 inline constexpr int kSteps = kChunkColumns / kProductDepth;  // of a chunk, or of a tile's tokens
 
 /// Named barriers of the block.
-enum Barrier { kAllConsumers = 1, kLeadsMax, kLeadsWeights, kFollowersWeights, kOneGroup };
+enum Barrier { kAllConsumers = 1, kLeadsWeights, kFollowersWeights, kOneGroup };
 
 /// The block's part of a work item that belongs to one query tile.
 struct Part {

@@ -141,12 +141,12 @@ struct Consumer {
     rows.sum[h] *= shrink;
     return shrink;
   }
-  /// Raises the max of this thread's rows, which is `before` or more, where a score exceeds it much, and
-  /// tells the other group. Returns by what the sums so far shrink.
-  __device__ __forceinline__ void raise(const float (&before)[2], const float (&top)[2], float (&shrink)[2]) {
+  /// Raises the max of this thread's rows where a score exceeds it much, and tells the other group. Returns
+  /// by what the sums so far shrink.
+  __device__ __forceinline__ void raise(const float (&top)[2], float (&shrink)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      shrink[h] = raise_max(h, top[h] > before[h] + kSlack ? top[h] : before[h]);
+      shrink[h] = raise_max(h, top[h] > rows.max[h] + kSlack ? top[h] : rows.max[h]);
       if (lane() % 4 == 0) s.row[kGroup][row() + 8 * h] = rows.max[h];
     }
   }
@@ -181,25 +181,6 @@ struct Consumer {
     fence_before_copy();
   }
 
-  /// Scales the lead's weights, which are of its max, to the follower's; each warp its own rows.
-  __device__ __forceinline__ void shrink_leads_weights() {
-    static_assert(kGroup == 1);
-    const int r = warp() * 16 + lane() / 2;
-    __syncwarp();
-    const float before = s.row[0][r];
-    const float shrink = before == s.row[1][r] ? 1.0f : fast_exp2(before - s.row[1][r]);
-    if (!__any_sync(~0u, shrink != 1.0f)) return;
-#pragma unroll 1
-    for (int k = 0; k < 4; ++k) {
-      auto* const eight = reinterpret_cast<T*>(
-          s.weights + swizzled(static_cast<unsigned>(r), static_cast<unsigned>(lane() % 2 * 4 + k)));
-#pragma unroll
-      for (int j = 0; j < 8; ++j) eight[j] = from_float<T>(to_float(eight[j]) * shrink);
-    }
-    fence_before_copy();
-    __syncwarp();
-  }
-
   static __device__ __forceinline__ void scale_sums(Sums& sums, const float (&shrink)[2]) {
     if (!__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) return;
 #pragma unroll
@@ -215,18 +196,21 @@ struct Consumer {
       product<T, kGroupColumns, true>(sums, weights[step], from.at(step * kStepBytes), 1);
     products_commit();
   }
-  /// The same with the other group's.
+  /// The same with the other group's, for steps [kFrom, kTo) of its tile's tokens.
+  template <unsigned kFrom = 0, unsigned kTo = kSteps>
   __device__ __forceinline__ void add_other_values(Sums& sums) {
     constexpr int kOther = 1 - kGroup;
-    const unsigned parity = uses[kOther]++ & 1u;
+    if constexpr (kFrom == 0) {
+      const unsigned parity = uses[kOther]++ & 1u;
 #pragma unroll
-    for (int unit = kGroup * kHalfUnits; unit < (kGroup + 1) * kHalfUnits; ++unit)
-      barrier_wait(at(&s.full[kOther][unit]), parity);  // long past, but this group has not seen it
+      for (int unit = kGroup * kHalfUnits; unit < (kGroup + 1) * kHalfUnits; ++unit)
+        barrier_wait(at(&s.full[kOther][unit]), parity);  // long past, but this group has not seen it
+    }
     const OperandPlace others(rows_operand(weights_of(kOther)));
     const OperandPlace from = values(kOther);
     products_fence();
 #pragma unroll
-    for (unsigned step = 0; step < kSteps; ++step)
+    for (unsigned step = kFrom; step < kTo; ++step)
       product<T, kGroupColumns, true>(sums, others.at(step * 32u), from.at(step * kStepBytes), 1);
     products_commit();
   }
