@@ -41,6 +41,7 @@ struct Case {
   std::int64_t head_dim = 128;
   std::int64_t value_dim = head_dim;
   DType kv_dtype = DType::bf16;  ///< q and out are bf16, or f16 with KV of f16.
+  bool is_portable = false;      ///< By the kernels of every GPU.
 
   std::string name() const {
     std::string name = "partial_attention/heads:" + std::to_string(query_heads) + ":" +
@@ -53,6 +54,7 @@ struct Case {
     if (is_ragged) name += "/ragged";
     if (layout == Layout::token_major) name += "/layout:token_major";
     if (layout == Layout::latent) name += "/layout:latent";
+    if (is_portable) name += "/portable";
     return name;
   }
   /// Elements of K and V of one token.
@@ -74,6 +76,12 @@ constexpr Case mla(Case c) {
 constexpr Case prefill(std::int64_t query_heads, std::int64_t chunk, std::int64_t context,
                        std::int64_t dim = 128) {
   return {.query_heads = query_heads, .tokens = context + chunk, .queries = chunk, .head_dim = dim};
+}
+
+/// The same by the kernels of every GPU.
+constexpr Case portable(Case c) {
+  c.is_portable = true;
+  return c;
 }
 
 constexpr DType kFp8 = DType::fp8_e4m3;
@@ -160,6 +168,27 @@ constexpr Case kCases[] = {
     prefill(32, 4096, 28672, 64),
     prefill(64, 4096, 0, 64),
     prefill(64, 4096, 28672, 64),
+    // By the kernels of every GPU.
+    portable({.batch = 64, .tokens = 8192}),
+    portable({.batch = 8, .tokens = 131072}),
+    portable({.tokens = 131072}),
+    portable({.tokens = 8192}),
+    portable({.batch = 8, .tokens = 131072, .page_tokens = 16, .layout = kTokenMajor}),
+    portable({.batch = 8, .tokens = 131072, .kv_dtype = kFp8}),
+    portable({.batch = 8, .tokens = 131072, .kv_dtype = DType::f16}),
+    portable({.batch = 8, .tokens = 65536, .head_dim = 64}),
+    portable({.batch = 8, .tokens = 65536, .head_dim = 256}),
+    portable({.batch = 8, .tokens = 65536, .head_dim = 192, .value_dim = 128}),
+    portable({.batch = 8, .tokens = 131072, .queries = 4}),
+    portable(prefill(32, 4096, 0)),
+    portable(prefill(32, 4096, 28672)),
+    portable(prefill(32, 512, 32768)),
+    portable(prefill(32, 4096, 28672, 64)),
+    portable(prefill(32, 4096, 28672, 256)),
+    portable(mla({.query_heads = 128, .batch = 8, .tokens = 8192})),
+    portable(mla({.query_heads = 128, .batch = 8, .tokens = 131072})),
+    portable(mla({.query_heads = 16, .batch = 64, .tokens = 32768})),
+    portable(mla({.query_heads = 128, .batch = 8, .tokens = 131072, .kv_dtype = kFp8})),
 };
 
 constexpr std::size_t kColdBytes = std::size_t{2} << 30;  ///< read between two readings of the same page
@@ -221,6 +250,7 @@ class Workload {
         pool_(random_elements(c.kv_dtype, pages_ * page_elements(c), random())),
         table_at_(on_device(operators_, page_table(random))),
         scales_at_(on_device(operators_, scales(random))) {
+    if (c.is_portable) operators_.set_attention_target(cuda::AttentionTarget::any_gpu);
     std::vector<std::int32_t> slots(static_cast<std::size_t>(turns_ * c.batch));
     std::iota(slots.begin(), slots.end(), 0);
     std::vector<std::int64_t> positions;

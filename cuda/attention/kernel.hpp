@@ -17,6 +17,15 @@ struct AttentionParams;
 inline constexpr int kBlocksPerSm = 2;
 inline constexpr int kMaxQueryTiles = 256;  ///< Query tiles of one launch, unless a kernel takes more.
 
+/// Shared memory that kernels may ask for.
+struct SharedMemory {
+  int block_bytes = 0;  ///< One block, at most.
+  int sm_bytes = 0;     ///< All blocks of an SM.
+};
+
+/// The least that any supported device has: compute capabilities 8.6, 8.9 and 12.0.
+inline constexpr SharedMemory kLeastSharedMemory{99 * 1024, 100 * 1024};
+
 /// What a call of partial_attention asks of a kernel.
 struct AttentionCall {
   DType dtype = DType::f32;  ///< Type of q and out.
@@ -25,6 +34,7 @@ struct AttentionCall {
   std::size_t q_alignment = 0;  ///< Bytes, a power of two up to 16, that divide the address of each row of q.
   std::size_t kv_alignment = 0;  ///< Bytes that likewise divide the address of each row of the cache.
   bool is_hopper = false;        ///< Whether code for compute capability 9.0 runs.
+  SharedMemory memory;           ///< The device's.
 };
 
 /// The grid of a launch.
@@ -67,6 +77,16 @@ extern const AttentionKernel kTensorRowsE4m3;
 /// Warp-group products of compute capability 9.0, over latents of 512 columns and 64 of rope; q and out of
 /// one 16-bit type, KV of the same or of e4m3, rows of any strides aligned to 16 bytes.
 extern const AttentionKernel kLatentKernel;
+/// Matrix instructions of compute capability 8.0, on all devices: q and out of f16 beside KV of bf16.
+extern const AttentionKernel kMmaRest;
+/// Matrix instructions of compute capability 8.0, on all devices: q and out of 16 bits, KV of 16 bits or of
+/// e4m3, any head sizes up to 256, strides and alignment.
+extern const AttentionKernel kMma;
+/// As kMmaRest and kMma, over latents of 512 columns and 64 of rope.
+extern const AttentionKernel kMmaLatentRest;
+/// The same with more shared memory than some devices have.
+extern const AttentionKernel kWideMmaLatent;
+extern const AttentionKernel kMmaLatent;
 /// Any sizes up to 1024, types, strides and devices, in plain f32.
 extern const AttentionKernel kPortable;
 

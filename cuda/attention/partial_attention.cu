@@ -33,7 +33,8 @@ struct SplitPartialsMemory {
 
 /// In the order in which they are asked: the first that fits runs.
 constexpr const AttentionKernel* kKernels[] = {
-    &kWaves, &kTensorPages, &kTensorRows, &kTensorPagesE4m3, &kTensorRowsE4m3, &kLatentKernel, &kPortable};
+    &kWaves,   &kTensorPages, &kTensorRows,    &kTensorPagesE4m3, &kTensorRowsE4m3, &kLatentKernel,
+    &kMmaRest, &kMma,         &kMmaLatentRest, &kWideMmaLatent,   &kMmaLatent,      &kPortable};
 
 const AttentionKernel& kernel_for(const AttentionCall& call) {
   return **std::find_if(std::begin(kKernels), std::end(kKernels),
@@ -42,7 +43,7 @@ const AttentionKernel& kernel_for(const AttentionCall& call) {
 
 /// What the kernel is chosen by.
 template <class T>
-AttentionCall call_of(const PartialAttentionArgs<T>& args, bool is_hopper) {
+AttentionCall call_of(const PartialAttentionArgs<T>& args, bool is_hopper, const SharedMemory& memory) {
   const KvPlaces places(args.kv);
   std::int64_t longest = 0;
   for (std::size_t b = 0; b + 1 < args.batch.query_offsets_host.size(); ++b)
@@ -55,7 +56,8 @@ AttentionCall call_of(const PartialAttentionArgs<T>& args, bool is_hopper) {
               {address_of(args.q.data()), step_of<T>(args.q.stride(0)), step_of<T>(args.q.stride(1))}),
           .kv_alignment = std::min(
               {places.k.alignment(args.kv), places.v.alignment(args.kv), places.rope.alignment(args.kv)}),
-          .is_hopper = is_hopper};
+          .is_hopper = is_hopper,
+          .memory = memory};
 }
 
 /// All that does not depend on the kernel or on the part of the batch that a launch covers.
@@ -162,7 +164,9 @@ template <class T>
 void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream stream) const {
   if (args.batch.num_tokens() == 0 || args.q.extent(1) == 0) return;
   const DeviceScope scope(state_->device);
-  const AttentionCall call = call_of(args, state_->is_hopper);
+  const AttentionCall call = call_of(
+      args, state_->is_hopper && state_->attention_target == AttentionTarget::this_gpu,
+      state_->attention_target == AttentionTarget::least_gpu ? kLeastSharedMemory : state_->shared_memory);
   const AttentionKernel& kernel = kernel_for(call);
   AttentionParams p = params_of(args);
   const std::int64_t rows = kernel.query_tile_rows(p.head_dim, p.value_dim);

@@ -45,6 +45,14 @@ struct WholeSmLimits : ShortTileLimits {
   static constexpr int kWholeTiles = 384 / kTokens;
 };
 
+/// KV tiles of no tokens that a kernel wants after those of each query tile, where a query tile's epilogue
+/// takes as long as these and work items hold many query tiles: such items would not be of equal length.
+template <class Limits>
+constexpr int padding_tiles() {
+  if constexpr (requires { Limits::kPaddingTiles; }) return Limits::kPaddingTiles;
+  return 0;
+}
+
 /// A query tile and the keys that any of its rows sees.
 struct QueryTileSpan {
   QueryTile query_tile;
@@ -272,7 +280,8 @@ __device__ inline int plan_query_tile(Plan& plan, int u, const QueryTileSpan& sp
   plan.keep(u, span);
   // A query tile that sees nothing has a KV tile of no tokens, so that some block writes its zeros.
   const int first = span.begin_token / kKvTileTokens;
-  return max(1, (span.end_token + kKvTileTokens - 1) / kKvTileTokens - first);
+  return max(1, (span.end_token + kKvTileTokens - 1) / kKvTileTokens - first) +
+         padding_tiles<typename Plan::Limits>();
 }
 
 /// The plan of up to kWarp sequences, each of which is one query tile, as in decoding: all in the registers

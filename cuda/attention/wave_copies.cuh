@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "cuda/attention/wave_schedule.cuh"
+#include "cuda/runtime/async_copy.cuh"
 #include "cuda/runtime/tensor_map.cuh"
 #include "cuda/runtime/warp_groups.cuh"
 
@@ -30,19 +31,6 @@ __device__ __forceinline__ void copy_chunk_or_zeros(unsigned to, const void* fro
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(copies ? 16 : 0)
                : "memory");
-#endif
-}
-
-/// Ends this thread's group of copies, and waits until at most kPending of its groups are on their way.
-template <int kPending>
-__device__ __forceinline__ void copies_wait() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-#endif
-}
-__device__ __forceinline__ void copies_commit() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
@@ -198,7 +186,7 @@ __device__ inline void copy_queries(const AttentionParams& p, const QueryTile& q
                             swizzled(static_cast<unsigned>(row), static_cast<unsigned>(column % 8)),
                         static_cast<const std::byte*>(p.q) + at * 2, is_row);
   }
-  copies_commit();
+  commit_copies();
 }
 
 /// What each row of a query tile sees; rows past the last see `all`, what any row does. Threads as above.

@@ -68,7 +68,7 @@ __device__ __forceinline__ void copy_waves(const AttentionParams& p, const WaveM
         find_row_bounds<kThreads>(p, query_tile, {s.plan.begin_token[u], s.plan.end_token[u]},
                                   s.bounds[place.stage()], thread);
         if (!maps.has_queries) {
-          copies_wait<0>();
+          wait_for_copies<0>();
           fence_before_copy();
         }
       }

@@ -37,6 +37,10 @@ Operators<T>::Operators(int device, Allocator allocator) : state_(std::make_shar
   if (allocator.allocate) state_->allocator = std::make_shared<const Allocator>(std::move(allocator));
   state_->device = device;
   HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&state_->num_sms, cudaDevAttrMultiProcessorCount, device));
+  HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&state_->shared_memory.block_bytes,
+                                          cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&state_->shared_memory.sm_bytes,
+                                          cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
   int major = 0;
   HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   HELIX_EXPECTS(major >= 8, ErrorCode::unsupported, "CUDA device ", device, " has compute capability ", major,
@@ -59,6 +63,11 @@ void Operators<T>::set_attention_blocks(int blocks) {
   HELIX_EXPECTS(blocks >= 0, ErrorCode::invalid_argument, "set_attention_blocks: ", blocks,
                 " blocks; give at least 1, or 0 for all");
   state_->attention_blocks = blocks;
+}
+
+template <class T>
+void Operators<T>::set_attention_target(AttentionTarget target) {
+  state_->attention_target = target;
 }
 
 template <class T>
@@ -148,6 +157,7 @@ void Operators<T>::fill_zero(void* target, std::size_t bytes, Stream stream) con
   template Operators<T>::Operators(int, Allocator);                                    \
   template int Operators<T>::device() const;                                           \
   template void Operators<T>::set_attention_blocks(int);                               \
+  template void Operators<T>::set_attention_target(AttentionTarget);                   \
   template Buffer Operators<T>::allocate(std::size_t) const;                           \
   template Stream Operators<T>::create_stream() const;                                 \
   template Event Operators<T>::create_event() const;                                   \

@@ -10,6 +10,8 @@
 #include <helix/cuda/backend.hpp>
 #include <helix/cuda/runtime.hpp>
 
+#include "cuda/attention/kernel.hpp"
+
 namespace helix::cuda {
 
 /// Query tiles times KV heads of one launch of an attention kernel.
@@ -44,8 +46,10 @@ struct Operators<T>::State {
   std::shared_ptr<const Allocator> allocator;  // null: CUDA's own
   int device = 0;
   int num_sms = 0;
-  bool is_hopper = false;     // compute capability 9.0: its own kernels run
-  int attention_blocks = 0;   // 0: all
+  bool is_hopper = false;  // compute capability 9.0: its own kernels run
+  SharedMemory shared_memory;
+  int attention_blocks = 0;  // 0: all
+  AttentionTarget attention_target = AttentionTarget::this_gpu;
   PinnedBuffer failure;       // a FailureRecord
   PinnedBuffer downloaded;    // what queue_download() brings
   Buffer failure_claim;       // not 0: it is taken. On the device, as atomics on host memory need not work

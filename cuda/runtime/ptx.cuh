@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Instructions that CUDA C++ has no name for: bulk copies into shared memory and the barriers that count them
-// (compute capability 9.0; nothing below), 16-bit matrix products, and e4m3 made f16 (8.9).
+// (compute capability 9.0; nothing below), 16-bit matrix products, and e4m3 made f16.
 #pragma once
 
 #include <cstdint>
@@ -127,6 +127,16 @@ __device__ __forceinline__ void load_matrices(unsigned (&x)[4], unsigned from) {
 #endif
 }
 
+/// As load_matrices(), each matrix transposed.
+__device__ __forceinline__ void load_transposed_matrices(unsigned (&x)[4], unsigned from) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(from)
+               : "memory");
+#endif
+}
+
 /// Orders this thread's plain writes to shared memory before later bulk copies over them and warp-group
 /// products of them.
 __device__ __forceinline__ void fence_before_copy() {
@@ -153,7 +163,8 @@ __device__ __forceinline__ void multiply(float (&d)[4], unsigned a0, unsigned a1
   }
 }
 
-/// Four e4m3 as two pairs of f16, exactly.
+/// Four e4m3 as two pairs of f16, exactly. Below compute capability 8.9 by moving bits, which makes 480 of
+/// what is not a number.
 __device__ __forceinline__ void widen(unsigned four, unsigned& low, unsigned& high) {
 #if __CUDA_ARCH__ >= 890
   asm("{\n"
@@ -164,6 +175,15 @@ __device__ __forceinline__ void widen(unsigned four, unsigned& low, unsigned& hi
       "}\n"
       : "=r"(low), "=r"(high)
       : "r"(four));
+#else
+  // The exponent of f16 has one bit more, and a bias of 15 where that of e4m3 is 7.
+  const auto moved = [](unsigned pair) {
+    const unsigned bits = (pair & 0x80008000u) | (pair & 0x7f007f00u) >> 1;
+    const __half2 x = __hmul2(reinterpret_cast<const __half2&>(bits), __half2half2(__ushort_as_half(0x5c00)));
+    return reinterpret_cast<const unsigned&>(x);
+  };
+  low = moved(__byte_perm(four, 0, 0x1404));
+  high = moved(__byte_perm(four, 0, 0x3424));
 #endif
 }
 

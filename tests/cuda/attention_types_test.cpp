@@ -49,7 +49,7 @@ AttentionCase case_of(const Built& built) {
 TEMPLATE_TEST_CASE("attention on a GPU of e4m3 and of odd head sizes serves every grouping of heads", "", f16,
                    bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   for (const Built& built : all_built<TestType>()) {
     for (const std::int64_t group : {1, 4, 5, 8, 16, 20}) {
       AttentionCase c = case_of<TestType>(built);
@@ -64,7 +64,7 @@ TEMPLATE_TEST_CASE("attention on a GPU of e4m3 and of odd head sizes serves ever
 TEMPLATE_TEST_CASE("attention on a GPU of e4m3 and of odd head sizes is exact at every edge of its tiles", "",
                    f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   std::size_t turn = 0;
   for (const Built& built : all_built<TestType>()) {
     for (const std::int64_t page_tokens : {1, 2, 17, 64}) {
@@ -93,7 +93,7 @@ TEMPLATE_TEST_CASE("attention on a GPU of e4m3 and of odd head sizes is exact at
 TEMPLATE_TEST_CASE("attention on a GPU of e4m3 and of odd head sizes honours windows, soft caps and shards",
                    "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   std::size_t turn = 0;
   for (const Built& built : all_built<TestType>()) {
     for (const std::int64_t window : {0, 5, 100}) {
@@ -141,7 +141,7 @@ TEMPLATE_TEST_CASE(
     "attention on a GPU of e4m3 and of odd head sizes gives the same bits twice, on few blocks", "", f16,
     bf16) {
   HELIX_REQUIRE_GPUS(1);
-  cuda::Operators<TestType> operators;
+  auto operators = attention_operators<TestType>();
   for (const Built& built : all_built<TestType>()) {
     AttentionCase c = case_of<TestType>(built);
     c.sequences = kRagged;

@@ -20,6 +20,7 @@
 #include <helix/cuda/backend.hpp>
 
 #include "cuda/at.hpp"
+#include "cuda/attention_operators.hpp"
 #include "cuda/host_page_lists.hpp"
 #include "cuda/kv_pools.hpp"
 #include "support/catch.hpp"

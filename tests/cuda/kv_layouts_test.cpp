@@ -16,7 +16,7 @@ namespace helix::test {
 TEMPLATE_TEST_CASE("attention on a GPU reads the pools of other engines where they lie", "", float, f16,
                    bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   constexpr std::int64_t kDims[] = {64, 128, 256};
   std::size_t turn = 0;
   for (const MakeKvPool pool : kv_pool_makers()) {
@@ -46,7 +46,7 @@ TEMPLATE_TEST_CASE("attention on a GPU reads the pools of other engines where th
 TEMPLATE_TEST_CASE("attention on a GPU splits token-major ranges exactly at every edge of its tiles", "", f16,
                    bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   for (const std::int64_t d : {64, 128, 256}) {
     for (const std::int64_t page_tokens : {1, 17, 64}) {
       AttentionCase c = case_of<TestType>(d);
@@ -68,7 +68,7 @@ TEMPLATE_TEST_CASE("attention on a GPU splits token-major ranges exactly at ever
 TEMPLATE_TEST_CASE("attention on a GPU reads foreign pools of every storage type and of unequal head sizes",
                    "", float, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   constexpr std::int64_t kDims[][2] = {{48, 16}, {96, 64}, {128, 128}, {192, 128}};
   std::size_t turn = 0;
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}) {
@@ -93,7 +93,7 @@ TEMPLATE_TEST_CASE("attention on a GPU reads foreign pools of every storage type
 
 TEMPLATE_TEST_CASE("attention on a GPU reads latents whose rope columns lie apart", "", float, f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   for (const DType dtype : {kDTypeOf<TestType>, DType::fp8_e4m3}) {
     for (const MakeKvPool pool : latent_pool_makers()) {
       for (const std::int64_t page_tokens : {1, 17, 64}) {

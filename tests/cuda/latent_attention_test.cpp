@@ -28,7 +28,7 @@ AttentionCase latent_case(std::int64_t heads) {
 
 TEMPLATE_TEST_CASE("latents on a GPU: any number of heads and of query tokens", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = latent_attention_operators<TestType>();
   for (const std::int64_t heads : {1, 5, 16, 63, 64, 65, 100, 128, 130}) {
     for (const std::int64_t queries : {1, 2, 3}) {
       AttentionCase c = latent_case<TestType>(heads);
@@ -41,7 +41,7 @@ TEMPLATE_TEST_CASE("latents on a GPU: any number of heads and of query tokens", 
 
 TEMPLATE_TEST_CASE("latents on a GPU: every edge of tiles and splits", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = latent_attention_operators<TestType>();
   for (const std::int64_t heads : {16, 128}) {
     for (const std::int64_t length :
          {1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 640, 1000, 3001}) {
@@ -55,7 +55,7 @@ TEMPLATE_TEST_CASE("latents on a GPU: every edge of tiles and splits", "", f16, 
 
 TEMPLATE_TEST_CASE("latents on a GPU: any page, chunk, shard, window and cap", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = latent_attention_operators<TestType>();
   for (const std::int64_t heads : {16, 128}) {
     for (const std::int64_t page : {1, 3, 8, 16, 48, 64, 128, 256}) {
       for (const std::int64_t kvp : {1, 3}) {
@@ -78,7 +78,7 @@ TEMPLATE_TEST_CASE("latents on a GPU: any page, chunk, shard, window and cap", "
 
 TEMPLATE_TEST_CASE("latents on a GPU: ragged batches, padding and empty shards", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = latent_attention_operators<TestType>();
   for (const std::int64_t heads : {16, 64, 128}) {
     AttentionCase c = latent_case<TestType>(heads);
     c.sequences.clear();
@@ -100,7 +100,7 @@ TEMPLATE_TEST_CASE("latents on a GPU: ragged batches, padding and empty shards",
 
 TEMPLATE_TEST_CASE("latents on a GPU: the same on few blocks, and the same bits twice", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  cuda::Operators<TestType> operators;
+  auto operators = latent_attention_operators<TestType>();
   for (const int blocks : {1, 2, 3, 10, 131, 0}) {
     operators.set_attention_blocks(blocks);
     for (const std::int64_t heads : {16, 128}) {
@@ -117,7 +117,7 @@ TEMPLATE_TEST_CASE("latents on a GPU: the same on few blocks, and the same bits 
 TEMPLATE_TEST_CASE("latents on a GPU: e4m3 under any heads, edges, pages, windows and shards", "", f16,
                    bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = latent_attention_operators<TestType>();
   for (const std::int64_t heads : {5, 16, 64, 100, 128}) {
     for (const std::int64_t page : {1, 3, 16, 64, 128}) {
       AttentionCase c = latent_case<TestType>(heads);
@@ -141,7 +141,7 @@ TEMPLATE_TEST_CASE("latents on a GPU: e4m3 under any heads, edges, pages, window
 
 TEMPLATE_TEST_CASE("latents on a GPU: maxima that rise and fall from tile to tile", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = latent_attention_operators<TestType>();
   for (const std::int64_t heads : {16, 128}) {
     AttentionCase c = latent_case<TestType>(heads);
     c.sequences = {{2000, 1}, {500, 2}};

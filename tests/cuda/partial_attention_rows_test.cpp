@@ -25,7 +25,7 @@ TEMPLATE_TEST_CASE(
     "attention on a GPU of many rows serves every grouping of heads and number of query tokens", "", f16,
     bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   for (const std::int64_t d : {64, 128, 256}) {
     for (const std::int64_t group : {1, 3, 4, 8, 16, 20, 64, 150}) {
       AttentionCase c = case_of<TestType>(d);
@@ -46,7 +46,7 @@ TEMPLATE_TEST_CASE(
     "attention on a GPU of many rows: shards combine to the whole for any chunk, page and pool", "", f16,
     bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   // With boxes of 8 to 128 tokens, and without.
   constexpr std::int64_t kPages[] = {1, 8, 16, 17, 24, 48, 64, 100, 128, 256};
   constexpr std::int64_t kDims[] = {64, 128, 256};
@@ -73,7 +73,7 @@ TEMPLATE_TEST_CASE(
     "attention on a GPU of many rows honours windows and soft caps, and reads nothing before them", "", f16,
     bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   for (const std::int64_t window : {0, 1, 5, 100, 1000}) {
     for (const float soft_cap : {0.0f, 0.5f, 30.0f}) {
       for (const std::int64_t kvp : {1, 3}) {
@@ -95,7 +95,7 @@ TEMPLATE_TEST_CASE(
     "attention on a GPU of many rows gives padding and empty shards an output of 0 and an lse of -inf", "",
     f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   AttentionCase c = case_of<TestType>(128);
   c.group = 8;
   c.kvp = 4;
@@ -113,7 +113,7 @@ TEMPLATE_TEST_CASE(
 
 TEMPLATE_TEST_CASE("attention on a GPU of many rows deals out query tiles of any lengths", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   AttentionCase c = case_of<TestType>(64);
   const auto check = [&](std::int64_t kv_heads, std::int64_t group, const std::vector<Sequence>& sequences) {
     c.kv_heads = kv_heads;
@@ -135,7 +135,7 @@ TEMPLATE_TEST_CASE(
     "attention on a GPU of many rows gives the same result on few blocks, and the same bits twice", "", f16,
     bf16) {
   HELIX_REQUIRE_GPUS(1);
-  cuda::Operators<TestType> operators;
+  auto operators = attention_operators<TestType>();
   std::vector<AttentionWorld<TestType>> worlds;
   for (const std::int64_t d : {64, 128, 256}) {
     AttentionCase c = case_of<TestType>(d);
@@ -161,7 +161,7 @@ TEMPLATE_TEST_CASE(
 TEMPLATE_TEST_CASE("attention on a GPU of many rows takes strided queries and outputs, aligned or not", "",
                    f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   for (const std::int64_t d : {64, 128, 256}) {
     for (const std::int64_t q_pad : {0, 8}) {
       for (const std::int64_t out_pad : {0, 8, 1}) {
@@ -179,7 +179,7 @@ TEMPLATE_TEST_CASE("attention on a GPU of many rows takes strided queries and ou
 TEMPLATE_TEST_CASE("attention on a GPU of many rows of a slice of the batch writes that slice's rows only",
                    "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   AttentionCase c = case_of<TestType>(128);
   c.kvp = 2;
   c.sequences = kChunks;

@@ -27,7 +27,7 @@ const std::vector<Sequence> kRagged = {{40, 1}, {41, 2}, {5, 3}, {70, 4},  {31, 
 TEMPLATE_TEST_CASE("attention on a GPU serves every grouping of heads and number of query tokens", "", float,
                    f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   for (const std::int64_t d : {64, 128, 256}) {
     for (const std::int64_t group : {1, 2, 4, 5, 8, 16, 20}) {
       AttentionCase c = case_of<TestType>(d);
@@ -47,7 +47,7 @@ TEMPLATE_TEST_CASE("attention on a GPU serves every grouping of heads and number
 TEMPLATE_TEST_CASE("attention on a GPU: shards combine to the whole for any chunk and page size", "", float,
                    f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   constexpr std::int64_t kPages[] = {16, 17, 32, 48, 64, 256};
   constexpr std::int64_t kDims[] = {64, 128, 256};
   std::size_t turn = 0;
@@ -69,7 +69,7 @@ TEMPLATE_TEST_CASE("attention on a GPU: shards combine to the whole for any chun
 TEMPLATE_TEST_CASE("attention on a GPU splits ranges exactly at every edge of its tiles", "", float, f16,
                    bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   const std::int64_t lengths[] = {1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1000, 5000};
   for (const std::int64_t d : {64, 128, 256}) {
     AttentionCase c = case_of<TestType>(d);
@@ -94,7 +94,7 @@ TEMPLATE_TEST_CASE("attention on a GPU splits ranges exactly at every edge of it
 TEMPLATE_TEST_CASE("attention on a GPU shares blocks out among sequences of any lengths", "", float, f16,
                    bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   AttentionCase c = case_of<TestType>(128);
   const auto check = [&](std::int64_t kv_heads, const std::vector<Sequence>& sequences) {
     c.kv_heads = kv_heads;
@@ -116,7 +116,7 @@ TEMPLATE_TEST_CASE("attention on a GPU shares blocks out among sequences of any 
 
 TEMPLATE_TEST_CASE("attention on a GPU honours windows and soft caps", "", float, f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   for (const std::int64_t window : {0, 1, 5, 100}) {
     for (const float soft_cap : {0.0f, 0.5f, 30.0f}) {
       for (const std::int64_t kvp : {1, 3}) {
@@ -136,7 +136,7 @@ TEMPLATE_TEST_CASE("attention on a GPU honours windows and soft caps", "", float
 
 TEMPLATE_TEST_CASE("attention on a GPU reads nothing that lies before all windows", "", float, f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   for (const std::int64_t window : {1, 5, 100}) {
     for (const std::int64_t kvp : {1, 2}) {
       AttentionCase c = case_of<TestType>(128);
@@ -153,7 +153,7 @@ TEMPLATE_TEST_CASE("attention on a GPU reads nothing that lies before all window
 TEMPLATE_TEST_CASE("attention on a GPU gives padding and empty shards an output of 0 and an lse of -inf", "",
                    float, f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   AttentionCase c = case_of<TestType>(128);
   c.kvp = 4;
   c.sequences = {{7, 1}, {20, 3}, {1, 1}, {40, 17}};
@@ -174,7 +174,7 @@ TEMPLATE_TEST_CASE("attention on a GPU gives padding and empty shards an output 
 TEMPLATE_TEST_CASE("attention on a GPU of more sequences and rows than one launch holds", "", float, f16,
                    bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   for (const std::int64_t sequences : {1, 3, 70, 256, 257, 600}) {
     AttentionCase c = case_of<TestType>(64);
     c.page_tokens = 16;
@@ -209,7 +209,7 @@ TEST_CASE("attention on a GPU of so many heads that they limit the query tiles o
 TEMPLATE_TEST_CASE("attention on a GPU gives the same result on few blocks, and the same bits twice", "",
                    float, f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  cuda::Operators<TestType> operators;
+  auto operators = attention_operators<TestType>();
   std::vector<AttentionWorld<TestType>> worlds;
   for (const std::int64_t d : {64, 128, 256}) {
     AttentionCase c = case_of<TestType>(d);
@@ -236,7 +236,7 @@ TEMPLATE_TEST_CASE("attention on a GPU gives the same result on few blocks, and 
 TEMPLATE_TEST_CASE("attention on a GPU of a slice of the batch writes that slice's rows only", "", float, f16,
                    bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   AttentionCase c = case_of<TestType>(128);
   c.kvp = 2;
   c.sequences = kRagged;
@@ -253,7 +253,7 @@ TEMPLATE_TEST_CASE("attention on a GPU of a slice of the batch writes that slice
 TEMPLATE_TEST_CASE("attention on a GPU takes strided queries and outputs, aligned or not", "", float, f16,
                    bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   for (const std::int64_t d : {64, 128, 256}) {
     for (const std::int64_t q_pad : {0, 8, 3}) {
       for (const std::int64_t out_pad : {0, 8, 1}) {
@@ -270,7 +270,7 @@ TEMPLATE_TEST_CASE("attention on a GPU takes strided queries and outputs, aligne
 
 TEMPLATE_TEST_CASE("attention on a GPU reads every storage type and head size", "", float, f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   const std::int64_t dims[][2] = {{1, 1},   {7, 5},    {48, 16},   {64, 64},   {80, 80},
                                   {96, 64}, {128, 64}, {128, 128}, {192, 128}, {256, 256}};
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}) {
@@ -292,7 +292,7 @@ TEMPLATE_TEST_CASE("attention on a GPU reads every storage type and head size", 
 TEMPLATE_TEST_CASE("attention on a GPU serves MLA rows, whose values are the first elements of the keys", "",
                    float, f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  const cuda::Operators<TestType> operators;
+  const auto operators = attention_operators<TestType>();
   for (const DType dtype : {DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}) {
     for (const std::int64_t heads : {1, 8, 16, 128}) {
       AttentionCase c = case_of<TestType>(576);

@@ -21,6 +21,13 @@ namespace helix::cuda {
 
 struct PeerChannel;
 
+/// GPUs whose kernels partial_attention runs.
+enum class AttentionTarget {
+  this_gpu,  ///< Of all that run on this one the fastest.
+  any_gpu,   ///< Those that run on every supported GPU.
+  least_gpu  ///< The same where a block has no more shared memory than on any of them: 99 KB.
+};
+
 /// The operations, without communicators, for activations of type T: float, f16 or bf16. Each is queued on
 /// the stream; see helix/backend.hpp for what each computes. Arithmetic is f32 whatever T is. Belongs to one
 /// device and makes it the calling thread's where it must.
@@ -48,6 +55,8 @@ class HELIX_API Operators {
   /// Sets the blocks that partial_attention may hold at once, so that an exchange beside it finds room; 0:
   /// all, two an SM. @throws Error(invalid_argument) below 0.
   void set_attention_blocks(int blocks);
+  /// Has partial_attention run what other GPUs run, for tests and measurements. At first this_gpu.
+  void set_attention_target(AttentionTarget target);
 
   Buffer allocate(std::size_t bytes) const;
   Stream create_stream() const;

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+// Partial attention by matrix instructions of compute capability 8.0, on every GPU that is supported: q of 16
+// bits, KV of 16 bits or of e4m3, rows of any strides and alignment.
+//
+// A block of four warps walks the KV tiles of its work item. Half-tiles, the keys of a tile and then its
+// values, come through a ring of shared memory by asynchronous copies, kSlots - 1 ahead, with one barrier
+// each. A query tile of 64 rows has 16 for each warp, which multiplies all tokens; of 16 rows the warps have
+// the same ones, each with a quarter of every tile's tokens and a softmax of its own, brought together where
+// the KV split ends.
+//
+// Bound by memory for few rows; for many by shared memory, from which a key's fragment serves 16 rows.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/attention/combine.cuh"
+#include "cuda/attention/mma_products.cuh"
+#include "cuda/attention/mma_queries.cuh"
+#include "cuda/attention/mma_ring.cuh"
+#include "cuda/attention/mma_rows.cuh"
+#include "cuda/attention/mma_softmax.cuh"
+#include "cuda/attention/schedule.cuh"
+#include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/warp.cuh"
+
+namespace helix::cuda {
+
+/// As ShortTileLimits, for KV tiles twice as long.
+struct MmaLimits : ShortTileLimits {
+  static constexpr int kEpilogueTiles = 4;
+  static constexpr int kShortSplitTiles = 2;
+  static constexpr int kSplitTiles = 4;
+};
+/// The same for query tiles of many rows.
+struct MmaRowsLimits : MmaLimits {
+  static constexpr int kPaddingTiles = 4;
+};
+
+inline constexpr int kMmaWarps = 4;
+
+/// The kernel for rows of up to kDim and kValueDim columns and query tiles of 16 kRowWarps rows. kHasRest: q
+/// and weights have more bits than KV, see MmaQueries.
+template <class KV, int kDim, int kValueDim, int kRowWarps, int kTokens, int kSlots, bool kHasRest>
+struct Mma {
+  using Limits = std::conditional_t<(kRowWarps > 1), MmaRowsLimits, MmaLimits>;
+  using Plan = AttentionPlan<kTokens, Limits>;
+  using Products = MmaProducts<KV>;
+  using T = typename Products::T;
+  static constexpr int kThreads = kMmaWarps * kWarp;
+  static constexpr int kRingSlots = kSlots;
+  static constexpr int kRows = kRowWarps * kMmaRows;
+  static constexpr int kTokenWarps = kMmaWarps / kRowWarps;
+  static constexpr int kStepTokens = kTokens / kTokenWarps;  ///< A warp's, of a KV tile.
+  static constexpr int kNTiles = kStepTokens / 8;
+  static constexpr int kKeyBytes = kDim * static_cast<int>(sizeof(KV));
+  static constexpr int kValueBytes = kValueDim * static_cast<int>(sizeof(KV));
+  static constexpr int kSlotBytes = kTokens * (std::max(kKeyBytes, kValueBytes) + kChunkBytes);
+  using Queries = MmaQueries<KV, kDim, kRows, kHasRest>;
+  using Sums = float[1][kValueDim / 8][4];
+  static_assert(kStepTokens % 16 == 0 && kSlots >= 2);
+
+  static constexpr int kSumStride = kValueDim + 8;  ///< f32: rows in different banks
+  /// Rows of which the sums of all warps fit into the ring at a time.
+  static constexpr int kGatherRows = [] {
+    int rows = kRows;
+    while (kTokenWarps * rows * kSumStride * 4 > kSlots * kSlotBytes && rows > 8) rows /= 2;
+    return rows;
+  }();
+
+  using Ring = MmaRing<Mma>;
+
+  struct Shared {
+    union {
+      alignas(128) std::byte slots[kSlots][kSlotBytes];
+      float sums[kTokenWarps][kGatherRows][kSumStride];
+    };
+    alignas(16) T queries[Queries::kCount];
+    float query_factors[kRows];
+    TokenPlace places[2][kTokens];
+    float max[kTokenWarps][kGatherRows];
+    float sum[kTokenWarps][kGatherRows];
+    Plan plan;
+  };
+
+  static __device__ void attend(const AttentionParams& p, const RowAlignment& alignment) {
+    extern __shared__ __align__(128) std::byte memory[];
+    auto& s = *reinterpret_cast<Shared*>(memory);
+    make_plan(p, s.plan);
+    const Schedule<Plan> schedule(p, s.plan);
+    const WorkItem item = schedule.work_item(static_cast<int>(blockIdx.x));
+    KvTileCursor at = item.start;
+    for (int done = 0, count = 0; done < item.count; done += count) {
+      count = ::min(item.count - done, at.num_kv_tiles - at.kv_tile);
+      const QueryTile query_tile = s.plan.query_tiles[at.query_tile];
+      const int kv_tiles = ::min(count, ::max(0, at.num_kv_tiles - padding_tiles<Limits>() - at.kv_tile));
+      constexpr int kElement = static_cast<int>(sizeof(KV));
+      Ring ring{s,
+                {p, s.plan, at.query_tile, at.kv_tile},
+                {p.k, p.rope, at.head, p.key_columns * kElement, p.head_dim * kElement},
+                {p.v, p.v, at.head, p.value_dim * kElement, p.value_dim * kElement},
+                2 * kv_tiles,
+                alignment.kv};
+      ring.begin();
+      Queries::load(p, query_tile, at.head, alignment.q, s.queries, s.query_factors);
+      const SplitPartials partials{p, schedule.splits_of(at.query_tile, at.head)};
+      attend_tiles(p, s, ring, query_tile, at.head, kv_tiles, partials);
+      combine_splits(partials, query_tile, at.query_tile, at.head);
+      at.advance(p, s.plan, count);
+      __syncthreads();
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void attend_tiles(const AttentionParams& p, Shared& s, Ring& ring,
+                                                      const QueryTile& query_tile, int head, int count,
+                                                      const SplitPartials& partials) {
+    const int warp = static_cast<int>(threadIdx.x) / kWarp;
+    const int row = warp % kRowWarps * kMmaRows;  // this warp's first
+    const int step = warp / kRowWarps * kStepTokens;
+    const MmaBounds bounds(p, query_tile, row);
+    const float key_scale = p.k_scale != nullptr ? p.k_scale[head] : 1.0f;
+    const float value_scale = p.v_scale != nullptr ? p.v_scale[head] : 1.0f;
+    const auto slots_at = static_cast<unsigned>(__cvta_generic_to_shared(s.slots));
+    const auto queries = static_cast<unsigned>(__cvta_generic_to_shared(s.queries + row * Queries::kStride));
+    __syncthreads();
+    const MmaFactors factors(p, key_scale, s.query_factors + row);
+    MmaRunning running;
+    Sums sums;
+#pragma unroll
+    for (auto& x : sums[0]) x[0] = x[1] = x[2] = x[3] = 0.0f;
+    int slot = 0;
+    const auto next_slot = [&] {
+      wait_for_copies<kSlots - 2>();
+      __syncthreads();
+      ring.ask();
+      const unsigned at = slots_at + static_cast<unsigned>(slot * kSlotBytes);
+      slot = slot + 1 == kSlots ? 0 : slot + 1;
+      return at;
+    };
+#pragma unroll 1
+    for (int tile = 0; tile < count; ++tile) {
+      const int token = ring.look_up.first + tile * kTokens + step;
+      const bool sees = bounds.sees(token, kStepTokens);
+      unsigned weights[1][kNTiles / 2][4];
+      unsigned rests[1][kHasRest ? kNTiles / 2 : 1][4];
+      const unsigned keys = next_slot() + static_cast<unsigned>(step * (kKeyBytes + kChunkBytes));
+      if (sees) {
+        float scores[kNTiles][4];
+#pragma unroll
+        for (auto& x : scores) x[0] = x[1] = x[2] = x[3] = 0.0f;
+        Products::template multiply_keys<kDim, kKeyBytes + kChunkBytes>(queries, keys, scores);
+        if constexpr (kHasRest) {
+          Products::template multiply_keys<kDim, kKeyBytes + kChunkBytes>(
+              queries + kRows * Queries::kStride * 2, keys, scores);
+        }
+        cap_and_mask(factors, bounds, token, scores);
+        float tops[2];
+        float shrink[2];
+        top_scores(scores, tops);
+        const bool shrinks = weigh_scores<T>(factors, tops, scores, running, shrink);
+        if (__any_sync(~0u, shrinks)) shrink_sums(shrink, sums[0]);
+        pack_weights<T>(scores, weights[0]);
+        if constexpr (kHasRest) pack_rests(scores, weights[0], rests[0]);
+      }
+      const unsigned values = next_slot() + static_cast<unsigned>(step * (kValueBytes + kChunkBytes));
+      if (sees) {
+        Products::template add_values<kValueBytes + kChunkBytes>(weights, values, sums);
+        if constexpr (kHasRest) Products::template add_values<kValueBytes + kChunkBytes>(rests, values, sums);
+      }
+    }
+    __syncthreads();
+    gather(s, partials, query_tile, head, value_scale, running, sums);
+  }
+
+  /// Brings the warps' sums together through shared memory and writes the KV split.
+  static __device__ __forceinline__ void gather(Shared& s, const SplitPartials& to,
+                                                const QueryTile& query_tile, int head, float value_scale,
+                                                MmaRunning& running, const Sums& sums) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int warp = static_cast<int>(threadIdx.x) / kWarp;
+    const int part = warp / kRowWarps;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      running.sum[half] += __shfl_xor_sync(~0u, running.sum[half], 1);
+      running.sum[half] += __shfl_xor_sync(~0u, running.sum[half], 2);
+    }
+#pragma unroll 1
+    for (int first = 0; first < query_tile.num_rows; first += kGatherRows) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = warp % kRowWarps * kMmaRows + half * 8 + lane / 4 - first;
+        if (row < 0 || row >= kGatherRows) continue;
+        if (lane % 4 == 0) {
+          s.max[part][row] = running.max[half];
+          s.sum[part][row] = running.sum[half];
+        }
+        Products::store_row(s.sums[part][row], half, value_scale, sums[0]);
+      }
+      __syncthreads();
+      const BlockResult<kTokenWarps> result{
+          &s.sums[0][0][0], kGatherRows * kSumStride, kSumStride, &s.max[0][0], &s.sum[0][0], kGatherRows};
+      write_split(to, query_tile, head, first, ::min(kGatherRows, query_tile.num_rows - first), result);
+      __syncthreads();
+    }
+  }
+};
+
+template <class KV, int kDim, int kValueDim, int kRowWarps, int kTokens, int kSlots, bool kHasRest,
+          int kBlocks>
+__global__ __launch_bounds__(kMmaWarps* kWarp,
+                             kBlocks) void attend_mma(const __grid_constant__ AttentionParams p,
+                                                      RowAlignment alignment) {
+  prefetch_params(p);
+  follow_previous();
+  Mma<KV, kDim, kValueDim, kRowWarps, kTokens, kSlots, kHasRest>::attend(p, alignment);
+  finish_messages(p);
+}
+
+}  // namespace helix::cuda

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels of mma.cuh and mma_latent.cuh for KV of e4m3.
+#include "cuda/attention/mma_latent_launch.cuh"
+#include "cuda/attention/mma_launch.cuh"
+
+namespace helix::cuda {
+
+template void launch_mma<fp8_e4m3, false>(const AttentionParams&, const AttentionCall&, const AttentionGrid&);
+template void launch_wide_mma_latent<fp8_e4m3>(const AttentionParams&, const AttentionCall&,
+                                               const AttentionGrid&);
+template void launch_mma_latent<fp8_e4m3>(const AttentionParams&, const AttentionCall&, const AttentionGrid&);
+
+}  // namespace helix::cuda

@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels of mma.cuh and mma_latent.cuh for KV of f16.
+#include "cuda/attention/mma_latent_launch.cuh"
+#include "cuda/attention/mma_launch.cuh"
+
+namespace helix::cuda {
+
+template void launch_mma<f16, false>(const AttentionParams&, const AttentionCall&, const AttentionGrid&);
+template void launch_wide_mma_latent<f16>(const AttentionParams&, const AttentionCall&, const AttentionGrid&);
+template void launch_mma_latent<f16>(const AttentionParams&, const AttentionCall&, const AttentionGrid&);
+
+}  // namespace helix::cuda

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the KV tiles of a work item come through shared memory in the kernels of mma.cuh and mma_latent.cuh,
+// ahead of their products. `Kernel` is Mma or MmaLatent.
+#pragma once
+
+#include "cuda/attention/mma_rows.cuh"
+#include "cuda/runtime/async_copy.cuh"
+
+namespace helix::cuda {
+
+/// The half-tiles of the part of a work item that belongs to one query tile, as they are asked for.
+template <class Kernel>
+struct MmaRing {
+  typename Kernel::Shared& s;
+  TokenLookUp<typename Kernel::Plan> look_up;
+  RowSource keys;
+  RowSource values;
+  int halves;
+  int width;
+  int next = 0;
+  int slot = 0;  ///< Of half-tile `next`.
+
+  /// Asks for the next half-tile, if there is one. A barrier lies between two calls, and after the last
+  /// reading of the slot. With a tile's keys the places of the next tile's tokens are asked for.
+  __device__ __forceinline__ void ask() {
+    if (next < halves) {
+      const int tile = next / 2;
+      const TokenPlace* places = s.places[tile % 2];
+      const auto to = static_cast<unsigned>(__cvta_generic_to_shared(s.slots[slot]));
+      if (next % 2 == 0) {
+        if (keys.is_split()) {
+          copy_rows<true, Kernel::kKeyBytes, Kernel::Plan::kKvTileTokens, Kernel::kThreads>(keys, places, to,
+                                                                                            width);
+        } else {
+          copy_rows<false, Kernel::kKeyBytes, Kernel::Plan::kKvTileTokens, Kernel::kThreads>(keys, places, to,
+                                                                                             width);
+        }
+        look_up.ask(tile + 1);
+      } else {
+        copy_rows<false, Kernel::kValueBytes, Kernel::Plan::kKvTileTokens, Kernel::kThreads>(values, places,
+                                                                                             to, width);
+        look_up.keep(s.places[(tile + 1) % 2]);
+      }
+    }
+    commit_copies();
+    ++next;
+    slot = slot + 1 == Kernel::kRingSlots ? 0 : slot + 1;
+  }
+
+  /// Asks for the first half-tiles.
+  __device__ __forceinline__ void begin() {
+    look_up.ask(0);
+    look_up.keep(s.places[0]);
+#pragma unroll
+    for (int i = 0; i < Kernel::kRingSlots - 1; ++i) {
+      __syncthreads();
+      ask();
+    }
+  }
+};
+
+/// The KV tiles of the part of a work item that belongs to one query tile, as they are asked for.
+template <class Kernel>
+struct MmaLatentTiles {
+  typename Kernel::Shared& s;
+  TokenLookUp<typename Kernel::Plan> look_up;
+  RowSource rows;
+  int count;
+  int width;
+  int next = 0;
+
+  /// Asks for the next tile, if there is one. A barrier lies between two calls, and after the last reading
+  /// of the stage.
+  __device__ __forceinline__ void ask() {
+    if (next < count) {
+      copy_rows<true, Kernel::kRowBytes, Kernel::Plan::kKvTileTokens, Kernel::kThreads>(
+          rows, s.places[next % 2],
+          static_cast<unsigned>(__cvta_generic_to_shared(s.stages[next % Kernel::kTileStages])), width);
+      look_up.keep(s.places[(next + 1) % 2]);
+      look_up.ask(next + 2);
+    }
+    commit_copies();
+    ++next;
+  }
+  __device__ __forceinline__ void begin() {
+    look_up.ask(0);
+    look_up.keep(s.places[0]);
+    look_up.ask(1);
+    __syncthreads();
+    if constexpr (Kernel::kTileStages > 1) ask();
+  }
+  /// Waits for the tile after the last one; returns its address. All threads.
+  __device__ __forceinline__ unsigned wait() {
+    if constexpr (Kernel::kTileStages == 1) {
+      __syncthreads();
+      ask();
+      wait_for_copies<0>();
+      __syncthreads();
+      return static_cast<unsigned>(__cvta_generic_to_shared(s.stages));
+    } else {
+      static_assert(Kernel::kTileStages == 2);
+      wait_for_copies<0>();
+      __syncthreads();
+      ask();
+      return static_cast<unsigned>(__cvta_generic_to_shared(s.stages[next % Kernel::kTileStages]));
+    }
+  }
+};
+
+}  // namespace helix::cuda

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// Asynchronous copies into shared memory that a thread counts in groups: compute capability 8.0.
+#pragma once
+
+#include <cstddef>
+
+namespace helix::cuda {
+
+/// Copies the first `valid` of kBytes bytes, and zeros for the others. Addresses are multiples of kBytes.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(unsigned to, const void* from, int valid) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(from), "r"(valid), "n"(kBytes)
+                 : "memory");
+  }
+}
+
+__device__ __forceinline__ void store_shared_byte(unsigned to, std::byte x) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(static_cast<unsigned>(x)) : "memory");
+}
+
+/// Ends a group of this thread's copies, which may be empty.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/// Waits until at most the kGroups last groups of this thread are on their way.
+template <int kGroups>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
+}  // namespace helix::cuda
