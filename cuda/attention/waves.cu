@@ -33,7 +33,8 @@ bool with_sizes(std::int64_t head_dim, std::int64_t value_dim, const Use& use) {
     return true;
   };
   return try_one(static_cast<Sizes<64, 64>*>(nullptr)) || try_one(static_cast<Sizes<96, 96>*>(nullptr)) ||
-         try_one(static_cast<Sizes<128, 128>*>(nullptr)) || try_one(static_cast<Sizes<256, 256>*>(nullptr));
+         try_one(static_cast<Sizes<128, 128>*>(nullptr)) || try_one(static_cast<Sizes<192, 128>*>(nullptr)) ||
+         try_one(static_cast<Sizes<256, 256>*>(nullptr));
 }
 
 int rows_for(std::int64_t head_dim, std::int64_t value_dim) {

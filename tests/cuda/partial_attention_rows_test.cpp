@@ -26,9 +26,10 @@ TEMPLATE_TEST_CASE(
     bf16) {
   HELIX_REQUIRE_GPUS(1);
   const auto operators = attention_operators<TestType>();
-  for (const std::int64_t d : {64, 128, 256}) {
+  for (const std::int64_t d : {64, 128, 192, 256}) {
     for (const std::int64_t group : {1, 3, 4, 8, 16, 20, 64, 150}) {
       AttentionCase c = case_of<TestType>(d);
+      if (d == 192) c.dv = 128;
       c.group = group;
       c.kv_heads = group > 16 ? 1 : 2;
       CAPTURE(d, group);
@@ -49,13 +50,14 @@ TEMPLATE_TEST_CASE(
   const auto operators = attention_operators<TestType>();
   // With boxes of 8 to 128 tokens, and without.
   constexpr std::int64_t kPages[] = {1, 8, 16, 17, 24, 48, 64, 100, 128, 256};
-  constexpr std::int64_t kDims[] = {64, 128, 256};
+  constexpr std::int64_t kDims[] = {64, 128, 192, 256};
   const auto pools = kv_pool_makers();
   std::size_t turn = 0;
   for (const std::int64_t kvp : {1, 2, 4}) {
     for (const std::int64_t chunk : {1, 3, 16, 64}) {
       for (int i = 0; i < 3; ++i, ++turn) {
-        AttentionCase c = case_of<TestType>(kDims[turn % 3]);
+        AttentionCase c = case_of<TestType>(kDims[turn % 4]);
+        if (c.d == 192) c.dv = 128;
         c.page_tokens = kPages[turn % 10];
         c.pool = pools[turn % pools.size()];
         c.is_csr = turn % 4 == 1;
