@@ -201,8 +201,13 @@ TEST_CASE("bad cache sizes fail at construction") {
            }},
       },
       {.kv_heads = 3});
-  check({{"give k_scales only", [](KvCacheSpec& s) { s.v_scales.assign(1, 1.0f); }}},
+  check({{"give k_scales only", [](KvCacheSpec& s) { s.v_scales.assign(1, 1.0f); }},
+         {"format is fp8_ds_mla, but the model has latents of 7 of 9 columns",
+          [](KvCacheSpec& s) { s.format = DType::fp8_ds_mla; }}},
         {.is_mla = true, .head_dim = 9, .value_dim = 7});
+  check({{"format is fp8_ds_mla, but the model has no latents",
+          [](KvCacheSpec& s) { s.format = DType::fp8_ds_mla; }}},
+        {.kv_heads = 1});
   CHECK(contains(failure_of([&] { Stage({.kv_heads = 1, .head_dim = 8, .value_dim = 9}, good); })->what,
                  "value_dim 9 exceeds head_dim 8"));
 

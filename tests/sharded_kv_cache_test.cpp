@@ -204,6 +204,7 @@ TEST_CASE("random operations lose no token, store none twice and leak no page") 
        3,
        1,
        {{0.7f}, {}}},
+      {{.kvp = 3, .tpa = 1, .is_mla = true, .head_dim = 138, .value_dim = 132}, DType::fp8_ds_mla, 3, 4, {}},
       {{.kvp = 8, .tpa = 1, .is_mla = true, .head_dim = 9, .value_dim = 7}, DType::f16, 3, 1, {}}};
   std::uint32_t seed = 1000;
   std::size_t num_exhausted = 0;  // runs that ran out of pages; nearly all do
@@ -469,8 +470,9 @@ TEST_CASE("partial reads return the asked rows through any strides") {
 }
 
 TEST_CASE("tokens appended in decode steps and tokens written at once give the same bits") {
-  for (const DType format : {DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}) {
+  for (const DType format : {DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3, DType::fp8_ds_mla}) {
     for (const bool is_mla : {false, true}) {
+      if (format == DType::fp8_ds_mla && !is_mla) continue;
       CAPTURE(std::string(helix::to_string(format)), is_mla);
       KvCacheSpec spec;
       spec.format = format;
@@ -480,8 +482,11 @@ TEST_CASE("tokens appended in decode steps and tokens written at once give the s
       spec.pages = 30;
       if (format == DType::fp8_e4m3) spec.k_scales = {0.3f};
       if (format == DType::fp8_e4m3 && !is_mla) spec.v_scales = {1.7f};
-      const StageSpec sizes = is_mla ? StageSpec{.kvp = 2, .is_mla = true, .head_dim = 9, .value_dim = 7}
-                                     : StageSpec{.kvp = 2, .tpa = 2, .kv_heads = 4};
+      const bool is_mixed = format == DType::fp8_ds_mla;
+      const StageSpec sizes = is_mixed
+                                  ? StageSpec{.kvp = 2, .is_mla = true, .head_dim = 138, .value_dim = 132}
+                              : is_mla ? StageSpec{.kvp = 2, .is_mla = true, .head_dim = 9, .value_dim = 7}
+                                       : StageSpec{.kvp = 2, .tpa = 2, .kv_heads = 4};
       Stage stage(sizes, spec);
       Tracked stepped{stage.add(), {}};
       Tracked bystander{stage.add(), {}};

@@ -7,6 +7,7 @@
 
 #include "cuda/attention/combine.cuh"
 #include "cuda/attention/kernel.hpp"
+#include "cuda/kv_cache/mixed_rows.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/math.cuh"
@@ -145,7 +146,7 @@ struct Portable {
     const std::int64_t page = pages[token / p.page_tokens];
     const int in_page = token % p.page_tokens;
     return {reinterpret_cast<const KV*>(p.k.at(page, head, in_page)),
-            reinterpret_cast<const KV*>(p.rope.at(page, head, in_page)) - p.key_columns,
+            rope_from_zero<KV>(p.rope.at(page, head, in_page), p.key_columns),
             reinterpret_cast<const KV*>(p.v.at(page, head, in_page))};
   }
 
@@ -158,7 +159,7 @@ struct Portable {
 #pragma unroll
     for (int e = 0; e < kPerLane; ++e) {
       const int i = lane + e * kWarp;
-      k[e] = i < p.head_dim ? to_float((i < p.key_columns ? from.key : from.rope)[i]) : 0.0f;
+      k[e] = i < p.head_dim ? key_element(from.key, from.rope, i, p.key_columns) : 0.0f;
     }
     float weight[kRows];
 #pragma unroll
@@ -189,7 +190,7 @@ struct Portable {
     for (int e = 0; e < kPerLane; ++e) {
       const int i = lane + e * kWarp;
       if (i < p.value_dim) {
-        const float v = to_float(from.value[i]);
+        const float v = key_element(from.value, from.value, i, p.value_dim);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
           // A row that does not see the token must not see its NaN either.
@@ -275,7 +276,7 @@ const AttentionKernel kPortable{
     .has_fixed_query_tile = true,
     .launch =
         [](const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
-          dispatch(call.kv.format.dtype, [&]<class KV>(KV*) {
+          dispatch_rows(call.kv.format.dtype, [&]<class KV>(KV*) {
             switch (per_lane(p.head_dim, p.value_dim)) {
               case 4:
                 return launch<KV, 4>(p, grid);

@@ -2,6 +2,7 @@
 #include <helix/kv_format.hpp>
 
 #include "cuda/ceilings/exact_attention.hpp"
+#include "cuda/kv_cache/mixed_rows.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/warp.cuh"
@@ -77,13 +78,14 @@ __global__ __launch_bounds__(kWarps* kWarp) void attend_exactly(Problem<T> p, st
     const std::int64_t page = p.kv.page_table[p.kv.first_page_of(row.slot) + t / format.page_tokens];
     const std::int64_t in_page = t % format.page_tokens;
     const KV* key = static_cast<const KV*>(p.kv.k) + format.k.at(page, row.kv_head, in_page);
-    const KV* rope = static_cast<const KV*>(p.kv.rope) + format.rope.at(page, row.kv_head, in_page);
+    const auto* rope_begin = static_cast<const KV*>(p.kv.rope) + format.rope.at(page, row.kv_head, in_page);
+    const KV* rope = rope_from_zero<KV>(reinterpret_cast<const std::byte*>(rope_begin), key_columns);
     const KV* value =
         format.is_latent ? key : static_cast<const KV*>(p.kv.v) + format.v.at(page, row.kv_head, in_page);
     double score = 0.0;
     for (int e = 0; e < kLaneColumns; ++e) {
       const int i = lane + e * kWarp;
-      if (i < dim) score += q[e] * double{to_float(i < key_columns ? key[i] : rope[i - key_columns])};
+      if (i < dim) score += q[e] * double{key_element(key, rope, i, key_columns)};
     }
     score = sum_of_lanes(score) * p.scale * key_scale;
     const double now = fmax(top, score);
@@ -93,7 +95,7 @@ __global__ __launch_bounds__(kWarps* kWarp) void attend_exactly(Problem<T> p, st
     total = total * shrink + weight;
     for (int e = 0; e < kLaneColumns; ++e) {
       const int i = lane + e * kWarp;
-      if (i < value_dim) acc[e] = acc[e] * shrink + weight * double{to_float(value[i])};
+      if (i < value_dim) acc[e] = acc[e] * shrink + weight * double{key_element(value, value, i, value_dim)};
     }
   }
   if (lane == 0) tops[warp] = top, totals[warp] = total;
@@ -133,7 +135,7 @@ void launch_exact_attention(const PartialAttentionArgs<T>& args, const ExactRows
                            args.batch.sequence_slots,
                            args.kv,
                            double{args.scale}};
-  dispatch(args.kv.format.dtype, [&]<class KV>(KV*) {
+  dispatch_rows(args.kv.format.dtype, [&]<class KV>(KV*) {
     attend_exactly<T, KV><<<static_cast<unsigned>(to.count), kWarps * kWarp, 0, stream>>>(problem, heads, to);
   });
   HELIX_CHECK_LAUNCH();

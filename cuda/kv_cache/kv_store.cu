@@ -26,9 +26,9 @@ __device__ __forceinline__ WarpPlane warp_plane(int planes) {
 }
 
 /// One warp a plane of a token of the batch.
-template <int kCount, class T, class S>
+template <int kCount, class Transfer>
 __global__ void __launch_bounds__(kWarps* kWarp)
-    append_kernel(const __grid_constant__ KvTransfer<const T, S> transfer, const std::int32_t* query_offsets,
+    append_kernel(const __grid_constant__ Transfer transfer, const std::int32_t* query_offsets,
                   const std::int64_t* positions, const std::int32_t* sequence_slots, std::int64_t sequences,
                   std::int64_t first_token, std::int64_t tokens, KvLayout layout, std::int64_t kvp_rank) {
   follow_previous();
@@ -43,10 +43,10 @@ __global__ void __launch_bounds__(kWarps* kWarp)
 
 /// One warp a plane of one of the `owned` local tokens; row 0 of the values is global position
 /// first_position.
-template <int kCount, class T, class S>
+template <int kCount, class Transfer>
 __global__ void __launch_bounds__(kWarps* kWarp)
-    write_kernel(const __grid_constant__ KvTransfer<const T, S> transfer, std::int64_t slot,
-                 std::int64_t first_position, TokenRange owned, KvLayout layout, std::int64_t kvp_rank) {
+    write_kernel(const __grid_constant__ Transfer transfer, std::int64_t slot, std::int64_t first_position,
+                 TokenRange owned, KvLayout layout, std::int64_t kvp_rank) {
   const WarpPlane at = warp_plane(transfer.planes);
   const std::int64_t local = owned.begin + at.row;
   if (local >= owned.end) return;
@@ -73,21 +73,26 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   }
 }
 
-/// One warp a plane of a token: value = stored * scale.
-template <int kCount, class S>
+/// One warp one of `local_tokens` local tokens, which are rows of DType::fp8_ds_mla.
 __global__ void __launch_bounds__(kWarps* kWarp)
-    read_kernel(const __grid_constant__ KvTransfer<float, S> transfer, std::int64_t slot,
-                std::int64_t first_local, std::int64_t tokens) {
+    fill_mixed_kernel(const __grid_constant__ MixedTransfer<const float> transfer, std::int64_t slot,
+                      std::int64_t local_tokens, std::int64_t layer, std::int64_t head, KvLayout layout,
+                      std::int64_t kvp_rank) {
+  const WarpPlane at = warp_plane(transfer.planes);
+  if (at.row >= local_tokens) return;
+  const std::uint32_t key = synthetic_row_key(layer, head, layout.global(kvp_rank, at.row), false);
+  store_mixed_row(transfer.row(0, 0, slot, at.row),
+                  [&](int i) { return synthetic_element(key, static_cast<std::uint32_t>(i)); });
+}
+
+/// One warp a plane of a token: value = stored * scale.
+template <int kCount, class Transfer>
+__global__ void __launch_bounds__(kWarps* kWarp)
+    read_kernel(const __grid_constant__ Transfer transfer, std::int64_t slot, std::int64_t first_local,
+                std::int64_t tokens) {
   const WarpPlane at = warp_plane(transfer.planes);
   if (at.row >= tokens) return;
-  const auto row = transfer.row(at.row, at.plane, slot, first_local + at.row);
-  for (std::int64_t i = threadIdx.x % kWarp * kCount; i < row.count; i += kWarp * kCount) {
-    float x[kCount];
-    load_vector(row.stored + i, x);
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) x[j] *= row.scale;
-    store_vector(row.values + i, x);
-  }
+  load_row<kCount>(transfer.row(at.row, at.plane, slot, first_local + at.row));
 }
 
 }  // namespace
@@ -100,8 +105,8 @@ void Operators<T>::append_kv(const AppendKvArgs<T>& args, Stream stream) const {
   const std::int64_t tokens = batch.num_tokens();
   if (tokens == 0 || kv.format.num_heads == 0) return;
   const DeviceScope scope(state_->device);
-  with_transfer(kv, args.k, args.v, [&]<class S>(const KvTransfer<const T, S>& transfer, auto count) {
-    launch_early(append_kernel<decltype(count)::value, T, S>, ceil_div(tokens * transfer.planes, kWarps),
+  with_transfer(kv, args.k, args.v, [&]<class Transfer>(const Transfer& transfer, auto count) {
+    launch_early(append_kernel<decltype(count)::value, Transfer>, ceil_div(tokens * transfer.planes, kWarps),
                  kWarps * kWarp, 0, stream.handle(), state_->is_hopper, transfer, batch.query_offsets,
                  batch.positions, batch.sequence_slots, batch.num_sequences(), batch.first_token(), tokens,
                  kv.layout, kv.kvp_rank);
@@ -116,8 +121,8 @@ void Operators<T>::write_kv(const WriteKvArgs<T>& args, Stream stream) const {
   const TokenRange owned = kv.layout.local_range(span, kv.kvp_rank);
   if (owned.size() <= 0 || kv.format.num_heads == 0) return;
   const DeviceScope scope(state_->device);
-  with_transfer(kv, args.k, args.v, [&]<class S>(const KvTransfer<const T, S>& transfer, auto count) {
-    write_kernel<decltype(count)::value, T, S>
+  with_transfer(kv, args.k, args.v, [&]<class Transfer>(const Transfer& transfer, auto count) {
+    write_kernel<decltype(count)::value, Transfer>
         <<<ceil_div(owned.size() * transfer.planes, kWarps), kWarps * kWarp, 0, stream.handle()>>>(
             transfer, args.sequence_slot, args.first_position, owned, kv.layout, kv.kvp_rank);
     HELIX_CHECK_LAUNCH();
@@ -131,8 +136,8 @@ void Operators<T>::read_kv(const ReadKvArgs& args, Stream stream) const {
   const std::int64_t tokens = args.k.extent(0);
   if (tokens == 0 || kv.format.num_heads == 0) return;
   const DeviceScope scope(state_->device);
-  with_transfer(kv, args.k, args.v, [&]<class S>(const KvTransfer<float, S>& transfer, auto count) {
-    read_kernel<decltype(count)::value, S>
+  with_transfer(kv, args.k, args.v, [&]<class Transfer>(const Transfer& transfer, auto count) {
+    read_kernel<decltype(count)::value, Transfer>
         <<<ceil_div(tokens * transfer.planes, kWarps), kWarps * kWarp, 0, stream.handle()>>>(
             transfer, args.sequence_slot, args.first_local, tokens);
     HELIX_CHECK_LAUNCH();
@@ -146,6 +151,13 @@ void Operators<T>::fill_synthetic_kv(const SyntheticKvArgs& args, Stream stream)
   const std::int64_t tokens = kv.layout.length(args.tokens, kv.kvp_rank);
   if (tokens == 0 || kv.format.num_heads == 0) return;
   const DeviceScope scope(state_->device);
+  if (kv.format.is_mixed()) {
+    fill_mixed_kernel<<<ceil_div(tokens, kWarps), kWarps * kWarp, 0, stream.handle()>>>(
+        mixed_transfer_of(kv, TensorView<const float, 3>{}), args.sequence_slot, tokens, args.layer,
+        args.first_head, kv.layout, kv.kvp_rank);
+    HELIX_CHECK_LAUNCH();
+    return;
+  }
   dispatch(kv.format.dtype, [&]<class S>(S*) {
     const auto transfer =
         transfer_of<const float, S>(kv, TensorView<const float, 3>{}, TensorView<const float, 3>{});

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/kv_cache/mixed_rows.cuh"
 #include "cuda/kv_cache/paged_rows.cuh"
 #include "cuda/runtime/rows.cuh"
 #include "cuda/runtime/warp.cuh"
@@ -77,6 +78,18 @@ __device__ __forceinline__ void store_row(const Row& row) {
   }
 }
 
+/// value = stored * scale, by one warp.
+template <int kCount, class Row>
+__device__ __forceinline__ void load_row(const Row& row) {
+  for (std::int64_t i = threadIdx.x % kWarp * kCount; i < row.count; i += kWarp * kCount) {
+    float x[kCount];
+    load_vector(row.stored + i, x);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) x[j] *= row.scale;
+    store_vector(row.values + i, x);
+  }
+}
+
 /// Sequence of a batch that `token` belongs to; whole warps. Those that end at or before it, the empty ones
 /// between too, come before its own.
 __device__ inline unsigned sequence_of(std::int64_t token, const std::int32_t* query_offsets,
@@ -111,6 +124,7 @@ KvTransfer<V, S> transfer_of(const KvView& kv, const TensorView<V, 3>& k, const 
 template <class V, class Use>
 void with_transfer(const KvView& kv, const TensorView<V, 3>& k, const TensorView<V, 3>& v, const Use& use) {
   using Value = std::remove_const_t<V>;
+  if (kv.format.is_mixed()) return use(mixed_transfer_of(kv, k), std::integral_constant<int, 1>{});
   dispatch(kv.format.dtype, [&]<class S>(S*) {
     constexpr int kCount = std::min(kVector<Value>, kVector<S>);
     const auto transfer = transfer_of<V, S>(kv, k, v);

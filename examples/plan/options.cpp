@@ -19,9 +19,10 @@ namespace {
 using decode::as_count;
 
 const std::map<std::string, double>& element_bits() {
-  static const std::map<std::string, double> kBits{{"f32", 32}, {"bf16", 16}, {"f16", 16},
-                                                   {"fp8", 8},  {"int8", 8},  {"nvfp4", 4.5},
-                                                   {"fp4", 4},  {"int4", 4},  {"mxfp4", 4.25}};
+  // Those of fp8_ds_mla are of rows of 656 bytes with 512 + 64 columns.
+  static const std::map<std::string, double> kBits{
+      {"f32", 32}, {"bf16", 16},   {"f16", 16}, {"fp8", 8},  {"fp8_ds_mla", 8.0 * 656 / 576},
+      {"int8", 8}, {"nvfp4", 4.5}, {"fp4", 4},  {"int4", 4}, {"mxfp4", 4.25}};
   return kBits;
 }
 

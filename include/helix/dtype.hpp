@@ -12,10 +12,11 @@
 
 namespace helix {
 
-/// Element type of a tensor whose type is known at run time only.
-enum class DType : std::uint8_t { f32, f16, bf16, fp8_e4m3 };
+/// Element type of a tensor whose type is known at run time only. fp8_ds_mla is one of KV caches alone: no
+/// element's, but of MLA's latent rows of e4m3 that bring their scales, and rope columns of bf16 (KvFormat).
+enum class DType : std::uint8_t { f32, f16, bf16, fp8_e4m3, fp8_ds_mla };
 
-/// Bytes of one element.
+/// Bytes of one element; of fp8_ds_mla those that strides count in.
 constexpr std::size_t size_bytes(DType dtype) {
   switch (dtype) {
     case DType::f32:
@@ -24,6 +25,7 @@ constexpr std::size_t size_bytes(DType dtype) {
     case DType::bf16:
       return 2;
     case DType::fp8_e4m3:
+    case DType::fp8_ds_mla:
       return 1;
   }
   return 0;
@@ -40,13 +42,15 @@ constexpr std::string_view to_string(DType dtype) {
       return "bf16";
     case DType::fp8_e4m3:
       return "fp8_e4m3";
+    case DType::fp8_ds_mla:
+      return "fp8_ds_mla";
   }
   return "unknown";
 }
 
 /// The inverse of to_string; nullopt for any other name.
 constexpr std::optional<DType> parse_dtype(std::string_view name) {
-  for (DType dtype : {DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3}) {
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3, DType::fp8_ds_mla}) {
     if (name == to_string(dtype)) return dtype;
   }
   return std::nullopt;
@@ -199,7 +203,7 @@ template <>
 inline constexpr DType kDTypeOf<fp8_e4m3> = DType::fp8_e4m3;
 
 /// Calls `use` with a null pointer to the element type of `dtype`, the one place where a runtime type becomes
-/// a C++ type: `dispatch(dtype, [&]<class T>(T*) { ... })`.
+/// a C++ type: `dispatch(dtype, [&]<class T>(T*) { ... })`. Throws Error(internal) for fp8_ds_mla.
 template <class Use>
 constexpr decltype(auto) dispatch(DType dtype, Use&& use) {
   switch (dtype) {
@@ -211,8 +215,11 @@ constexpr decltype(auto) dispatch(DType dtype, Use&& use) {
       return use(static_cast<bf16*>(nullptr));
     case DType::fp8_e4m3:
       return use(static_cast<fp8_e4m3*>(nullptr));
+    case DType::fp8_ds_mla:
+      break;
   }
-  throw Error(ErrorCode::internal, "dispatch: DType value ", static_cast<int>(dtype), " names no type");
+  throw Error(ErrorCode::internal, "dispatch: DType ", to_string(dtype), " (", static_cast<int>(dtype),
+              ") is no element type");
 }
 
 }  // namespace helix

@@ -58,6 +58,12 @@ inline const KvCacheSpec& checked(const KvCacheSpec& spec, const Topology& topol
                 "the KV cache's format is no DType");
   HELIX_EXPECTS(shape.value_dim <= shape.head_dim, ErrorCode::invalid_argument, "value_dim ", shape.value_dim,
                 " exceeds head_dim ", shape.head_dim, "; rows of K and V lie head_dim apart");
+  HELIX_EXPECTS(spec.format != DType::fp8_ds_mla ||
+                    (shape.is_mla() && shape.value_dim % 4 == 0 && shape.head_dim >= shape.value_dim + 2 &&
+                     (shape.head_dim - shape.value_dim) % 2 == 0),
+                ErrorCode::invalid_argument, "the KV cache's format is fp8_ds_mla, but the model has ",
+                shape.is_mla() ? "latents" : "no latents", " of ", shape.value_dim, " of ", shape.head_dim,
+                " columns; it takes MLA's, of a multiple of 4 and an even number of rope columns");
   check_scales("k_scales", spec.k_scales, spec, shape);
   check_scales("v_scales", spec.v_scales, spec, shape);
   HELIX_EXPECTS(!shape.is_mla() || spec.v_scales.empty(), ErrorCode::invalid_argument, "the KV cache has ",

@@ -27,6 +27,24 @@ inline void check_kv_pointer(std::string_view operation, std::string_view name, 
                 " is null; point it at the pool");
 }
 
+/// Rows of fp8_ds_mla are latent, and their scales of f32 and rope of bf16 begin and end where such can.
+inline void check_mixed_rows(std::string_view operation, const KvView& kv) {
+  const KvFormat& format = kv.format;
+  if (!format.is_mixed()) return;
+  HELIX_EXPECTS(format.is_latent && format.value_dim % 4 == 0 && format.rope_columns() >= 2 &&
+                    format.rope_columns() % 2 == 0,
+                ErrorCode::invalid_argument, operation, ": the KV view is of ", to_string(format.dtype), ", ",
+                format.is_latent ? "latent" : "not latent", ", with ", format.value_dim, " latent and ",
+                format.rope_columns(),
+                " rope columns; such rows are MLA's, multiples of 4 and of 2 columns wide");
+  const auto is_aligned = [](const void* first, const KvStrides& rows) {
+    return reinterpret_cast<std::uintptr_t>(first) % 4 == 0 && rows.page % 4 == 0 && rows.token % 4 == 0;
+  };
+  HELIX_EXPECTS(is_aligned(kv.k, format.k) && is_aligned(kv.rope, format.rope), ErrorCode::invalid_argument,
+                operation, ": rows of ", to_string(format.dtype),
+                " must begin at multiples of 4 bytes, but those of the KV view do not");
+}
+
 /// One direction in which rows lie apart.
 struct KvStep {
   std::string_view axis;
@@ -92,7 +110,7 @@ inline void check_kv_apart(std::string_view operation, std::string_view name, co
   const auto distance = static_cast<std::int64_t>(address(other) - address(kv.k));
   const std::int64_t bytes = format.element_bytes();
   HELIX_EXPECTS(
-      !kv_rows_meet(kv_steps(strides, kv), 3, bytes, distance, format.k_columns() * bytes, columns * bytes),
+      !kv_rows_meet(kv_steps(strides, kv), 3, bytes, distance, format.k_extent() * bytes, columns * bytes),
       ErrorCode::invalid_argument, operation, ": the KV view's ", name, " lies ", distance,
       " bytes behind its k, where rows of both overlap; a row that is key and value is latent");
 }
@@ -109,17 +127,18 @@ inline void check_kv_view(std::string_view operation, const KvView& kv) {
   detail::check_kv_size(operation, "num_pages", kv.num_pages, kMost);
   HELIX_EXPECTS(size_bytes(format.dtype) != 0, ErrorCode::invalid_argument, operation,
                 ": the KV view's dtype value ", static_cast<int>(format.dtype), " names no type");
+  detail::check_mixed_rows(operation, kv);
   detail::check_kv_pointer(operation, "k", kv.k);
   detail::check_kv_pointer(operation, "page_table", kv.page_table);
-  detail::check_kv_strides(operation, "k", format.k, format.k_columns(), kv);
+  detail::check_kv_strides(operation, "k", format.k, format.k_extent(), kv);
   if (!format.is_latent) {
     detail::check_kv_pointer(operation, "v", kv.v);
     detail::check_kv_strides(operation, "v", format.v, format.value_dim, kv);
     detail::check_kv_apart(operation, "v", format.v, kv.v, format.value_dim, kv);
   } else if (format.rope_columns() > 0) {
     detail::check_kv_pointer(operation, "rope", kv.rope);
-    detail::check_kv_strides(operation, "rope", format.rope, format.rope_columns(), kv);
-    detail::check_kv_apart(operation, "rope", format.rope, kv.rope, format.rope_columns(), kv);
+    detail::check_kv_strides(operation, "rope", format.rope, format.rope_extent(), kv);
+    detail::check_kv_apart(operation, "rope", format.rope, kv.rope, format.rope_extent(), kv);
   }
   HELIX_EXPECTS(!format.is_latent || format.num_heads == 1, ErrorCode::invalid_argument, operation,
                 ": the KV view is latent with ", format.num_heads, " heads; a latent is one KV head");

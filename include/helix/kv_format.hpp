@@ -26,9 +26,42 @@ struct KvStrides {
   friend constexpr bool operator==(const KvStrides&, const KvStrides&) = default;
 };
 
+/// Latent columns that share a scale in a row of DType::fp8_ds_mla.
+inline constexpr std::int64_t kScaledColumns = 128;
+
+/// Elements of dtype that the latent columns of one token take. In DType::fp8_ds_mla, bytes: `value_dim`
+/// columns of e4m3, then a scale of f32 for each kScaledColumns of them (stored * scale = value).
+HELIX_HOST_DEVICE constexpr std::int64_t latent_extent(DType dtype, std::int64_t value_dim) {
+  constexpr auto kScaleBytes = static_cast<std::int64_t>(sizeof(float));
+  return dtype == DType::fp8_ds_mla
+             ? value_dim + (value_dim + kScaledColumns - 1) / kScaledColumns * kScaleBytes
+             : value_dim;
+}
+/// Elements of dtype that `columns` rope columns of one token take; in DType::fp8_ds_mla bytes, of bf16.
+HELIX_HOST_DEVICE constexpr std::int64_t rope_extent(DType dtype, std::int64_t columns) {
+  return dtype == DType::fp8_ds_mla ? columns * static_cast<std::int64_t>(sizeof(bf16)) : columns;
+}
+/// Bytes of one token's latent row: 656 of 512 + 64 columns in DType::fp8_ds_mla.
+constexpr std::int64_t latent_row_bytes(DType dtype, std::int64_t head_dim, std::int64_t value_dim) {
+  return (latent_extent(dtype, value_dim) + rope_extent(dtype, head_dim - value_dim)) *
+         static_cast<std::int64_t>(size_bytes(dtype));
+}
+
+/// Scale of columns of DType::fp8_ds_mla whose largest finite magnitude is `most`: that is stored as 448, as
+/// are infinities. 1 where there is nothing to scale, which below 2^-126 stays nothing.
+HELIX_HOST_DEVICE constexpr float mixed_scale(float most) {
+  constexpr float kLargest = 448.0f;
+  constexpr float kLeast = 0x1p-126f;
+  const float scale = most / kLargest;
+  return scale >= kLeast ? scale : 1.0f;
+}
+
 /// Element type, sizes and strides of a paged pool; the last stride of a row is 1. In a latent format (MLA)
 /// one row a token is both: all head_dim columns are the key, the first value_dim the value. Its two parts,
 /// the latent and the rope columns, may lie apart.
+///
+/// Rows of DType::fp8_ds_mla are those of FlashMLA and vLLM: latent columns of e4m3, their scales, rope
+/// columns of bf16; strides are bytes. A scale is that of mixed_scale().
 struct KvFormat {
   DType dtype = DType::f32;
   std::int64_t num_heads = 0;    ///< KV heads that this rank stores: Hkv/TPA.
@@ -62,10 +95,12 @@ struct KvFormat {
             {}};
   }
 
-  /// A pool of latent rows, [page][token][head_dim].
+  /// A pool of latent rows, [page][token][head_dim]; fp8_ds_mla: [page][token][latent_row_bytes()].
   static constexpr KvFormat latent(DType dtype, std::int64_t head_dim, std::int64_t value_dim,
                                    std::int64_t page_tokens) {
-    const KvStrides rows{page_tokens * head_dim, 0, head_dim};
+    const std::int64_t row =
+        latent_extent(dtype, value_dim) + helix::rope_extent(dtype, head_dim - value_dim);
+    const KvStrides rows{page_tokens * row, 0, row};
     return {dtype, 1, head_dim, value_dim, page_tokens, true, rows, {}, rows};
   }
 
@@ -74,6 +109,13 @@ struct KvFormat {
   /// Columns of a key row that `rope` addresses.
   HELIX_HOST_DEVICE constexpr std::int64_t rope_columns() const {
     return is_latent ? head_dim - value_dim : 0;
+  }
+  /// Whether rows bring scales of their own, and rope columns of another type.
+  HELIX_HOST_DEVICE constexpr bool is_mixed() const { return dtype == DType::fp8_ds_mla; }
+  /// Elements of dtype from a row's begin at `k` to its end there, and likewise at `rope`.
+  HELIX_HOST_DEVICE constexpr std::int64_t k_extent() const { return latent_extent(dtype, k_columns()); }
+  HELIX_HOST_DEVICE constexpr std::int64_t rope_extent() const {
+    return helix::rope_extent(dtype, rope_columns());
   }
   /// Elements of one page of a pool of Helix's own, K and V or latents.
   constexpr std::int64_t page_elements() const { return k.page; }
@@ -87,7 +129,7 @@ struct KvView {
   void* v = nullptr;               ///< First value row; latent: null.
   void* rope = nullptr;            ///< Latent only: column value_dim of the first key row.
   std::int64_t num_pages = 0;      ///< Pages of the pool; page ids in the table are below it.
-  const float* k_scale = nullptr;  ///< [num_heads], fp8 only: stored * scale = value; null means 1.
+  const float* k_scale = nullptr;  ///< [num_heads], fp8_e4m3 only: stored * scale = value; null means 1.
   const float* v_scale = nullptr;  ///< [num_heads], likewise; latent: null, as k_scale serves the whole row.
   /// Page ids, device memory: page i of a sequence holds its local tokens [i, i + 1) * page_tokens. Row of
   /// slot s: entries from s * max_pages on, or, as a CSR list, from page_begins[s] on.
@@ -107,7 +149,7 @@ struct KvView {
     view.num_pages = num_pages;
     view.k = bytes;
     if (format.is_latent) {
-      view.rope = bytes + format.value_dim * format.element_bytes();
+      view.rope = bytes + format.k_extent() * format.element_bytes();
     } else {
       view.v = bytes + format.num_heads * format.k.head * format.element_bytes();
     }

@@ -156,8 +156,7 @@ void Operators::append_kv(const AppendKvArgs<float>& args, Stream stream) const 
   detail::check_append_kv(args);
   stream.enqueue([args, pool = pool_] {
     const KvView& kv = args.kv;
-    dispatch(kv.format.dtype, [&]<class T>(T*) {
-      const KvRows<T> rows(kv);
+    with_kv_rows(kv, [&](const auto& rows) {
       const std::int32_t* offsets = args.batch.query_offsets;
       const std::int64_t sequences = args.batch.num_sequences();
       if (sequences == 0) return;

@@ -7,6 +7,7 @@
 
 #include <helix/backend.hpp>
 #include <helix/dtype.hpp>
+#include <helix/mixed_row.hpp>
 
 namespace helix::cpu {
 
@@ -90,5 +91,40 @@ class KvRows {
 
   KvView kv_;
 };
+
+/// Rows of DType::fp8_ds_mla, as KvRows.
+class MixedKvRows {
+ public:
+  explicit MixedKvRows(const KvView& kv) : kv_(kv) {}
+
+  void store(std::int32_t slot, std::int64_t local, std::int64_t, const TensorView<const float, 3>& from_k,
+             const TensorView<const float, 3>&, std::int64_t from) const {
+    const KvFormat& format = kv_.format;
+    store_mixed_row(&from_k(from, 0, 0), format.head_dim, format.value_dim, at(kv_.k, format.k, slot, local),
+                    at(kv_.rope, format.rope, slot, local));
+  }
+
+  void load(std::int32_t slot, std::int64_t local, std::int64_t, const TensorView<float, 3>& to_k,
+            const TensorView<float, 3>&, std::int64_t to) const {
+    const KvFormat& format = kv_.format;
+    load_mixed_row(at(kv_.k, format.k, slot, local), at(kv_.rope, format.rope, slot, local), format.head_dim,
+                   format.value_dim, &to_k(to, 0, 0));
+  }
+
+ private:
+  std::byte* at(void* pool, const KvStrides& strides, std::int32_t slot, std::int64_t local) const {
+    const std::int64_t page = kv_.page_table[kv_.first_page_of(slot) + local / kv_.format.page_tokens];
+    return static_cast<std::byte*>(pool) + strides.at(page, 0, local % kv_.format.page_tokens);
+  }
+
+  KvView kv_;
+};
+
+/// Calls use(rows) with the rows of `kv`, whatever they are of.
+template <class Use>
+void with_kv_rows(const KvView& kv, const Use& use) {
+  if (kv.format.is_mixed()) return use(MixedKvRows(kv));
+  dispatch(kv.format.dtype, [&]<class T>(T*) { use(KvRows<T>(kv)); });
+}
 
 }  // namespace helix::cpu

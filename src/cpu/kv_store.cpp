@@ -25,10 +25,9 @@ void for_each_page_head(ThreadPool& pool, const KvView& kv, TokenRange local, co
   pool.parallel_for(num_pages * kv.format.num_heads, task);
 }
 
-template <class T>
-void write_rows(const WriteKvArgs<float>& args, ThreadPool& pool) {
+template <class Rows>
+void write_rows(const Rows& rows, const WriteKvArgs<float>& args, ThreadPool& pool) {
   const KvView& kv = args.kv;
-  const KvRows<T> rows(kv);
   const TokenRange span{args.first_position, args.first_position + args.k.extent(0)};
   for_each_page_head(pool, kv, kv.layout.local_range(span, kv.kvp_rank),
                      [&](TokenRange local, std::int64_t head) {
@@ -39,9 +38,8 @@ void write_rows(const WriteKvArgs<float>& args, ThreadPool& pool) {
                      });
 }
 
-template <class T>
-void read_rows(const ReadKvArgs& args, ThreadPool& pool) {
-  const KvRows<T> rows(args.kv);
+template <class Rows>
+void read_rows(const Rows& rows, const ReadKvArgs& args, ThreadPool& pool) {
   const TokenRange wanted{args.first_local, args.first_local + args.k.extent(0)};
   for_each_page_head(pool, args.kv, wanted, [&](TokenRange local, std::int64_t head) {
     for (std::int64_t l = local.begin; l < local.end; ++l)
@@ -55,7 +53,7 @@ void Operators::write_kv(const WriteKvArgs<float>& args, Stream stream) const {
   detail::check_write_kv(args);
   if (args.k.extent(0) == 0) return;
   stream.enqueue([args, pool = pool_] {
-    dispatch(args.kv.format.dtype, [&]<class T>(T*) { write_rows<T>(args, *pool); });
+    with_kv_rows(args.kv, [&](const auto& rows) { write_rows(rows, args, *pool); });
   });
 }
 
@@ -63,7 +61,7 @@ void Operators::read_kv(const ReadKvArgs& args, Stream stream) const {
   detail::check_read_kv(args);
   if (args.k.extent(0) == 0) return;
   stream.enqueue([args, pool = pool_] {
-    dispatch(args.kv.format.dtype, [&]<class T>(T*) { read_rows<T>(args, *pool); });
+    with_kv_rows(args.kv, [&](const auto& rows) { read_rows(rows, args, *pool); });
   });
 }
 

@@ -78,6 +78,7 @@ Tuner& tuner_of(DType dtype, std::int64_t group) {
     case DType::f16:
       return f16_tuner;
     case DType::fp8_e4m3:
+    case DType::fp8_ds_mla:
       return fp8_tuner;
     case DType::bf16:
       break;
@@ -186,8 +187,8 @@ class PartialAttention {
   /// Keys and values that the batch reads, in bytes, if every sequence has one token of few rows; otherwise
   /// 0.
   std::int64_t tuned_bytes() const {
-    if (group_ > kMaxDirectGroup) return 0;
     const KvFormat& format = args_.kv.format;
+    if (group_ > kMaxDirectGroup || format.is_mixed()) return 0;
     const auto& offsets = args_.batch.query_offsets_host;
     std::int64_t rows = 0;
     for (std::int64_t sequence = 0; sequence < args_.batch.num_sequences(); ++sequence) {
@@ -272,10 +273,11 @@ class PartialAttention {
             strides.page * element_bytes, strides.token * element_bytes};
   }
 
-  /// Whether the rope columns of every latent row follow its latent columns.
+  /// Whether the rope columns of every latent row follow its latent columns, in the same type.
   bool is_joined_latent() const {
     const KvView& kv = args_.kv;
     const KvFormat& format = kv.format;
+    if (format.is_mixed()) return false;
     if (format.rope_columns() == 0) return true;
     return kv.rope == static_cast<const std::byte*>(kv.k) + format.value_dim * format.element_bytes() &&
            format.rope.page == format.k.page && format.rope.token == format.k.token;

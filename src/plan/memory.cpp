@@ -14,6 +14,8 @@ namespace helix::plan {
 
 namespace {
 
+constexpr std::int64_t kMaxRowBytes = std::int64_t{1} << 24;
+
 /// Pages that `num_tokens` global tokens take on `kvp_rank`, as PageLedger counts them.
 std::int64_t pages_needed(const KvLayout& layout, std::int64_t page_tokens, std::int64_t num_tokens,
                           std::int64_t kvp_rank) {
@@ -42,8 +44,12 @@ std::int64_t kv_page_bytes(const Topology& topology, int stage_rank, const KvPag
                 ErrorCode::invalid_argument, "kv_page_bytes: element_bits is ", pages.element_bits,
                 ", page_tokens ", pages.page_tokens, ", layers ", pages.layers, "; at most 64, ",
                 kMaxPageTokens, " and ", kMaxCount, " are supported");
-  const std::int64_t bits = kv_row_elements(topology, stage_rank) * pages.page_tokens * pages.element_bits;
-  return checked_bytes("a KV page", saturating_product(ceil_div(bits, std::int64_t{8}), pages.layers));
+  HELIX_EXPECTS(pages.row_bytes >= 0 && pages.row_bytes <= kMaxRowBytes, ErrorCode::invalid_argument,
+                "kv_page_bytes: row_bytes is ", pages.row_bytes, "; it must be in [0, ", kMaxRowBytes, "]");
+  const std::int64_t row_bits =
+      pages.row_bytes > 0 ? 8 * pages.row_bytes : kv_row_elements(topology, stage_rank) * pages.element_bits;
+  const std::int64_t bytes = ceil_div(row_bits * pages.page_tokens, std::int64_t{8});
+  return checked_bytes("a KV page", saturating_product(bytes, pages.layers));
 }
 
 std::int64_t kv_page_bytes_used(const Topology& topology, int stage_rank, const KvPages& pages,

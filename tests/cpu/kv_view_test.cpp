@@ -71,50 +71,62 @@ void check_views(bool is_latent, std::initializer_list<Mistake<Readable>> mistak
 }
 
 TEST_CASE("a field of a KV view that was forgotten or cannot be is an Error that names it") {
-  check_views(false, {
-                         {"page_tokens is 0", [](Readable& r) { r.kv.format.page_tokens = 0; }},
-                         {"num_heads is 0", [](Readable& r) { r.kv.format.num_heads = 0; }},
-                         {"head_dim is 0", [](Readable& r) { r.kv.format.head_dim = 0; }},
-                         {"value_dim is 0", [](Readable& r) { r.kv.format.value_dim = 0; }},
-                         {"num_pages is 0", [](Readable& r) { r.kv.num_pages = 0; }},
-                         {"max_pages is 0", [](Readable& r) { r.kv.max_pages = 0; }},
-                         {"page_table is null", [](Readable& r) { r.kv.page_table = nullptr; }},
-                         {"'s k is null", [](Readable& r) { r.kv.k = nullptr; }},
-                         {"'s v is null", [](Readable& r) { r.kv.v = nullptr; }},
-                         {"k.token stride is 7", [](Readable& r) { r.kv.format.k.token = 7; }},
-                         {"k.head stride is 0", [](Readable& r) { r.kv.format.k.head = 0; }},
-                         {"k.page stride is 0", [](Readable& r) { r.kv.format.k.page = 0; }},
-                         {"v.token stride is 0", [](Readable& r) { r.kv.format.v = {}; }},
-                         {"k.page stride is 31, but what lies between takes 32",
-                          [](Readable& r) { r.kv.format.k.page = 31; }},
-                         {"k.head stride is 8, but what lies between takes 16",
-                          [](Readable& r) { r.kv.format.k.token = 8; }},
-                         {"v.page stride is 1152921504606846976",
-                          [](Readable& r) { r.kv.format.v.page = std::int64_t{1} << 60; }},
-                         {"v lies 0 bytes behind its k", [](Readable& r) { r.kv.v = r.kv.k; }},
-                         {"v lies 32 bytes behind its k", [](Readable& r) { r.kv.v = r.pool.data() + 8; }},
-                         {"v lies 4 bytes behind its k", [](Readable& r) { r.kv.v = r.pool.data() + 1; }},
-                         {"v lies 508 bytes behind its k", [](Readable& r) { r.kv.v = r.pool.data() + 127; }},
-                         {"v lies -508 bytes behind its k",
-                          [](Readable& r) {
-                            r.kv.k = r.pool.data() + 128;
-                            r.kv.v = r.pool.data() + 1;
-                          }},
-                         {"kvp_rank is 1", [](Readable& r) { r.kv.kvp_rank = 1; }},
-                         {"kvp_rank is -1", [](Readable& r) { r.kv.kvp_rank = -1; }},
-                         {"has scales", [](Readable& r) { r.kv.k_scale = r.scales; }},
-                         {"dtype is bf16",
-                          [](Readable& r) {
-                            r.kv.format.dtype = DType::bf16;
-                            r.kv.v_scale = r.scales;
-                          }},
-                         {"names no type", [](Readable& r) { r.kv.format.dtype = static_cast<DType>(77); }},
-                     });
+  check_views(false,
+              {
+                  {"page_tokens is 0", [](Readable& r) { r.kv.format.page_tokens = 0; }},
+                  {"num_heads is 0", [](Readable& r) { r.kv.format.num_heads = 0; }},
+                  {"head_dim is 0", [](Readable& r) { r.kv.format.head_dim = 0; }},
+                  {"value_dim is 0", [](Readable& r) { r.kv.format.value_dim = 0; }},
+                  {"num_pages is 0", [](Readable& r) { r.kv.num_pages = 0; }},
+                  {"max_pages is 0", [](Readable& r) { r.kv.max_pages = 0; }},
+                  {"page_table is null", [](Readable& r) { r.kv.page_table = nullptr; }},
+                  {"'s k is null", [](Readable& r) { r.kv.k = nullptr; }},
+                  {"'s v is null", [](Readable& r) { r.kv.v = nullptr; }},
+                  {"k.token stride is 7", [](Readable& r) { r.kv.format.k.token = 7; }},
+                  {"k.head stride is 0", [](Readable& r) { r.kv.format.k.head = 0; }},
+                  {"k.page stride is 0", [](Readable& r) { r.kv.format.k.page = 0; }},
+                  {"v.token stride is 0", [](Readable& r) { r.kv.format.v = {}; }},
+                  {"k.page stride is 31, but what lies between takes 32",
+                   [](Readable& r) { r.kv.format.k.page = 31; }},
+                  {"k.head stride is 8, but what lies between takes 16",
+                   [](Readable& r) { r.kv.format.k.token = 8; }},
+                  {"v.page stride is 1152921504606846976",
+                   [](Readable& r) { r.kv.format.v.page = std::int64_t{1} << 60; }},
+                  {"v lies 0 bytes behind its k", [](Readable& r) { r.kv.v = r.kv.k; }},
+                  {"v lies 32 bytes behind its k", [](Readable& r) { r.kv.v = r.pool.data() + 8; }},
+                  {"v lies 4 bytes behind its k", [](Readable& r) { r.kv.v = r.pool.data() + 1; }},
+                  {"v lies 508 bytes behind its k", [](Readable& r) { r.kv.v = r.pool.data() + 127; }},
+                  {"v lies -508 bytes behind its k",
+                   [](Readable& r) {
+                     r.kv.k = r.pool.data() + 128;
+                     r.kv.v = r.pool.data() + 1;
+                   }},
+                  {"kvp_rank is 1", [](Readable& r) { r.kv.kvp_rank = 1; }},
+                  {"kvp_rank is -1", [](Readable& r) { r.kv.kvp_rank = -1; }},
+                  {"has scales", [](Readable& r) { r.kv.k_scale = r.scales; }},
+                  {"dtype is bf16",
+                   [](Readable& r) {
+                     r.kv.format.dtype = DType::bf16;
+                     r.kv.v_scale = r.scales;
+                   }},
+                  {"of fp8_ds_mla, not latent", [](Readable& r) { r.kv.format.dtype = DType::fp8_ds_mla; }},
+                  {"names no type", [](Readable& r) { r.kv.format.dtype = static_cast<DType>(77); }},
+              });
   check_views(true, {
                         {"value_dim is 17", [](Readable& r) { r.kv.format.value_dim = 17; }},
                         {"rope is null", [](Readable& r) { r.kv.rope = nullptr; }},
                         {"rope lies 0 bytes behind its k", [](Readable& r) { r.kv.rope = r.kv.k; }},
                         {"rope.token stride is 4", [](Readable& r) { r.kv.format.rope.token = 4; }},
+                        {"fp8_ds_mla must begin at multiples of 4 bytes",
+                         [](Readable& r) {
+                           r.kv.format.dtype = DType::fp8_ds_mla;
+                           r.kv.k = reinterpret_cast<std::byte*>(r.kv.k) + 1;
+                         }},
+                        {"of fp8_ds_mla, latent, with 6 latent",
+                         [](Readable& r) {
+                           r.kv.format.dtype = DType::fp8_ds_mla;
+                           r.kv.format.value_dim = 6;
+                         }},
                         {"latent with 2 heads",
                          [](Readable& r) {
                            r.kv.format.num_heads = 2;

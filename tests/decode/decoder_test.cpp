@@ -358,6 +358,33 @@ TEST_CASE("bf16 KV, teacher-forced, keeps clear argmaxes and logits near the ref
   }
 }
 
+TEST_CASE("KV of fp8_ds_mla gives one output under every topology, near that of f32", "[quick]") {
+  for (const std::string name : {"deepseek-tiny", "deepseek-v2-tiny"}) {
+    const ReferenceModel model(name);
+    const Golden golden = model.golden();
+    GenerationRequest request = golden_request(golden);
+    request.kv_dtype = DType::fp8_ds_mla;
+    std::vector<decode::TokenIds> alone;
+    for (const TopologySpec& spec : legal_stages(model.config.shape)) {
+      const Topology topo(spec, model.config.shape);
+      INFO(describe(name, spec, request));
+      request.teacher.clear();
+      const GenerationResult free = run_local(model.checkpoint, model.config, topo, request);
+      std::vector<decode::TokenIds> tokens;
+      for (const auto& sequence : free.sequences) tokens.push_back(sequence.tokens);
+      if (alone.empty()) alone = tokens;
+      CHECK(tokens == alone);
+      request.teacher = golden.greedy;
+      const GenerationResult forced = run_local(model.checkpoint, model.config, topo, request);
+      const ForcedComparison comparison = compare_forced(golden, forced, topo.shape().vocab);
+      CHECK(comparison.num_clear > 20);
+      CHECK(comparison.worst_logit <= 0.2f);
+      CAPTURE(comparison.worst_logit, comparison.other_argmax.size());
+      CHECK(comparison.other_argmax.size() <= 2);
+    }
+  }
+}
+
 TEST_CASE("the KV of all ranks adds up to the cache of one rank, within a page a sequence and rank",
           "[quick]") {
   const std::string name = GENERATE(from_range(kReferenceModels));

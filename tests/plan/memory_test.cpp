@@ -34,7 +34,8 @@ TEST_CASE("planned KV bytes are those that ShardedKVCache allocates, on every ra
     const Model model = small_model(is_latent);
     for (const auto& [kvp, tpa] : std::vector<std::pair<int, int>>{{1, 1}, {4, 1}, {2, 2}, {2, 8}}) {
       if (is_latent && tpa > 1) continue;
-      for (const DType dtype : {DType::bf16, DType::fp8_e4m3}) {
+      for (const DType dtype : {DType::bf16, DType::fp8_e4m3, DType::fp8_ds_mla}) {
+        if (dtype == DType::fp8_ds_mla && !is_latent) continue;
         helix::TopologySpec widths;
         widths.kvp = kvp;
         widths.tpa = tpa;
@@ -56,6 +57,7 @@ TEST_CASE("planned KV bytes are those that ShardedKVCache allocates, on every ra
           for (const std::int64_t length : lengths) cache.append(cache.add(), length, stream);
           stream.synchronize();
           const KvPages pages{.element_bits = static_cast<std::int64_t>(8 * size_bytes(dtype)),
+                              .row_bytes = dtype == DType::fp8_ds_mla ? 656 : 0,
                               .layers = 3,
                               .page_tokens = 24,
                               .chunk = 10};

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -45,6 +46,18 @@ inline float element(std::int64_t token, std::int64_t layer, std::int64_t head, 
 
 inline float through_format(DType format, float value, float scale) {
   return helix::dispatch(format, [&]<class T>(T*) { return static_cast<float>(T(value / scale)) * scale; });
+}
+
+/// Column d of a latent row of DType::fp8_ds_mla, stored and read back: columns share a scale by 128.
+inline float through_mixed_row(std::int64_t token, std::int64_t layer, std::int64_t value_dim,
+                               std::int64_t d) {
+  const float value = element(token, layer, 0, false, d);
+  if (d >= value_dim) return static_cast<float>(helix::bf16(value));
+  float most = 0.0f;
+  const std::int64_t first = d / 128 * 128;
+  for (std::int64_t i = first; i < std::min(first + 128, value_dim); ++i)
+    most = std::max(most, std::abs(element(token, layer, 0, false, i)));
+  return through_format(DType::fp8_e4m3, value, most / 448.0f);
 }
 
 struct Scales {
@@ -121,7 +134,10 @@ inline void check_contents(Stage& stage, SequenceId id, const std::vector<std::i
           const float v_scale = scale_at(spec.v_scales, layer, h, stage.topology().shape().num_kv_heads);
           for (std::int64_t d = 0; d < view.format.head_dim; ++d) {
             const float value = element(tokens[position], layer, h, false, d);
-            mistakes += k_out(i, h - heads.begin, d) != through_format(spec.format, value, k_scale);
+            const float stored = view.format.is_mixed()
+                                     ? through_mixed_row(tokens[position], layer, view.format.value_dim, d)
+                                     : through_format(spec.format, value, k_scale);
+            mistakes += k_out(i, h - heads.begin, d) != stored;
           }
           for (std::int64_t d = 0; d < v_dim; ++d) {
             const float value = element(tokens[position], layer, h, true, d);

@@ -48,6 +48,7 @@ auto with_activation(DType activation, Body&& body) {
     case DType::bf16:
       return body(bf16{});
     case DType::fp8_e4m3:
+    case DType::fp8_ds_mla:
       break;
   }
   throw Error(ErrorCode::unsupported, "activations are ", to_string(activation), "; give f32, f16 or bf16");

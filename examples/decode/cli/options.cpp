@@ -93,7 +93,7 @@ void add_step_options(CLI::App& app, Options& options, OptionTexts& texts) {
   app.add_option("--teacher-force", texts.teacher_file,
                  "JSON file: array of continuations to feed, or with --draft-tokens to propose");
   app.add_option("--kv-dtype", options.kv_dtype_name,
-                 "f32, f16, bf16 or fp8_e4m3; default: the checkpoint's");
+                 "f32, f16, bf16, fp8_e4m3 or, of MLA, fp8_ds_mla; default: the checkpoint's");
   app.add_option("--hop-b", texts.hop_b, "slices of the batch whose exchange overlaps attention, auto or off")
       ->capture_default_str();
   app.add_option("--temperature", request.sampling.temperature, "0: greedy")->capture_default_str();
@@ -231,7 +231,7 @@ void check_values(const Options& options) {
                 "--synthetic-context fills the cache instead of a prompt; drop --prompt-ids and --prompts");
   HELIX_EXPECTS(options.kv_dtype_name.empty() || parse_dtype(options.kv_dtype_name),
                 ErrorCode::invalid_argument, "--kv-dtype is '", options.kv_dtype_name,
-                "'; give f32, f16, bf16 or fp8_e4m3");
+                "'; give f32, f16, bf16, fp8_e4m3 or fp8_ds_mla");
   check_sampling(request.sampling);
   check_penalties(request.penalties);
 }

@@ -6,6 +6,7 @@
 
 #include <unistd.h>
 
+#include <helix/kv_format.hpp>
 #include <helix/plan/hardware.hpp>
 #include <helix/plan/search.hpp>
 
@@ -16,6 +17,13 @@ namespace {
 
 double bits(DType type) {
   return 8.0 * static_cast<double>(size_bytes(type));
+}
+
+/// Of a cached element, its share of a row's scales included.
+double kv_bits(const ModelShape& shape, DType type) {
+  if (!shape.is_mla()) return bits(type);
+  return 8.0 * static_cast<double>(latent_row_bytes(type, shape.head_dim, shape.value_dim)) /
+         static_cast<double>(shape.head_dim);
 }
 
 /// The CPU's speeds are assumptions of the size of docs/performance.md's machine: they rank topologies, and
@@ -47,7 +55,7 @@ TopologySpec choose_topology(const ModelConfig& config, const GenerationRequest&
                              const LaunchOptions& launch, const std::vector<int>& num_ranks) {
   const int most_ranks = *std::ranges::max_element(num_ranks);
   const plan::Precision precision{.weight_bits = config.fp8_blocks ? 8.0 : bits(config.dtype),
-                                  .kv_bits = bits(request.kv_dtype),
+                                  .kv_bits = kv_bits(config.shape, request.kv_dtype),
                                   .activation_bits = bits(launch.activation)};
   const plan::StepModel model(planner_model(config), precision,
                               launch.device == Device::cuda ? gpu_hardware() : host_hardware(most_ranks));

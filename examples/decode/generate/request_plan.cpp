@@ -102,6 +102,8 @@ void check_request(const GenerationRequest& request, const ModelConfig& model, c
   HELIX_EXPECTS(request.teacher.empty() || std::ssize(request.teacher) == request.num_sequences(),
                 ErrorCode::invalid_argument, "there are ", request.teacher.size(), " teacher sequences for ",
                 request.num_sequences(), " prompts; give one each");
+  HELIX_EXPECTS(request.kv_dtype != DType::fp8_ds_mla || topo.shape().is_mla(), ErrorCode::invalid_argument,
+                "kv_dtype is fp8_ds_mla, but the model has no latent attention; give fp8_e4m3");
   check_sampling(request.sampling);
   check_penalties(request.penalties);
   HELIX_EXPECTS(!request.penalties.any() || request.teacher.empty(), ErrorCode::invalid_argument,
@@ -171,31 +173,42 @@ WarmUp plan_warm_up(const GenerationRequest& request, const Topology& topo, int 
   return shapes;
 }
 
+namespace {
+
+plan::KvPages pages_of(const GenerationRequest& request, const Topology& topo, std::int64_t layers,
+                       std::int64_t chunk) {
+  const ModelShape& shape = topo.shape();
+  return {
+      .element_bits = 8 * static_cast<std::int64_t>(size_bytes(request.kv_dtype)),
+      .row_bytes = shape.is_mla() ? latent_row_bytes(request.kv_dtype, shape.head_dim, shape.value_dim) : 0,
+      .layers = layers,
+      .page_tokens = request.page_tokens,
+      .chunk = chunk};
+}
+
+}  // namespace
+
 std::int64_t planned_pool_bytes(const GenerationRequest& request, const Topology& topo,
                                 const RankCoordinates& at) {
   const KvCacheSpec cache = plan_cache(request, topo, at.stage, at.replica);
-  const plan::KvPages pages{.element_bits = 8 * static_cast<std::int64_t>(size_bytes(request.kv_dtype)),
-                            .layers = cache.layers,
-                            .page_tokens = cache.page_tokens,
-                            .chunk = cache.page_tokens};
+  const plan::KvPages pages = pages_of(request, topo, cache.layers, cache.page_tokens);
   const std::int64_t length = cache.pages * cache.page_tokens * topo.kvp();  // fills every rank's pages
   return plan::kv_page_bytes_used(topo, at.stage_rank, pages, {&length, 1});
 }
 
 std::int64_t planned_kv_bytes(const GenerationRequest& request, const Topology& topo,
                               const RankCoordinates& at, std::int64_t sequence) {
-  const plan::KvPages pages{.element_bits = 8 * static_cast<std::int64_t>(size_bytes(request.kv_dtype)),
-                            .layers = topo.layers(at.stage).size(),
-                            .page_tokens = request.page_tokens,
-                            .chunk = request.chunk};
+  const plan::KvPages pages = pages_of(request, topo, topo.layers(at.stage).size(), request.chunk);
   const std::int64_t length = request.longest_length(sequence);
   return plan::kv_page_bytes_used(topo, at.stage_rank, pages, {&length, 1});
 }
 
 std::int64_t kv_bytes_per_token(const GenerationRequest& request, const Topology& topo) {
   const ModelShape& shape = topo.shape();
-  return shape.num_layers * shape.kv_elements() * static_cast<std::int64_t>(size_bytes(request.kv_dtype)) *
-         topo.kv_copies();
+  const std::int64_t row_bytes =
+      shape.is_mla() ? latent_row_bytes(request.kv_dtype, shape.head_dim, shape.value_dim)
+                     : shape.kv_elements() * static_cast<std::int64_t>(size_bytes(request.kv_dtype));
+  return shape.num_layers * row_bytes * topo.kv_copies();
 }
 
 }  // namespace helix::decode

@@ -4,6 +4,9 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <vector>
+
+#include <helix/mixed_row.hpp>
 
 namespace helix::decode {
 namespace {
@@ -34,6 +37,7 @@ class PageFill {
 
   void fill(std::int64_t index, std::int64_t head) const {
     const KvFormat& format = kv_.format;
+    if (format.is_mixed()) return fill_mixed(index);
     fill({kv_.k, format.k, kv_.k_scale, false, {0, format.k_columns()}}, index, head);
     if (format.is_latent) {
       fill({kv_.rope, format.rope, kv_.k_scale, false, {format.value_dim, format.head_dim}}, index, head);
@@ -64,6 +68,26 @@ class PageFill {
                           static_cast<std::byte*>(kind.pool) + first * kv_.format.element_bytes(),
                           kind.strides.token);
       local = run_end;
+    }
+  }
+
+  /// Rows of DType::fp8_ds_mla.
+  void fill_mixed(std::int64_t index) const {
+    const KvFormat& format = kv_.format;
+    const std::int64_t page = kv_.page_table[kv_.first_page_of(slot_) + index];
+    const std::int64_t end = std::min((index + 1) * format.page_tokens, local_tokens_);
+    std::vector<float> row(static_cast<std::size_t>(format.head_dim));
+    for (std::int64_t local = index * format.page_tokens; local < end; ++local) {
+      const std::int64_t in_page = local - index * format.page_tokens;
+      fill_synthetic_rows({.layer = layer_,
+                           .head = first_head_,
+                           .first_position = kv_.layout.global(kv_.kvp_rank, local),
+                           .num_rows = 1,
+                           .num_columns = format.head_dim},
+                          DType::f32, row.data(), format.head_dim);
+      store_mixed_row(row.data(), format.head_dim, format.value_dim,
+                      static_cast<std::byte*>(kv_.k) + format.k.at(page, 0, in_page),
+                      static_cast<std::byte*>(kv_.rope) + format.rope.at(page, 0, in_page));
     }
   }
 

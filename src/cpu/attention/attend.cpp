@@ -188,6 +188,7 @@ HWY_INLINE void attend_as(const AttentionTask* tasks, int num_tasks, float* scra
 void attend_target(const AttentionTask* tasks, int num_tasks, float* scratch) {
   switch (tasks[0].dtype) {
     case DType::f32:
+    case DType::fp8_ds_mla:  // rows are joined as values
       return attend_as<float>(tasks, num_tasks, scratch);
     case DType::f16:
       return attend_as<f16>(tasks, num_tasks, scratch);

@@ -17,6 +17,8 @@
 
 #include <hwy/highway.h>
 
+#include <helix/mixed_row.hpp>
+
 #include "cpu/attention/scratch.hpp"
 #include "cpu/attention/task.hpp"
 #include "cpu/widen-inl.hpp"
@@ -102,7 +104,7 @@ struct Heads {
 };
 
 /// Copies the parts of `count` latent rows, whose latent columns `rows` points at, into s.joined, and points
-/// `rows` there.
+/// `rows` there; rows of DType::fp8_ds_mla as values.
 HWY_NOINLINE void join_rows(const State& s, std::int64_t begin, std::int64_t count, const void** rows) {
   const AttentionTask& task = s.task;
   const std::int64_t element = s.row_bytes / task.head_dim;
@@ -111,8 +113,14 @@ HWY_NOINLINE void join_rows(const State& s, std::int64_t begin, std::int64_t cou
   std::byte* to = s.joined;
   for (std::int64_t i = 0; i < count; ++i, to += s.row_bytes) {
     const std::int64_t page = task.page_table[(begin + i) / task.page_tokens];
-    std::memcpy(to, rows[i], latent_bytes);
-    std::memcpy(to + latent_bytes, task.rope.at(page, (begin + i) % task.page_tokens), rope_bytes);
+    const std::byte* const rope = task.rope.at(page, (begin + i) % task.page_tokens);
+    if (task.dtype == DType::fp8_ds_mla) {
+      load_mixed_row(static_cast<const std::byte*>(rows[i]), rope, task.head_dim, task.value_dim,
+                     reinterpret_cast<float*>(to));
+    } else {
+      std::memcpy(to, rows[i], latent_bytes);
+      std::memcpy(to + latent_bytes, rope, rope_bytes);
+    }
     rows[i] = to;
   }
 }

@@ -58,7 +58,8 @@ struct AttentionTask {
 
   StoredRows keys;  ///< Key rows, head_dim wide; where the parts of a latent lie apart, the first value_dim.
   StoredRows values;  ///< Value rows; latent: equal to keys.
-  StoredRows rope;  ///< Columns [value_dim, head_dim) of a latent whose parts lie apart; else first is null.
+  StoredRows rope;    ///< Columns [value_dim, head_dim) of a latent whose parts lie apart, or have
+                      ///< types of their own; else first is null.
   DType dtype = DType::f32;
   std::int64_t page_tokens = 0;
   const std::int32_t* page_table = nullptr;  ///< This sequence's page ids.

@@ -87,6 +87,7 @@ ReadingTuners& tuners_of(Kernel kernel, DType weight) {
     case DType::bf16:
       return g_bf16;
     case DType::fp8_e4m3:
+    case DType::fp8_ds_mla:
       break;
   }
   return g_fp8;

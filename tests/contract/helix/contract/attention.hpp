@@ -91,6 +91,23 @@ void partial_attention() {
       }
     }
   }
+  for (const bool is_foreign : {false, true}) {  // rows that bring scales
+    typename KvBench<B>::Spec mixed;
+    mixed.dtype = DType::fp8_ds_mla;
+    mixed.is_mla = true;
+    mixed.is_foreign = is_foreign;
+    mixed.heads = 1;
+    mixed.head_dim = 292;
+    mixed.value_dim = 260;
+    mixed.kvp = 2;
+    mixed.kvp_rank = is_foreign ? 1 : 0;
+    mixed.chunk = 3;
+    mixed.lengths = lengths;
+    CAPTURE(is_foreign);
+    check_attention<B>(mixed, {1, 1, 1, 1}, 5, 0, 0.0f, 0, 4);
+    check_attention<B>(mixed, {11, 1, 33, 2}, 5, 7, 1.5f, 0, 4);
+    check_attention<B>(mixed, {2, 1, 9, 2}, 20, 0, 0.0f, 1, 2);
+  }
   typename KvBench<B>::Spec spec;  // a long sequence, where implementations split the keys
   spec.heads = 1;
   spec.head_dim = spec.value_dim = 32;

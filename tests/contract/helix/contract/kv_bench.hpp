@@ -69,9 +69,14 @@ class KvBench : public Workbench<B> {
             if (is_value && spec.is_mla) continue;
             const std::vector<float> numbers =
                 this->random_values(is_value ? spec.value_dim : spec.head_dim, 2.0);
-            for (std::size_t i = 0; i < numbers.size(); ++i)
-              store(reference::kv_element(host, slot, local, h, is_value, static_cast<std::int64_t>(i)),
-                    numbers[i]);
+            const bool is_mixed = spec.dtype == DType::fp8_ds_mla;
+            if (is_mixed) reference::store_mixed_scales(host, slot, local, numbers.data());
+            for (std::size_t i = 0; i < numbers.size(); ++i) {
+              const auto to =
+                  reference::kv_element(host, slot, local, h, is_value, static_cast<std::int64_t>(i));
+              reference::store(to.pool, to.dtype, to.index,
+                               to.scale != nullptr ? numbers[i] / *to.scale : numbers[i]);
+            }
           }
         }
       }
@@ -118,8 +123,10 @@ class KvBench : public Workbench<B> {
     if (!spec.is_mla) return KvFormat::token_major(dtype, heads, dim, value_dim, tokens);
     KvFormat format = KvFormat::latent(dtype, dim, value_dim, tokens);
     if (spec.is_foreign) {
-      format.k = {tokens * value_dim, 0, value_dim};
-      format.rope = {tokens * (dim - value_dim), 0, dim - value_dim};
+      const std::int64_t latent = format.k_extent();
+      const std::int64_t rope = format.rope_extent();
+      format.k = {tokens * latent, 0, latent};
+      format.rope = {tokens * rope, 0, rope};
     }
     return format;
   }
@@ -140,12 +147,12 @@ class KvBench : public Workbench<B> {
 
   std::vector<std::byte> poisoned(std::int64_t elements) const {
     std::vector<std::byte> pool(static_cast<std::size_t>(elements) * size_bytes(spec_.dtype));
+    if (spec_.dtype == DType::fp8_ds_mla) {
+      std::fill(pool.begin(), pool.end(), std::byte{0xff});  // NaN of each of its types
+      return pool;
+    }
     for (std::int64_t i = 0; i < elements; ++i) reference::store(pool.data(), spec_.dtype, i, std::nan(""));
     return pool;
-  }
-
-  void store(const reference::KvElement& at, float value) const {
-    reference::store(at.pool, spec_.dtype, at.index, value);
   }
 
   Spec spec_;

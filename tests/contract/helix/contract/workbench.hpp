@@ -220,6 +220,6 @@ class Workbench {
                     __VA_ARGS__)
 
 inline constexpr std::array kWeightTypes{DType::f32, DType::f16, DType::bf16};
-inline constexpr std::array kKvTypes{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3};
+inline constexpr std::array kKvTypes{DType::f32, DType::f16, DType::bf16, DType::fp8_e4m3, DType::fp8_ds_mla};
 
 }  // namespace helix::contract

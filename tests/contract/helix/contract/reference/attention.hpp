@@ -15,20 +15,37 @@
 
 namespace helix::contract::reference {
 
-/// Column `i` of the key (is_value false) or value row of a local token: its address in the pools.
+/// Column `i` of the key (is_value false) or value row of a local token: its address in the pools, and what
+/// it is multiplied by.
 struct KvElement {
   void* pool;
   std::int64_t index;
+  DType dtype;
+  const float* scale = nullptr;  // null: 1
 };
+/// A latent column of DType::fp8_ds_mla has its row's scale of 128 columns behind the row; a rope column is
+/// bf16.
+inline KvElement mixed_element(const KvView& kv, std::int64_t page, std::int64_t in_page, std::int64_t i) {
+  const KvFormat& format = kv.format;
+  if (i >= format.value_dim) {
+    const std::int64_t row = page * format.rope.page + in_page * format.rope.token;
+    return {kv.rope, row / 2 + i - format.value_dim, DType::bf16};
+  }
+  const std::int64_t row = page * format.k.page + in_page * format.k.token;
+  const std::byte* scale = static_cast<const std::byte*>(kv.k) + row + format.value_dim + i / 128 * 4;
+  return {kv.k, row + i, DType::fp8_e4m3, reinterpret_cast<const float*>(scale)};
+}
 inline KvElement kv_element(const KvView& kv, std::int64_t slot, std::int64_t local, std::int64_t head,
                             bool is_value, std::int64_t i) {
   const KvFormat& format = kv.format;
   const std::int64_t row = kv.page_begins != nullptr ? kv.page_begins[slot] : slot * kv.max_pages;
   const std::int64_t page = kv.page_table[row + local / format.page_tokens];
   const auto at = [&](void* pool, const KvStrides& strides, std::int64_t column) {
-    return KvElement{pool, page * strides.page + head * strides.head +
-                               local % format.page_tokens * strides.token + column};
+    return KvElement{
+        pool, page * strides.page + head * strides.head + local % format.page_tokens * strides.token + column,
+        format.dtype};
   };
+  if (format.dtype == DType::fp8_ds_mla) return mixed_element(kv, page, local % format.page_tokens, i);
   if (is_value && !format.is_latent) return at(kv.v, format.v, i);
   if (format.is_latent && i >= format.value_dim) return at(kv.rope, format.rope, i - format.value_dim);
   return at(kv.k, format.k, i);
@@ -42,7 +59,19 @@ inline double kv_scale(const KvView& kv, std::int64_t head, bool is_value) {
 inline double kv_value(const KvView& kv, std::int64_t slot, std::int64_t local, std::int64_t head,
                        bool is_value, std::int64_t i) {
   const KvElement at = kv_element(kv, slot, local, head, is_value, i);
-  return load(at.pool, kv.format.dtype, at.index) * kv_scale(kv, head, is_value);
+  return load(at.pool, at.dtype, at.index) *
+         (at.scale != nullptr ? double{*at.scale} : kv_scale(kv, head, is_value));
+}
+
+/// The scales of a row of DType::fp8_ds_mla that is to hold `values`.
+inline void store_mixed_scales(const KvView& kv, std::int64_t slot, std::int64_t local, const float* values) {
+  for (std::int64_t first = 0; first < kv.format.value_dim; first += 128) {
+    double most = 0.0;
+    for (std::int64_t i = first; i < std::min(first + 128, kv.format.value_dim); ++i)
+      if (std::isfinite(values[i])) most = std::max(most, std::abs(double{values[i]}));
+    *const_cast<float*>(kv_element(kv, slot, local, 0, false, first).scale) =
+        most == 0.0 ? 1.0f : static_cast<float>(most / 448.0);
+  }
 }
 
 /// Stores row `row` of k and v as the token at global `position`, if this rank owns it.
@@ -54,9 +83,11 @@ inline void store_token(const KvView& kv, std::int64_t slot, std::int64_t positi
   const std::int64_t local = position / period * kv.layout.chunk() + position % kv.layout.chunk();
   const auto store_row = [&](std::int64_t h, bool is_value, std::int64_t columns,
                              const TensorView<const float, 3>& values) {
+    if (kv.format.dtype == DType::fp8_ds_mla) store_mixed_scales(kv, slot, local, &values(row, h, 0));
     for (std::int64_t i = 0; i < columns; ++i) {
       const KvElement at = kv_element(kv, slot, local, h, is_value, i);
-      store(at.pool, kv.format.dtype, at.index, values(row, h, i) / kv_scale(kv, h, is_value));
+      store(at.pool, at.dtype, at.index,
+            values(row, h, i) / (at.scale != nullptr ? double{*at.scale} : kv_scale(kv, h, is_value)));
     }
   };
   for (std::int64_t h = 0; h < kv.format.num_heads; ++h) {
