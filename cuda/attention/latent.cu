@@ -5,6 +5,7 @@
 
 #include "cuda/attention/kernel.hpp"
 #include "cuda/attention/latent.cuh"
+#include "cuda/attention/latent_e4m3.hpp"
 #include "cuda/runtime/launch.cuh"
 
 namespace helix::cuda {
@@ -140,30 +141,29 @@ int box_tokens(int page_tokens) {
   return std::min(page_tokens & -page_tokens, kLatentTileTokens);
 }
 
+/// Returns the work items that there are at most.
 template <class T, int kBlocks>
-void launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
+int launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
   constexpr int kBytes = static_cast<int>(sizeof(latent::Shared<kBlocks>));
   const int blocks = std::clamp(grid.blocks / kBlocksPerSm / kBlocks, 1, kMaxSplits) * kBlocks;
-  const auto launch_kernel = [&](auto kernel, const auto&... params) {
-    HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-    launch_early(kernel, static_cast<unsigned>(blocks), latent::kThreads, kBytes, grid.stream, true, p,
-                 params...);
-  };
-  if (call.kv.format.dtype == DType::fp8_e4m3) {
-    launch_kernel(attend_latent_e4m3<T, kBlocks>);
-  } else {
-    const int box = box_tokens(p.page_tokens);
-    const int chunks = box == kLatentTileTokens ? latent::kUnitChunks : 1;
-    launch_kernel(attend_latent<T, kBlocks>,
-                  paged_chunks_map(p.k, call.dtype, kLatentColumns, call.kv, box, chunks),
-                  paged_chunks_map(p.rope, call.dtype, kRopeColumns, call.kv, box, 1), box);
-  }
-  launch_combine(p, blocks / kBlocks / p.num_query_tiles, grid.stream);
+  const auto kernel = attend_latent<T, kBlocks>;
+  HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  const int box = box_tokens(p.page_tokens);
+  const int chunks = box == kLatentTileTokens ? latent::kUnitChunks : 1;
+  launch_early(kernel, static_cast<unsigned>(blocks), latent::kThreads, kBytes, grid.stream, true, p,
+               paged_chunks_map(p.k, call.dtype, kLatentColumns, call.kv, box, chunks),
+               paged_chunks_map(p.rope, call.dtype, kRopeColumns, call.kv, box, 1), box);
+  return blocks / kBlocks;
 }
 
 template <class T>
-void launch_rows(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
+int launch_rows(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
   return p.query_tile_rows > kGroupRows ? launch<T, 2>(p, call, grid) : launch<T, 1>(p, call, grid);
+}
+
+int launch_attention(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
+  if (call.kv.format.dtype != call.dtype) return launch_latent_e4m3(p, call, grid);
+  return call.dtype == DType::bf16 ? launch_rows<bf16>(p, call, grid) : launch_rows<f16>(p, call, grid);
 }
 
 bool is_latent_shape(std::int64_t head_dim, std::int64_t value_dim) {
@@ -177,7 +177,8 @@ const AttentionKernel kLatentKernel{
         [](const AttentionCall& call) {
           const KvFormat& format = call.kv.format;
           return call.is_hopper && format.is_latent && is_latent_shape(format.head_dim, format.value_dim) &&
-                 (call.dtype == format.dtype || format.dtype == DType::fp8_e4m3) &&
+                 (call.dtype == format.dtype || format.dtype == DType::fp8_e4m3 ||
+                  (format.is_mixed() && call.dtype == DType::bf16)) &&
                  size_bytes(call.dtype) == 2 && call.q_alignment == 16 && call.kv_alignment == 16;
         },
     .query_tile_rows =
@@ -189,8 +190,8 @@ const AttentionKernel kLatentKernel{
     .has_fixed_query_tile = false,
     .launch =
         [](const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
-          return call.dtype == DType::bf16 ? launch_rows<bf16>(p, call, grid)
-                                           : launch_rows<f16>(p, call, grid);
+          const int items = launch_attention(p, call, grid);
+          launch_combine(p, items / p.num_query_tiles, grid.stream);
         }};
 
 }  // namespace helix::cuda

@@ -27,7 +27,6 @@
 #include "cuda/attention/latent_consumer.cuh"
 #include "cuda/attention/latent_producer.cuh"
 #include "cuda/attention/latent_rows.cuh"
-#include "cuda/attention/latent_widener.cuh"
 #include "cuda/runtime/launch.cuh"
 
 namespace helix::cuda {
@@ -192,17 +191,6 @@ __global__ __launch_bounds__(latent::kThreads,
   latent::attend<T, latent::CopiedTiles, kBlocks>(p, [&](latent::Shared<kBlocks>& s) {
     latent::Copier<kBlocks>(p, s, latents, ropes, box_tokens).run();
   });
-#endif
-}
-
-/// Over latents of e4m3.
-template <class T, int kBlocks>
-__global__ __launch_bounds__(latent::kThreads,
-                             1) void attend_latent_e4m3(const __grid_constant__ AttentionParams p) {
-#if __CUDA_ARCH_FEAT_SM90_ALL
-  prefetch_params(p);
-  latent::attend<T, latent::WidenedTiles, kBlocks>(
-      p, [&](latent::Shared<kBlocks>& s) { latent::Widener<T, kBlocks>(p, s).run(); });
 #endif
 }
 

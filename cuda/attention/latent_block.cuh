@@ -128,14 +128,6 @@ struct CopiedTiles {
   static constexpr unsigned kFills = 1;  ///< Arrivals that fill a unit, beside its bytes.
   static constexpr bool kAreScaled = false;
 };
-/// KV tiles of e4m3, which the producers' threads bring and widen.
-struct WidenedTiles {
-  static constexpr int kHeldChunks = 1;
-  static constexpr int kConsumerRegisters = 216;
-  static constexpr int kProducerRegisters = 72;
-  static constexpr unsigned kFills = kProducerWarps;
-  static constexpr bool kAreScaled = true;
-};
 
 /// By one thread of the block.
 template <class Tiles, int kBlocks>

@@ -13,10 +13,10 @@
 namespace helix::cuda::latent {
 
 /// Calls copy(part) for the parts of the block's work item; by the producers' warps. The first one walks
-/// along it and tells all others; it must bring some of the first KV tile of each part.
-template <int kBlocks, class Copy>
-__device__ __forceinline__ void produce_parts(const AttentionParams& p, Shared<kBlocks>& s,
-                                              const Copy& copy) {
+/// along it and tells all others; it must bring some of the first KV tile of each part. `s` is the block's
+/// shared memory, of `kBlocks` that have a work item together.
+template <int kBlocks, class BlockShared, class Copy>
+__device__ __forceinline__ void produce_parts(const AttentionParams& p, BlockShared& s, const Copy& copy) {
   const bool is_first_lane = threadIdx.x % kWarp == 0;
   if (uniform(static_cast<int>(threadIdx.x) / kWarp) != kConsumers / kWarp) {
     for (unsigned number = 0;; ++number) {
@@ -77,7 +77,7 @@ class Copier {
         half_(uniform(1 - static_cast<int>(threadIdx.x) / kWarp / 2 % 2)) {}
 
   __device__ void run() {
-    produce_parts(p, s, [&](const Part& part) {
+    produce_parts<kBlocks>(p, s, [&](const Part& part) {
       if (box_tokens_ == kLatentTileTokens) {
         copy_whole_tiles(part.span, part.first_token, part.count);
       } else {

@@ -84,6 +84,8 @@ __device__ __forceinline__ void give_registers() {
 #endif
 }
 
+#define HELIX_SUMS_16 "{%0,%1,%2,%3,%4,%5,%6,%7}"
+#define HELIX_SUMS_32 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
 #define HELIX_SUMS_64                                                                               \
   "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25," \
   "%26,%27,%28,%29,%30,%31}"
@@ -106,6 +108,8 @@ __device__ __forceinline__ void give_registers() {
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define HELIX_SUM_32(d, i) \
   HELIX_SUM_8(d, i), HELIX_SUM_8(d, i + 8), HELIX_SUM_8(d, i + 16), HELIX_SUM_8(d, i + 24)
+#define HELIX_OUT_16(d) HELIX_SUM_8(d, 0)
+#define HELIX_OUT_32(d) HELIX_SUM_8(d, 0), HELIX_SUM_8(d, 8)
 #define HELIX_OUT_64(d) HELIX_SUM_32(d, 0)
 #define HELIX_OUT_96(d) HELIX_SUM_32(d, 0), HELIX_SUM_8(d, 32), HELIX_SUM_8(d, 40)
 #define HELIX_OUT_128(d) HELIX_SUM_32(d, 0), HELIX_SUM_32(d, 32)
@@ -171,8 +175,27 @@ __device__ __forceinline__ void product(float (&d)[kColumns / 2], const unsigned
 #if __CUDA_ARCH_FEAT_SM90_ALL
   constexpr bool kIsBf16 = std::is_same_v<T, bf16>;
   static_assert(kIsBf16 || std::is_same_v<T, f16>);
-  static_assert(kColumns == 64 || kColumns == 96 || kColumns == 128 || kColumns == 256);
-  if constexpr (kColumns == 64) {
+  static_assert(kColumns == 16 || kColumns == 32 || kColumns == 64 || kColumns == 96 || kColumns == 128 ||
+                kColumns == 256);
+  if constexpr (kColumns == 16) {
+    if constexpr (kIsBf16 && !kTransposed)
+      HELIX_PRODUCT_REGISTERS(16, "bf16", "0", "8", "9", "10", "11", "12", "13");
+    if constexpr (kIsBf16 && kTransposed)
+      HELIX_PRODUCT_REGISTERS(16, "bf16", "1", "8", "9", "10", "11", "12", "13");
+    if constexpr (!kIsBf16 && !kTransposed)
+      HELIX_PRODUCT_REGISTERS(16, "f16", "0", "8", "9", "10", "11", "12", "13");
+    if constexpr (!kIsBf16 && kTransposed)
+      HELIX_PRODUCT_REGISTERS(16, "f16", "1", "8", "9", "10", "11", "12", "13");
+  } else if constexpr (kColumns == 32) {
+    if constexpr (kIsBf16 && !kTransposed)
+      HELIX_PRODUCT_REGISTERS(32, "bf16", "0", "16", "17", "18", "19", "20", "21");
+    if constexpr (kIsBf16 && kTransposed)
+      HELIX_PRODUCT_REGISTERS(32, "bf16", "1", "16", "17", "18", "19", "20", "21");
+    if constexpr (!kIsBf16 && !kTransposed)
+      HELIX_PRODUCT_REGISTERS(32, "f16", "0", "16", "17", "18", "19", "20", "21");
+    if constexpr (!kIsBf16 && kTransposed)
+      HELIX_PRODUCT_REGISTERS(32, "f16", "1", "16", "17", "18", "19", "20", "21");
+  } else if constexpr (kColumns == 64) {
     if constexpr (kIsBf16 && !kTransposed)
       HELIX_PRODUCT_REGISTERS(64, "bf16", "0", "32", "33", "34", "35", "36", "37");
     if constexpr (kIsBf16 && kTransposed)
@@ -218,11 +241,15 @@ __device__ __forceinline__ void product(float (&d)[kColumns / 2], const unsigned
 #undef HELIX_OUT_128
 #undef HELIX_OUT_96
 #undef HELIX_OUT_64
+#undef HELIX_OUT_32
+#undef HELIX_OUT_16
 #undef HELIX_SUM_32
 #undef HELIX_SUM_8
 #undef HELIX_SUMS_256
 #undef HELIX_SUMS_128
 #undef HELIX_SUMS_96
 #undef HELIX_SUMS_64
+#undef HELIX_SUMS_32
+#undef HELIX_SUMS_16
 
 }  // namespace helix::cuda

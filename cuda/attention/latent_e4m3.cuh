@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// Partial attention over latents of e4m3 (MLA) by Hopper's warp-group products: 512 columns that are key and
+// value, 64 rope columns; rows of one scale, or of four scales and a rope of bf16.
+//
+// The rows of the cache lie in shared memory as they are, and are widened to f16 on the way to registers:
+// they are the rows of both products, the queries the columns. So nothing that is widened goes through shared
+// memory, where it would take twice as long as the products' operands leave time for, and few query rows need
+// few columns. Transposed matrix loads bring pairs of tokens of the values.
+//
+// Two consumer warp groups: one computes scores and weights of even KV tiles, the other of odd ones, and each
+// has half of the value columns of all tiles in its registers. They run half a step apart: while one has
+// scores the other has values.
+#pragma once
+
+#include <cstddef>
+
+#include "cuda/attention/latent_e4m3_consumer.cuh"
+#include "cuda/attention/latent_e4m3_producer.cuh"
+#include "cuda/attention/latent_e4m3_rows.cuh"
+#include "cuda/runtime/launch.cuh"
+
+namespace helix::cuda {
+namespace latent_e4m3 {
+
+/// KV tiles of one part; by one group.
+template <class K>
+struct PartLoop {
+  const Consumer<K> self;
+  const Part& part;
+  TokenRange whole;
+  StagePlace<K> place;
+  typename Consumer<K>::Totals& totals;
+  Sums<K>& sums;
+
+  __device__ int other() const { return 1 - self.group; }
+  __device__ __forceinline__ StagePlace<K> next_place() {
+    const StagePlace<K> now = place;
+    place.advance();
+    return now;
+  }
+
+  /// The weights of the other group's tile are there.
+  __device__ __forceinline__ void follow_other() {
+    group_sync(kWeights + other(), kConsumers);
+    if (!uniform(self.s.is_raised[other()])) return;
+    self.shrink_sums(other(), sums);
+    self.shrink_totals(other(), totals);
+  }
+  __device__ __forceinline__ void finish_sums() { latent::finish(sums[0], sums[1], sums[2], sums[3]); }
+
+  /// Weights of this group's tile `i`. Returns whether its pivots were raised.
+  __device__ __forceinline__ bool find_weights(int i, int token, const TokenScales& scales,
+                                               Scores<K>& scores) {
+    const float most = self.find_exponents(token, i >= whole.begin && i < whole.end, scales, scores);
+    const bool raises = group_or(kOneGroup + self.group, most > kMostExponent || self.s.are_unset);
+    if (i >= 2) group_sync(kWeightsRead + self.group, kConsumers);
+    if (uniform(raises)) {
+      self.raise(scores);
+      self.shrink_totals(self.group, totals);
+    }
+    if (threadIdx.x % kWarpGroup == 0) self.s.is_raised[self.group] = raises;
+    self.weigh(scales, scores, totals);
+    group_arrive(kWeights + self.group, kConsumers);
+    return uniform(raises);
+  }
+
+  __device__ __forceinline__ void run() {
+    const int count = uniform(part.count);
+    const int first_token = uniform(part.first_token);
+    Scores<K> scores;
+    TokenScales scales;
+    int i = self.group;
+#pragma unroll 1
+    for (; i < count; i += 2) {
+      StagePlace<K> others = place;
+      if (i > 0) others = next_place();
+      const StagePlace<K> own = next_place();
+      self.multiply_keys(own, scores, scales);
+      finish_sums();
+      if (i > 0) {
+        follow_other();
+        self.add_values(others, other(), sums);
+        finish_sums();
+      }
+      const bool raises = find_weights(i, first_token + i * kLatentTileTokens, scales, scores);
+      if (i > 0 && i + 1 < count) group_arrive(kWeightsRead + other(), kConsumers);
+      if (raises) self.shrink_sums(self.group, sums);
+      group_sync(kOneGroup + self.group, kWarpGroup);
+      self.add_values(own, self.group, sums);
+      finish_sums();
+    }
+    finish_sums();
+    if (i == count) {
+      follow_other();
+      self.add_values(next_place(), other(), sums);
+      finish_sums();
+    }
+  }
+};
+
+/// Both consumers: each part of the work item from its queries to its rows of out or of split partials.
+template <class K>
+__device__ __forceinline__ void consume(const AttentionParams& p, Shared<K>& s) {
+  const int group = uniform(static_cast<int>(threadIdx.x) / kWarpGroup);
+  const float kv_scale = !K::kIsMixed && p.k_scale != nullptr ? *p.k_scale : 1.0f;
+  unsigned done = 0;  // KV tiles
+  for (unsigned number = 0;; ++number) {
+    const unsigned place = number % 2;
+    barrier_wait(at(&s.part_full[place]), number / 2 & 1u);
+    const Part& part = s.parts[place];
+    if (uniform(part.count) == 0) return;
+    QueryRows<K> queries{p, s, part, kv_scale};
+    const TokenRange whole = queries.begin();
+    typename Consumer<K>::Totals totals;
+    Sums<K> sums;
+#pragma unroll
+    for (float& x : totals) x = 0.0f;
+#pragma unroll
+    for (auto& block : sums) {
+#pragma unroll
+      for (float& x : block) x = 0.0f;
+    }
+    PartLoop<K>{{p, s, group}, part, whole, StagePlace<K>(done), totals, sums}.run();
+    queries.end(totals, sums);
+    done += static_cast<unsigned>(uniform(part.count));
+    barrier_arrive_if(threadIdx.x % kWarp == 0, at(&s.part_empty[place]));
+  }
+}
+
+}  // namespace latent_e4m3
+
+template <class K>
+__global__ __launch_bounds__(latent::kThreads,
+                             1) void attend_latent_e4m3(const __grid_constant__ AttentionParams p) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  auto& s = latent_e4m3::shared<K>();
+  prefetch_params(p);
+  if (threadIdx.x == 0) latent_e4m3::init_barriers(s);
+  wait_for_previous();
+  start_next();
+  make_plan(p, s.plan);
+  if (threadIdx.x >= latent::kConsumers) {
+    give_registers<latent_e4m3::kProducerRegisters>();
+    latent_e4m3::Copier<K>(p, s).run();
+  } else {
+    take_registers<latent_e4m3::kConsumerRegisters>();
+    latent_e4m3::consume(p, s);
+  }
+  finish_messages(p);
+#endif
+}
+
+}  // namespace helix::cuda

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the warps of a block share that attends to latents of e4m3: sizes and shared memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/attention/latent_block.cuh"
+
+namespace helix::cuda::latent_e4m3 {
+
+using latent::at;
+using latent::block_of_item;
+using latent::kConsumers;
+using latent::kGroupColumns;
+using latent::kGroups;
+using latent::kProducerWarps;
+using latent::kSteps;
+using latent::kThreads;
+using latent::Part;
+using latent::scheduled_block;
+using latent::uniform;
+
+/// One kernel of the family: q and out of T, kTheRows query rows of a block, kTheBlocks blocks that have a
+/// work item together. A row of the cache has 576 columns of e4m3, or where `kMixed` 512 of e4m3, four scales
+/// of f32 and 64 columns of bf16.
+template <class TheT, int kTheRows, int kTheBlocks, bool kMixed>
+struct Kind {
+  using T = TheT;
+  static constexpr int kRows = kTheRows;
+  static constexpr int kBlocks = kTheBlocks;
+  static constexpr bool kIsMixed = kMixed;
+  static constexpr unsigned kScalesAt = kLatentColumns;
+  static constexpr unsigned kScaleBytes = kMixed ? 16 : 0;
+  static constexpr unsigned kRopeAt = kScalesAt + kScaleBytes;
+  static constexpr unsigned kRopeBytes = kRopeColumns * (kMixed ? 2 : 1);
+  /// Of a row in shared memory: eight rows one after another have each 16-byte part in banks of its own.
+  static constexpr unsigned kRowBytes = kMixed ? 656 : 592;
+  static constexpr unsigned kTileBytes = kLatentTileTokens * kRowBytes;
+  static constexpr unsigned kQueryChunkBytes = kRows * latent::kRowBytes;
+  static constexpr unsigned kQueryBytes = latent::kChunks * kQueryChunkBytes;
+  static constexpr int kStages =
+      static_cast<int>((227 * 1024 - 8 * 1024 - kQueryBytes - 2 * latent::kChunkBytes) / kTileBytes);
+  static_assert(kRows % 16 == 0 && kRows <= kGroupRows && kStages >= 3);
+};
+
+/// The schedule, and at the beginning what is known of the query tiles.
+template <class K>
+struct Plan : SmallAttentionPlan<kLatentTileTokens, latent::Limits, K::kBlocks> {
+  /// In shared memory, until there are weights.
+  static __device__ QueryTileSpan& span(int u);
+  static __device__ void keep(int u, const QueryTileSpan& of) { span(u) = of; }
+};
+
+/// What turns a query row's sums into its exponents, base 2: sum * factor - pivot.
+struct RowTerms {
+  float factor;
+  float pivot;
+};
+
+template <class K>
+struct Shared {
+  alignas(1024) std::byte queries[K::kQueryBytes];  // at the end a part of the results
+  /// Of each group's tile: [token][query row]. Before any, the spans of the query tiles.
+  alignas(1024) std::byte weights[kGroups][latent::kChunkBytes];
+  alignas(128) std::byte tiles[K::kStages][K::kTileBytes];
+  alignas(16) RowTerms row[K::kRows];
+  alignas(16) float raise[kGroups][K::kRows];  // by how much each group's tile raised the pivots
+  alignas(16) float top[kGroups][4][K::kRows];
+  int low[K::kRows];  // local tokens that the rows see
+  int high[K::kRows];
+  /// Scales of each group's tile, over the largest of the token: [columns / 128][token].
+  alignas(16) std::uint16_t ratios[kGroups][4][K::kIsMixed ? kLatentTileTokens : 1];
+  bool is_unset[K::kRows];  // has no pivot yet
+  bool are_unset;           // some of them
+  bool is_raised[kGroups];
+  unsigned long long full[K::kStages];
+  unsigned long long empty[K::kStages];
+  unsigned long long part_full[2];
+  unsigned long long part_empty[2];
+  Part parts[2];  // those that the consumers work on, and the next
+  Plan<K> plan;
+};
+
+template <class K>
+__device__ __forceinline__ Shared<K>& shared() {
+  static_assert(sizeof(Shared<K>) <= 227 * 1024);
+  static_assert(kMaxQueryTiles * sizeof(QueryTileSpan) <= latent::kChunkBytes);
+  extern __shared__ __align__(1024) std::byte memory[];
+  return *reinterpret_cast<Shared<K>*>(memory);
+}
+
+template <class K>
+__device__ __forceinline__ QueryTileSpan& Plan<K>::span(int u) {
+  return reinterpret_cast<QueryTileSpan*>(shared<K>().weights[0])[u];
+}
+
+/// Named barriers of the block; those of a group follow each other.
+enum Barrier { kAllConsumers = 1, kOneGroup = 2, kWeights = 4, kWeightsRead = 6 };
+
+inline constexpr int kConsumerRegisters = 232;
+inline constexpr int kProducerRegisters = 40;
+
+/// A KV tile's place among the stages.
+template <class K>
+struct StagePlace {
+  unsigned stage;
+  unsigned parity;
+
+  /// Of tile `count` since the start of the kernel.
+  explicit __device__ StagePlace(unsigned count)
+      : stage(count % K::kStages), parity(count / K::kStages & 1u) {}
+  __device__ __forceinline__ void advance() {
+    const bool wraps = stage + 1 == K::kStages;
+    stage = wraps ? 0 : stage + 1;
+    parity ^= wraps ? 1u : 0u;
+  }
+};
+
+/// By one thread of the block.
+template <class K>
+__device__ inline void init_barriers(Shared<K>& s) {
+  constexpr unsigned kWarpsOfGroup = kWarpGroup / kWarp;
+  for (int stage = 0; stage < K::kStages; ++stage) {
+    barrier_init(at(&s.full[stage]), kProducerWarps * kWarp);
+    barrier_init(at(&s.empty[stage]), kGroups * kWarpsOfGroup);
+  }
+  for (int place = 0; place < 2; ++place) {
+    barrier_init(at(&s.part_full[place]), 1);
+    barrier_init(at(&s.part_empty[place]), kGroups * kWarpsOfGroup + kProducerWarps - 1);
+  }
+  fence_barrier_init();
+}
+
+}  // namespace helix::cuda::latent_e4m3
