@@ -75,7 +75,8 @@ extern const AttentionKernel kTensorPagesE4m3;
 /// Tensor cores as kTensorPagesE4m3, for rows of any strides.
 extern const AttentionKernel kTensorRowsE4m3;
 /// Warp-group products of compute capability 9.0, over latents of 512 columns and 64 of rope; q and out of
-/// one 16-bit type, KV of the same or of e4m3, rows of any strides aligned to 16 bytes.
+/// one 16-bit type, KV of the same, of e4m3 or, under bf16, of fp8_ds_mla; rows of any strides aligned to 16
+/// bytes.
 extern const AttentionKernel kLatentKernel;
 /// Matrix instructions of compute capability 8.0, on all devices: q and out of f16 beside KV of bf16.
 extern const AttentionKernel kMmaRest;

@@ -41,6 +41,12 @@ struct Kind {
   static constexpr unsigned kQueryBytes = latent::kChunks * kQueryChunkBytes;
   static constexpr int kStages =
       static_cast<int>((227 * 1024 - 8 * 1024 - kQueryBytes - 2 * latent::kChunkBytes) / kTileBytes);
+  /// Whether each consumer group has code of its own. With 16 query rows that takes 1514 us in place of 1287
+  /// (64 sequences of 131072 tokens, H200): both do not fit into the cache of instructions.
+  static constexpr bool kHasGroupsApart = kRows == 64;
+  /// Matrix loads between two waits, each of which two products follow. With 64 query rows two loads are no
+  /// faster, and take more registers than there are.
+  static constexpr int kStageLoads = kRows < 64 ? 2 : 1;
   static_assert(kRows % 16 == 0 && kRows <= kGroupRows && kStages >= 3);
 };
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/attention/latent_e4m3_block.cuh"
+#include "cuda/attention/latent_e4m3_fragments.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/math.cuh"
 
@@ -27,75 +28,16 @@ using Scores = float[K::kRows / 2];
 /// Sums of values, likewise: value column h of a pair of columns instead of a token.
 template <class K>
 using Sums = float[kValueBlocks][K::kRows / 2];
-/// Rows of a product in registers.
-using Fragment = unsigned[4];
-
-/// Adds up what `x` is in the threads of the group; a barrier of it.
-__device__ __forceinline__ bool group_or(int barrier, bool x) {
-  int any;
-  asm volatile(
-      "{\n"
-      ".reg .pred in, out;\n"
-      "setp.ne.b32 in, %1, 0;\n"
-      "barrier.cta.red.or.pred out, %2, %3, in;\n"
-      "selp.b32 %0, 1, 0, out;\n"
-      "}\n"
-      : "=r"(any)
-      : "r"(static_cast<int>(x)), "r"(barrier), "n"(kWarpGroup)
-      : "memory");
-  return any != 0;
-}
-
-/// The transposes of four 8 x 8 matrices of 16-bit elements.
-__device__ __forceinline__ void load_transposed(unsigned (&x)[4], unsigned from) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(from)
-               : "memory");
-#endif
-}
-
-__device__ __forceinline__ unsigned multiply_pair(unsigned x, __half2 y) {
-  const __half2 z = __hmul2(reinterpret_cast<const __half2&>(x), y);
-  return reinterpret_cast<const unsigned&>(z);
-}
-__device__ __forceinline__ unsigned multiply_pair(unsigned x, __nv_bfloat162 y) {
-  const __nv_bfloat162 z = __hmul2(reinterpret_cast<const __nv_bfloat162&>(x), y);
-  return reinterpret_cast<const unsigned&>(z);
-}
-
-/// The scales of this thread's two tokens: a power of two, the token's scale, and what the scales of the
-/// columns are of it. The first is exact wherever it goes, the others are rounded to 11 bits.
-struct TokenScales {
-  int exponent[2];   // biased
-  __half2 ratio[4];  // of 128 columns each, of both tokens
-
-  __device__ float scale(int h) const { return __uint_as_float(static_cast<unsigned>(exponent[h]) << 23); }
-  __device__ float inverse(int h) const {
-    return __uint_as_float(static_cast<unsigned>(254 - exponent[h]) << 23);
-  }
-  __device__ float log2(int h) const { return static_cast<float>(exponent[h] - 127); }
-  __device__ void load(int h, float4 scales) {
-    const float most = fmaxf(fmaxf(scales.x, scales.y), fmaxf(scales.z, scales.w));
-    const int up = static_cast<int>((__float_as_uint(most) + 0x7fffffu) >> 23);
-    exponent[h] = most > 0.0f ? ::max(1, ::min(253, up)) : 127;
-    const float x[4] = {scales.x, scales.y, scales.z, scales.w};
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const __half r = __float2half_rn(x[k] * inverse(h));
-      ratio[k] = h == 0 ? __halves2half2(r, r) : __halves2half2(__low2half(ratio[k]), r);
-    }
-  }
-};
-
+/// Sums of weights, of query row 8 * j + lane % 4 * 2 + i element 2 * j + i.
+template <class K>
+using Totals = float[K::kRows / 4];
 /// What both groups do alike: group kGroup has the scores of KV tiles kGroup, kGroup + 2, ..., and half of
 /// the value columns of all.
-template <class K>
+template <class K, class Group>
 struct Consumer {
   const AttentionParams& p;
   Shared<K>& s;
-  const int group;
+  Group group;
 
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
   static __device__ int warp() { return static_cast<int>(threadIdx.x) % kWarpGroup / kWarp; }
@@ -103,6 +45,12 @@ struct Consumer {
 
   __device__ unsigned tile(const StagePlace<K>& place) const {
     return at(s.tiles[0]) + place.stage * K::kTileBytes;
+  }
+
+  /// The queries' columns [16 * step, + 16).
+  __device__ __forceinline__ std::uint64_t query_operand(int step) const {
+    return rows_operand(at(s.queries) + static_cast<unsigned>(step / kSteps) * K::kQueryChunkBytes +
+                        static_cast<unsigned>(step % kSteps) * 32u);
   }
 
   /// Scores of a KV tile that has come, over the token's scale where there is one.
@@ -124,39 +72,45 @@ struct Consumer {
     }
     const unsigned from =
         rows + static_cast<unsigned>(lane() % 16) * K::kRowBytes + static_cast<unsigned>(lane() / 16) * 16u;
-    const latent::OperandPlace queries(rows_operand(at(s.queries)));
     constexpr int kPairs = (kLatentColumns + (K::kIsMixed ? 0 : kRopeColumns)) / kPairColumns;
-    Fragment raw[2];
-    Fragment keys[2][2];
-    load_matrices(raw[0], from);
+    constexpr int kLoads = K::kStageLoads;
+    static_assert(kPairs % kLoads == 0);
+    const auto load = [&](Fragment(&raw)[kLoads], int stage) {
 #pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
-      if (pair + 1 < kPairs)
-        load_matrices(raw[(pair + 1) % 2], from + static_cast<unsigned>(pair + 1) * kPairColumns);
-      const Fragment& x = raw[pair % 2];
-      Fragment(&k)[2] = keys[pair % 2];
-      widen(x[0], k[0][0], k[0][2]);
-      widen(x[1], k[0][1], k[0][3]);
-      widen(x[2], k[1][0], k[1][2]);
-      widen(x[3], k[1][1], k[1][3]);
-      if constexpr (K::kIsMixed) {
-        const __half2 ratio = scales.ratio[pair / 4];
+      for (int l = 0; l < kLoads; ++l)
+        load_matrices(raw[l], from + static_cast<unsigned>(stage * kLoads + l) * kPairColumns);
+    };
+    Fragment raw[2][kLoads];
+    Fragment keys[2][2 * kLoads];
+    load(raw[0], 0);
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-          k[i / 4][i % 4] =
-              multiply_pair(k[i / 4][i % 4], i % 2 == 0 ? __low2half2(ratio) : __high2half2(ratio));
+    for (int stage = 0; stage < kPairs / kLoads; ++stage) {
+      if (stage + 1 < kPairs / kLoads) load(raw[(stage + 1) % 2], stage + 1);
+      Fragment(&k)[2 * kLoads] = keys[stage % 2];
+#pragma unroll
+      for (int l = 0; l < kLoads; ++l) {
+        const Fragment& x = raw[stage % 2][l];
+        widen(x[0], k[2 * l][0], k[2 * l][2]);
+        widen(x[1], k[2 * l][1], k[2 * l][3]);
+        widen(x[2], k[2 * l + 1][0], k[2 * l + 1][2]);
+        widen(x[3], k[2 * l + 1][1], k[2 * l + 1][3]);
+        if constexpr (K::kIsMixed) {
+          const __half2 ratio = scales.ratio[(stage * kLoads + l) / 4];
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            unsigned& two = k[2 * l + i / 4][i % 4];
+            two = multiply_pair(two, i % 2 == 0 ? __low2half2(ratio) : __high2half2(ratio));
+          }
+        }
       }
       products_fence();
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        product<f16, K::kRows, false>(scores, k[i],
-                                      queries.at(static_cast<unsigned>(pair / 2) * K::kQueryChunkBytes +
-                                                 static_cast<unsigned>(pair % 2 * 2 + i) * 32u),
-                                      pair + i > 0);
+      for (int i = 0; i < 2 * kLoads; ++i)
+        product<f16, K::kRows, false>(scores, k[i], query_operand(stage * 2 * kLoads + i), stage + i > 0);
       products_commit();
       products_wait<1>();
     }
-    if constexpr (K::kIsMixed) multiply_rope(from + K::kRopeAt, queries, scales, scores);
+    if constexpr (K::kIsMixed) multiply_rope(from + K::kRopeAt, scales, scores);
     latent::finish(scores);
     if constexpr (K::kIsMixed) {
 #pragma unroll
@@ -165,8 +119,8 @@ struct Consumer {
   }
 
   /// Adds the rope columns of bf16.
-  __device__ __forceinline__ void multiply_rope(unsigned from, const latent::OperandPlace& queries,
-                                                const TokenScales& scales, Scores<K>& scores) const {
+  __device__ __forceinline__ void multiply_rope(unsigned from, const TokenScales& scales,
+                                                Scores<K>& scores) const {
     const __nv_bfloat162 inverse[2] = {__float2bfloat162_rn(scales.inverse(0)),
                                        __float2bfloat162_rn(scales.inverse(1))};
     Fragment keys[2];
@@ -177,9 +131,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) k[i] = multiply_pair(k[i], inverse[i % 2]);
       products_fence();
-      product<bf16, K::kRows, false>(
-          scores, k,
-          queries.at(latent::kValueChunks * K::kQueryChunkBytes + static_cast<unsigned>(step) * 32u), 1);
+      product<bf16, K::kRows, false>(scores, k, query_operand(latent::kValueChunks * kSteps + step), 1);
       products_commit();
       products_wait<1>();
     }
@@ -190,26 +142,46 @@ struct Consumer {
   __device__ __forceinline__ float find_exponents(int token, bool is_whole, const TokenScales& scales,
                                                   Scores<K>& scores) const {
     const bool is_capped = p.soft_cap > 0.0f;
+    if (is_capped) cap(scores);
     float most = -kInfinity;
 #pragma unroll
     for (int j = 0; j < K::kRows / 8; ++j) {
-      const int r = 8 * j + first_row();
-      const float4 two = *reinterpret_cast<const float4*>(&s.row[r]);
-      const float factor[2] = {two.x, two.z};
+      const float4 two = *reinterpret_cast<const float4*>(&s.row[8 * j + first_row()]);
+      const float factor[2] = {is_capped ? 1.0f : two.x, is_capped ? 1.0f : two.z};
       const float pivot[2] = {two.y, two.w};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         float& x = scores[4 * j + k];
-        const float more = K::kIsMixed ? scales.log2(k / 2) - pivot[k % 2] : -pivot[k % 2];
-        if (is_capped) {
-          x = fmaf(p.soft_cap * kLog2E, fast_tanh(x * factor[k % 2]), more);
-        } else {
-          x = fmaf(x, factor[k % 2], more);
-        }
-        if (!is_whole) {
-          const int t = token + warp() * 16 + lane() / 4 + k / 2 * 8;
-          if (t < s.low[r + k % 2] || t >= s.high[r + k % 2]) x = -kInfinity;
-        }
+        x = fmaf(x, factor[k % 2], K::kIsMixed ? scales.log2(k / 2) - pivot[k % 2] : -pivot[k % 2]);
+        most = fmaxf(most, x);
+      }
+    }
+    return is_whole ? most : mask(token, scores);
+  }
+  __device__ __forceinline__ void cap(Scores<K>& scores) const {
+    const float top = p.soft_cap * kLog2E;
+#pragma unroll
+    for (int j = 0; j < K::kRows / 8; ++j) {
+      const float4 two = *reinterpret_cast<const float4*>(&s.row[8 * j + first_row()]);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        float& x = scores[4 * j + k];
+        x = top * fast_tanh(x * (k % 2 == 0 ? two.x : two.z));
+      }
+    }
+  }
+  /// What rows do not see becomes nothing. Returns the largest of the rest.
+  __device__ __forceinline__ float mask(int token, Scores<K>& exponents) const {
+    const int first = token + warp() * 16 + lane() / 4;
+    float most = -kInfinity;
+#pragma unroll
+    for (int j = 0; j < K::kRows / 8; ++j) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int r = 8 * j + first_row() + k % 2;
+        const int t = first + k / 2 * 8;
+        float& x = exponents[4 * j + k];
+        x = s.low[r] <= t && t < s.high[r] ? x : -kInfinity;
         most = fmaxf(most, x);
       }
     }
@@ -271,8 +243,7 @@ struct Consumer {
       }
     }
   }
-  using Totals = float[K::kRows / 4];  // of the weights: query row 8 * j + lane % 4 * 2 + i is 2 * j + i
-  __device__ __forceinline__ void shrink_totals(int of, Totals& totals) const {
+  __device__ __forceinline__ void shrink_totals(int of, Totals<K>& totals) const {
 #pragma unroll
     for (int j = 0; j < K::kRows / 8; ++j) {
       const float2 by = shrink(of, 8 * j + first_row());
@@ -283,7 +254,7 @@ struct Consumer {
 
   /// Exponents become weights, for both groups.
   __device__ __forceinline__ void weigh(const TokenScales& scales, Scores<K>& exponents,
-                                        Totals& totals) const {
+                                        Totals<K>& totals) const {
     const unsigned row = static_cast<unsigned>(warp() * 16 + lane() % 16);
     const unsigned to = at(s.weights[group]) + row * 128u;
 #pragma unroll
@@ -313,52 +284,65 @@ struct Consumer {
     fence_before_copy();
   }
 
-  /// sums += values of a tile times the weights of `of`'s tile; products are on their way at the end, and the
-  /// tile is free.
+  /// Values of load `i` of a tile times the ratios of the tokens' scales.
+  __device__ __forceinline__ void scale_values(int of, int i, Fragment& first, Fragment& second) const {
+    constexpr int kStepLoads = kValueBlocks / 2;
+    const auto& ratios = s.ratios[of][group * kStepLoads + i % kStepLoads];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const unsigned two =
+          *reinterpret_cast<const unsigned*>(&ratios[i / kStepLoads * kProductDepth + k * 8 + first_row()]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        first[k * 2 + h] = multiply_pair(first[k * 2 + h], reinterpret_cast<const __half2&>(two));
+        second[k * 2 + h] = multiply_pair(second[k * 2 + h], reinterpret_cast<const __half2&>(two));
+      }
+    }
+  }
+
+  /// sums += values of a tile times the weights of group `of`'s tile; products are on their way at the end,
+  /// and the tile is free.
   __device__ __forceinline__ void add_values(const StagePlace<K>& place, int of, Sums<K>& sums) const {
     barrier_wait(at(&s.full[place.stage]), place.parity);  // long past, but this group may not have seen it
     const unsigned from = tile(place) + static_cast<unsigned>(lane() % 16) * K::kRowBytes +
                           static_cast<unsigned>(lane() / 16) * 16u +
                           static_cast<unsigned>(group * kGroupColumns + warp() * kPairColumns);
-    const latent::OperandPlace weights(columns_operand(
-        at(s.weights[0]) + static_cast<unsigned>(of) * latent::kChunkBytes, latent::kChunkBytes));
-    constexpr int kPairBlocks = kValueBlocks / 2;
-    constexpr int kLoads = kSteps * kPairBlocks;
-    const auto place_of = [&](int i) {
-      return from + static_cast<unsigned>(i / kPairBlocks * kProductDepth) * K::kRowBytes +
-             static_cast<unsigned>(i % kPairBlocks) * (kWarpGroup / kWarp * kPairColumns);
+    constexpr int kLoads = K::kStageLoads;
+    constexpr int kStepLoads = kValueBlocks / 2;  // of 16 tokens
+    const auto load = [&](Fragment(&raw)[kLoads], int stage) {
+#pragma unroll
+      for (int l = 0; l < kLoads; ++l) {
+        const int i = stage * kLoads + l;
+        load_transposed(raw[l],
+                        from + static_cast<unsigned>(i / kStepLoads * kProductDepth) * K::kRowBytes +
+                            static_cast<unsigned>(i % kStepLoads) * (kWarpGroup / kWarp * kPairColumns));
+      }
     };
-    Fragment raw[2];
-    Fragment values[2][2];
-    load_transposed(raw[0], place_of(0));
+    Fragment raw[2][kLoads];
+    Fragment values[2][2 * kLoads];
+    load(raw[0], 0);
+    constexpr int kStages = kSteps * kStepLoads / kLoads;
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      if (i + 1 < kLoads) load_transposed(raw[(i + 1) % 2], place_of(i + 1));
-      const int step = i / kPairBlocks;
-      const int blocks = i % kPairBlocks * 2;
-      Fragment(&v)[2] = values[i % 2];
+    for (int stage = 0; stage < kStages; ++stage) {
+      if (stage + 1 < kStages) load(raw[(stage + 1) % 2], stage + 1);
+      Fragment(&v)[2 * kLoads] = values[stage % 2];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {  // columns k / 2 * 16, tokens k % 2 * 8 of the step
-        const unsigned x = __byte_perm(raw[i % 2][k], 0, 0x3120);
+      for (int k = 0; k < 4 * kLoads; ++k) {  // of a load: columns k / 2 * 16, tokens k % 2 * 8 of the step
+        const unsigned x = __byte_perm(raw[stage % 2][k / 4][k % 4], 0, 0x3120);
         widen(x, v[k / 2][k % 2 * 2], v[k / 2][k % 2 * 2 + 1]);
       }
       if constexpr (K::kIsMixed) {
-        const int columns = group * 2 + i % kPairBlocks;
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          const unsigned two = *reinterpret_cast<const unsigned*>(
-              &s.ratios[of][columns][step * kProductDepth + k * 8 + first_row()]);
-#pragma unroll
-          for (int j = 0; j < 4; ++j)
-            v[j / 2][k * 2 + j % 2] =
-                multiply_pair(v[j / 2][k * 2 + j % 2], reinterpret_cast<const __half2&>(two));
-        }
+        for (int l = 0; l < kLoads; ++l) scale_values(of, stage * kLoads + l, v[2 * l], v[2 * l + 1]);
       }
       products_fence();
 #pragma unroll
-      for (int j = 0; j < 2; ++j)
-        product<f16, K::kRows, true>(sums[blocks + j], v[j], weights.at(static_cast<unsigned>(step) * 2048u),
-                                     1);
+      for (int k = 0; k < 2 * kLoads; ++k) {
+        const int i = stage * kLoads + k / 2;
+        const std::uint64_t weights = columns_operand(
+            at(s.weights[of]) + static_cast<unsigned>(i / kStepLoads) * 2048u, latent::kChunkBytes);
+        product<f16, K::kRows, true>(sums[i % kStepLoads * 2 + k % 2], v[k], weights, 1);
+      }
       products_commit();
       products_wait<1>();
     }

@@ -144,7 +144,7 @@ struct QueryRows {
   }
 
   /// Writes the rows: out and lse, or split partials.
-  __device__ __forceinline__ void end(const typename Consumer<K>::Totals& totals, const Sums<K>& sums) const {
+  __device__ __forceinline__ void end(const Totals<K>& totals, const Sums<K>& sums) const {
     group_sync(latent_e4m3::kAllConsumers, kConsumers);  // nobody reads queries any more
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i) {
