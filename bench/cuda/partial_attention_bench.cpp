@@ -57,9 +57,11 @@ struct Case {
     if (is_portable) name += "/portable";
     return name;
   }
-  /// Elements of K and V of one token.
-  std::int64_t token_elements() const {
-    return layout == Layout::latent ? head_dim : kv_heads * (head_dim + value_dim);
+  /// Bytes of K and V of one token.
+  std::int64_t token_bytes() const {
+    return layout == Layout::latent
+               ? latent_row_bytes(kv_dtype, head_dim, value_dim)
+               : kv_heads * (head_dim + value_dim) * static_cast<std::int64_t>(size_bytes(kv_dtype));
   }
   /// Whether products bound it, and not the memory: its rate is FLOP/s.
   bool is_prefill() const { return queries > 64; }
@@ -85,6 +87,7 @@ constexpr Case portable(Case c) {
 }
 
 constexpr DType kFp8 = DType::fp8_e4m3;
+constexpr DType kMixed = DType::fp8_ds_mla;
 constexpr Layout kTokenMajor = Layout::token_major;
 
 constexpr Case kCases[] = {
@@ -148,7 +151,11 @@ constexpr Case kCases[] = {
     mla({.query_heads = 16, .batch = 64, .tokens = 131072}),
     mla({.query_heads = 128, .batch = 8, .tokens = 131072, .kv_dtype = kFp8}),
     mla({.query_heads = 128, .batch = 8, .tokens = 8192, .kv_dtype = kFp8}),
+    mla({.query_heads = 64, .batch = 8, .tokens = 131072, .kv_dtype = kFp8}),
     mla({.query_heads = 16, .batch = 64, .tokens = 131072, .kv_dtype = kFp8}),
+    mla({.query_heads = 128, .batch = 8, .tokens = 131072, .kv_dtype = kMixed}),
+    mla({.query_heads = 128, .batch = 8, .tokens = 8192, .kv_dtype = kMixed}),
+    mla({.query_heads = 16, .batch = 64, .tokens = 131072, .kv_dtype = kMixed}),
     // Drafted tokens.
     {.batch = 8, .tokens = 131072, .queries = 4},
     {.batch = 8, .tokens = 131072, .queries = 8},
@@ -213,6 +220,15 @@ std::int64_t page_elements(const Case& c) {
   return c.layout == Layout::token_major ? format.k.page + format.v.page : format.page_elements();
 }
 
+/// Random K and V. Rows that bring scales are those of DType::fp8_ds_mla.
+cuda::Buffer random_pool(const Case& c, std::int64_t pages, std::mt19937::result_type seed) {
+  if (c.kv_dtype != DType::fp8_ds_mla) return random_elements(c.kv_dtype, pages * page_elements(c), seed);
+  const std::int64_t rows = pages * c.page_tokens;
+  cuda::Buffer pool(static_cast<std::size_t>(rows * c.token_bytes()));
+  cuda::bench::fill_mixed_rows(pool.data(), rows, c.head_dim, c.value_dim, seed);
+  return pool;
+}
+
 /// A view of the pool, without a page table.
 KvView view_of(const cuda::Buffer& pool, const Case& c, std::int64_t pages) {
   const KvFormat format = format_of(c);
@@ -245,11 +261,10 @@ class Workload {
   Workload(const Case& c, std::mt19937& random)
       : case_(c),
         lengths_(lengths_of(c, random)),
-        kv_bytes_(std::accumulate(lengths_.begin(), lengths_.end(), std::int64_t{0}) * c.token_elements() *
-                  static_cast<std::int64_t>(size_bytes(c.kv_dtype))),
+        kv_bytes_(std::accumulate(lengths_.begin(), lengths_.end(), std::int64_t{0}) * c.token_bytes()),
         turns_(1 + static_cast<std::int64_t>(kColdBytes) / kv_bytes_),
         pages_(turns_ * pages_of(c, lengths_)),
-        pool_(random_elements(c.kv_dtype, pages_ * page_elements(c), random())),
+        pool_(random_pool(c, pages_, random())),
         table_at_(on_device(operators_, page_table(random))),
         scales_at_(on_device(operators_, scales(random))) {
     if (c.is_portable) operators_.set_attention_target(cuda::AttentionTarget::any_gpu);
@@ -447,7 +462,7 @@ void bench_partial_attention(benchmark::State& state, const Case& c) {
   }
   state.counters["error"] = errors.out;
   state.counters["lse_error"] = errors.lse;
-  if (!(errors.out < (c.kv_dtype == kFp8 ? 1.5e-2 : 3e-3) && errors.lse < 1e-3)) {
+  if (!(errors.out < (c.kv_dtype == kFp8 || c.kv_dtype == kMixed ? 1.5e-2 : 3e-3) && errors.lse < 1e-3)) {
     state.SkipWithError(
         ("the result is wrong by " + std::to_string(errors.out) + ", lse by " + std::to_string(errors.lse))
             .c_str());

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <helix/kv_format.hpp>
+#include <helix/synthetic_kv.hpp>
 
 #include "cuda/ceilings/exact_attention.hpp"
 #include "cuda/kv_cache/mixed_rows.cuh"
@@ -117,7 +118,30 @@ __global__ __launch_bounds__(kWarps* kWarp) void attend_exactly(Problem<T> p, st
   if (threadIdx.x == 0) to.lse[blockIdx.x] = top + log(total);
 }
 
+/// A warp a row. Values are uniform in [-a, a] with another a each 128 columns.
+__global__ void fill_rows(std::byte* pool, std::int64_t rows, int head_dim, int value_dim, unsigned seed) {
+  const std::int64_t i = (std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / kWarp;
+  if (i >= rows) return;
+  const std::int64_t latent = latent_extent(DType::fp8_ds_mla, value_dim);
+  std::byte* row = pool + i * (latent + rope_extent(DType::fp8_ds_mla, head_dim - value_dim));
+  const std::uint32_t key = synthetic_row_key(seed, 0, i, false);
+  store_mixed_row(MixedRow<const float>{nullptr, row, row + latent, head_dim, value_dim}, [&](int column) {
+    const auto group = static_cast<std::uint32_t>(head_dim + column / static_cast<int>(kScaledColumns));
+    return synthetic_element(key, static_cast<std::uint32_t>(column)) *
+           (1.5f + synthetic_element(key, group));
+  });
+}
+
 }  // namespace
+
+void fill_mixed_rows(void* pool, std::int64_t rows, std::int64_t head_dim, std::int64_t value_dim,
+                     unsigned seed) {
+  constexpr int kThreads = 256;
+  fill_rows<<<ceil_div(rows, kThreads / kWarp), kThreads>>>(
+      static_cast<std::byte*>(pool), rows, static_cast<int>(head_dim), static_cast<int>(value_dim), seed);
+  HELIX_CHECK_LAUNCH();
+  HELIX_CUDA_CHECK(cudaDeviceSynchronize());
+}
 
 template <class T>
 void launch_exact_attention(const PartialAttentionArgs<T>& args, const ExactRows& to, StreamHandle stream) {

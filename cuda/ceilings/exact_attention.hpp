@@ -24,4 +24,9 @@ struct ExactRows {
 template <class T>
 void launch_exact_attention(const PartialAttentionArgs<T>& args, const ExactRows& to, StreamHandle stream);
 
+/// Fills `rows` rows of DType::fp8_ds_mla, one behind the other in device memory at `pool`, with random
+/// columns and scales; waits for it.
+void fill_mixed_rows(void* pool, std::int64_t rows, std::int64_t head_dim, std::int64_t value_dim,
+                     unsigned seed);
+
 }  // namespace helix::cuda::bench

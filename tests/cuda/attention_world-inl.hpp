@@ -84,13 +84,13 @@ typename AttentionWorld<T>::Shard AttentionWorld<T>::shard_of(std::int64_t kvp_r
               {},
               HostPageLists(counts, c.is_csr, free_pages.front())};
   const KvPool& pool = shard.pool;
-  shard.bytes.resize(at(pool.num_elements) * size_bytes(c.kv_dtype));
-  dispatch(c.kv_dtype, [&]<class S>(S*) {
+  shard.bytes.assign(at(pool.num_elements) * size_bytes(c.kv_dtype), 0xff);  // of fp8_ds_mla NaN throughout
+  const auto fill = [&]<class S>(S*) {
     const auto put = [&](std::int64_t i, float value) {
       const S x(value);
       std::memcpy(shard.bytes.data() + at(i) * sizeof(S), &x, sizeof(S));
     };
-    for (std::int64_t i = 0; i < pool.num_elements; ++i) put(i, kNaN);
+    for (std::int64_t i = 0; i < pool.num_elements && !c.is_mixed(); ++i) put(i, kNaN);
     for (std::size_t b = 0; b < c.sequences.size(); ++b) {
       const Sequence& s = c.sequences[b];
       const std::int64_t forgotten =
@@ -104,6 +104,12 @@ typename AttentionWorld<T>::Shard AttentionWorld<T>::shard_of(std::int64_t kvp_r
         }
         const std::int64_t token = layout.global(kvp_rank, local);
         if (token < forgotten) continue;
+        if (c.is_mixed()) {
+          const std::int64_t row_bytes = pool.format.k.token;
+          std::memcpy(shard.bytes.data() + pool.key(page, 0, in_page, 0),
+                      mixed_rows_[b].data() + token * row_bytes, at(row_bytes));
+          continue;
+        }
         const float* row = stored_[b].data() + token * row_elements();
         for (std::int64_t head = 0; head < c.kv_heads; ++head) {
           for (std::int64_t i = 0; i < c.d; ++i) put(pool.key(page, head, in_page, i), row[head * c.d + i]);
@@ -112,7 +118,12 @@ typename AttentionWorld<T>::Shard AttentionWorld<T>::shard_of(std::int64_t kvp_r
         }
       }
     }
-  });
+  };
+  if (c.is_mixed()) {
+    fill(static_cast<fp8_e4m3*>(nullptr));
+  } else {
+    dispatch(c.kv_dtype, fill);
+  }
   return shard;
 }
 

@@ -23,6 +23,7 @@
 #include "cuda/attention_operators.hpp"
 #include "cuda/host_page_lists.hpp"
 #include "cuda/kv_pools.hpp"
+#include "cuda/mixed_rows.hpp"
 #include "support/catch.hpp"
 
 namespace helix::test {
@@ -56,7 +57,8 @@ struct AttentionCase {
   std::vector<Sequence> sequences = {{40, 1}};
   std::vector<std::int64_t> padding;  // query tokens whose position is -1
 
-  bool is_latent() const { return pool == latent_pool || pool == split_latent_pools; }
+  bool is_mixed() const { return kv_dtype == DType::fp8_ds_mla; }
+  bool is_latent() const { return is_mixed() || pool == latent_pool || pool == split_latent_pools; }
 };
 
 /// Largest relative error of a row of out, in the 2-norm: bf16 and f16 keep 8 and 11 bits of each weight.
@@ -96,6 +98,10 @@ class AttentionWorld {
     for (std::int64_t h = 0; h < c.kv_heads; ++h) scales_.push_back(1.5f - 0.25f * static_cast<float>(h));
     for (const Sequence& s : c.sequences) {
       std::vector<float>& stored = stored_.emplace_back(at(s.length * row_elements()));
+      if (c.is_mixed()) {
+        mixed_rows_.push_back(random_mixed_rows(stored, [&] { return uniform(); }));
+        continue;
+      }
       dispatch(c.kv_dtype, [&]<class S>(S*) {
         for (float& x : stored) x = static_cast<float>(S(2.0f * uniform()));
       });
@@ -237,6 +243,7 @@ class AttentionWorld {
   std::vector<float> q_;                  // as T holds them
   std::vector<float> scales_;             // of K, then of V
   std::vector<std::vector<float>> stored_;
+  std::vector<std::vector<std::uint8_t>> mixed_rows_;  // of fp8_ds_mla: the bytes of all tokens
 };
 
 /// A case for the kernel of T: on tensor cores if T is of 16 bits, as q and KV then have one type.

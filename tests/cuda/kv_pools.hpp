@@ -204,6 +204,20 @@ inline KvPool split_latent_pools(const KvPoolSizes& s) {
   return pool;
 }
 
+/// Rows of DType::fp8_ds_mla with four scales: [page][token][512 e4m3, 4 f32, 64 bf16]. Elements are bytes.
+inline KvPool mixed_latent_pool(const KvPoolSizes& s) {
+  KvPool pool;
+  pool.name = "[page][token][656 bytes]";
+  pool.format = KvFormat::latent(s.dtype, s.d, s.dv, s.page_tokens);
+  pool.num_pages = s.pages;
+  pool.num_elements = s.pages * s.page_tokens * 656;
+  pool.rope_begin = 512 + 16;
+  pool.key = [s](std::int64_t page, std::int64_t, std::int64_t token, std::int64_t i) {
+    return (page * s.page_tokens + token) * 656 + i;
+  };
+  return pool;
+}
+
 /// Every way to keep K and V.
 inline std::vector<MakeKvPool> kv_pool_makers() {
   return {helix_pool,

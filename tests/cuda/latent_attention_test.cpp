@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // partial_attention over latents of 512 columns and 64 of rope (MLA) on a GPU, q of 16 bits, KV of the same
-// type or of e4m3, against double precision: rows of one and two blocks, tiles and splits of any lengths,
-// pages of any sizes, all that must not be read poisoned.
+// type, of e4m3 or of fp8_ds_mla, against double precision: rows of one and two blocks, tiles and splits of
+// any lengths, pages of any sizes, all that must not be read poisoned.
 #include <cstdint>
 #include <type_traits>
 #include <vector>
@@ -139,6 +139,29 @@ TEMPLATE_TEST_CASE("latents on a GPU: e4m3 under any heads, edges, pages, window
   }
 }
 
+TEMPLATE_TEST_CASE("latents on a GPU: rows of fp8_ds_mla under any heads, edges, pages, windows and shards",
+                   "", f16, bf16, float) {
+  HELIX_REQUIRE_GPUS(1);
+  const cuda::Operators<TestType> operators;
+  for (const std::int64_t heads : {5, 16, 32, 64, 128}) {
+    for (const std::int64_t page : {1, 3, 64, 128}) {
+      AttentionCase c = latent_case<TestType>(heads);
+      c.kv_dtype = DType::fp8_ds_mla;
+      c.pool = mixed_latent_pool;
+      c.page_tokens = page;
+      c.kvp = page == 64 ? 3 : 1;
+      c.chunk = page == 3 ? 5 : 16;
+      c.window = page == 3 ? 70 : 0;
+      c.forgets = c.window > 0;
+      c.soft_cap = page == 128 ? 3.0f : 0.0f;
+      c.sequences = {{150, 1}, {400, 2}, {1, 1}, {63, 1}, {64, 1}, {65, 1}, {1000, 3}, {3001, 1}, {90, 0}};
+      c.padding = {2};
+      CAPTURE(heads, page);
+      CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    }
+  }
+}
+
 TEMPLATE_TEST_CASE("latents on a GPU: maxima that rise and fall from tile to tile", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   const auto operators = latent_attention_operators<TestType>();
@@ -147,6 +170,8 @@ TEMPLATE_TEST_CASE("latents on a GPU: maxima that rise and fall from tile to til
     c.sequences = {{2000, 1}, {500, 2}};
     c.sharpness = 12.0f;
     CAPTURE(heads);
+    CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    c.kv_dtype = DType::fp8_e4m3;
     CHECK(AttentionWorld<TestType>(c).check(operators) == "");
   }
 }
