@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Partial attention over latents (MLA) by Hopper's warp-group products: 512 columns that are key and value,
-// 64 rope columns, q of 16 bits and KV of the same type or of e4m3.
+// 64 rope columns, q and KV of one 16-bit type.
 //
 // A block has 64 query rows, and two consumer warp groups share them: the lead computes the scores of even KV
 // tiles, the follower those of odd ones, and each has half of the value columns of all rows in its registers.
@@ -33,8 +33,8 @@ namespace helix::cuda {
 namespace latent {
 
 /// The consumer of even tiles.
-template <class T, class Tiles, int kBlocks>
-__device__ __forceinline__ void lead(Consumer<T, Tiles, kBlocks, 0> self, const Part& part, Sums& sums) {
+template <class T, int kBlocks>
+__device__ __forceinline__ void lead(Consumer<T, kBlocks, 0> self, const Part& part, Sums& sums) {
   // One block waits for memory, and asks for products as soon as keys are there; two wait for products, and
   // copies come first (8 sequences of 131072 tokens: 64 heads 312 us against 318, 128 heads 485 against 464).
   constexpr bool kKeysFirst = kBlocks == 1;
@@ -78,8 +78,8 @@ __device__ __forceinline__ void lead(Consumer<T, Tiles, kBlocks, 0> self, const 
 }
 
 /// The consumer of odd tiles. The values of the lead's tile come first, so that its place becomes free.
-template <class T, class Tiles, int kBlocks>
-__device__ __forceinline__ void follow(Consumer<T, Tiles, kBlocks, 1> self, const Part& part, Sums& sums) {
+template <class T, int kBlocks>
+__device__ __forceinline__ void follow(Consumer<T, kBlocks, 1> self, const Part& part, Sums& sums) {
   constexpr unsigned kStepsAhead = kSteps / 2;
   Scores scores;
   float top[2];
@@ -126,29 +126,28 @@ __device__ __forceinline__ void follow(Consumer<T, Tiles, kBlocks, 1> self, cons
 }
 
 /// Both consumers: each part of the work item from its queries to its rows of out or of split partials.
-template <class T, class Tiles, int kBlocks>
+template <class T, int kBlocks>
 __device__ __forceinline__ void consume(const AttentionParams& p, Shared<kBlocks>& s) {
   unsigned uses[2] = {0, 0};
   const bool leads = uniform(static_cast<int>(threadIdx.x) / kWarpGroup) == 0;
-  const float kv_scale = Tiles::kAreScaled && p.k_scale != nullptr ? *p.k_scale : 1.0f;
   for (unsigned number = 0;; ++number) {
     const unsigned place = number % 2;
     barrier_wait(at(&s.part_full[place]), number / 2 & 1u);
     const Part& part = s.parts[place];
     if (uniform(part.count) == 0) return;
-    QueryRows<T, Tiles, kBlocks> queries{p, s, part, kv_scale};
+    QueryRows<T, kBlocks> queries{p, s, part};
     Rows rows;
     queries.begin(rows);
     const TileRange tiles = queries.find_tiles(rows);
-    Operand held[Tiles::kHeldChunks];
+    Operand held[kHeldChunks];
     queries.load_held(held);
     Sums sums;
 #pragma unroll
     for (float& x : sums) x = 0.0f;
     if (leads) {
-      lead<T, Tiles, kBlocks>({p, s, rows, held, tiles, kv_scale, uses, {}}, part, sums);
+      lead<T, kBlocks>({p, s, rows, held, tiles, uses, {}}, part, sums);
     } else {
-      follow<T, Tiles, kBlocks>({p, s, rows, held, tiles, kv_scale, uses, {}}, part, sums);
+      follow<T, kBlocks>({p, s, rows, held, tiles, uses, {}}, part, sums);
     }
     queries.end(rows, sums);
     barrier_arrive_if(threadIdx.x % kWarp == 0, at(&s.part_empty[place]));
@@ -156,19 +155,19 @@ __device__ __forceinline__ void consume(const AttentionParams& p, Shared<kBlocks
 }
 
 /// Attention of a block, whose producers call produce(s).
-template <class T, class Tiles, int kBlocks, class Produce>
+template <class T, int kBlocks, class Produce>
 __device__ __forceinline__ void attend(const AttentionParams& p, const Produce& produce) {
   auto& s = shared<kBlocks>();
-  if (threadIdx.x == 0) init_barriers<Tiles>(s);
+  if (threadIdx.x == 0) init_barriers(s);
   wait_for_previous();
   start_next();
   make_plan(p, s.plan);
   if (threadIdx.x >= kConsumers) {
-    give_registers<Tiles::kProducerRegisters>();
+    give_registers<kProducerRegisters>();
     produce(s);
   } else {
-    take_registers<Tiles::kConsumerRegisters>();
-    consume<T, Tiles>(p, s);
+    take_registers<kConsumerRegisters>();
+    consume<T>(p, s);
   }
   finish_messages(p);
 }
@@ -188,7 +187,7 @@ __global__ __launch_bounds__(latent::kThreads,
     prefetch_map(latents);
     prefetch_map(ropes);
   }
-  latent::attend<T, latent::CopiedTiles, kBlocks>(p, [&](latent::Shared<kBlocks>& s) {
+  latent::attend<T, kBlocks>(p, [&](latent::Shared<kBlocks>& s) {
     latent::Copier<kBlocks>(p, s, latents, ropes, box_tokens).run();
   });
 #endif

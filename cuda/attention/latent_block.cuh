@@ -118,23 +118,18 @@ __device__ inline int block_of_item() {
   return static_cast<int>(blockIdx.x) % kBlocks;
 }
 
-/// KV tiles of q's type, which the copy engine brings.
-struct CopiedTiles {
-  /// Chunks of the queries that are in registers, the last ones: products of 64 columns read more shared
-  /// memory than there is time for.
-  static constexpr int kHeldChunks = 3;
-  static constexpr int kConsumerRegisters = 240;
-  static constexpr int kProducerRegisters = 24;
-  static constexpr unsigned kFills = 1;  ///< Arrivals that fill a unit, beside its bytes.
-  static constexpr bool kAreScaled = false;
-};
+/// Chunks of the queries that are in registers, the last ones: products of 64 columns read more shared memory
+/// than there is time for.
+inline constexpr int kHeldChunks = 3;
+inline constexpr int kConsumerRegisters = 240;
+inline constexpr int kProducerRegisters = 24;
 
 /// By one thread of the block.
-template <class Tiles, int kBlocks>
+template <int kBlocks>
 __device__ inline void init_barriers(Shared<kBlocks>& s) {
   constexpr unsigned kWarpsOfGroup = kWarpGroup / kWarp;
   for (int buffer = 0; buffer < 2; ++buffer) {
-    for (int unit = 0; unit < kUnits; ++unit) barrier_init(at(&s.full[buffer][unit]), Tiles::kFills);
+    for (int unit = 0; unit < kUnits; ++unit) barrier_init(at(&s.full[buffer][unit]), 1);
     for (int half = 0; half < kHalves; ++half) barrier_init(at(&s.empty[buffer][half]), kWarpsOfGroup);
     barrier_init(at(&s.part_full[buffer]), 1);
     barrier_init(at(&s.part_empty[buffer]), kGroups * kWarpsOfGroup + kProducerWarps - 1);

@@ -17,16 +17,13 @@ namespace helix::cuda::latent {
 inline constexpr float kSlack = 8.0f;
 
 /// What both consumer groups do alike; kGroup is 0 for the lead, 1 for the follower.
-template <class T, class Tiles, int kBlocks, int kGroup>
+template <class T, int kBlocks, int kGroup>
 struct Consumer {
-  static constexpr int kHeldChunks = Tiles::kHeldChunks;
-
   const AttentionParams& p;
   Shared<kBlocks>& s;
   Rows& rows;
   const Operand (&held)[kHeldChunks];  // of the queries
   TileRange tiles;
-  float kv_scale;
   unsigned (&uses)[2];  // of the KV buffers
   Operand weights;      // of this group's tile
 
@@ -102,7 +99,7 @@ struct Consumer {
   /// The largest score of each row of this thread, base 2, of tile `i`.
   __device__ __forceinline__ void find_top(const Part& part, int i, Scores& scores, float (&top)[2]) const {
     if (p.soft_cap > 0.0f) {
-      const float cap_factor = p.scale * kv_scale / p.soft_cap;
+      const float cap_factor = p.scale / p.soft_cap;
 #pragma unroll
       for (float& x : scores) x = p.soft_cap * fast_tanh(x * cap_factor);
     }
@@ -131,7 +128,7 @@ struct Consumer {
   }
   /// Of a score in the exponent.
   __device__ float factor() const {
-    return p.soft_cap > 0.0f ? kLog2E : p.scale * kv_scale * kLog2E;
+    return p.soft_cap > 0.0f ? kLog2E : p.scale * kLog2E;
   }
 
   /// The max of row `h` is `max` from here on. Returns by what the sums so far shrink.

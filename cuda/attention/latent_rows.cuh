@@ -43,14 +43,11 @@ __device__ __forceinline__ void wait_for_parts() {
 }
 
 /// The block's rows of one query tile; by all consumers.
-template <class T, class Tiles, int kBlocks>
+template <class T, int kBlocks>
 struct QueryRows {
-  static constexpr int kHeldChunks = Tiles::kHeldChunks;
-
   const AttentionParams& p;
   Shared<kBlocks>& s;
   const Part& part;
-  float kv_scale;
 
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
   static __device__ int warp() { return static_cast<int>(threadIdx.x) % kWarpGroup / kWarp; }
@@ -169,7 +166,7 @@ struct QueryRows {
         const int column = k / 4 * 8 + lane() % 4 * 2;
         const int i = half * (kStageColumns / 2) + k;
         *reinterpret_cast<float2*>(stage() + staged(r, column / 4) + column % 4) =
-            float2{sums[i] * kv_scale, sums[i + 1] * kv_scale};
+            float2{sums[i], sums[i + 1]};
       }
       group_sync(kAllConsumers, kConsumers);
       write_stage(group() * kGroupColumns + half * kStageColumns);
