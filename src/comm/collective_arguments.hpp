@@ -32,8 +32,8 @@ inline void expect_buffers(std::string_view operation, const void* in, const voi
 inline void expect_reduction(std::string_view operation, const void* in, const void* out, std::int64_t count,
                              DType dtype) {
   expect_buffers(operation, in, out, count);
-  HELIX_EXPECTS(dtype != DType::fp8_e4m3 && dtype != DType::fp8_ds_mla, ErrorCode::unsupported, operation, ": cannot sum ",
-                to_string(dtype), "; use f32, f16 or bf16");
+  HELIX_EXPECTS(dtype != DType::fp8_e4m3 && dtype != DType::fp8_ds_mla, ErrorCode::unsupported, operation,
+                ": cannot sum ", to_string(dtype), "; use f32, f16 or bf16");
 }
 
 inline void expect_peer_bytes(const void* in, std::span<const std::int64_t> send_bytes, const void* out,
