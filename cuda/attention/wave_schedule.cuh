@@ -37,6 +37,7 @@ struct WavePlan {
   int share_begin[kMaxWaveBlocks + 1];        ///< KV tiles of the list of shares before each block's.
   int workers;                                ///< Blocks that have work.
   int longest;                                ///< KV tiles of a block if all query tiles stay whole, at most.
+  int even_waves;                             ///< Waves after which no block has more than its even share.
   int waves;                                  ///< Whole query tiles and heads that each block takes.
   int first_shared;                           ///< KV tiles of all heads before the list of shares.
 
@@ -117,11 +118,11 @@ __device__ inline void plan_waves(const AttentionParams& p, Plan& plan) {
       if (wave < whole_waves && sum < even) waves = wave + 1;
     }
     atomicMax(&plan.longest, sum);
-    atomicMin(&plan.waves, waves);
+    atomicMin(&plan.even_waves, waves);
   }
   __syncthreads();
   const bool are_all_whole = plan.longest <= even + ::max(kWaveSlackTiles, even / kWaveSlackPart);
-  const int waves = are_all_whole ? all_waves : plan.waves;
+  const int waves = are_all_whole ? all_waves : plan.even_waves;
   if (block < workers) {
     int sum = 0;
     for (int wave = 0; wave < waves && !are_all_whole; ++wave) sum = add_wave(wave, sum);
@@ -158,7 +159,7 @@ __device__ inline void make_wave_plan(const AttentionParams& p, Plan& plan) {
     plan.query_tile_begin[b] = (query_rows(p, b) + p.query_tile_rows - 1) / p.query_tile_rows;
   if (thread == 0) {
     plan.longest = 0;
-    plan.waves = INT_MAX;
+    plan.even_waves = INT_MAX;
   }
   __syncthreads();
   if (thread < kWarp) exclusive_sum(plan.query_tile_begin, p.num_sequences);
