@@ -358,7 +358,7 @@ TEST_CASE("bf16 KV, teacher-forced, keeps clear argmaxes and logits near the ref
   }
 }
 
-TEST_CASE("KV of fp8_ds_mla gives one output under every topology, near that of f32", "[quick]") {
+TEST_CASE("KV of fp8_ds_mla gives one output under every topology, near that of f32") {
   for (const std::string name : {"deepseek-tiny", "deepseek-v2-tiny"}) {
     const ReferenceModel model(name);
     const Golden golden = model.golden();
