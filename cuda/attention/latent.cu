@@ -13,13 +13,12 @@ namespace {
 
 constexpr int kCombineColumns = kWarp * kLaneColumns;            ///< Of a warp.
 constexpr int kCombineWarps = kLatentColumns / kCombineColumns;  ///< Of a row, for some of its splits.
-constexpr int kTripSplits = 9;   ///< Splits that a warp reads in one trip to memory.
-constexpr int kMaxSplits = 256;  ///< Of a query tile.
+constexpr int kTripSplits = 9;  ///< Splits that a warp reads in one trip to memory.
 
 /// The max of each split of a row and their sums of weights, in shared memory.
 struct SplitWeights {
-  float max[kMaxSplits];
-  float sum[kMaxSplits];
+  float max[kMaxLatentSplits];
+  float sum[kMaxLatentSplits];
 };
 
 /// What a row's splits come to: the largest max, and the sum of weights.
@@ -145,7 +144,7 @@ int box_tokens(int page_tokens) {
 template <class T, int kBlocks>
 int launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
   constexpr int kBytes = static_cast<int>(sizeof(latent::Shared<kBlocks>));
-  const int blocks = std::clamp(grid.blocks / kBlocksPerSm / kBlocks, 1, kMaxSplits) * kBlocks;
+  const int blocks = latent_blocks(grid, kBlocks);
   const auto kernel = attend_latent<T, kBlocks>;
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   const int box = box_tokens(p.page_tokens);

@@ -2,9 +2,11 @@
 // What the warps of a block share that attends to latents: sizes, shared memory, and the parts of its work.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/attention/kernel.hpp"
 #include "cuda/attention/schedule.cuh"
 #include "cuda/runtime/ptx.cuh"
 #include "cuda/runtime/warp.cuh"
@@ -17,14 +19,20 @@ inline constexpr int kLatentColumns = 512;    ///< Of a key, and all of a value.
 inline constexpr int kRopeColumns = 64;       ///< Of a key only.
 inline constexpr int kLatentTileTokens = 64;  ///< Of a KV tile.
 
+inline constexpr int kMaxLatentSplits = 256;  ///< Of a query tile.
+
+/// Blocks to launch, `item_blocks` of which take a work item together.
+inline int latent_blocks(const AttentionGrid& grid, int item_blocks) {
+  return std::clamp(grid.blocks / kBlocksPerSm / item_blocks, 1, kMaxLatentSplits) * item_blocks;
+}
+
 namespace latent {
 
 /// A KV tile is twice as long as the short ones, and a query tile's partials are 16 times as large.
-struct Limits {
+struct Limits : ShortTileLimits {
   static constexpr int kEpilogueTiles = 3;
   static constexpr int kShortSplitTiles = 2;
   static constexpr int kSplitTiles = 2;
-  static constexpr int kWholeTiles = 0;
 };
 
 inline constexpr int kGroups = 2;  // of consumers

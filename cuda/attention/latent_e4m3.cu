@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The launch of the kernel over latents of e4m3.
-#include <algorithm>
-
 #include "cuda/attention/latent_e4m3.cuh"
 #include "cuda/attention/latent_e4m3.hpp"
 #include "cuda/runtime/launch.cuh"
@@ -12,7 +10,7 @@ namespace {
 template <class K>
 int launch(const AttentionParams& p, const AttentionGrid& grid) {
   constexpr int kBytes = static_cast<int>(sizeof(latent_e4m3::Shared<K>));
-  const int blocks = std::max(1, grid.blocks / kBlocksPerSm / K::kBlocks) * K::kBlocks;
+  const int blocks = latent_blocks(grid, K::kBlocks);
   const auto kernel = attend_latent_e4m3<K>;
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   launch_early(kernel, static_cast<unsigned>(blocks), latent::kThreads, kBytes, grid.stream, true, p);

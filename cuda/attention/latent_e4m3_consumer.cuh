@@ -313,9 +313,9 @@ struct Consumer {
 #pragma unroll
       for (int l = 0; l < kLoads; ++l) {
         const int i = stage * kLoads + l;
-        load_transposed(raw[l],
-                        from + static_cast<unsigned>(i / kStepLoads * kProductDepth) * K::kRowBytes +
-                            static_cast<unsigned>(i % kStepLoads) * (kWarpGroup / kWarp * kPairColumns));
+        load_transposed_matrices(
+            raw[l], from + static_cast<unsigned>(i / kStepLoads * kProductDepth) * K::kRowBytes +
+                        static_cast<unsigned>(i % kStepLoads) * (kWarpGroup / kWarp * kPairColumns));
       }
     };
     Fragment raw[2][kLoads];

@@ -27,16 +27,6 @@ __device__ __forceinline__ bool group_or(int barrier, bool x) {
   return any != 0;
 }
 
-/// The transposes of four 8 x 8 matrices of 16-bit elements.
-__device__ __forceinline__ void load_transposed(unsigned (&x)[4], unsigned from) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(from)
-               : "memory");
-#endif
-}
-
 __device__ __forceinline__ unsigned multiply_pair(unsigned x, __half2 y) {
   const __half2 z = __hmul2(reinterpret_cast<const __half2&>(x), y);
   return reinterpret_cast<const unsigned&>(z);

@@ -95,7 +95,7 @@ struct Mma {
     for (int done = 0, count = 0; done < item.count; done += count) {
       count = ::min(item.count - done, at.num_kv_tiles - at.kv_tile);
       const QueryTile query_tile = s.plan.query_tiles[at.query_tile];
-      const int kv_tiles = ::min(count, ::max(0, at.num_kv_tiles - padding_tiles<Limits>() - at.kv_tile));
+      const int kv_tiles = ::min(count, ::max(0, at.num_kv_tiles - Limits::kPaddingTiles - at.kv_tile));
       constexpr int kElement = static_cast<int>(sizeof(KV));
       Ring ring{s,
                 {p, s.plan, at.query_tile, at.kv_tile},

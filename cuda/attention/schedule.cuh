@@ -34,6 +34,9 @@ struct ShortTileLimits {
   static constexpr int kShortSplitTiles = 4;
   static constexpr int kSplitTiles = 8;  ///< KV tiles of a split at least, where there are more splits.
   static constexpr int kWholeTiles = 0;  ///< KV tiles of a query tile that is not split at most.
+  /// KV tiles of no tokens behind those of each query tile, where its epilogue takes as long as these and
+  /// work items hold many query tiles: such items would not be of equal length.
+  static constexpr int kPaddingTiles = 0;
 };
 
 /// The same for blocks that have an SM of their own, for KV tiles of kTokens tokens: their warps read several
@@ -44,14 +47,6 @@ template <int kTokens>
 struct WholeSmLimits : ShortTileLimits {
   static constexpr int kWholeTiles = 384 / kTokens;
 };
-
-/// KV tiles of no tokens that a kernel wants after those of each query tile, where a query tile's epilogue
-/// takes as long as these and work items hold many query tiles: such items would not be of equal length.
-template <class Limits>
-constexpr int padding_tiles() {
-  if constexpr (requires { Limits::kPaddingTiles; }) return Limits::kPaddingTiles;
-  return 0;
-}
 
 /// A query tile and the keys that any of its rows sees.
 struct QueryTileSpan {
@@ -280,8 +275,7 @@ __device__ inline int plan_query_tile(Plan& plan, int u, const QueryTileSpan& sp
   plan.keep(u, span);
   // A query tile that sees nothing has a KV tile of no tokens, so that some block writes its zeros.
   const int first = span.begin_token / kKvTileTokens;
-  return max(1, (span.end_token + kKvTileTokens - 1) / kKvTileTokens - first) +
-         padding_tiles<typename Plan::Limits>();
+  return max(1, (span.end_token + kKvTileTokens - 1) / kKvTileTokens - first) + Plan::Limits::kPaddingTiles;
 }
 
 /// The plan of up to kWarp sequences, each of which is one query tile, as in decoding: all in the registers
