@@ -51,6 +51,11 @@ static_assert(kLanes == 4 || kLanes == 8 || kLanes == 16,
 /// Elements that one load_pair covers.
 inline constexpr int kPair = 2 * kLanes;
 
+/// Whether kernels have every way of reading memory that a tuner chooses from. Portable code, for machines
+/// that nobody measures, has one: its others were a quarter of what attend.cpp and vectors.cpp take to
+/// compile.
+inline constexpr bool kHasReadings = HWY_TARGET != HWY_EMU128;
+
 /// Keeps `v` in a register. Otherwise compilers fold a load that feeds several products into each of them,
 /// and the loads, not the products, set the pace: 50 instead of 75 % of the peak in the packed scores.
 HWY_INLINE void pin([[maybe_unused]] Vec& v) {

@@ -55,20 +55,24 @@ template <class T>
 HWY_INLINE void accumulate_direct(const Heads& heads, std::int64_t first_row, std::int64_t num_rows,
                                   TokenRange range) {
   for (int head = 0; head < heads.count; ++head) pack_queries<T>(heads[head], first_row, num_rows);
-  switch (heads.first.task.variant.ahead) {
-    case Ahead::none:
-      return direct<T, Ahead::none>(heads, first_row, num_rows, range);
-    case Ahead::across:
-      return direct<T, Ahead::across>(heads, first_row, num_rows, range);
-    case Ahead::straight:
-      return direct<T, Ahead::straight>(heads, first_row, num_rows, range);
+  if constexpr (kHasReadings) {
+    switch (heads.first.task.variant.ahead) {
+      case Ahead::none:
+        break;
+      case Ahead::across:
+        return direct<T, Ahead::across>(heads, first_row, num_rows, range);
+      case Ahead::straight:
+        return direct<T, Ahead::straight>(heads, first_row, num_rows, range);
+    }
   }
+  direct<T, Ahead::none>(heads, first_row, num_rows, range);
 }
 
 /// Rows [first_row, + num_rows) against every key of `range`: all of them see all of it, so nothing is
 /// masked.
 template <class T>
-HWY_INLINE void accumulate(const State& s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
+HWY_NOINLINE void accumulate(const State& s, std::int64_t first_row, std::int64_t num_rows,
+                             TokenRange range) {
   if (range.size() <= 0) return;
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
   if (has_tiles<T>(num_rows)) {
@@ -139,7 +143,7 @@ HWY_INLINE void store(const State& s) {
 }
 
 template <class T>
-HWY_INLINE void attend_one(const State& s) {
+HWY_NOINLINE void attend_one(const State& s) {
   const AttentionTask& task = s.task;
   const std::int64_t rows = task.num_tokens * task.group;
   clear(s);

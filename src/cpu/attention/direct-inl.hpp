@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <type_traits>
 #include <utility>
 
@@ -33,15 +34,16 @@ namespace helix::cpu::HWY_NAMESPACE {
 namespace {
 
 /// All columns of a block, as many pairs at once as fill kLanes accumulators.
-template <int R, int C, Sums kSums, class Rows>
+template <int R, int C, class Rows>
 HWY_INLINE void value_columns(Rows& values, std::int64_t count, const float* weights, int valid,
                               const float* correction, float* acc, std::int64_t acc_stride,
                               std::int64_t column) {
   for (; column + C * kPair <= acc_stride; column += C * kPair) {
-    product<R, C, R, 1, kSums>(values, count, weights, valid, correction, acc + column, acc_stride, column);
+    product<R, C, R, 1, Sums::shrink>(values, count, weights, valid, correction, acc + column, acc_stride,
+                                      column);
   }
   if constexpr (C > 1) {
-    value_columns<R, C / 2, kSums>(values, count, weights, valid, correction, acc, acc_stride, column);
+    value_columns<R, C / 2>(values, count, weights, valid, correction, acc, acc_stride, column);
   }
 }
 
@@ -60,14 +62,13 @@ HWY_NOINLINE void direct_scores(Rows& keys, std::int64_t count, const State& s, 
 template <int R, class Rows>
 HWY_NOINLINE void direct_values(const State& s, const Block& block, Rows& values, std::int64_t begin,
                                 std::int64_t count) {
-  const float* weights = block.scores + begin * R;
-  float* acc = s.acc + block.row * s.dv;
-  if (begin == 0) {
-    value_columns<R, kMaxRows / R, Sums::shrink>(values, count, weights, block.valid,
-                                                 s.correction + block.row, acc, s.dv, 0);
-  } else {
-    value_columns<R, kMaxRows / R, Sums::add>(values, count, weights, block.valid, nullptr, acc, s.dv, 0);
-  }
+  // The first part of a tile shrinks the sums. Later ones shrink them by 1, which is to add, with half the
+  // code.
+  static constexpr float kOnes[] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
+  static_assert(kMaxRows <= std::size(kOnes));
+  const float* correction = begin == 0 ? s.correction + block.row : kOnes;
+  value_columns<R, kMaxRows / R>(values, count, block.scores + begin * R, block.valid, correction,
+                                 s.acc + block.row * s.dv, s.dv, 0);
 }
 
 /// Calls `call` with the compile-time R of block_rows(). A macro, because a lambda would not inherit the

@@ -66,6 +66,7 @@ struct Dots {
   /// takes 5 % of a product in caches (10 with 1024). The same for every R, so that sums have one order.
   static constexpr std::int64_t kChunk = 2048;
   static constexpr std::int64_t kStep = 32;
+  static constexpr bool kReadsAhead = true;
   template <int R>
   static constexpr std::int64_t kGroup = R == 4 ? 6 : 8;
 

@@ -59,8 +59,9 @@ void for_each_row_block(std::int64_t num_rows, const Use& use) {
 }
 
 /// Walks one task. `Kernel` has: Weight, the stored type; Row, the packed one; kChunk, columns after which
-/// sums are folded; kGroup<R>, weight rows at once; kStep, columns of a step; and
-/// multiply<R, kLines>(Tile), which asks for kLines lines a step, one of 0, kGroup<R> / 2 and kGroup<R>.
+/// sums are folded; kGroup<R>, weight rows at once; kStep, columns of a step; kReadsAhead, whether it knows
+/// Reading::ahead; and multiply<R, kLines>(Tile), which asks for kLines lines a step: 0 or, where it reads
+/// ahead, kGroup<R> / 2 or kGroup<R>.
 template <class Kernel>
 class BlockWalk {
   using Weight = typename Kernel::Weight;
@@ -88,7 +89,8 @@ class BlockWalk {
   }
 
   bool reads_ahead() const {
-    return row_blocks_ <= 2 && (task_.reading == Reading::ahead || task_.reading == Reading::ahead_pairs);
+    return Kernel::kReadsAhead && row_blocks_ <= 2 &&
+           (task_.reading == Reading::ahead || task_.reading == Reading::ahead_pairs);
   }
 
   void multiply_block(std::int64_t first, std::int64_t count, std::int64_t next) {
@@ -124,7 +126,7 @@ class BlockWalk {
           weight_ + (first + n) * task_.cols + begin, task_.cols, group - 1, rows, cols, dots, ahead_};
       if (ahead_.next == nullptr) {
         Kernel::template multiply<R, 0>(tile);
-      } else {
+      } else if constexpr (Kernel::kReadsAhead) {
         if (lines == kGroup) {
           Kernel::template multiply<R, kGroup>(tile);
         } else {

@@ -51,6 +51,7 @@ struct Vectors {
   /// Columns after which sums are folded. The same for every R, so that sums have one order.
   static constexpr std::int64_t kChunk = 768;
   static constexpr std::int64_t kStep = kPair;
+  static constexpr bool kReadsAhead = kHasReadings;
   /// As many as the registers hold beside what they are multiplied with.
   template <int R>
   static constexpr std::int64_t kGroup = kLanes == 16 ? (R == 4 ? 6 : 8) : (R == 4 ? 2 : 4);
@@ -148,8 +149,13 @@ HWY_NOINLINE void multiply_near(const Task& task, std::int64_t row) {
 
 template <class T>
 void multiply_as(const Task& task) {
-  if (task.reading != Reading::near) return BlockWalk<Vectors<T>>(task).run();
-  for_each_row_block(task.num_rows, [&]<int R>(std::int64_t row) { multiply_near<T, R>(task, row); });
+  if constexpr (kHasReadings) {
+    if (task.reading == Reading::near) {
+      for_each_row_block(task.num_rows, [&]<int R>(std::int64_t row) { multiply_near<T, R>(task, row); });
+      return;
+    }
+  }
+  BlockWalk<Vectors<T>>(task).run();
 }
 
 void multiply_target(const Task& task) {
