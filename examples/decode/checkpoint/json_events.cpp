@@ -1,15 +1,47 @@
 // SPDX-License-Identifier: Apache-2.0
-// JsonEvents: what is refused, in words.
+// JsonEvents: the parser, which no other file knows, and what is refused, in words.
 #include "checkpoint/json_events.hpp"
+
+#include <nlohmann/json.hpp>
 
 #include <helix/error.hpp>
 
 #include "checkpoint/strict_json.hpp"
 
 namespace helix::decode {
+namespace {
+
+/// The events of nlohmann's parser. JsonEvents does not take them itself, because its readers would all
+/// include the library.
+class ParserEvents {
+ public:
+  explicit ParserEvents(JsonEvents& events) : events_(events) {}
+
+  bool null() { return events_.null(); }
+  bool boolean(bool value) { return events_.boolean(value); }
+  bool number_integer(std::int64_t value) { return events_.number_integer(value); }
+  bool number_unsigned(std::uint64_t value) { return events_.number_unsigned(value); }
+  bool number_float(double value, const std::string& text) { return events_.number_float(value, text); }
+  bool string(std::string& value) { return events_.string(value); }
+  bool binary(nlohmann::json::binary_t&) { return false; }  // which text does not hold
+  bool start_object(std::size_t size) { return events_.start_object(size); }
+  bool key(std::string& key) { return events_.key(key); }
+  bool end_object() { return events_.end_object(); }
+  bool start_array(std::size_t size) { return events_.start_array(size); }
+  bool end_array() { return events_.end_array(); }
+  bool parse_error(std::size_t position, const std::string&, const nlohmann::json::exception& error) {
+    return events_.parse_error(position, error.what());
+  }
+
+ private:
+  JsonEvents& events_;
+};
+
+}  // namespace
 
 void JsonEvents::parse(std::string_view text) {
-  nlohmann::json::sax_parse(text.begin(), text.end(), this);
+  ParserEvents events(*this);
+  nlohmann::json::sax_parse(text.begin(), text.end(), &events);
 }
 
 bool JsonEvents::number_integer(std::int64_t value) {
@@ -28,11 +60,20 @@ bool JsonEvents::string(std::string& value) {
   return unexpected("the string " + printable(value));
 }
 
-bool JsonEvents::parse_error(std::size_t position, const std::string&,
-                             const nlohmann::json::exception& error) {
-  // The library quotes the offending bytes, which may be anything.
-  throw Error(ErrorCode::invalid_file, file_, ": not valid JSON at byte ", position, ": ",
-              printable(error.what()));
+bool JsonEvents::start_object(std::size_t) {
+  return unexpected("an object");
+}
+
+bool JsonEvents::key(std::string&) {
+  return unexpected("a key");
+}
+
+bool JsonEvents::start_array(std::size_t) {
+  return unexpected("an array");
+}
+
+bool JsonEvents::parse_error(std::size_t position, std::string_view why) {
+  throw Error(ErrorCode::invalid_file, file_, ": not valid JSON at byte ", position, ": ", printable(why));
 }
 
 bool JsonEvents::unexpected(const std::string& what) {

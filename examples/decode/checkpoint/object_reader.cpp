@@ -4,6 +4,8 @@
 
 #include <limits>
 
+#include <nlohmann/json.hpp>
+
 #include "checkpoint/strict_json.hpp"
 
 namespace helix::decode {
@@ -11,6 +13,10 @@ namespace helix::decode {
 bool ObjectReader::is_null(const char* key) const {
   const auto found = object_.find(key);
   return found != object_.end() && found->is_null();
+}
+
+bool ObjectReader::is_absent(const char* key) const {
+  return object_.find(key) == object_.end();
 }
 
 std::int64_t ObjectReader::integer(const char* key, std::int64_t low, std::int64_t high) const {

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 
 #include <helix/error.hpp>
 
@@ -25,7 +25,7 @@ class ObjectReader {
 
   bool has(const char* key) const { return find(key) != nullptr; }
   bool is_null(const char* key) const;
-  bool is_absent(const char* key) const { return object_.find(key) == object_.end(); }
+  bool is_absent(const char* key) const;
 
   std::int64_t integer(const char* key, std::int64_t low, std::int64_t high) const;
   std::int64_t integer_or(const char* key, std::int64_t fallback, std::int64_t low, std::int64_t high) const {

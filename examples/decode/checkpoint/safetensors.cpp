@@ -7,8 +7,6 @@
 #include <limits>
 #include <utility>
 
-#include <nlohmann/json.hpp>
-
 #include <helix/error.hpp>
 
 #include "checkpoint/json_events.hpp"
@@ -185,10 +183,9 @@ class HeaderReader : public JsonEvents {
     return true;
   }
 
-  bool parse_error(std::size_t position, const std::string&,
-                   const nlohmann::json::exception& error) override {
+  bool parse_error(std::size_t position, std::string_view why) override {
     throw Error(ErrorCode::invalid_file, file(), ": header is not valid JSON at byte ", position, ": ",
-                printable(error.what()));
+                printable(why));
   }
 
  private:
