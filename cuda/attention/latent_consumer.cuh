@@ -9,6 +9,7 @@
 #include "cuda/attention/latent_rows.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/math.cuh"
+#include "cuda/runtime/wgmma_product.cuh"
 
 namespace helix::cuda::latent {
 

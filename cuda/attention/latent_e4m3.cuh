@@ -18,9 +18,10 @@
 
 #include <type_traits>
 
-#include "cuda/attention/latent_e4m3_consumer.cuh"
 #include "cuda/attention/latent_e4m3_producer.cuh"
+#include "cuda/attention/latent_e4m3_products.cuh"
 #include "cuda/attention/latent_e4m3_rows.cuh"
+#include "cuda/attention/latent_e4m3_softmax.cuh"
 #include "cuda/runtime/launch.cuh"
 
 namespace helix::cuda {
@@ -29,7 +30,8 @@ namespace latent_e4m3 {
 /// KV tiles of one part; by one group.
 template <class K, class Group>
 struct PartLoop {
-  const Consumer<K, Group> self;
+  const Products<K, Group> products;
+  const Softmax<K, Group> softmax;
   const Part& part;
   TokenRange whole;
   StagePlace<K> place;
@@ -44,26 +46,26 @@ struct PartLoop {
 
   /// The weights of the other group's tile are there.
   __device__ __forceinline__ void follow_other() {
-    group_sync(kWeights + 1 - self.group, kConsumers);
-    if (!uniform(self.s.is_raised[1 - self.group])) return;
-    self.shrink_sums(1 - self.group, sums);
-    self.shrink_totals(1 - self.group, totals);
+    group_sync(kWeights + 1 - softmax.group, kConsumers);
+    if (!uniform(softmax.s.is_raised[1 - softmax.group])) return;
+    softmax.shrink_sums(1 - softmax.group, sums);
+    softmax.shrink_totals(1 - softmax.group, totals);
   }
   __device__ __forceinline__ void finish_sums() { latent::finish(sums[0], sums[1], sums[2], sums[3]); }
 
   /// Weights of this group's tile `i`. Returns whether its pivots were raised.
   __device__ __forceinline__ bool find_weights(int i, int token, const TokenScales& scales,
                                                Scores<K>& scores) {
-    const float most = self.find_exponents(token, i >= whole.begin && i < whole.end, scales, scores);
-    const bool raises = group_or(kOneGroup + self.group, most > kMostExponent || self.s.are_unset);
-    if (i >= 2) group_sync(kWeightsRead + self.group, kConsumers);
+    const float most = softmax.find_exponents(token, i >= whole.begin && i < whole.end, scales, scores);
+    const bool raises = group_or(kOneGroup + softmax.group, most > kMostExponent || softmax.s.are_unset);
+    if (i >= 2) group_sync(kWeightsRead + softmax.group, kConsumers);
     if (uniform(raises)) {
-      self.raise(scores);
-      self.shrink_totals(self.group, totals);
+      softmax.raise(scores);
+      softmax.shrink_totals(softmax.group, totals);
     }
-    if (threadIdx.x % kWarpGroup == 0) self.s.is_raised[self.group] = raises;
-    self.weigh(scales, scores, totals);
-    group_arrive(kWeights + self.group, kConsumers);
+    if (threadIdx.x % kWarpGroup == 0) softmax.s.is_raised[softmax.group] = raises;
+    softmax.weigh(scales, scores, totals);
+    group_arrive(kWeights + softmax.group, kConsumers);
     return uniform(raises);
   }
 
@@ -72,30 +74,30 @@ struct PartLoop {
     const int first_token = uniform(part.first_token);
     Scores<K> scores;
     TokenScales scales;
-    int i = self.group;
+    int i = softmax.group;
 #pragma unroll 1
     for (; i < count; i += 2) {
       StagePlace<K> others = place;
       if (i > 0) others = next_place();
       const StagePlace<K> own = next_place();
-      self.multiply_keys(own, scores, scales);
+      products.multiply_keys(own, scores, scales);
       finish_sums();
       if (i > 0) {
         follow_other();
-        self.add_values(others, 1 - self.group, sums);
+        products.add_values(others, 1 - softmax.group, sums);
         finish_sums();
       }
       const bool raises = find_weights(i, first_token + i * kLatentTileTokens, scales, scores);
-      if (i > 0 && i + 1 < count) group_arrive(kWeightsRead + 1 - self.group, kConsumers);
-      if (raises) self.shrink_sums(self.group, sums);
-      group_sync(kOneGroup + self.group, kWarpGroup);
-      self.add_values(own, self.group, sums);
+      if (i > 0 && i + 1 < count) group_arrive(kWeightsRead + 1 - softmax.group, kConsumers);
+      if (raises) softmax.shrink_sums(softmax.group, sums);
+      group_sync(kOneGroup + softmax.group, kWarpGroup);
+      products.add_values(own, softmax.group, sums);
       finish_sums();
     }
     finish_sums();
     if (i == count) {
       follow_other();
-      self.add_values(next_place(), 1 - self.group, sums);
+      products.add_values(next_place(), 1 - softmax.group, sums);
       finish_sums();
     }
   }
@@ -124,7 +126,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, Shared<K>& s) 
       for (float& x : block) x = 0.0f;
     }
     const auto run = [&]<class Group>(Group of) {
-      PartLoop<K, Group>{{p, s, of}, part, whole, StagePlace<K>(done), totals, sums}.run();
+      PartLoop<K, Group>{{s, of}, {p, s, of}, part, whole, StagePlace<K>(done), totals, sums}.run();
     };
     if constexpr (!K::kHasGroupsApart) {
       run(group);

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "cuda/attention/combine.cuh"
-#include "cuda/attention/latent_e4m3_consumer.cuh"
+#include "cuda/attention/latent_e4m3_softmax.cuh"
 #include "cuda/attention/latent_rows.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/math.cuh"

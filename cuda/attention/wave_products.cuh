@@ -9,71 +9,16 @@
 // registers do not suffice.
 #pragma once
 
-#include <climits>
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/attention/wave_block.cuh"
 #include "cuda/attention/wave_copies.cuh"
 #include "cuda/attention/wave_result.cuh"
-#include "cuda/runtime/math.cuh"
-#include "cuda/runtime/wgmma.cuh"
+#include "cuda/attention/wave_softmax.cuh"
+#include "cuda/runtime/wgmma_product.cuh"
 
 namespace helix::cuda {
-
-/// Sizes of the kernel for one head size.
-template <int kHeadDim, int kVDim, int kTileTokens, int kWarpGroups, int kQueryBuffers, bool kTurns>
-struct WaveSizes {
-  static constexpr int kDim = kHeadDim;
-  static constexpr int kValueDim = kVDim;
-  static constexpr int kTokens = kTileTokens;  ///< Of a KV tile.
-  static constexpr int kGroups = kWarpGroups;  ///< That multiply.
-  static constexpr int kQueryStages = kQueryBuffers;
-  static constexpr bool kTakeTurns = kTurns;
-  static constexpr int kStages = 2;
-  static constexpr int kRows = kGroups * kGroupRows;
-  static constexpr int kThreads = (kGroups + 1) * kWarpGroup;
-  static constexpr int kConsumers = kGroups * kWarpGroup;
-  static constexpr int kKeyChunks = (kDim + kChunkColumns - 1) / kChunkColumns;
-  static constexpr int kValueChunks = (kValueDim + kChunkColumns - 1) / kChunkColumns;
-  static constexpr int kQueryBytes = kRows * kKeyChunks * 128;
-  static constexpr int kKeyBytes = kTokens * kKeyChunks * 128;
-  static constexpr int kValueBytes = kTokens * kValueChunks * 128;
-  /// Registers of a thread that multiplies, where one that copies has these: 512 for one of each warp group.
-  static constexpr int product_registers(int copy_registers) {
-    return (512 - copy_registers) / kGroups / 8 * 8;
-  }
-};
-
-/// Parts that the block holds: of the queries that are there, and one that some warps have yet to write.
-inline constexpr int kPartStages = 4;
-
-template <class S>
-struct WaveShared {
-  alignas(1024) std::byte queries[S::kQueryStages][S::kQueryBytes];
-  alignas(1024) std::byte keys[S::kStages][S::kKeyBytes];
-  alignas(1024) std::byte values[S::kStages][S::kValueBytes];
-  RowBounds<S::kRows> bounds[S::kQueryStages];
-  WavePart parts[kPartStages];
-  WavePlan<S::kTokens> plan;
-  RingBarriers<S::kQueryStages> query_barriers;
-  RingBarriers<S::kStages> key_barriers;
-  RingBarriers<S::kStages> value_barriers;
-  int is_last;
-};
-
-/// `operand`, `bytes` further: its address lies in the lower bits, and is far from their end.
-__device__ __forceinline__ std::uint64_t operand_at(std::uint64_t operand, int bytes) {
-  const unsigned low = static_cast<unsigned>(operand) + static_cast<unsigned>(bytes >> 4);
-  return (operand >> 32 << 32) | low;
-}
-
-/// Keeps what leads to `sum`, which is not negative, before the wait that follows: the assembler sees no
-/// reason not to wait first.
-__device__ __forceinline__ void compute_first(float sum) {
-  asm volatile(
-      "{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never nanosleep.u32 0;\n}\n" ::"f"(sum)
-      : "memory");
-}
 
 /// What a thread of a multiplying warp group does.
 template <class T, class S, bool kIsBox>
@@ -82,8 +27,9 @@ struct WaveProducts {
   static constexpr int kGroupBarrier = kTurnBarrier + S::kGroups;  // and one for each group on
   static constexpr int kBlockBarrier = kGroupBarrier + S::kGroups;
 
-  using Scores = float[S::kTokens / 2];
-  using Weights = unsigned[S::kTokens / kProductDepth][4];
+  using Softmax = WaveSoftmax<T, S>;
+  using Scores = typename Softmax::Scores;
+  using Weights = typename Softmax::Weights;
 
   const AttentionParams& p;
   const WaveMaps& maps;
@@ -94,8 +40,7 @@ struct WaveProducts {
   RingPlace<S::kStages> value_place;
 
   // Of the part at hand.
-  int inner_begin = 0;  // local tokens that all of the warp's rows see
-  int inner_end = 0;
+  Softmax softmax;
   std::uint64_t queries = 0;
 
   __device__ WaveProducts(const AttentionParams& params, const WaveMaps& the_maps, WaveShared<S>& shared)
@@ -105,11 +50,12 @@ struct WaveProducts {
         thread(static_cast<int>(threadIdx.x) - kWarpGroup),
         query_place(shared.query_barriers),
         key_place(shared.key_barriers),
-        value_place(shared.value_barriers) {}
+        value_place(shared.value_barriers),
+        softmax{params, thread} {}
 
   __device__ __forceinline__ int group() const { return thread / kWarpGroup; }
-  __device__ __forceinline__ int row() const {  // of the query tile, the first of this lane's
-    return thread / kWarp * 16 + thread % kWarp / 4;
+  __device__ __forceinline__ const RowBounds<S::kRows>& bounds() const {
+    return s.bounds[query_place.stage()];
   }
   __device__ __forceinline__ void release(unsigned empty) const {
     if (thread % kWarp == 0) barrier_arrive(empty);
@@ -123,23 +69,8 @@ struct WaveProducts {
       group_arrive(kTurnBarrier + (group() + 1) % S::kGroups, 2 * kWarpGroup);
   }
 
-  /// The factor of a score in the exponent.
-  __device__ __forceinline__ float factor() const { return p.soft_cap > 0.0f ? kLog2E : p.scale * kLog2E; }
-  __device__ __forceinline__ bool is_inner(int token) const {
-    return token >= inner_begin && token + S::kTokens <= inner_end;
-  }
-
   __device__ __forceinline__ void begin_part() {
-    const RowBounds<S::kRows>& bounds = s.bounds[query_place.stage()];
-    int first = 0;
-    int last = INT_MAX;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      first = ::max(first, bounds.begin[row() + 8 * h]);
-      last = ::min(last, bounds.end[row() + 8 * h]);
-    }
-    inner_begin = __reduce_max_sync(~0u, first);
-    inner_end = __reduce_min_sync(~0u, last);
+    softmax.begin_part(bounds());
     queries = rows_operand(static_cast<unsigned>(__cvta_generic_to_shared(s.queries[query_place.stage()])) +
                            static_cast<unsigned>(__shfl_sync(~0u, group(), 0)) * kGroupRows * 128u);
   }
@@ -181,95 +112,11 @@ struct WaveProducts {
     group_sync(kGroupBarrier + group(), kWarpGroup);
   }
 
-  __device__ __forceinline__ void cap_and_mask(Scores& scores, int token) const {
-    if (p.soft_cap > 0.0f) {
-      const float into = p.scale / p.soft_cap;
-#pragma unroll
-      for (int i = 0; i < S::kTokens / 2; ++i) scores[i] = p.soft_cap * fast_tanh(scores[i] * into);
-    }
-    if (is_inner(token)) return;
-    const RowBounds<S::kRows>& bounds = s.bounds[query_place.stage()];
-    const int lane_token = token + thread % 4 * 2;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int begin = bounds.begin[row() + 8 * h] - lane_token;
-      const int end = bounds.end[row() + 8 * h] - lane_token;
-#pragma unroll
-      for (int j = 0; j < S::kTokens / 8; ++j) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int at = 8 * j + i;
-          if (at < begin || at >= end) scores[4 * j + 2 * h + i] = -kInfinity;
-        }
-      }
-    }
-  }
-
-  /// One step of the running softmax: scores become weights, yet in f32. `shrink`: what was found until now
-  /// is to be multiplied by.
-  __device__ __forceinline__ void weigh(Scores& scores, RowSums<S::kValueDim>& found,
-                                        float (&shrink)[2]) const {
-    const float factor = this->factor();
-    // Several maxima and sums of each row, as each waits for the one before it.
-    constexpr int kChains = 4;
-    float top[2][kChains];
-    float added[2][kChains];
-#pragma unroll
-    for (int j = 0; j < S::kTokens / 8; ++j) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float* x = &scores[4 * j + 2 * h];
-        float& to = top[h][j % kChains];
-        to = j < kChains ? fmaxf(x[0], x[1]) : fmaxf(to, fmaxf(x[0], x[1]));
-      }
-    }
-    float pivot[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float highest = fmaxf(fmaxf(top[h][0], top[h][1]), fmaxf(top[h][2], top[h][3]));
-      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
-      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-      highest = fmaxf(highest * factor, found.max[h]);
-      pivot[h] = highest == -kInfinity ? 0.0f : highest;
-      shrink[h] = fast_exp2(found.max[h] - pivot[h]);
-      found.max[h] = highest;
-    }
-#pragma unroll
-    for (int j = 0; j < S::kTokens / 8; ++j) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float* x = &scores[4 * j + 2 * h];
-        x[0] = fast_exp2(fmaf(x[0], factor, -pivot[h]));
-        x[1] = fast_exp2(fmaf(x[1], factor, -pivot[h]));
-        float& to = added[h][j % kChains];
-        to = j < kChains ? x[0] + x[1] : to + (x[0] + x[1]);
-      }
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      found.sum[h] = fmaf(found.sum[h], shrink[h], (added[h][0] + added[h][1]) + (added[h][2] + added[h][3]));
-    }
-  }
-
-  static __device__ __forceinline__ void pack_weights(const Scores& scores, Weights& weights) {
-#pragma unroll
-    for (int k = 0; k < S::kTokens / kProductDepth; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) weights[k][i] = pack<T>(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
-    }
-  }
-
-  static __device__ __forceinline__ void shrink_sums(RowSums<S::kValueDim>& found, const float (&shrink)[2]) {
-    if (!__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) return;
-#pragma unroll
-    for (int i = 0; i < S::kValueDim / 2; ++i) found.d[i] *= shrink[i / 2 % 2];
-  }
-
   /// Waits for the values of the KV tile at `token`.
   __device__ __forceinline__ void ready_values(int query_tile, int token) const {
     value_place.wait_full();
     if constexpr (!kIsBox) fence_before_copy();
-    if (is_inner(token)) return;
+    if (softmax.is_inner(token)) return;
     // Alike for all warps: what one warp's rows see is seen.
     const int first = s.plan.begin_token[query_tile] - token;
     const int last = s.plan.end_token[query_tile] - token;
@@ -278,14 +125,6 @@ struct WaveProducts {
   __device__ __forceinline__ void ready_keys() const {
     key_place.wait_full();
     if constexpr (!kIsBox) fence_before_copy();
-  }
-
-  /// Whether this warp group has rows of a part.
-  __device__ __forceinline__ bool has_rows(const WavePart& part) const {
-    return part.count > 0 && group() * kGroupRows < s.plan.query_tiles[part.query_tile].num_rows;
-  }
-  __device__ __forceinline__ const WavePart& part_at(unsigned i) const {
-    return s.parts[i % kPartStages];
   }
 
   /// All KV tiles of a part.
@@ -308,9 +147,9 @@ struct WaveProducts {
     pin(scores);
     release(key_place.empty());
     key_place.advance();
-    cap_and_mask(scores, token);
-    weigh(scores, found, shrink);
-    pack_weights(scores, weights);
+    softmax.cap_and_mask(bounds(), scores, token);
+    softmax.weigh(scores, found, shrink);
+    Softmax::pack_weights(scores, weights);
 
 #pragma unroll 1
     for (; token < last_token; token += S::kTokens) {
@@ -326,15 +165,15 @@ struct WaveProducts {
       pin(scores);
       release(key_place.empty());
       key_place.advance();
-      cap_and_mask(scores, token + S::kTokens);
-      weigh(scores, found, shrink);
+      softmax.cap_and_mask(bounds(), scores, token + S::kTokens);
+      softmax.weigh(scores, found, shrink);
       compute_first(found.sum[0] + found.sum[1]);
       products_wait<0>();
       pin(found.d);
       release(value_place.empty());
       value_place.advance();
-      shrink_sums(found, shrink);
-      pack_weights(scores, weights);
+      Softmax::shrink_sums(found, shrink);
+      Softmax::pack_weights(scores, weights);
     }
     release(query_place.empty());
     query_place.advance();
@@ -378,10 +217,10 @@ struct WaveProducts {
         (part.splits.count == 1 || static_cast<int>(blockIdx.x) == part.splits.first_block))
       p.split_tiles[part.query_tile * p.kv_heads + part.head] = {query_tile, part.splits};
     if (part.splits.count == 1) {
-      write_rows<T>(p, query_tile, part.head, row(), found);
+      write_rows<T>(p, query_tile, part.head, softmax.row(), found);
     } else {
       const SplitPartials partials{p, part.splits};
-      write_partials(partials, row(), query_tile.num_rows, found);
+      write_partials(partials, softmax.row(), query_tile.num_rows, found);
       if (!maps.combines_later) {
         combine_waves<S::kConsumers>(partials, query_tile, part.query_tile, part.head, kBlockBarrier, thread,
                                      s.is_last);

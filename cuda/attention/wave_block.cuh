@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a block of the kernel of many query rows (waves.cuh) holds: its sizes and its shared memory.
+#pragma once
+
+#include <cstddef>
+
+#include "cuda/attention/wave_copies.cuh"
+#include "cuda/attention/wave_schedule.cuh"
+#include "cuda/runtime/warp_groups.cuh"
+#include "cuda/runtime/wgmma.cuh"
+
+namespace helix::cuda {
+
+/// Sizes of the kernel for one head size.
+template <int kHeadDim, int kVDim, int kTileTokens, int kWarpGroups, int kQueryBuffers, bool kTurns>
+struct WaveSizes {
+  static constexpr int kDim = kHeadDim;
+  static constexpr int kValueDim = kVDim;
+  static constexpr int kTokens = kTileTokens;  ///< Of a KV tile.
+  static constexpr int kGroups = kWarpGroups;  ///< That multiply.
+  static constexpr int kQueryStages = kQueryBuffers;
+  static constexpr bool kTakeTurns = kTurns;
+  static constexpr int kStages = 2;
+  static constexpr int kRows = kGroups * kGroupRows;
+  static constexpr int kThreads = (kGroups + 1) * kWarpGroup;
+  static constexpr int kConsumers = kGroups * kWarpGroup;
+  static constexpr int kKeyChunks = (kDim + kChunkColumns - 1) / kChunkColumns;
+  static constexpr int kValueChunks = (kValueDim + kChunkColumns - 1) / kChunkColumns;
+  static constexpr int kQueryBytes = kRows * kKeyChunks * 128;
+  static constexpr int kKeyBytes = kTokens * kKeyChunks * 128;
+  static constexpr int kValueBytes = kTokens * kValueChunks * 128;
+  /// Registers of a thread that multiplies, where one that copies has these: 512 for one of each warp group.
+  static constexpr int product_registers(int copy_registers) {
+    return (512 - copy_registers) / kGroups / 8 * 8;
+  }
+};
+
+/// Parts that the block holds: of the queries that are there, and one that some warps have yet to write.
+inline constexpr int kPartStages = 4;
+
+template <class S>
+struct WaveShared {
+  alignas(1024) std::byte queries[S::kQueryStages][S::kQueryBytes];
+  alignas(1024) std::byte keys[S::kStages][S::kKeyBytes];
+  alignas(1024) std::byte values[S::kStages][S::kValueBytes];
+  RowBounds<S::kRows> bounds[S::kQueryStages];
+  WavePart parts[kPartStages];
+  WavePlan<S::kTokens> plan;
+  RingBarriers<S::kQueryStages> query_barriers;
+  RingBarriers<S::kStages> key_barriers;
+  RingBarriers<S::kStages> value_barriers;
+  int is_last;
+};
+
+}  // namespace helix::cuda
