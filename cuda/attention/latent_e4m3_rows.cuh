@@ -142,6 +142,9 @@ struct QueryRows {
   static __device__ int staged(int r, int four) {
     return r * kStageColumns + (four ^ r / 2 % 4 * 2) * 4;
   }
+  __device__ float4 staged_columns(int r) const {
+    return *reinterpret_cast<const float4*>(stage() + staged(r, lane()));
+  }
 
   /// Writes the rows: out and lse, or split partials.
   __device__ __forceinline__ void end(const Totals<K>& totals, const Sums<K>& sums) const {
@@ -187,16 +190,11 @@ struct QueryRows {
   /// Writes the staged columns of all rows, which begin at `column`; a warp takes a row at a time.
   __device__ __forceinline__ void write_stage(int column) const {
     const int rows = uniform(::min(kRows, part.span.query_tile.num_rows - first_row()));
-    constexpr int kWarpsOfGroup = kWarpGroup / kWarp;
     if (uniform(part.splits.count) > 1) {
       const SplitPartials partials{p, part.splits};
       const int split = scheduled_block<K::kBlocks>() - part.splits.first_block;
-      float4* to = partials.out(split, first_row() + warp(), column) + lane();
-#pragma unroll 4
-      for (int r = warp(); r < rows; r += kWarpsOfGroup) {
-        __stcg(to, *reinterpret_cast<const float4*>(stage() + staged(r, lane())));
-        to += kWarpsOfGroup * kLatentColumns / kLaneColumns;
-      }
+      latent::write_partial_columns(partials.out(split, first_row() + warp(), column) + lane(), rows,
+                                    [&](int r) { return staged_columns(r); });
       const int r = static_cast<int>(threadIdx.x);
       if (column == 0 && r < rows) {
         const float total = total_of(r);
@@ -205,11 +203,10 @@ struct QueryRows {
       }
     } else {
 #pragma unroll 1
-      for (int r = warp(); r < rows; r += kWarpsOfGroup) {
+      for (int r = warp(); r < rows; r += kWarpGroup / kWarp) {
         const float total = total_of(r);
-        const float4 x = *reinterpret_cast<const float4*>(stage() + staged(r, lane()));
         RowWriter(p, part.span.query_tile, 0, first_row() + r, max_of(r, total), total)
-            .write(column + lane() * kLaneColumns, x);
+            .write(column + lane() * kLaneColumns, staged_columns(r));
       }
     }
   }

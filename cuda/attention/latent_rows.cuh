@@ -42,6 +42,18 @@ __device__ __forceinline__ void wait_for_parts() {
 #endif
 }
 
+/// Writes rows of a consumer group's columns as split partials, from where `to` leads for this thread; a warp
+/// takes a row at a time. staged(r): this lane's four columns of row `r`.
+template <class Staged>
+__device__ __forceinline__ void write_partial_columns(float4* to, int rows, const Staged& staged) {
+  constexpr int kWarpsOfGroup = kWarpGroup / kWarp;
+#pragma unroll 4
+  for (int r = static_cast<int>(threadIdx.x) % kWarpGroup / kWarp; r < rows; r += kWarpsOfGroup) {
+    __stcg(to, staged(r));
+    to += kWarpsOfGroup * kLatentColumns / kLaneColumns;
+  }
+}
+
 /// The block's rows of one query tile; by all consumers.
 template <class T, int kBlocks>
 struct QueryRows {
@@ -143,6 +155,9 @@ struct QueryRows {
   static __device__ int staged(int r, int four) {
     return r * kStageColumns + (four ^ r % 4 * 2) * 4;
   }
+  __device__ float4 staged_columns(int r) const {
+    return *reinterpret_cast<const float4*>(stage() + staged(r, lane()));
+  }
 
   /// Writes the rows: out and lse, or split partials.
   __device__ __forceinline__ void end(const Rows& rows, const Sums& sums) const {
@@ -178,16 +193,11 @@ struct QueryRows {
   /// Writes the staged columns of all rows, which begin at `column`; a warp takes a row at a time.
   __device__ __forceinline__ void write_stage(int column) const {
     const int rows = uniform(min(kGroupRows, part.span.query_tile.num_rows - first_row()));
-    constexpr int kWarpsOfGroup = kWarpGroup / kWarp;
     if (uniform(part.splits.count) > 1) {
       const SplitPartials partials{p, part.splits};
       const int split = scheduled_block<kBlocks>() - part.splits.first_block;
-      float4* to = partials.out(split, first_row() + warp(), column) + lane();
-#pragma unroll 4
-      for (int r = warp(); r < rows; r += kWarpsOfGroup) {
-        __stcg(to, *reinterpret_cast<const float4*>(stage() + staged(r, lane())));
-        to += kWarpsOfGroup * kLatentColumns / kLaneColumns;
-      }
+      write_partial_columns(partials.out(split, first_row() + warp(), column) + lane(), rows,
+                            [&](int r) { return staged_columns(r); });
       const int r = static_cast<int>(threadIdx.x);
       if (column == 0 && r < rows) {
         __stcg(partials.max(split, first_row() + r), row_max()[r]);
@@ -195,9 +205,9 @@ struct QueryRows {
       }
     } else {
 #pragma unroll 1
-      for (int r = warp(); r < rows; r += kWarpsOfGroup)
+      for (int r = warp(); r < rows; r += kWarpGroup / kWarp)
         write_row(first_row() + r, column, row_max()[r], row_sums()[r] + row_sums()[kGroupRows + r],
-                  *reinterpret_cast<const float4*>(stage() + staged(r, lane())));
+                  staged_columns(r));
     }
   }
 
