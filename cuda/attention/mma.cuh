@@ -22,6 +22,7 @@
 #include "cuda/attention/mma_ring.cuh"
 #include "cuda/attention/mma_rows.cuh"
 #include "cuda/attention/mma_softmax.cuh"
+#include "cuda/attention/mma_walk.cuh"
 #include "cuda/attention/schedule.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/warp.cuh"
@@ -88,13 +89,8 @@ struct Mma {
   static __device__ void attend(const AttentionParams& p, const RowAlignment& alignment) {
     extern __shared__ __align__(128) std::byte memory[];
     auto& s = *reinterpret_cast<Shared*>(memory);
-    make_plan(p, s.plan);
-    const Schedule<Plan> schedule(p, s.plan);
-    const WorkItem item = schedule.work_item(static_cast<int>(blockIdx.x));
-    KvTileCursor at = item.start;
-    for (int done = 0, count = 0; done < item.count; done += count) {
-      count = ::min(item.count - done, at.num_kv_tiles - at.kv_tile);
-      const QueryTile query_tile = s.plan.query_tiles[at.query_tile];
+    const auto attend_part = [&](const Schedule<Plan>& schedule, const KvTileCursor& at,
+                                 const QueryTile& query_tile, int count) {
       const int kv_tiles = ::min(count, ::max(0, at.num_kv_tiles - Limits::kPaddingTiles - at.kv_tile));
       constexpr int kElement = static_cast<int>(sizeof(KV));
       Ring ring{s,
@@ -107,10 +103,9 @@ struct Mma {
       Queries::load(p, query_tile, at.head, alignment.q, s.queries, s.query_factors);
       const SplitPartials partials{p, schedule.splits_of(at.query_tile, at.head)};
       attend_tiles(p, s, ring, query_tile, at.head, kv_tiles, partials);
-      combine_splits(partials, query_tile, at.query_tile, at.head);
-      at.advance(p, s.plan, count);
-      __syncthreads();
-    }
+      return partials;
+    };
+    walk_work_item(p, s.plan, attend_part);
   }
 
  private:

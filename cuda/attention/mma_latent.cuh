@@ -18,6 +18,7 @@
 #include "cuda/attention/mma_ring.cuh"
 #include "cuda/attention/mma_rows.cuh"
 #include "cuda/attention/mma_softmax.cuh"
+#include "cuda/attention/mma_walk.cuh"
 #include "cuda/attention/schedule.cuh"
 #include "cuda/runtime/warp.cuh"
 
@@ -77,13 +78,8 @@ struct MmaLatent {
   static __device__ void attend(const AttentionParams& p, const RowAlignment& alignment) {
     extern __shared__ __align__(128) std::byte memory[];
     auto& s = *reinterpret_cast<Shared*>(memory);
-    make_plan(p, s.plan);
-    const Schedule<Plan> schedule(p, s.plan);
-    const WorkItem item = schedule.work_item(static_cast<int>(blockIdx.x));
-    KvTileCursor at = item.start;
-    for (int done = 0, count = 0; done < item.count; done += count) {
-      count = ::min(item.count - done, at.num_kv_tiles - at.kv_tile);
-      const QueryTile query_tile = s.plan.query_tiles[at.query_tile];
+    const auto attend_part = [&](const Schedule<Plan>& schedule, const KvTileCursor& at,
+                                 const QueryTile& query_tile, int count) {
       Tiles tiles{s,
                   {p, s.plan, at.query_tile, at.kv_tile},
                   {p.k, p.rope, 0, kMmaValueColumns * kElement, kRowBytes},
@@ -93,10 +89,9 @@ struct MmaLatent {
       Queries::load(p, query_tile, 0, alignment.q, s.queries, s.query_factors);
       const SplitPartials partials{p, schedule.splits_of(at.query_tile, at.head)};
       attend_tiles(p, s, tiles, query_tile, count, partials);
-      combine_splits(partials, query_tile, at.query_tile, at.head);
-      at.advance(p, s.plan, count);
-      __syncthreads();
-    }
+      return partials;
+    };
+    walk_work_item(p, s.plan, attend_part);
   }
 
  private:
