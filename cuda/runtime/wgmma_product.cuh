@@ -60,6 +60,16 @@ namespace helix::cuda {
                : HELIX_OUT_##n(d)                                                                       \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds))
 
+/// The instruction of this type and orientation, `product` with its arguments but for these; the rest are the
+/// numbers of the operands behind the sums.
+#define HELIX_PRODUCTS(product, n, ...)                                          \
+  do {                                                                           \
+    if constexpr (kIsBf16 && !kTransposed) product(n, "bf16", "0", __VA_ARGS__); \
+    if constexpr (kIsBf16 && kTransposed) product(n, "bf16", "1", __VA_ARGS__);  \
+    if constexpr (!kIsBf16 && !kTransposed) product(n, "f16", "0", __VA_ARGS__); \
+    if constexpr (!kIsBf16 && kTransposed) product(n, "f16", "1", __VA_ARGS__);  \
+  } while (false)
+
 /// d = a b, or d += a b where `adds`: one instruction. `a` is a rows_operand(), `b` likewise or, where
 /// kTransposed, a columns_operand(). Of this thread, d[4 * j + 2 * h + i] is row 16 * warp + lane / 4 + 8 *
 /// h, column 8 * j + lane % 4 * 2 + i.
@@ -70,27 +80,10 @@ __device__ __forceinline__ void product(float (&d)[kColumns / 2], std::uint64_t 
   constexpr bool kIsBf16 = std::is_same_v<T, bf16>;
   static_assert(kIsBf16 || std::is_same_v<T, f16>);
   static_assert(kColumns == 64 || kColumns == 96 || kColumns == 128 || kColumns == 256);
-  if constexpr (kColumns == 64) {
-    if constexpr (kIsBf16 && !kTransposed) HELIX_PRODUCT_SHARED(64, "bf16", "0", "32", "33", "34");
-    if constexpr (kIsBf16 && kTransposed) HELIX_PRODUCT_SHARED(64, "bf16", "1", "32", "33", "34");
-    if constexpr (!kIsBf16 && !kTransposed) HELIX_PRODUCT_SHARED(64, "f16", "0", "32", "33", "34");
-    if constexpr (!kIsBf16 && kTransposed) HELIX_PRODUCT_SHARED(64, "f16", "1", "32", "33", "34");
-  } else if constexpr (kColumns == 96) {
-    if constexpr (kIsBf16 && !kTransposed) HELIX_PRODUCT_SHARED(96, "bf16", "0", "48", "49", "50");
-    if constexpr (kIsBf16 && kTransposed) HELIX_PRODUCT_SHARED(96, "bf16", "1", "48", "49", "50");
-    if constexpr (!kIsBf16 && !kTransposed) HELIX_PRODUCT_SHARED(96, "f16", "0", "48", "49", "50");
-    if constexpr (!kIsBf16 && kTransposed) HELIX_PRODUCT_SHARED(96, "f16", "1", "48", "49", "50");
-  } else if constexpr (kColumns == 128) {
-    if constexpr (kIsBf16 && !kTransposed) HELIX_PRODUCT_SHARED(128, "bf16", "0", "64", "65", "66");
-    if constexpr (kIsBf16 && kTransposed) HELIX_PRODUCT_SHARED(128, "bf16", "1", "64", "65", "66");
-    if constexpr (!kIsBf16 && !kTransposed) HELIX_PRODUCT_SHARED(128, "f16", "0", "64", "65", "66");
-    if constexpr (!kIsBf16 && kTransposed) HELIX_PRODUCT_SHARED(128, "f16", "1", "64", "65", "66");
-  } else if constexpr (kColumns == 256) {
-    if constexpr (kIsBf16 && !kTransposed) HELIX_PRODUCT_SHARED(256, "bf16", "0", "128", "129", "130");
-    if constexpr (kIsBf16 && kTransposed) HELIX_PRODUCT_SHARED(256, "bf16", "1", "128", "129", "130");
-    if constexpr (!kIsBf16 && !kTransposed) HELIX_PRODUCT_SHARED(256, "f16", "0", "128", "129", "130");
-    if constexpr (!kIsBf16 && kTransposed) HELIX_PRODUCT_SHARED(256, "f16", "1", "128", "129", "130");
-  }
+  if constexpr (kColumns == 64) HELIX_PRODUCTS(HELIX_PRODUCT_SHARED, 64, "32", "33", "34");
+  if constexpr (kColumns == 96) HELIX_PRODUCTS(HELIX_PRODUCT_SHARED, 96, "48", "49", "50");
+  if constexpr (kColumns == 128) HELIX_PRODUCTS(HELIX_PRODUCT_SHARED, 128, "64", "65", "66");
+  if constexpr (kColumns == 256) HELIX_PRODUCTS(HELIX_PRODUCT_SHARED, 256, "128", "129", "130");
 #endif
 }
 
@@ -104,64 +97,21 @@ __device__ __forceinline__ void product(float (&d)[kColumns / 2], const unsigned
   static_assert(kIsBf16 || std::is_same_v<T, f16>);
   static_assert(kColumns == 16 || kColumns == 32 || kColumns == 64 || kColumns == 96 || kColumns == 128 ||
                 kColumns == 256);
-  if constexpr (kColumns == 16) {
-    if constexpr (kIsBf16 && !kTransposed)
-      HELIX_PRODUCT_REGISTERS(16, "bf16", "0", "8", "9", "10", "11", "12", "13");
-    if constexpr (kIsBf16 && kTransposed)
-      HELIX_PRODUCT_REGISTERS(16, "bf16", "1", "8", "9", "10", "11", "12", "13");
-    if constexpr (!kIsBf16 && !kTransposed)
-      HELIX_PRODUCT_REGISTERS(16, "f16", "0", "8", "9", "10", "11", "12", "13");
-    if constexpr (!kIsBf16 && kTransposed)
-      HELIX_PRODUCT_REGISTERS(16, "f16", "1", "8", "9", "10", "11", "12", "13");
-  } else if constexpr (kColumns == 32) {
-    if constexpr (kIsBf16 && !kTransposed)
-      HELIX_PRODUCT_REGISTERS(32, "bf16", "0", "16", "17", "18", "19", "20", "21");
-    if constexpr (kIsBf16 && kTransposed)
-      HELIX_PRODUCT_REGISTERS(32, "bf16", "1", "16", "17", "18", "19", "20", "21");
-    if constexpr (!kIsBf16 && !kTransposed)
-      HELIX_PRODUCT_REGISTERS(32, "f16", "0", "16", "17", "18", "19", "20", "21");
-    if constexpr (!kIsBf16 && kTransposed)
-      HELIX_PRODUCT_REGISTERS(32, "f16", "1", "16", "17", "18", "19", "20", "21");
-  } else if constexpr (kColumns == 64) {
-    if constexpr (kIsBf16 && !kTransposed)
-      HELIX_PRODUCT_REGISTERS(64, "bf16", "0", "32", "33", "34", "35", "36", "37");
-    if constexpr (kIsBf16 && kTransposed)
-      HELIX_PRODUCT_REGISTERS(64, "bf16", "1", "32", "33", "34", "35", "36", "37");
-    if constexpr (!kIsBf16 && !kTransposed)
-      HELIX_PRODUCT_REGISTERS(64, "f16", "0", "32", "33", "34", "35", "36", "37");
-    if constexpr (!kIsBf16 && kTransposed)
-      HELIX_PRODUCT_REGISTERS(64, "f16", "1", "32", "33", "34", "35", "36", "37");
-  } else if constexpr (kColumns == 96) {
-    if constexpr (kIsBf16 && !kTransposed)
-      HELIX_PRODUCT_REGISTERS(96, "bf16", "0", "48", "49", "50", "51", "52", "53");
-    if constexpr (kIsBf16 && kTransposed)
-      HELIX_PRODUCT_REGISTERS(96, "bf16", "1", "48", "49", "50", "51", "52", "53");
-    if constexpr (!kIsBf16 && !kTransposed)
-      HELIX_PRODUCT_REGISTERS(96, "f16", "0", "48", "49", "50", "51", "52", "53");
-    if constexpr (!kIsBf16 && kTransposed)
-      HELIX_PRODUCT_REGISTERS(96, "f16", "1", "48", "49", "50", "51", "52", "53");
-  } else if constexpr (kColumns == 128) {
-    if constexpr (kIsBf16 && !kTransposed)
-      HELIX_PRODUCT_REGISTERS(128, "bf16", "0", "64", "65", "66", "67", "68", "69");
-    if constexpr (kIsBf16 && kTransposed)
-      HELIX_PRODUCT_REGISTERS(128, "bf16", "1", "64", "65", "66", "67", "68", "69");
-    if constexpr (!kIsBf16 && !kTransposed)
-      HELIX_PRODUCT_REGISTERS(128, "f16", "0", "64", "65", "66", "67", "68", "69");
-    if constexpr (!kIsBf16 && kTransposed)
-      HELIX_PRODUCT_REGISTERS(128, "f16", "1", "64", "65", "66", "67", "68", "69");
-  } else if constexpr (kColumns == 256) {
-    if constexpr (kIsBf16 && !kTransposed)
-      HELIX_PRODUCT_REGISTERS(256, "bf16", "0", "128", "129", "130", "131", "132", "133");
-    if constexpr (kIsBf16 && kTransposed)
-      HELIX_PRODUCT_REGISTERS(256, "bf16", "1", "128", "129", "130", "131", "132", "133");
-    if constexpr (!kIsBf16 && !kTransposed)
-      HELIX_PRODUCT_REGISTERS(256, "f16", "0", "128", "129", "130", "131", "132", "133");
-    if constexpr (!kIsBf16 && kTransposed)
-      HELIX_PRODUCT_REGISTERS(256, "f16", "1", "128", "129", "130", "131", "132", "133");
-  }
+  if constexpr (kColumns == 16) HELIX_PRODUCTS(HELIX_PRODUCT_REGISTERS, 16, "8", "9", "10", "11", "12", "13");
+  if constexpr (kColumns == 32)
+    HELIX_PRODUCTS(HELIX_PRODUCT_REGISTERS, 32, "16", "17", "18", "19", "20", "21");
+  if constexpr (kColumns == 64)
+    HELIX_PRODUCTS(HELIX_PRODUCT_REGISTERS, 64, "32", "33", "34", "35", "36", "37");
+  if constexpr (kColumns == 96)
+    HELIX_PRODUCTS(HELIX_PRODUCT_REGISTERS, 96, "48", "49", "50", "51", "52", "53");
+  if constexpr (kColumns == 128)
+    HELIX_PRODUCTS(HELIX_PRODUCT_REGISTERS, 128, "64", "65", "66", "67", "68", "69");
+  if constexpr (kColumns == 256)
+    HELIX_PRODUCTS(HELIX_PRODUCT_REGISTERS, 256, "128", "129", "130", "131", "132", "133");
 #endif
 }
 
+#undef HELIX_PRODUCTS
 #undef HELIX_PRODUCT_REGISTERS
 #undef HELIX_PRODUCT_SHARED
 #undef HELIX_OUT_256
