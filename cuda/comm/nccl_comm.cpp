@@ -12,34 +12,12 @@
 
 #include "comm/bytes.hpp"
 #include "comm/collective_arguments.hpp"
+#include "cuda/comm/host_wait.hpp"
 #include "cuda/comm/nccl_state.hpp"
 
 namespace helix::cuda {
 
 using comm::at;
-
-namespace {
-
-/// A decode step is waited for awake: a thread that sleeps comes late.
-constexpr milliseconds kAwake{100};
-
-/// Tells the watch of the job, where there is one, that this rank waits.
-class BootstrapWait {
- public:
-  explicit BootstrapWait(std::optional<comm::Bootstrap>& bootstrap) : bootstrap_(bootstrap) {
-    if (bootstrap_) bootstrap_->begin_wait();
-  }
-  BootstrapWait(const BootstrapWait&) = delete;
-  BootstrapWait& operator=(const BootstrapWait&) = delete;
-  ~BootstrapWait() {
-    if (bootstrap_) bootstrap_->end_wait();
-  }
-
- private:
-  std::optional<comm::Bootstrap>& bootstrap_;
-};
-
-}  // namespace
 
 int NcclComm::rank() const {
   return state_->rank;

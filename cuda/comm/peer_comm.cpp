@@ -16,6 +16,7 @@
 #include "comm/bytes.hpp"
 #include "comm/collective_arguments.hpp"
 #include "comm/operation.hpp"
+#include "cuda/comm/host_wait.hpp"
 #include "cuda/comm/peer_moves.hpp"
 #include "cuda/comm/peer_state.hpp"
 #include "cuda/runtime/operators_state.hpp"
@@ -26,9 +27,6 @@ using comm::Operation;
 
 namespace {
 
-/// A decode step is waited for awake: a thread that sleeps comes late.
-constexpr milliseconds kAwake{100};
-
 /// Says on both ends which call a message belongs to.
 std::uint32_t tag_of(Operation operation, std::int64_t count, int detail = 0) {
   std::uint64_t mixed = static_cast<std::uint64_t>(count) * 0x9e3779b97f4a7c15u +
@@ -36,22 +34,6 @@ std::uint32_t tag_of(Operation operation, std::int64_t count, int detail = 0) {
   mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9u;
   return static_cast<std::uint32_t>(mixed >> 32);
 }
-
-/// Tells the watch of the job, where there is one, that this rank waits.
-class BootstrapWait {
- public:
-  explicit BootstrapWait(std::optional<comm::Bootstrap>& bootstrap) : bootstrap_(bootstrap) {
-    if (bootstrap_) bootstrap_->begin_wait();
-  }
-  BootstrapWait(const BootstrapWait&) = delete;
-  BootstrapWait& operator=(const BootstrapWait&) = delete;
-  ~BootstrapWait() {
-    if (bootstrap_) bootstrap_->end_wait();
-  }
-
- private:
-  std::optional<comm::Bootstrap>& bootstrap_;
-};
 
 /// Where hosts have to: returns when those of all ranks, or of the `peer`, have come with an equal call. What
 /// is captured runs later.
