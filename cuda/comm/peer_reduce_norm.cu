@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // cuda::Operators::reduce_norm over windows: how a call is cut, and its launch.
 #include <algorithm>
-#include <array>
 #include <cstdint>
 
 #include <helix/cuda/backend.hpp>
 #include <helix/integers.hpp>
 
 #include "cuda/comm/peer_reduce_norm.cuh"
+#include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
 
 namespace helix::cuda {
@@ -45,19 +45,9 @@ bool make_plan(const PeerChannel& channel, std::int64_t rows, std::int64_t packe
 template <class T, class W, bool kLines, int kPackets>
 void launch(const PeerChannel& channel, const PeerNormRows<T, W>& rows, const PeerNormPlan& plan,
             bool is_hopper, StreamHandle stream) {
-  std::array<cudaLaunchAttribute, 2> attributes{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(plan.parts), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(plan.groups * plan.parts));
-  config.blockDim = dim3(static_cast<unsigned>(plan.threads));
-  config.stream = stream;
-  config.attrs = attributes.data();
-  config.numAttrs = !is_hopper ? 0 : plan.parts > 1 ? 2 : 1;
-  HELIX_CUDA_CHECK(
-      cudaLaunchKernelEx(&config, peer_norm_kernel<T, W, kLines, kPackets>, channel, rows, plan));
+  launch_with(is_hopper ? LaunchAttributes().early().clusters(plan.parts) : LaunchAttributes(),
+              peer_norm_kernel<T, W, kLines, kPackets>, static_cast<unsigned>(plan.groups * plan.parts),
+              plan.threads, 0, stream, channel, rows, plan);
 }
 
 /// Calls use(W*) for the type of the norm's weights.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -43,18 +44,47 @@ __device__ __forceinline__ void follow_previous() {
   wait_for_previous();
 }
 
-/// Launches a kernel with an attribute, or without it where `has_attribute` is false.
+/// Attributes of a launch.
+class LaunchAttributes {
+ public:
+  /// The kernel may start while the one before it ends; see launch_early().
+  LaunchAttributes& early() {
+    cudaLaunchAttribute& attribute = add(cudaLaunchAttributeProgrammaticStreamSerialization);
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    return *this;
+  }
+  /// Clusters of that many blocks, where they are more than one.
+  LaunchAttributes& clusters(int blocks) {
+    if (blocks > 1)
+      add(cudaLaunchAttributeClusterDimension).val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+    return *this;
+  }
+
+  cudaLaunchAttribute* data() { return all_.data(); }
+  unsigned count() const { return count_; }
+
+ private:
+  cudaLaunchAttribute& add(cudaLaunchAttributeID id) {
+    all_[count_].id = id;
+    return all_[count_++];
+  }
+
+  std::array<cudaLaunchAttribute, 2> all_{};
+  unsigned count_ = 0;
+};
+
+/// Launches a kernel with these attributes.
 template <class... Params>
-void launch_with(cudaLaunchAttribute attribute, bool has_attribute, void (*kernel)(Params...), dim3 grid,
-                 int threads, std::size_t shared_bytes, StreamHandle stream,
+void launch_with(LaunchAttributes attributes, void (*kernel)(Params...), dim3 grid, int threads,
+                 std::size_t shared_bytes, StreamHandle stream,
                  const std::type_identity_t<Params>&... params) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = has_attribute ? 1 : 0;
+  config.attrs = attributes.data();
+  config.numAttrs = attributes.count();
   HELIX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params...));
 }
 
@@ -63,10 +93,8 @@ void launch_with(cudaLaunchAttribute attribute, bool has_attribute, void (*kerne
 template <class... Params>
 void launch_early(void (*kernel)(Params...), dim3 grid, int threads, std::size_t shared_bytes,
                   StreamHandle stream, bool is_hopper, const std::type_identity_t<Params>&... params) {
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  launch_with(early, is_hopper, kernel, grid, threads, shared_bytes, stream, params...);
+  launch_with(is_hopper ? LaunchAttributes().early() : LaunchAttributes(), kernel, grid, threads,
+              shared_bytes, stream, params...);
 }
 
 /// Checks the launch that stands before it.

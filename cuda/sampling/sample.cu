@@ -331,10 +331,8 @@ void Operators<T>::sample(const SampleArgs<T>& args, Stream stream) const {
   const auto kernel = rows.row.is_aligned() ? sample_kernel<true, T> : sample_kernel<false, T>;
   int blocks = 1;
   while (state_->is_hopper && blocks < kMostBlocks && 2 * blocks * num_rows <= state_->num_sms) blocks *= 2;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-  launch_with(cluster, blocks > 1, kernel, num_rows * blocks, kThreads, 0, stream.handle(), rows, mass_bits);
+  launch_with(LaunchAttributes().clusters(blocks), kernel, num_rows * blocks, kThreads, 0, stream.handle(),
+              rows, mass_bits);
 }
 
 #define HELIX_INSTANTIATE(T) template void Operators<T>::sample(const SampleArgs<T>&, Stream) const;
