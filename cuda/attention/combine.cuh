@@ -118,6 +118,25 @@ struct SplitPartials {
   }
 };
 
+/// Calls visit(row, its ResultRow) for each of the `num_rows` rows of `found`, by the warps in turn.
+template <int kParts, class Visit>
+__device__ __forceinline__ void for_each_row(const BlockResult<kParts>& found, int num_rows,
+                                             const Visit& visit) {
+  for (int row = static_cast<int>(threadIdx.x) / kWarp; row < num_rows;
+       row += static_cast<int>(blockDim.x) / kWarp)
+    visit(row, ResultRow<kParts>(found, row));
+}
+
+/// Writes row `row` of a query tile to out and lse; one warp.
+template <int kParts>
+__device__ __forceinline__ void write_row(const AttentionParams& p, const QueryTile& query_tile, int head,
+                                          int row, const ResultRow<kParts>& result) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const RowWriter writer(p, query_tile, head, row, result.max, result.sum);
+  for (int column = lane * kLaneColumns; column < p.value_dim; column += kWarp * kLaneColumns)
+    writer.write(column, result.get(column));
+}
+
 /// Writes rows [first_row, first_row + num_rows) of this block's KV split of a query tile and head: to out
 /// and lse where it is the only split, else as split partials to the workspace. `found` holds these rows,
 /// from 0 on; all threads of the block have written it.
@@ -126,14 +145,10 @@ __device__ void write_split(const SplitPartials& to, const QueryTile& query_tile
                             int num_rows, const BlockResult<kParts>& found) {
   const AttentionParams& p = to.p;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  for (int r = static_cast<int>(threadIdx.x) / kWarp; r < num_rows;
-       r += static_cast<int>(blockDim.x) / kWarp) {
-    const ResultRow<kParts> result(found, r);
+  for_each_row(found, num_rows, [&](int r, const ResultRow<kParts>& result) {
     const int row = first_row + r;
     if (to.splits.count == 1) {
-      const RowWriter writer(p, query_tile, head, row, result.max, result.sum);
-      for (int column = lane * kLaneColumns; column < p.value_dim; column += kWarp * kLaneColumns)
-        writer.write(column, result.get(column));
+      write_row(p, query_tile, head, row, result);
     } else {
       const int i = static_cast<int>(blockIdx.x) - to.splits.first_block;
       for (int column = lane * kLaneColumns; column < p.value_dim; column += kWarp * kLaneColumns)
@@ -143,7 +158,7 @@ __device__ void write_split(const SplitPartials& to, const QueryTile& query_tile
         __stcg(to.sum(i, row), result.sum);
       }
     }
-  }
+  });
 }
 
 /// Combines columns [begin, end) of one row of all split partials into out, and into lse; one warp. Up to

@@ -48,6 +48,9 @@ struct AttentionParams {
   int first_query_tile = 0;  ///< Query tile of the first sequence that the launch begins with.
   int num_query_tiles = 0;
   bool is_one_query_tile_each = false;  ///< Whether each sequence is one query tile.
+  /// Whether kernels ahead still write at most q and KV rows of the step's own tokens; only with
+  /// is_one_query_tile_each.
+  bool reads_ahead = false;
 
   PagedRows k;  ///< Key rows; latent: their first key_columns columns.
   PagedRows v;  ///< Value rows; latent: the same as k.
@@ -108,6 +111,15 @@ struct QueryTile {
     return head * p.group + (first_row + row) % p.group;
   }
 };
+
+/// Local tokens that were there before those of the step, of the sequence whose only query tile this is.
+__device__ inline int settled_tokens(const AttentionParams& p, const QueryTile& query_tile) {
+  std::int64_t settled = INT64_MAX;
+#pragma unroll 1
+  for (int token = query_tile.first_token; token <= query_tile.token(p, query_tile.num_rows - 1); ++token)
+    settled = min(settled, p.layout.length(p.positions[token], p.kvp_rank));
+  return static_cast<int>(settled);
+}
 
 /// The slot that this launch writes to, 0 or 1.
 __device__ __forceinline__ std::int64_t sink_slot(const AttentionParams& p) {

@@ -108,7 +108,8 @@ AttentionParams params_of(const PartialAttentionArgs<T>& args) {
 /// Calls launch() with `p` set to one part of the batch after another, as many sequences and query tiles as a
 /// plan holds: prefill takes several.
 template <class Launch>
-void for_each_launch(const Batch& batch, AttentionParams& p, int most_query_tiles, const Launch& launch) {
+void for_each_launch(const Batch& batch, bool follows_prepare, AttentionParams& p, int most_query_tiles,
+                     const Launch& launch) {
   const auto& offsets = batch.query_offsets_host;
   const int most = std::min(most_query_tiles, static_cast<int>(kAttentionCounters) / p.kv_heads);
   const auto query_tiles = [&](std::size_t b) {
@@ -134,6 +135,7 @@ void for_each_launch(const Batch& batch, AttentionParams& p, int most_query_tile
     p.num_tokens = offsets[end] - offsets[first];
     p.first_query_tile = skipped;
     p.num_query_tiles = std::min(count, most);
+    p.reads_ahead = follows_prepare && p.is_one_query_tile_each;
     if (p.num_query_tiles > 0) launch();
     if (count > most) {  // the last sequence goes on in the next launch
       skipped = query_tiles(end - 1) - (count - most);
@@ -184,7 +186,7 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   p.partial_sum = reinterpret_cast<float*>(partials.sum.data());
   p.split_tiles = reinterpret_cast<SplitQueryTile*>(partials.tiles.data());
   p.counters = reinterpret_cast<int*>(state_->attention_counters.data());
-  for_each_launch(args.batch, p, kernel.most_query_tiles, [&] {
+  for_each_launch(args.batch, args.follows_prepare, p, kernel.most_query_tiles, [&] {
     kernel.launch(p, call, {blocks, blocks == all_blocks, stream.handle()});
     p.headers.message = nullptr;  // once is enough
   });

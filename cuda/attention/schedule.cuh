@@ -34,18 +34,21 @@ struct ShortTileLimits {
   static constexpr int kShortSplitTiles = 4;
   static constexpr int kSplitTiles = 8;  ///< KV tiles of a split at least, where there are more splits.
   static constexpr int kWholeTiles = 0;  ///< KV tiles of a query tile that is not split at most.
+  static constexpr int kPairTiles = 0;   ///< KV tiles of a query tile that is cut in two at most, above that.
   /// KV tiles of no tokens behind those of each query tile, where its epilogue takes as long as these and
   /// work items hold many query tiles: such items would not be of equal length.
   static constexpr int kPaddingTiles = 0;
 };
 
 /// The same for blocks that have an SM of their own, for KV tiles of kTokens tokens: their warps read several
-/// KV tiles at a time, so that few tokens take less time than the combine. Decode steps of 8 layers, one
-/// sequence: 200 tokens in one split 1.208 ms, 540 tokens in one, three KV tiles a warp, 1.253 and in four
-/// 1.236; eight sequences of 540 in one 1.298 and in two 1.328 (H200).
+/// KV tiles at a time, so that few tokens take less time than a trip to memory to combine splits, and a few
+/// more are better cut for a pair of blocks, which need no trip. Decode steps of 8 layers: one sequence of
+/// 330 tokens whole 1.198 ms, in a pair 1.190; of 750 in a pair 1.219, in six splits 1.210; eight of 512
+/// whole 1.287, in pairs 1.257 (H200).
 template <int kTokens>
 struct WholeSmLimits : ShortTileLimits {
-  static constexpr int kWholeTiles = 384 / kTokens;
+  static constexpr int kWholeTiles = 256 / kTokens;
+  static constexpr int kPairTiles = 640 / kTokens;
 };
 
 /// A query tile and the keys that any of its rows sees.
@@ -158,6 +161,7 @@ __device__ inline int find_last(const Count* x, int n, int value) {
 template <class Limits>
 __device__ inline int max_splits(int kv_tiles) {
   if (kv_tiles <= Limits::kWholeTiles) return 1;
+  if (kv_tiles <= Limits::kPairTiles) return 2;
   return kv_tiles <= kCombineBatch * Limits::kShortSplitTiles
              ? (kv_tiles + Limits::kShortSplitTiles - 1) / Limits::kShortSplitTiles
              : max(kCombineBatch, (kv_tiles + Limits::kSplitTiles - 1) / Limits::kSplitTiles);
@@ -175,9 +179,8 @@ template <class Limits>
 __device__ inline int splits_for(int kv_tiles, int spare, int total) {
   const int shift = max(0, 9 - __clz(total));  // so that the product fits
   const unsigned part = static_cast<unsigned>(kv_tiles >> shift) * static_cast<unsigned>(spare);
-  const int splits =
-      min(1 + static_cast<int>(part / static_cast<unsigned>(total >> shift)), max_splits<Limits>(kv_tiles));
-  return splits == 2 && kv_tiles <= 2 * Limits::kWholeTiles ? 1 : splits;  // two save too little
+  return min(1 + static_cast<int>(part / static_cast<unsigned>(total >> shift)),
+             max_splits<Limits>(kv_tiles));
 }
 
 /// Whether splits of up to `longest` KV tiles are not too long beside work items of equal length.

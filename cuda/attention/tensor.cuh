@@ -19,6 +19,7 @@
 #include "cuda/attention/kernel.hpp"
 #include "cuda/attention/tensor_copies.cuh"
 #include "cuda/attention/tensor_gather.cuh"
+#include "cuda/attention/tensor_pair.cuh"
 #include "cuda/attention/tensor_queries.cuh"
 #include "cuda/attention/tensor_softmax.cuh"
 #include "cuda/runtime/launch.cuh"
@@ -45,6 +46,8 @@ struct Tensor {
   static constexpr int kThreads = kWarps * kWarp;
   static constexpr int kRows = kMTiles * kMmaRows;
   static constexpr int kBlocks = tensor_blocks_per_sm(kWarps);
+  /// Whether blocks come in pairs, where there is room: their epilogue is what counts.
+  static constexpr bool kHasPairs = kBlocks == 1 && kDim == kValueDim;
 
   using Softmax = TensorSoftmax<KV, kDim, kValueDim, kMTiles, kStepTokens>;
   using Gather = TensorGather<Softmax, kWarps, kValueDim, kMTiles>;
@@ -62,12 +65,14 @@ struct Tensor {
   /// has as many instructions for half the bytes, so that they are worth hiding.
   static constexpr int kBarriers = kIsFp8 ? 2 : 1;
   using Producer = TileProducer<TileCopies, Plan, kWarps, kBarriers>;
+  using Pair = BlockPair<kHasPairs, kRows, kValueDim>;
   static_assert(kTokens % kStepTokens == 0);
 
   struct Shared {
     alignas(128) std::byte stages[kWarps][kStages][kStageBytes];
     alignas(16) T queries[kRows * Products::Places::kRowStride];
     TensorSums<kWarps, kValueDim> sums;
+    typename Pair::Sums pair;
     alignas(8) unsigned long long barriers[kWarps][kStages][kBarriers];
     Plan plan;
     float query_factors[kIsFp8 ? kRows : 1];  // what a row of queries was divided by
@@ -94,12 +99,14 @@ struct Tensor {
     auto& s = *reinterpret_cast<Shared*>(memory);
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const Pair pair(s.pair);
     if (lane == 0) {
       for (int i = 0; i < kStages * kBarriers; ++i)
         barrier_init(static_cast<unsigned>(__cvta_generic_to_shared(&s.barriers[warp][0][i])),
                      TileCopies::kArrivals);
       fence_barrier_init();
     }
+    if (!p.reads_ahead) wait_for_previous();
     make_plan(p, s.plan);
     const Schedule<Plan> schedule(p, s.plan);
     const WorkItem item = schedule.work_item(static_cast<int>(blockIdx.x));
@@ -112,6 +119,14 @@ struct Tensor {
     int mine = warp;  // this warp's next KV tile of the work item
     int stage = 0;
     unsigned parity = 0;
+    int ahead = 0;  // KV tiles that are asked for before q is there
+    if (p.reads_ahead) {
+      const int settled = settled_tokens(p, s.plan.query_tiles[at.query_tile]);
+      for (; ahead < kStages && producer.is_within(at.query_tile, settled); ++ahead)
+        producer.issue(stage_at + static_cast<unsigned>(ahead * kStageBytes),
+                       barrier_at + static_cast<unsigned>(ahead * kBarriers * 8));
+      wait_for_previous();
+    }
     for (int done = 0, count = 0; done < item.count; done += count) {
       count = min(item.count - done, at.num_kv_tiles - at.kv_tile);
       const QueryTile query_tile = s.plan.query_tiles[at.query_tile];
@@ -120,7 +135,7 @@ struct Tensor {
       queries.read(p, query_tile, at.head);
       const KvScales scales = read_scales(p, at.head);
       constexpr bool kQueriesFirst = TileCopies::kTakesLoadUnits;
-      for (int i = 0; i < kStages && done == 0 && !kQueriesFirst; ++i)
+      for (int i = ahead; i < kStages && done == 0 && !kQueriesFirst; ++i)
         producer.issue(stage_at + static_cast<unsigned>(i * kStageBytes),
                        barrier_at + static_cast<unsigned>(i * kBarriers * 8));
       queries.write(p, s.queries, s.query_factors);
@@ -130,7 +145,7 @@ struct Tensor {
       const RowFactors factors = row_factors(p, s, scales);
       // Behind copies that take the load units, no warp would see the queries until all warps had issued
       // theirs.
-      for (int i = 0; i < kStages && done == 0 && kQueriesFirst; ++i)
+      for (int i = ahead; i < kStages && done == 0 && kQueriesFirst; ++i)
         producer.issue(stage_at + static_cast<unsigned>(i * kStageBytes),
                        barrier_at + static_cast<unsigned>(i * kBarriers * 8));
 
@@ -161,8 +176,21 @@ struct Tensor {
         }
       }
       const SplitPartials partials{p, schedule.splits_of(at.query_tile, at.head)};
-      Gather::gather(s.sums, partials, query_tile, at.head, scales.v, found);
-      combine_splits(partials, query_tile, at.query_tile, at.head);
+      const bool is_paired = s.plan.is_one_split_each && pair.has(partials.splits);
+      if (is_paired) pair.await_other();
+      Gather::gather(s.sums, query_tile, scales.v, found,
+                     [&](int first_row, int num_rows, const BlockResult<kWarps>& result) {
+                       if (is_paired) {
+                         pair.write(first_row, num_rows, result);
+                       } else {
+                         write_split(partials, query_tile, at.head, first_row, num_rows, result);
+                       }
+                     });
+      if (is_paired) {
+        pair.combine(p, query_tile, at.head);
+      } else {
+        combine_splits(partials, query_tile, at.query_tile, at.head);
+      }
       at.advance(p, s.plan, count);
     }
   }
@@ -240,8 +268,9 @@ __global__ __launch_bounds__(kWarps* kWarp, tensor_blocks_per_sm(kWarps)) void a
     const __grid_constant__ AttentionParams p) {
 #if __CUDA_ARCH__ >= 900
   prefetch_params(p);
-  follow_previous();
+  start_next();
   Tensor<KV, kDim, kValueDim, kMTiles, kWarps, kTokens, kStages, Copies, kStepTokens>::attend(p);
+  wait_for_previous();  // in a block that had nothing to do
   finish_messages(p);
 #endif
 }

@@ -197,6 +197,12 @@ struct TileProducer {
     copies.look_up(p, plan, at);
   }
 
+  /// Whether there is a next KV tile, of this query tile, whose rows are among the first `tokens` local ones.
+  __device__ bool is_within(int query_tile, int tokens) const {
+    const int end = plan.first_kv_tile_token(query_tile) + (at.kv_tile + 1) * Plan::kKvTileTokens;
+    return next < count && at.query_tile == query_tile && min(end, plan.end_token[query_tile]) <= tokens;
+  }
+
   __device__ void issue(unsigned stage, unsigned barrier) {
     if (next >= count) return;
     copies.template issue<kBarriers>(p, at, stage, barrier);

@@ -55,9 +55,11 @@ struct TensorGather {
     }
   }
 
-  /// Brings the warps' sums together through shared memory and writes the KV split.
-  static __device__ void gather(Shared& s, const SplitPartials& to, const QueryTile& query_tile, int head,
-                                float value_scale, Found& found) {
+  /// Brings the warps' sums together through shared memory. Calls write(first row, rows, their BlockResult)
+  /// for some rows of the query tile after the others.
+  template <class Write>
+  static __device__ void gather(Shared& s, const QueryTile& query_tile, float value_scale, Found& found,
+                                const Write& write) {
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int g = lane / 4;
@@ -85,8 +87,7 @@ struct TensorGather {
         const BlockResult<kWarps> result{&s.sums[0][0][0], kGatherRows * Shared::kStride,
                                          Shared::kStride,  &s.max[0][0],
                                          &s.sum[0][0],     kGatherRows};
-        write_split(to, query_tile, head, first_row, min(kGatherRows, query_tile.num_rows - first_row),
-                    result);
+        write(first_row, min(kGatherRows, query_tile.num_rows - first_row), result);
         __syncthreads();
       }
     }

@@ -24,7 +24,9 @@ void launch_tensor(const AttentionParams& p, const AttentionGrid& grid) {
       attend_tensor<KV, kDim, kValueDim, kMTiles, kWarps, kTokens, kStages, Copies, kStepTokens>;
   const int blocks = std::max(1, grid.blocks * Kernel::kBlocks / kBlocksPerSm);
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  launch_early(kernel, blocks, Kernel::kThreads, kBytes, grid.stream, true, p);
+  const int cluster = Kernel::kHasPairs && blocks % 2 == 0 ? 2 : 1;
+  launch_with(LaunchAttributes().early().clusters(cluster), kernel, static_cast<unsigned>(blocks),
+              Kernel::kThreads, kBytes, grid.stream, p);
 }
 
 /// As launch_tensor(), for query tiles of as many rows as this launch has.

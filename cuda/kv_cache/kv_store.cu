@@ -31,7 +31,8 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     append_kernel(const __grid_constant__ Transfer transfer, const std::int32_t* query_offsets,
                   const std::int64_t* positions, const std::int32_t* sequence_slots, std::int64_t sequences,
                   std::int64_t first_token, std::int64_t tokens, KvLayout layout, std::int64_t kvp_rank) {
-  follow_previous();
+  wait_for_previous();
+  start_next();  // not before: see AttentionParams::reads_ahead
   const WarpPlane at = warp_plane(transfer.planes);
   if (at.row >= tokens) return;
   const std::int64_t token = first_token + at.row;

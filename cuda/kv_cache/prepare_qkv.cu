@@ -129,9 +129,9 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   __shared__ float cosines[kMaxPairs];
   __shared__ float sines[kMaxPairs];
   const int pair = static_cast<int>(threadIdx.x);
-  start_next();
   const float frequency = pair < p.pairs ? p.inverse_frequency[pair] : 0.0f;
   wait_for_previous();
+  start_next();  // not before: see AttentionParams::reads_ahead
   const std::int64_t token = blockIdx.x;
   const std::int64_t position = p.positions[token];
   // Where a head of k or v goes is asked for before the sines are computed: four loads in a row.

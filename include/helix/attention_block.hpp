@@ -130,7 +130,8 @@ PartialAttentionArgs<typename B::Activation> attention_args(const AttentionBlock
           .scale = args.config->softmax_scale,
           .window = args.config->window,
           .soft_cap = args.config->soft_cap,
-          .workspace = args.buffers.workspace};
+          .workspace = args.buffers.workspace,
+          .follows_prepare = std::holds_alternative<GqaWeights>(*args.weights)};
 }
 
 /// KVP = 1: the shard is the whole. Without sinks attention writes where the combine would.
