@@ -36,6 +36,7 @@ struct AttentionCase {
   std::int64_t out_pad = 0;
   bool is_scaled = true;  // e4m3 only: there are scales of K and V
   int q_power = 0;  // e4m3 only: of two KV heads, one has q 2^q_power larger, one smaller, k_scale inversely
+  bool follows_prepare = false;
   bool forgets = false;  // what no window reaches any more is NaN
   std::vector<Sequence> sequences = {{40, 1}};
   std::vector<std::int64_t> padding;  // query tokens whose position is -1

@@ -56,6 +56,7 @@ typename AttentionWorld<T>::Result AttentionWorld<T>::run(const cuda::Operators<
   args.window = c.window;
   args.soft_cap = c.soft_cap;
   args.workspace = {scratch + 1, workspace_bytes};
+  args.follows_prepare = c.follows_prepare;
   operators.partial_attention(args, stream);
 
   operators.download(result.out.data(), out, result.out.size(), stream);

@@ -118,6 +118,36 @@ TEMPLATE_TEST_CASE("attention on a GPU shares blocks out among sequences of any 
   check(2, few_long);
 }
 
+TEMPLATE_TEST_CASE("attention on a GPU that reads ahead gives the same bits", "", float, f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const auto operators = attention_operators<TestType>();
+  for (const std::int64_t d : {64, 128, 256}) {
+    for (const std::int64_t kvp : {1, 2}) {
+      for (const std::int64_t window : {0, 100}) {
+        AttentionCase c = case_of<TestType>(d);
+        c.kvp = kvp;
+        c.window = window;
+        c.kv_heads = kvp;
+        const auto check = [&](const std::vector<Sequence>& sequences) {
+          c.sequences = sequences;
+          CAPTURE(d, kvp, window, sequences.size());
+          c.follows_prepare = false;
+          const AttentionWorld<TestType> waits(c);
+          c.follows_prepare = true;
+          const AttentionWorld<TestType> ahead(c);
+          for (std::int64_t rank = 0; rank < kvp; ++rank)
+            CHECK(ahead.run(operators, rank) == waits.run(operators, rank));
+          CHECK(ahead.check(operators) == "");
+        };
+        for (const std::int64_t length : {1, 32, 33, 300, 513, 2000}) check({{length, 1}});
+        check({{513, 2}, {1, 1}, {40, 4}, {999, 1}});
+        check(uniform(40, {129, 2}));
+        check({{700, 300}, {64, 1}});  // more than a query tile: nothing is read ahead
+      }
+    }
+  }
+}
+
 TEMPLATE_TEST_CASE("attention on a GPU honours windows and soft caps", "", float, f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   const auto operators = attention_operators<TestType>();
