@@ -55,6 +55,7 @@ struct Tensor {
   using Bounds = typename Softmax::Bounds;
   using RowFactors = typename Softmax::RowFactors;
   using Found = typename Softmax::Found;
+  using KvScales = typename Softmax::KvScales;
   using T = typename Products::T;  // of queries and weights
   using Queries = TensorQueries<KV, kDim, kRows, kThreads>;
   using TileCopies = Copies<Products::kKeyBytes, Products::kValueBytes, kTokens>;
@@ -88,12 +89,6 @@ struct Tensor {
     }
   };
 
-  /// What e4m3 keys and values of a KV head are multiplied by.
-  struct KvScales {
-    float k = 1.0f;
-    float v = 1.0f;
-  };
-
   static __device__ void attend(const AttentionParams& p) {
     extern __shared__ __align__(128) std::byte memory[];
     auto& s = *reinterpret_cast<Shared*>(memory);
@@ -119,12 +114,14 @@ struct Tensor {
     int mine = warp;  // this warp's next KV tile of the work item
     int stage = 0;
     unsigned parity = 0;
-    int ahead = 0;  // KV tiles that are asked for before q is there
+    const auto fill = [&](int i) {
+      producer.issue(stage_at + static_cast<unsigned>(i * kStageBytes),
+                     barrier_at + static_cast<unsigned>(i * kBarriers * 8));
+    };
+    int filled = 0;  // stages, up to kStages
     if (p.reads_ahead) {
       const int settled = settled_tokens(p, s.plan.query_tiles[at.query_tile]);
-      for (; ahead < kStages && producer.is_within(at.query_tile, settled); ++ahead)
-        producer.issue(stage_at + static_cast<unsigned>(ahead * kStageBytes),
-                       barrier_at + static_cast<unsigned>(ahead * kBarriers * 8));
+      for (; filled < kStages && producer.is_within(at.query_tile, settled); ++filled) fill(filled);
       wait_for_previous();
     }
     for (int done = 0, count = 0; done < item.count; done += count) {
@@ -133,21 +130,17 @@ struct Tensor {
       // Behind the copies of all blocks the queries would wait for microseconds, so they are asked for first.
       Queries queries;
       queries.read(p, query_tile, at.head);
-      const KvScales scales = read_scales(p, at.head);
+      const KvScales scales = Softmax::read_scales(p, at.head);
       constexpr bool kQueriesFirst = TileCopies::kTakesLoadUnits;
-      for (int i = ahead; i < kStages && done == 0 && !kQueriesFirst; ++i)
-        producer.issue(stage_at + static_cast<unsigned>(i * kStageBytes),
-                       barrier_at + static_cast<unsigned>(i * kBarriers * 8));
+      for (; filled < kStages && !kQueriesFirst; ++filled) fill(filled);
       queries.write(p, s.queries, s.query_factors);
       const Bounds bounds = Softmax::bounds_of(
           p, query_tile, {s.plan.begin_token[at.query_tile], s.plan.end_token[at.query_tile]});
       __syncthreads();
-      const RowFactors factors = row_factors(p, s, scales);
+      const RowFactors factors = Softmax::row_factors(p, s.query_factors, scales.k);
       // Behind copies that take the load units, no warp would see the queries until all warps had issued
       // theirs.
-      for (int i = ahead; i < kStages && done == 0 && kQueriesFirst; ++i)
-        producer.issue(stage_at + static_cast<unsigned>(i * kStageBytes),
-                       barrier_at + static_cast<unsigned>(i * kBarriers * 8));
+      for (; filled < kStages && kQueriesFirst; ++filled) fill(filled);
 
       Found found = Softmax::nothing();
       const int first_token = s.plan.first_kv_tile_token(at.query_tile) + at.kv_tile * kTokens;
@@ -169,7 +162,7 @@ struct Tensor {
           multiply_tokens(p, s.queries, kv_tile, step, token, values, bounds, factors, found);
         if (!is_whole) TileCopies::fence();
         __syncwarp();
-        producer.issue(stage_at + static_cast<unsigned>(stage * kStageBytes), barrier);
+        fill(stage);
         if (++stage == kStages) {
           stage = 0;
           parity ^= 1u;
@@ -196,34 +189,6 @@ struct Tensor {
   }
 
  private:
-  static __device__ __forceinline__ KvScales read_scales(const AttentionParams& p, int head) {
-    KvScales scales;
-    if constexpr (kIsFp8) {
-      if (p.k_scale != nullptr) scales.k = p.k_scale[head];
-      if (p.v_scale != nullptr) scales.v = p.v_scale[head];
-    }
-    return scales;
-  }
-
-  static __device__ __forceinline__ RowFactors row_factors(const AttentionParams& p, const Shared& s,
-                                                           const KvScales& scales) {
-    const int g = static_cast<int>(threadIdx.x) % kWarp / 4;
-    RowFactors factors;
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        factors.of[m][half] = p.scale;
-        // A factor of 0 would make not a number of the scores -inf of what is masked.
-        if constexpr (kIsFp8) {
-          const float factor = p.scale * scales.k * s.query_factors[m * kMmaRows + half * 8 + g];
-          factors.of[m][half] = factor < 0x1p-120f ? 0x1p-120f : factor;
-        }
-      }
-    }
-    return factors;
-  }
-
   /// Zeros outside of tokens [first, last): what an earlier KV tile left there may be infinite.
   static __device__ void clear_values(std::byte* kv_tile, int first, int last) {
     auto* values = reinterpret_cast<uint4*>(kv_tile + kValuesAt);

@@ -39,10 +39,46 @@ struct TensorSoftmax {
     float sum[kMTiles][2];
   };
 
+  /// What e4m3 keys and values of a KV head are multiplied by.
+  struct KvScales {
+    float k = 1.0f;
+    float v = 1.0f;
+  };
+
   /// What makes a score of a product of each of this lane's query rows.
   struct RowFactors {
     float of[kMTiles][2];
   };
+
+  /// The scales of KV head `head`.
+  static __device__ __forceinline__ KvScales read_scales(const AttentionParams& p, int head) {
+    KvScales scales;
+    if constexpr (kIsFp8) {
+      if (p.k_scale != nullptr) scales.k = p.k_scale[head];
+      if (p.v_scale != nullptr) scales.v = p.v_scale[head];
+    }
+    return scales;
+  }
+
+  /// `query_factors`: what a row of queries was divided by, beside e4m3.
+  static __device__ __forceinline__ RowFactors row_factors(const AttentionParams& p,
+                                                           const float* query_factors, float k_scale) {
+    const int g = static_cast<int>(threadIdx.x) % kWarp / 4;
+    RowFactors factors;
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        factors.of[m][half] = p.scale;
+        // A factor of 0 would make not a number of the scores -inf of what is masked.
+        if constexpr (kIsFp8) {
+          const float factor = p.scale * k_scale * query_factors[m * kMmaRows + half * 8 + g];
+          factors.of[m][half] = factor < 0x1p-120f ? 0x1p-120f : factor;
+        }
+      }
+    }
+    return factors;
+  }
 
   static __device__ __forceinline__ Bounds bounds_of(const AttentionParams& p, const QueryTile& query_tile,
                                                      TokenRange all) {

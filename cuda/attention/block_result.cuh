@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the warps of a block, or two blocks, found of a query tile's rows, in shared memory.
+#pragma once
+
+#include "cuda/runtime/math.cuh"
+#include "cuda/runtime/warp.cuh"
+
+namespace helix::cuda {
+
+/// What `kParts` warps found for some rows of a query tile, in shared memory: unnormalised sums of values,
+/// and of each row the max (base 2) and the sum of weights.
+template <int kParts>
+struct BlockResult {
+  const float* sums;  ///< [parts, rows, stride]
+  int part_stride;
+  int stride;
+  const float* max;  ///< [parts, rows]
+  const float* sum;  ///< [parts, rows]
+  int rows;          ///< Rows of max and sum.
+};
+
+/// One row of a BlockResult, its parts brought to one max; all lanes alike.
+template <int kParts>
+struct ResultRow {
+  const float* sums;
+  int part_stride;
+  float weights[kParts];
+  float max = -kInfinity;
+  float sum = 0.0f;
+
+  __device__ ResultRow(const BlockResult<kParts>& from, int row)
+      : sums(from.sums + row * from.stride), part_stride(from.part_stride) {
+#pragma unroll
+    for (int k = 0; k < kParts; ++k) max = fmaxf(max, from.max[k * from.rows + row]);
+#pragma unroll
+    for (int k = 0; k < kParts; ++k) {
+      const float part = from.sum[k * from.rows + row];
+      // A part that saw nothing has a max of -inf, which may be that of all.
+      weights[k] = part == 0.0f ? 0.0f : exp2f(from.max[k * from.rows + row] - max);
+      sum = fmaf(part, weights[k], sum);
+    }
+  }
+
+  __device__ float4 get(int column) const {
+    float4 total{0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int k = 0; k < kParts; ++k) {
+      const float4 x = *reinterpret_cast<const float4*>(sums + k * part_stride + column);
+      total.x = fmaf(x.x, weights[k], total.x);
+      total.y = fmaf(x.y, weights[k], total.y);
+      total.z = fmaf(x.z, weights[k], total.z);
+      total.w = fmaf(x.w, weights[k], total.w);
+    }
+    return total;
+  }
+};
+
+/// Calls visit(row, its ResultRow) for each of the `num_rows` rows of `found`, by the warps in turn.
+template <int kParts, class Visit>
+__device__ __forceinline__ void for_each_row(const BlockResult<kParts>& found, int num_rows,
+                                             const Visit& visit) {
+  for (int row = static_cast<int>(threadIdx.x) / kWarp; row < num_rows;
+       row += static_cast<int>(blockDim.x) / kWarp)
+    visit(row, ResultRow<kParts>(found, row));
+}
+
+}  // namespace helix::cuda

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+// The plan of an attention kernel: query tiles and their KV tiles, from which Schedule tells who takes what.
+// Each block makes it itself, in shared memory, from device memory.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/attention/splits.cuh"
+#include "cuda/runtime/prefix_sums.cuh"
+#include "cuda/runtime/warp.cuh"
+
+namespace helix::cuda {
+
+/// A query tile and the keys that any of its rows sees.
+struct QueryTileSpan {
+  QueryTile query_tile;
+  std::int64_t first_page;  ///< Place in the page lists of the sequence's first page.
+  int begin_token;          ///< Local token where the keys begin.
+  int end_token;            ///< Local token where the keys end.
+};
+
+/// What the schedule of every kernel is made of, in shared memory, for KV tiles of kTokens tokens. `u` is a
+/// query tile of the launch; `Count` holds numbers of query tiles and of splits.
+template <int kTokens, class TheLimits, int kBlocks, class Count>
+struct AttentionLists {
+  using Limits = TheLimits;
+  static constexpr int kKvTileTokens = kTokens;
+
+  int kv_tile_begin[kMaxQueryTiles + 1];      ///< KV tiles of one KV head before each query tile.
+  Count query_tile_begin[kMaxSequences + 1];  ///< First query tile of each sequence, of the launch's.
+  /// KV splits of one KV head before each query tile, if is_one_split_each.
+  Count split_begin[kMaxQueryTiles + 1];
+  bool is_one_split_each;  ///< Whether each work item is one KV split: of one query tile only.
+
+  __device__ int kv_tiles(int u) const { return kv_tile_begin[u + 1] - kv_tile_begin[u]; }
+  __device__ int splits(int u) const { return split_begin[u + 1] - split_begin[u]; }
+  /// Blocks of the grid, or pairs.
+  static __device__ int num_blocks() { return static_cast<int>(gridDim.x) / kBlocks; }
+};
+
+/// The schedule, with all that is known of the query tiles.
+template <int kTokens, class TheLimits = ShortTileLimits>
+struct AttentionPlan : AttentionLists<kTokens, TheLimits, 1, int> {
+  QueryTile query_tiles[kMaxQueryTiles];
+  std::int64_t first_page[kMaxQueryTiles];  ///< As in QueryTileSpan, as the following.
+  int begin_token[kMaxQueryTiles];
+  int end_token[kMaxQueryTiles];
+
+  __device__ void keep(int u, const QueryTileSpan& span) {
+    query_tiles[u] = span.query_tile;
+    first_page[u] = span.first_page;
+    begin_token[u] = span.begin_token;
+    end_token[u] = span.end_token;
+  }
+  /// First token of the first KV tile; KV tiles lie at multiples of kKvTileTokens.
+  __device__ int first_kv_tile_token(int u) const { return begin_token[u] / kTokens * kTokens; }
+};
+
+/// The schedule in 2 KB, for kernels whose tiles fill the shared memory: span_of() says the rest again.
+template <int kTokens, class TheLimits, int kBlocks>
+struct SmallAttentionPlan : AttentionLists<kTokens, TheLimits, kBlocks, std::uint16_t> {
+  __device__ void keep(int, const QueryTileSpan&) {}
+};
+
+/// Asks for this block's share of the queries, by `threads` threads of which this is number `thread`.
+__device__ inline void prefetch_queries(const AttentionParams& p, int thread, int threads) {
+  constexpr int kLineBytes = 128;
+  const int element_bytes = p.dtype == DType::f32 ? 4 : 2;
+  const int lines = (p.head_dim * element_bytes + kLineBytes - 1) / kLineBytes;
+  const int heads = p.kv_heads * p.group;
+  const int count = p.num_tokens * heads * lines;
+  const auto* q = static_cast<const std::byte*>(p.q);
+  for (int i = static_cast<int>(blockIdx.x) * threads + thread; i < count;
+       i += static_cast<int>(gridDim.x) * threads) {
+    const int row = i / lines;
+    const std::int64_t at = (p.first_token + row / heads) * p.q_token_stride + row % heads * p.q_head_stride;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(q + at * element_bytes + i % lines * kLineBytes));
+  }
+}
+
+/// Query rows of sequence `b`, of one KV head.
+__device__ inline int query_rows(const AttentionParams& p, int b) {
+  return (p.query_offsets[b + 1] - p.query_offsets[b]) * p.group;
+}
+
+/// `num_rows` query rows of sequence `b` from `row` on.
+__device__ inline QueryTileSpan span_of(const AttentionParams& p, int b, int row, int num_rows) {
+  const std::int64_t first_page = p.lists.first_of(p.slots[b]);
+  const int first_token = p.query_offsets[b];
+  std::int64_t begin = INT64_MAX;
+  std::int64_t end = 0;
+#pragma unroll 1
+  for (int t = row / p.group; t <= (row + num_rows - 1) / p.group; ++t) {
+    const TokenRange seen = visible(p, p.positions[first_token + t]);
+    if (seen.size() <= 0) continue;
+    begin = min(begin, seen.begin);
+    end = max(end, seen.end);
+  }
+  return {
+      {first_token, row, num_rows}, first_page, end > 0 ? static_cast<int>(begin) : 0, static_cast<int>(end)};
+}
+
+/// Query tile `u` of the launch, which is of sequence `b`.
+template <class Plan>
+__device__ inline QueryTileSpan span_of_tile(const AttentionParams& p, const Plan& plan, int u, int b) {
+  const int skipped = b == 0 ? p.first_query_tile : 0;
+  const int row = (u - plan.query_tile_begin[b] + skipped) * p.query_tile_rows;
+  return span_of(p, b, row, min(static_cast<int>(p.query_tile_rows), query_rows(p, b) - row));
+}
+
+/// Query tile `u` of the launch, for kernels that do not keep it.
+template <class Plan>
+__device__ inline QueryTileSpan span_of_tile(const AttentionParams& p, const Plan& plan, int u) {
+  if (p.is_one_query_tile_each) return span_of(p, u, 0, query_rows(p, u));
+  return span_of_tile(p, plan, u, find_last(plan.query_tile_begin, p.num_sequences, u));
+}
+
+/// Keeps query tile `u` in the plan. Returns its number of KV tiles.
+template <class Plan>
+__device__ inline int plan_query_tile(Plan& plan, int u, const QueryTileSpan& span) {
+  constexpr int kKvTileTokens = Plan::kKvTileTokens;
+  plan.keep(u, span);
+  // A query tile that sees nothing has a KV tile of no tokens, so that some block writes its zeros.
+  const int first = span.begin_token / kKvTileTokens;
+  return max(1, (span.end_token + kKvTileTokens - 1) / kKvTileTokens - first) + Plan::Limits::kPaddingTiles;
+}
+
+/// The plan of up to kWarp sequences, each of which is one query tile, as in decoding: all in the registers
+/// of the first warp.
+template <class Plan>
+__device__ inline void make_small_plan(const AttentionParams& p, Plan& plan) {
+  using Count = std::remove_reference_t<decltype(plan.split_begin[0])>;
+  const int u = static_cast<int>(threadIdx.x);
+  const int count = p.num_query_tiles;
+  const bool is_query_tile = u < count;
+  int kv_tiles = 0;
+  if (is_query_tile) kv_tiles = plan_query_tile(plan, u, span_of(p, u, 0, query_rows(p, u)));
+  const int total = __reduce_add_sync(~0u, kv_tiles);
+  const int spare = spare_blocks<Plan>(p);
+  const int splits =
+      is_query_tile && spare >= 0 ? splits_for<typename Plan::Limits>(kv_tiles, spare, total) : 1;
+  const int longest = __reduce_max_sync(~0u, (kv_tiles + splits - 1) / splits);
+  const int kv_tiles_before = sum_before(kv_tiles);
+  const int splits_before = sum_before(splits);
+  if (u <= count) {
+    plan.kv_tile_begin[u] = kv_tiles_before;
+    plan.split_begin[u] = static_cast<Count>(splits_before);
+  }
+  if (count == kWarp && u == kWarp - 1) {
+    plan.kv_tile_begin[kWarp] = total;
+    plan.split_begin[kWarp] = static_cast<Count>(splits_before + splits);
+  }
+  if (u == 0) plan.is_one_split_each = spare >= 0 && are_splits_short<Plan>(p, longest, total);
+}
+
+/// The plan of any launch; all threads of the block.
+template <class Plan>
+__device__ inline void make_large_plan(const AttentionParams& p, Plan& plan) {
+  using Count = std::remove_reference_t<decltype(plan.query_tile_begin[0])>;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int threads = static_cast<int>(blockDim.x);
+  for (int t = thread; t < p.num_tokens; t += threads)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p.positions + p.first_token + t));
+#pragma unroll 1
+  for (int b = thread; b < p.num_sequences; b += threads) {
+    const int skipped = b == 0 ? p.first_query_tile : 0;
+    const int tiles = (query_rows(p, b) + p.query_tile_rows - 1) / p.query_tile_rows - skipped;
+    plan.query_tile_begin[b] =
+        static_cast<Count>(min(tiles, kMaxQueryTiles));  // the rest is another launch's
+  }
+  __syncthreads();
+  if (thread < kWarp) exclusive_sum(plan.query_tile_begin, p.num_sequences);
+  __syncthreads();
+#pragma unroll 1
+  for (int u = thread; u < p.num_query_tiles; u += threads) {
+    const int b = find_last(plan.query_tile_begin, p.num_sequences, u);
+    plan.kv_tile_begin[u] = plan_query_tile(plan, u, span_of_tile(p, plan, u, b));
+  }
+  __syncthreads();
+  if (thread < kWarp) {
+    exclusive_sum(plan.kv_tile_begin, p.num_query_tiles);
+    assign_splits(p, plan);
+  }
+}
+
+/// Fills the plan; all threads of the block.
+template <class Plan>
+__device__ inline void make_plan(const AttentionParams& p, Plan& plan) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int threads = static_cast<int>(blockDim.x);
+  if (p.is_one_query_tile_each && p.num_query_tiles <= kWarp) {
+    if (thread < kWarp) {
+      make_small_plan(p, plan);
+    } else {
+      prefetch_queries(p, thread - kWarp, threads - kWarp);
+    }
+  } else {
+    prefetch_queries(p, thread, threads);
+    make_large_plan(p, plan);
+  }
+  __syncthreads();
+}
+
+}  // namespace helix::cuda

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sums of what comes before, by one warp, and the search in them.
+#pragma once
+
+#include "cuda/runtime/warp.cuh"
+
+namespace helix::cuda {
+
+/// Sum of x over the lanes before this one.
+__device__ inline int sum_before(int x) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  int sum = x;
+#pragma unroll
+  for (int offset = 1; offset < kWarp; offset *= 2) {
+    const int other = __shfl_up_sync(~0u, sum, offset);
+    if (lane >= offset) sum += other;
+  }
+  return sum - x;
+}
+
+/// Exclusive sums in place over x[0, n], x[n] the total, by the first warp.
+template <class Count>
+__device__ inline void exclusive_sum(Count* x, int n) {
+  const int lane = static_cast<int>(threadIdx.x);
+  int before = 0;
+#pragma unroll 1
+  for (int i = 0; i < n; i += kWarp) {
+    const int value = i + lane < n ? x[i + lane] : 0;
+    const int sum = before + sum_before(value);
+    if (i + lane < n) x[i + lane] = static_cast<Count>(sum);
+    before = __shfl_sync(~0u, sum + value, kWarp - 1);
+  }
+  if (lane == 0) x[n] = static_cast<Count>(before);
+  __syncwarp();
+}
+
+/// Largest i with x[i] <= value, in x[0, n].
+template <class Count>
+__device__ inline int find_last(const Count* x, int n, int value) {
+  int low = 0;
+  int high = n;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (x[middle] <= value ? low : high) = middle;
+  }
+  return low;
+}
+
+}  // namespace helix::cuda
