@@ -16,6 +16,7 @@
 
 #include "comm/run_bounded.hpp"
 #include "comm/timeout.hpp"
+#include "cuda/comm/last_work.hpp"
 #include "cuda/comm/nccl_state.hpp"
 
 namespace helix::cuda {
@@ -122,6 +123,7 @@ NcclComm NcclComm::connect(comm::Bootstrap bootstrap, int device, GraphUse graph
   family->bootstrap = bootstrap;
   NcclComm comm(State::make({.family = family, .handle = *handle, .timeout = bootstrap.timeout()}));
   bootstrap.on_failure([weak = std::weak_ptr(family)](const Error& error) {
+    const LastWork work;
     if (const auto alive = weak.lock()) alive->fail(error.what());
   });
   return comm;

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "comm/start_thread.hpp"
+#include "cuda/comm/last_work.hpp"
 
 namespace helix::cuda {
 namespace {
@@ -40,7 +41,10 @@ std::shared_ptr<NcclFamily> NcclFamily::make() {
         std::unique_lock lock(watch->mutex);
         while (!watch->over.wait_for(lock, kCallPoll, [&] { return watch->is_over; })) {
           lock.unlock();
-          if (const auto alive = weak.lock()) alive->check_calls();  // perhaps the last to hold it
+          {
+            const LastWork work;
+            if (const auto alive = weak.lock()) alive->check_calls();  // perhaps the last to hold it
+          }
           lock.lock();
         }
       });
@@ -144,9 +148,10 @@ void NcclFamily::fail(const std::string& text) {
   const auto aborts = std::make_shared<Aborts>();
   aborts->left = to_abort.size();
   for (auto& state : to_abort) {
-    auto abort_one = [aborts, state = std::move(state)]() mutable {
+    auto abort_one = [aborts, work = std::make_shared<LastWork>(), state = std::move(state)]() mutable {
       state->abort_now();
       state.reset();
+      work.reset();
       const std::lock_guard lock(aborts->mutex);
       if (--aborts->left == 0) aborts->changed.notify_all();
     };

@@ -16,6 +16,7 @@
 #include <helix/cuda/peer_comm.hpp>
 #include <helix/error.hpp>
 
+#include "cuda/comm/last_work.hpp"
 #include "cuda/comm/peer_groups.hpp"
 #include "cuda/comm/peer_state.hpp"
 #include "cuda/runtime/operators_state.hpp"
@@ -144,6 +145,7 @@ PeerComm PeerComm::connect(comm::Bootstrap bootstrap, int device, const Options&
     family->nccl.push_back(*state->nccl);
   }
   bootstrap.on_failure([weak = std::weak_ptr(family)](const Error& error) {
+    const LastWork work;
     if (const auto alive = weak.lock()) alive->fail(error.what());
   });
   return PeerComm(std::move(state));
