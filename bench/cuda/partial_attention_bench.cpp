@@ -447,7 +447,7 @@ void bench_partial_attention(benchmark::State& state, const Case& c) {
   std::mt19937 random(std::random_device{}());
   const Workload<T> work(c, random);
   const cuda::Stream stream = work.operators().create_stream();
-  double read = 0.0;
+  ReadRates read;
   double us = 0.0;
   for (auto _ : state) {
     const std::size_t read_bytes = std::min(work.pool().size_bytes() / 16 * 16, std::size_t{8} << 30);
@@ -462,10 +462,10 @@ void bench_partial_attention(benchmark::State& state, const Case& c) {
   const Errors errors = errors_of(work, c, stream, random);
   state.counters["us"] = us;
   state.counters["flop/s"] = work.flops() / us * 1e6;
-  state.counters["read_bytes/s"] = read;
+  report_reads(state, read);
   if (!c.is_prefill()) {
     state.counters["bytes/s"] = work.kv_bytes() / us * 1e6;
-    state.counters["%_of_read"] = 100.0 * work.kv_bytes() / us * 1e6 / read;
+    state.counters["%_of_read"] = 100.0 * work.kv_bytes() / us * 1e6 / read.best();
   }
   state.counters["error"] = errors.out;
   state.counters["lse_error"] = errors.lse;
