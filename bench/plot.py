@@ -94,7 +94,7 @@ def plot_roofline(plt, cases, device, path):
     axes.axvline(100, color="black", linewidth=0.8, zorder=0)
     axes.set_xlim(0, 1.25 * max(100, *shares))
     axes.invert_yaxis()
-    axes.set_xlabel("% of a plain read of the same memory in the same run")
+    axes.set_xlabel("% of a read of the same memory in the same run")
     axes.set_title(f"Partial attention, {device}")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata=NO_METADATA)

@@ -4,7 +4,7 @@
 // attention over the whole cache.
 //
 // "floor_us" is what the step takes at least if nothing overlaps: the bytes of each weight matrix and of the
-// KV at the rate that plain reads of that size reach, and the collectives as measured alone, all in the same
+// KV at the rate that reads of that size reach, and the collectives as measured alone, all in the same
 // run. HOP-B hides exchanges and so may come below its share of it.
 #include <algorithm>
 #include <array>
@@ -185,7 +185,8 @@ class DecodeRank {
   /// Microseconds of cold reads as large as each of a layer's matrices and its KV.
   double read_us() const {
     const auto us = [&](const std::byte* pool, std::size_t pool_bytes, std::size_t bytes) {
-      return 1e6 * static_cast<double>(bytes) / measure_cold_read(pool, pool_bytes, bytes, rank_->stream);
+      return 1e6 * static_cast<double>(bytes) /
+             measure_cold_read(pool, pool_bytes, bytes, rank_->stream).best();
     };
     double sum = 0.0;
     for (const std::size_t bytes :

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // helix-bench-cuda: Google Benchmark over cuda::Backend, with the cases that fit the GPUs of this machine.
+// Lists them without a GPU too.
+#include <algorithm>
 #include <iostream>
 #include <string>
+#include <string_view>
 
 #include <benchmark/benchmark.h>
 
@@ -15,7 +18,10 @@ int main(int argc, char** argv) {
   helix::let_ranks_share_a_gpu();
   helix::promise_nccl_one_graph_at_a_time();
   const int num_gpus = helix::cuda::device_count();
-  if (num_gpus == 0) {
+  const bool is_listing = std::any_of(argv + 1, argv + argc, [](const char* argument) {
+    return std::string_view(argument) == "--benchmark_list_tests";
+  });
+  if (num_gpus == 0 && !is_listing) {
     std::cerr << "helix-bench-cuda: no GPU can be used (" << helix::cuda::no_device_reason()
               << "); nothing is measured\n";
     return 1;
@@ -23,13 +29,13 @@ int main(int argc, char** argv) {
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
   benchmark::AddCustomContext("gpus", std::to_string(num_gpus));
-  if (num_gpus < 4)
+  if (num_gpus < 4 && !is_listing)
     std::cerr << "helix-bench-cuda: " << num_gpus << (num_gpus == 1 ? " GPU" : " GPUs")
               << "; cases that need more, up to 4, are left out\n";
   helix::bench::register_operators();
   helix::bench::register_exchanges(num_gpus);
   helix::bench::register_peers(num_gpus);
-  helix::bench::register_decode_layers(num_gpus);
+  if (num_gpus > 0) helix::bench::register_decode_layers(num_gpus);  // of a size that fits their memory
   benchmark::RunSpecifiedBenchmarks();
   benchmark::Shutdown();
   return 0;

@@ -63,7 +63,7 @@ void measure(benchmark::State& state, const Operators& operators, double bytes, 
              const std::function<double(cuda::Stream)>& error) {
   const cuda::Stream stream = operators.create_stream();
   const auto read_bytes = static_cast<std::size_t>(bytes);
-  double read = 0.0;
+  ReadRates read;
   {
     const std::size_t pool_bytes =
         place_stride(read_bytes) * static_cast<std::size_t>(cold_launches(read_bytes));
@@ -78,8 +78,8 @@ void measure(benchmark::State& state, const Operators& operators, double bytes, 
   state.counters["us"] = us;
   state.counters["bytes"] = bytes;
   state.counters["bytes/s"] = bytes / us * 1e6;
-  state.counters["read_bytes/s"] = read;
-  state.counters["%_of_read"] = 100.0 * bytes / us * 1e6 / read;
+  report_reads(state, read);
+  state.counters["%_of_read"] = 100.0 * bytes / us * 1e6 / read.best();
   state.counters["error"] = worst;
 }
 

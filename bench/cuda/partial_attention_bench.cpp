@@ -3,6 +3,7 @@
 // several types and head sizes in permuted pages, cold caches, in Helix's layouts and in a token-major one as
 // other engines keep it.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -137,18 +138,9 @@ constexpr Case kCases[] = {
     {.batch = 8, .tokens = 65536, .head_dim = 112},
     {.batch = 8, .tokens = 65536, .head_dim = 256},
     {.batch = 8, .tokens = 65536, .head_dim = 192, .value_dim = 128},
-    // MLA.
-    mla({.query_heads = 128, .batch = 8, .tokens = 131072}),
-    mla({.query_heads = 128, .batch = 64, .tokens = 131072}),
+    // MLA, beside those of kLatentCases.
     mla({.query_heads = 128, .tokens = 1048576}),
-    mla({.query_heads = 128, .tokens = 131072}),
-    mla({.query_heads = 128, .batch = 8, .tokens = 8192}),
-    mla({.query_heads = 128, .batch = 64, .tokens = 8192}),
-    mla({.query_heads = 128, .tokens = 8192}),
     mla({.query_heads = 128, .batch = 64, .tokens = 131072, .is_ragged = true}),
-    mla({.query_heads = 128, .batch = 8, .tokens = 131072, .queries = 2}),
-    mla({.query_heads = 64, .batch = 8, .tokens = 131072}),
-    mla({.query_heads = 16, .batch = 64, .tokens = 131072}),
     mla({.query_heads = 128, .batch = 8, .tokens = 131072, .kv_dtype = kFp8}),
     mla({.query_heads = 128, .batch = 8, .tokens = 8192, .kv_dtype = kFp8}),
     mla({.query_heads = 64, .batch = 8, .tokens = 131072, .kv_dtype = kFp8}),
@@ -199,6 +191,21 @@ constexpr Case kCases[] = {
     portable(mla({.query_heads = 16, .batch = 64, .tokens = 32768})),
     portable(mla({.query_heads = 128, .batch = 8, .tokens = 131072, .kv_dtype = kFp8})),
 };
+
+/// MLA over latents of bf16 by query heads, sequences, lengths and query tokens.
+constexpr std::array<Case, 36> latent_cases() {
+  std::array<Case, 36> cases{};
+  std::size_t next = 0;
+  for (const std::int64_t query_heads : {128, 64, 16})
+    for (const std::int64_t batch : {1, 8, 64})
+      for (const std::int64_t tokens : {8192, 131072})
+        for (const std::int64_t queries : {1, 2})
+          cases[next++] =
+              mla({.query_heads = query_heads, .batch = batch, .tokens = tokens, .queries = queries});
+  return cases;
+}
+
+constexpr auto kLatentCases = latent_cases();
 
 constexpr std::size_t kColdBytes = std::size_t{2} << 30;  ///< read between two readings of the same page
 
@@ -440,7 +447,7 @@ void bench_partial_attention(benchmark::State& state, const Case& c) {
   std::mt19937 random(std::random_device{}());
   const Workload<T> work(c, random);
   const cuda::Stream stream = work.operators().create_stream();
-  double read = 0.0;
+  ReadRates read;
   double us = 0.0;
   for (auto _ : state) {
     const std::size_t read_bytes = std::min(work.pool().size_bytes() / 16 * 16, std::size_t{8} << 30);
@@ -455,10 +462,10 @@ void bench_partial_attention(benchmark::State& state, const Case& c) {
   const Errors errors = errors_of(work, c, stream, random);
   state.counters["us"] = us;
   state.counters["flop/s"] = work.flops() / us * 1e6;
-  state.counters["read_bytes/s"] = read;
+  report_reads(state, read);
   if (!c.is_prefill()) {
     state.counters["bytes/s"] = work.kv_bytes() / us * 1e6;
-    state.counters["%_of_read"] = 100.0 * work.kv_bytes() / us * 1e6 / read;
+    state.counters["%_of_read"] = 100.0 * work.kv_bytes() / us * 1e6 / read.best();
   }
   state.counters["error"] = errors.out;
   state.counters["lse_error"] = errors.lse;
@@ -469,20 +476,23 @@ void bench_partial_attention(benchmark::State& state, const Case& c) {
   }
 }
 
+void register_case(const Case& c) {
+  benchmark::RegisterBenchmark(c.name().c_str(),
+                               [&c](benchmark::State& state) {
+                                 if (c.kv_dtype == DType::f16) {
+                                   bench_partial_attention<f16>(state, c);
+                                 } else {
+                                   bench_partial_attention<bf16>(state, c);
+                                 }
+                               })
+      ->UseManualTime()
+      ->Iterations(1)
+      ->Unit(benchmark::kMicrosecond);
+}
+
 const int kRegistered = [] {
-  for (const Case& c : kCases) {
-    benchmark::RegisterBenchmark(c.name().c_str(),
-                                 [&c](benchmark::State& state) {
-                                   if (c.kv_dtype == DType::f16) {
-                                     bench_partial_attention<f16>(state, c);
-                                   } else {
-                                     bench_partial_attention<bf16>(state, c);
-                                   }
-                                 })
-        ->UseManualTime()
-        ->Iterations(1)
-        ->Unit(benchmark::kMicrosecond);
-  }
+  for (const Case& c : kCases) register_case(c);
+  for (const Case& c : kLatentCases) register_case(c);
   return 0;
 }();
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How GPU work is timed: graphs of several launches between two events, beside the read ceiling of the same
-// run.
+// run, which is the better of reading by loads and by bulk copies.
 #pragma once
 
 #include <algorithm>
@@ -55,12 +55,45 @@ inline void warm_up(const void* data, std::size_t bytes, cuda::Stream stream) {
   }
 }
 
-/// Bytes a second that a grid-stride loop reads of `bytes` bytes at `data`.
-inline double measure_read(const void* data, std::size_t bytes, cuda::Stream stream) {
+/// What the memory gives to kernels that only read, bytes a second.
+struct ReadRates {
+  double loads = 0.0;  ///< By a grid-stride loop of 16-byte loads.
+  double bulk = 0.0;   ///< By bulk copies, with one or two blocks an SM; 0 where the GPU has none.
+
+  /// The ceiling.
+  double best() const { return std::max(loads, bulk); }
+};
+
+/// Rates of reading `bytes` (rounded down to 16) at `place(i)`, i = 0, 1, ..., launches - 1.
+inline ReadRates measure_reads(std::size_t bytes, int launches, cuda::Stream stream,
+                               const std::function<const void*(int)>& place) {
   const cuda::Buffer sink(256);
-  const double us = time_launches(
-      stream, 1, 9, [&](int) { cuda::bench::launch_read(data, bytes, sink.data(), stream.handle()); });
-  return static_cast<double>(bytes) / us * 1e6;
+  const std::size_t whole = bytes / 16 * 16;
+  const auto rate = [&](const auto& launch) {
+    return static_cast<double>(bytes) / time_launches(stream, launches, 9, launch) * 1e6;
+  };
+  ReadRates rates;
+  rates.loads = rate([&](int i) { cuda::bench::launch_read(place(i), whole, sink.data(), stream.handle()); });
+  if (!cuda::bench::has_bulk_read()) return rates;
+  for (const int blocks_per_sm : {1, 2}) {
+    rates.bulk = std::max(rates.bulk, rate([&](int i) {
+                            cuda::bench::launch_bulk_read(place(i), whole, blocks_per_sm, sink.data(),
+                                                          stream.handle());
+                          }));
+  }
+  return rates;
+}
+
+/// Rates of reading `bytes` at `data`, more than the caches hold.
+inline ReadRates measure_read(const void* data, std::size_t bytes, cuda::Stream stream) {
+  return measure_reads(bytes, 1, stream, [&](int) { return data; });
+}
+
+/// Tells what the reads beside a case gave: read_bytes/s is its ceiling.
+inline void report_reads(benchmark::State& state, const ReadRates& rates) {
+  state.counters["read_bytes/s"] = rates.best();
+  state.counters["loads_read_bytes/s"] = rates.loads;
+  state.counters["bulk_read_bytes/s"] = rates.bulk;
 }
 
 /// How many launches of `bytes` each, all at different places, leave nothing of one replay in the L2 cache
@@ -78,19 +111,16 @@ inline std::size_t place_stride(std::size_t bytes) {
   return (bytes + 255) / 256 * 256;
 }
 
-/// Bytes a second of reads of `bytes` each, at as many places of the `pool_bytes` at `pool` in turn as there
-/// are or as keep caches cold: what the memory gives to an operation of that size.
-inline double measure_cold_read(const void* pool, std::size_t pool_bytes, std::size_t bytes,
-                                cuda::Stream stream) {
+/// Rates of reads of `bytes` each, at as many places of the `pool_bytes` at `pool` in turn as there are or as
+/// keep caches cold: what the memory gives to an operation of that size.
+inline ReadRates measure_cold_read(const void* pool, std::size_t pool_bytes, std::size_t bytes,
+                                   cuda::Stream stream) {
   const std::size_t stride = place_stride(bytes);
   const int launches = static_cast<int>(
       std::clamp<std::size_t>(pool_bytes / stride, 1, static_cast<std::size_t>(cold_launches(bytes))));
-  const cuda::Buffer sink(256);
-  const double us = time_launches(stream, launches, 9, [&](int i) {
-    cuda::bench::launch_read(static_cast<const std::byte*>(pool) + static_cast<std::size_t>(i) * stride,
-                             bytes / 16 * 16, sink.data(), stream.handle());
+  return measure_reads(bytes, launches, stream, [&](int i) -> const void* {
+    return static_cast<const std::byte*>(pool) + static_cast<std::size_t>(i) * stride;
   });
-  return static_cast<double>(bytes) / us * 1e6;
 }
 
 }  // namespace helix::bench

@@ -1,7 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include <helix/error.hpp>
+
 #include "cuda/ceilings/ceilings.hpp"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/ptx.cuh"
+#include "cuda/runtime/warp.cuh"
+#include "cuda/runtime/warp_groups.cuh"
 
 namespace helix::cuda::bench {
 namespace {
@@ -24,6 +31,71 @@ __global__ __launch_bounds__(kThreads) void read(const uint4* data, std::size_t 
   if (sum == 0x9e3779b9u) *sink = sum;  // keeps the loads
 }
 
+constexpr unsigned kPartBytes = 16 << 10;  // of a bulk copy, at most
+constexpr unsigned kLineBytes = 128;
+constexpr unsigned kLineWords = kLineBytes / sizeof(unsigned);
+constexpr int kSmStages = 14;  // of kPartBytes, which the shared memory of an SM holds
+constexpr std::size_t kBlockSharedBytes = 227 << 10;
+constexpr std::size_t kSmSharedBytes = 228 << 10;
+constexpr std::size_t kReservedBytes = 1 << 10;  // of each block, by CUDA
+
+/// Shared memory of a block that reads by bulk copies.
+template <int kStages>
+struct BulkRing {
+  unsigned parts[kStages][kPartBytes / kLineBytes][kLineWords];
+  RingBarriers<kStages> barriers;
+};
+
+/// How the bytes are cut: into parts of whole lines, which blocks take in turn.
+struct BulkParts {
+  std::size_t bytes;
+  std::size_t count;
+  unsigned part_bytes;
+
+  __device__ unsigned bytes_of(std::size_t part) const {
+    const std::size_t rest = bytes - part * part_bytes;
+    return rest < part_bytes ? static_cast<unsigned>(rest) : part_bytes;
+  }
+};
+
+/// A thread of the second warp copies, the first warp adds up a word of each line of what has landed. Waits
+/// are for the block's own copies. Below compute capability 9.0 there are none, and it is not launched.
+template <int kStages>
+__global__ __launch_bounds__(2 * kWarp) void bulk_read(const unsigned char* data, BulkParts parts,
+                                                       unsigned* sum) {
+  extern __shared__ __align__(kLineBytes) unsigned char memory[];
+  auto& ring = *reinterpret_cast<BulkRing<kStages>*>(memory);
+  if (threadIdx.x == 0) {
+    ring.barriers.init(1, 1);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  RingPlace<kStages> place(ring.barriers);
+  if (threadIdx.x < kWarp) {
+    unsigned found = 0;
+    for (std::size_t part = blockIdx.x; part < parts.count; part += gridDim.x, place.advance()) {
+      place.wait_full();
+      const auto& stage = ring.parts[place.stage()];
+      const unsigned lines = parts.bytes_of(part) / kLineBytes;
+      const auto first = static_cast<unsigned>(part * (parts.part_bytes / kLineBytes) % kLineWords);
+      for (unsigned line = threadIdx.x; line < lines; line += kWarp)
+        found += stage[line][(first + line) % kLineWords];  // no two lanes share a bank
+      __syncwarp();
+      barrier_arrive_if(threadIdx.x == 0, place.empty());
+    }
+    found = __reduce_add_sync(~0u, found);
+    if (threadIdx.x == 0) atomicAdd(sum, found);
+  } else if (threadIdx.x == kWarp) {
+    for (std::size_t part = blockIdx.x; part < parts.count; part += gridDim.x, place.advance()) {
+      const unsigned bytes = parts.bytes_of(part);
+      place.wait_empty();
+      barrier_expect(place.full(), bytes);
+      copy_bulk(static_cast<unsigned>(__cvta_generic_to_shared(ring.parts[place.stage()])),
+                data + part * parts.part_bytes, bytes, place.full());
+    }
+  }
+}
+
 template <class T>
 __global__ void fill(T* data, std::size_t count, std::uint64_t seed) {
   const std::size_t stride = std::size_t{gridDim.x} * blockDim.x;
@@ -44,12 +116,58 @@ int num_sms() {
   return sms;
 }
 
+template <int kBlocksPerSm>
+void launch_bulk_blocks(const void* data, std::size_t bytes, unsigned* sum, StreamHandle stream) {
+  constexpr int kStages = kSmStages / kBlocksPerSm;
+  constexpr std::size_t kBytes = sizeof(BulkRing<kStages>);
+  static_assert(kBytes <= kBlockSharedBytes && kBlocksPerSm * (kBytes + kReservedBytes) <= kSmSharedBytes);
+  const std::size_t most_blocks =
+      static_cast<std::size_t>(kBlocksPerSm) * static_cast<std::size_t>(num_sms());
+  // As many parts for every block, as large as that makes them.
+  const std::size_t rounds = (bytes + most_blocks * kPartBytes - 1) / (most_blocks * kPartBytes);
+  const std::size_t share = (bytes + most_blocks * rounds - 1) / (most_blocks * rounds);
+  BulkParts parts{.bytes = bytes, .count = 0, .part_bytes = 0};
+  parts.part_bytes = static_cast<unsigned>((share + kLineBytes - 1) / kLineBytes * kLineBytes);
+  parts.count = (bytes + parts.part_bytes - 1) / parts.part_bytes;
+  const auto blocks = static_cast<unsigned>(std::min(most_blocks, parts.count));
+  const auto kernel = bulk_read<kStages>;
+  HELIX_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes)));
+  kernel<<<blocks, 2 * kWarp, kBytes, stream>>>(static_cast<const unsigned char*>(data), parts, sum);
+  HELIX_CHECK_LAUNCH();
+}
+
 }  // namespace
 
 void launch_read(const void* data, std::size_t bytes, void* sink, StreamHandle stream) {
   read<<<4 * num_sms(), kThreads, 0, stream>>>(static_cast<const uint4*>(data), bytes / sizeof(uint4),
                                                static_cast<unsigned*>(sink));
   HELIX_CHECK_LAUNCH();
+}
+
+bool has_bulk_read() {
+  int device = 0;
+  int major = 0;
+  HELIX_CUDA_CHECK(cudaGetDevice(&device));
+  HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  if (major != 9) return false;
+  cudaFuncAttributes attributes{};
+  HELIX_CUDA_CHECK(cudaFuncGetAttributes(&attributes, bulk_read<kSmStages>));
+  return attributes.ptxVersion >= 90;  // less: made of the code for 8.0
+}
+
+void launch_bulk_read(const void* data, std::size_t bytes, int blocks_per_sm, void* sum,
+                      StreamHandle stream) {
+  HELIX_EXPECTS(has_bulk_read(), ErrorCode::unsupported,
+                "launch_bulk_read needs a GPU of compute capability 9.0 and code for it; use launch_read");
+  HELIX_EXPECTS(blocks_per_sm == 1 || blocks_per_sm == 2, ErrorCode::invalid_argument,
+                "launch_bulk_read: ", blocks_per_sm, " blocks an SM; give 1 or 2");
+  HELIX_EXPECTS(bytes % 16 == 0 && reinterpret_cast<std::uintptr_t>(data) % 16 == 0,
+                ErrorCode::invalid_argument, "launch_bulk_read: ", bytes, " bytes at ",
+                reinterpret_cast<std::uintptr_t>(data), "; both must be multiples of 16");
+  if (bytes == 0) return;
+  const auto launch = blocks_per_sm == 1 ? launch_bulk_blocks<1> : launch_bulk_blocks<2>;
+  launch(data, bytes, static_cast<unsigned*>(sum), stream);
 }
 
 void launch_fill(void* data, DType dtype, std::size_t elements, std::uint64_t seed, StreamHandle stream) {

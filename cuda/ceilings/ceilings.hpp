@@ -14,6 +14,16 @@ namespace helix::cuda::bench {
 /// SM.
 void launch_read(const void* data, std::size_t bytes, void* sink, StreamHandle stream);
 
+/// Whether this device runs launch_bulk_read(): compute capability 9.0, and code for it.
+bool has_bulk_read();
+
+/// Reads `bytes` (a multiple of 16) at `data` (aligned to 16) once, by bulk copies into rings in the shared
+/// memory of `blocks_per_sm` blocks, 1 or 2, which they fill: 224 KB an SM are on their way at a time. Adds
+/// to the 32-bit integer at `sum`, modulo 2^32, word i % 32 of each whole line i of 128 bytes, counted from
+/// `data`.
+/// @throws Error(unsupported) where has_bulk_read() is false, Error(invalid_argument) for other arguments.
+void launch_bulk_read(const void* data, std::size_t bytes, int blocks_per_sm, void* sum, StreamHandle stream);
+
 /// Uniform random elements of `dtype` in (-1, 1), a function of `seed` and the place.
 void launch_fill(void* data, DType dtype, std::size_t elements, std::uint64_t seed, StreamHandle stream);
 

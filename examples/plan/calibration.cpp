@@ -74,7 +74,7 @@ plan::BandwidthCurve read_curve(const std::vector<plan::TimedSize>& reads) {
   return plan::BandwidthCurve(std::move(points));
 }
 
-/// By how much small kernels exceed a plain read of their bytes; nothing where none was measured.
+/// By how much small kernels exceed a read of their bytes; nothing where none was measured.
 std::optional<Time> operator_overhead(const plan::BandwidthCurve& read, const std::vector<BenchCase>& cases) {
   constexpr double kSmall = 4e6;
   std::vector<double> excess;

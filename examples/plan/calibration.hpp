@@ -13,9 +13,9 @@
 namespace helix::plan_cli {
 
 /// `base` with what the cases measured; the rest stays:
-/// - read: the plain reads beside the operators, by size; less than the smallest takes as long as it;
+/// - read: the reads beside the operators, by size; less than the smallest takes as long as it;
 /// - attention_read: the partial_attention cases of one query token, by size of the KV;
-/// - per_operator: by how much small kernels exceed a plain read of their bytes (median);
+/// - per_operator: by how much small kernels exceed a read of their bytes (median);
 /// - per_slice: the combine that each HOP-B slice has of its own; that attention starts and ends again is in
 ///   its curve;
 /// - measured all_to_all: KvpAllToAll and combine, alone or else in a layer's bench, less the combine, which
