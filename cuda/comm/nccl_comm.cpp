@@ -151,7 +151,9 @@ void NcclComm::check() const {
   throw Error(code_of(*error), text.str());
 }
 
-void NcclComm::synchronize(Stream stream) const {
+/// Waits for a stream or an event.
+template <class Work>
+void NcclComm::wait_for(const Work& work) const {
   State& state = *state_;
   NcclFamily& family = *state.family;
   const BootstrapWait waiting(family.bootstrap);
@@ -159,11 +161,11 @@ void NcclComm::synchronize(Stream stream) const {
   const Clock::time_point begin = Clock::now();
   Clock::duration next_look = milliseconds(1);  // at errors and deadlines
   for (;;) {
-    const cudaError_t status = cudaStreamQuery(stream.handle());
+    const cudaError_t status = query(work);
     family.throw_if_failed();  // an aborted kernel ends as if it had succeeded
     if (status == cudaSuccess) return;
     if (status != cudaErrorNotReady)
-      throw_on_error(static_cast<int>(status), "cudaStreamQuery", __FILE__, __LINE__);
+      throw_on_error(static_cast<int>(status), "waiting for queued work", __FILE__, __LINE__);
     const auto waited = Clock::now() - begin;
     if (waited < next_look) {
       std::this_thread::yield();
@@ -181,6 +183,14 @@ void NcclComm::synchronize(Stream stream) const {
     }
     if (waited >= kAwake) std::this_thread::sleep_for(milliseconds(1));
   }
+}
+
+void NcclComm::synchronize(Stream stream) const {
+  wait_for(stream);
+}
+
+void NcclComm::synchronize(const Event& event) const {
+  wait_for(event);
 }
 
 }  // namespace helix::cuda

@@ -251,16 +251,18 @@ void PeerComm::abort(std::string_view reason) noexcept {
   }
 }
 
-void PeerComm::synchronize(Stream stream) const {
+/// Waits for a stream or an event.
+template <class Work>
+void PeerComm::wait_for(const Work& work) const {
   const State& state = *state_;
   PeerFamily& family = *state.family;
   const BootstrapWait waiting(family.bootstrap);
   const Clock::time_point begin = Clock::now();
   Clock::duration next_look = milliseconds(1);  // at the deadline, and at NCCL
   for (;;) {
-    const cudaError_t status = cudaStreamQuery(stream.handle());
+    const cudaError_t status = query(work);
     if (status != cudaSuccess && status != cudaErrorNotReady)
-      throw_on_error(static_cast<int>(status), "cudaStreamQuery", __FILE__, __LINE__);
+      throw_on_error(static_cast<int>(status), "waiting for queued work", __FILE__, __LINE__);
     if (const PeerFailure* const failure = state.own->failure()) {
       family.throw_if_failed();
       state.throw_failure(*failure);
@@ -284,6 +286,14 @@ void PeerComm::synchronize(Stream stream) const {
     }
     if (waited >= kAwake) std::this_thread::sleep_for(milliseconds(1));
   }
+}
+
+void PeerComm::synchronize(Stream stream) const {
+  wait_for(stream);
+}
+
+void PeerComm::synchronize(const Event& event) const {
+  wait_for(event);
 }
 
 }  // namespace helix::cuda

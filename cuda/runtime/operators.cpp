@@ -49,6 +49,7 @@ Operators<T>::Operators(int device, Allocator allocator) : state_(std::make_shar
   state_->attention_counters = Buffer(kAttentionCounters * sizeof(int), state_->allocator);
   state_->failure = PinnedBuffer(sizeof(FailureRecord));
   state_->downloaded = PinnedBuffer(kDownloadBytes);
+  state_->is_downloaded = Event::create();
   state_->failure_claim = Buffer(sizeof(std::uint32_t), state_->allocator);
   state_->matmul = make_matmul_library(state_->allocator);
 }
@@ -98,10 +99,10 @@ void Operators<T>::wait(Stream stream, const Event& event) const {
   HELIX_CUDA_CHECK(cudaStreamWaitEvent(stream.handle(), event.handle(), 0));
 }
 
-template <class T>
-void Operators<T>::synchronize(Stream stream) const {
-  cuda::synchronize(stream);
-  const FailureRecord& failure = *state_->failure_record();
+namespace {
+
+/// Throws what a kernel has found wrong.
+void throw_if_failed(const FailureRecord& failure) {
   if (std::atomic_ref<const std::uint32_t>(failure.is_complete).load(std::memory_order_acquire) == 0) return;
   const auto count = [](std::uint64_t epoch) { return epoch & 0xffffffffu; };
   const auto hash = [](std::uint64_t epoch) { return epoch >> 32; };
@@ -110,6 +111,19 @@ void Operators<T>::synchronize(Stream stream) const {
               " tokens, positions of hash ", hash(failure.epoch), "; expected step ",
               count(failure.expected_epoch), ", ", failure.expected_tokens, " tokens, positions of hash ",
               hash(failure.expected_epoch), ": a rank skipped or repeated a step");
+}
+
+}  // namespace
+
+template <class T>
+void Operators<T>::synchronize(Stream stream) const {
+  cuda::synchronize(stream);
+  throw_if_failed(*state_->failure_record());
+}
+
+template <class T>
+const Event& Operators<T>::downloaded() const {
+  return state_->is_downloaded;
 }
 
 template <class T>
@@ -125,11 +139,14 @@ bool Operators<T>::queue_download(const void* source, std::size_t bytes, Stream 
   if (bytes > 0)
     HELIX_CUDA_CHECK(
         cudaMemcpyAsync(state_->downloaded.data(), source, bytes, cudaMemcpyDeviceToHost, stream.handle()));
+  cuda::record(state_->is_downloaded, stream);
   return true;
 }
 
 template <class T>
 void Operators<T>::take_download(void* target, std::size_t bytes) const {
+  cuda::synchronize(state_->is_downloaded);
+  throw_if_failed(*state_->failure_record());
   std::memcpy(target, state_->downloaded.data(), bytes);
 }
 
@@ -164,6 +181,7 @@ void Operators<T>::fill_zero(void* target, std::size_t bytes, Stream stream) con
   template void Operators<T>::record(Event&, Stream) const;                            \
   template void Operators<T>::wait(Stream, const Event&) const;                        \
   template void Operators<T>::synchronize(Stream) const;                               \
+  template const Event& Operators<T>::downloaded() const;                              \
   template void Operators<T>::upload(void*, const void*, std::size_t, Stream) const;   \
   template bool Operators<T>::queue_download(const void*, std::size_t, Stream) const;  \
   template void Operators<T>::take_download(void*, std::size_t) const;                 \

@@ -17,8 +17,8 @@ namespace helix::cuda {
 /// Query tiles times KV heads of one launch of an attention kernel.
 inline constexpr std::size_t kAttentionCounters = 1 << 16;
 
-/// Most bytes that queue_download() takes: a step's tokens.
-inline constexpr std::size_t kDownloadBytes = 4096;
+/// Most bytes that queue_download() takes: what a step of some hundred rows draws.
+inline constexpr std::size_t kDownloadBytes = 16384;
 
 /// Whether the kernels for compute capability 9.0 were built with code of their own. Loads one: not for a
 /// step.
@@ -52,6 +52,7 @@ struct Operators<T>::State {
   AttentionTarget attention_target = AttentionTarget::this_gpu;
   PinnedBuffer failure;       // a FailureRecord
   PinnedBuffer downloaded;    // what queue_download() brings
+  Event is_downloaded;        // behind its copy
   Buffer failure_claim;       // not 0: it is taken. On the device, as atomics on host memory need not work
   Buffer attention_counters;  // partial_attention's self-resetting counters
   std::unique_ptr<MatmulLibrary, MatmulLibraryDelete> matmul;

@@ -132,6 +132,10 @@ void synchronize(Stream stream) {
   HELIX_CUDA_CHECK(cudaStreamSynchronize(stream.handle()));
 }
 
+void synchronize(const Event& event) {
+  HELIX_CUDA_CHECK(cudaEventSynchronize(event.handle()));
+}
+
 float elapsed_ms(const Event& start, const Event& stop) {
   float ms = 0.0f;
   HELIX_CUDA_CHECK(cudaEventElapsedTime(&ms, start.handle(), stop.handle()));

@@ -13,6 +13,7 @@
 #include <helix/vocabulary.hpp>
 
 #include "model/stage_plan.hpp"
+#include "model/step.hpp"
 
 namespace helix::decode {
 
@@ -85,8 +86,8 @@ struct GenerationRequest {
 struct GeneratedSequence {
   TokenIds prompt;
   TokenIds tokens;  ///< Generated tokens only; under teacher forcing the model's own choice at each step.
-  /// First eight logits behind the first and the last generated token.
-  std::array<std::array<float, 8>, 2> logits_first8{};
+  /// First logits behind the first and the last generated token.
+  std::array<std::array<float, kFirstLogits>, 2> logits_first8{};
   std::vector<float> logits_norm;  ///< L2 norm of the logits behind each generated token.
 };
 

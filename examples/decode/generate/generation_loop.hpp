@@ -6,12 +6,12 @@
 #include <chrono>
 #include <cstdint>
 #include <iterator>
-#include <optional>
 #include <span>
-#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "generate/decode_totals.hpp"
+#include "generate/fed_tokens.hpp"
 #include "generate/gather_results.hpp"
 #include "generate/generation.hpp"
 #include "generate/measure.hpp"
@@ -67,9 +67,11 @@ class GenerationLoop {
  private:
   using Clock = std::chrono::steady_clock;
 
+  void grow_cache() { model_.cache().append(step_.step().sequences, step_.counts(), model_.stream()); }
+
   /// Grows the cache by the step and runs it.
   void run_step() {
-    model_.cache().append(step_.step().sequences, step_.counts(), model_.stream());
+    grow_cache();
     model_.forward(step_.step());
     drawn_ = model_.finish();
   }
@@ -88,7 +90,8 @@ class GenerationLoop {
     const bool is_first = sequence.generated() == 1;
     if (!is_first && !sequence.is_done) return;
     auto& [first, last] = sequence.result.logits_first8;
-    std::ranges::copy(model_.first_logits(row, std::ssize(last)), last.begin());
+    std::ranges::copy(drawn_.first_logits.subspan(static_cast<std::size_t>(row) * kFirstLogits, kFirstLogits),
+                      last.begin());
     if (is_first) first = last;
   }
 
@@ -135,88 +138,78 @@ class GenerationLoop {
     }
   }
 
-  std::optional<std::int32_t> teacher_token(const SequenceProgress& sequence, std::int64_t i) const {
-    const auto index = static_cast<std::size_t>(sequence.index);
-    if (index >= request_.teacher.size() || i < 0 || i >= std::ssize(request_.teacher[index]))
-      return std::nullopt;
-    return request_.teacher[index][static_cast<std::size_t>(i)];
+  using Sequences = std::vector<SequenceProgress*>;
+
+  /// Queues the decode step of all sequences that go on, and returns them.
+  Sequences queue_decode_step() {
+    Sequences active;
+    for (SequenceProgress& sequence : sequences_) {
+      if (!sequence.is_done) active.push_back(&sequence);
+    }
+    if (active.empty()) return active;
+    step_.begin(/*is_decode=*/true);
+    for (const SequenceProgress* sequence : active) {
+      const TokenIds tokens = fed_tokens(request_, *sequence);
+      const std::int64_t first_row = step_.num_tokens();
+      step_.add_tokens(*sequence, tokens, model_.cache().length(sequence->id));
+      for (std::int64_t i = 0; i < std::ssize(tokens); ++i)
+        step_.add_logit_row(*sequence, first_row + i, request_.sampling);
+    }
+    grow_cache();
+    model_.forward(step_.step());
+    return active;
   }
 
-  /// What a decode step feeds: the pending token (or the teacher's, when forcing), then drafts.
-  TokenIds decode_tokens(const SequenceProgress& sequence) const {
-    const std::int64_t generated = sequence.generated();
-    if (request_.draft_tokens == 1)
-      return {teacher_token(sequence, generated - 1).value_or(sequence.pending)};
-    TokenIds tokens{sequence.pending};
-    while (std::ssize(tokens) < request_.draft_tokens &&
-           generated + std::ssize(tokens) < request_.max_new_tokens) {
-      const auto draft = teacher_token(sequence, generated + std::ssize(tokens) - 1);
-      if (!draft) break;
-      tokens.push_back(*draft);
-    }
-    return tokens;
+  /// Queues the step after that of `active` before its tokens are known, where it feeds them and nothing but
+  /// a token that ends a sequence can make it needless. Returns whether it did.
+  bool queue_next_step(const Sequences& active) {
+    const auto goes_on = [&](const SequenceProgress* sequence) {
+      return !sequence->is_done && sequence->generated() + 1 < request_.max_new_tokens;
+    };
+    if (!feeds_drawn_tokens(request_) || !std::ranges::all_of(active, goes_on) || !model_.can_go_ahead())
+      return false;
+    grow_cache();
+    model_.forward_next();
+    return true;
   }
 
   void decode() {
-    const double kv_token_bytes = static_cast<double>(kv_bytes_per_token(request_, topo_));
     const std::int64_t total = request_.max_new_tokens * std::ssize(sequences_);
     Progress progress("decode", total, show_progress_);
-    std::vector<double> step_ms;
-    double kv_bytes_read = 0.0;
-    std::int64_t decoded = 0;
-    std::vector<SequenceProgress*> active;
-    while (true) {
-      active.clear();
-      for (SequenceProgress& sequence : sequences_) {
-        if (!sequence.is_done) active.push_back(&sequence);
-      }
-      if (active.empty()) break;
-      const auto start = Clock::now();
-      step_.begin(/*is_decode=*/true);
-      for (const SequenceProgress* sequence : active) {
-        const std::int64_t length = model_.cache().length(sequence->id);
-        const TokenIds tokens = decode_tokens(*sequence);
-        const std::int64_t first_row = step_.num_tokens();
-        step_.add_tokens(*sequence, tokens, length);
-        for (std::int64_t i = 0; i < std::ssize(tokens); ++i)
-          step_.add_logit_row(*sequence, first_row + i, request_.sampling);
-        kv_bytes_read += static_cast<double>(length + std::ssize(tokens)) * kv_token_bytes;
-      }
-      run_step();
+    DecodeTotals totals;
+    auto start = Clock::now();
+    Sequences active = queue_decode_step();
+    while (!active.empty()) {
+      for (const SequenceProgress* sequence : active) totals.kv_tokens += model_.cache().length(sequence->id);
+      const bool is_ahead = queue_next_step(active);
+      drawn_ = model_.finish();
       result_.exchange_bytes_per_rank_per_layer = model_.sent_payload_bytes() / model_.num_layers();
-      for (std::size_t i = 0; i < active.size(); ++i) decoded += accept(*active[i], i);
-      step_ms.push_back(milliseconds_since(start));
-      progress.update(std::min(decoded, total));
+      for (std::size_t i = 0; i < active.size(); ++i) totals.decoded += accept(*active[i], i);
+      totals.step_ms.push_back(milliseconds_since(start));
+      start = Clock::now();
+      progress.update(std::min(totals.decoded, total));
+      if (!is_ahead) active = queue_decode_step();
     }
     result_.captured_steps = model_.num_replayed_steps();
-    summarize(step_ms, decoded, kv_bytes_read);
+    totals.summarize(kv_bytes_per_token(request_, topo_), result_.timing);
   }
 
-  /// Keeps what the model confirms of entry `entry` of the step, and truncates the cache to it. Returns the
-  /// tokens gained.
+  /// Keeps what the model confirms of entry `entry` of the step, and truncates the cache to it: to nothing
+  /// where the step was queued before the token that ended the sequence was known. Returns the tokens gained.
   std::int64_t accept(SequenceProgress& sequence, std::size_t entry) {
     const Step& step = step_.step();
     const std::int64_t first_row = step.query_offsets[entry];
     const std::int64_t fed = step_.counts()[entry];
     std::int64_t accepted = 0;
-    do {
+    while (
+        !sequence.is_done && accepted < fed &&
+        (accepted == 0 || step.tokens[static_cast<std::size_t>(first_row + accepted)] == sequence.pending)) {
       record(sequence, first_row + accepted);
       ++accepted;
-    } while (!sequence.is_done && accepted < fed &&
-             step.tokens[static_cast<std::size_t>(first_row + accepted)] == sequence.pending);
-    if (accepted < fed) {
-      model_.cache().truncate(sequence.id, model_.cache().length(sequence.id) - fed + accepted);
     }
+    if (accepted < fed)
+      model_.cache().truncate(sequence.id, model_.cache().length(sequence.id) - fed + accepted);
     return accepted;
-  }
-
-  void summarize(const std::vector<double>& step_ms, std::int64_t decoded, double kv_bytes_read) {
-    double decode_ms = 0.0;
-    for (double ms : step_ms) decode_ms += ms;
-    if (step_ms.empty() || decode_ms == 0.0) return;
-    std::tie(result_.timing.ttl_median_ms, result_.timing.ttl_p99_ms) = median_and_p99(step_ms);
-    result_.timing.tokens_per_s = static_cast<double>(decoded) / decode_ms * 1e3;
-    result_.timing.kv_gb_per_s = kv_bytes_read / decode_ms * 1e-6;
   }
 
   /// Sequences come from the rank of each replica that saw the logits.

@@ -19,6 +19,7 @@
 #include <helix/vocabulary.hpp>
 
 #include "model/captured_steps.hpp"
+#include "model/first_logits.hpp"
 #include "model/layer_stack.hpp"
 #include "model/logit_extras.hpp"
 #include "model/model_config.hpp"
@@ -61,6 +62,8 @@ class StageModel {
         head_workspace_(backend.allocate(bytes_.head)),
         decode_steps_(options.captures &&
                       (CapturesAlone<typename B::Comm> || topo.pp() * topo.stage_size() == 1)) {
+    if (options.has_logit_norms)
+      first_logits_ = std::make_unique<FirstLogits<B>>(backend, topo, limits.max_logit_rows, stream_);
     if (is_last()) {  // whose rows come normed
       head_ = std::make_unique<VocabularyHead<B>>(backend, topo, WeightView{}, weights_.lm_head,
                                                   model.rms_norm_eps);
@@ -96,8 +99,7 @@ class StageModel {
   /// (cache().append). The hidden states come from the stage before and go to the one after over the
   /// pipeline; so do the tokens, one a logit row, that the last stage draws. Queued; finish() waits.
   void forward(const Step& step) {
-    if constexpr (requires(const typename B::Comm& comm) { comm.begin_step(num_steps_); })
-      pipeline_->begin_step(++num_steps_);
+    begin_step();
     if (step != next_) {
       slots_.clear();
       for (const SequenceId& sequence : step.sequences) slots_.push_back(cache().slot(sequence));
@@ -106,47 +108,43 @@ class StageModel {
     run(step);
   }
 
-  /// Waits for the last forward(). @returns what it drew; valid until the next one. @throws the first
-  /// failure.
+  /// Lets forward_next() come before finish(), which then waits for the last step and not for that one.
+  /// Returns whether the backend can. Not for steps with penalties or log-probabilities.
+  bool can_go_ahead() { return buffer_.queue_download(num_rows(), stream_); }
+
+  /// As forward(), of the step that feeds each token which the last one draws, known to the host or not.
+  void forward_next() {
+    begin_step();
+    run(next_);
+  }
+
+  /// Waits for the last forward(), see can_go_ahead(). @returns what it drew; valid until the next one.
+  /// @throws the first failure.
   Drawn finish() {
-    const auto num_rows = static_cast<std::int64_t>(next_.logit_rows.size());
-    buffer_.download(num_rows, stream_);
-    const Drawn drawn{buffer_.drawn(num_rows), buffer_.drawn_norms(num_rows), extras_.download(stream_)};
+    buffer_.take(num_rows(), stream_);
+    const Drawn drawn{buffer_.drawn(num_rows()), buffer_.drawn_norms(num_rows()),
+                      buffer_.drawn_first_logits(num_rows()), extras_.download(stream_)};
     std::ranges::copy(drawn.tokens, next_.tokens.begin());
     return drawn;
   }
 
   /// Bytes that the exchanges of the last forward() send to other ranks, all layers.
-  std::int64_t sent_payload_bytes() const { return last_.sent_payload_bytes; }
+  std::int64_t sent_payload_bytes() const { return sent_payload_bytes_; }
 
   /// Steps that were replayed from a captured one, those of warm_up() left out.
   std::int64_t num_replayed_steps() const { return decode_steps_.num_replayed() - num_warm_up_replays_; }
 
-  /// Destroys the captured steps: before a communicator is aborted, which would wait for that. No step
-  /// follows.
+  /// Destroys the captured steps, for which a communicator's abort would wait. No step follows.
   void drop_captured_steps() noexcept { decode_steps_.clear(); }
 
-  /// Last stage, after finish(): logits of the first `count` ids in one row of the last forward(), fewer
-  /// where the vocabulary has fewer. Waits.
-  std::vector<float> first_logits(std::int64_t row, std::int64_t count) {
-    std::vector<T> values(static_cast<std::size_t>(std::min(count, topo_->shape().vocab)));
-    for (int rank = 0; rank < topo_->stage_size(); ++rank) {
-      const Range shard = topo_->vocab(rank);
-      const std::int64_t end = std::min(shard.end, std::ssize(values));
-      if (end <= shard.begin) continue;
-      const T* source = last_.logits.data() + rank * last_.logits.stride(0) + row * last_.logits.stride(1);
-      backend_->download(values.data() + shard.begin, source,
-                         static_cast<std::size_t>(end - shard.begin) * sizeof(T), stream_);
-    }
-    return {values.begin(), values.end()};
+ private:
+  void begin_step() {
+    if constexpr (requires(const typename B::Comm& comm) { comm.begin_step(num_steps_); })
+      pipeline_->begin_step(++num_steps_);
   }
 
- private:
-  /// What depends on a step's shape alone.
-  struct StepResult {
-    TensorView<const T, 3> logits{};  // views of the workspace; last stage only
-    std::int64_t sent_payload_bytes = 0;
-  };
+  /// Logit rows of the last step.
+  std::int64_t num_rows() const { return std::ssize(next_.logit_rows); }
 
   /// The step's inputs; slots_ are those of its sequences.
   void upload_inputs(const Step& step) {
@@ -156,15 +154,14 @@ class StageModel {
 
   /// Queues or replays the step, whose inputs the device has.
   void run(const Step& step) {
-    const auto num_tokens = static_cast<std::int64_t>(step.tokens.size());
-    const auto num_rows = static_cast<std::int64_t>(step.logit_rows.size());
+    const std::int64_t num_tokens = std::ssize(step.tokens);
+    const std::int64_t num_rows = std::ssize(step.logit_rows);
     extras_.set(step, stream_);
     const StepShape shape{step.query_offsets, num_rows, step.is_random()};
-    const auto queue = [this, num_tokens, num_rows, is_random = shape.is_random] {
-      return queue_step(num_tokens, num_rows, is_random);
-    };
-    last_ = step.is_decode && !extras_.is_needed(step) ? decode_steps_.run(shape, stream_, queue) : queue();
-    next_ = step;
+    const auto queue = [&] { return queue_step(num_tokens, num_rows, shape.is_random); };
+    sent_payload_bytes_ =
+        step.is_decode && !extras_.is_needed(step) ? decode_steps_.run(shape, stream_, queue) : queue();
+    if (&step != &next_) next_ = step;
     for (std::int64_t& position : next_.positions) position += position >= 0 ? 1 : 0;
     for (std::uint64_t& counter : next_.draw_counters) ++counter;
   }
@@ -179,17 +176,17 @@ class StageModel {
 
   RankShape rank_shape() const { return topo_->rank_shape(backend_->comms().stage->rank()); }
 
-  /// Queues the step and the inputs of the next. Reads of the host nothing but shapes (invariant 10).
-  StepResult queue_step(std::int64_t num_tokens, std::int64_t num_rows, bool is_random) {
-    StepResult result;
+  /// Queues the step and the inputs of the next. Reads of the host nothing but shapes (invariant 10). Returns
+  /// the bytes that its exchanges send, which depend on the shape alone.
+  std::int64_t queue_step(std::int64_t num_tokens, std::int64_t num_rows, bool is_random) {
     const Batch batch = batch_.batch();
     const TensorView<T, 2> hidden(reinterpret_cast<T*>(hidden_.data()), {num_tokens, topo_->shape().hidden});
     receive_hidden(hidden);
     const std::int64_t sent_before = layers_.sent_payload_bytes();
     const TensorView<T, 2> normed = layers_.queue(weights_, hidden, batch, options_.hop_b_slices, stream_);
-    result.sent_payload_bytes = layers_.sent_payload_bytes() - sent_before;
+    const std::int64_t sent = layers_.sent_payload_bytes() - sent_before;
     if (is_last()) {
-      result.logits = draw(normed, batch, num_rows);
+      draw(normed, batch, num_rows);
     } else {
       pipeline_->send(hidden.data(), hidden.size() * kElementBytes, stage_ + 1, stream_);
     }
@@ -200,7 +197,7 @@ class StageModel {
     }
     batch_.advance(stream_);
     if (is_random) buffer_.advance(num_rows, stream_);  // greedy: not read
-    return result;
+    return sent;
   }
 
   void receive_hidden(TensorView<T, 2> hidden) {
@@ -211,15 +208,17 @@ class StageModel {
     }
   }
 
-  /// Logits and tokens of the step's logit rows. Last stage.
-  TensorView<const T, 3> draw(TensorView<T, 2> normed, const Batch& batch, std::int64_t num_rows) {
+  /// Tokens of the step's logit rows, and what is asked for beside them. Last stage.
+  void draw(TensorView<T, 2> normed, const Batch& batch, std::int64_t num_rows) {
     const auto logits = head_->logits(normed, batch.positions, buffer_.rows(), num_rows,
                                       {head_workspace_.data(), head_workspace_.size_bytes()}, stream_);
-    if (options_.has_logit_norms) head_->norms(logits, buffer_.norms(), stream_);
+    if (options_.has_logit_norms) {
+      head_->norms(logits, buffer_.norms(), stream_);
+      first_logits_->keep(logits, buffer_.first_logits(), stream_);
+    }
     extras_.penalize(*head_, logits, stream_);
     head_->sample(logits, buffer_.configs(), buffer_.counters(), buffer_.tokens(), stream_);
     extras_.find_log_probs(*head_, logits, buffer_.tokens(), stream_);
-    return logits;
   }
 
   static constexpr auto kElementBytes = static_cast<std::int64_t>(sizeof(T));
@@ -239,12 +238,13 @@ class StageModel {
   typename B::Buffer hidden_;
   typename B::Buffer head_workspace_;
   std::unique_ptr<VocabularyHead<B>> head_;
+  std::unique_ptr<FirstLogits<B>> first_logits_;
   std::vector<std::int32_t> slots_;
   Step next_;  // whose inputs the device holds
   std::uint64_t num_steps_ = 0;
   std::int64_t num_warm_up_replays_ = 0;
-  StepResult last_;
-  CapturedSteps<B, StepResult> decode_steps_;  // destroyed first
+  std::int64_t sent_payload_bytes_ = 0;
+  CapturedSteps<B, std::int64_t> decode_steps_;  // destroyed first
 };
 
 }  // namespace helix::decode

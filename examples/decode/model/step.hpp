@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -73,10 +74,13 @@ struct LogProbs {
   std::span<const float> best;             ///< Of best_ids.
 };
 
+inline constexpr std::size_t kFirstLogits = 8;  ///< Logits of a row that reports have; the rest is 0.
+
 /// What a step drew, [logit rows].
 struct Drawn {
   std::span<const std::int32_t> tokens;  ///< The same on all ranks of the replica.
   std::span<const float> logit_norms;    ///< L2 norms of the logits, where StepOptions asks for them.
+  std::span<const float> first_logits;   ///< Of the first ids, [logit rows, kFirstLogits], likewise.
   LogProbs log_probs;                    ///< Empty unless the step asks for them.
 };
 

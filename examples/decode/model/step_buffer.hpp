@@ -3,18 +3,30 @@
 #pragma once
 
 #include <algorithm>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include <helix/backend/vocabulary.hpp>
 #include <helix/error.hpp>
 
 #include "model/decoder_backend.hpp"
+#include "model/step.hpp"
 
 namespace helix::decode {
+
+/// Backends whose downloads can be queued behind a step and taken when it has ended, whatever was queued
+/// since: queue_download() says whether there was room, take_download() waits.
+template <class B>
+concept QueuesDownloads = requires(B& backend, void* target, const void* source, std::size_t bytes,
+                                   typename B::Stream stream) {
+  { backend.queue_download(source, bytes, stream) } -> std::same_as<bool>;
+  backend.take_download(target, bytes);
+};
 
 /// Owns device memory for steps of up to `max_tokens` tokens and `max_rows` logit rows. Addresses never
 /// change. The tokens that a step draws take the places of the first ones that it read: where each sequence
@@ -22,6 +34,8 @@ namespace helix::decode {
 template <DecoderBackend B>
 class StepBuffer {
  public:
+  using T = typename B::Activation;
+
   StepBuffer(B& backend, std::int64_t max_tokens, std::int64_t max_rows)
       : backend_(&backend),
         max_tokens_(max_tokens),
@@ -29,7 +43,8 @@ class StepBuffer {
         configs_begin_(bytes<std::uint64_t>(max_rows)),
         rows_begin_(configs_begin_ + bytes<SamplingConfig>(max_rows)),
         norms_begin_(rows_begin_ + bytes<std::int32_t>(max_rows)),
-        tokens_begin_(norms_begin_ + bytes<float>(max_rows)),
+        first_logits_begin_(norms_begin_ + bytes<float>(max_rows)),
+        tokens_begin_(first_logits_begin_ + bytes<T>(max_rows) * kFirstLogits),
         host_(tokens_begin_ + bytes<std::int32_t>(max_tokens)),
         device_(backend.allocate(host_.size())) {}
 
@@ -64,29 +79,55 @@ class StepBuffer {
   const SamplingConfig* configs() { return at<SamplingConfig>(configs_begin_); }
   /// L2 norms of the logits, [rows].
   float* norms() { return at<float>(norms_begin_); }
+  /// Logits of the first ids of a row, [rows, kFirstLogits].
+  T* first_logits() { return at<T>(first_logits_begin_); }
 
-  /// Waits for `stream` and brings the tokens drawn, [num_rows], and the norms to the host, at once. The two
-  /// functions below have them until the next call or set().
-  void download(std::int64_t num_rows, typename B::Stream stream) {
-    backend_->download(host_.data() + norms_begin_, device_.data() + norms_begin_,
-                       tokens_begin_ - norms_begin_ + bytes<std::int32_t>(num_rows), stream);
+  /// Queues the way to the host of what the step that is queued draws: take() then waits for this step, and
+  /// not for what is queued later. @returns whether it was queued.
+  bool queue_download([[maybe_unused]] std::int64_t num_rows, [[maybe_unused]] typename B::Stream stream) {
+    if constexpr (QueuesDownloads<B>)
+      is_queued_ = backend_->queue_download(device_.data() + norms_begin_, drawn_bytes(num_rows), stream);
+    return is_queued_;
+  }
+
+  /// Waits for the step whose download is queued, else for `stream`, and brings the tokens drawn, [num_rows],
+  /// the norms and the first logits to the host, at once. The functions below have them until the next call
+  /// or set().
+  void take(std::int64_t num_rows, typename B::Stream stream) {
+    if constexpr (QueuesDownloads<B>) {
+      if (std::exchange(is_queued_, false))
+        return backend_->take_download(host_.data() + norms_begin_, drawn_bytes(num_rows));
+    }
+    backend_->download(host_.data() + norms_begin_, device_.data() + norms_begin_, drawn_bytes(num_rows),
+                       stream);
   }
   std::span<const std::int32_t> drawn(std::int64_t num_rows) const {
-    return {reinterpret_cast<const std::int32_t*>(host_.data() + tokens_begin_),
-            static_cast<std::size_t>(num_rows)};
+    return on_host<std::int32_t>(tokens_begin_, num_rows);
   }
   std::span<const float> drawn_norms(std::int64_t num_rows) const {
-    return {reinterpret_cast<const float*>(host_.data() + norms_begin_), static_cast<std::size_t>(num_rows)};
+    return on_host<float>(norms_begin_, num_rows);
+  }
+  std::span<const float> drawn_first_logits(std::int64_t num_rows) {
+    const auto logits = on_host<T>(first_logits_begin_, num_rows * std::int64_t{kFirstLogits});
+    drawn_first_logits_ = std::vector<float>(logits.begin(), logits.end());
+    return drawn_first_logits_;
   }
 
  private:
-  template <class T>
+  template <class V>
   static std::size_t bytes(std::int64_t count) {
-    return static_cast<std::size_t>(count) * sizeof(T);
+    return static_cast<std::size_t>(count) * sizeof(V);
   }
-  template <class T>
-  T* at(std::size_t begin) {
-    return reinterpret_cast<T*>(device_.data() + begin);
+  template <class V>
+  V* at(std::size_t begin) {
+    return reinterpret_cast<V*>(device_.data() + begin);
+  }
+  template <class V>
+  std::span<const V> on_host(std::size_t begin, std::int64_t count) const {
+    return {reinterpret_cast<const V*>(host_.data() + begin), static_cast<std::size_t>(count)};
+  }
+  std::size_t drawn_bytes(std::int64_t num_rows) const {
+    return tokens_begin_ - norms_begin_ + bytes<std::int32_t>(num_rows);
   }
 
   B* backend_;
@@ -95,9 +136,13 @@ class StepBuffer {
   std::size_t configs_begin_;  // bytes from the rows' counters
   std::size_t rows_begin_;
   std::size_t norms_begin_;
-  std::size_t tokens_begin_;     // last: a copy ends with the last one, whatever the capacity
-  std::vector<std::byte> host_;  // of the rows: counters u64, configs, indices i32, norms f32; tokens i32
-  typename B::Buffer device_;    // the same
+  std::size_t first_logits_begin_;
+  std::size_t tokens_begin_;  // last: a copy ends with the last one, whatever the capacity
+  /// Of the rows: counters u64, configs, indices i32, norms f32, first logits T; tokens i32.
+  std::vector<std::byte> host_;
+  std::vector<float> drawn_first_logits_;
+  typename B::Buffer device_;  // as host_
+  bool is_queued_ = false;     // what the last step draws is on its way
 };
 
 }  // namespace helix::decode

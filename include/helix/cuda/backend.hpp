@@ -108,10 +108,10 @@ class HELIX_API Operators {
   void logit_norms(const LogitNormsArgs<T>& args, Stream stream) const;
   void advance(const AdvanceArgs& args, Stream stream) const;
 
-  /// The two halves of download(), between which the caller waits for the stream: the copy, through pinned
-  /// memory, so that it is queued and not waited for.
-  /// @returns whether it was queued: there is room for a step's results and no more.
+  /// The first half of download(): the copy, through pinned memory, so that it is queued and not waited for.
+  /// One at a time. @returns whether it was queued: there is room for a step's results and no more.
   bool queue_download(const void* source, std::size_t bytes, Stream stream) const;
+  /// The second half: waits for the copy, not for what was queued behind it. @throws as synchronize().
   void take_download(void* target, std::size_t bytes) const;
 
   /// Upper bounds over any positions, for the caller's workspace.
@@ -119,6 +119,10 @@ class HELIX_API Operators {
                                                 std::int64_t head_dim, std::int64_t value_dim) const;
   std::size_t expert_ffn_workspace_bytes(std::int64_t num_tokens, std::int64_t top_k, std::int64_t hidden,
                                          std::int64_t expert_ffn) const;
+
+ protected:
+  /// Behind the copy of queue_download().
+  const Event& downloaded() const;
 
  private:
   struct State;  // cuda/runtime/operators_state.hpp
@@ -178,10 +182,31 @@ class Backend : public Operators<T> {
   /// As Operators::synchronize, and a failure aborts the stage's groups, so that no other rank waits for this
   /// one. Where the communicator can end a wait for ranks that have failed, it waits.
   void synchronize(Stream stream) const {
+    wait_for(stream, [&] { Operators<T>::synchronize(stream); });
+  }
+
+  /// As Operators::take_download, with the wait of synchronize().
+  void take_download(void* target, std::size_t bytes) const {
+    wait_for(this->downloaded(), [&] { Operators<T>::take_download(target, bytes); });
+  }
+
+  /// As Operators::download, with the wait of synchronize().
+  void download(void* target, const void* source, std::size_t bytes, Stream stream) const {
+    if (this->queue_download(source, bytes, stream)) {
+      take_download(target, bytes);
+    } else {
+      synchronize(stream);
+      Operators<T>::download(target, source, bytes, stream);
+    }
+  }
+
+ private:
+  /// Waits for `work`, a stream or an event, then calls finish(), which may wait too.
+  template <class Work, class Finish>
+  void wait_for(const Work& work, const Finish& finish) const {
     try {
-      if constexpr (requires(const Comm& comm) { comm.synchronize(stream); })
-        comms_->stage.synchronize(stream);
-      Operators<T>::synchronize(stream);
+      if constexpr (requires(const Comm& comm) { comm.synchronize(work); }) comms_->stage.synchronize(work);
+      finish();
     } catch (const std::exception& error) {
       comms_->stage.abort(error.what());
       comms_->kvp.abort(error.what());
@@ -189,18 +214,6 @@ class Backend : public Operators<T> {
     }
   }
 
-  /// As Operators::download, with the wait of synchronize().
-  void download(void* target, const void* source, std::size_t bytes, Stream stream) const {
-    const bool is_queued = this->queue_download(source, bytes, stream);
-    synchronize(stream);
-    if (is_queued) {
-      this->take_download(target, bytes);
-    } else {
-      Operators<T>::download(target, source, bytes, stream);
-    }
-  }
-
- private:
   struct Comms {
     Comm stage;
     Comm kvp;

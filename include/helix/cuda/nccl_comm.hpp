@@ -110,10 +110,15 @@ class HELIX_API NcclComm {
   /// @throws Error(peer_failed) once any rank failed; Error(timeout) past the timeout, naming the ranks that
   /// are behind where they are known, after aborting the group; what NCCL or CUDA report.
   void synchronize(Stream stream) const;
+  /// The same for what stood before the event when it was recorded.
+  void synchronize(const Event& event) const;
 
   struct State;
 
  private:
+  template <class Work>
+  void wait_for(const Work& work) const;
+
   explicit NcclComm(std::shared_ptr<State> state) : state_(std::move(state)) {}
   std::shared_ptr<State> state_;
 };

@@ -130,6 +130,8 @@ class HELIX_API PeerComm {
   /// @throws Error(peer_failed) once any rank failed; Error(timeout) past the timeout, naming the ranks that
   /// did not come; Error(out_of_step) if ranks made different calls; what CUDA reports.
   void synchronize(Stream stream) const;
+  /// The same for what stood before the event when it was recorded.
+  void synchronize(const Event& event) const;
 
   /// What a kernel of this library that is `operation`, a string literal, needs to reach the peers; it is
   /// queued next, on `stream`, by all ranks. Only with windows. @throws Error(peer_failed) once any rank
@@ -139,6 +141,9 @@ class HELIX_API PeerComm {
   struct State;
 
  private:
+  template <class Work>
+  void wait_for(const Work& work) const;
+
   explicit PeerComm(std::shared_ptr<State> state) : state_(std::move(state)) {}
   std::shared_ptr<State> state_;
 };

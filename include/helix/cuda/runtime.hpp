@@ -83,6 +83,9 @@ HELIX_API void record(const Event& event, Stream stream);
 /// The host waits for all that is queued on `stream`.
 HELIX_API void synchronize(Stream stream);
 
+/// The host waits for what stood before the event when it was recorded.
+HELIX_API void synchronize(const Event& event);
+
 /// Milliseconds between two events made with timing, both of which have happened.
 HELIX_API float elapsed_ms(const Event& start, const Event& stop);
 
