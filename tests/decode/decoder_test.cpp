@@ -1,18 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The decoder against transformers' outputs: every legal topology, and the options over them.
-#include <atomic>
 #include <cstdlib>
-#include <functional>
 #include <map>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include <helix/cpu/backend.hpp>
-#include <helix/cpu/local_comm.hpp>
 
-#include "cli/rank_threads.hpp"
 #include "decode/golden.hpp"
 #include "generate/generate.hpp"
 #include "support/catch.hpp"
@@ -135,136 +130,7 @@ void check_long(const std::string& name) {
     check_variant(model, golden, stages, {.stage = stage});
 }
 
-/// Threads as ranks, each of which captures alone.
-struct CapturableComm : cpu::LocalComm {
-  static constexpr bool kCapturesAlone = true;
-
-  explicit CapturableComm(cpu::LocalComm comm) : LocalComm(std::move(comm)) {}
-  CapturableComm split(int color, int key) { return CapturableComm(LocalComm::split(color, key)); }
-};
-
-/// The CPU backend with captured steps: what a replay queues is what the capture was given, which then finds
-/// the shapes of that time. Counts copies to the device and replays, of all ranks.
-class CapturableBackend : public cpu::Backend<CapturableComm> {
- public:
-  class Graph {
-   public:
-    static Graph capture(Stream, std::function<void()> queue) {
-      Graph graph;
-      graph.queue_ = std::move(queue);
-      return graph;
-    }
-    bool empty() const { return queue_ == nullptr; }
-    void replay(Stream) const {
-      ++num_replays;
-      queue_();
-    }
-
-   private:
-    std::function<void()> queue_;
-  };
-
-  using cpu::Backend<CapturableComm>::Backend;
-
-  void upload(void* target, const void* source, std::size_t bytes, Stream stream) const {
-    ++num_uploads;
-    cpu::Backend<CapturableComm>::upload(target, source, bytes, stream);
-  }
-
-  static inline std::atomic<int> num_uploads = 0;
-  static inline std::atomic<int> num_replays = 0;
-};
-
-GenerationResult run_capturable(const ReferenceModel& model, const Topology& topo,
-                                const GenerationRequest& request) {
-  CapturableBackend::num_uploads = CapturableBackend::num_replays = 0;
-  std::vector<CapturableComm> world;
-  for (cpu::LocalComm& comm : cpu::LocalComm::create_group(topo.world_size())) world.emplace_back(comm);
-  return decode::run_rank_threads(
-      std::move(world),
-      [](int, const JobComms<CapturableComm>& comms) { return CapturableBackend(comms.stage, comms.kvp, 1); },
-      model.checkpoint, model.config, topo, request, {});
-}
-
 }  // namespace
-
-TEST_CASE("replayed steps give the golden output, whatever shapes follow each other", "[quick]") {
-  const ReferenceModel model("llama-tiny");
-  const Golden golden = model.golden();
-  struct Case {
-    TopologySpec spec;
-    std::int64_t draft_tokens;
-  };
-  for (const Case& c : {Case{{}, 1}, Case{{.kvp = 2, .pp = 2}, 1}, Case{{}, 4},
-                        Case{{.kvp = 2, .tpa = 2, .pp = 2}, 3}, Case{{.dp = 2}, 8}}) {
-    const Topology topo(c.spec, model.config.shape);
-    GenerationRequest request = golden_request(golden);
-    request.page_tokens = 16;
-    request.draft_tokens = c.draft_tokens;
-    if (c.draft_tokens > 1) {
-      // Every fifth draft is wrong, and those of one sequence end early: sequences end at different steps.
-      request.teacher = drafts_partly_wrong(golden);
-      request.teacher.front().resize(5);
-    }
-    INFO(describe(model.name, c.spec, request));
-    const GenerationResult result = run_capturable(model, topo, request);
-    CHECK(difference_from_golden(golden, result, topo.shape().vocab) == "");
-    CHECK(result.captured_steps > 0);
-    CHECK(CapturableBackend::num_replays >= result.captured_steps * topo.world_size() / topo.dp());
-    if (c.draft_tokens == 1) CHECK(result.captured_steps == request.max_new_tokens - 1);
-    if (topo.kvp() > 1) CHECK(result.exchange_bytes_per_rank_per_layer > 0);
-
-    request.cuda_graphs = false;
-    const GenerationResult queued = run_capturable(model, topo, request);
-    CHECK(queued.captured_steps == 0);
-    CHECK(CapturableBackend::num_replays == 0);
-    CHECK(queued.exchange_bytes_per_rank_per_layer == result.exchange_bytes_per_rank_per_layer);
-  }
-}
-
-TEST_CASE("a decode step that feeds what was drawn copies only a grown page table to the device", "[quick]") {
-  const ReferenceModel model("llama-tiny");
-  const Topology topo({}, model.config.shape);
-  GenerationRequest request = golden_request(model.golden());
-  REQUIRE(request.num_sequences() > 1);
-  const auto uploads_of_ten_steps = [&] {
-    const auto uploads = [&](std::int64_t new_tokens) {
-      request.max_new_tokens = new_tokens;
-      run_capturable(model, topo, request);
-      return CapturableBackend::num_uploads.load();
-    };
-    return uploads(20) - uploads(10);
-  };
-  request.page_tokens = 512;
-  CHECK(uploads_of_ten_steps() == 0);
-  request.page_tokens = 1;
-  CHECK(uploads_of_ten_steps() == 10);
-  request.page_tokens = 512;
-  request.teacher = model.golden().greedy;
-  for (auto& tokens : request.teacher)
-    for (std::int32_t& token : tokens) token = (token + 1) % 512;
-  CHECK(uploads_of_ten_steps() == 20);  // tokens and batch
-}
-
-TEST_CASE("draws do not depend on whether the device or the host made a step's inputs", "[quick]") {
-  const ReferenceModel model("llama-tiny");
-  for (const TopologySpec& spec : {TopologySpec{}, TopologySpec{.kvp = 2, .tpa = 2, .pp = 2}}) {
-    const Topology topo(spec, model.config.shape);
-    GenerationRequest request = golden_request(model.golden());
-    request.sampling = {.temperature = 1.0f, .top_p = 0.9f, .seed = 5};
-    request.ignore_eos = true;
-    const GenerationResult by_device = run_capturable(model, topo, request);
-    // Steps of two tokens, all of them right, end two positions on: the host makes the next inputs.
-    request.draft_tokens = 2;
-    for (const auto& sequence : by_device.sequences) request.teacher.push_back(sequence.tokens);
-    const GenerationResult by_host = run_capturable(model, topo, request);
-    REQUIRE(by_host.sequences.size() == by_device.sequences.size());
-    for (std::size_t i = 0; i < by_host.sequences.size(); ++i) {
-      CHECK(by_host.sequences[i].tokens == by_device.sequences[i].tokens);
-      CHECK(by_host.sequences[i].tokens != model.golden().greedy[i]);
-    }
-  }
-}
 
 TEST_CASE("one rank gives the golden tokens and logits", "[quick]") {
   const std::string name = GENERATE(from_range(kReferenceModels));

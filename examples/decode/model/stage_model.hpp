@@ -154,11 +154,10 @@ class StageModel {
 
   /// Queues or replays the step, whose inputs the device has.
   void run(const Step& step) {
-    const std::int64_t num_tokens = std::ssize(step.tokens);
-    const std::int64_t num_rows = std::ssize(step.logit_rows);
     extras_.set(step, stream_);
-    const StepShape shape{step.query_offsets, num_rows, step.is_random()};
-    const auto queue = [&] { return queue_step(num_tokens, num_rows, shape.is_random); };
+    const StepShape shape{step.query_offsets, std::ssize(step.logit_rows), step.is_random()};
+    const auto queue = [this, tokens = std::ssize(step.tokens), rows = shape.num_rows,
+                        is_random = shape.is_random] { return queue_step(tokens, rows, is_random); };
     sent_payload_bytes_ =
         step.is_decode && !extras_.is_needed(step) ? decode_steps_.run(shape, stream_, queue) : queue();
     if (&step != &next_) next_ = step;
