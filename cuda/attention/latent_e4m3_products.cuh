@@ -41,11 +41,10 @@ struct Products {
     if constexpr (K::kIsMixed) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const unsigned from = rows + static_cast<unsigned>(lane() / 4 + 8 * h) * K::kRowBytes + K::kScalesAt;
         float4 x;
         asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                     : "r"(from)
+                     : "r"(scales_at(rows, h))
                      : "memory");
         scales.load(h, x);
       }
@@ -54,7 +53,8 @@ struct Products {
         rows + static_cast<unsigned>(lane() % 16) * K::kRowBytes + static_cast<unsigned>(lane() / 16) * 16u;
     constexpr int kPairs = (kLatentColumns + (K::kIsMixed ? 0 : kRopeColumns)) / kPairColumns;
     constexpr int kLoads = K::kStageLoads;
-    static_assert(kPairs % kLoads == 0);
+    constexpr int kScaleLoads = 128 / kPairColumns;  // of columns of one scale
+    static_assert(kPairs % kLoads == 0 && kScaleLoads % kLoads == 0);
     const auto load = [&](Fragment(&raw)[kLoads], int stage) {
 #pragma unroll
       for (int l = 0; l < kLoads; ++l)
@@ -74,15 +74,9 @@ struct Products {
         widen(x[1], k[2 * l][1], k[2 * l][3]);
         widen(x[2], k[2 * l + 1][0], k[2 * l + 1][2]);
         widen(x[3], k[2 * l + 1][1], k[2 * l + 1][3]);
-        if constexpr (K::kIsMixed) {
-          const __half2 ratio = scales.ratio[(stage * kLoads + l) / 4];
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            unsigned& two = k[2 * l + i / 4][i % 4];
-            two = multiply_pair(two, i % 2 == 0 ? __low2half2(ratio) : __high2half2(ratio));
-          }
-        }
       }
+      if (K::kIsMixed && stage > 0 && stage * kLoads % kScaleLoads == 0)
+        rescale(rows, stage * kLoads / kScaleLoads - 1, scales, scores);
       products_fence();
 #pragma unroll
       for (int i = 0; i < 2 * kLoads; ++i)
@@ -90,12 +84,41 @@ struct Products {
       products_commit();
       products_wait<1>();
     }
-    if constexpr (K::kIsMixed) multiply_rope(from + K::kRopeAt, scales, scores);
+    if constexpr (K::kIsMixed) {
+      rescale(rows, 3, scales, scores);
+      multiply_rope(from + K::kRopeAt, scales, scores);
+    }
     latent::finish(scores);
     if constexpr (K::kIsMixed) {
 #pragma unroll
       for (int i = 0; i < K::kRows / 2; ++i) scores[i] *= scales.scale(i / 2 % 2);
     }
+  }
+
+  /// Where the scales of this thread's token `h` lie, in rows of the cache from `rows` on.
+  static __device__ __forceinline__ unsigned scales_at(unsigned rows, int h) {
+    return rows + static_cast<unsigned>(lane() / 4 + 8 * h) * K::kRowBytes + K::kScalesAt;
+  }
+
+  /// Brings the scores of columns up to those of scale `k` from that scale's to the next one's, after the
+  /// last to the token's: in f32, where a factor on the keys in f16 would be off alike for 128 columns.
+  __device__ __forceinline__ void rescale(unsigned rows, int k, const TokenScales& scales,
+                                          Scores<K>& scores) const {
+    latent::finish(scores);
+    const auto scale_of = [&](int h, int i) {
+      float x;
+      asm volatile("ld.shared.f32 %0, [%1];"
+                   : "=f"(x)
+                   : "r"(scales_at(rows, h) + static_cast<unsigned>(i) * 4u)
+                   : "memory");
+      return x == 0.0f ? 0x1p-100f : x;
+    };
+    float factors[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      factors[h] = scale_of(h, k) * (k < 3 ? __frcp_rn(scale_of(h, k + 1)) : scales.inverse(h));
+#pragma unroll
+    for (int i = 0; i < K::kRows / 2; ++i) scores[i] *= factors[i / 2 % 2];
   }
 
   /// Adds the rope columns of bf16.

@@ -16,6 +16,10 @@ namespace {
 using OneOrTwo = few_rows::Shape<2, 16, 6, 2>;
 using UpToEight = few_rows::Shape<8, 32, 10, 1>;
 using UpToSixteen = few_rows::Shape<kMostFewRows, 32, 7, 1>;
+/// Tiles of 64 rows, where blocks have as many: activations come once for twice the weights.
+using UpToEightWide = few_rows::Shape<8, 64, 5, 1, 16384>;
+using UpToSixteenWide = few_rows::Shape<kMostFewRows, 64, 4, 1, 16384, 1>;
+constexpr int kWideRows = 44;  // of a block, at least
 
 template <class S, bool kIsGated, class T>
 void launch(const Product<T>& p, int num_sms, cudaStream_t stream) {
@@ -45,8 +49,12 @@ void launch(const Product<T>& p, int num_sms, cudaStream_t stream) {
 template <bool kIsGated, class T>
 void launch_for_rows(const Product<T>& p, int num_sms, cudaStream_t stream) {
   if (p.rows <= OneOrTwo::kRows) return launch<OneOrTwo, kIsGated>(p, num_sms, stream);
-  if (p.rows <= UpToEight::kRows) return launch<UpToEight, kIsGated>(p, num_sms, stream);
-  launch<UpToSixteen, kIsGated>(p, num_sms, stream);
+  const bool is_wide = p.width * (kIsGated ? 2 : 1) >= kWideRows * num_sms;
+  if (p.rows <= UpToEight::kRows)
+    return is_wide ? launch<UpToEightWide, kIsGated>(p, num_sms, stream)
+                   : launch<UpToEight, kIsGated>(p, num_sms, stream);
+  is_wide ? launch<UpToSixteenWide, kIsGated>(p, num_sms, stream)
+          : launch<UpToSixteen, kIsGated>(p, num_sms, stream);
 }
 
 }  // namespace

@@ -109,9 +109,9 @@ struct Consumer {
   }
 
   /// What the warps found of the block's tile number `tile`, added in their order and stored. A warp that is
-  /// done goes on, as the next tile's sums lie elsewhere.
+  /// done goes on where the next tile's sums lie elsewhere.
   __device__ void store_tile(int tile, const Found& found) const {
-    auto& sums = shared.sums[tile % 2];
+    auto& sums = shared.sums[tile % S::kSums];
     if (lane / 4 < S::kRows) {
 #pragma unroll
       for (int i = 0; i < S::kMatrices; ++i) {
@@ -126,6 +126,7 @@ struct Consumer {
       const int n = i % S::kTileWidth;
       if (n < tiles.height) store_one(sums, i / S::kTileWidth, n, tiles.begin(tile) + n);
     }
+    if constexpr (S::kSums == 1) group_sync(kConsumersMeet, kConsumerThreads);
   }
 
   /// Element `n` of the tile, `at` of the output.

@@ -15,18 +15,20 @@ inline constexpr int kThreads = kConsumerThreads + kWarp;
 inline constexpr int kMatrixWidth = 8;                          // weight rows of one instruction
 inline constexpr int kWarpColumns = 32;                         // that a warp multiplies at a time
 inline constexpr int kStepColumns = kConsumers * kWarpColumns;  // that all do
-inline constexpr int kStageElements = 8192;                     // of weights
 inline constexpr unsigned kLineBytes = 2 * kChunkColumns;       // of a row in shared memory
 inline constexpr int kConsumersMeet = 1;                        // barrier; 0 is the block's
 
 /// What a kernel is built for: up to kMostRows activation rows, tiles of up to kWidth weight rows, a ring of
-/// kRingStages stages and kSmBlocks blocks on an SM.
-template <int kMostRows, int kWidth, int kRingStages, int kSmBlocks>
+/// kRingStages stages of kStageElements weights, kSmBlocks blocks on an SM, and memory for the sums of
+/// kTileSums tiles.
+template <int kMostRows, int kWidth, int kRingStages, int kSmBlocks, int kStageElements = 8192,
+          int kTileSums = 2>
 struct Shape {
   static constexpr int kRows = kMostRows;
   static constexpr int kTileWidth = kWidth;
   static constexpr int kStages = kRingStages;
   static constexpr int kBlocksPerSm = kSmBlocks;
+  static constexpr int kSums = kTileSums;
   static constexpr int kColumns = kStageElements / kTileWidth;  // of a stage
   static constexpr int kChunks = kColumns / kChunkColumns;
   static constexpr int kSteps = kColumns / kStepColumns;
@@ -46,7 +48,7 @@ struct Shared {
   using Sums = float[kConsumers][S::kRows][S::kTileWidth + kMatrixWidth];
 
   Stage stages[S::kStages];
-  Sums sums[2];  // of two tiles in turn
+  Sums sums[S::kSums];  // of tiles in turn
   RingBarriers<S::kStages> ring;
   static_assert(sizeof(Stage) % 1024 == 0);
 };

@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-
 #include "decode/golden.hpp"
 #include "generate/generate.hpp"
 #include "support/catch.hpp"
