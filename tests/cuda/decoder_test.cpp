@@ -125,6 +125,20 @@ class GoldenRun {
   std::string command_;
 };
 
+/// helix-decode with `options` as two processes, after the shell commands `first`.
+void check_two_processes(const char* model, const std::string& options, const std::string& first) {
+  CAPTURE(model, options);
+  const GoldenRun run(model);
+  const std::string command = run.command() + ' ' + options;
+  const Run job = run_shell(first + "export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" +
+                            std::to_string(free_port()) + "; RANK=1 LOCAL_RANK=1 " + command +
+                            " & RANK=0 LOCAL_RANK=0 " + command + "; code=$?; wait $! && exit $code");
+  INFO(job.output);
+  REQUIRE(job.exit_code == 0);
+  CHECK_THAT(job.output, Catch::Matchers::Contains("2 processes"));
+  run.check_report();
+}
+
 }  // namespace
 
 TEST_CASE("one rank on a GPU gives the golden tokens and logits") {
@@ -347,17 +361,15 @@ TEST_CASE("helix-decode --device cuda gives the golden tokens") {
 
 TEST_CASE("two processes with a GPU each give the golden tokens") {
   HELIX_REQUIRE_GPUS(2);
-  const GoldenRun run("deepseek-tiny");
-  const std::string commands =
-      "export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(free_port()) + "; " +
-      "RANK=1 LOCAL_RANK=1 " + run.command() + " --kvp 2 & " +          //
-      "RANK=0 LOCAL_RANK=0 " + run.command() + " --kvp 2; code=$?; " +  //
-      "wait $! && exit $code";
-  const Run job = run_shell(commands);
-  INFO(job.output);
-  REQUIRE(job.exit_code == 0);
-  CHECK_THAT(job.output, Catch::Matchers::Contains("2 processes"));
-  run.check_report();
+  check_two_processes("deepseek-tiny", "--kvp 2", "");
+}
+
+TEST_CASE("two processes as on two machines, over NCCL's sockets, give the golden tokens") {
+  HELIX_REQUIRE_GPUS(2);
+  const std::string machines = "export NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1; ";
+  check_two_processes("deepseek-tiny", "--kvp 2 --peer-memory off", machines);
+  check_two_processes("llama-tiny", "--tpa 2 --peer-memory off", machines);
+  check_two_processes("llama-tiny", "--pp 2 --peer-memory off", machines);
 }
 
 TEST_CASE("processes that were started with other options are refused") {
