@@ -7,6 +7,7 @@
 #include <helix/attention_buffers.hpp>
 #include <helix/backend/layer.hpp>
 #include <helix/hop_b.hpp>
+#include <helix/integers.hpp>
 #include <helix/kvp_all_to_all.hpp>
 #include <helix/layer_config.hpp>
 #include <helix/layer_weights.hpp>
@@ -87,15 +88,19 @@ void attend_sharded(B& backend, const AttentionBlockArgs<B>& args,
                     const Attention<typename B::Activation>& attention, typename B::Stream stream) {
   const Batch& batch = attention.batch;
   // Over windows the transfer runs beside attention as it is.
-  const int slices = args.exchange->has_windows() ? 1 : args.slices;
+  const int slices = args.exchange->has_windows()
+                         ? 1
+                         : static_cast<int>(smaller<std::int64_t>(args.slices, batch.num_sequences()));
   const auto part_of = [&](int slice) {
     const Range sequences = split_evenly(batch.num_sequences(), slices, slice);
     return batch.slice(sequences.begin, sequences.size());
   };
   const auto messages_of = [&](int slice, const Batch& part) {
-    return args.exchange->outgoing(
-        {.index = slice, .first_token = part.first_token(), .tokens = part.num_tokens()},
-        part.positions + part.first_token());
+    return args.exchange->outgoing({.index = slice,
+                                    .first_token = part.first_token(),
+                                    .tokens = part.num_tokens(),
+                                    .value_dim = attention.combined.extent(2)},
+                                   part.positions + part.first_token());
   };
   args.hop_b->run(
       slices,
