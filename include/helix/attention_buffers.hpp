@@ -16,16 +16,23 @@ namespace helix {
 /// The latents that chunks see, expanded one sequence after the other; empty where no chunk is (MlaPrefill).
 template <class T>
 struct ExpandedBuffers {
-  TensorView<T, 2> latents;          ///< [seen, kv_lora_rank + rope].
-  TensorView<T, 3> keys;             ///< [seen, Hq, nope + rope].
-  TensorView<T, 3> values;           ///< [seen, Hq, v].
+  TensorView<T, 2> latents;          ///< [page_tokens(seen), kv_lora_rank + rope].
+  TensorView<T, 3> keys;             ///< [page_tokens(seen), Hq, nope + rope].
+  TensorView<T, 3> values;           ///< [page_tokens(seen), Hq, v].
   TensorView<std::int32_t, 1> zero;  ///< [1], the page table of all that, and the slot of its sequence.
+
+  /// Tokens of the page that holds `seen` of them: kernels copy boxes of rows where boxes divide the page.
+  static constexpr std::int64_t page_tokens(std::int64_t seen) {
+    constexpr std::int64_t kBoxTokens = 64;
+    return round_up(larger<std::int64_t>(1, seen), kBoxTokens);
+  }
 
   /// Takes those of `seen` tokens.
   static ExpandedBuffers carve(const RankShape& shape, std::int64_t seen, WorkspaceArena& arena) {
-    return {.latents = arena.take<T, 2>({seen, shape.head_dim}),
-            .keys = arena.take<T, 3>({seen, shape.query_heads, shape.mla->qk_head_dim()}),
-            .values = arena.take<T, 3>({seen, shape.query_heads, shape.mla->v_head_dim}),
+    const std::int64_t rows = page_tokens(seen);
+    return {.latents = arena.take<T, 2>({rows, shape.head_dim}),
+            .keys = arena.take<T, 3>({rows, shape.query_heads, shape.mla->qk_head_dim()}),
+            .values = arena.take<T, 3>({rows, shape.query_heads, shape.mla->v_head_dim}),
             .zero = arena.take<std::int32_t, 1>({1})};
   }
 };

@@ -126,7 +126,7 @@ KvView expand_latents(B& backend, const RankShape& shape, const AttentionBlockAr
   backend.fill_zero(expanded.zero.data(), sizeof(std::int32_t), stream);
   KvView view;
   view.format = KvFormat::token_major(kDTypeOf<T>, heads, mla.qk_head_dim(), mla.v_head_dim,
-                                      larger<std::int64_t>(1, local_tokens));
+                                      ExpandedBuffers<T>::page_tokens(local_tokens));
   view.k = expanded.keys.data();
   view.v = expanded.values.data();
   view.num_pages = view.max_pages = 1;
