@@ -87,6 +87,8 @@ TEST_CASE("Bad arguments are refused alike on every rank before any collective")
       {"no exchange", [](Arguments& a) { a.options.exchange = nullptr; }},
       {"no HopB", [](Arguments& a) { a.options.hop_b = nullptr; }},
       {"negative slices", [](Arguments& a) { a.options.hop_b_slices = -1; }},
+      {"lengths of some sequences",
+       [](Arguments& a) { a.batch.lengths_host = a.batch.lengths_host.first(1); }},
       {"too many slices", [](Arguments& a) { a.options.hop_b_slices = 5; }},
       {"no workspace", [](Arguments& a) { a.options.workspace = {}; }, ErrorCode::capacity},
       {"small workspace", [](Arguments& a) { a.options.workspace = a.options.workspace.first(1024); },

@@ -172,6 +172,28 @@ TEST_CASE("both forms of latent attention equal the oracle under KVP, for any ch
   }
 }
 
+TEST_CASE("chunks of DeepSeek's head sizes behind a context equal the oracle, across boxes of rows") {
+  LayerSpec spec = latent_spec();
+  spec.query_heads = 4;
+  spec.kv_lora = 512;
+  spec.nope = spec.value = 128;
+  spec.rope = 64;
+  const oracle::Layer layer = random_layer(spec, 4);
+  const Script script = script_of({{63, 1}, {2, 64}}, spec.hidden);
+  const Expected expected = run_oracle(layer, script);
+  for (const int kvp : {1, 2, 4}) {
+    const Topology topo({.kvp = kvp}, shape_of(layer));
+    for (const MlaForm form : {MlaForm::absorbed, MlaForm::expanded, MlaForm::automatic}) {
+      CAPTURE(kvp, static_cast<int>(form));
+      const MlaPrefill prefill{.form = form, .max_tokens = 512};
+      const auto ranks =
+          run_script(topo, layer, script, {.chunk = 16, .page_tokens = 16, .mla_prefill = prefill});
+      CHECK(error_of(ranks.front(), expected) <= kLayerTolerance);
+      for (const RankResult& rank : ranks) CHECK(rank.hidden == ranks.front().hidden);
+    }
+  }
+}
+
 TEST_CASE("expanded latents of 16 bits and fp8 give what absorbed ones of the same cache do") {
   LayerSpec spec = latent_spec();
   spec.kv_lora = 20;  // a multiple of four, as fp8_ds_mla needs

@@ -170,6 +170,10 @@ void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
   HELIX_EXPECTS(batch.first_token() == 0, ErrorCode::invalid_argument,
                 "decode_layer: the batch starts at token ", batch.first_token(),
                 "; pass a whole step, not a slice");
+  HELIX_EXPECTS(batch.lengths_host.empty() ||
+                    static_cast<std::int64_t>(batch.lengths_host.size()) == batch.num_sequences(),
+                ErrorCode::invalid_argument, "decode_layer: the batch has ", batch.num_sequences(),
+                " sequences and ", batch.lengths_host.size(), " lengths; give one each, or none");
   check_kv_view("decode_layer", kv);
   const KvFormat& format = kv.format;
   HELIX_EXPECTS(format.head_dim == shape.head_dim && format.value_dim == shape.value_dim &&
