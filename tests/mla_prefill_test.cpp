@@ -137,6 +137,8 @@ TEST_CASE("a batch knows the lengths of its sequences until it advances") {
   CHECK(buffer.batch().slice(1, 2).lengths_host.empty());
   buffer.set(offsets, positions, slots, stream);
   CHECK(buffer.batch().lengths_host.size() == 4);
+  buffer.set(offsets, positions, slots, stream, /*tells_lengths=*/false);
+  CHECK(buffer.batch().lengths_host.empty());
   backend.synchronize(stream);
 }
 

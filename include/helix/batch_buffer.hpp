@@ -38,11 +38,12 @@ class BatchBuffer {
   }
 
   /// Describes the next step: sequence b has tokens [query_offsets[b], query_offsets[b+1]) at `positions`
-  /// (global; -1: padding) and cache slot `slots[b]`. Copies the inputs; queued on `stream`.
+  /// (global; -1: padding) and cache slot `slots[b]`. Copies the inputs; queued on `stream`. `tells_lengths`:
+  /// whether batch() has Batch::lengths_host, which a step that is to be captured leaves out.
   /// @throws Error(invalid_argument) if the sizes contradict each other; Error(capacity) if they exceed the
   /// buffer.
   void set(std::span<const std::int32_t> query_offsets, std::span<const std::int64_t> positions,
-           std::span<const std::int32_t> slots, typename B::Stream stream) {
+           std::span<const std::int32_t> slots, typename B::Stream stream, bool tells_lengths = true) {
     const auto sequences = static_cast<std::int64_t>(slots.size());
     const auto tokens = static_cast<std::int64_t>(positions.size());
     HELIX_EXPECTS(query_offsets.size() == slots.size() + 1 && query_offsets.front() == 0 &&
@@ -60,7 +61,7 @@ class BatchBuffer {
                   max_sequences_, " and ", max_tokens_, " it was built for");
     query_offsets_host_.assign(query_offsets.begin(), query_offsets.end());
     lengths_host_.clear();
-    for (std::size_t b = 0; b < slots.size(); ++b) {
+    for (std::size_t b = 0; tells_lengths && b < slots.size(); ++b) {
       std::int64_t length = 0;
       for (std::int32_t t = query_offsets[b]; t < query_offsets[b + 1]; ++t)
         length = larger(length, positions[static_cast<std::size_t>(t)] + 1);
@@ -82,8 +83,7 @@ class BatchBuffer {
                       stream);
   }
 
-  /// The step last set. Its host offsets and lengths are valid until the next set() or advance(). A step
-  /// that is to be captured is to leave out Batch::lengths_host.
+  /// The step last set. Its host offsets and lengths are valid until the next set() or advance().
   Batch batch() const {
     return {query_offsets_host_, reinterpret_cast<const std::int32_t*>(device_.data()),
             reinterpret_cast<const std::int64_t*>(device_.data() + positions_begin_),

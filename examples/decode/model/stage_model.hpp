@@ -151,14 +151,18 @@ class StageModel {
   /// The step's inputs; slots_ are those of its sequences.
   void upload_inputs(const Step& step) {
     buffer_.set(step.tokens, step.logit_rows, step.draw_counters, step.sampling, stream_);
-    batch_.set(step.query_offsets, step.positions, slots_, stream_);
+    batch_.set(step.query_offsets, step.positions, slots_, stream_, /*tells_lengths=*/!step.is_decode);
   }
 
   /// Queues or replays the step, whose inputs the device has.
   void run(const Step& step) {
+    const auto num_tokens = static_cast<std::int64_t>(step.tokens.size());
+    const auto num_rows = static_cast<std::int64_t>(step.logit_rows.size());
     extras_.set(step, stream_);
-    const StepShape shape{step.query_offsets, std::ssize(step.logit_rows), step.is_random()};
-    const auto queue = [this, &step] { return queue_step(step); };
+    const StepShape shape{step.query_offsets, num_rows, step.is_random()};
+    const auto queue = [this, num_tokens, num_rows, is_random = shape.is_random] {
+      return queue_step(num_tokens, num_rows, is_random);
+    };
     last_ = step.is_decode && !extras_.is_needed(step) ? decode_steps_.run(shape, stream_, queue) : queue();
     next_ = step;
     for (std::int64_t& position : next_.positions) position += position >= 0 ? 1 : 0;
@@ -175,14 +179,10 @@ class StageModel {
 
   RankShape rank_shape() const { return topo_->rank_shape(backend_->comms().stage->rank()); }
 
-  /// Queues the step and the inputs of the next. Of a decode step reads of the host nothing but shapes
-  /// (invariant 10).
-  StepResult queue_step(const Step& step) {
-    const std::int64_t num_tokens = std::ssize(step.tokens);
-    const std::int64_t num_rows = std::ssize(step.logit_rows);
+  /// Queues the step and the inputs of the next. Reads of the host nothing but shapes (invariant 10).
+  StepResult queue_step(std::int64_t num_tokens, std::int64_t num_rows, bool is_random) {
     StepResult result;
-    Batch batch = batch_.batch();
-    if (step.is_decode) batch.lengths_host = {};
+    const Batch batch = batch_.batch();
     const TensorView<T, 2> hidden(reinterpret_cast<T*>(hidden_.data()), {num_tokens, topo_->shape().hidden});
     receive_hidden(hidden);
     const std::int64_t sent_before = layers_.sent_payload_bytes();
@@ -199,7 +199,7 @@ class StageModel {
       extras_.broadcast(*pipeline_, topo_->pp() - 1, stream_);
     }
     batch_.advance(stream_);
-    if (step.is_random()) buffer_.advance(num_rows, stream_);  // greedy: not read
+    if (is_random) buffer_.advance(num_rows, stream_);  // greedy: not read
     return result;
   }
 
