@@ -29,7 +29,7 @@ TEST_CASE("the counter sees an allocation on another thread") {
 
 /// Allocations of the last of two equal steps of a layer, all ranks together.
 std::int64_t allocations_of_layer(const LayerSpec& spec, const TopologySpec& grid, int hop_b_slices,
-                                  int threads) {
+                                  int threads, const MlaPrefill& mla_prefill = {}) {
   constexpr std::int64_t kSequences = 5;
   const oracle::Layer layer = random_layer(spec, 4);
   const Topology topo(grid, shape_of(layer));
@@ -44,6 +44,7 @@ std::int64_t allocations_of_layer(const LayerSpec& spec, const TopologySpec& gri
   }
   LayerRunOptions options;
   options.hop_b_slices = hop_b_slices;
+  options.mla_prefill = mla_prefill;
   options.weight_dtype = options.kv_dtype = DType::bf16;
 
   std::int64_t counted = -1;
@@ -83,6 +84,8 @@ TEST_CASE("decode_layer allocates nothing on any rank") {
       CHECK(allocations_of_layer(dense, {.kvp = 2, .tpa = 2}, slices, threads) == 0);
       CHECK(allocations_of_layer(dense, {}, slices, threads) == 0);
       CHECK(allocations_of_layer(latent, {.kvp = 2, .ep = 2}, slices, threads) == 0);
+      const MlaPrefill expanded{.form = MlaForm::expanded, .max_tokens = 16};
+      CHECK(allocations_of_layer(latent, {.kvp = 2, .ep = 2}, slices, threads, expanded) == 0);
     }
   }
 }

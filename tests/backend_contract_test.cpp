@@ -44,6 +44,9 @@ TEMPLATE_TEST_CASE("append_kv keeps the backend contract", "", HELIX_ALL_BACKEND
 TEMPLATE_TEST_CASE("write_kv and read_kv keep the backend contract", "", HELIX_ALL_BACKENDS) {
   contract::write_and_read_kv<TestType>();
 }
+TEMPLATE_TEST_CASE("read_latents keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::read_latents<TestType>();
+}
 TEMPLATE_TEST_CASE("partial_attention keeps the backend contract", "", HELIX_ALL_BACKENDS) {
   contract::partial_attention<TestType>();
 }

@@ -93,29 +93,31 @@ struct Attended {
   }
 };
 
+/// `value_dim`: of the slices; 0: the spec's.
 template <class Backend>
-std::vector<float> combine(Backend& backend, const KvpAllToAllSpec& spec, std::int64_t tokens, int rounds) {
+std::vector<float> combine(Backend& backend, const KvpAllToAllSpec& spec, std::int64_t tokens, int rounds,
+                           std::int64_t value_dim = 0) {
   const std::int64_t heads = spec.num_query_heads;
   const int kvp = backend.comms().kvp->size();
   KvpAllToAll<Backend> exchange(backend, spec);
-  const Attended attended(backend.comms().kvp->rank(), tokens, heads, spec.value_dim);
+  const std::int64_t dim = value_dim > 0 ? value_dim : spec.value_dim;
+  const Attended attended(backend.comms().kvp->rank(), tokens, heads, dim);
   std::vector<std::int64_t> positions(static_cast<std::size_t>(tokens), 5);
-  std::vector<float> combined(static_cast<std::size_t>(tokens * heads / kvp * spec.value_dim));
+  std::vector<float> combined(static_cast<std::size_t>(tokens * heads / kvp * dim));
   const auto stream = backend.create_stream();
   for (int round = 0; round < rounds; ++round) {
-    const auto messages = exchange.outgoing({.tokens = tokens}, positions.data());
+    const auto messages = exchange.outgoing({.tokens = tokens, .value_dim = value_dim}, positions.data());
     for (std::int64_t t = 0; t < tokens; ++t) {
       for (std::int64_t h = 0; h < heads; ++h) {
         const auto row = static_cast<std::size_t>(t * heads + h);
         messages.sink.lse(t, h) = attended.lse[row];
-        for (std::int64_t d = 0; d < spec.value_dim; ++d)
+        for (std::int64_t d = 0; d < dim; ++d)
           messages.sink.out(t, h, d) =
-              attended.out[row * static_cast<std::size_t>(spec.value_dim) + static_cast<std::size_t>(d)];
+              attended.out[row * static_cast<std::size_t>(dim) + static_cast<std::size_t>(d)];
       }
     }
     if (messages.sink.headers.message != nullptr) backend.stamp(messages.sink.headers, stream);
-    exchange.exchange_and_combine(messages, nullptr, {combined.data(), {tokens, heads / kvp, spec.value_dim}},
-                                  stream);
+    exchange.exchange_and_combine(messages, nullptr, {combined.data(), {tokens, heads / kvp, dim}}, stream);
     backend.synchronize(stream);
   }
   return combined;
@@ -133,6 +135,34 @@ TEST_CASE("windows combine to the bits of messages") {
           WindowedBackend windowed(stage, stage.split(0, comm.rank()));
           if (combine(plain, spec, tokens, 1) != combine(windowed, spec, tokens, 3))
             throw Error(ErrorCode::internal, "other bits");
+        }));
+      }
+    }
+  }
+}
+
+TEST_CASE("a slice of fewer columns than the spec combines as under a spec of its own, over both") {
+  for (const int size : {2, 3}) {
+    for (const std::int64_t tokens : {1, 5}) {
+      for (const std::int64_t dim : {1, 6, 64}) {
+        CAPTURE(size, tokens, dim);
+        CHECK_NOTHROW(run_ranks_or_throw(size, [&](cpu::LocalComm& comm) {
+          const KvpAllToAllSpec own{.max_tokens = 5, .num_query_heads = 3 * size, .value_dim = dim};
+          const KvpAllToAllSpec wide{.max_tokens = 5, .num_query_heads = 3 * size, .value_dim = 64};
+          cpu::Backend<cpu::LocalComm> plain(comm, comm.split(0, comm.rank()));
+          WindowedComm stage(comm);
+          WindowedBackend windowed(stage, stage.split(0, comm.rank()));
+          const std::vector<float> expected = combine(plain, own, tokens, 1);
+          if (combine(plain, wide, tokens, 3, dim) != expected ||
+              combine(windowed, wide, tokens, 3, dim) != expected)
+            throw Error(ErrorCode::internal, "other bits");
+          KvpAllToAll<cpu::Backend<cpu::LocalComm>> exchange(plain, own);
+          try {
+            (void)exchange.outgoing({.tokens = 1, .value_dim = dim + 1}, nullptr);
+            throw std::runtime_error("more columns than the spec's were taken");
+          } catch (const Error& error) {
+            if (error.code() != ErrorCode::invalid_argument) throw;
+          }
         }));
       }
     }

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(RopeHeads<T> rope) {
   const int heads = min(kRopeHeads, rope.heads - static_cast<int>(first_head));
   const T* in = rope.in + token * rope.in_token_stride + first_head * rope.in_head_stride;
   T* out = rope.out + token * rope.out_token_stride + first_head * rope.out_head_stride;
-  const std::int64_t position = rope.positions[token];
+  const std::int64_t position = rope.pairs > 0 ? rope.positions[token] : -1;
 
   for (int tile = 0; tile < rope.pairs; tile += kRopePairs) {
     const int tile_pairs = min(kRopePairs, rope.pairs - tile);

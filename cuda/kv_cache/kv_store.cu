@@ -96,6 +96,16 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   load_row<kCount>(transfer.row(at.row, at.plane, slot, first_local + at.row));
 }
 
+/// The same of the sequence whose slot lies in device memory.
+template <int kCount, class Transfer>
+__global__ void __launch_bounds__(kWarps* kWarp)
+    read_latents_kernel(const __grid_constant__ Transfer transfer, const std::int32_t* slot,
+                        std::int64_t first_local, std::int64_t tokens) {
+  const WarpPlane at = warp_plane(transfer.planes);
+  if (at.row >= tokens) return;
+  load_row<kCount>(transfer.row(at.row, at.plane, *slot, first_local + at.row));
+}
+
 }  // namespace
 
 template <class T>
@@ -146,6 +156,22 @@ void Operators<T>::read_kv(const ReadKvArgs& args, Stream stream) const {
 }
 
 template <class T>
+void Operators<T>::read_latents(const ReadLatentsArgs<T>& args, Stream stream) const {
+  detail::check_read_latents(args);
+  const KvView& kv = args.kv;
+  const std::int64_t tokens = args.rows.extent(0);
+  if (tokens == 0) return;
+  const DeviceScope scope(state_->device);
+  const TensorView<T, 3> k(args.rows.data(), {tokens, 1, args.rows.extent(1)}, {args.rows.stride(0), 0, 1});
+  with_transfer(kv, k, TensorView<T, 3>{}, [&]<class Transfer>(const Transfer& transfer, auto count) {
+    read_latents_kernel<decltype(count)::value, Transfer>
+        <<<ceil_div(tokens * transfer.planes, kWarps), kWarps * kWarp, 0, stream.handle()>>>(
+            transfer, args.sequence_slot, args.first_local, tokens);
+    HELIX_CHECK_LAUNCH();
+  });
+}
+
+template <class T>
 void Operators<T>::fill_synthetic_kv(const SyntheticKvArgs& args, Stream stream) const {
   const KvView& kv = args.kv;
   check_kv_view("fill_synthetic_kv", kv);
@@ -173,7 +199,8 @@ void Operators<T>::fill_synthetic_kv(const SyntheticKvArgs& args, Stream stream)
   template void Operators<T>::fill_synthetic_kv(const SyntheticKvArgs&, Stream) const; \
   template void Operators<T>::append_kv(const AppendKvArgs<T>&, Stream) const;         \
   template void Operators<T>::write_kv(const WriteKvArgs<T>&, Stream) const;           \
-  template void Operators<T>::read_kv(const ReadKvArgs&, Stream) const;
+  template void Operators<T>::read_kv(const ReadKvArgs&, Stream) const;                \
+  template void Operators<T>::read_latents(const ReadLatentsArgs<T>&, Stream) const;
 HELIX_INSTANTIATE(float)
 HELIX_INSTANTIATE(f16)
 HELIX_INSTANTIATE(bf16)

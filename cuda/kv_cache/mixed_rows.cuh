@@ -95,12 +95,12 @@ __device__ __forceinline__ void store_row(const MixedRow<V>& row) {
 }
 
 /// The same back, as values.
-template <int>
-__device__ __forceinline__ void load_row(const MixedRow<float>& row) {
+template <int, class V>
+__device__ __forceinline__ void load_row(const MixedRow<V>& row) {
   const auto* latent = reinterpret_cast<const MixedByte*>(row.latent);
   const MixedByte* rope = rope_from_zero<MixedByte>(row.rope, row.value_dim);
   for (int i = static_cast<int>(threadIdx.x) % kWarp; i < row.head_dim; i += kWarp)
-    row.values[i] = key_element(latent, rope, i, row.value_dim);
+    row.values[i] = from_float<V>(key_element(latent, rope, i, row.value_dim));
 }
 
 /// Rows of values beside such rows of pages, as KvTransfer: a token has one plane.

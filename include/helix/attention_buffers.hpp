@@ -7,28 +7,55 @@
 #include <span>
 
 #include <helix/backend/layer.hpp>
+#include <helix/integers.hpp>
 #include <helix/rank_shape.hpp>
 #include <helix/workspace.hpp>
 
 namespace helix {
 
+/// The latents that chunks see, expanded one sequence after the other; empty where no chunk is (MlaPrefill).
+template <class T>
+struct ExpandedBuffers {
+  TensorView<T, 2> latents;          ///< [page_tokens(seen), kv_lora_rank + rope].
+  TensorView<T, 3> keys;             ///< [page_tokens(seen), Hq, nope + rope].
+  TensorView<T, 3> values;           ///< [page_tokens(seen), Hq, v].
+  TensorView<std::int32_t, 1> zero;  ///< [1], the page table of all that, and the slot of its sequence.
+
+  /// Tokens of the page that holds `seen` of them: kernels copy boxes of rows where boxes divide the page.
+  static constexpr std::int64_t page_tokens(std::int64_t seen) {
+    constexpr std::int64_t kBoxTokens = 64;
+    return round_up(larger<std::int64_t>(1, seen), kBoxTokens);
+  }
+
+  /// Takes those of `seen` tokens.
+  static ExpandedBuffers carve(const RankShape& shape, std::int64_t seen, WorkspaceArena& arena) {
+    const std::int64_t rows = page_tokens(seen);
+    return {.latents = arena.take<T, 2>({rows, shape.head_dim}),
+            .keys = arena.take<T, 3>({rows, shape.query_heads, shape.mla->qk_head_dim()}),
+            .values = arena.take<T, 3>({rows, shape.query_heads, shape.mla->v_head_dim}),
+            .zero = arena.take<std::int32_t, 1>({1})};
+  }
+};
+
 /// What an attention block writes besides its result and the cache. T is the activation type.
 template <class T>
 struct AttentionBuffers {
-  TensorView<T, 2> qkv;       ///< GQA: [tokens, RankShape::qkv_columns()].
-  TensorView<T, 2> q_lora;    ///< MLA: [tokens, q_lora_rank].
-  TensorView<T, 3> q_heads;   ///< MLA: [tokens, Hq, nope + rope].
-  TensorView<T, 3> q;         ///< MLA: [tokens, Hq, kv_lora_rank + rope], absorbed.
-  TensorView<T, 2> latent;    ///< MLA: [tokens, kv_lora_rank + rope].
-  TensorView<T, 3> values;    ///< MLA: [tokens, Hq/N, v], after W_UV.
+  TensorView<T, 2> qkv;      ///< GQA: [tokens, RankShape::qkv_columns()].
+  TensorView<T, 2> q_lora;   ///< MLA: [tokens, q_lora_rank].
+  TensorView<T, 3> q_heads;  ///< MLA: [tokens, Hq, nope + rope].
+  TensorView<T, 3> q;        ///< MLA: [tokens, Hq, kv_lora_rank + rope], absorbed.
+  TensorView<T, 2> latent;   ///< MLA: [tokens, kv_lora_rank + rope].
+  TensorView<T, 3> values;   ///< MLA: [tokens, Hq/N, v], after W_UV.
+  ExpandedBuffers<T> expanded;
   Partial<T> alone;           ///< KVP = 1: [tokens, Hq/TPA, Dv], where there is no message.
   TensorView<T, 3> combined;  ///< [tokens, Hq/N, Dv].
   std::span<std::byte> workspace;
 
-  /// Takes them from `arena`, or measures them.
+  /// Takes them from `arena`, or measures them. `expanded_tokens`: most tokens that an expanded chunk of the
+  /// step sees on a rank; 0: no chunk is expanded.
   template <LayerBackend B>
   static AttentionBuffers carve(B& backend, const RankShape& shape, std::int64_t tokens,
-                                WorkspaceArena& arena) {
+                                std::int64_t expanded_tokens, WorkspaceArena& arena) {
     AttentionBuffers buffers;
     if (shape.mla) {
       buffers.q_lora = arena.take<T, 2>({tokens, shape.mla->q_lora_rank});
@@ -44,8 +71,15 @@ struct AttentionBuffers {
       buffers.alone.lse = arena.take<float, 2>({tokens, shape.query_heads});
     }
     buffers.combined = arena.take<T, 3>({tokens, shape.combined_heads, shape.value_dim});
-    buffers.workspace = arena.take_bytes(backend.partial_attention_workspace_bytes(
-        tokens, shape.query_heads, shape.head_dim, shape.value_dim));
+    std::size_t workspace =
+        backend.partial_attention_workspace_bytes(tokens, shape.query_heads, shape.head_dim, shape.value_dim);
+    if (shape.mla && expanded_tokens > 0) {
+      buffers.expanded = ExpandedBuffers<T>::carve(shape, expanded_tokens, arena);
+      workspace =
+          larger(workspace, backend.partial_attention_workspace_bytes(
+                                tokens, shape.query_heads, shape.mla->qk_head_dim(), shape.mla->v_head_dim));
+    }
+    buffers.workspace = arena.take_bytes(workspace);
     return buffers;
   }
 };

@@ -34,14 +34,16 @@ class BatchBuffer {
         staged_(positions_begin_ + static_cast<std::size_t>(max_tokens) * sizeof(std::int64_t)),
         device_(backend.allocate(staged_.size())) {
     query_offsets_host_.reserve(static_cast<std::size_t>(max_sequences + 1));
+    lengths_host_.reserve(static_cast<std::size_t>(max_sequences));
   }
 
   /// Describes the next step: sequence b has tokens [query_offsets[b], query_offsets[b+1]) at `positions`
-  /// (global; -1: padding) and cache slot `slots[b]`. Copies the inputs; queued on `stream`.
+  /// (global; -1: padding) and cache slot `slots[b]`. Copies the inputs; queued on `stream`. `tells_lengths`:
+  /// whether batch() has Batch::lengths_host, which a step that is to be captured leaves out.
   /// @throws Error(invalid_argument) if the sizes contradict each other; Error(capacity) if they exceed the
   /// buffer.
   void set(std::span<const std::int32_t> query_offsets, std::span<const std::int64_t> positions,
-           std::span<const std::int32_t> slots, typename B::Stream stream) {
+           std::span<const std::int32_t> slots, typename B::Stream stream, bool tells_lengths = true) {
     const auto sequences = static_cast<std::int64_t>(slots.size());
     const auto tokens = static_cast<std::int64_t>(positions.size());
     HELIX_EXPECTS(query_offsets.size() == slots.size() + 1 && query_offsets.front() == 0 &&
@@ -58,6 +60,13 @@ class BatchBuffer {
                   "BatchBuffer: a step of ", sequences, " sequences and ", tokens, " tokens exceeds the ",
                   max_sequences_, " and ", max_tokens_, " it was built for");
     query_offsets_host_.assign(query_offsets.begin(), query_offsets.end());
+    lengths_host_.clear();
+    for (std::size_t b = 0; tells_lengths && b < slots.size(); ++b) {
+      std::int64_t length = 0;
+      for (std::int32_t t = query_offsets[b]; t < query_offsets[b + 1]; ++t)
+        length = larger(length, positions[static_cast<std::size_t>(t)] + 1);
+      lengths_host_.push_back(length);
+    }
     stage(query_offsets, 0);
     stage(slots, slots_begin_);
     stage(positions, positions_begin_);
@@ -65,18 +74,20 @@ class BatchBuffer {
   }
 
   /// Moves each token on by one position, as the next step of one token a sequence needs it; padding stays.
-  /// Queued on `stream`; nothing is copied from the host, so a captured step may end with it.
+  /// Queued on `stream`; nothing is copied from the host, so a captured step may end with it. Until the next
+  /// set() the host knows no lengths, as it does not see the replays.
   void advance(typename B::Stream stream) {
+    lengths_host_.clear();
     backend_->advance(AdvanceArgs{reinterpret_cast<std::int64_t*>(device_.data() + positions_begin_),
                                   query_offsets_host_.empty() ? 0 : std::int64_t{query_offsets_host_.back()}},
                       stream);
   }
 
-  /// The step last set. Its host offsets are valid until the next set().
+  /// The step last set. Its host offsets and lengths are valid until the next set() or advance().
   Batch batch() const {
     return {query_offsets_host_, reinterpret_cast<const std::int32_t*>(device_.data()),
             reinterpret_cast<const std::int64_t*>(device_.data() + positions_begin_),
-            reinterpret_cast<const std::int32_t*>(device_.data() + slots_begin_)};
+            reinterpret_cast<const std::int32_t*>(device_.data() + slots_begin_), lengths_host_};
   }
 
  private:
@@ -100,6 +111,7 @@ class BatchBuffer {
   std::vector<std::byte> staged_;  // [max_sequences + 1] i32, [max_sequences] i32, [max_tokens] i64
   typename B::Buffer device_;      // the same
   std::vector<std::int32_t> query_offsets_host_;
+  std::vector<std::int64_t> lengths_host_;  // [sequences], or empty after advance()
 };
 
 }  // namespace helix

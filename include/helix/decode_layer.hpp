@@ -13,7 +13,9 @@
 #include <helix/backend/layer.hpp>
 #include <helix/error.hpp>
 #include <helix/ffn_block.hpp>
+#include <helix/latent_block.hpp>
 #include <helix/layer_checks.hpp>
+#include <helix/mla_prefill.hpp>
 #include <helix/reduce_norm.hpp>
 
 namespace helix {
@@ -46,12 +48,12 @@ struct LayerBuffers {
   FfnBuffers<T> ffn;
 
   template <LayerBackend B>
-  static LayerBuffers carve(B& backend, const RankShape& shape, std::int64_t tokens, LayerInput input,
-                            WorkspaceArena& arena) {
+  static LayerBuffers carve(B& backend, const RankShape& shape, std::int64_t tokens,
+                            std::int64_t expanded_tokens, LayerInput input, WorkspaceArena& arena) {
     LayerBuffers buffers;
     if (input == LayerInput::hidden) buffers.normed = arena.take<T, 2>({tokens, shape.hidden});
     buffers.partial = arena.take<T, 2>({tokens, shape.hidden});
-    buffers.attention = AttentionBuffers<T>::carve(backend, shape, tokens, arena);
+    buffers.attention = AttentionBuffers<T>::carve(backend, shape, tokens, expanded_tokens, arena);
     buffers.ffn = FfnBuffers<T>::carve(backend, shape, tokens, arena);
     return buffers;
   }
@@ -110,12 +112,15 @@ void queue_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
 }  // namespace detail
 
 /// Bytes that decode_layer needs for steps of up to `max_tokens` tokens; LayerInput::normed, enough only for
-/// calls that give options.normed, leaves out the [max_tokens, M] that they need no room for. Local.
+/// calls that give options.normed, leaves out the [max_tokens, M] that they need no room for. `mla_prefill`:
+/// that of the layers' LayerConfig. Local.
 template <LayerBackend B>
 std::size_t decode_layer_workspace_bytes(B& backend, const RankShape& shape, std::int64_t max_tokens,
-                                         LayerInput input = LayerInput::hidden) {
+                                         LayerInput input = LayerInput::hidden,
+                                         const MlaPrefill& mla_prefill = {}) {
   WorkspaceArena measure;
-  detail::LayerBuffers<typename B::Activation>::carve(backend, shape, max_tokens, input, measure);
+  detail::LayerBuffers<typename B::Activation>::carve(backend, shape, max_tokens, mla_prefill.room(), input,
+                                                      measure);
   return measure.used_bytes();
 }
 
@@ -139,8 +144,9 @@ void decode_layer(B& backend, const RankShape& shape, const LayerConfig& config,
   if (batch.num_tokens() == 0) return;
   WorkspaceArena arena(options.workspace);
   const auto input = options.normed.data() != nullptr ? LayerInput::normed : LayerInput::hidden;
-  const auto buffers =
-      detail::LayerBuffers<typename B::Activation>::carve(backend, shape, batch.num_tokens(), input, arena);
+  const auto buffers = detail::LayerBuffers<typename B::Activation>::carve(
+      backend, shape, batch.num_tokens(),
+      detail::most_expanded_tokens<B>(shape, config, weights.attention, kv.layout, batch), input, arena);
   const auto wake_others = [&](std::string_view reason) {
     const auto comms = backend.comms();
     comms.stage->abort(reason);

@@ -34,7 +34,26 @@ struct ExchangeSlice {
   int index = 0;                 ///< Number of the slice in the step.
   std::int64_t first_token = 0;  ///< Tokens of the step's slices before it.
   std::int64_t tokens = 0;
+  std::int64_t value_dim = 0;  ///< Dv of the slice's partials, at most the spec's; 0: the spec's.
 };
+
+/// The slice with its value_dim filled in, if exchanges of `spec` over `kvp` ranks can carry it.
+/// @throws Error(invalid_argument).
+inline ExchangeSlice checked_slice(const KvpAllToAllSpec& spec, ExchangeSlice slice, std::int64_t kvp,
+                                   bool has_windows) {
+  if (slice.value_dim == 0) slice.value_dim = spec.value_dim;
+  HELIX_EXPECTS(kvp > 1 && slice.tokens >= 0 && slice.first_token >= 0 &&
+                    slice.tokens <= spec.max_tokens - slice.first_token,
+                ErrorCode::invalid_argument, "exchange: ", slice.tokens, " tokens after ", slice.first_token,
+                " over KVP ", kvp, "; built for up to ", spec.max_tokens, ", and KVP 1 sends nothing");
+  HELIX_EXPECTS(slice.index >= 0 && slice.index < spec.max_slices, ErrorCode::invalid_argument,
+                "exchange: slice ", slice.index, "; built for up to ", spec.max_slices);
+  HELIX_EXPECTS(!has_windows || slice.index == 0, ErrorCode::invalid_argument, "exchange: slice ",
+                slice.index, "; over windows a step is one slice");
+  HELIX_EXPECTS(slice.value_dim > 0 && slice.value_dim <= spec.value_dim, ErrorCode::invalid_argument,
+                "exchange: value_dim ", slice.value_dim, "; built for up to ", spec.value_dim);
+  return slice;
+}
 
 /// One packed message a KVP peer, a block a head: [header 16 B][lse f32: tokens][out: tokens * Dv], each
 /// padded to 16 B; the first block's header counts. The heads of all peers are a constant stride apart, so

@@ -62,23 +62,15 @@ class KvpAllToAll {
   /// straight into them: nothing is packed then. `positions` (device) of the slice's tokens as in exchange().
   /// Local, queues nothing. @throws Error(invalid_argument) for KVP = 1, which sends none, or a slice outside
   /// of the spec.
-  Outgoing outgoing(const ExchangeSlice& slice, const std::int64_t* positions) const {
-    HELIX_EXPECTS(kvp_ > 1 && slice.tokens >= 0 && slice.first_token >= 0 &&
-                      slice.tokens <= spec_.max_tokens - slice.first_token,
-                  ErrorCode::invalid_argument, "exchange: ", slice.tokens, " tokens after ",
-                  slice.first_token, " over KVP ", kvp_, "; built for up to ", spec_.max_tokens,
-                  ", and KVP 1 sends nothing");
-    HELIX_EXPECTS(slice.index >= 0 && slice.index < spec_.max_slices, ErrorCode::invalid_argument,
-                  "exchange: slice ", slice.index, "; built for up to ", spec_.max_slices);
-    HELIX_EXPECTS(!has_windows_ || slice.index == 0, ErrorCode::invalid_argument, "exchange: slice ",
-                  slice.index, "; over windows a step is one slice");
-    Outgoing messages{.sink = {.out = {nullptr, {0, spec_.num_query_heads, spec_.value_dim}},
+  Outgoing outgoing(const ExchangeSlice& of_step, const std::int64_t* positions) const {
+    const ExchangeSlice slice = checked_slice(spec_, of_step, kvp_, has_windows_);
+    Outgoing messages{.sink = {.out = {nullptr, {0, spec_.num_query_heads, slice.value_dim}},
                                .lse = {nullptr, {0, spec_.num_query_heads}},
                                .first_token = slice.first_token},
                       .slice = slice};
     if (slice.tokens == 0) return messages;
     if (has_windows_) {
-      windows_.point_to_peers(messages.sink, slice.tokens, positions, epoch());
+      windows_.point_to_peers(messages.sink, slice.tokens, slice.value_dim, positions, epoch());
       return messages;
     }
     return packed(slice, positions);
@@ -119,7 +111,7 @@ class KvpAllToAll {
     if (tokens == 0)
       return {{nullptr, {kvp_, 0, heads_a_rank(), spec_.value_dim}}, {nullptr, {kvp_, 0, heads_a_rank()}}};
     if (sent_.data() == nullptr) allocate_messages();
-    const Outgoing messages = packed({.tokens = tokens}, positions);
+    const Outgoing messages = packed({.tokens = tokens, .value_dim = spec_.value_dim}, positions);
     backend_->pack_partial(PackPartialArgs<T>{.out = partial.out,
                                               .lse = partial.lse,
                                               .packed_out = messages.sink.out,
@@ -140,7 +132,7 @@ class KvpAllToAll {
                             Stream stream) {
     if (messages.slice.tokens == 0) return;
     if (has_windows_) {
-      sent_payload_bytes_ += payload_bytes(messages.slice.tokens) / kvp_ * (kvp_ - 1);
+      count_sent(messages.slice);
       return windows_.combine(*backend_, messages.sink, epoch(), sinks, combined, stream);
     }
     const Received received = transfer(messages, stream);
@@ -156,7 +148,7 @@ class KvpAllToAll {
   }
 
   /// Bytes of outputs and log-sum-exps sent to other ranks so far, queued ones included: tokens * Hq/TPA *
-  /// (Dv * sizeof(T) + 4) * (KVP - 1) / KVP an exchange. Its own slice, headers and padding are not counted.
+  /// (Dv * sizeof(T) + 4) * (KVP - 1) / KVP an exchange. Its own slice, headers and padding do not count.
   std::int64_t sent_payload_bytes() const { return sent_payload_bytes_; }
 
  private:
@@ -171,8 +163,8 @@ class KvpAllToAll {
     const ExchangeMessage at = message_of(slice);
     std::byte* const sent = sent_.data() + layout_.begin(slice);
     messages.sink.out = {reinterpret_cast<T*>(sent + at.out_begin),
-                         {slice.tokens, spec_.num_query_heads, spec_.value_dim},
-                         {spec_.value_dim, at.head_bytes / kElementBytes, 1}};
+                         {slice.tokens, spec_.num_query_heads, slice.value_dim},
+                         {slice.value_dim, at.head_bytes / kElementBytes, 1}};
     messages.sink.lse = {reinterpret_cast<float*>(sent + at.lse_begin),
                          {slice.tokens, spec_.num_query_heads},
                          {1, at.head_bytes / kLseBytes}};
@@ -195,7 +187,11 @@ class KvpAllToAll {
   std::uint64_t* epoch() const { return reinterpret_cast<std::uint64_t*>(epoch_.data()); }
 
   ExchangeMessage message_of(const ExchangeSlice& slice) const {
-    return {slice.tokens, heads_a_rank(), spec_.value_dim, kElementBytes};
+    return {slice.tokens, heads_a_rank(), slice.value_dim, kElementBytes};
+  }
+  void count_sent(const ExchangeSlice& slice) {
+    const std::int64_t heads = spec_.num_query_heads / kvp_ * (kvp_ - 1);
+    sent_payload_bytes_ += ExchangeLayout::payload_bytes(slice.tokens, heads, slice.value_dim, kElementBytes);
   }
   std::int64_t heads_a_rank() const { return spec_.num_query_heads / kvp_; }
   std::byte* received_at(const ExchangeSlice& slice) const { return received_.data() + layout_.begin(slice); }
@@ -206,12 +202,12 @@ class KvpAllToAll {
     const ExchangeMessage at = message_of(slice);
     std::byte* const received = received_at(slice);
     backend_->comms().kvp->all_to_all(messages.sink.headers.message, received, at.message_bytes, stream);
-    sent_payload_bytes_ += payload_bytes(slice.tokens) / kvp_ * (kvp_ - 1);
+    count_sent(slice);
     const std::int64_t out_stride = at.head_bytes / kElementBytes;
     const std::int64_t lse_stride = at.head_bytes / kLseBytes;
     return {{reinterpret_cast<const T*>(received + at.out_begin),
-             {kvp_, slice.tokens, heads, spec_.value_dim},
-             {heads * out_stride, spec_.value_dim, out_stride, 1}},
+             {kvp_, slice.tokens, heads, slice.value_dim},
+             {heads * out_stride, slice.value_dim, out_stride, 1}},
             {reinterpret_cast<const float*>(received + at.lse_begin),
              {kvp_, slice.tokens, heads},
              {heads * lse_stride, 1, lse_stride}}};

@@ -12,6 +12,7 @@
 #include <helix/kvp_all_to_all.hpp>
 #include <helix/layer_config.hpp>
 #include <helix/layer_weights.hpp>
+#include <helix/limits.hpp>
 #include <helix/rank_shape.hpp>
 
 namespace helix::detail {
@@ -81,6 +82,15 @@ inline void check_attention(const RankShape& shape, const LayerConfig& config, c
   expect_shape("w_uk", weights.w_uk, heads * latent, mla.qk_nope_head_dim);
   expect_shape("w_uv", weights.w_uv, combined * mla.v_head_dim, latent);
   expect_shape("the output projection", weights.o, shape.hidden, combined * mla.v_head_dim, kOutputHint);
+  HELIX_EXPECTS(weights.expand_k.empty() == weights.expand_v.empty(), ErrorCode::invalid_argument,
+                "decode_layer: of expand_k and expand_v one alone is empty; give both or neither");
+  if (!weights.expand_k.empty()) {
+    expect_shape("expand_k", weights.expand_k, heads * mla.qk_nope_head_dim, latent);
+    expect_shape("expand_v", weights.expand_v, heads * mla.v_head_dim, latent);
+  }
+  HELIX_EXPECTS(config.mla_prefill.max_tokens >= 0 && config.mla_prefill.max_tokens <= kMaxPageTokens,
+                ErrorCode::invalid_argument, "decode_layer: mla_prefill.max_tokens is ",
+                config.mla_prefill.max_tokens, "; it must be in [0, ", kMaxPageTokens, "]");
 }
 
 inline void check_dense(std::string_view name, const DenseFfnWeights& weights, std::int64_t part,
@@ -160,6 +170,10 @@ void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
   HELIX_EXPECTS(batch.first_token() == 0, ErrorCode::invalid_argument,
                 "decode_layer: the batch starts at token ", batch.first_token(),
                 "; pass a whole step, not a slice");
+  HELIX_EXPECTS(batch.lengths_host.empty() ||
+                    static_cast<std::int64_t>(batch.lengths_host.size()) == batch.num_sequences(),
+                ErrorCode::invalid_argument, "decode_layer: the batch has ", batch.num_sequences(),
+                " sequences and ", batch.lengths_host.size(), " lengths; give one each, or none");
   check_kv_view("decode_layer", kv);
   const KvFormat& format = kv.format;
   HELIX_EXPECTS(format.head_dim == shape.head_dim && format.value_dim == shape.value_dim &&

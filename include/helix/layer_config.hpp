@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include <helix/backend/layer.hpp>
+#include <helix/mla_prefill.hpp>
 
 namespace helix {
 
@@ -25,7 +26,8 @@ struct LayerConfig {
   std::int64_t window = 0;  ///< Sliding window in tokens; 0: none.
   float soft_cap = 0.0f;    ///< Soft cap of scores; 0: none.
   RopeView rope{};
-  RouterConfig router{};  ///< For MoeWeights.
+  RouterConfig router{};     ///< For MoeWeights.
+  MlaPrefill mla_prefill{};  ///< For MlaWeights.
 };
 
 }  // namespace helix

@@ -20,7 +20,8 @@ struct GqaWeights {
   const float* sinks = nullptr;  ///< [Hq/N] attention-sink logits of Topology::combined_heads, or nullptr
 };
 
-/// DeepSeek's multi-head latent attention, absorbed. TPA = 1: replicated over KVP, except W_UV and W_o.
+/// DeepSeek's multi-head latent attention. TPA = 1: replicated over KVP, except W_UV and W_o. Chunks attend
+/// expanded (MlaPrefill) only with expand_k and expand_v, the two halves of DeepSeek's kv_b_proj.
 struct MlaWeights {
   WeightView q_a{};       ///< [q_lora, M], or empty: queries straight from hidden
   WeightView q_a_norm{};  ///< [1, q_lora], or empty with q_a
@@ -30,6 +31,8 @@ struct MlaWeights {
   WeightView w_uk;        ///< [Hq * kv_lora, nope]: absorbs q_nope into the latent space, head by head
   WeightView w_uv;        ///< [Hq/N * v, kv_lora]: of Topology::combined_heads
   WeightView o;           ///< [M, Hq/N * v]
+  WeightView expand_k{};  ///< [Hq * nope, kv_lora] or empty: W_UK, each head's transposed
+  WeightView expand_v{};  ///< [Hq * v, kv_lora], or empty with expand_k: W_UV of all heads
 };
 
 /// SwiGLU, split over N.

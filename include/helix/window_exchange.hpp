@@ -48,15 +48,16 @@ class WindowExchange {
     }
   }
 
-  /// Where the partials of a step of `tokens` tokens go: head h into the memory of the rank that combines it.
-  /// No header goes with attention: the combine sends it. `epoch`: as WindowExchangeArgs::epoch.
-  void point_to_peers(PartialSink<T>& sink, std::int64_t tokens, const std::int64_t* positions,
-                      const std::uint64_t* epoch) const {
+  /// Where the partials of a step of `tokens` tokens and values of `value_dim` columns, at most the spec's,
+  /// go: head h into the memory of the rank that combines it. No header goes with attention: the combine
+  /// sends it. `epoch`: as WindowExchangeArgs::epoch.
+  void point_to_peers(PartialSink<T>& sink, std::int64_t tokens, std::int64_t value_dim,
+                      const std::int64_t* positions, const std::uint64_t* epoch) const {
     if constexpr (WindowBackend<B>) {
       std::byte* const first = window_.part(0) + rank_ * layout_.sender_bytes;
       sink.out = {reinterpret_cast<T*>(first + layout_.out_begin),
-                  {tokens, spec_.num_query_heads, spec_.value_dim},
-                  {spec_.value_dim, head_bytes() / kElementBytes, 1}};
+                  {tokens, spec_.num_query_heads, value_dim},
+                  {value_dim, head_bytes() / kElementBytes, 1}};
       sink.lse = {reinterpret_cast<float*>(first + layout_.lse_begin),
                   {tokens, spec_.num_query_heads},
                   {1, head_bytes() / kLseBytes}};
@@ -67,13 +68,14 @@ class WindowExchange {
   }
 
   /// Ends the exchange of what was written where point_to_peers() said, and combines what came: `combined`
-  /// [tokens, Hq/N, Dv], with the logits `sinks` [Hq/N] (or null) in the denominator. Collective.
+  /// [tokens, Hq/N, value_dim], with the logits `sinks` [Hq/N] (or null) in the denominator. Collective.
   void combine(B& backend, const PartialSink<T>& sent, std::uint64_t* epoch, const float* sinks,
                TensorView<T, 3> combined, Stream stream) const {
     if constexpr (WindowBackend<B>) {
       std::byte* const own = window_.part(static_cast<int>(rank_));
       const std::int64_t tokens = sent.headers.tokens;
       const std::int64_t head = head_bytes();
+      const std::int64_t value_dim = sent.out.extent(2);
       backend.combine_window(
           WindowExchangeArgs{.sent = window_.part(0) + rank_ * layout_.sender_bytes,
                              .received = own,
@@ -85,15 +87,15 @@ class WindowExchange {
                              .tokens = tokens,
                              .epoch = epoch,
                              .positions = sent.headers.positions},
-          LseCombineArgs<T>{.partial_out = {reinterpret_cast<const T*>(own + layout_.out_begin),
-                                            {size_, tokens, layout_.heads, spec_.value_dim},
-                                            {layout_.sender_bytes / kElementBytes, spec_.value_dim,
-                                             head / kElementBytes, 1}},
-                            .partial_lse = {reinterpret_cast<const float*>(own + layout_.lse_begin),
-                                            {size_, tokens, layout_.heads},
-                                            {layout_.sender_bytes / kLseBytes, 1, head / kLseBytes}},
-                            .sink = sinks,
-                            .out = combined},
+          LseCombineArgs<T>{
+              .partial_out = {reinterpret_cast<const T*>(own + layout_.out_begin),
+                              {size_, tokens, layout_.heads, value_dim},
+                              {layout_.sender_bytes / kElementBytes, value_dim, head / kElementBytes, 1}},
+              .partial_lse = {reinterpret_cast<const float*>(own + layout_.lse_begin),
+                              {size_, tokens, layout_.heads},
+                              {layout_.sender_bytes / kLseBytes, 1, head / kLseBytes}},
+              .sink = sinks,
+              .out = combined},
           stream);
     }
   }

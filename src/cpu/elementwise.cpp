@@ -135,7 +135,7 @@ void Operators::rope(const RopeArgs<float>& args, Stream stream) const {
         float* out = &args.out(token, head, 0);
         if (in != out) std::memcpy(out, in, static_cast<std::size_t>(dim) * sizeof(float));
       }
-      const std::int64_t position = args.positions[token];
+      const std::int64_t position = pairs > 0 ? args.positions[token] : -1;
       if (position < 0) return;  // padding
       for (std::int64_t pair = 0; pair < pairs; pair += kPairsAtOnce) {
         const Rotation rotation = rotation_at(args.rope, position, pair);

@@ -47,6 +47,17 @@ void read_rows(const Rows& rows, const ReadKvArgs& args, ThreadPool& pool) {
   });
 }
 
+template <class Rows>
+void read_latent_rows(const Rows& rows, const ReadLatentsArgs<float>& args, ThreadPool& pool) {
+  const TensorView<float, 3> k(args.rows.data(), {args.rows.extent(0), 1, args.rows.extent(1)},
+                               {args.rows.stride(0), 0, 1});
+  const TokenRange wanted{args.first_local, args.first_local + args.rows.extent(0)};
+  for_each_page_head(pool, args.kv, wanted, [&](TokenRange local, std::int64_t head) {
+    for (std::int64_t l = local.begin; l < local.end; ++l)
+      rows.load(*args.sequence_slot, l, head, k, {}, l - args.first_local);
+  });
+}
+
 }  // namespace
 
 void Operators::write_kv(const WriteKvArgs<float>& args, Stream stream) const {
@@ -62,6 +73,14 @@ void Operators::read_kv(const ReadKvArgs& args, Stream stream) const {
   if (args.k.extent(0) == 0) return;
   stream.enqueue([args, pool = pool_] {
     with_kv_rows(args.kv, [&](const auto& rows) { read_rows(rows, args, *pool); });
+  });
+}
+
+void Operators::read_latents(const ReadLatentsArgs<float>& args, Stream stream) const {
+  detail::check_read_latents(args);
+  if (args.rows.extent(0) == 0) return;
+  stream.enqueue([args, pool = pool_] {
+    with_kv_rows(args.kv, [&](const auto& rows) { read_latent_rows(rows, args, *pool); });
   });
 }
 

@@ -186,6 +186,26 @@ TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
         return ReadKvArgs{readable.kv, 0, 0, good, good};
       },
       [&](const ReadKvArgs& a) { operators.read_kv(a, stream); });
+
+  using ReadLatents = ReadLatentsArgs<float>;
+  const KvFormat latent = KvFormat::latent(DType::f32, 8, 6, readable.kv.format.page_tokens);
+  KvView latents = KvView::of_pool(readable.kv.k, latent, 1);
+  latents.page_table = readable.kv.page_table;
+  latents.max_pages = 1;
+  check_mistakes<ReadLatents>(
+      {{"read_latents: the KV view's page_table is null", [](ReadLatents& a) { a.kv.page_table = nullptr; }},
+       {"read_latents: the cache holds K and V", [&](ReadLatents& a) { a.kv = readable.kv; }},
+       {"read_latents: rows are 7 wide", [](ReadLatents& a) { a.rows = a.rows.slice(1, 0, 7); }},
+       {"a last stride of 2",
+        [&](ReadLatents& a) {
+          a.rows = {a.rows.data(), {1, 8}, {16, 2}};
+        }},
+       {"read_latents: first_local is -1", [](ReadLatents& a) { a.first_local = -1; }},
+       {"sequence_slot is null", [](ReadLatents& a) { a.sequence_slot = nullptr; }}},
+      [&] {
+        return ReadLatents{latents, &slot, 0, {good.data(), {2, 8}}};
+      },
+      [&](const ReadLatents& a) { operators.read_latents(a, stream); });
   operators.synchronize(stream);
 }
 

@@ -42,6 +42,10 @@ TEST_CASE("write_kv and read_kv keep the backend contract on a GPU") {
   HELIX_REQUIRE_GPUS(1);
   contract::write_and_read_kv<CudaBackend>();
 }
+TEST_CASE("read_latents keeps the backend contract on a GPU") {
+  HELIX_REQUIRE_GPUS(1);
+  contract::read_latents<CudaBackend>();
+}
 TEST_CASE("partial_attention keeps the backend contract on a GPU") {
   HELIX_REQUIRE_GPUS(1);
   contract::partial_attention<CudaBackend>();

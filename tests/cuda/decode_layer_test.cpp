@@ -52,7 +52,7 @@ std::vector<float> shard_of(const std::vector<float>& whole, const ModelShape& s
 }
 
 /// The layer on all topologies of 1, 2 and 4 ranks, in 1, 2 and 4 slices of the batch.
-void check_all_topologies(const LayerSpec& spec, std::uint32_t seed = 20) {
+void check_all_topologies(const LayerSpec& spec, std::uint32_t seed = 20, const MlaPrefill& prefill = {}) {
   const oracle::Layer layer = random_layer(spec, seed);
   const Script script = ragged_script(5, spec.hidden, seed + 1);
   // Else f32 may rightly choose other experts: take another seed.
@@ -68,6 +68,7 @@ void check_all_topologies(const LayerSpec& spec, std::uint32_t seed = 20) {
         options.chunk = slices == 4 ? 16 : slices == 2 ? 1 : 3;
         options.page_tokens = slices == 1 ? 2 : 4;
         options.hop_b_slices = slices;
+        options.mla_prefill = prefill;
         CAPTURE(topo.kvp(), topo.tpa(), topo.tpf(), topo.ep(), options.chunk, slices);
         const auto ranks = run_script<CudaBackend, cuda::LocalComm>(topo, layer, script, options);
         for (const RankResult& rank : ranks) {
@@ -140,6 +141,17 @@ TEST_CASE("latent attention without a query latent on a GPU equals a CPU rank") 
   LayerSpec spec = mla_spec();
   spec.q_lora = 0;
   check_all_topologies(spec);
+}
+
+TEST_CASE("latent attention with expanded keys and values on a GPU equals an absorbed CPU rank") {
+  HELIX_REQUIRE_GPUS(1);
+  const MlaPrefill expanded{.form = MlaForm::expanded, .max_tokens = 64};
+  check_all_topologies(mla_spec(), 20, expanded);
+  LayerSpec deepseek = mla_spec();  // the sizes that kernels are built for
+  deepseek.kv_lora = 512;
+  deepseek.nope = deepseek.value = 128;
+  deepseek.rope = 64;
+  check_all_topologies(deepseek, 20, expanded);
 }
 
 TEST_CASE("DeepSeek-V2's experts on a GPU equal a CPU rank on every legal topology") {

@@ -175,6 +175,25 @@ TEST_CASE("every legal topology of each model through peer memory on one GPU giv
   check_every_topology(GENERATE(from_range(kReferenceModels)), kOneGpuPeers);
 }
 
+TEST_CASE("prompts that attend expanded on one GPU give the golden output") {
+  HELIX_REQUIRE_GPUS(1);
+  for (const char* name : {"deepseek-tiny", "deepseek-v2-tiny"}) {
+    const ReferenceModel model(name);
+    const Golden golden = model.golden();
+    for (const LaunchOptions& launch : {kOneGpu, kOneGpuPeers}) {
+      for (const int kvp : {1, 2, 4}) {
+        for (const std::int64_t prefill_tokens : {5, 256}) {
+          GenerationRequest request = golden_request(golden);
+          request.chunk = 3;
+          request.mla_prefill = MlaForm::expanded;
+          request.prefill_tokens = prefill_tokens;
+          check_golden(model, golden, {.kvp = kvp}, request, launch);
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("replayed steps through peer memory give the golden output and the bits of queued ones") {
   HELIX_REQUIRE_GPUS(1);
   for (const char* name : {"llama-tiny", "deepseek-v2-tiny"}) {

@@ -292,6 +292,7 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
       {model_option("llama-tiny") + kIds + "--draft-tokens 4", {"--teacher-force"}},
       {model_option("llama-tiny") + kIds + "--device tpu", {"--device"}},
       {model_option("llama-tiny") + kIds + "--cuda-graphs maybe", {"--cuda-graphs"}},
+      {model_option("llama-tiny") + kIds + "--mla-prefill latent", {"--mla-prefill"}},
       {model_option("llama-tiny") + kIds + "--peer-memory maybe", {"--peer-memory"}},
       {model_option("llama-tiny") + kIds + "--activation f16", {"f16", "--device cuda"}},
       {model_option("llama-tiny") + kIds + "--tuning linear.bf16.rows1=best",

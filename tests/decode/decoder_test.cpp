@@ -154,6 +154,29 @@ TEST_CASE("every legal topology of deepseek-v2-tiny gives the golden output") {
   check_every_topology("deepseek-v2-tiny");
 }
 
+TEST_CASE("prompts that attend expanded or absorbed give the golden output", "[quick]") {
+  for (const char* name : {"deepseek-tiny", "deepseek-v2-tiny", "deepseek-tiny-fp8"}) {
+    const ReferenceModel model(name);
+    const Golden golden = model.golden();
+    for (const int kvp : {1, 2, 4}) {
+      for (const MlaForm form : {MlaForm::absorbed, MlaForm::expanded}) {
+        for (const std::int64_t prefill_tokens : {5, 256}) {
+          const TopologySpec spec{.kvp = kvp};
+          const Topology topo(spec, model.config.shape);
+          GenerationRequest request = golden_request(golden);
+          request.chunk = 3;
+          request.mla_prefill = form;
+          request.prefill_tokens = prefill_tokens;
+          INFO(describe(name, spec, request)
+               << " form " << static_cast<int>(form) << " prefill " << prefill_tokens);
+          const GenerationResult result = run_local(model.checkpoint, model.config, topo, request);
+          CHECK(difference_from_golden(golden, result, topo.shape().vocab) == "");
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("every legal topology of llama-tiny gives the long golden output") {
   check_long("llama-tiny");
 }

@@ -99,6 +99,8 @@ TEST_CASE("every member of a request is compared, by the name of its option", "[
       {[](auto& r) { r.hop_b_slices = 1; }, "--hop-b off, rank 0 with --hop-b auto"},
       {[](auto& r) { r.prefill_tokens = 1; }, "--prefill-tokens 1"},
       {[](auto& r) { r.cuda_graphs = false; }, "--cuda-graphs off"},
+      {[](auto& r) { r.mla_prefill = MlaForm::expanded; }, "--mla-prefill expanded"},
+      {[](auto& r) { r.mla_prefill = MlaForm::absorbed; }, "absorbed, rank 0 with --mla-prefill auto"},
   };
   CHECK(refusal(fields_of(request), fields_of(request)) == "");
   for (const Row& row : rows) {

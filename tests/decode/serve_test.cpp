@@ -90,7 +90,7 @@ Json stats_of(ServeClient& client, Answers& answers) {
   return *answers.stats;
 }
 
-void check_golden_texts(const std::string& name, int num_ranks) {
+void check_golden_texts(const std::string& name, int num_ranks, MlaForm form = MlaForm::automatic) {
   const ReferenceModel model(name);
   const Json golden = golden_text(name);
   std::vector<TopologySpec> specs = Topology::legal_topologies(model.config.shape, num_ranks);
@@ -101,9 +101,10 @@ void check_golden_texts(const std::string& name, int num_ranks) {
   if (num_ranks == 4) specs.push_back({.kvp = 2, .pp = 2});
   REQUIRE(specs.size() > 0);
   for (const TopologySpec& spec : specs) {
-    CAPTURE(name, spec.kvp, spec.tpa, spec.tpf, spec.ep, spec.pp, spec.dp);
-    // Fewer at once than there are: some wait.
-    ServeClient client(model, spec, serving(3, 512, 2048), {.num_threads = 1});
+    CAPTURE(name, spec.kvp, spec.tpa, spec.tpf, spec.ep, spec.pp, spec.dp, static_cast<int>(form));
+    GenerationRequest request = serving(3, 512, 2048);  // fewer at once than there are: some wait
+    request.mla_prefill = form;
+    ServeClient client(model, spec, request, {.num_threads = 1});
     Answers answers;
     for (std::size_t i = 0; i < golden["cases"].size(); ++i) {
       const Json& text = golden["cases"][i];
@@ -264,6 +265,11 @@ TEST_CASE("the golden texts come through JSON lines on one rank and on two", "[q
     check_golden_texts(name, 1);
     check_golden_texts(name, 2);
   }
+}
+
+TEST_CASE("prompts that attend in either form of latent attention give the golden texts", "[quick]") {
+  for (const MlaForm form : {MlaForm::absorbed, MlaForm::expanded})
+    for (const int num_ranks : {1, 2}) check_golden_texts("deepseek-wordnet", num_ranks, form);
 }
 
 TEST_CASE("the golden texts come through JSON lines on four ranks") {

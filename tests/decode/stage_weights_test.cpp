@@ -97,7 +97,8 @@ struct Part {
 /// Everything that one rank loaded, against the layout of LayerWeights, from the rank's coordinates alone.
 class RankCheck {
  public:
-  RankCheck(const ModelOnDisk& model, const Topology& topo, int world_rank)
+  RankCheck(const ModelOnDisk& model, const Topology& topo, int world_rank,
+            LatentWeights latent = LatentWeights::absorbed)
       : model_(model),
         topo_(topo),
         config_(model.config()),
@@ -108,7 +109,8 @@ class RankCheck {
         hidden_(config_.shape.hidden),
         combined_(config_.shape.num_query_heads / n_),
         first_combined_(tpa_rank_ * (config_.shape.num_query_heads / topo.tpa()) +
-                        rank_ / topo.tpa() * combined_) {}
+                        rank_ / topo.tpa() * combined_),
+        latent_(latent) {}
 
   void check(const StageWeightViews& weights) const {
     const Part layers(config_.shape.num_layers, topo_.pp(), stage_);
@@ -173,6 +175,17 @@ class RankCheck {
     });
     check_view("o", w.o, hidden_, combined_ * m.v_head_dim,
                from(attention + "o_proj.weight", 0, first_combined_ * m.v_head_dim));
+    CHECK(w.expand_k.empty() == (latent_ == LatentWeights::absorbed));
+    CHECK(w.expand_v.empty() == (latent_ == LatentWeights::absorbed));
+    if (latent_ == LatentWeights::absorbed) return;
+    check_view("expand_k", w.expand_k, heads * m.qk_nope_head_dim, m.kv_lora_rank,
+               [&](std::int64_t r, std::int64_t c) {
+                 return model_.value(kv_b, r / m.qk_nope_head_dim * stride + r % m.qk_nope_head_dim, c);
+               });
+    check_view(
+        "expand_v", w.expand_v, heads * m.v_head_dim, m.kv_lora_rank, [&](std::int64_t r, std::int64_t c) {
+          return model_.value(kv_b, r / m.v_head_dim * stride + m.qk_nope_head_dim + r % m.v_head_dim, c);
+        });
   }
 
   void check_gqa(const std::string& attention, const GqaWeights& w) const {
@@ -281,11 +294,13 @@ class RankCheck {
   std::int64_t hidden_;
   std::int64_t combined_;  // query heads after the exchange, from first_combined_ on
   std::int64_t first_combined_;
+  LatentWeights latent_;
 };
 
 /// @returns bytes in place.
 template <class B>
-std::int64_t check_rank(const ModelOnDisk& model, const Topology& topo, int world_rank) {
+std::int64_t check_rank(const ModelOnDisk& model, const Topology& topo, int world_rank,
+                        LatentWeights latent = LatentWeights::absorbed) {
   const ModelConfig config = model.config();
   const Checkpoint checkpoint = model.checkpoint();
   B backend;
@@ -296,15 +311,15 @@ std::int64_t check_rank(const ModelOnDisk& model, const Topology& topo, int worl
     last_done = done;
     total = all;
   };
-  const auto weights = load_stage_weights(backend, config, checkpoint, topo, world_rank, 0, progress);
+  const auto weights = load_stage_weights(backend, config, checkpoint, topo, world_rank, 0, progress, latent);
   CHECK(last_done == total);
   CHECK(total > 0);
-  const WeightPlan plan = plan_weights(config, checkpoint, topo, world_rank, kWeightHome<B>);
+  const WeightPlan plan = plan_weights(config, checkpoint, topo, world_rank, kWeightHome<B>, latent);
   CHECK(weights.buffer_bytes() == plan.allocated_bytes());
   CHECK(weights.in_place_bytes() == plan.in_place_bytes());
   CHECK(weights.buffer_bytes() + weights.in_place_bytes() >= plan.weight_bytes());
   CHECK(total == plan.weight_bytes());
-  RankCheck(model, topo, world_rank).check(weights);
+  RankCheck(model, topo, world_rank, latent).check(weights);
   return weights.in_place_bytes();
 }
 
@@ -318,6 +333,7 @@ void check_all_ranks(const ModelOnDisk& model, const TopologySpec& spec) {
     model.align(1);
     const std::int64_t odd = check_rank<ThreadedHostBackend>(model, topo, rank);
     CHECK(odd == 0);
+    if (topo.shape().is_mla()) check_rank<HostBackend>(model, topo, rank, LatentWeights::both);
   }
 }
 

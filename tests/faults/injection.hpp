@@ -202,6 +202,7 @@ class FaultyBackend : public Base {
   HELIX_FALLIBLE(append_kv)
   HELIX_FALLIBLE(write_kv)
   HELIX_FALLIBLE(read_kv)
+  HELIX_FALLIBLE(read_latents)
   HELIX_FALLIBLE(partial_attention)
   HELIX_FALLIBLE(pack_partial)
   HELIX_FALLIBLE(stamp)

@@ -55,7 +55,8 @@ enum class OutputShard { by_combined_heads, by_stage_rank };
 template <Backend B>
 class DeviceLayer {
  public:
-  DeviceLayer(B& backend, const Topology& topo, const oracle::Layer& layer, DType dtype, OutputShard o_shard)
+  DeviceLayer(B& backend, const Topology& topo, const oracle::Layer& layer, DType dtype, OutputShard o_shard,
+              const MlaPrefill& mla_prefill = {})
       : backend_(&backend), stream_(backend.create_stream()), dtype_(dtype) {
     const int rank = backend.comms().stage->rank();
     Range combined = topo.combined_heads(rank);
@@ -85,6 +86,7 @@ class DeviceLayer {
       weights_.ffn = feed_forward(*layer.dense, topo.ffn(rank), rank == 0);
     }
     config_ = config_of(layer, put_floats(layer.inverse_frequency));
+    config_.mla_prefill = mla_prefill;
     backend.synchronize(stream_);
   }
 
@@ -124,6 +126,8 @@ class DeviceLayer {
           absorb.values.push_back(a.k_b.row(h * layer.nope + n)[l]);
     w.w_uk = put(absorb);
     w.w_uv = put(rows_of(a.v_b, scaled(combined, layer.value)));
+    w.expand_k = put(a.k_b);
+    w.expand_v = put(a.v_b);
     w.o = put(columns_of(a.o, scaled(combined, layer.value)));
     return w;
   }

@@ -35,6 +35,7 @@ struct LayerRunOptions {
   DType weight_dtype = DType::f32;
   DType kv_dtype = DType::f32;
   OutputShard o_shard = OutputShard::by_combined_heads;
+  MlaPrefill mla_prefill{};
 };
 
 /// One rank with everything that decode_layer takes.
@@ -47,7 +48,7 @@ class LayerRank {
         shape_(topo.rank_shape(backend.comms().stage->rank())),
         options_(options),
         stream_(backend.create_stream()),
-        layer_(backend, topo, layer, options.weight_dtype, options.o_shard),
+        layer_(backend, topo, layer, options.weight_dtype, options.o_shard, options.mla_prefill),
         cache_(backend, topo, cache_spec(topo, script, options)),
         exchange_(backend, {.max_tokens = std::max<std::int64_t>(1, script.max_step_tokens()),
                             .num_query_heads = shape_.query_heads,
@@ -56,7 +57,8 @@ class LayerRank {
         hop_b_(backend, options.max_slices),
         batch_(backend, std::max<std::int64_t>(1, script.sequences),
                std::max<std::int64_t>(1, script.max_step_tokens())),
-        workspace_(backend.allocate(decode_layer_workspace_bytes(backend, shape_, script.max_step_tokens()))),
+        workspace_(backend.allocate(decode_layer_workspace_bytes(backend, shape_, script.max_step_tokens(),
+                                                                 LayerInput::hidden, options.mla_prefill))),
         hidden_(backend.allocate(static_cast<std::size_t>(script.max_step_tokens() * layer.hidden) *
                                  sizeof(float))) {
     // What a layer reads of its workspace it has written itself: NaN would show otherwise.

@@ -118,6 +118,10 @@ class RecordingBackend {
     recording_->add("read_kv", s.id, a.k.extent(0));
     inner_.read_kv(a, s.inner);
   }
+  void read_latents(const ReadLatentsArgs<float>& a, Stream s) const {
+    recording_->add("read_latents", s.id, a.rows.extent(0));
+    inner_.read_latents(a, s.inner);
+  }
   void partial_attention(const PartialAttentionArgs<float>& a, Stream s) const {
     recording_->add("partial_attention", s.id, a.batch.num_tokens(), -1, a.batch.first_token());
     inner_.partial_attention(a, s.inner);

@@ -86,6 +86,7 @@ class ReferenceBackend {
   void append_kv(const AppendKvArgs<F>& a, Stream s) const { queue(s, a, reference::append_kv); }
   void write_kv(const WriteKvArgs<F>& a, Stream s) const { queue(s, a, reference::write_kv); }
   void read_kv(const ReadKvArgs& a, Stream s) const { queue(s, a, reference::read_kv); }
+  void read_latents(const ReadLatentsArgs<F>& a, Stream s) const { queue(s, a, reference::read_latents); }
   void partial_attention(const PartialAttentionArgs<F>& a, Stream s) const {
     queue(s, a, reference::partial_attention);
   }

@@ -101,6 +101,11 @@ Job::Job(Options given, const Launcher& launcher)
     plan = plan_memory(checkpoint, config, *topo, request, launch);
     if (is_plan_inside_gpus(launcher)) return;
     request.prefill_tokens = GenerationRequest{}.prefill_tokens;
+    if (config.shape.is_mla() && request.mla_prefill == MlaForm::automatic) {
+      plan = plan_memory(checkpoint, config, *topo, request, launch);
+      if (is_plan_inside_gpus(launcher)) return;
+      request.mla_prefill = MlaForm::absorbed;
+    }
   }
   plan = plan_memory(checkpoint, config, *topo, request, launch);
 }

@@ -48,6 +48,7 @@ struct OptionTexts {
   std::string peer_memory = "auto";
   std::string topology = "given";
   std::string prefill_tokens = "auto";
+  std::string mla_prefill = "auto";
   std::string json;
 };
 
@@ -118,6 +119,11 @@ void add_step_options(CLI::App& app, Options& options, OptionTexts& texts) {
   app.add_option(
          "--prefill-tokens", texts.prefill_tokens,
          "most prompt tokens a step: a COUNT, or auto: 2048 on GPUs whose memory has room for it, else 256")
+      ->capture_default_str();
+  app.add_option("--mla-prefill", texts.mla_prefill,
+                 "how prompts attend in models of latent attention: absorbed, in the latent space; expanded, "
+                 "with keys and values of each head, which take memory; auto: what multiplies less")
+      ->check(CLI::IsMember({"auto", "absorbed", "expanded"}))
       ->capture_default_str();
 }
 
@@ -306,6 +312,9 @@ std::optional<Options> parse_options(int argc, char** argv) {
                 ErrorCode::invalid_argument, "--activation is ", texts.activation,
                 "; the CPU has f32 and bf16: give one of them, or --device cuda");
   options.request.cuda_graphs = texts.cuda_graphs == "on";
+  options.request.mla_prefill = texts.mla_prefill == "absorbed"   ? MlaForm::absorbed
+                                : texts.mla_prefill == "expanded" ? MlaForm::expanded
+                                                                  : MlaForm::automatic;
   options.peer_memory = texts.peer_memory == "on"    ? PeerMemory::on
                         : texts.peer_memory == "off" ? PeerMemory::off
                                                      : PeerMemory::automatic;

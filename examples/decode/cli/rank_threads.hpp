@@ -80,7 +80,8 @@ std::vector<RankMemory> plan_ranks(MakeBackend make_backend, const Checkpoint& c
       memory.weights_in_place_bytes = same.weights_in_place_bytes;
     } else {
       const WeightPlan weights =
-          plan_weights(config, checkpoint, topo, world_rank, kWeightHome<decltype(backend)>);
+          plan_weights(config, checkpoint, topo, world_rank, kWeightHome<decltype(backend)>,
+                       latent_weights(plan_mla_prefill(request, topo)));
       memory.weights_in_place_bytes = weights.in_place_bytes();
       memory.weights_bytes = weights.allocated_bytes() + weights.in_place_bytes();
     }

@@ -35,10 +35,12 @@ GenerationResult generate(B& backend, typename B::Comm& world, typename B::Comm&
     const auto load_start = std::chrono::steady_clock::now();
     StageWeights<B> weights = [&] {
       Progress progress("weights", 1000, show_progress);
-      return load_stage_weights(backend, config, checkpoint, topo, at.world_rank, backend.create_stream(),
-                                [&](std::int64_t done, std::int64_t total) {
-                                  progress.update(total > 0 ? done * 1000 / total : 1000);
-                                });
+      return load_stage_weights(
+          backend, config, checkpoint, topo, at.world_rank, backend.create_stream(),
+          [&](std::int64_t done, std::int64_t total) {
+            progress.update(total > 0 ? done * 1000 / total : 1000);
+          },
+          latent_weights(plan_mla_prefill(request, topo)));
     }();
     StageModel<B> model(
         backend, topo, at.stage, config, std::move(weights), plan_cache(request, topo, at.stage, at.replica),

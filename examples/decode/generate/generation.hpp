@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <helix/dtype.hpp>
+#include <helix/mla_prefill.hpp>
 #include <helix/vocabulary.hpp>
 
 #include "model/stage_plan.hpp"
@@ -66,6 +67,7 @@ struct GenerationRequest {
   std::int64_t prefill_tokens = 256;   ///< Most prompt tokens a step, over all sequences.
   std::optional<ServeLimits> serving;  ///< Prompts come from a client; above are what they have unsaid.
   bool cuda_graphs = true;             ///< On GPUs, replays decode steps of equal shapes from a captured one.
+  MlaForm mla_prefill = MlaForm::automatic;  ///< How prompts attend in models of latent attention.
 
   std::int64_t num_sequences() const {
     return synthetic_context > 0 ? 1 : static_cast<std::int64_t>(prompts.size());

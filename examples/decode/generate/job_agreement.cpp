@@ -160,8 +160,8 @@ void add_fields(JobFields& fields, const GenerationRequest& request) {
   FieldWriter writer(fields);
   // Bindings, so that a new member does not compile until it is decided upon here.
   const auto& [prompts, max_new_tokens, ignore_eos, teacher, draft_tokens, synthetic_context, sampling,
-               penalties, kv_dtype, chunk, page_tokens, hop_b_slices, prefill_tokens, serving, cuda_graphs] =
-      request;
+               penalties, kv_dtype, chunk, page_tokens, hop_b_slices, prefill_tokens, serving, cuda_graphs,
+               mla_prefill] = request;
   const auto& [temperature, top_p, min_p, top_k, seed] = sampling;
   const auto& [repetition, presence, frequency] = penalties;
   writer.add_digest("prompt tokens (--prompt-ids, --prompts)", digest_of(prompts));
@@ -186,6 +186,9 @@ void add_fields(JobFields& fields, const GenerationRequest& request) {
                                             : std::to_string(hop_b_slices));
   writer.add("--prefill-tokens", prefill_tokens);
   writer.add("--cuda-graphs", cuda_graphs);
+  writer.add("--mla-prefill", mla_prefill == MlaForm::automatic  ? std::string("auto")
+                              : mla_prefill == MlaForm::absorbed ? std::string("absorbed")
+                                                                 : std::string("expanded"));
   writer.add("--serve", serving.has_value());
   if (serving) {
     const auto& [max_sequences, max_tokens, kv_tokens] = *serving;

@@ -140,10 +140,26 @@ KvCacheSpec plan_cache(const GenerationRequest& request, const Topology& topo, i
   return spec;
 }
 
+MlaPrefill plan_mla_prefill(const GenerationRequest& request, const Topology& topo) {
+  constexpr std::int64_t kMostTokens = 8192;
+  MlaPrefill prefill{.form = request.mla_prefill};
+  const bool has_chunks = request.serving || request.synthetic_context == 0;
+  const bool is_ever_chosen =
+      prefill.form == MlaForm::expanded || request.prefill_tokens >= kLeastExpandedTokens;
+  if (!topo.shape().is_mla() || !has_chunks || !is_ever_chosen || prefill.form == MlaForm::absorbed)
+    return {.form = MlaForm::absorbed};
+  std::int64_t longest = request.serving ? request.serving->max_tokens : 0;
+  for (std::int64_t sequence = 0; sequence < request.num_sequences(); ++sequence)
+    longest = std::max(longest, request.longest_length(sequence));
+  prefill.max_tokens = std::min(kMostTokens, KvLayout(topo.kvp(), request.chunk).length(longest, 0));
+  return prefill;
+}
+
 StageLimits plan_limits(const GenerationRequest& request, const Topology& topo, int replica) {
   const std::int64_t sequences = std::max<std::int64_t>(1, replica_sequences(topo, request, replica).size());
   StageLimits limits;
   limits.max_slices = std::max(limits.max_slices, request.hop_b_slices);
+  limits.mla_prefill = plan_mla_prefill(request, topo);
   if (request.serving) {
     limits.max_sequences = limits.max_logit_rows = request.serving->max_sequences;
     limits.max_step_tokens = request.serving->max_sequences + request.prefill_tokens;

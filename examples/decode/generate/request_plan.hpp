@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include <helix/mla_prefill.hpp>
 #include <helix/sharded_kv_cache.hpp>
 #include <helix/topology.hpp>
 
@@ -47,6 +48,10 @@ std::int64_t planned_pool_bytes(const GenerationRequest& request, const Topology
 
 /// Bytes of K and V that one token of context adds over all layers and all ranks of a replica.
 std::int64_t kv_bytes_per_token(const GenerationRequest& request, const Topology& topo);
+
+/// How prompts attend, the same on all replicas. Room is for the longest sequence, up to 8192 tokens a rank:
+/// those of DeepSeek-V3 take 650 MiB as bf16. Weights to expand with are needed only where there is room.
+MlaPrefill plan_mla_prefill(const GenerationRequest& request, const Topology& topo);
 
 /// Capacities of the request's steps on `replica`.
 StageLimits plan_limits(const GenerationRequest& request, const Topology& topo, int replica);

@@ -45,6 +45,7 @@ class LayerStack {
     backend.upload(inverse_frequency_.data(), frequencies.data(), frequency_bytes, stream);
     for (std::int64_t layer = layers.begin; layer < layers.end; ++layer) {
       configs_.push_back(model.layer(layer, reinterpret_cast<const float*>(inverse_frequency_.data())));
+      configs_.back().mla_prefill = limits.mla_prefill;
     }
   }
 

@@ -149,7 +149,7 @@ class StageModel {
   /// The step's inputs; slots_ are those of its sequences.
   void upload_inputs(const Step& step) {
     buffer_.set(step.tokens, step.logit_rows, step.draw_counters, step.sampling, stream_);
-    batch_.set(step.query_offsets, step.positions, slots_, stream_);
+    batch_.set(step.query_offsets, step.positions, slots_, stream_, /*tells_lengths=*/!step.is_decode);
   }
 
   /// Queues or replays the step, whose inputs the device has.

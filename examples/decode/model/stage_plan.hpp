@@ -7,6 +7,7 @@
 
 #include <helix/decode_layer.hpp>
 #include <helix/exchange_layout.hpp>
+#include <helix/mla_prefill.hpp>
 #include <helix/rank_shape.hpp>
 #include <helix/topology.hpp>
 #include <helix/vocabulary.hpp>
@@ -21,6 +22,7 @@ struct StageLimits {
   std::int64_t max_step_tokens = 0;
   std::int64_t max_logit_rows = 0;
   int max_slices = 8;
+  MlaPrefill mla_prefill{.form = MlaForm::absorbed};  ///< Of all layers.
 };
 
 /// What stays the same from step to step. Equal on all ranks.
@@ -70,7 +72,8 @@ struct StepWorkspace {
     constexpr auto kElementBytes = static_cast<std::int64_t>(sizeof(typename B::Activation));
     StepWorkspace bytes;
     bytes.hidden = static_cast<std::size_t>(limits.max_step_tokens * shape.hidden * kElementBytes);
-    bytes.layer = decode_layer_workspace_bytes(backend, shape, limits.max_step_tokens, LayerInput::normed);
+    bytes.layer = decode_layer_workspace_bytes(backend, shape, limits.max_step_tokens, LayerInput::normed,
+                                               limits.mla_prefill);
     if (shape.kvp > 1) {
       const ExchangeLayout layout(exchange_spec(shape, limits), kElementBytes);
       bytes.messages = static_cast<std::size_t>(2 * layout.total_bytes());

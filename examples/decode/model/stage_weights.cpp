@@ -35,6 +35,8 @@ constexpr Place<MlaWeights> kMla[] = {{WeightRole::q_a, &MlaWeights::q_a},
                                       {WeightRole::kv_a_norm, &MlaWeights::kv_a_norm},
                                       {WeightRole::w_uk, &MlaWeights::w_uk},
                                       {WeightRole::w_uv, &MlaWeights::w_uv},
+                                      {WeightRole::expand_k, &MlaWeights::expand_k},
+                                      {WeightRole::expand_v, &MlaWeights::expand_v},
                                       {WeightRole::attention_out, &MlaWeights::o}};
 constexpr Place<DenseFfnWeights> kDense[] = {{WeightRole::gate_up, &DenseFfnWeights::gate_up},
                                              {WeightRole::gate_up_bias, &DenseFfnWeights::gate_up_bias},
@@ -97,6 +99,18 @@ LayerWeights empty_layer(const ModelShape& shape, std::int64_t layer, std::int64
   return weights;
 }
 
+/// W_UV is the part of expand_v that belongs to the heads which this rank combines.
+void view_combined_heads(LayerWeights& layer, const ModelShape& shape, Range combined) {
+  auto* const mla = std::get_if<MlaWeights>(&layer.attention);
+  if (mla == nullptr || mla->expand_v.empty()) return;
+  const std::int64_t head_rows = shape.mla->v_head_dim;
+  const WeightView& all = mla->expand_v;
+  mla->w_uv = all;
+  mla->w_uv.rows = combined.size() * head_rows;
+  mla->w_uv.data = static_cast<const std::byte*>(all.data) +
+                   combined.begin * head_rows * all.cols * static_cast<std::int64_t>(size_bytes(all.dtype));
+}
+
 }  // namespace
 
 FileMappings mappings_of(const WeightPlan& plan) {
@@ -129,6 +143,7 @@ StageWeightViews view_weights(const ModelConfig& config, const WeightPlan& plan,
     HELIX_EXPECTS(is_placed, ErrorCode::internal, "weight role ", static_cast<int>(target.role), " of layer ",
                   target.layer, " has no place");
   }
+  for (LayerWeights& layer : views.layers) view_combined_heads(layer, config.shape, plan.combined_heads);
   if (plan.has_tied_head) views.lm_head = views.embedding;
   return views;
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <helix/layer_weights.hpp>
+#include <helix/mla_prefill.hpp>
 #include <helix/topology.hpp>
 
 #include "checkpoint/checkpoint.hpp"
@@ -69,6 +70,11 @@ class StageWeights : public StageWeightViews {
 template <class B>
 inline constexpr WeightHome kWeightHome = HostMemoryBackend<B> ? WeightHome::files : WeightHome::buffers;
 
+/// What layers that attend so hold.
+constexpr LatentWeights latent_weights(const MlaPrefill& prefill) {
+  return prefill.room() > 0 ? LatentWeights::both : LatentWeights::absorbed;
+}
+
 namespace detail {
 
 /// Fills the buffers by the rank's threads.
@@ -106,8 +112,9 @@ void fill_buffers(B& backend, const WeightPlan& plan, std::vector<typename B::Bu
 template <class B>
 StageWeights<B> load_stage_weights(B& backend, const ModelConfig& config, const Checkpoint& checkpoint,
                                    const Topology& topo, int world_rank, typename B::Stream stream,
-                                   const WeightProgress& progress = {}) {
-  const WeightPlan plan = plan_weights(config, checkpoint, topo, world_rank, kWeightHome<B>);
+                                   const WeightProgress& progress = {},
+                                   LatentWeights latent = LatentWeights::absorbed) {
+  const WeightPlan plan = plan_weights(config, checkpoint, topo, world_rank, kWeightHome<B>, latent);
   std::vector<typename B::Buffer> buffers;
   std::vector<const std::byte*> addresses;
   for (const std::int64_t bytes : plan.buffer_bytes) {

@@ -39,13 +39,15 @@ struct Piece {
 class PlanBuilder {
  public:
   PlanBuilder(const ModelConfig& config, const Checkpoint& checkpoint, const Topology& topo, int world_rank,
-              WeightHome home)
+              WeightHome home, LatentWeights latent)
       : config_(config),
         checkpoint_(checkpoint),
         topo_(topo),
         at_(topo.coordinates(world_rank)),
-        home_(home) {
+        home_(home),
+        latent_(latent) {
     plan_.layers = topo.layers(at_.stage);
+    plan_.combined_heads = topo.combined_heads(at_.stage_rank);
     plan_.experts = topo.experts(at_.stage_rank);
     plan_.fp8_blocks = config.fp8_blocks.value_or(Fp8BlockConfig{});
   }
@@ -149,12 +151,19 @@ class PlanBuilder {
     uk.repeats = heads;
     uk.row_stride = stride;
     add(WeightRole::w_uk, {std::move(uk)});
-    const Range combined = topo_.combined_heads(at_.stage_rank);
-    const std::int64_t first = combined.begin * stride + mla.qk_nope_head_dim;
-    Piece uv = some_rows(kv_b, heads * stride, latent, {first, first + mla.v_head_dim});
-    uv.repeats = combined.size();
-    uv.row_stride = stride;
-    add(WeightRole::w_uv, {std::move(uv)});
+    const auto rows_of_heads = [&](Range of_heads, std::int64_t row, std::int64_t rows) {
+      const std::int64_t first = of_heads.begin * stride + row;
+      Piece piece = some_rows(kv_b, heads * stride, latent, {first, first + rows});
+      piece.repeats = of_heads.size();
+      piece.row_stride = stride;
+      return piece;
+    };
+    if (latent_ == LatentWeights::both) {
+      add(WeightRole::expand_k, {rows_of_heads(all(heads), 0, mla.qk_nope_head_dim)});
+      add(WeightRole::expand_v, {rows_of_heads(all(heads), mla.qk_nope_head_dim, mla.v_head_dim)});
+    } else {
+      add(WeightRole::w_uv, {rows_of_heads(plan_.combined_heads, mla.qk_nope_head_dim, mla.v_head_dim)});
+    }
     add(WeightRole::attention_out,
         {some_cols(name("self_attn.o_proj.weight"), config_.shape.hidden, heads * mla.v_head_dim,
                    topo_.output_projection_rows(at_.stage_rank, mla.v_head_dim))});
@@ -338,6 +347,7 @@ class PlanBuilder {
   const Topology& topo_;
   RankCoordinates at_;
   WeightHome home_;
+  LatentWeights latent_;
   std::int64_t layer_ = -1;
   std::int64_t expert_ = -1;
   std::string prefix_;
@@ -377,14 +387,14 @@ std::int64_t WeightPlan::weight_bytes() const {
 }
 
 WeightPlan plan_weights(const ModelConfig& config, const Checkpoint& checkpoint, const Topology& topo,
-                        int world_rank, WeightHome home) {
+                        int world_rank, WeightHome home, LatentWeights latent) {
   const ModelShape& shape = config.shape;
   const ModelShape& built = topo.shape();
   HELIX_EXPECTS(is_same_model(shape, built), ErrorCode::invalid_argument,
                 "the topology was built for another model (hidden ", built.hidden, ", ", built.num_layers,
                 " layers) than config.json describes (hidden ", shape.hidden, ", ", shape.num_layers,
                 " layers); build it from ModelConfig::shape");
-  return PlanBuilder(config, checkpoint, topo, world_rank, home).build();
+  return PlanBuilder(config, checkpoint, topo, world_rank, home, latent).build();
 }
 
 std::optional<FileBytes> find_in_place(const WeightTarget& target) {

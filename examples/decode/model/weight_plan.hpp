@@ -37,6 +37,8 @@ enum class WeightRole : std::uint8_t {
   kv_a_norm,
   w_uk,
   w_uv,
+  expand_k,
+  expand_v,
   gate_up,
   gate_up_bias,
   down,
@@ -116,9 +118,10 @@ struct WeightTarget {
 
 /// Everything that one rank takes from a checkpoint, and where it goes. Borrows from the Checkpoint.
 struct WeightPlan {
-  Range layers;                       ///< Layers of this rank's stage.
-  Range experts;                      ///< Global ids of this rank's routed experts.
-  bool has_tied_head = false;         ///< The LM head is the embedding.
+  Range layers;                ///< Layers of this rank's stage.
+  Range experts;               ///< Global ids of this rank's routed experts.
+  bool has_tied_head = false;  ///< The LM head is the embedding.
+  Range combined_heads;        ///< Heads of this rank's W_UV, which is a part of expand_v where there is one.
   std::vector<WeightTarget> targets;  ///< Targets in loading order.
   std::vector<std::int64_t>
       buffer_bytes;  ///< Sizes of the buffers: one a layer, and a last one for the rest.
@@ -132,15 +135,20 @@ struct WeightPlan {
   std::int64_t weight_bytes() const;
 };
 
+/// What a plan holds of latent attention: what absorbed attention needs, or what expanded does too.
+enum class LatentWeights : std::uint8_t { absorbed, both };
+
 /// Decides every slice of `world_rank`, and with WeightHome::files which targets lie in place: see
 /// find_in_place(). Reads headers only.
 /// @throws Error(invalid_file) listing the tensors that are missing or have another shape than the config
 /// implies (both shapes), Error(unsupported) for element types that nothing here reads,
 /// Error(invalid_argument) if `topo` was built for another model.
 WeightPlan plan_weights(const ModelConfig& config, const Checkpoint& checkpoint, const Topology& topo,
-                        int world_rank, WeightHome home = WeightHome::buffers);
+                        int world_rank, WeightHome home = WeightHome::buffers,
+                        LatentWeights latent = LatentWeights::absorbed);
 WeightPlan plan_weights(const ModelConfig&, const Checkpoint&&, const Topology&, int,
-                        WeightHome = WeightHome::buffers) = delete;  // it borrows
+                        WeightHome = WeightHome::buffers,
+                        LatentWeights = LatentWeights::absorbed) = delete;  // it borrows
 
 /// The one run of a file that holds exactly the rows of `target`, in order and in its type: whole rows of a
 /// tensor, or several tensors' that happen to lie behind each other (HF sorts by name: gate_proj, up_proj).

@@ -46,6 +46,17 @@ struct ReadKvArgs {
   TensorView<float, 3> v;  ///< [tokens, Hkv/TPA, Dv], last stride 1, written; MLA: empty.
 };
 
+/// Reads local tokens [first_local, + rows) of one sequence back from latents (MLA) as activations: stored *
+/// scale, rounded to T. A backend may bring read_latents(args, stream); attention_block then expands keys and
+/// values of long chunks, see MlaPrefill.
+template <class T>
+struct ReadLatentsArgs {
+  KvView kv;
+  const std::int32_t* sequence_slot = nullptr;  ///< [1], device memory, as Batch::sequence_slots.
+  std::int64_t first_local = 0;
+  TensorView<T, 2> rows;  ///< [tokens, D], last stride 1, written.
+};
+
 namespace detail {
 
 /// Throws unless k [tokens, heads, D] and v [tokens, heads, Dv] (latent: empty) fit the format.
@@ -102,6 +113,21 @@ inline void check_read_kv(const ReadKvArgs& args) {
                 "; both count from 0");
 }
 
+template <class T>
+void check_read_latents(const ReadLatentsArgs<T>& args) {
+  check_kv_view("read_latents", args.kv);
+  HELIX_EXPECTS(args.kv.format.is_latent, ErrorCode::invalid_argument,
+                "read_latents: the cache holds K and V; read them with read_kv");
+  HELIX_EXPECTS(
+      args.rows.extent(1) == args.kv.format.head_dim && (args.rows.size() == 0 || args.rows.stride(1) == 1),
+      ErrorCode::invalid_argument, "read_latents: rows are ", args.rows.extent(1),
+      " wide with a last stride of ", args.rows.stride(1), "; the latents are ", args.kv.format.head_dim,
+      " wide, and the stride must be 1");
+  HELIX_EXPECTS(args.first_local >= 0 && args.sequence_slot != nullptr, ErrorCode::invalid_argument,
+                "read_latents: first_local is ", args.first_local, ", which counts from 0",
+                args.sequence_slot == nullptr ? ", and sequence_slot is null" : "");
+}
+
 }  // namespace detail
 
 /// Attention of each query over this rank's shard: out = softmax(scale * q k) v, lse = log(sum(exp(scale * q
@@ -119,6 +145,12 @@ struct PartialAttentionArgs {
   /// Whether prepare_qkv of this batch, or of one that it is a slice of, is queued before, and after that
   /// nothing but attention: what else attention reads may then be read while it runs.
   bool follows_prepare = false;
+};
+
+/// Backends that read latents back as activations.
+template <class B>
+concept LatentReader = requires(B& backend, typename B::Stream stream) {
+  backend.read_latents(ReadLatentsArgs<typename B::Activation>{}, stream);
 };
 
 /// What attention over a sharded cache asks of a machine.

@@ -19,6 +19,10 @@ struct Batch {
   const std::int64_t* positions =
       nullptr;  ///< [tokens of the step], global; -1 is padding and reads nothing.
   const std::int32_t* sequence_slots = nullptr;  ///< [B], rows of the cache's page table.
+  /// [B] or empty, host memory, read as query_offsets_host: tokens of each sequence with those of this step,
+  /// its largest position and one; equal on all ranks. What is queued may then depend on them: a step that is
+  /// captured leaves them out.
+  std::span<const std::int64_t> lengths_host{};
 
   std::int64_t num_sequences() const {
     return query_offsets_host.empty() ? 0 : static_cast<std::int64_t>(query_offsets_host.size()) - 1;
@@ -30,8 +34,11 @@ struct Batch {
 
   /// Sequences [begin, begin + count) of this batch.
   Batch slice(std::int64_t begin, std::int64_t count) const {
-    return {query_offsets_host.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(count) + 1),
-            query_offsets + begin, positions, sequence_slots + begin};
+    const auto first = static_cast<std::size_t>(begin);
+    const auto number = static_cast<std::size_t>(count);
+    return {query_offsets_host.subspan(first, number + 1), query_offsets + begin, positions,
+            sequence_slots + begin,
+            lengths_host.empty() ? lengths_host : lengths_host.subspan(first, number)};
   }
 };
 

@@ -75,9 +75,9 @@ struct HeadRmsNormArgs {
 /// out = `in` with the first rotary_dim elements of each head rotated and the rest copied.
 template <class T>
 struct RopeArgs {
-  TensorView<const T, 3> in;                ///< [tokens, H, >= rotary_dim], last stride 1.
-  TensorView<T, 3> out;                     ///< As `in`; may be the same memory.
-  const std::int64_t* positions = nullptr;  ///< [tokens].
+  TensorView<const T, 3> in;  ///< [tokens, H, >= rotary_dim], last stride 1; heads may share one row.
+  TensorView<T, 3> out;       ///< As `in`; may be the same memory.
+  const std::int64_t* positions = nullptr;  ///< [tokens]; not read with rotary_dim 0.
   RopeView rope;
 };
 

@@ -91,6 +91,7 @@ class HELIX_API Operators {
   void append_kv(const AppendKvArgs<float>& args, Stream stream) const;
   void write_kv(const WriteKvArgs<float>& args, Stream stream) const;
   void read_kv(const ReadKvArgs& args, Stream stream) const;
+  void read_latents(const ReadLatentsArgs<float>& args, Stream stream) const;
   void partial_attention(const PartialAttentionArgs<float>& args, Stream stream) const;
   void pack_partial(const PackPartialArgs<float>& args, Stream stream) const;
   void stamp(const StampArgs& args, Stream stream) const;

@@ -81,6 +81,7 @@ class HELIX_API Operators {
   void prepare_qkv(const PrepareQkvArgs<T>& args, Stream stream) const;
   void write_kv(const WriteKvArgs<T>& args, Stream stream) const;
   void read_kv(const ReadKvArgs& args, Stream stream) const;
+  void read_latents(const ReadLatentsArgs<T>& args, Stream stream) const;
   void fill_synthetic_kv(const SyntheticKvArgs& args, Stream stream) const;
   void partial_attention(const PartialAttentionArgs<T>& args, Stream stream) const;
   void pack_partial(const PackPartialArgs<T>& args, Stream stream) const;

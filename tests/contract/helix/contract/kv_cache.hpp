@@ -119,6 +119,50 @@ void write_and_read_kv() {
   }
 }
 
+/// Of backends that bring it.
+template <TestableBackend B>
+requires LatentReader<B>
+void read_latents() {
+  for (const DType dtype : kKvTypes) {
+    for (const bool is_foreign : {false, true}) {
+      for (const std::int64_t page_tokens : {1, 4, 16}) {
+        for (const std::int64_t padding : {0, 3}) {
+          CAPTURE(to_string(dtype), is_foreign, page_tokens, padding);
+          typename KvBench<B>::Spec spec;
+          spec.dtype = dtype;
+          spec.is_mla = true;
+          spec.is_foreign = is_foreign;
+          spec.heads = 1;
+          spec.head_dim = 12;
+          spec.page_tokens = page_tokens;
+          spec.kvp = 3;
+          spec.kvp_rank = 1;
+          spec.chunk = 2;
+          spec.lengths = {3, 40, 7};
+          set_mixed_sizes(spec);
+          spec.is_scaled = dtype == DType::fp8_e4m3;
+          KvBench<B> bench(spec);
+          const auto slots = bench.array(std::vector<std::int32_t>{0, 1});  // the second is read
+          const std::int64_t local = bench.local_length(1);
+          for (const auto& [first, count] : {std::pair{std::int64_t{0}, local}, {5, local - 6}, {local, 0}}) {
+            CAPTURE(first, count);
+            const auto rows = bench.poison(count * (spec.head_dim + padding));
+            HELIX_CHECK_OPERATION(
+                bench, read_latents, ([&, first = first, count = count](const auto& side) {
+                  ReadLatentsArgs<float> args;
+                  args.kv = bench.view(side);
+                  args.sequence_slot = side(slots) + 1;
+                  args.first_local = first;
+                  args.rows = {side(rows), {count, spec.head_dim}, {spec.head_dim + padding, 1}};
+                  return args;
+                }));
+          }
+        }
+      }
+    }
+  }
+}
+
 /// Norm of q and k, rope and append, as one operation or as three.
 template <TestableBackend B>
 void prepare_qkv() {

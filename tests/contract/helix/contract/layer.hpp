@@ -156,6 +156,18 @@ void rope() {
       }
     }
   }
+  for (const std::int64_t heads : {1, 5, 40}) {  // one row into each head, without positions
+    CAPTURE(heads);
+    Workbench<B> bench;
+    const auto in = bench.random(3 * 8);
+    const auto out = bench.poison(3 * heads * 11);
+    HELIX_CHECK_OPERATION(bench, rope, ([&](const auto& side) {
+                            return RopeArgs<float>{{side(in), {3, heads, 8}, {8, 0, 1}},
+                                                   {side(out), {3, heads, 8}, {heads * 11, 11, 1}},
+                                                   nullptr,
+                                                   {}};
+                          }));
+  }
 }
 
 template <TestableBackend B>

@@ -120,6 +120,13 @@ inline void read_kv(const ReadKvArgs& args) {
   }
 }
 
+inline void read_latents(const ReadLatentsArgs<float>& args) {
+  for (std::int64_t row = 0; row < args.rows.extent(0); ++row)
+    for (std::int64_t i = 0; i < args.kv.format.head_dim; ++i)
+      args.rows(row, i) =
+          static_cast<float>(kv_value(args.kv, *args.sequence_slot, args.first_local + row, 0, false, i));
+}
+
 inline void partial_attention(const PartialAttentionArgs<float>& args) {
   if (args.sink.headers.message != nullptr && args.batch.num_tokens() > 0) stamp(args.sink.headers);
   const KvView& kv = args.kv;

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// attend: partial attention of a batch, its exchange and combine, whatever the form of its queries and keys.
+#pragma once
+
+#include <cstdint>
+
+#include <helix/attention_buffers.hpp>
+#include <helix/backend/layer.hpp>
+#include <helix/hop_b.hpp>
+#include <helix/integers.hpp>
+#include <helix/kvp_all_to_all.hpp>
+#include <helix/layer_config.hpp>
+#include <helix/layer_weights.hpp>
+#include <helix/lse_combine.hpp>
+#include <helix/partial_attention.hpp>
+#include <helix/range.hpp>
+#include <helix/rank_shape.hpp>
+
+namespace helix {
+
+/// One call of attention_block.
+template <LayerBackend B>
+struct AttentionBlockArgs {
+  using T = typename B::Activation;
+  const AttentionWeights* weights = nullptr;
+  const LayerConfig* config = nullptr;
+  KvView kv;
+  Batch batch;
+  TensorView<const T, 2> in;           ///< [tokens, M], normed.
+  KvpAllToAll<B>* exchange = nullptr;  ///< Not read with KVP = 1.
+  HopB<B>* hop_b = nullptr;            ///< Not read with KVP = 1.
+  int slices = 1;                      ///< Slices of the batch, resolved.
+  AttentionBuffers<T> buffers;
+  TensorView<T, 2> out;  ///< Sink: [tokens, M], this rank's part of the sum over the stage, written.
+};
+
+namespace detail {
+
+/// What attention of a block reads, and where its combined heads go.
+template <class T>
+struct Attention {
+  TensorView<const T, 3> q;  ///< [tokens of the step, Hq/TPA, D].
+  KvView kv;
+  Batch batch;                   ///< The step, or some of its sequences.
+  const float* sinks = nullptr;  ///< [Hq/N] logits that join the denominator once, or null.
+  TensorView<T, 3> combined;     ///< [tokens of the step, Hq/N, Dv]; the rows of the batch are written.
+  bool follows_prepare = false;  ///< As PartialAttentionArgs::follows_prepare.
+};
+
+template <LayerBackend B>
+PartialAttentionArgs<typename B::Activation> partial_args(const AttentionBlockArgs<B>& args,
+                                                          const Attention<typename B::Activation>& attention,
+                                                          const Batch& batch,
+                                                          const PartialSink<typename B::Activation>& sink) {
+  return {.q = attention.q,
+          .batch = batch,
+          .kv = attention.kv,
+          .sink = sink,
+          .scale = args.config->softmax_scale,
+          .window = args.config->window,
+          .soft_cap = args.config->soft_cap,
+          .workspace = args.buffers.workspace,
+          .follows_prepare = attention.follows_prepare};
+}
+
+/// KVP = 1: the shard is the whole. Without sinks attention writes where the combine would.
+template <LayerBackend B>
+void attend_alone(B& backend, const AttentionBlockArgs<B>& args,
+                  const Attention<typename B::Activation>& attention, typename B::Stream stream) {
+  const AttentionBuffers<typename B::Activation>& buffers = args.buffers;
+  const auto& out = attention.sinks == nullptr ? attention.combined : buffers.alone.out;
+  partial_attention(backend,
+                    partial_args(args, attention, attention.batch, {.out = out, .lse = buffers.alone.lse}),
+                    stream);
+  if (attention.sinks == nullptr) return;
+  lse_combine(backend,
+              {.partial_out = {out.data(), {1, out.extent(0), out.extent(1), out.extent(2)}},
+               .partial_lse = {buffers.alone.lse.data(), {1, out.extent(0), out.extent(1)}},
+               .sink = attention.sinks,
+               .out = attention.combined},
+              stream);
+}
+
+/// Attention of each slice straight into the messages, and its exchange and combine beside the attention of
+/// the next (HOP-B).
+template <LayerBackend B>
+void attend_sharded(B& backend, const AttentionBlockArgs<B>& args,
+                    const Attention<typename B::Activation>& attention, typename B::Stream stream) {
+  const Batch& batch = attention.batch;
+  // Over windows the transfer runs beside attention as it is.
+  const int slices = args.exchange->has_windows()
+                         ? 1
+                         : static_cast<int>(smaller<std::int64_t>(args.slices, batch.num_sequences()));
+  const auto part_of = [&](int slice) {
+    const Range sequences = split_evenly(batch.num_sequences(), slices, slice);
+    return batch.slice(sequences.begin, sequences.size());
+  };
+  const auto messages_of = [&](int slice, const Batch& part) {
+    return args.exchange->outgoing({.index = slice,
+                                    .first_token = part.first_token(),
+                                    .tokens = part.num_tokens(),
+                                    .value_dim = attention.combined.extent(2)},
+                                   part.positions + part.first_token());
+  };
+  args.hop_b->run(
+      slices,
+      [&](int slice, typename B::Stream on) {
+        const Batch part = part_of(slice);
+        partial_attention(backend, partial_args(args, attention, part, messages_of(slice, part).sink), on);
+      },
+      [&](int slice, typename B::Stream on) {
+        const Batch part = part_of(slice);
+        const auto combined = attention.combined.slice(0, part.first_token(), part.num_tokens());
+        args.exchange->exchange_and_combine(messages_of(slice, part), attention.sinks, combined, on);
+      },
+      stream);
+}
+
+/// Exact attention of the batch: of this rank's shard, then combined with the others'.
+template <LayerBackend B>
+void attend(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
+            const Attention<typename B::Activation>& attention, typename B::Stream stream) {
+  if (shape.kvp == 1) {
+    attend_alone(backend, args, attention, stream);
+  } else {
+    attend_sharded(backend, args, attention, stream);
+  }
+}
+
+}  // namespace detail
+}  // namespace helix

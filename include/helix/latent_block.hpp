@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+// The attention of a block with latents (MLA): projections, attention and output.
+#pragma once
+
+#include <cstdint>
+#include <variant>
+
+#include <helix/attend.hpp>
+#include <helix/attention_buffers.hpp>
+#include <helix/backend/layer.hpp>
+#include <helix/integers.hpp>
+#include <helix/layer_config.hpp>
+#include <helix/layer_weights.hpp>
+#include <helix/mla_prefill.hpp>
+#include <helix/rank_shape.hpp>
+
+namespace helix::detail {
+
+/// Queries [tokens, Hq, nope + rope], not yet rotated.
+template <LayerBackend B>
+void project_latent_queries(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
+                            const MlaWeights& weights, typename B::Stream stream) {
+  using T = typename B::Activation;
+  const AttentionBuffers<T>& buffers = args.buffers;
+  const TensorView<T, 2> q_heads(buffers.q_heads.data(),
+                                 {args.in.extent(0), shape.query_heads * shape.mla->qk_head_dim()});
+  if (weights.q_a.empty()) {
+    backend.linear(LinearArgs<T>{args.in, weights.q_b, {}, q_heads}, stream);
+    return;
+  }
+  backend.linear(LinearArgs<T>{args.in, weights.q_a, {}, buffers.q_lora}, stream);
+  backend.rms_norm(
+      RmsNormArgs<T>{{}, buffers.q_lora, weights.q_a_norm, buffers.q_lora, args.config->latent_norm_epsilon},
+      stream);
+  backend.linear(LinearArgs<T>{buffers.q_lora, weights.q_b, {}, q_heads}, stream);
+}
+
+/// Rows of x that are the tokens of `batch`.
+template <class T, int R>
+TensorView<T, R> rows_of(const TensorView<T, R>& x, const Batch& batch) {
+  return x.slice(0, batch.first_token(), batch.num_tokens());
+}
+
+/// Queries of `batch` absorbed into the latent space.
+template <LayerBackend B>
+void absorb_queries(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
+                    const MlaWeights& weights, const Batch& batch, typename B::Stream stream) {
+  using T = typename B::Activation;
+  const MlaShape& mla = *shape.mla;
+  const TensorView<T, 3> q_heads = rows_of(args.buffers.q_heads, batch);
+  const TensorView<T, 3> q = rows_of(args.buffers.q, batch);
+  backend.head_linear(HeadLinearArgs<T>{q_heads.slice(2, 0, mla.qk_nope_head_dim), weights.w_uk,
+                                        q.slice(2, 0, mla.kv_lora_rank)},
+                      stream);
+  backend.rope(RopeArgs<T>{q_heads.slice(2, mla.qk_nope_head_dim, mla.qk_rope_head_dim),
+                           q.slice(2, mla.kv_lora_rank, mla.qk_rope_head_dim),
+                           batch.positions + batch.first_token(), args.config->rope},
+               stream);
+}
+
+/// One latent row a token, and into the cache what this rank owns.
+template <LayerBackend B>
+void append_latents(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
+                    const MlaWeights& weights, typename B::Stream stream) {
+  using T = typename B::Activation;
+  const AttentionBuffers<T>& buffers = args.buffers;
+  const LayerConfig& config = *args.config;
+  const MlaShape& mla = *shape.mla;
+  backend.linear(LinearArgs<T>{args.in, weights.kv_a, {}, buffers.latent}, stream);
+  const TensorView<T, 2> compressed = buffers.latent.slice(1, 0, mla.kv_lora_rank);
+  backend.rms_norm(RmsNormArgs<T>{{}, compressed, weights.kv_a_norm, compressed, config.latent_norm_epsilon},
+                   stream);
+  const TensorView<T, 3> row(buffers.latent.data(), {args.in.extent(0), 1, mla.latent_dim()});
+  const TensorView<T, 3> k_rope = row.slice(2, mla.kv_lora_rank, mla.qk_rope_head_dim);
+  backend.rope(RopeArgs<T>{k_rope, k_rope, args.batch.positions, config.rope}, stream);
+  backend.append_kv(AppendKvArgs<T>{row, {}, args.batch, args.kv}, stream);
+}
+
+/// Absorbed attention of `batch`, whose queries are absorbed. W_UV takes each head out of the latent space
+/// after the combine.
+template <LayerBackend B>
+void attend_absorbed(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
+                     const MlaWeights& weights, const Batch& batch, typename B::Stream stream) {
+  using T = typename B::Activation;
+  const AttentionBuffers<T>& buffers = args.buffers;
+  attend(backend, shape, args, {.q = buffers.q, .kv = args.kv, .batch = batch, .combined = buffers.combined},
+         stream);
+  backend.head_linear(
+      HeadLinearArgs<T>{rows_of(buffers.combined, batch), weights.w_uv, rows_of(buffers.values, batch)},
+      stream);
+}
+
+/// The first `local_tokens` tokens of the sequence in slot *slot as keys and values of each head, and a view
+/// of them as a cache of one page. Their order is that of the shard, so that causal bounds hold as they do
+/// there (invariant 4).
+template <LayerBackend B>
+KvView expand_latents(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
+                      const MlaWeights& weights, const std::int32_t* slot, std::int64_t local_tokens,
+                      typename B::Stream stream) {
+  using T = typename B::Activation;
+  const MlaShape& mla = *shape.mla;
+  const ExpandedBuffers<T>& expanded = args.buffers.expanded;
+  const std::int64_t heads = shape.query_heads;
+  if (local_tokens > 0) {
+    const TensorView<T, 2> latents = expanded.latents.slice(0, 0, local_tokens);
+    const TensorView<T, 3> keys = expanded.keys.slice(0, 0, local_tokens);
+    const auto shared_by_heads = [&](std::int64_t first, std::int64_t columns) {
+      return TensorView<const T, 3>(latents.data() + first, {local_tokens, heads, columns},
+                                    {latents.stride(0), 0, 1});
+    };
+    backend.read_latents(ReadLatentsArgs<T>{.kv = args.kv, .sequence_slot = slot, .rows = latents}, stream);
+    backend.head_linear(HeadLinearArgs<T>{shared_by_heads(0, mla.kv_lora_rank), weights.expand_k,
+                                          keys.slice(2, 0, mla.qk_nope_head_dim)},
+                        stream);
+    backend.rope(RopeArgs<T>{shared_by_heads(mla.kv_lora_rank, mla.qk_rope_head_dim),
+                             keys.slice(2, mla.qk_nope_head_dim, mla.qk_rope_head_dim),
+                             nullptr,
+                             {}},
+                 stream);  // a copy: the latents are rotated
+    backend.linear(LinearArgs<T>{latents.slice(1, 0, mla.kv_lora_rank),
+                                 weights.expand_v,
+                                 {},
+                                 {expanded.values.data(), {local_tokens, heads * mla.v_head_dim}}},
+                   stream);
+  }
+  backend.fill_zero(expanded.zero.data(), sizeof(std::int32_t), stream);
+  KvView view;
+  view.format = KvFormat::token_major(kDTypeOf<T>, heads, mla.qk_head_dim(), mla.v_head_dim,
+                                      ExpandedBuffers<T>::page_tokens(local_tokens));
+  view.k = expanded.keys.data();
+  view.v = expanded.values.data();
+  view.num_pages = view.max_pages = 1;
+  view.page_table = expanded.zero.data();
+  view.layout = args.kv.layout;
+  view.kvp_rank = args.kv.kvp_rank;
+  return view;
+}
+
+/// Expanded attention of `batch`, one sequence: what combines are values.
+template <LayerBackend B>
+void attend_expanded(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
+                     const MlaWeights& weights, Batch batch, typename B::Stream stream) {
+  using T = typename B::Activation;
+  const MlaShape& mla = *shape.mla;
+  const AttentionBuffers<T>& buffers = args.buffers;
+  const std::int64_t local_tokens = args.kv.layout.length(batch.lengths_host.front(), args.kv.kvp_rank);
+  const KvView kv = expand_latents(backend, shape, args, weights, batch.sequence_slots, local_tokens, stream);
+  const TensorView<T, 3> q_rope =
+      rows_of(buffers.q_heads, batch).slice(2, mla.qk_nope_head_dim, mla.qk_rope_head_dim);
+  backend.rope(RopeArgs<T>{q_rope, q_rope, batch.positions + batch.first_token(), args.config->rope}, stream);
+  batch.sequence_slots = buffers.expanded.zero.data();
+  attend(backend, shape, args, {.q = buffers.q_heads, .kv = kv, .batch = batch, .combined = buffers.values},
+         stream);
+}
+
+/// Tokens of sequence `b` that the fullest rank expands; 0: it attends absorbed. The same on all ranks.
+template <LayerBackend B>
+std::int64_t expanded_tokens(const RankShape& shape, const LayerConfig& config, const MlaWeights& weights,
+                             const KvLayout& layout, const Batch& batch, std::int64_t b) {
+  if (!LatentReader<B> || weights.expand_k.empty() || batch.lengths_host.empty()) return 0;
+  const auto at = static_cast<std::size_t>(b);
+  const std::int64_t length = batch.lengths_host[at];
+  const MlaChunk chunk{.tokens = batch.query_offsets_host[at + 1] - batch.query_offsets_host[at],
+                       .length = length,
+                       .local_tokens = layout.length(length, 0),
+                       .kvp = shape.kvp};
+  return expands(config.mla_prefill, *shape.mla, chunk) ? chunk.local_tokens : 0;
+}
+
+/// Most tokens that the fullest rank expands for a sequence of the batch; 0: none is expanded.
+template <LayerBackend B>
+std::int64_t most_expanded_tokens(const RankShape& shape, const LayerConfig& config,
+                                  const AttentionWeights& weights, const KvLayout& layout,
+                                  const Batch& batch) {
+  const MlaWeights* const mla = std::get_if<MlaWeights>(&weights);
+  std::int64_t most = 0;
+  for (std::int64_t b = 0; mla != nullptr && b < batch.num_sequences(); ++b)
+    most = larger(most, expanded_tokens<B>(shape, config, *mla, layout, batch, b));
+  return most;
+}
+
+/// Calls use(sequences, whether they attend expanded) for the parts of the step one after the other: each
+/// sequence that attends expanded, and those between.
+template <LayerBackend B, class Use>
+void for_each_part(const RankShape& shape, const AttentionBlockArgs<B>& args, const MlaWeights& weights,
+                   const Use& use) {
+  const Batch& batch = args.batch;
+  std::int64_t begin = 0;
+  const auto use_absorbed = [&](std::int64_t end) {
+    const Batch part = batch.slice(begin, end - begin);
+    if (part.num_tokens() > 0) use(part, false);
+  };
+  for (std::int64_t b = 0; b < batch.num_sequences(); ++b) {
+    if (expanded_tokens<B>(shape, *args.config, weights, args.kv.layout, batch, b) == 0) continue;
+    use_absorbed(b);
+    use(batch.slice(b, 1), true);
+    begin = b + 1;
+  }
+  use_absorbed(batch.num_sequences());
+}
+
+/// Steps 2 to 8 of a layer with latents.
+template <LayerBackend B>
+void attend_block(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
+                  const MlaWeights& weights, typename B::Stream stream) {
+  using T = typename B::Activation;
+  project_latent_queries(backend, shape, args, weights, stream);
+  for_each_part(shape, args, weights, [&](const Batch& part, bool is_expanded) {
+    if (!is_expanded) absorb_queries(backend, shape, args, weights, part, stream);
+  });
+  append_latents(backend, shape, args, weights, stream);
+  for_each_part(shape, args, weights, [&](const Batch& part, bool is_expanded) {
+    if (!is_expanded) return attend_absorbed(backend, shape, args, weights, part, stream);
+    if constexpr (LatentReader<B>) attend_expanded(backend, shape, args, weights, part, stream);
+  });
+  const TensorView<const T, 2> attended(args.buffers.values.data(),
+                                        {args.in.extent(0), shape.combined_heads * shape.mla->v_head_dim});
+  backend.linear(LinearArgs<T>{attended, weights.o, {}, args.out}, stream);
+}
+
+}  // namespace helix::detail
