@@ -131,6 +131,10 @@ void NcclComm::begin_step(std::uint64_t step) const {
   family.begin(state_->root_rank, "");
 }
 
+void NcclComm::end_step() const {
+  state_->family->count(state_->root_rank);
+}
+
 void NcclComm::abort(std::string_view reason) noexcept {
   try {
     state_->fail_everywhere(std::string(reason));

@@ -108,9 +108,13 @@ void NcclFamily::throw_if_failed() {
 void NcclFamily::begin(int root_rank, const char* operation) {
   if (bootstrap) bootstrap->begin_operation(operation);
   if (progress.empty()) return;
-  NcclProgress& own = progress[static_cast<std::size_t>(root_rank)];
-  own.last.store(operation, std::memory_order_relaxed);
-  own.operations.fetch_add(1, std::memory_order_relaxed);
+  progress[static_cast<std::size_t>(root_rank)].last.store(operation, std::memory_order_relaxed);
+  count(root_rank);
+}
+
+void NcclFamily::count(int root_rank) {
+  if (!progress.empty())
+    progress[static_cast<std::size_t>(root_rank)].operations.fetch_add(1, std::memory_order_relaxed);
 }
 
 std::string NcclFamily::laggards(int root_rank) const {

@@ -69,6 +69,8 @@ struct NcclFamily {
 
   /// Notes what a rank calls next.
   void begin(int root_rank, const char* operation);
+  /// Counts what a rank has called.
+  void count(int root_rank);
   /// "; rank 2 is behind: its call 7 was all_reduce, this rank made 8" or nothing.
   std::string laggards(int root_rank) const;
 

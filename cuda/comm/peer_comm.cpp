@@ -243,6 +243,10 @@ void PeerComm::begin_step(std::uint64_t step) const {
   state_->own->operations.fetch_add(1, std::memory_order_relaxed);
 }
 
+void PeerComm::end_step() const {
+  state_->own->operations.fetch_add(1, std::memory_order_relaxed);
+}
+
 void PeerComm::abort(std::string_view reason) noexcept {
   try {
     state_->fail_everywhere(std::string(reason));

@@ -19,6 +19,7 @@
 #include <helix/vocabulary.hpp>
 
 #include "model/captured_steps.hpp"
+#include "model/counted_step.hpp"
 #include "model/first_logits.hpp"
 #include "model/layer_stack.hpp"
 #include "model/logit_extras.hpp"
@@ -99,13 +100,14 @@ class StageModel {
   /// (cache().append). The hidden states come from the stage before and go to the one after over the
   /// pipeline; so do the tokens, one a logit row, that the last stage draws. Queued; finish() waits.
   void forward(const Step& step) {
-    begin_step();
+    const CountedStep<typename B::Comm> counted(*pipeline_, ++num_steps_);
     if (step != next_) {
       slots_.clear();
       for (const SequenceId& sequence : step.sequences) slots_.push_back(cache().slot(sequence));
       upload_inputs(step);
     }
     run(step);
+    counted.end();
   }
 
   /// Lets forward_next() come before finish(), which then waits for the last step and not for that one.
@@ -114,8 +116,9 @@ class StageModel {
 
   /// As forward(), of the step that feeds each token which the last one draws, known to the host or not.
   void forward_next() {
-    begin_step();
+    const CountedStep<typename B::Comm> counted(*pipeline_, ++num_steps_);
     run(next_);
+    counted.end();
   }
 
   /// Waits for the last forward(), see can_go_ahead(). @returns what it drew; valid until the next one.
@@ -138,11 +141,6 @@ class StageModel {
   void drop_captured_steps() noexcept { decode_steps_.clear(); }
 
  private:
-  void begin_step() {
-    if constexpr (requires(const typename B::Comm& comm) { comm.begin_step(num_steps_); })
-      pipeline_->begin_step(++num_steps_);
-  }
-
   /// Logit rows of the last step.
   std::int64_t num_rows() const { return std::ssize(next_.logit_rows); }
 

@@ -94,6 +94,9 @@ class HELIX_API NcclComm {
   /// step `step` next, which must not decrease. A replayed step's operations never pass through the host, so
   /// without it a failure is reported at the last step that was queued. Cheap.
   void begin_step(std::uint64_t step) const;
+  /// The step of begin_step() is queued: a rank that stands still before, in a capture too, is told from
+  /// those that wait for it. By all ranks or by none. Cheap.
+  void end_step() const;
 
   /// Aborts all groups split from the same root, on all ranks of this process and, with a Bootstrap, of the
   /// job: queued operations end with wrong data, synchronize() and later calls throw Error(peer_failed)

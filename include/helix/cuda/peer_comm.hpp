@@ -122,6 +122,8 @@ class HELIX_API PeerComm {
 
   /// As NcclComm::begin_step().
   void begin_step(std::uint64_t step) const;
+  /// As NcclComm::end_step().
+  void end_step() const;
   /// Ends all groups split from the same root, on all ranks of this process and, with a Bootstrap, of the
   /// job: kernels stop waiting, with wrong data, and synchronize() and later calls throw Error(peer_failed)
   /// naming this rank (of the root group) and `reason`. The first abort wins. Any thread.
