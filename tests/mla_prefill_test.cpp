@@ -107,6 +107,17 @@ TEST_CASE("long chunks of DeepSeek-V3 are expanded, short ones and what the work
   CHECK(expands_of(automatic, chunk_of(512, 8 * kRoom, 8)));
   CHECK_FALSE(expands_of(MlaPrefill{}, chunk_of(4096, 4096)));
 
+  // With a GPU's costs few heads want longer chunks.
+  const auto expands_at = [&](std::int64_t heads, std::int64_t tokens) {
+    MlaChunk chunk = chunk_of(tokens, 4352);
+    chunk.heads = heads;
+    return expands(automatic, kDeepSeek, chunk, {.expanded_rate = 1.4, .chunk_work = 2e10});
+  };
+  CHECK_FALSE(expands_at(128, 256));
+  CHECK(expands_at(128, 512));
+  CHECK_FALSE(expands_at(16, 512));
+  CHECK(expands_at(16, 2048));
+
   const MlaPrefill expanded{.form = MlaForm::expanded, .max_tokens = 100};
   CHECK(expands_of(expanded, chunk_of(1, 100)));
   CHECK_FALSE(expands_of(expanded, chunk_of(1, 101)));

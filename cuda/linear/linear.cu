@@ -301,6 +301,9 @@ bool is_weight_type(DType dtype) {
   return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
 }
 
+/// Rows of a product of several heads from which the library is faster.
+constexpr int kLibraryHeadRows = 64;
+
 /// What launches ask of a rank's state.
 struct Machine {
   MatmulLibrary& library;
@@ -323,14 +326,29 @@ void launch_product(const Product<T>& p, DType weight_dtype, const Machine& mach
     if (weight_dtype == kDTypeOf<T> && p.cols % kElements == 0 && is_aligned_16(p.weight) &&
         has_aligned_rows(p)) {
       const std::int64_t out_elements = p.is_out_f32 ? kElements / 2 : kElements;
-      const bool is_library = p.heads == 1 && p.rows > 0 && p.cols > 0 && p.in_row >= p.cols &&
-                              is_aligned_16(p.out) && p.out_row % out_elements == 0 && p.out_row >= p.width;
+      const bool is_library = (p.heads == 1 || p.rows >= kLibraryHeadRows) && p.rows > 0 && p.cols > 0 &&
+                              p.in_row >= p.cols && is_aligned_16(p.out) && p.out_row % out_elements == 0 &&
+                              p.out_row >= p.width && p.out_head % out_elements == 0;
       if (!is_library) return launch_tensor_core(p, num_sms, stream);
       // A bias of another type is added afterwards, and the output rounded once more.
       const bool is_fused = p.bias != nullptr && p.bias_dtype == kDTypeOf<T> && is_aligned_16(p.bias);
-      library_matmul(machine.library, weight_dtype, p.in, p.in_row, p.rows, p.cols, p.weight, p.width,
-                     is_fused ? p.bias : nullptr, p.out, p.is_out_f32 ? DType::f32 : weight_dtype, p.out_row,
-                     p.accumulate, stream);
+      library_matmul(machine.library,
+                     {.dtype = weight_dtype,
+                      .out_dtype = p.is_out_f32 ? DType::f32 : weight_dtype,
+                      .in = p.in,
+                      .in_row = p.in_row,
+                      .in_head = p.in_head,
+                      .weight = p.weight,
+                      .bias = is_fused ? p.bias : nullptr,
+                      .out = p.out,
+                      .out_row = p.out_row,
+                      .out_head = p.out_head,
+                      .heads = p.heads,
+                      .rows = p.rows,
+                      .cols = p.cols,
+                      .width = p.width,
+                      .accumulate = p.accumulate},
+                     stream);
       if (p.bias != nullptr && !is_fused) launch_bias(p, stream);
       return;
     }

@@ -28,9 +28,12 @@ struct MatmulShape {
   DType out_dtype = DType::bf16;
   std::int64_t rows = 0;
   std::int64_t cols = 0;
-  std::int64_t weight_rows = 0;
-  std::int64_t in_stride = 0;
-  std::int64_t out_stride = 0;
+  std::int64_t width = 0;
+  std::int64_t heads = 1;
+  std::int64_t in_row = 0;
+  std::int64_t in_head = 0;
+  std::int64_t out_row = 0;
+  std::int64_t out_head = 0;
   bool has_bias = false;
   bool has_workspace = false;
 
@@ -40,9 +43,10 @@ struct MatmulShape {
 void check(cublasStatus_t status, const char* call, const MatmulShape& shape) {
   if (status == CUBLAS_STATUS_SUCCESS) return;
   throw Error(status == CUBLAS_STATUS_NOT_SUPPORTED ? ErrorCode::unsupported : ErrorCode::internal, call,
-              " failed with ", cublasLtGetStatusString(status), " for [", shape.rows, ", ", shape.cols,
-              "] x [", shape.weight_rows, ", ", shape.cols, "]^T in ", to_string(shape.dtype), " into ",
-              to_string(shape.out_dtype), ", row strides ", shape.in_stride, " and ", shape.out_stride);
+              " failed with ", cublasLtGetStatusString(status), " for [", shape.heads, ", ", shape.rows, ", ",
+              shape.cols, "] x [", shape.heads, ", ", shape.width, ", ", shape.cols, "]^T in ",
+              to_string(shape.dtype), " into ", to_string(shape.out_dtype), ", row strides ", shape.in_row,
+              " and ", shape.out_row);
 }
 
 template <auto kDestroy>
@@ -62,9 +66,9 @@ using LibraryHandle = Owned<cublasLtHandle_t, cublasLtDestroy>;
 /// The library counts by column, so a row-major [rows, cols] is its cols x rows.
 struct MatmulPlan {
   Description description;
-  Layout weight;  // cols x weight_rows, transposed by the product
+  Layout weight;  // cols x width, transposed by the product
   Layout in;      // cols x rows
-  Layout out;     // weight_rows x rows
+  Layout out;     // width x rows
   cublasLtMatmulAlgo_t algorithm{};
 };
 
@@ -73,12 +77,19 @@ cudaDataType library_type(DType dtype) {
 }
 
 Layout make_layout(const MatmulShape& shape, DType dtype, std::int64_t rows, std::int64_t cols,
-                   std::int64_t stride) {
-  cublasLtMatrixLayout_t layout = nullptr;
-  check(cublasLtMatrixLayoutCreate(&layout, library_type(dtype), static_cast<std::uint64_t>(rows),
+                   std::int64_t stride, std::int64_t head_stride) {
+  cublasLtMatrixLayout_t handle = nullptr;
+  check(cublasLtMatrixLayoutCreate(&handle, library_type(dtype), static_cast<std::uint64_t>(rows),
                                    static_cast<std::uint64_t>(cols), stride),
         "cublasLtMatrixLayoutCreate", shape);
-  return Layout(layout);
+  Layout layout(handle);
+  const auto set = [&](cublasLtMatrixLayoutAttribute_t attribute, const auto& value) {
+    check(cublasLtMatrixLayoutSetAttribute(handle, attribute, &value, sizeof(value)),
+          "cublasLtMatrixLayoutSetAttribute", shape);
+  };
+  set(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, static_cast<std::int32_t>(shape.heads));
+  set(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, head_stride);
+  return layout;
 }
 
 Preference make_preference(const MatmulShape& shape) {
@@ -116,9 +127,10 @@ MatmulPlan make_plan(cublasLtHandle_t library, const MatmulShape& shape) {
                                          sizeof(epilogue)),
           "cublasLtMatmulDescSetAttribute", shape);
   }
-  plan.weight = make_layout(shape, shape.dtype, shape.cols, shape.weight_rows, shape.cols);
-  plan.in = make_layout(shape, shape.dtype, shape.cols, shape.rows, shape.in_stride);
-  plan.out = make_layout(shape, shape.out_dtype, shape.weight_rows, shape.rows, shape.out_stride);
+  plan.weight =
+      make_layout(shape, shape.dtype, shape.cols, shape.width, shape.cols, shape.width * shape.cols);
+  plan.in = make_layout(shape, shape.dtype, shape.cols, shape.rows, shape.in_row, shape.in_head);
+  plan.out = make_layout(shape, shape.out_dtype, shape.width, shape.rows, shape.out_row, shape.out_head);
   const Preference preference = make_preference(shape);
   cublasLtMatmulHeuristicResult_t result{};
   int found = 0;
@@ -142,8 +154,10 @@ class MatmulLibrary {
     handle_.reset(handle);
   }
 
-  void multiply(MatmulShape shape, const void* in, const void* weight, const void* bias, void* out,
-                bool accumulate, StreamHandle stream) {
+  void multiply(const MatmulArgs& args, StreamHandle stream) {
+    MatmulShape shape{args.dtype,   args.out_dtype, args.rows,           args.cols,
+                      args.width,   args.heads,     args.in_row,         args.in_head,
+                      args.out_row, args.out_head,  args.bias != nullptr};
     const std::lock_guard lock(mutex_);  // queueing, too: a description names the call's bias
     std::byte* workspace = workspace_of(stream);
     shape.has_workspace = workspace != nullptr;
@@ -151,15 +165,15 @@ class MatmulLibrary {
     if (found == plans_.end()) found = plans_.emplace(shape, make_plan(handle_.get(), shape)).first;
     const MatmulPlan* plan = &found->second;
     if (shape.has_bias) {
-      check(cublasLtMatmulDescSetAttribute(plan->description.get(), CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias,
-                                           sizeof(bias)),
+      check(cublasLtMatmulDescSetAttribute(plan->description.get(), CUBLASLT_MATMUL_DESC_BIAS_POINTER,
+                                           &args.bias, sizeof(args.bias)),
             "cublasLtMatmulDescSetAttribute", shape);
     }
     const float alpha = 1.0f;
-    const float beta = accumulate ? 1.0f : 0.0f;
-    check(cublasLtMatmul(handle_.get(), plan->description.get(), &alpha, weight, plan->weight.get(), in,
-                         plan->in.get(), &beta, out, plan->out.get(), out, plan->out.get(), &plan->algorithm,
-                         workspace, workspace == nullptr ? 0 : kWorkspaceBytes, stream),
+    const float beta = args.accumulate ? 1.0f : 0.0f;
+    check(cublasLtMatmul(handle_.get(), plan->description.get(), &alpha, args.weight, plan->weight.get(),
+                         args.in, plan->in.get(), &beta, args.out, plan->out.get(), args.out, plan->out.get(),
+                         &plan->algorithm, workspace, workspace == nullptr ? 0 : kWorkspaceBytes, stream),
           "cublasLtMatmul", shape);
   }
 
@@ -204,17 +218,13 @@ std::unique_ptr<MatmulLibrary, MatmulLibraryDelete> make_matmul_library(
   return std::unique_ptr<MatmulLibrary, MatmulLibraryDelete>(new MatmulLibrary(std::move(allocator)));
 }
 
-void library_matmul(MatmulLibrary& library, DType dtype, const void* in, std::int64_t in_stride,
-                    std::int64_t rows, std::int64_t cols, const void* weight, std::int64_t weight_rows,
-                    const void* bias, void* out, DType out_dtype, std::int64_t out_stride, bool accumulate,
-                    StreamHandle stream) {
-  HELIX_EXPECTS(dtype == DType::f16 || dtype == DType::bf16, ErrorCode::unsupported,
-                "library_matmul: ", to_string(dtype), "; built for f16 and bf16");
-  HELIX_EXPECTS(out_dtype == dtype || out_dtype == DType::f32, ErrorCode::unsupported,
-                "library_matmul: ", to_string(dtype), " into ", to_string(out_dtype), "; built for f32 and ",
-                to_string(dtype));
-  const MatmulShape shape{dtype, out_dtype, rows, cols, weight_rows, in_stride, out_stride, bias != nullptr};
-  library.multiply(shape, in, weight, bias, out, accumulate, stream);
+void library_matmul(MatmulLibrary& library, const MatmulArgs& args, StreamHandle stream) {
+  HELIX_EXPECTS(args.dtype == DType::f16 || args.dtype == DType::bf16, ErrorCode::unsupported,
+                "library_matmul: ", to_string(args.dtype), "; built for f16 and bf16");
+  HELIX_EXPECTS(args.out_dtype == args.dtype || args.out_dtype == DType::f32, ErrorCode::unsupported,
+                "library_matmul: ", to_string(args.dtype), " into ", to_string(args.out_dtype),
+                "; built for f32 and ", to_string(args.dtype));
+  library.multiply(args, stream);
 }
 
 }  // namespace helix::cuda

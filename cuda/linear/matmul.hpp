@@ -18,18 +18,32 @@ namespace helix::cuda {
 std::unique_ptr<MatmulLibrary, MatmulLibraryDelete> make_matmul_library(
     std::shared_ptr<const Allocator> allocator);
 
-/// out[r, n] = sum_k in[r, k] * weight[n, k] (+ bias[n], unless null) (+ out[r, n] if accumulate), f32 sums.
-/// `dtype` (f16 or bf16) is the type of in, weight and bias, `out_dtype` the same or f32, `cols` and all
-/// sizes at least 1. Pointers are aligned to 16 bytes, and so is each row of `in` and `out`: strides are in
-/// elements and at least the row's length. Plans once for each shape (some host work, nothing on the stream),
-/// then only queues; capturable. A captured product keeps the workspace of the stream it was captured on: a
-/// graph and other products of that stream must not run side by side. Threads may call it at the same time,
-/// each with its own stream.
+/// One product for library_matmul(). Strides are in elements; those of rows are at least the row's length.
+struct MatmulArgs {
+  DType dtype = DType::bf16;      ///< f16 or bf16: of in, weight and bias.
+  DType out_dtype = DType::bf16;  ///< The same, or f32.
+  const void* in = nullptr;       ///< [heads, rows, cols].
+  std::int64_t in_row = 0;
+  std::int64_t in_head = 0;      ///< 0: all heads share the rows.
+  const void* weight = nullptr;  ///< [heads, width, cols].
+  const void* bias = nullptr;    ///< [width] or null; one head.
+  void* out = nullptr;           ///< [heads, rows, width].
+  std::int64_t out_row = 0;
+  std::int64_t out_head = 0;
+  std::int64_t heads = 1;
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  std::int64_t width = 0;
+  bool accumulate = false;  ///< Adds to what is in out.
+};
+
+/// out[h, r, n] = sum_k in[h, r, k] * weight[h, n, k] (+ bias[n]) (+ out[h, r, n]), f32 sums. All sizes are
+/// at least 1. Pointers are aligned to 16 bytes, and so is each row of `in` and `out`. Plans once for each
+/// shape (some host work, nothing on the stream), then only queues; capturable. A captured product keeps the
+/// workspace of the stream it was captured on: a graph and other products of that stream must not run side by
+/// side. Threads may call it at the same time, each with its own stream.
 /// @throws Error(unsupported) if the library has no algorithm for the shape, Error(capacity) without memory
 /// for a workspace, Error(internal) if it fails.
-void library_matmul(MatmulLibrary& library, DType dtype, const void* in, std::int64_t in_stride,
-                    std::int64_t rows, std::int64_t cols, const void* weight, std::int64_t weight_rows,
-                    const void* bias, void* out, DType out_dtype, std::int64_t out_stride, bool accumulate,
-                    StreamHandle stream);
+void library_matmul(MatmulLibrary& library, const MatmulArgs& args, StreamHandle stream);
 
 }  // namespace helix::cuda

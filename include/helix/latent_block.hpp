@@ -2,6 +2,8 @@
 // The attention of a block with latents (MLA): projections, attention and output.
 #pragma once
 
+#include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <variant>
 
@@ -90,6 +92,18 @@ void attend_absorbed(B& backend, const RankShape& shape, const AttentionBlockArg
       stream);
 }
 
+/// Calls use(first row, rows) for blocks of `rows` rows, of few sizes: backends plan a product for each.
+template <class Use>
+void for_each_row_block(std::int64_t rows, const Use& use) {
+  constexpr std::int64_t kMostRows = 4096;
+  for (std::int64_t first = 0; first < rows;) {
+    const auto left = static_cast<std::uint64_t>(rows - first);
+    const std::int64_t count = smaller(kMostRows, static_cast<std::int64_t>(std::bit_floor(left)));
+    use(first, count);
+    first += count;
+  }
+}
+
 /// The first `local_tokens` tokens of the sequence in slot *slot as keys and values of each head, and a view
 /// of them as a cache of one page. Their order is that of the shard, so that causal bounds hold as they do
 /// there (invariant 4).
@@ -101,14 +115,20 @@ KvView expand_latents(B& backend, const RankShape& shape, const AttentionBlockAr
   const MlaShape& mla = *shape.mla;
   const ExpandedBuffers<T>& expanded = args.buffers.expanded;
   const std::int64_t heads = shape.query_heads;
+  const std::int64_t page_tokens = ExpandedBuffers<T>::page_tokens(local_tokens);
   if (local_tokens > 0) {
-    const TensorView<T, 2> latents = expanded.latents.slice(0, 0, local_tokens);
-    const TensorView<T, 3> keys = expanded.keys.slice(0, 0, local_tokens);
+    const TensorView<T, 2> read = expanded.latents.slice(0, 0, local_tokens);
+    const TensorView<T, 2> rest = expanded.latents.slice(0, local_tokens, page_tokens - local_tokens);
+    backend.read_latents(ReadLatentsArgs<T>{.kv = args.kv, .sequence_slot = slot, .rows = read}, stream);
+    backend.fill_zero(rest.data(), static_cast<std::size_t>(rest.size()) * sizeof(T), stream);
+  }
+  for_each_row_block(local_tokens > 0 ? page_tokens : 0, [&](std::int64_t first_row, std::int64_t rows) {
+    const TensorView<T, 2> latents = expanded.latents.slice(0, first_row, rows);
+    const TensorView<T, 3> keys = expanded.keys.slice(0, first_row, rows);
     const auto shared_by_heads = [&](std::int64_t first, std::int64_t columns) {
-      return TensorView<const T, 3>(latents.data() + first, {local_tokens, heads, columns},
+      return TensorView<const T, 3>(latents.data() + first, {rows, heads, columns},
                                     {latents.stride(0), 0, 1});
     };
-    backend.read_latents(ReadLatentsArgs<T>{.kv = args.kv, .sequence_slot = slot, .rows = latents}, stream);
     backend.head_linear(HeadLinearArgs<T>{shared_by_heads(0, mla.kv_lora_rank), weights.expand_k,
                                           keys.slice(2, 0, mla.qk_nope_head_dim)},
                         stream);
@@ -117,16 +137,16 @@ KvView expand_latents(B& backend, const RankShape& shape, const AttentionBlockAr
                              nullptr,
                              {}},
                  stream);  // a copy: the latents are rotated
-    backend.linear(LinearArgs<T>{latents.slice(1, 0, mla.kv_lora_rank),
-                                 weights.expand_v,
-                                 {},
-                                 {expanded.values.data(), {local_tokens, heads * mla.v_head_dim}}},
-                   stream);
-  }
+    backend.linear(
+        LinearArgs<T>{latents.slice(1, 0, mla.kv_lora_rank),
+                      weights.expand_v,
+                      {},
+                      {expanded.values.slice(0, first_row, rows).data(), {rows, heads * mla.v_head_dim}}},
+        stream);
+  });
   backend.fill_zero(expanded.zero.data(), sizeof(std::int32_t), stream);
   KvView view;
-  view.format = KvFormat::token_major(kDTypeOf<T>, heads, mla.qk_head_dim(), mla.v_head_dim,
-                                      ExpandedBuffers<T>::page_tokens(local_tokens));
+  view.format = KvFormat::token_major(kDTypeOf<T>, heads, mla.qk_head_dim(), mla.v_head_dim, page_tokens);
   view.k = expanded.keys.data();
   view.v = expanded.values.data();
   view.num_pages = view.max_pages = 1;
@@ -163,8 +183,11 @@ std::int64_t expanded_tokens(const RankShape& shape, const LayerConfig& config, 
   const MlaChunk chunk{.tokens = batch.query_offsets_host[at + 1] - batch.query_offsets_host[at],
                        .length = length,
                        .local_tokens = layout.length(length, 0),
+                       .heads = shape.query_heads,
                        .kvp = shape.kvp};
-  return expands(config.mla_prefill, *shape.mla, chunk) ? chunk.local_tokens : 0;
+  MlaPrefillCosts costs;
+  if constexpr (requires { B::kMlaPrefillCosts; }) costs = B::kMlaPrefillCosts;
+  return expands(config.mla_prefill, *shape.mla, chunk, costs) ? chunk.local_tokens : 0;
 }
 
 /// Most tokens that the fullest rank expands for a sequence of the batch; 0: none is expanded.

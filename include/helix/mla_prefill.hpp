@@ -32,7 +32,15 @@ struct MlaChunk {
   std::int64_t tokens = 0;        ///< T, query tokens.
   std::int64_t length = 0;        ///< S, with them.
   std::int64_t local_tokens = 0;  ///< Of S, as many as the fullest KVP rank stores.
+  std::int64_t heads = 1;         ///< Query heads of a rank.
   int kvp = 1;
+};
+
+/// What the form is chosen by beside multiply-adds, as measured: a backend may state its own as
+/// `kMlaPrefillCosts`.
+struct MlaPrefillCosts {
+  double expanded_rate = 1.0;  ///< Time of a multiply-add of the expanded form, over one of the absorbed.
+  double chunk_work = 0.0;     ///< Multiply-adds that the further launches of an expanded chunk are worth.
 };
 
 /// Fewest query tokens that are expanded by choice: decode steps and drafts, whose queries are few, are a
@@ -62,12 +70,14 @@ constexpr double expanded_work(const MlaShape& mla, const MlaChunk& chunk) {
 }
 
 /// Whether the chunk attends expanded. A function of what all ranks know alike.
-constexpr bool expands(const MlaPrefill& prefill, const MlaShape& mla, const MlaChunk& chunk) {
+constexpr bool expands(const MlaPrefill& prefill, const MlaShape& mla, const MlaChunk& chunk,
+                       const MlaPrefillCosts& costs = {}) {
   // Partials of expanded values travel in messages that are built for latents.
   if (chunk.kvp > 1 && mla.v_head_dim > mla.kv_lora_rank) return false;
   if (chunk.tokens < 1 || chunk.local_tokens < 1 || chunk.local_tokens > prefill.room()) return false;
-  return prefill.form == MlaForm::expanded ||
-         (chunk.tokens >= kLeastExpandedTokens && expanded_work(mla, chunk) < absorbed_work(mla, chunk));
+  if (prefill.form == MlaForm::expanded) return true;
+  const double saved = absorbed_work(mla, chunk) - expanded_work(mla, chunk) * costs.expanded_rate;
+  return chunk.tokens >= kLeastExpandedTokens && saved * static_cast<double>(chunk.heads) > costs.chunk_work;
 }
 
 }  // namespace helix

@@ -154,7 +154,7 @@ TEST_CASE("every legal topology of deepseek-v2-tiny gives the golden output") {
   check_every_topology("deepseek-v2-tiny");
 }
 
-TEST_CASE("prompts that attend expanded or absorbed give the golden output", "[quick]") {
+TEST_CASE("prompts that attend expanded or absorbed give the golden output") {
   for (const char* name : {"deepseek-tiny", "deepseek-v2-tiny", "deepseek-tiny-fp8"}) {
     const ReferenceModel model(name);
     const Golden golden = model.golden();

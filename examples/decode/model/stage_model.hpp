@@ -100,14 +100,13 @@ class StageModel {
   /// (cache().append). The hidden states come from the stage before and go to the one after over the
   /// pipeline; so do the tokens, one a logit row, that the last stage draws. Queued; finish() waits.
   void forward(const Step& step) {
-    const CountedStep<typename B::Comm> counted(*pipeline_, ++num_steps_);
+    ++num_steps_;
     if (step != next_) {
       slots_.clear();
       for (const SequenceId& sequence : step.sequences) slots_.push_back(cache().slot(sequence));
       upload_inputs(step);
     }
     run(step);
-    counted.end();
   }
 
   /// Lets forward_next() come before finish(), which then waits for the last step and not for that one.
@@ -116,9 +115,8 @@ class StageModel {
 
   /// As forward(), of the step that feeds each token which the last one draws, known to the host or not.
   void forward_next() {
-    const CountedStep<typename B::Comm> counted(*pipeline_, ++num_steps_);
+    ++num_steps_;
     run(next_);
-    counted.end();
   }
 
   /// Waits for the last forward(), see can_go_ahead(). @returns what it drew; valid until the next one.
@@ -152,12 +150,14 @@ class StageModel {
 
   /// Queues or replays the step, whose inputs the device has.
   void run(const Step& step) {
+    const CountedStep<typename B::Comm> counted(*pipeline_, num_steps_);
     extras_.set(step, stream_);
     const StepShape shape{step.query_offsets, std::ssize(step.logit_rows), step.is_random()};
     const auto queue = [this, tokens = std::ssize(step.tokens), rows = shape.num_rows,
                         is_random = shape.is_random] { return queue_step(tokens, rows, is_random); };
     sent_payload_bytes_ =
         step.is_decode && !extras_.is_needed(step) ? decode_steps_.run(shape, stream_, queue) : queue();
+    counted.end();
     if (&step != &next_) next_ = step;
     for (std::int64_t& position : next_.positions) position += position >= 0 ? 1 : 0;
     for (std::uint64_t& counter : next_.draw_counters) ++counter;
