@@ -2,6 +2,7 @@
 // JSON of Google Benchmark as helix-bench-cuda writes it.
 #include "bench_results.hpp"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <sstream>
@@ -34,8 +35,8 @@ BenchCase parse_case(const json& entry, const std::string& name) {
   std::stringstream parts(name);
   std::getline(parts, result.family, '/');
   for (std::string part; std::getline(parts, part, '/');) {
-    const std::size_t colon = part.find(':');
-    if (colon != std::string::npos) result.parameters[part.substr(0, colon)] = part.substr(colon + 1);
+    const std::size_t colon = std::min(part.find(':'), part.size());
+    result.parameters[part.substr(0, colon)] = part.substr(std::min(colon + 1, part.size()));
   }
   for (const auto& [key, value] : entry.items()) {
     if (value.is_number() && std::isfinite(value.get<double>())) result.values[key] = value.get<double>();

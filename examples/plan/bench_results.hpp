@@ -18,7 +18,7 @@ namespace helix::plan_cli {
 struct BenchCase {
   std::string name;
   std::string family;                             ///< Name up to the first '/'.
-  std::map<std::string, std::string> parameters;  ///< Parameters in the name: "kvp" -> "4".
+  std::map<std::string, std::string> parameters;  ///< Parameters in the name: "kvp" -> "4", "ragged" -> "".
   std::map<std::string, double> values;           ///< Counters; all finite.
 
   bool has(const std::string& counter) const { return values.contains(counter); }

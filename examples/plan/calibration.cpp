@@ -65,10 +65,19 @@ std::vector<plan::TimedSize> plain_reads(const std::vector<BenchCase>& cases) {
   return merged(std::move(samples));
 }
 
-plan::BandwidthCurve read_curve(const std::vector<plan::TimedSize>& reads) {
+/// What counts as a small kernel or read: most of its time is that of starting.
+constexpr double kSmallBytes = 4e6;
+
+/// Below the smallest read, that one's time if it is small; else as `base` has it.
+plan::BandwidthCurve read_curve(const plan::BandwidthCurve& base, const std::vector<plan::TimedSize>& reads) {
+  const plan::TimedSize& smallest = reads.front();
   std::vector<plan::BandwidthCurve::Point> points;
-  if (reads.front().size > plan::bytes(1)) {
-    points.push_back({plan::bytes(1), plan::bytes(1) * kJustMore / reads.front().time});
+  if (smallest.size > plan::bytes(kSmallBytes)) {
+    for (const plan::BandwidthCurve::Point& point : base.points()) {
+      if (point.size < smallest.size && base.time(point.size) < smallest.time) points.push_back(point);
+    }
+  } else if (smallest.size > plan::bytes(1)) {
+    points.push_back({plan::bytes(1), plan::bytes(1) * kJustMore / smallest.time});
   }
   for (const plan::TimedSize& read : reads) points.push_back({read.size, read.size / read.time});
   return plan::BandwidthCurve(std::move(points));
@@ -76,12 +85,11 @@ plan::BandwidthCurve read_curve(const std::vector<plan::TimedSize>& reads) {
 
 /// By how much small kernels exceed a read of their bytes; nothing where none was measured.
 std::optional<Time> operator_overhead(const plan::BandwidthCurve& read, const std::vector<BenchCase>& cases) {
-  constexpr double kSmall = 4e6;
   std::vector<double> excess;
   for (const BenchCase& at : cases) {
     const bool is_kernel = at.family == "rms_norm" || at.family == "lse_combine" ||
                            at.family == "pack_partial" || at.family == "append_kv";
-    if (!is_kernel || at.value("bytes") > kSmall) continue;
+    if (!is_kernel || at.value("bytes") > kSmallBytes) continue;
     excess.push_back(at.value("us") - in_microseconds(read.time(plan::bytes(at.value("bytes")))));
   }
   if (excess.empty()) return std::nullopt;
@@ -92,7 +100,7 @@ std::optional<Time> operator_overhead(const plan::BandwidthCurve& read, const st
 plan::BandwidthCurve attention_curve(const std::vector<BenchCase>& cases) {
   std::vector<plan::TimedSize> samples;
   for (const BenchCase& at : cases) {
-    if (at.family != "partial_attention" || at.parameter("queries", kMaxStepTokens) != 1) continue;
+    if (!is_step_attention(at) || at.parameter("queries", kMaxStepTokens) != 1) continue;
     const Time time = plan::microseconds(at.value("us"));
     samples.push_back({plan::bytes(at.value("bytes/s") * in_seconds(time)), time});
   }
@@ -164,11 +172,19 @@ Bytes partial_bytes(std::int64_t tokens, std::int64_t heads, std::int64_t dim) {
                      (static_cast<double>(dim) * BenchShape::kElementBytes + kLseBytes));
 }
 
+bool is_step_attention(const BenchCase& at) {
+  // Beside these a name tells of another head size, type or layout of KV, or of the kernel of other GPUs.
+  static const std::set<std::string> kParameters{"heads", "batch", "tokens", "page", "queries", "ragged"};
+  return at.family == "partial_attention" && at.has("bytes/s") &&
+         std::all_of(at.parameters.begin(), at.parameters.end(),
+                     [](const auto& parameter) { return kParameters.contains(parameter.first); });
+}
+
 plan::Hardware calibrate(plan::Hardware base, const std::vector<BenchCase>& cases) {
   plan::Hardware hardware = std::move(base);
   const std::vector<plan::TimedSize> reads = plain_reads(cases);
   if (!reads.empty()) {
-    hardware.read = read_curve(reads);
+    hardware.read = read_curve(hardware.read, reads);
     if (const auto overhead = operator_overhead(hardware.read, cases)) {
       hardware.overheads.per_operator = *overhead;
       hardware.overheads.per_slice = *overhead + hardware.read.time(plan::bytes(1));

@@ -13,8 +13,9 @@
 namespace helix::plan_cli {
 
 /// `base` with what the cases measured; the rest stays:
-/// - read: the reads beside the operators, by size; less than the smallest takes as long as it;
-/// - attention_read: the partial_attention cases of one query token, by size of the KV;
+/// - read: the reads beside the operators, by size; less than the smallest takes as long as it, or as `base`
+///   has it where the smallest is above 4 MB;
+/// - attention_read: the cases of is_step_attention() with one query token, by size of the KV;
 /// - per_operator: by how much small kernels exceed a read of their bytes (median);
 /// - per_slice: the combine that each HOP-B slice has of its own; that attention starts and ends again is in
 ///   its curve;
@@ -23,6 +24,10 @@ namespace helix::plan_cli {
 /// - measured all_reduce: alone, of a layer's hidden states.
 /// @throws Error(invalid_file) if the cases hold none of it.
 plan::Hardware calibrate(plan::Hardware base, const std::vector<BenchCase>& cases);
+
+/// Whether the case is attention of decode steps as BenchShape and the presets have it: bf16 in Helix's own
+/// pages, heads of BenchShape::kDim, by the kernel that the GPU chooses.
+bool is_step_attention(const BenchCase& at);
 
 /// Of decode_layer and attention_scaling, whose names do not say it: Llama-405B's layers.
 struct BenchShape {

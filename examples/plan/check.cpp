@@ -62,7 +62,7 @@ class Predictor {
       : base_(base), calibration_(calibration), hardware_(calibrate(base, calibration)) {}
 
   void add(const BenchCase& at) {
-    if (at.family == "partial_attention") {
+    if (is_step_attention(at)) {
       attention(at);
     } else if (at.family == "linear") {
       linear(at);

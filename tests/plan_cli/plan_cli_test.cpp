@@ -209,6 +209,34 @@ TEST_CASE("calibrated by single operators, whole steps are predicted within 10 p
   CHECK(steps >= 8);
 }
 
+TEST_CASE("every file of results calibrates: an H200 stays one, small reads and other kernels told apart") {
+  const ScratchDirectory scratch;
+  const auto ttl_ms = [&](const std::string& calibration) {
+    const std::string file = (scratch / "plan.json").string();
+    const Run run =
+        run_plan("--model llama-3.1-70b --gpus 8 --batch 8 --context 131072 --strategies helix --json " +
+                 file + calibration);
+    INFO(run.output);
+    REQUIRE(run.exit_code == 0);
+    return json::parse(read_file(file)).at("best").at("ttl_ms").get<double>();
+  };
+  const double preset = ttl_ms("");
+  int files = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(HELIX_BENCH_RESULTS)) {
+    const std::string file = entry.path().string();
+    INFO(file);
+    ++files;
+    CHECK(ttl_ms(" --calibrate " + file) == Approx(preset).epsilon(0.1));
+    const auto rows = check_rows("--check " + file);
+    const auto far = std::count_if(rows.begin(), rows.end(), [](const auto& row) {
+      return std::abs(row.second.predicted_us / row.second.measured_us - 1) > 0.1;
+    });
+    CHECK(rows.size() >= 20);
+    CHECK(5 * far < static_cast<std::ptrdiff_t>(rows.size()));
+  }
+  CHECK(files >= 4);
+}
+
 TEST_CASE("a prediction does not depend on what it predicts") {
   const std::string one = "--check " + kOneGpuResults + " --check ";
   const auto before = check_rows(one + kFourGpuResults);
