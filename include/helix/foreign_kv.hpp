@@ -15,8 +15,8 @@
 // cp_kv_cache_interleave_size): its local block tables fit as they are.
 //
 // Latents: vLLM's [num_blocks, block_size, 576], SGLang's MLATokenToKVPool [size + page_size, 1, 576] and
-// FlashMLA's are whole rows, for which KvView::of_pool() with KvFormat::latent() is enough. Rows that carry
-// scales of their own (vLLM's fp8_ds_mla of 656 bytes, nvfp4) have no view.
+// FlashMLA's are whole rows, for which KvView::of_pool() with KvFormat::latent() is enough; of
+// DType::fp8_ds_mla for vLLM's rows of 656 bytes, which carry scales of their own. nvfp4 has no view.
 
 namespace helix {
 

@@ -11,7 +11,7 @@ namespace helix {
 
 /// The two forms of multi-head latent attention, the same up to rounding.
 enum class MlaForm : std::uint8_t {
-  automatic,  ///< The form of fewer multiply-adds.
+  automatic,  ///< What takes less time, by multiply-adds and MlaPrefillCosts.
   absorbed,   ///< Queries go into the latent space: what a query sees is read as it is cached.
   expanded    ///< The latents that a chunk sees become keys and values of each head first.
 };

@@ -10,10 +10,14 @@ data = pathlib.Path(__file__).resolve().parent.parent / "data"
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("output", type=pathlib.Path)
 output = parser.parse_args().output
-for target in ("safetensors", "model_config", "weight_map", "token_lists", "request", "commands", "hardware", "bench_results"):
+for target in ("safetensors", "model_config", "generation_config", "weight_map", "token_lists", "request", "commands", "hardware", "bench_results"):
     (output / target).mkdir(parents=True, exist_ok=True)
 for config in sorted(data.glob("*/config.json")):
     (output / "model_config" / config.parent.name).write_bytes(config.read_bytes())
+for config in sorted(data.glob("*/generation_config.json")):
+    (output / "generation_config" / config.parent.name).write_bytes(config.read_bytes())
+sampled = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 50, "min_p": 0.05, "repetition_penalty": 1.1, "eos_token_id": [1, 2]}
+(output / "generation_config" / "sampled").write_text(json.dumps(sampled))
 for file in sorted(data.glob("*/model.safetensors")):
     raw = file.read_bytes()
     end = 8 + struct.unpack("<Q", raw[:8])[0]

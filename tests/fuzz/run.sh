@@ -6,7 +6,7 @@
 set -euo pipefail
 
 seconds="${1:-600}"
-targets=(safetensors model_config weight_map token_lists request commands hardware bench_results rendezvous)
+targets=(safetensors model_config generation_config weight_map token_lists request commands hardware bench_results rendezvous)
 if [[ $# -gt 1 ]]; then targets=("${@:2}"); fi
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 build="$root/build/fuzz"

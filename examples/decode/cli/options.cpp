@@ -122,7 +122,7 @@ void add_step_options(CLI::App& app, Options& options, OptionTexts& texts) {
       ->capture_default_str();
   app.add_option("--mla-prefill", texts.mla_prefill,
                  "how prompts attend in models of latent attention: absorbed, in the latent space; expanded, "
-                 "with keys and values of each head, which take memory; auto: what multiplies less")
+                 "with keys and values of each head, which take memory; auto: what takes less time")
       ->check(CLI::IsMember({"auto", "absorbed", "expanded"}))
       ->capture_default_str();
 }

@@ -11,8 +11,8 @@
 
 namespace helix::comm {
 
-/// One rank's handle to a group of `size()` ranks, with every operation that LocalComm, MpiComm and NcclComm
-/// have. A decode layer asks for less: see the concepts in backend.hpp.
+/// One rank's handle to a group of `size()` ranks, with every operation that LocalComm, MpiComm, NcclComm
+/// and PeerComm have. A decode layer asks for less: see the concepts in backend/communicator.hpp.
 ///
 /// Each rank of the group makes the same calls in the same order, with equal counts, types and roots, each
 /// from one stream at a time; split() gives further streams groups of their own. A call queues its work on

@@ -43,10 +43,10 @@ class HELIX_API Operators {
   using Buffer = cuda::Buffer;
   using Activation = T;
 
-  /// All device memory comes from `allocator`: buffers of allocate(), a few small ones made here, and 32 MB
+  /// All device memory comes from `allocator`: buffers of allocate(), a few small ones made here, and 32 MiB
   /// of workspace of the matrix library for each of the first two streams that multiply, made by the first
   /// product that a stream queues while it is not captured. Before that, products use algorithms without a
-  /// workspace, so run a step once before its capture. Two pages of pinned host memory come from CUDA.
+  /// workspace, so run a step once before its capture. Some 20 KiB of pinned host memory come from CUDA.
   /// @throws Error(unsupported) without a driver, without `device`, or if the build has no code for it;
   /// Error(invalid_argument) if the allocator has one of its two functions only.
   explicit Operators(int device = 0, Allocator allocator = {});
@@ -54,7 +54,7 @@ class HELIX_API Operators {
   int device() const;
 
   /// Sets the blocks that partial_attention may hold at once, so that an exchange beside it finds room; 0:
-  /// all, two an SM. @throws Error(invalid_argument) below 0.
+  /// as many as the kernel wants, one or two an SM. @throws Error(invalid_argument) below 0.
   void set_attention_blocks(int blocks);
   /// Has partial_attention run what other GPUs run, for tests and measurements. At first this_gpu.
   void set_attention_target(AttentionTarget target);
@@ -66,7 +66,8 @@ class HELIX_API Operators {
   void wait(Stream stream, const Event& event) const;
   /// Waits for the stream. @throws what queued operations found wrong, again at each call.
   void synchronize(Stream stream) const;
-  /// Up to 64 KB the source may be re-used on return at no cost; more waits for the copy.
+  /// Pageable memory may be re-used on return, above 64 KB after a wait for the copy. Pinned memory is read
+  /// when the stream gets there: leave it alone until then.
   void upload(void* target, const void* source, std::size_t bytes, Stream stream) const;
   /// Waits for the stream and copies to host memory. @throws as synchronize().
   void download(void* target, const void* source, std::size_t bytes, Stream stream) const;

@@ -14,7 +14,8 @@ namespace helix::cuda {
 
 /// What was queued on a stream (and on streams that joined it through events) between begin and end, ready to
 /// be launched. Addresses and shapes are those of the capture; all else is read from device memory at each
-/// replay (invariant 10). Destroy it before the communicators that it uses are aborted.
+/// replay (invariant 10). Destroy it before the last handle to the communicators that it uses: NCCL frees an
+/// aborted one only then.
 class HELIX_API Graph {
  public:
   /// Nothing captured, only to assign to.
