@@ -80,18 +80,18 @@ def run_peer(peer: str, cases: list[Case], worker: Callable[..., None] = work_th
     """What the peer says of itself, and its results by case. A process that dies or hangs costs the case it was at."""
     context = multiprocessing.get_context("spawn")
     todo, results = list(cases), {}
-    about: dict[str, str] = {"absent": "no case is asked for"}
+    about: dict[str, str] = {}
     while todo:
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=worker, args=(peer, todo, sender), daemon=True)
         process.start()
         sender.close()
-        at_start, heard = len(todo), False
+        at_start = len(todo)
+        said: dict[str, str] = {}
         why = ""
         try:
             said = next_message(receiver, limit_s)
-            heard, about = True, said
-            while todo and "absent" not in about:
+            while todo and "absent" not in said:
                 results[todo[0].name] = next_message(receiver, limit_s)
                 print(f"{peer}: {todo.pop(0).name}", file=sys.stderr)
         except EOFError:
@@ -102,13 +102,17 @@ def run_peer(peer: str, cases: list[Case], worker: Callable[..., None] = work_th
             process.kill()
             why = str(error)
         process.join()
-        if not heard:
-            about = {"absent": why}
-        if "absent" in about:
+        if not said or "absent" in said:
+            why = why or said["absent"]
+            if about:  # it ran before: what it gave stands
+                results |= {case.name: {"error": why} for case in todo}
+            else:
+                about = {"absent": why}
             break
+        about = said
         if why:
             results[todo.pop(0).name] = {"error": why}
-    return about, results
+    return about or {"absent": "no case is asked for"}, results
 
 
 def filter_of(cases: list[Case]) -> str:

@@ -1,17 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ShardedKVCache refuses what contradicts itself, on every rank alike, and changes nothing.
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <functional>
 #include <limits>
-#include <memory>
-#include <optional>
-#include <random>
-#include <set>
-#include <string>
-#include <tuple>
 #include <vector>
 
 #include <helix/cpu/backend.hpp>

@@ -111,7 +111,7 @@ TEST_CASE("long chunks of DeepSeek-V3 are expanded, short ones and what the work
   const auto expands_at = [&](std::int64_t heads, std::int64_t tokens) {
     MlaChunk chunk = chunk_of(tokens, 4352);
     chunk.heads = heads;
-    return expands(automatic, kDeepSeek, chunk, {.expanded_rate = 1.4, .chunk_work = 2e10});
+    return expands(automatic, kDeepSeek, chunk, {.expanded_time = 1.4, .launch_work = 2e10});
   };
   CHECK_FALSE(expands_at(128, 256));
   CHECK(expands_at(128, 512));

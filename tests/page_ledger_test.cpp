@@ -1,16 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // PageLedger: all ranks decide alike, and no page has two owners.
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <functional>
-#include <limits>
-#include <memory>
 #include <optional>
 #include <random>
 #include <set>
-#include <string>
 #include <tuple>
 #include <vector>
 

@@ -1,17 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // ShardedKVCache: random operations on every rank of a stage against a plain list of each sequence's tokens.
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <limits>
-#include <memory>
-#include <optional>
 #include <random>
-#include <set>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include <helix/cpu/backend.hpp>

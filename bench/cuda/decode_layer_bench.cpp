@@ -141,7 +141,6 @@ class DecodeRank {
   }
 
   std::int64_t num_layers() const { return static_cast<std::int64_t>(layers_.size()); }
-  const LayerBytes& layer_bytes() const { return layer_bytes_; }
 
   /// Gives each sequence room for its next token, for which few steps need a page.
   void grow() { cache_.append(sequences_, one_each_, rank_->stream); }

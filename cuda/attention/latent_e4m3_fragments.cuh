@@ -11,7 +11,7 @@ namespace helix::cuda::latent_e4m3 {
 /// Rows of a product in registers.
 using Fragment = unsigned[4];
 
-/// Adds up what `x` is in the threads of the group; a barrier of it.
+/// Whether `x` holds in any thread of the group; a barrier of it.
 __device__ __forceinline__ bool group_or(int barrier, bool x) {
   int any;
   asm volatile(

@@ -13,7 +13,7 @@
 
 namespace helix::cuda::latent_e4m3 {
 
-/// What both groups do alike: group kGroup has the scores of KV tiles kGroup, kGroup + 2, ..., and half of
+/// What both groups do alike: group `group` has the scores of KV tiles group, group + 2, ..., and half of
 /// the value columns of all.
 template <class K, class Group>
 struct Products {
@@ -33,7 +33,7 @@ struct Products {
                         static_cast<unsigned>(step % kSteps) * 32u);
   }
 
-  /// Scores of a KV tile that has come, over the token's scale where there is one.
+  /// Scores of a KV tile that has come, its scales applied where it has some.
   __device__ __forceinline__ void multiply_keys(const StagePlace<K>& place, Scores<K>& scores,
                                                 TokenScales& scales) const {
     barrier_wait(at(&s.full[place.stage]), place.parity);
@@ -111,7 +111,7 @@ struct Products {
                    : "=f"(x)
                    : "r"(scales_at(rows, h) + static_cast<unsigned>(i) * 4u)
                    : "memory");
-      return x == 0.0f ? 0x1p-100f : x;
+      return x == 0.0f ? 0x1p-30f : x;  // of zeros only: any that overflows nothing
     };
     float factors[2];
 #pragma unroll

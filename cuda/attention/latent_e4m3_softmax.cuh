@@ -133,10 +133,11 @@ struct Softmax {
     }
   }
 
-  /// By what a raise of `of`'s tile shrinks two query rows from `row` on.
+  /// By what a raise of `of`'s tile shrinks two query rows from `row` on. A first pivot may be below 0, of
+  /// which the inverse may be infinite: nothing is summed yet, so it is 1.
   __device__ __forceinline__ float2 shrink(int of, int row) const {
     const float2 by = *reinterpret_cast<const float2*>(&s.raise[of][row]);
-    return {fast_exp2(-by.x), fast_exp2(-by.y)};
+    return {fast_exp2(fminf(-by.x, 0.0f)), fast_exp2(fminf(-by.y, 0.0f))};
   }
   __device__ __forceinline__ void shrink_sums(int of, Sums<K>& sums) const {
 #pragma unroll

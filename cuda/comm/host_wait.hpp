@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <optional>
+#include <thread>
 
 #include <cuda_runtime_api.h>
 
@@ -22,6 +23,32 @@ inline cudaError_t query(const Event& event) {
 
 /// A decode step is waited for awake: a thread that sleeps comes late.
 inline constexpr std::chrono::milliseconds kAwake{100};
+
+/// Waits until `work`, a stream or an event, has ended: awake at first, then in naps. `throw_if_failed()` is
+/// called at each turn, before the work counts as done, `look(waited)` each millisecond; either may throw,
+/// and whoever bounds the wait does so in the second.
+template <class Work, class ThrowIfFailed, class Look>
+void wait_awake(const Work& work, const ThrowIfFailed& throw_if_failed, const Look& look) {
+  using Clock = std::chrono::steady_clock;
+  constexpr std::chrono::milliseconds kLook{1};
+  const Clock::time_point begin = Clock::now();
+  Clock::duration next_look = kLook;
+  for (;;) {
+    const cudaError_t status = query(work);
+    throw_if_failed();
+    if (status == cudaSuccess) return;
+    if (status != cudaErrorNotReady)
+      throw_on_error(static_cast<int>(status), "waiting for queued work", __FILE__, __LINE__);
+    const Clock::duration waited = Clock::now() - begin;
+    if (waited < next_look) {
+      std::this_thread::yield();
+      continue;
+    }
+    next_look = waited + kLook;
+    look(waited);
+    if (waited >= kAwake) std::this_thread::sleep_for(kLook);
+  }
+}
 
 /// Tells the watch of the job, where there is one, that this rank waits.
 class BootstrapWait {

@@ -69,9 +69,7 @@ void NcclComm::all_to_all(const void* in, void* out, std::int64_t bytes, Stream 
 void NcclComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_bytes, void* out,
                             std::span<const std::int64_t> recv_bytes, Stream stream) {
   comm::expect_peer_bytes(in, send_bytes, out, recv_bytes, size());
-  const auto own = static_cast<std::size_t>(rank());
-  HELIX_EXPECTS(send_bytes[own] == recv_bytes[own], ErrorCode::invalid_argument, "all_to_all_v: rank ", own,
-                " sends ", send_bytes[own], " bytes to itself, but expects ", recv_bytes[own]);
+  comm::expect_own_bytes(send_bytes, recv_bytes, rank());
   state_->call_group("all_to_all_v", [&](ncclComm_t comm) {
     ncclResult_t result = ncclSuccess;
     std::int64_t send_begin = 0;
@@ -132,7 +130,7 @@ void NcclComm::begin_step(std::uint64_t step) const {
 }
 
 void NcclComm::end_step() const {
-  state_->family->count(state_->root_rank);
+  state_->family->end_step(state_->root_rank);
 }
 
 void NcclComm::abort(std::string_view reason) noexcept {
@@ -162,31 +160,17 @@ void NcclComm::wait_for(const Work& work) const {
   NcclFamily& family = *state.family;
   const BootstrapWait waiting(family.bootstrap);
   const milliseconds limit = state.timeout + (family.bootstrap ? kWatchGrace : milliseconds(0));
-  const Clock::time_point begin = Clock::now();
-  Clock::duration next_look = milliseconds(1);  // at errors and deadlines
-  for (;;) {
-    const cudaError_t status = query(work);
-    family.throw_if_failed();  // an aborted kernel ends as if it had succeeded
-    if (status == cudaSuccess) return;
-    if (status != cudaErrorNotReady)
-      throw_on_error(static_cast<int>(status), "waiting for queued work", __FILE__, __LINE__);
-    const auto waited = Clock::now() - begin;
-    if (waited < next_look) {
-      std::this_thread::yield();
-      continue;
-    }
-    next_look = waited + milliseconds(1);
+  const auto throw_if_failed = [&] { family.throw_if_failed(); };  // an aborted kernel seems to succeed
+  wait_awake(work, throw_if_failed, [&](Clock::duration waited) {
     check();
-    if (waited >= limit) {
-      std::ostringstream text;
-      text << state.operation.load(std::memory_order_relaxed) << ": the stream of " << state.name()
-           << " did not finish within " << comm::seconds(state.timeout) << " s"
-           << family.laggards(state.root_rank);
-      state.fail_everywhere(text.str());
-      throw Error(ErrorCode::timeout, text.str());
-    }
-    if (waited >= kAwake) std::this_thread::sleep_for(milliseconds(1));
-  }
+    if (waited < limit) return;
+    std::ostringstream text;
+    text << state.operation.load(std::memory_order_relaxed) << ": the stream of " << state.name()
+         << " did not finish within " << comm::seconds(state.timeout) << " s"
+         << family.laggards(state.root_rank);
+    state.fail_everywhere(text.str());
+    throw Error(ErrorCode::timeout, text.str());
+  });
 }
 
 void NcclComm::synchronize(Stream stream) const {

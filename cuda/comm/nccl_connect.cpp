@@ -5,7 +5,6 @@
 #include <span>
 #include <sstream>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include <cuda_runtime_api.h>
@@ -86,7 +85,7 @@ std::vector<NcclComm> NcclComm::create_group(std::span<const int> devices, milli
                 " GPUs of this process did not connect within ", comm::seconds(timeout),
                 " s; NCCL_DEBUG=INFO shows why");
   const auto family = NcclFamily::make();
-  family->progress = std::vector<NcclProgress>(devices.size());
+  family->progress = std::vector<RankProgress>(devices.size());
   std::vector<NcclComm> comms;
   for (const ncclComm_t handle : *handles) {
     comms.push_back(NcclComm(State::make({.family = family, .handle = handle, .timeout = timeout})));

@@ -76,10 +76,14 @@ void NcclFamily::check_calls() {
     }
   }
   for (const auto& state : alive) {
-    const Clock::rep since = state->call_since.load(std::memory_order_relaxed);
+    const Clock::rep since = state->call_since.load();
     if (since == 0) continue;
     const Clock::duration waited = Clock::now().time_since_epoch() - Clock::duration(since);
-    if (bootstrap && waited > kCallPoll && !is_call_reported.exchange(true)) bootstrap->begin_wait();
+    if (bootstrap && waited > kCallPoll && !is_call_reported.exchange(true)) {
+      bootstrap->begin_wait();
+      // The call may have ended since: it took back nothing yet.
+      if (state->call_since.load() != since && is_call_reported.exchange(false)) bootstrap->end_wait();
+    }
     if (waited < state->timeout + (bootstrap ? kWatchGrace : milliseconds(0))) continue;
     std::ostringstream text;
     text << "NCCL " << state->operation.load(std::memory_order_relaxed) << " on " << state->name()
@@ -92,9 +96,8 @@ void NcclFamily::check_calls() {
 std::string NcclFamily::places() const {
   std::ostringstream text;
   for (std::size_t rank = 0; rank < progress.size(); ++rank) {
-    text << (rank == 0 ? "; " : ", ") << "rank " << rank << " made "
-         << progress[rank].operations.load(std::memory_order_relaxed) << " calls, the last "
-         << progress[rank].last_call();
+    text << (rank == 0 ? "; " : ", ") << "rank " << rank << " made " << progress[rank].made()
+         << " calls, the last " << progress[rank].last_call();
   }
   return text.str();
 }
@@ -107,27 +110,19 @@ void NcclFamily::throw_if_failed() {
 
 void NcclFamily::begin(int root_rank, const char* operation) {
   if (bootstrap) bootstrap->begin_operation(operation);
-  if (progress.empty()) return;
-  progress[static_cast<std::size_t>(root_rank)].last.store(operation, std::memory_order_relaxed);
-  count(root_rank);
+  if (!progress.empty()) progress[static_cast<std::size_t>(root_rank)].begin(operation);
 }
 
-void NcclFamily::count(int root_rank) {
-  if (!progress.empty())
-    progress[static_cast<std::size_t>(root_rank)].operations.fetch_add(1, std::memory_order_relaxed);
+void NcclFamily::end_step(int root_rank) {
+  if (bootstrap) bootstrap->begin_operation("");
+  if (!progress.empty()) progress[static_cast<std::size_t>(root_rank)].count();
 }
 
 std::string NcclFamily::laggards(int root_rank) const {
   std::ostringstream text;
-  if (progress.empty()) return "";
-  const std::uint64_t own =
-      progress[static_cast<std::size_t>(root_rank)].operations.load(std::memory_order_relaxed);
-  for (std::size_t rank = 0; rank < progress.size(); ++rank) {
-    const std::uint64_t operations = progress[rank].operations.load(std::memory_order_relaxed);
-    if (operations >= own) continue;
-    text << "; rank " << rank << " is behind: its call " << operations << " was "
-         << progress[rank].last_call() << ", this rank made " << own;
-  }
+  for (std::size_t rank = 0; rank < progress.size(); ++rank)
+    name_if_behind(text, static_cast<int>(rank), progress[rank],
+                   progress[static_cast<std::size_t>(root_rank)].made());
   return text.str();
 }
 

@@ -21,6 +21,7 @@
 
 #include "comm/timeout.hpp"
 #include "cuda/comm/nccl_calls.hpp"
+#include "cuda/comm/rank_progress.hpp"
 #include "cuda/runtime/operators_state.hpp"
 
 namespace helix::cuda {
@@ -28,22 +29,8 @@ namespace helix::cuda {
 using comm::Clock;
 using comm::milliseconds;
 
-/// What one rank of this process has called so far, to name those that are behind.
-struct NcclProgress {
-  std::atomic<std::uint64_t> operations = 0;
-  std::atomic<const char*> last = "start";  // "": the start of a step
-
-  std::string_view last_call() const {
-    const std::string_view name = last.load(std::memory_order_relaxed);
-    return name.empty() ? "the start of a step" : name;
-  }
-};
-
-/// The watch of a job learns after the timeout who is behind, and says it better than a bare timeout: so much
-/// longer it is waited for.
-inline constexpr milliseconds kWatchGrace{2000};
 /// How long after an error of NCCL the watch may take to hear that a peer's connection has closed.
-inline constexpr milliseconds kCauseGrace{300};
+inline constexpr milliseconds kClosedGrace{300};
 
 /// All groups of one root that live in this process, and a thread that bounds their calls: NCCL connects to a
 /// peer in the first call that needs it, and waits on the host for the peer's.
@@ -52,7 +39,7 @@ struct NcclFamily {
   std::atomic<bool> has_failed = false;
   std::string failure;
   std::vector<std::weak_ptr<NcclComm::State>> members;
-  std::vector<NcclProgress> progress;  // by root rank where all ranks are of this process, else empty
+  std::vector<RankProgress> progress;  // by root rank where all ranks are of this process, else empty
   std::optional<comm::Bootstrap> bootstrap;
   std::atomic<bool> is_call_reported = false;  // as a wait, to the bootstrap
 
@@ -69,8 +56,8 @@ struct NcclFamily {
 
   /// Notes what a rank calls next.
   void begin(int root_rank, const char* operation);
-  /// Counts what a rank has called.
-  void count(int root_rank);
+  /// Notes that a rank has queued a step.
+  void end_step(int root_rank);
   /// "; rank 2 is behind: its call 7 was all_reduce, this rank made 8" or nothing.
   std::string laggards(int root_rank) const;
 
@@ -135,10 +122,10 @@ struct NcclComm::State {
     const DeviceScope scope(device);
     call_since.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
     const ncclResult_t result = body(handle);
-    call_since.store(0, std::memory_order_relaxed);
+    call_since.store(0);
     if (family->is_call_reported.exchange(false)) family->bootstrap->end_wait();
     if (result == ncclSuccess) return;
-    if (family->bootstrap) std::this_thread::sleep_for(kCauseGrace);  // the watch hears of a death soon
+    if (family->bootstrap) std::this_thread::sleep_for(kClosedGrace);  // the watch hears of a death soon
     family->throw_if_failed();  // an abort or a death is the cause, not the result
     throw_nccl(result, what, name());
   }

@@ -1,9 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // cuda::PeerComm: the collectives, over windows or NCCL, and a wait for them that ends.
-#include <algorithm>
-#include <memory>
-#include <numeric>
-#include <optional>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -13,7 +9,6 @@
 #include <helix/cuda/peer_comm.hpp>
 #include <helix/error.hpp>
 
-#include "comm/bytes.hpp"
 #include "comm/collective_arguments.hpp"
 #include "comm/operation.hpp"
 #include "cuda/comm/host_wait.hpp"
@@ -168,9 +163,7 @@ void PeerComm::all_to_all(const void* in, void* out, std::int64_t bytes, Stream 
 void PeerComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_bytes, void* out,
                             std::span<const std::int64_t> recv_bytes, Stream stream) {
   comm::expect_peer_bytes(in, send_bytes, out, recv_bytes, size());
-  const auto own = static_cast<std::size_t>(rank());
-  HELIX_EXPECTS(send_bytes[own] == recv_bytes[own], ErrorCode::invalid_argument, "all_to_all_v: rank ", own,
-                " sends ", send_bytes[own], " bytes to itself, but expects ", recv_bytes[own]);
+  comm::expect_own_bytes(send_bytes, recv_bytes, rank());
   state_->begin("all_to_all_v");
   if (!has_windows()) return state_->nccl->all_to_all_v(in, send_bytes, out, recv_bytes, stream);
   meet(*state_, Operation::barrier, 0, stream);
@@ -238,13 +231,16 @@ void PeerComm::barrier(Stream stream) {
 }
 
 void PeerComm::begin_step(std::uint64_t step) const {
-  if (state_->family->bootstrap) state_->family->bootstrap->set_step(step);
-  state_->own->last.store("", std::memory_order_relaxed);
-  state_->own->operations.fetch_add(1, std::memory_order_relaxed);
+  if (auto& job = state_->family->bootstrap) {
+    job->set_step(step);
+    job->begin_operation("");
+  }
+  state_->own->progress.begin("");
 }
 
 void PeerComm::end_step() const {
-  state_->own->operations.fetch_add(1, std::memory_order_relaxed);
+  if (state_->family->bootstrap) state_->family->bootstrap->begin_operation("");
+  state_->own->progress.count();
 }
 
 void PeerComm::abort(std::string_view reason) noexcept {
@@ -261,35 +257,20 @@ void PeerComm::wait_for(const Work& work) const {
   const State& state = *state_;
   PeerFamily& family = *state.family;
   const BootstrapWait waiting(family.bootstrap);
-  const Clock::time_point begin = Clock::now();
-  Clock::duration next_look = milliseconds(1);  // at the deadline, and at NCCL
-  for (;;) {
-    const cudaError_t status = query(work);
-    if (status != cudaSuccess && status != cudaErrorNotReady)
-      throw_on_error(static_cast<int>(status), "waiting for queued work", __FILE__, __LINE__);
-    if (const PeerFailure* const failure = state.own->failure()) {
-      family.throw_if_failed();
-      state.throw_failure(*failure);
-    }
-    family.throw_if_failed();  // kernels that were let go end as if they had succeeded
-    if (status == cudaSuccess) return;
-    const auto waited = Clock::now() - begin;
-    if (waited < next_look) {
-      std::this_thread::yield();
-      continue;
-    }
-    next_look = waited + milliseconds(1);
+  const auto throw_if_failed = [&] {  // kernels that were let go end as if they had succeeded
+    const PeerFailure* const failure = state.own->failure();
+    family.throw_if_failed();
+    if (failure != nullptr) state.throw_failure(*failure);
+  };
+  wait_awake(work, throw_if_failed, [&](Clock::duration waited) {
     if (state.nccl) state.nccl->check();
-    if (waited >= family.limit()) {
-      std::ostringstream text;
-      text << state.own->last_call() << ": the stream of rank " << state.own->root_rank
-           << " did not finish within " << comm::seconds(family.timeout) << " s"
-           << family.laggards(*state.own);
-      state.fail_everywhere(text.str());
-      throw Error(ErrorCode::timeout, text.str());
-    }
-    if (waited >= kAwake) std::this_thread::sleep_for(milliseconds(1));
-  }
+    if (waited < family.limit()) return;
+    std::ostringstream text;
+    text << state.own->progress.last_call() << ": the stream of rank " << state.own->root_rank
+         << " did not finish within " << comm::seconds(family.timeout) << " s" << family.laggards(*state.own);
+    state.fail_everywhere(text.str());
+    throw Error(ErrorCode::timeout, text.str());
+  });
 }
 
 void PeerComm::synchronize(Stream stream) const {

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
-#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -16,6 +15,7 @@
 #include <helix/cuda/peer_comm.hpp>
 #include <helix/error.hpp>
 
+#include "comm/all_of.hpp"
 #include "cuda/comm/last_work.hpp"
 #include "cuda/comm/peer_groups.hpp"
 #include "cuda/comm/peer_state.hpp"
@@ -36,17 +36,6 @@ int most_on_one(const std::vector<Device>& devices) {
 void expect_a_transport(bool has_windows, bool has_nccl, const std::string& why_not) {
   HELIX_EXPECTS(has_windows || has_nccl, ErrorCode::unsupported, "PeerComm: ", why_not,
                 ", and NCCL is not to be used, or has no GPU for each rank");
-}
-
-/// All ranks' values on every rank. Collective.
-template <class T>
-std::vector<T> all_of(comm::Bootstrap& bootstrap, const T& own) {
-  std::vector<T> all(static_cast<std::size_t>(bootstrap.size()));
-  const auto parts = bootstrap.gather(std::as_bytes(std::span(&own, 1)));
-  for (std::size_t i = 0; i < parts.size(); ++i)
-    std::memcpy(&all[i], parts[i].data(), std::min(sizeof(T), parts[i].size()));
-  bootstrap.broadcast(std::as_writable_bytes(std::span(all)));
-  return all;
 }
 
 using DeviceId = std::array<char, 16>;
@@ -119,7 +108,7 @@ PeerComm PeerComm::connect(comm::Bootstrap bootstrap, int device, const Options&
   state->rank = bootstrap.rank();
   state->root_ranks.resize(static_cast<std::size_t>(bootstrap.size()));
   std::iota(state->root_ranks.begin(), state->root_ranks.end(), 0);
-  state->ranks_a_device = most_on_one(all_of(bootstrap, id_of(device)));
+  state->ranks_a_device = most_on_one(comm::all_of(bootstrap, id_of(device)));
 
   std::string why_not;
   if (const auto links = comm::LocalLinks::connect(bootstrap, why_not)) {

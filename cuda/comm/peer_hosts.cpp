@@ -4,7 +4,6 @@
 #include "cuda/comm/peer_hosts.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <exception>
 #include <numeric>
 #include <optional>

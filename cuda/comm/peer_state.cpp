@@ -19,9 +19,6 @@ constexpr int kSharedBlocks = 128;              // of kernels that wait, by all 
 constexpr std::int64_t kSlotBytes = 128 << 10;  // of a channel: the pieces of all senders
 constexpr std::int64_t kBlockBytes = 8 << 10;   // that a block moves before another one helps
 
-/// The watch of a job learns after the timeout who is behind, and says it better: so much longer it is waited
-/// for.
-constexpr milliseconds kWatchGrace{2000};
 /// By so much the host outlasts the kernels, which know whom they wait for.
 constexpr milliseconds kRecordGrace{500};
 /// How long the failure of another rank may take to be known here after its kernel has given up.
@@ -47,11 +44,6 @@ PeerRank::PeerRank(int number, int on_device)
     : root_rank(number), device(on_device), report(sizeof(PeerReport)) {
   const DeviceScope scope(device);
   words = Buffer(sizeof(PeerWords));
-}
-
-std::string_view PeerRank::last_call() const {
-  const std::string_view name = last.load(std::memory_order_relaxed);
-  return name.empty() ? "the start of a step" : name;
 }
 
 const PeerFailure* PeerRank::failure() const {
@@ -99,13 +91,7 @@ void PeerFamily::throw_if_failed() {
 
 std::string PeerFamily::laggards(const PeerRank& own) const {
   std::ostringstream text;
-  const std::uint64_t made = own.operations.load(std::memory_order_relaxed);
-  for (const auto& rank : ranks) {
-    const std::uint64_t operations = rank->operations.load(std::memory_order_relaxed);
-    if (operations >= made) continue;
-    text << "; rank " << rank->root_rank << " is behind: its call " << operations << " was "
-         << rank->last_call() << ", this rank made " << made;
-  }
+  for (const auto& rank : ranks) name_if_behind(text, rank->root_rank, rank->progress, own.progress.made());
   return text.str();
 }
 
@@ -141,8 +127,7 @@ void PeerComm::State::open_channel(std::shared_ptr<const PeerRange> memory) {
 void PeerComm::State::begin(const char* operation) const {
   family->throw_if_failed();
   if (family->bootstrap) family->bootstrap->begin_operation(operation);
-  own->last.store(operation, std::memory_order_relaxed);
-  own->operations.fetch_add(1, std::memory_order_relaxed);
+  own->progress.begin(operation);
 }
 
 bool PeerComm::State::is_for_nccl(std::int64_t bytes) const {
@@ -180,7 +165,7 @@ void PeerComm::State::throw_failure(const PeerFailure& failure) const {
   const int peer = group.at(failure.peer);
   if (missing.empty()) missing.push_back(peer);
   std::ostringstream text;
-  const std::string_view last = own->last_call();
+  const std::string_view last = own->progress.last_call();
   ErrorCode code = ErrorCode::timeout;
   switch (failure.fault) {
     case PeerFault::out_of_step:

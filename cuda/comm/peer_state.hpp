@@ -20,6 +20,7 @@
 #include "comm/timeout.hpp"
 #include "cuda/comm/peer_channel.hpp"
 #include "cuda/comm/peer_hosts.hpp"
+#include "cuda/comm/rank_progress.hpp"
 
 namespace helix::cuda {
 
@@ -40,13 +41,11 @@ struct PeerRank {
   int device;
   PinnedBuffer report;  // a PeerReport
   Buffer words;         // PeerWords
-  std::atomic<std::uint64_t> operations = 0;
-  std::atomic<const char*> last = "start";  // "": the start of a step
+  RankProgress progress;
   std::mutex mutex;
   std::vector<std::vector<int>> groups;  // root ranks of each group, by PeerWaits::group
 
   PeerReport& host() const { return *reinterpret_cast<PeerReport*>(report.data()); }
-  std::string_view last_call() const;
   /// What a kernel of this rank recorded, if anything.
   const PeerFailure* failure() const;
 };

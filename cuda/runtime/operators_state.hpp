@@ -50,8 +50,10 @@ struct Operators<T>::State {
   SharedMemory shared_memory;
   int attention_blocks = 0;  // 0: all
   AttentionTarget attention_target = AttentionTarget::this_gpu;
-  PinnedBuffer failure;       // a FailureRecord
-  PinnedBuffer downloaded;    // what queue_download() brings
+  PinnedBuffer failure;          // a FailureRecord
+  PinnedBuffer downloaded;       // what queue_download() brings
+  std::size_t queued_bytes = 0;  // of it that take_download() has not taken yet
+  bool is_download_queued = false;
   Event is_downloaded;        // behind its copy
   Buffer failure_claim;       // not 0: it is taken. On the device, as atomics on host memory need not work
   Buffer attention_counters;  // partial_attention's self-resetting counters

@@ -44,11 +44,6 @@ __device__ __forceinline__ void store_shared(unsigned to, uint4 x) {
                : "memory");
 }
 
-/// Asks for a line of 128 bytes to come to the L2 cache.
-__device__ __forceinline__ void prefetch_line(const void* at) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
-}
-
 /// A barrier whose phase ends after `arrivals` arrivals and the bytes that they expect.
 __device__ __forceinline__ void barrier_init(unsigned barrier, unsigned arrivals) {
 #if __CUDA_ARCH__ >= 900

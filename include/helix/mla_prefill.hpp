@@ -31,7 +31,7 @@ struct MlaPrefill {
 struct MlaChunk {
   std::int64_t tokens = 0;        ///< T, query tokens.
   std::int64_t length = 0;        ///< S, with them.
-  std::int64_t local_tokens = 0;  ///< Of S, as many as the fullest KVP rank stores.
+  std::int64_t local_tokens = 0;  ///< As many of S as the fullest KVP rank stores.
   std::int64_t heads = 1;         ///< Query heads of a rank.
   int kvp = 1;
 };
@@ -39,8 +39,8 @@ struct MlaChunk {
 /// What the form is chosen by beside multiply-adds, as measured: a backend may state its own as
 /// `kMlaPrefillCosts`.
 struct MlaPrefillCosts {
-  double expanded_rate = 1.0;  ///< Time of a multiply-add of the expanded form, over one of the absorbed.
-  double chunk_work = 0.0;     ///< Multiply-adds that the further launches of an expanded chunk are worth.
+  double expanded_time = 1.0;  ///< Time of a multiply-add of the expanded form, in that of an absorbed one.
+  double launch_work = 0.0;    ///< Multiply-adds that the further launches of an expanded chunk are worth.
 };
 
 /// Fewest query tokens that are expanded by choice: decode steps and drafts, whose queries are few, are a
@@ -76,8 +76,8 @@ constexpr bool expands(const MlaPrefill& prefill, const MlaShape& mla, const Mla
   if (chunk.kvp > 1 && mla.v_head_dim > mla.kv_lora_rank) return false;
   if (chunk.tokens < 1 || chunk.local_tokens < 1 || chunk.local_tokens > prefill.room()) return false;
   if (prefill.form == MlaForm::expanded) return true;
-  const double saved = absorbed_work(mla, chunk) - expanded_work(mla, chunk) * costs.expanded_rate;
-  return chunk.tokens >= kLeastExpandedTokens && saved * static_cast<double>(chunk.heads) > costs.chunk_work;
+  const double saved = absorbed_work(mla, chunk) - expanded_work(mla, chunk) * costs.expanded_time;
+  return chunk.tokens >= kLeastExpandedTokens && saved * static_cast<double>(chunk.heads) > costs.launch_work;
 }
 
 }  // namespace helix

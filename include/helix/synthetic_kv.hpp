@@ -45,7 +45,7 @@ struct SyntheticKvArgs {
   KvView kv;  ///< Pages of the model's layer `layer`.
   std::int64_t sequence_slot = 0;
   std::int64_t tokens = 0;      ///< The sequence has been grown to as many.
-  std::int64_t layer = 0;       ///< Of the model.
+  std::int64_t layer = 0;       ///< Layer of the model.
   std::int64_t first_head = 0;  ///< KV head of the model that is head 0 of the pages.
 };
 

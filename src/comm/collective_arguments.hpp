@@ -47,6 +47,14 @@ inline void expect_peer_bytes(const void* in, std::span<const std::int64_t> send
   expect("out", out, recv_bytes);
 }
 
+/// What a rank sends to itself is what it receives.
+inline void expect_own_bytes(std::span<const std::int64_t> send_bytes,
+                             std::span<const std::int64_t> recv_bytes, int rank) {
+  const auto own = static_cast<std::size_t>(rank);
+  HELIX_EXPECTS(send_bytes[own] == recv_bytes[own], ErrorCode::invalid_argument, "all_to_all_v: rank ", own,
+                " sends ", send_bytes[own], " bytes to itself, but expects ", recv_bytes[own]);
+}
+
 inline void expect_root(std::string_view operation, int root, int size) {
   HELIX_EXPECTS(root >= 0 && root < size, ErrorCode::invalid_argument, operation, ": root is ", root,
                 "; the group has ranks 0 to ", size - 1);

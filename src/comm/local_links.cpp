@@ -17,6 +17,7 @@
 
 #include <helix/error.hpp>
 
+#include "comm/all_of.hpp"
 #include "comm/bootstrap_messages.hpp"
 #include "comm/rendezvous.hpp"
 
@@ -88,20 +89,6 @@ Socket connect_to(const LinkPlace& place) {
   if (!socket.is_open() || ::connect(socket.fd(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
     return {};
   return socket;
-}
-
-/// All ranks' values of one type, on every rank. Collective.
-template <class T>
-std::vector<T> all_of(Bootstrap& bootstrap, const T& own) {
-  std::vector<T> all(static_cast<std::size_t>(bootstrap.size()));
-  const auto parts = bootstrap.gather(std::as_bytes(std::span(&own, 1)));
-  for (std::size_t i = 0; i < parts.size(); ++i) {
-    HELIX_EXPECTS(parts[i].size() == sizeof(T), ErrorCode::io, "local links: rank ", i, " sent ",
-                  parts[i].size(), " bytes; expected ", sizeof(T));
-    std::memcpy(&all[i], parts[i].data(), sizeof(T));
-  }
-  bootstrap.broadcast(std::as_writable_bytes(std::span(all)));
-  return all;
 }
 
 /// Connects to the ranks before this one, and takes the connections of those behind it. Whether it did.

@@ -181,13 +181,15 @@ struct Root {
     const std::uint64_t round = meeting.round;
     meeting.calls[place] = &call;
     if (++meeting.arrived == meeting.calls.size()) {
-      if (auto text = meeting.disagreement()) {
-        fail_meeting(meeting, place, ErrorCode::invalid_argument, *text);
-      }
       try {
+        if (auto text = meeting.disagreement()) throw Error(ErrorCode::invalid_argument, *text);
         meeting.move = plan(std::as_const(meeting.calls));
       } catch (const Error& error) {
         fail_meeting(meeting, place, error.code(), error.what());
+      } catch (...) {  // out of memory: as if this rank had not come, whose call ends here
+        meeting.calls[place] = nullptr;
+        --meeting.arrived;
+        throw;
       }
       meeting.next_unit.store(0, std::memory_order_relaxed);
       meeting.is_moving = true;

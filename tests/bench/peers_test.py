@@ -73,6 +73,15 @@ def faulty(peer, cases, pipe):
         pipe.send({"us": float(case.batch)})
 
 
+def starts_once(peer, cases, pipe):
+    """Dies at the second case, and again before it has said anything."""
+    if cases[0].batch > 2:
+        os._exit(7)
+    pipe.send({"version": "1", "device": "none"})
+    pipe.send({"us": float(cases[0].batch)})
+    os._exit(9)
+
+
 def silent(peer, cases, pipe):
     """Hangs at the second case."""
     pipe.send({"version": "1", "device": "none"})
@@ -167,6 +176,12 @@ class Processes(unittest.TestCase):
         self.assertEqual(about["version"], "1")
         self.assertEqual([results[case.name] for case in CASES], [
             {"us": 1.0}, {"error": "RuntimeError: an illegal memory access"}, {"error": "its process ended with 9"}, {"us": 4.0}])
+
+    def test_a_process_that_does_not_start_again_costs_what_it_had_not_done(self):
+        about, results = peers.run_peer("x", CASES, starts_once)
+        self.assertEqual(about["version"], "1")
+        self.assertEqual([results[case.name] for case in CASES],
+                         [{"us": 1.0}, {"error": "its process ended with 9"}] + 2 * [{"error": "its process ended with 7"}])
 
     def test_a_case_that_hangs_costs_itself_alone(self):
         _, results = peers.run_peer("x", CASES, silent, limit_s=3.0)

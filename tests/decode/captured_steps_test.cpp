@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode steps that are captured, whose inputs the device makes, and that are queued one ahead: over a CPU
 // backend that can all of that.
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -102,6 +104,22 @@ GenerationResult run_capturable(const ReferenceModel& model, const Topology& top
       std::move(world),
       [](int, const JobComms<CapturableComm>& comms) { return B(comms.stage, comms.kvp, 1); },
       model.checkpoint, model.config, topo, request, {});
+}
+
+/// Steps that may be queued before the tokens of the one before are known, if sequences come to these lengths
+/// of at most `most` tokens, the first of which the prompt gives: where none of those in the step was seen to
+/// end, or would at `most`.
+int steps_ahead(std::vector<std::int64_t> lengths, std::int64_t most) {
+  int count = 0;
+  std::int64_t known = 1;  // tokens that each sequence has, if it has so many
+  std::erase_if(lengths, [&](std::int64_t length) { return length <= known; });
+  for (; !lengths.empty(); ++known) {
+    const bool is_ahead =
+        std::ranges::all_of(lengths, [&](std::int64_t length) { return length > known; }) && known + 1 < most;
+    count += is_ahead ? 1 : 0;
+    if (!is_ahead) std::erase_if(lengths, [&](std::int64_t length) { return length <= known + 1; });
+  }
+  return count;
 }
 
 }  // namespace
@@ -204,8 +222,14 @@ TEST_CASE("steps queued before tokens are known give the same output, and none a
     for (const decode::GeneratedSequence& sequence : whole.sequences) {
       model.config.eos_ids = {sequence.tokens[sequence.tokens.size() / 2]};
       const GenerationResult waited = run_capturable(model, topo, request);
+      DownloadingBackend::num_downloads = 0;
       const GenerationResult stopped = run_capturable<DownloadingBackend>(model, topo, request);
       REQUIRE(stopped.sequences.size() == waited.sequences.size());
+      std::vector<std::int64_t> lengths;
+      for (const decode::GeneratedSequence& known : waited.sequences)
+        lengths.push_back(std::ssize(known.tokens));
+      CHECK(DownloadingBackend::num_downloads ==
+            steps_ahead(lengths, request.max_new_tokens) * topo.world_size());
       for (std::size_t i = 0; i < waited.sequences.size(); ++i) {
         CHECK(stopped.sequences[i].tokens == waited.sequences[i].tokens);
         CHECK(stopped.sequences[i].logits_first8 == waited.sequences[i].logits_first8);

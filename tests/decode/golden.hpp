@@ -43,7 +43,6 @@ struct ReferenceModel {
   decode::ModelConfig config;
 
   Golden golden() const { return read_golden(data_directory() / name / "golden.json"); }
-  bool has_long() const { return std::filesystem::exists(data_directory() / name / "golden-long.json"); }
   Golden golden_long() const { return read_golden(data_directory() / name / "golden-long.json"); }
 };
 

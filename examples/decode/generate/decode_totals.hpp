@@ -18,6 +18,12 @@ struct DecodeTotals {
   std::int64_t decoded = 0;     ///< Tokens gained.
   std::int64_t kv_tokens = 0;   ///< Tokens of the cache that queries read, over all ranks.
 
+  /// A step that gained `tokens`, whose queries read `read_tokens` of the cache.
+  void add(std::int64_t tokens, std::int64_t read_tokens, double ms) {
+    decoded += tokens;
+    kv_tokens += read_tokens;
+    step_ms.push_back(ms);
+  }
   /// Sets the times of decoding in `timing`; a token of the cache has `kv_token_bytes`.
   void summarize(std::int64_t kv_token_bytes, GenerationTiming& timing) const {
     const double decode_ms = std::accumulate(step_ms.begin(), step_ms.end(), 0.0);

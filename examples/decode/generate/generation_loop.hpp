@@ -134,7 +134,7 @@ class GenerationLoop {
       run_step();
       for (std::size_t row = 0; row < completed.size(); ++row)
         record(*completed[row], static_cast<std::int64_t>(row));
-      progress.update(done);
+      progress.update(done + step_.num_tokens());
     }
   }
 
@@ -180,12 +180,14 @@ class GenerationLoop {
     auto start = Clock::now();
     Sequences active = queue_decode_step();
     while (!active.empty()) {
-      for (const SequenceProgress* sequence : active) totals.kv_tokens += model_.cache().length(sequence->id);
+      std::int64_t kv_tokens = 0;
+      for (const SequenceProgress* sequence : active) kv_tokens += model_.cache().length(sequence->id);
       const bool is_ahead = queue_next_step(active);
       drawn_ = model_.finish();
       result_.exchange_bytes_per_rank_per_layer = model_.sent_payload_bytes() / model_.num_layers();
-      for (std::size_t i = 0; i < active.size(); ++i) totals.decoded += accept(*active[i], i);
-      totals.step_ms.push_back(milliseconds_since(start));
+      std::int64_t decoded = 0;
+      for (std::size_t i = 0; i < active.size(); ++i) decoded += accept(*active[i], i);
+      if (decoded > 0) totals.add(decoded, kv_tokens, milliseconds_since(start));  // else queued in vain
       start = Clock::now();
       progress.update(std::min(totals.decoded, total));
       if (!is_ahead) active = queue_decode_step();

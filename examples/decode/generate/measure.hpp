@@ -9,6 +9,7 @@
 
 namespace helix::decode {
 
+/// Milliseconds from `start` to now.
 inline double milliseconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
 }

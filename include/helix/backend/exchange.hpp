@@ -83,7 +83,7 @@ struct PartialSink {
   TensorView<float, 2> lse;      ///< [tokens, Hq/TPA], natural log; -inf for a query that sees no token.
   std::int64_t first_token = 0;  ///< Token of the step that row 0 of out and lse belongs to.
   StampArgs headers{};           ///< Headers of the messages that out and lse lie in, written too.
-  SinkSlot slot{};               ///< Of both.
+  SinkSlot slot{};               ///< The slot of both.
 };
 
 /// Copies partials that were not written in place into the messages, and writes their headers.
@@ -95,7 +95,7 @@ struct PackPartialArgs {
   TensorView<float, 2> packed_lse;  ///< Place of `lse` in the messages.
   StampArgs headers;
   LseConvention convention = LseConvention::natural;  ///< Convention of `lse`; packed_lse is natural.
-  SinkSlot slot{};                                    ///< Of packed_out and packed_lse.
+  SinkSlot slot{};                                    ///< The slot of packed_out and packed_lse.
 };
 
 /// Verifies that every received header carries the epoch of this rank's own, `tokens`, and its sender's rank.

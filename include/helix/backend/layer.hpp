@@ -90,7 +90,7 @@ struct PrepareQkvArgs {
   TensorView<const T, 3> v;  ///< [tokens, Hkv/TPA, Dv], last stride 1.
   WeightView q_norm{};       ///< [1, D] or empty: no norm.
   WeightView k_norm{};       ///< [1, D] or empty: no norm.
-  float epsilon = 1e-5f;     ///< Of the two norms.
+  float epsilon = 1e-5f;     ///< The epsilon of both norms.
   RopeView rope;
   Batch batch;
   KvView kv;

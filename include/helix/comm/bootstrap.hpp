@@ -81,9 +81,12 @@ class HELIX_API Bootstrap {
   /// Error(peer_failed) naming a rank that leaves again; Error(io) if rank 0 cannot listen.
   explicit Bootstrap(const BootstrapOptions& options);
 
+  /// This process's rank in the job, of size().
   int rank() const;
   int size() const;
+  /// Its rank among those of its machine: which GPU it takes.
   int local_rank() const;
+  /// How long any wait for another rank lasts.
   std::chrono::milliseconds timeout() const;
 
   /// Gives every rank the `bytes` of rank 0, as many everywhere. Collective, blocks; one thread at a time.

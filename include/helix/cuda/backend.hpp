@@ -24,7 +24,7 @@ struct PeerChannel;
 
 /// GPUs whose kernels partial_attention runs.
 enum class AttentionTarget {
-  this_gpu,  ///< Of all that run on this one the fastest.
+  this_gpu,  ///< The fastest of all that run on this one.
   any_gpu,   ///< Those that run on every supported GPU.
   least_gpu  ///< The same where a block has no more shared memory than on any of them: 99 KB.
 };
@@ -155,7 +155,7 @@ class Backend : public Operators<T> {
   static constexpr HopBCosts kHopBCosts{.us_per_mb = 3.5, .hand_over_us = 30.0};
   /// A prompt of 8192 tokens through 4 layers on an H200, absorbed and expanded: 128 heads in steps of 256
   /// tokens 95 and 98 ms, of 512 90 and 68, of 2048 88 and 47; 16 heads 27 and 43, 21 and 31, 18 and 14.
-  static constexpr MlaPrefillCosts kMlaPrefillCosts{.expanded_rate = 1.4, .chunk_work = 2e10};
+  static constexpr MlaPrefillCosts kMlaPrefillCosts{.expanded_time = 1.4, .launch_work = 2e10};
 
   /// A rank alone.
   explicit Backend(int device = 0, Allocator allocator = {}) requires std::same_as<Comm, LocalComm>

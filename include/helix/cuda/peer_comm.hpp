@@ -77,7 +77,7 @@ class HELIX_API PeerComm {
     /// Whether threads that share a GPU meet on the host before each kernel that waits, outside of captures.
     /// Without it, no rank may allocate, free or map memory while another's kernel waits for it.
     bool hosts_meet = true;
-    NcclComm::GraphUse graph_use = NcclComm::GraphUse::any;  ///< Of NCCL's communicators.
+    NcclComm::GraphUse graph_use = NcclComm::GraphUse::any;  ///< As in NcclComm, of NCCL's communicators.
   };
 
   /// Makes a group of threads of this process, rank r on devices[r]; ranks may share a device.

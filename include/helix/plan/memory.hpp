@@ -19,7 +19,7 @@ namespace helix::plan {
 /// The sizes of a cache that decide its bytes. What KvCacheSpec says, for formats of any number of bits.
 struct KvPages {
   std::int64_t element_bits = 16;
-  std::int64_t row_bytes = 0;     ///< Of a token in one layer, where elements are of several types; else 0.
+  std::int64_t row_bytes = 0;     ///< A token's in one layer, where elements are of several types; else 0.
   std::int64_t layers = 0;        ///< Layers of the stage.
   std::int64_t page_tokens = 64;  ///< Local tokens a page
   std::int64_t chunk = 16;        ///< Chunk of KvLayout.
