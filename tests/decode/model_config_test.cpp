@@ -240,6 +240,26 @@ TEST_CASE("relatives of Llama differ where their architecture does") {
   CHECK(parse(config).window(0) == 0);
 }
 
+TEST_CASE("layer_types say which layers of a mistral or a ministral have the window") {
+  for (const char* type : {"mistral", "ministral"}) {
+    json config = llama();
+    config["model_type"] = type;
+    config["sliding_window"] = 7;
+    config["max_window_layers"] = 1;  // a key of Qwen's alone
+    CAPTURE(type);
+    CHECK(parse(config).window(0) == 7);
+    config["layer_types"] = {"full_attention", "sliding_attention", "full_attention"};
+    CHECK(parse(config).window(0) == 0);
+    CHECK(parse(config).window(1) == 7);
+    CHECK(parse(config).window(2) == 0);
+    config["sliding_window"] = nullptr;
+    CHECK(parse(config).window(1) == 0);
+    config["sliding_window"] = 7;
+    config["layer_types"] = {"full_attention", "sliding_attention"};
+    CHECK_THAT(failure_of_config(config.dump()).what, Catch::Contains("expected an array of 3 strings"));
+  }
+}
+
 TEST_CASE("sizes that no layer uses do not bind a topology") {
   json config = deepseek_v3();
   config["first_k_dense_replace"] = 0;
@@ -420,7 +440,7 @@ TEST_CASE("what is legal but not built is unsupported and says what is") {
   const std::vector<Case> cases = {
       {llama(),
        {{"model_type", "gpt2"}},
-       "model_type is 'gpt2'; supported are llama, mistral, qwen2, qwen3, deepseek_v2"},
+       "model_type is 'gpt2'; supported are llama, mistral, ministral, qwen2, qwen3, deepseek_v2"},
       {llama(), {{"hidden_act", "gelu"}}, "hidden_act is 'gelu'; supported is silu"},
       {llama(),
        {{"rope_scaling", {{"type", "dynamic"}, {"factor", 2}}}},

@@ -25,7 +25,13 @@ constexpr std::int64_t kMaxTokenId = (std::int64_t{1} << 31) - 1;
 constexpr std::size_t kMaxEosIds = 1024;
 constexpr double kMaxFactor = 1e6;
 
-constexpr std::string_view kSupportedModels = "llama, mistral, qwen2, qwen3, deepseek_v2, deepseek_v3";
+constexpr std::string_view kSupportedModels =
+    "llama, mistral, ministral, qwen2, qwen3, deepseek_v2, deepseek_v3";
+
+/// Both names of one architecture: transformers takes a mistral with layer_types for a ministral.
+bool is_mistral(const std::string& model_type) {
+  return model_type == "mistral" || model_type == "ministral";
+}
 
 /// What transformers assumes of a family when a key is absent.
 struct FamilyDefaults {
@@ -38,7 +44,7 @@ struct FamilyDefaults {
 /// @throws Error(unsupported) for a model_type that is not built.
 FamilyDefaults family_defaults(const ObjectReader& top, const std::string& model_type) {
   if (model_type == "llama") return {};
-  if (model_type == "mistral") return {.num_kv_heads = 8, .max_positions = 131072};
+  if (is_mistral(model_type)) return {.num_kv_heads = 8, .max_positions = 131072};
   if (model_type == "qwen2") return {.num_kv_heads = 32, .max_positions = 32768};
   if (model_type == "qwen3") return {.num_kv_heads = 32, .head_dim = 128, .max_positions = 32768};
   if (model_type == "deepseek_v2") return {.is_deepseek = true};
@@ -163,14 +169,11 @@ void parse_quantization(const ObjectReader& top, ModelConfig& config) {
 }
 
 void parse_windows(const ObjectReader& top, ModelConfig& config) {
-  if (config.model_type == "mistral") {
-    // transformers assumes 4096 for an absent key; an explicit null is "no window".
-    if (!top.is_null("sliding_window"))
-      config.sliding_window = top.integer_or("sliding_window", 4096, 1, kMaxPositions);
-    return;
-  }
-  if (config.model_type != "qwen2" && config.model_type != "qwen3") return;
-  if (!top.boolean_or("use_sliding_window", false) || top.is_null("sliding_window")) return;
+  const bool is_qwen = config.model_type == "qwen2" || config.model_type == "qwen3";
+  if (!is_qwen && !is_mistral(config.model_type)) return;
+  if (is_qwen && !top.boolean_or("use_sliding_window", false)) return;
+  // transformers assumes 4096 for an absent key; an explicit null is "no window".
+  if (top.is_null("sliding_window")) return;
   config.sliding_window = top.integer_or("sliding_window", 4096, 1, kMaxPositions);
   const auto layers = static_cast<std::size_t>(config.shape.num_layers);
   if (const nlohmann::json* types = top.find("layer_types")) {
@@ -185,6 +188,7 @@ void parse_windows(const ObjectReader& top, ModelConfig& config) {
     }
     return;
   }
+  if (!is_qwen) return;  // all layers alike
   const std::int64_t first = top.integer_or("max_window_layers", 28, 0, kMaxLayers);
   for (std::int64_t layer = 0; layer < config.shape.num_layers; ++layer)
     config.is_window_layer.push_back(layer >= first);
