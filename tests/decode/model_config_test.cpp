@@ -187,8 +187,12 @@ TEST_CASE("absent optional keys have the values that transformers gives them") {
   CHECK(parsed.router.num_groups == 1);  // greedy knows no groups, whatever n_group says
   CHECK(parsed.router.groups_kept == 1);
   CHECK(parsed.router.scale == 1.0f);
+  config["rope_interleave"] = false;
+  CHECK(parse(config).rope.is_interleaved);  // a key of V3's alone
 
   config = deepseek_v3();
+  config["rope_interleave"] = false;
+  CHECK_FALSE(parse(config).rope.is_interleaved);
   config["n_shared_experts"] = nullptr;
   config["n_group"] = nullptr;
   config["topk_group"] = nullptr;

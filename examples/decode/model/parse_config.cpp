@@ -326,7 +326,8 @@ void parse_deepseek(const ObjectReader& top, ModelConfig& config) {
   config.shape.value_dim = mla.kv_lora_rank;
   config.has_mlp_bias = config.model_type == "deepseek_v2" && top.boolean_or("mlp_bias", false);
   config.rope.rotary_dim = mla.qk_rope_head_dim;
-  config.rope.is_interleaved = top.boolean_or("rope_interleave", true);
+  // V2 has no such key: it always rotates interleaved pairs.
+  config.rope.is_interleaved = config.model_type == "deepseek_v2" || top.boolean_or("rope_interleave", true);
   parse_experts(top, config);
 }
 
