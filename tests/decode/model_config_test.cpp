@@ -579,6 +579,14 @@ TEST_CASE("yarn frequencies, cos/sin factor and softmax scale equal the double-p
   CHECK(parse(config).rope.magnitude() == Approx(m / m_half).epsilon(1e-6));
   CHECK(parse(config).softmax_scale() == Approx(m_half * m_half / std::sqrt(192.0)).epsilon(1e-6));
 
+  for (const char* type : {"linear", "llama3", "default"}) {  // m^2 of whatever scales at all
+    json other = config;
+    other["rope_scaling"].update({{"type", type}, {"low_freq_factor", 1}, {"high_freq_factor", 4}});
+    const double factor = std::string(type) == "default" ? 1.0 : m_half * m_half;
+    CHECK(parse(other).rope.magnitude() == 1.0f);
+    CHECK(parse(other).softmax_scale() == Approx(factor / std::sqrt(192.0)).epsilon(1e-6));
+  }
+
   config["rope_scaling"].erase("mscale_all_dim");
   CHECK(parse(config).rope.magnitude() == Approx(m).epsilon(1e-6));
   CHECK(parse(config).softmax_scale() == Approx(1.0 / std::sqrt(192.0)).epsilon(1e-6));

@@ -46,7 +46,8 @@ struct ModelConfig {
   /// Tokens that a query of the layer sees, itself included; 0: all.
   std::int64_t window(std::int64_t layer) const;
 
-  /// Factor on q k before the softmax: head size^-1/2, for MLA (nope + rope)^-1/2 times yarn's m^2.
+  /// Factor on q k before the softmax: head size^-1/2, for MLA (nope + rope)^-1/2 times
+  /// rope.latent_softmax_factor().
   float softmax_scale() const;
 
   /// What decode_layer is told of layer `layer`, with rope.inverse_frequencies() at `inverse_frequency` on

@@ -81,20 +81,20 @@ void parse_llama3(const ObjectReader& scaling, RopeConfig& rope) {
   }
 }
 
+/// A positive number. Zero means "not given", as in transformers.
+double nonzero_or(const ObjectReader& scaling, const char* key, double fallback) {
+  const nlohmann::json* value = scaling.find(key);
+  return value == nullptr || *value == 0 ? fallback : scaling.number(key, 1e-3, kMaxFactor);
+}
+
 void parse_yarn(const ObjectReader& scaling, RopeConfig& rope) {
-  // Zero means "not given" for these, as in transformers.
-  const auto or_default = [&](const char* key, double fallback) {
-    const nlohmann::json* value = scaling.find(key);
-    return value == nullptr || *value == 0 ? fallback : scaling.number(key, 1e-3, kMaxFactor);
-  };
-  rope.beta_fast = or_default("beta_fast", 32.0);
-  rope.beta_slow = or_default("beta_slow", 1.0);
+  rope.beta_fast = nonzero_or(scaling, "beta_fast", 32.0);
+  rope.beta_slow = nonzero_or(scaling, "beta_slow", 1.0);
   if (rope.beta_fast < rope.beta_slow) {
     scaling.fail("beta_fast", nlohmann::json(rope.beta_fast), "at least beta_slow, which is ",
                  rope.beta_slow);
   }
-  rope.mscale = or_default("mscale", 0.0);
-  rope.mscale_all_dim = or_default("mscale_all_dim", 0.0);
+  rope.mscale = nonzero_or(scaling, "mscale", 0.0);
   if (scaling.has("attention_factor"))
     rope.attention_factor = scaling.number("attention_factor", 1e-6, kMaxFactor);
   rope.truncate = scaling.boolean_or("truncate", true);
@@ -115,6 +115,7 @@ void parse_scaling(const ObjectReader& top, const ObjectReader& scaling, RopeCon
   } else {
     rope.factor = scaling.number("factor", 1.0, kMaxFactor);
   }
+  rope.mscale_all_dim = nonzero_or(scaling, "mscale_all_dim", 0.0);
   if (rope.type == RopeType::llama3) parse_llama3(scaling, rope);
   if (rope.type == RopeType::yarn) parse_yarn(scaling, rope);
 }
