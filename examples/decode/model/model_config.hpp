@@ -29,7 +29,7 @@ struct ModelConfig {
   std::int64_t max_positions = 0;
   float rms_norm_eps = 1e-6f;
   DType dtype = DType::bf16;  ///< torch_dtype or dtype: what the model was trained to compute and cache in.
-  bool tie_word_embeddings = false;
+  bool tie_word_embeddings = false;  ///< The embedding and the LM head are one tensor.
   bool has_qkv_bias = false;
   bool has_output_bias = false;
   bool has_mlp_bias = false;

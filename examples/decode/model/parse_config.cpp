@@ -378,4 +378,11 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file) {
   return config;
 }
 
+ModelConfig read_model_config(const Checkpoint& checkpoint) {
+  ModelConfig config = parse_model_config(checkpoint.config_json(), checkpoint.config_path());
+  const auto has = [&](const char* tensor) { return checkpoint.find(tensor).tensor != nullptr; };
+  if (has("model.embed_tokens.weight") && has("lm_head.weight")) config.tie_word_embeddings = false;
+  return config;
+}
+
 }  // namespace helix::decode

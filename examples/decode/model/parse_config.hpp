@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// parse_model_config: config.json, read and checked.
+// parse_model_config: config.json, read and checked; read_model_config: with what the tensors decide.
 #pragma once
 
 #include <string_view>
 
+#include "checkpoint/checkpoint.hpp"
 #include "model/model_config.hpp"
 
 namespace helix::decode {
@@ -12,5 +13,10 @@ namespace helix::decode {
 /// @throws Error(invalid_file) naming `file`, the key, its value and what was expected; Error(unsupported)
 /// for a model, activation, rope or quantization that is not built.
 ModelConfig parse_model_config(std::string_view json, std::string_view file);
+
+/// The model of a checkpoint: its config.json, but where an LM head is stored beside the embedding it is
+/// used, whatever tie_word_embeddings says, as transformers does. Reads no tensor data.
+/// @throws as parse_model_config().
+ModelConfig read_model_config(const Checkpoint& checkpoint);
 
 }  // namespace helix::decode
