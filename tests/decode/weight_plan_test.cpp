@@ -261,6 +261,24 @@ TEST_CASE("a stored LM head is used, also where the config ties it, and stands f
   check({head}, {head}, {}, true);
 }
 
+TEST_CASE("a config without a dtype has that of the embedding") {
+  for (const DType stored : {DType::f32, DType::f16, DType::bf16}) {
+    json config = llama();
+    for (const char* key : {"dtype", "torch_dtype"}) config.erase(key);
+    const ModelOnDisk model(config, stored);
+    CHECK(read_model_config(model.checkpoint()).dtype == stored);
+    for (const char* key : {"dtype", "torch_dtype"}) {
+      json given = config;
+      given[key] = nullptr;
+      model.directory().write("config.json", given.dump());
+      CHECK(read_model_config(model.checkpoint()).dtype == stored);
+      given[key] = "float16";
+      model.directory().write("config.json", given.dump());
+      CHECK(read_model_config(model.checkpoint()).dtype == DType::f16);
+    }
+  }
+}
+
 TEST_CASE("missing and misshapen tensors are listed with both shapes") {
   ModelOnDisk model(llama());
   std::vector<TensorContent> tensors;

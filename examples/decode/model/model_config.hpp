@@ -28,7 +28,8 @@ struct ModelConfig {
   ModelShape shape;
   std::int64_t max_positions = 0;
   float rms_norm_eps = 1e-6f;
-  DType dtype = DType::bf16;  ///< torch_dtype or dtype: what the model was trained to compute and cache in.
+  /// torch_dtype or dtype, or else the embedding's type: what the model was trained to compute and cache in.
+  DType dtype = DType::bf16;
   bool tie_word_embeddings = false;  ///< The embedding and the LM head are one tensor.
   bool has_qkv_bias = false;
   bool has_output_bias = false;

@@ -52,9 +52,10 @@ FamilyDefaults family_defaults(const ObjectReader& top, const std::string& model
   top.unsupported("model_type", " is ", printable(model_type), "; supported are ", kSupportedModels);
 }
 
-DType parse_dtype_key(const ObjectReader& top) {
+DType parse_dtype_key(const ObjectReader& top, DType absent) {
   const char* key = top.has("dtype") ? "dtype" : "torch_dtype";
-  const std::string dtype = top.string_or(key, "bfloat16");
+  if (!top.has(key)) return absent;
+  const std::string dtype = top.string(key);
   if (dtype == "float32") return DType::f32;
   if (dtype == "float16") return DType::f16;
   if (dtype == "bfloat16") return DType::bf16;
@@ -343,7 +344,7 @@ void drop_unused_sizes(ModelShape& shape) {
 
 }  // namespace
 
-ModelConfig parse_model_config(std::string_view json, std::string_view file) {
+ModelConfig parse_model_config(std::string_view json, std::string_view file, DType absent_dtype) {
   const nlohmann::json document = parse_strict_json(json, file);
   HELIX_EXPECTS(document.is_object(), ErrorCode::invalid_file, file, ": is a JSON ", document.type_name(),
                 "; expected an object");
@@ -364,7 +365,7 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file) {
   config.max_positions = top.integer_or("max_position_embeddings", defaults.max_positions, 1, kMaxPositions);
   config.rms_norm_eps = static_cast<float>(top.number_or("rms_norm_eps", 1e-6, 1e-20, 1.0));
   config.tie_word_embeddings = top.boolean_or("tie_word_embeddings", false);
-  config.dtype = parse_dtype_key(top);
+  config.dtype = parse_dtype_key(top, absent_dtype);
   config.eos_ids = top.integers("eos_token_id", 0, kMaxTokenId, kMaxEosIds);
 
   if (defaults.is_deepseek) {
@@ -379,9 +380,13 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file) {
 }
 
 ModelConfig read_model_config(const Checkpoint& checkpoint) {
-  ModelConfig config = parse_model_config(checkpoint.config_json(), checkpoint.config_path());
-  const auto has = [&](const char* tensor) { return checkpoint.find(tensor).tensor != nullptr; };
-  if (has("model.embed_tokens.weight") && has("lm_head.weight")) config.tie_word_embeddings = false;
+  const TensorInfo* embedding = checkpoint.find("model.embed_tokens.weight").tensor;
+  const TensorInfo* head = checkpoint.find("lm_head.weight").tensor;
+  const TensorInfo* table = embedding != nullptr ? embedding : head;
+  const bool is_plain = table != nullptr && table->dtype && *table->dtype != DType::fp8_e4m3;
+  ModelConfig config = parse_model_config(checkpoint.config_json(), checkpoint.config_path(),
+                                          is_plain ? *table->dtype : DType::bf16);
+  if (embedding != nullptr && head != nullptr) config.tie_word_embeddings = false;
   return config;
 }
 

@@ -9,13 +9,16 @@
 
 namespace helix::decode {
 
-/// Parses and checks config.json.
+/// Parses and checks config.json. `absent_dtype`: the model's type where neither dtype nor torch_dtype is
+/// given.
 /// @throws Error(invalid_file) naming `file`, the key, its value and what was expected; Error(unsupported)
 /// for a model, activation, rope or quantization that is not built.
-ModelConfig parse_model_config(std::string_view json, std::string_view file);
+ModelConfig parse_model_config(std::string_view json, std::string_view file,
+                               DType absent_dtype = DType::bf16);
 
-/// The model of a checkpoint: its config.json, but where an LM head is stored beside the embedding it is
-/// used, whatever tie_word_embeddings says, as transformers does. Reads no tensor data.
+/// The model of a checkpoint: its config.json, and two things that the tensors decide, as in transformers. An
+/// LM head that is stored beside the embedding is used, whatever tie_word_embeddings says; where the config
+/// gives no dtype it is the embedding's. Reads no tensor data.
 /// @throws as parse_model_config().
 ModelConfig read_model_config(const Checkpoint& checkpoint);
 
