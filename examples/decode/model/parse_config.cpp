@@ -103,7 +103,6 @@ void parse_yarn(const ObjectReader& scaling, RopeConfig& rope) {
 
 void parse_scaling(const ObjectReader& top, const ObjectReader& scaling, RopeConfig& rope,
                    std::int64_t max_positions) {
-  rope.type = parse_rope_type(scaling);
   if (rope.type == RopeType::standard) return;
   if (rope.type == RopeType::llama3 || rope.type == RopeType::yarn) {
     const ObjectReader& source = top.has("original_max_position_embeddings") ? top : scaling;
@@ -125,6 +124,8 @@ void parse_rope(const ObjectReader& top, RopeConfig& rope, std::int64_t max_posi
   // The older layout (rope_theta beside rope_scaling) wins over the newer one where a file has both.
   const std::optional<ObjectReader> older = top.object("rope_scaling");
   const std::optional<ObjectReader> scaling = older ? older : top.object("rope_parameters");
+  // Before the keys that a type which is not built would need.
+  if (scaling) rope.type = parse_rope_type(*scaling);
 
   constexpr double kMinTheta = 1.0 + 1e-6;  // yarn divides by its logarithm
   constexpr double kMaxTheta = 1e15;
@@ -355,7 +356,7 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file, DTy
   const FamilyDefaults defaults = family_defaults(top, config.model_type);
 
   const std::string activation = top.string_or("hidden_act", "silu");
-  if (activation != "silu")
+  if (activation != "silu" && activation != "swish")  // two names of one
     top.unsupported("hidden_act", " is ", printable(activation), "; supported is silu");
   config.shape.hidden = top.integer("hidden_size", 1, kMaxDim);
   config.shape.ffn = top.integer("intermediate_size", 1, kMaxDim);
