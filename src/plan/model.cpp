@@ -90,7 +90,9 @@ double expected_expert_hits(const MoeShape& moe, double tokens) {
 }
 
 bool Model::is_window_layer(std::int64_t layer) const {
-  return window > 0 && (full_attention_stride == 0 || (layer + 1) % full_attention_stride != 0);
+  if (window == 0) return false;
+  if (!window_layers.empty()) return window_layers[static_cast<std::size_t>(layer)];
+  return full_attention_stride == 0 || (layer + 1) % full_attention_stride != 0;
 }
 
 void Model::check() const {
@@ -104,6 +106,9 @@ void Model::check() const {
   check_size("vocab", shape.vocab, 0, kMaxSize);
   check_size("window", window, 0, std::int64_t{1} << 40);
   check_size("full_attention_stride", full_attention_stride, 0, kMaxCount);
+  HELIX_EXPECTS(window_layers.empty() || std::ssize(window_layers) == shape.num_layers,
+                ErrorCode::invalid_argument, "the model's window_layers has ", window_layers.size(),
+                " layers; num_layers is ", shape.num_layers);
   HELIX_EXPECTS(shape.num_query_heads % shape.num_kv_heads == 0, ErrorCode::invalid_argument,
                 "the model's num_query_heads ", shape.num_query_heads,
                 " is not a multiple of its num_kv_heads ", shape.num_kv_heads);

@@ -2,6 +2,7 @@
 // Search over layouts and batches, and the Pareto frontier.
 #include <algorithm>
 #include <numeric>
+#include <string>
 
 #include <helix/error.hpp>
 #include <helix/plan/search.hpp>
@@ -9,8 +10,50 @@
 #include "plan/search_walk.hpp"
 
 namespace helix::plan {
+namespace {
+
+constexpr int kMaxGpus = 1 << 15;
+
+/// Throws: no layout of the space is legal, on whatever batch. Says which numbers of GPUs were asked for, and
+/// the nearest other one that has a layout.
+[[noreturn]] void throw_illegal(const StepModel& model, const Workload& workload, const SearchSpace& space) {
+  const std::vector<int>& asked = space.gpu_counts;
+  std::vector<int> others;
+  if (asked.empty()) {  // the powers of two beyond; those up to max_gpus were tried
+    for (int gpus = 1; gpus <= kMaxGpus; gpus *= 2) {
+      if (gpus > space.max_gpus) others.push_back(gpus);
+    }
+  } else {
+    constexpr int kNear = 64;  // bounds the work
+    const int most = *std::max_element(asked.begin(), asked.end());
+    for (int distance = 1; distance <= kNear; ++distance) {
+      if (most > distance) others.push_back(most - distance);
+      if (most + distance <= kMaxGpus) others.push_back(most + distance);
+    }
+  }
+  const auto is_legal_on = [&](int gpus) {
+    SearchSpace probe = space;
+    probe.max_gpus = gpus;
+    probe.gpu_counts = {gpus};
+    probe.batches = {1};
+    bool is_legal = false;
+    detail::for_each_configuration(model.model(), workload, probe,
+                                   [&](const Layout&, const Workload&) { is_legal = true; });
+    return is_legal;
+  };
+  const auto nearest = std::find_if(others.begin(), others.end(), is_legal_on);
+  const std::string where = asked.size() == 1 ? std::to_string(asked.front())
+                                              : (asked.empty() ? "powers of two" : "any number asked for") +
+                                                    std::string(" up to ") + std::to_string(space.max_gpus);
+  throw Error(ErrorCode::invalid_topology, "no layout of ", model.model().name, " is legal on ", where,
+              " GPUs with the strategies and widths asked for: ",
+              nearest != others.end() ? "the nearest number that has one is " + std::to_string(*nearest)
+                                      : "no number near has one; ask for other strategies or stages");
+}
+
+}  // namespace
+
 void SearchSpace::check() const {
-  constexpr int kMaxGpus = 1 << 15;
   constexpr std::int64_t kMaxBatch = std::int64_t{1} << 24;
   HELIX_EXPECTS(max_gpus >= 1 && max_gpus <= kMaxGpus, ErrorCode::invalid_argument, "max_gpus is ", max_gpus,
                 "; it must be in [1, ", kMaxGpus, "]");
@@ -71,9 +114,7 @@ SearchResult search_or_throw(const StepModel& model, const Workload& workload, c
   SearchResult result = search(model, workload, space);
   if (result.best) return result;
   const SearchCounts& counts = result.counts;
-  HELIX_EXPECTS(counts.evaluated > 0, ErrorCode::invalid_topology, "no layout of ", model.model().name,
-                " is legal on up to ", space.max_gpus,
-                " GPUs with the strategies and widths asked for: allow more of them");
+  if (counts.evaluated == 0) throw_illegal(model, workload, space);
   HELIX_EXPECTS(counts.over_ttl > 0, ErrorCode::capacity, "none of ", counts.evaluated, " configurations of ",
                 model.model().name, " fits on up to ", space.max_gpus,
                 " GPUs: the one that needs least needs ", in_gigabytes(result.least_memory), " GB a GPU, ",

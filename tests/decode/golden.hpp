@@ -34,9 +34,7 @@ Golden read_golden(const std::filesystem::path& file);
 /// A checkpoint, its config and its golden outputs.
 struct ReferenceModel {
   explicit ReferenceModel(const std::string& name)
-      : name(name),
-        checkpoint(data_directory() / name),
-        config(decode::parse_model_config(checkpoint.config_json(), checkpoint.config_path())) {}
+      : name(name), checkpoint(data_directory() / name), config(decode::read_model_config(checkpoint)) {}
 
   std::string name;
   decode::Checkpoint checkpoint;

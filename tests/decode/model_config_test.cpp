@@ -163,6 +163,7 @@ TEST_CASE("the reference configs are read whole") {
 
 TEST_CASE("absent optional keys have the values that transformers gives them") {
   json config = llama();
+  config["hidden_act"] = "swish";  // silu's other name
   config.erase("num_key_value_heads");
   config.erase("max_position_embeddings");
   config.erase("rms_norm_eps");
@@ -187,8 +188,12 @@ TEST_CASE("absent optional keys have the values that transformers gives them") {
   CHECK(parsed.router.num_groups == 1);  // greedy knows no groups, whatever n_group says
   CHECK(parsed.router.groups_kept == 1);
   CHECK(parsed.router.scale == 1.0f);
+  config["rope_interleave"] = false;
+  CHECK(parse(config).rope.is_interleaved);  // a key of V3's alone
 
   config = deepseek_v3();
+  config["rope_interleave"] = false;
+  CHECK_FALSE(parse(config).rope.is_interleaved);
   config["n_shared_experts"] = nullptr;
   config["n_group"] = nullptr;
   config["topk_group"] = nullptr;
@@ -238,6 +243,22 @@ TEST_CASE("relatives of Llama differ where their architecture does") {
   CHECK(parse(config).window(2) == 77);
   config["sliding_window"] = nullptr;
   CHECK(parse(config).window(0) == 0);
+}
+
+TEST_CASE("layer_types say which layers of a mistral or a ministral have the window") {
+  for (const char* type : {"mistral", "ministral"}) {
+    json config = llama();
+    config["model_type"] = type;
+    config["sliding_window"] = 7;
+    config["max_window_layers"] = 1;  // a key of Qwen's alone
+    CHECK(parse(config).window(0) == 7);
+    config["layer_types"] = {"full_attention", "sliding_attention", "full_attention"};
+    CHECK(parse(config).window(0) == 0);
+    CHECK(parse(config).window(1) == 7);
+    CHECK(parse(config).window(2) == 0);
+    config["layer_types"] = {"full_attention", "sliding_attention"};
+    CHECK_THAT(failure_of_config(config.dump()).what, Catch::Contains("expected an array of 3 strings"));
+  }
 }
 
 TEST_CASE("sizes that no layer uses do not bind a topology") {
@@ -420,12 +441,14 @@ TEST_CASE("what is legal but not built is unsupported and says what is") {
   const std::vector<Case> cases = {
       {llama(),
        {{"model_type", "gpt2"}},
-       "model_type is 'gpt2'; supported are llama, mistral, qwen2, qwen3, deepseek_v2"},
+       "model_type is 'gpt2'; supported are llama, mistral, ministral, qwen2, qwen3, deepseek_v2"},
       {llama(), {{"hidden_act", "gelu"}}, "hidden_act is 'gelu'; supported is silu"},
       {llama(),
        {{"rope_scaling", {{"type", "dynamic"}, {"factor", 2}}}},
        "type is 'dynamic'; supported are default, linear"},
-      {llama(), {{"rope_scaling", {{"rope_type", "longrope"}}}}, "rope_type is 'longrope'"},
+      {llama(),
+       {{"rope_scaling", {{"rope_type", "proportional"}, {"partial_rotary_factor", 0.5}}}},
+       "rope_type is 'proportional'"},
       {llama(),
        {{"rope_parameters", {{"full_attention", {{"rope_theta", 1e4}}}}}},
        "one rope for all layers"},
@@ -554,6 +577,14 @@ TEST_CASE("yarn frequencies, cos/sin factor and softmax scale equal the double-p
   const double m_half = 0.05 * std::log(40.0) + 1.0;
   CHECK(parse(config).rope.magnitude() == Approx(m / m_half).epsilon(1e-6));
   CHECK(parse(config).softmax_scale() == Approx(m_half * m_half / std::sqrt(192.0)).epsilon(1e-6));
+
+  for (const char* type : {"linear", "llama3", "default"}) {  // m^2 of whatever scales at all
+    json other = config;
+    other["rope_scaling"].update({{"type", type}, {"low_freq_factor", 1}, {"high_freq_factor", 4}});
+    const double factor = std::string(type) == "default" ? 1.0 : m_half * m_half;
+    CHECK(parse(other).rope.magnitude() == 1.0f);
+    CHECK(parse(other).softmax_scale() == Approx(factor / std::sqrt(192.0)).epsilon(1e-6));
+  }
 
   config["rope_scaling"].erase("mscale_all_dim");
   CHECK(parse(config).rope.magnitude() == Approx(m).epsilon(1e-6));

@@ -209,6 +209,76 @@ TEST_CASE("layers beyond num_hidden_layers and tensors that no config key asks f
   }
 }
 
+namespace {
+
+/// Tensors that a rank takes for a role.
+std::vector<std::string> sources(const WeightPlan& plan, WeightRole role) {
+  std::vector<std::string> names;
+  for (const WeightTarget& target : plan.targets) {
+    if (target.role != role) continue;
+    for (const WeightSlice& slice : target.slices) names.push_back(slice.tensor());
+  }
+  return names;
+}
+
+}  // namespace
+
+TEST_CASE("a stored LM head is used, also where the config ties it, and stands for an absent embedding") {
+  using Names = std::vector<std::string>;
+  json config = llama();
+  config["tie_word_embeddings"] = false;
+  const ModelOnDisk model(config);
+  config["tie_word_embeddings"] = true;
+  model.directory().write("config.json", config.dump());
+  const auto rewrite_without = [&](const std::string& left_out) {
+    std::vector<TensorContent> tensors;
+    for (const TensorContent& tensor : model.tensors()) {
+      if (tensor.name != left_out) tensors.push_back(tensor);
+    }
+    model.directory().write("model.safetensors", safetensors_of(tensors));
+  };
+  const auto check = [&](const Names& first, const Names& last, const Names& head, bool is_tied) {
+    const Checkpoint checkpoint = model.checkpoint();
+    const ModelConfig read = read_model_config(checkpoint);
+    CHECK(read.tie_word_embeddings == is_tied);  // what the planner counts
+    const Topology one({}, read.shape);
+    const Topology stages({.pp = 2}, read.shape);
+    const WeightPlan whole = plan_weights(read, checkpoint, one, 0);
+    CHECK(whole.has_tied_head == is_tied);
+    CHECK(sources(whole, WeightRole::embedding) == first);
+    CHECK(sources(whole, WeightRole::lm_head) == head);
+    const WeightPlan end = plan_weights(read, checkpoint, stages, 1);
+    CHECK(sources(plan_weights(read, checkpoint, stages, 0), WeightRole::embedding) == first);
+    CHECK(sources(end, WeightRole::embedding) == last);
+    CHECK(sources(end, WeightRole::lm_head) == head);
+  };
+  const std::string embedding = "model.embed_tokens.weight";
+  const std::string head = "lm_head.weight";
+  check({embedding}, {}, {head}, false);
+  rewrite_without(head);
+  check({embedding}, {embedding}, {}, true);
+  rewrite_without(embedding);
+  check({head}, {head}, {}, true);
+}
+
+TEST_CASE("a config without a dtype has that of the embedding") {
+  for (const DType stored : {DType::f32, DType::f16, DType::bf16}) {
+    json config = llama();
+    for (const char* key : {"dtype", "torch_dtype"}) config.erase(key);
+    const ModelOnDisk model(config, stored);
+    CHECK(read_model_config(model.checkpoint()).dtype == stored);
+    for (const char* key : {"dtype", "torch_dtype"}) {
+      json given = config;
+      given[key] = nullptr;
+      model.directory().write("config.json", given.dump());
+      CHECK(read_model_config(model.checkpoint()).dtype == stored);
+      given[key] = "float16";
+      model.directory().write("config.json", given.dump());
+      CHECK(read_model_config(model.checkpoint()).dtype == DType::f16);
+    }
+  }
+}
+
 TEST_CASE("missing and misshapen tensors are listed with both shapes") {
   ModelOnDisk model(llama());
   std::vector<TensorContent> tensors;

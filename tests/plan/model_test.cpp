@@ -81,6 +81,13 @@ TEST_CASE("layers alternate as the models say") {
   CHECK_FALSE(deepseek.shape.is_moe_layer(2));
   CHECK(deepseek.shape.is_moe_layer(3));
   CHECK_FALSE(deepseek.is_window_layer(0));
+  Model listed = maverick;
+  listed.window_layers.assign(static_cast<std::size_t>(listed.shape.num_layers), false);
+  listed.window_layers[3] = true;
+  CHECK_FALSE(listed.is_window_layer(2));  // the list, not the stride
+  CHECK(listed.is_window_layer(3));
+  listed.window = 0;
+  CHECK_FALSE(listed.is_window_layer(3));
 }
 
 TEST_CASE("absurd models are refused with the value") {
@@ -93,6 +100,10 @@ TEST_CASE("absurd models are refused with the value") {
       {[](Model& m) { m.shape.hidden = std::int64_t{1} << 62; }, "hidden is 4611686018427387904"},
       {[](Model& m) { m.shape.num_layers = -1; }, "num_layers is -1"},
       {[](Model& m) { m.shape.num_query_heads = 127; }, "num_query_heads 127"},
+      {[](Model& m) {
+         m.window_layers = {true, false};
+       },
+       "window_layers has 2 layers"},
       {[](Model& m) { m.shape.num_kv_heads = 0; }, "num_kv_heads is 0"},
       {[](Model& m) { m.shape.ffn = 0; }, "dense layers"},
       {[](Model& m) { m.shape.num_layers = 65536, m.shape.ffn = 1 << 24; }, "parameters"},

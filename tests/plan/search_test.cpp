@@ -157,13 +157,31 @@ TEST_CASE("no answer is an error that says what to change") {
   });
   REQUIRE(slow);
   CHECK(slow->says("the fastest"));
-  const auto illegal = failure_of([&] {
-    search_or_throw(
-        model, workload,
-        {.max_gpus = 7, .gpu_counts = {7}, .strategies = {Strategy::helix}, .pipeline_stages = {1}});
-  });
-  REQUIRE(illegal);
-  CHECK(illegal->code == ErrorCode::invalid_topology);
+}
+
+TEST_CASE("where no layout is legal the error names the GPUs asked for and the nearest number that has one") {
+  const StepModel model(model_preset("llama-3.1-405b"), {}, hardware_preset("h200"));
+  const auto says = [&](const SearchSpace& space, const std::string& words) {
+    const auto failure = failure_of([&] { search_or_throw(model, {.context = tokens(1e4)}, space); });
+    REQUIRE(failure);
+    CHECK(failure->code == ErrorCode::invalid_topology);
+    INFO(failure->what << "\n" << words);
+    CHECK(failure->says(words));
+  };
+  const std::vector<Strategy> helix{Strategy::helix};
+  // Legal are powers of two: they divide the 128 query heads.
+  says({.max_gpus = 7, .gpu_counts = {7}, .strategies = helix, .pipeline_stages = {1}},
+       "is legal on 7 GPUs with the strategies and widths asked for: the nearest number that has one is 8");
+  says({.max_gpus = 9, .gpu_counts = {9}, .strategies = helix, .pipeline_stages = {1}}, "has one is 8");
+  says({.max_gpus = 7, .gpu_counts = {6, 7}, .strategies = helix, .pipeline_stages = {1}},
+       "is legal on any number asked for up to 7 GPUs with the strategies and widths asked for: the nearest "
+       "number that has one is 8");
+  says({.max_gpus = 4, .gpu_counts = {4}, .pipeline_stages = {3}}, "is legal on 4 GPUs");
+  says({.max_gpus = 4, .gpu_counts = {4}, .pipeline_stages = {3}}, "has one is 3");
+  says({.max_gpus = 2, .strategies = helix, .pipeline_stages = {4}},
+       "is legal on powers of two up to 2 GPUs with the strategies and widths asked for: the nearest number "
+       "that has one is 4");
+  says({.max_gpus = 8, .pipeline_stages = {3}}, "no number near has one; ask for other strategies or stages");
 }
 
 TEST_CASE("absurd spaces are refused with the value") {

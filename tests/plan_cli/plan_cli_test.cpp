@@ -172,6 +172,31 @@ TEST_CASE("a config.json and a checkpoint's folder are models") {
   }
 }
 
+TEST_CASE("windowed layers take the same time in any order, and less than full ones") {
+  const ScratchDirectory scratch;
+  const auto milliseconds = [&](const json& layer_types) {
+    const json config = {{"model_type", "qwen3"},     {"hidden_size", 1024},
+                         {"intermediate_size", 3072}, {"num_hidden_layers", 4},
+                         {"num_attention_heads", 16}, {"num_key_value_heads", 8},
+                         {"vocab_size", 1000},        {"use_sliding_window", true},
+                         {"sliding_window", 128},     {"layer_types", layer_types}};
+    write_file(scratch / "config.json", config.dump());
+    const std::string plan = (scratch / "plan.json").string();
+    const Run run = run_plan("--model " + (scratch / "config.json").string() +
+                             " --gpus 1 --context 1e6 --batch 1 --json " + plan);
+    INFO(run.output);
+    REQUIRE(run.exit_code == 0);
+    return json::parse(read_file(plan)).at("best").at("ttl_ms").get<double>();
+  };
+  const std::string full = "full_attention";
+  const std::string windowed = "sliding_attention";
+  const double periodic = milliseconds({windowed, full, windowed, full});
+  CHECK(milliseconds({full, windowed, windowed, full}) == periodic);
+  CHECK(milliseconds({full, full, windowed, windowed}) == periodic);
+  CHECK(milliseconds({full, windowed, full, full}) > periodic);
+  CHECK(milliseconds({windowed, windowed, windowed, windowed}) < periodic);
+}
+
 /// Rows of --check by case: measured, predicted, and whether the row is marked.
 struct CheckRow {
   double measured_us, predicted_us;

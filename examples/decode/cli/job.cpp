@@ -73,7 +73,7 @@ Job::Job(Options given, const Launcher& launcher)
              .peer_memory = options.peer_memory,
              .gpu = launcher.gpu()},
       checkpoint(options.model),
-      config(parse_model_config(checkpoint.config_json(), checkpoint.config_path())) {
+      config(read_model_config(checkpoint)) {
   // The CPU's plan is that of f32: its products keep what they round to themselves.
   if (options.device == Device::cuda) launch.activation = widest_choice(options, config);
   if (launcher.rank() == 0 && !options.json.empty()) check_output(options.json);

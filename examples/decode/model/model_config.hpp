@@ -28,8 +28,9 @@ struct ModelConfig {
   ModelShape shape;
   std::int64_t max_positions = 0;
   float rms_norm_eps = 1e-6f;
-  DType dtype = DType::bf16;  ///< torch_dtype or dtype: what the model was trained to compute and cache in.
-  bool tie_word_embeddings = false;
+  /// torch_dtype or dtype, or else the embedding's type: what the model was trained to compute and cache in.
+  DType dtype = DType::bf16;
+  bool tie_word_embeddings = false;  ///< The embedding and the LM head are one tensor.
   bool has_qkv_bias = false;
   bool has_output_bias = false;
   bool has_mlp_bias = false;
@@ -46,7 +47,8 @@ struct ModelConfig {
   /// Tokens that a query of the layer sees, itself included; 0: all.
   std::int64_t window(std::int64_t layer) const;
 
-  /// Factor on q k before the softmax: head size^-1/2, for MLA (nope + rope)^-1/2 times yarn's m^2.
+  /// Factor on q k before the softmax: head size^-1/2, for MLA (nope + rope)^-1/2 times
+  /// rope.latent_softmax_factor().
   float softmax_scale() const;
 
   /// What decode_layer is told of layer `layer`, with rope.inverse_frequencies() at `inverse_frequency` on

@@ -25,7 +25,13 @@ constexpr std::int64_t kMaxTokenId = (std::int64_t{1} << 31) - 1;
 constexpr std::size_t kMaxEosIds = 1024;
 constexpr double kMaxFactor = 1e6;
 
-constexpr std::string_view kSupportedModels = "llama, mistral, qwen2, qwen3, deepseek_v2, deepseek_v3";
+constexpr std::string_view kSupportedModels =
+    "llama, mistral, ministral, qwen2, qwen3, deepseek_v2, deepseek_v3";
+
+/// Both names of one architecture: transformers takes a mistral with layer_types for a ministral.
+bool is_mistral(const std::string& model_type) {
+  return model_type == "mistral" || model_type == "ministral";
+}
 
 /// What transformers assumes of a family when a key is absent.
 struct FamilyDefaults {
@@ -38,7 +44,7 @@ struct FamilyDefaults {
 /// @throws Error(unsupported) for a model_type that is not built.
 FamilyDefaults family_defaults(const ObjectReader& top, const std::string& model_type) {
   if (model_type == "llama") return {};
-  if (model_type == "mistral") return {.num_kv_heads = 8, .max_positions = 131072};
+  if (is_mistral(model_type)) return {.num_kv_heads = 8, .max_positions = 131072};
   if (model_type == "qwen2") return {.num_kv_heads = 32, .max_positions = 32768};
   if (model_type == "qwen3") return {.num_kv_heads = 32, .head_dim = 128, .max_positions = 32768};
   if (model_type == "deepseek_v2") return {.is_deepseek = true};
@@ -46,9 +52,10 @@ FamilyDefaults family_defaults(const ObjectReader& top, const std::string& model
   top.unsupported("model_type", " is ", printable(model_type), "; supported are ", kSupportedModels);
 }
 
-DType parse_dtype_key(const ObjectReader& top) {
+DType parse_dtype_key(const ObjectReader& top, DType absent) {
   const char* key = top.has("dtype") ? "dtype" : "torch_dtype";
-  const std::string dtype = top.string_or(key, "bfloat16");
+  if (!top.has(key)) return absent;
+  const std::string dtype = top.string(key);
   if (dtype == "float32") return DType::f32;
   if (dtype == "float16") return DType::f16;
   if (dtype == "bfloat16") return DType::bf16;
@@ -75,20 +82,20 @@ void parse_llama3(const ObjectReader& scaling, RopeConfig& rope) {
   }
 }
 
+/// A positive number. Zero means "not given", as in transformers.
+double nonzero_or(const ObjectReader& scaling, const char* key, double fallback) {
+  const nlohmann::json* value = scaling.find(key);
+  return value == nullptr || *value == 0 ? fallback : scaling.number(key, 1e-3, kMaxFactor);
+}
+
 void parse_yarn(const ObjectReader& scaling, RopeConfig& rope) {
-  // Zero means "not given" for these, as in transformers.
-  const auto or_default = [&](const char* key, double fallback) {
-    const nlohmann::json* value = scaling.find(key);
-    return value == nullptr || *value == 0 ? fallback : scaling.number(key, 1e-3, kMaxFactor);
-  };
-  rope.beta_fast = or_default("beta_fast", 32.0);
-  rope.beta_slow = or_default("beta_slow", 1.0);
+  rope.beta_fast = nonzero_or(scaling, "beta_fast", 32.0);
+  rope.beta_slow = nonzero_or(scaling, "beta_slow", 1.0);
   if (rope.beta_fast < rope.beta_slow) {
     scaling.fail("beta_fast", nlohmann::json(rope.beta_fast), "at least beta_slow, which is ",
                  rope.beta_slow);
   }
-  rope.mscale = or_default("mscale", 0.0);
-  rope.mscale_all_dim = or_default("mscale_all_dim", 0.0);
+  rope.mscale = nonzero_or(scaling, "mscale", 0.0);
   if (scaling.has("attention_factor"))
     rope.attention_factor = scaling.number("attention_factor", 1e-6, kMaxFactor);
   rope.truncate = scaling.boolean_or("truncate", true);
@@ -96,7 +103,6 @@ void parse_yarn(const ObjectReader& scaling, RopeConfig& rope) {
 
 void parse_scaling(const ObjectReader& top, const ObjectReader& scaling, RopeConfig& rope,
                    std::int64_t max_positions) {
-  rope.type = parse_rope_type(scaling);
   if (rope.type == RopeType::standard) return;
   if (rope.type == RopeType::llama3 || rope.type == RopeType::yarn) {
     const ObjectReader& source = top.has("original_max_position_embeddings") ? top : scaling;
@@ -109,6 +115,7 @@ void parse_scaling(const ObjectReader& top, const ObjectReader& scaling, RopeCon
   } else {
     rope.factor = scaling.number("factor", 1.0, kMaxFactor);
   }
+  rope.mscale_all_dim = nonzero_or(scaling, "mscale_all_dim", 0.0);
   if (rope.type == RopeType::llama3) parse_llama3(scaling, rope);
   if (rope.type == RopeType::yarn) parse_yarn(scaling, rope);
 }
@@ -117,6 +124,8 @@ void parse_rope(const ObjectReader& top, RopeConfig& rope, std::int64_t max_posi
   // The older layout (rope_theta beside rope_scaling) wins over the newer one where a file has both.
   const std::optional<ObjectReader> older = top.object("rope_scaling");
   const std::optional<ObjectReader> scaling = older ? older : top.object("rope_parameters");
+  // Before the keys that a type which is not built would need.
+  if (scaling) rope.type = parse_rope_type(*scaling);
 
   constexpr double kMinTheta = 1.0 + 1e-6;  // yarn divides by its logarithm
   constexpr double kMaxTheta = 1e15;
@@ -163,14 +172,11 @@ void parse_quantization(const ObjectReader& top, ModelConfig& config) {
 }
 
 void parse_windows(const ObjectReader& top, ModelConfig& config) {
-  if (config.model_type == "mistral") {
-    // transformers assumes 4096 for an absent key; an explicit null is "no window".
-    if (!top.is_null("sliding_window"))
-      config.sliding_window = top.integer_or("sliding_window", 4096, 1, kMaxPositions);
-    return;
-  }
-  if (config.model_type != "qwen2" && config.model_type != "qwen3") return;
-  if (!top.boolean_or("use_sliding_window", false) || top.is_null("sliding_window")) return;
+  const bool is_qwen = config.model_type == "qwen2" || config.model_type == "qwen3";
+  if (!is_qwen && !is_mistral(config.model_type)) return;
+  if (is_qwen && !top.boolean_or("use_sliding_window", false)) return;
+  // transformers assumes 4096 for an absent key; an explicit null is "no window".
+  if (top.is_null("sliding_window")) return;
   config.sliding_window = top.integer_or("sliding_window", 4096, 1, kMaxPositions);
   const auto layers = static_cast<std::size_t>(config.shape.num_layers);
   if (const nlohmann::json* types = top.find("layer_types")) {
@@ -185,6 +191,7 @@ void parse_windows(const ObjectReader& top, ModelConfig& config) {
     }
     return;
   }
+  if (!is_qwen) return;  // all layers alike
   const std::int64_t first = top.integer_or("max_window_layers", 28, 0, kMaxLayers);
   for (std::int64_t layer = 0; layer < config.shape.num_layers; ++layer)
     config.is_window_layer.push_back(layer >= first);
@@ -322,7 +329,8 @@ void parse_deepseek(const ObjectReader& top, ModelConfig& config) {
   config.shape.value_dim = mla.kv_lora_rank;
   config.has_mlp_bias = config.model_type == "deepseek_v2" && top.boolean_or("mlp_bias", false);
   config.rope.rotary_dim = mla.qk_rope_head_dim;
-  config.rope.is_interleaved = top.boolean_or("rope_interleave", true);
+  // V2 has no such key: it always rotates interleaved pairs.
+  config.rope.is_interleaved = config.model_type == "deepseek_v2" || top.boolean_or("rope_interleave", true);
   parse_experts(top, config);
 }
 
@@ -337,7 +345,7 @@ void drop_unused_sizes(ModelShape& shape) {
 
 }  // namespace
 
-ModelConfig parse_model_config(std::string_view json, std::string_view file) {
+ModelConfig parse_model_config(std::string_view json, std::string_view file, DType absent_dtype) {
   const nlohmann::json document = parse_strict_json(json, file);
   HELIX_EXPECTS(document.is_object(), ErrorCode::invalid_file, file, ": is a JSON ", document.type_name(),
                 "; expected an object");
@@ -348,7 +356,7 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file) {
   const FamilyDefaults defaults = family_defaults(top, config.model_type);
 
   const std::string activation = top.string_or("hidden_act", "silu");
-  if (activation != "silu")
+  if (activation != "silu" && activation != "swish")  // two names of one
     top.unsupported("hidden_act", " is ", printable(activation), "; supported is silu");
   config.shape.hidden = top.integer("hidden_size", 1, kMaxDim);
   config.shape.ffn = top.integer("intermediate_size", 1, kMaxDim);
@@ -358,7 +366,7 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file) {
   config.max_positions = top.integer_or("max_position_embeddings", defaults.max_positions, 1, kMaxPositions);
   config.rms_norm_eps = static_cast<float>(top.number_or("rms_norm_eps", 1e-6, 1e-20, 1.0));
   config.tie_word_embeddings = top.boolean_or("tie_word_embeddings", false);
-  config.dtype = parse_dtype_key(top);
+  config.dtype = parse_dtype_key(top, absent_dtype);
   config.eos_ids = top.integers("eos_token_id", 0, kMaxTokenId, kMaxEosIds);
 
   if (defaults.is_deepseek) {
@@ -369,6 +377,17 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file) {
   parse_rope(top, config.rope, config.max_positions);
   parse_quantization(top, config);
   drop_unused_sizes(config.shape);
+  return config;
+}
+
+ModelConfig read_model_config(const Checkpoint& checkpoint) {
+  const TensorInfo* embedding = checkpoint.find("model.embed_tokens.weight").tensor;
+  const TensorInfo* head = checkpoint.find("lm_head.weight").tensor;
+  const TensorInfo* table = embedding != nullptr ? embedding : head;
+  const bool is_plain = table != nullptr && table->dtype && *table->dtype != DType::fp8_e4m3;
+  ModelConfig config = parse_model_config(checkpoint.config_json(), checkpoint.config_path(),
+                                          is_plain ? *table->dtype : DType::bf16);
+  if (embedding != nullptr && head != nullptr) config.tie_word_embeddings = false;
   return config;
 }
 

@@ -8,8 +8,7 @@
 
 namespace helix::decode {
 
-/// The model of `config`. @throws Error(unsupported) for windowed layers that follow no period,
-/// Error(invalid_argument) for sizes that no model has.
+/// The model of `config`. @throws Error(invalid_argument) for sizes that no model has.
 plan::Model planner_model(const ModelConfig& config);
 
 }  // namespace helix::decode

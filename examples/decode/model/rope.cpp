@@ -96,7 +96,7 @@ float RopeConfig::magnitude() const {
 }
 
 double RopeConfig::latent_softmax_factor() const {
-  if (type != RopeType::yarn || mscale_all_dim == 0.0) return 1.0;
+  if (type == RopeType::standard || mscale_all_dim == 0.0) return 1.0;
   const double m = yarn_mscale(factor, mscale_all_dim);
   return m * m;
 }

@@ -23,7 +23,7 @@ struct RopeConfig {
   double beta_fast = 32.0;                            ///< yarn.
   double beta_slow = 1.0;                             ///< yarn.
   double mscale = 0.0;                                ///< yarn; 0: not given.
-  double mscale_all_dim = 0.0;                        ///< yarn; 0: not given.
+  double mscale_all_dim = 0.0;                        ///< linear, llama3 and yarn; 0: not given.
   std::optional<double> attention_factor{};           ///< yarn.
   bool truncate = true;  ///< yarn: round the correction range to whole dimensions.
 
@@ -34,7 +34,8 @@ struct RopeConfig {
   /// Factor on cos and sin: yarn's attention factor, else 1.
   float magnitude() const;
 
-  /// Factor on the softmax scale of latent attention: yarn's m^2, else 1.
+  /// Factor on the softmax scale of latent attention: yarn's m^2 for mscale_all_dim, which transformers
+  /// applies to every type but `standard`; 1 where that is not given.
   double latent_softmax_factor() const;
 };
 

@@ -208,6 +208,13 @@ class PlanBuilder {
     }
   }
 
+  /// A tied pair may be stored under the name of either.
+  const char* embedding_name() const {
+    const auto has = [&](const char* tensor) { return checkpoint_.find(tensor).tensor != nullptr; };
+    const bool is_head = config_.tie_word_embeddings && !has("model.embed_tokens.weight");
+    return is_head && has("lm_head.weight") ? "lm_head.weight" : "model.embed_tokens.weight";
+  }
+
   void add_ends() {
     const bool is_first = at_.stage == 0;
     const bool is_last = at_.stage == topo_.pp() - 1;
@@ -215,7 +222,7 @@ class PlanBuilder {
     plan_.has_tied_head = is_last && config_.tie_word_embeddings;
     if (is_first || plan_.has_tied_head) {
       add(WeightRole::embedding,
-          {some_rows("model.embed_tokens.weight", config_.shape.vocab, config_.shape.hidden, vocab)});
+          {some_rows(embedding_name(), config_.shape.vocab, config_.shape.hidden, vocab)});
     }
     if (!is_last) return;
     add(WeightRole::final_norm, {whole("model.norm.weight", 1, config_.shape.hidden)});

@@ -26,6 +26,8 @@ struct HELIX_API Model {
   std::int64_t window = 0;  ///< Tokens that a query of a windowed layer sees; 0: all layers are full.
   /// Layer i is a full one if (i + 1) is a multiple; the others are windowed. 0 with a window: none is full.
   std::int64_t full_attention_stride = 1;
+  /// With a window, whether each layer is windowed, where no stride says it; empty: as the stride says.
+  std::vector<bool> window_layers{};
 
   /// Whether a query of the layer sees `window` tokens only.
   bool is_window_layer(std::int64_t layer) const;

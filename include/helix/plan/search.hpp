@@ -66,7 +66,8 @@ struct SearchResult {
 HELIX_API SearchResult search(const StepModel& model, const Workload& workload, const SearchSpace& space);
 
 /// As search(), and requires an answer. @throws Error(capacity) if nothing fits into memory or meets the
-/// limit, saying which and by how much.
+/// limit, saying which and by how much; Error(invalid_topology) if no layout is legal, naming the nearest
+/// number of GPUs that has one.
 HELIX_API SearchResult search_or_throw(const StepModel& model, const Workload& workload,
                                        const SearchSpace& space);
 
