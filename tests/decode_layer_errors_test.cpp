@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -82,6 +83,12 @@ void check_bad_calls(const LayerSpec& spec, TopologySpec topology, const std::ve
 
 TEST_CASE("Bad arguments are refused alike on every rank before any collective") {
   const auto fatter = [](WeightView& w) { w.cols += 1; };
+  const auto with_middle = [](const Arguments& a, std::int64_t offset) -> std::span<const std::int32_t> {
+    thread_local std::vector<std::int32_t> offsets;  // outlives the call that reads it
+    offsets.assign(a.batch.query_offsets_host.begin(), a.batch.query_offsets_host.end());
+    offsets[1] = static_cast<std::int32_t>(offset);
+    return offsets;
+  };
   std::vector<BadCall> calls{
       {"shape of another rank", [](Arguments& a) { a.shape.stage_rank += 1; }},
       {"no exchange", [](Arguments& a) { a.options.exchange = nullptr; }},
@@ -89,6 +96,12 @@ TEST_CASE("Bad arguments are refused alike on every rank before any collective")
       {"negative slices", [](Arguments& a) { a.options.hop_b_slices = -1; }},
       {"lengths of some sequences",
        [](Arguments& a) { a.batch.lengths_host = a.batch.lengths_host.first(1); }},
+      {"no positions", [](Arguments& a) { a.batch.positions = nullptr; }},
+      {"no query offsets", [](Arguments& a) { a.batch.query_offsets = nullptr; }},
+      {"no slots", [](Arguments& a) { a.batch.sequence_slots = nullptr; }},
+      {"falling query offsets",
+       [&](Arguments& a) { a.batch.query_offsets_host = with_middle(a, a.hidden.extent(0) + 1); }},
+      {"query offsets below zero", [&](Arguments& a) { a.batch.query_offsets_host = with_middle(a, -3); }},
       {"too many slices", [](Arguments& a) { a.options.hop_b_slices = 5; }},
       {"no workspace", [](Arguments& a) { a.options.workspace = {}; }, ErrorCode::capacity},
       {"small workspace", [](Arguments& a) { a.options.workspace = a.options.workspace.first(1024); },

@@ -156,6 +156,7 @@ void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
                 ErrorCode::invalid_argument, "decode_layer: the shape is of stage_rank ", shape.stage_rank,
                 " of ", shape.stage_size, "; the backend is rank ", comms.stage->rank(), " of ",
                 comms.stage->size());
+  check_batch("decode_layer", batch);
   HELIX_EXPECTS(options.exchange != nullptr && options.hop_b != nullptr, ErrorCode::invalid_argument,
                 "decode_layer: options.exchange and options.hop_b must be set; build one of each a rank and "
                 "share them");
@@ -170,10 +171,6 @@ void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
   HELIX_EXPECTS(batch.first_token() == 0, ErrorCode::invalid_argument,
                 "decode_layer: the batch starts at token ", batch.first_token(),
                 "; pass a whole step, not a slice");
-  HELIX_EXPECTS(batch.lengths_host.empty() ||
-                    static_cast<std::int64_t>(batch.lengths_host.size()) == batch.num_sequences(),
-                ErrorCode::invalid_argument, "decode_layer: the batch has ", batch.num_sequences(),
-                " sequences and ", batch.lengths_host.size(), " lengths; give one each, or none");
   check_kv_view("decode_layer", kv);
   const KvFormat& format = kv.format;
   HELIX_EXPECTS(format.head_dim == shape.head_dim && format.value_dim == shape.value_dim &&

@@ -14,6 +14,7 @@ namespace detail {
 
 template <class T>
 void check_partial_attention(const PartialAttentionArgs<T>& args) {
+  check_batch("partial_attention", args.batch);
   const KvFormat& format = args.kv.format;
   const PartialSink<T>& sink = args.sink;
   const std::int64_t tokens = args.batch.num_tokens();
@@ -49,7 +50,8 @@ void check_partial_attention(const PartialAttentionArgs<T>& args) {
 /// PartialAttentionArgs. Local to the rank (not collective). Queued on `stream`; allocates nothing;
 /// capturable. Query heads of KV head h are [h * G, (h + 1) * G), G = (Hq/TPA) / (Hkv/TPA). Source: paper
 /// section 2.1.1.
-/// @throws Error(invalid_argument) if shapes contradict each other or a field of the KV view is missing;
+/// @throws Error(invalid_argument) if shapes contradict each other or a field of the batch or the KV view is
+/// missing;
 /// Error(capacity) if the workspace is smaller than backend.partial_attention_workspace_bytes(batch tokens,
 /// Hq/TPA, D, Dv).
 template <AttentionBackend B>

@@ -139,10 +139,58 @@ TEST_CASE("a field of a KV view that was forgotten or cannot be is an Error that
   CHECK_NOTHROW(csr.attend());
 }
 
+/// A partial attention of three tokens of two sequences, for a test to spoil.
+struct Attended {
+  Readable readable{false};
+  std::vector<std::int32_t> offsets{0, 1, 3};
+  std::vector<std::int64_t> positions{1, 0, 1};
+  std::vector<std::int32_t> slots{0, 0};
+  std::vector<std::int64_t> lengths{2};
+  std::vector<float> q = std::vector<float>(3 * 2 * 8, 1.0f), out = q, lse = std::vector<float>(3 * 2);
+  cpu::Backend<cpu::LocalComm> backend{1};
+  std::vector<std::byte> workspace =
+      std::vector<std::byte>(backend.partial_attention_workspace_bytes(3, 2, 8, 8));
+  PartialAttentionArgs<float> args{.q = {q.data(), {3, 2, 8}},
+                                   .batch = {offsets, offsets.data(), positions.data(), slots.data()},
+                                   .kv = readable.kv,
+                                   .sink = {.out = {out.data(), {3, 2, 8}}, .lse = {lse.data(), {3, 2}}},
+                                   .scale = 1.0f,
+                                   .workspace = workspace};
+
+  void run() {
+    const auto stream = backend.create_stream();
+    partial_attention(backend, args, stream);
+    backend.synchronize(stream);
+  }
+};
+
+void check_attention(std::initializer_list<Mistake<Attended>> mistakes) {
+  check_mistakes(
+      mistakes, [] { return Attended(); }, [](Attended& attended) { attended.run(); });
+}
+
+TEST_CASE("attention of a batch that cannot be read is an Error that names its field") {
+  check_attention({
+      {"partial_attention: the batch's query_offsets is null",
+       [](Attended& a) { a.args.batch.query_offsets = nullptr; }},
+      {"partial_attention: the batch's positions is null",
+       [](Attended& a) { a.args.batch.positions = nullptr; }},
+      {"partial_attention: the batch's sequence_slots is null",
+       [](Attended& a) { a.args.batch.sequence_slots = nullptr; }},
+      {"query_offsets_host[0] is -2; it must be in [0, 1048576]", [](Attended& a) { a.offsets[0] = -2; }},
+      {"query_offsets_host[0] is -2147483648", [](Attended& a) { a.offsets[0] = INT32_MIN; }},
+      {"query_offsets_host[1] is -4; it must be in [0, ", [](Attended& a) { a.offsets[1] = -4; }},
+      {"query_offsets_host[2] is 3; it must be in [4, ", [](Attended& a) { a.offsets[1] = 4; }},
+      {"query_offsets_host[2] is 2147483647", [](Attended& a) { a.offsets[2] = INT32_MAX; }},
+      {"has 2 sequences and 1 in lengths_host", [](Attended& a) { a.args.batch.lengths_host = a.lengths; }},
+  });
+}
+
 TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
   const Readable readable(false);
   std::vector<float> rows(3 * 2 * 8, 0.25f);
   const std::int32_t offsets[] = {0, 2};
+  const std::int32_t negative[] = {-2, 2};
   const std::int64_t positions[] = {0, 1};
   const std::int32_t slot = 0;
   const cpu::Operators operators;
@@ -161,7 +209,11 @@ TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
           a.v = TensorView<const float, 3>(rows.data(), {2, 2, 8}, {0, 16, 2});
         }},
        {"append_kv: the batch has tokens [0, 2); k has 1", [&](Append& a) { a.k = a.v = short_by_one; }},
-       {"no query_offsets, positions or sequence_slots", [](Append& a) { a.batch.positions = nullptr; }}},
+       {"append_kv: the batch's positions is null", [](Append& a) { a.batch.positions = nullptr; }},
+       {"append_kv: the batch's query_offsets is null", [](Append& a) { a.batch.query_offsets = nullptr; }},
+       {"append_kv: the batch's sequence_slots is null", [](Append& a) { a.batch.sequence_slots = nullptr; }},
+       {"append_kv: the batch's query_offsets_host[0] is -2",
+        [&](Append& a) { a.batch.query_offsets_host = negative; }}},
       [&] {
         return Append{good, good, {offsets, offsets, positions, &slot}, readable.kv};
       },

@@ -80,20 +80,17 @@ void check_kv_rows(std::string_view operation, const KvFormat& format, TensorVie
   }
 }
 
-/// Throws Error(invalid_argument) unless the view can be read, k and v are rows of it, and the batch has
-/// tokens among them.
+/// Throws Error(invalid_argument) unless the batch and the view can be read, k and v are rows of the view,
+/// and the batch has tokens among them.
 template <class T>
 void check_append_kv(const AppendKvArgs<T>& args) {
   const Batch& batch = args.batch;
+  check_batch("append_kv", batch);
   check_kv_view("append_kv", args.kv);
   check_kv_rows("append_kv", args.kv.format, args.k, args.v);
   HELIX_EXPECTS(args.k.extent(0) >= batch.first_token() + batch.num_tokens(), ErrorCode::invalid_argument,
                 "append_kv: the batch has tokens [", batch.first_token(), ", ",
                 batch.first_token() + batch.num_tokens(), "); k has ", args.k.extent(0));
-  HELIX_EXPECTS(batch.num_tokens() == 0 || (batch.query_offsets != nullptr && batch.positions != nullptr &&
-                                            batch.sequence_slots != nullptr),
-                ErrorCode::invalid_argument, "append_kv: the batch has ", batch.num_tokens(),
-                " tokens, but no query_offsets, positions or sequence_slots");
 }
 
 template <class T>
