@@ -144,6 +144,16 @@ TEST_CASE("calls whose arguments contradict each other are refused and change no
         cache.write(a, 0, 0, {rows.data(), {1, 2, 8}, {32, 16, 2}}, view(1, 2, 8), stream);
       },
       [&] {
+        cache.write(a, 0, 0, {nullptr, {1, 2, 8}}, view(1, 2, 8), stream);
+      },
+      [&] {
+        cache.write(a, 0, 2, {rows.data(), {-1, 2, 8}, {16, 8, 1}}, {rows.data(), {-1, 2, 8}, {16, 8, 1}},
+                    stream);
+      },
+      [&] {
+        cache.read(a, 0, {0, 1}, out(1, 2, 8), {nullptr, {1, 2, 8}}, stream);
+      },
+      [&] {
         cache.read(a, 0, {0, 7}, out(7, 2, 8), out(7, 2, 8), stream);
       },
       [&] {

@@ -398,6 +398,11 @@ TEST_CASE("wrong shapes are refused before anything is sent") {
     expect(code(Attended(0, 0, 5, 2, 4)) == ErrorCode::invalid_argument, "too many tokens");
     expect(code(Attended(0, 0, 2, 4, 4)) == ErrorCode::invalid_argument, "other heads");
     expect(code(Attended(0, 0, 2, 2, 8)) == ErrorCode::invalid_argument, "other value_dim");
+    Attended null_out(0, 0, 2, 2, 4), null_lse(0, 0, 2, 2, 4);
+    null_out.view.out = {nullptr, {2, 2, 4}};
+    null_lse.view.lse = {nullptr, {2, 2}};
+    expect(code(null_out) == ErrorCode::invalid_argument, "no outputs");
+    expect(code(null_lse) == ErrorCode::invalid_argument, "no lse");
     const auto slice_code = [&](const ExchangeSlice& slice) {
       try {
         exchange.outgoing(slice, nullptr);

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // A KV view that cannot be read is an Error that names its field.
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <vector>
 
 #include <helix/cpu/backend.hpp>
 #include <helix/error.hpp>
 #include <helix/foreign_kv.hpp>
 #include <helix/partial_attention.hpp>
+#include <helix/prepare_qkv.hpp>
 
 #include "support/catch.hpp"
 #include "support/failure.hpp"
@@ -186,6 +189,81 @@ TEST_CASE("attention of a batch that cannot be read is an Error that names its f
   });
 }
 
+TEST_CASE(
+    "attention without an address, a finite scale or a possible number of heads is an Error that names it") {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  const auto heads = [](std::int64_t count) {
+    return [count](Attended& a) {
+      a.args.q = TensorView<const float, 3>(a.q.data(), {3, count, 8}, {16, 8, 1});
+      a.args.sink.out = {a.out.data(), {3, count, 8}, {16, 8, 1}};
+      a.args.sink.lse = {a.lse.data(), {3, count}, {2, 1}};
+    };
+  };
+  check_attention({
+      {"partial_attention: q is null",
+       [](Attended& a) {
+         a.args.q = TensorView<const float, 3>(nullptr, {3, 2, 8});
+       }},
+      {"sink.out is null",
+       [](Attended& a) {
+         a.args.sink.out = {nullptr, {3, 2, 8}};
+       }},
+      {"sink.lse is null",
+       [](Attended& a) {
+         a.args.sink.lse = {nullptr, {3, 2}};
+       }},
+      {"workspace is null with ",
+       [](Attended& a) {
+         a.args.workspace = {static_cast<std::byte*>(nullptr), a.workspace.size()};
+       }},
+      {"scale is inf", [](Attended& a) { a.args.scale = kInf; }},
+      {"scale is nan", [](Attended& a) { a.args.scale = std::nanf(""); }},
+      {"soft_cap inf", [](Attended& a) { a.args.soft_cap = kInf; }},
+      {"q has 0 heads; there must be 1 to 1048576", heads(0)},
+      {"q has -4 heads", heads(-4)},
+      {"q has 4611686018427387904 heads", heads(std::int64_t{1} << 62)},
+  });
+}
+
+TEST_CASE("queries are prepared only where rows, rope and epsilon fit") {
+  struct Prepared {
+    Attended attended;
+    std::vector<float> k = std::vector<float>(3 * 2 * 8), frequencies = std::vector<float>(4, 0.5f);
+    PrepareQkvArgs<float> args{.q = {attended.q.data(), {3, 2, 8}},
+                               .k = {k.data(), {3, 2, 8}},
+                               .v = TensorView<const float, 3>(k.data(), {3, 2, 8}),
+                               .rope = {.inverse_frequency = frequencies.data(), .rotary_dim = 8},
+                               .batch = attended.args.batch,
+                               .kv = attended.readable.kv};
+  };
+  check_mistakes<Prepared>(
+      {{"prepare_qkv: q is null",
+        [](Prepared& p) {
+          p.args.q = {nullptr, {3, 2, 8}};
+        }},
+       {"prepare_qkv: q is [1, 2, 8]", [](Prepared& p) { p.args.q = p.args.q.slice(0, 0, 1); }},
+       {"prepare_qkv: q is [3, 2, 7]", [](Prepared& p) { p.args.q = p.args.q.slice(2, 0, 7); }},
+       {"append_kv: k is null",
+        [](Prepared& p) {
+          p.args.k = {nullptr, {3, 2, 8}};
+        }},
+       {"append_kv: v is null",
+        [](Prepared& p) {
+          p.args.v = TensorView<const float, 3>(nullptr, {3, 2, 8});
+        }},
+       {"rotary_dim is 10; it must be even and in [0, 8]", [](Prepared& p) { p.args.rope.rotary_dim = 10; }},
+       {"rotary_dim is 7", [](Prepared& p) { p.args.rope.rotary_dim = 7; }},
+       {"rope.inverse_frequency is null", [](Prepared& p) { p.args.rope.inverse_frequency = nullptr; }},
+       {"rope.magnitude is nan", [](Prepared& p) { p.args.rope.magnitude = std::nanf(""); }},
+       {"epsilon is -1", [](Prepared& p) { p.args.epsilon = -1.0f; }}},
+      [] { return Prepared(); },
+      [](Prepared& p) {
+        const auto stream = p.attended.backend.create_stream();
+        prepare_qkv(p.attended.backend, p.args, stream);
+        p.attended.backend.synchronize(stream);
+      });
+}
+
 TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
   const Readable readable(false);
   std::vector<float> rows(3 * 2 * 8, 0.25f);
@@ -223,6 +301,10 @@ TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
   check_mistakes<Write>(
       {{"write_kv: the KV view's page_tokens is 0", [](Write& a) { a.kv.format.page_tokens = 0; }},
        {"write_kv: v is [2, 2, 7]; it must be [2, 2, 8]", [&](Write& a) { a.v = narrow; }},
+       {"write_kv: k is null",
+        [](Write& a) {
+          a.k = TensorView<const float, 3>(nullptr, {2, 2, 8});
+        }},
        {"write_kv: first_position is -1", [](Write& a) { a.first_position = -1; }},
        {"sequence_slot -1", [](Write& a) { a.sequence_slot = -1; }}},
       [&] {
@@ -233,6 +315,10 @@ TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
   check_mistakes<ReadKvArgs>(
       {{"read_kv: the KV view's page_table is null", [](ReadKvArgs& a) { a.kv.page_table = nullptr; }},
        {"read_kv: k is [2, 2, 7]; it must be [2, 2, 8]", [&](ReadKvArgs& a) { a.k = narrow; }},
+       {"read_kv: v is null",
+        [](ReadKvArgs& a) {
+          a.v = {nullptr, {2, 2, 8}};
+        }},
        {"read_kv: first_local is -1", [](ReadKvArgs& a) { a.first_local = -1; }}},
       [&] {
         return ReadKvArgs{readable.kv, 0, 0, good, good};
@@ -251,6 +337,10 @@ TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
        {"a last stride of 2",
         [&](ReadLatents& a) {
           a.rows = {a.rows.data(), {1, 8}, {16, 2}};
+        }},
+       {"read_latents: rows is null",
+        [](ReadLatents& a) {
+          a.rows = {nullptr, {2, 8}};
         }},
        {"read_latents: first_local is -1", [](ReadLatents& a) { a.first_local = -1; }},
        {"sequence_slot is null", [](ReadLatents& a) { a.sequence_slot = nullptr; }}},
