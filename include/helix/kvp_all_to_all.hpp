@@ -28,7 +28,8 @@ class KvpAllToAll {
   using Stream = typename B::Stream;
 
   /// Allocates the messages, of peers in memory from the communicator. Collective over the KVP group.
-  /// @throws Error(invalid_argument) if the KVP width does not divide the query heads.
+  /// @throws Error(invalid_argument) if the KVP width does not divide the query heads, or a size exceeds
+  /// limits.hpp.
   KvpAllToAll(B& backend, const KvpAllToAllSpec& spec)
       : backend_(&backend),
         spec_(checked_spec(spec, backend.comms().kvp->size())),

@@ -95,6 +95,8 @@ TEST_CASE("a field of a KV view that was forgotten or cannot be is an Error that
                    [](Readable& r) { r.kv.format.k.token = 8; }},
                   {"v.page stride is 1152921504606846976",
                    [](Readable& r) { r.kv.format.v.page = std::int64_t{1} << 60; }},
+                  {"k.page stride is 9223372036854775807",
+                   [](Readable& r) { r.kv.format.k.page = std::numeric_limits<std::int64_t>::min(); }},
                   {"v lies 0 bytes behind its k", [](Readable& r) { r.kv.v = r.kv.k; }},
                   {"v lies 32 bytes behind its k", [](Readable& r) { r.kv.v = r.pool.data() + 8; }},
                   {"v lies 4 bytes behind its k", [](Readable& r) { r.kv.v = r.pool.data() + 1; }},
@@ -380,6 +382,17 @@ TEST_CASE("makers of views pass on what was forgotten, for the operation to name
   CHECK_THROWS_AS(tensorrt_llm_mla_kv({.num_layers = 2, .layer = -1}), Error);
   using enum KvAxis;
   CHECK_THROWS_AS(dense_kv({}, {page, layer, half, head, head}), Error);
+  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+  for (const std::int64_t layers : {std::int64_t{1} << 33, kMost}) {
+    CAPTURE(layers);
+    CHECK_THROWS_AS(tensorrt_llm_kv({.num_layers = layers, .layer = layers - 1}), Error);
+    CHECK_THROWS_AS(tensorrt_llm_mla_kv({.num_layers = layers, .layer = layers - 1}), Error);
+  }
+  for (const std::int64_t size : {std::int64_t{1} << 62, kMost}) {
+    CAPTURE(size);
+    CHECK_THROWS_AS(vllm_kv({.num_blocks = size, .block_size = 2, .num_kv_heads = 2, .head_size = 8}), Error);
+    CHECK_THROWS_AS(vllm_kv({.num_blocks = 4, .block_size = size, .num_kv_heads = 2, .head_size = 8}), Error);
+  }
 }
 
 }  // namespace
