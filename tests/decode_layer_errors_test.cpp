@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -82,6 +83,12 @@ void check_bad_calls(const LayerSpec& spec, TopologySpec topology, const std::ve
 
 TEST_CASE("Bad arguments are refused alike on every rank before any collective") {
   const auto fatter = [](WeightView& w) { w.cols += 1; };
+  const auto with_middle = [](const Arguments& a, std::int64_t offset) -> std::span<const std::int32_t> {
+    thread_local std::vector<std::int32_t> offsets;  // outlives the call that reads it
+    offsets.assign(a.batch.query_offsets_host.begin(), a.batch.query_offsets_host.end());
+    offsets[1] = static_cast<std::int32_t>(offset);
+    return offsets;
+  };
   std::vector<BadCall> calls{
       {"shape of another rank", [](Arguments& a) { a.shape.stage_rank += 1; }},
       {"no exchange", [](Arguments& a) { a.options.exchange = nullptr; }},
@@ -89,6 +96,39 @@ TEST_CASE("Bad arguments are refused alike on every rank before any collective")
       {"negative slices", [](Arguments& a) { a.options.hop_b_slices = -1; }},
       {"lengths of some sequences",
        [](Arguments& a) { a.batch.lengths_host = a.batch.lengths_host.first(1); }},
+      {"no positions", [](Arguments& a) { a.batch.positions = nullptr; }},
+      {"no query offsets", [](Arguments& a) { a.batch.query_offsets = nullptr; }},
+      {"no frequencies", [](Arguments& a) { a.config.rope.inverse_frequency = nullptr; }},
+      {"no address of hidden",
+       [](Arguments& a) {
+         a.hidden = {nullptr, {a.hidden.extent(0), a.hidden.extent(1)}};
+       }},
+      {"no address of the workspace",
+       [](Arguments& a) {
+         a.options.workspace = {static_cast<std::byte*>(nullptr), a.options.workspace.size()};
+       }},
+      {"next_norm without normed", [](Arguments& a) { a.options.next_norm = a.weights.input_norm; }},
+      {"next_norm of another width",
+       [](Arguments& a) {
+         a.options.normed = a.hidden;
+         a.options.next_norm = a.weights.input_norm;
+         a.options.next_norm.cols = 1;
+       }},
+      {"next_norm of fp8",
+       [](Arguments& a) {
+         a.options.normed = a.hidden;
+         a.options.next_norm = a.weights.input_norm;
+         a.options.next_norm.dtype = DType::fp8_e4m3;
+       }},
+      {"infinite scale", [](Arguments& a) { a.config.softmax_scale = HUGE_VALF; }},
+      {"infinite soft cap", [](Arguments& a) { a.config.soft_cap = HUGE_VALF; }},
+      {"epsilon that is no number", [](Arguments& a) { a.config.norm_epsilon = std::nanf(""); }},
+      {"epsilon below zero", [](Arguments& a) { a.config.norm_epsilon = -1.0f; }},
+      {"magnitude that is no number", [](Arguments& a) { a.config.rope.magnitude = std::nanf(""); }},
+      {"no slots", [](Arguments& a) { a.batch.sequence_slots = nullptr; }},
+      {"falling query offsets",
+       [&](Arguments& a) { a.batch.query_offsets_host = with_middle(a, a.hidden.extent(0) + 1); }},
+      {"query offsets below zero", [&](Arguments& a) { a.batch.query_offsets_host = with_middle(a, -3); }},
       {"too many slices", [](Arguments& a) { a.options.hop_b_slices = 5; }},
       {"no workspace", [](Arguments& a) { a.options.workspace = {}; }, ErrorCode::capacity},
       {"small workspace", [](Arguments& a) { a.options.workspace = a.options.workspace.first(1024); },
@@ -138,33 +178,40 @@ TEST_CASE("Bad arguments are refused alike on every rank before any collective")
       {"experts in a dense model", [](Arguments& a) { a.weights.ffn = MoeWeights{}; }}};
   check_bad_calls({}, {.kvp = 2, .tpa = 2}, calls);
 
-  check_bad_calls(LayerSpec::deepseek(true), {.kvp = 4, .ep = 2},
-                  {{"grouped weights", [](Arguments& a) { a.weights.attention = GqaWeights{}; }},
-                   {"no q_b", [](Arguments& a) { a.mla().q_b = {}; }},
-                   {"q_a without its norm", [](Arguments& a) { a.mla().q_a_norm = {}; }},
-                   {"q_a of another latent", [](Arguments& a) { a.mla().q_a.rows -= 1; }},
-                   {"kv_a of another width", [](Arguments& a) { a.mla().kv_a.rows += 1; }},
-                   {"no kv_a_norm", [](Arguments& a) { a.mla().kv_a_norm = {}; }},
-                   {"w_uk of other dims", [](Arguments& a) { a.mla().w_uk.cols += 1; }},
-                   {"w_uv of all heads", [](Arguments& a) { a.mla().w_uv.rows *= 4; }},
-                   {"expand_k alone", [](Arguments& a) { a.mla().expand_v = {}; }},
-                   {"expand_v of some heads", [](Arguments& a) { a.mla().expand_v.rows /= 2; }},
-                   {"expand_k of other dims", [](Arguments& a) { a.mla().expand_k.cols += 1; }},
-                   {"room below zero", [](Arguments& a) { a.config.mla_prefill.max_tokens = -1; }},
-                   {"output projection of other heads", [](Arguments& a) { a.mla().o.cols /= 2; }},
-                   {"other rope dims", [](Arguments& a) { a.shape.mla->qk_rope_head_dim += 2; }},
-                   {"rotary wider than rope", [](Arguments& a) { a.config.rope.rotary_dim = 10; }},
-                   {"router of fewer experts", [](Arguments& a) { a.moe().router.rows -= 1; }},
-                   {"an expert too few", [](Arguments& a) { a.moe().experts.pop_back(); }},
-                   {"an expert of another part", [](Arguments& a) { a.moe().experts[1].down.cols *= 2; }},
-                   {"an expert of another width", [](Arguments& a) { a.moe().experts[0].gate_up.cols += 1; }},
-                   {"shared expert of another part", [](Arguments& a) { a.moe().shared.gate_up.rows *= 2; }},
-                   {"no shared expert", [](Arguments& a) { a.moe().shared = {}; }},
-                   {"top_k of zero", [](Arguments& a) { a.shape.top_k = 0; }},
-                   {"top_k beyond the kept groups", [](Arguments& a) { a.shape.top_k = 5; }},
-                   {"groups that do not divide", [](Arguments& a) { a.config.router.num_groups = 3; }},
-                   {"more groups kept than there are", [](Arguments& a) { a.config.router.groups_kept = 5; }},
-                   {"a dense layer of no width", [](Arguments& a) { a.weights.ffn = DenseFfnWeights{}; }}});
+  check_bad_calls(
+      LayerSpec::deepseek(true), {.kvp = 4, .ep = 2},
+      {{"grouped weights", [](Arguments& a) { a.weights.attention = GqaWeights{}; }},
+       {"no q_b", [](Arguments& a) { a.mla().q_b = {}; }},
+       {"q_a without its norm", [](Arguments& a) { a.mla().q_a_norm = {}; }},
+       {"q_a of another latent", [](Arguments& a) { a.mla().q_a.rows -= 1; }},
+       {"kv_a of another width", [](Arguments& a) { a.mla().kv_a.rows += 1; }},
+       {"no kv_a_norm", [](Arguments& a) { a.mla().kv_a_norm = {}; }},
+       {"w_uk of other dims", [](Arguments& a) { a.mla().w_uk.cols += 1; }},
+       {"w_uv of all heads", [](Arguments& a) { a.mla().w_uv.rows *= 4; }},
+       {"expand_k alone", [](Arguments& a) { a.mla().expand_v = {}; }},
+       {"expand_v of some heads", [](Arguments& a) { a.mla().expand_v.rows /= 2; }},
+       {"expand_k of other dims", [](Arguments& a) { a.mla().expand_k.cols += 1; }},
+       {"room below zero", [](Arguments& a) { a.config.mla_prefill.max_tokens = -1; }},
+       {"output projection of other heads", [](Arguments& a) { a.mla().o.cols /= 2; }},
+       {"other rope dims", [](Arguments& a) { a.shape.mla->qk_rope_head_dim += 2; }},
+       {"rotary wider than rope", [](Arguments& a) { a.config.rope.rotary_dim = 10; }},
+       {"no frequencies", [](Arguments& a) { a.config.rope.inverse_frequency = nullptr; }},
+       {"latent epsilon that is no number",
+        [](Arguments& a) { a.config.latent_norm_epsilon = std::nanf(""); }},
+       {"scale of experts that is no number", [](Arguments& a) { a.config.router.scale = std::nanf(""); }},
+       {"scoring without a name",
+        [](Arguments& a) { a.config.router.scoring = static_cast<RouterScoring>(9); }},
+       {"router of fewer experts", [](Arguments& a) { a.moe().router.rows -= 1; }},
+       {"an expert too few", [](Arguments& a) { a.moe().experts.pop_back(); }},
+       {"an expert of another part", [](Arguments& a) { a.moe().experts[1].down.cols *= 2; }},
+       {"an expert of another width", [](Arguments& a) { a.moe().experts[0].gate_up.cols += 1; }},
+       {"shared expert of another part", [](Arguments& a) { a.moe().shared.gate_up.rows *= 2; }},
+       {"no shared expert", [](Arguments& a) { a.moe().shared = {}; }},
+       {"top_k of zero", [](Arguments& a) { a.shape.top_k = 0; }},
+       {"top_k beyond the kept groups", [](Arguments& a) { a.shape.top_k = 5; }},
+       {"groups that do not divide", [](Arguments& a) { a.config.router.num_groups = 3; }},
+       {"more groups kept than there are", [](Arguments& a) { a.config.router.groups_kept = 5; }},
+       {"a dense layer of no width", [](Arguments& a) { a.weights.ffn = DenseFfnWeights{}; }}});
 }
 
 TEST_CASE("A step beyond the exchange's capacity is refused before any collective") {

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -267,6 +268,7 @@ TEST_CASE("slices out of range are refused with the numbers") {
   CpuBackend backend;
   auto stream = backend.create_stream();
   CHECK_THROWS_AS(HopB<CpuBackend>(backend, 0), Error);
+  CHECK_THROWS_AS(HopB<CpuBackend>(backend, std::numeric_limits<int>::max()), Error);
   HopB<CpuBackend> hop_b(backend, 2);
   const auto nothing = [](int, Stream) {};
   CHECK_THROWS_WITH(hop_b.run(3, nothing, nothing, stream),

@@ -135,6 +135,16 @@ TEST_CASE("calls whose arguments contradict each other are refused and change no
         cache.write(a, 0, 0, {rows.data(), {1, 2, 8}, {32, 16, 2}}, view(1, 2, 8), stream);
       },
       [&] {
+        cache.write(a, 0, 0, {nullptr, {1, 2, 8}}, view(1, 2, 8), stream);
+      },
+      [&] {
+        cache.write(a, 0, 2, {rows.data(), {-1, 2, 8}, {16, 8, 1}}, {rows.data(), {-1, 2, 8}, {16, 8, 1}},
+                    stream);
+      },
+      [&] {
+        cache.read(a, 0, {0, 1}, out(1, 2, 8), {nullptr, {1, 2, 8}}, stream);
+      },
+      [&] {
         cache.read(a, 0, {0, 7}, out(7, 2, 8), out(7, 2, 8), stream);
       },
       [&] {
@@ -150,7 +160,22 @@ TEST_CASE("calls whose arguments contradict each other are refused and change no
         cache.read(a, 2, {0, 2}, out(2, 2, 8), out(2, 2, 8), stream);
       },
       [&] { (void)cache.layer(2); },
-      [&] { (void)cache.ledger().pages(a, 1); }};
+      [&] { (void)cache.ledger().pages(a, 1); },
+      [&] { (void)cache.ledger().pages(-1); },
+      [&] { (void)cache.ledger().pages(99); },
+      [&] { (void)cache.ledger().pages(2); },
+      [&] { (void)cache.ledger().pages_free(1); },
+      [&] { (void)cache.ledger().pages_used(-1); },
+      [&] {
+        (void)cache.ledger().is_shared(a, {0, 7});
+      },
+      [&] {
+        (void)cache.ledger().is_shared(a, {-1, 2});
+      },
+      [&] { (void)PageLedger::pages_needed(KvLayout(2, 3), 0, 100, 0); },
+      [&] { (void)PageLedger::pages_needed(KvLayout(2, 3), 64, -1, 0); },
+      [&] { (void)PageLedger::pages_needed(KvLayout(2, 3), 64, 100, 2); },
+      [&] { (void)PageLedger::pages_needed(KvLayout(2, 3), std::int64_t{1} << 33, 100, 0); }};
   for (std::size_t i = 0; i < calls.size(); ++i) {
     CAPTURE(i);
     const auto failure = failure_of(calls[i]);
@@ -178,6 +203,8 @@ TEST_CASE("bad cache sizes fail at construction") {
           {"pages is 0", [](KvCacheSpec& s) { s.pages = 0; }},
           {"page_tokens is 0", [](KvCacheSpec& s) { s.page_tokens = 0; }},
           {"chunk is 0", [](KvCacheSpec& s) { s.chunk = 0; }},
+          {"max_sequences is 2147483647; it must be in [1, 1048576]",
+           [](KvCacheSpec& s) { s.max_sequences = std::numeric_limits<std::int32_t>::max(); }},
           {"max_sequences is -1", [](KvCacheSpec& s) { s.max_sequences = -1; }},
           {"max_tokens is -1", [](KvCacheSpec& s) { s.max_tokens = -1; }},
           {"pages is 9223372036854775807", [](KvCacheSpec& s) { s.pages = kHuge; }},

@@ -398,6 +398,11 @@ TEST_CASE("wrong shapes are refused before anything is sent") {
     expect(code(Attended(0, 0, 5, 2, 4)) == ErrorCode::invalid_argument, "too many tokens");
     expect(code(Attended(0, 0, 2, 4, 4)) == ErrorCode::invalid_argument, "other heads");
     expect(code(Attended(0, 0, 2, 2, 8)) == ErrorCode::invalid_argument, "other value_dim");
+    Attended null_out(0, 0, 2, 2, 4), null_lse(0, 0, 2, 2, 4);
+    null_out.view.out = {nullptr, {2, 2, 4}};
+    null_lse.view.lse = {nullptr, {2, 2}};
+    expect(code(null_out) == ErrorCode::invalid_argument, "no outputs");
+    expect(code(null_lse) == ErrorCode::invalid_argument, "no lse");
     const auto slice_code = [&](const ExchangeSlice& slice) {
       try {
         exchange.outgoing(slice, nullptr);
@@ -420,6 +425,15 @@ TEST_CASE("wrong shapes are refused before anything is sent") {
   CHECK_THROWS_AS(Exchange(backend, {.max_tokens = 4, .num_query_heads = 2, .value_dim = 4, .max_slices = 0}),
                   Error);
   CHECK_THROWS_AS(Exchange(backend, {.max_tokens = -1, .num_query_heads = 2, .value_dim = 4}), Error);
+  for (const std::int64_t size : {std::int64_t{1} << 33, std::int64_t{1} << 60, std::int64_t{1} << 62}) {
+    CAPTURE(size);
+    const auto refuses = [&](const KvpAllToAllSpec& spec) {
+      CHECK_THROWS_WITH(Exchange(backend, spec), Catch::Contains(std::to_string(size)));
+    };
+    refuses({.max_tokens = size, .num_query_heads = 2, .value_dim = 4});
+    refuses({.max_tokens = 4, .num_query_heads = size, .value_dim = 4});
+    refuses({.max_tokens = 4, .num_query_heads = 2, .value_dim = size});
+  }
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // lse_combine and the log-sum-exp conventions: published values, shapes, empty shards, sinks, strides and
 // refusals.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -299,6 +300,29 @@ TEST_CASE("shapes that contradict each other are refused with both values") {
   bad.partial_out = TensorView<const float, 4>(data, {0, 3, 4, 5});
   bad.partial_lse = TensorView<const float, 3>(data, {0, 3, 4});
   CHECK(message(bad).find("give at least one") != std::string::npos);
+  bad = good;
+  bad.partial_out = TensorView<const float, 4>(nullptr, {2, 3, 4, 5});
+  CHECK(message(bad).find("partial_out is null") != std::string::npos);
+  bad = good;
+  bad.partial_lse = TensorView<const float, 3>(nullptr, {2, 3, 4});
+  CHECK(message(bad).find("partial_lse is null") != std::string::npos);
+  bad = good;
+  bad.out = {nullptr, {3, 4, 5}};
+  CHECK(message(bad).find("combine: out is null") != std::string::npos);
+  for (const std::int64_t size : {std::int64_t{-1}, std::int64_t{1} << 33, std::int64_t{1} << 62}) {
+    for (std::size_t axis = 0; axis < 4; ++axis) {
+      CAPTURE(size, axis);
+      std::array<std::int64_t, 4> extents{2, 3, 4, 5};
+      extents[axis] = size;
+      const auto [ranks, tokens, heads, columns] = extents;
+      bad = good;
+      bad.partial_out = TensorView<const float, 4>(data, extents, {60, 20, 5, 1});
+      bad.partial_lse = TensorView<const float, 3>(data, {ranks, tokens, heads}, {12, 4, 1});
+      bad.out = {data, {tokens, heads, columns}, {20, 5, 1}};
+      bad.lse = {data, {tokens, heads}, {4, 1}};
+      CHECK(message(bad).find(std::to_string(size)) != std::string::npos);
+    }
+  }
   CHECK_NOTHROW(backend.synchronize(stream));
 }
 

@@ -3,6 +3,8 @@
 // precision, and when it is chosen.
 #include <algorithm>
 #include <cstdint>
+#include <limits>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -130,6 +132,17 @@ TEST_CASE("long chunks of DeepSeek-V3 are expanded, short ones and what the work
   wide.v_head_dim = 513;
   CHECK(expands(expanded, wide, chunk_of(50, 50)));
   CHECK_FALSE(expands(expanded, wide, chunk_of(50, 50, 2)));
+}
+
+TEST_CASE("a batch buffer of a size that cannot be is refused with the value") {
+  cpu::Backend<cpu::LocalComm> backend;
+  using Buffer = BatchBuffer<cpu::Backend<cpu::LocalComm>>;
+  for (const std::int64_t size : {std::int64_t{-1}, std::int64_t{1} << 33, std::int64_t{1} << 62,
+                                  std::numeric_limits<std::int64_t>::max()}) {
+    CAPTURE(size);
+    CHECK_THROWS_WITH(Buffer(backend, size, 4), Catch::Contains("max_sequences is " + std::to_string(size)));
+    CHECK_THROWS_WITH(Buffer(backend, 4, size), Catch::Contains("max_tokens is " + std::to_string(size)));
+  }
 }
 
 TEST_CASE("a batch knows the lengths of its sequences until it advances") {

@@ -96,6 +96,15 @@ TEST_CASE("contiguity means that a flat loop visits every element in order") {
   CHECK(TensorView<int, 2>().is_contiguous());
 }
 
+TEST_CASE("sizes beyond int64 saturate, and extents below zero hold nothing") {
+  constexpr std::int64_t kHuge = std::int64_t{1} << 62;
+  constexpr TensorView<float, 3> huge(nullptr, {2, kHuge, kHuge});
+  static_assert(huge.size() == std::numeric_limits<std::int64_t>::max());
+  static_assert(huge.stride(0) == huge.size() && huge.stride(1) == kHuge && huge.is_contiguous());
+  constexpr TensorView<float, 2> negative(nullptr, {std::numeric_limits<std::int64_t>::min(), 3});
+  static_assert(negative.size() == 0 && negative.stride(0) == 3);
+}
+
 TEST_CASE("an empty view has no elements, and slices of nothing stay null") {
   constexpr TensorView<float, 3> empty;
   static_assert(empty.data() == nullptr && empty.size() == 0);

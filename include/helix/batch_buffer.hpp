@@ -13,6 +13,7 @@
 #include <helix/backend/vocabulary.hpp>
 #include <helix/error.hpp>
 #include <helix/integers.hpp>
+#include <helix/limits.hpp>
 
 namespace helix {
 
@@ -22,11 +23,12 @@ namespace helix {
 template <QueueBackend B>
 class BatchBuffer {
  public:
-  /// @throws Error(invalid_argument) if a capacity is negative.
+  /// @throws Error(invalid_argument) if a capacity is negative or exceeds limits.hpp; Error(capacity) if the
+  /// memory cannot be had.
   BatchBuffer(B& backend, std::int64_t max_sequences, std::int64_t max_tokens)
       : backend_(&backend),
-        max_sequences_(checked("max_sequences", max_sequences)),
-        max_tokens_(checked("max_tokens", max_tokens)),
+        max_sequences_(checked("max_sequences", max_sequences, kMaxSequences)),
+        max_tokens_(checked("max_tokens", max_tokens, kMaxStepTokens)),
         // Positions come last: the copy ends with the last one, whatever the capacity.
         slots_begin_(static_cast<std::size_t>(max_sequences + 1) * sizeof(std::int32_t)),
         positions_begin_(
@@ -91,9 +93,9 @@ class BatchBuffer {
   }
 
  private:
-  static std::int64_t checked(const char* name, std::int64_t capacity) {
-    HELIX_EXPECTS(capacity >= 0, ErrorCode::invalid_argument, "BatchBuffer: ", name, " is ", capacity,
-                  "; it must not be negative");
+  static std::int64_t checked(const char* name, std::int64_t capacity, std::int64_t most) {
+    HELIX_EXPECTS(capacity >= 0 && capacity <= most, ErrorCode::invalid_argument, "BatchBuffer: ", name,
+                  " is ", capacity, "; it must be in [0, ", most, "]");
     return capacity;
   }
   static constexpr std::size_t aligned(std::size_t bytes) { return round_up(bytes, sizeof(std::int64_t)); }

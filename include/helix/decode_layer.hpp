@@ -31,7 +31,8 @@ struct DecodeLayerOptions {
   /// [tokens, M], dense: on entry `hidden` after this layer's input norm, on return after `next_norm`, so
   /// that a stack ends a layer and begins the next in one operation. Empty: the layer norms its input itself.
   TensorView<typename B::Activation, 2> normed{};
-  WeightView next_norm{};  ///< [1, M], input norm of the next layer; empty: nothing is left in `normed`.
+  /// [1, M], input norm of the next layer, only with `normed`; empty: nothing is left there.
+  WeightView next_norm{};
 };
 
 /// Which input a layer is given: its hidden states alone, or options.normed beside them.
@@ -133,7 +134,8 @@ std::size_t decode_layer_workspace_bytes(B& backend, const RankShape& shape, std
 /// Collective over the stage: every rank calls it with its RankShape of the same topology, and the same
 /// config, batch and options. Queued on `stream`; allocates nothing, does not synchronise, capturable.
 /// Source: paper sections 2.1-2.3.
-/// @throws Error(invalid_argument) if shapes contradict each other, Error(capacity) if the workspace is too
+/// @throws Error(invalid_argument) if shapes contradict each other, an address is missing or a number of the
+/// config is not finite, Error(capacity) if the workspace is too
 /// small; both before the first collective. A failure after that, thrown here or sticky on the stream, aborts
 /// the stage.
 template <LayerBackend B>

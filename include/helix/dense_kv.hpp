@@ -8,7 +8,9 @@
 
 #include <helix/dtype.hpp>
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 #include <helix/kv_format.hpp>
+#include <helix/limits.hpp>
 
 namespace helix {
 namespace detail {
@@ -20,8 +22,21 @@ inline void* behind(void* pool, std::int64_t elements, DType dtype) {
 }
 
 inline void check_layer_of_pool(std::int64_t layer, std::int64_t num_layers) {
-  HELIX_EXPECTS(layer >= 0 && layer < num_layers, ErrorCode::invalid_argument, "KV pool: layer is ", layer,
-                "; the pool has ", num_layers, " layers");
+  HELIX_EXPECTS(num_layers <= kMaxCount && layer >= 0 && layer < num_layers, ErrorCode::invalid_argument,
+                "KV pool: layer is ", layer, "; the pool has ", num_layers, " layers, of at most ",
+                kMaxCount);
+}
+
+/// The product of a pool's sizes, elements, where a size below 0 counts as 0: the operation that reads the
+/// view names it. @throws Error(invalid_argument) if the bytes exceed the address space.
+template <class... Sizes>
+std::int64_t pool_elements(std::int64_t first, Sizes... sizes) {
+  constexpr std::int64_t kMost = kSaturated / 8;  // f32 is the widest type of a pool
+  const std::int64_t elements =
+      saturating_product(larger<std::int64_t>(first, 0), std::int64_t{1}, larger<std::int64_t>(sizes, 0)...);
+  HELIX_EXPECTS(elements <= kMost, ErrorCode::invalid_argument,
+                "KV pool: its sizes exceed the address space; were their units mixed up?");
+  return elements;
 }
 
 }  // namespace detail
@@ -45,13 +60,14 @@ struct DenseKvArgs {
 /// A pool whose axes lie in `order`, outermost first: what foreign_kv.hpp does for the engines that it names,
 /// and what is left for others. vLLM's pools of several layers, for instance, are {page, layer, half, token,
 /// head} in its NHD layout; the permutation is get_kv_cache_stride_order(True)'s.
-/// @throws Error(invalid_argument) if the pool has no such layer, or `order` names an axis twice.
+/// @throws Error(invalid_argument) if the pool has no such layer or exceeds the address space, or `order`
+/// names an axis twice.
 inline KvView dense_kv(const DenseKvArgs& args, const std::array<KvAxis, 5>& order) {
   detail::check_layer_of_pool(args.layer, args.num_layers);
   const std::array<std::int64_t, 5> extents{args.num_pages, args.num_layers, 2, args.page_tokens,
                                             args.num_kv_heads};
   std::array<std::int64_t, 5> strides{};
-  std::int64_t stride = args.head_dim;
+  std::int64_t stride = detail::pool_elements(args.head_dim);
   unsigned seen = 0;
   for (std::size_t i = order.size(); i-- > 0;) {
     const auto axis = static_cast<std::size_t>(order[i]);
@@ -60,7 +76,7 @@ inline KvView dense_kv(const DenseKvArgs& args, const std::array<KvAxis, 5>& ord
                   "; give each of page, layer, half, token and head once");
     seen |= 1u << axis;
     strides[axis] = stride;
-    stride *= extents[axis];
+    stride = detail::pool_elements(stride, extents[axis]);
   }
   const auto stride_of = [&](KvAxis axis) { return strides[static_cast<std::size_t>(axis)]; };
   KvView view;

@@ -8,6 +8,7 @@
 #include <helix/backend/exchange.hpp>
 #include <helix/error.hpp>
 #include <helix/integers.hpp>
+#include <helix/limits.hpp>
 
 namespace helix {
 
@@ -26,6 +27,12 @@ inline const KvpAllToAllSpec& checked_spec(const KvpAllToAllSpec& spec, int kvp)
                 ErrorCode::invalid_argument, "KvpAllToAll: ", spec.num_query_heads, " query heads over KVP ",
                 kvp, ", value_dim ", spec.value_dim, ", max_tokens ", spec.max_tokens, ", max_slices ",
                 spec.max_slices, "; KVP must divide the heads and sizes be positive");
+  HELIX_EXPECTS(spec.max_tokens <= kMaxStepTokens && spec.num_query_heads <= kMaxCount &&
+                    spec.value_dim <= kMaxRowElements / spec.num_query_heads,
+                ErrorCode::invalid_argument, "KvpAllToAll: max_tokens is ", spec.max_tokens, ", at most ",
+                kMaxStepTokens, " are supported; num_query_heads is ", spec.num_query_heads, ", at most ",
+                kMaxCount, "; value_dim is ", spec.value_dim, ", at most ", kMaxRowElements,
+                " over the heads");
   return spec;
 }
 

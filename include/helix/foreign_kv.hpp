@@ -217,7 +217,7 @@ inline KvView tensorrt_llm_mla_kv(const TensorRtLlmMlaKvArgs& args) {
   view.format = KvFormat::latent(args.dtype, args.kv_lora_rank + args.qk_rope_head_dim, args.kv_lora_rank,
                                  args.tokens_per_block);
   const std::int64_t layer_elements = view.format.k.page;
-  view.format.k.page = view.format.rope.page = args.num_layers * layer_elements;
+  view.format.k.page = view.format.rope.page = detail::pool_elements(layer_elements, args.num_layers);
   view.num_pages = args.num_blocks;
   view.k = detail::behind(args.pool, args.layer * layer_elements, args.dtype);
   view.rope = detail::behind(view.k, args.kv_lora_rank, args.dtype);

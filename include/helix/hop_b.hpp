@@ -9,6 +9,7 @@
 #include <helix/error.hpp>
 #include <helix/hop_b_model.hpp>
 #include <helix/integers.hpp>
+#include <helix/limits.hpp>
 
 namespace helix {
 
@@ -19,11 +20,11 @@ class HopB {
  public:
   using Stream = typename B::Stream;
 
-  /// @throws Error(invalid_argument) unless max_slices >= 1.
+  /// @throws Error(invalid_argument) unless max_slices is in [1, kMaxCount].
   HopB(B& backend, int max_slices)
       : backend_(&backend), exchange_stream_(backend.create_stream()), exchanged_(backend.create_event()) {
-    HELIX_EXPECTS(max_slices >= 1, ErrorCode::invalid_argument, "HopB: max_slices is ", max_slices,
-                  "; it must be at least 1");
+    HELIX_EXPECTS(max_slices >= 1 && max_slices <= kMaxCount, ErrorCode::invalid_argument,
+                  "HopB: max_slices is ", max_slices, "; it must be in [1, ", kMaxCount, "]");
     for (int i = 0; i < max_slices; ++i) attended_.push_back(backend.create_event());
   }
 

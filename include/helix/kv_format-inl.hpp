@@ -48,14 +48,16 @@ inline void check_mixed_rows(std::string_view operation, const KvView& kv) {
 /// One direction in which rows lie apart.
 struct KvStep {
   std::string_view axis;
-  std::int64_t stride;  // absolute, elements
+  std::int64_t stride;  // absolute, elements; of the smallest int64 the largest
   std::int64_t count;
 };
 
 /// The directions from the smallest stride up; those of one row alone have stride 0 and stand first.
 inline std::array<KvStep, 3> kv_steps(const KvStrides& strides, const KvView& kv) {
   const auto step = [](std::string_view axis, std::int64_t stride, std::int64_t count) {
-    return KvStep{axis, count <= 1 ? 0 : stride < 0 ? -stride : stride, count};
+    constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+    const std::int64_t size = stride >= 0 ? stride : stride < -kMost ? kMost : -stride;
+    return KvStep{axis, count <= 1 ? 0 : size, count};
   };
   std::array<KvStep, 3> steps{step("token", strides.token, kv.format.page_tokens),
                               step("head", strides.head, kv.format.num_heads),

@@ -28,7 +28,8 @@ class KvpAllToAll {
   using Stream = typename B::Stream;
 
   /// Allocates the messages, of peers in memory from the communicator. Collective over the KVP group.
-  /// @throws Error(invalid_argument) if the KVP width does not divide the query heads.
+  /// @throws Error(invalid_argument) if the KVP width does not divide the query heads, or a size exceeds
+  /// limits.hpp.
   KvpAllToAll(B& backend, const KvpAllToAllSpec& spec)
       : backend_(&backend),
         spec_(checked_spec(spec, backend.comms().kvp->size())),
@@ -96,15 +97,18 @@ class KvpAllToAll {
   Received exchange(const Partial<T>& partial, const std::int64_t* positions, Stream stream,
                     LseConvention convention = LseConvention::natural) {
     const std::int64_t tokens = partial.out.extent(0);
-    HELIX_EXPECTS(tokens <= spec_.max_tokens && partial.out.extent(1) == spec_.num_query_heads &&
-                      partial.out.extent(2) == spec_.value_dim && partial.lse.extent(0) == tokens &&
-                      partial.lse.extent(1) == spec_.num_query_heads,
-                  ErrorCode::invalid_argument, "exchange: out is [", tokens, ", ", partial.out.extent(1),
-                  ", ", partial.out.extent(2), "], lse [", partial.lse.extent(0), ", ", partial.lse.extent(1),
-                  "]; built for up to [", spec_.max_tokens, ", ", spec_.num_query_heads, ", ",
-                  spec_.value_dim, "]");
+    HELIX_EXPECTS(
+        tokens >= 0 && tokens <= spec_.max_tokens && partial.out.extent(1) == spec_.num_query_heads &&
+            partial.out.extent(2) == spec_.value_dim && partial.lse.extent(0) == tokens &&
+            partial.lse.extent(1) == spec_.num_query_heads,
+        ErrorCode::invalid_argument, "exchange: out is [", tokens, ", ", partial.out.extent(1), ", ",
+        partial.out.extent(2), "], lse [", partial.lse.extent(0), ", ", partial.lse.extent(1),
+        "]; built for up to [", spec_.max_tokens, ", ", spec_.num_query_heads, ", ", spec_.value_dim, "]");
     HELIX_EXPECTS(tokens == 0 || partial.out.stride(2) == 1, ErrorCode::invalid_argument,
                   "exchange: the last stride of out is ", partial.out.stride(2), "; it must be 1");
+    HELIX_EXPECTS(tokens == 0 || (partial.out.data() != nullptr && partial.lse.data() != nullptr),
+                  ErrorCode::invalid_argument, "exchange: ", partial.out.data() == nullptr ? "out" : "lse",
+                  " is null; it must point to the partials of ", tokens, " tokens");
     HELIX_EXPECTS(kvp_ > 1 || convention == LseConvention::natural, ErrorCode::invalid_argument,
                   "exchange: KVP 1 packs nothing and converts no lse; give the convention to lse_combine");
     if (kvp_ == 1) return without_exchange(partial);

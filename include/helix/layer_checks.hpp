@@ -51,9 +51,7 @@ inline void check_attention(const RankShape& shape, const LayerConfig& config, c
   expect_shape("the output projection", weights.o, shape.hidden, shape.combined_heads * shape.value_dim,
                kOutputHint);
   expect_once("o_bias", weights.o_bias, shape.hidden, shape.stage_rank);
-  const std::int64_t rotary = config.rope.rotary_dim;
-  HELIX_EXPECTS(rotary >= 0 && rotary % 2 == 0 && rotary <= shape.head_dim, ErrorCode::invalid_argument,
-                "decode_layer: rotary_dim is ", rotary, "; it must be even and in [0, ", shape.head_dim, "]");
+  check_rope("decode_layer", config.rope, shape.head_dim);
 }
 
 inline void check_attention(const RankShape& shape, const LayerConfig& config, const MlaWeights& weights) {
@@ -67,9 +65,8 @@ inline void check_attention(const RankShape& shape, const LayerConfig& config, c
                 ErrorCode::invalid_argument, "decode_layer: MLA has ", mla.qk_nope_head_dim, " nope, ", rope,
                 " rope and ", mla.v_head_dim, " value dims and a latent of ", latent,
                 "; latent and rope make the ", shape.head_dim, "-wide rows of the cache");
-  const std::int64_t rotary = config.rope.rotary_dim;
-  HELIX_EXPECTS(rotary >= 0 && rotary % 2 == 0 && rotary <= rope, ErrorCode::invalid_argument,
-                "decode_layer: rotary_dim is ", rotary, "; it must be even and in [0, ", rope, "]");
+  check_rope("decode_layer", config.rope, rope);
+  check_epsilon("decode_layer", "latent_norm_epsilon", config.latent_norm_epsilon);
   if (weights.q_a.empty()) {
     expect_shape("q_b", weights.q_b, heads * mla.qk_head_dim(), shape.hidden);
   } else {
@@ -114,6 +111,12 @@ inline void check_ffn(const RankShape& shape, const LayerConfig& config, const M
                 ErrorCode::invalid_argument, "decode_layer: the router keeps ", router.groups_kept, " of ",
                 router.num_groups, " groups of ", shape.num_experts,
                 " experts; groups must divide the experts, and between 1 and all be kept");
+  HELIX_EXPECTS((router.scoring == RouterScoring::softmax || router.scoring == RouterScoring::sigmoid) &&
+                    is_finite(router.scale),
+                ErrorCode::invalid_argument, "decode_layer: router.scoring is ",
+                static_cast<int>(router.scoring),
+                ", which must be softmax (0) or sigmoid (1), and router.scale ", router.scale,
+                ", which must be finite");
   const std::int64_t eligible = router.groups_kept * (shape.num_experts / router.num_groups);
   HELIX_EXPECTS(shape.top_k >= 1 && shape.top_k <= eligible, ErrorCode::invalid_argument,
                 "decode_layer: top_k is ", shape.top_k, "; it must be in [1, ", eligible,
@@ -134,9 +137,8 @@ inline void check_ffn(const RankShape& shape, const LayerConfig& config, const M
 
 inline void check_layer_weights(const RankShape& shape, const LayerConfig& config,
                                 const LayerWeights& weights) {
-  HELIX_EXPECTS(config.softmax_scale > 0.0f && config.window >= 0 && config.soft_cap >= 0.0f,
-                ErrorCode::invalid_argument, "decode_layer: softmax_scale is ", config.softmax_scale,
-                " (> 0), window ", config.window, " (>= 0), soft_cap ", config.soft_cap, " (>= 0)");
+  check_scores("decode_layer", "softmax_scale", config.softmax_scale, config.window, config.soft_cap);
+  check_epsilon("decode_layer", "norm_epsilon", config.norm_epsilon);
   HELIX_EXPECTS(std::holds_alternative<MlaWeights>(weights.attention) == shape.mla.has_value(),
                 ErrorCode::invalid_argument, "decode_layer: the shape is ", shape.mla ? "MLA" : "not MLA",
                 " but the layer holds the other kind of attention weights");
@@ -156,6 +158,7 @@ void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
                 ErrorCode::invalid_argument, "decode_layer: the shape is of stage_rank ", shape.stage_rank,
                 " of ", shape.stage_size, "; the backend is rank ", comms.stage->rank(), " of ",
                 comms.stage->size());
+  check_batch("decode_layer", batch);
   HELIX_EXPECTS(options.exchange != nullptr && options.hop_b != nullptr, ErrorCode::invalid_argument,
                 "decode_layer: options.exchange and options.hop_b must be set; build one of each a rank and "
                 "share them");
@@ -167,13 +170,15 @@ void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
   };
   expect_rows("hidden", hidden);
   if (options.normed.data() != nullptr) expect_rows("normed", options.normed);
+  check_given("decode_layer", "hidden", hidden.data(), batch.num_tokens());
+  check_workspace("decode_layer", options.workspace);
+  HELIX_EXPECTS(options.next_norm.empty() || options.normed.data() != nullptr, ErrorCode::invalid_argument,
+                "decode_layer: options.next_norm is given without options.normed, where what it norms goes; "
+                "give normed too, or leave both out");
+  expect_shape_if_given("next_norm", options.next_norm, shape.hidden);
   HELIX_EXPECTS(batch.first_token() == 0, ErrorCode::invalid_argument,
                 "decode_layer: the batch starts at token ", batch.first_token(),
                 "; pass a whole step, not a slice");
-  HELIX_EXPECTS(batch.lengths_host.empty() ||
-                    static_cast<std::int64_t>(batch.lengths_host.size()) == batch.num_sequences(),
-                ErrorCode::invalid_argument, "decode_layer: the batch has ", batch.num_sequences(),
-                " sequences and ", batch.lengths_host.size(), " lengths; give one each, or none");
   check_kv_view("decode_layer", kv);
   const KvFormat& format = kv.format;
   HELIX_EXPECTS(format.head_dim == shape.head_dim && format.value_dim == shape.value_dim &&

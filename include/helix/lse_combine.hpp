@@ -2,8 +2,11 @@
 // lse_combine: the exact merge of partial attention over any number of shards.
 #pragma once
 
+#include <cstdint>
+
 #include <helix/backend/exchange.hpp>
 #include <helix/error.hpp>
+#include <helix/limits.hpp>
 
 namespace helix {
 
@@ -13,7 +16,7 @@ namespace helix {
 /// whatever its out holds; all of them -inf (and no sink): out = 0, lse = -inf (invariant 6). See
 /// LseCombineArgs for shapes. Local; queued on `stream`, allocates nothing, capturable. Source: paper
 /// section 2.1.1; Flash-Decoding.
-/// @throws Error(invalid_argument) if shapes contradict each other.
+/// @throws Error(invalid_argument) if shapes contradict each other or limits.hpp, or an address is missing.
 template <ExchangeBackend B>
 void lse_combine(B& backend, const LseCombineArgs<typename B::Activation>& args, typename B::Stream stream) {
   const auto& out = args.partial_out;
@@ -21,6 +24,12 @@ void lse_combine(B& backend, const LseCombineArgs<typename B::Activation>& args,
   HELIX_EXPECTS(out.extent(0) >= 1 && out.extent(0) == lse.extent(0), ErrorCode::invalid_argument,
                 "lse_combine: ", out.extent(0), " partial outputs and ", lse.extent(0),
                 " partial lse; give at least one, and as many of each");
+  HELIX_EXPECTS(out.extent(0) <= kMaxRanks && out.extent(1) >= 0 && out.extent(1) <= kMaxStepTokens &&
+                    out.extent(2) >= 0 && out.extent(2) <= kMaxCount && out.extent(3) >= 0 &&
+                    out.extent(3) <= kMaxRowElements,
+                ErrorCode::invalid_argument, "lse_combine: the partials are [", out.extent(0), ", ",
+                out.extent(1), ", ", out.extent(2), ", ", out.extent(3), "]; at most [", kMaxRanks, ", ",
+                kMaxStepTokens, ", ", kMaxCount, ", ", kMaxRowElements, "] are supported, and none below 0");
   HELIX_EXPECTS(out.extent(1) == lse.extent(1) && out.extent(2) == lse.extent(2), ErrorCode::invalid_argument,
                 "lse_combine: partial outputs are of ", out.extent(1), " tokens and ", out.extent(2),
                 " heads, partial lse of ", lse.extent(1), " and ", lse.extent(2));
@@ -37,6 +46,13 @@ void lse_combine(B& backend, const LseCombineArgs<typename B::Activation>& args,
                 ErrorCode::invalid_argument, "lse_combine: last strides must be 1; partials have ",
                 out.stride(3), ", out has ", args.out.stride(2));
   if (out.extent(1) == 0 || out.extent(2) == 0) return;
+  const auto expect_given = [](const char* name, const void* data, std::int64_t columns) {
+    HELIX_EXPECTS(data != nullptr || columns == 0, ErrorCode::invalid_argument, "lse_combine: ", name,
+                  " is null; it must point to device memory");
+  };
+  expect_given("partial_out", out.data(), out.extent(3));
+  expect_given("partial_lse", lse.data(), 1);
+  expect_given("out", args.out.data(), out.extent(3));
   backend.lse_combine(args, stream);
 }
 

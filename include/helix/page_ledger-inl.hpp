@@ -4,7 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
+#include <new>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -55,13 +55,12 @@ inline PageLedger::PageLedger(const PageLedgerSpec& spec, std::int64_t kvp_rank)
     HELIX_EXPECTS(value >= smallest && value <= largest, ErrorCode::invalid_argument, "the KV cache's ", name,
                   " is ", value, "; it must be in [", smallest, ", ", largest, "]");
   };
-  constexpr std::int64_t kMaxInt32 = std::numeric_limits<std::int32_t>::max();
   expect_range("kvp", spec.layout.kvp(), 1, kMaxRanks);
   expect_range("kvp_rank", kvp_rank, 0, spec.layout.kvp() - 1);
   expect_range("chunk", spec.layout.chunk(), 1, kMaxChunk);
   expect_range("page_tokens", spec.page_tokens, 1, kMaxPageTokens);
   expect_range("pages", spec.pages, 1, kMaxPages);
-  expect_range("max_sequences", spec.max_sequences, 1, kMaxInt32);
+  expect_range("max_sequences", spec.max_sequences, 1, kMaxSequences);
   expect_range("pages * page_tokens", spec.pages * spec.page_tokens, 1, kMaxTokens / spec.layout.kvp());
   expect_range("max_tokens", spec.max_tokens, 0, kMaxTokens);
 
@@ -73,6 +72,15 @@ inline PageLedger::PageLedger(const PageLedgerSpec& spec, std::int64_t kvp_rank)
       shared_unit_ > kMaxTokens / spec_.layout.kvp() ? kMaxTokens : shared_unit_ * spec_.layout.kvp();
   cache_ = detail::fingerprint(spec_);
 
+  try {
+    make_room();
+  } catch (const std::bad_alloc&) {
+    throw Error(ErrorCode::capacity, "no memory to keep books of ", spec_.max_sequences, " sequences and ",
+                spec_.pages, " pages a KVP rank; build the KV cache with fewer");
+  }
+}
+
+inline void PageLedger::make_room() {
   const auto kvp = static_cast<std::size_t>(spec_.layout.kvp());
   sequences_.resize(static_cast<std::size_t>(spec_.max_sequences));
   free_slots_.resize(sequences_.size());
@@ -103,18 +111,24 @@ inline std::size_t PageLedger::index_of(SequenceId id) const {
 
 inline std::int64_t PageLedger::pages_needed(const KvLayout& layout, std::int64_t page_tokens,
                                              std::int64_t num_tokens, std::int64_t kvp_rank) {
+  HELIX_EXPECTS(page_tokens >= 1 && page_tokens <= kMaxPageTokens && num_tokens >= 0 &&
+                    num_tokens <= kMaxTokens && kvp_rank >= 0 && kvp_rank < layout.kvp(),
+                ErrorCode::invalid_argument, "pages_needed: page_tokens is ", page_tokens, ", in [1, ",
+                kMaxPageTokens, "]; num_tokens is ", num_tokens, ", in [0, ", kMaxTokens, "]; kvp_rank is ",
+                kvp_rank, ", in [0, ", layout.kvp(), ")");
   return ceil_div(layout.length(num_tokens, kvp_rank), page_tokens);
 }
 
 inline std::int64_t PageLedger::pages_needed(const KvLayout& layout, std::int64_t page_tokens,
                                              std::span<const std::int64_t> lengths) {
   std::int64_t pages = 0;  // of rank 0, which is never behind another
-  for (const std::int64_t length : lengths) pages += pages_needed(layout, page_tokens, length, 0);
+  for (const std::int64_t length : lengths)
+    pages = saturating_sum(pages, pages_needed(layout, page_tokens, length, 0));
   return pages;
 }
 
 inline std::int64_t PageLedger::pages_of(std::int64_t num_tokens, std::size_t rank) const {
-  return pages_needed(spec_.layout, spec_.page_tokens, num_tokens, static_cast<std::int64_t>(rank));
+  return ceil_div(spec_.layout.length(num_tokens, static_cast<std::int64_t>(rank)), spec_.page_tokens);
 }
 
 /// The next token of `rank` would go into a page that another sequence reads.
@@ -387,17 +401,22 @@ inline void PageLedger::release(SequenceId id) {
 }
 
 inline std::span<const std::int32_t> PageLedger::pages(SequenceId id, std::int64_t kvp_rank) const {
-  HELIX_EXPECTS(kvp_rank >= 0 && kvp_rank < spec_.layout.kvp(), ErrorCode::invalid_argument, "kvp_rank ",
-                kvp_rank, " is outside [0, ", spec_.layout.kvp(), ")");
+  pool_of("pages", kvp_rank);
   return sequences_[index_of(id)].pages[static_cast<std::size_t>(kvp_rank)];
 }
 
 inline std::span<const std::int32_t> PageLedger::pages(std::int32_t slot) const {
+  HELIX_EXPECTS(slot >= 0 && slot < spec_.max_sequences && sequences_[static_cast<std::size_t>(slot)].is_live,
+                ErrorCode::invalid_argument, "pages: slot is ", slot,
+                "; it must be that of a live sequence, in [0, ", spec_.max_sequences, ")");
   return sequences_[static_cast<std::size_t>(slot)].pages[static_cast<std::size_t>(kvp_rank_)];
 }
 
 inline bool PageLedger::is_shared(SequenceId id, TokenRange tokens) const {
   const Sequence& sequence = sequences_[index_of(id)];
+  HELIX_EXPECTS(tokens.begin >= 0 && tokens.begin <= tokens.end && tokens.end <= sequence.length,
+                ErrorCode::invalid_argument, "is_shared: tokens [", tokens.begin, ", ", tokens.end,
+                ") leave the sequence of ", sequence.length, " tokens");
   for (std::size_t rank = 0; rank < pools_.size(); ++rank) {
     const TokenRange local = spec_.layout.local_range(tokens, static_cast<std::int64_t>(rank));
     if (local.size() <= 0) continue;
@@ -413,13 +432,19 @@ inline std::int64_t PageLedger::num_sequences() const {
   return spec_.max_sequences - static_cast<std::int64_t>(free_slots_.size());
 }
 
+inline const PageLedger::Pool& PageLedger::pool_of(std::string_view operation, std::int64_t kvp_rank) const {
+  HELIX_EXPECTS(kvp_rank >= 0 && kvp_rank < spec_.layout.kvp(), ErrorCode::invalid_argument, operation,
+                ": kvp_rank is ", kvp_rank, "; it must be in [0, ", spec_.layout.kvp(), ")");
+  return pools_[static_cast<std::size_t>(kvp_rank)];
+}
+
 inline std::int64_t PageLedger::pages_free(std::int64_t kvp_rank) const {
-  const Pool& pool = pools_[static_cast<std::size_t>(kvp_rank)];
+  const Pool& pool = pool_of("pages_free", kvp_rank);
   return static_cast<std::int64_t>(pool.free.size()) - pool.reserved;
 }
 
 inline std::int64_t PageLedger::pages_used(std::int64_t kvp_rank) const {
-  return spec_.pages - static_cast<std::int64_t>(pools_[static_cast<std::size_t>(kvp_rank)].free.size());
+  return spec_.pages - static_cast<std::int64_t>(pool_of("pages_used", kvp_rank).free.size());
 }
 
 }  // namespace helix

@@ -62,7 +62,7 @@ class PageLedger {
   };
 
   /// `kvp_rank`: the rank that Changes speak of.
-  /// @throws Error(invalid_argument) if a size is out of range.
+  /// @throws Error(invalid_argument) if a size is out of range; Error(capacity) if the memory cannot be had.
   PageLedger(const PageLedgerSpec& spec, std::int64_t kvp_rank);
 
   const PageLedgerSpec& spec() const { return spec_; }  ///< max_tokens is filled in
@@ -107,13 +107,14 @@ class PageLedger {
   std::int64_t reserved_tokens(SequenceId id) const { return sequences_[index_of(id)].reserved_tokens; }
   /// Pages of the sequence on `kvp_rank`, in the order of local positions.
   std::span<const std::int32_t> pages(SequenceId id, std::int64_t kvp_rank) const;
-  /// As above, of this rank and by slot.
+  /// As above, of this rank and by the slot of a live sequence.
   std::span<const std::int32_t> pages(std::int32_t slot) const;
-  /// Whether any of the tokens lies, on any rank, in a page that another sequence holds too.
+  /// Whether any of the tokens, which the sequence has, lies on any rank in a page that another holds too.
   bool is_shared(SequenceId id, TokenRange tokens) const;
 
   std::int64_t num_sequences() const;
   /// Pages of `kvp_rank` that any sequence may take: neither used nor reserved.
+  /// @throws Error(invalid_argument) if there is no such rank; so does pages_used().
   std::int64_t pages_free(std::int64_t kvp_rank) const;
   /// Pages of `kvp_rank` that hold tokens, a shared page once.
   std::int64_t pages_used(std::int64_t kvp_rank) const;
@@ -122,6 +123,7 @@ class PageLedger {
   std::int64_t shared_unit() const { return shared_unit_; }
 
   /// Pages that `num_tokens` global tokens take on `kvp_rank`.
+  /// @throws Error(invalid_argument) if a size is out of range; so does the one below.
   static std::int64_t pages_needed(const KvLayout& layout, std::int64_t page_tokens, std::int64_t num_tokens,
                                    std::int64_t kvp_rank);
   /// Pages a rank must have for sequences of these lengths to live side by side, without sharing: the largest
@@ -149,7 +151,9 @@ class PageLedger {
     std::int64_t reserved = 0;            // sum over sequences of reserved_pages
   };
 
+  void make_room();
   std::size_t index_of(SequenceId id) const;
+  const Pool& pool_of(std::string_view operation, std::int64_t kvp_rank) const;
   std::int64_t pages_of(std::int64_t num_tokens, std::size_t rank) const;
   bool must_copy_last_page(const Sequence& sequence, std::size_t rank) const;
   std::int64_t demand(const Sequence& sequence, std::size_t rank, std::int64_t new_length) const;

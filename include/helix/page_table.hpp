@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <new>
 #include <span>
 #include <vector>
 
@@ -21,7 +22,7 @@ class PageTable {
  public:
   /// @throws Error(capacity) if the memory cannot be had.
   PageTable(B& backend, std::int64_t max_sequences, std::int64_t max_pages)
-      : backend_(&backend), max_pages_(max_pages), host_(entries(max_sequences, max_pages)) {
+      : backend_(&backend), max_pages_(max_pages), host_(host_table(max_sequences, max_pages)) {
     device_ = backend.allocate(host_.size() * sizeof(std::int32_t));
   }
 
@@ -55,6 +56,17 @@ class PageTable {
     std::size_t begin;
     std::size_t end;
   };
+
+  static std::vector<std::int32_t> host_table(std::int64_t max_sequences, std::int64_t max_pages) {
+    const std::size_t count = entries(max_sequences, max_pages);
+    try {
+      return std::vector<std::int32_t>(count);
+    } catch (const std::bad_alloc&) {
+      throw Error(ErrorCode::capacity, "no memory for a page table of ", max_sequences,
+                  " sequences of up to ", max_pages,
+                  " pages; build the KV cache with smaller max_sequences or max_tokens");
+    }
+  }
 
   static std::size_t entries(std::int64_t max_sequences, std::int64_t max_pages) {
     constexpr std::int64_t kMost = std::int64_t{1}

@@ -8,12 +8,14 @@
 
 #include <helix/backend/attention.hpp>
 #include <helix/error.hpp>
+#include <helix/limits.hpp>
 
 namespace helix {
 namespace detail {
 
 template <class T>
 void check_partial_attention(const PartialAttentionArgs<T>& args) {
+  check_batch("partial_attention", args.batch);
   const KvFormat& format = args.kv.format;
   const PartialSink<T>& sink = args.sink;
   const std::int64_t tokens = args.batch.num_tokens();
@@ -29,6 +31,8 @@ void check_partial_attention(const PartialAttentionArgs<T>& args) {
   HELIX_EXPECTS(sink.out.extent(1) == heads && sink.lse.extent(1) == heads, ErrorCode::invalid_argument,
                 "partial_attention: q has ", heads, " heads; out has ", sink.out.extent(1), ", lse ",
                 sink.lse.extent(1));
+  HELIX_EXPECTS(heads >= 1 && heads <= kMaxCount, ErrorCode::invalid_argument, "partial_attention: q has ",
+                heads, " heads; there must be 1 to ", kMaxCount);
   HELIX_EXPECTS(heads % format.num_heads == 0, ErrorCode::invalid_argument, "partial_attention: ", heads,
                 " query heads do not divide into ", format.num_heads, " KV heads");
   HELIX_EXPECTS(args.q.extent(2) == format.head_dim && sink.out.extent(2) == format.value_dim,
@@ -38,9 +42,11 @@ void check_partial_attention(const PartialAttentionArgs<T>& args) {
   HELIX_EXPECTS(args.q.stride(2) == 1 && sink.out.stride(2) == 1, ErrorCode::invalid_argument,
                 "partial_attention: the last stride must be 1; q has ", args.q.stride(2), ", out has ",
                 sink.out.stride(2));
-  HELIX_EXPECTS(args.scale > 0.0f && args.window >= 0 && args.soft_cap >= 0.0f, ErrorCode::invalid_argument,
-                "partial_attention: scale is ", args.scale, " (> 0), window ", args.window,
-                " (>= 0), soft_cap ", args.soft_cap, " (>= 0)");
+  check_scores("partial_attention", "scale", args.scale, args.window, args.soft_cap);
+  check_given("partial_attention", "q", args.q.data(), tokens);
+  check_given("partial_attention", "sink.out", sink.out.data(), tokens);
+  check_given("partial_attention", "sink.lse", sink.lse.data(), tokens);
+  check_workspace("partial_attention", args.workspace);
 }
 
 }  // namespace detail
@@ -49,7 +55,8 @@ void check_partial_attention(const PartialAttentionArgs<T>& args) {
 /// PartialAttentionArgs. Local to the rank (not collective). Queued on `stream`; allocates nothing;
 /// capturable. Query heads of KV head h are [h * G, (h + 1) * G), G = (Hq/TPA) / (Hkv/TPA). Source: paper
 /// section 2.1.1.
-/// @throws Error(invalid_argument) if shapes contradict each other or a field of the KV view is missing;
+/// @throws Error(invalid_argument) if shapes contradict each other, an address or a field of the batch or the
+/// KV view is missing, or scale or soft_cap is not finite;
 /// Error(capacity) if the workspace is smaller than backend.partial_attention_workspace_bytes(batch tokens,
 /// Hq/TPA, D, Dv).
 template <AttentionBackend B>

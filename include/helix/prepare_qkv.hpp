@@ -2,17 +2,40 @@
 // prepare_qkv: norm of q and k, rope and the append to the cache as one operation.
 #pragma once
 
+#include <cstdint>
+
 #include <helix/backend/layer.hpp>
+#include <helix/error.hpp>
+#include <helix/limits.hpp>
 
 namespace helix {
+namespace detail {
+
+template <class T>
+void check_prepare_qkv(const PrepareQkvArgs<T>& args) {
+  check_append_kv(AppendKvArgs<T>{args.k, args.v, args.batch, args.kv});
+  const std::int64_t end = args.batch.first_token() + args.batch.num_tokens();
+  const std::int64_t dim = args.kv.format.head_dim;
+  HELIX_EXPECTS(args.q.extent(0) >= end && args.q.extent(1) >= 1 && args.q.extent(1) <= kMaxCount &&
+                    args.q.extent(2) == dim && (end == 0 || args.q.stride(2) == 1),
+                ErrorCode::invalid_argument, "prepare_qkv: q is [", args.q.extent(0), ", ", args.q.extent(1),
+                ", ", args.q.extent(2), "] with a last stride of ", args.q.stride(2), "; it must be [", end,
+                " or more, 1 to ", kMaxCount, ", ", dim, "] with 1");
+  check_given("prepare_qkv", "q", args.q.data(), end);
+  check_rope("prepare_qkv", args.rope, dim);
+  check_epsilon("prepare_qkv", "epsilon", args.epsilon);
+}
+
+}  // namespace detail
 
 /// Norm of q and k, rope and append: prepare_qkv of the backend if it has one, else one operation after the
 /// other. Queued on `stream`, allocates nothing, capturable.
-/// @throws Error(invalid_argument) unless k and v are rows of the KV view, which can be read.
+/// @throws Error(invalid_argument) unless k and v are rows of the KV view, which can be read, q has heads as
+/// wide for each token of the batch, and rope and epsilon are finite and turn an even part of a head.
 template <LayerBackend B>
 void prepare_qkv(B& backend, const PrepareQkvArgs<typename B::Activation>& args, typename B::Stream stream) {
   using T = typename B::Activation;
-  detail::check_append_kv(AppendKvArgs<T>{args.k, args.v, args.batch, args.kv});
+  detail::check_prepare_qkv(args);
   if constexpr (requires { backend.prepare_qkv(args, stream); }) {
     backend.prepare_qkv(args, stream);
   } else {

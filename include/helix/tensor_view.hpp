@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 
 namespace helix {
 
@@ -30,7 +31,7 @@ class TensorView {
     std::int64_t stride = 1;
     for (std::size_t d = R; d-- > 0;) {
       strides_[d] = stride;
-      stride *= extents_[d];
+      stride = saturating_product(stride, larger<std::int64_t>(extents_[d], 0));
     }
   }
 
@@ -49,9 +50,10 @@ class TensorView {
   constexpr const extents_type& extents() const { return extents_; }
   constexpr const extents_type& strides() const { return strides_; }
 
+  /// Number of elements: 0 with an extent below 0, kSaturated beyond int64.
   constexpr std::int64_t size() const {
     std::int64_t n = 1;
-    for (std::int64_t e : extents_) n *= e;
+    for (std::int64_t e : extents_) n = saturating_product(n, larger<std::int64_t>(e, 0));
     return n;
   }
 
@@ -61,7 +63,7 @@ class TensorView {
     std::int64_t expected = 1;
     for (std::size_t d = R; d-- > 0;) {
       if (extents_[d] != 1 && strides_[d] != expected) return false;
-      expected *= extents_[d];
+      expected = saturating_product(expected, extents_[d]);
     }
     return true;
   }

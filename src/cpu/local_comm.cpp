@@ -6,6 +6,7 @@
 
 #include <helix/cpu/local_comm.hpp>
 #include <helix/error.hpp>
+#include <helix/limits.hpp>
 
 #include "comm/collective_arguments.hpp"
 #include "comm/local_group.hpp"
@@ -40,7 +41,8 @@ void enqueue(const std::shared_ptr<Group>& group, int rank, const Call& call, St
 LocalComm::LocalComm(std::shared_ptr<comm::Group> group, int rank) : group_(std::move(group)), rank_(rank) {}
 
 std::vector<LocalComm> LocalComm::create_group(int size, std::chrono::milliseconds timeout) {
-  HELIX_EXPECTS(size >= 1, ErrorCode::invalid_argument, "group size is ", size, "; at least 1 is needed");
+  HELIX_EXPECTS(size >= 1 && size <= kMaxRanks, ErrorCode::invalid_argument, "group size is ", size,
+                "; it must be in [1, ", kMaxRanks, "]");
   return comm::make_handles(std::make_shared<comm::Root>(), size, timeout,
                             [](const auto& group, int rank) { return LocalComm(group, rank); });
 }

@@ -3,6 +3,8 @@
 #include <limits>
 #include <sstream>
 
+#include <helix/error.hpp>
+#include <helix/limits.hpp>
 #include <helix/plan/layout.hpp>
 
 namespace helix::plan {
@@ -157,6 +159,8 @@ std::vector<std::string> violations(const Layout& layout, const Model& model) {
 
 std::vector<Layout> legal_layouts(Strategy strategy, const Model& model, int stage_size,
                                   bool medha_may_duplicate_kv) {
+  HELIX_EXPECTS(stage_size <= kMaxRanks, ErrorCode::invalid_argument, "legal_layouts: stage_size is ",
+                stage_size, "; it must be at most ", kMaxRanks);
   std::vector<Layout> legal;
   for (int tpa = 1; tpa <= stage_size; ++tpa) {
     if (stage_size % tpa != 0) continue;

@@ -68,6 +68,16 @@ std::int64_t kv_page_bytes_used(const Topology& topology, int stage_rank, const 
 
 RankMemoryPlan plan_memory(const Model& model, const Precision& precision, const Layout& layout,
                            const Workload& workload) {
+  for (const int width :
+       {layout.kvp, layout.tpa, layout.attn_dp, layout.tpf, layout.ep, layout.pp, layout.dp}) {
+    HELIX_EXPECTS(width >= 1 && width <= kMaxRanks, ErrorCode::invalid_argument, "plan_memory: KVP is ",
+                  layout.kvp, ", TPA ", layout.tpa, ", attn_dp ", layout.attn_dp, ", TPF ", layout.tpf,
+                  ", EP ", layout.ep, ", PP ", layout.pp, ", DP ", layout.dp, "; each must be in [1, ",
+                  kMaxRanks, "]");
+  }
+  const std::int64_t stage_size = std::int64_t{layout.kvp} * layout.tpa * layout.attn_dp;
+  HELIX_EXPECTS(stage_size <= kMaxRanks, ErrorCode::invalid_argument, "plan_memory: KVP * TPA * attn_dp is ",
+                stage_size, "; it must be at most ", kMaxRanks);
   const detail::RankElements rank = detail::rank_elements(model, layout);
   const detail::RankBatch batch = detail::rank_batch(layout, workload);
   const auto hidden = static_cast<double>(model.shape.hidden);

@@ -67,6 +67,10 @@ void SearchSpace::check() const {
     HELIX_EXPECTS(batch >= 1 && batch <= kMaxBatch, ErrorCode::invalid_argument, "batches has ", batch,
                   "; it must be in [1, ", kMaxBatch, "]");
   }
+  for (const Strategy strategy : strategies) {
+    HELIX_EXPECTS(to_string(strategy) != "unknown", ErrorCode::invalid_argument, "strategies has ",
+                  static_cast<int>(strategy), "; it must name a strategy");
+  }
   for (const int stages : pipeline_stages) {
     HELIX_EXPECTS(stages >= 1 && stages <= kMaxGpus, ErrorCode::invalid_argument, "pipeline_stages has ",
                   stages, "; it must be in [1, ", kMaxGpus, "]");

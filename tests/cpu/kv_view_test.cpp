@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // A KV view that cannot be read is an Error that names its field.
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <vector>
 
 #include <helix/cpu/backend.hpp>
 #include <helix/error.hpp>
 #include <helix/foreign_kv.hpp>
 #include <helix/partial_attention.hpp>
+#include <helix/prepare_qkv.hpp>
 
 #include "support/catch.hpp"
 #include "support/failure.hpp"
@@ -92,6 +95,8 @@ TEST_CASE("a field of a KV view that was forgotten or cannot be is an Error that
                    [](Readable& r) { r.kv.format.k.token = 8; }},
                   {"v.page stride is 1152921504606846976",
                    [](Readable& r) { r.kv.format.v.page = std::int64_t{1} << 60; }},
+                  {"k.page stride is 9223372036854775807",
+                   [](Readable& r) { r.kv.format.k.page = std::numeric_limits<std::int64_t>::min(); }},
                   {"v lies 0 bytes behind its k", [](Readable& r) { r.kv.v = r.kv.k; }},
                   {"v lies 32 bytes behind its k", [](Readable& r) { r.kv.v = r.pool.data() + 8; }},
                   {"v lies 4 bytes behind its k", [](Readable& r) { r.kv.v = r.pool.data() + 1; }},
@@ -139,10 +144,133 @@ TEST_CASE("a field of a KV view that was forgotten or cannot be is an Error that
   CHECK_NOTHROW(csr.attend());
 }
 
+/// A partial attention of three tokens of two sequences, for a test to spoil.
+struct Attended {
+  Readable readable{false};
+  std::vector<std::int32_t> offsets{0, 1, 3};
+  std::vector<std::int64_t> positions{1, 0, 1};
+  std::vector<std::int32_t> slots{0, 0};
+  std::vector<std::int64_t> lengths{2};
+  std::vector<float> q = std::vector<float>(3 * 2 * 8, 1.0f), out = q, lse = std::vector<float>(3 * 2);
+  cpu::Backend<cpu::LocalComm> backend{1};
+  std::vector<std::byte> workspace =
+      std::vector<std::byte>(backend.partial_attention_workspace_bytes(3, 2, 8, 8));
+  PartialAttentionArgs<float> args{.q = {q.data(), {3, 2, 8}},
+                                   .batch = {offsets, offsets.data(), positions.data(), slots.data()},
+                                   .kv = readable.kv,
+                                   .sink = {.out = {out.data(), {3, 2, 8}}, .lse = {lse.data(), {3, 2}}},
+                                   .scale = 1.0f,
+                                   .workspace = workspace};
+
+  void run() {
+    const auto stream = backend.create_stream();
+    partial_attention(backend, args, stream);
+    backend.synchronize(stream);
+  }
+};
+
+void check_attention(std::initializer_list<Mistake<Attended>> mistakes) {
+  check_mistakes(
+      mistakes, [] { return Attended(); }, [](Attended& attended) { attended.run(); });
+}
+
+TEST_CASE("attention of a batch that cannot be read is an Error that names its field") {
+  check_attention({
+      {"partial_attention: the batch's query_offsets is null",
+       [](Attended& a) { a.args.batch.query_offsets = nullptr; }},
+      {"partial_attention: the batch's positions is null",
+       [](Attended& a) { a.args.batch.positions = nullptr; }},
+      {"partial_attention: the batch's sequence_slots is null",
+       [](Attended& a) { a.args.batch.sequence_slots = nullptr; }},
+      {"query_offsets_host[0] is -2; it must be in [0, 1048576]", [](Attended& a) { a.offsets[0] = -2; }},
+      {"query_offsets_host[0] is -2147483648", [](Attended& a) { a.offsets[0] = INT32_MIN; }},
+      {"query_offsets_host[1] is -4; it must be in [0, ", [](Attended& a) { a.offsets[1] = -4; }},
+      {"query_offsets_host[2] is 3; it must be in [4, ", [](Attended& a) { a.offsets[1] = 4; }},
+      {"query_offsets_host[2] is 2147483647", [](Attended& a) { a.offsets[2] = INT32_MAX; }},
+      {"has 2 sequences and 1 in lengths_host", [](Attended& a) { a.args.batch.lengths_host = a.lengths; }},
+  });
+}
+
+TEST_CASE(
+    "attention without an address, a finite scale or a possible number of heads is an Error that names it") {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  const auto heads = [](std::int64_t count) {
+    return [count](Attended& a) {
+      a.args.q = TensorView<const float, 3>(a.q.data(), {3, count, 8}, {16, 8, 1});
+      a.args.sink.out = {a.out.data(), {3, count, 8}, {16, 8, 1}};
+      a.args.sink.lse = {a.lse.data(), {3, count}, {2, 1}};
+    };
+  };
+  check_attention({
+      {"partial_attention: q is null",
+       [](Attended& a) {
+         a.args.q = TensorView<const float, 3>(nullptr, {3, 2, 8});
+       }},
+      {"sink.out is null",
+       [](Attended& a) {
+         a.args.sink.out = {nullptr, {3, 2, 8}};
+       }},
+      {"sink.lse is null",
+       [](Attended& a) {
+         a.args.sink.lse = {nullptr, {3, 2}};
+       }},
+      {"workspace is null with ",
+       [](Attended& a) {
+         a.args.workspace = {static_cast<std::byte*>(nullptr), a.workspace.size()};
+       }},
+      {"scale is inf", [](Attended& a) { a.args.scale = kInf; }},
+      {"scale is nan", [](Attended& a) { a.args.scale = std::nanf(""); }},
+      {"soft_cap inf", [](Attended& a) { a.args.soft_cap = kInf; }},
+      {"q has 0 heads; there must be 1 to 1048576", heads(0)},
+      {"q has -4 heads", heads(-4)},
+      {"q has 4611686018427387904 heads", heads(std::int64_t{1} << 62)},
+  });
+}
+
+TEST_CASE("queries are prepared only where rows, rope and epsilon fit") {
+  struct Prepared {
+    Attended attended;
+    std::vector<float> k = std::vector<float>(3 * 2 * 8), frequencies = std::vector<float>(4, 0.5f);
+    PrepareQkvArgs<float> args{.q = {attended.q.data(), {3, 2, 8}},
+                               .k = {k.data(), {3, 2, 8}},
+                               .v = TensorView<const float, 3>(k.data(), {3, 2, 8}),
+                               .rope = {.inverse_frequency = frequencies.data(), .rotary_dim = 8},
+                               .batch = attended.args.batch,
+                               .kv = attended.readable.kv};
+  };
+  check_mistakes<Prepared>(
+      {{"prepare_qkv: q is null",
+        [](Prepared& p) {
+          p.args.q = {nullptr, {3, 2, 8}};
+        }},
+       {"prepare_qkv: q is [1, 2, 8]", [](Prepared& p) { p.args.q = p.args.q.slice(0, 0, 1); }},
+       {"prepare_qkv: q is [3, 2, 7]", [](Prepared& p) { p.args.q = p.args.q.slice(2, 0, 7); }},
+       {"append_kv: k is null",
+        [](Prepared& p) {
+          p.args.k = {nullptr, {3, 2, 8}};
+        }},
+       {"append_kv: v is null",
+        [](Prepared& p) {
+          p.args.v = TensorView<const float, 3>(nullptr, {3, 2, 8});
+        }},
+       {"rotary_dim is 10; it must be even and in [0, 8]", [](Prepared& p) { p.args.rope.rotary_dim = 10; }},
+       {"rotary_dim is 7", [](Prepared& p) { p.args.rope.rotary_dim = 7; }},
+       {"rope.inverse_frequency is null", [](Prepared& p) { p.args.rope.inverse_frequency = nullptr; }},
+       {"rope.magnitude is nan", [](Prepared& p) { p.args.rope.magnitude = std::nanf(""); }},
+       {"epsilon is -1", [](Prepared& p) { p.args.epsilon = -1.0f; }}},
+      [] { return Prepared(); },
+      [](Prepared& p) {
+        const auto stream = p.attended.backend.create_stream();
+        prepare_qkv(p.attended.backend, p.args, stream);
+        p.attended.backend.synchronize(stream);
+      });
+}
+
 TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
   const Readable readable(false);
   std::vector<float> rows(3 * 2 * 8, 0.25f);
   const std::int32_t offsets[] = {0, 2};
+  const std::int32_t negative[] = {-2, 2};
   const std::int64_t positions[] = {0, 1};
   const std::int32_t slot = 0;
   const cpu::Operators operators;
@@ -161,7 +289,11 @@ TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
           a.v = TensorView<const float, 3>(rows.data(), {2, 2, 8}, {0, 16, 2});
         }},
        {"append_kv: the batch has tokens [0, 2); k has 1", [&](Append& a) { a.k = a.v = short_by_one; }},
-       {"no query_offsets, positions or sequence_slots", [](Append& a) { a.batch.positions = nullptr; }}},
+       {"append_kv: the batch's positions is null", [](Append& a) { a.batch.positions = nullptr; }},
+       {"append_kv: the batch's query_offsets is null", [](Append& a) { a.batch.query_offsets = nullptr; }},
+       {"append_kv: the batch's sequence_slots is null", [](Append& a) { a.batch.sequence_slots = nullptr; }},
+       {"append_kv: the batch's query_offsets_host[0] is -2",
+        [&](Append& a) { a.batch.query_offsets_host = negative; }}},
       [&] {
         return Append{good, good, {offsets, offsets, positions, &slot}, readable.kv};
       },
@@ -171,6 +303,10 @@ TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
   check_mistakes<Write>(
       {{"write_kv: the KV view's page_tokens is 0", [](Write& a) { a.kv.format.page_tokens = 0; }},
        {"write_kv: v is [2, 2, 7]; it must be [2, 2, 8]", [&](Write& a) { a.v = narrow; }},
+       {"write_kv: k is null",
+        [](Write& a) {
+          a.k = TensorView<const float, 3>(nullptr, {2, 2, 8});
+        }},
        {"write_kv: first_position is -1", [](Write& a) { a.first_position = -1; }},
        {"sequence_slot -1", [](Write& a) { a.sequence_slot = -1; }}},
       [&] {
@@ -181,6 +317,10 @@ TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
   check_mistakes<ReadKvArgs>(
       {{"read_kv: the KV view's page_table is null", [](ReadKvArgs& a) { a.kv.page_table = nullptr; }},
        {"read_kv: k is [2, 2, 7]; it must be [2, 2, 8]", [&](ReadKvArgs& a) { a.k = narrow; }},
+       {"read_kv: v is null",
+        [](ReadKvArgs& a) {
+          a.v = {nullptr, {2, 2, 8}};
+        }},
        {"read_kv: first_local is -1", [](ReadKvArgs& a) { a.first_local = -1; }}},
       [&] {
         return ReadKvArgs{readable.kv, 0, 0, good, good};
@@ -199,6 +339,10 @@ TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
        {"a last stride of 2",
         [&](ReadLatents& a) {
           a.rows = {a.rows.data(), {1, 8}, {16, 2}};
+        }},
+       {"read_latents: rows is null",
+        [](ReadLatents& a) {
+          a.rows = {nullptr, {2, 8}};
         }},
        {"read_latents: first_local is -1", [](ReadLatents& a) { a.first_local = -1; }},
        {"sequence_slot is null", [](ReadLatents& a) { a.sequence_slot = nullptr; }}},
@@ -238,6 +382,17 @@ TEST_CASE("makers of views pass on what was forgotten, for the operation to name
   CHECK_THROWS_AS(tensorrt_llm_mla_kv({.num_layers = 2, .layer = -1}), Error);
   using enum KvAxis;
   CHECK_THROWS_AS(dense_kv({}, {page, layer, half, head, head}), Error);
+  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+  for (const std::int64_t layers : {std::int64_t{1} << 33, kMost}) {
+    CAPTURE(layers);
+    CHECK_THROWS_AS(tensorrt_llm_kv({.num_layers = layers, .layer = layers - 1}), Error);
+    CHECK_THROWS_AS(tensorrt_llm_mla_kv({.num_layers = layers, .layer = layers - 1}), Error);
+  }
+  for (const std::int64_t size : {std::int64_t{1} << 62, kMost}) {
+    CAPTURE(size);
+    CHECK_THROWS_AS(vllm_kv({.num_blocks = size, .block_size = 2, .num_kv_heads = 2, .head_size = 8}), Error);
+    CHECK_THROWS_AS(vllm_kv({.num_blocks = 4, .block_size = size, .num_kv_heads = 2, .head_size = 8}), Error);
+  }
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <thread>
 #include <vector>
@@ -360,6 +361,7 @@ TEST_CASE("one communicator on two streams at once is refused") {
 TEST_CASE("a group has at least one rank and a positive timeout") {
   CHECK_THROWS_AS(LocalComm::create_group(0), Error);
   CHECK_THROWS_AS(LocalComm::create_group(-1), Error);
+  CHECK_THROWS_AS(LocalComm::create_group(std::numeric_limits<int>::max()), Error);
   CHECK_THROWS_AS(LocalComm::create_group(2, 0ms), Error);
   const std::vector<LocalComm> group = LocalComm::create_group(3);
   for (int rank = 0; rank < 3; ++rank) {

@@ -198,6 +198,18 @@ TEST_CASE("memory that does not suffice is an error with the numbers") {
   CHECK(failure->says("TPA 8"));
 }
 
+TEST_CASE("the memory of a layout whose widths cannot be is refused with the value") {
+  const auto refuses = [](const Layout& layout, const char* says) {
+    const auto failure =
+        failure_of([&] { plan_memory(model_preset("llama-3.1-8b"), {}, layout, {.context = tokens(100)}); });
+    return failure && failure->code == ErrorCode::invalid_argument && failure->says(says);
+  };
+  CHECK(refuses({.kvp = 0}, "KVP is 0"));
+  CHECK(refuses({.tpa = -1}, "TPA -1"));
+  CHECK(refuses({.dp = 0}, "DP 0"));
+  CHECK(refuses({.kvp = 1 << 16, .tpa = 1 << 16}, "is 4294967296"));
+}
+
 TEST_CASE("absurd workloads are refused with the value") {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   const auto refuses = [](Workload workload, const char* says) {

@@ -195,10 +195,16 @@ TEST_CASE("absurd spaces are refused with the value") {
   CHECK(refuses({.max_gpus = 4, .gpu_counts = {8}}, "gpu_counts has 8"));
   CHECK(refuses({.batches = {0}}, "batches has 0"));
   CHECK(refuses({.max_batch = -1}, "max_batch is -1"));
+  CHECK(refuses({.strategies = {static_cast<Strategy>(77)}}, "strategies has 77"));
   CHECK(refuses({.pipeline_stages = {0}}, "pipeline_stages has 0"));
   CHECK(refuses({.hop_b_slices = {-1}}, "hop_b_slices has -1"));
   CHECK(refuses({.ttl_limit = milliseconds(std::numeric_limits<double>::quiet_NaN())}, "ttl_limit is nan"));
   CHECK(refuses({.ttl_limit = Time{}}, "ttl_limit is 0"));
+  const auto wide = failure_of(
+      [&] { legal_layouts(Strategy::helix, model_preset("llama-3.1-8b"), std::numeric_limits<int>::max()); });
+  REQUIRE(wide);
+  CHECK(wide->says("stage_size is 2147483647; it must be at most 65536"));
+  CHECK(legal_layouts(Strategy::helix, model_preset("llama-3.1-8b"), 0).empty());
 }
 
 }  // namespace

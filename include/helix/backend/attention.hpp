@@ -5,6 +5,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <string_view>
 
@@ -13,6 +14,7 @@
 #include <helix/backend/queue.hpp>
 #include <helix/error.hpp>
 #include <helix/kv_format.hpp>
+#include <helix/limits.hpp>
 #include <helix/tensor_view.hpp>
 
 namespace helix {
@@ -59,7 +61,35 @@ struct ReadLatentsArgs {
 
 namespace detail {
 
-/// Throws unless k [tokens, heads, D] and v [tokens, heads, Dv] (latent: empty) fit the format.
+/// Neither infinite nor NaN; without <cmath>, which everyone would include.
+constexpr bool is_finite(float value) {
+  constexpr float kMost = std::numeric_limits<float>::max();
+  return value >= -kMost && value <= kMost;
+}
+
+/// Throws Error(invalid_argument) if data are null where `count` rows or bytes of them are used.
+inline void check_given(std::string_view operation, std::string_view name, const void* data,
+                        std::int64_t count) {
+  HELIX_EXPECTS(data != nullptr || count == 0, ErrorCode::invalid_argument, operation, ": ", name,
+                " is null; it must point to device memory");
+}
+
+/// Throws Error(invalid_argument) if a workspace has a size, but no address.
+inline void check_workspace(std::string_view operation, std::span<const std::byte> workspace) {
+  HELIX_EXPECTS(workspace.data() != nullptr || workspace.empty(), ErrorCode::invalid_argument, operation,
+                ": workspace is null with ", workspace.size(), " bytes; it must point to device memory");
+}
+
+/// Throws Error(invalid_argument) unless scores can be made with the scale, called `name`, window and soft
+/// cap.
+inline void check_scores(std::string_view operation, std::string_view name, float scale, std::int64_t window,
+                         float soft_cap) {
+  HELIX_EXPECTS(scale > 0.0f && is_finite(scale) && window >= 0 && soft_cap >= 0.0f && is_finite(soft_cap),
+                ErrorCode::invalid_argument, operation, ": ", name, " is ", scale,
+                " (> 0 and finite), window ", window, " (>= 0), soft_cap ", soft_cap, " (>= 0 and finite)");
+}
+
+/// Throws unless k [tokens, heads, D] and v [tokens, heads, Dv] (latent: empty) fit the format and are given.
 template <class T>
 void check_kv_rows(std::string_view operation, const KvFormat& format, TensorView<const T, 3> k,
                    TensorView<const T, 3> v) {
@@ -68,8 +98,11 @@ void check_kv_rows(std::string_view operation, const KvFormat& format, TensorVie
         rows.extent(0) == k.extent(0) && rows.extent(1) == format.num_heads && rows.extent(2) == dim,
         ErrorCode::invalid_argument, operation, ": ", name, " is [", rows.extent(0), ", ", rows.extent(1),
         ", ", rows.extent(2), "]; it must be [", k.extent(0), ", ", format.num_heads, ", ", dim, "]");
-    HELIX_EXPECTS(rows.size() == 0 || rows.stride(2) == 1, ErrorCode::invalid_argument, operation, ": ", name,
-                  " has a last stride of ", rows.stride(2), "; it must be 1");
+    HELIX_EXPECTS(rows.extent(0) >= 0 && rows.extent(0) <= kMaxTokens, ErrorCode::invalid_argument, operation,
+                  ": ", name, " has ", rows.extent(0), " rows; there must be 0 to ", kMaxTokens);
+    HELIX_EXPECTS(rows.extent(0) == 0 || rows.stride(2) == 1, ErrorCode::invalid_argument, operation, ": ",
+                  name, " has a last stride of ", rows.stride(2), "; it must be 1");
+    check_given(operation, name, rows.data(), rows.extent(0));
   };
   check("k", k, format.head_dim);
   if (!format.is_latent) {
@@ -80,20 +113,17 @@ void check_kv_rows(std::string_view operation, const KvFormat& format, TensorVie
   }
 }
 
-/// Throws Error(invalid_argument) unless the view can be read, k and v are rows of it, and the batch has
-/// tokens among them.
+/// Throws Error(invalid_argument) unless the batch and the view can be read, k and v are rows of the view,
+/// and the batch has tokens among them.
 template <class T>
 void check_append_kv(const AppendKvArgs<T>& args) {
   const Batch& batch = args.batch;
+  check_batch("append_kv", batch);
   check_kv_view("append_kv", args.kv);
   check_kv_rows("append_kv", args.kv.format, args.k, args.v);
   HELIX_EXPECTS(args.k.extent(0) >= batch.first_token() + batch.num_tokens(), ErrorCode::invalid_argument,
                 "append_kv: the batch has tokens [", batch.first_token(), ", ",
                 batch.first_token() + batch.num_tokens(), "); k has ", args.k.extent(0));
-  HELIX_EXPECTS(batch.num_tokens() == 0 || (batch.query_offsets != nullptr && batch.positions != nullptr &&
-                                            batch.sequence_slots != nullptr),
-                ErrorCode::invalid_argument, "append_kv: the batch has ", batch.num_tokens(),
-                " tokens, but no query_offsets, positions or sequence_slots");
 }
 
 template <class T>
@@ -118,6 +148,9 @@ void check_read_latents(const ReadLatentsArgs<T>& args) {
   check_kv_view("read_latents", args.kv);
   HELIX_EXPECTS(args.kv.format.is_latent, ErrorCode::invalid_argument,
                 "read_latents: the cache holds K and V; read them with read_kv");
+  HELIX_EXPECTS(args.rows.extent(0) >= 0 && args.rows.extent(0) <= kMaxTokens, ErrorCode::invalid_argument,
+                "read_latents: there are ", args.rows.extent(0), " rows; there must be 0 to ", kMaxTokens);
+  check_given("read_latents", "rows", args.rows.data(), args.rows.extent(0));
   HELIX_EXPECTS(
       args.rows.extent(1) == args.kv.format.head_dim && (args.rows.size() == 0 || args.rows.stride(1) == 1),
       ErrorCode::invalid_argument, "read_latents: rows are ", args.rows.extent(1),

@@ -5,6 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string_view>
+
+#include <helix/error.hpp>
+#include <helix/limits.hpp>
 
 namespace helix {
 
@@ -42,4 +46,33 @@ struct Batch {
   }
 };
 
+namespace detail {
+
+/// Throws Error(invalid_argument) naming the field unless the batch can be read: offsets on the host that
+/// begin at 0 or above and never fall, a length for each sequence or none, and what lies on the device, which
+/// is not looked at, where there are tokens.
+inline void check_batch(std::string_view operation, const Batch& batch) {
+  const std::span<const std::int32_t> offsets = batch.query_offsets_host;
+  for (std::size_t b = 0; b < offsets.size(); ++b) {
+    const std::int32_t least = b == 0 ? 0 : offsets[b - 1];
+    HELIX_EXPECTS(offsets[b] >= least && offsets[b] <= kMaxStepTokens, ErrorCode::invalid_argument, operation,
+                  ": the batch's query_offsets_host[", b, "] is ", offsets[b], "; it must be in [", least,
+                  ", ", kMaxStepTokens, "], from 0 on and never below the one before it");
+  }
+  HELIX_EXPECTS(batch.lengths_host.empty() ||
+                    static_cast<std::int64_t>(batch.lengths_host.size()) == batch.num_sequences(),
+                ErrorCode::invalid_argument, operation, ": the batch has ", batch.num_sequences(),
+                " sequences and ", batch.lengths_host.size(), " in lengths_host; give one each, or none");
+  if (batch.num_tokens() == 0) return;
+  const auto expect_given = [&](std::string_view name, const void* pointer) {
+    HELIX_EXPECTS(pointer != nullptr, ErrorCode::invalid_argument, operation, ": the batch's ", name,
+                  " is null; it must point to device memory, as the batch has ", batch.num_tokens(),
+                  " tokens");
+  };
+  expect_given("query_offsets", batch.query_offsets);
+  expect_given("positions", batch.positions);
+  expect_given("sequence_slots", batch.sequence_slots);
+}
+
+}  // namespace detail
 }  // namespace helix

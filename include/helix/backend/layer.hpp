@@ -6,11 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string_view>
 
 #include <helix/backend/attention.hpp>
 #include <helix/backend/batch.hpp>
 #include <helix/backend/exchange.hpp>
 #include <helix/dtype.hpp>
+#include <helix/error.hpp>
 #include <helix/kv_format.hpp>
 #include <helix/tensor_view.hpp>
 
@@ -33,6 +35,26 @@ struct RopeView {
   bool is_interleaved = false;  ///< Pairs (2i, 2i+1) as DeepSeek stores them, else (i, i + rotary_dim/2).
   float magnitude = 1.0f;       ///< Factor on cos and sin (yarn).
 };
+
+namespace detail {
+
+/// Throws Error(invalid_argument) unless the embedding turns an even number of a head's `dim` columns, by
+/// frequencies that are given and a finite magnitude.
+inline void check_rope(std::string_view operation, const RopeView& rope, std::int64_t dim) {
+  HELIX_EXPECTS(rope.rotary_dim >= 0 && rope.rotary_dim % 2 == 0 && rope.rotary_dim <= dim,
+                ErrorCode::invalid_argument, operation, ": rotary_dim is ", rope.rotary_dim,
+                "; it must be even and in [0, ", dim, "]");
+  check_given(operation, "rope.inverse_frequency", rope.inverse_frequency, rope.rotary_dim);
+  HELIX_EXPECTS(is_finite(rope.magnitude), ErrorCode::invalid_argument, operation, ": rope.magnitude is ",
+                rope.magnitude, "; it must be finite");
+}
+
+inline void check_epsilon(std::string_view operation, std::string_view name, float epsilon) {
+  HELIX_EXPECTS(is_finite(epsilon) && epsilon >= 0.0f, ErrorCode::invalid_argument, operation, ": ", name,
+                " is ", epsilon, "; it must be finite and at least 0");
+}
+
+}  // namespace detail
 
 // `T` is the activation type (f32 on the CPU). Shapes follow each field; none may alias unless said.
 

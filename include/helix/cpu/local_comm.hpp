@@ -27,7 +27,7 @@ class HELIX_API LocalComm {
   using Stream = cpu::Stream;
 
   /// Makes a group and returns one handle a rank, in rank order.
-  /// @throws Error(invalid_argument) unless size >= 1 and the timeout is positive.
+  /// @throws Error(invalid_argument) unless size is in [1, kMaxRanks] and the timeout is positive.
   static std::vector<LocalComm> create_group(int size,
                                              std::chrono::milliseconds timeout = std::chrono::seconds(60));
 

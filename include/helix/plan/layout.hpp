@@ -57,7 +57,8 @@ HELIX_API std::vector<std::string> violations(const Layout& layout, const Model&
 /// Every legal layout of `strategy` with `stage_size` ranks a stage and one stage and replica; hop_b_slices
 /// is 0 for helix with KVP > 1 and else 1. A medha layout that stores KV heads more than once (TPA > Hkv, for
 /// MLA TPA > 1) is legal, but listed only with `medha_may_duplicate_kv`: its authors keep TPA within Hkv, and
-/// the paper counts it as not applicable to MLA.
+/// the paper counts it as not applicable to MLA. None with stage_size < 1.
+/// @throws Error(invalid_argument) if stage_size exceeds kMaxRanks.
 HELIX_API std::vector<Layout> legal_layouts(Strategy strategy, const Model& model, int stage_size,
                                             bool medha_may_duplicate_kv = false);
 
