@@ -37,8 +37,13 @@ __device__ __forceinline__ unsigned multiply_pair(unsigned x, __nv_bfloat162 y) 
 }
 
 /// The scales of this thread's two tokens: a power of two, the token's scale, and what the scales of the
-/// columns are of it. The first is exact wherever it goes, the others are rounded to 11 bits.
+/// columns are of it. The first is exact wherever it goes, the others are rounded to 11 bits. Scales below
+/// kLeastScale, as vLLM gives columns of zeros, count as that: the inverse of a smaller one would overflow
+/// what it multiplies.
 struct TokenScales {
+  static constexpr float kLeastScale = 0x1p-60f;
+  static constexpr int kLeastExponent = 127 - 60;
+
   int exponent[2];   // biased
   __half2 ratio[4];  // of 128 columns each, of both tokens
 
@@ -50,7 +55,7 @@ struct TokenScales {
   __device__ void load(int h, float4 scales) {
     const float most = fmaxf(fmaxf(scales.x, scales.y), fmaxf(scales.z, scales.w));
     const int up = static_cast<int>((__float_as_uint(most) + 0x7fffffu) >> 23);
-    exponent[h] = most > 0.0f ? ::max(1, ::min(253, up)) : 127;
+    exponent[h] = most > 0.0f ? ::max(kLeastExponent, ::min(253, up)) : 127;
     const float x[4] = {scales.x, scales.y, scales.z, scales.w};
 #pragma unroll
     for (int k = 0; k < 4; ++k) {

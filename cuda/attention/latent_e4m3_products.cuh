@@ -111,7 +111,7 @@ struct Products {
                    : "=f"(x)
                    : "r"(scales_at(rows, h) + static_cast<unsigned>(i) * 4u)
                    : "memory");
-      return x == 0.0f ? 0x1p-30f : x;  // of zeros only: any that overflows nothing
+      return fmaxf(x, TokenScales::kLeastScale);
     };
     float factors[2];
 #pragma unroll

@@ -112,6 +112,8 @@ void for_each_launch(const Batch& batch, bool follows_prepare, AttentionParams& 
                      const Launch& launch) {
   const auto& offsets = batch.query_offsets_host;
   const int most = std::min(most_query_tiles, static_cast<int>(kAttentionCounters) / p.kv_heads);
+  HELIX_EXPECTS(most > 0, ErrorCode::unsupported, "partial_attention: there are ", int{p.kv_heads},
+                " KV heads; on a GPU at most ", kAttentionCounters, " are supported");
   const auto query_tiles = [&](std::size_t b) {
     return static_cast<int>(((offsets[b + 1] - offsets[b]) * p.group + p.query_tile_rows - 1) /
                             p.query_tile_rows);
