@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include <helix/error.hpp>
+
 #include "generate/decode_totals.hpp"
 #include "generate/fed_tokens.hpp"
 #include "generate/gather_results.hpp"
@@ -79,6 +81,8 @@ class GenerationLoop {
   /// Takes the token drawn at logit row `row` into the sequence's result.
   void record(SequenceProgress& sequence, std::int64_t row) {
     const std::int32_t token = drawn_.tokens[static_cast<std::size_t>(row)];
+    HELIX_EXPECTS(token >= 0, ErrorCode::invalid_argument, "the model gave no finite logits after ",
+                  sequence.generated(), " tokens: its weights or activations have overflowed");
     sequence.pending = token;
     sequence.result.tokens.push_back(token);
     sequence.counts.add(token);
