@@ -134,22 +134,21 @@ void Operators<T>::upload(void* target, const void* source, std::size_t bytes, S
 
 template <class T>
 bool Operators<T>::queue_download(const void* source, std::size_t bytes, Stream stream) const {
-  if (bytes > kDownloadBytes || state_->is_download_queued) return false;
+  if (bytes > kDownloadBytes || state_->queued_bytes) return false;
   if (bytes > 0)
     HELIX_CUDA_CHECK(
         cudaMemcpyAsync(state_->downloaded.data(), source, bytes, cudaMemcpyDeviceToHost, stream.handle()));
   cuda::record(state_->is_downloaded, stream);
   state_->queued_bytes = bytes;
-  state_->is_download_queued = true;
   return true;
 }
 
 template <class T>
 void Operators<T>::take_download(void* target, std::size_t bytes) const {
-  HELIX_EXPECTS(state_->is_download_queued && bytes <= state_->queued_bytes, ErrorCode::invalid_argument,
-                "take_download: ", bytes, " bytes are asked for, and ",
-                state_->is_download_queued ? state_->queued_bytes : 0, " were queued");
-  state_->is_download_queued = false;
+  HELIX_EXPECTS(state_->queued_bytes && bytes <= *state_->queued_bytes, ErrorCode::invalid_argument,
+                "take_download: ", bytes, " bytes are asked for, and ", state_->queued_bytes.value_or(0),
+                " were queued");
+  state_->queued_bytes.reset();
   cuda::synchronize(state_->is_downloaded);
   throw_if_failed(*state_->failure_record());
   std::memcpy(target, state_->downloaded.data(), bytes);

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include <helix/backend.hpp>
 #include <helix/cuda/backend.hpp>
@@ -50,11 +51,10 @@ struct Operators<T>::State {
   SharedMemory shared_memory;
   int attention_blocks = 0;  // 0: all
   AttentionTarget attention_target = AttentionTarget::this_gpu;
-  PinnedBuffer failure;          // a FailureRecord
-  PinnedBuffer downloaded;       // what queue_download() brings
-  std::size_t queued_bytes = 0;  // of it that take_download() has not taken yet
-  bool is_download_queued = false;
-  Event is_downloaded;        // behind its copy
+  PinnedBuffer failure;                     // a FailureRecord
+  PinnedBuffer downloaded;                  // what queue_download() brings
+  std::optional<std::size_t> queued_bytes;  // until take_download() has them
+  Event is_downloaded;                      // behind its copy
   Buffer failure_claim;       // not 0: it is taken. On the device, as atomics on host memory need not work
   Buffer attention_counters;  // partial_attention's self-resetting counters
   std::unique_ptr<MatmulLibrary, MatmulLibraryDelete> matmul;

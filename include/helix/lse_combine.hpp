@@ -46,13 +46,9 @@ void lse_combine(B& backend, const LseCombineArgs<typename B::Activation>& args,
                 ErrorCode::invalid_argument, "lse_combine: last strides must be 1; partials have ",
                 out.stride(3), ", out has ", args.out.stride(2));
   if (out.extent(1) == 0 || out.extent(2) == 0) return;
-  const auto expect_given = [](const char* name, const void* data, std::int64_t columns) {
-    HELIX_EXPECTS(data != nullptr || columns == 0, ErrorCode::invalid_argument, "lse_combine: ", name,
-                  " is null; it must point to device memory");
-  };
-  expect_given("partial_out", out.data(), out.extent(3));
-  expect_given("partial_lse", lse.data(), 1);
-  expect_given("out", args.out.data(), out.extent(3));
+  detail::check_given("lse_combine", "partial_out", out.data(), out.extent(3));
+  detail::check_given("lse_combine", "partial_lse", lse.data(), 1);
+  detail::check_given("lse_combine", "out", args.out.data(), out.extent(3));
   backend.lse_combine(args, stream);
 }
 

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 #include <type_traits>
 
 #include <helix/error.hpp>
@@ -96,4 +97,14 @@ class TensorView {
   extents_type strides_{};
 };
 
+namespace detail {
+
+/// Throws Error(invalid_argument) if data are null where `count` rows or bytes of them are used.
+inline void check_given(std::string_view operation, std::string_view name, const void* data,
+                        std::int64_t count) {
+  HELIX_EXPECTS(data != nullptr || count == 0, ErrorCode::invalid_argument, operation, ": ", name,
+                " is null; it must point to device memory");
+}
+
+}  // namespace detail
 }  // namespace helix

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,12 +12,11 @@
 #include "bench_results.hpp"
 #include "calibration.hpp"
 #include "check.hpp"
+#include "fuzz.hpp"
 
 namespace {
 
-void require(bool holds) {
-  if (!holds) std::abort();
-}
+using helix::fuzz::require;
 
 void read(std::string_view text) {
   using namespace helix;

@@ -2,13 +2,13 @@
 // Any bytes as what a client says to a serving decoder: each line an error event or a command, every request
 // ends, and all pages are free again.
 #include <cstdint>
-#include <cstdlib>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <variant>
 #include <vector>
 
+#include "fuzz.hpp"
 #include "serve/scheduler.hpp"
 #include "serve/serve_request.hpp"
 
@@ -17,9 +17,7 @@ namespace {
 using namespace helix;
 using namespace helix::decode;
 
-void require(bool holds) {
-  if (!holds) std::abort();
-}
+using helix::fuzz::require;
 
 SchedulerSpec small_spec() {
   SchedulerSpec spec;

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -12,13 +11,12 @@
 #include <helix/error.hpp>
 #include <helix/plan/step_time.hpp>
 
+#include "fuzz.hpp"
 #include "hardware_source.hpp"
 
 namespace {
 
-void require(bool holds) {
-  if (!holds) std::abort();
-}
+using helix::fuzz::require;
 
 void read(std::string_view text) {
   using namespace helix::plan;

@@ -3,18 +3,16 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <string_view>
 
 #include <helix/error.hpp>
 
+#include "fuzz.hpp"
 #include "model/parse_config.hpp"
 
 namespace {
 
-void require(bool holds) {
-  if (!holds) std::abort();
-}
+using helix::fuzz::require;
 
 bool is_usable(float value) {
   return std::isfinite(value) && value > 0.0f;

@@ -2,19 +2,17 @@
 // Any bytes as each message of the rendezvous and the watch: refused, or sound; and never a proof of the
 // job's secret.
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <span>
 
 #include "comm/bootstrap_messages.hpp"
+#include "fuzz.hpp"
 
 namespace {
 
 using namespace helix::comm;
 
-void require(bool holds) {
-  if (!holds) std::abort();
-}
+using helix::fuzz::require;
 
 template <std::size_t kSize>
 bool ends(const std::array<char, kSize>& text) {

@@ -3,19 +3,17 @@
 // sanitizer to find.
 #include <array>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <string>
 
 #include <helix/error.hpp>
 
+#include "fuzz.hpp"
 #include "generate/request_plan.hpp"
 
 namespace {
 
-void require(bool holds) {
-  if (!holds) std::abort();
-}
+using helix::fuzz::require;
 
 helix::decode::ModelConfig model(std::int64_t layers, std::int64_t heads, std::int64_t dim) {
   helix::decode::ModelConfig config;

@@ -2,7 +2,6 @@
 // Any bytes as a safetensors header: helix::Error or a header whose promises hold, nothing else.
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <span>
 #include <utility>
 #include <vector>
@@ -10,12 +9,11 @@
 #include <helix/error.hpp>
 
 #include "checkpoint/safetensors.hpp"
+#include "fuzz.hpp"
 
 namespace {
 
-void require(bool holds) {
-  if (!holds) std::abort();
-}
+using helix::fuzz::require;
 
 void parse(std::span<const std::byte> bytes, std::uint64_t file_size) {
   using helix::ErrorCode;

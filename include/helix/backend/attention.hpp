@@ -67,13 +67,6 @@ constexpr bool is_finite(float value) {
   return value >= -kMost && value <= kMost;
 }
 
-/// Throws Error(invalid_argument) if data are null where `count` rows or bytes of them are used.
-inline void check_given(std::string_view operation, std::string_view name, const void* data,
-                        std::int64_t count) {
-  HELIX_EXPECTS(data != nullptr || count == 0, ErrorCode::invalid_argument, operation, ": ", name,
-                " is null; it must point to device memory");
-}
-
 /// Throws Error(invalid_argument) if a workspace has a size, but no address.
 inline void check_workspace(std::string_view operation, std::span<const std::byte> workspace) {
   HELIX_EXPECTS(workspace.data() != nullptr || workspace.empty(), ErrorCode::invalid_argument, operation,
