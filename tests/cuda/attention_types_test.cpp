@@ -67,7 +67,7 @@ TEMPLATE_TEST_CASE("attention on a GPU of e4m3 and of odd head sizes is exact at
   const auto operators = attention_operators<TestType>();
   std::size_t turn = 0;
   for (const Built& built : all_built<TestType>()) {
-    for (const std::int64_t page_tokens : {1, 2, 17, 64}) {
+    for (const std::int64_t page_tokens : {1, 2, 8, 17, 48, 64}) {
       AttentionCase c = case_of<TestType>(built);
       c.pool = turn++ % 2 == 0 ? helix_pool : vllm_pool;
       c.page_tokens = page_tokens;

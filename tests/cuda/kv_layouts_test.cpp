@@ -20,7 +20,7 @@ TEMPLATE_TEST_CASE("attention on a GPU reads the pools of other engines where th
   constexpr std::int64_t kDims[] = {64, 128, 256};
   std::size_t turn = 0;
   for (const MakeKvPool pool : kv_pool_makers()) {
-    for (const std::int64_t page_tokens : {1, 16, 17, 64}) {
+    for (const std::int64_t page_tokens : {1, 8, 16, 17, 24, 64}) {
       for (const bool is_csr : {false, true}) {
         for (const std::int64_t window : {0, 100}) {
           AttentionCase c = case_of<TestType>(kDims[turn % 3]);
@@ -48,7 +48,7 @@ TEMPLATE_TEST_CASE("attention on a GPU splits token-major ranges exactly at ever
   HELIX_REQUIRE_GPUS(1);
   const auto operators = attention_operators<TestType>();
   for (const std::int64_t d : {64, 128, 256}) {
-    for (const std::int64_t page_tokens : {1, 17, 64}) {
+    for (const std::int64_t page_tokens : {1, 8, 17, 48, 64}) {
       AttentionCase c = case_of<TestType>(d);
       c.pool = vllm_pool;
       c.page_tokens = page_tokens;
