@@ -273,6 +273,7 @@ TEST_CASE("16-bit activations and KV, teacher-forced, keep clear argmaxes and lo
     DType dtype;
     std::size_t most_flips;
     float worst_logit;
+    MlaForm form = MlaForm::automatic;
   };
   // The rule is 3e-2 of the RMS and no clear argmax changed. In bf16 no arithmetic keeps it for routed
   // experts whose scores nearly tie: with the result of every operation rounded to bf16 on the CPU, other
@@ -285,6 +286,9 @@ TEST_CASE("16-bit activations and KV, teacher-forced, keep clear argmaxes and lo
       {"deepseek-tiny", {.kvp = 4}, DType::f16, 0, 3e-2f},
       {"deepseek-v2-tiny", {.kvp = 2, .ep = 2}, DType::bf16, 1, 0.25f},
       {"deepseek-v2-tiny", {.kvp = 2, .ep = 2}, DType::f16, 0, 3e-2f},
+      {"deepseek-tiny", {.kvp = 4}, DType::bf16, 4, 0.25f, MlaForm::expanded},
+      {"deepseek-tiny", {.kvp = 4}, DType::f16, 0, 3e-2f, MlaForm::expanded},
+      {"deepseek-v2-tiny", {.kvp = 2, .ep = 2}, DType::f16, 0, 3e-2f, MlaForm::expanded},
   };
   for (const Case& c : cases) {
     const ReferenceModel model(c.model);
@@ -293,6 +297,7 @@ TEST_CASE("16-bit activations and KV, teacher-forced, keep clear argmaxes and lo
     GenerationRequest request = golden_request(golden);
     request.kv_dtype = c.dtype;
     request.teacher = golden.greedy;
+    request.mla_prefill = c.form;
     LaunchOptions launch = kOneGpu;
     launch.activation = c.dtype;
     INFO(to_string(c.dtype) << " " << describe(c.model, c.spec, request));

@@ -176,4 +176,22 @@ TEMPLATE_TEST_CASE("latents on a GPU: maxima that rise and fall from tile to til
   }
 }
 
+TEMPLATE_TEST_CASE("latents on a GPU: rows whose first scores lie far below 0", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const auto operators = latent_attention_operators<TestType>();
+  for (const std::int64_t heads : {16, 128}) {
+    AttentionCase c = latent_case<TestType>(heads);
+    c.sequences = {{1, 1}, {1, 1}, {2, 1}, {3, 2}, {1, 1}, {1, 1}, {70, 1}};
+    c.sharpness = 60.0f;
+    CAPTURE(heads);
+    for (const DType dtype : {kDTypeOf<TestType>, DType::fp8_e4m3}) {
+      c.kv_dtype = dtype;
+      CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    }
+    c.kv_dtype = DType::fp8_ds_mla;
+    c.pool = mixed_latent_pool;
+    CHECK(AttentionWorld<TestType>(c).check(cuda::Operators<TestType>()) == "");
+  }
+}
+
 }  // namespace helix::test

@@ -50,7 +50,7 @@ TEMPLATE_TEST_CASE("16-bit products of heads on a GPU agree with f32", "", f16, 
   HELIX_REQUIRE_GPUS(1);
   TwinBench<TestType> bench;
   for (const DType dtype : kWeightTypes) {
-    for (const std::int64_t tokens : {1, 9, 16, 17, 40}) {
+    for (const std::int64_t tokens : {1, 9, 16, 17, 40, 63, 64, 65, 200}) {
       for (const std::int64_t heads : {1, 3, 16}) {
         for (const std::int64_t k : {17, 128}) {
           for (const std::int64_t n : {35, 128, 512}) {
