@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include <type_traits>
+
 #include "cuda/attention/params.cuh"
 #include "cuda/attention/tensor_products.cuh"
 #include "cuda/runtime/math.cuh"
@@ -12,7 +14,7 @@
 
 namespace helix::cuda {
 
-inline constexpr float kHeadroom = 8.0f;  ///< Base-2 logarithm of the largest weight beside e4m3.
+inline constexpr float kHeadroom = 8.0f;  ///< Base-2 logarithm of the largest weight in f16.
 
 /// What a lane knows of its rows in kMTiles m16 tiles, kStepTokens tokens at a time.
 template <class KV, int kDim, int kValueDim, int kMTiles, int kStepTokens>
@@ -22,6 +24,7 @@ struct TensorSoftmax {
   using Weights = typename Products::Weights;
   using T = typename Products::T;
   static constexpr bool kIsFp8 = Products::kIsFp8;
+  static constexpr bool kIsF16 = std::is_same_v<typename Products::T, f16>;  // weights: small ones vanish
   static constexpr int kNTiles = kStepTokens / 8;
 
   /// Local tokens that this lane's query rows see, and what all of them see.
@@ -31,7 +34,7 @@ struct TensorSoftmax {
     TokenRange inner{0, INT64_MAX};
   };
 
-  /// What this lane's warp has found of each query row: sums of values, max (base 2; e4m3: less kHeadroom),
+  /// What this lane's warp has found of each query row: sums of values, max (base 2; f16: less kHeadroom),
   /// sum of weights.
   struct Found {
     typename Products::Sums acc;
@@ -136,7 +139,8 @@ struct TensorSoftmax {
         }
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        top = fmaxf(kIsFp8 ? fmaf(top, factor, -kHeadroom) : top * factor, found.max[m][half]);
+        // Rounded up: a weight may not exceed 2^kHeadroom by the error of a large score.
+        top = fmaxf(kIsF16 ? __fmaf_ru(top, factor, -kHeadroom) : top * factor, found.max[m][half]);
         const float pivot = top == -kInfinity ? 0.0f : top;
         shrink[m][half] = fast_exp2(found.max[m][half] - pivot);
         shrinks |= found.max[m][half] != top;
