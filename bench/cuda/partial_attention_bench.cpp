@@ -102,6 +102,7 @@ constexpr Case kCases[] = {
     {.batch = 64, .tokens = 131072, .is_ragged = true},
     {.batch = 8, .tokens = 8192},
     {.tokens = 8192},
+    {.tokens = 8192, .page_tokens = 16},
     {.batch = 64, .tokens = 8192},
     {.query_heads = 32, .batch = 8, .tokens = 131072},
     {.query_heads = 128, .batch = 8, .tokens = 131072},
@@ -115,7 +116,9 @@ constexpr Case kCases[] = {
     {.batch = 64, .tokens = 131072, .page_tokens = 16, .is_ragged = true, .layout = kTokenMajor},
     {.batch = 8, .tokens = 131072, .page_tokens = 16, .queries = 4, .layout = kTokenMajor},
     {.batch = 8, .tokens = 8192, .page_tokens = 16, .layout = kTokenMajor},
+    {.tokens = 8192, .layout = kTokenMajor},
     {.tokens = 8192, .page_tokens = 16, .layout = kTokenMajor},
+    {.tokens = 8192, .page_tokens = 1, .layout = kTokenMajor},
     // Of other types and head sizes.
     {.batch = 64, .tokens = 131072, .kv_dtype = kFp8},
     {.batch = 8, .tokens = 131072, .kv_dtype = kFp8},

@@ -33,6 +33,7 @@ struct AttentionCall {
   std::int64_t most_rows = 0;   ///< Query rows of a KV head (query tokens * group) in the longest sequence.
   std::size_t q_alignment = 0;  ///< Bytes, a power of two up to 16, that divide the address of each row of q.
   std::size_t kv_alignment = 0;  ///< Bytes that likewise divide the address of each row of the cache.
+  bool has_tensor_maps = false;  ///< Whether the copy engine can walk all rows of the cache.
   bool is_hopper = false;        ///< Whether code for compute capability 9.0 runs.
   SharedMemory memory;           ///< The device's.
 };
@@ -66,8 +67,10 @@ extern const AttentionKernel kWaves;
 /// 112, 128 or 256, rows aligned to 16 bytes. Pages hold the rows of a head one after another (Helix's own
 /// format): one copy a page.
 extern const AttentionKernel kTensorPages;
-/// Tensor cores as kTensorPages, for rows of any strides: vLLM's and FlashInfer's token-major pages, pools of
-/// page size 1; and keys of 192 columns with values of 128.
+/// Tensor cores as kTensorPages, for rows of any strides in pages of a multiple of 8 tokens: vLLM's and
+/// FlashInfer's token-major pages; and keys of 192 columns with values of 128.
+extern const AttentionKernel kTensorBoxes;
+/// Tensor cores as kTensorBoxes, for pages of any size: pools of page size 1.
 extern const AttentionKernel kTensorRows;
 /// Tensor cores as kTensorPages, for KV of e4m3 under q and out of 16 bits; pages of two tokens at least, of
 /// four with a head size of 64.

@@ -33,8 +33,9 @@ struct SplitPartialsMemory {
 
 /// In the order in which they are asked: the first that fits runs.
 constexpr const AttentionKernel* kKernels[] = {
-    &kWaves,   &kTensorPages, &kTensorRows,    &kTensorPagesE4m3, &kTensorRowsE4m3, &kLatentKernel,
-    &kMmaRest, &kMma,         &kMmaLatentRest, &kWideMmaLatent,   &kMmaLatent,      &kPortable};
+    &kWaves,          &kTensorPages,  &kTensorBoxes, &kTensorRows, &kTensorPagesE4m3,
+    &kTensorRowsE4m3, &kLatentKernel, &kMmaRest,     &kMma,        &kMmaLatentRest,
+    &kWideMmaLatent,  &kMmaLatent,    &kPortable};
 
 const AttentionKernel& kernel_for(const AttentionCall& call) {
   return **std::find_if(std::begin(kKernels), std::end(kKernels),
@@ -56,6 +57,8 @@ AttentionCall call_of(const PartialAttentionArgs<T>& args, bool is_hopper, const
               {address_of(args.q.data()), step_of<T>(args.q.stride(0)), step_of<T>(args.q.stride(1))}),
           .kv_alignment = std::min(
               {places.k.alignment(args.kv), places.v.alignment(args.kv), places.rope.alignment(args.kv)}),
+          .has_tensor_maps = places.k.has_tensor_map(args.kv) && places.v.has_tensor_map(args.kv) &&
+                             places.rope.has_tensor_map(args.kv),
           .is_hopper = is_hopper,
           .memory = memory};
 }

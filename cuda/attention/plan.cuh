@@ -154,9 +154,10 @@ __device__ inline void make_small_plan(const AttentionParams& p, Plan& plan) {
   if (u == 0) plan.is_one_split_each = spare >= 0 && are_splits_short<Plan>(p, longest, total);
 }
 
-/// The plan of any launch; all threads of the block.
+/// The plan of any launch; all threads of the block. Not inlined: what a decode step runs stays together, and
+/// comes from memory sooner (one sequence of 8192 tokens 15.4 us for 15.5, H200).
 template <class Plan>
-__device__ inline void make_large_plan(const AttentionParams& p, Plan& plan) {
+__device__ __noinline__ void make_large_plan(const AttentionParams& p, Plan& plan) {
   using Count = std::remove_reference_t<decltype(plan.query_tile_begin[0])>;
   const int thread = static_cast<int>(threadIdx.x);
   const int threads = static_cast<int>(blockDim.x);

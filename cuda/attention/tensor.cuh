@@ -89,18 +89,13 @@ struct Tensor {
     }
   };
 
-  static __device__ void attend(const AttentionParams& p) {
+  static __device__ void attend(const AttentionParams& p, const typename TileCopies::Maps& maps) {
     extern __shared__ __align__(128) std::byte memory[];
     auto& s = *reinterpret_cast<Shared*>(memory);
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
-    const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const Pair pair(s.pair);
-    if (lane == 0) {
-      for (int i = 0; i < kStages * kBarriers; ++i)
-        barrier_init(static_cast<unsigned>(__cvta_generic_to_shared(&s.barriers[warp][0][i])),
-                     TileCopies::kArrivals);
-      fence_barrier_init();
-    }
+    if (threadIdx.x == 0) TileCopies::prefetch(maps);
+    init_barriers(s.barriers[warp][0]);
     if (!p.reads_ahead) wait_for_previous();
     make_plan(p, s.plan);
     const Schedule<Plan> schedule(p, s.plan);
@@ -109,7 +104,7 @@ struct Tensor {
 
     const auto stage_at = static_cast<unsigned>(__cvta_generic_to_shared(s.stages[warp]));
     const auto barrier_at = static_cast<unsigned>(__cvta_generic_to_shared(s.barriers[warp]));
-    Producer producer(p, s.plan, item);
+    Producer producer(p, maps, s.plan, item);
     KvTileCursor at = item.start;
     int mine = warp;  // this warp's next KV tile of the work item
     int stage = 0;
@@ -168,27 +163,41 @@ struct Tensor {
           parity ^= 1u;
         }
       }
-      const SplitPartials partials{p, schedule.splits_of(at.query_tile, at.head)};
-      const bool is_paired = s.plan.is_one_split_each && pair.has(partials.splits);
-      if (is_paired) pair.await_other();
-      Gather::gather(s.sums, query_tile, scales.v, found,
-                     [&](int first_row, int num_rows, const BlockResult<kWarps>& result) {
-                       if (is_paired) {
-                         pair.write(first_row, num_rows, result);
-                       } else {
-                         write_split(partials, query_tile, at.head, first_row, num_rows, result);
-                       }
-                     });
-      if (is_paired) {
-        pair.combine(p, query_tile, at.head);
-      } else {
-        combine_splits(partials, query_tile, at.query_tile, at.head);
-      }
+      end_split({p, schedule.splits_of(at.query_tile, at.head)}, s, pair, at, scales.v, found);
       at.advance(p, s.plan, count);
     }
   }
 
  private:
+  /// This warp's barriers.
+  static __device__ __forceinline__ void init_barriers(unsigned long long* barriers) {
+    if (threadIdx.x % kWarp != 0) return;
+    for (int i = 0; i < kStages * kBarriers; ++i)
+      barrier_init(static_cast<unsigned>(__cvta_generic_to_shared(&barriers[i])), TileCopies::kArrivals);
+    fence_barrier_init();
+  }
+
+  /// What the warps found of the KV split at `at`, to where it goes; whoever comes last combines the splits.
+  static __device__ __forceinline__ void end_split(const SplitPartials& partials, Shared& s, const Pair& pair,
+                                                   const KvTileCursor& at, float value_scale, Found& found) {
+    const QueryTile query_tile = s.plan.query_tiles[at.query_tile];
+    const bool is_paired = s.plan.is_one_split_each && pair.has(partials.splits);
+    if (is_paired) pair.await_other();
+    Gather::gather(s.sums, query_tile, value_scale, found,
+                   [&](int first_row, int num_rows, const BlockResult<kWarps>& result) {
+                     if (is_paired) {
+                       pair.write(first_row, num_rows, result);
+                     } else {
+                       write_split(partials, query_tile, at.head, first_row, num_rows, result);
+                     }
+                   });
+    if (is_paired) {
+      pair.combine(partials.p, query_tile, at.head);
+    } else {
+      combine_splits(partials, query_tile, at.query_tile, at.head);
+    }
+  }
+
   /// Zeros outside of tokens [first, last): what an earlier KV tile left there may be infinite.
   static __device__ void clear_values(std::byte* kv_tile, int first, int last) {
     auto* values = reinterpret_cast<uint4*>(kv_tile + kValuesAt);
@@ -230,11 +239,12 @@ struct Tensor {
 template <class KV, int kDim, int kValueDim, int kMTiles, int kWarps, int kTokens, int kStages,
           template <int, int, int> class Copies, int kStepTokens>
 __global__ __launch_bounds__(kWarps* kWarp, tensor_blocks_per_sm(kWarps)) void attend_tensor(
-    const __grid_constant__ AttentionParams p) {
+    const __grid_constant__ AttentionParams p,
+    const __grid_constant__ typename Copies<16, 16, kWarp>::Maps maps) {
 #if __CUDA_ARCH__ >= 900
   prefetch_params(p);
   start_next();
-  Tensor<KV, kDim, kValueDim, kMTiles, kWarps, kTokens, kStages, Copies, kStepTokens>::attend(p);
+  Tensor<KV, kDim, kValueDim, kMTiles, kWarps, kTokens, kStages, Copies, kStepTokens>::attend(p, maps);
   wait_for_previous();  // in a block that had nothing to do
   finish_messages(p);
 #endif

@@ -16,10 +16,14 @@
 
 namespace helix::cuda {
 
+/// Kernel parameters of a way to fetch KV tiles, if AttentionParams say all that it needs.
+struct NoMaps {};
+
 /// Rows of a head that lie one after another in a page, K and V alike: one bulk copy each of K and V a page.
 /// Pages of kTokens / kWarp tokens at least: a lane looks up one.
 template <int kKeyBytes, int kValueBytes, int kTokens>
 struct PageCopies {
+  using Maps = NoMaps;
   static constexpr unsigned kArrivals = 1;        // at the barrier, a phase
   static constexpr bool kTakesLoadUnits = false;  // a copy engine moves the data
   static constexpr bool kTakesUnequalRows = false;
@@ -33,7 +37,7 @@ struct PageCopies {
   std::int64_t offset = 0;  // of the piece's first row in the page, of K or V
 
   template <class Plan>
-  __device__ __forceinline__ void look_up(const AttentionParams& p, const Plan& plan,
+  __device__ __forceinline__ void look_up(const AttentionParams& p, const Maps&, const Plan& plan,
                                           const KvTileCursor& at) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int kv_tile = plan.first_kv_tile_token(at.query_tile) + at.kv_tile * kTokens;
@@ -49,8 +53,8 @@ struct PageCopies {
   }
 
   template <int kBarriers>
-  __device__ __forceinline__ void issue(const AttentionParams& p, const KvTileCursor&, unsigned stage,
-                                        unsigned barrier) const {
+  __device__ __forceinline__ void issue(const AttentionParams& p, const Maps&, const KvTileCursor&,
+                                        unsigned stage, unsigned barrier) const {
     const unsigned value_barrier = barrier + (kBarriers - 1) * 8;
     if (threadIdx.x % kWarp == 0) {
       const unsigned bytes = static_cast<unsigned>(tokens) * kRowBytes;
@@ -66,6 +70,9 @@ struct PageCopies {
       copy_bulk(to + kTokens * kRowBytes, p.v.first + from, bytes, value_barrier);
     }
   }
+
+  static Maps maps_of(const AttentionParams&, const KvView&) { return {}; }
+  static __device__ void prefetch(const Maps&) {}
 
   /// Orders this warp's writes to a KV tile before later copies over it.
   static __device__ __forceinline__ void fence() { fence_before_copy(); }
@@ -104,6 +111,7 @@ struct TokenPlaces {
 /// the one before it had read its address.
 template <int kKeyBytes, int kValueBytes, int kTokens>
 struct ChunkCopies {
+  using Maps = NoMaps;
   static constexpr unsigned kArrivals = kWarp;
   static constexpr bool kTakesLoadUnits = true;
   static constexpr bool kTakesUnequalRows = true;
@@ -111,14 +119,14 @@ struct ChunkCopies {
   TokenPlaces<kTokens> places;
 
   template <class Plan>
-  __device__ __forceinline__ void look_up(const AttentionParams& p, const Plan& plan,
+  __device__ __forceinline__ void look_up(const AttentionParams& p, const Maps&, const Plan& plan,
                                           const KvTileCursor& at) {
     places.look_up(p, plan, at);
   }
 
   template <int kBarriers>
-  __device__ __forceinline__ void issue(const AttentionParams& p, const KvTileCursor& at, unsigned stage,
-                                        unsigned barrier) const {
+  __device__ __forceinline__ void issue(const AttentionParams& p, const Maps&, const KvTileCursor& at,
+                                        unsigned stage, unsigned barrier) const {
     if constexpr (kBarriers == 1) {
       copy_rows<true, true>(p, at, stage);
     } else {
@@ -129,6 +137,8 @@ struct ChunkCopies {
     barrier_arrive_after_copies(barrier + (kBarriers - 1) * 8);
   }
 
+  static Maps maps_of(const AttentionParams&, const KvView&) { return {}; }
+  static __device__ void prefetch(const Maps&) {}
   static __device__ __forceinline__ void fence() {}
 
  private:
@@ -179,22 +189,27 @@ struct ChunkCopies {
 /// One warp's copies of the KV tiles that it will multiply: every kWarps-th of the block's work item.
 template <class TileCopies, class Plan, int kWarps, int kBarriers>
 struct TileProducer {
+  using Maps = typename TileCopies::Maps;
+
   const AttentionParams& p;
+  const Maps& maps;
   const Plan& plan;
   KvTileCursor at;
   int next;  // KV tile of the work item
   int count;
   TileCopies copies;  // of KV tile `next`
 
-  __device__ TileProducer(const AttentionParams& params, const Plan& the_plan, const WorkItem& item)
+  __device__ TileProducer(const AttentionParams& params, const Maps& the_maps, const Plan& the_plan,
+                          const WorkItem& item)
       : p(params),
+        maps(the_maps),
         plan(the_plan),
         at(item.start),
         next(static_cast<int>(threadIdx.x) / kWarp),
         count(item.count) {
     if (next >= count) return;
     at.advance(p, plan, next);
-    copies.look_up(p, plan, at);
+    copies.look_up(p, maps, plan, at);
   }
 
   /// Whether there is a next KV tile, of this query tile, whose rows are among the first `tokens` local ones.
@@ -205,11 +220,11 @@ struct TileProducer {
 
   __device__ void issue(unsigned stage, unsigned barrier) {
     if (next >= count) return;
-    copies.template issue<kBarriers>(p, at, stage, barrier);
+    copies.template issue<kBarriers>(p, maps, at, stage, barrier);
     next += kWarps;
     if (next < count) {
       at.advance(p, plan, kWarps);
-      copies.look_up(p, plan, at);
+      copies.look_up(p, maps, plan, at);
     }
   }
 };

@@ -58,39 +58,46 @@ struct TensorGather {
   /// Brings the warps' sums together through shared memory. Calls write(first row, rows, their BlockResult)
   /// for some rows of the query tile after the others.
   template <class Write>
-  static __device__ void gather(Shared& s, const QueryTile& query_tile, float value_scale, Found& found,
+  static __device__ void gather(Shared& s, const QueryTile& query_tile, float value_scale, const Found& found,
                                 const Write& write) {
+    // One loop, for what each launch runs once comes from memory too: its rows are the same code.
+#pragma unroll 1
+    for (int first_row = 0; first_row < query_tile.num_rows; first_row += kGatherRows) {
+#pragma unroll
+      for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (first_row == m * kMmaRows + half * kGatherRows) store_rows(s, value_scale, found, m, half);
+        }
+      }
+      __syncthreads();
+      const BlockResult<kWarps> result{&s.sums[0][0][0], kGatherRows * Shared::kStride,
+                                       Shared::kStride,  &s.max[0][0],
+                                       &s.sum[0][0],     kGatherRows};
+      write(first_row, min(kGatherRows, query_tile.num_rows - first_row), result);
+      __syncthreads();
+    }
+  }
+
+ private:
+  /// This warp's kGatherRows rows of half `half` of the m-th of kMmaRows into shared memory.
+  static __device__ __forceinline__ void store_rows(Shared& s, float value_scale, const Found& found, int m,
+                                                    int half) {
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int g = lane / 4;
-    const int kq = lane % 4;
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int first_row = m * kMmaRows + half * kGatherRows;
-        if (first_row >= query_tile.num_rows) continue;
-        found.sum[m][half] += __shfl_xor_sync(~0u, found.sum[m][half], 1);
-        found.sum[m][half] += __shfl_xor_sync(~0u, found.sum[m][half], 2);
-        if (kq == 0) {
-          s.max[warp][g] = found.max[m][half];
-          s.sum[warp][g] = found.sum[m][half];
-        }
-        const auto store = [&](auto part) {
-          store_part(s.sums[warp][g], part, half, value_scale, found.acc[m]);
-        };
-        Products::for_each_part(store, [&](auto even, auto odd) {
-          store(even);
-          store(odd);
-        });
-        __syncthreads();
-        const BlockResult<kWarps> result{&s.sums[0][0][0], kGatherRows * Shared::kStride,
-                                         Shared::kStride,  &s.max[0][0],
-                                         &s.sum[0][0],     kGatherRows};
-        write(first_row, min(kGatherRows, query_tile.num_rows - first_row), result);
-        __syncthreads();
-      }
+    float sum = found.sum[m][half];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if (lane % 4 == 0) {
+      s.max[warp][g] = found.max[m][half];
+      s.sum[warp][g] = sum;
     }
+    const auto store = [&](auto part) { store_part(s.sums[warp][g], part, half, value_scale, found.acc[m]); };
+    Products::for_each_part(store, [&](auto even, auto odd) {
+      store(even);
+      store(odd);
+    });
   }
 };
 

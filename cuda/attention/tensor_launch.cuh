@@ -8,6 +8,7 @@
 
 #include "cuda/attention/kernel.hpp"
 #include "cuda/attention/tensor.cuh"
+#include "cuda/attention/tensor_boxes.cuh"
 #include "cuda/runtime/launch.cuh"
 
 namespace helix::cuda {
@@ -15,7 +16,7 @@ namespace helix::cuda {
 /// Launches the kernel of these sizes with a block an SM if it has eight warps, else two.
 template <template <int, int, int> class Copies, class KV, int kDim, int kValueDim, int kMTiles, int kWarps,
           int kTokens, int kStages, int kStepTokens>
-void launch_tensor(const AttentionParams& p, const AttentionGrid& grid) {
+void launch_tensor(const AttentionParams& p, const KvView& kv, const AttentionGrid& grid) {
   using Kernel = Tensor<KV, kDim, kValueDim, kMTiles, kWarps, kTokens, kStages, Copies, kStepTokens>;
   constexpr int kBytes = static_cast<int>(sizeof(typename Kernel::Shared));
   constexpr int kOther = 1024 + 64;  // the system's, and static ones
@@ -26,17 +27,17 @@ void launch_tensor(const AttentionParams& p, const AttentionGrid& grid) {
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   const int cluster = Kernel::kHasPairs && blocks % 2 == 0 ? 2 : 1;
   launch_with(LaunchAttributes().early().clusters(cluster), kernel, static_cast<unsigned>(blocks),
-              Kernel::kThreads, kBytes, grid.stream, p);
+              Kernel::kThreads, kBytes, grid.stream, p, Kernel::TileCopies::maps_of(p, kv));
 }
 
 /// As launch_tensor(), for query tiles of as many rows as this launch has.
 template <template <int, int, int> class Copies, class KV, int kDim, int kWarps, int kTokens, int kStages,
           int kNarrowStep, int kWideStep, int kValueDim = kDim>
-void launch_rows(const AttentionParams& p, const AttentionGrid& grid) {
+void launch_rows(const AttentionParams& p, const KvView& kv, const AttentionGrid& grid) {
   if (p.query_tile_rows > kMmaRows) {
-    launch_tensor<Copies, KV, kDim, kValueDim, 2, kWarps, kTokens, kStages, kWideStep>(p, grid);
+    launch_tensor<Copies, KV, kDim, kValueDim, 2, kWarps, kTokens, kStages, kWideStep>(p, kv, grid);
   } else {
-    launch_tensor<Copies, KV, kDim, kValueDim, 1, kWarps, kTokens, kStages, kNarrowStep>(p, grid);
+    launch_tensor<Copies, KV, kDim, kValueDim, 1, kWarps, kTokens, kStages, kNarrowStep>(p, kv, grid);
   }
 }
 
@@ -59,6 +60,11 @@ inline bool fits_page_copies(const KvFormat& format, std::int64_t kv_tile_tokens
          format.page_tokens * kWarp >= kv_tile_tokens;
 }
 
+/// Whether boxes divide pages and the KV tiles of any kernel.
+inline bool fits_boxes(const AttentionCall& call) {
+  return call.kv.format.page_tokens % kLeastBoxTokens == 0 && call.has_tensor_maps;
+}
+
 /// Whether K and V have rows of one of the sizes that are built.
 inline bool fits_tensor_dims(const KvFormat& format) {
   constexpr std::int64_t kDims[] = {64, 80, 96, 112, 128, 256};
@@ -78,24 +84,24 @@ inline int tensor_sm_rows(std::int64_t head_dim, std::int64_t value_dim) {
 /// KV of 16 bits, q of the same type. Measured on H200: eight warps an SM hide each other's latencies; deeper
 /// stages add nothing.
 template <class T, template <int, int, int> class Copies>
-void launch_tensor_16(const AttentionParams& p, const AttentionGrid& grid) {
+void launch_tensor_16(const AttentionParams& p, const KvView& kv, const AttentionGrid& grid) {
   if constexpr (Copies<16, 16, kWarp>::kTakesUnequalRows) {
-    if (p.head_dim != p.value_dim) return launch_rows<Copies, T, 192, 8, 32, 1, 32, 32, 128>(p, grid);
+    if (p.head_dim != p.value_dim) return launch_rows<Copies, T, 192, 8, 32, 1, 32, 32, 128>(p, kv, grid);
   }
   switch (p.head_dim) {
     case 64:
-      return launch_rows<Copies, T, 64, 4, 32, 2, 32, 32>(p, grid);
+      return launch_rows<Copies, T, 64, 4, 32, 2, 32, 32>(p, kv, grid);
     case 80:
-      return launch_rows<Copies, T, 80, 4, 32, 2, 32, 32>(p, grid);
+      return launch_rows<Copies, T, 80, 4, 32, 2, 32, 32>(p, kv, grid);
     case 96:
-      return launch_rows<Copies, T, 96, 4, 32, 1, 32, 32>(p, grid);
+      return launch_rows<Copies, T, 96, 4, 32, 1, 32, 32>(p, kv, grid);
     case 112:
-      return launch_rows<Copies, T, 112, 4, 32, 1, 32, 32>(p, grid);
+      return launch_rows<Copies, T, 112, 4, 32, 1, 32, 32>(p, kv, grid);
     case 128:
-      return has_many_splits(p, grid) ? launch_rows<Copies, T, 128, 8, 32, 1, 32, 32>(p, grid)
-                                      : launch_rows<Copies, T, 128, 4, 32, 1, 32, 32>(p, grid);
+      return has_many_splits(p, grid) ? launch_rows<Copies, T, 128, 8, 32, 1, 32, 32>(p, kv, grid)
+                                      : launch_rows<Copies, T, 128, 4, 32, 1, 32, 32>(p, kv, grid);
     default:
-      return launch_tensor<Copies, T, 256, 256, 1, 2, 32, 1, 32>(p, grid);
+      return launch_tensor<Copies, T, 256, 256, 1, 2, 32, 1, 32>(p, kv, grid);
   }
 }
 
@@ -108,7 +114,7 @@ constexpr int e4m3_page_tile_tokens(std::int64_t head_dim) {
 /// KV of e4m3 under q of bf16 or f16. Copies by the copy engine are better large, those by load units better
 /// asked for early.
 template <template <int, int, int> class Copies>
-void launch_tensor_e4m3(const AttentionParams& p, const AttentionGrid& grid) {
+void launch_tensor_e4m3(const AttentionParams& p, const KvView& kv, const AttentionGrid& grid) {
   using KV = fp8_e4m3;
   constexpr bool kIsPaged = !Copies<16, 16, kWarp>::kTakesLoadUnits;
   constexpr int kTokens = kIsPaged ? 64 : 32;
@@ -116,17 +122,17 @@ void launch_tensor_e4m3(const AttentionParams& p, const AttentionGrid& grid) {
   switch (p.head_dim) {
     case 64:
       return launch_rows < Copies, KV, 64, 4, kIsPaged ? e4m3_page_tile_tokens(64) : 64, kStages, 64,
-             64 > (p, grid);
+             64 > (p, kv, grid);
     case 80:
-      return launch_rows<Copies, KV, 80, 4, 64, kStages, 64, 32>(p, grid);
+      return launch_rows<Copies, KV, 80, 4, 64, kStages, 64, 32>(p, kv, grid);
     case 96:
-      return launch_rows<Copies, KV, 96, 8, kTokens, kStages, kTokens, 32>(p, grid);
+      return launch_rows<Copies, KV, 96, 8, kTokens, kStages, kTokens, 32>(p, kv, grid);
     case 112:
-      return launch_rows<Copies, KV, 112, 8, kTokens, kStages, kTokens, 32>(p, grid);
+      return launch_rows<Copies, KV, 112, 8, kTokens, kStages, kTokens, 32>(p, kv, grid);
     case 128:
-      return launch_rows<Copies, KV, 128, 8, kTokens, kStages, kTokens, 32>(p, grid);
+      return launch_rows<Copies, KV, 128, 8, kTokens, kStages, kTokens, 32>(p, kv, grid);
     default:
-      return launch_tensor<Copies, KV, 256, 256, 1, 2, 32, 2, 32>(p, grid);
+      return launch_tensor<Copies, KV, 256, 256, 1, 2, 32, 2, 32>(p, kv, grid);
   }
 }
 

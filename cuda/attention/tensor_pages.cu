@@ -24,8 +24,8 @@ const AttentionKernel kTensorPages{
     .has_fixed_query_tile = false,
     .launch =
         [](const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
-          call.dtype == DType::bf16 ? launch_tensor_16<bf16, PageCopies>(p, grid)
-                                    : launch_tensor_16<f16, PageCopies>(p, grid);
+          call.dtype == DType::bf16 ? launch_tensor_16<bf16, PageCopies>(p, call.kv, grid)
+                                    : launch_tensor_16<f16, PageCopies>(p, call.kv, grid);
         }};
 
 }  // namespace helix::cuda

@@ -14,7 +14,7 @@ const AttentionKernel kTensorPagesE4m3{
     .query_tile_rows = tensor_query_tile_rows,
     .sm_rows = tensor_sm_rows,
     .has_fixed_query_tile = false,
-    .launch = [](const AttentionParams& p, const AttentionCall&,
-                 const AttentionGrid& grid) { launch_tensor_e4m3<PageCopies>(p, grid); }};
+    .launch = [](const AttentionParams& p, const AttentionCall& call,
+                 const AttentionGrid& grid) { launch_tensor_e4m3<PageCopies>(p, call.kv, grid); }};
 
 }  // namespace helix::cuda

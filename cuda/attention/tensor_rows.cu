@@ -16,8 +16,8 @@ const AttentionKernel kTensorRows{
     .has_fixed_query_tile = false,
     .launch =
         [](const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
-          call.dtype == DType::bf16 ? launch_tensor_16<bf16, ChunkCopies>(p, grid)
-                                    : launch_tensor_16<f16, ChunkCopies>(p, grid);
+          call.dtype == DType::bf16 ? launch_tensor_16<bf16, ChunkCopies>(p, call.kv, grid)
+                                    : launch_tensor_16<f16, ChunkCopies>(p, call.kv, grid);
         }};
 
 }  // namespace helix::cuda

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-
 #include <type_traits>
 
 #include "cuda/attention/params.cuh"

@@ -89,7 +89,8 @@ const AttentionKernel kWaves{
           const KvFormat& format = call.kv.format;
           return call.is_hopper && !format.is_latent && call.dtype == format.dtype &&
                  size_bytes(call.dtype) == 2 && rows_for(format.head_dim, format.value_dim) > 0 &&
-                 call.q_alignment == 16 && call.kv_alignment == 16 && call.most_rows >= kLeastRows;
+                 call.q_alignment == 16 && call.kv_alignment == 16 && call.has_tensor_maps &&
+                 call.most_rows >= kLeastRows;
         },
     .query_tile_rows = rows_for,
     .sm_rows = rows_for,

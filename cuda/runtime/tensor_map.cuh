@@ -33,7 +33,13 @@ inline auto tensor_map_encoder() {
   return encode;
 }
 
-/// A map of 16-bit elements whose last dimension is contiguous, in the order of the copy engine: `sizes` from
+/// The type of elements of a tensor map, of 16 bits or e4m3.
+inline CUtensorMapDataType map_type(DType dtype) {
+  if (dtype == DType::bf16) return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+}
+
+/// A map of elements whose last dimension is contiguous, in the order of the copy engine: `sizes` from
 /// the columns outward, and the strides, in bytes, of all but the columns. Boxes that are swizzled have 64
 /// columns; what lies past the sizes arrives as zeros. Rows are aligned to 16 bytes.
 template <int kRank>
@@ -53,10 +59,9 @@ CUtensorMap rows_map(void* first, DType dtype, const std::int64_t (&sizes)[kRank
     if (i > 0) all_strides[i - 1] = static_cast<cuuint64_t>(sizes[i] > 1 ? strides[i - 1] : 16);
   }
   CUtensorMap map;
-  const CUresult result = tensor_map_encoder()(
-      &map, dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, kRank,
-      first, all_sizes, all_strides, all_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = tensor_map_encoder()(&map, map_type(dtype), kRank, first, all_sizes, all_strides,
+                                               all_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                               promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   HELIX_EXPECTS(result == CUDA_SUCCESS, ErrorCode::invalid_argument, "a tensor of ", sizes[kRank - 1],
                 " parts has no tensor map: CUresult ", static_cast<int>(result));
   return map;
@@ -70,6 +75,16 @@ inline CUtensorMap paged_rows_map(const PagedRows& rows, DType dtype, std::int64
   return rows_map<4>(rows.first, dtype, {columns, kv.format.page_tokens, kv.format.num_heads, kv.num_pages},
                      {rows.token_bytes, rows.head_bytes, rows.page_bytes}, {kChunkColumns, box_tokens, 1, 1},
                      promotion);
+}
+
+/// A map of the rows of a paged pool, with the same coordinates and boxes of whole rows, which land one after
+/// another.
+inline CUtensorMap paged_whole_rows_map(const PagedRows& rows, DType dtype, std::int64_t columns,
+                                        const KvView& kv, int box_tokens) {
+  return rows_map<4>(rows.first, dtype, {columns, kv.format.page_tokens, kv.format.num_heads, kv.num_pages},
+                     {rows.token_bytes, rows.head_bytes, rows.page_bytes},
+                     {static_cast<int>(columns), box_tokens, 1, 1}, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                     CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 /// A map of the 16-bit rows of a paged pool of one head, with coordinates (0, token of the page, chunk of 64
@@ -98,7 +113,8 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
 #endif
 }
 
-/// Copies one box to `to`, a multiple of 1024 bytes; `barrier` counts its bytes.
+/// Copies one box to `to`, a multiple of 1024 bytes, or of 128 if it is not swizzled; `barrier` counts its
+/// bytes.
 __device__ __forceinline__ void copy_box(unsigned to, const CUtensorMap& map, int column, int token, int head,
                                          int page, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
