@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the warps of a block, or two blocks, found of a query tile's rows, in shared memory.
+// What the warps of a block found of a query tile's rows, in shared memory.
 #pragma once
 
 #include "cuda/runtime/math.cuh"

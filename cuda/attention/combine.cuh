@@ -48,8 +48,14 @@ struct RowWriter {
   }
 };
 
-/// The partials of all KV splits of one query tile and head, in the workspace: of each row an unnormalised
-/// sum of values, a max (base 2) and a sum of weights.
+/// Where the split partials of a row go: its unnormalised sum of values, max (base 2) and sum of weights.
+struct PartialRow {
+  float* values;
+  float* max;
+  float* sum;
+};
+
+/// The partials of all KV splits of one query tile and head, in the workspace.
 struct SplitPartials {
   const AttentionParams& p;
   KvSplits splits;
@@ -64,6 +70,11 @@ struct SplitPartials {
   __device__ float4* out(int i, int row, int column) const {
     return reinterpret_cast<float4*>(
         p.partial_out + (slot(i) * p.query_tile_rows + row) * partial_stride(p.value_dim) + column);
+  }
+  /// Row `row` of this block's split.
+  __device__ PartialRow own_row(int row) const {
+    const int i = static_cast<int>(blockIdx.x) - splits.first_block;
+    return {reinterpret_cast<float*>(out(i, row, 0)), max(i, row), sum(i, row)};
   }
   /// From split `i` to the next.
   __device__ const float4* next(const float4* out, int i) const {
@@ -82,27 +93,34 @@ __device__ __forceinline__ void write_row(const AttentionParams& p, const QueryT
 }
 
 /// Writes rows [first_row, first_row + num_rows) of this block's KV split of a query tile and head: to out
-/// and lse where it is the only split, else as split partials to the workspace. `found` holds these rows,
-/// from 0 on; all threads of the block have written it.
-template <int kParts>
-__device__ void write_split(const SplitPartials& to, const QueryTile& query_tile, int head, int first_row,
-                            int num_rows, const BlockResult<kParts>& found) {
-  const AttentionParams& p = to.p;
+/// and lse where it is the only split, else as split partials to where row_of(row) says. `found` holds these
+/// rows, from 0 on; all threads of the block have written it.
+template <int kParts, class RowOf>
+__device__ __forceinline__ void write_split(const SplitPartials& all, const QueryTile& query_tile, int head,
+                                            int first_row, int num_rows, const BlockResult<kParts>& found,
+                                            const RowOf& row_of) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   for_each_row(found, num_rows, [&](int r, const ResultRow<kParts>& result) {
     const int row = first_row + r;
-    if (to.splits.count == 1) {
-      write_row(p, query_tile, head, row, result);
+    if (all.splits.count == 1) {
+      write_row(all.p, query_tile, head, row, result);
     } else {
-      const int i = static_cast<int>(blockIdx.x) - to.splits.first_block;
-      for (int column = lane * kLaneColumns; column < p.value_dim; column += kWarp * kLaneColumns)
-        __stcg(to.out(i, row, column), result.get(column));
+      const PartialRow to = row_of(row);
+      for (int column = lane * kLaneColumns; column < all.p.value_dim; column += kWarp * kLaneColumns)
+        *reinterpret_cast<float4*>(to.values + column) = result.get(column);
       if (lane == 0) {
-        __stcg(to.max(i, row), result.max);
-        __stcg(to.sum(i, row), result.sum);
+        *to.max = result.max;
+        *to.sum = result.sum;
       }
     }
   });
+}
+
+/// The same, with split partials in the workspace.
+template <int kParts>
+__device__ void write_split(const SplitPartials& all, const QueryTile& query_tile, int head, int first_row,
+                            int num_rows, const BlockResult<kParts>& found) {
+  write_split(all, query_tile, head, first_row, num_rows, found, [&](int row) { return all.own_row(row); });
 }
 
 /// Combines columns [begin, end) of one row of all split partials into out, and into lse; one warp. Up to

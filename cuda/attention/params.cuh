@@ -92,9 +92,16 @@ __device__ inline void prefetch_params(const AttentionParams& p) {
     asm volatile("" ::"r"(reinterpret_cast<const int*>(&p)[word]));
 }
 
+/// KvLayout::visible(), in one place of the code: its divisions are long.
+__device__ __noinline__ inline TokenRange visible_shard(KvLayout layout, std::int64_t position,
+                                                        std::int64_t window, std::int64_t kvp_rank) {
+  return layout.visible(position, window, kvp_rank);
+}
+
 /// Local tokens that a query at `position` sees.
 __device__ inline TokenRange visible(const AttentionParams& p, std::int64_t position) {
-  return p.layout.visible(position, p.window, p.kvp_rank);
+  if (p.layout.kvp() == 1 && p.window == 0) return {0, max(position + 1, std::int64_t{0})};
+  return visible_shard(p.layout, position, p.window, p.kvp_rank);
 }
 
 /// Up to AttentionParams::query_tile_rows query rows of one sequence: query tokens times the heads of a KV
@@ -144,14 +151,12 @@ __device__ inline void store_columns(const AttentionParams& p, std::int64_t i, i
   };
   if (p.dtype == DType::f32) {
     store(x, static_cast<float*>(nullptr));
-  } else if (p.dtype == DType::bf16) {
-    store(ushort4{from_float<bf16>(x.x).bits, from_float<bf16>(x.y).bits, from_float<bf16>(x.z).bits,
-                  from_float<bf16>(x.w).bits},
-          static_cast<unsigned short*>(nullptr));
   } else {
-    store(ushort4{from_float<f16>(x.x).bits, from_float<f16>(x.y).bits, from_float<f16>(x.z).bits,
-                  from_float<f16>(x.w).bits},
-          static_cast<unsigned short*>(nullptr));
+    const bool is_bf16 = p.dtype == DType::bf16;
+    const auto bits = [&](float value) {
+      return is_bf16 ? from_float<bf16>(value).bits : from_float<f16>(value).bits;
+    };
+    store(ushort4{bits(x.x), bits(x.y), bits(x.z), bits(x.w)}, static_cast<unsigned short*>(nullptr));
   }
 }
 

@@ -22,28 +22,47 @@ struct ShortTileLimits {
   static constexpr int kShortSplitTiles = 4;
   static constexpr int kSplitTiles = 8;  ///< KV tiles of a split at least, where there are more splits.
   static constexpr int kWholeTiles = 0;  ///< KV tiles of a query tile that is not split at most.
-  static constexpr int kPairTiles = 0;   ///< KV tiles of a query tile that is cut in two at most, above that.
+  /// KV tiles of a query tile at most, for each block of a cluster, that are cut for the blocks of one
+  /// cluster.
+  static constexpr int kClusterTiles = 0;
   /// KV tiles of no tokens behind those of each query tile, where its epilogue takes as long as these and
   /// work items hold many query tiles: such items would not be of equal length.
   static constexpr int kPaddingTiles = 0;
 };
 
+inline constexpr int kMostClusterBlocks = 8;  ///< Of a cluster that combines the KV splits of a query tile.
+/// Tokens for each block of such a cluster, at most. Beyond, more splits read faster.
+inline constexpr int kClusterBlockTokens = 320;
+
 /// The same for blocks that have an SM of their own, for KV tiles of kTokens tokens: their warps read several
 /// KV tiles at a time, so that few tokens take less time than a trip to memory to combine splits, and a few
-/// more are better cut for a pair of blocks, which need no trip. Decode steps of 8 layers: one sequence of
-/// 330 tokens whole 1.198 ms, in a pair 1.190; of 750 in a pair 1.219, in six splits 1.210; eight of 512
-/// whole 1.287, in pairs 1.257 (H200).
+/// more are better cut for the blocks of a cluster, which need no trip. Decode steps of 8 layers: one
+/// sequence of 330 tokens whole 1.198 ms, in two 1.190; eight of 512 whole 1.287, in two 1.257 (H200).
 template <int kTokens>
 struct WholeSmLimits : ShortTileLimits {
   static constexpr int kWholeTiles = 256 / kTokens;
-  static constexpr int kPairTiles = 640 / kTokens;
+  static constexpr int kClusterTiles = kClusterBlockTokens / kTokens;
 };
+
+/// Blocks of a cluster of this launch.
+__device__ inline int cluster_blocks() {
+#if __CUDA_ARCH__ >= 900
+  int blocks;
+  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(blocks));
+  return blocks;
+#else
+  return 1;
+#endif
+}
 
 /// KV splits that `kv_tiles` KV tiles are worth.
 template <class Limits>
 __device__ inline int max_splits(int kv_tiles) {
   if (kv_tiles <= Limits::kWholeTiles) return 1;
-  if (kv_tiles <= Limits::kPairTiles) return 2;
+  if constexpr (Limits::kClusterTiles > 0) {
+    const int cluster = cluster_blocks();
+    if (cluster > 1 && kv_tiles <= cluster * Limits::kClusterTiles) return cluster;
+  }
   return kv_tiles <= kCombineBatch * Limits::kShortSplitTiles
              ? (kv_tiles + Limits::kShortSplitTiles - 1) / Limits::kShortSplitTiles
              : max(kCombineBatch, (kv_tiles + Limits::kSplitTiles - 1) / Limits::kSplitTiles);

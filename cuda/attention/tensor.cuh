@@ -17,9 +17,9 @@
 
 #include "cuda/attention/combine.cuh"
 #include "cuda/attention/kernel.hpp"
+#include "cuda/attention/tensor_cluster.cuh"
 #include "cuda/attention/tensor_copies.cuh"
 #include "cuda/attention/tensor_gather.cuh"
-#include "cuda/attention/tensor_pair.cuh"
 #include "cuda/attention/tensor_queries.cuh"
 #include "cuda/attention/tensor_softmax.cuh"
 #include "cuda/runtime/launch.cuh"
@@ -46,8 +46,8 @@ struct Tensor {
   static constexpr int kThreads = kWarps * kWarp;
   static constexpr int kRows = kMTiles * kMmaRows;
   static constexpr int kBlocks = tensor_blocks_per_sm(kWarps);
-  /// Whether blocks come in pairs, where there is room: their epilogue is what counts.
-  static constexpr bool kHasPairs = kBlocks == 1 && kDim == kValueDim;
+  /// Whether blocks come in clusters, where there is room: their epilogue is what counts.
+  static constexpr bool kHasClusters = kBlocks == 1 && kDim == kValueDim;
 
   using Softmax = TensorSoftmax<KV, kDim, kValueDim, kMTiles, kStepTokens>;
   using Gather = TensorGather<Softmax, kWarps, kValueDim, kMTiles>;
@@ -66,14 +66,14 @@ struct Tensor {
   /// has as many instructions for half the bytes, so that they are worth hiding.
   static constexpr int kBarriers = kIsFp8 ? 2 : 1;
   using Producer = TileProducer<TileCopies, Plan, kWarps, kBarriers>;
-  using Pair = BlockPair<kHasPairs, kRows, kValueDim>;
+  using Cluster = BlockCluster<kHasClusters, kRows, kValueDim>;
   static_assert(kTokens % kStepTokens == 0);
 
   struct Shared {
     alignas(128) std::byte stages[kWarps][kStages][kStageBytes];
     alignas(16) T queries[kRows * Products::Places::kRowStride];
     TensorSums<kWarps, kValueDim> sums;
-    typename Pair::Sums pair;
+    typename Cluster::Sums cluster;
     alignas(8) unsigned long long barriers[kWarps][kStages][kBarriers];
     Plan plan;
     float query_factors[kIsFp8 ? kRows : 1];  // what a row of queries was divided by
@@ -93,10 +93,10 @@ struct Tensor {
     extern __shared__ __align__(128) std::byte memory[];
     auto& s = *reinterpret_cast<Shared*>(memory);
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
-    const Pair pair(s.pair);
+    const Cluster cluster(s.cluster);
     if (threadIdx.x == 0) TileCopies::prefetch(maps);
     init_barriers(s.barriers[warp][0]);
-    if (!p.reads_ahead) wait_for_previous();
+    if (!p.reads_ahead) follow_previous();
     make_plan(p, s.plan);
     const Schedule<Plan> schedule(p, s.plan);
     const WorkItem item = schedule.work_item(static_cast<int>(blockIdx.x));
@@ -118,6 +118,7 @@ struct Tensor {
       const int settled = settled_tokens(p, s.plan.query_tiles[at.query_tile]);
       for (; filled < kStages && producer.is_within(at.query_tile, settled); ++filled) fill(filled);
       wait_for_previous();
+      start_next();  // not before: what follows would take the memory from this step's q and KV
     }
     for (int done = 0, count = 0; done < item.count; done += count) {
       count = min(item.count - done, at.num_kv_tiles - at.kv_tile);
@@ -163,7 +164,7 @@ struct Tensor {
           parity ^= 1u;
         }
       }
-      end_split({p, schedule.splits_of(at.query_tile, at.head)}, s, pair, at, scales.v, found);
+      end_split({p, schedule.splits_of(at.query_tile, at.head)}, s, cluster, at, scales.v, found);
       at.advance(p, s.plan, count);
     }
   }
@@ -178,21 +179,20 @@ struct Tensor {
   }
 
   /// What the warps found of the KV split at `at`, to where it goes; whoever comes last combines the splits.
-  static __device__ __forceinline__ void end_split(const SplitPartials& partials, Shared& s, const Pair& pair,
-                                                   const KvTileCursor& at, float value_scale, Found& found) {
+  static __device__ __forceinline__ void end_split(const SplitPartials& partials, Shared& s,
+                                                   const Cluster& cluster, const KvTileCursor& at,
+                                                   float value_scale, Found& found) {
     const QueryTile query_tile = s.plan.query_tiles[at.query_tile];
-    const bool is_paired = s.plan.is_one_split_each && pair.has(partials.splits);
-    if (is_paired) pair.await_other();
+    const bool is_cluster = s.plan.is_one_split_each && cluster.has(partials.splits);
+    if (is_cluster) cluster.await_others();
     Gather::gather(s.sums, query_tile, value_scale, found,
                    [&](int first_row, int num_rows, const BlockResult<kWarps>& result) {
-                     if (is_paired) {
-                       pair.write(first_row, num_rows, result);
-                     } else {
-                       write_split(partials, query_tile, at.head, first_row, num_rows, result);
-                     }
+                     write_split(partials, query_tile, at.head, first_row, num_rows, result, [&](int row) {
+                       return is_cluster ? cluster.row(row) : partials.own_row(row);
+                     });
                    });
-    if (is_paired) {
-      pair.combine(partials.p, query_tile, at.head);
+    if (is_cluster) {
+      cluster.combine(partials.p, query_tile, at.head);
     } else {
       combine_splits(partials, query_tile, at.query_tile, at.head);
     }
@@ -243,9 +243,9 @@ __global__ __launch_bounds__(kWarps* kWarp, tensor_blocks_per_sm(kWarps)) void a
     const __grid_constant__ typename Copies<16, 16, kWarp>::Maps maps) {
 #if __CUDA_ARCH__ >= 900
   prefetch_params(p);
-  start_next();
   Tensor<KV, kDim, kValueDim, kMTiles, kWarps, kTokens, kStages, Copies, kStepTokens>::attend(p, maps);
   wait_for_previous();  // in a block that had nothing to do
+  start_next();
   finish_messages(p);
 #endif
 }

@@ -13,6 +13,29 @@
 
 namespace helix::cuda {
 
+/// Tokens of a sequence at most, as far as its page list tells.
+inline std::int64_t most_tokens(const KvView& kv) {
+  return kv.page_begins == nullptr ? kv.max_pages * kv.format.page_tokens : kMaxTokens;
+}
+
+/// A grid of clusters.
+struct ClusterGrid {
+  int blocks;
+  int cluster;  ///< Blocks of a cluster.
+};
+
+/// As many blocks a cluster as the longest sequence needs, if clusters of so many find room beside each
+/// other, which leave some SMs over; those are the next kernel's. Else pairs, of all `blocks`.
+inline ClusterGrid cluster_grid(const AttentionParams& p, const KvView& kv, int blocks) {
+  const std::int64_t tokens = most_tokens(kv);
+  const int parts = p.num_query_tiles * p.kv_heads;
+  for (int cluster = 2; cluster <= kMostClusterBlocks; cluster *= 2) {
+    if (tokens <= cluster * kClusterBlockTokens && 4 * cluster * parts <= 3 * blocks)
+      return {cluster * parts, cluster};
+  }
+  return {blocks, blocks % 2 == 0 ? 2 : 1};
+}
+
 /// Launches the kernel of these sizes with a block an SM if it has eight warps, else two.
 template <template <int, int, int> class Copies, class KV, int kDim, int kValueDim, int kMTiles, int kWarps,
           int kTokens, int kStages, int kStepTokens>
@@ -24,10 +47,11 @@ void launch_tensor(const AttentionParams& p, const KvView& kv, const AttentionGr
   const auto kernel =
       attend_tensor<KV, kDim, kValueDim, kMTiles, kWarps, kTokens, kStages, Copies, kStepTokens>;
   const int blocks = std::max(1, grid.blocks * Kernel::kBlocks / kBlocksPerSm);
+  const ClusterGrid clusters = Kernel::kHasClusters ? cluster_grid(p, kv, blocks) : ClusterGrid{blocks, 1};
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  const int cluster = Kernel::kHasPairs && blocks % 2 == 0 ? 2 : 1;
-  launch_with(LaunchAttributes().early().clusters(cluster), kernel, static_cast<unsigned>(blocks),
-              Kernel::kThreads, kBytes, grid.stream, p, Kernel::TileCopies::maps_of(p, kv));
+  launch_with(LaunchAttributes().early().clusters(clusters.cluster), kernel,
+              static_cast<unsigned>(clusters.blocks), Kernel::kThreads, kBytes, grid.stream, p,
+              Kernel::TileCopies::maps_of(p, kv));
 }
 
 /// As launch_tensor(), for query tiles of as many rows as this launch has.

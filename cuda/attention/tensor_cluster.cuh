@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// Blocks of a cluster that have the KV splits of a query tile, combined through shared memory: two trips to
+// memory less, of which each takes microseconds while the weights of the next product stream by.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "cuda/attention/combine.cuh"
+#include "cuda/runtime/warp.cuh"
+
+namespace helix::cuda {
+
+/// This block among those of its cluster. kExists false: there are no clusters, nor room for their sums.
+template <bool kExists, int kRows, int kValueDim>
+class BlockCluster {
+ public:
+  static constexpr int kStride = kValueDim + 4;  // f32: rows 16 bytes apart in the banks
+  static_assert(kRows % kMostClusterBlocks == 0);
+
+  /// What the blocks found of the rows that this one combines: of every blocks-th, from its rank on.
+  struct Sums {
+    alignas(16) float sums[kExists ? kRows : 1][kExists ? kStride : 1];  ///< [blocks, rows / blocks, stride]
+    float max[kExists ? kRows : 1];
+    float sum[kExists ? kRows : 1];
+  };
+
+  /// At the kernel's start; all threads, those of a warp together.
+  __device__ explicit BlockCluster(Sums& mine) : mine_(mine) {
+    if constexpr (!kExists) return;
+    blocks_ = cluster_blocks();
+    shift_ = __popc(blocks_ - 1);
+    if (blocks_ > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // see await_others()
+  }
+
+  /// Whether these splits are this cluster's, one of each block.
+  __device__ bool has(const KvSplits& splits) const {
+    return kExists && blocks_ > 1 && splits.count == blocks_ && (splits.first_block & (blocks_ - 1)) == 0;
+  }
+
+  /// Before rows are written, once: nobody may write to a block that has not begun.
+  __device__ void await_others() const {
+    if constexpr (kExists) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  }
+
+  /// Where this block's partials of row `row` go: to the block that combines it.
+  __device__ PartialRow row(int row) const {
+    if constexpr (!kExists) return {};
+    Sums& to = *cooperative_groups::cluster_group::map_shared_rank(
+        &mine_, static_cast<unsigned>(row & (blocks_ - 1)));
+    const int at =
+        static_cast<int>(cooperative_groups::cluster_group::block_rank()) * own_rows() + (row >> shift_);
+    return {to.sums[at], &to.max[at], &to.sum[at]};
+  }
+
+  /// After all rows are written: each block writes its rows of out and lse. All threads of all blocks.
+  __device__ void combine(const AttentionParams& p, const QueryTile& query_tile, int head) const {
+    if constexpr (kExists) {
+      asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+      asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+      const auto rank = static_cast<int>(cooperative_groups::cluster_group::block_rank());
+      const int warps = static_cast<int>(blockDim.x) / kWarp;
+      const int warp = static_cast<int>(threadIdx.x) / kWarp;
+      for (int row = rank + warp * blocks_; row < query_tile.num_rows; row += warps * blocks_)
+        combine_row_of_blocks(p, query_tile, head, row);
+    }
+  }
+
+ private:
+  /// Row `row` of out and lse, in order of the blocks; one warp. Rolled up: a launch runs it once, and code
+  /// comes from memory too.
+  __device__ void combine_row_of_blocks(const AttentionParams& p, const QueryTile& query_tile, int head,
+                                        int row) const {
+    static_assert(kValueDim <= kWarp * kLaneColumns || !kExists);
+    const int column = static_cast<int>(threadIdx.x) % kWarp * kLaneColumns;
+    const int first = row >> shift_;
+    float max = -kInfinity;
+    float sum = 0.0f;
+    float4 total{0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+    for (int at = first; at < kRows; at += own_rows()) max = fmaxf(max, mine_.max[at]);
+#pragma unroll 1
+    for (int at = first; at < kRows; at += own_rows()) {
+      // A block that saw nothing has a max of -inf, which may be that of all.
+      const float part = mine_.sum[at];
+      const float weight = part == 0.0f ? 0.0f : exp2f(mine_.max[at] - max);
+      sum = fmaf(part, weight, sum);
+      if (column >= kValueDim) continue;
+      const float4 x = *reinterpret_cast<const float4*>(&mine_.sums[at][column]);
+      total.x = fmaf(x.x, weight, total.x);
+      total.y = fmaf(x.y, weight, total.y);
+      total.z = fmaf(x.z, weight, total.z);
+      total.w = fmaf(x.w, weight, total.w);
+    }
+    const RowWriter writer(p, query_tile, head, row, max, sum);
+    if (column < kValueDim) writer.write(column, total);
+  }
+
+  /// Rows that a block combines, at most.
+  __device__ int own_rows() const {
+    return kRows >> shift_;
+  }
+
+  Sums& mine_;
+  int blocks_ = 1;  // a power of two
+  int shift_ = 0;   // its logarithm
+};
+
+}  // namespace helix::cuda
