@@ -24,12 +24,13 @@ struct ClusterGrid {
   int cluster;  ///< Blocks of a cluster.
 };
 
-/// As many blocks a cluster as the longest sequence needs, if clusters of so many find room beside each
-/// other, which leave some SMs over; those are the next kernel's. Else pairs, of all `blocks`.
+/// The largest clusters that find room beside each other, which leave some SMs over, if the longest sequence
+/// is theirs alone; the other SMs are the next kernel's. Else pairs, of all `blocks`. Decode steps of 8
+/// layers, one sequence (H200): 560 tokens in clusters of 4 1.151 ms, of 8 1.145; 800 1.165 and 1.156.
 inline ClusterGrid cluster_grid(const AttentionParams& p, const KvView& kv, int blocks) {
   const std::int64_t tokens = most_tokens(kv);
   const int parts = p.num_query_tiles * p.kv_heads;
-  for (int cluster = 2; cluster <= kMostClusterBlocks; cluster *= 2) {
+  for (int cluster = kMostClusterBlocks; cluster > 1; cluster /= 2) {
     if (tokens <= cluster * kClusterBlockTokens && 4 * cluster * parts <= 3 * blocks)
       return {cluster * parts, cluster};
   }

@@ -78,13 +78,15 @@ TEMPLATE_TEST_CASE("attention on a GPU of e4m3 and of odd head sizes is exact at
       CAPTURE(to_string(c.kv_dtype), c.d, page_tokens, c.pool == vllm_pool);
       CHECK(AttentionWorld<TestType>(c).check(operators) == "");
     }
-    for (const MakeKvPool pool : {helix_pool, vllm_pool}) {  // alone, the whole GPU shares its tiles
-      AttentionCase c = case_of<TestType>(built);
-      c.pool = pool;
-      c.kv_heads = 1;
-      c.sequences = {{9000, 1}};
-      CAPTURE(to_string(c.kv_dtype), c.d, pool == vllm_pool);
-      CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    for (const MakeKvPool pool : {helix_pool, vllm_pool}) {
+      for (const std::int64_t length : {700, 2300, 9000}) {  // alone: clusters of blocks, or the whole GPU
+        AttentionCase c = case_of<TestType>(built);
+        c.pool = pool;
+        c.kv_heads = 1;
+        c.sequences = {{length, 1}};
+        CAPTURE(to_string(c.kv_dtype), c.d, length, pool == vllm_pool);
+        CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+      }
     }
     ++turn;
   }

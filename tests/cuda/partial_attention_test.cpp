@@ -108,10 +108,13 @@ TEMPLATE_TEST_CASE("attention on a GPU shares blocks out among sequences of any 
   check(2, {{8000, 1}, {31, 1}, {1, 1}, {1, 1}});
   check(3, {{2000, 8}, {1999, 8}, {2000, 1}});  // query tiles of several tokens
   check(1, {{900, 0}, {40, 0}, {700, 17}});     // as many query tiles as sequences, but not one each
-  // Two KV splits each, of pairs of blocks or, where an odd number of KV heads comes before, of others.
+  // As many KV splits as a cluster has blocks, of clusters or, where other numbers come before, of others.
   for (const std::int64_t kv_heads : {1, 2, 3, 8}) check(kv_heads, {{385, 1}, {641, 3}, {30, 1}, {640, 2}});
   for (const std::int64_t length : {385, 400, 513, 640}) check(8, {{length, 1}});
+  for (const std::int64_t length : {257, 700, 1280, 1281, 2000, 2560, 2561}) check(8, {{length, 1}});
+  for (const std::int64_t kv_heads : {1, 3, 4}) check(kv_heads, {{2500, 1}, {200, 1}, {700, 2}, {2, 1}});
   check(4, {{600, 7}});
+  check(2, {{1900, 5}, {1800, 6}});
   // Too few blocks for one each: work items across query tiles.
   std::vector<Sequence> few_long = uniform(110, {33, 1});
   for (int i = 0; i < 10; ++i) few_long.insert(few_long.begin() + i * 11, {2500, 1});
