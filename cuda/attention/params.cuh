@@ -92,14 +92,16 @@ __device__ inline void prefetch_params(const AttentionParams& p) {
     asm volatile("" ::"r"(reinterpret_cast<const int*>(&p)[word]));
 }
 
-/// KvLayout::visible(), in one place of the code: its divisions are long.
+/// KvLayout::visible() as a call: its divisions are long.
 __device__ __noinline__ inline TokenRange visible_shard(KvLayout layout, std::int64_t position,
                                                         std::int64_t window, std::int64_t kvp_rank) {
   return layout.visible(position, window, kvp_rank);
 }
 
-/// Local tokens that a query at `position` sees.
+/// Local tokens that a query at `position` sees. kCalls: see AttentionPlan.
+template <bool kCalls = false>
 __device__ inline TokenRange visible(const AttentionParams& p, std::int64_t position) {
+  if constexpr (!kCalls) return p.layout.visible(position, p.window, p.kvp_rank);
   if (p.layout.kvp() == 1 && p.window == 0) return {0, max(position + 1, std::int64_t{0})};
   return visible_shard(p.layout, position, p.window, p.kvp_rank);
 }

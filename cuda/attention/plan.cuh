@@ -39,9 +39,12 @@ struct AttentionLists {
   static __device__ int num_blocks() { return static_cast<int>(gridDim.x) / kBlocks; }
 };
 
-/// The schedule, with all that is known of the query tiles.
-template <int kTokens, class TheLimits = ShortTileLimits>
+/// The schedule, with all that is known of the query tiles. kCallsFunctions: long functions that decode steps
+/// seldom run are called, so that what they do run stays together and comes from memory sooner. Not for
+/// kernels whose warps share out registers, which calls prevent.
+template <int kTokens, class TheLimits = ShortTileLimits, bool kCallsFunctions = false>
 struct AttentionPlan : AttentionLists<kTokens, TheLimits, 1, int> {
+  static constexpr bool kCalls = kCallsFunctions;
   QueryTile query_tiles[kMaxQueryTiles];
   std::int64_t first_page[kMaxQueryTiles];  ///< As in QueryTileSpan, as the following.
   int begin_token[kMaxQueryTiles];
@@ -60,6 +63,7 @@ struct AttentionPlan : AttentionLists<kTokens, TheLimits, 1, int> {
 /// The schedule in 2 KB, for kernels whose tiles fill the shared memory: span_of() says the rest again.
 template <int kTokens, class TheLimits, int kBlocks>
 struct SmallAttentionPlan : AttentionLists<kTokens, TheLimits, kBlocks, std::uint16_t> {
+  static constexpr bool kCalls = false;
   __device__ void keep(int, const QueryTileSpan&) {}
 };
 
@@ -85,6 +89,7 @@ __device__ inline int query_rows(const AttentionParams& p, int b) {
 }
 
 /// `num_rows` query rows of sequence `b` from `row` on.
+template <bool kCalls>
 __device__ inline QueryTileSpan span_of(const AttentionParams& p, int b, int row, int num_rows) {
   const std::int64_t first_page = p.lists.first_of(p.slots[b]);
   const int first_token = p.query_offsets[b];
@@ -92,7 +97,7 @@ __device__ inline QueryTileSpan span_of(const AttentionParams& p, int b, int row
   std::int64_t end = 0;
 #pragma unroll 1
   for (int t = row / p.group; t <= (row + num_rows - 1) / p.group; ++t) {
-    const TokenRange seen = visible(p, p.positions[first_token + t]);
+    const TokenRange seen = visible<kCalls>(p, p.positions[first_token + t]);
     if (seen.size() <= 0) continue;
     begin = min(begin, seen.begin);
     end = max(end, seen.end);
@@ -106,13 +111,13 @@ template <class Plan>
 __device__ inline QueryTileSpan span_of_tile(const AttentionParams& p, const Plan& plan, int u, int b) {
   const int skipped = b == 0 ? p.first_query_tile : 0;
   const int row = (u - plan.query_tile_begin[b] + skipped) * p.query_tile_rows;
-  return span_of(p, b, row, min(static_cast<int>(p.query_tile_rows), query_rows(p, b) - row));
+  return span_of<Plan::kCalls>(p, b, row, min(static_cast<int>(p.query_tile_rows), query_rows(p, b) - row));
 }
 
 /// Query tile `u` of the launch, for kernels that do not keep it.
 template <class Plan>
 __device__ inline QueryTileSpan span_of_tile(const AttentionParams& p, const Plan& plan, int u) {
-  if (p.is_one_query_tile_each) return span_of(p, u, 0, query_rows(p, u));
+  if (p.is_one_query_tile_each) return span_of<Plan::kCalls>(p, u, 0, query_rows(p, u));
   return span_of_tile(p, plan, u, find_last(plan.query_tile_begin, p.num_sequences, u));
 }
 
@@ -135,7 +140,7 @@ __device__ inline void make_small_plan(const AttentionParams& p, Plan& plan) {
   const int count = p.num_query_tiles;
   const bool is_query_tile = u < count;
   int kv_tiles = 0;
-  if (is_query_tile) kv_tiles = plan_query_tile(plan, u, span_of(p, u, 0, query_rows(p, u)));
+  if (is_query_tile) kv_tiles = plan_query_tile(plan, u, span_of<Plan::kCalls>(p, u, 0, query_rows(p, u)));
   const int total = __reduce_add_sync(~0u, kv_tiles);
   const int spare = spare_blocks<Plan>(p);
   const int splits =
@@ -154,10 +159,9 @@ __device__ inline void make_small_plan(const AttentionParams& p, Plan& plan) {
   if (u == 0) plan.is_one_split_each = spare >= 0 && are_splits_short<Plan>(p, longest, total);
 }
 
-/// The plan of any launch; all threads of the block. Not inlined: what a decode step runs stays together, and
-/// comes from memory sooner (one sequence of 8192 tokens 15.4 us for 15.5, H200).
+/// The plan of any launch; all threads of the block.
 template <class Plan>
-__device__ __noinline__ void make_large_plan(const AttentionParams& p, Plan& plan) {
+__device__ inline void make_large_plan(const AttentionParams& p, Plan& plan) {
   using Count = std::remove_reference_t<decltype(plan.query_tile_begin[0])>;
   const int thread = static_cast<int>(threadIdx.x);
   const int threads = static_cast<int>(blockDim.x);
@@ -185,6 +189,12 @@ __device__ __noinline__ void make_large_plan(const AttentionParams& p, Plan& pla
   }
 }
 
+/// make_large_plan() as a call.
+template <class Plan>
+__device__ __noinline__ void call_large_plan(const AttentionParams& p, Plan& plan) {
+  make_large_plan(p, plan);
+}
+
 /// Fills the plan; all threads of the block.
 template <class Plan>
 __device__ inline void make_plan(const AttentionParams& p, Plan& plan) {
@@ -198,7 +208,11 @@ __device__ inline void make_plan(const AttentionParams& p, Plan& plan) {
     }
   } else {
     prefetch_queries(p, thread, threads);
-    make_large_plan(p, plan);
+    if constexpr (Plan::kCalls) {
+      call_large_plan(p, plan);
+    } else {
+      make_large_plan(p, plan);
+    }
   }
   __syncthreads();
 }

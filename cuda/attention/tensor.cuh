@@ -42,7 +42,7 @@ template <class KV, int kDim, int kValueDim, int kMTiles, int kWarps, int kToken
 struct Tensor {
   using Limits =
       std::conditional_t<tensor_blocks_per_sm(kWarps) == 1, WholeSmLimits<kTokens>, ShortTileLimits>;
-  using Plan = AttentionPlan<kTokens, Limits>;
+  using Plan = AttentionPlan<kTokens, Limits, true>;
   static constexpr int kThreads = kWarps * kWarp;
   static constexpr int kRows = kMTiles * kMmaRows;
   static constexpr int kBlocks = tensor_blocks_per_sm(kWarps);

@@ -94,7 +94,7 @@ struct TensorSoftmax {
         const int row = m * kMmaRows + half * 8 + g;
         TokenRange seen{0, 0};
         if (row < query_tile.num_rows)
-          seen = is_one_token ? all : visible(p, p.positions[query_tile.token(p, row)]);
+          seen = is_one_token ? all : visible<true>(p, p.positions[query_tile.token(p, row)]);
         bounds.low[m][half] = static_cast<int>(seen.begin);
         bounds.high[m][half] = static_cast<int>(seen.end);
         if (row < query_tile.num_rows) {
