@@ -93,7 +93,7 @@ struct Tensor {
     extern __shared__ __align__(128) std::byte memory[];
     auto& s = *reinterpret_cast<Shared*>(memory);
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
-    const Cluster cluster(s.cluster);
+    Cluster cluster(s.cluster);
     if (threadIdx.x == 0) TileCopies::prefetch(maps);
     init_barriers(s.barriers[warp][0]);
     if (!p.reads_ahead) follow_previous();
@@ -179,9 +179,8 @@ struct Tensor {
   }
 
   /// What the warps found of the KV split at `at`, to where it goes; whoever comes last combines the splits.
-  static __device__ __forceinline__ void end_split(const SplitPartials& partials, Shared& s,
-                                                   const Cluster& cluster, const KvTileCursor& at,
-                                                   float value_scale, Found& found) {
+  static __device__ __forceinline__ void end_split(const SplitPartials& partials, Shared& s, Cluster& cluster,
+                                                   const KvTileCursor& at, float value_scale, Found& found) {
     const QueryTile query_tile = s.plan.query_tiles[at.query_tile];
     const bool is_cluster = s.plan.is_one_split_each && cluster.has(partials.splits);
     if (is_cluster) cluster.await_others();

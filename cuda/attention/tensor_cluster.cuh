@@ -29,17 +29,25 @@ class BlockCluster {
     if constexpr (!kExists) return;
     blocks_ = cluster_blocks();
     shift_ = __popc(blocks_ - 1);
-    if (blocks_ > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // see await_others()
+    has_arrived_ = blocks_ > 1;
+    if (has_arrived_) asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // see await_others()
   }
+
+  __device__ ~BlockCluster() { await_others(); }
+  BlockCluster(const BlockCluster&) = delete;
+  BlockCluster& operator=(const BlockCluster&) = delete;
 
   /// Whether these splits are this cluster's, one of each block.
   __device__ bool has(const KvSplits& splits) const {
     return kExists && blocks_ > 1 && splits.count == blocks_ && (splits.first_block & (blocks_ - 1)) == 0;
   }
 
-  /// Before rows are written, once: nobody may write to a block that has not begun.
-  __device__ void await_others() const {
-    if constexpr (kExists) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  /// Before rows are written: nobody may write to a block that has not begun. And before a block ends, for
+  /// who arrives has to wait.
+  __device__ void await_others() {
+    if constexpr (!kExists) return;
+    if (has_arrived_) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    has_arrived_ = false;
   }
 
   /// Where this block's partials of row `row` go: to the block that combines it.
@@ -101,6 +109,7 @@ class BlockCluster {
   }
 
   Sums& mine_;
+  bool has_arrived_ = false;
   int blocks_ = 1;  // a power of two
   int shift_ = 0;   // its logarithm
 };
