@@ -94,7 +94,12 @@ if [[ "$preset" == cpu ]]; then
   set_up=$!
 fi
 cmake -S "$root" -B "$build" --preset "$preset" "${cmake_options[@]}"
-cmake --build "$build" --target "$target"
+cmake --build "$build" --target "$target" 2>&1 | tee "$build/build.log"
+# ptxas says only in passing, and with status 0, that it gave up what a kernel is built on: setmaxnreg, or wgmma side by side.
+if grep -q 'Potential Performance Loss' "$build/build.log"; then
+  echo "test.sh: ptxas made a kernel slow; see its lines in $build/build.log" >&2
+  exit 1
+fi
 [[ -z "$set_up" ]] || wait "$set_up" || true
 
 report="$build/tests.xml"
