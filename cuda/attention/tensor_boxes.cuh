@@ -70,18 +70,15 @@ struct BoxTileCopies {
   template <int kBarriers>
   __device__ __forceinline__ void issue(const AttentionParams&, const Maps& maps, const KvTileCursor& at,
                                         unsigned stage, unsigned barrier) const {
-    const unsigned value_barrier = barrier + (kBarriers - 1) * 8;
+    static_assert(kBarriers == 1);  // 16 bits
     const auto tokens = static_cast<unsigned>(__popc(__ballot_sync(~0u, has_box)) * maps.box_tokens);
-    if (threadIdx.x % kWarp == 0) {
-      barrier_expect(barrier, tokens * (kBarriers == 1 ? kKeyBytes + kValueBytes : kKeyBytes));
-      if (kBarriers > 1) barrier_expect(value_barrier, tokens * kValueBytes);
-    }
+    if (threadIdx.x % kWarp == 0) barrier_expect(barrier, tokens * (kKeyBytes + kValueBytes));
     __syncwarp();
     if (has_box) {
       const unsigned to = stage + static_cast<unsigned>(first_row) * kKeyBytes;
       const unsigned to_values = stage + kTokens * kKeyBytes + static_cast<unsigned>(first_row) * kValueBytes;
       copy_box(to, maps.k, 0, in_page, at.head, page, barrier);
-      copy_box(to_values, maps.v, 0, in_page, at.head, page, value_barrier);
+      copy_box(to_values, maps.v, 0, in_page, at.head, page, barrier);
     }
   }
 

@@ -97,6 +97,13 @@ inline bool fits_tensor_dims(const KvFormat& format) {
          std::find(std::begin(kDims), std::end(kDims), format.head_dim) != std::end(kDims);
 }
 
+/// Whether KV has q's 16-bit type and rows of a size that is built where K and V may be unequal.
+inline bool fits_unequal_rows_16(const AttentionCall& call) {
+  const KvFormat& format = call.kv.format;
+  return fits_tensor(call) && format.dtype == call.dtype &&
+         (fits_tensor_dims(format) || (format.head_dim == 192 && format.value_dim == 128));
+}
+
 /// Rows of a query tile: as many as registers hold.
 inline int tensor_query_tile_rows(std::int64_t, std::int64_t value_dim) {
   return value_dim > 128 ? kMmaRows : 2 * kMmaRows;
@@ -128,6 +135,13 @@ void launch_tensor_16(const AttentionParams& p, const KvView& kv, const Attentio
     default:
       return launch_tensor<Copies, T, 256, 256, 1, 2, 32, 1, 32>(p, kv, grid);
   }
+}
+
+/// As launch_tensor_16(), for the type of q.
+template <template <int, int, int> class Copies>
+void launch_tensor_16_bits(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
+  call.dtype == DType::bf16 ? launch_tensor_16<bf16, Copies>(p, call.kv, grid)
+                            : launch_tensor_16<f16, Copies>(p, call.kv, grid);
 }
 
 /// Tokens of a KV tile of e4m3 that is copied page by page: of rows of 64 bytes two stages of half as many

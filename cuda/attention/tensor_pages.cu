@@ -12,20 +12,20 @@ bool has_hopper_code() {
   return attributes.ptxVersion >= 90;
 }
 
-const AttentionKernel kTensorPages{
-    .fits =
-        [](const AttentionCall& call) {
-          const KvFormat& format = call.kv.format;
-          return fits_tensor(call) && format.dtype == call.dtype && fits_tensor_dims(format) &&
-                 fits_page_copies(format, 32);
-        },
-    .query_tile_rows = tensor_query_tile_rows,
-    .sm_rows = tensor_sm_rows,
-    .has_fixed_query_tile = false,
-    .launch =
-        [](const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
-          call.dtype == DType::bf16 ? launch_tensor_16<bf16, PageCopies>(p, call.kv, grid)
-                                    : launch_tensor_16<f16, PageCopies>(p, call.kv, grid);
-        }};
+namespace {
+
+bool fits_pages(const AttentionCall& call) {
+  const KvFormat& format = call.kv.format;
+  return fits_tensor(call) && format.dtype == call.dtype && fits_tensor_dims(format) &&
+         fits_page_copies(format, 32);
+}
+
+}  // namespace
+
+const AttentionKernel kTensorPages{.fits = fits_pages,
+                                   .query_tile_rows = tensor_query_tile_rows,
+                                   .sm_rows = tensor_sm_rows,
+                                   .has_fixed_query_tile = false,
+                                   .launch = launch_tensor_16_bits<PageCopies>};
 
 }  // namespace helix::cuda

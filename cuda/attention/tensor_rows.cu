@@ -4,20 +4,10 @@
 
 namespace helix::cuda {
 
-const AttentionKernel kTensorRows{
-    .fits =
-        [](const AttentionCall& call) {
-          const KvFormat& format = call.kv.format;
-          return fits_tensor(call) && format.dtype == call.dtype &&
-                 (fits_tensor_dims(format) || (format.head_dim == 192 && format.value_dim == 128));
-        },
-    .query_tile_rows = tensor_query_tile_rows,
-    .sm_rows = tensor_sm_rows,
-    .has_fixed_query_tile = false,
-    .launch =
-        [](const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
-          call.dtype == DType::bf16 ? launch_tensor_16<bf16, ChunkCopies>(p, call.kv, grid)
-                                    : launch_tensor_16<f16, ChunkCopies>(p, call.kv, grid);
-        }};
+const AttentionKernel kTensorRows{.fits = fits_unequal_rows_16,
+                                  .query_tile_rows = tensor_query_tile_rows,
+                                  .sm_rows = tensor_sm_rows,
+                                  .has_fixed_query_tile = false,
+                                  .launch = launch_tensor_16_bits<ChunkCopies>};
 
 }  // namespace helix::cuda
