@@ -161,6 +161,7 @@ void attack(int count, unsigned seed) {
   std::mt19937 random(seed);
   const auto draw = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
   int num_hit = 0;
+  int num_hung = 0;  // launchers that did not end after a kill
   for (int i = 0; i < count; ++i) {
     const int rank = draw(0, kRanks - 1);
     const int signal = draw(0, 1) == 0 ? SIGKILL : SIGSTOP;
@@ -177,27 +178,31 @@ void attack(int count, unsigned seed) {
                 << moment.count() << " ms; ended " << since(hit).count() << " ms later");
     INFO(output);
     const bool is_named = names_rank(output, rank) || output.find("waited in MPI_") != std::string::npos;
-    if (!exit_code && signal == SIGSTOP && job.num_ranks() <= 1) {
-      // The others have ended, well if the rank was stopped behind its last word to them. That the launcher
-      // waits for it, or hangs (see mpi_session_test), is the launcher's.
-      CHECK((is_named || tokens_in(output) == expected));
+    // Inside MPI's own collective calls (MPI_Init, MPI_Comm_split) no rank can know which one is missing.
+    // Killed before it has begun, a rank is reported by the launcher alone, not always by name.
+    const bool is_early = signal == SIGKILL && output.find("helix") == std::string::npos;
+    const bool is_right = tokens_in(output) == expected;
+    if (!exit_code) {
+      // Open MPI 4.1.4's mpirun waits for a stopped rank, and at times hangs before ranks that have all ended
+      // (one of 60 whose rank 0 is killed while mpirun still connects it; see mpi_session_test too). What
+      // counts is that no rank waits.
+      REQUIRE(job.num_ranks() <= (signal == SIGSTOP ? 1 : 0));
+      CHECK((is_named || is_early || is_right));
       ++num_hit;
+      num_hung += signal == SIGKILL ? 1 : 0;
       continue;
     }
-    REQUIRE(exit_code.has_value());
     if (*exit_code == 0) {
-      CHECK(tokens_in(output) == expected);
+      CHECK(is_right);
     } else {
       ++num_hit;
-      // Inside MPI's own collective calls (MPI_Init, MPI_Comm_split) no rank can know which one is missing.
-      // Killed before it has begun, a rank is reported by the launcher alone, not always by name.
-      const bool is_early = signal == SIGKILL && output.find("helix") == std::string::npos;
       CHECK((is_named || is_early));
     }
     for (int wait = 0; wait < 100 && !job.processes().empty(); ++wait)
       std::this_thread::sleep_for(milliseconds(20));
     CHECK(job.processes().empty());
   }
+  CHECK(num_hung <= 1 + count / 20);
   CHECK(num_hit >=
         count / 4);  // the others ended before their moment, which a slow first job may set too late
 }
