@@ -152,6 +152,8 @@ constexpr Case kCases[] = {
     mla({.query_heads = 128, .batch = 8, .tokens = 8192, .kv_dtype = kMixed}),
     mla({.query_heads = 16, .batch = 64, .tokens = 131072, .kv_dtype = kMixed}),
     // Drafted tokens.
+    {.batch = 1, .tokens = 8192, .queries = 4},
+    {.batch = 8, .tokens = 8192, .queries = 4},
     {.batch = 8, .tokens = 131072, .queries = 4},
     {.batch = 8, .tokens = 131072, .queries = 8},
     {.batch = 8, .tokens = 131072, .queries = 16},

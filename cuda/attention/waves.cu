@@ -8,8 +8,10 @@
 namespace helix::cuda {
 namespace {
 
-/// Query rows of a KV head from which this kernel is the faster one.
-constexpr std::int64_t kLeastRows = 33;
+/// Query rows of a KV head from which this kernel is the faster one. 32 are drafts of 4 with 8 heads a KV
+/// head: 974 us, 996 otherwise (8 sequences of 131072 tokens, H200); 1 of 8192 tokens 24.6 and 28.3, 8 of
+/// them 80.6 and 78.4.
+constexpr std::int64_t kLeastRows = 32;
 constexpr int kCombineThreads = 256;
 constexpr int kMaxBox = 256;                 ///< Of a dimension of a box.
 constexpr std::int64_t kLeastBoxTokens = 8;  ///< As the swizzle repeats.
@@ -18,11 +20,17 @@ constexpr std::int64_t kLeastBoxTokens = 8;  ///< As the swizzle repeats.
 /// sequences of 131072 tokens, drafts of 8: 1073 us; so 972).
 constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 
-/// Head sizes that are built, and how: KV tiles are as long as registers and shared memory allow. At D = 64
-/// the exponents take longer than the products, and a third warp group helps; at D = 256 turns cost 3 %.
+/// Tokens of a KV tile: as many as registers and shared memory allow. D = 128, 4096 tokens after 28672: 128
+/// tokens give 553 TFLOP/s, 144 576, 160 596; 176 spill registers and give 580.
+constexpr int tile_tokens(int dim) {
+  return dim > 128 ? 64 : dim == 128 ? 160 : 128;
+}
+
+/// Head sizes that are built, and how. At D = 64 the exponents take longer than the products, and a third
+/// warp group helps; at D = 256 turns cost 3 %. A second buffer of queries where there is room.
 template <int kDim, int kValueDim>
-using Sizes = WaveSizes<kDim, kValueDim, (kDim > 128 ? 64 : 128), (kDim == 64 ? 3 : 2), (kDim > 192 ? 1 : 2),
-                        (kDim < 256)>;
+using Sizes = WaveSizes<kDim, kValueDim, tile_tokens(kDim), (kDim == 64 ? 3 : 2),
+                        (kDim == 128 || kDim > 192 ? 1 : 2), (kDim < 256)>;
 
 /// Calls use(Sizes<...>*) for these head sizes; false: they are not built.
 template <class Use>
