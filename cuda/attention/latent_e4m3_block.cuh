@@ -30,25 +30,31 @@ struct Kind {
   static constexpr int kRows = kTheRows;
   static constexpr int kBlocks = kTheBlocks;
   static constexpr bool kIsMixed = kMixed;
-  static constexpr unsigned kScalesAt = kLatentColumns;
+  // A KV tile: chunks of 128 columns of the latents, rope columns, scales; the rows of each one after
+  // another.
+  static constexpr unsigned kRopeBytes = kRopeColumns * (kMixed ? 2 : 1);  // of a row
   static constexpr unsigned kScaleBytes = kMixed ? 16 : 0;
-  static constexpr unsigned kRopeAt = kScalesAt + kScaleBytes;
-  static constexpr unsigned kRopeBytes = kRopeColumns * (kMixed ? 2 : 1);
-  /// Of a row in shared memory: eight rows one after another have each 16-byte part in banks of its own.
-  static constexpr unsigned kRowBytes = kMixed ? 656 : 592;
-  static constexpr unsigned kTileBytes = kLatentTileTokens * kRowBytes;
+  static constexpr unsigned kRopeAt = kLatentTileTokens * kLatentColumns;
+  static constexpr unsigned kScalesAt = kRopeAt + kLatentTileTokens * kRopeBytes;
+  static constexpr unsigned kTileBytes = kScalesAt + kLatentTileTokens * kScaleBytes;
   static constexpr unsigned kQueryChunkBytes = kRows * latent::kRowBytes;
   static constexpr unsigned kQueryBytes = latent::kChunks * kQueryChunkBytes;
   static constexpr int kStages =
       static_cast<int>((227 * 1024 - 8 * 1024 - kQueryBytes - 2 * latent::kChunkBytes) / kTileBytes);
-  /// Whether each consumer group has code of its own. With 16 query rows that takes 1514 us in place of 1287
-  /// (64 sequences of 131072 tokens, H200): both do not fit into the cache of instructions.
-  static constexpr bool kHasGroupsApart = kRows == 64;
   /// Matrix loads between two waits, each of which two products follow. With 64 query rows two loads are no
   /// faster, and take more registers than there are.
   static constexpr int kStageLoads = kRows < 64 ? 2 : 1;
-  static_assert(kRows % 16 == 0 && kRows <= kGroupRows && kStages >= 3);
+  static_assert(kRows % 16 == 0 && kRows <= kGroupRows && kStages >= 3 && kTileBytes % 1024 == 0);
 };
+
+inline constexpr int kTileChunkColumns = 128;  ///< Of latents, of a swizzled chunk of a KV tile.
+inline constexpr unsigned kTileChunkBytes = kLatentTileTokens * kTileChunkColumns;
+
+/// Where 16-byte part `part` of row `row` lies among rope columns of e4m3, in bytes: rows of 64 bytes, as the
+/// copy engine's 64-byte swizzle leaves them.
+__device__ __forceinline__ constexpr unsigned swizzled_half(unsigned row, unsigned part) {
+  return row * 64u + ((part ^ (row / 2u % 4u)) * 16u);
+}
 
 /// The schedule, and at the beginning what is known of the query tiles.
 template <class K>
@@ -69,7 +75,7 @@ struct Shared {
   alignas(1024) std::byte queries[K::kQueryBytes];  // at the end a part of the results
   /// Of each group's tile: [token][query row]. Before any, the spans of the query tiles.
   alignas(1024) std::byte weights[kGroups][latent::kChunkBytes];
-  alignas(128) std::byte tiles[K::kStages][K::kTileBytes];
+  alignas(1024) std::byte tiles[K::kStages][K::kTileBytes];
   alignas(16) RowTerms row[K::kRows];
   alignas(16) float raise[kGroups][K::kRows];  // by how much each group's tile raised the pivots
   alignas(16) float top[kGroups][4][K::kRows];
@@ -104,8 +110,11 @@ __device__ __forceinline__ QueryTileSpan& Plan<K>::span(int u) {
 /// Named barriers of the block; those of a group follow each other.
 enum Barrier { kAllConsumers = 1, kOneGroup = 2, kWeights = 4, kWeightsRead = 6 };
 
-inline constexpr int kConsumerRegisters = 232;
-inline constexpr int kProducerRegisters = 40;
+inline constexpr int kConsumerRegisters = 240;
+inline constexpr int kProducerRegisters = 24;
+// As many as the block was launched with, or the last to take some would wait for ever.
+static_assert(kConsumers * kConsumerRegisters + kWarpGroup * kProducerRegisters <=
+              65536 / kThreads / 8 * 8 * kThreads);
 
 /// A KV tile's place among the stages.
 template <class K>

@@ -11,12 +11,22 @@
 
 namespace helix::cuda::latent_e4m3 {
 
-/// Each of the producer warps copies a quarter of the tokens of every KV tile, one after another, and puts
-/// zeros where there is none.
+/// What the copy engine cuts out of pages, boxes of some tokens each.
+struct Maps {
+  CUtensorMap latents;  ///< Chunks of 128 columns.
+  CUtensorMap ropes;
+  CUtensorMap scales;  ///< Of mixed rows.
+  int box_tokens;      ///< 0: pages are of an odd number of tokens, or of few.
+};
+
+/// Fills the KV tiles of a block, each of the producer warps a part of every one. Whole ones come by the copy
+/// engine: 16 heads read 4.2 TB/s so, 3.7 by load units, which ask the L2 cache for half as much again. Where
+/// some tokens are none that is seen, or pages have no boxes, load units bring rows, and zeros for the rest.
 template <class K>
 class Copier {
  public:
-  __device__ Copier(const AttentionParams& params, Shared<K>& shared) : p(params), s(shared) {}
+  __device__ Copier(const AttentionParams& params, Shared<K>& shared, const Maps& maps)
+      : p(params), s(shared), maps_(maps) {}
 
   __device__ void run() {
     latent::produce_parts<K::kBlocks>(p, s, [&](const Part& part) { copy_tiles(part); });
@@ -24,30 +34,58 @@ class Copier {
 
  private:
   static constexpr int kWarpTokens = kLatentTileTokens / kProducerWarps;
-  static constexpr unsigned kPart = 16;  // bytes of a copy
+  static constexpr unsigned kPart = 16;  // bytes of a copy by load units
   static_assert(kWarp * kPart == kLatentColumns);
   static constexpr int kRopeLanes = K::kRopeBytes / kPart;  // of a row
+  static_assert(kProducerWarps * kTileChunkColumns == kLatentColumns);
 
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
   static __device__ int warp() { return static_cast<int>(threadIdx.x) % kWarpGroup / kWarp; }
 
-  /// Where lane l's row of a tile lies, of the first kWarpTokens lanes; null where there is none.
-  struct Row {
-    const std::byte* latent = nullptr;
-    const std::byte* rope = nullptr;
+  /// Where the first token lies of what this lane copies of a KV tile: of a box, or a row.
+  struct Place {
+    std::int32_t page = 0;
+    int in_page = -1;  // none
   };
-  __device__ __forceinline__ Row row_of(const std::int32_t* pages, const QueryTileSpan& span, int first_token,
-                                        int i, int count) const {
-    Row row;
-    const int token = first_token + i * kLatentTileTokens + warp() * kWarpTokens + lane();
-    if (i >= count || lane() >= kWarpTokens || token < span.begin_token || token >= span.end_token)
-      return row;
-    const std::int64_t page = pages[token / p.page_tokens];
-    const int in_page = token % p.page_tokens;
-    row.latent = p.k.at(page, 0, in_page);
-    row.rope = p.rope.at(page, 0, in_page);
-    return row;
+
+  __device__ __forceinline__ bool is_boxed(const QueryTileSpan& span, int token) const {
+    return maps_.box_tokens > 0 && token >= span.begin_token && token + kLatentTileTokens <= span.end_token;
   }
+  __device__ __forceinline__ Place place_of(const std::int32_t* pages, const QueryTileSpan& span,
+                                            int tile_token) const {
+    const bool boxed = is_boxed(span, tile_token);
+    const int token = tile_token + (boxed ? lane() * maps_.box_tokens : warp() * kWarpTokens + lane());
+    const int end = boxed ? tile_token + kLatentTileTokens : span.end_token;
+    if (token < span.begin_token || token >= end || (!boxed && lane() >= kWarpTokens)) return {};
+    return {pages[token / p.page_tokens], token % p.page_tokens};
+  }
+
+  /// A chunk of latents by each warp, by the last ones what follows them.
+  __device__ __forceinline__ void copy_boxes(unsigned tile, unsigned full, const Place& place) const {
+    const bool has_rope = warp() == kProducerWarps - 1;
+    const bool has_scales = K::kIsMixed && warp() == kProducerWarps - 2;
+    const unsigned bytes = kTileChunkBytes + (has_rope ? kLatentTileTokens * K::kRopeBytes : 0u) +
+                           (has_scales ? kLatentTileTokens * K::kScaleBytes : 0u);
+    fence_before_copy();  // load units may have written here
+    if (lane() == 0) {
+      barrier_expect(full, bytes);
+    } else {
+      barrier_arrive(full);
+    }
+    __syncwarp();
+    if (place.in_page < 0) return;
+    const auto row = static_cast<unsigned>(lane() * maps_.box_tokens);
+    const auto chunk = static_cast<unsigned>(warp());
+    copy_box_once(tile + chunk * kTileChunkBytes + row * kTileChunkColumns, maps_.latents, 0, place.in_page,
+                  warp(), place.page, full);
+    if (has_rope)
+      copy_box_once(tile + K::kRopeAt + row * K::kRopeBytes, maps_.ropes, 0, place.in_page, 0, place.page,
+                    full);
+    if (has_scales)
+      copy_box_once(tile + K::kScalesAt + row * K::kScaleBytes, maps_.scales, 0, place.in_page, 0, place.page,
+                    full);
+  }
+
   static __device__ __forceinline__ const std::byte* of_lane(const std::byte* from, int lane) {
     return reinterpret_cast<const std::byte*>(
         __shfl_sync(~0u, reinterpret_cast<unsigned long long>(from), lane));
@@ -56,45 +94,55 @@ class Copier {
     latent::copy_part(to, from == nullptr ? p.k.first : from + offset, from != nullptr);
   }
 
-  __device__ __forceinline__ void copy_rows(unsigned tile, const Row& row) const {
-    const unsigned first = tile + static_cast<unsigned>(warp() * kWarpTokens) * K::kRowBytes;
-    const auto part = static_cast<unsigned>(lane()) * kPart;
-#pragma unroll
-    for (int k = 0; k < kWarpTokens; ++k)
-      copy(first + static_cast<unsigned>(k) * K::kRowBytes + part, of_lane(row.latent, k), part);
-    constexpr int kRopeRows = kWarp / kRopeLanes;  // at a time
-    const auto rope_part = static_cast<unsigned>(lane() % kRopeLanes) * kPart;
-#pragma unroll
-    for (int k = 0; k < kWarpTokens; k += kRopeRows) {
-      const int r = k + lane() / kRopeLanes;
-      copy(first + static_cast<unsigned>(r) * K::kRowBytes + K::kRopeAt + rope_part, of_lane(row.rope, r),
-           rope_part);
+  /// A quarter of the tokens by each warp, one after another.
+  __device__ __forceinline__ void copy_rows(unsigned tile, unsigned full, const Place& place) const {
+    const bool is_there = place.in_page >= 0;
+    const std::byte* latent = is_there ? p.k.at(place.page, 0, place.in_page) : nullptr;
+    const std::byte* rope = is_there ? p.rope.at(place.page, 0, place.in_page) : nullptr;
+    const auto first = static_cast<unsigned>(warp() * kWarpTokens);
+    const auto part = static_cast<unsigned>(lane());
+#pragma unroll 1
+    for (unsigned k = 0; k < kWarpTokens; ++k)
+      copy(tile + part / 8u * kTileChunkBytes + swizzled(first + k, part % 8u),
+           of_lane(latent, static_cast<int>(k)), part * kPart);
+    constexpr unsigned kRopeRows = kWarp / kRopeLanes;  // at a time
+    const unsigned rope_part = part % kRopeLanes;
+#pragma unroll 1
+    for (unsigned k = 0; k < kWarpTokens; k += kRopeRows) {
+      const unsigned r = k + part / kRopeLanes;
+      copy(tile + K::kRopeAt +
+               (K::kIsMixed ? swizzled(first + r, rope_part) : swizzled_half(first + r, rope_part)),
+           of_lane(rope, static_cast<int>(r)), rope_part * kPart);
     }
-    if constexpr (K::kIsMixed) {
-      if (lane() < kWarpTokens)
-        copy(first + static_cast<unsigned>(lane()) * K::kRowBytes + K::kScalesAt, row.latent, K::kScalesAt);
-    }
+    if (K::kIsMixed && lane() < kWarpTokens)
+      copy(tile + K::kScalesAt + (first + part) * K::kScaleBytes, latent, kLatentColumns);
+    barrier_arrive_after_copies(full);
   }
 
   __device__ __forceinline__ void copy_tiles(const Part& part) {
     const QueryTileSpan span = part.span;
     const std::int32_t* pages = p.lists.pages + span.first_page;
-    const int first_token = part.first_token;
     const int count = part.count;
-    Row row = row_of(pages, span, first_token, 0, count);
+    int token = part.first_token;
+    Place place = place_of(pages, span, token);
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      const Row next = row_of(pages, span, first_token, i + 1, count);
+    for (int i = 0; i < count; ++i, token += kLatentTileTokens) {
+      Place next;
+      if (i + 1 < count) next = place_of(pages, span, token + kLatentTileTokens);
       barrier_wait(at(&s.empty[place_.stage]), place_.parity ^ 1u);
-      copy_rows(at(s.tiles[place_.stage]), row);
-      barrier_arrive_after_copies(at(&s.full[place_.stage]));
+      if (is_boxed(span, token)) {
+        copy_boxes(at(s.tiles[place_.stage]), at(&s.full[place_.stage]), place);
+      } else {
+        copy_rows(at(s.tiles[place_.stage]), at(&s.full[place_.stage]), place);
+      }
       place_.advance();
-      row = next;
+      place = next;
     }
   }
 
   const AttentionParams& p;
   Shared<K>& s;
+  const Maps& maps_;
   StagePlace<K> place_{0};
 };
 

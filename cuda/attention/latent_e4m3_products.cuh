@@ -8,6 +8,7 @@
 
 #include "cuda/attention/latent_e4m3_block.cuh"
 #include "cuda/attention/latent_e4m3_fragments.cuh"
+#include "cuda/attention/latent_e4m3_scales.cuh"
 #include "cuda/attention/latent_e4m3_softmax.cuh"
 #include "cuda/runtime/wgmma_product.cuh"
 
@@ -15,10 +16,10 @@ namespace helix::cuda::latent_e4m3 {
 
 /// What both groups do alike: group `group` has the scores of KV tiles group, group + 2, ..., and half of
 /// the value columns of all.
-template <class K, class Group>
+template <class K>
 struct Products {
   Shared<K>& s;
-  Group group;
+  int group;
 
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
   static __device__ int warp() { return static_cast<int>(threadIdx.x) % kWarpGroup / kWarp; }
@@ -27,41 +28,54 @@ struct Products {
     return at(s.tiles[0]) + place.stage * K::kTileBytes;
   }
 
-  /// The queries' columns [16 * step, + 16).
-  __device__ __forceinline__ std::uint64_t query_operand(int step) const {
-    return rows_operand(at(s.queries) + static_cast<unsigned>(step / kSteps) * K::kQueryChunkBytes +
-                        static_cast<unsigned>(step % kSteps) * 32u);
+  /// The queries' columns [16 * step, + 16), where their first ones are at `queries`.
+  static __device__ __forceinline__ std::uint64_t query_operand(const latent::OperandPlace& queries,
+                                                                int step) {
+    return queries.at(static_cast<unsigned>(step / kSteps) * K::kQueryChunkBytes +
+                      static_cast<unsigned>(step % kSteps) * 32u);
+  }
+  __device__ __forceinline__ latent::OperandPlace queries() const {
+    return latent::OperandPlace(rows_operand(at(s.queries)));
+  }
+
+  /// Where in a chunk of 128 bytes a row the 16 bytes lie that this lane's matrix loads begin with, of the
+  /// warp's 16 rows; 32 bytes further is another bit.
+  static __device__ __forceinline__ unsigned in_chunk() {
+    return swizzled(static_cast<unsigned>(warp() * 16 + lane() % 16), static_cast<unsigned>(lane() / 16));
+  }
+  /// Where 32 columns of keys lie for this lane.
+  static __device__ __forceinline__ unsigned keys_at(unsigned tile, unsigned in_chunk, int pair) {
+    constexpr int kChunkPairs = kTileChunkColumns / kPairColumns;
+    const unsigned step = static_cast<unsigned>(pair % kChunkPairs) * kPairColumns;
+    if (pair >= kLatentColumns / kPairColumns) {  // rope columns of e4m3
+      const unsigned half =
+          swizzled_half(static_cast<unsigned>(warp() * 16 + lane() % 16), static_cast<unsigned>(lane() / 16));
+      return tile + K::kRopeAt + (half ^ step);
+    }
+    return tile + static_cast<unsigned>(pair / kChunkPairs) * kTileChunkBytes + (in_chunk ^ step);
   }
 
   /// Scores of a KV tile that has come, its scales applied where it has some.
   __device__ __forceinline__ void multiply_keys(const StagePlace<K>& place, Scores<K>& scores,
                                                 TokenScales& scales) const {
     barrier_wait(at(&s.full[place.stage]), place.parity);
-    const unsigned rows = tile(place) + static_cast<unsigned>(warp() * 16) * K::kRowBytes;
-    if constexpr (K::kIsMixed) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float4 x;
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                     : "r"(scales_at(rows, h))
-                     : "memory");
-        scales.load(h, x);
-      }
-    }
-    const unsigned from =
-        rows + static_cast<unsigned>(lane() % 16) * K::kRowBytes + static_cast<unsigned>(lane() / 16) * 16u;
+    const unsigned from = tile(place);
+    const unsigned lane_at = in_chunk();
+    const latent::OperandPlace query = queries();
+    const TileScales<K> tile_scales{from};
+    if constexpr (K::kIsMixed) scales = tile_scales.load();
     constexpr int kPairs = (kLatentColumns + (K::kIsMixed ? 0 : kRopeColumns)) / kPairColumns;
     constexpr int kLoads = K::kStageLoads;
-    constexpr int kScaleLoads = 128 / kPairColumns;  // of columns of one scale
+    constexpr int kScaleLoads = kTileChunkColumns / kPairColumns;  // of columns of one scale
     static_assert(kPairs % kLoads == 0 && kScaleLoads % kLoads == 0);
     const auto load = [&](Fragment(&raw)[kLoads], int stage) {
 #pragma unroll
-      for (int l = 0; l < kLoads; ++l)
-        load_matrices(raw[l], from + static_cast<unsigned>(stage * kLoads + l) * kPairColumns);
+      for (int l = 0; l < kLoads; ++l) load_matrices(raw[l], keys_at(from, lane_at, stage * kLoads + l));
     };
     Fragment raw[2][kLoads];
     Fragment keys[2][2 * kLoads];
+    constexpr bool kHasSumsApart = TileScales<K>::kHasSumsApart;
+    typename TileScales<K>::Parts parts;
     load(raw[0], 0);
 #pragma unroll
     for (int stage = 0; stage < kPairs / kLoads; ++stage) {
@@ -75,18 +89,26 @@ struct Products {
         widen(x[2], k[2 * l + 1][0], k[2 * l + 1][2]);
         widen(x[3], k[2 * l + 1][1], k[2 * l + 1][3]);
       }
-      if (K::kIsMixed && stage > 0 && stage * kLoads % kScaleLoads == 0)
-        rescale(rows, stage * kLoads / kScaleLoads - 1, scales, scores);
+      const int scale = stage * kLoads / kScaleLoads;
+      const bool begins = stage * kLoads % kScaleLoads == 0;
+      if (K::kIsMixed && !kHasSumsApart && stage > 0 && begins)
+        tile_scales.rescale(scale - 1, scales, scores);
+      Scores<K>& to = kHasSumsApart ? parts[scale] : scores;
       products_fence();
 #pragma unroll
       for (int i = 0; i < 2 * kLoads; ++i)
-        product<f16, K::kRows, false>(scores, k[i], query_operand(stage * 2 * kLoads + i), stage + i > 0);
+        product<f16, K::kRows, false>(to, k[i], query_operand(query, stage * 2 * kLoads + i),
+                                      i > 0 || !(kHasSumsApart ? begins : stage == 0));
       products_commit();
       products_wait<1>();
     }
     if constexpr (K::kIsMixed) {
-      rescale(rows, 3, scales, scores);
-      multiply_rope(from + K::kRopeAt, scales, scores);
+      if constexpr (kHasSumsApart) {
+        tile_scales.add(parts, scales, scores);
+      } else {
+        tile_scales.rescale(TileScales<K>::kScales - 1, scales, scores);
+      }
+      multiply_rope(from + K::kRopeAt, lane_at, query, scales, scores);
     }
     latent::finish(scores);
     if constexpr (K::kIsMixed) {
@@ -95,34 +117,9 @@ struct Products {
     }
   }
 
-  /// Where the scales of this thread's token `h` lie, in rows of the cache from `rows` on.
-  static __device__ __forceinline__ unsigned scales_at(unsigned rows, int h) {
-    return rows + static_cast<unsigned>(lane() / 4 + 8 * h) * K::kRowBytes + K::kScalesAt;
-  }
-
-  /// Brings the scores of columns up to those of scale `k` from that scale's to the next one's, after the
-  /// last to the token's: in f32, where a factor on the keys in f16 would be off alike for 128 columns.
-  __device__ __forceinline__ void rescale(unsigned rows, int k, const TokenScales& scales,
-                                          Scores<K>& scores) const {
-    latent::finish(scores);
-    const auto scale_of = [&](int h, int i) {
-      float x;
-      asm volatile("ld.shared.f32 %0, [%1];"
-                   : "=f"(x)
-                   : "r"(scales_at(rows, h) + static_cast<unsigned>(i) * 4u)
-                   : "memory");
-      return fmaxf(x, TokenScales::kLeastScale);
-    };
-    float factors[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      factors[h] = scale_of(h, k) * (k < 3 ? __frcp_rn(scale_of(h, k + 1)) : scales.inverse(h));
-#pragma unroll
-    for (int i = 0; i < K::kRows / 2; ++i) scores[i] *= factors[i / 2 % 2];
-  }
-
   /// Adds the rope columns of bf16.
-  __device__ __forceinline__ void multiply_rope(unsigned from, const TokenScales& scales,
+  __device__ __forceinline__ void multiply_rope(unsigned from, unsigned lane_at,
+                                                const latent::OperandPlace& query, const TokenScales& scales,
                                                 Scores<K>& scores) const {
     const __nv_bfloat162 inverse[2] = {__float2bfloat162_rn(scales.inverse(0)),
                                        __float2bfloat162_rn(scales.inverse(1))};
@@ -130,11 +127,12 @@ struct Products {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       Fragment& k = keys[step % 2];
-      load_matrices(k, from + static_cast<unsigned>(step) * 32u);
+      load_matrices(k, from + (lane_at ^ static_cast<unsigned>(step) * 32u));
 #pragma unroll
       for (int i = 0; i < 4; ++i) k[i] = multiply_pair(k[i], inverse[i % 2]);
       products_fence();
-      product<bf16, K::kRows, false>(scores, k, query_operand(latent::kValueChunks * kSteps + step), 1);
+      product<bf16, K::kRows, false>(scores, k, query_operand(query, latent::kValueChunks * kSteps + step),
+                                     1);
       products_commit();
       products_wait<1>();
     }
@@ -160,18 +158,20 @@ struct Products {
   /// and the tile is free.
   __device__ __forceinline__ void add_values(const StagePlace<K>& place, int of, Sums<K>& sums) const {
     barrier_wait(at(&s.full[place.stage]), place.parity);  // long past, but this group may not have seen it
-    const unsigned from = tile(place) + static_cast<unsigned>(lane() % 16) * K::kRowBytes +
-                          static_cast<unsigned>(lane() / 16) * 16u +
-                          static_cast<unsigned>(group * kGroupColumns + warp() * kPairColumns);
+    const unsigned from =
+        tile(place) + static_cast<unsigned>(group) * (kGroupColumns / kTileChunkColumns) * kTileChunkBytes +
+        swizzled(static_cast<unsigned>(lane() % 16), static_cast<unsigned>(warp() * 2 + lane() / 16));
+    const latent::OperandPlace weights(columns_operand(at(s.weights[of]), latent::kChunkBytes));
     constexpr int kLoads = K::kStageLoads;
-    constexpr int kStepLoads = kValueBlocks / 2;  // of 16 tokens
+    constexpr int kStepLoads = kValueBlocks / 2;  // of 16 tokens; one a chunk
+    static_assert(kWarpGroup / kWarp * kPairColumns == kTileChunkColumns);
     const auto load = [&](Fragment(&raw)[kLoads], int stage) {
 #pragma unroll
       for (int l = 0; l < kLoads; ++l) {
         const int i = stage * kLoads + l;
         load_transposed_matrices(
-            raw[l], from + static_cast<unsigned>(i / kStepLoads * kProductDepth) * K::kRowBytes +
-                        static_cast<unsigned>(i % kStepLoads) * (kWarpGroup / kWarp * kPairColumns));
+            raw[l], from + static_cast<unsigned>(i / kStepLoads * kProductDepth * kTileChunkColumns) +
+                        static_cast<unsigned>(i % kStepLoads) * kTileChunkBytes);
       }
     };
     Fragment raw[2][kLoads];
@@ -195,9 +195,8 @@ struct Products {
 #pragma unroll
       for (int k = 0; k < 2 * kLoads; ++k) {
         const int i = stage * kLoads + k / 2;
-        const std::uint64_t weights = columns_operand(
-            at(s.weights[of]) + static_cast<unsigned>(i / kStepLoads) * 2048u, latent::kChunkBytes);
-        product<f16, K::kRows, true>(sums[i % kStepLoads * 2 + k % 2], v[k], weights, 1);
+        product<f16, K::kRows, true>(sums[i % kStepLoads * 2 + k % 2], v[k],
+                                     weights.at(static_cast<unsigned>(i / kStepLoads) * 2048u), 1);
       }
       products_commit();
       products_wait<1>();

@@ -8,6 +8,7 @@
 
 #include "cuda/attention/latent_e4m3_block.cuh"
 #include "cuda/attention/latent_e4m3_fragments.cuh"
+#include "cuda/attention/latent_e4m3_scales.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/math.cuh"
 
@@ -33,11 +34,11 @@ template <class K>
 using Totals = float[K::kRows / 4];
 
 /// Of a thread of consumer group `group`, for its KV tile at hand.
-template <class K, class Group>
+template <class K>
 struct Softmax {
   const AttentionParams& p;
   Shared<K>& s;
-  Group group;
+  int group;
 
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
   static __device__ int warp() { return static_cast<int>(threadIdx.x) % kWarpGroup / kWarp; }

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// The scales of mixed rows, one for each 128 columns of latents: how they come to scores and to weights in
+// attention over latents of e4m3.
+#pragma once
+
+#include "cuda/attention/latent_e4m3_block.cuh"
+#include "cuda/attention/latent_e4m3_fragments.cuh"
+
+namespace helix::cuda::latent_e4m3 {
+
+/// The scales of this thread's two tokens: a power of two, the token's scale, and what the scales of the
+/// columns are of it. The first is exact wherever it goes, the others are rounded to 11 bits. Scales below
+/// kLeastScale, as vLLM gives columns of zeros, count as that: the inverse of a smaller one would overflow
+/// what it multiplies.
+struct TokenScales {
+  static constexpr float kLeastScale = 0x1p-60f;
+  static constexpr int kLeastExponent = 127 - 60;
+
+  int exponent[2];   // biased
+  __half2 ratio[4];  // of 128 columns each, of both tokens
+
+  __device__ float scale(int h) const { return __uint_as_float(static_cast<unsigned>(exponent[h]) << 23); }
+  __device__ float inverse(int h) const {
+    return __uint_as_float(static_cast<unsigned>(254 - exponent[h]) << 23);
+  }
+  __device__ float log2(int h) const { return static_cast<float>(exponent[h] - 127); }
+  __device__ void load(int h, float4 scales) {
+    const float most = fmaxf(fmaxf(scales.x, scales.y), fmaxf(scales.z, scales.w));
+    const int up = static_cast<int>((__float_as_uint(most) + 0x7fffffu) >> 23);
+    exponent[h] = most > 0.0f ? ::max(kLeastExponent, ::min(253, up)) : 127;
+    const float x[4] = {scales.x, scales.y, scales.z, scales.w};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const __half r = __float2half_rn(x[k] * inverse(h));
+      ratio[k] = h == 0 ? __halves2half2(r, r) : __halves2half2(__low2half(ratio[k]), r);
+    }
+  }
+};
+
+/// The scales of a KV tile in shared memory, for this thread's two tokens h.
+///
+/// Scores get them in f32: a factor on the keys in f16 would be off alike for 128 columns. Where registers
+/// suffice the scores over the columns of each scale are sums of their own; else one sum goes on from scale
+/// to scale, and waits for its products where one ends.
+template <class K>
+struct TileScales {
+  static constexpr int kScales = K::kScaleBytes / 4;  // of a row
+  static constexpr bool kHasSumsApart = K::kIsMixed && K::kRows < 64;
+  using Scores = float[K::kRows / 2];
+  using Parts = Scores[kHasSumsApart ? kScales : 1];
+
+  unsigned tile;
+
+  __device__ __forceinline__ unsigned at(int h) const {
+    const int token = static_cast<int>(threadIdx.x) % kWarpGroup / kWarp * 16 +
+                      static_cast<int>(threadIdx.x) % kWarp / 4 + 8 * h;
+    return tile + K::kScalesAt + static_cast<unsigned>(token) * K::kScaleBytes;
+  }
+  __device__ __forceinline__ float of(int h, int k) const {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at(h) + static_cast<unsigned>(k) * 4u) : "memory");
+    return fmaxf(x, TokenScales::kLeastScale);
+  }
+  __device__ __forceinline__ TokenScales load() const {
+    TokenScales scales;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float4 x;
+      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                   : "r"(at(h))
+                   : "memory");
+      scales.load(h, x);
+    }
+    return scales;
+  }
+
+  /// Brings scores from scale `k` to the next one, after the last to the token's.
+  __device__ __forceinline__ void rescale(int k, const TokenScales& token, Scores& scores) const {
+    latent::finish(scores);
+    float factors[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      factors[h] = of(h, k) * (k + 1 < kScales ? __frcp_rn(of(h, k + 1)) : token.inverse(h));
+#pragma unroll
+    for (int i = 0; i < K::kRows / 2; ++i) scores[i] *= factors[i / 2 % 2];
+  }
+  /// scores = the sums of all scales, of the token's.
+  __device__ __forceinline__ void add(Parts& parts, const TokenScales& token, Scores& scores) const {
+#pragma unroll
+    for (int k = 0; k < kScales; ++k) {
+      latent::finish(parts[k]);
+      const float factors[2] = {of(0, k) * token.inverse(0), of(1, k) * token.inverse(1)};
+#pragma unroll
+      for (int i = 0; i < K::kRows / 2; ++i) {
+        const float x = parts[k][i] * factors[i / 2 % 2];
+        scores[i] = k == 0 ? x : scores[i] + x;
+      }
+    }
+  }
+};
+
+}  // namespace helix::cuda::latent_e4m3
