@@ -2,13 +2,11 @@
 // Partial attention on Hopper's tensor cores, for q of 16 bits and KV of the same type or of e4m3.
 //
 // Each warp is a worker of its own: it takes every kWarps-th KV tile of the block's work item, asks for it
-// kStages KV tiles ahead (how is a template parameter, as layouts differ), and multiplies it without waiting
-// for another warp. The warps meet only where a KV split ends.
+// kStages KV tiles ahead (how, `Copies` says), and multiplies it. Warps meet only where a KV split ends.
 //
-// Beside e4m3 queries and weights are f16. Queries of bf16 are scaled row by row, and the inverse, the scale
-// of the keys and that of the scores are one factor of the row's scores; the scale of the values multiplies
-// the sums where a KV split ends. Weights go up to 2^kHeadroom and not up to 1: the sum of a million weights
-// below the least f16 would be missed.
+// Beside e4m3 queries and weights are f16. Queries of bf16 are scaled row by row; the inverse, the keys' scale
+// and that of the scores are one factor of the row's scores; the values' scale multiplies the sums where a KV
+// split ends. Weights go up to 2^kHeadroom: a million weights below the least f16 would be missed.
 #pragma once
 
 #include <cstddef>
