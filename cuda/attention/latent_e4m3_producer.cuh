@@ -20,8 +20,8 @@ struct Maps {
 };
 
 /// Fills the KV tiles of a block, each of the producer warps a part of every one. Whole ones come by the copy
-/// engine: 16 heads read 4.2 TB/s so, 3.7 by load units, which ask the L2 cache for half as much again. Where
-/// some tokens are none that is seen, or pages have no boxes, load units bring rows, and zeros for the rest.
+/// engine; load units ask the L2 cache for half as many sectors again. Where some tokens are none that is
+/// seen, or pages have no boxes, load units bring rows, and zeros for the rest.
 template <class K>
 class Copier {
  public:
