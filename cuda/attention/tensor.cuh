@@ -4,9 +4,9 @@
 // Each warp is a worker of its own: it takes every kWarps-th KV tile of the block's work item, asks for it
 // kStages KV tiles ahead (how, `Copies` says), and multiplies it. Warps meet only where a KV split ends.
 //
-// Beside e4m3 queries and weights are f16. Queries of bf16 are scaled row by row; the inverse, the keys' scale
-// and that of the scores are one factor of the row's scores; the values' scale multiplies the sums where a KV
-// split ends. Weights go up to 2^kHeadroom: a million weights below the least f16 would be missed.
+// Beside e4m3 queries and weights are f16. Queries of bf16 are scaled row by row; the inverse, the keys'
+// scale and that of the scores are one factor of the row's scores; the values' scale multiplies the sums
+// where a KV split ends. Weights go up to 2^kHeadroom: a million weights below the least f16 would be missed.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // cuda::LocalComm: ranks meet as those of cpu::LocalComm do, and the last to arrive queues the work of all.
-#include <bit>
-#include <cstddef>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -169,13 +167,6 @@ void collective(const std::shared_ptr<Group>& group, int rank, Call call) {
   group->collective(rank, call, queue_on(group));
 }
 
-void expect_aligned(std::string_view operation, const void* in, const void* out, DType dtype) {
-  const std::size_t width = size_bytes(dtype);
-  const auto remainder = (std::bit_cast<std::uintptr_t>(in) | std::bit_cast<std::uintptr_t>(out)) % width;
-  HELIX_EXPECTS(remainder == 0, ErrorCode::invalid_argument, operation, ": in ", in, " and out ", out,
-                " must be aligned to the ", width, " bytes of ", to_string(dtype));
-}
-
 Call make_call(Operation operation, const void* in, void* out, std::int64_t count, Stream stream) {
   Call call;
   call.operation = operation;
@@ -208,7 +199,6 @@ int LocalComm::size() const {
 
 void LocalComm::all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
   comm::expect_reduction("all_reduce", in, out, count, dtype);
-  expect_aligned("all_reduce", in, out, dtype);
   Call call = make_call(Operation::all_reduce, in, out, count, stream);
   call.dtype = dtype;
   collective(group_, rank_, call);
@@ -216,7 +206,6 @@ void LocalComm::all_reduce(const void* in, void* out, std::int64_t count, DType 
 
 void LocalComm::reduce_scatter(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
   comm::expect_reduction("reduce_scatter", in, out, count, dtype);
-  expect_aligned("reduce_scatter", in, out, dtype);
   Call call = make_call(Operation::reduce_scatter, in, out, count, stream);
   call.dtype = dtype;
   collective(group_, rank_, call);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -34,6 +35,10 @@ inline void expect_reduction(std::string_view operation, const void* in, const v
   expect_buffers(operation, in, out, count);
   HELIX_EXPECTS(dtype != DType::fp8_e4m3 && dtype != DType::fp8_ds_mla, ErrorCode::unsupported, operation,
                 ": cannot sum ", to_string(dtype), "; use f32, f16 or bf16");
+  const std::size_t width = size_bytes(dtype);
+  const auto remainder = (std::bit_cast<std::uintptr_t>(in) | std::bit_cast<std::uintptr_t>(out)) % width;
+  HELIX_EXPECTS(remainder == 0, ErrorCode::invalid_argument, operation, ": in ", in, " and out ", out,
+                " must be aligned to the ", width, " bytes of ", to_string(dtype));
 }
 
 inline void expect_peer_bytes(const void* in, std::span<const std::int64_t> send_bytes, const void* out,

@@ -29,7 +29,7 @@ concept ExchangeComm = GroupComm<C> &&
 };
 
 /// What layers ask of the stage: the sum of n elements over the ranks, the same bits on every rank (invariant
-/// 12). `in` may equal `out`.
+/// 12). `in` may equal `out`; both are aligned to their type.
 template <class C, class Stream>
 concept ReduceComm = GroupComm<C> &&
     requires(C& comm, const void* in, void* out, std::int64_t n, DType dtype, Stream stream) {

@@ -41,6 +41,10 @@ void refusal_contract(Comm& comm) {
   refused("a negative count", [&] { comm.all_reduce(p, p, -1, DType::f32, stream); });
   refused("a negative slice", [&] { comm.reduce_scatter(p, p, -1, DType::f32, stream); });
   refused("an fp8 sum", [&] { comm.all_reduce(p, p, 1, DType::fp8_e4m3, stream); });
+  refused("a sum between elements",
+          [&] { comm.all_reduce(static_cast<std::byte*>(p) + 1, p, 1, DType::f32, stream); });
+  refused("a slice between elements",
+          [&] { comm.reduce_scatter(p, static_cast<std::byte*>(p) + 1, 1, DType::bf16, stream); });
   refused("a null input", [&] { comm.all_gather(nullptr, p, 1, stream); });
   refused("a null output", [&] { comm.all_to_all(p, nullptr, 1, stream); });
   refused("a count too many", [&] { comm.all_to_all_v(p, too_many, p, fitting, stream); });
