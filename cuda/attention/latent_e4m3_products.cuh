@@ -38,13 +38,13 @@ struct Products {
     return latent::OperandPlace(rows_operand(at(s.queries)));
   }
 
-  /// Where in a chunk of 128 bytes a row the 16 bytes lie that this lane's matrix loads begin with, of the
-  /// warp's 16 rows; 32 bytes further is another bit.
-  static __device__ __forceinline__ unsigned in_chunk() {
+  /// Where this lane's matrix loads of the warp's 16 rows begin in a swizzled chunk of 128 bytes a row.
+  /// Further columns of the chunk are other bits: ^ their bytes, a multiple of 32.
+  static __device__ __forceinline__ unsigned lane_in_chunk() {
     return swizzled(static_cast<unsigned>(warp() * 16 + lane() % 16), static_cast<unsigned>(lane() / 16));
   }
-  /// Where 32 columns of keys lie for this lane.
-  static __device__ __forceinline__ unsigned keys_at(unsigned tile, unsigned in_chunk, int pair) {
+  /// Where columns [32 * pair, + 32) of keys lie for this lane, of which `lane_at` is lane_in_chunk().
+  static __device__ __forceinline__ unsigned keys_at(unsigned tile, unsigned lane_at, int pair) {
     constexpr int kChunkPairs = kTileChunkColumns / kPairColumns;
     const unsigned step = static_cast<unsigned>(pair % kChunkPairs) * kPairColumns;
     if (pair >= kLatentColumns / kPairColumns) {  // rope columns of e4m3
@@ -52,7 +52,7 @@ struct Products {
           swizzled_half(static_cast<unsigned>(warp() * 16 + lane() % 16), static_cast<unsigned>(lane() / 16));
       return tile + K::kRopeAt + (half ^ step);
     }
-    return tile + static_cast<unsigned>(pair / kChunkPairs) * kTileChunkBytes + (in_chunk ^ step);
+    return tile + static_cast<unsigned>(pair / kChunkPairs) * kTileChunkBytes + (lane_at ^ step);
   }
 
   /// Scores of a KV tile that has come, its scales applied where it has some.
@@ -60,7 +60,7 @@ struct Products {
                                                 TokenScales& scales) const {
     barrier_wait(at(&s.full[place.stage]), place.parity);
     const unsigned from = tile(place);
-    const unsigned lane_at = in_chunk();
+    const unsigned lane_at = lane_in_chunk();
     const latent::OperandPlace query = queries();
     const TileScales<K> tile_scales{from};
     if constexpr (K::kIsMixed) scales = tile_scales.load();
