@@ -81,15 +81,20 @@ void check_bad_calls(const LayerSpec& spec, TopologySpec topology, const std::ve
   }
 }
 
-TEST_CASE("Bad arguments are refused alike on every rank before any collective") {
-  const auto fatter = [](WeightView& w) { w.cols += 1; };
-  const auto with_middle = [](const Arguments& a, std::int64_t offset) -> std::span<const std::int32_t> {
-    thread_local std::vector<std::int32_t> offsets;  // outlives the call that reads it
-    offsets.assign(a.batch.query_offsets_host.begin(), a.batch.query_offsets_host.end());
-    offsets[1] = static_cast<std::int32_t>(offset);
-    return offsets;
-  };
-  std::vector<BadCall> calls{
+void widen(WeightView& w) {
+  w.cols += 1;
+}
+
+/// The query offsets with another second one.
+std::span<const std::int32_t> with_middle(const Arguments& a, std::int64_t offset) {
+  thread_local std::vector<std::int32_t> offsets;  // outlives the call that reads it
+  offsets.assign(a.batch.query_offsets_host.begin(), a.batch.query_offsets_host.end());
+  offsets[1] = static_cast<std::int32_t>(offset);
+  return offsets;
+}
+
+TEST_CASE("Bad options and batches are refused alike on every rank before any collective") {
+  const std::vector<BadCall> calls{
       {"shape of another rank", [](Arguments& a) { a.shape.stage_rank += 1; }},
       {"no exchange", [](Arguments& a) { a.options.exchange = nullptr; }},
       {"no HopB", [](Arguments& a) { a.options.hop_b = nullptr; }},
@@ -127,9 +132,14 @@ TEST_CASE("Bad arguments are refused alike on every rank before any collective")
       {"magnitude that is no number", [](Arguments& a) { a.config.rope.magnitude = std::nanf(""); }},
       {"no slots", [](Arguments& a) { a.batch.sequence_slots = nullptr; }},
       {"falling query offsets",
-       [&](Arguments& a) { a.batch.query_offsets_host = with_middle(a, a.hidden.extent(0) + 1); }},
-      {"query offsets below zero", [&](Arguments& a) { a.batch.query_offsets_host = with_middle(a, -3); }},
-      {"too many slices", [](Arguments& a) { a.options.hop_b_slices = 5; }},
+       [](Arguments& a) { a.batch.query_offsets_host = with_middle(a, a.hidden.extent(0) + 1); }},
+      {"query offsets below zero", [](Arguments& a) { a.batch.query_offsets_host = with_middle(a, -3); }},
+      {"too many slices", [](Arguments& a) { a.options.hop_b_slices = 5; }}};
+  check_bad_calls({}, {.kvp = 2, .tpa = 2}, calls);
+}
+
+TEST_CASE("Bad workspaces, hidden rows, caches and sizes are refused alike on every rank") {
+  const std::vector<BadCall> calls{
       {"no workspace", [](Arguments& a) { a.options.workspace = {}; }, ErrorCode::capacity},
       {"small workspace", [](Arguments& a) { a.options.workspace = a.options.workspace.first(1024); },
        ErrorCode::capacity},
@@ -159,17 +169,22 @@ TEST_CASE("Bad arguments are refused alike on every rank before any collective")
       {"negative window", [](Arguments& a) { a.config.window = -1; }},
       {"negative soft cap", [](Arguments& a) { a.config.soft_cap = -1.0f; }},
       {"rotary wider than a head", [](Arguments& a) { a.config.rope.rotary_dim = 18; }},
-      {"odd rotary", [](Arguments& a) { a.config.rope.rotary_dim = 7; }},
+      {"odd rotary", [](Arguments& a) { a.config.rope.rotary_dim = 7; }}};
+  check_bad_calls({}, {.kvp = 2, .tpa = 2}, calls);
+}
+
+TEST_CASE("Bad weights of a dense layer are refused alike on every rank") {
+  const std::vector<BadCall> calls{
       {"output projection of all heads", [](Arguments& a) { a.gqa().o.cols *= 2; }},
       {"no output projection", [](Arguments& a) { a.gqa().o = {}; }},
-      {"qkv of another width", [&](Arguments& a) { fatter(a.gqa().qkv); }},
+      {"qkv of another width", [](Arguments& a) { widen(a.gqa().qkv); }},
       {"qkv without values", [](Arguments& a) { a.gqa().qkv.rows -= 16; }},
       {"qkv bias of another width", [](Arguments& a) { a.gqa().qkv_bias = a.gqa().o; }},
       {"head norm of another width", [](Arguments& a) { a.gqa().q_norm = a.weights.input_norm; }},
       {"o bias of another width", [](Arguments& a) { a.gqa().o_bias = a.gqa().o; }},
       {"no input norm", [](Arguments& a) { a.weights.input_norm = {}; }},
-      {"post-attention norm of another width", [&](Arguments& a) { fatter(a.weights.post_attention_norm); }},
-      {"gate and up of another width", [&](Arguments& a) { fatter(a.dense().gate_up); }},
+      {"post-attention norm of another width", [](Arguments& a) { widen(a.weights.post_attention_norm); }},
+      {"gate and up of another width", [](Arguments& a) { widen(a.dense().gate_up); }},
       {"gate and up of another part", [](Arguments& a) { a.dense().gate_up.rows *= 2; }},
       {"down of another part", [](Arguments& a) { a.dense().down.cols *= 2; }},
       {"down of another width", [](Arguments& a) { a.dense().down.rows -= 1; }},
@@ -177,7 +192,9 @@ TEST_CASE("Bad arguments are refused alike on every rank before any collective")
       {"down bias of another width", [](Arguments& a) { a.dense().down_bias = a.dense().down; }},
       {"experts in a dense model", [](Arguments& a) { a.weights.ffn = MoeWeights{}; }}};
   check_bad_calls({}, {.kvp = 2, .tpa = 2}, calls);
+}
 
+TEST_CASE("Bad arguments of a layer of latents and experts are refused alike on every rank") {
   check_bad_calls(
       LayerSpec::deepseek(true), {.kvp = 4, .ep = 2},
       {{"grouped weights", [](Arguments& a) { a.weights.attention = GqaWeights{}; }},

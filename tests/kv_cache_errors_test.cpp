@@ -87,103 +87,112 @@ TEST_CASE("ids that are stale, foreign or made up are refused everywhere") {
   CHECK(cache.ledger().num_sequences() == 1);
 }
 
-TEST_CASE("calls whose arguments contradict each other are refused and change nothing") {
-  const KvCacheSpec spec{.format = DType::f32, .layers = 2, .page_tokens = 4, .pages = 4};
-  Stage stage({.kv_heads = 2}, spec);
+/// A cache of two sequences, of 6 tokens and of none.
+struct TwoSequences {
+  Stage stage{{.kv_heads = 2}, {.format = DType::f32, .layers = 2, .page_tokens = 4, .pages = 4}};
   Cache& cache = stage.cache(0);
   Stream& stream = stage.stream(0);
-  const SequenceId a = cache.add();
-  const SequenceId b = cache.add();
+  SequenceId a = cache.add();
+  SequenceId b = cache.add();
+  std::vector<float> rows = std::vector<float>(6 * 2 * 8);
+
+  TensorView<const float, 3> view(std::int64_t n, std::int64_t h, std::int64_t d) const {
+    return {rows.data(), {n, h, d}};
+  }
+  TensorView<float, 3> out(std::int64_t n, std::int64_t h, std::int64_t d) {
+    return {rows.data(), {n, h, d}};
+  }
+
+  /// Each call is refused and changes nothing.
+  void check(const std::vector<std::function<void()>>& calls) {
+    const Snapshot before = snapshot_of(cache.ledger(), {a, b});
+    for (std::size_t i = 0; i < calls.size(); ++i) {
+      CAPTURE(i);
+      const auto failure = failure_of(calls[i]);
+      REQUIRE(failure);
+      CHECK(failure->code == ErrorCode::invalid_argument);
+      CHECK(snapshot_of(cache.ledger(), {a, b}) == before);
+    }
+    stream.synchronize();
+  }
+};
+
+TEST_CASE_METHOD(TwoSequences,
+                 "changes whose arguments contradict each other are refused and change nothing") {
   cache.append(a, 6, stream);
-  const Snapshot before = snapshot_of(cache.ledger(), {a, b});
-  std::vector<float> rows(6 * 2 * 8);
-  const auto view = [&](std::int64_t n, std::int64_t h, std::int64_t d) {
-    return TensorView<const float, 3>(rows.data(), {n, h, d});
-  };
-  const auto out = [&](std::int64_t n, std::int64_t h, std::int64_t d) {
-    return TensorView<float, 3>(rows.data(), {n, h, d});
-  };
   const std::vector<SequenceId> twice{a, b, a};
   const std::vector<std::int64_t> three{1, 1, 1};
   const std::vector<std::int64_t> two{1, 1};
   const std::vector<std::int64_t> negative{1, -1};
   const std::vector<std::int64_t> huge{1, std::numeric_limits<std::int64_t>::max()};
-  const std::vector<std::function<void()>> calls{
-      [&] { cache.append(twice, three, stream); },
-      [&] { cache.append(twice, two, stream); },
-      [&] { cache.append(std::span(twice).first(2), negative, stream); },
-      [&] { cache.append(std::span(twice).first(2), huge, stream); },
-      [&] { cache.append(a, -1, stream); },
-      [&] { cache.add(-1); },
-      [&] { cache.reserve(a, -1); },
-      [&] { cache.truncate(a, 7); },
-      [&] { cache.truncate(a, -1); },
-      [&] { cache.fork(a, 7, stream); },
-      [&] { cache.fork(a, -1, stream); },
-      [&] { cache.write(a, 2, 0, view(1, 2, 8), view(1, 2, 8), stream); },
-      [&] { cache.write(a, -1, 0, view(1, 2, 8), view(1, 2, 8), stream); },
-      [&] { cache.write(a, 0, 6, view(1, 2, 8), view(1, 2, 8), stream); },
-      [&] { cache.write(a, 0, -1, view(1, 2, 8), view(1, 2, 8), stream); },
-      [&] {
-        cache.write(a, 0, std::numeric_limits<std::int64_t>::max(), view(1, 2, 8), view(1, 2, 8), stream);
-      },
-      [&] { cache.write(a, 0, 0, view(1, 1, 8), view(1, 1, 8), stream); },
-      [&] { cache.write(a, 0, 0, view(1, 2, 7), view(1, 2, 8), stream); },
-      [&] { cache.write(a, 0, 0, view(1, 2, 8), view(1, 2, 9), stream); },
-      [&] { cache.write(a, 0, 0, view(2, 2, 8), view(1, 2, 8), stream); },
-      [&] {
-        cache.write(a, 0, 0, {rows.data(), {1, 2, 8}, {32, 16, 2}}, view(1, 2, 8), stream);
-      },
-      [&] {
-        cache.write(a, 0, 0, {nullptr, {1, 2, 8}}, view(1, 2, 8), stream);
-      },
-      [&] {
-        cache.write(a, 0, 2, {rows.data(), {-1, 2, 8}, {16, 8, 1}}, {rows.data(), {-1, 2, 8}, {16, 8, 1}},
-                    stream);
-      },
-      [&] {
-        cache.read(a, 0, {0, 1}, out(1, 2, 8), {nullptr, {1, 2, 8}}, stream);
-      },
-      [&] {
-        cache.read(a, 0, {0, 7}, out(7, 2, 8), out(7, 2, 8), stream);
-      },
-      [&] {
-        cache.read(a, 0, {-1, 2}, out(3, 2, 8), out(3, 2, 8), stream);
-      },
-      [&] {
-        cache.read(a, 0, {3, 2}, out(0, 2, 8), out(0, 2, 8), stream);
-      },
-      [&] {
-        cache.read(a, 0, {0, 2}, out(1, 2, 8), out(1, 2, 8), stream);
-      },
-      [&] {
-        cache.read(a, 2, {0, 2}, out(2, 2, 8), out(2, 2, 8), stream);
-      },
-      [&] { (void)cache.layer(2); },
-      [&] { (void)cache.ledger().pages(a, 1); },
-      [&] { (void)cache.ledger().pages(-1); },
-      [&] { (void)cache.ledger().pages(99); },
-      [&] { (void)cache.ledger().pages(2); },
-      [&] { (void)cache.ledger().pages_free(1); },
-      [&] { (void)cache.ledger().pages_used(-1); },
-      [&] {
-        (void)cache.ledger().is_shared(a, {0, 7});
-      },
-      [&] {
-        (void)cache.ledger().is_shared(a, {-1, 2});
-      },
-      [&] { (void)PageLedger::pages_needed(KvLayout(2, 3), 0, 100, 0); },
-      [&] { (void)PageLedger::pages_needed(KvLayout(2, 3), 64, -1, 0); },
-      [&] { (void)PageLedger::pages_needed(KvLayout(2, 3), 64, 100, 2); },
-      [&] { (void)PageLedger::pages_needed(KvLayout(2, 3), std::int64_t{1} << 33, 100, 0); }};
-  for (std::size_t i = 0; i < calls.size(); ++i) {
-    CAPTURE(i);
-    const auto failure = failure_of(calls[i]);
-    REQUIRE(failure);
-    CHECK(failure->code == ErrorCode::invalid_argument);
-    CHECK(snapshot_of(cache.ledger(), {a, b}) == before);
-  }
-  stream.synchronize();
+  check({[&] { cache.append(twice, three, stream); },
+         [&] { cache.append(twice, two, stream); },
+         [&] { cache.append(std::span(twice).first(2), negative, stream); },
+         [&] { cache.append(std::span(twice).first(2), huge, stream); },
+         [&] { cache.append(a, -1, stream); },
+         [&] { cache.add(-1); },
+         [&] { cache.reserve(a, -1); },
+         [&] { cache.truncate(a, 7); },
+         [&] { cache.truncate(a, -1); },
+         [&] { cache.fork(a, 7, stream); },
+         [&] { cache.fork(a, -1, stream); },
+         [&] { cache.write(a, 2, 0, view(1, 2, 8), view(1, 2, 8), stream); },
+         [&] { cache.write(a, -1, 0, view(1, 2, 8), view(1, 2, 8), stream); },
+         [&] { cache.write(a, 0, 6, view(1, 2, 8), view(1, 2, 8), stream); },
+         [&] { cache.write(a, 0, -1, view(1, 2, 8), view(1, 2, 8), stream); },
+         [&] {
+           cache.write(a, 0, std::numeric_limits<std::int64_t>::max(), view(1, 2, 8), view(1, 2, 8), stream);
+         },
+         [&] { cache.write(a, 0, 0, view(1, 1, 8), view(1, 1, 8), stream); },
+         [&] { cache.write(a, 0, 0, view(1, 2, 7), view(1, 2, 8), stream); },
+         [&] { cache.write(a, 0, 0, view(1, 2, 8), view(1, 2, 9), stream); },
+         [&] { cache.write(a, 0, 0, view(2, 2, 8), view(1, 2, 8), stream); },
+         [&] {
+           cache.write(a, 0, 0, {rows.data(), {1, 2, 8}, {32, 16, 2}}, view(1, 2, 8), stream);
+         },
+         [&] {
+           cache.write(a, 0, 0, {nullptr, {1, 2, 8}}, view(1, 2, 8), stream);
+         },
+         [&] {
+           cache.write(a, 0, 2, {rows.data(), {-1, 2, 8}, {16, 8, 1}}, {rows.data(), {-1, 2, 8}, {16, 8, 1}},
+                       stream);
+         }});
+}
+
+TEST_CASE_METHOD(TwoSequences, "reads and questions whose arguments contradict each other are refused") {
+  cache.append(a, 6, stream);
+  check({[&] {
+           cache.read(a, 0, {0, 1}, out(1, 2, 8), {nullptr, {1, 2, 8}}, stream);
+         },
+         [&] {
+           cache.read(a, 0, {0, 7}, out(7, 2, 8), out(7, 2, 8), stream);
+         },
+         [&] {
+           cache.read(a, 0, {-1, 2}, out(3, 2, 8), out(3, 2, 8), stream);
+         },
+         [&] {
+           cache.read(a, 0, {3, 2}, out(0, 2, 8), out(0, 2, 8), stream);
+         },
+         [&] {
+           cache.read(a, 0, {0, 2}, out(1, 2, 8), out(1, 2, 8), stream);
+         },
+         [&] {
+           cache.read(a, 2, {0, 2}, out(2, 2, 8), out(2, 2, 8), stream);
+         },
+         [&] { (void)cache.layer(2); }, [&] { (void)cache.ledger().pages(a, 1); },
+         [&] { (void)cache.ledger().pages(-1); }, [&] { (void)cache.ledger().pages(99); },
+         [&] { (void)cache.ledger().pages(2); }, [&] { (void)cache.ledger().pages_free(1); },
+         [&] { (void)cache.ledger().pages_used(-1); },
+         [&] {
+           (void)cache.ledger().is_shared(a, {0, 7});
+         },
+         [&] {
+           (void)cache.ledger().is_shared(a, {-1, 2});
+         },
+         [&] { (void)PageLedger::pages_needed(KvLayout(2, 3), 0, 100, 0); },
+         [&] { (void)PageLedger::pages_needed(KvLayout(2, 3), 64, -1, 0); },
+         [&] { (void)PageLedger::pages_needed(KvLayout(2, 3), 64, 100, 2); },
+         [&] { (void)PageLedger::pages_needed(KvLayout(2, 3), std::int64_t{1} << 33, 100, 0); }});
 }
 
 TEST_CASE("bad cache sizes fail at construction") {

@@ -327,6 +327,15 @@ TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
       },
       [&](const ReadKvArgs& a) { operators.read_kv(a, stream); });
 
+  operators.synchronize(stream);
+}
+
+TEST_CASE("latents are refused whose rows or view do not fit") {
+  const Readable readable(false);
+  std::vector<float> rows(2 * 8);
+  const std::int32_t slot = 0;
+  const cpu::Operators operators;
+  const auto stream = operators.create_stream();
   using ReadLatents = ReadLatentsArgs<float>;
   const KvFormat latent = KvFormat::latent(DType::f32, 8, 6, readable.kv.format.page_tokens);
   KvView latents = KvView::of_pool(readable.kv.k, latent, 1);
@@ -347,7 +356,7 @@ TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
        {"read_latents: first_local is -1", [](ReadLatents& a) { a.first_local = -1; }},
        {"sequence_slot is null", [](ReadLatents& a) { a.sequence_slot = nullptr; }}},
       [&] {
-        return ReadLatents{latents, &slot, 0, {good.data(), {2, 8}}};
+        return ReadLatents{latents, &slot, 0, {rows.data(), {2, 8}}};
       },
       [&](const ReadLatents& a) { operators.read_latents(a, stream); });
   operators.synchronize(stream);
