@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel over latents (MLA): what it fits, and its two launches.
-#include <algorithm>
 #include <cstdint>
 
 #include "cuda/attention/kernel.hpp"
@@ -134,12 +133,6 @@ void launch_combine(const AttentionParams& p, int splits, StreamHandle stream) {
   splits <= 4 * kTripSplits ? launch_combine<4>(p, stream) : launch_combine<8>(p, stream);
 }
 
-/// Tokens of the boxes that the copy engine takes out of pages: as many as lie in one page wherever a KV tile
-/// begins.
-int box_tokens(int page_tokens) {
-  return std::min(page_tokens & -page_tokens, kLatentTileTokens);
-}
-
 /// Returns the work items that there are at most.
 template <class T, int kBlocks>
 int launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
@@ -147,7 +140,7 @@ int launch(const AttentionParams& p, const AttentionCall& call, const AttentionG
   const int blocks = latent_blocks(grid, kBlocks);
   const auto kernel = attend_latent<T, kBlocks>;
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  const int box = box_tokens(p.page_tokens);
+  const int box = latent_box_tokens(p.page_tokens);
   const int chunks = box == kLatentTileTokens ? latent::kUnitChunks : 1;
   launch_early(kernel, static_cast<unsigned>(blocks), latent::kThreads, kBytes, grid.stream, true, p,
                paged_chunks_map(p.k, call.dtype, kLatentColumns, call.kv, box, chunks),

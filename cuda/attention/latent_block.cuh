@@ -26,6 +26,12 @@ inline int latent_blocks(const AttentionGrid& grid, int item_blocks) {
   return std::clamp(grid.blocks / kBlocksPerSm / item_blocks, 1, kMaxLatentSplits) * item_blocks;
 }
 
+/// Tokens of the boxes that the copy engine takes out of pages: as many as lie in one page wherever a KV tile
+/// begins.
+inline int latent_box_tokens(int page_tokens) {
+  return std::min(page_tokens & -page_tokens, kLatentTileTokens);
+}
+
 namespace latent {
 
 /// A KV tile is twice as long as the short ones, and a query tile's partials are 16 times as large.
@@ -131,6 +137,9 @@ __device__ inline int block_of_item() {
 inline constexpr int kHeldChunks = 3;
 inline constexpr int kConsumerRegisters = 240;
 inline constexpr int kProducerRegisters = 24;
+// As many as the block was launched with, or the last to take some would wait for ever.
+static_assert(kConsumers * kConsumerRegisters + kWarpGroup * kProducerRegisters <=
+              65536 / kThreads / 8 * 8 * kThreads);
 
 /// By one thread of the block.
 template <int kBlocks>

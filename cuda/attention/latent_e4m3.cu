@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The launch of the kernel over latents of e4m3.
-#include <algorithm>
-
 #include "cuda/attention/latent_e4m3.cuh"
 #include "cuda/attention/latent_e4m3.hpp"
 #include "cuda/runtime/launch.cuh"
@@ -9,15 +7,12 @@
 namespace helix::cuda {
 namespace {
 
-constexpr int kLeastBoxTokens = 8;  ///< As the swizzle repeats.
-
-/// Maps of the pool's rows, of boxes as long as lie in one page wherever a KV tile begins.
+/// Maps of the pool's rows; none where boxes would be shorter than a swizzle.
 template <class K>
 latent_e4m3::Maps maps_of(const AttentionParams& p, const KvView& kv) {
   latent_e4m3::Maps maps{};
-  const int page_tokens = p.page_tokens;
-  const int box = std::min(page_tokens & -page_tokens, kLatentTileTokens);
-  if (box < kLeastBoxTokens || kv.num_pages == 0) return maps;
+  const int box = latent_box_tokens(p.page_tokens);
+  if (box < kSwizzleRows || kv.num_pages == 0) return maps;
   const auto map_of = [&](std::byte* first, const PagedRows& rows, int columns, int chunks,
                           CUtensorMapSwizzle swizzle) {
     return rows_map<4>(first, DType::fp8_e4m3, {columns, kv.format.page_tokens, chunks, kv.num_pages},

@@ -17,8 +17,6 @@
 // Asking the L2 cache for tiles ahead lost 10 %.
 #pragma once
 
-#include <type_traits>
-
 #include "cuda/attention/latent_e4m3_producer.cuh"
 #include "cuda/attention/latent_e4m3_products.cuh"
 #include "cuda/attention/latent_e4m3_rows.cuh"

@@ -11,9 +11,11 @@ namespace helix::cuda::latent_e4m3 {
 
 using latent::at;
 using latent::block_of_item;
+using latent::kConsumerRegisters;
 using latent::kConsumers;
 using latent::kGroupColumns;
 using latent::kGroups;
+using latent::kProducerRegisters;
 using latent::kProducerWarps;
 using latent::kSteps;
 using latent::kThreads;
@@ -109,12 +111,6 @@ __device__ __forceinline__ QueryTileSpan& Plan<K>::span(int u) {
 
 /// Named barriers of the block; those of a group follow each other.
 enum Barrier { kAllConsumers = 1, kOneGroup = 2, kWeights = 4, kWeightsRead = 6 };
-
-inline constexpr int kConsumerRegisters = 240;
-inline constexpr int kProducerRegisters = 24;
-// As many as the block was launched with, or the last to take some would wait for ever.
-static_assert(kConsumers * kConsumerRegisters + kWarpGroup * kProducerRegisters <=
-              65536 / kThreads / 8 * 8 * kThreads);
 
 /// A KV tile's place among the stages.
 template <class K>

@@ -13,8 +13,7 @@ namespace {
 /// them 80.6 and 78.4.
 constexpr std::int64_t kLeastRows = 32;
 constexpr int kCombineThreads = 256;
-constexpr int kMaxBox = 256;                 ///< Of a dimension of a box.
-constexpr std::int64_t kLeastBoxTokens = 8;  ///< As the swizzle repeats.
+constexpr int kMaxBox = 256;  ///< Of a dimension of a box.
 
 /// What is read of KV at a time: 256 bytes would be read twice, by the boxes of either chunk of a row (8
 /// sequences of 131072 tokens, drafts of 8: 1073 us; so 972).
@@ -82,7 +81,7 @@ void launch_pages(const AttentionParams& p, const KvView& kv, const AttentionGri
         2 * p.q_head_stride, 2 * p.q_token_stride, p.group, S::kRows / p.group);
   }
   maps.box_tokens = static_cast<int>(std::gcd(kv.format.page_tokens, std::int64_t{S::kTokens}));
-  if (maps.box_tokens < kLeastBoxTokens || kv.num_pages == 0)
+  if (maps.box_tokens < kSwizzleRows || kv.num_pages == 0)
     return launch<T, S, WaveChunkCopies>(p, maps, grid);
   maps.k = paged_rows_map(p.k, p.dtype, S::kDim, kv, maps.box_tokens, kPromotion);
   maps.v = paged_rows_map(p.v, p.dtype, S::kValueDim, kv, maps.box_tokens, kPromotion);

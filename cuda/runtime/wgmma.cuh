@@ -15,6 +15,7 @@ inline constexpr int kWarpGroup = 128;    ///< Threads of a warp group.
 inline constexpr int kGroupRows = 64;     ///< Rows of a warp group's product.
 inline constexpr int kChunkColumns = 64;  ///< 16-bit columns of a swizzled chunk: 128 bytes.
 inline constexpr int kProductDepth = 16;  ///< Of the summed dimension, an instruction.
+inline constexpr int kSwizzleRows = 8;    ///< Rows after which the order of a chunk's parts repeats.
 
 /// Where 16-byte part `part` of row `row` lies in a swizzled chunk, in bytes.
 __device__ __forceinline__ constexpr unsigned swizzled(unsigned row, unsigned part) {
