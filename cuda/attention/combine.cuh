@@ -46,6 +46,17 @@ struct RowWriter {
                                    : float4{x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse};
     store_columns(p, at + column, p.value_dim - column, result);
   }
+  /// Four columns that are of out's type already, of 16 bits.
+  __device__ void write_bits(int column, uint2 four) const {
+    auto* to = static_cast<unsigned short*>(p.out) + at + column;
+    if (p.is_out_aligned) {
+      *reinterpret_cast<uint2*>(to) = four;
+    } else {
+      const auto* from = reinterpret_cast<const unsigned short*>(&four);
+#pragma unroll
+      for (int k = 0; k < kLaneColumns; ++k) to[k] = from[k];
+    }
+  }
 };
 
 /// Where the split partials of a row go: its unnormalised sum of values, max (base 2) and sum of weights.

@@ -6,9 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/attention/combine.cuh"
 #include "cuda/attention/latent_e4m3_softmax.cuh"
-#include "cuda/attention/latent_rows.cuh"
+#include "cuda/attention/latent_result.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/math.cuh"
 
@@ -123,92 +122,98 @@ struct QueryRows {
 
   /// What the rows see.
   __device__ __forceinline__ void find_bounds() const {
-    const QueryTile& tile = part.span.query_tile;
     const int r = static_cast<int>(threadIdx.x);
     if (r >= kRows) return;
-    TokenRange seen{part.span.begin_token, part.span.end_token};
-    if (first_row() + r < tile.num_rows) seen = visible(p, p.positions[tile.token(p, first_row() + r)]);
+    const TokenRange seen = seen_by_row(p, part.span, first_row() + r);
     s.low[r] = static_cast<int>(seen.begin);
     s.high[r] = static_cast<int>(seen.end);
   }
 
-  // At the end the place of the queries holds half of a group's columns at a time.
-  static constexpr int kStageColumns = kGroupColumns / 2;
-  static_assert(kGroups * kRows * kStageColumns * sizeof(float) <= K::kQueryBytes);
-  __device__ float* stage() const {
-    return reinterpret_cast<float*>(s.queries) + group() * kRows * kStageColumns;
+  // At the end the place of the queries holds the rows of each group's columns, and behind them of each row
+  // the largest value that each warp has, and what the row comes to.
+  static constexpr int kWarps = kGroups * kWarpGroup / kWarp;
+  static constexpr unsigned kStageRowBytes = kGroupColumns * 2u;
+  static constexpr unsigned kStageBytes = kRows * kStageRowBytes;
+  static constexpr int kPairBlocks = kPairColumns / 16;
+  static_assert(kGroups * kStageBytes + kRows * (kWarps * sizeof(float) + sizeof(latent::RowEnd)) <=
+                K::kQueryBytes);
+  __device__ std::byte* stage() const {
+    return s.queries + group() * kStageBytes;
   }
-  /// Element of the stage where four columns of row `r` begin: what a warp writes goes to different banks.
-  static __device__ int staged(int r, int four) {
-    return r * kStageColumns + (four ^ r / 2 % 4 * 2) * 4;
+  __device__ float* row_most() const {
+    return reinterpret_cast<float*>(s.queries + kGroups * kStageBytes);
   }
-  __device__ float4 staged_columns(int r) const {
-    return *reinterpret_cast<const float4*>(stage() + staged(r, lane()));
+  __device__ latent::RowEnd* row_ends() const {
+    return reinterpret_cast<latent::RowEnd*>(row_most() + kWarps * kRows);
+  }
+  /// Place of 16 bytes in the stage: what a warp writes goes to different banks.
+  static __device__ unsigned staged(int r, int piece) {
+    return static_cast<unsigned>(r) * kStageRowBytes + static_cast<unsigned>(piece ^ r / 2 % 4 * 2) * 16u;
+  }
+
+  /// What row `r` comes to, once all consumers have told what they found.
+  __device__ __forceinline__ latent::RowEnd find_end(bool is_split, int r) const {
+    float total = 0.0f;
+    float most = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kWarps; ++k) {
+      total += s.top[k / 4][k % 4][r];
+      most = fmaxf(most, row_most()[k * kRows + r]);
+    }
+    return latent::end_of_row(is_split, total == 0.0f ? -kInfinity : s.row[r].pivot, total, most);
+  }
+
+  /// Puts this warp's columns of all rows into the stage.
+  __device__ __forceinline__ void stage_rows(bool is_split, const Sums<K>& sums) const {
+#pragma unroll
+    for (int i = 0; i < kRows / 4; ++i) {
+      const int r = i / 2 * 8 + lane() % 4 * 2 + i % 2;
+      const float factor = row_ends()[r].factor * kv_scale;
+#pragma unroll
+      for (int block = 0; block < kValueBlocks; ++block) {
+        const auto& from = sums[block];
+        const int column = block / kPairBlocks * kTileChunkColumns + warp() * kPairColumns +
+                           block % kPairBlocks * 16 + lane() / 4 * 2;
+        *reinterpret_cast<unsigned*>(stage() + staged(r, column / 8) + column % 8 * 2) =
+            latent::pack_result<T>(is_split, from[i / 2 * 4 + i % 2] * factor,
+                                   from[i / 2 * 4 + 2 + i % 2] * factor);
+      }
+    }
   }
 
   /// Writes the rows: out and lse, or split partials.
   __device__ __forceinline__ void end(const Totals<K>& totals, const Sums<K>& sums) const {
     group_sync(latent_e4m3::kAllConsumers, kConsumers);  // nobody reads queries any more
 #pragma unroll
-    for (int i = 0; i < kRows / 4; ++i) {
+    for (int i = 0; i < kRows / 4; ++i) {  // query row 8 * (i / 2) + lane % 4 * 2 + i % 2
       float total = totals[i];
+      float most = 0.0f;
 #pragma unroll
-      for (int offset = 4; offset < kWarp; offset *= 2) total += __shfl_xor_sync(~0u, total, offset);
-      if (lane() < 4) s.top[group()][warp()][i / 2 * 8 + lane() * 2 + i % 2] = total;
-    }
+      for (int block = 0; block < kValueBlocks; ++block)
+        most = fmaxf(most,
+                     fmaxf(fabsf(sums[block][i / 2 * 4 + i % 2]), fabsf(sums[block][i / 2 * 4 + 2 + i % 2])));
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (half > 0) group_sync(kOneGroup + group(), kWarpGroup);
-#pragma unroll
-      for (int block = 0; block < kValueBlocks / 2; ++block) {
-        const int column = warp() * kPairColumns + block * 16 + lane() / 4 * 2;
-#pragma unroll
-        for (int i = 0; i < kRows / 4; ++i) {  // query row 8 * (i / 2) + lane % 4 * 2 + i % 2
-          const int r = i / 2 * 8 + lane() % 4 * 2 + i % 2;
-          const auto& from = sums[half * (kValueBlocks / 2) + block];
-          *reinterpret_cast<float2*>(stage() + staged(r, column / 4) + column % 4) =
-              float2{from[i / 2 * 4 + i % 2] * kv_scale, from[i / 2 * 4 + 2 + i % 2] * kv_scale};
-        }
+      for (int offset = 4; offset < kWarp; offset *= 2) {
+        total += __shfl_xor_sync(~0u, total, offset);
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
       }
-      group_sync(latent_e4m3::kAllConsumers, kConsumers);
-      write_stage(group() * kGroupColumns + half * kStageColumns);
-    }
-    if (part.is_first && first_row() == 0 && threadIdx.x == 0)
-      p.split_tiles[part.query_tile] = {part.span.query_tile, part.splits};
-  }
-
-  __device__ __forceinline__ float total_of(int r) const {
-    float total = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kGroups * 4; ++k) total += s.top[k / 4][k % 4][r];
-    return total;
-  }
-  __device__ __forceinline__ float max_of(int r, float total) const {
-    return total == 0.0f ? -kInfinity : s.row[r].pivot;
-  }
-
-  /// Writes the staged columns of all rows, which begin at `column`; a warp takes a row at a time.
-  __device__ __forceinline__ void write_stage(int column) const {
-    const int rows = uniform(::min(kRows, part.span.query_tile.num_rows - first_row()));
-    if (uniform(part.splits.count) > 1) {
-      const SplitPartials partials{p, part.splits};
-      const int split = scheduled_block<K::kBlocks>() - part.splits.first_block;
-      latent::write_partial_columns(partials.out(split, first_row() + warp(), column) + lane(), rows,
-                                    [&](int r) { return staged_columns(r); });
-      const int r = static_cast<int>(threadIdx.x);
-      if (column == 0 && r < rows) {
-        const float total = total_of(r);
-        __stcg(partials.max(split, first_row() + r), max_of(r, total));
-        __stcg(partials.sum(split, first_row() + r), total);
-      }
-    } else {
-#pragma unroll 1
-      for (int r = warp(); r < rows; r += kWarpGroup / kWarp) {
-        const float total = total_of(r);
-        RowWriter(p, part.span.query_tile, 0, first_row() + r, max_of(r, total), total)
-            .write(column + lane() * kLaneColumns, staged_columns(r));
+      if (lane() < 4) {
+        const int r = i / 2 * 8 + lane() * 2 + i % 2;
+        s.top[group()][warp()][r] = total;
+        row_most()[(group() * (kWarps / kGroups) + warp()) * kRows + r] = most * fabsf(kv_scale);
       }
     }
+    group_sync(latent_e4m3::kAllConsumers, kConsumers);
+    const bool splits = latent::is_split(part);
+    const int row = static_cast<int>(threadIdx.x);
+    if (row < kRows) row_ends()[row] = find_end(splits, row);
+    group_sync(latent_e4m3::kAllConsumers, kConsumers);
+    stage_rows(splits, sums);
+    group_sync(kOneGroup + group(), kWarpGroup);
+    latent::write_rows<K::kBlocks>(
+        p, part, uniform(::min(kRows, part.span.query_tile.num_rows - first_row())), row_ends(),
+        [&](int r) { return *reinterpret_cast<const uint4*>(stage() + staged(r, lane())); });
+    latent::tell_combine<K::kBlocks>(p, part);
   }
 };
 

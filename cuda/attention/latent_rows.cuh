@@ -6,8 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/attention/combine.cuh"
 #include "cuda/attention/latent_block.cuh"
+#include "cuda/attention/latent_result.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/math.cuh"
 
@@ -40,18 +40,6 @@ __device__ __forceinline__ void wait_for_parts() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
-}
-
-/// Writes rows of a consumer group's columns as split partials, from where `to` leads for this thread; a warp
-/// takes a row at a time. staged(r): this lane's four columns of row `r`.
-template <class Staged>
-__device__ __forceinline__ void write_partial_columns(float4* to, int rows, const Staged& staged) {
-  constexpr int kWarpsOfGroup = kWarpGroup / kWarp;
-#pragma unroll 4
-  for (int r = static_cast<int>(threadIdx.x) % kWarpGroup / kWarp; r < rows; r += kWarpsOfGroup) {
-    __stcg(to, staged(r));
-    to += kWarpsOfGroup * kLatentColumns / kLaneColumns;
-  }
 }
 
 /// The block's rows of one query tile; by all consumers.
@@ -113,13 +101,9 @@ struct QueryRows {
 
   /// What the rows of this thread see.
   __device__ __forceinline__ void find_bounds(Rows& rows) {
-    const QueryTile& tile = part.span.query_tile;
-    const bool is_one_token = tile.token(p, 0) == tile.token(p, tile.num_rows - 1);
 #pragma unroll 1
     for (int h = 0; h < 2; ++h) {
-      const int r = first_row() + row() + 8 * h;
-      TokenRange seen{part.span.begin_token, part.span.end_token};
-      if (!is_one_token && r < tile.num_rows) seen = visible(p, p.positions[tile.token(p, r)]);
+      const TokenRange seen = seen_by_row(p, part.span, first_row() + row() + 8 * h);
       rows.low[h] = static_cast<int>(seen.begin);
       rows.high[h] = static_cast<int>(seen.end);
     }
@@ -138,25 +122,49 @@ struct QueryRows {
             uniform(::max(end, 0) / kLatentTileTokens)};
   }
 
-  // At the end the place of the queries holds half of a group's columns at a time, and behind them of each
-  // row the sums of both groups, and the max.
-  static constexpr int kStageColumns = kGroupColumns / 2;
-  static constexpr unsigned kStageBytes = kGroupRows * kStageColumns * sizeof(float);
-  __device__ float* stage() const {
-    return reinterpret_cast<float*>(s.queries + group() * kStageBytes);
+  // At the end the place of the queries holds the rows of each group's columns, and behind them of each row
+  // the sums of both groups, their largest values, the max, and what the row comes to.
+  static constexpr unsigned kStageRowBytes = kGroupColumns * 2u;
+  static constexpr unsigned kStageBytes = kGroupRows * kStageRowBytes;
+  __device__ std::byte* stage() const {
+    return s.queries + group() * kStageBytes;
   }
   __device__ float* row_sums() const {
     return reinterpret_cast<float*>(s.queries + kGroups * kStageBytes);
   }
-  __device__ float* row_max() const {
+  __device__ float* row_most() const {
     return row_sums() + kGroups * kGroupRows;
   }
-  /// Element of the stage where four columns of row `r` begin: neighbouring rows in different banks.
-  static __device__ int staged(int r, int four) {
-    return r * kStageColumns + (four ^ r % 4 * 2) * 4;
+  __device__ float* row_max() const {
+    return row_most() + kGroups * kGroupRows;
   }
-  __device__ float4 staged_columns(int r) const {
-    return *reinterpret_cast<const float4*>(stage() + staged(r, lane()));
+  __device__ RowEnd* row_ends() const {
+    return reinterpret_cast<RowEnd*>(row_max() + kGroupRows);
+  }
+  /// Place of 16 bytes in the stage: neighbouring rows in different banks.
+  static __device__ unsigned staged(int r, int piece) {
+    return static_cast<unsigned>(r) * kStageRowBytes + static_cast<unsigned>(piece ^ r % 8) * 16u;
+  }
+
+  /// What row `r` comes to, once all consumers have told what they found.
+  __device__ __forceinline__ RowEnd find_end(bool is_split, int r) const {
+    return end_of_row(is_split, row_max()[r], row_sums()[r] + row_sums()[kGroupRows + r],
+                      fmaxf(row_most()[r], row_most()[kGroupRows + r]));
+  }
+
+  /// Puts this warp's rows into the stage.
+  __device__ __forceinline__ void stage_rows(bool is_split, const Sums& sums) const {
+    const float factor[2] = {row_ends()[row()].factor, row_ends()[row() + 8].factor};
+    const int r = warp() * 16 + lane() % 16;
+#pragma unroll
+    for (int step = 0; step < kGroupColumns / 16; ++step) {
+      unsigned two[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        two[k] = pack_result<T>(is_split, sums[8 * step + 2 * k] * factor[k % 2],
+                                sums[8 * step + 2 * k + 1] * factor[k % 2]);
+      store_matrices(at(stage()) + staged(r, 2 * step + lane() / 16), two[0], two[1], two[2], two[3]);
+    }
   }
 
   /// Writes the rows: out and lse, or split partials.
@@ -165,73 +173,31 @@ struct QueryRows {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float sum = rows.sum[h];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
+      float most = 0.0f;
+#pragma unroll
+      for (int k = 2 * h; k < kGroupColumns / 2; k += 4)
+        most = fmaxf(most, fmaxf(fabsf(sums[k]), fabsf(sums[k + 1])));
+#pragma unroll
+      for (int offset = 1; offset < 4; offset *= 2) {
+        sum += __shfl_xor_sync(~0u, sum, offset);
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+      }
       if (lane() % 4 == 0) {
         row_sums()[group() * kGroupRows + row() + 8 * h] = sum;
+        row_most()[group() * kGroupRows + row() + 8 * h] = most;
         row_max()[row() + 8 * h] = rows.max[h];
       }
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (half > 0) group_sync(kOneGroup + group(), kWarpGroup);
-#pragma unroll
-      for (int k = 0; k < kStageColumns / 2; k += 2) {
-        const int r = row() + k / 2 % 2 * 8;
-        const int column = k / 4 * 8 + lane() % 4 * 2;
-        const int i = half * (kStageColumns / 2) + k;
-        *reinterpret_cast<float2*>(stage() + staged(r, column / 4) + column % 4) =
-            float2{sums[i], sums[i + 1]};
-      }
-      group_sync(kAllConsumers, kConsumers);
-      write_stage(group() * kGroupColumns + half * kStageColumns);
-    }
-    if (part.is_first && first_row() == 0 && threadIdx.x == 0)
-      p.split_tiles[part.query_tile] = {part.span.query_tile, part.splits};
-  }
-
-  /// Writes the staged columns of all rows, which begin at `column`; a warp takes a row at a time.
-  __device__ __forceinline__ void write_stage(int column) const {
-    const int rows = uniform(min(kGroupRows, part.span.query_tile.num_rows - first_row()));
-    if (uniform(part.splits.count) > 1) {
-      const SplitPartials partials{p, part.splits};
-      const int split = scheduled_block<kBlocks>() - part.splits.first_block;
-      write_partial_columns(partials.out(split, first_row() + warp(), column) + lane(), rows,
-                            [&](int r) { return staged_columns(r); });
-      const int r = static_cast<int>(threadIdx.x);
-      if (column == 0 && r < rows) {
-        __stcg(partials.max(split, first_row() + r), row_max()[r]);
-        __stcg(partials.sum(split, first_row() + r), row_sums()[r] + row_sums()[kGroupRows + r]);
-      }
-    } else {
-#pragma unroll 1
-      for (int r = warp(); r < rows; r += kWarpGroup / kWarp)
-        write_row(first_row() + r, column, row_max()[r], row_sums()[r] + row_sums()[kGroupRows + r],
-                  staged_columns(r));
-    }
-  }
-
-  /// Four columns of a row of out, and lse.
-  __device__ __forceinline__ void write_row(int row, int column, float max, float sum, float4 x) const {
-    const QueryTile& tile = part.span.query_tile;
-    const std::int64_t token = tile.token(p, row) - p.first_out_token;
-    const std::int64_t head = tile.query_head(p, 0, row);
-    const std::int64_t slot = sink_slot(p);
-    const bool is_empty = !(max > -kInfinity) && sum == 0.0f;
-    const float inverse = is_empty ? 0.0f : 1.0f / sum;
-    if (column == 0 && lane() == 0)
-      p.lse[slot * p.lse_slot_stride + token * p.lse_token_stride + head * p.lse_head_stride] =
-          is_empty ? -kInfinity : (max + log2f(sum)) * kLn2;
-    T* out = static_cast<T*>(p.out) + slot * p.out_slot_stride + token * p.out_token_stride +
-             head * p.out_head_stride + column + lane() * kLaneColumns;
-    const uint2 four{pack<T>(x.x * inverse, x.y * inverse), pack<T>(x.z * inverse, x.w * inverse)};
-    if (p.is_out_aligned) {
-      *reinterpret_cast<uint2*>(out) = four;
-    } else {
-      const T* from = reinterpret_cast<const T*>(&four);
-#pragma unroll
-      for (int k = 0; k < kLaneColumns; ++k) out[k] = from[k];
-    }
+    group_sync(kAllConsumers, kConsumers);
+    const bool splits = is_split(part);
+    if (const int r = static_cast<int>(threadIdx.x); r < kGroupRows) row_ends()[r] = find_end(splits, r);
+    group_sync(kAllConsumers, kConsumers);
+    stage_rows(splits, sums);
+    group_sync(kOneGroup + group(), kWarpGroup);
+    write_rows<kBlocks>(p, part, uniform(min(kGroupRows, part.span.query_tile.num_rows - first_row())),
+                        row_ends(),
+                        [&](int r) { return *reinterpret_cast<const uint4*>(stage() + staged(r, lane())); });
+    tell_combine<kBlocks>(p, part);
   }
 };
 

@@ -106,6 +106,14 @@ __device__ inline QueryTileSpan span_of(const AttentionParams& p, int b, int row
       {first_token, row, num_rows}, first_page, end > 0 ? static_cast<int>(begin) : 0, static_cast<int>(end)};
 }
 
+/// What row `row` of a query tile sees; of one token, or behind the last row, what the query tile does.
+__device__ inline TokenRange seen_by_row(const AttentionParams& p, const QueryTileSpan& span, int row) {
+  const QueryTile& tile = span.query_tile;
+  const bool is_one_token = tile.token(p, 0) == tile.token(p, tile.num_rows - 1);
+  if (is_one_token || row >= tile.num_rows) return {span.begin_token, span.end_token};
+  return visible(p, p.positions[tile.token(p, row)]);
+}
+
 /// Query tile `u` of the launch, which is of sequence `b`.
 template <class Plan>
 __device__ inline QueryTileSpan span_of_tile(const AttentionParams& p, const Plan& plan, int u, int b) {

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the rows of a part of a work item over latents leave their block: as rows of out, or as the partials of
+// a KV split, which a launch of its own combines.
+//
+// A query tile's partials are 128 rows of 512 columns from each pair of blocks, 17 MB a launch, which all go
+// to the L2 cache at once and come back at once: in f32 that took 8 us of 45 (8 sequences of 8192 tokens). So
+// they are f16, relative to a max of the row for which its largest value ends below 2^15: 11 bits where out
+// has 8 or 11.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/combine.cuh"
+#include "cuda/attention/latent_block.cuh"
+#include "cuda/runtime/convert.cuh"
+
+namespace helix::cuda::latent {
+
+inline constexpr int kPieceColumns = 8;  ///< Of 16 bits: 16 bytes.
+
+/// What a row of a part comes to.
+struct RowEnd {
+  float max;     ///< Base 2, of the scores; of split partials, what sum and values are relative to.
+  float sum;     ///< Of the weights.
+  float factor;  ///< The row is the sums of weighted values times this.
+};
+
+/// A row of out.
+__device__ __forceinline__ RowEnd whole_row(float max, float sum) {
+  const bool is_empty = !(max > -kInfinity) && sum == 0.0f;
+  return {max, sum, is_empty ? 0.0f : 1.0f / sum};
+}
+
+/// A row of split partials whose largest sum of weighted values is `most`. The max moves by a whole number,
+/// so that sum and values keep their bits, and not far up: splits of zeros must keep their weights beside
+/// others.
+__device__ __forceinline__ RowEnd split_row(float max, float sum, float most) {
+  constexpr int kTop = 14;
+  constexpr int kMostUp = 40;
+  const int exponent = static_cast<int>(__float_as_uint(most) >> 23) - 127;
+  const int up = ::min(kTop - exponent, kMostUp);
+  const float factor = __uint_as_float(static_cast<unsigned>(127 + up) << 23);
+  return {max - static_cast<float>(up), sum * factor, factor};
+}
+
+/// Whether the part is one of several splits of its query tile.
+__device__ __forceinline__ bool is_split(const Part& part) {
+  return uniform(part.splits.count) > 1;
+}
+__device__ __forceinline__ RowEnd end_of_row(bool is_split, float max, float sum, float most) {
+  return is_split ? split_row(max, sum, most) : whole_row(max, sum);
+}
+
+/// Two values of a row as they leave the block. A branch around all of them took 0.5 us more.
+template <class T>
+__device__ __forceinline__ unsigned pack_result(bool is_split, float x, float y) {
+  return is_split ? pack<f16>(x, y) : pack<T>(x, y);
+}
+
+/// Where columns of a row of split `i` lie: [slots, query_tile_rows, kLatentColumns].
+__device__ __forceinline__ uint4* partial_piece(const SplitPartials& of, int i, int row, int column) {
+  return reinterpret_cast<uint4*>(reinterpret_cast<std::uint16_t*>(of.p.partial_out) +
+                                  (of.slot(i) * of.p.query_tile_rows + row) * kLatentColumns + column);
+}
+
+/// Writes the first `rows` rows of the block, of each a consumer group's columns; a warp takes a row at a
+/// time. staged(r): this lane's kPieceColumns columns of row `r`; `ends` are in shared memory.
+template <int kBlocks, class Staged>
+__device__ __forceinline__ void write_rows(const AttentionParams& p, const Part& part, int rows,
+                                           const RowEnd* ends, const Staged& staged) {
+  constexpr int kWarpsOfGroup = kWarpGroup / kWarp;
+  const int group = static_cast<int>(threadIdx.x) / kWarpGroup;
+  const int warp = static_cast<int>(threadIdx.x) % kWarpGroup / kWarp;
+  const int column = group * kGroupColumns + static_cast<int>(threadIdx.x) % kWarp * kPieceColumns;
+  const int first_row = block_of_item<kBlocks>() * kGroupRows;
+  if (is_split(part)) {
+    const SplitPartials partials{p, part.splits};
+    const int split = scheduled_block<kBlocks>() - part.splits.first_block;
+    uint4* to = partial_piece(partials, split, first_row + warp, column);
+#pragma unroll 4
+    for (int r = warp; r < rows; r += kWarpsOfGroup) {
+      __stcg(to, staged(r));
+      to += kWarpsOfGroup * kLatentColumns / kPieceColumns;
+    }
+    const int r = static_cast<int>(threadIdx.x);
+    if (r < rows) {
+      const RowEnd end = ends[r];
+      __stcg(partials.max(split, first_row + r), end.max);
+      __stcg(partials.sum(split, first_row + r), end.sum);
+    }
+  } else {
+#pragma unroll 1
+    for (int r = warp; r < rows; r += kWarpsOfGroup) {
+      const RowEnd end = ends[r];
+      const uint4 piece = staged(r);
+      const RowWriter writer(p, part.span.query_tile, 0, first_row + r, end.max, end.sum);
+      writer.write_bits(column, uint2{piece.x, piece.y});
+      writer.write_bits(column + kLaneColumns, uint2{piece.z, piece.w});
+    }
+  }
+}
+
+/// Tells the combine's launch of the query tile; by one thread of the block that has its first KV tile.
+template <int kBlocks>
+__device__ __forceinline__ void tell_combine(const AttentionParams& p, const Part& part) {
+  if (part.is_first && block_of_item<kBlocks>() == 0 && threadIdx.x == 0)
+    p.split_tiles[part.query_tile] = {part.span.query_tile, part.splits};
+}
+
+}  // namespace helix::cuda::latent
