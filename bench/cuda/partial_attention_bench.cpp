@@ -174,6 +174,8 @@ constexpr Case kCases[] = {
     prefill(64, 4096, 28672, 64),
     {.query_heads = 16, .kv_heads = 16, .tokens = 4096, .queries = 4096, .head_dim = 192, .value_dim = 128},
     {.query_heads = 16, .kv_heads = 16, .tokens = 32768, .queries = 4096, .head_dim = 192, .value_dim = 128},
+    {.query_heads = 32, .kv_heads = 32, .tokens = 32768, .queries = 4096, .head_dim = 96},
+    {.query_heads = 16, .kv_heads = 8, .tokens = 32768, .queries = 4096, .head_dim = 256},
     // By the kernels of every GPU.
     portable({.batch = 64, .tokens = 8192}),
     portable({.batch = 8, .tokens = 131072}),

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/attention/latent_block.cuh"
 #include "cuda/attention/latent_rows.cuh"
@@ -13,9 +14,13 @@
 
 namespace helix::cuda::latent {
 
-/// By how much scores may exceed the max of a row, in base 2, before it is raised: sums are scaled rarely,
-/// and weights stay far from where f16 ends.
-inline constexpr float kSlack = 8.0f;
+/// Weights are powers of two of a score over what a row's max stands for: the max is raised where one exceeds
+/// 2^kMostExponent, so that sums are scaled rarely, and the largest becomes 2^kTopExponent. In f16 that is
+/// well above 1, so that what is 2^-31 of the largest still counts.
+template <class T>
+inline constexpr float kTopExponent = std::is_same_v<T, f16> ? 7.0f : 0.0f;
+template <class T>
+inline constexpr float kMostExponent = kTopExponent<T> + 8.0f;
 
 /// What both consumer groups do alike; kGroup is 0 for the lead, 1 for the follower.
 template <class T, int kBlocks, int kGroup>
@@ -144,7 +149,8 @@ struct Consumer {
   __device__ __forceinline__ void raise(const float (&top)[2], float (&shrink)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      shrink[h] = raise_max(h, top[h] > rows.max[h] + kSlack ? top[h] : rows.max[h]);
+      shrink[h] =
+          raise_max(h, top[h] > rows.max[h] + kMostExponent<T> ? top[h] - kTopExponent<T> : rows.max[h]);
       if (lane() % 4 == 0) s.row[kGroup][row() + 8 * h] = rows.max[h];
     }
   }

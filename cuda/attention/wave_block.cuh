@@ -12,13 +12,12 @@
 namespace helix::cuda {
 
 /// Sizes of the kernel for one head size.
-template <int kHeadDim, int kVDim, int kTileTokens, int kWarpGroups, int kQueryBuffers, bool kTurns>
+template <int kHeadDim, int kVDim, int kTileTokens, int kWarpGroups, bool kTurns>
 struct WaveSizes {
   static constexpr int kDim = kHeadDim;
   static constexpr int kValueDim = kVDim;
   static constexpr int kTokens = kTileTokens;  ///< Of a KV tile.
   static constexpr int kGroups = kWarpGroups;  ///< That multiply.
-  static constexpr int kQueryStages = kQueryBuffers;
   static constexpr bool kTakeTurns = kTurns;
   static constexpr int kStages = 2;
   static constexpr int kRows = kGroups * kGroupRows;
@@ -40,13 +39,13 @@ inline constexpr int kPartStages = 4;
 
 template <class S>
 struct WaveShared {
-  alignas(1024) std::byte queries[S::kQueryStages][S::kQueryBytes];
+  alignas(1024) std::byte queries[S::kQueryBytes];
   alignas(1024) std::byte keys[S::kStages][S::kKeyBytes];
   alignas(1024) std::byte values[S::kStages][S::kValueBytes];
-  RowBounds<S::kRows> bounds[S::kQueryStages];
+  RowBounds<S::kRows> bounds;
   WavePart parts[kPartStages];
   WavePlan<S::kTokens> plan;
-  RingBarriers<S::kQueryStages> query_barriers;
+  RingBarriers<1> query_barriers;
   RingBarriers<S::kStages> key_barriers;
   RingBarriers<S::kStages> value_barriers;
   int is_last;

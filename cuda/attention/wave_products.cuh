@@ -35,7 +35,7 @@ struct WaveProducts {
   const WaveMaps& maps;
   WaveShared<S>& s;
   int thread;  // of the warp groups that multiply
-  RingPlace<S::kQueryStages> query_place;
+  RingPlace<1> query_place;
   RingPlace<S::kStages> key_place;
   RingPlace<S::kStages> value_place;
 
@@ -54,9 +54,7 @@ struct WaveProducts {
         softmax{params, thread} {}
 
   __device__ __forceinline__ int group() const { return thread / kWarpGroup; }
-  __device__ __forceinline__ const RowBounds<S::kRows>& bounds() const {
-    return s.bounds[query_place.stage()];
-  }
+  __device__ __forceinline__ const RowBounds<S::kRows>& bounds() const { return s.bounds; }
   __device__ __forceinline__ void release(unsigned empty) const {
     if (thread % kWarp == 0) barrier_arrive(empty);
   }
@@ -71,7 +69,7 @@ struct WaveProducts {
 
   __device__ __forceinline__ void begin_part() {
     softmax.begin_part(bounds());
-    queries = rows_operand(static_cast<unsigned>(__cvta_generic_to_shared(s.queries[query_place.stage()])) +
+    queries = rows_operand(static_cast<unsigned>(__cvta_generic_to_shared(s.queries)) +
                            static_cast<unsigned>(__shfl_sync(~0u, group(), 0)) * kGroupRows * 128u);
   }
 

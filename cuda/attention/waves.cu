@@ -19,17 +19,20 @@ constexpr int kMaxBox = 256;  ///< Of a dimension of a box.
 /// sequences of 131072 tokens, drafts of 8: 1073 us; so 972).
 constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 
-/// Tokens of a KV tile: as many as registers and shared memory allow. D = 128, 4096 tokens after 28672: 128
-/// tokens give 553 TFLOP/s, 144 576, 160 596; 176 spill registers and give 580.
+/// Tokens of a KV tile: as many as registers and shared memory allow beside one buffer of queries. TFLOP/s of
+/// 4096 query tokens after 28672: D = 128 and tiles of 128 tokens 553, of 144 576, of 160 596, of 176, which
+/// spill registers, 580; D = 96, 128 and 160 tokens 455 and 483; D = 192 with Dv = 128, 64 tokens 503, 96
+/// 571, 112 541. D = 64 is the faster after a context with 128, 446 and 443, and without one with 96, 389 and
+/// 401.
 constexpr int tile_tokens(int dim) {
-  return dim > 128 ? 64 : dim == 128 ? 160 : 128;
+  if (dim == 96 || dim == 128) return 160;
+  return dim > 192 ? 64 : 96;
 }
 
 /// Head sizes that are built, and how. At D = 64 the exponents take longer than the products, and a third
-/// warp group helps; at D = 256 turns cost 3 %. A second buffer of queries where there is room.
+/// warp group helps; at D = 256 turns cost 3 %.
 template <int kDim, int kValueDim>
-using Sizes = WaveSizes<kDim, kValueDim, tile_tokens(kDim), (kDim == 64 ? 3 : 2),
-                        (kDim == 128 || kDim > 192 ? 1 : 2), (kDim < 256)>;
+using Sizes = WaveSizes<kDim, kValueDim, tile_tokens(kDim), (kDim == 64 ? 3 : 2), (kDim < 256)>;
 
 /// Calls use(Sizes<...>*) for these head sizes; false: they are not built.
 template <class Use>

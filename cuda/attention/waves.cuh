@@ -46,7 +46,7 @@ __device__ __forceinline__ void copy_waves(const AttentionParams& p, const WaveM
   } else {
     constexpr int kThreads = 2 * kWarp;
     const int thread = static_cast<int>(threadIdx.x) - 2 * kWarp;
-    RingPlace<S::kQueryStages> place(s.query_barriers);
+    RingPlace<1> place(s.query_barriers);
     bool has_part = true;
     for (unsigned i = 0; has_part; ++i) {
       has_part = walk.next(part);
@@ -55,7 +55,7 @@ __device__ __forceinline__ void copy_waves(const AttentionParams& p, const WaveM
       if (has_part) {
         const int u = part.query_tile;
         const QueryTile query_tile = s.plan.query_tiles[u];
-        const unsigned to = shared_at(s.queries[place.stage()]);
+        const unsigned to = shared_at(s.queries);
         if (!maps.has_queries) {
           copy_queries<S::kDim, S::kRows, kThreads>(p, query_tile, part.head, to, thread);
         } else if (thread == 0) {
@@ -65,8 +65,8 @@ __device__ __forceinline__ void copy_waves(const AttentionParams& p, const WaveM
                            chunk * kChunkColumns, part.head * p.group, query_tile.token(p, 0), place.full());
           }
         }
-        find_row_bounds<kThreads>(p, query_tile, {s.plan.begin_token[u], s.plan.end_token[u]},
-                                  s.bounds[place.stage()], thread);
+        find_row_bounds<kThreads>(p, query_tile, {s.plan.begin_token[u], s.plan.end_token[u]}, s.bounds,
+                                  thread);
         if (!maps.has_queries) {
           wait_for_copies<0>();
           fence_before_copy();

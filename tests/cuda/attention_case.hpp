@@ -32,6 +32,7 @@ struct AttentionCase {
   std::int64_t window = 0;
   float soft_cap = 0.0f;
   float sharpness = 1.0f;  // scores are so much larger
+  float loudness = 0.0f;   // else the first token of a sequence has 2^loudness times the weight of any other
   std::int64_t q_pad = 0;  // elements between heads, which are NaN
   std::int64_t out_pad = 0;
   bool is_scaled = true;  // e4m3 only: there are scales of K and V

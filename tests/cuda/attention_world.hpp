@@ -74,6 +74,7 @@ class AttentionWorld {
         for (float& x : stored) x = static_cast<float>(S(2.0f * uniform()));
       });
     }
+    if (c.loudness > 0.0f) make_first_tokens_loud();
   }
 
   const AttentionCase& what() const { return case_; }
@@ -144,6 +145,25 @@ class AttentionWorld {
   bool is_scaled() const { return case_.kv_dtype == DType::fp8_e4m3 && case_.is_scaled; }
   float scale() const { return case_.sharpness / std::sqrt(static_cast<float>(case_.d)); }
   float uniform() { return static_cast<float>(random_() >> 8) * 0x1p-23f - 1.0f; }
+
+  /// Scores come from the last column of the keys alone, and values of other tokens add up.
+  void make_first_tokens_loud() {
+    for (std::size_t i = 0; i < q_.size(); ++i) {
+      const auto column = static_cast<std::int64_t>(i) % q_stride();
+      if (column < case_.d) q_[i] = column == case_.d - 1 ? 1.0f : 0.0f;
+    }
+    const float loud = case_.loudness * std::log(2.0f) / scale();
+    const std::int64_t keys = case_.is_latent() ? case_.d : case_.kv_heads * case_.d;
+    for (std::vector<float>& stored : stored_) {
+      for (std::size_t i = 0; i < stored.size(); ++i) {
+        const auto column = static_cast<std::int64_t>(i) % row_elements();
+        const bool is_first = static_cast<std::int64_t>(i) < row_elements();
+        const bool scores = column < keys && column % case_.d == case_.d - 1;
+        if (scores) stored[i] = is_first ? static_cast<float>(T(loud)) : 0.0f;
+        if (!scores && !is_first) stored[i] = 1.0f;
+      }
+    }
+  }
 
   static std::vector<std::uint8_t> narrowed(const std::vector<float>& values) {
     std::vector<std::uint8_t> bytes(values.size() * sizeof(T));

@@ -176,6 +176,19 @@ TEMPLATE_TEST_CASE("latents on a GPU: maxima that rise and fall from tile to til
   }
 }
 
+TEMPLATE_TEST_CASE("latents on a GPU: many small weights beside a large one", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  auto operators = latent_attention_operators<TestType>();
+  operators.set_attention_blocks(1);  // no splits, which have maxima of their own
+  for (const std::int64_t heads : {16, 128}) {
+    AttentionCase c = latent_case<TestType>(heads);
+    c.sequences = {{200000, 1}};
+    c.loudness = 25.5f;
+    CAPTURE(heads);
+    CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+  }
+}
+
 TEMPLATE_TEST_CASE("latents on a GPU: rows whose first scores lie far below 0", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   const auto operators = latent_attention_operators<TestType>();
