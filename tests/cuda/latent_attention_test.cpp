@@ -182,8 +182,8 @@ TEMPLATE_TEST_CASE("latents on a GPU: many small weights beside a large one", ""
   operators.set_attention_blocks(1);  // no splits, which have maxima of their own
   for (const std::int64_t heads : {16, 128}) {
     AttentionCase c = latent_case<TestType>(heads);
-    c.sequences = {{200000, 1}};
-    c.loudness = 25.5f;
+    c.sequences = {{100000, 1}};
+    c.loudness = 23.4f;  // in f16 beside 1 they would be a third too large, 0.3 % in all
     CAPTURE(heads);
     CHECK(AttentionWorld<TestType>(c).check(operators) == "");
   }
