@@ -77,6 +77,20 @@ void Tuner::note(int variant, double seconds_a_byte) noexcept {
   source_ = Source::measured;
 }
 
+void Tuner::fix(int variant) {
+  const std::lock_guard lock(mutex_);
+  if (variant != kMeasured) {
+    chosen_ = variant;
+    source_ = Source::fixed;
+  } else if (source_.load() == Source::fixed) {
+    chosen_ = 0;
+    best_.fill(0.0);
+    num_timed_ = 0;
+    next_turn_ = 0;
+    source_ = Source::preset;
+  }
+}
+
 std::vector<KernelTuning> tuning() {
   std::vector<KernelTuning> result;
   Registry& all = registry();
@@ -113,18 +127,15 @@ void fix_tuning(std::string_view text) {
       std::string variants;
       for (const auto* name = first; name != last; ++name)
         variants.append(name == first ? "" : ", ").append(*name);
-      HELIX_EXPECTS(found != last, ErrorCode::invalid_argument, "tuning: kernel ", tuner->kernel_,
-                    " has no variant \"", variant, "\"; it has ", variants);
-      changes.emplace_back(tuner, static_cast<int>(found - first));
+      const bool is_auto = variant == "auto";
+      HELIX_EXPECTS(is_auto || found != last, ErrorCode::invalid_argument, "tuning: kernel ", tuner->kernel_,
+                    " has no variant \"", variant, "\"; it has ", variants, ", and auto measures");
+      changes.emplace_back(tuner, is_auto ? Tuner::kMeasured : static_cast<int>(found - first));
     }
     HELIX_EXPECTS(changes.size() > before, ErrorCode::invalid_argument, "tuning: there is no kernel \"",
                   kernel, "\"; there are ", kernels);
   }
-  for (const auto& [tuner, variant] : changes) {
-    const std::lock_guard guard(tuner->mutex_);
-    tuner->chosen_ = variant;
-    tuner->source_ = Source::fixed;
-  }
+  for (const auto& [tuner, variant] : changes) tuner->fix(variant);
 }
 
 }  // namespace helix::cpu

@@ -74,6 +74,9 @@ class Tuner {
   /// Calls that each variant is timed in. The least time counts: the others met page faults or neighbours.
   static constexpr int kTurns = 6;
 
+  static constexpr int kMeasured = -1;  ///< In place of a variant: by turns again, if one was fixed.
+
+  void fix(int variant);
   void note(int variant, double seconds_a_byte) noexcept;
 
   std::string kernel_;

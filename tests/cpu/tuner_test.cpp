@@ -73,12 +73,25 @@ TEST_CASE("what fix_tuning says stays") {
   CHECK(found("test.fixed.two").variant == "b");
 
   using Catch::Matchers::Contains;
-  CHECK_THROWS_WITH(helix::cpu::fix_tuning("test.fixed.two=d,test.fixed.one=z"),
-                    Contains("kernel test.fixed.one has no variant \"z\"; it has a, b, c"));
+  CHECK_THROWS_WITH(
+      helix::cpu::fix_tuning("test.fixed.two=d,test.fixed.one=z"),
+      Contains("kernel test.fixed.one has no variant \"z\"; it has a, b, c, and auto measures"));
   CHECK(found("test.fixed.two").variant == "b");
   CHECK_THROWS_WITH(helix::cpu::fix_tuning("test.other=b"),
                     Contains("there is no kernel \"test.other\"; there are ") && Contains("test.fixed.one"));
   CHECK_THROWS_WITH(helix::cpu::fix_tuning("nonsense"), Contains("kernel=variant"));
+}
+
+TEST_CASE("a tuner that is no longer fixed measures") {
+  Tuner tuner("test.freed", {"a", "b", "c"}, 1);
+  helix::cpu::fix_tuning("test.freed=b");
+  helix::cpu::fix_tuning("test.freed=auto");
+  CHECK(found("test.freed").source == Source::preset);
+  for (int i = 0; i < 40; ++i) call(tuner, 10);
+  CHECK(found("test.freed").source == Source::measured);
+  CHECK(found("test.freed").variant == "c");
+  helix::cpu::fix_tuning("test.freed=auto");
+  CHECK(found("test.freed").variant == "c");
 }
 
 TEST_CASE("a tuner that is gone is not reported") {

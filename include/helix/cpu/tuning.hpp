@@ -26,7 +26,8 @@ struct KernelTuning {
 HELIX_API std::vector<KernelTuning> tuning();
 
 /// Has kernels work in the ways that `text` names from now on: "kernel=variant", several separated by commas.
-/// A `kernel` may end in '*' and then stands for all that begin so.
+/// A `kernel` may end in '*' and then stands for all that begin so. `auto` for a variant takes back what was
+/// fixed before: the next calls are timed.
 /// @throws Error(invalid_argument) naming the kernels or variants that there are, and then changes nothing.
 HELIX_API void fix_tuning(std::string_view text);
 
