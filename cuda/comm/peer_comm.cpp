@@ -32,17 +32,21 @@ std::uint32_t tag_of(Operation operation, std::int64_t count, int detail = 0) {
 
 /// Where hosts have to: returns when those of all ranks, or of the `peer`, have come with an equal call. What
 /// is captured runs later.
-void meet(const PeerComm::State& state, Operation operation, std::int64_t count, const Stream& stream,
-          int detail = 0, int peer = -1) {
+void meet(const PeerComm::State& state, comm::Call call, const Stream& stream, int peer = -1) {
   if (state.ranks_a_device == 1 || state.size() == 1) return;
   cudaStreamCaptureStatus status{};
   HELIX_CUDA_CHECK(cudaStreamIsCapturing(stream.handle(), &status));
   if (status != cudaStreamCaptureStatusNone) return;
+  state.hosts->meet(call, peer);
+}
+
+void meet(const PeerComm::State& state, Operation operation, std::int64_t count, const Stream& stream,
+          int detail = 0, int peer = -1) {
   comm::Call call;
   call.operation = operation;
   call.count = count;
   call.root = detail;
-  state.hosts->meet(call, peer);
+  meet(state, call, stream, peer);
 }
 
 /// Empty moves of a call.
@@ -166,8 +170,13 @@ void PeerComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_b
   comm::expect_own_bytes(send_bytes, recv_bytes, rank());
   state_->begin("all_to_all_v");
   if (!has_windows()) return state_->nccl->all_to_all_v(in, send_bytes, out, recv_bytes, stream);
-  meet(*state_, Operation::barrier, 0, stream);
+  comm::Call call;
+  call.operation = Operation::all_to_all_v;
+  call.send_bytes = send_bytes.data();
+  call.recv_bytes = recv_bytes.data();
+  meet(*state_, call, stream);
   PeerMoves moves = moves_of(in, out, tag_of(Operation::all_to_all_v, 0));
+  moves.all_meet = true;  // or nobody sees that one of two expects something and the other sends nothing
   std::int64_t send_begin = 0;
   std::int64_t recv_begin = 0;
   for (int p = 0; p < size(); ++p) {
@@ -226,7 +235,7 @@ void PeerComm::barrier(Stream stream) {
   if (!has_windows()) return state_->nccl->barrier(stream);
   meet(*state_, Operation::barrier, 0, stream);
   PeerMoves moves = moves_of(nullptr, nullptr, tag_of(Operation::barrier, 0));
-  moves.is_barrier = true;
+  moves.all_meet = true;
   move(*state_, moves, 1, stream);
 }
 

@@ -71,15 +71,23 @@ struct Rounds {
   int most;
 };
 
-/// Sets the flags of a round and waits for the peers'; all threads. Returns whether all have come.
-__device__ bool meet(const BlockChannel& ends, Rounds& rounds, std::uint32_t tag) {
+/// What the two ends of a message of `bytes` put into its flags, of a call with this tag.
+__device__ __forceinline__ std::uint32_t tag_with(std::uint32_t tag, std::int64_t bytes) {
+  return tag ^ static_cast<std::uint32_t>(bytes) ^ static_cast<std::uint32_t>(bytes >> 32);
+}
+
+/// Sets the flags of a round, send_tag(p) to peer p, and waits for the peers', recv_tag(p) from p; all
+/// threads. Returns whether all have come.
+template <class SendTag, class RecvTag>
+__device__ bool meet(const BlockChannel& ends, Rounds& rounds, const SendTag& send_tag,
+                     const RecvTag& recv_tag) {
   const int p = static_cast<int>(threadIdx.x);
   bool is_there = true;
   __syncthreads();
   if (p < ends.channel.waits.size && rounds.left[p] > 0) {
     const std::uint32_t count = rounds.counts[p] + 1;
-    ends.send(p, count, tag);
-    is_there = ends.receive(p, count, tag);
+    ends.send(p, count, send_tag(p));
+    is_there = ends.receive(p, count, recv_tag(p));
   }
   return __syncthreads_and(is_there) != 0;
 }
@@ -120,8 +128,11 @@ __global__ void __launch_bounds__(kThreads)
   const auto pieces = [&](std::int64_t bytes) {
     return static_cast<int>((Stripe(bytes, block, blocks).bytes + channel.piece - 1) / channel.piece);
   };
+  const auto send_tag = [&](int p) { return tag_with(moves.tag, moves.send_bytes[p]); };
+  const auto recv_tag = [&](int p) { return tag_with(moves.tag, moves.recv_bytes[p]); };
+  const int least = moves.all_meet && block == 0 ? 1 : 0;
   begin_rounds(ends, rounds, [&](int p) {
-    return moves.is_barrier ? 1 : max(pieces(moves.send_bytes[p]), pieces(moves.recv_bytes[p]));
+    return max(least, max(pieces(moves.send_bytes[p]), pieces(moves.recv_bytes[p])));
   });
   const std::byte* const own = moves.in + moves.send_begin[rank];
   if (std::byte* const to = moves.out + moves.recv_begin[rank]; moves.recv_bytes[rank] > 0 && to != own) {
@@ -140,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
                  moves.in + moves.send_begin[p] + stripe.begin + round * channel.piece,
                  length(stripe, round));
     }
-    if (!meet(ends, rounds, moves.tag)) return;
+    if (!meet(ends, rounds, send_tag, recv_tag)) return;
     for (int i = 1; i < size; ++i) {
       const int p = rank + i < size ? rank + i : rank + i - size;
       if (rounds.left[p] <= 0) continue;
@@ -166,6 +177,7 @@ __global__ void __launch_bounds__(kThreads)
   begin_rounds(ends, rounds,
                [&](int) { return static_cast<int>((stripe.bytes + channel.piece - 1) / channel.piece); });
   const std::int64_t slice = call.is_scatter ? call.count : 0;
+  const auto tag = [&](int) { return call.tag; };
   for (int round = 0; round < rounds.most; ++round) {
     const std::int64_t first = (stripe.begin + round * channel.piece) / kBytes;
     const std::int64_t bytes = min(channel.piece, stripe.bytes - round * channel.piece);
@@ -175,7 +187,7 @@ __global__ void __launch_bounds__(kThreads)
       copy_bytes(ends.slot(p, rounds.counts[p] + 1, rank), reinterpret_cast<const std::byte*>(in + p * slice),
                  bytes);
     }
-    if (!meet(ends, rounds, call.tag)) return;
+    if (!meet(ends, rounds, tag, tag)) return;
     const std::int64_t packets = bytes / kBytes / kCount;
     T* const out = static_cast<T*>(call.out) + first;
     const auto sum = [&](std::int64_t i, auto count) {

@@ -12,8 +12,8 @@
 
 namespace helix::cuda {
 
-/// Bytes that a rank sends to, and receives from, each rank of the group, itself included. Two ranks that
-/// have nothing for each other do not meet, unless `is_barrier`.
+/// Bytes that a rank sends to, and receives from, each rank of the group, itself included; flags carry them,
+/// so that two ranks that disagree fail. Two ranks that have nothing for each other meet only if `all_meet`.
 struct PeerMoves {
   const std::byte* in = nullptr;
   std::byte* out = nullptr;
@@ -21,7 +21,7 @@ struct PeerMoves {
   std::int64_t send_bytes[kMaxPeers] = {};
   std::int64_t recv_begin[kMaxPeers] = {};
   std::int64_t recv_bytes[kMaxPeers] = {};
-  bool is_barrier = false;
+  bool all_meet = false;
   std::uint32_t tag = 0;  ///< Of the call; equal on the two ends.
 };
 

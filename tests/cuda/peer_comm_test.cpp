@@ -277,6 +277,39 @@ TEST_CASE("ranks that make different calls are told where their messages meet") 
   CHECK_THAT(outcomes.message(0) + outcomes.message(1), Contains("out of step"));
 }
 
+TEST_CASE("all_to_all_v is refused where what one rank sends is not what another expects") {
+  HELIX_REQUIRE_GPUS(1);
+  const bool hosts_meet = GENERATE(true, false);
+  const std::int64_t sent = GENERATE(0, 16, 48, 1 << 20);
+  const std::int64_t expected = GENERATE(0, 32);
+  INFO(sent << " bytes, expected " << expected << ", hosts meet: " << hosts_meet);
+  const RankOutcomes outcomes = run_ranks(group_on_one_gpu(3, 10s, hosts_meet), [=](PeerComm& comm) {
+    helix::cuda::use_device(0);
+    const Stream stream = Stream::create();
+    const Buffer data(2 << 20);
+    std::vector<std::int64_t> send(3, 0);
+    std::vector<std::int64_t> recv(3, 0);
+    if (comm.rank() == 0) send[2] = sent;
+    if (comm.rank() == 2) recv[0] = expected;
+    comm.all_to_all_v(data.data(), send, data.data() + (1 << 20), recv, stream);
+    comm.synchronize(stream);
+    comm.barrier(stream);
+    comm.synchronize(stream);
+  });
+  INFO(outcomes.all_messages());
+  if (sent == expected) {
+    CHECK(outcomes.all_messages().empty());
+    return;
+  }
+  std::string wrong = "out of step";
+  if (hosts_meet)
+    wrong = "rank 0 sends " + std::to_string(sent) + " bytes to rank 2, which expects " +
+            std::to_string(expected);
+  const ErrorCode code = hosts_meet ? ErrorCode::invalid_argument : ErrorCode::out_of_step;
+  CHECK((outcomes.code(0) == code || outcomes.code(2) == code));
+  CHECK_THAT(outcomes.message(0) + outcomes.message(2), Contains(wrong));
+}
+
 TEST_CASE("an abort lets the kernels of all ranks go, also of parts") {
   HELIX_REQUIRE_GPUS(1);
   const auto begin = std::chrono::steady_clock::now();
