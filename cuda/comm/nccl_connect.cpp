@@ -53,9 +53,8 @@ NcclComm NcclComm::borrow(ncclComm* comm, bool may_abort, milliseconds timeout) 
   comm::expect_timeout(timeout);
   HELIX_EXPECTS(comm != nullptr, ErrorCode::invalid_argument, "NcclComm: the communicator is null");
   return NcclComm(State::make({.family = NcclFamily::make(),
-                               .handle = comm,
+                               .handle = NcclHandle(comm, {.is_owned = false}),
                                .timeout = timeout,
-                               .is_owned = false,
                                .may_abort = may_abort}));
 }
 
@@ -63,7 +62,7 @@ std::vector<NcclComm> NcclComm::create_group(std::span<const int> devices, milli
                                              GraphUse graph_use) {
   comm::expect_timeout(timeout);
   expect_devices(devices);
-  const auto handles = std::make_shared<std::vector<ncclComm_t>>(devices.size());
+  const auto handles = std::make_shared<NcclHandles>(devices.size());
   const bool is_done = comm::run_bounded(
       timeout,
       [handles, graph_use, devices = std::vector<int>(devices.begin(), devices.end())] {
@@ -74,7 +73,7 @@ std::vector<NcclComm> NcclComm::create_group(std::span<const int> devices, milli
         for (std::size_t rank = 0; rank < devices.size() && result == ncclSuccess; ++rank) {
           if (cudaSetDevice(devices[rank]) != cudaSuccess) result = ncclUnhandledCudaError;
           if (result == ncclSuccess)
-            result = init_rank(&(*handles)[rank], static_cast<int>(devices.size()), id,
+            result = init_rank(handles->slot(rank), static_cast<int>(devices.size()), id,
                                static_cast<int>(rank), graph_use);
         }
         const ncclResult_t ended = ncclGroupEnd();
@@ -87,8 +86,9 @@ std::vector<NcclComm> NcclComm::create_group(std::span<const int> devices, milli
   const auto family = NcclFamily::make();
   family->progress = std::vector<RankProgress>(devices.size());
   std::vector<NcclComm> comms;
-  for (const ncclComm_t handle : *handles) {
-    comms.push_back(NcclComm(State::make({.family = family, .handle = handle, .timeout = timeout})));
+  for (std::size_t rank = 0; rank < handles->size(); ++rank) {
+    comms.push_back(
+        NcclComm(State::make({.family = family, .handle = handles->take(rank), .timeout = timeout})));
   }
   return comms;
 }
@@ -99,16 +99,16 @@ NcclComm NcclComm::connect(comm::Bootstrap bootstrap, int device, GraphUse graph
   if (bootstrap.rank() == 0) check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId", "rank 0");
   bootstrap.broadcast(std::as_writable_bytes(std::span(id.internal)));
   bootstrap.barrier();  // bounded, and names who is missing; NCCL does neither
-  const auto handle = std::make_shared<ncclComm_t>(nullptr);
+  const auto handles = std::make_shared<NcclHandles>(1);
   const int rank = bootstrap.rank();
   const int size = bootstrap.size();
   const bool is_done = comm::run_bounded(
       bootstrap.timeout() + kWatchGrace,
-      [handle, id, rank, size, device, graph_use] {
+      [handles, id, rank, size, device, graph_use] {
         HELIX_CUDA_CHECK(cudaSetDevice(device));
         std::ostringstream who;
         who << "rank " << rank << " of " << size << ", device " << device;
-        check_nccl(init_rank(handle.get(), size, id, rank, graph_use), "ncclCommInitRank", who.str());
+        check_nccl(init_rank(handles->slot(0), size, id, rank, graph_use), "ncclCommInitRank", who.str());
       },
       [&] { bootstrap.check(); });
   if (!is_done) {
@@ -120,7 +120,7 @@ NcclComm NcclComm::connect(comm::Bootstrap bootstrap, int device, GraphUse graph
   }
   const auto family = NcclFamily::make();
   family->bootstrap = bootstrap;
-  NcclComm comm(State::make({.family = family, .handle = *handle, .timeout = bootstrap.timeout()}));
+  NcclComm comm(State::make({.family = family, .handle = handles->take(0), .timeout = bootstrap.timeout()}));
   bootstrap.on_failure([weak = std::weak_ptr(family)](const Error& error) {
     const LastWork work;
     if (const auto alive = weak.lock()) alive->fail(error.what());
@@ -131,12 +131,13 @@ NcclComm NcclComm::connect(comm::Bootstrap bootstrap, int device, GraphUse graph
 NcclComm NcclComm::split(int color, int key) {
   HELIX_EXPECTS(color >= 0, ErrorCode::invalid_argument, "split: color is ", color,
                 "; NCCL needs one that is not negative");
-  const auto handle = std::make_shared<ncclComm_t>(nullptr);
+  const auto handles = std::make_shared<NcclHandles>(1);
   const bool is_done = comm::run_bounded(
       state_->timeout + (state_->family->bootstrap ? kWatchGrace : milliseconds(0)),
-      [handle, state = state_, color, key] {
-        state->call("split",
-                    [&](ncclComm_t comm) { return ncclCommSplit(comm, color, key, handle.get(), nullptr); });
+      [handles, state = state_, color, key] {
+        state->call("split", [&](ncclComm_t comm) {
+          return ncclCommSplit(comm, color, key, handles->slot(0), nullptr);
+        });
       },
       [&] { state_->family->throw_if_failed(); });
   if (!is_done) {
@@ -147,7 +148,7 @@ NcclComm NcclComm::split(int color, int key) {
     throw Error(ErrorCode::timeout, text.str());
   }
   return NcclComm(State::make({.family = state_->family,
-                               .handle = *handle,
+                               .handle = handles->take(0),
                                .timeout = state_->timeout,
                                .parent_root_rank = state_->root_rank}));
 }

@@ -166,10 +166,10 @@ void NcclFamily::fail(const std::string& text) {
 
 NcclComm::State::State(Origin origin)
     : family(std::move(origin.family)),
-      is_owned(origin.is_owned),
+      is_owned(origin.handle.get_deleter().is_owned),
       may_abort(origin.may_abort),
       timeout(origin.timeout),
-      comm(origin.handle) {}
+      comm(origin.handle.release()) {}
 
 NcclComm::State::~State() {
   const ncclComm_t handle = comm.exchange(nullptr);
@@ -178,7 +178,7 @@ NcclComm::State::~State() {
 }
 
 std::shared_ptr<NcclComm::State> NcclComm::State::make(Origin origin) {
-  const ncclComm_t handle = origin.handle;
+  const ncclComm_t handle = origin.handle.get();
   const int parent_root_rank = origin.parent_root_rank;
   auto state = std::make_shared<State>(std::move(origin));
   check_nccl(ncclCommUserRank(handle, &state->rank), "ncclCommUserRank");

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -10,6 +11,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <nccl.h>
@@ -72,13 +74,42 @@ struct NcclFamily {
   std::shared_ptr<CallWatch> watch_;
 };
 
+/// Frees a communicator, without waiting for its other ranks, unless it is an engine's.
+struct NcclAbort {
+  bool is_owned = true;
+
+  void operator()(ncclComm_t comm) const noexcept {
+    if (is_owned) (void)ncclCommAbort(comm);
+  }
+};
+
+/// A communicator that has no NcclComm::State yet.
+using NcclHandle = std::unique_ptr<ncclComm, NcclAbort>;
+
+/// Where NCCL writes the communicators that it makes. Those that nobody takes are aborted.
+class NcclHandles {
+ public:
+  explicit NcclHandles(std::size_t count) : handles_(count, nullptr) {}
+  NcclHandles(const NcclHandles&) = delete;
+  NcclHandles& operator=(const NcclHandles&) = delete;
+  ~NcclHandles() {
+    for (std::size_t i = 0; i < handles_.size(); ++i) (void)take(i);
+  }
+
+  std::size_t size() const { return handles_.size(); }
+  ncclComm_t* slot(std::size_t i) { return &handles_[i]; }
+  NcclHandle take(std::size_t i) { return NcclHandle(std::exchange(handles_[i], nullptr)); }
+
+ private:
+  std::vector<ncclComm_t> handles_;
+};
+
 struct NcclComm::State {
   /// How a communicator came to be.
   struct Origin {
     std::shared_ptr<NcclFamily> family;
-    ncclComm_t handle = nullptr;
+    NcclHandle handle;
     milliseconds timeout{0};
-    bool is_owned = true;
     bool may_abort = true;
     int parent_root_rank = -1;  // -1: this is a root, whose ranks are its own
   };

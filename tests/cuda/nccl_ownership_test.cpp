@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuda::NcclComm frees each communicator that NCCL has made, also where making its handle fails on the way.
+// NCCL itself is left out: its functions are defined here and count.
+#include <atomic>
+#include <chrono>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <nccl.h>
+
+#include <helix/contract/catch.hpp>
+#include <helix/cuda/nccl_comm.hpp>
+#include <helix/cuda/runtime.hpp>
+#include <helix/error.hpp>
+
+#include "cuda/gpu.hpp"
+#include "support/failing_threads.hpp"
+
+using namespace std::chrono_literals;
+using Catch::Matchers::Contains;
+using helix::Error;
+using helix::cuda::NcclComm;
+using helix::test::refuse_threads;
+
+/// What stands for a communicator.
+struct ncclComm {
+  int rank = 0;
+  int size = 1;
+};
+
+namespace {
+
+std::atomic<int> num_alive = 0;
+std::atomic<int> num_made = 0;
+std::atomic<bool> is_slow = false;    // making one outlasts the group's timeout
+std::atomic<bool> is_unsure = false;  // no communicator knows its rank
+
+ncclResult_t make(ncclComm_t* comm, int size, int rank) {
+  if (is_slow) std::this_thread::sleep_for(600ms);
+  *comm = new ncclComm{rank, size};
+  ++num_alive;
+  ++num_made;
+  return ncclSuccess;
+}
+
+ncclResult_t free_one(ncclComm_t comm) {
+  delete comm;
+  --num_alive;
+  return ncclSuccess;
+}
+
+const std::vector<int> kDevice{0};
+
+}  // namespace
+
+ncclResult_t ncclGetUniqueId(ncclUniqueId*) {
+  return ncclSuccess;
+}
+ncclResult_t ncclGroupStart() {
+  return ncclSuccess;
+}
+ncclResult_t ncclGroupEnd() {
+  return ncclSuccess;
+}
+ncclResult_t ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId, int rank) {
+  return make(comm, size, rank);
+}
+ncclResult_t ncclCommSplit(ncclComm_t, int, int, ncclComm_t* comm, ncclConfig_t*) {
+  return make(comm, 1, 0);
+}
+ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
+  *rank = comm->rank;
+  return is_unsure ? ncclInternalError : ncclSuccess;
+}
+ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
+  *count = comm->size;
+  return ncclSuccess;
+}
+ncclResult_t ncclCommCuDevice(const ncclComm_t, int* device) {
+  *device = 0;
+  return ncclSuccess;
+}
+ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  return free_one(comm);
+}
+ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+  return free_one(comm);
+}
+
+TEST_CASE("communicators are freed once, of a group and of a part") {
+  HELIX_REQUIRE_GPUS(1);
+  num_made = 0;
+  {
+    std::vector<NcclComm> comms = NcclComm::create_group(kDevice);
+    const NcclComm part = comms.front().split(0, 0);
+    CHECK(num_alive == 2);
+  }
+  CHECK(num_made == 2);
+  CHECK(num_alive == 0);
+}
+
+TEST_CASE("a communicator whose handle cannot be made is freed") {
+  HELIX_REQUIRE_GPUS(1);
+  num_made = 0;
+  SECTION("for want of a thread that watches its calls") {
+    (void)helix::cuda::Buffer(1);  // CUDA has its threads
+    refuse_threads(1, 1);          // number 0 makes the communicator
+    CHECK_THROWS_WITH(NcclComm::create_group(kDevice), Contains("the thread that bounds NCCL's calls"));
+    refuse_threads(0, 0);
+  }
+  SECTION("as NCCL does not know its rank") {
+    is_unsure = true;
+    CHECK_THROWS_WITH(NcclComm::create_group(kDevice), Contains("ncclCommUserRank"));
+    is_unsure = false;
+  }
+  CHECK(num_made == 1);
+  CHECK(num_alive == 0);
+}
+
+TEST_CASE("all communicators of a group are freed where the first one's handle cannot be made") {
+  HELIX_REQUIRE_GPUS(2);
+  num_made = 0;
+  is_unsure = true;
+  CHECK_THROWS_AS(NcclComm::create_group(std::vector<int>{0, 1}), Error);
+  is_unsure = false;
+  CHECK(num_made == 2);
+  CHECK(num_alive == 0);
+}
+
+TEST_CASE("a communicator that comes after its caller has given up is freed") {
+  HELIX_REQUIRE_GPUS(1);
+  num_made = 0;
+  is_slow = true;
+  CHECK_THROWS_WITH(NcclComm::create_group(kDevice, 200ms), Contains("did not connect"));
+  for (int i = 0; i < 500 && (num_made == 0 || num_alive != 0); ++i) std::this_thread::sleep_for(10ms);
+  is_slow = false;
+  CHECK(num_made == 1);
+  CHECK(num_alive == 0);
+}
