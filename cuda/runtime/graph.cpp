@@ -4,8 +4,24 @@
 #include <helix/cuda/graph.hpp>
 
 #include "cuda/runtime/graph_nodes.hpp"
+#include "cuda/runtime/operators_state.hpp"
 
 namespace helix::cuda {
+namespace {
+
+/// The stream's device; the calling thread's where the driver is too old to say.
+int device_of(const Stream& stream) {
+  int device = 0;
+  cudaError_t status = cudaStreamGetDevice(stream.handle(), &device);
+  if (status == cudaErrorCallRequiresNewerDriver) {
+    (void)cudaGetLastError();
+    status = cudaGetDevice(&device);
+  }
+  HELIX_CUDA_CHECK(status);
+  return device;
+}
+
+}  // namespace
 
 void Graph::Destroy::operator()(CUgraphExec_st* exec) const noexcept {
   (void)cudaGraphExecDestroy(exec);
@@ -21,6 +37,7 @@ Graph Graph::end(Stream stream) {
   HELIX_CUDA_CHECK(cudaStreamEndCapture(stream.handle(), &captured));
   const std::unique_ptr<CUgraph_st, decltype([](CUgraph_st* graph) { (void)cudaGraphDestroy(graph); })> graph(
       captured);
+  const DeviceScope scope(device_of(stream));  // kernels are added for the current device
   replace_memsets(graph.get());
   Graph result;
   HELIX_CUDA_CHECK(cudaGraphGetNodes(graph.get(), nullptr, &result.num_nodes_));

@@ -262,6 +262,29 @@ TEST_CASE("an empty capture replays as nothing") {
   operators.synchronize(stream);
 }
 
+TEST_CASE("a capture ends on the device of its stream, whichever device is the thread's") {
+  HELIX_REQUIRE_GPUS(2);
+  constexpr std::size_t kBytes = 1 << 12;
+  cuda::use_device(1);
+  const Stream stream = Stream::create();
+  const Buffer filled(kBytes);
+  cuda::use_device(0);
+  const Graph graph = Graph::capture(stream, [&] {
+    cuda::use_device(1);
+    HELIX_CUDA_CHECK(cudaMemsetAsync(filled.data(), 0xa5, kBytes, stream.handle()));
+    cuda::use_device(0);
+  });
+  int device = -1;
+  HELIX_CUDA_CHECK(cudaGetDevice(&device));
+  CHECK(device == 0);
+  graph.replay(stream);
+  std::vector<std::uint8_t> got(kBytes);
+  HELIX_CUDA_CHECK(
+      cudaMemcpyAsync(got.data(), filled.data(), kBytes, cudaMemcpyDeviceToHost, stream.handle()));
+  cuda::synchronize(stream);
+  CHECK(got == std::vector<std::uint8_t>(kBytes, 0xa5));
+}
+
 TEST_CASE("memsets of a captured graph become kernels that do the same in the same place") {
   HELIX_REQUIRE_GPUS(1);
   constexpr std::size_t kPitch = 64;
