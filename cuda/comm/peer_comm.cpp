@@ -272,7 +272,7 @@ void PeerComm::wait_for(const Work& work) const {
     if (failure != nullptr) state.throw_failure(*failure);
   };
   wait_awake(work, throw_if_failed, [&](Clock::duration waited) {
-    if (state.nccl) state.nccl->check();
+    state.check_nccl();
     if (waited < family.limit()) return;
     std::ostringstream text;
     text << state.own->progress.last_call() << ": the stream of rank " << state.own->root_rank
@@ -280,6 +280,7 @@ void PeerComm::wait_for(const Work& work) const {
     state.fail_everywhere(text.str());
     throw Error(ErrorCode::timeout, text.str());
   });
+  state.check_nccl();
 }
 
 void PeerComm::synchronize(Stream stream) const {

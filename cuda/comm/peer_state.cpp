@@ -139,6 +139,18 @@ int PeerComm::State::blocks_for(std::int64_t bytes) const {
       std::clamp<std::int64_t>((bytes + kBlockBytes - 1) / kBlockBytes, 1, channel.channels));
 }
 
+void PeerComm::State::check_nccl() const {
+  if (!nccl) return;
+  try {
+    nccl->check();
+  } catch (const Error& error) {  // which NCCL's own family, and with a Bootstrap the job, know of
+    const std::string text = error.what();
+    family->fail(error.code() == ErrorCode::peer_failed ? text
+                                                        : comm::Root::failure_of(own->root_rank, text));
+    throw;
+  }
+}
+
 void PeerComm::State::fail_everywhere(const std::string& reason) const {
   std::ostringstream text;
   text << "rank " << own->root_rank << " failed: " << reason;

@@ -93,6 +93,10 @@ struct PeerComm::State {
   /// Channels for messages of `bytes` in all.
   int blocks_for(std::int64_t bytes) const;
 
+  /// @throws what has failed over NCCL, after ending the family. What NCCL aborts seems to succeed: to be
+  /// called once work has ended too.
+  void check_nccl() const;
+
   /// Ends the family, and with a Bootstrap the job.
   void fail_everywhere(const std::string& reason) const;
   /// Throws what a kernel recorded, after ending the family.

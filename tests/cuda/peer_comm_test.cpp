@@ -2,6 +2,7 @@
 // cuda::PeerComm keeps the communicator contract, for threads and for processes, that share a GPU or have one
 // each; is captured and replayed; and a rank that is missing, dies or is out of step ends the others' waits.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
@@ -334,6 +335,46 @@ TEST_CASE("an abort lets the kernels of all ranks go, also of parts") {
     CHECK(outcomes.code(rank) == ErrorCode::peer_failed);
     CHECK(outcomes.message(rank) == "rank 1 failed: disk on fire");
   }
+}
+
+TEST_CASE("what NCCL has aborted is not taken as done") {
+  HELIX_REQUIRE_GPUS(2);
+  std::atomic<bool> has_waited = false;
+  const std::vector<PeerComm> comms = PeerComm::create_group(devices_of(2, 2), {.timeout = 2s});
+  REQUIRE(comms.front().transport() != "peer memory");
+  const RankOutcomes outcomes = run_ranks(comms, [&](PeerComm& comm) {
+    helix::cuda::use_device(comm.rank());
+    constexpr std::int64_t kCount = 1 << 20;  // large enough for NCCL
+    const Stream stream = Stream::create();
+    const Buffer data(kCount * sizeof(float));
+    comm.all_reduce(data.data(), data.data(), kCount, DType::f32, stream);
+    comm.synchronize(stream);
+    if (comm.rank() == 0) {
+      std::string failure;
+      try {
+        (void)comm.split(0, 0);  // over NCCL and alone: NCCL's part of the group fails
+      } catch (const Error& error) {
+        failure = error.what();
+      }
+      require(failure.find("split") != std::string::npos, "the split ended with: ", failure);
+      while (!has_waited) std::this_thread::sleep_for(10ms);
+    } else {
+      comm.all_reduce(data.data(), data.data(), kCount, DType::f32, stream);  // alone
+      std::this_thread::sleep_for(6s);
+      helix::cuda::synchronize(stream);  // NCCL has let it go
+      try {
+        comm.synchronize(stream);
+      } catch (...) {
+        has_waited = true;
+        throw;
+      }
+      has_waited = true;
+    }
+  });
+  INFO(outcomes.all_messages());
+  CHECK(outcomes.message(0).empty());
+  CHECK(outcomes.code(1) == ErrorCode::peer_failed);
+  CHECK_THAT(outcomes.message(1), Contains("rank 0 failed: split"));
 }
 
 TEST_CASE("hosts of ranks that share a GPU meet: one that is missing and calls that differ are named") {
