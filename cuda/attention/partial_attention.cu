@@ -103,7 +103,7 @@ AttentionParams params_of(const PartialAttentionArgs<T>& args) {
   p.head_dim = static_cast<int>(kv.format.head_dim);
   p.value_dim = static_cast<int>(kv.format.value_dim);
   p.scale = args.scale;
-  p.soft_cap = args.soft_cap;
+  p.soft_cap = detail::effective_soft_cap(args.soft_cap);
   p.window = args.window;
   return p;
 }

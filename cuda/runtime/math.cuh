@@ -13,9 +13,13 @@ __device__ __forceinline__ float fast_exp2(float x) {
   return y;
 }
 
-/// tanh to 2^-22 of 1, which soft caps multiply; tanhf takes five times the instructions.
+/// tanh to 2^-22 of 1 and, where it is below 1/8, of itself, as soft caps of any size multiply it; tanhf
+/// takes more than twice the instructions.
 __device__ __forceinline__ float fast_tanh(float x) {
-  return 1.0f - __fdividef(2.0f, fast_exp2(x * 2.885390081777927f) + 1.0f);  // 2 log2(e)
+  const float square = x * x;
+  const float small = fmaf(x * square, fmaf(square, 2.0f / 15.0f, -1.0f / 3.0f), x);
+  const float large = 1.0f - __fdividef(2.0f, fast_exp2(x * 2.885390081777927f) + 1.0f);  // 2 log2(e)
+  return fabsf(x) < 0.125f ? small : large;
 }
 
 }  // namespace helix::cuda

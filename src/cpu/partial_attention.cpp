@@ -259,7 +259,7 @@ class PartialAttention {
       task.num_tokens = unit.num_tokens;
       task.group = group_;
       task.visible = seen.data();
-      task.soft_cap = args_.soft_cap;
+      task.soft_cap = detail::effective_soft_cap(args_.soft_cap);
       task.variant = variant_;
       set_source(task, head, args_.batch.sequence_slots[unit.sequence]);
       set_target(task, unit, split, head);

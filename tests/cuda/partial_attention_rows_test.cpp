@@ -77,7 +77,7 @@ TEMPLATE_TEST_CASE(
   HELIX_REQUIRE_GPUS(1);
   const auto operators = attention_operators<TestType>();
   for (const std::int64_t window : {0, 1, 5, 100, 1000}) {
-    for (const float soft_cap : {0.0f, 0.5f, 30.0f}) {
+    for (const float soft_cap : {0.0f, 0.5f, 30.0f, 1e6f}) {
       for (const std::int64_t kvp : {1, 3}) {
         AttentionCase c = case_of<TestType>(window == 5 ? 64 : window == 1 ? 256 : 128);
         c.window = window;

@@ -67,6 +67,12 @@ constexpr bool is_finite(float value) {
   return value >= -kMost && value <= kMost;
 }
 
+/// The cap that a backend gives scores: none where they are not as large as to feel one in f32, and 1 / cap
+/// or cap * log2(e) may leave the range of f32.
+constexpr float effective_soft_cap(float soft_cap) {
+  return soft_cap < 0x1p96f ? soft_cap : 0.0f;
+}
+
 /// Throws Error(invalid_argument) if a workspace has a size, but no address.
 inline void check_workspace(std::string_view operation, std::span<const std::byte> workspace) {
   HELIX_EXPECTS(workspace.data() != nullptr || workspace.empty(), ErrorCode::invalid_argument, operation,
