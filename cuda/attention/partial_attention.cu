@@ -11,6 +11,7 @@
 
 #include "cuda/attention/combine.cuh"
 #include "cuda/attention/kernel.hpp"
+#include "cuda/attention/local_tokens.hpp"
 #include "cuda/attention/params.cuh"
 #include "cuda/runtime/divisor.cuh"
 #include "cuda/runtime/launch.cuh"
@@ -170,6 +171,7 @@ std::size_t Operators<T>::partial_attention_workspace_bytes(std::int64_t num_tok
 template <class T>
 void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream stream) const {
   if (args.batch.num_tokens() == 0 || args.q.extent(1) == 0) return;
+  check_local_tokens(args.batch, args.kv);
   const DeviceScope scope(state_->device);
   const AttentionCall call = call_of(
       args, state_->is_hopper && state_->attention_target == AttentionTarget::this_gpu,

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sequences of more local tokens than an int holds are refused before a kernel truncates them. Needs no GPU.
+#include "cuda/attention/local_tokens.hpp"
+
+#include <cstdint>
+#include <vector>
+
+#include <helix/backend/batch.hpp>
+#include <helix/kv_format.hpp>
+
+#include "support/failure.hpp"
+
+namespace helix::test {
+namespace {
+
+KvView view_of(std::int64_t max_pages, std::int64_t page_tokens) {
+  KvView kv;
+  kv.format.page_tokens = page_tokens;
+  kv.num_pages = 100;
+  kv.max_pages = max_pages;
+  return kv;
+}
+
+}  // namespace
+
+TEST_CASE("attention on a GPU takes as many local tokens as an int counts, and refuses more") {
+  constexpr std::int64_t kMost = cuda::kMaxLocalTokens;
+  CHECK(failure_of([] { cuda::check_local_tokens({}, view_of(kMost, 1)); }) == std::nullopt);
+  CHECK(failure_of([] { cuda::check_local_tokens({}, view_of(kMost / 64, 64)); }) == std::nullopt);
+  const auto failure = failure_of([] { cuda::check_local_tokens({}, view_of(std::int64_t{1} << 25, 64)); });
+  REQUIRE(failure.has_value());
+  CHECK(failure->code == ErrorCode::unsupported);
+  CHECK(failure->says("2147483648 tokens on KVP rank 0 (33554432 pages of 64)"));
+  CHECK(failure->says("lengths_host"));
+  CHECK(failure_of([] { cuda::check_local_tokens({}, view_of(kMost + 1, 1)); }).has_value());
+  CHECK(failure_of([] {
+          cuda::check_local_tokens({}, view_of(std::int64_t{1} << 31, std::int64_t{1} << 24));
+        }).has_value());
+}
+
+TEST_CASE("attention on a GPU believes the lengths of a batch rather than the rows of its page table") {
+  KvView kv = view_of(std::int64_t{1} << 31, std::int64_t{1} << 24);
+  kv.layout = KvLayout(2, 16);
+  kv.kvp_rank = 1;
+  const auto check = [&](std::int64_t longest) {
+    const std::vector<std::int64_t> lengths{5, longest, 70};
+    Batch batch;
+    batch.lengths_host = lengths;
+    return failure_of([&] { cuda::check_local_tokens(batch, kv); });
+  };
+  CHECK(check(1000) == std::nullopt);
+  CHECK(check(2 * (cuda::kMaxLocalTokens / 16 * 16)) == std::nullopt);
+  const auto failure = check(std::int64_t{1} << 32);
+  REQUIRE(failure.has_value());
+  CHECK(failure->code == ErrorCode::unsupported);
+  CHECK(failure->says("2147483648 tokens on KVP rank 1"));
+}
+
+TEST_CASE("attention on a GPU bounds the sequences of a CSR list by the pages of the pool") {
+  const std::int32_t begins[2] = {0, 1};
+  KvView kv = view_of(0, 64);
+  kv.page_begins = begins;
+  CHECK(failure_of([&] { cuda::check_local_tokens({}, kv); }) == std::nullopt);
+  kv.num_pages = std::int64_t{1} << 25;
+  CHECK(failure_of([&] { cuda::check_local_tokens({}, kv); }).has_value());
+}
+
+}  // namespace helix::test
