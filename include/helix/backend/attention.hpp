@@ -67,8 +67,8 @@ constexpr bool is_finite(float value) {
   return value >= -kMost && value <= kMost;
 }
 
-/// The cap that a backend gives scores: none where they are not as large as to feel one in f32, and 1 / cap
-/// or cap * log2(e) may leave the range of f32.
+/// The soft cap that a backend computes with: none in place of one so large that scores of f32 do not feel
+/// it, whose inverse or product with log2(e) may leave the range of f32.
 constexpr float effective_soft_cap(float soft_cap) {
   return soft_cap < 0x1p96f ? soft_cap : 0.0f;
 }
