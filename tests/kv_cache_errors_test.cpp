@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // ShardedKVCache refuses what contradicts itself, on every rank alike, and changes nothing.
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -34,6 +35,44 @@ TEST_CASE("writing into a page that another sequence shares is refused") {
   cache.release(child);
   CHECK_NOTHROW(write(parent, 0, 20));
   stream.synchronize();
+}
+
+TEST_CASE("tokens that are appended before there is room for them are refused, and harm no sequence") {
+  const DType format = GENERATE(DType::f32, DType::fp8_ds_mla);
+  const bool is_mla = format == DType::fp8_ds_mla;
+  Stage stage({.is_mla = is_mla, .head_dim = is_mla ? 10 : 8},
+              {.format = format, .layers = 2, .page_tokens = 4, .pages = 2, .max_sequences = 2});
+  Cache& cache = stage.cache(0);
+  const SequenceId full = cache.add();
+  const SequenceId empty = cache.add();
+  cache.append(full, 8, stage.stream(0));  // all pages
+  stage.synchronize();
+  for (const int layer : {0, 1}) {
+    CAPTURE(layer);
+    const KvView kv = cache.layer(layer);
+    const auto* const first = static_cast<const std::byte*>(kv.k);
+    const std::vector<std::byte> before(first, first + cache.capacity_bytes() / 2);
+    const std::vector<float> rows(10, 1.0f);
+    const std::vector<std::int32_t> offsets{0, 1};
+    const std::int64_t position = 5;
+    const std::int32_t slot = cache.slot(empty);
+    const std::int64_t columns = kv.format.head_dim;
+    const TensorView<const float, 3> row(rows.data(), {1, 1, columns});
+    const TensorView<const float, 3> none(nullptr, {0, 1, columns});
+    Stream stream = stage.backend(0).create_stream();
+    const auto failure = failure_of([&] {
+      stage.backend(0).append_kv({.k = row,
+                                  .v = is_mla ? none : row,
+                                  .batch = {offsets, offsets.data(), &position, &slot},
+                                  .kv = kv},
+                                 stream);
+      stream.synchronize();
+    });
+    REQUIRE(failure);
+    CHECK(failure->code == ErrorCode::invalid_argument);
+    CHECK(failure->what.starts_with("local token 5 of the sequence in slot 1 has page 2 of the KV pool's 2"));
+    CHECK(before == std::vector<std::byte>(first, first + cache.capacity_bytes() / 2));
+  }
 }
 
 TEST_CASE("ids that are stale, foreign or made up are refused everywhere") {

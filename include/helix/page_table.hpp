@@ -16,14 +16,19 @@
 namespace helix {
 
 /// One rank's page table, [max_sequences, max_pages] int32, on the device and on the host. Its device address
-/// never changes.
+/// never changes. Entries that were never given a page name `spare_page`.
 template <QueueBackend B>
 class PageTable {
  public:
-  /// @throws Error(capacity) if the memory cannot be had.
-  PageTable(B& backend, std::int64_t max_sequences, std::int64_t max_pages)
-      : backend_(&backend), max_pages_(max_pages), host_(host_table(max_sequences, max_pages)) {
-    device_ = backend.allocate(host_.size() * sizeof(std::int32_t));
+  /// Waits for the upload of the entries. @throws Error(capacity) if the memory cannot be had.
+  PageTable(B& backend, std::int64_t max_sequences, std::int64_t max_pages, std::int32_t spare_page)
+      : backend_(&backend),
+        max_pages_(max_pages),
+        host_(host_table(max_sequences, max_pages, spare_page)),
+        device_(backend.allocate(host_.size() * sizeof(std::int32_t))) {
+    const auto stream = backend.create_stream();
+    upload({0, host_.size()}, stream);
+    backend.synchronize(stream);
   }
 
   const std::int32_t* data() const { return reinterpret_cast<const std::int32_t*>(device_.data()); }
@@ -57,10 +62,11 @@ class PageTable {
     std::size_t end;
   };
 
-  static std::vector<std::int32_t> host_table(std::int64_t max_sequences, std::int64_t max_pages) {
+  static std::vector<std::int32_t> host_table(std::int64_t max_sequences, std::int64_t max_pages,
+                                              std::int32_t spare_page) {
     const std::size_t count = entries(max_sequences, max_pages);
     try {
-      return std::vector<std::int32_t>(count);
+      return std::vector<std::int32_t>(count, spare_page);
     } catch (const std::bad_alloc&) {
       throw Error(ErrorCode::capacity, "no memory for a page table of ", max_sequences,
                   " sequences of up to ", max_pages,

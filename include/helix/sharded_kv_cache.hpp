@@ -21,7 +21,7 @@ namespace helix {
 
 /// One rank's shard of the KV cache (invariants 2, 3, 9 and 11). Memory is allocated once, at addresses that
 /// never change, and pages stay untouched until tokens are written. Sequences share one pool; a token of one
-/// KV head exists on one rank.
+/// KV head exists on one rank. A layer has a spare page behind them, for what is stored before append().
 ///
 /// Not collective, but all ranks of a stage make the same calls with the same numbers: each follows the pages
 /// of all KVP ranks, and so decides alike without talking. A call that throws changes nothing, on all ranks.
@@ -34,7 +34,7 @@ class ShardedKVCache {
   using Stream = typename B::Stream;
   using Activation = typename B::Activation;
 
-  /// Takes this rank's place from the backend's stage communicator. Waits for the upload of the scales.
+  /// Takes this rank's place from the backend's stage communicator. Waits for the upload of what it makes.
   /// @throws Error(invalid_argument) if sizes are out of range or communicators differ from `topology`;
   /// Error(capacity) if the memory cannot be had.
   ShardedKVCache(B& backend, const Topology& topology, const KvCacheSpec& spec)
@@ -48,7 +48,7 @@ class ShardedKVCache {
                  .max_tokens = spec.max_tokens,
                  .tag = spec.tag},
                 topology.stage_coordinates(stage_rank_).kvp_rank),
-        page_table_(backend, spec.max_sequences, ledger_.max_pages()) {
+        page_table_(backend, spec.max_sequences, ledger_.max_pages(), static_cast<std::int32_t>(spec.pages)) {
     const ModelShape& shape = topology.shape();
     const Range heads = topology.kv_heads(stage_rank_);
     const KvFormat format =
@@ -63,7 +63,7 @@ class ShardedKVCache {
 
     page_bytes_ =
         detail::bytes_of(spec, static_cast<std::size_t>(format.page_elements()), size_bytes(spec.format));
-    layer_bytes_ = detail::bytes_of(spec, static_cast<std::size_t>(spec.pages), page_bytes_);
+    layer_bytes_ = detail::bytes_of(spec, static_cast<std::size_t>(spec.pages) + 1, page_bytes_);
     layer_bytes_ = round_up(layer_bytes_, kAlignment);
     pages_ = backend.allocate(detail::bytes_of(spec, static_cast<std::size_t>(spec.layers), layer_bytes_));
     view_.page_table = page_table_.data();
@@ -242,7 +242,7 @@ class ShardedKVCache {
   KvView view_;                  // of layer 0, without its addresses
   std::size_t page_bytes_ = 0;   // of one layer
   std::size_t layer_bytes_ = 0;  // from one layer's pages to the next
-  typename B::Buffer pages_;     // [layers][pages][page_elements]
+  typename B::Buffer pages_;     // [layers][pages + 1][page_elements]: the last page is the spare one
   typename B::Buffer k_scales_;  // [layers, heads of this rank], or empty
   typename B::Buffer v_scales_;
 };

@@ -7,6 +7,7 @@
 
 #include <helix/backend.hpp>
 #include <helix/dtype.hpp>
+#include <helix/error.hpp>
 #include <helix/mixed_row.hpp>
 
 namespace helix::cpu {
@@ -31,6 +32,16 @@ void store_row(const float* values, T* stored, std::int64_t count, float scale) 
 template <class T>
 void load_row(const T* stored, float* values, std::int64_t count, float scale) {
   for (std::int64_t i = 0; i < count; ++i) values[i] = static_cast<float>(stored[i]) * scale;
+}
+
+/// The page of local position `local` of the sequence in `slot`. @throws Error(invalid_argument) if that is
+/// not one of the pool's, as where ShardedKVCache has made no room for the token.
+inline std::int64_t page_of(const KvView& kv, std::int32_t slot, std::int64_t local) {
+  const std::int64_t page = kv.page_table[kv.first_page_of(slot) + local / kv.format.page_tokens];
+  HELIX_EXPECTS(page >= 0 && page < kv.num_pages, ErrorCode::invalid_argument, "local token ", local,
+                " of the sequence in slot ", slot, " has page ", page, " of the KV pool's ", kv.num_pages,
+                "; append() to the sequence before its tokens are stored or read");
+  return page;
 }
 
 /// Addresses of rows in the pools of a KvView whose dtype is kDTypeOf<T>.
@@ -85,8 +96,8 @@ class KvRows {
 
   T* row(void* pool, const KvStrides& strides, std::int32_t slot, std::int64_t local,
          std::int64_t head) const {
-    const std::int64_t page = kv_.page_table[kv_.first_page_of(slot) + local / kv_.format.page_tokens];
-    return static_cast<T*>(pool) + strides.at(page, head, local % kv_.format.page_tokens);
+    return static_cast<T*>(pool) +
+           strides.at(page_of(kv_, slot, local), head, local % kv_.format.page_tokens);
   }
 
   KvView kv_;
@@ -113,8 +124,8 @@ class MixedKvRows {
 
  private:
   std::byte* at(void* pool, const KvStrides& strides, std::int32_t slot, std::int64_t local) const {
-    const std::int64_t page = kv_.page_table[kv_.first_page_of(slot) + local / kv_.format.page_tokens];
-    return static_cast<std::byte*>(pool) + strides.at(page, 0, local % kv_.format.page_tokens);
+    return static_cast<std::byte*>(pool) +
+           strides.at(page_of(kv_, slot, local), 0, local % kv_.format.page_tokens);
   }
 
   KvView kv_;

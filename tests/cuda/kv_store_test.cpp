@@ -12,6 +12,9 @@
 #include <vector>
 
 #include <helix/cuda/backend.hpp>
+#include <helix/cuda/local_comm.hpp>
+#include <helix/sharded_kv_cache.hpp>
+#include <helix/topology.hpp>
 
 #include "cuda/at.hpp"
 #include "cuda/gpu.hpp"
@@ -343,6 +346,50 @@ TEMPLATE_TEST_CASE("keys and values on a GPU lie where each engine's pool has th
         }
       }
     }
+  }
+}
+
+TEST_CASE("a GPU stores tokens for which no room was made in no page of any sequence") {
+  HELIX_REQUIRE_GPUS(1);
+  constexpr std::int64_t kDim = 64;
+  using Backend = cuda::Backend<cuda::LocalComm, float>;
+  Backend backend;
+  const ModelShape shape{.num_query_heads = 1,
+                         .num_kv_heads = 1,
+                         .head_dim = kDim,
+                         .value_dim = kDim,
+                         .hidden = kDim,
+                         .ffn = kDim};
+  ShardedKVCache<Backend> cache(
+      backend, Topology(TopologySpec{}, shape),
+      {.format = DType::f32, .layers = 2, .page_tokens = 16, .pages = 3, .max_sequences = 2});
+  const cuda::Stream stream = backend.create_stream();
+  const SequenceId full = cache.add();
+  const SequenceId empty = cache.add();
+  cache.append(full, 3 * 16, stream);
+  const auto pages = [&](int layer) {
+    std::vector<std::uint8_t> bytes(cache.capacity_bytes() / 2);
+    backend.download(bytes.data(), cache.layer(layer).k, bytes.size(), stream);
+    return bytes;
+  };
+  const std::vector<float> ones(kDim, 1.0f);
+  const std::vector<std::int32_t> offsets{0, 1};
+  const std::int32_t slot = cache.slot(empty);
+  const cuda::Buffer row = backend.allocate(ones.size() * 4);
+  const cuda::Buffer device_offsets = backend.allocate(8);
+  const cuda::Buffer position = backend.allocate(8);  // 0
+  const cuda::Buffer device_slot = backend.allocate(4);
+  backend.upload(row.data(), ones.data(), row.size_bytes(), stream);
+  backend.upload(device_offsets.data(), offsets.data(), 8, stream);
+  backend.upload(device_slot.data(), &slot, 4, stream);
+  const TensorView<const float, 3> values(reinterpret_cast<const float*>(row.data()), {1, 1, kDim});
+  const Batch batch{offsets, reinterpret_cast<const std::int32_t*>(device_offsets.data()),
+                    reinterpret_cast<const std::int64_t*>(position.data()),
+                    reinterpret_cast<const std::int32_t*>(device_slot.data())};
+  for (const int layer : {0, 1}) {
+    const std::array before{pages(0), pages(1)};
+    backend.append_kv({.k = values, .v = values, .batch = batch, .kv = cache.layer(layer)}, stream);
+    CHECK(std::array{pages(0), pages(1)} == before);
   }
 }
 
