@@ -62,11 +62,13 @@ class HostComm {
 
   void all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
     const std::int64_t bytes = count * static_cast<std::int64_t>(size_bytes(dtype));
+    if (!are_elements(in, out, dtype)) return comm_.all_reduce(in, out, count, dtype, stream.device());
     staged(in, bytes, out, bytes, stream,
            [&](const void* i, void* o) { comm_.all_reduce(i, o, count, dtype, stream.device()); });
   }
   void reduce_scatter(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
     const std::int64_t bytes = count * static_cast<std::int64_t>(size_bytes(dtype));
+    if (!are_elements(in, out, dtype)) return comm_.reduce_scatter(in, out, count, dtype, stream.device());
     staged(in, size() * bytes, out, bytes, stream,
            [&](const void* i, void* o) { comm_.reduce_scatter(i, o, count, dtype, stream.device()); });
   }
@@ -121,6 +123,12 @@ class HostComm {
 
   HostComm(DeviceComm comm, std::shared_ptr<Scratch> scratch)
       : comm_(std::move(comm)), scratch_(std::move(scratch)) {}
+
+  /// Whether addresses lie at elements, as those of sums must. Copies always do.
+  static bool are_elements(const void* in, const void* out, DType dtype) {
+    const auto address = [](const void* p) { return reinterpret_cast<std::uintptr_t>(p); };
+    return (address(in) | address(out)) % size_bytes(dtype) == 0;
+  }
 
   /// Calls body(in, out) with their copies on the device. `in` may lie inside of `out`.
   template <class Body>

@@ -11,17 +11,14 @@
 
 #include <helix/contract/catch.hpp>
 #include <helix/cuda/nccl_comm.hpp>
-#include <helix/cuda/runtime.hpp>
 #include <helix/error.hpp>
 
 #include "cuda/gpu.hpp"
-#include "support/failing_threads.hpp"
 
 using namespace std::chrono_literals;
 using Catch::Matchers::Contains;
 using helix::Error;
 using helix::cuda::NcclComm;
-using helix::test::refuse_threads;
 
 /// What stands for a communicator.
 struct ncclComm {
@@ -103,17 +100,9 @@ TEST_CASE("communicators are freed once, of a group and of a part") {
 TEST_CASE("a communicator whose handle cannot be made is freed") {
   HELIX_REQUIRE_GPUS(1);
   num_made = 0;
-  SECTION("for want of a thread that watches its calls") {
-    (void)helix::cuda::Buffer(1);  // CUDA has its threads
-    refuse_threads(1, 1);          // number 0 makes the communicator
-    CHECK_THROWS_WITH(NcclComm::create_group(kDevice), Contains("the thread that bounds NCCL's calls"));
-    refuse_threads(0, 0);
-  }
-  SECTION("as NCCL does not know its rank") {
-    is_unsure = true;
-    CHECK_THROWS_WITH(NcclComm::create_group(kDevice), Contains("ncclCommUserRank"));
-    is_unsure = false;
-  }
+  is_unsure = true;
+  CHECK_THROWS_WITH(NcclComm::create_group(kDevice), Contains("ncclCommUserRank"));
+  is_unsure = false;
   CHECK(num_made == 1);
   CHECK(num_alive == 0);
 }
