@@ -62,15 +62,17 @@ class HostComm {
 
   void all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
     const std::int64_t bytes = count * static_cast<std::int64_t>(size_bytes(dtype));
-    if (!are_elements(in, out, dtype)) return comm_.all_reduce(in, out, count, dtype, stream.device());
-    staged(in, bytes, out, bytes, stream,
-           [&](const void* i, void* o) { comm_.all_reduce(i, o, count, dtype, stream.device()); });
+    staged(
+        in, bytes, out, bytes, stream,
+        [&](const void* i, void* o) { comm_.all_reduce(i, o, count, dtype, stream.device()); },
+        size_bytes(dtype));
   }
   void reduce_scatter(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
     const std::int64_t bytes = count * static_cast<std::int64_t>(size_bytes(dtype));
-    if (!are_elements(in, out, dtype)) return comm_.reduce_scatter(in, out, count, dtype, stream.device());
-    staged(in, size() * bytes, out, bytes, stream,
-           [&](const void* i, void* o) { comm_.reduce_scatter(i, o, count, dtype, stream.device()); });
+    staged(
+        in, size() * bytes, out, bytes, stream,
+        [&](const void* i, void* o) { comm_.reduce_scatter(i, o, count, dtype, stream.device()); },
+        size_bytes(dtype));
   }
   void all_gather(const void* in, void* out, std::int64_t bytes, Stream stream) {
     staged(in, bytes, out, size() * bytes, stream,
@@ -124,18 +126,14 @@ class HostComm {
   HostComm(DeviceComm comm, std::shared_ptr<Scratch> scratch)
       : comm_(std::move(comm)), scratch_(std::move(scratch)) {}
 
-  /// Whether addresses lie at elements, as those of sums must. Copies always do.
-  static bool are_elements(const void* in, const void* out, DType dtype) {
-    const auto address = [](const void* p) { return reinterpret_cast<std::uintptr_t>(p); };
-    return (address(in) | address(out)) % size_bytes(dtype) == 0;
-  }
-
-  /// Calls body(in, out) with their copies on the device. `in` may lie inside of `out`.
+  /// Calls body(in, out) with their copies on the device. `in` may lie inside of `out`. Addresses that are
+  /// not multiples of `width` must be refused.
   template <class Body>
   void staged(const void* in, std::int64_t in_bytes, void* out, std::int64_t out_bytes, Stream& stream,
-              Body&& body) {
-    const bool is_refused =
-        in_bytes < 0 || out_bytes < 0 || (in == nullptr && in_bytes > 0) || (out == nullptr && out_bytes > 0);
+              Body&& body, std::size_t width = 1) {
+    const auto address = [](const void* p) { return reinterpret_cast<std::uintptr_t>(p); };
+    const bool is_refused = in_bytes < 0 || out_bytes < 0 || (in == nullptr && in_bytes > 0) ||
+                            (out == nullptr && out_bytes > 0) || (address(in) | address(out)) % width != 0;
     if (is_refused) return body(in, out);
     require(std::max(in_bytes, out_bytes) + 2 * kGuard <= kCapacity, "the scratch is too small");
     const cudaStream_t queue = stream.device().handle();
@@ -145,8 +143,7 @@ class HostComm {
         cudaMemcpyAsync(scratch_->out.data(), image.data(), image.size(), cudaMemcpyHostToDevice, queue));
     std::byte* const device_out = scratch_->out.data() + kGuard;
     const std::byte* device_in = scratch_->in.data();
-    const auto offset = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(in)) -
-                        static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(out));
+    const auto offset = static_cast<std::int64_t>(address(in)) - static_cast<std::int64_t>(address(out));
     if (in_bytes > 0 && out_bytes > 0 && offset >= 0 && offset + in_bytes <= out_bytes) {
       device_in = device_out + offset;
     } else if (in_bytes > 0) {
