@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/attention/latent_block.cuh"
 #include "cuda/attention/latent_rows.cuh"
@@ -13,14 +12,6 @@
 #include "cuda/runtime/wgmma_product.cuh"
 
 namespace helix::cuda::latent {
-
-/// Weights are powers of two of a score over what a row's max stands for: the max is raised where one exceeds
-/// 2^kMostExponent, so that sums are scaled rarely, and the largest becomes 2^kTopExponent. In f16 that is
-/// well above 1, so that what is 2^-31 of the largest still counts.
-template <class T>
-inline constexpr float kTopExponent = std::is_same_v<T, f16> ? 7.0f : 0.0f;
-template <class T>
-inline constexpr float kMostExponent = kTopExponent<T> + 8.0f;
 
 /// What both consumer groups do alike; kGroup is 0 for the lead, 1 for the follower.
 template <class T, int kBlocks, int kGroup>

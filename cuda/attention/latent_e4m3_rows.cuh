@@ -210,10 +210,9 @@ struct QueryRows {
     group_sync(latent_e4m3::kAllConsumers, kConsumers);
     stage_rows(splits, sums);
     group_sync(kOneGroup + group(), kWarpGroup);
-    latent::write_rows<K::kBlocks>(
-        p, part, uniform(::min(kRows, part.span.query_tile.num_rows - first_row())), row_ends(),
-        [&](int r) { return *reinterpret_cast<const uint4*>(stage() + staged(r, lane())); });
-    latent::tell_combine<K::kBlocks>(p, part);
+    latent::write_rows<K::kBlocks, kRows>(p, part, row_ends(), [&](int r) {
+      return *reinterpret_cast<const uint4*>(stage() + staged(r, lane()));
+    });
   }
 };
 

@@ -14,10 +14,9 @@
 
 namespace helix::cuda::latent_e4m3 {
 
-/// Weights are powers of two of a score over the row's pivot, in f16: the pivot is raised where one exceeds
-/// 2^kMostExponent, so that the largest becomes 2^kTopExponent. What is 2^-31 of the largest still counts.
-inline constexpr float kTopExponent = 7.0f;
-inline constexpr float kMostExponent = 15.0f;
+// Weights are f16, whatever the type of q.
+inline constexpr float kTopExponent = latent::kTopExponent<f16>;
+inline constexpr float kMostExponent = latent::kMostExponent<f16>;
 
 inline constexpr int kValueBlocks = kGroupColumns / kGroupRows;  ///< Products of a group's value columns.
 inline constexpr int kPairColumns = 32;                          ///< That one matrix load brings.

@@ -63,16 +63,18 @@ __device__ __forceinline__ uint4* partial_piece(const SplitPartials& of, int i, 
                                   (of.slot(i) * of.p.query_tile_rows + row) * kLatentColumns + column);
 }
 
-/// Writes the first `rows` rows of the block, of each a consumer group's columns; a warp takes a row at a
-/// time. staged(r): this lane's kPieceColumns columns of row `r`; `ends` are in shared memory.
-template <int kBlocks, class Staged>
-__device__ __forceinline__ void write_rows(const AttentionParams& p, const Part& part, int rows,
-                                           const RowEnd* ends, const Staged& staged) {
+/// Writes the block's rows of a part, up to kRows, of each a consumer group's columns; a warp takes a row at
+/// a time. staged(r): this lane's kPieceColumns columns of row `r`; `ends` are in shared memory. The block
+/// that has the query tile's first KV tile tells the combine's launch of it.
+template <int kBlocks, int kRows, class Staged>
+__device__ __forceinline__ void write_rows(const AttentionParams& p, const Part& part, const RowEnd* ends,
+                                           const Staged& staged) {
   constexpr int kWarpsOfGroup = kWarpGroup / kWarp;
   const int group = static_cast<int>(threadIdx.x) / kWarpGroup;
   const int warp = static_cast<int>(threadIdx.x) % kWarpGroup / kWarp;
   const int column = group * kGroupColumns + static_cast<int>(threadIdx.x) % kWarp * kPieceColumns;
   const int first_row = block_of_item<kBlocks>() * kGroupRows;
+  const int rows = uniform(::min(kRows, part.span.query_tile.num_rows - first_row));
   if (is_split(part)) {
     const SplitPartials partials{p, part.splits};
     const int split = scheduled_block<kBlocks>() - part.splits.first_block;
@@ -98,11 +100,6 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Part&
       writer.write_bits(column + kLaneColumns, uint2{piece.z, piece.w});
     }
   }
-}
-
-/// Tells the combine's launch of the query tile; by one thread of the block that has its first KV tile.
-template <int kBlocks>
-__device__ __forceinline__ void tell_combine(const AttentionParams& p, const Part& part) {
   if (part.is_first && block_of_item<kBlocks>() == 0 && threadIdx.x == 0)
     p.split_tiles[part.query_tile] = {part.span.query_tile, part.splits};
 }

@@ -194,10 +194,9 @@ struct QueryRows {
     group_sync(kAllConsumers, kConsumers);
     stage_rows(splits, sums);
     group_sync(kOneGroup + group(), kWarpGroup);
-    write_rows<kBlocks>(p, part, uniform(min(kGroupRows, part.span.query_tile.num_rows - first_row())),
-                        row_ends(),
-                        [&](int r) { return *reinterpret_cast<const uint4*>(stage() + staged(r, lane())); });
-    tell_combine<kBlocks>(p, part);
+    write_rows<kBlocks, kGroupRows>(p, part, row_ends(), [&](int r) {
+      return *reinterpret_cast<const uint4*>(stage() + staged(r, lane()));
+    });
   }
 };
 
