@@ -5,7 +5,7 @@
 #include <cstddef>
 
 #include "cuda/attention/wave_copies.cuh"
-#include "cuda/attention/wave_schedule.cuh"
+#include "cuda/attention/wave_walk.cuh"
 #include "cuda/runtime/warp_groups.cuh"
 #include "cuda/runtime/wgmma.cuh"
 

@@ -8,7 +8,7 @@
 #include <climits>
 #include <cstdint>
 
-#include "cuda/attention/wave_schedule.cuh"
+#include "cuda/attention/wave_walk.cuh"
 #include "cuda/runtime/async_copy.cuh"
 #include "cuda/runtime/tensor_map.cuh"
 #include "cuda/runtime/warp_groups.cuh"

@@ -5,8 +5,10 @@
 // the next product's operand. A warp group asks for the scores of the next KV tile before the product of this
 // one's weights and values, so that the tensor cores work while it computes weights, and the groups take
 // turns at asking, so that one computes weights while the other's products run (FlashAttention-3, section 3).
-// Asking for the first scores of the next query tile before the results of this one are written cost 9 %: the
-// registers do not suffice.
+// What a warp has alike is told the compiler by of_warp(): places in rings, counts and operands are then
+// computed once a warp (4096 tokens after 28672, 64 / 8 heads: 6711 us, 7045 without). Asking for the first
+// scores of the next query tile before the results of this one are written cost 9 %: the registers do not
+// suffice.
 #pragma once
 
 #include <cstddef>
@@ -35,53 +37,60 @@ struct WaveProducts {
   const WaveMaps& maps;
   WaveShared<S>& s;
   int thread;  // of the warp groups that multiply
+  int group;   // which of them
   RingPlace<1> query_place;
   RingPlace<S::kStages> key_place;
   RingPlace<S::kStages> value_place;
 
   // Of the part at hand.
   Softmax softmax;
-  std::uint64_t queries = 0;
+  unsigned queries = 0;  // the lower word of their operand
 
   __device__ WaveProducts(const AttentionParams& params, const WaveMaps& the_maps, WaveShared<S>& shared)
       : p(params),
         maps(the_maps),
         s(shared),
         thread(static_cast<int>(threadIdx.x) - kWarpGroup),
+        group(of_warp(thread / kWarpGroup)),
         query_place(shared.query_barriers),
         key_place(shared.key_barriers),
         value_place(shared.value_barriers),
         softmax{params, thread} {}
 
-  __device__ __forceinline__ int group() const { return thread / kWarpGroup; }
   __device__ __forceinline__ const RowBounds<S::kRows>& bounds() const { return s.bounds; }
-  __device__ __forceinline__ void release(unsigned empty) const {
-    if (thread % kWarp == 0) barrier_arrive(empty);
+  /// This warp needs the stage at `place` no more, as soon as `sum` is there, which is not negative: the
+  /// assembler sees no reason not to wait first for the products whose wait follows.
+  template <class Place>
+  __device__ __forceinline__ void leave(Place& place, float sum = 0.0f) const {
+    barrier_arrive_if(thread % kWarp == 0 && !(sum < 0.0f), place.empty());
+    place.advance();
   }
 
   __device__ __forceinline__ void wait_turn() const {
-    if constexpr (S::kTakeTurns && S::kGroups > 1) group_sync(kTurnBarrier + group(), 2 * kWarpGroup);
+    if constexpr (S::kTakeTurns && S::kGroups > 1) group_sync(kTurnBarrier + group, 2 * kWarpGroup);
   }
   __device__ __forceinline__ void end_turn() const {
     if constexpr (S::kTakeTurns && S::kGroups > 1)
-      group_arrive(kTurnBarrier + (group() + 1) % S::kGroups, 2 * kWarpGroup);
+      group_arrive(kTurnBarrier + (group + 1) % S::kGroups, 2 * kWarpGroup);
   }
 
   __device__ __forceinline__ void begin_part() {
     softmax.begin_part(bounds());
-    queries = rows_operand(static_cast<unsigned>(__cvta_generic_to_shared(s.queries)) +
-                           static_cast<unsigned>(__shfl_sync(~0u, group(), 0)) * kGroupRows * 128u);
+    const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(s.queries)) +
+                        static_cast<unsigned>(group) * kGroupRows * 128u;
+    queries = of_warp(static_cast<unsigned>(rows_operand(at)));
   }
 
   /// scores = queries keys^T, on its way.
   __device__ __forceinline__ void ask_scores(Scores& scores) const {
+    const std::uint64_t rows = rows_operand(0) >> 32 << 32 | queries;
     const std::uint64_t keys =
         rows_operand(static_cast<unsigned>(__cvta_generic_to_shared(s.keys[key_place.stage()])));
 #pragma unroll
     for (int k = 0; k < S::kDim / kProductDepth; ++k) {
       const int chunk = k / 4;
       const int step = k % 4;
-      product<T, S::kTokens, false>(scores, operand_at(queries, chunk * S::kRows * 128 + step * 32),
+      product<T, S::kTokens, false>(scores, operand_at(rows, chunk * S::kRows * 128 + step * 32),
                                     operand_at(keys, chunk * S::kTokens * 128 + step * 32), k > 0);
     }
     products_commit();
@@ -107,7 +116,7 @@ struct WaveProducts {
       if (token < first || token >= last) reinterpret_cast<uint4*>(values)[i] = uint4{0, 0, 0, 0};
     }
     fence_before_copy();
-    group_sync(kGroupBarrier + group(), kWarpGroup);
+    group_sync(kGroupBarrier + group, kWarpGroup);
   }
 
   /// Waits for the values of the KV tile at `token`.
@@ -125,16 +134,14 @@ struct WaveProducts {
     if constexpr (!kIsBox) fence_before_copy();
   }
 
-  /// All KV tiles of a part.
-  __device__ __forceinline__ void attend(const WavePart& part, RowSums<S::kValueDim>& found) {
+  /// All KV tiles of a part, `count` of them.
+  __device__ __forceinline__ void attend(const WavePart& part, int count, RowSums<S::kValueDim>& found) {
     const int query_tile = part.query_tile;
-    int token = s.plan.first_kv_tile_token(query_tile) + part.kv_tile * S::kTokens;
-    const int last_token = token + (part.count - 1) * S::kTokens;
-#pragma unroll
-    for (int i = 0; i < S::kValueDim / 2; ++i) found.d[i] = 0.0f;
-    found.max[0] = found.max[1] = -kInfinity;
-    found.sum[0] = found.sum[1] = 0.0f;
-
+    int token = of_warp(s.plan.first_kv_tile_token(query_tile) + part.kv_tile * S::kTokens);
+    const int last_token = token + (count - 1) * S::kTokens;
+    key_place.hold_together();
+    value_place.hold_together();
+    found.clear();
     Scores scores;
     Weights weights;
     float shrink[2];
@@ -143,8 +150,7 @@ struct WaveProducts {
     ask_scores(scores);
     products_wait<0>();
     pin(scores);
-    release(key_place.empty());
-    key_place.advance();
+    leave(key_place);
     softmax.cap_and_mask(bounds(), scores, token);
     softmax.weigh(scores, found, shrink);
     Softmax::pack_weights(scores, weights);
@@ -161,33 +167,27 @@ struct WaveProducts {
       end_turn();
       products_wait<1>();
       pin(scores);
-      release(key_place.empty());
-      key_place.advance();
       softmax.cap_and_mask(bounds(), scores, token + S::kTokens);
       softmax.weigh(scores, found, shrink);
-      compute_first(found.sum[0] + found.sum[1]);
+      leave(key_place, found.sum[0]);
       products_wait<0>();
       pin(found.d);
-      release(value_place.empty());
-      value_place.advance();
+      leave(value_place);
       Softmax::shrink_sums(found, shrink);
       Softmax::pack_weights(scores, weights);
     }
-    release(query_place.empty());
-    query_place.advance();
+    leave(query_place);
     ready_values(query_tile, token);
     products_fence();
     ask_values(weights, found);
     products_wait<0>();
     pin(found.d);
-    release(value_place.empty());
-    value_place.advance();
+    leave(value_place);
   }
 
   /// A part of which this warp group has no rows: what the copies bring is given back.
   __device__ __forceinline__ void pass(int count) {
-    release(query_place.empty());
-    query_place.advance();
+    leave(query_place);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       if (i > 0) {
@@ -195,11 +195,9 @@ struct WaveProducts {
         end_turn();
       }
       key_place.wait_full();
-      release(key_place.empty());
-      key_place.advance();
+      leave(key_place);
       value_place.wait_full();
-      release(value_place.empty());
-      value_place.advance();
+      leave(value_place);
     }
   }
 
@@ -227,17 +225,18 @@ struct WaveProducts {
   }
 
   __device__ __forceinline__ void run() {
-    if (S::kTakeTurns && S::kGroups > 1 && group() == S::kGroups - 1) end_turn();
+    if (S::kTakeTurns && S::kGroups > 1 && group == S::kGroups - 1) end_turn();
     RowSums<S::kValueDim> found;
     for (unsigned i = 0;; ++i) {
       query_place.wait_full();
       const WavePart& part = s.parts[i % kPartStages];
-      if (part.count == 0) return;
-      if (group() * kGroupRows < s.plan.query_tiles[part.query_tile].num_rows) {
+      const int count = of_warp(part.count);
+      if (count == 0) return;
+      if (group * kGroupRows < of_warp(s.plan.query_tiles[part.query_tile].num_rows)) {
         begin_part();
-        attend(part, found);
+        attend(part, count, found);
       } else {
-        pass(part.count);
+        pass(count);
       }
       finish(part, found);
     }

@@ -20,6 +20,13 @@ struct RowSums {
   float d[kValueDim / 2];
   float max[2];
   float sum[2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; ++i) d[i] = 0.0f;
+    max[0] = max[1] = -kInfinity;
+    sum[0] = sum[1] = 0.0f;
+  }
 };
 
 /// Element (i, lane % 4) of the 4 x 4 words of four neighbouring lanes and x[0..3] trades places with (lane %

@@ -13,14 +13,6 @@
 
 namespace helix::cuda {
 
-/// Keeps what leads to `sum`, which is not negative, before the wait that follows: the assembler sees no
-/// reason not to wait first.
-__device__ __forceinline__ void compute_first(float sum) {
-  asm volatile(
-      "{\n.reg .pred never;\nsetp.lt.f32 never, %0, 0f00000000;\n@never nanosleep.u32 0;\n}\n" ::"f"(sum)
-      : "memory");
-}
-
 /// Of one thread and its two rows of a part.
 template <class T, class S>
 struct WaveSoftmax {
@@ -136,7 +128,8 @@ struct WaveSoftmax {
   }
 
   static __device__ __forceinline__ void shrink_sums(RowSums<S::kValueDim>& found, const float (&shrink)[2]) {
-    if (!__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) return;
+    // To look whether any is less than 1 takes as long as 64 multiplications beside other instructions.
+    if (S::kValueDim > 128 && !__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) return;
 #pragma unroll
     for (int i = 0; i < S::kValueDim / 2; ++i) found.d[i] *= shrink[i / 2 % 2];
   }

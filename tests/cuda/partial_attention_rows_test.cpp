@@ -131,6 +131,7 @@ TEMPLATE_TEST_CASE("attention on a GPU of many rows deals out query tiles of any
   check(2, 40, {{40, 1}, {1100, 400}});  // more query tiles than a wave
   check(1, 150, {{470, 460}, {33, 1}});  // more query tiles than one launch holds
   check(33, 4, {{64, 64}, {640, 16}});   // many heads
+  check(6, 8, {{20000, 40}});            // more keys than the L2 cache holds: 3 heads at a time
 }
 
 TEMPLATE_TEST_CASE(
@@ -148,6 +149,11 @@ TEMPLATE_TEST_CASE(
   draft.group = 8;
   draft.sequences = {{5000, 9}, {40, 9}};
   worlds.emplace_back(draft, 7);
+  AttentionCase passes = case_of<TestType>(64);
+  passes.kv_heads = 6;
+  passes.group = 8;
+  passes.sequences = {{20000, 40}, {15000, 20}};
+  worlds.emplace_back(passes);
   for (const int blocks : {1, 7, 0}) {
     operators.set_attention_blocks(blocks);
     CAPTURE(blocks);
