@@ -172,15 +172,25 @@ struct OperandPlace {
       : low(static_cast<unsigned>(operand)) {
     asm volatile("" : "+r"(low));
   }
+  /// The same, computed once a warp where branches hide from the compiler that all lanes have the same (8
+  /// sequences of 131072 tokens: e4m3 474 us, so 463; the kernel of 16 bits 413, so 420).
+  static __device__ __forceinline__ OperandPlace once_a_warp(std::uint64_t operand) {
+    OperandPlace place;
+    place.low = of_warp(static_cast<unsigned>(operand));
+    return place;
+  }
   __device__ __forceinline__ std::uint64_t at(unsigned bytes) const {
     constexpr auto kHigh = static_cast<std::uint64_t>(rows_operand(0) >> 32);
     static_assert(kHigh == columns_operand(0, 0) >> 32);
     return kHigh << 32 | (low + bytes / 16u);
   }
+
+ private:
+  OperandPlace() = default;
 };
 
 /// Tells the compiler that all lanes have the same `x`: products in a branch that lanes may leave one by
-/// one would wait for each other.
+/// one would wait for each other. of_warp() tells it more, which costs the kernel of 16 bits 2 %.
 __device__ inline int uniform(int x) {
   return __shfl_sync(~0u, x, 0);
 }

@@ -21,7 +21,6 @@ using latent::kSteps;
 using latent::kThreads;
 using latent::Part;
 using latent::scheduled_block;
-using latent::uniform;
 
 /// One kernel of the family: q and out of T, kTheRows query rows of a block, kTheBlocks blocks that have a
 /// work item together. A row of the cache has 576 columns of e4m3, or where `kMixed` 512 of e4m3, four scales

@@ -35,7 +35,7 @@ struct Products {
                       static_cast<unsigned>(step % kSteps) * 32u);
   }
   __device__ __forceinline__ latent::OperandPlace queries() const {
-    return latent::OperandPlace(rows_operand(at(s.queries)));
+    return latent::OperandPlace::once_a_warp(rows_operand(at(s.queries)));
   }
 
   /// Where this lane's matrix loads of the warp's 16 rows begin in a swizzled chunk of 128 bytes a row.
@@ -161,7 +161,8 @@ struct Products {
     const unsigned from =
         tile(place) + static_cast<unsigned>(group) * (kGroupColumns / kTileChunkColumns) * kTileChunkBytes +
         swizzled(static_cast<unsigned>(lane() % 16), static_cast<unsigned>(warp() * 2 + lane() / 16));
-    const latent::OperandPlace weights(columns_operand(at(s.weights[of]), latent::kChunkBytes));
+    const auto weights =
+        latent::OperandPlace::once_a_warp(columns_operand(at(s.weights[of]), latent::kChunkBytes));
     constexpr int kLoads = K::kStageLoads;
     constexpr int kStepLoads = kValueBlocks / 2;  // of 16 tokens; one a chunk
     static_assert(kWarpGroup / kWarp * kPairColumns == kTileChunkColumns);
