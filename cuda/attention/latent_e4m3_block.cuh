@@ -42,9 +42,9 @@ struct Kind {
   static constexpr unsigned kQueryBytes = latent::kChunks * kQueryChunkBytes;
   static constexpr int kStages =
       static_cast<int>((227 * 1024 - 8 * 1024 - kQueryBytes - 2 * latent::kChunkBytes) / kTileBytes);
-  /// Matrix loads between two waits, each of which two products follow. With 64 query rows two loads are no
-  /// faster, and take more registers than there are.
-  static constexpr int kStageLoads = kRows < 64 ? 2 : 1;
+  /// Matrix loads between two waits, each of which two products follow. For 64 query rows of mixed rows two
+  /// loads take more registers than there are.
+  static constexpr int kStageLoads = kRows < 64 || !kIsMixed ? 2 : 1;
   static_assert(kRows % 16 == 0 && kRows <= kGroupRows && kStages >= 3 && kTileBytes % 1024 == 0);
 };
 
