@@ -176,7 +176,7 @@ struct OperandPlace {
   /// sequences of 131072 tokens: e4m3 474 us, so 463; the kernel of 16 bits 413, so 420).
   static __device__ __forceinline__ OperandPlace once_a_warp(std::uint64_t operand) {
     OperandPlace place;
-    place.low = of_warp(static_cast<unsigned>(operand));
+    place.low = warp_uniform(static_cast<unsigned>(operand));
     return place;
   }
   __device__ __forceinline__ std::uint64_t at(unsigned bytes) const {
@@ -190,7 +190,7 @@ struct OperandPlace {
 };
 
 /// Tells the compiler that all lanes have the same `x`: products in a branch that lanes may leave one by
-/// one would wait for each other. of_warp() tells it more, which costs the kernel of 16 bits 2 %.
+/// one would wait for each other. warp_uniform() tells it more, which costs the kernel of 16 bits 2 %.
 __device__ inline int uniform(int x) {
   return __shfl_sync(~0u, x, 0);
 }

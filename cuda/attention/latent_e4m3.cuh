@@ -46,7 +46,7 @@ struct PartLoop {
   /// The weights of the other group's tile are there.
   __device__ __forceinline__ void follow_other() {
     group_sync(kWeights + 1 - softmax.group, kConsumers);
-    if (!of_warp(softmax.s.is_raised[1 - softmax.group])) return;
+    if (!warp_uniform(softmax.s.is_raised[1 - softmax.group])) return;
     softmax.shrink_sums(1 - softmax.group, sums);
     softmax.shrink_totals(1 - softmax.group, totals);
   }
@@ -58,19 +58,19 @@ struct PartLoop {
     const float most = softmax.find_exponents(token, i >= whole.begin && i < whole.end, scales, scores);
     const bool raises = group_or(kOneGroup + softmax.group, most > kMostExponent || softmax.s.are_unset);
     if (i >= 2) group_sync(kWeightsRead + softmax.group, kConsumers);
-    if (of_warp(raises)) {
+    if (warp_uniform(raises)) {
       softmax.raise(scores);
       softmax.shrink_totals(softmax.group, totals);
     }
     if (threadIdx.x % kWarpGroup == 0) softmax.s.is_raised[softmax.group] = raises;
     softmax.weigh(scales, scores, totals);
     group_arrive(kWeights + softmax.group, kConsumers);
-    return of_warp(raises);
+    return warp_uniform(raises);
   }
 
   __device__ __forceinline__ void run() {
-    const int count = of_warp(part.count);
-    const int first_token = of_warp(part.first_token);
+    const int count = warp_uniform(part.count);
+    const int first_token = warp_uniform(part.first_token);
     Scores<K> scores;
     TokenScales scales;
     int i = softmax.group;
@@ -105,14 +105,14 @@ struct PartLoop {
 /// Both consumers: each part of the work item from its queries to its rows of out or of split partials.
 template <class K>
 __device__ __forceinline__ void consume(const AttentionParams& p, Shared<K>& s) {
-  const int group = of_warp(static_cast<int>(threadIdx.x) / kWarpGroup);
+  const int group = warp_uniform(static_cast<int>(threadIdx.x) / kWarpGroup);
   const float kv_scale = !K::kIsMixed && p.k_scale != nullptr ? *p.k_scale : 1.0f;
   unsigned done = 0;  // KV tiles
   for (unsigned number = 0;; ++number) {
     const unsigned place = number % 2;
     barrier_wait(at(&s.part_full[place]), number / 2 & 1u);
     const Part& part = s.parts[place];
-    if (of_warp(part.count) == 0) return;
+    if (warp_uniform(part.count) == 0) return;
     QueryRows<K> queries{p, s, part, kv_scale};
     const TokenRange whole = queries.begin();
     Totals<K> totals;
@@ -126,7 +126,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, Shared<K>& s) 
     }
     PartLoop<K>{{s, group}, {p, s, group}, part, whole, StagePlace<K>(done), totals, sums}.run();
     queries.end(totals, sums);
-    done += static_cast<unsigned>(of_warp(part.count));
+    done += static_cast<unsigned>(warp_uniform(part.count));
     barrier_arrive_if(threadIdx.x % kWarp == 0, at(&s.part_empty[place]));
   }
 }

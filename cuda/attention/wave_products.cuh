@@ -5,7 +5,7 @@
 // the next product's operand. A warp group asks for the scores of the next KV tile before the product of this
 // one's weights and values, so that the tensor cores work while it computes weights, and the groups take
 // turns at asking, so that one computes weights while the other's products run (FlashAttention-3, section 3).
-// What a warp has alike is told the compiler by of_warp(): places in rings, counts and operands are then
+// What a warp has alike is told the compiler by warp_uniform(): places in rings, counts and operands are then
 // computed once a warp (4096 tokens after 28672, 64 / 8 heads: 6711 us, 7045 without). Asking for the first
 // scores of the next query tile before the results of this one are written cost 9 %: the registers do not
 // suffice.
@@ -51,7 +51,7 @@ struct WaveProducts {
         maps(the_maps),
         s(shared),
         thread(static_cast<int>(threadIdx.x) - kWarpGroup),
-        group(of_warp(thread / kWarpGroup)),
+        group(warp_uniform(thread / kWarpGroup)),
         query_place(shared.query_barriers),
         key_place(shared.key_barriers),
         value_place(shared.value_barriers),
@@ -78,7 +78,7 @@ struct WaveProducts {
     softmax.begin_part(bounds());
     const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(s.queries)) +
                         static_cast<unsigned>(group) * kGroupRows * 128u;
-    queries = of_warp(static_cast<unsigned>(rows_operand(at)));
+    queries = warp_uniform(static_cast<unsigned>(rows_operand(at)));
   }
 
   /// scores = queries keys^T, on its way.
@@ -137,10 +137,10 @@ struct WaveProducts {
   /// All KV tiles of a part, `count` of them.
   __device__ __forceinline__ void attend(const WavePart& part, int count, RowSums<S::kValueDim>& found) {
     const int query_tile = part.query_tile;
-    int token = of_warp(s.plan.first_kv_tile_token(query_tile) + part.kv_tile * S::kTokens);
+    int token = warp_uniform(s.plan.first_kv_tile_token(query_tile) + part.kv_tile * S::kTokens);
     const int last_token = token + (count - 1) * S::kTokens;
-    key_place.hold_together();
-    value_place.hold_together();
+    key_place.make_uniform();
+    value_place.make_uniform();
     found.clear();
     Scores scores;
     Weights weights;
@@ -230,9 +230,9 @@ struct WaveProducts {
     for (unsigned i = 0;; ++i) {
       query_place.wait_full();
       const WavePart& part = s.parts[i % kPartStages];
-      const int count = of_warp(part.count);
+      const int count = warp_uniform(part.count);
       if (count == 0) return;
-      if (group * kGroupRows < of_warp(s.plan.query_tiles[part.query_tile].num_rows)) {
+      if (group * kGroupRows < warp_uniform(s.plan.query_tiles[part.query_tile].num_rows)) {
         begin_part();
         attend(part, count, found);
       } else {

@@ -99,7 +99,7 @@ __global__ __launch_bounds__(S::kThreads, 1) void attend_waves(const __grid_cons
   }
   follow_previous();
   make_wave_plan(p, s.plan);
-  if (of_warp(threadIdx.x / kWarpGroup) == 0) {
+  if (warp_uniform(threadIdx.x / kWarpGroup) == 0) {
     give_registers<kCopyRegisters>();
     copy_waves<T, S, Copies>(p, maps, s);
   } else {

@@ -35,15 +35,15 @@ __device__ __forceinline__ void barrier_expect_more(unsigned barrier, unsigned b
 
 /// `x`, which all lanes of the warp have alike, where the compiler knows it: what follows from it is computed
 /// once for the warp, and branches on it are the warp's. Of a shuffle's result it does not know.
-__device__ __forceinline__ unsigned of_warp(unsigned x) {
+__device__ __forceinline__ unsigned warp_uniform(unsigned x) {
 #if __CUDA_ARCH__ >= 800
   return __reduce_or_sync(~0u, x);
 #else
   return x;
 #endif
 }
-__device__ __forceinline__ int of_warp(int x) {
-  return static_cast<int>(of_warp(static_cast<unsigned>(x)));
+__device__ __forceinline__ int warp_uniform(int x) {
+  return static_cast<int>(warp_uniform(static_cast<unsigned>(x)));
 }
 
 /// Barriers of a ring of kStages stages, in shared memory.
@@ -76,8 +76,8 @@ class RingPlace {
   /// The first time round it returns at once.
   __device__ __forceinline__ void wait_empty() const { barrier_wait(empty(), parity() ^ 1u); }
   __device__ __forceinline__ void advance() { ++count_; }
-  /// Tells the compiler that the lanes of this warp stand at one place: of_warp().
-  __device__ __forceinline__ void hold_together() { count_ = of_warp(count_); }
+  /// Tells the compiler that the lanes of this warp stand at one place: warp_uniform().
+  __device__ __forceinline__ void make_uniform() { count_ = warp_uniform(count_); }
 
  private:
   __device__ __forceinline__ unsigned parity() const { return count_ / kStages % 2; }
