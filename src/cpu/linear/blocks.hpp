@@ -61,7 +61,7 @@ void for_each_row_block(std::int64_t num_rows, const Use& use) {
 /// Walks one task. `Kernel` has: Weight, the stored type; Row, the packed one; kChunk, columns after which
 /// sums are folded; kGroup<R>, weight rows at once; kStep, columns of a step; kReadsAhead, whether it knows
 /// Reading::ahead; and multiply<R, kLines>(Tile), which asks for kLines lines a step: 0 or, where it reads
-/// ahead, kGroup<R> / 2 or kGroup<R>.
+/// ahead, 1, kGroup<R> / 2 or kGroup<R>.
 template <class Kernel>
 class BlockWalk {
   using Weight = typename Kernel::Weight;
@@ -80,6 +80,9 @@ class BlockWalk {
   }
 
  private:
+  /// Blocks of activations beyond which weights take too small a part of the time to be asked for.
+  static constexpr std::int64_t kMostBlocksAhead = 16;
+
   /// Up to two blocks of activations memory sets the pace, and a block of weights that is small leaves L2 to
   /// the next one; beyond, activations come from L2 too, once a block.
   std::int64_t block_weight_rows() const {
@@ -89,7 +92,7 @@ class BlockWalk {
   }
 
   bool reads_ahead() const {
-    return Kernel::kReadsAhead && row_blocks_ <= 2 &&
+    return Kernel::kReadsAhead && row_blocks_ <= kMostBlocksAhead &&
            (task_.reading == Reading::ahead || task_.reading == Reading::ahead_pairs);
   }
 
@@ -117,8 +120,9 @@ class BlockWalk {
     const std::int64_t step_bytes =
         kGroup * Kernel::kStep * static_cast<std::int64_t>(sizeof(Weight)) / row_blocks_;
     const std::int64_t lines =
-        row_blocks_ > 1 || task_.reading == Reading::ahead_pairs || step_bytes < kGroup * 64 ? kGroup / 2
-                                                                                             : kGroup;
+        step_bytes <= 64                                                                       ? 1
+        : row_blocks_ > 1 || task_.reading == Reading::ahead_pairs || step_bytes < kGroup * 64 ? kGroup / 2
+                                                                                               : kGroup;
     ahead_.line_bytes = step_bytes / lines;
     for (std::int64_t n = 0; n < count; n += kGroup) {
       const std::int64_t group = std::min(kGroup, count - n);
@@ -129,6 +133,8 @@ class BlockWalk {
       } else if constexpr (Kernel::kReadsAhead) {
         if (lines == kGroup) {
           Kernel::template multiply<R, kGroup>(tile);
+        } else if (lines == 1) {
+          Kernel::template multiply<R, 1>(tile);
         } else {
           Kernel::template multiply<R, kGroup / 2>(tile);
         }

@@ -23,7 +23,7 @@ namespace {
 
 /// Below, handing the rows over to threads takes longer than packing them.
 constexpr std::int64_t kSharedPackElements = 65536;
-/// Rows up to which memory sets the pace, and the way of reading matters.
+/// Rows up to which memory sets the pace, and which way of reading is the fastest is measured.
 constexpr std::int64_t kFewRows = 2 * kBlockRows;
 /// Weights that are read often enough to be timed, and do not stay in a cache.
 constexpr std::int64_t kTunedBytes = std::int64_t{2} << 20;
@@ -148,7 +148,8 @@ class Batch {
     const DType dtype = at(0).weight.dtype;
     const Kernel kernel = kernel_for(dtype, most_rows_, inputs_);
     const std::int64_t task_rows = task_weight_rows(kernel, most_rows_, share);
-    if (kernel == Kernel::tiles || most_rows_ > kFewRows) return multiply(task_rows, Reading::plain);
+    if (kernel == Kernel::tiles) return multiply(task_rows, Reading::plain);
+    if (most_rows_ > kFewRows) return multiply(task_rows, Reading::ahead);
     tuners_of(kernel, dtype).run(most_rows_, weight_bytes_, [&](Reading reading) {
       multiply(task_rows, reading);
     });
