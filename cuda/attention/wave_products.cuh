@@ -45,6 +45,7 @@ struct WaveProducts {
   // Of the part at hand.
   Softmax softmax;
   unsigned queries = 0;  // the lower word of their operand
+  int bounds_stage = 0;
 
   __device__ WaveProducts(const AttentionParams& params, const WaveMaps& the_maps, WaveShared<S>& shared)
       : p(params),
@@ -57,7 +58,7 @@ struct WaveProducts {
         value_place(shared.value_barriers),
         softmax{params, thread} {}
 
-  __device__ __forceinline__ const RowBounds<S::kRows>& bounds() const { return s.bounds; }
+  __device__ __forceinline__ const RowBounds<S::kRows>& bounds() const { return s.bounds[bounds_stage]; }
   /// This warp needs the stage at `place` no more, as soon as `sum` is there, which is not negative: the
   /// assembler sees no reason not to wait first for the products whose wait follows.
   template <class Place>
@@ -151,6 +152,7 @@ struct WaveProducts {
     products_wait<0>();
     pin(scores);
     leave(key_place);
+    if (S::kGivesQueriesEarly && token == last_token) leave(query_place);
     softmax.cap_and_mask(bounds(), scores, token);
     softmax.weigh(scores, found, shrink);
     Softmax::pack_weights(scores, weights);
@@ -167,6 +169,7 @@ struct WaveProducts {
       end_turn();
       products_wait<1>();
       pin(scores);
+      if (S::kGivesQueriesEarly && token + S::kTokens == last_token) leave(query_place);
       softmax.cap_and_mask(bounds(), scores, token + S::kTokens);
       softmax.weigh(scores, found, shrink);
       leave(key_place, found.sum[0]);
@@ -176,7 +179,7 @@ struct WaveProducts {
       Softmax::shrink_sums(found, shrink);
       Softmax::pack_weights(scores, weights);
     }
-    leave(query_place);
+    if constexpr (!S::kGivesQueriesEarly) leave(query_place);
     ready_values(query_tile, token);
     products_fence();
     ask_values(weights, found);
@@ -232,6 +235,7 @@ struct WaveProducts {
       const WavePart& part = s.parts[i % kPartStages];
       const int count = warp_uniform(part.count);
       if (count == 0) return;
+      bounds_stage = static_cast<int>(i % S::kBoundStages);
       if (group * kGroupRows < warp_uniform(s.plan.query_tiles[part.query_tile].num_rows)) {
         begin_part();
         attend(part, count, found);

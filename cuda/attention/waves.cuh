@@ -51,10 +51,15 @@ __device__ __forceinline__ void copy_waves(const AttentionParams& p, const WaveM
     for (unsigned i = 0; has_part; ++i) {
       has_part = walk.next(part);
       if (!has_part) part.count = 0;  // the end
+      const auto find_bounds = [&] {
+        const int u = part.query_tile;
+        find_row_bounds<kThreads>(p, s.plan.query_tiles[u], {s.plan.begin_token[u], s.plan.end_token[u]},
+                                  s.bounds[i % S::kBoundStages], thread);
+      };
+      if (S::kBoundStages > 1 && has_part) find_bounds();
       place.wait_empty();
       if (has_part) {
-        const int u = part.query_tile;
-        const QueryTile query_tile = s.plan.query_tiles[u];
+        const QueryTile query_tile = s.plan.query_tiles[part.query_tile];
         const unsigned to = shared_at(s.queries);
         if (!maps.has_queries) {
           copy_queries<S::kDim, S::kRows, kThreads>(p, query_tile, part.head, to, thread);
@@ -65,8 +70,7 @@ __device__ __forceinline__ void copy_waves(const AttentionParams& p, const WaveM
                            chunk * kChunkColumns, part.head * p.group, query_tile.token(p, 0), place.full());
           }
         }
-        find_row_bounds<kThreads>(p, query_tile, {s.plan.begin_token[u], s.plan.end_token[u]}, s.bounds,
-                                  thread);
+        if (S::kBoundStages == 1) find_bounds();
         if (!maps.has_queries) {
           wait_for_copies<0>();
           fence_before_copy();
