@@ -19,10 +19,10 @@ struct WaveSizes {
   static constexpr int kTokens = kTileTokens;  ///< Of a KV tile.
   static constexpr int kGroups = kWarpGroups;  ///< That multiply.
   static constexpr bool kTakeTurns = kTurns;
-  /// Whether the queries are given up with the last scores, before what these become is multiplied: the next
-  /// part's arrive meanwhile. 512 tokens after 32768, 32 / 8 heads: 442 us, 459 without; at D = 64, where
-  /// registers are fewer, 1 % slower.
-  static constexpr bool kGivesQueriesEarly = kDim > 64;
+  /// Whether the queries are given up with the last scores, before what these become is multiplied, so that
+  /// the next part's arrive meanwhile. 4096 tokens after 28672, 64 / 8 heads: 6429 us, 6491 without; D = 96
+  /// and 256 are 1 % slower so.
+  static constexpr bool kGivesQueriesEarly = kDim == 128 || kDim == 192;
   /// Row bounds that the block holds: then of the part whose last scores are masked, of the one whose queries
   /// are there, and of the next, looked up meanwhile.
   static constexpr int kBoundStages = kGivesQueriesEarly ? 3 : 1;
