@@ -7,6 +7,7 @@
 #include <helix/integers.hpp>
 
 #include "cuda/comm/peer_reduce_norm.cuh"
+#include "cuda/comm/peer_reduce_norm_shares.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
 
@@ -16,14 +17,28 @@ namespace {
 constexpr int kPartPackets = 256;  // of a row that a block takes, where rows are few
 constexpr int kMostParts = 8;      // blocks of a cluster, on any device of compute capability 9.0
 constexpr std::int64_t kMostLineBytes = 256 << 10;  // of a rank's rows
-/// Bytes that a rank sends, beyond which its share of the sums, sent twice, would be less: not built, NCCL
-/// does it. Between two ranks both are the same.
+/// Bytes that a rank sends, beyond which NCCL does it.
 constexpr std::int64_t kMostSentBytes = 4 << 20;
+/// What a second trip to the peers costs, in bytes that a rank could have sent: 3 us at 300 GB/s.
+constexpr std::int64_t kTripBytes = 900 << 10;
 
-/// The cut of `rows` rows of `packets` packets; false: none fits the slots.
+/// Bytes that a rank sends of `bytes` bytes of rows in one shot, and in two: its part of the others' shares,
+/// and the sums of its own to all.
+constexpr std::int64_t one_shot_bytes(std::int64_t bytes, int ranks) {
+  return bytes * (ranks - 1);
+}
+constexpr std::int64_t two_shot_bytes(std::int64_t bytes, int ranks) {
+  return 2 * bytes * (ranks - 1) / ranks;
+}
+
+/// The cut of `rows` rows of `packets` packets; false: none fits the slots, or NCCL is faster.
 bool make_plan(const PeerChannel& channel, std::int64_t rows, std::int64_t packets, bool has_clusters,
                PeerNormPlan& plan) {
-  if (rows * packets * 16 * (channel.waits.size - 1) > kMostSentBytes) return false;
+  const std::int64_t bytes = rows * packets * 16;
+  const int ranks = channel.waits.size;
+  plan.has_shares = two_shot_bytes(bytes, ranks) + kTripBytes < one_shot_bytes(bytes, ranks);
+  if ((plan.has_shares ? two_shot_bytes(bytes, ranks) : one_shot_bytes(bytes, ranks)) > kMostSentBytes)
+    return false;
   const auto row_packets = [&](int parts) { return (packets + parts - 1) / parts; };
   const auto is_whole = [&](int parts) { return (parts - 1) * row_packets(parts) < packets; };
   int parts = 1;
@@ -33,21 +48,22 @@ bool make_plan(const PeerChannel& channel, std::int64_t rows, std::int64_t packe
   plan.parts = parts;
   plan.row_packets = static_cast<int>(row_packets(parts));
   plan.groups = static_cast<int>(std::min<std::int64_t>(rows, channel.channels / parts));
-  plan.has_lines = rows * packets * 16 <= kMostLineBytes && plan.row_packets <= kPeerNormThreads;
+  plan.has_lines = bytes <= kMostLineBytes && plan.row_packets <= kPeerNormThreads && !plan.has_shares;
   plan.round_packets = plan.has_lines ? round_up(plan.row_packets, kWarp) : plan.row_packets;
   const std::int64_t row_bytes = std::int64_t{plan.round_packets} * (plan.has_lines ? 32 : 16);
-  plan.rows_a_round = static_cast<int>(std::min<std::int64_t>(channel.piece / row_bytes, rows));
+  plan.rows_a_round = static_cast<int>(std::min<std::int64_t>(
+      channel.piece / row_bytes, plan.has_shares ? ceil_div(rows, std::int64_t{plan.groups} * ranks) : rows));
   plan.threads = static_cast<int>(std::clamp<std::int64_t>(
       round_up(plan.row_packets, kWarp), round_up(channel.waits.size, kWarp), kPeerNormThreads));
   return plan.rows_a_round > 0 && plan.row_packets <= kPeerNormPackets * plan.threads;
 }
 
-template <class T, class W, bool kLines, int kPackets>
+template <class Block, class T, class W>
 void launch(const PeerChannel& channel, const PeerNormRows<T, W>& rows, const PeerNormPlan& plan,
             bool is_hopper, StreamHandle stream) {
   launch_with(is_hopper ? LaunchAttributes().early().clusters(plan.parts) : LaunchAttributes(),
-              peer_norm_kernel<T, W, kLines, kPackets>, static_cast<unsigned>(plan.groups * plan.parts),
-              plan.threads, 0, stream, channel, rows, plan);
+              peer_norm_kernel<Block, T, W>, static_cast<unsigned>(plan.groups * plan.parts), plan.threads, 0,
+              stream, channel, rows, plan);
 }
 
 /// Calls use(W*) for the type of the norm's weights.
@@ -83,12 +99,19 @@ bool Operators<T>::reduce_norm(const PeerChannel& channel, const ReduceNormArgs<
                                  rows,
                                  width,
                                  args.epsilon};
-    if (plan.has_lines) {
-      launch<T, W, true, 1>(channel, all, plan, state_->is_hopper, stream.handle());
-    } else if (plan.row_packets <= plan.threads) {
-      launch<T, W, false, 1>(channel, all, plan, state_->is_hopper, stream.handle());
+    const auto queue = [&]<class Block>(Block*) {
+      launch<Block>(channel, all, plan, state_->is_hopper, stream.handle());
+    };
+    const bool is_once = plan.row_packets <= plan.threads;
+    constexpr int kMany = kPeerNormPackets;
+    if (plan.has_shares) {
+      is_once ? queue(static_cast<PeerNormShares<T, W, 1>*>(nullptr))
+              : queue(static_cast<PeerNormShares<T, W, kMany>*>(nullptr));
+    } else if (plan.has_lines) {
+      queue(static_cast<PeerNormBlock<T, W, true, 1>*>(nullptr));
     } else {
-      launch<T, W, false, kPeerNormPackets>(channel, all, plan, state_->is_hopper, stream.handle());
+      is_once ? queue(static_cast<PeerNormBlock<T, W, false, 1>*>(nullptr))
+              : queue(static_cast<PeerNormBlock<T, W, false, kMany>*>(nullptr));
     }
   });
   return true;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // All-reduce, residual and norm as one kernel over the memory of peers.
 //
-// Everyone sends its part to everyone and sums all parts itself, in rank order: one-shot. A row is split over
-// the blocks of a cluster, each a channel of its own, so that few rows still leave by several SMs. Messages
-// are small at decode sizes, and carry a flag in each 8 bytes ("lines"): twice the bytes, but no round trip
-// between data and flag. Larger ones are plain data with a flag behind it.
+// Everyone sends its part to everyone and sums all parts itself, in rank order: one-shot; in two shots, which
+// are fewer bytes between many ranks: peer_reduce_norm_shares.cuh. A row is split over the blocks of a
+// cluster, each a channel of its own, so that few rows still leave by several SMs. Messages are small at
+// decode sizes, and carry a flag in each 8 bytes ("lines"): twice the bytes, but no round trip between data
+// and flag. Larger ones are plain data with a flag behind it.
 #pragma once
 
 #include <cstdint>
@@ -22,10 +23,10 @@ namespace helix::cuda {
 /// The rows of one call; all dense.
 template <class T, class W>
 struct PeerNormRows {
-  const T* partial;  // [rows, width]
-  T* residual;       // [rows, width]
-  const W* weight;   // [width]
-  T* out;            // [rows, width] or null: no norm
+  T* partial;       // [rows, width]
+  T* residual;      // [rows, width]
+  const W* weight;  // [width]
+  T* out;           // [rows, width] or null: no norm
   std::int64_t rows;
   std::int64_t width;  // a multiple of kVector<T>
   float epsilon;
@@ -38,15 +39,17 @@ struct PeerNormPlan {
   int threads = 512;
   int row_packets = 0;    ///< Packets of 16 bytes of a block's part of a row.
   int round_packets = 0;  ///< Places of packets between two rows of a round.
-  int rows_a_round = 1;
+  int rows_a_round = 1;   ///< In two shots: of each rank.
   bool has_lines = false;
+  bool has_shares = false;  ///< Each rank sums a share of the rows: two shots.
 };
 
 /// Packets of a row that a thread holds, at most; lines: one.
 inline constexpr int kPeerNormPackets = 4;
 inline constexpr int kPeerNormThreads = 512;
 
-/// One block's part of the sums.
+/// One block's part of the sums, in one shot. A rank sends rows * width * sizeof(T) * (size - 1) bytes, twice
+/// that in lines.
 template <class T, class W, bool kLines, int kPackets>
 struct PeerNormBlock {
   static constexpr int kElements = kVector<T>;
@@ -141,9 +144,11 @@ struct PeerNormBlock {
     }
   }
 
-  /// residual += sum, and its norm.
-  __device__ __forceinline__ void finish(std::int64_t row, const Own& own, int k,
-                                         const std::uint32_t (&counts)[kMaxPeers]) const {
+  /// residual += sum, and its norm; sum_of(j, i, total) gives the sum of the row's packet i, this thread's
+  /// j-th.
+  template <class SumOf>
+  __device__ __forceinline__ void finish(std::int64_t row, const Packet (&residual)[kPackets],
+                                         const SumOf& sum_of) const {
     const bool has_norm = rows.out != nullptr;
     Vector<W, kElements> weight;
     if (kPackets == 1 && has_norm && static_cast<int>(threadIdx.x) < packets)  // on its way meanwhile
@@ -152,10 +157,10 @@ struct PeerNormBlock {
     float x[kPackets][kElements];
     float squares = 0.0f;
     each([&](int j, int i) {
-      sum(own.part[j], k, i, counts, x[j]);
+      sum_of(j, i, x[j]);
 #pragma unroll
       for (int e = 0; e < kElements; ++e) {
-        x[j][e] = to_float(from_float<T>(x[j][e] + to_float(own.residual[j].elements[e])));  // as stored
+        x[j][e] = to_float(from_float<T>(x[j][e] + to_float(residual[j].elements[e])));  // as stored
         squares += x[j][e] * x[j][e];
       }
       store_vector(rows.residual + element(row, i), x[j]);
@@ -203,7 +208,10 @@ struct PeerNormBlock {
         }
         __syncthreads();
       }
-      for_rows([&](const Own& row, int k) { finish(row_of(k), row, k, counts); });
+      for_rows([&](const Own& row, int k) {
+        finish(row_of(k), row.residual,
+               [&](int j, int i, float(&total)[kElements]) { sum(row.part[j], k, i, counts, total); });
+      });
       __syncthreads();
       if (is_peer) ends.counts()[p] = ++counts[p];
       first += std::int64_t{plan.groups} * plan.rows_a_round;
@@ -216,9 +224,9 @@ struct PeerNormBlock {
   static constexpr std::uint32_t kTag = 0x6e6f726d;
 };
 
-/// Bytes a rank sends: rows * width * sizeof(T) * (size - 1), twice that in lines. Bound by latency up to
-/// about 128 KB.
-template <class T, class W, bool kLines, int kPackets>
+/// What `Block` does, PeerNormBlock or PeerNormShares, each block its part. Bound by latency up to about 128
+/// KB.
+template <class Block, class T, class W>
 __global__ void __launch_bounds__(kPeerNormThreads)
     peer_norm_kernel(const __grid_constant__ PeerChannel channel,
                      const __grid_constant__ PeerNormRows<T, W> rows,
@@ -226,7 +234,7 @@ __global__ void __launch_bounds__(kPeerNormThreads)
   __shared__ std::uint32_t counts[kMaxPeers];
   if (channel.waits.most_blocks == 0) start_next();  // else it could take the room of the peers' kernels
   wait_for_previous();
-  PeerNormBlock<T, W, kLines, kPackets>(channel, rows, plan).run(counts);
+  Block(channel, rows, plan).run(counts);
 }
 
 }  // namespace helix::cuda
