@@ -3,6 +3,8 @@
 #include "cpu/linear/product.hpp"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstddef>
 #include <span>
 #include <string>
@@ -25,6 +27,8 @@ namespace {
 constexpr std::int64_t kSharedPackElements = 65536;
 /// Rows up to which memory sets the pace, and which way of reading is the fastest is measured.
 constexpr std::int64_t kFewRows = 2 * kBlockRows;
+/// Threads that have tasks of their own; further ones take what these leave.
+constexpr std::int64_t kMostShares = 64;
 /// Weights that are read often enough to be timed, and do not stay in a cache.
 constexpr std::int64_t kTunedBytes = std::int64_t{2} << 20;
 
@@ -272,15 +276,37 @@ class Batch {
     return place(packed_, i, 0) + bytes;
   }
 
+  /// A thread's tasks follow one another in memory, so that the end of one asks for the beginning of the
+  /// next. Whoever is done takes what others have left.
   void multiply(std::int64_t task_rows, Reading reading) const {
+    struct alignas(64) Share {
+      std::atomic<std::int64_t> next{0};
+    };
     const std::int64_t tasks_a_product = (weight_rows_ + task_rows - 1) / task_rows;
-    pool_.parallel_for(count_ * tasks_a_product, [&](std::int64_t index, int) {
-      multiply_task(index / tasks_a_product, index % tasks_a_product * task_rows, task_rows, reading);
+    const std::int64_t tasks = count_ * tasks_a_product;
+    const std::int64_t num_threads = std::min<std::int64_t>(tasks, pool_.num_threads());
+    const std::int64_t num_shares = std::min(num_threads, kMostShares);
+    std::array<Share, static_cast<std::size_t>(kMostShares)> shares;
+    const auto begin_of = [&](std::int64_t share) { return tasks * share / num_shares; };
+    pool_.parallel_for(num_threads, [&](std::int64_t own, int) {
+      for (std::int64_t i = 0; i < num_shares; ++i) {
+        const std::int64_t share = (own + i) % num_shares;
+        const std::int64_t end = begin_of(share + 1);
+        for (;;) {
+          const std::int64_t task = begin_of(share) + shares[static_cast<std::size_t>(share)].next.fetch_add(
+                                                          1, std::memory_order_relaxed);
+          if (task >= end) break;
+          multiply_task(task / tasks_a_product, task % tasks_a_product * task_rows, task_rows, reading,
+                        task + 1 < end);
+        }
+      }
     });
   }
 
-  /// Weight rows [first, first + rows) of product `i`, as far as there are any.
-  void multiply_task(std::int64_t i, std::int64_t first, std::int64_t rows, Reading reading) const {
+  /// Weight rows [first, first + rows) of product `i`, as far as there are any. `goes_on`: whether the thread
+  /// is likely to take the next ones.
+  void multiply_task(std::int64_t i, std::int64_t first, std::int64_t rows, Reading reading,
+                     bool goes_on) const {
     const Product product = at(i);
     const WeightView& weight = product.weight;
     if (product.num_rows == 0 || first >= weight.rows) return;
@@ -297,6 +323,7 @@ class Batch {
     task.dtype = weight.dtype;
     task.cols = weight.cols;
     task.num_weight_rows = std::min(rows, weight.rows - first);
+    task.goes_on = goes_on && first + rows < weight.rows;
     if (!product.bias.empty()) {
       task.bias = element(product.bias, first);
       task.bias_dtype = product.bias.dtype;

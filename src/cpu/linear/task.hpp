@@ -62,6 +62,7 @@ struct Task {
   DType dtype = DType::f32;
   std::int64_t cols = 0;
   std::int64_t num_weight_rows = 0;
+  bool goes_on = false;  ///< Whether the rows behind these are asked for at the end: the thread's next ones.
   const void* bias = nullptr;  ///< the first of the weight rows' biases, or null
   DType bias_dtype = DType::f32;
   float* out = nullptr;  ///< [num_rows, num_weight_rows]

@@ -107,7 +107,7 @@ amx::Ahead next_weights(const Task& task, std::int64_t first, std::int64_t count
   const bool is_last = begin + chunk >= task.cols;
   const std::int64_t row = is_last ? first + count : first;
   const std::int64_t column = is_last ? 0 : begin + chunk;
-  if (row + count > task.num_weight_rows) return {};
+  if (row + count > task.num_weight_rows && !task.goes_on) return {};
   const std::int64_t steps = (std::min(chunk, task.cols - begin) + amx::kStep - 1) / amx::kStep;
   constexpr auto kBytes = static_cast<std::int64_t>(sizeof(bf16));
   return {.next = static_cast<const char*>(task.weight) + (row * task.cols + column) * kBytes,
