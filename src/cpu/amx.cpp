@@ -7,17 +7,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "cpu/amx_vectors.hpp"
 #include "cpu/x86_features.hpp"
-
-// g++ 12 warns of its own header: intrinsics start from vectors left undefined on purpose.
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#endif
-
-// For these functions only: the rest of the program runs on older machines too.
-#define HELIX_AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,amx-tile,amx-bf16"), noinline))
-#define HELIX_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"), always_inline)) inline
 
 namespace helix::cpu::amx {
 namespace {
@@ -35,11 +26,6 @@ bool detect() noexcept {
   constexpr long kRequestPermission = 0x1023;
   constexpr long kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
-
-/// The compiler does not know that tile loads read memory.
-HELIX_AVX512 void barrier() noexcept {
-  __asm__ volatile("" ::: "memory");
 }
 
 /// f32 as the sum of three bf16, each in the upper half of its lane; exact.
@@ -88,37 +74,6 @@ HELIX_AVX512 void transpose_pairs(__m512i* x) noexcept {
     x[2 + odd] = _mm512_shuffle_i64x2(b, d, 0x88);
     x[4 + odd] = _mm512_shuffle_i64x2(a, c, 0xdd);
     x[6 + odd] = _mm512_shuffle_i64x2(b, d, 0xdd);
-  }
-}
-
-/// Transposes 16 vectors of 16 lanes.
-HELIX_AVX512 void transpose(__m512i* x) noexcept {
-  __m512i y[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 8; ++i) {
-    y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
-    y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 4; ++i) {
-    x[4 * i] = _mm512_unpacklo_epi64(y[4 * i], y[4 * i + 2]);
-    x[4 * i + 1] = _mm512_unpackhi_epi64(y[4 * i], y[4 * i + 2]);
-    x[4 * i + 2] = _mm512_unpacklo_epi64(y[4 * i + 1], y[4 * i + 3]);
-    x[4 * i + 3] = _mm512_unpackhi_epi64(y[4 * i + 1], y[4 * i + 3]);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 4; ++i) {
-    y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
-    y[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
-    y[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
-    y[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < 4; ++i) {
-    x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
-    x[i + 4] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0x88);
-    x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
-    x[i + 12] = _mm512_shuffle_i32x4(y[i + 4], y[i + 12], 0xdd);
   }
 }
 
@@ -244,7 +199,7 @@ HELIX_AMX void split_columns_of(const float* columns, std::int64_t count, bf16* 
 // rows and 16 give a row the same bits: (first + third part) + second part.
 template <int kTiles, bool kHalf>
 HELIX_AMX void multiply_rows_of(const std::byte* rows, std::int64_t row_bytes, const bf16* parts,
-                                std::int64_t steps, float* dots, bool add) noexcept {
+                                std::int64_t steps, float* dots, bool add, Ahead ahead) noexcept {
   barrier();
   const std::byte* next_rows = rows + kRows * row_bytes;
   _tile_zero(0);
@@ -289,6 +244,7 @@ HELIX_AMX void multiply_rows_of(const std::byte* rows, std::int64_t row_bytes, c
       }
       parts += 3 * kTile;
     }
+    ahead.ask();
   }
   constexpr std::int64_t kSums = kRows * kRows;
   alignas(64) float sums[6 * kSums];  // first parts, third parts, second parts
@@ -422,11 +378,11 @@ void split_columns(const float* columns, std::int64_t num_rows, std::int64_t cou
 }
 
 void multiply_rows(const void* rows, std::int64_t row_bytes, std::int64_t num_tiles, const bf16* parts,
-                   std::int64_t num_rows, std::int64_t steps, float* dots, bool add) noexcept {
+                   std::int64_t num_rows, std::int64_t steps, float* dots, bool add, Ahead ahead) noexcept {
   const bool half = num_rows <= kHalfRows;
   const auto multiply = num_tiles == 1 ? (half ? multiply_rows_of<1, true> : multiply_rows_of<1, false>)
                                        : (half ? multiply_rows_of<2, true> : multiply_rows_of<2, false>);
-  multiply(static_cast<const std::byte*>(rows), row_bytes, parts, steps, dots, add);
+  multiply(static_cast<const std::byte*>(rows), row_bytes, parts, steps, dots, add, ahead);
 }
 
 void interleave_rows(const bf16* const* rows, std::int64_t count, bf16* tiles) noexcept {
@@ -457,7 +413,7 @@ Session::~Session() = default;
 void split_rows(const float*, std::int64_t, std::int64_t, std::int64_t, float, bf16*) noexcept {}
 void split_columns(const float*, std::int64_t, std::int64_t, bf16*) noexcept {}
 void multiply_rows(const void*, std::int64_t, std::int64_t, const bf16*, std::int64_t, std::int64_t, float*,
-                   bool) noexcept {}
+                   bool, Ahead) noexcept {}
 void interleave_rows(const bf16* const*, std::int64_t, bf16*) noexcept {}
 void multiply_columns(const bf16*, std::int64_t, const bf16*, std::int64_t, std::int64_t, std::int64_t,
                       const float*, float*, std::int64_t) noexcept {}

@@ -37,6 +37,26 @@ constexpr std::int64_t step_elements(std::int64_t num_rows) {
   return (num_rows <= kHalfRows ? 2 : 3) * kRows * kStep;
 }
 
+/// Cache lines that products ask for while they multiply others: `run` lines of each row.
+struct Ahead {
+  const char* next = nullptr;
+  std::int64_t lines = 0;  ///< A step.
+  std::int64_t run = 1;
+  std::int64_t to_next_run = 0;  ///< Bytes from the end of a run to the next one.
+  std::int64_t left = run;       ///< Lines of this run.
+
+  void ask() noexcept {
+    for (std::int64_t line = 0; line < lines; ++line) {
+      __builtin_prefetch(next, 0, 2);
+      next += 64;
+      if (--left == 0) {
+        next += to_next_run;
+        left = run;
+      }
+    }
+  }
+};
+
 /// Whether this machine has tiles for bf16 and the system lets the process use them. HELIX_AMX=0 in the
 /// environment says no. Decided at the first call.
 bool available() noexcept;
@@ -61,9 +81,10 @@ void split_rows(const float* rows, std::int64_t row_stride, std::int64_t num_row
 void split_columns(const float* columns, std::int64_t num_rows, std::int64_t count, bf16* parts) noexcept;
 
 /// dots[i][r] = rows[i] . f32 row r, added to what is there if `add`, for num_tiles * 16 rows of steps *
-/// kStep elements each, `row_bytes` apart, and padded_rows(num_rows) rows r.
+/// kStep elements each, `row_bytes` apart, and padded_rows(num_rows) rows r. Asks for `ahead`.
 void multiply_rows(const void* rows, std::int64_t row_bytes, std::int64_t num_tiles, const bf16* parts,
-                   std::int64_t num_rows, std::int64_t steps, float* dots, bool add) noexcept;
+                   std::int64_t num_rows, std::int64_t steps, float* dots, bool add,
+                   Ahead ahead = {}) noexcept;
 
 /// Brings kStep rows of `count` elements into what multiply_columns() takes, [count / 16, rounded up to even]
 /// tiles: of each 32 columns the even ones, then the odd ones.

@@ -112,8 +112,41 @@ bool have_equal_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
+/// On tile registers, of either kind.
+std::vector<float> multiply_on_tiles(const Operands& operands, Kernel kernel, Reading reading) {
+  const std::int64_t cols = operands.cols;
+  const std::int64_t blocks = (operands.num_rows + kTileRows - 1) / kTileRows;
+  cpu::Buffer packed(static_cast<std::size_t>(blocks * packed_cols(cols) * kTileBytes));
+  auto* to = reinterpret_cast<bf16*>(packed.data());
+  for (std::int64_t row = 0; row < operands.num_rows; row += kTileRows) {
+    const std::int64_t count = std::min(kTileRows, operands.num_rows - row);
+    const float* from = operands.in.data() + row * cols;
+    if (kernel == Kernel::tiles) {
+      pack_for_tiles(from, cols, count, cols, to);
+      to += packed_cols(cols) * kTileBytes / 2;
+    } else {
+      pack_for_bf16_tiles(from, cols, count, cols, to);
+      to += packed_cols(cols) * kTileRows;
+    }
+  }
+  std::vector<float> out(static_cast<std::size_t>(operands.num_rows * operands.weight_rows), -7.0f);
+  Task task;
+  task.kernel = kernel;
+  task.reading = reading;
+  task.in = packed.data();
+  task.num_rows = operands.num_rows;
+  task.weight = operands.weight.data();
+  task.dtype = DType::bf16;
+  task.cols = cols;
+  task.num_weight_rows = operands.weight_rows;
+  task.out = out.data();
+  task.out_stride = operands.weight_rows;
+  multiply(task);
+  return out;
+}
+
 constexpr std::int64_t kCols[] = {1, 31, 32, 33, 767, 768, 769, 2047, 2049, 4100};
-constexpr std::int64_t kRows[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 13};
+constexpr std::int64_t kRows[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 35};
 
 }  // namespace
 
@@ -158,6 +191,24 @@ TEST_CASE("products of bf16 round the activations and nothing else") {
         worst = std::max(worst, std::abs(out[static_cast<std::size_t>(i)] - sum) / magnitude);
       }
       CHECK(worst < 1e-6);
+    }
+  }
+}
+
+TEST_CASE("tiles of bf16 give the bits of f32 tiles whose rows are bf16 already") {
+  if (!cpu::amx::available()) return;
+  for (const std::int64_t cols : {1, 31, 32, 33, 544, 2047, 2048, 2081, 4128}) {
+    for (const std::int64_t rows : {1, 5, 8, 9, 16, 17, 32, 33, 48, 64, 65, 255, 257, 290}) {
+      for (const std::int64_t weight_rows : {1, 16, 17, 33, 64, 67}) {
+        if (rows * cols * weight_rows > 20'000'000) continue;
+        Operands operands(rows, cols, weight_rows, DType::bf16, static_cast<unsigned>(cols + rows));
+        INFO(rows << " rows of " << cols << ", " << weight_rows << " weight rows");
+        const std::vector<float> out = multiply_on_tiles(operands, Kernel::bf16_tiles, Reading::plain);
+        CHECK(have_equal_bits(out, multiply_on_tiles(operands, Kernel::bf16_tiles, Reading::ahead)));
+        for (float& x : operands.in) x = static_cast<float>(bf16(x));
+        CHECK(have_equal_bits(out, multiply_on_tiles(operands, Kernel::tiles, Reading::plain)));
+        CHECK(have_equal_bits(out, multiply_on_tiles(operands, Kernel::tiles, Reading::ahead)));
+      }
     }
   }
 }

@@ -97,7 +97,7 @@ class BlockWalk {
   }
 
   void multiply_block(std::int64_t first, std::int64_t count, std::int64_t next) {
-    if (reads_ahead() && first + next < task_.num_weight_rows)
+    if (reads_ahead() && (first + next < task_.num_weight_rows || task_.goes_on))
       ahead_.next = reinterpret_cast<const char*>(weight_ + (first + next) * task_.cols);
     else
       ahead_.next = nullptr;

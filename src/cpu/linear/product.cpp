@@ -3,6 +3,8 @@
 #include "cpu/linear/product.hpp"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstddef>
 #include <span>
 #include <string>
@@ -25,6 +27,8 @@ namespace {
 constexpr std::int64_t kSharedPackElements = 65536;
 /// Rows up to which memory sets the pace, and which way of reading is the fastest is measured.
 constexpr std::int64_t kFewRows = 2 * kBlockRows;
+/// Threads that have tasks of their own; further ones take what these leave.
+constexpr std::int64_t kMostShares = 64;
 /// Weights that are read often enough to be timed, and do not stay in a cache.
 constexpr std::int64_t kTunedBytes = std::int64_t{2} << 20;
 
@@ -77,6 +81,34 @@ ReadingTuners g_bf16("linear.bf16", kVectorReadings, kVectorReadings);
 ReadingTuners g_fp8("linear.fp8", kVectorReadings, kVectorReadings);
 ReadingTuners g_bf16_dots("linear.bf16_dots", kRowReadings, kDotReadings);
 
+constexpr Variant<Reading> kTileReadings[] = {{"ahead", Reading::ahead}, {"plain", Reading::plain}};
+
+/// A kernel's tuners on tile registers: for up to 8 rows, and for more up to those that meet weights where
+/// they lie.
+class TileTuners {
+ public:
+  TileTuners(const std::string& kernel, std::int64_t most_rows)
+      : most_rows_(most_rows),
+        rows8_(kernel + ".rows8", names_of<Reading>(kTileReadings), kTunedBytes),
+        more_(kernel + ".rows" + std::to_string(most_rows), names_of<Reading>(kTileReadings), kTunedBytes) {}
+
+  /// Calls multiply(reading), timed where the tuner wants it.
+  template <class Multiply>
+  void run(std::int64_t num_rows, std::int64_t weight_bytes, const Multiply& multiply) {
+    if (num_rows > most_rows_) return multiply(Reading::plain);
+    const Tuner::Call call(num_rows <= kFewRows ? rows8_ : more_, weight_bytes);
+    multiply(kTileReadings[call.variant()].value);
+  }
+
+ private:
+  std::int64_t most_rows_;
+  Tuner rows8_;
+  Tuner more_;
+};
+
+TileTuners g_tiles("linear.bf16.tiles", kTileRows);
+TileTuners g_bf16_tiles("linear.bf16_tiles", 2 * kTileRows);
+
 ReadingTuners& tuners_of(Kernel kernel, DType weight) {
   if (kernel == Kernel::bf16_dots) return g_bf16_dots;
   switch (weight) {
@@ -95,14 +127,15 @@ ReadingTuners& tuners_of(Kernel kernel, DType weight) {
 
 Kernel kernel_for(DType weight, std::int64_t num_rows, ProductInputs inputs) {
   if (weight != DType::bf16) return Kernel::vectors;
-  if (num_rows >= amx::kMinRows && amx::available()) return Kernel::tiles;
+  if (num_rows >= amx::kMinRows && amx::available())
+    return inputs == ProductInputs::bf16 ? Kernel::bf16_tiles : Kernel::tiles;
   return inputs == ProductInputs::bf16 && has_bf16_dots() ? Kernel::bf16_dots : Kernel::vectors;
 }
 
 /// Weight rows of a task: enough that threads seldom meet, few enough to share out. `share`: those of a
 /// thread, over all products.
 std::int64_t task_weight_rows(Kernel kernel, std::int64_t num_rows, std::int64_t share) {
-  if (kernel == Kernel::tiles) {
+  if (kernel == Kernel::tiles || kernel == Kernel::bf16_tiles) {
     // Further activation rows read the weights of a chunk again: then these stay in L2.
     const std::int64_t largest = num_rows <= amx::kRows ? 1024 : 256;
     return std::clamp(share / 2 / amx::kMaxRows * amx::kMaxRows, std::int64_t{64}, largest);
@@ -125,13 +158,13 @@ class Batch {
     for (std::int64_t i = 0; i < count; ++i) {
       const Product product = at(i);
       (*first_row_)[static_cast<std::size_t>(i)] = rows;
-      rows += packed_rows(product.num_rows);
+      rows += rows_of_place(product);
       most_rows_ = std::max(most_rows_, product.num_rows);
       weight_rows_ = std::max(weight_rows_, product.weight.rows);
       weight_bytes_ += product.weight.rows * product.weight.cols *
                        static_cast<std::int64_t>(size_bytes(product.weight.dtype));
       cols_ = std::max(cols_, product.weight.cols);
-      needs_rounding_ |= is_rounded(product) && kernel_of(product) != Kernel::bf16_dots;
+      needs_rounding_ |= is_rounded(product) && !takes_packed_bf16(kernel_of(product));
     }
     first_row_->back() = rows;
     row_bytes_ = static_cast<std::size_t>(packed_cols(cols_)) * sizeof(float);
@@ -148,11 +181,11 @@ class Batch {
     const DType dtype = at(0).weight.dtype;
     const Kernel kernel = kernel_for(dtype, most_rows_, inputs_);
     const std::int64_t task_rows = task_weight_rows(kernel, most_rows_, share);
-    if (kernel == Kernel::tiles) return multiply(task_rows, Reading::plain);
+    const auto multiply_so = [&](Reading reading) { multiply(task_rows, reading); };
+    if (kernel == Kernel::tiles) return g_tiles.run(most_rows_, weight_bytes_, multiply_so);
+    if (kernel == Kernel::bf16_tiles) return g_bf16_tiles.run(most_rows_, weight_bytes_, multiply_so);
     if (most_rows_ > kFewRows) return multiply(task_rows, Reading::ahead);
-    tuners_of(kernel, dtype).run(most_rows_, weight_bytes_, [&](Reading reading) {
-      multiply(task_rows, reading);
-    });
+    tuners_of(kernel, dtype).run(most_rows_, weight_bytes_, multiply_so);
   }
 
  private:
@@ -164,15 +197,36 @@ class Batch {
     return inputs_ == ProductInputs::bf16 && product.weight.dtype == DType::bf16;
   }
 
+  static bool is_tiled(Kernel kernel) { return kernel == Kernel::tiles || kernel == Kernel::bf16_tiles; }
+  /// Bytes of a column of kTileRows rows.
+  static std::int64_t tile_bytes(Kernel kernel) {
+    return kernel == Kernel::tiles ? kTileBytes : kTileRows * static_cast<std::int64_t>(sizeof(bf16));
+  }
+  static bool takes_packed_bf16(Kernel kernel) {
+    return kernel == Kernel::bf16_dots || kernel == Kernel::bf16_tiles;
+  }
+  /// Rows of f32 that a product's activations take when packed.
+  std::int64_t rows_of_place(const Product& product) const {
+    const Kernel kernel = kernel_of(product);
+    if (!is_tiled(kernel)) return packed_rows(product.num_rows);
+    const std::int64_t blocks = (product.num_rows + kTileRows - 1) / kTileRows;
+    return blocks * tile_bytes(kernel) / static_cast<std::int64_t>(sizeof(float));
+  }
+  /// Activation rows that are packed together.
+  std::int64_t rows_of_block(const Product& product) const {
+    return is_tiled(kernel_of(product)) ? kTileRows : kBlockRows;
+  }
+
   std::byte* place(std::byte* memory, std::int64_t i, std::int64_t row) const {
     const auto at_row = static_cast<std::size_t>((*first_row_)[static_cast<std::size_t>(i)] + row);
     return memory + at_row * row_bytes_;
   }
 
   void pack() {
-    const std::int64_t blocks = (first_row_->back() + kBlockRows - 1) / kBlockRows;
-    if (count_ == 1 && blocks * kBlockRows * cols_ >= kSharedPackElements) {
-      pool_.parallel_for(blocks, [&](std::int64_t block, int) { pack_block(0, block * kBlockRows); });
+    const std::int64_t block_rows = rows_of_block(at(0));
+    const std::int64_t blocks = (at(0).num_rows + block_rows - 1) / block_rows;
+    if (count_ == 1 && blocks * block_rows * cols_ >= kSharedPackElements) {
+      pool_.parallel_for(blocks, [&](std::int64_t block, int) { pack_block(0, block * block_rows); });
     } else if (count_ > 1 && first_row_->back() * cols_ >= kSharedPackElements) {
       pool_.parallel_for(count_, [&](std::int64_t i, int) { pack_product(i); });
     } else {
@@ -181,22 +235,24 @@ class Batch {
   }
 
   void pack_product(std::int64_t i) const {
-    const std::int64_t rows = at(i).num_rows;
-    for (std::int64_t row = 0; row < rows; row += kBlockRows) pack_block(i, row);
+    const Product product = at(i);
+    const std::int64_t rows = rows_of_block(product);
+    for (std::int64_t row = 0; row < product.num_rows; row += rows) pack_block(i, row);
   }
 
-  /// Rows [row, row + kBlockRows) of product `i`.
+  /// Rows of product `i` from `row` on, a block of them.
   void pack_block(std::int64_t i, std::int64_t row) const {
     const Product product = at(i);
-    const std::int64_t count = std::min(kBlockRows, product.num_rows - row);
-    if (count <= 0) return;
+    const std::int64_t count = std::min(rows_of_block(product), product.num_rows - row);
     const std::int64_t cols = product.weight.cols;
     const float* in = product.in + row * product.in_stride;
     std::int64_t stride = product.in_stride;
     const Kernel kernel = kernel_of(product);
-    if (kernel == Kernel::bf16_dots) {
-      pack_for_bf16_dots(in, stride, count, cols, reinterpret_cast<bf16*>(packed_place(i, row, kernel)));
-      return;
+    if (kernel != Kernel::vectors) {
+      const auto pack = kernel == Kernel::tiles        ? pack_for_tiles
+                        : kernel == Kernel::bf16_tiles ? pack_for_bf16_tiles
+                                                       : pack_for_bf16_dots;
+      return pack(in, stride, count, cols, reinterpret_cast<bf16*>(packed_place(i, row, kernel)));
     }
     if (is_rounded(product)) {
       auto* to = reinterpret_cast<float*>(place(rounded_, i, row));
@@ -207,26 +263,50 @@ class Batch {
       in = to;
       stride = packed_cols(cols);
     }
-    if (kernel == Kernel::vectors)
-      pack_for_vectors(product.weight.dtype, in, stride, count, cols,
-                       reinterpret_cast<float*>(packed_place(i, row, kernel)));
+    pack_for_vectors(product.weight.dtype, in, stride, count, cols,
+                     reinterpret_cast<float*>(packed_place(i, row, kernel)));
   }
 
   /// Rows of a product lie packed one behind the other: of its own columns, and of its kernel's type.
   std::byte* packed_place(std::int64_t i, std::int64_t row, Kernel kernel) const {
-    const std::size_t element = kernel == Kernel::bf16_dots ? sizeof(bf16) : sizeof(float);
-    return place(packed_, i, 0) + static_cast<std::size_t>(row * packed_cols(at(i).weight.cols)) * element;
+    const std::int64_t cols = packed_cols(at(i).weight.cols);
+    const auto element = static_cast<std::int64_t>(takes_packed_bf16(kernel) ? sizeof(bf16) : sizeof(float));
+    const std::int64_t bytes =
+        is_tiled(kernel) ? row / kTileRows * cols * tile_bytes(kernel) : row * cols * element;
+    return place(packed_, i, 0) + bytes;
   }
 
+  /// A thread's tasks follow one another in memory, so that the end of one asks for the beginning of the
+  /// next. Whoever is done takes what others have left.
   void multiply(std::int64_t task_rows, Reading reading) const {
+    struct alignas(64) Share {
+      std::atomic<std::int64_t> next{0};
+    };
     const std::int64_t tasks_a_product = (weight_rows_ + task_rows - 1) / task_rows;
-    pool_.parallel_for(count_ * tasks_a_product, [&](std::int64_t index, int) {
-      multiply_task(index / tasks_a_product, index % tasks_a_product * task_rows, task_rows, reading);
+    const std::int64_t tasks = count_ * tasks_a_product;
+    const std::int64_t num_threads = std::min<std::int64_t>(tasks, pool_.num_threads());
+    const std::int64_t num_shares = std::min(num_threads, kMostShares);
+    std::array<Share, static_cast<std::size_t>(kMostShares)> shares;
+    const auto begin_of = [&](std::int64_t share) { return tasks * share / num_shares; };
+    pool_.parallel_for(num_threads, [&](std::int64_t own, int) {
+      for (std::int64_t i = 0; i < num_shares; ++i) {
+        const std::int64_t share = (own + i) % num_shares;
+        const std::int64_t end = begin_of(share + 1);
+        for (;;) {
+          const std::int64_t task = begin_of(share) + shares[static_cast<std::size_t>(share)].next.fetch_add(
+                                                          1, std::memory_order_relaxed);
+          if (task >= end) break;
+          multiply_task(task / tasks_a_product, task % tasks_a_product * task_rows, task_rows, reading,
+                        task + 1 < end);
+        }
+      }
     });
   }
 
-  /// Weight rows [first, first + rows) of product `i`, as far as there are any.
-  void multiply_task(std::int64_t i, std::int64_t first, std::int64_t rows, Reading reading) const {
+  /// Weight rows [first, first + rows) of product `i`, as far as there are any. `goes_on`: whether the thread
+  /// is likely to take the next ones.
+  void multiply_task(std::int64_t i, std::int64_t first, std::int64_t rows, Reading reading,
+                     bool goes_on) const {
     const Product product = at(i);
     const WeightView& weight = product.weight;
     if (product.num_rows == 0 || first >= weight.rows) return;
@@ -237,20 +317,13 @@ class Batch {
     Task task;
     task.kernel = kernel_of(product);
     task.reading = reading;
-    task.in_stride = product.in_stride;
-    if (task.kernel != Kernel::tiles) {
-      task.in = packed_place(i, 0, task.kernel);
-    } else if (is_rounded(product)) {
-      task.in = place(rounded_, i, 0);
-      task.in_stride = packed_cols(weight.cols);
-    } else {
-      task.in = product.in;
-    }
+    task.in = packed_place(i, 0, task.kernel);
     task.num_rows = product.num_rows;
     task.weight = element(weight, first * weight.cols);
     task.dtype = weight.dtype;
     task.cols = weight.cols;
     task.num_weight_rows = std::min(rows, weight.rows - first);
+    task.goes_on = goes_on && first + rows < weight.rows;
     if (!product.bias.empty()) {
       task.bias = element(product.bias, first);
       task.bias_dtype = product.bias.dtype;
@@ -290,6 +363,9 @@ void multiply(const Task& task) {
         break;
       case Kernel::tiles:
         multiply_tiles(task);
+        break;
+      case Kernel::bf16_tiles:
+        multiply_bf16_tiles(task);
         break;
     }
   } else if (!task.accumulate) {

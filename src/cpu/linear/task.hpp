@@ -8,10 +8,16 @@
 
 #include <helix/dtype.hpp>
 
+#include "cpu/amx.hpp"
+
 namespace helix::cpu::linear {
 
 /// Activation rows that meet weights at once: more would leave too few registers for weights.
 inline constexpr std::int64_t kBlockRows = 4;
+/// Activation rows that a tile takes.
+inline constexpr std::int64_t kTileRows = amx::kRows;
+/// Bytes that a column of kTileRows rows of f32 takes when packed for tiles.
+inline constexpr std::int64_t kTileBytes = 3 * kTileRows * 2;
 /// Elements to which packed rows are padded with zeros: what a kernel takes of a row at a time, or a
 /// multiple.
 inline constexpr std::int64_t kColumnStep = 32;
@@ -30,12 +36,15 @@ constexpr std::int64_t packed_cols(std::int64_t cols) {
 enum class Kernel : std::uint8_t {
   vectors,    ///< f32 vectors; takes packed f32.
   bf16_dots,  ///< Dot products of bf16 pairs; bf16 weights; takes packed bf16.
-  tiles       ///< Tile registers; bf16 weights; takes f32 rows as they are.
+  tiles,      ///< Tile registers; bf16 weights; takes f32 packed for them.
+  bf16_tiles  ///< Tile registers; bf16 weights; takes bf16 packed for them.
 };
 
 /// How a kernel of few rows reads its weights. All ways give the same bits.
 enum class Reading : std::uint8_t {
-  ahead,  ///< Some rows side by side, while the next ones are asked for in the order of their addresses.
+  /// Some rows side by side, while the next ones are asked for in the order of their addresses; on tile
+  /// registers, while the beginnings of the next ones are.
+  ahead,
   ahead_pairs,  ///< As ahead, every other cache line: hardware brings its neighbour.
   plain,        ///< Some rows side by side.
   near,         ///< Short runs of 64 rows in turn, each asked for shortly before. Vectors only.
@@ -47,13 +56,13 @@ enum class Reading : std::uint8_t {
 struct Task {
   Kernel kernel = Kernel::vectors;
   Reading reading = Reading::plain;
-  const void* in = nullptr;    ///< Packed rows, or f32 rows: see Kernel.
-  std::int64_t in_stride = 0;  ///< Of f32 rows.
+  const void* in = nullptr;  ///< Packed rows.
   std::int64_t num_rows = 0;
   const void* weight = nullptr;  ///< the first of the weight rows, dense
   DType dtype = DType::f32;
   std::int64_t cols = 0;
   std::int64_t num_weight_rows = 0;
+  bool goes_on = false;  ///< Whether the rows behind these are asked for at the end: the thread's next ones.
   const void* bias = nullptr;  ///< the first of the weight rows' biases, or null
   DType bias_dtype = DType::f32;
   float* out = nullptr;  ///< [num_rows, num_weight_rows]
@@ -69,6 +78,12 @@ void multiply(const Task& task);
 void multiply_vectors(const Task& task);
 void multiply_bf16_dots(const Task& task);
 void multiply_tiles(const Task& task);
+void multiply_bf16_tiles(const Task& task);
+
+/// What tile registers ask for while they multiply weight rows [first, + count) of `task` over columns from
+/// `begin` on, `chunk` at a time: how each row of what they read next begins.
+amx::Ahead next_weights(const Task& task, std::int64_t first, std::int64_t count, std::int64_t begin,
+                        std::int64_t chunk);
 
 /// Whether this machine multiplies pairs of bf16 into f32 sums. HELIX_BF16_DOTS=0 in the environment says no.
 /// Decided at the first call.
@@ -82,5 +97,11 @@ void pack_for_vectors(DType weight, const float* in, std::int64_t in_stride, std
 /// The same for bf16_dots, which rounds to the nearest.
 void pack_for_bf16_dots(const float* in, std::int64_t in_stride, std::int64_t count, std::int64_t cols,
                         bf16* to);
+/// The same for tiles, for blocks of kTileRows rows that take kTileBytes a packed column.
+void pack_for_tiles(const float* in, std::int64_t in_stride, std::int64_t count, std::int64_t cols, bf16* to);
+/// The same for bf16_tiles, for blocks of kTileRows rows: [kTileRows, packed_cols(cols)], rounded, of missing
+/// rows zeros.
+void pack_for_bf16_tiles(const float* in, std::int64_t in_stride, std::int64_t count, std::int64_t cols,
+                         bf16* to);
 
 }  // namespace helix::cpu::linear
