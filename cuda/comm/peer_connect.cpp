@@ -96,8 +96,6 @@ std::vector<PeerComm> PeerComm::create_group(std::span<const int> devices, const
 
 PeerComm PeerComm::connect(comm::Bootstrap bootstrap, int device, const Options& options) {
   use_device(device);
-  HELIX_EXPECTS(bootstrap.size() <= kMaxPeers, ErrorCode::invalid_argument, "PeerComm: a group of ",
-                bootstrap.size(), " ranks; 1 to ", kMaxPeers, " can be");
   auto family = std::make_shared<PeerFamily>();
   family->timeout = bootstrap.timeout();
   family->bootstrap = bootstrap;
@@ -111,7 +109,10 @@ PeerComm PeerComm::connect(comm::Bootstrap bootstrap, int device, const Options&
   state->ranks_a_device = most_on_one(comm::all_of(bootstrap, id_of(device)));
 
   std::string why_not;
-  if (const auto links = comm::LocalLinks::connect(bootstrap, why_not)) {
+  if (bootstrap.size() > kMaxPeers) {
+    why_not = std::to_string(bootstrap.size()) + " ranks are more than the " + std::to_string(kMaxPeers) +
+              " that reach each other's memory";
+  } else if (const auto links = comm::LocalLinks::connect(bootstrap, why_not)) {
     state->hosts = std::make_shared<ProcessHosts>(links, state->root_ranks, state->rank, device);
     try {
       state->open_channel();

@@ -91,7 +91,7 @@ class HELIX_API PeerComm {
   /// Connects the processes of `bootstrap`, this one on `device`; they may share devices. Descriptors of
   /// memory travel over local sockets, whose other end shows that it is of the job and of the same user.
   /// Collective over them, with equal options. Where processes are not of one machine and one network
-  /// namespace, or cannot map each other's memory, all of them use NCCL alone.
+  /// namespace, are more than 64, or cannot map each other's memory, all of them use NCCL alone.
   /// @throws Error(timeout), Error(peer_failed); Error(unsupported) if NCCL is needed and cannot be used.
   static PeerComm connect(comm::Bootstrap bootstrap, int device, const Options& options);
 
