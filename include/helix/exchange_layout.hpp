@@ -73,6 +73,7 @@ struct ExchangeMessage {
 
   static constexpr std::int64_t kAlignment = 16;
 
+  /// Of `heads` query heads of `tokens` tokens, [value_dim] elements of element_bytes each.
   constexpr ExchangeMessage(std::int64_t tokens, std::int64_t heads, std::int64_t value_dim,
                             std::int64_t element_bytes)
       : lse_begin(static_cast<std::int64_t>(sizeof(ExchangeHeader))),
@@ -91,6 +92,7 @@ struct ExchangeMessage {
 /// into each other's memory, nothing travels in vain, and messages have the size of the largest step.
 class ExchangeLayout {
  public:
+  /// For the steps of `spec`, whose activations have element_bytes.
   constexpr ExchangeLayout(const KvpAllToAllSpec& spec, std::int64_t element_bytes)
       : token_bytes_(payload_bytes(1, spec.num_query_heads, spec.value_dim, element_bytes)),
         slice_bytes_(rounded(spec.num_query_heads * kHeadExtra) + kPiece),
@@ -133,6 +135,7 @@ struct WindowLayout {
   std::int64_t slot_bytes;    ///< Bytes from a slot to the other.
   std::int64_t total_bytes;   ///< Bytes of a rank's part.
 
+  /// For the steps of `spec` between `peers` ranks, whose activations have element_bytes.
   constexpr WindowLayout(const KvpAllToAllSpec& spec, std::int64_t peers, std::int64_t element_bytes)
       : WindowLayout(
             ExchangeMessage(spec.max_tokens, spec.num_query_heads / peers, spec.value_dim, element_bytes),

@@ -20,6 +20,7 @@ struct KvStrides {
   std::int64_t head = 0;
   std::int64_t token = 0;
 
+  /// Elements from the pool's begin to token `t` of head `h` in page `p`.
   HELIX_HOST_DEVICE constexpr std::int64_t at(std::int64_t p, std::int64_t h, std::int64_t t) const {
     return p * page + h * head + t * token;
   }

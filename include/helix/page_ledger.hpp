@@ -103,7 +103,9 @@ class PageLedger {
   /// @throws Error(invalid_argument) unless `id` names a live sequence of this cache; so do all functions
   /// above.
   std::int32_t slot(SequenceId id) const { return static_cast<std::int32_t>(index_of(id)); }
+  /// Tokens of the sequence, over all ranks.
   std::int64_t length(SequenceId id) const { return sequences_[index_of(id)].length; }
+  /// Tokens up to which its pages are reserved.
   std::int64_t reserved_tokens(SequenceId id) const { return sequences_[index_of(id)].reserved_tokens; }
   /// Pages of the sequence on `kvp_rank`, in the order of local positions.
   std::span<const std::int32_t> pages(SequenceId id, std::int64_t kvp_rank) const;

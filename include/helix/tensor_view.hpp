@@ -36,6 +36,7 @@ class TensorView {
     }
   }
 
+  /// Strides are in elements, of any sign.
   constexpr TensorView(T* data, extents_type extents, extents_type strides)
       : data_(data), extents_(extents), strides_(strides) {}
 
@@ -69,6 +70,7 @@ class TensorView {
     return true;
   }
 
+  /// The element at these indices, unchecked.
   template <class... Index>
   requires(sizeof...(Index) == R) constexpr T& operator()(Index... index) const {
     std::int64_t offset = 0;

@@ -18,7 +18,9 @@ class WorkspaceArena {
  public:
   static constexpr std::size_t kAlignment = 256;
 
+  /// Measures: hands out nothing.
   WorkspaceArena() = default;
+  /// Hands out `memory`, from its beginning on.
   explicit WorkspaceArena(std::span<std::byte> memory)
       : base_(memory.data()), capacity_(memory.size()), measures_(false) {}
 
@@ -44,6 +46,7 @@ class WorkspaceArena {
     return {reinterpret_cast<T*>(take_bytes(static_cast<std::size_t>(bytes)).data()), extents};
   }
 
+  /// Bytes handed out or measured so far, alignment included.
   std::size_t used_bytes() const { return used_; }
 
  private:

@@ -51,6 +51,7 @@ class HELIX_API Operators {
   /// Error(invalid_argument) if the allocator has one of its two functions only.
   explicit Operators(int device = 0, Allocator allocator = {});
 
+  /// Ordinal of its device.
   int device() const;
 
   /// Sets the blocks that partial_attention may hold at once, so that an exchange beside it finds room; 0:

@@ -133,6 +133,7 @@ class HELIX_API PinnedBuffer {
  public:
   /// No memory.
   PinnedBuffer() = default;
+  /// `bytes` zeros; 0: no memory.
   explicit PinnedBuffer(std::size_t bytes);
 
   std::byte* data() const { return data_.get(); }

@@ -35,6 +35,7 @@ class HELIX_API BandwidthCurve {
   /// no larger size takes less time.
   explicit BandwidthCurve(std::vector<Point> points);
 
+  /// To move `size`, interpolated between the points.
   Time time(Bytes size) const {
     if (points_.size() == 1) return size / points_.front().bandwidth;
     return points_.empty() ? Time{} : interpolated(size);
@@ -102,6 +103,7 @@ struct HELIX_API Hardware {
   std::vector<MeasuredCollective> measured{};
   Overheads overheads{};
 
+  /// What is left for weights, KV and workspace.
   Bytes usable_memory() const { return memory * usable_memory_fraction; }
   /// Throughput of products whose wider operand has `bits` bits: of the narrowest listed format that holds
   /// them. @throws Error(unsupported) if none does.

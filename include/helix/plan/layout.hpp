@@ -42,6 +42,7 @@ struct HELIX_API Layout {
   int ffn_width() const { return strategy == Strategy::medha ? tpa : stage_size(); }
   /// The same as Topology understands it; strategy must be helix. It need not be legal.
   TopologySpec topology_spec() const;
+  /// As tables and messages name it.
   std::string to_string() const;
 
   friend bool operator==(const Layout&, const Layout&) = default;

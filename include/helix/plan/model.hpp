@@ -58,9 +58,11 @@ struct ParameterCounts {
   std::int64_t norms = 0;
   std::int64_t routed_experts_active = 0;  ///< Parameters of routed_experts that one token uses.
 
+  /// Of the whole model.
   std::int64_t total() const {
     return embedding + lm_head + attention + dense_ffn + routed_experts + shared_experts + router + norms;
   }
+  /// Those that one token uses.
   std::int64_t active() const { return total() - routed_experts + routed_experts_active; }
 };
 

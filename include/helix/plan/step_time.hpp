@@ -91,8 +91,9 @@ struct OperatorTime {
   Bound bound = Bound::memory;
   Cost cost = Cost::overhead;
   CollectiveAlgorithm algorithm = CollectiveAlgorithm::none;  ///< Collectives only
-  int ranks = 1;                                              ///< Ranks of the collective.'s group
+  int ranks = 1;                                              ///< Ranks of the collective's group
 
+  /// What of it nothing hides, all calls together.
   Time exposed() const { return (time - hidden) * count; }
 };
 
