@@ -60,9 +60,9 @@ class KvpAllToAll {
   };
 
   /// The messages of one slice of a step, for an attention that writes its partials, and their headers,
-  /// straight into them: nothing is packed then. `positions` (device) of the slice's tokens as in exchange().
-  /// Local, queues nothing. @throws Error(invalid_argument) for KVP = 1, which sends none, or a slice outside
-  /// of the spec.
+  /// straight into them: nothing is packed then. Over windows it need not send headers: the combine sends
+  /// those that have not left. `positions` (device) of the slice's tokens as in exchange(). Local, queues
+  /// nothing. @throws Error(invalid_argument) for KVP = 1, which sends none, or a slice outside of the spec.
   Outgoing outgoing(const ExchangeSlice& of_step, const std::int64_t* positions) const {
     const ExchangeSlice slice = checked_slice(spec_, of_step, kvp_, has_windows_);
     Outgoing messages{.sink = {.out = {nullptr, {0, spec_.num_query_heads, slice.value_dim}},
@@ -137,7 +137,7 @@ class KvpAllToAll {
     if (messages.slice.tokens == 0) return;
     if (has_windows_) {
       count_sent(messages.slice);
-      return windows_.combine(*backend_, messages.sink, epoch(), sinks, combined, stream);
+      return windows_.combine(*backend_, messages.sink, sinks, combined, stream);
     }
     const Received received = transfer(messages, stream);
     const CheckExchangeArgs check = check_of(messages);

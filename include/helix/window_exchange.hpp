@@ -49,10 +49,9 @@ class WindowExchange {
   }
 
   /// Where the partials of a step of `tokens` tokens and values of `value_dim` columns, at most the spec's,
-  /// go: head h into the memory of the rank that combines it. No header goes with attention: the combine
-  /// sends it. `epoch`: as WindowExchangeArgs::epoch.
+  /// go: head h into the memory of the rank that combines it. `epoch`: as WindowExchangeArgs::epoch.
   void point_to_peers(PartialSink<T>& sink, std::int64_t tokens, std::int64_t value_dim,
-                      const std::int64_t* positions, const std::uint64_t* epoch) const {
+                      const std::int64_t* positions, std::uint64_t* epoch) const {
     if constexpr (WindowBackend<B>) {
       std::byte* const first = window_.part(0) + rank_ * layout_.sender_bytes;
       sink.out = {reinterpret_cast<T*>(first + layout_.out_begin),
@@ -61,32 +60,31 @@ class WindowExchange {
       sink.lse = {reinterpret_cast<float*>(first + layout_.lse_begin),
                   {tokens, spec_.num_query_heads},
                   {1, head_bytes() / kLseBytes}};
-      sink.headers.tokens = tokens;
-      sink.headers.positions = positions;
       sink.slot = {.epoch = epoch, .bytes = layout_.slot_bytes};
+      sink.exchange = {.sent = first,
+                       .received = window_.part(static_cast<int>(rank_)),
+                       .peer_bytes = window_.stride_bytes(),
+                       .sender_bytes = layout_.sender_bytes,
+                       .slot_bytes = layout_.slot_bytes,
+                       .peers = size_,
+                       .sender = rank_,
+                       .tokens = tokens,
+                       .epoch = epoch,
+                       .positions = positions};
     }
   }
 
   /// Ends the exchange of what was written where point_to_peers() said, and combines what came: `combined`
   /// [tokens, Hq/N, value_dim], with the logits `sinks` [Hq/N] (or null) in the denominator. Collective.
-  void combine(B& backend, const PartialSink<T>& sent, std::uint64_t* epoch, const float* sinks,
-               TensorView<T, 3> combined, Stream stream) const {
+  void combine(B& backend, const PartialSink<T>& sent, const float* sinks, TensorView<T, 3> combined,
+               Stream stream) const {
     if constexpr (WindowBackend<B>) {
-      std::byte* const own = window_.part(static_cast<int>(rank_));
-      const std::int64_t tokens = sent.headers.tokens;
+      const std::byte* const own = sent.exchange.received;
+      const std::int64_t tokens = sent.exchange.tokens;
       const std::int64_t head = head_bytes();
       const std::int64_t value_dim = sent.out.extent(2);
       backend.combine_window(
-          WindowExchangeArgs{.sent = window_.part(0) + rank_ * layout_.sender_bytes,
-                             .received = own,
-                             .peer_bytes = window_.stride_bytes(),
-                             .sender_bytes = layout_.sender_bytes,
-                             .slot_bytes = layout_.slot_bytes,
-                             .peers = size_,
-                             .sender = rank_,
-                             .tokens = tokens,
-                             .epoch = epoch,
-                             .positions = sent.headers.positions},
+          sent.exchange,
           LseCombineArgs<T>{
               .partial_out = {reinterpret_cast<const T*>(own + layout_.out_begin),
                               {size_, tokens, layout_.heads, value_dim},

@@ -75,6 +75,23 @@ struct SinkSlot {
   std::int64_t bytes = 0;
 };
 
+/// An exchange whose messages are written straight into the memory of the peers: what is left is to say that
+/// they are whole, by their headers, and to wait until the peers say so of theirs. Addresses are of the first
+/// of two slots; exchange number n (from 0) uses slot n % 2, where n = *epoch. It ends with *epoch one
+/// higher, which is the combine's to do: until then all kernels of the exchange read n.
+struct WindowExchangeArgs {
+  std::byte* sent = nullptr;            ///< Header of this rank's message to rank 0.
+  const std::byte* received = nullptr;  ///< Header of rank 0's message to this rank.
+  std::int64_t peer_bytes = 0;          ///< From a header in `sent` to that of the next rank.
+  std::int64_t sender_bytes = 0;        ///< From a header in `received` to that of the next rank.
+  std::int64_t slot_bytes = 0;
+  std::int64_t peers = 1;
+  std::int64_t sender = 0;  ///< This rank.
+  std::int64_t tokens = 0;
+  std::uint64_t* epoch = nullptr;           ///< Device counter, with 8 bytes of zeros behind it.
+  const std::int64_t* positions = nullptr;  ///< [tokens], or nullptr.
+};
+
 /// Where attention writes its result: a local buffer, packed messages, or the memory of peers. Attention does
 /// not know who owns the memory.
 template <class T>
@@ -84,6 +101,10 @@ struct PartialSink {
   std::int64_t first_token = 0;  ///< Token of the step that row 0 of out and lse belongs to.
   StampArgs headers{};           ///< Headers of the messages that out and lse lie in, written too.
   SinkSlot slot{};               ///< The slot of both.
+  /// Over windows, the exchange that out and lse are for; elsewhere `sent` is null. Attention that writes all
+  /// of its tokens in one call may send the headers once the last row is written, and leaves the epoch alone:
+  /// combine_window sends what has not left. After such a call nothing may write to out and lse any more.
+  WindowExchangeArgs exchange{};
 };
 
 /// Copies partials that were not written in place into the messages, and writes their headers.
@@ -106,22 +127,6 @@ struct CheckExchangeArgs {
   std::int64_t peers = 1;
   std::int64_t tokens = 0;
   const std::byte* sent = nullptr;  ///< A message of the same exchange that this rank stamped.
-};
-
-/// An exchange whose messages are written straight into the memory of the peers: what is left is to say that
-/// they are whole, and to wait until the peers say so of theirs. Addresses are of the first of two slots;
-/// exchange number n (from 0) uses slot n % 2, where n = *epoch. It ends with *epoch one higher.
-struct WindowExchangeArgs {
-  std::byte* sent = nullptr;            ///< Header of this rank's message to rank 0.
-  const std::byte* received = nullptr;  ///< Header of rank 0's message to this rank.
-  std::int64_t peer_bytes = 0;          ///< From a header in `sent` to that of the next rank.
-  std::int64_t sender_bytes = 0;        ///< From a header in `received` to that of the next rank.
-  std::int64_t slot_bytes = 0;
-  std::int64_t peers = 1;
-  std::int64_t sender = 0;  ///< This rank.
-  std::int64_t tokens = 0;
-  std::uint64_t* epoch = nullptr;           ///< Device counter, with 8 bytes of zeros behind it.
-  const std::int64_t* positions = nullptr;  ///< [tokens], or nullptr.
 };
 
 /// Exact merge of R partials in fixed order: out = sum_r w_r out_r / sum_r w_r (+ exp(sink - max)), w_r =
