@@ -170,7 +170,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Produce& 
     take_registers<K::kConsumerRegisters>();
     consume<K>(p, s);
   }
-  finish_messages(p);
+  finish_packed_messages(p);
 }
 
 }  // namespace latent

@@ -128,17 +128,10 @@ __device__ __forceinline__ void combine_row(const AttentionParams& p, const Spli
     writer.write(column + i, float4{sum[i], sum[i + 1], sum[i + 2], sum[i + 3]});
 }
 
-/// Combines the splits of all query tiles of the launch before it, a block `block_rows` rows, one if not
-/// kManyRows: most query tiles of large batches are not split, and blocks that find so take time.
+/// Combines the rows of this block, `block_rows` or one if not kManyRows.
 template <int kShares, bool kManyRows>
-__global__ __launch_bounds__(
-    kCombineThreads<kShares>,
-    kCombineSmThreads /
-        kCombineThreads<kShares>) void combine_latent(const __grid_constant__ AttentionParams p,
-                                                      int block_rows) {
-  __shared__ CombineShared<kShares> shared;
-  prefetch_params(p);
-  follow_previous();
+__device__ __forceinline__ void combine_rows(const AttentionParams& p, int block_rows,
+                                             CombineShared<kShares>& shared) {
   const int first = static_cast<int>(blockIdx.x) * (kManyRows ? block_rows : 1);
   const SplitQueryTile tile = p.split_tiles[first / p.query_tile_rows];
   if (tile.splits.count == 1) return;
@@ -153,6 +146,21 @@ __global__ __launch_bounds__(
   } else if (row < tile.query_tile.num_rows) {
     combine_row(p, tile, row, shared);
   }
+}
+
+/// Combines the splits of all query tiles of the launch before it, a block `block_rows` rows, one if not
+/// kManyRows: most query tiles of large batches are not split, and blocks that find so take time.
+template <int kShares, bool kManyRows>
+__global__ __launch_bounds__(
+    kCombineThreads<kShares>,
+    kCombineSmThreads /
+        kCombineThreads<kShares>) void combine_latent(const __grid_constant__ AttentionParams p,
+                                                      int block_rows) {
+  __shared__ CombineShared<kShares> shared;
+  prefetch_params(p);
+  follow_previous();
+  combine_rows<kShares, kManyRows>(p, block_rows, shared);
+  if (p.exchange.sent != nullptr) call_send_headers_last(p.exchange);
 }
 
 }  // namespace helix::cuda::latent

@@ -157,7 +157,7 @@ __global__ __launch_bounds__(latent::kThreads,
     take_registers<K::kConsumerRegisters>();
     latent_e4m3::consume(p, s);
   }
-  finish_messages(p);
+  finish_packed_messages(p);
 #endif
 }
 

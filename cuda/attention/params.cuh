@@ -9,6 +9,7 @@
 
 #include "cuda/attention/kernel.hpp"
 #include "cuda/exchange/header.cuh"
+#include "cuda/exchange/window_headers.cuh"
 #include "cuda/kv_cache/paged_rows.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/divisor.cuh"
@@ -81,6 +82,15 @@ struct AttentionParams {
   int key_columns = 0;  ///< Columns of a key that lie in k.
 
   std::int32_t query_offsets[kMaxSequences + 1];  ///< Copies by value: a trip to memory less.
+
+  WindowExchangeArgs exchange{};  ///< The one whose headers this launch sends, the last to write; or null.
+
+  /// For a launch that others of the same call follow.
+  AttentionParams without_exchange() const {
+    AttentionParams p = *this;
+    p.exchange = {};
+    return p;
+  }
 };
 
 /// Brings the arguments into the constant cache, all at once: one by one they would cost a trip to memory
@@ -162,10 +172,17 @@ __device__ inline void store_columns(const AttentionParams& p, std::int64_t i, i
   }
 }
 
-/// The headers of the messages that the results lie in, by one warp of the grid.
-__device__ inline void finish_messages(const AttentionParams& p) {
+/// The headers of the packed messages that the results lie in, by one warp of the grid.
+__device__ inline void finish_packed_messages(const AttentionParams& p) {
   if (p.headers.message != nullptr && blockIdx.x == gridDim.x - 1 && threadIdx.x < kWarp)
     write_headers(p.headers);
+}
+
+/// The headers of any messages that the results lie in, at the end of a kernel that may call functions; all
+/// threads of the block.
+__device__ inline void finish_messages(const AttentionParams& p) {
+  finish_packed_messages(p);
+  if (p.exchange.sent != nullptr) call_send_headers_last(p.exchange);
 }
 
 }  // namespace helix::cuda

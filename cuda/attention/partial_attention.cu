@@ -109,8 +109,17 @@ AttentionParams params_of(const PartialAttentionArgs<T>& args) {
   return p;
 }
 
-/// Calls launch() with `p` set to one part of the batch after another, as many sequences and query tiles as a
-/// plan holds: prefill takes several.
+/// The exchange whose headers a call sends: of messages that it writes all of. Null: it sends none.
+template <class T>
+WindowExchangeArgs exchange_of(const PartialAttentionArgs<T>& args) {
+  const PartialSink<T>& sink = args.sink;
+  const bool is_whole =
+      sink.first_token == args.batch.first_token() && sink.exchange.tokens == args.batch.num_tokens();
+  return kAttentionSendsHeaders && is_whole ? sink.exchange : WindowExchangeArgs{};
+}
+
+/// Calls launch(is_last) with `p` set to one part of the batch after another, as many sequences and query
+/// tiles as a plan holds: prefill takes several.
 template <class Launch>
 void for_each_launch(const Batch& batch, bool follows_prepare, AttentionParams& p, int most_query_tiles,
                      const Launch& launch) {
@@ -142,7 +151,8 @@ void for_each_launch(const Batch& batch, bool follows_prepare, AttentionParams& 
     p.first_query_tile = skipped;
     p.num_query_tiles = std::min(count, most);
     p.reads_ahead = follows_prepare && p.is_one_query_tile_each;
-    if (p.num_query_tiles > 0) launch();
+    // Sequences without tokens may be left, which launch nothing.
+    if (p.num_query_tiles > 0) launch(count <= most && offsets[end] == offsets.back());
     if (count > most) {  // the last sequence goes on in the next launch
       skipped = query_tiles(end - 1) - (count - most);
       first = end - 1;
@@ -193,7 +203,9 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   p.partial_sum = reinterpret_cast<float*>(partials.sum.data());
   p.split_tiles = reinterpret_cast<SplitQueryTile*>(partials.tiles.data());
   p.counters = reinterpret_cast<int*>(state_->attention_counters.data());
-  for_each_launch(args.batch, args.follows_prepare, p, kernel.most_query_tiles, [&] {
+  const WindowExchangeArgs exchange = exchange_of(args);
+  for_each_launch(args.batch, args.follows_prepare, p, kernel.most_query_tiles, [&](bool is_last) {
+    if (is_last) p.exchange = exchange;
     kernel.launch(p, call, {blocks, blocks == all_blocks, stream.handle()});
     p.headers.message = nullptr;  // once is enough
   });

@@ -135,11 +135,9 @@ __device__ __forceinline__ void write_partials(const SplitPartials& to, int row,
   }
 }
 
-/// Combines the splits that attend_waves() left, a warp a row, where query tiles and heads are few: one block
-/// for each would wait for memory row by row.
+/// Combines the splits of a row that attend_waves() left, by a warp.
 template <int kThreads>
-__global__ __launch_bounds__(kThreads) void combine_waves_later(const __grid_constant__ AttentionParams p) {
-  follow_previous();
+__device__ __forceinline__ void combine_row_later(const AttentionParams& p) {
   const int warp = static_cast<int>(blockIdx.x * kThreads + threadIdx.x) / kWarp;
   const int row = warp % p.query_tile_rows;
   const int item = warp / p.query_tile_rows;
@@ -147,6 +145,15 @@ __global__ __launch_bounds__(kThreads) void combine_waves_later(const __grid_con
   const SplitQueryTile tile = p.split_tiles[item];
   if (tile.splits.count == 1 || row >= tile.query_tile.num_rows) return;
   combine_row({p, tile.splits}, tile.query_tile, item % p.kv_heads, row, 0, p.value_dim);
+}
+
+/// Combines all of them, a warp a row, where query tiles and heads are few: one block for each would wait for
+/// memory row by row.
+template <int kThreads>
+__global__ __launch_bounds__(kThreads) void combine_waves_later(const __grid_constant__ AttentionParams p) {
+  follow_previous();
+  combine_row_later<kThreads>(p);
+  if (p.exchange.sent != nullptr) call_send_headers_last(p.exchange);
 }
 
 /// After write_partials() of all rows: the last block to come combines the splits. `kThreads` threads that

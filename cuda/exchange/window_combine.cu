@@ -9,7 +9,7 @@
 
 #include "cuda/comm/peer_wait.cuh"
 #include "cuda/exchange/combine_rows.cuh"
-#include "cuda/exchange/header.cuh"
+#include "cuda/exchange/window_headers.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
 
@@ -17,25 +17,15 @@ namespace helix::cuda {
 namespace {
 
 constexpr int kThreads = kCombineThreads;
-static_assert(kThreads >= kMaxPeers);
+constexpr int kSendingWarp = kThreads / kWarp - 1;
+static_assert(kSendingWarp * kWarp >= kMaxPeers, "the warp that sends waits for no peer");
 
-__device__ __forceinline__ std::uint64_t header_rest(const WindowExchangeArgs& args, std::int64_t sender) {
-  return static_cast<std::uint32_t>(args.tokens) | static_cast<std::uint64_t>(sender) << 32;
-}
-
-/// Tells all peers that this rank's messages are whole: what the kernels before this one wrote. All lanes of
-/// one warp. Returns the epoch that the peers' headers must carry. The fence waits beside the loads of epoch
-/// and positions; behind it a header is one store of 16 bytes.
-__device__ std::uint64_t send_headers(const WindowExchangeArgs& args, std::uint64_t exchanges,
-                                      std::int64_t slot) {
-  const std::uint64_t terms = sum_epoch_terms(args.positions, args.tokens);
-  __threadfence_system();
-  const std::uint64_t epoch = exchange_epoch(exchanges, terms);
-  for (std::int64_t p = static_cast<int>(threadIdx.x) % kWarp; p < args.peers; p += kWarp) {
-    asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(args.sent + p * args.peer_bytes + slot),
-                 "l"(epoch), "l"(header_rest(args, args.sender))
-                 : "memory");
-  }
+/// Sends the headers that attention has not sent: of messages that something else wrote. One warp. Returns
+/// the epoch that the peers' must carry.
+__device__ std::uint64_t send_missing_headers(const WindowExchangeArgs& args, const WindowPlace& place) {
+  const bool is_sent = are_headers_sent(args, place);
+  const std::uint64_t epoch = exchange_epoch(place.exchanges, sum_epoch_terms(args.positions, args.tokens));
+  if (!is_sent) send_headers(args, place, epoch);
   return epoch;
 }
 
@@ -60,8 +50,8 @@ __device__ void check_header(const PeerWaits& waits, const WindowExchangeArgs& a
   }
 }
 
-/// Block 0 sends this rank's headers; then every block waits for the peers' and merges its rows, as
-/// combine_kernel does. The last block that has read the epoch advances it.
+/// Every block waits for the peers' headers and merges its rows, as combine_kernel does. Block 0 sees to it
+/// that this rank's have left. The last block that has read the epoch advances it.
 template <class T, int kCount, int kRanks>
 __global__ void __launch_bounds__(kThreads)
     window_combine_kernel(const __grid_constant__ PeerWaits waits,
@@ -69,26 +59,25 @@ __global__ void __launch_bounds__(kThreads)
                           const __grid_constant__ CombineRows<T> rows, RowShare share) {
   if (waits.most_blocks == 0) start_next();  // not where it would take the room of those that are waited for
   wait_for_previous();
-  const std::uint64_t before = *static_cast<volatile std::uint64_t*>(args.epoch);
-  const std::uint64_t exchanges = before + 1;
-  const std::int64_t slot = before % 2 == 0 ? 0 : args.slot_bytes;
+  const WindowPlace place(args);
+  const std::int64_t slot = place.slot;
   __shared__ std::uint64_t own_epoch;  // of block 0
-  if (blockIdx.x == 0 && threadIdx.x < kWarp) {
-    const std::uint64_t epoch = send_headers(args, exchanges, slot);
-    if (threadIdx.x == 0) own_epoch = epoch;
+  if (blockIdx.x == 0 && threadIdx.x / kWarp == kSendingWarp) {
+    const std::uint64_t epoch = send_missing_headers(args, place);
+    if (threadIdx.x % kWarp == 0) own_epoch = epoch;
   }
   const int peer = static_cast<int>(threadIdx.x);
   const bool has_peer = peer < args.peers;
   const std::byte* const header = args.received + peer * args.sender_bytes + slot;
   std::uint64_t seen = 0;
   std::uint64_t rest = 0;
-  const bool is_there = !has_peer || wait_for_header(waits, header, exchanges, peer, seen);
+  const bool is_there = !has_peer || wait_for_header(waits, header, place.exchanges, peer, seen);
   if (__syncthreads_and(is_there) == 0) return;
   // Looked at when the rows are done: a trip to memory less.
   if (blockIdx.x == 0 && has_peer) rest = reinterpret_cast<const volatile std::uint64_t*>(header)[1];
   if (threadIdx.x == 0) {
-    auto* const arrived = reinterpret_cast<unsigned*>(args.epoch + 1);
-    if (atomicInc(arrived, gridDim.x - 1) == gridDim.x - 1) *args.epoch = exchanges;
+    WindowCounts& counts = counts_of(args);
+    if (atomicInc(&counts.combining, gridDim.x - 1) == gridDim.x - 1) counts.exchanges = place.exchanges;
   }
   const T* const all_out = rows.partial_out + slot / static_cast<std::int64_t>(sizeof(T));
   const float* const all_lse = rows.partial_lse + slot / static_cast<std::int64_t>(sizeof(float));
