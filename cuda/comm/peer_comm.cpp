@@ -76,6 +76,11 @@ void reduce(const PeerComm::State& state, Operation operation, PeerReduction cal
   peer_reduce(state.channel, call, state.blocks_for(bytes * state.size()), stream.handle());
 }
 
+void expect_windows(const PeerComm::State& state) {
+  HELIX_EXPECTS(state.has_windows(), ErrorCode::unsupported, "PeerComm: no windows, as ",
+                state.hosts->why_apart());
+}
+
 }  // namespace
 
 std::byte* PeerWindow::part(int rank) const {
@@ -95,7 +100,7 @@ bool PeerComm::has_windows() const {
   return state_->has_windows();
 }
 const PeerChannel& PeerComm::begin_kernel(const char* operation, Stream stream) const {
-  HELIX_EXPECTS(has_windows(), ErrorCode::unsupported, "PeerComm: the GPUs do not reach each other's memory");
+  expect_windows(*state_);
   state_->begin(operation);
   // Sizes are the caller's to compare, by what its kernels say to each other.
   meet(*state_, Operation::barrier, 0, stream);
@@ -103,12 +108,12 @@ const PeerChannel& PeerComm::begin_kernel(const char* operation, Stream stream) 
 }
 
 std::string PeerComm::transport() const {
-  if (!has_windows()) return "NCCL";
+  if (!has_windows()) return state_->nccl ? "NCCL" : "none";
   return state_->nccl ? "peer memory, large messages over NCCL" : "peer memory";
 }
 
 PeerWindow PeerComm::allocate_window(std::size_t bytes, std::int64_t parts) const {
-  HELIX_EXPECTS(has_windows(), ErrorCode::unsupported, "PeerComm: the GPUs do not reach each other's memory");
+  expect_windows(*state_);
   HELIX_EXPECTS(bytes > 0 && parts > 0, ErrorCode::invalid_argument, "allocate_window: ", bytes, " bytes in ",
                 parts, " parts; both must be positive");
   state_->begin("allocate_window");
@@ -117,7 +122,7 @@ PeerWindow PeerComm::allocate_window(std::size_t bytes, std::int64_t parts) cons
 
 void PeerComm::all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
   comm::expect_reduction("all_reduce", in, out, count, dtype);
-  state_->begin("all_reduce");
+  state_->begin_message("all_reduce");
   if (count == 0) return;
   if (state_->is_for_nccl(count * static_cast<std::int64_t>(size_bytes(dtype))))
     return state_->nccl->all_reduce(in, out, count, dtype, stream);
@@ -127,7 +132,7 @@ void PeerComm::all_reduce(const void* in, void* out, std::int64_t count, DType d
 
 void PeerComm::reduce_scatter(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {
   comm::expect_reduction("reduce_scatter", in, out, count, dtype);
-  state_->begin("reduce_scatter");
+  state_->begin_message("reduce_scatter");
   if (count == 0) return;
   if (state_->is_for_nccl(count * static_cast<std::int64_t>(size_bytes(dtype))))
     return state_->nccl->reduce_scatter(in, out, count, dtype, stream);
@@ -137,7 +142,7 @@ void PeerComm::reduce_scatter(const void* in, void* out, std::int64_t count, DTy
 
 void PeerComm::all_gather(const void* in, void* out, std::int64_t bytes, Stream stream) {
   comm::expect_buffers("all_gather", in, out, bytes);
-  state_->begin("all_gather");
+  state_->begin_message("all_gather");
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->all_gather(in, out, bytes, stream);
   meet(*state_, Operation::all_gather, bytes, stream);
@@ -152,7 +157,7 @@ void PeerComm::all_gather(const void* in, void* out, std::int64_t bytes, Stream 
 
 void PeerComm::all_to_all(const void* in, void* out, std::int64_t bytes, Stream stream) {
   comm::expect_buffers("all_to_all", in, out, bytes);
-  state_->begin("all_to_all");
+  state_->begin_message("all_to_all");
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->all_to_all(in, out, bytes, stream);
   meet(*state_, Operation::all_to_all, bytes, stream);
@@ -168,7 +173,7 @@ void PeerComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_b
                             std::span<const std::int64_t> recv_bytes, Stream stream) {
   comm::expect_peer_bytes(in, send_bytes, out, recv_bytes, size());
   comm::expect_own_bytes(send_bytes, recv_bytes, rank());
-  state_->begin("all_to_all_v");
+  state_->begin_message("all_to_all_v");
   if (!has_windows()) return state_->nccl->all_to_all_v(in, send_bytes, out, recv_bytes, stream);
   comm::Call call;
   call.operation = Operation::all_to_all_v;
@@ -193,7 +198,7 @@ void PeerComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_b
 void PeerComm::broadcast(void* buffer, std::int64_t bytes, int root, Stream stream) {
   comm::expect_buffer("broadcast", "buffer", buffer, bytes);
   comm::expect_root("broadcast", root, size());
-  state_->begin("broadcast");
+  state_->begin_message("broadcast");
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->broadcast(buffer, bytes, root, stream);
   meet(*state_, Operation::broadcast, bytes, stream, root);
@@ -209,7 +214,7 @@ void PeerComm::broadcast(void* buffer, std::int64_t bytes, int root, Stream stre
 void PeerComm::send(const void* buffer, std::int64_t bytes, int peer, Stream stream) {
   comm::expect_buffer("send", "buffer", buffer, bytes);
   comm::expect_peer("send", peer, rank(), size());
-  state_->begin("send");
+  state_->begin_message("send");
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->send(buffer, bytes, peer, stream);
   meet(*state_, Operation::send, bytes, stream, 0, peer);
@@ -221,7 +226,7 @@ void PeerComm::send(const void* buffer, std::int64_t bytes, int peer, Stream str
 void PeerComm::recv(void* buffer, std::int64_t bytes, int peer, Stream stream) {
   comm::expect_buffer("recv", "buffer", buffer, bytes);
   comm::expect_peer("recv", peer, rank(), size());
-  state_->begin("recv");
+  state_->begin_message("recv");
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->recv(buffer, bytes, peer, stream);
   meet(*state_, Operation::recv, bytes, stream, 0, peer);
@@ -231,7 +236,7 @@ void PeerComm::recv(void* buffer, std::int64_t bytes, int peer, Stream stream) {
 }
 
 void PeerComm::barrier(Stream stream) {
-  state_->begin("barrier");
+  state_->begin_message("barrier");
   if (!has_windows()) return state_->nccl->barrier(stream);
   meet(*state_, Operation::barrier, 0, stream);
   PeerMoves moves = moves_of(nullptr, nullptr, tag_of(Operation::barrier, 0));

@@ -18,6 +18,7 @@
 #include "comm/all_of.hpp"
 #include "cuda/comm/last_work.hpp"
 #include "cuda/comm/peer_groups.hpp"
+#include "cuda/comm/peer_islands.hpp"
 #include "cuda/comm/peer_state.hpp"
 #include "cuda/runtime/operators_state.hpp"
 
@@ -31,11 +32,6 @@ int most_on_one(const std::vector<Device>& devices) {
   for (const Device& device : devices)
     most = std::max(most, std::count(devices.begin(), devices.end(), device));
   return static_cast<int>(most);
-}
-
-void expect_a_transport(bool has_windows, bool has_nccl, const std::string& why_not) {
-  HELIX_EXPECTS(has_windows || has_nccl, ErrorCode::unsupported, "PeerComm: ", why_not,
-                ", and NCCL is not to be used, or has no GPU for each rank");
 }
 
 using DeviceId = std::array<char, 16>;
@@ -60,9 +56,8 @@ std::vector<PeerComm> PeerComm::create_group(std::span<const int> devices, const
                   " is wanted; there are ", count);
   const std::vector<int> all(devices.begin(), devices.end());
   const int shared = most_on_one(all);
-  const bool has_windows = can_share_memory(devices);
+  const auto islands = PeerIslands::of_devices(devices);
   const bool has_nccl = options.use_nccl && shared == 1 && all.size() > 1;
-  expect_a_transport(has_windows, has_nccl, "the GPUs do not reach each other's memory");
 
   auto family = std::make_shared<PeerFamily>();
   family->timeout = options.timeout;
@@ -70,26 +65,25 @@ std::vector<PeerComm> PeerComm::create_group(std::span<const int> devices, const
   family->root->timeout = options.timeout;
   const auto group = comm::Group::whole(family->root, static_cast<int>(all.size()));
   if (has_nccl) family->nccl = NcclComm::create_group(devices, options.timeout, options.graph_use);
-  std::shared_ptr<const PeerRange> range;
   std::vector<PeerComm> comms;
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     auto state = std::make_shared<State>();
     state->family = family;
     state->own = std::make_shared<PeerRank>(static_cast<int>(rank), all[rank]);
     family->ranks.push_back(state->own);
-    if (has_windows)
-      state->hosts =
-          std::make_shared<ThreadHosts>(group, static_cast<int>(rank), all, shared > 1 && options.hosts_meet);
+    state->hosts = std::make_shared<ThreadHosts>(islands, group, static_cast<int>(rank), all,
+                                                 shared > 1 && options.hosts_meet);
     if (has_nccl) state->nccl = family->nccl[rank];
-    state->root_ranks.resize(all.size());
-    std::iota(state->root_ranks.begin(), state->root_ranks.end(), 0);
+    state->root_ranks = group->root_ranks;
     state->rank = static_cast<int>(rank);
     state->ranks_a_device = shared;
     comms.push_back(PeerComm(std::move(state)));
   }
-  if (!has_windows) return comms;
+  // Parts inside an island are of use where the whole is not.
+  if (!islands->has_pair()) comms.front().state_->expect_transport();
+  if (!comms.front().has_windows()) return comms;
   const std::size_t bytes = static_cast<std::size_t>(channel_bytes(static_cast<int>(all.size()), shared));
-  range = ThreadHosts::map_all(all, bytes, 16);
+  const std::shared_ptr<const PeerRange> range = ThreadHosts::map_all(all, bytes, 16);
   for (const PeerComm& comm : comms) comm.state_->open_channel(range);
   return comms;
 }
@@ -108,32 +102,18 @@ PeerComm PeerComm::connect(comm::Bootstrap bootstrap, int device, const Options&
   std::iota(state->root_ranks.begin(), state->root_ranks.end(), 0);
   state->ranks_a_device = most_on_one(comm::all_of(bootstrap, id_of(device)));
 
-  std::string why_not;
-  if (bootstrap.size() > kMaxPeers) {
-    why_not = std::to_string(bootstrap.size()) + " ranks are more than the " + std::to_string(kMaxPeers) +
-              " that reach each other's memory";
-  } else if (const auto links = comm::LocalLinks::connect(bootstrap, why_not)) {
-    state->hosts = std::make_shared<ProcessHosts>(links, state->root_ranks, state->rank, device);
-    try {
-      state->open_channel();
-    } catch (const Error& error) {
-      bootstrap.check();
-      why_not = error.what();
-      state->hosts = nullptr;
-    }
-    // One that cannot map leaves all without windows.
-    const auto verdicts = all_of<std::uint32_t>(bootstrap, state->hosts != nullptr ? 1 : 0);
-    if (std::count(verdicts.begin(), verdicts.end(), 0u) > 0) {
-      if (why_not.empty()) why_not = "another rank cannot map the memory of its peers";
-      state->hosts = nullptr;
-    }
-  }
-  const bool has_nccl = options.use_nccl && state->ranks_a_device == 1 && bootstrap.size() > 1;
-  expect_a_transport(state->has_windows(), has_nccl, why_not);
-  if (has_nccl) {
+  const auto links = comm::LocalLinks::connect(bootstrap, options.island);
+  const auto islands = PeerIslands::of_processes(bootstrap, links, device);
+  state->hosts = std::make_shared<ProcessHosts>(
+      std::make_shared<PeerProcess>(PeerProcess{bootstrap, links, islands, device}), state->root_ranks,
+      state->rank);
+  if (state->has_windows()) state->open_channel();
+  if (options.use_nccl && state->ranks_a_device == 1 && bootstrap.size() > 1) {
     state->nccl = NcclComm::connect(bootstrap, device, options.graph_use);
     family->nccl.push_back(*state->nccl);
   }
+  // Parts inside an island are of use where the whole is not.
+  if (!islands->has_pair()) state->expect_transport();
   bootstrap.on_failure([weak = std::weak_ptr(family)](const Error& error) {
     const LastWork work;
     if (const auto alive = weak.lock()) alive->fail(error.what());
@@ -149,18 +129,12 @@ PeerComm PeerComm::split(int color, int key) {
   part->family = state_->family;
   part->own = state_->own;
   part->ranks_a_device = state_->ranks_a_device;
-  if (state_->nccl) {
-    part->nccl = state_->nccl->split(color, key);
-    part->rank = part->nccl->rank();
-    part->root_ranks.resize(static_cast<std::size_t>(part->nccl->size()));
-  }
-  if (state_->has_windows()) {
-    PeerHosts::Part members = state_->hosts->split(color, key);
-    part->hosts = std::move(members.hosts);
-    part->rank = members.rank;
-    part->root_ranks = std::move(members.root_ranks);
-    part->open_channel();
-  }
+  if (state_->nccl) part->nccl = state_->nccl->split(color, key);
+  PeerHosts::Part members = state_->hosts->split(color, key, state_->nccl ? &*state_->nccl : nullptr);
+  part->hosts = std::move(members.hosts);
+  part->rank = members.rank;
+  part->root_ranks = std::move(members.root_ranks);
+  if (part->has_windows()) part->open_channel();
   return PeerComm(std::move(part));
 }
 

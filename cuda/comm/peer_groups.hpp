@@ -7,20 +7,30 @@
 #include <utility>
 #include <vector>
 
+#include <helix/comm/bootstrap.hpp>
+
+#include "comm/linked_group.hpp"
 #include "comm/local_group.hpp"
 #include "comm/local_links.hpp"
 #include "cuda/comm/peer_hosts.hpp"
+#include "cuda/comm/peer_islands.hpp"
 
 namespace helix::cuda {
 
 /// Ranks that are threads of one process.
 class ThreadHosts : public PeerHosts {
  public:
-  /// `devices`: by root rank.
+  /// `devices`: by root rank, as `islands` are.
   /// `meets`: before each kernel that waits. Calls that wait for the device (cudaFree, the driver's mapping
   /// of memory) would otherwise wait for kernels of ranks of the same device, which wait for the caller.
-  ThreadHosts(std::shared_ptr<comm::Group> group, int rank, std::vector<int> devices, bool meets)
-      : group_(std::move(group)), rank_(rank), devices_(std::move(devices)), meets_(meets) {}
+  ThreadHosts(std::shared_ptr<const PeerIslands> islands, std::shared_ptr<comm::Group> group, int rank,
+              std::vector<int> devices, bool meets)
+      : PeerHosts(islands->why_apart(group->root_ranks)),
+        islands_(std::move(islands)),
+        group_(std::move(group)),
+        rank_(rank),
+        devices_(std::move(devices)),
+        meets_(meets) {}
 
   /// Memory of all ranks of a process, by rank on `devices`, as allocate() gives it.
   static std::shared_ptr<const PeerRange> map_all(const std::vector<int>& devices, std::size_t bytes,
@@ -28,37 +38,45 @@ class ThreadHosts : public PeerHosts {
 
   std::shared_ptr<const PeerRange> allocate(std::size_t bytes, std::size_t multiple) override;
   void meet(comm::Call& call, int peer) override;
-  Part split(int color, int key) override;
+  Part split(int color, int key, NcclComm* nccl) override;
 
  private:
+  std::shared_ptr<const PeerIslands> islands_;
   std::shared_ptr<comm::Group> group_;
   int rank_;
   std::vector<int> devices_;
   bool meets_;
 };
 
-/// Ranks that are processes of one machine.
+/// A process of a job: what all of its groups share.
+struct PeerProcess {
+  comm::Bootstrap bootstrap;
+  std::shared_ptr<const comm::LocalLinks> links;
+  std::shared_ptr<const PeerIslands> islands;
+  int device = 0;
+};
+
+/// Ranks that are processes, of one island or of several.
 class ProcessHosts : public PeerHosts {
  public:
-  ProcessHosts(std::shared_ptr<comm::LocalLinks> links, std::vector<int> root_ranks, int rank, int device)
-      : links_(std::move(links)), root_ranks_(std::move(root_ranks)), rank_(rank), device_(device) {}
+  ProcessHosts(std::shared_ptr<const PeerProcess> process, const std::vector<int>& root_ranks, int rank)
+      : PeerHosts(process->islands->why_apart(root_ranks)),
+        process_(std::move(process)),
+        group_(process_->links, root_ranks, rank) {}
 
   std::shared_ptr<const PeerRange> allocate(std::size_t bytes, std::size_t multiple) override;
   /// Contexts of processes do not wait for each other.
   void meet(comm::Call& /*call*/, int /*peer*/) override {}
-  Part split(int color, int key) override;
+  Part split(int color, int key, NcclComm* nccl) override;
 
  private:
-  /// The values of all ranks.
+  /// The values of all ranks: over local sockets where these join them, over the Bootstrap where they are all
+  /// ranks of the job, whose groups it does not know, else over NCCL.
   template <class T>
-  std::vector<T> all_of(const T& own) const;
-  /// The descriptors of all ranks for one's own; closed where a rank has none.
-  std::vector<comm::Socket> exchange(const comm::Socket& own) const;
+  std::vector<T> all_of(const T& own, NcclComm* nccl) const;
 
-  std::shared_ptr<comm::LocalLinks> links_;
-  std::vector<int> root_ranks_;
-  int rank_;
-  int device_;
+  std::shared_ptr<const PeerProcess> process_;
+  comm::LinkedGroup group_;
 };
 
 }  // namespace helix::cuda

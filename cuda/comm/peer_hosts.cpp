@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads meet as those of LocalComm do, and the last one maps the memory of all. Processes tell each other
-// over local sockets, and each maps the others' memory by its descriptors.
+// Threads meet as those of LocalComm do, and the last one maps the memory of all. Processes of an island tell
+// each other over local sockets, and each maps the others' memory by its descriptors.
 #include "cuda/comm/peer_hosts.hpp"
 
 #include <algorithm>
@@ -14,6 +14,8 @@
 #include <helix/error.hpp>
 #include <helix/integers.hpp>
 
+#include "comm/all_of.hpp"
+#include "cuda/comm/nccl_all_of.hpp"
 #include "cuda/comm/peer_groups.hpp"
 #include "cuda/runtime/operators_state.hpp"
 
@@ -77,87 +79,76 @@ void ThreadHosts::meet(comm::Call& call, int peer) {
   }
 }
 
-PeerHosts::Part ThreadHosts::split(int color, int key) {
+PeerHosts::Part ThreadHosts::split(int color, int key, NcclComm* /*nccl*/) {
   auto [group, rank] = group_->split(rank_, color, key);
-  return {std::make_shared<ThreadHosts>(group, rank, devices_, meets_), rank, group->root_ranks};
+  return {std::make_shared<ThreadHosts>(islands_, group, rank, devices_, meets_), rank, group->root_ranks};
 }
 
 template <class T>
-std::vector<T> ProcessHosts::all_of(const T& own) const {
-  std::vector<T> all(root_ranks_.size());
-  for (std::size_t i = 0; i < all.size(); ++i)
-    if (static_cast<int>(i) != rank_) links_->send(root_ranks_[i], std::as_bytes(std::span(&own, 1)));
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    if (static_cast<int>(i) == rank_) {
-      all[i] = own;
-    } else {
-      (void)links_->recv(root_ranks_[i], std::as_writable_bytes(std::span(&all[i], 1)));
-    }
+std::vector<T> ProcessHosts::all_of(const T& own, NcclComm* nccl) const {
+  if (comm::is_in_one_island(process_->links->neighbourhoods(), group_.root_ranks()))
+    return group_.all_of(own);
+  comm::Bootstrap bootstrap = process_->bootstrap;
+  if (group_.size() == static_cast<std::size_t>(bootstrap.size())) {
+    const std::vector<T> by_root_rank = comm::all_of(bootstrap, own);
+    std::vector<T> all;
+    for (const int rank : group_.root_ranks()) all.push_back(by_root_rank[static_cast<std::size_t>(rank)]);
+    return all;
   }
-  return all;
-}
-
-std::vector<comm::Socket> ProcessHosts::exchange(const comm::Socket& own) const {
-  const std::byte mark{1};
-  for (const int peer : root_ranks_)
-    if (peer != root_ranks_[static_cast<std::size_t>(rank_)])
-      links_->send(peer, std::span(&mark, 1), own.fd());
-  std::vector<comm::Socket> descriptors(root_ranks_.size());
-  for (std::size_t i = 0; i < root_ranks_.size(); ++i) {
-    std::byte received{};
-    if (static_cast<int>(i) != rank_)
-      descriptors[i] = comm::Socket(links_->recv(root_ranks_[i], std::span(&received, 1)));
-  }
-  return descriptors;
+  HELIX_EXPECTS(nccl != nullptr, ErrorCode::unsupported, "PeerComm: ", why_apart(),
+                ", and NCCL is not to be used, or has no GPU for each rank: such a part of a job cannot be "
+                "split again");
+  return cuda::all_of(*nccl, process_->device, own);
 }
 
 std::shared_ptr<const PeerRange> ProcessHosts::allocate(std::size_t bytes, std::size_t multiple) {
-  const DeviceScope scope(device_);
-  const auto strides = all_of<std::uint64_t>(peer_stride(device_, bytes, multiple));
+  const int device = process_->device;
+  const DeviceScope scope(device);
+  const auto strides = group_.all_of<std::uint64_t>(peer_stride(device, bytes, multiple));
   const auto stride = static_cast<std::size_t>(*std::max_element(strides.begin(), strides.end()));
   std::shared_ptr<const PeerRange> range;
   std::exception_ptr failure;
   std::optional<PeerMemory> own;
   comm::Socket exported;
   try {
-    own = PeerMemory::create(device_, stride, true);
+    own = PeerMemory::create(device, stride, true);
     exported = comm::Socket(own->export_descriptor());
   } catch (const Error&) {
     failure = std::current_exception();  // and no descriptor, or the others would wait for one
   }
-  const std::vector<comm::Socket> descriptors = exchange(exported);
+  const std::vector<comm::Socket> descriptors = group_.exchange(exported);
   try {
     std::vector<PeerMemory> memories;
     for (std::size_t i = 0; i < descriptors.size() && !failure; ++i) {
-      const bool is_own = static_cast<int>(i) == rank_;
-      HELIX_EXPECTS(is_own || descriptors[i].is_open(), ErrorCode::unsupported, "rank ", root_ranks_[i],
-                    " has no memory for its peers");
+      const bool is_own = static_cast<int>(i) == group_.rank();
+      HELIX_EXPECTS(is_own || descriptors[i].is_open(), ErrorCode::unsupported, "rank ",
+                    group_.root_ranks()[i], " has no memory for its peers");
       memories.push_back(is_own ? std::move(*own) : PeerMemory::import(descriptors[i].fd()));
     }
     if (!failure) {
-      const auto whole = std::make_shared<PeerRange>(std::move(memories), stride, std::vector<int>{device_});
-      whole->zero(rank_, device_);
+      const auto whole = std::make_shared<PeerRange>(std::move(memories), stride, std::vector<int>{device});
+      whole->zero(group_.rank(), device);
       range = whole;
     }
   } catch (const Error&) {
     failure = std::current_exception();
   }
   // Nobody writes before all have zeroed.
-  const auto verdicts = all_of<std::uint32_t>(range != nullptr ? 1 : 0);
+  const auto verdicts = group_.all_of<std::uint32_t>(range != nullptr ? 1 : 0);
   if (failure) std::rethrow_exception(failure);
   for (std::size_t i = 0; i < verdicts.size(); ++i) {
-    HELIX_EXPECTS(verdicts[i] != 0, ErrorCode::unsupported, "rank ", root_ranks_[i],
+    HELIX_EXPECTS(verdicts[i] != 0, ErrorCode::unsupported, "rank ", group_.root_ranks()[i],
                   " could not map the memory of its peers");
   }
   return range;
 }
 
-PeerHosts::Part ProcessHosts::split(int color, int key) {
+PeerHosts::Part ProcessHosts::split(int color, int key, NcclComm* nccl) {
   struct Place {
     std::int32_t color;
     std::int32_t key;
   };
-  const std::vector<Place> places = all_of(Place{color, key});
+  const std::vector<Place> places = all_of(Place{color, key}, nccl);
   std::vector<std::size_t> members;
   for (std::size_t i = 0; i < places.size(); ++i)
     if (places[i].color == color) members.push_back(i);
@@ -166,10 +157,10 @@ PeerHosts::Part ProcessHosts::split(int color, int key) {
   std::vector<int> root_ranks;
   int rank = 0;
   for (std::size_t i = 0; i < members.size(); ++i) {
-    if (static_cast<int>(members[i]) == rank_) rank = static_cast<int>(i);
-    root_ranks.push_back(root_ranks_[members[i]]);
+    if (static_cast<int>(members[i]) == group_.rank()) rank = static_cast<int>(i);
+    root_ranks.push_back(group_.root_ranks()[members[i]]);
   }
-  return {std::make_shared<ProcessHosts>(links_, root_ranks, rank, device_), rank, root_ranks};
+  return {std::make_shared<ProcessHosts>(process_, root_ranks, rank), rank, root_ranks};
 }
 
 }  // namespace helix::cuda

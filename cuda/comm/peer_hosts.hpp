@@ -5,7 +5,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
+
+#include <helix/cuda/nccl_comm.hpp>
 
 #include "comm/call.hpp"
 #include "cuda/comm/peer_memory.hpp"
@@ -16,9 +20,15 @@ namespace helix::cuda {
 class PeerHosts {
  public:
   virtual ~PeerHosts() = default;
+  PeerHosts(const PeerHosts&) = delete;
+  PeerHosts& operator=(const PeerHosts&) = delete;
 
-  /// Memory of each rank, `bytes` at least, at a stride that is a multiple of `multiple` bytes. @throws
-  /// Error(unsupported), Error(capacity) on all ranks alike; what a bounded wait for other ranks throws.
+  /// Why the ranks do not reach each other's memory; empty: they do. Empty on all ranks or on none.
+  const std::string& why_apart() const { return why_apart_; }
+
+  /// Where they do: memory of each rank, `bytes` at least, at a stride that is a multiple of `multiple`
+  /// bytes. @throws Error(unsupported), Error(capacity) on all ranks alike; what a bounded wait for other
+  /// ranks throws.
   virtual std::shared_ptr<const PeerRange> allocate(std::size_t bytes, std::size_t multiple) = 0;
 
   /// Before a kernel that waits for the peers is queued: where it matters that their hosts have come too,
@@ -31,8 +41,15 @@ class PeerHosts {
     int rank = 0;
     std::vector<int> root_ranks;  // of its ranks
   };
-  /// The part of the ranks of equal `color`, ordered by (key, rank).
-  virtual Part split(int color, int key) = 0;
+  /// The part of the ranks of equal `color`, ordered by (key, rank). `nccl`: of this group, for hosts that
+  /// have no other way to meet; may be null. @throws Error(unsupported) on all ranks if there is none.
+  virtual Part split(int color, int key, NcclComm* nccl) = 0;
+
+ protected:
+  explicit PeerHosts(std::string why_apart) : why_apart_(std::move(why_apart)) {}
+
+ private:
+  std::string why_apart_;
 };
 
 /// Stride of memories of `bytes`: whole granules of the device, and of `multiple`.

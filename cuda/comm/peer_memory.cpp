@@ -159,19 +159,14 @@ void PeerRange::zero(int rank, int device) const {
   HELIX_CUDA_CHECK(cudaStreamSynchronize(nullptr));
 }
 
-bool can_share_memory(std::span<const int> devices) {
-  for (const int device : devices) {
-    for (const int other : devices) {
-      int reaches = 0;
-      if (device == other) continue;
-      if (cudaDeviceCanAccessPeer(&reaches, device, other) != cudaSuccess || reaches == 0) {
-        (void)cudaGetLastError();
-        return false;
-      }
-    }
+bool can_share_memory(int device, int other) {
+  int reaches = 1;
+  if (device != other && cudaDeviceCanAccessPeer(&reaches, device, other) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return false;
   }
   try {
-    return PeerMemory::granularity(devices.front()) > 0;
+    return reaches != 0 && PeerMemory::granularity(other) > 0;
   } catch (const Error&) {
     return false;
   }

@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <vector>
 
 #include <cuda.h>
@@ -63,7 +62,7 @@ class PeerRange {
   std::size_t mapped_ = 0;  // memories
 };
 
-/// Whether the driver gives the virtual memory that this needs, and `devices` reach each other's memory.
-bool can_share_memory(std::span<const int> devices);
+/// Whether the driver gives the virtual memory that this needs, and `device` reaches that of `other`.
+bool can_share_memory(int device, int other);
 
 }  // namespace helix::cuda

@@ -130,6 +130,16 @@ void PeerComm::State::begin(const char* operation) const {
   own->progress.begin(operation);
 }
 
+void PeerComm::State::begin_message(const char* operation) const {
+  begin(operation);
+  expect_transport();
+}
+
+void PeerComm::State::expect_transport() const {
+  HELIX_EXPECTS(has_windows() || nccl, ErrorCode::unsupported, "PeerComm: ", hosts->why_apart(),
+                ", and NCCL is not to be used, or has no GPU for each rank");
+}
+
 bool PeerComm::State::is_for_nccl(std::int64_t bytes) const {
   return nccl && (!has_windows() || bytes >= kNcclBytes);
 }

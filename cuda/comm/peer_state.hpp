@@ -73,7 +73,7 @@ struct PeerFamily {
 struct PeerComm::State {
   std::shared_ptr<PeerFamily> family;
   std::shared_ptr<PeerRank> own;
-  std::shared_ptr<PeerHosts> hosts;  // null without windows
+  std::shared_ptr<PeerHosts> hosts;
   std::optional<NcclComm> nccl;
   std::vector<int> root_ranks;
   int rank = 0;
@@ -82,12 +82,16 @@ struct PeerComm::State {
   PeerChannel channel;
 
   int size() const { return static_cast<int>(root_ranks.size()); }
-  bool has_windows() const { return hosts != nullptr; }
+  bool has_windows() const { return hosts->why_apart().empty(); }
   /// Lays the channels of the group into `memory`, of channel_bytes(); null: allocates that. Collective.
   void open_channel(std::shared_ptr<const PeerRange> memory = nullptr);
 
   /// Notes what is called next. @throws the failure of the family.
   void begin(const char* operation) const;
+  /// The same of what needs messages. @throws Error(unsupported) where nothing carries them.
+  void begin_message(const char* operation) const;
+  /// @throws Error(unsupported) where nothing carries messages, alike on all ranks.
+  void expect_transport() const;
   /// Whether a message of `bytes` goes over NCCL.
   bool is_for_nccl(std::int64_t bytes) const;
   /// Channels for messages of `bytes` in all.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Local sockets in the abstract namespace: no file is left behind, and containers that share no network
-// namespace do not find each other, which all ranks see from what they tell each other first.
+// namespace do not look for each other, as all ranks see from what they tell each other first.
 #include "comm/local_links.hpp"
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <optional>
 #include <utility>
 
 #include <sys/socket.h>
@@ -28,8 +29,14 @@ namespace {
 struct LinkPlace {
   std::array<char, 40> boot{};      // of the machine's kernel
   std::uint64_t net_namespace = 0;  // inode
+  Digest island{};                  // of the name that the rank gave
   Nonce name{};                     // of the socket
   Nonce token{};                    // the other end shows it first
+  std::uint64_t listens = 0;
+
+  bool is_near(const LinkPlace& other) const {
+    return boot == other.boot && net_namespace == other.net_namespace && island == other.island;
+  }
 };
 
 /// The first words of either end.
@@ -38,13 +45,16 @@ struct LinkHello {
   Nonce token{};  // of the place of whom it is sent to
 };
 
-LinkPlace own_place() {
+LinkPlace own_place(std::string_view island) {
   LinkPlace place;
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   set_text(place.boot, boot);
   struct stat info {};
   if (::stat("/proc/self/ns/net", &info) == 0) place.net_namespace = info.st_ino;
+  Sha256 hash;
+  hash.update(bytes_of(island));
+  place.island = hash.finish();
   place.name = new_nonce();
   place.token = new_nonce();
   return place;
@@ -91,12 +101,13 @@ Socket connect_to(const LinkPlace& place) {
   return socket;
 }
 
-/// Connects to the ranks before this one, and takes the connections of those behind it. Whether it did.
+/// Connects to the neighbours before this rank, and takes the connections of those behind it. Whether it did.
 bool connect_all(const Bootstrap& bootstrap, const Socket& listener, const std::vector<LinkPlace>& places,
                  std::vector<Socket>& links) {
   const Clock::time_point deadline = Clock::now() + bootstrap.timeout();
   const auto own = static_cast<std::size_t>(bootstrap.rank());
   for (std::size_t to = 0; to < own; ++to) {
+    if (!places[to].is_near(places[own])) continue;
     Socket link = connect_to(places[to]);
     if (!link.is_open() || !say_hello(link, bootstrap.rank(), places[to], deadline) ||
         hear_hello(link, places[own], deadline) != static_cast<int>(to))
@@ -104,16 +115,17 @@ bool connect_all(const Bootstrap& bootstrap, const Socket& listener, const std::
     links[to] = std::move(link);
   }
   constexpr milliseconds kStrangerLimit{5000};
-  for (std::size_t left = places.size() - 1 - own; left > 0;) {
+  const auto is_near = [&](const LinkPlace& place) { return place.is_near(places[own]); };
+  for (auto left = std::count_if(places.begin() + bootstrap.rank() + 1, places.end(), is_near); left > 0;) {
     if (!wait_for(listener.fd(), POLLIN, deadline)) return false;
     Socket link(::accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC));
     if (!link.is_open()) continue;
     const int rank = hear_hello(link, places[own], std::min(deadline, Clock::now() + kStrangerLimit));
-    if (rank <= bootstrap.rank() || rank >= bootstrap.size() ||
-        links[static_cast<std::size_t>(rank)].is_open())
-      continue;
-    if (!say_hello(link, bootstrap.rank(), places[static_cast<std::size_t>(rank)], deadline)) return false;
-    links[static_cast<std::size_t>(rank)] = std::move(link);
+    if (rank <= bootstrap.rank() || rank >= bootstrap.size()) continue;
+    const auto from = static_cast<std::size_t>(rank);
+    if (links[from].is_open() || !is_near(places[from])) continue;
+    if (!say_hello(link, bootstrap.rank(), places[from], deadline)) return false;
+    links[from] = std::move(link);
     --left;
   }
   return true;
@@ -121,30 +133,41 @@ bool connect_all(const Bootstrap& bootstrap, const Socket& listener, const std::
 
 }  // namespace
 
-std::shared_ptr<LocalLinks> LocalLinks::connect(Bootstrap& bootstrap, std::string& why_not) {
-  const LinkPlace own = own_place();
+std::shared_ptr<const LocalLinks> LocalLinks::connect(Bootstrap& bootstrap, std::string_view name) {
+  LinkPlace own = own_place(name);
   Socket listener(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   const auto [address, length] = address_of(own);
-  const bool listens = listener.is_open() &&
-                       ::bind(listener.fd(), reinterpret_cast<const sockaddr*>(&address), length) == 0 &&
-                       ::listen(listener.fd(), bootstrap.size()) == 0;
+  own.listens = listener.is_open() &&
+                ::bind(listener.fd(), reinterpret_cast<const sockaddr*>(&address), length) == 0 &&
+                ::listen(listener.fd(), bootstrap.size()) == 0;
   const std::vector<LinkPlace> places = all_of(bootstrap, own);
-  const bool is_one_machine = std::all_of(places.begin(), places.end(), [&](const LinkPlace& place) {
-    return place.boot == places.front().boot && place.net_namespace == places.front().net_namespace;
-  });
-  if (!is_one_machine) {
-    why_not = "the processes are not of one machine and network namespace";
-    return nullptr;
-  }
   std::shared_ptr<LocalLinks> links(new LocalLinks(bootstrap));
   links->links_.resize(places.size());
-  // One that does not listen leaves its peers to find nobody, and the verdict says it to all.
-  const std::uint32_t is_connected = listens && connect_all(bootstrap, listener, places, links->links_);
+  // Nobody waits for one that does not listen.
+  const bool all_listen = std::all_of(places.begin(), places.end(), [&](const LinkPlace& place) {
+    return place.listens != 0 || !place.is_near(own);
+  });
+  const std::uint32_t is_connected =
+      all_listen && connect_all(bootstrap, listener, places, links->links_) ? 1 : 0;
   const std::vector<std::uint32_t> verdicts = all_of(bootstrap, is_connected);
-  const auto failed = std::find(verdicts.begin(), verdicts.end(), 0u);
-  if (failed == verdicts.end()) return links;
-  why_not = "rank " + std::to_string(failed - verdicts.begin()) + " could not connect its local sockets";
-  return nullptr;
+  // Which neighbour leaves a rank alone: one that does not listen, or else could not connect; or none.
+  const auto culprit_near = [&](const LinkPlace& place) {
+    std::optional<std::size_t> culprit;
+    for (std::size_t rank = 0; rank < places.size(); ++rank) {
+      if (!places[rank].is_near(place)) continue;
+      if (places[rank].listens == 0) return std::optional(rank);
+      if (verdicts[rank] == 0 && !culprit) culprit = rank;
+    }
+    return culprit;
+  };
+  std::vector<char> is_linked;
+  for (const LinkPlace& place : places) is_linked.push_back(culprit_near(place) ? 0 : 1);
+  links->neighbourhoods_ = islands_of(places.size(), [&](std::size_t from, std::size_t to) {
+    return from == to || (is_linked[from] && places[from].is_near(places[to]));
+  });
+  if (const auto culprit = culprit_near(own))
+    links->why_not_ = "rank " + std::to_string(*culprit) + " could not connect its local sockets";
+  return links;
 }
 
 void LocalLinks::send(int rank, std::span<const std::byte> message, int descriptor) const {

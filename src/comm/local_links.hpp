@@ -1,28 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-// LocalLinks: sockets between all processes of a job on one machine, which carry descriptors too.
+// LocalLinks: sockets between the processes of a job on each machine, which carry descriptors too.
 #pragma once
 
 #include <cstddef>
-#include <functional>
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <helix/comm/bootstrap.hpp>
+#include <helix/export.hpp>
 
+#include "comm/islands.hpp"
 #include "comm/socket.hpp"
 
 namespace helix::comm {
 
-/// A connection to each other process of a job, by local sockets of the network namespace that they share.
-/// Each end has shown that it knows what the job's ranks told each other over the Bootstrap, and that it is
-/// of the same user. One thread at a time.
-class LocalLinks {
+/// A connection to each neighbour of a job: the other processes of this machine, its network namespace and
+/// the name that they gave, by local sockets of that namespace. Each end has shown that it knows what the
+/// job's ranks told each other over the Bootstrap, and that it is of the same user. One thread at a time.
+class HELIX_API LocalLinks {
  public:
-  /// Connects all processes of the job. Collective. Null on all ranks, with the reason, where they cannot:
-  /// on several machines, or in several network namespaces. @throws what the Bootstrap throws.
-  static std::shared_ptr<LocalLinks> connect(Bootstrap& bootstrap, std::string& why_not);
+  /// Connects the processes of the job. Collective; `name` keeps apart those of a machine that give different
+  /// ones. Where one cannot connect to its neighbours none of them are linked, and why_not() says so.
+  /// @throws what the Bootstrap throws.
+  static std::shared_ptr<const LocalLinks> connect(Bootstrap& bootstrap, std::string_view name);
+
+  /// Islands of ranks that are linked, alike on all ranks of the job.
+  const std::vector<int>& neighbourhoods() const { return neighbourhoods_; }
+  /// Why this process could not be linked with its neighbours; empty: it is.
+  const std::string& why_not() const { return why_not_; }
 
   /// Sends a message, with a descriptor unless that is -1. @throws Error(peer_failed).
   void send(int rank, std::span<const std::byte> message, int descriptor = -1) const;
@@ -34,7 +42,9 @@ class LocalLinks {
   explicit LocalLinks(const Bootstrap& bootstrap) : bootstrap_(bootstrap) {}
 
   Bootstrap bootstrap_;
-  std::vector<Socket> links_;  // by rank; none to oneself
+  std::vector<Socket> links_;  // by rank; of neighbours
+  std::vector<int> neighbourhoods_;
+  std::string why_not_;
 };
 
 }  // namespace helix::comm

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// LocalLinks connects all ranks of a machine, carries messages and descriptors, and keeps strangers out.
+// LocalLinks connects the ranks of a machine that give one name, and carries messages and descriptors.
 #include "comm/local_links.hpp"
 
 #include <array>
@@ -16,6 +16,7 @@
 #include <helix/comm/bootstrap.hpp>
 
 #include "comm/bootstrap_job.hpp"
+#include "comm/linked_group.hpp"
 #include "support/catch.hpp"
 
 using namespace std::chrono_literals;
@@ -23,16 +24,17 @@ using Catch::Matchers::Contains;
 using helix::ErrorCode;
 using helix::comm::Bootstrap;
 using helix::comm::BootstrapOptions;
+using helix::comm::LinkedGroup;
 using helix::comm::LocalLinks;
+using helix::comm::Socket;
 using helix::test::expect;
 using helix::test::run_bootstrap_job;
 
 namespace {
 
-std::shared_ptr<LocalLinks> connected(Bootstrap& bootstrap) {
-  std::string why_not;
-  auto links = LocalLinks::connect(bootstrap, why_not);
-  expect(links != nullptr, why_not.c_str());
+std::shared_ptr<const LocalLinks> connected(Bootstrap& bootstrap) {
+  auto links = LocalLinks::connect(bootstrap, "");
+  expect(links->why_not().empty(), links->why_not().c_str());
   return links;
 }
 
@@ -83,6 +85,37 @@ TEST_CASE("a descriptor names the same memory at the other end") {
       expect(received == mark && theirs == 1000 + from, "another memory came");
       ::close(descriptor);
     }
+    bootstrap.barrier();
+  });
+  for (const auto& outcome : outcomes) CHECK(outcome.message == "");
+}
+
+TEST_CASE("ranks that give different names are not linked, and a group of links tells what its ranks say") {
+  const std::vector<std::string> names = {"", "b", std::string(1000, 'c'), "b", "", std::string(1000, 'c'),
+                                          "b"};
+  const std::vector<int> neighbourhoods = {0, 1, 2, 1, 0, 2, 1};
+  const auto outcomes = run_bootstrap_job(7, [&](BootstrapOptions options) {
+    Bootstrap bootstrap(options);
+    const auto links = LocalLinks::connect(bootstrap, names[static_cast<std::size_t>(options.rank)]);
+    expect(links->why_not().empty(), links->why_not().c_str());
+    expect(links->neighbourhoods() == neighbourhoods, "other neighbourhoods");
+    std::vector<int> ranks;
+    int rank = -1;
+    for (int root_rank = options.size - 1; root_rank >= 0; --root_rank) {  // in any order
+      if (names[static_cast<std::size_t>(root_rank)] != names[static_cast<std::size_t>(options.rank)])
+        continue;
+      if (root_rank == options.rank) rank = static_cast<int>(ranks.size());
+      ranks.push_back(root_rank);
+    }
+    const LinkedGroup group(links, ranks, rank);
+    for (int round = 0; round < 3; ++round) {
+      const std::vector<int> told = group.all_of(10 * options.rank + round);
+      for (std::size_t i = 0; i < ranks.size(); ++i)
+        expect(told[i] == 10 * ranks[i] + round, "another value");
+    }
+    const std::vector<Socket> descriptors = group.exchange(options.rank == 1 ? Socket() : Socket(::dup(0)));
+    for (std::size_t i = 0; i < ranks.size(); ++i)
+      expect(descriptors[i].is_open() == (ranks[i] != options.rank && ranks[i] != 1), "another descriptor");
     bootstrap.barrier();
   });
   for (const auto& outcome : outcomes) CHECK(outcome.message == "");

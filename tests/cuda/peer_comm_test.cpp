@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // cuda::PeerComm keeps the communicator contract, for threads and for processes, that share a GPU or have one
-// each; is captured and replayed; and a rank that is missing, dies or is out of step ends the others' waits.
+// each; has windows inside islands of a job; is captured and replayed; and a rank that is missing, dies or is
+// out of step ends the others' waits.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -77,39 +78,150 @@ void run_contract(PeerComm& comm) {
   }
 }
 
-/// One rank of a job that the tests below start, as HELIX_TEST_JOB says.
-void run_job_rank(const std::string& job) {
-  BootstrapOptions options = BootstrapOptions::from_environment();
-  options.timeout = job == "contract" ? 60s : 4s;
-  options.heartbeat = 50ms;
-  Bootstrap bootstrap(options);
-  const int device = options.local_rank % helix::cuda::device_count();
-  helix::cuda::use_device(device);
-  PeerComm comm = PeerComm::connect(bootstrap, device, {});
-  require(comm.has_windows(), "no windows between processes of one machine");
-  if (job == "contract") return run_contract(comm);
+bool has_word(const std::string& text, const std::string& word) {
+  return text.find(word) != std::string::npos;
+}
+
+/// What `call` throws, if it is an Error of this code.
+template <class Call>
+std::string message_of(ErrorCode code, Call&& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    require(error.code() == code, "another error: ", error.what());
+    return error.what();
+  }
+  require(false, "no error");
+  return "";
+}
+
+/// Jobs of islands: even ranks are of one, odd ones of the other, as two machines' would be.
+int island_of(int rank) {
+  return rank % 2;
+}
+
+/// Ranks of one island write into each other's memory.
+void run_island(PeerComm& island) {
+  require(island.has_windows(), "no windows inside an island");
+  require(island.transport().starts_with("peer memory"), island.transport());
+  run_contract(island);
+  const Stream stream = Stream::create();
+  const PeerWindow window = island.allocate_window(1000, 1);
+  const int mine = 100 + island.rank();
+  for (int peer = 0; peer < island.size(); ++peer)
+    copy_async(window.part(peer) + 4 * island.rank(), &mine, 4, stream);
+  island.barrier(stream);
+  std::vector<int> got(static_cast<std::size_t>(island.size()));
+  copy_async(got.data(), window.data(), got.size() * 4, stream);
+  island.synchronize(stream);
+  for (int peer = 0; peer < island.size(); ++peer)
+    require(got[static_cast<std::size_t>(peer)] == 100 + peer, "rank ", peer, " wrote ",
+            got[static_cast<std::size_t>(peer)]);
+}
+
+/// Ranks of several islands have NCCL or nothing.
+void run_crossing(PeerComm& group, bool has_nccl) {
+  require(!group.has_windows(), "windows between islands");
+  require(group.transport() == (has_nccl ? "NCCL" : "none"), group.transport());
+  const std::string no_windows =
+      message_of(ErrorCode::unsupported, [&] { (void)group.allocate_window(1000, 1); });
+  require(has_word(no_windows, "do not reach each other's memory"), no_windows);
+  if (has_nccl) return run_contract(group);
+  const Stream stream = Stream::create();
+  const Buffer data(1024);
+  for (int i = 0; i < 2; ++i) {
+    const std::string message = message_of(ErrorCode::unsupported, [&] { group.barrier(stream); });
+    require(has_word(message, "NCCL is not to be used"), message);
+    (void)message_of(ErrorCode::unsupported,
+                     [&] { group.all_reduce(data.data(), data.data(), 16, DType::f32, stream); });
+    group.synchronize(stream);  // nobody has failed
+  }
+}
+
+void run_islands(PeerComm& world, bool has_nccl) {
+  run_crossing(world, has_nccl);
+  PeerComm island = world.split(island_of(world.rank()), -world.rank());
+  require(island.size() == world.size() / 2, "another size");
+  require(island.rank() == (world.size() - 1 - world.rank()) / 2, "another rank");
+  PeerComm pair = world.split(world.rank() / 2, world.rank());
+  require(pair.size() == 2 && pair.rank() == world.rank() % 2, "another pair");
+  run_crossing(pair, has_nccl);
+  // All of the job, in another order: such a group can be split without NCCL.
+  PeerComm turned = world.split(7, -world.rank());
+  require(turned.rank() == world.size() - 1 - world.rank(), "another rank of all");
+  island = turned.split(island_of(world.rank()), turned.rank());
+  require(island.rank() == (world.size() - 1 - world.rank()) / 2, "another rank of the turned");
+  run_island(island);
+  PeerComm one = turned.split(turned.rank(), 0);
+  require(one.size() == 1 && one.has_windows(), "a rank alone has its own memory");
+  run_contract(one);
+  if (has_nccl) {
+    one = pair.split(pair.rank(), 0);
+    require(one.size() == 1 && one.has_windows(), "a rank alone has its own memory");
+  } else {
+    (void)message_of(ErrorCode::unsupported, [&] { (void)pair.split(pair.rank(), 0); });
+  }
+  const Stream stream = Stream::create();  // what was refused has ended nothing
+  island.barrier(stream);
+  island.synchronize(stream);
+}
+
+/// The last rank of the job exits, dies or stands still; the others' waits name it.
+void run_failing(PeerComm& comm, const BootstrapOptions& options, const std::string& job) {
   const Stream stream = Stream::create();
   comm.begin_step(1);
   comm.barrier(stream);
   comm.synchronize(stream);
   comm.begin_step(2);
   const bool is_culprit = options.rank == options.size - 1;
-  if (is_culprit && job == "death") std::_Exit(0);  // without a word
-  if (is_culprit && job == "kill") (void)std::raise(SIGKILL);
-  if (is_culprit && job == "stop") std::this_thread::sleep_for(9s);
+  if (is_culprit && has_word(job, "death")) std::_Exit(0);  // without a word
+  if (is_culprit && has_word(job, "kill")) (void)std::raise(SIGKILL);
+  if (is_culprit && has_word(job, "stop")) std::this_thread::sleep_for(9s);
   const auto begin = std::chrono::steady_clock::now();
   try {
-    comm.barrier(stream);
-    comm.synchronize(stream);
+    while (std::chrono::steady_clock::now() - begin < 2 * options.timeout) {  // in other islands it goes well
+      comm.barrier(stream);
+      comm.synchronize(stream);
+      std::this_thread::sleep_for(10ms);
+    }
   } catch (const Error& error) {
     if (is_culprit) return;
     const std::string culprit = "rank " + std::to_string(options.size - 1);
-    require(std::string(error.what()).find(culprit) != std::string::npos,
-            "the wrong culprit: ", error.what());
+    require(has_word(error.what(), culprit), "the wrong culprit: ", error.what());
     require(std::chrono::steady_clock::now() - begin < 2 * options.timeout, "it took too long");
     return;
   }
   require(false, "the barrier did not fail");
+}
+
+/// One rank of a job that the tests below start, as HELIX_TEST_JOB says.
+void run_job_rank(const std::string& job) {
+  BootstrapOptions options = BootstrapOptions::from_environment();
+  options.timeout = has_word(job, "contract") ? 60s : 4s;
+  options.heartbeat = 50ms;
+  Bootstrap bootstrap(options);
+  const int device = options.local_rank % helix::cuda::device_count();
+  helix::cuda::use_device(device);
+  if (!has_word(job, "islands")) {
+    PeerComm comm = PeerComm::connect(bootstrap, device, {});
+    require(comm.has_windows(), "no windows between processes of one machine");
+    return job == "contract" ? run_contract(comm) : run_failing(comm, options, job);
+  }
+  const bool has_nccl = helix::cuda::device_count() >= options.size;
+  const PeerComm::Options of_island = {.island = "island " + std::to_string(island_of(options.rank))};
+  if (options.size == 2 && !has_nccl) {
+    const std::string message =
+        message_of(ErrorCode::unsupported, [&] { (void)PeerComm::connect(bootstrap, device, of_island); });
+    require(has_word(message, "ranks 0, 1 do not reach each other's memory"), message);
+    return bootstrap.barrier();
+  }
+  PeerComm world = PeerComm::connect(bootstrap, device, of_island);
+  if (has_word(job, "contract")) {
+    run_islands(world, has_nccl);
+    return bootstrap.barrier();  // or one island leaves while the other needs the job
+  }
+  PeerComm island = world.split(island_of(options.rank), options.rank);
+  run_failing(island, options, job);
 }
 
 }  // namespace
@@ -145,6 +257,14 @@ TEST_CASE("PeerComm keeps the communicator contract between processes") {
   HELIX_REQUIRE_GPUS(1);
   const int size = GENERATE(2, 3);
   const std::vector<int> codes = run_job(size, "contract");
+  CHECK(codes == std::vector<int>(codes.size(), 0));
+}
+
+TEST_CASE("groups inside an island have windows, and those of several have NCCL or nothing") {
+  HELIX_REQUIRE_GPUS(1);
+  const int size = GENERATE(2, 4);
+  INFO(size << " processes");
+  const std::vector<int> codes = run_job(size, "islands contract");
   CHECK(codes == std::vector<int>(codes.size(), 0));
 }
 
@@ -402,6 +522,16 @@ TEST_CASE("a process that exits or is killed or stands still ends the waits of o
   std::vector<int> codes = run_job(2, job);
   CHECK(codes.front() == 0);
   CHECK(codes.back() == (job == "kill" ? 128 + SIGKILL : 0));
+}
+
+TEST_CASE("a process that exits or is killed or stands still is named in other islands too") {
+  HELIX_REQUIRE_GPUS(1);
+  const std::string job = GENERATE("islands death", "islands kill", "islands stop");
+  INFO(job);
+  std::vector<int> codes = run_job(4, job);
+  CHECK(codes.back() == (job == "islands kill" ? 128 + SIGKILL : 0));
+  codes.pop_back();
+  CHECK(codes == std::vector<int>(codes.size(), 0));
 }
 
 TEST_CASE("groups that cannot be are refused") {

@@ -47,6 +47,9 @@ class HELIX_API PeerWindow {
 /// process, or processes of a machine. Models comm::CollectiveComm on device memory, where the operations are
 /// documented. What it adds:
 ///
+/// - Ranks of a root fall into islands, in which all reach each other's memory. A group that lies inside one,
+///   the root or what split() makes, has windows; one that does not uses NCCL alone. Where NCCL cannot be
+///   used, such a group can be split, and whatever else it is asked for throws Error(unsupported).
 /// - Messages are stores into windows, with flags that the peers' kernels poll: 64 blocks at most, and fewer
 ///   where ranks share a GPU, so that kernels that wait leave room for those that they wait for. There every
 ///   rank needs a hardware queue of its own, and no kernel may be loaded while others wait: set
@@ -54,7 +57,7 @@ class HELIX_API PeerWindow {
 ///   CUDA. Threads that share a GPU meet on the host at each call that is not captured; and while captured
 ///   steps run, no rank may allocate or free device memory.
 /// - Large messages go over NCCL, where each rank has a GPU of its own and `use_nccl` is set; so does
-///   everything where GPUs do not reach each other. transport() tells.
+///   everything of a group of several islands. transport() tells.
 /// - Sums are in f32 and in rank order, the same bits on all ranks; over NCCL as NcclComm says.
 /// - Counts of messages live in device memory, so that a captured step replays rightly.
 /// - A kernel waits no longer than the group's timeout. One that gives up records whom it waited for and lets
@@ -73,16 +76,20 @@ class HELIX_API PeerComm {
   /// How a group waits, and what it uses beside windows.
   struct Options {
     std::chrono::milliseconds timeout = std::chrono::seconds(60);  ///< With a Bootstrap: its own instead.
-    bool use_nccl = true;  ///< For large messages, and where GPUs do not reach each other.
+    bool use_nccl = true;  ///< For large messages, and for groups of several islands.
     /// Whether threads that share a GPU meet on the host before each kernel that waits, outside of captures.
     /// Without it, no rank may allocate, free or map memory while another's kernel waits for it.
     bool hosts_meet = true;
     NcclComm::GraphUse graph_use = NcclComm::GraphUse::any;  ///< As in NcclComm, of NCCL's communicators.
+    /// Name of the island that this process is to be of, for connect(). Processes of a machine that give
+    /// different names are of different islands, as if they were of two machines; the same name, or none,
+    /// joins only those that reach each other's memory. The one option that may differ between ranks.
+    std::string island = {};
   };
 
   /// Makes a group of threads of this process, rank r on devices[r]; ranks may share a device.
-  /// @throws Error(unsupported) if the devices do not reach each other's memory and NCCL cannot be used, or
-  /// there is no such device; Error(invalid_argument) unless there are 1 to 64 ranks.
+  /// @throws Error(unsupported) if no two devices reach each other's memory and NCCL cannot be used, or there
+  /// is no such device; Error(invalid_argument) unless there are 1 to 64 ranks.
   static std::vector<PeerComm> create_group(std::span<const int> devices, const Options& options);
   static std::vector<PeerComm> create_group(std::span<const int> devices) {
     return create_group(devices, Options());
@@ -90,16 +97,19 @@ class HELIX_API PeerComm {
 
   /// Connects the processes of `bootstrap`, this one on `device`; they may share devices. Descriptors of
   /// memory travel over local sockets, whose other end shows that it is of the job and of the same user.
-  /// Collective over them, with equal options. Where processes are not of one machine and one network
-  /// namespace, are more than 64, or cannot map each other's memory, all of them use NCCL alone.
-  /// @throws Error(timeout), Error(peer_failed); Error(unsupported) if NCCL is needed and cannot be used.
+  /// Collective over them, with equal options. Processes that are of one machine, one network namespace and
+  /// one Options::island, and can map each other's memory, are an island; groups inside it of up to 64 have
+  /// windows.
+  /// @throws Error(timeout), Error(peer_failed); Error(unsupported) if no two processes are of one island and
+  /// NCCL cannot be used; Error(capacity).
   static PeerComm connect(comm::Bootstrap bootstrap, int device, const Options& options);
 
   int rank() const;
   int size() const;
   /// Whether the ranks reach each other's memory: allocate_window() may be called. Equal on all ranks.
   bool has_windows() const;
-  /// How messages travel, in words: "peer memory, large messages over NCCL".
+  /// How messages travel, in words: "peer memory, large messages over NCCL"; "none" where nothing carries
+  /// them.
   std::string transport() const;
 
   // As comm::CollectiveComm says.
@@ -114,6 +124,9 @@ class HELIX_API PeerComm {
   void send(const void* buffer, std::int64_t bytes, int peer, Stream stream);
   void recv(void* buffer, std::int64_t bytes, int peer, Stream stream);
   void barrier(Stream stream);
+  /// As comm::CollectiveComm says. Ranks of several islands tell each other over the Bootstrap where the
+  /// group is the whole job, which no other thread may use meanwhile, else over NCCL. @throws
+  /// Error(unsupported) if they would need NCCL, and cannot use it.
   PeerComm split(int color, int key);
 
   /// A window of `bytes` a rank at least, whose stride is a multiple of 16 * `parts` bytes. Collective, with

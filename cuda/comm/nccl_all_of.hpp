@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// all_of: what the host of each rank of a NcclComm has, on all of them.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include <helix/cuda/nccl_comm.hpp>
+#include <helix/cuda/runtime.hpp>
+
+#include "cuda/runtime/operators_state.hpp"
+
+namespace helix::cuda {
+
+/// All ranks' values of one trivially copyable type, by rank; this one's rank is on `device`. Collective;
+/// blocks the host. @throws what NcclComm::synchronize() does.
+template <class T>
+std::vector<T> all_of(NcclComm& comm, int device, const T& own) {
+  const DeviceScope scope(device);
+  const Stream stream = Stream::create();
+  std::vector<T> all(static_cast<std::size_t>(comm.size()));
+  const Buffer sent(sizeof(T));
+  const Buffer received(all.size() * sizeof(T));
+  HELIX_CUDA_CHECK(cudaMemcpyAsync(sent.data(), &own, sizeof(T), cudaMemcpyHostToDevice, stream.handle()));
+  comm.all_gather(sent.data(), received.data(), sizeof(T), stream);
+  comm.synchronize(stream);
+  HELIX_CUDA_CHECK(cudaMemcpyAsync(all.data(), received.data(), all.size() * sizeof(T),
+                                   cudaMemcpyDeviceToHost, stream.handle()));
+  cuda::synchronize(stream);
+  return all;
+}
+
+}  // namespace helix::cuda

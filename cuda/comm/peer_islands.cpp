@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// Threads ask the driver about their devices; processes map a little of each other's memory.
+#include "cuda/comm/peer_islands.hpp"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <numeric>
+#include <optional>
+
+#include <helix/error.hpp>
+
+#include "comm/all_of.hpp"
+#include "comm/linked_group.hpp"
+#include "comm/rank_names.hpp"
+#include "cuda/comm/peer_channel.hpp"
+#include "cuda/comm/peer_hosts.hpp"
+#include "cuda/comm/peer_memory.hpp"
+#include "cuda/runtime/operators_state.hpp"
+
+namespace helix::cuda {
+namespace {
+
+/// The ranks that this process is linked with, itself among them.
+comm::LinkedGroup neighbours_of(const std::shared_ptr<const comm::LocalLinks>& links, int own_rank) {
+  const std::vector<int>& neighbourhoods = links->neighbourhoods();
+  std::vector<int> ranks;
+  for (std::size_t rank = 0; rank < neighbourhoods.size(); ++rank)
+    if (neighbourhoods[rank] == neighbourhoods[static_cast<std::size_t>(own_rank)])
+      ranks.push_back(static_cast<int>(rank));
+  const auto own = std::find(ranks.begin(), ranks.end(), own_rank);
+  return {links, ranks, static_cast<int>(own - ranks.begin())};
+}
+
+/// Maps a little memory of each rank of the group. reach[from * size + to] is not 0 where `from` could map
+/// that of `to`. Collective over the group; what does not work is no error, but `obstacle` says it.
+std::vector<std::byte> try_reach(const comm::LinkedGroup& group, int device, std::string& obstacle) {
+  const DeviceScope scope(device);
+  std::uint64_t own_bytes = 0;
+  std::optional<PeerMemory> own;
+  comm::Socket exported;
+  try {
+    own_bytes = peer_stride(device, 1, 1);
+    own = PeerMemory::create(device, static_cast<std::size_t>(own_bytes), true);
+    exported = comm::Socket(own->export_descriptor());
+  } catch (const Error& error) {  // and no descriptor, or the others would wait for one
+    obstacle = error.what();
+  }
+  const std::vector<std::uint64_t> bytes = group.all_of(own_bytes);
+  const std::vector<comm::Socket> descriptors = group.exchange(exported);
+  std::vector<std::byte> reach(group.size());
+  std::vector<std::unique_ptr<PeerRange>> mapped;  // until all have tried
+  for (std::size_t i = 0; i < group.size(); ++i) {
+    const bool is_own = static_cast<int>(i) == group.rank();
+    if (!exported.is_open() || (!is_own && !descriptors[i].is_open())) continue;
+    try {
+      std::vector<PeerMemory> memory;
+      memory.push_back(is_own ? std::move(*own) : PeerMemory::import(descriptors[i].fd()));
+      mapped.push_back(std::make_unique<PeerRange>(std::move(memory), static_cast<std::size_t>(bytes[i]),
+                                                   std::vector<int>{device}));
+      reach[i] = std::byte{1};
+    } catch (const Error& error) {
+      if (obstacle.empty()) obstacle = error.what();
+    }
+  }
+  return group.gather(reach);
+}
+
+}  // namespace
+
+std::shared_ptr<const PeerIslands> PeerIslands::of_devices(std::span<const int> devices) {
+  std::vector<int> islands = comm::islands_of(devices.size(), [&](std::size_t from, std::size_t to) {
+    return can_share_memory(devices[from], devices[to]);
+  });
+  return std::shared_ptr<const PeerIslands>(new PeerIslands(std::move(islands), ""));
+}
+
+std::shared_ptr<const PeerIslands> PeerIslands::of_processes(
+    comm::Bootstrap bootstrap, const std::shared_ptr<const comm::LocalLinks>& links, int device) {
+  const comm::LinkedGroup group = neighbours_of(links, bootstrap.rank());
+  std::string obstacle = links->why_not();
+  if (obstacle.empty() && group.size() < static_cast<std::size_t>(bootstrap.size()))
+    obstacle = "not all processes are of one machine, network namespace and Options::island";
+  const std::vector<std::byte> reach = try_reach(group, device, obstacle);
+  const std::vector<int> near = comm::islands_of(group.size(), [&](std::size_t from, std::size_t to) {
+    return reach[from * group.size() + to] != std::byte{0};
+  });
+  // Named by the job's ranks, which alone are known to all.
+  const int first = near[static_cast<std::size_t>(group.rank())];
+  const int own = first == comm::kNoIsland ? first : group.root_ranks()[static_cast<std::size_t>(first)];
+  return std::shared_ptr<const PeerIslands>(
+      new PeerIslands(comm::all_of(bootstrap, own), std::move(obstacle)));
+}
+
+std::string PeerIslands::why_apart(std::span<const int> root_ranks) const {
+  if (root_ranks.size() > kMaxPeers)
+    return std::to_string(root_ranks.size()) + " ranks are more than the " + std::to_string(kMaxPeers) +
+           " that reach each other's memory";
+  if (comm::is_in_one_island(islands_, root_ranks)) return "";
+  const auto island = [&](int rank) { return islands_[static_cast<std::size_t>(rank)]; };
+  std::vector<int> apart{root_ranks.front()};
+  for (const int rank : root_ranks)
+    if (apart.size() == 1 && island(rank) != island(apart.front())) apart.push_back(rank);
+  const std::string text =
+      comm::rank_names(apart) +
+      (apart.size() == 1 ? " has no memory that others can map" : " do not reach each other's memory");
+  return obstacle_.empty() ? text : text + " (" + obstacle_ + ")";
+}
+
+}  // namespace helix::cuda

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// LinkedGroup: ranks that local sockets join, and what they tell each other over them.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "comm/local_links.hpp"
+#include "comm/socket.hpp"
+
+namespace helix::comm {
+
+/// One rank's end of a group that LocalLinks join. Calls are collective over the group, and throw what
+/// LocalLinks do; a group of one rank needs no links.
+class LinkedGroup {
+ public:
+  /// `root_ranks`: the links' ranks of the group, of which this one is number `rank`.
+  LinkedGroup(std::shared_ptr<const LocalLinks> links, std::vector<int> root_ranks, int rank)
+      : links_(std::move(links)), root_ranks_(std::move(root_ranks)), rank_(static_cast<std::size_t>(rank)) {}
+
+  int rank() const { return static_cast<int>(rank_); }
+  std::size_t size() const { return root_ranks_.size(); }
+  const std::vector<int>& root_ranks() const { return root_ranks_; }
+
+  /// The bytes of all ranks, one behind the other; as many of each.
+  std::vector<std::byte> gather(std::span<const std::byte> own) const {
+    for (std::size_t i = 0; i < size(); ++i)
+      if (i != rank_) links_->send(root_ranks_[i], own);
+    std::vector<std::byte> all(size() * own.size());
+    for (std::size_t i = 0; i < size(); ++i) {
+      const std::span<std::byte> place = std::span(all).subspan(i * own.size(), own.size());
+      if (i != rank_) {
+        (void)links_->recv(root_ranks_[i], place);
+      } else if (!own.empty()) {
+        std::memcpy(place.data(), own.data(), own.size());
+      }
+    }
+    return all;
+  }
+
+  /// The values of all ranks, of one trivially copyable type.
+  template <class T>
+  std::vector<T> all_of(const T& own) const {
+    const std::vector<std::byte> bytes = gather(std::as_bytes(std::span(&own, 1)));
+    std::vector<T> all(size());
+    std::memcpy(all.data(), bytes.data(), bytes.size());
+    return all;
+  }
+
+  /// The descriptors of all ranks for one's own; closed where a rank has none, and this rank's.
+  std::vector<Socket> exchange(const Socket& own) const {
+    const std::byte mark{1};
+    for (std::size_t i = 0; i < size(); ++i)
+      if (i != rank_) links_->send(root_ranks_[i], std::span(&mark, 1), own.fd());
+    std::vector<Socket> descriptors(size());
+    for (std::size_t i = 0; i < size(); ++i) {
+      std::byte received{};
+      if (i != rank_) descriptors[i] = Socket(links_->recv(root_ranks_[i], std::span(&received, 1)));
+    }
+    return descriptors;
+  }
+
+ private:
+  std::shared_ptr<const LocalLinks> links_;
+  std::vector<int> root_ranks_;
+  std::size_t rank_;
+};
+
+}  // namespace helix::comm
