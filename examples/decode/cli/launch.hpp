@@ -40,8 +40,8 @@ enum class GpuPlacement {
 
 /// Whether ranks on GPUs write into each other's memory, over cuda::PeerComm.
 enum class PeerMemory {
-  automatic,  ///< Where each rank has a GPU of its own; PeerComm uses NCCL where they do not reach each
-              ///< other.
+  automatic,  ///< Where each rank has a GPU of its own; PeerComm uses NCCL for groups that do not all reach
+              ///< each other.
   on,         ///< Also where ranks share a GPU, whose process then needs what let_ranks_share_a_gpu() sets.
   off         ///< cuda::NcclComm, or cuda::LocalComm on a shared GPU.
 };
