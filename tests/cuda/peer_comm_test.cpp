@@ -138,6 +138,30 @@ void run_crossing(PeerComm& group, bool has_nccl) {
   }
 }
 
+/// Sums over an island and then over ranks of all islands make one graph.
+void replay_both(PeerComm& island, PeerComm& across, int size) {
+  const Stream stream = Stream::create();
+  std::vector<float> values(1000);
+  const Buffer sum(values.size() * sizeof(float));
+  const auto queue = [&] {
+    island.all_reduce(sum.data(), sum.data(), std::ssize(values), DType::f32, stream);
+    across.all_reduce(sum.data(), sum.data(), std::ssize(values), DType::f32, stream);
+  };
+  queue();  // NCCL connects outside of captures
+  across.synchronize(stream);
+  const Graph graph = Graph::capture(stream, queue);
+  for (int replay = 0; replay < 5; ++replay) {
+    std::fill(values.begin(), values.end(), static_cast<float>(replay + 1));
+    copy_async(sum.data(), values.data(), sum.size_bytes(), stream);
+    graph.replay(stream);
+    island.synchronize(stream);
+    copy_async(values.data(), sum.data(), sum.size_bytes(), stream);
+    across.synchronize(stream);
+    for (const float got : values)
+      require(got == static_cast<float>(size * (replay + 1)), "replay ", replay, ": ", got);
+  }
+}
+
 void run_islands(PeerComm& world, bool has_nccl) {
   run_crossing(world, has_nccl);
   PeerComm island = world.split(island_of(world.rank()), -world.rank());
@@ -156,6 +180,7 @@ void run_islands(PeerComm& world, bool has_nccl) {
   require(one.size() == 1 && one.has_windows(), "a rank alone has its own memory");
   run_contract(one);
   if (has_nccl) {
+    replay_both(island, pair, world.size());
     one = pair.split(pair.rank(), 0);
     require(one.size() == 1 && one.has_windows(), "a rank alone has its own memory");
   } else {
