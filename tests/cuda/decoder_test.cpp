@@ -125,17 +125,26 @@ class GoldenRun {
   std::string command_;
 };
 
-/// helix-decode with `options` as two processes, after the shell commands `first`.
-void check_two_processes(const char* model, const std::string& options, const std::string& first) {
+/// helix-decode with `options` as `size` processes, after the shell commands `first`; of rank r with the
+/// variables `rank_variables[r]`.
+void check_processes(std::size_t size, const char* model, const std::string& options,
+                     const std::string& first, const std::vector<std::string>& rank_variables = {}) {
   CAPTURE(model, options);
   const GoldenRun run(model);
-  const std::string command = run.command() + ' ' + options;
-  const Run job = run_shell(first + "export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" +
-                            std::to_string(free_port()) + "; RANK=1 LOCAL_RANK=1 " + command +
-                            " & RANK=0 LOCAL_RANK=0 " + command + "; code=$?; wait $! && exit $code");
+  std::string commands = first + "export WORLD_SIZE=" + std::to_string(size) +
+                         " MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(free_port()) + "; ";
+  std::string waits;
+  for (std::size_t i = size; i-- > 0;) {  // rank 0 in the foreground
+    const std::string rank = std::to_string(i);
+    commands.append(rank_variables.empty() ? "" : rank_variables[i])
+        .append(" RANK=" + rank + " LOCAL_RANK=" + rank + ' ' + run.command() + ' ' + options);
+    commands.append(i == 0 ? "; code=$?; " : " & p" + rank + "=$!; ");
+    if (i > 0) waits.append("wait $p" + rank + " && ");
+  }
+  const Run job = run_shell(commands + waits + "exit $code");
   INFO(job.output);
   REQUIRE(job.exit_code == 0);
-  CHECK_THAT(job.output, Catch::Matchers::Contains("2 processes"));
+  CHECK_THAT(job.output, Catch::Matchers::Contains(std::to_string(size) + " processes"));
   run.check_report();
 }
 
@@ -385,15 +394,30 @@ TEST_CASE("helix-decode --device cuda gives the golden tokens") {
 
 TEST_CASE("two processes with a GPU each give the golden tokens") {
   HELIX_REQUIRE_GPUS(2);
-  check_two_processes("deepseek-tiny", "--kvp 2", "");
+  check_processes(2, "deepseek-tiny", "--kvp 2", "");
 }
 
 TEST_CASE("two processes as on two machines, over NCCL's sockets, give the golden tokens") {
   HELIX_REQUIRE_GPUS(2);
   const std::string machines = "export NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1; ";
-  check_two_processes("deepseek-tiny", "--kvp 2 --peer-memory off", machines);
-  check_two_processes("llama-tiny", "--tpa 2 --peer-memory off", machines);
-  check_two_processes("llama-tiny", "--pp 2 --peer-memory off", machines);
+  check_processes(2, "deepseek-tiny", "--kvp 2 --peer-memory off", machines);
+  check_processes(2, "llama-tiny", "--tpa 2 --peer-memory off", machines);
+  check_processes(2, "llama-tiny", "--pp 2 --peer-memory off", machines);
+}
+
+TEST_CASE(
+    "four processes as on two machines, over peer memory in each and NCCL between, give golden tokens") {
+  HELIX_REQUIRE_GPUS(4);
+  const std::string machines = "export NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1; ";
+  const std::vector<std::string> filled = {"HELIX_ISLAND=a", "HELIX_ISLAND=a", "HELIX_ISLAND=b",
+                                           "HELIX_ISLAND=b"};
+  const std::vector<std::string> in_turns = {"HELIX_ISLAND=a", "HELIX_ISLAND=b", "HELIX_ISLAND=a",
+                                             "HELIX_ISLAND=b"};
+  // Windows in all groups of a stage, in those of KVP alone, and in none.
+  check_processes(4, "llama-tiny", "--pp 2 --kvp 2", machines, filled);
+  check_processes(4, "deepseek-tiny", "--pp 2 --kvp 2", machines, filled);
+  check_processes(4, "llama-tiny", "--kvp 2 --tpa 2", machines, in_turns);
+  check_processes(4, "llama-tiny", "--kvp 2 --tpa 2", machines, filled);
 }
 
 TEST_CASE("processes that were started with other options are refused") {

@@ -66,7 +66,11 @@ std::string_view transport_of(const LaunchOptions& options) {
 }
 
 cuda::PeerComm::Options peer_options(const LaunchOptions& options) {
-  return {.timeout = options.timeout, .use_nccl = true, .graph_use = kGraphUse};
+  const char* const island = std::getenv("HELIX_ISLAND");
+  return {.timeout = options.timeout,
+          .use_nccl = true,
+          .graph_use = kGraphUse,
+          .island = island == nullptr ? "" : island};
 }
 
 }  // namespace
