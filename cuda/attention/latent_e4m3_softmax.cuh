@@ -49,7 +49,12 @@ struct Softmax {
                                                   Scores<K>& scores) const {
     const bool is_capped = p.soft_cap > 0.0f;
     if (is_capped) cap(scores);
-    float most = -kInfinity;
+    // Side by side, as each waits for the one before it: 475 us, so 470 (128 heads, 8 sequences of 131072
+    // tokens, H200). Mixed rows lost by it: 626, so 652.
+    constexpr int kMaxima = K::kIsMixed ? 1 : 4;
+    float most[kMaxima];
+#pragma unroll
+    for (float& x : most) x = -kInfinity;
 #pragma unroll
     for (int j = 0; j < K::kRows / 8; ++j) {
       const float4 two = *reinterpret_cast<const float4*>(&s.row[8 * j + first_row()]);
@@ -59,10 +64,13 @@ struct Softmax {
       for (int k = 0; k < 4; ++k) {
         float& x = scores[4 * j + k];
         x = fmaf(x, factor[k % 2], K::kIsMixed ? scales.log2(k / 2) - pivot[k % 2] : -pivot[k % 2]);
-        most = fmaxf(most, x);
+        most[k % kMaxima] = fmaxf(most[k % kMaxima], x);
       }
     }
-    return is_whole ? most : mask(token, scores);
+    if (!is_whole) return mask(token, scores);
+#pragma unroll
+    for (int k = 1; k < kMaxima; ++k) most[0] = fmaxf(most[0], most[k]);
+    return most[0];
   }
   __device__ __forceinline__ void cap(Scores<K>& scores) const {
     const float top = p.soft_cap * kLog2E;
