@@ -35,6 +35,7 @@ struct AttentionParams {
   std::int64_t lse_token_stride = 0;
   std::int64_t lse_head_stride = 0;
   bool is_out_aligned = false;                ///< four columns of out can be stored at once
+  bool sends_headers = false;                 ///< Whether the launch's last block sends those of `exchange`.
   int first_out_token = 0;                    ///< Token of the step at row 0 of out and lse.
   StampArgs headers{};                        ///< Headers of the messages that out and lse lie in.
   const std::uint64_t* slot_epoch = nullptr;  ///< SinkSlot::epoch.
@@ -83,12 +84,14 @@ struct AttentionParams {
 
   std::int32_t query_offsets[kMaxSequences + 1];  ///< Copies by value: a trip to memory less.
 
-  WindowExchangeArgs exchange{};  ///< The one whose headers this launch sends, the last to write; or null.
+  /// Of the messages over windows that the results lie in. Behind all else: its place comes from memory when
+  /// it is read, at the end of a launch that sends_headers; the flag lies beside what a block has read.
+  WindowExchangeArgs exchange{};
 
   /// For a launch that others of the same call follow.
-  AttentionParams without_exchange() const {
+  AttentionParams without_headers() const {
     AttentionParams p = *this;
-    p.exchange = {};
+    p.sends_headers = false;
     return p;
   }
 };
@@ -182,7 +185,7 @@ __device__ inline void finish_packed_messages(const AttentionParams& p) {
 /// threads of the block.
 __device__ inline void finish_messages(const AttentionParams& p) {
   finish_packed_messages(p);
-  if (p.exchange.sent != nullptr) call_send_headers_last(p.exchange);
+  if (p.sends_headers) call_send_headers_last(p.exchange);
 }
 
 }  // namespace helix::cuda

@@ -109,13 +109,12 @@ AttentionParams params_of(const PartialAttentionArgs<T>& args) {
   return p;
 }
 
-/// The exchange whose headers a call sends: of messages that it writes all of. Null: it sends none.
+/// Whether a call sends the headers of the messages over windows that it writes to: it writes all of them.
 template <class T>
-WindowExchangeArgs exchange_of(const PartialAttentionArgs<T>& args) {
+bool sends_headers(const PartialAttentionArgs<T>& args) {
   const PartialSink<T>& sink = args.sink;
-  const bool is_whole =
-      sink.first_token == args.batch.first_token() && sink.exchange.tokens == args.batch.num_tokens();
-  return kAttentionSendsHeaders && is_whole ? sink.exchange : WindowExchangeArgs{};
+  return kAttentionSendsHeaders && sink.exchange.sent != nullptr &&
+         sink.first_token == args.batch.first_token() && sink.exchange.tokens == args.batch.num_tokens();
 }
 
 /// Calls launch(is_last) with `p` set to one part of the batch after another, as many sequences and query
@@ -203,9 +202,9 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   p.partial_sum = reinterpret_cast<float*>(partials.sum.data());
   p.split_tiles = reinterpret_cast<SplitQueryTile*>(partials.tiles.data());
   p.counters = reinterpret_cast<int*>(state_->attention_counters.data());
-  const WindowExchangeArgs exchange = exchange_of(args);
+  p.exchange = args.sink.exchange;
   for_each_launch(args.batch, args.follows_prepare, p, kernel.most_query_tiles, [&](bool is_last) {
-    if (is_last) p.exchange = exchange;
+    p.sends_headers = is_last && sends_headers(args);
     kernel.launch(p, call, {blocks, blocks == all_blocks, stream.handle()});
     p.headers.message = nullptr;  // once is enough
   });

@@ -70,12 +70,11 @@ __device__ __forceinline__ bool is_last_block(std::uint32_t* finished) {
   return before == gridDim.x - 1;
 }
 
-/// Sends the headers once all blocks of the grid have come here, unless `sent` is null. All threads of the
-/// block, behind all that it writes; the last block's warp kSender sends. For the last launch that writes:
-/// its blocks have all waited for the launches before it, whose blocks need no count.
+/// Sends the headers once all blocks of the grid have come here. All threads of the block, behind all that it
+/// writes; the last block's warp kSender sends. For the last launch that writes: its blocks have all waited
+/// for the launches before it, whose blocks need no count.
 template <int kSender = 0>
 __device__ __forceinline__ void send_headers_last(const WindowExchangeArgs& window) {
-  if (window.sent == nullptr) return;
   __syncthreads();
   if (threadIdx.x / kWarp != kSender) return;
   int is_last = 0;
