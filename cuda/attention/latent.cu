@@ -43,24 +43,23 @@ void launch_combine(const AttentionParams& p, int splits, const AttentionGrid& g
 }
 
 /// Returns the work items that there are at most.
-template <class K>
+template <class T, int kBlocks>
 int launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
-  constexpr int kBytes = static_cast<int>(sizeof(latent::Shared<K>));
-  const int blocks = latent_blocks(grid, K::kBlocks);
-  const auto kernel = attend_latent<K>;
+  constexpr int kBytes = static_cast<int>(sizeof(latent::Shared<kBlocks>));
+  const int blocks = latent_blocks(grid, kBlocks);
+  const auto kernel = attend_latent<T, kBlocks>;
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   const int box = latent_box_tokens(p.page_tokens);
-  const int chunks = box == kLatentTileTokens ? K::kUnitChunks : 1;
+  const int chunks = box == kLatentTileTokens ? latent::kUnitChunks : 1;
   launch_early(kernel, static_cast<unsigned>(blocks), latent::kThreads, kBytes, grid.stream, true, p,
                paged_chunks_map(p.k, call.dtype, kLatentColumns, call.kv, box, chunks),
                paged_chunks_map(p.rope, call.dtype, kRopeColumns, call.kv, box, 1), box);
-  return blocks / K::kBlocks;
+  return blocks / kBlocks;
 }
 
 template <class T>
 int launch_rows(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
-  return p.query_tile_rows > kGroupRows ? launch<latent::Kind<T, 2>>(p, call, grid)
-                                        : launch<latent::Kind<T, 1>>(p, call, grid);
+  return p.query_tile_rows > kGroupRows ? launch<T, 2>(p, call, grid) : launch<T, 1>(p, call, grid);
 }
 
 int launch_attention(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {

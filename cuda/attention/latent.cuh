@@ -33,11 +33,11 @@ namespace helix::cuda {
 namespace latent {
 
 /// The consumer of even tiles.
-template <class K>
-__device__ __forceinline__ void lead(Consumer<K, 0> self, const Part& part, Sums& sums) {
+template <class T, int kBlocks>
+__device__ __forceinline__ void lead(Consumer<T, kBlocks, 0> self, const Part& part, Sums& sums) {
   // One block waits for memory, and asks for products as soon as keys are there; two wait for products, and
   // copies come first (8 sequences of 131072 tokens: 64 heads 312 us against 318, 128 heads 485 against 464).
-  constexpr bool kKeysFirst = K::kBlocks == 1;
+  constexpr bool kKeysFirst = kBlocks == 1;
   Scores scores;
   float top[2];
   float shrink[2];
@@ -78,8 +78,8 @@ __device__ __forceinline__ void lead(Consumer<K, 0> self, const Part& part, Sums
 }
 
 /// The consumer of odd tiles. The values of the lead's tile come first, so that its place becomes free.
-template <class K>
-__device__ __forceinline__ void follow(Consumer<K, 1> self, const Part& part, Sums& sums) {
+template <class T, int kBlocks>
+__device__ __forceinline__ void follow(Consumer<T, kBlocks, 1> self, const Part& part, Sums& sums) {
   constexpr unsigned kStepsAhead = kSteps / 2;
   Scores scores;
   float top[2];
@@ -126,8 +126,8 @@ __device__ __forceinline__ void follow(Consumer<K, 1> self, const Part& part, Su
 }
 
 /// Both consumers: each part of the work item from its queries to its rows of out or of split partials.
-template <class K>
-__device__ __forceinline__ void consume(const AttentionParams& p, Shared<K>& s) {
+template <class T, int kBlocks>
+__device__ __forceinline__ void consume(const AttentionParams& p, Shared<kBlocks>& s) {
   unsigned uses[2] = {0, 0};
   const bool leads = uniform(static_cast<int>(threadIdx.x) / kWarpGroup) == 0;
   for (unsigned number = 0;; ++number) {
@@ -135,19 +135,19 @@ __device__ __forceinline__ void consume(const AttentionParams& p, Shared<K>& s) 
     barrier_wait(at(&s.part_full[place]), number / 2 & 1u);
     const Part& part = s.parts[place];
     if (uniform(part.count) == 0) return;
-    QueryRows<K> queries{p, s, part};
+    QueryRows<T, kBlocks> queries{p, s, part};
     Rows rows;
     queries.begin(rows);
     const TileRange tiles = queries.find_tiles(rows);
-    Operand held[K::kHeldChunks];
+    Operand held[kHeldChunks];
     queries.load_held(held);
     Sums sums;
 #pragma unroll
     for (float& x : sums) x = 0.0f;
     if (leads) {
-      lead<K>({p, s, rows, held, tiles, uses, {}}, part, sums);
+      lead<T, kBlocks>({p, s, rows, held, tiles, uses, {}}, part, sums);
     } else {
-      follow<K>({p, s, rows, held, tiles, uses, {}}, part, sums);
+      follow<T, kBlocks>({p, s, rows, held, tiles, uses, {}}, part, sums);
     }
     queries.end(rows, sums);
     barrier_arrive_if(threadIdx.x % kWarp == 0, at(&s.part_empty[place]));
@@ -155,20 +155,19 @@ __device__ __forceinline__ void consume(const AttentionParams& p, Shared<K>& s) 
 }
 
 /// Attention of a block, whose producers call produce(s).
-template <class K, class Produce>
+template <class T, int kBlocks, class Produce>
 __device__ __forceinline__ void attend(const AttentionParams& p, const Produce& produce) {
-  static_assert(kHasRegisters<K>);
-  auto& s = shared<K>();
+  auto& s = shared<kBlocks>();
   if (threadIdx.x == 0) init_barriers(s);
   wait_for_previous();
   start_next();
   make_plan(p, s.plan);
   if (threadIdx.x >= kConsumers) {
-    give_registers<K::kProducerRegisters>();
+    give_registers<kProducerRegisters>();
     produce(s);
   } else {
-    take_registers<K::kConsumerRegisters>();
-    consume<K>(p, s);
+    take_registers<kConsumerRegisters>();
+    consume<T>(p, s);
   }
   finish_packed_messages(p);
 }
@@ -176,7 +175,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Produce& 
 }  // namespace latent
 
 /// Over latents of q's type.
-template <class K>
+template <class T, int kBlocks>
 __global__ __launch_bounds__(latent::kThreads,
                              1) void attend_latent(const __grid_constant__ AttentionParams p,
                                                    const __grid_constant__ CUtensorMap latents,
@@ -188,8 +187,9 @@ __global__ __launch_bounds__(latent::kThreads,
     prefetch_map(latents);
     prefetch_map(ropes);
   }
-  latent::attend<K>(p,
-                    [&](latent::Shared<K>& s) { latent::Copier<K>(p, s, latents, ropes, box_tokens).run(); });
+  latent::attend<T, kBlocks>(p, [&](latent::Shared<kBlocks>& s) {
+    latent::Copier<kBlocks>(p, s, latents, ropes, box_tokens).run();
+  });
 #endif
 }
 

@@ -48,36 +48,18 @@ inline constexpr int kThreads = kConsumers + kWarpGroup;
 inline constexpr int kGroupColumns = kLatentColumns / kGroups;  // of the values
 inline constexpr int kValueChunks = kLatentColumns / kChunkColumns;
 inline constexpr int kChunks = kValueChunks + kRopeColumns / kChunkColumns;
-// A KV tile is freed in two halves, the values of one group each, and comes in units of some chunks; the last
-// one has the rope chunk too.
+// A KV tile is freed in two halves, the values of one group each, and comes in four units of two chunks; the
+// last one has the rope chunk too.
 inline constexpr int kHalves = kGroups;
 inline constexpr int kHalfChunks = kValueChunks / kHalves;
+inline constexpr int kUnitChunks = 2;
+inline constexpr int kUnits = kValueChunks / kUnitChunks;
+inline constexpr int kHalfUnits = kUnits / kHalves;
 inline constexpr int kProducerWarps = 2 * kHalves;         // a warp for each half of each KV buffer
 inline constexpr unsigned kRowBytes = kChunkColumns * 2u;  // in a chunk
 inline constexpr unsigned kChunkBytes = kLatentTileTokens * kRowBytes;
 inline constexpr unsigned kTileBytes = kChunks * kChunkBytes;
 inline constexpr int kSteps = kChunkColumns / kProductDepth;  // of a chunk, or of a tile's tokens
-
-/// One kernel of the family: q, out and KV of T, kTheBlocks blocks that have a work item together.
-template <class TheT, int kTheBlocks>
-struct Kind {
-  using T = TheT;    ///< Of q and out.
-  using Latent = T;  ///< Of latents, and of what they are multiplied with.
-  using Rope = T;    ///< Of rope columns, likewise.
-  static constexpr int kBlocks = kTheBlocks;
-  static constexpr bool kIsWidened = false;  ///< Whether producers bring KV to these types.
-  static constexpr bool kIsMixed = false;    ///< Whether rows bring scales.
-  static constexpr int kUnitChunks = 2;      ///< Of a unit.
-  /// Chunks of the queries that are in registers, the last ones: products of 64 columns read more shared
-  /// memory than there is time for.
-  static constexpr int kHeldChunks = 3;
-  static constexpr int kConsumerRegisters = 240;
-  static constexpr int kProducerRegisters = 24;
-};
-template <class K>
-inline constexpr int kUnits = kValueChunks / K::kUnitChunks;
-template <class K>
-inline constexpr int kHalfUnits = kUnits<K> / kHalves;
 
 /// Weights of T are powers of two of a score over a row's pivot: it is raised where one exceeds
 /// 2^kMostExponent, so that sums are scaled rarely, and the largest becomes 2^kTopExponent. In f16 that is
@@ -103,40 +85,40 @@ struct Part {
 };
 
 /// The schedule, and at the beginning what is known of the query tiles.
-template <class K>
-struct Plan : SmallAttentionPlan<kLatentTileTokens, Limits, K::kBlocks> {
+template <int kBlocks>
+struct Plan : SmallAttentionPlan<kLatentTileTokens, Limits, kBlocks> {
   /// In shared memory, until there are weights.
   static __device__ QueryTileSpan& span(int u);
   static __device__ void keep(int u, const QueryTileSpan& of) { span(u) = of; }
 };
 
-/// The shared memory of a block.
-template <class K>
+/// The shared memory of a block, of `kBlocks` that have a work item together.
+template <int kBlocks>
 struct Shared {
   alignas(
       1024) std::byte queries[kTileBytes];  // the last chunk, once it is in registers: the follower's weights
   std::byte kv[2][kTileBytes];
   alignas(1024) std::byte weights[kChunkBytes];  // the lead's; before any, the spans of the query tiles
   float row[kGroups][kGroupRows];                // max of each group's tile and those before
-  unsigned long long full[2][kUnits<K>];         // of a KV buffer
+  unsigned long long full[2][kUnits];            // of a KV buffer
   unsigned long long empty[2][kHalves];
   unsigned long long part_full[2];
   unsigned long long part_empty[2];
   Part parts[2];  // those that the consumers work on, and the next
-  Plan<K> plan;
+  Plan<kBlocks> plan;
 };
 static_assert(kMaxQueryTiles * sizeof(QueryTileSpan) <= kChunkBytes);
+static_assert(sizeof(Shared<1>) <= 227 * 1024);
 
-template <class K>
-__device__ __forceinline__ Shared<K>& shared() {
-  static_assert(sizeof(Shared<K>) <= 227 * 1024);
+template <int kBlocks>
+__device__ __forceinline__ Shared<kBlocks>& shared() {
   extern __shared__ __align__(1024) std::byte memory[];
-  return *reinterpret_cast<Shared<K>*>(memory);
+  return *reinterpret_cast<Shared<kBlocks>*>(memory);
 }
 
-template <class K>
-__device__ __forceinline__ QueryTileSpan& Plan<K>::span(int u) {
-  return reinterpret_cast<QueryTileSpan*>(shared<K>().weights)[u];
+template <int kBlocks>
+__device__ __forceinline__ QueryTileSpan& Plan<kBlocks>::span(int u) {
+  return reinterpret_cast<QueryTileSpan*>(shared<kBlocks>().weights)[u];
 }
 
 using Sums = float[kGroupColumns / 2];
@@ -159,17 +141,21 @@ __device__ inline int block_of_item() {
   return static_cast<int>(blockIdx.x) % kBlocks;
 }
 
-/// As many registers as the block was launched with, or the last warp to take some would wait for ever.
-template <class K>
-inline constexpr bool kHasRegisters = kConsumers* K::kConsumerRegisters + kWarpGroup* K::kProducerRegisters <=
-                                      65536 / kThreads / 8 * 8 * kThreads;
+/// Chunks of the queries that are in registers, the last ones: products of 64 columns read more shared memory
+/// than there is time for.
+inline constexpr int kHeldChunks = 3;
+inline constexpr int kConsumerRegisters = 240;
+inline constexpr int kProducerRegisters = 24;
+// As many as the block was launched with, or the last to take some would wait for ever.
+static_assert(kConsumers * kConsumerRegisters + kWarpGroup * kProducerRegisters <=
+              65536 / kThreads / 8 * 8 * kThreads);
 
 /// By one thread of the block.
-template <class K>
-__device__ inline void init_barriers(Shared<K>& s) {
+template <int kBlocks>
+__device__ inline void init_barriers(Shared<kBlocks>& s) {
   constexpr unsigned kWarpsOfGroup = kWarpGroup / kWarp;
   for (int buffer = 0; buffer < 2; ++buffer) {
-    for (int unit = 0; unit < kUnits<K>; ++unit) barrier_init(at(&s.full[buffer][unit]), 1);
+    for (int unit = 0; unit < kUnits; ++unit) barrier_init(at(&s.full[buffer][unit]), 1);
     for (int half = 0; half < kHalves; ++half) barrier_init(at(&s.empty[buffer][half]), kWarpsOfGroup);
     barrier_init(at(&s.part_full[buffer]), 1);
     barrier_init(at(&s.part_empty[buffer]), kGroups * kWarpsOfGroup + kProducerWarps - 1);

@@ -14,14 +14,10 @@
 namespace helix::cuda::latent {
 
 /// What both consumer groups do alike; kGroup is 0 for the lead, 1 for the follower.
-template <class K, int kGroup>
+template <class T, int kBlocks, int kGroup>
 struct Consumer {
-  using T = typename K::T;
-  static constexpr int kUnits = latent::kUnits<K>;
-  static constexpr int kHeldChunks = K::kHeldChunks;
-
   const AttentionParams& p;
-  Shared<K>& s;
+  Shared<kBlocks>& s;
   Rows& rows;
   const Operand (&held)[kHeldChunks];  // of the queries
   TileRange tiles;
@@ -52,8 +48,8 @@ struct Consumer {
       barrier_wait(at(&s.full[kGroup][unit]), parity);
       products_fence();
 #pragma unroll
-      for (int chunk = unit * K::kUnitChunks;
-           chunk < (unit == kUnits - 1 ? kChunks : (unit + 1) * K::kUnitChunks); ++chunk) {
+      for (int chunk = unit * kUnitChunks; chunk < (unit == kUnits - 1 ? kChunks : (unit + 1) * kUnitChunks);
+           ++chunk) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           const unsigned offset =
@@ -202,7 +198,7 @@ struct Consumer {
     if constexpr (kFrom == 0) {
       const unsigned parity = uses[kOther]++ & 1u;
 #pragma unroll
-      for (int unit = kGroup * kHalfUnits<K>; unit < (kGroup + 1) * kHalfUnits<K>; ++unit)
+      for (int unit = kGroup * kHalfUnits; unit < (kGroup + 1) * kHalfUnits; ++unit)
         barrier_wait(at(&s.full[kOther][unit]), parity);  // long past, but this group has not seen it
     }
     const OperandPlace others(rows_operand(weights_of(kOther)));

@@ -138,7 +138,6 @@ __global__ __launch_bounds__(latent::kThreads,
                              1) void attend_latent_e4m3(const __grid_constant__ AttentionParams p,
                                                         const __grid_constant__ latent_e4m3::Maps maps) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-  static_assert(latent::kHasRegisters<K>);
   auto& s = latent_e4m3::shared<K>();
   prefetch_params(p);
   if (threadIdx.x == 0) latent_e4m3::init_barriers(s);
@@ -151,10 +150,10 @@ __global__ __launch_bounds__(latent::kThreads,
   start_next();
   make_plan(p, s.plan);
   if (threadIdx.x >= latent::kConsumers) {
-    give_registers<K::kProducerRegisters>();
+    give_registers<latent_e4m3::kProducerRegisters>();
     latent_e4m3::Copier<K>(p, s, maps).run();
   } else {
-    take_registers<K::kConsumerRegisters>();
+    take_registers<latent_e4m3::kConsumerRegisters>();
     latent_e4m3::consume(p, s);
   }
   finish_packed_messages(p);

@@ -11,9 +11,11 @@ namespace helix::cuda::latent_e4m3 {
 
 using latent::at;
 using latent::block_of_item;
+using latent::kConsumerRegisters;
 using latent::kConsumers;
 using latent::kGroupColumns;
 using latent::kGroups;
+using latent::kProducerRegisters;
 using latent::kProducerWarps;
 using latent::kSteps;
 using latent::kThreads;
@@ -43,8 +45,6 @@ struct Kind {
   /// Matrix loads between two waits, each of which two products follow. For 64 query rows of mixed rows two
   /// loads take more registers than there are.
   static constexpr int kStageLoads = kRows < 64 || !kIsMixed ? 2 : 1;
-  static constexpr int kConsumerRegisters = 240;
-  static constexpr int kProducerRegisters = 24;
   static_assert(kRows % 16 == 0 && kRows <= kGroupRows && kStages >= 3 && kTileBytes % 1024 == 0);
 };
 

@@ -63,10 +63,10 @@ __device__ __forceinline__ void produce_parts(const AttentionParams& p, BlockSha
 
 /// Copies KV tiles by the copy engine; a warp for each half of each KV buffer, the one that walks along the
 /// work item for the first one's half that is needed last.
-template <class K>
+template <int kBlocks>
 class Copier {
  public:
-  __device__ Copier(const AttentionParams& params, Shared<K>& shared, const CUtensorMap& latents,
+  __device__ Copier(const AttentionParams& params, Shared<kBlocks>& shared, const CUtensorMap& latents,
                     const CUtensorMap& ropes, int box_tokens)
       : p(params),
         s(shared),
@@ -77,7 +77,7 @@ class Copier {
         half_(uniform(1 - static_cast<int>(threadIdx.x) / kWarp / 2 % 2)) {}
 
   __device__ void run() {
-    produce_parts<K::kBlocks>(p, s, [&](const Part& part) {
+    produce_parts<kBlocks>(p, s, [&](const Part& part) {
       if (box_tokens_ == kLatentTileTokens) {
         copy_whole_tiles(part.span, part.first_token, part.count);
       } else {
@@ -87,8 +87,6 @@ class Copier {
   }
 
  private:
-  static constexpr int kUnitChunks = K::kUnitChunks;
-  static constexpr int kHalfUnits = latent::kHalfUnits<K>;
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
   __device__ unsigned full(int unit) const { return at(&s.full[buffer_][half_ * kHalfUnits + unit]); }
@@ -165,7 +163,7 @@ class Copier {
   }
 
   const AttentionParams& p;
-  Shared<K>& s;
+  Shared<kBlocks>& s;
   const CUtensorMap& latents_;
   const CUtensorMap& ropes_;
   const int box_tokens_;

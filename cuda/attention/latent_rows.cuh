@@ -43,13 +43,10 @@ __device__ __forceinline__ void wait_for_parts() {
 }
 
 /// The block's rows of one query tile; by all consumers.
-template <class K>
+template <class T, int kBlocks>
 struct QueryRows {
-  using T = typename K::T;
-  static constexpr int kHeldChunks = K::kHeldChunks;
-
   const AttentionParams& p;
-  Shared<K>& s;
+  Shared<kBlocks>& s;
   const Part& part;
 
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
@@ -57,7 +54,7 @@ struct QueryRows {
   static __device__ int group() { return static_cast<int>(threadIdx.x) / kWarpGroup; }
   /// The first of this thread's rows in the block.
   static __device__ int row() { return warp() * 16 + lane() / 4; }
-  static __device__ int first_row() { return block_of_item<K::kBlocks>() * kGroupRows; }
+  static __device__ int first_row() { return block_of_item<kBlocks>() * kGroupRows; }
 
   /// The rows into shared memory, and what they see.
   __device__ __forceinline__ void begin(Rows& rows) {
@@ -197,7 +194,7 @@ struct QueryRows {
     group_sync(kAllConsumers, kConsumers);
     stage_rows(splits, sums);
     group_sync(kOneGroup + group(), kWarpGroup);
-    write_rows<K::kBlocks, kGroupRows>(p, part, row_ends(), [&](int r) {
+    write_rows<kBlocks, kGroupRows>(p, part, row_ends(), [&](int r) {
       return *reinterpret_cast<const uint4*>(stage() + staged(r, lane()));
     });
   }
