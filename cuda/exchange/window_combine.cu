@@ -24,7 +24,7 @@ static_assert(kSendingWarp * kWarp >= kMaxPeers, "the warp that sends waits for 
 /// the epoch that the peers' must carry.
 __device__ std::uint64_t send_missing_headers(const WindowExchangeArgs& args, const WindowPlace& place) {
   const bool is_sent = are_headers_sent(args, place);
-  const std::uint64_t epoch = exchange_epoch(place.exchanges, sum_epoch_terms(args.positions, args.tokens));
+  const std::uint64_t epoch = epoch_of(args, place);
   if (!is_sent) send_headers(args, place, epoch);
   return epoch;
 }

@@ -37,6 +37,12 @@ __device__ __forceinline__ std::uint64_t header_rest(const WindowExchangeArgs& w
   return static_cast<std::uint32_t>(window.tokens) | static_cast<std::uint64_t>(sender) << 32;
 }
 
+/// What headers of this exchange carry; all lanes of one warp.
+__device__ __forceinline__ std::uint64_t epoch_of(const WindowExchangeArgs& window,
+                                                  const WindowPlace& place) {
+  return exchange_epoch(place.exchanges, sum_epoch_terms(window.positions, window.tokens));
+}
+
 /// Whether this rank's headers have left: its own is one of them.
 __device__ __forceinline__ bool are_headers_sent(const WindowExchangeArgs& window, const WindowPlace& place) {
   const auto* own = reinterpret_cast<const volatile std::uint32_t*>(
@@ -82,8 +88,7 @@ __device__ __forceinline__ void send_headers_last(const WindowExchangeArgs& wind
   if (__shfl_sync(~0u, is_last, 0) == 0) return;
   __syncwarp();
   const WindowPlace place(window);
-  send_headers(window, place,
-               exchange_epoch(place.exchanges, sum_epoch_terms(window.positions, window.tokens)));
+  send_headers(window, place, epoch_of(window, place));
 }
 
 /// send_headers_last() as a call, which leaves the registers of a kernel's loops as they were: inlined, it

@@ -25,6 +25,7 @@
 #include "cuda/gpu.hpp"
 #include "cuda/host_comm.hpp"
 #include "cuda/process_job.hpp"
+#include "support/failure.hpp"
 #include "support/ranks.hpp"
 
 using namespace std::chrono_literals;
@@ -82,17 +83,13 @@ bool has_word(const std::string& text, const std::string& word) {
   return text.find(word) != std::string::npos;
 }
 
-/// What `call` throws, if it is an Error of this code.
+/// The refusal of what has neither windows nor NCCL.
 template <class Call>
-std::string message_of(ErrorCode code, Call&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    require(error.code() == code, "another error: ", error.what());
-    return error.what();
-  }
-  require(false, "no error");
-  return "";
+helix::test::Failure refusal_of(Call&& call) {
+  const auto failure = helix::test::failure_of(call);
+  require(failure.has_value(), "no error");
+  require(failure->code == ErrorCode::unsupported, "another error: ", failure->what);
+  return *failure;
 }
 
 /// Jobs of islands: even ranks are of one, odd ones of the other, as two machines' would be.
@@ -123,17 +120,15 @@ void run_island(PeerComm& island) {
 void run_crossing(PeerComm& group, bool has_nccl) {
   require(!group.has_windows(), "windows between islands");
   require(group.transport() == (has_nccl ? "NCCL" : "none"), group.transport());
-  const std::string no_windows =
-      message_of(ErrorCode::unsupported, [&] { (void)group.allocate_window(1000, 1); });
-  require(has_word(no_windows, "do not reach each other's memory"), no_windows);
+  const auto no_windows = refusal_of([&] { (void)group.allocate_window(1000, 1); });
+  require(no_windows.says("do not reach each other's memory"), no_windows.what);
   if (has_nccl) return run_contract(group);
   const Stream stream = Stream::create();
   const Buffer data(1024);
   for (int i = 0; i < 2; ++i) {
-    const std::string message = message_of(ErrorCode::unsupported, [&] { group.barrier(stream); });
-    require(has_word(message, "NCCL is not to be used"), message);
-    (void)message_of(ErrorCode::unsupported,
-                     [&] { group.all_reduce(data.data(), data.data(), 16, DType::f32, stream); });
+    const auto no_transport = refusal_of([&] { group.barrier(stream); });
+    require(no_transport.says("NCCL is not to be used"), no_transport.what);
+    (void)refusal_of([&] { group.all_reduce(data.data(), data.data(), 16, DType::f32, stream); });
     group.synchronize(stream);  // nobody has failed
   }
 }
@@ -184,7 +179,7 @@ void run_islands(PeerComm& world, bool has_nccl) {
     one = pair.split(pair.rank(), 0);
     require(one.size() == 1 && one.has_windows(), "a rank alone has its own memory");
   } else {
-    (void)message_of(ErrorCode::unsupported, [&] { (void)pair.split(pair.rank(), 0); });
+    (void)refusal_of([&] { (void)pair.split(pair.rank(), 0); });
   }
   const Stream stream = Stream::create();  // what was refused has ended nothing
   island.barrier(stream);
@@ -235,9 +230,8 @@ void run_job_rank(const std::string& job) {
   const bool has_nccl = helix::cuda::device_count() >= options.size;
   const PeerComm::Options of_island = {.island = "island " + std::to_string(island_of(options.rank))};
   if (options.size == 2 && !has_nccl) {
-    const std::string message =
-        message_of(ErrorCode::unsupported, [&] { (void)PeerComm::connect(bootstrap, device, of_island); });
-    require(has_word(message, "ranks 0, 1 do not reach each other's memory"), message);
+    const auto apart = refusal_of([&] { (void)PeerComm::connect(bootstrap, device, of_island); });
+    require(apart.says("ranks 0, 1 do not reach each other's memory"), apart.what);
     return bootstrap.barrier();
   }
   PeerComm world = PeerComm::connect(bootstrap, device, of_island);
