@@ -122,6 +122,17 @@ TEST_CASE("logits over shards equal the whole product, and every rank draws the 
         if (drawn[r] != best_id)
           throw Error(ErrorCode::internal, "row ", r, ": drawn ", drawn[r], ", largest ", best_id);
       }
+      std::vector<float> norms(selected.size()), at_once_norms(selected.size());
+      rank.head.norms(logits, norms.data(), rank.stream);
+      rank.backend.synchronize(rank.stream);
+      std::vector<std::int32_t> at_once(selected.size(), -1);
+      const auto own =
+          rank.head.draw_greedy({hidden.data(), {kTokens, kHidden}}, positions.data(), selected.data(),
+                                std::ssize(selected), {rank.workspace.data(), rank.workspace.size_bytes()},
+                                at_once.data(), at_once_norms.data(), rank.stream);
+      rank.backend.synchronize(rank.stream);
+      if (at_once != drawn || at_once_norms != norms || own.extent(2) != rank.shard.size())
+        throw Error(ErrorCode::internal, "draw_greedy() differs from logits() and sample()");
     });
   }
 }
@@ -129,19 +140,28 @@ TEST_CASE("logits over shards equal the whole product, and every rank draws the 
 TEST_CASE("a rank that left out a step is out of step, not a wrong token") {
   const auto table = random_values(kVocab * kHidden, 6);
   const auto norm = random_values(kHidden, 7);
-  const auto outcomes = run_ranks(2, [&](cpu::LocalComm stage) {
-    Rank rank(stage, table, norm);
-    auto hidden = random_values(kTokens * kHidden, 8);
-    const std::vector<std::int32_t> selected = {0};
-    // Rank 1 skips position 10 of the first sequence.
-    const std::vector<std::int64_t> positions = {stage.rank() == 0 ? 10 : 11, 4, -1, -1, -1};
-    rank.logits(hidden, selected, positions);
-    rank.backend.synchronize(rank.stream);
-  });
-  INFO(outcomes.all_messages());
-  const bool is_out_of_step =
-      outcomes.code(0) == ErrorCode::out_of_step || outcomes.code(1) == ErrorCode::out_of_step;
-  CHECK(is_out_of_step);
+  for (const bool is_greedy : {false, true}) {
+    const auto outcomes = run_ranks(2, [&](cpu::LocalComm stage) {
+      Rank rank(stage, table, norm);
+      auto hidden = random_values(kTokens * kHidden, 8);
+      const std::vector<std::int32_t> selected = {0};
+      // Rank 1 skips position 10 of the first sequence.
+      const std::vector<std::int64_t> positions = {stage.rank() == 0 ? 10 : 11, 4, -1, -1, -1};
+      std::int32_t drawn = -1;
+      if (is_greedy) {
+        rank.head.draw_greedy({hidden.data(), {kTokens, kHidden}}, positions.data(), selected.data(), 1,
+                              {rank.workspace.data(), rank.workspace.size_bytes()}, &drawn, nullptr,
+                              rank.stream);
+      } else {
+        rank.logits(hidden, selected, positions);
+      }
+      rank.backend.synchronize(rank.stream);
+    });
+    INFO(outcomes.all_messages());
+    const bool is_out_of_step =
+        outcomes.code(0) == ErrorCode::out_of_step || outcomes.code(1) == ErrorCode::out_of_step;
+    CHECK(is_out_of_step);
+  }
 }
 
 TEST_CASE("a shard that is not this rank's is refused") {

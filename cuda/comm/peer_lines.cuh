@@ -16,6 +16,11 @@ namespace helix::cuda {
 /// and 6.2.
 inline constexpr int kLineBytes = kWarp * 16;
 
+/// Bytes from the first packet's first line to packet `i`'s.
+__host__ __device__ constexpr std::int64_t line_place(int i) {
+  return static_cast<std::int64_t>(i / kWarp) * 2 * kLineBytes + i % kWarp * 16;
+}
+
 /// Stores a packet as two lines of data and flag.
 __device__ __forceinline__ void store_lines(std::byte* to, uint4 x, std::uint32_t count) {
   asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to), "r"(x.x), "r"(count), "r"(x.y)
@@ -34,19 +39,24 @@ __device__ __forceinline__ uint4 load_volatile(const std::byte* from) {
   return x;
 }
 
+/// The packet that store_lines() wrote with this count, if it is there.
+__device__ __forceinline__ bool load_lines(const std::byte* from, std::uint32_t count, uint4& packet) {
+  const uint4 low = load_volatile(from);
+  const uint4 high = load_volatile(from + kLineBytes);
+  packet = {low.x, low.z, high.x, high.z};
+  return low.y == count && low.w == count && high.y == count && high.w == count;
+}
+
 /// Waits for the packet that store_lines() wrote; zeros where it never comes.
 __device__ __forceinline__ uint4 wait_for_lines(const PeerWaits& waits, int peer, const std::byte* from,
                                                 std::uint32_t count) {
-  uint4 low;
-  uint4 high;
+  uint4 packet;
   const bool is_there = wait_for_peer(waits, peer, count, [&](std::uint64_t& value) {
-    low = load_volatile(from);
-    high = load_volatile(from + kLineBytes);
-    value = low.y;
-    const bool has_come = low.y == count && low.w == count && high.y == count && high.w == count;
+    const bool has_come = load_lines(from, count, packet);
+    value = has_come ? count : 0;
     return has_come ? Seen::there : Seen::not_yet;
   });
-  return is_there ? uint4{low.x, low.z, high.x, high.z} : uint4{0, 0, 0, 0};
+  return is_there ? packet : uint4{0, 0, 0, 0};
 }
 
 }  // namespace helix::cuda

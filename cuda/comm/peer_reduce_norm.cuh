@@ -74,8 +74,8 @@ struct PeerNormBlock {
   }
   /// Bytes from a slot's begin to packet `i` of the k-th row of a round; the first of its lines.
   __device__ std::int64_t place(int k, int i) const {
-    const std::int64_t row = std::int64_t{k} * plan.round_packets;
-    return kLines ? (row + i / kWarp * kWarp) * 32 + i % kWarp * 16 : (row + i) * 16;
+    const int packet = k * plan.round_packets + i;  // of lines: rows begin at whole warps
+    return kLines ? line_place(packet) : std::int64_t{packet} * 16;
   }
 
   /// Calls use(j, i) for this thread's packets i of a row.

@@ -44,8 +44,6 @@ struct LogProbRows {
   float* best_log_probs;
 };
 
-using Ranked = unsigned long long;  // key << 32 | ~id: larger is likelier, the smaller id first
-
 using ReduceRanked = cub::BlockReduce<Ranked, kLogitThreads>;
 using ReduceSum = cub::BlockReduce<double, kLogitThreads>;
 

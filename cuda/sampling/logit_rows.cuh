@@ -13,6 +13,7 @@
 #include <helix/error.hpp>
 
 #include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/math.cuh"
 #include "cuda/runtime/rows.cuh"
 
 namespace helix::cuda {
@@ -89,12 +90,13 @@ struct LogitRows {
   }
 };
 
-/// Calls visit(logit, id) for this thread's share of the block's row, in increasing id. kIsAligned: rows are
+/// Calls visit(logit, id) for this thread's share of row `number`, in increasing id. kIsAligned: rows are
 /// dense and aligned to the access of kAtOnce elements.
 template <bool kIsAligned, class T, class Visit>
-__device__ __forceinline__ void for_each_logit(const LogitRows<T>& rows, const Visit& visit) {
+__device__ __forceinline__ void for_each_logit(const LogitRows<T>& rows, std::int64_t number,
+                                               const Visit& visit) {
   const int runs = rows.shards * rows.shard_runs;
-  const T* row = rows.logits + RowBlocks::row() * rows.row_stride;
+  const T* row = rows.logits + number * rows.row_stride;
   for (int run = RowBlocks::rank() * kLogitThreads + static_cast<int>(threadIdx.x); run < runs;
        run += RowBlocks::count() * kLogitThreads) {
     const int shard = run / rows.shard_runs;
@@ -119,6 +121,12 @@ __device__ __forceinline__ void for_each_logit(const LogitRows<T>& rows, const V
   }
 }
 
+/// The same of the block's own row.
+template <bool kIsAligned, class T, class Visit>
+__device__ __forceinline__ void for_each_logit(const LogitRows<T>& rows, const Visit& visit) {
+  for_each_logit<kIsAligned>(rows, RowBlocks::row(), visit);
+}
+
 /// An integer that orders as `logit` does: the sign bit flipped, and all bits of negative numbers; 0 for -0.
 /// Keys of 16-bit types drop the low bits, which are equal for all of them.
 template <class T>
@@ -137,6 +145,28 @@ __device__ __forceinline__ float logit_of(std::uint32_t key) {
   constexpr std::uint32_t kDropped = (1u << kKeyShift<T>)-1;
   const std::uint32_t full = key << kKeyShift<T>;
   return __uint_as_float((full & 0x80000000u) != 0 ? full & 0x7fffffffu : ~(full | kDropped));
+}
+
+/// A logit and its id as one integer, larger where likelier, the smaller id on ties; NaN is above all, and 0
+/// below. What greedy choice takes the largest of.
+using Ranked = unsigned long long;
+
+template <class T>
+__device__ __forceinline__ Ranked ranked_of(float logit, std::int32_t id) {
+  const std::uint32_t key = isnan(logit) ? ~0u : key_of<T>(logit);
+  return static_cast<Ranked>(key) << 32 | ~static_cast<std::uint32_t>(id);
+}
+
+__device__ __forceinline__ std::uint32_t key_of_ranked(Ranked ranked) {
+  return static_cast<std::uint32_t>(ranked >> 32);
+}
+
+/// The id of a row's largest; -1 of a row with a NaN, with +inf or with nothing above -inf.
+template <class T>
+__device__ __forceinline__ std::int32_t token_of(Ranked largest) {
+  const std::uint32_t key = key_of_ranked(largest);
+  if (key <= key_of<T>(-kInfinity) || key >= key_of<T>(kInfinity)) return -1;
+  return static_cast<std::int32_t>(~static_cast<std::uint32_t>(largest));
 }
 
 }  // namespace helix::cuda

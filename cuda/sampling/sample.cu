@@ -266,15 +266,13 @@ class RankedRow {
   Mass total_ = 0;
 };
 
-/// The largest key of the row and the smallest id that has it, as key << 32 | ~id; ~0 if a logit is NaN.
+/// The largest of the row's logits.
 template <bool kIsAligned, class T>
-__device__ Mass likeliest(const LogitRows<T>& rows, SharedState& shared) {
-  Mass best = 0;
-  for_each_logit<kIsAligned>(rows, [&](float logit, std::int32_t id) {
-    const std::uint32_t key = isnan(logit) ? ~0u : key_of<T>(logit);
-    best = max(best, static_cast<Mass>(key) << 32 | ~static_cast<std::uint32_t>(id));
-  });
-  best = Reduce(shared.reduce).Reduce(best, [](Mass a, Mass b) { return a > b ? a : b; });
+__device__ Ranked likeliest(const LogitRows<T>& rows, SharedState& shared) {
+  Ranked best = 0;
+  for_each_logit<kIsAligned>(
+      rows, [&](float logit, std::int32_t id) { best = max(best, ranked_of<T>(logit, id)); });
+  best = Reduce(shared.reduce).Reduce(best, [](Ranked a, Ranked b) { return a > b ? a : b; });
   if (threadIdx.x == 0) shared.broadcast[0] = best;
   RowBlocks::sync();
   best = 0;
@@ -289,19 +287,14 @@ __device__ Mass likeliest(const LogitRows<T>& rows, SharedState& shared) {
 /// integers, so that the draw depends neither on threads nor on shards; top_k reads it up to three times
 /// more; it is that of cpu::Operators, which sums in double, unless the random number falls within 1e-9 of
 /// the border between two tokens. Shared memory: 33 KB. Bound by latency.
-///
-/// A row with a NaN, with +inf or with nothing above -inf has no token: -1.
 template <bool kIsAligned, class T>
 __global__ void __launch_bounds__(kThreads) sample_kernel(SampleRows<T> args, int mass_bits) {
   __shared__ SharedState shared;
-  const Mass best = likeliest<kIsAligned>(args.row, shared);
-  const SamplingConfig config = args.configs[RowBlocks::row()];
-  const auto max_key = static_cast<std::uint32_t>(best >> 32);
-  auto token = static_cast<std::int32_t>(~static_cast<std::uint32_t>(best));
-  if (max_key <= key_of<T>(-kInfinity) || max_key >= key_of<T>(kInfinity)) {
-    token = -1;
-  } else if (config.temperature != 0.0f) {
-    const RankedRow<kIsAligned, T> ranked(args.row, shared, config, max_key, mass_bits);
+  const Ranked best = likeliest<kIsAligned>(args.row, shared);
+  const SamplingConfig config = args.configs == nullptr ? SamplingConfig{} : args.configs[RowBlocks::row()];
+  std::int32_t token = token_of<T>(best);
+  if (token >= 0 && config.temperature != 0.0f) {
+    const RankedRow<kIsAligned, T> ranked(args.row, shared, config, key_of_ranked(best), mass_bits);
     // The nucleus ends where it reaches top_p of the mass; it holds at least one token.
     Mass nucleus = ranked.total();
     if (config.top_p < 1.0f) {

@@ -55,8 +55,8 @@ inline void check_sampling(const SamplingConfig& config) {
                 "; it must be at least 0, which keeps all");
 }
 
-/// Final norm, LM head and sampling of one rank. Owns the epoch of its gather: a rank that skipped or
-/// repeated a step is an Error(out_of_step) on the stream, not a wrong token (invariant 13).
+/// Final norm, LM head and sampling of one rank. A rank that skipped or repeated a step is an
+/// Error(out_of_step) on the stream, not a wrong token (invariant 13).
 template <VocabularyBackend B>
 class VocabularyHead {
  public:
@@ -78,7 +78,7 @@ class VocabularyHead {
     HELIX_EXPECTS(lm_head.rows == shard.size() && lm_head.cols == topo.shape().hidden,
                   ErrorCode::invalid_argument, "VocabularyHead: lm_head is [", lm_head.rows, ", ",
                   lm_head.cols, "]; this rank's shard is [", shard.size(), ", ", topo.shape().hidden, "]");
-    // The device state: [0] the epoch, [1 ..] where each rank's ids begin.
+    // The device state: [0] the epoch of the gather, [1 ..] where each rank's ids begin.
     std::vector<std::int64_t> begins(static_cast<std::size_t>(ranks_ + 1));
     for (int r = 0; r < ranks_; ++r) begins[static_cast<std::size_t>(r)] = topo.vocab(r).begin;
     begins.back() = topo.shape().vocab;
@@ -105,28 +105,30 @@ class VocabularyHead {
   /// @throws Error(capacity) if `workspace` is smaller than workspace_bytes(topo, num_rows).
   Logits logits(TensorView<T, 2> hidden, const std::int64_t* positions, const std::int32_t* rows,
                 std::int64_t num_rows, std::span<std::byte> workspace, typename B::Stream stream) {
-    WorkspaceArena arena(workspace);
-    const Buffers buffers = carve(ranks_, width_, lm_head_.cols, num_rows, arena);
-    const std::int64_t row_bytes = message_bytes(width_, num_rows);
-    const std::int64_t stride = row_bytes / static_cast<std::int64_t>(sizeof(T));
-    const Logits gathered(reinterpret_cast<T*>(buffers.received.data() + sizeof(ExchangeHeader)),
-                          {ranks_, num_rows, width_}, {stride, width_, 1});
-    if (num_rows == 0) return gathered;
-    const std::int64_t tokens = hidden.extent(0);
-    backend_->gather_rows(GatherRowsArgs<T>{hidden, rows, buffers.selected}, stream);
-    if (!final_norm_.empty()) {
-      backend_->rms_norm(RmsNormArgs<T>{{}, buffers.selected, final_norm_, buffers.selected, norm_epsilon_},
-                         stream);
-    }
-    backend_->stamp(StampArgs{buffers.sent.data(), tokens, rank_, epoch(), positions}, stream);
-    // A shard may be a column narrower than the widest one; the padding column is never read.
-    const TensorView<T, 2> local(reinterpret_cast<T*>(buffers.sent.data() + sizeof(ExchangeHeader)),
-                                 {num_rows, lm_head_.rows}, {width_, 1});
-    if (lm_head_.rows > 0) backend_->linear(LinearArgs<T>{buffers.selected, lm_head_, {}, local}, stream);
-    backend_->comms().stage->all_gather(buffers.sent.data(), buffers.received.data(), row_bytes, stream);
-    backend_->check_exchange(
-        CheckExchangeArgs{buffers.received.data(), row_bytes, ranks_, tokens, buffers.sent.data()}, stream);
-    return gathered;
+    const Shard shard = multiply(hidden, rows, num_rows, workspace, stream);
+    return gather(shard, hidden.extent(0), positions, stream);
+  }
+
+  /// Logits of this rank's shard: [1, rows, its width]. Views of the workspace.
+  using OwnLogits = TensorView<T, 3>;
+
+  /// As logits() and a greedy sample(): draws the likeliest token of each row into `tokens` (device,
+  /// [num_rows]), the same on all ranks, and, unless null, what norms() gives into `norms` (device,
+  /// [num_rows]). A backend with choose_greedy() leaves the logits where they are; of any other they are
+  /// gathered. Collective over the stage; queued on `stream`, allocates nothing, capturable.
+  /// @throws as logits().
+  OwnLogits draw_greedy(TensorView<T, 2> hidden, const std::int64_t* positions, const std::int32_t* rows,
+                        std::int64_t num_rows, std::span<std::byte> workspace, std::int32_t* tokens,
+                        float* norms, typename B::Stream stream) {
+    const Shard shard = multiply(hidden, rows, num_rows, workspace, stream);
+    const OwnLogits own(shard.logits.data(), {1, num_rows, lm_head_.rows}, {0, shard.logits.stride(0), 1});
+    if (num_rows == 0 ||
+        choose_apart({own, shard_begins() + rank_, hidden.extent(0), positions, tokens, norms}, stream))
+      return own;
+    const Logits logits = gather(shard, hidden.extent(0), positions, stream);
+    if (norms != nullptr) this->norms(logits, norms, stream);
+    sample(logits, nullptr, nullptr, tokens, stream);
+    return own;
   }
 
   /// Applies `count` penalties (device) to `logits`. Local; queued on `stream`.
@@ -164,7 +166,13 @@ class VocabularyHead {
   struct Buffers {
     TensorView<T, 2> selected;      // [rows, M]
     std::span<std::byte> sent;      // [header][rows, width]
-    std::span<std::byte> received;  // [N] of the same
+    std::span<std::byte> received;  // [N] of the same; a rank alone: empty
+  };
+
+  /// This rank's logits, where they are to be sent.
+  struct Shard {
+    Buffers buffers;
+    TensorView<T, 2> logits;  // [rows, width]; a shard may be narrower than the widest: the rest is not read
   };
 
   static std::int64_t message_bytes(std::int64_t width, std::int64_t rows) {
@@ -179,8 +187,56 @@ class VocabularyHead {
     Buffers buffers;
     buffers.selected = arena.take<T, 2>({rows, hidden});
     buffers.sent = arena.take_bytes(bytes);
-    buffers.received = arena.take_bytes(bytes * static_cast<std::size_t>(ranks));
+    if (ranks > 1) buffers.received = arena.take_bytes(bytes * static_cast<std::size_t>(ranks));
     return buffers;
+  }
+
+  static T* logits_of(std::span<std::byte> message) {
+    return reinterpret_cast<T*>(message.data() + sizeof(ExchangeHeader));
+  }
+
+  /// The product of the selected rows and this rank's weights.
+  Shard multiply(TensorView<T, 2> hidden, const std::int32_t* rows, std::int64_t num_rows,
+                 std::span<std::byte> workspace, typename B::Stream stream) {
+    WorkspaceArena arena(workspace);
+    const Buffers buffers = carve(ranks_, width_, lm_head_.cols, num_rows, arena);
+    const Shard shard{buffers, {logits_of(buffers.sent), {num_rows, width_}}};
+    if (num_rows == 0) return shard;
+    backend_->gather_rows(GatherRowsArgs<T>{hidden, rows, buffers.selected}, stream);
+    if (!final_norm_.empty()) {
+      backend_->rms_norm(RmsNormArgs<T>{{}, buffers.selected, final_norm_, buffers.selected, norm_epsilon_},
+                         stream);
+    }
+    if (lm_head_.rows > 0) {
+      const TensorView<T, 2> out = shard.logits.slice(1, 0, lm_head_.rows);
+      backend_->linear(LinearArgs<T>{buffers.selected, lm_head_, {}, out}, stream);
+    }
+    return shard;
+  }
+
+  /// The logits of all ranks of a step of `tokens` tokens.
+  Logits gather(const Shard& shard, std::int64_t tokens, const std::int64_t* positions,
+                typename B::Stream stream) {
+    const std::int64_t num_rows = shard.logits.extent(0);
+    const std::int64_t message = message_bytes(width_, num_rows);
+    const Buffers& buffers = shard.buffers;
+    const Logits all(logits_of(ranks_ > 1 ? buffers.received : buffers.sent), {ranks_, num_rows, width_},
+                     {message / static_cast<std::int64_t>(sizeof(T)), width_, 1});
+    if (num_rows == 0 || ranks_ == 1) return all;
+    backend_->stamp(StampArgs{buffers.sent.data(), tokens, rank_, epoch(), positions}, stream);
+    backend_->comms().stage->all_gather(buffers.sent.data(), buffers.received.data(), message, stream);
+    backend_->check_exchange(
+        CheckExchangeArgs{buffers.received.data(), message, ranks_, tokens, buffers.sent.data()}, stream);
+    return all;
+  }
+
+  /// Whether the backend has drawn without a gather.
+  bool choose_apart(const ChooseGreedyArgs<T>& args, typename B::Stream stream) {
+    if constexpr (requires { backend_->choose_greedy(args, stream); }) {
+      return backend_->choose_greedy(args, stream);
+    } else {
+      return false;
+    }
   }
 
   std::uint64_t* epoch() const { return reinterpret_cast<std::uint64_t*>(state_.data()); }

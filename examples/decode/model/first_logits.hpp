@@ -15,7 +15,7 @@
 
 namespace helix::decode {
 
-/// Copies them out of gathered logits; what a step leaves there is gone when the next one runs.
+/// Copies them out of logits; what a step leaves there is gone when the next one runs.
 template <DecoderBackend B>
 class FirstLogits {
  public:
@@ -30,12 +30,12 @@ class FirstLogits {
     backend.upload(rows_.data(), rows.data(), rows.size() * sizeof(std::int32_t), stream);
   }
 
-  /// From `logits`, [ranks of the stage, rows, width], to `to` (device, [rows, kFirstLogits]). Where there
-  /// are fewer ids the rest stays as it is. Queued on `stream`.
+  /// From `logits`, [ranks, rows, width] of the stage's first ranks that hold all of these ids, to `to`
+  /// (device, [rows, kFirstLogits]). Where there are fewer ids the rest stays as it is. Queued on `stream`.
   void keep(TensorView<const T, 3> logits, T* to, typename B::Stream stream) {
     const std::int64_t rows = logits.extent(1);
     const TensorView<T, 2> kept(to, {rows, std::int64_t{kFirstLogits}});
-    for (int rank = 0; rank < topo_->stage_size(); ++rank) {
+    for (int rank = 0; rank < logits.extent(0); ++rank) {
       const Range shard = topo_->vocab(rank);
       const std::int64_t width = std::min(shard.end, std::int64_t{kFirstLogits}) - shard.begin;
       if (width <= 0) continue;

@@ -45,6 +45,9 @@ class LogitExtras {
     }
   }
 
+  /// Whether the step that set() was told of asks for nothing.
+  bool is_empty() const { return num_penalties_ == 0 && num_rows_ == 0; }
+
   /// Last stage: applies the step's penalties. Queued.
   template <class Logits>
   void penalize(VocabularyHead<B>& head, Logits logits, Stream stream) {

@@ -183,7 +183,7 @@ class StageModel {
     const TensorView<T, 2> normed = layers_.queue(weights_, hidden, batch, options_.hop_b_slices, stream_);
     const std::int64_t sent = layers_.sent_payload_bytes() - sent_before;
     if (is_last()) {
-      draw(normed, batch, num_rows);
+      draw(normed, batch, num_rows, is_random);
     } else {
       pipeline_->send(hidden.data(), hidden.size() * kElementBytes, stage_ + 1, stream_);
     }
@@ -205,10 +205,21 @@ class StageModel {
     }
   }
 
+  /// Whether what reports have of logits can be had where the ranks keep theirs. Alike on all ranks.
+  bool has_first_logits_on_rank_0() const {
+    return topo_->vocab(0).end >= std::min(std::int64_t{kFirstLogits}, topo_->shape().vocab);
+  }
+
   /// Tokens of the step's logit rows, and what is asked for beside them. Last stage.
-  void draw(TensorView<T, 2> normed, const Batch& batch, std::int64_t num_rows) {
-    const auto logits = head_->logits(normed, batch.positions, buffer_.rows(), num_rows,
-                                      {head_workspace_.data(), head_workspace_.size_bytes()}, stream_);
+  void draw(TensorView<T, 2> normed, const Batch& batch, std::int64_t num_rows, bool is_random) {
+    const std::span<std::byte> workspace(head_workspace_.data(), head_workspace_.size_bytes());
+    if (!is_random && extras_.is_empty() && has_first_logits_on_rank_0()) {
+      const auto own = head_->draw_greedy(normed, batch.positions, buffer_.rows(), num_rows, workspace,
+                                          buffer_.tokens(), buffer_.norms(), stream_);
+      if (options_.has_logit_norms) first_logits_->keep(own, buffer_.first_logits(), stream_);
+      return;
+    }
+    const auto logits = head_->logits(normed, batch.positions, buffer_.rows(), num_rows, workspace, stream_);
     if (options_.has_logit_norms) {
       head_->norms(logits, buffer_.norms(), stream_);
       first_logits_->keep(logits, buffer_.first_logits(), stream_);

@@ -46,9 +46,22 @@ struct SampleArgs {
   /// [shards, rows, width]: shard s holds ids [shard_begins[s], shard_begins[s+1]); the rest is padding.
   TensorView<const T, 3> logits;
   const std::int64_t* shard_begins = nullptr;  ///< [shards + 1], device memory.
-  const SamplingConfig* configs = nullptr;     ///< [rows], device memory.
+  const SamplingConfig* configs = nullptr;     ///< [rows], device memory; nullptr: all rows are greedy.
   const std::uint64_t* counters = nullptr;     ///< [rows]; nullptr only when all rows are greedy.
   std::int32_t* tokens = nullptr;              ///< [rows], written.
+};
+
+/// Greedy choice over the ranks' shards, of which none leaves its rank: tokens[r] is the id of the largest
+/// logit of row r on any rank, the smallest id on ties. What a backend may bring as choose_greedy(args,
+/// stream), collective over the stage; false, alike on all ranks: it cannot, and nothing is queued.
+template <class T>
+struct ChooseGreedyArgs {
+  TensorView<const T, 3> logits;               ///< [1, rows, width], this rank's shard.
+  const std::int64_t* shard_begins = nullptr;  ///< [2], device memory: its first id, and the next shard's.
+  std::int64_t num_tokens = 0;                 ///< Of the step, alike on all ranks.
+  const std::int64_t* positions = nullptr;     ///< [num_tokens], alike on all ranks, or nullptr.
+  std::int32_t* tokens = nullptr;              ///< [rows], written.
+  float* norms = nullptr;                      ///< [rows], written as LogitNormsArgs says, or nullptr.
 };
 
 /// What makes one token of one row less likely, or more: repetition divides a positive logit and multiplies

@@ -107,6 +107,9 @@ class HELIX_API Operators {
   void embed(const EmbedArgs<T>& args, Stream stream) const;
   void gather_rows(const GatherRowsArgs<T>& args, Stream stream) const;
   void sample(const SampleArgs<T>& args, Stream stream) const;
+  /// See ChooseGreedyArgs, in one kernel: over the windows of `channel`'s group, collective, or of one rank
+  /// where it is null.
+  void choose_greedy(const PeerChannel* channel, const ChooseGreedyArgs<T>& args, Stream stream) const;
   void penalize(const PenalizeArgs<T>& args, Stream stream) const;
   void log_probs(const LogProbsArgs<T>& args, Stream stream) const;
   void logit_norms(const LogitNormsArgs<T>& args, Stream stream) const;
@@ -184,6 +187,20 @@ class Backend : public Operators<T> {
         Operators<T>::reduce_norm(stage.begin_kernel("reduce_norm", stream), args, stream))
       return;
     detail::reduce_then_norm(*this, args, stream);
+  }
+
+  /// See ChooseGreedyArgs: of one rank, or where the stage has windows.
+  bool choose_greedy(const ChooseGreedyArgs<T>& args, Stream stream) {
+    Comm& stage = comms_->stage;
+    const PeerChannel* channel = nullptr;
+    if (stage.size() > 1) {
+      if constexpr (HasPeerChannel<Comm>) {
+        if (stage.has_windows()) channel = &stage.begin_kernel("choose_greedy", stream);
+      }
+      if (channel == nullptr) return false;
+    }
+    Operators<T>::choose_greedy(channel, args, stream);
+    return true;
   }
 
   /// As Operators::synchronize, and a failure aborts the stage's groups, so that no other rank waits for this

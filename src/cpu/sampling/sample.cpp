@@ -167,7 +167,7 @@ std::int32_t draw(const SampleArgs<float>& args, std::int64_t row) {
 void Operators::sample(const SampleArgs<float>& args, Stream stream) const {
   stream.enqueue([args, pool = pool_] {
     const auto body = [&](std::int64_t row, int) {
-      const bool is_greedy = args.configs[row].temperature == 0.0f;
+      const bool is_greedy = args.configs == nullptr || args.configs[row].temperature == 0.0f;
       args.tokens[row] = is_greedy ? likeliest(args, row).id : draw(args, row);
     };
     pool->parallel_for(args.logits.extent(1), body);

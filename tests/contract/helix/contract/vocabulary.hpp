@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include <helix/contract/workbench.hpp>
@@ -78,10 +79,11 @@ void advance() {
   }
 }
 
-/// Draws for `rows` rows of equal logits, cut into shards of at most `width` ids; padding is NaN.
+/// Draws for `rows` rows of equal logits, cut into shards of at most `width` ids; padding is NaN. Without a
+/// config there are none.
 template <TestableBackend B>
 std::vector<std::int32_t> draw(const std::vector<float>& row_logits, std::int64_t rows, std::int64_t width,
-                               const SamplingConfig& config) {
+                               const std::optional<SamplingConfig>& config) {
   Workbench<B> bench;
   const auto vocab = static_cast<std::int64_t>(row_logits.size());
   const std::int64_t shards = (vocab + width - 1) / width;
@@ -97,12 +99,13 @@ std::vector<std::int32_t> draw(const std::vector<float>& row_logits, std::int64_
   const auto logits = bench.array(values);
   const auto shard_begins = bench.array(begins);
   const auto counters = bench.array(counter_values);
-  const auto configs = bench.array(std::vector<SamplingConfig>(static_cast<std::size_t>(rows), config));
+  const auto configs = bench.array(
+      std::vector<SamplingConfig>(static_cast<std::size_t>(rows), config.value_or(SamplingConfig{})));
   const auto tokens = bench.array(std::vector<std::int32_t>(static_cast<std::size_t>(rows), -5));
   bench.upload();
   const auto side = bench.device_side();
   bench.backend().sample(SampleArgs<float>{side.view(logits, shards, rows, width), side(shard_begins),
-                                           side(configs), side(counters), side(tokens)},
+                                           config ? side(configs) : nullptr, side(counters), side(tokens)},
                          bench.stream());
   return bench.values(bench.download(), tokens);
 }
@@ -115,9 +118,11 @@ void sample() {
       Workbench<B> source;
       std::vector<float> logits = source.random_values(vocab, 4.0);
       const auto best = std::max_element(logits.begin(), logits.end()) - logits.begin();
-      CHECK(draw<B>(logits, 2, width, {}) == std::vector<std::int32_t>(2, static_cast<std::int32_t>(best)));
+      const std::vector<std::int32_t> greedy(2, static_cast<std::int32_t>(best));
+      CHECK(draw<B>(logits, 2, width, SamplingConfig{}) == greedy);
+      CHECK(draw<B>(logits, 2, width, std::nullopt) == greedy);
       logits.back() = logits[static_cast<std::size_t>(best)];  // a tie goes to the smaller id
-      CHECK(draw<B>(logits, 1, width, {.top_k = 3}).front() == best);
+      CHECK(draw<B>(logits, 1, width, SamplingConfig{.top_k = 3}).front() == best);
       // Cuts that leave one token are greedy too.
       logits.back() -= 0.5f;
       for (const SamplingConfig& config : {SamplingConfig{.temperature = 0.7f, .top_p = 1e-6f, .seed = 1},

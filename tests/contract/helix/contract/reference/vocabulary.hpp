@@ -106,7 +106,7 @@ inline std::vector<std::int64_t> kept_ids(const std::vector<double>& likely, con
 /// The concept fixes the distribution and not the generator; this draw is one of many legal ones.
 inline void sample(const SampleArgs<float>& args) {
   for (std::int64_t row = 0; row < args.logits.extent(1); ++row) {
-    const SamplingConfig& config = args.configs[row];
+    const SamplingConfig config = args.configs == nullptr ? SamplingConfig{} : args.configs[row];
     const std::vector<double> likely = probabilities(args, row, config.temperature);
     const std::vector<std::int64_t> kept = kept_ids(likely, config);
     std::int64_t drawn = kept.front();
