@@ -101,9 +101,10 @@ Plan Plan::of(int kvp, int tpa, std::int64_t batch, std::int64_t context, std::s
 }
 
 /// One rank's layers, its KV and its captured step.
+template <class Comm>
 class DecodeRank {
  public:
-  DecodeRank(Rank& rank, const Topology& topo, const Plan& plan, int slices)
+  DecodeRank(Rank<Comm>& rank, const Topology& topo, const Plan& plan, int slices)
       : rank_(&rank),
         topo_(&topo),
         plan_(plan),
@@ -261,16 +262,16 @@ class DecodeRank {
     rank_->backend.synchronize(rank_->stream);
   }
 
-  Rank* rank_;
+  Rank<Comm>* rank_;
   const Topology* topo_;
   Plan plan_;
   int slices_;
   LayerBytes layer_bytes_;
-  ShardedKVCache<RankBackend> cache_;
-  BatchBuffer<RankBackend> batch_;
+  ShardedKVCache<RankBackend<Comm>> cache_;
+  BatchBuffer<RankBackend<Comm>> batch_;
   RankShape shape_;
-  KvpAllToAll<RankBackend> exchange_;
-  HopB<RankBackend> hop_b_;
+  KvpAllToAll<RankBackend<Comm>> exchange_;
+  HopB<RankBackend<Comm>> hop_b_;
   cuda::Buffer weights_at_;
   cuda::Buffer norm_at_;
   cuda::Buffer first_hidden_;
@@ -303,7 +304,8 @@ struct HostTimes {
   double wall_us = 0.0;  ///< until the thread knows that the step has ended
 };
 
-HostTimes measure_host(Rank& rank, DecodeRank& decode, const cuda::Graph& graph) {
+template <class Comm>
+HostTimes measure_host(Rank<Comm>& rank, DecodeRank<Comm>& decode, const cuda::Graph& graph) {
   const std::vector<std::int64_t> values(32);
   const cuda::Buffer target = on_device(rank.backend, values);
   const auto advance = [&] {
@@ -356,16 +358,17 @@ struct StepTimes {
   std::vector<bf16> hidden;  ///< after the last step
 };
 
-StepTimes measure_step(Rank& rank, const Topology& topo, const Plan& plan, const Overlap& overlap) {
+template <class Comm>
+StepTimes measure_step(Rank<Comm>& rank, const Topology& topo, const Plan& plan, const Overlap& overlap) {
   StepTimes times;
   rank.backend.set_attention_blocks(overlap.attention_blocks);
-  DecodeRank decode(rank, topo, plan, overlap.slices);
+  DecodeRank<Comm> decode(rank, topo, plan, overlap.slices);
   decode.warm();
   times.read_us = decode.read_us();
   if (topo.stage_size() > 1)
     times.all_reduce_us = time_together(rank, 20, [&] { decode.queue_all_reduce(); });
   if (topo.kvp() > 1) {
-    ExchangeWork exchange(rank, {plan.batch, topo.query_heads(rank.index()).size(), kModel.head_dim});
+    ExchangeWork<Comm> exchange(rank, {plan.batch, topo.query_heads(rank.index()).size(), kModel.head_dim});
     exchange.fill_messages();
     times.exchange_us = time_together(rank, 20, [&] { exchange.queue(); });
   }
@@ -388,11 +391,12 @@ StepTimes measure_step(Rank& rank, const Topology& topo, const Plan& plan, const
   return times;
 }
 
+template <class Comm>
 void bench_decode_layer(benchmark::State& state, int kvp, int tpa, const Overlap& overlap, const Plan& plan) {
   std::vector<StepTimes> ranks(static_cast<std::size_t>(kvp * tpa));
   try {
     const Topology topo({.kvp = kvp, .tpa = tpa}, model_of(plan.layers));
-    run_ranks(kvp, tpa, [&](Rank& rank) {
+    run_ranks<Comm>(kvp, tpa, kvp * tpa, [&](Rank<Comm>& rank) {
       ranks[static_cast<std::size_t>(rank.index())] = measure_step(rank, topo, plan, overlap);
     });
     if (!(ranks[0].replay_error < 2e-2))
@@ -427,14 +431,18 @@ void bench_decode_layer(benchmark::State& state, int kvp, int tpa, const Overlap
   state.counters["replay_error"] = times.replay_error;
 }
 
-/// Attention of kBatch queries over the shard of one KVP rank, KV in permuted pages.
+/// Attention of one query token a sequence over the shard of one KVP rank, KV in permuted pages.
+template <class Comm>
 class ShardAttention {
  public:
-  ShardAttention(Rank& rank, std::int64_t kvp, std::int64_t kvp_rank, std::int64_t context)
-      : rank_(&rank), positions_(kBatch, context - 1) {
+  ShardAttention(Rank<Comm>& rank, std::int64_t kvp, std::int64_t kvp_rank, std::int64_t batch,
+                 std::int64_t context)
+      : rank_(&rank),
+        positions_(static_cast<std::size_t>(batch), context - 1),
+        offsets_(static_cast<std::size_t>(batch + 1)) {
     const KvLayout layout(kvp, kChunk);
     const std::int64_t sequence_pages = (layout.length(context, kvp_rank) + kPageTokens - 1) / kPageTokens;
-    const std::int64_t pages = kBatch * sequence_pages;
+    const std::int64_t pages = batch * sequence_pages;
     pool_ = random_bf16(pages * 2 * kModel.num_kv_heads * kPageTokens * kModel.head_dim,
                         static_cast<std::uint64_t>(kvp_rank) << 40);
     std::vector<std::int32_t> table(static_cast<std::size_t>(pages));
@@ -444,10 +452,10 @@ class ShardAttention {
     std::iota(offsets_.begin(), offsets_.end(), 0);
     offsets_at_ = on_device(rank.backend, offsets_);
     positions_at_ = on_device(rank.backend, positions_);
-    q_ = random_bf16(kBatch * kModel.num_query_heads * kModel.head_dim, 5);
+    q_ = random_bf16(batch * kModel.num_query_heads * kModel.head_dim, 5);
     workspace_ = rank.backend.allocate(rank.backend.partial_attention_workspace_bytes(
-        kBatch, kModel.num_query_heads, kModel.head_dim, kModel.head_dim));
-    args_.q = {reinterpret_cast<const bf16*>(q_.data()), {kBatch, kModel.num_query_heads, kModel.head_dim}};
+        batch, kModel.num_query_heads, kModel.head_dim, kModel.head_dim));
+    args_.q = {reinterpret_cast<const bf16*>(q_.data()), {batch, kModel.num_query_heads, kModel.head_dim}};
     const auto* offsets = reinterpret_cast<const std::int32_t*>(offsets_at_.data());
     args_.batch = {offsets_, offsets, reinterpret_cast<const std::int64_t*>(positions_at_.data()), offsets};
     args_.kv = KvView::of_pool(
@@ -470,26 +478,29 @@ class ShardAttention {
   double bytes() const { return static_cast<double>(pool_.size_bytes()); }
 
  private:
-  Rank* rank_;
+  Rank<Comm>* rank_;
   std::vector<std::int64_t> positions_;
-  std::vector<std::int32_t> offsets_ = std::vector<std::int32_t>(kBatch + 1);
+  std::vector<std::int32_t> offsets_;
   cuda::Buffer pool_, table_at_, offsets_at_, positions_at_, q_, workspace_;
   PartialAttentionArgs<bf16> args_;
 };
 
-void bench_attention_scaling(benchmark::State& state, int kvp, std::int64_t context) {
-  const ExchangeShape shape{kBatch, kModel.num_query_heads, kModel.head_dim};
+/// Attention over a shard beside attention over the whole cache, alone and with exchange and combine.
+/// "over_us" is what the latter two take, less the bytes that the combine reads at 4 TB/s.
+template <class Comm>
+void bench_attention_scaling(benchmark::State& state, int kvp, std::int64_t batch, std::int64_t context) {
+  const ExchangeShape shape{batch, kModel.num_query_heads, kModel.head_dim};
   std::vector<double> shard_us(static_cast<std::size_t>(kvp));
   std::vector<double> exchanged_us(static_cast<std::size_t>(kvp));
   std::vector<ExchangeResult> results(static_cast<std::size_t>(kvp));
   double whole_us = 0.0;
   double whole_bytes = 0.0;
   try {
-    run_ranks(kvp, 1, [&](Rank& rank) {
+    run_ranks<Comm>(kvp, 1, kvp, [&](Rank<Comm>& rank) {
       const auto r = static_cast<std::size_t>(rank.index());
-      ExchangeWork exchange(rank, shape);
+      ExchangeWork<Comm> exchange(rank, shape);
       {
-        ShardAttention shard(rank, kvp, rank.index(), context);
+        ShardAttention<Comm> shard(rank, kvp, rank.index(), batch, context);
         shard_us[r] = time_together(rank, 1, [&] { shard.queue(exchange.sink()); });
         exchanged_us[r] = time_together(rank, 1, [&] {
           shard.queue(exchange.messages().sink);
@@ -500,7 +511,7 @@ void bench_attention_scaling(benchmark::State& state, int kvp, std::int64_t cont
       }
       rank.meeting.arrive_and_wait();
       if (rank.index() != 0) return;
-      ShardAttention whole(rank, 1, 0, context);
+      ShardAttention<Comm> whole(rank, 1, 0, batch, context);
       whole_bytes = whole.bytes();
       whole_us = time_launches(rank.stream, 1, 50, [&](int) { whole.queue(exchange.sink()); });
     });
@@ -511,9 +522,11 @@ void bench_attention_scaling(benchmark::State& state, int kvp, std::int64_t cont
     state.SkipWithError(error.what());
   }
   const double slowest = *std::max_element(shard_us.begin(), shard_us.end());
+  const double combine_us = static_cast<double>(shape.bytes()) / 4e6;  // of this rank's heads from all ranks
   for (auto _ : state) state.SetIterationTime(slowest * 1e-6);
   state.counters["us"] = slowest;
   state.counters["with_exchange_us"] = exchanged_us[0];
+  state.counters["over_us"] = exchanged_us[0] - slowest - combine_us;
   state.counters["one_gpu_us"] = whole_us;
   state.counters["one_gpu_bytes/s"] = whole_bytes / whole_us * 1e6;
   state.counters["ratio"] = slowest / whole_us;
@@ -540,17 +553,19 @@ void register_decode_layers(int num_gpus) {
   HELIX_CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
   // Of weights and KV a GPU: the rest is for workspaces, NCCL and the spare pages.
   const auto budget = std::min<std::size_t>(120'000'000'000, properties.totalGlobalMem / 100 * 85);
-  const auto add_case = [&](const Grid& grid, const Plan& plan, const std::string& name,
-                            const Overlap& overlap) {
+  const auto add_case = [&]<class Comm = cuda::NcclComm>(const Grid& grid, const Plan& plan,
+                                                         const std::string& name, const Overlap& overlap) {
     add("decode_layer/kvp:" + std::to_string(grid.kvp) + "/tpa:" + std::to_string(grid.tpa) +
             "/layers:" + std::to_string(plan.layers) + "/batch:" + std::to_string(plan.batch) +
-            "/context:" + std::to_string(plan.context) + "/hop_b:" + name,
-        [=](benchmark::State& state) { bench_decode_layer(state, grid.kvp, grid.tpa, overlap, plan); });
+            "/context:" + std::to_string(plan.context) + "/hop_b:" + name + over<Comm>(),
+        [=](benchmark::State& state) { bench_decode_layer<Comm>(state, grid.kvp, grid.tpa, overlap, plan); });
   };
   for (const Grid grid : {Grid{1, 1}, Grid{2, 1}, Grid{1, 2}, Grid{4, 1}, Grid{2, 2}, Grid{1, 4}}) {
     if (grid.kvp * grid.tpa > num_gpus) continue;
     const Plan plan = Plan::of(grid.kvp, grid.tpa, kBatch, kContext, budget);
     add_case(grid, plan, "off", {.slices = 1});
+    if (grid.kvp * grid.tpa > 1)  // windows need no slices
+      add_case.template operator()<cuda::PeerComm>(grid, plan, "off", {.slices = 1});
     if (grid.kvp == 1) continue;  // nothing to exchange
     add_case(grid, plan, "2", {.slices = 2});
     add_case(grid, plan, "auto", {.slices = 0});
@@ -570,10 +585,18 @@ void register_decode_layers(int num_gpus) {
   for (const int kvp : {2, 4}) {
     if (kvp > num_gpus) continue;
     // The whole cache and a shard beside it: at most 51 GB.
-    constexpr std::int64_t kTokens = 1048576;
-    add("attention_scaling/kvp:" + std::to_string(kvp) + "/batch:" + std::to_string(kBatch) +
-            "/tokens:" + std::to_string(kTokens),
-        [=](benchmark::State& state) { bench_attention_scaling(state, kvp, kTokens); });
+    const auto add_scaling = [&]<class Comm>(std::int64_t batch, std::int64_t tokens, Comm*) {
+      add("attention_scaling/kvp:" + std::to_string(kvp) + "/batch:" + std::to_string(batch) +
+              "/tokens:" + std::to_string(tokens) + over<Comm>(),
+          [=](benchmark::State& state) { bench_attention_scaling<Comm>(state, kvp, batch, tokens); });
+    };
+    constexpr cuda::NcclComm* kNccl = nullptr;
+    constexpr cuda::PeerComm* kWindows = nullptr;
+    add_scaling(kBatch, 1048576, kNccl);
+    for (const std::int64_t batch : {std::int64_t{8}, std::int64_t{256}, std::int64_t{1024}}) {
+      add_scaling(batch, 4194304 / batch, kNccl);
+      add_scaling(batch, 4194304 / batch, kWindows);
+    }
   }
 }
 

@@ -23,8 +23,8 @@ void bench_exchange(benchmark::State& state, int kvp, const ExchangeShape& shape
   double all_to_all_us = 0.0;
   std::vector<ExchangeResult> results(static_cast<std::size_t>(kvp));
   try {
-    run_ranks(kvp, 1, [&](Rank& rank) {
-      ExchangeWork work(rank, shape);
+    run_ranks<cuda::NcclComm>(kvp, 1, kvp, [&](Rank<cuda::NcclComm>& rank) {
+      ExchangeWork<cuda::NcclComm> work(rank, shape);
       work.fill_messages();
       const double rank_us = time_together(rank, kPerGraph, [&] { work.queue(); });
       results[static_cast<std::size_t>(rank.index())] = work.result();

@@ -32,9 +32,10 @@ struct ExchangeResult {
   std::vector<bf16> combined;  ///< [tokens, heads / kvp, dim]
 };
 
+template <class Comm>
 class ExchangeWork {
  public:
-  ExchangeWork(Rank& rank, const ExchangeShape& shape)
+  ExchangeWork(Rank<Comm>& rank, const ExchangeShape& shape)
       : rank_(&rank),
         shape_(shape),
         kvp_(rank.backend.comms().kvp->size()),
@@ -66,7 +67,7 @@ class ExchangeWork {
   }
 
   /// For an attention that writes into the messages.
-  KvpAllToAll<RankBackend>::Outgoing messages() const {
+  typename KvpAllToAll<RankBackend<Comm>>::Outgoing messages() const {
     return exchange_.outgoing({.tokens = shape_.tokens}, positions());
   }
 
@@ -104,10 +105,10 @@ class ExchangeWork {
   }
   std::uint64_t seed() const { return 77 + static_cast<std::uint64_t>(rank_->index()) * 1'000'003; }
 
-  Rank* rank_;
+  Rank<Comm>* rank_;
   ExchangeShape shape_;
   std::int64_t kvp_;
-  KvpAllToAll<RankBackend> exchange_;
+  KvpAllToAll<RankBackend<Comm>> exchange_;
   cuda::Buffer out_;
   cuda::Buffer lse_;
   cuda::Buffer combined_;

@@ -22,83 +22,6 @@ namespace {
 
 constexpr int kPerGraph = 10;
 
-/// One rank of a group over peer memory or NCCL; its thread's device is current.
-template <class Comm>
-struct PeerRank {
-  cuda::Backend<Comm, bf16> backend;
-  cuda::Stream stream;
-  MeetingPoint& meeting;
-
-  int index() const { return backend.comms().stage->rank(); }
-};
-
-std::vector<cuda::PeerComm> make_group(const std::vector<int>& devices, cuda::PeerComm*) {
-  return cuda::PeerComm::create_group(devices, {.timeout = std::chrono::seconds(10), .use_nccl = false});
-}
-std::vector<cuda::NcclComm> make_group(const std::vector<int>& devices, cuda::NcclComm*) {
-  return cuda::NcclComm::create_group(devices, std::chrono::seconds(60),
-                                      cuda::NcclComm::GraphUse::one_at_a_time);
-}
-
-/// Calls body(PeerRank&) for each of `size` ranks on a thread of its own. @throws the first failure.
-template <class Comm, class Body>
-void run_peers(int size, int num_gpus, const Body& body) {
-  std::vector<int> devices;
-  for (int r = 0; r < size; ++r) devices.push_back(r % num_gpus);
-  auto comms = make_group(devices, static_cast<Comm*>(nullptr));
-  MeetingPoint meeting(size);
-  std::mutex mutex;
-  std::exception_ptr first_failure;
-  std::vector<std::jthread> threads;
-  for (int r = 0; r < size; ++r) {
-    threads.emplace_back([&, r] {
-      Comm& stage = comms[static_cast<std::size_t>(r)];
-      const int device = devices[static_cast<std::size_t>(r)];
-      try {
-        cuda::use_device(device);
-        PeerRank<Comm> rank{cuda::Backend<Comm, bf16>(stage, stage.split(0, r), device),
-                            cuda::Stream::create(), meeting};
-        body(rank);
-        meeting.arrive_and_wait();  // nothing is freed while another rank still works
-      } catch (const std::exception& error) {
-        {
-          const std::lock_guard lock(mutex);
-          if (!first_failure) first_failure = std::current_exception();
-        }
-        meeting.fail();
-        stage.abort(error.what());
-      }
-    });
-  }
-  threads.clear();
-  if (first_failure) std::rethrow_exception(first_failure);
-}
-
-/// Microseconds of one `queue()`: the median over replays of a graph of kPerGraph.
-template <class Comm>
-double time_peers(PeerRank<Comm>& rank, const std::function<void()>& queue) {
-  for (int i = 0; i < 4; ++i) queue();
-  rank.backend.synchronize(rank.stream);
-  rank.meeting.arrive_and_wait();
-  const auto graph = cuda::Graph::capture(rank.stream, [&] {
-    for (int i = 0; i < kPerGraph; ++i) queue();
-  });
-  std::vector<cuda::Event> events;
-  for (int i = 0; i < 53; ++i) events.push_back(cuda::Event::create(true));
-  rank.meeting.arrive_and_wait();
-  for (const cuda::Event& event : events) {
-    graph.replay(rank.stream);
-    cuda::record(event, rank.stream);
-  }
-  rank.backend.synchronize(rank.stream);
-  rank.meeting.arrive_and_wait();
-  std::vector<double> times;
-  for (std::size_t i = 3; i < events.size(); ++i)
-    times.push_back(1e3 * static_cast<double>(cuda::elapsed_ms(events[i - 1], events[i])));
-  rank.meeting.arrive_and_wait();
-  return median(times) / kPerGraph;
-}
-
 struct ExchangeTimes {
   double us = 0.0;
   double pushed_us = 0.0;
@@ -109,8 +32,8 @@ ExchangeTimes time_exchange(int num_gpus, std::int64_t tokens) {
   constexpr std::int64_t kHeads = 128;
   constexpr std::int64_t kDim = 128;
   ExchangeTimes times;
-  run_peers<Comm>(2, num_gpus, [&](PeerRank<Comm>& rank) {
-    using Backend = cuda::Backend<Comm, bf16>;
+  run_ranks<Comm>(2, 1, num_gpus, [&](Rank<Comm>& rank) {
+    using Backend = RankBackend<Comm>;
     KvpAllToAll<Backend> exchange(rank.backend,
                                   {.max_tokens = tokens, .num_query_heads = kHeads, .value_dim = kDim});
     const cuda::Buffer out =
@@ -137,9 +60,8 @@ ExchangeTimes time_exchange(int num_gpus, std::int64_t tokens) {
                                 rank.stream);
       combine();
     };
-    rank.meeting.arrive_and_wait();
-    const double pushed_us = time_peers(rank, push);
-    const double us = time_peers(rank, combine);
+    const double pushed_us = time_together(rank, kPerGraph, push);
+    const double us = time_together(rank, kPerGraph, combine);
     if (rank.index() == 0) times = {us, pushed_us};
   });
   return times;
@@ -148,7 +70,7 @@ ExchangeTimes time_exchange(int num_gpus, std::int64_t tokens) {
 template <class Comm>
 double time_reduce_norm(int num_gpus, std::int64_t rows, std::int64_t width) {
   double us = 0.0;
-  run_peers<Comm>(2, num_gpus, [&](PeerRank<Comm>& rank) {
+  run_ranks<Comm>(2, 1, num_gpus, [&](Rank<Comm>& rank) {
     const auto seed = static_cast<std::uint64_t>(rank.index());
     const cuda::Buffer partial = random_bf16(rows * width, 3 + seed);
     const cuda::Buffer residual = random_bf16(rows * width, 5);
@@ -157,8 +79,7 @@ double time_reduce_norm(int num_gpus, std::int64_t rows, std::int64_t width) {
     const auto view = [&](const cuda::Buffer& buffer) {
       return TensorView<bf16, 2>(reinterpret_cast<bf16*>(buffer.data()), {rows, width});
     };
-    rank.meeting.arrive_and_wait();
-    const double rank_us = time_peers(rank, [&] {
+    const double rank_us = time_together(rank, kPerGraph, [&] {
       reduce_norm(rank.backend,
                   {.partial = view(partial),
                    .residual = view(residual),

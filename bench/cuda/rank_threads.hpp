@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks as threads of this process, a GPU each over NCCL, and how they time what they do together.
+// Ranks as threads of this process, over NCCL or over each other's memory, and how they time what they do
+// together.
 #pragma once
 
 #include <algorithm>
 #include <chrono>
+#include <concepts>
 #include <condition_variable>
 #include <exception>
 #include <functional>
 #include <mutex>
-#include <numeric>
-#include <string_view>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -17,13 +18,22 @@
 #include <helix/cuda/backend.hpp>
 #include <helix/cuda/graph.hpp>
 #include <helix/cuda/nccl_comm.hpp>
+#include <helix/cuda/peer_comm.hpp>
 #include <helix/error.hpp>
 
 #include "timing.hpp"
 
 namespace helix::bench {
 
-using RankBackend = cuda::Backend<cuda::NcclComm, bf16>;
+/// Backends of a rank whose collectives go over Comm: cuda::NcclComm or cuda::PeerComm.
+template <class Comm>
+using RankBackend = cuda::Backend<Comm, bf16>;
+
+/// What a case's name ends with.
+template <class Comm>
+std::string over() {
+  return std::same_as<Comm, cuda::PeerComm> ? "/windows" : "";
+}
 
 /// Where the threads of all ranks meet. A rank that fails lets the others go, with an Error.
 class MeetingPoint {
@@ -58,33 +68,43 @@ class MeetingPoint {
 };
 
 /// One rank: its thread's device is current.
+template <class Comm>
 struct Rank {
-  RankBackend backend;
+  RankBackend<Comm> backend;
   cuda::Stream stream;
   MeetingPoint& meeting;
 
   int index() const { return backend.comms().stage->rank(); }
 };
 
-/// Calls body(Rank&) for each of the kvp * tpa ranks of a stage, rank r on a thread of its own and on GPU r.
-/// @throws the failure of the rank that failed first.
-template <class Body>
-void run_ranks(int kvp, int tpa, const Body& body) {
+template <class Comm>
+std::vector<Comm> make_group(const std::vector<int>& devices) {
+  if constexpr (std::same_as<Comm, cuda::PeerComm>) {
+    return Comm::create_group(devices);
+  } else {
+    return Comm::create_group(devices, std::chrono::seconds(60), Comm::GraphUse::one_at_a_time);
+  }
+}
+
+/// Calls body(Rank<Comm>&) for each of the kvp * tpa ranks of a stage on a thread of its own, rank r on GPU
+/// r of `num_gpus`, which they share where they are more. @throws the failure of the rank that failed first.
+template <class Comm, class Body>
+void run_ranks(int kvp, int tpa, int num_gpus, const Body& body) {
   const int size = kvp * tpa;
-  std::vector<int> devices(static_cast<std::size_t>(size));
-  std::iota(devices.begin(), devices.end(), 0);
-  auto comms = cuda::NcclComm::create_group(devices, std::chrono::seconds(60),
-                                            cuda::NcclComm::GraphUse::one_at_a_time);
+  std::vector<int> devices;
+  for (int r = 0; r < size; ++r) devices.push_back(r % num_gpus);
+  auto comms = make_group<Comm>(devices);
   MeetingPoint meeting(size);
   std::mutex mutex;
   std::exception_ptr first_failure;
   const auto run_rank = [&](int r) {
-    cuda::NcclComm& stage = comms[static_cast<std::size_t>(r)];
+    Comm& stage = comms[static_cast<std::size_t>(r)];
+    const int device = devices[static_cast<std::size_t>(r)];
     try {
-      cuda::use_device(r);
-      cuda::NcclComm group = stage.split(r % tpa, r / tpa);
-      RankBackend backend(stage, std::move(group), r);
-      Rank rank{backend, backend.create_stream(), meeting};
+      cuda::use_device(device);
+      Comm group = stage.split(r % tpa, r / tpa);
+      RankBackend<Comm> backend(stage, std::move(group), device);
+      Rank<Comm> rank{backend, backend.create_stream(), meeting};
       body(rank);
       meeting.arrive_and_wait();  // nothing is freed while another rank still works
     } catch (const std::exception& error) {
@@ -112,8 +132,9 @@ void run_ranks(int kvp, int tpa, const Body& body) {
 
 /// Microseconds of each of `replays` replays, one behind the other, of a graph that all ranks replay, after
 /// two that do not count. `before` queues what comes ahead of each replay and is timed with it. Collective.
-inline std::vector<double> time_replays(
-    Rank& rank, const cuda::Graph& graph, int replays, const std::function<void()>& before = [] {}) {
+template <class Comm>
+std::vector<double> time_replays(
+    Rank<Comm>& rank, const cuda::Graph& graph, int replays, const std::function<void()>& before = [] {}) {
   constexpr int kUncounted = 2;
   std::vector<cuda::Event> events;
   for (int i = 0; i < kUncounted + replays; ++i) events.push_back(cuda::Event::create(true));
@@ -133,8 +154,9 @@ inline std::vector<double> time_replays(
 
 /// Microseconds of one `queue()`, of which each rank's graph holds `per_graph`; median over 50 replays on
 /// this rank's clock. Collective.
-inline double time_together(Rank& rank, int per_graph, const std::function<void()>& queue) {
-  for (int i = 0; i < 3; ++i) queue();  // NCCL connects the ranks at first use
+template <class Comm>
+double time_together(Rank<Comm>& rank, int per_graph, const std::function<void()>& queue) {
+  for (int i = 0; i < 3; ++i) queue();  // ranks connect at first use
   rank.backend.synchronize(rank.stream);
   rank.meeting.arrive_and_wait();
   const auto graph = cuda::Graph::capture(rank.stream, [&] {
