@@ -51,6 +51,7 @@ void expect_devices(std::span<const int> devices) {
 
 NcclComm NcclComm::borrow(ncclComm* comm, bool may_abort, milliseconds timeout) {
   comm::expect_timeout(timeout);
+  timeout = comm::bounded(timeout);
   HELIX_EXPECTS(comm != nullptr, ErrorCode::invalid_argument, "NcclComm: the communicator is null");
   return NcclComm(State::make({.family = NcclFamily::make(),
                                .handle = NcclHandle(comm, {.is_owned = false}),
@@ -61,6 +62,7 @@ NcclComm NcclComm::borrow(ncclComm* comm, bool may_abort, milliseconds timeout) 
 std::vector<NcclComm> NcclComm::create_group(std::span<const int> devices, milliseconds timeout,
                                              GraphUse graph_use) {
   comm::expect_timeout(timeout);
+  timeout = comm::bounded(timeout);
   expect_devices(devices);
   const auto handles = std::make_shared<NcclHandles>(devices.size());
   const bool is_done = comm::run_bounded(

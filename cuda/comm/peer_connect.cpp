@@ -60,11 +60,11 @@ std::vector<PeerComm> PeerComm::create_group(std::span<const int> devices, const
   const bool has_nccl = options.use_nccl && shared == 1 && all.size() > 1;
 
   auto family = std::make_shared<PeerFamily>();
-  family->timeout = options.timeout;
+  family->timeout = comm::bounded(options.timeout);
   family->root = std::make_shared<comm::Root>();
-  family->root->timeout = options.timeout;
+  family->root->timeout = family->timeout;
   const auto group = comm::Group::whole(family->root, static_cast<int>(all.size()));
-  if (has_nccl) family->nccl = NcclComm::create_group(devices, options.timeout, options.graph_use);
+  if (has_nccl) family->nccl = NcclComm::create_group(devices, family->timeout, options.graph_use);
   std::vector<PeerComm> comms;
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     auto state = std::make_shared<State>();

@@ -37,6 +37,34 @@ struct WindowCall : comm::Call {
   std::shared_ptr<const PeerRange> range;
 };
 
+/// What the host of a rank calls: what processes tell each other first, so that calls which differ are seen.
+struct HostCall {
+  std::uint32_t is_split = 0;
+  std::int32_t color = 0;
+  std::int32_t key = 0;
+  std::uint32_t unused = 0;
+  std::uint64_t bytes = 0;     // of a window
+  std::uint64_t multiple = 0;  // of its stride
+  std::uint64_t stride = 0;    // by this rank's device
+
+  std::string describe() const {
+    if (is_split != 0) return "split";
+    return "allocate_window of " + std::to_string(bytes) + " bytes in multiples of " +
+           std::to_string(multiple);
+  }
+};
+
+void expect_equal(const std::vector<HostCall>& calls, const std::vector<int>& root_ranks) {
+  const HostCall& first = calls.front();
+  for (std::size_t i = 1; i < calls.size(); ++i) {
+    HELIX_EXPECTS(calls[i].is_split == first.is_split && calls[i].bytes == first.bytes &&
+                      calls[i].multiple == first.multiple,
+                  ErrorCode::invalid_argument, "ranks disagree: rank ", root_ranks[0], " calls ",
+                  first.describe(), ", rank ", root_ranks[i], " calls ", calls[i].describe(),
+                  "; all must make the same calls in the same order with the same sizes");
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<const PeerRange> ThreadHosts::map_all(const std::vector<int>& devices, std::size_t bytes,
@@ -104,8 +132,11 @@ std::vector<T> ProcessHosts::all_of(const T& own, NcclComm* nccl) const {
 std::shared_ptr<const PeerRange> ProcessHosts::allocate(std::size_t bytes, std::size_t multiple) {
   const int device = process_->device;
   const DeviceScope scope(device);
-  const auto strides = group_.all_of<std::uint64_t>(peer_stride(device, bytes, multiple));
-  const auto stride = static_cast<std::size_t>(*std::max_element(strides.begin(), strides.end()));
+  const std::vector<HostCall> calls = group_.all_of(
+      HostCall{.bytes = bytes, .multiple = multiple, .stride = peer_stride(device, bytes, multiple)});
+  expect_equal(calls, group_.root_ranks());
+  std::size_t stride = 0;
+  for (const HostCall& call : calls) stride = std::max(stride, static_cast<std::size_t>(call.stride));
   std::shared_ptr<const PeerRange> range;
   std::exception_ptr failure;
   std::optional<PeerMemory> own;
@@ -144,11 +175,8 @@ std::shared_ptr<const PeerRange> ProcessHosts::allocate(std::size_t bytes, std::
 }
 
 PeerHosts::Part ProcessHosts::split(int color, int key, NcclComm* nccl) {
-  struct Place {
-    std::int32_t color;
-    std::int32_t key;
-  };
-  const std::vector<Place> places = all_of(Place{color, key}, nccl);
+  const std::vector<HostCall> places = all_of(HostCall{.is_split = 1, .color = color, .key = key}, nccl);
+  expect_equal(places, group_.root_ranks());
   std::vector<std::size_t> members;
   for (std::size_t i = 0; i < places.size(); ++i)
     if (places[i].color == color) members.push_back(i);

@@ -103,9 +103,9 @@ __device__ void finish_round(const BlockChannel& ends, Rounds& rounds) {
   __syncthreads();
 }
 
-/// Reads the counts; left[p] = rounds_with(p) for all but this rank.
+/// Reads the counts; left[p] = rounds_with(p) for all but this rank. False: this rank has given up.
 template <class RoundsWith>
-__device__ void begin_rounds(const BlockChannel& ends, Rounds& rounds, const RoundsWith& rounds_with) {
+__device__ bool begin_rounds(const BlockChannel& ends, Rounds& rounds, const RoundsWith& rounds_with) {
   const int p = static_cast<int>(threadIdx.x);
   if (p == 0) rounds.most = 0;
   __syncthreads();
@@ -114,7 +114,7 @@ __device__ void begin_rounds(const BlockChannel& ends, Rounds& rounds, const Rou
     rounds.left[p] = p == ends.channel.waits.rank ? 0 : rounds_with(p);
     atomicMax(&rounds.most, rounds.left[p]);
   }
-  __syncthreads();
+  return __syncthreads_or(p == 0 && has_given_up(ends.channel.waits)) == 0;
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -131,9 +131,10 @@ __global__ void __launch_bounds__(kThreads)
   const auto send_tag = [&](int p) { return tag_with(moves.tag, moves.send_bytes[p]); };
   const auto recv_tag = [&](int p) { return tag_with(moves.tag, moves.recv_bytes[p]); };
   const int least = moves.all_meet && block == 0 ? 1 : 0;
-  begin_rounds(ends, rounds, [&](int p) {
+  const auto rounds_with = [&](int p) {
     return max(least, max(pieces(moves.send_bytes[p]), pieces(moves.recv_bytes[p])));
-  });
+  };
+  if (!begin_rounds(ends, rounds, rounds_with)) return;
   const std::byte* const own = moves.in + moves.send_begin[rank];
   if (std::byte* const to = moves.out + moves.recv_begin[rank]; moves.recv_bytes[rank] > 0 && to != own) {
     const Stripe stripe(moves.recv_bytes[rank], block, blocks);
@@ -174,8 +175,10 @@ __global__ void __launch_bounds__(kThreads)
   const int rank = channel.waits.rank;
   const int size = channel.waits.size;
   const Stripe stripe(call.count * kBytes, block, static_cast<int>(gridDim.x));
-  begin_rounds(ends, rounds,
-               [&](int) { return static_cast<int>((stripe.bytes + channel.piece - 1) / channel.piece); });
+  const auto pieces = [&](int) {
+    return static_cast<int>((stripe.bytes + channel.piece - 1) / channel.piece);
+  };
+  if (!begin_rounds(ends, rounds, pieces)) return;
   const std::int64_t slice = call.is_scatter ? call.count : 0;
   const auto tag = [&](int) { return call.tag; };
   for (int round = 0; round < rounds.most; ++round) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include <helix/cuda/backend.hpp>
+#include <helix/error.hpp>
 #include <helix/integers.hpp>
 
 #include "cuda/comm/peer_reduce_norm.cuh"
@@ -58,6 +59,16 @@ bool make_plan(const PeerChannel& channel, std::int64_t rows, std::int64_t packe
   return plan.rows_a_round > 0 && plan.row_packets <= kPeerNormPackets * plan.threads;
 }
 
+/// What two ranks must agree on whose messages meet.
+std::uint32_t tag_of(std::int64_t rows, std::int64_t width, DType dtype, const PeerNormPlan& plan) {
+  std::uint32_t tag = 0x6e6f726d;
+  for (const std::int64_t value :
+       {rows, width, static_cast<std::int64_t>(dtype), std::int64_t{plan.groups}, std::int64_t{plan.parts},
+        std::int64_t{plan.rows_a_round}, std::int64_t{plan.has_shares}})
+    tag = (tag ^ static_cast<std::uint32_t>(value) ^ static_cast<std::uint32_t>(value >> 32)) * 0x9e3779b1u;
+  return tag;
+}
+
 template <class Block, class T, class W>
 void launch(const PeerChannel& channel, const PeerNormRows<T, W>& rows, const PeerNormPlan& plan,
             bool is_hopper, StreamHandle stream) {
@@ -83,13 +94,21 @@ bool Operators<T>::reduce_norm(const PeerChannel& channel, const ReduceNormArgs<
   const std::int64_t width = args.residual.extent(1);
   const bool has_norm = !args.weight.empty();
   if (rows == 0 || width == 0) return true;
-  const bool is_aligned = common_alignment({address_of(args.partial.data()), address_of(args.residual.data()),
-                                            address_of(has_norm ? args.out.data() : nullptr),
-                                            address_of(args.weight.data), step_of<T>(width)}) == 16;
+  // By what all ranks share: their messages meet.
   PeerNormPlan plan;
-  if (!is_aligned || args.weight.dtype == DType::fp8_e4m3 || (has_norm && !args.out.is_contiguous()) ||
+  if (width % kVector<T> != 0 || args.weight.dtype == DType::fp8_e4m3 ||
+      (has_norm && !args.out.is_contiguous()) ||
       !make_plan(channel, rows, width / kVector<T>, state_->is_hopper, plan))
     return false;
+  HELIX_EXPECTS(
+      common_alignment({address_of(args.partial.data()), address_of(args.residual.data()),
+                        address_of(has_norm ? args.out.data() : nullptr), address_of(args.weight.data)}) ==
+          16,
+      ErrorCode::invalid_argument, "reduce_norm: partial at ", static_cast<const void*>(args.partial.data()),
+      ", residual at ", static_cast<const void*>(args.residual.data()), ", weight at ", args.weight.data,
+      " and out at ", static_cast<const void*>(args.out.data()),
+      " must be aligned to 16 bytes where ranks reach each other's memory");
+  plan.tag = tag_of(rows, width, kDTypeOf<T>, plan);
   const DeviceScope scope(state_->device);
   with_weight_type(has_norm ? args.weight.dtype : DType::f32, [&]<class W>(W*) {
     const PeerNormRows<T, W> all{args.partial.data(),

@@ -42,6 +42,7 @@ struct PeerNormPlan {
   int rows_a_round = 1;   ///< In two shots: of each rank.
   bool has_lines = false;
   bool has_shares = false;  ///< Each rank sums a share of the rows: two shots.
+  std::uint32_t tag = 0;    ///< Of the flags: tells calls apart that are cut differently.
 };
 
 /// Packets of a row that a thread holds, at most; lines: one.
@@ -185,7 +186,9 @@ struct PeerNormBlock {
     Own own;  // of a round's first row, asked for early where registers allow
     if (kPackets == 1) load(first, own);
     if (p < channel.waits.size) counts[p] = ends.counts()[p];
-    __syncthreads();
+    // Blocks of a cluster need each other: one that has given up goes on and sends nothing.
+    const auto may_send = [&] { return __syncthreads_or(p == 0 && has_given_up(channel.waits)) == 0; };
+    bool sends = may_send();
     for (;;) {
       const auto row_of = [&](int k) { return first + std::int64_t{k} * plan.groups; };
       const auto for_rows = [&](const auto& use) {
@@ -199,12 +202,12 @@ struct PeerNormBlock {
           }
         }
       };
-      for_rows([&](const Own& row, int k) { send(row, k, counts); });
+      if (sends) for_rows([&](const Own& row, int k) { send(row, k, counts); });
       if constexpr (!kLines) {
         __syncthreads();
         if (is_peer) {
-          ends.send(p, counts[p] + 1, kTag);
-          (void)ends.receive(p, counts[p] + 1, kTag);
+          if (sends) ends.send(p, counts[p] + 1, plan.tag);
+          (void)ends.receive(p, counts[p] + 1, plan.tag);
         }
         __syncthreads();
       }
@@ -217,11 +220,9 @@ struct PeerNormBlock {
       first += std::int64_t{plan.groups} * plan.rows_a_round;
       if (first >= rows.rows) return;
       if (kPackets == 1) load(first, own);
-      __syncthreads();
+      sends = may_send();
     }
   }
-
-  static constexpr std::uint32_t kTag = 0x6e6f726d;
 };
 
 /// What `Block` does, PeerNormBlock or PeerNormShares, each block its part. Bound by latency up to about 128

@@ -116,37 +116,38 @@ struct PeerNormShares : PeerNormBlock<T, W, false, kPackets> {
     }
   }
 
-  /// Message `number` of this round has been written by all threads: tells the peers, and waits for theirs.
-  __device__ __forceinline__ void meet(int number, const std::uint32_t (&counts)[kMaxPeers]) const {
+  /// Message `number` of this round has been written by all threads: tells the peers if `sends`, and waits
+  /// for theirs. Returns whether what follows may be sent.
+  __device__ __forceinline__ bool meet(int number, const std::uint32_t (&counts)[kMaxPeers],
+                                       bool sends) const {
     const int p = static_cast<int>(threadIdx.x);
+    bool is_there = sends;
     __syncthreads();
     if (p < channel.waits.size && p != channel.waits.rank) {
       const std::uint32_t count = counts[p] + static_cast<std::uint32_t>(number);
-      ends.send(p, count, kTag);
-      (void)ends.receive(p, count, kTag);
+      if (sends) ends.send(p, count, plan.tag);
+      is_there = ends.receive(p, count, plan.tag) && sends;
     }
-    __syncthreads();
+    return __syncthreads_and(is_there) != 0;
   }
 
   __device__ void run(std::uint32_t (&counts)[kMaxPeers]) const {
     const int p = static_cast<int>(threadIdx.x);
     const bool is_peer = p < channel.waits.size && p != channel.waits.rank;
     if (p < channel.waits.size) counts[p] = ends.counts()[p];
-    __syncthreads();
+    bool sends = __syncthreads_or(p == 0 && has_given_up(channel.waits)) == 0;
     const std::int64_t round = std::int64_t{plan.groups} * plan.rows_a_round * channel.waits.size;
     for (std::int64_t first = blockIdx.x / plan.parts; first < rows.rows; first += round) {
-      send_parts(first, counts);
-      meet(1, counts);
-      send_sums(first, counts);
-      meet(2, counts);
+      if (sends) send_parts(first, counts);
+      sends = meet(1, counts, sends);
+      if (sends) send_sums(first, counts);
+      sends = meet(2, counts, sends);
       finish_rows(first, counts);
       __syncthreads();
       if (is_peer) ends.counts()[p] = counts[p] += 2;
       __syncthreads();
     }
   }
-
-  static constexpr std::uint32_t kTag = 0x6e726d32;
 };
 
 }  // namespace helix::cuda

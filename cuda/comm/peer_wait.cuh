@@ -33,7 +33,13 @@ __device__ __forceinline__ std::uint32_t volatile_word(const std::uint32_t* word
   return *static_cast<const volatile std::uint32_t*>(word);
 }
 
-/// Records the failure unless one stands, and lets go all that waits for this rank or in it.
+/// Whether this rank has stopped waiting. What it computes from then on is wrong, and must not be sent.
+__device__ __forceinline__ bool has_given_up(const PeerWaits& waits) {
+  return volatile_word(&waits.words->gave_up) != 0;
+}
+
+/// Records the failure unless one stands, and lets go all that waits for this rank or in it. On return the
+/// record is complete, or its writer takes longer than it may.
 static __device__ __noinline__ void give_up(const PeerWaits& waits, PeerFault fault, int peer,
                                             std::uint64_t seen, std::uint64_t wanted) {
   PeerWords& words = *waits.words;
@@ -56,6 +62,8 @@ static __device__ __noinline__ void give_up(const PeerWaits& waits, PeerFault fa
       *static_cast<volatile std::uint32_t*>(word) = 1u;
     }
     __threadfence_system();
+  } else {
+    for (int i = 0; i < 1000 && volatile_word(&waits.failure->is_complete) == 0; ++i) __nanosleep(1'000);
   }
   *static_cast<volatile std::uint32_t*>(&words.gave_up) = 1u;
 }
@@ -72,6 +80,13 @@ __device__ inline int poisoned_by(const PeerWaits& waits) {
 /// What a look at a peer's word found.
 enum class Seen { not_yet, there, wrong };
 
+/// What a word with count `seen` says of message `count`. Ranks in step are two messages apart at most: a
+/// count far ahead is one from long ago, as messages of other kinds count too and leave this word alone.
+__device__ __forceinline__ Seen seen_count(std::uint32_t seen, std::uint32_t count) {
+  constexpr std::uint32_t kNear = 1u << 16;
+  return seen == count ? Seen::there : seen - count < kNear ? Seen::wrong : Seen::not_yet;
+}
+
 /// Looks until `look(value)`, which also returns what it saw, finds the word that is waited for. Returns
 /// whether it did; false: nothing is to be read. `value` is as the failure tells it.
 template <class Look>
@@ -83,7 +98,7 @@ __device__ __forceinline__ bool wait_for_peer(const PeerWaits& waits, int peer, 
   const std::uint64_t begin = global_ns();
   for (unsigned i = 1; seen == Seen::not_yet; ++i) {
     if (i % 64 == 0) {
-      if (volatile_word(&waits.words->gave_up) != 0) return false;
+      if (has_given_up(waits)) return false;
       if (const int culprit = poisoned_by(waits); culprit >= 0) {
         give_up(waits, PeerFault::gave_up, culprit, value, wanted);
         return false;
@@ -138,9 +153,8 @@ struct BlockChannel {
     const std::byte* const own = flag(channel.waits.rank, count, peer);
     return wait_for_peer(channel.waits, peer, flag_of(count, tag), [&](std::uint64_t& value) {
       value = acquire_flag(own);
-      const auto ahead = static_cast<std::int32_t>(static_cast<std::uint32_t>(value >> 32) - count);
-      if (ahead < 0) return Seen::not_yet;
-      return value == flag_of(count, tag) ? Seen::there : Seen::wrong;
+      const Seen seen = seen_count(static_cast<std::uint32_t>(value >> 32), count);
+      return seen == Seen::there && value != flag_of(count, tag) ? Seen::wrong : seen;
     });
   }
 };

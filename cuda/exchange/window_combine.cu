@@ -22,8 +22,9 @@ static_assert(kSendingWarp * kWarp >= kMaxPeers, "the warp that sends waits for 
 
 /// Sends the headers that attention has not sent: of messages that something else wrote. One warp. Returns
 /// the epoch that the peers' must carry.
-__device__ std::uint64_t send_missing_headers(const WindowExchangeArgs& args, const WindowPlace& place) {
-  const bool is_sent = are_headers_sent(args, place);
+__device__ std::uint64_t send_missing_headers(const PeerWaits& waits, const WindowExchangeArgs& args,
+                                              const WindowPlace& place) {
+  const bool is_sent = are_headers_sent(args, place) || has_given_up(waits);
   const std::uint64_t epoch = epoch_of(args, place);
   if (!is_sent) send_headers(args, place, epoch);
   return epoch;
@@ -34,9 +35,7 @@ __device__ bool wait_for_header(const PeerWaits& waits, const std::byte* header,
                                 int peer, std::uint64_t& seen) {
   return wait_for_peer(waits, peer, exchanges, [&](std::uint64_t& value) {
     value = seen = acquire_flag(header);
-    const auto ahead =
-        static_cast<std::int32_t>(static_cast<std::uint32_t>(value) - static_cast<std::uint32_t>(exchanges));
-    return ahead < 0 ? Seen::not_yet : ahead == 0 ? Seen::there : Seen::wrong;
+    return seen_count(static_cast<std::uint32_t>(value), static_cast<std::uint32_t>(exchanges));
   });
 }
 
@@ -63,7 +62,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t slot = place.slot;
   __shared__ std::uint64_t own_epoch;  // of block 0
   if (blockIdx.x == 0 && threadIdx.x / kWarp == kSendingWarp) {
-    const std::uint64_t epoch = send_missing_headers(args, place);
+    const std::uint64_t epoch = send_missing_headers(waits, args, place);
     if (threadIdx.x % kWarp == 0) own_epoch = epoch;
   }
   const int peer = static_cast<int>(threadIdx.x);

@@ -58,6 +58,7 @@ struct SharedState {
   RowChoice found[kRoundRows];  // of the round's rows, on this rank
   std::uint32_t counts[kMaxPeers];
   unsigned long long terms;  // sum of exchange_epoch_term()
+  bool has_given_up;
 };
 
 /// One group's rows: the block that leads a cluster speaks with the peers, over a channel of its own.
@@ -95,11 +96,14 @@ struct ChoiceGroup {
            static_cast<std::uint32_t>(args.num_tokens);
   }
 
-  /// All threads; the sum of the positions' terms, which the leader's packets need.
+  /// All threads; what the leader's packets need.
   __device__ void begin() const {
     const int size = channel.waits.size;
     if (size == 1) return;
-    if (threadIdx.x == 0) shared.terms = 0;
+    if (threadIdx.x == 0) {
+      shared.terms = 0;
+      shared.has_given_up = has_given_up(channel.waits);
+    }
     if (static_cast<int>(threadIdx.x) < size) shared.counts[threadIdx.x] = ends.counts()[threadIdx.x];
     __syncthreads();
     if (args.positions != nullptr) {
@@ -115,7 +119,7 @@ struct ChoiceGroup {
   __device__ void send(int k) const {
     const int p = static_cast<int>(threadIdx.x);
     const PeerWaits& waits = channel.waits;
-    if (p >= waits.size || p == waits.rank) return;
+    if (p >= waits.size || p == waits.rank || shared.has_given_up) return;
     const RowChoice& own = shared.found[k];
     const std::uint32_t count = shared.counts[p] + 1;
     store_lines(ends.line_slot(p, count, waits.rank) + line_place(k),
@@ -175,7 +179,10 @@ struct ChoiceGroup {
       }
       __syncthreads();
       const int p = static_cast<int>(threadIdx.x);
-      if (p < channel.waits.size && p != channel.waits.rank) ends.counts()[p] = ++shared.counts[p];
+      if (p < channel.waits.size && p != channel.waits.rank) {
+        ends.counts()[p] = ++shared.counts[p];
+        if (has_given_up(channel.waits)) shared.has_given_up = true;
+      }
       __syncthreads();
     }
   }
@@ -202,7 +209,8 @@ void Operators<T>::choose_greedy(const PeerChannel* channel, const ChooseGreedyA
   const PeerChannel alone{};
   const PeerChannel& peers = channel == nullptr ? alone : *channel;
   const bool has_peers = peers.waits.size > 1;
-  const int most_blocks = peers.waits.most_blocks > 0 ? peers.waits.most_blocks : state_->num_sms;
+  // Where ranks share a GPU no more than other kernels that wait, as clusters need room together.
+  const int most_blocks = peers.waits.most_blocks > 0 ? peers.channels : state_->num_sms;
   const auto groups =
       static_cast<int>(std::min<std::int64_t>(rows, has_peers ? peers.channels : most_blocks));
   int blocks = 1;

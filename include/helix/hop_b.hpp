@@ -69,7 +69,10 @@ class HopB {
         exchange(slice, exchange_stream_);
       }
     } catch (...) {
-      join(stream);
+      try {
+        join(stream);
+      } catch (...) {  // as in a capture that the other stream is not part of: the cause is what counts
+      }
       throw;
     }
     join(stream);

@@ -5,10 +5,12 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include <sys/socket.h>
@@ -93,12 +95,17 @@ int hear_hello(const Socket& socket, const LinkPlace& own, Clock::time_point dea
   return hello.token == own.token ? hello.rank : -1;
 }
 
-Socket connect_to(const LinkPlace& place) {
-  Socket socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+/// Does not block in the system: where the listener's queue is full it tries again until the deadline.
+Socket connect_to(const LinkPlace& place, Clock::time_point deadline) {
   const auto [address, length] = address_of(place);
-  if (!socket.is_open() || ::connect(socket.fd(), reinterpret_cast<const sockaddr*>(&address), length) != 0)
-    return {};
-  return socket;
+  while (Clock::now() < deadline) {
+    Socket socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (!socket.is_open()) return {};
+    if (::connect(socket.fd(), reinterpret_cast<const sockaddr*>(&address), length) == 0) return socket;
+    if (errno != EAGAIN && errno != EINTR) return {};
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  return {};
 }
 
 /// Connects to the neighbours before this rank, and takes the connections of those behind it. Whether it did.
@@ -108,7 +115,7 @@ bool connect_all(const Bootstrap& bootstrap, const Socket& listener, const std::
   const auto own = static_cast<std::size_t>(bootstrap.rank());
   for (std::size_t to = 0; to < own; ++to) {
     if (!places[to].is_near(places[own])) continue;
-    Socket link = connect_to(places[to]);
+    Socket link = connect_to(places[to], deadline);
     if (!link.is_open() || !say_hello(link, bootstrap.rank(), places[to], deadline) ||
         hear_hello(link, places[own], deadline) != static_cast<int>(to))
       return false;
@@ -188,9 +195,11 @@ void LocalLinks::send(int rank, std::span<const std::byte> message, int descript
     std::memcpy(CMSG_DATA(carried), &descriptor, sizeof(int));
   }
   ssize_t sent = -1;
-  do {
-    sent = ::sendmsg(fd, &header, MSG_NOSIGNAL);
-  } while (sent < 0 && errno == EINTR);
+  for (bool may_send = true; may_send;) {
+    sent = ::sendmsg(fd, &header, MSG_NOSIGNAL | MSG_DONTWAIT);
+    may_send = sent < 0 && (errno == EINTR ||
+                            ((errno == EAGAIN || errno == EWOULDBLOCK) && wait_for(fd, POLLOUT, deadline)));
+  }
   const bool is_done =
       sent >= 0 && send_all(fd, message.data() + sent, message.size() - static_cast<std::size_t>(sent),
                             deadline) == Transfer::done;

@@ -184,6 +184,8 @@ TEMPLATE_TEST_CASE("greedy choice over shards in one kernel draws what a loop ov
     for (const auto& [rows, vocab, padding] :
          std::vector<std::array<std::int64_t, 3>>{{1, 128256, 0},
                                                   {1, 50000, 0},
+                                                  {2, 50000, 4},
+                                                  {4, 20001, 0},
                                                   {9, 4096, 0},
                                                   {40, 1003, 1},
                                                   {130, 500, 3},

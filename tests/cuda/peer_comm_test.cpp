@@ -214,10 +214,22 @@ void run_failing(PeerComm& comm, const BootstrapOptions& options, const std::str
   require(false, "the barrier did not fail");
 }
 
+/// Hosts whose calls differ are told so, on all ranks, and can go on.
+void run_disagreeing(PeerComm& comm) {
+  const auto refused = [&](const auto& call) {
+    const auto failure = helix::test::failure_of(call);
+    require(failure.has_value(), "no error");
+    require(failure->code == ErrorCode::invalid_argument && failure->says("ranks disagree"), failure->what);
+  };
+  refused([&] { comm.rank() == 0 ? (void)comm.allocate_window(1000, 1) : (void)comm.split(0, 0); });
+  refused([&] { (void)comm.allocate_window(comm.rank() == 0 ? 1000 : 2000, 1); });
+  run_contract(comm);
+}
+
 /// One rank of a job that the tests below start, as HELIX_TEST_JOB says.
 void run_job_rank(const std::string& job) {
   BootstrapOptions options = BootstrapOptions::from_environment();
-  options.timeout = has_word(job, "contract") ? 60s : 4s;
+  options.timeout = has_word(job, "contract") || job == "disagree" ? 60s : 4s;
   options.heartbeat = 50ms;
   Bootstrap bootstrap(options);
   const int device = options.local_rank % helix::cuda::device_count();
@@ -225,6 +237,7 @@ void run_job_rank(const std::string& job) {
   if (!has_word(job, "islands")) {
     PeerComm comm = PeerComm::connect(bootstrap, device, {});
     require(comm.has_windows(), "no windows between processes of one machine");
+    if (job == "disagree") return run_disagreeing(comm);
     return job == "contract" ? run_contract(comm) : run_failing(comm, options, job);
   }
   const bool has_nccl = helix::cuda::device_count() >= options.size;
@@ -532,6 +545,12 @@ TEST_CASE("hosts of ranks that share a GPU meet: one that is missing and calls t
     CHECK(outcomes.code(rank) == (is_missing ? ErrorCode::timeout : ErrorCode::invalid_argument));
     CHECK_THAT(outcomes.message(rank), Contains("rank 1"));
   }
+}
+
+TEST_CASE("processes whose hosts make different calls are told so") {
+  HELIX_REQUIRE_GPUS(1);
+  const std::vector<int> codes = run_job(2, "disagree");
+  CHECK(codes == std::vector<int>(codes.size(), 0));
 }
 
 TEST_CASE("a process that exits or is killed or stands still ends the waits of others and is named") {

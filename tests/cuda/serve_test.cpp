@@ -27,9 +27,9 @@ using decode::TokenIds;
 
 /// Logits of the two likeliest tokens that lie closer may change places in 16 bits: at a margin of 0.1 some
 /// do. Of about 390 tokens a model above it, f16 changes none of llama-wordnet and one of deepseek-wordnet
-/// (margin 0.11, an expert that nearly ties), bf16 up to 5 of llama-wordnet (margins to 0.35) and one of the
-/// other. So does transformers (5.23 on a CPU, 448 tokens a model, teacher-forced): f16 none and that one,
-/// bf16 four (margins to 0.41) and one.
+/// (margin 0.11, where the scores of two groups of experts differ by 1.7e-5), bf16 up to 5 of llama-wordnet
+/// (margins to 0.35) and one of the other. So does transformers (5.23 on a CPU, 448 tokens a model,
+/// teacher-forced): f16 none and that one, bf16 four (margins to 0.41) and one.
 constexpr double kCloseMargin = 0.1;
 constexpr double kSureMargin = 0.5;
 constexpr int kMostOthers = 6;

@@ -97,7 +97,8 @@ class HELIX_API Operators {
   void combine_window(const PeerChannel& channel, const WindowExchangeArgs& window,
                       const LseCombineArgs<T>& combine, Stream stream) const;
   /// As helix::reduce_norm, in one kernel over the windows of `channel`'s group. Collective. False, and
-  /// nothing queued, for shapes that it is not built for, alike on all ranks.
+  /// nothing queued, for shapes that it is not built for, alike on all ranks. @throws
+  /// Error(invalid_argument) unless all tensors and the weight are aligned to 16 bytes.
   bool reduce_norm(const PeerChannel& channel, const ReduceNormArgs<T>& args, Stream stream) const;
   void swiglu(const SwigluArgs<T>& args, Stream stream) const;
   void linear_swiglu(const LinearSwigluArgs<T>& args, Stream stream) const;
