@@ -77,19 +77,14 @@ TEST_CASE("greedy takes the largest logit, the smaller id on ties, across uneven
   }
 }
 
-TEST_CASE("a row of logits that went wrong is an error naming it, greedy or not") {
+TEST_CASE("a row of logits that went wrong draws no token, greedy or not, and others do") {
   for (const float temperature : {0.0f, 1.0f}) {
     for (const std::vector<float>& bad :
          std::vector<std::vector<float>>{{1, std::nanf(""), 2}, {-kInf, -kInf, -kInf}, {1, kInf, 2}}) {
-      std::string text;
-      try {
-        sample({{1, 2, 3}, bad}, {0, 3}, {.temperature = temperature, .top_p = 0.9f}, {0, 1});
-      } catch (const Error& error) {
-        CHECK(error.code() == ErrorCode::invalid_argument);
-        text = error.what();
-      }
-      CAPTURE(temperature, bad, text);
-      CHECK(text.find("row 1") != std::string::npos);
+      CAPTURE(temperature, bad);
+      const auto drawn =
+          sample({{-kInf, 2, -kInf}, bad}, {0, 3}, {.temperature = temperature, .top_p = 0.9f}, {0, 1});
+      CHECK(drawn == std::vector<std::int32_t>{1, -1});
     }
   }
 }

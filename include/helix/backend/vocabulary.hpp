@@ -39,7 +39,8 @@ struct SamplingConfig {
   friend bool operator==(const SamplingConfig&, const SamplingConfig&) = default;
 };
 
-/// Draws one token a row. Greedy takes the smallest id on ties. Otherwise the draw is a function of
+/// Draws one token a row: -1 where a logit is NaN or +inf, or none is above -inf, whatever the config. Greedy
+/// takes the smallest id on ties. Otherwise the draw is a function of
 /// (seed, counters[row]) and the logits alone, so that ranks with equal logits draw equal tokens.
 template <class T>
 struct SampleArgs {
@@ -52,8 +53,9 @@ struct SampleArgs {
 };
 
 /// Greedy choice over the ranks' shards, of which none leaves its rank: tokens[r] is the id of the largest
-/// logit of row r on any rank, the smallest id on ties. What a backend may bring as choose_greedy(args,
-/// stream), collective over the stage; false, alike on all ranks: it cannot, and nothing is queued.
+/// logit of row r on any rank, as a greedy draw of SampleArgs. What a backend may bring as
+/// choose_greedy(args, stream), collective over the stage; false, alike on all ranks: it cannot, and nothing
+/// is queued.
 template <class T>
 struct ChooseGreedyArgs {
   TensorView<const T, 3> logits;               ///< [1, rows, width], this rank's shard.

@@ -9,7 +9,6 @@
 #include <limits>
 
 #include <helix/cpu/backend.hpp>
-#include <helix/error.hpp>
 #include <helix/philox.hpp>
 
 #include "cpu/sampling/logit_rows.hpp"
@@ -22,18 +21,17 @@ struct Candidate {
   std::int32_t id;
 };
 
-/// The likeliest token. @throws Error(invalid_argument) if a logit is NaN or +inf, or all are -inf: the model
-/// has gone wrong, and any choice would hide it.
+/// The likeliest token; id -1 if a logit is NaN or +inf, or all are -inf: the model has gone wrong, and any
+/// choice would hide it.
 Candidate likeliest(const SampleArgs<float>& args, std::int64_t row) {
-  Candidate best{-std::numeric_limits<float>::infinity(), -1};
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  Candidate best{-kInfinity, -1};
+  bool is_sound = true;
   for_each_logit(args, row, [&](float logit, std::int32_t id) {
-    HELIX_EXPECTS(!std::isnan(logit), ErrorCode::invalid_argument, "sample: the logit of token ", id,
-                  " in row ", row, " is NaN");
+    is_sound = is_sound && logit < kInfinity;  // false for NaN too
     if (logit > best.logit) best = {logit, id};
   });
-  HELIX_EXPECTS(std::isfinite(best.logit), ErrorCode::invalid_argument, "sample: the largest logit of row ",
-                row, " is ", best.logit, "; it must be finite");
-  return best;
+  return is_sound ? best : Candidate{-kInfinity, -1};
 }
 
 /// An integer that orders as `logit` does: the sign bit flipped, and all bits of negative numbers.
@@ -146,7 +144,9 @@ double smallest_logit(const SampleArgs<float>& args, std::int64_t row, const Sam
 
 std::int32_t draw(const SampleArgs<float>& args, std::int64_t row) {
   const SamplingConfig& config = args.configs[row];
-  const float largest = likeliest(args, row).logit;
+  const Candidate best = likeliest(args, row);
+  if (best.id < 0) return -1;
+  const float largest = best.logit;
   const double smallest = smallest_logit(args, row, config, largest);
   const RankedRow ranked(args, row, [&, max = double{largest}](float logit) {
     return logit < smallest ? 0.0 : std::exp((logit - max) / config.temperature);

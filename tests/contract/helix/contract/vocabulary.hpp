@@ -133,6 +133,13 @@ void sample() {
       }
     }
   }
+  // Logits that went wrong draw no token.
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (const float bad : {std::nanf(""), kInfinity}) {
+    for (const float temperature : {0.0f, 0.7f})
+      CHECK(draw<B>({1.0f, bad, 0.5f}, 1, 2, SamplingConfig{.temperature = temperature}).front() == -1);
+  }
+  CHECK(draw<B>({-kInfinity, -kInfinity}, 1, 2, SamplingConfig{}).front() == -1);
   // Frequencies follow softmax(logits / temperature) over what the cuts leave, whatever the shards.
   const std::vector<float> logits{0.0f, 1.0f, -1.0f, 0.5f, -20.0f, 0.9f};
   constexpr std::int64_t kRows = 4000;

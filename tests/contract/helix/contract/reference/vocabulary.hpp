@@ -63,6 +63,17 @@ inline void advance(const AdvanceArgs& args) {
     if (args.values[i] != -1) args.values[i] = args.values[i] + 1;
 }
 
+/// Whether a row has a token to draw: no logit is NaN or +inf, and one is above -inf.
+inline bool has_likeliest(const SampleArgs<float>& args, std::int64_t row) {
+  bool has_one = false;
+  for (std::int64_t id = 0; id < args.shard_begins[args.logits.extent(0)]; ++id) {
+    const float logit = *logit_at(args, row, id);
+    if (std::isnan(logit) || logit == std::numeric_limits<float>::infinity()) return false;
+    has_one = has_one || logit > -std::numeric_limits<float>::infinity();
+  }
+  return has_one;
+}
+
 /// Probability of each id of one row, by softmax(logits / temperature); temperature 0: of the logits.
 template <class Args>
 std::vector<double> probabilities(const Args& args, std::int64_t row, float temperature_or_0) {
@@ -107,6 +118,10 @@ inline std::vector<std::int64_t> kept_ids(const std::vector<double>& likely, con
 inline void sample(const SampleArgs<float>& args) {
   for (std::int64_t row = 0; row < args.logits.extent(1); ++row) {
     const SamplingConfig config = args.configs == nullptr ? SamplingConfig{} : args.configs[row];
+    if (!has_likeliest(args, row)) {
+      args.tokens[row] = -1;
+      continue;
+    }
     const std::vector<double> likely = probabilities(args, row, config.temperature);
     const std::vector<std::int64_t> kept = kept_ids(likely, config);
     std::int64_t drawn = kept.front();
