@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <helix/decode_layer.hpp>
@@ -112,6 +113,8 @@ TEST_CASE("Bad options and batches are refused alike on every rank before any co
        [](Arguments& a) {
          a.options.workspace = {static_cast<std::byte*>(nullptr), a.options.workspace.size()};
        }},
+      {"workspace that begins between two vectors",
+       [](Arguments& a) { a.options.workspace = a.options.workspace.subspan(8); }},
       {"next_norm without normed", [](Arguments& a) { a.options.next_norm = a.weights.input_norm; }},
       {"next_norm of another width",
        [](Arguments& a) {
@@ -182,6 +185,8 @@ TEST_CASE("Bad weights of a dense layer are refused alike on every rank") {
       {"qkv bias of another width", [](Arguments& a) { a.gqa().qkv_bias = a.gqa().o; }},
       {"head norm of another width", [](Arguments& a) { a.gqa().q_norm = a.weights.input_norm; }},
       {"o bias of another width", [](Arguments& a) { a.gqa().o_bias = a.gqa().o; }},
+      {"qkv of fp8", [](Arguments& a) { a.gqa().qkv.dtype = DType::fp8_e4m3; }},
+      {"down without a type", [](Arguments& a) { a.dense().down.dtype = static_cast<DType>(77); }},
       {"no input norm", [](Arguments& a) { a.weights.input_norm = {}; }},
       {"post-attention norm of another width", [](Arguments& a) { widen(a.weights.post_attention_norm); }},
       {"gate and up of another width", [](Arguments& a) { widen(a.dense().gate_up); }},
@@ -222,6 +227,8 @@ TEST_CASE("Bad arguments of a layer of latents and experts are refused alike on 
        {"an expert too few", [](Arguments& a) { a.moe().experts.pop_back(); }},
        {"an expert of another part", [](Arguments& a) { a.moe().experts[1].down.cols *= 2; }},
        {"an expert of another width", [](Arguments& a) { a.moe().experts[0].gate_up.cols += 1; }},
+       {"an expert without a type",
+        [](Arguments& a) { a.moe().experts[0].down.dtype = static_cast<DType>(77); }},
        {"shared expert of another part", [](Arguments& a) { a.moe().shared.gate_up.rows *= 2; }},
        {"no shared expert", [](Arguments& a) { a.moe().shared = {}; }},
        {"top_k of zero", [](Arguments& a) { a.shape.top_k = 0; }},
@@ -229,6 +236,34 @@ TEST_CASE("Bad arguments of a layer of latents and experts are refused alike on 
        {"groups that do not divide", [](Arguments& a) { a.config.router.num_groups = 3; }},
        {"more groups kept than there are", [](Arguments& a) { a.config.router.groups_kept = 5; }},
        {"a dense layer of no width", [](Arguments& a) { a.weights.ffn = DenseFfnWeights{}; }}});
+}
+
+TEST_CASE("A KVP communicator that is not the topology's is refused with both ranks") {
+  using Split = std::function<cpu::LocalComm(cpu::LocalComm&, const RankCoordinates&)>;
+  const std::vector<std::pair<std::string_view, Split>> splits{
+      {"the stage itself", [](cpu::LocalComm& stage, const RankCoordinates&) { return stage; }},
+      {"the group in reverse",
+       [](cpu::LocalComm& stage, const RankCoordinates& at) {
+         return stage.split(at.tpa_rank, -at.kvp_rank);
+       }},
+      {"the TPA group", [](cpu::LocalComm& stage,
+                           const RankCoordinates& at) { return stage.split(at.kvp_rank, at.tpa_rank); }},
+      {"a group of one",
+       [](cpu::LocalComm& stage, const RankCoordinates&) { return stage.split(stage.rank(), 0); }}};
+  const oracle::Layer layer = random_layer({}, 8);
+  const Script script = ragged_script(3, layer.hidden, 9);
+  const Topology topo({.kvp = 2, .tpa = 2}, shape_of(layer));
+  for (const auto& [name, split] : splits) {
+    const RankOutcomes outcomes = run_ranks(4, [&, &make = split](cpu::LocalComm& comm) {
+      CpuBackend backend(comm, make(comm, topo.stage_coordinates(comm.rank())));
+      LayerRank<CpuBackend> rank(backend, topo, layer, script, {.hop_b_slices = 2});
+      rank.prepare(script.steps[0]);
+      rank.launch();
+    });
+    CAPTURE(name, outcomes.all_messages());
+    CHECK(outcomes.code(1) == ErrorCode::invalid_argument);
+    CHECK(outcomes.message(1).find("the KVP communicator has rank ") != std::string::npos);
+  }
 }
 
 TEST_CASE("A step beyond the exchange's capacity is refused before any collective") {

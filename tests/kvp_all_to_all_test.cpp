@@ -386,9 +386,9 @@ TEST_CASE("wrong shapes are refused before anything is sent") {
     CpuBackend backend(comm, comm.split(0, comm.rank()));
     const auto stream = backend.create_stream();
     Exchange exchange(backend, {.max_tokens = 4, .num_query_heads = 2, .value_dim = 4});
-    const auto code = [&](const Attended& attended) {
+    const auto code = [&](const Attended& attended, LseConvention convention = LseConvention::natural) {
       try {
-        exchange.exchange(attended.view, nullptr, stream);
+        exchange.exchange(attended.view, nullptr, stream, convention);
       } catch (const Error& error) {
         return error.code();
       }
@@ -403,6 +403,7 @@ TEST_CASE("wrong shapes are refused before anything is sent") {
     null_lse.view.lse = {nullptr, {2, 2}};
     expect(code(null_out) == ErrorCode::invalid_argument, "no outputs");
     expect(code(null_lse) == ErrorCode::invalid_argument, "no lse");
+    expect(code(good, static_cast<LseConvention>(9)) == ErrorCode::invalid_argument, "no convention");
     const auto slice_code = [&](const ExchangeSlice& slice) {
       try {
         exchange.outgoing(slice, nullptr);

@@ -309,6 +309,9 @@ TEST_CASE("shapes that contradict each other are refused with both values") {
   bad = good;
   bad.out = {nullptr, {3, 4, 5}};
   CHECK(message(bad).find("combine: out is null") != std::string::npos);
+  bad = good;
+  bad.convention = static_cast<LseConvention>(9);
+  CHECK(message(bad).find("convention is 9; it must be natural (0)") != std::string::npos);
   for (const std::int64_t size : {std::int64_t{-1}, std::int64_t{1} << 33, std::int64_t{1} << 62}) {
     for (std::size_t axis = 0; axis < 4; ++axis) {
       CAPTURE(size, axis);

@@ -145,6 +145,24 @@ TEST_CASE("a batch buffer of a size that cannot be is refused with the value") {
   }
 }
 
+TEST_CASE("a batch takes no position or slot that no cache has") {
+  cpu::Backend<cpu::LocalComm> backend;
+  const auto stream = backend.create_stream();
+  BatchBuffer<cpu::Backend<cpu::LocalComm>> buffer(backend, 4, 8);
+  const std::vector<std::int32_t> offsets{0, 1, 2};
+  const auto set = [&](std::int64_t position, std::int32_t slot) {
+    buffer.set(offsets, std::vector<std::int64_t>{3, position}, std::vector<std::int32_t>{0, slot}, stream);
+  };
+  CHECK_NOTHROW(set(kMaxTokens - 1, 1));
+  CHECK_THROWS_WITH(set(std::numeric_limits<std::int64_t>::max(), 1),
+                    Catch::Contains("positions[1] is 9223372036854775807; it must be in [0, 1099511627776)"));
+  CHECK_THROWS_WITH(set(kMaxTokens, 1), Catch::Contains("positions[1] is 1099511627776"));
+  CHECK_THROWS_WITH(set(-5, 1), Catch::Contains("positions[1] is -5"));
+  CHECK_THROWS_WITH(set(-1, -3), Catch::Contains("slots[1] is -3; slots count from 0"));
+  CHECK_NOTHROW(set(-1, 1));
+  backend.synchronize(stream);
+}
+
 TEST_CASE("a batch knows the lengths of its sequences until it advances") {
   cpu::Backend<cpu::LocalComm> backend;
   const auto stream = backend.create_stream();

@@ -3,12 +3,14 @@
 #include <cmath>
 #include <cstdint>
 #include <random>
+#include <string_view>
 #include <vector>
 
 #include <helix/cpu/backend.hpp>
 #include <helix/vocabulary.hpp>
 
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 #include "support/ranks.hpp"
 
 namespace helix::test {
@@ -181,6 +183,63 @@ TEST_CASE("a shard that is not this rank's is refused") {
   CHECK_THROWS_AS(embed_tokens(backend, topo, &id, half, TensorView<float, 2>(out.data(), {1, kHidden}),
                                backend.create_stream()),
                   Error);
+}
+
+TEST_CASE("the ends of the stack are refused a stage, a shape or an address that does not fit") {
+  const ModelShape shape{.num_query_heads = 8,
+                         .num_kv_heads = 1,
+                         .head_dim = 4,
+                         .value_dim = 4,
+                         .hidden = kHidden,
+                         .vocab = kVocab};
+  const auto table = random_values(kVocab * kHidden, 10);
+  const WeightView whole{table.data(), DType::f32, kVocab, kHidden};
+  const WeightView missing{nullptr, DType::f32, kVocab, kHidden};
+  const WeightView norm{table.data(), DType::f32, 1, kHidden};
+  const WeightView narrow{table.data(), DType::f32, 1, kHidden - 1};
+  const Topology topo({}, shape), of_two({.kvp = 2}, shape);
+  LocalBackend backend;
+  const auto stream = backend.create_stream();
+  const auto says = [](const auto& act, std::string_view words) {
+    const auto failure = failure_of(act);
+    REQUIRE(failure);
+    CAPTURE(failure->what);
+    CHECK(failure->code == ErrorCode::invalid_argument);
+    CHECK(failure->says(words));
+  };
+  std::vector<float> hidden(kTokens * kHidden);
+  const TensorView<float, 2> out(hidden.data(), {1, kHidden});
+  const std::int32_t id = 0;
+  says([&] { embed_tokens(backend, of_two, &id, whole, out, stream); },
+       "embed_tokens: the stage communicator has 1 ranks; the topology's stage has 2");
+  says([&] { embed_tokens(backend, topo, &id, missing, out, stream); }, "embed_tokens: the table is null");
+  says([&] { embed_tokens(backend, topo, nullptr, whole, out, stream); }, "embed_tokens: ids is null");
+  says(
+      [&] {
+        embed_tokens(backend, topo, &id, whole, TensorView<float, 2>(nullptr, {1, kHidden}), stream);
+      },
+      "embed_tokens: out is null");
+  using Head = VocabularyHead<LocalBackend>;
+  says([&] { Head(backend, of_two, norm, whole, 1e-5f); },
+       "VocabularyHead: the stage communicator has 1 ranks");
+  says([&] { Head(backend, topo, norm, missing, 1e-5f); }, "VocabularyHead: lm_head is null");
+  says([&] { Head(backend, topo, narrow, whole, 1e-5f); }, "VocabularyHead: final_norm is [1, 23]");
+  Head head(backend, topo, norm, whole, 1e-5f);
+  const auto workspace = backend.allocate(Head::workspace_bytes(topo, kTokens));
+  const auto logits = [&](const TensorView<float, 2>& of, const std::int32_t* rows, std::int64_t num_rows) {
+    head.logits(of, nullptr, rows, num_rows, {workspace.data(), workspace.size_bytes()}, stream);
+  };
+  says(
+      [&] {
+        logits({hidden.data(), {1, kHidden - 1}}, &id, 1);
+      },
+      "VocabularyHead: hidden is [1, 23] for 1 rows");
+  says([&] { logits(out, &id, -1); }, "for -1 rows");
+  says([&] { logits(out, nullptr, 1); }, "VocabularyHead: rows is null");
+  says([&] { logits({nullptr, {1, kHidden}}, &id, 1); }, "VocabularyHead: hidden is null");
+  CHECK_NOTHROW(logits(out, &id, 1));
+  CHECK_NOTHROW(logits({}, nullptr, 0));
+  backend.synchronize(stream);
 }
 
 }  // namespace helix::test

@@ -42,8 +42,8 @@ class BatchBuffer {
   /// Describes the next step: sequence b has tokens [query_offsets[b], query_offsets[b+1]) at `positions`
   /// (global; -1: padding) and cache slot `slots[b]`. Copies the inputs; queued on `stream`. `tells_lengths`:
   /// whether batch() has Batch::lengths_host, which a step that is to be captured leaves out.
-  /// @throws Error(invalid_argument) if the sizes contradict each other; Error(capacity) if they exceed the
-  /// buffer.
+  /// @throws Error(invalid_argument) if the sizes contradict each other, a position is below -1 or no token
+  /// of limits.hpp, or a slot is below 0; Error(capacity) if the sizes exceed the buffer.
   void set(std::span<const std::int32_t> query_offsets, std::span<const std::int64_t> positions,
            std::span<const std::int32_t> slots, typename B::Stream stream, bool tells_lengths = true) {
     const auto sequences = static_cast<std::int64_t>(slots.size());
@@ -61,6 +61,15 @@ class BatchBuffer {
     HELIX_EXPECTS(sequences <= max_sequences_ && tokens <= max_tokens_, ErrorCode::capacity,
                   "BatchBuffer: a step of ", sequences, " sequences and ", tokens, " tokens exceeds the ",
                   max_sequences_, " and ", max_tokens_, " it was built for");
+    for (std::size_t t = 0; t < positions.size(); ++t) {
+      HELIX_EXPECTS(positions[t] >= -1 && positions[t] < kMaxTokens, ErrorCode::invalid_argument,
+                    "BatchBuffer: positions[", t, "] is ", positions[t], "; it must be in [0, ", kMaxTokens,
+                    "), or -1 for padding");
+    }
+    for (std::size_t b = 0; b < slots.size(); ++b) {
+      HELIX_EXPECTS(slots[b] >= 0, ErrorCode::invalid_argument, "BatchBuffer: slots[", b, "] is ", slots[b],
+                    "; slots count from 0: take ShardedKVCache::slot()");
+    }
     query_offsets_host_.assign(query_offsets.begin(), query_offsets.end());
     lengths_host_.clear();
     for (std::size_t b = 0; tells_lengths && b < slots.size(); ++b) {

@@ -26,8 +26,8 @@ struct DecodeLayerOptions {
   KvpAllToAll<B>* exchange = nullptr;
   HopB<B>* hop_b = nullptr;
   int hop_b_slices = 0;  ///< Slices of the batch whose exchanges overlap attention; 1: off; 0: chosen.
-  std::span<std::byte>
-      workspace;  ///< decode_layer_workspace_bytes(), with LayerInput::normed if that is given.
+  /// decode_layer_workspace_bytes(), with LayerInput::normed if `normed` is given; aligned to 16 bytes.
+  std::span<std::byte> workspace;
   /// [tokens, M], dense: on entry `hidden` after this layer's input norm, on return after `next_norm`, so
   /// that a stack ends a layer and begins the next in one operation. Empty: the layer norms its input itself.
   TensorView<typename B::Activation, 2> normed{};

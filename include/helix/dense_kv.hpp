@@ -18,7 +18,7 @@ namespace detail {
 /// `pool` and so many elements; null stays null.
 inline void* behind(void* pool, std::int64_t elements, DType dtype) {
   if (pool == nullptr) return nullptr;
-  return static_cast<std::byte*>(pool) + elements * static_cast<std::int64_t>(size_bytes(dtype));
+  return static_cast<std::byte*>(pool) + size_product(elements, static_cast<std::int64_t>(size_bytes(dtype)));
 }
 
 inline void check_layer_of_pool(std::int64_t layer, std::int64_t num_layers) {
@@ -32,8 +32,7 @@ inline void check_layer_of_pool(std::int64_t layer, std::int64_t num_layers) {
 template <class... Sizes>
 std::int64_t pool_elements(std::int64_t first, Sizes... sizes) {
   constexpr std::int64_t kMost = kSaturated / 8;  // f32 is the widest type of a pool
-  const std::int64_t elements =
-      saturating_product(larger<std::int64_t>(first, 0), std::int64_t{1}, larger<std::int64_t>(sizes, 0)...);
+  const std::int64_t elements = size_product(first, sizes...);
   HELIX_EXPECTS(elements <= kMost, ErrorCode::invalid_argument,
                 "KV pool: its sizes exceed the address space; were their units mixed up?");
   return elements;

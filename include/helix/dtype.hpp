@@ -58,6 +58,12 @@ constexpr std::optional<DType> parse_dtype(std::string_view name) {
 
 namespace detail {
 
+/// Whether weights are stored and sums made in the type: f32, f16 and bf16, not what KV caches alone hold and
+/// no value without a name.
+constexpr bool is_arithmetic(DType dtype) {
+  return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
+}
+
 /// Rounds float bits to nearest-even after dropping `shift` low bits.
 constexpr std::uint32_t round_shift_right(std::uint32_t bits, unsigned shift) {
   const std::uint32_t half = 1u << (shift - 1);

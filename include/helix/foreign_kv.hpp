@@ -62,13 +62,13 @@ struct VllmDiffKvArgs {
 
 /// A layer's cache of vLLM's FlashAttentionDiffKVBackend, where a token's value follows its key.
 inline KvView vllm_diffkv_kv(const VllmDiffKvArgs& args) {
-  const std::int64_t row = args.head_size + args.head_size_v;
+  const std::int64_t row = detail::size_sum(args.head_size, args.head_size_v);
   KvView view;
   view.format = args.is_hnd ? KvFormat::head_major(args.dtype, args.num_kv_heads, row, row, args.block_size)
                             : KvFormat::token_major(args.dtype, args.num_kv_heads, row, row, args.block_size);
   view.format.head_dim = args.head_size;
   view.format.value_dim = args.head_size_v;
-  view.format.k.page = args.num_kv_heads * args.block_size * row;
+  view.format.k.page = detail::size_product(args.num_kv_heads, args.block_size, row);
   view.format.v = view.format.k;
   view.num_pages = args.num_blocks;
   view.k = args.pool;
@@ -133,10 +133,10 @@ struct FlashInferMlaKvArgs {
 /// kpe_cache [num_pages, page_size, head_dim_kpe].
 inline KvView flashinfer_mla_kv(const FlashInferMlaKvArgs& args) {
   KvView view;
-  view.format =
-      KvFormat::latent(args.dtype, args.head_dim_ckv + args.head_dim_kpe, args.head_dim_ckv, args.page_size);
-  view.format.k = {args.page_size * args.head_dim_ckv, 0, args.head_dim_ckv};
-  view.format.rope = {args.page_size * args.head_dim_kpe, 0, args.head_dim_kpe};
+  view.format = KvFormat::latent(args.dtype, detail::size_sum(args.head_dim_ckv, args.head_dim_kpe),
+                                 args.head_dim_ckv, args.page_size);
+  view.format.k = {detail::size_product(args.page_size, args.head_dim_ckv), 0, args.head_dim_ckv};
+  view.format.rope = {detail::size_product(args.page_size, args.head_dim_kpe), 0, args.head_dim_kpe};
   view.num_pages = args.num_pages;
   view.k = args.ckv;
   view.rope = args.kpe;
@@ -214,8 +214,8 @@ struct TensorRtLlmMlaKvArgs {
 inline KvView tensorrt_llm_mla_kv(const TensorRtLlmMlaKvArgs& args) {
   detail::check_layer_of_pool(args.layer, args.num_layers);
   KvView view;
-  view.format = KvFormat::latent(args.dtype, args.kv_lora_rank + args.qk_rope_head_dim, args.kv_lora_rank,
-                                 args.tokens_per_block);
+  view.format = KvFormat::latent(args.dtype, detail::size_sum(args.kv_lora_rank, args.qk_rope_head_dim),
+                                 args.kv_lora_rank, args.tokens_per_block);
   const std::int64_t layer_elements = view.format.k.page;
   view.format.k.page = view.format.rope.page = detail::pool_elements(layer_elements, args.num_layers);
   view.num_pages = args.num_blocks;

@@ -9,6 +9,7 @@
 
 #include <helix/dtype.hpp>
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 #include <helix/kv_layout.hpp>
 
 namespace helix {
@@ -57,6 +58,23 @@ HELIX_HOST_DEVICE constexpr float mixed_scale(float most) {
   return scale >= kLeast ? scale : 1.0f;
 }
 
+namespace detail {
+
+/// The product of sizes, kSaturated beyond int64, where one below 0 counts as 0: the operation that reads the
+/// view names it.
+template <class... Sizes>
+constexpr std::int64_t size_product(std::int64_t first, Sizes... sizes) {
+  return saturating_product(larger<std::int64_t>(first, 0), std::int64_t{1},
+                            larger<std::int64_t>(sizes, 0)...);
+}
+
+/// The sum of two sizes, likewise.
+constexpr std::int64_t size_sum(std::int64_t a, std::int64_t b) {
+  return saturating_sum(larger<std::int64_t>(a, 0), larger<std::int64_t>(b, 0));
+}
+
+}  // namespace detail
+
 /// Element type, sizes and strides of a paged pool; the last stride of a row is 1. In a latent format (MLA)
 /// one row a token is both: all head_dim columns are the key, the first value_dim the value. Its two parts,
 /// the latent and the rope columns, may lie apart.
@@ -77,8 +95,8 @@ struct KvFormat {
   /// Helix's own pool of K and V: [page][K, V][head][token][D], rows of V in places of D columns.
   static constexpr KvFormat head_major(DType dtype, std::int64_t num_heads, std::int64_t head_dim,
                                        std::int64_t value_dim, std::int64_t page_tokens) {
-    const std::int64_t head = page_tokens * head_dim;
-    const KvStrides rows{2 * num_heads * head, head, head_dim};
+    const std::int64_t head = detail::size_product(page_tokens, head_dim);
+    const KvStrides rows{detail::size_product(2, num_heads, head), head, head_dim};
     return {dtype, num_heads, head_dim, value_dim, page_tokens, false, rows, rows, {}};
   }
 
@@ -91,17 +109,23 @@ struct KvFormat {
             value_dim,
             page_tokens,
             false,
-            {page_tokens * num_heads * head_dim, head_dim, num_heads * head_dim},
-            {page_tokens * num_heads * value_dim, value_dim, num_heads * value_dim},
+            {detail::size_product(page_tokens, num_heads, head_dim), head_dim,
+             detail::size_product(num_heads, head_dim)},
+            {detail::size_product(page_tokens, num_heads, value_dim), value_dim,
+             detail::size_product(num_heads, value_dim)},
             {}};
   }
 
   /// A pool of latent rows, [page][token][head_dim]; fp8_ds_mla: [page][token][latent_row_bytes()].
   static constexpr KvFormat latent(DType dtype, std::int64_t head_dim, std::int64_t value_dim,
                                    std::int64_t page_tokens) {
-    const std::int64_t row =
-        latent_extent(dtype, value_dim) + helix::rope_extent(dtype, head_dim - value_dim);
-    const KvStrides rows{page_tokens * row, 0, row};
+    // Wider rows are refused with the head_dim or value_dim that makes them.
+    const auto columns = [](std::int64_t dim) {
+      return smaller(larger<std::int64_t>(dim, 0), kSaturated / 8);
+    };
+    const std::int64_t row = latent_extent(dtype, columns(value_dim)) +
+                             helix::rope_extent(dtype, columns(head_dim) - columns(value_dim));
+    const KvStrides rows{detail::size_product(page_tokens, row), 0, row};
     return {dtype, 1, head_dim, value_dim, page_tokens, true, rows, {}, rows};
   }
 
@@ -150,9 +174,9 @@ struct KvView {
     view.num_pages = num_pages;
     view.k = bytes;
     if (format.is_latent) {
-      view.rope = bytes + format.k_extent() * format.element_bytes();
+      view.rope = bytes + detail::size_product(format.k_extent(), format.element_bytes());
     } else {
-      view.v = bytes + format.num_heads * format.k.head * format.element_bytes();
+      view.v = bytes + detail::size_product(format.num_heads, format.k.head, format.element_bytes());
     }
     return view;
   }

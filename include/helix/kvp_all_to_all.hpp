@@ -90,10 +90,10 @@ class KvpAllToAll {
   /// and check); allocates nothing (with windows its messages, at the first call), capturable. What it
   /// returns is valid until the next exchange is queued. The calls of one KvpAllToAll are ordered by one
   /// stream, or by events.
-  /// @throws Error(invalid_argument) if shapes differ from the spec; before anything is queued. Failures on
-  /// the stream are sticky: Error(out_of_step) if the ranks are not in the same step. That shows in
-  /// `positions` (device, [tokens], equal on all ranks); with nullptr only counts, tokens and senders are
-  /// compared, and a rank that left out a whole step goes unseen.
+  /// @throws Error(invalid_argument) if shapes differ from the spec or the convention has no name; before
+  /// anything is queued. Failures on the stream are sticky: Error(out_of_step) if the ranks are not in the
+  /// same step. That shows in `positions` (device, [tokens], equal on all ranks); with nullptr only counts,
+  /// tokens and senders are compared, and a rank that left out a whole step goes unseen.
   Received exchange(const Partial<T>& partial, const std::int64_t* positions, Stream stream,
                     LseConvention convention = LseConvention::natural) {
     const std::int64_t tokens = partial.out.extent(0);
@@ -109,6 +109,7 @@ class KvpAllToAll {
     HELIX_EXPECTS(tokens == 0 || (partial.out.data() != nullptr && partial.lse.data() != nullptr),
                   ErrorCode::invalid_argument, "exchange: ", partial.out.data() == nullptr ? "out" : "lse",
                   " is null; it must point to the partials of ", tokens, " tokens");
+    detail::check_convention("exchange", convention);
     HELIX_EXPECTS(kvp_ > 1 || convention == LseConvention::natural, ErrorCode::invalid_argument,
                   "exchange: KVP 1 packs nothing and converts no lse; give the convention to lse_combine");
     if (kvp_ == 1) return without_exchange(partial);

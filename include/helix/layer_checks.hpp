@@ -23,9 +23,8 @@ inline void expect_shape(std::string_view name, const WeightView& weight, std::i
   HELIX_EXPECTS(weight.rows == rows && weight.cols == cols && (!weight.empty() || rows * cols == 0),
                 ErrorCode::invalid_argument, "decode_layer: ", name, " is ", weight.empty() ? "empty, " : "",
                 "[", weight.rows, ", ", weight.cols, "]; this rank needs [", rows, ", ", cols, "]", hint);
-  HELIX_EXPECTS(weight.dtype != DType::fp8_e4m3 && weight.dtype != DType::fp8_ds_mla,
-                ErrorCode::invalid_argument, "decode_layer: ", name, " is ", to_string(weight.dtype),
-                "; weights are f32, f16 or bf16: convert them when loading");
+  HELIX_EXPECTS(is_arithmetic(weight.dtype), ErrorCode::invalid_argument, "decode_layer: ", name, " is ",
+                to_string(weight.dtype), "; weights are f32, f16 or bf16: convert them when loading");
 }
 
 inline void expect_shape_if_given(std::string_view name, const WeightView& weight, std::int64_t cols) {
@@ -158,6 +157,10 @@ void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
                 ErrorCode::invalid_argument, "decode_layer: the shape is of stage_rank ", shape.stage_rank,
                 " of ", shape.stage_size, "; the backend is rank ", comms.stage->rank(), " of ",
                 comms.stage->size());
+  HELIX_EXPECTS(comms.kvp->size() == shape.kvp && comms.kvp->rank() == shape.kvp_rank,
+                ErrorCode::invalid_argument, "decode_layer: the KVP communicator has rank ",
+                comms.kvp->rank(), " of ", comms.kvp->size(), "; the shape is KVP rank ", shape.kvp_rank,
+                " of ", shape.kvp, ": make it with split_kvp()");
   check_batch("decode_layer", batch);
   HELIX_EXPECTS(options.exchange != nullptr && options.hop_b != nullptr, ErrorCode::invalid_argument,
                 "decode_layer: options.exchange and options.hop_b must be set; build one of each a rank and "
@@ -171,7 +174,7 @@ void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
   expect_rows("hidden", hidden);
   if (options.normed.data() != nullptr) expect_rows("normed", options.normed);
   check_given("decode_layer", "hidden", hidden.data(), batch.num_tokens());
-  check_workspace("decode_layer", options.workspace);
+  check_workspace("decode_layer", options.workspace, kWorkspaceAlignment);
   HELIX_EXPECTS(options.next_norm.empty() || options.normed.data() != nullptr, ErrorCode::invalid_argument,
                 "decode_layer: options.next_norm is given without options.normed, where what it norms goes; "
                 "give normed too, or leave both out");

@@ -11,7 +11,8 @@ namespace helix {
 
 /// Grouped-query attention (MHA and MQA are its ends). Split over TPA, replicated over KVP; W_o over N.
 struct GqaWeights {
-  WeightView qkv;         ///< [(Hq/TPA + 2 Hkv/TPA) * D, M]: query rows, then key rows, then value rows
+  /// [Hq/TPA * D + Hkv/TPA * (D + Dv), M], RankShape::qkv_columns() rows: of queries, then keys, then values
+  WeightView qkv;
   WeightView qkv_bias{};  ///< [1, rows of qkv] or empty
   WeightView q_norm{};    ///< [1, D] or empty: RMSNorm of each query head before rope
   WeightView k_norm{};    ///< [1, D] or empty

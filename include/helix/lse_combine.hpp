@@ -16,7 +16,8 @@ namespace helix {
 /// whatever its out holds; all of them -inf (and no sink): out = 0, lse = -inf (invariant 6). See
 /// LseCombineArgs for shapes. Local; queued on `stream`, allocates nothing, capturable. Source: paper
 /// section 2.1.1; Flash-Decoding.
-/// @throws Error(invalid_argument) if shapes contradict each other or limits.hpp, or an address is missing.
+/// @throws Error(invalid_argument) if shapes contradict each other or limits.hpp, an address is missing, or
+/// the convention has no name.
 template <ExchangeBackend B>
 void lse_combine(B& backend, const LseCombineArgs<typename B::Activation>& args, typename B::Stream stream) {
   const auto& out = args.partial_out;
@@ -45,6 +46,7 @@ void lse_combine(B& backend, const LseCombineArgs<typename B::Activation>& args,
   HELIX_EXPECTS(args.out.size() == 0 || (out.stride(3) == 1 && args.out.stride(2) == 1),
                 ErrorCode::invalid_argument, "lse_combine: last strides must be 1; partials have ",
                 out.stride(3), ", out has ", args.out.stride(2));
+  detail::check_convention("lse_combine", args.convention);
   if (out.extent(1) == 0 || out.extent(2) == 0) return;
   detail::check_given("lse_combine", "partial_out", out.data(), out.extent(3));
   detail::check_given("lse_combine", "partial_lse", lse.data(), 1);

@@ -57,7 +57,8 @@ struct ModelShape {
   constexpr std::int64_t num_experts() const { return moe ? moe->num_experts : 0; }
   constexpr std::int64_t expert_ffn() const { return moe ? moe->expert_ffn : 0; }
   constexpr std::int64_t shared_ffn() const { return moe ? moe->shared_ffn : 0; }
-  /// Cached elements of one token in one layer, each KV head once: Hkv * (D + Dv); MLA: the latent row alone.
+  /// Elements of one token's keys and values in one layer, each KV head once: Hkv * (D + Dv); MLA: the latent
+  /// row alone. ShardedKVCache takes 2 * Hkv * D, as rows of V take places of D columns.
   constexpr std::int64_t kv_elements() const {
     return mla ? head_dim : num_kv_heads * (head_dim + value_dim);
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
 #include <helix/backend/layer.hpp>
 #include <helix/error.hpp>
@@ -22,6 +23,13 @@ void check_prepare_qkv(const PrepareQkvArgs<T>& args) {
                 ", ", args.q.extent(2), "] with a last stride of ", args.q.stride(2), "; it must be [", end,
                 " or more, 1 to ", kMaxCount, ", ", dim, "] with 1");
   check_given("prepare_qkv", "q", args.q.data(), end);
+  const auto check_norm = [&](std::string_view name, const WeightView& norm) {
+    HELIX_EXPECTS(norm.empty() || (norm.rows == 1 && norm.cols == dim), ErrorCode::invalid_argument,
+                  "prepare_qkv: ", name, " is [", norm.rows, ", ", norm.cols, "]; it must be [1, ", dim,
+                  "] or empty");
+  };
+  check_norm("q_norm", args.q_norm);
+  check_norm("k_norm", args.k_norm);
   check_rope("prepare_qkv", args.rope, dim);
   check_epsilon("prepare_qkv", "epsilon", args.epsilon);
 }
@@ -31,7 +39,8 @@ void check_prepare_qkv(const PrepareQkvArgs<T>& args) {
 /// Norm of q and k, rope and append: prepare_qkv of the backend if it has one, else one operation after the
 /// other. Queued on `stream`, allocates nothing, capturable.
 /// @throws Error(invalid_argument) unless k and v are rows of the KV view, which can be read, q has heads as
-/// wide for each token of the batch, and rope and epsilon are finite and turn an even part of a head.
+/// wide for each token of the batch, the norms are [1, D] or empty, and rope and epsilon are finite and turn
+/// an even part of a head.
 template <LayerBackend B>
 void prepare_qkv(B& backend, const PrepareQkvArgs<typename B::Activation>& args, typename B::Stream stream) {
   using T = typename B::Activation;

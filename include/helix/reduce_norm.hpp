@@ -40,7 +40,7 @@ void reduce_then_norm(B& backend, const ReduceNormArgs<typename B::Activation>& 
 /// The only place that knows that the three belong together: a backend that does them at once brings
 /// reduce_norm(args, stream); for any other it is all_reduce and rms_norm. Collective over the stage; all
 /// ranks get the same bits (invariant 12). Queued on `stream`, allocates nothing, capturable.
-/// @throws Error(invalid_argument) if shapes contradict each other.
+/// @throws Error(invalid_argument) if shapes contradict each other, or the weight is not [1, M].
 template <LayerBackend B>
 void reduce_norm(B& backend, const ReduceNormArgs<typename B::Activation>& args, typename B::Stream stream) {
   const bool has_norm = !args.weight.empty();
@@ -50,6 +50,9 @@ void reduce_norm(B& backend, const ReduceNormArgs<typename B::Activation>& args,
       ErrorCode::invalid_argument, "reduce_norm: partial is [", args.partial.extent(0), ", ",
       args.partial.extent(1), "], residual [", args.residual.extent(0), ", ", args.residual.extent(1),
       "], out [", args.out.extent(0), ", ", args.out.extent(1), "]; they must be dense and equal");
+  HELIX_EXPECTS(!has_norm || (args.weight.rows == 1 && args.weight.cols == args.residual.extent(1)),
+                ErrorCode::invalid_argument, "reduce_norm: weight is [", args.weight.rows, ", ",
+                args.weight.cols, "]; it must be [1, ", args.residual.extent(1), "]");
   if constexpr (requires { backend.reduce_norm(args, stream); }) {
     backend.reduce_norm(args, stream);
   } else {

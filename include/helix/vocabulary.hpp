@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include <helix/backend/vocabulary.hpp>
@@ -14,22 +15,38 @@
 #include <helix/workspace.hpp>
 
 namespace helix {
+namespace detail {
+
+/// Throws Error(invalid_argument) unless the stage is the topology's.
+template <class Comm>
+void check_stage(std::string_view operation, const Comm& stage, const Topology& topo) {
+  HELIX_EXPECTS(stage.size() == topo.stage_size(), ErrorCode::invalid_argument, operation,
+                ": the stage communicator has ", stage.size(), " ranks; the topology's stage has ",
+                topo.stage_size());
+}
+
+}  // namespace detail
 
 /// out[t] = embedding of ids[t], the same on all N ranks. `table` is this rank's rows, Topology::vocab. Ids
 /// must have been checked against the vocabulary by the caller: an id outside gives a zero row. Collective
 /// over the stage; queued on `stream`, allocates nothing, capturable.
-/// @throws Error(invalid_argument) if the table is not this rank's shard.
+/// @throws Error(invalid_argument) if the stage is not the topology's, the table is not this rank's shard, or
+/// an address is missing.
 template <VocabularyBackend B>
 void embed_tokens(B& backend, const Topology& topo, const std::int32_t* ids, const WeightView& table,
                   TensorView<typename B::Activation, 2> out, typename B::Stream stream) {
   using T = typename B::Activation;
   auto* stage = backend.comms().stage;
+  detail::check_stage("embed_tokens", *stage, topo);
   const Range shard = topo.vocab(stage->rank());
   HELIX_EXPECTS(table.rows == shard.size() && table.cols == topo.shape().hidden &&
                     out.extent(1) == table.cols && out.is_contiguous(),
                 ErrorCode::invalid_argument, "embed_tokens: the table is [", table.rows, ", ", table.cols,
                 "]; this rank's shard of the vocabulary is [", shard.size(), ", ", topo.shape().hidden,
                 "], and out must be dense with that width, not ", out.extent(1));
+  detail::check_given("embed_tokens", "the table", table.data, table.rows);
+  detail::check_given("embed_tokens", "ids", ids, out.extent(0));
+  detail::check_given("embed_tokens", "out", out.data(), out.extent(0));
   if (out.extent(0) == 0) return;
   backend.embed(EmbedArgs<T>{ids, table, shard.begin, out}, stream);
   stage->all_reduce(out.data(), out.data(), out.size(), kDTypeOf<T>, stream);
@@ -63,14 +80,17 @@ class VocabularyHead {
   using T = typename B::Activation;
 
   /// Weights of this rank: `final_norm` [1, M], or empty if rows reach logits() normed, as decode_layer's
-  /// next_norm leaves them; `lm_head` [Topology::vocab rows, M].
+  /// next_norm leaves them; `lm_head` [Topology::vocab rows, M]. Local; waits for the upload of a few
+  /// numbers.
+  /// @throws Error(invalid_argument) if the stage is not the topology's, lm_head is not this rank's shard or
+  /// has no address, or final_norm is another shape; Error(capacity) if the memory cannot be had.
   VocabularyHead(B& backend, const Topology& topo, WeightView final_norm, WeightView lm_head,
                  float norm_epsilon)
       : backend_(&backend),
         final_norm_(final_norm),
         lm_head_(lm_head),
         norm_epsilon_(norm_epsilon),
-        ranks_(topo.stage_size()),
+        ranks_(checked_ranks(backend, topo)),
         rank_(backend.comms().stage->rank()),
         width_(topo.vocab(0).size()),
         state_(backend.allocate(static_cast<std::size_t>(ranks_ + 2) * sizeof(std::int64_t))) {
@@ -78,6 +98,10 @@ class VocabularyHead {
     HELIX_EXPECTS(lm_head.rows == shard.size() && lm_head.cols == topo.shape().hidden,
                   ErrorCode::invalid_argument, "VocabularyHead: lm_head is [", lm_head.rows, ", ",
                   lm_head.cols, "]; this rank's shard is [", shard.size(), ", ", topo.shape().hidden, "]");
+    detail::check_given("VocabularyHead", "lm_head", lm_head.data, lm_head.rows);
+    HELIX_EXPECTS(final_norm.empty() || (final_norm.rows == 1 && final_norm.cols == lm_head.cols),
+                  ErrorCode::invalid_argument, "VocabularyHead: final_norm is [", final_norm.rows, ", ",
+                  final_norm.cols, "]; it must be [1, ", lm_head.cols, "] or empty");
     // The device state: [0] the epoch of the gather, [1 ..] where each rank's ids begin.
     std::vector<std::int64_t> begins(static_cast<std::size_t>(ranks_ + 1));
     for (int r = 0; r < ranks_; ++r) begins[static_cast<std::size_t>(r)] = topo.vocab(r).begin;
@@ -102,7 +126,8 @@ class VocabularyHead {
   /// Logits after the tokens `rows` (device, [num_rows] indices into hidden [tokens, M]). `positions` of all
   /// tokens (device, [tokens], global, or null) tell the step apart from the one before. Collective over the
   /// stage; queued on `stream`, allocates nothing, capturable.
-  /// @throws Error(capacity) if `workspace` is smaller than workspace_bytes(topo, num_rows).
+  /// @throws Error(invalid_argument) if num_rows is below 0, or with rows hidden is not M wide or an address
+  /// is missing; Error(capacity) if `workspace` is smaller than workspace_bytes(topo, num_rows).
   Logits logits(TensorView<T, 2> hidden, const std::int64_t* positions, const std::int32_t* rows,
                 std::int64_t num_rows, std::span<std::byte> workspace, typename B::Stream stream) {
     const Shard shard = multiply(hidden, rows, num_rows, workspace, stream);
@@ -175,6 +200,11 @@ class VocabularyHead {
     TensorView<T, 2> logits;  // [rows, width]; a shard may be narrower than the widest: the rest is not read
   };
 
+  static int checked_ranks(B& backend, const Topology& topo) {
+    detail::check_stage("VocabularyHead", *backend.comms().stage, topo);
+    return topo.stage_size();
+  }
+
   static std::int64_t message_bytes(std::int64_t width, std::int64_t rows) {
     const auto bytes = static_cast<std::int64_t>(sizeof(ExchangeHeader)) +
                        rows * width * static_cast<std::int64_t>(sizeof(T));
@@ -198,6 +228,12 @@ class VocabularyHead {
   /// The product of the selected rows and this rank's weights.
   Shard multiply(TensorView<T, 2> hidden, const std::int32_t* rows, std::int64_t num_rows,
                  std::span<std::byte> workspace, typename B::Stream stream) {
+    HELIX_EXPECTS(num_rows >= 0 && (num_rows == 0 || hidden.extent(1) == lm_head_.cols),
+                  ErrorCode::invalid_argument, "VocabularyHead: hidden is [", hidden.extent(0), ", ",
+                  hidden.extent(1), "] for ", num_rows, " rows; they must be at least 0, of width ",
+                  lm_head_.cols);
+    detail::check_given("VocabularyHead", "hidden", hidden.data(), num_rows);
+    detail::check_given("VocabularyHead", "rows", rows, num_rows);
     WorkspaceArena arena(workspace);
     const Buffers buffers = carve(ranks_, width_, lm_head_.cols, num_rows, arena);
     const Shard shard{buffers, {logits_of(buffers.sent), {num_rows, width_}}};

@@ -12,8 +12,9 @@
 
 namespace helix {
 
-/// Hands out consecutive 256-byte aligned pieces. A default-constructed arena only measures: it hands out
-/// null views and counts, so that one function both sizes a workspace and lays it out.
+/// Hands out consecutive pieces that begin at multiples of 256 bytes from the memory's beginning, and are as
+/// aligned as it is, up to that. A default-constructed arena only measures: it hands out null views and
+/// counts, so that one function both sizes a workspace and lays it out.
 class WorkspaceArena {
  public:
   static constexpr std::size_t kAlignment = 256;

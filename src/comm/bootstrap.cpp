@@ -36,7 +36,7 @@ struct Bootstrap::State {
     throw Error(ErrorCode::peer_failed, watch->failure);
   }
 
-  Clock::time_point deadline() const { return Clock::now() + watch->options.timeout; }
+  Clock::time_point deadline() const { return deadline_after(watch->options.timeout); }
 
   void expect_done(Transfer transfer, const char* operation, std::size_t peer) const {
     if (transfer == Transfer::done) return;
@@ -68,6 +68,7 @@ Bootstrap::Bootstrap(const BootstrapOptions& options) : state_(std::make_shared<
                 options.heartbeat.count(), " ms; both must be positive");
   Watch& watch = *state_->watch;
   watch.options = options;
+  watch.options.timeout = bounded(options.timeout);  // which the clock is compared with
   if (options.size == 1) return;
   state_->connections = options.rank == 0 ? serve(options) : join(options);
   for (std::size_t i = 0; i < state_->connections.watch.size(); ++i) {

@@ -33,8 +33,8 @@ inline void expect_buffers(std::string_view operation, const void* in, const voi
 inline void expect_reduction(std::string_view operation, const void* in, const void* out, std::int64_t count,
                              DType dtype) {
   expect_buffers(operation, in, out, count);
-  HELIX_EXPECTS(dtype != DType::fp8_e4m3 && dtype != DType::fp8_ds_mla, ErrorCode::unsupported, operation,
-                ": cannot sum ", to_string(dtype), "; use f32, f16 or bf16");
+  HELIX_EXPECTS(detail::is_arithmetic(dtype), ErrorCode::unsupported, operation, ": cannot sum ",
+                to_string(dtype), "; use f32, f16 or bf16");
   const std::size_t width = size_bytes(dtype);
   const auto remainder = (std::bit_cast<std::uintptr_t>(in) | std::bit_cast<std::uintptr_t>(out)) % width;
   HELIX_EXPECTS(remainder == 0, ErrorCode::invalid_argument, operation, ": in ", in, " and out ", out,

@@ -211,7 +211,7 @@ struct Root {
   /// Waits until the data of this round moves or has moved.
   void gather(Meeting& meeting, std::size_t place, const Call& call, std::uint64_t round,
               std::unique_lock<std::mutex>& lock) {
-    const Clock::time_point deadline = Clock::now() + timeout;
+    const Clock::time_point deadline = deadline_after(timeout);
     const auto moved_or_failed = [&] {
       return meeting.round != round || meeting.is_moving || meeting.error_code.has_value() || has_failed;
     };

@@ -50,7 +50,7 @@ class Reception {
   explicit Reception(const BootstrapOptions& options)
       : options_(options),
         key_{options.secret, options.job},
-        deadline_(Clock::now() + options.timeout),
+        deadline_(deadline_after(options.timeout)),
         expected_(options.size),
         processes_(static_cast<std::size_t>(options.size)) {
     connections_.control.resize(processes_.size());

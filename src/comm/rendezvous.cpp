@@ -70,7 +70,7 @@ Nonce new_nonce() {
 }
 
 Connections join(const BootstrapOptions& options) {
-  const Clock::time_point deadline = Clock::now() + options.timeout;
+  const Clock::time_point deadline = deadline_after(options.timeout);
   const JobKey key{options.secret, options.job};
   Hello hello{.rank = options.rank, .size = options.size, .config_hash = options.config_hash};
   hello.process = new_nonce();
@@ -84,7 +84,7 @@ Connections join(const BootstrapOptions& options) {
   }
   Transfer transfer = Transfer::done;
   const auto verdict = recv_message<Verdict>(
-      connections.control[0], Clock::now() + options.timeout + kVerdictGrace, read_verdict, transfer);
+      connections.control[0], deadline_after(options.timeout) + kVerdictGrace, read_verdict, transfer);
   HELIX_EXPECTS(transfer != Transfer::late, ErrorCode::timeout, "bootstrap: rank 0 at ", options.address, ":",
                 options.port, " did not answer rank ", options.rank, " within ", seconds(options.timeout),
                 " s");

@@ -37,7 +37,7 @@ bool run_bounded(milliseconds timeout, Body body, GiveUp&& give_up) {
     outcome->failure = failure;
     outcome->changed.notify_all();
   }).detach();
-  const Clock::time_point deadline = Clock::now() + timeout;
+  const Clock::time_point deadline = deadline_after(timeout);
   std::unique_lock lock(outcome->mutex);
   while (!outcome->changed.wait_for(lock, milliseconds(20), [&] { return outcome->is_done; })) {
     give_up();

@@ -154,7 +154,7 @@ void Watch::run() {
     tell_own_failure();
     if (Clock::now() >= next_beat) {
       tell_all(own_beat());
-      next_beat = Clock::now() + options.heartbeat;
+      next_beat = deadline_after(options.heartbeat);
       if (!has_failed.load(std::memory_order_acquire)) {
         check_silence();
         if (options.rank == 0) check_lag();
@@ -175,8 +175,8 @@ void Watch::wait_for_messages(Clock::time_point next_beat) {
     entries_.push_back({.fd = peer.socket.fd(), .events = POLLIN, .revents = 0});  // -1 is skipped
   }
   const auto left = std::chrono::ceil<milliseconds>(next_beat - Clock::now()).count();
-  if (::poll(entries_.data(), entries_.size(), static_cast<int>(std::max<std::int64_t>(left, 0))) <= 0)
-    return;
+  const auto limit = static_cast<int>(std::clamp<std::int64_t>(left, 0, 60'000));
+  if (::poll(entries_.data(), entries_.size(), limit) <= 0) return;
   std::uint64_t count = 0;
   if (entries_[0].revents != 0) (void)!::read(wake.fd(), &count, sizeof(count));
   for (std::size_t i = 0; i < peers.size(); ++i) {

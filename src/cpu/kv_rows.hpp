@@ -34,10 +34,21 @@ void load_row(const T* stored, float* values, std::int64_t count, float scale) {
   for (std::int64_t i = 0; i < count; ++i) values[i] = static_cast<float>(stored[i]) * scale;
 }
 
-/// The page of local position `local` of the sequence in `slot`. @throws Error(invalid_argument) if that is
-/// not one of the pool's, as where ShardedKVCache has made no room for the token.
+/// The page of local position `local` of the sequence in `slot`. @throws Error(invalid_argument) if the
+/// sequence has no such place in the page table, or the page is not one of the pool's, as where
+/// ShardedKVCache has made no room for the token.
 inline std::int64_t page_of(const KvView& kv, std::int32_t slot, std::int64_t local) {
-  const std::int64_t page = kv.page_table[kv.first_page_of(slot) + local / kv.format.page_tokens];
+  HELIX_EXPECTS(slot >= 0, ErrorCode::invalid_argument, "local token ", local, " is of the sequence in slot ",
+                slot, "; slots count from 0: take ShardedKVCache::slot()");
+  const std::int64_t index = local / kv.format.page_tokens;
+  const std::int64_t first = kv.first_page_of(slot);
+  const std::int64_t most =
+      kv.page_begins != nullptr ? kv.page_begins[std::int64_t{slot} + 1] - first : kv.max_pages;
+  HELIX_EXPECTS(local >= 0 && index < most, ErrorCode::invalid_argument, "local token ", local,
+                " of the sequence in slot ", slot, " is in page ", index,
+                " of the sequence, whose row of the page table has ", most,
+                "; append() to the sequence before its tokens are stored or read");
+  const std::int64_t page = kv.page_table[first + index];
   HELIX_EXPECTS(page >= 0 && page < kv.num_pages, ErrorCode::invalid_argument, "local token ", local,
                 " of the sequence in slot ", slot, " has page ", page, " of the KV pool's ", kv.num_pages,
                 "; append() to the sequence before its tokens are stored or read");

@@ -81,7 +81,7 @@ void expect_all(MPI_Comm comm, MPI_Comm herald, milliseconds timeout) {
           "MPI_Testall");
     return flag != 0;
   };
-  if (poll_until(Clock::now() + timeout, all_are_here)) return;
+  if (poll_until(comm::deadline_after(timeout), all_are_here)) return;
   std::vector<int> missing;
   for (std::size_t i = 0; i < peers.size(); ++i) {
     int is_here = 0;
@@ -101,7 +101,7 @@ MPI_Comm duplicate(MPI_Comm comm, MPI_Comm herald, milliseconds timeout) {
   MPI_Comm copy = MPI_COMM_NULL;
   MPI_Request request = MPI_REQUEST_NULL;
   check(MPI_Comm_idup(comm, &copy, &request), "MPI_Comm_idup");
-  const bool is_done = poll_until(Clock::now() + timeout, [&] {
+  const bool is_done = poll_until(comm::deadline_after(timeout), [&] {
     int flag = 0;
     check(MPI_Test(&request, &flag, MPI_STATUS_IGNORE), "MPI_Test");
     return flag != 0;

@@ -85,7 +85,8 @@ void Farewell::exchange(milliseconds timeout) {
     receive([&](int peer) { last_heard[static_cast<std::size_t>(peer)] = Clock::now(); });
     std::vector<int> silent;
     for (int peer = 0; peer < size; ++peer) {
-      const bool is_silent = Clock::now() - last_heard[static_cast<std::size_t>(peer)] >= timeout;
+      const bool is_silent =
+          Clock::now() - last_heard[static_cast<std::size_t>(peer)] >= comm::bounded(timeout);
       if (is_silent && !gone_.contains(peer)) silent.push_back(peer);
     }
     HELIX_EXPECTS(silent.empty(), ErrorCode::timeout, "world ", comm::rank_names(silent),

@@ -91,7 +91,7 @@ bool MpiComm::Group::test_all(int& result) {
 void MpiComm::Group::wait(Operation operation) {
   posted.statuses.resize(posted.requests.size());
   int result = MPI_SUCCESS;
-  if (!mpi::poll_until(Clock::now() + timeout, [&] { return test_all(result); })) {
+  if (!mpi::poll_until(comm::deadline_after(timeout), [&] { return test_all(result); })) {
     // Who arrives between the last poll and the look at who is missing has arrived.
     const std::vector<int> late = late_peers();
     if (!late.empty()) give_up(operation, late);

@@ -110,7 +110,7 @@ MpiSession::MpiSession(int* argc, char*** argv, std::chrono::milliseconds timeou
   {
     const std::string rank = own_rank();
     const mpi::Watchdog bound(
-        timeout + turn_of(std::atoi(rank.c_str())),
+        comm::bounded(timeout) + turn_of(std::atoi(rank.c_str())),
         waited_in(
             "MPI_Init", rank, timeout,
             message({" for a rank of ",
@@ -139,7 +139,7 @@ MpiSession::~MpiSession() {
     state_->farewell.reset();
     mpi::session_alarm().reset();
     const int rank = mpi::world_rank();
-    const mpi::Watchdog bound(state_->timeout + turn_of(rank),
+    const mpi::Watchdog bound(comm::bounded(state_->timeout) + turn_of(rank),
                               waited_in("MPI_Finalize", std::to_string(rank), state_->timeout,
                                         ": all ranks were about to call it, and one has stopped since"));
     MPI_Finalize();

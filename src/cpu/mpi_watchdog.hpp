@@ -36,7 +36,7 @@ class Watchdog {
  private:
   void wait(comm::milliseconds limit, const std::string& line) {
     std::unique_lock lock(mutex_);
-    if (changed_.wait_until(lock, comm::Clock::now() + limit, [this] { return is_done_; })) return;
+    if (changed_.wait_until(lock, comm::deadline_after(limit), [this] { return is_done_; })) return;
     std::fprintf(stderr, "helix: %s\n", line.c_str());
     std::fflush(stderr);
     std::_Exit(EXIT_FAILURE);

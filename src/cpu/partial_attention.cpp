@@ -16,6 +16,8 @@
 
 #include <helix/cpu/backend.hpp>
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
+#include <helix/limits.hpp>
 
 #include "cpu/attention/task.hpp"
 #include "cpu/kv_rows.hpp"
@@ -92,11 +94,12 @@ std::int64_t tile_tokens(std::int64_t num_tokens, std::int64_t group) {
 }
 
 std::int64_t max_rows(std::int64_t num_tokens, std::int64_t num_query_heads) {
-  return std::min(num_tokens * num_query_heads, std::max(kTileRows, kDraftTokens * num_query_heads));
+  return std::min(saturating_product(num_tokens, num_query_heads),
+                  std::max(kTileRows, kDraftTokens * num_query_heads));
 }
 
 std::int64_t max_partials(std::int64_t num_tokens) {
-  return std::min(num_tokens * kMaxSplits, kPassPartials);
+  return std::min(saturating_product(num_tokens, kMaxSplits), kPassPartials);
 }
 
 /// Queries of one sequence that share tasks, and how their keys are split.
@@ -393,11 +396,14 @@ std::size_t Operators::partial_attention_workspace_bytes(std::int64_t num_tokens
                                                          std::int64_t num_query_heads, std::int64_t head_dim,
                                                          std::int64_t value_dim) const {
   if (num_tokens <= 0) return 0;
-  const std::int64_t scratch =
-      attention_scratch_floats(max_rows(num_tokens, num_query_heads), head_dim, value_dim) * num_threads();
-  const std::int64_t partials = max_partials(num_tokens) * num_query_heads * (value_dim + 1);
-  return static_cast<std::size_t>((scratch + partials) * static_cast<std::int64_t>(sizeof(float)) +
-                                  kAlignBytes);
+  if (num_query_heads > kMaxCount || head_dim > kMaxRowElements || value_dim > kMaxRowElements)
+    return static_cast<std::size_t>(kSaturated);
+  const std::int64_t scratch = saturating_product(
+      attention_scratch_floats(max_rows(num_tokens, num_query_heads), head_dim, value_dim), num_threads());
+  const std::int64_t partials = saturating_product(max_partials(num_tokens), num_query_heads, value_dim + 1);
+  const std::int64_t bytes =
+      saturating_product(saturating_sum(scratch, partials), std::int64_t{sizeof(float)});
+  return static_cast<std::size_t>(saturating_sum(bytes, kAlignBytes));
 }
 
 }  // namespace helix::cpu

@@ -113,6 +113,21 @@ TEST_CASE("bootstrap broadcasts from rank 0 and gathers in rank order") {
   }
 }
 
+TEST_CASE("bootstrap waits with the longest timeout and heartbeat of all") {
+  const std::vector<Outcome> outcomes = run_bootstrap_job(
+      2,
+      [](BootstrapOptions options) {
+        if (options.rank == 1) std::this_thread::sleep_for(100ms);
+        options.heartbeat = std::chrono::milliseconds::max();
+        Bootstrap bootstrap(options);
+        if (options.rank == 1) std::this_thread::sleep_for(100ms);
+        bootstrap.barrier();
+        bootstrap.check();
+      },
+      std::chrono::milliseconds::max());
+  for (const Outcome& outcome : outcomes) CHECK(outcome.message == "");
+}
+
 TEST_CASE("bootstrap refuses jobs whose ranks contradict each other, on all ranks") {
   struct Row {
     const char* name;

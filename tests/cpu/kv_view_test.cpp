@@ -12,6 +12,7 @@
 #include <helix/foreign_kv.hpp>
 #include <helix/partial_attention.hpp>
 #include <helix/prepare_qkv.hpp>
+#include <helix/reduce_norm.hpp>
 
 #include "support/catch.hpp"
 #include "support/failure.hpp"
@@ -253,6 +254,14 @@ TEST_CASE("queries are prepared only where rows, rope and epsilon fit") {
         [](Prepared& p) {
           p.args.v = TensorView<const float, 3>(nullptr, {3, 2, 8});
         }},
+       {"prepare_qkv: q_norm is [1, 4]; it must be [1, 8] or empty",
+        [](Prepared& p) {
+          p.args.q_norm = {p.frequencies.data(), DType::f32, 1, 4};
+        }},
+       {"prepare_qkv: k_norm is [2, 8]; it must be [1, 8] or empty",
+        [](Prepared& p) {
+          p.args.k_norm = {p.k.data(), DType::f32, 2, 8};
+        }},
        {"rotary_dim is 10; it must be even and in [0, 8]", [](Prepared& p) { p.args.rope.rotary_dim = 10; }},
        {"rotary_dim is 7", [](Prepared& p) { p.args.rope.rotary_dim = 7; }},
        {"rope.inverse_frequency is null", [](Prepared& p) { p.args.rope.inverse_frequency = nullptr; }},
@@ -264,6 +273,58 @@ TEST_CASE("queries are prepared only where rows, rope and epsilon fit") {
         prepare_qkv(p.attended.backend, p.args, stream);
         p.attended.backend.synchronize(stream);
       });
+}
+
+TEST_CASE("sums are normed only by a weight as wide as they are") {
+  struct Normed {
+    cpu::Backend<cpu::LocalComm> backend;
+    std::vector<float> partial = std::vector<float>(2 * 32, 1.0f), residual = partial, weight = partial,
+                       out = partial;
+    ReduceNormArgs<float> args{.partial = {partial.data(), {2, 32}},
+                               .residual = {residual.data(), {2, 32}},
+                               .weight = {weight.data(), DType::f32, 1, 32},
+                               .out = {out.data(), {2, 32}}};
+  };
+  check_mistakes<Normed>(
+      {{"reduce_norm: weight is [1, 4]; it must be [1, 32]", [](Normed& n) { n.args.weight.cols = 4; }},
+       {"reduce_norm: weight is [2, 32]", [](Normed& n) { n.args.weight.rows = 2; }}},
+      [] { return Normed(); },
+      [](Normed& n) {
+        const auto stream = n.backend.create_stream();
+        reduce_norm(n.backend, n.args, stream);
+        n.backend.synchronize(stream);
+      });
+}
+
+TEST_CASE("tokens outside of their row of the page table are refused, and harm no sequence") {
+  Readable readable(false);
+  readable.kv.max_pages = 2;  // two sequences of up to 4 tokens
+  const bool is_csr = GENERATE(false, true);
+  const std::int32_t begins[] = {0, 2, 4};
+  if (is_csr) readable.kv.page_begins = begins;
+  const std::vector<float> before = readable.pool;
+  std::vector<float> rows(2 * 8, 0.25f);
+  const TensorView<float, 3> row(rows.data(), {1, 2, 8});
+  const cpu::Operators operators;
+  const auto failure = [&](std::int64_t position, std::int32_t slot) {
+    const std::int32_t offsets[] = {0, 1};
+    const auto stream = operators.create_stream();
+    return required_failure([&] {
+      operators.append_kv({row, row, {offsets, offsets, &position, &slot}, readable.kv}, stream);
+      operators.synchronize(stream);
+    });
+  };
+  CHECK(
+      failure(4, 0).says("local token 4 of the sequence in slot 0 is in page 2 of the sequence, whose row of "
+                         "the page table has 2"));
+  CHECK(failure(std::numeric_limits<std::int64_t>::max(), 1).says("slot 1 is in page 4611686018427387903"));
+  CHECK(failure(0, -7).says("local token 0 is of the sequence in slot -7; slots count from 0"));
+  const auto stream = operators.create_stream();
+  CHECK(required_failure([&] {
+          operators.read_kv({readable.kv, 0, 4, row, row}, stream);
+          operators.synchronize(stream);
+        }).says("whose row of the page table has 2"));
+  CHECK(readable.pool == before);
 }
 
 TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
@@ -386,7 +447,28 @@ TEST_CASE("makers of views pass on what was forgotten, for the operation to name
           {"k is null", view([] {
              return flashinfer_mla_kv({.num_pages = 1, .page_size = 2, .head_dim_ckv = 8, .head_dim_kpe = 8});
            })},
+          {"head_dim is 9223372036854775807", view([] {
+             return vllm_diffkv_kv({.num_blocks = 4,
+                                    .block_size = 2,
+                                    .num_kv_heads = 2,
+                                    .head_size = kSaturated,
+                                    .head_size_v = 8});
+           })},
+          {"head_dim is 9223372036854775807", view([] {
+             constexpr std::int64_t kHalf = std::int64_t{1} << 62;
+             return flashinfer_mla_kv(
+                 {.num_pages = 1, .page_size = 2, .head_dim_ckv = kHalf, .head_dim_kpe = kHalf});
+           })},
+          {"page_tokens is 9223372036854775807", view([] {
+             return sglang_kv({.num_slots = 8,
+                               .page_size = kSaturated,
+                               .num_kv_heads = 2,
+                               .head_dim = 8,
+                               .v_head_dim = 8});
+           })},
       });
+  CHECK(KvFormat::head_major(DType::f32, 2, 8, 8, kSaturated).page_elements() == kSaturated);
+  CHECK(KvFormat::latent(DType::fp8_ds_mla, kSaturated, kSaturated, 16).page_elements() == kSaturated);
   CHECK_THROWS_AS(tensorrt_llm_kv({.num_layers = 2, .layer = 2}), Error);
   CHECK_THROWS_AS(tensorrt_llm_mla_kv({.num_layers = 2, .layer = -1}), Error);
   using enum KvAxis;

@@ -358,6 +358,18 @@ TEST_CASE("one communicator on two streams at once is refused") {
   CHECK(outcomes.code(0).has_value());
 }
 
+TEST_CASE("the longest timeout of all waits for a rank that is late") {
+  const RankOutcomes outcomes =
+      run_ranks(LocalComm::create_group(2, std::chrono::milliseconds::max()), [](LocalComm& comm) {
+        Stream stream;
+        float value = 1;
+        if (comm.rank() == 1) std::this_thread::sleep_for(100ms);
+        comm.all_reduce(&value, &value, 1, DType::f32, stream);
+        stream.synchronize();
+      });
+  CHECK(outcomes.all_messages() == "");
+}
+
 TEST_CASE("a group has at least one rank and a positive timeout") {
   CHECK_THROWS_AS(LocalComm::create_group(0), Error);
   CHECK_THROWS_AS(LocalComm::create_group(-1), Error);

@@ -12,6 +12,8 @@
 #include <hwy/targets.h>
 
 #include <helix/cpu/backend.hpp>
+#include <helix/integers.hpp>
+#include <helix/limits.hpp>
 
 #include "cpu/attention_world.hpp"
 #include "support/catch.hpp"
@@ -184,6 +186,18 @@ TEST_CASE("a query of NaN does not pass for one that sees nothing") {
       }
     }
   }
+}
+
+TEST_CASE("the workspace of absurd sizes is absurd and not small") {
+  using namespace helix;
+  const cpu::Operators operators;
+  const auto bytes = [&](std::int64_t tokens, std::int64_t heads, std::int64_t dim) {
+    return operators.partial_attention_workspace_bytes(tokens, heads, dim, dim);
+  };
+  CHECK(bytes(kSaturated, 8, 64) == bytes(kMaxStepTokens, 8, 64));  // tokens share it from some number on
+  CHECK(bytes(1, kSaturated, 64) == static_cast<std::size_t>(kSaturated));
+  CHECK(bytes(1, 8, kSaturated) == static_cast<std::size_t>(kSaturated));
+  CHECK(bytes(kSaturated, kMaxCount, kMaxRowElements) >= std::size_t{1} << 60);
 }
 
 TEST_CASE("partial attention of more sequences than one pass holds") {

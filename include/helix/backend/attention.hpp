@@ -73,10 +73,19 @@ constexpr float effective_soft_cap(float soft_cap) {
   return soft_cap < 0x1p96f ? soft_cap : 0.0f;
 }
 
-/// Throws Error(invalid_argument) if a workspace has a size, but no address.
-inline void check_workspace(std::string_view operation, std::span<const std::byte> workspace) {
+/// Alignment of a workspace that an operation carves: that of the widest vectors of kernels.
+inline constexpr std::size_t kWorkspaceAlignment = 16;
+
+/// Throws Error(invalid_argument) if a workspace has a size, but no address or one that is not aligned to so
+/// many bytes.
+inline void check_workspace(std::string_view operation, std::span<const std::byte> workspace,
+                            std::size_t alignment = 1) {
   HELIX_EXPECTS(workspace.data() != nullptr || workspace.empty(), ErrorCode::invalid_argument, operation,
                 ": workspace is null with ", workspace.size(), " bytes; it must point to device memory");
+  HELIX_EXPECTS(workspace.empty() || reinterpret_cast<std::uintptr_t>(workspace.data()) % alignment == 0,
+                ErrorCode::invalid_argument, operation, ": workspace begins at ",
+                static_cast<const void*>(workspace.data()), "; it must be aligned to ", alignment,
+                " bytes, as allocate() of the backend gives it");
 }
 
 /// Throws Error(invalid_argument) unless scores can be made with the scale, called `name`, window and soft

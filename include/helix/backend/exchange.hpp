@@ -5,14 +5,28 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 
 #include <helix/backend/communicator.hpp>
 #include <helix/backend/queue.hpp>
+#include <helix/error.hpp>
 #include <helix/kv_layout.hpp>
 #include <helix/lse.hpp>
 #include <helix/tensor_view.hpp>
 
 namespace helix {
+
+namespace detail {
+
+/// Throws Error(invalid_argument) unless the convention is one of the enumeration's.
+inline void check_convention(std::string_view operation, LseConvention convention) {
+  HELIX_EXPECTS(convention == LseConvention::natural || convention == LseConvention::base2 ||
+                    convention == LseConvention::natural_positive_inf_if_empty,
+                ErrorCode::invalid_argument, operation, ": convention is ", static_cast<int>(convention),
+                "; it must be natural (0), base2 (1) or natural_positive_inf_if_empty (2)");
+}
+
+}  // namespace detail
 
 /// Attention over one shard. Shards combine exactly: out = sum_r exp(lse_r - LSE) out_r, LSE = log(sum_r
 /// exp(lse_r)).

@@ -104,7 +104,7 @@ struct RopeArgs {
 };
 
 /// Norm of q and k, rope on both, and the append of owned k and v, as one operation. A backend may bring
-/// prepare_qkv(args, stream); otherwise prepare_qkv() of attention_block.hpp calls the three.
+/// prepare_qkv(args, stream); otherwise prepare_qkv() of prepare_qkv.hpp calls the three.
 template <class T>
 struct PrepareQkvArgs {
   TensorView<T, 3> q;        ///< [tokens, Hq/TPA, D], last stride 1, in place.

@@ -28,7 +28,7 @@ namespace helix::comm {
 /// - `all_gather(in, out, bytes, stream)`: in [bytes] -> out [size, bytes], rank r's input in row r. `in` may
 ///   be this rank's row of `out`.
 /// - `all_to_all(in, out, bytes, stream)`: in [size, bytes] -> out [size, bytes]; row r of `in` goes to rank
-///   r, row r of `out` comes from it. No overlap.
+///   r, row r of `out` comes from it. `in` and `out` must not overlap, which is not looked at.
 /// - `all_to_all_v(in, send_bytes, out, recv_bytes, stream)`: as all_to_all, with rows of unequal bytes,
 ///   packed. Both spans have one entry a rank, are in host memory, and are read before the call returns.
 ///   `send_bytes[r]` here equals `recv_bytes[rank()]` on rank r.

@@ -40,6 +40,7 @@ void refusal_contract(Comm& comm) {
   void* p = data.data();
   refused("a negative count", [&] { comm.all_reduce(p, p, -1, DType::f32, stream); });
   refused("a negative slice", [&] { comm.reduce_scatter(p, p, -1, DType::f32, stream); });
+  refused("a sum without a type", [&] { comm.all_reduce(p, p, 1, static_cast<DType>(77), stream); });
   refused("an fp8 sum", [&] { comm.all_reduce(p, p, 1, DType::fp8_e4m3, stream); });
   refused("a sum between elements",
           [&] { comm.all_reduce(static_cast<std::byte*>(p) + 1, p, 1, DType::f32, stream); });
