@@ -485,12 +485,14 @@ class ShardAttention {
   PartialAttentionArgs<bf16> args_;
 };
 
-/// Attention over a shard beside attention over the whole cache, alone and with exchange and combine.
-/// "over_us" is what the latter two take, less the bytes that the combine reads at 4 TB/s.
+/// Attention over a shard beside attention over the whole cache: alone, into the messages of an exchange
+/// ("sent_us"), and with exchange and combine. "over_us" is what those take, less the bytes that the combine
+/// reads at 4 TB/s.
 template <class Comm>
 void bench_attention_scaling(benchmark::State& state, int kvp, std::int64_t batch, std::int64_t context) {
   const ExchangeShape shape{batch, kModel.num_query_heads, kModel.head_dim};
   std::vector<double> shard_us(static_cast<std::size_t>(kvp));
+  std::vector<double> sent_us(static_cast<std::size_t>(kvp));
   std::vector<double> exchanged_us(static_cast<std::size_t>(kvp));
   std::vector<ExchangeResult> results(static_cast<std::size_t>(kvp));
   double whole_us = 0.0;
@@ -502,6 +504,7 @@ void bench_attention_scaling(benchmark::State& state, int kvp, std::int64_t batc
       {
         ShardAttention<Comm> shard(rank, kvp, rank.index(), batch, context);
         shard_us[r] = time_together(rank, 1, [&] { shard.queue(exchange.sink()); });
+        sent_us[r] = time_together(rank, 1, [&] { shard.queue(exchange.messages().sink); });
         exchanged_us[r] = time_together(rank, 1, [&] {
           shard.queue(exchange.messages().sink);
           exchange.queue();
@@ -525,6 +528,7 @@ void bench_attention_scaling(benchmark::State& state, int kvp, std::int64_t batc
   const double combine_us = static_cast<double>(shape.bytes()) / 4e6;  // of this rank's heads from all ranks
   for (auto _ : state) state.SetIterationTime(slowest * 1e-6);
   state.counters["us"] = slowest;
+  state.counters["sent_us"] = *std::max_element(sent_us.begin(), sent_us.end());
   state.counters["with_exchange_us"] = exchanged_us[0];
   state.counters["over_us"] = exchanged_us[0] - slowest - combine_us;
   state.counters["one_gpu_us"] = whole_us;
