@@ -117,7 +117,7 @@ void register_case(const std::string& name, const std::function<void(benchmark::
 void register_peers(int num_gpus) {
   const int gpus = num_gpus >= 2 ? 2 : 1;
   const std::string where = gpus == 2 ? "" : "/one_gpu";
-  for (const std::int64_t tokens : {1, 4, 32, 64}) {
+  for (const std::int64_t tokens : {1, 4, 32, 64, 256, 1024}) {
     register_case("window_exchange/kvp:2/tokens:" + std::to_string(tokens) + "/heads:128/dim:128" + where,
                   [=](benchmark::State& state) {
                     run_case(state, [&] {

@@ -80,10 +80,11 @@ __device__ inline int poisoned_by(const PeerWaits& waits) {
 /// What a look at a peer's word found.
 enum class Seen { not_yet, there, wrong };
 
-/// What a word with count `seen` says of message `count`. Ranks in step are two messages apart at most: a
-/// count far ahead is one from long ago, as messages of other kinds count too and leave this word alone.
+/// What a word with count `seen` says of message `count`. No rank can be further ahead than two messages,
+/// which is how many slots there are: a count that seems to be is one from long ago, as messages of other
+/// kinds count too and leave this word alone.
 __device__ __forceinline__ Seen seen_count(std::uint32_t seen, std::uint32_t count) {
-  constexpr std::uint32_t kNear = 1u << 16;
+  constexpr std::uint32_t kNear = 3;
   return seen == count ? Seen::there : seen - count < kNear ? Seen::wrong : Seen::not_yet;
 }
 
@@ -153,6 +154,7 @@ struct BlockChannel {
     const std::byte* const own = flag(channel.waits.rank, count, peer);
     return wait_for_peer(channel.waits, peer, flag_of(count, tag), [&](std::uint64_t& value) {
       value = acquire_flag(own);
+      if (value == 0) return Seen::not_yet;  // never written
       const Seen seen = seen_count(static_cast<std::uint32_t>(value >> 32), count);
       return seen == Seen::there && value != flag_of(count, tag) ? Seen::wrong : seen;
     });

@@ -24,9 +24,10 @@ static_assert(kSendingWarp * kWarp >= kMaxPeers, "the warp that sends waits for 
 /// the epoch that the peers' must carry.
 __device__ std::uint64_t send_missing_headers(const PeerWaits& waits, const WindowExchangeArgs& args,
                                               const WindowPlace& place) {
-  const bool is_sent = are_headers_sent(args, place) || has_given_up(waits);
+  const bool may_send = !has_given_up(waits);
+  const bool is_sent = are_headers_sent(args, place);
   const std::uint64_t epoch = epoch_of(args, place);
-  if (!is_sent) send_headers(args, place, epoch);
+  if (!is_sent && may_send) send_headers(args, place, epoch);
   return epoch;
 }
 

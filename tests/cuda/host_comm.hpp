@@ -132,7 +132,7 @@ class HostComm {
   void staged(const void* in, std::int64_t in_bytes, void* out, std::int64_t out_bytes, Stream& stream,
               Body&& body, std::size_t width = 1) {
     const auto address = [](const void* p) { return reinterpret_cast<std::uintptr_t>(p); };
-    const bool is_refused = in_bytes < 0 || out_bytes < 0 || (in == nullptr && in_bytes > 0) ||
+    const bool is_refused = width == 0 || in_bytes < 0 || out_bytes < 0 || (in == nullptr && in_bytes > 0) ||
                             (out == nullptr && out_bytes > 0) || (address(in) | address(out)) % width != 0;
     if (is_refused) return body(in, out);
     require(std::max(in_bytes, out_bytes) + 2 * kGuard <= kCapacity, "the scratch is too small");
