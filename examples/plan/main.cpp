@@ -70,7 +70,7 @@ int main(int argc, char** argv) {
     helix::decode::flush_standard_output();
     return 0;
   } catch (const std::exception& error) {
-    fmt::print(stderr, "helix-plan: {}\n", error.what());
+    std::fputs(fmt::format("helix-plan: {}\n", error.what()).c_str(), stderr);  // throws nothing if it fails
     return 1;
   }
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // helix-decode's output on disks and pipes that fail, and sizes beyond every limit: one line, no half file.
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -42,11 +43,62 @@ std::vector<std::string> files_in(const std::filesystem::path& folder) {
 }  // namespace
 
 TEST_CASE("standard output that cannot be written is an error", "[quick]") {
-  for (const std::string& arguments : {kRun, kRun + "--plan-only", std::string("--help")}) {
+  for (const std::string& arguments :
+       {kRun, kRun + "--plan-only", kRun + "--plan-only --dp 65536", std::string("--help")}) {
     const Run run = run_script("$D " + arguments + " > /dev/full");
     INFO(run.output);
     CHECK(is_one_error(run));
     CHECK_THAT(run.output, Contains("standard output"));
+  }
+}
+
+TEST_CASE("standard error that cannot be written takes only its messages", "[quick]") {
+  for (const char* lost : {"2> /dev/full", "2>&-"}) {
+    INFO(lost);
+    CHECK(run_script(std::string("$D --nope ") + lost).exit_code == 1);
+    const Run run = run_script("$D " + kRun + "--dp 2 " + lost);  // one replica has no sequence
+    CHECK(run.exit_code == 0);
+    CHECK_THAT(run.output, Contains("tokens/s"));
+  }
+}
+
+TEST_CASE("a server's standard streams may be closed or full", "[quick]") {
+  const std::string request = "{\"id\":\"a\",\"prompt\":[1],\"max_tokens\":2}";
+  const auto serve = [&](const std::string& streams) {
+    const ScratchDirectory scratch;
+    write_file(scratch / "in", request + "\n");
+    return run_script("$D " + kModel + "--serve --device cpu < " + (scratch / "in").string() + " " + streams);
+  };
+  const Run closed = serve("2> /dev/null <&-");
+  INFO(closed.output);
+  CHECK(closed.exit_code == 0);
+  CHECK_THAT(closed.output, Contains("\"ready\"") && !Contains("\"error\""));
+  const Run silent = serve("2> /dev/full");
+  CHECK(silent.exit_code == 0);
+  CHECK_THAT(silent.output, Contains("\"end\""));
+  for (const char* lost : {"> /dev/full", ">&-"}) {
+    const Run run = serve(std::string("3>&1 2>&3 ") + lost);
+    INFO(run.output);
+    CHECK(is_one_error(run));
+    CHECK_THAT(run.output, Contains("standard output cannot be written: "));
+  }
+  // A client that leaves is no error.
+  const Run left =
+      run_script("{ $D " + kModel + "--serve --device cpu < /dev/null 2> /dev/null; echo $? >&2; } | true");
+  CHECK(left.output == "0\n");
+}
+
+TEST_CASE("messages are one line, whatever they quote", "[quick]") {
+  for (const auto& [arguments, says] :
+       {std::pair<std::string, std::string>{"--model \"no${N}such\" --prompt-ids 1",
+                                            "no\\nsuch: not a directory"},
+        {kModel + "\"--a${N}b\"", "--a\\nb is unknown"},
+        {kModel + "--prompt-ids \"1${N}2\"", "1\\n2"}}) {
+    const Run run = run_script("N=\"\n\"; $D " + arguments);
+    INFO(run.output);
+    CHECK(is_one_error(run));
+    CHECK_THAT(run.output, Contains(says));
+    CHECK(std::count(run.output.begin(), run.output.end(), '\n') == 1);
   }
 }
 

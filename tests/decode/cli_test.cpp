@@ -152,6 +152,16 @@ TEST_CASE("replicas without a sequence and plans beyond memory are warnings", "[
   CHECK(std::count(memory.begin(), memory.end(), '\n') == 1);
 }
 
+TEST_CASE("a plan beyond all of the machine's memory is refused before it takes any", "[quick]") {
+  const Run run = run_decode(model_option("llama-tiny") + "--device cpu --synthetic-context 64G --kvp 8");
+  INFO(run.output);
+  CHECK(run.exit_code == 1);
+  CHECK_THAT(run.output,
+             Contains("memory a rank") &&
+                 Contains("helix-decode: the plan takes 64.00 TiB of this machine's memory, which has ") &&
+                 Contains("--kv-dtype") && !Contains("warning"));
+}
+
 TEST_CASE("the report holds topology, sequences, memory, timing and exchange", "[quick]") {
   const ScratchDirectory scratch;
   const auto report = scratch / "report.json";
@@ -266,6 +276,8 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
       {model_option("llama-tiny") + "--prompt-ids 1,x,3", {"'x'", "token id"}},
       {model_option("llama-tiny") + "--prompt-ids 1,600", {"600", "[0, 512)"}},
       {model_option("llama-tiny") + "--prompt-ids -3", {"-3"}},
+      {model_option("llama-tiny") + "--prompt-ids 1,2,", {"'' is not a token id"}},
+      {model_option("llama-tiny") + "--prompt-ids ,1", {"'' is not a token id"}},
       {model_option("llama-tiny"), {"no prompts"}},
       {model_option("llama-tiny") + kIds + "--kvp 3", {"num_query_heads 8", "3"}},
       {model_option("llama-tiny") + kIds + "--tpa 4", {"2 KV heads", "TPA 4"}},
@@ -284,6 +296,11 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
       {model_option("llama-tiny") + kIds + "--top-k -1", {"top_k is -1"}},
       {model_option("llama-tiny") + kIds + "--min-p 2", {"min_p is 2"}},
       {model_option("llama-tiny") + kIds + "--temperature nan", {"temperature is nan"}},
+      {model_option("llama-tiny") + kIds + "--kvp 010", {"--kvp is 010; write whole numbers in decimal"}},
+      {model_option("llama-tiny") + kIds + "--tpa 0x2", {"--tpa is 0x2"}},
+      {model_option("llama-tiny") + kIds + "--seed 18446744073709551616",
+       {"--seed is '18446744073709551616'; give a whole number of 0 to 2^64 - 1"}},
+      {model_option("llama-tiny") + kIds + "--seed -1", {"--seed is '-1'"}},
       {model_option("llama-tiny") + kIds + "--repetition-penalty 0", {"repetition_penalty is 0"}},
       {model_option("llama-tiny") + kIds + "--serve", {"--prompt-ids", "--serve"}},
       {model_option("llama-tiny") + kIds + "--context 1K", {"--context", "--serve"}},
@@ -317,6 +334,12 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
       {model_option("llama-tiny") + kIds + "--synthetic-context 10", {"--synthetic-context"}},
       {model_option("llama-tiny") + kIds + "--json /nonexistent/report.json", {"/nonexistent/report.json"}},
   };
+  for (const char* option :
+       {"--seed", "--temperature", "--top-k", "--min-p", "--presence-penalty", "--tpf", "--kvp", "--json",
+        "--prompts", "--tuning", "--kv-dtype", "--hop-b", "--teacher-force", "--timeout"})
+    cases.push_back({model_option("llama-tiny") + kIds + option + " \"\"", {option}});
+  cases.push_back(
+      {model_option("llama-tiny") + "--prompt-ids 1 --prompt-ids \"\"", {"--prompt-ids is empty"}});
   if (const std::string reason = decode::cuda_unavailable_reason(); !reason.empty())
     cases.push_back({model_option("llama-tiny") + kIds + "--device cuda", {"--device cuda: " + reason}});
   check_refused(cases);

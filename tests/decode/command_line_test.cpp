@@ -110,12 +110,14 @@ TEST_CASE("a name that is nearly right finds the one that was meant", "[quick]")
   }
 }
 
-TEST_CASE("available memory is what the system's table says", "[quick]") {
-  CHECK(parse_available_memory("MemTotal:  8 kB\nMemFree: 2 kB\nMemAvailable:   123 kB\n") == 123 * 1024);
-  CHECK_FALSE(parse_available_memory("MemTotal:  8 kB\n"));
-  CHECK_FALSE(parse_available_memory("MemAvailable:"));
-  CHECK_FALSE(parse_available_memory("MemAvailable: lots\n"));
-  CHECK_FALSE(parse_available_memory(""));
+TEST_CASE("memory is what the system's table says", "[quick]") {
+  const char* const table = "MemTotal:  8 kB\nMemFree: 2 kB\nMemAvailable:   123 kB\n";
+  CHECK(parse_memory(table, "MemAvailable:") == 123 * 1024);
+  CHECK(parse_memory(table, "MemTotal:") == 8 * 1024);
+  CHECK_FALSE(parse_memory("MemTotal:  8 kB\n", "MemAvailable:"));
+  CHECK_FALSE(parse_memory("MemAvailable:", "MemAvailable:"));
+  CHECK_FALSE(parse_memory("MemAvailable: lots\n", "MemAvailable:"));
+  CHECK_FALSE(parse_memory("", "MemTotal:"));
 }
 
 TEST_CASE("ranks on one GPU share its memory", "[quick]") {

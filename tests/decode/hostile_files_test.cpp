@@ -8,6 +8,7 @@
 #include <functional>
 #include <limits>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -228,6 +229,64 @@ TEST_CASE("lists of tokens are read exactly and refused by entry", "[quick]") {
     CHECK(code == ErrorCode::invalid_file);
     CHECK_THAT(message, Catch::Contains("p.json") && Catch::Contains(says));
   }
+}
+
+TEST_CASE("a text on one line shows its control characters", "[quick]") {
+  CHECK(one_line("a b\tc\nd\r\x1b[0m\x7f") == "a b\\tc\\nd\\x0d\\x1b[0m\\x7f");
+  CHECK(one_line(std::string_view("\0\xc3\xa4", 3)) == "\\x00\xc3\xa4");
+  CHECK(one_line("") == "");
+}
+
+TEST_CASE("a NUL is no end of a text", "[quick]") {
+  const auto with_nul = [](const std::string& text) { return text + std::string("\0 ,", 3); };
+  for (const std::string text : {"{}", "[[1]]", R"({"weight_map":{"t":"f"}})", "\"x\"", "7", "{", ""}) {
+    CAPTURE(text);
+    const std::string at = "not valid JSON at byte " + std::to_string(text.size() + 1);
+    CHECK_THAT(failure([&] { parse_strict_json(with_nul(text), "f"); }).second, Catch::Contains(at));
+  }
+  CHECK_THAT(failure([&] { parse_token_lists(with_nul("[[1]]"), "f"); }).second,
+             Catch::Contains("f: not valid JSON at byte 6"));
+  CHECK_THAT(failure([&] { parse_weight_map(with_nul(R"({"weight_map":{"t":"f"}})"), "f"); }).second,
+             Catch::Contains("f: not valid JSON at byte 25"));
+}
+
+TEST_CASE("a generation_config.json that is empty or leads nowhere is refused, one that is not there is not",
+          "[quick]") {
+  const TemporaryDirectory model;
+  model.write("config.json", "{}");
+  model.write("model.safetensors", safetensors_of({filled("t", 1, 1)}));
+  const auto open = [&] { const Checkpoint checkpoint(model.path()); };
+  CHECK_NOTHROW(open());
+  model.write("generation_config.json", "");
+  const auto [code, message] = failure(open);
+  CHECK(code == ErrorCode::invalid_file);
+  CHECK_THAT(message, Catch::Contains("generation_config.json: is empty"));
+  const std::filesystem::path path = model.path() / "generation_config.json";
+  for (const char* target : {"nowhere", "generation_config.json"}) {
+    std::filesystem::remove(path);
+    std::filesystem::create_symlink(target, path);
+    CHECK_THAT(failure(open).second, Catch::Contains("generation_config.json: cannot open: "));
+  }
+}
+
+TEST_CASE("names that lead to themselves or are too long are refused as files that cannot be opened",
+          "[quick]") {
+  for (const char* name : {"model.safetensors", "model.safetensors.index.json"}) {
+    const TemporaryDirectory model;
+    model.write("config.json", "{}");
+    std::filesystem::create_symlink(name, model.path() / name);
+    const auto [code, message] = failure([&] { const Checkpoint checkpoint(model.path()); });
+    CHECK(code == ErrorCode::io);
+    CHECK_THAT(message, Catch::Contains(std::string(name) + ": cannot open: "));
+  }
+  const TemporaryDirectory model;
+  model.write("config.json", "{}");
+  model.write("model.safetensors.index.json", "{\"weight_map\":{\"t\":\"" + std::string(300, 'x') + "\"}}");
+  CHECK_THAT(failure([&] { const Checkpoint checkpoint(model.path()); }).second,
+             Catch::Contains("xxx: cannot open: "));
+  std::filesystem::create_symlink("loop", model.path() / "loop");
+  CHECK_THAT(failure([&] { const Checkpoint checkpoint(model.path() / "loop"); }).second,
+             Catch::Contains("loop: not a directory"));
 }
 
 TEST_CASE("what is no regular file is refused at once by every reader", "[quick]") {

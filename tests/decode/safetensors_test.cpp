@@ -137,6 +137,8 @@ TEST_CASE("broken and hostile headers give one Error that names the file and the
       {std::string("\0\xe1\xf5\x05\0\0\0\0{}", 10), "only 2 bytes follow"},
       {safetensors_bytes("{", ""), "not valid JSON"},
       {safetensors_bytes("{}x", ""), "not valid JSON"},
+      {safetensors_bytes(std::string("{}\0", 3), ""), "not valid JSON at byte 3"},
+      {safetensors_bytes(std::string("{}\0\"t\":1}", 10), ""), "not valid JSON at byte 3"},
       {safetensors_bytes("{\"t\xff\":1}", ""), "not valid JSON"},
       {safetensors_bytes("{}", "x"), "tensors end at byte 0 of the data, which has 1"},
       {safetensors_bytes("{" + repeated("\"a\":{", 100000), ""), "unknown key 'a'"},

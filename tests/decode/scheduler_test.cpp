@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <optional>
 #include <random>
@@ -333,6 +334,8 @@ TEST_CASE("a request that cannot be taken is an error event that says what to do
   bad.prompt.assign(100, 1);
   bad.max_tokens = 21;
   CHECK_THAT(message(bad), Contains("121 exceed the context of 120"));
+  bad.max_tokens = std::numeric_limits<std::int64_t>::max();
+  CHECK_THAT(message(bad), Contains(": 9223372036854775807 exceed the context of 120"));
   bad.max_tokens = 20;
   decoder.scheduler().take(bad);
   decoder.run_to_end();

@@ -5,20 +5,25 @@
 #include <chrono>
 #include <cstdint>
 #include <fstream>
+#include <limits>
 #include <map>
 #include <optional>
 #include <random>
 #include <set>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include <nlohmann/json.hpp>
 
 #include <helix/topology.hpp>
 
+#include "checkpoint/checkpoint.hpp"
 #include "decode/serve_client.hpp"
+#include "serve/serve_request.hpp"
 #include "support/catch.hpp"
+#include "support/process.hpp"
 
 namespace helix::test {
 namespace {
@@ -347,6 +352,10 @@ TEST_CASE("bad lines name the value and what to do, and a cancelled request ends
   CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"log_probs\":21}"), Contains("0 to 20"));
   CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"colour\":1}"), Contains("'colour' is unknown"));
   CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1,512]}"), Contains("512"));
+  CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"max_tokens\":9223372036854775807}"),
+             Contains("max_tokens is 9223372036854775807") && !Contains("-9"));
+  CHECK_THAT(error_of(std::string("{\"id\":\"a\",\"prompt\":[1]}\0{", 25)),
+             Contains("not valid JSON at byte 24"));
 
   client.send({{"id", "long"}, {"prompt", {1, 2}}, {"max_tokens", 2000}, {"ignore_eos", true}});
   client.send({{"id", "waits"}, {"prompt", {3}}, {"max_tokens", 2000}, {"ignore_eos", true}});
@@ -358,6 +367,69 @@ TEST_CASE("bad lines name the value and what to do, and a cancelled request ends
   CHECK(answers.ends["waits"].reason == "cancelled");
   CHECK(answers.tokens["waits"].empty());
   CHECK(answers.tokens["long"].size() < 2000);
+}
+
+TEST_CASE("the error of a bad line has the id that the line says, before the mistake or behind it",
+          "[quick]") {
+  const auto id_of = [](const std::string& line) {
+    const auto parsed = decode::parse_command(line, {});
+    REQUIRE(std::holds_alternative<decode::BadLine>(parsed));
+    return std::get<decode::BadLine>(parsed).id;
+  };
+  CHECK(id_of(R"({"prompt":[-1],"id":"a"})") == "a");
+  CHECK(id_of(R"({"frequency_penalty":"x","id":"b","prompt":[1]})") == "b");
+  CHECK(id_of(R"({"foo":1,"id":"c","prompt":[1]})") == "c");
+  CHECK(id_of(R"({"foo":{"id":"no"},"bar":["no"],"id":"d"})") == "d");
+  CHECK(id_of(R"({"prompt":[[1]],"id":"e")") == "e");
+  CHECK(id_of(R"({"id":"f","id":"no"})") == "f");
+  for (const char* line :
+       {R"({"foo":{"id":"no"}})", R"([{"id":"no"}])", R"({"foo":1,"id":["no"]})", R"({"foo":1,"id":7})",
+        R"({"foo":1 "id":"no"})", R"({"foo":[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]],"id":"no"})", R"("id")"}) {
+    CAPTURE(line);
+    CHECK(id_of(line).empty());
+  }
+  CHECK(id_of(R"({"foo":1,"id":")" + std::string(257, 'x') + "\"}").empty());
+}
+
+TEST_CASE("a request whose logits are not finite ends with an error, and the one beside it goes on",
+          "[quick]") {
+  const Golden golden = ReferenceModel("llama-tiny").golden();
+  const TokenIds& prompt = golden.prompts[0];
+  const TokenIds& tokens = golden.greedy[0];
+  std::int32_t bad_id = 0;  // that the good request never comes to
+  while (std::ranges::count(prompt, bad_id) + std::ranges::count(tokens, bad_id) > 0) ++bad_id;
+  const ScratchDirectory scratch;
+  for (const char* name : {"config.json", "model.safetensors"})
+    write_file(scratch / name, read_file(data_directory() / "llama-tiny" / name));
+  {
+    const decode::Checkpoint checkpoint(scratch.path());
+    const auto [file, tensor] = checkpoint.find("model.embed_tokens.weight");
+    REQUIRE((tensor != nullptr && tensor->dtype == DType::bf16));
+    const std::vector<bf16> row(static_cast<std::size_t>(tensor->cols()),
+                                bf16(std::numeric_limits<float>::quiet_NaN()));
+    const auto bytes = static_cast<std::streamsize>(row.size() * sizeof(bf16));
+    std::fstream weights(file->path(), std::ios::in | std::ios::out | std::ios::binary);
+    weights.seekp(static_cast<std::streamoff>(file->offset(*tensor)) + bad_id * bytes);
+    weights.write(reinterpret_cast<const char*>(row.data()), bytes);
+    REQUIRE(weights.good());
+  }
+  const ReferenceModel model(scratch.path().string());
+  for (const TopologySpec& spec : {TopologySpec{}, TopologySpec{.kvp = 2}}) {
+    CAPTURE(spec.kvp);
+    ServeClient client(model, spec, serving(2, 256, 512), {.num_threads = 1});
+    client.send({{"id", "good"}, {"prompt", prompt}, {"max_tokens", tokens.size()}, {"ignore_eos", true}});
+    client.send({{"id", "bad"}, {"prompt", {1, bad_id}}, {"max_tokens", 4}});
+    Answers answers;
+    read_until(client, answers, [&] { return answers.ends.contains("good") && !answers.errors.empty(); });
+    CHECK(answers.tokens["good"] == tokens);
+    REQUIRE(answers.errors.size() == 1);
+    CHECK(answers.errors[0]["id"] == "bad");
+    CHECK_THAT(answers.errors[0]["message"].get<std::string>(), Contains("no finite logits"));
+    CHECK(answers.tokens["bad"].empty());
+    client.send({{"id", "next"}, {"prompt", prompt}, {"max_tokens", 2}, {"ignore_eos", true}});
+    read_until(client, answers, [&] { return answers.ends.contains("next"); });
+    CHECK(answers.tokens["next"] == TokenIds(tokens.begin(), tokens.begin() + 2));
+  }
 }
 
 TEST_CASE("a decoder finishes what it has when its input ends", "[quick]") {

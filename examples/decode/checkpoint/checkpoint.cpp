@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <set>
+#include <system_error>
 #include <utility>
 
 #include <helix/error.hpp>
@@ -14,6 +15,20 @@
 namespace helix::decode {
 
 namespace {
+
+namespace fs = std::filesystem;
+
+/// Whether there is something to open. What cannot be looked at counts: opening it says why.
+bool is_there(const fs::path& path) {
+  std::error_code failure;
+  return fs::status(path, failure).type() != fs::file_type::not_found;
+}
+
+/// As is_there(), also of a link that leads nowhere.
+bool is_named(const fs::path& path) {
+  std::error_code failure;
+  return fs::symlink_status(path, failure).type() != fs::file_type::not_found;
+}
 
 constexpr std::uint64_t kMaxIndexBytes = 100'000'000;  // of a million tensors
 
@@ -45,16 +60,20 @@ class Totals {
 }  // namespace
 
 Checkpoint::Checkpoint(std::filesystem::path directory) : directory_(std::move(directory)) {
-  HELIX_EXPECTS(std::filesystem::is_directory(directory_), ErrorCode::io, directory_.string(),
+  std::error_code failure;
+  HELIX_EXPECTS(fs::is_directory(directory_, failure), ErrorCode::io, directory_.string(),
                 ": not a directory; expected one with config.json and model.safetensors");
   Totals totals(directory_.string());
   config_json_ = read_text(directory_ / "config.json");
-  if (std::filesystem::exists(generation_config_path()))
+  if (is_named(generation_config_path())) {
     generation_config_json_ = read_text(generation_config_path());
+    HELIX_EXPECTS(!generation_config_json_.empty(), ErrorCode::invalid_file, generation_config_path(),
+                  ": is empty; expected an object");
+  }
 
-  const std::filesystem::path single = directory_ / "model.safetensors";
-  const std::filesystem::path index = directory_ / "model.safetensors.index.json";
-  if (std::filesystem::exists(single) || !std::filesystem::exists(index)) {
+  const fs::path single = directory_ / "model.safetensors";
+  const fs::path index = directory_ / "model.safetensors.index.json";
+  if (is_there(single) || !is_there(index)) {
     totals.add(files_.emplace_back(single.string()));
     return;
   }
@@ -66,9 +85,9 @@ Checkpoint::Checkpoint(std::filesystem::path directory) : directory_(std::move(d
   files_.reserve(names.size());  // entries_ points into it
   std::map<std::string, const SafetensorsFile*> by_name;
   for (const std::string& name : names) {
-    const std::filesystem::path path = directory_ / name;
-    HELIX_EXPECTS(std::filesystem::exists(path), ErrorCode::io, path.string(), ": missing, but ",
-                  index.string(), " names it; fetch the whole checkpoint");
+    const fs::path path = directory_ / name;
+    HELIX_EXPECTS(is_there(path), ErrorCode::io, path.string(), ": missing, but ", index.string(),
+                  " names it; fetch the whole checkpoint");
     const SafetensorsFile& file = files_.emplace_back(path.string());
     totals.add(file);
     by_name.emplace(name, &file);

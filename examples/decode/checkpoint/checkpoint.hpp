@@ -31,8 +31,8 @@ class Checkpoint {
 
   /// Reads config.json and opens model.safetensors, or else every shard of model.safetensors.index.json.
   /// Reads no tensor data.
-  /// @throws Error(io) if a file is missing, Error(invalid_file) if one is not sound or lacks a tensor of the
-  /// index.
+  /// @throws Error(io) if a file is missing or cannot be opened, Error(invalid_file) if one is not sound or
+  /// lacks a tensor of the index.
   explicit Checkpoint(std::filesystem::path directory);
 
   const std::filesystem::path& directory() const { return directory_; }

@@ -42,6 +42,8 @@ class ParserEvents {
 void JsonEvents::parse(std::string_view text) {
   ParserEvents events(*this);
   nlohmann::json::sax_parse(text.begin(), text.end(), &events);
+  // nlohmann's parser takes a NUL behind a value for the end.
+  if (const std::size_t at = text.find('\0'); at != std::string_view::npos) parse_error(at + 1, "a NUL byte");
 }
 
 bool JsonEvents::number_integer(std::int64_t value) {

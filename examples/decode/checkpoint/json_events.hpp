@@ -21,8 +21,8 @@ class JsonEvents {
   explicit JsonEvents(std::string_view file) : file_(file) {}
   virtual ~JsonEvents() = default;
 
-  /// Reads the whole of `text`. @throws Error(invalid_file) naming the file for malformed text, and what the
-  /// events throw.
+  /// Reads the whole of `text`. @throws Error(invalid_file) naming the file for malformed text, such as one
+  /// with a NUL, and what the events throw.
   void parse(std::string_view text);
 
   virtual bool null() { return unexpected("null"); }

@@ -15,6 +15,8 @@
 
 #include <helix/error.hpp>
 
+#include "checkpoint/strict_json.hpp"
+
 namespace helix::decode {
 namespace {
 
@@ -36,7 +38,7 @@ void enter(std::span<const std::byte> bytes, const std::string& path) {
   for (Known& known : g_known) {
     std::uintptr_t expected = 0;
     if (!known.begin.compare_exchange_strong(expected, 1)) continue;
-    std::strncpy(known.name.data(), path.c_str(), known.name.size() - 1);
+    std::strncpy(known.name.data(), one_line(path).c_str(), known.name.size() - 1);
     known.end.store(begin + bytes.size());
     known.begin.store(begin);
     return;

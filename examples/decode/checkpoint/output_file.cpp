@@ -86,7 +86,8 @@ fs::path target_of(const fs::path& path) {
 }
 
 void check_folder(const fs::path& folder, const fs::path& path) {
-  HELIX_EXPECTS(fs::is_directory(folder), ErrorCode::io, path.string(),
+  std::error_code failure;
+  HELIX_EXPECTS(fs::is_directory(folder, failure), ErrorCode::io, path.string(),
                 ": cannot be written: there is no folder ", folder.string());
   if (::access(folder.c_str(), W_OK | X_OK) != 0) fail(path, "its folder cannot be written", errno);
 }

@@ -90,6 +90,24 @@ std::string printable(std::string_view text) {
   return result + (text.size() > kMaxQuotedBytes ? "...'" : "'");
 }
 
+std::string one_line(std::string_view text) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string line;
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte >= ' ' && byte != 0x7f) {
+      line += c;
+    } else if (c == '\n') {
+      line += "\\n";
+    } else if (c == '\t') {
+      line += "\\t";
+    } else {
+      line.append("\\x").append({kDigits[byte / 16], kDigits[byte % 16]});
+    }
+  }
+  return line;
+}
+
 nlohmann::json parse_strict_json(std::string_view text, std::string_view file) {
   DocumentBuilder builder(file);
   builder.parse(text);

@@ -23,4 +23,7 @@ nlohmann::json parse_strict_json(std::string_view text, std::string_view file);
 /// `text` in single quotes, at most 100 bytes of it, control and non-ASCII bytes as '?': for error messages.
 std::string printable(std::string_view text);
 
+/// The whole of `text` on one line: control characters as \n, \t or \x1b.
+std::string one_line(std::string_view text);
+
 }  // namespace helix::decode

@@ -67,6 +67,22 @@ std::vector<std::string> option_names(const CLI::App& app) {
               nearest.empty() ? std::string("; see --help") : "; did you mean " + nearest + "?");
 }
 
+/// CLI11 takes an empty value for 0, or for none, and a whole number that begins with 0 for octal.
+void expect_values(const CLI::App& app) {
+  for (const CLI::Option* const option : app.get_options()) {
+    if (option->count() == 0 || option->get_items_expected_max() == 0) continue;
+    const std::vector<std::string> values = option->results();
+    HELIX_EXPECTS(std::ranges::find(values, "") == values.end(), ErrorCode::invalid_argument,
+                  option->get_name(), " is empty; give a value, or drop it");
+    if (option->get_type_name().find("INT") == std::string::npos) continue;
+    for (const std::string& value : values) {
+      HELIX_EXPECTS(value.size() == 1 || !value.starts_with('0'), ErrorCode::invalid_argument,
+                    option->get_name(), " is ", value,
+                    "; write whole numbers in decimal, without a 0 before");
+    }
+  }
+}
+
 }  // namespace
 
 CLI::Option* as_count(CLI::Option* option) {
@@ -115,6 +131,7 @@ bool parse_command_line(CLI::App& app, int argc, const char* const* argv) {
     if (!extras.empty()) throw_unexpected(app, extras);
     throw Error(ErrorCode::invalid_argument, error.what(), "; see --help");
   }
+  expect_values(app);
   return true;
 }
 

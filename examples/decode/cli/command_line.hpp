@@ -25,8 +25,8 @@ inline constexpr const char* kCountsHelp =
 std::string version_text(std::string_view program);
 
 /// Parses the command line of `app`, and knows --version. Returns false after --help and --version, which it
-/// prints. @throws Error(invalid_argument), one line that names the option; one that is unknown with the
-/// nearest that there is.
+/// prints. @throws Error(invalid_argument) naming the option; one that is unknown with the nearest that
+/// there is, and one whose value is empty.
 bool parse_command_line(CLI::App& app, int argc, const char* const* argv);
 
 /// The name that `wrong` may have meant, without regard to dashes, case and underscores; empty where none is

@@ -23,6 +23,8 @@
 #include <helix/cuda/peer_comm.hpp>
 #include <helix/job_comms.hpp>
 
+#include "checkpoint/standard_streams.hpp"
+#include "checkpoint/strict_json.hpp"
 #include "cli/rank_threads.hpp"
 
 namespace helix::decode {
@@ -165,20 +167,20 @@ class CudaLauncher : public Launcher {
  public:
   explicit CudaLauncher(const comm::BootstrapOptions& options) : bootstrap_(options) {
     // The last resort: a call of NCCL or CUDA may never return once a peer has stopped, not even aborted.
-    bootstrap_.on_failure([rank = options.rank,
-                           grace = std::max(kExitGrace, options.timeout)](const Error& error) {
-      try {
-        std::thread([rank, grace, text = std::string(error.what())] {
-          std::this_thread::sleep_for(grace);
-          fmt::print(stderr,
-                     "helix-decode: rank {}: {}; a call of NCCL or CUDA did not return for {} s after it\n",
-                     rank, text, std::chrono::duration_cast<std::chrono::seconds>(grace).count());
-          std::_Exit(1);
-        }).detach();
-      } catch (const std::system_error&) {
-        // No thread to be had: the others see the silence.
-      }
-    });
+    bootstrap_.on_failure(
+        [rank = options.rank, grace = std::max(kExitGrace, options.timeout)](const Error& error) {
+          try {
+            std::thread([rank, grace, text = std::string(error.what())] {
+              std::this_thread::sleep_for(grace);
+              print_error(fmt::format(
+                  "helix-decode: rank {}: {}; a call of NCCL or CUDA did not return for {} s after it\n",
+                  rank, one_line(text), std::chrono::duration_cast<std::chrono::seconds>(grace).count()));
+              std::_Exit(1);
+            }).detach();
+          } catch (const std::system_error&) {
+            // No thread to be had: the others see the silence.
+          }
+        });
   }
 
   /// After a failure NCCL may have left a thread in a call that never returns: the end of the program would

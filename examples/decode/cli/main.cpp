@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -20,6 +21,8 @@
 
 #include "checkpoint/mapped_file.hpp"
 #include "checkpoint/output_file.hpp"
+#include "checkpoint/standard_streams.hpp"
+#include "checkpoint/strict_json.hpp"
 #include "cli/job.hpp"
 #include "cli/launch.hpp"
 #include "cli/nccl_environment.hpp"
@@ -31,24 +34,33 @@
 namespace helix::decode {
 namespace {
 
+/// Writes to standard output; what is lost shows when it is flushed.
+void print(const std::string& text) {
+  static_cast<void>(std::fputs(text.c_str(), stdout));
+}
+
 /// What is known before a weight is loaded.
 void print_plan(const Launcher& launcher, const ModelConfig& config, const Topology& topo,
                 const GenerationRequest& request, const LaunchOptions& launch,
                 const std::vector<RankMemory>& plan) {
-  std::FILE* const out = request.serving ? stderr : stdout;  // a client reads the other
+  std::string text;
   if (request.synthetic_context > config.max_positions) {
-    fmt::print(
-        out,
+    text = fmt::format(
         "note: {} tokens of synthetic context exceed the model's {} positions; the limit is lifted for this "
         "run\n",
         request.synthetic_context, config.max_positions);
   }
-  fmt::print(out, "{}\n{}", topo.to_string(), format_memory(plan, topo));
+  text += fmt::format("{}\n{}", topo.to_string(), format_memory(plan, topo));
   const std::string devices = launcher.describe_devices(topo, launch);
-  if (!devices.empty()) fmt::print(out, "{}\n", devices);
+  if (!devices.empty()) text += devices + "\n";
   if (request.synthetic_context == 0)
-    fmt::print(out, "prefill: at most {} prompt tokens a step\n", request.prefill_tokens);
-  flush_standard_output();
+    text += fmt::format("prefill: at most {} prompt tokens a step\n", request.prefill_tokens);
+  if (request.serving) {
+    print_error(text);  // a client reads the other
+  } else {
+    print(text);
+    flush_standard_output();
+  }
 }
 
 /// Whether this process can take 16-bit activations, and is asked for nothing that needs f32.
@@ -56,12 +68,15 @@ bool accepts_16_bit(const Options& options) {
   return !options.verify && (options.device == Device::cuda || helix::cpu::has_bf16_products());
 }
 
-/// Until standard input ends.
+/// Until standard input ends, or nobody reads standard output. @throws Error(io) if it cannot be written.
 void serve(const Job& job, Launcher& launcher) {
   std::optional<Frontend> client;
   LaunchOptions launch = job.launch;
   if (launcher.rank() == 0) launch.client = &client.emplace(STDIN_FILENO, STDOUT_FILENO);
   launcher.run(job.checkpoint, job.config, *job.topo, job.options.request, launch);
+  if (!client) return;
+  const std::error_code lost = client->finish();
+  HELIX_EXPECTS(!lost, ErrorCode::io, "standard output cannot be written: ", lost.message());
 }
 
 void run(const Job& job, Launcher& launcher) {
@@ -69,8 +84,9 @@ void run(const Job& job, Launcher& launcher) {
   const auto& [options, launch, checkpoint, config, topo, plan] = job;
   const GenerationRequest& request = options.request;
   if (is_root) print_plan(launcher, config, *topo, request, launch, plan);
+  if (!options.is_plan_only) expect_memory(launcher, launch, plan);
   for (const std::string& line : warnings(launcher, checkpoint, *topo, request, launch, plan))
-    fmt::print(stderr, "{}\n", line);
+    print_error(line + "\n");
   if (options.is_plan_only) return;
 
   if (request.serving) {
@@ -79,12 +95,12 @@ void run(const Job& job, Launcher& launcher) {
   }
   const GenerationResult result = launcher.run(checkpoint, config, *topo, request, launch);
   if (!is_root) return;
-  fmt::print("{}{}", format_result(result), format_computation(launch));
+  print(format_result(result) + format_computation(launch));
   if (!options.json.empty()) write_json(options.json, *topo, request, launch, result);
   if (options.verify) {
     const Topology one_rank(TopologySpec{}, config.shape);
     check_same_tokens(result, run_local(checkpoint, config, one_rank, request, launch));
-    fmt::print("verified: {} ranks give the tokens of one rank\n", topo->world_size());
+    print(fmt::format("verified: {} ranks give the tokens of one rank\n", topo->world_size()));
   }
 }
 
@@ -117,6 +133,7 @@ bool asks_for_peer_memory(std::span<char* const> arguments) {
 
 int main(int argc, char** argv) {
   using namespace helix::decode;
+  open_standard_streams();
   guard_mappings("helix-decode");
   helix::turn_nccl_multicast_off();
   helix::promise_nccl_one_graph_at_a_time();
@@ -158,10 +175,11 @@ int main(int argc, char** argv) {
     return 0;
   } catch (const std::exception& error) {
     const bool is_told = launcher->all_fail_alike();
-    const std::string message = !is_told                ? launcher->fail(error.what())
-                                : launcher->rank() == 0 ? std::string(error.what())
+    const std::string reason = one_line(error.what());
+    const std::string message = !is_told                ? launcher->fail(reason)
+                                : launcher->rank() == 0 ? reason
                                                         : std::string();
-    if (!message.empty()) fmt::print(stderr, "helix-decode: {}\n", message);
+    if (!message.empty()) print_error("helix-decode: " + message + "\n");
     return 1;
   }
 }

@@ -3,7 +3,7 @@
 #include "cli/options.hpp"
 
 #include <charconv>
-#include <sstream>
+#include <cstdint>
 #include <string_view>
 
 #include <CLI/CLI.hpp>
@@ -35,6 +35,13 @@ void parse_hop_b(const std::string& text, GenerationRequest& request) {
   }
 }
 
+/// CLI11 would take -1 and 2^64 for the largest.
+void parse_seed(const std::string& text, std::uint64_t& seed) {
+  const auto [end, code] = std::from_chars(text.data(), text.data() + text.size(), seed);
+  HELIX_EXPECTS(code == std::errc() && end == text.data() + text.size(), ErrorCode::invalid_argument,
+                "--seed is '", text, "'; give a whole number of 0 to 2^64 - 1");
+}
+
 /// Options whose text is looked at once all are known.
 struct OptionTexts {
   std::string model;
@@ -42,6 +49,7 @@ struct OptionTexts {
   std::string prompts_file;
   std::string teacher_file;
   std::string hop_b = "auto";
+  std::string seed = "0";
   std::string device = "auto";
   std::string activation = "auto";
   std::string cuda_graphs = "on";
@@ -104,7 +112,7 @@ void add_step_options(CLI::App& app, Options& options, OptionTexts& texts) {
       ->capture_default_str();
   app.add_option("--top-k", request.sampling.top_k, "keeps the k likeliest tokens; 0: all")
       ->capture_default_str();
-  app.add_option("--seed", request.sampling.seed, "seed of the draws")->capture_default_str();
+  app.add_option("--seed", texts.seed, "seed of the draws")->type_name("UINT")->capture_default_str();
   app.add_option("--repetition-penalty", request.penalties.repetition,
                  "divides the logits of tokens that prompt or output have")
       ->capture_default_str();
@@ -271,9 +279,11 @@ Device named_device(int argc, char** argv) {
 }
 
 TokenIds parse_ids(const std::string& text, const std::string& what) {
+  HELIX_EXPECTS(!text.empty(), ErrorCode::invalid_argument, what, " is empty; give ids as \"1,2,3\"");
   TokenIds ids;
-  std::stringstream in(text);
-  for (std::string part; std::getline(in, part, ',');) {
+  for (std::size_t at = 0; at <= text.size();) {
+    const std::string part = text.substr(at, text.find(',', at) - at);
+    at += part.size() + 1;
     const std::size_t begin = part.find_first_not_of(" \t\n");
     const std::size_t last = part.find_last_not_of(" \t\n");
     const std::string number = begin == std::string::npos ? "" : part.substr(begin, last - begin + 1);
@@ -284,7 +294,6 @@ TokenIds parse_ids(const std::string& text, const std::string& what) {
                   "' is not a token id; give ids as \"1,2,3\"");
     ids.push_back(id);
   }
-  HELIX_EXPECTS(!ids.empty(), ErrorCode::invalid_argument, what, " is empty; give ids as \"1,2,3\"");
   return ids;
 }
 
@@ -325,6 +334,7 @@ std::optional<Options> parse_options(int argc, char** argv) {
                              "--presence-penalty", "--frequency-penalty"})
     options.has_sampling = options.has_sampling || app.count(option) > 0;
   parse_hop_b(texts.hop_b, options.request);
+  parse_seed(texts.seed, options.request.sampling.seed);
   parse_prefill(texts.prefill_tokens, options);
   read_tokens(texts, options.request);
   check_values(options);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warnings about idle replicas and short memory.
+// Idle replicas and short memory.
 #include "cli/warnings.hpp"
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 
 #include <fmt/format.h>
 
+#include <helix/error.hpp>
 #include <helix/integers.hpp>
 
 #include "cli/launch_cuda.hpp"
@@ -29,17 +30,31 @@ std::string read_small(const char* file) {
   return {std::istreambuf_iterator<char>(in), {}};
 }
 
-/// What this machine, or the container around this process, has left; nullopt if neither says.
-std::optional<std::int64_t> available_host_bytes() {
-  std::optional<std::int64_t> available = parse_available_memory(read_small("/proc/meminfo"));
+/// What this machine's table says under `key`, at most the limit of the container around this process;
+/// nullopt if neither says.
+std::optional<std::int64_t> machine_bytes(std::string_view key) {
+  std::optional<std::int64_t> bytes = parse_memory(read_small("/proc/meminfo"), key);
   // A container's limit; "max" is none.
   if (const auto limit = leading_number(read_small("/sys/fs/cgroup/memory.max")))
-    available = std::min(available.value_or(*limit), *limit);
-  return available;
+    bytes = std::min(bytes.value_or(*limit), *limit);
+  return bytes;
 }
 
 std::int64_t bytes_of(const RankMemory& memory) {
   return saturating_sum(saturating_sum(memory.weights_bytes, memory.kv_bytes), memory.workspace_bytes);
+}
+
+/// The plan's first `num_ranks` ranks without what they use in the checkpoint's files.
+std::int64_t own_bytes(const std::vector<RankMemory>& plan, std::size_t num_ranks) {
+  std::int64_t own = 0;
+  for (std::size_t rank = 0; rank < std::min(num_ranks, plan.size()); ++rank)
+    own = saturating_sum(own, bytes_of(plan[rank]) - plan[rank].weights_in_place_bytes);
+  return own;
+}
+
+/// Ranks of the plan on this machine.
+std::size_t num_local_ranks(const Launcher& launcher, const std::vector<RankMemory>& plan) {
+  return launcher.has_processes() ? static_cast<std::size_t>(num_local_processes()) : plan.size();
 }
 
 constexpr const char* kAdvice = "use shorter or fewer sequences, a smaller --kv-dtype or more ";
@@ -63,11 +78,10 @@ std::optional<std::string> short_gpu(int gpu, std::int64_t needed) {
 
 }  // namespace
 
-std::optional<std::int64_t> parse_available_memory(std::string_view text) {
-  constexpr std::string_view kKey = "MemAvailable:";
-  const std::size_t at = text.find(kKey);
+std::optional<std::int64_t> parse_memory(std::string_view text, std::string_view key) {
+  const std::size_t at = text.find(key);
   if (at == std::string_view::npos) return std::nullopt;
-  const std::size_t digits = text.find_first_not_of(" \t", at + kKey.size());
+  const std::size_t digits = text.find_first_not_of(" \t", at + key.size());
   if (digits == std::string_view::npos) return std::nullopt;
   const std::optional<std::int64_t> kilobytes = leading_number(text.substr(digits));
   if (!kilobytes) return std::nullopt;
@@ -76,16 +90,13 @@ std::optional<std::int64_t> parse_available_memory(std::string_view text) {
 
 std::int64_t host_bytes(const std::vector<RankMemory>& plan, std::size_t num_ranks,
                         const Checkpoint& checkpoint) {
-  std::int64_t own = 0;
   std::int64_t in_place = 0;
-  for (std::size_t rank = 0; rank < std::min(num_ranks, plan.size()); ++rank) {
-    own = saturating_sum(own, bytes_of(plan[rank]) - plan[rank].weights_in_place_bytes);
+  for (std::size_t rank = 0; rank < std::min(num_ranks, plan.size()); ++rank)
     in_place = saturating_sum(in_place, plan[rank].weights_in_place_bytes);
-  }
   std::int64_t files = 0;
   for (const SafetensorsFile& file : checkpoint.files())
     files = saturating_sum(files, static_cast<std::int64_t>(file.size()));
-  return saturating_sum(own, std::min(in_place, files));
+  return saturating_sum(own_bytes(plan, num_ranks), std::min(in_place, files));
 }
 
 std::map<int, std::int64_t> gpu_bytes(const std::vector<RankMemory>& plan, const std::vector<int>& gpus) {
@@ -115,16 +126,23 @@ std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& ch
     return lines;
   }
   if (!is_root) return lines;
-  const auto num_ranks =
-      launcher.has_processes() ? static_cast<std::size_t>(num_local_processes()) : plan.size();
-  const std::int64_t needed = host_bytes(plan, num_ranks, checkpoint);
-  const std::optional<std::int64_t> available = available_host_bytes();
+  const std::int64_t needed = host_bytes(plan, num_local_ranks(launcher, plan), checkpoint);
+  const std::optional<std::int64_t> available = machine_bytes("MemAvailable:");
   if (available && needed > *available) {
     add(fmt::format(
         "warning: the plan takes {} of this machine's memory, of which {} are available: {}machines",
         format_bytes(needed), format_bytes(*available), kAdvice));
   }
   return lines;
+}
+
+void expect_memory(const Launcher& launcher, const LaunchOptions& launch,
+                   const std::vector<RankMemory>& plan) {
+  if (launch.device == Device::cuda || launcher.rank() != 0) return;
+  const std::int64_t needed = own_bytes(plan, num_local_ranks(launcher, plan));
+  const std::optional<std::int64_t> all = machine_bytes("MemTotal:");
+  HELIX_EXPECTS(!all || needed <= *all, ErrorCode::capacity, "the plan takes ", format_bytes(needed),
+                " of this machine's memory, which has ", format_bytes(*all), ": ", kAdvice, "machines");
 }
 
 }  // namespace helix::decode

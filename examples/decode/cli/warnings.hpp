@@ -27,7 +27,14 @@ std::int64_t host_bytes(const std::vector<RankMemory>& plan, std::size_t num_ran
 /// Bytes that the plan takes by GPU. `gpus`: the GPU of each rank.
 std::map<int, std::int64_t> gpu_bytes(const std::vector<RankMemory>& plan, const std::vector<int>& gpus);
 
-/// The bytes of a line like "MemAvailable:   123 kB" of /proc/meminfo's `text`; nullopt without one.
-std::optional<std::int64_t> parse_available_memory(std::string_view text);
+/// On the CPU, by rank 0: what the ranks of its machine take beside the checkpoint's files, which the system
+/// may drop and read again, is no more than all of its memory, or than the limit of the container around it.
+/// @throws Error(capacity) with both figures: the system would kill the process.
+void expect_memory(const Launcher& launcher, const LaunchOptions& launch,
+                   const std::vector<RankMemory>& plan);
+
+/// The bytes of the line that begins with `key`, such as "MemAvailable:   123 kB", of /proc/meminfo's `text`;
+/// nullopt without one.
+std::optional<std::int64_t> parse_memory(std::string_view text, std::string_view key);
 
 }  // namespace helix::decode

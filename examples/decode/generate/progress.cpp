@@ -3,11 +3,12 @@
 #include "generate/progress.hpp"
 
 #include <algorithm>
-#include <cstdio>
 #include <utility>
 
 #include <fmt/format.h>
 #include <unistd.h>
+
+#include "checkpoint/standard_streams.hpp"
 
 namespace helix::decode {
 
@@ -15,7 +16,7 @@ Progress::Progress(std::string label, std::int64_t total, bool enabled)
     : label_(std::move(label)), total_(total), enabled_(enabled && total > 0 && isatty(STDERR_FILENO) != 0) {}
 
 Progress::~Progress() {
-  if (drawn_) fmt::print(stderr, "\r\033[K");
+  if (drawn_) print_error("\r\033[K");
 }
 
 void Progress::update(std::int64_t done) {
@@ -26,9 +27,8 @@ void Progress::update(std::int64_t done) {
   drawn_ = true;
   constexpr std::int64_t kWidth = 30;
   const std::int64_t filled = std::clamp<std::int64_t>(done * kWidth / total_, 0, kWidth);
-  fmt::print(stderr, "\r{} [{:#<{}}{:.<{}}] {}%\033[K", label_, "", filled, "", kWidth - filled,
-             std::clamp<std::int64_t>(done * 100 / total_, 0, 100));
-  std::fflush(stderr);
+  print_error(fmt::format("\r{} [{:#<{}}{:.<{}}] {}%\033[K", label_, "", filled, "", kWidth - filled,
+                          std::clamp<std::int64_t>(done * 100 / total_, 0, 100)));
 }
 
 }  // namespace helix::decode

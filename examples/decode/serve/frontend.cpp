@@ -24,6 +24,11 @@ constexpr std::size_t kReadBytes = 65536;
 constexpr int kPollMilliseconds = 100;
 constexpr std::chrono::seconds kFarewell{10};  // without a byte taken, at the end, the client counts as gone
 
+/// Whether a write that fails so has met the closed end of a pipe or socket.
+bool has_left(int code) {
+  return code == EPIPE || code == ECONNRESET;
+}
+
 }  // namespace
 
 Frontend::Frontend(int in, int out) : in_(in), out_(out) {
@@ -44,6 +49,11 @@ Frontend::Frontend(int in, int out) : in_(in), out_(out) {
 }
 
 Frontend::~Frontend() {
+  finish();
+}
+
+std::error_code Frontend::finish() {
+  if (!reader_.joinable()) return failure_;
   {
     const std::scoped_lock lock(mutex_);
     is_closing_ = true;
@@ -53,6 +63,7 @@ Frontend::~Frontend() {
   reader_.join();
   writer_.join();
   close(wake_[0]);
+  return failure_;
 }
 
 void Frontend::add_bytes(std::string_view bytes) {
@@ -124,8 +135,9 @@ void Frontend::write_lines() {
         in_flight_ -= static_cast<std::size_t>(count);
         last_progress = now;
       }
-      is_client_gone_ =
-          (count < 0 && code != EINTR && code != EAGAIN) || (is_closing_ && now - last_progress > kFarewell);
+      const bool has_failed = count < 0 && code != EINTR && code != EAGAIN;
+      if (has_failed && !has_left(code)) failure_ = {code, std::generic_category()};
+      is_client_gone_ = has_failed || (is_closing_ && now - last_progress > kFarewell);
     }
     if (is_client_gone_) {
       pending_.clear();

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -47,8 +48,12 @@ class Frontend {
   bool is_behind() const;
   /// Waits until the client has caught up, or the time is over.
   void wait_for_client(std::chrono::milliseconds longest);
-  /// Whether the client no longer reads: its end is closed.
+  /// Whether nothing reaches the client any more: its end is closed, or cannot be written.
   bool is_client_gone() const;
+
+  /// Ends both threads, as the destructor does. Returns what kept a client that had not left from being
+  /// written to; no error if nothing did.
+  std::error_code finish();
 
  private:
   void read_lines();
@@ -68,6 +73,7 @@ class Frontend {
   std::string pending_;  // to be written
   std::size_t in_flight_ = 0;
   bool is_client_gone_ = false;
+  std::error_code failure_;  // of a write, unless the client had left
   bool is_closing_ = false;
   std::thread reader_;
   std::thread writer_;

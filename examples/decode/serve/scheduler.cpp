@@ -10,6 +10,7 @@
 #include <variant>
 
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 
 #include "checkpoint/strict_json.hpp"
 
@@ -73,7 +74,7 @@ void Scheduler::submit(const ServeRequest& request) {
                   "; shorten it, or start with a longer --context");
   if (request.max_tokens && *request.max_tokens > spec_.max_tokens - size)
     return refuse("the prompt has ", size, " tokens and max_tokens is ", *request.max_tokens, ": ",
-                  size + *request.max_tokens, " exceed the context of ", spec_.max_tokens,
+                  saturating_sum(size, *request.max_tokens), " exceed the context of ", spec_.max_tokens,
                   "; lower max_tokens, or start with a longer --context");
   ids_.insert(request.id);
   Queued& queued = queue_.emplace_back(Queued{request, Clock::now()});

@@ -25,6 +25,50 @@ constexpr std::size_t kMaxIdBytes = 256;
 /// What has no key of its own in an error message.
 constexpr std::string_view kWhere = "request";
 
+/// The id of a line that CommandReader refused before it came to it. Passes over all else.
+class IdReader : public JsonEvents {
+ public:
+  IdReader() : JsonEvents(kWhere) {}
+
+  /// The id, if the line says one before it ceases to be JSON; else empty.
+  std::string read(std::string_view line) {
+    try {
+      parse(line);
+    } catch (const Error&) {
+    }
+    return std::move(id_);
+  }
+
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(std::int64_t) override { return true; }
+  bool number_unsigned(std::uint64_t) override { return true; }
+  bool number_float(double, const std::string&) override { return true; }
+  bool string(std::string& value) override {
+    if (is_id_next_ && depth_ == 1 && id_.empty() && value.size() <= kMaxIdBytes) id_ = std::move(value);
+    return true;
+  }
+  bool start_object(std::size_t) override { return open(); }
+  bool key(std::string& name) override {
+    is_id_next_ = depth_ == 1 && name == "id";
+    return true;
+  }
+  bool end_object() override { return close(); }
+  bool start_array(std::size_t) override { return open(); }
+  bool end_array() override { return close(); }
+
+ private:
+  bool open() { return ++depth_ <= kMaxNesting || unexpected("nesting"); }
+  bool close() {
+    --depth_;
+    return true;
+  }
+
+  std::string id_;
+  std::size_t depth_ = 0;
+  bool is_id_next_ = false;
+};
+
 /// Takes the keys of one object. Values land where their key says; anything else is refused.
 class CommandReader : public JsonEvents {
  public:
@@ -207,7 +251,7 @@ std::variant<ServeCommand, BadLine> parse_command(std::string_view line, const S
     reader.parse(line);
     return reader.take();
   } catch (const Error& error) {
-    return BadLine{reader.id(), error.what()};
+    return BadLine{reader.id().empty() ? IdReader().read(line) : reader.id(), error.what()};
   }
 }
 

@@ -48,7 +48,7 @@ struct ServeDefaults {
   Penalties penalties;
 };
 
-/// A line that is no command; `id` is that of the request, if it got as far as to say it.
+/// A line that is no command; `id` is that of the request, if it says one before it ceases to be JSON.
 struct BadLine {
   std::string id;
   std::string message;
