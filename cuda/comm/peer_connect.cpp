@@ -129,11 +129,12 @@ PeerComm PeerComm::split(int color, int key) {
   part->family = state_->family;
   part->own = state_->own;
   part->ranks_a_device = state_->ranks_a_device;
-  if (state_->nccl) part->nccl = state_->nccl->split(color, key);
+  // First, as hosts are told if their calls differ, which NCCL would wait for.
   PeerHosts::Part members = state_->hosts->split(color, key, state_->nccl ? &*state_->nccl : nullptr);
   part->hosts = std::move(members.hosts);
   part->rank = members.rank;
   part->root_ranks = std::move(members.root_ranks);
+  if (state_->nccl) part->nccl = state_->nccl->split(color, key);
   if (part->has_windows()) part->open_channel();
   return PeerComm(std::move(part));
 }

@@ -21,13 +21,16 @@ __host__ __device__ constexpr std::int64_t line_place(int i) {
   return static_cast<std::int64_t>(i / kWarp) * 2 * kLineBytes + i % kWarp * 16;
 }
 
-/// Stores a packet as two lines of data and flag.
+/// Stores a packet as two lines of data and flag: the count, and its complement, so that memory which nobody
+/// has written has no count.
 __device__ __forceinline__ void store_lines(std::byte* to, uint4 x, std::uint32_t count) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to), "r"(x.x), "r"(count), "r"(x.y)
-               : "memory");
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(to + kLineBytes), "r"(x.z),
-               "r"(count), "r"(x.w)
-               : "memory");
+  const auto store = [count](std::byte* line, std::uint32_t first, std::uint32_t second) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(line), "r"(first), "r"(count),
+                 "r"(second), "r"(~count)
+                 : "memory");
+  };
+  store(to, x.x, x.y);
+  store(to + kLineBytes, x.z, x.w);
 }
 
 __device__ __forceinline__ uint4 load_volatile(const std::byte* from) {
@@ -44,7 +47,7 @@ __device__ __forceinline__ bool load_lines(const std::byte* from, std::uint32_t 
   const uint4 low = load_volatile(from);
   const uint4 high = load_volatile(from + kLineBytes);
   packet = {low.x, low.z, high.x, high.z};
-  return low.y == count && low.w == count && high.y == count && high.w == count;
+  return low.y == count && low.w == ~count && high.y == count && high.w == ~count;
 }
 
 /// Waits for the packet that store_lines() wrote; zeros where it never comes.
