@@ -214,8 +214,9 @@ class StageModel {
   void draw(TensorView<T, 2> normed, const Batch& batch, std::int64_t num_rows, bool is_random) {
     const std::span<std::byte> workspace(head_workspace_.data(), head_workspace_.size_bytes());
     if (!is_random && extras_.is_empty() && has_first_logits_on_rank_0()) {
-      const auto own = head_->draw_greedy(normed, batch.positions, buffer_.rows(), num_rows, workspace,
-                                          buffer_.tokens(), buffer_.norms(), stream_);
+      const auto own =
+          head_->draw_greedy(normed, batch.positions, buffer_.rows(), num_rows, workspace, buffer_.tokens(),
+                             options_.has_logit_norms ? buffer_.norms() : nullptr, stream_);
       if (options_.has_logit_norms) first_logits_->keep(own, buffer_.first_logits(), stream_);
       return;
     }
