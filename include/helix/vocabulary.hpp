@@ -163,8 +163,9 @@ class VocabularyHead {
   }
 
   /// Draws one token a row of `logits` into `tokens` (device, [rows]) by the row's config (device, [rows],
-  /// each of which check_sampling() accepts); the same on all ranks. `counters` (device, [rows]) makes each
-  /// draw its own; it may be null where all rows are greedy. Local; queued on `stream`.
+  /// each of which check_sampling() accepts; null: all rows are greedy); the same on all ranks. `counters`
+  /// (device, [rows]) makes each draw its own; it may be null where all rows are greedy. Local; queued on
+  /// `stream`.
   void sample(Logits logits, const SamplingConfig* configs, const std::uint64_t* counters,
               std::int32_t* tokens, typename B::Stream stream) {
     if (logits.extent(1) == 0) return;
