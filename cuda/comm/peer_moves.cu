@@ -114,7 +114,7 @@ __device__ bool begin_rounds(const BlockChannel& ends, Rounds& rounds, const Rou
     rounds.left[p] = p == ends.channel.waits.rank ? 0 : rounds_with(p);
     atomicMax(&rounds.most, rounds.left[p]);
   }
-  return __syncthreads_or(p == 0 && has_given_up(ends.channel.waits)) == 0;
+  return may_send(ends.channel.waits);
 }
 
 __global__ void __launch_bounds__(kThreads)

@@ -187,8 +187,7 @@ struct PeerNormBlock {
     if (kPackets == 1) load(first, own);
     if (p < channel.waits.size) counts[p] = ends.counts()[p];
     // Blocks of a cluster need each other: one that has given up goes on and sends nothing.
-    const auto may_send = [&] { return __syncthreads_or(p == 0 && has_given_up(channel.waits)) == 0; };
-    bool sends = may_send();
+    bool sends = may_send(channel.waits);
     for (;;) {
       const auto row_of = [&](int k) { return first + std::int64_t{k} * plan.groups; };
       const auto for_rows = [&](const auto& use) {
@@ -220,7 +219,7 @@ struct PeerNormBlock {
       first += std::int64_t{plan.groups} * plan.rows_a_round;
       if (first >= rows.rows) return;
       if (kPackets == 1) load(first, own);
-      sends = may_send();
+      sends = may_send(channel.waits);
     }
   }
 };

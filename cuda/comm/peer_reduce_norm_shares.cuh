@@ -135,7 +135,7 @@ struct PeerNormShares : PeerNormBlock<T, W, false, kPackets> {
     const int p = static_cast<int>(threadIdx.x);
     const bool is_peer = p < channel.waits.size && p != channel.waits.rank;
     if (p < channel.waits.size) counts[p] = ends.counts()[p];
-    bool sends = __syncthreads_or(p == 0 && has_given_up(channel.waits)) == 0;
+    bool sends = may_send(channel.waits);
     const std::int64_t round = std::int64_t{plan.groups} * plan.rows_a_round * channel.waits.size;
     for (std::int64_t first = blockIdx.x / plan.parts; first < rows.rows; first += round) {
       if (sends) send_parts(first, counts);

@@ -38,6 +38,11 @@ __device__ __forceinline__ bool has_given_up(const PeerWaits& waits) {
   return volatile_word(&waits.words->gave_up) != 0;
 }
 
+/// Whether it has not, with one answer for all threads of the block, which meet here.
+__device__ __forceinline__ bool may_send(const PeerWaits& waits) {
+  return __syncthreads_or(threadIdx.x == 0 && has_given_up(waits)) == 0;
+}
+
 /// Records the failure unless one stands, and lets go all that waits for this rank or in it. On return the
 /// record is complete, or its writer takes longer than it may.
 static __device__ __noinline__ void give_up(const PeerWaits& waits, PeerFault fault, int peer,

@@ -13,7 +13,6 @@
 
 #include "cuda/comm/peer_lines.cuh"
 #include "cuda/comm/peer_wait.cuh"
-#include "cuda/exchange/header.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
 #include "cuda/runtime/warp.cuh"
@@ -22,7 +21,6 @@
 namespace helix::cuda {
 namespace {
 
-constexpr int kMostBlocks = 8;  // of a row: a cluster of any GPU that has clusters
 constexpr int kRoundRows = 32;  // of a group: packets that a slot takes, whatever the number of ranks
 constexpr std::uint32_t kTag = 0x63686f73;
 
@@ -213,8 +211,7 @@ void Operators<T>::choose_greedy(const PeerChannel* channel, const ChooseGreedyA
   const int most_blocks = peers.waits.most_blocks > 0 ? peers.channels : state_->num_sms;
   const auto groups =
       static_cast<int>(std::min<std::int64_t>(rows, has_peers ? peers.channels : most_blocks));
-  int blocks = 1;
-  while (state_->is_hopper && blocks < kMostBlocks && 2 * blocks * groups <= most_blocks) blocks *= 2;
+  const int blocks = blocks_a_row(groups, most_blocks, state_->is_hopper);
   const ChoiceRows<T> all{LogitRows<T>(args.logits, args.shard_begins),
                           rows,
                           groups,

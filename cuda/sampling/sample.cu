@@ -22,7 +22,6 @@ using Mass =
 
 constexpr int kThreads = kLogitThreads;
 constexpr int kBuckets = 2 * kThreads;
-constexpr int kMostBlocks = 8;  // of a row: a cluster of any GPU that has clusters
 
 /// Launch arguments.
 template <class T>
@@ -322,8 +321,7 @@ void Operators<T>::sample(const SampleArgs<T>& args, Stream stream) const {
   const auto most_logits = static_cast<double>(args.logits.extent(0) * args.logits.extent(2));
   const int mass_bits = 62 - static_cast<int>(std::ceil(std::log2(most_logits + 1)));
   const auto kernel = rows.row.is_aligned() ? sample_kernel<true, T> : sample_kernel<false, T>;
-  int blocks = 1;
-  while (state_->is_hopper && blocks < kMostBlocks && 2 * blocks * num_rows <= state_->num_sms) blocks *= 2;
+  const int blocks = blocks_a_row(num_rows, state_->num_sms, state_->is_hopper);
   launch_with(LaunchAttributes().clusters(blocks), kernel, num_rows * blocks, kThreads, 0, stream.handle(),
               rows, mass_bits);
 }

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // helix-plan: which layout, how much memory, how fast, before the GPUs are rented.
-#include <cstdio>
 #include <exception>
 #include <optional>
 #include <string>
@@ -15,6 +14,7 @@
 #include "calibration.hpp"
 #include "check.hpp"
 #include "checkpoint/output_file.hpp"
+#include "checkpoint/standard_streams.hpp"
 #include "hardware_source.hpp"
 #include "model_source.hpp"
 #include "options.hpp"
@@ -70,7 +70,7 @@ int main(int argc, char** argv) {
     helix::decode::flush_standard_output();
     return 0;
   } catch (const std::exception& error) {
-    std::fputs(fmt::format("helix-plan: {}\n", error.what()).c_str(), stderr);  // throws nothing if it fails
+    helix::decode::print_error(fmt::format("helix-plan: {}\n", error.what()));
     return 1;
   }
 }

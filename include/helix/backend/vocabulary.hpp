@@ -40,8 +40,8 @@ struct SamplingConfig {
 };
 
 /// Draws one token a row: -1 where a logit is NaN or +inf, or none is above -inf, whatever the config. Greedy
-/// takes the smallest id on ties. Otherwise the draw is a function of
-/// (seed, counters[row]) and the logits alone, so that ranks with equal logits draw equal tokens.
+/// takes the smallest id on ties. Otherwise the draw is a function of (seed, counters[row]) and the logits
+/// alone, so that ranks with equal logits draw equal tokens.
 template <class T>
 struct SampleArgs {
   /// [shards, rows, width]: shard s holds ids [shard_begins[s], shard_begins[s+1]); the rest is padding.
