@@ -92,7 +92,7 @@ const AttentionKernel kLatentKernel{
     .has_fixed_query_tile = false,
     .launch =
         [](const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
-          const int items = launch_attention(p.without_headers(), call, grid);
+          const int items = launch_attention(p, call, grid);
           launch_combine(p, items / p.num_query_tiles, grid);
         }};
 

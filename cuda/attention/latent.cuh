@@ -169,7 +169,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Produce& 
     take_registers<kConsumerRegisters>();
     consume<T>(p, s);
   }
-  finish_packed_messages(p);
+  finish_messages(p);
 }
 
 }  // namespace latent

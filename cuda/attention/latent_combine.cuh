@@ -160,7 +160,6 @@ __global__ __launch_bounds__(
   prefetch_params(p);
   follow_previous();
   combine_rows<kShares, kManyRows>(p, block_rows, shared);
-  if (p.sends_headers) call_send_headers_last(p.exchange);
 }
 
 }  // namespace helix::cuda::latent

@@ -156,7 +156,7 @@ __global__ __launch_bounds__(latent::kThreads,
     take_registers<latent_e4m3::kConsumerRegisters>();
     latent_e4m3::consume(p, s);
   }
-  finish_packed_messages(p);
+  finish_messages(p);
 #endif
 }
 

@@ -9,7 +9,6 @@
 
 #include "cuda/attention/kernel.hpp"
 #include "cuda/exchange/header.cuh"
-#include "cuda/exchange/window_headers.cuh"
 #include "cuda/kv_cache/paged_rows.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/divisor.cuh"
@@ -35,7 +34,6 @@ struct AttentionParams {
   std::int64_t lse_token_stride = 0;
   std::int64_t lse_head_stride = 0;
   bool is_out_aligned = false;                ///< four columns of out can be stored at once
-  bool sends_headers = false;                 ///< Whether the launch's last block sends those of `exchange`.
   int first_out_token = 0;                    ///< Token of the step at row 0 of out and lse.
   StampArgs headers{};                        ///< Headers of the messages that out and lse lie in.
   const std::uint64_t* slot_epoch = nullptr;  ///< SinkSlot::epoch.
@@ -83,17 +81,6 @@ struct AttentionParams {
   int key_columns = 0;  ///< Columns of a key that lie in k.
 
   std::int32_t query_offsets[kMaxSequences + 1];  ///< Copies by value: a trip to memory less.
-
-  /// Of the messages over windows that the results lie in. Behind all else: its place comes from memory when
-  /// it is read, at the end of a launch that sends_headers; the flag lies beside what a block has read.
-  WindowExchangeArgs exchange{};
-
-  /// For a launch that others of the same call follow.
-  AttentionParams without_headers() const {
-    AttentionParams p = *this;
-    p.sends_headers = false;
-    return p;
-  }
 };
 
 /// Brings the arguments into the constant cache, all at once: one by one they would cost a trip to memory
@@ -176,16 +163,9 @@ __device__ inline void store_columns(const AttentionParams& p, std::int64_t i, i
 }
 
 /// The headers of the packed messages that the results lie in, by one warp of the grid.
-__device__ inline void finish_packed_messages(const AttentionParams& p) {
+__device__ inline void finish_messages(const AttentionParams& p) {
   if (p.headers.message != nullptr && blockIdx.x == gridDim.x - 1 && threadIdx.x < kWarp)
     write_headers(p.headers);
-}
-
-/// The headers of any messages that the results lie in, at the end of a kernel that may call functions; all
-/// threads of the block.
-__device__ inline void finish_messages(const AttentionParams& p) {
-  finish_packed_messages(p);
-  if (p.sends_headers) call_send_headers_last(p.exchange);
 }
 
 }  // namespace helix::cuda

@@ -109,15 +109,7 @@ AttentionParams params_of(const PartialAttentionArgs<T>& args) {
   return p;
 }
 
-/// Whether a call sends the headers of the messages over windows that it writes to: it writes all of them.
-template <class T>
-bool sends_headers(const PartialAttentionArgs<T>& args) {
-  const PartialSink<T>& sink = args.sink;
-  return kAttentionSendsHeaders && sink.exchange.sent != nullptr &&
-         sink.first_token == args.batch.first_token() && sink.exchange.tokens == args.batch.num_tokens();
-}
-
-/// Calls launch(is_last) with `p` set to one part of the batch after another, as many sequences and query
+/// Calls launch() with `p` set to one part of the batch after another, as many sequences and query
 /// tiles as a plan holds: prefill takes several.
 template <class Launch>
 void for_each_launch(const Batch& batch, bool follows_prepare, AttentionParams& p, int most_query_tiles,
@@ -151,7 +143,7 @@ void for_each_launch(const Batch& batch, bool follows_prepare, AttentionParams& 
     p.num_query_tiles = std::min(count, most);
     p.reads_ahead = follows_prepare && p.is_one_query_tile_each;
     // Sequences without tokens may be left, which launch nothing.
-    if (p.num_query_tiles > 0) launch(count <= most && offsets[end] == offsets.back());
+    if (p.num_query_tiles > 0) launch();
     if (count > most) {  // the last sequence goes on in the next launch
       skipped = query_tiles(end - 1) - (count - most);
       first = end - 1;
@@ -202,9 +194,7 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   p.partial_sum = reinterpret_cast<float*>(partials.sum.data());
   p.split_tiles = reinterpret_cast<SplitQueryTile*>(partials.tiles.data());
   p.counters = reinterpret_cast<int*>(state_->attention_counters.data());
-  p.exchange = args.sink.exchange;
-  for_each_launch(args.batch, args.follows_prepare, p, kernel.most_query_tiles, [&](bool is_last) {
-    p.sends_headers = is_last && sends_headers(args);
+  for_each_launch(args.batch, args.follows_prepare, p, kernel.most_query_tiles, [&] {
     kernel.launch(p, call, {blocks, blocks == all_blocks, stream.handle()});
     p.headers.message = nullptr;  // once is enough
   });

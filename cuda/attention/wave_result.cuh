@@ -153,7 +153,6 @@ template <int kThreads>
 __global__ __launch_bounds__(kThreads) void combine_waves_later(const __grid_constant__ AttentionParams p) {
   follow_previous();
   combine_row_later<kThreads>(p);
-  if (p.sends_headers) call_send_headers_last(p.exchange);
 }
 
 /// After write_partials() of all rows: the last block to come combines the splits. `kThreads` threads that

@@ -63,8 +63,7 @@ void launch(const AttentionParams& p, WaveMaps& maps, const AttentionGrid& grid)
   const int items = p.num_query_tiles * p.kv_heads;
   // Where each may have two splits and more. Of 8 x 128 rows in 16 splits: 28 us, 56 without.
   maps.combines_later = 2 * items <= blocks && items <= kMaxQueryTiles;
-  launch_early(kernel, blocks, S::kThreads, kBytes, grid.stream, true,
-               maps.combines_later ? p.without_headers() : p, maps);
+  launch_early(kernel, blocks, S::kThreads, kBytes, grid.stream, true, p, maps);
   if (maps.combines_later) {
     launch_early(combine_waves_later<kCombineThreads>,
                  ceil_div(std::int64_t{items} * p.query_tile_rows, kCombineThreads / kWarp), kCombineThreads,

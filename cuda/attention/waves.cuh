@@ -110,8 +110,6 @@ __global__ __launch_bounds__(S::kThreads, 1) void attend_waves(const __grid_cons
     take_registers<S::product_registers(kCopyRegisters)>();
     WaveProducts<T, S, Copies<S::kDim, S::kTokens>::kFills == 1>(p, maps, s).run();
   }
-  if (p.sends_headers)
-    send_headers_last<S::kThreads / kWarp - 1>(p.exchange);  // by a warp that has registers
 #endif
 }
 

@@ -80,14 +80,13 @@ __device__ __forceinline__ float larger_lse(float max, float lse) {
   return lse > max || isnan(lse) ? lse : max;
 }
 
-/// Merges row `row` (token, head) of partials that begin at `all_out` and `all_lse`; `share.threads` threads,
-/// each of which has kCount columns and computes the weights itself, which costs less than sharing them.
-/// Ranks in increasing order (invariant 7).
+/// Merges the row of `token` and `head` of partials that begin at `all_out` and `all_lse`; `share.threads`
+/// threads, each of which has kCount columns and computes the weights itself, which costs less than sharing
+/// them. Ranks in increasing order (invariant 7).
 template <class T, int kCount, int kRanks, bool kConverts>
 __device__ __forceinline__ void merge_partials(const CombineRows<T>& rows, const T* all_out,
-                                               const float* all_lse, const RowShare& share, unsigned row) {
-  const std::int64_t token = row / static_cast<unsigned>(rows.heads);
-  const std::int64_t head = row % static_cast<unsigned>(rows.heads);
+                                               const float* all_lse, const RowShare& share,
+                                               std::int64_t token, std::int64_t head) {
   const float* partial_lse =
       all_lse + token * rows.partial_lse_strides[1] + head * rows.partial_lse_strides[2];
   const T* partial_out = all_out + token * rows.partial_strides[1] + head * rows.partial_strides[2];

@@ -128,8 +128,10 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   const unsigned row = share.row(blockIdx.x);
+  const auto heads = static_cast<unsigned>(rows.heads);
   if (row < rows.tokens * rows.heads)
-    merge_partials<T, kCount, kRanks, kConverts>(rows, rows.partial_out, rows.partial_lse, share, row);
+    merge_partials<T, kCount, kRanks, kConverts>(rows, rows.partial_out, rows.partial_lse, share, row / heads,
+                                                 row % heads);
 }
 
 }  // namespace

@@ -12,17 +12,24 @@ namespace helix::cuda {
 
 inline constexpr int kHeaderWords = sizeof(ExchangeHeader) / sizeof(std::uint32_t);
 
-/// Sum of exchange_epoch_term() over the positions, in all lanes of the warp.
-__device__ inline std::uint64_t sum_epoch_terms(const std::int64_t* positions, std::int64_t tokens) {
-  unsigned long long terms = 0;
-  if (positions != nullptr) {
-#pragma unroll 4
-    for (std::int64_t i = static_cast<int>(threadIdx.x) % kWarp; i < tokens; i += kWarp)
-      terms += exchange_epoch_term(positions[i], i);
-  }
+/// Sum over the lanes of the warp, in all of them.
+__device__ __forceinline__ unsigned long long sum_of_lanes(unsigned long long terms) {
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) terms += __shfl_xor_sync(~0u, terms, offset);
   return terms;
+}
+
+/// Sum of exchange_epoch_term() over the positions, in all lanes of the warp; of `threads` threads, whole
+/// warps, this one's part.
+__device__ inline unsigned long long sum_epoch_terms(const std::int64_t* positions, std::int64_t tokens,
+                                                     int threads = kWarp) {
+  unsigned long long terms = 0;
+  if (positions != nullptr) {
+#pragma unroll 4
+    for (std::int64_t i = static_cast<int>(threadIdx.x) % threads; i < tokens; i += threads)
+      terms += exchange_epoch_term(positions[i], i);
+  }
+  return sum_of_lanes(terms);
 }
 
 /// Word `i` of a header. Words, because messages need not be aligned to 8.

@@ -9,7 +9,7 @@
 
 #include "cuda/comm/peer_wait.cuh"
 #include "cuda/exchange/combine_rows.cuh"
-#include "cuda/exchange/window_headers.cuh"
+#include "cuda/exchange/header.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
 
@@ -20,15 +20,65 @@ constexpr int kThreads = kCombineThreads;
 constexpr int kSendingWarp = kThreads / kWarp - 1;
 static_assert(kSendingWarp * kWarp >= kMaxPeers, "the warp that sends waits for no peer");
 
-/// Sends the headers that attention has not sent: of messages that something else wrote. One warp. Returns
-/// the epoch that the peers' must carry.
-__device__ std::uint64_t send_missing_headers(const PeerWaits& waits, const WindowExchangeArgs& args,
-                                              const WindowPlace& place) {
-  const bool may_send = !has_given_up(waits);
-  const bool is_sent = are_headers_sent(args, place);
-  const std::uint64_t epoch = epoch_of(args, place);
-  if (!is_sent && may_send) send_headers(args, place, epoch);
-  return epoch;
+/// The words at WindowExchangeArgs::epoch.
+struct WindowCounts {
+  std::uint64_t exchanges;  // that this rank has combined
+  std::uint32_t combining;  // blocks of the combine that have read it; 0 between launches
+};
+
+__device__ __forceinline__ WindowCounts& counts_of(const WindowExchangeArgs& window) {
+  return *reinterpret_cast<WindowCounts*>(window.epoch);
+}
+
+/// What kernels of an exchange read on the device: its number, counted from 1, and the bytes to its slot.
+struct WindowPlace {
+  std::uint64_t exchanges;
+  std::int64_t slot;
+
+  explicit __device__ __forceinline__ WindowPlace(const WindowExchangeArgs& window)
+      : exchanges(*static_cast<const volatile std::uint64_t*>(window.epoch) + 1),
+        slot(exchanges % 2 == 1 ? 0 : window.slot_bytes) {}
+};
+
+__device__ __forceinline__ std::uint64_t header_rest(const WindowExchangeArgs& window, std::int64_t sender) {
+  return static_cast<std::uint32_t>(window.tokens) | static_cast<std::uint64_t>(sender) << 32;
+}
+
+/// Tells all peers that this rank's messages are whole: what this warp has written or seen written. All lanes
+/// of one warp. `epoch`: what the peers' headers must carry too.
+__device__ __forceinline__ void send_headers(const WindowExchangeArgs& window, const WindowPlace& place,
+                                             std::uint64_t epoch) {
+  __threadfence_system();
+#pragma unroll 1
+  for (std::int64_t p = static_cast<int>(threadIdx.x) % kWarp; p < window.peers; p += kWarp) {
+    asm volatile(
+        "st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(window.sent + p * window.peer_bytes + place.slot),
+        "l"(epoch), "l"(header_rest(window, window.sender))
+        : "memory");
+  }
+}
+
+/// Blocks that an SM holds at once.
+constexpr int blocks_per_sm(int ranks) {
+  return ranks <= 2 ? 4 : ranks <= 4 ? 3 : 2;
+}
+
+/// Tells the peers that this rank's messages are whole, unless it has given up; all threads of a block.
+/// `epoch`: of the block, what the peers' headers must carry too; valid behind its next barrier.
+__device__ __forceinline__ void send_own_headers(const PeerWaits& waits, const WindowExchangeArgs& args,
+                                                 const WindowPlace& place, std::uint64_t& epoch) {
+  __shared__ unsigned long long terms[kThreads / kWarp];
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const bool may_send = warp == kSendingWarp && !has_given_up(waits);
+  const unsigned long long of_warp = sum_epoch_terms(args.positions, args.tokens, kThreads);
+  if (lane == 0) terms[warp] = of_warp;
+  __syncthreads();
+  if (warp != kSendingWarp) return;
+  const std::uint64_t own =
+      exchange_epoch(place.exchanges, sum_of_lanes(lane < kThreads / kWarp ? terms[lane] : 0));
+  if (may_send) send_headers(args, place, own);
+  if (lane == 0) epoch = own;
 }
 
 /// Waits for the message of `peer` in exchange number `exchanges`, counted from 1; `seen` is its epoch.
@@ -50,10 +100,15 @@ __device__ void check_header(const PeerWaits& waits, const WindowExchangeArgs& a
   }
 }
 
-/// Every block waits for the peers' headers and merges its rows, as combine_kernel does. Block 0 sees to it
-/// that this rank's have left. The last block that has read the epoch advances it.
+/// Block 0 sends this rank's headers and compares the peers' with them. The others, or it where it is alone,
+/// wait for the peers' and merge rows, as combine_kernel does; many rows in turn, as each block that waits
+/// and counts itself takes time: 34 MB took 37 us with a block for 16 rows and take 20. The last block that
+/// has read the epoch advances it.
+///
+/// Headers sent by the last block of attention left later, behind its fence, its count and what it read
+/// then: a step of one sequence took 2.80 ms with them and takes 2.71 with these.
 template <class T, int kCount, int kRanks>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, blocks_per_sm(kRanks))
     window_combine_kernel(const __grid_constant__ PeerWaits waits,
                           const __grid_constant__ WindowExchangeArgs args,
                           const __grid_constant__ CombineRows<T> rows, RowShare share) {
@@ -62,10 +117,7 @@ __global__ void __launch_bounds__(kThreads)
   const WindowPlace place(args);
   const std::int64_t slot = place.slot;
   __shared__ std::uint64_t own_epoch;  // of block 0
-  if (blockIdx.x == 0 && threadIdx.x / kWarp == kSendingWarp) {
-    const std::uint64_t epoch = send_missing_headers(waits, args, place);
-    if (threadIdx.x % kWarp == 0) own_epoch = epoch;
-  }
+  if (blockIdx.x == 0) send_own_headers(waits, args, place, own_epoch);
   const int peer = static_cast<int>(threadIdx.x);
   const bool has_peer = peer < args.peers;
   const std::byte* const header = args.received + peer * args.sender_bytes + slot;
@@ -73,20 +125,21 @@ __global__ void __launch_bounds__(kThreads)
   std::uint64_t rest = 0;
   const bool is_there = !has_peer || wait_for_header(waits, header, place.exchanges, peer, seen);
   if (__syncthreads_and(is_there) == 0) return;
-  // Looked at when the rows are done: a trip to memory less.
+  // Looked at when the rows are done: trips to memory less.
   if (blockIdx.x == 0 && has_peer) rest = reinterpret_cast<const volatile std::uint64_t*>(header)[1];
-  if (threadIdx.x == 0) {
-    WindowCounts& counts = counts_of(args);
-    if (atomicInc(&counts.combining, gridDim.x - 1) == gridDim.x - 1) counts.exchanges = place.exchanges;
-  }
+  WindowCounts& counts = counts_of(args);
+  const std::uint32_t before = threadIdx.x == 0 ? atomicInc(&counts.combining, gridDim.x - 1) : 0;
   const T* const all_out = rows.partial_out + slot / static_cast<std::int64_t>(sizeof(T));
   const float* const all_lse = rows.partial_lse + slot / static_cast<std::int64_t>(sizeof(float));
-  const std::int64_t num_rows = rows.tokens * rows.heads;
-  for (std::int64_t first = std::int64_t{blockIdx.x} * share.rows(); first < num_rows;
-       first += std::int64_t{gridDim.x} * share.rows()) {
-    const unsigned row = static_cast<unsigned>(first) + threadIdx.x / static_cast<unsigned>(share.threads);
-    if (row < num_rows) merge_partials<T, kCount, kRanks, false>(rows, all_out, all_lse, share, row);
+  const auto tokens = static_cast<unsigned>(rows.tokens);
+  const unsigned num_rows = tokens * static_cast<unsigned>(rows.heads);
+  const unsigned sending = gridDim.x > 1 ? 1 : 0;  // blocks without rows
+  if (blockIdx.x >= sending) {
+    const unsigned step = (gridDim.x - sending) * static_cast<unsigned>(share.rows());
+    for (unsigned row = share.row(blockIdx.x - sending); row < num_rows; row += step)
+      merge_partials<T, kCount, kRanks, false>(rows, all_out, all_lse, share, row % tokens, row / tokens);
   }
+  if (threadIdx.x == 0 && before == gridDim.x - 1) counts.exchanges = place.exchanges;
   if (blockIdx.x == 0 && has_peer) check_header(waits, args, peer, own_epoch, seen, rest);
 }
 
@@ -101,11 +154,13 @@ void Operators<T>::combine_window(const PeerChannel& channel, const WindowExchan
     constexpr int kCount = decltype(count)::value;
     const RowShare share(rows.dim / kCount);
     const int most = channel.waits.most_blocks;
-    unsigned blocks = std::max(1u, ceil_div(rows.tokens * rows.heads, share.rows()));
-    if (most > 0) blocks = std::min(blocks, static_cast<unsigned>(most));
+    const unsigned needed = 1 + ceil_div(rows.tokens * rows.heads, share.rows());
     const auto launch = [&](auto ranks) {
-      launch_early(window_combine_kernel<T, kCount, decltype(ranks)::value>, blocks, kThreads, 0,
-                   stream.handle(), state_->is_hopper, channel.waits, window, rows, share);
+      constexpr int kRanks = decltype(ranks)::value;
+      const int room = most > 0 ? most : blocks_per_sm(kRanks) * state_->num_sms;
+      const unsigned blocks = std::min(needed, static_cast<unsigned>(room));
+      launch_early(window_combine_kernel<T, kCount, kRanks>, blocks, kThreads, 0, stream.handle(),
+                   state_->is_hopper, channel.waits, window, rows, share);
     };
     if (rows.ranks <= 2) {
       launch(std::integral_constant<int, 2>{});

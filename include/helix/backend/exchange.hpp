@@ -115,9 +115,8 @@ struct PartialSink {
   std::int64_t first_token = 0;  ///< Token of the step that row 0 of out and lse belongs to.
   StampArgs headers{};           ///< Headers of the messages that out and lse lie in, written too.
   SinkSlot slot{};               ///< The slot of both.
-  /// Over windows, the exchange that out and lse are for; elsewhere `sent` is null. Attention that writes all
-  /// of its tokens in one call may send the headers once the last row is written, and leaves the epoch alone:
-  /// combine_window sends what has not left. After such a call nothing may write to out and lse any more.
+  /// Over windows, the exchange that out and lse are for, which combine_window ends; elsewhere `sent` is
+  /// null.
   WindowExchangeArgs exchange{};
 };
 
