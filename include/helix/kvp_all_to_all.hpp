@@ -60,9 +60,9 @@ class KvpAllToAll {
   };
 
   /// The messages of one slice of a step, for an attention that writes its partials, and their headers,
-  /// straight into them: nothing is packed then. Over windows it need not send headers: the combine sends
-  /// those that have not left. `positions` (device) of the slice's tokens as in exchange(). Local, queues
-  /// nothing. @throws Error(invalid_argument) for KVP = 1, which sends none, or a slice outside of the spec.
+  /// straight into them: nothing is packed then. Over windows headers are the combine's to send. `positions`
+  /// (device) of the slice's tokens as in exchange(). Local, queues nothing. @throws Error(invalid_argument)
+  /// for KVP = 1, which sends none, or a slice outside of the spec.
   Outgoing outgoing(const ExchangeSlice& of_step, const std::int64_t* positions) const {
     const ExchangeSlice slice = checked_slice(spec_, of_step, kvp_, has_windows_);
     Outgoing messages{.sink = {.out = {nullptr, {0, spec_.num_query_heads, slice.value_dim}},
