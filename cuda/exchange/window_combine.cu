@@ -30,7 +30,7 @@ __device__ __forceinline__ WindowCounts& counts_of(const WindowExchangeArgs& win
   return *reinterpret_cast<WindowCounts*>(window.epoch);
 }
 
-/// What kernels of an exchange read on the device: its number, counted from 1, and the bytes to its slot.
+/// What is read on the device of an exchange: its number, counted from 1, and the bytes to its slot.
 struct WindowPlace {
   std::uint64_t exchanges;
   std::int64_t slot;
@@ -44,29 +44,15 @@ __device__ __forceinline__ std::uint64_t header_rest(const WindowExchangeArgs& w
   return static_cast<std::uint32_t>(window.tokens) | static_cast<std::uint64_t>(sender) << 32;
 }
 
-/// Tells all peers that this rank's messages are whole: what this warp has written or seen written. All lanes
-/// of one warp. `epoch`: what the peers' headers must carry too.
-__device__ __forceinline__ void send_headers(const WindowExchangeArgs& window, const WindowPlace& place,
-                                             std::uint64_t epoch) {
-  __threadfence_system();
-#pragma unroll 1
-  for (std::int64_t p = static_cast<int>(threadIdx.x) % kWarp; p < window.peers; p += kWarp) {
-    asm volatile(
-        "st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(window.sent + p * window.peer_bytes + place.slot),
-        "l"(epoch), "l"(header_rest(window, window.sender))
-        : "memory");
-  }
-}
-
 /// Blocks that an SM holds at once.
 constexpr int blocks_per_sm(int ranks) {
   return ranks <= 2 ? 4 : ranks <= 4 ? 3 : 2;
 }
 
-/// Tells the peers that this rank's messages are whole, unless it has given up; all threads of a block.
+/// Tells all peers that this rank's messages are whole, unless it has given up; all threads of a block.
 /// `epoch`: of the block, what the peers' headers must carry too; valid behind its next barrier.
-__device__ __forceinline__ void send_own_headers(const PeerWaits& waits, const WindowExchangeArgs& args,
-                                                 const WindowPlace& place, std::uint64_t& epoch) {
+__device__ __forceinline__ void send_headers(const PeerWaits& waits, const WindowExchangeArgs& args,
+                                             const WindowPlace& place, std::uint64_t& epoch) {
   __shared__ unsigned long long terms[kThreads / kWarp];
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -77,7 +63,16 @@ __device__ __forceinline__ void send_own_headers(const PeerWaits& waits, const W
   if (warp != kSendingWarp) return;
   const std::uint64_t own =
       exchange_epoch(place.exchanges, sum_of_lanes(lane < kThreads / kWarp ? terms[lane] : 0));
-  if (may_send) send_headers(args, place, own);
+  if (may_send) {
+    __threadfence_system();
+#pragma unroll 1
+    for (std::int64_t p = lane; p < args.peers; p += kWarp) {
+      asm volatile(
+          "st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(args.sent + p * args.peer_bytes + place.slot),
+          "l"(own), "l"(header_rest(args, args.sender))
+          : "memory");
+    }
+  }
   if (lane == 0) epoch = own;
 }
 
@@ -117,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kRanks))
   const WindowPlace place(args);
   const std::int64_t slot = place.slot;
   __shared__ std::uint64_t own_epoch;  // of block 0
-  if (blockIdx.x == 0) send_own_headers(waits, args, place, own_epoch);
+  if (blockIdx.x == 0) send_headers(waits, args, place, own_epoch);
   const int peer = static_cast<int>(threadIdx.x);
   const bool has_peer = peer < args.peers;
   const std::byte* const header = args.received + peer * args.sender_bytes + slot;
