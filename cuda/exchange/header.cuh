@@ -19,8 +19,8 @@ __device__ __forceinline__ unsigned long long sum_of_lanes(unsigned long long te
   return terms;
 }
 
-/// Sum of exchange_epoch_term() over the positions, in all lanes of the warp; of `threads` threads, whole
-/// warps, this one's part.
+/// Sum of exchange_epoch_term() over the positions, in all lanes of the warp: over this warp's share, where
+/// the first `threads` threads of a block (whole warps) share them.
 __device__ inline unsigned long long sum_epoch_terms(const std::int64_t* positions, std::int64_t tokens,
                                                      int threads = kWarp) {
   unsigned long long terms = 0;

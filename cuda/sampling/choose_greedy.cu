@@ -13,6 +13,7 @@
 
 #include "cuda/comm/peer_lines.cuh"
 #include "cuda/comm/peer_wait.cuh"
+#include "cuda/exchange/header.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
 #include "cuda/runtime/warp.cuh"
@@ -104,12 +105,8 @@ struct ChoiceGroup {
     }
     if (static_cast<int>(threadIdx.x) < size) shared.counts[threadIdx.x] = ends.counts()[threadIdx.x];
     __syncthreads();
-    if (args.positions != nullptr) {
-      unsigned long long terms = 0;
-      for (std::int64_t i = threadIdx.x; i < args.num_tokens; i += kLogitThreads)
-        terms += exchange_epoch_term(args.positions[i], i);
-      if (terms != 0) atomicAdd(&shared.terms, terms);
-    }
+    const unsigned long long terms = sum_epoch_terms(args.positions, args.num_tokens, kLogitThreads);
+    if (threadIdx.x % kWarp == 0 && terms != 0) atomicAdd(&shared.terms, terms);
     __syncthreads();
   }
 
