@@ -504,7 +504,8 @@ TEST_CASE("what NCCL has aborted is not taken as done") {
     if (comm.rank() == 0) {
       std::string failure;
       try {
-        comm.send(data.data(), kCount * 4, 1, stream);  // NCCL connects the two first, but the other is away
+        // NCCL connects the two first, but the other is away.
+        comm.send(data.data(), static_cast<std::int64_t>(data.size_bytes()), 1, stream);
         comm.synchronize(stream);
       } catch (const Error& error) {
         failure = error.what();

@@ -167,6 +167,17 @@ struct AttentionExchange {
                          stream);
   }
 
+  /// Whether the headers of the exchange that is under way have left.
+  bool are_headers_sent(const Stream& stream) {
+    const helix::WindowExchangeArgs at = messages(positions).sink.exchange;
+    std::uint64_t exchanges = 0;
+    backend.download(&exchanges, at.epoch, sizeof(exchanges), stream);
+    std::uint32_t header = 0;
+    const std::byte* const own = at.received + at.sender * at.sender_bytes;
+    backend.download(&header, own + (exchanges % 2 == 0 ? 0 : at.slot_bytes), sizeof(header), stream);
+    return header == static_cast<std::uint32_t>(exchanges + 1);
+  }
+
   std::vector<T> result_on_host(const Stream& stream) {
     return on_host<T>(backend, combined, static_cast<std::size_t>(result().size()), stream);
   }
@@ -211,10 +222,14 @@ TEMPLATE_TEST_CASE("what attention writes to peers combines to the bits of what 
     for (const AttentionShape& s : attention_shapes()) {
       AttentionExchange<TestType> exchange(backend, s);
       exchange.push(stream);
+      require(!exchange.are_headers_sent(stream), "a copy sent headers, in shape ", number);
       exchange.combine(exchange.positions, stream);
       const auto pushed = exchange.result_on_host(stream);
       for (int round = 0; round < 4; ++round) {
-        exchange.queue(stream);
+        exchange.attend(exchange.batch(), exchange.messages(exchange.positions).sink, stream);
+        require(!exchange.are_headers_sent(stream), "attention sent headers in round ", round, " of shape ",
+                number);
+        exchange.combine(exchange.positions, stream);
         require(exchange.are_same_bits(exchange.result_on_host(stream), pushed), "other bits in round ",
                 round, " of shape ", number);
       }
@@ -242,7 +257,9 @@ TEST_CASE("attention in two calls combines to the same bits") {
     for (int round = 0; round < 3; ++round) {
       const auto sink = exchange.messages(exchange.positions).sink;
       exchange.attend(exchange.batch().slice(3, 2), sink, stream);
+      require(!exchange.are_headers_sent(stream), "the first call sent headers");
       exchange.attend(exchange.batch().slice(0, 3), sink, stream);
+      require(!exchange.are_headers_sent(stream), "the second call sent headers");
       exchange.combine(exchange.positions, stream);
       require(exchange.are_same_bits(exchange.result_on_host(stream), pushed), "other bits in round ", round);
     }
