@@ -5,7 +5,9 @@
 // a thread of its own has parts of 16 KB copied into a ring of stages, a box at a time (row by row, 512 bytes
 // a copy, reached half the rate), and eight warps multiply them by tensor cores and add up what they found at
 // the end of a tile. The ring is filled with weights before the kernel ahead has ended: only activations wait
-// for it.
+// for it. Until then a block has no more copies under way than keep memory busy, since the kernel ahead, a
+// norm, an attention or an exchange, is a chain of trips to memory, and each of them queues behind all
+// copies.
 //
 // Measured on H200 with the products of a Llama-3.1-8B layer, 436 MB, one after another: one row 99.3 us, 8
 // rows 101.8, 16 rows 106.0; a kernel that only copies takes 94 to 97. Rows of a stage that lie 512 bytes
@@ -28,34 +30,61 @@
 
 namespace helix::cuda::few_rows {
 
+/// Copies columns of the activation rows to a stage; `barrier` counts their bytes.
+template <class T, class S>
+__device__ __forceinline__ void copy_rows(const Params<T>& p, Shared<S>& shared, int stage, int part,
+                                          unsigned barrier) {
+  copy_box(static_cast<unsigned>(__cvta_generic_to_shared(shared.stages[stage].rows)), p.rows, 0, 0, 0,
+           part * S::kChunks, barrier);
+}
+
+/// Parts of a tile.
+template <class T, class S>
+__device__ __forceinline__ int parts_of(const Params<T>& p) {
+  return (p.product.cols + S::kColumns - 1) / S::kColumns;
+}
+
+/// What a block multiplies in its first round of the ring has its activations from one thread of those that
+/// multiply, the first to know that they are there: the one that copies may still wait for weights.
+template <class T, class S>
+__device__ void copy_first_rows(const Params<T>& p, Shared<S>& shared) {
+  const int parts = parts_of<T, S>(p);
+  const int ahead = min(p.tiles.mine(p.product.width) * parts, S::kStages);
+  const auto arrived = static_cast<unsigned>(__cvta_generic_to_shared(&shared.first_rows));
+  barrier_expect(arrived, kLineBytes * S::kChunks * static_cast<unsigned>(p.product.rows * ahead));
+  for (int i = 0; i < ahead; ++i) copy_rows(p, shared, i, i % parts, arrived);
+}
+
 /// The thread that copies.
 template <class T, class S, bool kIsGated>
 __device__ void copy_tiles(const Params<T>& p, Shared<S>& shared) {
-  const int parts = (p.product.cols + S::kColumns - 1) / S::kColumns;
+  const int parts = parts_of<T, S>(p);
   const int all = p.tiles.mine(p.product.width) * parts;
   const int ahead = min(all, S::kStages);
-  const unsigned bytes =
-      kLineBytes * S::kChunks * static_cast<unsigned>(p.tiles.height * (kIsGated ? 2 : 1) + p.product.rows);
-  const auto copy_weights = [&](const RingPlace<S::kStages>& place, int tile, int part) {
+  constexpr unsigned kPartLineBytes = kLineBytes * S::kChunks;
+  const unsigned weight_bytes = kPartLineBytes * static_cast<unsigned>(p.tiles.height * (kIsGated ? 2 : 1));
+  const unsigned row_bytes = kPartLineBytes * static_cast<unsigned>(p.product.rows);
+  const auto copy_weights = [&](const RingPlace<S::kStages>& place, int tile, int part, unsigned bytes) {
     barrier_expect(place.full(), bytes);
     copy_box_once(static_cast<unsigned>(__cvta_generic_to_shared(shared.stages[place.stage()].weights)),
                   p.weights, 0, p.tiles.begin(tile), 0, part * S::kChunks, place.full());
   };
-  const auto copy_rows = [&](const RingPlace<S::kStages>& place, int part) {
-    copy_box(static_cast<unsigned>(__cvta_generic_to_shared(shared.stages[place.stage()].rows)), p.rows, 0, 0,
-             0, part * S::kChunks, place.full());
-  };
   RingPlace<S::kStages> place(shared.ring);
-  RingPlace<S::kStages> first(shared.ring);
-  for (int i = 0; i < ahead; ++i, place.advance()) copy_weights(place, i / parts, i % parts);
+  RingPlace<S::kStages> arriving(shared.ring);
+  for (int i = 0; i < ahead; ++i, place.advance()) {
+    if (i >= S::kUnderWay) {
+      arriving.wait_full();
+      arriving.advance();
+    }
+    copy_weights(place, i / parts, i % parts, weight_bytes);  // the rows are copied by copy_first_rows()
+  }
   wait_for_previous();
-  for (int i = 0; i < ahead; ++i, first.advance()) copy_rows(first, i % parts);
   int tile = ahead / parts;
   int part = ahead % parts;
   for (int i = ahead; i < all; ++i, place.advance()) {
     place.wait_empty();
-    copy_weights(place, tile, part);
-    copy_rows(place, part);
+    copy_weights(place, tile, part, weight_bytes + row_bytes);
+    copy_rows(p, shared, place.stage(), part, place.full());
     if (++part == parts) {
       part = 0;
       ++tile;
@@ -70,13 +99,14 @@ struct Consumer {
   using Found = float[S::kMatrices][4];
   static constexpr bool kIsWide = S::kRows > 8;
 
-  __device__ Consumer(const Params<T>& params, Block& block)
-      : p(params.product),
-        tiles(params.tiles),
+  __device__ Consumer(const Params<T>& all, Block& block)
+      : params(all),
+        p(all.product),
+        tiles(all.tiles),
         shared(block),
         warp(static_cast<int>(threadIdx.x) / kWarp),
         lane(static_cast<int>(threadIdx.x) % kWarp),
-        height(params.tiles.height * (kIsGated ? 2 : 1)) {}
+        height(all.tiles.height * (kIsGated ? 2 : 1)) {}
 
   /// This lane's 16 bytes of a line: 8 columns of a chunk, of which an even warp takes the even eights and
   /// the next warp the odd ones, so that two lines that swizzling sets side by side share no bank.
@@ -155,6 +185,8 @@ struct Consumer {
   __device__ void run() const {
     RingPlace<S::kStages> place(shared.ring);
     wait_for_previous();  // before the output is touched
+    if (threadIdx.x == 0) copy_first_rows(params, shared);
+    barrier_wait(static_cast<unsigned>(__cvta_generic_to_shared(&shared.first_rows)), 0);
     const int mine = tiles.mine(p.width);
     for (int tile = 0; tile < mine; ++tile) {
       Found found = {};
@@ -169,6 +201,7 @@ struct Consumer {
     }
   }
 
+  const Params<T>& params;
   const Product<T>& p;
   const Tiles& tiles;
   Block& shared;
@@ -187,6 +220,7 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksPerSm)
   start_next();
   if (threadIdx.x == 0) {
     shared.ring.init(1, kConsumers);
+    barrier_init(static_cast<unsigned>(__cvta_generic_to_shared(&shared.first_rows)), 1);
     fence_barrier_init();
   }
   __syncthreads();
