@@ -71,17 +71,20 @@ __device__ void copy_tiles(const Params<T>& p, Shared<S>& shared) {
   };
   RingPlace<S::kStages> place(shared.ring);
   RingPlace<S::kStages> arriving(shared.ring);
+  int arrived = 0;
+  // Before copy `i`, with which no more than `most` are under way.
+  const auto hold = [&](int i, int most) {
+    for (; arrived <= i - most; ++arrived, arriving.advance()) arriving.wait_full();
+  };
   for (int i = 0; i < ahead; ++i, place.advance()) {
-    if (i >= S::kUnderWay) {
-      arriving.wait_full();
-      arriving.advance();
-    }
+    hold(i, S::kFewUnderWay);
     copy_weights(place, i / parts, i % parts, weight_bytes);  // the rows are copied by copy_first_rows()
   }
   wait_for_previous();
   int tile = ahead / parts;
   int part = ahead % parts;
   for (int i = ahead; i < all; ++i, place.advance()) {
+    hold(i, S::kMostUnderWay);
     place.wait_empty();
     copy_weights(place, tile, part, weight_bytes + row_bytes);
     copy_rows(p, shared, place.stage(), part, place.full());

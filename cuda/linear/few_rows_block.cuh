@@ -18,10 +18,14 @@ inline constexpr int kStepColumns = kConsumers * kWarpColumns;  // that all do
 inline constexpr unsigned kLineBytes = 2 * kChunkColumns;       // of a row in shared memory
 inline constexpr int kConsumersMeet = 1;                        // barrier; 0 is the block's
 
-/// Of an SM's weights while the kernel ahead runs: some two microseconds of its share of memory's speed.
-/// Eight layers of the 8B shape, ms on one H200, two of KVP 2, two of TPA 2: 32 KB 1.145, 0.775 and 0.684; 64
-/// KB 1.127, 0.777 and 0.687; 96 KB 1.141, 0.790 and 0.703; 192 KB, all of the ring, 1.159, 0.801 and 0.711.
-inline constexpr int kBytesUnderWay = 65536;
+/// Weights on their way to an SM while the kernel ahead runs: some two microseconds of its share of memory's
+/// speed. Eight layers of the 8B shape, ms on one H200, two of KVP 2, two of TPA 2: 32 KB 1.145, 0.775 and
+/// 0.684; 64 KB 1.127, 0.777 and 0.687; 96 KB 1.141, 0.790 and 0.703; 192 KB, all of the ring, 1.159, 0.801
+/// and 0.711.
+inline constexpr int kFewBytesUnderWay = 65536;
+/// The same from then on: 96 KB 1.116, 0.773 and 0.686 in another run, 128 KB 1.118, 0.771 and 0.682; 192 KB
+/// 1.124, 0.775 and 0.685.
+inline constexpr int kMostBytesUnderWay = 131072;
 
 /// What a kernel is built for: up to kMostRows activation rows, tiles of up to kWidth weight rows, a ring of
 /// kRingStages stages of kStageElements weights, kSmBlocks blocks on an SM, and memory for the sums of
@@ -35,12 +39,15 @@ struct Shape {
   static constexpr int kBlocksPerSm = kSmBlocks;
   static constexpr int kSums = kTileSums;
   static constexpr int kColumns = kStageElements / kTileWidth;  // of a stage
-  /// Stages of a block under way until the kernel ahead has ended.
-  static constexpr int kUnderWay = kBytesUnderWay / (kStageElements * 2 * kBlocksPerSm);
+  /// Stages of a block under way until the kernel ahead has ended, and from then on.
+  static constexpr int kSmStageBytes = kStageElements * 2 * kBlocksPerSm;
+  static constexpr int kFewUnderWay = kFewBytesUnderWay / kSmStageBytes;
+  static constexpr int kMostUnderWay =
+      kMostBytesUnderWay / kSmStageBytes < kStages ? kMostBytesUnderWay / kSmStageBytes : kStages;
   static constexpr int kChunks = kColumns / kChunkColumns;
   static constexpr int kSteps = kColumns / kStepColumns;
   static constexpr int kMatrices = kTileWidth / kMatrixWidth;
-  static_assert(kSteps * kStepColumns == kColumns && kUnderWay >= 1);
+  static_assert(kSteps * kStepColumns == kColumns && kFewUnderWay >= 1);
 };
 
 /// Shared memory of a block.
