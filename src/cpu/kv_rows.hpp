@@ -55,6 +55,16 @@ inline std::int64_t page_of(const KvView& kv, std::int32_t slot, std::int64_t lo
   return page;
 }
 
+/// Sees that page_of() finds a page for each local position in [begin, end). @throws as page_of().
+inline void check_pages(const KvView& kv, std::int32_t slot, std::int64_t begin, std::int64_t end) {
+  if (begin >= end) return;
+  const std::int64_t page_tokens = kv.format.page_tokens;
+  (void)page_of(kv, slot, end - 1);  // the row reaches so far
+  const std::int32_t* const row = kv.page_table + kv.first_page_of(slot);
+  for (std::int64_t i = begin / page_tokens; i <= (end - 1) / page_tokens; ++i)
+    if (row[i] < 0 || row[i] >= kv.num_pages) (void)page_of(kv, slot, i * page_tokens);
+}
+
 /// Addresses of rows in the pools of a KvView whose dtype is kDTypeOf<T>.
 template <class T>
 class KvRows {

@@ -247,10 +247,17 @@ class PartialAttention {
     std::array<TokenRange, static_cast<std::size_t>(kTileTokens)> seen;
     const std::int64_t begin = unit.begin + split * unit.split_tokens;
     const std::int64_t end = std::min(unit.end, begin + unit.split_tokens);
+    std::int64_t first_seen = end;
+    std::int64_t end_seen = begin;
     for (std::int64_t t = 0; t < unit.num_tokens; ++t) {
       const TokenRange whole = visible(unit.first_token + t);
-      seen[static_cast<std::size_t>(t)] = {std::max(begin, whole.begin), std::min(end, whole.end)};
+      const TokenRange part{std::max(begin, whole.begin), std::min(end, whole.end)};
+      seen[static_cast<std::size_t>(t)] = part;
+      if (part.begin >= part.end) continue;
+      first_seen = std::min(first_seen, part.begin);
+      end_seen = std::max(end_seen, part.end);
     }
+    check_pages(args_.kv, args_.batch.sequence_slots[unit.sequence], first_seen, end_seen);
 
     std::array<AttentionTask, static_cast<std::size_t>(kMaxTaskHeads)> tasks;
     int num_tasks = 0;

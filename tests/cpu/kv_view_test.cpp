@@ -193,6 +193,30 @@ TEST_CASE("attention of a batch that cannot be read is an Error that names its f
 }
 
 TEST_CASE(
+    "attention of tokens that have no page of the pool is an Error, and pages that nobody sees may be "
+    "anything") {
+  check_attention({
+      {"local token 1 of the sequence in slot 0 has page 4 of the KV pool's 4",
+       [](Attended& a) { a.readable.pages[0] = 4; }},
+      {"has page -1 of the KV pool's 4", [](Attended& a) { a.readable.pages[0] = -1; }},
+      {"has page 2147483647", [](Attended& a) { a.readable.pages[0] = INT32_MAX; }},
+      {"local token 2 of the sequence in slot 0 has page 9",
+       [](Attended& a) {
+         a.positions[2] = 5;
+         a.readable.pages[1] = 9;
+       }},
+      {"local token 8 of the sequence in slot 0 is in page 4 of the sequence, whose row of the page table "
+       "has 4",
+       [](Attended& a) { a.positions[2] = 8; }},
+      {"is of the sequence in slot -1", [](Attended& a) { a.slots[1] = -1; }},
+  });
+  Attended unseen;
+  unseen.readable.pages[1] = 77;
+  unseen.readable.pages[3] = -5;
+  CHECK_NOTHROW(unseen.run());
+}
+
+TEST_CASE(
     "attention without an address, a finite scale or a possible number of heads is an Error that names it") {
   constexpr float kInf = std::numeric_limits<float>::infinity();
   const auto heads = [](std::int64_t count) {
