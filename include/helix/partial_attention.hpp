@@ -58,7 +58,7 @@ void check_partial_attention(const PartialAttentionArgs<T>& args) {
 /// @throws Error(invalid_argument) if shapes contradict each other, an address or a field of the batch or the
 /// KV view is missing, or scale or soft_cap is not finite;
 /// Error(capacity) if the workspace is smaller than backend.partial_attention_workspace_bytes(batch tokens,
-/// Hq/TPA, D, Dv).
+/// Hq/TPA, D, Dv). Pages that the pool does not have fail the stream of cpu::Backend; GPUs do not look.
 template <AttentionBackend B>
 void partial_attention(B& backend, const PartialAttentionArgs<typename B::Activation>& args,
                        typename B::Stream stream) {
