@@ -8,6 +8,7 @@
 #include <helix/backend.hpp>
 #include <helix/dtype.hpp>
 #include <helix/error.hpp>
+#include <helix/kv_layout.hpp>
 #include <helix/mixed_row.hpp>
 
 namespace helix::cpu {
@@ -34,6 +35,10 @@ void load_row(const T* stored, float* values, std::int64_t count, float scale) {
   for (std::int64_t i = 0; i < count; ++i) values[i] = static_cast<float>(stored[i]) * scale;
 }
 
+inline bool is_page(const KvView& kv, std::int64_t page) {
+  return page >= 0 && page < kv.num_pages;
+}
+
 /// The page of local position `local` of the sequence in `slot`. @throws Error(invalid_argument) if the
 /// sequence has no such place in the page table, or the page is not one of the pool's, as where
 /// ShardedKVCache has made no room for the token.
@@ -49,20 +54,20 @@ inline std::int64_t page_of(const KvView& kv, std::int32_t slot, std::int64_t lo
                 " of the sequence, whose row of the page table has ", most,
                 "; append() to the sequence before its tokens are stored or read");
   const std::int64_t page = kv.page_table[first + index];
-  HELIX_EXPECTS(page >= 0 && page < kv.num_pages, ErrorCode::invalid_argument, "local token ", local,
+  HELIX_EXPECTS(is_page(kv, page), ErrorCode::invalid_argument, "local token ", local,
                 " of the sequence in slot ", slot, " has page ", page, " of the KV pool's ", kv.num_pages,
                 "; append() to the sequence before its tokens are stored or read");
   return page;
 }
 
-/// Sees that page_of() finds a page for each local position in [begin, end). @throws as page_of().
-inline void check_pages(const KvView& kv, std::int32_t slot, std::int64_t begin, std::int64_t end) {
-  if (begin >= end) return;
+/// Sees that page_of() finds a page for each local position of `range`, which is not empty. @throws as
+/// page_of().
+inline void check_pages(const KvView& kv, std::int32_t slot, const TokenRange& range) {
   const std::int64_t page_tokens = kv.format.page_tokens;
-  (void)page_of(kv, slot, end - 1);  // the row reaches so far
+  (void)page_of(kv, slot, range.end - 1);  // the row reaches so far
   const std::int32_t* const row = kv.page_table + kv.first_page_of(slot);
-  for (std::int64_t i = begin / page_tokens; i <= (end - 1) / page_tokens; ++i)
-    if (row[i] < 0 || row[i] >= kv.num_pages) (void)page_of(kv, slot, i * page_tokens);
+  for (std::int64_t i = range.begin / page_tokens; i <= (range.end - 1) / page_tokens; ++i)
+    if (!is_page(kv, row[i])) (void)page_of(kv, slot, i * page_tokens);
 }
 
 /// Addresses of rows in the pools of a KvView whose dtype is kDTypeOf<T>.

@@ -165,6 +165,7 @@ class PartialAttention {
     return args_.kv.layout.visible(args_.batch.positions[token], args_.window, args_.kv.kvp_rank);
   }
 
+  /// @throws Error(invalid_argument) where a token sees what has no page.
   Unit make_unit(std::int64_t sequence, std::int64_t first_token, std::int64_t num_tokens) const {
     Unit unit;
     unit.sequence = sequence;
@@ -174,6 +175,7 @@ class PartialAttention {
     for (std::int64_t token = first_token; token < first_token + num_tokens; ++token) {
       const TokenRange seen = visible(token);
       if (seen.size() <= 0) continue;
+      check_pages(args_.kv, args_.batch.sequence_slots[sequence], seen);
       unit.begin = std::min(unit.begin, seen.begin);
       unit.end = std::max(unit.end, seen.end);
     }
@@ -247,17 +249,10 @@ class PartialAttention {
     std::array<TokenRange, static_cast<std::size_t>(kTileTokens)> seen;
     const std::int64_t begin = unit.begin + split * unit.split_tokens;
     const std::int64_t end = std::min(unit.end, begin + unit.split_tokens);
-    std::int64_t first_seen = end;
-    std::int64_t end_seen = begin;
     for (std::int64_t t = 0; t < unit.num_tokens; ++t) {
       const TokenRange whole = visible(unit.first_token + t);
-      const TokenRange part{std::max(begin, whole.begin), std::min(end, whole.end)};
-      seen[static_cast<std::size_t>(t)] = part;
-      if (part.begin >= part.end) continue;
-      first_seen = std::min(first_seen, part.begin);
-      end_seen = std::max(end_seen, part.end);
+      seen[static_cast<std::size_t>(t)] = {std::max(begin, whole.begin), std::min(end, whole.end)};
     }
-    check_pages(args_.kv, args_.batch.sequence_slots[unit.sequence], first_seen, end_seen);
 
     std::array<AttentionTask, static_cast<std::size_t>(kMaxTaskHeads)> tasks;
     int num_tasks = 0;
