@@ -42,7 +42,7 @@ __device__ __forceinline__ void copy_rows(const Params<T>& p, Shared<S>& shared,
 /// Parts of a tile.
 template <class T, class S>
 __device__ __forceinline__ int parts_of(const Params<T>& p) {
-  return (p.product.cols + S::kColumns - 1) / S::kColumns;
+  return helix::ceil_div(p.product.cols, S::kColumns);
 }
 
 /// What a block multiplies in its first round of the ring has its activations from one thread of those that
@@ -105,8 +105,6 @@ struct Consumer {
 
   __device__ Consumer(const Params<T>& all, Block& block)
       : params(all),
-        p(all.product),
-        tiles(all.tiles),
         shared(block),
         warp(static_cast<int>(threadIdx.x) / kWarp),
         lane(static_cast<int>(threadIdx.x) % kWarp),
@@ -206,8 +204,8 @@ struct Consumer {
   }
 
   const Params<T>& params;
-  const Product<T>& p;
-  const Tiles& tiles;
+  const Product<T>& p = params.product;
+  const Tiles& tiles = params.tiles;
   Block& shared;
   int warp;
   int lane;

@@ -2,6 +2,8 @@
 // How a product of few activation rows is cut into blocks, tiles and stages, and what a block keeps.
 #pragma once
 
+#include <helix/integers.hpp>
+
 #include "cuda/linear/product.cuh"
 #include "cuda/runtime/tensor_map.cuh"
 #include "cuda/runtime/warp.cuh"
@@ -38,12 +40,11 @@ struct Shape {
   static constexpr int kStages = kRingStages;
   static constexpr int kBlocksPerSm = kSmBlocks;
   static constexpr int kSums = kTileSums;
-  static constexpr int kColumns = kStageElements / kTileWidth;  // of a stage
+  static constexpr int kColumns = kStageElements / kTileWidth;             // of a stage
+  static constexpr int kSmStageBytes = kStageElements * 2 * kBlocksPerSm;  // a stage of each block of an SM
   /// Stages of a block under way until the kernel ahead has ended, and from then on.
-  static constexpr int kSmStageBytes = kStageElements * 2 * kBlocksPerSm;
   static constexpr int kFewUnderWay = kFewBytesUnderWay / kSmStageBytes;
-  static constexpr int kMostUnderWay =
-      kMostBytesUnderWay / kSmStageBytes < kStages ? kMostBytesUnderWay / kSmStageBytes : kStages;
+  static constexpr int kMostUnderWay = smaller(kMostBytesUnderWay / kSmStageBytes, kStages);
   static constexpr int kChunks = kColumns / kChunkColumns;
   static constexpr int kSteps = kColumns / kStepColumns;
   static constexpr int kMatrices = kTileWidth / kMatrixWidth;
