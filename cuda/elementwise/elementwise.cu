@@ -4,6 +4,7 @@
 
 #include <helix/cuda/backend.hpp>
 
+#include "cuda/elementwise/rotation.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
 #include "cuda/runtime/rows.cuh"
@@ -39,12 +40,11 @@ struct RopeHeads {
   float magnitude;
 };
 
-/// One block a token and kRopeHeads heads, which share one cosine and sine a pair. A thread reads both halves
+/// One block a token and kRopeHeads heads, which share one rotation a pair. A thread reads both halves
 /// of its kCount pairs before it writes them: in and out may be the same.
 template <class T, int kCount, bool kIsInterleaved>
 __global__ void __launch_bounds__(kThreads) rope_kernel(RopeHeads<T> rope) {
-  __shared__ float cosines[kRopePairs];
-  __shared__ float sines[kRopePairs];
+  __shared__ Rotation rotations[kRopePairs];
   follow_previous();
   const std::int64_t token = blockIdx.x;
   const std::int64_t first_head = static_cast<std::int64_t>(blockIdx.y) * kRopeHeads;
@@ -56,18 +56,8 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(RopeHeads<T> rope) {
   for (int tile = 0; tile < rope.pairs; tile += kRopePairs) {
     const int tile_pairs = min(kRopePairs, rope.pairs - tile);
     if (tile > 0) __syncthreads();  // the tile before has been read
-    for (int i = threadIdx.x; i < tile_pairs; i += kThreads) {
-      float cosine = 1.0f;
-      float sine = 0.0f;
-      if (position >= 0) {  // padding stays as it is
-        // The product rounds to f32 as in the models' own code; its cosine is then exact to f32.
-        sincosf(__fmul_rn(static_cast<float>(position), rope.inverse_frequency[tile + i]), &sine, &cosine);
-        cosine *= rope.magnitude;
-        sine *= rope.magnitude;
-      }
-      cosines[i] = cosine;
-      sines[i] = sine;
-    }
+    for (int i = threadIdx.x; i < tile_pairs; i += kThreads)
+      rotations[i] = Rotation::at(position, rope.inverse_frequency[tile + i], rope.magnitude);
     __syncthreads();
     const int vectors = tile_pairs / kCount;
     for (int i = threadIdx.x; i < heads * vectors; i += kThreads) {
@@ -84,13 +74,9 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(RopeHeads<T> rope) {
         if constexpr (kIsInterleaved) {  // x, then y, are the elements in a row: (a0 b0 a1 b1) (a2 b2 a3 b3)
           float& a = 2 * j < kCount ? x[2 * j % kCount] : y[2 * j % kCount];
           float& b = 2 * j + 1 < kCount ? x[(2 * j + 1) % kCount] : y[(2 * j + 1) % kCount];
-          const float rotated = a * cosines[pair + j] - b * sines[pair + j];
-          b = b * cosines[pair + j] + a * sines[pair + j];
-          a = rotated;
+          rotations[pair + j].turn(a, b);
         } else {
-          const float rotated = x[j] * cosines[pair + j] - y[j] * sines[pair + j];
-          y[j] = y[j] * cosines[pair + j] + x[j] * sines[pair + j];
-          x[j] = rotated;
+          rotations[pair + j].turn(x[j], y[j]);
         }
       }
       store_vector(out + head * rope.out_head_stride + first, x);

@@ -4,6 +4,7 @@
 
 #include <helix/cuda/backend.hpp>
 
+#include "cuda/elementwise/rotation.cuh"
 #include "cuda/kv_cache/kv_transfer.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
@@ -86,7 +87,7 @@ __device__ __forceinline__ void store_both(T* head, S* stored, float kv_scale, i
 /// One head by one warp. `stored`: its row of the pages, or null.
 template <bool kIsInterleaved, class T, class S>
 __device__ void prepare_head(const Preparation<T, S>& p, const Heads<T>& heads, T* head, S* stored,
-                             float kv_scale, const float* cosines, const float* sines) {
+                             float kv_scale, const Rotation* rotations) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const float scale = heads.norm != nullptr ? norm_scale(head, p.dim, p.epsilon) : 1.0f;
   __syncwarp();  // all have read the head before it changes
@@ -98,19 +99,11 @@ __device__ void prepare_head(const Preparation<T, S>& p, const Heads<T>& heads, 
     load_normed(heads, head, first, scale, x);
     load_normed(heads, head, second, scale, y);
     if constexpr (kIsInterleaved) {  // (x0 x1) (y0 y1) are the pairs
-      const float x1 = x[1];
-      x[1] = x1 * cosines[pair] + x[0] * sines[pair];
-      x[0] = x[0] * cosines[pair] - x1 * sines[pair];
-      const float y1 = y[1];
-      y[1] = y1 * cosines[pair + 1] + y[0] * sines[pair + 1];
-      y[0] = y[0] * cosines[pair + 1] - y1 * sines[pair + 1];
+      rotations[pair].turn(x[0], x[1]);
+      rotations[pair + 1].turn(y[0], y[1]);
     } else {
 #pragma unroll
-      for (int i = 0; i < kLanePairs; ++i) {
-        const float rotated = x[i] * cosines[pair + i] - y[i] * sines[pair + i];
-        y[i] = y[i] * cosines[pair + i] + x[i] * sines[pair + i];
-        x[i] = rotated;
-      }
+      for (int i = 0; i < kLanePairs; ++i) rotations[pair + i].turn(x[i], y[i]);
     }
     store_both(head, stored, kv_scale, first, x);
     store_both(head, stored, kv_scale, second, y);
@@ -123,11 +116,10 @@ __device__ void prepare_head(const Preparation<T, S>& p, const Heads<T>& heads, 
   }
 }
 
-/// Grid: x over tokens, y over the heads of q, k and v, which share a block's cosines and sines.
+/// Grid: x over tokens, y over the heads of q, k and v, which share a block's rotations.
 template <class T, class S, bool kIsInterleaved>
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant__ Preparation<T, S> p) {
-  __shared__ float cosines[kMaxPairs];
-  __shared__ float sines[kMaxPairs];
+  __shared__ Rotation rotations[kMaxPairs];
   const int pair = static_cast<int>(threadIdx.x);
   const float frequency = pair < p.pairs ? p.inverse_frequency[pair] : 0.0f;
   wait_for_previous();
@@ -144,18 +136,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
     const unsigned sequence = sequence_of(token, p.query_offsets, p.sequences);
     row = p.transfer.row(token, plane, p.sequence_slots[sequence], p.layout.local(position));
   }
-  if (pair < p.pairs) {
-    float cosine = 1.0f;
-    float sine = 0.0f;
-    if (position >= 0) {  // padding stays as it is
-      // The product rounds to f32 as in the models' own code; its cosine is then exact to f32.
-      sincosf(__fmul_rn(static_cast<float>(position), frequency), &sine, &cosine);
-      cosine *= p.magnitude;
-      sine *= p.magnitude;
-    }
-    cosines[pair] = cosine;
-    sines[pair] = sine;
-  }
+  if (pair < p.pairs) rotations[pair] = Rotation::at(position, frequency, p.magnitude);
   __syncthreads();
 
   if (plane >= p.k.count) {
@@ -164,7 +145,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   }
   const Heads<T>& heads = plane < 0 ? p.q : p.k;
   T* head = heads.data + token * heads.token_stride + (plane < 0 ? item : plane) * heads.head_stride;
-  prepare_head<kIsInterleaved>(p, heads, head, row.stored, row.scale, cosines, sines);
+  prepare_head<kIsInterleaved>(p, heads, head, row.stored, row.scale, rotations);
 }
 
 template <class T>

@@ -22,6 +22,7 @@
 #include <cstdint>
 
 #include "cuda/linear/few_rows_block.cuh"
+#include "cuda/linear/few_rows_tails.cuh"
 #include "cuda/linear/product.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/ptx.cuh"
@@ -32,24 +33,24 @@
 namespace helix::cuda::few_rows {
 
 /// Copies columns of the activation rows to a stage; `barrier` counts their bytes.
-template <class T, class S>
-__device__ __forceinline__ void copy_rows(const Params<T>& p, Shared<S>& shared, int stage, int part,
-                                          unsigned barrier) {
+template <class S, class T, class Tail>
+__device__ __forceinline__ void copy_rows(const Params<T, Tail>& p, Shared<S, Tail>& shared, int stage,
+                                          int part, unsigned barrier) {
   copy_box(static_cast<unsigned>(__cvta_generic_to_shared(shared.stages[stage].rows)), p.rows, 0, 0, 0,
            part * S::kChunks, barrier);
 }
 
 /// Parts of a tile.
-template <class T, class S>
-__device__ __forceinline__ int parts_of(const Params<T>& p) {
-  return helix::ceil_div(p.product.cols, S::kColumns);
+template <class S, class T>
+__device__ __forceinline__ int parts_of(const Product<T>& p) {
+  return helix::ceil_div(p.cols, S::kColumns);
 }
 
 /// What a block multiplies in its first round of the ring has its activations from one thread of those that
 /// multiply, the first to know that they are there: the one that copies may still wait for weights.
-template <class T, class S>
-__device__ void copy_first_rows(const Params<T>& p, Shared<S>& shared) {
-  const int parts = parts_of<T, S>(p);
+template <class S, class T, class Tail>
+__device__ void copy_first_rows(const Params<T, Tail>& p, Shared<S, Tail>& shared) {
+  const int parts = parts_of<S>(p.product);
   const int ahead = min(p.tiles.mine(p.product.width) * parts, S::kStages);
   const auto arrived = static_cast<unsigned>(__cvta_generic_to_shared(&shared.first_rows));
   barrier_expect(arrived, kLineBytes * S::kChunks * static_cast<unsigned>(p.product.rows * ahead));
@@ -57,18 +58,18 @@ __device__ void copy_first_rows(const Params<T>& p, Shared<S>& shared) {
 }
 
 /// The thread that copies.
-template <class T, class S, bool kIsGated>
-__device__ void copy_tiles(const Params<T>& p, Shared<S>& shared) {
-  const int parts = parts_of<T, S>(p);
+template <class S, class T, class Tail>
+__device__ void copy_tiles(const Params<T, Tail>& p, Shared<S, Tail>& shared) {
+  const int parts = parts_of<S>(p.product);
   const int all = p.tiles.mine(p.product.width) * parts;
   const int ahead = min(all, S::kStages);
   constexpr unsigned kPartLineBytes = kLineBytes * S::kChunks;
-  const unsigned weight_bytes = kPartLineBytes * static_cast<unsigned>(p.tiles.height * (kIsGated ? 2 : 1));
+  const unsigned weight_bytes = kPartLineBytes * static_cast<unsigned>(p.tiles.height * Tail::kHalves);
   const unsigned row_bytes = kPartLineBytes * static_cast<unsigned>(p.product.rows);
   const auto copy_weights = [&](const RingPlace<S::kStages>& place, int tile, int part, unsigned bytes) {
     barrier_expect(place.full(), bytes);
-    copy_box_once(static_cast<unsigned>(__cvta_generic_to_shared(shared.stages[place.stage()].weights)),
-                  p.weights, 0, p.tiles.begin(tile), 0, part * S::kChunks, place.full());
+    p.tail.copy_weights(static_cast<unsigned>(__cvta_generic_to_shared(shared.stages[place.stage()].weights)),
+                        p.weights, p.tiles, tile, part * S::kChunks, place.full());
   };
   RingPlace<S::kStages> place(shared.ring);
   RingPlace<S::kStages> arriving(shared.ring);
@@ -97,18 +98,18 @@ __device__ void copy_tiles(const Params<T>& p, Shared<S>& shared) {
 }
 
 /// The warps that multiply.
-template <class T, class S, bool kIsGated>
+template <class T, class S, class Tail>
 struct Consumer {
-  using Block = Shared<S>;
+  using Block = Shared<S, Tail>;
   using Found = float[S::kMatrices][4];
   static constexpr bool kIsWide = S::kRows > 8;
 
-  __device__ Consumer(const Params<T>& all, Block& block)
+  __device__ Consumer(const Params<T, Tail>& all, Block& block)
       : params(all),
         shared(block),
         warp(static_cast<int>(threadIdx.x) / kWarp),
         lane(static_cast<int>(threadIdx.x) % kWarp),
-        height(all.tiles.height * (kIsGated ? 2 : 1)) {}
+        height(all.tiles.height * Tail::kHalves) {}
 
   /// This lane's 16 bytes of a line: 8 columns of a chunk, of which an even warp takes the even eights and
   /// the next warp the odd ones, so that two lines that swizzling sets side by side share no bank.
@@ -153,28 +154,18 @@ struct Consumer {
           *reinterpret_cast<float2*>(to + 8 * (S::kTileWidth + kMatrixWidth)) = {found[i][2], found[i][3]};
       }
     }
-    group_sync(kConsumersMeet, kConsumerThreads);
+    if (Tail::kPrepares && tile == 0) {
+      group_sync(kTailIsPrepared, kConsumerThreads + kWarp);
+    } else {
+      group_sync(kConsumersMeet, kConsumerThreads);
+    }
     for (int i = static_cast<int>(threadIdx.x); i < p.rows * S::kTileWidth; i += kConsumerThreads) {
+      const int row = i / S::kTileWidth;
       const int n = i % S::kTileWidth;
-      if (n < tiles.height) store_one(sums, i / S::kTileWidth, n, tiles.begin(tile) + n);
+      if (n < tiles.height)
+        params.tail.store(p, tiles, shared.tail, tile, row, n, [&](int of) { return total(sums, row, of); });
     }
     if constexpr (S::kSums == 1) group_sync(kConsumersMeet, kConsumerThreads);
-  }
-
-  /// Element `n` of the tile, `at` of the output.
-  __device__ __forceinline__ void store_one(const typename Block::Sums& sums, int row, int n, int at) const {
-    if constexpr (kIsGated) {
-      if (at >= p.width) return;
-      float gate = total(sums, row, n);
-      float up = total(sums, row, tiles.height + n);
-      if (p.bias != nullptr) {
-        gate += load_element(p.bias, p.bias_dtype, at);
-        up += load_element(p.bias, p.bias_dtype, p.width + at);
-      }
-      static_cast<T*>(p.out)[row * p.out_row + at] = from_float<T>(gate / (1.0f + expf(-gate)) * up);
-    } else {
-      store(p, row, 0, at, total(sums, row, n));
-    }
   }
 
   static __device__ __forceinline__ float total(const typename Block::Sums& sums, int row, int n) {
@@ -203,23 +194,27 @@ struct Consumer {
     }
   }
 
-  const Params<T>& params;
+  const Params<T, Tail>& params;
   const Product<T>& p = params.product;
   const Tiles& tiles = params.tiles;
   Block& shared;
   int warp;
   int lane;
-  int height;  // of a tile, both halves
+  int height;  // of a tile, all halves
 };
 
-/// out = in * weight, or if kIsGated silu(gate) * up of its two halves, of p.product.width rows each.
-template <class T, class S, bool kIsGated>
-__global__ void __launch_bounds__(kThreads, S::kBlocksPerSm)
-    product_kernel(const __grid_constant__ Params<T> p) {
+/// Threads of a block.
+template <class Tail>
+inline constexpr int kBlockThreads = kThreads + (Tail::kPrepares ? kWarp : 0);
+
+/// The sums of p.product, which end in p.tail. One that prepares lets the next kernel start itself.
+template <class T, class S, class Tail>
+__global__ void __launch_bounds__(kBlockThreads<Tail>, S::kBlocksPerSm)
+    product_kernel(const __grid_constant__ Params<T, Tail> p) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(1024) unsigned char memory[];
-  auto& shared = *reinterpret_cast<Shared<S>*>(memory);
-  start_next();
+  auto& shared = *reinterpret_cast<Shared<S, Tail>*>(memory);
+  if constexpr (!Tail::kPrepares) start_next();
   if (threadIdx.x == 0) {
     shared.ring.init(1, kConsumers);
     barrier_init(static_cast<unsigned>(__cvta_generic_to_shared(&shared.first_rows)), 1);
@@ -227,9 +222,14 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksPerSm)
   }
   __syncthreads();
   if (threadIdx.x < kConsumerThreads) {
-    Consumer<T, S, kIsGated>(p, shared).run();
+    Consumer<T, S, Tail>(p, shared).run();
   } else if (threadIdx.x == kConsumerThreads) {
-    copy_tiles<T, S, kIsGated>(p, shared);
+    copy_tiles(p, shared);
+  } else if constexpr (Tail::kPrepares) {
+    if (threadIdx.x >= kThreads) {
+      p.tail.prepare(p.product, p.tiles, shared.tail);
+      group_arrive(kTailIsPrepared, kConsumerThreads + kWarp);
+    }
   }
 #endif
 }

@@ -19,6 +19,7 @@ inline constexpr int kWarpColumns = 32;                         // that a warp m
 inline constexpr int kStepColumns = kConsumers * kWarpColumns;  // that all do
 inline constexpr unsigned kLineBytes = 2 * kChunkColumns;       // of a row in shared memory
 inline constexpr int kConsumersMeet = 1;                        // barrier; 0 is the block's
+inline constexpr int kTailIsPrepared = 2;                       // the consumers', and the tail's warp
 
 /// Weights on their way to an SM while the kernel ahead runs: some two microseconds of its share of memory's
 /// speed. Eight layers of the 8B shape, ms on one H200, two of KVP 2, two of TPA 2: 32 KB 1.145, 0.775 and
@@ -51,8 +52,8 @@ struct Shape {
   static_assert(kSteps * kStepColumns == kColumns && kFewUnderWay >= 1);
 };
 
-/// Shared memory of a block.
-template <class S>
+/// Shared memory of a block of a kernel of shape S whose sums end in `Tail`.
+template <class S, class Tail>
 struct Shared {
   /// Chunks of 64 columns, of each of which the rows follow each other, swizzled.
   struct Stage {
@@ -66,6 +67,7 @@ struct Shared {
   Sums sums[S::kSums];  // of tiles in turn
   RingBarriers<S::kStages> ring;
   unsigned long long first_rows;  // barrier: the activations of the first round of the ring
+  typename Tail::Memory tail;
   static_assert(sizeof(Stage) % 1024 == 0);
 };
 
@@ -82,8 +84,16 @@ struct Tiles {
     height = (share + count - 1) / count;
     blocks = (width + height * count - 1) / (height * count);
   }
+  /// `of_height` rows each, `all` of them.
+  static Tiles of(int of_height, int all, int most_blocks) {
+    Tiles tiles(all, 1, most_blocks);
+    tiles.height = of_height;
+    return tiles;
+  }
 
-  __device__ int begin(int tile) const { return (static_cast<int>(blockIdx.x) * count + tile) * height; }
+  /// Number of the block's tile `tile` among all.
+  __device__ int number(int tile) const { return static_cast<int>(blockIdx.x) * count + tile; }
+  __device__ int begin(int tile) const { return number(tile) * height; }
   /// Tiles of this block.
   __device__ int mine(int width) const {
     const int left = (width - begin(0) + height - 1) / height;
@@ -92,12 +102,13 @@ struct Tiles {
 };
 
 /// What the kernel is given.
-template <class T>
+template <class T, class Tail>
 struct Params {
-  CUtensorMap weights;  ///< Columns of a chunk, rows of a half, halves, chunks; a box is a tile's part.
+  CUtensorMap weights;  ///< See Tail::copy_weights(); a box is a tile's part.
   CUtensorMap rows;     ///< Columns of a chunk, activation rows, 1, chunks; a box is a part of them all.
   Product<T> product;
   Tiles tiles;
+  Tail tail;
 };
 
 }  // namespace helix::cuda::few_rows

@@ -372,20 +372,6 @@ void check_weight(const char* operation, const WeightView& weight, std::int64_t 
                 kMax, " of each");
 }
 
-/// `in` times a whole weight; where the result goes is the caller's to say.
-template <class T>
-Product<T> product_of(const TensorView<const T, 2>& in, const WeightView& weight) {
-  Product<T> product{};
-  product.in = in.data();
-  product.in_row = in.stride(0);
-  product.weight = weight.data;
-  product.rows = static_cast<int>(in.extent(0));
-  product.heads = 1;
-  product.width = static_cast<int>(weight.rows);
-  product.cols = static_cast<int>(weight.cols);
-  return product;
-}
-
 }  // namespace
 
 template <class T>

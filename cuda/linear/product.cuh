@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include <helix/backend/layer.hpp>
+
 #include "cuda/runtime/convert.cuh"
 
 namespace helix::cuda {
@@ -45,6 +47,20 @@ __device__ __forceinline__ void store(const Product<T>& p, int row, int head, in
   T& out = static_cast<T*>(p.out)[at];
   if (p.accumulate) sum += to_float(out);
   out = from_float<T>(sum);
+}
+
+/// `in` times a whole weight; where the result goes is the caller's to say.
+template <class T>
+Product<T> product_of(const TensorView<const T, 2>& in, const WeightView& weight) {
+  Product<T> product{};
+  product.in = in.data();
+  product.in_row = in.stride(0);
+  product.weight = weight.data;
+  product.rows = static_cast<int>(in.extent(0));
+  product.heads = 1;
+  product.width = static_cast<int>(weight.rows);
+  product.cols = static_cast<int>(weight.cols);
+  return product;
 }
 
 }  // namespace helix::cuda

@@ -47,4 +47,17 @@ __device__ __forceinline__ float load_element(const void* data, DType dtype, std
   return to_float(static_cast<const f16*>(data)[i]);
 }
 
+/// Makes `x` element `i` of f32, f16, bf16 or e4m3 at `data`.
+__device__ __forceinline__ void store_element(void* data, DType dtype, std::int64_t i, float x) {
+  if (dtype == DType::f32) {
+    static_cast<float*>(data)[i] = x;
+  } else if (dtype == DType::bf16) {
+    static_cast<bf16*>(data)[i] = from_float<bf16>(x);
+  } else if (dtype == DType::f16) {
+    static_cast<f16*>(data)[i] = from_float<f16>(x);
+  } else {
+    static_cast<fp8_e4m3*>(data)[i] = from_float<fp8_e4m3>(x);
+  }
+}
+
 }  // namespace helix::cuda

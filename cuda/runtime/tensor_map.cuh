@@ -141,6 +141,21 @@ __device__ __forceinline__ void copy_box_once(unsigned to, const CUtensorMap& ma
 #endif
 }
 
+/// The same of a map of five dimensions.
+__device__ __forceinline__ void copy_box_once(unsigned to, const CUtensorMap& map, int column, int row,
+                                              int of_pair, int head, int chunk, unsigned barrier) {
+#if __CUDA_ARCH__ >= 900
+  std::uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to),
+      "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(column), "r"(row), "r"(of_pair), "r"(head), "r"(chunk),
+      "r"(barrier), "l"(policy)
+      : "memory");
+#endif
+}
+
 /// Copies one box of a map of three dimensions, likewise; to a multiple of 128 bytes if it is not swizzled.
 __device__ __forceinline__ void copy_query_box(unsigned to, const CUtensorMap& map, int column, int head,
                                                int token, unsigned barrier) {

@@ -27,23 +27,23 @@ TensorView<const typename B::Activation, 3> project_queries(B& backend, const Ra
   using T = typename B::Activation;
   const TensorView<T, 2> qkv = args.buffers.qkv;
   const std::int64_t tokens = qkv.extent(0);
-  backend.linear(LinearArgs<T>{args.in, weights.qkv, weights.qkv_bias, qkv}, stream);
   const auto heads_from = [&](std::int64_t column, std::int64_t heads, std::int64_t dim) {
     return TensorView<T, 3>(qkv.data() + column, {tokens, heads, dim}, {qkv.stride(0), dim, 1});
   };
   const std::int64_t k_begin = shape.query_heads * shape.head_dim;
   const std::int64_t v_begin = k_begin + shape.kv_heads * shape.head_dim;
   const TensorView<T, 3> q = heads_from(0, shape.query_heads, shape.head_dim);
-  prepare_qkv(backend,
-              {.q = q,
-               .k = heads_from(k_begin, shape.kv_heads, shape.head_dim),
-               .v = heads_from(v_begin, shape.kv_heads, shape.value_dim),
-               .q_norm = weights.q_norm,
-               .k_norm = weights.k_norm,
-               .epsilon = args.config->norm_epsilon,
-               .rope = args.config->rope,
-               .batch = args.batch,
-               .kv = args.kv},
+  project_qkv(backend,
+              {.linear = {.in = args.in, .weight = weights.qkv, .bias = weights.qkv_bias, .out = qkv},
+               .prepare = {.q = q,
+                           .k = heads_from(k_begin, shape.kv_heads, shape.head_dim),
+                           .v = heads_from(v_begin, shape.kv_heads, shape.value_dim),
+                           .q_norm = weights.q_norm,
+                           .k_norm = weights.k_norm,
+                           .epsilon = args.config->norm_epsilon,
+                           .rope = args.config->rope,
+                           .batch = args.batch,
+                           .kv = args.kv}},
               stream);
   return q;
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// prepare_qkv: norm of q and k, rope and the append to the cache as one operation.
+// prepare_qkv: norm of q and k, rope and the append to the cache as one operation; project_qkv: the same with
+// the product ahead of it.
 #pragma once
 
 #include <cstdint>
@@ -58,9 +59,29 @@ void prepare_qkv(B& backend, const PrepareQkvArgs<typename B::Activation>& args,
   }
 }
 
+/// The product that q, k and v come from, and prepare_qkv: project_qkv of the backend if it has one, else one
+/// after the other. Queued on `stream`, allocates nothing, capturable.
+/// @throws as prepare_qkv().
+template <LayerBackend B>
+void project_qkv(B& backend, const ProjectQkvArgs<typename B::Activation>& args, typename B::Stream stream) {
+  if constexpr (requires { backend.project_qkv(args, stream); }) {
+    detail::check_prepare_qkv(args.prepare);
+    backend.project_qkv(args, stream);
+  } else {
+    backend.linear(args.linear, stream);
+    prepare_qkv(backend, args.prepare, stream);
+  }
+}
+
 /// Does not compile: the error names T and the activation type of B.
 template <LayerBackend B, detail::OtherActivation<B> T>
 void prepare_qkv(B&, const PrepareQkvArgs<T>&, typename B::Stream) {
+  detail::refuse_activation<T, B>();
+}
+
+/// Does not compile, likewise.
+template <LayerBackend B, detail::OtherActivation<B> T>
+void project_qkv(B&, const ProjectQkvArgs<T>&, typename B::Stream) {
   detail::refuse_activation<T, B>();
 }
 

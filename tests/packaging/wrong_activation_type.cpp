@@ -32,5 +32,7 @@ void call(Backend& backend, helix::cpu::Stream stream) {
 #elif HELIX_CALL == 6
   helix::embed_tokens(backend, given<helix::Topology>(), nullptr, given<helix::WeightView>(),
                       given<helix::TensorView<bf16, 2>>(), stream);
+#elif HELIX_CALL == 7
+  helix::project_qkv(backend, given<helix::ProjectQkvArgs<bf16>>(), stream);
 #endif
 }

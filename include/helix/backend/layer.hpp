@@ -118,6 +118,14 @@ struct PrepareQkvArgs {
   KvView kv;
 };
 
+/// linear, and prepare_qkv of the q, k and v that are the columns of its output. A backend may bring
+/// project_qkv(args, stream); otherwise project_qkv() of prepare_qkv.hpp calls the two.
+template <class T>
+struct ProjectQkvArgs {
+  LinearArgs<T> linear;       ///< Does not accumulate.
+  PrepareQkvArgs<T> prepare;  ///< Its tokens are the rows of linear.out, with q, k and v side by side.
+};
+
 /// out[r, i] = silu(gate_up[r, i]) * gate_up[r, F + i].
 template <class T>
 struct SwigluArgs {

@@ -82,6 +82,7 @@ class HELIX_API Operators {
   void rope(const RopeArgs<T>& args, Stream stream) const;
   void append_kv(const AppendKvArgs<T>& args, Stream stream) const;
   void prepare_qkv(const PrepareQkvArgs<T>& args, Stream stream) const;
+  void project_qkv(const ProjectQkvArgs<T>& args, Stream stream) const;
   void write_kv(const WriteKvArgs<T>& args, Stream stream) const;
   void read_kv(const ReadKvArgs& args, Stream stream) const;
   void read_latents(const ReadLatentsArgs<T>& args, Stream stream) const;

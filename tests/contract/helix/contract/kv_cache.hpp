@@ -163,7 +163,7 @@ void read_latents() {
   }
 }
 
-/// Norm of q and k, rope and append, as one operation or as three.
+/// Norm of q and k, rope and append, as one operation or as three, and with the product ahead of them.
 template <TestableBackend B>
 void prepare_qkv() {
   for (const bool has_norm : {false, true}) {
@@ -200,16 +200,31 @@ void prepare_qkv() {
                                      .batch = batch.on(side),
                                      .kv = bench.view(side)};
       };
+      const auto prepare = [](const PrepareQkvArgs<float>& args) {
+        if (!args.q_norm.empty()) reference::head_rms_norm({args.q, args.q_norm, args.epsilon});
+        if (!args.k_norm.empty()) reference::head_rms_norm({args.k, args.k_norm, args.epsilon});
+        reference::rope({args.q, args.q, args.batch.positions, args.rope});
+        reference::rope({args.k, args.k, args.batch.positions, args.rope});
+        reference::append_kv({args.k, args.v, args.batch, args.kv});
+      };
+      bench.check(make, prepare,
+                  [&](const auto& args, auto stream) { helix::prepare_qkv(bench.backend(), args, stream); });
+      const std::int64_t hidden = 12;
+      const auto in = bench.random(tokens * hidden);
+      const auto weight = bench.weight(row, hidden);
       bench.check(
-          make,
-          [](const PrepareQkvArgs<float>& args) {
-            if (!args.q_norm.empty()) reference::head_rms_norm({args.q, args.q_norm, args.epsilon});
-            if (!args.k_norm.empty()) reference::head_rms_norm({args.k, args.k_norm, args.epsilon});
-            reference::rope({args.q, args.q, args.batch.positions, args.rope});
-            reference::rope({args.k, args.k, args.batch.positions, args.rope});
-            reference::append_kv({args.k, args.v, args.batch, args.kv});
+          [&](const auto& side) {
+            return ProjectQkvArgs<float>{.linear = {.in = {side(in), {tokens, hidden}},
+                                                    .weight = weight.on(side),
+                                                    .bias = {},
+                                                    .out = {side(qkv), {tokens, row}}},
+                                         .prepare = make(side)};
           },
-          [&](const auto& args, auto stream) { helix::prepare_qkv(bench.backend(), args, stream); });
+          [&](const ProjectQkvArgs<float>& args) {
+            reference::linear(args.linear);
+            prepare(args.prepare);
+          },
+          [&](const auto& args, auto stream) { helix::project_qkv(bench.backend(), args, stream); });
     }
   }
 }

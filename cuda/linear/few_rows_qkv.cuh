@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tail of a product whose sums are heads of q, k and v: rope, and the append to the pages.
+//
+// A kernel less on the way from the product to attention. Eight layers of the 8B shape on H200s, in turn, ms:
+// one GPU 1.101 to 1.098 with 512 tokens, 1.171 to 1.163 with 4000 and 2.076 to 2.060 with 131072; KVP 2
+// 0.762 to 0.755, 0.795 to 0.784 and 1.276 to 1.259; TPA 2, whose product is half as long, 0.674 before and
+// after, and with two sequences 0.677 to 0.682. It is not more because attention waits for the product's
+// memory now, where it asked for its page lists beside the kernel between.
+#pragma once
+
+#include <cstdint>
+
+#include <helix/kv_layout.hpp>
+
+#include "cuda/elementwise/rotation.cuh"
+#include "cuda/kv_cache/kv_transfer.cuh"
+#include "cuda/kv_cache/paged_rows.cuh"
+#include "cuda/linear/few_rows_block.cuh"
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/launch.cuh"
+
+namespace helix::cuda::few_rows {
+
+inline constexpr int kQkvRows = 2;                    ///< Most activation rows.
+inline constexpr int kQkvSequences = kWarp;           ///< Most sequences, those without a token too.
+inline constexpr int kLanePairs = 2;                  ///< Of a lane of the warp that prepares.
+inline constexpr int kQkvPairs = kLanePairs * kWarp;  ///< Most pairs of a block.
+
+/// A tile is `height` pairs of one head: rows n and n + pairs of it, or 2n and 2n + 1, with rows beside them
+/// that are none's where the head ends. Product::width counts pairs, those too.
+struct Qkv {
+  static constexpr int kHalves = 2;
+  static constexpr bool kPrepares = true;
+
+  struct Memory {
+    Rotation rotations[kQkvPairs * kQkvRows];  // [tile][pair][row]
+    std::int64_t page[kQkvRows];
+    std::int64_t in_page[kQkvRows];  // of the row's token; -1: not stored here
+  };
+
+  /// One kind of rows of the pages.
+  struct Stored {
+    PagedRows rows;
+    const float* scales;  // [heads] or null
+  };
+
+  int head_tiles;
+  int pairs;        // of a head
+  int query_heads;  // the first ones; then as many of k as of v
+  int kv_heads;
+  bool is_interleaved;
+  const float* inverse_frequency;  // [pairs]
+  float magnitude;
+  const std::int32_t* query_offsets;
+  const std::int64_t* positions;
+  const std::int32_t* sequence_slots;
+  std::int64_t sequences;
+  TokenRange appended;  // of the rows
+  PageLists lists;
+  std::int64_t page_tokens;
+  KvLayout layout;
+  std::int64_t kvp_rank;
+  Stored keys;
+  Stored values;
+  DType stored_dtype;
+
+  /// Coordinates: columns of a chunk, a head's pairs, their two rows, heads, chunks.
+  __device__ __forceinline__ void copy_weights(unsigned to, const CUtensorMap& map, const Tiles& tiles,
+                                               int tile, int chunk, unsigned barrier) const {
+    const int number = tiles.number(tile);
+    copy_box_once(to, map, 0, number % head_tiles * tiles.height, 0, number / head_tiles, chunk, barrier);
+  }
+
+  /// By a warp, while the others multiply: the rotations, and where the rows' tokens go. Each trip to memory
+  /// queues behind the weights, so it makes two, or three for a CSR list, and loads what is constant ahead.
+  template <class T>
+  __device__ void prepare(const Product<T>& p, const Tiles& tiles, Memory& memory) const {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int mine = tiles.mine(p.width) * tiles.height;
+    float frequencies[kLanePairs];
+#pragma unroll
+    for (int k = 0; k < kLanePairs; ++k) {
+      const int i = lane + k * kWarp;
+      const int pair = pair_of(tiles, i / tiles.height, i % tiles.height);
+      frequencies[k] = i < mine && pair < pairs ? inverse_frequency[pair] : 0.0f;
+    }
+    wait_for_previous();
+    start_next();  // not before: see AttentionParams::reads_ahead
+    const bool is_sequence = lane < sequences;
+    const std::int32_t end = is_sequence ? query_offsets[lane + 1] : 0;
+    const std::int32_t slot = is_sequence ? sequence_slots[lane] : 0;
+    const std::int64_t position = lane < p.rows ? positions[lane] : -1;
+    unsigned sequence = 0;  // of row `lane`: those that end at or before it come before its own
+    for (int row = 0; row < p.rows; ++row) {
+      const auto before = static_cast<unsigned>(__popc(__ballot_sync(~0u, is_sequence && end <= row)));
+      if (lane == row) sequence = before;
+    }
+    place_row(lane, position, __shfl_sync(~0u, slot, static_cast<int>(sequence)), p.rows, memory);
+    for (int row = 0; row < p.rows; ++row) {
+      const std::int64_t at = __shfl_sync(~0u, position, row);
+#pragma unroll
+      for (int k = 0; k < kLanePairs; ++k) {
+        const int i = lane + k * kWarp;
+        if (i < mine) memory.rotations[i * p.rows + row] = Rotation::at(at, frequencies[k], magnitude);
+      }
+    }
+  }
+
+  template <class T, class Total>
+  __device__ __forceinline__ void store(const Product<T>& p, const Tiles& tiles, const Memory& memory,
+                                        int tile, int row, int n, const Total& total) const {
+    const int pair = pair_of(tiles, tile, n);
+    if (pair >= pairs) return;
+    const int head = tiles.number(tile) / head_tiles;
+    const int first = is_interleaved ? 2 * pair : pair;
+    const int second = is_interleaved ? first + 1 : first + pairs;
+    const auto found = [&](int of, int at) {
+      const float bias = p.bias == nullptr ? 0.0f : load_element(p.bias, p.bias_dtype, head * 2 * pairs + at);
+      return to_float(from_float<T>(total(of) + bias));
+    };
+    float x = found(n, first);
+    float y = found(tiles.height + n, second);
+    if (head < query_heads + kv_heads) memory.rotations[(tile * tiles.height + n) * p.rows + row].turn(x, y);
+    const T rounded[2] = {from_float<T>(x), from_float<T>(y)};
+    T* out = static_cast<T*>(p.out) + row * p.out_row + head * 2 * pairs;
+    out[first] = rounded[0];
+    out[second] = rounded[1];
+    const std::int64_t in_page = memory.in_page[row];
+    if (head < query_heads || in_page < 0) return;
+    const bool is_value = head >= query_heads + kv_heads;
+    const Stored& to = is_value ? values : keys;
+    const int of = head - query_heads - (is_value ? kv_heads : 0);
+    std::byte* stored = to.rows.at(memory.page[row], of, in_page);
+    const float scale = to.scales == nullptr ? 1.0f : to.scales[of];
+    x = to_float(rounded[0]);
+    y = to_float(rounded[1]);
+    store_element(stored, stored_dtype, first, scale == 1.0f ? x : x / scale);
+    store_element(stored, stored_dtype, second, scale == 1.0f ? y : y / scale);
+  }
+
+ private:
+  /// By the lane of a row: where its token goes in the pages.
+  __device__ __forceinline__ void place_row(int row, std::int64_t position, std::int64_t slot, int rows,
+                                            Memory& memory) const {
+    if (row >= rows) return;
+    std::int64_t page = 0;
+    std::int64_t in_page = -1;
+    if (row >= appended.begin && row < appended.end && position >= 0 && layout.owner(position) == kvp_rank) {
+      const std::int64_t local = layout.local(position);
+      page = lists.pages[lists.first_of(slot) + local / page_tokens];
+      in_page = local % page_tokens;
+    }
+    memory.page[row] = page;
+    memory.in_page[row] = in_page;
+  }
+  /// Pair of its head that is pair `n` of the block's tile `tile`; from `pairs` on it is none.
+  __device__ __forceinline__ int pair_of(const Tiles& tiles, int tile, int n) const {
+    return tiles.number(tile) % head_tiles * tiles.height + n;
+  }
+};
+
+}  // namespace helix::cuda::few_rows

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tails of products of few rows: what becomes of a sum once it is whole, and so which weight rows a tile has.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/linear/few_rows_block.cuh"
+#include "cuda/runtime/convert.cuh"
+
+namespace helix::cuda::few_rows {
+
+/// What tails have in common that need no more than the sums. Of their maps coordinates are columns of a
+/// chunk, rows of a half, halves, chunks.
+struct PlainTail {
+  static constexpr bool kPrepares = false;  ///< Whether a warp of its own has prepare() to do.
+  struct Memory {};                         ///< Of a block, that prepare() fills.
+
+  static __device__ __forceinline__ void copy_weights(unsigned to, const CUtensorMap& map, const Tiles& tiles,
+                                                      int tile, int chunk, unsigned barrier) {
+    copy_box_once(to, map, 0, tiles.begin(tile), 0, chunk, barrier);
+  }
+};
+
+/// out = in * weight, as Product says.
+struct Stored : PlainTail {
+  static constexpr int kHalves = 1;  ///< Weight rows beside each of a tile's.
+
+  template <class T, class Total>
+  static __device__ __forceinline__ void store(const Product<T>& p, const Tiles& tiles, const Memory&,
+                                               int tile, int row, int n, const Total& total) {
+    cuda::store(p, row, 0, tiles.begin(tile) + n, total(n));
+  }
+};
+
+/// out = silu(gate) * up of the product's two halves, of p.width rows each.
+struct Gated : PlainTail {
+  static constexpr int kHalves = 2;
+
+  template <class T, class Total>
+  static __device__ __forceinline__ void store(const Product<T>& p, const Tiles& tiles, const Memory&,
+                                               int tile, int row, int n, const Total& total) {
+    const int at = tiles.begin(tile) + n;
+    if (at >= p.width) return;
+    float gate = total(n);
+    float up = total(tiles.height + n);
+    if (p.bias != nullptr) {
+      gate += load_element(p.bias, p.bias_dtype, at);
+      up += load_element(p.bias, p.bias_dtype, p.width + at);
+    }
+    static_cast<T*>(p.out)[row * p.out_row + at] = from_float<T>(gate / (1.0f + expf(-gate)) * up);
+  }
+};
+
+}  // namespace helix::cuda::few_rows

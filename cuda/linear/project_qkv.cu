@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuda::Operators::project_qkv: the product of q, k and v with rope and the append to the pages as its tail,
+// where a product of one or two rows has one.
+#include <cstdint>
+
+#include <helix/cuda/backend.hpp>
+
+#include "cuda/linear/few_rows.hpp"
+#include "cuda/linear/few_rows_launch.cuh"
+#include "cuda/linear/few_rows_qkv.cuh"
+#include "cuda/linear/product.cuh"
+#include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/operators_state.hpp"
+
+namespace helix::cuda {
+namespace {
+
+using few_rows::OneOrTwo;
+using few_rows::Qkv;
+using few_rows::Tiles;
+static_assert(OneOrTwo::kRows <= few_rows::kQkvRows);
+
+/// Whether the tail has all that prepare_qkv is asked for, of q, k and v where the product leaves them.
+template <class T>
+bool has_tail(const ProjectQkvArgs<T>& args) {
+  const PrepareQkvArgs<T>& prepare = args.prepare;
+  const KvFormat& format = prepare.kv.format;
+  const TensorView<T, 2>& out = args.linear.out;
+  const std::int64_t dim = format.head_dim;
+  const std::int64_t q_columns = prepare.q.extent(1) * dim;
+  const auto lies_at = [&](const auto& heads, std::int64_t column, std::int64_t count) {
+    return heads.data() == out.data() + column && heads.extent(0) == out.extent(0) &&
+           heads.extent(1) == count && heads.extent(2) == dim && heads.stride(0) == out.stride(0) &&
+           (count == 1 || heads.stride(1) == dim) && heads.stride(2) == 1;
+  };
+  return !format.is_latent && !format.is_mixed() && format.value_dim == dim && format.num_heads > 0 &&
+         prepare.rope.rotary_dim == dim && prepare.q_norm.empty() && prepare.k_norm.empty() &&
+         args.linear.weight.rows == q_columns + 2 * format.num_heads * dim &&
+         lies_at(prepare.q, 0, prepare.q.extent(1)) && lies_at(prepare.k, q_columns, format.num_heads) &&
+         lies_at(prepare.v, q_columns + format.num_heads * dim, format.num_heads);
+}
+
+/// Tiles of one head each that leave a block as few pairs as may be, and the highest of those.
+Tiles cut_heads(int heads, int pairs, int most_height, int most_blocks) {
+  Tiles best = Tiles::of(1, heads * pairs, most_blocks);
+  for (int height = 2; height <= most_height; ++height) {
+    const Tiles tiles = Tiles::of(height, heads * helix::ceil_div(pairs, height), most_blocks);
+    if (tiles.count * tiles.height <= best.count * best.height) best = tiles;
+  }
+  return best;
+}
+
+template <class T>
+bool multiply_few_rows_qkv(const ProjectQkvArgs<T>& args, int num_sms, cudaStream_t stream) {
+  const PrepareQkvArgs<T>& prepare = args.prepare;
+  const LinearArgs<T>& linear = args.linear;
+  Product<T> product = product_of(linear.in, linear.weight);
+  if (linear.weight.dtype != kDTypeOf<T> || product.rows > OneOrTwo::kRows || !fits_few_rows(product) ||
+      linear.accumulate || !has_tail(args))
+    return false;
+  using namespace few_rows;
+  const KvView& kv = prepare.kv;
+  const int pairs = static_cast<int>(kv.format.head_dim / 2);
+  const int heads = product.width / (2 * pairs);
+  const int most_blocks = num_sms * OneOrTwo::kBlocksPerSm;
+  const Tiles tiles = cut_heads(heads, pairs, OneOrTwo::kTileWidth / Qkv::kHalves, most_blocks);
+  // A block of many tiles reads more than its share where heads do not divide well: more than is won.
+  const int share = helix::ceil_div(heads * pairs, most_blocks);
+  const int most = tiles.count * tiles.height;
+  if ((tiles.count > 1 && most > share + share / 8) || most > kQkvPairs ||
+      prepare.batch.num_sequences() > kQkvSequences)
+    return false;
+
+  const KvPlaces places(kv);
+  const int head_tiles = helix::ceil_div(pairs, tiles.height);
+  product.width = heads * head_tiles * tiles.height;
+  product.bias = linear.bias.data;
+  product.bias_dtype = linear.bias.dtype;
+  product.out = linear.out.data();
+  product.out_row = linear.out.stride(0);
+  const Batch& batch = prepare.batch;
+  const Qkv tail{.head_tiles = head_tiles,
+                 .pairs = pairs,
+                 .query_heads = static_cast<int>(prepare.q.extent(1)),
+                 .kv_heads = static_cast<int>(kv.format.num_heads),
+                 .is_interleaved = prepare.rope.is_interleaved,
+                 .inverse_frequency = prepare.rope.inverse_frequency,
+                 .magnitude = prepare.rope.magnitude,
+                 .query_offsets = batch.query_offsets,
+                 .positions = batch.positions,
+                 .sequence_slots = batch.sequence_slots,
+                 .sequences = batch.num_sequences(),
+                 .appended = {batch.first_token(), batch.first_token() + batch.num_tokens()},
+                 .lists = PageLists(kv),
+                 .page_tokens = kv.format.page_tokens,
+                 .layout = kv.layout,
+                 .kvp_rank = kv.kvp_rank,
+                 .keys = {places.k, kv.k_scale},
+                 .values = {places.v, kv.v_scale},
+                 .stored_dtype = kv.format.dtype};
+  const std::int64_t row_bytes = product.cols * std::int64_t{sizeof(T)};
+  const std::int64_t between = prepare.rope.is_interleaved ? 1 : pairs;  // the rows of a pair
+  const std::int64_t next = prepare.rope.is_interleaved ? 2 : 1;         // pairs
+  const CUtensorMap weights =
+      rows_map<5>(const_cast<void*>(product.weight), kDTypeOf<T>,
+                  {kChunkColumns, pairs, Qkv::kHalves, heads, product.cols / kChunkColumns},
+                  {row_bytes * next, row_bytes * between, row_bytes * 2 * pairs, kLineBytes},
+                  {kChunkColumns, tiles.height, Qkv::kHalves, 1, OneOrTwo::kChunks}, kPromotion);
+  launch_product<OneOrTwo>(product, weights, tiles, tail, stream);
+  return true;
+}
+
+}  // namespace
+
+template <class T>
+void Operators<T>::project_qkv(const ProjectQkvArgs<T>& args, Stream stream) const {
+  if constexpr (sizeof(T) == 2) {
+    if (state_->is_hopper && args.linear.in.extent(0) > 0) {
+      const DeviceScope scope(state_->device);
+      if (multiply_few_rows_qkv(args, state_->num_sms, stream.handle())) return;
+    }
+  }
+  linear(args.linear, stream);
+  prepare_qkv(args.prepare, stream);
+}
+
+#define HELIX_INSTANTIATE(T) template void Operators<T>::project_qkv(const ProjectQkvArgs<T>&, Stream) const;
+HELIX_INSTANTIATE(float)
+HELIX_INSTANTIATE(f16)
+HELIX_INSTANTIATE(bf16)
+#undef HELIX_INSTANTIATE
+
+}  // namespace helix::cuda

@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+// project_qkv on a GPU beside the product and prepare_qkv one after the other: the same bits, in one kernel
+// where it is said to be one.
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <random>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include <helix/cuda/backend.hpp>
+#include <helix/cuda/graph.hpp>
+
+#include "cuda/at.hpp"
+#include "cuda/gpu.hpp"
+#include "support/catch.hpp"
+
+namespace helix::test {
+namespace {
+
+constexpr std::int64_t kPages = 8;
+constexpr std::int64_t kPageTokens = 4;
+
+/// A projection of the newest tokens of as many sequences.
+struct Case {
+  std::vector<std::int64_t> positions;  // of the tokens; below 0 is padding
+  std::int64_t q_heads = 8;
+  std::int64_t kv_heads = 2;
+  std::int64_t dim = 128;
+  std::int64_t hidden = 512;
+  std::int64_t rotary = 128;
+  std::int64_t pad = 0;    // elements between output rows
+  std::int64_t kvp = 1;    // this is rank 0, whose chunks are of 3 tokens
+  DType kv = DType::bf16;  // scaled where it is e4m3
+  bool is_interleaved = false;
+  bool is_token_major = false;
+  bool has_bias = false;
+  bool has_norm = false;
+};
+
+template <class T>
+class Projection {
+ public:
+  Projection(const cuda::Operators<T>& operators, const Case& of)
+      : case_(of), operators_(operators), stream_(operators.create_stream()) {
+    const std::int64_t tokens = num_tokens();
+    const std::int64_t width = (of.q_heads + 2 * of.kv_heads) * of.dim;
+    in_ = upload(random(tokens * of.hidden, 1.0f));
+    weight_ = upload(random(width * of.hidden, 0.1f));
+    bias_ = upload(random(width, 1.0f));
+    norm_ = upload(random(of.dim, 1.0f));
+    std::vector<float> frequencies(at(of.rotary / 2));
+    for (std::size_t i = 0; i < frequencies.size(); ++i)
+      frequencies[i] = 1.0f / static_cast<float>(1 + 3 * i);
+    frequencies_ = upload(frequencies);
+    k_scales_ = upload(std::vector<float>(at(of.kv_heads), 0.037f));
+    v_scales_ = upload(std::vector<float>(at(of.kv_heads), 0.11f));
+    positions_ = upload(of.positions);
+    std::vector<std::int32_t> slots;
+    std::vector<std::int32_t> pages;
+    for (std::int32_t i = 0; i <= static_cast<std::int32_t>(tokens); ++i) {
+      host_offsets_.push_back(i);
+      slots.push_back(static_cast<std::int32_t>(tokens) - 1 - i);
+    }
+    slots.pop_back();
+    for (std::int64_t slot = 0; slot < tokens; ++slot) {
+      for (std::int64_t i = 0; i < max_pages(); ++i)
+        pages.push_back(static_cast<std::int32_t>((3 + 2 * slot + i) % kPages));
+    }
+    offsets_ = upload(host_offsets_);
+    slots_ = upload(slots);
+    pages_ = upload(pages);
+  }
+
+  /// The output rows and the pages after `queue(operators, args, stream)`, over bytes that nothing writes.
+  template <class Queue>
+  std::vector<std::byte> run(const Queue& queue) {
+    const std::size_t out_bytes = at(num_tokens() * row()) * sizeof(T);
+    std::vector<std::byte> bytes(out_bytes + pool_bytes(), std::byte{0x5a});
+    std::byte* memory = upload(bytes);
+    queue(operators_, args(reinterpret_cast<T*>(memory), memory + out_bytes), stream_);
+    operators_.download(bytes.data(), memory, bytes.size(), stream_);
+    memory_.pop_back();
+    return bytes;
+  }
+
+  /// Kernels that `queue` queues.
+  template <class Queue>
+  std::size_t count(const Queue& queue) {
+    const std::size_t out_bytes = at(num_tokens() * row()) * sizeof(T);
+    std::byte* memory = upload(std::vector<std::byte>(out_bytes + pool_bytes()));
+    const ProjectQkvArgs<T> all = args(reinterpret_cast<T*>(memory), memory + out_bytes);
+    queue(operators_, all, stream_);  // the library makes its workspace before a capture
+    const cuda::Graph graph = cuda::Graph::capture(stream_, [&] { queue(operators_, all, stream_); });
+    operators_.synchronize(stream_);
+    memory_.pop_back();
+    return graph.num_nodes();
+  }
+
+ private:
+  std::int64_t num_tokens() const { return static_cast<std::int64_t>(case_.positions.size()); }
+  std::int64_t row() const { return (case_.q_heads + 2 * case_.kv_heads) * case_.dim + case_.pad; }
+  std::int64_t max_pages() const {
+    const std::int64_t last = *std::max_element(case_.positions.begin(), case_.positions.end());
+    return std::max<std::int64_t>(last, 0) / kPageTokens + 1;
+  }
+  KvFormat kv_format() const {
+    return case_.is_token_major
+               ? KvFormat::token_major(case_.kv, case_.kv_heads, case_.dim, case_.dim, kPageTokens)
+               : KvFormat::head_major(case_.kv, case_.kv_heads, case_.dim, case_.dim, kPageTokens);
+  }
+
+  /// Of keys, or of keys and values where they lie in one.
+  std::size_t one_pool_bytes() const {
+    return at(kPages * kv_format().page_elements() * kv_format().element_bytes());
+  }
+  std::size_t pool_bytes() const { return one_pool_bytes() * (case_.is_token_major ? 2 : 1); }
+
+  ProjectQkvArgs<T> args(T* out, std::byte* pool) const {
+    const Case& c = case_;
+    const KvFormat format = kv_format();
+    const std::int64_t tokens = num_tokens();
+    const auto weight_of = [](const T* data, std::int64_t rows, std::int64_t cols) {
+      return WeightView{data, kDTypeOf<T>, rows, cols};
+    };
+    const auto heads_from = [&](std::int64_t head, std::int64_t heads) {
+      return TensorView<T, 3>(out + head * c.dim, {tokens, heads, c.dim}, {row(), c.dim, 1});
+    };
+    const std::int64_t width = row() - c.pad;
+    ProjectQkvArgs<T> args;
+    args.linear = {.in = {in_, {tokens, c.hidden}, {c.hidden, 1}},
+                   .weight = weight_of(weight_, width, c.hidden),
+                   .bias = c.has_bias ? weight_of(bias_, 1, width) : WeightView{},
+                   .out = {out, {tokens, width}, {row(), 1}}};
+    args.prepare.q = heads_from(0, c.q_heads);
+    args.prepare.k = heads_from(c.q_heads, c.kv_heads);
+    args.prepare.v = heads_from(c.q_heads + c.kv_heads, c.kv_heads);
+    if (c.has_norm) args.prepare.q_norm = args.prepare.k_norm = weight_of(norm_, 1, c.dim);
+    args.prepare.rope = {.inverse_frequency = frequencies_,
+                         .rotary_dim = c.rotary,
+                         .is_interleaved = c.is_interleaved,
+                         .magnitude = 1.25f};
+    args.prepare.batch = {host_offsets_, offsets_, positions_, slots_};
+    KvView& kv = args.prepare.kv;
+    kv = KvView::of_pool(pool, format, kPages);
+    if (c.is_token_major) kv.v = pool + one_pool_bytes();
+    kv.page_table = pages_;
+    kv.max_pages = max_pages();
+    if (c.kv == DType::fp8_e4m3) {
+      kv.k_scale = k_scales_;
+      kv.v_scale = v_scales_;
+    }
+    kv.layout = KvLayout(c.kvp, 3);
+    return args;
+  }
+
+  std::vector<T> random(std::int64_t count, float spread) {
+    std::vector<T> values(at(count));
+    for (T& x : values) x = T(spread * (static_cast<float>(random_() >> 8) * 0x1p-23f - 1.0f));
+    return values;
+  }
+  template <class X>
+  X* upload(const std::vector<X>& values) {
+    memory_.push_back(operators_.allocate(values.size() * sizeof(X)));
+    operators_.upload(memory_.back().data(), values.data(), values.size() * sizeof(X), stream_);
+    operators_.synchronize(stream_);
+    return reinterpret_cast<X*>(memory_.back().data());
+  }
+
+  Case case_;
+  const cuda::Operators<T>& operators_;
+  cuda::Stream stream_;
+  std::deque<cuda::Buffer> memory_;
+  std::mt19937 random_{5};
+  std::vector<std::int32_t> host_offsets_;
+  const T* in_;
+  const T* weight_;
+  const T* bias_;
+  const T* norm_;
+  const float* frequencies_;
+  const float* k_scales_;
+  const float* v_scales_;
+  const std::int64_t* positions_;
+  const std::int32_t* offsets_;
+  const std::int32_t* slots_;
+  const std::int32_t* pages_;
+};
+
+/// Checks the bits of both ways, and that all is one kernel if and only if `is_one`.
+template <class T>
+void check(const Case& of, bool is_one) {
+  CAPTURE(of.positions, of.q_heads, of.kv_heads, of.dim, of.hidden, of.rotary, of.pad, of.kvp,
+          to_string(of.kv), of.is_interleaved, of.is_token_major, of.has_bias, of.has_norm);
+  const cuda::Operators<T> operators;
+  const auto in_one = [](const auto& by, const auto& args, cuda::Stream stream) {
+    by.project_qkv(args, stream);
+  };
+  const auto in_turn = [](const auto& by, const auto& args, cuda::Stream stream) {
+    by.linear(args.linear, stream);
+    by.prepare_qkv(args.prepare, stream);
+  };
+  Projection<T> projection(operators, of);
+  const std::vector<std::byte> expected = projection.run(in_turn);
+  CHECK(projection.run(in_one) == expected);
+  CHECK((projection.count(in_one) == 1) == is_one);
+  CHECK(projection.count(in_turn) > 1);
+}
+
+}  // namespace
+
+TEMPLATE_TEST_CASE("project_qkv of one and two tokens on a GPU is one kernel with the bits of two", "", f16,
+                   bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  int major = 0;
+  HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+  const bool is_hopper = major == 9;
+  const auto check_both = [&](const Case& of) { check<TestType>(of, is_hopper); };
+  const DType own = kDTypeOf<TestType>;
+  for (const auto& positions : std::vector<std::vector<std::int64_t>>{{7}, {11, 2}, {-1, 5}, {0, -1}}) {
+    for (const bool is_interleaved : {false, true}) {
+      for (const DType kv : {own, DType::fp8_e4m3, DType::f32}) {
+        for (const std::int64_t kvp : {1, 2})
+          check_both({.positions = positions, .kvp = kvp, .kv = kv, .is_interleaved = is_interleaved});
+        check_both({.positions = positions,
+                    .pad = 8,
+                    .kv = kv,
+                    .is_interleaved = is_interleaved,
+                    .is_token_major = true,
+                    .has_bias = true});
+      }
+    }
+    // Heads that tiles of eight pairs, or blocks, do not divide; more heads than blocks.
+    check_both({.positions = positions, .dim = 96, .rotary = 96, .kv = own});
+    check_both({.positions = positions, .q_heads = 3, .kv_heads = 1, .dim = 44, .rotary = 44, .kv = own});
+    check_both({.positions = positions, .q_heads = 32, .kv_heads = 8, .hidden = 4096, .kv = own});
+    check_both({.positions = positions, .q_heads = 128, .kv_heads = 8, .hidden = 192, .kv = own});
+    check_both({.positions = positions,
+                .q_heads = 300,
+                .kv_heads = 4,
+                .dim = 64,
+                .hidden = 64,
+                .rotary = 64,
+                .kv = own});
+  }
+}
+
+TEMPLATE_TEST_CASE("project_qkv on a GPU takes what has no such kernel", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const DType own = kDTypeOf<TestType>;
+  check<TestType>({.positions = {7, 3, 9}, .kv = own}, false);
+  check<TestType>({.positions = {7}, .kv = own, .has_norm = true}, false);
+  check<TestType>({.positions = {7}, .rotary = 64, .kv = own}, false);
+  check<TestType>({.positions = {7}, .hidden = 520, .kv = own}, false);
+}
+
+}  // namespace helix::test
