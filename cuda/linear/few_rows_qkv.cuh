@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tail of a product whose sums are heads of q, k and v: rope, and the append to the pages.
 //
-// A kernel less on the way from the product to attention. Eight layers of the 8B shape on H200s, in turn, ms:
-// one GPU 1.101 to 1.098 with 512 tokens, 1.171 to 1.163 with 4000 and 2.076 to 2.060 with 131072; KVP 2
-// 0.762 to 0.755, 0.795 to 0.784 and 1.276 to 1.259; TPA 2, whose product is half as long, 0.674 before and
-// after, and with two sequences 0.677 to 0.682. It is not more because attention waits for the product's
-// memory now, where it asked for its page lists beside the kernel between.
+// A kernel less on the way from the product to attention. The 8B shape on H200s, in turn, ms: one GPU 3.710
+// to 3.698 with 512 tokens and 7.659 to 7.607 with 131072, KVP 2 2.646 to 2.607 and 4.716 to 4.657. It is not
+// more because attention waits for the product's shared memory now, where it asked for its page lists beside
+// the kernel between.
 #pragma once
 
 #include <cstdint>

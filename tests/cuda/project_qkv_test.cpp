@@ -24,13 +24,14 @@ namespace {
 constexpr std::int64_t kPages = 8;
 constexpr std::int64_t kPageTokens = 4;
 
-/// A projection of the newest tokens of as many sequences.
+/// A projection of the newest tokens of some sequences, wide enough for the one kernel.
 struct Case {
-  std::vector<std::int64_t> positions;  // of the tokens; below 0 is padding
+  std::vector<std::int64_t> positions;        // of the tokens; below 0 is padding
+  std::vector<std::int32_t> sequences{0, 1};  // where their tokens begin, and the end
   std::int64_t q_heads = 8;
   std::int64_t kv_heads = 2;
   std::int64_t dim = 128;
-  std::int64_t hidden = 512;
+  std::int64_t hidden = 6144;
   std::int64_t rotary = 128;
   std::int64_t pad = 0;    // elements between output rows
   std::int64_t kvp = 1;    // this is rank 0, whose chunks are of 3 tokens
@@ -42,16 +43,42 @@ struct Case {
 };
 
 template <class T>
+std::vector<T> random_elements(std::int64_t count, float spread) {
+  std::mt19937 random(5);
+  std::vector<T> values(at(count));
+  for (T& x : values) x = T(spread * (static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f));
+  return values;
+}
+
+/// Operators, and weights that all cases share.
+template <class T>
+struct Machine {
+  cuda::Operators<T> operators;
+  cuda::Buffer weights = operators.allocate(sizeof(T) * kWeights);
+
+  static constexpr std::int64_t kWeights = 48 * 128 * 4096;
+
+  Machine() {
+    const cuda::Stream stream = operators.create_stream();
+    operators.upload(weights.data(), random_elements<T>(kWeights, 0.1f).data(), sizeof(T) * kWeights, stream);
+    operators.synchronize(stream);
+  }
+};
+
+template <class T>
 class Projection {
  public:
-  Projection(const cuda::Operators<T>& operators, const Case& of)
-      : case_(of), operators_(operators), stream_(operators.create_stream()) {
+  Projection(const Machine<T>& machine, const Case& of)
+      : case_(of),
+        operators_(machine.operators),
+        stream_(operators_.create_stream()),
+        weight_(reinterpret_cast<const T*>(machine.weights.data())) {
     const std::int64_t tokens = num_tokens();
     const std::int64_t width = (of.q_heads + 2 * of.kv_heads) * of.dim;
-    in_ = upload(random(tokens * of.hidden, 1.0f));
-    weight_ = upload(random(width * of.hidden, 0.1f));
-    bias_ = upload(random(width, 1.0f));
-    norm_ = upload(random(of.dim, 1.0f));
+    REQUIRE(width * of.hidden <= Machine<T>::kWeights);
+    in_ = upload(random_elements<T>(tokens * of.hidden, 1.0f));
+    bias_ = upload(random_elements<T>(width, 1.0f));
+    norm_ = upload(random_elements<T>(of.dim, 1.0f));
     std::vector<float> frequencies(at(of.rotary / 2));
     for (std::size_t i = 0; i < frequencies.size(); ++i)
       frequencies[i] = 1.0f / static_cast<float>(1 + 3 * i);
@@ -59,18 +86,15 @@ class Projection {
     k_scales_ = upload(std::vector<float>(at(of.kv_heads), 0.037f));
     v_scales_ = upload(std::vector<float>(at(of.kv_heads), 0.11f));
     positions_ = upload(of.positions);
+    const auto sequences = static_cast<std::int32_t>(of.sequences.size()) - 1;
     std::vector<std::int32_t> slots;
     std::vector<std::int32_t> pages;
-    for (std::int32_t i = 0; i <= static_cast<std::int32_t>(tokens); ++i) {
-      host_offsets_.push_back(i);
-      slots.push_back(static_cast<std::int32_t>(tokens) - 1 - i);
-    }
-    slots.pop_back();
-    for (std::int64_t slot = 0; slot < tokens; ++slot) {
+    for (std::int32_t slot = 0; slot < sequences; ++slot) {
+      slots.push_back(sequences - 1 - slot);
       for (std::int64_t i = 0; i < max_pages(); ++i)
-        pages.push_back(static_cast<std::int32_t>((3 + 2 * slot + i) % kPages));
+        pages.push_back(static_cast<std::int32_t>((3 * slot + i) % kPages));
     }
-    offsets_ = upload(host_offsets_);
+    offsets_ = upload(of.sequences);
     slots_ = upload(slots);
     pages_ = upload(pages);
   }
@@ -143,7 +167,7 @@ class Projection {
                          .rotary_dim = c.rotary,
                          .is_interleaved = c.is_interleaved,
                          .magnitude = 1.25f};
-    args.prepare.batch = {host_offsets_, offsets_, positions_, slots_};
+    args.prepare.batch = {case_.sequences, offsets_, positions_, slots_};
     KvView& kv = args.prepare.kv;
     kv = KvView::of_pool(pool, format, kPages);
     if (c.is_token_major) kv.v = pool + one_pool_bytes();
@@ -157,11 +181,6 @@ class Projection {
     return args;
   }
 
-  std::vector<T> random(std::int64_t count, float spread) {
-    std::vector<T> values(at(count));
-    for (T& x : values) x = T(spread * (static_cast<float>(random_() >> 8) * 0x1p-23f - 1.0f));
-    return values;
-  }
   template <class X>
   X* upload(const std::vector<X>& values) {
     memory_.push_back(operators_.allocate(values.size() * sizeof(X)));
@@ -174,10 +193,8 @@ class Projection {
   const cuda::Operators<T>& operators_;
   cuda::Stream stream_;
   std::deque<cuda::Buffer> memory_;
-  std::mt19937 random_{5};
-  std::vector<std::int32_t> host_offsets_;
-  const T* in_;
   const T* weight_;
+  const T* in_;
   const T* bias_;
   const T* norm_;
   const float* frequencies_;
@@ -191,10 +208,9 @@ class Projection {
 
 /// Checks the bits of both ways, and that all is one kernel if and only if `is_one`.
 template <class T>
-void check(const Case& of, bool is_one) {
-  CAPTURE(of.positions, of.q_heads, of.kv_heads, of.dim, of.hidden, of.rotary, of.pad, of.kvp,
+void check(const Machine<T>& machine, const Case& of, bool is_one) {
+  CAPTURE(of.positions, of.sequences, of.q_heads, of.kv_heads, of.dim, of.hidden, of.rotary, of.pad, of.kvp,
           to_string(of.kv), of.is_interleaved, of.is_token_major, of.has_bias, of.has_norm);
-  const cuda::Operators<T> operators;
   const auto in_one = [](const auto& by, const auto& args, cuda::Stream stream) {
     by.project_qkv(args, stream);
   };
@@ -202,7 +218,7 @@ void check(const Case& of, bool is_one) {
     by.linear(args.linear, stream);
     by.prepare_qkv(args.prepare, stream);
   };
-  Projection<T> projection(operators, of);
+  Projection<T> projection(machine, of);
   const std::vector<std::byte> expected = projection.run(in_turn);
   CHECK(projection.run(in_one) == expected);
   CHECK((projection.count(in_one) == 1) == is_one);
@@ -217,14 +233,28 @@ TEMPLATE_TEST_CASE("project_qkv of one and two tokens on a GPU is one kernel wit
   int major = 0;
   HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
   const bool is_hopper = major == 9;
-  const auto check_both = [&](const Case& of) { check<TestType>(of, is_hopper); };
+  const Machine<TestType> machine;
+  const auto check_both = [&](const Case& of) { check(machine, of, is_hopper); };
   const DType own = kDTypeOf<TestType>;
-  for (const auto& positions : std::vector<std::vector<std::int64_t>>{{7}, {11, 2}, {-1, 5}, {0, -1}}) {
+  struct Tokens {
+    std::vector<std::int64_t> positions;
+    std::vector<std::int32_t> sequences;
+  };
+  for (const auto& [positions, sequences] : std::vector<Tokens>{{{7}, {0, 1}},
+                                                                {{11, 2}, {0, 1, 2}},
+                                                                {{4, 5}, {0, 2}},
+                                                                {{-1, 5}, {0, 0, 1, 1, 2, 2}},
+                                                                {{0, -1}, {0, 1, 2}}}) {
     for (const bool is_interleaved : {false, true}) {
       for (const DType kv : {own, DType::fp8_e4m3, DType::f32}) {
         for (const std::int64_t kvp : {1, 2})
-          check_both({.positions = positions, .kvp = kvp, .kv = kv, .is_interleaved = is_interleaved});
+          check_both({.positions = positions,
+                      .sequences = sequences,
+                      .kvp = kvp,
+                      .kv = kv,
+                      .is_interleaved = is_interleaved});
         check_both({.positions = positions,
+                    .sequences = sequences,
                     .pad = 8,
                     .kv = kv,
                     .is_interleaved = is_interleaved,
@@ -233,15 +263,32 @@ TEMPLATE_TEST_CASE("project_qkv of one and two tokens on a GPU is one kernel wit
       }
     }
     // Heads that tiles of eight pairs, or blocks, do not divide; more heads than blocks.
-    check_both({.positions = positions, .dim = 96, .rotary = 96, .kv = own});
-    check_both({.positions = positions, .q_heads = 3, .kv_heads = 1, .dim = 44, .rotary = 44, .kv = own});
-    check_both({.positions = positions, .q_heads = 32, .kv_heads = 8, .hidden = 4096, .kv = own});
-    check_both({.positions = positions, .q_heads = 128, .kv_heads = 8, .hidden = 192, .kv = own});
+    check_both({.positions = positions, .sequences = sequences, .dim = 96, .rotary = 96, .kv = own});
     check_both({.positions = positions,
+                .sequences = sequences,
+                .q_heads = 3,
+                .kv_heads = 1,
+                .dim = 44,
+                .rotary = 44,
+                .kv = own});
+    check_both({.positions = positions,
+                .sequences = sequences,
+                .q_heads = 32,
+                .kv_heads = 8,
+                .hidden = 4096,
+                .kv = own});
+    check_both({.positions = positions,
+                .sequences = sequences,
+                .q_heads = 128,
+                .kv_heads = 8,
+                .hidden = 1024,
+                .kv = own});
+    check_both({.positions = positions,
+                .sequences = sequences,
                 .q_heads = 300,
                 .kv_heads = 4,
                 .dim = 64,
-                .hidden = 64,
+                .hidden = 1088,
                 .rotary = 64,
                 .kv = own});
   }
@@ -250,10 +297,12 @@ TEMPLATE_TEST_CASE("project_qkv of one and two tokens on a GPU is one kernel wit
 TEMPLATE_TEST_CASE("project_qkv on a GPU takes what has no such kernel", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   const DType own = kDTypeOf<TestType>;
-  check<TestType>({.positions = {7, 3, 9}, .kv = own}, false);
-  check<TestType>({.positions = {7}, .kv = own, .has_norm = true}, false);
-  check<TestType>({.positions = {7}, .rotary = 64, .kv = own}, false);
-  check<TestType>({.positions = {7}, .hidden = 520, .kv = own}, false);
+  const Machine<TestType> machine;
+  check(machine, {.positions = {7, 3, 9}, .sequences = {0, 1, 2, 3}, .kv = own}, false);
+  check(machine, {.positions = {7}, .kv = own, .has_norm = true}, false);
+  check(machine, {.positions = {7}, .rotary = 64, .kv = own}, false);
+  check(machine, {.positions = {7}, .hidden = 6152, .kv = own}, false);
+  check(machine, {.positions = {7}, .hidden = 512, .kv = own}, false);  // too short to hide the tail
 }
 
 }  // namespace helix::test
