@@ -2,10 +2,10 @@
 // All-reduce, residual and norm as one kernel over the memory of peers.
 //
 // Everyone sends its part to everyone and sums all parts itself, in rank order: one-shot; in two shots, which
-// are fewer bytes between many ranks: peer_reduce_norm_shares.cuh. A row is split over the blocks of a
-// cluster, each a channel of its own, so that few rows still leave by several SMs. Messages are small at
-// decode sizes, and carry a flag in each 8 bytes ("lines"): twice the bytes, but no round trip between data
-// and flag. Larger ones are plain data with a flag behind it.
+// are fewer bytes between many ranks: peer_reduce_norm_shares.cuh. A long row is split over the
+// blocks of a cluster, each a channel of its own, so that few rows still leave by several SMs. Messages are
+// small at decode sizes, and carry a flag in each 8 bytes ("lines"): twice the bytes, but no round trip
+// between data and flag. Larger ones are plain data with a flag behind it.
 #pragma once
 
 #include <cstdint>
