@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Builds the fuzz targets with clang and runs each on seeds from tests/data and bench/results: tests/fuzz/run.sh [SECONDS
-# [TARGET...]], 600 and all unless given. Stops at the first finding, whose input it prints and leaves in
+# [TARGET...]], 600 and all unless given, one a core at a time. Starts no other after a finding, whose input it prints and leaves in
 # build/fuzz/corpus. Every run draws new inputs unless HELIX_FUZZ_SEED gives a seed.
 set -euo pipefail
 
@@ -16,15 +16,21 @@ cmake -S "$root" -B "$build" --preset fuzz -DHELIX_CUDA=OFF -DHELIX_MPI=OFF "${l
 cmake --build "$build" --target "${targets[@]/%/_fuzz}"
 python3 "$root/tests/fuzz/make_seeds.py" "$build/corpus"
 cd "$build/corpus"
-rm -f crash-* oom-* timeout-* leak-*
-for target in "${targets[@]}"; do
+rm -f -- *-{crash,oom,timeout,leak}-*
+
+# One target; 255 lets xargs start no other.
+fuzz() {
+  local target="$1" input
   "$build/tests/fuzz/${target}_fuzz" -max_total_time="$seconds" -dict="$root/tests/fuzz/dictionary.txt" -print_final_stats=1 \
-    -seed="${HELIX_FUZZ_SEED:-0}" "$target" 2>"$target.log" || {
+    -seed="${HELIX_FUZZ_SEED:-0}" -artifact_prefix="$target-" "$target" 2>"$target.log" || {
     tail -n 40 "$target.log" >&2
-    for input in crash-* oom-* timeout-* leak-*; do
+    for input in "$target"-{crash,oom,timeout,leak}-*; do
       if [[ -f "$input" ]]; then echo "$input:" >&2 && base64 "$input" >&2; fi
     done
-    exit 1
+    exit 255
   }
   echo "$target: $(sed -n 's/^stat::number_of_executed_units: //p' "$target.log") runs without a finding"
-done
+}
+export -f fuzz
+export root build seconds
+printf '%s\n' "${targets[@]}" | xargs -P "$(nproc)" -I{} bash -euo pipefail -c 'fuzz {}'
