@@ -154,7 +154,7 @@ struct Consumer {
           *reinterpret_cast<float2*>(to + 8 * (S::kTileWidth + kMatrixWidth)) = {found[i][2], found[i][3]};
       }
     }
-    if (Tail::kPrepares && tile == 0) {
+    if (Tail::kPrepares && tile == 0) {  // and the tail has prepared what it needs to store
       group_sync(kTailIsPrepared, kConsumerThreads + kWarp);
     } else {
       group_sync(kConsumersMeet, kConsumerThreads);

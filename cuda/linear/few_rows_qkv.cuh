@@ -25,8 +25,8 @@ inline constexpr int kQkvSequences = kWarp;           ///< Most sequences, those
 inline constexpr int kLanePairs = 2;                  ///< Of a lane of the warp that prepares.
 inline constexpr int kQkvPairs = kLanePairs * kWarp;  ///< Most pairs of a block.
 
-/// A tile is `height` pairs of one head: rows n and n + pairs of it, or 2n and 2n + 1, with rows beside them
-/// that are none's where the head ends. Product::width counts pairs, those too.
+/// A tile is `height` pairs of one head: rows n and n + pairs of it, or 2n and 2n + 1. Where the head ends
+/// before the tile does, the rest is zeros and nobody's; Product::width counts pairs, those too.
 struct Qkv {
   static constexpr int kHalves = 2;
   static constexpr bool kPrepares = true;
@@ -37,8 +37,8 @@ struct Qkv {
     std::int64_t in_page[kQkvRows];  // of the row's token; -1: not stored here
   };
 
-  /// One kind of rows of the pages.
-  struct Stored {
+  /// Rows of keys or of values in the pages.
+  struct PageRows {
     PagedRows rows;
     const float* scales;  // [heads] or null
   };
@@ -59,8 +59,8 @@ struct Qkv {
   std::int64_t page_tokens;
   KvLayout layout;
   std::int64_t kvp_rank;
-  Stored keys;
-  Stored values;
+  PageRows keys;
+  PageRows values;
   DType stored_dtype;
 
   /// Coordinates: columns of a chunk, a head's pairs, their two rows, heads, chunks.
@@ -105,6 +105,8 @@ struct Qkv {
     }
   }
 
+  /// A pair's two sums, as T, turned if it is of q or k, to the output and, of k and v, to the row's token in
+  /// the pages.
   template <class T, class Total>
   __device__ __forceinline__ void store(const Product<T>& p, const Tiles& tiles, const Memory& memory,
                                         int tile, int row, int n, const Total& total) const {
@@ -127,7 +129,7 @@ struct Qkv {
     const std::int64_t in_page = memory.in_page[row];
     if (head < query_heads || in_page < 0) return;
     const bool is_value = head >= query_heads + kv_heads;
-    const Stored& to = is_value ? values : keys;
+    const PageRows& to = is_value ? values : keys;
     const int of = head - query_heads - (is_value ? kv_heads : 0);
     std::byte* stored = to.rows.at(memory.page[row], of, in_page);
     const float scale = to.scales == nullptr ? 1.0f : to.scales[of];

@@ -9,8 +9,8 @@
 
 namespace helix::cuda::few_rows {
 
-/// What tails have in common that need no more than the sums. Of their maps coordinates are columns of a
-/// chunk, rows of a half, halves, chunks.
+/// What tails have in common that need no more than the sums. Coordinates of their map: columns of a chunk,
+/// rows of a half, halves, chunks.
 struct PlainTail {
   static constexpr bool kPrepares = false;  ///< Whether a warp of its own has prepare() to do.
   struct Memory {};                         ///< Of a block, that prepare() fills.
@@ -23,8 +23,10 @@ struct PlainTail {
 
 /// out = in * weight, as Product says.
 struct Stored : PlainTail {
-  static constexpr int kHalves = 1;  ///< Weight rows beside each of a tile's.
+  static constexpr int kHalves = 1;  ///< Weight rows for each row of a tile.
 
+  /// Stores what is made of row n of tile `tile`, of which total(n) is the sum over the columns for
+  /// activation row `row`; total(tiles.height + n) is the second half's.
   template <class T, class Total>
   static __device__ __forceinline__ void store(const Product<T>& p, const Tiles& tiles, const Memory&,
                                                int tile, int row, int n, const Total& total) {
