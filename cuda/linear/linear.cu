@@ -5,7 +5,6 @@
 // layout. All other types: kernels that stream the weights once for a few rows, and a tiled one for more.
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <type_traits>
 
 #include <helix/cuda/backend.hpp>
@@ -297,10 +296,6 @@ void launch_bias(const Product<T>& p, cudaStream_t stream) {
   }
 }
 
-bool is_weight_type(DType dtype) {
-  return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
-}
-
 /// Rows of a product of several heads from which the library is faster.
 constexpr int kLibraryHeadRows = 64;
 
@@ -363,23 +358,12 @@ void launch_product(const Product<T>& p, DType weight_dtype, const Machine& mach
   }
 }
 
-void check_weight(const char* operation, const WeightView& weight, std::int64_t rows) {
-  constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max() / 2;
-  HELIX_EXPECTS(is_weight_type(weight.dtype), ErrorCode::unsupported, operation, ": weights are ",
-                to_string(weight.dtype), "; built for f32, f16 and bf16");
-  HELIX_EXPECTS(rows <= kMax && weight.rows <= kMax && weight.cols <= kMax, ErrorCode::unsupported, operation,
-                ": ", rows, " rows with a weight of [", weight.rows, ", ", weight.cols, "]; built for up to ",
-                kMax, " of each");
-}
-
 }  // namespace
 
 template <class T>
 void Operators<T>::linear(const LinearArgs<T>& args, Stream stream) const {
   if (args.in.extent(0) == 0 || args.weight.rows == 0) return;
-  check_weight("linear", args.weight, args.in.extent(0));
-  HELIX_EXPECTS(args.bias.empty() || is_weight_type(args.bias.dtype), ErrorCode::unsupported,
-                "linear: the bias is ", to_string(args.bias.dtype), "; built for f32, f16 and bf16");
+  check_linear(args);
   const DeviceScope scope(state_->device);
   Product<T> product = product_of(args.in, args.weight);
   product.bias = args.bias.data;

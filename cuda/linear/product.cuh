@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every kernel of linear.cu is asked for, and how it stores a sum.
+// What every kernel of products is asked for and refuses, and how it stores a sum.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include <helix/backend/layer.hpp>
+#include <helix/error.hpp>
 
 #include "cuda/runtime/convert.cuh"
 
@@ -47,6 +49,28 @@ __device__ __forceinline__ void store(const Product<T>& p, int row, int head, in
   T& out = static_cast<T*>(p.out)[at];
   if (p.accumulate) sum += to_float(out);
   out = from_float<T>(sum);
+}
+
+inline bool is_weight_type(DType dtype) {
+  return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
+}
+
+/// Throws Error(unsupported) unless a product of `rows` rows is built for the weight.
+inline void check_weight(const char* operation, const WeightView& weight, std::int64_t rows) {
+  constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max() / 2;
+  HELIX_EXPECTS(is_weight_type(weight.dtype), ErrorCode::unsupported, operation, ": weights are ",
+                to_string(weight.dtype), "; built for f32, f16 and bf16");
+  HELIX_EXPECTS(rows <= kMax && weight.rows <= kMax && weight.cols <= kMax, ErrorCode::unsupported, operation,
+                ": ", rows, " rows with a weight of [", weight.rows, ", ", weight.cols, "]; built for up to ",
+                kMax, " of each");
+}
+
+/// The same of a whole call.
+template <class T>
+void check_linear(const LinearArgs<T>& args) {
+  check_weight("linear", args.weight, args.in.extent(0));
+  HELIX_EXPECTS(args.bias.empty() || is_weight_type(args.bias.dtype), ErrorCode::unsupported,
+                "linear: the bias is ", to_string(args.bias.dtype), "; built for f32, f16 and bf16");
 }
 
 /// `in` times a whole weight; where the result goes is the caller's to say.

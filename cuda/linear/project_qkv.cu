@@ -119,6 +119,7 @@ template <class T>
 void Operators<T>::project_qkv(const ProjectQkvArgs<T>& args, Stream stream) const {
   if constexpr (sizeof(T) == 2) {
     if (state_->is_hopper && args.linear.in.extent(0) > 0) {
+      check_linear(args.linear);
       const DeviceScope scope(state_->device);
       if (multiply_few_rows_qkv(args, state_->num_sms, stream.handle())) return;
     }
