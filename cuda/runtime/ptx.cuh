@@ -13,16 +13,23 @@
 
 namespace helix::cuda {
 
+/// The L2 cache's policy for what is read once: it leaves first.
+__device__ __forceinline__ std::uint64_t evict_first() {
+  std::uint64_t policy = 0;
+#if __CUDA_ARCH__ >= 800
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+
 /// A bulk copy of `bytes` (a multiple of 16) into shared memory, counted by `barrier`. What it reads is read
 /// once: it leaves the L2 cache first, and code, queries and page tables stay.
 __device__ __forceinline__ void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
-  std::uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
       "[%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      "l"(from), "r"(bytes), "r"(barrier), "l"(evict_first())
       : "memory");
 #endif
 }
@@ -31,10 +38,8 @@ __device__ __forceinline__ void copy_bulk(unsigned to, const void* from, unsigne
 /// says when they are there.
 __device__ __forceinline__ void copy_chunk(unsigned to, const void* from) {
 #if __CUDA_ARCH__ >= 800
-  std::uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "l"(policy)
+               "l"(evict_first())
                : "memory");
 #endif
 }

@@ -14,6 +14,7 @@
 #include <helix/dtype.hpp>
 
 #include "cuda/kv_cache/paged_rows.cuh"
+#include "cuda/runtime/ptx.cuh"
 #include "cuda/runtime/wgmma.cuh"
 
 namespace helix::cuda {
@@ -130,13 +131,11 @@ __device__ __forceinline__ void copy_box(unsigned to, const CUtensorMap& map, in
 __device__ __forceinline__ void copy_box_once(unsigned to, const CUtensorMap& map, int column, int token,
                                               int head, int page, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
-  std::uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
       "[%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
       "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(column), "r"(token), "r"(head), "r"(page), "r"(barrier),
-      "l"(policy)
+      "l"(evict_first())
       : "memory");
 #endif
 }
@@ -145,13 +144,11 @@ __device__ __forceinline__ void copy_box_once(unsigned to, const CUtensorMap& ma
 __device__ __forceinline__ void copy_box_once(unsigned to, const CUtensorMap& map, int column, int row,
                                               int of_pair, int head, int chunk, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
-  std::uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
       "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to),
       "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(column), "r"(row), "r"(of_pair), "r"(head), "r"(chunk),
-      "r"(barrier), "l"(policy)
+      "r"(barrier), "l"(evict_first())
       : "memory");
 #endif
 }
