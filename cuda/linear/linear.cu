@@ -365,13 +365,7 @@ void Operators<T>::linear(const LinearArgs<T>& args, Stream stream) const {
   if (args.in.extent(0) == 0 || args.weight.rows == 0) return;
   check_linear(args);
   const DeviceScope scope(state_->device);
-  Product<T> product = product_of(args.in, args.weight);
-  product.bias = args.bias.data;
-  product.bias_dtype = args.bias.dtype;
-  product.out = args.out.data();
-  product.out_row = args.out.stride(0);
-  product.accumulate = args.accumulate;
-  launch_product(product, args.weight.dtype, machine_of(*state_), stream.handle());
+  launch_product(product_of(args), args.weight.dtype, machine_of(*state_), stream.handle());
 }
 
 template <class T>

@@ -87,4 +87,16 @@ Product<T> product_of(const TensorView<const T, 2>& in, const WeightView& weight
   return product;
 }
 
+/// The product of a whole call.
+template <class T>
+Product<T> product_of(const LinearArgs<T>& args) {
+  Product<T> product = product_of(args.in, args.weight);
+  product.bias = args.bias.data;
+  product.bias_dtype = args.bias.dtype;
+  product.out = args.out.data();
+  product.out_row = args.out.stride(0);
+  product.accumulate = args.accumulate;
+  return product;
+}
+
 }  // namespace helix::cuda

@@ -54,9 +54,9 @@ template <class T>
 bool multiply_few_rows_qkv(const ProjectQkvArgs<T>& args, int num_sms, cudaStream_t stream) {
   const PrepareQkvArgs<T>& prepare = args.prepare;
   const LinearArgs<T>& linear = args.linear;
-  Product<T> product = product_of(linear.in, linear.weight);
+  Product<T> product = product_of(linear);
   if (linear.weight.dtype != kDTypeOf<T> || product.rows > OneOrTwo::kRows || !fits_few_rows(product) ||
-      linear.accumulate || !has_tail(args))
+      product.accumulate || !has_tail(args))
     return false;
   using namespace few_rows;
   const KvView& kv = prepare.kv;
@@ -77,10 +77,6 @@ bool multiply_few_rows_qkv(const ProjectQkvArgs<T>& args, int num_sms, cudaStrea
   const KvPlaces places(kv);
   const int head_tiles = helix::ceil_div(pairs, tiles.height);
   product.width = heads * head_tiles * tiles.height;
-  product.bias = linear.bias.data;
-  product.bias_dtype = linear.bias.dtype;
-  product.out = linear.out.data();
-  product.out_row = linear.out.stride(0);
   const Batch& batch = prepare.batch;
   const Qkv tail{.head_tiles = head_tiles,
                  .pairs = pairs,
