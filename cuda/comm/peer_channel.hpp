@@ -9,6 +9,8 @@ namespace helix::cuda {
 
 /// Ranks of a group at most: a set of them is one word.
 inline constexpr int kMaxPeers = 64;
+/// Blocks of a kernel that exchange words, at most.
+inline constexpr int kMaxWordBlocks = 320;
 
 /// Why a kernel stopped waiting for its peers.
 enum class PeerFault : std::uint32_t {
@@ -64,6 +66,12 @@ struct PeerChannel {
   std::int64_t piece = 0;       ///< Bytes of a slot; a multiple of 16.
   std::uint32_t* counts = nullptr;  ///< [channels, size] on this rank's device.
   int channels = 0;
+
+  // Words that carry their own flags (peer_words.cuh), for messages of few bytes by many blocks: two slots of
+  // a block as above, and one count for all peers, whom it sends as many.
+  std::int64_t words = 0;  ///< Bytes to words [kMaxWordBlocks, 2, size, most_words] of 8 bytes.
+  std::int64_t most_words = 0;
+  std::uint32_t* word_counts = nullptr;  ///< [kMaxWordBlocks] on this rank's device.
 };
 
 }  // namespace helix::cuda

@@ -18,6 +18,7 @@ constexpr int kChannels = 64;                   // of a GPU, shared by its ranks
 constexpr int kSharedBlocks = 128;              // of kernels that wait, by all ranks that share a GPU
 constexpr std::int64_t kSlotBytes = 128 << 10;  // of a channel: the pieces of all senders
 constexpr std::int64_t kBlockBytes = 8 << 10;   // that a block moves before another one helps
+constexpr std::int64_t kBlockWords = 512;       // of a slot of words: those of all senders
 
 /// By so much the host outlasts the kernels, which know whom they wait for.
 constexpr milliseconds kRecordGrace{500};
@@ -26,16 +27,19 @@ constexpr milliseconds kCauseGrace{500};
 
 /// Where the parts of a channel window begin, in bytes; poison words come first.
 struct ChannelLayout {
-  std::int64_t channels, piece, counts, flags, slots, lines, bytes;
+  std::int64_t channels, piece, most_words, counts, word_counts, flags, slots, lines, words, bytes;
 
   ChannelLayout(std::int64_t size, int ranks_a_device)
       : channels(larger<std::int64_t>(2, kChannels / ranks_a_device)),
         piece(size == 1 ? 1024 : larger<std::int64_t>(1024, kSlotBytes / size / 1024 * 1024)),
+        most_words(kBlockWords / size),
         counts(kMaxPeers * static_cast<std::int64_t>(sizeof(std::uint32_t))),
-        flags(round_up(counts + channels * size * 4, std::int64_t{256})),
+        word_counts(counts + channels * size * 4),
+        flags(round_up(word_counts + kMaxWordBlocks * 4, std::int64_t{256})),
         slots(round_up(flags + channels * 2 * size * 8, std::int64_t{256})),
         lines(slots + channels * 2 * size * piece),
-        bytes(lines + channels * 2 * size * piece) {}
+        words(lines + channels * 2 * size * piece),
+        bytes(words + kMaxWordBlocks * 2 * size * most_words * 8) {}
 };
 
 }  // namespace
@@ -109,6 +113,9 @@ void PeerComm::State::open_channel(std::shared_ptr<const PeerRange> memory) {
   channel.piece = layout.piece;
   channel.counts = reinterpret_cast<std::uint32_t*>(range->part(rank) + layout.counts);
   channel.channels = static_cast<int>(layout.channels);
+  channel.words = layout.words;
+  channel.most_words = layout.most_words;
+  channel.word_counts = reinterpret_cast<std::uint32_t*>(range->part(rank) + layout.word_counts);
   PeerWaits& waits = channel.waits;
   waits.failure = &own->host().failure;
   waits.abort = &own->host().abort;

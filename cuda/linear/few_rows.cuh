@@ -192,6 +192,7 @@ struct Consumer {
       }
       store_tile(tile, found);
     }
+    if constexpr (Tail::kReceives) params.tail.receive(p, tiles, shared.tail);
   }
 
   const Params<T, Tail>& params;

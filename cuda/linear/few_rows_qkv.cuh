@@ -30,6 +30,7 @@ inline constexpr int kQkvPairs = kLanePairs * kWarp;  ///< Most pairs of a block
 struct Qkv {
   static constexpr int kHalves = 2;
   static constexpr bool kPrepares = true;
+  static constexpr bool kReceives = false;
 
   struct Memory {
     Rotation rotations[kQkvPairs * kQkvRows];  // [tile][pair][row]
@@ -45,7 +46,8 @@ struct Qkv {
 
   int head_tiles;
   int pairs;        // of a head
-  int query_heads;  // the first ones; then as many of k as of v
+  int first_head;   // of those that this product has
+  int query_heads;  // the first ones of all; then as many of k as of v
   int kv_heads;
   bool is_interleaved;
   const float* inverse_frequency;  // [pairs]
@@ -74,6 +76,32 @@ struct Qkv {
   /// queues behind the weights, so it makes two, or three for a CSR list, and loads what is constant ahead.
   template <class T>
   __device__ void prepare(const Product<T>& p, const Tiles& tiles, Memory& memory) const {
+    prepare(p, tiles, memory, [] { start_next(); });  // not before: see AttentionParams::reads_ahead
+  }
+
+  /// A pair's two sums, as T, turned if it is of q or k, to the output and, of k and v, to the row's token in
+  /// the pages.
+  template <class T, class Total>
+  __device__ __forceinline__ void store(const Product<T>& p, const Tiles& tiles, const Memory& memory,
+                                        int tile, int row, int n, const Total& total) const {
+    const int pair = pair_of(tiles, tile, n);
+    if (pair >= pairs) return;
+    const int head = head_of(tiles, tile);
+    put(p, memory, head, pair, row, make_pair(p, tiles, memory, tile, row, n, head, pair, total));
+  }
+
+ protected:
+  /// The two elements of a pair.
+  template <class T>
+  struct Pair {
+    T first;
+    T second;
+  };
+
+  /// What prepare() does; calls begin() as soon as the kernel ahead has ended.
+  template <class T, class Begin>
+  __device__ __forceinline__ void prepare(const Product<T>& p, const Tiles& tiles, Memory& memory,
+                                          const Begin& begin) const {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int mine = tiles.mine(p.width) * tiles.height;
     float frequencies[kLanePairs];
@@ -84,7 +112,7 @@ struct Qkv {
       frequencies[k] = i < mine && pair < pairs ? inverse_frequency[pair] : 0.0f;
     }
     wait_for_previous();
-    start_next();  // not before: see AttentionParams::reads_ahead
+    begin();
     const bool is_sequence = lane < sequences;
     const std::int32_t end = is_sequence ? query_offsets[lane + 1] : 0;
     const std::int32_t slot = is_sequence ? sequence_slots[lane] : 0;
@@ -105,27 +133,37 @@ struct Qkv {
     }
   }
 
-  /// A pair's two sums, as T, turned if it is of q or k, to the output and, of k and v, to the row's token in
-  /// the pages.
+  /// Pair of its head that is pair `n` of the block's tile `tile`; from `pairs` on it is none.
+  __device__ __forceinline__ int pair_of(const Tiles& tiles, int tile, int n) const {
+    return tiles.number(tile) % head_tiles * tiles.height + n;
+  }
+  /// Head of all that the block's tile `tile` is of.
+  __device__ __forceinline__ int head_of(const Tiles& tiles, int tile) const {
+    return first_head + tiles.number(tile) / head_tiles;
+  }
+
+  /// Of a pair's two sums.
   template <class T, class Total>
-  __device__ __forceinline__ void store(const Product<T>& p, const Tiles& tiles, const Memory& memory,
-                                        int tile, int row, int n, const Total& total) const {
-    const int pair = pair_of(tiles, tile, n);
-    if (pair >= pairs) return;
-    const int head = tiles.number(tile) / head_tiles;
-    const int first = is_interleaved ? 2 * pair : pair;
-    const int second = is_interleaved ? first + 1 : first + pairs;
+  __device__ __forceinline__ Pair<T> make_pair(const Product<T>& p, const Tiles& tiles, const Memory& memory,
+                                               int tile, int row, int n, int head, int pair,
+                                               const Total& total) const {
     const auto found = [&](int of, int at) {
       const float bias = p.bias == nullptr ? 0.0f : load_element(p.bias, p.bias_dtype, head * 2 * pairs + at);
       return to_float(from_float<T>(total(of) + bias));
     };
-    float x = found(n, first);
-    float y = found(tiles.height + n, second);
+    float x = found(n, first_of(pair));
+    float y = found(tiles.height + n, second_of(pair));
     if (head < query_heads + kv_heads) memory.rotations[(tile * tiles.height + n) * p.rows + row].turn(x, y);
-    const T rounded[2] = {from_float<T>(x), from_float<T>(y)};
+    return {from_float<T>(x), from_float<T>(y)};
+  }
+
+  /// A pair to the output and, of k and v, to the row's token in the pages.
+  template <class T>
+  __device__ __forceinline__ void put(const Product<T>& p, const Memory& memory, int head, int pair, int row,
+                                      Pair<T> x) const {
     T* out = static_cast<T*>(p.out) + row * p.out_row + head * 2 * pairs;
-    out[first] = rounded[0];
-    out[second] = rounded[1];
+    out[first_of(pair)] = x.first;
+    out[second_of(pair)] = x.second;
     const std::int64_t in_page = memory.in_page[row];
     if (head < query_heads || in_page < 0) return;
     const bool is_value = head >= query_heads + kv_heads;
@@ -133,13 +171,22 @@ struct Qkv {
     const int of = head - query_heads - (is_value ? kv_heads : 0);
     std::byte* stored = to.rows.at(memory.page[row], of, in_page);
     const float scale = to.scales == nullptr ? 1.0f : to.scales[of];
-    x = to_float(rounded[0]);
-    y = to_float(rounded[1]);
-    store_element(stored, stored_dtype, first, scale == 1.0f ? x : x / scale);
-    store_element(stored, stored_dtype, second, scale == 1.0f ? y : y / scale);
+    const auto store = [&](int element, float value) {
+      store_element(stored, stored_dtype, element, scale == 1.0f ? value : value / scale);
+    };
+    store(first_of(pair), to_float(x.first));
+    store(second_of(pair), to_float(x.second));
   }
 
  private:
+  /// Elements of a head that are a pair.
+  __device__ __forceinline__ int first_of(int pair) const {
+    return is_interleaved ? 2 * pair : pair;
+  }
+  __device__ __forceinline__ int second_of(int pair) const {
+    return is_interleaved ? 2 * pair + 1 : pair + pairs;
+  }
+
   /// By the lane of a row: where its token goes in the pages.
   __device__ __forceinline__ void place_row(int row, std::int64_t position, std::int64_t slot, int rows,
                                             Memory& memory) const {
@@ -153,10 +200,6 @@ struct Qkv {
     }
     memory.page[row] = page;
     memory.in_page[row] = in_page;
-  }
-  /// Pair of its head that is pair `n` of the block's tile `tile`; from `pairs` on it is none.
-  __device__ __forceinline__ int pair_of(const Tiles& tiles, int tile, int n) const {
-    return tiles.number(tile) % head_tiles * tiles.height + n;
   }
 };
 

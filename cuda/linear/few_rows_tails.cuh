@@ -13,6 +13,7 @@ namespace helix::cuda::few_rows {
 /// rows of a half, halves, chunks.
 struct PlainTail {
   static constexpr bool kPrepares = false;  ///< Whether a warp of its own has prepare() to do.
+  static constexpr bool kReceives = false;  ///< Whether receive() of what peers send ends it.
   struct Memory {};                         ///< Of a block, that prepare() fills.
 
   static __device__ __forceinline__ void copy_weights(unsigned to, const CUtensorMap& map, const Tiles& tiles,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // cuda::Operators::project_qkv: the product of q, k and v with rope and the append to the pages as its tail,
-// where a product of one or two rows has one.
+// where a product of one or two rows has one, and its heads shared by the ranks of a KVP group.
+#include <algorithm>
 #include <cstdint>
 
 #include <helix/cuda/backend.hpp>
@@ -8,6 +9,7 @@
 #include "cuda/linear/few_rows.hpp"
 #include "cuda/linear/few_rows_launch.cuh"
 #include "cuda/linear/few_rows_qkv.cuh"
+#include "cuda/linear/few_rows_shared_qkv.cuh"
 #include "cuda/linear/product.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
@@ -17,8 +19,12 @@ namespace {
 
 using few_rows::OneOrTwo;
 using few_rows::Qkv;
+using few_rows::SharedQkv;
 using few_rows::Tiles;
 static_assert(OneOrTwo::kRows <= few_rows::kQkvRows);
+
+/// Bytes of weights that sharing the heads must save a rank: it waits for its peers, some 2 us.
+constexpr std::int64_t kLeastSavedBytes = std::int64_t{12} << 20;
 
 /// Whether the tail has all that prepare_qkv is asked for, of q, k and v where the product leaves them.
 template <class T>
@@ -50,8 +56,19 @@ Tiles cut_heads(int heads, int pairs, int most_height, int most_blocks) {
   return best;
 }
 
+/// What the words of two ranks must agree on.
+std::uint32_t tag_of(int heads, int pairs, const Tiles& tiles, int rows, int cols) {
+  std::uint32_t tag = 0;
+  for (const int value : {heads, pairs, tiles.height, tiles.count, tiles.blocks, rows, cols})
+    tag = (tag ^ static_cast<std::uint32_t>(value)) * 0x9e3779b1u;
+  return 1 + (tag >> 16) % 255;
+}
+
+/// The product and its tail in one kernel; false, and nothing queued: there is none for these shapes.
+/// `channel`: of the KVP group whose ranks share the heads, or null.
 template <class T>
-bool multiply_few_rows_qkv(const ProjectQkvArgs<T>& args, int num_sms, cudaStream_t stream) {
+bool multiply_few_rows_qkv(const ProjectQkvArgs<T>& args, int num_sms, const PeerChannel* channel,
+                           cudaStream_t stream) {
   const PrepareQkvArgs<T>& prepare = args.prepare;
   const LinearArgs<T>& linear = args.linear;
   Product<T> product = product_of(linear);
@@ -60,26 +77,42 @@ bool multiply_few_rows_qkv(const ProjectQkvArgs<T>& args, int num_sms, cudaStrea
     return false;
   using namespace few_rows;
   const KvView& kv = prepare.kv;
+  const int ranks = channel == nullptr ? 1 : channel->waits.size;
+  const int rank = channel == nullptr ? 0 : channel->waits.rank;
   const int pairs = static_cast<int>(kv.format.head_dim / 2);
-  const int heads = product.width / (2 * pairs);
-  const int most_blocks = num_sms * OneOrTwo::kBlocksPerSm;
+  const int all_heads = product.width / (2 * pairs);
+  if (all_heads % ranks != 0) return false;
+  const int heads = all_heads / ranks;
+  int most_blocks = num_sms * OneOrTwo::kBlocksPerSm;
+  if (channel != nullptr) {
+    most_blocks = std::min(most_blocks, kMaxWordBlocks);
+    if (channel->waits.most_blocks > 0) most_blocks = std::min(most_blocks, channel->waits.most_blocks);
+  }
   const Tiles tiles = cut_heads(heads, pairs, OneOrTwo::kTileWidth / Qkv::kHalves, most_blocks);
-  // What the tail asks memory for takes as long as what is left of a product whose weights are mostly in the
-  // ring when it begins: TPA 2 of the 8B shape lost 0.2 % of a step with one sequence, 0.8 % with two.
-  const int stages = tiles.count * helix::ceil_div(product.cols, OneOrTwo::kColumns);
   // A block of many tiles reads more than its share where heads do not divide well: more than is won.
   const int share = helix::ceil_div(heads * pairs, most_blocks);
   const int most = tiles.count * tiles.height;
-  if (stages < 2 * OneOrTwo::kStages || (tiles.count > 1 && most > share + share / 8) || most > kQkvPairs ||
+  if ((tiles.count > 1 && most > share + share / 8) || most > kQkvPairs ||
       prepare.batch.num_sequences() > kQkvSequences)
     return false;
+  const std::int64_t row_bytes = product.cols * std::int64_t{sizeof(T)};
+  if (channel != nullptr) {
+    const std::int64_t saved = row_bytes * 2 * pairs * (all_heads - heads);
+    if (saved < kLeastSavedBytes || most * product.rows > channel->most_words) return false;
+  } else {
+    // What the tail asks memory for takes as long as what is left of a product whose weights are mostly in
+    // the ring when it begins: TPA 2 of the 8B shape lost 0.2 % of a step with one sequence, 0.8 % with two.
+    const int stages = tiles.count * helix::ceil_div(product.cols, OneOrTwo::kColumns);
+    if (stages < 2 * OneOrTwo::kStages) return false;
+  }
 
   const KvPlaces places(kv);
   const int head_tiles = helix::ceil_div(pairs, tiles.height);
-  product.width = heads * head_tiles * tiles.height;
+  const int first_head = rank * heads;
   const Batch& batch = prepare.batch;
   const Qkv tail{.head_tiles = head_tiles,
                  .pairs = pairs,
+                 .first_head = first_head,
                  .query_heads = static_cast<int>(prepare.q.extent(1)),
                  .kv_heads = static_cast<int>(kv.format.num_heads),
                  .is_interleaved = prepare.rope.is_interleaved,
@@ -97,7 +130,8 @@ bool multiply_few_rows_qkv(const ProjectQkvArgs<T>& args, int num_sms, cudaStrea
                  .keys = {places.k, kv.k_scale},
                  .values = {places.v, kv.v_scale},
                  .stored_dtype = kv.format.dtype};
-  const std::int64_t row_bytes = product.cols * std::int64_t{sizeof(T)};
+  product.width = heads * head_tiles * tiles.height;
+  product.weight = static_cast<const std::byte*>(product.weight) + first_head * 2 * pairs * row_bytes;
   const std::int64_t between = prepare.rope.is_interleaved ? 1 : pairs;  // the rows of a pair
   const std::int64_t next = prepare.rope.is_interleaved ? 2 : 1;         // pairs
   const CUtensorMap weights =
@@ -105,26 +139,39 @@ bool multiply_few_rows_qkv(const ProjectQkvArgs<T>& args, int num_sms, cudaStrea
                   {kChunkColumns, pairs, Qkv::kHalves, heads, product.cols / kChunkColumns},
                   {row_bytes * next, row_bytes * between, row_bytes * 2 * pairs, kLineBytes},
                   {kChunkColumns, tiles.height, Qkv::kHalves, 1, OneOrTwo::kChunks}, kPromotion);
-  launch_product<OneOrTwo>(product, weights, tiles, tail, stream);
+  if (channel == nullptr) {
+    launch_product<OneOrTwo>(product, weights, tiles, tail, stream);
+  } else {
+    const std::uint32_t tag = tag_of(all_heads, pairs, tiles, product.rows, product.cols);
+    launch_product<OneOrTwo>(product, weights, tiles, SharedQkv{tail, *channel, tag, heads}, stream);
+  }
   return true;
 }
 
 }  // namespace
 
 template <class T>
-void Operators<T>::project_qkv(const ProjectQkvArgs<T>& args, Stream stream) const {
+bool Operators<T>::project_qkv(const PeerChannel* channel, const ProjectQkvArgs<T>& args,
+                               Stream stream) const {
   if constexpr (sizeof(T) == 2) {
-    if (state_->is_hopper && args.linear.in.extent(0) > 0) {
-      check_linear(args.linear);
-      const DeviceScope scope(state_->device);
-      if (multiply_few_rows_qkv(args, state_->num_sms, stream.handle())) return;
-    }
+    if (!state_->is_hopper || args.linear.in.extent(0) == 0) return false;
+    check_linear(args.linear);
+    const DeviceScope scope(state_->device);
+    return multiply_few_rows_qkv(args, state_->num_sms, channel, stream.handle());
   }
+  return false;
+}
+
+template <class T>
+void Operators<T>::project_qkv(const ProjectQkvArgs<T>& args, Stream stream) const {
+  if (project_qkv(nullptr, args, stream)) return;
   linear(args.linear, stream);
   prepare_qkv(args.prepare, stream);
 }
 
-#define HELIX_INSTANTIATE(T) template void Operators<T>::project_qkv(const ProjectQkvArgs<T>&, Stream) const;
+#define HELIX_INSTANTIATE(T)                                                                           \
+  template bool Operators<T>::project_qkv(const PeerChannel*, const ProjectQkvArgs<T>&, Stream) const; \
+  template void Operators<T>::project_qkv(const ProjectQkvArgs<T>&, Stream) const;
 HELIX_INSTANTIATE(float)
 HELIX_INSTANTIATE(f16)
 HELIX_INSTANTIATE(bf16)

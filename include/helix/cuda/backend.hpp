@@ -83,6 +83,10 @@ class HELIX_API Operators {
   void append_kv(const AppendKvArgs<T>& args, Stream stream) const;
   void prepare_qkv(const PrepareQkvArgs<T>& args, Stream stream) const;
   void project_qkv(const ProjectQkvArgs<T>& args, Stream stream) const;
+  /// The same in one kernel; false, and nothing queued, for shapes that there is none for. Over the windows
+  /// of `channel`'s group, collective: each rank, given the same but for its pages, multiplies its share of
+  /// the heads and sends it to the others. Or of one rank, where it is null.
+  bool project_qkv(const PeerChannel* channel, const ProjectQkvArgs<T>& args, Stream stream) const;
   void write_kv(const WriteKvArgs<T>& args, Stream stream) const;
   void read_kv(const ReadKvArgs& args, Stream stream) const;
   void read_latents(const ReadLatentsArgs<T>& args, Stream stream) const;
@@ -180,6 +184,18 @@ class Backend : public Operators<T> {
   void combine_window(const WindowExchangeArgs& window, const LseCombineArgs<T>& combine,
                       Stream stream) const requires HasPeerChannel<Comm> {
     Operators<T>::combine_window(comms_->kvp.begin_kernel("exchange", stream), window, combine, stream);
+  }
+
+  /// See helix::project_qkv: where the KVP group has windows, its ranks share the heads of one and two
+  /// tokens.
+  void project_qkv(const ProjectQkvArgs<T>& args, Stream stream) {
+    if constexpr (HasPeerChannel<Comm>) {
+      Comm& kvp = comms_->kvp;
+      if (kvp.size() > 1 && kvp.has_windows() &&
+          Operators<T>::project_qkv(&kvp.begin_kernel("project_qkv", stream), args, stream))
+        return;
+    }
+    Operators<T>::project_qkv(args, stream);
   }
 
   /// See helix::reduce_norm: one kernel where the stage has windows.

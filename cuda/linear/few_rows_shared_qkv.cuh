@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tail of a product of q, k and v whose heads the ranks of a KVP group share: each multiplies as many and
+// sends them, ready to be stored, to the others, whose own blocks store them behind their own.
+//
+// The group's ranks need all heads of their queries, and multiply them each for itself otherwise, by the same
+// weights. A block sends to the peers' blocks of its own number, before it waits for theirs. Blocks are
+// started in the order of their numbers, so that the lowest that waits is always answered.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/comm/peer_words.cuh"
+#include "cuda/linear/few_rows_qkv.cuh"
+
+namespace helix::cuda::few_rows {
+
+/// Tiles are of heads of this rank, of which each rank has as many.
+struct SharedQkv : Qkv {
+  static constexpr bool kReceives = true;
+
+  struct Memory : Qkv::Memory {
+    std::uint32_t count;  // of the block's message
+    bool sends;           // unless this rank has given up
+  };
+
+  PeerChannel channel;
+  std::uint32_t tag;
+  int heads;  // of a rank
+
+  template <class T>
+  __device__ void prepare(const Product<T>& p, const Tiles& tiles, Memory& memory) const {
+    std::uint32_t sent = 0;
+    bool has_stopped = false;
+    Qkv::prepare(p, tiles, memory, [&] {
+      if (channel.waits.most_blocks == 0) start_next();  // else it could take the room of the peers' kernels
+      sent = volatile_word(words().count());
+      has_stopped = has_given_up(channel.waits);
+    });
+    if (threadIdx.x % kWarp != 0) return;
+    memory.count = sent + 1;
+    memory.sends = !has_stopped;
+  }
+
+  /// As Qkv::store(), and to the peers, first.
+  template <class T, class Total>
+  __device__ __forceinline__ void store(const Product<T>& p, const Tiles& tiles, const Memory& memory,
+                                        int tile, int row, int n, const Total& total) const {
+    const int pair = pair_of(tiles, tile, n);
+    if (pair >= pairs) return;
+    const int head = head_of(tiles, tile);
+    const Pair<T> found = make_pair(p, tiles, memory, tile, row, n, head, pair, total);
+    static_assert(sizeof(found) == sizeof(std::uint32_t));
+    for (int i = 1; memory.sends && i < channel.waits.size; ++i) {
+      const int peer = (channel.waits.rank + i) % channel.waits.size;
+      words().send(peer, memory.count, (tile * p.rows + row) * tiles.height + n,
+                   __builtin_bit_cast(std::uint32_t, found));
+    }
+    put(p, memory, head, pair, row, found);
+  }
+
+  /// By the warps that multiply, behind all tiles of the block: stores what the peers' blocks have sent.
+  template <class T>
+  __device__ __forceinline__ void receive(const Product<T>& p, const Tiles& tiles,
+                                          const Memory& memory) const {
+    const int count = tiles.mine(p.width) * p.rows * tiles.height;  // of each peer's words
+    for (int i = static_cast<int>(threadIdx.x); i < (channel.waits.size - 1) * count; i += kConsumerThreads) {
+      const int peer = (channel.waits.rank + 1 + i / count) % channel.waits.size;
+      const int word = i % count;
+      const int n = word % tiles.height;
+      const int row = word / tiles.height % p.rows;
+      const int tile = word / tiles.height / p.rows;
+      const int pair = pair_of(tiles, tile, n);
+      if (pair >= pairs) continue;
+      std::uint32_t sent;
+      if (!words().receive(peer, memory.count, word, sent)) continue;
+      const int head = head_of(tiles, tile) + (peer - channel.waits.rank) * heads;
+      put(p, memory, head, pair, row, __builtin_bit_cast(Pair<T>, sent));
+    }
+    if (threadIdx.x == 0) *words().count() = memory.count;
+  }
+
+ private:
+  __device__ __forceinline__ BlockWords words() const { return {channel, tag}; }
+};
+
+}  // namespace helix::cuda::few_rows

@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+// project_qkv over windows: each rank multiplies its share of the heads, and all have the bits that each
+// would have alone.
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#include <cuda_runtime_api.h>
+
+#include <helix/contract/communicator.hpp>
+#include <helix/cuda/backend.hpp>
+#include <helix/cuda/graph.hpp>
+#include <helix/cuda/peer_comm.hpp>
+#include <helix/prepare_qkv.hpp>
+
+#include "cuda/gpu.hpp"
+#include "cuda/peer_ranks.hpp"
+#include "cuda/qkv_projection.hpp"
+#include "support/catch.hpp"
+#include "support/ranks.hpp"
+
+using namespace std::chrono_literals;
+using Catch::Matchers::Contains;
+
+namespace helix::test {
+namespace {
+
+bool is_hopper() {
+  int major = 0;
+  HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
+  return major == 9;
+}
+
+const auto in_turn = [](const auto& by, const auto& args, cuda::Stream stream) {
+  by.linear(args.linear, stream);
+  by.prepare_qkv(args.prepare, stream);
+};
+
+/// Queues the kernel of shared heads, which must be there.
+auto shared_over(const cuda::PeerComm& comm) {
+  return [&comm](const auto& by, const auto& args, cuda::Stream stream) {
+    contract::require(by.project_qkv(&comm.begin_kernel("project_qkv", stream), args, stream),
+                      "there is no kernel of shared heads");
+  };
+}
+
+/// Cases of `size` ranks, of which this is number `rank`: 48 heads, of any number of tokens.
+std::vector<QkvCase> cases_of(int rank, int size, DType own) {
+  struct Tokens {
+    std::vector<std::int64_t> positions;
+    std::vector<std::int32_t> sequences;
+  };
+  std::vector<QkvCase> all;
+  for (const auto& [positions, sequences] : std::vector<Tokens>{
+           {{7}, {0, 1}}, {{11, 2}, {0, 1, 2}}, {{4, 5}, {0, 2}}, {{-1, 5}, {0, 0, 1, 1, 2, 2}}}) {
+    const QkvCase plain{.positions = positions,
+                        .sequences = sequences,
+                        .q_heads = 32,
+                        .kv_heads = 8,
+                        .hidden = 4096,
+                        .kvp = size,
+                        .kvp_rank = rank,
+                        .kv = own};
+    all.push_back(plain);
+    for (const DType kv : {DType::fp8_e4m3, DType::f32}) {
+      all.push_back(plain);
+      all.back().kv = kv;
+      all.back().pad = 8;
+      all.back().is_interleaved = all.back().is_token_major = all.back().has_bias = true;
+    }
+    all.push_back(plain);  // heads that tiles do not divide, and one of keys, which some rank has not
+    all.back().q_heads = 46;
+    all.back().kv_heads = 1;
+    all.back().dim = all.back().rotary = 88;
+  }
+  return all;
+}
+
+}  // namespace
+
+TEMPLATE_TEST_CASE("project_qkv over windows: ranks share the heads and have the bits of each alone", "", f16,
+                   bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  if (!is_hopper()) return;  // there is no such kernel
+  const int size = GENERATE(2, 3, 4);
+  run_ranks_or_throw(make_group(size), [size](cuda::PeerComm& comm) {
+    cuda::use_device(device_of(comm));
+    const cuda::Operators<TestType> operators(device_of(comm));
+    const QkvMachine<TestType> machine(operators);
+    for (const QkvCase& of : cases_of(comm.rank(), size, kDTypeOf<TestType>)) {
+      QkvProjection<TestType> projection(machine, of);
+      const std::vector<std::byte> expected = projection.run(in_turn);
+      for (int round = 0; round < 3; ++round)
+        contract::require(projection.run(shared_over(comm)) == expected, of.positions.size(), " tokens, ",
+                          of.kv_heads, " KV heads of ", to_string(of.kv), ", round ", round,
+                          ": other bits than alone");
+    }
+  });
+}
+
+TEST_CASE("project_qkv of a backend over windows takes what heads are not shared of") {
+  HELIX_REQUIRE_GPUS(1);
+  run_ranks_or_throw(make_group(2), [](cuda::PeerComm& comm) {
+    cuda::use_device(device_of(comm));
+    PeerBackend<bf16> backend(comm.split(0, comm.rank()), comm, device_of(comm));
+    const QkvMachine<bf16> machine(backend);
+    QkvCase of{
+        .positions = {7}, .q_heads = 32, .kv_heads = 8, .hidden = 4096, .kvp = 2, .kvp_rank = comm.rank()};
+    const auto check = [&](const QkvCase& other) {
+      QkvProjection<bf16> projection(machine, other);
+      const std::vector<std::byte> expected = projection.run(in_turn);
+      const std::vector<std::byte> found = projection.run(
+          [&](const auto&, const auto& args, cuda::Stream stream) { project_qkv(backend, args, stream); });
+      contract::require(found == expected, other.positions.size(), " tokens, hidden size ", other.hidden,
+                        ": other bits than in turn");
+    };
+    check(of);
+    of.hidden = 1024;  // so few bytes that waiting for a peer takes longer
+    check(of);
+    of.hidden = 4096;
+    of.positions = {7, 3, 9};
+    of.sequences = {0, 1, 2, 3};
+    check(of);
+    of.kv_heads = 3;  // 37 heads
+    of.q_heads = 31;
+    of.positions = {2};
+    of.sequences = {0, 1};
+    check(of);
+  });
+}
+
+TEST_CASE("captured projections of shared heads replay rightly, and a rank that skips one is named") {
+  HELIX_REQUIRE_GPUS(1);
+  if (!is_hopper()) return;  // there is no such kernel
+  const bool skips = GENERATE(false, true);
+  const RankOutcomes outcomes = run_ranks(make_group(2, skips ? 2s : 20s), [skips](cuda::PeerComm& comm) {
+    cuda::use_device(device_of(comm));
+    PeerBackend<bf16> backend(comm.split(0, comm.rank()), comm, device_of(comm));
+    const QkvMachine<bf16> machine(backend);
+    QkvProjection<bf16> projection(machine, cases_of(comm.rank(), 2, DType::bf16).front());
+    const std::vector<std::byte> expected = projection.run(in_turn);
+    const std::vector<std::byte> found =
+        projection.run([&](const auto& by, const auto& args, cuda::Stream stream) {
+          shared_over(comm)(by, args, stream);
+          const cuda::Graph graph =
+              cuda::Graph::capture(stream, [&] { shared_over(comm)(by, args, stream); });
+          if (!skips) return replay_apart(backend, graph, stream, [](int) {});
+          graph.replay(stream);
+          backend.synchronize(stream);
+          if (comm.rank() == 1) {
+            std::this_thread::sleep_for(4s);
+          } else {
+            graph.replay(stream);
+          }
+          backend.synchronize(stream);
+        });
+    contract::require(found == expected, "other bits than in turn after the replays");
+  });
+  INFO(outcomes.all_messages());
+  if (skips) {
+    CHECK(outcomes.failures[0] != nullptr);
+    CHECK_THAT(outcomes.message(0), Contains("rank 1"));
+  } else {
+    CHECK(outcomes.all_messages().empty());
+  }
+}
+
+}  // namespace helix::test
