@@ -171,7 +171,8 @@ class DecodeRank {
                    {.exchange = &exchange_,
                     .hop_b = &hop_b_,
                     .hop_b_slices = slices_,
-                    .workspace = {workspace_.data(), workspace_.size_bytes()}},
+                    .workspace = {workspace_.data(), workspace_.size_bytes()},
+                    .follows_layer = layer > 0},
                    rank_->stream);
     }
     batch_.advance(rank_->stream);

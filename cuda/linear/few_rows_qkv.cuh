@@ -59,6 +59,7 @@ struct Qkv {
   TokenRange appended;  // of the rows
   PageLists lists;
   std::int64_t page_tokens;
+  bool reads_ahead;  // positions, slots and page lists, before the kernel ahead has ended
   KvLayout layout;
   std::int64_t kvp_rank;
   PageRows keys;
@@ -111,8 +112,11 @@ struct Qkv {
       const int pair = pair_of(tiles, i / tiles.height, i % tiles.height);
       frequencies[k] = i < mine && pair < pairs ? inverse_frequency[pair] : 0.0f;
     }
-    wait_for_previous();
-    begin();
+    const auto follow = [&] {
+      wait_for_previous();
+      begin();
+    };
+    if (!reads_ahead) follow();
     const bool is_sequence = lane < sequences;
     const std::int32_t end = is_sequence ? query_offsets[lane + 1] : 0;
     const std::int32_t slot = is_sequence ? sequence_slots[lane] : 0;
@@ -131,6 +135,7 @@ struct Qkv {
         if (i < mine) memory.rotations[i * p.rows + row] = Rotation::at(at, frequencies[k], magnitude);
       }
     }
+    if (reads_ahead) follow();
   }
 
   /// Pair of its head that is pair `n` of the block's tile `tile`; from `pairs` on it is none.

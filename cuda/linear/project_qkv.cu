@@ -103,7 +103,7 @@ bool multiply_few_rows_qkv(const ProjectQkvArgs<T>& args, int num_sms, const Pee
     // What the tail asks memory for takes as long as what is left of a product whose weights are mostly in
     // the ring when it begins: TPA 2 of the 8B shape lost 0.2 % of a step with one sequence, 0.8 % with two.
     const int stages = tiles.count * helix::ceil_div(product.cols, OneOrTwo::kColumns);
-    if (stages < 2 * OneOrTwo::kStages) return false;
+    if (!args.follows_layer && stages < 2 * OneOrTwo::kStages) return false;
   }
 
   const KvPlaces places(kv);
@@ -125,6 +125,7 @@ bool multiply_few_rows_qkv(const ProjectQkvArgs<T>& args, int num_sms, const Pee
                  .appended = {batch.first_token(), batch.first_token() + batch.num_tokens()},
                  .lists = PageLists(kv),
                  .page_tokens = kv.format.page_tokens,
+                 .reads_ahead = args.follows_layer,
                  .layout = kv.layout,
                  .kvp_rank = kv.kvp_rank,
                  .keys = {places.k, kv.k_scale},

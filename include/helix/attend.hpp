@@ -30,6 +30,7 @@ struct AttentionBlockArgs {
   KvpAllToAll<B>* exchange = nullptr;  ///< Not read with KVP = 1.
   HopB<B>* hop_b = nullptr;            ///< Not read with KVP = 1.
   int slices = 1;                      ///< Slices of the batch, resolved.
+  bool follows_layer = false;          ///< As ProjectQkvArgs::follows_layer.
   AttentionBuffers<T> buffers;
   TensorView<T, 2> out;  ///< Sink: [tokens, M], this rank's part of the sum over the stage, written.
 };

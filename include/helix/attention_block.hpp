@@ -43,7 +43,8 @@ TensorView<const typename B::Activation, 3> project_queries(B& backend, const Ra
                            .epsilon = args.config->norm_epsilon,
                            .rope = args.config->rope,
                            .batch = args.batch,
-                           .kv = args.kv}},
+                           .kv = args.kv},
+               .follows_layer = args.follows_layer},
               stream);
   return q;
 }

@@ -33,6 +33,9 @@ struct DecodeLayerOptions {
   TensorView<typename B::Activation, 2> normed{};
   /// [1, M], input norm of the next layer, only with `normed`; empty: nothing is left there.
   WeightView next_norm{};
+  /// Whether what is queued before is a layer of the same batch and page table: positions, slots and page
+  /// lists may then be read while that runs.
+  bool follows_layer = false;
 };
 
 /// Which input a layer is given: its hidden states alone, or options.normed beside them.
@@ -84,6 +87,7 @@ void queue_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
                                         .exchange = options.exchange,
                                         .hop_b = options.hop_b,
                                         .slices = slices,
+                                        .follows_layer = options.follows_layer,
                                         .buffers = buffers.attention,
                                         .out = buffers.partial},
                   stream);

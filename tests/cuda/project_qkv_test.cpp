@@ -72,6 +72,9 @@ TEMPLATE_TEST_CASE("project_qkv of one and two tokens on a GPU is one kernel wit
                     .has_bias = true});
       }
     }
+    // Too short to hide the tail, but for what is read ahead.
+    check_both(
+        {.positions = positions, .sequences = sequences, .hidden = 512, .kv = own, .follows_layer = true});
     // Heads that tiles of eight pairs, or blocks, do not divide; more heads than blocks.
     check_both({.positions = positions, .sequences = sequences, .dim = 96, .rotary = 96, .kv = own});
     check_both({.positions = positions,

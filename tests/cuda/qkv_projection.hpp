@@ -34,6 +34,7 @@ struct QkvCase {
   bool is_token_major = false;
   bool has_bias = false;
   bool has_norm = false;
+  bool follows_layer = false;
 };
 
 /// The same on all ranks.
@@ -153,6 +154,7 @@ class QkvProjection {
     };
     const std::int64_t width = row() - c.pad;
     ProjectQkvArgs<T> args;
+    args.follows_layer = c.follows_layer;
     args.linear = {.in = {in_, {tokens, c.hidden}, {c.hidden, 1}},
                    .weight = weight_of(weight_, width, c.hidden),
                    .bias = c.has_bias ? weight_of(bias_, 1, width) : WeightView{},

@@ -64,6 +64,7 @@ std::vector<QkvCase> cases_of(int rank, int size, DType own) {
                         .kvp_rank = rank,
                         .kv = own};
     all.push_back(plain);
+    all.back().follows_layer = true;
     for (const DType kv : {DType::fp8_e4m3, DType::f32}) {
       all.push_back(plain);
       all.back().kv = kv;

@@ -76,7 +76,8 @@ class LayerStack {
                     .hop_b_slices = hop_b_slices,
                     .workspace = {workspace_.data(), workspace_.size_bytes()},
                     .normed = normed,
-                    .next_norm = is_end ? weights.final_norm : weights.layers[layer + 1].input_norm},
+                    .next_norm = is_end ? weights.final_norm : weights.layers[layer + 1].input_norm,
+                    .follows_layer = layer > 0},
                    stream);
     }
     return normed;

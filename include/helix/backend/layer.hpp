@@ -124,6 +124,9 @@ template <class T>
 struct ProjectQkvArgs {
   LinearArgs<T> linear;       ///< Does not accumulate.
   PrepareQkvArgs<T> prepare;  ///< Its tokens are the rows of linear.out, with q, k and v side by side.
+  /// Whether project_qkv of the same batch and page table, and behind it attention and what else ends a
+  /// layer, are what is queued before: positions, slots and page lists may then be read while that runs.
+  bool follows_layer = false;
 };
 
 /// out[r, i] = silu(gate_up[r, i]) * gate_up[r, F + i].
