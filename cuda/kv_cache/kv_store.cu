@@ -4,6 +4,7 @@
 
 #include <helix/cuda/backend.hpp>
 
+#include "cuda/kv_cache/appended_tokens.cuh"
 #include "cuda/kv_cache/kv_transfer.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
@@ -28,18 +29,18 @@ __device__ __forceinline__ WarpPlane warp_plane(int planes) {
 /// One warp a plane of a token of the batch.
 template <int kCount, class Transfer>
 __global__ void __launch_bounds__(kWarps* kWarp)
-    append_kernel(const __grid_constant__ Transfer transfer, const std::int32_t* query_offsets,
-                  const std::int64_t* positions, const std::int32_t* sequence_slots, std::int64_t sequences,
-                  std::int64_t first_token, std::int64_t tokens, KvLayout layout, std::int64_t kvp_rank) {
+    append_kernel(const __grid_constant__ Transfer transfer,
+                  const __grid_constant__ AppendedTokens appended) {
   wait_for_previous();
   start_next();  // not before: see AttentionParams::reads_ahead
   const WarpPlane at = warp_plane(transfer.planes);
-  if (at.row >= tokens) return;
-  const std::int64_t token = first_token + at.row;
-  const std::int64_t position = positions[token];
-  if (position < 0 || layout.owner(position) != kvp_rank) return;
-  const unsigned sequence = sequence_of(token, query_offsets, sequences);
-  store_row<kCount>(transfer.row(token, at.plane, sequence_slots[sequence], layout.local(position)));
+  if (at.row >= appended.tokens.size()) return;
+  const std::int64_t token = appended.tokens.begin + at.row;
+  const std::int64_t position = appended.positions[token];
+  if (!appended.owns(position)) return;
+  const unsigned sequence = appended.sequence(token);
+  store_row<kCount>(
+      transfer.row(token, at.plane, appended.sequence_slots[sequence], appended.layout.local(position)));
 }
 
 /// One warp a plane of one of the `owned` local tokens; row 0 of the values is global position
@@ -118,9 +119,7 @@ void Operators<T>::append_kv(const AppendKvArgs<T>& args, Stream stream) const {
   const DeviceScope scope(state_->device);
   with_transfer(kv, args.k, args.v, [&]<class Transfer>(const Transfer& transfer, auto count) {
     launch_early(append_kernel<decltype(count)::value, Transfer>, ceil_div(tokens * transfer.planes, kWarps),
-                 kWarps * kWarp, 0, stream.handle(), state_->is_hopper, transfer, batch.query_offsets,
-                 batch.positions, batch.sequence_slots, batch.num_sequences(), batch.first_token(), tokens,
-                 kv.layout, kv.kvp_rank);
+                 kWarps * kWarp, 0, stream.handle(), state_->is_hopper, transfer, AppendedTokens(batch, kv));
   });
 }
 

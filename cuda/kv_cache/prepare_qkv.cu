@@ -5,6 +5,7 @@
 #include <helix/cuda/backend.hpp>
 
 #include "cuda/elementwise/rotation.cuh"
+#include "cuda/kv_cache/appended_tokens.cuh"
 #include "cuda/kv_cache/kv_transfer.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
@@ -39,13 +40,7 @@ struct Preparation {
   const float* inverse_frequency;
   float magnitude;
   float epsilon;
-  const std::int32_t* query_offsets;
-  const std::int64_t* positions;
-  const std::int32_t* sequence_slots;
-  std::int64_t sequences;
-  TokenRange appended;  // of the step's tokens
-  KvLayout layout;
-  std::int64_t kvp_rank;
+  AppendedTokens appended;
 };
 
 /// Factor that norms a head; whole warps.
@@ -125,16 +120,16 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(const __grid_constant
   wait_for_previous();
   start_next();  // not before: see AttentionParams::reads_ahead
   const std::int64_t token = blockIdx.x;
-  const std::int64_t position = p.positions[token];
+  const std::int64_t position = p.appended.positions[token];
   // Where a head of k or v goes is asked for before the sines are computed: four loads in a row.
   const int item = static_cast<int>(blockIdx.y) * kWarps + static_cast<int>(threadIdx.x) / kWarp;
   const int plane = item - p.q.count;
-  const bool is_stored = plane >= 0 && plane < p.transfer.planes && token >= p.appended.begin &&
-                         token < p.appended.end && position >= 0 && p.layout.owner(position) == p.kvp_rank;
+  const bool is_stored = plane >= 0 && plane < p.transfer.planes && p.appended.has(token, position);
   typename KvTransfer<const T, S>::Row row{nullptr, nullptr, 0, 1.0f};
   if (is_stored) {
-    const unsigned sequence = sequence_of(token, p.query_offsets, p.sequences);
-    row = p.transfer.row(token, plane, p.sequence_slots[sequence], p.layout.local(position));
+    const unsigned sequence = p.appended.sequence(token);
+    row =
+        p.transfer.row(token, plane, p.appended.sequence_slots[sequence], p.appended.layout.local(position));
   }
   if (pair < p.pairs) rotations[pair] = Rotation::at(position, frequency, p.magnitude);
   __syncthreads();
@@ -202,13 +197,7 @@ void Operators<T>::prepare_qkv(const PrepareQkvArgs<T>& args, Stream stream) con
         .inverse_frequency = args.rope.inverse_frequency,
         .magnitude = args.rope.magnitude,
         .epsilon = args.epsilon,
-        .query_offsets = batch.query_offsets,
-        .positions = batch.positions,
-        .sequence_slots = batch.sequence_slots,
-        .sequences = batch.num_sequences(),
-        .appended = {batch.first_token(), batch.first_token() + batch.num_tokens()},
-        .layout = kv.layout,
-        .kvp_rank = kv.kvp_rank,
+        .appended = {batch, kv},
     };
     const dim3 grid(static_cast<unsigned>(tokens),
                     ceil_div(preparation.q.count + preparation.transfer.planes, kWarps));

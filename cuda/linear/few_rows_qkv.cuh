@@ -9,10 +9,8 @@
 
 #include <cstdint>
 
-#include <helix/kv_layout.hpp>
-
 #include "cuda/elementwise/rotation.cuh"
-#include "cuda/kv_cache/kv_transfer.cuh"
+#include "cuda/kv_cache/appended_tokens.cuh"
 #include "cuda/kv_cache/paged_rows.cuh"
 #include "cuda/linear/few_rows_block.cuh"
 #include "cuda/runtime/convert.cuh"
@@ -52,16 +50,10 @@ struct Qkv {
   bool is_interleaved;
   const float* inverse_frequency;  // [pairs]
   float magnitude;
-  const std::int32_t* query_offsets;
-  const std::int64_t* positions;
-  const std::int32_t* sequence_slots;
-  std::int64_t sequences;
-  TokenRange appended;  // of the rows
+  AppendedTokens appended;  // of the rows
   PageLists lists;
   std::int64_t page_tokens;
   bool reads_ahead;  // positions, slots and page lists, before the kernel ahead has ended
-  KvLayout layout;
-  std::int64_t kvp_rank;
   PageRows keys;
   PageRows values;
   DType stored_dtype;
@@ -117,10 +109,10 @@ struct Qkv {
       begin();
     };
     if (!reads_ahead) follow();
-    const bool is_sequence = lane < sequences;
-    const std::int32_t end = is_sequence ? query_offsets[lane + 1] : 0;
-    const std::int32_t slot = is_sequence ? sequence_slots[lane] : 0;
-    const std::int64_t position = lane < p.rows ? positions[lane] : -1;
+    const bool is_sequence = lane < appended.sequences;
+    const std::int32_t end = is_sequence ? appended.query_offsets[lane + 1] : 0;
+    const std::int32_t slot = is_sequence ? appended.sequence_slots[lane] : 0;
+    const std::int64_t position = lane < p.rows ? appended.positions[lane] : -1;
     unsigned sequence = 0;  // of row `lane`: those that end at or before it come before its own
     for (int row = 0; row < p.rows; ++row) {
       const auto before = static_cast<unsigned>(__popc(__ballot_sync(~0u, is_sequence && end <= row)));
@@ -198,8 +190,8 @@ struct Qkv {
     if (row >= rows) return;
     std::int64_t page = 0;
     std::int64_t in_page = -1;
-    if (row >= appended.begin && row < appended.end && position >= 0 && layout.owner(position) == kvp_rank) {
-      const std::int64_t local = layout.local(position);
+    if (appended.has(row, position)) {
+      const std::int64_t local = appended.layout.local(position);
       page = lists.pages[lists.first_of(slot) + local / page_tokens];
       in_page = local % page_tokens;
     }

@@ -109,7 +109,6 @@ bool multiply_few_rows_qkv(const ProjectQkvArgs<T>& args, int num_sms, const Pee
   const KvPlaces places(kv);
   const int head_tiles = helix::ceil_div(pairs, tiles.height);
   const int first_head = rank * heads;
-  const Batch& batch = prepare.batch;
   const Qkv tail{.head_tiles = head_tiles,
                  .pairs = pairs,
                  .first_head = first_head,
@@ -118,16 +117,10 @@ bool multiply_few_rows_qkv(const ProjectQkvArgs<T>& args, int num_sms, const Pee
                  .is_interleaved = prepare.rope.is_interleaved,
                  .inverse_frequency = prepare.rope.inverse_frequency,
                  .magnitude = prepare.rope.magnitude,
-                 .query_offsets = batch.query_offsets,
-                 .positions = batch.positions,
-                 .sequence_slots = batch.sequence_slots,
-                 .sequences = batch.num_sequences(),
-                 .appended = {batch.first_token(), batch.first_token() + batch.num_tokens()},
+                 .appended = {prepare.batch, kv},
                  .lists = PageLists(kv),
                  .page_tokens = kv.format.page_tokens,
                  .reads_ahead = args.follows_layer,
-                 .layout = kv.layout,
-                 .kvp_rank = kv.kvp_rank,
                  .keys = {places.k, kv.k_scale},
                  .values = {places.v, kv.v_scale},
                  .stored_dtype = kv.format.dtype};
