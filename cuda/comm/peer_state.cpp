@@ -18,7 +18,7 @@ constexpr int kChannels = 64;                   // of a GPU, shared by its ranks
 constexpr int kSharedBlocks = 128;              // of kernels that wait, by all ranks that share a GPU
 constexpr std::int64_t kSlotBytes = 128 << 10;  // of a channel: the pieces of all senders
 constexpr std::int64_t kBlockBytes = 8 << 10;   // that a block moves before another one helps
-constexpr std::int64_t kBlockWords = 512;       // of a slot of words: those of all senders
+constexpr std::int64_t kBlockWords = 2048;      // of a slot of words: those of all senders
 
 /// By so much the host outlasts the kernels, which know whom they wait for.
 constexpr milliseconds kRecordGrace{500};

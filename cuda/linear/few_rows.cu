@@ -12,8 +12,8 @@ namespace helix::cuda {
 namespace {
 
 using few_rows::OneOrTwo;
-using UpToEight = few_rows::Shape<8, 32, 10, 1>;
-using UpToSixteen = few_rows::Shape<kMostFewRows, 32, 7, 1>;
+using few_rows::UpToEight;
+using few_rows::UpToSixteen;
 /// Tiles of 64 rows, where blocks have as many: activations come once for twice the weights.
 using UpToEightWide = few_rows::Shape<8, 64, 5, 1, 16384>;
 using UpToSixteenWide = few_rows::Shape<kMostFewRows, 64, 4, 1, 16384, 1>;

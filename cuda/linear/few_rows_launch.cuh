@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/linear/few_rows.cuh"
+#include "cuda/linear/few_rows.hpp"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/tensor_map.cuh"
 
@@ -13,6 +14,8 @@ namespace helix::cuda::few_rows {
 /// Tiles of 16 rows and two blocks an SM are better (99.3 us of a layer's products against 100.0) where the
 /// activation rows beside each tile are few.
 using OneOrTwo = Shape<2, 16, 6, 2>;
+using UpToEight = Shape<8, 32, 10, 1>;
+using UpToSixteen = Shape<kMostFewRows, 32, 7, 1>;
 
 inline constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_NONE;  // by 256 bytes: 7 % slower
 

@@ -18,22 +18,23 @@
 
 namespace helix::cuda::few_rows {
 
-inline constexpr int kQkvRows = 2;                    ///< Most activation rows.
 inline constexpr int kQkvSequences = kWarp;           ///< Most sequences, those without a token too.
 inline constexpr int kLanePairs = 2;                  ///< Of a lane of the warp that prepares.
 inline constexpr int kQkvPairs = kLanePairs * kWarp;  ///< Most pairs of a block.
 
 /// A tile is `height` pairs of one head: rows n and n + pairs of it, or 2n and 2n + 1. Where the head ends
-/// before the tile does, the rest is zeros and nobody's; Product::width counts pairs, those too.
+/// before the tile does, the rest is zeros and nobody's; Product::width counts pairs, those too. Up to
+/// kMostRows activation rows.
+template <int kMostRows>
 struct Qkv {
   static constexpr int kHalves = 2;
   static constexpr bool kPrepares = true;
   static constexpr bool kReceives = false;
 
   struct Memory {
-    Rotation rotations[kQkvPairs * kQkvRows];  // [tile][pair][row]
-    std::int64_t page[kQkvRows];
-    std::int64_t in_page[kQkvRows];  // of the row's token; -1: not stored here
+    Rotation rotations[kQkvPairs * kMostRows];  // [tile][pair][row]
+    std::int64_t page[kMostRows];
+    std::int64_t in_page[kMostRows];  // of the row's token; -1: not stored here
   };
 
   /// Rows of keys or of values in the pages.
@@ -119,13 +120,17 @@ struct Qkv {
       if (lane == row) sequence = before;
     }
     place_row(lane, position, __shfl_sync(~0u, slot, static_cast<int>(sequence)), p.rows, memory);
-    for (int row = 0; row < p.rows; ++row) {
-      const std::int64_t at = __shfl_sync(~0u, position, row);
+    for (int begin = 0; begin < mine * p.rows; begin += kWarp) {
+      const int i = begin + lane;
+      const int pair = i / p.rows;
+      float frequency = 0.0f;
 #pragma unroll
       for (int k = 0; k < kLanePairs; ++k) {
-        const int i = lane + k * kWarp;
-        if (i < mine) memory.rotations[i * p.rows + row] = Rotation::at(at, frequencies[k], magnitude);
+        const float other = __shfl_sync(~0u, frequencies[k], pair % kWarp);
+        if (pair / kWarp == k) frequency = other;
       }
+      const std::int64_t at = __shfl_sync(~0u, position, i % p.rows);
+      if (pair < mine) memory.rotations[i] = Rotation::at(at, frequency, magnitude);
     }
     if (reads_ahead) follow();
   }

@@ -15,10 +15,12 @@
 namespace helix::cuda::few_rows {
 
 /// Tiles are of heads of this rank, of which each rank has as many.
-struct SharedQkv : Qkv {
+template <int kMostRows>
+struct SharedQkv : Qkv<kMostRows> {
+  using Base = Qkv<kMostRows>;
   static constexpr bool kReceives = true;
 
-  struct Memory : Qkv::Memory {
+  struct Memory : Base::Memory {
     std::uint32_t count;  // of the block's message
     bool sends;           // unless this rank has given up
   };
@@ -31,7 +33,7 @@ struct SharedQkv : Qkv {
   __device__ void prepare(const Product<T>& p, const Tiles& tiles, Memory& memory) const {
     std::uint32_t sent = 0;
     bool has_stopped = false;
-    Qkv::prepare(p, tiles, memory, [&] {
+    Base::prepare(p, tiles, memory, [&] {
       if (channel.waits.most_blocks == 0) start_next();  // else it could take the room of the peers' kernels
       sent = volatile_word(words().count());
       has_stopped = has_given_up(channel.waits);
@@ -45,17 +47,18 @@ struct SharedQkv : Qkv {
   template <class T, class Total>
   __device__ __forceinline__ void store(const Product<T>& p, const Tiles& tiles, const Memory& memory,
                                         int tile, int row, int n, const Total& total) const {
-    const int pair = pair_of(tiles, tile, n);
-    if (pair >= pairs) return;
-    const int head = head_of(tiles, tile);
-    const Pair<T> found = make_pair(p, tiles, memory, tile, row, n, head, pair, total);
+    const int pair = this->pair_of(tiles, tile, n);
+    if (pair >= this->pairs) return;
+    const int head = this->head_of(tiles, tile);
+    const typename Base::template Pair<T> found =
+        this->make_pair(p, tiles, memory, tile, row, n, head, pair, total);
     static_assert(sizeof(found) == sizeof(std::uint32_t));
     for (int i = 1; memory.sends && i < channel.waits.size; ++i) {
       const int peer = (channel.waits.rank + i) % channel.waits.size;
       words().send(peer, memory.count, (tile * p.rows + row) * tiles.height + n,
                    __builtin_bit_cast(std::uint32_t, found));
     }
-    put(p, memory, head, pair, row, found);
+    this->put(p, memory, head, pair, row, found);
   }
 
   /// By the warps that multiply, behind all tiles of the block: stores what the peers' blocks have sent.
@@ -69,12 +72,12 @@ struct SharedQkv : Qkv {
       const int n = word % tiles.height;
       const int row = word / tiles.height % p.rows;
       const int tile = word / tiles.height / p.rows;
-      const int pair = pair_of(tiles, tile, n);
-      if (pair >= pairs) continue;
+      const int pair = this->pair_of(tiles, tile, n);
+      if (pair >= this->pairs) continue;
       std::uint32_t sent;
       if (!words().receive(peer, memory.count, word, sent)) continue;
-      const int head = head_of(tiles, tile) + (peer - channel.waits.rank) * heads;
-      put(p, memory, head, pair, row, __builtin_bit_cast(Pair<T>, sent));
+      const int head = this->head_of(tiles, tile) + (peer - channel.waits.rank) * heads;
+      this->put(p, memory, head, pair, row, __builtin_bit_cast(typename Base::template Pair<T>, sent));
     }
     if (threadIdx.x == 0) *words().count() = memory.count;
   }

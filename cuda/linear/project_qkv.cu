@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // cuda::Operators::project_qkv: the product of q, k and v with rope and the append to the pages as its tail,
-// where a product of one or two rows has one, and its heads shared by the ranks of a KVP group.
+// where a product of few rows has one, and its heads shared by the ranks of a KVP group.
 #include <algorithm>
 #include <cstdint>
 
@@ -17,11 +17,7 @@
 namespace helix::cuda {
 namespace {
 
-using few_rows::OneOrTwo;
-using few_rows::Qkv;
-using few_rows::SharedQkv;
 using few_rows::Tiles;
-static_assert(OneOrTwo::kRows <= few_rows::kQkvRows);
 
 /// Bytes of weights that sharing the heads must save a rank: it waits for its peers, some 2 us.
 constexpr std::int64_t kLeastSavedBytes = std::int64_t{12} << 20;
@@ -46,12 +42,13 @@ bool has_tail(const ProjectQkvArgs<T>& args) {
          lies_at(prepare.v, q_columns + format.num_heads * dim, format.num_heads);
 }
 
-/// Tiles of one head each that leave a block as few pairs as may be, and the highest of those.
-Tiles cut_heads(int heads, int pairs, int most_height, int most_blocks) {
+/// Tiles of one head each, of which a block copies the least: its weights, and as many activations a tile.
+Tiles cut_heads(int heads, int pairs, int rows, int most_height, int most_blocks) {
+  const auto copied = [&](const Tiles& tiles) { return tiles.count * (2 * tiles.height + rows); };
   Tiles best = Tiles::of(1, heads * pairs, most_blocks);
   for (int height = 2; height <= most_height; ++height) {
     const Tiles tiles = Tiles::of(height, heads * helix::ceil_div(pairs, height), most_blocks);
-    if (tiles.count * tiles.height <= best.count * best.height) best = tiles;
+    if (copied(tiles) <= copied(best)) best = tiles;
   }
   return best;
 }
@@ -64,18 +61,14 @@ std::uint32_t tag_of(int heads, int pairs, const Tiles& tiles, int rows, int col
   return 1 + (tag >> 16) % 255;
 }
 
-/// The product and its tail in one kernel; false, and nothing queued: there is none for these shapes.
-/// `channel`: of the KVP group whose ranks share the heads, or null.
-template <class T>
-bool multiply_few_rows_qkv(const ProjectQkvArgs<T>& args, int num_sms, const PeerChannel* channel,
-                           cudaStream_t stream) {
-  const PrepareQkvArgs<T>& prepare = args.prepare;
-  const LinearArgs<T>& linear = args.linear;
-  Product<T> product = product_of(linear);
-  if (linear.weight.dtype != kDTypeOf<T> || product.rows > OneOrTwo::kRows || !fits_few_rows(product) ||
-      product.accumulate || !has_tail(args))
-    return false;
+/// The product and its tail in one kernel of shape S; false, and nothing queued: there is none for these
+/// heads. `channel`: of the KVP group whose ranks share them, or null.
+template <class S, class T>
+bool multiply_qkv(const ProjectQkvArgs<T>& args, Product<T> product, int num_sms, const PeerChannel* channel,
+                  cudaStream_t stream) {
   using namespace few_rows;
+  using Tail = Qkv<S::kRows>;
+  const PrepareQkvArgs<T>& prepare = args.prepare;
   const KvView& kv = prepare.kv;
   const int ranks = channel == nullptr ? 1 : channel->waits.size;
   const int rank = channel == nullptr ? 0 : channel->waits.rank;
@@ -83,18 +76,16 @@ bool multiply_few_rows_qkv(const ProjectQkvArgs<T>& args, int num_sms, const Pee
   const int all_heads = product.width / (2 * pairs);
   if (all_heads % ranks != 0) return false;
   const int heads = all_heads / ranks;
-  int most_blocks = num_sms * OneOrTwo::kBlocksPerSm;
+  int most_blocks = num_sms * S::kBlocksPerSm;
   if (channel != nullptr) {
     most_blocks = std::min(most_blocks, kMaxWordBlocks);
     if (channel->waits.most_blocks > 0) most_blocks = std::min(most_blocks, channel->waits.most_blocks);
   }
-  const Tiles tiles = cut_heads(heads, pairs, OneOrTwo::kTileWidth / Qkv::kHalves, most_blocks);
+  const Tiles tiles = cut_heads(heads, pairs, product.rows, S::kTileWidth / Tail::kHalves, most_blocks);
   // A block of many tiles reads more than its share where heads do not divide well: more than is won.
   const int share = helix::ceil_div(heads * pairs, most_blocks);
   const int most = tiles.count * tiles.height;
-  if ((tiles.count > 1 && most > share + share / 8) || most > kQkvPairs ||
-      prepare.batch.num_sequences() > kQkvSequences)
-    return false;
+  if ((tiles.count > 1 && most > share + share / 8) || most > kQkvPairs) return false;
   const std::int64_t row_bytes = product.cols * std::int64_t{sizeof(T)};
   if (channel != nullptr) {
     const std::int64_t saved = row_bytes * 2 * pairs * (all_heads - heads);
@@ -102,44 +93,61 @@ bool multiply_few_rows_qkv(const ProjectQkvArgs<T>& args, int num_sms, const Pee
   } else {
     // What the tail asks memory for takes as long as what is left of a product whose weights are mostly in
     // the ring when it begins: TPA 2 of the 8B shape lost 0.2 % of a step with one sequence, 0.8 % with two.
-    const int stages = tiles.count * helix::ceil_div(product.cols, OneOrTwo::kColumns);
-    if (!args.follows_layer && stages < 2 * OneOrTwo::kStages) return false;
+    // Where it follows a layer, it asks ahead.
+    const int stages = tiles.count * helix::ceil_div(product.cols, S::kColumns);
+    if (!args.follows_layer && stages < 2 * S::kStages) return false;
   }
 
   const KvPlaces places(kv);
   const int head_tiles = helix::ceil_div(pairs, tiles.height);
   const int first_head = rank * heads;
-  const Qkv tail{.head_tiles = head_tiles,
-                 .pairs = pairs,
-                 .first_head = first_head,
-                 .query_heads = static_cast<int>(prepare.q.extent(1)),
-                 .kv_heads = static_cast<int>(kv.format.num_heads),
-                 .is_interleaved = prepare.rope.is_interleaved,
-                 .inverse_frequency = prepare.rope.inverse_frequency,
-                 .magnitude = prepare.rope.magnitude,
-                 .appended = {prepare.batch, kv},
-                 .lists = PageLists(kv),
-                 .page_tokens = kv.format.page_tokens,
-                 .reads_ahead = args.follows_layer,
-                 .keys = {places.k, kv.k_scale},
-                 .values = {places.v, kv.v_scale},
-                 .stored_dtype = kv.format.dtype};
+  const Tail tail{.head_tiles = head_tiles,
+                  .pairs = pairs,
+                  .first_head = first_head,
+                  .query_heads = static_cast<int>(prepare.q.extent(1)),
+                  .kv_heads = static_cast<int>(kv.format.num_heads),
+                  .is_interleaved = prepare.rope.is_interleaved,
+                  .inverse_frequency = prepare.rope.inverse_frequency,
+                  .magnitude = prepare.rope.magnitude,
+                  .appended = {prepare.batch, kv},
+                  .lists = PageLists(kv),
+                  .page_tokens = kv.format.page_tokens,
+                  .reads_ahead = args.follows_layer,
+                  .keys = {places.k, kv.k_scale},
+                  .values = {places.v, kv.v_scale},
+                  .stored_dtype = kv.format.dtype};
   product.width = heads * head_tiles * tiles.height;
   product.weight = static_cast<const std::byte*>(product.weight) + first_head * 2 * pairs * row_bytes;
   const std::int64_t between = prepare.rope.is_interleaved ? 1 : pairs;  // the rows of a pair
   const std::int64_t next = prepare.rope.is_interleaved ? 2 : 1;         // pairs
   const CUtensorMap weights =
       rows_map<5>(const_cast<void*>(product.weight), kDTypeOf<T>,
-                  {kChunkColumns, pairs, Qkv::kHalves, heads, product.cols / kChunkColumns},
+                  {kChunkColumns, pairs, Tail::kHalves, heads, product.cols / kChunkColumns},
                   {row_bytes * next, row_bytes * between, row_bytes * 2 * pairs, kLineBytes},
-                  {kChunkColumns, tiles.height, Qkv::kHalves, 1, OneOrTwo::kChunks}, kPromotion);
+                  {kChunkColumns, tiles.height, Tail::kHalves, 1, S::kChunks}, kPromotion);
   if (channel == nullptr) {
-    launch_product<OneOrTwo>(product, weights, tiles, tail, stream);
+    launch_product<S>(product, weights, tiles, tail, stream);
   } else {
     const std::uint32_t tag = tag_of(all_heads, pairs, tiles, product.rows, product.cols);
-    launch_product<OneOrTwo>(product, weights, tiles, SharedQkv{tail, *channel, tag, heads}, stream);
+    launch_product<S>(product, weights, tiles, SharedQkv<S::kRows>{tail, *channel, tag, heads}, stream);
   }
   return true;
+}
+
+/// The same in the shape for the rows; false too: no product of few rows has what is asked for.
+template <class T>
+bool multiply_few_rows_qkv(const ProjectQkvArgs<T>& args, int num_sms, const PeerChannel* channel,
+                           cudaStream_t stream) {
+  const LinearArgs<T>& linear = args.linear;
+  const Product<T> product = product_of(linear);
+  if (linear.weight.dtype != kDTypeOf<T> || !fits_few_rows(product) || product.accumulate ||
+      args.prepare.batch.num_sequences() > few_rows::kQkvSequences || !has_tail(args))
+    return false;
+  if (product.rows <= few_rows::OneOrTwo::kRows)
+    return multiply_qkv<few_rows::OneOrTwo>(args, product, num_sms, channel, stream);
+  if (product.rows <= few_rows::UpToEight::kRows)
+    return multiply_qkv<few_rows::UpToEight>(args, product, num_sms, channel, stream);
+  return multiply_qkv<few_rows::UpToSixteen>(args, product, num_sms, channel, stream);
 }
 
 }  // namespace

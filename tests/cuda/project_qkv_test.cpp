@@ -37,8 +37,7 @@ void check(const QkvMachine<T>& machine, const QkvCase& of, bool is_one) {
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("project_qkv of one and two tokens on a GPU is one kernel with the bits of two", "", f16,
-                   bf16) {
+TEMPLATE_TEST_CASE("project_qkv of few tokens on a GPU is one kernel with the bits of two", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   int major = 0;
   HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
@@ -46,15 +45,7 @@ TEMPLATE_TEST_CASE("project_qkv of one and two tokens on a GPU is one kernel wit
   const QkvMachine<TestType> machine;
   const auto check_both = [&](const QkvCase& of) { check(machine, of, is_hopper); };
   const DType own = kDTypeOf<TestType>;
-  struct Tokens {
-    std::vector<std::int64_t> positions;
-    std::vector<std::int32_t> sequences;
-  };
-  for (const auto& [positions, sequences] : std::vector<Tokens>{{{7}, {0, 1}},
-                                                                {{11, 2}, {0, 1, 2}},
-                                                                {{4, 5}, {0, 2}},
-                                                                {{-1, 5}, {0, 0, 1, 1, 2, 2}},
-                                                                {{0, -1}, {0, 1, 2}}}) {
+  for (const auto& [positions, sequences] : qkv_tokens()) {
     for (const bool is_interleaved : {false, true}) {
       for (const DType kv : {own, DType::fp8_e4m3, DType::f32}) {
         for (const std::int64_t kvp : {1, 2})
@@ -75,7 +66,7 @@ TEMPLATE_TEST_CASE("project_qkv of one and two tokens on a GPU is one kernel wit
     // Too short to hide the tail, but for what is read ahead.
     check_both(
         {.positions = positions, .sequences = sequences, .hidden = 512, .kv = own, .follows_layer = true});
-    // Heads that tiles of eight pairs, or blocks, do not divide; more heads than blocks.
+    // Heads that tiles or blocks do not divide.
     check_both({.positions = positions, .sequences = sequences, .dim = 96, .rotary = 96, .kv = own});
     check_both({.positions = positions,
                 .sequences = sequences,
@@ -90,20 +81,26 @@ TEMPLATE_TEST_CASE("project_qkv of one and two tokens on a GPU is one kernel wit
                 .kv_heads = 8,
                 .hidden = 4096,
                 .kv = own});
-    check_both({.positions = positions,
-                .sequences = sequences,
-                .q_heads = 128,
-                .kv_heads = 8,
-                .hidden = 1024,
-                .kv = own});
-    check_both({.positions = positions,
-                .sequences = sequences,
-                .q_heads = 300,
-                .kv_heads = 4,
-                .dim = 64,
-                .hidden = 1088,
-                .rotary = 64,
-                .kv = own});
+    // More heads than blocks: of more than two rows, more pairs than a block of an SM prepares.
+    const bool is_one = is_hopper && positions.size() <= 2;
+    check(machine,
+          {.positions = positions,
+           .sequences = sequences,
+           .q_heads = 128,
+           .kv_heads = 8,
+           .hidden = 1024,
+           .kv = own},
+          is_one);
+    check(machine,
+          {.positions = positions,
+           .sequences = sequences,
+           .q_heads = 300,
+           .kv_heads = 4,
+           .dim = 64,
+           .hidden = 1088,
+           .rotary = 64,
+           .kv = own},
+          is_one);
   }
 }
 
@@ -111,7 +108,11 @@ TEMPLATE_TEST_CASE("project_qkv on a GPU takes what has no such kernel", "", f16
   HELIX_REQUIRE_GPUS(1);
   const DType own = kDTypeOf<TestType>;
   const QkvMachine<TestType> machine;
-  check(machine, {.positions = {7, 3, 9}, .sequences = {0, 1, 2, 3}, .kv = own}, false);
+  check(machine,
+        {.positions = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0, 1, 2, 3, 4, 5},
+         .sequences = {0, 11, 17},
+         .kv = own},
+        false);
   check(machine, {.positions = {7}, .kv = own, .has_norm = true}, false);
   check(machine, {.positions = {7}, .rotary = 64, .kv = own}, false);
   check(machine, {.positions = {7}, .hidden = 6152, .kv = own}, false);

@@ -37,6 +37,24 @@ struct QkvCase {
   bool follows_layer = false;
 };
 
+/// Tokens of a step: where they are, and how they fall to sequences.
+struct QkvTokens {
+  std::vector<std::int64_t> positions;
+  std::vector<std::int32_t> sequences;
+};
+
+/// One to 16 tokens: of as many sequences, several of one, padding, sequences without any.
+inline std::vector<QkvTokens> qkv_tokens() {
+  return {{{7}, {0, 1}},
+          {{11, 2}, {0, 1, 2}},
+          {{4, 5}, {0, 2}},
+          {{-1, 5}, {0, 0, 1, 1, 2, 2}},
+          {{0, -1}, {0, 1, 2}},
+          {{4, 5, 6, 0, 1}, {0, 3, 3, 5}},
+          {{7, 3, 9, -1, 11, 2, 5, 8}, {0, 1, 2, 3, 4, 5, 6, 7, 8}},
+          {{0, 1, 2, 3, 5, 6, 7, 8, 1, 2, 3, 4, 8, 9, 10, 11}, {0, 4, 8, 12, 16}}};
+}
+
 /// The same on all ranks.
 template <class T>
 std::vector<T> qkv_elements(std::int64_t count, float spread) {
@@ -64,8 +82,9 @@ struct QkvMachine {
 template <class T>
 class QkvProjection {
  public:
-  static constexpr std::int64_t kPages = 8;
+  static constexpr std::int64_t kPages = 64;
   static constexpr std::int64_t kPageTokens = 4;
+  static constexpr std::int64_t kSlotPages = 3;
 
   QkvProjection(const QkvMachine<T>& machine, const QkvCase& of)
       : case_(of),
@@ -91,8 +110,9 @@ class QkvProjection {
     for (std::int32_t slot = 0; slot < sequences; ++slot) {
       slots.push_back(sequences - 1 - slot);
       for (std::int64_t i = 0; i < max_pages(); ++i)
-        pages.push_back(static_cast<std::int32_t>((3 * slot + i) % kPages));
+        pages.push_back(static_cast<std::int32_t>((kSlotPages * slot + i) % kPages));
     }
+    contract::require(max_pages() <= kSlotPages, "two sequences share a page");
     offsets_ = upload(of.sequences);
     slots_ = upload(slots);
     pages_ = upload(pages);

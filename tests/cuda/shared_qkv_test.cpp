@@ -46,15 +46,10 @@ auto shared_over(const cuda::PeerComm& comm) {
   };
 }
 
-/// Cases of `size` ranks, of which this is number `rank`: 48 heads, of any number of tokens.
+/// Cases of `size` ranks, of which this is number `rank`: 48 heads.
 std::vector<QkvCase> cases_of(int rank, int size, DType own) {
-  struct Tokens {
-    std::vector<std::int64_t> positions;
-    std::vector<std::int32_t> sequences;
-  };
   std::vector<QkvCase> all;
-  for (const auto& [positions, sequences] : std::vector<Tokens>{
-           {{7}, {0, 1}}, {{11, 2}, {0, 1, 2}}, {{4, 5}, {0, 2}}, {{-1, 5}, {0, 0, 1, 1, 2, 2}}}) {
+  for (const auto& [positions, sequences] : qkv_tokens()) {
     const QkvCase plain{.positions = positions,
                         .sequences = sequences,
                         .q_heads = 32,
@@ -121,8 +116,8 @@ TEST_CASE("project_qkv of a backend over windows takes what heads are not shared
     of.hidden = 1024;  // so few bytes that waiting for a peer takes longer
     check(of);
     of.hidden = 4096;
-    of.positions = {7, 3, 9};
-    of.sequences = {0, 1, 2, 3};
+    of.positions = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0, 1, 2, 3, 4, 5};
+    of.sequences = {0, 11, 17};
     check(of);
     of.kv_heads = 3;  // 37 heads
     of.q_heads = 31;
