@@ -3,8 +3,11 @@
 // sends them, ready to be stored, to the others, whose own blocks store them behind their own.
 //
 // The group's ranks need all heads of their queries, and multiply them each for itself otherwise, by the same
-// weights. A block sends to the peers' blocks of its own number, before it waits for theirs. Blocks are
-// started in the order of their numbers, so that the lowest that waits is always answered.
+// weights. The 8B shape at KVP 2 on two H200s, in turn, ms: 2.526 to 2.427 with 512 tokens, 4.544 to 4.442
+// with 131072; 8 layers with eight sequences 0.792 to 0.749.
+//
+// A block sends to the peers' blocks of its own number, before it waits for theirs. Blocks are started in the
+// order of their numbers, so that the lowest that waits is always answered.
 #pragma once
 
 #include <cstdint>

@@ -60,7 +60,9 @@ void prepare_qkv(B& backend, const PrepareQkvArgs<typename B::Activation>& args,
 }
 
 /// The product that q, k and v come from, and prepare_qkv: project_qkv of the backend if it has one, else one
-/// after the other. Queued on `stream`, allocates nothing, capturable.
+/// after the other. Queued on `stream`, allocates nothing, capturable. Where the backend's is collective
+/// (cuda::Backend over windows), all ranks of the KVP group call it, with the same but for their pages: rows,
+/// weights, positions, slots.
 /// @throws as prepare_qkv().
 template <LayerBackend B>
 void project_qkv(B& backend, const ProjectQkvArgs<typename B::Activation>& args, typename B::Stream stream) {

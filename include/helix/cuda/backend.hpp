@@ -186,7 +186,7 @@ class Backend : public Operators<T> {
     Operators<T>::combine_window(comms_->kvp.begin_kernel("exchange", stream), window, combine, stream);
   }
 
-  /// See helix::project_qkv: where the KVP group has windows, its ranks share the heads of one and two
+  /// See helix::project_qkv: where the KVP group has windows, its ranks share the heads of few
   /// tokens.
   void project_qkv(const ProjectQkvArgs<T>& args, Stream stream) {
     if constexpr (HasPeerChannel<Comm>) {
