@@ -7,6 +7,7 @@
 #include "cuda/linear/few_rows.cuh"
 #include "cuda/linear/few_rows.hpp"
 #include "cuda/linear/few_rows_launch.cuh"
+#include "cuda/runtime/rows.cuh"
 
 namespace helix::cuda {
 namespace {
@@ -45,11 +46,15 @@ void launch_for_rows(const Product<T>& p, int num_sms, cudaStream_t stream) {
 }  // namespace
 
 template <class T>
-bool fits_few_rows(const Product<T>& p) {
+bool has_few_rows(const Product<T>& p) {
   constexpr int kElements = 16 / static_cast<int>(sizeof(T));
-  const auto is_aligned = [](const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; };
   return p.heads == 1 && p.rows <= kMostFewRows && p.cols > 0 && p.cols % kChunkColumns == 0 &&
-         p.in_row % kElements == 0 && is_aligned(p.in) && is_aligned(p.weight);
+         p.in_row % kElements == 0;
+}
+
+template <class T>
+bool fits_few_rows(const Product<T>& p) {
+  return has_few_rows(p) && common_alignment({address_of(p.in), address_of(p.weight)}) == 16;
 }
 
 template <class T>
@@ -63,6 +68,7 @@ void multiply_few_rows_gated(const Product<T>& product, int num_sms, cudaStream_
 }
 
 #define HELIX_INSTANTIATE(T)                                             \
+  template bool has_few_rows(const Product<T>&);                         \
   template bool fits_few_rows(const Product<T>&);                        \
   template void multiply_few_rows(const Product<T>&, int, cudaStream_t); \
   template void multiply_few_rows_gated(const Product<T>&, int, cudaStream_t);

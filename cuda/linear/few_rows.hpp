@@ -16,6 +16,10 @@ inline constexpr int kMostFewRows = 16;
 template <class T>
 bool fits_few_rows(const Product<T>& product);
 
+/// The same but for where `in` and the weights begin: what ranks with the same product agree on.
+template <class T>
+bool has_few_rows(const Product<T>& product);
+
 /// The product, which fits. Sums are the same for any number of rows beside.
 template <class T>
 void multiply_few_rows(const Product<T>& product, int num_sms, cudaStream_t stream);

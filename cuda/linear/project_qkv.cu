@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include <helix/cuda/backend.hpp>
+#include <helix/error.hpp>
 
 #include "cuda/linear/few_rows.hpp"
 #include "cuda/linear/few_rows_launch.cuh"
@@ -13,6 +14,7 @@
 #include "cuda/linear/product.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/rows.cuh"
 
 namespace helix::cuda {
 namespace {
@@ -90,6 +92,10 @@ bool multiply_qkv(const ProjectQkvArgs<T>& args, Product<T> product, int num_sms
   if (channel != nullptr) {
     const std::int64_t saved = row_bytes * 2 * pairs * (all_heads - heads);
     if (saved < kLeastSavedBytes || most * product.rows > channel->most_words) return false;
+    HELIX_EXPECTS(common_alignment({address_of(product.in), address_of(product.weight)}) == 16,
+                  ErrorCode::invalid_argument, "project_qkv: in at ", static_cast<const void*>(product.in),
+                  " and weight at ", product.weight,
+                  " must be aligned to 16 bytes where ranks reach each other's memory");
   } else {
     // What the tail asks memory for takes as long as what is left of a product whose weights are mostly in
     // the ring when it begins: TPA 2 of the 8B shape lost 0.2 % of a step with one sequence, 0.8 % with two.
@@ -134,13 +140,16 @@ bool multiply_qkv(const ProjectQkvArgs<T>& args, Product<T> product, int num_sms
   return true;
 }
 
-/// The same in the shape for the rows; false too: no product of few rows has what is asked for.
+/// The same in the shape for the rows; false too: no product of few rows has what is asked for. @throws
+/// Error(invalid_argument) where ranks share the heads and one's activations or weights are not aligned.
 template <class T>
 bool multiply_few_rows_qkv(const ProjectQkvArgs<T>& args, int num_sms, const PeerChannel* channel,
                            cudaStream_t stream) {
   const LinearArgs<T>& linear = args.linear;
   const Product<T> product = product_of(linear);
-  if (linear.weight.dtype != kDTypeOf<T> || !fits_few_rows(product) || product.accumulate ||
+  // Where the activations begin is no reason for one of several ranks to take another way.
+  const bool fits = channel == nullptr ? fits_few_rows(product) : has_few_rows(product);
+  if (linear.weight.dtype != kDTypeOf<T> || !fits || product.accumulate ||
       args.prepare.batch.num_sequences() > few_rows::kQkvSequences || !has_tail(args))
     return false;
   if (product.rows <= few_rows::OneOrTwo::kRows)

@@ -85,7 +85,8 @@ class HELIX_API Operators {
   void project_qkv(const ProjectQkvArgs<T>& args, Stream stream) const;
   /// The same in one kernel; false, and nothing queued, for shapes that there is none for. Over the windows
   /// of `channel`'s group, collective: each rank, given the same but for its pages, multiplies its share of
-  /// the heads and sends it to the others. Or of one rank, where it is null.
+  /// the heads and sends it to the others. Or of one rank, where it is null. @throws Error(invalid_argument)
+  /// where `in` or the weight of one of several is not aligned to 16 bytes.
   bool project_qkv(const PeerChannel* channel, const ProjectQkvArgs<T>& args, Stream stream) const;
   void write_kv(const WriteKvArgs<T>& args, Stream stream) const;
   void read_kv(const ReadKvArgs& args, Stream stream) const;
