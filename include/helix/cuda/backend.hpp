@@ -187,8 +187,7 @@ class Backend : public Operators<T> {
     Operators<T>::combine_window(comms_->kvp.begin_kernel("exchange", stream), window, combine, stream);
   }
 
-  /// See helix::project_qkv: where the KVP group has windows, its ranks share the heads of few
-  /// tokens.
+  /// See helix::project_qkv: where the KVP group has windows, its ranks share the heads of up to 16 tokens.
   void project_qkv(const ProjectQkvArgs<T>& args, Stream stream) {
     if constexpr (HasPeerChannel<Comm>) {
       Comm& kvp = comms_->kvp;
