@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
 namespace helix::cuda {
 
@@ -69,9 +70,17 @@ struct PeerChannel {
 
   // Words that carry their own flags (peer_words.cuh), for messages of few bytes by many blocks: two slots of
   // a block as above, and one count for all peers, whom it sends as many.
-  std::int64_t words = 0;  ///< Bytes to words [kMaxWordBlocks, 2, size, most_words] of 8 bytes.
-  std::int64_t most_words = 0;
+  std::int64_t words = 0;                ///< Bytes to words [kMaxWordBlocks, 2, size, most_words] of 8 bytes.
+  std::int64_t most_words = 0;           ///< Of a message.
   std::uint32_t* word_counts = nullptr;  ///< [kMaxWordBlocks] on this rank's device.
 };
+
+/// What tells calls of one kind apart that are cut differently, and so cannot meet.
+constexpr std::uint32_t call_tag(std::uint32_t kind, std::initializer_list<std::int64_t> cut) {
+  std::uint32_t tag = kind;
+  for (const std::int64_t value : cut)
+    tag = (tag ^ static_cast<std::uint32_t>(value) ^ static_cast<std::uint32_t>(value >> 32)) * 0x9e3779b1u;
+  return tag;
+}
 
 }  // namespace helix::cuda

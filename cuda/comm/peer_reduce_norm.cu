@@ -67,12 +67,8 @@ bool make_plan(const PeerChannel& channel, std::int64_t rows, std::int64_t packe
 
 /// What two ranks must agree on whose messages meet.
 std::uint32_t tag_of(std::int64_t rows, std::int64_t width, DType dtype, const PeerNormPlan& plan) {
-  std::uint32_t tag = 0x6e6f726d;
-  for (const std::int64_t value :
-       {rows, width, static_cast<std::int64_t>(dtype), std::int64_t{plan.groups}, std::int64_t{plan.parts},
-        std::int64_t{plan.rows_a_round}, std::int64_t{plan.has_shares}})
-    tag = (tag ^ static_cast<std::uint32_t>(value) ^ static_cast<std::uint32_t>(value >> 32)) * 0x9e3779b1u;
-  return tag;
+  return call_tag(0x6e6f726d, {rows, width, static_cast<std::int64_t>(dtype), plan.groups, plan.parts,
+                               plan.rows_a_round, plan.has_shares});
 }
 
 template <class Block, class T, class W>

@@ -127,13 +127,19 @@ __device__ __forceinline__ std::uint64_t flag_of(std::uint32_t count, std::uint3
   return static_cast<std::uint64_t>(count) << 32 | tag;
 }
 
+/// Place among all slots of a block's message `count` from `sender`.
+__device__ __forceinline__ std::int64_t slot_place(const PeerChannel& channel, std::int64_t block,
+                                                   std::uint32_t count, int sender) {
+  return (block * 2 + (count & 1)) * channel.waits.size + sender;
+}
+
 /// The ends of one block's channel.
 struct BlockChannel {
   const PeerChannel& channel;
   int block;
 
   __device__ std::int64_t place(std::uint32_t count, int sender) const {
-    return (static_cast<std::int64_t>(block) * 2 + (count & 1)) * channel.waits.size + sender;
+    return slot_place(channel, block, count, sender);
   }
   __device__ std::byte* part(int rank) const { return channel.window + rank * channel.waits.stride; }
   /// Slot of message `count` that `sender` writes in the memory of `reader`.

@@ -43,8 +43,7 @@ struct BlockWords {
   /// Two messages to one place are two counts apart, so that a count may lose its highest bits.
   __device__ __forceinline__ std::uint32_t flag(std::uint32_t count) const { return count << kTagBits | tag; }
   __device__ __forceinline__ std::byte* at(int reader, std::uint32_t count, int sender, int i) const {
-    const std::int64_t slot =
-        (static_cast<std::int64_t>(blockIdx.x) * 2 + (count & 1)) * channel.waits.size + sender;
+    const std::int64_t slot = slot_place(channel, blockIdx.x, count, sender);
     return channel.window + reader * channel.waits.stride + channel.words +
            (slot * channel.most_words + i) * 8;
   }

@@ -14,7 +14,6 @@
 #include "cuda/linear/product.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
-#include "cuda/runtime/rows.cuh"
 
 namespace helix::cuda {
 namespace {
@@ -57,9 +56,7 @@ Tiles cut_heads(int heads, int pairs, int rows, int most_height, int most_blocks
 
 /// What the words of two ranks must agree on.
 std::uint32_t tag_of(int heads, int pairs, const Tiles& tiles, int rows, int cols) {
-  std::uint32_t tag = 0;
-  for (const int value : {heads, pairs, tiles.height, tiles.count, tiles.blocks, rows, cols})
-    tag = (tag ^ static_cast<std::uint32_t>(value)) * 0x9e3779b1u;
+  const std::uint32_t tag = call_tag(0, {heads, pairs, tiles.height, tiles.count, tiles.blocks, rows, cols});
   return 1 + (tag >> 16) % 255;
 }
 
@@ -92,9 +89,8 @@ bool multiply_qkv(const ProjectQkvArgs<T>& args, Product<T> product, int num_sms
   if (channel != nullptr) {
     const std::int64_t saved = row_bytes * 2 * pairs * (all_heads - heads);
     if (saved < kLeastSavedBytes || most * product.rows > channel->most_words) return false;
-    HELIX_EXPECTS(common_alignment({address_of(product.in), address_of(product.weight)}) == 16,
-                  ErrorCode::invalid_argument, "project_qkv: in at ", static_cast<const void*>(product.in),
-                  " and weight at ", product.weight,
+    HELIX_EXPECTS(fits_few_rows(product), ErrorCode::invalid_argument, "project_qkv: in at ",
+                  static_cast<const void*>(product.in), " and weight at ", product.weight,
                   " must be aligned to 16 bytes where ranks reach each other's memory");
   } else {
     // What the tail asks memory for takes as long as what is left of a product whose weights are mostly in

@@ -5,8 +5,6 @@
 #include <cstdint>
 #include <vector>
 
-#include <cuda_runtime_api.h>
-
 #include <helix/cuda/backend.hpp>
 
 #include "cuda/gpu.hpp"
@@ -19,88 +17,54 @@ namespace {
 /// Checks the bits of both ways, and that all is one kernel if and only if `is_one`.
 template <class T>
 void check(const QkvMachine<T>& machine, const QkvCase& of, bool is_one) {
-  CAPTURE(of.positions, of.sequences, of.q_heads, of.kv_heads, of.dim, of.hidden, of.rotary, of.pad, of.kvp,
-          to_string(of.kv), of.is_interleaved, of.is_token_major, of.has_bias, of.has_norm);
+  CAPTURE(of.tokens.positions, of.tokens.sequences, of.q_heads, of.kv_heads, of.dim, of.hidden, of.rotary,
+          of.pad, of.kvp, to_string(of.kv), of.is_interleaved, of.is_token_major, of.has_bias, of.has_norm);
   const auto in_one = [](const auto& by, const auto& args, cuda::Stream stream) {
     by.project_qkv(args, stream);
   };
-  const auto in_turn = [](const auto& by, const auto& args, cuda::Stream stream) {
-    by.linear(args.linear, stream);
-    by.prepare_qkv(args.prepare, stream);
-  };
   QkvProjection<T> projection(machine, of);
-  const std::vector<std::byte> expected = projection.run(in_turn);
+  const std::vector<std::byte> expected = projection.run(qkv_in_turn);
   CHECK(projection.run(in_one) == expected);
   CHECK((projection.count(in_one) == 1) == is_one);
-  CHECK(projection.count(in_turn) > 1);
+  CHECK(projection.count(qkv_in_turn) > 1);
 }
 
 }  // namespace
 
 TEMPLATE_TEST_CASE("project_qkv of few tokens on a GPU is one kernel with the bits of two", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
-  int major = 0;
-  HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
-  const bool is_hopper = major == 9;
   const QkvMachine<TestType> machine;
-  const auto check_both = [&](const QkvCase& of) { check(machine, of, is_hopper); };
+  const bool has_kernel = is_hopper();
+  const auto check_both = [&](const QkvCase& of) { check(machine, of, has_kernel); };
   const DType own = kDTypeOf<TestType>;
-  for (const auto& [positions, sequences] : qkv_tokens()) {
+  for (const QkvTokens& tokens : qkv_tokens()) {
     for (const bool is_interleaved : {false, true}) {
       for (const DType kv : {own, DType::fp8_e4m3, DType::f32}) {
-        for (const std::int64_t kvp : {1, 2})
-          check_both({.positions = positions,
-                      .sequences = sequences,
-                      .kvp = kvp,
-                      .kv = kv,
-                      .is_interleaved = is_interleaved});
-        check_both({.positions = positions,
-                    .sequences = sequences,
-                    .pad = 8,
-                    .kv = kv,
-                    .is_interleaved = is_interleaved,
-                    .is_token_major = true,
-                    .has_bias = true});
+        QkvCase of{.tokens = tokens, .kv = kv, .is_interleaved = is_interleaved};
+        check_both(of);
+        of.kvp = 2;
+        check_both(of);
+        of.kvp = 1;
+        of.pad = 8;
+        of.is_token_major = of.has_bias = true;
+        check_both(of);
       }
     }
     // Too short to hide the tail, but for what is read ahead.
-    check_both(
-        {.positions = positions, .sequences = sequences, .hidden = 512, .kv = own, .follows_layer = true});
+    check_both({.tokens = tokens, .hidden = 512, .kv = own, .follows_layer = true});
     // Heads that tiles or blocks do not divide.
-    check_both({.positions = positions, .sequences = sequences, .dim = 96, .rotary = 96, .kv = own});
-    check_both({.positions = positions,
-                .sequences = sequences,
-                .q_heads = 3,
-                .kv_heads = 1,
-                .dim = 44,
-                .rotary = 44,
-                .kv = own});
-    check_both({.positions = positions,
-                .sequences = sequences,
-                .q_heads = 32,
-                .kv_heads = 8,
-                .hidden = 4096,
-                .kv = own});
+    check_both({.tokens = tokens, .dim = 96, .rotary = 96, .kv = own});
+    check_both({.tokens = tokens, .q_heads = 3, .kv_heads = 1, .dim = 44, .rotary = 44, .kv = own});
+    check_both({.tokens = tokens, .q_heads = 32, .kv_heads = 8, .hidden = 4096, .kv = own});
     // More heads than blocks: of more than two rows, more pairs than a block of an SM prepares.
-    const bool is_one = is_hopper && positions.size() <= 2;
-    check(machine,
-          {.positions = positions,
-           .sequences = sequences,
-           .q_heads = 128,
-           .kv_heads = 8,
-           .hidden = 1024,
-           .kv = own},
-          is_one);
-    check(machine,
-          {.positions = positions,
-           .sequences = sequences,
-           .q_heads = 300,
-           .kv_heads = 4,
-           .dim = 64,
-           .hidden = 1088,
-           .rotary = 64,
-           .kv = own},
-          is_one);
+    QkvCase many{.tokens = tokens, .q_heads = 128, .kv_heads = 8, .hidden = 1024, .kv = own};
+    const bool is_one = has_kernel && tokens.positions.size() <= 2;
+    check(machine, many, is_one);
+    many.q_heads = 300;
+    many.kv_heads = 4;
+    many.dim = many.rotary = 64;
+    many.hidden = 1088;
+    check(machine, many, is_one);
   }
 }
 
@@ -108,15 +72,11 @@ TEMPLATE_TEST_CASE("project_qkv on a GPU takes what has no such kernel", "", f16
   HELIX_REQUIRE_GPUS(1);
   const DType own = kDTypeOf<TestType>;
   const QkvMachine<TestType> machine;
-  check(machine,
-        {.positions = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0, 1, 2, 3, 4, 5},
-         .sequences = {0, 11, 17},
-         .kv = own},
-        false);
-  check(machine, {.positions = {7}, .kv = own, .has_norm = true}, false);
-  check(machine, {.positions = {7}, .rotary = 64, .kv = own}, false);
-  check(machine, {.positions = {7}, .hidden = 6152, .kv = own}, false);
-  check(machine, {.positions = {7}, .hidden = 512, .kv = own}, false);  // too short to hide the tail
+  check(machine, {.tokens = qkv_tokens_beyond(), .kv = own}, false);
+  check(machine, {.kv = own, .has_norm = true}, false);
+  check(machine, {.rotary = 64, .kv = own}, false);
+  check(machine, {.hidden = 6152, .kv = own}, false);
+  check(machine, {.hidden = 512, .kv = own}, false);  // too short to hide the tail
 }
 
 }  // namespace helix::test

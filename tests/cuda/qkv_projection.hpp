@@ -17,10 +17,15 @@
 
 namespace helix::test {
 
+/// Tokens of a step: where they are, and how they fall to sequences.
+struct QkvTokens {
+  std::vector<std::int64_t> positions;  // below 0 is padding
+  std::vector<std::int32_t> sequences;  // where their tokens begin, and the end
+};
+
 /// A projection of the newest tokens of some sequences, wide enough for the one kernel.
 struct QkvCase {
-  std::vector<std::int64_t> positions;        // of the tokens; below 0 is padding
-  std::vector<std::int32_t> sequences{0, 1};  // where their tokens begin, and the end
+  QkvTokens tokens{{7}, {0, 1}};
   std::int64_t q_heads = 8;
   std::int64_t kv_heads = 2;
   std::int64_t dim = 128;
@@ -37,12 +42,6 @@ struct QkvCase {
   bool follows_layer = false;
 };
 
-/// Tokens of a step: where they are, and how they fall to sequences.
-struct QkvTokens {
-  std::vector<std::int64_t> positions;
-  std::vector<std::int32_t> sequences;
-};
-
 /// One to 16 tokens: of as many sequences, several of one, padding, sequences without any.
 inline std::vector<QkvTokens> qkv_tokens() {
   return {{{7}, {0, 1}},
@@ -54,6 +53,17 @@ inline std::vector<QkvTokens> qkv_tokens() {
           {{7, 3, 9, -1, 11, 2, 5, 8}, {0, 1, 2, 3, 4, 5, 6, 7, 8}},
           {{0, 1, 2, 3, 5, 6, 7, 8, 1, 2, 3, 4, 8, 9, 10, 11}, {0, 4, 8, 12, 16}}};
 }
+
+/// More than the kernel takes.
+inline QkvTokens qkv_tokens_beyond() {
+  return {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0, 1, 2, 3, 4, 5}, {0, 11, 17}};
+}
+
+/// What project_qkv is to do: the product, then prepare_qkv.
+inline constexpr auto qkv_in_turn = [](const auto& by, const auto& args, cuda::Stream stream) {
+  by.linear(args.linear, stream);
+  by.prepare_qkv(args.prepare, stream);
+};
 
 /// The same on all ranks.
 template <class T>
@@ -103,8 +113,8 @@ class QkvProjection {
     frequencies_ = upload(frequencies);
     k_scales_ = upload(std::vector<float>(at(of.kv_heads), 0.037f));
     v_scales_ = upload(std::vector<float>(at(of.kv_heads), 0.11f));
-    positions_ = upload(of.positions);
-    const auto sequences = static_cast<std::int32_t>(of.sequences.size()) - 1;
+    positions_ = upload(of.tokens.positions);
+    const auto sequences = static_cast<std::int32_t>(of.tokens.sequences.size()) - 1;
     std::vector<std::int32_t> slots;
     std::vector<std::int32_t> pages;
     for (std::int32_t slot = 0; slot < sequences; ++slot) {
@@ -113,7 +123,7 @@ class QkvProjection {
         pages.push_back(static_cast<std::int32_t>((kSlotPages * slot + i) % kPages));
     }
     contract::require(max_pages() <= kSlotPages, "two sequences share a page");
-    offsets_ = upload(of.sequences);
+    offsets_ = upload(of.tokens.sequences);
     slots_ = upload(slots);
     pages_ = upload(pages);
   }
@@ -144,10 +154,10 @@ class QkvProjection {
   }
 
  private:
-  std::int64_t num_tokens() const { return static_cast<std::int64_t>(case_.positions.size()); }
+  std::int64_t num_tokens() const { return static_cast<std::int64_t>(case_.tokens.positions.size()); }
   std::int64_t row() const { return (case_.q_heads + 2 * case_.kv_heads) * case_.dim + case_.pad; }
   std::int64_t max_pages() const {
-    const std::int64_t last = *std::max_element(case_.positions.begin(), case_.positions.end());
+    const std::int64_t last = *std::max_element(case_.tokens.positions.begin(), case_.tokens.positions.end());
     return std::max<std::int64_t>(last, 0) / kPageTokens + 1;
   }
   KvFormat kv_format() const {
@@ -187,7 +197,7 @@ class QkvProjection {
                          .rotary_dim = c.rotary,
                          .is_interleaved = c.is_interleaved,
                          .magnitude = 1.25f};
-    args.prepare.batch = {case_.sequences, offsets_, positions_, slots_};
+    args.prepare.batch = {case_.tokens.sequences, offsets_, positions_, slots_};
     KvView& kv = args.prepare.kv;
     kv = KvView::of_pool(pool, format, kPages);
     if (c.is_token_major) kv.v = pool + one_pool_bytes();

@@ -7,8 +7,6 @@
 #include <thread>
 #include <vector>
 
-#include <cuda_runtime_api.h>
-
 #include <helix/contract/communicator.hpp>
 #include <helix/cuda/backend.hpp>
 #include <helix/cuda/graph.hpp>
@@ -27,17 +25,6 @@ using Catch::Matchers::Contains;
 namespace helix::test {
 namespace {
 
-bool is_hopper() {
-  int major = 0;
-  HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
-  return major == 9;
-}
-
-const auto in_turn = [](const auto& by, const auto& args, cuda::Stream stream) {
-  by.linear(args.linear, stream);
-  by.prepare_qkv(args.prepare, stream);
-};
-
 /// Queues the kernel of shared heads, which must be there.
 auto shared_over(const cuda::PeerComm& comm) {
   return [&comm](const auto& by, const auto& args, cuda::Stream stream) {
@@ -49,9 +36,8 @@ auto shared_over(const cuda::PeerComm& comm) {
 /// Cases of `size` ranks, of which this is number `rank`: 48 heads.
 std::vector<QkvCase> cases_of(int rank, int size, DType own) {
   std::vector<QkvCase> all;
-  for (const auto& [positions, sequences] : qkv_tokens()) {
-    const QkvCase plain{.positions = positions,
-                        .sequences = sequences,
+  for (const QkvTokens& tokens : qkv_tokens()) {
+    const QkvCase plain{.tokens = tokens,
                         .q_heads = 32,
                         .kv_heads = 8,
                         .hidden = 4096,
@@ -78,8 +64,7 @@ std::vector<QkvCase> cases_of(int rank, int size, DType own) {
 
 TEMPLATE_TEST_CASE("project_qkv over windows: ranks share the heads and have the bits of each alone", "", f16,
                    bf16) {
-  HELIX_REQUIRE_GPUS(1);
-  if (!is_hopper()) return;  // there is no such kernel
+  HELIX_REQUIRE_HOPPER();
   const int size = GENERATE(2, 3, 4);
   run_ranks_or_throw(make_group(size), [size](cuda::PeerComm& comm) {
     cuda::use_device(device_of(comm));
@@ -87,10 +72,10 @@ TEMPLATE_TEST_CASE("project_qkv over windows: ranks share the heads and have the
     const QkvMachine<TestType> machine(operators);
     for (const QkvCase& of : cases_of(comm.rank(), size, kDTypeOf<TestType>)) {
       QkvProjection<TestType> projection(machine, of);
-      const std::vector<std::byte> expected = projection.run(in_turn);
+      const std::vector<std::byte> expected = projection.run(qkv_in_turn);
       for (int round = 0; round < 3; ++round)
-        contract::require(projection.run(shared_over(comm)) == expected, of.positions.size(), " tokens, ",
-                          of.kv_heads, " KV heads of ", to_string(of.kv), ", round ", round,
+        contract::require(projection.run(shared_over(comm)) == expected, of.tokens.positions.size(),
+                          " tokens, ", of.kv_heads, " KV heads of ", to_string(of.kv), ", round ", round,
                           ": other bits than alone");
     }
   });
@@ -102,41 +87,37 @@ TEST_CASE("project_qkv of a backend over windows takes what heads are not shared
     cuda::use_device(device_of(comm));
     PeerBackend<bf16> backend(comm.split(0, comm.rank()), comm, device_of(comm));
     const QkvMachine<bf16> machine(backend);
-    QkvCase of{
-        .positions = {7}, .q_heads = 32, .kv_heads = 8, .hidden = 4096, .kvp = 2, .kvp_rank = comm.rank()};
+    QkvCase of{.q_heads = 32, .kv_heads = 8, .hidden = 4096, .kvp = 2, .kvp_rank = comm.rank()};
     const auto check = [&](const QkvCase& other) {
       QkvProjection<bf16> projection(machine, other);
-      const std::vector<std::byte> expected = projection.run(in_turn);
+      const std::vector<std::byte> expected = projection.run(qkv_in_turn);
       const std::vector<std::byte> found = projection.run(
           [&](const auto&, const auto& args, cuda::Stream stream) { project_qkv(backend, args, stream); });
-      contract::require(found == expected, other.positions.size(), " tokens, hidden size ", other.hidden,
-                        ": other bits than in turn");
+      contract::require(found == expected, other.tokens.positions.size(), " tokens, hidden size ",
+                        other.hidden, ": other bits than in turn");
     };
     check(of);
     of.hidden = 1024;  // so few bytes that waiting for a peer takes longer
     check(of);
     of.hidden = 4096;
-    of.positions = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0, 1, 2, 3, 4, 5};
-    of.sequences = {0, 11, 17};
+    of.tokens = qkv_tokens_beyond();
     check(of);
     of.kv_heads = 3;  // 37 heads
     of.q_heads = 31;
-    of.positions = {2};
-    of.sequences = {0, 1};
+    of.tokens = {{2}, {0, 1}};
     check(of);
   });
 }
 
 TEST_CASE("captured projections of shared heads replay rightly, and a rank that skips one is named") {
-  HELIX_REQUIRE_GPUS(1);
-  if (!is_hopper()) return;  // there is no such kernel
+  HELIX_REQUIRE_HOPPER();
   const bool skips = GENERATE(false, true);
   const RankOutcomes outcomes = run_ranks(make_group(2, skips ? 2s : 20s), [skips](cuda::PeerComm& comm) {
     cuda::use_device(device_of(comm));
     PeerBackend<bf16> backend(comm.split(0, comm.rank()), comm, device_of(comm));
     const QkvMachine<bf16> machine(backend);
     QkvProjection<bf16> projection(machine, cases_of(comm.rank(), 2, DType::bf16).front());
-    const std::vector<std::byte> expected = projection.run(in_turn);
+    const std::vector<std::byte> expected = projection.run(qkv_in_turn);
     const std::vector<std::byte> found =
         projection.run([&](const auto& by, const auto& args, cuda::Stream stream) {
           shared_over(comm)(by, args, stream);
