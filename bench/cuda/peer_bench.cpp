@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What ranks do through each other's memory, in a graph of ten: the exchange of partials and its combine
-// ("us": after an attention that has written the messages; "pushed_us": with a kernel that writes them), and
-// the all-reduce with residual and norm. Beside them the same over NCCL, where each rank has a GPU. On one
-// GPU two ranks share it, which shows that it works, not how fast a link is.
+// ("pushed_us": with a kernel that writes them; "us": without what that kernel takes, so as behind attention;
+// "headers_..." the same of messages with headers where others travel as lines), and the all-reduce with
+// residual and norm. Beside them the same over NCCL, where each rank has a GPU. On one GPU two ranks share
+// it, which shows that it works, not how fast a link is.
 #include <exception>
 #include <string>
 #include <vector>
@@ -23,19 +24,20 @@ namespace {
 constexpr int kPerGraph = 10;
 
 struct ExchangeTimes {
-  double us = 0.0;
+  double us = 0.0;  ///< Of messages with headers that lie there.
   double pushed_us = 0.0;
 };
 
 template <class Comm>
-ExchangeTimes time_exchange(int num_gpus, std::int64_t tokens) {
+ExchangeTimes time_exchange(int num_gpus, std::int64_t tokens, bool has_lines) {
   constexpr std::int64_t kHeads = 128;
   constexpr std::int64_t kDim = 128;
   ExchangeTimes times;
   run_ranks<Comm>(2, 1, num_gpus, [&](Rank<Comm>& rank) {
     using Backend = RankBackend<Comm>;
-    KvpAllToAll<Backend> exchange(rank.backend,
-                                  {.max_tokens = tokens, .num_query_heads = kHeads, .value_dim = kDim});
+    KvpAllToAll<Backend> exchange(
+        rank.backend,
+        {.max_tokens = tokens, .num_query_heads = kHeads, .value_dim = kDim, .has_lines = has_lines});
     const cuda::Buffer out =
         random_bf16(tokens * kHeads * kDim, 7 + static_cast<std::uint64_t>(rank.index()));
     const cuda::Buffer lse = on_device(
@@ -56,12 +58,14 @@ ExchangeTimes time_exchange(int num_gpus, std::int64_t tokens) {
                                  .packed_out = messages.sink.out,
                                  .packed_lse = messages.sink.lse,
                                  .headers = messages.sink.headers,
-                                 .slot = messages.sink.slot},
+                                 .slot = messages.sink.slot,
+                                 .lines = messages.sink.lines},
                                 rank.stream);
       combine();
     };
     const double pushed_us = time_together(rank, kPerGraph, push);
-    const double us = time_together(rank, kPerGraph, combine);
+    const bool are_lines = messages.sink.lines.rows.out != nullptr;
+    const double us = are_lines ? 0.0 : time_together(rank, kPerGraph, combine);
     if (rank.index() == 0) times = {us, pushed_us};
   });
   return times;
@@ -121,11 +125,15 @@ void register_peers(int num_gpus) {
     register_case("window_exchange/kvp:2/tokens:" + std::to_string(tokens) + "/heads:128/dim:128" + where,
                   [=](benchmark::State& state) {
                     run_case(state, [&] {
-                      const auto times = time_exchange<cuda::PeerComm>(gpus, tokens);
+                      const auto headers = time_exchange<cuda::PeerComm>(gpus, tokens, false);
+                      auto times = time_exchange<cuda::PeerComm>(gpus, tokens, true);
+                      if (times.us == 0.0) times.us = times.pushed_us - (headers.pushed_us - headers.us);
                       state.counters["pushed_us"] = times.pushed_us;
+                      state.counters["headers_us"] = headers.us;
+                      state.counters["headers_pushed_us"] = headers.pushed_us;
                       state.counters["bytes"] = static_cast<double>(tokens * 128 * 260);
                       if (gpus == 2) {
-                        const auto nccl = time_exchange<cuda::NcclComm>(gpus, tokens);
+                        const auto nccl = time_exchange<cuda::NcclComm>(gpus, tokens, true);
                         state.counters["nccl_us"] = nccl.us;
                         state.counters["nccl_packed_us"] = nccl.pushed_us;
                       }

@@ -13,6 +13,7 @@
 #include "cuda/attention/block_result.cuh"
 #include "cuda/attention/schedule.cuh"
 #include "cuda/runtime/math.cuh"
+#include "cuda/runtime/ptx.cuh"
 #include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
@@ -22,39 +23,68 @@ inline constexpr int kLaneColumns = 4;  ///< Columns that a lane takes at a time
 /// Writes one row of out, and lse; by a warp whose lanes call write() for all columns.
 struct RowWriter {
   const AttentionParams& p;
-  std::int64_t at;
+  std::int64_t at = 0;
+  OutgoingLines lines;
   float inverse;
   bool is_empty;
 
   __device__ RowWriter(const AttentionParams& params, const QueryTile& query_tile, int head, int row,
-                       float max, float sum)
+                       float max, float sum, const SinkPlace& place = sink_place())
       : p(params) {
     const std::int64_t token = query_tile.token(p, row) - p.first_out_token;
     const std::int64_t query_head = query_tile.query_head(p, head, row);
-    const std::int64_t slot = sink_slot(p);
-    at = slot * p.out_slot_stride + token * p.out_token_stride + query_head * p.out_head_stride;
     is_empty = !(max > -kInfinity) && sum == 0.0f;
     inverse = is_empty ? 0.0f : 1.0f / sum;
-    if (threadIdx.x % kWarp == 0) {
-      p.lse[slot * p.lse_slot_stride + token * p.lse_token_stride + query_head * p.lse_head_stride] =
-          is_empty ? -kInfinity : (max + log2f(sum)) * kLn2;
+    const float lse = is_empty ? -kInfinity : (max + log2f(sum)) * kLn2;
+    const bool is_first = threadIdx.x % kWarp == 0;
+    if (sends_lines(p)) {
+      lines = outgoing_lines(p, place, token, query_head);
+      if (is_first) lines.store_lse(lse);
+      return;
     }
+    at = place.slot * p.out_slot_stride + token * p.out_token_stride + query_head * p.out_head_stride;
+    if (is_first)
+      p.lse[place.slot * p.lse_slot_stride + token * p.lse_token_stride + query_head * p.lse_head_stride] =
+          lse;
   }
 
   __device__ void write(int column, float4 x) const {
     const float4 result = is_empty ? float4{0.0f, 0.0f, 0.0f, 0.0f}
                                    : float4{x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse};
-    store_columns(p, at + column, p.value_dim - column, result);
+    if (p.dtype == DType::f32) {
+      write_floats(column, result);
+    } else if (p.dtype == DType::bf16) {
+      write_bits(column, uint2{pack<bf16>(result.x, result.y), pack<bf16>(result.z, result.w)});
+    } else {
+      write_bits(column, uint2{pack<f16>(result.x, result.y), pack<f16>(result.z, result.w)});
+    }
   }
   /// Four columns that are of out's type already, of 16 bits.
   __device__ void write_bits(int column, uint2 four) const {
-    auto* to = static_cast<unsigned short*>(p.out) + at + column;
-    if (p.is_out_aligned) {
-      *reinterpret_cast<uint2*>(to) = four;
+    if (sends_lines(p)) {
+      lines.store(2 * column, four.x, four.y);
     } else {
-      const auto* from = reinterpret_cast<const unsigned short*>(&four);
-#pragma unroll
-      for (int k = 0; k < kLaneColumns; ++k) to[k] = from[k];
+      store<unsigned short>(column, four);
+    }
+  }
+
+ private:
+  __device__ void write_floats(int column, float4 four) const {
+    if (!sends_lines(p)) return store<float>(column, four);
+    lines.store(4 * column, __float_as_uint(four.x), __float_as_uint(four.y));
+    if (column + 2 < p.value_dim)
+      lines.store(4 * column + 8, __float_as_uint(four.z), __float_as_uint(four.w));
+  }
+  /// As many of four columns as the row has.
+  template <class T, class Four>
+  __device__ void store(int column, const Four& four) const {
+    T* to = static_cast<T*>(p.out) + at + column;
+    const int left = p.value_dim - column;
+    if (p.is_out_aligned && left >= kLaneColumns) {
+      *reinterpret_cast<Four*>(to) = four;
+    } else {
+      const T* from = reinterpret_cast<const T*>(&four);
+      for (int k = 0; k < min(left, kLaneColumns); ++k) to[k] = from[k];
     }
   }
 };

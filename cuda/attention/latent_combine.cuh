@@ -158,7 +158,8 @@ __global__ __launch_bounds__(
                                                       int block_rows) {
   __shared__ CombineShared<kShares> shared;
   prefetch_params(p);
-  follow_previous();
+  follow_previous(p);
+  find_sink_place(p);
   combine_rows<kShares, kManyRows>(p, block_rows, shared);
 }
 

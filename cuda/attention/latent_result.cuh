@@ -91,11 +91,12 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Part&
       __stcg(partials.sum(split, first_row + r), end.sum);
     }
   } else {
+    const SinkPlace place = read_sink_place(p);  // no shared memory is left for sink_place()
 #pragma unroll 1
     for (int r = warp; r < rows; r += kWarpsOfGroup) {
       const RowEnd end = ends[r];
       const uint4 piece = staged(r);
-      const RowWriter writer(p, part.span.query_tile, 0, first_row + r, end.max, end.sum);
+      const RowWriter writer(p, part.span.query_tile, 0, first_row + r, end.max, end.sum, place);
       writer.write_bits(column, uint2{piece.x, piece.y});
       writer.write_bits(column + kLaneColumns, uint2{piece.z, piece.w});
     }

@@ -209,7 +209,7 @@ __global__ __launch_bounds__(kMmaWarps* kWarp,
                              kBlocks) void attend_mma(const __grid_constant__ AttentionParams p,
                                                       RowAlignment alignment) {
   prefetch_params(p);
-  follow_previous();
+  follow_previous(p);
   Mma<KV, kDim, kValueDim, kRowWarps, kTokens, kSlots, kHasRest>::attend(p, alignment);
   finish_messages(p);
 }

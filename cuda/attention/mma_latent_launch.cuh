@@ -20,7 +20,7 @@ __global__ __launch_bounds__(kMmaLatentWarps* kWarp,
                              kBlocks) void attend_mma_latent(const __grid_constant__ AttentionParams p,
                                                              RowAlignment alignment) {
   prefetch_params(p);
-  follow_previous();
+  follow_previous(p);
   MmaLatent<KV, kRowWarps, kStages, kHasRest>::attend(p, alignment);
   finish_messages(p);
 }

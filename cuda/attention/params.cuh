@@ -9,9 +9,11 @@
 
 #include "cuda/attention/kernel.hpp"
 #include "cuda/exchange/header.cuh"
+#include "cuda/exchange/line_rows.cuh"
 #include "cuda/kv_cache/paged_rows.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/divisor.cuh"
+#include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
@@ -39,6 +41,8 @@ struct AttentionParams {
   const std::uint64_t* slot_epoch = nullptr;  ///< SinkSlot::epoch.
   std::int64_t out_slot_stride = 0;           ///< Elements of out to the other slot.
   std::int64_t lse_slot_stride = 0;
+  SinkLines lines{};  ///< In place of out and lse, unless its rows are null.
+  std::int64_t line_slot_bytes = 0;
 
   const std::int64_t* positions = nullptr;
   const std::int32_t* slots = nullptr;
@@ -130,36 +134,44 @@ __device__ inline int settled_tokens(const AttentionParams& p, const QueryTile& 
   return static_cast<int>(settled);
 }
 
-/// The slot that this launch writes to, 0 or 1.
-__device__ __forceinline__ std::int64_t sink_slot(const AttentionParams& p) {
-  return p.slot_epoch == nullptr ? 0 : static_cast<std::int64_t>(*p.slot_epoch & 1);
+__device__ __forceinline__ bool sends_lines(const AttentionParams& p) {
+  return p.lines.rows.out != nullptr;
+}
+
+/// For a kernel that can do nothing ahead, as follow_previous(). The one behind reads lines before this one
+/// has ended, so that it may not start before all kernels ahead of this one have.
+__device__ __forceinline__ void follow_previous(const AttentionParams& p) {
+  if (!sends_lines(p)) start_next();
+  wait_for_previous();
+  if (sends_lines(p)) start_next();
+}
+
+/// Where this launch writes its results, read anew.
+__device__ __forceinline__ SinkPlace read_sink_place(const AttentionParams& p) {
+  return p.slot_epoch == nullptr ? SinkPlace{} : SinkPlace(p.slot_epoch, p.lines.gave_up);
+}
+
+/// The same of the block, in shared memory.
+__device__ __forceinline__ SinkPlace& sink_place() {
+  __shared__ SinkPlace place;
+  return place;
+}
+
+/// Finds it, ahead of a barrier: read for each row it would be a trip to memory more for each. By the last
+/// thread, as the first ones have plans to make.
+__device__ __forceinline__ void find_sink_place(const AttentionParams& p) {
+  if (threadIdx.x == blockDim.x - 1) sink_place() = read_sink_place(p);
+}
+
+/// Where the lines of row (token, head) go.
+__device__ __forceinline__ OutgoingLines outgoing_lines(const AttentionParams& p, const SinkPlace& place,
+                                                        std::int64_t token, std::int64_t head) {
+  return {p.lines, place, p.line_slot_bytes, token, head};
 }
 
 /// The columns of a row of split partials in the workspace: whole float4.
 HELIX_HOST_DEVICE constexpr std::int64_t partial_stride(std::int64_t value_dim) {
   return (value_dim + 3) / 4 * 4;
-}
-
-/// Stores up to four columns of a row of out, from element `i` on; `left` are left in the row.
-__device__ inline void store_columns(const AttentionParams& p, std::int64_t i, int left, float4 x) {
-  const auto store = [&]<class Four, class T>(const Four& four, T*) {
-    T* to = static_cast<T*>(p.out) + i;
-    if (p.is_out_aligned && left >= 4) {
-      *reinterpret_cast<Four*>(to) = four;
-    } else {
-      const T* from = reinterpret_cast<const T*>(&four);
-      for (int k = 0; k < min(left, 4); ++k) to[k] = from[k];
-    }
-  };
-  if (p.dtype == DType::f32) {
-    store(x, static_cast<float*>(nullptr));
-  } else {
-    const bool is_bf16 = p.dtype == DType::bf16;
-    const auto bits = [&](float value) {
-      return is_bf16 ? from_float<bf16>(value).bits : from_float<f16>(value).bits;
-    };
-    store(ushort4{bits(x.x), bits(x.y), bits(x.z), bits(x.w)}, static_cast<unsigned short*>(nullptr));
-  }
 }
 
 /// The headers of the packed messages that the results lie in, by one warp of the grid.

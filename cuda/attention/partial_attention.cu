@@ -88,6 +88,8 @@ AttentionParams params_of(const PartialAttentionArgs<T>& args) {
   p.slot_epoch = sink.slot.epoch;
   p.out_slot_stride = sink.slot.bytes / static_cast<std::int64_t>(sizeof(T));
   p.lse_slot_stride = sink.slot.bytes / static_cast<std::int64_t>(sizeof(float));
+  p.lines = sink.lines;
+  p.line_slot_bytes = sink.slot.bytes;
   p.positions = args.batch.positions;
   p.k = places.k;
   p.v = places.v;

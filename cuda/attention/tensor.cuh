@@ -94,7 +94,10 @@ struct Tensor {
     Cluster cluster(s.cluster);
     if (threadIdx.x == 0) TileCopies::prefetch(maps);
     init_barriers(s.barriers[warp][0]);
-    if (!p.reads_ahead) follow_previous();
+    if (!p.reads_ahead) {
+      follow_previous(p);
+      find_sink_place(p);
+    }
     make_plan(p, s.plan);
     const Schedule<Plan> schedule(p, s.plan);
     const WorkItem item = schedule.work_item(static_cast<int>(blockIdx.x));
@@ -124,6 +127,7 @@ struct Tensor {
       // Behind the copies of all blocks the queries would wait for microseconds, so they are asked for first.
       Queries queries;
       queries.read(p, query_tile, at.head);
+      if (done == 0 && p.reads_ahead) find_sink_place(p);
       const KvScales scales = Softmax::read_scales(p, at.head);
       constexpr bool kQueriesFirst = TileCopies::kTakesLoadUnits;
       for (; filled < kStages && !kQueriesFirst; ++filled) fill(filled);

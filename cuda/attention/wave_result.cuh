@@ -52,10 +52,11 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
                                            int row, const RowSums<kValueDim>& found) {
   const int quarter = static_cast<int>(threadIdx.x) % 4;
   T* to[2];
+  OutgoingLines lines[2];
   bool is_row[2];
   bool is_empty[2];  // it saw nothing
   float inverse[2];
-  const std::int64_t slot = sink_slot(p);
+  const SinkPlace place = sink_place();
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     is_row[h] = row + 8 * h < query_tile.num_rows;
@@ -64,12 +65,18 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
     const int r = ::min(row + 8 * h, query_tile.num_rows - 1);
     const std::int64_t token = query_tile.token(p, r) - p.first_out_token;
     const std::int64_t query_head = query_tile.query_head(p, head, r);
-    to[h] = static_cast<T*>(p.out) + slot * p.out_slot_stride + token * p.out_token_stride +
-            query_head * p.out_head_stride;
-    if (is_row[h] && quarter == 0) {
-      p.lse[slot * p.lse_slot_stride + token * p.lse_token_stride + query_head * p.lse_head_stride] =
-          is_empty[h] ? -kInfinity : (found.max[h] + __log2f(found.sum[h])) * kLn2;
+    const bool has_lse = is_row[h] && quarter == 0;
+    const float lse = is_empty[h] ? -kInfinity : (found.max[h] + __log2f(found.sum[h])) * kLn2;
+    to[h] = static_cast<T*>(p.out);
+    if (sends_lines(p)) {
+      lines[h] = outgoing_lines(p, place, token, query_head);
+      if (has_lse) lines[h].store_lse(lse);
+      continue;
     }
+    to[h] += place.slot * p.out_slot_stride + token * p.out_token_stride + query_head * p.out_head_stride;
+    if (has_lse)
+      p.lse[place.slot * p.lse_slot_stride + token * p.lse_token_stride + query_head * p.lse_head_stride] =
+          lse;
   }
   const auto pairs_of = [&](int h, int four, unsigned(&words)[4]) {
 #pragma unroll
@@ -80,7 +87,7 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
   };
   const std::uint64_t addresses =
       reinterpret_cast<std::uint64_t>(to[0]) | reinterpret_cast<std::uint64_t>(to[1]);
-  if (__all_sync(~0u, addresses % 16 == 0)) {
+  if (sends_lines(p) || __all_sync(~0u, addresses % 16 == 0)) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -88,9 +95,13 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
         unsigned words[4];
         pairs_of(h, four, words);
         transpose_words(words);
-        if (is_row[h]) {
-          *reinterpret_cast<uint4*>(to[h] + (four * 4 + quarter) * 8) =
-              uint4{words[0], words[1], words[2], words[3]};
+        if (!is_row[h]) continue;
+        const int column = (four * 4 + quarter) * 8;
+        if (sends_lines(p)) {
+          lines[h].store(2 * column, words[0], words[1]);
+          lines[h].store(2 * column + 8, words[2], words[3]);
+        } else {
+          *reinterpret_cast<uint4*>(to[h] + column) = uint4{words[0], words[1], words[2], words[3]};
         }
       }
     }
@@ -151,7 +162,9 @@ __device__ __forceinline__ void combine_row_later(const AttentionParams& p) {
 /// memory row by row.
 template <int kThreads>
 __global__ __launch_bounds__(kThreads) void combine_waves_later(const __grid_constant__ AttentionParams p) {
-  follow_previous();
+  follow_previous(p);
+  find_sink_place(p);
+  __syncthreads();
   combine_row_later<kThreads>(p);
 }
 

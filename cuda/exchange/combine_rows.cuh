@@ -46,30 +46,44 @@ struct CombineRows {
   int heads;
   int dim;
   LseConvention convention;  // of partial_lse
-
-  /// Natural log-sum-exp of `rank` in the row whose lse begins at `row`.
-  template <bool kConverts>
-  __device__ __forceinline__ float lse_of(const float* row, int rank) const {
-    const float lse = row[rank * partial_lse_strides[0]];
-    return kConverts ? to_natural(lse, convention) : lse;
-  }
 };
 
-/// Partials of ranks [begin, begin + kRanks) of one row, all asked for at once.
-template <class T, int kCount, int kRanks, bool kConverts>
+/// kCount columns of one row of ranks [begin, begin + kRanks).
+template <class T, int kCount, int kRanks>
 struct PartialColumns {
-  float lse[kRanks];
+  float lse[kRanks];  // natural; -inf where there is no such rank
   Vector<T, kCount> out[kRanks];
+};
 
-  __device__ __forceinline__ void load(const CombineRows<T>& rows, const float* from_lse, const T* from_out,
-                                       int begin) {
+/// Partials of one row that lie in memory.
+template <class T, bool kConverts>
+struct PartialRowInMemory {
+  const CombineRows<T>& rows;
+  const T* row_out;
+  const float* row_lse;
+
+  /// Row (token, head) of partials that begin at `all_out` and `all_lse`.
+  __device__ __forceinline__ PartialRowInMemory(const CombineRows<T>& of, const T* all_out,
+                                                const float* all_lse, std::int64_t token, std::int64_t head)
+      : rows(of),
+        row_out(all_out + token * of.partial_strides[1] + head * of.partial_strides[2]),
+        row_lse(all_lse + token * of.partial_lse_strides[1] + head * of.partial_lse_strides[2]) {}
+
+  __device__ __forceinline__ float lse(int rank) const {
+    const float lse = row_lse[rank * rows.partial_lse_strides[0]];
+    return kConverts ? to_natural(lse, rows.convention) : lse;
+  }
+  /// All asked for at once.
+  template <int kCount, int kRanks>
+  __device__ __forceinline__ void load(PartialColumns<T, kCount, kRanks>& to, int column, int begin) const {
 #pragma unroll
     for (int r = 0; r < kRanks; ++r) {
       const int rank = begin + r;
-      lse[r] = -kInfinity;
+      to.lse[r] = -kInfinity;
       if (rank < rows.ranks) {
-        lse[r] = rows.template lse_of<kConverts>(from_lse, rank);
-        out[r] = *reinterpret_cast<const Vector<T, kCount>*>(from_out + rank * rows.partial_strides[0]);
+        to.lse[r] = lse(rank);
+        to.out[r] =
+            *reinterpret_cast<const Vector<T, kCount>*>(row_out + column + rank * rows.partial_strides[0]);
       }
     }
   }
@@ -80,40 +94,35 @@ __device__ __forceinline__ float larger_lse(float max, float lse) {
   return lse > max || isnan(lse) ? lse : max;
 }
 
-/// Merges the row of `token` and `head` of partials that begin at `all_out` and `all_lse`; `share.threads`
-/// threads, each of which has kCount columns and computes the weights itself, which costs less than sharing
-/// them. Ranks in increasing order (invariant 7).
-template <class T, int kCount, int kRanks, bool kConverts>
-__device__ __forceinline__ void merge_partials(const CombineRows<T>& rows, const T* all_out,
-                                               const float* all_lse, const RowShare& share,
-                                               std::int64_t token, std::int64_t head) {
-  const float* partial_lse =
-      all_lse + token * rows.partial_lse_strides[1] + head * rows.partial_lse_strides[2];
-  const T* partial_out = all_out + token * rows.partial_strides[1] + head * rows.partial_strides[2];
+/// Merges the row of `token` and `head` of what `partials` loads; `share.threads` threads, each of which has
+/// kCount columns and computes the weights itself, which costs less than sharing them. Ranks in increasing
+/// order (invariant 7).
+template <int kCount, int kRanks, class T, class Partials>
+__device__ __forceinline__ void merge_partials(const CombineRows<T>& rows, const Partials& partials,
+                                               const RowShare& share, std::int64_t token, std::int64_t head) {
   const float sink = rows.sink != nullptr ? rows.sink[head] : -kInfinity;
   float max = sink;
   float sum = 0.0f;
   for (int i = share.thread() * kCount; i < rows.dim; i += share.threads * kCount) {
-    PartialColumns<T, kCount, kRanks, kConverts> partials;
-    partials.load(rows, partial_lse, partial_out + i, 0);
+    PartialColumns<T, kCount, kRanks> columns;
+    partials.load(columns, i, 0);
     max = sink;
 #pragma unroll
-    for (int r = 0; r < kRanks; ++r) max = larger_lse(max, partials.lse[r]);
-    for (int rank = kRanks; rank < rows.ranks; ++rank)
-      max = larger_lse(max, rows.template lse_of<kConverts>(partial_lse, rank));
+    for (int r = 0; r < kRanks; ++r) max = larger_lse(max, columns.lse[r]);
+    for (int rank = kRanks; rank < rows.ranks; ++rank) max = larger_lse(max, partials.lse(rank));
     const bool is_empty = max == -kInfinity;
     float mixed[kCount] = {};
     sum = is_empty ? 0.0f : expf(sink - max);
 #pragma unroll 1
     for (int begin = 0; begin < rows.ranks; begin += kRanks) {
-      if (begin > 0) partials.load(rows, partial_lse, partial_out + i, begin);
+      if (begin > 0) partials.load(columns, i, begin);
 #pragma unroll
       for (int r = 0; r < kRanks; ++r) {
-        if (partials.lse[r] == -kInfinity) continue;  // weight 0, whatever its out holds (invariant 6)
-        const float weight = expf(partials.lse[r] - max);
+        if (columns.lse[r] == -kInfinity) continue;  // weight 0, whatever its out holds (invariant 6)
+        const float weight = expf(columns.lse[r] - max);
         sum += weight;
 #pragma unroll
-        for (int j = 0; j < kCount; ++j) mixed[j] += weight * to_float(partials.out[r].elements[j]);
+        for (int j = 0; j < kCount; ++j) mixed[j] += weight * to_float(columns.out[r].elements[j]);
       }
     }
     const float inverse = is_empty ? 0.0f : 1.0f / sum;

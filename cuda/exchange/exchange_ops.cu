@@ -9,6 +9,7 @@
 
 #include "cuda/exchange/combine_rows.cuh"
 #include "cuda/exchange/header.cuh"
+#include "cuda/exchange/line_rows.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/math.cuh"
@@ -73,6 +74,40 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(PackRows rows, RowShare 
   for (std::int64_t i = share.thread(); i < units; i += share.threads) target[i] = source[i];
 }
 
+/// Rows of elements, one a token and head, that go as lines.
+template <class T>
+struct LineSource {
+  TensorView<const T, 3> out;
+  TensorView<const float, 2> lse;
+  LseConvention convention;  // of lse
+};
+
+/// `share.threads` threads a row. Reads tokens * heads * (Dv * sizeof(T) + 4) bytes and writes twice as many.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    pack_lines_kernel(LineSource<T> from, RowShare share, SinkSlot slot,
+                      const __grid_constant__ SinkLines lines) {
+  wait_for_previous();
+  start_next();  // not before: see follow_previous() of attention
+  const auto heads = static_cast<unsigned>(from.out.extent(1));
+  const unsigned row = share.row(blockIdx.x);
+  if (row >= static_cast<unsigned>(from.out.extent(0)) * heads) return;
+  const std::int64_t token = row / heads;
+  const std::int64_t head = row % heads;
+  const OutgoingLines to(lines, SinkPlace(slot.epoch, lines.gave_up), slot.bytes, token, head);
+  if (share.thread() == 0) to.store_lse(to_natural(from.lse(token, head), from.convention));
+  constexpr int kLineColumns = 8 / static_cast<int>(sizeof(T));
+  const T* source = &from.out(token, head, 0);
+  for (std::int64_t i = share.thread() * kLineColumns; i < from.out.extent(2);
+       i += share.threads * kLineColumns) {
+    Vector<T, kLineColumns> columns;
+#pragma unroll
+    for (int j = 0; j < kLineColumns; ++j) columns.elements[j] = source[i + j];
+    const auto* words = reinterpret_cast<const std::uint32_t*>(&columns);
+    to.store(i * static_cast<std::int64_t>(sizeof(T)), words[0], words[1]);
+  }
+}
+
 /// A check, and where its failure is recorded.
 struct Check {
   CheckExchangeArgs args;
@@ -130,8 +165,10 @@ __global__ void __launch_bounds__(kThreads)
   const unsigned row = share.row(blockIdx.x);
   const auto heads = static_cast<unsigned>(rows.heads);
   if (row < rows.tokens * rows.heads)
-    merge_partials<T, kCount, kRanks, kConverts>(rows, rows.partial_out, rows.partial_lse, share, row / heads,
-                                                 row % heads);
+    merge_partials<kCount, kRanks>(
+        rows,
+        PartialRowInMemory<T, kConverts>(rows, rows.partial_out, rows.partial_lse, row / heads, row % heads),
+        share, row / heads, row % heads);
 }
 
 }  // namespace
@@ -140,6 +177,13 @@ template <class T>
 void Operators<T>::pack_partial(const PackPartialArgs<T>& args, Stream stream) const {
   const DeviceScope scope(state_->device);
   const auto element = static_cast<std::int64_t>(sizeof(T));
+  if (args.lines.rows.out != nullptr) {
+    const RowShare share(args.out.extent(2) * element / 8);
+    launch_early(pack_lines_kernel<T>, ceil_div(args.out.extent(0) * args.out.extent(1), share.rows()),
+                 kThreads, 0, stream.handle(), state_->is_hopper, {args.out, args.lse, args.convention},
+                 share, args.slot, args.lines);
+    return;
+  }
   PackRows rows;
   rows.out = reinterpret_cast<const std::byte*>(args.out.data());
   rows.out_token_bytes = args.out.stride(0) * element;

@@ -10,6 +10,8 @@
 #include "cuda/comm/peer_wait.cuh"
 #include "cuda/exchange/combine_rows.cuh"
 #include "cuda/exchange/header.cuh"
+#include "cuda/exchange/line_combine.cuh"
+#include "cuda/exchange/window_counts.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
 
@@ -19,26 +21,6 @@ namespace {
 constexpr int kThreads = kCombineThreads;
 constexpr int kSendingWarp = kThreads / kWarp - 1;
 static_assert(kSendingWarp * kWarp >= kMaxPeers, "the warp that sends waits for no peer");
-
-/// The words at WindowExchangeArgs::epoch.
-struct WindowCounts {
-  std::uint64_t exchanges;  // that this rank has combined
-  std::uint32_t combining;  // blocks of the combine that have read it; 0 between launches
-};
-
-__device__ __forceinline__ WindowCounts& counts_of(const WindowExchangeArgs& window) {
-  return *reinterpret_cast<WindowCounts*>(window.epoch);
-}
-
-/// What is read on the device of an exchange: its number, counted from 1, and the bytes to its slot.
-struct WindowPlace {
-  std::uint64_t exchanges;
-  std::int64_t slot;
-
-  explicit __device__ __forceinline__ WindowPlace(const WindowExchangeArgs& window)
-      : exchanges(*static_cast<const volatile std::uint64_t*>(window.epoch) + 1),
-        slot(exchanges % 2 == 1 ? 0 : window.slot_bytes) {}
-};
 
 __device__ __forceinline__ std::uint64_t header_rest(const WindowExchangeArgs& window, std::int64_t sender) {
   return static_cast<std::uint32_t>(window.tokens) | static_cast<std::uint64_t>(sender) << 32;
@@ -122,8 +104,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kRanks))
   if (__syncthreads_and(is_there) == 0) return;
   // Looked at when the rows are done: trips to memory less.
   if (blockIdx.x == 0 && has_peer) rest = reinterpret_cast<const volatile std::uint64_t*>(header)[1];
-  WindowCounts& counts = counts_of(args);
-  const std::uint32_t before = threadIdx.x == 0 ? atomicInc(&counts.combining, gridDim.x - 1) : 0;
+  const bool is_last = count_reader(args);
   const T* const all_out = rows.partial_out + slot / static_cast<std::int64_t>(sizeof(T));
   const float* const all_lse = rows.partial_lse + slot / static_cast<std::int64_t>(sizeof(float));
   const auto tokens = static_cast<unsigned>(rows.tokens);
@@ -132,9 +113,11 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kRanks))
   if (blockIdx.x >= sending) {
     const unsigned step = (gridDim.x - sending) * static_cast<unsigned>(share.rows());
     for (unsigned row = share.row(blockIdx.x - sending); row < num_rows; row += step)
-      merge_partials<T, kCount, kRanks, false>(rows, all_out, all_lse, share, row % tokens, row / tokens);
+      merge_partials<kCount, kRanks>(
+          rows, PartialRowInMemory<T, false>(rows, all_out, all_lse, row % tokens, row / tokens), share,
+          row % tokens, row / tokens);
   }
-  if (threadIdx.x == 0 && before == gridDim.x - 1) counts.exchanges = place.exchanges;
+  if (is_last) counts_of(args).exchanges = place.exchanges;
   if (blockIdx.x == 0 && has_peer) check_header(waits, args, peer, own_epoch, seen, rest);
 }
 
@@ -145,6 +128,8 @@ void Operators<T>::combine_window(const PeerChannel& channel, const WindowExchan
                                   const LseCombineArgs<T>& combine, Stream stream) const {
   const DeviceScope scope(state_->device);
   const CombineRows<T> rows = combine_rows(combine);
+  if (window.lines.out != nullptr)
+    return launch_line_combine(channel.waits, window, rows, state_->num_sms, state_->is_hopper, stream);
   with_vector<T>(has_aligned_rows(combine), [&](auto count) {
     constexpr int kCount = decltype(count)::value;
     const RowShare share(rows.dim / kCount);

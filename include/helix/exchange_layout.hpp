@@ -18,6 +18,9 @@ struct KvpAllToAllSpec {
   std::int64_t num_query_heads = 0;  ///< Hq/TPA.
   std::int64_t value_dim = 0;        ///< Dv.
   int max_slices = 1;                ///< Exchanges of one step in flight at once: the slices of HOP-B.
+  /// Over windows, whether steps of few bytes travel as lines (PartialSink::lines), where the backend knows
+  /// them; false for an attention of one's own that writes out and lse alone.
+  bool has_lines = true;
 };
 
 /// The spec, if a group of `kvp` ranks can have it. @throws Error(invalid_argument).
@@ -125,21 +128,40 @@ class ExchangeLayout {
 };
 
 /// Messages in a window that spans all peers (WindowComm::allocate_window), so that one strided view of all
-/// heads reaches the rank that combines each: [head][slot][sender][header | lse | out]. All offsets are those
-/// of the largest step, so that a place that is polled never holds another step's data.
+/// heads reaches the rank that combines each: [head][slot][sender][header | lse | out | lines of out | lines
+/// of lse], lines (LineRows) for steps of few tokens. All offsets are those of the largest step, so that a
+/// place that is polled never holds another step's data.
 struct WindowLayout {
-  std::int64_t heads;         ///< Heads a peer.
-  std::int64_t lse_begin;     ///< Bytes from a header to the sender's lse of that head.
-  std::int64_t out_begin;     ///< Bytes from a header to the sender's outputs of that head.
-  std::int64_t sender_bytes;  ///< Bytes from a sender's header to the next one's.
-  std::int64_t slot_bytes;    ///< Bytes from a slot to the other.
-  std::int64_t total_bytes;   ///< Bytes of a rank's part.
+  static constexpr std::int64_t kLineBytes = 16;  ///< Of 8 bytes of data.
+  static constexpr std::int64_t kLineDataBytes = 8;
 
-  /// For the steps of `spec` between `peers` ranks, whose activations have element_bytes.
-  constexpr WindowLayout(const KvpAllToAllSpec& spec, std::int64_t peers, std::int64_t element_bytes)
+  std::int64_t heads;             ///< Heads a peer.
+  std::int64_t lse_begin;         ///< Bytes from a header to the sender's lse of that head.
+  std::int64_t out_begin;         ///< Bytes from a header to the sender's outputs of that head.
+  std::int64_t line_tokens;       ///< Tokens of a step that can travel as lines, at most.
+  std::int64_t line_token_bytes;  ///< Bytes from a token's lines of outputs to the next one's.
+  std::int64_t line_out_begin;    ///< Bytes from a header to the sender's lines of outputs of that head.
+  std::int64_t line_lse_begin;    ///< Bytes from a header to its lines of lse.
+  std::int64_t sender_bytes;      ///< Bytes from a sender's header to the next one's.
+  std::int64_t slot_bytes;        ///< Bytes from a slot to the other.
+  std::int64_t total_bytes;       ///< Bytes of a rank's part.
+
+  /// For the steps of `spec` between `peers` ranks, whose activations have element_bytes. Steps of up to
+  /// most_line_bytes of payload may travel as lines.
+  constexpr WindowLayout(const KvpAllToAllSpec& spec, std::int64_t peers, std::int64_t element_bytes,
+                         std::int64_t most_line_bytes)
       : WindowLayout(
             ExchangeMessage(spec.max_tokens, spec.num_query_heads / peers, spec.value_dim, element_bytes),
-            spec.num_query_heads / peers, peers) {}
+            spec.num_query_heads / peers, peers,
+            smaller<std::int64_t>(spec.max_tokens, most_line_bytes / ExchangeLayout::payload_bytes(
+                                                                         1, spec.num_query_heads,
+                                                                         spec.value_dim, element_bytes)),
+            spec.value_dim * element_bytes) {}
+
+  /// Whether rows of row_bytes of a step of `tokens` tokens can travel as lines.
+  constexpr bool has_lines(std::int64_t tokens, std::int64_t row_bytes) const {
+    return tokens <= line_tokens && row_bytes % kLineDataBytes == 0;
+  }
 
   /// Bytes from a head to the next, where parts of the window are `stride` bytes apart.
   constexpr std::int64_t head_bytes(std::int64_t stride) const { return stride / heads; }
@@ -147,11 +169,16 @@ struct WindowLayout {
  private:
   static constexpr std::int64_t kLine = 128;
 
-  constexpr WindowLayout(const ExchangeMessage& message, std::int64_t peer_heads, std::int64_t peers)
+  constexpr WindowLayout(const ExchangeMessage& message, std::int64_t peer_heads, std::int64_t peers,
+                         std::int64_t most_line_tokens, std::int64_t row_bytes)
       : heads(peer_heads),
         lse_begin(message.lse_begin),
         out_begin(message.out_begin),
-        sender_bytes(round_up(message.head_bytes, kLine)),
+        line_tokens(most_line_tokens),
+        line_token_bytes(round_up(row_bytes / kLineDataBytes * kLineBytes, kLine)),
+        line_out_begin(round_up(message.head_bytes, kLine)),
+        line_lse_begin(line_out_begin + line_tokens * line_token_bytes),
+        sender_bytes(round_up(line_lse_begin + line_tokens * kLineBytes, kLine)),
         slot_bytes(peers * sender_bytes),
         total_bytes(heads * 2 * slot_bytes) {}
 };

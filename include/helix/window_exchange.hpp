@@ -14,7 +14,8 @@
 namespace helix {
 
 /// Backends that end an exchange over windows and combine, as one operation, and whose communicators know
-/// windows. Whether there are any, has_windows() of the KVP group says.
+/// windows. Whether there are any, has_windows() of the KVP group says. One that also takes partials as lines
+/// (LineRows) says up to how many bytes of a step, as kMostLineBytes, and its windows have gave_up().
 template <class B>
 concept WindowBackend = ExchangeBackend<B> && WindowComm<typename B::Comm> &&
     requires(B& backend, LseCombineArgs<typename B::Activation> combine, typename B::Stream stream) {
@@ -31,7 +32,7 @@ class WindowExchange {
 
   /// Nothing is reached.
   WindowExchange(const KvpAllToAllSpec& spec, std::int64_t kvp)
-      : spec_(spec), layout_(spec, kvp, kElementBytes) {}
+      : spec_(spec), layout_(spec, kvp, kElementBytes, spec.has_lines ? kMostLineBytes : 0) {}
 
   /// Allocates the window where the group has some. Collective. Returns whether it did, alike on all ranks.
   bool open(B& backend) {
@@ -71,6 +72,11 @@ class WindowExchange {
                        .tokens = tokens,
                        .epoch = epoch,
                        .positions = positions};
+      if (layout_.has_lines(tokens, value_dim * kElementBytes)) {
+        sink.lines = {
+            .rows = lines_at(first), .gave_up = gave_up(), .positions = positions, .tokens = tokens};
+        sink.exchange.lines = lines_at(sink.exchange.received);
+      }
     }
   }
 
@@ -102,6 +108,15 @@ class WindowExchange {
   static constexpr auto kElementBytes = static_cast<std::int64_t>(sizeof(T));
   static constexpr auto kLseBytes = static_cast<std::int64_t>(sizeof(float));
 
+  /// Payload of a rank's step that travels as lines, at most; 0 for backends that know none.
+  static constexpr std::int64_t kMostLineBytes = [] {
+    if constexpr (requires { B::kMostLineBytes; }) {
+      return std::int64_t{B::kMostLineBytes};
+    } else {
+      return std::int64_t{0};
+    }
+  }();
+
   struct NoWindow {};
   static auto no_window() {
     if constexpr (WindowBackend<B>) {
@@ -112,6 +127,23 @@ class WindowExchange {
   }
 
   std::int64_t head_bytes() const { return layout_.head_bytes(window_.stride_bytes()); }
+
+  const std::uint32_t* gave_up() const {
+    if constexpr (kMostLineBytes > 0) {
+      return window_.gave_up();
+    } else {
+      return nullptr;
+    }
+  }
+
+  /// Lines of the message whose header is at `header`.
+  template <class Byte>
+  LineRows<Byte> lines_at(Byte* header) const {
+    return {.out = header + layout_.line_out_begin,
+            .lse = header + layout_.line_lse_begin,
+            .token_bytes = layout_.line_token_bytes,
+            .head_bytes = head_bytes()};
+  }
 
   KvpAllToAllSpec spec_;
   WindowLayout layout_;

@@ -80,10 +80,13 @@ struct AttentionExchange {
   std::vector<std::int32_t> offsets_host;
   Buffer pool, q, page_table, offsets, slots, positions, workspace, out, lse, combined;
 
-  AttentionExchange(PeerBackend<T>& of, const AttentionShape& s)
+  AttentionExchange(PeerBackend<T>& of, const AttentionShape& s, bool has_lines = true)
       : backend(of),
         shape(s),
-        all_to_all(of, {.max_tokens = s.tokens(), .num_query_heads = s.heads(), .value_dim = s.value_dim()}),
+        all_to_all(of, {.max_tokens = s.tokens(),
+                        .num_query_heads = s.heads(),
+                        .value_dim = s.value_dim(),
+                        .has_lines = has_lines}),
         pages((s.length + kPageTokens - 1) / kPageTokens),
         format(s.dim == 576
                    ? KvFormat::latent(helix::kDTypeOf<T>, s.dim, s.value_dim(), kPageTokens)
@@ -163,7 +166,8 @@ struct AttentionExchange {
                           .packed_out = to.out,
                           .packed_lse = to.lse,
                           .headers = to.headers,
-                          .slot = to.slot},
+                          .slot = to.slot,
+                          .lines = to.lines},
                          stream);
   }
 
@@ -196,12 +200,13 @@ std::vector<AttentionShape> attention_shapes() {
       {.kv_heads = 1, .group = 4, .dim = 64, .sequences = 600, .queries = 1, .length = 40, .idle = 200},
       {.kv_heads = 1, .group = 4, .dim = 64, .sequences = 3, .queries = 1, .length = 90, .chunk = 4096},
       {.kv_heads = 2, .group = 8, .dim = 128, .sequences = 2, .queries = 8, .length = 2000},
+      {.kv_heads = 2, .group = 8, .dim = 128, .sequences = 1, .queries = 150, .length = 1700},
       {.kv_heads = 2, .group = 8, .dim = 128, .sequences = 1, .queries = 1500, .length = 1700},
       {.kv_heads = 1, .group = 8, .dim = 64, .sequences = 520, .queries = 4, .length = 50},
       {.kv_heads = 1, .group = 16, .dim = 576, .sequences = 2, .queries = 1, .length = 900},
       {.kv_heads = 1, .group = 16, .dim = 576, .sequences = 270, .queries = 1, .length = 40},
       {.kv_heads = 1, .group = 16, .dim = 576, .sequences = 2, .queries = 1, .length = 90, .chunk = 4096}};
-  for (const std::size_t i : {0u, 2u, 4u, 8u}) {
+  for (const std::size_t i : {0u, 2u, 4u, 9u}) {
     shapes.push_back(shapes[i]);
     shapes.back().target = AttentionTarget::any_gpu;
   }
@@ -214,13 +219,14 @@ TEMPLATE_TEST_CASE("what attention writes to peers combines to the bits of what 
                    float) {
   HELIX_REQUIRE_GPUS(1);
   const int size = GENERATE(2, 4);
-  run_ranks_or_throw(make_group(size), [](PeerComm& comm) {
+  const bool has_lines = GENERATE(false, true);
+  run_ranks_or_throw(make_group(size), [has_lines](PeerComm& comm) {
     helix::cuda::use_device(device_of(comm));
     PeerBackend<TestType> backend(comm, comm.split(0, comm.rank()), device_of(comm));
     const Stream stream = backend.create_stream();
     std::size_t number = 0;
     for (const AttentionShape& s : attention_shapes()) {
-      AttentionExchange<TestType> exchange(backend, s);
+      AttentionExchange<TestType> exchange(backend, s, has_lines);
       exchange.push(stream);
       require(!exchange.are_headers_sent(stream), "a copy sent headers, in shape ", number);
       exchange.combine(exchange.positions, stream);
@@ -272,20 +278,25 @@ TEST_CASE("captured attention and its combine replay rightly with odd numbers of
   HELIX_REQUIRE_GPUS(1);
   const int count = GENERATE(1, 2, 3);
   const bool is_latent = GENERATE(false, true);
-  run_ranks_or_throw(make_group(2), [count, is_latent](PeerComm& comm) {
+  const bool has_lines = GENERATE(false, true);
+  run_ranks_or_throw(make_group(2), [count, is_latent, has_lines](PeerComm& comm) {
     helix::cuda::use_device(device_of(comm));
     PeerBackend<bf16> backend(comm, comm.split(0, comm.rank()), device_of(comm));
     const Stream stream = backend.create_stream();
-    AttentionExchange<bf16> exchange(
-        backend,
-        is_latent ? AttentionShape{.kv_heads = 1,
-                                   .group = 16,
-                                   .dim = 576,
-                                   .sequences = 2,
-                                   .queries = 1,
-                                   .length = 700}
-                  : AttentionShape{
-                        .kv_heads = 2, .group = 4, .dim = 128, .sequences = 270, .queries = 1, .length = 90});
+    AttentionExchange<bf16> exchange(backend,
+                                     is_latent ? AttentionShape{.kv_heads = 1,
+                                                                .group = 16,
+                                                                .dim = 576,
+                                                                .sequences = 2,
+                                                                .queries = 1,
+                                                                .length = 700}
+                                               : AttentionShape{.kv_heads = 2,
+                                                                .group = 2,
+                                                                .dim = 64,
+                                                                .sequences = 270,
+                                                                .queries = 1,
+                                                                .length = 90},
+                                     has_lines);
     exchange.push(stream);
     exchange.combine(exchange.positions, stream);
     const auto pushed = exchange.result_on_host(stream);
@@ -304,12 +315,14 @@ TEST_CASE("captured attention and its combine replay rightly with odd numbers of
 TEST_CASE("a rank whose attention is at other positions, or does not come, is named") {
   HELIX_REQUIRE_GPUS(1);
   const bool is_absent = GENERATE(false, true);
-  const RankOutcomes outcomes = run_ranks(make_group(2, 2s), [is_absent](PeerComm& comm) {
+  const bool has_lines = GENERATE(false, true);
+  const RankOutcomes outcomes = run_ranks(make_group(2, 2s), [is_absent, has_lines](PeerComm& comm) {
     helix::cuda::use_device(device_of(comm));
     PeerBackend<bf16> backend(comm, comm.split(0, comm.rank()), device_of(comm));
     const Stream stream = backend.create_stream();
     AttentionExchange<bf16> exchange(
-        backend, {.kv_heads = 2, .group = 4, .dim = 128, .sequences = 2, .queries = 1, .length = 300});
+        backend, {.kv_heads = 2, .group = 4, .dim = 128, .sequences = 2, .queries = 1, .length = 300},
+        has_lines);
     exchange.queue(stream);
     backend.synchronize(stream);
     const Buffer others = on_device(std::vector<std::int64_t>{6, 6});

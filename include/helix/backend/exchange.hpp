@@ -89,10 +89,39 @@ struct SinkSlot {
   std::int64_t bytes = 0;
 };
 
+/// What each row of partials that travels as lines says of its exchange, beside its number.
+HELIX_HOST_DEVICE constexpr std::uint32_t exchange_row_tag(std::int64_t position, std::int64_t tokens) {
+  return static_cast<std::uint32_t>(position) + static_cast<std::uint32_t>(tokens) * 0x9e3779b9u;
+}
+
+/// Rows of partials as lines of 16 bytes that say themselves that they have come: 4 bytes of data, the number
+/// of the exchange, 4 of data, the number's complement. No header, and no fence between data and header; but
+/// twice the bytes, so for few of them. A row's log-sum-exp is a line beside its exchange_row_tag(). The
+/// number is that of WindowExchangeArgs, counted from 1, its low 32 bits. Row (token, head) is
+/// token_bytes * token + head_bytes * head behind these, of the first slot.
+template <class Byte>
+struct LineRows {
+  Byte* out = nullptr;  ///< Null: nothing travels so.
+  Byte* lse = nullptr;  ///< A token's is 16 bytes behind the one before.
+  std::int64_t token_bytes = 0;
+  std::int64_t head_bytes = 0;
+};
+
+/// Where a writer of partials puts them as lines, in the slot of a SinkSlot whose epoch numbers them.
+struct SinkLines {
+  LineRows<std::byte> rows{};  ///< In place of out and lse, unless null.
+  /// A word of the device, not 0 once this rank has stopped waiting for others: what it computes from then on
+  /// is wrong, and must not seem to have come.
+  const std::uint32_t* gave_up = nullptr;
+  const std::int64_t* positions = nullptr;  ///< [tokens] of the exchange, or nullptr: zeros.
+  std::int64_t tokens = 0;                  ///< Of the exchange.
+};
+
 /// An exchange whose messages are written straight into the memory of the peers: what is left is to say that
-/// they are whole, by their headers, and to wait until the peers say so of theirs. Addresses are of the first
-/// of two slots; exchange number n (from 0) uses slot n % 2, where n = *epoch. It ends with *epoch one
-/// higher, which is the combine's to do: until then all kernels of the exchange read n.
+/// they are whole, by their headers, and to wait until the peers say so of theirs; or, of lines, to wait for
+/// each. Addresses are of the first of two slots; exchange number n (from 0) uses slot n % 2, where n =
+/// *epoch. It ends with *epoch one higher, which is the combine's to do: until then all kernels of the
+/// exchange read n.
 struct WindowExchangeArgs {
   std::byte* sent = nullptr;            ///< Header of this rank's message to rank 0.
   const std::byte* received = nullptr;  ///< Header of rank 0's message to this rank.
@@ -104,6 +133,7 @@ struct WindowExchangeArgs {
   std::int64_t tokens = 0;
   std::uint64_t* epoch = nullptr;           ///< Device counter, with 8 bytes of zeros behind it.
   const std::int64_t* positions = nullptr;  ///< [tokens], or nullptr.
+  LineRows<const std::byte> lines{};        ///< Of rank 0's message to this rank, if it comes as lines.
 };
 
 /// Where attention writes its result: a local buffer, packed messages, or the memory of peers. Attention does
@@ -114,13 +144,15 @@ struct PartialSink {
   TensorView<float, 2> lse;      ///< [tokens, Hq/TPA], natural log; -inf for a query that sees no token.
   std::int64_t first_token = 0;  ///< Token of the step that row 0 of out and lse belongs to.
   StampArgs headers{};           ///< Headers of the messages that out and lse lie in, written too.
-  SinkSlot slot{};               ///< The slot of both.
+  SinkSlot slot{};               ///< The slot of both, and of lines.
   /// Over windows, the exchange that out and lse are for, which combine_window ends; elsewhere `sent` is
   /// null.
   WindowExchangeArgs exchange{};
+  SinkLines lines{};  ///< Where out and lse go as lines instead.
 };
 
-/// Copies partials that were not written in place into the messages, and writes their headers.
+/// Copies partials that were not written in place into the messages, and writes their headers. Lines are only
+/// of backends that say kMostLineBytes (WindowBackend).
 template <class T>
 struct PackPartialArgs {
   TensorView<const T, 3> out;       ///< [tokens, KVP * h, Dv], last stride 1.
@@ -129,7 +161,8 @@ struct PackPartialArgs {
   TensorView<float, 2> packed_lse;  ///< Place of `lse` in the messages.
   StampArgs headers;
   LseConvention convention = LseConvention::natural;  ///< Convention of `lse`; packed_lse is natural.
-  SinkSlot slot{};                                    ///< The slot of packed_out and packed_lse.
+  SinkSlot slot{};    ///< The slot of packed_out and packed_lse, and of lines.
+  SinkLines lines{};  ///< As PartialSink::lines.
 };
 
 /// Verifies that every received header carries the epoch of this rank's own, `tokens`, and its sender's rank.

@@ -181,6 +181,10 @@ class Backend : public Operators<T> {
 
   StageComms<Comm> comms() const { return {&comms_->stage, &comms_->kvp}; }
 
+  /// Of a rank's partials in a step, lse included, that travel as lines; see LineRows. Measured:
+  /// docs/performance.md.
+  static constexpr std::int64_t kMostLineBytes = 3 << 19;
+
   /// See WindowExchangeArgs; where the KVP group has windows.
   void combine_window(const WindowExchangeArgs& window, const LseCombineArgs<T>& combine,
                       Stream stream) const requires HasPeerChannel<Comm> {

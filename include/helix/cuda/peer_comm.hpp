@@ -29,7 +29,8 @@ class HELIX_API PeerWindow {
  public:
   /// No memory.
   PeerWindow() = default;
-  PeerWindow(std::shared_ptr<const PeerRange> range, int rank) : range_(std::move(range)), rank_(rank) {}
+  PeerWindow(std::shared_ptr<const PeerRange> range, int rank, const std::uint32_t* gave_up)
+      : range_(std::move(range)), rank_(rank), gave_up_(gave_up) {}
 
   /// This rank's part.
   std::byte* data() const { return part(rank_); }
@@ -37,10 +38,13 @@ class HELIX_API PeerWindow {
   std::byte* part(int rank) const;
   /// Bytes from one rank's part to the next one's; all of a part is memory.
   std::int64_t stride_bytes() const;
+  /// As SinkLines::gave_up: a word of the communicator.
+  const std::uint32_t* gave_up() const { return gave_up_; }
 
  private:
   std::shared_ptr<const PeerRange> range_;
   int rank_ = 0;
+  const std::uint32_t* gave_up_ = nullptr;
 };
 
 /// A rank's handle to a group of GPUs that reach each other's memory, over NVLink or in one GPU: threads of a

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+// The combine of partials that come as lines (LineRows): each thread waits for those that it merges, so that
+// nothing lies between the last store of an attention and the combine of its row but the way of the line.
+//
+// Blocks may start, and wait, while this rank's own attention still runs. They read only what does not change
+// before it has ended, or is complete by its own flag, and end after it.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include <helix/backend/exchange.hpp>
+
+#include "cuda/comm/peer_wait.cuh"
+#include "cuda/exchange/combine_rows.cuh"
+#include "cuda/exchange/line_rows.cuh"
+#include "cuda/exchange/window_counts.cuh"
+#include "cuda/runtime/launch.cuh"
+
+namespace helix::cuda {
+
+/// Lines of one row of an exchange, of all ranks.
+template <class T>
+struct PartialRowInLines {
+  /// Elements of a line.
+  static constexpr int kLineColumns = 8 / static_cast<int>(sizeof(T));
+  /// How long a thread looks for lines before it waits for its own rank's attention, from whose end on the
+  /// peers' deadline counts.
+  static constexpr std::uint64_t kAheadNs = 1'000'000;
+
+  const PeerWaits& waits;
+  int ranks;
+  std::int64_t sender_bytes;
+  const std::byte* out;  // of rank 0
+  const std::byte* lse_line;
+  std::uint32_t count;
+  std::uint32_t tag;
+
+  __device__ __forceinline__ PartialRowInLines(const PeerWaits& how, const WindowExchangeArgs& args,
+                                               const WindowPlace& place, std::int64_t token,
+                                               std::int64_t head)
+      : waits(how), ranks(static_cast<int>(args.peers)), sender_bytes(args.sender_bytes) {
+    const std::int64_t begin = place.slot + head * args.lines.head_bytes;
+    out = args.lines.out + begin + token * args.lines.token_bytes;
+    lse_line = args.lines.lse + begin + token * kLineBytes;
+    count = static_cast<std::uint32_t>(place.exchanges);
+    tag = exchange_row_tag(args.positions == nullptr ? 0 : args.positions[token], args.tokens);
+  }
+
+  /// Waits for it.
+  __device__ float lse(int rank) const {
+    uint2 line;
+    const bool is_there = await(rank, [&] { return load_line(lse_line + rank * sender_bytes, count, line); });
+    return is_there ? __uint_as_float(line.x) : -kInfinity;
+  }
+
+  /// Waits for all of them. What never comes is -inf.
+  template <int kCount, int kRanks>
+  __device__ __forceinline__ void load(PartialColumns<T, kCount, kRanks>& to, int column, int begin) const {
+    unsigned missing = look(to, column, begin);
+    if (missing != 0) {
+      const std::uint64_t start = global_ns();
+      for (unsigned i = 1; missing != 0 && (i % 64 != 0 || global_ns() - start < kAheadNs); ++i)
+        missing = look(to, column, begin);
+    }
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r) {
+      if ((missing >> r & 1) == 0) continue;
+      const bool is_there =
+          await(begin + r, [&] { return look_at(begin + r, column, to.lse[r], to.out[r]); });
+      if (!is_there) to.lse[r] = -kInfinity;
+    }
+  }
+
+ private:
+  /// The ranks of `begin` on whose lines have not all come, a bit each; all asked for at once.
+  template <int kCount, int kRanks>
+  __device__ __forceinline__ unsigned look(PartialColumns<T, kCount, kRanks>& to, int column,
+                                           int begin) const {
+    unsigned missing = 0;
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r) {
+      if (begin + r >= ranks) {
+        to.lse[r] = -kInfinity;
+      } else if (!look_at(begin + r, column, to.lse[r], to.out[r])) {
+        missing |= 1u << r;
+      }
+    }
+    return missing;
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ bool look_at(int rank, int column, float& lse,
+                                          Vector<T, kCount>& columns) const {
+    static_assert(kCount == kLineColumns || kCount == 1);
+    uint2 first;
+    uint2 line;
+    const bool has_lse = load_line(lse_line + rank * sender_bytes, count, first);
+    const bool has_columns =
+        load_line(out + rank * sender_bytes + column / kLineColumns * kLineBytes, count, line);
+    lse = __uint_as_float(first.x);
+    const auto* elements = reinterpret_cast<const T*>(&line);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) columns.elements[j] = elements[kCount == 1 ? column % kLineColumns : j];
+    if (has_lse && first.y != tag) give_up(waits, PeerFault::out_of_step, rank, first.y, tag);
+    return has_lse && has_columns;
+  }
+
+  /// Until has_come(); false: in vain.
+  template <class HasCome>
+  __device__ __forceinline__ bool await(int rank, const HasCome& has_come) const {
+    wait_for_previous();
+    return wait_for_peer(waits, rank, count, [&](std::uint64_t& value) {
+      const bool is_there = has_come();
+      value = is_there ? count : 0;
+      return is_there ? Seen::there : Seen::not_yet;
+    });
+  }
+};
+
+/// As many blocks as rows, or as the SMs hold; then each has several.
+template <class T, int kCount, int kRanks>
+__global__ void __launch_bounds__(kCombineThreads)
+    line_combine_kernel(const __grid_constant__ PeerWaits waits,
+                        const __grid_constant__ WindowExchangeArgs args,
+                        const __grid_constant__ CombineRows<T> rows, RowShare share) {
+  if (waits.most_blocks == 0) start_next();  // not where it would take the room of those that are waited for
+  const WindowPlace place(args);
+  __syncthreads();
+  const bool is_last = count_reader(args);
+  const auto tokens = static_cast<unsigned>(rows.tokens);
+  const unsigned num_rows = tokens * static_cast<unsigned>(rows.heads);
+  const unsigned step = gridDim.x * static_cast<unsigned>(share.rows());
+  for (unsigned row = share.row(blockIdx.x); row < num_rows; row += step) {
+    const unsigned token = row % tokens;
+    const unsigned head = row / tokens;
+    merge_partials<kCount, kRanks>(rows, PartialRowInLines<T>(waits, args, place, token, head), share, token,
+                                   head);
+  }
+  wait_for_previous();
+  if (is_last) counts_of(args).exchanges = place.exchanges;
+}
+
+template <class T>
+void launch_line_combine(const PeerWaits& waits, const WindowExchangeArgs& args, const CombineRows<T>& rows,
+                         int num_sms, bool is_hopper, Stream stream) {
+  const bool is_aligned = common_alignment({address_of(rows.out), step_of<T>(rows.out_strides[0]),
+                                            step_of<T>(rows.out_strides[1])}) >= 8;
+  const auto launch = [&](auto count, auto ranks) {
+    constexpr int kCount = decltype(count)::value;
+    const RowShare share(rows.dim / kCount);
+    const unsigned needed = ceil_div(rows.tokens * rows.heads, share.rows());
+    const int room = waits.most_blocks > 0 ? waits.most_blocks : 2 * num_sms;
+    launch_early(line_combine_kernel<T, kCount, decltype(ranks)::value>,
+                 std::min(needed, static_cast<unsigned>(room)), kCombineThreads, 0, stream.handle(),
+                 is_hopper, waits, args, rows, share);
+  };
+  const auto launch_ranks = [&](auto count) {
+    if (rows.ranks <= 2) {
+      launch(count, std::integral_constant<int, 2>{});
+    } else {
+      launch(count, std::integral_constant<int, 8>{});
+    }
+  };
+  if (is_aligned) {
+    launch_ranks(std::integral_constant<int, PartialRowInLines<T>::kLineColumns>{});
+  } else {
+    launch_ranks(std::integral_constant<int, 1>{});
+  }
+}
+
+}  // namespace helix::cuda

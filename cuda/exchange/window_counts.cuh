@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// The words at WindowExchangeArgs::epoch, which all kernels of an exchange over windows read and its combine
+// advances.
+#pragma once
+
+#include <cstdint>
+
+#include <helix/backend/exchange.hpp>
+
+namespace helix::cuda {
+
+struct WindowCounts {
+  std::uint64_t exchanges;  // that this rank has combined
+  std::uint32_t combining;  // blocks of the combine that have read it; 0 between launches
+};
+
+__device__ __forceinline__ WindowCounts& counts_of(const WindowExchangeArgs& window) {
+  return *reinterpret_cast<WindowCounts*>(window.epoch);
+}
+
+/// What is read on the device of an exchange: its number, counted from 1, and the bytes to its slot.
+struct WindowPlace {
+  std::uint64_t exchanges;
+  std::int64_t slot;
+
+  explicit __device__ __forceinline__ WindowPlace(const WindowExchangeArgs& window)
+      : exchanges(*static_cast<const volatile std::uint64_t*>(window.epoch) + 1),
+        slot(exchanges % 2 == 1 ? 0 : window.slot_bytes) {}
+};
+
+/// Counts this block, whose threads have all read the number; whether it is the last, by its first thread.
+__device__ __forceinline__ bool count_reader(const WindowExchangeArgs& window) {
+  return threadIdx.x == 0 && atomicInc(&counts_of(window).combining, gridDim.x - 1) == gridDim.x - 1;
+}
+
+}  // namespace helix::cuda
