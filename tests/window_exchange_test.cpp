@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The exchange over windows, with windows of host threads: where it points attention is where each head is
 // combined, and nothing overlaps.
+#include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -23,7 +25,24 @@ struct HostWindow {
 
   std::byte* part(int rank) const { return memory->data() + rank * stride; }
   std::int64_t stride_bytes() const { return stride; }
+  const std::uint32_t* gave_up() const { return nullptr; }
 };
+
+/// A line of LineRows, as it lies in memory.
+struct Line {
+  std::uint32_t first, number, second, complement;
+};
+
+/// Line `i` of the outputs of row (token, head), or its only one of lse.
+template <class Byte>
+Line* out_line(const LineRows<Byte>& rows, std::int64_t token, std::int64_t head, std::int64_t i) {
+  const std::int64_t at = token * rows.token_bytes + head * rows.head_bytes + i * 16;
+  return reinterpret_cast<Line*>(const_cast<std::byte*>(rows.out + at));
+}
+template <class Byte>
+Line* lse_line(const LineRows<Byte>& rows, std::int64_t token, std::int64_t head) {
+  return reinterpret_cast<Line*>(const_cast<std::byte*>(rows.lse + token * 16 + head * rows.head_bytes));
+}
 
 /// Threads that reach each other's memory, as ranks on GPUs do.
 class WindowedComm : public cpu::LocalComm {
@@ -79,6 +98,56 @@ class WindowedBackend : public cpu::Backend<WindowedComm> {
   }
 };
 
+/// Takes steps of up to 4000 bytes as lines: ends their exchange by a barrier, and checks each line.
+class LineBackend : public WindowedBackend {
+ public:
+  static constexpr std::int64_t kMostLineBytes = 4000;
+  using WindowedBackend::WindowedBackend;
+
+  void combine_window(const WindowExchangeArgs& window, const LseCombineArgs<float>& combine,
+                      cpu::Stream stream) {
+    if (window.lines.out == nullptr) return WindowedBackend::combine_window(window, combine, stream);
+    comms().kvp->barrier(stream);
+    synchronize(stream);
+    const auto [ranks, tokens, heads] = std::array{window.peers, window.tokens, combine.out.extent(1)};
+    const std::int64_t dim = combine.out.extent(2);
+    std::vector<float> out, lse;
+    const auto take = [&](const Line& line) {
+      const auto number = static_cast<std::uint32_t>(*window.epoch + 1);
+      if (line.number != number || line.complement != ~number)
+        throw Error(ErrorCode::out_of_step, "a line has not come");
+      return line;
+    };
+    for (std::int64_t r = 0; r < ranks; ++r) {
+      LineRows<const std::byte> rows = window.lines;
+      rows.out += r * window.sender_bytes;
+      rows.lse += r * window.sender_bytes;
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        for (std::int64_t h = 0; h < heads; ++h) {
+          const Line head = take(*lse_line(rows, t, h));
+          if (head.second != exchange_row_tag(window.positions[t], tokens))
+            throw Error(ErrorCode::out_of_step, "a row of another step");
+          lse.push_back(std::bit_cast<float>(head.first));
+          for (std::int64_t i = 0; i < dim / 2; ++i) {
+            const Line line = take(*out_line(rows, t, h, i));
+            out.push_back(std::bit_cast<float>(line.first));
+            out.push_back(std::bit_cast<float>(line.second));
+          }
+        }
+      }
+    }
+    lse_combine({.partial_out = {out.data(), {ranks, tokens, heads, dim}},
+                 .partial_lse = {lse.data(), {ranks, tokens, heads}},
+                 .sink = combine.sink,
+                 .out = combine.out},
+                stream);
+    synchronize(stream);
+    *window.epoch += 2;  // the same slot, another number
+    comms().kvp->barrier(stream);
+    synchronize(stream);
+  }
+};
+
 /// What rank `rank` attended with: [tokens, heads, dim] and [tokens, heads].
 struct Attended {
   std::vector<float> out;
@@ -93,13 +162,31 @@ struct Attended {
   }
 };
 
-/// `value_dim`: of the slices; 0: the spec's.
+/// Writes row (token, head) as attention does: `out` [dim].
+void write_row(const PartialSink<float>& sink, std::int64_t token, std::int64_t head, const float* out,
+               float lse) {
+  const std::int64_t dim = sink.out.extent(2);
+  if (sink.lines.rows.out == nullptr) {
+    sink.lse(token, head) = lse;
+    for (std::int64_t d = 0; d < dim; ++d) sink.out(token, head, d) = out[d];
+    return;
+  }
+  const auto bits = [](float x) { return std::bit_cast<std::uint32_t>(x); };
+  const auto number = static_cast<std::uint32_t>(*sink.slot.epoch + 1);
+  *lse_line(sink.lines.rows, token, head) = {
+      bits(lse), number, exchange_row_tag(sink.lines.positions[token], sink.lines.tokens), ~number};
+  for (std::int64_t i = 0; i < dim / 2; ++i)
+    *out_line(sink.lines.rows, token, head, i) = {bits(out[2 * i]), number, bits(out[2 * i + 1]), ~number};
+}
+
+/// Combines `rounds` times over `exchange`, the last time to what is returned. `value_dim`: of the slices; 0:
+/// the spec's.
 template <class Backend>
-std::vector<float> combine(Backend& backend, const KvpAllToAllSpec& spec, std::int64_t tokens, int rounds,
+std::vector<float> combine(Backend& backend, KvpAllToAll<Backend>& exchange, std::int64_t tokens, int rounds,
                            std::int64_t value_dim = 0) {
+  const KvpAllToAllSpec& spec = exchange.spec();
   const std::int64_t heads = spec.num_query_heads;
   const int kvp = backend.comms().kvp->size();
-  KvpAllToAll<Backend> exchange(backend, spec);
   const std::int64_t dim = value_dim > 0 ? value_dim : spec.value_dim;
   const Attended attended(backend.comms().kvp->rank(), tokens, heads, dim);
   std::vector<std::int64_t> positions(static_cast<std::size_t>(tokens), 5);
@@ -110,10 +197,8 @@ std::vector<float> combine(Backend& backend, const KvpAllToAllSpec& spec, std::i
     for (std::int64_t t = 0; t < tokens; ++t) {
       for (std::int64_t h = 0; h < heads; ++h) {
         const auto row = static_cast<std::size_t>(t * heads + h);
-        messages.sink.lse(t, h) = attended.lse[row];
-        for (std::int64_t d = 0; d < dim; ++d)
-          messages.sink.out(t, h, d) =
-              attended.out[row * static_cast<std::size_t>(dim) + static_cast<std::size_t>(d)];
+        write_row(messages.sink, t, h, attended.out.data() + row * static_cast<std::size_t>(dim),
+                  attended.lse[row]);
       }
     }
     if (messages.sink.headers.message != nullptr) backend.stamp(messages.sink.headers, stream);
@@ -121,6 +206,14 @@ std::vector<float> combine(Backend& backend, const KvpAllToAllSpec& spec, std::i
     backend.synchronize(stream);
   }
   return combined;
+}
+
+/// The same over an exchange of its own.
+template <class Backend>
+std::vector<float> combine(Backend& backend, const KvpAllToAllSpec& spec, std::int64_t tokens, int rounds,
+                           std::int64_t value_dim = 0) {
+  KvpAllToAll<Backend> exchange(backend, spec);
+  return combine(backend, exchange, tokens, rounds, value_dim);
 }
 
 TEST_CASE("windows combine to the bits of messages") {
@@ -165,6 +258,40 @@ TEST_CASE("a slice of fewer columns than the spec combines as under a spec of it
           }
         }));
       }
+    }
+  }
+}
+
+TEST_CASE("steps of few bytes combine as lines, among others, to the bits of messages") {
+  for (const int size : {2, 3}) {
+    for (const std::int64_t dim : {6, 64}) {
+      CAPTURE(size, dim);
+      CHECK_NOTHROW(run_ranks_or_throw(size, [&](cpu::LocalComm& comm) {
+        const KvpAllToAllSpec spec{.max_tokens = 9, .num_query_heads = 3 * size, .value_dim = dim};
+        cpu::Backend<cpu::LocalComm> plain(comm, comm.split(0, comm.rank()));
+        WindowedComm stage(comm);
+        LineBackend lined(stage, stage.split(0, comm.rank()));
+        KvpAllToAll<LineBackend> exchange(lined, spec);
+        const auto are_lines = [&](std::int64_t tokens, std::int64_t value_dim) {
+          const std::vector<std::int64_t> positions(9);
+          return exchange.outgoing({.tokens = tokens, .value_dim = value_dim}, positions.data())
+                     .sink.lines.rows.out != nullptr;
+        };
+        for (const std::int64_t tokens : {1, 9, 2, 1}) {
+          for (const std::int64_t columns : {dim, std::int64_t{4}, std::int64_t{3}}) {
+            const std::int64_t most = 4000 / (3 * size * (dim + 1) * 4);
+            if (are_lines(tokens, columns) != (tokens <= most && columns % 2 == 0))
+              throw Error(ErrorCode::internal, "lines where there should be none, or none");
+            if (combine(lined, exchange, tokens, 2, columns) != combine(plain, spec, tokens, 1, columns))
+              throw Error(ErrorCode::internal, "other bits");
+          }
+        }
+        KvpAllToAllSpec without = spec;
+        without.has_lines = false;
+        KvpAllToAll<LineBackend> messages(lined, without);
+        if (messages.outgoing({.tokens = 1}, nullptr).sink.lines.rows.out != nullptr)
+          throw Error(ErrorCode::internal, "lines that the spec does not want");
+      }));
     }
   }
 }
