@@ -20,60 +20,53 @@ namespace helix::cuda {
 
 inline constexpr int kLaneColumns = 4;  ///< Columns that a lane takes at a time.
 
-/// Writes one row of out, and lse; by a warp whose lanes call write() for all columns.
+/// Writes one row of out, and lse; by a warp whose lanes call write() for all columns. kMayBeF32: whether out
+/// may be of f32, and not of 16 bits alone; code comes from memory too.
+template <bool kMayBeF32 = false>
 struct RowWriter {
   const AttentionParams& p;
-  std::int64_t at = 0;
-  OutgoingLines lines;
+  std::int64_t at;
+  std::uint32_t count;  // of lines
   float inverse;
   bool is_empty;
 
   __device__ RowWriter(const AttentionParams& params, const QueryTile& query_tile, int head, int row,
                        float max, float sum, const SinkPlace& place = sink_place())
-      : p(params) {
+      : p(params), count(place.count) {
     const std::int64_t token = query_tile.token(p, row) - p.first_out_token;
     const std::int64_t query_head = query_tile.query_head(p, head, row);
+    at = place.slot * p.out_slot_stride + token * p.out_token_stride + query_head * p.out_head_stride;
     is_empty = !(max > -kInfinity) && sum == 0.0f;
     inverse = is_empty ? 0.0f : 1.0f / sum;
-    const float lse = is_empty ? -kInfinity : (max + log2f(sum)) * kLn2;
-    const bool is_first = threadIdx.x % kWarp == 0;
-    if (sends_lines(p)) {
-      lines = outgoing_lines(p, place, token, query_head);
-      if (is_first) lines.store_lse(lse);
-      return;
-    }
-    at = place.slot * p.out_slot_stride + token * p.out_token_stride + query_head * p.out_head_stride;
-    if (is_first)
-      p.lse[place.slot * p.lse_slot_stride + token * p.lse_token_stride + query_head * p.lse_head_stride] =
-          lse;
+    if (threadIdx.x % kWarp == 0)
+      store_lse(p, place, token, query_head, is_empty ? -kInfinity : (max + log2f(sum)) * kLn2);
   }
 
   __device__ void write(int column, float4 x) const {
     const float4 result = is_empty ? float4{0.0f, 0.0f, 0.0f, 0.0f}
                                    : float4{x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse};
-    if (p.dtype == DType::f32) {
-      write_floats(column, result);
-    } else if (p.dtype == DType::bf16) {
-      write_bits(column, uint2{pack<bf16>(result.x, result.y), pack<bf16>(result.z, result.w)});
-    } else {
-      write_bits(column, uint2{pack<f16>(result.x, result.y), pack<f16>(result.z, result.w)});
-    }
+    if (kMayBeF32 && p.dtype == DType::f32) return write_floats(column, result);
+    const auto pair = [is_bf16 = p.dtype == DType::bf16](float low, float high) {
+      return is_bf16 ? pack<bf16>(low, high) : pack<f16>(low, high);
+    };
+    write_bits(column, uint2{pair(result.x, result.y), pair(result.z, result.w)});
   }
   /// Four columns that are of out's type already, of 16 bits.
   __device__ void write_bits(int column, uint2 four) const {
-    if (sends_lines(p)) {
-      lines.store(2 * column, four.x, four.y);
+    if (p.sends_lines) {
+      store_line(static_cast<std::uint16_t*>(p.out) + at + 2 * column, four.x, four.y, count);
     } else {
-      store<unsigned short>(column, four);
+      store<std::uint16_t>(column, four);
     }
   }
 
  private:
   __device__ void write_floats(int column, float4 four) const {
-    if (!sends_lines(p)) return store<float>(column, four);
-    lines.store(4 * column, __float_as_uint(four.x), __float_as_uint(four.y));
+    if (!p.sends_lines) return store<float>(column, four);
+    float* const line = static_cast<float*>(p.out) + at + 2 * column;
+    store_line(line, __float_as_uint(four.x), __float_as_uint(four.y), count);
     if (column + 2 < p.value_dim)
-      lines.store(4 * column + 8, __float_as_uint(four.z), __float_as_uint(four.w));
+      store_line(line + 4, __float_as_uint(four.z), __float_as_uint(four.w), count);
   }
   /// As many of four columns as the row has.
   template <class T, class Four>
@@ -124,11 +117,12 @@ struct SplitPartials {
 };
 
 /// Writes row `row` of a query tile to out and lse; one warp.
-template <int kParts>
+template <bool kMayBeF32, int kParts>
 __device__ __forceinline__ void write_row(const AttentionParams& p, const QueryTile& query_tile, int head,
                                           int row, const ResultRow<kParts>& result) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const RowWriter writer(p, query_tile, head, row, result.max, result.sum);
+  const RowWriter<kMayBeF32> writer(p, query_tile, head, row, result.max, result.sum);
+#pragma unroll 1
   for (int column = lane * kLaneColumns; column < p.value_dim; column += kWarp * kLaneColumns)
     writer.write(column, result.get(column));
 }
@@ -136,7 +130,7 @@ __device__ __forceinline__ void write_row(const AttentionParams& p, const QueryT
 /// Writes rows [first_row, first_row + num_rows) of this block's KV split of a query tile and head: to out
 /// and lse where it is the only split, else as split partials to where row_of(row) says. `found` holds these
 /// rows, from 0 on; all threads of the block have written it.
-template <int kParts, class RowOf>
+template <bool kMayBeF32 = false, int kParts, class RowOf>
 __device__ __forceinline__ void write_split(const SplitPartials& all, const QueryTile& query_tile, int head,
                                             int first_row, int num_rows, const BlockResult<kParts>& found,
                                             const RowOf& row_of) {
@@ -144,9 +138,10 @@ __device__ __forceinline__ void write_split(const SplitPartials& all, const Quer
   for_each_row(found, num_rows, [&](int r, const ResultRow<kParts>& result) {
     const int row = first_row + r;
     if (all.splits.count == 1) {
-      write_row(all.p, query_tile, head, row, result);
+      write_row<kMayBeF32>(all.p, query_tile, head, row, result);
     } else {
       const PartialRow to = row_of(row);
+#pragma unroll 1
       for (int column = lane * kLaneColumns; column < all.p.value_dim; column += kWarp * kLaneColumns)
         *reinterpret_cast<float4*>(to.values + column) = result.get(column);
       if (lane == 0) {
@@ -158,14 +153,16 @@ __device__ __forceinline__ void write_split(const SplitPartials& all, const Quer
 }
 
 /// The same, with split partials in the workspace.
-template <int kParts>
+template <bool kMayBeF32 = false, int kParts>
 __device__ void write_split(const SplitPartials& all, const QueryTile& query_tile, int head, int first_row,
                             int num_rows, const BlockResult<kParts>& found) {
-  write_split(all, query_tile, head, first_row, num_rows, found, [&](int row) { return all.own_row(row); });
+  write_split<kMayBeF32>(all, query_tile, head, first_row, num_rows, found,
+                         [&](int row) { return all.own_row(row); });
 }
 
 /// Combines columns [begin, end) of one row of all split partials into out, and into lse; one warp. Up to
 /// kCombineBatch loads of partial sums are on their way while the weights are computed.
+template <bool kMayBeF32 = false>
 __device__ inline void combine_row(const SplitPartials& from, const QueryTile& query_tile, int head, int row,
                                    int begin, int end) {
   static_assert(kWarp % kCombineBatch == 0);
@@ -181,6 +178,7 @@ __device__ inline void combine_row(const SplitPartials& from, const QueryTile& q
   load(lane);
   float top = lane_max;
   float sum = 0.0f;
+#pragma unroll 1
   for (int first = begin; first < end; first += kWarp * kLaneColumns) {
     const int column = first + lane * kLaneColumns;
     float4 total{0.0f, 0.0f, 0.0f, 0.0f};
@@ -213,7 +211,7 @@ __device__ inline void combine_row(const SplitPartials& from, const QueryTile& q
       }
     }
     if (first == begin) sum = warp_sum(sum);
-    const RowWriter writer(p, query_tile, head, row, top, sum);
+    const RowWriter<kMayBeF32> writer(p, query_tile, head, row, top, sum);
     if (column < end) writer.write(column, total);
   }
 }
@@ -228,6 +226,7 @@ __device__ inline int count_up(int* counter) {
 
 /// After write_split() of all rows of query tile `u`: the last block to come combines the splits. All threads
 /// of the block.
+template <bool kMayBeF32 = false>
 __device__ inline void combine_splits(const SplitPartials& all, const QueryTile& query_tile, int u,
                                       int head) {
   __shared__ bool is_last;
@@ -243,7 +242,7 @@ __device__ inline void combine_splits(const SplitPartials& all, const QueryTile&
   if (!is_last) return;
   for (int row = static_cast<int>(threadIdx.x) / kWarp; row < query_tile.num_rows;
        row += static_cast<int>(blockDim.x) / kWarp)
-    combine_row(all, query_tile, head, row, 0, all.p.value_dim);
+    combine_row<kMayBeF32>(all, query_tile, head, row, 0, all.p.value_dim);
 }
 
 /// A query tile whose splits a later launch combines; KV head 0.

@@ -9,7 +9,7 @@
 
 #include "cuda/attention/kernel.hpp"
 #include "cuda/exchange/header.cuh"
-#include "cuda/exchange/line_rows.cuh"
+#include "cuda/exchange/sink_place.cuh"
 #include "cuda/kv_cache/paged_rows.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/divisor.cuh"
@@ -41,8 +41,10 @@ struct AttentionParams {
   const std::uint64_t* slot_epoch = nullptr;  ///< SinkSlot::epoch.
   std::int64_t out_slot_stride = 0;           ///< Elements of out to the other slot.
   std::int64_t lse_slot_stride = 0;
-  SinkLines lines{};  ///< In place of out and lse, unless its rows are null.
-  std::int64_t line_slot_bytes = 0;
+  bool sends_lines = false;  ///< Whether out and lse are those of LineRows, and strides those of lines.
+  const std::uint32_t* gave_up = nullptr;  ///< Of lines, with the next two: of SinkLines.
+  const std::int64_t* line_positions = nullptr;
+  std::int64_t line_tokens = 0;
 
   const std::int64_t* positions = nullptr;
   const std::int32_t* slots = nullptr;
@@ -134,21 +136,17 @@ __device__ inline int settled_tokens(const AttentionParams& p, const QueryTile& 
   return static_cast<int>(settled);
 }
 
-__device__ __forceinline__ bool sends_lines(const AttentionParams& p) {
-  return p.lines.rows.out != nullptr;
-}
-
 /// For a kernel that can do nothing ahead, as follow_previous(). The one behind reads lines before this one
 /// has ended, so that it may not start before all kernels ahead of this one have.
 __device__ __forceinline__ void follow_previous(const AttentionParams& p) {
-  if (!sends_lines(p)) start_next();
+  if (!p.sends_lines) start_next();
   wait_for_previous();
-  if (sends_lines(p)) start_next();
+  if (p.sends_lines) start_next();
 }
 
 /// Where this launch writes its results, read anew.
 __device__ __forceinline__ SinkPlace read_sink_place(const AttentionParams& p) {
-  return p.slot_epoch == nullptr ? SinkPlace{} : SinkPlace(p.slot_epoch, p.lines.gave_up);
+  return p.slot_epoch == nullptr ? SinkPlace{} : SinkPlace(p.slot_epoch, p.gave_up);
 }
 
 /// The same of the block, in shared memory.
@@ -163,10 +161,17 @@ __device__ __forceinline__ void find_sink_place(const AttentionParams& p) {
   if (threadIdx.x == blockDim.x - 1) sink_place() = read_sink_place(p);
 }
 
-/// Where the lines of row (token, head) go.
-__device__ __forceinline__ OutgoingLines outgoing_lines(const AttentionParams& p, const SinkPlace& place,
-                                                        std::int64_t token, std::int64_t head) {
-  return {p.lines, place, p.line_slot_bytes, token, head};
+/// Stores the log-sum-exp of row (token, head).
+__device__ __forceinline__ void store_lse(const AttentionParams& p, const SinkPlace& place,
+                                          std::int64_t token, std::int64_t head, float lse) {
+  float* const to =
+      p.lse + place.slot * p.lse_slot_stride + token * p.lse_token_stride + head * p.lse_head_stride;
+  if (p.sends_lines) {
+    const std::int64_t position = p.line_positions == nullptr ? 0 : p.line_positions[token];
+    store_line(to, __float_as_uint(lse), exchange_row_tag(position, p.line_tokens), place.count);
+  } else {
+    *to = lse;
+  }
 }
 
 /// The columns of a row of split partials in the workspace: whole float4.

@@ -88,8 +88,18 @@ AttentionParams params_of(const PartialAttentionArgs<T>& args) {
   p.slot_epoch = sink.slot.epoch;
   p.out_slot_stride = sink.slot.bytes / static_cast<std::int64_t>(sizeof(T));
   p.lse_slot_stride = sink.slot.bytes / static_cast<std::int64_t>(sizeof(float));
-  p.lines = sink.lines;
-  p.line_slot_bytes = sink.slot.bytes;
+  if (const LineRows<std::byte>& lines = sink.lines.rows; lines.out != nullptr) {
+    p.sends_lines = true;
+    p.gave_up = sink.lines.gave_up;
+    p.line_positions = sink.lines.positions;
+    p.line_tokens = sink.lines.tokens;
+    p.out = lines.out;
+    p.out_token_stride = lines.token_bytes / static_cast<std::int64_t>(sizeof(T));
+    p.out_head_stride = lines.head_bytes / static_cast<std::int64_t>(sizeof(T));
+    p.lse = reinterpret_cast<float*>(lines.lse);
+    p.lse_token_stride = kLineBytes / static_cast<std::int64_t>(sizeof(float));
+    p.lse_head_stride = lines.head_bytes / static_cast<std::int64_t>(sizeof(float));
+  }
   p.positions = args.batch.positions;
   p.k = places.k;
   p.v = places.v;

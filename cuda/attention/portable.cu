@@ -93,8 +93,8 @@ struct Portable {
       join_warps(p, s, query_tile, p.v_scale != nullptr ? p.v_scale[at.head] : 1.0f, found, sums, sum_stride);
       const SplitPartials partials{p, schedule.splits_of(at.query_tile, at.head)};
       const BlockResult<1> result{sums, 0, sum_stride, s.block_max, s.block_sum, kRows};
-      write_split(partials, query_tile, at.head, 0, query_tile.num_rows, result);
-      combine_splits(partials, query_tile, at.query_tile, at.head);
+      write_split<true>(partials, query_tile, at.head, 0, query_tile.num_rows, result);
+      combine_splits<true>(partials, query_tile, at.query_tile, at.head);
       at.advance(p, s.plan, count);
       __syncthreads();
     }

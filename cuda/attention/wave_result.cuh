@@ -52,7 +52,6 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
                                            int row, const RowSums<kValueDim>& found) {
   const int quarter = static_cast<int>(threadIdx.x) % 4;
   T* to[2];
-  OutgoingLines lines[2];
   bool is_row[2];
   bool is_empty[2];  // it saw nothing
   float inverse[2];
@@ -65,18 +64,12 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
     const int r = ::min(row + 8 * h, query_tile.num_rows - 1);
     const std::int64_t token = query_tile.token(p, r) - p.first_out_token;
     const std::int64_t query_head = query_tile.query_head(p, head, r);
-    const bool has_lse = is_row[h] && quarter == 0;
-    const float lse = is_empty[h] ? -kInfinity : (found.max[h] + __log2f(found.sum[h])) * kLn2;
-    to[h] = static_cast<T*>(p.out);
-    if (sends_lines(p)) {
-      lines[h] = outgoing_lines(p, place, token, query_head);
-      if (has_lse) lines[h].store_lse(lse);
-      continue;
+    to[h] = static_cast<T*>(p.out) + place.slot * p.out_slot_stride + token * p.out_token_stride +
+            query_head * p.out_head_stride;
+    if (is_row[h] && quarter == 0) {
+      store_lse(p, place, token, query_head,
+                is_empty[h] ? -kInfinity : (found.max[h] + __log2f(found.sum[h])) * kLn2);
     }
-    to[h] += place.slot * p.out_slot_stride + token * p.out_token_stride + query_head * p.out_head_stride;
-    if (has_lse)
-      p.lse[place.slot * p.lse_slot_stride + token * p.lse_token_stride + query_head * p.lse_head_stride] =
-          lse;
   }
   const auto pairs_of = [&](int h, int four, unsigned(&words)[4]) {
 #pragma unroll
@@ -87,7 +80,7 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
   };
   const std::uint64_t addresses =
       reinterpret_cast<std::uint64_t>(to[0]) | reinterpret_cast<std::uint64_t>(to[1]);
-  if (sends_lines(p) || __all_sync(~0u, addresses % 16 == 0)) {
+  if (__all_sync(~0u, addresses % 16 == 0)) {  // as those of lines are
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -97,9 +90,9 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
         transpose_words(words);
         if (!is_row[h]) continue;
         const int column = (four * 4 + quarter) * 8;
-        if (sends_lines(p)) {
-          lines[h].store(2 * column, words[0], words[1]);
-          lines[h].store(2 * column + 8, words[2], words[3]);
+        if (p.sends_lines) {
+          store_line(to[h] + 2 * column, words[0], words[1], place.count);
+          store_line(to[h] + 2 * column + 8, words[2], words[3], place.count);
         } else {
           *reinterpret_cast<uint4*>(to[h] + column) = uint4{words[0], words[1], words[2], words[3]};
         }

@@ -25,7 +25,7 @@ __host__ __device__ constexpr std::int64_t line_place(int i) {
 
 /// Stores a line of data and flag: the count, and its complement, so that memory which nobody has written has
 /// no count.
-__device__ __forceinline__ void store_line(std::byte* to, std::uint32_t first, std::uint32_t second,
+__device__ __forceinline__ void store_line(void* to, std::uint32_t first, std::uint32_t second,
                                            std::uint32_t count) {
   asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(first), "r"(count),
                "r"(second), "r"(~count)

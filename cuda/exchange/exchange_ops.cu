@@ -9,7 +9,7 @@
 
 #include "cuda/exchange/combine_rows.cuh"
 #include "cuda/exchange/header.cuh"
-#include "cuda/exchange/line_rows.cuh"
+#include "cuda/exchange/sink_place.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/math.cuh"
@@ -94,17 +94,23 @@ __global__ void __launch_bounds__(kThreads)
   if (row >= static_cast<unsigned>(from.out.extent(0)) * heads) return;
   const std::int64_t token = row / heads;
   const std::int64_t head = row % heads;
-  const OutgoingLines to(lines, SinkPlace(slot.epoch, lines.gave_up), slot.bytes, token, head);
-  if (share.thread() == 0) to.store_lse(to_natural(from.lse(token, head), from.convention));
+  const SinkPlace place(slot.epoch, lines.gave_up);
+  const std::int64_t begin = place.slot * slot.bytes + head * lines.rows.head_bytes;
+  if (share.thread() == 0) {
+    const std::int64_t position = lines.positions == nullptr ? 0 : lines.positions[token];
+    store_line(lines.rows.lse + begin + token * kLineBytes,
+               __float_as_uint(to_natural(from.lse(token, head), from.convention)),
+               exchange_row_tag(position, lines.tokens), place.count);
+  }
   constexpr int kLineColumns = 8 / static_cast<int>(sizeof(T));
-  const T* source = &from.out(token, head, 0);
-  for (std::int64_t i = share.thread() * kLineColumns; i < from.out.extent(2);
-       i += share.threads * kLineColumns) {
+  const T* const source = &from.out(token, head, 0);
+  std::byte* const to = lines.rows.out + begin + token * lines.rows.token_bytes;
+  for (std::int64_t i = share.thread(); i * kLineColumns < from.out.extent(2); i += share.threads) {
     Vector<T, kLineColumns> columns;
 #pragma unroll
-    for (int j = 0; j < kLineColumns; ++j) columns.elements[j] = source[i + j];
+    for (int j = 0; j < kLineColumns; ++j) columns.elements[j] = source[i * kLineColumns + j];
     const auto* words = reinterpret_cast<const std::uint32_t*>(&columns);
-    to.store(i * static_cast<std::int64_t>(sizeof(T)), words[0], words[1]);
+    store_line(to + i * kLineBytes, words[0], words[1], place.count);
   }
 }
 

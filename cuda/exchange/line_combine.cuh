@@ -12,9 +12,9 @@
 
 #include <helix/backend/exchange.hpp>
 
+#include "cuda/comm/peer_lines.cuh"
 #include "cuda/comm/peer_wait.cuh"
 #include "cuda/exchange/combine_rows.cuh"
-#include "cuda/exchange/line_rows.cuh"
 #include "cuda/exchange/window_counts.cuh"
 #include "cuda/runtime/launch.cuh"
 

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// SinkPlace: which slot of a sink a writer of partials writes to, and what number its lines carry.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <helix/backend/exchange.hpp>
+
+#include "cuda/comm/peer_lines.cuh"
+
+namespace helix::cuda {
+
+/// What a kernel reads on the device of where it writes partials.
+struct SinkPlace {
+  std::int64_t slot;    ///< 0 or 1.
+  std::uint32_t count;  ///< Of lines.
+
+  SinkPlace() = default;
+  /// `gave_up`: of lines; null: there are none.
+  __device__ __forceinline__ SinkPlace(const std::uint64_t* epoch, const std::uint32_t* gave_up) {
+    const std::uint64_t exchanges = *epoch;
+    const std::uint32_t has_stopped = gave_up == nullptr ? 0 : volatile_word(gave_up);
+    slot = static_cast<std::int64_t>(exchanges & 1);
+    count = static_cast<std::uint32_t>(exchanges) + (has_stopped != 0 ? 0 : 1);  // 0: as if nothing had come
+  }
+};
+
+}  // namespace helix::cuda
