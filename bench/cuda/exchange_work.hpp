@@ -79,7 +79,7 @@ class ExchangeWork {
                                 rank_->stream);
   }
 
-  /// What follows it. The messages stay, so that it can be repeated.
+  /// What follows it. Messages that are no lines stay, so that it can be repeated.
   void queue() { exchange_.exchange_and_combine(messages(), nullptr, combined(), rank_->stream); }
 
   /// NCCL's all-to-all of messages of the same size alone.

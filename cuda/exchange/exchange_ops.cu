@@ -6,6 +6,7 @@
 
 #include <helix/cuda/backend.hpp>
 #include <helix/error.hpp>
+#include <helix/exchange_layout.hpp>
 
 #include "cuda/exchange/combine_rows.cuh"
 #include "cuda/exchange/header.cuh"
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
                __float_as_uint(to_natural(from.lse(token, head), from.convention)),
                exchange_row_tag(position, lines.tokens), place.count);
   }
-  constexpr int kLineColumns = 8 / static_cast<int>(sizeof(T));
+  constexpr int kLineColumns = static_cast<int>(WindowLayout::kLineDataBytes / sizeof(T));
   const T* const source = &from.out(token, head, 0);
   std::byte* const to = lines.rows.out + begin + token * lines.rows.token_bytes;
   for (std::int64_t i = share.thread(); i * kLineColumns < from.out.extent(2); i += share.threads) {
@@ -184,7 +185,7 @@ void Operators<T>::pack_partial(const PackPartialArgs<T>& args, Stream stream) c
   const DeviceScope scope(state_->device);
   const auto element = static_cast<std::int64_t>(sizeof(T));
   if (args.lines.rows.out != nullptr) {
-    const RowShare share(args.out.extent(2) * element / 8);
+    const RowShare share(args.out.extent(2) * element / WindowLayout::kLineDataBytes);
     launch_early(pack_lines_kernel<T>, ceil_div(args.out.extent(0) * args.out.extent(1), share.rows()),
                  kThreads, 0, stream.handle(), state_->is_hopper, {args.out, args.lse, args.convention},
                  share, args.slot, args.lines);

@@ -2,8 +2,9 @@
 // The combine of partials that come as lines (LineRows): each thread waits for those that it merges, so that
 // nothing lies between the last store of an attention and the combine of its row but the way of the line.
 //
-// Blocks may start, and wait, while this rank's own attention still runs. They read only what does not change
-// before it has ended, or is complete by its own flag, and end after it.
+// Blocks may start, and wait, while this rank's own attention still runs: it starts them once all kernels
+// ahead of it have ended. They read what those have written, and lines, and end after it; a row is written
+// once its own rank's lines are there.
 #pragma once
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <cstdint>
 
 #include <helix/backend/exchange.hpp>
+#include <helix/exchange_layout.hpp>
 
 #include "cuda/comm/peer_lines.cuh"
 #include "cuda/comm/peer_wait.cuh"
@@ -20,11 +22,14 @@
 
 namespace helix::cuda {
 
-/// Lines of one row of an exchange, of all ranks.
+/// Elements of T in a line.
+template <class T>
+inline constexpr int kLineColumns = static_cast<int>(WindowLayout::kLineDataBytes / sizeof(T));
+static_assert(kLineBytes == WindowLayout::kLineBytes);
+
+/// One row of an exchange, of all ranks, as PartialRowInMemory.
 template <class T>
 struct PartialRowInLines {
-  /// Elements of a line.
-  static constexpr int kLineColumns = 8 / static_cast<int>(sizeof(T));
   /// How long a thread looks for lines before it waits for its own rank's attention, from whose end on the
   /// peers' deadline counts.
   static constexpr std::uint64_t kAheadNs = 1'000'000;
@@ -61,8 +66,8 @@ struct PartialRowInLines {
     unsigned missing = look(to, column, begin);
     if (missing != 0) {
       const std::uint64_t start = global_ns();
-      for (unsigned i = 1; missing != 0 && (i % 64 != 0 || global_ns() - start < kAheadNs); ++i)
-        missing = look(to, column, begin);
+      const auto goes_on = [&] { return global_ns() - start < kAheadNs && !has_given_up(waits); };
+      for (unsigned i = 1; missing != 0 && (i % 64 != 0 || goes_on()); ++i) missing = look(to, column, begin);
     }
 #pragma unroll
     for (int r = 0; r < kRanks; ++r) {
@@ -74,7 +79,7 @@ struct PartialRowInLines {
   }
 
  private:
-  /// The ranks of `begin` on whose lines have not all come, a bit each; all asked for at once.
+  /// The ranks from `begin` on whose lines have not all come, a bit each; all asked for at once.
   template <int kCount, int kRanks>
   __device__ __forceinline__ unsigned look(PartialColumns<T, kCount, kRanks>& to, int column,
                                            int begin) const {
@@ -93,16 +98,17 @@ struct PartialRowInLines {
   template <int kCount>
   __device__ __forceinline__ bool look_at(int rank, int column, float& lse,
                                           Vector<T, kCount>& columns) const {
-    static_assert(kCount == kLineColumns || kCount == 1);
+    static_assert(kCount == kLineColumns<T> || kCount == 1);
     uint2 first;
     uint2 line;
     const bool has_lse = load_line(lse_line + rank * sender_bytes, count, first);
     const bool has_columns =
-        load_line(out + rank * sender_bytes + column / kLineColumns * kLineBytes, count, line);
+        load_line(out + rank * sender_bytes + column / kLineColumns<T> * kLineBytes, count, line);
     lse = __uint_as_float(first.x);
     const auto* elements = reinterpret_cast<const T*>(&line);
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) columns.elements[j] = elements[kCount == 1 ? column % kLineColumns : j];
+    for (int j = 0; j < kCount; ++j)
+      columns.elements[j] = elements[kCount == 1 ? column % kLineColumns<T> : j];
     if (has_lse && first.y != tag) give_up(waits, PeerFault::out_of_step, rank, first.y, tag);
     return has_lse && has_columns;
   }
@@ -164,7 +170,7 @@ void launch_line_combine(const PeerWaits& waits, const WindowExchangeArgs& args,
     }
   };
   if (is_aligned) {
-    launch_ranks(std::integral_constant<int, PartialRowInLines<T>::kLineColumns>{});
+    launch_ranks(std::integral_constant<int, kLineColumns<T>>{});
   } else {
     launch_ranks(std::integral_constant<int, 1>{});
   }

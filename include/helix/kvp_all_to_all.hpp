@@ -20,7 +20,8 @@ namespace helix {
 /// depend on the context. Source: paper section 2.1.2.
 ///
 /// With windows (WindowExchange) attention writes into the memory of the rank that combines each head:
-/// nothing is packed or sent, the transfer runs beside attention, and a step is one slice.
+/// nothing is packed or sent, the transfer runs beside attention, and a step is one slice. There a step of
+/// few bytes may travel as lines (LineRows), each of which says of which exchange it is and needs no header.
 template <ExchangeBackend B>
 class KvpAllToAll {
  public:
@@ -60,7 +61,8 @@ class KvpAllToAll {
   };
 
   /// The messages of one slice of a step, for an attention that writes its partials, and their headers,
-  /// straight into them: nothing is packed then. Over windows headers are the combine's to send. `positions`
+  /// straight into them: nothing is packed then. Over windows headers are the combine's to send, and an
+  /// attention must know the sink's `lines`, unless the spec wants none. `positions`
   /// (device) of the slice's tokens as in exchange(). Local, queues nothing. @throws Error(invalid_argument)
   /// for KVP = 1, which sends none, or a slice outside of the spec.
   Outgoing outgoing(const ExchangeSlice& of_step, const std::int64_t* positions) const {
