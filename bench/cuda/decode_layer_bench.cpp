@@ -369,9 +369,8 @@ StepTimes measure_step(Rank<Comm>& rank, const Topology& topo, const Plan& plan,
   if (topo.stage_size() > 1)
     times.all_reduce_us = time_together(rank, 20, [&] { decode.queue_all_reduce(); });
   if (topo.kvp() > 1) {
-    ExchangeWork<Comm> exchange(rank, {plan.batch, topo.query_heads(rank.index()).size(), kModel.head_dim});
-    exchange.fill_messages();
-    times.exchange_us = time_together(rank, 20, [&] { exchange.queue(); });
+    const ExchangeShape shape{plan.batch, topo.query_heads(rank.index()).size(), kModel.head_dim};
+    times.exchange_us = time_exchanges(rank, shape, 20).taken.us;
   }
 
   decode.grow();

@@ -35,12 +35,15 @@ struct ExchangeResult {
 template <class Comm>
 class ExchangeWork {
  public:
-  ExchangeWork(Rank<Comm>& rank, const ExchangeShape& shape)
+  /// has_lines: KvpAllToAllSpec::has_lines.
+  ExchangeWork(Rank<Comm>& rank, const ExchangeShape& shape, bool has_lines = true)
       : rank_(&rank),
         shape_(shape),
         kvp_(rank.backend.comms().kvp->size()),
-        exchange_(rank.backend,
-                  {.max_tokens = shape.tokens, .num_query_heads = shape.heads, .value_dim = shape.dim}),
+        exchange_(rank.backend, {.max_tokens = shape.tokens,
+                                 .num_query_heads = shape.heads,
+                                 .value_dim = shape.dim,
+                                 .has_lines = has_lines}),
         out_(random_bf16(shape.tokens * shape.heads * shape.dim, seed())),
         lse_(on_device(rank.backend,
                        random_floats(shape.tokens * shape.heads, 5.0f, static_cast<std::uint32_t>(seed())))),
@@ -71,11 +74,19 @@ class ExchangeWork {
     return exchange_.outgoing({.tokens = shape_.tokens}, positions());
   }
 
+  bool are_lines() const { return messages().sink.lines.rows.out != nullptr; }
+
   /// Fills the messages, as such an attention does.
   void fill_messages() {
     const Partial<bf16> from = partial();
     const PartialSink<bf16> to = messages().sink;
-    rank_->backend.pack_partial(PackPartialArgs<bf16>{from.out, from.lse, to.out, to.lse, to.headers},
+    rank_->backend.pack_partial({.out = from.out,
+                                 .lse = from.lse,
+                                 .packed_out = to.out,
+                                 .packed_lse = to.lse,
+                                 .headers = to.headers,
+                                 .slot = to.slot,
+                                 .lines = to.lines},
                                 rank_->stream);
   }
 
@@ -115,6 +126,42 @@ class ExchangeWork {
   cuda::Buffer positions_;
   cuda::Buffer bare_;  // messages of the all-to-all alone, sent and received
 };
+
+struct ExchangeTimes {
+  double us = 0.0;         ///< Of exchange and combine behind an attention that has written the messages.
+  double pushed_us = 0.0;  ///< Behind a kernel that copies them there, it included.
+};
+
+/// The same over messages with headers, if they are some, and as the ranks exchange them.
+struct ExchangesTimes {
+  ExchangeTimes headers;
+  ExchangeTimes taken;
+};
+
+/// Times of `per_graph` exchanges in a graph. Lines have to be written anew for each: what is left of them
+/// without the copy is what that takes less, by messages with headers. Collective.
+template <class Comm>
+ExchangesTimes time_exchanges(Rank<Comm>& rank, const ExchangeShape& shape, int per_graph) {
+  const auto pushed_us = [&](ExchangeWork<Comm>& work) {
+    return time_together(rank, per_graph, [&] {
+      work.fill_messages();
+      work.queue();
+    });
+  };
+  ExchangesTimes times;
+  {
+    ExchangeWork<Comm> work(rank, shape, false);
+    times.headers.pushed_us = pushed_us(work);
+    times.headers.us = time_together(rank, per_graph, [&] { work.queue(); });
+  }
+  times.taken = times.headers;
+  ExchangeWork<Comm> work(rank, shape);
+  if (work.are_lines()) {
+    times.taken.pushed_us = pushed_us(work);
+    times.taken.us = times.taken.pushed_us - (times.headers.pushed_us - times.headers.us);
+  }
+  return times;
+}
 
 /// The largest difference between what the ranks of a KVP group combined and the merge of their partials in
 /// double, relative to the largest value, over the first and the last token.

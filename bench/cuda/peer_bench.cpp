@@ -11,62 +11,26 @@
 #include <benchmark/benchmark.h>
 
 #include <helix/cuda/peer_comm.hpp>
-#include <helix/kvp_all_to_all.hpp>
 #include <helix/reduce_norm.hpp>
 
 #include "cases.hpp"
 #include "device_data.hpp"
+#include "exchange_work.hpp"
 #include "rank_threads.hpp"
 
 namespace helix::bench {
 namespace {
 
 constexpr int kPerGraph = 10;
-
-struct ExchangeTimes {
-  double us = 0.0;  ///< Of messages with headers that lie there.
-  double pushed_us = 0.0;
-};
+constexpr std::int64_t kHeads = 128;
+constexpr std::int64_t kDim = 128;
 
 template <class Comm>
-ExchangeTimes time_exchange(int num_gpus, std::int64_t tokens, bool has_lines) {
-  constexpr std::int64_t kHeads = 128;
-  constexpr std::int64_t kDim = 128;
-  ExchangeTimes times;
+ExchangesTimes time_exchanges(int num_gpus, std::int64_t tokens) {
+  ExchangesTimes times;
   run_ranks<Comm>(2, 1, num_gpus, [&](Rank<Comm>& rank) {
-    using Backend = RankBackend<Comm>;
-    KvpAllToAll<Backend> exchange(
-        rank.backend,
-        {.max_tokens = tokens, .num_query_heads = kHeads, .value_dim = kDim, .has_lines = has_lines});
-    const cuda::Buffer out =
-        random_bf16(tokens * kHeads * kDim, 7 + static_cast<std::uint64_t>(rank.index()));
-    const cuda::Buffer lse = on_device(
-        rank.backend, random_floats(tokens * kHeads, 5.0f, static_cast<std::uint32_t>(rank.index())));
-    const cuda::Buffer combined(static_cast<std::size_t>(tokens * kHeads / 2 * kDim) * kBf16Bytes);
-    const cuda::Buffer positions =
-        on_device(rank.backend, std::vector<std::int64_t>(static_cast<std::size_t>(tokens), 77));
-    const auto messages =
-        exchange.outgoing({.tokens = tokens}, reinterpret_cast<const std::int64_t*>(positions.data()));
-    const auto combine = [&] {
-      exchange.exchange_and_combine(messages, nullptr,
-                                    {reinterpret_cast<bf16*>(combined.data()), {tokens, kHeads / 2, kDim}},
-                                    rank.stream);
-    };
-    const auto push = [&] {
-      rank.backend.pack_partial({.out = {reinterpret_cast<const bf16*>(out.data()), {tokens, kHeads, kDim}},
-                                 .lse = {reinterpret_cast<const float*>(lse.data()), {tokens, kHeads}},
-                                 .packed_out = messages.sink.out,
-                                 .packed_lse = messages.sink.lse,
-                                 .headers = messages.sink.headers,
-                                 .slot = messages.sink.slot,
-                                 .lines = messages.sink.lines},
-                                rank.stream);
-      combine();
-    };
-    const double pushed_us = time_together(rank, kPerGraph, push);
-    const bool are_lines = messages.sink.lines.rows.out != nullptr;
-    const double us = are_lines ? 0.0 : time_together(rank, kPerGraph, combine);
-    if (rank.index() == 0) times = {us, pushed_us};
+    const ExchangesTimes of_rank = time_exchanges(rank, {tokens, kHeads, kDim}, kPerGraph);
+    if (rank.index() == 0) times = of_rank;
   });
   return times;
 }
@@ -122,24 +86,23 @@ void register_peers(int num_gpus) {
   const int gpus = num_gpus >= 2 ? 2 : 1;
   const std::string where = gpus == 2 ? "" : "/one_gpu";
   for (const std::int64_t tokens : {1, 4, 32, 64, 256, 1024}) {
-    register_case("window_exchange/kvp:2/tokens:" + std::to_string(tokens) + "/heads:128/dim:128" + where,
-                  [=](benchmark::State& state) {
-                    run_case(state, [&] {
-                      const auto headers = time_exchange<cuda::PeerComm>(gpus, tokens, false);
-                      auto times = time_exchange<cuda::PeerComm>(gpus, tokens, true);
-                      if (times.us == 0.0) times.us = times.pushed_us - (headers.pushed_us - headers.us);
-                      state.counters["pushed_us"] = times.pushed_us;
-                      state.counters["headers_us"] = headers.us;
-                      state.counters["headers_pushed_us"] = headers.pushed_us;
-                      state.counters["bytes"] = static_cast<double>(tokens * 128 * 260);
-                      if (gpus == 2) {
-                        const auto nccl = time_exchange<cuda::NcclComm>(gpus, tokens, true);
-                        state.counters["nccl_us"] = nccl.us;
-                        state.counters["nccl_packed_us"] = nccl.pushed_us;
-                      }
-                      return times.us;
-                    });
-                  });
+    register_case(
+        "window_exchange/kvp:2/tokens:" + std::to_string(tokens) + "/heads:128/dim:128" + where,
+        [=](benchmark::State& state) {
+          run_case(state, [&] {
+            const auto times = time_exchanges<cuda::PeerComm>(gpus, tokens);
+            state.counters["pushed_us"] = times.taken.pushed_us;
+            state.counters["headers_us"] = times.headers.us;
+            state.counters["headers_pushed_us"] = times.headers.pushed_us;
+            state.counters["bytes"] = static_cast<double>(ExchangeShape{tokens, kHeads, kDim}.bytes());
+            if (gpus == 2) {
+              const auto nccl = time_exchanges<cuda::NcclComm>(gpus, tokens);
+              state.counters["nccl_us"] = nccl.headers.us;
+              state.counters["nccl_packed_us"] = nccl.headers.pushed_us;
+            }
+            return times.taken.us;
+          });
+        });
   }
   for (const std::int64_t rows : {1, 2, 8, 16, 64, 128}) {
     constexpr std::int64_t kWidth = 8192;

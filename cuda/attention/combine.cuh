@@ -21,7 +21,7 @@ namespace helix::cuda {
 inline constexpr int kLaneColumns = 4;  ///< Columns that a lane takes at a time.
 
 /// Writes one row of out, and lse; by a warp whose lanes call write() for all columns. kMayBeF32: whether out
-/// may be of f32, and not of 16 bits alone; code comes from memory too.
+/// may be of f32: kernels of 16 bits do without the code for it, which each launch would fetch from memory.
 template <bool kMayBeF32 = false>
 struct RowWriter {
   const AttentionParams& p;

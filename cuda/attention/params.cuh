@@ -42,9 +42,9 @@ struct AttentionParams {
   std::int64_t out_slot_stride = 0;           ///< Elements of out to the other slot.
   std::int64_t lse_slot_stride = 0;
   bool sends_lines = false;  ///< Whether out and lse are those of LineRows, and strides those of lines.
-  const std::uint32_t* gave_up = nullptr;  ///< Of lines, with the next two: of SinkLines.
-  const std::int64_t* line_positions = nullptr;
-  std::int64_t line_tokens = 0;
+  const std::uint32_t* gave_up = nullptr;        ///< SinkLines::gave_up.
+  const std::int64_t* line_positions = nullptr;  ///< SinkLines::positions.
+  std::int64_t line_tokens = 0;                  ///< SinkLines::tokens.
 
   const std::int64_t* positions = nullptr;
   const std::int32_t* slots = nullptr;
