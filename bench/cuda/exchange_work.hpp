@@ -132,8 +132,8 @@ struct ExchangeTimes {
   double pushed_us = 0.0;  ///< Behind a kernel that copies them there, it included.
 };
 
-/// The same over messages with headers, if they are some, and as the ranks exchange them.
-struct ExchangesTimes {
+/// The same of messages with headers, and of what the backend takes for their size.
+struct TimesByProtocol {
   ExchangeTimes headers;
   ExchangeTimes taken;
 };
@@ -141,14 +141,14 @@ struct ExchangesTimes {
 /// Times of `per_graph` exchanges in a graph. Lines have to be written anew for each: what is left of them
 /// without the copy is what that takes less, by messages with headers. Collective.
 template <class Comm>
-ExchangesTimes time_exchanges(Rank<Comm>& rank, const ExchangeShape& shape, int per_graph) {
+TimesByProtocol time_exchanges(Rank<Comm>& rank, const ExchangeShape& shape, int per_graph) {
   const auto pushed_us = [&](ExchangeWork<Comm>& work) {
     return time_together(rank, per_graph, [&] {
       work.fill_messages();
       work.queue();
     });
   };
-  ExchangesTimes times;
+  TimesByProtocol times;
   {
     ExchangeWork<Comm> work(rank, shape, false);
     times.headers.pushed_us = pushed_us(work);

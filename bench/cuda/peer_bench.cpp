@@ -26,10 +26,10 @@ constexpr std::int64_t kHeads = 128;
 constexpr std::int64_t kDim = 128;
 
 template <class Comm>
-ExchangesTimes time_exchanges(int num_gpus, std::int64_t tokens) {
-  ExchangesTimes times;
+TimesByProtocol time_exchanges(int num_gpus, std::int64_t tokens) {
+  TimesByProtocol times;
   run_ranks<Comm>(2, 1, num_gpus, [&](Rank<Comm>& rank) {
-    const ExchangesTimes of_rank = time_exchanges(rank, {tokens, kHeads, kDim}, kPerGraph);
+    const TimesByProtocol of_rank = time_exchanges(rank, {tokens, kHeads, kDim}, kPerGraph);
     if (rank.index() == 0) times = of_rank;
   });
   return times;
