@@ -84,11 +84,11 @@ class EngineBackend {
   void pack_partial(const helix::PackPartialArgs<float>& args, Stream) {
     for (std::int64_t t = 0; t < args.out.extent(0); ++t) {
       for (std::int64_t h = 0; h < args.out.extent(1); ++h) {
-        args.packed_lse(t, h) = helix::to_natural(args.lse(t, h), args.convention);
-        for (std::int64_t d = 0; d < args.out.extent(2); ++d) args.packed_out(t, h, d) = args.out(t, h, d);
+        args.sink.lse(t, h) = helix::to_natural(args.lse(t, h), args.convention);
+        for (std::int64_t d = 0; d < args.out.extent(2); ++d) args.sink.out(t, h, d) = args.out(t, h, d);
       }
     }
-    const helix::StampArgs& stamp = args.headers;
+    const helix::StampArgs& stamp = args.sink.headers;
     const helix::ExchangeHeader header{
         .epoch = helix::exchange_epoch(++*stamp.epoch, stamp.positions, stamp.tokens),
         .tokens = static_cast<std::uint32_t>(stamp.tokens),

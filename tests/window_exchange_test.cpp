@@ -33,15 +33,9 @@ struct Line {
   std::uint32_t first, number, second, complement;
 };
 
-/// Line `i` of the outputs of row (token, head), or its only one of lse.
-template <class Byte>
-Line* out_line(const LineRows<Byte>& rows, std::int64_t token, std::int64_t head, std::int64_t i) {
-  const std::int64_t at = token * rows.token_bytes + head * rows.head_bytes + i * 16;
-  return reinterpret_cast<Line*>(const_cast<std::byte*>(rows.out + at));
-}
-template <class Byte>
-Line* lse_line(const LineRows<Byte>& rows, std::int64_t token, std::int64_t head) {
-  return reinterpret_cast<Line*>(const_cast<std::byte*>(rows.lse + token * 16 + head * rows.head_bytes));
+/// The lines from `at` on.
+Line* lines_at(const std::byte* at) {
+  return reinterpret_cast<Line*>(const_cast<std::byte*>(at));
 }
 
 /// Threads that reach each other's memory, as ranks on GPUs do.
@@ -124,12 +118,12 @@ class LineBackend : public WindowedBackend {
       rows.lse += r * window.sender_bytes;
       for (std::int64_t t = 0; t < tokens; ++t) {
         for (std::int64_t h = 0; h < heads; ++h) {
-          const Line head = take(*lse_line(rows, t, h));
-          if (head.second != exchange_row_tag(window.positions[t], tokens))
+          const Line head = take(*lines_at(rows.lse_of(t, h)));
+          if (head.second != exchange_row_tag(window.positions, t, tokens))
             throw Error(ErrorCode::out_of_step, "a row of another step");
           lse.push_back(std::bit_cast<float>(head.first));
           for (std::int64_t i = 0; i < dim / 2; ++i) {
-            const Line line = take(*out_line(rows, t, h, i));
+            const Line line = take(lines_at(rows.out_of(t, h))[i]);
             out.push_back(std::bit_cast<float>(line.first));
             out.push_back(std::bit_cast<float>(line.second));
           }
@@ -173,10 +167,11 @@ void write_row(const PartialSink<float>& sink, std::int64_t token, std::int64_t 
   }
   const auto bits = [](float x) { return std::bit_cast<std::uint32_t>(x); };
   const auto number = static_cast<std::uint32_t>(*sink.slot.epoch + 1);
-  *lse_line(sink.lines.rows, token, head) = {
-      bits(lse), number, exchange_row_tag(sink.lines.positions[token], sink.lines.tokens), ~number};
+  *lines_at(sink.lines.rows.lse_of(token, head)) = {
+      bits(lse), number, exchange_row_tag(sink.lines.positions, token, sink.lines.tokens), ~number};
   for (std::int64_t i = 0; i < dim / 2; ++i)
-    *out_line(sink.lines.rows, token, head, i) = {bits(out[2 * i]), number, bits(out[2 * i + 1]), ~number};
+    lines_at(sink.lines.rows.out_of(token, head))[i] = {bits(out[2 * i]), number, bits(out[2 * i + 1]),
+                                                        ~number};
 }
 
 /// Combines `rounds` times over `exchange`, the last time to what is returned. `value_dim`: of the slices; 0:

@@ -80,14 +80,7 @@ class ExchangeWork {
   void fill_messages() {
     const Partial<bf16> from = partial();
     const PartialSink<bf16> to = messages().sink;
-    rank_->backend.pack_partial({.out = from.out,
-                                 .lse = from.lse,
-                                 .packed_out = to.out,
-                                 .packed_lse = to.lse,
-                                 .headers = to.headers,
-                                 .slot = to.slot,
-                                 .lines = to.lines},
-                                rank_->stream);
+    rank_->backend.pack_partial({.out = from.out, .lse = from.lse, .sink = to}, rank_->stream);
   }
 
   /// What follows it. Messages that are no lines stay, so that it can be repeated.

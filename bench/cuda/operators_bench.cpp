@@ -256,16 +256,16 @@ void bench_pack_partial(benchmark::State& state, std::int64_t kvp, std::int64_t 
         args.out = {out.at(i), {tokens, heads, dim}};
         args.lse = {lse.at<float>(i), {tokens, heads}};
         auto* first = messages.at<std::byte>(i);
-        args.packed_out = {
+        args.sink.out = {
             reinterpret_cast<bf16*>(first + out_begin), {tokens, heads, dim}, {dim, block / 2, 1}};
-        args.packed_lse = {reinterpret_cast<float*>(first + 16), {tokens, heads}, {1, block / 4}};
-        args.headers = {first,
-                        tokens,
-                        0,
-                        reinterpret_cast<std::uint64_t*>(epoch.data()),
-                        reinterpret_cast<const std::int64_t*>(positions_at.data()),
-                        kvp,
-                        message};
+        args.sink.lse = {reinterpret_cast<float*>(first + 16), {tokens, heads}, {1, block / 4}};
+        args.sink.headers = {first,
+                             tokens,
+                             0,
+                             reinterpret_cast<std::uint64_t*>(epoch.data()),
+                             reinterpret_cast<const std::int64_t*>(positions_at.data()),
+                             kvp,
+                             message};
         operators.pack_partial(args, stream);
       },
       [&](cuda::Stream) {

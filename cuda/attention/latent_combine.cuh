@@ -159,7 +159,6 @@ __global__ __launch_bounds__(
   __shared__ CombineShared<kShares> shared;
   prefetch_params(p);
   follow_previous(p);
-  find_sink_place(p);
   combine_rows<kShares, kManyRows>(p, block_rows, shared);
 }
 

@@ -12,7 +12,6 @@ namespace helix::cuda {
 /// belongs; these are combined once all are there. All threads of the block.
 template <class Plan, class Attend>
 __device__ __forceinline__ void walk_work_item(const AttentionParams& p, Plan& plan, const Attend& attend) {
-  find_sink_place(p);
   make_plan(p, plan);
   const Schedule<Plan> schedule(p, plan);
   const WorkItem item = schedule.work_item(static_cast<int>(blockIdx.x));

@@ -136,14 +136,6 @@ __device__ inline int settled_tokens(const AttentionParams& p, const QueryTile& 
   return static_cast<int>(settled);
 }
 
-/// For a kernel that can do nothing ahead, as follow_previous(). The one behind reads lines before this one
-/// has ended, so that it may not start before all kernels ahead of this one have.
-__device__ __forceinline__ void follow_previous(const AttentionParams& p) {
-  if (!p.sends_lines) start_next();
-  wait_for_previous();
-  if (p.sends_lines) start_next();
-}
-
 /// Where this launch writes its results, read anew.
 __device__ __forceinline__ SinkPlace read_sink_place(const AttentionParams& p) {
   return p.slot_epoch == nullptr ? SinkPlace{} : SinkPlace(p.slot_epoch, p.gave_up);
@@ -161,14 +153,24 @@ __device__ __forceinline__ void find_sink_place(const AttentionParams& p) {
   if (threadIdx.x == blockDim.x - 1) sink_place() = read_sink_place(p);
 }
 
+/// For a kernel that can do nothing ahead, as follow_previous(), ahead of a barrier: also finds sink_place().
+/// The kernel behind reads lines before this one has ended, so that it may not start before all kernels ahead
+/// of this one have.
+__device__ __forceinline__ void follow_previous(const AttentionParams& p) {
+  if (!p.sends_lines) start_next();
+  wait_for_previous();
+  if (p.sends_lines) start_next();
+  find_sink_place(p);
+}
+
 /// Stores the log-sum-exp of row (token, head).
 __device__ __forceinline__ void store_lse(const AttentionParams& p, const SinkPlace& place,
                                           std::int64_t token, std::int64_t head, float lse) {
   float* const to =
       p.lse + place.slot * p.lse_slot_stride + token * p.lse_token_stride + head * p.lse_head_stride;
   if (p.sends_lines) {
-    const std::int64_t position = p.line_positions == nullptr ? 0 : p.line_positions[token];
-    store_line(to, __float_as_uint(lse), exchange_row_tag(position, p.line_tokens), place.count);
+    store_line(to, __float_as_uint(lse), exchange_row_tag(p.line_positions, token, p.line_tokens),
+               place.count);
   } else {
     *to = lse;
   }

@@ -94,10 +94,7 @@ struct Tensor {
     Cluster cluster(s.cluster);
     if (threadIdx.x == 0) TileCopies::prefetch(maps);
     init_barriers(s.barriers[warp][0]);
-    if (!p.reads_ahead) {
-      follow_previous(p);
-      find_sink_place(p);
-    }
+    if (!p.reads_ahead) follow_previous(p);
     make_plan(p, s.plan);
     const Schedule<Plan> schedule(p, s.plan);
     const WorkItem item = schedule.work_item(static_cast<int>(blockIdx.x));

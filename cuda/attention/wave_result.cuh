@@ -156,7 +156,6 @@ __device__ __forceinline__ void combine_row_later(const AttentionParams& p) {
 template <int kThreads>
 __global__ __launch_bounds__(kThreads) void combine_waves_later(const __grid_constant__ AttentionParams p) {
   follow_previous(p);
-  find_sink_place(p);
   __syncthreads();
   combine_row_later<kThreads>(p);
 }

@@ -102,7 +102,6 @@ __global__ __launch_bounds__(S::kThreads, 1) void attend_waves(const __grid_cons
     fence_barrier_init();
   }
   follow_previous(p);
-  find_sink_place(p);
   make_wave_plan(p, s.plan);
   if (warp_uniform(threadIdx.x / kWarpGroup) == 0) {
     give_registers<kCopyRegisters>();

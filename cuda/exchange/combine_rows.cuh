@@ -136,6 +136,17 @@ __device__ __forceinline__ void merge_partials(const CombineRows<T>& rows, const
   }
 }
 
+/// Calls visit(token, head) for the rows of block `block` of `blocks`, in turn and in the order in which they
+/// lie, tokens of a head one behind the other.
+template <class T, class Visit>
+__device__ __forceinline__ void for_rows_of_block(const CombineRows<T>& rows, const RowShare& share,
+                                                  unsigned block, unsigned blocks, const Visit& visit) {
+  const auto tokens = static_cast<unsigned>(rows.tokens);
+  const unsigned num_rows = tokens * static_cast<unsigned>(rows.heads);
+  const unsigned step = blocks * static_cast<unsigned>(share.rows());
+  for (unsigned row = share.row(block); row < num_rows; row += step) visit(row % tokens, row / tokens);
+}
+
 template <class T>
 CombineRows<T> combine_rows(const LseCombineArgs<T>& args) {
   const auto& partial = args.partial_out;

@@ -6,7 +6,6 @@
 
 #include <helix/cuda/backend.hpp>
 #include <helix/error.hpp>
-#include <helix/exchange_layout.hpp>
 
 #include "cuda/exchange/combine_rows.cuh"
 #include "cuda/exchange/header.cuh"
@@ -96,20 +95,18 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t token = row / heads;
   const std::int64_t head = row % heads;
   const SinkPlace place(slot.epoch, lines.gave_up);
-  const std::int64_t begin = place.slot * slot.bytes + head * lines.rows.head_bytes;
+  const std::int64_t begin = place.slot * slot.bytes;
   if (share.thread() == 0) {
-    const std::int64_t position = lines.positions == nullptr ? 0 : lines.positions[token];
-    store_line(lines.rows.lse + begin + token * kLineBytes,
+    store_line(lines.rows.lse_of(token, head) + begin,
                __float_as_uint(to_natural(from.lse(token, head), from.convention)),
-               exchange_row_tag(position, lines.tokens), place.count);
+               exchange_row_tag(lines.positions, token, lines.tokens), place.count);
   }
-  constexpr int kLineColumns = static_cast<int>(WindowLayout::kLineDataBytes / sizeof(T));
   const T* const source = &from.out(token, head, 0);
-  std::byte* const to = lines.rows.out + begin + token * lines.rows.token_bytes;
-  for (std::int64_t i = share.thread(); i * kLineColumns < from.out.extent(2); i += share.threads) {
-    Vector<T, kLineColumns> columns;
+  std::byte* const to = lines.rows.out_of(token, head) + begin;
+  for (std::int64_t i = share.thread(); i * kLineColumns<T> < from.out.extent(2); i += share.threads) {
+    Vector<T, kLineColumns<T>> columns;
 #pragma unroll
-    for (int j = 0; j < kLineColumns; ++j) columns.elements[j] = source[i * kLineColumns + j];
+    for (int j = 0; j < kLineColumns<T>; ++j) columns.elements[j] = source[i * kLineColumns<T> + j];
     const auto* words = reinterpret_cast<const std::uint32_t*>(&columns);
     store_line(to + i * kLineBytes, words[0], words[1], place.count);
   }
@@ -184,41 +181,42 @@ template <class T>
 void Operators<T>::pack_partial(const PackPartialArgs<T>& args, Stream stream) const {
   const DeviceScope scope(state_->device);
   const auto element = static_cast<std::int64_t>(sizeof(T));
-  if (args.lines.rows.out != nullptr) {
-    const RowShare share(args.out.extent(2) * element / WindowLayout::kLineDataBytes);
+  const PartialSink<T>& sink = args.sink;
+  if (sink.lines.rows.out != nullptr) {
+    const RowShare share(args.out.extent(2) / kLineColumns<T>);
     launch_early(pack_lines_kernel<T>, ceil_div(args.out.extent(0) * args.out.extent(1), share.rows()),
                  kThreads, 0, stream.handle(), state_->is_hopper, {args.out, args.lse, args.convention},
-                 share, args.slot, args.lines);
+                 share, sink.slot, sink.lines);
     return;
   }
   PackRows rows;
   rows.out = reinterpret_cast<const std::byte*>(args.out.data());
   rows.out_token_bytes = args.out.stride(0) * element;
   rows.out_head_bytes = args.out.stride(1) * element;
-  rows.packed = reinterpret_cast<std::byte*>(args.packed_out.data());
-  rows.packed_token_bytes = args.packed_out.stride(0) * element;
-  rows.packed_head_bytes = args.packed_out.stride(1) * element;
+  rows.packed = reinterpret_cast<std::byte*>(sink.out.data());
+  rows.packed_token_bytes = sink.out.stride(0) * element;
+  rows.packed_head_bytes = sink.out.stride(1) * element;
   rows.row_bytes = args.out.extent(2) * element;
   rows.lse = args.lse.data();
   rows.lse_token_stride = args.lse.stride(0);
   rows.lse_head_stride = args.lse.stride(1);
-  rows.packed_lse = args.packed_lse.data();
-  rows.packed_lse_token_stride = args.packed_lse.stride(0);
-  rows.packed_lse_head_stride = args.packed_lse.stride(1);
+  rows.packed_lse = sink.lse.data();
+  rows.packed_lse_token_stride = sink.lse.stride(0);
+  rows.packed_lse_head_stride = sink.lse.stride(1);
   rows.tokens = args.out.extent(0);
   rows.heads = static_cast<int>(args.out.extent(1));
   rows.convention = args.convention;
-  rows.slot = args.slot;
+  rows.slot = sink.slot;
   const auto launch = [&]<class Unit>(Unit) {
     const RowShare share(rows.row_bytes / static_cast<std::int64_t>(sizeof(Unit)));
     const unsigned blocks = 1 + ceil_div(rows.tokens * rows.heads, share.rows());
-    pack_kernel<Unit><<<blocks, kThreads, 0, stream.handle()>>>(rows, share, args.headers);
+    pack_kernel<Unit><<<blocks, kThreads, 0, stream.handle()>>>(rows, share, sink.headers);
     HELIX_CHECK_LAUNCH();
   };
   const std::size_t alignment = common_alignment(
       {address_of(args.out.data()), step_of<T>(args.out.stride(0)), step_of<T>(args.out.stride(1)),
-       step_of<T>(args.out.extent(2)), address_of(args.packed_out.data()),
-       step_of<T>(args.packed_out.stride(0)), step_of<T>(args.packed_out.stride(1))});
+       step_of<T>(args.out.extent(2)), address_of(sink.out.data()), step_of<T>(sink.out.stride(0)),
+       step_of<T>(sink.out.stride(1))});
   if (alignment == 16) {
     launch(uint4{});
   } else if (alignment >= 4) {

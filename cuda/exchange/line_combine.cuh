@@ -12,7 +12,6 @@
 #include <cstdint>
 
 #include <helix/backend/exchange.hpp>
-#include <helix/exchange_layout.hpp>
 
 #include "cuda/comm/peer_lines.cuh"
 #include "cuda/comm/peer_wait.cuh"
@@ -21,11 +20,6 @@
 #include "cuda/runtime/launch.cuh"
 
 namespace helix::cuda {
-
-/// Elements of T in a line.
-template <class T>
-inline constexpr int kLineColumns = static_cast<int>(WindowLayout::kLineDataBytes / sizeof(T));
-static_assert(kLineBytes == WindowLayout::kLineBytes);
 
 /// One row of an exchange, of all ranks, as PartialRowInMemory.
 template <class T>
@@ -46,11 +40,10 @@ struct PartialRowInLines {
                                                const WindowPlace& place, std::int64_t token,
                                                std::int64_t head)
       : waits(how), ranks(static_cast<int>(args.peers)), sender_bytes(args.sender_bytes) {
-    const std::int64_t begin = place.slot + head * args.lines.head_bytes;
-    out = args.lines.out + begin + token * args.lines.token_bytes;
-    lse_line = args.lines.lse + begin + token * kLineBytes;
+    out = args.lines.out_of(token, head) + place.slot;
+    lse_line = args.lines.lse_of(token, head) + place.slot;
     count = static_cast<std::uint32_t>(place.exchanges);
-    tag = exchange_row_tag(args.positions == nullptr ? 0 : args.positions[token], args.tokens);
+    tag = exchange_row_tag(args.positions, token, args.tokens);
   }
 
   /// Waits for it.
@@ -135,15 +128,10 @@ __global__ void __launch_bounds__(kCombineThreads)
   const WindowPlace place(args);
   __syncthreads();
   const bool is_last = count_reader(args);
-  const auto tokens = static_cast<unsigned>(rows.tokens);
-  const unsigned num_rows = tokens * static_cast<unsigned>(rows.heads);
-  const unsigned step = gridDim.x * static_cast<unsigned>(share.rows());
-  for (unsigned row = share.row(blockIdx.x); row < num_rows; row += step) {
-    const unsigned token = row % tokens;
-    const unsigned head = row / tokens;
+  for_rows_of_block(rows, share, blockIdx.x, gridDim.x, [&](unsigned token, unsigned head) {
     merge_partials<kCount, kRanks>(rows, PartialRowInLines<T>(waits, args, place, token, head), share, token,
                                    head);
-  }
+  });
   wait_for_previous();
   if (is_last) counts_of(args).exchanges = place.exchanges;
 }

@@ -2,7 +2,6 @@
 // SinkPlace: which slot of a sink a writer of partials writes to, and what number its lines carry.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include <helix/backend/exchange.hpp>
@@ -10,6 +9,8 @@
 #include "cuda/comm/peer_lines.cuh"
 
 namespace helix::cuda {
+
+static_assert(kLineBytes == kExchangeLineBytes);
 
 /// What a kernel reads on the device of where it writes partials.
 struct SinkPlace {

@@ -107,15 +107,13 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kRanks))
   const bool is_last = count_reader(args);
   const T* const all_out = rows.partial_out + slot / static_cast<std::int64_t>(sizeof(T));
   const float* const all_lse = rows.partial_lse + slot / static_cast<std::int64_t>(sizeof(float));
-  const auto tokens = static_cast<unsigned>(rows.tokens);
-  const unsigned num_rows = tokens * static_cast<unsigned>(rows.heads);
   const unsigned sending = gridDim.x > 1 ? 1 : 0;  // blocks without rows
   if (blockIdx.x >= sending) {
-    const unsigned step = (gridDim.x - sending) * static_cast<unsigned>(share.rows());
-    for (unsigned row = share.row(blockIdx.x - sending); row < num_rows; row += step)
-      merge_partials<kCount, kRanks>(
-          rows, PartialRowInMemory<T, false>(rows, all_out, all_lse, row % tokens, row / tokens), share,
-          row % tokens, row / tokens);
+    for_rows_of_block(
+        rows, share, blockIdx.x - sending, gridDim.x - sending, [&](unsigned token, unsigned head) {
+          merge_partials<kCount, kRanks>(
+              rows, PartialRowInMemory<T, false>(rows, all_out, all_lse, token, head), share, token, head);
+        });
   }
   if (is_last) counts_of(args).exchanges = place.exchanges;
   if (blockIdx.x == 0 && has_peer) check_header(waits, args, peer, own_epoch, seen, rest);

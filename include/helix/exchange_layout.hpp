@@ -132,9 +132,6 @@ class ExchangeLayout {
 /// of lse], lines (LineRows) for steps of few tokens. All offsets are those of the largest step, so that a
 /// place that is polled never holds another step's data.
 struct WindowLayout {
-  static constexpr std::int64_t kLineBytes = 16;  ///< Of 8 bytes of data.
-  static constexpr std::int64_t kLineDataBytes = 8;
-
   std::int64_t heads;             ///< Heads a peer.
   std::int64_t lse_begin;         ///< Bytes from a header to the sender's lse of that head.
   std::int64_t out_begin;         ///< Bytes from a header to the sender's outputs of that head.
@@ -160,7 +157,7 @@ struct WindowLayout {
 
   /// Whether rows of row_bytes of a step of `tokens` tokens can travel as lines.
   constexpr bool has_lines(std::int64_t tokens, std::int64_t row_bytes) const {
-    return tokens <= line_tokens && row_bytes % kLineDataBytes == 0;
+    return tokens <= line_tokens && row_bytes % kExchangeLineDataBytes == 0;
   }
 
   /// Bytes from a head to the next, where parts of the window are `stride` bytes apart.
@@ -175,10 +172,10 @@ struct WindowLayout {
         lse_begin(message.lse_begin),
         out_begin(message.out_begin),
         line_tokens(most_line_tokens),
-        line_token_bytes(round_up(row_bytes / kLineDataBytes * kLineBytes, kLine)),
+        line_token_bytes(round_up(row_bytes / kExchangeLineDataBytes * kExchangeLineBytes, kLine)),
         line_out_begin(round_up(message.head_bytes, kLine)),
         line_lse_begin(line_out_begin + line_tokens * line_token_bytes),
-        sender_bytes(round_up(line_lse_begin + line_tokens * kLineBytes, kLine)),
+        sender_bytes(round_up(line_lse_begin + line_tokens * kExchangeLineBytes, kLine)),
         slot_bytes(peers * sender_bytes),
         total_bytes(heads * 2 * slot_bytes) {}
 };

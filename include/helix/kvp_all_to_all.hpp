@@ -119,13 +119,10 @@ class KvpAllToAll {
       return {{nullptr, {kvp_, 0, heads_a_rank(), spec_.value_dim}}, {nullptr, {kvp_, 0, heads_a_rank()}}};
     if (sent_.data() == nullptr) allocate_messages();
     const Outgoing messages = packed({.tokens = tokens, .value_dim = spec_.value_dim}, positions);
-    backend_->pack_partial(PackPartialArgs<T>{.out = partial.out,
-                                              .lse = partial.lse,
-                                              .packed_out = messages.sink.out,
-                                              .packed_lse = messages.sink.lse,
-                                              .headers = messages.sink.headers,
-                                              .convention = convention},
-                           stream);
+    backend_->pack_partial(
+        PackPartialArgs<T>{
+            .out = partial.out, .lse = partial.lse, .sink = messages.sink, .convention = convention},
+        stream);
     const Received received = transfer(messages, stream);
     backend_->check_exchange(check_of(messages), stream);
     return received;

@@ -84,12 +84,12 @@ void Operators::pack_partial(const PackPartialArgs<float>& args, Stream stream) 
     const auto bytes = static_cast<std::size_t>(args.out.extent(2)) * sizeof(float);
     const auto pack = [&](std::int64_t head, int) {
       for (std::int64_t token = 0; token < tokens; ++token) {
-        args.packed_lse(token, head) = to_natural(args.lse(token, head), args.convention);
-        std::memcpy(&args.packed_out(token, head, 0), &args.out(token, head, 0), bytes);
+        args.sink.lse(token, head) = to_natural(args.lse(token, head), args.convention);
+        std::memcpy(&args.sink.out(token, head, 0), &args.out(token, head, 0), bytes);
       }
     };
     pool->parallel_for(args.out.extent(1), pack);
-    write_headers(args.headers);
+    write_headers(args.sink.headers);
   });
 }
 

@@ -224,14 +224,14 @@ TEST_CASE("packing converts the log-sum-exps, copies outputs bit for bit and sta
     ops.pack_partial(
         {.out = {out.data(), {kTokens, kHeads, kDim}},
          .lse = {lse.data(), {kTokens, kHeads}},
-         .packed_out = {messages.data() + 4 + kTokens + 1, {kTokens, kHeads, kDim}, {kDim, kBlock, 1}},
-         .packed_lse = {messages.data() + 4, {kTokens, kHeads}, {1, kBlock}},
-         .headers = {.message = reinterpret_cast<std::byte*>(messages.data()),
-                     .tokens = kTokens,
-                     .sender = 1,
-                     .epoch = &epoch,
-                     .count = kRanks,
-                     .message_bytes = kMessageBytes},
+         .sink = {.out = {messages.data() + 4 + kTokens + 1, {kTokens, kHeads, kDim}, {kDim, kBlock, 1}},
+                  .lse = {messages.data() + 4, {kTokens, kHeads}, {1, kBlock}},
+                  .headers = {.message = reinterpret_cast<std::byte*>(messages.data()),
+                              .tokens = kTokens,
+                              .sender = 1,
+                              .epoch = &epoch,
+                              .count = kRanks,
+                              .message_bytes = kMessageBytes}},
          .convention = convention.name},
         stream);
     stream.synchronize();

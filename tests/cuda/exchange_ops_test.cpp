@@ -79,11 +79,11 @@ TEMPLATE_TEST_CASE("messages on a GPU hold 16-bit partials bit for bit", "", f16
           args.out = TensorView<const T, 3>(device_out, {tokens, all_heads, width},
                                             {all_heads * (width + pad), width + pad, 1});
           args.lse = TensorView<const float, 2>(device_lse, {tokens, all_heads});
-          args.packed_out = {reinterpret_cast<T*>(messages + 16 + lse_bytes),
-                             {tokens, all_heads, width},
-                             {width, block / 2, 1}};
-          args.packed_lse = {reinterpret_cast<float*>(messages + 16), {tokens, all_heads}, {1, block / 4}};
-          args.headers = {messages, tokens, kvp - 1, epoch, device_positions, kvp, message};
+          args.sink.out = {reinterpret_cast<T*>(messages + 16 + lse_bytes),
+                           {tokens, all_heads, width},
+                           {width, block / 2, 1}};
+          args.sink.lse = {reinterpret_cast<float*>(messages + 16), {tokens, all_heads}, {1, block / 4}};
+          args.sink.headers = {messages, tokens, kvp - 1, epoch, device_positions, kvp, message};
           operators.pack_partial(args, stream);
           std::vector<std::uint8_t> packed(expected.size());
           std::uint64_t after = 0;
@@ -248,10 +248,10 @@ TEMPLATE_TEST_CASE("log-sum-exps of other conventions on a GPU are converted as 
       const cuda::Buffer epoch = operators.allocate(sizeof(std::uint64_t));
       pack.out = TensorView<const T, 3>(args.partial_out.data(), {ranks * kTokens, 1, kDim});
       pack.lse = TensorView<const float, 2>(args.partial_lse.data(), {ranks * kTokens, 1});
-      pack.packed_out = {packed_out, {ranks * kTokens, 1, kDim}};
-      pack.packed_lse = {packed, {ranks * kTokens, 1}};
-      pack.headers.message = header.data();
-      pack.headers.epoch = reinterpret_cast<std::uint64_t*>(epoch.data());
+      pack.sink.out = {packed_out, {ranks * kTokens, 1, kDim}};
+      pack.sink.lse = {packed, {ranks * kTokens, 1}};
+      pack.sink.headers.message = header.data();
+      pack.sink.headers.epoch = reinterpret_cast<std::uint64_t*>(epoch.data());
       pack.convention = convention;
       operators.pack_partial(pack, stream);
       const std::vector<float> packed_lse = download(packed, ranks * kTokens);

@@ -149,11 +149,7 @@ struct Exchange {
     backend.pack_partial(
         {.out = {reinterpret_cast<const T*>(out[step].data()), {shape.tokens, shape.heads, shape.dim}},
          .lse = {reinterpret_cast<const float*>(lse[step].data()), {shape.tokens, shape.heads}},
-         .packed_out = messages.sink.out,
-         .packed_lse = messages.sink.lse,
-         .headers = messages.sink.headers,
-         .slot = messages.sink.slot,
-         .lines = messages.sink.lines},
+         .sink = messages.sink},
         stream);
     all_to_all.exchange_and_combine(messages, nullptr, result(), stream);
   }

@@ -163,11 +163,7 @@ struct AttentionExchange {
     const auto to = messages(positions).sink;
     backend.pack_partial({.out = {local_out.data(), {shape.tokens(), shape.heads(), shape.value_dim()}},
                           .lse = {local_lse.data(), {shape.tokens(), shape.heads()}},
-                          .packed_out = to.out,
-                          .packed_lse = to.lse,
-                          .headers = to.headers,
-                          .slot = to.slot,
-                          .lines = to.lines},
+                          .sink = to},
                          stream);
   }
 

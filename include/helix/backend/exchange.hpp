@@ -89,22 +89,35 @@ struct SinkSlot {
   std::int64_t bytes = 0;
 };
 
-/// What each row of partials that travels as lines says of its exchange, beside its number.
-HELIX_HOST_DEVICE constexpr std::uint32_t exchange_row_tag(std::int64_t position, std::int64_t tokens) {
+/// What row `token` of an exchange of `tokens` that travels as lines says of it, beside its number.
+/// `positions` [tokens], or nullptr: zeros.
+HELIX_HOST_DEVICE constexpr std::uint32_t exchange_row_tag(const std::int64_t* positions, std::int64_t token,
+                                                           std::int64_t tokens) {
+  const std::int64_t position = positions == nullptr ? 0 : positions[token];
   return static_cast<std::uint32_t>(position) + static_cast<std::uint32_t>(tokens) * 0x9e3779b9u;
 }
+
+inline constexpr std::int64_t kExchangeLineBytes = 16;     ///< Of a line of LineRows.
+inline constexpr std::int64_t kExchangeLineDataBytes = 8;  ///< Of them, those that are data.
 
 /// Rows of partials as lines of 16 bytes that say themselves that they have come: 4 bytes of data, the number
 /// of the exchange, 4 of data, the number's complement. No header, and no fence between data and header; but
 /// twice the bytes, so for few of them. A row's log-sum-exp is a line beside its exchange_row_tag(). The
-/// number is that of WindowExchangeArgs, counted from 1, its low 32 bits. Row (token, head) is
-/// token_bytes * token + head_bytes * head behind these, of the first slot.
+/// number is that of WindowExchangeArgs, counted from 1, its low 32 bits. Places are those of the first slot.
 template <class Byte>
 struct LineRows {
-  Byte* out = nullptr;  ///< Null: nothing travels so.
-  Byte* lse = nullptr;  ///< A token's is 16 bytes behind the one before.
+  Byte* out = nullptr;  ///< Lines of row (0, 0); null: nothing travels so.
+  Byte* lse = nullptr;  ///< Its line of lse.
   std::int64_t token_bytes = 0;
-  std::int64_t head_bytes = 0;
+  std::int64_t head_bytes = 0;  ///< Of out, and of lse, whose tokens are a line each.
+
+  /// The first line of row (token, head).
+  HELIX_HOST_DEVICE constexpr Byte* out_of(std::int64_t token, std::int64_t head) const {
+    return out + token * token_bytes + head * head_bytes;
+  }
+  HELIX_HOST_DEVICE constexpr Byte* lse_of(std::int64_t token, std::int64_t head) const {
+    return lse + token * kExchangeLineBytes + head * head_bytes;
+  }
 };
 
 /// Where a writer of partials puts them as lines, in the slot of a SinkSlot whose epoch numbers them.
@@ -151,18 +164,14 @@ struct PartialSink {
   SinkLines lines{};  ///< Where out and lse go as lines instead.
 };
 
-/// Copies partials that were not written in place into the messages, and writes their headers. Lines are only
-/// of backends that say kMostLineBytes (WindowBackend).
+/// Copies partials that were not written in place to where attention would have written them, and writes the
+/// headers of packed messages. Lines are only of backends that say kMostLineBytes (WindowBackend).
 template <class T>
 struct PackPartialArgs {
-  TensorView<const T, 3> out;       ///< [tokens, KVP * h, Dv], last stride 1.
-  TensorView<const float, 2> lse;   ///< [tokens, KVP * h].
-  TensorView<T, 3> packed_out;      ///< Place of `out` in the messages, last stride 1.
-  TensorView<float, 2> packed_lse;  ///< Place of `lse` in the messages.
-  StampArgs headers;
-  LseConvention convention = LseConvention::natural;  ///< Convention of `lse`; packed_lse is natural.
-  SinkSlot slot{};    ///< The slot of packed_out and packed_lse, and of lines.
-  SinkLines lines{};  ///< As PartialSink::lines.
+  TensorView<const T, 3> out;                         ///< [tokens, KVP * h, Dv], last stride 1.
+  TensorView<const float, 2> lse;                     ///< [tokens, KVP * h].
+  PartialSink<T> sink;                                ///< Row 0 is row 0 of `out`; its lse is natural.
+  LseConvention convention = LseConvention::natural;  ///< Of `lse`.
 };
 
 /// Verifies that every received header carries the epoch of this rank's own, `tokens`, and its sender's rank.

@@ -55,15 +55,15 @@ void pack_partial_and_stamp() {
                 args.lse = side.view(lse, tokens, all_heads);
                 args.convention = convention;
                 auto* first = reinterpret_cast<float*>(side(messages));
-                args.packed_lse = {first + 4, {tokens, all_heads}, {1, block}};
-                args.packed_out = {first + 4 + tokens, {tokens, all_heads, width}, {width, block, 1}};
-                args.headers.message = side(messages);
-                args.headers.tokens = tokens;
-                args.headers.sender = kvp - 1;
-                args.headers.epoch = side(epoch);
-                if (kvp != 2) args.headers.positions = side(positions);
-                args.headers.count = kvp;
-                args.headers.message_bytes = heads * block * 4;
+                args.sink.lse = {first + 4, {tokens, all_heads}, {1, block}};
+                args.sink.out = {first + 4 + tokens, {tokens, all_heads, width}, {width, block, 1}};
+                args.sink.headers.message = side(messages);
+                args.sink.headers.tokens = tokens;
+                args.sink.headers.sender = kvp - 1;
+                args.sink.headers.epoch = side(epoch);
+                if (kvp != 2) args.sink.headers.positions = side(positions);
+                args.sink.headers.count = kvp;
+                args.sink.headers.message_bytes = heads * block * 4;
                 return args;
               }));
         }

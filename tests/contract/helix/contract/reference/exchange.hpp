@@ -34,11 +34,11 @@ inline double natural_lse(double lse, LseConvention convention) {
 inline void pack_partial(const PackPartialArgs<float>& args) {
   for (std::int64_t t = 0; t < args.out.extent(0); ++t) {
     for (std::int64_t h = 0; h < args.out.extent(1); ++h) {
-      args.packed_lse(t, h) = static_cast<float>(natural_lse(args.lse(t, h), args.convention));
-      for (std::int64_t i = 0; i < args.out.extent(2); ++i) args.packed_out(t, h, i) = args.out(t, h, i);
+      args.sink.lse(t, h) = static_cast<float>(natural_lse(args.lse(t, h), args.convention));
+      for (std::int64_t i = 0; i < args.out.extent(2); ++i) args.sink.out(t, h, i) = args.out(t, h, i);
     }
   }
-  stamp(args.headers);
+  stamp(args.sink.headers);
 }
 
 inline void check_exchange(const CheckExchangeArgs& args) {
