@@ -73,6 +73,8 @@ struct PartialRowInMemory {
     const float lse = row_lse[rank * rows.partial_lse_strides[0]];
     return kConverts ? to_natural(lse, rows.convention) : lse;
   }
+  /// What lies between the merge of a row and its store: nothing.
+  __device__ __forceinline__ void before_store() const {}
   /// All asked for at once.
   template <int kCount, int kRanks>
   __device__ __forceinline__ void load(PartialColumns<T, kCount, kRanks>& to, int column, int begin) const {
@@ -128,6 +130,7 @@ __device__ __forceinline__ void merge_partials(const CombineRows<T>& rows, const
     const float inverse = is_empty ? 0.0f : 1.0f / sum;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) mixed[j] *= inverse;
+    partials.before_store();
     store_vector(rows.out + token * rows.out_strides[0] + head * rows.out_strides[1] + i, mixed);
   }
   if (share.thread() == 0 && rows.lse != nullptr) {

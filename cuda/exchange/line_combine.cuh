@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The combine of partials that come as lines (LineRows): each thread waits for those that it merges, so that
-// nothing lies between the last store of an attention and the combine of its row but the way of the line.
+// nothing lies between the last store of an attention and the merge of its row but the way of the line.
 //
-// Blocks may start, and wait, while this rank's own attention still runs: it starts them once all kernels
-// ahead of it have ended. They read what those have written, and lines, and end after it; a row is written
-// once its own rank's lines are there.
+// Blocks may start, wait and merge while this rank's own attention still runs: it starts them once all
+// kernels ahead of it have ended. Until it has ended too they read what those have written, and lines, and
+// write nothing: a combined row may lie where it reads or works.
 #pragma once
 
 #include <algorithm>
@@ -52,6 +52,8 @@ struct PartialRowInLines {
     const bool is_there = await(rank, [&] { return load_line(lse_line + rank * sender_bytes, count, line); });
     return is_there ? __uint_as_float(line.x) : -kInfinity;
   }
+
+  __device__ __forceinline__ void before_store() const { wait_for_previous(); }
 
   /// Waits for all of them. What never comes is -inf.
   template <int kCount, int kRanks>

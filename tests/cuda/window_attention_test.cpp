@@ -120,10 +120,11 @@ struct AttentionExchange {
   static U* data_of(const Buffer& buffer) {
     return reinterpret_cast<U*>(buffer.data());
   }
-  TensorView<T, 3> result() {
-    return {data_of<T>(combined),
+  TensorView<T, 3> result_in(const Buffer& memory) {
+    return {data_of<T>(memory),
             {shape.tokens(), shape.heads() / backend.comms().kvp->size(), shape.value_dim()}};
   }
+  TensorView<T, 3> result() { return result_in(combined); }
   Batch batch() const {
     return {offsets_host, data_of<const std::int32_t>(offsets), data_of<const std::int64_t>(positions),
             data_of<const std::int32_t>(slots)};
@@ -178,8 +179,9 @@ struct AttentionExchange {
     return header == static_cast<std::uint32_t>(exchanges + 1);
   }
 
-  std::vector<T> result_on_host(const Stream& stream) {
-    return on_host<T>(backend, combined, static_cast<std::size_t>(result().size()), stream);
+  std::vector<T> result_on_host(const Stream& stream) { return result_on_host(combined, stream); }
+  std::vector<T> result_on_host(const Buffer& memory, const Stream& stream) {
+    return on_host<T>(backend, memory, static_cast<std::size_t>(result().size()), stream);
   }
   static bool are_same_bits(const std::vector<T>& a, const std::vector<T>& b) {
     return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
@@ -242,6 +244,37 @@ TEMPLATE_TEST_CASE("what attention writes to peers combines to the bits of what 
       comm.barrier(stream);
       backend.synchronize(stream);
     }
+  });
+}
+
+// As an engine's allocator, which hands out memory again once its last use is queued.
+TEST_CASE("a combine may write where the attention ahead of it reads and works") {
+  HELIX_REQUIRE_GPUS(1);
+  const bool has_lines = GENERATE(false, true);
+  run_ranks_or_throw(make_group(2), [has_lines](PeerComm& comm) {
+    helix::cuda::use_device(device_of(comm));
+    PeerBackend<bf16> backend(comm, comm.split(0, comm.rank()), device_of(comm));
+    const Stream stream = backend.create_stream();
+    AttentionExchange<bf16> exchange(
+        backend,
+        {.kv_heads = 1, .group = 4, .dim = 64, .sequences = 1500, .queries = 1, .length = 600, .chunk = 16},
+        has_lines);
+    const auto q = on_host<bf16>(backend, exchange.q,
+                                 static_cast<std::size_t>(exchange.shape.tokens() * 4 * 64), stream);
+    exchange.push(stream);
+    exchange.combine(exchange.positions, stream);
+    const auto pushed = exchange.result_on_host(stream);
+    for (int round = 0; round < 20; ++round) {
+      const Buffer& memory = round % 2 == 0 ? exchange.q : exchange.workspace;
+      const auto messages = exchange.messages(exchange.positions);
+      exchange.attend(exchange.batch(), messages.sink, stream);
+      exchange.all_to_all.exchange_and_combine(messages, nullptr, exchange.result_in(memory), stream);
+      require(exchange.are_same_bits(exchange.result_on_host(memory, stream), pushed), "other bits in round ",
+              round);
+      backend.upload(exchange.q.data(), q.data(), q.size() * sizeof(bf16), stream);
+    }
+    comm.barrier(stream);
+    backend.synchronize(stream);
   });
 }
 
