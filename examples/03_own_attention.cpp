@@ -42,7 +42,7 @@ class EngineComm {
     }
     room_->door.arrive_and_wait();
   }
-  void abort(std::string_view reason) {
+  void abort(std::string_view reason) noexcept {
     std::fprintf(stderr, "%.*s\n", static_cast<int>(reason.size()), reason.data());
   }
 

@@ -416,6 +416,22 @@ TEST_CASE("wrong shapes are refused before anything is sent") {
            "more slices than built for");
     expect(slice_code({.first_token = 3, .tokens = 2}) == ErrorCode::invalid_argument,
            "past the largest step");
+    std::vector<float> combined(4 * 2 * 4);
+    const auto combined_code = [&](const TensorView<float, 3>& to) {
+      try {
+        exchange.exchange_and_combine(exchange.outgoing({.tokens = 2, .value_dim = 4}, nullptr), nullptr, to,
+                                      stream);
+      } catch (const Error& error) {
+        return error.code();
+      }
+      return ErrorCode::internal;
+    };
+    for (const auto& to :
+         {TensorView<float, 3>(combined.data(), {1, 1, 4}), TensorView<float, 3>(combined.data(), {2, 2, 4}),
+          TensorView<float, 3>(combined.data(), {2, 1, 3}),
+          TensorView<float, 3>(combined.data(), {2, 1, 4}, {8, 8, 2}),
+          TensorView<float, 3>(nullptr, {2, 1, 4})})
+      expect(combined_code(to) == ErrorCode::invalid_argument, "a result of another shape, or none");
     expect(exchange.sent_payload_bytes() == 0, "nothing sent");
     backend.synchronize(stream);
     expect(code(good) == ErrorCode::internal, "the good one works");

@@ -54,7 +54,11 @@ ModelShape mla_shape() {
   shape.moe->shared_ffn = 2048;
   shape.num_layers = 61;
   shape.vocab = 129280;
-  shape.mla = helix::MlaShape{};
+  shape.mla = helix::MlaShape{.q_lora_rank = 1536,
+                              .kv_lora_rank = 512,
+                              .qk_nope_head_dim = 128,
+                              .qk_rope_head_dim = 64,
+                              .v_head_dim = 128};
   return shape;
 }
 
@@ -533,6 +537,25 @@ TEST_CASE("absurd sizes are refused at once, never searched or overflowed") {
         "vocab", [](ModelShape& s) -> std::int64_t& { return s.vocab; }, value);
     refused(
         "num_layers", [](ModelShape& s) -> std::int64_t& { return s.num_layers; }, value);
+    refused(
+        "top_k", [](ModelShape& s) -> std::int64_t& { return s.moe->top_k; }, value);
+    refused(
+        "first_dense_layers", [](ModelShape& s) -> std::int64_t& { return s.moe->first_dense_layers; },
+        value);
+    refused(
+        "layer_stride", [](ModelShape& s) -> std::int64_t& { return s.moe->layer_stride; }, value);
+    refused(
+        "q_lora_rank", [](ModelShape& s) -> std::int64_t& { return s.mla.emplace().q_lora_rank; }, value);
+    refused(
+        "kv_lora_rank", [](ModelShape& s) -> std::int64_t& { return s.mla.emplace().kv_lora_rank; }, value);
+    refused(
+        "qk_nope_head_dim", [](ModelShape& s) -> std::int64_t& { return s.mla.emplace().qk_nope_head_dim; },
+        value);
+    refused(
+        "qk_rope_head_dim", [](ModelShape& s) -> std::int64_t& { return s.mla.emplace().qk_rope_head_dim; },
+        value);
+    refused(
+        "v_head_dim", [](ModelShape& s) -> std::int64_t& { return s.mla.emplace().v_head_dim; }, value);
   }
   refused(
       "num_query_heads", [](ModelShape& s) -> std::int64_t& { return s.num_query_heads; }, 0);
@@ -549,6 +572,16 @@ TEST_CASE("absurd sizes are refused at once, never searched or overflowed") {
   ModelShape hollow = moe_shape(16, 8, 8);
   hollow.moe->expert_ffn = 0;
   CHECK(contains(error_of([&] { Topology(widths(1, 1), hollow); }), "8 experts but expert_ffn is 0"));
+  ModelShape few_experts = moe_shape(16, 8, 8);
+  few_experts.moe->top_k = 9;
+  CHECK(contains(error_of([&] { Topology(widths(1, 1), few_experts); }), "top_k is 9; it has 8 experts"));
+  ModelShape endless = moe_shape(16, 8, 8);
+  endless.moe->layer_stride = 0;
+  CHECK(contains(error_of([&] { Topology(widths(1, 1), endless); }), "layer_stride is 0"));
+  ModelShape other_latent = mla_shape();
+  other_latent.mla->qk_rope_head_dim = 32;
+  CHECK(contains(error_of([&] { Topology(widths(1, 1), other_latent); }),
+                 "kv_lora_rank + qk_rope_head_dim = 544"));
   ModelShape split_latent = mla_shape();
   split_latent.num_kv_heads = 2;
   CHECK(contains(error_of([&] { Topology(widths(1, 1), split_latent); }), "the latent is one KV head"));

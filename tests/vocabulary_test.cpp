@@ -234,9 +234,33 @@ TEST_CASE("the ends of the stack are refused a stage, a shape or an address that
         logits({hidden.data(), {1, kHidden - 1}}, &id, 1);
       },
       "VocabularyHead: hidden is [1, 23] for 1 rows");
-  says([&] { logits(out, &id, -1); }, "for -1 rows");
+  says([&] { logits(out, &id, -1); }, "VocabularyHead: -1 rows; they must be in [0, 1048576]");
+  says([&] { logits(out, &id, std::int64_t{1} << 34); }, "VocabularyHead: 17179869184 rows");
+  says([&] { Head::workspace_bytes(topo, std::int64_t{1} << 34); }, "VocabularyHead: 17179869184 rows");
   says([&] { logits(out, nullptr, 1); }, "VocabularyHead: rows is null");
   says([&] { logits({nullptr, {1, kHidden}}, &id, 1); }, "VocabularyHead: hidden is null");
+  says(
+      [&] {
+        head.logits(out, nullptr, &id, 1, {workspace.data() + 1, workspace.size_bytes() - 1}, stream);
+      },
+      "VocabularyHead: workspace begins at ");
+  says(
+      [&] {
+        head.draw_greedy(out, nullptr, &id, 1, {workspace.data(), workspace.size_bytes()}, nullptr, nullptr,
+                         stream);
+      },
+      "VocabularyHead: tokens is null");
+  const WeightView mixed{table.data(), DType::fp8_ds_mla, kVocab, kHidden};
+  says([&] { Head(backend, topo, norm, mixed, 1e-5f); },
+       "VocabularyHead: lm_head is fp8_ds_mla; weights are f32");
+  says(
+      [&] {
+        Head(backend, topo, {table.data(), DType::fp8_e4m3, 1, kHidden}, whole, 1e-5f);
+      },
+      "VocabularyHead: final_norm is fp8_e4m3");
+  says([&] { Head(backend, topo, norm, whole, -1.0f); }, "VocabularyHead: norm_epsilon is -1");
+  says([&] { embed_tokens(backend, topo, &id, mixed, out, stream); },
+       "embed_tokens: the table is fp8_ds_mla");
   CHECK_NOTHROW(logits(out, &id, 1));
   CHECK_NOTHROW(logits({}, nullptr, 0));
   backend.synchronize(stream);

@@ -185,6 +185,8 @@ void PeerComm::State::throw_failure(const PeerFailure& failure) const {
     const Clock::time_point deadline = Clock::now() + kCauseGrace;
     while (Clock::now() < deadline) {
       family->throw_if_failed();
+      // The family hears of it behind NCCL's part, whose end may take seconds.
+      if (family->bootstrap) family->bootstrap->check();
       std::this_thread::sleep_for(milliseconds(1));
     }
   }

@@ -41,7 +41,9 @@ class GroupComm {
   }
 
   /// The process group's timeout ends the waits of the others, and torchrun the job.
-  void abort(std::string_view reason) const { TORCH_WARN("rank ", rank_, " of ", name_, ": ", reason); }
+  void abort(std::string_view reason) const noexcept {
+    TORCH_WARN("rank ", rank_, " of ", name_, ": ", reason);
+  }
 
  private:
   /// Boxed, as the type of group_name has changed between versions of torch.

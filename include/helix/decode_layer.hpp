@@ -118,11 +118,17 @@ void queue_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
 
 /// Bytes that decode_layer needs for steps of up to `max_tokens` tokens; LayerInput::normed, enough only for
 /// calls that give options.normed, leaves out the [max_tokens, M] that they need no room for. `mla_prefill`:
-/// that of the layers' LayerConfig. Local.
+/// that of the layers' LayerConfig. Local. @throws Error(invalid_argument) unless max_tokens is in [0,
+/// kMaxStepTokens] and mla_prefill.max_tokens in [0, kMaxPageTokens].
 template <LayerBackend B>
 std::size_t decode_layer_workspace_bytes(B& backend, const RankShape& shape, std::int64_t max_tokens,
                                          LayerInput input = LayerInput::hidden,
                                          const MlaPrefill& mla_prefill = {}) {
+  HELIX_EXPECTS(max_tokens >= 0 && max_tokens <= kMaxStepTokens && mla_prefill.max_tokens >= 0 &&
+                    mla_prefill.max_tokens <= kMaxPageTokens,
+                ErrorCode::invalid_argument, "decode_layer_workspace_bytes: max_tokens is ", max_tokens,
+                " and mla_prefill.max_tokens ", mla_prefill.max_tokens, "; they must be in [0, ",
+                kMaxStepTokens, "] and [0, ", kMaxPageTokens, "]");
   WorkspaceArena measure;
   detail::LayerBuffers<typename B::Activation>::carve(backend, shape, max_tokens, mla_prefill.room(), input,
                                                       measure);

@@ -24,9 +24,10 @@ struct KvCacheSpec {
   std::int64_t chunk = 16;  ///< C of KvLayout
   std::int64_t max_sequences = 64;
   std::int64_t max_tokens = 0;  ///< Global tokens a sequence may reach; 0: as many as fit into the pages
-  std::vector<float>
-      k_scales{};  ///< Fp8 only, stored * scale = value: empty (1), one, [Hkv of the whole model], or
-  std::vector<float> v_scales{};  ///< [layers, Hkv]. MLA: k_scales serve the whole row, v_scales are empty
+  /// Of keys, fp8_e4m3 only, stored * scale = value: empty (1), one, [Hkv of the whole model] or [layers,
+  /// Hkv]. MLA: of the whole row.
+  std::vector<float> k_scales{};
+  std::vector<float> v_scales{};  ///< The same of values; MLA: empty.
   std::uint32_t tag = 0;          ///< Set apart the ids of caches of equal sizes; equal on all ranks
 };
 

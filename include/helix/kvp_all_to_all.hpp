@@ -132,9 +132,12 @@ class KvpAllToAll {
   /// [tokens, Hq/N, Dv] of this rank's heads, with the logits `sinks` [Hq/N] (or null) in the denominator. As
   /// exchange() and lse_combine(), with nothing packed and the check beside the combine: it may have written
   /// `combined` when it finds a rank out of step, whose Error is as sticky.
+  /// @throws Error(invalid_argument) unless `combined` has that shape, an address and 1 for its last stride;
+  /// before anything is queued.
   void exchange_and_combine(const Outgoing& messages, const float* sinks, TensorView<T, 3> combined,
                             Stream stream) {
     if (messages.slice.tokens == 0) return;
+    check_combined(messages.slice, combined);
     if (has_windows_) {
       count_sent(messages.slice);
       return windows_.combine(*backend_, messages.sink, sinks, combined, stream);
@@ -184,8 +187,9 @@ class KvpAllToAll {
 
   void allocate_messages() {
     const auto bytes = static_cast<std::size_t>(layout_.total_bytes());
-    sent_ = backend_->allocate(bytes);
+    typename B::Buffer sent = backend_->allocate(bytes);
     received_ = allocate_window(*backend_, *backend_->comms().kvp, bytes);
+    sent_ = std::move(sent);  // both or none
   }
 
   std::uint64_t* epoch() const { return reinterpret_cast<std::uint64_t*>(epoch_.data()); }
@@ -196,6 +200,15 @@ class KvpAllToAll {
   void count_sent(const ExchangeSlice& slice) {
     const std::int64_t heads = spec_.num_query_heads / kvp_ * (kvp_ - 1);
     sent_payload_bytes_ += ExchangeLayout::payload_bytes(slice.tokens, heads, slice.value_dim, kElementBytes);
+  }
+  void check_combined(const ExchangeSlice& slice, const TensorView<T, 3>& combined) const {
+    HELIX_EXPECTS(combined.extent(0) == slice.tokens && combined.extent(1) == heads_a_rank() &&
+                      combined.extent(2) == slice.value_dim && combined.stride(2) == 1,
+                  ErrorCode::invalid_argument, "exchange_and_combine: combined is [", combined.extent(0),
+                  ", ", combined.extent(1), ", ", combined.extent(2), "] with ", combined.stride(2),
+                  " for its last stride; the messages combine to [", slice.tokens, ", ", heads_a_rank(), ", ",
+                  slice.value_dim, "], whose last stride must be 1");
+    detail::check_given("exchange_and_combine", "combined", combined.data(), combined.size());
   }
   std::int64_t heads_a_rank() const { return spec_.num_query_heads / kvp_; }
   std::byte* received_at(const ExchangeSlice& slice) const { return received_.data() + layout_.begin(slice); }

@@ -23,8 +23,7 @@ inline void expect_shape(std::string_view name, const WeightView& weight, std::i
   HELIX_EXPECTS(weight.rows == rows && weight.cols == cols && (!weight.empty() || rows * cols == 0),
                 ErrorCode::invalid_argument, "decode_layer: ", name, " is ", weight.empty() ? "empty, " : "",
                 "[", weight.rows, ", ", weight.cols, "]; this rank needs [", rows, ", ", cols, "]", hint);
-  HELIX_EXPECTS(is_arithmetic(weight.dtype), ErrorCode::invalid_argument, "decode_layer: ", name, " is ",
-                to_string(weight.dtype), "; weights are f32, f16 or bf16: convert them when loading");
+  check_weight_type("decode_layer", name, weight);
 }
 
 inline void expect_shape_if_given(std::string_view name, const WeightView& weight, std::int64_t cols) {

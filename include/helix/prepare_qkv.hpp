@@ -35,6 +35,28 @@ void check_prepare_qkv(const PrepareQkvArgs<T>& args) {
   check_epsilon("prepare_qkv", "epsilon", args.epsilon);
 }
 
+template <class T>
+void check_project_qkv(const ProjectQkvArgs<T>& args) {
+  check_prepare_qkv(args.prepare);
+  const LinearArgs<T>& linear = args.linear;
+  const std::int64_t rows = args.prepare.batch.num_tokens();
+  HELIX_EXPECTS(
+      linear.in.extent(0) == rows && linear.in.extent(1) == linear.weight.cols &&
+          linear.out.extent(0) == rows && linear.out.extent(1) == linear.weight.rows && !linear.accumulate,
+      ErrorCode::invalid_argument, "project_qkv: in is [", linear.in.extent(0), ", ", linear.in.extent(1),
+      "], out [", linear.out.extent(0), ", ", linear.out.extent(1),
+      linear.accumulate ? "] (accumulated)" : "]", ", weight [", linear.weight.rows, ", ", linear.weight.cols,
+      "]; the batch has ", rows, " tokens: they must be [tokens, K], [tokens, N] (written anew) and [N, K]");
+  HELIX_EXPECTS(linear.bias.empty() || (linear.bias.rows == 1 && linear.bias.cols == linear.weight.rows),
+                ErrorCode::invalid_argument, "project_qkv: bias is [", linear.bias.rows, ", ",
+                linear.bias.cols, "]; it must be [1, ", linear.weight.rows, "] or empty");
+  check_weight_type("project_qkv", "weight", linear.weight);
+  check_weight_type("project_qkv", "bias", linear.bias);
+  check_given("project_qkv", "in", linear.in.data(), rows);
+  check_given("project_qkv", "weight", linear.weight.data, linear.weight.rows);
+  check_given("project_qkv", "out", linear.out.data(), rows);
+}
+
 }  // namespace detail
 
 /// Norm of q and k, rope and append: prepare_qkv of the backend if it has one, else one operation after the
@@ -63,11 +85,12 @@ void prepare_qkv(B& backend, const PrepareQkvArgs<typename B::Activation>& args,
 /// after the other. Queued on `stream`, allocates nothing, capturable. Where the backend's is collective
 /// (cuda::Backend over windows), all ranks of the KVP group call it, with the same but for their pages: rows,
 /// weights, positions, slots.
-/// @throws as prepare_qkv().
+/// @throws as prepare_qkv(), and Error(invalid_argument) unless the product's rows are the batch's tokens and
+/// its shapes fit each other; before anything is queued.
 template <LayerBackend B>
 void project_qkv(B& backend, const ProjectQkvArgs<typename B::Activation>& args, typename B::Stream stream) {
+  detail::check_project_qkv(args);
   if constexpr (requires { backend.project_qkv(args, stream); }) {
-    detail::check_prepare_qkv(args.prepare);
     backend.project_qkv(args, stream);
   } else {
     backend.linear(args.linear, stream);

@@ -24,7 +24,9 @@ namespace helix {
 /// KV head exists on one rank. A layer has a spare page behind them, for what is stored before append().
 ///
 /// Not collective, but all ranks of a stage make the same calls with the same numbers: each follows the pages
-/// of all KVP ranks, and so decides alike without talking. A call that throws changes nothing, on all ranks.
+/// of all KVP ranks, and so decides alike without talking. A call that is refused, for its arguments or
+/// because pages ran out, changes nothing, on all ranks. One whose device work fails (std::bad_alloc, or what
+/// the backend throws) leaves a cache that is only to be destroyed.
 ///
 /// Device work is queued on the given stream. Use one stream, or order several with events: a released page
 /// may belong to another sequence at once. Not thread-safe.

@@ -33,6 +33,8 @@ inline std::vector<std::string> shape_violations(const ModelShape& shape) {
     std::int64_t smallest;
     std::int64_t largest;
   };
+  const MoeShape moe = shape.moe.value_or(MoeShape{});
+  const MlaShape mla = shape.mla.value_or(MlaShape{});
   const Size sizes[] = {{"num_query_heads", shape.num_query_heads, 1, kMaxCount},
                         {"num_kv_heads", shape.num_kv_heads, 1, kMaxCount},
                         {"head_dim", shape.head_dim, 1, 2 * kMaxWidth},
@@ -42,7 +44,14 @@ inline std::vector<std::string> shape_violations(const ModelShape& shape) {
                         {"expert_ffn", shape.expert_ffn(), 0, kMaxWidth},
                         {"shared_ffn", shape.shared_ffn(), 0, kMaxWidth},
                         {"num_experts", shape.num_experts(), 0, kMaxCount},
-                        {"top_k", shape.moe ? shape.moe->top_k : 1, 1, kMaxTopK},
+                        {"top_k", moe.top_k, 1, kMaxTopK},
+                        {"first_dense_layers", moe.first_dense_layers, 0, kMaxCount},
+                        {"layer_stride", moe.layer_stride, 1, kMaxCount},
+                        {"q_lora_rank", mla.q_lora_rank, 0, kMaxWidth},
+                        {"kv_lora_rank", mla.kv_lora_rank, shape.is_mla() ? 1 : 0, kMaxWidth},
+                        {"qk_nope_head_dim", mla.qk_nope_head_dim, 0, kMaxWidth},
+                        {"qk_rope_head_dim", mla.qk_rope_head_dim, 0, kMaxWidth},
+                        {"v_head_dim", mla.v_head_dim, 0, kMaxWidth},
                         {"vocab", shape.vocab, 0, kMaxVocabulary},
                         {"num_layers", shape.num_layers, 0, kMaxCount}};
   std::vector<std::string> found;
@@ -65,6 +74,15 @@ inline std::vector<std::string> shape_violations(const ModelShape& shape) {
   if (shape.is_mla() && shape.num_kv_heads != 1) {
     found.push_back(message({"the model is MLA with num_kv_heads ", shape.num_kv_heads,
                              "; the latent is one KV head: set it to 1"}));
+  }
+  if (shape.is_mla() && (shape.head_dim != mla.latent_dim() || shape.value_dim != mla.kv_lora_rank)) {
+    found.push_back(
+        message({"the model has latent attention with head_dim ", shape.head_dim, " and value_dim ",
+                 shape.value_dim, "; they must be kv_lora_rank + qk_rope_head_dim = ", mla.latent_dim(),
+                 " and kv_lora_rank = ", mla.kv_lora_rank}));
+  }
+  if (shape.num_experts() > 0 && moe.top_k > moe.num_experts) {
+    found.push_back(message({"the model's top_k is ", moe.top_k, "; it has ", moe.num_experts, " experts"}));
   }
   if (shape.num_experts() > 0 && shape.expert_ffn() == 0) {
     found.push_back(message({"the model has ", shape.num_experts(), " experts but expert_ffn is 0"}));

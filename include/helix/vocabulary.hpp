@@ -11,6 +11,7 @@
 #include <helix/backend/vocabulary.hpp>
 #include <helix/error.hpp>
 #include <helix/integers.hpp>
+#include <helix/limits.hpp>
 #include <helix/topology.hpp>
 #include <helix/workspace.hpp>
 
@@ -25,13 +26,19 @@ void check_stage(std::string_view operation, const Comm& stage, const Topology& 
                 topo.stage_size());
 }
 
+/// Throws Error(invalid_argument) unless a step has so many rows.
+inline void check_num_rows(std::int64_t rows) {
+  HELIX_EXPECTS(rows >= 0 && rows <= kMaxStepTokens, ErrorCode::invalid_argument, "VocabularyHead: ", rows,
+                " rows; they must be in [0, ", kMaxStepTokens, "]");
+}
+
 }  // namespace detail
 
 /// out[t] = embedding of ids[t], the same on all N ranks. `table` is this rank's rows, Topology::vocab. Ids
 /// must have been checked against the vocabulary by the caller: an id outside gives a zero row. Collective
 /// over the stage; queued on `stream`, allocates nothing, capturable.
-/// @throws Error(invalid_argument) if the stage is not the topology's, the table is not this rank's shard, or
-/// an address is missing.
+/// @throws Error(invalid_argument) if the stage is not the topology's, the table is not this rank's shard or
+/// not f32, f16 or bf16, or an address is missing.
 template <VocabularyBackend B>
 void embed_tokens(B& backend, const Topology& topo, const std::int32_t* ids, const WeightView& table,
                   TensorView<typename B::Activation, 2> out, typename B::Stream stream) {
@@ -44,6 +51,7 @@ void embed_tokens(B& backend, const Topology& topo, const std::int32_t* ids, con
                 ErrorCode::invalid_argument, "embed_tokens: the table is [", table.rows, ", ", table.cols,
                 "]; this rank's shard of the vocabulary is [", shard.size(), ", ", topo.shape().hidden,
                 "], and out must be dense with that width, not ", out.extent(1));
+  detail::check_weight_type("embed_tokens", "the table", table);
   detail::check_given("embed_tokens", "the table", table.data, table.rows);
   detail::check_given("embed_tokens", "ids", ids, out.extent(0));
   detail::check_given("embed_tokens", "out", out.data(), out.extent(0));
@@ -83,7 +91,8 @@ class VocabularyHead {
   /// next_norm leaves them; `lm_head` [Topology::vocab rows, M]. Local; waits for the upload of a few
   /// numbers.
   /// @throws Error(invalid_argument) if the stage is not the topology's, lm_head is not this rank's shard or
-  /// has no address, or final_norm is another shape; Error(capacity) if the memory cannot be had.
+  /// has no address, final_norm is another shape, either is not f32, f16 or bf16, or norm_epsilon is below 0
+  /// or not finite; Error(capacity) if the memory cannot be had.
   VocabularyHead(B& backend, const Topology& topo, WeightView final_norm, WeightView lm_head,
                  float norm_epsilon)
       : backend_(&backend),
@@ -102,6 +111,9 @@ class VocabularyHead {
     HELIX_EXPECTS(final_norm.empty() || (final_norm.rows == 1 && final_norm.cols == lm_head.cols),
                   ErrorCode::invalid_argument, "VocabularyHead: final_norm is [", final_norm.rows, ", ",
                   final_norm.cols, "]; it must be [1, ", lm_head.cols, "] or empty");
+    detail::check_weight_type("VocabularyHead", "lm_head", lm_head);
+    detail::check_weight_type("VocabularyHead", "final_norm", final_norm);
+    detail::check_epsilon("VocabularyHead", "norm_epsilon", norm_epsilon);
     // The device state: [0] the epoch of the gather, [1 ..] where each rank's ids begin.
     std::vector<std::int64_t> begins(static_cast<std::size_t>(ranks_ + 1));
     for (int r = 0; r < ranks_; ++r) begins[static_cast<std::size_t>(r)] = topo.vocab(r).begin;
@@ -116,8 +128,10 @@ class VocabularyHead {
   /// Views of the workspace.
   using Logits = TensorView<T, 3>;
 
-  /// Bytes that logits() needs for up to `rows` rows.
+  /// Bytes that logits() needs for up to `rows` rows, at an address that is a multiple of 16.
+  /// @throws Error(invalid_argument) unless rows is in [0, kMaxStepTokens].
   static std::size_t workspace_bytes(const Topology& topo, std::int64_t rows) {
+    detail::check_num_rows(rows);
     WorkspaceArena measure;
     carve(topo.stage_size(), topo.vocab(0).size(), topo.shape().hidden, rows, measure);
     return measure.used_bytes();
@@ -126,8 +140,9 @@ class VocabularyHead {
   /// Logits after the tokens `rows` (device, [num_rows] indices into hidden [tokens, M]). `positions` of all
   /// tokens (device, [tokens], global, or null) tell the step apart from the one before. Collective over the
   /// stage; queued on `stream`, allocates nothing, capturable.
-  /// @throws Error(invalid_argument) if num_rows is below 0, or with rows hidden is not M wide or an address
-  /// is missing; Error(capacity) if `workspace` is smaller than workspace_bytes(topo, num_rows).
+  /// @throws Error(invalid_argument) unless num_rows is in [0, kMaxStepTokens], or if with rows hidden is not
+  /// M wide, an address is missing or the workspace's is not a multiple of 16; Error(capacity) if `workspace`
+  /// is smaller than workspace_bytes(topo, num_rows).
   Logits logits(TensorView<T, 2> hidden, const std::int64_t* positions, const std::int32_t* rows,
                 std::int64_t num_rows, std::span<std::byte> workspace, typename B::Stream stream) {
     const Shard shard = multiply(hidden, rows, num_rows, workspace, stream);
@@ -145,6 +160,7 @@ class VocabularyHead {
   OwnLogits draw_greedy(TensorView<T, 2> hidden, const std::int64_t* positions, const std::int32_t* rows,
                         std::int64_t num_rows, std::span<std::byte> workspace, std::int32_t* tokens,
                         float* norms, typename B::Stream stream) {
+    detail::check_given("VocabularyHead", "tokens", tokens, num_rows);
     const Shard shard = multiply(hidden, rows, num_rows, workspace, stream);
     const OwnLogits own(shard.logits.data(), {1, num_rows, lm_head_.rows}, {0, shard.logits.stride(0), 1});
     if (num_rows == 0 ||
@@ -229,12 +245,13 @@ class VocabularyHead {
   /// The product of the selected rows and this rank's weights.
   Shard multiply(TensorView<T, 2> hidden, const std::int32_t* rows, std::int64_t num_rows,
                  std::span<std::byte> workspace, typename B::Stream stream) {
-    HELIX_EXPECTS(num_rows >= 0 && (num_rows == 0 || hidden.extent(1) == lm_head_.cols),
-                  ErrorCode::invalid_argument, "VocabularyHead: hidden is [", hidden.extent(0), ", ",
-                  hidden.extent(1), "] for ", num_rows, " rows; they must be at least 0, of width ",
-                  lm_head_.cols);
+    detail::check_num_rows(num_rows);
+    HELIX_EXPECTS(num_rows == 0 || hidden.extent(1) == lm_head_.cols, ErrorCode::invalid_argument,
+                  "VocabularyHead: hidden is [", hidden.extent(0), ", ", hidden.extent(1), "] for ", num_rows,
+                  " rows; its width must be ", lm_head_.cols);
     detail::check_given("VocabularyHead", "hidden", hidden.data(), num_rows);
     detail::check_given("VocabularyHead", "rows", rows, num_rows);
+    if (num_rows > 0) detail::check_workspace("VocabularyHead", workspace, detail::kWorkspaceAlignment);
     WorkspaceArena arena(workspace);
     const Buffers buffers = carve(ranks_, width_, lm_head_.cols, num_rows, arena);
     const Shard shard{buffers, {logits_of(buffers.sent), {num_rows, width_}}};

@@ -29,6 +29,9 @@ class WindowExchange {
  public:
   using T = typename B::Activation;
   using Stream = typename B::Stream;
+  static_assert(
+      !requires(const typename B::Comm& comm) { comm.has_windows(); } || WindowComm<typename B::Comm>,
+      "a communicator with has_windows() needs allocate_window(bytes, parts): see WindowComm");
 
   /// Nothing is reached.
   WindowExchange(const KvpAllToAllSpec& spec, std::int64_t kvp)

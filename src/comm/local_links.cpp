@@ -108,10 +108,12 @@ Socket connect_to(const LinkPlace& place, Clock::time_point deadline) {
   return {};
 }
 
-/// Connects to the neighbours before this rank, and takes the connections of those behind it. Whether it did.
+/// Connects to the neighbours before this rank, and takes the connections of those behind it. Whether it did,
+/// in half of the timeout: then the others hear so before they stop waiting for this rank.
+/// @throws what ended the job meanwhile.
 bool connect_all(const Bootstrap& bootstrap, const Socket& listener, const std::vector<LinkPlace>& places,
                  std::vector<Socket>& links) {
-  const Clock::time_point deadline = Clock::now() + bootstrap.timeout();
+  const Clock::time_point deadline = Clock::now() + bootstrap.timeout() / 2;
   const auto own = static_cast<std::size_t>(bootstrap.rank());
   for (std::size_t to = 0; to < own; ++to) {
     if (!places[to].is_near(places[own])) continue;
@@ -124,7 +126,11 @@ bool connect_all(const Bootstrap& bootstrap, const Socket& listener, const std::
   constexpr milliseconds kStrangerLimit{5000};
   const auto is_near = [&](const LinkPlace& place) { return place.is_near(places[own]); };
   for (auto left = std::count_if(places.begin() + bootstrap.rank() + 1, places.end(), is_near); left > 0;) {
-    if (!wait_for(listener.fd(), POLLIN, deadline)) return false;
+    bootstrap.check();
+    if (!wait_for(listener.fd(), POLLIN, std::min(deadline, Clock::now() + kPollSlice))) {
+      if (Clock::now() >= deadline) return false;
+      continue;
+    }
     Socket link(::accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC));
     if (!link.is_open()) continue;
     const int rank = hear_hello(link, places[own], std::min(deadline, Clock::now() + kStrangerLimit));
@@ -231,9 +237,13 @@ int LocalLinks::recv(int rank, std::span<std::byte> message) const {
       bootstrap_.check();
       throw Error(ErrorCode::peer_failed, "rank ", rank, " closed its local socket");
     }
+    HELIX_EXPECTS((header.msg_flags & MSG_CTRUNC) == 0, ErrorCode::io,
+                  "no room for the descriptor that rank ", rank,
+                  " sent: this process may have no more open files; raise its limit (ulimit -n)");
     for (cmsghdr* carried = CMSG_FIRSTHDR(&header); carried != nullptr;
          carried = CMSG_NXTHDR(&header, carried)) {
-      if (carried->cmsg_type == SCM_RIGHTS) std::memcpy(&descriptor, CMSG_DATA(carried), sizeof(int));
+      if (carried->cmsg_level == SOL_SOCKET && carried->cmsg_type == SCM_RIGHTS)
+        std::memcpy(&descriptor, CMSG_DATA(carried), sizeof(int));
     }
     received += static_cast<std::size_t>(bytes);
   }

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Model: its checks and its sums.
 #include <cmath>
+#include <string>
+#include <string_view>
 
 #include <helix/error.hpp>
+#include <helix/limits.hpp>
 #include <helix/plan/model.hpp>
+#include <helix/topology.hpp>
 
 namespace helix::plan {
 namespace {
 
 // More than any model by orders of magnitude; sums of products stay exact in a double.
-constexpr std::int64_t kMaxSize = std::int64_t{1} << 24;
-constexpr std::int64_t kMaxCount = std::int64_t{1} << 16;
 constexpr double kMaxParameters = 1e15;
 
 void check_size(std::string_view name, std::int64_t value, std::int64_t smallest, std::int64_t largest) {
@@ -42,31 +44,6 @@ std::int64_t norm_parameters(const Model& model) {
   return norms;
 }
 
-void check_mla(const ModelShape& shape) {
-  const MlaShape& mla = *shape.mla;
-  check_size("q_lora_rank", mla.q_lora_rank, 0, kMaxSize);
-  check_size("kv_lora_rank", mla.kv_lora_rank, 1, kMaxCount);
-  check_size("qk_nope_head_dim", mla.qk_nope_head_dim, 1, kMaxCount);
-  check_size("qk_rope_head_dim", mla.qk_rope_head_dim, 0, kMaxCount);
-  check_size("v_head_dim", mla.v_head_dim, 1, kMaxCount);
-  HELIX_EXPECTS(
-      shape.num_kv_heads == 1 && shape.head_dim == mla.latent_dim() && shape.value_dim == mla.kv_lora_rank,
-      ErrorCode::invalid_argument, "the model has latent attention with num_kv_heads ", shape.num_kv_heads,
-      ", head_dim ", shape.head_dim, ", value_dim ", shape.value_dim,
-      "; they must be 1, kv_lora_rank + qk_rope_head_dim = ", mla.latent_dim(),
-      " and kv_lora_rank = ", mla.kv_lora_rank);
-}
-
-void check_moe(const ModelShape& shape) {
-  const MoeShape& moe = *shape.moe;
-  check_size("num_experts", moe.num_experts, 1, kMaxCount);
-  check_size("top_k", moe.top_k, 1, moe.num_experts);
-  check_size("expert_ffn", moe.expert_ffn, 1, kMaxSize);
-  check_size("shared_ffn", moe.shared_ffn, 0, kMaxSize);
-  check_size("first_dense_layers", moe.first_dense_layers, 0, shape.num_layers);
-  check_size("layer_stride", moe.layer_stride, 1, kMaxCount);
-}
-
 /// All parameters of the model, in doubles, which absurd sizes do not overflow.
 double total_parameters(const Model& model) {
   const auto layers = static_cast<double>(model.shape.num_layers);
@@ -96,24 +73,25 @@ bool Model::is_window_layer(std::int64_t layer) const {
 }
 
 void Model::check() const {
-  check_size("hidden", shape.hidden, 1, kMaxSize);
+  std::string wrong;
+  for (const std::string& violation : detail::shape_violations(shape))
+    wrong += (wrong.empty() ? "" : "; ") + violation;
+  HELIX_EXPECTS(wrong.empty(), ErrorCode::invalid_argument, wrong);
+  // What a shape may leave out, and a step's time needs.
   check_size("num_layers", shape.num_layers, 1, kMaxCount);
-  check_size("num_query_heads", shape.num_query_heads, 1, kMaxCount);
-  check_size("num_kv_heads", shape.num_kv_heads, 1, shape.num_query_heads);
-  check_size("head_dim", shape.head_dim, 1, kMaxCount);
-  check_size("value_dim", shape.value_dim, 1, kMaxCount);
-  check_size("ffn", shape.ffn, 0, kMaxSize);
-  check_size("vocab", shape.vocab, 0, kMaxSize);
-  check_size("window", window, 0, std::int64_t{1} << 40);
+  if (shape.mla) {
+    check_size("qk_nope_head_dim", shape.mla->qk_nope_head_dim, 1, kMaxWidth);
+    check_size("v_head_dim", shape.mla->v_head_dim, 1, kMaxWidth);
+  }
+  if (shape.moe) {
+    check_size("num_experts", shape.moe->num_experts, 1, kMaxCount);
+    check_size("first_dense_layers", shape.moe->first_dense_layers, 0, shape.num_layers);
+  }
+  check_size("window", window, 0, kMaxTokens);
   check_size("full_attention_stride", full_attention_stride, 0, kMaxCount);
   HELIX_EXPECTS(window_layers.empty() || std::ssize(window_layers) == shape.num_layers,
                 ErrorCode::invalid_argument, "the model's window_layers has ", window_layers.size(),
                 " layers; num_layers is ", shape.num_layers);
-  HELIX_EXPECTS(shape.num_query_heads % shape.num_kv_heads == 0, ErrorCode::invalid_argument,
-                "the model's num_query_heads ", shape.num_query_heads,
-                " is not a multiple of its num_kv_heads ", shape.num_kv_heads);
-  if (shape.mla) check_mla(shape);
-  if (shape.moe) check_moe(shape);
   const bool has_dense_layers = !shape.moe || shape.moe->first_dense_layers > 0 ||
                                 (shape.moe->layer_stride > 1 && shape.num_layers > 1);
   HELIX_EXPECTS(shape.ffn > 0 || !has_dense_layers, ErrorCode::invalid_argument,

@@ -299,6 +299,61 @@ TEST_CASE("queries are prepared only where rows, rope and epsilon fit") {
       });
 }
 
+TEST_CASE("q, k and v are projected only where rows and shapes of the product fit, and nothing before") {
+  struct Projected {
+    Attended attended;
+    std::vector<float> in = std::vector<float>(3 * 5, 1.0f), weight = std::vector<float>(48 * 5, 1.0f);
+    std::vector<float> qkv = std::vector<float>(3 * 48, 7.0f), frequencies = std::vector<float>(4, 0.5f);
+    ProjectQkvArgs<float> args{
+        .linear = {.in = {in.data(), {3, 5}},
+                   .weight = {weight.data(), DType::f32, 48, 5},
+                   .bias = {},
+                   .out = {qkv.data(), {3, 48}}},
+        .prepare = {.q = {qkv.data(), {3, 2, 8}, {48, 8, 1}},
+                    .k = {qkv.data() + 16, {3, 2, 8}, {48, 8, 1}},
+                    .v = TensorView<const float, 3>(qkv.data() + 32, {3, 2, 8}, {48, 8, 1}),
+                    .rope = {.inverse_frequency = frequencies.data(), .rotary_dim = 8},
+                    .batch = attended.args.batch,
+                    .kv = attended.readable.kv}};
+  };
+  check_mistakes<Projected>(
+      {{"prepare_qkv: q is null",
+        [](Projected& p) {
+          p.args.prepare.q = {nullptr, {3, 2, 8}};
+        }},
+       {"project_qkv: in is [2, 5]",
+        [](Projected& p) { p.args.linear.in = p.args.linear.in.slice(0, 0, 2); }},
+       {"project_qkv: in is [3, 4]",
+        [](Projected& p) { p.args.linear.in = p.args.linear.in.slice(1, 0, 4); }},
+       {"out [3, 47], weight [48, 5]",
+        [](Projected& p) { p.args.linear.out = p.args.linear.out.slice(1, 0, 47); }},
+       {"out [3, 48] (accumulated)", [](Projected& p) { p.args.linear.accumulate = true; }},
+       {"project_qkv: bias is [1, 47]; it must be [1, 48] or empty",
+        [](Projected& p) {
+          p.args.linear.bias = {p.weight.data(), DType::f32, 1, 47};
+        }},
+       {"project_qkv: weight is fp8_e4m3",
+        [](Projected& p) { p.args.linear.weight.dtype = DType::fp8_e4m3; }},
+       {"project_qkv: weight is null", [](Projected& p) { p.args.linear.weight.data = nullptr; }},
+       {"project_qkv: in is null",
+        [](Projected& p) {
+          p.args.linear.in = {nullptr, {3, 5}};
+        }}},
+      [] { return Projected(); },
+      [](Projected& p) {
+        const auto stream = p.attended.backend.create_stream();
+        try {
+          project_qkv(p.attended.backend, p.args, stream);
+        } catch (const Error&) {
+          p.attended.backend.synchronize(stream);
+          CHECK(p.qkv.front() == 7.0f);
+          throw;
+        }
+        p.attended.backend.synchronize(stream);
+        CHECK(p.qkv.front() != 7.0f);
+      });
+}
+
 TEST_CASE("sums are normed only by a weight as wide as they are") {
   struct Normed {
     cpu::Backend<cpu::LocalComm> backend;

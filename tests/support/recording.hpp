@@ -128,7 +128,7 @@ class RecordingComm {
     recording_->add(group_ + ".split", -1);
     return {inner_.split(color, key), group_ + ".split", recording_};
   }
-  void abort(std::string_view reason) { inner_.abort(reason); }
+  void abort(std::string_view reason) noexcept { inner_.abort(reason); }
 
  private:
   void note(std::string_view operation, const Stream& s, std::int64_t n) {

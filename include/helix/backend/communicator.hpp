@@ -13,12 +13,14 @@ namespace helix {
 
 /// One rank's end of a group. Collectives are asynchronous: each is queued on a stream of the backend, and
 /// every rank of the group calls it in the same order with the same sizes. A failure is sticky on the stream
-/// and aborts the group: abort() wakes every rank with Error(peer_failed) naming the one that called it.
+/// and aborts the group: abort() wakes every rank with Error(peer_failed) naming the one that called it; it
+/// may be called after a failure of anything, and does not throw.
 template <class C>
 concept GroupComm = requires(C& comm, const C& const_comm, std::string_view reason) {
   { const_comm.rank() } -> std::convertible_to<int>;
   { const_comm.size() } -> std::convertible_to<int>;
-  comm.abort(reason);
+  { comm.abort(reason) }
+  noexcept;
 };
 
 /// What KvpAllToAll asks of the KVP group: `in` [size, n bytes] -> `out` [size, n bytes].

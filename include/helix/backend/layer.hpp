@@ -38,6 +38,12 @@ struct RopeView {
 
 namespace detail {
 
+/// Throws Error(invalid_argument) unless the weight's type is one that backends multiply.
+inline void check_weight_type(std::string_view operation, std::string_view name, const WeightView& weight) {
+  HELIX_EXPECTS(is_arithmetic(weight.dtype), ErrorCode::invalid_argument, operation, ": ", name, " is ",
+                to_string(weight.dtype), "; weights are f32, f16 or bf16: convert them when loading");
+}
+
 /// Throws Error(invalid_argument) unless the embedding turns an even number of a head's `dim` columns, by
 /// frequencies that are given and a finite magnitude.
 inline void check_rope(std::string_view operation, const RopeView& rope, std::int64_t dim) {

@@ -30,7 +30,7 @@ enum class AttentionTarget {
 };
 
 /// The operations, without communicators, for activations of type T: float, f16 or bf16. Each is queued on
-/// the stream; see helix/backend.hpp for what each computes. Arithmetic is f32 whatever T is. Belongs to one
+/// the stream; see helix/backend/ for what each computes. Arithmetic is f32 whatever T is. Belongs to one
 /// device and makes it the calling thread's where it must.
 ///
 /// float is exact: plain f32 products, results within rounding of cpu::Operators. f16 and bf16 use the tensor
