@@ -206,6 +206,11 @@ TEST_CASE("plan-only prints the memory of each rank and generates nothing", "[qu
   CHECK(run.exit_code == 0);
   CHECK_THAT(run.output, Contains("memory a rank (4 ranks)") &&
                              Contains("are used in the checkpoint's files") && !Contains("sequence 0"));
+  for (const std::string with : {"--verify", "--json plan.json"}) {
+    const Run both = run_decode(model_option("deepseek-tiny") + "--prompt-ids 1,2,3 --plan-only " + with);
+    CHECK(both.exit_code == 1);
+    CHECK_THAT(both.output, Contains(" is given beside --plan-only"));
+  }
 }
 
 TEST_CASE("a checkpoint that shrinks while it is used ends the program with one line", "[quick]") {

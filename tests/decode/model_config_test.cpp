@@ -568,6 +568,12 @@ TEST_CASE("yarn frequencies, cos/sin factor and softmax scale equal the double-p
     expected.push_back(frequency / 40.0 * slow + frequency * (1.0 - slow));
   }
   const ModelConfig v3 = parse(config);
+  CHECK(v3.max_positions == 163840);
+  json trained = config;  // what some files say: the length that the model was trained on
+  trained["max_position_embeddings"] = 4096;
+  CHECK(parse(trained).max_positions == 163840);
+  trained["max_position_embeddings"] = 200000;
+  CHECK(parse(trained).max_positions == 200000);
   check_frequencies(v3.rope.inverse_frequencies(), expected);
   CHECK(v3.rope.magnitude() == 1.0f);
   CHECK(v3.softmax_scale() == Approx(0.1352337788608801).epsilon(1e-6));

@@ -11,6 +11,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -350,6 +351,10 @@ TEST_CASE("bad lines name the value and what to do, and a cancelled request ends
   CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"temperature\":1e999}"), Contains("not valid JSON"));
   CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"top_p\":2}"), Contains("top_p is 2"));
   CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"log_probs\":21}"), Contains("0 to 20"));
+  std::string stops = "0";
+  for (int i = 0; i < 1024; ++i) stops += ",0";
+  CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"stop\":[" + stops + "]}"),
+             Contains("\"stop\" holds more than 1024 ids"));
   CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"colour\":1}"), Contains("'colour' is unknown"));
   CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1,512]}"), Contains("512"));
   CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"max_tokens\":9223372036854775807}"),
@@ -455,6 +460,30 @@ TEST_CASE("a decoder whose client hangs up stops, whatever it has to do", "[quic
   client.hang_up();
   CHECK(client.has_ended(std::chrono::seconds(10)));
   client.rethrow();
+}
+
+TEST_CASE("a flood of bad lines holds up neither requests nor the other ranks") {
+  const ReferenceModel model("llama-tiny");
+  ServeClient client(model, {.kvp = 2}, serving(2, 256, 512),
+                     {.num_threads = 1, .timeout = std::chrono::milliseconds(400)});
+  constexpr std::size_t kLines = 200000;  // which take seconds
+  std::jthread writer([&] {
+    std::string lines;
+    for (int i = 0; i < 1000; ++i) lines += i == 0 ? "[" : "\n[";
+    for (std::size_t sent = 0; sent < kLines; sent += 1000) client.send_line(lines);
+    client.send({{"id", "a"}, {"prompt", {1, 2, 3}}, {"max_tokens", 3}, {"ignore_eos", true}});
+  });
+  std::size_t errors = 0;
+  std::size_t tokens = 0;
+  for (bool has_ended = false; !has_ended;) {
+    const auto event = client.next_event();
+    REQUIRE(event);
+    errors += (*event)["event"] == "error";
+    tokens += (*event)["event"] == "token";
+    has_ended = (*event)["event"] == "end";
+  }
+  CHECK(errors == kLines);
+  CHECK(tokens == 3);
 }
 
 TEST_CASE("a client that does not read pauses the steps until it does") {

@@ -8,7 +8,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -75,8 +74,8 @@ void serve(const Job& job, Launcher& launcher) {
   if (launcher.rank() == 0) launch.client = &client.emplace(STDIN_FILENO, STDOUT_FILENO);
   launcher.run(job.checkpoint, job.config, *job.topo, job.options.request, launch);
   if (!client) return;
-  const std::error_code lost = client->finish();
-  HELIX_EXPECTS(!lost, ErrorCode::io, "standard output cannot be written: ", lost.message());
+  const std::string lost = client->finish(launch.timeout);
+  HELIX_EXPECTS(lost.empty(), ErrorCode::io, lost);
 }
 
 void run(const Job& job, Launcher& launcher) {

@@ -80,7 +80,7 @@ void add_topology_options(CLI::App& app, Options& options, OptionTexts& texts) {
   as_count(app.add_option("--ranks", options.num_ranks,
                           "ranks to choose a topology for, with --topology auto; under mpirun and torchrun "
                           "their processes"))
-      ->check(CLI::Range(1, 65536));
+      ->check(CLI::Range(1, 32768));
   app.add_option("--kvp", options.topology.kvp, "KV-parallel width of attention")->capture_default_str();
   app.add_option("--tpa", options.topology.tpa, "tensor-parallel width of attention")->capture_default_str();
   app.add_option("--tpf", options.topology.tpf, "tensor-parallel width of the FFN; 0: N / ep")
@@ -162,6 +162,14 @@ void check_serve(const CLI::App& app, const Options& options) {
                               "--synthetic-context", "--verify", "--json"}) {
     HELIX_EXPECTS(!options.serve || app.count(without) == 0, ErrorCode::invalid_argument, without,
                   " is given beside --serve, whose requests come from standard input: drop one of them");
+  }
+}
+
+/// What --plan-only, which generates nothing, excludes.
+void check_plan_only(const CLI::App& app, const Options& options) {
+  for (const char* without : {"--verify", "--json"}) {
+    HELIX_EXPECTS(!options.is_plan_only || app.count(without) == 0, ErrorCode::invalid_argument, without,
+                  " is given beside --plan-only, which generates nothing: drop one of them");
   }
 }
 
@@ -330,6 +338,7 @@ std::optional<Options> parse_options(int argc, char** argv) {
   options.is_topology_auto = texts.topology == "auto";
   check_topology(app, options);
   check_serve(app, options);
+  check_plan_only(app, options);
   for (const char* option : {"--temperature", "--top-p", "--min-p", "--top-k", "--repetition-penalty",
                              "--presence-penalty", "--frequency-penalty"})
     options.has_sampling = options.has_sampling || app.count(option) > 0;

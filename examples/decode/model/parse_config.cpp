@@ -2,6 +2,7 @@
 // Reading config.json key by key.
 #include "model/parse_config.hpp"
 
+#include <algorithm>
 #include <optional>
 
 #include <nlohmann/json.hpp>
@@ -375,6 +376,14 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file, DTy
     parse_grouped_query(top, config, defaults);
   }
   parse_rope(top, config.rope, config.max_positions);
+  // Some files leave max_position_embeddings at what the model was trained on, as Qwen's say to.
+  if (config.rope.type == RopeType::yarn) {
+    const double extended =
+        config.rope.factor * static_cast<double>(config.rope.original_max_position_embeddings);
+    config.max_positions =
+        std::max(config.max_positions,
+                 static_cast<std::int64_t>(std::min(extended, static_cast<double>(kMaxPositions))));
+  }
   parse_quantization(top, config);
   drop_unused_sizes(config.shape);
   return config;

@@ -7,11 +7,12 @@
 #include <cerrno>
 #include <climits>
 #include <csignal>
-#include <iterator>
+#include <new>
 #include <system_error>
 #include <utility>
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <poll.h>
 #include <unistd.h>
 
@@ -22,7 +23,6 @@ namespace {
 
 constexpr std::size_t kReadBytes = 65536;
 constexpr int kPollMilliseconds = 100;
-constexpr std::chrono::seconds kFarewell{10};  // without a byte taken, at the end, the client counts as gone
 
 /// Whether a write that fails so has met the closed end of a pipe or socket.
 bool has_left(int code) {
@@ -36,8 +36,8 @@ Frontend::Frontend(int in, int out) : in_(in), out_(out) {
   HELIX_EXPECTS(pipe2(wake_, O_CLOEXEC) == 0, ErrorCode::io,
                 "a pipe cannot be made: ", std::error_code(errno, std::generic_category()).message());
   try {
-    reader_ = std::thread([this] { read_lines(); });
-    writer_ = std::thread([this] { write_lines(); });
+    reader_ = std::thread([this] { guard([this] { read_lines(); }); });
+    writer_ = std::thread([this] { guard([this] { write_lines(); }); });
   } catch (const std::system_error& error) {
     if (reader_.joinable()) {
       close(wake_[1]);
@@ -52,11 +52,12 @@ Frontend::~Frontend() {
   finish();
 }
 
-std::error_code Frontend::finish() {
+std::string Frontend::finish(std::chrono::milliseconds longest) {
   if (!reader_.joinable()) return failure_;
   {
     const std::scoped_lock lock(mutex_);
     is_closing_ = true;
+    farewell_ = longest;
   }
   changed_.notify_all();
   close(wake_[1]);  // which the reader sees
@@ -66,22 +67,40 @@ std::error_code Frontend::finish() {
   return failure_;
 }
 
+template <class Body>
+void Frontend::guard(const Body& body) noexcept {
+  try {
+    body();
+  } catch (const std::bad_alloc&) {
+    const std::scoped_lock lock(mutex_);
+    lines_.clear();
+    std::string().swap(partial_);
+    std::string().swap(pending_);
+    failure_ = "no memory for what came on standard input";
+    has_ended_ = true;
+    is_client_gone_ = true;
+  }
+  changed_.notify_all();
+}
+
+void Frontend::add_line(Line line) {
+  line_bytes_ += line.text.size() + sizeof(Line);
+  lines_.push_back(std::move(line));
+}
+
 void Frontend::add_bytes(std::string_view bytes) {
   const std::scoped_lock lock(mutex_);
   while (!bytes.empty()) {
     const std::size_t end = bytes.find('\n');
     const std::string_view part = bytes.substr(0, end);
     if (!is_skipping_ && partial_.size() + part.size() > kMaxLineBytes) {
-      lines_.push_back({{}, true});
+      add_line({{}, true});
       std::string().swap(partial_);
       is_skipping_ = true;
     }
     if (!is_skipping_) partial_ += part;
     if (end == std::string_view::npos) break;
-    if (!is_skipping_) {
-      line_bytes_ += partial_.size();
-      lines_.push_back({std::exchange(partial_, {}), false});
-    }
+    if (!is_skipping_) add_line({std::exchange(partial_, {}), false});
     is_skipping_ = false;
     bytes.remove_prefix(end + 1);
   }
@@ -97,16 +116,22 @@ void Frontend::read_lines() {
       changed_.wait(lock, [this] { return is_closing_ || line_bytes_ <= kMaxLineBytes; });
       if (is_closing_) break;
     }
-    std::array<pollfd, 2> watched{pollfd{in_, POLLIN, 0}, pollfd{wake_[0], POLLIN, 0}};
+    // The output only for its closed end, which an idle server would not see otherwise.
+    std::array<pollfd, 3> watched{pollfd{in_, POLLIN, 0}, pollfd{wake_[0], POLLIN, 0}, pollfd{out_, 0, 0}};
     if (poll(watched.data(), watched.size(), -1) < 0 && errno == EINTR) continue;
     if (watched[1].revents != 0) break;
+    if ((watched[2].revents & (POLLERR | POLLHUP)) != 0) {
+      const std::scoped_lock lock(mutex_);
+      is_client_gone_ = true;
+      break;
+    }
     const ssize_t count = read(in_, buffer.data(), buffer.size());
     if (count < 0 && (errno == EINTR || errno == EAGAIN)) continue;
     if (count <= 0) break;
     add_bytes({buffer.data(), static_cast<std::size_t>(count)});
   }
   const std::scoped_lock lock(mutex_);
-  if (!partial_.empty()) lines_.push_back({std::exchange(partial_, {}), false});
+  if (!partial_.empty()) add_line({std::exchange(partial_, {}), false});
   has_ended_ = true;
   changed_.notify_all();
 }
@@ -136,8 +161,17 @@ void Frontend::write_lines() {
         last_progress = now;
       }
       const bool has_failed = count < 0 && code != EINTR && code != EAGAIN;
-      if (has_failed && !has_left(code)) failure_ = {code, std::generic_category()};
-      is_client_gone_ = has_failed || (is_closing_ && now - last_progress > kFarewell);
+      if (has_failed && !has_left(code)) {
+        failure_ =
+            "standard output cannot be written: " + std::error_code(code, std::generic_category()).message();
+      }
+      const bool is_late = is_closing_ && now - last_progress > farewell_;
+      if (is_late && !has_failed) {
+        failure_ = "nobody read standard output for " +
+                   fmt::format("{}", static_cast<double>(farewell_.count()) / 1000) +
+                   " s at the end: " + std::to_string(in_flight_ + pending_.size()) + " bytes are lost";
+      }
+      if (has_failed || is_late) is_client_gone_ = true;
     }
     if (is_client_gone_) {
       pending_.clear();
@@ -147,13 +181,14 @@ void Frontend::write_lines() {
   }
 }
 
-std::vector<Frontend::Line> Frontend::take_lines() {
+std::vector<Frontend::Line> Frontend::take_lines(std::size_t most) {
   std::vector<Line> taken;
   {
     const std::scoped_lock lock(mutex_);
-    taken.assign(std::make_move_iterator(lines_.begin()), std::make_move_iterator(lines_.end()));
-    lines_.clear();
-    line_bytes_ = 0;
+    for (; !lines_.empty() && taken.size() < most; lines_.pop_front()) {
+      line_bytes_ -= lines_.front().text.size() + sizeof(Line);
+      taken.push_back(std::move(lines_.front()));
+    }
   }
   changed_.notify_all();
   return taken;
@@ -161,7 +196,7 @@ std::vector<Frontend::Line> Frontend::take_lines() {
 
 void Frontend::wait_for_line(std::chrono::milliseconds longest) {
   std::unique_lock lock(mutex_);
-  changed_.wait_for(lock, longest, [this] { return !lines_.empty() || has_ended_; });
+  changed_.wait_for(lock, longest, [this] { return !lines_.empty() || has_ended_ || is_client_gone_; });
 }
 
 bool Frontend::has_ended() const {
@@ -185,7 +220,8 @@ bool Frontend::is_behind() const {
 
 void Frontend::wait_for_client(std::chrono::milliseconds longest) {
   std::unique_lock lock(mutex_);
-  changed_.wait_for(lock, longest, [this] { return pending_.size() + in_flight_ <= kMaxBacklog; });
+  changed_.wait_for(lock, longest,
+                    [this] { return is_client_gone_ || pending_.size() + in_flight_ <= kMaxBacklog; });
 }
 
 bool Frontend::is_client_gone() const {

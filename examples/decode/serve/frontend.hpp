@@ -9,15 +9,14 @@
 #include <mutex>
 #include <string>
 #include <string_view>
-#include <system_error>
 #include <thread>
 #include <vector>
 
 namespace helix::decode {
 
 /// Reads lines from one descriptor and writes to another, each on a thread of its own, so that neither a
-/// silent client nor one that does not read holds up a step. What was written reaches the client before the
-/// destructor returns, unless the client is gone or takes nothing for ten seconds.
+/// silent client nor one that does not read holds up a step. What was written reaches the client before
+/// finish() returns, unless that says why not.
 class Frontend {
  public:
   /// A line as it came, without its end.
@@ -35,9 +34,9 @@ class Frontend {
   Frontend(const Frontend&) = delete;
   Frontend& operator=(const Frontend&) = delete;
 
-  /// Lines that came since the last call. Does not wait.
-  std::vector<Line> take_lines();
-  /// Waits until there is a line, the input has ended, or the time is over.
+  /// The oldest lines that have come and were not taken, at most so many. Does not wait.
+  std::vector<Line> take_lines(std::size_t most);
+  /// Waits until there is a line, the input has ended, the client is gone, or the time is over.
   void wait_for_line(std::chrono::milliseconds longest);
   /// Whether no line is left and none will come.
   bool has_ended() const;
@@ -51,14 +50,19 @@ class Frontend {
   /// Whether nothing reaches the client any more: its end is closed, or cannot be written.
   bool is_client_gone() const;
 
-  /// Ends both threads, as the destructor does. Returns what kept a client that had not left from being
-  /// written to; no error if nothing did.
-  std::error_code finish();
+  /// Ends both threads, as the destructor does; a client that takes nothing for so long counts as gone.
+  /// Returns, in words, what was not read of a client that had not left, or not written to it; empty if
+  /// nothing.
+  std::string finish(std::chrono::milliseconds longest = std::chrono::seconds(10));
 
  private:
   void read_lines();
   void write_lines();
   void add_bytes(std::string_view bytes);
+  void add_line(Line line);
+  /// Runs the body of a thread, whose memory may run out.
+  template <class Body>
+  void guard(const Body& body) noexcept;
 
   int in_;
   int out_;
@@ -66,15 +70,16 @@ class Frontend {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Line> lines_;
-  std::size_t line_bytes_ = 0;  // of lines_
+  std::size_t line_bytes_ = 0;  // of lines_, with what each takes beside its text
   std::string partial_;         // a line whose end has not come
   bool is_skipping_ = false;    // to the end of a line that is too long
   bool has_ended_ = false;
   std::string pending_;  // to be written
   std::size_t in_flight_ = 0;
   bool is_client_gone_ = false;
-  std::error_code failure_;  // of a write, unless the client had left
+  std::string failure_;  // of a read or write, unless the client had left
   bool is_closing_ = false;
+  std::chrono::milliseconds farewell_{};  // of finish()
   std::thread reader_;
   std::thread writer_;
 };

@@ -84,7 +84,7 @@ class ServeLoop {
     } else if (scheduler_->is_idle()) {
       client_->wait_for_line(longest_silence_);
     }
-    for (const Frontend::Line& line : client_->take_lines()) take(line);
+    take_lines();
     StepOrder order;
     if (client_->is_behind()) {
       order.replicas.resize(static_cast<std::size_t>(topo_.dp()));
@@ -94,6 +94,21 @@ class ServeLoop {
     order.is_last = client_->is_client_gone() || (client_->has_ended() && scheduler_->is_idle());
     flush();
     return order;
+  }
+
+  /// Takes what has come, unless there is so much that requests that run, and other ranks, would wait for it,
+  /// or the client does not read the answers. The rest is left to the next turn.
+  void take_lines() {
+    constexpr std::size_t kLines = 64;
+    constexpr std::chrono::milliseconds kLongest{20};
+    const auto end = std::chrono::steady_clock::now() + kLongest;
+    do {
+      if (client_->is_behind()) return;
+      const std::vector<Frontend::Line> lines = client_->take_lines(kLines);
+      for (const Frontend::Line& line : lines) take(line);
+      flush();
+      if (lines.size() < kLines) return;
+    } while (std::chrono::steady_clock::now() < end);
   }
 
   void take(const Frontend::Line& line) {

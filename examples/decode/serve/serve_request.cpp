@@ -193,7 +193,10 @@ class CommandReader : public JsonEvents {
     const auto refuse = [&] { return unexpected("the number " + std::to_string(value)); };
     if (is_array_) {
       if (value < 0 || value > std::numeric_limits<std::int32_t>::max()) return refuse();
-      (key_ == "prompt" ? request_.prompt : request_.stop).push_back(static_cast<std::int32_t>(value));
+      std::vector<std::int32_t>& ids = key_ == "prompt" ? request_.prompt : request_.stop;
+      if (key_ == "stop" && ids.size() == kMaxStop)
+        return unexpected("more than " + std::to_string(kMaxStop) + " ids");
+      ids.push_back(static_cast<std::int32_t>(value));
     } else if (key_ == "max_tokens") {
       if (value < 1) return refuse();
       request_.max_tokens = value;

@@ -2,6 +2,7 @@
 // What a line of JSON asks of a serving decoder. docs/decoding.md describes the keys.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -17,6 +18,7 @@ namespace helix::decode {
 
 /// Most ids of which log-probabilities are told beside a token's.
 inline constexpr std::int64_t kMaxBest = 20;
+inline constexpr std::size_t kMaxStop = 1024;  ///< Ids of "stop".
 
 /// One prompt to complete.
 struct ServeRequest {
