@@ -152,6 +152,20 @@ TEST_CASE("replicas without a sequence and plans beyond memory are warnings", "[
   CHECK(std::count(memory.begin(), memory.end(), '\n') == 1);
 }
 
+TEST_CASE("weights that config.json has no use for are a warning", "[quick]") {
+  const ScratchDirectory scratch;
+  std::filesystem::copy_file(data_directory() / "llama-tiny" / "model.safetensors",
+                             scratch / "model.safetensors");
+  nlohmann::json config =
+      nlohmann::json::parse(read_file((data_directory() / "llama-tiny" / "config.json").string()));
+  config["num_hidden_layers"] = 1;
+  std::ofstream(scratch / "config.json") << config;
+  const Run run = run_decode("--model " + (scratch / "").string() + " --prompt-ids 1 --max-new-tokens 1");
+  CHECK(run.exit_code == 0);
+  CHECK_THAT(run.output, Contains("warning: 9 of 21 tensors are not used, the first of them "
+                                  "'model.layers.1.input_layernorm.weight'"));
+}
+
 TEST_CASE("a plan beyond all of the machine's memory is refused before it takes any", "[quick]") {
   const Run run = run_decode(model_option("llama-tiny") + "--device cpu --synthetic-context 64G --kvp 8");
   INFO(run.output);

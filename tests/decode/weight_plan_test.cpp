@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -191,6 +192,7 @@ TEST_CASE("the reference checkpoints fit their configs on every legal topology o
       }
     }
     CHECK(alone > 0);
+    CHECK(unused_tensors(config, checkpoint).empty());
   }
 }
 
@@ -207,6 +209,20 @@ TEST_CASE("layers beyond num_hidden_layers and tensors that no config key asks f
     for (const WeightSlice& slice : target.slices)
       CHECK(slice.tensor().find("layers.2.") == std::string::npos);
   }
+  CHECK(unused_tensors(config, checkpoint).empty());  // as DeepSeek's own: they predict a token more
+}
+
+TEST_CASE("tensors that a config has no use for are named") {
+  const Checkpoint checkpoint(HELIX_TEST_DATA "/llama-tiny");
+  json shorter = json::parse(checkpoint.config_json());
+  shorter["num_hidden_layers"] = 1;
+  const auto unused =
+      unused_tensors(parse_model_config(shorter.dump(), checkpoint.config_path()), checkpoint);
+  REQUIRE(unused.size() == 9);
+  for (const std::string_view name : unused) CHECK(name.substr(0, 15) == "model.layers.1.");
+  json tied = json::parse(checkpoint.config_json());
+  tied["tie_word_embeddings"] = true;
+  CHECK(unused_tensors(parse_model_config(tied.dump(), checkpoint.config_path()), checkpoint).empty());
 }
 
 namespace {

@@ -84,7 +84,7 @@ void run(const Job& job, Launcher& launcher) {
   const GenerationRequest& request = options.request;
   if (is_root) print_plan(launcher, config, *topo, request, launch, plan);
   if (!options.is_plan_only) expect_memory(launcher, launch, plan);
-  for (const std::string& line : warnings(launcher, checkpoint, *topo, request, launch, plan))
+  for (const std::string& line : warnings(launcher, checkpoint, config, *topo, request, launch, plan))
     print_error(line + "\n");
   if (options.is_plan_only) return;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Idle replicas and short memory.
+// Idle replicas, weights without a use and short memory.
 #include "cli/warnings.hpp"
 
 #include <algorithm>
@@ -13,8 +13,10 @@
 #include <helix/error.hpp>
 #include <helix/integers.hpp>
 
+#include "checkpoint/strict_json.hpp"
 #include "cli/launch_cuda.hpp"
 #include "cli/report.hpp"
+#include "model/weight_plan.hpp"
 
 namespace helix::decode {
 namespace {
@@ -69,6 +71,14 @@ std::optional<std::string> idle_replicas(const Topology& topo, const GenerationR
       sequences == 1 ? "1 sequence" : fmt::format("{} sequences", sequences));
 }
 
+std::optional<std::string> unused_weights(const ModelConfig& config, const Checkpoint& checkpoint) {
+  const std::vector<std::string_view> unused = unused_tensors(config, checkpoint);
+  if (unused.empty()) return std::nullopt;
+  return fmt::format(
+      "warning: {} of {} tensors are not used, the first of them {}: see that config.json is of this model",
+      unused.size(), checkpoint.num_tensors(), printable(unused.front()));
+}
+
 std::optional<std::string> short_gpu(int gpu, std::int64_t needed) {
   const std::int64_t free = gpu_memory(gpu).free;
   if (needed <= free) return std::nullopt;
@@ -109,14 +119,18 @@ std::map<int, std::int64_t> gpu_bytes(const std::vector<RankMemory>& plan, const
 }
 
 std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& checkpoint,
-                                  const Topology& topo, const GenerationRequest& request,
-                                  const LaunchOptions& launch, const std::vector<RankMemory>& plan) {
+                                  const ModelConfig& config, const Topology& topo,
+                                  const GenerationRequest& request, const LaunchOptions& launch,
+                                  const std::vector<RankMemory>& plan) {
   std::vector<std::string> lines;
   const auto add = [&](const std::optional<std::string>& line) {
     if (line) lines.push_back(*line);
   };
   const bool is_root = launcher.rank() == 0;
-  if (is_root) add(idle_replicas(topo, request));
+  if (is_root) {
+    add(idle_replicas(topo, request));
+    add(unused_weights(config, checkpoint));
+  }
   if (launch.device == Device::cuda) {
     if (launcher.has_processes()) {
       add(short_gpu(launch.gpu, bytes_of(plan[static_cast<std::size_t>(launcher.rank())])));

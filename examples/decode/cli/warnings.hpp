@@ -13,11 +13,13 @@
 
 namespace helix::decode {
 
-/// One line for each of: replicas without a sequence; a plan that exceeds the free memory of this machine or
-/// of a GPU. Rank 0 speaks for its machine and for what all ranks share, each process for its own GPU.
+/// One line for each of: replicas without a sequence; tensors that config.json has no use for; a plan that
+/// exceeds the free memory of this machine or of a GPU. Rank 0 speaks for its machine and for what all ranks
+/// share, each process for its own GPU.
 std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& checkpoint,
-                                  const Topology& topo, const GenerationRequest& request,
-                                  const LaunchOptions& launch, const std::vector<RankMemory>& plan);
+                                  const ModelConfig& config, const Topology& topo,
+                                  const GenerationRequest& request, const LaunchOptions& launch,
+                                  const std::vector<RankMemory>& plan);
 
 /// Bytes that the plan's first `num_ranks` ranks take of one machine. What they use in the checkpoint's files
 /// they share: it counts as no more than the files.

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <optional>
+#include <set>
 #include <span>
 #include <utility>
 
@@ -402,6 +404,33 @@ WeightPlan plan_weights(const ModelConfig& config, const Checkpoint& checkpoint,
                 " layers) than config.json describes (hidden ", shape.hidden, ", ", shape.num_layers,
                 " layers); build it from ModelConfig::shape");
   return PlanBuilder(config, checkpoint, topo, world_rank, home, latent).build();
+}
+
+std::vector<std::string_view> unused_tensors(const ModelConfig& config, const Checkpoint& checkpoint) {
+  const Topology alone({}, config.shape);
+  const WeightPlan plan = plan_weights(config, checkpoint, alone, 0);
+  std::set<const TensorInfo*> used;
+  for (const WeightTarget& target : plan.targets) {
+    for (const WeightSlice& slice : target.slices) used.insert({slice.source.tensor, slice.scale.tensor});
+  }
+  const auto is_known = [&](std::string_view name) {
+    constexpr std::string_view kLayers = "model.layers.";
+    if (name.ends_with("rotary_emb.inv_freq")) return true;
+    if (plan.has_tied_head && (name == "lm_head.weight" || name == "model.embed_tokens.weight")) return true;
+    if (!config.shape.is_mla() || !name.starts_with(kLayers)) return false;
+    std::int64_t layer = -1;
+    std::from_chars(name.data() + kLayers.size(), name.data() + name.size(), layer);
+    return layer >= config.shape.num_layers;
+  };
+  std::vector<std::string_view> unused;
+  for (const SafetensorsFile& file : checkpoint.files()) {
+    for (const TensorInfo& tensor : file.tensors()) {
+      // With an index, what it does not name, or names in another file, is not of the checkpoint.
+      const bool is_there = checkpoint.find(tensor.name).tensor == &tensor;
+      if (is_there && !used.contains(&tensor) && !is_known(tensor.name)) unused.push_back(tensor.name);
+    }
+  }
+  return unused;
 }
 
 std::optional<FileBytes> find_in_place(const WeightTarget& target) {

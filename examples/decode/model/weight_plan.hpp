@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <helix/dtype.hpp>
@@ -149,6 +150,12 @@ WeightPlan plan_weights(const ModelConfig& config, const Checkpoint& checkpoint,
 WeightPlan plan_weights(const ModelConfig&, const Checkpoint&&, const Topology&, int,
                         WeightHome = WeightHome::buffers,
                         LatentWeights = LatentWeights::absorbed) = delete;  // it borrows
+
+/// The names of the tensors that no rank takes under any topology, in the order of the files: those of a
+/// config.json that says too little of its model. But for what a model is known to do without: the buffers of
+/// rope, the head of a tied pair and, behind the layers of DeepSeek, those that predict more than one token.
+/// @throws as plan_weights().
+std::vector<std::string_view> unused_tensors(const ModelConfig& config, const Checkpoint& checkpoint);
 
 /// The one run of a file that holds exactly the rows of `target`, in order and in its type: whole rows of a
 /// tensor, or several tensors' that happen to lie behind each other (HF sorts by name: gate_proj, up_proj).
