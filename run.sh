@@ -52,6 +52,7 @@ choose_cuda() {
 build_target() {
   local cuda
   cuda="$(choose_cuda)"
+  "$root/cmake/forget_other_tools.sh" "$build"
   if [[ ! -f "$build/build.ninja" || "$root/CMakePresets.json" -nt "$build/build.ninja" || "$cuda" != "$(configured_cuda)" ]]; then
     local options=("-DHELIX_CUDA=$cuda")
     if command -v ccache >/dev/null; then

@@ -93,6 +93,7 @@ if [[ "$preset" == cpu ]]; then
   "$root/examples/chat/set_up.sh" "$root/build/chat" &
   set_up=$!
 fi
+"$root/cmake/forget_other_tools.sh" "$build"
 cmake -S "$root" -B "$build" --preset "$preset" "${cmake_options[@]}"
 cmake --build "$build" --target "$target" 2>&1 | tee "$build/build.log"
 # ptxas says only in passing, and with status 0, that it gave up what a kernel is built on: setmaxnreg, or wgmma side by side.

@@ -24,6 +24,7 @@
 #include <helix/topology.hpp>
 
 #include "ceilings.hpp"
+#include "worse.hpp"
 
 namespace {
 
@@ -87,7 +88,7 @@ double error_of(const std::vector<std::unique_ptr<Rank>>& ranks, std::int64_t to
       const auto& got = ranks[static_cast<std::size_t>(head / part)]->combined;
       for (std::int64_t i = 0; i < dim; ++i) {
         const float value = got[static_cast<std::size_t>((token * part + head % part) * dim + i)];
-        worst = std::max(worst, std::abs(sums[static_cast<std::size_t>(i)] / total - value));
+        worst = helix::bench::worse(worst, std::abs(sums[static_cast<std::size_t>(i)] / total - value));
       }
     }
   }

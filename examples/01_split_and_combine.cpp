@@ -59,7 +59,11 @@ int main() {
   backend.synchronize(stream);
 
   float worst = 0.0f;
-  for (int d = 0; d < kDim; ++d) worst = std::max(worst, std::abs(combined[d] - whole[d]));
+  for (int d = 0; d < kDim; ++d) {
+    const float difference = std::abs(combined[d] - whole[d]);
+    if (std::isnan(difference)) return 1;
+    worst = std::max(worst, difference);
+  }
   std::printf("%d tokens in %d shards: largest difference from unsplit attention %.1e\n", kTokens, kShards,
               worst);
   return worst < 1e-6f ? 0 : 1;

@@ -123,7 +123,11 @@ int main() {
 
   float worst = 0.0f;
   for (const Matrix& result : results) {
-    for (std::size_t i = 0; i < alone.size(); ++i) worst = std::max(worst, std::abs(result[i] - alone[i]));
+    for (std::size_t i = 0; i < alone.size(); ++i) {
+      const float difference = std::abs(result[i] - alone[i]);
+      if (std::isnan(difference)) return 1;
+      worst = std::max(worst, difference);
+    }
   }
   std::printf("largest difference between four ranks and one: %.1e\n", worst);
   return worst < 1e-5f ? 0 : 1;

@@ -228,8 +228,10 @@ double error_of(const Model& model, const std::vector<float>& combined) {
       total += std::exp(score * kScale);
       for (std::size_t d = 0; d < kDim; ++d) sums[d] += std::exp(score * kScale) * model.v[row + d];
     }
-    for (std::size_t d = 0; d < kDim; ++d)
-      worst = std::max(worst, std::abs(combined[static_cast<std::size_t>(h * kDim) + d] - sums[d] / total));
+    for (std::size_t d = 0; d < kDim; ++d) {
+      const double difference = std::abs(combined[static_cast<std::size_t>(h * kDim) + d] - sums[d] / total);
+      worst = std::isnan(difference) ? HUGE_VAL : std::max(worst, difference);
+    }
   }
   return worst;
 }

@@ -157,8 +157,10 @@ double error_of(const Model& model, const std::vector<float>& combined) {
       total += weight;
       for (std::size_t d = 0; d < kDim; ++d) sums[d] += weight * at(model.v, row + d);
     }
-    for (std::size_t d = 0; d < kDim; ++d)
-      worst = std::max(worst, std::abs(combined[h * kDim + d] - sums[d] / total));
+    for (std::size_t d = 0; d < kDim; ++d) {
+      const double difference = std::abs(combined[h * kDim + d] - sums[d] / total);
+      worst = std::isnan(difference) ? HUGE_VAL : std::max(worst, difference);
+    }
   }
   return worst;
 }

@@ -17,6 +17,7 @@
 #include "support/recording_backend.hpp"
 #include "support/reference_backend.hpp"
 #include "support/sanitizers.hpp"
+#include "support/worse.hpp"
 
 namespace helix::test {
 namespace {
@@ -67,7 +68,7 @@ double kv_error(const oracle::History& history, const std::vector<float>& gather
     const std::size_t width = history.rows[p].size() / planes;
     for (std::size_t i = 0; i < history.rows[p].size(); ++i) {
       const std::size_t at = (i / width) * history.rows.size() * width + p * width + i % width;
-      worst = std::max(worst, std::abs(history.rows[p][i] - double{gathered[at]}));
+      worst = worse(worst, std::abs(history.rows[p][i] - double{gathered[at]}));
     }
   }
   return worst;

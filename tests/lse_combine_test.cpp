@@ -17,6 +17,7 @@
 #include <helix/lse_combine.hpp>
 
 #include "support/catch.hpp"
+#include "support/worse.hpp"
 
 namespace helix::test {
 namespace {
@@ -79,7 +80,7 @@ double error_of(Partials p, const Combined& got, const std::vector<float>& sink 
   double worst = 0.0;
   const auto compare = [&](double have, double want) {
     if (std::isfinite(want) ? !std::isfinite(have) : have != want) worst = HUGE_VAL;
-    if (std::isfinite(want)) worst = std::max(worst, std::abs(have - want) / std::max(1.0, std::abs(want)));
+    if (std::isfinite(want)) worst = worse(worst, std::abs(have - want) / std::max(1.0, std::abs(want)));
   };
   for (std::int64_t row = 0; row < p.rows(); ++row) {
     double max = sink.empty() ? -HUGE_VAL : sink[static_cast<std::size_t>(row % p.heads)];

@@ -60,15 +60,15 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(PackRows rows, RowShare 
   const std::int64_t token = row / static_cast<unsigned>(rows.heads);
   const std::int64_t head = row % static_cast<unsigned>(rows.heads);
   const bool is_second = rows.slot.epoch != nullptr && *rows.slot.epoch % 2 == 1;
-  const std::int64_t slot_bytes = is_second ? rows.slot.bytes : 0;
+  const std::int64_t slot_begin = is_second ? rows.slot.bytes : 0;
   if (share.thread() == 0) {
-    float* const packed_lse = rows.packed_lse + slot_bytes / static_cast<std::int64_t>(sizeof(float));
+    float* const packed_lse = rows.packed_lse + slot_begin / static_cast<std::int64_t>(sizeof(float));
     packed_lse[token * rows.packed_lse_token_stride + head * rows.packed_lse_head_stride] =
         to_natural(rows.lse[token * rows.lse_token_stride + head * rows.lse_head_stride], rows.convention);
   }
   const auto* source =
       reinterpret_cast<const Unit*>(rows.out + token * rows.out_token_bytes + head * rows.out_head_bytes);
-  auto* target = reinterpret_cast<Unit*>(rows.packed + slot_bytes + token * rows.packed_token_bytes +
+  auto* target = reinterpret_cast<Unit*>(rows.packed + slot_begin + token * rows.packed_token_bytes +
                                          head * rows.packed_head_bytes);
   const std::int64_t units = rows.row_bytes / static_cast<std::int64_t>(sizeof(Unit));
   for (std::int64_t i = share.thread(); i < units; i += share.threads) target[i] = source[i];

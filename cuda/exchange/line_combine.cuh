@@ -40,8 +40,8 @@ struct PartialRowInLines {
                                                const WindowPlace& place, std::int64_t token,
                                                std::int64_t head)
       : waits(how), ranks(static_cast<int>(args.peers)), sender_bytes(args.sender_bytes) {
-    out = args.lines.out_of(token, head) + place.slot;
-    lse_line = args.lines.lse_of(token, head) + place.slot;
+    out = args.lines.out_of(token, head) + place.slot_begin;
+    lse_line = args.lines.lse_of(token, head) + place.slot_begin;
     count = static_cast<std::uint32_t>(place.exchanges);
     tag = exchange_row_tag(args.positions, token, args.tokens);
   }

@@ -49,10 +49,10 @@ __device__ __forceinline__ void send_headers(const PeerWaits& waits, const Windo
     __threadfence_system();
 #pragma unroll 1
     for (std::int64_t p = lane; p < args.peers; p += kWarp) {
-      asm volatile(
-          "st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(args.sent + p * args.peer_bytes + place.slot),
-          "l"(own), "l"(header_rest(args, args.sender))
-          : "memory");
+      asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(args.sent + p * args.peer_bytes +
+                                                                     place.slot_begin),
+                   "l"(own), "l"(header_rest(args, args.sender))
+                   : "memory");
     }
   }
   if (lane == 0) epoch = own;
@@ -92,12 +92,12 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kRanks))
   if (waits.most_blocks == 0) start_next();  // not where it would take the room of those that are waited for
   wait_for_previous();
   const WindowPlace place(args);
-  const std::int64_t slot = place.slot;
+  const std::int64_t slot_begin = place.slot_begin;
   __shared__ std::uint64_t own_epoch;  // of block 0
   if (blockIdx.x == 0) send_headers(waits, args, place, own_epoch);
   const int peer = static_cast<int>(threadIdx.x);
   const bool has_peer = peer < args.peers;
-  const std::byte* const header = args.received + peer * args.sender_bytes + slot;
+  const std::byte* const header = args.received + peer * args.sender_bytes + slot_begin;
   std::uint64_t seen = 0;
   std::uint64_t rest = 0;
   const bool is_there = !has_peer || wait_for_header(waits, header, place.exchanges, peer, seen);
@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kRanks))
   // Looked at when the rows are done: trips to memory less.
   if (blockIdx.x == 0 && has_peer) rest = reinterpret_cast<const volatile std::uint64_t*>(header)[1];
   const bool is_last = count_reader(args);
-  const T* const all_out = rows.partial_out + slot / static_cast<std::int64_t>(sizeof(T));
-  const float* const all_lse = rows.partial_lse + slot / static_cast<std::int64_t>(sizeof(float));
+  const T* const all_out = rows.partial_out + slot_begin / static_cast<std::int64_t>(sizeof(T));
+  const float* const all_lse = rows.partial_lse + slot_begin / static_cast<std::int64_t>(sizeof(float));
   const unsigned sending = gridDim.x > 1 ? 1 : 0;  // blocks without rows
   if (blockIdx.x >= sending) {
     for_rows_of_block(

@@ -18,14 +18,14 @@ __device__ __forceinline__ WindowCounts& counts_of(const WindowExchangeArgs& win
   return *reinterpret_cast<WindowCounts*>(window.epoch);
 }
 
-/// What is read on the device of an exchange: its number, counted from 1, and the bytes to its slot.
+/// What is read on the device of an exchange.
 struct WindowPlace {
-  std::uint64_t exchanges;
-  std::int64_t slot;
+  std::uint64_t exchanges;  ///< Its number, counted from 1.
+  std::int64_t slot_begin;  ///< Bytes from the first slot to its own.
 
   explicit __device__ __forceinline__ WindowPlace(const WindowExchangeArgs& window)
       : exchanges(*static_cast<const volatile std::uint64_t*>(window.epoch) + 1),
-        slot(exchanges % 2 == 1 ? 0 : window.slot_bytes) {}
+        slot_begin(exchanges % 2 == 1 ? 0 : window.slot_bytes) {}
 };
 
 /// Counts this block, whose threads have all read the number; whether it is the last, by its first thread.

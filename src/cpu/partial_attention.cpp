@@ -342,7 +342,9 @@ class PartialAttention {
                    query_head * args_.sink.out.stride(1);
       float highest = -std::numeric_limits<float>::infinity();
       for (std::int64_t split = 0; split < unit.num_splits; ++split) {
-        highest = std::max(highest, partial_lse_[row(split)]);
+        const float lse = partial_lse_[row(split)];
+        if (lse > highest || std::isnan(lse))
+          highest = lse;  // NaN stays: it does not pass for a token that sees nothing
       }
       std::fill_n(out, value_dim, 0.0f);
       float total = 0.0f;

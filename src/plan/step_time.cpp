@@ -49,6 +49,14 @@ constexpr std::size_t index(Cost cost) {
   return static_cast<std::size_t>(cost);
 }
 
+/// Width of the operands that elements of so many stored bits are: their scales take up to an eighth beside
+/// it, as those of nvfp4 (4.5 bits) and mxfp4 (4.25).
+double operand_bits(double stored) {
+  for (const double width : {4.0, 8.0, 16.0, 32.0})
+    if (stored >= width && stored <= width * 1.125) return width;
+  return stored;
+}
+
 }  // namespace
 
 StepModel::StepModel(const Model& model, const Precision& precision, const Hardware& hardware)
@@ -56,8 +64,8 @@ StepModel::StepModel(const Model& model, const Precision& precision, const Hardw
   model_.check();
   precision_.check();
   hardware_.check();
-  product_rate_ = hardware_.peak(std::max(precision_.weight_bits, precision_.activation_bits));
-  attention_rate_ = hardware_.peak(std::max(precision_.kv_bits, precision_.activation_bits));
+  product_rate_ = hardware_.peak(operand_bits(std::max(precision_.weight_bits, precision_.activation_bits)));
+  attention_rate_ = hardware_.peak(operand_bits(std::max(precision_.kv_bits, precision_.activation_bits)));
 }
 
 StepTotals StepModel::evaluate(const Layout& layout, const Workload& workload) const {

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstring>
 #include <string>
 #include <thread>
 #include <utility>
@@ -12,6 +13,8 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
+
+#include "comm/bootstrap_messages.hpp"
 
 namespace helix::test {
 
@@ -63,7 +66,8 @@ class Stranger {
 inline std::vector<std::string> first_words_of_strangers() {
   std::string tls("\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 11);
   tls.append(506, '\x5a');
-  const std::string magic("oosttap2");  // how a rank of ours begins
+  std::string magic(sizeof(comm::kMagic), '\0');  // how a rank of ours begins
+  std::memcpy(magic.data(), &comm::kMagic, magic.size());
   return {"",
           "GET / HTTP/1.1\r\nHost: helix\r\n\r\n",
           tls,

@@ -13,6 +13,7 @@
 #include <helix/cpu/backend.hpp>
 
 #include "support/catch.hpp"
+#include "support/worse.hpp"
 
 namespace helix::test {
 namespace {
@@ -56,7 +57,7 @@ TEST_CASE("rms_norm of a long row of unequal values is accurate to f32") {
     double worst = 0.0;
     for (std::size_t i = 0; i < x.size(); ++i) {
       const double expected = x[i] / rms * weight[i];
-      worst = std::max(worst, std::abs(out[i] - expected) / (std::abs(expected) + 1e-30));
+      worst = worse(worst, std::abs(out[i] - expected) / (std::abs(expected) + 1e-30));
     }
     CAPTURE(width);
     CHECK(worst < 4e-7);
@@ -110,8 +111,8 @@ TEST_CASE("rope is accurate at angles up to a million radians") {
         const std::size_t b = is_interleaved ? 2 * i + 1 : i + 64;
         const double angle =
             static_cast<float>(position) * frequency[i];  // the models round the product to f32
-        worst = std::max(worst, std::abs(out[a] - (x[a] * std::cos(angle) - x[b] * std::sin(angle))));
-        worst = std::max(worst, std::abs(out[b] - (x[b] * std::cos(angle) + x[a] * std::sin(angle))));
+        worst = worse(worst, std::abs(out[a] - (x[a] * std::cos(angle) - x[b] * std::sin(angle))));
+        worst = worse(worst, std::abs(out[b] - (x[b] * std::cos(angle) + x[a] * std::sin(angle))));
       }
       CAPTURE(is_interleaved, position);
       CHECK(worst < 3e-7);

@@ -13,6 +13,7 @@
 #include "cpu/linear/product.hpp"
 #include "cpu/linear/task.hpp"
 #include "support/catch.hpp"
+#include "support/worse.hpp"
 
 namespace helix::test {
 namespace {
@@ -162,7 +163,7 @@ TEST_CASE("every way of reading weights gives the same bits, near sums in double
         double worst = 0.0;
         for (std::int64_t i = 0; i < rows * 67; i += 11) {
           const auto [sum, magnitude] = operands.expected(i / 67, i % 67, false);
-          worst = std::max(worst, std::abs(plain[static_cast<std::size_t>(i)] - sum) / magnitude);
+          worst = worse(worst, std::abs(plain[static_cast<std::size_t>(i)] - sum) / magnitude);
         }
         CHECK(worst < 1e-6);
       }
@@ -188,7 +189,7 @@ TEST_CASE("products of bf16 round the activations and nothing else") {
       double worst = 0.0;
       for (std::int64_t i = 0; i < rows * 67; ++i) {
         const auto [sum, magnitude] = operands.expected(i / 67, i % 67, true);
-        worst = std::max(worst, std::abs(out[static_cast<std::size_t>(i)] - sum) / magnitude);
+        worst = worse(worst, std::abs(out[static_cast<std::size_t>(i)] - sum) / magnitude);
       }
       CHECK(worst < 1e-6);
     }

@@ -175,14 +175,16 @@ TEST_CASE("partial attention lets no token reach a query that may not see it") {
 TEST_CASE("a query of NaN does not pass for one that sees nothing") {
   for (std::int64_t query_heads : {2, 8, 24}) {  // a kernel each
     for (DType dtype : {DType::f32, DType::bf16}) {
-      CAPTURE(query_heads, helix::to_string(dtype));
-      World world({.query_heads = query_heads, .dtype = dtype, .sequences = {{60, 2}}});
-      world.poison_query(1);
-      const World::Result result = world.run(0);
-      for (std::int64_t head = 0; head < query_heads; ++head) {
-        CHECK_FALSE(std::isnan(result.lse[World::at(head)]));
-        CHECK(std::isnan(result.lse[World::at(query_heads + head)]));
-        CHECK(std::isnan(result.out[World::at((query_heads + head) * 32)]));
+      for (std::int64_t length : {60, 5000}) {  // whole and in splits
+        CAPTURE(query_heads, helix::to_string(dtype), length);
+        World world({.query_heads = query_heads, .dtype = dtype, .sequences = {{length, 2}}});
+        world.poison_query(1);
+        const World::Result result = world.run(0);
+        for (std::int64_t head = 0; head < query_heads; ++head) {
+          CHECK_FALSE(std::isnan(result.lse[World::at(head)]));
+          CHECK(std::isnan(result.lse[World::at(query_heads + head)]));
+          CHECK(std::isnan(result.out[World::at((query_heads + head) * 32)]));
+        }
       }
     }
   }

@@ -428,6 +428,17 @@ TEST_CASE("attention and exchange measured on H200s are predicted within a tenth
   }
 }
 
+TEST_CASE("products of 4-bit elements that have scales run at the rate of 4 bits") {
+  const Workload workload{.context = tokens(2000), .batch = 16384};
+  const auto gate_up = [&](double bits) {
+    const StepModel step(model_preset("llama-3.1-405b"), {bits, 4, bits}, hardware_preset("gb200"));
+    return in_microseconds(find(step.explain({.kvp = 8, .tpf = 8}, workload), Operator::ffn_gate_up).time);
+  };
+  CHECK(gate_up(4.5) == Approx(gate_up(4)));
+  CHECK(gate_up(4.25) == Approx(gate_up(4)));
+  CHECK(gate_up(6) > 1.5 * gate_up(4));  // has no rate of its own: that of 8
+}
+
 TEST_CASE("what cannot be timed is refused with the reason") {
   const StepModel step(model_preset("llama-3.1-8b"), {}, hardware_preset("h200"));
   const Workload workload{.context = tokens(1000)};

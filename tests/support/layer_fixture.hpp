@@ -24,6 +24,7 @@
 #include "support/oracle.hpp"
 #include "support/random_layer.hpp"
 #include "support/ranks.hpp"
+#include "support/worse.hpp"
 
 namespace helix::test {
 
@@ -199,7 +200,7 @@ inline double error_of(const RankResult& result, const Expected& expected) {
     for (std::size_t i = 0; i < expected.hidden[s].size(); ++i) {
       const double difference = std::abs(expected.hidden[s][i] - double{result.hidden[s][i]});
       scale = std::max(scale, std::abs(expected.hidden[s][i]));
-      worst = std::isnan(difference) ? HUGE_VAL : std::max(worst, difference);
+      worst = worse(worst, difference);
     }
   }
   return worst / scale;

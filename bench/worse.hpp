@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+// worse: the largest of several errors, which a result that is no number does not hide from.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+namespace helix::bench {
+
+/// The larger of two errors; infinity if `error` is NaN, which std::max would leave out.
+inline double worse(double worst, double error) {
+  return std::isnan(error) ? HUGE_VAL : std::max(worst, error);
+}
+
+}  // namespace helix::bench
