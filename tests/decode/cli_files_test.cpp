@@ -23,7 +23,7 @@ const std::string kRun = kModel + "--prompt-ids 1,2,3 --max-new-tokens 2 ";
 
 /// Runs a line of shell script in which $D is helix-decode.
 Run run_script(const std::string& script) {
-  return run_command("env D=" HELIX_DECODE " sh -c '" + script + "'", 60);
+  return run_command("sh -c '" + replaced(script, "$D", HELIX_DECODE) + "'", 60);
 }
 
 bool is_one_error(const Run& run) {

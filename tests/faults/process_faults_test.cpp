@@ -44,11 +44,11 @@ class MpiJob {
   explicit MpiJob(const ScratchDirectory& scratch)
       : mark_("HELIX_FAULT_JOB=" + std::to_string(::getpid()) + "." + std::to_string(++count_)),
         output_(scratch / "output.txt") {
-    const std::string command =
+    const std::string command = with_safe_paths(
         std::string("exec " HELIX_MPIRUN " " HELIX_DECODE " --model ") +
         (data_directory() / "llama-tiny").string() +
         " --prompt-ids 1,2,3,4,5 --max-new-tokens 1000 --ignore-eos --kvp 2 --tpa 2 --timeout " +
-        std::to_string(kDeadlineSeconds);
+        std::to_string(kDeadlineSeconds));
     launcher_ = ::fork();
     REQUIRE(launcher_ >= 0);
     if (launcher_ == 0) {

@@ -546,7 +546,7 @@ TEST_CASE("output that cannot be written is an error and leaves no half of a fil
   const ScratchDirectory scratch;
   const std::string plan = "$P --model llama-3.1-8b ";
   const auto run_script = [](const std::string& script) {
-    return run_command("env P=" HELIX_PLAN " sh -c '" + script + "'", 60);
+    return run_command("sh -c '" + replaced(script, "$P", HELIX_PLAN) + "'", 60);
   };
   const Run lost = run_script(plan + "> /dev/full");
   CHECK(lost.exit_code == 1);

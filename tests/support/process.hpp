@@ -3,12 +3,16 @@
 #pragma once
 
 #include <array>
+#include <cctype>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <string>
+#include <utility>
 
 #include <sys/wait.h>
 
@@ -21,9 +25,32 @@ struct Run {
   std::string output;  ///< standard output and error together
 };
 
+/// `text` with `by` for each `what`.
+inline std::string replaced(std::string text, const std::string& what, const std::string& by) {
+  for (std::size_t at = 0; (at = text.find(what, at)) != std::string::npos; at += by.size())
+    text.replace(at, what.size(), by);
+  return text;
+}
+
+/// A shell's command as it was written without a thought of spaces in the paths of this project's folders.
+inline std::string with_safe_paths(std::string command) {
+  for (const std::string folder : {HELIX_TEST_BINARY_DIR, HELIX_TEST_SOURCE_DIR}) {
+    std::string safe;
+    for (const char c : folder) {
+      const bool is_plain =
+          std::isalnum(static_cast<unsigned char>(c)) != 0 || std::strchr("/._-+", c) != nullptr;
+      if (!is_plain) safe += '\\';
+      safe += c;
+    }
+    if (safe != folder) command = replaced(std::move(command), folder, safe);
+  }
+  return command;
+}
+
 /// Runs `command`, a program with its arguments, through a shell; killed after `seconds`, with exit code 124.
 inline Run run_command(const std::string& command, int seconds = 120) {
-  const std::string limited = "timeout -k 5 " + std::to_string(seconds) + " " + command + " 2>&1 < /dev/null";
+  const std::string limited =
+      "timeout -k 5 " + std::to_string(seconds) + " " + with_safe_paths(command) + " 2>&1 < /dev/null";
   Run run;
   std::FILE* pipe = popen(limited.c_str(), "r");
   REQUIRE(pipe != nullptr);
