@@ -25,7 +25,7 @@
 #include <helix/sharded_kv_cache.hpp>
 
 #include "ceilings.hpp"
-#include "worse.hpp"
+#include "support/worse.hpp"
 
 namespace {
 
@@ -262,7 +262,7 @@ double relative_error(const std::vector<float>& got, const std::vector<float>& e
   double worst = 0.0;
   double scale = 0.0;
   for (std::size_t i = 0; i < expected.size(); ++i) {
-    worst = helix::bench::worse(worst, static_cast<double>(std::abs(got[i] - expected[i])));
+    worst = helix::test::worse(worst, static_cast<double>(std::abs(got[i] - expected[i])));
     scale = std::max(scale, static_cast<double>(std::abs(expected[i])));
   }
   return worst / scale;

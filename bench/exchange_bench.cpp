@@ -24,7 +24,7 @@
 #include <helix/topology.hpp>
 
 #include "ceilings.hpp"
-#include "worse.hpp"
+#include "support/worse.hpp"
 
 namespace {
 
@@ -88,7 +88,7 @@ double error_of(const std::vector<std::unique_ptr<Rank>>& ranks, std::int64_t to
       const auto& got = ranks[static_cast<std::size_t>(head / part)]->combined;
       for (std::int64_t i = 0; i < dim; ++i) {
         const float value = got[static_cast<std::size_t>((token * part + head % part) * dim + i)];
-        worst = helix::bench::worse(worst, std::abs(sums[static_cast<std::size_t>(i)] / total - value));
+        worst = helix::test::worse(worst, std::abs(sums[static_cast<std::size_t>(i)] / total - value));
       }
     }
   }

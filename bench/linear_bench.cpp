@@ -13,7 +13,7 @@
 #include <helix/cpu/backend.hpp>
 
 #include "ceilings.hpp"
-#include "worse.hpp"
+#include "support/worse.hpp"
 
 namespace {
 
@@ -68,8 +68,8 @@ void bench_linear(benchmark::State& state, std::int64_t rows, helix::cpu::Produc
       expected += term;
       magnitude += std::abs(term);
     }
-    worst = helix::bench::worse(
-        worst, std::abs(expected - out[static_cast<std::size_t>(r * kSize + n)]) / magnitude);
+    worst = helix::test::worse(worst,
+                               std::abs(expected - out[static_cast<std::size_t>(r * kSize + n)]) / magnitude);
   }
   state.counters["max_error"] = worst;
   if (!(worst < 1e-6)) state.SkipWithError("the result that was timed is wrong");

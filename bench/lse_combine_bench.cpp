@@ -14,7 +14,7 @@
 #include <helix/lse_combine.hpp>
 
 #include "ceilings.hpp"
-#include "worse.hpp"
+#include "support/worse.hpp"
 
 namespace {
 
@@ -46,7 +46,7 @@ double error_of_head(const helix::LseCombineArgs<float>& args, std::int64_t toke
   }
   double worst = std::abs(std::log(total) - args.lse(token, head));
   for (std::size_t i = 0; i < sums.size(); ++i)
-    worst = helix::bench::worse(
+    worst = helix::test::worse(
         worst, std::abs(sums[i] / total - args.out(token, head, static_cast<std::int64_t>(i))));
   return worst;
 }

@@ -17,7 +17,7 @@
 #include <helix/foreign_kv.hpp>
 
 #include "ceilings.hpp"
-#include "worse.hpp"
+#include "support/worse.hpp"
 
 namespace {
 
@@ -93,7 +93,7 @@ double error_of_head(const helix::PartialAttentionArgs<float>& args, std::int64_
   double worst = std::abs(static_cast<double>(args.sink.lse(0, query_head)) - std::log(total));
   for (std::int64_t i = 0; i < format.value_dim; ++i) {
     const double exact = out[static_cast<std::size_t>(i)] / total;
-    worst = helix::bench::worse(worst, std::abs(exact - args.sink.out(0, query_head, i)));
+    worst = helix::test::worse(worst, std::abs(exact - args.sink.out(0, query_head, i)));
   }
   return worst;
 }

@@ -13,7 +13,7 @@
 
 #include "device_data.hpp"
 #include "rank_threads.hpp"
-#include "worse.hpp"
+#include "support/worse.hpp"
 
 namespace helix::bench {
 
@@ -181,7 +181,7 @@ inline double exchange_error(const std::vector<ExchangeResult>& ranks, const Exc
       for (std::size_t i = 0; i < sums.size(); ++i) {
         const double expected = sums[i] / total;
         const double difference = std::abs(expected - static_cast<float>(got[got_row * sums.size() + i]));
-        worst = worse(worst, difference);
+        worst = test::worse(worst, difference);
         scale = std::max(scale, std::abs(expected));
       }
     }

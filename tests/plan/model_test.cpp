@@ -113,7 +113,7 @@ TEST_CASE("absurd models are refused with the value") {
       {[](Model& m) {
          m.shape.mla = MlaShape{0, 512, 128, 64, 128};
        },
-       "MLA with num_kv_heads 8"}};
+       "latent attention"}};
   for (const Bad& bad : all) {
     Model model = model_preset("llama-3.1-405b");
     bad.spoil(model);
