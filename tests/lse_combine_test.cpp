@@ -134,6 +134,16 @@ TEST_CASE("conversions keep empty shards empty, and only the named one turns +in
   CHECK(std::isnan(to_natural(std::nanf(""), LseConvention::natural_positive_inf_if_empty)));
 }
 
+TEST_CASE("the larger of two log-sum-exps is NaN if either is") {
+  const float nan = std::nanf("");
+  CHECK(larger_lse(1.0f, 2.0f) == 2.0f);
+  CHECK(larger_lse(2.0f, 1.0f) == 2.0f);
+  CHECK(larger_lse(-kInf, -kInf) == -kInf);
+  CHECK(larger_lse(-kInf, -3.0f) == -3.0f);
+  CHECK(std::isnan(larger_lse(nan, kInf)));
+  CHECK(std::isnan(larger_lse(-kInf, nan)));
+}
+
 TEST_CASE("combining equals its definition in double for the published shapes") {
   struct Shape {
     std::int64_t ranks, tokens, heads, dim;

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include <helix/backend/exchange.hpp>
+#include <helix/lse.hpp>
 
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/math.cuh"
@@ -90,11 +91,6 @@ struct PartialRowInMemory {
     }
   }
 };
-
-/// The largest log-sum-exp, NaN if one is: nothing is larger.
-__device__ __forceinline__ float larger_lse(float max, float lse) {
-  return lse > max || isnan(lse) ? lse : max;
-}
 
 /// Merges the row of `token` and `head` of what `partials` loads; `share.threads` threads, each of which has
 /// kCount columns and computes the weights itself, which costs less than sharing them. Ranks in increasing

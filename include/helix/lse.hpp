@@ -28,4 +28,11 @@ HELIX_HOST_DEVICE constexpr float to_natural(float lse, LseConvention convention
   return lse;
 }
 
+/// The larger of two log-sum-exps, NaN if either is: one that became nothing on the way would pass for "no
+/// tokens", of weight 0.
+HELIX_HOST_DEVICE constexpr float larger_lse(float max, float lse) {
+  const bool is_nan = !(lse == lse);
+  return lse > max || is_nan ? lse : max;
+}
+
 }  // namespace helix

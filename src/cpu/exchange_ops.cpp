@@ -7,6 +7,7 @@
 
 #include <helix/cpu/backend.hpp>
 #include <helix/error.hpp>
+#include <helix/lse.hpp>
 
 #include "cpu/row_tasks.hpp"
 
@@ -21,10 +22,8 @@ void combine_head(const LseCombineArgs<float>& args, std::int64_t token, std::in
   const std::int64_t dim = args.out.extent(2);
   const float sink = args.sink != nullptr ? args.sink[head] : kEmpty;
   float max = sink;
-  for (std::int64_t rank = 0; rank < ranks; ++rank) {
-    const float lse = to_natural(args.partial_lse(rank, token, head), args.convention);
-    if (lse > max || std::isnan(lse)) max = lse;  // NaN stays: nothing is larger
-  }
+  for (std::int64_t rank = 0; rank < ranks; ++rank)
+    max = larger_lse(max, to_natural(args.partial_lse(rank, token, head), args.convention));
   float* out = &args.out(token, head, 0);
   float sum = max == kEmpty ? 0.0f : std::exp(sink - max);
   bool is_first = true;

@@ -18,6 +18,7 @@
 #include <helix/error.hpp>
 #include <helix/integers.hpp>
 #include <helix/limits.hpp>
+#include <helix/lse.hpp>
 
 #include "cpu/attention/task.hpp"
 #include "cpu/kv_rows.hpp"
@@ -341,11 +342,8 @@ class PartialAttention {
       float* out = args_.sink.out.data() + out_row(token) * args_.sink.out.stride(0) +
                    query_head * args_.sink.out.stride(1);
       float highest = -std::numeric_limits<float>::infinity();
-      for (std::int64_t split = 0; split < unit.num_splits; ++split) {
-        const float lse = partial_lse_[row(split)];
-        if (lse > highest || std::isnan(lse))
-          highest = lse;  // NaN stays: it does not pass for a token that sees nothing
-      }
+      for (std::int64_t split = 0; split < unit.num_splits; ++split)
+        highest = larger_lse(highest, partial_lse_[row(split)]);
       std::fill_n(out, value_dim, 0.0f);
       float total = 0.0f;
       for (std::int64_t split = 0; split < unit.num_splits; ++split) {
