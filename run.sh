@@ -7,12 +7,14 @@ usage() {
   cat <<'TEXT'
 usage: ./run.sh                     complete prompts with both bundled models, on one rank and on several, and compare
        ./run.sh chat --model DIR [TEXT]
-                                    text in and text out, one answer or a conversation; ARGUMENTS as in ./run.sh chat --help
+                                    text in and text out, one answer or a conversation; more options: ./run.sh chat --help
        ./run.sh decode ARGUMENTS    helix-decode; ARGUMENTS as in ./run.sh decode --help, paths relative to where you are;
                                     on GPUs where the CUDA backend is built (see below) and sees some, else on the CPU
        ./run.sh plan [ARGUMENTS]    helix-plan: layouts, memory and step times before there are GPUs; ARGUMENTS as in
                                     ./run.sh plan --help; without any, Llama-3.1-405B at 1M tokens on a GB200 rack
-       ./run.sh bench [FILTER ...]  helix-bench; FILTER is a regular expression on benchmark names
+       ./run.sh bench [FILTER [ARGUMENTS]]
+                                    helix-bench; FILTER is a regular expression on benchmark names, ARGUMENTS are
+                                    Google Benchmark's
 Missing packages are installed first (apt-get; sudo only where needed); text takes two more from PyPI, into build/chat. CUDA is not installed. Its kernels, which take
 minutes to compile, are built where a GPU is visible and nvcc and NCCL are found, or as HELIX_CUDA=ON, OFF or AUTO in the
 environment says. CXX, CXXFLAGS, CUDACXX and CMAKE_PREFIX_PATH are honoured.

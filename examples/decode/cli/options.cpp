@@ -197,7 +197,8 @@ void add_device_options(CLI::App& app, Options& options, OptionTexts& texts) {
          "a GPU of its own; NCCL where GPUs do not reach each other")
       ->check(CLI::IsMember({"auto", "on", "off"}))
       ->capture_default_str();
-  app.add_option("--timeout", options.timeout_seconds, "seconds that a rank waits for another one")
+  app.add_option("--timeout", options.timeout_seconds, "seconds that a rank waits for another one, and --serve at its end for a client that reads "
+                 "nothing")
       ->check(CLI::Range(1, 86400))
       ->capture_default_str();
   app.add_option("--threads", options.num_threads, "threads a rank; 0: the cores shared by the ranks")
