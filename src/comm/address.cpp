@@ -2,6 +2,7 @@
 // Host names to sockets.
 #include "comm/address.hpp"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <string>
@@ -45,6 +46,10 @@ bool is_loopback(const sockaddr* address) {
   }
   return address->sa_family == AF_INET6 &&
          IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
+}
+
+bool is_same(const addrinfo& a, const addrinfo& b) {
+  return a.ai_addrlen == b.ai_addrlen && std::memcmp(a.ai_addr, b.ai_addr, a.ai_addrlen) == 0;
 }
 
 /// Whether the text means this machine and no other by itself, not by way of a table of hosts.
@@ -131,13 +136,19 @@ std::vector<Socket> listen_for_ranks(const BootstrapOptions& options, Clock::tim
     std::this_thread::sleep_for(milliseconds(100));
   }
   std::vector<Socket> listeners;
+  std::vector<const addrinfo*> opened;  // of them
   bool is_loopback_only = true;
   int error = 0;
   for (const addrinfo* entry = found.list; entry != nullptr; entry = entry->ai_next) {
+    // A table of hosts with two lines for a name has its address twice.
+    if (std::any_of(opened.begin(), opened.end(),
+                    [&](const addrinfo* other) { return is_same(*other, *entry); }))
+      continue;
     Socket listener = try_listen(entry->ai_addr, entry->ai_addrlen);
     if (listener.is_open()) {
       is_loopback_only = is_loopback_only && is_loopback(entry->ai_addr);
       listeners.push_back(std::move(listener));
+      opened.push_back(entry);
     } else if (errno == EADDRINUSE || errno == EACCES) {
       refuse_port(options);
     } else {

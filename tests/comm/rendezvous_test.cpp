@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include <dlfcn.h>
+#include <netdb.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -37,6 +39,21 @@ using helix::test::free_port;
 using helix::test::Outcome;
 using helix::test::run_bootstrap_job;
 using helix::test::Stranger;
+
+namespace {
+
+using Resolver = int (*)(const char*, const char*, const addrinfo*, addrinfo**);
+
+}  // namespace
+
+/// In front of the system's: a name that is 127.0.0.1 twice, as one is that stands in two lines of the table
+/// of hosts.
+extern "C" int getaddrinfo(const char* name, const char* service, const addrinfo* hints, addrinfo** found) {
+  static const auto next = reinterpret_cast<Resolver>(::dlsym(RTLD_NEXT, "getaddrinfo"));
+  if (name == nullptr || std::strcmp(name, "twice.helix.test") != 0) return next(name, service, hints, found);
+  if (const int status = next("127.0.0.1", service, hints, found); status != 0) return status;
+  return next("127.0.0.1", service, hints, &(*found)->ai_next);
+}
 
 namespace {
 
@@ -324,6 +341,7 @@ TEST_CASE("rank 0 listens where its address says, and says what to do where that
     return text;
   };
   CHECK(meets_at("localhost", "localhost", false) == "");
+  CHECK(meets_at("twice.helix.test", "127.0.0.1", true) == "");
   CHECK_THAT(meets_at("127.0.0.2", "127.0.0.1", false), Contains("did not connect"));
   // A machine's own name that its table of hosts takes to 127.0.1.1 is reached from outside another way.
   std::array<char, 256> name{};
