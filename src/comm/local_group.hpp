@@ -104,7 +104,7 @@ struct Group {
       const std::lock_guard lock(root->mutex);
       root->fail(root_ranks[static_cast<std::size_t>(rank)], reason);
     } catch (...) {
-      // Out of memory for the message: the timeout of the other ranks still ends their wait.
+      // The mutex failed: the timeout of the other ranks still ends their wait.
     }
   }
 };

@@ -25,6 +25,9 @@
 
 namespace helix::comm {
 
+/// A wait that wakes so much later than it wanted to has slept; load alone makes it late by less.
+inline constexpr milliseconds kOverslept{100};
+
 /// One place where a fixed set of ranks meets, round after round: all ranks of a group, or a sender and a
 /// receiver. Guarded by Root::mutex, except while `is_moving`: then `calls` and `move` are read freely and
 /// change only when nobody is inside.
@@ -93,7 +96,8 @@ struct Root {
   std::mutex mutex;
   milliseconds timeout{0};
   std::atomic<bool> has_failed = false;          // written under mutex
-  std::string failure;                           // "rank 2 failed: why"
+  std::string failure;                           // "rank 2 failed: why"; empty: no memory was left for it
+  int silent_rank = -1;                          // who failed, where that is empty; -1: nobody knows
   std::vector<std::weak_ptr<Meeting>> meetings;  // to wake on failure
 
   std::shared_ptr<Meeting> open_meeting(std::vector<int> root_ranks) {  // mutex held
@@ -107,9 +111,19 @@ struct Root {
     return "rank " + std::to_string(rank) + " failed: " + std::string(reason);
   }
 
-  void fail(int rank, std::string_view reason) { fail(failure_of(rank, reason)); }  // mutex held
+  /// As below; where no memory is left for the words the group has failed without them.
+  void fail(int rank, std::string_view reason) noexcept {  // mutex held
+    std::string text;
+    try {
+      text = failure_of(rank, reason);
+    } catch (...) {
+      if (!has_failed) silent_rank = rank;
+    }
+    fail(std::move(text));
+  }
 
-  void fail(std::string reason) {  // mutex held
+  /// The first failure wins.
+  void fail(std::string reason) noexcept {  // mutex held
     if (has_failed) return;
     failure = std::move(reason);
     has_failed = true;
@@ -119,7 +133,10 @@ struct Root {
   }
 
   void throw_if_failed() {  // mutex held
-    if (has_failed) throw Error(ErrorCode::peer_failed, failure);
+    if (!has_failed) return;
+    if (!failure.empty()) throw Error(ErrorCode::peer_failed, failure);
+    if (silent_rank < 0) throw Error(ErrorCode::peer_failed, kUnnamedFailure);
+    throw Error(ErrorCode::peer_failed, failure_of(silent_rank, "no memory was left to say why"));
   }
 
   /// `failure_text`: what ranks at other meetings hear.
@@ -196,7 +213,15 @@ struct Root {
         meeting.changed.notify_all();
       help(meeting, lock);
     } else {
-      gather(meeting, place, call, round, lock);
+      try {
+        gather(meeting, place, call, round, lock);
+      } catch (...) {  // what others would find of this rank's call ends here
+        if (meeting.round == round && !meeting.is_moving) {
+          meeting.calls[place] = nullptr;
+          --meeting.arrived;
+        }
+        throw;
+      }
       if (meeting.round == round && has_units(meeting)) help(meeting, lock);
     }
     // The move is bounded and reads this rank's memory: nothing may interrupt it, also not an abort.
@@ -215,7 +240,12 @@ struct Root {
     const auto moved_or_failed = [&] {
       return meeting.round != round || meeting.is_moving || meeting.error_code.has_value() || has_failed;
     };
-    if (!meeting.changed.wait_until(lock, deadline, moved_or_failed)) {
+    bool has_come = meeting.changed.wait_until(lock, deadline, moved_or_failed);
+    // Who wakes so late was stopped, by a signal or with its machine, and the peers with it: this process,
+    // not the peer, may have been the one that slept.
+    if (!has_come && Clock::now() - deadline > kOverslept)
+      has_come = meeting.changed.wait_until(lock, deadline_after(timeout), moved_or_failed);
+    if (!has_come) {
       const std::vector<int> missing = meeting.missing_ranks();
       std::ostringstream text;
       text << to_string(call.operation) << ": " << rank_names(missing) << " did not arrive within "

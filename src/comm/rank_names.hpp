@@ -9,6 +9,10 @@
 
 namespace helix::comm {
 
+/// The failure of a job where no memory was left for the message that names the rank.
+inline constexpr const char* kUnnamedFailure =
+    "a rank of the job has failed; no memory was left to say which";
+
 /// "rank 2" or "ranks 2, 3". @throws Error(internal) if there are none: such a message would name nobody.
 inline std::string rank_names(std::span<const int> ranks) {
   HELIX_EXPECTS(!ranks.empty(), ErrorCode::internal, "a message about missing ranks has none to name");

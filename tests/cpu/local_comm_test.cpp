@@ -4,11 +4,16 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <csignal>
 #include <cstdint>
+#include <ctime>
 #include <limits>
 #include <string>
 #include <thread>
 #include <vector>
+
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <helix/backend.hpp>
 #include <helix/contract/catch.hpp>
@@ -356,6 +361,31 @@ TEST_CASE("one communicator on two streams at once is refused") {
   CHECK(outcomes.code(1) == ErrorCode::peer_failed);
   CHECK_THAT(outcomes.message(1), Contains("use one stream for each communicator"));
   CHECK(outcomes.code(0).has_value());
+}
+
+TEST_CASE("ranks that are stopped together for longer than the timeout go on") {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const RankOutcomes outcomes = run_failing(
+        2,
+        [](LocalComm& comm) {
+          std::timespec used{};
+          while (comm.rank() == 1 && used.tv_sec == 0 && used.tv_nsec < 200'000'000)
+            ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used);  // what it has not computed before the stop
+          Stream stream;
+          comm.barrier(stream);
+          stream.synchronize();
+        },
+        1s);
+    ::_exit(outcomes.all_messages().empty() ? 0 : 1);
+  }
+  std::this_thread::sleep_for(100ms);
+  ::kill(child, SIGSTOP);
+  std::this_thread::sleep_for(1300ms);
+  ::kill(child, SIGCONT);
+  int status = 0;
+  CHECK(::waitpid(child, &status, 0) == child);
+  CHECK((WIFEXITED(status) && WEXITSTATUS(status) == 0));
 }
 
 TEST_CASE("the longest timeout of all waits for a rank that is late") {

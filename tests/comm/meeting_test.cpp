@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// A meeting of ranks of which one has no memory: none finds a call of it that has ended, and a failure is one
+// without words too.
+#include <chrono>
+#include <memory>
+#include <new>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/local_group.hpp"
+#include "support/allocations.hpp"
+#include "support/catch.hpp"
+#include "support/failure.hpp"
+
+using namespace std::chrono_literals;
+using Catch::Matchers::Contains;
+using helix::Error;
+using helix::ErrorCode;
+using helix::comm::Call;
+using helix::comm::Group;
+using helix::comm::Move;
+using helix::comm::Root;
+
+namespace {
+
+std::shared_ptr<Group> group_of(int size) {
+  auto root = std::make_shared<Root>();
+  root->timeout = 20ms;
+  return Group::whole(std::move(root), size);
+}
+
+void meet(Group& group, int rank) {
+  Call call;
+  group.collective(rank, call, [](const std::vector<Call*>&) { return Move(); });
+}
+
+}  // namespace
+
+TEST_CASE("a rank that has no memory to say who is missing has not come, and may come again") {
+  const auto group = group_of(2);
+  std::size_t num_failed = 0;
+  for (std::int64_t number = 0; number < 100 && !group->root->has_failed; ++number) {
+    helix::test::fail_own_allocation(number);
+    try {
+      meet(*group, 0);
+      FAIL("rank 1 has not come");
+    } catch (const std::bad_alloc&) {
+      ++num_failed;
+    } catch (const Error&) {
+    }
+    helix::test::stop_failing_own_allocations();
+    for (const Call* call : group->collectives->calls) CHECK(call == nullptr);
+    CHECK(group->collectives->arrived == 0);
+    if (number > 0) continue;
+    group->root->timeout = 20s;
+    std::thread other([&] { meet(*group, 1); });
+    meet(*group, 0);
+    other.join();
+    group->root->timeout = 20ms;
+  }
+  CHECK(num_failed > 0);
+}
+
+TEST_CASE("a rank that ends a group without memory for the reason ends it all the same") {
+  const auto group = group_of(2);
+  helix::test::fail_own_allocation(0);
+  group->abort(1, "a reason that is too long for a string of no allocation");
+  CHECK(helix::test::stop_failing_own_allocations() == 1);
+  CHECK(group->root->has_failed);
+  const auto failure = helix::test::failure_of([&] { meet(*group, 0); });
+  REQUIRE(failure.has_value());
+  CHECK(failure->code == ErrorCode::peer_failed);
+  CHECK(failure->what == "rank 1 failed: no memory was left to say why");
+}
