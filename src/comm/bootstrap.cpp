@@ -1,17 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
 // comm::Bootstrap: broadcast, gather and barrier over the star, and the life of the thread that watches.
+#include <algorithm>
+#include <array>
 #include <atomic>
+#include <cstdio>
 #include <mutex>
 #include <thread>
 #include <utility>
 
 #include <helix/comm/bootstrap.hpp>
 
+#include "comm/check_after_close.hpp"
 #include "comm/rendezvous.hpp"
 #include "comm/start_thread.hpp"
 #include "comm/watch.hpp"
 
 namespace helix::comm {
+namespace {
+
+/// Longest that a rank which fails waits until the others have been told.
+constexpr milliseconds kTelling{1000};
+
+/// Several heartbeats in the time after which silence counts, however often they are asked for.
+milliseconds heartbeat_of(const BootstrapOptions& options) {
+  return std::min(options.heartbeat, std::max(milliseconds(1), options.timeout / 4));
+}
+
+}  // namespace
 
 struct Bootstrap::State {
   Connections connections;  // its watch sockets are the thread's
@@ -33,16 +48,18 @@ struct Bootstrap::State {
   void check() const {
     if (!watch->has_failed.load(std::memory_order_acquire)) return;
     const std::lock_guard lock(watch->mutex);
-    throw Error(ErrorCode::peer_failed, watch->failure);
+    throw Error(watch->failure);
   }
 
   Clock::time_point deadline() const { return deadline_after(watch->options.timeout); }
 
   void expect_done(Transfer transfer, const char* operation, std::size_t peer) const {
     if (transfer == Transfer::done) return;
-    // The watching thread may know more in a moment.
-    if (transfer == Transfer::closed) std::this_thread::sleep_for(2 * kPollSlice);
-    check();
+    if (transfer == Transfer::closed) {
+      check_after_close([this] { check(); });
+    } else {
+      check();
+    }
     HELIX_EXPECTS(transfer != Transfer::closed, ErrorCode::peer_failed, "bootstrap ", operation, ": rank ",
                   peer, " closed its connection to rank ", watch->options.rank);
     throw Error(ErrorCode::timeout, "bootstrap ", operation, ": rank ", peer, " did not arrive within ",
@@ -69,6 +86,7 @@ Bootstrap::Bootstrap(const BootstrapOptions& options) : state_(std::make_shared<
   Watch& watch = *state_->watch;
   watch.options = options;
   watch.options.timeout = bounded(options.timeout);  // which the clock is compared with
+  watch.options.heartbeat = heartbeat_of(watch.options);
   if (options.size == 1) return;
   state_->connections = options.rank == 0 ? serve(options) : join(options);
   for (std::size_t i = 0; i < state_->connections.watch.size(); ++i) {
@@ -80,6 +98,7 @@ Bootstrap::Bootstrap(const BootstrapOptions& options) : state_(std::make_shared<
     peer.last.rank = peer.rank;
     watch.peers.push_back(std::move(peer));
   }
+  watch.reserve();
   state_->thread = start_thread("bootstrap: the thread that watches the other ranks",
                                 [shared = state_->watch] { shared->run(); });
 }
@@ -166,22 +185,37 @@ void Bootstrap::on_failure(std::function<void(const Error&)> callback) {
       return;
     }
   }
-  callback(Error(ErrorCode::peer_failed, state_->watch->failure));
+  callback(state_->watch->failure);
 }
 
 void Bootstrap::fail(std::string_view reason) noexcept {
+  Watch& watch = *state_->watch;
+  std::array<char, sizeof(Beat::text)> without_memory{};
+  std::string text;
+  std::string_view told;
   try {
-    Watch& watch = *state_->watch;
-    const std::string text = watch.describe(watch.own_beat(), reason);
+    text = watch.describe(watch.own_beat(), reason);
+    told = text;
+  } catch (...) {
+    std::snprintf(without_memory.data(), without_memory.size(), "rank %d of %d failed: %.*s", rank(), size(),
+                  static_cast<int>(std::min(reason.size(), without_memory.size())), reason.data());
+    told = without_memory.data();
+  }
+  try {
+    const bool has_others = state_->thread.joinable();
     {
       const std::lock_guard lock(watch.mutex);
-      if (watch.has_failed) return;
-      watch.own_failure = text;
+      if (!watch.has_failed && !watch.own_failure && has_others) watch.own_failure = watch.failure_beat(told);
     }
     watch.wake_up();
-    watch.set_failure(text);
+    watch.set_failure(told);
+    // Who fails may end its process next, and the reason with it.
+    if (!has_others || state_->thread.get_id() == std::this_thread::get_id()) return;
+    std::unique_lock lock(watch.mutex);
+    (void)watch.told.wait_for(lock, std::min(kTelling, watch.options.timeout / 2),
+                              [&] { return !watch.own_failure.has_value(); });
   } catch (...) {
-    // Out of memory for the message: the others see the silence.
+    // The mutex failed: the process is beyond help.
   }
 }
 

@@ -22,6 +22,7 @@
 
 #include "comm/all_of.hpp"
 #include "comm/bootstrap_messages.hpp"
+#include "comm/check_after_close.hpp"
 #include "comm/rendezvous.hpp"
 
 namespace helix::comm {
@@ -210,7 +211,7 @@ void LocalLinks::send(int rank, std::span<const std::byte> message, int descript
       sent >= 0 && send_all(fd, message.data() + sent, message.size() - static_cast<std::size_t>(sent),
                             deadline) == Transfer::done;
   if (is_done) return;
-  bootstrap_.check();
+  check_after_close([this] { bootstrap_.check(); });
   throw Error(ErrorCode::peer_failed, "the local socket to rank ", rank, " is closed");
 }
 
@@ -234,7 +235,7 @@ int LocalLinks::recv(int rank, std::span<std::byte> message) const {
     const ssize_t bytes = ::recvmsg(fd, &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     if (bytes < 0 && (errno == EINTR || errno == EAGAIN)) continue;
     if (bytes <= 0) {
-      bootstrap_.check();
+      check_after_close([this] { bootstrap_.check(); });
       throw Error(ErrorCode::peer_failed, "rank ", rank, " closed its local socket");
     }
     HELIX_EXPECTS((header.msg_flags & MSG_CTRUNC) == 0, ErrorCode::io,

@@ -4,18 +4,24 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
+#include <exception>
 #include <optional>
-#include <sstream>
+#include <thread>
 #include <utility>
 
 namespace helix::comm {
 namespace {
 
+/// Not by a stream, which would cut the text where memory runs out, and not throw.
 std::string place_of(const Beat& beat) {
-  std::ostringstream text;
-  if (beat.operation.front() != '\0') text << "in " << beat.operation.data() << " ";
-  text << "at step " << beat.step << " (operation " << beat.operations << ")";
-  return text.str();
+  const bool is_known = beat.operation.front() != '\0';
+  return message({is_known ? "in " : "", beat.operation.data(), is_known ? " " : "", "at step ", beat.step,
+                  " (operation ", beat.operations, ")"});
+}
+
+bool has_moved(const Beat& from, const Beat& to) {
+  return from.step != to.step || from.operations != to.operations;
 }
 
 /// A heartbeat fits in the socket's buffer unless the peer has stopped reading for minutes; then it is
@@ -32,17 +38,40 @@ void Watch::wake_up() const {
   (void)!::write(wake.fd(), &one, sizeof(one));
 }
 
-void Watch::set_failure(const std::string& text) {
+void Watch::reserve() {
+  entries_.reserve(peers.size() + 1);
+  standings_.reserve(peers.size() + 1);
+}
+
+void Watch::set_failure(std::string_view text) noexcept {
+  Error error = unnamed;
+  try {
+    error = Error(ErrorCode::peer_failed, text);
+  } catch (...) {
+    // Out of memory for the words: that there is a failure is told all the same.
+  }
   std::vector<std::function<void(const Error&)>> to_call;
   {
     const std::lock_guard lock(mutex);
     if (has_failed) return;
-    failure = text;
+    failure = error;
     has_failed.store(true, std::memory_order_release);
     to_call.swap(callbacks);
   }
-  const Error error(ErrorCode::peer_failed, text);
-  for (const auto& callback : to_call) callback(error);
+  for (const auto& callback : to_call) {
+    try {
+      callback(error);
+    } catch (...) {
+      // Out of memory: the others are called still, and whoever asks learns of the failure.
+    }
+  }
+}
+
+Beat Watch::failure_beat(std::string_view text) const {
+  Beat beat = own_beat();
+  beat.kind = BeatKind::failure;
+  set_text(beat.text, text);
+  return beat;
 }
 
 Beat Watch::own_beat() const {
@@ -60,27 +89,21 @@ Beat Watch::own_beat() const {
 }
 
 std::string Watch::describe(const Beat& beat, std::string_view what) const {
-  std::ostringstream text;
-  text << "rank " << beat.rank << " of " << options.size << " failed " << place_of(beat) << ": " << what;
-  return text.str();
+  return message({"rank ", beat.rank, " of ", options.size, " failed ", place_of(beat), ": ", what});
 }
 
 void Watch::tell_all(const Beat& beat) {
   for (Peer& peer : peers) send_beat(peer, beat);
 }
 
-void Watch::judge(const std::string& text) {
-  if (options.rank == 0) {
-    Beat beat = own_beat();
-    beat.kind = BeatKind::failure;
-    set_text(beat.text, text);
-    tell_all(beat);
-  }
+void Watch::judge(std::string_view text) {
+  if (options.rank == 0) tell_all(failure_beat(text));
   set_failure(text);
 }
 
 void Watch::handle(Peer& peer, const Beat& beat) {
   peer.last_heard = Clock::now();
+  if (has_moved(peer.last, beat)) peer.last_moved = peer.last_heard;
   peer.last = beat;
   peer.last.rank = peer.rank;
   if (beat.kind == BeatKind::farewell) peer.is_watched = false;
@@ -88,9 +111,9 @@ void Watch::handle(Peer& peer, const Beat& beat) {
 }
 
 void Watch::lose(Peer& peer, std::string_view why) {
-  if (peer.is_watched) judge(describe(peer.last, why));
-  peer.is_watched = false;
+  const bool was_watched = std::exchange(peer.is_watched, false);
   peer.socket = Socket();
+  if (was_watched) judge(describe(peer.last, why));
 }
 
 void Watch::receive(Peer& peer) {
@@ -112,69 +135,113 @@ void Watch::receive(Peer& peer) {
 void Watch::check_silence() {
   for (Peer& peer : peers) {
     if (!peer.is_watched || Clock::now() - peer.last_heard < options.timeout) continue;
-    std::ostringstream text;
-    text << "no sign of life for " << seconds(options.timeout) << " s";
     peer.is_watched = false;
-    judge(describe(peer.last, text.str()));
+    judge(describe(peer.last, message({"no sign of life for ", seconds(options.timeout), " s"})));
   }
 }
 
 void Watch::check_lag() {
-  Beat waiting = own_beat();
-  Beat behind = waiting;
-  const auto place = [](const Beat& beat) { return std::pair(beat.step, beat.operations); };
+  // A rank that has missed some heartbeats may be the one that all others wait for: its silence will tell, or
+  // its next heartbeat.
+  constexpr int kMissed = 3;
+  const Clock::time_point now = Clock::now();
+  const auto is_still = [&](Clock::time_point last_moved) { return now - last_moved >= options.timeout / 2; };
+  standings_.clear();
+  standings_.push_back({.beat = &last_beat_, .is_still = is_still(last_moved_)});
   for (const Peer& peer : peers) {
-    if (!peer.is_watched) continue;
-    if (peer.last.waited_ms > waiting.waited_ms) waiting = peer.last;
-    if (place(peer.last) < place(behind)) behind = peer.last;
+    if (peer.is_watched && now - peer.last_heard > kMissed * options.heartbeat) return;
+    standings_.push_back(
+        {.beat = &peer.last, .has_left = !peer.is_watched, .is_still = is_still(peer.last_moved)});
   }
-  if (milliseconds(waiting.waited_ms) < options.timeout || place(behind) >= place(waiting)) return;
-  std::ostringstream text;
-  text << "it is behind: rank " << waiting.rank << " has waited for " << waiting.waited_ms << " ms "
-       << place_of(waiting);
-  judge(describe(behind, text.str()));
+  const std::optional<Lag> lag = find_lag(standings_, options.timeout);
+  if (!lag) return;
+  judge(describe(*lag->behind, message({lag->how, ": rank ", lag->waiting->rank, " has waited for ",
+                                        lag->waiting->waited_ms, " ms ", place_of(*lag->waiting)})));
 }
 
 void Watch::tell_own_failure() {
-  std::string own;
+  Beat beat;
   {
     const std::lock_guard lock(mutex);
-    own.swap(own_failure);
+    if (!own_failure) return;
+    beat = *own_failure;
   }
-  if (own.empty()) return;
-  Beat beat = own_beat();
-  beat.kind = BeatKind::failure;
-  set_text(beat.text, own);
   tell_all(beat);
+  {
+    const std::lock_guard lock(mutex);
+    own_failure.reset();
+  }
+  told.notify_all();
 }
 
-void Watch::run() {
-  Clock::time_point next_beat = Clock::now();
-  while (!is_stopping.load(std::memory_order_acquire)) {
-    tell_own_failure();
-    if (Clock::now() >= next_beat) {
-      tell_all(own_beat());
-      next_beat = deadline_after(options.heartbeat);
-      if (!has_failed.load(std::memory_order_acquire)) {
-        check_silence();
-        if (options.rank == 0) check_lag();
-      }
-    }
-    wait_for_messages(next_beat);
-  }
+void Watch::forgive_sleep(Clock::time_point now) {
+  for (Peer& peer : peers) peer.last_heard = now;
+  Clock::rep since = waiting_since.load(std::memory_order_relaxed);
+  if (since != 0) waiting_since.compare_exchange_strong(since, now.time_since_epoch().count());
+}
+
+void Watch::turn() {
+  const Clock::time_point now = Clock::now();
+  // A turn sleeps until the next heartbeat, a quarter of the timeout at most.
+  if (now - last_turn_ > options.timeout / 2) forgive_sleep(now);
   tell_own_failure();
-  Beat beat = own_beat();
-  beat.kind = BeatKind::farewell;
-  tell_all(beat);
+  if (now >= next_beat_) {
+    const Beat beat = own_beat();
+    if (has_moved(last_beat_, beat)) last_moved_ = now;
+    last_beat_ = beat;
+    tell_all(beat);
+    next_beat_ = deadline_after(options.heartbeat);
+    if (!has_failed.load(std::memory_order_acquire)) {
+      check_silence();
+      if (options.rank == 0) check_lag();
+    }
+  }
+  last_turn_ = Clock::now();
+  wait_for_messages();
 }
 
-void Watch::wait_for_messages(Clock::time_point next_beat) {
+void Watch::give_up(const char* why) noexcept {
+  if (has_failed.load(std::memory_order_acquire)) return;
+  Beat beat = failure_beat("");
+  std::snprintf(beat.text.data(), beat.text.size(),
+                "rank %d of %d failed: its thread that watches the other ranks met %s", options.rank,
+                options.size, why);
+  try {
+    tell_all(beat);
+  } catch (...) {
+    // They see the end of this process.
+  }
+  set_failure(beat.text.data());
+}
+
+void Watch::run() noexcept {
+  const auto guarded = [this](const auto& body) noexcept {
+    try {
+      body();
+      return;
+    } catch (const std::exception& error) {
+      give_up(error.what());
+    } catch (...) {
+      give_up("an exception");
+    }
+    std::this_thread::sleep_for(milliseconds(10));  // what throws once may throw in each turn
+  };
+  while (!is_stopping.load(std::memory_order_acquire)) guarded([this] { turn(); });
+  guarded([this] {
+    tell_own_failure();
+    Beat beat = own_beat();
+    beat.kind = BeatKind::farewell;
+    tell_all(beat);
+  });
+}
+
+void Watch::wait_for_messages() {
   entries_.clear();
   entries_.push_back({.fd = wake.fd(), .events = POLLIN, .revents = 0});
   for (const Peer& peer : peers) {
     entries_.push_back({.fd = peer.socket.fd(), .events = POLLIN, .revents = 0});  // -1 is skipped
   }
-  const auto left = std::chrono::ceil<milliseconds>(next_beat - Clock::now()).count();
+  const auto left = std::chrono::ceil<milliseconds>(next_beat_ - Clock::now()).count();
   const auto limit = static_cast<int>(std::clamp<std::int64_t>(left, 0, 60'000));
   if (::poll(entries_.data(), entries_.size(), limit) <= 0) return;
   std::uint64_t count = 0;

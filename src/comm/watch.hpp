@@ -4,10 +4,12 @@
 
 #include <array>
 #include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -19,6 +21,8 @@
 #include <helix/error.hpp>
 
 #include "comm/bootstrap_messages.hpp"
+#include "comm/lag.hpp"
+#include "comm/rank_names.hpp"
 #include "comm/socket.hpp"
 
 namespace helix::comm {
@@ -30,6 +34,7 @@ struct Peer {
   bool is_watched = true;  // not any more after a farewell
   Beat last;
   Clock::time_point last_heard = Clock::now();
+  Clock::time_point last_moved = Clock::now();  // to another step or operation
   std::array<std::byte, sizeof(Beat)> incoming{};
   std::size_t num_incoming = 0;
 };
@@ -48,38 +53,56 @@ struct Watch {
 
   mutable std::mutex mutex;
   std::atomic<bool> has_failed = false;
-  std::string failure;
-  std::string own_failure;  // to be told to the others
+  const Error unnamed{ErrorCode::peer_failed, kUnnamedFailure};
+  Error failure = unnamed;          // copies share the text
+  std::optional<Beat> own_failure;  // to be told to the others
+  std::condition_variable told;     // it has been
   std::vector<std::function<void(const Error&)>> callbacks;
 
-  /// The thread: until `is_stopping`, then says farewell.
-  void run();
+  /// Takes the memory that the thread needs while nothing fails, before it starts.
+  void reserve();
+  /// The thread: until `is_stopping`, then says farewell. What it throws ends the job, not the process.
+  void run() noexcept;
   /// Ends the thread's sleep.
   void wake_up() const;
 
-  /// The first failure wins. Callbacks are called without the mutex.
-  void set_failure(const std::string& text);
+  /// The first failure wins. Callbacks are called without the mutex, each whatever the others throw.
+  void set_failure(std::string_view text) noexcept;
+  /// The message that this rank has failed, as `text` says.
+  Beat failure_beat(std::string_view text) const;
   /// Where this rank stands.
   Beat own_beat() const;
   /// "rank 1 of 2 failed in all_reduce at step 7 (operation 1): " and `what`.
   std::string describe(const Beat& beat, std::string_view what) const;
 
  private:
+  /// Heartbeats and checks that are due, then a sleep.
+  void turn();
+  /// Ends the job because this thread cannot go on; takes no memory.
+  void give_up(const char* why) noexcept;
+  /// Where this process itself slept, stopped by a signal or with its machine, nobody has been silent, and no
+  /// wait has lasted.
+  void forgive_sleep(Clock::time_point now);
   void tell_all(const Beat& beat);
   void tell_own_failure();
   /// Ends the job on this rank, and on all others where this is rank 0.
-  void judge(const std::string& text);
+  void judge(std::string_view text);
   void handle(Peer& peer, const Beat& beat);
   void receive(Peer& peer);
   /// Closes the connection of a peer, which has failed unless it has said farewell.
   void lose(Peer& peer, std::string_view why);
   void check_silence();
-  /// Rank 0: somebody waits too long, and somebody else is behind.
+  /// Rank 0: somebody waits too long, and somebody else keeps it waiting.
   void check_lag();
   /// Sleeps until a message, a wake-up or the next heartbeat, and handles what came.
-  void wait_for_messages(Clock::time_point next_beat);
+  void wait_for_messages();
 
+  Clock::time_point next_beat_ = Clock::now();
+  Clock::time_point last_turn_ = Clock::now();   // when it was done
+  Clock::time_point last_moved_ = Clock::now();  // this rank, as a Peer's
+  Beat last_beat_;
   std::vector<pollfd> entries_;  // the wake-up, then the peers
+  std::vector<Standing> standings_;
 };
 
 }  // namespace helix::comm

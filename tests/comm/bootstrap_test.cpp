@@ -5,9 +5,11 @@
 #include <condition_variable>
 #include <csignal>
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <functional>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <string>
 #include <thread>
@@ -21,6 +23,7 @@
 #include <helix/comm/bootstrap.hpp>
 
 #include "comm/bootstrap_job.hpp"
+#include "comm/lag.hpp"
 #include "support/catch.hpp"
 #include "support/free_port.hpp"
 
@@ -28,8 +31,10 @@ using namespace std::chrono_literals;
 using Catch::Matchers::Contains;
 using helix::Error;
 using helix::ErrorCode;
+using helix::comm::Beat;
 using helix::comm::Bootstrap;
 using helix::comm::BootstrapOptions;
+using helix::comm::Standing;
 using helix::test::expect;
 using helix::test::free_port;
 using helix::test::Outcome;
@@ -72,6 +77,34 @@ pid_t start_rank_1(int port, std::chrono::milliseconds timeout, const std::funct
   } catch (...) {
     ::_exit(1);
   }
+}
+
+/// "2 it is behind" of rank 2, by the places of all ranks; the timeout is a second.
+struct Place {
+  std::uint64_t step = 0;
+  std::uint64_t operations = 0;
+  std::uint32_t waited_ms = 0;
+  bool has_left = false;
+  bool is_still = true;
+};
+std::string lag_of(const std::vector<Place>& places) {
+  std::vector<Beat> beats(places.size());
+  std::vector<Standing> ranks;
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    beats[i].rank = static_cast<std::int32_t>(i);
+    beats[i].step = places[i].step;
+    beats[i].operations = places[i].operations;
+    beats[i].waited_ms = places[i].waited_ms;
+    ranks.push_back({.beat = &beats[i], .has_left = places[i].has_left, .is_still = places[i].is_still});
+  }
+  const auto lag = helix::comm::find_lag(ranks, 1s);
+  return lag ? std::to_string(lag->behind->rank) + " " + std::string(lag->how) : "";
+}
+
+/// Whether the process ended by itself with 0.
+bool ended_well(pid_t child) {
+  int status = 0;
+  return ::waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
 using Variables = std::vector<std::pair<std::string, std::string>>;
@@ -260,6 +293,156 @@ TEST_CASE("a rank that gives up, and one that lags, are named on all ranks") {
     CHECK_THAT(outcome.message, Contains("rank 2 of 3 failed in all_to_all at step 0") &&
                                     Contains("it is behind: rank") && Contains("in all_reduce"));
   }
+}
+
+TEST_CASE("who keeps ranks waiting is a rank that waits for nobody, whatever operations it made") {
+  struct Row {
+    const char* name;
+    std::vector<Place> places;
+    const char* lag;
+  };
+  const std::vector<Row> rows = {
+      {"nobody has waited for long", {{5, 9, 999}, {4, 8, 0}}, ""},
+      {"all wait in one step", {{5, 50, 1500}, {5, 60, 1200}, {5, 40, 1500}}, ""},
+      {"a rank hangs", {{5, 9, 1000}, {5, 8, 0}}, "1 it is behind"},
+      {"this rank hangs", {{5, 8, 0}, {5, 9, 1000}}, "0 it is behind"},
+      {"it hangs in a stage of more operations",
+       {{51, 510, 2000}, {51, 510, 2000}, {51, 612, 2000}, {51, 605, 0}},
+       "3 it waits for nobody"},
+      {"it hangs in a step that another rank waits in, while ranks of a later one wait too",
+       {{51, 102, 1000}, {51, 102, 1000}, {50, 100, 1000}, {50, 100, 0}},
+       "3 it is behind"},
+      {"the rank that waits longest is not the one that is farthest on",
+       {{51, 102, 1000}, {51, 102, 1000}, {50, 100, 3000}, {50, 101, 0}},
+       "3 it is behind"},
+      {"another rank is between two waits",
+       {{5, 90, 1500}, {5, 10, 0, false, false}, {5, 95, 0}},
+       "2 it waits for nobody"},
+      {"only ranks that move on do not wait", {{5, 90, 1500}, {5, 10, 0, false, false}, {5, 95, 900}}, ""},
+      {"a slow rank is steps behind", {{5, 90, 1500}, {4, 80, 0, false, false}}, "1 it is behind"},
+      {"a rank that waits is steps behind", {{5, 9, 1500}, {4, 8, 1500}}, "1 it is behind, and waits too"},
+      {"but another one hangs ahead", {{5, 9, 1500}, {4, 8, 1500}, {6, 9, 0}}, ""},
+      {"a rank has left", {{2, 2, 1500}, {2, 2, 1500}, {1, 1, 0, true}}, "2 it has left"},
+      {"it has left after its last step", {{2, 2, 1500}, {2, 2, 0, true}}, ""},
+      {"one has left, and one hangs", {{2, 3, 1500}, {2, 1, 0, true}, {2, 2, 0}}, "2 it is behind"},
+  };
+  for (const Row& row : rows) {
+    CAPTURE(row.name);
+    CHECK(lag_of(row.places) == row.lag);
+  }
+}
+
+TEST_CASE("a rank that hangs is named though a rank of another stage made fewer operations and waits") {
+  const std::vector<Outcome> outcomes = run_bootstrap_job(
+      3,
+      [](const BootstrapOptions& options) {
+        Bootstrap bootstrap(options);
+        FailureWatch watch(bootstrap);
+        const std::vector<int> operations = {10, 12, 11};
+        bootstrap.set_step(51);
+        for (int i = 0; i < operations[static_cast<std::size_t>(options.rank)]; ++i)
+          bootstrap.begin_operation("exchange");
+        if (options.rank != 2) bootstrap.begin_wait();
+        watch.wait();
+        bootstrap.check();
+      },
+      500ms);
+  for (const Outcome& outcome : outcomes) {
+    CHECK(outcome.code == ErrorCode::peer_failed);
+    CHECK_THAT(outcome.message, Contains("rank 2 of 3 failed in exchange at step 51 (operation 11)"));
+  }
+}
+
+TEST_CASE("a rank that left before the others were done is named by those that wait") {
+  const std::vector<Outcome> outcomes = run_bootstrap_job(
+      3,
+      [](const BootstrapOptions& options) {
+        Bootstrap bootstrap(options);
+        FailureWatch watch(bootstrap);
+        bootstrap.set_step(1);
+        bootstrap.begin_operation("all_reduce");
+        bootstrap.barrier();
+        if (options.rank == 2) return;
+        bootstrap.set_step(2);
+        bootstrap.begin_wait();
+        watch.wait();
+        bootstrap.check();
+      },
+      500ms);
+  for (const int rank : {0, 1}) {
+    const Outcome& outcome = outcomes[static_cast<std::size_t>(rank)];
+    CHECK(outcome.code == ErrorCode::peer_failed);
+    CHECK_THAT(outcome.message,
+               Contains("rank 2 of 3 failed in all_reduce at step 1 (operation 1): it has left: "
+                        "rank"));
+  }
+}
+
+TEST_CASE("a heartbeat is sent often enough for the timeout, however seldom it is asked for") {
+  const std::vector<Outcome> outcomes = run_bootstrap_job(
+      2,
+      [](BootstrapOptions options) {
+        options.heartbeat = 700ms;
+        Bootstrap bootstrap(options);
+        std::this_thread::sleep_for(1s);
+        bootstrap.check();
+        bootstrap.barrier();
+      },
+      600ms);
+  for (const Outcome& outcome : outcomes) CHECK(outcome.message == "");
+}
+
+TEST_CASE("a failure whose callback throws is told to the others, and to the next callback") {
+  const std::vector<Outcome> outcomes = run_bootstrap_job(2, [](const BootstrapOptions& options) {
+    Bootstrap bootstrap(options);
+    bootstrap.on_failure([](const Error&) { throw std::bad_alloc(); });
+    FailureWatch watch(bootstrap);
+    bootstrap.barrier();
+    if (options.rank == 1) bootstrap.fail("disk on fire");
+    expect(watch.wait() == "rank 1 of 2 failed in start at step 0 (operation 0): disk on fire",
+           "another failure");
+  });
+  for (const Outcome& outcome : outcomes) CHECK(outcome.message == "");
+}
+
+TEST_CASE("the reason of a rank that ends at once after it has failed is heard") {
+  for (int round = 0; round < 10; ++round) {
+    const int port = free_port();
+    const pid_t child = start_rank_1(port, 10s, [](Bootstrap& bootstrap) {
+      bootstrap.barrier();
+      bootstrap.fail("disk on fire");
+    });
+    Bootstrap bootstrap({.rank = 0, .size = 2, .port = port, .timeout = 10s, .heartbeat = 50ms});
+    FailureWatch watch(bootstrap);
+    bootstrap.barrier();
+    CHECK_THAT(watch.wait(), Contains("disk on fire"));
+    CHECK(ended_well(child));
+  }
+}
+
+TEST_CASE("a job that is stopped as a whole for longer than the timeout goes on") {
+  const int port = free_port();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const std::vector<Outcome> outcomes = run_bootstrap_job(
+        3,
+        [](const BootstrapOptions& options) {
+          Bootstrap bootstrap(options);
+          if (options.rank == 1) bootstrap.begin_wait();
+          std::this_thread::sleep_for(1400ms);
+          bootstrap.end_wait();
+          bootstrap.barrier();
+        },
+        600ms, port);
+    int code = 0;
+    for (const Outcome& outcome : outcomes) code |= outcome.message.empty() ? 0 : 2;
+    ::_exit(code);
+  }
+  std::this_thread::sleep_for(200ms);
+  ::kill(child, SIGSTOP);
+  std::this_thread::sleep_for(800ms);
+  ::kill(child, SIGCONT);
+  CHECK(ended_well(child));
 }
 
 TEST_CASE("a rank that leaves in order is no failure") {

@@ -121,6 +121,26 @@ TEST_CASE("ranks that give different names are not linked, and a group of links 
   for (const auto& outcome : outcomes) CHECK(outcome.message == "");
 }
 
+TEST_CASE("a rank that only reacted to the end of another is not named for its closed socket") {
+  const auto outcomes = run_bootstrap_job(3, [](BootstrapOptions options) {
+    Bootstrap bootstrap(options);
+    auto links = connected(bootstrap);
+    bootstrap.barrier();
+    std::byte received{};
+    if (options.rank == 1) {
+      links.reset();  // as a rank does that has noticed first
+      std::this_thread::sleep_for(50ms);
+    }
+    if (options.rank == 2) {
+      std::this_thread::sleep_for(50ms);
+      bootstrap.fail("disk on fire");
+    }
+    if (options.rank == 0) links->recv(1, std::span(&received, 1));
+  });
+  CHECK(outcomes[0].code == ErrorCode::peer_failed);
+  CHECK_THAT(outcomes[0].message, Contains("rank 2 of 3 failed") && Contains("disk on fire"));
+}
+
 TEST_CASE("a wait for a rank that sends nothing ends, at its end or at the timeout") {
   const auto outcomes = run_bootstrap_job(
       3,

@@ -50,7 +50,7 @@ struct HELIX_API BootstrapOptions {
 
   /// The limit of the rendezvous, of each exchange, and of the silence after which a rank counts as dead.
   std::chrono::milliseconds timeout{60'000};
-  /// Time between two heartbeats.
+  /// Time between two heartbeats, a quarter of the timeout at most.
   std::chrono::milliseconds heartbeat{200};
 
   /// Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun sets them; else what Open
@@ -69,7 +69,10 @@ struct HELIX_API BootstrapOptions {
 /// barrier, and one for heartbeats that a thread of each process sends and watches.
 ///
 /// A rank has failed when its connection closes without a farewell, when it is silent for the timeout, when
-/// it calls fail(), or when it lags: another rank has waited for the timeout at a later step or operation.
+/// it calls fail(), or when it keeps another rank waiting for the timeout: it waits for nobody, at no later
+/// step than that one's, and has stood still for half of the timeout or is steps behind; it has left before
+/// that one's operation; or, where there is neither, it waits too, but in an earlier step. A process that was
+/// stopped itself, or its machine, starts to count anew when it goes on.
 /// Rank 0 sees the failures of others and tells all; the others see rank 0's. Strangers at the rendezvous
 /// are heard beside the ranks, each for 5 s at most, and are ignored; after it nobody listens. Not encrypted:
 /// for networks that are trusted. All machines have the same byte order. Copies are the same end.
@@ -109,9 +112,11 @@ class HELIX_API Bootstrap {
   void end_wait();
 
   /// Calls `callback` once, with an Error(peer_failed) that names rank, operation and step, from the thread
-  /// that learns of the failure, or at once if the job has failed already. It must not throw.
+  /// that learns of the failure, or at once if the job has failed already. It must not throw. Where no memory
+  /// is left for the message it names nobody.
   void on_failure(std::function<void(const Error&)> callback);
-  /// Tells all ranks that this one has failed. Never throws; the first failure wins.
+  /// Tells all ranks that this one has failed; returns when they have been told, in a second at most, so that
+  /// the process may end next. Never throws; the first failure wins.
   void fail(std::string_view reason) noexcept;
   /// Whether any rank of the job has failed, as far as this one knows.
   bool has_failed() const;
