@@ -134,11 +134,7 @@ void NcclComm::end_step() const {
 }
 
 void NcclComm::abort(std::string_view reason) noexcept {
-  try {
-    state_->fail_everywhere(std::string(reason));
-  } catch (...) {
-    // Out of memory for the message or a thread: the timeouts of the other ranks still end their waits.
-  }
+  state_->fail_everywhere(reason);
 }
 
 void NcclComm::check() const {

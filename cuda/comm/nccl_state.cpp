@@ -6,10 +6,11 @@
 #include <condition_variable>
 #include <sstream>
 #include <string_view>
-#include <system_error>
 #include <thread>
 #include <utility>
 
+#include "comm/meeting.hpp"
+#include "comm/rank_names.hpp"
 #include "comm/start_thread.hpp"
 #include "cuda/comm/last_work.hpp"
 
@@ -79,17 +80,31 @@ void NcclFamily::check_calls() {
     const Clock::rep since = state->call_since.load();
     if (since == 0) continue;
     const Clock::duration waited = Clock::now().time_since_epoch() - Clock::duration(since);
-    if (bootstrap && waited > kCallPoll && !is_call_reported.exchange(true)) {
-      bootstrap->begin_wait();
-      // The call may have ended since: it took back nothing yet.
-      if (state->call_since.load() != since && is_call_reported.exchange(false)) bootstrap->end_wait();
-    }
+    if (bootstrap && waited > kCallPoll) report_call(*state, since);
     if (waited < state->timeout + (bootstrap ? kWatchGrace : milliseconds(0))) continue;
     std::ostringstream text;
     text << "NCCL " << state->operation.load(std::memory_order_relaxed) << " on " << state->name()
          << " has waited on the host for " << comm::seconds(state->timeout) << " s for another rank"
          << places();
     return state->fail_everywhere(text.str());
+  }
+}
+
+void NcclFamily::report_call(const NcclComm::State& member, Clock::rep since) {
+  // With the lock a call ends before it is reported, or after, and then takes the report back.
+  const std::lock_guard lock(reporting_);
+  if (reported_ != nullptr || member.call_since.load() != since) return;
+  reported_ = &member;
+  bootstrap->begin_wait();
+}
+
+void NcclFamily::end_call(NcclComm::State& member) {
+  if (!bootstrap) return member.call_since.store(0);
+  const std::lock_guard lock(reporting_);
+  member.call_since.store(0);
+  if (reported_ == &member) {
+    reported_ = nullptr;
+    bootstrap->end_wait();
   }
 }
 
@@ -105,7 +120,7 @@ std::string NcclFamily::places() const {
 void NcclFamily::throw_if_failed() {
   if (!has_failed.load(std::memory_order_acquire)) return;
   const std::lock_guard lock(mutex);
-  throw Error(ErrorCode::peer_failed, failure);
+  throw Error(ErrorCode::peer_failed, failure.empty() ? comm::kUnnamedFailure : failure.c_str());
 }
 
 void NcclFamily::begin(int root_rank, const char* operation) {
@@ -126,16 +141,18 @@ std::string NcclFamily::laggards(int root_rank) const {
   return text.str();
 }
 
-void NcclFamily::fail(const std::string& text) {
-  std::vector<std::shared_ptr<NcclComm::State>> to_abort;
+void NcclFamily::fail(const std::string& text) noexcept {
+  std::vector<std::weak_ptr<NcclComm::State>> to_abort;
   {
     const std::lock_guard lock(mutex);
     if (has_failed) return;
-    failure = text;
-    has_failed.store(true, std::memory_order_release);
-    for (const auto& member : members) {
-      if (auto state = member.lock()) to_abort.push_back(std::move(state));
+    try {
+      failure = text;
+    } catch (...) {
+      // Out of memory for the words: all members are aborted all the same.
     }
+    has_failed.store(true, std::memory_order_release);
+    to_abort.swap(members);  // who joins later finds the failure
   }
   // All at once: the abort of one rank may wait for another of this process. And not forever: it may wait for
   // graphs that the calling thread is to destroy.
@@ -143,23 +160,38 @@ void NcclFamily::fail(const std::string& text) {
     std::mutex mutex;
     std::condition_variable changed;
     std::size_t left = 0;
+
+    void count(bool begins) {
+      const std::lock_guard lock(mutex);
+      if (begins) {
+        ++left;
+      } else if (--left == 0) {
+        changed.notify_all();
+      }
+    }
   };
-  const auto aborts = std::make_shared<Aborts>();
-  aborts->left = to_abort.size();
-  for (auto& state : to_abort) {
-    auto abort_one = [aborts, work = std::make_shared<LastWork>(), state = std::move(state)]() mutable {
-      state->abort_now();
-      state.reset();
-      work.reset();
-      const std::lock_guard lock(aborts->mutex);
-      if (--aborts->left == 0) aborts->changed.notify_all();
-    };
+  std::shared_ptr<Aborts> aborts;
+  for (const auto& member : to_abort) {
+    auto state = member.lock();
+    if (!state) continue;
+    bool is_counted = false;
     try {
-      std::thread(abort_one).detach();
-    } catch (const std::system_error&) {
-      abort_one();  // no thread to be had: here, then
+      if (!aborts) aborts = std::make_shared<Aborts>();
+      auto abort_one = [aborts, work = std::make_shared<LastWork>(), state]() mutable {
+        state->abort_now();
+        state.reset();
+        work.reset();
+        aborts->count(false);
+      };
+      aborts->count(true);
+      is_counted = true;
+      std::thread(std::move(abort_one)).detach();
+    } catch (...) {  // neither a thread nor memory to be had: here, then
+      if (is_counted) aborts->count(false);
+      state->abort_now();
     }
   }
+  if (!aborts) return;
   std::unique_lock lock(aborts->mutex);
   (void)aborts->changed.wait_for(lock, kAbortGrace, [&] { return aborts->left == 0; });
 }
@@ -225,11 +257,15 @@ std::optional<ncclResult_t> NcclComm::State::async_error() const {
   return result;
 }
 
-void NcclComm::State::fail_everywhere(const std::string& reason) {
-  std::ostringstream text;
-  text << "rank " << root_rank << " failed: " << reason;
+void NcclComm::State::fail_everywhere(std::string_view reason) noexcept {
   if (family->bootstrap) family->bootstrap->fail(reason);  // its callback comes back to the family
-  family->fail(text.str());
+  std::string text;
+  try {
+    text = comm::Root::failure_of(root_rank, reason);
+  } catch (...) {
+    // Out of memory for the words: the family fails without.
+  }
+  family->fail(text);
 }
 
 }  // namespace helix::cuda

@@ -43,7 +43,6 @@ struct NcclFamily {
   std::vector<std::weak_ptr<NcclComm::State>> members;
   std::vector<RankProgress> progress;  // by root rank where all ranks are of this process, else empty
   std::optional<comm::Bootstrap> bootstrap;
-  std::atomic<bool> is_call_reported = false;  // as a wait, to the bootstrap
 
   /// A family without members, and its thread. @throws Error(capacity) if that cannot be started.
   static std::shared_ptr<NcclFamily> make();
@@ -53,11 +52,13 @@ struct NcclFamily {
   ~NcclFamily();
 
   /// Aborts all members, and waits for them only a while. The first failure wins.
-  void fail(const std::string& text);
+  void fail(const std::string& text) noexcept;
   void throw_if_failed();
 
   /// Notes what a rank calls next.
   void begin(int root_rank, const char* operation);
+  /// Notes that the call of `member` has ended; takes back the report that it waits.
+  void end_call(NcclComm::State& member);
   /// Notes that a rank has queued a step.
   void end_step(int root_rank);
   /// "; rank 2 is behind: its call 7 was all_reduce, this rank made 8" or nothing.
@@ -68,10 +69,14 @@ struct NcclFamily {
 
   /// Fails the family if a call of a member has outlasted its timeout.
   void check_calls();
+  /// Tells the bootstrap that `member` waits, unless the call that began at `since` has ended.
+  void report_call(const NcclComm::State& member, Clock::rep since);
   /// "; rank 0 made 8 calls, the last all_reduce, ..." or nothing.
   std::string places() const;
 
   std::shared_ptr<CallWatch> watch_;
+  std::mutex reporting_;
+  const NcclComm::State* reported_ = nullptr;  // whose call the bootstrap was told of as a wait
 };
 
 /// Frees a communicator, without waiting for its other ranks, unless it is an engine's.
@@ -153,8 +158,7 @@ struct NcclComm::State {
     const DeviceScope scope(device);
     call_since.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
     const ncclResult_t result = body(handle);
-    call_since.store(0);
-    if (family->is_call_reported.exchange(false)) family->bootstrap->end_wait();
+    family->end_call(*this);
     if (result == ncclSuccess) return;
     if (family->bootstrap) std::this_thread::sleep_for(kClosedGrace);  // the watch hears of a death soon
     family->throw_if_failed();  // an abort or a death is the cause, not the result
@@ -180,7 +184,7 @@ struct NcclComm::State {
   std::optional<ncclResult_t> async_error() const;
 
   /// Ends the family, and with a Bootstrap the job.
-  void fail_everywhere(const std::string& reason);
+  void fail_everywhere(std::string_view reason) noexcept;
 };
 
 }  // namespace helix::cuda

@@ -259,11 +259,7 @@ void PeerComm::end_step() const {
 }
 
 void PeerComm::abort(std::string_view reason) noexcept {
-  try {
-    state_->fail_everywhere(std::string(reason));
-  } catch (...) {
-    // Out of memory for the message: the deadlines of the kernels still end their waits.
-  }
+  state_->fail_everywhere(reason);
 }
 
 /// Waits for a stream or an event.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <sstream>
 #include <thread>
+#include <utility>
 
 #include <helix/integers.hpp>
 
@@ -61,31 +62,35 @@ milliseconds PeerFamily::limit() const {
 }
 
 void PeerFamily::fail(const std::string& text) noexcept {
+  std::vector<NcclComm> to_abort;
+  std::string own_text;
+  std::string hosts_text;
   try {
-    std::vector<NcclComm> to_abort;
-    {
-      const std::lock_guard lock(mutex);
-      if (!has_failed) {
-        failure = text;
-        has_failed.store(true, std::memory_order_release);
-      }
-      to_abort.swap(nccl);
-    }
-    for (const auto& rank : ranks) std::atomic_ref(rank->host().abort).store(1, std::memory_order_release);
-    if (root) {
-      const std::lock_guard lock(root->mutex);
-      root->fail(text);
-    }
-    for (NcclComm& comm : to_abort) comm.abort(text);
+    own_text = text;
+    hosts_text = text;
   } catch (...) {
-    // Out of memory for the message: the deadlines of the kernels still end their waits.
+    // Out of memory for the words: all waits are ended all the same.
   }
+  {
+    const std::lock_guard lock(mutex);
+    if (!has_failed) {
+      failure.swap(own_text);
+      has_failed.store(true, std::memory_order_release);
+    }
+    to_abort.swap(nccl);
+  }
+  for (const auto& rank : ranks) std::atomic_ref(rank->host().abort).store(1, std::memory_order_release);
+  if (root) {
+    const std::lock_guard lock(root->mutex);
+    root->fail(std::move(hosts_text));
+  }
+  for (NcclComm& comm : to_abort) comm.abort(text);
 }
 
 void PeerFamily::throw_if_failed() {
   if (has_failed.load(std::memory_order_acquire)) {
     const std::lock_guard lock(mutex);
-    throw Error(ErrorCode::peer_failed, failure);
+    throw Error(ErrorCode::peer_failed, failure.empty() ? comm::kUnnamedFailure : failure.c_str());
   }
   if (root && root->has_failed.load(std::memory_order_acquire)) {
     const std::lock_guard lock(root->mutex);
@@ -168,11 +173,15 @@ void PeerComm::State::check_nccl() const {
   }
 }
 
-void PeerComm::State::fail_everywhere(const std::string& reason) const {
-  std::ostringstream text;
-  text << "rank " << own->root_rank << " failed: " << reason;
+void PeerComm::State::fail_everywhere(std::string_view reason) const noexcept {
   if (family->bootstrap) family->bootstrap->fail(reason);  // its callback comes back to the family
-  family->fail(text.str());
+  std::string text;
+  try {
+    text = comm::Root::failure_of(own->root_rank, reason);
+  } catch (...) {
+    // Out of memory for the words: the family fails without.
+  }
+  family->fail(text);
 }
 
 void PeerComm::State::throw_failure(const PeerFailure& failure) const {

@@ -102,7 +102,7 @@ struct PeerComm::State {
   void check_nccl() const;
 
   /// Ends the family, and with a Bootstrap the job.
-  void fail_everywhere(const std::string& reason) const;
+  void fail_everywhere(std::string_view reason) const noexcept;
   /// Throws what a kernel recorded, after ending the family.
   [[noreturn]] void throw_failure(const PeerFailure& failure) const;
 };

@@ -9,7 +9,6 @@
 #include <cstdlib>
 #include <numeric>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -177,8 +176,8 @@ class CudaLauncher : public Launcher {
                   rank, one_line(text), std::chrono::duration_cast<std::chrono::seconds>(grace).count()));
               std::_Exit(1);
             }).detach();
-          } catch (const std::system_error&) {
-            // No thread to be had: the others see the silence.
+          } catch (...) {
+            // Neither a thread nor memory to be had: the others have been told.
           }
         });
   }
