@@ -7,6 +7,9 @@
 #include <cstdint>
 #include <numeric>
 #include <optional>
+#include <string>
+
+#include <cuda_runtime_api.h>
 
 #include <helix/error.hpp>
 
@@ -21,6 +24,44 @@
 namespace helix::cuda {
 namespace {
 
+/// What kernels are cut by. Ranks of windows wait for each other tile by tile, so that all must cut alike.
+struct DeviceKind {
+  int num_sms = 0;
+  int major = 0;
+  int minor = 0;
+
+  bool operator==(const DeviceKind&) const = default;
+  std::string describe() const {
+    return std::to_string(num_sms) + " SMs of compute capability " + std::to_string(major) + "." +
+           std::to_string(minor);
+  }
+};
+
+DeviceKind kind_of(int device) {
+  DeviceKind kind;
+  HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&kind.num_sms, cudaDevAttrMultiProcessorCount, device));
+  HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&kind.major, cudaDevAttrComputeCapabilityMajor, device));
+  HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&kind.minor, cudaDevAttrComputeCapabilityMinor, device));
+  return kind;
+}
+
+/// What a rank tells those that try to reach it.
+struct Offer {
+  DeviceKind kind;
+  std::uint32_t unused = 0;
+  std::uint64_t bytes = 0;  // of the memory to be mapped
+};
+
+/// "rank 0 has 132 SMs of compute capability 9.0, rank 2 has 114 SMs of compute capability 9.0" or nothing.
+std::string why_not_alike(std::span<const Offer> offers, std::span<const int> root_ranks) {
+  for (std::size_t i = 1; i < offers.size(); ++i) {
+    if (offers[i].kind == offers[0].kind) continue;
+    return "rank " + std::to_string(root_ranks[0]) + " has " + offers[0].kind.describe() + ", rank " +
+           std::to_string(root_ranks[i]) + " has " + offers[i].kind.describe();
+  }
+  return "";
+}
+
 /// The ranks that this process is linked with, itself among them.
 comm::LinkedGroup neighbours_of(const std::shared_ptr<const comm::LocalLinks>& links, int own_rank) {
   const std::vector<int>& neighbourhoods = links->neighbourhoods();
@@ -32,32 +73,35 @@ comm::LinkedGroup neighbours_of(const std::shared_ptr<const comm::LocalLinks>& l
   return {links, ranks, static_cast<int>(own - ranks.begin())};
 }
 
-/// Maps a little memory of each rank of the group. reach[from * size + to] is not 0 where `from` could map
-/// that of `to`. Collective over the group; what does not work is no error, but `obstacle` says it.
+/// Maps a little memory of each rank of the group that has a device of this one's kind. reach[from * size +
+/// to] is not 0 where `from` could map that of `to`. Collective over the group; what does not work is no
+/// error, but `obstacle` says it.
 std::vector<std::byte> try_reach(const comm::LinkedGroup& group, int device, std::string& obstacle) {
   const DeviceScope scope(device);
-  std::uint64_t own_bytes = 0;
+  Offer offer{.kind = kind_of(device)};
   std::optional<PeerMemory> own;
   comm::Socket exported;
   try {
-    own_bytes = peer_stride(device, 1, 1);
-    own = PeerMemory::create(device, static_cast<std::size_t>(own_bytes), true);
+    offer.bytes = peer_stride(device, 1, 1);
+    own = PeerMemory::create(device, static_cast<std::size_t>(offer.bytes), true);
     exported = comm::Socket(own->export_descriptor());
   } catch (const Error& error) {  // and no descriptor, or the others would wait for one
     obstacle = error.what();
   }
-  const std::vector<std::uint64_t> bytes = group.all_of(own_bytes);
+  const std::vector<Offer> offers = group.all_of(offer);
+  if (obstacle.empty()) obstacle = why_not_alike(offers, group.root_ranks());
   const std::vector<comm::Socket> descriptors = group.exchange(exported);
   std::vector<std::byte> reach(group.size());
   std::vector<std::unique_ptr<PeerRange>> mapped;  // until all have tried
   for (std::size_t i = 0; i < group.size(); ++i) {
     const bool is_own = static_cast<int>(i) == group.rank();
-    if (!exported.is_open() || (!is_own && !descriptors[i].is_open())) continue;
+    if (!exported.is_open() || (!is_own && !descriptors[i].is_open()) || offers[i].kind != offer.kind)
+      continue;
     try {
       std::vector<PeerMemory> memory;
       memory.push_back(is_own ? std::move(*own) : PeerMemory::import(descriptors[i].fd()));
-      mapped.push_back(std::make_unique<PeerRange>(std::move(memory), static_cast<std::size_t>(bytes[i]),
-                                                   std::vector<int>{device}));
+      mapped.push_back(std::make_unique<PeerRange>(
+          std::move(memory), static_cast<std::size_t>(offers[i].bytes), std::vector<int>{device}));
       reach[i] = std::byte{1};
     } catch (const Error& error) {
       if (obstacle.empty()) obstacle = error.what();
@@ -69,10 +113,15 @@ std::vector<std::byte> try_reach(const comm::LinkedGroup& group, int device, std
 }  // namespace
 
 std::shared_ptr<const PeerIslands> PeerIslands::of_devices(std::span<const int> devices) {
+  std::vector<Offer> offers;
+  for (const int device : devices) offers.push_back({.kind = kind_of(device)});
+  std::vector<int> ranks(devices.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
   std::vector<int> islands = comm::islands_of(devices.size(), [&](std::size_t from, std::size_t to) {
-    return can_share_memory(devices[from], devices[to]);
+    return offers[from].kind == offers[to].kind && can_share_memory(devices[from], devices[to]);
   });
-  return std::shared_ptr<const PeerIslands>(new PeerIslands(std::move(islands), ""));
+  return std::shared_ptr<const PeerIslands>(
+      new PeerIslands(std::move(islands), why_not_alike(offers, ranks)));
 }
 
 std::shared_ptr<const PeerIslands> PeerIslands::of_processes(

@@ -15,7 +15,8 @@
 
 namespace helix::cuda {
 
-/// The islands of a root, alike on all of its ranks. A root whose ranks all reach each other is one island.
+/// The islands of a root, alike on all of its ranks. A root whose ranks all reach each other, on devices of
+/// one compute capability and number of SMs, is one island.
 class PeerIslands {
  public:
   /// Of threads of this process, rank r on devices[r].
@@ -37,7 +38,7 @@ class PeerIslands {
       : islands_(std::move(islands)), obstacle_(std::move(obstacle)) {}
 
   std::vector<int> islands_;  // by rank
-  std::string obstacle_;      // what this rank met first when it tried; may be empty
+  std::string obstacle_;      // how devices differ, or what this rank met first when it tried; may be empty
 };
 
 }  // namespace helix::cuda

@@ -30,14 +30,11 @@ class LinkedGroup {
   std::vector<std::byte> gather(std::span<const std::byte> own) const {
     for (std::size_t i = 0; i < size(); ++i)
       if (i != rank_) links_->send(root_ranks_[i], own);
-    std::vector<std::byte> all(size() * own.size());
+    std::vector<std::byte> all;
+    all.reserve(size() * own.size());
     for (std::size_t i = 0; i < size(); ++i) {
-      const std::span<std::byte> place = std::span(all).subspan(i * own.size(), own.size());
-      if (i != rank_) {
-        (void)links_->recv(root_ranks_[i], place);
-      } else if (!own.empty()) {
-        std::memcpy(place.data(), own.data(), own.size());
-      }
+      all.insert(all.end(), own.begin(), own.end());  // what others sent takes the place of it
+      if (i != rank_) (void)links_->recv(root_ranks_[i], std::span(all).last(own.size()));
     }
     return all;
   }
