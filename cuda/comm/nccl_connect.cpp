@@ -17,6 +17,7 @@
 #include "comm/timeout.hpp"
 #include "cuda/comm/last_work.hpp"
 #include "cuda/comm/nccl_state.hpp"
+#include "cuda/runtime/operators_state.hpp"
 
 namespace helix::cuda {
 namespace {
@@ -96,7 +97,9 @@ std::vector<NcclComm> NcclComm::create_group(std::span<const int> devices, milli
 }
 
 NcclComm NcclComm::connect(comm::Bootstrap bootstrap, int device, GraphUse graph_use) {
-  use_device(device);
+  HELIX_EXPECTS(device >= 0 && device < device_count(), ErrorCode::unsupported, "NcclComm: device ", device,
+                " is wanted; there are ", device_count());
+  const DeviceScope scope(device);
   ncclUniqueId id{};
   if (bootstrap.rank() == 0) check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId", "rank 0");
   bootstrap.broadcast(std::as_writable_bytes(std::span(id.internal)));

@@ -89,7 +89,9 @@ std::vector<PeerComm> PeerComm::create_group(std::span<const int> devices, const
 }
 
 PeerComm PeerComm::connect(comm::Bootstrap bootstrap, int device, const Options& options) {
-  use_device(device);
+  HELIX_EXPECTS(device >= 0 && device < device_count(), ErrorCode::unsupported, "PeerComm: device ", device,
+                " is wanted; there are ", device_count());
+  const DeviceScope scope(device);
   auto family = std::make_shared<PeerFamily>();
   family->timeout = bootstrap.timeout();
   family->bootstrap = bootstrap;
