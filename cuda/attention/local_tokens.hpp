@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How many tokens of a sequence a rank may hold, so that attention kernels can count them in 32 bits.
+// How many tokens of a sequence a rank may hold, so that attention kernels can count them, and the KV tiles
+// of a launch, in 32 bits.
 #pragma once
 
 #include <algorithm>
@@ -15,21 +16,35 @@ namespace helix::cuda {
 /// Local tokens of a sequence; a KV tile more still fits in an int.
 inline constexpr std::int64_t kMaxLocalTokens = std::numeric_limits<std::int32_t>::max() - 1023;
 
-/// Throws Error(unsupported) if a sequence of the batch may have more than kMaxLocalTokens on this rank, as
-/// far as the host can know: by Batch::lengths_host, else by the pages that a sequence may have.
-inline void check_local_tokens(const Batch& batch, const KvView& kv) {
-  const std::int64_t pages = kv.page_begins == nullptr ? kv.max_pages : kv.num_pages;
-  std::int64_t most = pages * kv.format.page_tokens;  // at most 2^31 * 2^24
-  if (most <= kMaxLocalTokens) return;
-  if (!batch.lengths_host.empty()) {
-    const auto longest = std::max_element(batch.lengths_host.begin(), batch.lengths_host.end());
-    most = kv.layout.length(*longest, kv.kvp_rank);
-  }
+inline constexpr int kLeastKvTileTokens = 16;  ///< Of any kernel.
+inline constexpr int kMostPaddingTiles = 4;    ///< KV tiles that a query tile counts for beside its own.
+
+/// The pages that a sequence may have, and the tokens that one has on this rank at most, as far as the host
+/// can know: by the pages, and by Batch::lengths_host where it is given.
+inline std::int64_t most_pages(const KvView& kv) {
+  return kv.page_begins == nullptr ? kv.max_pages : kv.num_pages;
+}
+inline std::int64_t most_local_tokens(const Batch& batch, const KvView& kv) {
+  const std::int64_t most = most_pages(kv) * kv.format.page_tokens;  // at most 2^31 * 2^24
+  if (batch.lengths_host.empty()) return most;
+  const auto longest = std::max_element(batch.lengths_host.begin(), batch.lengths_host.end());
+  return std::min(most, kv.layout.length(*longest, kv.kvp_rank));
+}
+
+/// Throws Error(unsupported) if a sequence of the batch may have `most` tokens on this rank, and that is more
+/// than kMaxLocalTokens.
+inline void check_local_tokens(std::int64_t most, const KvView& kv) {
   HELIX_EXPECTS(most <= kMaxLocalTokens, ErrorCode::unsupported, "partial_attention: a sequence may have ",
-                most, " tokens on KVP rank ", kv.kvp_rank, " (", pages, " pages of ", kv.format.page_tokens,
-                "); GPU kernels count up to ", kMaxLocalTokens,
+                most, " tokens on KVP rank ", kv.kvp_rank, " (", most_pages(kv), " pages of ",
+                kv.format.page_tokens, "); GPU kernels count up to ", kMaxLocalTokens,
                 ": use a larger KVP, or say by shorter rows of the page table or by the batch's "
                 "lengths_host that sequences are shorter");
+}
+
+/// Query tiles whose KV tiles, of `kv_heads` heads of sequences of up to `most` tokens, an int counts.
+inline std::int64_t most_counted_query_tiles(std::int64_t most, std::int64_t kv_heads) {
+  const std::int64_t tiles = most / kLeastKvTileTokens + 2 + kMostPaddingTiles;
+  return std::numeric_limits<std::int32_t>::max() / tiles / kv_heads;
 }
 
 }  // namespace helix::cuda

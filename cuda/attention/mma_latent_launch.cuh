@@ -12,7 +12,7 @@ namespace helix::cuda {
 inline constexpr int kWideMmaLatentRows =
     64;                                    ///< Query rows of a query tile, of blocks of kWideMmaLatentBytes.
 inline constexpr int kMmaLatentRows = 32;  ///< Query rows of a query tile on any device.
-/// Shared memory of a block of compute capabilities 8.0, 8.7, 9.0, 10 and 11; others have 99 KB.
+/// Shared memory of a block of compute capabilities 8.0, 8.7, 9.0, 10 and 11; others have 99 KiB.
 inline constexpr int kWideMmaLatentBytes = 163 * 1024;
 
 template <class KV, int kRowWarps, int kStages, bool kHasRest, int kBlocks>

@@ -49,7 +49,7 @@ struct AttentionParams {
   const std::int64_t* positions = nullptr;
   const std::int32_t* slots = nullptr;
   int num_sequences = 0;
-  int first_token = 0;  ///< Token of the step: the first of the first sequence.
+  int first_token = 0;  ///< Tokens of the step: those of this launch's query tiles.
   int num_tokens = 0;
   int first_query_tile = 0;  ///< Query tile of the first sequence that the launch begins with.
   int num_query_tiles = 0;

@@ -7,6 +7,7 @@
 
 #include <helix/cuda/backend.hpp>
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 #include <helix/workspace.hpp>
 
 #include "cuda/attention/combine.cuh"
@@ -121,15 +122,27 @@ AttentionParams params_of(const PartialAttentionArgs<T>& args) {
   return p;
 }
 
+/// Query tiles of one launch, of sequences of up to `most_tokens` tokens here: as many as its kernel plans,
+/// has counters for and can count the KV tiles of.
+int most_launch_tiles(const AttentionKernel& kernel, std::int64_t kv_heads, std::int64_t most_tokens) {
+  constexpr auto kCounters = static_cast<std::int64_t>(kAttentionCounters);
+  HELIX_EXPECTS(kv_heads <= kCounters, ErrorCode::unsupported, "partial_attention: there are ", kv_heads,
+                " KV heads; on a GPU at most ", kCounters, " are supported");
+  const std::int64_t most = std::min({std::int64_t{kernel.most_query_tiles}, kCounters / kv_heads,
+                                      most_counted_query_tiles(most_tokens, kv_heads)});
+  HELIX_EXPECTS(most > 0, ErrorCode::unsupported, "partial_attention: ", kv_heads,
+                " KV heads of a sequence that may have ", most_tokens,
+                " tokens on this rank are more than a GPU kernel counts: use a larger KVP or TPA, or say by "
+                "shorter rows of the page table or by the batch's lengths_host that sequences are shorter");
+  return static_cast<int>(most);
+}
+
 /// Calls launch() with `p` set to one part of the batch after another, as many sequences and query
-/// tiles as a plan holds: prefill takes several.
+/// tiles as a plan holds, `most` of these: prefill takes several.
 template <class Launch>
-void for_each_launch(const Batch& batch, bool follows_prepare, AttentionParams& p, int most_query_tiles,
+void for_each_launch(const Batch& batch, bool follows_prepare, AttentionParams& p, int most,
                      const Launch& launch) {
   const auto& offsets = batch.query_offsets_host;
-  const int most = std::min(most_query_tiles, static_cast<int>(kAttentionCounters) / p.kv_heads);
-  HELIX_EXPECTS(most > 0, ErrorCode::unsupported, "partial_attention: there are ", int{p.kv_heads},
-                " KV heads; on a GPU at most ", kAttentionCounters, " are supported");
   const auto query_tiles = [&](std::size_t b) {
     return static_cast<int>(((offsets[b + 1] - offsets[b]) * p.group + p.query_tile_rows - 1) /
                             p.query_tile_rows);
@@ -149,20 +162,19 @@ void for_each_launch(const Batch& batch, bool follows_prepare, AttentionParams& 
               offsets.begin() + static_cast<std::ptrdiff_t>(end) + 1, p.query_offsets);
     p.slots = batch.sequence_slots + first;
     p.num_sequences = static_cast<int>(end - first);
-    p.first_token = offsets[first];
-    p.num_tokens = offsets[end] - offsets[first];
     p.first_query_tile = skipped;
     p.num_query_tiles = std::min(count, most);
     p.reads_ahead = follows_prepare && p.is_one_query_tile_each;
+    const bool goes_on = count > most;  // the last sequence, in the next launch
+    const int done = goes_on ? query_tiles(end - 1) - (count - most) : 0;
+    p.first_token = offsets[first] + skipped * p.query_tile_rows / p.group;
+    const int end_token =
+        goes_on ? offsets[end - 1] + helix::ceil_div(done * p.query_tile_rows, int{p.group}) : offsets[end];
+    p.num_tokens = end_token - p.first_token;
     // Sequences without tokens may be left, which launch nothing.
     if (p.num_query_tiles > 0) launch();
-    if (count > most) {  // the last sequence goes on in the next launch
-      skipped = query_tiles(end - 1) - (count - most);
-      first = end - 1;
-    } else {
-      skipped = 0;
-      first = end;
-    }
+    skipped = done;
+    first = goes_on ? end - 1 : end;
   }
 }
 
@@ -184,7 +196,8 @@ std::size_t Operators<T>::partial_attention_workspace_bytes(std::int64_t num_tok
 template <class T>
 void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream stream) const {
   if (args.batch.num_tokens() == 0 || args.q.extent(1) == 0) return;
-  check_local_tokens(args.batch, args.kv);
+  const std::int64_t most_tokens = most_local_tokens(args.batch, args.kv);
+  check_local_tokens(most_tokens, args.kv);
   const DeviceScope scope(state_->device);
   const AttentionCall call = call_of(
       args, state_->is_hopper && state_->attention_target == AttentionTarget::this_gpu,
@@ -206,7 +219,8 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   p.partial_sum = reinterpret_cast<float*>(partials.sum.data());
   p.split_tiles = reinterpret_cast<SplitQueryTile*>(partials.tiles.data());
   p.counters = reinterpret_cast<int*>(state_->attention_counters.data());
-  for_each_launch(args.batch, args.follows_prepare, p, kernel.most_query_tiles, [&] {
+  const int most_tiles = most_launch_tiles(kernel, p.kv_heads, most_tokens);
+  for_each_launch(args.batch, args.follows_prepare, p, most_tiles, [&] {
     kernel.launch(p, call, {blocks, blocks == all_blocks, stream.handle()});
     p.headers.message = nullptr;  // once is enough
   });

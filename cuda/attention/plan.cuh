@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/attention/local_tokens.hpp"
 #include "cuda/attention/splits.cuh"
 #include "cuda/runtime/prefix_sums.cuh"
 #include "cuda/runtime/warp.cuh"
@@ -26,6 +27,7 @@ template <int kTokens, class TheLimits, int kBlocks, class Count>
 struct AttentionLists {
   using Limits = TheLimits;
   static constexpr int kKvTileTokens = kTokens;
+  static_assert(kTokens >= kLeastKvTileTokens && Limits::kPaddingTiles <= kMostPaddingTiles);
 
   int kv_tile_begin[kMaxQueryTiles + 1];      ///< KV tiles of one KV head before each query tile.
   Count query_tile_begin[kMaxSequences + 1];  ///< First query tile of each sequence, of the launch's.
@@ -60,7 +62,7 @@ struct AttentionPlan : AttentionLists<kTokens, TheLimits, 1, int> {
   __device__ int first_kv_tile_token(int u) const { return begin_token[u] / kTokens * kTokens; }
 };
 
-/// The schedule in 2 KB, for kernels whose tiles fill the shared memory: span_of() says the rest again.
+/// The schedule in 2 KiB, for kernels whose tiles fill the shared memory: span_of() says the rest again.
 template <int kTokens, class TheLimits, int kBlocks>
 struct SmallAttentionPlan : AttentionLists<kTokens, TheLimits, kBlocks, std::uint16_t> {
   static constexpr bool kCalls = false;

@@ -45,11 +45,15 @@ struct PageCopies {
     const int last = min(kv_tile + kTokens, plan.end_token[at.query_tile]);
     tokens = max(0, last - first);
     const int i = first / p.page_tokens + lane;
-    piece_begin = max(first, i * p.page_tokens);
-    piece_tokens = max(0, min(last, (i + 1) * p.page_tokens) - piece_begin);
+    // The last page, and the lanes behind it, may reach beyond 2^31 tokens.
+    const auto page_tokens = static_cast<unsigned>(int{p.page_tokens});
+    const unsigned page_begin = static_cast<unsigned>(i) * page_tokens;
+    const unsigned begin = max(static_cast<unsigned>(first), page_begin);
+    const unsigned end = min(static_cast<unsigned>(last), page_begin + page_tokens);
+    piece_tokens = begin < end ? static_cast<int>(end - begin) : 0;
     if (piece_tokens > 0) page = p.lists.pages[plan.first_page[at.query_tile] + i];
-    offset = at.head * p.k.head_bytes + (piece_begin - i * p.page_tokens) * p.k.token_bytes;
-    piece_begin -= kv_tile;
+    offset = at.head * p.k.head_bytes + static_cast<int>(begin - page_begin) * p.k.token_bytes;
+    piece_begin = static_cast<int>(begin) - kv_tile;
   }
 
   template <int kBarriers>

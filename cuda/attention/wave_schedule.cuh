@@ -14,6 +14,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "cuda/attention/local_tokens.hpp"
 #include "cuda/attention/schedule.cuh"
 
 namespace helix::cuda {
@@ -35,6 +36,7 @@ inline constexpr int kWavePassWaves = 4;
 template <int kTokens>
 struct WavePlan {
   static constexpr int kKvTileTokens = kTokens;
+  static_assert(kTokens >= kLeastKvTileTokens);
 
   std::int64_t first_page[kMaxWaveQueryTiles];  ///< Place in the page lists of the sequence's first page.
   QueryTile query_tiles[kMaxWaveQueryTiles];

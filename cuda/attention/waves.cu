@@ -76,7 +76,9 @@ void launch_pages(const AttentionParams& p, const KvView& kv, const AttentionGri
   WaveMaps maps;
   // Where a query tile is whole tokens, and begins with one, it is a box.
   maps.has_queries = S::kRows % p.group == 0 && p.query_tile_rows % p.group == 0 && p.group <= kMaxBox &&
-                     S::kRows / p.group <= kMaxBox;
+                     S::kRows / p.group <= kMaxBox &&
+                     is_map_stride(std::int64_t{p.kv_heads} * p.group, 2 * p.q_head_stride) &&
+                     is_map_stride(std::int64_t{p.first_token} + p.num_tokens, 2 * p.q_token_stride);
   if (maps.has_queries) {
     maps.q = query_rows_map(
         p.q, p.dtype,

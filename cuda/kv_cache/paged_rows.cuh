@@ -40,13 +40,11 @@ struct PagedRows {
                              step(token_bytes, kv.format.page_tokens)});
   }
 
-  /// Whether the copy engine can walk the rows of `kv`: its strides are below 2^40 bytes, and none goes back.
+  /// Whether the copy engine can walk the rows of `kv`.
   bool has_tensor_map(const KvView& kv) const {
-    const auto is_step = [](std::int64_t bytes, std::int64_t extent) {
-      return extent <= 1 || (bytes >= 0 && bytes < std::int64_t{1} << 40);
-    };
-    return kv.num_pages > 0 && is_step(page_bytes, kv.num_pages) &&
-           is_step(head_bytes, kv.format.num_heads) && is_step(token_bytes, kv.format.page_tokens);
+    return kv.num_pages > 0 && is_map_stride(kv.num_pages, page_bytes) &&
+           is_map_stride(kv.format.num_heads, head_bytes) &&
+           is_map_stride(kv.format.page_tokens, token_bytes);
   }
 };
 

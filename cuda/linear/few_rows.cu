@@ -49,7 +49,7 @@ template <class T>
 bool has_few_rows(const Product<T>& p) {
   constexpr int kElements = 16 / static_cast<int>(sizeof(T));
   return p.heads == 1 && p.rows <= kMostFewRows && p.cols > 0 && p.cols % kChunkColumns == 0 &&
-         p.in_row % kElements == 0;
+         p.in_row % kElements == 0 && is_map_stride(p.rows, p.in_row * static_cast<std::int64_t>(sizeof(T)));
 }
 
 template <class T>

@@ -56,6 +56,12 @@ std::uintptr_t step_of(std::int64_t count) {
   return static_cast<std::uintptr_t>(count) * sizeof(T);
 }
 
+/// Whether the copy engine can walk `extent` things that are `bytes` apart: less than 2^40, and not going
+/// back.
+inline bool is_map_stride(std::int64_t extent, std::int64_t bytes) {
+  return extent <= 1 || (bytes >= 0 && bytes < std::int64_t{1} << 40);
+}
+
 /// Calls use(std::integral_constant<int, elements an access>): kVector<T> if `is_aligned`, else 1.
 template <class T, class Use>
 void with_vector(bool is_aligned, const Use& use) {

@@ -35,7 +35,8 @@ struct AttentionCase {
   float loudness = 0.0f;   // else the first token of a sequence has 2^loudness times the weight of any other
   std::int64_t q_pad = 0;  // elements between heads, which are NaN
   std::int64_t out_pad = 0;
-  bool is_scaled = true;  // e4m3 only: there are scales of K and V
+  bool is_q_reversed = false;  // its last token lies first
+  bool is_scaled = true;       // e4m3 only: there are scales of K and V
   int q_power = 0;  // e4m3 only: of two KV heads, one has q 2^q_power larger, one smaller, k_scale inversely
   bool follows_prepare = false;
   bool forgets = false;  // what no window reaches any more is NaN

@@ -12,7 +12,16 @@ typename AttentionWorld<T>::Result AttentionWorld<T>::run(const cuda::Operators<
                                                           std::int64_t count) const {
   const AttentionCase& c = case_;
   const Shard shard = shard_of(kvp_rank);
-  const std::vector<std::uint8_t> bytes_of_q = narrowed(q_);
+  std::vector<std::uint8_t> bytes_of_q = narrowed(q_);
+  const std::int64_t q_token = heads() * q_stride();
+  if (c.is_q_reversed) {
+    std::vector<std::uint8_t> reversed;
+    for (std::int64_t token = num_tokens() - 1; token >= 0; --token) {
+      const auto row = bytes_of_q.begin() + token * q_token * static_cast<std::int64_t>(sizeof(T));
+      reversed.insert(reversed.end(), row, row + q_token * static_cast<std::int64_t>(sizeof(T)));
+    }
+    bytes_of_q = reversed;
+  }
   cuda::Stream stream = operators.create_stream();
   std::vector<cuda::Buffer> memory;
   const auto upload = [&]<class X>(const std::vector<X>& values) {
@@ -46,8 +55,10 @@ typename AttentionWorld<T>::Result AttentionWorld<T>::run(const cuda::Operators<
   auto* const scratch = reinterpret_cast<std::byte*>(upload(workspace));
 
   PartialAttentionArgs<T> args;
-  args.q = TensorView<const T, 3>(reinterpret_cast<const T*>(upload(bytes_of_q)),
-                                  {num_tokens(), heads(), c.d}, {heads() * q_stride(), q_stride(), 1});
+  const T* q = reinterpret_cast<const T*>(upload(bytes_of_q));
+  args.q = TensorView<const T, 3>(c.is_q_reversed ? q + (num_tokens() - 1) * q_token : q,
+                                  {num_tokens(), heads(), c.d},
+                                  {c.is_q_reversed ? -q_token : q_token, q_stride(), 1});
   args.batch = batch;
   args.kv = kv;
   args.sink.out = {out, {num_tokens(), heads(), c.dv}, {heads() * out_stride(), out_stride(), 1}};

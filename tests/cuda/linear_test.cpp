@@ -46,6 +46,26 @@ TEMPLATE_TEST_CASE("16-bit products on a GPU agree with f32 in every kernel", ""
   }
 }
 
+TEMPLATE_TEST_CASE("16-bit products on a GPU take rows of which the last lies first", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  TwinBench<TestType> bench;
+  constexpr std::int64_t kCols = 256;
+  constexpr std::int64_t kWidth = 64;
+  for (const std::int64_t rows : {1, 2, 8, 16, 17, 64}) {
+    CAPTURE(rows);
+    bench.clear();
+    const auto in = bench.random(rows, kCols);
+    const auto weight = bench.weights(kWidth * kCols, kDTypeOf<TestType>);
+    const auto out = bench.poison(rows, kWidth);
+    HELIX_CHECK_TWINS(bench, {
+      const TensorView<const E, 2> reversed(side(in) + (rows - 1) * kCols, {rows, kCols}, {-kCols, 1});
+      operators.linear(LinearArgs<E>{reversed, side.weight(weight, kDTypeOf<TestType>, kWidth, kCols),
+                                     WeightView{}, side.view(out, rows, kWidth), false},
+                       stream);
+    });
+  }
+}
+
 TEMPLATE_TEST_CASE("16-bit products of heads on a GPU agree with f32", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   TwinBench<TestType> bench;

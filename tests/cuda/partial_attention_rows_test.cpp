@@ -184,6 +184,19 @@ TEMPLATE_TEST_CASE("attention on a GPU of many rows takes strided queries and ou
   }
 }
 
+TEMPLATE_TEST_CASE("attention on a GPU of many rows takes queries whose last token lies first", "", f16,
+                   bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const auto operators = attention_operators<TestType>();
+  for (const std::int64_t d : {64, 128, 256}) {
+    AttentionCase c = case_of<TestType>(d);
+    c.is_q_reversed = true;
+    c.sequences = {{300, 1}, {70, 35}, {33, 33}};
+    CAPTURE(d);
+    CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+  }
+}
+
 TEMPLATE_TEST_CASE("attention on a GPU of many rows of a slice of the batch writes that slice's rows only",
                    "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
