@@ -18,7 +18,7 @@ void launch_read(const void* data, std::size_t bytes, void* sink, StreamHandle s
 bool has_bulk_read();
 
 /// Reads `bytes` (a multiple of 16) at `data` (aligned to 16) once, by bulk copies into rings in the shared
-/// memory of `blocks_per_sm` blocks, 1 or 2, which they fill: 224 KB an SM are on their way at a time. Adds
+/// memory of `blocks_per_sm` blocks, 1 or 2, which they fill: 224 KiB an SM are on their way at a time. Adds
 /// to the 32-bit integer at `sum`, modulo 2^32, word i % 32 of each whole line i of 128 bytes, counted from
 /// `data`.
 /// @throws Error(unsupported) where has_bulk_read() is false, Error(invalid_argument) for other arguments.

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr std::int64_t kMaxBlocks = 1024;  // then threads loop
-constexpr int kCopiesALaunch = 128;        // 3 KB of the 4 KB of parameters
+constexpr int kCopiesALaunch = 128;        // 3 KiB of the 4 KiB of parameters
 
 struct ReduceParams {
   const void* in[kMaxLocalRanks];

@@ -167,7 +167,7 @@ constexpr int kThreadTile = 4;  // rows and weight rows of a thread
 constexpr int kTiledThreads = (kBlockTile / kThreadTile) * (kBlockTile / kThreadTile);
 
 /// Exact f32 products of any number of rows, types and strides. Grid (64 weight rows, 64 rows, heads), a
-/// thread 4 x 4 sums; 8.5 KB of shared memory.
+/// thread 4 x 4 sums; 8.5 KiB of shared memory.
 template <class T, class W>
 __global__ void __launch_bounds__(kTiledThreads) tiled_kernel(const Product<T> p) {
   constexpr int kStride = kBlockTile + 4;  // keeps float4 reads aligned, spreads the transposed writes

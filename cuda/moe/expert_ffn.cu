@@ -26,7 +26,7 @@ namespace {
 constexpr std::int64_t kMaxExperts = 4096;  // of one rank
 constexpr int kSortThreads = 1024;
 constexpr int kExpertsPerSortThread = static_cast<int>(kMaxExperts) / kSortThreads;
-constexpr int kExpertsPerLaunch = 384;  // their pointers fit the 4 KB of kernel parameters
+constexpr int kExpertsPerLaunch = 384;  // their pointers fit the 4 KiB of kernel parameters
 
 /// Up to kMaxDotRows pairs of one expert, which share one read of its weights. count 0: nothing to do.
 struct ExpertItem {

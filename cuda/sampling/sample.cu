@@ -285,7 +285,7 @@ __device__ Ranked likeliest(const LogitRows<T>& rows, SharedState& shared) {
 /// the masses and one to three times for each of the nucleus, the draw and the token's id. Masses are
 /// integers, so that the draw depends neither on threads nor on shards; top_k reads it up to three times
 /// more; it is that of cpu::Operators, which sums in double, unless the random number falls within 1e-9 of
-/// the border between two tokens. Shared memory: 33 KB. Bound by latency.
+/// the border between two tokens. Shared memory: 33 KiB. Bound by latency.
 template <bool kIsAligned, class T>
 __global__ void __launch_bounds__(kThreads) sample_kernel(SampleRows<T> args, int mass_bits) {
   __shared__ SharedState shared;

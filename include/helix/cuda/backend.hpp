@@ -26,7 +26,7 @@ struct PeerChannel;
 enum class AttentionTarget {
   this_gpu,  ///< The fastest of all that run on this one.
   any_gpu,   ///< Those that run on every supported GPU.
-  least_gpu  ///< The same where a block has no more shared memory than on any of them: 99 KB.
+  least_gpu  ///< The same where a block has no more shared memory than on any of them: 99 KiB.
 };
 
 /// The operations, without communicators, for activations of type T: float, f16 or bf16. Each is queued on
@@ -67,7 +67,7 @@ class HELIX_API Operators {
   void wait(Stream stream, const Event& event) const;
   /// Waits for the stream. @throws what queued operations found wrong, again at each call.
   void synchronize(Stream stream) const;
-  /// Pageable memory may be re-used on return, above 64 KB after a wait for the copy. Pinned memory is read
+  /// Pageable memory may be re-used on return, above 64 KiB after a wait for the copy. Pinned memory is read
   /// when the stream gets there: leave it alone until then.
   void upload(void* target, const void* source, std::size_t bytes, Stream stream) const;
   /// Waits for the stream and copies to host memory. @throws as synchronize().
