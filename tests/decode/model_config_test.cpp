@@ -15,6 +15,7 @@
 #include <helix/error.hpp>
 #include <helix/topology.hpp>
 
+#include "generate/generation_defaults.hpp"
 #include "model/parse_config.hpp"
 #include "support/catch.hpp"
 #include "support/failure.hpp"
@@ -363,7 +364,7 @@ TEST_CASE("missing, mistyped and absurd values give one Error with key, value an
       {llama(), "rms_norm_eps", "1e-5", "rms_norm_eps is '1e-5'"},
       {llama(), "tie_word_embeddings", 1, "tie_word_embeddings is 1; expected true or false"},
       {llama(), "attention_bias", "no", "attention_bias is 'no'"},
-      {llama(), "eos_token_id", -1, "eos_token_id is -1"},
+      {llama(), "eos_token_id", -2, "eos_token_id is -2"},
       {llama(), "eos_token_id", "x", "eos_token_id is 'x'"},
       {llama(), "eos_token_id", json::array({1, "x"}), "eos_token_id is 'x'"},
       {llama(), "rope_theta", 0, "rope_theta is 0"},
@@ -456,7 +457,12 @@ TEST_CASE("what is legal but not built is unsupported and says what is") {
       {llama(),
        {{"quantization_config", {{"quant_method", "awq"}}}},
        "quant_method is 'awq'; supported is fp8"},
-      {llama(), {{"quantization_config", {{"quant_method", "fp8"}}}}, "weight_block_size is absent"},
+      {llama(),
+       {{"quantization_config", {{"quant_method", "fp8"}, {"weight_block_size", nullptr}}}},
+       "weight_block_size is null"},
+      {llama(), {{"is_causal", false}}, "is_causal is not true"},
+      {deepseek_v2(), {{"is_causal", nullptr}}, "is_causal is not true"},
+      {llama(), {{"transformers_weights", "other.safetensors"}}, "transformers_weights names another file"},
       {deepseek_v3(), {{"topk_method", "greedy"}}, "topk_method is 'greedy' with scoring_func 'sigmoid'"},
       {deepseek_v3(), {{"scoring_func", "softmax"}}, "with scoring_func 'softmax'"},
       {deepseek_v2(), {{"topk_method", "noaux_tc"}}, "topk_method is 'noaux_tc'"},
@@ -470,6 +476,51 @@ TEST_CASE("what is legal but not built is unsupported and says what is") {
     CHECK(code == ErrorCode::unsupported);
     CHECK_THAT(message, Catch::Contains("config.json: ") && Catch::Contains(c.says));
   }
+}
+
+TEST_CASE("null is no absent key where transformers tells them apart") {
+  json config = deepseek_v3();
+  for (const char* key : {"norm_topk_prob", "rope_interleave"}) config.erase(key);
+  CHECK(parse(config).router.normalize);
+  CHECK(parse(config).rope.is_interleaved);
+  config["norm_topk_prob"] = nullptr;
+  config["rope_interleave"] = nullptr;
+  CHECK_FALSE(parse(config).router.normalize);
+  CHECK_FALSE(parse(config).rope.is_interleaved);
+
+  config = llama();
+  config["is_causal"] = true;
+  config["transformers_weights"] = "model.safetensors";
+  config["rope_scaling"] = {{"type", "yarn"}, {"factor", 4}};
+  CHECK(parse(config).rope.truncate);
+  config["rope_scaling"]["truncate"] = nullptr;
+  CHECK_FALSE(parse(config).rope.truncate);
+
+  config["eos_token_id"] = {-1, 3};
+  CHECK(parse(config).eos_ids == std::vector<std::int64_t>{3});
+  config["eos_token_id"] = -1;
+  CHECK(parse(config).eos_ids.empty());
+
+  config["quantization_config"] = {{"quant_method", "fp8"}};
+  CHECK(parse(config).fp8_blocks->block_rows == 128);
+  CHECK(parse(config).fp8_blocks->block_cols == 128);
+}
+
+TEST_CASE("what generation_config.json asks for and is not built is named, what changes nothing is not") {
+  const auto unheeded = [](const json& file) {
+    return parse_generation_config(file.dump(), "generation_config.json").unheeded;
+  };
+  CHECK(unheeded({{"num_beams", 1},
+                  {"min_length", 0},
+                  {"suppress_tokens", json::array()},
+                  {"bad_words_ids", nullptr},
+                  {"typical_p", 1.0},
+                  {"eos_token_id", 2},
+                  {"max_length", 20}})
+            .empty());
+  CHECK(unheeded({{"num_beams", 4}, {"suppress_tokens", {5, 6}}, {"forced_eos_token_id", 2}}) ==
+        std::vector<std::string>{"num_beams", "suppress_tokens", "forced_eos_token_id"});
+  CHECK(parse_generation_config(R"({"eos_token_id": [-1, 7]})", "f").eos_ids == std::vector<std::int64_t>{7});
 }
 
 TEST_CASE("text that is no sound JSON object is refused") {
@@ -601,4 +652,59 @@ TEST_CASE("yarn frequencies, cos/sin factor and softmax scale equal the double-p
 
   config["rope_scaling"]["factor"] = nullptr;  // then the ratio of the context lengths, 40
   check_frequencies(parse(config).rope.inverse_frequencies(), expected);
+}
+
+TEST_CASE("a layer's config has the layer's window, the rope's magnitude and the latent norm's own epsilon") {
+  const float frequency = 0.25f;
+  json config = llama();
+  config.update({{"model_type", "mistral"},
+                 {"sliding_window", 7},
+                 {"layer_types", {"full_attention", "sliding_attention", "full_attention"}}});
+  const ModelConfig mistral = parse(config);
+  for (const std::int64_t index : {0, 1, 2}) {
+    const LayerConfig layer = mistral.layer(index, &frequency);
+    CHECK(layer.window == (index == 1 ? 7 : 0));
+    CHECK(layer.norm_epsilon == 1e-5f);
+    CHECK(layer.softmax_scale == Approx(1.0 / std::sqrt(32.0)).epsilon(1e-6));
+    CHECK(layer.rope.inverse_frequency == &frequency);
+    CHECK(layer.rope.rotary_dim == 32);
+    CHECK_FALSE(layer.rope.is_interleaved);
+    CHECK(layer.rope.magnitude == 1.0f);
+  }
+
+  config = deepseek_v3();
+  config["rope_scaling"] = {{"type", "yarn"}, {"factor", 40}, {"attention_factor", 1.25}};
+  const LayerConfig layer = parse(config).layer(1, &frequency);
+  CHECK(layer.window == 0);
+  CHECK(layer.norm_epsilon == 1e-5f);
+  CHECK(layer.latent_norm_epsilon == 1e-6f);  // what transformers' class has, whatever rms_norm_eps says
+  CHECK(layer.softmax_scale == Approx(1.0 / std::sqrt(192.0)).epsilon(1e-6));
+  CHECK(layer.rope.rotary_dim == 64);
+  CHECK(layer.rope.is_interleaved);
+  CHECK(layer.rope.magnitude == 1.25f);
+  CHECK(layer.router.num_groups == 4);
+  CHECK(layer.router.groups_kept == 2);
+  CHECK(layer.router.scale == 2.5f);
+}
+
+TEST_CASE("each key of generation_config.json sets its own default, draws' only with do_sample") {
+  json file = {{"eos_token_id", {3, 5}}, {"do_sample", true}, {"temperature", 0.5},       {"top_p", 0.75},
+               {"min_p", 0.125},         {"top_k", 7},        {"repetition_penalty", 1.5}};
+  const auto defaults = [&] { return parse_generation_config(file.dump(), "generation_config.json"); };
+  CHECK(defaults().eos_ids == std::vector<std::int64_t>{3, 5});
+  CHECK(defaults().sampling ==
+        SamplingConfig{.temperature = 0.5f, .top_p = 0.75f, .min_p = 0.125f, .top_k = 7});
+  CHECK(defaults().penalties == Penalties{.repetition = 1.5f});
+
+  for (const json& no : {json(false), json(nullptr)}) {
+    file["do_sample"] = no;
+    CHECK(defaults().eos_ids == std::vector<std::int64_t>{3, 5});
+    CHECK(defaults().sampling == SamplingConfig{});
+    CHECK(defaults().penalties == Penalties{.repetition = 1.5f});
+  }
+  file = {{"do_sample", true}};
+  CHECK(defaults().eos_ids.empty());
+  CHECK(defaults().sampling == SamplingConfig{.temperature = 1.0f});
+  CHECK(defaults().penalties == Penalties{});
+  CHECK(parse_generation_config("", "generation_config.json").sampling == SamplingConfig{});
 }

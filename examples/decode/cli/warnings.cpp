@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Idle replicas, weights without a use and short memory.
+// Idle replicas, weights without a use, wishes that are not built, and short memory.
 #include "cli/warnings.hpp"
 
 #include <algorithm>
@@ -9,6 +9,7 @@
 #include <system_error>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <helix/error.hpp>
 #include <helix/integers.hpp>
@@ -16,6 +17,7 @@
 #include "checkpoint/strict_json.hpp"
 #include "cli/launch_cuda.hpp"
 #include "cli/report.hpp"
+#include "generate/generation_defaults.hpp"
 #include "model/weight_plan.hpp"
 
 namespace helix::decode {
@@ -79,6 +81,14 @@ std::optional<std::string> unused_weights(const ModelConfig& config, const Check
       unused.size(), checkpoint.num_tensors(), printable(unused.front()));
 }
 
+std::optional<std::string> unheeded_defaults(const Checkpoint& checkpoint) {
+  const GenerationDefaults defaults =
+      parse_generation_config(checkpoint.generation_config_json(), checkpoint.generation_config_path());
+  if (defaults.unheeded.empty()) return std::nullopt;
+  return fmt::format("warning: {} asks for {}, which is not built: texts may differ from transformers'",
+                     one_line(checkpoint.generation_config_path()), fmt::join(defaults.unheeded, ", "));
+}
+
 std::optional<std::string> short_gpu(int gpu, std::int64_t needed) {
   const std::int64_t free = gpu_memory(gpu).free;
   if (needed <= free) return std::nullopt;
@@ -130,6 +140,7 @@ std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& ch
   if (is_root) {
     add(idle_replicas(topo, request));
     add(unused_weights(config, checkpoint));
+    add(unheeded_defaults(checkpoint));
   }
   if (launch.device == Device::cuda) {
     if (launcher.has_processes()) {

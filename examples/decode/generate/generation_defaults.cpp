@@ -3,6 +3,8 @@
 #include "generate/generation_defaults.hpp"
 
 #include <limits>
+#include <string>
+#include <vector>
 
 #include <nlohmann/json.hpp>
 
@@ -12,6 +14,41 @@
 #include "checkpoint/strict_json.hpp"
 
 namespace helix::decode {
+namespace {
+
+/// Keys that change what is written, and with which number they do not.
+constexpr struct {
+  const char* key;
+  double neutral;
+} kNotBuilt[] = {{"num_beams", 1.0},
+                 {"min_length", 0.0},
+                 {"min_new_tokens", 0.0},
+                 {"no_repeat_ngram_size", 0.0},
+                 {"typical_p", 1.0},
+                 {"epsilon_cutoff", 0.0},
+                 {"eta_cutoff", 0.0},
+                 {"penalty_alpha", 0.0},
+                 {"guidance_scale", 1.0},
+                 {"suppress_tokens", 0.0},
+                 {"begin_suppress_tokens", 0.0},
+                 {"bad_words_ids", 0.0},
+                 {"sequence_bias", 0.0},
+                 {"exponential_decay_length_penalty", 0.0},
+                 {"forced_bos_token_id", -1.0},
+                 {"forced_eos_token_id", -1.0},
+                 {"stop_strings", 0.0}};
+
+std::vector<std::string> unheeded_keys(const ObjectReader& top) {
+  std::vector<std::string> keys;
+  for (const auto& [key, neutral] : kNotBuilt) {
+    const nlohmann::json* value = top.find(key);
+    if (value == nullptr || value->empty() || *value == neutral || *value == false) continue;
+    keys.emplace_back(key);
+  }
+  return keys;
+}
+
+}  // namespace
 
 GenerationDefaults parse_generation_config(std::string_view json, std::string_view file) {
   constexpr double kMostTemperature = 100.0;
@@ -25,7 +62,9 @@ GenerationDefaults parse_generation_config(std::string_view json, std::string_vi
   HELIX_EXPECTS(document.is_object(), ErrorCode::invalid_file, file, ": is ", document.type_name(),
                 "; expected an object");
   const ObjectReader top(document, file, "");
-  defaults.eos_ids = top.integers("eos_token_id", 0, kMaxTokenId, kMaxEosIds);
+  defaults.eos_ids = top.integers("eos_token_id", -1, kMaxTokenId, kMaxEosIds);
+  std::erase(defaults.eos_ids, -1);  // transformers' none
+  defaults.unheeded = unheeded_keys(top);
   defaults.penalties.repetition =
       static_cast<float>(top.number_or("repetition_penalty", 1.0, kLeastPositive, kMostPenalty));
   if (!top.boolean_or("do_sample", false)) return defaults;

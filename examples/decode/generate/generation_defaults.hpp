@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -16,10 +17,11 @@ struct GenerationDefaults {
   std::vector<std::int64_t> eos_ids;  ///< Empty: those of config.json count.
   SamplingConfig sampling;            ///< Greedy unless the file says do_sample, as in transformers.
   Penalties penalties;
+  std::vector<std::string> unheeded;  ///< Keys that ask for what is not built, such as beams.
 };
 
-/// Reads the file's text; defaults from an empty one. Keys that ask for what is not built, such as beams, are
-/// left to those who call for them. @throws Error(invalid_file) naming `file`, key and value.
+/// Reads the file's text; defaults from an empty one. @throws Error(invalid_file) naming `file`, key and
+/// value.
 GenerationDefaults parse_generation_config(std::string_view json, std::string_view file);
 
 }  // namespace helix::decode

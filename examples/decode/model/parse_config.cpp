@@ -63,6 +63,18 @@ DType parse_dtype_key(const ObjectReader& top, DType absent) {
   top.unsupported(key, " is ", printable(dtype), "; supported are bfloat16, float16, float32");
 }
 
+/// A boolean that is true where the key is absent; null is false, as transformers tests it.
+bool true_unless_null(const ObjectReader& reader, const char* key) {
+  return reader.boolean_or(key, reader.is_absent(key));
+}
+
+/// Ids that end a text; transformers' -1 is none. No id that a token has is below 0.
+std::vector<std::int64_t> parse_eos(const ObjectReader& top) {
+  std::vector<std::int64_t> ids = top.integers("eos_token_id", -1, kMaxTokenId, kMaxEosIds);
+  std::erase(ids, -1);
+  return ids;
+}
+
 /// The rope_type, whose spelling was "type" once.
 RopeType parse_rope_type(const ObjectReader& scaling) {
   const char* key = scaling.has("rope_type") ? "rope_type" : "type";
@@ -99,7 +111,7 @@ void parse_yarn(const ObjectReader& scaling, RopeConfig& rope) {
   rope.mscale = nonzero_or(scaling, "mscale", 0.0);
   if (scaling.has("attention_factor"))
     rope.attention_factor = scaling.number("attention_factor", 1e-6, kMaxFactor);
-  rope.truncate = scaling.boolean_or("truncate", true);
+  rope.truncate = true_unless_null(scaling, "truncate");
 }
 
 void parse_scaling(const ObjectReader& top, const ObjectReader& scaling, RopeConfig& rope,
@@ -163,9 +175,10 @@ void parse_quantization(const ObjectReader& top, ModelConfig& config) {
   if (scheme != "dynamic") {
     quantization->unsupported("activation_scheme", " is ", printable(scheme), "; supported is dynamic");
   }
-  if (!quantization->has("weight_block_size")) {
-    quantization->unsupported("weight_block_size", " is absent; only block-scaled fp8 is supported");
-  }
+  config.fp8_blocks = {128, 128};
+  if (quantization->is_absent("weight_block_size")) return;
+  if (quantization->is_null("weight_block_size"))
+    quantization->unsupported("weight_block_size", " is null; only block-scaled fp8 is supported");
   const std::vector<std::int64_t> block = quantization->integers("weight_block_size", 1, kMaxDim, 2);
   if (block.size() != 2)
     quantization->fail("weight_block_size", *quantization->find("weight_block_size"), "[rows, columns]");
@@ -256,7 +269,7 @@ void parse_router(const ObjectReader& top, ModelConfig& config) {
   router.scale =
       static_cast<float>(top.number_or("routed_scaling_factor", is_v3 ? 2.5 : 1.0, 1e-6, kMaxFactor));
   router.scoring = is_v3 ? RouterScoring::sigmoid : RouterScoring::softmax;
-  router.normalize = is_v3 && top.boolean_or("norm_topk_prob", true);  // V2's weights are never renormalised
+  router.normalize = is_v3 && true_unless_null(top, "norm_topk_prob");  // V2's weights are never renormalised
   config.has_router_bias = is_v3;
 
   if (method != "greedy") {
@@ -331,7 +344,7 @@ void parse_deepseek(const ObjectReader& top, ModelConfig& config) {
   config.has_mlp_bias = config.model_type == "deepseek_v2" && top.boolean_or("mlp_bias", false);
   config.rope.rotary_dim = mla.qk_rope_head_dim;
   // V2 has no such key: it always rotates interleaved pairs.
-  config.rope.is_interleaved = config.model_type == "deepseek_v2" || top.boolean_or("rope_interleave", true);
+  config.rope.is_interleaved = config.model_type == "deepseek_v2" || true_unless_null(top, "rope_interleave");
   parse_experts(top, config);
 }
 
@@ -359,6 +372,12 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file, DTy
   const std::string activation = top.string_or("hidden_act", "silu");
   if (activation != "silu" && activation != "swish")  // two names of one
     top.unsupported("hidden_act", " is ", printable(activation), "; supported is silu");
+  if (!true_unless_null(top, "is_causal"))
+    top.unsupported("is_causal", " is not true; a decoder's attention is causal");
+  constexpr std::string_view kWeights = "model.safetensors";
+  if (top.string_or("transformers_weights", "model.safetensors") != kWeights)
+    top.unsupported("transformers_weights", " names another file than ", kWeights,
+                    ", which is read: rename it, or leave the key out");
   config.shape.hidden = top.integer("hidden_size", 1, kMaxDim);
   config.shape.ffn = top.integer("intermediate_size", 1, kMaxDim);
   config.shape.num_layers = top.integer("num_hidden_layers", 1, kMaxLayers);
@@ -368,7 +387,7 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file, DTy
   config.rms_norm_eps = static_cast<float>(top.number_or("rms_norm_eps", 1e-6, 1e-20, 1.0));
   config.tie_word_embeddings = top.boolean_or("tie_word_embeddings", false);
   config.dtype = parse_dtype_key(top, absent_dtype);
-  config.eos_ids = top.integers("eos_token_id", 0, kMaxTokenId, kMaxEosIds);
+  config.eos_ids = parse_eos(top);
 
   if (defaults.is_deepseek) {
     parse_deepseek(top, config);

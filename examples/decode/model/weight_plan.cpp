@@ -10,6 +10,8 @@
 #include <span>
 #include <utility>
 
+#include <fmt/format.h>
+
 #include <helix/error.hpp>
 
 #include "checkpoint/strict_json.hpp"
@@ -347,8 +349,21 @@ class PlanBuilder {
     std::string list;
     for (const std::string& problem : problems_) list.append(list.empty() ? "" : "; ").append(problem);
     if (problems_.size() == kMaxProblems) list += "; and perhaps more";
+    list += advice();
     throw Error(ErrorCode::invalid_file, checkpoint_.directory().string(),
                 ": tensors do not fit config.json: ", list);
+  }
+
+  /// What is known of checkpoints that name their tensors in another way.
+  const char* advice() const {
+    if (checkpoint_.find("embed_tokens.weight").tensor != nullptr)
+      return ". These are the names of a model without its head: save it as a causal LM, whose tensors begin "
+             "with \"model.\"";
+    const std::string experts = fmt::format("model.layers.{}.mlp.experts.gate_up_proj",
+                                            config_.shape.moe ? config_.shape.moe->first_dense_layers : 0);
+    if (checkpoint_.find(experts).tensor != nullptr)
+      return ". Its experts are fused: save it with transformers' save_original_format=True";
+    return "";
   }
 
   const ModelConfig& config_;
