@@ -150,6 +150,24 @@ TEST_CASE("a report is whole or not there", "[quick]") {
     CHECK_THAT(read_file(report),
                Contains("memory a rank") && Contains("tokens/s") && Contains("\"sequences\""));
     CHECK(is_one_error(run_script("$D " + kRun + "--json /dev/full")));
+    // A file that has been removed meanwhile has no name to be replaced under: its link must not be.
+    const std::string removed = "exec > " + report + "; rm " + report + "; $D " + kRun + "--json /dev/stdout";
+    CHECK(run_script(removed).exit_code == 0);
+    CHECK(std::filesystem::is_symlink("/dev/stdout"));
+  }
+}
+
+TEST_CASE("a link that leads nowhere stays what it is", "[quick]") {
+  const ScratchDirectory scratch;
+  for (const std::string& target : {(scratch / "gone.json").string(), std::string("/proc/self/fd/97")}) {
+    const std::filesystem::path link = scratch / "link.json";
+    std::filesystem::create_symlink(target, link);
+    const Run run = run_script("$D " + kRun + "--json " + link.string());
+    INFO(run.output);
+    CHECK(is_one_error(run));
+    CHECK_THAT(run.output, Contains("link.json: is a link that leads nowhere"));
+    CHECK(std::filesystem::is_symlink(link));
+    std::filesystem::remove(link);
   }
 }
 

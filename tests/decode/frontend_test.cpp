@@ -60,11 +60,35 @@ TEST_CASE("lines come in order, at most as many as asked for, the last without a
 
 TEST_CASE("the end says what a client that has not left did not read") {
   Pipes pipes;
-  Frontend frontend(pipes.in[0], pipes.out[1]);
+  Frontend frontend(pipes.in[0], pipes.out[1], milliseconds(300));
   frontend.write(std::string(std::size_t{1} << 20, 'x'));
-  const std::string lost = frontend.finish(milliseconds(300));
+  const std::string lost = frontend.finish();
   CHECK_THAT(lost,
              Contains("nobody read standard output for 0.3 s at the end") && Contains("bytes are lost"));
+}
+
+TEST_CASE("a client that reads nothing is waited for until its input has ended, and then for so long") {
+  Pipes pipes;
+  Frontend frontend(pipes.in[0], pipes.out[1], milliseconds(200));
+  frontend.write(std::string(Frontend::kMaxBacklog + (std::size_t{1} << 20), 'x'));
+  frontend.wait_for_client(milliseconds(500));
+  CHECK(frontend.is_behind());
+  CHECK_FALSE(frontend.is_client_gone());
+  Pipes::shut(pipes.in[1]);
+  frontend.wait_for_client(milliseconds(20000));
+  CHECK(frontend.is_client_gone());
+  CHECK_THAT(frontend.finish(), Contains("nobody read standard output for 0.2 s at the end"));
+}
+
+TEST_CASE("input that cannot be read is no end of it") {
+  Pipes pipes;
+  const int folder = open("/", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  REQUIRE(folder >= 0);
+  Frontend frontend(folder, pipes.out[1]);
+  frontend.wait_for_line(milliseconds(20000));
+  CHECK(frontend.has_ended());
+  CHECK_THAT(frontend.finish(), Contains("standard input cannot be read: "));
+  close(folder);
 }
 
 TEST_CASE("a client that leaves an idle decoder is seen") {

@@ -78,11 +78,16 @@ void replace(const fs::path& path, std::string_view text, const struct stat* old
   fail(path, "cannot be written", reason);
 }
 
-/// Where `path` leads to: a link stays, its target is replaced.
+/// Where `path` leads to: a link stays, its target is replaced. One that leads nowhere would be replaced
+/// itself, as /dev/stdout where standard output is closed.
 fs::path target_of(const fs::path& path) {
   std::error_code failure;
   const fs::path target = fs::canonical(path, failure);
-  return failure ? path : target;
+  if (!failure) return target;
+  std::error_code ignored;
+  if (fs::is_symlink(fs::symlink_status(path, ignored)))
+    fail(path, "is a link that leads nowhere", failure.value());
+  return path;
 }
 
 void check_folder(const fs::path& folder, const fs::path& path) {
@@ -99,18 +104,18 @@ fs::path folder_of(const fs::path& path) {
 }  // namespace
 
 void check_output(const fs::path& path) {
-  const fs::path target = target_of(path);
   struct stat status = {};
-  if (::stat(target.c_str(), &status) != 0) {
+  if (::stat(path.c_str(), &status) != 0) {
     if (errno != ENOENT) fail(path, "cannot be written", errno);
-    check_folder(folder_of(target), path);
+    check_folder(folder_of(target_of(path)), path);
     HELIX_EXPECTS(path.has_filename(), ErrorCode::io, path.string(), ": is no name of a file");
     return;
   }
   HELIX_EXPECTS(!S_ISDIR(status.st_mode), ErrorCode::io, path.string(),
                 ": cannot be written: it is a folder; give a file's name");
-  if (::access(target.c_str(), W_OK) != 0) fail(path, "cannot be written", errno);
-  if (S_ISREG(status.st_mode) && standard_descriptor(status) < 0) check_folder(folder_of(target), path);
+  if (::access(path.c_str(), W_OK) != 0) fail(path, "cannot be written", errno);
+  if (S_ISREG(status.st_mode) && standard_descriptor(status) < 0)
+    check_folder(folder_of(target_of(path)), path);
 }
 
 void check_output_folder(const fs::path& folder) {
@@ -121,9 +126,8 @@ void check_output_folder(const fs::path& folder) {
 }
 
 void write_output(const fs::path& path, std::string_view text) {
-  const fs::path target = target_of(path);
   struct stat status = {};
-  const bool exists = ::stat(target.c_str(), &status) == 0;
+  const bool exists = ::stat(path.c_str(), &status) == 0;
   const int standard = exists ? standard_descriptor(status) : -1;
   if (standard >= 0) {
     flush_standard_output();
@@ -131,10 +135,10 @@ void write_output(const fs::path& path, std::string_view text) {
     return;
   }
   if (!exists || S_ISREG(status.st_mode)) {
-    replace(target, text, exists ? &status : nullptr);
+    replace(target_of(path), text, exists ? &status : nullptr);
     return;
   }
-  const int descriptor = open_in_place(target);
+  const int descriptor = open_in_place(path);
   int reason = write_all(descriptor, text);
   if (::close(descriptor) != 0 && reason == 0) reason = errno;
   if (reason != 0) fail(path, "cannot be written", reason);

@@ -71,10 +71,10 @@ bool accepts_16_bit(const Options& options) {
 void serve(const Job& job, Launcher& launcher) {
   std::optional<Frontend> client;
   LaunchOptions launch = job.launch;
-  if (launcher.rank() == 0) launch.client = &client.emplace(STDIN_FILENO, STDOUT_FILENO);
+  if (launcher.rank() == 0) launch.client = &client.emplace(STDIN_FILENO, STDOUT_FILENO, launch.timeout);
   launcher.run(job.checkpoint, job.config, *job.topo, job.options.request, launch);
   if (!client) return;
-  const std::string lost = client->finish(launch.timeout);
+  const std::string lost = client->finish();
   HELIX_EXPECTS(lost.empty(), ErrorCode::io, lost);
 }
 

@@ -159,7 +159,7 @@ void check_serve(const CLI::App& app, const Options& options) {
                   " is given, which only --serve takes: add --serve, or drop it");
   }
   for (const char* without : {"--prompt-ids", "--prompts", "--teacher-force", "--draft-tokens",
-                              "--synthetic-context", "--verify", "--json"}) {
+                              "--synthetic-context", "--verify", "--json", "--ignore-eos"}) {
     HELIX_EXPECTS(!options.serve || app.count(without) == 0, ErrorCode::invalid_argument, without,
                   " is given beside --serve, whose requests come from standard input: drop one of them");
   }
@@ -197,7 +197,8 @@ void add_device_options(CLI::App& app, Options& options, OptionTexts& texts) {
          "a GPU of its own; NCCL where GPUs do not reach each other")
       ->check(CLI::IsMember({"auto", "on", "off"}))
       ->capture_default_str();
-  app.add_option("--timeout", options.timeout_seconds, "seconds that a rank waits for another one, and --serve at its end for a client that reads "
+  app.add_option("--timeout", options.timeout_seconds,
+                 "seconds that a rank waits for another one, and --serve at its end for a client that reads "
                  "nothing")
       ->check(CLI::Range(1, 86400))
       ->capture_default_str();

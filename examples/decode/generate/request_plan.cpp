@@ -54,9 +54,10 @@ void check_sequences(const GenerationRequest& request, const ModelConfig& model,
 
 void check_penalties(const Penalties& penalties) {
   constexpr float kMostPenalty = 100.0f;
-  HELIX_EXPECTS(penalties.repetition > 0.0f && penalties.repetition <= kMostPenalty,
+  constexpr float kLeastRepetition = 1e-6f;  // a logit divided by less may be infinite
+  HELIX_EXPECTS(penalties.repetition >= kLeastRepetition && penalties.repetition <= kMostPenalty,
                 ErrorCode::invalid_argument, "repetition_penalty is ", penalties.repetition,
-                "; it must be in (0, ", kMostPenalty, "]");
+                "; it must be in [", kLeastRepetition, ", ", kMostPenalty, "]");
   HELIX_EXPECTS(std::abs(penalties.presence) <= kMostPenalty, ErrorCode::invalid_argument,
                 "presence_penalty is ", penalties.presence, "; it must be in [-", kMostPenalty, ", ",
                 kMostPenalty, "]");

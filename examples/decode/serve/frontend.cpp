@@ -31,7 +31,8 @@ bool has_left(int code) {
 
 }  // namespace
 
-Frontend::Frontend(int in, int out) : in_(in), out_(out) {
+Frontend::Frontend(int in, int out, std::chrono::milliseconds patience)
+    : in_(in), out_(out), patience_(patience) {
   std::signal(SIGPIPE, SIG_IGN);  // a client that left is seen by what write() returns
   HELIX_EXPECTS(pipe2(wake_, O_CLOEXEC) == 0, ErrorCode::io,
                 "a pipe cannot be made: ", std::error_code(errno, std::generic_category()).message());
@@ -52,12 +53,11 @@ Frontend::~Frontend() {
   finish();
 }
 
-std::string Frontend::finish(std::chrono::milliseconds longest) {
+std::string Frontend::finish() {
   if (!reader_.joinable()) return failure_;
   {
     const std::scoped_lock lock(mutex_);
     is_closing_ = true;
-    farewell_ = longest;
   }
   changed_.notify_all();
   close(wake_[1]);  // which the reader sees
@@ -77,10 +77,15 @@ void Frontend::guard(const Body& body) noexcept {
     std::string().swap(partial_);
     std::string().swap(pending_);
     failure_ = "no memory for what came on standard input";
-    has_ended_ = true;
+    end_input();
     is_client_gone_ = true;
   }
   changed_.notify_all();
+}
+
+void Frontend::end_input() {
+  has_ended_ = true;
+  end_ = std::chrono::steady_clock::now();
 }
 
 void Frontend::add_line(Line line) {
@@ -127,12 +132,17 @@ void Frontend::read_lines() {
     }
     const ssize_t count = read(in_, buffer.data(), buffer.size());
     if (count < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+    if (count < 0) {
+      const std::string reason = std::error_code(errno, std::generic_category()).message();
+      const std::scoped_lock lock(mutex_);
+      failure_ = "standard input cannot be read: " + reason;
+    }
     if (count <= 0) break;
     add_bytes({buffer.data(), static_cast<std::size_t>(count)});
   }
   const std::scoped_lock lock(mutex_);
   if (!partial_.empty()) add_line({std::exchange(partial_, {}), false});
-  has_ended_ = true;
+  end_input();
   changed_.notify_all();
 }
 
@@ -165,10 +175,11 @@ void Frontend::write_lines() {
         failure_ =
             "standard output cannot be written: " + std::error_code(code, std::generic_category()).message();
       }
-      const bool is_late = is_closing_ && now - last_progress > farewell_;
+      // The reader ends before finish() waits for this thread, if not before.
+      const bool is_late = has_ended_ && now - std::max(last_progress, end_) > patience_;
       if (is_late && !has_failed) {
         failure_ = "nobody read standard output for " +
-                   fmt::format("{}", static_cast<double>(farewell_.count()) / 1000) +
+                   fmt::format("{}", static_cast<double>(patience_.count()) / 1000) +
                    " s at the end: " + std::to_string(in_flight_ + pending_.size()) + " bytes are lost";
       }
       if (has_failed || is_late) is_client_gone_ = true;

@@ -28,8 +28,9 @@ class Frontend {
   static constexpr std::size_t kMaxLineBytes = std::size_t{64} << 20;  // prompts of millions of tokens
   static constexpr std::size_t kMaxBacklog = std::size_t{8} << 20;
 
-  /// The descriptors stay open and the caller's. @throws Error(capacity) if a thread cannot be started.
-  Frontend(int in, int out);
+  /// The descriptors stay open and the caller's. Once the input has ended, a client that takes nothing for
+  /// `patience` counts as gone. @throws Error(capacity) if a thread cannot be started.
+  Frontend(int in, int out, std::chrono::milliseconds patience = std::chrono::seconds(10));
   ~Frontend();
   Frontend(const Frontend&) = delete;
   Frontend& operator=(const Frontend&) = delete;
@@ -50,22 +51,24 @@ class Frontend {
   /// Whether nothing reaches the client any more: its end is closed, or cannot be written.
   bool is_client_gone() const;
 
-  /// Ends both threads, as the destructor does; a client that takes nothing for so long counts as gone.
-  /// Returns, in words, what was not read of a client that had not left, or not written to it; empty if
-  /// nothing.
-  std::string finish(std::chrono::milliseconds longest = std::chrono::seconds(10));
+  /// Ends both threads, as the destructor does. Returns, in words, what was not read of a client that had not
+  /// left, or not written to it; empty if nothing.
+  std::string finish();
 
  private:
   void read_lines();
   void write_lines();
   void add_bytes(std::string_view bytes);
   void add_line(Line line);
+  /// No line will come any more; the mutex is held.
+  void end_input();
   /// Runs the body of a thread, whose memory may run out.
   template <class Body>
   void guard(const Body& body) noexcept;
 
   int in_;
   int out_;
+  std::chrono::milliseconds patience_;
   int wake_[2] = {-1, -1};  // a pipe that ends the reader
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -74,12 +77,12 @@ class Frontend {
   std::string partial_;         // a line whose end has not come
   bool is_skipping_ = false;    // to the end of a line that is too long
   bool has_ended_ = false;
-  std::string pending_;  // to be written
+  std::chrono::steady_clock::time_point end_{};  // when it did
+  std::string pending_;                          // to be written
   std::size_t in_flight_ = 0;
   bool is_client_gone_ = false;
   std::string failure_;  // of a read or write, unless the client had left
   bool is_closing_ = false;
-  std::chrono::milliseconds farewell_{};  // of finish()
   std::thread reader_;
   std::thread writer_;
 };
