@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <random>
 #include <string_view>
 #include <thread>
@@ -61,12 +63,20 @@ class EngineBackend {
   class Buffer {
    public:
     Buffer() = default;
-    explicit Buffer(std::size_t bytes) : bytes_(bytes) {}
-    std::byte* data() const { return bytes_.data(); }
-    std::size_t size_bytes() const { return bytes_.size(); }
+    explicit Buffer(std::size_t bytes)
+        : bytes_(static_cast<std::byte*>(::operator new(bytes, kAlignment))), size_(bytes) {
+      std::memset(bytes_.get(), 0, bytes);
+    }
+    std::byte* data() const { return bytes_.get(); }
+    std::size_t size_bytes() const { return size_; }
 
    private:
-    mutable std::vector<std::byte> bytes_;
+    static constexpr std::align_val_t kAlignment{256};
+    struct Delete {
+      void operator()(std::byte* bytes) const { ::operator delete(bytes, kAlignment); }
+    };
+    std::unique_ptr<std::byte, Delete> bytes_;
+    std::size_t size_ = 0;
   };
 
   explicit EngineBackend(EngineComm& comm) : comm_(&comm) {}

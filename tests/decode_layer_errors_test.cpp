@@ -12,6 +12,7 @@
 #include <helix/decode_layer.hpp>
 
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 #include "support/layer_fixture.hpp"
 #include "support/oracle.hpp"
 #include "support/ranks.hpp"
@@ -94,6 +95,13 @@ std::span<const std::int32_t> with_middle(const Arguments& a, std::int64_t offse
   return offsets;
 }
 
+/// Rows as `hidden` that lie apart from all others.
+TensorView<float, 2> beside_hidden(const Arguments& a) {
+  thread_local std::vector<float> rows;  // outlives the call that is refused
+  rows.resize(static_cast<std::size_t>(a.hidden.size()));
+  return {rows.data(), {a.hidden.extent(0), a.hidden.extent(1)}};
+}
+
 TEST_CASE("Bad options and batches are refused alike on every rank before any collective") {
   const std::vector<BadCall> calls{
       {"shape of another rank", [](Arguments& a) { a.shape.stage_rank += 1; }},
@@ -118,15 +126,30 @@ TEST_CASE("Bad options and batches are refused alike on every rank before any co
       {"next_norm without normed", [](Arguments& a) { a.options.next_norm = a.weights.input_norm; }},
       {"next_norm of another width",
        [](Arguments& a) {
-         a.options.normed = a.hidden;
+         a.options.normed = beside_hidden(a);
          a.options.next_norm = a.weights.input_norm;
          a.options.next_norm.cols = 1;
        }},
       {"next_norm of fp8",
        [](Arguments& a) {
-         a.options.normed = a.hidden;
+         a.options.normed = beside_hidden(a);
          a.options.next_norm = a.weights.input_norm;
          a.options.next_norm.dtype = DType::fp8_e4m3;
+       }},
+      {"normed in place", [](Arguments& a) { a.options.normed = a.hidden; }},
+      {"normed that begins in hidden",
+       [](Arguments& a) {
+         a.options.normed = {a.hidden.data() + a.hidden.size() - 1, {a.hidden.extent(0), a.hidden.extent(1)}};
+       }},
+      {"hidden in the workspace",
+       [](Arguments& a) {
+         a.hidden = {reinterpret_cast<float*>(a.options.workspace.data()) + 4,
+                     {a.hidden.extent(0), a.hidden.extent(1)}};
+       }},
+      {"normed in the workspace",
+       [](Arguments& a) {
+         a.options.normed = {reinterpret_cast<float*>(a.options.workspace.data()),
+                             {a.hidden.extent(0), a.hidden.extent(1)}};
        }},
       {"infinite scale", [](Arguments& a) { a.config.softmax_scale = HUGE_VALF; }},
       {"infinite soft cap", [](Arguments& a) { a.config.soft_cap = HUGE_VALF; }},
@@ -264,6 +287,33 @@ TEST_CASE("A KVP communicator that is not the topology's is refused with both ra
     CHECK(outcomes.code(1) == ErrorCode::invalid_argument);
     CHECK(outcomes.message(1).find("the KVP communicator has rank ") != std::string::npos);
   }
+}
+
+TEST_CASE("A workspace that is too small is told all that the step needs") {
+  const oracle::Layer layer = random_layer({}, 8);
+  const Script script = ragged_script(3, layer.hidden, 9);
+  const Topology topo({}, shape_of(layer));
+  const RankOutcomes outcomes = run_ranks(1, [&](cpu::LocalComm& comm) {
+    auto backend = make_backend<CpuBackend>(topo, comm);
+    LayerRank<CpuBackend> rank(backend, topo, layer, script, {});
+    rank.prepare(script.steps[0]);
+    DecodeLayerOptions<CpuBackend> options = rank.layer_options();
+    const std::int64_t tokens = rank.batch().batch().num_tokens();
+    const std::size_t needed = decode_layer_workspace_bytes(backend, topo.rank_shape(0), tokens);
+    const auto decode = [&](std::size_t bytes) {
+      options.workspace = options.workspace.first(bytes);
+      decode_layer(backend, topo.rank_shape(0), rank.config(), rank.weights(), rank.cache().layer(0),
+                   rank.batch().batch(), rank.hidden(), options, rank.stream());
+    };
+    decode(needed);
+    backend.synchronize(rank.stream());
+    const auto failure = failure_of([&] { decode(needed - 1); });
+    REQUIRE(failure);
+    CHECK(failure->code == ErrorCode::capacity);
+    CHECK(failure->says(std::to_string(tokens) + " tokens need " + std::to_string(needed)));
+    CHECK(failure->says(std::to_string(needed - 1) + " bytes"));
+  });
+  CHECK(outcomes.all_messages() == "");
 }
 
 TEST_CASE("A step beyond the exchange's capacity is refused before any collective") {

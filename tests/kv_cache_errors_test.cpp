@@ -75,6 +75,49 @@ TEST_CASE("tokens that are appended before there is room for them are refused, a
   }
 }
 
+TEST_CASE("tokens of a sequence that has lost its pages are refused, and harm no other that has them now") {
+  const bool releases = GENERATE(false, true);
+  CAPTURE(releases);
+  Stage stage({.head_dim = 8},
+              {.format = DType::f32, .layers = 1, .page_tokens = 4, .pages = 2, .max_sequences = 3});
+  Cache& cache = stage.cache(0);
+  const SequenceId first = cache.add();
+  const SequenceId second = cache.add();
+  const SequenceId idle = cache.add();
+  cache.append(first, 8, stage.stream(0));
+  const std::int32_t slot = cache.slot(first);
+  if (releases) {
+    cache.release(first);
+  } else {
+    cache.truncate(first, 0);
+  }
+  cache.append(second, 8, stage.stream(0));
+  stage.synchronize();
+  const KvView kv = cache.layer(0);
+  const std::vector<float> rows(8, 1.0f);
+  const std::vector<std::int32_t> offsets{0, 1};
+  const TensorView<const float, 3> row(rows.data(), {1, 1, 8});
+  const auto append = [&](std::int32_t to, std::int64_t position) {
+    return failure_of([&] {
+      Stream stream = stage.backend(0).create_stream();
+      stage.backend(0).append_kv(
+          {.k = row, .v = row, .batch = {offsets, offsets.data(), &position, &to}, .kv = kv}, stream);
+      stream.synchronize();
+    });
+  };
+  for (const std::int64_t position : {0, 3, 7}) {
+    const auto failure = append(slot, position);
+    REQUIRE(failure);
+    CHECK(failure->code == ErrorCode::invalid_argument);
+    CHECK(failure->says("append() to the sequence"));
+  }
+  CHECK(append(cache.slot(second), 7) == std::nullopt);
+  const auto beyond = append(3, 0);
+  REQUIRE(beyond);
+  CHECK(beyond->says("sequence in slot 3 of 3"));
+  CHECK(cache.length(idle) == 0);
+}
+
 TEST_CASE("ids that are stale, foreign or made up are refused everywhere") {
   const KvCacheSpec spec{.format = DType::f32, .layers = 1, .pages = 4, .max_sequences = 2};
   Stage stage({.kv_heads = 1}, spec);

@@ -233,7 +233,12 @@ TEST_CASE("the ends of the stack are refused a stage, a shape or an address that
       [&] {
         logits({hidden.data(), {1, kHidden - 1}}, &id, 1);
       },
-      "VocabularyHead: hidden is [1, 23] for 1 rows");
+      "VocabularyHead: hidden is [1, 23] with a last stride of 1 for 1 rows");
+  says(
+      [&] {
+        logits({hidden.data(), {1, kHidden}, {1, 2}}, &id, 1);
+      },
+      "VocabularyHead: hidden is [1, 24] with a last stride of 2");
   says([&] { logits(out, &id, -1); }, "VocabularyHead: -1 rows; they must be in [0, 1048576]");
   says([&] { logits(out, &id, std::int64_t{1} << 34); }, "VocabularyHead: 17179869184 rows");
   says([&] { Head::workspace_bytes(topo, std::int64_t{1} << 34); }, "VocabularyHead: 17179869184 rows");
@@ -250,6 +255,24 @@ TEST_CASE("the ends of the stack are refused a stage, a shape or an address that
                          stream);
       },
       "VocabularyHead: tokens is null");
+  const auto all = head.logits(out, nullptr, &id, 1, {workspace.data(), workspace.size_bytes()}, stream);
+  std::int32_t token = 0;
+  float number = 0.0f;
+  says([&] { head.sample(all.slice(2, 0, 3), nullptr, nullptr, &token, stream); },
+       "VocabularyHead::sample: the logits are [1, 1, 3]; they must be [1, rows, ");
+  says([&] { head.sample(all, nullptr, nullptr, nullptr, stream); },
+       "VocabularyHead::sample: tokens is null");
+  const VocabularyHead<LocalBackend>::Logits nothing(nullptr, {all.extent(0), all.extent(1), all.extent(2)});
+  says([&] { head.sample(nothing, nullptr, nullptr, &token, stream); }, "VocabularyHead: the logits is null");
+  says([&] { head.norms(all, nullptr, stream); }, "VocabularyHead::norms: norms is null");
+  says([&] { head.penalize(all, nullptr, 1, stream); }, "VocabularyHead::penalize: penalties is null");
+  says([&] { head.penalize(all, nullptr, -1, stream); }, "VocabularyHead::penalize: count is -1");
+  says([&] { head.log_probs(all, &token, -1, &number, nullptr, nullptr, stream); },
+       "VocabularyHead::log_probs: num_best is -1");
+  says([&] { head.log_probs(all, &token, 2, &number, nullptr, &number, stream); },
+       "VocabularyHead::log_probs: best_ids is null");
+  says([&] { head.log_probs(all, nullptr, 0, &number, nullptr, nullptr, stream); },
+       "VocabularyHead::log_probs: tokens is null");
   const WeightView mixed{table.data(), DType::fp8_ds_mla, kVocab, kHidden};
   says([&] { Head(backend, topo, norm, mixed, 1e-5f); },
        "VocabularyHead: lm_head is fp8_ds_mla; weights are f32");

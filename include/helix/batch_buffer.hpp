@@ -19,7 +19,7 @@ namespace helix {
 
 /// Owns device memory for batches of up to `max_sequences` sequences and `max_tokens` tokens. Addresses never
 /// change, so a captured step can be replayed after the next set(), which is one copy to the device, or as it
-/// is if the step itself ends with advance().
+/// is if the step itself ends with advance(). Keeps the backend's address.
 template <QueueBackend B>
 class BatchBuffer {
  public:

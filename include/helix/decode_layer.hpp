@@ -8,6 +8,7 @@
 #include <exception>
 #include <span>
 #include <string_view>
+#include <utility>
 
 #include <helix/attention_block.hpp>
 #include <helix/backend/layer.hpp>
@@ -26,7 +27,8 @@ struct DecodeLayerOptions {
   KvpAllToAll<B>* exchange = nullptr;
   HopB<B>* hop_b = nullptr;
   int hop_b_slices = 0;  ///< Slices of the batch whose exchanges overlap attention; 1: off; 0: chosen.
-  /// decode_layer_workspace_bytes(), with LayerInput::normed if `normed` is given; aligned to 16 bytes.
+  /// decode_layer_workspace_bytes(), with LayerInput::normed if `normed` is given; aligned to 16 bytes. It,
+  /// `hidden` and `normed` lie apart.
   std::span<std::byte> workspace;
   /// [tokens, M], dense: on entry `hidden` after this layer's input norm, on return after `next_norm`, so
   /// that a stack ends a layer and begins the next in one operation. Empty: the layer norms its input itself.
@@ -142,7 +144,8 @@ std::size_t decode_layer_workspace_bytes(B& backend, const RankShape& shape, std
 /// (ShardedKVCache::append comes first).
 ///
 /// Collective over the stage: every rank calls it with its RankShape of the same topology, and the same
-/// config, batch and options. Queued on `stream`; allocates nothing, does not synchronise, capturable.
+/// config, batch and options. Queued on `stream`; allocates nothing, does not synchronise, capturable. What
+/// views point to, and the list of experts in `weights`, stays until what is queued has ended.
 /// Source: paper sections 2.1-2.3.
 /// @throws Error(invalid_argument) if shapes contradict each other, an address is missing or a number of the
 /// config is not finite, Error(capacity) if the workspace is too
@@ -154,11 +157,19 @@ void decode_layer(B& backend, const RankShape& shape, const LayerConfig& config,
                   const DecodeLayerOptions<B>& options, typename B::Stream stream) {
   detail::check_layer(backend, shape, config, weights, kv, batch, hidden, options);
   if (batch.num_tokens() == 0) return;
-  WorkspaceArena arena(options.workspace);
   const auto input = options.normed.data() != nullptr ? LayerInput::normed : LayerInput::hidden;
-  const auto buffers = detail::LayerBuffers<typename B::Activation>::carve(
-      backend, shape, batch.num_tokens(),
-      detail::most_expanded_tokens<B>(shape, config, weights.attention, kv.layout, batch), input, arena);
+  const std::int64_t expanded =
+      detail::most_expanded_tokens<B>(shape, config, weights.attention, kv.layout, batch);
+  const auto carve = [&](WorkspaceArena arena) {
+    using Buffers = detail::LayerBuffers<typename B::Activation>;
+    auto buffers = Buffers::carve(backend, shape, batch.num_tokens(), expanded, input, arena);
+    return std::pair(buffers, arena.used_bytes());
+  };
+  const std::size_t needed = carve(WorkspaceArena()).second;
+  HELIX_EXPECTS(options.workspace.size() >= needed, ErrorCode::capacity, "decode_layer: the workspace has ",
+                options.workspace.size(), " bytes; ", batch.num_tokens(), " tokens need ", needed,
+                ": size it with decode_layer_workspace_bytes()");
+  const auto buffers = carve(WorkspaceArena(options.workspace)).first;
   const auto wake_others = [&](std::string_view reason) {
     const auto comms = backend.comms();
     comms.stage->abort(reason);

@@ -13,8 +13,8 @@
 
 namespace helix {
 
-/// Owns the exchange stream and the events of up to `max_slices` slices, created once. Source: paper
-/// section 2.1.3.
+/// Owns the exchange stream and the events of up to `max_slices` slices, created once; keeps the backend's
+/// address. Source: paper section 2.1.3.
 template <QueueBackend B>
 class HopB {
  public:

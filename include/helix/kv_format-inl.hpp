@@ -22,9 +22,14 @@ inline void check_kv_size(std::string_view operation, std::string_view name, std
                 " is ", value, "; it must be in [1, ", most, "]: was the field forgotten?");
 }
 
-inline void check_kv_pointer(std::string_view operation, std::string_view name, const void* pointer) {
+/// `bytes`: of what it points to.
+inline void check_kv_pointer(std::string_view operation, std::string_view name, const void* pointer,
+                             std::size_t bytes) {
   HELIX_EXPECTS(pointer != nullptr, ErrorCode::invalid_argument, operation, ": the KV view's ", name,
-                " is null; point it at the pool");
+                " is null; point it at device memory");
+  HELIX_EXPECTS(reinterpret_cast<std::uintptr_t>(pointer) % bytes == 0, ErrorCode::invalid_argument,
+                operation, ": the KV view's ", name, " is at ", pointer, ", which is no multiple of the ",
+                bytes, " bytes of what lies there");
 }
 
 /// Rows of fp8_ds_mla are latent, and their scales of f32 and rope of bf16 begin and end where such can.
@@ -130,27 +135,36 @@ inline void check_kv_view(std::string_view operation, const KvView& kv) {
   HELIX_EXPECTS(size_bytes(format.dtype) != 0, ErrorCode::invalid_argument, operation,
                 ": the KV view's dtype value ", static_cast<int>(format.dtype), " names no type");
   detail::check_mixed_rows(operation, kv);
-  detail::check_kv_pointer(operation, "k", kv.k);
-  detail::check_kv_pointer(operation, "page_table", kv.page_table);
+  const auto bytes = static_cast<std::size_t>(format.element_bytes());
+  detail::check_kv_pointer(operation, "k", kv.k, bytes);
+  detail::check_kv_pointer(operation, "page_table", kv.page_table, sizeof(std::int32_t));
   detail::check_kv_strides(operation, "k", format.k, format.k_extent(), kv);
   if (!format.is_latent) {
-    detail::check_kv_pointer(operation, "v", kv.v);
+    detail::check_kv_pointer(operation, "v", kv.v, bytes);
     detail::check_kv_strides(operation, "v", format.v, format.value_dim, kv);
     detail::check_kv_apart(operation, "v", format.v, kv.v, format.value_dim, kv);
   } else if (format.rope_columns() > 0) {
-    detail::check_kv_pointer(operation, "rope", kv.rope);
+    detail::check_kv_pointer(operation, "rope", kv.rope, bytes);
     detail::check_kv_strides(operation, "rope", format.rope, format.rope_extent(), kv);
     detail::check_kv_apart(operation, "rope", format.rope, kv.rope, format.rope_extent(), kv);
   }
   HELIX_EXPECTS(!format.is_latent || format.num_heads == 1, ErrorCode::invalid_argument, operation,
                 ": the KV view is latent with ", format.num_heads, " heads; a latent is one KV head");
   if (kv.page_begins == nullptr) detail::check_kv_size(operation, "max_pages", kv.max_pages, kMost);
+  HELIX_EXPECTS(kv.num_slots >= 0 && kv.num_slots <= kMost, ErrorCode::invalid_argument, operation,
+                ": the KV view's num_slots is ", kv.num_slots, "; it must be in [0, ", kMost,
+                "], 0 where it is not known");
+  HELIX_EXPECTS(kv.layout.chunk() <= kMaxChunk, ErrorCode::invalid_argument, operation,
+                ": the chunk of the KV view's layout is ", kv.layout.chunk(), "; it must be at most ",
+                kMaxChunk);
   HELIX_EXPECTS(kv.kvp_rank >= 0 && kv.kvp_rank < kv.layout.kvp(), ErrorCode::invalid_argument, operation,
                 ": the KV view's kvp_rank is ", kv.kvp_rank, "; its layout has ", kv.layout.kvp(),
                 " KVP ranks");
   HELIX_EXPECTS(format.dtype == DType::fp8_e4m3 || (kv.k_scale == nullptr && kv.v_scale == nullptr),
                 ErrorCode::invalid_argument, operation, ": the KV view has scales, but its dtype is ",
                 to_string(format.dtype), "; only fp8_e4m3 is scaled");
+  HELIX_EXPECTS(!format.is_latent || kv.v_scale == nullptr, ErrorCode::invalid_argument, operation,
+                ": the KV view is latent and has a v_scale; k_scale serves the whole row");
 }
 
 }  // namespace helix

@@ -150,16 +150,18 @@ struct KvFormat {
 /// One layer's shard of a paged KV cache, borrowed. Plain data: operations copy it to the device.
 struct KvView {
   KvFormat format{};
-  void* k = nullptr;               ///< First key row: token 0 of head 0 in page 0.
-  void* v = nullptr;               ///< First value row; latent: null.
-  void* rope = nullptr;            ///< Latent only: column value_dim of the first key row.
-  std::int64_t num_pages = 0;      ///< Pages of the pool; page ids in the table are below it.
-  const float* k_scale = nullptr;  ///< [num_heads], fp8_e4m3 only: stored * scale = value; null means 1.
+  void* k = nullptr;           ///< First key row: token 0 of head 0 in page 0.
+  void* v = nullptr;           ///< First value row; latent: null.
+  void* rope = nullptr;        ///< Latent only: column value_dim of the first key row.
+  std::int64_t num_pages = 0;  ///< Pages of the pool; page ids in the table are below it.
+  /// [num_heads], fp8_e4m3 only: stored * scale = value, above 0; null means 1.
+  const float* k_scale = nullptr;
   const float* v_scale = nullptr;  ///< [num_heads], likewise; latent: null, as k_scale serves the whole row.
   /// Page ids, device memory: page i of a sequence holds its local tokens [i, i + 1) * page_tokens. Row of
   /// slot s: entries from s * max_pages on, or, as a CSR list, from page_begins[s] on.
   const std::int32_t* page_table = nullptr;
   std::int64_t max_pages = 0;  ///< Entries a row; unused with page_begins.
+  std::int64_t num_slots = 0;  ///< Rows of the table, or of the CSR list; 0: not known, and not checked.
   const std::int32_t* page_begins =
       nullptr;  ///< CSR: [slots + 1] (FlashInfer's indptr), device memory, or null.
   KvLayout layout{1, 1};

@@ -28,12 +28,13 @@ class KvpAllToAll {
   using T = typename B::Activation;
   using Stream = typename B::Stream;
 
-  /// Allocates the messages, of peers in memory from the communicator. Collective over the KVP group.
-  /// @throws Error(invalid_argument) if the KVP width does not divide the query heads, or a size exceeds
-  /// limits.hpp.
+  /// Allocates the messages, of peers in memory from the communicator, and keeps the backend's address.
+  /// Collective over the KVP group.
+  /// @throws Error(invalid_argument) if the KVP width does not divide the query heads, a size exceeds
+  /// limits.hpp, or the backend has no KVP communicator.
   KvpAllToAll(B& backend, const KvpAllToAllSpec& spec)
       : backend_(&backend),
-        spec_(checked_spec(spec, backend.comms().kvp->size())),
+        spec_(checked_spec(spec, detail::given_comm("KvpAllToAll", "kvp", backend.comms().kvp).size())),
         kvp_(backend.comms().kvp->size()),
         layout_(spec, kElementBytes),
         windows_(spec, kvp_),
@@ -92,10 +93,11 @@ class KvpAllToAll {
   /// and check); allocates nothing (with windows its messages, at the first call), capturable. What it
   /// returns is valid until the next exchange is queued. The calls of one KvpAllToAll are ordered by one
   /// stream, or by events.
-  /// @throws Error(invalid_argument) if shapes differ from the spec or the convention has no name; before
-  /// anything is queued. Failures on the stream are sticky: Error(out_of_step) if the ranks are not in the
-  /// same step. That shows in `positions` (device, [tokens], equal on all ranks); with nullptr only counts,
-  /// tokens and senders are compared, and a rank that left out a whole step goes unseen.
+  /// @throws Error(invalid_argument) if shapes differ from the spec, the convention has no name, or, as KVP =
+  /// 1 converts nothing, is not the natural one there; before anything is queued. Failures on the stream are
+  /// sticky: Error(out_of_step) if the ranks are not in the same step. That shows in `positions` (device,
+  /// [tokens], equal on all ranks); with nullptr only counts, tokens and senders are compared, and a rank
+  /// that left out a whole step goes unseen.
   Received exchange(const Partial<T>& partial, const std::int64_t* positions, Stream stream,
                     LseConvention convention = LseConvention::natural) {
     const std::int64_t tokens = partial.out.extent(0);

@@ -2,7 +2,10 @@
 // What decode_layer checks before the first collective, on values that all ranks share (invariant 9).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <span>
 #include <string_view>
 #include <variant>
 
@@ -152,6 +155,8 @@ void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
                  const KvView& kv, const Batch& batch, TensorView<typename B::Activation, 2> hidden,
                  const Options& options) {
   const auto comms = backend.comms();
+  given_comm("decode_layer", "stage", comms.stage);
+  given_comm("decode_layer", "kvp", comms.kvp);
   HELIX_EXPECTS(comms.stage->size() == shape.stage_size && comms.stage->rank() == shape.stage_rank,
                 ErrorCode::invalid_argument, "decode_layer: the shape is of stage_rank ", shape.stage_rank,
                 " of ", shape.stage_size, "; the backend is rank ", comms.stage->rank(), " of ",
@@ -167,13 +172,30 @@ void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
   const auto expect_rows = [&](std::string_view name, const TensorView<typename B::Activation, 2>& x) {
     HELIX_EXPECTS(x.extent(0) == batch.num_tokens() && x.extent(1) == shape.hidden && x.is_contiguous(),
                   ErrorCode::invalid_argument, "decode_layer: ", name, " is [", x.extent(0), ", ",
-                  x.extent(1), "]; the batch and the model need a dense [", batch.num_tokens(), ", ",
-                  shape.hidden, "]");
+                  x.extent(1), "] with strides [", x.stride(0), ", ", x.stride(1),
+                  "]; the batch and the model need a dense [", batch.num_tokens(), ", ", shape.hidden, "]");
   };
   expect_rows("hidden", hidden);
   if (options.normed.data() != nullptr) expect_rows("normed", options.normed);
   check_given("decode_layer", "hidden", hidden.data(), batch.num_tokens());
   check_workspace("decode_layer", options.workspace, kWorkspaceAlignment);
+  const auto expect_apart = [](std::string_view name, std::span<const std::byte> x, std::string_view of,
+                               std::span<const std::byte> y) {
+    const std::less<const std::byte*> before;
+    HELIX_EXPECTS(x.empty() || y.empty() || !before(x.data(), y.data() + y.size()) ||
+                      !before(y.data(), x.data() + x.size()),
+                  ErrorCode::invalid_argument, "decode_layer: ", name, " at ",
+                  static_cast<const void*>(x.data()), " and ", of, " at ", static_cast<const void*>(y.data()),
+                  " overlap; a layer writes both: keep them apart");
+  };
+  const auto bytes_of = [](const TensorView<typename B::Activation, 2>& x) {
+    return std::as_bytes(std::span(x.data(), static_cast<std::size_t>(x.size())));
+  };
+  expect_apart("hidden", bytes_of(hidden), "the workspace", options.workspace);
+  if (options.normed.data() != nullptr) {
+    expect_apart("normed", bytes_of(options.normed), "hidden", bytes_of(hidden));
+    expect_apart("normed", bytes_of(options.normed), "the workspace", options.workspace);
+  }
   HELIX_EXPECTS(options.next_norm.empty() || options.normed.data() != nullptr, ErrorCode::invalid_argument,
                 "decode_layer: options.next_norm is given without options.normed, where what it norms goes; "
                 "give normed too, or leave both out");

@@ -16,7 +16,8 @@
 namespace helix {
 
 /// One rank's page table, [max_sequences, max_pages] int32, on the device and on the host. Its device address
-/// never changes. Entries that were never given a page name `spare_page`.
+/// never changes. Entries that have no page name `spare_page`: those that never had one, and those that lost
+/// it, on the device before another sequence can have been given that page.
 template <QueueBackend B>
 class PageTable {
  public:
@@ -24,7 +25,9 @@ class PageTable {
   PageTable(B& backend, std::int64_t max_sequences, std::int64_t max_pages, std::int32_t spare_page)
       : backend_(&backend),
         max_pages_(max_pages),
+        spare_page_(spare_page),
         host_(host_table(max_sequences, max_pages, spare_page)),
+        lost_(lost_places(max_sequences)),
         device_(backend.allocate(host_.size() * sizeof(std::int32_t))) {
     const auto stream = backend.create_stream();
     upload({0, host_.size()}, stream);
@@ -35,7 +38,7 @@ class PageTable {
 
   /// Brings the changed entries up to date: one copy from the first to the last of them, unless more than 64
   /// KiB lie between; then one a sequence. What lies between two changed entries is rewritten with what it
-  /// holds.
+  /// holds. Without writes nothing is queued: what forget() has changed waits for some.
   void update(const PageLedger& ledger, std::span<const PageLedger::TableWrite> writes,
               typename B::Stream stream) {
     Entries all{host_.size(), 0};
@@ -44,12 +47,36 @@ class PageTable {
       const auto pages = ledger.pages(write.slot);
       for (std::size_t i = changed.begin; i < changed.end; ++i)
         host_[i] = pages[static_cast<std::size_t>(write.begin) + (i - changed.begin)];
-      if (changed.begin < changed.end)
-        all = {smaller(all.begin, changed.begin), larger(all.end, changed.end)};
+      all = all.with(changed);
     }
     if (all.begin >= all.end) return;
-    if (all.end - all.begin <= kMaxSpan) return upload(all, stream);
-    for (const PageLedger::TableWrite& write : writes) upload(entries_of(write), stream);
+    for (const std::int32_t slot : lost_.slots) all = all.with(lost_.entries[static_cast<std::size_t>(slot)]);
+    if (all.end - all.begin <= kMaxSpan) {
+      upload(all, stream);
+    } else {
+      for (const PageLedger::TableWrite& write : writes) upload(entries_of(write), stream);
+      for (const std::int32_t slot : lost_.slots)
+        upload(lost_.entries[static_cast<std::size_t>(slot)], stream);
+    }
+    for (const std::int32_t slot : lost_.slots) lost_.entries[static_cast<std::size_t>(slot)] = {};
+    lost_.slots.clear();
+  }
+
+  /// The sequence in `slot` has only its first `kept` pages any more. Queues nothing and does not throw: no
+  /// other sequence is given one of the others without an update() with writes.
+  void forget(std::int32_t slot, std::int64_t kept) noexcept {
+    const auto row = static_cast<std::size_t>(slot * max_pages_);
+    Entries gone{row + static_cast<std::size_t>(kept), row + static_cast<std::size_t>(kept)};
+    while (gone.end < row + static_cast<std::size_t>(max_pages_) && host_[gone.end] != spare_page_)
+      host_[gone.end++] = spare_page_;
+    if (gone.begin == gone.end) return;
+    Entries& lost = lost_.entries[static_cast<std::size_t>(slot)];
+    if (lost.begin == lost.end) {
+      lost = gone;
+      lost_.slots.push_back(slot);  // within its first capacity
+    } else {
+      lost = lost.with(gone);
+    }
   }
 
  private:
@@ -58,9 +85,27 @@ class PageTable {
   static constexpr std::size_t kMaxSpan = 65536 / sizeof(std::int32_t);
 
   struct Entries {
-    std::size_t begin;
-    std::size_t end;
+    std::size_t begin = 0;
+    std::size_t end = 0;
+
+    /// From the first of both to the last.
+    Entries with(const Entries& more) const {
+      if (more.begin == more.end) return *this;
+      return {smaller(begin, more.begin), larger(end, more.end)};
+    }
   };
+
+  /// Entries that name the spare page on the host and may not on the device.
+  struct Lost {
+    std::vector<Entries> entries;     // of each slot
+    std::vector<std::int32_t> slots;  // that have some
+  };
+  static Lost lost_places(std::int64_t max_sequences) {
+    Lost lost;
+    lost.entries.resize(static_cast<std::size_t>(max_sequences));
+    lost.slots.reserve(static_cast<std::size_t>(max_sequences));
+    return lost;
+  }
 
   static std::vector<std::int32_t> host_table(std::int64_t max_sequences, std::int64_t max_pages,
                                               std::int32_t spare_page) {
@@ -97,7 +142,9 @@ class PageTable {
 
   B* backend_;
   std::int64_t max_pages_;
+  std::int32_t spare_page_;
   std::vector<std::int32_t> host_;
+  Lost lost_;
   typename B::Buffer device_;
 };
 

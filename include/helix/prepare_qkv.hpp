@@ -16,18 +16,23 @@ namespace detail {
 template <class T>
 void check_prepare_qkv(const PrepareQkvArgs<T>& args) {
   check_append_kv(AppendKvArgs<T>{args.k, args.v, args.batch, args.kv});
-  const std::int64_t end = args.batch.first_token() + args.batch.num_tokens();
+  const std::int64_t tokens = args.batch.num_tokens();
   const std::int64_t dim = args.kv.format.head_dim;
-  HELIX_EXPECTS(args.q.extent(0) >= end && args.q.extent(1) >= 1 && args.q.extent(1) <= kMaxCount &&
-                    args.q.extent(2) == dim && (end == 0 || args.q.stride(2) == 1),
+  HELIX_EXPECTS(args.batch.first_token() == 0 && args.k.extent(0) == tokens, ErrorCode::invalid_argument,
+                "prepare_qkv: the batch is tokens ", args.batch.first_token(), " to ",
+                args.batch.first_token() + tokens, " of k's ", args.k.extent(0),
+                ", which are turned in place: pass a whole step, not a slice");
+  HELIX_EXPECTS(args.q.extent(0) == tokens && args.q.extent(1) >= 1 && args.q.extent(1) <= kMaxCount &&
+                    args.q.extent(2) == dim && (tokens == 0 || args.q.stride(2) == 1),
                 ErrorCode::invalid_argument, "prepare_qkv: q is [", args.q.extent(0), ", ", args.q.extent(1),
-                ", ", args.q.extent(2), "] with a last stride of ", args.q.stride(2), "; it must be [", end,
-                " or more, 1 to ", kMaxCount, ", ", dim, "] with 1");
-  check_given("prepare_qkv", "q", args.q.data(), end);
+                ", ", args.q.extent(2), "] with a last stride of ", args.q.stride(2), "; it must be [",
+                tokens, ", 1 to ", kMaxCount, ", ", dim, "] with 1");
+  check_given("prepare_qkv", "q", args.q.data(), tokens);
   const auto check_norm = [&](std::string_view name, const WeightView& norm) {
     HELIX_EXPECTS(norm.empty() || (norm.rows == 1 && norm.cols == dim), ErrorCode::invalid_argument,
                   "prepare_qkv: ", name, " is [", norm.rows, ", ", norm.cols, "]; it must be [1, ", dim,
                   "] or empty");
+    check_weight_type("prepare_qkv", name, norm);
   };
   check_norm("q_norm", args.q_norm);
   check_norm("k_norm", args.k_norm);
@@ -62,8 +67,8 @@ void check_project_qkv(const ProjectQkvArgs<T>& args) {
 /// Norm of q and k, rope and append: prepare_qkv of the backend if it has one, else one operation after the
 /// other. Queued on `stream`, allocates nothing, capturable.
 /// @throws Error(invalid_argument) unless k and v are rows of the KV view, which can be read, q has heads as
-/// wide for each token of the batch, the norms are [1, D] or empty, and rope and epsilon are finite and turn
-/// an even part of a head.
+/// wide, all of them for each token of the batch, a whole step, the norms are [1, D] of f32, f16 or bf16 or
+/// empty, and rope and epsilon are finite and turn an even part of a head.
 template <LayerBackend B>
 void prepare_qkv(B& backend, const PrepareQkvArgs<typename B::Activation>& args, typename B::Stream stream) {
   using T = typename B::Activation;

@@ -16,7 +16,7 @@ struct Range {
 };
 
 /// Part `index` of `parts` nearly equal contiguous parts of [0, total): the first total % parts are one
-/// longer.
+/// longer. `parts` is at least 1.
 constexpr Range split_evenly(std::int64_t total, std::int64_t parts, std::int64_t index) {
   const std::int64_t base = total / parts;
   const std::int64_t extra = total % parts;

@@ -40,19 +40,31 @@ void reduce_then_norm(B& backend, const ReduceNormArgs<typename B::Activation>& 
 /// The only place that knows that the three belong together: a backend that does them at once brings
 /// reduce_norm(args, stream); for any other it is all_reduce and rms_norm. Collective over the stage; all
 /// ranks get the same bits (invariant 12). Queued on `stream`, allocates nothing, capturable.
-/// @throws Error(invalid_argument) if shapes contradict each other, or the weight is not [1, M].
+/// @throws Error(invalid_argument) if shapes contradict each other, an address is missing, the weight is not
+/// [1, M] of f32, f16 or bf16, the last stride of out is not 1, or epsilon is below 0 or not finite.
 template <LayerBackend B>
 void reduce_norm(B& backend, const ReduceNormArgs<typename B::Activation>& args, typename B::Stream stream) {
   const bool has_norm = !args.weight.empty();
-  HELIX_EXPECTS(
-      args.partial.extents() == args.residual.extents() && args.partial.is_contiguous() &&
-          args.residual.is_contiguous() && (!has_norm || args.out.extents() == args.residual.extents()),
-      ErrorCode::invalid_argument, "reduce_norm: partial is [", args.partial.extent(0), ", ",
-      args.partial.extent(1), "], residual [", args.residual.extent(0), ", ", args.residual.extent(1),
-      "], out [", args.out.extent(0), ", ", args.out.extent(1), "]; they must be dense and equal");
+  HELIX_EXPECTS(args.partial.extents() == args.residual.extents() && args.partial.is_contiguous() &&
+                    args.residual.is_contiguous() &&
+                    (!has_norm || (args.out.extents() == args.residual.extents() && args.out.stride(1) == 1)),
+                ErrorCode::invalid_argument, "reduce_norm: partial is [", args.partial.extent(0), ", ",
+                args.partial.extent(1), "] with strides [", args.partial.stride(0), ", ",
+                args.partial.stride(1), "], residual [", args.residual.extent(0), ", ",
+                args.residual.extent(1), "] with [", args.residual.stride(0), ", ", args.residual.stride(1),
+                "], out [", args.out.extent(0), ", ", args.out.extent(1), "] with [", args.out.stride(0),
+                ", ", args.out.stride(1),
+                "]; they must be equal, partial and residual dense, and the last stride of out 1");
   HELIX_EXPECTS(!has_norm || (args.weight.rows == 1 && args.weight.cols == args.residual.extent(1)),
                 ErrorCode::invalid_argument, "reduce_norm: weight is [", args.weight.rows, ", ",
                 args.weight.cols, "]; it must be [1, ", args.residual.extent(1), "]");
+  detail::check_given("reduce_norm", "partial", args.partial.data(), args.partial.size());
+  detail::check_given("reduce_norm", "residual", args.residual.data(), args.residual.size());
+  if (has_norm) {
+    detail::check_weight_type("reduce_norm", "weight", args.weight);
+    detail::check_epsilon("reduce_norm", "epsilon", args.epsilon);
+    detail::check_given("reduce_norm", "out", args.out.data(), args.out.size());
+  }
   if constexpr (requires { backend.reduce_norm(args, stream); }) {
     backend.reduce_norm(args, stream);
   } else {

@@ -21,7 +21,8 @@ namespace helix {
 
 /// One rank's shard of the KV cache (invariants 2, 3, 9 and 11). Memory is allocated once, at addresses that
 /// never change, and pages stay untouched until tokens are written. Sequences share one pool; a token of one
-/// KV head exists on one rank. A layer has a spare page behind them, for what is stored before append().
+/// KV head exists on one rank. A layer has a spare page behind them, for what is stored before append(): on a
+/// CPU that is an Error(invalid_argument), on a GPU it is lost.
 ///
 /// Not collective, but all ranks of a stage make the same calls with the same numbers: each follows the pages
 /// of all KVP ranks, and so decides alike without talking. A call that is refused, for its arguments or
@@ -29,7 +30,7 @@ namespace helix {
 /// the backend throws) leaves a cache that is only to be destroyed.
 ///
 /// Device work is queued on the given stream. Use one stream, or order several with events: a released page
-/// may belong to another sequence at once. Not thread-safe.
+/// may belong to another sequence at once. Keeps the backend's address. Not thread-safe.
 template <AttentionBackend B>
 class ShardedKVCache {
  public:
@@ -60,6 +61,7 @@ class ShardedKVCache {
     view_.format = format;
     view_.num_pages = spec.pages;
     view_.max_pages = ledger_.max_pages();
+    view_.num_slots = spec.max_sequences;
     view_.layout = ledger_.spec().layout;
     view_.kvp_rank = ledger_.kvp_rank();
 
@@ -145,7 +147,10 @@ class ShardedKVCache {
 
   /// Forgets the tokens from `new_length` on, such as rejected drafts. Queues nothing: a page shared with
   /// another sequence is copied when a token is next appended to it.
-  void truncate(SequenceId id, std::int64_t new_length) { ledger_.truncate(id, new_length); }
+  void truncate(SequenceId id, std::int64_t new_length) {
+    ledger_.truncate(id, new_length);
+    page_table_.forget(id.slot, static_cast<std::int64_t>(ledger_.pages(id.slot).size()));
+  }
 
   /// A new sequence of the first `prefix_tokens` of `parent`, which must have been written in all layers.
   /// Shares whole pages up to a multiple of ledger().shared_unit() tokens and queues copies of the rest.
@@ -157,7 +162,10 @@ class ShardedKVCache {
   }
 
   /// Ends the sequence; its id stays invalid for ever.
-  void release(SequenceId id) { ledger_.release(id); }
+  void release(SequenceId id) {
+    ledger_.release(id);
+    page_table_.forget(id.slot, 0);
+  }
 
   /// What operations read of layer `layer` (of this stage). The addresses in it never change.
   KvView layer(int layer) const {

@@ -43,7 +43,7 @@ template <VocabularyBackend B>
 void embed_tokens(B& backend, const Topology& topo, const std::int32_t* ids, const WeightView& table,
                   TensorView<typename B::Activation, 2> out, typename B::Stream stream) {
   using T = typename B::Activation;
-  auto* stage = backend.comms().stage;
+  auto* stage = &detail::given_comm("embed_tokens", "stage", backend.comms().stage);
   detail::check_stage("embed_tokens", *stage, topo);
   const Range shard = topo.vocab(stage->rank());
   HELIX_EXPECTS(table.rows == shard.size() && table.cols == topo.shape().hidden &&
@@ -89,7 +89,7 @@ class VocabularyHead {
 
   /// Weights of this rank: `final_norm` [1, M], or empty if rows reach logits() normed, as decode_layer's
   /// next_norm leaves them; `lm_head` [Topology::vocab rows, M]. Local; waits for the upload of a few
-  /// numbers.
+  /// numbers, and keeps the backend's address.
   /// @throws Error(invalid_argument) if the stage is not the topology's, lm_head is not this rank's shard or
   /// has no address, final_norm is another shape, either is not f32, f16 or bf16, or norm_epsilon is below 0
   /// or not finite; Error(capacity) if the memory cannot be had.
@@ -141,15 +141,15 @@ class VocabularyHead {
   /// tokens (device, [tokens], global, or null) tell the step apart from the one before. Collective over the
   /// stage; queued on `stream`, allocates nothing, capturable.
   /// @throws Error(invalid_argument) unless num_rows is in [0, kMaxStepTokens], or if with rows hidden is not
-  /// M wide, an address is missing or the workspace's is not a multiple of 16; Error(capacity) if `workspace`
-  /// is smaller than workspace_bytes(topo, num_rows).
+  /// M wide with a last stride of 1, an address is missing or the workspace's is not a multiple of 16;
+  /// Error(capacity) if `workspace` is smaller than workspace_bytes(topo, num_rows).
   Logits logits(TensorView<T, 2> hidden, const std::int64_t* positions, const std::int32_t* rows,
                 std::int64_t num_rows, std::span<std::byte> workspace, typename B::Stream stream) {
     const Shard shard = multiply(hidden, rows, num_rows, workspace, stream);
     return gather(shard, hidden.extent(0), positions, stream);
   }
 
-  /// Logits of this rank's shard: [1, rows, its width]. Views of the workspace.
+  /// Logits of this rank's shard: [1, rows, its width]. Views of the workspace, not for what takes Logits.
   using OwnLogits = TensorView<T, 3>;
 
   /// As logits() and a greedy sample(): draws the likeliest token of each row into `tokens` (device,
@@ -172,8 +172,14 @@ class VocabularyHead {
     return own;
   }
 
-  /// Applies `count` penalties (device) to `logits`. Local; queued on `stream`.
+  /// Applies `count` penalties (device) to `logits`. Local; queued on `stream`. @throws
+  /// Error(invalid_argument) unless count is at least 0 and the logits are those of all ranks, if an address
+  /// is missing; so do the functions below.
   void penalize(Logits logits, const LogitPenalty* penalties, std::int64_t count, typename B::Stream stream) {
+    check_logits("penalize", logits);
+    HELIX_EXPECTS(count >= 0, ErrorCode::invalid_argument, "VocabularyHead::penalize: count is ", count,
+                  "; it must be at least 0");
+    detail::check_given("VocabularyHead::penalize", "penalties", penalties, count);
     if (count == 0) return;
     backend_->penalize(PenalizeArgs<T>{logits, shard_begins(), penalties, count}, stream);
   }
@@ -184,6 +190,8 @@ class VocabularyHead {
   /// `stream`.
   void sample(Logits logits, const SamplingConfig* configs, const std::uint64_t* counters,
               std::int32_t* tokens, typename B::Stream stream) {
+    check_logits("sample", logits);
+    detail::check_given("VocabularyHead::sample", "tokens", tokens, logits.extent(1));
     if (logits.extent(1) == 0) return;
     backend_->sample(SampleArgs<T>{logits, shard_begins(), configs, counters, tokens}, stream);
   }
@@ -193,6 +201,16 @@ class VocabularyHead {
   /// queued on `stream`.
   void log_probs(Logits logits, const std::int32_t* tokens, std::int64_t num_best, float* log_probs,
                  std::int32_t* best_ids, float* best_log_probs, typename B::Stream stream) {
+    check_logits("log_probs", logits);
+    HELIX_EXPECTS(num_best >= 0, ErrorCode::invalid_argument, "VocabularyHead::log_probs: num_best is ",
+                  num_best, "; it must be at least 0");
+    const auto check_given = [&](std::string_view name, const void* address, std::int64_t count) {
+      detail::check_given("VocabularyHead::log_probs", name, address, count);
+    };
+    check_given("tokens", tokens, logits.extent(1));
+    check_given("log_probs", log_probs, logits.extent(1));
+    check_given("best_ids", best_ids, num_best);
+    check_given("best_log_probs", best_log_probs, num_best);
     if (logits.extent(1) == 0) return;
     backend_->log_probs(
         LogProbsArgs<T>{logits, shard_begins(), tokens, num_best, log_probs, best_ids, best_log_probs},
@@ -201,6 +219,9 @@ class VocabularyHead {
 
   /// L2 norm of each row of `logits` into `norms` (device, [rows]). Local; queued on `stream`.
   void norms(Logits logits, float* norms, typename B::Stream stream) {
+    check_logits("norms", logits);
+    detail::check_given("VocabularyHead::norms", "norms", norms, logits.extent(1));
+    if (logits.extent(1) == 0) return;
     backend_->logit_norms(LogitNormsArgs<T>{logits, shard_begins(), norms}, stream);
   }
 
@@ -218,8 +239,18 @@ class VocabularyHead {
   };
 
   static int checked_ranks(B& backend, const Topology& topo) {
-    detail::check_stage("VocabularyHead", *backend.comms().stage, topo);
+    detail::check_stage("VocabularyHead",
+                        detail::given_comm("VocabularyHead", "stage", backend.comms().stage), topo);
     return topo.stage_size();
+  }
+
+  void check_logits(std::string_view operation, const Logits& logits) const {
+    detail::check_num_rows(logits.extent(1));
+    HELIX_EXPECTS(logits.extent(0) == ranks_ && logits.extent(2) == width_, ErrorCode::invalid_argument,
+                  "VocabularyHead::", operation, ": the logits are [", logits.extent(0), ", ",
+                  logits.extent(1), ", ", logits.extent(2), "]; they must be [", ranks_, ", rows, ", width_,
+                  "], as logits() gives them");
+    detail::check_given("VocabularyHead", "the logits", logits.data(), logits.extent(1));
   }
 
   static std::int64_t message_bytes(std::int64_t width, std::int64_t rows) {
@@ -246,12 +277,18 @@ class VocabularyHead {
   Shard multiply(TensorView<T, 2> hidden, const std::int32_t* rows, std::int64_t num_rows,
                  std::span<std::byte> workspace, typename B::Stream stream) {
     detail::check_num_rows(num_rows);
-    HELIX_EXPECTS(num_rows == 0 || hidden.extent(1) == lm_head_.cols, ErrorCode::invalid_argument,
-                  "VocabularyHead: hidden is [", hidden.extent(0), ", ", hidden.extent(1), "] for ", num_rows,
-                  " rows; its width must be ", lm_head_.cols);
+    HELIX_EXPECTS(num_rows == 0 || (hidden.extent(1) == lm_head_.cols && hidden.stride(1) == 1),
+                  ErrorCode::invalid_argument, "VocabularyHead: hidden is [", hidden.extent(0), ", ",
+                  hidden.extent(1), "] with a last stride of ", hidden.stride(1), " for ", num_rows,
+                  " rows; its width must be ", lm_head_.cols, ", and the stride 1");
     detail::check_given("VocabularyHead", "hidden", hidden.data(), num_rows);
     detail::check_given("VocabularyHead", "rows", rows, num_rows);
     if (num_rows > 0) detail::check_workspace("VocabularyHead", workspace, detail::kWorkspaceAlignment);
+    WorkspaceArena measure;
+    carve(ranks_, width_, lm_head_.cols, num_rows, measure);
+    HELIX_EXPECTS(workspace.size() >= measure.used_bytes(), ErrorCode::capacity,
+                  "VocabularyHead: the workspace has ", workspace.size(), " bytes; ", num_rows, " rows need ",
+                  measure.used_bytes(), ": size it with VocabularyHead::workspace_bytes()");
     WorkspaceArena arena(workspace);
     const Buffers buffers = carve(ranks_, width_, lm_head_.cols, num_rows, arena);
     const Shard shard{buffers, {logits_of(buffers.sent), {num_rows, width_}}};

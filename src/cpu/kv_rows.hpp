@@ -45,6 +45,8 @@ inline bool is_page(const KvView& kv, std::int64_t page) {
 inline std::int64_t page_of(const KvView& kv, std::int32_t slot, std::int64_t local) {
   HELIX_EXPECTS(slot >= 0, ErrorCode::invalid_argument, "local token ", local, " is of the sequence in slot ",
                 slot, "; slots count from 0: take ShardedKVCache::slot()");
+  HELIX_EXPECTS(kv.num_slots == 0 || slot < kv.num_slots, ErrorCode::invalid_argument, "local token ", local,
+                " is of the sequence in slot ", slot, " of ", kv.num_slots, "; take ShardedKVCache::slot()");
   const std::int64_t index = local / kv.format.page_tokens;
   const std::int64_t first = kv.first_page_of(slot);
   const std::int64_t most =

@@ -390,7 +390,13 @@ void Operators::partial_attention(const PartialAttentionArgs<float>& args, Strea
   if (args.batch.num_tokens() == 0) return;
   PartialAttentionArgs<float> queued = args;  // with offsets that the caller need not keep
   queued.batch.query_offsets_host = {args.batch.query_offsets, args.batch.query_offsets_host.size()};
-  stream.enqueue([args = queued, pool = pool_] { PartialAttention(args, *pool).run(); });
+  const std::int64_t tokens = args.batch.num_tokens();
+  stream.enqueue([args = queued, tokens, pool = pool_] {
+    HELIX_EXPECTS(args.batch.num_tokens() == tokens, ErrorCode::invalid_argument,
+                  "partial_attention: the batch has ", tokens, " tokens by its query_offsets_host and ",
+                  args.batch.num_tokens(), " by its query_offsets; give the same in both");
+    PartialAttention(args, *pool).run();
+  });
   if (args.sink.headers.message != nullptr) stamp(args.sink.headers, stream);
 }
 

@@ -269,6 +269,15 @@ TEST_CASE("queries are prepared only where rows, rope and epsilon fit") {
           p.args.q = {nullptr, {3, 2, 8}};
         }},
        {"prepare_qkv: q is [1, 2, 8]", [](Prepared& p) { p.args.q = p.args.q.slice(0, 0, 1); }},
+       {"prepare_qkv: the batch is tokens ",
+        [](Prepared& p) {
+          const std::int64_t sequences = p.args.batch.num_sequences();
+          p.args.batch = p.args.batch.slice(sequences - 1, 1);
+        }},
+       {"prepare_qkv: q_norm is fp8_e4m3",
+        [](Prepared& p) {
+          p.args.q_norm = {p.k.data(), DType::fp8_e4m3, 1, 8};
+        }},
        {"prepare_qkv: q is [3, 2, 7]", [](Prepared& p) { p.args.q = p.args.q.slice(2, 0, 7); }},
        {"append_kv: k is null",
         [](Prepared& p) {
@@ -366,7 +375,25 @@ TEST_CASE("sums are normed only by a weight as wide as they are") {
   };
   check_mistakes<Normed>(
       {{"reduce_norm: weight is [1, 4]; it must be [1, 32]", [](Normed& n) { n.args.weight.cols = 4; }},
-       {"reduce_norm: weight is [2, 32]", [](Normed& n) { n.args.weight.rows = 2; }}},
+       {"reduce_norm: weight is [2, 32]", [](Normed& n) { n.args.weight.rows = 2; }},
+       {"reduce_norm: weight is fp8_e4m3", [](Normed& n) { n.args.weight.dtype = DType::fp8_e4m3; }},
+       {"reduce_norm: epsilon is nan", [](Normed& n) { n.args.epsilon = std::nanf(""); }},
+       {"reduce_norm: partial is null",
+        [](Normed& n) {
+          n.args.partial = {nullptr, {2, 32}};
+        }},
+       {"reduce_norm: residual is null",
+        [](Normed& n) {
+          n.args.residual = {nullptr, {2, 32}};
+        }},
+       {"reduce_norm: out is null",
+        [](Normed& n) {
+          n.args.out = {nullptr, {2, 32}};
+        }},
+       {"out [2, 32] with [64, 2]",
+        [](Normed& n) {
+          n.args.out = {n.out.data(), {2, 32}, {64, 2}};
+        }}},
       [] { return Normed(); },
       [](Normed& n) {
         const auto stream = n.backend.create_stream();

@@ -172,7 +172,10 @@ void check_read_latents(const ReadLatentsArgs<T>& args) {
 }  // namespace detail
 
 /// Attention of each query over this rank's shard: out = softmax(scale * q k) v, lse = log(sum(exp(scale * q
-/// k))). Query at global position p reads local tokens KvLayout::visible(p, window, kvp_rank).
+/// k))). Query at global position p reads local tokens KvLayout::visible(p, window, kvp_rank). What lies in
+/// pages behind a sequence's last token, or before all windows, reaches no result, whatever it is. A value
+/// that is infinite or NaN, of a token that one query of a step sees and another does not, may on matrix
+/// instructions make the other's out NaN too.
 template <class T>
 struct PartialAttentionArgs {
   TensorView<const T, 3> q;  ///< [tokens of the step, Hq/TPA, D], last stride 1.

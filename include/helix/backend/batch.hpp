@@ -38,8 +38,12 @@ struct Batch {
     return query_offsets_host.empty() ? 0 : query_offsets_host.back() - query_offsets_host.front();
   }
 
-  /// Sequences [begin, begin + count) of this batch.
+  /// Sequences [begin, begin + count) of this batch. @throws Error(invalid_argument) if it has fewer.
   Batch slice(std::int64_t begin, std::int64_t count) const {
+    HELIX_EXPECTS(begin >= 0 && count >= 0 && begin <= num_sequences() && count <= num_sequences() - begin,
+                  ErrorCode::invalid_argument, "Batch::slice: sequences [", begin, ", ", begin, " + ", count,
+                  ") of a batch of ", num_sequences());
+    if (query_offsets_host.empty()) return *this;
     const auto first = static_cast<std::size_t>(begin);
     const auto number = static_cast<std::size_t>(count);
     return {query_offsets_host.subspan(first, number + 1), query_offsets + begin, positions,

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include <helix/dtype.hpp>
+#include <helix/error.hpp>
 
 namespace helix {
 
@@ -73,6 +74,18 @@ struct StageComms {
   Comm* stage = nullptr;  ///< All N ranks of the stage, by stage_rank.
   Comm* kvp = nullptr;    ///< The KVP group, by kvp_rank.
 };
+
+namespace detail {
+
+/// The communicator. Throws Error(invalid_argument) if there is none.
+template <class Comm>
+Comm& given_comm(std::string_view operation, std::string_view name, Comm* comm) {
+  HELIX_EXPECTS(comm != nullptr, ErrorCode::invalid_argument, operation, ": the backend's comms().", name,
+                " is null; give it both communicators, of one rank where a group has one");
+  return *comm;
+}
+
+}  // namespace detail
 
 /// `bytes` of device memory that the ranks of `comm` may write to each other's; zeroed, aligned to 256.
 /// Collective. A communicator that shares memory between ranks brings allocate_window(bytes); of any other it

@@ -192,13 +192,14 @@ struct ExpertWeights {
 /// out[t] += sum over this rank's chosen experts e of weight * down_e(swiglu(gate_up_e(in[t]))).
 template <class T>
 struct ExpertFfnArgs {
-  TensorView<const T, 2> in;                     ///< [tokens, M].
-  TensorView<const std::int32_t, 2> experts;     ///< [tokens, top_k], global expert ids.
-  TensorView<const float, 2> weights;            ///< [tokens, top_k].
-  std::span<const ExpertWeights> local_experts;  ///< This EP rank's experts, host memory.
-  std::int64_t first_expert = 0;                 ///< Global id of local_experts[0].
-  TensorView<T, 2> out;                          ///< [tokens, M], accumulated into.
-  std::span<std::byte> workspace;                ///< expert_ffn_workspace_bytes().
+  TensorView<const T, 2> in;                  ///< [tokens, M].
+  TensorView<const std::int32_t, 2> experts;  ///< [tokens, top_k], global expert ids.
+  TensorView<const float, 2> weights;         ///< [tokens, top_k].
+  /// This EP rank's experts, host memory; read when the operation runs, or when it is queued.
+  std::span<const ExpertWeights> local_experts;
+  std::int64_t first_expert = 0;   ///< Global id of local_experts[0].
+  TensorView<T, 2> out;            ///< [tokens, M], accumulated into.
+  std::span<std::byte> workspace;  ///< expert_ffn_workspace_bytes().
 };
 
 /// What decode_layer asks of a machine: the exchange, attention, and everything between.
