@@ -216,15 +216,15 @@ void LocalLinks::send(int rank, std::span<const std::byte> message, int descript
 }
 
 int LocalLinks::recv(int rank, std::span<std::byte> message) const {
-  const Clock::time_point deadline = Clock::now() + bootstrap_.timeout();
+  Patience patience(deadline_after(bootstrap_.timeout()));
   const int fd = links_.at(static_cast<std::size_t>(rank)).fd();
   int descriptor = -1;
   std::size_t received = 0;
   while (received < message.size()) {
     bootstrap_.check();
-    HELIX_EXPECTS(Clock::now() < deadline, ErrorCode::timeout, "rank ", rank, " sent nothing for ",
+    HELIX_EXPECTS(!patience.is_over(), ErrorCode::timeout, "rank ", rank, " sent nothing for ",
                   seconds(bootstrap_.timeout()), " s on its local socket");
-    if (!wait_for(fd, POLLIN, std::min(deadline, Clock::now() + kPollSlice))) continue;
+    if (!wait_for(fd, POLLIN, std::min(patience.deadline(), Clock::now() + kPollSlice))) continue;
     iovec part{message.data() + received, message.size() - received};
     alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
     msghdr header{};

@@ -25,9 +25,6 @@
 
 namespace helix::comm {
 
-/// A wait that wakes so much later than it wanted to has slept; load alone makes it late by less.
-inline constexpr milliseconds kOverslept{100};
-
 /// One place where a fixed set of ranks meets, round after round: all ranks of a group, or a sender and a
 /// receiver. Guarded by Root::mutex, except while `is_moving`: then `calls` and `move` are read freely and
 /// change only when nobody is inside.
@@ -236,15 +233,14 @@ struct Root {
   /// Waits until the data of this round moves or has moved.
   void gather(Meeting& meeting, std::size_t place, const Call& call, std::uint64_t round,
               std::unique_lock<std::mutex>& lock) {
-    const Clock::time_point deadline = deadline_after(timeout);
+    Patience patience(deadline_after(timeout));
     const auto moved_or_failed = [&] {
       return meeting.round != round || meeting.is_moving || meeting.error_code.has_value() || has_failed;
     };
-    bool has_come = meeting.changed.wait_until(lock, deadline, moved_or_failed);
-    // Who wakes so late was stopped, by a signal or with its machine, and the peers with it: this process,
-    // not the peer, may have been the one that slept.
-    if (!has_come && Clock::now() - deadline > kOverslept)
-      has_come = meeting.changed.wait_until(lock, deadline_after(timeout), moved_or_failed);
+    bool has_come = false;
+    do {
+      has_come = meeting.changed.wait_until(lock, patience.deadline(), moved_or_failed);
+    } while (!has_come && !patience.is_over());
     if (!has_come) {
       const std::vector<int> missing = meeting.missing_ranks();
       std::ostringstream text;

@@ -56,6 +56,7 @@ template <class KeepWaiting>
 Transfer recv_all(int fd, void* data, std::size_t bytes, Clock::time_point deadline,
                   KeepWaiting&& keep_waiting) {
   char* position = static_cast<char*>(data);
+  Patience patience(deadline);
   while (bytes > 0) {
     const ssize_t received = ::recv(fd, position, bytes, MSG_DONTWAIT);
     if (received > 0) {
@@ -65,8 +66,8 @@ Transfer recv_all(int fd, void* data, std::size_t bytes, Clock::time_point deadl
       return Transfer::closed;
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
       keep_waiting();
-      if (Clock::now() >= deadline) return Transfer::late;
-      wait_for(fd, POLLIN, std::min(deadline, Clock::now() + kPollSlice));
+      if (patience.is_over()) return Transfer::late;
+      wait_for(fd, POLLIN, std::min(patience.deadline(), Clock::now() + kPollSlice));
     } else if (errno != EINTR) {
       return Transfer::closed;
     }

@@ -25,11 +25,8 @@ bool has_moved(const Beat& from, const Beat& to) {
 }
 
 /// A heartbeat fits in the socket's buffer unless the peer has stopped reading for minutes; then it is
-/// dead.
-void send_beat(Peer& peer, const Beat& beat) {
-  if (peer.socket.is_open())
-    (void)send_all(peer.socket.fd(), &beat, sizeof(beat), Clock::now() + milliseconds(200));
-}
+/// dead, and is not waited for longer than this.
+constexpr milliseconds kSending{200};
 
 }  // namespace
 
@@ -74,14 +71,14 @@ Beat Watch::failure_beat(std::string_view text) const {
   return beat;
 }
 
-Beat Watch::own_beat() const {
+Beat Watch::own_beat(Clock::time_point now) const {
   Beat beat;
   beat.rank = options.rank;
   beat.step = step.load(std::memory_order_relaxed);
   beat.operations = operations.load(std::memory_order_relaxed);
   set_text(beat.operation, operation.load(std::memory_order_relaxed));
   if (const Clock::rep since = waiting_since.load(std::memory_order_relaxed); since != 0) {
-    const auto waited = Clock::now() - Clock::time_point(Clock::duration(since));
+    const auto waited = now - Clock::time_point(Clock::duration(since));
     beat.waited_ms = static_cast<std::uint32_t>(
         std::max<std::int64_t>(1, std::chrono::ceil<milliseconds>(waited).count()));
   }
@@ -93,7 +90,12 @@ std::string Watch::describe(const Beat& beat, std::string_view what) const {
 }
 
 void Watch::tell_all(const Beat& beat) {
-  for (Peer& peer : peers) send_beat(peer, beat);
+  for (Peer& peer : peers) {
+    if (!peer.socket.is_open()) continue;
+    (void)send_all(peer.socket.fd(), &beat, sizeof(beat),
+                   Clock::now() + std::min(kSending, options.timeout / 4));
+    stay_awake();
+  }
 }
 
 void Watch::judge(std::string_view text) {
@@ -134,7 +136,7 @@ void Watch::receive(Peer& peer) {
 
 void Watch::check_silence() {
   for (Peer& peer : peers) {
-    if (!peer.is_watched || Clock::now() - peer.last_heard < options.timeout) continue;
+    if (!peer.is_watched || awake_ - peer.last_heard < options.timeout) continue;
     peer.is_watched = false;
     judge(describe(peer.last, message({"no sign of life for ", seconds(options.timeout), " s"})));
   }
@@ -144,12 +146,13 @@ void Watch::check_lag() {
   // A rank that has missed some heartbeats may be the one that all others wait for: its silence will tell, or
   // its next heartbeat.
   constexpr int kMissed = 3;
-  const Clock::time_point now = Clock::now();
-  const auto is_still = [&](Clock::time_point last_moved) { return now - last_moved >= options.timeout / 2; };
+  const auto is_still = [&](Clock::time_point last_moved) {
+    return awake_ - last_moved >= options.timeout / 2;
+  };
   standings_.clear();
   standings_.push_back({.beat = &last_beat_, .is_still = is_still(last_moved_)});
   for (const Peer& peer : peers) {
-    if (peer.is_watched && now - peer.last_heard > kMissed * options.heartbeat) return;
+    if (peer.is_watched && awake_ - peer.last_heard > kMissed * options.heartbeat) return;
     standings_.push_back(
         {.beat = &peer.last, .has_left = !peer.is_watched, .is_still = is_still(peer.last_moved)});
   }
@@ -174,20 +177,20 @@ void Watch::tell_own_failure() {
   told.notify_all();
 }
 
-void Watch::forgive_sleep(Clock::time_point now) {
-  for (Peer& peer : peers) peer.last_heard = now;
+void Watch::stay_awake() {
+  const Clock::time_point before = std::exchange(awake_, Clock::now());
+  if (awake_ - before <= options.timeout / 2) return;  // no step takes more than a quarter
+  for (Peer& peer : peers) peer.last_heard = awake_;
   Clock::rep since = waiting_since.load(std::memory_order_relaxed);
-  if (since != 0) waiting_since.compare_exchange_strong(since, now.time_since_epoch().count());
+  if (since != 0) waiting_since.compare_exchange_strong(since, awake_.time_since_epoch().count());
 }
 
 void Watch::turn() {
-  const Clock::time_point now = Clock::now();
-  // A turn sleeps until the next heartbeat, a quarter of the timeout at most.
-  if (now - last_turn_ > options.timeout / 2) forgive_sleep(now);
+  stay_awake();
   tell_own_failure();
-  if (now >= next_beat_) {
-    const Beat beat = own_beat();
-    if (has_moved(last_beat_, beat)) last_moved_ = now;
+  if (awake_ >= next_beat_) {
+    const Beat beat = own_beat(awake_);
+    if (has_moved(last_beat_, beat)) last_moved_ = awake_;
     last_beat_ = beat;
     tell_all(beat);
     next_beat_ = deadline_after(options.heartbeat);
@@ -196,7 +199,6 @@ void Watch::turn() {
       if (options.rank == 0) check_lag();
     }
   }
-  last_turn_ = Clock::now();
   wait_for_messages();
 }
 

@@ -71,7 +71,7 @@ struct Watch {
   /// The message that this rank has failed, as `text` says.
   Beat failure_beat(std::string_view text) const;
   /// Where this rank stands.
-  Beat own_beat() const;
+  Beat own_beat(Clock::time_point now = Clock::now()) const;
   /// "rank 1 of 2 failed in all_reduce at step 7 (operation 1): " and `what`.
   std::string describe(const Beat& beat, std::string_view what) const;
 
@@ -80,9 +80,9 @@ struct Watch {
   void turn();
   /// Ends the job because this thread cannot go on; takes no memory.
   void give_up(const char* why) noexcept;
-  /// Where this process itself slept, stopped by a signal or with its machine, nobody has been silent, and no
-  /// wait has lasted.
-  void forgive_sleep(Clock::time_point now);
+  /// Notes the time, between any two steps that take long. Where this process itself slept since the last
+  /// time, stopped by a signal or with its machine, nobody has been silent, and no wait has lasted.
+  void stay_awake();
   void tell_all(const Beat& beat);
   void tell_own_failure();
   /// Ends the job on this rank, and on all others where this is rank 0.
@@ -98,7 +98,7 @@ struct Watch {
   void wait_for_messages();
 
   Clock::time_point next_beat_ = Clock::now();
-  Clock::time_point last_turn_ = Clock::now();   // when it was done
+  Clock::time_point awake_ = Clock::now();       // what is judged counts to here: a sleep is behind it
   Clock::time_point last_moved_ = Clock::now();  // this rank, as a Peer's
   Beat last_beat_;
   std::vector<pollfd> entries_;  // the wake-up, then the peers
