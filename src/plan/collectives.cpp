@@ -3,15 +3,18 @@
 #include <algorithm>
 #include <bit>
 
+#include <helix/error.hpp>
 #include <helix/plan/collectives.hpp>
 
 namespace helix::plan {
 namespace {
 
-/// A group cut by NVLink domains.
+/// A group cut by NVLink domains, all of them full but the last. The slowest rank counts: inside a domain one
+/// of a full domain, between domains one of the last, which sends most outside.
 struct Spread {
   int ranks;
-  int in_domain;  ///< Ranks of the group that share a domain.
+  int in_domain;       ///< Ranks of the group that share a full domain.
+  int in_last_domain;  ///< Ranks of the group in the domain that it fills least.
   int domains;
   const Link& inside;
   const Link& outside;
@@ -23,7 +26,7 @@ struct Spread {
   Time direct(Bytes message) const {
     const Time near = in_domain > 1 ? inside.latency + message * (in_domain - 1) / inside.bandwidth : Time{};
     const Time far =
-        is_one_domain() ? Time{} : outside.latency + message * (ranks - in_domain) / outside.bandwidth;
+        is_one_domain() ? Time{} : outside.latency + message * (ranks - in_last_domain) / outside.bandwidth;
     return std::max(near, far);
   }
   Time direct_inside(Bytes message) const {
@@ -31,6 +34,10 @@ struct Spread {
   }
   Time direct_between_domains(Bytes message) const {
     return outside.latency + message * (domains - 1) / outside.bandwidth;
+  }
+  /// The ranks of a domain receive what all others hold, `part` each, and share that evenly.
+  Time gather_between_domains(Bytes part) const {
+    return outside.latency + part * (ranks - in_last_domain) / in_last_domain / outside.bandwidth;
   }
   /// One step of a ring, as slow as its slowest link.
   Time ring_step(Bytes message) const { return slowest().latency + message / slowest().bandwidth; }
@@ -54,10 +61,11 @@ CollectiveTime all_reduce_time(const Spread& group, Bytes size) {
   fastest.offer(CollectiveAlgorithm::two_shot, group.direct(part) * 2);
   fastest.offer(CollectiveAlgorithm::ring, group.ring_step(part) * (2 * (group.ranks - 1)));
   if (!group.is_one_domain() && group.in_domain > 1) {
-    const Bytes shard = size / group.in_domain;
+    const Bytes shard = size / group.in_last_domain;
     const Time between = std::min(group.direct_between_domains(shard),
                                   group.direct_between_domains(shard / group.domains) * 2);
-    fastest.offer(CollectiveAlgorithm::hierarchical, group.direct_inside(shard) * 2 + between);
+    fastest.offer(CollectiveAlgorithm::hierarchical,
+                  group.direct_inside(size / group.in_domain) * 2 + between);
   }
   return fastest.best();
 }
@@ -69,8 +77,9 @@ CollectiveTime all_gather_time(const Spread& group, Bytes size) {
   fastest.offer(CollectiveAlgorithm::one_shot, group.direct(part));
   fastest.offer(CollectiveAlgorithm::ring, group.ring_step(part) * (group.ranks - 1));
   if (!group.is_one_domain() && group.in_domain > 1) {
-    fastest.offer(CollectiveAlgorithm::hierarchical,
-                  group.direct_between_domains(part) + group.direct_inside(part * group.domains));
+    fastest.offer(
+        CollectiveAlgorithm::hierarchical,
+        group.gather_between_domains(part) + group.direct_inside(part * group.ranks / group.in_domain));
   }
   return fastest.best();
 }
@@ -139,11 +148,18 @@ std::string_view to_string(CollectiveAlgorithm algorithm) {
 }
 
 CollectiveTime collective_time(const Hardware& hardware, Collective collective, CommGroup group, Bytes size) {
-  if (group.ranks <= 1 || size <= Bytes{}) return {};
-  const int in_domain = std::clamp(hardware.nvlink_domain / std::max(1, group.stride), 1, group.ranks);
+  HELIX_EXPECTS(group.ranks >= 1 && group.stride >= 1, ErrorCode::invalid_argument,
+                "collective_time: the group has ", group.ranks, " ranks, ", group.stride,
+                " apart; both must be at least 1");
+  HELIX_EXPECTS(size >= Bytes{}, ErrorCode::invalid_argument, "collective_time: the size is ", in_bytes(size),
+                " bytes; it must be 0 or more");
+  if (group.ranks == 1 || size == Bytes{}) return {};
+  const int in_domain = std::clamp(hardware.nvlink_domain / group.stride, 1, group.ranks);
+  const int domains = (group.ranks + in_domain - 1) / in_domain;
   const Spread spread{.ranks = group.ranks,
                       .in_domain = in_domain,
-                      .domains = (group.ranks + in_domain - 1) / in_domain,
+                      .in_last_domain = group.ranks - (domains - 1) * in_domain,
+                      .domains = domains,
                       .inside = hardware.inside,
                       .outside = hardware.outside};
   if (spread.is_one_domain()) {

@@ -65,12 +65,50 @@ TEST_CASE("gathers and broadcasts by hand") {
   CHECK(in_microseconds(send.time) == Approx(5 + 1));
 }
 
+TEST_CASE("a gather across domains sends each part over the network once when that is slow") {
+  const auto time = collective_time(two_levels(), Collective::all_gather, {32, 1}, bytes(32e6));
+  CHECK(time.algorithm == CollectiveAlgorithm::hierarchical);
+  // 1 MB parts: one to each of 3 other domains; then the 4 that a rank holds to the other 7 of its domain.
+  CHECK(in_microseconds(time.time) == Approx(5 + 3e6 / 1e4 + 1 + 7 * 4e6 / 1e5));
+}
+
+TEST_CASE("where a group fills domains unevenly, a rank of the emptiest is the slowest") {
+  const auto time = [&](Collective collective, int ranks, double size) {
+    return collective_time(two_levels(), collective, {ranks, 1}, bytes(size));
+  };
+  // The ninth rank is alone: 8 messages leave its domain, and one each of the others'.
+  CHECK(in_microseconds(time(Collective::all_to_all, 9, 9000).time) == Approx(5 + 8 * 1000 / 1e4));
+  CHECK(in_microseconds(time(Collective::all_to_all, 12, 12000).time) == Approx(5 + 8 * 1000 / 1e4));
+  CHECK(in_microseconds(time(Collective::all_to_all, 16, 16000).time) == Approx(5 + 8 * 1000 / 1e4));
+  // 8 ranks and 4: shards of 1 MB within the eight, of 2 MB between the four and their partners.
+  const CollectiveTime reduced = time(Collective::all_reduce, 12, 8e6);
+  CHECK(reduced.algorithm == CollectiveAlgorithm::hierarchical);
+  CHECK(in_microseconds(reduced.time) == Approx(2 * (1 + 7e6 / 1e5) + 5 + 2e6 / 1e4));
+  // The 4 receive the parts of the 8, two of 1 MB each; of 12 parts each of the 8 sends 1.5 to the other 7.
+  const CollectiveTime gathered = time(Collective::all_gather, 12, 12e6);
+  CHECK(gathered.algorithm == CollectiveAlgorithm::hierarchical);
+  CHECK(in_microseconds(gathered.time) == Approx(5 + 2e6 / 1e4 + 1 + 7 * 1.5e6 / 1e5));
+}
+
 TEST_CASE("one rank, or nothing to send, takes no time") {
   for (const Collective collective :
        {Collective::all_reduce, Collective::all_to_all, Collective::broadcast}) {
     CHECK(collective_time(two_levels(), collective, {1, 1}, bytes(1e6)).time == Time{});
     CHECK(collective_time(two_levels(), collective, {8, 1}, Bytes{}).algorithm == CollectiveAlgorithm::none);
   }
+}
+
+TEST_CASE("groups and sizes that cannot be are refused with the value") {
+  const auto refuses = [](CommGroup group, Bytes size, const char* says) {
+    const auto failure =
+        failure_of([&] { collective_time(two_levels(), Collective::all_reduce, group, size); });
+    return failure && failure->code == ErrorCode::invalid_argument && failure->says(says);
+  };
+  CHECK(refuses({-4, 1}, bytes(1), "-4 ranks"));
+  CHECK(refuses({0, 1}, bytes(1), "0 ranks"));
+  CHECK(refuses({4, 0}, bytes(1), "0 apart"));
+  CHECK(refuses({4, 1}, bytes(-1), "-1 bytes"));
+  CHECK(refuses({4, 1}, bytes(std::nan("")), "nan bytes"));
 }
 
 TEST_CASE("measured collectives replace the model for their ranks inside a domain only") {

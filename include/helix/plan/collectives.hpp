@@ -37,7 +37,9 @@ struct CommGroup {
 };
 
 /// The fastest way to run `collective` over `group`, without declared overheads. `size`: bytes a rank as in
-/// MeasuredCollective; for `send` the message.
+/// MeasuredCollective; for `send` the message. Where the group fills domains unevenly, a rank of the emptiest
+/// counts. @throws Error(invalid_argument) for fewer than one rank, a stride below 1, and a size that is
+/// negative or NaN.
 HELIX_API CollectiveTime collective_time(const Hardware& hardware, Collective collective, CommGroup group,
                                          Bytes size);
 
