@@ -59,7 +59,8 @@ void check_baseline(const Layout& layout, const Model& model, Report&& report) {
   }
 }
 
-/// The width that is below 1 or above any machine, if any: products of the others would mean nothing.
+/// Whether each width is at least 1 and below any machine's, else products of the others would mean nothing,
+/// and the strategy and slices are some.
 template <class Report>
 bool widths_are_sound(const Layout& layout, Report&& report) {
   constexpr int kMaxWidth = 1 << 15;
@@ -76,6 +77,10 @@ bool widths_are_sound(const Layout& layout, Report&& report) {
   check("EP", layout.ep);
   check("PP", layout.pp);
   check("DP", layout.dp);
+  if (to_string(layout.strategy) == "unknown") {
+    report("strategy is ", static_cast<int>(layout.strategy), "; it must name a strategy");
+    is_sound = false;
+  }
   if (layout.hop_b_slices < 0) {
     report("hop_b_slices is ", layout.hop_b_slices, "; it must be 0 (the fastest), 1 (off) or more");
     is_sound = false;

@@ -62,6 +62,11 @@ double total_parameters(const Model& model) {
 }  // namespace
 
 double expected_expert_hits(const MoeShape& moe, double tokens) {
+  HELIX_EXPECTS(moe.num_experts >= 1 && moe.top_k >= 0 && moe.top_k <= moe.num_experts,
+                ErrorCode::invalid_argument, "expected_expert_hits: top_k is ", moe.top_k, " of ",
+                moe.num_experts, " experts; there must be one or more, and top_k in [0, num_experts]");
+  HELIX_EXPECTS(tokens >= 0, ErrorCode::invalid_argument, "expected_expert_hits: ", tokens,
+                " tokens; there must be 0 or more");
   const auto count = static_cast<double>(moe.num_experts);
   return count * (1 - std::pow(1 - static_cast<double>(moe.top_k) / count, tokens));
 }

@@ -46,6 +46,10 @@ double attention_elements(const Model& model, const RooflineWidths& widths) {
 Bytes kv_read_bytes(const Model& model, const Precision& precision, std::int64_t batch, Tokens context,
                     const RooflineWidths& widths) {
   check(widths);
+  HELIX_EXPECTS(batch >= 0, ErrorCode::invalid_argument, "roofline: the batch is ", batch,
+                "; it must be 0 or more");
+  HELIX_EXPECTS(context >= Tokens{}, ErrorCode::invalid_argument, "roofline: the context is ",
+                in_tokens(context), " tokens; it must be 0 or more");
   const double row = model.shape.mla ? static_cast<double>(model.shape.head_dim)
                                      : ceil_div(model.shape.num_kv_heads, widths.tpa) *
                                            static_cast<double>(model.shape.head_dim + model.shape.value_dim);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Models of the planner: parameters as the checkpoints have them, KV bytes as the paper has them, bad sizes.
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <string>
 #include <vector>
@@ -47,6 +48,23 @@ TEST_CASE("active parameters are those that one token uses") {
   CHECK(active("deepseek-r1") == Approx(37.5).epsilon(0.01));
   CHECK(active("qwen3-235b-a22b") == Approx(22.2).epsilon(0.01));
   CHECK(active("llama-3.1-8b") == Approx(8.03).epsilon(0.001));
+}
+
+TEST_CASE("expected hits of experts by hand, and none of what has no expectation") {
+  // One token hits its choices; of two tokens with 1 of 2 experts each, the second hits a new one every
+  // other time.
+  CHECK(expected_expert_hits({.num_experts = 256, .top_k = 8}, 1) == 8);
+  CHECK(expected_expert_hits({.num_experts = 2, .top_k = 1}, 2) == 1.5);
+  CHECK(expected_expert_hits({.num_experts = 4, .top_k = 4}, 3) == 4);
+  CHECK(expected_expert_hits({.num_experts = 4, .top_k = 1}, 0) == 0);
+  const auto refuses = [](const MoeShape& moe, double tokens, const char* says) {
+    const auto failure = failure_of([&] { expected_expert_hits(moe, tokens); });
+    return failure && failure->code == ErrorCode::invalid_argument && failure->says(says);
+  };
+  CHECK(refuses({}, 5, "of 0 experts"));
+  CHECK(refuses({.num_experts = 8, .top_k = 9}, 5, "top_k is 9 of 8"));
+  CHECK(refuses({.num_experts = 8, .top_k = 2}, -1, "-1 tokens"));
+  CHECK(refuses({.num_experts = 8, .top_k = 2}, std::nan(""), "nan tokens"));
 }
 
 TEST_CASE("the KV cache of one request of a million tokens in 4 bits") {

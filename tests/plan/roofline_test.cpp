@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Appendix A and figure 3 of the paper, to the last digit.
+#include <cmath>
 #include <vector>
 
 #include <helix/hop_b_model.hpp>
@@ -103,6 +104,13 @@ TEST_CASE("the roofline refuses what it has no formula for") {
   const auto zero = failure_of([] { kv_us({.tpa = 8, .kvp = 0}); });
   REQUIRE(zero);
   CHECK(zero->says("KVP 0"));
+  const auto negative = failure_of([] { kv_read_bytes(figure_1_model(), kFp4, -1, tokens(10), {}); });
+  REQUIRE(negative);
+  CHECK(negative->code == ErrorCode::invalid_argument);
+  CHECK(negative->says("batch is -1"));
+  const auto unknown = failure_of([] { kv_read_bytes(figure_1_model(), kFp4, 1, tokens(std::nan("")), {}); });
+  REQUIRE(unknown);
+  CHECK(unknown->says("context is nan"));
 }
 
 }  // namespace

@@ -446,6 +446,13 @@ TEST_CASE("what cannot be timed is refused with the reason") {
   REQUIRE(illegal);
   CHECK(illegal->code == ErrorCode::invalid_topology);
   CHECK(illegal->says("num_query_heads 32"));
+  Layout nameless;
+  nameless.strategy = static_cast<Strategy>(9);
+  CHECK_FALSE(is_legal(nameless, step.model()));
+  const auto unknown = failure_of([&] { step.explain(nameless, workload); });
+  REQUIRE(unknown);
+  CHECK(unknown->code == ErrorCode::invalid_topology);
+  CHECK(unknown->says("strategy is 9"));
   const auto empty = failure_of([&] { step.explain({}, {}); });
   REQUIRE(empty);
   CHECK(empty->says("context is 0"));

@@ -14,6 +14,7 @@
 namespace helix::plan {
 
 /// Different experts that `tokens` tokens choose, expected under uniform routing: E * (1 - (1 - k/E)^tokens).
+/// @throws Error(invalid_argument) without experts, for k outside [0, E], and for negative or NaN tokens.
 HELIX_API double expected_expert_hits(const MoeShape& moe, double tokens);
 
 /// A model as the planner sees it. Every FFN has a gate (SwiGLU and the like): three matrices.

@@ -24,6 +24,7 @@ struct RooflineWidths {
 
 /// Bytes of KV that a rank reads in one full-attention layer: B * 2 * ceil(K / TPA) * Hsz * S / KVP elements.
 /// MLA: the latent once, B * (kv_lora_rank + rope) * S / KVP, whatever TPA is.
+/// @throws Error(invalid_argument) for widths below 1, and a batch or context that is negative or NaN.
 HELIX_API Bytes kv_read_bytes(const Model& model, const Precision& precision, std::int64_t batch,
                               Tokens context, const RooflineWidths& widths);
 
