@@ -6,6 +6,8 @@
 #include <array>
 #include <cmath>
 #include <initializer_list>
+#include <utility>
+#include <vector>
 
 #include <nlohmann/json.hpp>
 
@@ -97,9 +99,18 @@ plan::Link parse_link(const json& value, const std::string& where) {
   return {plan::microseconds(link.number("latency_us")), plan::gigabytes_per_second(link.number("gb_per_s"))};
 }
 
+/// BandwidthCurve of what the file says at `where`, which its own errors do not know.
+template <class Points>
+plan::BandwidthCurve curve_of(Points&& points, const std::string& where) {
+  try {
+    return plan::BandwidthCurve(std::forward<Points>(points));
+  } catch (const Error& error) {
+    throw Error(ErrorCode::invalid_file, where, ": ", error.what());
+  }
+}
+
 plan::BandwidthCurve parse_curve(const json& value, const std::string& where) {
-  if (value.is_number())
-    return plan::BandwidthCurve(plan::gigabytes_per_second(Section::number(value, where)));
+  if (value.is_number()) return curve_of(plan::gigabytes_per_second(Section::number(value, where)), where);
   HELIX_EXPECTS(value.is_array(), ErrorCode::invalid_file, where,
                 ": expected GB/s or an array of [bytes, GB/s], it is ", value.type_name());
   std::vector<plan::BandwidthCurve::Point> points;
@@ -107,7 +118,7 @@ plan::BandwidthCurve parse_curve(const json& value, const std::string& where) {
     const auto [size, rate] = Section::pair(entry, where);
     points.push_back({plan::bytes(size), plan::gigabytes_per_second(rate)});
   }
-  return plan::BandwidthCurve(std::move(points));
+  return curve_of(std::move(points), where);
 }
 
 plan::Collective parse_collective(const std::string& name, const std::string& where) {
@@ -155,7 +166,14 @@ plan::Hardware parse_hardware(std::string_view text, const std::string& file) {
       {"name", "based_on", "source", "memory_gb", "usable_memory_fraction", "read_gb_per_s",
        "attention_gb_per_s", "peaks", "nvlink_domain", "inside", "outside", "measured", "overheads"});
   plan::Hardware hardware;
-  if (section.find("based_on") != nullptr) hardware = plan::hardware_preset(section.text("based_on"));
+  if (section.find("based_on") != nullptr) {
+    hardware = plan::hardware_preset(section.text("based_on"));
+  } else {
+    for (const char* key : {"memory_gb", "read_gb_per_s", "peaks"}) {
+      HELIX_EXPECTS(section.find(key) != nullptr, ErrorCode::invalid_file, file, ": \"", key,
+                    "\" is missing; give it, or a preset to take it from as \"based_on\"");
+    }
+  }
   hardware.name = section.find("name") != nullptr ? section.text("name") : file;
   hardware.source = section.find("source") != nullptr ? section.text("source") : file;
   section.with_number("memory_gb", [&](double gb) { hardware.memory = plan::gigabytes(gb); });

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // BandwidthCurve, and the checks of Hardware.
+#include <algorithm>
 #include <cmath>
 
 #include <helix/error.hpp>
@@ -119,6 +120,12 @@ void Hardware::check() const {
   check_time(name, "per_slice", overheads.per_slice);
   check_time(name, "per_step", overheads.per_step);
   for (const MeasuredCollective& collective : measured) {
+    const auto same = [&](const MeasuredCollective& other) {
+      return other.collective == collective.collective && other.ranks == collective.ranks;
+    };
+    HELIX_EXPECTS(std::count_if(measured.begin(), measured.end(), same) == 1, ErrorCode::invalid_argument,
+                  "hardware ", name, ": ", to_string(collective.collective), " over ", collective.ranks,
+                  " ranks is measured twice; give all its points in one entry");
     HELIX_EXPECTS(collective.ranks >= 2 && !collective.points.empty(), ErrorCode::invalid_argument,
                   "hardware ", name, ": a measured ", to_string(collective.collective), " has ",
                   collective.ranks, " ranks and ", collective.points.size(),

@@ -193,7 +193,12 @@ TEST_CASE("absurd machines are refused with the value") {
          h.measured = {
              {Collective::all_reduce, 2, {{bytes(1), microseconds(2)}, {bytes(2), microseconds(1)}}}};
        },
-       "must not fall"}};
+       "must not fall"},
+      {[](Hardware& h) {
+         h.measured = {{Collective::send, 2, {{bytes(1), microseconds(1)}}},
+                       {Collective::send, 2, {{bytes(2), microseconds(2)}}}};
+       },
+       "send over 2 ranks is measured twice"}};
   for (const Bad& bad : all) {
     Hardware hardware = two_levels();
     bad.spoil(hardware);
