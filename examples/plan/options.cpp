@@ -2,8 +2,10 @@
 // Command line of helix-plan.
 #include "options.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <map>
+#include <system_error>
 
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
@@ -144,12 +146,24 @@ void set_search(plan::SearchSpace& space, const OptionTexts& texts, bool has_ttl
                   "--ttl-ms is ", texts.ttl_ms, "; give a positive number of milliseconds");
     space.ttl_limit = plan::milliseconds(texts.ttl_ms);
   }
-  for (const std::string& name : texts.strategy_names) space.strategies.push_back(strategies().at(name));
+  for (const std::string& name : texts.strategy_names) {
+    const plan::Strategy strategy = strategies().at(name);
+    if (std::ranges::find(space.strategies, strategy) == space.strategies.end())
+      space.strategies.push_back(strategy);
+  }
   if (texts.hop_b == "off") space.hop_b_slices = {1};
   if (texts.hop_b == "both") space.hop_b_slices = {0, 1};
   const bool is_throughput =
       texts.objective.empty() ? space.ttl_limit.has_value() : texts.objective == "throughput";
   space.objective = is_throughput ? plan::Objective::throughput : plan::Objective::latency;
+}
+
+/// Whether what is written to `a` would replace what is written to `b`: not on pipes and devices.
+bool is_same_file(const std::filesystem::path& a, const std::filesystem::path& b) {
+  std::error_code failure;
+  if (std::filesystem::weakly_canonical(a, failure) != std::filesystem::weakly_canonical(b, failure))
+    return false;
+  return !std::filesystem::exists(a, failure) || std::filesystem::is_regular_file(a, failure);
 }
 
 }  // namespace
@@ -164,6 +178,7 @@ std::optional<Options> parse_options(int argc, char** argv) {
   add_output_options(app, options, texts);
   for (const char* other : {"--model", "--json", "--csv", "--pictures"})
     app.get_option("--check")->excludes(app.get_option(other));
+  app.get_option("--batch")->excludes(app.get_option("--max-batch"));
   app.footer(decode::kCountsHelp);
   if (!decode::parse_command_line(app, argc, argv)) return std::nullopt;
 
@@ -174,6 +189,9 @@ std::optional<Options> parse_options(int argc, char** argv) {
   options.json = texts.json;
   options.csv = texts.csv;
   options.pictures = texts.pictures;
+  HELIX_EXPECTS(options.json.empty() || options.csv.empty() || !is_same_file(options.json, options.csv),
+                ErrorCode::invalid_argument, "--json and --csv are both ", texts.csv,
+                "; give each a file of its own");
   options.precision = {.weight_bits = element_bits().at(texts.weights),
                        .kv_bits = element_bits().at(texts.kv),
                        .activation_bits = element_bits().at(texts.activations)};

@@ -133,6 +133,20 @@ TEST_CASE("a machine from a file gives appendix A's KV time") {
   CHECK(attention_us == Approx(1024.0).epsilon(1e-3));  // queries and outputs come on top
 }
 
+TEST_CASE("a strategy that is named twice is searched once") {
+  const ScratchDirectory scratch;
+  const auto rows = [&](const std::string& strategies) {
+    const std::string file = (scratch / "plan.csv").string();
+    const Run run = run_plan("--model llama-3.1-8b --gpus 2 --context 1024 --strategies " + strategies +
+                             " --csv " + file);
+    INFO(run.output);
+    REQUIRE(run.exit_code == 0);
+    return read_file(file);
+  };
+  CHECK(rows("helix,helix") == rows("helix"));
+  CHECK(rows("medha,helix,medha") == rows("medha,helix"));
+}
+
 TEST_CASE("every value of a machine's file is read") {
   const ScratchDirectory scratch;
   const std::string machine = R"({"name": "all of it", "source": "made up", "memory_gb": 200,
@@ -405,6 +419,8 @@ TEST_CASE("bad input gives one clear error and a non-zero exit") {
       {"--check " + kFourGpuResults + " --model llama-3.1-8b", {"--check", "--model"}},
       {kLlama + "--json /nowhere/plan.json", {"/nowhere/plan.json", "written"}},
       {kLlama + "--pictures /proc/none", {"/proc/none"}},
+      {kLlama + "--batch 64 --max-batch 8", {"--batch", "--max-batch"}},
+      {kLlama + "--json /tmp/helix-plan.out --csv /tmp/../tmp/helix-plan.out", {"--json and --csv are both"}},
   });
 }
 
