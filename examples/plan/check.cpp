@@ -184,14 +184,14 @@ std::string format_check(const CheckResult& result) {
   for (const CheckRow& row : result.rows) {
     const bool is_off = std::abs(row.error_percent()) > kAim;
     within += is_off ? 0 : 1;
-    text += fmt::format("| {} | {:.1f} | {:.1f} | {:+.1f} % | {} |\n", row.name, row.measured_us,
-                        row.predicted_us, row.error_percent(), is_off ? "above 10 %" : "");
+    text += fmt::format("| {} | {:.1f} | {:.1f} | {:+.1f} % | {} |\n", decode::one_line(row.name),
+                        row.measured_us, row.predicted_us, row.error_percent(), is_off ? "above 10 %" : "");
   }
   std::map<std::string, int> others;
   for (const std::string& name : result.not_covered) ++others[name.substr(0, name.find('/'))];
   text += fmt::format("\n{} of {} rows within {} %\n", within, result.rows.size(), kAim);
   for (const auto& [family, count] : others) {
-    text += fmt::format("not predicted: {} of {}{}\n", count, family,
+    text += fmt::format("not predicted: {} of {}{}\n", count, decode::one_line(family),
                         family == "decode_layer" ? " with spare blocks" : "");
   }
   return text;

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // helix-plan: which layout, how much memory, how fast, before the GPUs are rented.
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
 #include <exception>
 #include <optional>
 #include <string>
@@ -8,6 +11,7 @@
 
 #include <fmt/format.h>
 
+#include <helix/error.hpp>
 #include <helix/plan/search.hpp>
 
 #include "bench_results.hpp"
@@ -15,6 +19,7 @@
 #include "check.hpp"
 #include "checkpoint/output_file.hpp"
 #include "checkpoint/standard_streams.hpp"
+#include "checkpoint/strict_json.hpp"
 #include "hardware_source.hpp"
 #include "model_source.hpp"
 #include "options.hpp"
@@ -23,6 +28,13 @@
 
 namespace helix::plan_cli {
 namespace {
+
+/// Writes to standard output. What the stream keeps is flushed at the end; of what exceeds that the reason of
+/// a failure is known here alone.
+void print(const std::string& text) {
+  HELIX_EXPECTS(std::fputs(text.c_str(), stdout) != EOF, ErrorCode::io,
+                "standard output cannot be written: ", std::strerror(errno));
+}
 
 void run(const Options& options) {
   if (!options.json.empty()) decode::check_output(options.json);
@@ -35,7 +47,7 @@ void run(const Options& options) {
       calibrations.empty() ? std::vector<BenchCase>{} : read_bench_results(calibrations);
   if (is_check) {
     const CheckResult checked = check_predictions(hardware, measured, read_bench_results(options.checks));
-    fmt::print("{}", format_check(checked));
+    print(format_check(checked));
     return;
   }
   if (!measured.empty()) hardware = calibrate(std::move(hardware), measured);
@@ -57,7 +69,8 @@ void run(const Options& options) {
   if (!options.csv.empty()) write_csv(options.csv, plan);
   std::string pictures;
   if (!options.pictures.empty()) pictures = write_pictures(options.pictures, plan);
-  fmt::print("{}{}{}", format_plan(plan), pictures.empty() ? "" : "\n", pictures);
+  print(format_plan(plan));
+  if (!pictures.empty()) print("\n" + pictures);
 }
 
 }  // namespace
@@ -70,7 +83,7 @@ int main(int argc, char** argv) {
     helix::decode::flush_standard_output();
     return 0;
   } catch (const std::exception& error) {
-    helix::decode::print_error(fmt::format("helix-plan: {}\n", error.what()));
+    helix::decode::print_error(fmt::format("helix-plan: {}\n", helix::decode::one_line(error.what())));
     return 1;
   }
 }

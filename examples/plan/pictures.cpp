@@ -12,6 +12,7 @@
 #include <helix/error.hpp>
 
 #include "checkpoint/output_file.hpp"
+#include "checkpoint/strict_json.hpp"
 #include "svg.hpp"
 
 namespace helix::plan_cli {
@@ -280,7 +281,7 @@ std::string write_pictures(const std::filesystem::path& folder, const Plan& plan
   std::string lines;
   const auto write = [&](const char* name, const std::string& document) {
     decode::write_output(folder / name, document);
-    lines += fmt::format("wrote {}\n", (folder / name).string());
+    lines += fmt::format("wrote {}\n", decode::one_line((folder / name).string()));
   };
   write("roofline.svg", draw_roofline(plan));
   write("frontier.svg", draw_frontier(plan));

@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/output_file.hpp"
+#include "checkpoint/strict_json.hpp"
 
 namespace helix::plan_cli {
 namespace {
@@ -131,11 +132,14 @@ std::string format_plan(const Plan& plan) {
   const plan::Precision& precision = model.precision();
   const plan::Workload& workload = plan.options.workload;
   const plan::Hardware& hardware = model.hardware();
-  std::string text = fmt::format("{}: {:.1f}e9 parameters, {:.1f}e9 of them for a token; {}\n",
-                                 model.model().name, static_cast<double>(parameters.total()) / 1e9,
-                                 static_cast<double>(parameters.active()) / 1e9, model.model().source);
-  text += fmt::format("{}: {:.0f} GB a GPU, {:.1f} usable; {}\n", hardware.name,
-                      in_gigabytes(hardware.memory), in_gigabytes(hardware.usable_memory()), hardware.source);
+  // Names and sources come from files and the command line, where they may be anything.
+  std::string text =
+      fmt::format("{}: {:.1f}e9 parameters, {:.1f}e9 of them for a token; {}\n",
+                  decode::one_line(model.model().name), static_cast<double>(parameters.total()) / 1e9,
+                  static_cast<double>(parameters.active()) / 1e9, decode::one_line(model.model().source));
+  text += fmt::format("{}: {:.0f} GB a GPU, {:.1f} usable; {}\n", decode::one_line(hardware.name),
+                      in_gigabytes(hardware.memory), in_gigabytes(hardware.usable_memory()),
+                      decode::one_line(hardware.source));
   text += fmt::format(
       "context {:.0f} tokens: {:.2f} GB of KV a sequence; bits: weights {}, KV {}, activations {}\n",
       in_tokens(workload.context), in_gigabytes(kv_cache_bytes(model.model(), precision, workload.context)),

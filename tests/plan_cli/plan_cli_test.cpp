@@ -133,6 +133,20 @@ TEST_CASE("a machine from a file gives appendix A's KV time") {
   CHECK(attention_us == Approx(1024.0).epsilon(1e-3));  // queries and outputs come on top
 }
 
+TEST_CASE("names from files are printed on one line, control characters as text") {
+  const ScratchDirectory scratch;
+  write_file(scratch / "machine.json",
+             R"({"based_on": "h200", "name": "a\nb\u001b[31m", "source": "c\td\u0000e"})");
+  const std::string model = (scratch / "f\ng").string();
+  std::filesystem::copy(std::string(HELIX_TEST_DATA) + "/llama-tiny", model);
+  const Run run = run_plan("--gpus 1 --context 1024 --hardware " + (scratch / "machine.json").string() +
+                           " --model '" + model + "'");
+  INFO(run.output);
+  REQUIRE(run.exit_code == 0);
+  CHECK_THAT(run.output, Contains(R"(f\ng: )") && Contains(R"(a\nb\x1b[31m: 141 GB)"));
+  CHECK_THAT(run.output, Contains(R"(; c\td\x00e)") && !Contains("\x1b"));
+}
+
 TEST_CASE("a strategy that is named twice is searched once") {
   const ScratchDirectory scratch;
   const auto rows = [&](const std::string& strategies) {
@@ -421,6 +435,7 @@ TEST_CASE("bad input gives one clear error and a non-zero exit") {
       {kLlama + "--pictures /proc/none", {"/proc/none"}},
       {kLlama + "--batch 64 --max-batch 8", {"--batch", "--max-batch"}},
       {kLlama + "--json /tmp/helix-plan.out --csv /tmp/../tmp/helix-plan.out", {"--json and --csv are both"}},
+      {"--model \"$(printf 'a\\nb\\033[31m')\"", {R"("a\nb\x1b[31m")"}},
   });
 }
 
@@ -573,9 +588,12 @@ TEST_CASE("output that cannot be written is an error and leaves no half of a fil
   const auto run_script = [](const std::string& script) {
     return run_command("sh -c '" + replaced(script, "$P", HELIX_PLAN) + "'", 60);
   };
-  const Run lost = run_script(plan + "> /dev/full");
-  CHECK(lost.exit_code == 1);
-  CHECK_THAT(lost.output, Contains("helix-plan: standard output cannot be written"));
+  for (const std::string size :
+       {"--top 1 ", "--top 1000 --frontier "}) {  // within the stream's buffer, and past
+    const Run lost = run_script(plan + size + "> /dev/full");
+    CHECK(lost.exit_code == 1);
+    CHECK(lost.output == "helix-plan: standard output cannot be written: No space left on device\n");
+  }
   const std::string folder = (scratch / "out").string();
   std::filesystem::create_directory(folder);
   for (const char* option : {"--json ", "--csv ", "--pictures "}) {
