@@ -122,6 +122,12 @@ int steps_ahead(std::vector<std::int64_t> lengths, std::int64_t most) {
   return count;
 }
 
+/// `tokens` up to the first `eos`, which stays.
+decode::TokenIds up_to(const decode::TokenIds& tokens, std::int64_t eos) {
+  const auto end = std::ranges::find(tokens, eos);
+  return {tokens.begin(), end == tokens.end() ? end : end + 1};
+}
+
 }  // namespace
 
 TEST_CASE("replayed steps give the golden output, whatever shapes follow each other", "[quick]") {
@@ -226,8 +232,12 @@ TEST_CASE("steps queued before tokens are known give the same output, and none a
       const GenerationResult stopped = run_capturable<DownloadingBackend>(model, topo, request);
       REQUIRE(stopped.sequences.size() == waited.sequences.size());
       std::vector<std::int64_t> lengths;
-      for (const decode::GeneratedSequence& known : waited.sequences)
-        lengths.push_back(std::ssize(known.tokens));
+      for (std::size_t i = 0; i < waited.sequences.size(); ++i) {
+        const decode::TokenIds& known = waited.sequences[i].tokens;
+        CHECK(known == up_to(whole.sequences[i].tokens, model.config.eos_ids.front()));
+        lengths.push_back(std::ssize(known));
+      }
+      CHECK(std::ranges::min(lengths) < request.max_new_tokens);
       CHECK(DownloadingBackend::num_downloads ==
             steps_ahead(lengths, request.max_new_tokens) * topo.world_size());
       for (std::size_t i = 0; i < waited.sequences.size(); ++i) {
