@@ -5,6 +5,7 @@
 #include "serve/scheduler.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -12,7 +13,9 @@
 #include <optional>
 #include <random>
 #include <set>
+#include <span>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -116,8 +119,9 @@ class Decoder {
 
   Scheduler& scheduler() { return scheduler_; }
 
-  void step() {
-    const StepOrder order = scheduler_.next();
+  /// Returns what the ranks were told to do.
+  StepOrder step() {
+    StepOrder order = scheduler_.next();
     std::vector<ReplicaResult> results;
     for (std::size_t i = 0; i < replicas_.size(); ++i) {
       most_tokens = std::max(most_tokens, std::ssize(order.replicas[i].step.tokens));
@@ -125,6 +129,7 @@ class Decoder {
       results.push_back(replicas_[i].run(order.replicas[i]));
     }
     scheduler_.complete(results);
+    return order;
   }
   void run_to_end() {
     for (int i = 0; !scheduler_.is_idle(); ++i) {
@@ -361,6 +366,131 @@ TEST_CASE("a conversation that goes on takes its beginning from the cache", "[qu
   decoder.run_to_end();
   CHECK(decoder.ends["b"]["usage"]["cached_tokens"] == 39);  // the last drawn token was never stored
   CHECK(decoder.tokens["b"] == alone(second, small_spec()));
+}
+
+namespace {
+
+/// A prompt of `size` times the same token, the id of which is also the request's name.
+ServeRequest uniform(std::int32_t token, std::size_t size) {
+  ServeRequest request;
+  request.id = std::to_string(token);
+  request.prompt.assign(size, token);
+  request.ignore_eos = true;
+  request.max_tokens = 2;
+  return request;
+}
+
+/// Runs the request to its end. Returns how much of its prompt it took from caches.
+std::int64_t cached_tokens(Decoder& decoder, ServeRequest request) {
+  static int count = 0;
+  request.id += "." + std::to_string(++count);  // it may come again
+  decoder.scheduler().take(request);
+  decoder.run_to_end();
+  return decoder.ends.at(request.id)["usage"]["cached_tokens"];
+}
+
+}  // namespace
+
+TEST_CASE("of ended requests, the one that was used longest ago is given up first", "[quick]") {
+  Decoder decoder(small_spec());
+  for (const std::int32_t token : {1, 2, 3, 4}) CHECK(cached_tokens(decoder, uniform(token, 20)) == 0);
+  CHECK(decoder.scheduler().stats().retained == 4);
+  CHECK(cached_tokens(decoder, uniform(1, 20)) == 19);  // which is one more: 2 goes, as 1 has just been used
+  CHECK(decoder.scheduler().stats().retained == 4);
+  CHECK(cached_tokens(decoder, uniform(2, 20)) == 0);  // 3 goes
+  CHECK(cached_tokens(decoder, uniform(4, 20)) == 19);
+  CHECK(cached_tokens(decoder, uniform(3, 20)) == 0);
+}
+
+TEST_CASE("a request that needs memory takes it from the oldest, but not from the one that it continues",
+          "[quick]") {
+  SchedulerSpec spec = small_spec();
+  spec.ledger.pages = 5;  // of 24 tokens over all ranks
+  Decoder decoder(spec);
+  for (const std::int32_t token : {1, 2, 3}) cached_tokens(decoder, uniform(token, 22));
+  ServeRequest long_one = uniform(1, 50);
+  long_one.max_tokens = 22;
+  CHECK(cached_tokens(decoder, long_one) == 22);
+  CHECK(cached_tokens(decoder, uniform(3, 22)) == 21);
+  CHECK(cached_tokens(decoder, uniform(2, 22)) == 0);
+}
+
+TEST_CASE("beginnings of 16 tokens and more are shared", "[quick]") {
+  Decoder decoder(small_spec());
+  const auto beginning = [](std::int32_t token, std::size_t size) {
+    ServeRequest request = uniform(token, size);
+    request.prompt.resize(30, 90);
+    return request;
+  };
+  cached_tokens(decoder, uniform(1, 30));
+  CHECK(cached_tokens(decoder, beginning(1, 15)) == 0);
+  CHECK(cached_tokens(decoder, beginning(1, 16)) == 16);
+  const std::int64_t retained = decoder.scheduler().stats().retained;
+  cached_tokens(decoder, uniform(2, 14));  // 15 of its tokens are in the cache when it ends
+  CHECK(decoder.scheduler().stats().retained == retained);
+}
+
+TEST_CASE("a request joins the replica with the fewest", "[quick]") {
+  SchedulerSpec spec = small_spec();
+  spec.num_replicas = 3;
+  Decoder decoder(spec);
+  for (const std::int32_t token : {1, 2, 3, 4}) decoder.scheduler().take(uniform(token, 2));
+  const StepOrder order = decoder.step();
+  CHECK(order.replicas[0].step.sequences.size() == 2);
+  CHECK(order.replicas[1].step.sequences.size() == 1);
+  CHECK(order.replicas[2].step.sequences.size() == 1);
+}
+
+TEST_CASE("requests without a seed draw by seeds of their own, those with one by it", "[quick]") {
+  SchedulerSpec spec = small_spec();
+  spec.seed = 40;
+  Decoder decoder(spec);
+  for (const std::int32_t token : {1, 2, 3}) {
+    ServeRequest request = uniform(token, 2);
+    request.sampling = {.temperature = 2.0f, .top_k = 9};
+    if (token == 2) request.seed = 7;
+    decoder.scheduler().take(request);
+  }
+  const std::vector<SamplingConfig> sampling = decoder.step().replicas[0].step.sampling;
+  REQUIRE(sampling.size() == 3);
+  CHECK(sampling[0] == SamplingConfig{.temperature = 2.0f, .top_k = 9, .seed = 40});
+  CHECK(sampling[1] == SamplingConfig{.temperature = 2.0f, .top_k = 9, .seed = 7});
+  CHECK(sampling[2] == SamplingConfig{.temperature = 2.0f, .top_k = 9, .seed = 42});
+}
+
+TEST_CASE("a step has the penalties of each request's prompt and output, at its row", "[quick]") {
+  Decoder decoder(small_spec());
+  ServeRequest first = uniform(1, 2);
+  first.penalties.frequency = 0.25f;
+  ServeRequest second = uniform(2, 3);
+  second.penalties.repetition = 1.5f;
+  decoder.scheduler().take(first);
+  decoder.scheduler().take(second);
+  CHECK(decoder.step().replicas[0].step.penalties == std::vector<LogitPenalty>{{1, 2, 1.5f, 0.0f}});
+  const std::int32_t a = next_token(first.prompt);
+  const std::int32_t b = next_token(second.prompt);
+  REQUIRE(b > 2);
+  CHECK(decoder.step().replicas[0].step.penalties ==
+        std::vector<LogitPenalty>{{0, a, 1.0f, 0.25f}, {1, 2, 1.5f, 0.0f}, {1, b, 1.5f, 0.0f}});
+}
+
+TEST_CASE("the times of a request are no more than it took, one after the other", "[quick]") {
+  Decoder decoder(small_spec());
+  const auto start = std::chrono::steady_clock::now();
+  decoder.scheduler().take(uniform(1, 2));
+  const StepOrder order = decoder.scheduler().next();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  ReplicaResult drawn;
+  drawn.tokens = {3};
+  decoder.scheduler().complete(std::span(&drawn, 1));
+  decoder.scheduler().next();
+  decoder.scheduler().complete(std::span(&drawn, 1));
+  const std::chrono::duration<double, std::milli> taken = std::chrono::steady_clock::now() - start;
+  const nlohmann::json& timing = decoder.ends.at("1")["timing"];
+  CHECK(timing["prefill_ms"].get<double>() >= 20.0);
+  CHECK(timing["queued_ms"].get<double>() + timing["prefill_ms"].get<double>() +
+            timing["decode_ms"].get<double>() <=
+        taken.count());
 }
 
 TEST_CASE("orders and results are the same behind serialize()", "[quick]") {

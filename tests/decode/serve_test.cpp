@@ -332,6 +332,25 @@ TEST_CASE("log-probabilities and penalties are those of the definition", "[quick
   CHECK(distinct.size() == 40);
 }
 
+TEST_CASE("equal requests draw tokens of their own, and those of one seed the same", "[quick]") {
+  const ReferenceModel model("llama-tiny");
+  ServeClient client(model, {.kvp = 2}, serving(2, 64, 256), {.num_threads = 1});
+  for (const char* id : {"a", "b", "c", "d"}) {
+    Json request{{"id", id},
+                 {"prompt", {383, 198, 141, 403}},
+                 {"max_tokens", 12},
+                 {"ignore_eos", true},
+                 {"temperature", 2}};
+    if (*id >= 'c') request["seed"] = 7;
+    client.send(request);
+  }
+  Answers answers;
+  read_until(client, answers, [&] { return answers.ends.size() == 4; });
+  CHECK(answers.tokens["a"] != answers.tokens["b"]);
+  CHECK(answers.tokens["a"] != answers.tokens["c"]);
+  CHECK(answers.tokens["c"] == answers.tokens["d"]);
+}
+
 TEST_CASE("bad lines name the value and what to do, and a cancelled request ends", "[quick]") {
   const ReferenceModel model("llama-tiny");
   ServeClient client(model, {}, serving(1, 2048, 2048), {.num_threads = 1});

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// The keys of a request to a serving decoder, each of which comes to its own member.
+#include "serve/serve_request.hpp"
+
+#include <string>
+#include <variant>
+
+#include "support/catch.hpp"
+
+namespace helix::test {
+namespace {
+
+using decode::ServeRequest;
+using decode::TokenIds;
+
+ServeRequest parsed(const std::string& line, const decode::ServeDefaults& defaults = {}) {
+  const auto command = decode::parse_command(line, defaults);
+  REQUIRE(std::holds_alternative<decode::ServeCommand>(command));
+  const auto& known = std::get<decode::ServeCommand>(command);
+  REQUIRE(std::holds_alternative<ServeRequest>(known));
+  return std::get<ServeRequest>(known);
+}
+
+const decode::ServeDefaults kDefaults = {
+    .sampling = {.temperature = 0.25f, .top_p = 0.5f, .min_p = 0.0625f, .top_k = 3},
+    .penalties = {.repetition = 2.0f, .presence = 3.0f, .frequency = 4.0f}};
+
+}  // namespace
+
+TEST_CASE("every key of a request comes to its own member", "[quick]") {
+  const ServeRequest request = parsed(
+      R"({"id":"a","prompt":[1,2,2],"max_tokens":11,"ignore_eos":true,"stop":[5,6],"temperature":0.75,)"
+      R"("top_p":0.875,"top_k":12,"min_p":0.125,"seed":18446744073709551615,"repetition_penalty":1.5,)"
+      R"("presence_penalty":-0.5,"frequency_penalty":1,"log_probs":4})",
+      kDefaults);
+  CHECK(request.id == "a");
+  CHECK(request.prompt == TokenIds{1, 2, 2});
+  CHECK(request.max_tokens == 11);
+  CHECK(request.ignore_eos);
+  CHECK(request.stop == TokenIds{5, 6});
+  CHECK(request.seed == 18446744073709551615u);
+  CHECK(request.sampling ==
+        SamplingConfig{.temperature = 0.75f, .top_p = 0.875f, .min_p = 0.125f, .top_k = 12});
+  CHECK(request.penalties == decode::Penalties{.repetition = 1.5f, .presence = -0.5f, .frequency = 1.0f});
+  CHECK(request.num_best == 4);
+}
+
+TEST_CASE("a request that says nothing has the defaults, and one key changes one of them", "[quick]") {
+  ServeRequest request = parsed(R"({"id":"a","prompt":[1]})", kDefaults);
+  CHECK_FALSE(request.max_tokens);
+  CHECK_FALSE(request.ignore_eos);
+  CHECK(request.stop.empty());
+  CHECK_FALSE(request.seed);
+  CHECK_FALSE(request.num_best);
+  CHECK(request.sampling == kDefaults.sampling);
+  CHECK(request.penalties == kDefaults.penalties);
+
+  request = parsed(R"({"id":"a","prompt":[1],"temperature":0,"frequency_penalty":0})", kDefaults);
+  decode::ServeDefaults changed = kDefaults;
+  changed.sampling.temperature = 0.0f;
+  changed.penalties.frequency = 0.0f;
+  CHECK(request.sampling == changed.sampling);
+  CHECK(request.penalties == changed.penalties);
+}
+
+TEST_CASE("cancel, stats and forget are commands of their own", "[quick]") {
+  const auto command = [](const std::string& line) {
+    return std::get<decode::ServeCommand>(decode::parse_command(line, {}));
+  };
+  CHECK(std::get<decode::CancelCommand>(command(R"({"cancel":"b"})")).id == "b");
+  CHECK(std::holds_alternative<decode::StatsCommand>(command(R"({"stats":true})")));
+  CHECK(std::holds_alternative<decode::ForgetCommand>(command(R"({"forget":true})")));
+}
+
+}  // namespace helix::test
