@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// What decode steps feed: what was drawn, what a teacher says, or drafts behind what was drawn.
+#include "generate/fed_tokens.hpp"
+
+#include "support/catch.hpp"
+
+namespace helix::test {
+
+using decode::fed_tokens;
+using decode::TokenIds;
+
+TEST_CASE("drafts go on behind the pending token, as far as there are some and tokens are wanted",
+          "[quick]") {
+  decode::SequenceProgress sequence;
+  sequence.index = 1;
+  sequence.pending = 9;
+  sequence.result.tokens = {8, 9};
+  decode::GenerationRequest request;
+  request.max_new_tokens = 7;
+  CHECK(fed_tokens(request, sequence) == TokenIds{9});
+  request.teacher = {{1, 2, 3, 4, 5, 6, 7}, {11, 12, 13, 14, 15, 16, 17}};
+  CHECK(fed_tokens(request, sequence) == TokenIds{12});  // in place of the second token, which was drawn as 9
+  request.draft_tokens = 4;
+  CHECK(fed_tokens(request, sequence) == TokenIds{9, 13, 14, 15});
+  request.max_new_tokens = 5;
+  CHECK(fed_tokens(request, sequence) == TokenIds{9, 13, 14});
+  request.max_new_tokens = 3;
+  CHECK(fed_tokens(request, sequence) == TokenIds{9});
+  request.max_new_tokens = 7;
+  request.teacher[1].resize(3);
+  CHECK(fed_tokens(request, sequence) == TokenIds{9, 13});
+  request.teacher[1].clear();
+  CHECK(fed_tokens(request, sequence) == TokenIds{9});
+}
+
+}  // namespace helix::test

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the command line says of draws and penalties, and what follows from the checkpoint where it says
+// nothing.
+#include "cli/job.hpp"
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cli/options.hpp"
+#include "support/catch.hpp"
+#include "support/process.hpp"
+
+namespace helix::test {
+namespace {
+
+using decode::Options;
+using decode::Penalties;
+
+Options options_of(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), "helix-decode");
+  std::vector<char*> argv;
+  for (std::string& argument : arguments) argv.push_back(argument.data());
+  argv.push_back(nullptr);
+  const std::optional<Options> options =
+      decode::parse_options(static_cast<int>(arguments.size()), argv.data());
+  REQUIRE(options);
+  return *options;
+}
+
+/// llama-tiny with `generation_config` as its generation_config.json, or without one.
+class Model {
+ public:
+  explicit Model(const std::string& generation_config) {
+    const std::filesystem::path original = std::filesystem::path(HELIX_TEST_DATA) / "llama-tiny";
+    write_file(scratch_ / "config.json", read_file(original / "config.json"));
+    std::filesystem::create_symlink(original / "model.safetensors", scratch_ / "model.safetensors");
+    if (!generation_config.empty()) write_file(scratch_ / "generation_config.json", generation_config);
+  }
+
+  decode::Job job(const std::vector<std::string>& more) const {
+    std::vector<std::string> arguments = {"--model", scratch_.path().string(), "--device", "cpu"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return decode::Job(options_of(arguments), *decode::make_thread_launcher());
+  }
+
+ private:
+  ScratchDirectory scratch_;
+};
+
+const std::string kGenerationConfig =
+    R"({"eos_token_id":[3,5],"do_sample":true,"temperature":0.5,"top_p":0.75,"top_k":7,)"
+    R"("min_p":0.125,"repetition_penalty":1.5})";
+
+}  // namespace
+
+TEST_CASE("each option of draws and penalties comes to its own member", "[quick]") {
+  const Options options = options_of({"--model",
+                                      "m",
+                                      "--prompt-ids",
+                                      "1",
+                                      "--temperature",
+                                      "0.5",
+                                      "--top-p",
+                                      "0.75",
+                                      "--min-p",
+                                      "0.125",
+                                      "--top-k",
+                                      "7",
+                                      "--seed",
+                                      "9",
+                                      "--repetition-penalty",
+                                      "1.5",
+                                      "--presence-penalty",
+                                      "0.25",
+                                      "--frequency-penalty",
+                                      "-2"});
+  CHECK(options.request.sampling ==
+        SamplingConfig{.temperature = 0.5f, .top_p = 0.75f, .min_p = 0.125f, .top_k = 7, .seed = 9});
+  CHECK(options.request.penalties == Penalties{.repetition = 1.5f, .presence = 0.25f, .frequency = -2.0f});
+  CHECK(options.has_sampling);
+
+  const Options none = options_of({"--model", "m", "--prompt-ids", "1", "--seed", "9"});
+  CHECK(none.request.sampling == SamplingConfig{.seed = 9});
+  CHECK(none.request.penalties == Penalties{});
+  CHECK_FALSE(none.has_sampling);
+}
+
+TEST_CASE("requests of --serve have generation_config.json's defaults where the command line has none",
+          "[quick]") {
+  const Model model(kGenerationConfig);
+  const decode::Job job = model.job({"--serve", "--seed", "9"});
+  CHECK(job.config.eos_ids == std::vector<std::int64_t>{3, 5});
+  CHECK(job.options.request.sampling ==
+        SamplingConfig{.temperature = 0.5f, .top_p = 0.75f, .min_p = 0.125f, .top_k = 7, .seed = 9});
+  CHECK(job.options.request.penalties == Penalties{.repetition = 1.5f});
+
+  const decode::Job given = model.job({"--serve", "--presence-penalty", "0.25"});
+  CHECK(given.config.eos_ids == std::vector<std::int64_t>{3, 5});
+  CHECK(given.options.request.sampling == SamplingConfig{});
+  CHECK(given.options.request.penalties == Penalties{.presence = 0.25f});
+}
+
+TEST_CASE("prompts of the command line end where generation_config.json says, and are greedy", "[quick]") {
+  const decode::Job job = Model(kGenerationConfig).job({"--prompt-ids", "1"});
+  CHECK(job.config.eos_ids == std::vector<std::int64_t>{3, 5});
+  CHECK(job.options.request.sampling == SamplingConfig{});
+  CHECK(job.options.request.penalties == Penalties{});
+}
+
+TEST_CASE("without generation_config.json, or its ids, sequences end where config.json says", "[quick]") {
+  for (const char* const text : {"", "{}", R"({"eos_token_id":null})"}) {
+    const decode::Job job = Model(text).job({"--serve"});
+    CHECK(job.config.eos_ids == std::vector<std::int64_t>{2});
+    CHECK(job.options.request.sampling == SamplingConfig{});
+    CHECK(job.options.request.penalties == Penalties{});
+  }
+}
+
+TEST_CASE("room for requests follows from the model and the options", "[quick]") {
+  const Model model("");
+  CHECK(model.job({"--serve"}).options.request.serving ==
+        decode::ServeLimits{.max_sequences = 8, .max_tokens = 8192, .kv_tokens = 8 * 8192});
+  CHECK(model.job({"--serve", "--max-sequences", "3", "--context", "1K"}).options.request.serving ==
+        decode::ServeLimits{.max_sequences = 3, .max_tokens = 1024, .kv_tokens = 3 * 1024});
+  CHECK(model.job({"--serve", "--context", "1K", "--kv-tokens", "2K"}).options.request.serving ==
+        decode::ServeLimits{.max_sequences = 8, .max_tokens = 1024, .kv_tokens = 2048});
+  CHECK_FALSE(model.job({"--prompt-ids", "1"}).options.request.serving);
+}
+
+}  // namespace helix::test
