@@ -98,6 +98,31 @@ TEST_CASE("weights of a rank by hand: attention over TPA and replicated over KVP
   CHECK(in_bytes(whole.weights) == 2.0 * static_cast<double>(count_parameters(model).total() - 4096));
 }
 
+TEST_CASE("memory of DeepSeek-R1 on two stages of KVP 8, EP 8 by hand") {
+  const Model model = model_preset("deepseek-r1");
+  const Layout layout{.kvp = 8, .ep = 8, .pp = 2};
+  REQUIRE(violations(layout, model).empty());
+  const RankMemoryPlan plan = plan_memory(model, {.weight_bits = 4, .kv_bits = 8, .activation_bits = 16},
+                                          layout, {.context = tokens(1100), .batch = 3, .step_tokens = 2});
+  // Each rank has W_DQ, W_UQ, the latent's two matrices and W_UK of all 128 heads, and 16 heads of W_UV and
+  // W_O.
+  const double attention = 7168.0 * 1536 + 1536.0 * 128 * 192 + 7168.0 * 576 + 128.0 * 128 * 512 +
+                           16.0 * 512 * 128 + 16.0 * 128 * 7168 + 2 * 7168;
+  // 32 of 256 experts, an eighth of the shared one, and all of the router.
+  const double moe = 3.0 * 7168 * (32 * 2048 + 2048 / 8) + 7168.0 * 256;
+  // 31 and 30 layers. The first stage has the 3 dense ones, so the second one's 30 MoE layers and head are
+  // more.
+  CHECK(in_bytes(plan.weights) == (30 * (attention + moe) + 129280.0 / 8 * 7168) / 2);
+  // Of 1100 tokens in chunks of 16 rank 0 has 8 from whole periods of 128 tokens and one more: 144, 3 pages.
+  // All three sequences are cached, in the first stage's 31 layers.
+  CHECK(in_bytes(plan.kv) == 3.0 * 64 * 576 * 3 * 31);
+  // Two micro-batches: two sequences, so 4 tokens at a time. Hidden twice, query and latent; three times the
+  // outputs of 128 heads; hidden, dense FFN and shared expert; 8 experts a token, all of them here.
+  const double activations = 4 * (2 * 7168 + 128 * 576 + 576) + 3.0 * 4 * 128 * 512 +
+                             4 * (7168 + 2 * 18432 / 8 + 2 * 2048 / 8) + 4 * 8 * (7168 + 2 * 2048);
+  CHECK(in_bytes(plan.workspace) == 2 * activations + 4.0 * 4 * 129280 / 8);
+}
+
 TEST_CASE("more KVP never raises the KV bytes of a rank") {
   for (const char* name : {"llama-3.1-405b", "deepseek-r1", "gpt-oss-120b"}) {
     const Model model = model_preset(name);
