@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Layouts and memory: rules of the baselines, and bytes that a ShardedKVCache really takes.
 #include <functional>
+#include <string>
 #include <vector>
 
 #include <helix/cpu/backend.hpp>
@@ -199,6 +200,13 @@ TEST_CASE("baselines keep their own rules") {
   CHECK(is_legal(medha, llama));
   medha.tpf = 64;
   CHECK_FALSE(is_legal(medha, llama));
+  Layout routed = layout(Strategy::medha);
+  routed.kvp = 2;
+  routed.tpa = routed.tpf = 4;
+  CHECK(is_legal(routed, model_preset("mixtral-8x22b")));
+  routed.tpf = routed.ep = 2;
+  CHECK(violations(routed, model_preset("mixtral-8x22b")) ==
+        std::vector<std::string>{"EP is 2; the strategy splits experts by TPF: use 1"});
   CHECK(legal_layouts(Strategy::medha, deepseek, 64).size() == 1);
   CHECK(legal_layouts(Strategy::medha, deepseek, 64, true).size() > 1);
 

@@ -222,6 +222,28 @@ TEST_CASE("a pipeline adds sends to one sequence, and overlaps several") {
         one.by_cost[static_cast<std::size_t>(Cost::pipeline)]);
 }
 
+TEST_CASE("an uneven pipeline waits for its longest stage") {
+  Model model = model_preset("llama-3.1-8b");
+  model.shape.num_layers = 5;  // 3 and 2
+  model.shape.vocab = 1000;    // a head that takes less than a layer
+  const StepModel step(model, {}, hardware_preset("h200"));
+  Time embedding;
+  Time layer;
+  Time head;
+  for (const OperatorTime& op : step.explain({}, {.context = tokens(1e5), .batch = 2}).operators) {
+    (op.count == 5 ? layer : op.op == Operator::embedding ? embedding : head) += op.time;
+  }
+  REQUIRE(embedding + layer > head);
+  // Two micro-batches of two sequences each: the first stage, the embedding and 3 layers, runs twice.
+  const StepReport report = step.explain({.pp = 2}, {.context = tokens(1e5), .batch = 4});
+  const Time longest = embedding + layer * 3;
+  CHECK(in_microseconds(report.totals.ttl) == Approx(in_microseconds(longest * 2)).epsilon(1e-9));
+  // What a token's own way lacks of that: all of it once, and one send of 2 x 4096 bf16 values.
+  const Time way = embedding + layer * 5 + head + microseconds(1.2 + 2 * 4096 * 2 / 379e3);
+  CHECK(in_microseconds(find(report, Operator::pipeline_wait).time) ==
+        Approx(in_microseconds(longest * 2 - way)).epsilon(1e-9));
+}
+
 TEST_CASE("replicas share the batch") {
   const StepModel step(model_preset("llama-3.1-8b"), {}, hardware_preset("h200"));
   const StepTotals one = step.evaluate({.kvp = 2, .tpf = 2}, {.context = tokens(1e5), .batch = 4});
@@ -282,6 +304,106 @@ TEST_CASE("exchange and combine by hand") {
   // KVP rank 0 receives the others' 16 heads, and combines all of them.
   CHECK(in_microseconds(find(tied, Operator::kvp_exchange).time) == Approx(1 + 3.0 * 6 * 16 * 260 / 900e3));
   CHECK(in_bytes(find(tied, Operator::lse_combine).bytes) == 6 * 16 * (5 * 128 * 2 + 4 * 4));
+}
+
+/// An operator of a step, as a list by hand has it.
+struct Expected {
+  Operator op;
+  bool is_moe;
+  std::int64_t count;
+  double bytes;
+};
+
+TEST_CASE("a step of data-parallel attention over two domains by hand") {
+  // 16 ranks: 4 groups of TPA 4 with 16 of 64 sequences each; 8 groups of 32 experts over TPF 2.
+  Hardware hardware = hardware_preset("gb200");
+  hardware.nvlink_domain = 8;
+  hardware.inside = {microseconds(1), gigabytes_per_second(100)};
+  hardware.outside = {microseconds(5), gigabytes_per_second(50)};
+  const StepModel step(model_preset("deepseek-r1"), {8, 8, 16}, hardware);
+  Layout layout;
+  layout.strategy = Strategy::data_parallel_attention;
+  layout.attn_dp = layout.tpa = 4;
+  layout.tpf = 2;
+  layout.ep = 8;
+  const StepReport report = step.explain(layout, {.context = tokens(1000), .batch = 64});
+
+  // Bytes: weights and KV have 1 an element, activations 2.
+  const double hidden = 7168;
+  const double own = 2 * 16 * hidden;  // hidden states of a rank's tokens,
+  const double all = 2 * 64 * hidden;  // and of all
+  const double qkv_width = 32 * 576 + 576;
+  const double qkv = hidden * 1536 + 1536 * 32 * 192 + hidden * 576 + 32 * 128 * 512;
+  // 8 choices of a token fall into 5.25 of 8 groups, TPF 2 ranks in each; TPA 4 ranks share their 16 tokens.
+  const double chosen = 2 * 16 / 4 * (8 * (1 - std::pow(7.0 / 8, 8))) * 2 * hidden;
+  const double hits = 256 * (1 - std::pow(1 - 8.0 / 256, 64)) / 8;
+  const double pairs = 2 * 64 * 8 / 8;  // activations of a rank's (token, expert) pairs
+  std::vector<Expected> expected{{Operator::embedding, false, 1, all},
+                                 {Operator::embedding_all_reduce, false, 1, all}};
+  for (const bool is_moe : {false, true}) {
+    const std::int64_t layers = is_moe ? 58 : 3;
+    const auto add = [&](Operator op, double size) { expected.push_back({op, is_moe, layers, size}); };
+    add(Operator::attention_norm, 2 * own);
+    add(Operator::qkv_projection, qkv + 2 * 16 * (hidden + qkv_width));
+    add(Operator::rope_append, 2 * 2 * 16 * qkv_width);
+    add(Operator::attention, 16 * 1000 * 576 + 2 * 16 * 32 * (576 + 512));
+    add(Operator::value_up_projection, 32 * 512 * 128 + 2 * 16 * (32 * 512 + 32 * 128));
+    add(Operator::output_projection, 32 * 128 * hidden + 2 * 16 * (32 * 128 + hidden));
+    add(Operator::attention_all_reduce, own);
+    add(Operator::ffn_norm, 2 * own);
+    if (!is_moe) {
+      add(Operator::ffn_dispatch, all);
+      add(Operator::ffn_gate_up, 2 * hidden * 1152 + 2 * 64 * (hidden + 2 * 1152));
+      add(Operator::ffn_down, hidden * 1152 + 2 * 64 * (hidden + 1152));
+      add(Operator::ffn_collect, all);
+      continue;
+    }
+    add(Operator::router, hidden * 256 + 2 * 16 * (hidden + 256));
+    add(Operator::ffn_dispatch, chosen);
+    add(Operator::experts_gate_up, 2 * hits * hidden * 1024 + pairs * (hidden + 2 * 1024));
+    add(Operator::experts_down, hits * hidden * 1024 + pairs * (hidden + 1024));
+    add(Operator::shared_gate_up, 2 * hidden * 512 + 2 * 16 * (hidden + 2 * 512));
+    add(Operator::shared_down, hidden * 512 + 2 * 16 * (hidden + 512));
+    add(Operator::ffn_collect, chosen);
+    add(Operator::ffn_all_reduce, own);
+  }
+  expected.push_back({Operator::final_norm, false, 1, 2 * own});
+  expected.push_back({Operator::ffn_dispatch, false, 1, all});
+  expected.push_back({Operator::lm_head, false, 1, 8080 * hidden + 2 * 64 * (hidden + 8080)});
+  expected.push_back({Operator::sample_gather, false, 1, 8 * 64 * 16});
+
+  REQUIRE(report.operators.size() == expected.size());
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    const OperatorTime& op = report.operators[i];
+    INFO(i << ": " << to_string(op.op));
+    CHECK(op.op == expected[i].op);
+    CHECK(op.is_moe == expected[i].is_moe);
+    CHECK(op.count == expected[i].count);
+    CHECK(in_bytes(op.bytes) == Approx(expected[i].bytes).epsilon(1e-12));
+  }
+
+  // Across the domains one message in 16 to each of the 8 other ranks at 50 GB/s, which is the slower half;
+  // within TPA a reduce-scatter and a gather of quarters.
+  const auto time_us = [&](Operator op, bool is_moe) {
+    return in_microseconds(find(report, op, is_moe).time);
+  };
+  CHECK(time_us(Operator::ffn_dispatch, false) == Approx(5 + 8 * all / 16 / 50e3));
+  CHECK(time_us(Operator::ffn_collect, false) == Approx(5 + 8 * all / 16 / 50e3));
+  CHECK(time_us(Operator::ffn_dispatch, true) == Approx(5 + 8 * chosen / 16 / 50e3));
+  CHECK(time_us(Operator::ffn_collect, true) == Approx(5 + 8 * chosen / 16 / 50e3));
+  CHECK(time_us(Operator::sample_gather, false) == Approx(5 + 8 * 8 * 64 / 50e3));
+  CHECK(time_us(Operator::attention_all_reduce, true) == Approx(2 * (1 + 3 * own / 4 / 100e3)));
+}
+
+TEST_CASE("an exchange over two domains takes as long as that of the rank that is alone in one") {
+  Hardware hardware = hardware_preset("gb200");
+  hardware.nvlink_domain = 7;
+  const StepModel step(model_preset("deepseek-v2-lite"), {}, hardware);
+  const StepReport report =
+      step.explain({.kvp = 8, .tpf = 1, .ep = 8, .hop_b_slices = 1}, {.context = tokens(1e5), .batch = 64});
+  // 64 tokens' 16 heads of 512 bf16 values and an f32 LSE, an eighth of it to each of the 7 others.
+  CHECK(in_microseconds(find(report, Operator::kvp_exchange).time) ==
+        Approx(5 + 7.0 * 64 * 16 * (512 * 2 + 4) / 8 / 50e3));
 }
 
 TEST_CASE("a pipeline's sends cross domains only where its stages do") {
@@ -368,6 +490,14 @@ TEST_CASE("windowed layers read their window only") {
   }
   CHECK(full / windowed > 800);
   CHECK(full / windowed < 1024);
+  // The first of 5 query tokens sees 128 tokens back, the last one 4 more: K and V of 8 heads of 64, and the
+  // query and output of 64.
+  const StepReport drafts = step.explain({}, {.context = tokens(131072), .step_tokens = 5});
+  const auto at = std::find_if(drafts.operators.begin(), drafts.operators.end(), [](const OperatorTime& op) {
+    return op.op == Operator::attention && op.is_windowed;
+  });
+  REQUIRE(at != drafts.operators.end());
+  CHECK(in_bytes(at->bytes) == 2.0 * (132 * 2 * 8 * 64 + 5 * 64 * (64 + 64)));
 }
 
 TEST_CASE("steps measured on four H200s are predicted within a tenth, uncalibrated") {
