@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// --topology auto: what of a request and a machine decides the topology.
+#include "cli/planning.hpp"
+
+#include <cstdint>
+#include <vector>
+
+#include <unistd.h>
+
+#include "model/parse_config.hpp"
+#include "support/catch.hpp"
+#include "support/failure.hpp"
+
+namespace helix::test {
+namespace {
+
+using decode::GenerationRequest;
+
+/// Two layers with one KV head of 128: a cached token takes 512 elements. Little else is large, so that one
+/// rank is the fastest for few tokens and four for many.
+decode::ModelConfig small_model() {
+  return decode::parse_model_config(R"({"model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128,
+    "vocab_size": 16})",
+                                    "config.json");
+}
+
+GenerationRequest request_of(std::size_t sequences, std::int64_t tokens) {
+  GenerationRequest request;
+  request.prompts.assign(sequences, decode::TokenIds{1});
+  request.max_new_tokens = tokens - 1;
+  return request;
+}
+
+int ranks_of(const GenerationRequest& request, const std::vector<int>& num_ranks) {
+  const TopologySpec chosen = decode::choose_topology(small_model(), request, {}, num_ranks);
+  return chosen.kvp * chosen.tpa * chosen.pp;
+}
+
+TEST_CASE("the fastest number of ranks grows with the sequences and their length") {
+  CHECK(ranks_of(request_of(1, 16), {1, 4}) == 1);
+  CHECK(ranks_of(request_of(1, 4'000'000), {1, 4}) == 4);
+  CHECK(ranks_of(request_of(1, 500), {1, 4}) == 1);
+  CHECK(ranks_of(request_of(2000, 500), {1, 4}) == 4);
+  // A server's are not known yet: as many and as long as it allows.
+  GenerationRequest served;
+  served.serving = decode::ServeLimits{.max_sequences = 1, .max_tokens = 500};
+  CHECK(ranks_of(served, {1, 4}) == 1);
+  served.serving->max_sequences = 2000;
+  CHECK(ranks_of(served, {1, 4}) == 4);
+  served.serving = decode::ServeLimits{.max_sequences = 1, .max_tokens = 4'000'000};
+  CHECK(ranks_of(served, {1, 4}) == 4);
+}
+
+TEST_CASE("ranks share the memory of the machine, and a cached element takes its type's bytes") {
+  // Of a quarter of the memory a rank may use 0.9, which is 0.225 of it all. Four ranks of one sequence hold
+  // a quarter of 512 f32 elements a token each.
+  const double memory =
+      static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
+  const auto request_for = [&](double fraction, DType type) {
+    GenerationRequest request = request_of(1, static_cast<std::int64_t>(fraction * memory / (512 * 4 / 4)));
+    request.kv_dtype = type;
+    return request;
+  };
+  CHECK(ranks_of(request_for(0.18, DType::f32), {4}) == 4);
+  const auto full = failure_of([&] { ranks_of(request_for(0.3, DType::f32), {4}); });
+  REQUIRE(full);
+  CHECK(full->code == ErrorCode::capacity);
+  CHECK(ranks_of(request_for(0.3, DType::bf16), {4}) == 4);  // the same tokens in half the bytes
+}
+
+}  // namespace
+}  // namespace helix::test
