@@ -66,7 +66,7 @@ class HELIX_API NcclComm {
   /// Connects the processes of `bootstrap`, this one on `device`. Collective over them, with an equal
   /// `graph_use`, which is that of the group and of all that are split from it. When the bootstrap sees a
   /// rank fail, this communicator and its parts are aborted, which releases blocked streams; abort() tells
-  /// all processes.
+  /// all processes. The calling thread's current device stays what it was.
   /// @throws Error(timeout) naming the rank that is missing. Then NCCL may still be waiting on a thread of
   /// its own: end the process.
   static NcclComm connect(comm::Bootstrap bootstrap, int device, GraphUse graph_use = GraphUse::any);

@@ -102,8 +102,9 @@ class HELIX_API PeerComm {
   /// Connects the processes of `bootstrap`, this one on `device`; they may share devices. Descriptors of
   /// memory travel over local sockets, whose other end shows that it is of the job and of the same user.
   /// Collective over them, with equal options. Processes that are of one machine, one network namespace and
-  /// one Options::island, and can map each other's memory, are an island; groups inside it of up to 64 have
-  /// windows.
+  /// one Options::island, have devices of one compute capability and number of SMs, and can map each other's
+  /// memory, are an island; groups inside it of up to 64 have windows. The calling thread's current device
+  /// stays what it was.
   /// @throws Error(timeout), Error(peer_failed); Error(unsupported) if no two processes are of one island and
   /// NCCL cannot be used; Error(capacity).
   static PeerComm connect(comm::Bootstrap bootstrap, int device, const Options& options);
