@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode steps that are captured, whose inputs the device makes, and that are queued one ahead: over a CPU
 // backend that can all of that.
+#include "model/captured_steps.hpp"
+
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -130,6 +132,32 @@ decode::TokenIds up_to(const decode::TokenIds& tokens, std::int64_t eos) {
 
 }  // namespace
 
+TEST_CASE("a step is replayed from the second one of its own shape", "[quick]") {
+  decode::CapturedSteps<CapturableBackend, int> steps(/*is_on=*/true);
+  const std::vector<std::int32_t> one{0, 1};
+  const std::vector<std::int32_t> two{0, 1, 2};
+  const std::vector<std::int32_t> longer{0, 2};
+  const std::vector<decode::StepShape> shapes = {
+      {one, 1, false}, {one, 1, true}, {two, 2, false}, {two, 1, false}, {longer, 1, false}};
+  // Each step's result is its number, so that a replayed one has that of the second of its shape.
+  int number = 0;
+  const auto run = [&](const decode::StepShape& shape) {
+    return steps.run(shape, {}, [result = number++] { return result; });
+  };
+  const int count = static_cast<int>(shapes.size());
+  for (int round = 0; round < 4; ++round) {
+    for (int i = 0; i < count; ++i) {
+      CAPTURE(round, i);
+      CHECK(run(shapes[static_cast<std::size_t>(i)]) == std::min(round, 1) * count + i);
+    }
+  }
+  CHECK(steps.num_replayed() == 3 * count);
+
+  decode::CapturedSteps<CapturableBackend, int> off(/*is_on=*/false);
+  for (int i = 0; i < 4; ++i) CHECK(off.run(shapes[0], {}, [i] { return i; }) == i);
+  CHECK(off.num_replayed() == 0);
+}
+
 TEST_CASE("replayed steps give the golden output, whatever shapes follow each other", "[quick]") {
   const ReferenceModel model("llama-tiny");
   const Golden golden = model.golden();
@@ -142,6 +170,7 @@ TEST_CASE("replayed steps give the golden output, whatever shapes follow each ot
     const Topology topo(c.spec, model.config.shape);
     GenerationRequest request = golden_request(golden);
     request.page_tokens = 16;
+    request.prefill_tokens = 2;  // steps of equal shapes, which are queued all the same
     request.draft_tokens = c.draft_tokens;
     if (c.draft_tokens > 1) {
       // Every fifth draft is wrong, and those of one sequence end early: sequences end at different steps.

@@ -332,6 +332,28 @@ TEST_CASE("log-probabilities and penalties are those of the definition", "[quick
   CHECK(distinct.size() == 40);
 }
 
+TEST_CASE("a decoder says first what it is able to do, and what memory its root's rank has", "[quick]") {
+  const ReferenceModel model("llama-tiny");
+  const TopologySpec spec{.kvp = 2, .pp = 2};
+  const GenerationRequest request = serving(3, 64, 256);
+  ServeClient client(model, spec, request, {.num_threads = 1});
+  const auto ready = client.next_event();
+  REQUIRE(ready);
+  CHECK((*ready)["event"] == "ready");
+  CHECK((*ready)["topology"] == Json{{"kvp", 2}, {"tpa", 1}, {"ep", 1}, {"pp", 2}, {"dp", 1}});
+  CHECK((*ready)["activation"] == "f32");
+  CHECK((*ready)["vocab"] == 512);
+  CHECK((*ready)["eos"] == Json{2});
+  CHECK((*ready)["max_sequences"] == 3);
+  CHECK((*ready)["context"] == 64);
+  CHECK((*ready)["kv_tokens"] == 256);
+  const auto plan = decode::plan_memory(model.checkpoint, model.config, Topology(spec, model.config.shape),
+                                        request, {.num_threads = 1});
+  CHECK((*ready)["memory"] == Json{{"weights_bytes", plan[0].weights_bytes},
+                                   {"kv_bytes", plan[0].kv_bytes},
+                                   {"workspace_bytes", plan[0].workspace_bytes}});
+}
+
 TEST_CASE("equal requests draw tokens of their own, and those of one seed the same", "[quick]") {
   const ReferenceModel model("llama-tiny");
   ServeClient client(model, {.kvp = 2}, serving(2, 64, 256), {.num_threads = 1});
