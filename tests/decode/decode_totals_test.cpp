@@ -5,9 +5,6 @@
 #include <utility>
 #include <vector>
 
-#include <helix/topology.hpp>
-
-#include "generate/request_plan.hpp"
 #include "support/catch.hpp"
 
 namespace helix::test {
@@ -38,22 +35,6 @@ TEST_CASE("rates are of tokens a second and 10^9 bytes a second, over the time o
   decode::GenerationTiming none;
   decode::DecodeTotals().summarize(500, none);
   CHECK(none.tokens_per_s == 0.0);
-}
-
-TEST_CASE("a token's KV is that of all layers, as often as a replica stores it", "[quick]") {
-  ModelShape shape;
-  shape.num_query_heads = 8;
-  shape.num_kv_heads = 2;
-  shape.head_dim = shape.value_dim = 64;
-  shape.hidden = shape.ffn = 64;
-  shape.vocab = 10;
-  shape.num_layers = 3;
-  decode::GenerationRequest request;
-  request.kv_dtype = DType::f32;
-  CHECK(kv_bytes_per_token(request, Topology({}, shape)) == 3 * 2 * 128 * 4);
-  CHECK(kv_bytes_per_token(request, Topology({.kvp = 2, .tpa = 2}, shape)) == 3 * 2 * 128 * 4);
-  CHECK(kv_bytes_per_token(request, Topology({.tpa = 8, .allow_kv_duplication = true}, shape)) ==
-        4 * 3 * 2 * 128 * 4);
 }
 
 }  // namespace helix::test
