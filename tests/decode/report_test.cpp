@@ -15,7 +15,8 @@ using decode::TokenIds;
 
 GenerationResult result_of(const std::vector<TokenIds>& sequences) {
   GenerationResult result;
-  for (const TokenIds& tokens : sequences) result.sequences.push_back({.prompt = {1}, .tokens = tokens});
+  for (const TokenIds& tokens : sequences)
+    result.sequences.push_back({.prompt = {1}, .tokens = tokens, .logits_first8 = {}, .logits_norm = {}});
   return result;
 }
 
