@@ -23,11 +23,11 @@ inline constexpr int kTailIsPrepared = 2;                       // the consumers
 
 /// Weights on their way to an SM while the kernel ahead runs: some two microseconds of its share of memory's
 /// speed. Eight layers of the 8B shape, ms on one H200, two of KVP 2, two of TPA 2: 32 KiB 1.145, 0.775 and
-/// 0.684; 64 KiB 1.127, 0.777 and 0.687; 96 KiB 1.141, 0.790 and 0.703; 192 KiB, all of the ring, 1.159, 0.801
-/// and 0.711.
+/// 0.684; 64 KiB 1.127, 0.777 and 0.687; 96 KiB 1.141, 0.790 and 0.703; 192 KiB, all of the ring, 1.159,
+/// 0.801 and 0.711.
 inline constexpr int kFewBytesUnderWay = 65536;
-/// The same from then on: 96 KiB 1.116, 0.773 and 0.686 in another run, 128 KiB 1.118, 0.771 and 0.682; 192 KiB
-/// 1.124, 0.775 and 0.685.
+/// The same from then on: 96 KiB 1.116, 0.773 and 0.686 in another run, 128 KiB 1.118, 0.771 and 0.682; 192
+/// KiB 1.124, 0.775 and 0.685.
 inline constexpr int kMostBytesUnderWay = 131072;
 
 /// What a kernel is built for: up to kMostRows activation rows, tiles of up to kWidth weight rows, a ring of

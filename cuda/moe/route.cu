@@ -14,7 +14,8 @@
 namespace helix::cuda {
 namespace {
 
-constexpr std::int64_t kMaxExperts = 4096;  // three f32 arrays of them are the 48 KiB that any launch may have
+constexpr std::int64_t kMaxExperts =
+    4096;  // three f32 arrays of them are the 48 KiB that any launch may have
 
 struct RouteTokens {
   const float* logits;    // [tokens, num_experts]
