@@ -14,8 +14,8 @@
 namespace helix::cuda {
 namespace {
 
-constexpr std::int64_t kMaxExperts =
-    4096;  // three f32 arrays of them are the 48 KiB that any launch may have
+// Three f32 arrays of them are the 48 KiB that any launch may have.
+constexpr std::int64_t kMaxExperts = 4096;
 
 struct RouteTokens {
   const float* logits;    // [tokens, num_experts]
