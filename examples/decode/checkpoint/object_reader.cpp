@@ -67,6 +67,12 @@ std::vector<std::int64_t> ObjectReader::integers(const char* key, std::int64_t l
   return result;
 }
 
+std::vector<std::int64_t> ObjectReader::token_ids(const char* key, std::size_t max_size) const {
+  std::vector<std::int64_t> ids = integers(key, -1, std::numeric_limits<std::int32_t>::max(), max_size);
+  std::erase(ids, -1);
+  return ids;
+}
+
 const nlohmann::json* ObjectReader::find(const char* key) const {
   const auto found = object_.find(key);
   return found == object_.end() || found->is_null() ? nullptr : &*found;

@@ -42,9 +42,11 @@ class ObjectReader {
   }
   /// The object under `key`; nullopt if it is absent, null or empty.
   std::optional<ObjectReader> object(const char* key) const;
-  /// One integer or a list of them, as eos_token_id is written; empty if absent.
+  /// One integer or a list of them; empty if absent.
   std::vector<std::int64_t> integers(const char* key, std::int64_t low, std::int64_t high,
                                      std::size_t max_size) const;
+  /// The same of ids of tokens, as eos_token_id is written; transformers' -1 is none, and left out.
+  std::vector<std::int64_t> token_ids(const char* key, std::size_t max_size) const;
   /// The value under `key`; nullptr if it is absent or null.
   const nlohmann::json* find(const char* key) const;
   const nlohmann::json& json() const { return object_; }

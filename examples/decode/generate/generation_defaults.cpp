@@ -55,15 +55,14 @@ GenerationDefaults parse_generation_config(std::string_view json, std::string_vi
   constexpr double kLeastPositive = 1e-6;
   constexpr double kMostPenalty = 100.0;
   constexpr std::size_t kMaxEosIds = 64;
-  constexpr std::int64_t kMaxTokenId = std::numeric_limits<std::int32_t>::max();
+  constexpr std::int64_t kMostTopK = std::numeric_limits<std::int32_t>::max();
   GenerationDefaults defaults;
   if (json.empty()) return defaults;
   const nlohmann::json document = parse_strict_json(json, file);
   HELIX_EXPECTS(document.is_object(), ErrorCode::invalid_file, file, ": is ", document.type_name(),
                 "; expected an object");
   const ObjectReader top(document, file, "");
-  defaults.eos_ids = top.integers("eos_token_id", -1, kMaxTokenId, kMaxEosIds);
-  std::erase(defaults.eos_ids, -1);  // transformers' none
+  defaults.eos_ids = top.token_ids("eos_token_id", kMaxEosIds);
   defaults.unheeded = unheeded_keys(top);
   defaults.penalties.repetition =
       static_cast<float>(top.number_or("repetition_penalty", 1.0, kLeastPositive, kMostPenalty));
@@ -72,7 +71,7 @@ GenerationDefaults parse_generation_config(std::string_view json, std::string_vi
       static_cast<float>(top.number_or("temperature", 1.0, 0.0, kMostTemperature));
   defaults.sampling.top_p = static_cast<float>(top.number_or("top_p", 1.0, kLeastPositive, 1.0));
   defaults.sampling.min_p = static_cast<float>(top.number_or("min_p", 0.0, 0.0, 1.0));
-  defaults.sampling.top_k = static_cast<std::int32_t>(top.integer_or("top_k", 0, 0, kMaxTokenId));
+  defaults.sampling.top_k = static_cast<std::int32_t>(top.integer_or("top_k", 0, 0, kMostTopK));
   return defaults;
 }
 

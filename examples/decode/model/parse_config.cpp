@@ -22,7 +22,6 @@ constexpr std::int64_t kMaxHeads = std::int64_t{1} << 20;
 constexpr std::int64_t kMaxExperts = std::int64_t{1} << 16;
 constexpr std::int64_t kMaxVocab = std::int64_t{1} << 28;
 constexpr std::int64_t kMaxPositions = std::int64_t{1} << 40;
-constexpr std::int64_t kMaxTokenId = (std::int64_t{1} << 31) - 1;
 constexpr std::size_t kMaxEosIds = 1024;
 constexpr double kMaxFactor = 1e6;
 
@@ -66,13 +65,6 @@ DType parse_dtype_key(const ObjectReader& top, DType absent) {
 /// A boolean that is true where the key is absent; null is false, as transformers tests it.
 bool true_unless_null(const ObjectReader& reader, const char* key) {
   return reader.boolean_or(key, reader.is_absent(key));
-}
-
-/// Ids that end a text; transformers' -1 is none. No id that a token has is below 0.
-std::vector<std::int64_t> parse_eos(const ObjectReader& top) {
-  std::vector<std::int64_t> ids = top.integers("eos_token_id", -1, kMaxTokenId, kMaxEosIds);
-  std::erase(ids, -1);
-  return ids;
 }
 
 /// The rope_type, whose spelling was "type" once.
@@ -387,7 +379,7 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file, DTy
   config.rms_norm_eps = static_cast<float>(top.number_or("rms_norm_eps", 1e-6, 1e-20, 1.0));
   config.tie_word_embeddings = top.boolean_or("tie_word_embeddings", false);
   config.dtype = parse_dtype_key(top, absent_dtype);
-  config.eos_ids = parse_eos(top);
+  config.eos_ids = top.token_ids("eos_token_id", kMaxEosIds);
 
   if (defaults.is_deepseek) {
     parse_deepseek(top, config);
