@@ -92,8 +92,8 @@ TEST_CASE(
   constexpr double kUnit = 0.004;
   // Both halves of the work one after the other: sleeps are never short.
   CHECK(run_pipeline(1, 16 * kUnit, 9.6 * kUnit).total / kUnit >= 25.6);
-  double best = HUGE_VAL;  // a busy machine stretches sleeps
-  for (int attempt = 0; attempt < 8 && best >= 20.0; ++attempt)
+  double best = HUGE_VAL;  // a busy machine stretches sleeps, for seconds where others compile on it
+  for (int attempt = 0; attempt < 40 && best >= 20.0; ++attempt)
     best = std::min(best, run_pipeline(8, 2 * kUnit, 1.2 * kUnit).total / kUnit);
   CAPTURE(best);
   CHECK(best >= 17.2 - 1e-9);
