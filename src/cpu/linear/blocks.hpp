@@ -60,8 +60,9 @@ void for_each_row_block(std::int64_t num_rows, const Use& use) {
 
 /// Walks one task. `Kernel` has: Weight, the stored type; Row, the packed one; kChunk, columns after which
 /// sums are folded; kGroup<R>, weight rows at once; kStep, columns of a step; kReadsAhead, whether it knows
-/// Reading::ahead; and multiply<R, kLines>(Tile), which asks for kLines lines a step: 0 or, where it reads
-/// ahead, 1, kGroup<R> / 2 or kGroup<R>.
+/// Reading::ahead and Reading::rows; multiply<R, kLines>(Tile), which asks for kLines lines a step: 0 or,
+/// where it reads ahead, 1, kGroup<R> / 2 or kGroup<R>; and multiply_row<R>(Tile), one weight row, which asks
+/// for the line Ahead::line_bytes behind each that it reads.
 template <class Kernel>
 class BlockWalk {
   using Weight = typename Kernel::Weight;
@@ -83,9 +84,22 @@ class BlockWalk {
   /// Blocks of activations beyond which weights take too small a part of the time to be asked for.
   static constexpr std::int64_t kMostBlocksAhead = 16;
 
+  /// Packed activations that stay in L1 beside the weights that pass by.
+  static constexpr std::int64_t kNearBytes = 32 << 10;
+  /// How long before it is read Reading::rows asks for a line.
+  static constexpr std::int64_t kRowsAheadBytes = 8 << 10;
+  /// Weights of a block that Reading::rows keeps in L2 for the second block of activations.
+  static constexpr std::int64_t kRowsBlockBytes = 384 << 10;
+
   /// Up to two blocks of activations memory sets the pace, and a block of weights that is small leaves L2 to
-  /// the next one; beyond, activations come from L2 too, once a block.
+  /// the next one; beyond, activations come from L2 too, once a block. Reading::rows, which does not meet the
+  /// next one there, gains by blocks as large as L2 keeps.
   std::int64_t block_weight_rows() const {
+    if (task_.reading == Reading::rows && row_blocks_ == 2) {
+      constexpr std::int64_t kGroup = Kernel::template kGroup<4>;
+      const std::int64_t row_bytes = task_.cols * static_cast<std::int64_t>(sizeof(Weight));
+      return std::max(kRowsBlockBytes / row_bytes / kGroup, std::int64_t{1}) * kGroup;
+    }
     if (task_.num_rows == 1) return Kernel::template kGroup<1>;
     if (task_.num_rows == 2) return Kernel::template kGroup<2>;
     return (row_blocks_ <= 2 ? 2 : 8) * Kernel::template kGroup<4>;
@@ -97,16 +111,62 @@ class BlockWalk {
   }
 
   void multiply_block(std::int64_t first, std::int64_t count, std::int64_t next) {
+    if constexpr (Kernel::kReadsAhead) {
+      if (task_.reading == Reading::rows) return multiply_rows(first, count);
+    }
     if (reads_ahead() && (first + next < task_.num_weight_rows || task_.goes_on))
       ahead_.next = reinterpret_cast<const char*>(weight_ + (first + next) * task_.cols);
     else
       ahead_.next = nullptr;
-    for (std::int64_t begin = 0; begin < task_.cols; begin += Kernel::kChunk) {
-      const std::int64_t cols = std::min<std::int64_t>(Kernel::kChunk, task_.cols - begin);
+    for_each_chunk([&](std::int64_t begin, std::int64_t cols) {
       for_each_row_block(task_.num_rows, [&]<int R>(std::int64_t row) {
         multiply_groups<R>(row, first, count, begin, cols);
       });
-    }
+    });
+  }
+
+  /// Calls use(begin, cols) for each chunk of columns.
+  template <class Use>
+  void for_each_chunk(const Use& use) const {
+    for (std::int64_t begin = 0; begin < task_.cols; begin += Kernel::kChunk)
+      use(begin, std::min<std::int64_t>(Kernel::kChunk, task_.cols - begin));
+  }
+
+  /// Reading::rows: the first block of activations takes the weights from memory row by row, the others from
+  /// L2. Whole rows, if all columns of the block stay in L1.
+  void multiply_rows(std::int64_t first, std::int64_t count) {
+    const std::int64_t row_bytes = task_.cols * static_cast<std::int64_t>(sizeof(Weight));
+    const std::int64_t near_bytes = packed_rows(std::min(task_.num_rows, kBlockRows)) *
+                                    packed_cols(task_.cols) * static_cast<std::int64_t>(sizeof(Row));
+    const bool are_whole = near_bytes <= kNearBytes;
+    const std::int64_t ahead =
+        are_whole ? kRowsAheadBytes : (kRowsAheadBytes + row_bytes - 1) / row_bytes * row_bytes;
+    for_each_row_block(task_.num_rows, [&]<int R>(std::int64_t row) {
+      if (row > 0) {
+        for_each_chunk([&](std::int64_t begin, std::int64_t cols) {
+          multiply_groups<R>(row, first, count, begin, cols);
+        });
+      } else if (are_whole) {
+        for (std::int64_t n = first; n < first + count; ++n) {
+          for_each_chunk(
+              [&](std::int64_t begin, std::int64_t cols) { multiply_row<R>(n, begin, cols, ahead); });
+        }
+      } else {
+        for_each_chunk([&](std::int64_t begin, std::int64_t cols) {
+          for (std::int64_t n = first; n < first + count; ++n) multiply_row<R>(n, begin, cols, ahead);
+        });
+      }
+    });
+  }
+
+  /// The first R rows of activations with weight row `n`.
+  template <int R>
+  void multiply_row(std::int64_t n, std::int64_t begin, std::int64_t cols, std::int64_t ahead) {
+    alignas(64) float dots[kBlockRows];
+    const auto* rows = static_cast<const Row*>(task_.in) + begin * R;
+    Kernel::template multiply_row<R>(
+        {weight_ + n * task_.cols + begin, task_.cols, 0, rows, cols, dots, {nullptr, ahead}});
+    add_dots<R>(task_, dots, 0, n, 1, begin == 0 && !task_.accumulate);
   }
 
   template <int R>

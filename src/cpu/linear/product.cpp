@@ -33,11 +33,14 @@ constexpr std::int64_t kMostShares = 64;
 constexpr std::int64_t kTunedBytes = std::int64_t{2} << 20;
 
 constexpr Variant<Reading> kVectorReadings[] = {
-    {"ahead", Reading::ahead}, {"plain", Reading::plain}, {"near", Reading::near}};
-constexpr Variant<Reading> kDotReadings[] = {
-    {"ahead", Reading::ahead}, {"ahead_pairs", Reading::ahead_pairs}, {"plain", Reading::plain}};
+    {"ahead", Reading::ahead}, {"plain", Reading::plain}, {"near", Reading::near}, {"rows", Reading::rows}};
+constexpr Variant<Reading> kDotReadings[] = {{"ahead", Reading::ahead},
+                                             {"ahead_pairs", Reading::ahead_pairs},
+                                             {"plain", Reading::plain},
+                                             {"rows", Reading::rows}};
 constexpr Variant<Reading> kRowReadings[] = {{"rows2", Reading::rows2},
                                              {"rows4", Reading::rows4},
+                                             {"rows", Reading::rows},
                                              {"ahead", Reading::ahead},
                                              {"plain", Reading::plain}};
 

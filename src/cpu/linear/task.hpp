@@ -48,6 +48,7 @@ enum class Reading : std::uint8_t {
   ahead_pairs,  ///< As ahead, every other cache line: hardware brings its neighbour.
   plain,        ///< Some rows side by side.
   near,         ///< Short runs of 64 rows in turn, each asked for shortly before. Vectors only.
+  rows,         ///< Row after row, each line asked for some KiB before it is read. Vectors and bf16_dots.
   rows2,        ///< Row after row, two lines at a time. bf16_dots with one activation row only.
   rows4         ///< The same, four lines at a time.
 };

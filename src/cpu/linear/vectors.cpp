@@ -89,6 +89,25 @@ struct Vectors {
     }
   }
 
+  template <int R>
+  static HWY_NOINLINE void multiply_row(const Tile<T>& tile) {
+    Vec acc[R];
+    HELIX_UNROLL for (int r = 0; r < R; ++r) acc[r] = hn::Zero(kF32);
+    const auto* x = static_cast<const float*>(tile.rows);
+    const std::int64_t whole = tile.cols / kPair * kPair;
+    for (std::int64_t d = 0; d < whole; d += kPair, x += R * kPair) {
+      const T* from = tile.weight + d;
+      __builtin_prefetch(reinterpret_cast<const char*>(from) + tile.ahead.line_bytes, 0, 3);
+      const Pair w[1] = {load_pair(from)};
+      add_products<R, 1>(w, x, acc);
+    }
+    if (whole < tile.cols) {
+      const Pair w[1] = {load_pair_tail(tile.weight + whole, tile.cols - whole)};
+      add_products<R, 1>(w, x, acc);
+    }
+    store_sums(acc[0], acc[R > 1 ? 1 : 0], acc[R > 2 ? 2 : 0], acc[R > 3 ? 3 : 0], tile.dots);
+  }
+
  private:
   template <int R, int K>
   static HWY_INLINE void add_products(const Pair (&w)[K], const float* x, Vec (&acc)[K * R]) {
