@@ -47,7 +47,7 @@ constexpr std::int64_t kTunedBytes = std::int64_t{8} << 20;  // of keys and valu
 /// streams at once; Zen 4 reads 11 GB/s out of pages of 16 KB in random order and 20 where the heads of a
 /// page are read after one another, 22 to 24 if they are also asked for so, and takes half of a vector of 512
 /// bits a cycle.
-constexpr std::array<Variant<AttentionVariant>, 14> kVariants = {{
+constexpr std::array<Variant<AttentionVariant>, 19> kVariants = {{
     {"heads1", {.heads = 1}},
     {"plain", {.heads = 1, .is_interleaved = false, .ahead = Ahead::none}},
     {"heads2", {.heads = 2}},
@@ -57,6 +57,11 @@ constexpr std::array<Variant<AttentionVariant>, 14> kVariants = {{
     {"heads2.straight", {.heads = 2, .ahead = Ahead::straight}},
     {"heads4.straight", {.heads = 4, .ahead = Ahead::straight}},
     {"heads8.straight", {.heads = 8, .ahead = Ahead::straight}},
+    {"heads4.along", {.heads = 4, .ahead = Ahead::along}},
+    {"heads8.along", {.heads = 8, .ahead = Ahead::along}},
+    {"heads1.short", {.heads = 1, .has_short_passes = true}},
+    {"heads4.short", {.heads = 4, .has_short_passes = true}},
+    {"heads8.straight.short", {.heads = 8, .ahead = Ahead::straight, .has_short_passes = true}},
     {"heads1.narrow", {.heads = 1, .is_narrow = true}},
     {"heads4.narrow", {.heads = 4, .is_narrow = true}},
     {"heads8.narrow", {.heads = 8, .is_narrow = true}},
@@ -64,7 +69,7 @@ constexpr std::array<Variant<AttentionVariant>, 14> kVariants = {{
     {"heads8.straight.narrow", {.heads = 8, .ahead = Ahead::straight, .is_narrow = true}},
 }};
 constexpr std::span<const Variant<AttentionVariant>> kAll = kVariants;
-constexpr std::span<const Variant<AttentionVariant>> kWide = kAll.first(9);
+constexpr std::span<const Variant<AttentionVariant>> kWide = kAll.first(14);
 
 Tuner f32_tuner("attention.f32", names_of(kWide), kTunedBytes);
 Tuner f16_tuner("attention.f16", names_of(kWide), kTunedBytes);

@@ -37,7 +37,7 @@ std::vector<const char*> names_of(std::span<const Variant<Value>> variants) {
 /// timed are its own sizes, threads, pages and neighbours. For static storage; many threads may use it.
 class Tuner {
  public:
-  static constexpr int kMaxVariants = 16;
+  static constexpr int kMaxVariants = 20;
 
   /// `variants`: their names, the preset one first. Names outlive the process.
   Tuner(std::string kernel, const std::vector<const char*>& variants, std::int64_t least_bytes);

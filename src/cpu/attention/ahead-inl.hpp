@@ -105,6 +105,7 @@ struct ValueRows {
   std::int64_t to_values;  ///< elements from those to this head's values
   NextKeys<T> next;
   HWY_INLINE const T* operator[](std::int64_t i) const { return keys[i] + to_values; }
+  HWY_INLINE void advance(std::int64_t count) { keys += count; }
   HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) {
     prefetch_pair<3>(keys[i + kNear] + to_values + d);
     next.prefetch();
@@ -117,7 +118,40 @@ struct PlainRows {
   const T* const* rows;  ///< of the task's first head
   std::int64_t to_rows;  ///< elements from those to this head's
   HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i] + to_rows; }
+  HWY_INLINE void advance(std::int64_t n) { rows += n; }
   HWY_INLINE void prefetch(std::int64_t, int, std::int64_t) const {}
+};
+
+/// How long before they are read AlongRows asks for rows.
+constexpr std::int64_t kAlongBytes = 12 << 10;
+
+/// Rows that are read behind those at hand.
+template <class T>
+struct Behind {
+  const T* const* rows = nullptr;  ///< of the task's first head
+  std::int64_t count = 0;          ///< at least 1
+  std::int64_t to_rows = 0;        ///< elements from those to what is read
+};
+
+/// Rows of one head. Reading a pair asks for that of the row `along` further on, in L1.
+template <class T>
+struct AlongRows {
+  const T* const* rows;  ///< of the task's first head
+  std::int64_t to_rows;  ///< elements from those to this head's
+  std::int64_t count;
+  std::int64_t along;
+  Behind<T> behind;
+  HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i] + to_rows; }
+  HWY_INLINE void advance(std::int64_t n) {
+    rows += n;
+    count -= n;
+  }
+  HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) const {
+    const std::int64_t next = i + along;
+    const T* row = next < count ? rows[next] + to_rows
+                                : behind.rows[std::min(next - count, behind.count - 1)] + behind.to_rows;
+    prefetch_pair<3>(row + d);
+  }
 };
 
 /// Rows of all heads, one head after the other.
@@ -199,6 +233,7 @@ struct CourseRows {
   int pairs = 0;
 
   HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i] + to_rows; }
+  HWY_INLINE void advance(std::int64_t n) { rows += n; }
   HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) {
     prefetch_pair<3>(rows[i + kNear] + to_rows + d);
     if (++pairs < kPairs * blocks) return;

@@ -63,6 +63,8 @@ HWY_INLINE void accumulate_direct(const Heads& heads, std::int64_t first_row, st
         return direct<T, Ahead::across>(heads, first_row, num_rows, range);
       case Ahead::straight:
         return direct<T, Ahead::straight>(heads, first_row, num_rows, range);
+      case Ahead::along:
+        return direct<T, Ahead::along>(heads, first_row, num_rows, range);
     }
   }
   direct<T, Ahead::none>(heads, first_row, num_rows, range);

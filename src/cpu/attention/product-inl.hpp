@@ -25,19 +25,29 @@ struct Panel {
   HWY_INLINE void prefetch(std::int64_t, int, std::int64_t) const {}
 };
 
-/// What a product does to the sums that it finds.
-enum class Sums { replace, add, shrink };
+/// What a product does to the sums that it finds: go_on adds to them product by product, as if all keys were
+/// one product's.
+enum class Sums { replace, add, shrink, go_on };
 
 /// acc[r] = acc[r] * correction[r] + sum over i of weights[i * kNext + r * kRow] * rows[i], C pairs of
-/// columns wide (Sums::shrink; replace and add leave the correction out). The sum of a tile starts at zero,
+/// columns wide (Sums::shrink; the others leave the correction out). The sum of a tile starts at zero,
 /// so that rounding grows with the tiles and not with the keys.
 template <int R, int C, int kNext, int kRow, Sums kSums, class Rows>
 HWY_INLINE void product(Rows& shared_rows, std::int64_t count, const float* weights, int valid,
                         const float* correction, float* acc, std::int64_t acc_stride, std::int64_t column) {
   Rows rows = shared_rows;  // in registers
   Vec sums[R * C * 2];
-  HELIX_UNROLL for (int i = 0; i < R * C * 2; ++i) sums[i] = hn::Zero(kF32);
-  if constexpr (kSums != Sums::replace) {  // they come from L2, and are needed only after the loop
+  if constexpr (kSums == Sums::go_on) {
+    HELIX_UNROLL for (int r = 0; r < R; ++r) {
+      HELIX_UNROLL for (int c = 0; c < C * 2; ++c) {
+        sums[r * C * 2 + c] = hn::LoadU(kF32, acc + r * acc_stride + c * kLanes);
+      }
+    }
+  } else {
+    HELIX_UNROLL for (int i = 0; i < R * C * 2; ++i) sums[i] = hn::Zero(kF32);
+  }
+  if constexpr (kSums == Sums::add ||
+                kSums == Sums::shrink) {  // they come from L2, and are needed only after the loop
     HELIX_UNROLL for (int r = 0; r < R; ++r) {
       HELIX_UNROLL for (int c = 0; c < C * 2; ++c) __builtin_prefetch(acc + r * acc_stride + c * kLanes, 1);
     }

@@ -26,8 +26,9 @@ struct StoredRows {
 /// What is asked for while rows are read.
 enum class Ahead {
   none,
-  across,   ///< Values while keys are multiplied, the next tile's keys while values are.
-  straight  ///< The rows in the order in which they are read, one head's tile further on.
+  across,    ///< Values while keys are multiplied, the next tile's keys while values are.
+  straight,  ///< The rows in the order in which they are read, one head's tile further on.
+  along      ///< The same, some KiB further on.
 };
 
 /// In which order and how far ahead the kernel of few rows reads memory. No bit of a result depends on it.
@@ -38,6 +39,9 @@ struct AttentionVariant {
   /// and then that page of the next.
   bool is_interleaved = true;
   Ahead ahead = Ahead::across;
+  /// A block whose sums do not fit registers reads a tile's values once a group of columns: all of the tile,
+  /// or a few at a time, which later groups find in L1.
+  bool has_short_passes = false;
   /// Scores of 8 rows of bf16 in vectors of 256 bits where there are wider ones.
   bool is_narrow = false;
 };
