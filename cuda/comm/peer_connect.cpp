@@ -19,6 +19,7 @@
 #include "cuda/comm/last_work.hpp"
 #include "cuda/comm/peer_groups.hpp"
 #include "cuda/comm/peer_islands.hpp"
+#include "cuda/comm/peer_ranges.hpp"
 #include "cuda/comm/peer_state.hpp"
 #include "cuda/runtime/operators_state.hpp"
 
@@ -57,6 +58,7 @@ std::vector<PeerComm> PeerComm::create_group(std::span<const int> devices, const
   const std::vector<int> all(devices.begin(), devices.end());
   const int shared = most_on_one(all);
   const auto islands = PeerIslands::of_devices(devices);
+  const auto ranges = PeerRanges::create();
   const bool has_nccl = options.use_nccl && shared == 1 && all.size() > 1;
 
   auto family = std::make_shared<PeerFamily>();
@@ -71,7 +73,7 @@ std::vector<PeerComm> PeerComm::create_group(std::span<const int> devices, const
     state->family = family;
     state->own = std::make_shared<PeerRank>(static_cast<int>(rank), all[rank]);
     family->ranks.push_back(state->own);
-    state->hosts = std::make_shared<ThreadHosts>(islands, group, static_cast<int>(rank), all,
+    state->hosts = std::make_shared<ThreadHosts>(islands, ranges, group, static_cast<int>(rank), all,
                                                  shared > 1 && options.hosts_meet);
     if (has_nccl) state->nccl = family->nccl[rank];
     state->root_ranks = group->root_ranks;
@@ -83,7 +85,7 @@ std::vector<PeerComm> PeerComm::create_group(std::span<const int> devices, const
   if (!islands->has_pair()) comms.front().state_->expect_transport();
   if (!comms.front().has_windows()) return comms;
   const std::size_t bytes = static_cast<std::size_t>(channel_bytes(static_cast<int>(all.size()), shared));
-  const std::shared_ptr<const PeerRange> range = ThreadHosts::map_all(all, bytes, 16);
+  const std::shared_ptr<const PeerRange> range = ranges->take(all, bytes, 16);
   for (const PeerComm& comm : comms) comm.state_->open_channel(range);
   return comms;
 }

@@ -14,27 +14,25 @@
 #include "comm/local_links.hpp"
 #include "cuda/comm/peer_hosts.hpp"
 #include "cuda/comm/peer_islands.hpp"
+#include "cuda/comm/peer_ranges.hpp"
 
 namespace helix::cuda {
 
 /// Ranks that are threads of one process.
 class ThreadHosts : public PeerHosts {
  public:
-  /// `devices`: by root rank, as `islands` are.
+  /// `devices`: by root rank, as `islands` are. `ranges`: of the root.
   /// `meets`: before each kernel that waits. Calls that wait for the device (cudaFree, the driver's mapping
   /// of memory) would otherwise wait for kernels of ranks of the same device, which wait for the caller.
-  ThreadHosts(std::shared_ptr<const PeerIslands> islands, std::shared_ptr<comm::Group> group, int rank,
-              std::vector<int> devices, bool meets)
+  ThreadHosts(std::shared_ptr<const PeerIslands> islands, std::shared_ptr<PeerRanges> ranges,
+              std::shared_ptr<comm::Group> group, int rank, std::vector<int> devices, bool meets)
       : PeerHosts(islands->why_apart(group->root_ranks)),
         islands_(std::move(islands)),
+        ranges_(std::move(ranges)),
         group_(std::move(group)),
         rank_(rank),
         devices_(std::move(devices)),
         meets_(meets) {}
-
-  /// Memory of all ranks of a process, by rank on `devices`, as allocate() gives it.
-  static std::shared_ptr<const PeerRange> map_all(const std::vector<int>& devices, std::size_t bytes,
-                                                  std::size_t multiple);
 
   std::shared_ptr<const PeerRange> allocate(std::size_t bytes, std::size_t multiple) override;
   void meet(comm::Call& call, int peer) override;
@@ -42,6 +40,7 @@ class ThreadHosts : public PeerHosts {
 
  private:
   std::shared_ptr<const PeerIslands> islands_;
+  std::shared_ptr<PeerRanges> ranges_;
   std::shared_ptr<comm::Group> group_;
   int rank_;
   std::vector<int> devices_;

@@ -67,28 +67,13 @@ void expect_equal(const std::vector<HostCall>& calls, const std::vector<int>& ro
 
 }  // namespace
 
-std::shared_ptr<const PeerRange> ThreadHosts::map_all(const std::vector<int>& devices, std::size_t bytes,
-                                                      std::size_t multiple) {
-  std::size_t stride = 0;
-  for (const int device : devices) stride = std::max(stride, peer_stride(device, bytes, multiple));
-  std::vector<PeerMemory> memories;
-  for (const int device : devices) {
-    const DeviceScope scope(device);
-    memories.push_back(PeerMemory::create(device, stride, false));
-  }
-  auto range = std::make_shared<PeerRange>(std::move(memories), stride, devices);
-  for (std::size_t rank = 0; rank < devices.size(); ++rank)
-    range->zero(static_cast<int>(rank), devices[rank]);
-  return range;
-}
-
 std::shared_ptr<const PeerRange> ThreadHosts::allocate(std::size_t bytes, std::size_t multiple) {
   WindowCall own;
   own.operation = comm::Operation::allocate_window;
   own.count = static_cast<std::int64_t>(bytes);
   own.root = static_cast<int>(multiple);
   group_->collective(rank_, own, [&](const std::vector<comm::Call*>& calls) {
-    const auto range = map_all(devices_of(devices_, group_->root_ranks), bytes, multiple);
+    const auto range = ranges_->take(devices_of(devices_, group_->root_ranks), bytes, multiple);
     for (comm::Call* const call : calls) static_cast<WindowCall&>(*call).range = range;
     return comm::Move();
   });
@@ -109,7 +94,8 @@ void ThreadHosts::meet(comm::Call& call, int peer) {
 
 PeerHosts::Part ThreadHosts::split(int color, int key, NcclComm* /*nccl*/) {
   auto [group, rank] = group_->split(rank_, color, key);
-  return {std::make_shared<ThreadHosts>(islands_, group, rank, devices_, meets_), rank, group->root_ranks};
+  return {std::make_shared<ThreadHosts>(islands_, ranges_, group, rank, devices_, meets_), rank,
+          group->root_ranks};
 }
 
 template <class T>

@@ -135,6 +135,11 @@ PeerRange::PeerRange(std::vector<PeerMemory> memories, std::size_t stride, std::
 }
 
 PeerRange::~PeerRange() {
+  wait();
+  unmap();
+}
+
+void PeerRange::wait() const noexcept {
   int current = 0;
   (void)cudaGetDevice(&current);
   for (const int device : devices_) {
@@ -144,7 +149,6 @@ PeerRange::~PeerRange() {
   (void)cudaSetDevice(current);
   (void)cudaGetLastError();  // a stream that is being captured cannot be waited for: not the next launch's
                              // error
-  unmap();
 }
 
 void PeerRange::unmap() noexcept {

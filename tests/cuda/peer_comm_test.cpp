@@ -360,6 +360,34 @@ TEST_CASE("a window reaches all peers at one stride") {
   });
 }
 
+TEST_CASE("the end of a window waits for no kernel of other ranks, and its memory comes back zeroed") {
+  HELIX_REQUIRE_GPUS(1);
+  std::atomic<bool> others_wait = false;
+  run_ranks_or_throw(group_on_one_gpu(2, 5s, false), [&](PeerComm& comm) {
+    helix::cuda::use_device(0);
+    const Stream stream = Stream::create();
+    PeerWindow window = comm.allocate_window(1000, 1);
+    const int garbage = -1;
+    copy_async(window.data() + 96, &garbage, sizeof(garbage), stream);
+    comm.synchronize(stream);
+    if (comm.rank() == 1) {
+      window = PeerWindow();
+      comm.barrier(stream);  // whose kernel waits for that of rank 0
+      others_wait = true;
+    } else {
+      while (!others_wait) std::this_thread::yield();
+      window = PeerWindow();
+      comm.barrier(stream);
+    }
+    comm.synchronize(stream);
+    window = comm.allocate_window(500, 1);
+    std::vector<int> zeros(125, -1);
+    copy_async(zeros.data(), window.data(), 500, stream);
+    comm.synchronize(stream);
+    require(zeros == std::vector<int>(125, 0), "the next window is not zeroed");
+  });
+}
+
 TEST_CASE("each rank captures its own graph, and an odd number of operations replays rightly") {
   HELIX_REQUIRE_GPUS(1);
   const int size = GENERATE(2, 4);

@@ -24,7 +24,9 @@ struct PeerChannel;
 
 /// Zeroed device memory of each rank of a group, which kernels of all ranks read and write. In the addresses
 /// of every rank the parts lie one behind the other, at a constant stride, so that one strided view reaches
-/// all peers. Copies are the same window; the memory goes with the last one, after the devices are idle.
+/// all peers. Copies are the same window. Between processes the memory goes with the last one, after the
+/// device is idle; ranks that are threads keep it for their next windows, until the last of their
+/// communicators goes.
 class HELIX_API PeerWindow {
  public:
   /// No memory.

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/comm/peer_ranges.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include <helix/cuda/runtime.hpp>
+#include <helix/error.hpp>
+
+#include "cuda/comm/peer_hosts.hpp"
+#include "cuda/runtime/operators_state.hpp"
+
+namespace helix::cuda {
+
+std::shared_ptr<const PeerRange> PeerRanges::take(const std::vector<int>& devices, std::size_t bytes,
+                                                  std::size_t multiple) {
+  std::size_t stride = 0;
+  for (const int device : devices) stride = std::max(stride, peer_stride(device, bytes, multiple));
+  std::unique_ptr<PeerRange> range = find_kept(devices, stride, multiple);
+  if (range == nullptr) {
+    try {
+      range = map(devices, stride);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::capacity) throw;
+      std::vector<Kept> unmapped;
+      {
+        const std::lock_guard lock(mutex_);
+        unmapped.swap(kept_);
+      }
+      if (unmapped.empty()) throw;
+      unmapped.clear();
+      range = map(devices, stride);
+    }
+  }
+  for (std::size_t rank = 0; rank < devices.size(); ++rank)
+    range->zero(static_cast<int>(rank), devices[rank]);
+  return {range.release(), [ranges = shared_from_this(), devices](PeerRange* last) {
+            ranges->keep(devices, std::unique_ptr<PeerRange>(last));
+          }};
+}
+
+std::unique_ptr<PeerRange> PeerRanges::find_kept(const std::vector<int>& devices, std::size_t stride,
+                                                 std::size_t multiple) {
+  std::unique_ptr<PeerRange> found;
+  {
+    const std::lock_guard lock(mutex_);
+    auto best = kept_.end();
+    for (auto it = kept_.begin(); it != kept_.end(); ++it) {
+      const auto size = static_cast<std::size_t>(it->range->stride());
+      if (it->devices != devices || size < stride || size % multiple != 0) continue;
+      if (best == kept_.end() || it->range->stride() < best->range->stride()) best = it;
+    }
+    if (best == kept_.end()) return nullptr;
+    found = std::move(best->range);
+    kept_.erase(best);
+  }
+  found->wait();  // for kernels of those that held it
+  return found;
+}
+
+std::unique_ptr<PeerRange> PeerRanges::map(const std::vector<int>& devices, std::size_t stride) {
+  std::vector<PeerMemory> memories;
+  for (const int device : devices) {
+    const DeviceScope scope(device);
+    memories.push_back(PeerMemory::create(device, stride, false));
+  }
+  return std::make_unique<PeerRange>(std::move(memories), stride, devices);
+}
+
+void PeerRanges::keep(const std::vector<int>& devices, std::unique_ptr<PeerRange> range) noexcept {
+  try {
+    const std::lock_guard lock(mutex_);
+    kept_.push_back({devices, nullptr});
+    kept_.back().range = std::move(range);
+  } catch (...) {
+    // No memory to note it: it is unmapped at once.
+  }
+}
+
+}  // namespace helix::cuda
