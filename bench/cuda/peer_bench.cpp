@@ -26,9 +26,9 @@ constexpr std::int64_t kHeads = 128;
 constexpr std::int64_t kDim = 128;
 
 template <class Comm>
-TimesByProtocol time_exchanges(int num_gpus, std::int64_t tokens) {
+TimesByProtocol time_exchanges(int size, int num_gpus, std::int64_t tokens) {
   TimesByProtocol times;
-  run_ranks<Comm>(2, 1, num_gpus, [&](Rank<Comm>& rank) {
+  run_ranks<Comm>(size, 1, num_gpus, [&](Rank<Comm>& rank) {
     const TimesByProtocol of_rank = time_exchanges(rank, {tokens, kHeads, kDim}, kPerGraph);
     if (rank.index() == 0) times = of_rank;
   });
@@ -36,9 +36,9 @@ TimesByProtocol time_exchanges(int num_gpus, std::int64_t tokens) {
 }
 
 template <class Comm>
-double time_reduce_norm(int num_gpus, std::int64_t rows, std::int64_t width) {
+double time_reduce_norm(int size, int num_gpus, std::int64_t rows, std::int64_t width) {
   double us = 0.0;
-  run_ranks<Comm>(2, 1, num_gpus, [&](Rank<Comm>& rank) {
+  run_ranks<Comm>(size, 1, num_gpus, [&](Rank<Comm>& rank) {
     const auto seed = static_cast<std::uint64_t>(rank.index());
     const cuda::Buffer partial = random_bf16(rows * width, 3 + seed);
     const cuda::Buffer residual = random_bf16(rows * width, 5);
@@ -80,23 +80,23 @@ void register_case(const std::string& name, const std::function<void(benchmark::
       ->Unit(benchmark::kMicrosecond);
 }
 
-}  // namespace
-
-void register_peers(int num_gpus) {
-  const int gpus = num_gpus >= 2 ? 2 : 1;
-  const std::string where = gpus == 2 ? "" : "/one_gpu";
+/// Cases of `size` ranks, which share a GPU where there are fewer than that.
+void register_group(int size, int num_gpus) {
+  const int gpus = num_gpus >= size ? size : 1;
+  const std::string where = gpus == size ? "" : "/one_gpu";
   for (const std::int64_t tokens : {1, 4, 32, 64, 256, 1024}) {
     register_case(
-        "window_exchange/kvp:2/tokens:" + std::to_string(tokens) + "/heads:128/dim:128" + where,
+        "window_exchange/kvp:" + std::to_string(size) + "/tokens:" + std::to_string(tokens) +
+            "/heads:128/dim:128" + where,
         [=](benchmark::State& state) {
           run_case(state, [&] {
-            const auto times = time_exchanges<cuda::PeerComm>(gpus, tokens);
+            const auto times = time_exchanges<cuda::PeerComm>(size, gpus, tokens);
             state.counters["pushed_us"] = times.taken.pushed_us;
             state.counters["headers_us"] = times.headers.us;
             state.counters["headers_pushed_us"] = times.headers.pushed_us;
             state.counters["bytes"] = static_cast<double>(ExchangeShape{tokens, kHeads, kDim}.bytes());
-            if (gpus == 2) {
-              const auto nccl = time_exchanges<cuda::NcclComm>(gpus, tokens);
+            if (gpus == size) {
+              const auto nccl = time_exchanges<cuda::NcclComm>(size, gpus, tokens);
               state.counters["nccl_us"] = nccl.headers.us;
               state.counters["nccl_packed_us"] = nccl.headers.pushed_us;
             }
@@ -106,17 +106,25 @@ void register_peers(int num_gpus) {
   }
   for (const std::int64_t rows : {1, 2, 8, 16, 64, 128}) {
     constexpr std::int64_t kWidth = 8192;
-    register_case("reduce_norm/ranks:2/rows:" + std::to_string(rows) + "/width:8192" + where,
-                  [=](benchmark::State& state) {
-                    run_case(state, [&] {
-                      state.counters["bytes"] = static_cast<double>(rows * kWidth * 2);
-                      const double us = time_reduce_norm<cuda::PeerComm>(gpus, rows, kWidth);
-                      if (gpus == 2)
-                        state.counters["nccl_us"] = time_reduce_norm<cuda::NcclComm>(gpus, rows, kWidth);
-                      return us;
-                    });
-                  });
+    register_case(
+        "reduce_norm/ranks:" + std::to_string(size) + "/rows:" + std::to_string(rows) + "/width:8192" + where,
+        [=](benchmark::State& state) {
+          run_case(state, [&] {
+            state.counters["bytes"] = static_cast<double>(rows * kWidth * 2);
+            const double us = time_reduce_norm<cuda::PeerComm>(size, gpus, rows, kWidth);
+            if (gpus == size)
+              state.counters["nccl_us"] = time_reduce_norm<cuda::NcclComm>(size, gpus, rows, kWidth);
+            return us;
+          });
+        });
   }
+}
+
+}  // namespace
+
+void register_peers(int num_gpus) {
+  register_group(2, num_gpus);
+  if (num_gpus >= 4) register_group(4, num_gpus);
 }
 
 }  // namespace helix::bench

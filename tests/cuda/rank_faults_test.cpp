@@ -84,6 +84,11 @@ TEST_CASE("faults on two GPUs through peer memory: each ends all ranks and is na
   inject<OverPeerMemory<false>>(Job("llama-tiny", {.kvp = 2}), 50, 10);
 }
 
+TEST_CASE("faults on four GPUs through peer memory: each ends all ranks and is named") {
+  HELIX_REQUIRE_GPUS(4);
+  inject<OverPeerMemory<false>>(Job("llama-tiny", {.kvp = 2, .tpa = 2}), 60, 11);
+}
+
 TEST_CASE("faults on one GPU: each ends all ranks, is named, and the threads work afterwards") {
   HELIX_REQUIRE_GPUS(1);
   inject<SharedGpu>(Job("llama-tiny", {.kvp = 2, .tpa = 2}), 25, 3);
