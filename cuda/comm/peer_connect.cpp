@@ -85,7 +85,7 @@ std::vector<PeerComm> PeerComm::create_group(std::span<const int> devices, const
   if (!islands->has_pair()) comms.front().state_->expect_transport();
   if (!comms.front().has_windows()) return comms;
   const std::size_t bytes = static_cast<std::size_t>(channel_bytes(static_cast<int>(all.size()), shared));
-  const std::shared_ptr<const PeerRange> range = ranges->take(all, bytes, 16);
+  const auto range = ranges->take(all, bytes, 16).range;
   for (const PeerComm& comm : comms) comm.state_->open_channel(range);
   return comms;
 }

@@ -39,6 +39,9 @@ class ThreadHosts : public PeerHosts {
   Part split(int color, int key, NcclComm* nccl) override;
 
  private:
+  /// Zeroes this rank's part once no kernel of the group uses the range. Collective; returns when all have.
+  void zero_own(const PeerRange& range);
+
   std::shared_ptr<const PeerIslands> islands_;
   std::shared_ptr<PeerRanges> ranges_;
   std::shared_ptr<comm::Group> group_;

@@ -11,6 +11,8 @@
 #include <string>
 #include <utility>
 
+#include <cuda_runtime_api.h>
+
 #include <helix/error.hpp>
 #include <helix/integers.hpp>
 
@@ -34,7 +36,7 @@ std::vector<int> devices_of(const std::vector<int>& devices, const std::vector<i
 }
 
 struct WindowCall : comm::Call {
-  std::shared_ptr<const PeerRange> range;
+  PeerRanges::Taken taken;
 };
 
 /// What the host of a rank calls: what processes tell each other first, so that calls which differ are seen.
@@ -73,11 +75,28 @@ std::shared_ptr<const PeerRange> ThreadHosts::allocate(std::size_t bytes, std::s
   own.count = static_cast<std::int64_t>(bytes);
   own.root = static_cast<int>(multiple);
   group_->collective(rank_, own, [&](const std::vector<comm::Call*>& calls) {
-    const auto range = ranges_->take(devices_of(devices_, group_->root_ranks), bytes, multiple);
-    for (comm::Call* const call : calls) static_cast<WindowCall&>(*call).range = range;
+    const auto taken = ranges_->take(devices_of(devices_, group_->root_ranks), bytes, multiple);
+    for (comm::Call* const call : calls) static_cast<WindowCall&>(*call).taken = taken;
     return comm::Move();
   });
-  return own.range;
+  if (!own.taken.is_zeroed) zero_own(*own.taken.range);
+  return own.taken.range;
+}
+
+void ThreadHosts::zero_own(const PeerRange& range) {
+  const auto wait_for_all = [&] {
+    comm::Call call;
+    call.operation = comm::Operation::barrier;
+    group_->collective(rank_, call, [](const std::vector<comm::Call*>&) { return comm::Move(); });
+  };
+  const int device = devices_[static_cast<std::size_t>(group_->root_ranks[static_cast<std::size_t>(rank_)])];
+  {
+    const DeviceScope scope(device);
+    HELIX_CUDA_CHECK(cudaDeviceSynchronize());
+  }
+  wait_for_all();
+  range.zero(rank_, device);
+  wait_for_all();
 }
 
 void ThreadHosts::meet(comm::Call& call, int peer) {

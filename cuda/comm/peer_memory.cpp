@@ -135,11 +135,6 @@ PeerRange::PeerRange(std::vector<PeerMemory> memories, std::size_t stride, std::
 }
 
 PeerRange::~PeerRange() {
-  wait();
-  unmap();
-}
-
-void PeerRange::wait() const noexcept {
   int current = 0;
   (void)cudaGetDevice(&current);
   for (const int device : devices_) {
@@ -149,6 +144,7 @@ void PeerRange::wait() const noexcept {
   (void)cudaSetDevice(current);
   (void)cudaGetLastError();  // a stream that is being captured cannot be waited for: not the next launch's
                              // error
+  unmap();
 }
 
 void PeerRange::unmap() noexcept {

@@ -49,8 +49,6 @@ class PeerRange {
   std::byte* part(int rank) const { return first_ + static_cast<std::int64_t>(rank) * stride(); }
   std::int64_t stride() const { return static_cast<std::int64_t>(stride_); }
   int size() const { return static_cast<int>(memories_.size()); }
-  /// Waits for the devices.
-  void wait() const noexcept;
   /// Zeroes the part of `rank`, which is memory of `device`, and waits for that.
   void zero(int rank, int device) const;
 

@@ -12,49 +12,46 @@
 
 namespace helix::cuda {
 
-std::shared_ptr<const PeerRange> PeerRanges::take(const std::vector<int>& devices, std::size_t bytes,
-                                                  std::size_t multiple) {
+PeerRanges::Taken PeerRanges::take(const std::vector<int>& devices, std::size_t bytes, std::size_t multiple) {
   std::size_t stride = 0;
   for (const int device : devices) stride = std::max(stride, peer_stride(device, bytes, multiple));
+  auto keep_last = [ranges = shared_from_this(), devices](PeerRange* last) {
+    ranges->keep(devices, std::unique_ptr<PeerRange>(last));
+  };
   std::unique_ptr<PeerRange> range = find_kept(devices, stride, multiple);
-  if (range == nullptr) {
+  const bool is_kept = range != nullptr;
+  if (!is_kept) {
     try {
       range = map(devices, stride);
     } catch (const Error& error) {
       if (error.code() != ErrorCode::capacity) throw;
-      std::vector<Kept> unmapped;
+      std::vector<Kept> kept;
       {
         const std::lock_guard lock(mutex_);
-        unmapped.swap(kept_);
+        kept.swap(kept_);
       }
-      if (unmapped.empty()) throw;
-      unmapped.clear();
+      if (kept.empty()) throw;
+      kept.clear();
       range = map(devices, stride);
     }
+    for (std::size_t rank = 0; rank < devices.size(); ++rank)
+      range->zero(static_cast<int>(rank), devices[rank]);
   }
-  for (std::size_t rank = 0; rank < devices.size(); ++rank)
-    range->zero(static_cast<int>(rank), devices[rank]);
-  return {range.release(), [ranges = shared_from_this(), devices](PeerRange* last) {
-            ranges->keep(devices, std::unique_ptr<PeerRange>(last));
-          }};
+  return {std::shared_ptr<const PeerRange>(range.release(), std::move(keep_last)), !is_kept};
 }
 
 std::unique_ptr<PeerRange> PeerRanges::find_kept(const std::vector<int>& devices, std::size_t stride,
                                                  std::size_t multiple) {
-  std::unique_ptr<PeerRange> found;
-  {
-    const std::lock_guard lock(mutex_);
-    auto best = kept_.end();
-    for (auto it = kept_.begin(); it != kept_.end(); ++it) {
-      const auto size = static_cast<std::size_t>(it->range->stride());
-      if (it->devices != devices || size < stride || size % multiple != 0) continue;
-      if (best == kept_.end() || it->range->stride() < best->range->stride()) best = it;
-    }
-    if (best == kept_.end()) return nullptr;
-    found = std::move(best->range);
-    kept_.erase(best);
+  const std::lock_guard lock(mutex_);
+  auto best = kept_.end();
+  for (auto it = kept_.begin(); it != kept_.end(); ++it) {
+    const auto size = static_cast<std::size_t>(it->range->stride());
+    if (it->devices != devices || size < stride || size % multiple != 0) continue;
+    if (best == kept_.end() || it->range->stride() < best->range->stride()) best = it;
   }
-  found->wait();  // for kernels of those that held it
+  if (best == kept_.end()) return nullptr;
+  std::unique_ptr<PeerRange> found = std::move(best->range);
+  kept_.erase(best);
   return found;
 }
 

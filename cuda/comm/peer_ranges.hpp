@@ -18,11 +18,13 @@ class PeerRanges : public std::enable_shared_from_this<PeerRanges> {
  public:
   static std::shared_ptr<PeerRanges> create() { return std::shared_ptr<PeerRanges>(new PeerRanges); }
 
-  /// Zeroed memory by rank on `devices`, `bytes` each at least, at a stride that is a multiple of `multiple`
-  /// bytes. For one thread while the hosts of all its ranks stand still.
+  struct Taken {
+    std::shared_ptr<const PeerRange> range;
+    bool is_zeroed = false;  ///< Else it has been used, and kernels may still use it.
+  };
+  /// Memory by rank on `devices`, `bytes` each at least, at a stride that is a multiple of `multiple` bytes.
   /// @throws Error(unsupported) if the devices do not reach each other's memory, Error(capacity).
-  std::shared_ptr<const PeerRange> take(const std::vector<int>& devices, std::size_t bytes,
-                                        std::size_t multiple);
+  Taken take(const std::vector<int>& devices, std::size_t bytes, std::size_t multiple);
 
  private:
   struct Kept {
@@ -34,7 +36,7 @@ class PeerRanges : public std::enable_shared_from_this<PeerRanges> {
 
   std::unique_ptr<PeerRange> find_kept(const std::vector<int>& devices, std::size_t stride,
                                        std::size_t multiple);
-  std::unique_ptr<PeerRange> map(const std::vector<int>& devices, std::size_t stride);
+  static std::unique_ptr<PeerRange> map(const std::vector<int>& devices, std::size_t stride);
   void keep(const std::vector<int>& devices, std::unique_ptr<PeerRange> range) noexcept;
 
   std::mutex mutex_;
