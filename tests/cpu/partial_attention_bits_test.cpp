@@ -45,9 +45,13 @@ TEST_CASE("partial attention gives the same bits for any number of threads") {
 }
 
 TEST_CASE("partial attention gives the same bits in every variant") {
-  const std::vector<const char*> variants = {"heads1",          "plain",           "heads2",
-                                             "heads4",          "heads8",          "heads8.in_order",
-                                             "heads2.straight", "heads4.straight", "heads8.straight"};
+  const std::vector<const char*> variants = {"heads1",          "plain",
+                                             "heads2",          "heads4",
+                                             "heads8",          "heads8.in_order",
+                                             "heads2.straight", "heads4.straight",
+                                             "heads8.straight", "heads4.along",
+                                             "heads8.along",    "heads1.short",
+                                             "heads4.short",    "heads8.straight.short"};
   const std::vector<const char*> narrow = {"heads1.narrow", "heads4.narrow", "heads8.narrow",
                                            "heads4.straight.narrow", "heads8.straight.narrow"};
   // Four units of one split, so that a thread has tasks enough for heads to share them.
@@ -81,7 +85,7 @@ TEST_CASE("partial attention gives the same bits in every variant") {
       }
     }
   }
-  for (const char* variant : {"heads8.in_order", "heads8.straight"}) {
+  for (const char* variant : {"heads8.in_order", "heads8.straight", "heads8.along", "heads4.short"}) {
     helix::cpu::fix_tuning(std::string("attention.*=") + variant);
     World({.query_heads = 24, .kv_heads = 3, .d = 64, .dv = 64, .sequences = sequences}).check();
     World({.query_heads = 8, .kv_heads = 1, .d = 64, .dv = 64, .sequences = {{5000, 1}, {3000, 4}}}).check();

@@ -233,12 +233,14 @@ HWY_NOINLINE void score_tile(const Heads& heads, const DirectTile<T>& tile, Aske
     const std::int64_t count = std::min(tile.read_run, tile.count - begin);
     for (int head = 0; head < heads.count; ++head) {
       const State s = heads[head];
-      if (head + 1 < heads.count) {
-        asked.behind = {tile.read + begin, count, (head + 1) * tile.to_head};
-      } else if (begin + count < tile.count) {
-        asked.behind = {tile.read + begin + count, tile.count - begin - count, 0};
-      } else {
-        asked.behind = {tile.place, tile.count, tile.to_values};
+      if constexpr (kAhead == Ahead::along) {
+        if (head + 1 < heads.count) {
+          asked.behind = {tile.read + begin, count, (head + 1) * tile.to_head};
+        } else if (begin + count < tile.count) {
+          asked.behind = {tile.read + begin + count, tile.count - begin - count, 0};
+        } else {
+          asked.behind = {tile.place, tile.count, tile.to_values};
+        }
       }
       int rows = 0;
       for (std::int64_t row = 0; row < tile.num_rows; row += rows) {
@@ -332,10 +334,12 @@ HWY_NOINLINE void direct(const Heads& heads, std::int64_t first_row, std::int64_
     }
     score_tile<T, kAhead>(heads, tile, asked);
     for (int head = 0; head < heads.count; ++head) {
-      if (head + 1 < heads.count) {
-        asked.behind = {tile.place, tile.count, tile.to_values + (head + 1) * tile.to_head};
-      } else {
-        asked.behind = {next_rows, next_rows_count, 0};
+      if constexpr (kAhead == Ahead::along) {
+        if (head + 1 < heads.count) {
+          asked.behind = {tile.place, tile.count, tile.to_values + (head + 1) * tile.to_head};
+        } else {
+          asked.behind = {next_rows, next_rows_count, 0};
+        }
       }
       add_tile<T, kAhead>(heads[head], tile, asked);
     }
