@@ -35,6 +35,11 @@ std::vector<int> devices_of(const std::vector<int>& devices, const std::vector<i
   return own;
 }
 
+/// Of calls for which hosts only meet.
+comm::Move moves_nothing(const std::vector<comm::Call*>& /*calls*/) {
+  return comm::Move();
+}
+
 struct WindowCall : comm::Call {
   PeerRanges::Taken taken;
 };
@@ -87,7 +92,7 @@ void ThreadHosts::zero_own(const PeerRange& range) {
   const auto wait_for_all = [&] {
     comm::Call call;
     call.operation = comm::Operation::barrier;
-    group_->collective(rank_, call, [](const std::vector<comm::Call*>&) { return comm::Move(); });
+    group_->collective(rank_, call, moves_nothing);
   };
   const int device = devices_[static_cast<std::size_t>(group_->root_ranks[static_cast<std::size_t>(rank_)])];
   {
@@ -101,13 +106,12 @@ void ThreadHosts::zero_own(const PeerRange& range) {
 
 void ThreadHosts::meet(comm::Call& call, int peer) {
   if (!meets_) return;
-  const auto nothing = [](const std::vector<comm::Call*>&) { return comm::Move(); };
   if (peer < 0) {
-    group_->collective(rank_, call, nothing);
+    group_->collective(rank_, call, moves_nothing);
   } else if (call.operation == comm::Operation::send) {
-    group_->transfer(rank_, peer, 0, call, nothing);
+    group_->transfer(rank_, peer, 0, call, moves_nothing);
   } else {
-    group_->transfer(peer, rank_, 1, call, nothing);
+    group_->transfer(peer, rank_, 1, call, moves_nothing);
   }
 }
 

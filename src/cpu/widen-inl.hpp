@@ -121,6 +121,15 @@ HWY_INLINE Pair load_pair(const fp8_e4m3* from) {
           hn::PromoteTo(kF32, hn::BitCast(half, hn::UpperHalf(half16, halves)))};
 }
 
+/// Asks for the elements of a pair. kLevel as in __builtin_prefetch: 3 is L1, 2 is L2.
+template <int kLevel, class T>
+HWY_INLINE void prefetch_pair(const T* from) {
+  const char* line = reinterpret_cast<const char*>(from);
+  HELIX_UNROLL for (int byte = 0; byte < kPair * static_cast<int>(sizeof(T)); byte += 64) {
+    __builtin_prefetch(line + byte, 0, kLevel);
+  }
+}
+
 /// The last `count` < kPair elements of a row, zeros behind them. Reads nothing past the row.
 template <class T>
 HWY_INLINE Pair load_pair_tail(const T* from, std::int64_t count) {

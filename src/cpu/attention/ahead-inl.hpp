@@ -29,15 +29,6 @@ HWY_INLINE std::int64_t elements_between(const StoredRows& from, const StoredRow
   return static_cast<std::int64_t>(end - begin) / static_cast<std::int64_t>(sizeof(T));
 }
 
-/// Asks for the elements of a pair. kLevel as in __builtin_prefetch: 3 is L1, 2 is L2.
-template <int kLevel, class T>
-HWY_INLINE void prefetch_pair(const T* from) {
-  const char* line = reinterpret_cast<const char*>(from);
-  HELIX_UNROLL for (int byte = 0; byte < kPair * static_cast<int>(sizeof(T)); byte += 64) {
-    __builtin_prefetch(line + byte, 0, kLevel);
-  }
-}
-
 /// Reading a pair of row i asks for that of row i + kNear in L1: loads that miss L1, though they hit L2,
 /// queue up behind requests to memory for the buffers that both take (8 rows: 5 %). The rows of a block and
 /// these are no more than repeat behind the last one.

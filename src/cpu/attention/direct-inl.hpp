@@ -209,19 +209,20 @@ HWY_INLINE void add_block(const State& s, const DirectTile<T>& tile, Asked<T>& a
                           std::int64_t count, const Block& block) {
   const T* const* rows = tile.place + begin;
   const std::int64_t to_values = elements_between<T>(tile.first_head->keys, s.task.values);
+  const bool is_whole = count == tile.count;
   if constexpr (kAhead == Ahead::none) {
     PlainRows<T> values{rows, to_values};
-    direct_values<R>(s, block, values, begin, count, count == tile.count);
+    direct_values<R>(s, block, values, begin, count, is_whole);
   } else if constexpr (kAhead == Ahead::across) {
     ValueRows<T> values{rows, to_values, asked.next_keys};
-    direct_values<R>(s, block, values, begin, count, count == tile.count);
+    direct_values<R>(s, block, values, begin, count, is_whole);
     asked.next_keys = values.next;
   } else if constexpr (kAhead == Ahead::along) {
     AlongRows<T> values = along_rows<T>(rows, to_values, tile.count - begin, s.dv, asked.behind);
-    direct_values<R>(s, block, values, begin, count, count == tile.count);
+    direct_values<R>(s, block, values, begin, count, is_whole);
   } else {
     CourseRows<T, R> values{rows, to_values, tile.num_blocks, &asked.course};
-    direct_values<R>(s, block, values, begin, count, count == tile.count);
+    direct_values<R>(s, block, values, begin, count, is_whole);
     asked.course.place = values.place;
   }
 }

@@ -105,14 +105,14 @@ struct Dots {
   }
 
   template <int R>
-  HELIX_BF16 static void multiply_row(const Tile<bf16>& tile) {
+  HELIX_BF16 static void multiply_row(const Tile<bf16>& tile, std::int64_t ahead) {
     __m512 acc[R];
     HELIX_BF16_UNROLL for (int r = 0; r < R; ++r) acc[r] = _mm512_setzero_ps();
     const auto* x = static_cast<const bf16*>(tile.rows);
     const std::int64_t whole = tile.cols / kStep * kStep;
     for (std::int64_t d = 0; d < whole; d += kStep, x += R * kStep) {
       const bf16* from = tile.weight + d;
-      __builtin_prefetch(reinterpret_cast<const char*>(from) + tile.ahead.line_bytes, 0, 3);
+      __builtin_prefetch(from + ahead, 0, 3);
       const __m512bh w[1] = {pairs(_mm512_loadu_si512(from))};
       add_products<R, 1>(w, x, acc);
     }

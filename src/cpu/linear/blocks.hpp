@@ -10,6 +10,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include <helix/integers.hpp>
+
 #include "cpu/linear/task.hpp"
 
 namespace helix::cpu::linear {
@@ -61,8 +63,8 @@ void for_each_row_block(std::int64_t num_rows, const Use& use) {
 /// Walks one task. `Kernel` has: Weight, the stored type; Row, the packed one; kChunk, columns after which
 /// sums are folded; kGroup<R>, weight rows at once; kStep, columns of a step; kReadsAhead, whether it knows
 /// Reading::ahead and Reading::rows; multiply<R, kLines>(Tile), which asks for kLines lines a step: 0 or,
-/// where it reads ahead, 1, kGroup<R> / 2 or kGroup<R>; and multiply_row<R>(Tile), one weight row, which asks
-/// for the line Ahead::line_bytes behind each that it reads.
+/// where it reads ahead, 1, kGroup<R> / 2 or kGroup<R>; and multiply_row<R>(Tile, ahead), one weight row,
+/// which asks for what lies `ahead` elements behind each step that it reads.
 template <class Kernel>
 class BlockWalk {
   using Weight = typename Kernel::Weight;
@@ -135,12 +137,11 @@ class BlockWalk {
   /// Reading::rows: the first block of activations takes the weights from memory row by row, the others from
   /// L2. Whole rows, if all columns of the block stay in L1.
   void multiply_rows(std::int64_t first, std::int64_t count) {
-    const std::int64_t row_bytes = task_.cols * static_cast<std::int64_t>(sizeof(Weight));
     const std::int64_t near_bytes = packed_rows(std::min(task_.num_rows, kBlockRows)) *
                                     packed_cols(task_.cols) * static_cast<std::int64_t>(sizeof(Row));
     const bool are_whole = near_bytes <= kNearBytes;
-    const std::int64_t ahead =
-        are_whole ? kRowsAheadBytes : (kRowsAheadBytes + row_bytes - 1) / row_bytes * row_bytes;
+    constexpr std::int64_t kAhead = kRowsAheadBytes / static_cast<std::int64_t>(sizeof(Weight));
+    const std::int64_t ahead = are_whole ? kAhead : round_up(kAhead, task_.cols);
     for_each_row_block(task_.num_rows, [&]<int R>(std::int64_t row) {
       if (row > 0) {
         for_each_chunk([&](std::int64_t begin, std::int64_t cols) {
@@ -164,8 +165,8 @@ class BlockWalk {
   void multiply_row(std::int64_t n, std::int64_t begin, std::int64_t cols, std::int64_t ahead) {
     alignas(64) float dots[kBlockRows];
     const auto* rows = static_cast<const Row*>(task_.in) + begin * R;
-    Kernel::template multiply_row<R>(
-        {weight_ + n * task_.cols + begin, task_.cols, 0, rows, cols, dots, {nullptr, ahead}});
+    Kernel::template multiply_row<R>({weight_ + n * task_.cols + begin, task_.cols, 0, rows, cols, dots, {}},
+                                     ahead);
     add_dots<R>(task_, dots, 0, n, 1, begin == 0 && !task_.accumulate);
   }
 

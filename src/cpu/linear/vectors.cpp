@@ -90,14 +90,14 @@ struct Vectors {
   }
 
   template <int R>
-  static HWY_NOINLINE void multiply_row(const Tile<T>& tile) {
+  static HWY_NOINLINE void multiply_row(const Tile<T>& tile, std::int64_t ahead) {
     Vec acc[R];
     HELIX_UNROLL for (int r = 0; r < R; ++r) acc[r] = hn::Zero(kF32);
     const auto* x = static_cast<const float*>(tile.rows);
     const std::int64_t whole = tile.cols / kPair * kPair;
     for (std::int64_t d = 0; d < whole; d += kPair, x += R * kPair) {
       const T* from = tile.weight + d;
-      __builtin_prefetch(reinterpret_cast<const char*>(from) + tile.ahead.line_bytes, 0, 3);
+      prefetch_pair<3>(from + ahead);
       const Pair w[1] = {load_pair(from)};
       add_products<R, 1>(w, x, acc);
     }
@@ -137,11 +137,8 @@ struct NearRows {
   HWY_INLINE void prefetch(std::int64_t i, int block, std::int64_t d) const {
     i += R == 1 ? block : 2 * block;
     const auto offset = (i * stride + d + (i > last ? after_last : 0)) * static_cast<std::int64_t>(sizeof(T));
-    const auto line = reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(first) +
-                                                    static_cast<std::uintptr_t>(offset));
-    HELIX_UNROLL for (int byte = 0; byte < kPair * static_cast<int>(sizeof(T)); byte += 64) {
-      __builtin_prefetch(line + byte, 0, 3);
-    }
+    prefetch_pair<3>(reinterpret_cast<const T*>(reinterpret_cast<std::uintptr_t>(first) +
+                                                static_cast<std::uintptr_t>(offset)));
   }
 };
 
