@@ -63,8 +63,8 @@ struct PeerChannel {
   std::byte* window = nullptr;  ///< Rank 0's part; stride as in `waits`.
   std::int64_t flags = 0;       ///< Bytes to flags [channels, 2, size] of 8 bytes: count, tag of the call.
   std::int64_t slots = 0;       ///< Bytes to slots [channels, 2, size, piece] of messages with flags.
-  std::int64_t lines = 0;       ///< Bytes to as many slots of lines that carry their own flags.
-  std::int64_t piece = 0;       ///< Bytes of a slot; a multiple of 16.
+  std::int64_t sealed = 0;  ///< Bytes to as many slots of packets that are their own flags (peer_sealed.cuh).
+  std::int64_t piece = 0;   ///< Bytes of a slot; a multiple of 16.
   std::uint32_t* counts = nullptr;  ///< [channels, size] on this rank's device.
   int channels = 0;
 

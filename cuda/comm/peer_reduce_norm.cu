@@ -23,7 +23,7 @@ constexpr int kPartPackets = 256;
 /// clusters of four 4.4 us).
 constexpr int kWholePackets = kPeerNormThreads;
 constexpr int kMostParts = 8;  // blocks of a cluster, on any device of compute capability 9.0
-constexpr std::int64_t kMostLineBytes = 256 << 10;  // of a rank's rows
+constexpr std::int64_t kMostSealedBytes = 256 << 10;  // of a rank's rows
 /// Bytes that a rank sends, beyond which NCCL does it.
 constexpr std::int64_t kMostSentBytes = 4 << 20;
 /// What a second trip to the peers costs, in bytes that a rank could have sent: 3 us at 300 GB/s.
@@ -55,11 +55,10 @@ bool make_plan(const PeerChannel& channel, std::int64_t rows, std::int64_t packe
   plan.parts = parts;
   plan.row_packets = static_cast<int>(row_packets(parts));
   plan.groups = static_cast<int>(std::min<std::int64_t>(rows, channel.channels / parts));
-  plan.has_lines = bytes <= kMostLineBytes && plan.row_packets <= kPeerNormThreads && !plan.has_shares;
-  plan.round_packets = plan.has_lines ? round_up(plan.row_packets, kWarp) : plan.row_packets;
-  const std::int64_t row_bytes = std::int64_t{plan.round_packets} * (plan.has_lines ? 32 : 16);
-  plan.rows_a_round = static_cast<int>(std::min<std::int64_t>(
-      channel.piece / row_bytes, plan.has_shares ? ceil_div(rows, std::int64_t{plan.groups} * ranks) : rows));
+  plan.is_sealed = bytes <= kMostSealedBytes && plan.row_packets <= kPeerNormThreads && !plan.has_shares;
+  plan.rows_a_round = static_cast<int>(
+      std::min<std::int64_t>(channel.piece / (std::int64_t{plan.row_packets} * 16),
+                             plan.has_shares ? ceil_div(rows, std::int64_t{plan.groups} * ranks) : rows));
   plan.threads = static_cast<int>(std::clamp<std::int64_t>(
       round_up(plan.row_packets, kWarp), round_up(channel.waits.size, kWarp), kPeerNormThreads));
   return plan.rows_a_round > 0 && plan.row_packets <= kPeerNormPackets * plan.threads;
@@ -128,7 +127,7 @@ bool Operators<T>::reduce_norm(const PeerChannel& channel, const ReduceNormArgs<
     if (plan.has_shares) {
       is_once ? queue(static_cast<PeerNormShares<T, W, 1>*>(nullptr))
               : queue(static_cast<PeerNormShares<T, W, kMany>*>(nullptr));
-    } else if (plan.has_lines) {
+    } else if (plan.is_sealed) {
       queue(static_cast<PeerNormBlock<T, W, true, 1>*>(nullptr));
     } else {
       is_once ? queue(static_cast<PeerNormBlock<T, W, false, 1>*>(nullptr))

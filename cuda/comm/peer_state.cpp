@@ -28,7 +28,7 @@ constexpr milliseconds kCauseGrace{500};
 
 /// Where the parts of a channel window begin, in bytes; poison words come first.
 struct ChannelLayout {
-  std::int64_t channels, piece, most_words, counts, word_counts, flags, slots, lines, words, bytes;
+  std::int64_t channels, piece, most_words, counts, word_counts, flags, slots, sealed, words, bytes;
 
   ChannelLayout(std::int64_t size, int ranks_a_device)
       : channels(larger<std::int64_t>(2, kChannels / ranks_a_device)),
@@ -38,8 +38,8 @@ struct ChannelLayout {
         word_counts(counts + channels * size * 4),
         flags(round_up(word_counts + kMaxWordBlocks * 4, std::int64_t{256})),
         slots(round_up(flags + channels * 2 * size * 8, std::int64_t{256})),
-        lines(slots + channels * 2 * size * piece),
-        words(lines + channels * 2 * size * piece),
+        sealed(slots + channels * 2 * size * piece),
+        words(sealed + channels * 2 * size * piece),
         bytes(words + kMaxWordBlocks * 2 * size * most_words * 8) {}
 };
 
@@ -114,7 +114,7 @@ void PeerComm::State::open_channel(std::shared_ptr<const PeerRange> memory) {
   channel.window = range->part(0);
   channel.flags = layout.flags;
   channel.slots = layout.slots;
-  channel.lines = layout.lines;
+  channel.sealed = layout.sealed;
   channel.piece = layout.piece;
   channel.counts = reinterpret_cast<std::uint32_t*>(range->part(rank) + layout.counts);
   channel.channels = static_cast<int>(layout.channels);

@@ -146,8 +146,9 @@ struct BlockChannel {
   __device__ std::byte* slot(int reader, std::uint32_t count, int sender) const {
     return part(reader) + channel.slots + place(count, sender) * channel.piece;
   }
-  __device__ std::byte* line_slot(int reader, std::uint32_t count, int sender) const {
-    return part(reader) + channel.lines + place(count, sender) * channel.piece;
+  /// Of the same message as sealed packets.
+  __device__ std::byte* sealed_slot(int reader, std::uint32_t count, int sender) const {
+    return part(reader) + channel.sealed + place(count, sender) * channel.piece;
   }
   __device__ std::byte* flag(int reader, std::uint32_t count, int sender) const {
     return part(reader) + channel.flags + place(count, sender) * 8;

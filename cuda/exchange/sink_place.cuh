@@ -7,6 +7,7 @@
 #include <helix/backend/exchange.hpp>
 
 #include "cuda/comm/peer_lines.cuh"
+#include "cuda/comm/peer_wait.cuh"
 
 namespace helix::cuda {
 

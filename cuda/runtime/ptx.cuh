@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Instructions that CUDA C++ has no name for: bulk copies into shared memory and the barriers that count them
-// (compute capability 9.0; nothing below), 16-bit matrix products, and e4m3 made f16.
+// (compute capability 9.0; nothing below), what is shared with other GPUs while a kernel runs, 16-bit matrix
+// products, and e4m3 made f16.
 #pragma once
 
 #include <cstdint>
@@ -47,6 +48,22 @@ __device__ __forceinline__ void copy_chunk(unsigned to, const void* from) {
 __device__ __forceinline__ void store_shared(unsigned to, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                : "memory");
+}
+
+/// 16 bytes to memory that another GPU reads meanwhile, and from memory that it writes.
+__device__ __forceinline__ void store_volatile(void* to, uint4 x) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z),
+               "r"(x.w)
+               : "memory");
+}
+
+__device__ __forceinline__ uint4 load_volatile(const void* from) {
+  uint4 x;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
 }
 
 /// A barrier whose phase ends after `arrivals` arrivals and the bytes that they expect.

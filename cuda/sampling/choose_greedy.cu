@@ -2,8 +2,8 @@
 // cuda::Operators::choose_greedy: greedy choice over the ranks' shards of the vocabulary, in one kernel.
 //
 // The blocks of a cluster find the largest of a row's logits on this rank. What crosses to each peer is one
-// packet a row, which carries its own flags ("lines"): the largest, the sum of squares, and a word that
-// tells steps apart. All ranks take the largest of all packets.
+// packet a row, which is its own flag ("sealed"): the largest, the sum of squares, and a word that tells
+// steps apart. All ranks take the largest of all packets.
 #include <algorithm>
 #include <cstdint>
 #include <cub/block/block_reduce.cuh>
@@ -11,7 +11,7 @@
 #include <helix/backend/exchange.hpp>
 #include <helix/cuda/backend.hpp>
 
-#include "cuda/comm/peer_lines.cuh"
+#include "cuda/comm/peer_sealed.cuh"
 #include "cuda/comm/peer_wait.cuh"
 #include "cuda/exchange/header.cuh"
 #include "cuda/runtime/launch.cuh"
@@ -24,8 +24,9 @@ namespace {
 
 constexpr int kRoundRows = 32;  // of a group: packets that a slot takes, whatever the number of ranks
 constexpr std::uint32_t kTag = 0x63686f73;
+constexpr std::uint32_t kHighBit = 0x80000000;
 
-static_assert(line_place(kRoundRows) <= 1024, "the least slot");
+static_assert(kRoundRows * sizeof(uint4) <= 1024, "the least slot");
 
 /// Launch arguments.
 template <class T>
@@ -89,10 +90,11 @@ struct ChoiceGroup {
     return mine;
   }
 
-  /// What packets of this step carry beside their flags.
+  /// What packets of this step carry beside the choice; never ~0.
   __device__ std::uint32_t step_word() const {
-    return static_cast<std::uint32_t>(exchange_epoch(0, shared.terms) >> 32) ^ kTag ^
-           static_cast<std::uint32_t>(args.num_tokens);
+    return (static_cast<std::uint32_t>(exchange_epoch(0, shared.terms) >> 32) ^ kTag ^
+            static_cast<std::uint32_t>(args.num_tokens)) &
+           ~kHighBit;
   }
 
   /// All threads; what the leader's packets need.
@@ -117,25 +119,26 @@ struct ChoiceGroup {
     if (p >= waits.size || p == waits.rank || shared.has_given_up) return;
     const RowChoice& own = shared.found[k];
     const std::uint32_t count = shared.counts[p] + 1;
-    store_lines(ends.line_slot(p, count, waits.rank) + line_place(k),
-                {static_cast<std::uint32_t>(own.largest >> 32), static_cast<std::uint32_t>(own.largest),
-                 __float_as_uint(own.squares), step_word()},
-                count);
+    // The low word is the complement of an id, whose highest bit is set: without it none is ~0.
+    store_sealed(ends.sealed_slot(p, count, waits.rank) + k * sizeof(uint4),
+                 {key_of_ranked(own.largest), static_cast<std::uint32_t>(own.largest) & ~kHighBit,
+                  __float_as_uint(own.squares), step_word()});
   }
 
   /// The packet of peer `p` of the round's k-th row.
   __device__ RowChoice receive(int p, int k) const {
     const PeerWaits& waits = channel.waits;
     const std::uint32_t count = shared.counts[p] + 1;
-    const std::byte* const from = ends.line_slot(waits.rank, count, p) + line_place(k);
+    std::byte* const from = ends.sealed_slot(waits.rank, count, p) + k * sizeof(uint4);
     uint4 packet{};
     const bool is_there = wait_for_peer(waits, p, flag_of(count, step_word()), [&](std::uint64_t& value) {
-      if (!load_lines(from, count, packet)) return Seen::not_yet;
+      if (!load_sealed(from, packet)) return Seen::not_yet;
       value = flag_of(count, packet.w);
       return packet.w == step_word() ? Seen::there : Seen::wrong;
     });
     if (!is_there) return {0, 0.0f};
-    return {static_cast<Ranked>(packet.x) << 32 | packet.y, __uint_as_float(packet.z)};
+    clear_sealed(from);
+    return {static_cast<Ranked>(packet.x) << 32 | packet.y | kHighBit, __uint_as_float(packet.z)};
   }
 
   /// Of all ranks; valid in lane 0 of the warp. The sum of squares is taken in the same order on all of them.
@@ -172,6 +175,7 @@ struct ChoiceGroup {
         args.tokens[row_of(first, k)] = token_of<T>(choice.largest);
         if (args.norms != nullptr) args.norms[row_of(first, k)] = sqrtf(choice.squares);
       }
+      __threadfence();  // places are clear before the peers hear of the next round
       __syncthreads();
       const int p = static_cast<int>(threadIdx.x);
       if (p < channel.waits.size && p != channel.waits.rank) {
@@ -183,7 +187,7 @@ struct ChoiceGroup {
   }
 };
 
-/// Reads rows * width * sizeof(T) bytes, sends 32 a row and peer. Bound by latency.
+/// Reads rows * width * sizeof(T) bytes, sends 16 a row and peer. Bound by latency.
 template <bool kIsAligned, class T>
 __global__ void __launch_bounds__(kLogitThreads)
     choose_kernel(const __grid_constant__ PeerChannel channel, const __grid_constant__ ChoiceRows<T> rows) {

@@ -2,6 +2,7 @@
 // What ranks say to each other over peer memory holds however many messages there have been, tells calls
 // apart that are cut differently, and is never what a rank made that has stopped waiting.
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -75,6 +76,17 @@ struct Sums {
                        stream);
   }
 
+  /// Values of the partial, [steps, rows, width] of at most what it was made for, by step.
+  template <class ValueOf>
+  void set_partial(int steps, const ValueOf& value_of) {
+    std::vector<bf16> values;
+    for (int step = 0; step < steps; ++step)
+      values.insert(values.end(), static_cast<std::size_t>(rows * width), bf16(value_of(step)));
+    backend.upload(partial.data(), values.data(), values.size() * sizeof(bf16), stream);
+    const std::vector<bf16> zeros(static_cast<std::size_t>(rows * width), bf16(0.0f));
+    backend.upload(residual.data(), zeros.data(), zeros.size() * sizeof(bf16), stream);
+  }
+
   void check_residual(float expected) {
     for (const bf16 value : on_host<bf16>(backend, residual, static_cast<std::size_t>(rows * width), stream))
       require(static_cast<float>(value) == expected, "residual ", static_cast<float>(value), ", not ",
@@ -97,7 +109,7 @@ TEST_CASE("ranks go on after two and four thousand million messages") {
   const std::uint32_t count = GENERATE(0x7ffffffeu, 0x80000005u, 0xfffffffau, 0xfffffffdu);
   run_ranks_or_throw(make_group(2), [count](PeerComm& comm) {
     helix::cuda::use_device(device_of(comm));
-    Sums few(comm, 1, 512);     // by lines, which leave the flags alone
+    Sums few(comm, 1, 512);     // sealed, which leaves the flags alone
     Sums many(comm, 80, 8192);  // by flags
     set_counts(few.backend, count, few.stream);
     comm.barrier(few.stream);
@@ -110,6 +122,60 @@ TEST_CASE("ranks go on after two and four thousand million messages") {
     few.backend.synchronize(few.stream);  // the next call is on another stream
     many.queue();
     many.check_residual(3.0f);
+  });
+}
+
+TEST_CASE("sums find nothing that was left in their slots by others") {
+  HELIX_REQUIRE_GPUS(1);
+  const int size = GENERATE(2, 4, 8);
+  run_ranks_or_throw(make_group(size), [size](PeerComm& comm) {
+    helix::cuda::use_device(device_of(comm));
+    constexpr int kSteps = 9;
+    Sums sums(comm, kSteps * 80, 8192);
+    const auto value_of = [](int rank, int step) { return static_cast<float>((rank + step) % 3); };
+    float expected = 0.0f;
+    for (int step = 0; step < kSteps; ++step)
+      for (int rank = 0; rank < size; ++rank) expected += value_of(rank, step);
+    struct Shape {
+      std::int64_t rows, width;
+    };
+    for (int round = 0; round < 3; ++round) {
+      for (const Shape& s : {Shape{1, 512}, {80, 8192}, {5, 8192}, {70, 1024}, {1, 24}, {33, 2048}}) {
+        sums.rows = s.rows;
+        sums.width = s.width;
+        sums.set_partial(kSteps, [&](int step) { return value_of(comm.rank(), step); });
+        const auto queue_all = [&] {
+          for (int step = 0; step < kSteps; ++step) sums.queue(step * s.rows * s.width);
+        };
+        if (round == 1) {
+          Graph::capture(sums.stream, queue_all).replay(sums.stream);
+        } else {
+          queue_all();
+        }
+        sums.check_residual(expected);
+      }
+    }
+  });
+}
+
+TEST_CASE("sums of NaN of all bits are NaN, and nothing waits for them") {
+  HELIX_REQUIRE_GPUS(1);
+  run_ranks_or_throw(make_group(2), [](PeerComm& comm) {
+    helix::cuda::use_device(device_of(comm));
+    Sums sums(comm, 2, 512);
+    std::vector<std::uint16_t> bits(2 * 512, 0x8000);  // -0
+    if (comm.rank() == 1) bits[20] = bits[21] = bits[1000] = 0xffff;
+    sums.backend.upload(sums.partial.data(), bits.data(), bits.size() * sizeof(bits[0]), sums.stream);
+    sums.queue();
+    const auto residual = on_host<bf16>(sums.backend, sums.residual, bits.size(), sums.stream);
+    for (std::size_t i = 0; i < bits.size(); ++i) {
+      const float value = static_cast<float>(residual[i]);
+      if (i == 20 || i == 21 || i == 1000) {
+        require(std::isnan(value), "column ", i, " is ", value, ", not NaN");
+      } else {
+        require(value == 1.0f, "column ", i, " is ", value, ", not 1");
+      }
+    }
   });
 }
 
