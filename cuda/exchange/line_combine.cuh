@@ -155,6 +155,8 @@ void launch_line_combine(const PeerWaits& waits, const WindowExchangeArgs& args,
   const auto launch_ranks = [&](auto count) {
     if (rows.ranks <= 2) {
       launch(count, std::integral_constant<int, 2>{});
+    } else if (rows.ranks <= 4) {
+      launch(count, std::integral_constant<int, 4>{});
     } else {
       launch(count, std::integral_constant<int, 8>{});
     }

@@ -49,6 +49,7 @@ __device__ __forceinline__ void send_headers(const PeerWaits& waits, const Windo
     __threadfence_system();
 #pragma unroll 1
     for (std::int64_t p = lane; p < args.peers; p += kWarp) {
+      if (p == args.sender) continue;
       asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(args.sent + p * args.peer_bytes +
                                                                      place.slot_begin),
                    "l"(own), "l"(header_rest(args, args.sender))
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kRanks))
   __shared__ std::uint64_t own_epoch;  // of block 0
   if (blockIdx.x == 0) send_headers(waits, args, place, own_epoch);
   const int peer = static_cast<int>(threadIdx.x);
-  const bool has_peer = peer < args.peers;
+  const bool has_peer = peer < args.peers && peer != args.sender;
   const std::byte* const header = args.received + peer * args.sender_bytes + slot_begin;
   std::uint64_t seen = 0;
   std::uint64_t rest = 0;
