@@ -8,5 +8,6 @@ void register_operators();
 void register_exchanges(int num_gpus);
 void register_peers(int num_gpus);
 void register_decode_layers(int num_gpus);
+void register_attention_scaling(int num_gpus);
 
 }  // namespace helix::bench

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A whole decode step through 8 layers shaped like Llama-3.1-405B's, bf16 weights and KV, 8 sequences of one
-// query token, on 1, 2 and 4 GPUs, captured once and replayed; and attention over a KVP shard beside
-// attention over the whole cache.
+// query token, on 1, 2 and 4 GPUs, captured once and replayed.
 //
 // "floor_us" is what the step takes at least if nothing overlaps: the bytes of each weight matrix and of the
 // KV at the rate that reads of that size reach, and the collectives as measured alone, all in the same
@@ -431,113 +430,6 @@ void bench_decode_layer(benchmark::State& state, int kvp, int tpa, const Overlap
   state.counters["replay_error"] = times.replay_error;
 }
 
-/// Attention of one query token a sequence over the shard of one KVP rank, KV in permuted pages.
-template <class Comm>
-class ShardAttention {
- public:
-  ShardAttention(Rank<Comm>& rank, std::int64_t kvp, std::int64_t kvp_rank, std::int64_t batch,
-                 std::int64_t context)
-      : rank_(&rank),
-        positions_(static_cast<std::size_t>(batch), context - 1),
-        offsets_(static_cast<std::size_t>(batch + 1)) {
-    const KvLayout layout(kvp, kChunk);
-    const std::int64_t sequence_pages = (layout.length(context, kvp_rank) + kPageTokens - 1) / kPageTokens;
-    const std::int64_t pages = batch * sequence_pages;
-    pool_ = random_bf16(pages * 2 * kModel.num_kv_heads * kPageTokens * kModel.head_dim,
-                        static_cast<std::uint64_t>(kvp_rank) << 40);
-    std::vector<std::int32_t> table(static_cast<std::size_t>(pages));
-    std::iota(table.begin(), table.end(), 0);
-    std::shuffle(table.begin(), table.end(), std::mt19937(1));
-    table_at_ = on_device(rank.backend, table);
-    std::iota(offsets_.begin(), offsets_.end(), 0);
-    offsets_at_ = on_device(rank.backend, offsets_);
-    positions_at_ = on_device(rank.backend, positions_);
-    q_ = random_bf16(batch * kModel.num_query_heads * kModel.head_dim, 5);
-    workspace_ = rank.backend.allocate(rank.backend.partial_attention_workspace_bytes(
-        batch, kModel.num_query_heads, kModel.head_dim, kModel.head_dim));
-    args_.q = {reinterpret_cast<const bf16*>(q_.data()), {batch, kModel.num_query_heads, kModel.head_dim}};
-    const auto* offsets = reinterpret_cast<const std::int32_t*>(offsets_at_.data());
-    args_.batch = {offsets_, offsets, reinterpret_cast<const std::int64_t*>(positions_at_.data()), offsets};
-    args_.kv = KvView::of_pool(
-        pool_.data(),
-        KvFormat::head_major(DType::bf16, kModel.num_kv_heads, kModel.head_dim, kModel.head_dim, kPageTokens),
-        pages);
-    args_.kv.max_pages = sequence_pages;
-    args_.kv.page_table = reinterpret_cast<const std::int32_t*>(table_at_.data());
-    args_.kv.layout = layout;
-    args_.kv.kvp_rank = kvp_rank;
-    args_.scale = 1.0f / std::sqrt(static_cast<float>(kModel.head_dim));
-    args_.workspace = {workspace_.data(), workspace_.size_bytes()};
-  }
-
-  void queue(const PartialSink<bf16>& result) {
-    args_.sink = result;
-    partial_attention(rank_->backend, args_, rank_->stream);
-  }
-
-  double bytes() const { return static_cast<double>(pool_.size_bytes()); }
-
- private:
-  Rank<Comm>* rank_;
-  std::vector<std::int64_t> positions_;
-  std::vector<std::int32_t> offsets_;
-  cuda::Buffer pool_, table_at_, offsets_at_, positions_at_, q_, workspace_;
-  PartialAttentionArgs<bf16> args_;
-};
-
-/// Attention over a shard beside attention over the whole cache: alone, into the messages of an exchange
-/// ("sent_us"), and with exchange and combine. "over_us" is what those take, less the bytes that the combine
-/// reads at 4 TB/s.
-template <class Comm>
-void bench_attention_scaling(benchmark::State& state, int kvp, std::int64_t batch, std::int64_t context) {
-  const ExchangeShape shape{batch, kModel.num_query_heads, kModel.head_dim};
-  std::vector<double> shard_us(static_cast<std::size_t>(kvp));
-  std::vector<double> sent_us(static_cast<std::size_t>(kvp));
-  std::vector<double> exchanged_us(static_cast<std::size_t>(kvp));
-  std::vector<ExchangeResult> results(static_cast<std::size_t>(kvp));
-  double whole_us = 0.0;
-  double whole_bytes = 0.0;
-  try {
-    run_ranks<Comm>(kvp, 1, kvp, [&](Rank<Comm>& rank) {
-      const auto r = static_cast<std::size_t>(rank.index());
-      ExchangeWork<Comm> exchange(rank, shape);
-      {
-        ShardAttention<Comm> shard(rank, kvp, rank.index(), batch, context);
-        shard_us[r] = time_together(rank, 1, [&] { shard.queue(exchange.sink()); });
-        sent_us[r] = time_together(rank, 1, [&] { shard.queue(exchange.messages().sink); });
-        exchanged_us[r] = time_together(rank, 1, [&] {
-          shard.queue(exchange.messages().sink);
-          exchange.queue();
-        });
-        shard.queue(exchange.sink());  // what the result is compared with
-        results[r] = exchange.result();
-      }
-      rank.meeting.arrive_and_wait();
-      if (rank.index() != 0) return;
-      ShardAttention<Comm> whole(rank, 1, 0, batch, context);
-      whole_bytes = whole.bytes();
-      whole_us = time_launches(rank.stream, 1, 50, [&](int) { whole.queue(exchange.sink()); });
-    });
-    const double error = exchange_error(results, shape);
-    state.counters["max_error"] = error;
-    if (!(error < 1.0 / 128)) state.SkipWithError("the result that was timed is wrong");
-  } catch (const std::exception& error) {
-    state.SkipWithError(error.what());
-  }
-  const double slowest = *std::max_element(shard_us.begin(), shard_us.end());
-  const double combine_us = static_cast<double>(shape.bytes()) / 4e6;  // of this rank's heads from all ranks
-  for (auto _ : state) state.SetIterationTime(slowest * 1e-6);
-  state.counters["us"] = slowest;
-  state.counters["sent_us"] = *std::max_element(sent_us.begin(), sent_us.end());
-  state.counters["with_exchange_us"] = exchanged_us[0];
-  state.counters["over_us"] = exchanged_us[0] - slowest - combine_us;
-  state.counters["one_gpu_us"] = whole_us;
-  state.counters["one_gpu_bytes/s"] = whole_bytes / whole_us * 1e6;
-  state.counters["ratio"] = slowest / whole_us;
-  state.counters["ratio_with_exchange"] = exchanged_us[0] / whole_us;
-  state.counters["ratio_aim"] = 1.08 / kvp;
-}
-
 template <class Body>
 void add(const std::string& name, Body body) {
   benchmark::RegisterBenchmark(name.c_str(), body)
@@ -584,22 +476,6 @@ void register_decode_layers(int num_gpus) {
       add_case(grid, many, "2", {.slices = 2});
       add_case(grid, many, "4", {.slices = 4});
       add_case(grid, many, "auto", {.slices = 0});
-    }
-  }
-  for (const int kvp : {2, 4}) {
-    if (kvp > num_gpus) continue;
-    // The whole cache and a shard beside it: at most 51 GB.
-    const auto add_scaling = [&]<class Comm>(std::int64_t batch, std::int64_t tokens, Comm*) {
-      add("attention_scaling/kvp:" + std::to_string(kvp) + "/batch:" + std::to_string(batch) +
-              "/tokens:" + std::to_string(tokens) + over<Comm>(),
-          [=](benchmark::State& state) { bench_attention_scaling<Comm>(state, kvp, batch, tokens); });
-    };
-    constexpr cuda::NcclComm* kNccl = nullptr;
-    constexpr cuda::PeerComm* kWindows = nullptr;
-    add_scaling(kBatch, 1048576, kNccl);
-    for (const std::int64_t batch : {std::int64_t{8}, std::int64_t{256}, std::int64_t{1024}}) {
-      add_scaling(batch, 4194304 / batch, kNccl);
-      add_scaling(batch, 4194304 / batch, kWindows);
     }
   }
 }

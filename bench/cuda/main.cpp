@@ -36,6 +36,7 @@ int main(int argc, char** argv) {
   helix::bench::register_exchanges(num_gpus);
   helix::bench::register_peers(num_gpus);
   if (num_gpus > 0) helix::bench::register_decode_layers(num_gpus);  // of a size that fits their memory
+  helix::bench::register_attention_scaling(num_gpus);
   benchmark::RunSpecifiedBenchmarks();
   benchmark::Shutdown();
   return 0;

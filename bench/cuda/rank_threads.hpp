@@ -165,4 +165,29 @@ double time_together(Rank<Comm>& rank, int per_graph, const std::function<void()
   return median(time_replays(rank, graph, 50)) / per_graph;
 }
 
+/// The same of several, which take turns: GPUs that work hard slow down, so that what is timed later takes
+/// longer.
+template <class Comm>
+std::vector<double> time_in_turn(Rank<Comm>& rank, const std::vector<std::function<void()>>& queues) {
+  constexpr int kRounds = 5;
+  constexpr int kReplays = 10;
+  std::vector<cuda::Graph> graphs;
+  for (const auto& queue : queues) {
+    for (int i = 0; i < 3; ++i) queue();  // ranks connect at first use
+    rank.backend.synchronize(rank.stream);
+    rank.meeting.arrive_and_wait();
+    graphs.push_back(cuda::Graph::capture(rank.stream, queue));
+  }
+  std::vector<std::vector<double>> times(queues.size());
+  for (int round = 0; round < kRounds; ++round) {
+    for (std::size_t i = 0; i < graphs.size(); ++i) {
+      const auto more = time_replays(rank, graphs[i], kReplays);
+      times[i].insert(times[i].end(), more.begin(), more.end());
+    }
+  }
+  std::vector<double> medians;
+  for (const auto& of_queue : times) medians.push_back(median(of_queue));
+  return medians;
+}
+
 }  // namespace helix::bench
