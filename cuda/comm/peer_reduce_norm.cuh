@@ -52,10 +52,6 @@ inline constexpr int kPeerNormThreads = 512;
 template <class T, class W, bool kSealed, int kPackets>
 struct PeerNormBlock {
   static constexpr int kElements = kVector<T>;
-  /// Ranks of more than two whose packets a thread asks for at once. Four H100s, us: 131 kB 6.7 for 7.3 one
-  /// after the other, 16 kB 5.6 for 5.5. Looking at all of them again until all are there, for one after the
-  /// other, takes 7.7 and 6.2: what looks is in the way of what comes.
-  static constexpr int kAtOnce = 4;
   using Packet = Vector<T, kElements>;
 
   const PeerChannel& channel;
@@ -120,60 +116,31 @@ struct PeerNormBlock {
     }
   }
 
-  /// The sum of packet `i`, of which `own` is this rank's part, over the ranks.
+  /// The sum of packet `i`, of which `own` is this rank's part, over the ranks. Asking for the packets of
+  /// several ranks at once is more code, which each launch fetches anew: 4.5 and 5.5 us for 4.2 and 5.1 of
+  /// two and four ranks and 16 kB.
   __device__ __forceinline__ void sum(uint4 own, int k, int i, const std::uint32_t (&counts)[kMaxPeers],
                                       float (&total)[kElements]) const {
     const int rank = channel.waits.rank;
-    const int size = channel.waits.size;
-    const auto add = [&](int p, const uint4& x) {
+#pragma unroll 2
+    for (int p = 0; p < channel.waits.size; ++p) {
+      uint4 x = own;
+      if (p != rank) {
+        const std::uint32_t count = counts[p] + 1;
+        if constexpr (kSealed) {
+          std::byte* const from = ends.sealed_slot(rank, count, p) + place(k, i);
+          x = wait_for_sealed(channel.waits, p, from, count);
+          clear_sealed(from);
+        } else {
+          x = __ldcg(reinterpret_cast<const uint4*>(ends.slot(rank, count, p) + place(k, i)));
+        }
+      }
       const Packet& packet = reinterpret_cast<const Packet&>(x);
 #pragma unroll
-      for (int e = 0; e < kElements; ++e) {
-        const float value = to_float(packet.elements[e]);
-        total[e] = p == 0 ? value : total[e] + value;
+      for (int j = 0; j < kElements; ++j) {
+        const float value = to_float(packet.elements[j]);
+        total[j] = p == 0 ? value : total[j] + value;
       }
-    };
-    if constexpr (kSealed) {
-      const auto slot_of = [&](int p) { return ends.sealed_slot(rank, counts[p] + 1, p) + place(k, i); };
-      const auto take = [&](int p) {
-        const uint4 x = wait_for_sealed(channel.waits, p, slot_of(p), counts[p] + 1);
-        clear_sealed(slot_of(p));
-        return x;
-      };
-      if (size == 2) {
-#pragma unroll
-        for (int p = 0; p < 2; ++p) add(p, p == rank ? own : take(p));
-        return;
-      }
-#pragma unroll 1
-      for (int first = 0; first < size; first += kAtOnce) {
-        uint4 x[kAtOnce];
-        unsigned missing = 0;
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          const int p = first + j;
-          if (p < size && p != rank && !load_sealed(slot_of(p), x[j])) missing |= 1u << j;
-        }
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          const int p = first + j;
-          if (p >= size) continue;
-          if (p == rank) {
-            x[j] = own;
-          } else if ((missing >> j & 1) != 0) {
-            x[j] = take(p);
-          } else {
-            clear_sealed(slot_of(p));
-          }
-          add(p, x[j]);
-        }
-      }
-    } else {
-#pragma unroll 2
-      for (int p = 0; p < size; ++p)
-        add(p, p == rank
-                   ? own
-                   : __ldcg(reinterpret_cast<const uint4*>(ends.slot(rank, counts[p] + 1, p) + place(k, i))));
     }
   }
 

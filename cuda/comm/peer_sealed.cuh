@@ -39,9 +39,10 @@ __device__ __forceinline__ void clear_sealed(std::byte* packet) {
   *reinterpret_cast<uint4*>(packet) = uint4{0, 0, 0, 0};
 }
 
-/// Waits for message `count` of the peer at `from`; zeros where it never comes. It stays.
-__device__ __forceinline__ uint4 wait_for_sealed(const PeerWaits& waits, int peer, const std::byte* from,
-                                                 std::uint32_t count) {
+/// Waits for message `count` of the peer at `from`; zeros where it never comes. It stays. Once in a kernel:
+/// with a copy of this code for each of two packets, sums of 16 to 262 kB take 0.1 to 0.6 us more.
+static __device__ __noinline__ uint4 wait_for_sealed(const PeerWaits& waits, int peer, const std::byte* from,
+                                                     std::uint32_t count) {
   uint4 packet;
   const bool is_there = wait_for_peer(waits, peer, count, [&](std::uint64_t& value) {
     const bool has_come = load_sealed(from, packet);
