@@ -200,9 +200,9 @@ void register_attention_scaling(int num_gpus) {
       add("attention_scaling", kGqa, batch, 4194304 / batch, kNccl);
       add("attention_scaling", kGqa, batch, 4194304 / batch, kWindows);
     }
-    add("attention_scaling/mla", kMla, 8, 1048576, kNccl);
+    add("mla_attention_scaling", kMla, 8, 1048576, kNccl);
     for (const std::int64_t batch : {8, 256})
-      add("attention_scaling/mla", kMla, batch, 4194304 / batch, kWindows);
+      add("mla_attention_scaling", kMla, batch, 4194304 / batch, kWindows);
   }
 }
 
