@@ -13,7 +13,7 @@ endfunction()
 # Sanitizers act on whole programs, so they are set for the directory tree and not a target.
 set(HELIX_SANITIZE "" CACHE STRING "Sanitizers to build everything with: address,undefined or undefined or thread; empty is none")
 if(HELIX_SANITIZE)
-  add_compile_options(-fsanitize=${HELIX_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g)
+  add_compile_options(-fsanitize=${HELIX_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
   add_link_options(-fsanitize=${HELIX_SANITIZE})
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # Instrumentation hides initialisations from the flow analysis: false alarms in code that is clean without it.
