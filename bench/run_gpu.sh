@@ -53,7 +53,7 @@ run_tests() {
   local failed=0
   for test in "${tests[@]}"; do
     echo "== $(basename "$test")"
-    (cd "$build/tests/cuda" && "$test") || failed=1
+    (cd "$build/tests/cuda" && "$test") || [[ $? -eq 77 ]] || failed=1  # 77: all that could be tried went well
   done
   return "$failed"
 }

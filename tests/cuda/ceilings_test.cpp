@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <iostream>
 #include <random>
 #include <vector>
 
@@ -75,7 +74,7 @@ TEST_CASE("a read by bulk copies brings every line once whatever its size") {
   HELIX_REQUIRE_GPUS(1);
   cuda::use_device(0);
   if (!cuda::bench::has_bulk_read()) {
-    std::cout << "skipped: this GPU has no bulk copies, or the build no code for it" << std::endl;
+    helix::test::skip("this GPU has no bulk copies, or the build no code for it");
     return;
   }
   // Parts are of 16 KB at most, and a GPU's rings hold about 30 MB: the largest walk around them ten times.

@@ -2,11 +2,14 @@
 // Tests that need GPUs: skipped, and counted by ctest as skipped, where there are too few.
 #pragma once
 
-#include <iostream>
+#include <sstream>
+#include <string>
 
 #include <cuda_runtime_api.h>
 
 #include <helix/cuda/runtime.hpp>
+
+#include "support/skipped.hpp"
 
 namespace helix::test {
 
@@ -17,24 +20,29 @@ inline bool is_hopper() {
   return major == 9;
 }
 
+inline std::string lacks_gpus(int count) {
+  std::ostringstream text;
+  text << "needs " << count << " GPUs, there are " << cuda::device_count() << " " << cuda::no_device_reason();
+  return text.str();
+}
+
 }  // namespace helix::test
 
-/// Leaves the test case, with the words that ctest looks for, unless there are at least `count` GPUs.
-#define HELIX_REQUIRE_GPUS(count)                                                                       \
-  do {                                                                                                  \
-    if (::helix::cuda::device_count() < (count)) {                                                      \
-      std::cout << "skipped: needs " << (count) << " GPUs, there are " << ::helix::cuda::device_count() \
-                << " " << ::helix::cuda::no_device_reason() << std::endl;                               \
-      return;                                                                                           \
-    }                                                                                                   \
+/// Leaves the test case unless there are at least `count` GPUs.
+#define HELIX_REQUIRE_GPUS(count)                            \
+  do {                                                       \
+    if (::helix::cuda::device_count() < (count)) {           \
+      ::helix::test::skip(::helix::test::lacks_gpus(count)); \
+      return;                                                \
+    }                                                        \
   } while (false)
 
 /// The same unless the first of them is of compute capability 9.
-#define HELIX_REQUIRE_HOPPER()                                                  \
-  do {                                                                          \
-    HELIX_REQUIRE_GPUS(1);                                                      \
-    if (!::helix::test::is_hopper()) {                                          \
-      std::cout << "skipped: needs a GPU of compute capability 9" << std::endl; \
-      return;                                                                   \
-    }                                                                           \
+#define HELIX_REQUIRE_HOPPER()                                    \
+  do {                                                            \
+    HELIX_REQUIRE_GPUS(1);                                        \
+    if (!::helix::test::is_hopper()) {                            \
+      ::helix::test::skip("needs a GPU of compute capability 9"); \
+      return;                                                     \
+    }                                                             \
   } while (false)

@@ -3,9 +3,10 @@
 #define CATCH_CONFIG_RUNNER
 #include "examples/decode/cli/nccl_environment.hpp"
 #include "support/catch.hpp"
+#include "support/skipped.hpp"
 
 int main(int argc, char** argv) {
   helix::turn_nccl_multicast_off();
   helix::let_ranks_share_a_gpu();
-  return Catch::Session().run(argc, argv);
+  return helix::test::exit_code(Catch::Session().run(argc, argv));
 }
