@@ -13,9 +13,7 @@
 #include <cstdint>
 #include <exception>
 #include <numeric>
-#include <random>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include <benchmark/benchmark.h>
@@ -24,7 +22,6 @@
 #include <helix/batch_buffer.hpp>
 #include <helix/decode_layer.hpp>
 #include <helix/hop_b.hpp>
-#include <helix/partial_attention.hpp>
 #include <helix/plan/model.hpp>
 #include <helix/sharded_kv_cache.hpp>
 #include <helix/topology.hpp>

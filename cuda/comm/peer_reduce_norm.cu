@@ -11,6 +11,7 @@
 #include "cuda/comm/peer_reduce_norm_shares.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 namespace {

@@ -16,7 +16,6 @@
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/rows.cuh"
-#include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include <helix/host_device.hpp>
 
@@ -30,7 +31,7 @@ HELIX_HOST_DEVICE constexpr T ceil_div(T n, T size) {
 
 /// The smallest multiple of `size` that is at least n; n >= 0, size > 0.
 template <class T>
-HELIX_HOST_DEVICE constexpr T round_up(T n, T size) {
+HELIX_HOST_DEVICE constexpr T round_up(T n, std::type_identity_t<T> size) {
   return ceil_div(n, size) * size;
 }
 

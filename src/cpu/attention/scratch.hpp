@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include <helix/dtype.hpp>
+#include <helix/integers.hpp>
 
 #include "cpu/amx.hpp"
 #include "cpu/attention/task.hpp"
@@ -29,10 +30,6 @@ static_assert(kJoinedRows >= kPackedTile &&
               "a tile of a split latent must fit");
 inline constexpr std::int64_t kPairSlack = 32;  ///< the widest pair; rows are padded to a multiple
 inline constexpr std::int64_t kSumFloats = kDepth * kPairSlack;  ///< of `keys`, for sums of short passes
-
-constexpr std::int64_t round_up(std::int64_t n, std::int64_t to) {
-  return (n + to - 1) / to * to;
-}
 
 /// Where each array of the AMX path lies in its scratch, in bytes.
 struct AmxLayout {
