@@ -13,6 +13,7 @@
 
 #include <benchmark/benchmark.h>
 
+#include <helix/integers.hpp>
 #include <helix/kv_format.hpp>
 #include <helix/partial_attention.hpp>
 
@@ -62,7 +63,7 @@ class ShardAttention {
         positions_(static_cast<std::size_t>(batch), context - 1),
         offsets_(static_cast<std::size_t>(batch + 1)) {
     const KvLayout layout(kvp, kChunk);
-    const std::int64_t sequence_pages = (layout.length(context, kvp_rank) + kPageTokens - 1) / kPageTokens;
+    const std::int64_t sequence_pages = ceil_div(layout.length(context, kvp_rank), kPageTokens);
     const std::int64_t pages = batch * sequence_pages;
     const KvFormat format = heads.format();
     pool_ = random_bf16(pages * format.page_elements(), static_cast<std::uint64_t>(kvp_rank) << 40);
@@ -184,14 +185,10 @@ void register_attention_scaling(int num_gpus) {
     // The whole cache or a shard: at most 34 GB.
     const auto add = [&]<class Comm>(const std::string& name, const Heads& heads, std::int64_t batch,
                                      std::int64_t tokens, Comm*) {
-      const std::string full = name + "/kvp:" + std::to_string(kvp) + "/batch:" + std::to_string(batch) +
-                               "/tokens:" + std::to_string(tokens) + over<Comm>();
-      benchmark::RegisterBenchmark(
-          full.c_str(),
-          [=](benchmark::State& state) { bench_attention_scaling<Comm>(state, heads, kvp, batch, tokens); })
-          ->UseManualTime()
-          ->Iterations(1)
-          ->Unit(benchmark::kMicrosecond);
+      register_case(
+          name + "/kvp:" + std::to_string(kvp) + "/batch:" + std::to_string(batch) +
+              "/tokens:" + std::to_string(tokens) + over<Comm>(),
+          [=](benchmark::State& state) { bench_attention_scaling<Comm>(state, heads, kvp, batch, tokens); });
     };
     constexpr cuda::NcclComm* kNccl = nullptr;
     constexpr cuda::PeerComm* kWindows = nullptr;

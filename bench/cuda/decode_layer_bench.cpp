@@ -28,6 +28,7 @@
 
 #include "cases.hpp"
 #include "exchange_work.hpp"
+#include "timing.hpp"
 
 namespace helix::bench {
 namespace {
@@ -427,14 +428,6 @@ void bench_decode_layer(benchmark::State& state, int kvp, int tpa, const Overlap
   state.counters["replay_error"] = times.replay_error;
 }
 
-template <class Body>
-void add(const std::string& name, Body body) {
-  benchmark::RegisterBenchmark(name.c_str(), body)
-      ->UseManualTime()
-      ->Iterations(1)
-      ->Unit(benchmark::kMicrosecond);
-}
-
 }  // namespace
 
 void register_decode_layers(int num_gpus) {
@@ -448,7 +441,8 @@ void register_decode_layers(int num_gpus) {
   const auto budget = std::min<std::size_t>(120'000'000'000, properties.totalGlobalMem / 100 * 85);
   const auto add_case = [&]<class Comm = cuda::NcclComm>(const Grid& grid, const Plan& plan,
                                                          const std::string& name, const Overlap& overlap) {
-    add("decode_layer/kvp:" + std::to_string(grid.kvp) + "/tpa:" + std::to_string(grid.tpa) +
+    register_case(
+        "decode_layer/kvp:" + std::to_string(grid.kvp) + "/tpa:" + std::to_string(grid.tpa) +
             "/layers:" + std::to_string(plan.layers) + "/batch:" + std::to_string(plan.batch) +
             "/context:" + std::to_string(plan.context) + "/hop_b:" + name + over<Comm>(),
         [=](benchmark::State& state) { bench_decode_layer<Comm>(state, grid.kvp, grid.tpa, overlap, plan); });

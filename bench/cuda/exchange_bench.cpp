@@ -10,6 +10,7 @@
 
 #include "cases.hpp"
 #include "exchange_work.hpp"
+#include "timing.hpp"
 
 namespace helix::bench {
 namespace {
@@ -57,13 +58,9 @@ void register_exchanges(int num_gpus) {
     if (kvp > num_gpus) continue;
     for (const std::int64_t tokens : {1, 4, 16, 32, 64}) {
       const ExchangeShape shape{tokens, 128, 128};
-      const std::string name =
-          "exchange/kvp:" + std::to_string(kvp) + "/tokens:" + std::to_string(tokens) + "/heads:128/dim:128";
-      benchmark::RegisterBenchmark(
-          name.c_str(), [kvp, shape](benchmark::State& state) { bench_exchange(state, kvp, shape); })
-          ->UseManualTime()
-          ->Iterations(1)
-          ->Unit(benchmark::kMicrosecond);
+      register_case(
+          "exchange/kvp:" + std::to_string(kvp) + "/tokens:" + std::to_string(tokens) + "/heads:128/dim:128",
+          [kvp, shape](benchmark::State& state) { bench_exchange(state, kvp, shape); });
     }
   }
 }

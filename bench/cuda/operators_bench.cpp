@@ -404,17 +404,13 @@ void bench_sample(benchmark::State& state, std::int64_t rows, bool is_greedy) {
 
 template <class Body>
 void add(const std::string& name, Body body) {
-  benchmark::RegisterBenchmark(name.c_str(),
-                               [body](benchmark::State& state) {
-                                 try {
-                                   body(state);
-                                 } catch (const std::exception& error) {
-                                   state.SkipWithError(error.what());
-                                 }
-                               })
-      ->UseManualTime()
-      ->Iterations(1)
-      ->Unit(benchmark::kMicrosecond);
+  register_case(name, [body](benchmark::State& state) {
+    try {
+      body(state);
+    } catch (const std::exception& error) {
+      state.SkipWithError(error.what());
+    }
+  });
 }
 
 }  // namespace

@@ -483,23 +483,19 @@ void bench_partial_attention(benchmark::State& state, const Case& c) {
   }
 }
 
-void register_case(const Case& c) {
-  benchmark::RegisterBenchmark(c.name().c_str(),
-                               [&c](benchmark::State& state) {
-                                 if (c.kv_dtype == DType::f16) {
-                                   bench_partial_attention<f16>(state, c);
-                                 } else {
-                                   bench_partial_attention<bf16>(state, c);
-                                 }
-                               })
-      ->UseManualTime()
-      ->Iterations(1)
-      ->Unit(benchmark::kMicrosecond);
+void add(const Case& c) {
+  register_case(c.name(), [&c](benchmark::State& state) {
+    if (c.kv_dtype == DType::f16) {
+      bench_partial_attention<f16>(state, c);
+    } else {
+      bench_partial_attention<bf16>(state, c);
+    }
+  });
 }
 
 const int kRegistered = [] {
-  for (const Case& c : kCases) register_case(c);
-  for (const Case& c : kLatentCases) register_case(c);
+  for (const Case& c : kCases) add(c);
+  for (const Case& c : kLatentCases) add(c);
   return 0;
 }();
 

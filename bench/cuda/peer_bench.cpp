@@ -17,6 +17,7 @@
 #include "device_data.hpp"
 #include "exchange_work.hpp"
 #include "rank_threads.hpp"
+#include "timing.hpp"
 
 namespace helix::bench {
 namespace {
@@ -71,13 +72,6 @@ void run_case(benchmark::State& state, const Measure& measure) {
   }
   for (auto _ : state) state.SetIterationTime(us * 1e-6);
   state.counters["us"] = us;
-}
-
-void register_case(const std::string& name, const std::function<void(benchmark::State&)>& body) {
-  benchmark::RegisterBenchmark(name.c_str(), body)
-      ->UseManualTime()
-      ->Iterations(1)
-      ->Unit(benchmark::kMicrosecond);
 }
 
 /// Cases of `size` ranks, which share a GPU where there are fewer than that.

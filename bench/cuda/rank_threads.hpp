@@ -152,16 +152,22 @@ std::vector<double> time_replays(
   return times;
 }
 
+/// A graph of `per_graph` queues, once all ranks have connected. Collective.
+template <class Comm>
+cuda::Graph capture_together(Rank<Comm>& rank, int per_graph, const std::function<void()>& queue) {
+  for (int i = 0; i < 3; ++i) queue();  // ranks connect at first use
+  rank.backend.synchronize(rank.stream);
+  rank.meeting.arrive_and_wait();
+  return cuda::Graph::capture(rank.stream, [&] {
+    for (int i = 0; i < per_graph; ++i) queue();
+  });
+}
+
 /// Microseconds of one `queue()`, of which each rank's graph holds `per_graph`; median over 50 replays on
 /// this rank's clock. Collective.
 template <class Comm>
 double time_together(Rank<Comm>& rank, int per_graph, const std::function<void()>& queue) {
-  for (int i = 0; i < 3; ++i) queue();  // ranks connect at first use
-  rank.backend.synchronize(rank.stream);
-  rank.meeting.arrive_and_wait();
-  const auto graph = cuda::Graph::capture(rank.stream, [&] {
-    for (int i = 0; i < per_graph; ++i) queue();
-  });
+  const auto graph = capture_together(rank, per_graph, queue);
   return median(time_replays(rank, graph, 50)) / per_graph;
 }
 
@@ -172,12 +178,7 @@ std::vector<double> time_in_turn(Rank<Comm>& rank, const std::vector<std::functi
   constexpr int kRounds = 5;
   constexpr int kReplays = 10;
   std::vector<cuda::Graph> graphs;
-  for (const auto& queue : queues) {
-    for (int i = 0; i < 3; ++i) queue();  // ranks connect at first use
-    rank.backend.synchronize(rank.stream);
-    rank.meeting.arrive_and_wait();
-    graphs.push_back(cuda::Graph::capture(rank.stream, queue));
-  }
+  for (const auto& queue : queues) graphs.push_back(capture_together(rank, 1, queue));
   std::vector<std::vector<double>> times(queues.size());
   for (int round = 0; round < kRounds; ++round) {
     for (std::size_t i = 0; i < graphs.size(); ++i) {

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include <benchmark/benchmark.h>
@@ -18,6 +19,15 @@
 #include "cuda/ceilings/ceilings.hpp"
 
 namespace helix::bench {
+
+/// A case that is run once and says itself what time it took.
+template <class Body>
+void register_case(const std::string& name, const Body& body) {
+  benchmark::RegisterBenchmark(name.c_str(), body)
+      ->UseManualTime()
+      ->Iterations(1)
+      ->Unit(benchmark::kMicrosecond);
+}
 
 inline double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());

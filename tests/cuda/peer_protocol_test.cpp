@@ -76,7 +76,8 @@ struct Sums {
                        stream);
   }
 
-  /// Values of the partial, [steps, rows, width] of at most what it was made for, by step.
+  /// Of the partial [steps, rows, width], at most what it was made for, one value a step; of the residual
+  /// zeros.
   template <class ValueOf>
   void set_partial(int steps, const ValueOf& value_of) {
     std::vector<bf16> values;
