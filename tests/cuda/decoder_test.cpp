@@ -208,10 +208,11 @@ TEST_CASE("replayed steps through peer memory give the golden output and the bit
   for (const char* name : {"llama-tiny", "deepseek-v2-tiny"}) {
     const ReferenceModel model(name);
     for (const std::int64_t draft_tokens : {1, 4}) {
-      check_replayed(model, {.kvp = 2}, draft_tokens, kOneGpuPeers, true);
-      check_replayed(model, {.kvp = 2, .pp = 2}, draft_tokens, kOneGpuPeers, true);
+      for (const TopologySpec& spec : {TopologySpec{.kvp = 2}, {.kvp = 2, .pp = 2}, {.kvp = 4}})
+        check_replayed(model, spec, draft_tokens, kOneGpuPeers, true);
     }
   }
+  check_replayed(ReferenceModel("llama-tiny"), {.kvp = 8}, 4, kOneGpuPeers, true);
 }
 
 TEST_CASE("replayed steps give the golden output and the bits of queued ones") {

@@ -33,7 +33,8 @@ auto shared_over(const cuda::PeerComm& comm) {
   };
 }
 
-/// Cases of `size` ranks, of which this is number `rank`: 48 heads.
+/// Cases of `size` ranks, of which this is number `rank`: 48 and 36 heads. There is a kernel for each also
+/// where all ranks share one GPU, and so its blocks.
 std::vector<QkvCase> cases_of(int rank, int size, DType own) {
   std::vector<QkvCase> all;
   for (const QkvTokens& tokens : qkv_tokens()) {
@@ -53,7 +54,7 @@ std::vector<QkvCase> cases_of(int rank, int size, DType own) {
       all.back().is_interleaved = all.back().is_token_major = all.back().has_bias = true;
     }
     all.push_back(plain);  // heads that tiles do not divide, and one of keys, which some rank has not
-    all.back().q_heads = 46;
+    all.back().q_heads = 34;
     all.back().kv_heads = 1;
     all.back().dim = all.back().rotary = 88;
   }

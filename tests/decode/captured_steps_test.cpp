@@ -132,7 +132,7 @@ decode::TokenIds up_to(const decode::TokenIds& tokens, std::int64_t eos) {
 
 }  // namespace
 
-TEST_CASE("a step is replayed from the second one of its own shape", "[quick]") {
+TEST_CASE("a step is captured at the second one of its own shape and replayed from the third", "[quick]") {
   decode::CapturedSteps<CapturableBackend, int> steps(/*is_on=*/true);
   const std::vector<std::int32_t> one{0, 1};
   const std::vector<std::int32_t> two{0, 1, 2};
@@ -151,7 +151,7 @@ TEST_CASE("a step is replayed from the second one of its own shape", "[quick]") 
       CHECK(run(shapes[static_cast<std::size_t>(i)]) == std::min(round, 1) * count + i);
     }
   }
-  CHECK(steps.num_replayed() == 3 * count);
+  CHECK(steps.num_replayed() == 2 * count);
 
   decode::CapturedSteps<CapturableBackend, int> off(/*is_on=*/false);
   for (int i = 0; i < 4; ++i) CHECK(off.run(shapes[0], {}, [i] { return i; }) == i);

@@ -48,7 +48,9 @@ class CapturedSteps {
 };
 
 /// A shape's first step is queued as it is, which loads kernels, plans products and connects ranks; the
-/// second is captured and replayed, and each later one replayed. Ranks that run equal steps decide alike.
+/// second is captured, and queued once more; each later one is replayed. The second is not replayed itself:
+/// a capture takes device memory, for which a rank may have to wait until its GPU is idle, and another rank
+/// on that GPU that replayed already would wait there for this one. Ranks that run equal steps decide alike.
 template <CapturingBackend B, class Result>
 class CapturedSteps<B, Result> {
  public:
@@ -69,8 +71,10 @@ class CapturedSteps<B, Result> {
                             {}});
       return result;
     }
-    if (entry->graph.empty())
+    if (entry->graph.empty()) {
       entry->graph = B::Graph::capture(stream, [entry, queue] { entry->result = queue(); });
+      return queue();
+    }
     entry->graph.replay(stream);
     ++num_replayed_;
     return entry->result;

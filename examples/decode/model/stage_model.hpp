@@ -87,11 +87,12 @@ class StageModel {
   }
 
   /// Runs steps of the given shapes on padding, which reads and writes no cache: loads kernels, plans
-  /// products, connects ranks, and captures the decode step. Collective over the replica; waits.
+  /// products, connects ranks, captures the decode step and replays it once. Collective over the replica;
+  /// waits.
   void warm_up(const WarmUp& shapes) {
     if (shapes.prefill_tokens > 0)
       run_padding(1, shapes.prefill_tokens, shapes.is_random, /*is_decode=*/false);
-    for (int i = 0; i < 2 && shapes.sequences > 0; ++i)  // the second is captured
+    for (int i = 0; i < 3 && shapes.sequences > 0; ++i)  // queued, captured, replayed
       run_padding(shapes.sequences, shapes.decode_tokens, shapes.is_random, /*is_decode=*/true);
     num_warm_up_replays_ = decode_steps_.num_replayed();
   }
