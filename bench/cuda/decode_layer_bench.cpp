@@ -58,9 +58,13 @@ struct Plan {
   std::int64_t layers = kLayers;
   std::int64_t batch = kBatch;
   std::int64_t context = kContext;
+  std::int64_t weight_sets = kLayers;  ///< Layers whose weights are there; the others use them in turn.
 
   /// As many layers as fit at `context`, and if none does the longest context that one fits at.
   static Plan of(int kvp, int tpa, std::int64_t batch, std::int64_t context, std::size_t budget);
+  /// So many layers of KVP ranks whatever fits, for what a step costs beside its bytes.
+  static Plan of_layers(int kvp, std::int64_t layers, std::int64_t batch, std::int64_t context,
+                        std::size_t budget);
 };
 
 /// Bytes that one rank reads of one layer in a step.
@@ -94,6 +98,17 @@ Plan Plan::of(int kvp, int tpa, std::int64_t batch, std::int64_t context, std::s
     plan.layers = std::min(kLayers, static_cast<std::int64_t>(budget / (layer.weights() + layer.kv)));
     if (plan.layers >= 1) break;
   }
+  plan.weight_sets = plan.layers;
+  return plan;
+}
+
+Plan Plan::of_layers(int kvp, std::int64_t layers, std::int64_t batch, std::int64_t context,
+                     std::size_t budget) {
+  Plan plan{.layers = layers, .batch = batch, .context = context};
+  const LayerBytes layer(Topology({.kvp = kvp}, model_of(layers)), 0, plan);
+  const std::size_t sets =
+      (budget - std::min(budget, static_cast<std::size_t>(layers) * layer.kv)) / layer.weights();
+  plan.weight_sets = std::clamp(static_cast<std::int64_t>(sets), std::int64_t{1}, layers);
   return plan;
 }
 
@@ -115,8 +130,9 @@ class DecodeRank {
                                  .value_dim = kModel.head_dim,
                                  .max_slices = kMaxSlices}),
         hop_b_(rank.backend, kMaxSlices),
-        weights_at_(random_bf16(static_cast<std::int64_t>(layer_bytes_.weights() / kBf16Bytes) * plan_.layers,
-                                random_seed())),
+        weights_at_(
+            random_bf16(static_cast<std::int64_t>(layer_bytes_.weights() / kBf16Bytes) * plan_.weight_sets,
+                        random_seed())),
         norm_at_(on_device(rank.backend,
                            std::vector<bf16>(static_cast<std::size_t>(kModel.hidden), bf16(kNormWeight)))),
         first_hidden_(random_bf16(plan_.batch * kModel.hidden, 7)),
@@ -222,7 +238,8 @@ class DecodeRank {
   void add_layer(std::int64_t layer) {
     const Topology& topo = *topo_;
     const int rank = rank_->index();
-    const std::byte* next = weights_at_.data() + static_cast<std::size_t>(layer) * layer_bytes_.weights();
+    const std::byte* next =
+        weights_at_.data() + static_cast<std::size_t>(layer % plan_.weight_sets) * layer_bytes_.weights();
     const auto take = [&](std::size_t bytes, std::int64_t cols) {
       const WeightView view{next, DType::bf16, static_cast<std::int64_t>(bytes / kBf16Bytes) / cols, cols};
       next += bytes;
@@ -468,6 +485,11 @@ void register_decode_layers(int num_gpus) {
       add_case(grid, many, "4", {.slices = 4});
       add_case(grid, many, "auto", {.slices = 0});
     }
+  }
+  if (num_gpus < 2) return;
+  for (const std::int64_t layers : {1, 8, 80}) {  // one short sequence: what the host does
+    const Plan plan = Plan::of_layers(2, layers, 1, 8192, budget);
+    add_case.template operator()<cuda::PeerComm>(Grid{2, 1}, plan, "off", {.slices = 1});
   }
 }
 
