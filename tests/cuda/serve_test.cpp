@@ -23,6 +23,7 @@ using decode::Device;
 using decode::GenerationRequest;
 using decode::GpuPlacement;
 using decode::LaunchOptions;
+using decode::PeerMemory;
 using decode::TokenIds;
 
 /// Logits of the two likeliest tokens that lie closer may change places in 16 bits: at a margin of 0.1 some
@@ -113,6 +114,9 @@ void check_16_bits(const std::string& name, const TopologySpec& spec, DType dtyp
 }
 
 const LaunchOptions kOneGpu{.device = Device::cuda, .placement = GpuPlacement::shared};
+/// Kernels of the ranks wait for each other, and steps are captured as requests join and leave.
+const LaunchOptions kOneGpuPeers{
+    .device = Device::cuda, .placement = GpuPlacement::shared, .peer_memory = PeerMemory::on};
 const LaunchOptions kGpuEach{.device = Device::cuda, .placement = GpuPlacement::one_each};
 const std::vector<std::string> kModels{"llama-wordnet", "deepseek-wordnet"};
 
@@ -123,8 +127,10 @@ TEST_CASE("the golden texts come through JSON lines from ranks that share a GPU,
   for (const std::string& name : kModels) {
     for (const int num_ranks : {1, 2, 4}) {
       for (const TopologySpec& spec :
-           Topology::legal_topologies(ReferenceModel(name).config.shape, num_ranks))
+           Topology::legal_topologies(ReferenceModel(name).config.shape, num_ranks)) {
         check_exact(name, spec, kOneGpu);
+        if (num_ranks > 1) check_exact(name, spec, kOneGpuPeers);
+      }
     }
   }
 }

@@ -22,13 +22,15 @@ struct KernelTuning {
   Source source = Source::preset;
 };
 
-/// Every kernel that works in several ways, in the order of their names.
+/// Every kernel of this program that works in several ways, in the order of their names: of a static library
+/// those that the program links.
 HELIX_API std::vector<KernelTuning> tuning();
 
 /// Has kernels work in the ways that `text` names from now on: "kernel=variant", several separated by commas.
 /// A `kernel` may end in '*' and then stands for all that begin so. `auto` for a variant takes back what was
 /// fixed before: the next calls are timed.
-/// @throws Error(invalid_argument) naming the kernels or variants that there are, and then changes nothing.
+/// @throws Error(invalid_argument) naming the kernels (as tuning() has them) or variants that there are, and
+/// then changes nothing.
 HELIX_API void fix_tuning(std::string_view text);
 
 }  // namespace helix::cpu
