@@ -28,14 +28,15 @@ bool is_running();
 
 int world_rank();
 
-/// Polls `done` until it holds or the deadline is past; returns whether it held. Polls once more after the
-/// deadline: this process, not the peer, may have been the one that slept.
+/// Polls `done` until it holds or the deadline is past and patience over; returns whether it held. Polls once
+/// more then: what was to come may have come.
 template <class Done>
 bool poll_until(Clock::time_point deadline, Done&& done) {
+  comm::Patience patience(deadline);
   // Ranks may outnumber cores: yield from the first poll on, and sleep when the peer is clearly busy with its
   // own work.
   for (int poll = 0;; ++poll) {
-    const bool is_last = poll >= 200 && Clock::now() >= deadline;
+    const bool is_last = poll >= 200 && patience.is_over();
     if (done()) return true;
     if (is_last) return false;
     if (poll < 200) {

@@ -36,7 +36,10 @@ class Watchdog {
  private:
   void wait(comm::milliseconds limit, const std::string& line) {
     std::unique_lock lock(mutex_);
-    if (changed_.wait_until(lock, comm::deadline_after(limit), [this] { return is_done_; })) return;
+    comm::Patience patience(comm::deadline_after(limit));
+    do {
+      if (changed_.wait_until(lock, patience.deadline(), [this] { return is_done_; })) return;
+    } while (!patience.is_over());
     std::fprintf(stderr, "helix: %s\n", line.c_str());
     std::fflush(stderr);
     std::_Exit(EXIT_FAILURE);
