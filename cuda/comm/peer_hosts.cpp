@@ -42,6 +42,7 @@ comm::Move moves_nothing(const std::vector<comm::Call*>& /*calls*/) {
 
 struct WindowCall : comm::Call {
   PeerRanges::Taken taken;
+  std::exception_ptr failure;
 };
 
 /// What the host of a rank calls: what processes tell each other first, so that calls which differ are seen.
@@ -60,6 +61,11 @@ struct HostCall {
            std::to_string(multiple);
   }
 };
+
+/// What ranks tell each other of a failure: 0, there is none, or 1 + its code.
+std::uint32_t verdict_of(const std::optional<Error>& failure) {
+  return failure ? 1 + static_cast<std::uint32_t>(failure->code()) : 0;
+}
 
 void expect_equal(const std::vector<HostCall>& calls, const std::vector<int>& root_ranks) {
   const HostCall& first = calls.front();
@@ -80,10 +86,19 @@ std::shared_ptr<const PeerRange> ThreadHosts::allocate(std::size_t bytes, std::s
   own.count = static_cast<std::int64_t>(bytes);
   own.root = static_cast<int>(multiple);
   group_->collective(rank_, own, [&](const std::vector<comm::Call*>& calls) {
-    const auto taken = ranges_->take(devices_of(devices_, group_->root_ranks), bytes, multiple);
-    for (comm::Call* const call : calls) static_cast<WindowCall&>(*call).taken = taken;
+    WindowCall all;
+    try {
+      all.taken = ranges_->take(devices_of(devices_, group_->root_ranks), bytes, multiple);
+    } catch (const Error&) {  // which ends this call on all ranks, and not the group
+      all.failure = std::current_exception();
+    }
+    for (comm::Call* const call : calls) {
+      static_cast<WindowCall&>(*call).taken = all.taken;
+      static_cast<WindowCall&>(*call).failure = all.failure;
+    }
     return comm::Move();
   });
+  if (own.failure) std::rethrow_exception(own.failure);
   if (!own.taken.is_zeroed) zero_own(*own.taken.range);
   return own.taken.range;
 }
@@ -146,39 +161,43 @@ std::shared_ptr<const PeerRange> ProcessHosts::allocate(std::size_t bytes, std::
   expect_equal(calls, group_.root_ranks());
   std::size_t stride = 0;
   for (const HostCall& call : calls) stride = std::max(stride, static_cast<std::size_t>(call.stride));
-  std::shared_ptr<const PeerRange> range;
-  std::exception_ptr failure;
+  std::shared_ptr<PeerRange> range;
+  std::optional<Error> failure;
   std::optional<PeerMemory> own;
   comm::Socket exported;
   try {
     own = PeerMemory::create(device, stride, true);
     exported = comm::Socket(own->export_descriptor());
-  } catch (const Error&) {
-    failure = std::current_exception();  // and no descriptor, or the others would wait for one
+  } catch (const Error& error) {
+    failure = error;  // and no descriptor, or the others would wait for one
   }
   const std::vector<comm::Socket> descriptors = group_.exchange(exported);
+  const auto has_descriptor = [&](std::size_t i) {
+    return static_cast<int>(i) == group_.rank() || descriptors[i].is_open();
+  };
+  bool are_all_there = !failure;
+  for (std::size_t i = 0; i < descriptors.size(); ++i) are_all_there = are_all_there && has_descriptor(i);
   try {
     std::vector<PeerMemory> memories;
-    for (std::size_t i = 0; i < descriptors.size() && !failure; ++i) {
+    for (std::size_t i = 0; i < descriptors.size() && are_all_there; ++i) {
       const bool is_own = static_cast<int>(i) == group_.rank();
-      HELIX_EXPECTS(is_own || descriptors[i].is_open(), ErrorCode::unsupported, "rank ",
-                    group_.root_ranks()[i], " has no memory for its peers");
       memories.push_back(is_own ? std::move(*own) : PeerMemory::import(descriptors[i].fd()));
     }
-    if (!failure) {
-      const auto whole = std::make_shared<PeerRange>(std::move(memories), stride, std::vector<int>{device});
-      whole->zero(group_.rank(), device);
-      range = whole;
+    if (are_all_there) {
+      range = std::make_shared<PeerRange>(std::move(memories), stride, std::vector<int>{device});
+      range->zero(group_.rank(), device);
     }
-  } catch (const Error&) {
-    failure = std::current_exception();
+  } catch (const Error& error) {
+    failure = error;
   }
-  // Nobody writes before all have zeroed.
-  const auto verdicts = group_.all_of<std::uint32_t>(range != nullptr ? 1 : 0);
-  if (failure) std::rethrow_exception(failure);
+  // Nobody writes before all have zeroed. The first rank's failure is everybody's.
+  const std::vector<std::uint32_t> verdicts = group_.all_of(verdict_of(failure));
   for (std::size_t i = 0; i < verdicts.size(); ++i) {
-    HELIX_EXPECTS(verdicts[i] != 0, ErrorCode::unsupported, "rank ", group_.root_ranks()[i],
-                  " could not map the memory of its peers");
+    if (verdicts[i] == 0) continue;
+    if (static_cast<int>(i) == group_.rank()) throw Error(*failure);
+    const auto code = static_cast<ErrorCode>(verdicts[i] - 1);
+    throw Error(code, "rank ", group_.root_ranks()[i], " could not take its part of a window of ", stride,
+                " bytes a rank, or map those of its peers (", to_string(code), "); that rank says why");
   }
   return range;
 }

@@ -14,7 +14,7 @@ namespace helix::cuda {
 /// Memory of one device that processes can share, as the driver's virtual memory has it.
 class PeerMemory {
  public:
-  /// Zeroed memory of `device`; `bytes` is a multiple of granularity(). @throws Error(capacity).
+  /// Memory of `device`, not zeroed; `bytes` is a multiple of granularity(). @throws Error(capacity).
   static PeerMemory create(int device, std::size_t bytes, bool is_shared);
   /// The memory behind another process's descriptor, which stays the caller's to close.
   static PeerMemory import(int descriptor);

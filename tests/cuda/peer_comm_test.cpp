@@ -4,6 +4,7 @@
 // out of step ends the others' waits.
 #include <algorithm>
 #include <atomic>
+#include <barrier>
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
@@ -18,6 +19,7 @@
 #include <helix/comm/bootstrap.hpp>
 #include <helix/contract/catch.hpp>
 #include <helix/contract/communicator.hpp>
+#include <helix/cuda/backend.hpp>
 #include <helix/cuda/graph.hpp>
 #include <helix/cuda/peer_comm.hpp>
 #include <helix/error.hpp>
@@ -214,6 +216,14 @@ void run_failing(PeerComm& comm, const BootstrapOptions& options, const std::str
   require(false, "the barrier did not fail");
 }
 
+/// A window for which there is no room is refused on all ranks, and the group goes on.
+void expect_window_without_room(const PeerComm& comm) {
+  const auto failure = helix::test::failure_of([&] { (void)comm.allocate_window(std::size_t{1} << 40, 1); });
+  require(failure.has_value() && failure->code == ErrorCode::capacity,
+          "no Error(capacity): ", failure ? failure->what : "no error");
+  require(comm.allocate_window(1000, 1).data() != nullptr, "no window after one that was refused");
+}
+
 /// Hosts whose calls differ are told so, on all ranks, and can go on.
 void run_disagreeing(PeerComm& comm) {
   const auto refused = [&](const auto& call) {
@@ -223,6 +233,7 @@ void run_disagreeing(PeerComm& comm) {
   };
   refused([&] { comm.rank() == 0 ? (void)comm.allocate_window(1000, 1) : (void)comm.split(0, 0); });
   refused([&] { (void)comm.allocate_window(comm.rank() == 0 ? 1000 : 2000, 1); });
+  expect_window_without_room(comm);
   run_contract(comm);
 }
 
@@ -357,6 +368,34 @@ TEST_CASE("a window reaches all peers at one stride") {
     for (int peer = 0; peer < size; ++peer)
       require(got[static_cast<std::size_t>(peer)] == 100 + peer, "rank ", peer, " wrote ",
               got[static_cast<std::size_t>(peer)]);
+  });
+}
+
+TEST_CASE("a window for which there is no room is refused on all ranks, and the group goes on") {
+  HELIX_REQUIRE_GPUS(1);
+  run_ranks_or_throw(group_on_one_gpu(4), [](PeerComm& comm) {
+    helix::cuda::use_device(0);
+    expect_window_without_room(comm);
+    run_contract(comm);
+  });
+}
+
+TEST_CASE("a backend sees the failure of either of its groups, whose roots are their own") {
+  HELIX_REQUIRE_GPUS(1);
+  std::vector<PeerComm> kvp = group_on_one_gpu(2);
+  std::barrier meeting(2);  // the first abort is seen by both
+  run_ranks_or_throw(group_on_one_gpu(2), [&](PeerComm& stage) {
+    helix::cuda::use_device(0);
+    PeerComm& own = kvp[static_cast<std::size_t>(stage.rank())];
+    const helix::cuda::Backend<PeerComm, float> backend(stage, own, 0);
+    const Stream stream = backend.create_stream();
+    stage.barrier(stream);
+    backend.synchronize(stream);
+    meeting.arrive_and_wait();
+    own.abort("out of work");
+    const auto failure = helix::test::failure_of([&] { backend.synchronize(stream); });
+    require(failure.has_value() && failure->code == ErrorCode::peer_failed && failure->says("out of work"),
+            failure ? failure->what : "no error");
   });
 }
 

@@ -132,6 +132,9 @@ TEST_CASE("the golden texts come through JSON lines from ranks that share a GPU,
         if (num_ranks > 1) check_exact(name, spec, kOneGpuPeers);
       }
     }
+    for (const TopologySpec& replicas :
+         {TopologySpec{.kvp = 2, .dp = 2}, {.kvp = 4, .dp = 2}, {.kvp = 2, .dp = 4}})
+      check_exact(name, replicas, kOneGpuPeers);
   }
 }
 

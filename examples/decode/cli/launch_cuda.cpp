@@ -30,7 +30,8 @@ namespace helix::decode {
 
 namespace {
 
-/// Each step is waited for before the next is queued.
+/// The one step that may be queued before the last one is waited for replays the same graph, behind it on the
+/// same stream.
 constexpr auto kGraphUse = cuda::NcclComm::GraphUse::one_at_a_time;
 
 void expect_cuda() {

@@ -115,8 +115,9 @@ class HELIX_API Bootstrap {
   /// that learns of the failure, or at once if the job has failed already. It must not throw. Where no memory
   /// is left for the message it names nobody.
   void on_failure(std::function<void(const Error&)> callback);
-  /// Tells all ranks that this one has failed; returns when they have been told, in a second at most, so that
-  /// the process may end next. Never throws; the first failure wins.
+  /// Tells all ranks that this one has failed, calls what on_failure() left, and returns when they have been
+  /// told, in a second at most beside those callbacks, so that the process may end next. Never throws; the
+  /// first failure wins.
   void fail(std::string_view reason) noexcept;
   /// Whether any rank of the job has failed, as far as this one knows.
   bool has_failed() const;

@@ -251,7 +251,10 @@ class Backend : public Operators<T> {
   template <class Work, class Finish>
   void wait_for(const Work& work, const Finish& finish) const {
     try {
-      if constexpr (requires(const Comm& comm) { comm.synchronize(work); }) comms_->stage.synchronize(work);
+      if constexpr (requires(const Comm& comm) { comm.synchronize(work); }) {
+        comms_->stage.synchronize(work);
+        comms_->kvp.synchronize(work);  // which may have a root of its own: its failures are not the stage's
+      }
       finish();
     } catch (const std::exception& error) {
       comms_->stage.abort(error.what());

@@ -61,7 +61,7 @@ class HELIX_API PeerWindow {
 ///   rank needs a hardware queue of its own, and no kernel may be loaded while others wait: set
 ///   CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER in the environment before the first call of
 ///   CUDA. Threads that share a GPU meet on the host at each call that is not captured; and while captured
-///   steps run, no rank may allocate or free device memory, as making and destroying a Graph does.
+///   steps run, no rank may allocate or free device memory, as capturing a Graph does.
 /// - Large messages go over NCCL, where each rank has a GPU of its own and `use_nccl` is set; so does
 ///   everything of a group of several islands. transport() tells.
 /// - Sums are in f32 and in rank order, the same bits on all ranks; over NCCL as NcclComm says.
@@ -137,7 +137,8 @@ class HELIX_API PeerComm {
   PeerComm split(int color, int key);
 
   /// A window of `bytes` a rank at least, whose stride is a multiple of 16 * `parts` bytes. Collective, with
-  /// equal arguments; blocks the host. @throws Error(unsupported) without windows, Error(capacity).
+  /// equal arguments; blocks the host. @throws Error(unsupported) without windows; Error(capacity), on all
+  /// ranks alike, where one has no room: the group is as it was.
   PeerWindow allocate_window(std::size_t bytes, std::int64_t parts) const;
 
   /// As NcclComm::begin_step().
