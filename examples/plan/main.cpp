@@ -52,7 +52,10 @@ void run(const Options& options) {
   }
   if (!measured.empty()) hardware = calibrate(std::move(hardware), measured);
 
-  const plan::StepModel model(load_model(options.model), options.precision, hardware);
+  const plan::Model of = load_model(options.model);
+  HELIX_EXPECTS(!options.has_mixed_rows || of.shape.is_mla(), ErrorCode::invalid_argument,
+                "--kv-dtype is fp8_ds_mla, but ", of.name, " has no latent attention; give fp8");
+  const plan::StepModel model(of, options.precision, hardware);
   plan::SearchResult result = plan::search_or_throw(model, options.workload, options.space);
   const plan::Candidate& best = result.candidates[*result.best];
   plan::Workload workload = options.workload;
@@ -77,6 +80,7 @@ void run(const Options& options) {
 }  // namespace helix::plan_cli
 
 int main(int argc, char** argv) {
+  helix::decode::prepare_standard_streams();
   try {
     const std::optional<helix::plan_cli::Options> options = helix::plan_cli::parse_options(argc, argv);
     if (options) helix::plan_cli::run(*options);

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <string>
+#include <string_view>
 #include <system_error>
 
 #include <CLI/CLI.hpp>
@@ -28,9 +30,19 @@ const std::map<std::string, double>& element_bits() {
   return kBits;
 }
 
+/// Rows of latents, which nothing but their cache has.
+constexpr std::string_view kMixedRows = "fp8_ds_mla";
+
 std::vector<std::string> format_names() {
   std::vector<std::string> names;
-  for (const auto& [name, bits] : element_bits()) names.push_back(name);
+  for (const auto& [name, bits] : element_bits())
+    if (name != kMixedRows) names.push_back(name);
+  return names;
+}
+
+std::vector<std::string> kv_format_names() {
+  std::vector<std::string> names = format_names();
+  names.emplace_back(kMixedRows);
   return names;
 }
 
@@ -90,8 +102,8 @@ void add_workload_options(CLI::App& app, Options& options, OptionTexts& texts) {
   app.add_option("--weight-dtype", texts.weights, fmt::format("{}", fmt::join(format_names(), ", ")))
       ->check(CLI::IsMember(format_names()))
       ->capture_default_str();
-  app.add_option("--kv-dtype", texts.kv, "as above")
-      ->check(CLI::IsMember(format_names()))
+  app.add_option("--kv-dtype", texts.kv, fmt::format("as above, and of latent attention {}", kMixedRows))
+      ->check(CLI::IsMember(kv_format_names()))
       ->capture_default_str();
   app.add_option("--activation-dtype", texts.activations, "as above; of messages, too")
       ->check(CLI::IsMember(format_names()))
@@ -192,6 +204,7 @@ std::optional<Options> parse_options(int argc, char** argv) {
   HELIX_EXPECTS(options.json.empty() || options.csv.empty() || !is_same_file(options.json, options.csv),
                 ErrorCode::invalid_argument, "--json and --csv are both ", texts.csv,
                 "; give each a file of its own");
+  options.has_mixed_rows = texts.kv == kMixedRows;
   options.precision = {.weight_bits = element_bits().at(texts.weights),
                        .kv_bits = element_bits().at(texts.kv),
                        .activation_bits = element_bits().at(texts.activations)};

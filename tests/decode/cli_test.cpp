@@ -263,6 +263,27 @@ TEST_CASE("prompts, teacher and drafts come from files", "[quick]") {
   }
 }
 
+TEST_CASE("streams that nobody reads, and files beyond their limit, end no run by a signal", "[quick]") {
+  const ScratchDirectory scratch;
+  const std::string decode =
+      HELIX_DECODE " " + model_option("llama-tiny") + "--prompt-ids 1,2,3 --max-new-tokens 2 ";
+  const std::string report = (scratch / "report.json").string();
+  const auto status_of = [&](const std::string& arguments, const std::string& before,
+                             const std::string& pipe) {
+    // The pipe has no reader by the time something is written.
+    const Run run = run_command("bash -c 'set -o pipefail; " + before + "{ sleep 0.2; " + decode + arguments +
+                                "; echo status $? >&3; } 3>&1 " + pipe + "'");
+    INFO(run.output);
+    const auto at = run.output.find("status ");
+    REQUIRE(at != std::string::npos);
+    return std::stoi(run.output.substr(at + 7));
+  };
+  CHECK(status_of("--dp 2 --json " + report, "", "2> >(true)") == 0);  // a warning is lost
+  CHECK(nlohmann::json::parse(read_file(report)).at("sequences").size() == 1);
+  CHECK(status_of("", "", "> >(true)") == 1);
+  CHECK(status_of("--json " + (scratch / "large.json").string(), "ulimit -f 0; ", "") == 1);
+}
+
 namespace {
 
 /// Arguments of helix-decode, and words of the one error that must follow.
@@ -290,7 +311,10 @@ const std::string kIds = " --prompt-ids 1,2,3 ";
 TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
   const ScratchDirectory scratch;
   write_file(scratch / "bad.json", "{\"a\": 1}");
+  write_file(scratch / "empty.json", "[]");
   std::vector<BadInput> cases = {
+      {model_option("llama-tiny") + kIds + "--teacher-force " + (scratch / "empty.json").string(),
+       {"--teacher-force", "empty.json holds no list"}},
       {"", {"--model"}},
       {model_option("llama-tiny") + "--prompt-ids 1,x,3", {"'x'", "token id"}},
       {model_option("llama-tiny") + "--prompt-ids 1,600", {"600", "[0, 512)"}},

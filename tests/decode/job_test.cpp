@@ -80,12 +80,12 @@ TEST_CASE("each option of draws and penalties comes to its own member", "[quick]
   CHECK(options.request.sampling ==
         SamplingConfig{.temperature = 0.5f, .top_p = 0.75f, .min_p = 0.125f, .top_k = 7, .seed = 9});
   CHECK(options.request.penalties == Penalties{.repetition = 1.5f, .presence = 0.25f, .frequency = -2.0f});
-  CHECK(options.has_sampling);
+  CHECK(options.given_sampling.size() == 7);
 
   const Options none = options_of({"--model", "m", "--prompt-ids", "1", "--seed", "9"});
   CHECK(none.request.sampling == SamplingConfig{.seed = 9});
   CHECK(none.request.penalties == Penalties{});
-  CHECK_FALSE(none.has_sampling);
+  CHECK(none.given_sampling.empty());
 }
 
 TEST_CASE("requests of --serve have generation_config.json's defaults where the command line has none",
@@ -97,10 +97,13 @@ TEST_CASE("requests of --serve have generation_config.json's defaults where the 
         SamplingConfig{.temperature = 0.5f, .top_p = 0.75f, .min_p = 0.125f, .top_k = 7, .seed = 9});
   CHECK(job.options.request.penalties == Penalties{.repetition = 1.5f});
 
-  const decode::Job given = model.job({"--serve", "--presence-penalty", "0.25"});
+  const decode::Job given = model.job({"--serve", "--presence-penalty", "0.25", "--top-p", "0.5"});
   CHECK(given.config.eos_ids == std::vector<std::int64_t>{3, 5});
-  CHECK(given.options.request.sampling == SamplingConfig{});
-  CHECK(given.options.request.penalties == Penalties{.presence = 0.25f});
+  CHECK(given.options.request.sampling ==
+        SamplingConfig{.temperature = 0.5f, .top_p = 0.5f, .min_p = 0.125f, .top_k = 7});
+  CHECK(given.options.request.penalties == Penalties{.repetition = 1.5f, .presence = 0.25f});
+  const decode::Job greedy = model.job({"--serve", "--temperature", "0"});
+  CHECK(greedy.options.request.sampling.temperature == 0.0f);
 }
 
 TEST_CASE("prompts of the command line end where generation_config.json says, and are greedy", "[quick]") {

@@ -430,6 +430,28 @@ TEST_CASE("beginnings of 16 tokens and more are shared", "[quick]") {
   CHECK(decoder.scheduler().stats().retained == retained);
 }
 
+TEST_CASE("prompts wait up to a number of tokens, and what has joined or was cancelled leaves room",
+          "[quick]") {
+  SchedulerSpec spec = small_spec();
+  spec.max_sequences = 1;
+  spec.max_queued_tokens = 100;
+  std::string events;
+  Scheduler scheduler(spec, [&](std::string event) { events += event; });
+  const auto is_refused = [&](std::int32_t token, std::size_t size) {
+    events.clear();
+    scheduler.take(uniform(token, size));
+    return events.find("100 at most") != std::string::npos;
+  };
+  CHECK_FALSE(is_refused(1, 60));
+  CHECK_FALSE(is_refused(2, 40));
+  CHECK(is_refused(3, 1));
+  scheduler.take(CancelCommand{uniform(2, 40).id});
+  CHECK_FALSE(is_refused(4, 40));
+  (void)scheduler.next();  // the first one joins
+  CHECK_FALSE(is_refused(5, 60));
+  CHECK(is_refused(6, 1));
+}
+
 TEST_CASE("a request joins the replica with the fewest", "[quick]") {
   SchedulerSpec spec = small_spec();
   spec.num_replicas = 3;

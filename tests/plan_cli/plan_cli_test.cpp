@@ -425,6 +425,8 @@ TEST_CASE("bad input gives one clear error and a non-zero exit") {
       {kLlama + "--ttl-ms nan", {"--ttl-ms", "nan", "positive"}},
       {kLlama + "--ttl-ms 0.0001", {"0.0001 ms", "fastest"}},
       {kLlama + "--kv-dtype fp3", {"--kv-dtype", "fp3", "bf16"}},
+      {kLlama + "--kv-dtype fp8_ds_mla", {"fp8_ds_mla", "no latent attention"}},
+      {kLlama + "--weight-dtype fp8_ds_mla", {"--weight-dtype", "fp8_ds_mla"}},
       {kLlama + "--weight-dtype f32", {"h200", "32 bits"}},
       {kLlama + "--strategies luck", {"--strategies", "luck"}},
       {kLlama + "--unheard-of", {"--unheard-of"}},

@@ -2,6 +2,7 @@
 #include "checkpoint/standard_streams.hpp"
 
 #include <cerrno>
+#include <csignal>
 #include <cstdio>
 
 #include <fcntl.h>
@@ -9,7 +10,8 @@
 
 namespace helix::decode {
 
-void open_standard_streams() {
+void prepare_standard_streams() {
+  for (const int number : {SIGPIPE, SIGXFSZ}) std::signal(number, SIG_IGN);
   for (const int descriptor : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (::fcntl(descriptor, F_GETFD) >= 0 || errno != EBADF) continue;
     // Gets the lowest number that is free, which is this one.

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -61,6 +62,21 @@ ServeLimits serve_limits(ServeLimits limits, const ModelConfig& config) {
   return limits;
 }
 
+/// What the command line leaves open of how tokens are drawn is as generation_config.json says.
+void fill_sampling(const std::set<std::string>& given, const GenerationDefaults& defaults,
+                   GenerationRequest& request) {
+  const auto fill = [&](const char* option, auto& value, const auto& of_file) {
+    if (!given.contains(option)) value = of_file;
+  };
+  fill("--temperature", request.sampling.temperature, defaults.sampling.temperature);
+  fill("--top-p", request.sampling.top_p, defaults.sampling.top_p);
+  fill("--min-p", request.sampling.min_p, defaults.sampling.min_p);
+  fill("--top-k", request.sampling.top_k, defaults.sampling.top_k);
+  fill("--repetition-penalty", request.penalties.repetition, defaults.penalties.repetition);
+  fill("--presence-penalty", request.penalties.presence, defaults.penalties.presence);
+  fill("--frequency-penalty", request.penalties.frequency, defaults.penalties.frequency);
+}
+
 }  // namespace
 
 Job::Job(Options given, const Launcher& launcher)
@@ -83,14 +99,12 @@ Job::Job(Options given, const Launcher& launcher)
   if (!defaults.eos_ids.empty()) config.eos_ids = defaults.eos_ids;
   if (options.serve) {
     request.serving = serve_limits(options.serve_limits, config);
-    if (!options.has_sampling) {
-      const std::uint64_t seed = request.sampling.seed;
-      request.sampling = defaults.sampling;
-      request.sampling.seed = seed;
-      request.penalties = defaults.penalties;
-    }
+    fill_sampling(options.given_sampling, defaults, request);
   }
-  request.kv_dtype = options.kv_dtype_name.empty() ? config.dtype : *parse_dtype(options.kv_dtype_name);
+  // A rounded cache differs between topologies, whose sums round otherwise: what is compared has f32.
+  request.kv_dtype = !options.kv_dtype_name.empty() ? *parse_dtype(options.kv_dtype_name)
+                     : options.verify               ? DType::f32
+                                                    : config.dtype;
   const TopologySpec spec = options.is_topology_auto
                                 ? choose_topology(config, request, launch, num_ranks(options, launcher))
                                 : options.topology;

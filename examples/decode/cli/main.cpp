@@ -132,7 +132,7 @@ bool asks_for_peer_memory(std::span<char* const> arguments) {
 
 int main(int argc, char** argv) {
   using namespace helix::decode;
-  open_standard_streams();
+  prepare_standard_streams();
   guard_mappings("helix-decode");
   helix::turn_nccl_multicast_off();
   helix::promise_nccl_one_graph_at_a_time();

@@ -245,7 +245,11 @@ void read_tokens(const OptionTexts& texts, GenerationRequest& request) {
     request.prompts.push_back(parse_ids(texts.prompt_ids[i], fmt::format("--prompt-ids {}", i)));
   }
   if (!texts.prompts_file.empty()) request.prompts = read_token_lists(texts.prompts_file);
-  if (!texts.teacher_file.empty()) request.teacher = read_token_lists(texts.teacher_file);
+  if (texts.teacher_file.empty()) return;
+  request.teacher = read_token_lists(texts.teacher_file);
+  HELIX_EXPECTS(!request.teacher.empty(), ErrorCode::invalid_argument,
+                "--teacher-force: ", texts.teacher_file,
+                " holds no list of token ids; give one for each sequence");
 }
 
 void check_values(const Options& options) {
@@ -266,7 +270,7 @@ void add_fields(JobFields& fields, const Options& options) {
   // A binding, so that a new member does not compile until it is decided upon here.
   [[maybe_unused]] const auto& [model, request, topology, is_topology_auto, num_ranks, is_prefill_auto,
                                 kv_dtype_name, device, peer_memory, activation, is_plan_only, verify,
-                                has_sampling, serve, serve_limits, timeout_seconds, tuning, num_threads,
+                                given_sampling, serve, serve_limits, timeout_seconds, tuning, num_threads,
                                 json] = options;
   fields.push_back({"--plan-only", is_plan_only ? "on" : "off"});
   fields.push_back({"--activation", activation ? std::string(to_string(*activation)) : "auto"});
@@ -343,7 +347,7 @@ std::optional<Options> parse_options(int argc, char** argv) {
   check_plan_only(app, options);
   for (const char* option : {"--temperature", "--top-p", "--min-p", "--top-k", "--repetition-penalty",
                              "--presence-penalty", "--frequency-penalty"})
-    options.has_sampling = options.has_sampling || app.count(option) > 0;
+    if (app.count(option) > 0) options.given_sampling.insert(option);
   parse_hop_b(texts.hop_b, options.request);
   parse_seed(texts.seed, options.request.sampling.seed);
   parse_prefill(texts.prefill_tokens, options);

@@ -4,6 +4,7 @@
 
 #include <filesystem>
 #include <optional>
+#include <set>
 #include <string>
 
 #include "cli/launch.hpp"
@@ -26,8 +27,8 @@ struct Options {
   std::optional<DType> activation;  ///< nullopt: see choose_activation().
   bool is_plan_only = false;
   bool verify = false;
-  bool has_sampling = false;  ///< Whether an option says how tokens are drawn.
-  bool serve = false;         ///< Then request.serving is set once the checkpoint is known.
+  std::set<std::string> given_sampling;  ///< Options of how tokens are drawn that are there, as "--top-p".
+  bool serve = false;                    ///< Then request.serving is set once the checkpoint is known.
   ServeLimits serve_limits{.max_sequences = 8, .max_tokens = 0, .kv_tokens = 0};  ///< 0: by the checkpoint.
   int timeout_seconds = 60;    ///< Longest wait for another rank.
   std::string tuning;          ///< What cpu::fix_tuning() takes; empty: kernels choose by timing.

@@ -63,6 +63,9 @@ void Scheduler::submit(const ServeRequest& request) {
     return refuse("id ", printable(request.id), " is of a request that runs; give another");
   if (std::ssize(queue_) >= kMostQueued)
     return refuse(kMostQueued, " requests wait already; send more when some have ended");
+  if (size > spec_.max_queued_tokens - queued_tokens_)
+    return refuse("the prompt has ", size, " tokens, and ", queued_tokens_, " wait already of ",
+                  spec_.max_queued_tokens, " at most; send more when some have ended");
   for (const TokenIds* const ids : {&request.prompt, &request.stop}) {
     const auto bad = std::ranges::find_if(*ids, [&](std::int32_t id) { return id >= spec_.vocab; });
     if (bad != ids->end())
@@ -77,6 +80,7 @@ void Scheduler::submit(const ServeRequest& request) {
                   saturating_sum(size, *request.max_tokens), " exceed the context of ", spec_.max_tokens,
                   "; lower max_tokens, or start with a longer --context");
   ids_.insert(request.id);
+  queued_tokens_ += size;
   Queued& queued = queue_.emplace_back(Queued{request, Clock::now()});
   ++num_requests_;
   queued.request.sampling.seed = request.seed.value_or(spec_.seed + num_requests_ - 1);
@@ -88,6 +92,7 @@ void Scheduler::cancel(const std::string& id) {
   if (queued != queue_.end()) {
     emit_(end_event(id, FinishReason::cancelled, {.prompt_tokens = std::ssize(queued->request.prompt)},
                     {.queued_ms = milliseconds_between(queued->since, Clock::now())}));
+    queued_tokens_ -= std::ssize(queued->request.prompt);
     queue_.erase(queued);
     ids_.erase(id);
     for (Replica& replica : replicas_) replica.may_admit = true;
@@ -133,10 +138,12 @@ void Scheduler::admit() {
       if (replica.may_admit && std::ssize(replica.running) < spec_.max_sequences) choices.push_back(&replica);
     }
     std::ranges::stable_sort(choices, {}, [](const Replica* replica) { return replica->running.size(); });
+    const std::int64_t num_tokens = std::ssize(queue_.front().request.prompt);
     const auto taken =
         std::ranges::find_if(choices, [&](Replica* replica) { return admit_to(*replica, queue_.front()); });
     if (taken == choices.end()) return;
     queue_.pop_front();
+    queued_tokens_ -= num_tokens;
   }
 }
 

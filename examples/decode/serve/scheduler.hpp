@@ -30,6 +30,7 @@ struct SchedulerSpec {
   PageLedgerSpec ledger;           ///< Of each replica's caches.
   std::int64_t max_sequences = 8;  ///< Requests in a replica's steps; the ledger has as many for ended ones.
   std::int64_t max_tokens = 0;     ///< Prompt and output of a request.
+  std::int64_t max_queued_tokens = std::int64_t{64} << 20;  ///< Of the prompts that wait: 256 MiB.
   std::int64_t prefill_tokens = 256;
   std::int64_t vocab = 0;
   std::vector<std::int64_t> eos_ids;
@@ -129,6 +130,7 @@ class Scheduler {
   SchedulerSpec spec_;
   Emit emit_;
   std::deque<Queued> queue_;
+  std::int64_t queued_tokens_ = 0;       // of the prompts in it
   std::unordered_set<std::string> ids_;  // of requests that wait or run
   std::vector<Replica> replicas_;
   std::uint64_t num_requests_ = 0;
