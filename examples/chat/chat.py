@@ -64,20 +64,13 @@ class Chat:
 
     def say(self, text: str) -> None:
         """Answers on standard output. Ctrl-C ends the answer."""
-        if self._is_raw:
-            prompt = self._model.encode(text)
-        else:
-            self._messages.append({"role": "user", "content": text})
-            prompt = self._model.encode_chat(self._messages)
         answer = Answer()
-        try:
-            said = self._print_answer(prompt, answer)
-        except DecoderError:
-            if not self._is_raw:
-                self._messages.pop()
-            raise
-        if not self._is_raw:
-            self._messages.append({"role": "assistant", "content": said})
+        if self._is_raw:
+            self._print_answer(self._model.encode(text), answer)
+        else:
+            messages = [*self._messages, {"role": "user", "content": text}]
+            said = self._print_answer(self._model.encode_chat(messages), answer)
+            self._messages = [*messages, {"role": "assistant", "content": said}]
         if self._options.stats:
             self._print_stats(answer)
 
@@ -156,17 +149,25 @@ def main(arguments: list[str]) -> int:
         # The decoder loads the weights while the tokenizer is read.
         with Decoder([options.decoder, "--model", str(options.model), *options.decode_options]) as decoder:
             model = TextModel(options.model)
-            decoder.wait_until_ready()
+            for warning in decoder.wait_until_ready():
+                print(warning, file=sys.stderr)
             chat = Chat(options, model, decoder, start)
             if is_conversation:
                 converse(chat, decoder)
             else:
-                chat.say(" ".join(options.text) if options.text else sys.stdin.read())
+                text = " ".join(options.text) if options.text else sys.stdin.read()
+                text.encode()  # an argument that is no UTF-8 comes with surrogates
+                chat.say(text)
     except (DecoderError, TextError) as error:
         print(f"chat: {error}", file=sys.stderr)
         return 1
+    except UnicodeError as error:
+        print(f"chat: the text is not UTF-8: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         return 1  # nobody reads the answer
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

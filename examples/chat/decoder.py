@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """helix-decode --serve as a process: requests in, tokens out."""
 import json
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -45,9 +46,10 @@ class Decoder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def wait_until_ready(self) -> None:
-        """Returns once the weights are loaded. Raises DecoderError if they cannot be."""
+    def wait_until_ready(self) -> list[str]:
+        """Returns once the weights are loaded, with the decoder's warnings. Raises DecoderError if they cannot be."""
         self.abilities = self._next_event()
+        return [line for line in self._words().splitlines() if line.startswith("warning: ")]
 
     def complete(self, prompt: Sequence[int], answer: Answer, **settings: object) -> Iterator[int]:
         """Yields tokens as they are drawn; `answer` is filled in behind the last one."""
@@ -103,11 +105,21 @@ class Decoder:
         line = self._process.stdout.readline()
         if not line:
             raise DecoderError(self._last_words())
-        return json.loads(line)
+        try:
+            return json.loads(line)
+        except ValueError:
+            said = line.decode(errors="replace").strip()
+            raise DecoderError(f"the decoder does not serve but prints {said!r}; leave out options that only print") from None
+
+    def _words(self) -> str:
+        """What the decoder has written to its standard error."""
+        size = os.fstat(self._said.fileno()).st_size
+        return os.pread(self._said.fileno(), size, 0).decode(errors="replace").strip()
 
     def _last_words(self) -> str:
         """Why the decoder ended, from its standard error."""
         code = self._process.wait()
-        self._said.seek(0)
-        said = self._said.read().decode(errors="replace").strip()
+        if code == 0:
+            return "the decoder ended without an error before it served; leave out options that only print"
+        said = self._words()
         return said.splitlines()[-1] if said else f"the decoder ended with exit code {code}"

@@ -53,7 +53,9 @@ class TextModel:
                 bos_token=self._special("bos_token"),
                 eos_token=self._special("eos_token"),
             )
-        except jinja2.TemplateError as error:
+        except TextError:
+            raise
+        except Exception as error:  # whatever the template's own expressions raise
             raise TextError(f"the checkpoint's chat template cannot be rendered: {error}") from None
         # The template writes the special tokens itself.
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -63,15 +65,21 @@ class TextModel:
 
     def _special(self, name: str) -> str:
         token = self._config.get(name) or ""
-        return token.get("content", "") if isinstance(token, dict) else token
+        text = token.get("content", "") if isinstance(token, dict) else token
+        if not isinstance(text, str):
+            raise TextError(f"tokenizer_config.json: {name} is {text!r}, not text")
+        return text
 
     def _find_template(self, checkpoint: pathlib.Path) -> str | None:
         file = checkpoint / "chat_template.jinja"
         if file.is_file():
-            return file.read_text()
+            return _read_text(file)
         template = self._config.get("chat_template")
         if isinstance(template, list):  # several by name
-            template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+            named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+            template = named[0].get("template") if named else None
+        if template is not None and not isinstance(template, str):
+            raise TextError(f"{checkpoint / 'tokenizer_config.json'}: chat_template is {template!r}, not text")
         return template
 
 
@@ -86,10 +94,20 @@ class TextStream:
         return self._stream.step(self._tokenizer, token) or ""
 
 
+def _read_text(file: pathlib.Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise TextError(f"{file}: {error}") from None
+
+
 def _read_json(file: pathlib.Path) -> dict:
     if not file.is_file():
         return {}
     try:
-        return json.loads(file.read_text())
+        value = json.loads(_read_text(file))
     except ValueError as error:
         raise TextError(f"{file}: {error}") from None
+    if not isinstance(value, dict):
+        raise TextError(f"{file}: holds no JSON object")
+    return value

@@ -85,9 +85,31 @@ class TextModels(unittest.TestCase):
             (copy / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
             with self.assertRaisesRegex(TextError, "says: no"):
                 TextModel(copy).encode_chat([])
-            (copy / "chat_template.jinja").write_text("{{ ''.__class__.__mro__ }}{% for %}")
-            with self.assertRaisesRegex(TextError, "cannot be rendered"):
-                TextModel(copy).encode_chat([])
+            for bad in ("{{ ''.__class__.__mro__ }}{% for %}", "{{ 1 / 0 }}", "{{ 1 + 'a' }}"):
+                (copy / "chat_template.jinja").write_text(bad)
+                with self.subTest(template=bad), self.assertRaisesRegex(TextError, "cannot be rendered"):
+                    TextModel(copy).encode_chat([])
+            (copy / "chat_template.jinja").write_bytes(b"\xff")
+            with self.assertRaisesRegex(TextError, "chat_template.jinja: .*utf-8"):
+                TextModel(copy)
+
+    def test_files_of_other_types(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = pathlib.Path(folder)
+            (copy / "tokenizer.json").write_bytes((DATA / "llama-wordnet" / "tokenizer.json").read_bytes())
+            for config, words in (
+                ([], "holds no JSON object"),
+                ({"chat_template": 5}, "chat_template is 5, not text"),
+                ({"chat_template": [{"name": "default"}, "x"], "bos_token": 5}, ""),
+                ({"chat_template": "{{ bos_token }}", "bos_token": 5}, "bos_token is 5, not text"),
+            ):
+                (copy / "tokenizer_config.json").write_text(json.dumps(config))
+                with self.subTest(config=config):
+                    if words:
+                        with self.assertRaisesRegex(TextError, words):
+                            TextModel(copy).encode_chat([])
+                    else:
+                        self.assertFalse(TextModel(copy).has_template)
 
 
 class Conversations(unittest.TestCase):
@@ -149,12 +171,27 @@ class Errors(unittest.TestCase):
             (["--model", wordnet, "hello", "--", "--max-sequence", "2"], "--max-sequences"),
             (["--model", wordnet, "--temperature", "-1", "hello"], "temperature is -1"),
             (["--model", wordnet, "hello " * 500, "--", "--context", "100"], "context of 100"),
+            (["--model", wordnet, "hello", "--", "--plan-only"], "options that only print"),
+            (["--model", wordnet, "hello", "--", "--version"], "options that only print"),
+            (["--model", wordnet, b"\xff"], "not UTF-8"),
         ):
             with self.subTest(arguments=arguments):
                 answer = run(*arguments)
                 self.assertEqual(answer.returncode, 1, answer.stderr)
                 self.assertIn(words, answer.stderr)
                 self.assertEqual(len(answer.stderr.strip().splitlines()), 1, answer.stderr)
+
+    def test_the_decoder_s_warnings_are_passed_on(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = pathlib.Path(folder)
+            for file in (DATA / "llama-wordnet").resolve().iterdir():
+                (copy / file.name).symlink_to(file)
+            config = json.loads((copy / "config.json").read_text())
+            (copy / "config.json").unlink()
+            (copy / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+            answer = run("--model", folder, "--raw", "--max-tokens", "1", "hello", "--", *EXACT)
+            self.assertEqual(answer.returncode, 0, answer.stderr)
+            self.assertIn("tensors are not used", answer.stderr)
 
     def test_a_pipe_is_a_prompt(self) -> None:
         piped = run("--model", str(DATA / "llama-wordnet"), "--raw", "--max-tokens", "5", "--", *EXACT, text="helix:")
