@@ -58,6 +58,14 @@ struct PeerWaits {
 /// slots in the peer's memory, a flag for each, and a count of the messages so far, so that no block waits
 /// for another of its own grid. A message of a block goes into slot count % 2: whoever sends message n has
 /// seen the flag of the peer's message n - 1, which the peer sent when it had read message n - 2.
+///
+/// - Flagged messages (peer_wait.cuh), any bytes of a block: a flag behind the data says that they have come;
+///   counted in `counts`, for each peer. Nobody clears them: the count tells.
+/// - Sealed ones (peer_sealed.cuh), short rows: each word says so itself; counted in `counts` too, with the
+///   flags left as they are. Their reader leaves 0.
+/// - Words (peer_words.cuh), few bytes by many blocks: each has its count beside it, of `word_counts`, one
+/// for
+///   all peers. Nobody clears them.
 struct PeerChannel {
   PeerWaits waits;
   std::byte* window = nullptr;  ///< Rank 0's part; stride as in `waits`.

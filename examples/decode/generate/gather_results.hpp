@@ -10,37 +10,75 @@
 #include <utility>
 #include <vector>
 
+#include <helix/integers.hpp>
+
 #include "generate/generation.hpp"
 #include "model/decoder_backend.hpp"
 
 namespace helix::decode {
 
-/// Every rank's bytes on every rank, by rank. Collective.
+/// Every rank's bytes on every rank, over memory that stays: a rank that takes some while another's captured
+/// step runs on the same GPU may wait for it.
 template <DecoderBackend B>
-std::vector<std::vector<std::byte>> gather_bytes(B& backend, typename B::Comm& comm,
-                                                 std::span<const std::byte> mine, typename B::Stream stream) {
-  const auto size = static_cast<std::size_t>(comm.size());
-  const auto my_bytes = static_cast<std::int64_t>(mine.size());
-  auto counts_device = backend.allocate((size + 1) * sizeof(std::int64_t));
-  backend.upload(counts_device.data(), &my_bytes, sizeof(my_bytes), stream);
-  comm.all_gather(counts_device.data(), counts_device.data() + sizeof(std::int64_t), sizeof(std::int64_t),
-                  stream);
-  std::vector<std::int64_t> counts(size);
-  backend.download(counts.data(), counts_device.data() + sizeof(std::int64_t), size * sizeof(std::int64_t),
-                   stream);
+class BytesGather {
+ public:
+  BytesGather(B& backend, typename B::Comm& comm, typename B::Stream stream)
+      : backend_(&backend),
+        comm_(&comm),
+        stream_(stream),
+        device_(backend.allocate(kFirstBytes * (1 + num_ranks()))) {}
 
-  const std::int64_t widest = std::max<std::int64_t>(1, *std::max_element(counts.begin(), counts.end()));
-  auto device = backend.allocate(static_cast<std::size_t>(widest) * (size + 1));
-  backend.upload(device.data(), mine.data(), mine.size(), stream);
-  comm.all_gather(device.data(), device.data() + widest, widest, stream);
-  std::vector<std::vector<std::byte>> all(size);
-  for (std::size_t rank = 0; rank < size; ++rank) {
-    all[rank].resize(static_cast<std::size_t>(counts[rank]));
-    backend.download(all[rank].data(), device.data() + widest * (static_cast<std::int64_t>(rank) + 1),
-                     all[rank].size(), stream);
+  /// By rank. Collective.
+  std::vector<std::vector<std::byte>> gather(std::span<const std::byte> mine) {
+    // What fits comes behind its size at once; of more the size comes alone.
+    std::vector<std::byte> first(kFirstBytes);
+    const std::uint64_t size = mine.size();
+    std::memcpy(first.data(), &size, sizeof(size));
+    if (size <= kFirstBytes - sizeof(size)) std::ranges::copy(mine, first.begin() + sizeof(size));
+    std::vector<std::byte> all = exchange(first);
+    std::vector<std::uint64_t> sizes(num_ranks());
+    for (std::size_t rank = 0; rank < sizes.size(); ++rank)
+      std::memcpy(&sizes[rank], all.data() + rank * kFirstBytes, sizeof(sizes[rank]));
+    const std::uint64_t widest = std::ranges::max(sizes);
+    std::size_t skipped = sizeof(size);
+    std::size_t stride = kFirstBytes;
+    if (widest > kFirstBytes - sizeof(size)) {
+      skipped = 0;
+      stride = round_up(widest, kFirstBytes);
+      if (device_.size_bytes() < stride * (1 + num_ranks()))
+        device_ = backend_->allocate(stride * (1 + num_ranks()));
+      std::vector<std::byte> padded(stride);
+      std::ranges::copy(mine, padded.begin());
+      all = exchange(padded);
+    }
+    std::vector<std::vector<std::byte>> parts;
+    for (std::size_t rank = 0; rank < sizes.size(); ++rank) {
+      const std::byte* const begin = all.data() + rank * stride + skipped;
+      parts.emplace_back(begin, begin + sizes[rank]);
+    }
+    return parts;
   }
-  return all;
-}
+
+ private:
+  static constexpr std::size_t kFirstBytes = 8192;  // the tokens of a step, or a few sequences
+
+  std::size_t num_ranks() const { return static_cast<std::size_t>(comm_->size()); }
+
+  /// The equally many bytes of all ranks, one after the other.
+  std::vector<std::byte> exchange(const std::vector<std::byte>& mine) {
+    std::byte* const target = device_.data() + mine.size();
+    backend_->upload(device_.data(), mine.data(), mine.size(), stream_);
+    comm_->all_gather(device_.data(), target, static_cast<std::int64_t>(mine.size()), stream_);
+    std::vector<std::byte> all(mine.size() * num_ranks());
+    backend_->download(all.data(), target, all.size(), stream_);
+    return all;
+  }
+
+  B* backend_;
+  typename B::Comm* comm_;
+  typename B::Stream stream_;
+  typename B::Buffer device_;  // own bytes, then all ranks'
+};
 
 /// The sequences as bytes, for ranks of this program.
 std::vector<std::byte> serialize(const std::vector<GeneratedSequence>& sequences);
@@ -52,7 +90,7 @@ template <DecoderBackend B>
 std::vector<RankMemory> gather_memory(B& backend, typename B::Comm& comm, const RankMemory& mine,
                                       typename B::Stream stream) {
   std::vector<RankMemory> all;
-  for (const auto& bytes : gather_bytes(backend, comm, std::as_bytes(std::span(&mine, 1)), stream)) {
+  for (const auto& bytes : BytesGather(backend, comm, stream).gather(std::as_bytes(std::span(&mine, 1)))) {
     std::memcpy(&all.emplace_back(), bytes.data(), sizeof(RankMemory));
   }
   return all;
@@ -64,7 +102,7 @@ std::vector<GeneratedSequence> gather_sequences(B& backend, typename B::Comm& co
                                                 const std::vector<GeneratedSequence>& mine,
                                                 typename B::Stream stream) {
   std::vector<GeneratedSequence> all;
-  for (const auto& bytes : gather_bytes(backend, comm, serialize(mine), stream)) {
+  for (const auto& bytes : BytesGather(backend, comm, stream).gather(serialize(mine))) {
     for (GeneratedSequence& sequence : deserialize(bytes)) all.push_back(std::move(sequence));
   }
   return all;

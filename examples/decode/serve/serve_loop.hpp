@@ -38,13 +38,13 @@ class ServeLoop {
   /// The client of `io` counts on world rank 0 alone.
   ServeLoop(B& backend, typename B::Comm& world, const Topology& topo, const ModelConfig& config,
             const GenerationRequest& request, StageModel<B>& model, const RootIo& io)
-      : backend_(backend),
-        world_(world),
+      : world_(world),
         topo_(topo),
         request_(request),
         model_(model),
         replica_(topo.coordinates(world.rank()).replica),
         channel_(backend, world, model.stream()),
+        gather_(backend, world, model.stream()),
         client_(io.client),
         longest_silence_(io.longest_silence) {
     if (!is_root()) return;
@@ -179,7 +179,7 @@ class ServeLoop {
     mine.best_ids.assign(drawn.log_probs.best_ids.begin(), drawn.log_probs.best_ids.end());
     mine.best_log_probs.assign(drawn.log_probs.best.begin(), drawn.log_probs.best.end());
     if (topo_.dp() > 1) {
-      const auto all = gather_bytes(backend_, world_, serialize(mine), model_.stream());
+      const auto all = gather_.gather(serialize(mine));
       // All ranks of a replica have what it drew; the last one's stays.
       for (int rank = 0; is_root() && rank < topo_.world_size(); ++rank) {
         results[static_cast<std::size_t>(topo_.coordinates(rank).replica)] =
@@ -197,13 +197,13 @@ class ServeLoop {
     if (!events_.empty()) client_->write(std::exchange(events_, {}));
   }
 
-  B& backend_;
   typename B::Comm& world_;
   const Topology& topo_;
   const GenerationRequest& request_;
   StageModel<B>& model_;
   int replica_;
   OrderChannel<B> channel_;
+  BytesGather<B> gather_;
   Frontend* client_;
   std::chrono::milliseconds longest_silence_;
   std::unique_ptr<Scheduler> scheduler_;  // of the root
