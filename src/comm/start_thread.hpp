@@ -18,7 +18,7 @@ std::thread start_thread(std::string_view what, Body&& body) {
     return std::thread(std::forward<Body>(body));
   } catch (const std::system_error& error) {
     throw Error(ErrorCode::capacity, what, " cannot be started: ", error.what(),
-                "; use fewer threads, or raise the limit (ulimit -u, a container's pids)");
+                "; use fewer threads, or raise the limit (ulimit -u or -v, a container's pids)");
   }
 }
 

@@ -88,7 +88,7 @@ void run_on_threads(std::size_t num_ranks, const std::function<void(std::size_t)
       decide(Start::stop);
       throw Error(ErrorCode::capacity, "the thread of rank ", rank, " of ", num_ranks,
                   " cannot be started: ", error.what(),
-                  "; use fewer ranks, or raise the limit (ulimit -u, a container's pids)");
+                  "; use fewer ranks, or raise the limit (ulimit -u or -v, a container's pids)");
     }
   }
   decide(Start::go);
