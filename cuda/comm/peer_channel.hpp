@@ -63,8 +63,7 @@ struct PeerWaits {
 ///   counted in `counts`, for each peer. Nobody clears them: the count tells.
 /// - Sealed ones (peer_sealed.cuh), short rows: each word says so itself; counted in `counts` too, with the
 ///   flags left as they are. Their reader leaves 0.
-/// - Words (peer_words.cuh), few bytes by many blocks: each has its count beside it, of `word_counts`, one
-/// for
+/// - Words (peer_words.cuh), few bytes by many blocks: each has its count beside it, one of `word_counts` for
 ///   all peers. Nobody clears them.
 struct PeerChannel {
   PeerWaits waits;

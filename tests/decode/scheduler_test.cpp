@@ -450,6 +450,9 @@ TEST_CASE("prompts wait up to a number of tokens, and what has joined or was can
   (void)scheduler.next();  // the first one joins
   CHECK_FALSE(is_refused(5, 60));
   CHECK(is_refused(6, 1));
+
+  Scheduler alone(spec, [&](const std::string& event) { FAIL(event); });
+  alone.take(uniform(7, 110));
 }
 
 TEST_CASE("a request joins the replica with the fewest", "[quick]") {

@@ -63,7 +63,7 @@ void Scheduler::submit(const ServeRequest& request) {
     return refuse("id ", printable(request.id), " is of a request that runs; give another");
   if (std::ssize(queue_) >= kMostQueued)
     return refuse(kMostQueued, " requests wait already; send more when some have ended");
-  if (size > spec_.max_queued_tokens - queued_tokens_)
+  if (queued_tokens_ > 0 && size > spec_.max_queued_tokens - queued_tokens_)
     return refuse("the prompt has ", size, " tokens, and ", queued_tokens_, " wait already of ",
                   spec_.max_queued_tokens, " at most; send more when some have ended");
   for (const TokenIds* const ids : {&request.prompt, &request.stop}) {

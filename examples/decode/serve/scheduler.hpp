@@ -30,7 +30,8 @@ struct SchedulerSpec {
   PageLedgerSpec ledger;           ///< Of each replica's caches.
   std::int64_t max_sequences = 8;  ///< Requests in a replica's steps; the ledger has as many for ended ones.
   std::int64_t max_tokens = 0;     ///< Prompt and output of a request.
-  std::int64_t max_queued_tokens = std::int64_t{64} << 20;  ///< Of the prompts that wait: 256 MiB.
+  /// Of the prompts that wait, unless it is one alone: 256 MiB.
+  std::int64_t max_queued_tokens = std::int64_t{64} << 20;
   std::int64_t prefill_tokens = 256;
   std::int64_t vocab = 0;
   std::vector<std::int64_t> eos_ids;
