@@ -145,6 +145,8 @@ def main(arguments: list[str]) -> int:
     start = time.monotonic()
     options = parse_arguments(arguments)
     is_conversation = not options.text and sys.stdin.isatty()
+    if not options.text:
+        sys.stdin.reconfigure(errors="surrogateescape")  # as arguments come; TextModel refuses what is not UTF-8
     try:
         # The decoder loads the weights while the tokenizer is read.
         with Decoder([options.decoder, "--model", str(options.model), *options.decode_options]) as decoder:
@@ -155,14 +157,9 @@ def main(arguments: list[str]) -> int:
             if is_conversation:
                 converse(chat, decoder)
             else:
-                text = " ".join(options.text) if options.text else sys.stdin.read()
-                text.encode()  # an argument that is no UTF-8 comes with surrogates
-                chat.say(text)
+                chat.say(" ".join(options.text) if options.text else sys.stdin.read())
     except (DecoderError, TextError) as error:
         print(f"chat: {error}", file=sys.stderr)
-        return 1
-    except UnicodeError as error:
-        print(f"chat: the text is not UTF-8: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         return 1  # nobody reads the answer

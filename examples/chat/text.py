@@ -31,7 +31,7 @@ class TextModel:
 
     def encode(self, text: str) -> list[int]:
         """A prompt as it is, with the special tokens that the tokenizer puts before one."""
-        return self._tokenizer.encode(text).ids
+        return self._ids(text, add_special_tokens=True)
 
     def encode_chat(self, messages: list[dict]) -> list[int]:
         """A conversation, ready for the assistant's next message."""
@@ -58,10 +58,17 @@ class TextModel:
         except Exception as error:  # whatever the template's own expressions raise
             raise TextError(f"the checkpoint's chat template cannot be rendered: {error}") from None
         # The template writes the special tokens itself.
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._ids(text, add_special_tokens=False)
 
     def stream(self, keep_special: bool) -> "TextStream":
         return TextStream(self._tokenizer, keep_special)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TextError(f"the text is not UTF-8: {error}") from None
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _special(self, name: str) -> str:
         token = self._config.get(name) or ""
