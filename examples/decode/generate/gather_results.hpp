@@ -14,6 +14,7 @@
 
 #include "generate/generation.hpp"
 #include "model/decoder_backend.hpp"
+#include "model/sized_bytes.hpp"
 
 namespace helix::decode {
 
@@ -30,19 +31,14 @@ class BytesGather {
 
   /// By rank. Collective.
   std::vector<std::vector<std::byte>> gather(std::span<const std::byte> mine) {
-    // What fits comes behind its size at once; of more the size comes alone.
-    std::vector<std::byte> first(kFirstBytes);
-    const std::uint64_t size = mine.size();
-    std::memcpy(first.data(), &size, sizeof(size));
-    if (size <= kFirstBytes - sizeof(size)) std::ranges::copy(mine, first.begin() + sizeof(size));
-    std::vector<std::byte> all = exchange(first);
+    std::vector<std::byte> all = exchange(first_message(mine));
     std::vector<std::uint64_t> sizes(num_ranks());
     for (std::size_t rank = 0; rank < sizes.size(); ++rank)
-      std::memcpy(&sizes[rank], all.data() + rank * kFirstBytes, sizeof(sizes[rank]));
+      sizes[rank] = size_in(all.data() + rank * kFirstBytes);
     const std::uint64_t widest = std::ranges::max(sizes);
-    std::size_t skipped = sizeof(size);
+    std::size_t skipped = kSizeBytes;
     std::size_t stride = kFirstBytes;
-    if (widest > kFirstBytes - sizeof(size)) {
+    if (!fits_first_message(widest)) {
       skipped = 0;
       stride = round_up(widest, kFirstBytes);
       if (device_.size_bytes() < stride * (1 + num_ranks()))
@@ -60,8 +56,6 @@ class BytesGather {
   }
 
  private:
-  static constexpr std::size_t kFirstBytes = 8192;  // the tokens of a step, or a few sequences
-
   std::size_t num_ranks() const { return static_cast<std::size_t>(comm_->size()); }
 
   /// The equally many bytes of all ranks, one after the other.

@@ -2,10 +2,8 @@
 // StepOrder: what the root has every rank do next, and how it reaches them.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <span>
 #include <vector>
 
@@ -13,6 +11,7 @@
 #include <helix/page_ledger.hpp>
 
 #include "model/decoder_backend.hpp"
+#include "model/sized_bytes.hpp"
 #include "model/step.hpp"
 
 namespace helix::decode {
@@ -66,18 +65,11 @@ class OrderChannel {
   /// Collective. `mine` counts on rank 0; every rank gets it.
   std::vector<std::byte> broadcast(std::vector<std::byte> mine) {
     if (world_->size() == 1) return mine;
-    const bool is_root = world_->rank() == 0;
-    std::vector<std::byte> first(kFirstBytes);
-    std::uint64_t size = mine.size();
-    if (is_root) {
-      std::memcpy(first.data(), &size, sizeof(size));
-      std::memcpy(first.data() + sizeof(size), mine.data(),
-                  std::min(mine.size(), kFirstBytes - sizeof(size)));
-    }
+    std::vector<std::byte> first = first_message(mine);
     send(first);
-    std::memcpy(&size, first.data(), sizeof(size));
-    if (size <= kFirstBytes - sizeof(size)) {
-      const auto begin = first.begin() + sizeof(size);
+    const std::uint64_t size = size_in(first.data());
+    if (fits_first_message(size)) {
+      const auto begin = first.begin() + kSizeBytes;
       return {begin, begin + static_cast<std::ptrdiff_t>(size)};
     }
     mine.resize(size);
@@ -87,8 +79,6 @@ class OrderChannel {
   }
 
  private:
-  static constexpr std::size_t kFirstBytes = 8192;  // steps of some dozen sequences
-
   void send(std::vector<std::byte>& bytes) {
     if (world_->rank() == 0) backend_->upload(device_.data(), bytes.data(), bytes.size(), stream_);
     world_->broadcast(device_.data(), static_cast<std::int64_t>(bytes.size()), 0, stream_);
