@@ -8,6 +8,7 @@
 
 #include "cli/launch.hpp"
 #include "cuda/gpu.hpp"
+#include "cuda/launch_options.hpp"
 #include "decode/golden.hpp"
 #include "support/catch.hpp"
 #include "support/free_port.hpp"
@@ -16,19 +17,11 @@
 namespace helix::test {
 namespace {
 
-using decode::Device;
 using decode::GenerationRequest;
 using decode::GenerationResult;
-using decode::GpuPlacement;
 using decode::LaunchOptions;
 using decode::PeerMemory;
 using decode::run_local;
-
-const LaunchOptions kOneGpu{.device = Device::cuda, .placement = GpuPlacement::shared};
-/// As kOneGpu, over cuda::PeerComm: kernels of the ranks wait for each other.
-const LaunchOptions kOneGpuPeers{
-    .device = Device::cuda, .placement = GpuPlacement::shared, .peer_memory = PeerMemory::on};
-const LaunchOptions kGpuEach{.device = Device::cuda, .placement = GpuPlacement::one_each};
 
 /// f32 throughout: the rule of the CPU's decoder test.
 void check_golden(const ReferenceModel& model, const Golden& golden, const TopologySpec& spec,

@@ -12,6 +12,7 @@
 #include <helix/topology.hpp>
 
 #include "cuda/gpu.hpp"
+#include "cuda/launch_options.hpp"
 #include "decode/serve_client.hpp"
 #include "support/catch.hpp"
 
@@ -19,11 +20,8 @@ namespace helix::test {
 namespace {
 
 using Json = nlohmann::json;
-using decode::Device;
 using decode::GenerationRequest;
-using decode::GpuPlacement;
 using decode::LaunchOptions;
-using decode::PeerMemory;
 using decode::TokenIds;
 
 /// Logits of the two likeliest tokens that lie closer may change places in 16 bits: at a margin of 0.1 some
@@ -113,11 +111,6 @@ void check_16_bits(const std::string& name, const TopologySpec& spec, DType dtyp
   CHECK(others <= kMostOthers);
 }
 
-const LaunchOptions kOneGpu{.device = Device::cuda, .placement = GpuPlacement::shared};
-/// Kernels of the ranks wait for each other, and steps are captured as requests join and leave.
-const LaunchOptions kOneGpuPeers{
-    .device = Device::cuda, .placement = GpuPlacement::shared, .peer_memory = PeerMemory::on};
-const LaunchOptions kGpuEach{.device = Device::cuda, .placement = GpuPlacement::one_each};
 const std::vector<std::string> kModels{"llama-wordnet", "deepseek-wordnet"};
 
 }  // namespace
