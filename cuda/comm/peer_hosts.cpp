@@ -86,15 +86,17 @@ std::shared_ptr<const PeerRange> ThreadHosts::allocate(std::size_t bytes, std::s
   own.count = static_cast<std::int64_t>(bytes);
   own.root = static_cast<int>(multiple);
   group_->collective(rank_, own, [&](const std::vector<comm::Call*>& calls) {
-    WindowCall all;
+    PeerRanges::Taken taken;
+    std::exception_ptr failure;
     try {
-      all.taken = ranges_->take(devices_of(devices_, group_->root_ranks), bytes, multiple);
+      taken = ranges_->take(devices_of(devices_, group_->root_ranks), bytes, multiple);
     } catch (const Error&) {  // which ends this call on all ranks, and not the group
-      all.failure = std::current_exception();
+      failure = std::current_exception();
     }
     for (comm::Call* const call : calls) {
-      static_cast<WindowCall&>(*call).taken = all.taken;
-      static_cast<WindowCall&>(*call).failure = all.failure;
+      auto& of_rank = static_cast<WindowCall&>(*call);
+      of_rank.taken = taken;
+      of_rank.failure = failure;
     }
     return comm::Move();
   });
@@ -172,18 +174,15 @@ std::shared_ptr<const PeerRange> ProcessHosts::allocate(std::size_t bytes, std::
     failure = error;  // and no descriptor, or the others would wait for one
   }
   const std::vector<comm::Socket> descriptors = group_.exchange(exported);
-  const auto has_descriptor = [&](std::size_t i) {
-    return static_cast<int>(i) == group_.rank() || descriptors[i].is_open();
-  };
+  const auto is_own = [&](std::size_t i) { return static_cast<int>(i) == group_.rank(); };
   bool are_all_there = !failure;
-  for (std::size_t i = 0; i < descriptors.size(); ++i) are_all_there = are_all_there && has_descriptor(i);
+  for (std::size_t i = 0; i < descriptors.size(); ++i)
+    are_all_there = are_all_there && (is_own(i) || descriptors[i].is_open());
   try {
-    std::vector<PeerMemory> memories;
-    for (std::size_t i = 0; i < descriptors.size() && are_all_there; ++i) {
-      const bool is_own = static_cast<int>(i) == group_.rank();
-      memories.push_back(is_own ? std::move(*own) : PeerMemory::import(descriptors[i].fd()));
-    }
     if (are_all_there) {
+      std::vector<PeerMemory> memories;
+      for (std::size_t i = 0; i < descriptors.size(); ++i)
+        memories.push_back(is_own(i) ? std::move(*own) : PeerMemory::import(descriptors[i].fd()));
       range = std::make_shared<PeerRange>(std::move(memories), stride, std::vector<int>{device});
       range->zero(group_.rank(), device);
     }
@@ -194,7 +193,7 @@ std::shared_ptr<const PeerRange> ProcessHosts::allocate(std::size_t bytes, std::
   const std::vector<std::uint32_t> verdicts = group_.all_of(verdict_of(failure));
   for (std::size_t i = 0; i < verdicts.size(); ++i) {
     if (verdicts[i] == 0) continue;
-    if (static_cast<int>(i) == group_.rank()) throw Error(*failure);
+    if (is_own(i)) throw Error(*failure);
     const auto code = static_cast<ErrorCode>(verdicts[i] - 1);
     throw Error(code, "rank ", group_.root_ranks()[i], " could not take its part of a window of ", stride,
                 " bytes a rank, or map those of its peers (", to_string(code), "); that rank says why");

@@ -52,10 +52,10 @@ void run(const Options& options) {
   }
   if (!measured.empty()) hardware = calibrate(std::move(hardware), measured);
 
-  const plan::Model of = load_model(options.model);
-  HELIX_EXPECTS(!options.has_mixed_rows || of.shape.is_mla(), ErrorCode::invalid_argument,
-                "--kv-dtype is fp8_ds_mla, but ", of.name, " has no latent attention; give fp8");
-  const plan::StepModel model(of, options.precision, hardware);
+  const plan::Model described = load_model(options.model);
+  HELIX_EXPECTS(!options.has_mixed_rows || described.shape.is_mla(), ErrorCode::invalid_argument,
+                "--kv-dtype is fp8_ds_mla, but ", described.name, " has no latent attention; give fp8");
+  const plan::StepModel model(described, options.precision, hardware);
   plan::SearchResult result = plan::search_or_throw(model, options.workload, options.space);
   const plan::Candidate& best = result.candidates[*result.best];
   plan::Workload workload = options.workload;
