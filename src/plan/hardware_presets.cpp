@@ -17,13 +17,13 @@ TimedSize timed(double kilobytes, double time_us) {
   return {bytes(kilobytes * 1e3), microseconds(time_us)};
 }
 
-/// docs/performance.md and its JSON files. The throughput of 8-bit products, and everything outside the
+/// docs/measurements and bench/results. The throughput of 8-bit products, and everything outside the
 /// domain, was not measured.
 Hardware h200() {
   Hardware hardware;
   hardware.name = "h200";
   hardware.source =
-      "measured on H200s (docs/performance.md): cold reads by size, attention in bf16, bf16 products, "
+      "measured on H200s (docs/measurements): cold reads by size, attention in bf16, bf16 products, "
       "exchange and NCCL's all-reduce on four GPUs, 379 GB/s between two; the vendor: 141 GB, network 400 "
       "Gb/s; assumed: 8-bit products twice as fast as bf16, 5 us latency of the network, 3 us an operator";
   hardware.memory = gigabytes(141);

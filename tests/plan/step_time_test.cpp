@@ -501,7 +501,7 @@ TEST_CASE("windowed layers read their window only") {
 }
 
 TEST_CASE("steps measured on four H200s are predicted within a tenth, uncalibrated") {
-  // docs/performance.md: eight layers of Llama-405B in bf16, 8 sequences of 524288 tokens.
+  // docs/measurements/steps.md: eight layers of Llama-405B in bf16, 8 sequences of 524288 tokens.
   Model model = model_preset("llama-3.1-405b");
   model.shape.num_layers = 8;
   model.shape.vocab = 0;
@@ -523,7 +523,7 @@ TEST_CASE("steps measured on four H200s are predicted within a tenth, uncalibrat
 }
 
 TEST_CASE("attention and exchange measured on H200s are predicted within a tenth") {
-  // docs/performance.md: one layer, bf16, 64 query heads over 8 KV heads of 128 on one GPU.
+  // docs/measurements/attention.md: one layer, bf16, 64 query heads over 8 KV heads of 128 on one GPU.
   struct Row {
     std::int64_t batch;
     double context;

@@ -26,8 +26,8 @@ double kv_bits(const ModelShape& shape, DType type) {
          static_cast<double>(shape.head_dim);
 }
 
-/// The CPU's speeds are assumptions of the size of docs/performance.md's machine: they rank topologies, and
-/// predict no time.
+/// The CPU's speeds are assumptions of the size of those in docs/measurements/cpu.md: they rank topologies,
+/// and predict no time.
 plan::Hardware host_hardware(int num_ranks) {
   plan::Hardware host;
   host.name = "this machine's CPU";

@@ -182,7 +182,7 @@ class Backend : public Operators<T> {
   StageComms<Comm> comms() const { return {&comms_->stage, &comms_->kvp}; }
 
   /// Of a rank's partials in a step, lse included, that travel as lines; see LineRows. Measured:
-  /// docs/performance.md.
+  /// docs/measurements/exchange.md.
   static constexpr std::int64_t kMostLineBytes = 3 << 19;
 
   /// See WindowExchangeArgs; where the KVP group has windows.
