@@ -4,8 +4,8 @@
 //
 // A block an SM: a warp group that copies (wave_copies.cuh) and two or three that multiply
 // (wave_products.cuh), each 64 query rows of the same query tile. Each block computes the schedule
-// (wave_schedule.cuh) itself from device memory. Of a KV tile of 128 tokens, D = 128, a block reads 64 KiB
-// for 8.4 MFLOP: at 600 TFLOP/s, 4.7 TB/s from the L2 cache, which gives 5.4. Clusters of two blocks that
+// (wave_schedule.cuh) itself from device memory. Of a KV tile of 160 tokens, D = 128, a block reads 80 KiB
+// for 10.5 MFLOP: at 640 TFLOP/s, 5.0 TB/s from the L2 cache, which gives 5.4. Clusters of two blocks that
 // read each KV tile once for both were slower all the same (4096 tokens after 28672: 10975 us, 3532 without).
 #pragma once
 
