@@ -40,7 +40,8 @@ else()
   message(STATUS "helix: CUDA ${HELIX_HAS_CUDA} (HELIX_CUDA=${HELIX_CUDA})")
 endif()
 
-# helix_check_cuda_architectures(ARCHITECTURES...): the kernels need compute capability 8.0.
+# helix_check_cuda_architectures(ARCHITECTURES...): the kernels need compute capability 8.0, and those of 9.0 are for 90a. What
+# "native" is, the compiler finds out.
 function(helix_check_cuda_architectures)
   set(advice "set HELIX_CUDA_ARCHITECTURES, for helix alone, or CMAKE_CUDA_ARCHITECTURES, e.g. to \"80-virtual;90a-real\"")
   foreach(architecture IN LISTS ARGN)
@@ -49,6 +50,9 @@ function(helix_check_cuda_architectures)
                           "not support; ${advice}")
     elseif(architecture MATCHES "^([0-9]+)" AND CMAKE_MATCH_1 LESS 80)
       message(FATAL_ERROR "helix: CUDA architecture \"${architecture}\" is below compute capability 8.0, which helix needs; "
+                          "${advice}")
+    elseif(architecture MATCHES "^90(-|$)")
+      message(FATAL_ERROR "helix: CUDA architecture \"${architecture}\" lacks the instructions of Hopper's kernels; build for 90a: "
                           "${advice}")
     endif()
   endforeach()

@@ -3,6 +3,10 @@
 #include "cuda/attention/tensor_launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "helix: code for compute capability 9.0 is to be built for 90a: set HELIX_CUDA_ARCHITECTURES"
+#endif
+
 namespace helix::cuda {
 
 bool has_hopper_code() {

@@ -9,7 +9,7 @@ helix_build_consumer("${CMAKE_CURRENT_LIST_DIR}/core" "${work}/core" -DHOW=add_s
 helix_run("${work}/core/core_consumer")
 message("${output}")
 if(CUDA_BUILT)
-  foreach(architecture IN ITEMS 75 70-real all)
+  foreach(architecture IN ITEMS 75 70-real all 90 90-virtual)
     helix_expect_failure("CUDA architecture \"${architecture}\"" ${guest} -B "${work}/guest-cuda"
                          "-DCMAKE_CUDA_COMPILER=${CUDA_COMPILER}" "-DWITH_CUDA_ARCHITECTURES=${architecture}")
   endforeach()
