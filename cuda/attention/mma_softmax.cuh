@@ -8,6 +8,7 @@
 
 #include "cuda/attention/params.cuh"
 #include "cuda/attention/tensor_queries.cuh"
+#include "cuda/attention/weights.cuh"
 #include "cuda/runtime/math.cuh"
 #include "cuda/runtime/ptx.cuh"
 #include "cuda/runtime/warp.cuh"
@@ -71,12 +72,7 @@ struct MmaFactors {
   }
 };
 
-/// Base-2 logarithm of the largest weight of type T: those of f16 go up to 2^8 and not to 1, so that a sum of
-/// many small ones is not missed.
-template <class T>
-inline constexpr float kMmaHeadroom = std::is_same_v<T, f16> ? 8.0f : 0.0f;
-
-/// A lane's two rows: max (base 2, less the headroom) and this lane's share of the sum of weights.
+/// A lane's two rows: max (base 2, less kHeadroom) and this lane's share of the sum of weights.
 struct MmaRunning {
   float max[2] = {-kInfinity, -kInfinity};
   float sum[2] = {0.0f, 0.0f};
@@ -130,7 +126,7 @@ __device__ __forceinline__ bool weigh_scores(const MmaFactors& factors, const fl
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float factor = factors.exponents[half];
-    const float top = fmaxf(fmaf(tops[half], factor, -kMmaHeadroom<T>), running.max[half]);
+    const float top = fmaxf(pivot_of<T>(tops[half], factor), running.max[half]);
     const float pivot = top == -kInfinity ? 0.0f : top;
     shrink[half] = fast_exp2(running.max[half] - pivot);
     shrinks |= running.max[half] != top;

@@ -8,12 +8,11 @@
 
 #include "cuda/attention/params.cuh"
 #include "cuda/attention/tensor_products.cuh"
+#include "cuda/attention/weights.cuh"
 #include "cuda/runtime/math.cuh"
 #include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
-
-inline constexpr float kHeadroom = 8.0f;  ///< Base-2 logarithm of the largest weight in f16.
 
 /// What a lane knows of its rows in kMTiles m16 tiles, kStepTokens tokens at a time.
 template <class KV, int kDim, int kValueDim, int kMTiles, int kStepTokens>
@@ -23,7 +22,6 @@ struct TensorSoftmax {
   using Weights = typename Products::Weights;
   using T = typename Products::T;
   static constexpr bool kIsFp8 = Products::kIsFp8;
-  static constexpr bool kIsF16 = std::is_same_v<typename Products::T, f16>;  // weights: small ones vanish
   static constexpr int kNTiles = kStepTokens / 8;
 
   /// Local tokens that this lane's query rows see, and what all of them see.
@@ -33,7 +31,7 @@ struct TensorSoftmax {
     TokenRange inner{0, INT64_MAX};
   };
 
-  /// What this lane's warp has found of each query row: sums of values, max (base 2; f16: less kHeadroom),
+  /// What this lane's warp has found of each query row: sums of values, max (base 2, less kHeadroom),
   /// sum of weights.
   struct Found {
     typename Products::Sums acc;
@@ -138,8 +136,7 @@ struct TensorSoftmax {
         }
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        // Rounded up: a weight may not exceed 2^kHeadroom by the error of a large score.
-        top = fmaxf(kIsF16 ? __fmaf_ru(top, factor, -kHeadroom) : top * factor, found.max[m][half]);
+        top = fmaxf(pivot_of<T>(top, factor), found.max[m][half]);
         const float pivot = top == -kInfinity ? 0.0f : top;
         shrink[m][half] = fast_exp2(found.max[m][half] - pivot);
         shrinks |= found.max[m][half] != top;

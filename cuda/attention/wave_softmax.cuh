@@ -8,6 +8,7 @@
 
 #include "cuda/attention/wave_block.cuh"
 #include "cuda/attention/wave_result.cuh"
+#include "cuda/attention/weights.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/math.cuh"
 
@@ -94,10 +95,7 @@ struct WaveSoftmax {
       float highest = fmaxf(fmaxf(top[h][0], top[h][1]), fmaxf(top[h][2], top[h][3]));
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-      // Weights of f16 go up to 2^8, for those below 2^-24 of the largest vanish; rounded up, so that the
-      // error of a large score takes none further.
-      highest = std::is_same_v<T, f16> ? __fmaf_ru(highest, factor, -8.0f) : highest * factor;
-      highest = fmaxf(highest, found.max[h]);
+      highest = fmaxf(pivot_of<T>(highest, factor), found.max[h]);
       pivot[h] = highest == -kInfinity ? 0.0f : highest;
       shrink[h] = fast_exp2(found.max[h] - pivot[h]);
       found.max[h] = highest;

@@ -31,9 +31,10 @@ struct AttentionCase {
   std::int64_t chunk = 16;
   std::int64_t window = 0;
   float soft_cap = 0.0f;
-  float sharpness = 1.0f;  // scores are so much larger
-  float loudness = 0.0f;   // else the first token of a sequence has 2^loudness times the weight of any other
-  std::int64_t q_pad = 0;  // elements between heads, which are NaN
+  float sharpness = 1.0f;   // scores are so much larger
+  float loudness = 0.0f;    // else the first token of a sequence has 2^loudness times the weight of any other
+  float root_score = 0.0f;  // else each score is about its square, before it is scaled: all weights are alike
+  std::int64_t q_pad = 0;   // elements between heads, which are NaN
   std::int64_t out_pad = 0;
   bool is_q_reversed = false;  // its last token lies first
   bool is_scaled = true;       // e4m3 only: there are scales of K and V

@@ -232,7 +232,9 @@ std::string AttentionWorld<T>::mismatch(const std::vector<double>& out, double l
                                         const std::vector<double>& expected, double expected_lse,
                                         double scale) {
   std::ostringstream text;
-  const double allowed = kLseTolerance<T> * (sizeof(T) == 2 ? 1.0 : std::max(1.0, std::abs(expected_lse)));
+  const double allowed =
+      std::max(kLseTolerance<T> * (sizeof(T) == 2 ? 1.0 : std::max(1.0, std::abs(expected_lse))),
+               0x1p-22 * std::abs(expected_lse));  // f32 has no more
   const bool is_empty = expected_lse == -kInfinity;
   if (is_empty ? lse != expected_lse : !(std::abs(lse - expected_lse) <= allowed))
     text << "lse is " << lse << ", expected " << expected_lse << ". ";

@@ -75,6 +75,7 @@ class AttentionWorld {
       });
     }
     if (c.loudness > 0.0f) make_first_tokens_loud();
+    if (c.root_score > 0.0f) make_scores_alike();
   }
 
   const AttentionCase& what() const { return case_; }
@@ -163,6 +164,24 @@ class AttentionWorld {
         if (!scores && !is_first) stored[i] = 1.0f;
       }
     }
+  }
+
+  /// Scores come from the last column of queries and keys alone, where all are the same.
+  void make_scores_alike() {
+    for (std::size_t i = 0; i < q_.size(); ++i) {
+      const auto column = static_cast<std::int64_t>(i) % q_stride();
+      if (column < case_.d) q_[i] = column == case_.d - 1 ? static_cast<float>(T(case_.root_score)) : 0.0f;
+    }
+    const std::int64_t keys = case_.is_latent() ? case_.d : case_.kv_heads * case_.d;
+    dispatch(case_.kv_dtype, [&]<class S>(S*) {
+      const auto key = static_cast<float>(S(std::is_same_v<S, fp8_e4m3> ? 448.0f : case_.root_score));
+      for (std::vector<float>& stored : stored_) {
+        for (std::size_t i = 0; i < stored.size(); ++i) {
+          const auto column = static_cast<std::int64_t>(i) % row_elements();
+          if (column < keys && column % case_.d == case_.d - 1) stored[i] = key;
+        }
+      }
+    });
   }
 
   static std::vector<std::uint8_t> narrowed(const std::vector<float>& values) {

@@ -171,6 +171,33 @@ TEMPLATE_TEST_CASE("attention on a GPU honours windows and soft caps", "", float
   }
 }
 
+/// Exponents of f32 are multiples of 64 there, more than the weights of f16 have range for.
+TEMPLATE_TEST_CASE("attention on a GPU of scores that f32 rounds by many powers of two", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const auto operators = latent_attention_operators<TestType>();
+  for (const float root : {60000.0f, 61504.0f, 62720.0f, 63360.0f, 64512.0f, 65280.0f}) {
+    for (const bool is_latent : {false, true}) {
+      for (const DType kv : {kDTypeOf<TestType>, DType::fp8_e4m3}) {
+        for (const std::int64_t queries : {1, 40}) {
+          AttentionCase c = case_of<TestType>(is_latent ? 576 : 128);
+          c.kv_dtype = kv;
+          c.root_score = root;
+          c.is_scaled = false;
+          if (is_latent) {
+            c.dv = 512;
+            c.pool = latent_pool;
+            c.kv_heads = 1;
+            c.group = 64;
+          }
+          c.sequences = {{300, queries}, {70, 1}};
+          CAPTURE(root, is_latent, to_string(kv), queries);
+          CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+        }
+      }
+    }
+  }
+}
+
 TEMPLATE_TEST_CASE("attention on a GPU reads nothing that lies before all windows", "", float, f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   const auto operators = attention_operators<TestType>();
