@@ -69,6 +69,11 @@ std::vector<NcclComm> NcclComm::create_group(std::span<const int> devices, milli
   const bool is_done = comm::run_bounded(
       timeout,
       [handles, graph_use, devices = std::vector<int>(devices.begin(), devices.end())] {
+        // All that may fail on one device goes first: within the group the ranks ahead would wait for it.
+        for (const int device : devices) {
+          HELIX_CUDA_CHECK(cudaSetDevice(device));
+          HELIX_CUDA_CHECK(cudaFree(nullptr));  // makes its context
+        }
         ncclUniqueId id;
         check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId");
         check_nccl(ncclGroupStart(), "ncclGroupStart");

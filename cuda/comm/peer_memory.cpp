@@ -47,12 +47,35 @@ const Driver& driver() {
   return functions;
 }
 
+/// What a machine does not give is `unsupported`, for which there may be another way; not so the error of a
+/// kernel queued earlier, which any call may return.
+ErrorCode code_of(CUresult result) {
+  switch (result) {
+    case CUDA_ERROR_OUT_OF_MEMORY:
+      return ErrorCode::capacity;
+    case CUDA_ERROR_ILLEGAL_ADDRESS:
+    case CUDA_ERROR_LAUNCH_FAILED:
+    case CUDA_ERROR_LAUNCH_TIMEOUT:
+    case CUDA_ERROR_ASSERT:
+    case CUDA_ERROR_MISALIGNED_ADDRESS:
+    case CUDA_ERROR_ILLEGAL_INSTRUCTION:
+    case CUDA_ERROR_INVALID_ADDRESS_SPACE:
+    case CUDA_ERROR_INVALID_PC:
+    case CUDA_ERROR_HARDWARE_STACK_ERROR:
+    case CUDA_ERROR_ECC_UNCORRECTABLE:
+    case CUDA_ERROR_CONTEXT_IS_DESTROYED:
+    case CUDA_ERROR_DEINITIALIZED:
+      return ErrorCode::internal;
+    default:
+      return ErrorCode::unsupported;
+  }
+}
+
 void check(CUresult result, const char* call) {
   if (result == CUDA_SUCCESS) return;
   const char* name = nullptr;
   (void)driver().GetErrorName(result, &name);
-  throw Error(result == CUDA_ERROR_OUT_OF_MEMORY ? ErrorCode::capacity : ErrorCode::unsupported, call,
-              " failed with ", name == nullptr ? "an unknown error" : name);
+  throw Error(code_of(result), call, " failed with ", name == nullptr ? "an unknown error" : name);
 }
 
 CUmemAllocationProp properties(int device, bool is_shared) {

@@ -214,7 +214,8 @@ struct PeerNormBlock {
       });
       first += std::int64_t{plan.groups} * plan.rows_a_round;
       const bool is_last = first >= rows.rows;
-      if (kSealed && !is_last) __threadfence();  // places are clear before the peers hear of the next round
+      if (kSealed && !is_last)
+        __threadfence_system();  // places are clear before peers hear of the next round
       __syncthreads();
       if (is_peer) ends.counts()[p] = ++counts[p];
       if (is_last) return;

@@ -32,8 +32,8 @@ __device__ __forceinline__ bool load_sealed(const std::byte* from, uint4& packet
 }
 
 /// Makes the place of a packet that has been read ready for the message after the next, which its sender may
-/// write once it has the block's next one: between them lies the end of a kernel, or a __threadfence() and a
-/// barrier.
+/// write once it has the block's next one: between them lies the end of a kernel, or a __threadfence_system()
+/// and a barrier.
 __device__ __forceinline__ void clear_sealed(std::byte* packet) {
   *reinterpret_cast<uint4*>(packet) = uint4{0, 0, 0, 0};
 }

@@ -175,7 +175,7 @@ struct ChoiceGroup {
         args.tokens[row_of(first, k)] = token_of<T>(choice.largest);
         if (args.norms != nullptr) args.norms[row_of(first, k)] = sqrtf(choice.squares);
       }
-      __threadfence();  // places are clear before the peers hear of the next round
+      __threadfence_system();  // places are clear before the peers hear of the next round
       __syncthreads();
       const int p = static_cast<int>(threadIdx.x);
       if (p < channel.waits.size && p != channel.waits.rank) {
