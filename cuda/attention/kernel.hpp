@@ -40,7 +40,7 @@ struct AttentionCall {
 
 /// The grid of a launch.
 struct AttentionGrid {
-  int blocks = 0;         ///< Half SMs.
+  int blocks = 0;         ///< Of half an SM each; a kernel with larger or smaller ones takes as much room.
   bool is_whole = false;  ///< Whether it has all of the device, nothing beside it.
   StreamHandle stream = nullptr;
 };

@@ -12,7 +12,7 @@ template <class K>
 latent_e4m3::Maps maps_of(const AttentionParams& p, const KvView& kv) {
   latent_e4m3::Maps maps{};
   const int box = latent_box_tokens(p.page_tokens);
-  if (box < kSwizzleRows || kv.num_pages == 0) return maps;
+  if (box < kSwizzleRows) return maps;
   const auto map_of = [&](std::byte* first, const PagedRows& rows, int columns, int chunks,
                           CUtensorMapSwizzle swizzle) {
     return rows_map<4>(first, DType::fp8_e4m3, {columns, kv.format.page_tokens, chunks, kv.num_pages},

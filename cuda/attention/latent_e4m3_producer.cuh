@@ -8,6 +8,7 @@
 #include "cuda/attention/latent_e4m3_block.cuh"
 #include "cuda/attention/latent_producer.cuh"
 #include "cuda/attention/latent_rows.cuh"
+#include "cuda/runtime/async_copy.cuh"
 
 namespace helix::cuda::latent_e4m3 {
 
@@ -91,7 +92,7 @@ class Copier {
         __shfl_sync(~0u, reinterpret_cast<unsigned long long>(from), lane));
   }
   __device__ __forceinline__ void copy(unsigned to, const std::byte* from, unsigned offset) const {
-    latent::copy_part(to, from == nullptr ? p.k.first : from + offset, from != nullptr);
+    copy_chunk_or_zeros(to, from == nullptr ? p.k.first : from + offset, from != nullptr);
   }
 
   /// A quarter of the tokens by each warp, one after another.

@@ -8,6 +8,7 @@
 
 #include "cuda/attention/latent_block.cuh"
 #include "cuda/attention/latent_result.cuh"
+#include "cuda/runtime/async_copy.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/math.cuh"
 
@@ -29,19 +30,6 @@ struct TileRange {
   int whole_end;
 };
 
-/// 16 bytes into shared memory, or zeros where not `is_there`; wait_for_parts() says when they are there.
-__device__ __forceinline__ void copy_part(unsigned to, const void* from, bool is_there) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0)
-               : "memory");
-#endif
-}
-__device__ __forceinline__ void wait_for_parts() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-}
-
 /// The block's rows of one query tile; by all consumers.
 template <class T, int kBlocks>
 struct QueryRows {
@@ -61,7 +49,7 @@ struct QueryRows {
     group_sync(kAllConsumers, kConsumers);  // nobody reads the rows before
     copy_queries();
     find_bounds(rows);
-    wait_for_parts();
+    wait_for_all_copies();
     fence_before_copy();
     group_sync(kAllConsumers, kConsumers);
   }
@@ -84,7 +72,7 @@ struct QueryRows {
           at(s.queries) + swizzled(static_cast<unsigned>(r), static_cast<unsigned>(first + c));
 #pragma unroll
       for (unsigned chunk = 0; chunk < kChunks; ++chunk)
-        copy_part(to + chunk * kChunkBytes, q + chunk * kChunkColumns + c * 8, is_row);
+        copy_chunk_or_zeros(to + chunk * kChunkBytes, q + chunk * kChunkColumns + c * 8, is_row);
     }
   }
 

@@ -28,7 +28,8 @@ inline RowAlignment row_alignment(const AttentionParams& p, const AttentionCall&
 inline int mma_blocks(const AttentionCall& call, const AttentionGrid& grid, int bytes, int most) {
   constexpr int kSystemBytes = 1024;  // of shared memory, a block
   const int held = std::clamp(call.memory.sm_bytes / (bytes + kSystemBytes), 1, most);
-  return std::max(1, grid.blocks * held / kBlocksPerSm);
+  const int blocks = std::max(1, grid.blocks * held / kBlocksPerSm);
+  return grid.is_whole ? blocks : std::min(blocks, grid.blocks);
 }
 
 template <class KV, int kDim, int kValueDim, int kRowWarps, int kTokens, int kSlots, bool kHasRest,

@@ -89,8 +89,8 @@ struct AttentionParams {
   std::int32_t query_offsets[kMaxSequences + 1];  ///< Copies by value: a trip to memory less.
 };
 
-/// Brings the arguments into the constant cache, all at once: one by one they would cost a trip to memory
-/// each.
+/// Brings the first arguments, 64 bytes a warp of the block, into the constant cache, all at once: one by one
+/// they would cost a trip to memory each.
 __device__ inline void prefetch_params(const AttentionParams& p) {
   constexpr int kLineWords = 16;
   const int word = static_cast<int>(threadIdx.x) / kWarp * kLineWords;

@@ -13,11 +13,6 @@
 
 namespace helix::cuda {
 
-/// Tokens of a sequence at most, as far as its page list tells.
-inline std::int64_t most_tokens(const KvView& kv) {
-  return kv.page_begins == nullptr ? kv.max_pages * kv.format.page_tokens : kMaxTokens;
-}
-
 /// A grid of clusters.
 struct ClusterGrid {
   int blocks;
@@ -28,7 +23,8 @@ struct ClusterGrid {
 /// is theirs alone; the other SMs are the next kernel's. Else pairs, of all `blocks`. Decode steps of 8
 /// layers, one sequence (H200): 560 tokens in clusters of 4 1.151 ms, of 8 1.145; 800 1.165 and 1.156.
 inline ClusterGrid cluster_grid(const AttentionParams& p, const KvView& kv, int blocks) {
-  const std::int64_t tokens = most_tokens(kv);
+  // Not by Batch::lengths_host: a captured launch is replayed with longer sequences.
+  const std::int64_t tokens = most_pages(kv) * kv.format.page_tokens;
   const int parts = p.num_query_tiles * p.kv_heads;
   for (int cluster = kMostClusterBlocks; cluster > 1; cluster /= 2) {
     if (tokens <= cluster * kClusterBlockTokens && 4 * cluster * parts <= 3 * blocks)

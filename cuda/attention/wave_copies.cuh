@@ -26,14 +26,6 @@ struct WaveMaps {
   bool combines_later = false;
 };
 
-/// 16 bytes into shared memory, or zeros; what is read stays in the L2 cache for other blocks.
-__device__ __forceinline__ void copy_chunk_or_zeros(unsigned to, const void* from, bool copies) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(copies ? 16 : 0)
-               : "memory");
-#endif
-}
-
 /// KV tiles of kTokens rows of kDim columns by the copy engine, for page sizes that whole boxes of 8 rows or
 /// more divide: a box is a lane's.
 template <int kDim, int kTokens>

@@ -86,8 +86,7 @@ void launch_pages(const AttentionParams& p, const KvView& kv, const AttentionGri
         2 * p.q_head_stride, 2 * p.q_token_stride, p.group, S::kRows / p.group);
   }
   maps.box_tokens = static_cast<int>(std::gcd(kv.format.page_tokens, std::int64_t{S::kTokens}));
-  if (maps.box_tokens < kSwizzleRows || kv.num_pages == 0)
-    return launch<T, S, WaveChunkCopies>(p, maps, grid);
+  if (maps.box_tokens < kSwizzleRows) return launch<T, S, WaveChunkCopies>(p, maps, grid);
   maps.k = paged_rows_map(p.k, p.dtype, S::kDim, kv, maps.box_tokens, kPromotion);
   maps.v = paged_rows_map(p.v, p.dtype, S::kValueDim, kv, maps.box_tokens, kPromotion);
   launch<T, S, BoxCopies>(p, maps, grid);

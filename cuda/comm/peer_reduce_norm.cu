@@ -12,6 +12,7 @@
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
 #include "cuda/runtime/warp.cuh"
+#include "cuda/runtime/weight_type.hpp"
 
 namespace helix::cuda {
 namespace {
@@ -79,14 +80,6 @@ void launch(const PeerChannel& channel, const PeerNormRows<T, W>& rows, const Pe
               stream, channel, rows, plan);
 }
 
-/// Calls use(W*) for the type of the norm's weights.
-template <class Use>
-void with_weight_type(DType dtype, const Use& use) {
-  if (dtype == DType::f32) return use(static_cast<float*>(nullptr));
-  if (dtype == DType::f16) return use(static_cast<f16*>(nullptr));
-  use(static_cast<bf16*>(nullptr));
-}
-
 }  // namespace
 
 template <class T>
@@ -112,7 +105,7 @@ bool Operators<T>::reduce_norm(const PeerChannel& channel, const ReduceNormArgs<
       " must be aligned to 16 bytes where ranks reach each other's memory");
   plan.tag = tag_of(rows, width, kDTypeOf<T>, plan);
   const DeviceScope scope(state_->device);
-  with_weight_type(has_norm ? args.weight.dtype : DType::f32, [&]<class W>(W*) {
+  dispatch_weight(has_norm ? args.weight.dtype : DType::f32, [&]<class W>(W*) {
     const PeerNormRows<T, W> all{args.partial.data(),
                                  args.residual.data(),
                                  static_cast<const W*>(args.weight.data),

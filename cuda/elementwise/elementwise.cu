@@ -6,8 +6,10 @@
 
 #include "cuda/elementwise/rotation.cuh"
 #include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/math.cuh"
 #include "cuda/runtime/operators_state.hpp"
 #include "cuda/runtime/rows.cuh"
+#include "cuda/runtime/weight_type.hpp"
 
 namespace helix::cuda {
 namespace {
@@ -107,7 +109,7 @@ __global__ void __launch_bounds__(kThreads)
     load_vector(gate_up + row * in_stride + i, gate);
     load_vector(gate_up + row * in_stride + width + i, up);
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) up[j] = gate[j] / (1.0f + expf(-gate[j])) * up[j];
+    for (int j = 0; j < kCount; ++j) up[j] = swiglu(gate[j], up[j]);
     store_vector(out + row * out_stride + i, up);
   }
 }
@@ -210,7 +212,7 @@ void Operators<T>::embed(const EmbedArgs<T>& args, Stream stream) const {
   const DeviceScope scope(state_->device);
   const bool is_aligned = common_alignment({address_of(args.table.data), address_of(args.out.data()),
                                             step_of<T>(args.out.stride(0)), step_of<T>(width)}) == 16;
-  dispatch(args.table.dtype, [&]<class W>(W*) {
+  dispatch_weight(args.table.dtype, [&]<class W>(W*) {
     with_vector<T>(is_aligned, [&](auto count) {
       constexpr int kCount = decltype(count)::value;
       const dim3 grid(ceil_div(width, kThreads * kCount), row_blocks(tokens));

@@ -10,6 +10,7 @@
 #include "cuda/runtime/operators_state.hpp"
 #include "cuda/runtime/rows.cuh"
 #include "cuda/runtime/warp.cuh"
+#include "cuda/runtime/weight_type.hpp"
 
 namespace helix::cuda {
 namespace {
@@ -146,7 +147,7 @@ void Operators<T>::rms_norm(const RmsNormArgs<T>& args, Stream stream) const {
                         address_of(args.residual.data()), step_of<T>(args.residual.stride(0)),
                         address_of(args.out.data()), step_of<T>(args.out.stride(0)),
                         address_of(args.weight.data), step_of<T>(width)}) == 16;
-  dispatch(args.weight.dtype, [&]<class W>(W*) {
+  dispatch_weight(args.weight.dtype, [&]<class W>(W*) {
     with_vector<T>(is_aligned, [&](auto count) {
       constexpr int kCount = decltype(count)::value;
       const unsigned threads = std::min(1024u, ceil_div(width, kCount * kWarp) * kWarp);
@@ -177,7 +178,7 @@ void Operators<T>::head_rms_norm(const HeadRmsNormArgs<T>& args, Stream stream) 
   const bool is_aligned =
       common_alignment({address_of(args.x.data()), step_of<T>(args.x.stride(0)), step_of<T>(args.x.stride(1)),
                         step_of<T>(dim), address_of(args.weight.data)}) == 16;
-  dispatch(args.weight.dtype, [&]<class W>(W*) {
+  dispatch_weight(args.weight.dtype, [&]<class W>(W*) {
     with_vector<T>(is_aligned, [&](auto count) {
       launch_early(head_rms_norm_kernel<T, W, decltype(count)::value>,
                    ceil_div(tokens * heads, kHeadRmsNormWarps), kHeadRmsNormWarps * kWarp, 0, stream.handle(),

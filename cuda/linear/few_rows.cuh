@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of up to 16 activation rows, bound by the weights' way from memory (compute capability 9.0).
 //
-// Each block takes an equal share of the weight rows, in tiles of up to 16 or 32, and reads every byte once:
-// a thread of its own has parts of 16 KiB copied into a ring of stages, a box at a time (row by row, 512
-// bytes a copy, reached half the rate), and eight warps multiply them by tensor cores and add up what they
-// found at the end of a tile. The ring is filled with weights before the kernel ahead has ended: only
+// Each block takes an equal share of the weight rows, in tiles of up to 16 to 64, and reads every byte once:
+// a thread of its own has parts of 16 or 32 KiB copied into a ring of stages, a box at a time (row by row,
+// 512 bytes a copy, reached half the rate), and eight warps multiply them by tensor cores and add up what
+// they found at the end of a tile. The ring is filled with weights before the kernel ahead has ended: only
 // activations wait for it. Until then a block has no more copies under way than keep memory busy, since the
 // kernel ahead, a norm, an attention or an exchange, is a chain of trips to memory, and each of them queues
 // behind all copies.

@@ -6,6 +6,7 @@
 
 #include "cuda/linear/few_rows_block.cuh"
 #include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/math.cuh"
 
 namespace helix::cuda::few_rows {
 
@@ -50,7 +51,7 @@ struct Gated : PlainTail {
       gate += load_element(p.bias, p.bias_dtype, at);
       up += load_element(p.bias, p.bias_dtype, p.width + at);
     }
-    static_cast<T*>(p.out)[row * p.out_row + at] = from_float<T>(gate / (1.0f + expf(-gate)) * up);
+    static_cast<T*>(p.out)[row * p.out_row + at] = from_float<T>(swiglu(gate, up));
   }
 };
 

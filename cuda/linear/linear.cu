@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operators::linear, router_logits and head_linear. Activations and weights of one 16-bit type go to the
-// library (4096 x 16384 weights at 92 to 95 % of the read ceiling from 1 to 16 rows on an H200, where the
-// thin kernel here reached 68 %), or to the thin tensor-core kernel where the library does not take the
-// layout. All other types: kernels that stream the weights once for a few rows, and a tiled one for more.
+// kernel of few rows on Hopper (few_rows.cu), else to the library (4096 x 16384 weights at 92 to 95 % of the
+// read ceiling from 1 to 16 rows on an H200, where the thin kernel here reached 68 %), or to the thin
+// tensor-core kernel where the library does not take the layout. All other types: kernels that stream the
+// weights once for a few rows, and a tiled one for more.
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -19,6 +21,7 @@
 #include "cuda/runtime/operators_state.hpp"
 #include "cuda/runtime/ptx.cuh"
 #include "cuda/runtime/warp.cuh"
+#include "cuda/runtime/weight_type.hpp"
 
 namespace helix::cuda {
 namespace {
@@ -249,26 +252,44 @@ void launch_dots(Product<T> p, int num_sms, cudaStream_t stream) {
   HELIX_CHECK_LAUNCH();
 }
 
+/// Calls launch(Product) for as many rows at a time as a grid has blocks of `block_rows` rows.
+template <class T, class Launch>
+void in_launches(const Product<T>& p, int block_rows, const Launch& launch) {
+  constexpr std::int64_t kMaxBlocks = 65535;  // of a grid, along y and z
+  Product<T> part = p;
+  for (std::int64_t begin = 0; begin < p.rows; begin += part.rows) {
+    part.in = p.in + begin * p.in_row;
+    part.out =
+        static_cast<std::byte*>(p.out) + begin * p.out_row * (p.is_out_f32 ? sizeof(float) : sizeof(T));
+    part.rows = static_cast<int>(std::min(p.rows - begin, kMaxBlocks * block_rows));
+    launch(part);
+    HELIX_CHECK_LAUNCH();
+  }
+}
+
 template <class T, class W>
 void launch_f32(const Product<T>& p, int num_sms, cudaStream_t stream) {
   if (p.rows == 1) return launch_dots<T, W, 1>(p, num_sms, stream);
   if (p.rows == 2) return launch_dots<T, W, 2>(p, num_sms, stream);
   if (p.rows <= 4) return launch_dots<T, W, 4>(p, num_sms, stream);
   if (p.rows <= kMaxDotRows) return launch_dots<T, W, kMaxDotRows>(p, num_sms, stream);
-  const dim3 grid(ceil_div(p.width, kBlockTile), ceil_div(p.rows, kBlockTile),
-                  static_cast<unsigned>(p.heads));
-  tiled_kernel<T, W><<<grid, kTiledThreads, 0, stream>>>(p);
-  HELIX_CHECK_LAUNCH();
+  in_launches(p, kBlockTile, [&](const Product<T>& part) {
+    const dim3 grid(ceil_div(part.width, kBlockTile), ceil_div(part.rows, kBlockTile),
+                    static_cast<unsigned>(part.heads));
+    tiled_kernel<T, W><<<grid, kTiledThreads, 0, stream>>>(part);
+  });
 }
 
 template <class T, int kTiles, bool kWide>
 void launch_tiles(Product<T> p, int num_sms, cudaStream_t stream) {
+  constexpr int kRows = kWide ? kTileRows : kTileRows / 2;
   const std::int64_t groups = ceil_div(p.width, kTiles * kTileWidth);
-  const unsigned row_tiles = ceil_div(p.rows, kWide ? kTileRows : kTileRows / 2);
-  p.splits = choose_splits(groups * p.heads * row_tiles, p.cols, kTileSpan, num_sms);
-  const dim3 grid(ceil_div(groups, kDotWarps / p.splits), static_cast<unsigned>(p.heads), row_tiles);
-  thin_tile_kernel<T, kTiles, kWide><<<grid, kDotThreads, 0, stream>>>(p);
-  HELIX_CHECK_LAUNCH();
+  p.splits = choose_splits(groups * p.heads * ceil_div(p.rows, kRows), p.cols, kTileSpan, num_sms);
+  in_launches(p, kRows, [&](const Product<T>& part) {
+    const dim3 grid(ceil_div(groups, kDotWarps / p.splits), static_cast<unsigned>(p.heads),
+                    ceil_div(part.rows, kRows));
+    thin_tile_kernel<T, kTiles, kWide><<<grid, kDotThreads, 0, stream>>>(part);
+  });
 }
 
 template <class T>
@@ -285,15 +306,10 @@ void launch_tensor_core(const Product<T>& p, int num_sms, cudaStream_t stream) {
 template <class T>
 void launch_bias(const Product<T>& p, cudaStream_t stream) {
   constexpr int kThreads = 256;
-  constexpr int kMaxRows = 65535;  // of a grid
-  Product<T> part = p;
-  for (int begin = 0; begin < p.rows; begin += kMaxRows) {
-    part.out = static_cast<T*>(p.out) + begin * p.out_row;
-    part.rows = std::min(p.rows - begin, kMaxRows);
-    const dim3 grid(ceil_div(p.width, kThreads), static_cast<unsigned>(part.rows));
+  in_launches(p, 1, [&](const Product<T>& part) {
+    const dim3 grid(ceil_div(part.width, kThreads), static_cast<unsigned>(part.rows));
     add_bias_kernel<T><<<grid, kThreads, 0, stream>>>(part);
-    HELIX_CHECK_LAUNCH();
-  }
+  });
 }
 
 /// Rows of a product of several heads from which the library is faster.
@@ -348,14 +364,7 @@ void launch_product(const Product<T>& p, DType weight_dtype, const Machine& mach
       return;
     }
   }
-  switch (weight_dtype) {
-    case DType::f32:
-      return launch_f32<T, float>(p, num_sms, stream);
-    case DType::f16:
-      return launch_f32<T, f16>(p, num_sms, stream);
-    default:
-      return launch_f32<T, bf16>(p, num_sms, stream);
-  }
+  dispatch_weight(weight_dtype, [&]<class W>(W*) { launch_f32<T, W>(p, num_sms, stream); });
 }
 
 }  // namespace
@@ -372,7 +381,7 @@ template <class T>
 void Operators<T>::linear_swiglu(const LinearSwigluArgs<T>& args, Stream stream) const {
   if constexpr (sizeof(T) == 2) {
     const bool is_one_type =
-        args.weight.dtype == kDTypeOf<T> && (args.bias.empty() || is_weight_type(args.bias.dtype));
+        args.weight.dtype == kDTypeOf<T> && (args.bias.empty() || detail::is_arithmetic(args.bias.dtype));
     if (state_->is_hopper && is_one_type && args.in.extent(0) > 0 && args.weight.rows > 0) {
       check_weight("linear_swiglu", args.weight, args.in.extent(0));
       Product<T> product = product_of(args.in, args.weight);

@@ -51,14 +51,10 @@ __device__ __forceinline__ void store(const Product<T>& p, int row, int head, in
   out = from_float<T>(sum);
 }
 
-inline bool is_weight_type(DType dtype) {
-  return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
-}
-
 /// Throws Error(unsupported) unless a product of `rows` rows is built for the weight.
 inline void check_weight(const char* operation, const WeightView& weight, std::int64_t rows) {
   constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max() / 2;
-  HELIX_EXPECTS(is_weight_type(weight.dtype), ErrorCode::unsupported, operation, ": weights are ",
+  HELIX_EXPECTS(detail::is_arithmetic(weight.dtype), ErrorCode::unsupported, operation, ": weights are ",
                 to_string(weight.dtype), "; built for f32, f16 and bf16");
   HELIX_EXPECTS(rows <= kMax && weight.rows <= kMax && weight.cols <= kMax, ErrorCode::unsupported, operation,
                 ": ", rows, " rows with a weight of [", weight.rows, ", ", weight.cols, "]; built for up to ",
@@ -69,7 +65,7 @@ inline void check_weight(const char* operation, const WeightView& weight, std::i
 template <class T>
 void check_linear(const LinearArgs<T>& args) {
   check_weight("linear", args.weight, args.in.extent(0));
-  HELIX_EXPECTS(args.bias.empty() || is_weight_type(args.bias.dtype), ErrorCode::unsupported,
+  HELIX_EXPECTS(args.bias.empty() || detail::is_arithmetic(args.bias.dtype), ErrorCode::unsupported,
                 "linear: the bias is ", to_string(args.bias.dtype), "; built for f32, f16 and bf16");
 }
 

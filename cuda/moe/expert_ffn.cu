@@ -16,8 +16,10 @@
 #include "cuda/linear/dot_rows.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/math.cuh"
 #include "cuda/runtime/operators_state.hpp"
 #include "cuda/runtime/warp.cuh"
+#include "cuda/runtime/weight_type.hpp"
 #include "cuda/runtime/workspace.hpp"
 
 namespace helix::cuda {
@@ -229,7 +231,7 @@ __global__ void __launch_bounds__(kDotThreads, 2)
       up += from[kFeatures];
     }
     const std::int64_t pair = p.pairs[item.begin + row];
-    p.out[pair * p.width + feature] = gate / (1.0f + expf(-gate)) * up;
+    p.out[pair * p.width + feature] = swiglu(gate, up);
   }
 }
 
@@ -335,17 +337,7 @@ void launch_product(ExpertProduct<T> product, const ExpertTable& table, DType dt
     kernel<<<static_cast<unsigned>(blocks), kDotThreads, 0, stream>>>(product, table);
     HELIX_CHECK_LAUNCH();
   };
-  switch (dtype) {
-    case DType::f32:
-      return launch(static_cast<float*>(nullptr));
-    case DType::f16:
-      return launch(static_cast<f16*>(nullptr));
-    case DType::bf16:
-      return launch(static_cast<bf16*>(nullptr));
-    default:
-      throw Error(ErrorCode::unsupported, "expert_ffn: weights are ", to_string(dtype),
-                  "; built for f32, f16 and bf16");
-  }
+  dispatch_weight(dtype, launch);
 }
 
 }  // namespace

@@ -13,6 +13,11 @@ __device__ __forceinline__ float fast_exp2(float x) {
   return y;
 }
 
+/// silu(gate) * up.
+__device__ __forceinline__ float swiglu(float gate, float up) {
+  return gate / (1.0f + expf(-gate)) * up;
+}
+
 /// tanh to 2^-22 of 1 and, where it is below 1/8, of itself, as soft caps of any size multiply it; tanhf
 /// takes more than twice the instructions.
 __device__ __forceinline__ float fast_tanh(float x) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda::Operators: construction, memory, streams and events. The kernels are beside it.
+// cuda::Operators: construction, memory, streams and events. The operations are in the folders beside this
+// one.
 #include <atomic>
 #include <cstring>
 #include <memory>

@@ -66,6 +66,25 @@ TEMPLATE_TEST_CASE("16-bit products on a GPU take rows of which the last lies fi
   }
 }
 
+TEMPLATE_TEST_CASE("16-bit products on a GPU of more rows than one launch holds agree with f32", "", f16,
+                   bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  TwinBench<TestType> bench;
+  constexpr std::int64_t kRows = 1 << 20;
+  constexpr std::int64_t kCols = 16;
+  constexpr std::int64_t kWidth = 3;  // rows of which no library takes
+  const auto in = bench.random(kRows, kCols);
+  const auto weight = bench.weights(kWidth * kCols, kDTypeOf<TestType>);
+  const auto bias = bench.weights(kWidth, DType::f32);
+  const auto out = bench.poison(kRows, kWidth);
+  HELIX_CHECK_TWINS(bench, {
+    operators.linear(
+        LinearArgs<E>{side.view(in, kRows, kCols), side.weight(weight, kDTypeOf<TestType>, kWidth, kCols),
+                      side.weight(bias, DType::f32, 1, kWidth), side.view(out, kRows, kWidth), false},
+        stream);
+  });
+}
+
 TEMPLATE_TEST_CASE("16-bit products of heads on a GPU agree with f32", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   TwinBench<TestType> bench;
