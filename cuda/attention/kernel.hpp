@@ -9,6 +9,8 @@
 #include <helix/cuda/runtime.hpp>
 #include <helix/kv_format.hpp>
 
+#include "cuda/runtime/shared_memory.hpp"
+
 namespace helix::cuda {
 
 struct AttentionParams;
@@ -16,15 +18,6 @@ struct AttentionParams;
 /// Blocks that an SM holds at most: one streams on while the other ends a query tile.
 inline constexpr int kBlocksPerSm = 2;
 inline constexpr int kMaxQueryTiles = 256;  ///< Query tiles of one launch, unless a kernel takes more.
-
-/// Shared memory that kernels may ask for.
-struct SharedMemory {
-  int block_bytes = 0;  ///< One block, at most.
-  int sm_bytes = 0;     ///< All blocks of an SM.
-};
-
-/// The least that any supported device has: compute capabilities 8.6, 8.9 and 12.0.
-inline constexpr SharedMemory kLeastSharedMemory{99 * 1024, 100 * 1024};
 
 /// What a call of partial_attention asks of a kernel.
 struct AttentionCall {

@@ -6,6 +6,7 @@
 #include "cuda/attention/latent.cuh"
 #include "cuda/attention/latent_combine.cuh"
 #include "cuda/attention/latent_e4m3.hpp"
+#include "cuda/kv_cache/paged_maps.cuh"
 #include "cuda/runtime/launch.cuh"
 
 namespace helix::cuda {

@@ -9,6 +9,7 @@
 #include <helix/kv_format.hpp>
 
 #include "cuda/attention/schedule.cuh"
+#include "cuda/kv_cache/paged_maps.cuh"
 #include "cuda/runtime/ptx.cuh"
 #include "cuda/runtime/tensor_map.cuh"
 #include "cuda/runtime/warp.cuh"

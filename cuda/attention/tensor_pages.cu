@@ -1,20 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tensor-core kernel for pages that hold the rows of a head one after another, of the type of q.
 #include "cuda/attention/tensor_launch.cuh"
-#include "cuda/runtime/operators_state.hpp"
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#error "helix: code for compute capability 9.0 is to be built for 90a: set HELIX_CUDA_ARCHITECTURES"
-#endif
 
 namespace helix::cuda {
-
-bool has_hopper_code() {
-  cudaFuncAttributes attributes{};
-  HELIX_CUDA_CHECK(
-      cudaFuncGetAttributes(&attributes, attend_tensor<bf16, 64, 64, 1, 4, 32, 2, PageCopies, 32>));
-  return attributes.ptxVersion >= 90;
-}
 
 namespace {
 

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "cuda/attention/waves.cuh"
+#include "cuda/kv_cache/paged_maps.cuh"
 
 namespace helix::cuda {
 namespace {

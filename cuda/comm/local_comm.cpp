@@ -12,7 +12,7 @@
 #include "comm/collective_arguments.hpp"
 #include "comm/local_group.hpp"
 #include "cuda/comm/local_reduce.hpp"
-#include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/device_scope.hpp"
 
 namespace helix::cuda {
 

@@ -10,7 +10,7 @@
 #include <helix/cuda/nccl_comm.hpp>
 #include <helix/cuda/runtime.hpp>
 
-#include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/device_scope.hpp"
 
 namespace helix::cuda {
 

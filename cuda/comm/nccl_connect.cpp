@@ -17,7 +17,7 @@
 #include "comm/timeout.hpp"
 #include "cuda/comm/last_work.hpp"
 #include "cuda/comm/nccl_state.hpp"
-#include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/device_scope.hpp"
 
 namespace helix::cuda {
 namespace {

@@ -24,7 +24,7 @@
 #include "comm/timeout.hpp"
 #include "cuda/comm/nccl_calls.hpp"
 #include "cuda/comm/rank_progress.hpp"
-#include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/device_scope.hpp"
 
 namespace helix::cuda {
 

@@ -14,7 +14,7 @@
 #include "cuda/comm/host_wait.hpp"
 #include "cuda/comm/peer_moves.hpp"
 #include "cuda/comm/peer_state.hpp"
-#include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/device_scope.hpp"
 
 namespace helix::cuda {
 

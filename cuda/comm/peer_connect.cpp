@@ -21,7 +21,7 @@
 #include "cuda/comm/peer_islands.hpp"
 #include "cuda/comm/peer_ranges.hpp"
 #include "cuda/comm/peer_state.hpp"
-#include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/device_scope.hpp"
 
 namespace helix::cuda {
 namespace {

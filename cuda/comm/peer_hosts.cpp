@@ -19,7 +19,7 @@
 #include "comm/all_of.hpp"
 #include "cuda/comm/nccl_all_of.hpp"
 #include "cuda/comm/peer_groups.hpp"
-#include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/device_scope.hpp"
 
 namespace helix::cuda {
 

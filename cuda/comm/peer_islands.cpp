@@ -19,7 +19,7 @@
 #include "cuda/comm/peer_channel.hpp"
 #include "cuda/comm/peer_hosts.hpp"
 #include "cuda/comm/peer_memory.hpp"
-#include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/device_scope.hpp"
 
 namespace helix::cuda {
 namespace {

@@ -10,7 +10,7 @@
 #include <helix/cuda/runtime.hpp>
 #include <helix/error.hpp>
 
-#include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/device_scope.hpp"
 
 namespace helix::cuda {
 namespace {

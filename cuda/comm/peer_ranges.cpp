@@ -8,7 +8,7 @@
 #include <helix/error.hpp>
 
 #include "cuda/comm/peer_hosts.hpp"
-#include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/device_scope.hpp"
 
 namespace helix::cuda {
 

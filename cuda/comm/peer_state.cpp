@@ -10,7 +10,7 @@
 #include <helix/integers.hpp>
 
 #include "comm/rank_names.hpp"
-#include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/device_scope.hpp"
 
 namespace helix::cuda {
 namespace {

@@ -213,9 +213,8 @@ void MatmulLibraryDelete::operator()(MatmulLibrary* library) const noexcept {
   delete library;
 }
 
-std::unique_ptr<MatmulLibrary, MatmulLibraryDelete> make_matmul_library(
-    std::shared_ptr<const Allocator> allocator) {
-  return std::unique_ptr<MatmulLibrary, MatmulLibraryDelete>(new MatmulLibrary(std::move(allocator)));
+OwnedMatmulLibrary make_matmul_library(std::shared_ptr<const Allocator> allocator) {
+  return OwnedMatmulLibrary(new MatmulLibrary(std::move(allocator)));
 }
 
 void library_matmul(MatmulLibrary& library, const MatmulArgs& args, StreamHandle stream) {

@@ -3,20 +3,12 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 
 #include <helix/dtype.hpp>
 
 #include "cuda/runtime/operators_state.hpp"
 
 namespace helix::cuda {
-
-/// For the calling thread's device. Workspaces come from `allocator` (null: CUDA's own), for the first two
-/// streams that multiply, when they first do so outside of a capture; a third stream, and a captured one
-/// until then, use algorithms without one.
-/// @throws Error(internal) if the library does not start.
-std::unique_ptr<MatmulLibrary, MatmulLibraryDelete> make_matmul_library(
-    std::shared_ptr<const Allocator> allocator);
 
 /// One product for library_matmul(). Strides are in elements; those of rows are at least the row's length.
 struct MatmulArgs {

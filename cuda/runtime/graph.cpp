@@ -3,8 +3,8 @@
 
 #include <helix/cuda/graph.hpp>
 
+#include "cuda/runtime/device_scope.hpp"
 #include "cuda/runtime/graph_nodes.hpp"
-#include "cuda/runtime/operators_state.hpp"
 
 namespace helix::cuda {
 namespace {

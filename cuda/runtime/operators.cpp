@@ -11,7 +11,6 @@
 #include <helix/cuda/backend.hpp>
 #include <helix/error.hpp>
 
-#include "cuda/linear/matmul.hpp"
 #include "cuda/runtime/operators_state.hpp"
 
 namespace helix::cuda {

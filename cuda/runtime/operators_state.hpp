@@ -11,7 +11,8 @@
 #include <helix/cuda/backend.hpp>
 #include <helix/cuda/runtime.hpp>
 
-#include "cuda/attention/kernel.hpp"
+#include "cuda/runtime/device_scope.hpp"
+#include "cuda/runtime/shared_memory.hpp"
 
 namespace helix::cuda {
 
@@ -22,7 +23,7 @@ inline constexpr std::size_t kAttentionCounters = 1 << 16;
 inline constexpr std::size_t kDownloadBytes = 16384;
 
 /// Whether the kernels for compute capability 9.0 were built with code of their own. Loads one: not for a
-/// step.
+/// step. Defined in cuda/runtime/hopper_code.cu.
 bool has_hopper_code();
 
 /// What a kernel found wrong: host memory that the device writes. The first failure stays.
@@ -41,6 +42,12 @@ class MatmulLibrary;
 struct MatmulLibraryDelete {
   void operator()(MatmulLibrary* library) const noexcept;
 };
+using OwnedMatmulLibrary = std::unique_ptr<MatmulLibrary, MatmulLibraryDelete>;
+/// For the calling thread's device. Workspaces come from `allocator` (null: CUDA's own), for the first two
+/// streams that multiply, when they first do so outside of a capture; a third stream, and a captured one
+/// until then, use algorithms without one.
+/// @throws Error(internal) if the library does not start.
+OwnedMatmulLibrary make_matmul_library(std::shared_ptr<const Allocator> allocator);
 
 template <class T>
 struct Operators<T>::State {
@@ -57,21 +64,9 @@ struct Operators<T>::State {
   Event is_downloaded;                      // behind its copy
   Buffer failure_claim;       // not 0: it is taken. On the device, as atomics on host memory need not work
   Buffer attention_counters;  // partial_attention's self-resetting counters
-  std::unique_ptr<MatmulLibrary, MatmulLibraryDelete> matmul;
+  OwnedMatmulLibrary matmul;
 
   FailureRecord* failure_record() const { return reinterpret_cast<FailureRecord*>(failure.data()); }
-};
-
-/// Makes `device` the calling thread's until the end of the scope.
-class DeviceScope {
- public:
-  explicit DeviceScope(int device);
-  ~DeviceScope();
-  DeviceScope(const DeviceScope&) = delete;
-  DeviceScope& operator=(const DeviceScope&) = delete;
-
- private:
-  int previous_ = -1;
 };
 
 }  // namespace helix::cuda

@@ -13,7 +13,6 @@
 #include <helix/cuda/runtime.hpp>
 #include <helix/dtype.hpp>
 
-#include "cuda/kv_cache/paged_rows.cuh"
 #include "cuda/runtime/ptx.cuh"
 #include "cuda/runtime/wgmma.cuh"
 
@@ -66,37 +65,6 @@ CUtensorMap rows_map(void* first, DType dtype, const std::int64_t (&sizes)[kRank
   HELIX_EXPECTS(result == CUDA_SUCCESS, ErrorCode::invalid_argument, "a tensor of ", sizes[kRank - 1],
                 " parts has no tensor map: CUresult ", static_cast<int>(result));
   return map;
-}
-
-/// A map of the 16-bit rows of a paged pool, with coordinates (column, token of the page, head, page) and
-/// boxes of 64 columns of `box_tokens` tokens.
-inline CUtensorMap paged_rows_map(const PagedRows& rows, DType dtype, std::int64_t columns, const KvView& kv,
-                                  int box_tokens,
-                                  CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
-  return rows_map<4>(rows.first, dtype, {columns, kv.format.page_tokens, kv.format.num_heads, kv.num_pages},
-                     {rows.token_bytes, rows.head_bytes, rows.page_bytes}, {kChunkColumns, box_tokens, 1, 1},
-                     promotion);
-}
-
-/// A map of the rows of a paged pool, with the same coordinates and boxes of whole rows, which land one after
-/// another.
-inline CUtensorMap paged_whole_rows_map(const PagedRows& rows, DType dtype, std::int64_t columns,
-                                        const KvView& kv, int box_tokens) {
-  return rows_map<4>(rows.first, dtype, {columns, kv.format.page_tokens, kv.format.num_heads, kv.num_pages},
-                     {rows.token_bytes, rows.head_bytes, rows.page_bytes},
-                     {static_cast<int>(columns), box_tokens, 1, 1}, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-                     CU_TENSOR_MAP_SWIZZLE_NONE);
-}
-
-/// A map of the 16-bit rows of a paged pool of one head, with coordinates (0, token of the page, chunk of 64
-/// columns, page) and boxes of `box_chunks` chunks of `box_tokens` tokens: chunks land one after another. The
-/// L2 cache brings what boxes ask for, and no neighbours.
-inline CUtensorMap paged_chunks_map(const PagedRows& rows, DType dtype, std::int64_t columns,
-                                    const KvView& kv, int box_tokens, int box_chunks) {
-  return rows_map<4>(rows.first, dtype,
-                     {kChunkColumns, kv.format.page_tokens, columns / kChunkColumns, kv.num_pages},
-                     {rows.token_bytes, kChunkColumns * 2, rows.page_bytes},
-                     {kChunkColumns, box_tokens, box_chunks, 1}, CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 /// A map of 16-bit queries, with coordinates (column, head, token) and boxes of 64 columns of `box_heads`

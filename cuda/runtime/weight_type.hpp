@@ -12,10 +12,14 @@ namespace helix::cuda {
 template <class Use>
 decltype(auto) dispatch_weight(DType dtype, const Use& use) {
   switch (dtype) {
-    case DType::f32: return use(static_cast<float*>(nullptr));
-    case DType::f16: return use(static_cast<f16*>(nullptr));
-    case DType::bf16: return use(static_cast<bf16*>(nullptr));
-    default: throw Error(ErrorCode::unsupported, "weights are ", to_string(dtype), "; built for f32, f16 and bf16");
+    case DType::f32:
+      return use(static_cast<float*>(nullptr));
+    case DType::f16:
+      return use(static_cast<f16*>(nullptr));
+    case DType::bf16:
+      return use(static_cast<bf16*>(nullptr));
+    default:
+      throw Error(ErrorCode::unsupported, "weights are ", to_string(dtype), "; built for f32, f16 and bf16");
   }
 }
 
