@@ -55,13 +55,13 @@ __device__ inline int cluster_blocks() {
 #endif
 }
 
-/// KV splits that `kv_tiles` KV tiles are worth.
+/// KV splits that `kv_tiles` KV tiles are worth: no more than these, as each split is to have one.
 template <class Limits>
 __device__ inline int max_splits(int kv_tiles) {
   if (kv_tiles <= Limits::kWholeTiles) return 1;
   if constexpr (Limits::kClusterTiles > 0) {
     const int cluster = cluster_blocks();
-    if (cluster > 1 && kv_tiles <= cluster * Limits::kClusterTiles) return cluster;
+    if (cluster > 1 && kv_tiles <= cluster * Limits::kClusterTiles) return min(cluster, kv_tiles);
   }
   return kv_tiles <= kCombineBatch * Limits::kShortSplitTiles
              ? (kv_tiles + Limits::kShortSplitTiles - 1) / Limits::kShortSplitTiles

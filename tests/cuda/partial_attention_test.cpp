@@ -171,6 +171,27 @@ TEMPLATE_TEST_CASE("attention on a GPU honours windows and soft caps", "", float
   }
 }
 
+TEMPLATE_TEST_CASE("attention on a GPU of sequences that have fewer KV tiles than a cluster has blocks", "",
+                   f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const auto operators = attention_operators<TestType>();
+  for (const DType kv : {kDTypeOf<TestType>, DType::fp8_e4m3}) {
+    for (const std::int64_t d : {64, 96, 112, 128}) {
+      for (const std::int64_t length : {200, 257, 300, 330, 400, 448, 449, 520}) {
+        for (const std::int64_t queries : {1, 2, 5}) {
+          AttentionCase c = case_of<TestType>(d);
+          c.kv_dtype = kv;
+          c.kv_heads = 1;
+          c.group = 16;
+          c.sequences = {{length, queries}};
+          CAPTURE(to_string(kv), d, length, queries);
+          CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+        }
+      }
+    }
+  }
+}
+
 /// Exponents of f32 are multiples of 64 there, more than the weights of f16 have range for.
 TEMPLATE_TEST_CASE("attention on a GPU of scores that f32 rounds by many powers of two", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
