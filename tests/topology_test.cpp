@@ -6,13 +6,16 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <vector>
 
 #include <helix/error.hpp>
+#include <helix/job_comms.hpp>
 #include <helix/topology.hpp>
 
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 
 namespace {
 
@@ -618,6 +621,49 @@ TEST_CASE("ranks and stages outside the topology are refused") {
   }
   CHECK_THROWS_AS(topology.layers(2), Error);
   CHECK_THROWS_AS(topology.layers(-1), Error);
+}
+
+namespace {
+
+/// A communicator that only counts its splits: a real one would wait in them for its peers.
+struct CountingComm {
+  int ranks = 0;
+  int* splits = nullptr;
+
+  int rank() const { return 0; }
+  int size() const { return ranks; }
+  void abort(std::string_view) noexcept {}
+  CountingComm split(int, int) {
+    ++*splits;
+    return *this;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("a communicator of another size than the topology's is refused before anything is split") {
+  const Topology topology(widths(2, 2, 0, 1, 3), dense_shape(8, 2));
+  int splits = 0;
+  for (const int ranks : {1, 3, 5, 12}) {
+    CountingComm stage{ranks, &splits};
+    const auto failure = helix::test::failure_of([&] { helix::split_kvp(stage, topology); });
+    CAPTURE(ranks);
+    REQUIRE(failure);
+    CHECK(failure->code == ErrorCode::invalid_argument);
+    CHECK(failure->says("has " + std::to_string(ranks) + " ranks; a stage of the topology has 4"));
+  }
+  for (const int ranks : {4, 11, 13}) {
+    CountingComm world{ranks, &splits};
+    const auto failure = helix::test::failure_of([&] { helix::split_world(world, topology); });
+    CAPTURE(ranks);
+    REQUIRE(failure);
+    CHECK(failure->code == ErrorCode::invalid_argument);
+    CHECK(failure->says("has " + std::to_string(ranks) + " ranks; the topology has 12"));
+  }
+  CHECK(splits == 0);
+  CountingComm stage{4, &splits};
+  helix::split_kvp(stage, topology);
+  CHECK(splits == 1);
 }
 
 TEST_CASE("the grid prints one line a rank, and tpf is filled in") {

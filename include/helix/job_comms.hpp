@@ -5,13 +5,19 @@
 #include <utility>
 
 #include <helix/backend/communicator.hpp>
+#include <helix/error.hpp>
 #include <helix/topology.hpp>
 
 namespace helix {
 
 /// The KVP group of this rank, out of its stage's communicator. Collective over the stage.
+/// @throws Error(invalid_argument), on all ranks alike and before anything is split, unless the communicator
+/// has topology.stage_size() ranks.
 template <SplittableComm Comm>
 Comm split_kvp(Comm& stage, const Topology& topology) {
+  HELIX_EXPECTS(stage.size() == topology.stage_size(), ErrorCode::invalid_argument,
+                "split_kvp: the communicator has ", stage.size(), " ranks; a stage of the topology has ",
+                topology.stage_size(), " (KVP * TPA): pass the stage's communicator");
   const GroupSplit kvp = topology.split(RankGroup::kvp, stage.rank());
   return stage.split(kvp.color, kvp.key);
 }
@@ -25,8 +31,13 @@ struct JobComms {
 };
 
 /// Splits a communicator of the whole world. Collective over the world.
+/// @throws Error(invalid_argument), on all ranks alike and before anything is split, unless the communicator
+/// has topology.world_size() ranks.
 template <SplittableComm Comm>
 JobComms<Comm> split_world(Comm& world, const Topology& topology) {
+  HELIX_EXPECTS(world.size() == topology.world_size(), ErrorCode::invalid_argument,
+                "split_world: the communicator has ", world.size(), " ranks; the topology has ",
+                topology.world_size(), " (DP * PP * KVP * TPA): pass the communicator of the whole job");
   const auto part = [&](RankGroup group) {
     const GroupSplit at = topology.split(group, world.rank());
     return world.split(at.color, at.key);
