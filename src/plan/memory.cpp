@@ -32,8 +32,7 @@ std::int64_t checked_bytes(const char* what, std::int64_t bytes) {
 
 std::int64_t kv_row_elements(const Topology& topology, int stage_rank) {
   const ModelShape& shape = topology.shape();
-  return shape.is_mla() ? shape.head_dim
-                        : topology.kv_heads(stage_rank).size() * (shape.head_dim + shape.value_dim);
+  return shape.is_mla() ? shape.head_dim : 2 * topology.kv_heads(stage_rank).size() * shape.head_dim;
 }
 
 std::int64_t kv_page_bytes(const Topology& topology, int stage_rank, const KvPages& pages) {
@@ -106,7 +105,7 @@ RankMemoryPlan plan_memory(const Model& model, const Precision& precision, const
   // Rank 0 owns the first chunk of each period: no rank holds more.
   const std::int64_t pages = pages_needed(
       kv_layout, workload.page_tokens, static_cast<std::int64_t>(std::ceil(in_tokens(workload.context))), 0);
-  const Bytes page = packed_bytes(rank.kv_row * static_cast<double>(workload.page_tokens), precision.kv_bits);
+  const Bytes page = packed_bytes(rank.kv_stored * static_cast<double>(workload.page_tokens), precision.kv_bits);
   plan.kv = page * pages * batch.cached * most_layers;
 
   const auto tokens = static_cast<double>(batch.attention * workload.step_tokens);

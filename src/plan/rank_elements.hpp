@@ -33,7 +33,8 @@ inline LayerCounts count_layers(const Model& model, Range layers) {
 struct RankElements {
   double query_heads = 0;     ///< Query heads that the rank attends with.
   double combined_heads = 0;  ///< Heads whose exact attention it holds after the exchange.
-  double kv_row = 0;          ///< Cached elements of a token.
+  double kv_row = 0;          ///< Elements of a token's K and V, or of its latent: what attention reads.
+  double kv_stored = 0;       ///< Elements that they take in the cache, whose rows of V are D wide.
   double qkv = 0;             ///< Every weight before attention.
   double qkv_width = 0;       ///< Width of the query as attention reads it, and of a token's K and V.
   double value_up = 0;        ///< MLA's W_UV
@@ -62,10 +63,11 @@ inline RankElements rank_elements(const Model& model, const Layout& layout) {
   rank.query_heads = static_cast<double>(model.shape.num_query_heads / layout.tpa);
   rank.combined_heads = layout.strategy == Strategy::helix ? rank.query_heads / layout.kvp : rank.query_heads;
   const auto kv_heads = static_cast<double>(std::max<std::int64_t>(1, model.shape.num_kv_heads / layout.tpa));
-  rank.kv_row = model.shape.mla
-                    ? static_cast<double>(model.shape.head_dim)
-                    : kv_heads * static_cast<double>(model.shape.head_dim + model.shape.value_dim);
-  rank.qkv_width = rank.query_heads * static_cast<double>(model.shape.head_dim) + rank.kv_row;
+  const auto head_dim = static_cast<double>(model.shape.head_dim);
+  const auto value_dim = static_cast<double>(model.shape.value_dim);
+  rank.kv_row = model.shape.mla ? head_dim : kv_heads * (head_dim + value_dim);
+  rank.kv_stored = model.shape.mla ? head_dim : kv_heads * 2 * head_dim;
+  rank.qkv_width = rank.query_heads * head_dim + rank.kv_row;
   rank.norms = 2 * hidden;
   if (model.shape.mla) {
     const MlaShape& mla = *model.shape.mla;
@@ -74,12 +76,12 @@ inline RankElements rank_elements(const Model& model, const Layout& layout) {
     const auto latent = static_cast<double>(mla.kv_lora_rank);
     const double query_width = rank.query_heads * static_cast<double>(mla.qk_head_dim());
     rank.qkv = q_rank > 0 ? hidden * q_rank + q_rank * query_width : hidden * query_width;
-    rank.qkv += hidden * static_cast<double>(model.shape.head_dim) + rank.query_heads * nope * latent;
+    rank.qkv += hidden * head_dim + rank.query_heads * nope * latent;
     rank.output_width = rank.combined_heads * static_cast<double>(mla.v_head_dim);
     rank.value_up = latent * rank.output_width;
   } else {
     rank.qkv = hidden * rank.qkv_width;
-    rank.output_width = rank.combined_heads * static_cast<double>(model.shape.value_dim);
+    rank.output_width = rank.combined_heads * value_dim;
   }
   rank.output = rank.output_width * hidden;
   rank.ffn_width = static_cast<double>(model.shape.ffn) / width;

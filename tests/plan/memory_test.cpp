@@ -22,8 +22,10 @@ using helix::cpu::LocalComm;
 using helix::test::failure_of;
 using CpuBackend = helix::cpu::Backend<LocalComm>;
 
-Model small_model(bool is_latent) {
-  Model model = model_preset(is_latent ? "deepseek-v2-lite" : "llama-3.1-8b");
+/// Three layers of a preset; a head_dim of 192 differs from the value_dim of models without latent attention.
+Model small_model(const char* preset, std::int64_t head_dim = 128) {
+  Model model = model_preset(preset);
+  if (!model.shape.is_mla()) model.shape.head_dim = head_dim;
   model.shape.num_layers = 3;
   model.shape.vocab = 256;
   return model;
@@ -31,8 +33,9 @@ Model small_model(bool is_latent) {
 
 TEST_CASE("planned KV bytes are those that ShardedKVCache allocates, on every rank") {
   const std::vector<std::int64_t> lengths{1, 100, 257, 1000};
-  for (const bool is_latent : {false, true}) {
-    const Model model = small_model(is_latent);
+  for (const Model& model :
+       {small_model("llama-3.1-8b"), small_model("llama-3.1-8b", 192), small_model("deepseek-v2-lite")}) {
+    const bool is_latent = model.shape.is_mla();
     for (const auto& [kvp, tpa] : std::vector<std::pair<int, int>>{{1, 1}, {4, 1}, {2, 2}, {2, 8}}) {
       if (is_latent && tpa > 1) continue;
       for (const DType dtype : {DType::bf16, DType::fp8_e4m3, DType::fp8_ds_mla}) {
@@ -62,7 +65,8 @@ TEST_CASE("planned KV bytes are those that ShardedKVCache allocates, on every ra
                               .layers = 3,
                               .page_tokens = 24,
                               .chunk = 10};
-          INFO("kvp " << kvp << " tpa " << tpa << " rank " << rank << " latent " << is_latent);
+          INFO("kvp " << kvp << " tpa " << tpa << " rank " << rank << " latent " << is_latent << " head_dim "
+                        << model.shape.head_dim);
           CHECK(kv_page_bytes(topology, rank, pages) == static_cast<std::int64_t>(cache.page_bytes()));
           CHECK(kv_page_bytes_used(topology, rank, pages, lengths) ==
                 static_cast<std::int64_t>(cache.allocated_bytes()));
@@ -81,6 +85,9 @@ TEST_CASE("the plan of a Helix layout counts the same pages") {
   const std::vector<std::int64_t> lengths(3, 1000000);
   CHECK(in_bytes(plan.kv) ==
         static_cast<double>(kv_page_bytes_used(topology, 0, {.element_bits = 4, .layers = 126}, lengths)));
+  Model wide_keys = model;
+  wide_keys.shape.head_dim = 192;  // beside a value_dim of 128, for which the cache leaves 192 columns
+  CHECK(in_bytes(plan_memory(wide_keys, {.kv_bits = 4}, layout, workload).kv) == 1.5 * in_bytes(plan.kv));
   // One of 64 ranks: a 64th of 129.024 GB a request, within a page a sequence.
   CHECK(in_gigabytes(plan.kv) == Approx(3 * 129.024 / 64).epsilon(0.001));
 }

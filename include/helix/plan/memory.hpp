@@ -25,7 +25,8 @@ struct KvPages {
   std::int64_t chunk = 16;        ///< Chunk of KvLayout.
 };
 
-/// Cached elements of one token in one layer on `stage_rank`: 2 * its KV heads * D, for MLA the latent row.
+/// Cached elements of one token in one layer on `stage_rank`: 2 * its KV heads * D (rows of V take D
+/// columns, however wide they are), for MLA the latent row.
 HELIX_API std::int64_t kv_row_elements(const Topology& topology, int stage_rank);
 
 /// Bytes of one page in all layers of the stage: ShardedKVCache::page_bytes().
