@@ -7,16 +7,13 @@
 #include <array>
 #include <cstdint>
 
+#include <helix/integers.hpp>
 #include <helix/plan/layout.hpp>
 #include <helix/plan/model.hpp>
 #include <helix/plan/workload.hpp>
 #include <helix/topology.hpp>
 
 namespace helix::plan::detail {
-
-constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
 
 /// Layers [of dense 0 or MoE 1][full 0 or windowed 1].
 using LayerCounts = std::array<std::array<std::int64_t, 2>, 2>;
@@ -93,7 +90,7 @@ inline RankElements rank_elements(const Model& model, const Layout& layout) {
     rank.experts = static_cast<double>(moe.num_experts) / layout.ep;
     rank.router = hidden * static_cast<double>(moe.num_experts);
   }
-  rank.vocab = static_cast<double>(ceil_div(model.shape.vocab, width));
+  rank.vocab = static_cast<double>(ceil_div<std::int64_t>(model.shape.vocab, width));
   return rank;
 }
 
@@ -108,11 +105,11 @@ struct RankBatch {
 
 inline RankBatch rank_batch(const Layout& layout, const Workload& workload) {
   RankBatch batch;
-  batch.replica = ceil_div(workload.batch, layout.dp);
+  batch.replica = ceil_div<std::int64_t>(workload.batch, layout.dp);
   batch.micro_batches = std::min<std::int64_t>(layout.pp, batch.replica);
   batch.stage = ceil_div(batch.replica, batch.micro_batches);
-  batch.attention = ceil_div(batch.stage, layout.attn_dp);
-  batch.cached = ceil_div(batch.replica, layout.attn_dp);
+  batch.attention = ceil_div<std::int64_t>(batch.stage, layout.attn_dp);
+  batch.cached = ceil_div<std::int64_t>(batch.replica, layout.attn_dp);
   return batch;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 #include <helix/plan/roofline.hpp>
 
 namespace helix::plan {
@@ -14,8 +15,9 @@ void check(const RooflineWidths& widths) {
                 "; each must be at least 1");
 }
 
-double ceil_div(std::int64_t a, std::int64_t b) {
-  return static_cast<double>((a + b - 1) / b);
+/// KV heads that a rank stores and reads.
+double kv_heads(const Model& model, const RooflineWidths& widths) {
+  return static_cast<double>(ceil_div(model.shape.num_kv_heads, widths.tpa));
 }
 
 /// Attention weights of one layer on one rank.
@@ -28,7 +30,7 @@ double attention_elements(const Model& model, const RooflineWidths& widths) {
                                   : heads / static_cast<double>(widths.kvp);
   if (!model.shape.mla) {
     const auto head_dim = static_cast<double>(model.shape.head_dim);
-    return hidden * head_dim * (heads + output_heads + 2 * ceil_div(model.shape.num_kv_heads, widths.tpa));
+    return hidden * head_dim * (heads + output_heads + 2 * kv_heads(model, widths));
   }
   const MlaShape& mla = *model.shape.mla;
   const auto q_rank = static_cast<double>(mla.q_lora_rank);
@@ -51,7 +53,7 @@ Bytes kv_read_bytes(const Model& model, const Precision& precision, std::int64_t
   HELIX_EXPECTS(context >= Tokens{}, ErrorCode::invalid_argument, "roofline: the context is ",
                 in_tokens(context), " tokens; it must be 0 or more");
   const double row = model.shape.mla ? static_cast<double>(model.shape.head_dim)
-                                     : ceil_div(model.shape.num_kv_heads, widths.tpa) *
+                                     : kv_heads(model, widths) *
                                            static_cast<double>(model.shape.head_dim + model.shape.value_dim);
   const double elements = static_cast<double>(batch) * row * in_tokens(context);
   return packed_bytes(elements, precision.kv_bits) / widths.kvp;
