@@ -30,7 +30,9 @@ double attention_elements(const Model& model, const RooflineWidths& widths) {
                                   : heads / static_cast<double>(widths.kvp);
   if (!model.shape.mla) {
     const auto head_dim = static_cast<double>(model.shape.head_dim);
-    return hidden * head_dim * (heads + output_heads + 2 * kv_heads(model, widths));
+    const auto value_dim = static_cast<double>(model.shape.value_dim);
+    return hidden *
+           (heads * head_dim + output_heads * value_dim + kv_heads(model, widths) * (head_dim + value_dim));
   }
   const MlaShape& mla = *model.shape.mla;
   const auto q_rank = static_cast<double>(mla.q_lora_rank);

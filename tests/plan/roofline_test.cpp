@@ -61,6 +61,19 @@ TEST_CASE("W_O over TPA is appendix A, over all N ranks is section 2.2") {
   CHECK(weights_us(widths) == 5.767168);
 }
 
+TEST_CASE("values narrower than keys by hand") {
+  Model model = figure_1_model();
+  model.shape.head_dim = 192;
+  RooflineWidths widths{.tpa = 8, .kvp = 4, .tpf = 32};
+  CHECK(in_bytes(kv_read_bytes(model, kFp8, 2, tokens(1000), widths)) == 2.0 * (192 + 128) * 1000 / 4);
+  // 16 of 128 query heads, one of 8 KV heads; W_O's input is as wide as the values.
+  const double projections = 16384.0 * (16 * 192 + 192 + 128);
+  const double ffn = 3.0 * 16384 * 65536 / 32;
+  CHECK(in_bytes(weight_read_bytes(model, kFp8, widths)) == projections + 16384.0 * 16 * 128 + ffn);
+  widths.output_projection = OutputProjection::over_stage;
+  CHECK(in_bytes(weight_read_bytes(model, kFp8, widths)) == projections + 16384.0 * 4 * 128 + ffn);
+}
+
 TEST_CASE("MLA reads its latent once, however wide TPA is") {
   const Model deepseek = model_preset("deepseek-r1");
   const auto read_us = [&](RooflineWidths widths) {

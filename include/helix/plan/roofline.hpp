@@ -22,16 +22,17 @@ struct RooflineWidths {
   OutputProjection output_projection = OutputProjection::over_tpa;
 };
 
-/// Bytes of KV that a rank reads in one full-attention layer: B * 2 * ceil(K / TPA) * Hsz * S / KVP elements.
-/// MLA: the latent once, B * (kv_lora_rank + rope) * S / KVP, whatever TPA is.
+/// Bytes of KV that a rank reads in one full-attention layer: B * ceil(K / TPA) * (D + Dv) * S / KVP
+/// elements, in appendix A, where D = Dv = Hsz, B * 2 * ceil(K / TPA) * Hsz * S / KVP. MLA: the latent once,
+/// B * (kv_lora_rank + rope) * S / KVP, whatever TPA is.
 /// @throws Error(invalid_argument) for widths below 1, and a batch or context that is negative or NaN.
 HELIX_API Bytes kv_read_bytes(const Model& model, const Precision& precision, std::int64_t batch,
                               Tokens context, const RooflineWidths& widths);
 
-/// Bytes of weights that a rank reads in one dense layer: 2 * H * (Q / TPA) * Hsz + 2 * H * ceil(K / TPA) *
-/// Hsz + 3 * H * F / TPF elements; under over_stage W_O's half of the first term is divided by N. TPF counts
-/// all ranks of the FFN. MLA, which appendix A leaves out: the down projections on every rank, those up from
-/// the latents over TPA, W_UV with W_O.
+/// Bytes of weights that a rank reads in one dense layer: H * (Q / TPA) * (D + Dv) + H * ceil(K / TPA) *
+/// (D + Dv) + 3 * H * F / TPF elements, in appendix A of D = Dv = Hsz; under over_stage W_O's part of the
+/// first term, H * Q * Dv, is divided by N. TPF counts all ranks of the FFN. MLA, which appendix A leaves
+/// out: the down projections on every rank, those up from the latents over TPA, W_UV with W_O.
 /// @throws Error(unsupported) for a model without dense layers, Error(invalid_argument) for widths below 1.
 HELIX_API Bytes weight_read_bytes(const Model& model, const Precision& precision,
                                   const RooflineWidths& widths);
