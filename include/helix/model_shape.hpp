@@ -31,7 +31,7 @@ struct MoeShape {
   std::int64_t expert_ffn = 0;   ///< F of one routed expert.
   std::int64_t shared_ffn = 0;   ///< F of all shared experts together; 0: none.
   std::int64_t first_dense_layers = 0;
-  std::int64_t layer_stride = 1;
+  std::int64_t layer_stride = 1;  ///< At least 1, else is_moe_layer() divides by 0; Topology refuses it.
 
   constexpr bool is_moe_layer(std::int64_t layer) const {
     return layer >= first_dense_layers && (layer - first_dense_layers) % layer_stride == 0;

@@ -67,6 +67,8 @@ std::int64_t kv_page_bytes_used(const Topology& topology, int stage_rank, const 
 
 RankMemoryPlan plan_memory(const Model& model, const Precision& precision, const Layout& layout,
                            const Workload& workload) {
+  precision.check();
+  workload.check();
   for (const int width :
        {layout.kvp, layout.tpa, layout.attn_dp, layout.tpf, layout.ep, layout.pp, layout.dp}) {
     HELIX_EXPECTS(width >= 1 && width <= kMaxRanks, ErrorCode::invalid_argument, "plan_memory: KVP is ",
@@ -105,7 +107,8 @@ RankMemoryPlan plan_memory(const Model& model, const Precision& precision, const
   // Rank 0 owns the first chunk of each period: no rank holds more.
   const std::int64_t pages = pages_needed(
       kv_layout, workload.page_tokens, static_cast<std::int64_t>(std::ceil(in_tokens(workload.context))), 0);
-  const Bytes page = packed_bytes(rank.kv_stored * static_cast<double>(workload.page_tokens), precision.kv_bits);
+  const Bytes page =
+      packed_bytes(rank.kv_stored * static_cast<double>(workload.page_tokens), precision.kv_bits);
   plan.kv = page * pages * batch.cached * most_layers;
 
   const auto tokens = static_cast<double>(batch.attention * workload.step_tokens);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Model: its checks and its sums.
 #include <cmath>
+#include <iterator>
 #include <string>
 #include <string_view>
 
@@ -73,7 +74,11 @@ double expected_expert_hits(const MoeShape& moe, double tokens) {
 
 bool Model::is_window_layer(std::int64_t layer) const {
   if (window == 0) return false;
-  if (!window_layers.empty()) return window_layers[static_cast<std::size_t>(layer)];
+  if (!window_layers.empty()) {
+    HELIX_EXPECTS(layer >= 0 && layer < std::ssize(window_layers), ErrorCode::invalid_argument,
+                  "is_window_layer: layer ", layer, "; window_layers has ", window_layers.size());
+    return window_layers[static_cast<std::size_t>(layer)];
+  }
   return full_attention_stride == 0 || (layer + 1) % full_attention_stride != 0;
 }
 
@@ -139,6 +144,9 @@ ParameterCounts count_parameters(const Model& model) {
 }
 
 Bytes kv_cache_bytes(const Model& model, const Precision& precision, Tokens context) {
+  precision.check();
+  HELIX_EXPECTS(context >= Tokens{}, ErrorCode::invalid_argument, "kv_cache_bytes: the context is ",
+                in_tokens(context), " tokens; it must be 0 or more");
   return packed_bytes(
       in_tokens(context) * static_cast<double>(model.shape.num_layers * model.shape.kv_elements()),
       precision.kv_bits);

@@ -9,7 +9,8 @@
 namespace helix::plan {
 namespace {
 
-void check(const RooflineWidths& widths) {
+void check(const Precision& precision, const RooflineWidths& widths) {
+  precision.check();
   HELIX_EXPECTS(widths.tpa >= 1 && widths.kvp >= 1 && widths.tpf >= 1, ErrorCode::invalid_argument,
                 "roofline: TPA is ", widths.tpa, ", KVP ", widths.kvp, ", TPF ", widths.tpf,
                 "; each must be at least 1");
@@ -49,7 +50,7 @@ double attention_elements(const Model& model, const RooflineWidths& widths) {
 
 Bytes kv_read_bytes(const Model& model, const Precision& precision, std::int64_t batch, Tokens context,
                     const RooflineWidths& widths) {
-  check(widths);
+  check(precision, widths);
   HELIX_EXPECTS(batch >= 0, ErrorCode::invalid_argument, "roofline: the batch is ", batch,
                 "; it must be 0 or more");
   HELIX_EXPECTS(context >= Tokens{}, ErrorCode::invalid_argument, "roofline: the context is ",
@@ -62,7 +63,7 @@ Bytes kv_read_bytes(const Model& model, const Precision& precision, std::int64_t
 }
 
 Bytes weight_read_bytes(const Model& model, const Precision& precision, const RooflineWidths& widths) {
-  check(widths);
+  check(precision, widths);
   HELIX_EXPECTS(model.shape.ffn > 0, ErrorCode::unsupported, "roofline: ", model.name,
                 " has no dense layers: use moe_weight_read_bytes()");
   const double ffn = 3 * static_cast<double>(model.shape.hidden) * static_cast<double>(model.shape.ffn) /
@@ -72,7 +73,7 @@ Bytes weight_read_bytes(const Model& model, const Precision& precision, const Ro
 
 Bytes moe_weight_read_bytes(const Model& model, const Precision& precision, double tokens,
                             const RooflineWidths& widths) {
-  check(widths);
+  check(precision, widths);
   HELIX_EXPECTS(model.shape.moe, ErrorCode::unsupported, "roofline: ", model.name,
                 " has no experts: use weight_read_bytes()");
   HELIX_EXPECTS(tokens >= 0, ErrorCode::invalid_argument, "roofline: ", tokens,

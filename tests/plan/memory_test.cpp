@@ -66,7 +66,7 @@ TEST_CASE("planned KV bytes are those that ShardedKVCache allocates, on every ra
                               .page_tokens = 24,
                               .chunk = 10};
           INFO("kvp " << kvp << " tpa " << tpa << " rank " << rank << " latent " << is_latent << " head_dim "
-                        << model.shape.head_dim);
+                      << model.shape.head_dim);
           CHECK(kv_page_bytes(topology, rank, pages) == static_cast<std::int64_t>(cache.page_bytes()));
           CHECK(kv_page_bytes_used(topology, rank, pages, lengths) ==
                 static_cast<std::int64_t>(cache.allocated_bytes()));
@@ -254,7 +254,8 @@ TEST_CASE("absurd workloads are refused with the value") {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   const auto refuses = [](Workload workload, const char* says) {
     const auto failure = failure_of([&] { workload.check(); });
-    return failure && failure->code == ErrorCode::invalid_argument && failure->says(says);
+    return failure && failure->code == ErrorCode::invalid_argument && failure->says(says) &&
+           failure_of([&] { plan_memory(model_preset("llama-3.1-8b"), {}, {}, workload); }) == failure;
   };
   CHECK(refuses({.context = tokens(0)}, "context is 0"));
   CHECK(refuses({.context = tokens(nan)}, "context is nan"));

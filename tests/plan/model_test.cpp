@@ -73,6 +73,18 @@ TEST_CASE("the KV cache of one request of a million tokens in 4 bits") {
   CHECK(in_bytes(kv_cache_bytes(model_preset("deepseek-r1"), fp4, tokens(1e6))) == 17568000000.0);
 }
 
+TEST_CASE("the KV cache of a context or in bits that cannot be is refused with the value") {
+  const auto refuses = [](double kv_bits, double length, const char* says) {
+    const auto failure = failure_of(
+        [&] { kv_cache_bytes(model_preset("llama-3.1-8b"), {.kv_bits = kv_bits}, tokens(length)); });
+    return failure && failure->code == ErrorCode::invalid_argument && failure->says(says);
+  };
+  CHECK(refuses(16, -1, "context is -1"));
+  CHECK(refuses(16, std::nan(""), "context is nan"));
+  CHECK(refuses(-4, 10, "kv_bits is -4"));
+  CHECK(in_bytes(kv_cache_bytes(model_preset("llama-3.1-8b"), {}, tokens(0))) == 0);
+}
+
 TEST_CASE("presets are sound and known by name") {
   for (const std::string& name : model_preset_names()) {
     INFO(name);
@@ -104,6 +116,11 @@ TEST_CASE("layers alternate as the models say") {
   listed.window_layers[3] = true;
   CHECK_FALSE(listed.is_window_layer(2));  // the list, not the stride
   CHECK(listed.is_window_layer(3));
+  for (const std::int64_t layer : {std::int64_t{-1}, listed.shape.num_layers}) {
+    const auto failure = failure_of([&] { listed.is_window_layer(layer); });
+    REQUIRE(failure);
+    CHECK(failure->says("layer " + std::to_string(layer)));
+  }
   listed.window = 0;
   CHECK_FALSE(listed.is_window_layer(3));
 }

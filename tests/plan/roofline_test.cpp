@@ -124,6 +124,13 @@ TEST_CASE("the roofline refuses what it has no formula for") {
   const auto unknown = failure_of([] { kv_read_bytes(figure_1_model(), kFp4, 1, tokens(std::nan("")), {}); });
   REQUIRE(unknown);
   CHECK(unknown->says("context is nan"));
+  const Precision none{.weight_bits = 0, .kv_bits = 0};
+  const auto no_kv = failure_of([&] { kv_read_bytes(figure_1_model(), none, 1, tokens(10), {}); });
+  REQUIRE(no_kv);
+  CHECK(no_kv->code == ErrorCode::invalid_argument);
+  CHECK(no_kv->says("bits is 0"));
+  CHECK(failure_of([&] { weight_read_bytes(figure_1_model(), none, {}); }) == no_kv);
+  CHECK(failure_of([&] { moe_weight_read_bytes(model_preset("deepseek-r1"), none, 1, {}); }) == no_kv);
 }
 
 }  // namespace

@@ -48,7 +48,8 @@ struct RankMemoryPlan {
 };
 
 /// Plans the fullest rank of the fullest stage. Windowed layers keep the whole context, as ShardedKVCache
-/// does. The layout must be legal. No allocation. @throws Error(invalid_argument) if a width is out of range.
+/// does. Model::check() must pass and the layout be legal. No allocation. @throws Error(invalid_argument) if
+/// a width is out of range, and as Precision::check() and Workload::check().
 HELIX_API RankMemoryPlan plan_memory(const Model& model, const Precision& precision, const Layout& layout,
                                      const Workload& workload);
 

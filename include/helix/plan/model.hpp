@@ -31,6 +31,7 @@ struct HELIX_API Model {
   std::vector<bool> window_layers{};
 
   /// Whether a query of the layer sees `window` tokens only.
+  /// @throws Error(invalid_argument) for a layer that a window_layers in use does not have.
   bool is_window_layer(std::int64_t layer) const;
   /// Throws unless every size is in range and they agree.
   /// @throws Error(invalid_argument) naming the size, its value and the range.
@@ -71,7 +72,8 @@ struct ParameterCounts {
 HELIX_API ParameterCounts count_parameters(const Model& model);
 
 /// Bytes of the KV cache of `context` tokens in all layers, each KV head (or the latent) stored once, without
-/// page rounding.
+/// page rounding and with values as wide as they are.
+/// @throws Error(invalid_argument) for a context that is negative or NaN, and as Precision::check().
 HELIX_API Bytes kv_cache_bytes(const Model& model, const Precision& precision, Tokens context);
 
 /// A model by name, e.g. "llama-3.1-405b"; sizes of the public config.json. @throws Error(invalid_argument)
