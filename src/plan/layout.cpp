@@ -30,7 +30,7 @@ void check_baseline(const Layout& layout, const Model& model, Report&& report) {
            ": neither is a multiple of the other");
   }
   const int width = layout.ffn_width();
-  if (layout.tpf * layout.ep != width) {
+  if (std::int64_t{layout.tpf} * layout.ep != width) {
     report("TPF ", layout.tpf, " * EP ", layout.ep, " differs from the ", width, " ranks of the FFN");
   }
   if (model.shape.ffn % width != 0)
@@ -59,15 +59,14 @@ void check_baseline(const Layout& layout, const Model& model, Report&& report) {
   }
 }
 
-/// Whether each width is at least 1 and below any machine's, else products of the others would mean nothing,
-/// and the strategy and slices are some.
+/// Whether each width is in [1, kMaxRanks], else products of the others would mean nothing, and the strategy
+/// and slices are some.
 template <class Report>
 bool widths_are_sound(const Layout& layout, Report&& report) {
-  constexpr int kMaxWidth = 1 << 15;
   bool is_sound = true;
   const auto check = [&](std::string_view name, int width) {
-    if (width >= 1 && width <= kMaxWidth) return;
-    report(name, " is ", width, "; it must be in [1, ", kMaxWidth, "]");
+    if (width >= 1 && width <= kMaxRanks) return;
+    report(name, " is ", width, "; it must be in [1, ", kMaxRanks, "]");
     is_sound = false;
   };
   check("KVP", layout.kvp);
@@ -87,8 +86,8 @@ bool widths_are_sound(const Layout& layout, Report&& report) {
   }
   if (!is_sound) return false;
   const std::int64_t kvp_tpa = std::int64_t{layout.kvp} * layout.tpa;
-  if (kvp_tpa > kMaxWidth || kvp_tpa * layout.attn_dp > kMaxWidth) {
-    report("KVP ", layout.kvp, " * TPA ", layout.tpa, " * attn_dp ", layout.attn_dp, " exceeds ", kMaxWidth,
+  if (kvp_tpa > kMaxRanks || kvp_tpa * layout.attn_dp > kMaxRanks) {
+    report("KVP ", layout.kvp, " * TPA ", layout.tpa, " * attn_dp ", layout.attn_dp, " exceeds ", kMaxRanks,
            " ranks a stage");
     return false;
   }

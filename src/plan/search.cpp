@@ -5,6 +5,7 @@
 #include <string>
 
 #include <helix/error.hpp>
+#include <helix/limits.hpp>
 #include <helix/plan/search.hpp>
 
 #include "plan/search_walk.hpp"
@@ -12,15 +13,13 @@
 namespace helix::plan {
 namespace {
 
-constexpr int kMaxGpus = 1 << 15;
-
 /// Throws: no layout of the space is legal, on whatever batch. Says which numbers of GPUs were asked for, and
 /// the nearest other one that has a layout.
 [[noreturn]] void throw_illegal(const StepModel& model, const Workload& workload, const SearchSpace& space) {
   const std::vector<int>& asked = space.gpu_counts;
   std::vector<int> others;
   if (asked.empty()) {  // the powers of two beyond; those up to max_gpus were tried
-    for (int gpus = 1; gpus <= kMaxGpus; gpus *= 2) {
+    for (int gpus = 1; gpus <= kMaxRanks; gpus *= 2) {
       if (gpus > space.max_gpus) others.push_back(gpus);
     }
   } else {
@@ -28,7 +27,7 @@ constexpr int kMaxGpus = 1 << 15;
     const int most = *std::max_element(asked.begin(), asked.end());
     for (int distance = 1; distance <= kNear; ++distance) {
       if (most > distance) others.push_back(most - distance);
-      if (most + distance <= kMaxGpus) others.push_back(most + distance);
+      if (most + distance <= kMaxRanks) others.push_back(most + distance);
     }
   }
   const auto is_legal_on = [&](int gpus) {
@@ -54,26 +53,25 @@ constexpr int kMaxGpus = 1 << 15;
 }  // namespace
 
 void SearchSpace::check() const {
-  constexpr std::int64_t kMaxBatch = std::int64_t{1} << 24;
-  HELIX_EXPECTS(max_gpus >= 1 && max_gpus <= kMaxGpus, ErrorCode::invalid_argument, "max_gpus is ", max_gpus,
-                "; it must be in [1, ", kMaxGpus, "]");
+  HELIX_EXPECTS(max_gpus >= 1 && max_gpus <= kMaxRanks, ErrorCode::invalid_argument, "max_gpus is ", max_gpus,
+                "; it must be in [1, ", kMaxRanks, "]");
   for (const int gpus : gpu_counts) {
     HELIX_EXPECTS(gpus >= 1 && gpus <= max_gpus, ErrorCode::invalid_argument, "gpu_counts has ", gpus,
                   "; it must be in [1, max_gpus = ", max_gpus, "]");
   }
-  HELIX_EXPECTS(max_batch >= 1 && max_batch <= kMaxBatch, ErrorCode::invalid_argument, "max_batch is ",
-                max_batch, "; it must be in [1, ", kMaxBatch, "]");
+  HELIX_EXPECTS(max_batch >= 1 && max_batch <= kMaxWorkloadCount, ErrorCode::invalid_argument,
+                "max_batch is ", max_batch, "; it must be in [1, ", kMaxWorkloadCount, "]");
   for (const std::int64_t batch : batches) {
-    HELIX_EXPECTS(batch >= 1 && batch <= kMaxBatch, ErrorCode::invalid_argument, "batches has ", batch,
-                  "; it must be in [1, ", kMaxBatch, "]");
+    HELIX_EXPECTS(batch >= 1 && batch <= kMaxWorkloadCount, ErrorCode::invalid_argument, "batches has ",
+                  batch, "; it must be in [1, ", kMaxWorkloadCount, "]");
   }
   for (const Strategy strategy : strategies) {
     HELIX_EXPECTS(to_string(strategy) != "unknown", ErrorCode::invalid_argument, "strategies has ",
                   static_cast<int>(strategy), "; it must name a strategy");
   }
   for (const int stages : pipeline_stages) {
-    HELIX_EXPECTS(stages >= 1 && stages <= kMaxGpus, ErrorCode::invalid_argument, "pipeline_stages has ",
-                  stages, "; it must be in [1, ", kMaxGpus, "]");
+    HELIX_EXPECTS(stages >= 1 && stages <= kMaxRanks, ErrorCode::invalid_argument, "pipeline_stages has ",
+                  stages, "; it must be in [1, ", kMaxRanks, "]");
   }
   for (const int slices : hop_b_slices) {
     HELIX_EXPECTS(slices >= 0, ErrorCode::invalid_argument, "hop_b_slices has ", slices,

@@ -9,13 +9,12 @@
 namespace helix::plan {
 
 void Workload::check() const {
-  constexpr std::int64_t kMaxCount = std::int64_t{1} << 24;
   const double length = in_tokens(context);
   HELIX_EXPECTS(length >= 1 && length <= static_cast<double>(kMaxTokens), ErrorCode::invalid_argument,
                 "the context is ", length, " tokens; it must be in [1, ", kMaxTokens, "]");
   const auto check_count = [&](const char* name, std::int64_t value) {
-    HELIX_EXPECTS(value >= 1 && value <= kMaxCount, ErrorCode::invalid_argument, name, " is ", value,
-                  "; it must be in [1, ", kMaxCount, "]");
+    HELIX_EXPECTS(value >= 1 && value <= kMaxWorkloadCount, ErrorCode::invalid_argument, name, " is ", value,
+                  "; it must be in [1, ", kMaxWorkloadCount, "]");
   };
   check_count("batch", batch);
   check_count("step_tokens", step_tokens);

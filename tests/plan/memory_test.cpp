@@ -7,6 +7,7 @@
 #include <helix/cpu/backend.hpp>
 #include <helix/cpu/local_comm.hpp>
 #include <helix/plan/memory.hpp>
+#include <helix/plan/search.hpp>
 #include <helix/sharded_kv_cache.hpp>
 
 #include "support/catch.hpp"
@@ -177,6 +178,24 @@ TEST_CASE("Helix layouts are legal exactly where Topology says so") {
       CHECK(legal_layouts(Strategy::helix, model, n).size() == known);
     }
   }
+}
+
+TEST_CASE("the widest layout has the ranks of the widest topology") {
+  Model model = model_preset("llama-3.1-8b");
+  model.shape.num_query_heads = model.shape.ffn = std::int64_t{1} << 17;
+  Layout layout{.kvp = 1 << 13, .tpa = 8, .tpf = 1 << 16};
+  CHECK(is_legal(layout, model));
+  CHECK_NOTHROW(Topology(layout.topology_spec(), model.shape));
+  CHECK(legal_layouts(Strategy::helix, model, layout.stage_size()).size() == 4);  // TPA 1, 2, 4 and 8
+  CHECK_NOTHROW(SearchSpace{.max_gpus = layout.stage_size()}.check());
+  layout = {.kvp = 1 << 14, .tpa = 8, .tpf = 1 << 17};
+  CHECK_FALSE(is_legal(layout, model));
+  CHECK(violations(layout, model) == std::vector<std::string>{"TPF is 131072; it must be in [1, 65536]"});
+  CHECK_THROWS_AS(Topology(layout.topology_spec(), model.shape), helix::Error);
+  layout.strategy = Strategy::tensor_parallel;
+  layout.kvp = layout.tpa = 1;
+  layout.tpf = layout.ep = 1 << 16;
+  CHECK(violations(layout, model).front() == "TPF 65536 * EP 65536 differs from the 1 ranks of the FFN");
 }
 
 TEST_CASE("baselines keep their own rules") {

@@ -15,6 +15,9 @@ enum class ExpertHits : std::uint8_t {
   worst_case  ///< As many different experts as tokens choose, all on the rank that counts, up to all it holds
 };
 
+/// Largest batch, and most tokens of a step, of a chunk and of a page, that the planner takes.
+inline constexpr std::int64_t kMaxWorkloadCount = std::int64_t{1} << 24;
+
 /// What is decoded: sequences, their length, and how their KV is stored.
 struct HELIX_API Workload {
   Tokens context{};              ///< Tokens of each sequence, this step's tokens included
