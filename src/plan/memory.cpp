@@ -127,13 +127,4 @@ RankMemoryPlan plan_memory(const Model& model, const Precision& precision, const
   return plan;
 }
 
-void check_memory(const RankMemoryPlan& plan, const Hardware& hardware, const Layout& layout) {
-  HELIX_EXPECTS(plan.total() <= hardware.usable_memory(), ErrorCode::capacity, layout.to_string(),
-                ": the fullest rank needs ", in_gigabytes(plan.total()), " GB (weights ",
-                in_gigabytes(plan.weights), ", KV ", in_gigabytes(plan.kv), ", workspace ",
-                in_gigabytes(plan.workspace), "), ", hardware.name, " has ",
-                in_gigabytes(hardware.usable_memory()), " usable (", hardware.usable_memory_fraction, " of ",
-                in_gigabytes(hardware.memory), "): use more GPUs, a smaller batch or context, or fewer bits");
-}
-
 }  // namespace helix::plan

@@ -245,18 +245,6 @@ TEST_CASE("baselines keep their own rules") {
   CHECK_FALSE(is_legal(bad, llama));
 }
 
-TEST_CASE("memory that does not suffice is an error with the numbers") {
-  const Hardware hardware = hardware_preset("h200");
-  const Layout layout{.kvp = 1, .tpa = 8, .tpf = 8};
-  const RankMemoryPlan plan =
-      plan_memory(model_preset("llama-3.1-405b"), {}, layout, {.context = tokens(1e6), .batch = 1});
-  const auto failure = failure_of([&] { check_memory(plan, hardware, layout); });
-  REQUIRE(failure);
-  CHECK(failure->code == ErrorCode::capacity);
-  CHECK(failure->says("126.9"));  // 0.9 of 141
-  CHECK(failure->says("TPA 8"));
-}
-
 TEST_CASE("the memory of a layout whose widths cannot be is refused with the value") {
   const auto refuses = [](const Layout& layout, const char* says) {
     const auto failure =

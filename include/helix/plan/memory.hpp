@@ -7,7 +7,6 @@
 
 #include <helix/export.hpp>
 #include <helix/kv_layout.hpp>
-#include <helix/plan/hardware.hpp>
 #include <helix/plan/layout.hpp>
 #include <helix/plan/model.hpp>
 #include <helix/plan/units.hpp>
@@ -52,8 +51,5 @@ struct RankMemoryPlan {
 /// a width is out of range, and as Precision::check() and Workload::check().
 HELIX_API RankMemoryPlan plan_memory(const Model& model, const Precision& precision, const Layout& layout,
                                      const Workload& workload);
-
-/// Throws unless the fullest rank fits. @throws Error(capacity) with what is needed and what is there.
-HELIX_API void check_memory(const RankMemoryPlan& plan, const Hardware& hardware, const Layout& layout);
 
 }  // namespace helix::plan
