@@ -8,6 +8,7 @@
 
 #include <helix/backend/layer.hpp>
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 #include <helix/limits.hpp>
 
 namespace helix {
@@ -40,6 +41,24 @@ void check_prepare_qkv(const PrepareQkvArgs<T>& args) {
   check_epsilon("prepare_qkv", "epsilon", args.epsilon);
 }
 
+/// Throws Error(invalid_argument) unless the heads lie beside each other in the rows of `out`.
+template <class T, class Head>
+void check_columns(std::string_view name, const TensorView<Head, 3>& heads, const TensorView<T, 2>& out) {
+  const std::int64_t count = heads.extent(1);
+  const std::int64_t dim = heads.extent(2);
+  const std::int64_t apart = count == 1 ? dim : heads.stride(1);
+  const auto bytes = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(heads.data()) -
+                                               reinterpret_cast<std::uintptr_t>(out.data()));
+  const std::int64_t begin = bytes / static_cast<std::int64_t>(sizeof(T));
+  HELIX_EXPECTS(
+      (heads.extent(0) == 1 || heads.stride(0) == out.stride(0)) && apart >= dim && begin >= 0 &&
+          saturating_sum(begin, saturating_sum(saturating_product(count - 1, apart), dim)) <= out.extent(1),
+      ErrorCode::invalid_argument, "project_qkv: ", name, " is [", heads.extent(0), ", ", count, ", ", dim,
+      "] with strides [", heads.stride(0), ", ", heads.stride(1), ", ", heads.stride(2), "] from element ",
+      begin, " of out on, which is [", out.extent(0), ", ", out.extent(1), "] with a row stride of ",
+      out.stride(0), "; its heads must be columns of out");
+}
+
 template <class T>
 void check_project_qkv(const ProjectQkvArgs<T>& args) {
   check_prepare_qkv(args.prepare);
@@ -60,6 +79,13 @@ void check_project_qkv(const ProjectQkvArgs<T>& args) {
   check_given("project_qkv", "in", linear.in.data(), rows);
   check_given("project_qkv", "weight", linear.weight.data, linear.weight.rows);
   check_given("project_qkv", "out", linear.out.data(), rows);
+  if (rows == 0) return;
+  HELIX_EXPECTS(linear.in.stride(1) == 1 && linear.out.stride(1) == 1, ErrorCode::invalid_argument,
+                "project_qkv: in has a last stride of ", linear.in.stride(1), " and out of ",
+                linear.out.stride(1), "; both must be 1");
+  check_columns("q", args.prepare.q, linear.out);
+  check_columns("k", args.prepare.k, linear.out);
+  if (!args.prepare.kv.format.is_latent) check_columns("v", args.prepare.v, linear.out);
 }
 
 }  // namespace detail
@@ -90,8 +116,9 @@ void prepare_qkv(B& backend, const PrepareQkvArgs<typename B::Activation>& args,
 /// after the other. Queued on `stream`, allocates nothing, capturable. Where the backend's is collective
 /// (cuda::Backend over windows), all ranks of the KVP group call it, with the same but for their pages: rows,
 /// weights, positions, slots.
-/// @throws as prepare_qkv(), and Error(invalid_argument) unless the product's rows are the batch's tokens and
-/// its shapes fit each other; before anything is queued.
+/// @throws as prepare_qkv(), and Error(invalid_argument) unless the product's rows are the batch's tokens,
+/// dense along their last dimension, its shapes fit each other, and q, k and v are columns of its output;
+/// before anything is queued.
 template <LayerBackend B>
 void project_qkv(B& backend, const ProjectQkvArgs<typename B::Activation>& args, typename B::Stream stream) {
   detail::check_project_qkv(args);

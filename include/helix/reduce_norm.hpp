@@ -24,8 +24,8 @@ template <LayerBackend B>
 void reduce_then_norm(B& backend, const ReduceNormArgs<typename B::Activation>& args,
                       typename B::Stream stream) {
   using T = typename B::Activation;
-  backend.comms().stage->all_reduce(args.partial.data(), args.partial.data(), args.partial.size(),
-                                    kDTypeOf<T>, stream);
+  given_comm("reduce_norm", "stage", backend.comms().stage)
+      .all_reduce(args.partial.data(), args.partial.data(), args.partial.size(), kDTypeOf<T>, stream);
   backend.rms_norm(RmsNormArgs<T>{.delta = args.partial,
                                   .residual = args.residual,
                                   .weight = args.weight,
@@ -40,7 +40,8 @@ void reduce_then_norm(B& backend, const ReduceNormArgs<typename B::Activation>& 
 /// The only place that knows that the three belong together: a backend that does them at once brings
 /// reduce_norm(args, stream); for any other it is all_reduce and rms_norm. Collective over the stage; all
 /// ranks get the same bits (invariant 12). Queued on `stream`, allocates nothing, capturable.
-/// @throws Error(invalid_argument) if shapes contradict each other, an address is missing, the weight is not
+/// @throws Error(invalid_argument) if shapes contradict each other, an address or the backend's stage
+/// communicator is missing, the weight is not
 /// [1, M] of f32, f16 or bf16, the last stride of out is not 1, or epsilon is below 0 or not finite.
 template <LayerBackend B>
 void reduce_norm(B& backend, const ReduceNormArgs<typename B::Activation>& args, typename B::Stream stream) {

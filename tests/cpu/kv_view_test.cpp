@@ -347,6 +347,32 @@ TEST_CASE("q, k and v are projected only where rows and shapes of the product fi
        {"project_qkv: in is null",
         [](Projected& p) {
           p.args.linear.in = {nullptr, {3, 5}};
+        }},
+       {"in has a last stride of 3 and out of 1; both must be 1",
+        [](Projected& p) {
+          p.args.linear.in = {p.in.data(), {3, 5}, {1, 3}};
+        }},
+       {"in has a last stride of 1 and out of 3",
+        [](Projected& p) {
+          p.args.linear.out = {p.qkv.data(), {3, 48}, {1, 3}};
+        }},
+       {"project_qkv: q is [3, 2, 8] with strides [48, 8, 1] from element -1 of out on",
+        [](Projected& p) {
+          p.args.linear.out = {p.qkv.data() + 1, {3, 48}};
+        }},
+       {"project_qkv: k is [3, 2, 8] with strides [16, 8, 1] from element 16 of out on",
+        [](Projected& p) {
+          p.args.prepare.k = {p.qkv.data() + 16, {3, 2, 8}};
+        }},
+       {"project_qkv: k is [3, 2, 8] with strides [48, 7, 1]",
+        [](Projected& p) {
+          p.args.prepare.k = {p.qkv.data() + 16, {3, 2, 8}, {48, 7, 1}};
+        }},
+       {"project_qkv: v is [3, 2, 8] with strides [48, 8, 1] from element 33 of out on, which is [3, 48] "
+        "with "
+        "a row stride of 48; its heads must be columns of out",
+        [](Projected& p) {
+          p.args.prepare.v = TensorView<const float, 3>(p.qkv.data() + 33, {3, 2, 8}, {48, 8, 1});
         }}},
       [] { return Projected(); },
       [](Projected& p) {
@@ -400,6 +426,21 @@ TEST_CASE("sums are normed only by a weight as wide as they are") {
         reduce_norm(n.backend, n.args, stream);
         n.backend.synchronize(stream);
       });
+}
+
+TEST_CASE("a sum without a stage to sum over is refused") {
+  struct LoneBackend : cpu::Backend<cpu::LocalComm> {
+    StageComms<cpu::LocalComm> comms() { return {}; }
+  };
+  LoneBackend backend;
+  std::vector<float> x(8);
+  const auto failure = failure_of([&] {
+    reduce_norm(backend, {.partial = {x.data(), {1, 8}}, .residual = {x.data(), {1, 8}}},
+                backend.create_stream());
+  });
+  REQUIRE(failure);
+  CHECK(failure->code == ErrorCode::invalid_argument);
+  CHECK(failure->says("reduce_norm: the backend's comms().stage is null"));
 }
 
 TEST_CASE("tokens outside of their row of the page table are refused, and harm no sequence") {

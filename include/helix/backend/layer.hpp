@@ -128,8 +128,8 @@ struct PrepareQkvArgs {
 /// project_qkv(args, stream); otherwise project_qkv() of prepare_qkv.hpp calls the two.
 template <class T>
 struct ProjectQkvArgs {
-  LinearArgs<T> linear;       ///< Does not accumulate.
-  PrepareQkvArgs<T> prepare;  ///< Its tokens are the rows of linear.out, with q, k and v side by side.
+  LinearArgs<T> linear;       ///< Does not accumulate; the last strides of `in` and `out` are 1.
+  PrepareQkvArgs<T> prepare;  ///< Its tokens are the rows of linear.out, whose columns are q, k and v.
   /// Whether project_qkv of the same batch and page table, and behind it attention and what else ends a
   /// layer, are what is queued before: positions, slots and page lists may then be read while that runs.
   bool follows_layer = false;
