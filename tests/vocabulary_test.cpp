@@ -269,6 +269,8 @@ TEST_CASE("the ends of the stack are refused a stage, a shape or an address that
   says([&] { head.penalize(all, nullptr, -1, stream); }, "VocabularyHead::penalize: count is -1");
   says([&] { head.log_probs(all, &token, -1, &number, nullptr, nullptr, stream); },
        "VocabularyHead::log_probs: num_best is -1");
+  says([&] { head.log_probs(all, &token, std::int64_t{1} << 32, &number, nullptr, nullptr, stream); },
+       "num_best is 4294967296; it must be in [0, 268435456]");
   says([&] { head.log_probs(all, &token, 2, &number, nullptr, &number, stream); },
        "VocabularyHead::log_probs: best_ids is null");
   says([&] { head.log_probs(all, nullptr, 0, &number, nullptr, nullptr, stream); },

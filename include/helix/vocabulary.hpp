@@ -198,12 +198,13 @@ class VocabularyHead {
 
   /// Log-probabilities of `tokens` (device, [rows]) into `log_probs` (device, [rows]), and of the num_best
   /// likeliest ids into `best_ids` and `best_log_probs` (device, [rows, num_best]), see LogProbsArgs. Local;
-  /// queued on `stream`.
+  /// queued on `stream`. @throws Error(invalid_argument) unless num_best is in [0, kMaxVocabulary], too.
   void log_probs(Logits logits, const std::int32_t* tokens, std::int64_t num_best, float* log_probs,
                  std::int32_t* best_ids, float* best_log_probs, typename B::Stream stream) {
     check_logits("log_probs", logits);
-    HELIX_EXPECTS(num_best >= 0, ErrorCode::invalid_argument, "VocabularyHead::log_probs: num_best is ",
-                  num_best, "; it must be at least 0");
+    HELIX_EXPECTS(num_best >= 0 && num_best <= kMaxVocabulary, ErrorCode::invalid_argument,
+                  "VocabularyHead::log_probs: num_best is ", num_best, "; it must be in [0, ", kMaxVocabulary,
+                  "]");
     const auto check_given = [&](std::string_view name, const void* address, std::int64_t count) {
       detail::check_given("VocabularyHead::log_probs", name, address, count);
     };

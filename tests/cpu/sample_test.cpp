@@ -202,5 +202,22 @@ TEST_CASE("the nucleus ends where it reaches top_p, and equal logits enter it by
   CHECK((seen[0] > 20 && seen[2] > 20));
 }
 
+TEST_CASE("the log-probability of a token outside the vocabulary is NaN") {
+  const Operators ops;
+  const Operators::Stream stream = ops.create_stream();
+  std::vector<float> logits(5 * 3, 0.0f);  // a row a token
+  const std::vector<std::int64_t> begins{0, 3};
+  const std::vector<std::int32_t> tokens{-1, 3, std::numeric_limits<std::int32_t>::max(), 0, 2};
+  std::vector<float> log_probs(5, 7.0f);
+  ops.log_probs({.logits = {logits.data(), {1, 5, 3}},
+                 .shard_begins = begins.data(),
+                 .tokens = tokens.data(),
+                 .log_probs = log_probs.data()},
+                stream);
+  ops.synchronize(stream);
+  for (const std::size_t outside : {0, 1, 2}) CHECK(std::isnan(log_probs[outside]));
+  for (const std::size_t inside : {3, 4}) CHECK(log_probs[inside] == Approx(-std::log(3.0)));
+}
+
 }  // namespace
 }  // namespace helix::test

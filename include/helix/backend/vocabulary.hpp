@@ -91,7 +91,7 @@ template <class T>
 struct LogProbsArgs {
   TensorView<const T, 3> logits;               ///< Logits as in SampleArgs.
   const std::int64_t* shard_begins = nullptr;  ///< Begins as in SampleArgs.
-  const std::int32_t* tokens = nullptr;        ///< [rows].
+  const std::int32_t* tokens = nullptr;        ///< [rows]; -1 and others beyond the vocabulary give NaN.
   std::int64_t num_best = 0;                   ///< Ids a row, likeliest first, the smaller id on ties.
   float* log_probs = nullptr;                  ///< [rows], written.
   std::int32_t* best_ids = nullptr;            ///< [rows, num_best], written; -1 beyond the vocabulary.
