@@ -16,6 +16,7 @@
 #include <helix/topology.hpp>
 
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 
 namespace helix::test {
 namespace {
@@ -143,6 +144,8 @@ TEST_CASE("the number of slices is what was asked for, within the sequences and 
   CHECK(hop_b.resolve_slices(0, 3, 2, 1000) == 3);
   CHECK(hop_b.resolve_slices(0, 0, 2, 1000) == 1);
   CHECK(HopB<CpuBackend>(backend, 2).resolve_slices(0, 64, 2, 1000) == 2);
+  CHECK(required_failure([&] { hop_b.resolve_slices(-1, 64, 2, 1000); }).says("-1 slices"));
+  CHECK(required_failure([&] { hop_b.resolve_slices(0, -2, 2, 1000); }).says("-2 sequences"));
 }
 
 struct CostedBackend : CpuBackend {

@@ -32,7 +32,8 @@ class HopB {
 
   /// The number of slices for a step, the same on all ranks: `requested`, or if that is 0 a choice from
   /// values that all ranks share and that are fixed when a step is captured: not from lengths, which a graph
-  /// must not depend on. Without KVP there is nothing to overlap. A slice holds at least one sequence.
+  /// must not depend on. Without KVP there is nothing to overlap. A slice holds at least one sequence: more
+  /// slices than sequences, or than max_slices(), are cut to these, and there is at least one.
   /// `payload_bytes`: of a rank's messages in the exchange of the whole step (KvpAllToAll::payload_bytes()).
   ///
   /// Where the backend states its costs, they choose, for attention that takes longer than the exchange: what
@@ -40,7 +41,11 @@ class HopB {
   /// is left to hide: on two cores that all ranks share (nothing idles there that an overlap could fill), 8
   /// sequences of 256 tokens took 5 to 10 % longer in four slices and 12 to 30 % in eight; at 2048 tokens no
   /// loss could be measured. An engine that knows its times asks best_hop_b_slices().
+  /// @throws Error(invalid_argument) if `requested` or num_sequences is below 0.
   int resolve_slices(int requested, std::int64_t num_sequences, int kvp, std::int64_t payload_bytes) const {
+    HELIX_EXPECTS(requested >= 0 && num_sequences >= 0, ErrorCode::invalid_argument, "HopB: ", requested,
+                  " slices of ", num_sequences,
+                  " sequences are asked for; neither may be below 0 (0 slices: a choice)");
     if (requested == 0) requested = kvp == 1 ? 1 : choose_slices(num_sequences, payload_bytes);
     return static_cast<int>(larger<std::int64_t>(
         1, smaller(smaller<std::int64_t>(requested, num_sequences), std::int64_t{max_slices()})));
