@@ -148,6 +148,38 @@ TEST_CASE("the number of slices is what was asked for, within the sequences and 
   CHECK(required_failure([&] { hop_b.resolve_slices(0, -2, 2, 1000); }).says("-2 sequences"));
 }
 
+/// Backends whose memory or events library code could not keep.
+struct NoEmptyBuffer : CpuBackend {
+  struct Buffer {
+    explicit Buffer(std::size_t bytes) : memory(bytes) {}
+    std::byte* data() const { return memory.data(); }
+    std::size_t size_bytes() const { return memory.size_bytes(); }
+    cpu::Buffer memory;
+  };
+  Buffer allocate(std::size_t bytes) const { return Buffer(bytes); }
+};
+struct NoConstData : CpuBackend {
+  struct Buffer {
+    std::byte* data() { return nullptr; }
+    std::size_t size_bytes() const { return 0; }
+  };
+  Buffer allocate(std::size_t) const { return {}; }
+};
+struct FixedEvents : CpuBackend {
+  struct Event {
+    Event() = default;
+    Event(Event&&) = delete;
+  };
+  Event create_event() const { return {}; }
+  void record(Event&, Stream) const {}
+  void wait(Stream, const Event&) const {}
+};
+static_assert(QueueBackend<CpuBackend>);
+static_assert(!QueueBackend<NoEmptyBuffer>);
+static_assert(!QueueBackend<NoConstData>);
+static_assert(!QueueBackend<FixedEvents>);
+static_assert(StageBackend<CpuBackend> && !StageBackend<cpu::Operators>);
+
 struct CostedBackend : CpuBackend {
   static constexpr HopBCosts kHopBCosts{.us_per_mb = 4.0, .hand_over_us = 30.0};
 };

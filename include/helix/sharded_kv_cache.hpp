@@ -32,6 +32,7 @@ namespace helix {
 /// Device work is queued on the given stream. Use one stream, or order several with events: a released page
 /// may belong to another sequence at once. Keeps the backend's address. Not thread-safe.
 template <AttentionBackend B>
+requires StageBackend<B>
 class ShardedKVCache {
  public:
   using Stream = typename B::Stream;

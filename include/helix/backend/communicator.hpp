@@ -62,7 +62,8 @@ template <class C, class Stream>
 concept Communicator = ExchangeComm<C, Stream> && ReduceComm<C, Stream> && GatherComm<C, Stream>;
 
 /// A communicator that can make groups of its ranks: split(color, key) is collective, blocks the host, and
-/// gives the group of the ranks with the same color, ordered by key. Only split_kvp() and examples need it.
+/// gives the group of the ranks with the same color, ordered by key. Only split_kvp() and split_world() need
+/// it.
 template <class C>
 concept SplittableComm = GroupComm<C> && requires(C& comm, int color, int key) {
   { comm.split(color, key) } -> std::same_as<C>;
@@ -73,6 +74,12 @@ template <class Comm>
 struct StageComms {
   Comm* stage = nullptr;  ///< All N ranks of the stage, by stage_rank.
   Comm* kvp = nullptr;    ///< The KVP group, by kvp_rank.
+};
+
+/// A backend that knows the groups of its rank.
+template <class B>
+concept StageBackend = GroupComm<typename B::Comm> && requires(B& backend) {
+  { backend.comms() } -> std::same_as<StageComms<typename B::Comm>>;
 };
 
 namespace detail {

@@ -201,9 +201,9 @@ struct LseCombineArgs {
 /// brings its own attention. One that also has combine_exchange(check, combine, stream) does the last two as
 /// one.
 template <class B>
-concept ExchangeBackend = QueueBackend<B> && requires(B& backend, typename B::Stream stream) {
+concept ExchangeBackend = QueueBackend<B> && StageBackend<B> &&
+    requires(B& backend, typename B::Stream stream) {
   requires ExchangeComm<typename B::Comm, typename B::Stream>;
-  { backend.comms() } -> std::same_as<StageComms<typename B::Comm>>;
   backend.pack_partial(PackPartialArgs<typename B::Activation>{}, stream);
   backend.check_exchange(CheckExchangeArgs{}, stream);
   backend.lse_combine(LseCombineArgs<typename B::Activation>{}, stream);

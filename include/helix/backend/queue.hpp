@@ -7,25 +7,31 @@
 
 namespace helix {
 
-/// A device's memory and in-order queues. Work is queued on a stream and returns at once; it allocates
-/// nothing and never waits for the host (invariant 10). A failure inside queued work is sticky and rethrown
-/// by synchronize().
+/// A device's memory and in-order queues. Work is queued on a stream and returns at once; it never waits for
+/// the host, and operations allocate nothing (invariant 10), but for what a library makes at its first use.
+/// A failure inside queued work is sticky and rethrown by synchronize().
 ///
-/// Buffer owns device memory: data(), size_bytes(). Stream is a handle, whose copies name the same queue.
-/// Activation is the element type of the tensors that operations read and write.
+/// Buffer owns device memory: data(), size_bytes(); one made by default has none. Stream is a handle, whose
+/// copies name the same queue. Activation is the element type of the tensors that operations read and write.
 template <class B>
 concept QueueBackend = requires(B& backend, typename B::Stream stream, typename B::Event event,
-                                const void* source, void* target, std::size_t bytes) {
+                                const typename B::Buffer& buffer, const void* source, void* target,
+                                std::size_t bytes) {
   typename B::Activation;
-  requires std::movable<typename B::Buffer>;
+  requires std::movable<typename B::Buffer> && std::default_initializable<typename B::Buffer>;
   requires std::copyable<typename B::Stream>;
+  requires std::movable<typename B::Event>;
+  { buffer.data() } -> std::same_as<std::byte*>;
+  { buffer.size_bytes() } -> std::convertible_to<std::size_t>;
   { backend.allocate(bytes) } -> std::same_as<typename B::Buffer>;  // aligned to 256, zeroed
   { backend.create_stream() } -> std::same_as<typename B::Stream>;
   { backend.create_event() } -> std::same_as<typename B::Event>;
   backend.record(event, stream);
-  backend.wait(stream, event);                    // the stream waits, not the host
-  backend.synchronize(stream);                    // the host waits; rethrows
-  backend.upload(target, source, bytes, stream);  // host -> device; the source may be re-used on return
+  backend.wait(stream, event);  // the stream waits, not the host
+  backend.synchronize(stream);  // the host waits; rethrows
+  // Host -> device, may allocate. The source may be re-used on return; if it is pinned for a GPU, once the
+  // stream has passed the copy.
+  backend.upload(target, source, bytes, stream);
 };
 
 namespace detail {
