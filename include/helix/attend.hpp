@@ -27,8 +27,8 @@ struct AttentionBlockArgs {
   KvView kv;
   Batch batch;
   TensorView<const T, 2> in;           ///< [tokens, M], normed.
-  KvpAllToAll<B>* exchange = nullptr;  ///< Not read with KVP = 1.
-  HopB<B>* hop_b = nullptr;            ///< Not read with KVP = 1.
+  KvpAllToAll<B>* exchange = nullptr;  ///< Not read with KVP = 1, where decode_layer() still requires one.
+  HopB<B>* hop_b = nullptr;            ///< Likewise.
   int slices = 1;                      ///< Slices of the batch, resolved.
   bool follows_layer = false;          ///< As ProjectQkvArgs::follows_layer.
   AttentionBuffers<T> buffers;

@@ -24,7 +24,10 @@ namespace helix {
 /// The device state of one rank's exchanges, built once and shared by all layers, and the options of a call.
 template <LayerBackend B>
 struct DecodeLayerOptions {
+  /// One a rank, shared by all layers, built for the largest step; required with KVP = 1 too.
   KvpAllToAll<B>* exchange = nullptr;
+  /// One a rank, shared by all layers, of no more slices than `exchange` is built for; required with KVP = 1
+  /// too.
   HopB<B>* hop_b = nullptr;
   int hop_b_slices = 0;  ///< Slices of the batch whose exchanges overlap attention; 1: off; 0: chosen.
   /// decode_layer_workspace_bytes(), with LayerInput::normed if `normed` is given; aligned to 16 bytes. It,
@@ -148,9 +151,12 @@ std::size_t decode_layer_workspace_bytes(B& backend, const RankShape& shape, std
 /// views point to, and the list of experts in `weights`, stays until what is queued has ended.
 /// Source: paper sections 2.1-2.3.
 /// @throws Error(invalid_argument) if shapes contradict each other, an address is missing or a number of the
-/// config is not finite, Error(capacity) if the workspace is too
-/// small; both before the first collective. A failure after that, thrown here or sticky on the stream, aborts
-/// the stage.
+/// config is not finite, Error(capacity) if the workspace is too small; both before the first collective.
+/// What is not alike on all ranks (the weights and biases of this one, its addresses, its workspace) may be
+/// an error of one rank alone, for which the others wait in the exchange: its caller then calls abort() of
+/// both communicators, which wakes them, else they get Error(timeout). A failure after that, thrown here or
+/// sticky on the stream, aborts the stage: Error(unsupported), too, for sizes that the backend is not built
+/// for (partial_attention(), RouteArgs, ExpertFfnArgs).
 template <LayerBackend B>
 void decode_layer(B& backend, const RankShape& shape, const LayerConfig& config, const LayerWeights& weights,
                   const KvView& kv, const Batch& batch, TensorView<typename B::Activation, 2> hidden,

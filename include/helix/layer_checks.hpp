@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What decode_layer checks before the first collective, on values that all ranks share (invariant 9).
+// What decode_layer checks before the first collective: values that all ranks share (invariant 9), and this
+// rank's own weights, addresses and workspace.
 #pragma once
 
 #include <cstddef>
@@ -149,7 +150,8 @@ inline void check_layer_weights(const RankShape& shape, const LayerConfig& confi
   std::visit([&](const auto& ffn) { check_ffn(shape, config, ffn); }, weights.ffn);
 }
 
-/// All checks of a layer.
+/// All checks of a layer. Those of weights, addresses and the workspace may fail on one rank alone:
+/// decode_layer() says what its caller then does.
 template <LayerBackend B, class Options>
 void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, const LayerWeights& weights,
                  const KvView& kv, const Batch& batch, TensorView<typename B::Activation, 2> hidden,
