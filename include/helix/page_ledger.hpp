@@ -71,28 +71,32 @@ class PageLedger {
   std::int64_t max_pages() const { return max_pages_; }
 
   /// A new empty sequence with pages reserved for its first `reserved_tokens`.
-  /// @throws Error(capacity) without a free slot or enough pages on every rank.
+  /// @throws Error(capacity) without a free slot or enough pages on every rank, or if reserved_tokens exceeds
+  /// max_tokens; Error(invalid_argument) if it is below 0.
   SequenceId add(std::int64_t reserved_tokens = 0);
 
   /// Reserves the pages that growing to `total_tokens` takes; never less than reserved before.
-  /// @throws Error(capacity) if a rank has too few free pages, or total_tokens exceeds max_tokens.
+  /// @throws Error(capacity) if a rank has too few free pages, or total_tokens exceeds max_tokens;
+  /// Error(invalid_argument) if it is below 0.
   void reserve(SequenceId id, std::int64_t total_tokens);
 
   /// Gives back what is reserved beyond the pages of the tokens that there are.
   void unreserve(SequenceId id);
 
   /// Grows each sequence by its count: all of them or, if a rank has too few pages, none.
-  /// @throws Error(capacity) as reserve(); Error(invalid_argument) if an id appears twice.
+  /// @throws Error(capacity) as reserve(); Error(invalid_argument) if an id appears twice, or unless there is
+  /// a count for each, in [0, kMaxTokens].
   const Changes& append(std::span<const SequenceId> ids, std::span<const std::int64_t> counts);
 
   /// Forgets the tokens from `new_length` on. Pages without tokens go back, or into the reservation if there
   /// is one. Truncating into a prefix shared with another sequence ends a reservation that free pages cannot
-  /// refill.
+  /// refill. @throws Error(invalid_argument) unless new_length is in [0, length(id)].
   void truncate(SequenceId id, std::int64_t new_length);
 
   /// A new sequence of the first `prefix_tokens` of `parent`. It shares the pages of the largest multiple of
   /// shared_unit() tokens and takes copies of the rest.
-  /// @throws Error(capacity) as add().
+  /// @throws Error(capacity) as add(); Error(invalid_argument) unless prefix_tokens is in [0,
+  /// length(parent)].
   SequenceId fork(SequenceId parent, std::int64_t prefix_tokens);
   /// What the last fork() asks of this rank's device.
   const Changes& changes() const { return changes_; }
@@ -101,17 +105,20 @@ class PageLedger {
   void release(SequenceId id);
 
   /// @throws Error(invalid_argument) unless `id` names a live sequence of this cache; so do all functions
-  /// above.
+  /// that take an id.
   std::int32_t slot(SequenceId id) const { return static_cast<std::int32_t>(index_of(id)); }
   /// Tokens of the sequence, over all ranks.
   std::int64_t length(SequenceId id) const { return sequences_[index_of(id)].length; }
   /// Tokens up to which its pages are reserved.
   std::int64_t reserved_tokens(SequenceId id) const { return sequences_[index_of(id)].reserved_tokens; }
   /// Pages of the sequence on `kvp_rank`, in the order of local positions.
+  /// @throws Error(invalid_argument) if there is no such rank, too.
   std::span<const std::int32_t> pages(SequenceId id, std::int64_t kvp_rank) const;
-  /// As above, of this rank and by the slot of a live sequence.
+  /// As above, of this rank and by the slot of a live sequence. @throws Error(invalid_argument) for any other
+  /// slot.
   std::span<const std::int32_t> pages(std::int32_t slot) const;
   /// Whether any of the tokens, which the sequence has, lies on any rank in a page that another holds too.
+  /// @throws Error(invalid_argument) unless the sequence has them.
   bool is_shared(SequenceId id, TokenRange tokens) const;
 
   std::int64_t num_sequences() const;

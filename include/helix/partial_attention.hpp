@@ -53,12 +53,15 @@ void check_partial_attention(const PartialAttentionArgs<T>& args) {
 
 /// out = softmax(scale * q k^T) v and lse over the local shard, per query head and token; see
 /// PartialAttentionArgs. Local to the rank (not collective). Queued on `stream`; allocates nothing;
-/// capturable. Query heads of KV head h are [h * G, (h + 1) * G), G = (Hq/TPA) / (Hkv/TPA). Source: paper
+/// capturable. Calls of one cuda::Operators share counters on the device: order those of several streams by
+/// events. Query heads of KV head h are [h * G, (h + 1) * G), G = (Hq/TPA) / (Hkv/TPA). Source: paper
 /// section 2.1.1.
 /// @throws Error(invalid_argument) if shapes contradict each other, an address or a field of the batch or the
 /// KV view is missing, or scale or soft_cap is not finite;
 /// Error(capacity) if the workspace is smaller than backend.partial_attention_workspace_bytes(batch tokens,
-/// Hq/TPA, D, Dv). Pages that the pool does not have fail the stream of cpu::Backend; GPUs do not look.
+/// Hq/TPA, D, Dv); Error(unsupported) for what the backend's kernels are not built for: on GPUs head sizes
+/// above 1024, more than 65536 KV heads, and sequences that may have nearly 2^31 tokens on a rank. Pages that
+/// the pool does not have fail the stream of cpu::Backend; GPUs do not look.
 template <AttentionBackend B>
 void partial_attention(B& backend, const PartialAttentionArgs<typename B::Activation>& args,
                        typename B::Stream stream) {

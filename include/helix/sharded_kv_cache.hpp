@@ -147,7 +147,7 @@ class ShardedKVCache {
   }
 
   /// Forgets the tokens from `new_length` on, such as rejected drafts. Queues nothing: a page shared with
-  /// another sequence is copied when a token is next appended to it.
+  /// another sequence is copied when a token is next appended to it. @throws as PageLedger::truncate().
   void truncate(SequenceId id, std::int64_t new_length) {
     ledger_.truncate(id, new_length);
     page_table_.forget(id.slot, static_cast<std::int64_t>(ledger_.pages(id.slot).size()));
@@ -155,7 +155,7 @@ class ShardedKVCache {
 
   /// A new sequence of the first `prefix_tokens` of `parent`, which must have been written in all layers.
   /// Shares whole pages up to a multiple of ledger().shared_unit() tokens and queues copies of the rest.
-  /// @throws as add().
+  /// @throws as PageLedger::fork().
   SequenceId fork(SequenceId parent, std::int64_t prefix_tokens, Stream stream) {
     const SequenceId child = ledger_.fork(parent, prefix_tokens);
     apply(ledger_.changes(), stream);

@@ -170,7 +170,8 @@ struct RouterLogitsArgs {
 
 /// Chooses top_k different experts a token, those of the largest score + bias, the smaller id on ties. Only
 /// the choice sees `bias`; the weights are the unbiased scores. In the choice NaN counts as -inf, of an
-/// expert and of a group alike: it comes last, and a weight that is NaN shows where one was chosen.
+/// expert and of a group alike: it comes last, and a weight that is NaN shows where one was chosen. A backend
+/// throws Error(unsupported) for more experts than it is built for: 4096 of those of this library.
 struct RouteArgs {
   TensorView<const float, 2> logits;  ///< [tokens, E].
   const float* bias = nullptr;        ///< [E] or nullptr.
@@ -189,7 +190,8 @@ struct ExpertWeights {
   WeightView down;     ///< [M, F/TPF].
 };
 
-/// out[t] += sum over this rank's chosen experts e of weight * down_e(swiglu(gate_up_e(in[t]))).
+/// out[t] += sum over this rank's chosen experts e of weight * down_e(swiglu(gate_up_e(in[t]))). A backend
+/// throws Error(unsupported) for sizes that it is not built for, such as more local experts than RouteArgs'.
 template <class T>
 struct ExpertFfnArgs {
   TensorView<const T, 2> in;                  ///< [tokens, M].
