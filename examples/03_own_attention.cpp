@@ -112,7 +112,8 @@ class EngineBackend {
     std::memcpy(&own, args.sent, sizeof own);
     for (std::int64_t peer = 0; peer < args.peers; ++peer) {
       std::memcpy(&got, args.messages + peer * args.message_bytes, sizeof got);
-      HELIX_EXPECTS(got.epoch == own.epoch && got.sender == static_cast<std::uint32_t>(peer),
+      HELIX_EXPECTS(got.epoch == own.epoch && got.tokens == static_cast<std::uint32_t>(args.tokens) &&
+                        got.sender == static_cast<std::uint32_t>(peer),
                     helix::ErrorCode::out_of_step, "rank ", peer, " is in another step");
     }
   }
@@ -120,17 +121,23 @@ class EngineBackend {
   void lse_combine(const helix::LseCombineArgs<float>& args, Stream) {
     for (std::int64_t t = 0; t < args.out.extent(0); ++t) {
       for (std::int64_t h = 0; h < args.out.extent(1); ++h) {
-        double total = 0.0;
+        const auto lse_of = [&](std::int64_t r) {
+          return double{helix::to_natural(args.partial_lse(r, t, h), args.convention)};
+        };
+        double max = args.sink != nullptr ? args.sink[h] : -HUGE_VAL;
+        for (std::int64_t r = 0; r < args.partial_lse.extent(0); ++r) max = std::max(max, lse_of(r));
+        double total = args.sink != nullptr ? std::exp(args.sink[h] - max) : 0.0;
         for (std::int64_t d = 0; d < args.out.extent(2); ++d) args.out(t, h, d) = 0.0f;
         for (std::int64_t r = 0; r < args.partial_lse.extent(0); ++r) {
-          const double weight = std::exp(double{args.partial_lse(r, t, h)});
-          if (weight == 0.0) continue;  // a shard without a visible token: its out may be anything
+          if (lse_of(r) == -HUGE_VAL) continue;  // a shard without a visible token: its out may be anything
+          const double weight = std::exp(lse_of(r) - max);
           total += weight;
           for (std::int64_t d = 0; d < args.out.extent(2); ++d)
             args.out(t, h, d) += static_cast<float>(weight * args.partial_out(r, t, h, d));
         }
         for (std::int64_t d = 0; d < args.out.extent(2) && total > 0.0; ++d)
           args.out(t, h, d) = static_cast<float>(args.out(t, h, d) / total);
+        if (args.lse.data() != nullptr) args.lse(t, h) = static_cast<float>(max + std::log(total));
       }
     }
   }
