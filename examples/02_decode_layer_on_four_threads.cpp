@@ -73,8 +73,7 @@ Matrix run_rank(const Model& model, const helix::Topology& topo, helix::cpu::Loc
                                   .rope = {.inverse_frequency = model.frequency.data(), .rotary_dim = 32}};
 
   // Everything is allocated once, before the first step.
-  helix::ShardedKVCache<Backend> cache(backend, topo,
-                                       {.format = helix::DType::f32, .layers = 1, .pages = 16});
+  helix::ShardedKVCache<Backend> cache(backend, topo, {.dtype = helix::DType::f32, .layers = 1, .pages = 16});
   const helix::RankShape shape = topo.rank_shape(rank);
   helix::HopB<Backend> hop_b(backend, /*max_slices=*/4);
   helix::KvpAllToAll<Backend> exchange(backend, {.max_tokens = kPrompt,

@@ -17,7 +17,7 @@ using namespace helix::test::cache;
 
 TEST_CASE("writing into a page that another sequence shares is refused") {
   Stage stage({.kvp = 2, .kv_heads = 1},
-              {.format = DType::f32, .layers = 1, .page_tokens = 4, .pages = 10, .chunk = 4});
+              {.dtype = DType::f32, .layers = 1, .page_tokens = 4, .pages = 10, .chunk = 4});
   Cache& cache = stage.cache(1);
   Stream& stream = stage.stream(1);
   const SequenceId parent = cache.add();
@@ -41,7 +41,7 @@ TEST_CASE("tokens that are appended before there is room for them are refused, a
   const DType format = GENERATE(DType::f32, DType::fp8_ds_mla);
   const bool is_mla = format == DType::fp8_ds_mla;
   Stage stage({.is_mla = is_mla, .head_dim = is_mla ? 10 : 8},
-              {.format = format, .layers = 2, .page_tokens = 4, .pages = 2, .max_sequences = 2});
+              {.dtype = format, .layers = 2, .page_tokens = 4, .pages = 2, .max_sequences = 2});
   Cache& cache = stage.cache(0);
   const SequenceId full = cache.add();
   const SequenceId empty = cache.add();
@@ -79,7 +79,7 @@ TEST_CASE("tokens of a sequence that has lost its pages are refused, and harm no
   const bool releases = GENERATE(false, true);
   CAPTURE(releases);
   Stage stage({.head_dim = 8},
-              {.format = DType::f32, .layers = 1, .page_tokens = 4, .pages = 2, .max_sequences = 3});
+              {.dtype = DType::f32, .layers = 1, .page_tokens = 4, .pages = 2, .max_sequences = 3});
   Cache& cache = stage.cache(0);
   const SequenceId first = cache.add();
   const SequenceId second = cache.add();
@@ -119,7 +119,7 @@ TEST_CASE("tokens of a sequence that has lost its pages are refused, and harm no
 }
 
 TEST_CASE("ids that are stale, foreign or made up are refused everywhere") {
-  const KvCacheSpec spec{.format = DType::f32, .layers = 1, .pages = 4, .max_sequences = 2};
+  const KvCacheSpec spec{.dtype = DType::f32, .layers = 1, .pages = 4, .max_sequences = 2};
   Stage stage({.kv_heads = 1}, spec);
   Cache& cache = stage.cache(0);
   Stream& stream = stage.stream(0);
@@ -171,7 +171,7 @@ TEST_CASE("ids that are stale, foreign or made up are refused everywhere") {
 
 /// A cache of two sequences, of 6 tokens and of none.
 struct TwoSequences {
-  Stage stage{{.kv_heads = 2}, {.format = DType::f32, .layers = 2, .page_tokens = 4, .pages = 4}};
+  Stage stage{{.kv_heads = 2}, {.dtype = DType::f32, .layers = 2, .page_tokens = 4, .pages = 4}};
   Cache& cache = stage.cache(0);
   Stream& stream = stage.stream(0);
   SequenceId a = cache.add();
@@ -279,7 +279,7 @@ TEST_CASE_METHOD(TwoSequences, "reads and questions whose arguments contradict e
 
 TEST_CASE("bad cache sizes fail at construction") {
   KvCacheSpec good;
-  good.format = DType::fp8_e4m3;
+  good.dtype = DType::fp8_e4m3;
   good.layers = 2;
   good.pages = 4;
   const auto check = [&](std::initializer_list<helix::test::Mistake<KvCacheSpec>> mistakes,
@@ -299,23 +299,23 @@ TEST_CASE("bad cache sizes fail at construction") {
           {"max_sequences is -1", [](KvCacheSpec& s) { s.max_sequences = -1; }},
           {"max_tokens is -1", [](KvCacheSpec& s) { s.max_tokens = -1; }},
           {"pages is 9223372036854775807", [](KvCacheSpec& s) { s.pages = kHuge; }},
-          {"format is no DType", [](KvCacheSpec& s) { s.format = static_cast<DType>(99); }},
+          {"dtype is no DType", [](KvCacheSpec& s) { s.dtype = static_cast<DType>(99); }},
           {"2 k_scales; give 1, one for each of the 3 KV heads, or 2 * 3",
            [](KvCacheSpec& s) { s.k_scales.assign(2, 1.0f); }},
           {"v_scales hold 0", [](KvCacheSpec& s) { s.v_scales.assign(1, 0.0f); }},
           {"only fp8_e4m3 is scaled",
            [](KvCacheSpec& s) {
              s.k_scales.assign(1, 1.0f);
-             s.format = DType::bf16;
+             s.dtype = DType::bf16;
            }},
       },
       {.kv_heads = 3});
   check({{"give k_scales only", [](KvCacheSpec& s) { s.v_scales.assign(1, 1.0f); }},
-         {"format is fp8_ds_mla, but the model has latents of 7 of 9 columns",
-          [](KvCacheSpec& s) { s.format = DType::fp8_ds_mla; }}},
+         {"dtype is fp8_ds_mla, but the model has latents of 7 of 9 columns",
+          [](KvCacheSpec& s) { s.dtype = DType::fp8_ds_mla; }}},
         {.is_mla = true, .head_dim = 9, .value_dim = 7});
-  check({{"format is fp8_ds_mla, but the model has no latents",
-          [](KvCacheSpec& s) { s.format = DType::fp8_ds_mla; }}},
+  check({{"dtype is fp8_ds_mla, but the model has no latents",
+          [](KvCacheSpec& s) { s.dtype = DType::fp8_ds_mla; }}},
         {.kv_heads = 1});
   CHECK(contains(failure_of([&] { Stage({.kv_heads = 1, .head_dim = 8, .value_dim = 9}, good); })->what,
                  "value_dim 9 exceeds head_dim 8"));

@@ -153,7 +153,7 @@ TEST_CASE("ledgers of all ranks agree under random operations, and no page has t
 TEST_CASE("exhaustion on one rank throws on all of them, with the numbers, and changes nothing") {
   // Chunk 4, KVP 2, pages of 4: 12 tokens take two pages on rank 0 and one on rank 1.
   KvCacheSpec spec;
-  spec.format = DType::f32;
+  spec.dtype = DType::f32;
   spec.layers = 1;
   spec.page_tokens = 4;
   spec.chunk = 4;

@@ -31,7 +31,7 @@ struct Config {
 
 KvCacheSpec spec_of(const Config& config) {
   KvCacheSpec spec;
-  spec.format = config.format;
+  spec.dtype = config.format;
   spec.layers = 2;
   spec.page_tokens = config.page_tokens;
   spec.chunk = config.chunk;
@@ -225,7 +225,7 @@ TEST_CASE(
     for (const std::int64_t cut : {0, 1, 3, 4, 7, 8, 11, 13, 31, 32, 33, 40}) {
       CAPTURE(is_parent_cut, cut);
       KvCacheSpec spec;
-      spec.format = DType::f32;
+      spec.dtype = DType::f32;
       spec.layers = 2;
       spec.page_tokens = 4;
       spec.chunk = 2;
@@ -284,7 +284,7 @@ TEST_CASE("all ranks together hold one copy of the cache, within a page a sequen
         Grid{{.kvp = 8, .tpa = 1, .is_mla = true, .head_dim = 9, .value_dim = 7}, 16}}) {
     CAPTURE(grid.stage.kvp, grid.stage.tpa, grid.chunk);
     KvCacheSpec spec;
-    spec.format = DType::bf16;
+    spec.dtype = DType::bf16;
     spec.layers = 3;
     spec.page_tokens = 16;
     spec.chunk = grid.chunk;
@@ -324,7 +324,7 @@ TEST_CASE("all ranks together hold one copy of the cache, within a page a sequen
 
 TEST_CASE("addresses of a layer never change, and layers do not overlap") {
   KvCacheSpec spec;
-  spec.format = DType::fp8_e4m3;
+  spec.dtype = DType::fp8_e4m3;
   spec.layers = 3;
   spec.page_tokens = 3;
   spec.pages = 5;
@@ -424,7 +424,7 @@ TEST_CASE("growing takes one copy of the page table however many sequences grow,
 
 TEST_CASE("partial reads return the asked rows through any strides") {
   KvCacheSpec spec;
-  spec.format = DType::f32;
+  spec.dtype = DType::f32;
   spec.layers = 1;
   spec.page_tokens = 3;
   spec.chunk = 2;
@@ -469,7 +469,7 @@ TEST_CASE("tokens appended in decode steps and tokens written at once give the s
       if (format == DType::fp8_ds_mla && !is_mla) continue;
       CAPTURE(std::string(helix::to_string(format)), is_mla);
       KvCacheSpec spec;
-      spec.format = format;
+      spec.dtype = format;
       spec.layers = 2;
       spec.page_tokens = 4;
       spec.chunk = 3;

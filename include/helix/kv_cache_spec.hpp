@@ -17,7 +17,7 @@ namespace helix {
 
 /// Sizes of a cache, fixed for its life; equal on all KVP ranks of a stage.
 struct KvCacheSpec {
-  DType format = DType::bf16;
+  DType dtype = DType::bf16;      ///< Element type of keys, values and latents as stored.
   std::int64_t layers = 0;        ///< Layers of this stage.
   std::int64_t page_tokens = 64;  ///< Local tokens a page
   std::int64_t pages = 0;   ///< Pages of each rank, each holding every layer; see PageLedger::pages_needed
@@ -36,8 +36,8 @@ namespace detail {
 inline void check_scales(std::string_view name, const std::vector<float>& scales, const KvCacheSpec& spec,
                          const ModelShape& shape) {
   if (scales.empty()) return;
-  HELIX_EXPECTS(spec.format == DType::fp8_e4m3, ErrorCode::invalid_argument, "the KV cache has ", name,
-                " but its format is ", to_string(spec.format), "; only fp8_e4m3 is scaled");
+  HELIX_EXPECTS(spec.dtype == DType::fp8_e4m3, ErrorCode::invalid_argument, "the KV cache has ", name,
+                " but its dtype is ", to_string(spec.dtype), "; only fp8_e4m3 is scaled");
   const auto count = static_cast<std::int64_t>(scales.size());
   HELIX_EXPECTS(count == 1 || count == shape.num_kv_heads || count == spec.layers * shape.num_kv_heads,
                 ErrorCode::invalid_argument, "the KV cache has ", count, " ", name,
@@ -55,14 +55,13 @@ inline const KvCacheSpec& checked(const KvCacheSpec& spec, const Topology& topol
   HELIX_EXPECTS(spec.layers >= 1 && spec.layers <= std::numeric_limits<int>::max(),
                 ErrorCode::invalid_argument, "the KV cache's layers is ", spec.layers,
                 "; give the number of layers of this stage");
-  HELIX_EXPECTS(size_bytes(spec.format) != 0, ErrorCode::invalid_argument,
-                "the KV cache's format is no DType");
+  HELIX_EXPECTS(size_bytes(spec.dtype) != 0, ErrorCode::invalid_argument, "the KV cache's dtype is no DType");
   HELIX_EXPECTS(shape.value_dim <= shape.head_dim, ErrorCode::invalid_argument, "value_dim ", shape.value_dim,
                 " exceeds head_dim ", shape.head_dim, "; rows of K and V lie head_dim apart");
-  HELIX_EXPECTS(spec.format != DType::fp8_ds_mla ||
+  HELIX_EXPECTS(spec.dtype != DType::fp8_ds_mla ||
                     (shape.is_mla() && shape.value_dim % 4 == 0 && shape.head_dim >= shape.value_dim + 2 &&
                      (shape.head_dim - shape.value_dim) % 2 == 0),
-                ErrorCode::invalid_argument, "the KV cache's format is fp8_ds_mla, but the model has ",
+                ErrorCode::invalid_argument, "the KV cache's dtype is fp8_ds_mla, but the model has ",
                 shape.is_mla() ? "latents" : "no latents", " of ", shape.value_dim, " of ", shape.head_dim,
                 " columns; it takes MLA's, of a multiple of 4 and an even number of rope columns");
   check_scales("k_scales", spec.k_scales, spec, shape);

@@ -56,8 +56,8 @@ class ShardedKVCache {
     const ModelShape& shape = topology.shape();
     const Range heads = topology.kv_heads(stage_rank_);
     const KvFormat format =
-        shape.is_mla() ? KvFormat::latent(spec.format, shape.head_dim, shape.value_dim, spec.page_tokens)
-                       : KvFormat::head_major(spec.format, heads.size(), shape.head_dim, shape.value_dim,
+        shape.is_mla() ? KvFormat::latent(spec.dtype, shape.head_dim, shape.value_dim, spec.page_tokens)
+                       : KvFormat::head_major(spec.dtype, heads.size(), shape.head_dim, shape.value_dim,
                                               spec.page_tokens);
     view_.format = format;
     view_.num_pages = spec.pages;
@@ -67,7 +67,7 @@ class ShardedKVCache {
     view_.kvp_rank = ledger_.kvp_rank();
 
     page_bytes_ =
-        detail::bytes_of(spec, static_cast<std::size_t>(format.page_elements()), size_bytes(spec.format));
+        detail::bytes_of(spec, static_cast<std::size_t>(format.page_elements()), size_bytes(spec.dtype));
     layer_bytes_ = detail::bytes_of(spec, static_cast<std::size_t>(spec.pages) + 1, page_bytes_);
     layer_bytes_ = round_up(layer_bytes_, kAlignment);
     pages_ = backend.allocate(detail::bytes_of(spec, static_cast<std::size_t>(spec.layers), layer_bytes_));

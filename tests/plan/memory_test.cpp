@@ -47,7 +47,7 @@ TEST_CASE("planned KV bytes are those that ShardedKVCache allocates, on every ra
         widths.allow_uneven_ffn = true;
         const Topology topology(widths, model.shape);
         helix::KvCacheSpec spec;
-        spec.format = dtype;
+        spec.dtype = dtype;
         spec.layers = 3;
         spec.page_tokens = 24;
         spec.chunk = 10;

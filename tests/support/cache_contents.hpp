@@ -136,12 +136,12 @@ inline void check_contents(Stage& stage, SequenceId id, const std::vector<std::i
             const float value = element(tokens[position], layer, h, false, d);
             const float stored = view.format.is_mixed()
                                      ? through_mixed_row(tokens[position], layer, view.format.value_dim, d)
-                                     : through_format(spec.format, value, k_scale);
+                                     : through_format(spec.dtype, value, k_scale);
             mistakes += k_out(i, h - heads.begin, d) != stored;
           }
           for (std::int64_t d = 0; d < v_dim; ++d) {
             const float value = element(tokens[position], layer, h, true, d);
-            mistakes += v_out(i, h - heads.begin, d) != through_format(spec.format, value, v_scale);
+            mistakes += v_out(i, h - heads.begin, d) != through_format(spec.dtype, value, v_scale);
           }
         }
       }

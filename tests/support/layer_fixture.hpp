@@ -155,7 +155,7 @@ class LayerRank {
   static KvCacheSpec cache_spec(const Topology& topo, const Script& script, const LayerRunOptions& options) {
     const std::vector<std::int64_t> lengths = script.lengths();
     KvCacheSpec spec;
-    spec.format = options.kv_dtype;
+    spec.dtype = options.kv_dtype;
     spec.layers = 1;
     spec.page_tokens = options.page_tokens;
     spec.chunk = options.chunk;

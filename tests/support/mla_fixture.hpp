@@ -120,7 +120,7 @@ class MlaRank {
 
   static KvCacheSpec cache_spec(const World& world, const MlaSharding& sharding) {
     KvCacheSpec spec;
-    spec.format = world.spec().kv_dtype;
+    spec.dtype = world.spec().kv_dtype;
     spec.layers = 1;
     spec.page_tokens = sharding.page_tokens;
     spec.chunk = sharding.chunk;

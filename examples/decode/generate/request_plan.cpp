@@ -115,7 +115,7 @@ void check_request(const GenerationRequest& request, const ModelConfig& model, c
 KvCacheSpec plan_cache(const GenerationRequest& request, const Topology& topo, int stage, int replica) {
   const Range mine = replica_sequences(topo, request, replica);
   KvCacheSpec spec;
-  spec.format = request.kv_dtype;
+  spec.dtype = request.kv_dtype;
   spec.layers = topo.layers(stage).size();
   spec.page_tokens = request.page_tokens;
   spec.chunk = request.chunk;
