@@ -261,7 +261,8 @@ TEST_CASE("runs follow each other: a step's exchanges end before the next step's
 }
 
 TEST_CASE(
-    "a failure of an exchange reaches the stream; a callback that throws leaves nothing running behind it") {
+    "a failure of an exchange reaches the stream, and a callback that throws leaves nothing running behind "
+    "it") {
   CpuBackend backend;
   {
     auto stream = backend.create_stream();

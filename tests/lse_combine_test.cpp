@@ -116,7 +116,7 @@ TEST_CASE("the same numbers in base 2 weigh 1/3 and 2/3 and combine to 2.58496, 
   CHECK(converted.lse[0] / std::log(2.0) == Approx(2.58496).epsilon(1e-5));
 }
 
-TEST_CASE("exponentials 2 and 8 weigh 0 and 10 to 8; read as base 2 they give 7.2330317") {
+TEST_CASE("exponentials 2 and 8 weigh 0 and 10 to 8, and read as base 2 they give 7.2330317") {
   const std::vector<float> lse{std::log(2.0f), std::log(8.0f)};
   CHECK(combine({2, 1, 1, 1, {0, 10}, lse}).out[0] == Approx(8.0));
   // Wrong: they are natural.

@@ -115,7 +115,7 @@ TEST_CASE("one partial combines to itself, bit for bit, whatever its log-sum-exp
   }
 }
 
-TEST_CASE("a sink alone gives zero and its own log-sum-exp; a sink of -inf changes nothing") {
+TEST_CASE("a sink alone gives zero and its own log-sum-exp, and a sink of -inf changes nothing") {
   const float sink = 2.5f;
   const Combined alone = combine({-kInf, -kInf}, &sink);
   CHECK(alone.out[0] == 0.0f);

@@ -110,7 +110,7 @@ TEST_CASE("every member of a request is compared, by the name of its option", "[
   }
 }
 
-TEST_CASE("widths, device and activation are compared; threads, GPU, progress and reports are not",
+TEST_CASE("widths, device and activation are compared, and threads, GPU, progress and reports are not",
           "[quick]") {
   const auto changed = [](auto value, auto change) {
     const auto before = fields_of(value);

@@ -43,7 +43,7 @@ Headline headline(const std::string& model_name, const Hardware& hardware,
   return result;
 }
 
-TEST_CASE("the fastest baseline is one request on 64 GPUs; there Helix serves 4 and 32") {
+TEST_CASE("the fastest baseline is one request on 64 GPUs, and there Helix serves 4 and 32") {
   for (const char* hardware : {"roofline-8000", "gb200", "gb200-fitted"}) {
     INFO(hardware);
     const Headline llama = headline("llama-3.1-405b", hardware_preset(hardware));

@@ -101,7 +101,7 @@ TEST_CASE("weight reads of MLA and MoE layers by hand") {
         static_cast<double>(attention + 7168 * 256 + 257LL * 3 * 7168 * 2048 / 64));
 }
 
-TEST_CASE("figure 3: 25.6 units without HOP-B; with it 17.2, where the paper prints 17") {
+TEST_CASE("figure 3: 25.6 units without HOP-B, and with it 17.2, where the paper prints 17") {
   CHECK(helix::hop_b_time(1, 16, 9.6) == 25.6);
   CHECK(helix::hop_b_time(8, 16, 9.6) == Approx(17.2).epsilon(1e-14));
 }

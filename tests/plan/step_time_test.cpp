@@ -158,7 +158,7 @@ TEST_CASE("without activations a Helix layer reads the weights of the roofline, 
   }
 }
 
-TEST_CASE("past the KV heads tensor parallelism reads no less KV; Helix does") {
+TEST_CASE("past the KV heads tensor parallelism reads no less KV, and Helix does") {
   const StepModel step(model_preset("llama-3.1-405b"), kFp4, hardware_preset("roofline-8000"));
   const Workload workload{.context = tokens(1e6)};
   const auto attention_us = [&](const Layout& layout) {
