@@ -95,15 +95,19 @@ class Chat:
             ):
                 if self._first_token_after is None:
                     self._first_token_after = time.monotonic() - self._start
-                part = stream.add(token)
-                said += part
-                sys.stdout.write(part)
-                sys.stdout.flush()
+                said += self._print(stream.add(token))
+            said += self._print(stream.finish())
         finally:
             signal.signal(signal.SIGINT, previous)
         if not said.endswith("\n"):
             sys.stdout.write("\n")
         return said
+
+    @staticmethod
+    def _print(part: str) -> str:
+        sys.stdout.write(part)
+        sys.stdout.flush()
+        return part
 
     def _print_stats(self, answer: Answer) -> None:
         usage, timing = answer.usage, answer.timing

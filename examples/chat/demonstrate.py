@@ -44,7 +44,7 @@ def run(decoder_path: str, checkpoint: pathlib.Path, widths: tuple[str, ...], st
             answer = Answer()
             tokens.append(list(decoder.complete(model.encode(prompt), answer, max_tokens=MAX_TOKENS)))
             stream = model.stream(keep_special=False)
-            text = "".join(stream.add(token) for token in tokens[-1])
+            text = "".join(stream.add(token) for token in tokens[-1]) + stream.finish()
             print(f"{style.prompt}{prompt}{style.end}{text}")
             ttl.append(answer.timing["ttl_ms"])
         memory = decoder.abilities["memory"]

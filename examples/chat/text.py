@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to token ids and back, as a checkpoint's own files say."""
+import datetime
 import json
 import pathlib
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+
+if TYPE_CHECKING:
+    import jinja2
 
 
 class TextError(Exception):
@@ -22,6 +26,9 @@ class TextModel:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises no narrower one
             raise TextError(f"{file}: {error}") from None
+        # Of the training, as a file may have kept them; a prompt is whole.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self._config = _read_json(checkpoint / "tokenizer_config.json")
         self._template = self._find_template(checkpoint)
 
@@ -30,25 +37,31 @@ class TextModel:
         return self._template is not None
 
     def encode(self, text: str) -> list[int]:
-        """A prompt as it is, with the special tokens that the tokenizer puts before one."""
-        return self._ids(text, add_special_tokens=True)
+        """A prompt as it is, with the special tokens that go before one: those of tokenizer.json, and the first one as
+        add_bos_token of tokenizer_config.json says."""
+        ids = self._ids(text, add_special_tokens=True)
+        adds_bos = self._config.get("add_bos_token")
+        if adds_bos is None:
+            return ids
+        if not isinstance(adds_bos, bool):
+            raise TextError(f"tokenizer_config.json: add_bos_token is {adds_bos!r}, not true or false")
+        token = self._special("bos_token")
+        bos = self._tokenizer.token_to_id(token) if token else None
+        if adds_bos:
+            if bos is None:
+                raise TextError(f"tokenizer_config.json: add_bos_token is true, but bos_token {token!r} is no token")
+            return ids if ids[:1] == [bos] else [bos, *ids]
+        # One that the text itself begins with stays.
+        is_added = bos is not None and ids[:1] == [bos] and ids[1:] == self._ids(text, add_special_tokens=False)
+        return ids[1:] if is_added else ids
 
     def encode_chat(self, messages: list[dict]) -> list[int]:
         """A conversation, ready for the assistant's next message."""
-        import jinja2  # a prompt as it is does without
-        import jinja2.ext
-        import jinja2.sandbox
-
-        def refuse(message: str) -> None:
-            raise TextError(f"the checkpoint's chat template says: {message}")
-
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
-        environment.globals["raise_exception"] = refuse
         try:
-            text = environment.from_string(self._template).render(
+            text = _template_environment().from_string(self._template).render(
                 messages=messages,
+                tools=None,
+                documents=None,
                 add_generation_prompt=True,
                 bos_token=self._special("bos_token"),
                 eos_token=self._special("eos_token"),
@@ -95,10 +108,63 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, keep_special: bool) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=not keep_special)
+        self._skip_special = not keep_special
+        self._ids: list[int] = []  # of the part told last, beside which the next ones are decoded, and what came since
+        self._num_told = 0
 
     def add(self, token: int) -> str:
-        return self._stream.step(self._tokenizer, token) or ""
+        self._ids.append(token)
+        text = self._untold()
+        if not text or text.endswith("\ufffd"):  # perhaps the beginning of a character
+            return ""
+        del self._ids[: self._num_told]
+        self._num_told = len(self._ids)
+        return text
+
+    def finish(self) -> str:
+        """What is held at the end: U+FFFD for bytes that are no character."""
+        text = self._untold()
+        self._ids, self._num_told = [], 0
+        return text
+
+    def _untold(self) -> str:
+        told = self._decode(self._ids[: self._num_told])
+        text = self._decode(self._ids)
+        # An invalid byte makes the byte tokens before it invalid too.
+        return text[len(told) :] if text.startswith(told) else self._decode(self._ids[self._num_told :])
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+
+
+def _template_environment() -> "jinja2.Environment":
+    """What chat templates are written for: Jinja with the names, the filter and the tag that transformers adds."""
+    import jinja2  # a prompt as it is does without
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %} marks what an assistant says, for training."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: "jinja2.parser.Parser") -> "jinja2.nodes.Node":
+            line = next(parser.stream).lineno
+            return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def refuse(message: str) -> None:
+        raise TextError(f"the checkpoint's chat template says: {message}")
+
+    def to_json(value: object, ensure_ascii: bool = False, **options: object) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own escapes HTML
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
 
 
 def _read_text(file: pathlib.Path) -> str:

@@ -16,12 +16,25 @@ import unittest
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "examples" / "chat"))
 
-from text import TextError, TextModel  # noqa: E402
+from text import TextError, TextModel, TextStream  # noqa: E402
+from tokenizers import Tokenizer, decoders, models  # noqa: E402
 
 DECODER, DATA = sys.argv[1], pathlib.Path(sys.argv[2])
 CHAT = [sys.executable, str(ROOT / "examples" / "chat" / "chat.py"), "--decoder", DECODER]
 EXACT = ["--activation", "f32", "--kv-dtype", "f32", "--threads", "1"]
 MODELS = ("llama-wordnet", "deepseek-wordnet")
+BOS = "<|begin_of_text|>"  # of llama-wordnet
+
+
+def tokenizer_of(**changes: object) -> dict:
+    """tokenizer.json of llama-wordnet with other entries."""
+    return {**json.loads((DATA / "llama-wordnet" / "tokenizer.json").read_text()), **changes}
+
+
+def write_model(folder: str, tokenizer: dict, **config: object) -> TextModel:
+    (pathlib.Path(folder) / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (pathlib.Path(folder) / "tokenizer_config.json").write_text(json.dumps(config))
+    return TextModel(pathlib.Path(folder))
 
 
 def run(*arguments: str, text: str = "") -> subprocess.CompletedProcess:
@@ -92,6 +105,78 @@ class TextModels(unittest.TestCase):
             (copy / "chat_template.jinja").write_bytes(b"\xff")
             with self.assertRaisesRegex(TextError, "chat_template.jinja: .*utf-8"):
                 TextModel(copy)
+
+    def test_the_first_token_is_there_once_or_not_at_all_as_add_bos_token_says(self) -> None:
+        plain = TextModel(DATA / "llama-wordnet").encode("a b")[1:]
+        bos = Tokenizer.from_file(str(DATA / "llama-wordnet" / "tokenizer.json")).token_to_id(BOS)
+        without = tokenizer_of(post_processor=None)
+        with tempfile.TemporaryDirectory() as folder:
+            for tokenizer, config, ids in (
+                (without, {}, plain),
+                (without, {"add_bos_token": True, "bos_token": BOS}, [bos, *plain]),
+                (without, {"add_bos_token": True, "bos_token": {"content": BOS, "lstrip": False}}, [bos, *plain]),
+                (without, {"add_bos_token": False, "bos_token": BOS}, plain),
+                (tokenizer_of(), {"bos_token": BOS}, [bos, *plain]),
+                (tokenizer_of(), {"add_bos_token": True, "bos_token": BOS}, [bos, *plain]),
+                (tokenizer_of(), {"add_bos_token": False, "bos_token": BOS}, plain),
+            ):
+                with self.subTest(config=config, has_template=tokenizer is not without):
+                    self.assertEqual(write_model(folder, tokenizer, **config).encode("a b"), ids)
+            model = write_model(folder, without, add_bos_token=True, bos_token=BOS)
+            self.assertEqual(model.encode(BOS + "a b"), [bos, *plain])
+            model = write_model(folder, tokenizer_of(), add_bos_token=False, bos_token=BOS)
+            self.assertEqual(model.encode(BOS + "a b"), [bos, *plain])
+            for config, words in (
+                ({"add_bos_token": "yes"}, "add_bos_token is 'yes', not true or false"),
+                ({"add_bos_token": True}, "bos_token '' is no token"),
+                ({"add_bos_token": True, "bos_token": "<nothing>"}, "bos_token '<nothing>' is no token"),
+            ):
+                with self.subTest(config=config), self.assertRaisesRegex(TextError, words):
+                    write_model(folder, without, **config).encode("a b")
+
+    def test_truncation_and_padding_of_the_training_are_not_for_prompts(self) -> None:
+        trained = Tokenizer.from_file(str(DATA / "llama-wordnet" / "tokenizer.json"))
+        trained.enable_truncation(4)
+        trained.enable_padding(length=64)
+        with tempfile.TemporaryDirectory() as folder:
+            model = write_model(folder, json.loads(trained.to_str()))
+            for text in ("a", "a long text of many tokens"):
+                self.assertEqual(model.encode(text), TextModel(DATA / "llama-wordnet").encode(text))
+
+    def test_templates_have_what_transformers_gives_them(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for template, text in (
+                ("{{ strftime_now('%Y') }}", time.strftime("%Y")),
+                ("{% if tools is none and documents is none %}none{% endif %}", "none"),
+                ("{{ {'a': '<b> \u00e9'} | tojson }}", '{"a": "<b> \u00e9"}'),
+                ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
+                ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "a b!"),
+            ):
+                with self.subTest(template=template):
+                    model = write_model(folder, tokenizer_of(), chat_template=template)
+                    ids = model.encode_chat([{"role": "user", "content": "a b"}])
+                    self.assertEqual(ids, model.encode(text)[1:])
+
+    def test_bytes_that_are_no_character_are_shown_as_such(self) -> None:
+        model = TextModel(DATA / "llama-wordnet")
+        moon = model.encode("\u6708")[1:]
+        self.assertGreater(len(moon), 1)
+        stream = model.stream(keep_special=False)
+        self.assertEqual([stream.add(token) for token in moon[:-1]], [""] * (len(moon) - 1))
+        self.assertEqual(stream.finish(), "\ufffd")
+        # Where a byte token is <0x..>, an invalid one makes the valid ones before it invalid too.
+        names = ["<0xE6>", "<0x9C>", "<0x88>", "<0xFF>", "\u2581a"]
+        tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[4]))
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        stream = TextStream(tokenizer, keep_special=True)
+        self.assertEqual([stream.add(token) for token in (4, 0, 1, 2)], ["a", "", "", "\u6708"])
+        parts = [stream.add(token) for token in (3, 4, 4)]
+        self.assertEqual("".join(parts), "\ufffd a a")
+        self.assertEqual(stream.finish(), "")
+        stream.add(0)
+        self.assertEqual(stream.finish(), "\ufffd")
 
     def test_files_of_other_types(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
