@@ -41,6 +41,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(own)
     if options.max_tokens < 1:
         parser.error(f"--max-tokens is {options.max_tokens}; give at least 1")
+    if options.raw and options.system is not None:
+        parser.error("--system is of a conversation; leave it out with --raw")
     options.decode_options = decode_options
     return options
 
@@ -155,6 +157,8 @@ def main(arguments: list[str]) -> int:
         # The decoder loads the weights while the tokenizer is read.
         with Decoder([options.decoder, "--model", str(options.model), *options.decode_options]) as decoder:
             model = TextModel(options.model)
+            if options.system is not None and not model.has_template:
+                raise TextError(f"{options.model} has no chat template, which --system needs; leave it out")
             for warning in decoder.wait_until_ready():
                 print(warning, file=sys.stderr)
             chat = Chat(options, model, decoder, start)

@@ -43,7 +43,9 @@ class Decoder:
     def __enter__(self) -> "Decoder":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._process.kill()  # nobody waits for what it still loads or computes
         self.close()
 
     def wait_until_ready(self) -> list[str]:
@@ -93,6 +95,9 @@ class Decoder:
             self._process.wait(timeout=20)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._said.close()
 
     def _send(self, command: dict) -> None:
         try:

@@ -16,6 +16,7 @@ import unittest
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "examples" / "chat"))
 
+from decoder import Decoder  # noqa: E402
 from text import TextError, TextModel, TextStream  # noqa: E402
 from tokenizers import Tokenizer, decoders, models  # noqa: E402
 
@@ -228,6 +229,11 @@ class Conversations(unittest.TestCase):
     def say(self, text: str) -> None:
         os.write(self.terminal, text.encode() + b"\n")
 
+    def check_cut_short(self, stats: str) -> None:
+        tokens = int(stats.split(" from the cache; ")[1].split()[0])
+        self.assertGreater(tokens, 0)
+        self.assertLess(tokens, 4000)
+
     def test_control_c_ends_an_answer_and_the_next_turn_has_the_cache(self) -> None:
         self.say("what is a helix?")
         self.read_until("helix?")  # what was typed
@@ -236,14 +242,15 @@ class Conversations(unittest.TestCase):
         os.kill(self.process.pid, signal.SIGINT)
         first = self.read_until("> ")
         self.assertIn("prompt tokens, 0 from the cache", first)
+        self.check_cut_short(first)
         self.say("and a river?")
         self.read_until("river?")
         self.read_until("e")
         os.kill(self.process.pid, signal.SIGINT)
-        second = self.read_until("from the cache")
+        second = self.read_until("> ")
+        self.check_cut_short(second)
         cached = int(second.rsplit("prompt tokens, ", 1)[1].split()[0])
         self.assertGreater(cached, 20)
-        self.read_until("> ")
         os.write(self.terminal, b"\x04")
 
 
@@ -265,6 +272,26 @@ class Errors(unittest.TestCase):
                 self.assertEqual(answer.returncode, 1, answer.stderr)
                 self.assertIn(words, answer.stderr)
                 self.assertEqual(len(answer.stderr.strip().splitlines()), 1, answer.stderr)
+
+    def test_a_system_message_needs_a_conversation(self) -> None:
+        answer = run("--model", str(DATA / "llama-wordnet"), "--raw", "--system", "be brief", "hello")
+        self.assertEqual(answer.returncode, 2, answer.stderr)
+        self.assertIn("leave it out with --raw", answer.stderr)
+        with tempfile.TemporaryDirectory() as folder:
+            write_model(folder, tokenizer_of())
+            for name in ("config.json", "model.safetensors"):
+                (pathlib.Path(folder) / name).symlink_to((DATA / "llama-wordnet" / name).resolve())
+            answer = run("--model", folder, "--system", "be brief", "hello", "--", *EXACT)
+            self.assertEqual(answer.returncode, 1, answer.stderr)
+            self.assertIn("no chat template, which --system needs", answer.stderr)
+
+    def test_an_error_does_not_wait_for_a_decoder_that_loads(self) -> None:
+        start = time.monotonic()
+        with self.assertRaisesRegex(TextError, "no"):
+            with Decoder(["sh", "-c", "exec sleep 30"]) as decoder:
+                self.assertFalse(decoder.has_ended())
+                raise TextError("no")
+        self.assertLess(time.monotonic() - start, 10)
 
     def test_the_decoder_s_warnings_are_passed_on(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
