@@ -6,10 +6,12 @@
 #include <atomic>
 #include <chrono>
 #include <exception>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
+#include <utility>
 
 #include <nlohmann/json.hpp>
 #include <poll.h>
@@ -28,13 +30,19 @@ class ServeClient {
  public:
   ServeClient(const ReferenceModel& model, const TopologySpec& spec, decode::GenerationRequest request,
               decode::LaunchOptions options = {})
-      : topo_(spec, model.config.shape) {
+      : ServeClient([&model, topo = Topology(spec, model.config.shape), request = std::move(request),
+                     options](decode::Frontend& client) mutable {
+          options.client = &client;
+          decode::run_local(model.checkpoint, model.config, topo, request, options);
+        }) {}
+
+  /// `serve`: a decoder of the test's own.
+  explicit ServeClient(std::function<void(decode::Frontend&)> serve) {
     if (pipe(in_.data()) != 0 || pipe(out_.data()) != 0) throw Error(ErrorCode::io, "no pipe");
     client_.emplace(in_[0], out_[1]);
-    options.client = &*client_;
-    decoder_ = std::thread([this, &model, request = std::move(request), options] {
+    decoder_ = std::thread([this, serve = std::move(serve)] {
       try {
-        decode::run_local(model.checkpoint, model.config, topo_, request, options);
+        serve(*client_);
       } catch (...) {
         failure_ = std::current_exception();
       }
@@ -106,7 +114,6 @@ class ServeClient {
   }
 
  private:
-  Topology topo_;
   std::array<int, 2> in_{};   // to the decoder
   std::array<int, 2> out_{};  // from it
   std::optional<decode::Frontend> client_;

@@ -329,6 +329,10 @@ void Scheduler::end(Replica& replica, std::list<Running>::iterator running, Fini
   if (std::ssize(replica.retained) > spec_.max_sequences) evict(replica, std::nullopt);
 }
 
+void Scheduler::fail(std::string_view reason) {
+  for (const std::string& id : ids_) emit_(error_event(id, reason));
+}
+
 ServeStats Scheduler::stats() const {
   ServeStats stats;
   stats.queued = std::ssize(queue_);

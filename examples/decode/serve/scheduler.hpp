@@ -11,6 +11,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <unordered_set>
 #include <vector>
 
@@ -60,6 +61,9 @@ class Scheduler {
   StepOrder next();
   /// `results`: what the last order's steps drew, by replica.
   void complete(std::span<const ReplicaResult> results);
+
+  /// Ends all requests, those that wait too, with error events. Nothing may be called after.
+  void fail(std::string_view reason);
 
   /// resident_bytes is the caller's.
   ServeStats stats() const;

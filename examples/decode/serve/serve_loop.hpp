@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <iterator>
 #include <memory>
 #include <span>
@@ -56,7 +57,24 @@ class ServeLoop {
   }
 
   /// Returns when the root's input has ended and all requests are done, or nobody reads what they give.
+  /// @throws what a step or another rank failed with; each request that had not ended has an error event
+  /// then.
   void run() {
+    try {
+      serve();
+    } catch (const std::exception& error) {
+      if (is_root()) {
+        scheduler_->fail(std::string("the decoder failed: ") + error.what());
+        flush();
+      }
+      throw;
+    }
+  }
+
+ private:
+  bool is_root() const { return world_.rank() == 0; }
+
+  void serve() {
     while (true) {
       const StepOrder order = next_order();
       const ReplicaOrder& mine = order.replicas[static_cast<std::size_t>(replica_)];
@@ -66,9 +84,6 @@ class ServeLoop {
       if (order.is_last) return;
     }
   }
-
- private:
-  bool is_root() const { return world_.rank() == 0; }
 
   StepOrder next_order() {
     if (!is_root()) return deserialize_order(channel_.broadcast({}));
