@@ -89,6 +89,9 @@ class ServeClient {
     }
   }
 
+  /// Bytes of events that have not been read. Only while requests run.
+  std::size_t backlog() const { return client_->backlog(); }
+
   /// Ends the input. Events go on until all requests are done.
   void close() {
     ::close(in_[1]);

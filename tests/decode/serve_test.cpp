@@ -495,7 +495,10 @@ TEST_CASE("a decoder finishes what it has when its input ends", "[quick]") {
 TEST_CASE("a decoder whose client hangs up stops, whatever it has to do", "[quick]") {
   const ReferenceModel model("llama-tiny");
   ServeClient client(model, {.kvp = 2}, serving(2, 8192, 16384), {.num_threads = 1});
-  client.send({{"id", "a"}, {"prompt", {1, 2, 3}}, {"max_tokens", 8000}, {"ignore_eos", true}});
+  for (int i = 0; i < 100; ++i) {  // minutes of work
+    client.send(
+        {{"id", std::to_string(i)}, {"prompt", {1, 2, 3}}, {"max_tokens", 8000}, {"ignore_eos", true}});
+  }
   for (int i = 0; i < 5; ++i) REQUIRE(client.next_event());
   CHECK_FALSE(client.has_ended(std::chrono::milliseconds(0)));
   client.hang_up();
@@ -508,23 +511,30 @@ TEST_CASE("a flood of bad lines holds up neither requests nor the other ranks") 
   ServeClient client(model, {.kvp = 2}, serving(2, 256, 512),
                      {.num_threads = 1, .timeout = std::chrono::milliseconds(400)});
   constexpr std::size_t kLines = 200000;  // which take seconds
+  client.send({{"id", "beside"}, {"prompt", {1, 2, 3}}, {"max_tokens", 250}, {"ignore_eos", true}});
   std::jthread writer([&] {
     std::string lines;
     for (int i = 0; i < 1000; ++i) lines += i == 0 ? "[" : "\n[";
     for (std::size_t sent = 0; sent < kLines; sent += 1000) client.send_line(lines);
-    client.send({{"id", "a"}, {"prompt", {1, 2, 3}}, {"max_tokens", 3}, {"ignore_eos", true}});
+    client.send({{"id", "behind"}, {"prompt", {1, 2, 3}}, {"max_tokens", 3}, {"ignore_eos", true}});
   });
   std::size_t errors = 0;
-  std::size_t tokens = 0;
-  for (bool has_ended = false; !has_ended;) {
+  std::size_t amid = 0;  // tokens between the errors
+  Answers answers;
+  while (!answers.ends.contains("beside") || !answers.ends.contains("behind")) {
     const auto event = client.next_event();
     REQUIRE(event);
-    errors += (*event)["event"] == "error";
-    tokens += (*event)["event"] == "token";
-    has_ended = (*event)["event"] == "end";
+    if ((*event)["event"] == "error") {
+      ++errors;
+      continue;
+    }
+    answers.add(*event);
+    amid += (*event)["event"] == "token" && errors > 0 && errors < kLines;
   }
   CHECK(errors == kLines);
-  CHECK(tokens == 3);
+  CHECK(amid >= 10);
+  CHECK(answers.tokens["beside"].size() == 250);
+  CHECK(answers.tokens["behind"].size() == 3);
 }
 
 TEST_CASE("a client that does not read pauses the steps until it does") {
@@ -540,7 +550,13 @@ TEST_CASE("a client that does not read pauses the steps until it does") {
                  {"ignore_eos", true},
                  {"log_probs", 20}});
   }
-  std::this_thread::sleep_for(std::chrono::seconds(3));
+  const auto end = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  while (client.backlog() <= decode::Frontend::kMaxBacklog && std::chrono::steady_clock::now() < end)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  REQUIRE(client.backlog() > decode::Frontend::kMaxBacklog);
+  std::this_thread::sleep_for(std::chrono::seconds(2));  // longer than other ranks wait for the root
+  constexpr std::size_t kStepBytes = 4096;               // events of two requests
+  CHECK(client.backlog() <= decode::Frontend::kMaxBacklog + kStepBytes);
   Answers answers;
   read_until(client, answers, [&] { return answers.ends.size() == num_requests; });
   for (int i = 0; i < num_requests; ++i) CHECK(answers.tokens[std::to_string(i)].size() == 4000);

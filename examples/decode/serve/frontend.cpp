@@ -224,9 +224,9 @@ void Frontend::write(std::string lines) {
   changed_.notify_all();
 }
 
-bool Frontend::is_behind() const {
+std::size_t Frontend::backlog() const {
   const std::scoped_lock lock(mutex_);
-  return pending_.size() + in_flight_ > kMaxBacklog;
+  return pending_.size() + in_flight_;
 }
 
 void Frontend::wait_for_client(std::chrono::milliseconds longest) {

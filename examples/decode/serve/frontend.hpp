@@ -44,8 +44,10 @@ class Frontend {
 
   /// Queues `lines` for the client. Does not wait.
   void write(std::string lines);
+  /// Bytes queued for the client that it has not taken.
+  std::size_t backlog() const;
   /// Whether the client is more than kMaxBacklog bytes behind: steps should wait for it.
-  bool is_behind() const;
+  bool is_behind() const { return backlog() > kMaxBacklog; }
   /// Waits until the client has caught up, or the time is over.
   void wait_for_client(std::chrono::milliseconds longest);
   /// Whether nothing reaches the client any more: its end is closed, or cannot be written.
