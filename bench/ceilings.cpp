@@ -8,12 +8,16 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <functional>
+#include <initializer_list>
+#include <string_view>
 #include <thread>
 #include <vector>
 
 #include <hwy/highway.h>
 
 #include <helix/cpu/backend.hpp>
+#include <helix/cpu/tuning.hpp>
 #include <helix/dtype.hpp>
 #include <helix/error.hpp>
 
@@ -186,6 +190,19 @@ std::span<std::byte> random_bf16(std::size_t bytes) {
     return memory;
   }();
   return {buffer.data(), bytes};
+}
+
+int num_cores() {
+  return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+}
+
+void choose_kernels(std::initializer_list<std::string_view> kernels, const std::function<void()>& work) {
+  constexpr int kMostTurns = 128;  // 20 variants at most, each timed six times
+  const auto takes_turns = [&](const cpu::KernelTuning& tuning) {
+    return tuning.source == cpu::KernelTuning::Source::preset &&
+           std::ranges::find(kernels, tuning.kernel) != kernels.end();
+  };
+  for (int turn = 0; turn < kMostTurns && std::ranges::any_of(cpu::tuning(), takes_turns); ++turn) work();
 }
 
 void run_beside_ceilings(benchmark::State& state, int num_threads, double bytes, double flops,

@@ -4,7 +4,9 @@
 
 #include <cstddef>
 #include <functional>
+#include <initializer_list>
 #include <span>
+#include <string_view>
 
 #include <benchmark/benchmark.h>
 
@@ -37,5 +39,12 @@ std::span<std::byte> random_bf16(std::size_t bytes);
 void run_beside_ceilings(benchmark::State& state, int num_threads, double bytes, double flops,
                          std::span<const std::byte> streamed, const std::function<void()>& work,
                          Peak peak = Peak::multiply_add);
+
+/// Hardware threads of this machine.
+int num_cores();
+
+/// Repeats `work` until `kernels` (names of helix::cpu::tuning()) work in the way that they stay with: until
+/// then calls of them take turns. Ends all the same for a kernel whose calls are too small to be timed.
+void choose_kernels(std::initializer_list<std::string_view> kernels, const std::function<void()>& work);
 
 }  // namespace helix::bench

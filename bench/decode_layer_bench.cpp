@@ -14,7 +14,6 @@
 #include <memory>
 #include <numeric>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include <helix/batch_buffer.hpp>
@@ -45,10 +44,6 @@ const helix::ModelShape kModel = [] {
 constexpr std::int64_t kPageTokens = 64;
 constexpr std::int64_t kChunk = 16;
 constexpr float kWeightScale = 1.0f / 64;  // keeps the size of what it multiplies, about
-
-int num_cores() {
-  return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-}
 
 /// A number in [-1, 1) that depends on `place` alone, so that every topology sees the same model and cache.
 float number(std::uint64_t place) {
@@ -216,7 +211,7 @@ class Stage {
     const auto stage = helix::cpu::LocalComm::create_group(size);
     std::vector<std::vector<helix::cpu::LocalComm>> groups;
     for (int t = 0; t < tpa; ++t) groups.push_back(helix::cpu::LocalComm::create_group(kvp));
-    const int threads = std::max(1, num_cores() / size);
+    const int threads = std::max(1, helix::bench::num_cores() / size);
     for (int rank = 0; rank < size; ++rank) {
       const helix::RankCoordinates at = topo_.stage_coordinates(rank);
       const auto& group = groups[static_cast<std::size_t>(at.tpa_rank)];
@@ -275,7 +270,8 @@ void bench_decode_layer(benchmark::State& state, int kvp, int tpa, std::int64_t 
   const double bytes = kv_bytes + static_cast<double>(stage.weight_bytes());
   const double flops = static_cast<double>(stage.weight_bytes()) +
                        4.0 * static_cast<double>(context * kModel.num_query_heads * kModel.head_dim);
-  helix::bench::run_beside_ceilings(state, num_cores(), bytes, flops,
+  helix::bench::choose_kernels({"attention.bf16.rows4", "linear.bf16.rows1"}, [&] { stage.step(); });
+  helix::bench::run_beside_ceilings(state, helix::bench::num_cores(), bytes, flops,
                                     helix::bench::random_bf16(std::size_t{256} << 20), [&] { stage.step(); });
   state.counters["kv_MB"] = 1e-6 * kv_bytes;
   state.counters["weights_MB"] = 1e-6 * static_cast<double>(stage.weight_bytes());

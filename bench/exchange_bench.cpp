@@ -12,7 +12,6 @@
 #include <numeric>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include <helix/batch_buffer.hpp>
@@ -31,15 +30,14 @@ namespace {
 using Backend = helix::cpu::Backend<helix::cpu::LocalComm>;
 using Exchange = helix::KvpAllToAll<Backend>;
 
-int num_cores() {
-  return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-}
-
+/// Ranks that share the cores between them.
 std::vector<Backend> create_ranks(int kvp) {
   std::vector<Backend> ranks;
   const auto stage = helix::cpu::LocalComm::create_group(kvp);
   const auto group = helix::cpu::LocalComm::create_group(kvp);
-  for (std::size_t rank = 0; rank < stage.size(); ++rank) ranks.emplace_back(stage[rank], group[rank]);
+  const int threads = std::max(1, helix::bench::num_cores() / kvp);
+  for (std::size_t rank = 0; rank < stage.size(); ++rank)
+    ranks.emplace_back(stage[rank], group[rank], threads);
   return ranks;
 }
 
@@ -121,7 +119,7 @@ void bench_exchange(benchmark::State& state, int kvp, std::int64_t tokens, std::
   const double payload =
       static_cast<double>(ranks.front()->exchange.sent_payload_bytes()) * static_cast<double>(kvp);
   const double flops = 2.0 * static_cast<double>(kvp * tokens * heads * dim);
-  helix::bench::run_beside_ceilings(state, num_cores(), payload, flops,
+  helix::bench::run_beside_ceilings(state, helix::bench::num_cores(), payload, flops,
                                     helix::bench::random_bf16(std::size_t{256} << 20), step);
   state.counters["payload_MB"] = payload * 1e-6;
   const double error = error_of(ranks, tokens, heads, dim);
@@ -198,12 +196,13 @@ void bench_hop_b(benchmark::State& state, int kvp, std::int64_t batch, std::int6
         },
         rank.stream);
   };
-  helix::bench::run_beside_ceilings(state, num_cores(), static_cast<double>(kv_bytes),
-                                    4.0 * static_cast<double>(batch * kHeads * kDim * context), memory, [&] {
-                                      for (std::size_t r = 0; r < ranks.size(); ++r)
-                                        queue_rank(*ranks[r], attention[r]);
-                                      for (const auto& rank : ranks) rank->backend->synchronize(rank->stream);
-                                    });
+  const auto work = [&] {
+    for (std::size_t r = 0; r < ranks.size(); ++r) queue_rank(*ranks[r], attention[r]);
+    for (const auto& rank : ranks) rank->backend->synchronize(rank->stream);
+  };
+  helix::bench::choose_kernels({"attention.bf16.rows4"}, work);
+  helix::bench::run_beside_ceilings(state, helix::bench::num_cores(), static_cast<double>(kv_bytes),
+                                    4.0 * static_cast<double>(batch * kHeads * kDim * context), memory, work);
   const double error = error_of(ranks, batch, kHeads, kDim);
   state.counters["max_error"] = error;
   if (!(error < 1e-5)) state.SkipWithError("the result that was timed is wrong");

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include <helix/cpu/backend.hpp>
-#include <helix/cpu/tuning.hpp>
 #include <helix/foreign_kv.hpp>
 
 #include "ceilings.hpp"
@@ -98,13 +97,6 @@ double error_of_head(const helix::PartialAttentionArgs<float>& args, std::int64_
   return worst;
 }
 
-bool is_chosen(const char* kernel) {
-  for (const helix::cpu::KernelTuning& tuning : helix::cpu::tuning()) {
-    if (tuning.kernel == kernel) return tuning.source != helix::cpu::KernelTuning::Source::preset;
-  }
-  return true;
-}
-
 helix::KvView view_of(const Case& c, std::byte* memory) {
   const std::int64_t num_pages = c.tokens / kPageTokens;
   constexpr helix::DType kType = helix::DType::bf16;
@@ -167,7 +159,7 @@ void bench_partial_attention(benchmark::State& state, const Case& c, int num_thr
     operators.partial_attention(args, stream);
     operators.synchronize(stream);
   };
-  while (c.kernel != nullptr && !is_chosen(c.kernel)) work();
+  if (c.kernel != nullptr) helix::bench::choose_kernels({c.kernel}, work);
   helix::bench::run_beside_ceilings(state, num_threads, 2.0 * static_cast<double>(kv_elements), flops, memory,
                                     work);
   const double error = std::max(error_of_head(args, 0), error_of_head(args, c.query_heads - 1));
