@@ -25,6 +25,8 @@ class TextModel:
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises no narrower one
+            if file.read_bytes().startswith(b"version "):
+                raise TextError(f"{file}: is a Git LFS pointer in place of the file; run git lfs pull in its folder") from None
             raise TextError(f"{file}: {error}") from None
         # Of the training, as a file may have kept them; a prompt is whole.
         self._tokenizer.no_truncation()

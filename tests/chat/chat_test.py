@@ -257,6 +257,10 @@ class Conversations(unittest.TestCase):
 class Errors(unittest.TestCase):
     def test_one_line_that_says_what_to_do(self) -> None:
         wordnet = str(DATA / "llama-wordnet")
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        pointer = pathlib.Path(folder.name)
+        (pointer / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
         for arguments, words in (
             (["--model", str(DATA / "llama-tiny"), "hello"], "tokenizer.json: missing"),
             (["--model", wordnet, "hello", "--", "--kvp", "3"], "KVP 3"),
@@ -266,6 +270,7 @@ class Errors(unittest.TestCase):
             (["--model", wordnet, "hello", "--", "--plan-only"], "options that only print"),
             (["--model", wordnet, "hello", "--", "--version"], "options that only print"),
             (["--model", wordnet, b"\xff"], "not UTF-8"),
+            (["--model", str(pointer), "hello"], "tokenizer.json: is a Git LFS pointer"),
         ):
             with self.subTest(arguments=arguments):
                 answer = run(*arguments)

@@ -338,9 +338,20 @@ TEST_CASE("missing parts of a checkpoint are named") {
   CHECK(required_failure([] { const Checkpoint checkpoint("/nonexistent/helix"); }).code == ErrorCode::io);
   CHECK(open().code == ErrorCode::io);
   CHECK_THAT(open().what, Catch::Contains("config.json"));
+  const std::string pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n";
+  directory.write("config.json", pointer);
+  CHECK_THAT(open().what, Catch::Contains("config.json: is a Git LFS pointer"));
   directory.write("config.json", "{}");
   CHECK(open().code == ErrorCode::io);
-  CHECK_THAT(open().what, Catch::Contains("model.safetensors"));
+  CHECK_THAT(open().what, Catch::Contains("model.safetensors: cannot open"));
+  for (const char* pickled : {"pytorch_model.bin.index.json", "pytorch_model.bin"}) {
+    directory.write(pickled, "");
+    CHECK(open().code == ErrorCode::invalid_file);
+    CHECK_THAT(open().what, Catch::Contains(std::string("has ") + pickled + " but no model.safetensors"));
+  }
+  directory.write("model.safetensors", pointer);
+  CHECK_THAT(open().what, Catch::Contains("model.safetensors: is a Git LFS pointer"));
+  std::filesystem::remove(directory.path() / "model.safetensors");
   directory.write("model.safetensors.index.json", R"({"weight_map":{"a":"model-1.safetensors"}})");
   CHECK(open().code == ErrorCode::io);
   CHECK_THAT(open().what, Catch::Contains("model-1.safetensors") && Catch::Contains("index.json"));

@@ -74,6 +74,12 @@ Checkpoint::Checkpoint(std::filesystem::path directory) : directory_(std::move(d
   const fs::path single = directory_ / "model.safetensors";
   const fs::path index = directory_ / "model.safetensors.index.json";
   if (is_there(single) || !is_there(index)) {
+    for (const char* pickled : {"pytorch_model.bin", "pytorch_model.bin.index.json"}) {
+      HELIX_EXPECTS(is_there(single) || !is_there(directory_ / pickled), ErrorCode::invalid_file,
+                    directory_.string(), ": has ", pickled,
+                    " but no model.safetensors, and only safetensors are read; save it with transformers' "
+                    "save_pretrained(safe_serialization=True)");
+    }
     totals.add(files_.emplace_back(single.string()));
     return;
   }

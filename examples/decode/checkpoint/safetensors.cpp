@@ -11,6 +11,7 @@
 
 #include "checkpoint/json_events.hpp"
 #include "checkpoint/strict_json.hpp"
+#include "checkpoint/text_file.hpp"
 
 namespace helix::decode {
 namespace {
@@ -327,6 +328,7 @@ SafetensorsHeader parse_safetensors_header(std::span<const std::byte> bytes, std
                                            std::string_view file) {
   HELIX_EXPECTS(file_size >= kLengthBytes && bytes.size() >= kLengthBytes, ErrorCode::invalid_file, file,
                 ": has ", file_size, " bytes; a safetensors file starts with an 8-byte header size");
+  expect_no_lfs_pointer({reinterpret_cast<const char*>(bytes.data()), kLengthBytes}, file);
   const std::uint64_t header_bytes = header_length(bytes);
   HELIX_EXPECTS(header_bytes <= kMaxHeaderBytes, ErrorCode::invalid_file, file, ": header size is ",
                 header_bytes, "; the format allows at most ", kMaxHeaderBytes);

@@ -15,7 +15,13 @@ std::string read_text(const std::filesystem::path& path, std::uint64_t max_bytes
                 " bytes; expected at most ", max_bytes);
   std::string text(static_cast<std::size_t>(file.size()), '\0');
   file.read(0, std::as_writable_bytes(std::span(text)));
+  expect_no_lfs_pointer(text, file.path());
   return text;
+}
+
+void expect_no_lfs_pointer(std::string_view begin, std::string_view file) {
+  HELIX_EXPECTS(!begin.starts_with("version "), ErrorCode::invalid_file, file,
+                ": is a Git LFS pointer in place of the file; run git lfs pull in its folder");
 }
 
 }  // namespace helix::decode
