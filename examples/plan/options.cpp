@@ -188,8 +188,13 @@ std::optional<Options> parse_options(int argc, char** argv) {
   add_workload_options(app, options, texts);
   add_search_options(app, options.space, texts);
   add_output_options(app, options, texts);
-  for (const char* other : {"--model", "--json", "--csv", "--pictures"})
-    app.get_option("--check")->excludes(app.get_option(other));
+  // Which plans nothing.
+  CLI::Option* const check = app.get_option("--check");
+  for (CLI::Option* const other : app.get_options()) {
+    const bool is_taken = other->check_name("--hardware") || other->check_name("--calibrate") ||
+                          other->check_name("--help") || other == check;
+    if (!is_taken) check->excludes(other);
+  }
   app.get_option("--batch")->excludes(app.get_option("--max-batch"));
   app.footer(decode::kCountsHelp);
   if (!decode::parse_command_line(app, argc, argv)) return std::nullopt;
