@@ -377,7 +377,18 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
       {model_option("llama-tiny") + "--prompts " + (scratch / "none.json").string(), {"none.json"}},
       {model_option("llama-tiny") + kIds + "--synthetic-context 10", {"--synthetic-context"}},
       {model_option("llama-tiny") + kIds + "--json /nonexistent/report.json", {"/nonexistent/report.json"}},
+      {model_option("llama-tiny") + kIds + "--mla-prefill expanded",
+       {"--mla-prefill", "no latent attention"}},
+      {model_option("llama-tiny") + kIds + "--device cuda --threads 2", {"--threads", "--device cpu"}},
+      {model_option("llama-tiny") + kIds + "--device cuda --tuning attention.f32=auto",
+       {"--tuning", "--device cpu"}},
+      {model_option("llama-tiny") + kIds + "--device cpu --cuda-graphs on",
+       {"--cuda-graphs", "--device cuda"}},
+      {model_option("llama-tiny") + kIds + "--device cpu --peer-memory auto",
+       {"--peer-memory", "--device cuda"}},
   };
+  for (const char* draw : {"--top-p", "--min-p", "--top-k"})
+    cases.push_back({model_option("llama-tiny") + kIds + draw + " 1", {draw, "--temperature"}});
   for (const char* option :
        {"--seed", "--temperature", "--top-k", "--min-p", "--presence-penalty", "--tpf", "--kvp", "--json",
         "--prompts", "--tuning", "--kv-dtype", "--hop-b", "--teacher-force", "--timeout"})

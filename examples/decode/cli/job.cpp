@@ -94,6 +94,9 @@ Job::Job(Options given, const Launcher& launcher)
   if (options.device == Device::cuda) launch.activation = widest_choice(options, config);
   if (launcher.rank() == 0 && !options.json.empty()) check_output(options.json);
   GenerationRequest& request = options.request;
+  HELIX_EXPECTS(config.shape.is_mla() || request.mla_prefill == MlaForm::automatic,
+                ErrorCode::invalid_argument,
+                "--mla-prefill is given, but the model has no latent attention: drop it");
   const GenerationDefaults defaults =
       parse_generation_config(checkpoint.generation_config_json(), checkpoint.generation_config_path());
   if (!defaults.eos_ids.empty()) config.eos_ids = defaults.eos_ids;

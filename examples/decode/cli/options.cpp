@@ -173,6 +173,24 @@ void check_plan_only(const CLI::App& app, const Options& options) {
   }
 }
 
+/// What would be passed over: options of how tokens are drawn where the likeliest is taken, and of a device
+/// other than the one that is named.
+void check_use(const CLI::App& app, const Options& options, const std::string& device) {
+  for (const char* draw : {"--top-p", "--min-p", "--top-k"}) {
+    HELIX_EXPECTS(
+        options.serve || app.count("--temperature") > 0 || app.count(draw) == 0, ErrorCode::invalid_argument,
+        draw, " is given, but without --temperature the likeliest token is taken: give one, or drop ", draw);
+  }
+  const auto check_device = [&](const char* option, const char* needed) {
+    HELIX_EXPECTS(device == "auto" || device == needed || app.count(option) == 0, ErrorCode::invalid_argument,
+                  option, " is given, which only --device ", needed, " takes: drop one of them");
+  };
+  check_device("--cuda-graphs", "cuda");
+  check_device("--peer-memory", "cuda");
+  check_device("--threads", "cpu");
+  check_device("--tuning", "cpu");
+}
+
 void add_device_options(CLI::App& app, Options& options, OptionTexts& texts) {
   app.add_option("--device", texts.device,
                  "cpu, cuda, or auto: cuda where it is built in and GPUs are visible, one at least for each "
@@ -353,6 +371,7 @@ std::optional<Options> parse_options(int argc, char** argv) {
   parse_prefill(texts.prefill_tokens, options);
   read_tokens(texts, options.request);
   check_values(options);
+  check_use(app, options, texts.device);
   return options;
 }
 
