@@ -152,18 +152,22 @@ TEST_CASE("replicas without a sequence and plans beyond memory are warnings", "[
   CHECK(std::count(memory.begin(), memory.end(), '\n') == 1);
 }
 
-TEST_CASE("weights that config.json has no use for are a warning", "[quick]") {
+TEST_CASE("weights that config.json has no use for, and what the rope does not take, are warnings",
+          "[quick]") {
   const ScratchDirectory scratch;
   std::filesystem::copy_file(data_directory() / "llama-tiny" / "model.safetensors",
                              scratch / "model.safetensors");
   nlohmann::json config =
       nlohmann::json::parse(read_file((data_directory() / "llama-tiny" / "config.json").string()));
   config["num_hidden_layers"] = 1;
+  config["rope_parameters"]["attn_factor"] = 2;
   std::ofstream(scratch / "config.json") << config;
   const Run run = run_decode("--model " + (scratch / "").string() + " --prompt-ids 1 --max-new-tokens 1");
   CHECK(run.exit_code == 0);
   CHECK_THAT(run.output, Contains("warning: 9 of 21 tensors are not used, the first of them "
                                   "'model.layers.1.input_layernorm.weight'"));
+  CHECK_THAT(run.output, Contains("config.json: the rope does not take 1 of its keys, the first of them "
+                                  "'attn_factor'"));
 }
 
 TEST_CASE("a plan beyond all of the machine's memory is refused before it takes any", "[quick]") {

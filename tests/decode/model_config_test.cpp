@@ -593,6 +593,28 @@ TEST_CASE("llama3 frequencies equal the double-precision formula, in the old lay
   CHECK(parse(old_layout).rope.inverse_frequencies() == parse(new_layout).rope.inverse_frequencies());
 }
 
+TEST_CASE("keys that the rope's type does not take are told, those of transformers are not") {
+  for (const char* name : {"llama-tiny", "deepseek-tiny", "deepseek-v2-tiny"}) {
+    CAPTURE(name);
+    CHECK(parse(data_config(name)).unread_rope_keys.empty());
+  }
+  json config = deepseek_v3();
+  config["rope_scaling"] = {{"type", "yarn"},        {"rope_type", "yarn"},
+                            {"factor", 40},          {"original_max_position_embeddings", 4096},
+                            {"beta_fast", 32},       {"beta_slow", 1},
+                            {"mscale", 1.0},         {"mscale_all_dim", 1.0},
+                            {"attention_factor", 1}, {"truncate", true},
+                            {"rope_theta", 10000},   {"partial_rotary_factor", 1.0},
+                            {"attn_factor", nullptr}};
+  CHECK(parse(config).unread_rope_keys.empty());
+  config["rope_scaling"]["attn_factor"] = 2;
+  CHECK(parse(config).unread_rope_keys == std::vector<std::string>{"attn_factor"});
+  config["rope_scaling"] = {{"type", "linear"}, {"factor", 2}, {"beta_fast", 32}, {"low_freq_factor", 1}};
+  CHECK(parse(config).unread_rope_keys == std::vector<std::string>{"beta_fast", "low_freq_factor"});
+  config["rope_scaling"] = {{"rope_type", "default"}, {"factor", 2}};
+  CHECK(parse(config).unread_rope_keys == std::vector<std::string>{"factor"});
+}
+
 TEST_CASE("yarn frequencies, cos/sin factor and softmax scale equal the double-precision formulas") {
   json config = deepseek_v3();  // DeepSeek-V3's own rope
   config["rope_theta"] = 10000;

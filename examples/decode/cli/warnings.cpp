@@ -81,6 +81,16 @@ std::optional<std::string> unused_weights(const ModelConfig& config, const Check
       unused.size(), checkpoint.num_tensors(), printable(unused.front()));
 }
 
+std::optional<std::string> unread_rope_keys(const ModelConfig& config, const Checkpoint& checkpoint) {
+  const std::vector<std::string>& keys = config.unread_rope_keys;
+  if (keys.empty()) return std::nullopt;
+  return fmt::format(
+      "warning: {}: the rope does not take {} of its keys, the first of them {}: see that it is spelled as "
+      "in "
+      "transformers",
+      one_line(checkpoint.config_path()), keys.size(), printable(keys.front()));
+}
+
 std::optional<std::string> unheeded_defaults(const Checkpoint& checkpoint) {
   const GenerationDefaults defaults =
       parse_generation_config(checkpoint.generation_config_json(), checkpoint.generation_config_path());
@@ -140,6 +150,7 @@ std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& ch
   if (is_root) {
     add(idle_replicas(topo, request));
     add(unused_weights(config, checkpoint));
+    add(unread_rope_keys(config, checkpoint));
     add(unheeded_defaults(checkpoint));
   }
   if (launch.device == Device::cuda) {

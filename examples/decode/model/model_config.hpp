@@ -42,6 +42,7 @@ struct ModelConfig {
   std::vector<bool> is_window_layer;  ///< Empty: all layers alike.
   std::vector<std::int64_t> eos_ids;
   RopeConfig rope;
+  std::vector<std::string> unread_rope_keys;  ///< Given beside those that the rope's type takes.
   std::optional<Fp8BlockConfig> fp8_blocks;
 
   /// Tokens that a query of the layer sees, itself included; 0: all.

@@ -4,6 +4,10 @@
 
 #include <algorithm>
 #include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include <nlohmann/json.hpp>
 
@@ -125,7 +129,22 @@ void parse_scaling(const ObjectReader& top, const ObjectReader& scaling, RopeCon
   if (rope.type == RopeType::yarn) parse_yarn(scaling, rope);
 }
 
-void parse_rope(const ObjectReader& top, RopeConfig& rope, std::int64_t max_positions) {
+/// Keys that transformers takes for no rope of this type either: misspelt, or of something newer.
+std::vector<std::string> unread_rope_keys(const ObjectReader& scaling, RopeType type) {
+  std::set<std::string_view> known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"};
+  if (type != RopeType::standard) known.insert({"factor", "mscale_all_dim"});
+  if (type == RopeType::llama3 || type == RopeType::yarn) known.insert("original_max_position_embeddings");
+  if (type == RopeType::llama3) known.insert({"low_freq_factor", "high_freq_factor"});
+  if (type == RopeType::yarn)
+    known.insert({"beta_fast", "beta_slow", "mscale", "attention_factor", "truncate"});
+  std::vector<std::string> unread;
+  for (const auto& [key, value] : scaling.json().items())
+    if (!value.is_null() && !known.contains(key)) unread.push_back(key);
+  return unread;
+}
+
+void parse_rope(const ObjectReader& top, ModelConfig& config) {
+  RopeConfig& rope = config.rope;
   // The older layout (rope_theta beside rope_scaling) wins over the newer one where a file has both.
   const std::optional<ObjectReader> older = top.object("rope_scaling");
   const std::optional<ObjectReader> scaling = older ? older : top.object("rope_parameters");
@@ -152,7 +171,8 @@ void parse_rope(const ObjectReader& top, RopeConfig& rope, std::int64_t max_posi
       scaling->unsupported(printable(key).c_str(), " is an object; one rope for all layers is supported");
     }
   }
-  parse_scaling(top, *scaling, rope, max_positions);
+  parse_scaling(top, *scaling, rope, config.max_positions);
+  config.unread_rope_keys = unread_rope_keys(*scaling, rope.type);
 }
 
 void parse_quantization(const ObjectReader& top, ModelConfig& config) {
@@ -386,7 +406,7 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file, DTy
   } else {
     parse_grouped_query(top, config, defaults);
   }
-  parse_rope(top, config.rope, config.max_positions);
+  parse_rope(top, config);
   // Some files leave max_position_embeddings at what the model was trained on, as Qwen's say to.
   if (config.rope.type == RopeType::yarn) {
     const double extended =
