@@ -238,10 +238,11 @@ TEST_CASE("a checkpoint that shrinks while it is used ends the program with one 
   const std::string file = (scratch / "model.safetensors").string();
   // Shrinks while it decodes: the plan is printed before the weights are loaded, in some milliseconds.
   const std::string plan = (scratch / "plan").string();
-  const Run run =
-      run_command("sh -c '" HELIX_DECODE " --model " + scratch.path().string() +
-                  " --prompt-ids 1,2,3 --max-new-tokens 8000 --ignore-eos > " + plan + " & while ! test -s " +
-                  plan + "; do sleep 0.02; done; sleep 0.5; truncate -s 4096 " + file + "; wait $!'");
+  std::string many_prompts;  // seconds of work, on a fast machine too
+  for (int i = 0; i < 16; ++i) many_prompts += " --prompt-ids 1,2,3";
+  const Run run = run_command("sh -c '" HELIX_DECODE " --model " + scratch.path().string() + many_prompts +
+                              " --max-new-tokens 8000 --ignore-eos > " + plan + " & while ! test -s " + plan +
+                              "; do sleep 0.02; done; sleep 0.3; truncate -s 4096 " + file + "; wait $!'");
   INFO(run.output);
   CHECK(run.exit_code == 1);
   CHECK_THAT(run.output, Catch::Matchers::StartsWith("helix-decode: " + file + ": ") && Contains("shrank"));
