@@ -16,6 +16,7 @@
 #include "decode/checkpoint_files.hpp"
 #include "support/catch.hpp"
 #include "support/failure.hpp"
+#include "support/skipped.hpp"
 
 using namespace helix;
 using namespace helix::decode;
@@ -244,10 +245,7 @@ TEST_CASE("files that cannot be mapped are io errors that name the path") {
 }
 
 TEST_CASE("bytes that are made resident are, and those that are gone are an Error") {
-  if (resident_file_bytes() < 0) {
-    WARN("skipped: no /proc/self/statm");
-    return;
-  }
+  if (resident_file_bytes() < 0) return helix::test::skip("no /proc/self/statm");
   constexpr std::int64_t kBytes = std::int64_t{64} << 20;
   const TemporaryDirectory directory;
   const std::string path = write_zeros(directory, kBytes);
@@ -266,10 +264,7 @@ TEST_CASE("bytes that are made resident are, and those that are gone are an Erro
 }
 
 TEST_CASE("released pages leave resident memory") {
-  if (resident_file_bytes() < 0) {
-    WARN("skipped: no /proc/self/statm");
-    return;
-  }
+  if (resident_file_bytes() < 0) return helix::test::skip("no /proc/self/statm");
   constexpr std::int64_t kBytes = std::int64_t{64} << 20;
   const TemporaryDirectory directory;
   const std::string path = write_zeros(directory, kBytes);

@@ -23,6 +23,7 @@
 #include "decode/model_on_disk.hpp"
 #include "support/catch.hpp"
 #include "support/sanitizers.hpp"
+#include "support/skipped.hpp"
 #include "support/worse.hpp"
 
 using namespace helix;
@@ -503,10 +504,7 @@ struct Resident {
 
 TEST_CASE("loading keeps resident memory to the rank's share") {
   std::ifstream statm("/proc/self/statm");
-  if (!statm) {
-    WARN("skipped: no /proc/self/statm");
-    return;
-  }
+  if (!statm) return helix::test::skip("no /proc/self/statm");
   // 2 x 64 MiB of vocabulary; down_proj is cut by columns, which touches every page of it.
   json config = llama();
   config["hidden_size"] = 1024;

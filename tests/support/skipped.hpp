@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Test cases that leave something out for want of a device: ctest counts them as skipped unless they fail.
+// Test cases that leave something out for want of what a machine may lack: ctest counts them as skipped
+// unless they fail.
 #pragma once
 
 #include <iostream>
@@ -8,7 +9,7 @@
 namespace helix::test {
 
 /// What a test program returns whose cases have not failed, but left something out: SKIP_RETURN_CODE of
-/// tests/cuda/CMakeLists.txt.
+/// tests/CMakeLists.txt and tests/cuda/CMakeLists.txt.
 inline constexpr int kSkippedCode = 77;
 
 inline bool has_skipped = false;
