@@ -5,9 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
-#include <random>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -15,35 +12,11 @@
 
 #include <helix/dtype.hpp>
 
+#include "support/process.hpp"
+
 namespace helix::decode::test {
 
-/// A directory that goes away with the object.
-class TemporaryDirectory {
- public:
-  TemporaryDirectory() {
-    std::random_device entropy;
-    path_ = std::filesystem::temp_directory_path() /
-            ("helix-test-" + std::to_string(entropy()) + std::to_string(entropy()));
-    std::filesystem::create_directory(path_);
-  }
-  ~TemporaryDirectory() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  TemporaryDirectory(const TemporaryDirectory&) = delete;
-  TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
-
-  const std::filesystem::path& path() const { return path_; }
-
-  std::string write(const std::string& name, std::string_view text) const {
-    std::ofstream(path_ / name, std::ios::binary)
-        .write(text.data(), static_cast<std::streamsize>(text.size()));
-    return (path_ / name).string();
-  }
-
- private:
-  std::filesystem::path path_;
-};
+using helix::test::ScratchDirectory;
 
 /// u64 header size, header, data.
 inline std::string safetensors_bytes(std::string_view header, std::string_view data) {

@@ -292,22 +292,8 @@ TEST_CASE("streams that nobody reads, and files beyond their limit, end no run b
 
 namespace {
 
-/// Arguments of helix-decode, and words of the one error that must follow.
-struct BadInput {
-  std::string arguments;
-  std::vector<std::string> words;
-};
-
 void check_refused(const std::vector<BadInput>& cases) {
-  for (const BadInput& bad : cases) {
-    const Run run = run_decode(bad.arguments);
-    INFO(bad.arguments << "\n" << run.output);
-    CHECK(run.exit_code == 1);
-    for (const std::string& word : bad.words) CHECK_THAT(run.output, Contains(word));
-    const auto message = run.output.find("helix-decode: ");
-    REQUIRE(message != std::string::npos);
-    CHECK(run.output.find("helix-decode: ", message + 1) == std::string::npos);  // one error
-  }
+  helix::test::check_refused(HELIX_DECODE, "helix-decode", cases);
 }
 
 const std::string kIds = " --prompt-ids 1,2,3 ";

@@ -13,6 +13,7 @@
 #include "cli/counts.hpp"
 #include "cli/warnings.hpp"
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 
 namespace helix::decode {
 namespace {
@@ -20,12 +21,7 @@ namespace {
 using Catch::Matchers::Contains;
 
 std::string refusal(const std::string& text) {
-  try {
-    parse_count(text);
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
+  return helix::test::failure_message([&] { parse_count(text); });
 }
 
 }  // namespace

@@ -31,23 +31,14 @@
 #include "model/weight_plan.hpp"
 #include "model/weight_stream.hpp"
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 
 using namespace helix;
 using namespace helix::decode;
 using namespace helix::decode::test;
+using helix::test::required_failure;
 
 namespace {
-
-/// The Error that `call` throws; fails without one.
-std::pair<ErrorCode, std::string> failure(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return {error.code(), error.what()};
-  }
-  FAIL("nothing was thrown");
-  return {};
-}
 
 /// Loads `plan` as a backend does whose memory is the host's.
 void load_in_memory(const WeightPlan& plan) {
@@ -125,7 +116,7 @@ std::pair<int, std::string> in_child(const std::function<void()>& call) {
 }
 
 /// config.json and model.safetensors of a model whose data are a hole of the file. Sizes in elements of bf16.
-void write_sparse(const TemporaryDirectory& directory, const nlohmann::json& config,
+void write_sparse(const ScratchDirectory& directory, const nlohmann::json& config,
                   const std::vector<std::pair<std::string, std::vector<std::int64_t>>>& tensors) {
   std::string header = "{";
   std::int64_t end = 0;
@@ -156,7 +147,7 @@ TEST_CASE("a megabyte of any JSON is read in time linear in its size", "[quick]"
     CHECK(seconds_of([&] { read_as_everything(text); }) < 10);  // five readers, also under a sanitizer
   }
   CHECK_NOTHROW(parse_strict_json("[" + repeated("{},", 3 * 60000) + "{}]", "f"));
-  CHECK_THAT(failure([] { parse_strict_json("[" + repeated("1,", 200000) + "1]", "f"); }).second,
+  CHECK_THAT(required_failure([] { parse_strict_json("[" + repeated("1,", 200000) + "1]", "f"); }).what,
              Catch::Contains("more than 65536"));
 }
 
@@ -191,7 +182,7 @@ TEST_CASE("a megabyte of any JSON is read in 50 ms and 20 MB") {
 TEST_CASE("keys that appear twice are found at every depth", "[quick]") {
   for (const std::string text :
        {R"({"a":1,"b":2,"a":3})", R"({"a":{"b":[{"c":1,"c":1}]}})", R"([{"a":1},{"a":{},"a":[]}])"}) {
-    CHECK_THAT(failure([&] { parse_strict_json(text, "f.json"); }).second,
+    CHECK_THAT(required_failure([&] { parse_strict_json(text, "f.json"); }).what,
                Catch::Contains("f.json") && Catch::Contains("appears twice"));
   }
   CHECK(parse_strict_json(R"([{"a":1,"b":[1,-2,2.5,"x",null,true,{}]},{"a":{"a":[]}}])", "f") ==
@@ -199,9 +190,10 @@ TEST_CASE("keys that appear twice are found at every depth", "[quick]") {
   CHECK(parse_weight_map(
             R"({"x":[{"weight_map":1}],"weight_map":{"t":"f"},"metadata":{"weight_map":{"u":7}}})", "f")
             .size() == 1);
-  CHECK_THAT(
-      failure([] { parse_weight_map(R"({"weight_map":{"t":"f"},"weight_map":{"u":"f"}})", "f"); }).second,
-      Catch::Contains("weight_map appears twice"));
+  CHECK_THAT(required_failure([] {
+               parse_weight_map(R"({"weight_map":{"t":"f"},"weight_map":{"u":"f"}})", "f");
+             }).what,
+             Catch::Contains("weight_map appears twice"));
 }
 
 TEST_CASE("lists of tokens are read exactly and refused by entry", "[quick]") {
@@ -225,7 +217,7 @@ TEST_CASE("lists of tokens are read exactly and refused by entry", "[quick]") {
       {"[[1]]x", "not valid JSON"}};
   for (const auto& [text, says] : cases) {
     CAPTURE(text);
-    const auto [code, message] = failure([&, text = text] { parse_token_lists(text, "p.json"); });
+    const auto [code, message] = required_failure([&, text = text] { parse_token_lists(text, "p.json"); });
     CHECK(code == ErrorCode::invalid_file);
     CHECK_THAT(message, Catch::Contains("p.json") && Catch::Contains(says));
   }
@@ -242,62 +234,62 @@ TEST_CASE("a NUL is no end of a text", "[quick]") {
   for (const std::string text : {"{}", "[[1]]", R"({"weight_map":{"t":"f"}})", "\"x\"", "7", "{", ""}) {
     CAPTURE(text);
     const std::string at = "not valid JSON at byte " + std::to_string(text.size() + 1);
-    CHECK_THAT(failure([&] { parse_strict_json(with_nul(text), "f"); }).second, Catch::Contains(at));
+    CHECK_THAT(required_failure([&] { parse_strict_json(with_nul(text), "f"); }).what, Catch::Contains(at));
   }
-  CHECK_THAT(failure([&] { parse_token_lists(with_nul("[[1]]"), "f"); }).second,
+  CHECK_THAT(required_failure([&] { parse_token_lists(with_nul("[[1]]"), "f"); }).what,
              Catch::Contains("f: not valid JSON at byte 6"));
-  CHECK_THAT(failure([&] { parse_weight_map(with_nul(R"({"weight_map":{"t":"f"}})"), "f"); }).second,
+  CHECK_THAT(required_failure([&] { parse_weight_map(with_nul(R"({"weight_map":{"t":"f"}})"), "f"); }).what,
              Catch::Contains("f: not valid JSON at byte 25"));
 }
 
 TEST_CASE("a generation_config.json that is empty or leads nowhere is refused, one that is not there is not",
           "[quick]") {
-  const TemporaryDirectory model;
+  const ScratchDirectory model;
   model.write("config.json", "{}");
   model.write("model.safetensors", safetensors_of({filled("t", 1, 1)}));
   const auto open = [&] { const Checkpoint checkpoint(model.path()); };
   CHECK_NOTHROW(open());
   model.write("generation_config.json", "");
-  const auto [code, message] = failure(open);
+  const auto [code, message] = required_failure(open);
   CHECK(code == ErrorCode::invalid_file);
   CHECK_THAT(message, Catch::Contains("generation_config.json: is empty"));
   const std::filesystem::path path = model.path() / "generation_config.json";
   for (const char* target : {"nowhere", "generation_config.json"}) {
     std::filesystem::remove(path);
     std::filesystem::create_symlink(target, path);
-    CHECK_THAT(failure(open).second, Catch::Contains("generation_config.json: cannot open: "));
+    CHECK_THAT(required_failure(open).what, Catch::Contains("generation_config.json: cannot open: "));
   }
 }
 
 TEST_CASE("names that lead to themselves or are too long are refused as files that cannot be opened",
           "[quick]") {
   for (const char* name : {"model.safetensors", "model.safetensors.index.json"}) {
-    const TemporaryDirectory model;
+    const ScratchDirectory model;
     model.write("config.json", "{}");
     std::filesystem::create_symlink(name, model.path() / name);
-    const auto [code, message] = failure([&] { const Checkpoint checkpoint(model.path()); });
+    const auto [code, message] = required_failure([&] { const Checkpoint checkpoint(model.path()); });
     CHECK(code == ErrorCode::io);
     CHECK_THAT(message, Catch::Contains(std::string(name) + ": cannot open: "));
   }
-  const TemporaryDirectory model;
+  const ScratchDirectory model;
   model.write("config.json", "{}");
   model.write("model.safetensors.index.json", "{\"weight_map\":{\"t\":\"" + std::string(300, 'x') + "\"}}");
-  CHECK_THAT(failure([&] { const Checkpoint checkpoint(model.path()); }).second,
+  CHECK_THAT(required_failure([&] { const Checkpoint checkpoint(model.path()); }).what,
              Catch::Contains("xxx: cannot open: "));
   std::filesystem::create_symlink("loop", model.path() / "loop");
-  CHECK_THAT(failure([&] { const Checkpoint checkpoint(model.path() / "loop"); }).second,
+  CHECK_THAT(required_failure([&] { const Checkpoint checkpoint(model.path() / "loop"); }).what,
              Catch::Contains("loop: not a directory"));
 }
 
 TEST_CASE("what is no regular file is refused at once by every reader", "[quick]") {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   const std::string fifo = (directory.path() / "fifo").string();
   REQUIRE(::mkfifo(fifo.c_str(), 0600) == 0);
   const std::vector<std::pair<std::string, std::string>> others = {
       {fifo, "a FIFO"}, {"/dev/zero", "a device"}, {directory.path().string(), "a directory"}};
   for (const auto& [path, kind] : others) {
     const auto check = [&, path = path, kind = kind](const std::function<void()>& read) {
-      const auto [code, message] = failure(read);
+      const auto [code, message] = required_failure(read);
       CHECK(code == ErrorCode::io);
       CHECK_THAT(message, Catch::Contains(path) && Catch::Contains(kind));
     };
@@ -307,12 +299,12 @@ TEST_CASE("what is no regular file is refused at once by every reader", "[quick]
   }
   for (const char* name :
        {"config.json", "model.safetensors", "model.safetensors.index.json", "a.safetensors"}) {
-    const TemporaryDirectory model;
+    const ScratchDirectory model;
     model.write("config.json", "{}");
     model.write("model.safetensors.index.json", R"({"weight_map":{"t":"a.safetensors"}})");
     std::filesystem::remove(model.path() / name);
     REQUIRE(::mkfifo((model.path() / name).c_str(), 0600) == 0);
-    CHECK_THAT(failure([&] { const Checkpoint checkpoint(model.path()); }).second,
+    CHECK_THAT(required_failure([&] { const Checkpoint checkpoint(model.path()); }).what,
                Catch::Contains(name) && Catch::Contains("a FIFO"));
   }
 }
@@ -334,17 +326,17 @@ TEST_CASE("a weight file that shrinks while it is loaded is an Error", "[quick]"
   for (const double part : {0.9, 0.5, 0.1, 0.0}) {
     std::filesystem::resize_file(
         path, static_cast<std::uintmax_t>(part * static_cast<double>(std::filesystem::file_size(path))));
-    const auto [code, message] = failure(load);
+    const auto [code, message] = required_failure(load);
     CHECK(code == ErrorCode::io);
     CHECK_THAT(message, Catch::Contains("model.safetensors") && Catch::Contains("shrank"));
   }
-  const auto [code, message] = failure(load_in_place);
+  const auto [code, message] = required_failure(load_in_place);
   CHECK(code == ErrorCode::io);
   CHECK_THAT(message, Catch::Contains("model.safetensors") && Catch::Contains("shrank"));
 }
 
 TEST_CASE("touching a mapped file that shrank ends a guarded program with one line", "[quick]") {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   const std::string path =
       directory.write("w.safetensors", safetensors_of({filled("a", 64, 1024), filled("b", 64, 1024)}));
   const auto [status, said] = in_child([&] {
@@ -391,7 +383,7 @@ TEST_CASE("a terabyte of claims is planned in no time", "[quick]") {
     add("mlp.up_proj.weight", {48, 2048});
     add("mlp.down_proj.weight", {2048, 48});
   }
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   write_sparse(directory, config, tensors);
   const double seconds = seconds_of([&] {
     const Checkpoint checkpoint(directory.path());
@@ -409,9 +401,10 @@ TEST_CASE("a header of more tensors than any checkpoint has is refused early", "
     header.append(i == 0 ? "\"" : ",\"").append(std::to_string(i));
     header += R"(":{"dtype":"U8","shape":[0],"data_offsets":[0,0]})";
   }
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   const std::string path = directory.write("model.safetensors", safetensors_bytes(header + "}", ""));
-  CHECK_THAT(failure([&] { SafetensorsFile{path}; }).second, Catch::Contains("more than 524288 tensors"));
+  CHECK_THAT(required_failure([&] { SafetensorsFile{path}; }).what,
+             Catch::Contains("more than 524288 tensors"));
 }
 
 TEST_CASE("a router that is not finite is refused with tensor and element", "[quick]") {
@@ -434,14 +427,14 @@ TEST_CASE("a router that is not finite is refused with tensor and element", "[qu
         const ModelConfig config = model.config();
         for (int rank = 0; rank < 2; ++rank) {
           const WeightPlan plan = plan_weights(config, checkpoint, Topology({.kvp = 2}, config.shape), rank);
-          const auto [code, message] = failure([&] { stream_weights(plan, [](auto...) {}, {}); });
+          const auto [code, message] = required_failure([&] { stream_weights(plan, [](auto...) {}, {}); });
           CHECK(code == ErrorCode::invalid_file);
           CHECK_THAT(message, Catch::Contains(name) && Catch::Contains("element [0, 2] is "));
           const WeightPlan in_place =
               plan_weights(config, checkpoint, Topology({.kvp = 2}, config.shape), rank, WeightHome::files);
-          const auto failed = failure([&] { load_in_memory(in_place); });
-          CHECK(failed.first == code);
-          CHECK(failed.second == message);
+          const auto failed = required_failure([&] { load_in_memory(in_place); });
+          CHECK(failed.code == code);
+          CHECK(failed.what == message);
         }
       }
     }

@@ -20,6 +20,7 @@
 #include "decode/checkpoint_files.hpp"
 #include "decode/golden.hpp"
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 #include "support/process.hpp"
 
 namespace helix::test {
@@ -32,12 +33,7 @@ using decode::JobStatement;
 
 /// What is said where rank 2 of 3 has other fields than the rest; empty: nothing.
 std::string refusal(const JobFields& rank_0, const JobFields& rank_2) {
-  try {
-    decode::expect_agreement({{rank_0, ""}, {rank_0, ""}, {rank_2, ""}});
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
+  return failure_message([&] { decode::expect_agreement({{rank_0, ""}, {rank_0, ""}, {rank_2, ""}}); });
 }
 
 template <class T>

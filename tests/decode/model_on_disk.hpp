@@ -44,7 +44,7 @@ class ModelOnDisk {
   void align(std::size_t remainder) const {
     directory_.write("model.safetensors", safetensors_at(remainder, tensors_));
   }
-  const TemporaryDirectory& directory() const { return directory_; }
+  const ScratchDirectory& directory() const { return directory_; }
 
   /// What a loaded element must be, from name and indices alone.
   float value(const std::string& tensor, std::int64_t row, std::int64_t col) const {
@@ -165,7 +165,7 @@ class ModelOnDisk {
   std::int64_t hidden_ = 0;
   std::vector<TensorContent> tensors_;
   std::set<std::string> is_fp8_;
-  TemporaryDirectory directory_;
+  ScratchDirectory directory_;
 };
 
 inline nlohmann::json llama() {

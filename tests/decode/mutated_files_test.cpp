@@ -169,14 +169,14 @@ bool reads(const Kind& kind) {
 void read_mutated(int count, std::uint64_t seed) {
   const ModelOnDisk dense(llama());
   const ModelOnDisk latent(deepseek());
-  const TemporaryDirectory sharded;
+  const ScratchDirectory sharded;
   sharded.write("config.json", llama().dump());
   sharded.write("a.safetensors", read_text(dense.directory().path() / "model.safetensors"));
   nlohmann::json index;
   for (const TensorContent& tensor : dense.tensors()) index["weight_map"][tensor.name] = "a.safetensors";
-  const TemporaryDirectory others;
+  const ScratchDirectory others;
   const auto path = [&](const char* name) { return (others.path() / name).string(); };
-  const auto open = [](const TemporaryDirectory& directory, const char* name) {
+  const auto open = [](const ScratchDirectory& directory, const char* name) {
     return std::pair(&directory, std::string(name));
   };
   const auto config_of = [](const ModelOnDisk& model) {
@@ -186,7 +186,7 @@ void read_mutated(int count, std::uint64_t seed) {
     return read_text(model.directory().path() / "model.safetensors");
   };
   struct Place {
-    std::pair<const TemporaryDirectory*, std::string> file;
+    std::pair<const ScratchDirectory*, std::string> file;
     Kind kind;
   };
   const std::vector<Place> places = {

@@ -50,7 +50,7 @@ std::int64_t resident_file_bytes() {
 }
 
 /// A file of one tensor of `bytes` bytes, all zeros, which take no room on the disk. Returns its path.
-std::string write_zeros(const TemporaryDirectory& directory, std::int64_t bytes) {
+std::string write_zeros(const ScratchDirectory& directory, std::int64_t bytes) {
   const std::string count = std::to_string(bytes / 4);
   const std::string path = directory.write(
       "model.safetensors", safetensors_bytes("{\"t\":{\"dtype\":\"F32\",\"shape\":[" + count +
@@ -216,7 +216,7 @@ TEST_CASE("every truncation of a sound file is an Error") {
 }
 
 TEST_CASE("a mapped file gives the bytes that were written, at every alignment") {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   for (std::size_t shift = 0; shift < 8; ++shift) {
     const std::vector<TensorContent> tensors = {filled("a", 3, 5, DType::fp8_e4m3),
                                                 filled("b", 4, 4, DType::f32)};
@@ -234,7 +234,7 @@ TEST_CASE("a mapped file gives the bytes that were written, at every alignment")
 }
 
 TEST_CASE("files that cannot be mapped are io errors that name the path") {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   const auto [code, message] =
       required_failure([&] { SafetensorsFile((directory.path() / "none.safetensors").string()); });
   CHECK(code == ErrorCode::io);
@@ -247,7 +247,7 @@ TEST_CASE("files that cannot be mapped are io errors that name the path") {
 TEST_CASE("bytes that are made resident are, and those that are gone are an Error") {
   if (resident_file_bytes() < 0) return helix::test::skip("no /proc/self/statm");
   constexpr std::int64_t kBytes = std::int64_t{64} << 20;
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   const std::string path = write_zeros(directory, kBytes);
   const SafetensorsFile file(path);
   const auto half = file.data(file.tensors().front()).first(kBytes / 2);
@@ -266,7 +266,7 @@ TEST_CASE("bytes that are made resident are, and those that are gone are an Erro
 TEST_CASE("released pages leave resident memory") {
   if (resident_file_bytes() < 0) return helix::test::skip("no /proc/self/statm");
   constexpr std::int64_t kBytes = std::int64_t{64} << 20;
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   const std::string path = write_zeros(directory, kBytes);
   const SafetensorsFile file(path);
   const auto data = file.data(file.tensors().front());
@@ -281,10 +281,10 @@ TEST_CASE("released pages leave resident memory") {
 
 TEST_CASE("a checkpoint finds tensors in one file and in shards alike") {
   const std::vector<TensorContent> tensors = {filled("a", 3, 5), filled("b", 2, 2), filled("c", 0, 4)};
-  const TemporaryDirectory one;
+  const ScratchDirectory one;
   one.write("config.json", "{}");
   one.write("model.safetensors", safetensors_of(tensors));
-  const TemporaryDirectory sharded;
+  const ScratchDirectory sharded;
   sharded.write("config.json", "{}");
   sharded.write("model-1.safetensors", safetensors_of({tensors[0]}));
   sharded.write("model-2.safetensors", safetensors_of({tensors[1], tensors[2]}));
@@ -292,7 +292,7 @@ TEST_CASE("a checkpoint finds tensors in one file and in shards alike") {
       "model.safetensors.index.json",
       R"({"metadata":{"total_size":46},"weight_map":{"a":"model-1.safetensors","b":"model-2.safetensors",
                     "c":"model-2.safetensors"}})");
-  for (const TemporaryDirectory* directory : {&one, &sharded}) {
+  for (const ScratchDirectory* directory : {&one, &sharded}) {
     const Checkpoint checkpoint(directory->path());
     CHECK(checkpoint.num_tensors() == 3);
     CHECK(checkpoint.config_json() == "{}");
@@ -328,7 +328,7 @@ TEST_CASE("an index that leaves its directory or is malformed is refused") {
 }
 
 TEST_CASE("missing parts of a checkpoint are named") {
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   const auto open = [&] { return required_failure([&] { const Checkpoint checkpoint(directory.path()); }); };
   CHECK(required_failure([] { const Checkpoint checkpoint("/nonexistent/helix"); }).code == ErrorCode::io);
   CHECK(open().code == ErrorCode::io);

@@ -511,7 +511,7 @@ TEST_CASE("loading keeps resident memory to the rank's share") {
   config["vocab_size"] = 32768;
   config["intermediate_size"] = 16384;
   config["num_hidden_layers"] = 1;
-  const TemporaryDirectory directory;
+  const ScratchDirectory directory;
   std::string header = "{";
   std::int64_t end = 0;
   const auto add = [&](const std::string& name, std::vector<std::int64_t> shape) {

@@ -405,7 +405,7 @@ class InPlace {
   }
 
  private:
-  TemporaryDirectory directory_;
+  ScratchDirectory directory_;
   std::unique_ptr<Checkpoint> checkpoint_;
 };
 

@@ -372,47 +372,20 @@ TEST_CASE("pictures are well-formed, whatever the machine is called") {
              Contains("without HOP-B") && Contains("with HOP-B in 4 slices"));
 }
 
-/// Arguments of helix-plan, and words of the one line that must follow.
-struct BadInput {
-  std::string arguments;
-  std::vector<std::string> words;
-};
-
 void check_refused(const std::vector<BadInput>& cases) {
-  for (const BadInput& bad : cases) {
-    const Run run = run_plan(bad.arguments);
-    INFO(bad.arguments << "\n" << run.output);
-    CHECK(run.exit_code == 1);
-    const std::size_t message = run.output.rfind("helix-plan: ");
-    REQUIRE(message != std::string::npos);
-    CHECK(run.output.find('\n', message) == run.output.size() - 1);  // one line, the last
-    CHECK(run.output.find('\x1b') == std::string::npos);
-    for (const std::string& word : bad.words) CHECK_THAT(run.output.substr(message), Contains(word));
-  }
+  helix::test::check_refused(HELIX_PLAN, "helix-plan", cases);
 }
-
-/// Writes files into a scratch folder, and gives their names.
-class Files {
- public:
-  std::string operator()(const std::string& name, const std::string& text) const {
-    write_file(scratch_ / name, text);
-    return (scratch_ / name).string();
-  }
-
- private:
-  ScratchDirectory scratch_;
-};
 
 const std::string kLlama = "--model llama-3.1-8b ";
 
 TEST_CASE("bad input gives one clear error and a non-zero exit") {
-  const Files files;
+  const ScratchDirectory files;
   check_refused({
       {"", {"--model", "required"}},
       {"--model gpt-17", {"gpt-17", "llama-3.1-405b"}},
       {"--model /nowhere/config.json", {"/nowhere/config.json", "no such file"}},
-      {"--model " + files("model.json", "{\"model_type\": \"llama\""), {"model.json", "JSON"}},
-      {"--model " + files("rnn.json", "{\"model_type\": \"rnn\"}"), {"rnn.json", "rnn"}},
+      {"--model " + files.write("model.json", "{\"model_type\": \"llama\""), {"model.json", "JSON"}},
+      {"--model " + files.write("rnn.json", "{\"model_type\": \"rnn\"}"), {"rnn.json", "rnn"}},
       {kLlama + "--hardware abacus", {"abacus", "h200", "gb200"}},
       {kLlama + "--hardware /nowhere.json", {"/nowhere.json", "No such file"}},
       {kLlama + "--gpus 0", {"--gpus", "0"}},
@@ -445,9 +418,9 @@ TEST_CASE("bad input gives one clear error and a non-zero exit") {
 }
 
 TEST_CASE("a description of hardware that is broken or absurd gives one clear error") {
-  const Files files;
+  const ScratchDirectory files;
   const auto machine = [&](const std::string& name, const std::string& text) {
-    return kLlama + "--hardware " + files(name + ".json", text);
+    return kLlama + "--hardware " + files.write(name + ".json", text);
   };
   const std::string deep(100, '[');
   check_refused({
@@ -494,27 +467,31 @@ TEST_CASE("a description of hardware that is broken or absurd gives one clear er
 }
 
 TEST_CASE("results of benchmarks that are broken or no results give one clear error") {
-  const Files files;
+  const ScratchDirectory files;
   const std::string results = read_file(kFourGpuResults);
   check_refused({
-      {kLlama + "--calibrate " + files("no-results.json", "{}"), {"no-results.json", "benchmarks"}},
-      {kLlama + "--calibrate " + files("none.json", R"({"benchmarks": []})"), {"none.json", "succeeded"}},
-      {kLlama + "--calibrate " + files("cut.json", results.substr(0, results.size() / 2)),
+      {kLlama + "--calibrate " + files.write("no-results.json", "{}"), {"no-results.json", "benchmarks"}},
+      {kLlama + "--calibrate " + files.write("none.json", R"({"benchmarks": []})"),
+       {"none.json", "succeeded"}},
+      {kLlama + "--calibrate " + files.write("cut.json", results.substr(0, results.size() / 2)),
        {"cut.json", "JSON"}},
-      {kLlama + "--calibrate " + files("other.json", R"({"benchmarks": [{"name": "sort/1", "us": 3}]})"),
+      {kLlama + "--calibrate " +
+           files.write("other.json", R"({"benchmarks": [{"name": "sort/1", "us": 3}]})"),
        {"calibrate", "bench/run_gpu.sh"}},
-      {kLlama + "--calibrate " + files("zero-time.json", R"({"benchmarks": [{"name": "rms_norm/1", "bytes": 8,
+      {kLlama + "--calibrate " +
+           files.write("zero-time.json", R"({"benchmarks": [{"name": "rms_norm/1", "bytes": 8,
          "read_bytes/s": 0}]})"),
        {"rms_norm/1", "read_bytes/s"}},
-      {"--check " +
-           files("wild.json", R"({"benchmarks": [{"name": "decode_layer/kvp:x/tpa:1/batch:8", "us": 3}]})"),
+      {"--check " + files.write("wild.json",
+                                R"({"benchmarks": [{"name": "decode_layer/kvp:x/tpa:1/batch:8", "us": 3}]})"),
        {"decode_layer", "kvp"}},
-      {"--check " +
-           files("heads.json", R"({"benchmarks": [{"name": "partial_attention/batch:8/queries:1", "us": 3,
+      {"--check " + files.write("heads.json",
+                                R"({"benchmarks": [{"name": "partial_attention/batch:8/queries:1", "us": 3,
          "bytes/s": 4, "read_bytes/s": 4}]})"),
        {"partial_attention", "heads"}},
-      {"--check " + files("hop.json",
-                          R"({"benchmarks": [{"name": "decode_layer/kvp:1/tpa:1/layers:2/batch:8/context:99",
+      {"--check " +
+           files.write("hop.json",
+                       R"({"benchmarks": [{"name": "decode_layer/kvp:1/tpa:1/layers:2/batch:8/context:99",
          "us": 3, "read_bytes/s": 4, "bytes": 9}, {"name": "rms_norm/1", "us": 2, "bytes": 8, "read_bytes/s": 9}]})"),
        {"decode_layer", "hop_b"}},
   });

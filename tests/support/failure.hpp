@@ -41,6 +41,13 @@ Failure required_failure(Act&& act) {
   return *failure;
 }
 
+/// The message of the Error that `act` throws; empty if it returns.
+template <class Act>
+std::string failure_message(Act&& act) {
+  const std::optional<Failure> failure = failure_of(act);
+  return failure ? failure->what : "";
+}
+
 /// A way to spoil a T, and the words of the message that must follow.
 template <class T>
 struct Mistake {

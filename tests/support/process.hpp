@@ -12,7 +12,9 @@
 #include <fstream>
 #include <iterator>
 #include <string>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 #include <sys/wait.h>
 
@@ -62,6 +64,29 @@ inline Run run_command(const std::string& command, int seconds = 120) {
   return run;
 }
 
+/// Arguments of a program, and words of the one line that must follow.
+struct BadInput {
+  std::string arguments;
+  std::vector<std::string> words;
+};
+
+/// Checks that `program`, which calls itself `name`, ends with 1 for each, and with one error at the end of
+/// its output that has the words.
+inline void check_refused(const std::string& program, const std::string& name,
+                          const std::vector<BadInput>& cases) {
+  for (const BadInput& bad : cases) {
+    const Run run = run_command(program + " " + bad.arguments);
+    INFO(bad.arguments << "\n" << run.output);
+    CHECK(run.exit_code == 1);
+    const std::size_t message = run.output.find(name + ": ");
+    REQUIRE(message != std::string::npos);
+    CHECK(run.output.find('\n', message) == run.output.size() - 1);
+    CHECK(run.output.find('\x1b') == std::string::npos);
+    for (const std::string& word : bad.words)
+      CHECK_THAT(run.output.substr(message), Catch::Matchers::Contains(word));
+  }
+}
+
 /// A directory that goes away with the test.
 class ScratchDirectory {
  public:
@@ -75,6 +100,12 @@ class ScratchDirectory {
   ScratchDirectory& operator=(const ScratchDirectory&) = delete;
   std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
   const std::filesystem::path& path() const { return path_; }
+
+  /// Returns the file's path.
+  std::string write(const std::string& name, std::string_view text) const {
+    std::ofstream(path_ / name, std::ios::binary) << text;
+    return (path_ / name).string();
+  }
 
  private:
   std::filesystem::path path_;
