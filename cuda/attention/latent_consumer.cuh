@@ -109,7 +109,7 @@ struct Consumer {
         top[h] = fmaxf(top[h], fmaxf(scores[4 * j + 2 * h], scores[4 * j + 2 * h + 1]));
       top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
       top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
-      top[h] = __fmul_ru(top[h], factor());
+      top[h] *= factor();
     }
   }
   __device__ __forceinline__ void mask(int token, Scores& scores) const {
@@ -140,9 +140,8 @@ struct Consumer {
   __device__ __forceinline__ void raise(const float (&top)[2], float (&shrink)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // Rounded so that no weight exceeds 2^kMostExponent by the error of a large score.
-      const bool raises = top[h] > __fadd_rd(rows.max[h], kMostExponent<T>);
-      shrink[h] = raise_max(h, raises ? __fadd_ru(top[h], -kTopExponent<T>) : rows.max[h]);
+      shrink[h] =
+          raise_max(h, top[h] > rows.max[h] + kMostExponent<T> ? top[h] - kTopExponent<T> : rows.max[h]);
       if (lane() % 4 == 0) s.row[kGroup][row() + 8 * h] = rows.max[h];
     }
   }

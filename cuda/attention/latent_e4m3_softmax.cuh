@@ -125,12 +125,9 @@ struct Softmax {
       float top = -kInfinity;
       for (int w = 0; w < 4; ++w) top = fmaxf(top, s.top[group][w][r]);
       const bool raises = s.is_unset[r] ? top > -kInfinity : top > kMostExponent;
-      // Rounded up, so that no weight exceeds 2^kMostExponent by the error of a large score, and raised by
-      // what is left of that.
-      const float old = s.row[r].pivot;
-      const float pivot = raises ? __fadd_ru(old, __fadd_ru(top, -kTopExponent)) : old;
-      s.raise[group][r] = pivot - old;
-      s.row[r].pivot = pivot;
+      const float by = raises ? top - kTopExponent : 0.0f;
+      s.raise[group][r] = by;
+      s.row[r].pivot += by;
       is_left = s.is_unset[r] && !raises;
       s.is_unset[r] = is_left;
     }

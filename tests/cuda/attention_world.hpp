@@ -173,15 +173,13 @@ class AttentionWorld {
       if (column < case_.d) q_[i] = column == case_.d - 1 ? static_cast<float>(T(case_.root_score)) : 0.0f;
     }
     const std::int64_t keys = case_.is_latent() ? case_.d : case_.kv_heads * case_.d;
-    dispatch(case_.kv_dtype, [&]<class S>(S*) {
-      const auto key = static_cast<float>(S(std::is_same_v<S, fp8_e4m3> ? 448.0f : case_.root_score));
-      for (std::vector<float>& stored : stored_) {
-        for (std::size_t i = 0; i < stored.size(); ++i) {
-          const auto column = static_cast<std::int64_t>(i) % row_elements();
-          if (column < keys && column % case_.d == case_.d - 1) stored[i] = key;
-        }
+    for (std::vector<float>& stored : stored_) {
+      for (std::size_t i = 0; i < stored.size(); ++i) {
+        const auto column = static_cast<std::int64_t>(i) % row_elements();
+        if (column < keys && column % case_.d == case_.d - 1)
+          stored[i] = static_cast<float>(T(case_.root_score));
       }
-    });
+    }
   }
 
   static std::vector<std::uint8_t> narrowed(const std::vector<float>& values) {
