@@ -644,22 +644,18 @@ struct CountingComm {
 TEST_CASE("a communicator of another size than the topology's is refused before anything is split") {
   const Topology topology(widths(2, 2, 0, 1, 3), dense_shape(8, 2));
   int splits = 0;
-  for (const int ranks : {1, 3, 5, 12}) {
-    CountingComm stage{ranks, &splits};
-    const auto failure = helix::test::failure_of([&] { helix::split_kvp(stage, topology); });
+  const auto check_refused = [&](int ranks, const char* needed, const auto& split) {
+    CountingComm comm{ranks, &splits};
+    const auto failure = helix::test::failure_of([&] { split(comm, topology); });
     CAPTURE(ranks);
     REQUIRE(failure);
     CHECK(failure->code == ErrorCode::invalid_argument);
-    CHECK(failure->says("has " + std::to_string(ranks) + " ranks; a stage of the topology has 4"));
-  }
-  for (const int ranks : {4, 11, 13}) {
-    CountingComm world{ranks, &splits};
-    const auto failure = helix::test::failure_of([&] { helix::split_world(world, topology); });
-    CAPTURE(ranks);
-    REQUIRE(failure);
-    CHECK(failure->code == ErrorCode::invalid_argument);
-    CHECK(failure->says("has " + std::to_string(ranks) + " ranks; the topology has 12"));
-  }
+    CHECK(failure->says("has " + std::to_string(ranks) + " ranks; " + needed));
+  };
+  for (const int ranks : {1, 3, 5, 12})
+    check_refused(ranks, "a stage of the topology has 4", helix::split_kvp<CountingComm>);
+  for (const int ranks : {4, 11, 13})
+    check_refused(ranks, "the topology has 12", helix::split_world<CountingComm>);
   CHECK(splits == 0);
   CountingComm stage{4, &splits};
   helix::split_kvp(stage, topology);

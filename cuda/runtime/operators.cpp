@@ -15,18 +15,6 @@
 
 namespace helix::cuda {
 
-DeviceScope::DeviceScope(int device) {
-  int current = -1;
-  HELIX_CUDA_CHECK(cudaGetDevice(&current));
-  if (current == device) return;
-  HELIX_CUDA_CHECK(cudaSetDevice(device));
-  previous_ = current;
-}
-
-DeviceScope::~DeviceScope() {
-  if (previous_ >= 0) (void)cudaSetDevice(previous_);
-}
-
 template <class T>
 Operators<T>::Operators(int device, Allocator allocator) : state_(std::make_shared<State>()) {
   HELIX_EXPECTS(!allocator.allocate == !allocator.free, ErrorCode::invalid_argument,

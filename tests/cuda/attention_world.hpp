@@ -147,37 +147,39 @@ class AttentionWorld {
   float scale() const { return case_.sharpness / std::sqrt(static_cast<float>(case_.d)); }
   float uniform() { return static_cast<float>(random_() >> 8) * 0x1p-23f - 1.0f; }
 
-  /// Scores come from the last column of the keys alone, and values of other tokens add up.
-  void make_first_tokens_loud() {
+  /// Has all queries ask the last column of the keys alone, by `x`.
+  void ask_last_column(float x) {
     for (std::size_t i = 0; i < q_.size(); ++i) {
       const auto column = static_cast<std::int64_t>(i) % q_stride();
-      if (column < case_.d) q_[i] = column == case_.d - 1 ? 1.0f : 0.0f;
+      if (column < case_.d) q_[i] = column == case_.d - 1 ? x : 0.0f;
     }
-    const float loud = case_.loudness * std::log(2.0f) / scale();
+  }
+  /// Whether element `i` of what a sequence stores is in the last column of a key.
+  bool is_asked(std::size_t i) const {
+    const auto column = static_cast<std::int64_t>(i) % row_elements();
     const std::int64_t keys = case_.is_latent() ? case_.d : case_.kv_heads * case_.d;
+    return column < keys && column % case_.d == case_.d - 1;
+  }
+
+  /// Values of other tokens than the first ones, which are loud, add up.
+  void make_first_tokens_loud() {
+    ask_last_column(1.0f);
+    const float loud = case_.loudness * std::log(2.0f) / scale();
     for (std::vector<float>& stored : stored_) {
       for (std::size_t i = 0; i < stored.size(); ++i) {
-        const auto column = static_cast<std::int64_t>(i) % row_elements();
         const bool is_first = static_cast<std::int64_t>(i) < row_elements();
-        const bool scores = column < keys && column % case_.d == case_.d - 1;
-        if (scores) stored[i] = is_first ? static_cast<float>(T(loud)) : 0.0f;
-        if (!scores && !is_first) stored[i] = 1.0f;
+        if (is_asked(i)) stored[i] = is_first ? static_cast<float>(T(loud)) : 0.0f;
+        if (!is_asked(i) && !is_first) stored[i] = 1.0f;
       }
     }
   }
 
-  /// Scores come from the last column of queries and keys alone, where all are the same.
   void make_scores_alike() {
-    for (std::size_t i = 0; i < q_.size(); ++i) {
-      const auto column = static_cast<std::int64_t>(i) % q_stride();
-      if (column < case_.d) q_[i] = column == case_.d - 1 ? static_cast<float>(T(case_.root_score)) : 0.0f;
-    }
-    const std::int64_t keys = case_.is_latent() ? case_.d : case_.kv_heads * case_.d;
+    const auto root = static_cast<float>(T(case_.root_score));
+    ask_last_column(root);
     for (std::vector<float>& stored : stored_) {
       for (std::size_t i = 0; i < stored.size(); ++i) {
-        const auto column = static_cast<std::int64_t>(i) % row_elements();
-        if (column < keys && column % case_.d == case_.d - 1)
-          stored[i] = static_cast<float>(T(case_.root_score));
+        if (is_asked(i)) stored[i] = root;
       }
     }
   }

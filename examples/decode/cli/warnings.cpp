@@ -85,9 +85,8 @@ std::optional<std::string> unread_rope_keys(const ModelConfig& config, const Che
   const std::vector<std::string>& keys = config.unread_rope_keys;
   if (keys.empty()) return std::nullopt;
   return fmt::format(
-      "warning: {}: the rope does not take {} of its keys, the first of them {}: see that it is spelled as "
-      "in "
-      "transformers",
+      "warning: {}: the rope does not take {} of its keys, the first of them {}: see that it is "
+      "spelled as in transformers",
       one_line(checkpoint.config_path()), keys.size(), printable(keys.front()));
 }
 
