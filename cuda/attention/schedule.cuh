@@ -60,10 +60,12 @@ struct KvTileCursor {
 };
 
 /// What a block takes of the list: consecutive KV tiles, which are a KV split of each query tile and head
-/// that they belong to.
+/// that they belong to. A split of a cluster may be of no KV tile.
 struct WorkItem {
   KvTileCursor start;
   int count;  ///< KV tiles.
+
+  __device__ bool is_none() const { return start.num_kv_tiles == 0; }
 };
 
 /// The KV splits of one query tile and KV head: block first_block + i takes split i.

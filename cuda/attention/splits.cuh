@@ -55,23 +55,24 @@ __device__ inline int cluster_blocks() {
 #endif
 }
 
-/// KV splits that `kv_tiles` KV tiles are worth: no more than these, as each split is to have one.
+/// KV splits that `kv_tiles` KV tiles are worth. Those of a cluster's blocks may be more than there are KV
+/// tiles: in its shared memory even splits of nothing combine faster than through the device's.
 template <class Limits>
 __device__ inline int max_splits(int kv_tiles) {
   if (kv_tiles <= Limits::kWholeTiles) return 1;
   if constexpr (Limits::kClusterTiles > 0) {
     const int cluster = cluster_blocks();
-    if (cluster > 1 && kv_tiles <= cluster * Limits::kClusterTiles) return min(cluster, kv_tiles);
+    if (cluster > 1 && kv_tiles <= cluster * Limits::kClusterTiles) return cluster;
   }
   return kv_tiles <= kCombineBatch * Limits::kShortSplitTiles
              ? (kv_tiles + Limits::kShortSplitTiles - 1) / Limits::kShortSplitTiles
              : max(kCombineBatch, (kv_tiles + Limits::kSplitTiles - 1) / Limits::kSplitTiles);
 }
 
-/// Work items of equal length into which a list of `kv_tiles` KV tiles is cut.
+/// Work items of equal length, of a KV tile at least, into which a list of `kv_tiles` KV tiles is cut.
 template <class Plan>
 __device__ inline int even_work_items(int kv_tiles) {
-  return min(Plan::num_blocks(), max_splits<typename Plan::Limits>(kv_tiles));
+  return min(min(Plan::num_blocks(), kv_tiles), max_splits<typename Plan::Limits>(kv_tiles));
 }
 
 /// KV splits for a query tile of one KV head, in proportion to its KV tiles: at least one, and not more in
@@ -80,8 +81,9 @@ template <class Limits>
 __device__ inline int splits_for(int kv_tiles, int spare, int total) {
   const int shift = max(0, 9 - __clz(total));  // so that the product fits
   const unsigned part = static_cast<unsigned>(kv_tiles >> shift) * static_cast<unsigned>(spare);
-  return min(1 + static_cast<int>(part / static_cast<unsigned>(total >> shift)),
-             max_splits<Limits>(kv_tiles));
+  const int splits = 1 + static_cast<int>(part / static_cast<unsigned>(total >> shift));
+  const int most = max_splits<Limits>(kv_tiles);
+  return splits < most ? min(splits, kv_tiles) : most;
 }
 
 /// Whether splits of up to `longest` KV tiles are not too long beside work items of equal length.

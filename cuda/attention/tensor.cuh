@@ -98,7 +98,7 @@ struct Tensor {
     make_plan(p, s.plan);
     const Schedule<Plan> schedule(p, s.plan);
     const WorkItem item = schedule.work_item(static_cast<int>(blockIdx.x));
-    if (item.count == 0) return;
+    if (item.is_none()) return;
 
     const auto stage_at = static_cast<unsigned>(__cvta_generic_to_shared(s.stages[warp]));
     const auto barrier_at = static_cast<unsigned>(__cvta_generic_to_shared(s.barriers[warp]));
@@ -118,8 +118,9 @@ struct Tensor {
       wait_for_previous();
       start_next();  // not before: what follows would take the memory from this step's q and KV
     }
-    for (int done = 0, count = 0; done < item.count; done += count) {
-      count = min(item.count - done, at.num_kv_tiles - at.kv_tile);
+    int done = 0;
+    do {
+      const int count = min(item.count - done, at.num_kv_tiles - at.kv_tile);
       const QueryTile query_tile = s.plan.query_tiles[at.query_tile];
       // Behind the copies of all blocks the queries would wait for microseconds, so they are asked for first.
       Queries queries;
@@ -165,7 +166,8 @@ struct Tensor {
       }
       end_split({p, schedule.splits_of(at.query_tile, at.head)}, s, cluster, at, scales.v, found);
       at.advance(p, s.plan, count);
-    }
+      done += count;
+    } while (done < item.count);
   }
 
  private:
