@@ -100,7 +100,7 @@ class EngineBackend {
     }
     const helix::StampArgs& stamp = args.sink.headers;
     const helix::ExchangeHeader header{
-        .epoch = helix::exchange_epoch(++*stamp.epoch, stamp.positions, stamp.tokens),
+        .epoch = helix::exchange_epoch(++*stamp.exchanges, stamp.positions, stamp.tokens),
         .tokens = static_cast<std::uint32_t>(stamp.tokens),
         .sender = static_cast<std::uint32_t>(stamp.sender)};
     for (std::int64_t i = 0; i < stamp.count; ++i)

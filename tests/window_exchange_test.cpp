@@ -74,7 +74,7 @@ class WindowedBackend : public cpu::Backend<WindowedComm> {
     synchronize(stream);
     for (std::int64_t p = 0; p < window.peers; ++p) {
       auto* header = reinterpret_cast<ExchangeHeader*>(window.sent + p * window.peer_bytes);
-      *header = {exchange_epoch(*window.epoch + 1, window.positions, window.tokens),
+      *header = {exchange_epoch(*window.exchanges + 1, window.positions, window.tokens),
                  static_cast<std::uint32_t>(window.tokens), static_cast<std::uint32_t>(window.sender)};
     }
     comms().kvp->barrier(stream);
@@ -82,7 +82,7 @@ class WindowedBackend : public cpu::Backend<WindowedComm> {
     for (std::int64_t p = 0; p < window.peers; ++p) {
       const auto* header = reinterpret_cast<const ExchangeHeader*>(window.received + p * window.sender_bytes);
       if (header->sender != p || header->tokens != window.tokens ||
-          header->epoch != exchange_epoch(*window.epoch + 1, window.positions, window.tokens))
+          header->epoch != exchange_epoch(*window.exchanges + 1, window.positions, window.tokens))
         throw Error(ErrorCode::out_of_step, "the header of rank ", p);
     }
     lse_combine(combine, stream);
@@ -107,7 +107,7 @@ class LineBackend : public WindowedBackend {
     const std::int64_t dim = combine.out.extent(2);
     std::vector<float> out, lse;
     const auto take = [&](const Line& line) {
-      const auto number = static_cast<std::uint32_t>(*window.epoch + 1);
+      const auto number = static_cast<std::uint32_t>(*window.exchanges + 1);
       if (line.number != number || line.complement != ~number)
         throw Error(ErrorCode::out_of_step, "a line has not come");
       return line;
@@ -136,7 +136,7 @@ class LineBackend : public WindowedBackend {
                  .out = combine.out},
                 stream);
     synchronize(stream);
-    *window.epoch += 2;  // the same slot, another number
+    *window.exchanges += 2;  // the same slot, another number
     comms().kvp->barrier(stream);
     synchronize(stream);
   }
@@ -166,7 +166,7 @@ void write_row(const PartialSink<float>& sink, std::int64_t token, std::int64_t 
     return;
   }
   const auto bits = [](float x) { return std::bit_cast<std::uint32_t>(x); };
-  const auto number = static_cast<std::uint32_t>(*sink.slot.epoch + 1);
+  const auto number = static_cast<std::uint32_t>(*sink.slot.exchanges + 1);
   *lines_at(sink.lines.rows.lse_of(token, head)) = {
       bits(lse), number, exchange_row_tag(sink.lines.positions, token, sink.lines.tokens), ~number};
   for (std::int64_t i = 0; i < dim / 2; ++i)

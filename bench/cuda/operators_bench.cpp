@@ -245,7 +245,7 @@ void bench_pack_partial(benchmark::State& state, std::int64_t kvp, std::int64_t 
   const Places out(static_cast<std::size_t>(rows * dim) * kBf16Bytes, launches, kSeed);
   const Places lse(static_cast<std::size_t>(rows) * sizeof(float), launches, kSeed + 1);
   const Places messages(static_cast<std::size_t>(kvp * message), launches, kSeed + 2);
-  const cuda::Buffer epoch = operators.allocate(sizeof(std::uint64_t));
+  const cuda::Buffer exchanges = operators.allocate(sizeof(std::uint64_t));
   std::vector<std::int64_t> positions(static_cast<std::size_t>(tokens));
   std::iota(positions.begin(), positions.end(), std::int64_t{1000});
   const cuda::Buffer positions_at = on_device(operators, positions);
@@ -262,7 +262,7 @@ void bench_pack_partial(benchmark::State& state, std::int64_t kvp, std::int64_t 
         args.sink.headers = {first,
                              tokens,
                              0,
-                             reinterpret_cast<std::uint64_t*>(epoch.data()),
+                             reinterpret_cast<std::uint64_t*>(exchanges.data()),
                              reinterpret_cast<const std::int64_t*>(positions_at.data()),
                              kvp,
                              message};

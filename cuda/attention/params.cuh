@@ -35,11 +35,11 @@ struct AttentionParams {
   float* lse = nullptr;
   std::int64_t lse_token_stride = 0;
   std::int64_t lse_head_stride = 0;
-  bool is_out_aligned = false;                ///< four columns of out can be stored at once
-  int first_out_token = 0;                    ///< Token of the step at row 0 of out and lse.
-  StampArgs headers{};                        ///< Headers of the messages that out and lse lie in.
-  const std::uint64_t* slot_epoch = nullptr;  ///< SinkSlot::epoch.
-  std::int64_t out_slot_stride = 0;           ///< Elements of out to the other slot.
+  bool is_out_aligned = false;               ///< four columns of out can be stored at once
+  int first_out_token = 0;                   ///< Token of the step at row 0 of out and lse.
+  StampArgs headers{};                       ///< Headers of the messages that out and lse lie in.
+  const std::uint64_t* exchanges = nullptr;  ///< SinkSlot::exchanges.
+  std::int64_t out_slot_stride = 0;          ///< Elements of out to the other slot.
   std::int64_t lse_slot_stride = 0;
   bool sends_lines = false;  ///< Whether out and lse are those of LineRows, and strides those of lines.
   const std::uint32_t* gave_up = nullptr;        ///< SinkLines::gave_up.
@@ -138,7 +138,7 @@ __device__ inline int settled_tokens(const AttentionParams& p, const QueryTile& 
 
 /// Where this launch writes its results, read anew.
 __device__ __forceinline__ SinkPlace read_sink_place(const AttentionParams& p) {
-  return p.slot_epoch == nullptr ? SinkPlace{} : SinkPlace(p.slot_epoch, p.gave_up);
+  return p.exchanges == nullptr ? SinkPlace{} : SinkPlace(p.exchanges, p.gave_up);
 }
 
 /// The same of the block, in shared memory.

@@ -86,7 +86,7 @@ AttentionParams params_of(const PartialAttentionArgs<T>& args) {
                                        step_of<T>(sink.out.stride(1))}) >= 4 * sizeof(T);
   p.first_out_token = static_cast<int>(sink.first_token);
   p.headers = sink.headers;
-  p.slot_epoch = sink.slot.epoch;
+  p.exchanges = sink.slot.exchanges;
   p.out_slot_stride = sink.slot.bytes / static_cast<std::int64_t>(sizeof(T));
   p.lse_slot_stride = sink.slot.bytes / static_cast<std::int64_t>(sizeof(float));
   if (const LineRows<std::byte>& lines = sink.lines.rows; lines.out != nullptr) {

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(PackRows rows, RowShare 
   if (row >= rows.tokens * rows.heads) return;
   const std::int64_t token = row / static_cast<unsigned>(rows.heads);
   const std::int64_t head = row % static_cast<unsigned>(rows.heads);
-  const bool is_second = rows.slot.epoch != nullptr && *rows.slot.epoch % 2 == 1;
+  const bool is_second = rows.slot.exchanges != nullptr && *rows.slot.exchanges % 2 == 1;
   const std::int64_t slot_begin = is_second ? rows.slot.bytes : 0;
   if (share.thread() == 0) {
     float* const packed_lse = rows.packed_lse + slot_begin / static_cast<std::int64_t>(sizeof(float));
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads)
   if (row >= static_cast<unsigned>(from.out.extent(0)) * heads) return;
   const std::int64_t token = row / heads;
   const std::int64_t head = row % heads;
-  const SinkPlace place(slot.epoch, lines.gave_up);
+  const SinkPlace place(slot.exchanges, lines.gave_up);
   const std::int64_t begin = place.slot * slot.bytes;
   if (share.thread() == 0) {
     store_line(lines.rows.lse_of(token, head) + begin,

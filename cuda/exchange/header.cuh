@@ -47,13 +47,13 @@ __device__ __forceinline__ std::uint32_t header_word(std::uint64_t epoch, std::i
   }
 }
 
-/// Advances the epoch and writes the headers; all lanes of one warp, no other of which reads the epoch.
+/// Counts the exchange and writes the headers; all lanes of one warp, no other of which reads the count.
 __device__ inline void write_headers(const StampArgs& args) {
-  const std::uint64_t exchanges = *args.epoch + 1;
+  const std::uint64_t exchanges = *args.exchanges + 1;
   const std::uint64_t epoch = exchange_epoch(exchanges, sum_epoch_terms(args.positions, args.tokens));
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   __syncwarp();
-  if (lane == 0) *args.epoch = exchanges;
+  if (lane == 0) *args.exchanges = exchanges;
   for (int i = lane; i < static_cast<int>(args.count) * kHeaderWords; i += kWarp) {
     auto* header = reinterpret_cast<std::uint32_t*>(args.message + i / kHeaderWords * args.message_bytes);
     header[i % kHeaderWords] = header_word(epoch, args.tokens, args.sender, i % kHeaderWords);

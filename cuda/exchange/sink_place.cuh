@@ -20,8 +20,8 @@ struct SinkPlace {
 
   SinkPlace() = default;
   /// `gave_up`: of lines; null: there are none.
-  __device__ __forceinline__ SinkPlace(const std::uint64_t* epoch, const std::uint32_t* gave_up) {
-    const std::uint64_t exchanges = *epoch;
+  __device__ __forceinline__ SinkPlace(const std::uint64_t* counter, const std::uint32_t* gave_up) {
+    const std::uint64_t exchanges = *counter;
     const std::uint32_t has_stopped = gave_up == nullptr ? 0 : volatile_word(gave_up);
     slot = static_cast<std::int64_t>(exchanges & 1);
     count = static_cast<std::uint32_t>(exchanges) + (has_stopped != 0 ? 0 : 1);  // 0: as if nothing had come

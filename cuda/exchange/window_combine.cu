@@ -81,7 +81,7 @@ __device__ void check_header(const PeerWaits& waits, const WindowExchangeArgs& a
 /// Block 0 sends this rank's headers and compares the peers' with them. The others, or it where it is alone,
 /// wait for the peers' and merge rows, as combine_kernel does; many rows in turn, as each block that waits
 /// and counts itself takes time: 34 MB took 37 us with a block for 16 rows and take 20. The last block that
-/// has read the epoch advances it.
+/// has read the count of exchanges advances it.
 ///
 /// Headers sent by the last block of attention left later, behind its fence, its count and what it read
 /// then: a step of one sequence took 2.80 ms with them and takes 2.71 with these.

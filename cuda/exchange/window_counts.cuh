@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The words at WindowExchangeArgs::epoch, which all kernels of an exchange over windows read and its combine
-// advances.
+// The words at WindowExchangeArgs::exchanges, which all kernels of an exchange over windows read and its
+// combine advances.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct WindowCounts {
 };
 
 __device__ __forceinline__ WindowCounts& counts_of(const WindowExchangeArgs& window) {
-  return *reinterpret_cast<WindowCounts*>(window.epoch);
+  return *reinterpret_cast<WindowCounts*>(window.exchanges);
 }
 
 /// What is read on the device of an exchange.
@@ -24,7 +24,7 @@ struct WindowPlace {
   std::int64_t slot_begin;  ///< Bytes from the first slot to its own.
 
   explicit __device__ __forceinline__ WindowPlace(const WindowExchangeArgs& window)
-      : exchanges(*static_cast<const volatile std::uint64_t*>(window.epoch) + 1),
+      : exchanges(*static_cast<const volatile std::uint64_t*>(window.exchanges) + 1),
         slot_begin(exchanges % 2 == 1 ? 0 : window.slot_bytes) {}
 };
 

@@ -38,7 +38,7 @@ class KvpAllToAll {
         kvp_(backend.comms().kvp->size()),
         layout_(spec, kElementBytes),
         windows_(spec, kvp_),
-        epoch_(backend.allocate(2 * sizeof(std::uint64_t))) {
+        exchanges_(backend.allocate(2 * sizeof(std::uint64_t))) {
     if (kvp_ == 1) return;
     has_windows_ = windows_.open(backend);
     if (!has_windows_) allocate_messages();
@@ -74,7 +74,7 @@ class KvpAllToAll {
                       .slice = slice};
     if (slice.tokens == 0) return messages;
     if (has_windows_) {
-      windows_.point_to_peers(messages.sink, slice.tokens, slice.value_dim, positions, epoch());
+      windows_.point_to_peers(messages.sink, slice.tokens, slice.value_dim, positions, exchanges());
       return messages;
     }
     return packed(slice, positions);
@@ -180,7 +180,7 @@ class KvpAllToAll {
     messages.sink.headers = {.message = sent,
                              .tokens = slice.tokens,
                              .sender = backend_->comms().kvp->rank(),
-                             .epoch = epoch(),
+                             .exchanges = exchanges(),
                              .positions = positions,
                              .count = kvp_,
                              .message_bytes = at.message_bytes};
@@ -194,7 +194,7 @@ class KvpAllToAll {
     sent_ = std::move(sent);  // both or none
   }
 
-  std::uint64_t* epoch() const { return reinterpret_cast<std::uint64_t*>(epoch_.data()); }
+  std::uint64_t* exchanges() const { return reinterpret_cast<std::uint64_t*>(exchanges_.data()); }
 
   ExchangeMessage message_of(const ExchangeSlice& slice) const {
     return {slice.tokens, heads_a_rank(), slice.value_dim, kElementBytes};
@@ -255,7 +255,7 @@ class KvpAllToAll {
   std::int64_t kvp_;
   ExchangeLayout layout_;
   WindowExchange<B> windows_;
-  typename B::Buffer epoch_;
+  typename B::Buffer exchanges_;
   typename B::Buffer sent_{};
   Window received_{};
   bool has_windows_ = false;

@@ -114,7 +114,7 @@ class VocabularyHead {
     detail::check_weight_type("VocabularyHead", "lm_head", lm_head);
     detail::check_weight_type("VocabularyHead", "final_norm", final_norm);
     detail::check_epsilon("VocabularyHead", "norm_epsilon", norm_epsilon);
-    // The device state: [0] the epoch of the gather, [1 ..] where each rank's ids begin.
+    // The device state: [0] how many gathers there were, [1 ..] where each rank's ids begin.
     std::vector<std::int64_t> begins(static_cast<std::size_t>(ranks_ + 1));
     for (int r = 0; r < ranks_; ++r) begins[static_cast<std::size_t>(r)] = topo.vocab(r).begin;
     begins.back() = topo.shape().vocab;
@@ -315,7 +315,7 @@ class VocabularyHead {
     const Logits all(logits_of(ranks_ > 1 ? buffers.received : buffers.sent), {ranks_, num_rows, width_},
                      {message / static_cast<std::int64_t>(sizeof(T)), width_, 1});
     if (num_rows == 0 || ranks_ == 1) return all;
-    backend_->stamp(StampArgs{buffers.sent.data(), tokens, rank_, epoch(), positions}, stream);
+    backend_->stamp(StampArgs{buffers.sent.data(), tokens, rank_, gathers(), positions}, stream);
     backend_->comms().stage->all_gather(buffers.sent.data(), buffers.received.data(), message, stream);
     backend_->check_exchange(
         CheckExchangeArgs{buffers.received.data(), message, ranks_, tokens, buffers.sent.data()}, stream);
@@ -331,7 +331,7 @@ class VocabularyHead {
     }
   }
 
-  std::uint64_t* epoch() const { return reinterpret_cast<std::uint64_t*>(state_.data()); }
+  std::uint64_t* gathers() const { return reinterpret_cast<std::uint64_t*>(state_.data()); }
   const std::int64_t* shard_begins() const {
     return reinterpret_cast<const std::int64_t*>(state_.data()) + 1;
   }

@@ -53,9 +53,10 @@ class WindowExchange {
   }
 
   /// Where the partials of a step of `tokens` tokens and values of `value_dim` columns, at most the spec's,
-  /// go: head h into the memory of the rank that combines it. `epoch`: as WindowExchangeArgs::epoch.
+  /// go: head h into the memory of the rank that combines it. `exchanges`: as
+  /// WindowExchangeArgs::exchanges.
   void point_to_peers(PartialSink<T>& sink, std::int64_t tokens, std::int64_t value_dim,
-                      const std::int64_t* positions, std::uint64_t* epoch) const {
+                      const std::int64_t* positions, std::uint64_t* exchanges) const {
     if constexpr (WindowBackend<B>) {
       std::byte* const first = window_.part(0) + rank_ * layout_.sender_bytes;
       sink.out = {reinterpret_cast<T*>(first + layout_.out_begin),
@@ -64,7 +65,7 @@ class WindowExchange {
       sink.lse = {reinterpret_cast<float*>(first + layout_.lse_begin),
                   {tokens, spec_.num_query_heads},
                   {1, head_bytes() / kLseBytes}};
-      sink.slot = {.epoch = epoch, .bytes = layout_.slot_bytes};
+      sink.slot = {.exchanges = exchanges, .bytes = layout_.slot_bytes};
       sink.exchange = {.sent = first,
                        .received = window_.part(static_cast<int>(rank_)),
                        .peer_bytes = window_.stride_bytes(),
@@ -73,7 +74,7 @@ class WindowExchange {
                        .peers = size_,
                        .sender = rank_,
                        .tokens = tokens,
-                       .epoch = epoch,
+                       .exchanges = exchanges,
                        .positions = positions};
       if (layout_.has_lines(tokens, value_dim * kElementBytes)) {
         sink.lines = {

@@ -50,7 +50,7 @@ void combine_head(const LseCombineArgs<float>& args, std::int64_t token, std::in
 }
 
 void write_headers(const StampArgs& args) {
-  const ExchangeHeader header{exchange_epoch(++*args.epoch, args.positions, args.tokens),
+  const ExchangeHeader header{exchange_epoch(++*args.exchanges, args.positions, args.tokens),
                               static_cast<std::uint32_t>(args.tokens),
                               static_cast<std::uint32_t>(args.sender)};
   for (std::int64_t i = 0; i < args.count; ++i)

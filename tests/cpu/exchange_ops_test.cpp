@@ -218,7 +218,7 @@ TEST_CASE("packing converts the log-sum-exps, copies outputs bit for bit and sta
     constexpr std::int64_t kBlock = 4 + kTokens + 1 + kTokens * kDim;
     constexpr std::int64_t kMessageBytes = kHeads / kRanks * kBlock * 4;
     std::vector<float> messages(kHeads * kBlock, std::nanf(""));
-    std::uint64_t epoch = 4;
+    std::uint64_t exchanges = 4;
     const Operators ops(2);
     const Operators::Stream stream = ops.create_stream();
     ops.pack_partial(
@@ -229,13 +229,13 @@ TEST_CASE("packing converts the log-sum-exps, copies outputs bit for bit and sta
                   .headers = {.message = reinterpret_cast<std::byte*>(messages.data()),
                               .tokens = kTokens,
                               .sender = 1,
-                              .epoch = &epoch,
+                              .exchanges = &exchanges,
                               .count = kRanks,
                               .message_bytes = kMessageBytes}},
          .convention = convention.name},
         stream);
     stream.synchronize();
-    CHECK(epoch == 5);
+    CHECK(exchanges == 5);
     for (std::int64_t rank = 0; rank < kRanks; ++rank) {
       ExchangeHeader header;
       std::memcpy(&header, reinterpret_cast<const std::byte*>(messages.data()) + rank * kMessageBytes,

@@ -71,7 +71,7 @@ TEMPLATE_TEST_CASE("messages on a GPU hold 16-bit partials bit for bit", "", f16
           };
           const T* device_out = upload(out);
           const float* device_lse = upload(lse);
-          std::uint64_t* epoch = upload(std::vector<std::uint64_t>{before});
+          std::uint64_t* exchanges = upload(std::vector<std::uint64_t>{before});
           const std::int64_t* device_positions = upload(positions);
           auto* messages =
               reinterpret_cast<std::byte*>(upload(std::vector<std::uint8_t>(expected.size(), 0x7b)));
@@ -83,12 +83,12 @@ TEMPLATE_TEST_CASE("messages on a GPU hold 16-bit partials bit for bit", "", f16
                            {tokens, all_heads, width},
                            {width, block / 2, 1}};
           args.sink.lse = {reinterpret_cast<float*>(messages + 16), {tokens, all_heads}, {1, block / 4}};
-          args.sink.headers = {messages, tokens, kvp - 1, epoch, device_positions, kvp, message};
+          args.sink.headers = {messages, tokens, kvp - 1, exchanges, device_positions, kvp, message};
           operators.pack_partial(args, stream);
           std::vector<std::uint8_t> packed(expected.size());
           std::uint64_t after = 0;
           operators.download(packed.data(), messages, packed.size(), stream);
-          operators.download(&after, epoch, sizeof(after), stream);
+          operators.download(&after, exchanges, sizeof(after), stream);
           operators.synchronize(stream);
           CHECK(packed == expected);
           CHECK(after == before + 1);
@@ -108,16 +108,16 @@ TEMPLATE_TEST_CASE("headers on a GPU are stamped and checked by the 16-bit opera
     const Operators<TestType> operators;
     const cuda::Stream stream = operators.create_stream();
     const cuda::Buffer messages = operators.allocate(4 * 48);  // the last one is this rank's own
-    const cuda::Buffer epochs = operators.allocate(4 * sizeof(std::uint64_t));
+    const cuda::Buffer counters = operators.allocate(4 * sizeof(std::uint64_t));
     const cuda::Buffer device_positions = operators.allocate(kTokens * sizeof(std::int64_t));
-    auto* epoch = reinterpret_cast<std::uint64_t*>(epochs.data());
+    auto* exchanges = reinterpret_cast<std::uint64_t*>(counters.data());
     const auto* read_positions = reinterpret_cast<const std::int64_t*>(device_positions.data());
     operators.upload(device_positions.data(), positions.data(), device_positions.size_bytes(), stream);
     const std::array<std::uint64_t, 4> counts{8, 8, wrong == 2 ? 9u : 8u, 8};
-    operators.upload(epoch, counts.data(), sizeof(counts), stream);
+    operators.upload(exchanges, counts.data(), sizeof(counts), stream);
     for (int peer = 0; peer < 4; ++peer) {
       operators.stamp(StampArgs{messages.data() + 48 * peer, wrong == 0 && peer == 0 ? kTokens - 1 : kTokens,
-                                peer, epoch + peer, read_positions},
+                                peer, exchanges + peer, read_positions},
                       stream);
     }
     ExchangeHeader header;
@@ -245,13 +245,13 @@ TEMPLATE_TEST_CASE("log-sum-exps of other conventions on a GPU are converted as 
       float* const packed = upload(std::vector<float>(at(ranks * kTokens), std::nanf("")));
       T* const packed_out = upload(std::vector<T>(at(ranks * kTokens * kDim)));
       const cuda::Buffer header = operators.allocate(sizeof(ExchangeHeader));
-      const cuda::Buffer epoch = operators.allocate(sizeof(std::uint64_t));
+      const cuda::Buffer exchanges = operators.allocate(sizeof(std::uint64_t));
       pack.out = TensorView<const T, 3>(args.partial_out.data(), {ranks * kTokens, 1, kDim});
       pack.lse = TensorView<const float, 2>(args.partial_lse.data(), {ranks * kTokens, 1});
       pack.sink.out = {packed_out, {ranks * kTokens, 1, kDim}};
       pack.sink.lse = {packed, {ranks * kTokens, 1}};
       pack.sink.headers.message = header.data();
-      pack.sink.headers.epoch = reinterpret_cast<std::uint64_t*>(epoch.data());
+      pack.sink.headers.exchanges = reinterpret_cast<std::uint64_t*>(exchanges.data());
       pack.convention = convention;
       operators.pack_partial(pack, stream);
       const std::vector<float> packed_lse = download(packed, ranks * kTokens);

@@ -173,7 +173,7 @@ struct AttentionExchange {
   bool are_headers_sent(const Stream& stream) {
     const helix::WindowExchangeArgs at = messages(positions).sink.exchange;
     std::uint64_t exchanges = 0;
-    backend.download(&exchanges, at.epoch, sizeof(exchanges), stream);
+    backend.download(&exchanges, at.exchanges, sizeof(exchanges), stream);
     std::uint32_t header = 0;
     const std::byte* const own = at.received + at.sender * at.sender_bytes;
     backend.download(&header, own + (exchanges % 2 == 0 ? 0 : at.slot_bytes), sizeof(header), stream);

@@ -70,22 +70,22 @@ constexpr std::uint64_t exchange_epoch(std::uint64_t exchanges, const std::int64
   return exchange_epoch(exchanges, terms);
 }
 
-/// Writes the header of `count` messages, `message_bytes` apart: exchange_epoch(`*epoch` + 1, positions,
-/// tokens) (and advances `*epoch`), `tokens`, `sender`.
+/// Writes the header of `count` messages, `message_bytes` apart: exchange_epoch(`*exchanges` + 1,
+/// positions, tokens) (and adds one to `*exchanges`), `tokens`, `sender`.
 struct StampArgs {
   std::byte* message = nullptr;  ///< First message; null: nothing is stamped.
   std::int64_t tokens = 0;
   std::int64_t sender = 0;
-  std::uint64_t* epoch = nullptr;           ///< Device counter of the sender.
+  std::uint64_t* exchanges = nullptr;       ///< Device counter of the sender.
   const std::int64_t* positions = nullptr;  ///< [tokens] of the exchange, or nullptr.
   std::int64_t count = 1;
   std::int64_t message_bytes = 0;
 };
 
-/// Which of two places a result goes to: the first, or one `bytes` behind it while *epoch is odd. Read on the
-/// device, so that a captured step with an odd number of exchanges replays rightly.
+/// Which of two places a result goes to: the first, or one `bytes` behind it while *exchanges is odd. Read on
+/// the device, so that a captured step with an odd number of exchanges replays rightly.
 struct SinkSlot {
-  const std::uint64_t* epoch = nullptr;  ///< Null: always the first.
+  const std::uint64_t* exchanges = nullptr;  ///< Those that have ended; null: always the first.
   std::int64_t bytes = 0;
 };
 
@@ -120,7 +120,7 @@ struct LineRows {
   }
 };
 
-/// Where a writer of partials puts them as lines, in the slot of a SinkSlot whose epoch numbers them.
+/// Where a writer of partials puts them as lines, in the slot of a SinkSlot whose exchanges number them.
 struct SinkLines {
   LineRows<std::byte> rows{};  ///< In place of out and lse, unless null.
   /// A word of the device, not 0 once this rank has stopped waiting for others: what it computes from then on
@@ -133,8 +133,8 @@ struct SinkLines {
 /// An exchange whose messages are written straight into the memory of the peers: what is left is to say that
 /// they are whole, by their headers, and to wait until the peers say so of theirs; or, of lines, to wait for
 /// each. Addresses are of the first of two slots; exchange number n (from 0) uses slot n % 2, where n =
-/// *epoch. It ends with *epoch one higher, which is the combine's to do: until then all kernels of the
-/// exchange read n.
+/// *exchanges. It ends with *exchanges one higher, which is the combine's to do: until then all kernels of
+/// the exchange read n.
 struct WindowExchangeArgs {
   std::byte* sent = nullptr;            ///< Header of this rank's message to rank 0.
   const std::byte* received = nullptr;  ///< Header of rank 0's message to this rank.
@@ -144,7 +144,7 @@ struct WindowExchangeArgs {
   std::int64_t peers = 1;
   std::int64_t sender = 0;  ///< This rank.
   std::int64_t tokens = 0;
-  std::uint64_t* epoch = nullptr;           ///< Device counter, with 8 bytes of zeros behind it.
+  std::uint64_t* exchanges = nullptr;       ///< Device counter, with 8 bytes of zeros behind it.
   const std::int64_t* positions = nullptr;  ///< [tokens], or nullptr.
   LineRows<const std::byte> lines{};        ///< Of rank 0's message to this rank, if it comes as lines.
 };

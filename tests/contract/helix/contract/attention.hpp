@@ -30,7 +30,7 @@ void check_attention(const typename KvBench<B>::Spec& spec, const std::vector<st
   const Batch part = batch.on(bench.host_side()).slice(begin, count);
   const std::int64_t first_out_token = begin > 0 ? part.first_token() : 0;
   const auto headers = bench.array(std::vector<std::byte>(3 * 24, std::byte{7}));
-  const auto epoch = bench.array(std::vector<std::uint64_t>{3});
+  const auto exchanges = bench.array(std::vector<std::uint64_t>{3});
   const std::int64_t part_tokens = part.num_tokens();
   const std::size_t workspace_bytes =
       bench.backend().partial_attention_workspace_bytes(part_tokens, heads, spec.head_dim, spec.value_dim);
@@ -45,7 +45,7 @@ void check_attention(const typename KvBench<B>::Spec& spec, const std::vector<st
                  .lse = side.view(lse, tokens, heads),
                  .first_token = first_out_token,
                  .headers = begin == 0 ? StampArgs{}
-                                       : StampArgs{side(headers), part_tokens, 7, side(epoch),
+                                       : StampArgs{side(headers), part_tokens, 7, side(exchanges),
                                                    batch.on(side).positions + first_out_token, 3, 24}},
         .scale = 0.3f,
         .window = window,

@@ -41,7 +41,7 @@ void pack_partial_and_stamp() {
             lse_values.push_back(i % 4 == 3 ? none_of(convention)
                                             : static_cast<float>(std::int64_t{1} << i % 5));
           const auto lse = bench.array(lse_values);
-          const auto epoch = bench.array(std::vector<std::uint64_t>{41});
+          const auto exchanges = bench.array(std::vector<std::uint64_t>{41});
           const auto positions = bench.array(std::vector<std::int64_t>{100, -1, 7});
           // A block a head: header, lse, outputs, and some that nobody writes.
           const std::int64_t block = 4 + tokens + tokens * width + 8;
@@ -60,7 +60,7 @@ void pack_partial_and_stamp() {
                 args.sink.headers.message = side(messages);
                 args.sink.headers.tokens = tokens;
                 args.sink.headers.sender = kvp - 1;
-                args.sink.headers.epoch = side(epoch);
+                args.sink.headers.exchanges = side(exchanges);
                 if (kvp != 2) args.sink.headers.positions = side(positions);
                 args.sink.headers.count = kvp;
                 args.sink.headers.message_bytes = heads * block * 4;
@@ -73,12 +73,12 @@ void pack_partial_and_stamp() {
   for (const bool has_positions : {false, true}) {
     CAPTURE(has_positions);
     Workbench<B> bench;
-    const auto epoch = bench.array(std::vector<std::uint64_t>{6});
+    const auto exchanges = bench.array(std::vector<std::uint64_t>{6});
     const auto positions = bench.array(std::vector<std::int64_t>{5, 6, 7, 1000000});
     const auto message = bench.array(std::vector<std::byte>(40, std::byte{9}));
     HELIX_CHECK_OPERATION(
         bench, stamp, ([&](const auto& side) {
-          return StampArgs{side(message), 4, 3, side(epoch), has_positions ? side(positions) : nullptr};
+          return StampArgs{side(message), 4, 3, side(exchanges), has_positions ? side(positions) : nullptr};
         }));
   }
 }

@@ -16,8 +16,8 @@
 namespace helix::contract::reference {
 
 inline void stamp(const StampArgs& args) {
-  *args.epoch += 1;
-  const ExchangeHeader header{exchange_epoch(*args.epoch, args.positions, args.tokens),
+  *args.exchanges += 1;
+  const ExchangeHeader header{exchange_epoch(*args.exchanges, args.positions, args.tokens),
                               static_cast<std::uint32_t>(args.tokens),
                               static_cast<std::uint32_t>(args.sender)};
   for (std::int64_t i = 0; i < args.count; ++i)
