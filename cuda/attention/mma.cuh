@@ -3,7 +3,7 @@
 // bits, KV of 16 bits or of e4m3, rows of any strides and alignment.
 //
 // A block of four warps walks the KV tiles of its work item. Half-tiles, the keys of a tile and then its
-// values, come through a ring of shared memory by asynchronous copies, kSlots - 1 ahead, with one barrier
+// values, come through a ring of shared memory by asynchronous copies, kStages - 1 ahead, with one barrier
 // each. A query tile of 64 rows has 16 for each warp, which multiplies all tokens; of 16 rows the warps have
 // the same ones, each with a quarter of every tile's tokens and a softmax of its own, brought together where
 // the KV split ends.
@@ -44,30 +44,30 @@ inline constexpr int kMmaWarps = 4;
 
 /// The kernel for rows of up to kDim and kValueDim columns and query tiles of 16 kRowWarps rows. kHasRest: q
 /// and weights have more bits than KV, see MmaQueries.
-template <class KV, int kDim, int kValueDim, int kRowWarps, int kTokens, int kSlots, bool kHasRest>
+template <class KV, int kDim, int kValueDim, int kRowWarps, int kTokens, int kStages, bool kHasRest>
 struct Mma {
   using Limits = std::conditional_t<(kRowWarps > 1), MmaRowsLimits, MmaLimits>;
   using Plan = AttentionPlan<kTokens, Limits>;
   using Products = MmaProducts<KV>;
   using T = typename Products::T;
   static constexpr int kThreads = kMmaWarps * kWarp;
-  static constexpr int kRingSlots = kSlots;
+  static constexpr int kRingStages = kStages;
   static constexpr int kRows = kRowWarps * kMmaRows;
   static constexpr int kTokenWarps = kMmaWarps / kRowWarps;
   static constexpr int kStepTokens = kTokens / kTokenWarps;  ///< A warp's, of a KV tile.
   static constexpr int kNTiles = kStepTokens / 8;
   static constexpr int kKeyBytes = kDim * static_cast<int>(sizeof(KV));
   static constexpr int kValueBytes = kValueDim * static_cast<int>(sizeof(KV));
-  static constexpr int kSlotBytes = kTokens * (std::max(kKeyBytes, kValueBytes) + kChunkBytes);
+  static constexpr int kStageBytes = kTokens * (std::max(kKeyBytes, kValueBytes) + kChunkBytes);
   using Queries = MmaQueries<KV, kDim, kRows, kHasRest>;
   using Sums = float[1][kValueDim / 8][4];
-  static_assert(kStepTokens % 16 == 0 && kSlots >= 2);
+  static_assert(kStepTokens % 16 == 0 && kStages >= 2);
 
   static constexpr int kSumStride = kValueDim + 8;  ///< f32: rows in different banks
   /// Rows of which the sums of all warps fit into the ring at a time.
   static constexpr int kGatherRows = [] {
     int rows = kRows;
-    while (kTokenWarps * rows * kSumStride * 4 > kSlots * kSlotBytes && rows > 8) rows /= 2;
+    while (kTokenWarps * rows * kSumStride * 4 > kStages * kStageBytes && rows > 8) rows /= 2;
     return rows;
   }();
 
@@ -75,7 +75,7 @@ struct Mma {
 
   struct Shared {
     union {
-      alignas(128) std::byte slots[kSlots][kSlotBytes];
+      alignas(128) std::byte stages[kStages][kStageBytes];
       float sums[kTokenWarps][kGatherRows][kSumStride];
     };
     alignas(16) T queries[Queries::kCount];
@@ -118,7 +118,7 @@ struct Mma {
     const MmaBounds bounds(p, query_tile, row);
     const float key_scale = p.k_scale != nullptr ? p.k_scale[head] : 1.0f;
     const float value_scale = p.v_scale != nullptr ? p.v_scale[head] : 1.0f;
-    const auto slots_at = static_cast<unsigned>(__cvta_generic_to_shared(s.slots));
+    const auto stages_at = static_cast<unsigned>(__cvta_generic_to_shared(s.stages));
     const auto queries = static_cast<unsigned>(__cvta_generic_to_shared(s.queries + row * Queries::kStride));
     __syncthreads();
     const MmaFactors factors(p, key_scale, s.query_factors + row);
@@ -126,13 +126,13 @@ struct Mma {
     Sums sums;
 #pragma unroll
     for (auto& x : sums[0]) x[0] = x[1] = x[2] = x[3] = 0.0f;
-    int slot = 0;
-    const auto next_slot = [&] {
-      wait_for_copies<kSlots - 2>();
+    int stage = 0;
+    const auto next_stage = [&] {
+      wait_for_copies<kStages - 2>();
       __syncthreads();
       ring.ask();
-      const unsigned at = slots_at + static_cast<unsigned>(slot * kSlotBytes);
-      slot = slot + 1 == kSlots ? 0 : slot + 1;
+      const unsigned at = stages_at + static_cast<unsigned>(stage * kStageBytes);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
       return at;
     };
 #pragma unroll 1
@@ -141,7 +141,7 @@ struct Mma {
       const bool sees = bounds.sees(token, kStepTokens);
       unsigned weights[1][kNTiles / 2][4];
       unsigned rests[1][kHasRest ? kNTiles / 2 : 1][4];
-      const unsigned keys = next_slot() + static_cast<unsigned>(step * (kKeyBytes + kChunkBytes));
+      const unsigned keys = next_stage() + static_cast<unsigned>(step * (kKeyBytes + kChunkBytes));
       if (sees) {
         float scores[kNTiles][4];
 #pragma unroll
@@ -160,7 +160,7 @@ struct Mma {
         pack_weights<T>(scores, weights[0]);
         if constexpr (kHasRest) pack_rests(scores, weights[0], rests[0]);
       }
-      const unsigned values = next_slot() + static_cast<unsigned>(step * (kValueBytes + kChunkBytes));
+      const unsigned values = next_stage() + static_cast<unsigned>(step * (kValueBytes + kChunkBytes));
       if (sees) {
         Products::template add_values<kValueBytes + kChunkBytes>(weights, values, sums);
         if constexpr (kHasRest) Products::template add_values<kValueBytes + kChunkBytes>(rests, values, sums);
@@ -203,14 +203,14 @@ struct Mma {
   }
 };
 
-template <class KV, int kDim, int kValueDim, int kRowWarps, int kTokens, int kSlots, bool kHasRest,
+template <class KV, int kDim, int kValueDim, int kRowWarps, int kTokens, int kStages, bool kHasRest,
           int kBlocks>
 __global__ __launch_bounds__(kMmaWarps* kWarp,
                              kBlocks) void attend_mma(const __grid_constant__ AttentionParams p,
                                                       RowAlignment alignment) {
   prefetch_params(p);
   follow_previous(p);
-  Mma<KV, kDim, kValueDim, kRowWarps, kTokens, kSlots, kHasRest>::attend(p, alignment);
+  Mma<KV, kDim, kValueDim, kRowWarps, kTokens, kStages, kHasRest>::attend(p, alignment);
   finish_messages(p);
 }
 

@@ -32,15 +32,15 @@ inline int mma_blocks(const AttentionCall& call, const AttentionGrid& grid, int 
   return grid.is_whole ? blocks : std::min(blocks, grid.blocks);
 }
 
-template <class KV, int kDim, int kValueDim, int kRowWarps, int kTokens, int kSlots, bool kHasRest,
+template <class KV, int kDim, int kValueDim, int kRowWarps, int kTokens, int kStages, bool kHasRest,
           int kBlocks>
 void launch_mma_tiles(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid,
                       const RowAlignment& alignment) {
-  using Kernel = Mma<KV, kDim, kValueDim, kRowWarps, kTokens, kSlots, kHasRest>;
+  using Kernel = Mma<KV, kDim, kValueDim, kRowWarps, kTokens, kStages, kHasRest>;
   constexpr int kBytes = static_cast<int>(sizeof(typename Kernel::Shared));
   static_assert(kBytes <= kLeastSharedMemory.block_bytes);
   static_assert(kBlocks * Kernel::kRows <= 2 * kMmaTileRows, "more split partials than sm_rows");
-  const auto kernel = attend_mma<KV, kDim, kValueDim, kRowWarps, kTokens, kSlots, kHasRest, kBlocks>;
+  const auto kernel = attend_mma<KV, kDim, kValueDim, kRowWarps, kTokens, kStages, kHasRest, kBlocks>;
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   launch_early(kernel, static_cast<unsigned>(mma_blocks(call, grid, kBytes, kBlocks)), Kernel::kThreads,
                kBytes, grid.stream, call.is_hopper, p, alignment);
@@ -49,20 +49,20 @@ void launch_mma_tiles(const AttentionParams& p, const AttentionCall& call, const
 /// Half-tiles in shared memory, as many as leave room for two blocks an SM where there is most of it, and
 /// for one everywhere.
 template <class KV, int kDim, int kRowWarps>
-inline constexpr int kMmaSlots = sizeof(KV) == 1 || kDim <= 64   ? 4
-                                 : kDim <= 128                   ? 3
-                                 : kDim <= 192 || kRowWarps == 1 ? 2
-                                                                 : 3;
+inline constexpr int kMmaStages = sizeof(KV) == 1 || kDim <= 64   ? 4
+                                  : kDim <= 128                   ? 3
+                                  : kDim <= 192 || kRowWarps == 1 ? 2
+                                                                  : 3;
 
 template <class KV, int kDim, int kValueDim, bool kHasRest>
 void launch_mma_rows(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid,
                      const RowAlignment& alignment) {
   if constexpr (!kHasRest) {
     if (p.query_tile_rows > kMmaRows)
-      return launch_mma_tiles<KV, kDim, kValueDim, 4, (kDim > 192 ? 32 : 64), kMmaSlots<KV, kDim, 4>, false,
+      return launch_mma_tiles<KV, kDim, kValueDim, 4, (kDim > 192 ? 32 : 64), kMmaStages<KV, kDim, 4>, false,
                               2>(p, call, grid, alignment);
   }
-  launch_mma_tiles<KV, kDim, kValueDim, 1, 64, kMmaSlots<KV, kDim, 1>, kHasRest,
+  launch_mma_tiles<KV, kDim, kValueDim, 1, 64, kMmaStages<KV, kDim, 1>, kHasRest,
                    (kDim > 128  ? 2
                     : kDim > 64 ? 3
                                 : 4)>(p, call, grid, alignment);

@@ -18,15 +18,15 @@ struct MmaRing {
   int halves;
   int width;
   int next = 0;
-  int slot = 0;  ///< Of half-tile `next`.
+  int stage = 0;  ///< Of half-tile `next`.
 
   /// Asks for the next half-tile, if there is one. A barrier lies between two calls, and after the last
-  /// reading of the slot. With a tile's keys the places of the next tile's tokens are asked for.
+  /// reading of the stage. With a tile's keys the places of the next tile's tokens are asked for.
   __device__ __forceinline__ void ask() {
     if (next < halves) {
       const int tile = next / 2;
       const TokenPlace* places = s.places[tile % 2];
-      const auto to = static_cast<unsigned>(__cvta_generic_to_shared(s.slots[slot]));
+      const auto to = static_cast<unsigned>(__cvta_generic_to_shared(s.stages[stage]));
       if (next % 2 == 0) {
         if (keys.is_split()) {
           copy_rows<true, Kernel::kKeyBytes, Kernel::Plan::kKvTileTokens, Kernel::kThreads>(keys, places, to,
@@ -44,7 +44,7 @@ struct MmaRing {
     }
     commit_copies();
     ++next;
-    slot = slot + 1 == Kernel::kRingSlots ? 0 : slot + 1;
+    stage = stage + 1 == Kernel::kRingStages ? 0 : stage + 1;
   }
 
   /// Asks for the first half-tiles.
@@ -52,7 +52,7 @@ struct MmaRing {
     look_up.ask(0);
     look_up.keep(s.places[0]);
 #pragma unroll
-    for (int i = 0; i < Kernel::kRingSlots - 1; ++i) {
+    for (int i = 0; i < Kernel::kRingStages - 1; ++i) {
       __syncthreads();
       ask();
     }

@@ -39,7 +39,7 @@ struct AttentionParams {
   int first_out_token = 0;                   ///< Token of the step at row 0 of out and lse.
   StampArgs headers{};                       ///< Headers of the messages that out and lse lie in.
   const std::uint64_t* exchanges = nullptr;  ///< SinkSlot::exchanges.
-  std::int64_t out_slot_stride = 0;          ///< Elements of out to the other slot.
+  std::int64_t out_slot_stride = 0;          ///< Elements of out to the other message slot.
   std::int64_t lse_slot_stride = 0;
   bool sends_lines = false;  ///< Whether out and lse are those of LineRows, and strides those of lines.
   const std::uint32_t* gave_up = nullptr;        ///< SinkLines::gave_up.
@@ -47,7 +47,7 @@ struct AttentionParams {
   std::int64_t line_tokens = 0;                  ///< SinkLines::tokens.
 
   const std::int64_t* positions = nullptr;
-  const std::int32_t* slots = nullptr;
+  const std::int32_t* sequence_slots = nullptr;
   int num_sequences = 0;
   int first_token = 0;  ///< Tokens of the step: those of this launch's query tiles.
   int num_tokens = 0;

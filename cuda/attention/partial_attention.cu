@@ -160,7 +160,7 @@ void for_each_launch(const Batch& batch, bool follows_prepare, AttentionParams& 
     }
     std::copy(offsets.begin() + static_cast<std::ptrdiff_t>(first),
               offsets.begin() + static_cast<std::ptrdiff_t>(end) + 1, p.query_offsets);
-    p.slots = batch.sequence_slots + first;
+    p.sequence_slots = batch.sequence_slots + first;
     p.num_sequences = static_cast<int>(end - first);
     p.first_query_tile = skipped;
     p.num_query_tiles = std::min(count, most);

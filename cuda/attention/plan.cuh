@@ -93,7 +93,7 @@ __device__ inline int query_rows(const AttentionParams& p, int b) {
 /// `num_rows` query rows of sequence `b` from `row` on.
 template <bool kCalls>
 __device__ inline QueryTileSpan span_of(const AttentionParams& p, int b, int row, int num_rows) {
-  const std::int64_t first_page = p.lists.first_of(p.slots[b]);
+  const std::int64_t first_page = p.lists.first_of(p.sequence_slots[b]);
   const int first_token = p.query_offsets[b];
   std::int64_t begin = INT64_MAX;
   std::int64_t end = 0;

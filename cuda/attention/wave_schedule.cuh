@@ -90,7 +90,7 @@ __device__ inline void plan_wave_tile(const AttentionParams& p, Plan& plan, int 
   const int row = (in_batch - plan.query_tile_begin[b]) * p.query_tile_rows;
   const QueryTile query_tile{p.query_offsets[b], row,
                              ::min(static_cast<int>(p.query_tile_rows), query_rows(p, b) - row)};
-  const std::int32_t slot = p.slots[b];
+  const std::int32_t slot = p.sequence_slots[b];
   const int last = query_tile.token(p, query_tile.num_rows - 1);
   int begin = INT_MAX;
   int end = 0;

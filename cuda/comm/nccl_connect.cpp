@@ -81,7 +81,7 @@ std::vector<NcclComm> NcclComm::create_group(std::span<const int> devices, milli
         for (std::size_t rank = 0; rank < devices.size() && result == ncclSuccess; ++rank) {
           if (cudaSetDevice(devices[rank]) != cudaSuccess) result = ncclUnhandledCudaError;
           if (result == ncclSuccess)
-            result = init_rank(handles->slot(rank), static_cast<int>(devices.size()), id,
+            result = init_rank(handles->place(rank), static_cast<int>(devices.size()), id,
                                static_cast<int>(rank), graph_use);
         }
         const ncclResult_t ended = ncclGroupEnd();
@@ -118,7 +118,7 @@ NcclComm NcclComm::connect(comm::Bootstrap bootstrap, int device, GraphUse graph
         HELIX_CUDA_CHECK(cudaSetDevice(device));
         std::ostringstream who;
         who << "rank " << rank << " of " << size << ", device " << device;
-        check_nccl(init_rank(handles->slot(0), size, id, rank, graph_use), "ncclCommInitRank", who.str());
+        check_nccl(init_rank(handles->place(0), size, id, rank, graph_use), "ncclCommInitRank", who.str());
       },
       [&] { bootstrap.check(); });
   if (!is_done) {
@@ -146,7 +146,7 @@ NcclComm NcclComm::split(int color, int key) {
       state_->timeout + (state_->family->bootstrap ? kWatchGrace : milliseconds(0)),
       [handles, state = state_, color, key] {
         state->call("split", [&](ncclComm_t comm) {
-          return ncclCommSplit(comm, color, key, handles->slot(0), nullptr);
+          return ncclCommSplit(comm, color, key, handles->place(0), nullptr);
         });
       },
       [&] { state_->family->throw_if_failed(); });

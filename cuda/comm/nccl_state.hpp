@@ -102,7 +102,7 @@ class NcclHandles {
   }
 
   std::size_t size() const { return handles_.size(); }
-  ncclComm_t* slot(std::size_t i) { return &handles_[i]; }
+  ncclComm_t* place(std::size_t i) { return &handles_[i]; }
   NcclHandle take(std::size_t i) { return NcclHandle(std::exchange(handles_[i], nullptr)); }
 
  private:

@@ -55,9 +55,9 @@ struct PeerWaits {
 };
 
 /// A window for messages of up to `channels` blocks. Each block has a channel of its own to each peer: two
-/// slots in the peer's memory, a flag for each, and a count of the messages so far, so that no block waits
-/// for another of its own grid. A message of a block goes into slot count % 2: whoever sends message n has
-/// seen the flag of the peer's message n - 1, which the peer sent when it had read message n - 2.
+/// message slots in the peer's memory, a flag for each, and a count of the messages so far, so that no block
+/// waits for another of its own grid. A message of a block goes into slot count % 2: whoever sends message n
+/// has seen the flag of the peer's message n - 1, which the peer sent when it had read message n - 2.
 ///
 /// - Flagged messages (peer_wait.cuh), any bytes of a block: a flag behind the data says that they have come;
 ///   counted in `counts`, for each peer. Nobody clears them: the count tells.

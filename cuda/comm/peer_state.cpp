@@ -15,11 +15,11 @@
 namespace helix::cuda {
 namespace {
 
-constexpr int kChannels = 64;                   // of a GPU, shared by its ranks
-constexpr int kSharedBlocks = 128;              // of kernels that wait, by all ranks that share a GPU
-constexpr std::int64_t kSlotBytes = 128 << 10;  // of a channel: the pieces of all senders
-constexpr std::int64_t kBlockBytes = 8 << 10;   // that a block moves before another one helps
-constexpr std::int64_t kBlockWords = 2048;      // of a slot of words: those of all senders
+constexpr int kChannels = 64;                     // of a GPU, shared by its ranks
+constexpr int kSharedBlocks = 128;                // of kernels that wait, by all ranks that share a GPU
+constexpr std::int64_t kPiecesBytes = 128 << 10;  // of a channel, in turn: the slots of all senders
+constexpr std::int64_t kBlockBytes = 8 << 10;     // that a block moves before another one helps
+constexpr std::int64_t kBlockWords = 2048;        // of a slot of words: those of all senders
 
 /// By so much the host outlasts the kernels, which know whom they wait for.
 constexpr milliseconds kRecordGrace{500};
@@ -32,7 +32,7 @@ struct ChannelLayout {
 
   ChannelLayout(std::int64_t size, int ranks_a_device)
       : channels(larger<std::int64_t>(2, kChannels / ranks_a_device)),
-        piece(size == 1 ? 1024 : larger<std::int64_t>(1024, kSlotBytes / size / 1024 * 1024)),
+        piece(size == 1 ? 1024 : larger<std::int64_t>(1024, kPiecesBytes / size / 1024 * 1024)),
         most_words(kBlockWords / size),
         counts(kMaxPeers * static_cast<std::int64_t>(sizeof(std::uint32_t))),
         word_counts(counts + channels * size * 4),

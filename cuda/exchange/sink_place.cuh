@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// SinkPlace: which slot of a sink a writer of partials writes to, and what number its lines carry.
+// SinkPlace: which message slot of a sink a writer of partials writes to, and what number its lines carry.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ static_assert(kLineBytes == kExchangeLineBytes);
 
 /// What a kernel reads on the device of where it writes partials.
 struct SinkPlace {
-  std::int64_t slot;    ///< 0 or 1.
+  std::int64_t slot;    ///< Message slot: 0 or 1.
   std::uint32_t count;  ///< Of lines.
 
   SinkPlace() = default;

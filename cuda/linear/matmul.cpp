@@ -178,26 +178,26 @@ class MatmulLibrary {
   }
 
  private:
-  struct Slot {
+  struct StreamWorkspace {
     bool is_taken = false;
     StreamHandle stream = nullptr;
-    Buffer workspace;
+    Buffer memory;
   };
 
   /// The stream's own, so that streams do not write the same one side by side; nullptr for a third stream,
   /// and where a capture forbids to allocate one.
   std::byte* workspace_of(StreamHandle stream) {
-    for (Slot& slot : slots_) {
-      if (slot.is_taken && slot.stream != stream) continue;
-      if (!slot.is_taken) {
+    for (StreamWorkspace& own : workspaces_) {
+      if (own.is_taken && own.stream != stream) continue;
+      if (!own.is_taken) {
         cudaStreamCaptureStatus capture{};
         HELIX_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
         if (capture != cudaStreamCaptureStatusNone) return nullptr;
-        slot.workspace = Buffer(kWorkspaceBytes, allocator_);
-        slot.is_taken = true;
-        slot.stream = stream;
+        own.memory = Buffer(kWorkspaceBytes, allocator_);
+        own.is_taken = true;
+        own.stream = stream;
       }
-      return slot.workspace.data();
+      return own.memory.data();
     }
     return nullptr;
   }
@@ -205,7 +205,7 @@ class MatmulLibrary {
   std::mutex mutex_;
   std::shared_ptr<const Allocator> allocator_;
   LibraryHandle handle_;
-  std::array<Slot, 2> slots_;
+  std::array<StreamWorkspace, 2> workspaces_;
   std::map<MatmulShape, MatmulPlan> plans_;
 };
 
