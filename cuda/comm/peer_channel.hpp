@@ -10,8 +10,8 @@ namespace helix::cuda {
 
 /// Ranks of a group at most: a set of them is one word.
 inline constexpr int kMaxPeers = 64;
-/// Blocks of a kernel that exchange words, at most.
-inline constexpr int kMaxWordBlocks = 320;
+/// Blocks of a kernel that exchange flagged words, at most.
+inline constexpr int kMaxFlaggedWordBlocks = 320;
 
 /// Why a kernel stopped waiting for its peers.
 enum class PeerFault : std::uint32_t {
@@ -33,8 +33,9 @@ struct PeerFailure {
   std::uint64_t wanted = 0;
 };
 
-/// Words of a rank on its device, shared by all of its groups; zeroed.
-struct PeerWords {
+/// What kernels of a rank, of all of its groups, tell each other when they stop waiting: on its device,
+/// zeroed.
+struct PeerStop {
   std::uint32_t gave_up = 0;  ///< Nothing is waited for any more.
   std::uint32_t claim = 0;    ///< The failure is taken.
   unsigned long long missing = 0;
@@ -44,7 +45,7 @@ struct PeerWords {
 struct PeerWaits {
   PeerFailure* failure = nullptr;
   const std::uint32_t* abort = nullptr;  ///< Host memory; not 0: stop.
-  PeerWords* words = nullptr;
+  PeerStop* stop = nullptr;
   std::uint64_t timeout_ns = 0;
   std::uint32_t* poison = nullptr;  ///< [size] of rank 0, written by the peers that have given up.
   std::int64_t stride = 0;          ///< Bytes from one rank's to the next one's.
@@ -59,27 +60,27 @@ struct PeerWaits {
 /// waits for another of its own grid. A message of a block goes into slot count % 2: whoever sends message n
 /// has seen the flag of the peer's message n - 1, which the peer sent when it had read message n - 2.
 ///
-/// - Flagged messages (peer_wait.cuh), any bytes of a block: a flag behind the data says that they have come;
+/// - Plain messages (peer_wait.cuh), any bytes of a block: a flag behind the data says that they have come;
 ///   counted in `counts`, for each peer. Nobody clears them: the count tells.
-/// - Sealed ones (peer_sealed.cuh), short rows: each word says so itself; counted in `counts` too, with the
+/// - Sealed ones (peer_sealed.cuh), short rows: each word is its own flag; counted in `counts` too, with the
 ///   flags left as they are. Their reader leaves 0.
-/// - Words (peer_words.cuh), few bytes by many blocks: each has its count beside it, one of `word_counts` for
-///   all peers. Nobody clears them.
+/// - Flagged words (peer_flagged_words.cuh), few bytes by many blocks: each has its flag beside it. Counted
+/// in
+///   `flagged_word_counts`, for all peers, whom a block sends as many. Nobody clears them.
 struct PeerChannel {
   PeerWaits waits;
   std::byte* window = nullptr;  ///< Rank 0's part; stride as in `waits`.
   std::int64_t flags = 0;       ///< Bytes to flags [channels, 2, size] of 8 bytes: count, tag of the call.
-  std::int64_t slots = 0;       ///< Bytes to slots [channels, 2, size, piece] of messages with flags.
-  std::int64_t sealed = 0;  ///< Bytes to as many slots of packets that are their own flags (peer_sealed.cuh).
-  std::int64_t piece = 0;   ///< Bytes of a slot; a multiple of 16.
+  std::int64_t slots = 0;       ///< Bytes to slots [channels, 2, size, piece] of plain messages.
+  std::int64_t sealed = 0;      ///< Bytes to as many slots of sealed messages.
+  std::int64_t piece = 0;       ///< Bytes of a slot; a multiple of 16.
   std::uint32_t* counts = nullptr;  ///< [channels, size] on this rank's device.
   int channels = 0;
 
-  // Words that carry their own flags (peer_words.cuh), for messages of few bytes by many blocks: two slots of
-  // a block as above, and one count for all peers, whom it sends as many.
-  std::int64_t words = 0;                ///< Bytes to words [kMaxWordBlocks, 2, size, most_words] of 8 bytes.
-  std::int64_t most_words = 0;           ///< Of a message.
-  std::uint32_t* word_counts = nullptr;  ///< [kMaxWordBlocks] on this rank's device.
+  /// Bytes to flagged words [kMaxFlaggedWordBlocks, 2, size, most_flagged_words] of 8 bytes.
+  std::int64_t flagged_words = 0;
+  std::int64_t most_flagged_words = 0;           ///< Of a message.
+  std::uint32_t* flagged_word_counts = nullptr;  ///< [kMaxFlaggedWordBlocks] on this rank's device.
 };
 
 /// What tells calls of one kind apart that are cut differently, and so cannot meet.

@@ -118,7 +118,7 @@ PeerWindow PeerComm::allocate_window(std::size_t bytes, std::int64_t parts) cons
                 parts, " parts; both must be positive");
   state_->begin("allocate_window");
   return {state_->hosts->allocate(bytes, 16 * static_cast<std::size_t>(parts)), rank(),
-          &state_->channel.waits.words->gave_up};
+          &state_->channel.waits.stop->gave_up};
 }
 
 void PeerComm::all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream) {

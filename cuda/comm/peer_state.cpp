@@ -19,7 +19,7 @@ constexpr int kChannels = 64;                     // of a GPU, shared by its ran
 constexpr int kSharedBlocks = 128;                // of kernels that wait, by all ranks that share a GPU
 constexpr std::int64_t kPiecesBytes = 128 << 10;  // of a channel, in turn: the slots of all senders
 constexpr std::int64_t kBlockBytes = 8 << 10;     // that a block moves before another one helps
-constexpr std::int64_t kBlockWords = 2048;        // of a slot of words: those of all senders
+constexpr std::int64_t kFlaggedWords = 2048;      // of a block, in turn: those of all senders
 
 /// By so much the host outlasts the kernels, which know whom they wait for.
 constexpr milliseconds kRecordGrace{500};
@@ -28,19 +28,20 @@ constexpr milliseconds kCauseGrace{500};
 
 /// Where the parts of a channel window begin, in bytes; poison words come first.
 struct ChannelLayout {
-  std::int64_t channels, piece, most_words, counts, word_counts, flags, slots, sealed, words, bytes;
+  std::int64_t channels, piece, most_flagged_words, counts, flagged_word_counts, flags, slots, sealed,
+      flagged_words, bytes;
 
   ChannelLayout(std::int64_t size, int ranks_a_device)
       : channels(larger<std::int64_t>(2, kChannels / ranks_a_device)),
         piece(size == 1 ? 1024 : larger<std::int64_t>(1024, kPiecesBytes / size / 1024 * 1024)),
-        most_words(kBlockWords / size),
+        most_flagged_words(kFlaggedWords / size),
         counts(kMaxPeers * static_cast<std::int64_t>(sizeof(std::uint32_t))),
-        word_counts(counts + channels * size * 4),
-        flags(round_up(word_counts + kMaxWordBlocks * 4, std::int64_t{256})),
+        flagged_word_counts(counts + channels * size * 4),
+        flags(round_up(flagged_word_counts + kMaxFlaggedWordBlocks * 4, std::int64_t{256})),
         slots(round_up(flags + channels * 2 * size * 8, std::int64_t{256})),
         sealed(slots + channels * 2 * size * piece),
-        words(sealed + channels * 2 * size * piece),
-        bytes(words + kMaxWordBlocks * 2 * size * most_words * 8) {}
+        flagged_words(sealed + channels * 2 * size * piece),
+        bytes(flagged_words + kMaxFlaggedWordBlocks * 2 * size * most_flagged_words * 8) {}
 };
 
 }  // namespace
@@ -48,7 +49,7 @@ struct ChannelLayout {
 PeerRank::PeerRank(int number, int on_device)
     : root_rank(number), device(on_device), report(sizeof(PeerReport)) {
   const DeviceScope scope(device);
-  words = Buffer(sizeof(PeerWords));
+  stop = Buffer(sizeof(PeerStop));
 }
 
 const PeerFailure* PeerRank::failure() const {
@@ -118,13 +119,14 @@ void PeerComm::State::open_channel(std::shared_ptr<const PeerRange> memory) {
   channel.piece = layout.piece;
   channel.counts = reinterpret_cast<std::uint32_t*>(range->part(rank) + layout.counts);
   channel.channels = static_cast<int>(layout.channels);
-  channel.words = layout.words;
-  channel.most_words = layout.most_words;
-  channel.word_counts = reinterpret_cast<std::uint32_t*>(range->part(rank) + layout.word_counts);
+  channel.flagged_words = layout.flagged_words;
+  channel.most_flagged_words = layout.most_flagged_words;
+  channel.flagged_word_counts =
+      reinterpret_cast<std::uint32_t*>(range->part(rank) + layout.flagged_word_counts);
   PeerWaits& waits = channel.waits;
   waits.failure = &own->host().failure;
   waits.abort = &own->host().abort;
-  waits.words = reinterpret_cast<PeerWords*>(own->words.data());
+  waits.stop = reinterpret_cast<PeerStop*>(own->stop.data());
   waits.timeout_ns = static_cast<std::uint64_t>((family->limit() - kRecordGrace).count()) * 1'000'000;
   waits.poison = reinterpret_cast<std::uint32_t*>(range->part(0));
   waits.stride = range->stride();

@@ -40,7 +40,7 @@ struct PeerRank {
   int root_rank;
   int device;
   PinnedBuffer report;  // a PeerReport
-  Buffer words;         // PeerWords
+  Buffer stop;          // a PeerStop
   RankProgress progress;
   std::mutex mutex;
   std::vector<std::vector<int>> groups;  // root ranks of each group, by PeerWaits::group

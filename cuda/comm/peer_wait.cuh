@@ -35,7 +35,7 @@ __device__ __forceinline__ std::uint32_t volatile_word(const std::uint32_t* word
 
 /// Whether this rank has stopped waiting. What it computes from then on is wrong, and must not be sent.
 __device__ __forceinline__ bool has_given_up(const PeerWaits& waits) {
-  return volatile_word(&waits.words->gave_up) != 0;
+  return volatile_word(&waits.stop->gave_up) != 0;
 }
 
 /// Whether it has not, with one answer for all threads of the block, which meet here.
@@ -47,16 +47,16 @@ __device__ __forceinline__ bool may_send(const PeerWaits& waits) {
 /// record is complete, or its writer takes longer than it may.
 static __device__ __noinline__ void give_up(const PeerWaits& waits, PeerFault fault, int peer,
                                             std::uint64_t seen, std::uint64_t wanted) {
-  PeerWords& words = *waits.words;
-  if (fault != PeerFault::gave_up) atomicOr(&words.missing, 1ull << peer);
-  const bool is_first = atomicCAS(&words.claim, 0u, 1u) == 0u;
+  PeerStop& stop = *waits.stop;
+  if (fault != PeerFault::gave_up) atomicOr(&stop.missing, 1ull << peer);
+  const bool is_first = atomicCAS(&stop.claim, 0u, 1u) == 0u;
   if (is_first) {
     __nanosleep(50'000);  // others that give up now name their peers too
     PeerFailure& failure = *waits.failure;
     failure.fault = fault;
     failure.group = waits.group;
     failure.peer = static_cast<std::uint32_t>(peer);
-    failure.missing = atomicOr(&words.missing, 0ull);
+    failure.missing = atomicOr(&stop.missing, 0ull);
     failure.seen = seen;
     failure.wanted = wanted;
     __threadfence_system();  // the host that sees is_complete sees the rest
@@ -70,7 +70,7 @@ static __device__ __noinline__ void give_up(const PeerWaits& waits, PeerFault fa
   } else {
     for (int i = 0; i < 1000 && volatile_word(&waits.failure->is_complete) == 0; ++i) __nanosleep(1'000);
   }
-  *static_cast<volatile std::uint32_t*>(&words.gave_up) = 1u;
+  *static_cast<volatile std::uint32_t*>(&stop.gave_up) = 1u;
 }
 
 /// The peer that has given up, or -1. Own memory.

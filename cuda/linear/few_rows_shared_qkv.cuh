@@ -12,7 +12,7 @@
 
 #include <cstdint>
 
-#include "cuda/comm/peer_words.cuh"
+#include "cuda/comm/peer_flagged_words.cuh"
 #include "cuda/linear/few_rows_qkv.cuh"
 
 namespace helix::cuda::few_rows {
@@ -86,7 +86,7 @@ struct SharedQkv : Qkv<kMostRows> {
   }
 
  private:
-  __device__ __forceinline__ BlockWords words() const { return {channel, tag}; }
+  __device__ __forceinline__ FlaggedWords words() const { return {channel, tag}; }
 };
 
 }  // namespace helix::cuda::few_rows

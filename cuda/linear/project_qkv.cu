@@ -54,7 +54,7 @@ Tiles cut_heads(int heads, int pairs, int rows, int most_height, int most_blocks
   return best;
 }
 
-/// What the words of two ranks must agree on.
+/// What the flagged words of two ranks must agree on.
 std::uint32_t tag_of(int heads, int pairs, const Tiles& tiles, int rows, int cols) {
   const std::uint32_t tag = call_tag(0, {heads, pairs, tiles.height, tiles.count, tiles.blocks, rows, cols});
   return 1 + (tag >> 16) % 255;
@@ -77,7 +77,7 @@ bool multiply_qkv(const ProjectQkvArgs<T>& args, Product<T> product, int num_sms
   const int heads = all_heads / ranks;
   int most_blocks = num_sms * S::kBlocksPerSm;
   if (channel != nullptr) {
-    most_blocks = std::min(most_blocks, kMaxWordBlocks);
+    most_blocks = std::min(most_blocks, kMaxFlaggedWordBlocks);
     if (channel->waits.most_blocks > 0) most_blocks = std::min(most_blocks, channel->waits.most_blocks);
   }
   const Tiles tiles = cut_heads(heads, pairs, product.rows, S::kTileWidth / Tail::kHalves, most_blocks);
@@ -88,7 +88,7 @@ bool multiply_qkv(const ProjectQkvArgs<T>& args, Product<T> product, int num_sms
   const std::int64_t row_bytes = product.cols * std::int64_t{sizeof(T)};
   if (channel != nullptr) {
     const std::int64_t saved = row_bytes * 2 * pairs * (all_heads - heads);
-    if (saved < kLeastSavedBytes || most * product.rows > channel->most_words) return false;
+    if (saved < kLeastSavedBytes || most * product.rows > channel->most_flagged_words) return false;
     HELIX_EXPECTS(fits_few_rows(product), ErrorCode::invalid_argument, "project_qkv: in at ",
                   static_cast<const void*>(product.in), " and weight at ", product.weight,
                   " must be aligned to 16 bytes where ranks reach each other's memory");

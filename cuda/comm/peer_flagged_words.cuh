@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages of few bytes between the blocks of a kernel: words of 4 bytes of data and their flag, written at
-// once, so that a peer that sees the flag has the data.
+// Messages of few bytes between the blocks of a kernel: flagged words, 4 bytes of data and their flag,
+// written at once, so that a peer that sees the flag has the data.
 #pragma once
 
 #include <cstddef>
@@ -10,13 +10,13 @@
 
 namespace helix::cuda {
 
-/// The ends of one block's messages of words. Message `count` of a block is as long on all ranks, and all
-/// send one to all: the flag of a word says which, and by `tag` of what call.
-struct BlockWords {
+/// The ends of one block's messages of flagged words. Message `count` of a block is as long on all ranks, and
+/// all send one to all: the flag of a word says which, and by `tag` of what call.
+struct FlaggedWords {
   const PeerChannel& channel;
   std::uint32_t tag;  ///< 1 to 255: no word that nobody has written has this flag.
 
-  __device__ std::uint32_t* count() const { return channel.word_counts + blockIdx.x; }
+  __device__ std::uint32_t* count() const { return channel.flagged_word_counts + blockIdx.x; }
   /// Stores word `i` of message `count` in the memory of `reader`.
   __device__ __forceinline__ void send(int reader, std::uint32_t count, int i, std::uint32_t word) const {
     asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" ::"l"(at(reader, count, channel.waits.rank, i)),
@@ -44,8 +44,8 @@ struct BlockWords {
   __device__ __forceinline__ std::uint32_t flag(std::uint32_t count) const { return count << kTagBits | tag; }
   __device__ __forceinline__ std::byte* at(int reader, std::uint32_t count, int sender, int i) const {
     const std::int64_t slot = slot_place(channel, blockIdx.x, count, sender);
-    return channel.window + reader * channel.waits.stride + channel.words +
-           (slot * channel.most_words + i) * 8;
+    return channel.window + reader * channel.waits.stride + channel.flagged_words +
+           (slot * channel.most_flagged_words + i) * 8;
   }
 };
 
