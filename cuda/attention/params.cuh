@@ -92,8 +92,8 @@ struct AttentionParams {
 /// Brings the first arguments, 64 bytes a warp of the block, into the constant cache, all at once: one by one
 /// they would cost a trip to memory each.
 __device__ inline void prefetch_params(const AttentionParams& p) {
-  constexpr int kLineWords = 16;
-  const int word = static_cast<int>(threadIdx.x) / kWarp * kLineWords;
+  constexpr int kConstantLineWords = 16;
+  const int word = static_cast<int>(threadIdx.x) / kWarp * kConstantLineWords;
   if (word < static_cast<int>(sizeof(AttentionParams) / sizeof(int)))
     asm volatile("" ::"r"(reinterpret_cast<const int*>(&p)[word]));
 }

@@ -71,9 +71,9 @@ struct SmallAttentionPlan : AttentionLists<kTokens, TheLimits, kBlocks, std::uin
 
 /// Asks for this block's share of the queries, by `threads` threads of which this is number `thread`.
 __device__ inline void prefetch_queries(const AttentionParams& p, int thread, int threads) {
-  constexpr int kLineBytes = 128;
+  constexpr int kCacheLineBytes = 128;
   const int element_bytes = p.dtype == DType::f32 ? 4 : 2;
-  const int lines = (p.head_dim * element_bytes + kLineBytes - 1) / kLineBytes;
+  const int lines = (p.head_dim * element_bytes + kCacheLineBytes - 1) / kCacheLineBytes;
   const int heads = p.kv_heads * p.group;
   const int count = p.num_tokens * heads * lines;
   const auto* q = static_cast<const std::byte*>(p.q);
@@ -81,7 +81,7 @@ __device__ inline void prefetch_queries(const AttentionParams& p, int thread, in
        i += static_cast<int>(gridDim.x) * threads) {
     const int row = i / lines;
     const std::int64_t at = (p.first_token + row / heads) * p.q_token_stride + row % heads * p.q_head_stride;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(q + at * element_bytes + i % lines * kLineBytes));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(q + at * element_bytes + i % lines * kCacheLineBytes));
   }
 }
 

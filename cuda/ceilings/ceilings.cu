@@ -32,8 +32,8 @@ __global__ __launch_bounds__(kThreads) void read(const uint4* data, std::size_t 
 }
 
 constexpr unsigned kPartBytes = 16 << 10;  // of a bulk copy, at most
-constexpr unsigned kLineBytes = 128;
-constexpr unsigned kLineWords = kLineBytes / sizeof(unsigned);
+constexpr unsigned kCacheLineBytes = 128;
+constexpr unsigned kCacheLineWords = kCacheLineBytes / sizeof(unsigned);
 constexpr int kSmStages = 14;  // of kPartBytes, which the shared memory of an SM holds
 constexpr std::size_t kBlockSharedBytes = 227 << 10;
 constexpr std::size_t kSmSharedBytes = 228 << 10;
@@ -42,7 +42,7 @@ constexpr std::size_t kReservedBytes = 1 << 10;  // of each block, by CUDA
 /// Shared memory of a block that reads by bulk copies.
 template <int kStages>
 struct BulkRing {
-  unsigned parts[kStages][kPartBytes / kLineBytes][kLineWords];
+  unsigned parts[kStages][kPartBytes / kCacheLineBytes][kCacheLineWords];
   RingBarriers<kStages> barriers;
 };
 
@@ -63,7 +63,7 @@ struct BulkParts {
 template <int kStages>
 __global__ __launch_bounds__(2 * kWarp) void bulk_read(const unsigned char* data, BulkParts parts,
                                                        unsigned* sum) {
-  extern __shared__ __align__(kLineBytes) unsigned char memory[];
+  extern __shared__ __align__(kCacheLineBytes) unsigned char memory[];
   auto& ring = *reinterpret_cast<BulkRing<kStages>*>(memory);
   if (threadIdx.x == 0) {
     ring.barriers.init(1, 1);
@@ -76,10 +76,10 @@ __global__ __launch_bounds__(2 * kWarp) void bulk_read(const unsigned char* data
     for (std::size_t part = blockIdx.x; part < parts.count; part += gridDim.x, place.advance()) {
       place.wait_full();
       const auto& stage = ring.parts[place.stage()];
-      const unsigned lines = parts.bytes_of(part) / kLineBytes;
-      const auto first = static_cast<unsigned>(part * (parts.part_bytes / kLineBytes) % kLineWords);
+      const unsigned lines = parts.bytes_of(part) / kCacheLineBytes;
+      const auto first = static_cast<unsigned>(part * (parts.part_bytes / kCacheLineBytes) % kCacheLineWords);
       for (unsigned line = threadIdx.x; line < lines; line += kWarp)
-        found += stage[line][(first + line) % kLineWords];  // no two lanes share a bank
+        found += stage[line][(first + line) % kCacheLineWords];  // no two lanes share a bank
       __syncwarp();
       barrier_arrive_if(threadIdx.x == 0, place.empty());
     }
@@ -127,7 +127,7 @@ void launch_bulk_blocks(const void* data, std::size_t bytes, unsigned* sum, Stre
   const std::size_t rounds = (bytes + most_blocks * kPartBytes - 1) / (most_blocks * kPartBytes);
   const std::size_t share = (bytes + most_blocks * rounds - 1) / (most_blocks * rounds);
   BulkParts parts{.bytes = bytes, .count = 0, .part_bytes = 0};
-  parts.part_bytes = static_cast<unsigned>((share + kLineBytes - 1) / kLineBytes * kLineBytes);
+  parts.part_bytes = static_cast<unsigned>((share + kCacheLineBytes - 1) / kCacheLineBytes * kCacheLineBytes);
   parts.count = (bytes + parts.part_bytes - 1) / parts.part_bytes;
   const auto blocks = static_cast<unsigned>(std::min(most_blocks, parts.count));
   const auto kernel = bulk_read<kStages>;

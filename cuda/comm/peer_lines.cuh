@@ -6,15 +6,16 @@
 #include <cstddef>
 #include <cstdint>
 
+#include <helix/backend/exchange.hpp>
+
 #include "cuda/runtime/ptx.cuh"
 
 namespace helix::cuda {
 
-/// Bytes of a line: 8 of data, and the flag beside each 4.
-inline constexpr int kLineBytes = 16;
+inline constexpr int kLineBytes = static_cast<int>(kExchangeLineBytes);
 /// Elements of T in a line.
 template <class T>
-inline constexpr int kLineColumns = 8 / static_cast<int>(sizeof(T));
+inline constexpr int kLineColumns = static_cast<int>(kExchangeLineDataBytes) / static_cast<int>(sizeof(T));
 
 /// Stores a line of data and flag: the count, and its complement, so that memory which nobody has written has
 /// no count.

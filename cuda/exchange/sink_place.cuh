@@ -11,8 +11,6 @@
 
 namespace helix::cuda {
 
-static_assert(kLineBytes == kExchangeLineBytes);
-
 /// What a kernel reads on the device of where it writes partials.
 struct SinkPlace {
   std::int64_t slot;    ///< Message slot: 0 or 1.

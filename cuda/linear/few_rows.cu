@@ -28,7 +28,7 @@ void launch(const Product<T>& p, int num_sms, cudaStream_t stream) {
   const CUtensorMap weights =
       rows_map<4>(const_cast<void*>(p.weight), kDTypeOf<T>,
                   {kChunkColumns, p.width, Tail::kHalves, p.cols / kChunkColumns},
-                  {row_bytes, row_bytes * p.width, kLineBytes},
+                  {row_bytes, row_bytes * p.width, kChunkRowBytes},
                   {kChunkColumns, tiles.height, Tail::kHalves, S::kChunks}, kPromotion);
   launch_product<S>(p, weights, tiles, Tail{}, stream);
 }

@@ -53,7 +53,7 @@ __device__ void copy_first_rows(const Params<T, Tail>& p, Shared<S, Tail>& share
   const int parts = parts_of<S>(p.product);
   const int ahead = min(p.tiles.mine(p.product.width) * parts, S::kStages);
   const auto arrived = static_cast<unsigned>(__cvta_generic_to_shared(&shared.first_rows));
-  barrier_expect(arrived, kLineBytes * S::kChunks * static_cast<unsigned>(p.product.rows * ahead));
+  barrier_expect(arrived, kChunkRowBytes * S::kChunks * static_cast<unsigned>(p.product.rows * ahead));
   for (int i = 0; i < ahead; ++i) copy_rows(p, shared, i, i % parts, arrived);
 }
 
@@ -63,9 +63,9 @@ __device__ void copy_tiles(const Params<T, Tail>& p, Shared<S, Tail>& shared) {
   const int parts = parts_of<S>(p.product);
   const int all = p.tiles.mine(p.product.width) * parts;
   const int ahead = min(all, S::kStages);
-  constexpr unsigned kPartLineBytes = kLineBytes * S::kChunks;
-  const unsigned weight_bytes = kPartLineBytes * static_cast<unsigned>(p.tiles.height * Tail::kHalves);
-  const unsigned row_bytes = kPartLineBytes * static_cast<unsigned>(p.product.rows);
+  constexpr unsigned kPartRowBytes = kChunkRowBytes * S::kChunks;
+  const unsigned weight_bytes = kPartRowBytes * static_cast<unsigned>(p.tiles.height * Tail::kHalves);
+  const unsigned row_bytes = kPartRowBytes * static_cast<unsigned>(p.product.rows);
   const auto copy_weights = [&](const RingPlace<S::kStages>& place, int tile, int part, unsigned bytes) {
     barrier_expect(place.full(), bytes);
     p.tail.copy_weights(static_cast<unsigned>(__cvta_generic_to_shared(shared.stages[place.stage()].weights)),
@@ -111,11 +111,11 @@ struct Consumer {
         lane(static_cast<int>(threadIdx.x) % kWarp),
         height(all.tiles.height * Tail::kHalves) {}
 
-  /// This lane's 16 bytes of a line: 8 columns of a chunk, of which an even warp takes the even eights and
-  /// the next warp the odd ones, so that two lines that swizzling sets side by side share no bank.
-  __device__ __forceinline__ uint4 load(const unsigned char* lines, int line) const {
-    const int eight = (lane % 4 * 2 + warp % 2) ^ (line % 8);
-    return *reinterpret_cast<const uint4*>(lines + line * static_cast<int>(kLineBytes) + eight * 16);
+  /// This lane's 16 bytes of a row: 8 columns of a chunk, of which an even warp takes the even eights and
+  /// the next warp the odd ones, so that two rows that swizzling sets side by side share no bank.
+  __device__ __forceinline__ uint4 load(const unsigned char* rows, int row) const {
+    const int eight = (lane % 4 * 2 + warp % 2) ^ (row % 8);
+    return *reinterpret_cast<const uint4*>(rows + row * static_cast<int>(kChunkRowBytes) + eight * 16);
   }
 
   /// A lane's columns are not those that the instruction names, but the same for both operands, and the sum

@@ -17,7 +17,7 @@ inline constexpr int kThreads = kConsumerThreads + kWarp;
 inline constexpr int kMatrixWidth = 8;                          // weight rows of one instruction
 inline constexpr int kWarpColumns = 32;                         // that a warp multiplies at a time
 inline constexpr int kStepColumns = kConsumers * kWarpColumns;  // that all do
-inline constexpr unsigned kLineBytes = 2 * kChunkColumns;       // of a row in shared memory
+inline constexpr unsigned kChunkRowBytes = 2 * kChunkColumns;   // of a chunk's row in shared memory
 inline constexpr int kConsumersMeet = 1;                        // barrier; 0 is the block's
 inline constexpr int kTailIsPrepared = 2;                       // the consumers', and the tail's warp
 
@@ -57,8 +57,8 @@ template <class S, class Tail>
 struct Shared {
   /// Chunks of 64 columns, of each of which the rows follow each other, swizzled.
   struct Stage {
-    unsigned char weights[S::kChunks * S::kTileWidth * kLineBytes];
-    unsigned char rows[S::kChunks * S::kRows * kLineBytes];
+    unsigned char weights[S::kChunks * S::kTileWidth * kChunkRowBytes];
+    unsigned char rows[S::kChunks * S::kRows * kChunkRowBytes];
   };
   /// What the warps found of a tile; rows that do not share banks.
   using Sums = float[kConsumers][S::kRows][S::kTileWidth + kMatrixWidth];

@@ -29,7 +29,7 @@ void launch_product(const Product<T>& p, const CUtensorMap& weights, const Tiles
   const Params<T, Tail> params{.weights = weights,
                                .rows = rows_map<4>(const_cast<T*>(p.in), kDTypeOf<T>,
                                                    {kChunkColumns, p.rows, 1, p.cols / kChunkColumns},
-                                                   {p.in_row * kElement, 16, kLineBytes},
+                                                   {p.in_row * kElement, 16, kChunkRowBytes},
                                                    {kChunkColumns, p.rows, 1, S::kChunks}, kPromotion),
                                .product = p,
                                .tiles = tiles,

@@ -125,7 +125,7 @@ bool multiply_qkv(const ProjectQkvArgs<T>& args, Product<T> product, int num_sms
   const CUtensorMap weights =
       rows_map<5>(const_cast<void*>(product.weight), kDTypeOf<T>,
                   {kChunkColumns, pairs, Tail::kHalves, heads, product.cols / kChunkColumns},
-                  {row_bytes * next, row_bytes * between, row_bytes * 2 * pairs, kLineBytes},
+                  {row_bytes * next, row_bytes * between, row_bytes * 2 * pairs, kChunkRowBytes},
                   {kChunkColumns, tiles.height, Tail::kHalves, 1, S::kChunks}, kPromotion);
   if (channel == nullptr) {
     launch_product<S>(product, weights, tiles, tail, stream);

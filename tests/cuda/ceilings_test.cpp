@@ -17,8 +17,8 @@
 namespace helix::test {
 namespace {
 
-constexpr std::size_t kLineWords = 32;
-constexpr std::size_t kLineBytes = kLineWords * sizeof(std::uint32_t);
+constexpr std::size_t kCacheLineWords = 32;
+constexpr std::size_t kCacheLineBytes = kCacheLineWords * sizeof(std::uint32_t);
 
 std::vector<std::uint32_t> random_words(std::size_t count) {
   std::mt19937 random(7);
@@ -30,8 +30,8 @@ std::vector<std::uint32_t> random_words(std::size_t count) {
 /// Word i % 32 of each whole line i of the `bytes` that begin at word `first`.
 std::uint32_t expected_sum(const std::vector<std::uint32_t>& words, std::size_t first, std::size_t bytes) {
   std::uint32_t sum = 0;
-  for (std::size_t line = 0; line < bytes / kLineBytes; ++line)
-    sum += words[first + line * kLineWords + line % kLineWords];
+  for (std::size_t line = 0; line < bytes / kCacheLineBytes; ++line)
+    sum += words[first + line * kCacheLineWords + line % kCacheLineWords];
   return sum;
 }
 
@@ -81,9 +81,10 @@ TEST_CASE("a read by bulk copies brings every line once whatever its size") {
   constexpr std::size_t kMost = std::size_t{320} << 20;
   BulkRead read(kMost + 256);
   for (const std::size_t bytes :
-       {std::size_t{0}, std::size_t{16}, kLineBytes - 16, kLineBytes, kLineBytes + 16, 32 * kLineBytes,
-        33 * kLineBytes, std::size_t{33280}, std::size_t{1} << 20, (std::size_t{2} << 20) + 48,
-        (std::size_t{16} << 20) - 16, (std::size_t{31} << 20) + kLineBytes, kMost - kLineBytes, kMost}) {
+       {std::size_t{0}, std::size_t{16}, kCacheLineBytes - 16, kCacheLineBytes, kCacheLineBytes + 16,
+        32 * kCacheLineBytes, 33 * kCacheLineBytes, std::size_t{33280}, std::size_t{1} << 20,
+        (std::size_t{2} << 20) + 48, (std::size_t{16} << 20) - 16, (std::size_t{31} << 20) + kCacheLineBytes,
+        kMost - kCacheLineBytes, kMost}) {
     for (const std::size_t at : {std::size_t{0}, std::size_t{16}, std::size_t{256}}) {
       for (const int blocks_per_sm : {1, 2}) {
         if (at + bytes > kMost + 256) continue;
