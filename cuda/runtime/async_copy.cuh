@@ -21,10 +21,8 @@ __device__ __forceinline__ void copy_async(unsigned to, const void* from, int va
 
 /// 16 bytes past L1, or zeros unless `copies`.
 __device__ __forceinline__ void copy_chunk_or_zeros(unsigned to, const void* from, bool copies) {
-#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(copies ? 16 : 0)
                : "memory");
-#endif
 }
 
 __device__ __forceinline__ void store_shared_byte(unsigned to, std::byte x) {
@@ -38,9 +36,7 @@ __device__ __forceinline__ void commit_copies() {
 
 /// Waits for all of this thread's copies, of no group yet too.
 __device__ __forceinline__ void wait_for_all_copies() {
-#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
 }
 
 /// Waits until at most the kGroups last groups of this thread are on their way.

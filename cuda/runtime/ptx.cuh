@@ -16,10 +16,8 @@ namespace helix::cuda {
 
 /// The L2 cache's policy for what is read once: it leaves first.
 __device__ __forceinline__ std::uint64_t evict_first() {
-  std::uint64_t policy = 0;
-#if __CUDA_ARCH__ >= 800
+  std::uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-#endif
   return policy;
 }
 
@@ -38,11 +36,9 @@ __device__ __forceinline__ void copy_bulk(unsigned to, const void* from, unsigne
 /// 16 bytes into shared memory, past L1 and leaving the L2 cache first, too. barrier_arrive_after_copies()
 /// says when they are there.
 __device__ __forceinline__ void copy_chunk(unsigned to, const void* from) {
-#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "l"(evict_first())
                : "memory");
-#endif
 }
 
 __device__ __forceinline__ void store_shared(unsigned to, uint4 x) {
@@ -136,22 +132,18 @@ __device__ __forceinline__ void store_matrices(unsigned to, unsigned x0, unsigne
 
 /// The same the other way.
 __device__ __forceinline__ void load_matrices(unsigned (&x)[4], unsigned from) {
-#if __CUDA_ARCH__ >= 800
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(from)
                : "memory");
-#endif
 }
 
 /// As load_matrices(), each matrix transposed.
 __device__ __forceinline__ void load_transposed_matrices(unsigned (&x)[4], unsigned from) {
-#if __CUDA_ARCH__ >= 800
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(from)
                : "memory");
-#endif
 }
 
 /// Orders this thread's plain writes to shared memory before later bulk copies over them and warp-group

@@ -36,11 +36,7 @@ __device__ __forceinline__ void barrier_expect_more(unsigned barrier, unsigned b
 /// `x`, which all lanes of the warp have alike, where the compiler knows it: what follows from it is computed
 /// once for the warp, and branches on it are the warp's. Of a shuffle's result it does not know.
 __device__ __forceinline__ unsigned warp_uniform(unsigned x) {
-#if __CUDA_ARCH__ >= 800
   return __reduce_or_sync(~0u, x);
-#else
-  return x;
-#endif
 }
 __device__ __forceinline__ int warp_uniform(int x) {
   return static_cast<int>(warp_uniform(static_cast<unsigned>(x)));
