@@ -224,25 +224,33 @@ __device__ inline int count_up(int* counter) {
   return before;
 }
 
-/// After write_split() of all rows of query tile `u`: the last block to come combines the splits. All threads
-/// of the block.
-template <bool kMayBeF32 = false>
-__device__ inline void combine_splits(const SplitPartials& all, const QueryTile& query_tile, int u,
-                                      int head) {
-  __shared__ bool is_last;
-  if (all.splits.count == 1) return;
-  __syncthreads();
-  if (threadIdx.x == 0) {
+/// The last block to come combines the splits of query tile `u`, behind all writes of its split partials:
+/// `threads` threads, this one number `thread`, that meet() at a barrier. `is_last`: in shared memory.
+template <bool kMayBeF32, class Flag, class Meet>
+__device__ __forceinline__ void combine_splits(const SplitPartials& all, const QueryTile& query_tile, int u,
+                                               int head, int thread, int threads, Flag& is_last,
+                                               const Meet& meet) {
+  meet();
+  if (thread == 0) {
     // What the block wrote goes before its count, and what the others counted before what is read here.
     int* counter = all.p.counters + u * all.p.kv_heads + head;
     is_last = count_up(counter) == all.splits.count - 1;
     if (is_last) *counter = 0;
   }
-  __syncthreads();
+  meet();
   if (!is_last) return;
-  for (int row = static_cast<int>(threadIdx.x) / kWarp; row < query_tile.num_rows;
-       row += static_cast<int>(blockDim.x) / kWarp)
+  for (int row = thread / kWarp; row < query_tile.num_rows; row += threads / kWarp)
     combine_row<kMayBeF32>(all, query_tile, head, row, 0, all.p.value_dim);
+}
+
+/// The same after write_split() of all rows; all threads of the block.
+template <bool kMayBeF32 = false>
+__device__ inline void combine_splits(const SplitPartials& all, const QueryTile& query_tile, int u,
+                                      int head) {
+  __shared__ bool is_last;
+  if (all.splits.count == 1) return;
+  combine_splits<kMayBeF32>(all, query_tile, u, head, static_cast<int>(threadIdx.x),
+                            static_cast<int>(blockDim.x), is_last, [] { __syncthreads(); });
 }
 
 /// A query tile whose splits a later launch combines; KV head 0.

@@ -160,22 +160,4 @@ __global__ __launch_bounds__(kThreads) void combine_waves_later(const __grid_con
   combine_row_later<kThreads>(p);
 }
 
-/// After write_partials() of all rows: the last block to come combines the splits. `kThreads` threads that
-/// meet at barrier `id`, this one number `thread`.
-template <int kThreads>
-__device__ __forceinline__ void combine_waves(const SplitPartials& all, const QueryTile& query_tile, int u,
-                                              int head, int id, int thread, int& is_last) {
-  group_sync(id, kThreads);
-  if (thread == 0) {
-    // What the block wrote goes before its count, and what the others counted before what is read here.
-    int* counter = all.p.counters + u * all.p.kv_heads + head;
-    is_last = count_up(counter) == all.splits.count - 1;
-    if (is_last) *counter = 0;
-  }
-  group_sync(id, kThreads);
-  if (!is_last) return;
-  for (int row = thread / kWarp; row < query_tile.num_rows; row += kThreads / kWarp)
-    combine_row(all, query_tile, head, row, 0, all.p.value_dim);
-}
-
 }  // namespace helix::cuda
