@@ -140,11 +140,12 @@ struct WaveProducts {
   __device__ void clear_values(int first, int last, int end) const {
     constexpr int kRowParts = S::kValueChunks * 8;  // of 16 bytes
     std::byte* values = s.values[value_place.stage()];
-    const int rows = ::max(first, 0) + ::max(end - last, 0);
+    first = ::max(first, 0);
+    const int rows = first + ::max(end - last, 0);
 #pragma unroll 1
     for (int i = thread % kWarpGroup; i < rows * kRowParts; i += kWarpGroup) {
       const int row = i / kRowParts;
-      const int token = row < first ? row : last + row - ::max(first, 0);
+      const int token = row < first ? row : last + row - first;
       const int part = i % kRowParts;
       reinterpret_cast<uint4*>(values)[(part / 8 * S::kTokens + token) * 8 + part % 8] = uint4{0, 0, 0, 0};
     }
