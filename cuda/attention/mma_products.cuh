@@ -11,7 +11,7 @@
 #include <cstddef>
 
 #include "cuda/attention/mma_rows.cuh"
-#include "cuda/attention/tensor_queries.cuh"
+#include "cuda/attention/row_operands.cuh"
 #include "cuda/runtime/ptx.cuh"
 #include "cuda/runtime/warp.cuh"
 

@@ -2,8 +2,9 @@
 // How the query rows of a query tile come into shared memory for the kernels of mma.cuh and mma_latent.cuh,
 // in the type in which they are multiplied, whatever type they have.
 //
-// - bf16 beside f16 or e4m3: each row is multiplied by a power of two that brings its largest magnitude to
-//   [2^14, 2^15); what it was multiplied by is divided out of its scores.
+// - bf16 beside f16 or e4m3: each row is multiplied by a power of two (row_operands.cuh), which is divided
+// out
+//   of its scores.
 // - f16 beside bf16: a row is the sum of two rows of bf16, of which the second has the bits that the first
 //   leaves over. Products take twice as long, and lose nothing.
 #pragma once
@@ -13,7 +14,7 @@
 
 #include "cuda/attention/mma_rows.cuh"
 #include "cuda/attention/params.cuh"
-#include "cuda/attention/tensor_queries.cuh"
+#include "cuda/attention/row_operands.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/ptx.cuh"
 #include "cuda/runtime/warp.cuh"
@@ -53,7 +54,7 @@ struct MmaQueries {
         store_both(queries + row * kStride, chunks);
       } else {
         float factor = 1.0f;
-        if (std::is_same_v<T, f16> && p.dtype == DType::bf16) factor = scale_to_f16(chunks);
+        if (std::is_same_v<T, f16> && p.dtype == DType::bf16) factor = make_f16(chunks);
         if (lane == 0) factors[row] = factor;
 #pragma unroll
         for (int k = 0; k < kLaneChunks; ++k)
@@ -111,23 +112,15 @@ struct MmaQueries {
     }
   }
 
-  /// Makes this warp's row of bf16 one of f16 times a power of two. Returns the inverse of that.
-  static __device__ __forceinline__ float scale_to_f16(uint4 (&chunks)[kLaneChunks]) {
-    unsigned top = 0;  // the bits of an f32
+  /// Makes this warp's row of bf16 one of f16. Returns RowScale::inverse().
+  static __device__ __forceinline__ float make_f16(uint4 (&chunks)[kLaneChunks]) {
+    unsigned top = 0;
 #pragma unroll
-    for (const uint4& chunk : chunks) {
-      for (unsigned word : {chunk.x, chunk.y, chunk.z, chunk.w})
-        top = ::max(top, ::max(word << 16 & 0x7fff0000u, word & 0x7fff0000u));
-    }
-    top = __reduce_max_sync(~0u, top);
-    const int power = ::min(141 - static_cast<int>(top >> 23), 126);
-    const float factor = __int_as_float((127 + power) << 23);
-    const auto scaled = [&](unsigned word) {
-      return pack<f16>(__uint_as_float(word << 16) * factor, __uint_as_float(word & 0xffff0000u) * factor);
-    };
+    for (const uint4& chunk : chunks) top = larger_magnitude(top, chunk);
+    const RowScale scale(__reduce_max_sync(~0u, top));
 #pragma unroll
-    for (uint4& chunk : chunks) chunk = {scaled(chunk.x), scaled(chunk.y), scaled(chunk.z), scaled(chunk.w)};
-    return __int_as_float((127 - power) << 23);
+    for (uint4& chunk : chunks) scale.make_f16(chunk);
+    return scale.inverse();
   }
 };
 

@@ -7,7 +7,6 @@
 #include <type_traits>
 
 #include "cuda/attention/params.cuh"
-#include "cuda/attention/tensor_queries.cuh"
 #include "cuda/attention/weights.cuh"
 #include "cuda/runtime/math.cuh"
 #include "cuda/runtime/ptx.cuh"

@@ -1,29 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the query rows of a query tile come into shared memory, in the type in which they are multiplied.
-//
-// Beside e4m3 that is f16. A row of bf16 is multiplied by the power of two that brings its largest magnitude
-// to [2^14, 2^15), which is exact for all elements down to 2^-31 of that one. One power for the query tile
-// would not do: its rows are different heads, whose magnitudes are not bound to each other.
+// How the query rows of a query tile come into shared memory, in the type in which they are multiplied
+// (row_operands.cuh).
 #pragma once
 
 #include <algorithm>
 #include <bit>
 #include <cstdint>
-#include <type_traits>
 
 #include <helix/dtype.hpp>
 
 #include "cuda/attention/params.cuh"
-#include "cuda/runtime/ptx.cuh"
+#include "cuda/attention/row_operands.cuh"
 #include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
-
-inline constexpr int kMmaRows = 16;  ///< Query rows of a matrix instruction.
-
-/// The 16-bit type in which elements of type KV are multiplied.
-template <class KV>
-using MultipliedAs = std::conditional_t<sizeof(KV) == 1, f16, KV>;
 
 /// Where queries of kDim columns lie in shared memory, in elements: row after row, with 16 bytes between them
 /// for the banks, or beside e4m3 as fragments, of which a lane gets its part of an instruction in one load
@@ -96,7 +86,7 @@ struct TensorQueries {
     for (int k = 0; k < kCount; ++k) {
       const int i = static_cast<int>(threadIdx.x) + k * kThreads;
       if constexpr (sizeof(KV) == 1) {
-        const float factor = p.dtype == DType::bf16 ? scale_to_f16(chunks[k]) : 1.0f;
+        const float factor = p.dtype == DType::bf16 ? make_f16(chunks[k]) : 1.0f;
         if (i % kRowLanes == 0) factors[i / kRowLanes] = factor;
       }
       if (!has_chunk(i)) continue;
@@ -118,23 +108,16 @@ struct TensorQueries {
     return kRowLanes == kRowChunks || i % kRowLanes < kRowChunks;
   }
 
-  /// Makes this thread's chunk of a row of bf16 one of f16, times a power of two of the row. Returns the
-  /// inverse of it; the lanes of the row together.
-  static __device__ float scale_to_f16(uint4& chunk) {
-    unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-    unsigned top = 0;  // the bits of an f32
-#pragma unroll
-    for (unsigned word : words) top = ::max(top, ::max(word << 16 & 0x7fff0000u, word & 0x7fff0000u));
+  /// Makes this thread's chunk of a row of bf16 one of f16, the lanes of the row together. Returns
+  /// RowScale::inverse().
+  static __device__ float make_f16(uint4& chunk) {
+    unsigned top = larger_magnitude(0, chunk);
 #pragma unroll
     for (int offset = kRowLanes / 2; offset > 0; offset /= 2)
       top = ::max(top, __shfl_xor_sync(~0u, top, offset));
-    const int power = ::min(141 - static_cast<int>(top >> 23), 126);
-    const float factor = __int_as_float((127 + power) << 23);
-#pragma unroll
-    for (unsigned& word : words)
-      word = pack<f16>(__uint_as_float(word << 16) * factor, __uint_as_float(word & 0xffff0000u) * factor);
-    chunk = {words[0], words[1], words[2], words[3]};
-    return __int_as_float((127 - power) << 23);
+    const RowScale scale(top);
+    scale.make_f16(chunk);
+    return scale.inverse();
   }
 };
 
