@@ -169,7 +169,7 @@ void for_each_launch(const Batch& batch, bool follows_prepare, AttentionParams& 
     const int done = goes_on ? query_tiles(end - 1) - (count - most) : 0;
     p.first_token = offsets[first] + skipped * p.query_tile_rows / p.group;
     const int end_token =
-        goes_on ? offsets[end - 1] + helix::ceil_div(done * p.query_tile_rows, int{p.group}) : offsets[end];
+        goes_on ? offsets[end - 1] + ceil_div(done * p.query_tile_rows, int{p.group}) : offsets[end];
     p.num_tokens = end_token - p.first_token;
     // Sequences without tokens may be left, which launch nothing.
     if (p.num_query_tiles > 0) launch();

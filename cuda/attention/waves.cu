@@ -67,8 +67,8 @@ void launch(const AttentionParams& p, WaveMaps& maps, const AttentionGrid& grid)
   launch_early(kernel, blocks, S::kThreads, kBytes, grid.stream, true, p, maps);
   if (maps.combines_later) {
     launch_early(combine_waves_later<kCombineThreads>,
-                 ceil_div(std::int64_t{items} * p.query_tile_rows, kCombineThreads / kWarp), kCombineThreads,
-                 0, grid.stream, true, p);
+                 grid_blocks(std::int64_t{items} * p.query_tile_rows, kCombineThreads / kWarp),
+                 kCombineThreads, 0, grid.stream, true, p);
   }
 }
 

@@ -137,7 +137,7 @@ __global__ void fill_rows(std::byte* pool, std::int64_t rows, int head_dim, int 
 void fill_mixed_rows(void* pool, std::int64_t rows, std::int64_t head_dim, std::int64_t value_dim,
                      unsigned seed) {
   constexpr int kThreads = 256;
-  fill_rows<<<ceil_div(rows, kThreads / kWarp), kThreads>>>(
+  fill_rows<<<grid_blocks(rows, kThreads / kWarp), kThreads>>>(
       static_cast<std::byte*>(pool), rows, static_cast<int>(head_dim), static_cast<int>(value_dim), seed);
   HELIX_CHECK_LAUNCH();
   HELIX_CUDA_CHECK(cudaDeviceSynchronize());

@@ -175,7 +175,7 @@ void Operators<T>::rope(const RopeArgs<T>& args, Stream stream) const {
       common_alignment({address_of(heads.in), address_of(heads.out), step_of<T>(heads.in_token_stride),
                         step_of<T>(heads.in_head_stride), step_of<T>(heads.out_token_stride),
                         step_of<T>(heads.out_head_stride)}) >= kRopeVector * sizeof(T);
-  const dim3 grid(static_cast<unsigned>(tokens), ceil_div(heads.heads, kRopeHeads));
+  const dim3 grid(static_cast<unsigned>(tokens), grid_blocks(heads.heads, kRopeHeads));
   const auto launch = [&](auto kernel) {
     launch_early(kernel, grid, kThreads, 0, stream.handle(), state_->is_hopper, heads);
   };
@@ -197,7 +197,7 @@ void Operators<T>::swiglu(const SwigluArgs<T>& args, Stream stream) const {
                                             step_of<T>(args.out.stride(0)), step_of<T>(width)}) == 16;
   with_vector<T>(is_aligned, [&](auto count) {
     constexpr int kCount = decltype(count)::value;
-    const dim3 grid(ceil_div(width, kThreads * kCount), row_blocks(rows));
+    const dim3 grid(grid_blocks(width, kThreads * kCount), row_blocks(rows));
     launch_early(swiglu_kernel<T, kCount>, grid, kThreads, 0, stream.handle(), state_->is_hopper,
                  args.gate_up.data(), args.gate_up.stride(0), args.out.data(), args.out.stride(0), rows,
                  width);
@@ -215,7 +215,7 @@ void Operators<T>::embed(const EmbedArgs<T>& args, Stream stream) const {
   dispatch_weight(args.table.dtype, [&]<class W>(W*) {
     with_vector<T>(is_aligned, [&](auto count) {
       constexpr int kCount = decltype(count)::value;
-      const dim3 grid(ceil_div(width, kThreads * kCount), row_blocks(tokens));
+      const dim3 grid(grid_blocks(width, kThreads * kCount), row_blocks(tokens));
       launch_early(embed_kernel<T, W, kCount>, grid, kThreads, 0, stream.handle(), state_->is_hopper,
                    args.ids, static_cast<const W*>(args.table.data), args.table.rows, args.first_id,
                    args.out.data(), args.out.stride(0), tokens, width);
@@ -234,7 +234,7 @@ void Operators<T>::gather_rows(const GatherRowsArgs<T>& args, Stream stream) con
                                             step_of<T>(width)}) == 16;
   with_vector<T>(is_aligned, [&](auto count) {
     constexpr int kCount = decltype(count)::value;
-    const dim3 grid(ceil_div(width, kThreads * kCount), row_blocks(rows));
+    const dim3 grid(grid_blocks(width, kThreads * kCount), row_blocks(rows));
     launch_early(gather_rows_kernel<T, kCount>, grid, kThreads, 0, stream.handle(), state_->is_hopper,
                  args.in.data(), args.in.stride(0), args.rows, args.out.data(), args.out.stride(0), rows,
                  width);
@@ -245,7 +245,7 @@ template <class T>
 void Operators<T>::advance(const AdvanceArgs& args, Stream stream) const {
   if (args.count == 0) return;
   const DeviceScope scope(state_->device);
-  launch_early(advance_kernel, ceil_div(args.count, kThreads), kThreads, 0, stream.handle(),
+  launch_early(advance_kernel, grid_blocks(args.count, kThreads), kThreads, 0, stream.handle(),
                state_->is_hopper, args.values, args.count);
 }
 

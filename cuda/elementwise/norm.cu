@@ -150,7 +150,8 @@ void Operators<T>::rms_norm(const RmsNormArgs<T>& args, Stream stream) const {
   dispatch_weight(args.weight.dtype, [&]<class W>(W*) {
     with_vector<T>(is_aligned, [&](auto count) {
       constexpr int kCount = decltype(count)::value;
-      const unsigned threads = std::min(1024u, ceil_div(width, kCount * kWarp) * kWarp);
+      const auto threads =
+          static_cast<unsigned>(std::min<std::int64_t>(1024, round_up(width, kCount * kWarp) / kCount));
       const RmsNormRows<T, W> params{args.delta.data(),
                                      args.residual.data(),
                                      static_cast<const W*>(args.weight.data),
@@ -181,9 +182,9 @@ void Operators<T>::head_rms_norm(const HeadRmsNormArgs<T>& args, Stream stream) 
   dispatch_weight(args.weight.dtype, [&]<class W>(W*) {
     with_vector<T>(is_aligned, [&](auto count) {
       launch_early(head_rms_norm_kernel<T, W, decltype(count)::value>,
-                   ceil_div(tokens * heads, kHeadRmsNormWarps), kHeadRmsNormWarps * kWarp, 0, stream.handle(),
-                   state_->is_hopper, args.x.data(), args.x.stride(0), args.x.stride(1), tokens, heads, dim,
-                   static_cast<const W*>(args.weight.data), args.epsilon);
+                   grid_blocks(tokens * heads, kHeadRmsNormWarps), kHeadRmsNormWarps * kWarp, 0,
+                   stream.handle(), state_->is_hopper, args.x.data(), args.x.stride(0), args.x.stride(1),
+                   tokens, heads, dim, static_cast<const W*>(args.weight.data), args.epsilon);
     });
   });
 }

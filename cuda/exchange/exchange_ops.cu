@@ -184,7 +184,7 @@ void Operators<T>::pack_partial(const PackPartialArgs<T>& args, Stream stream) c
   const PartialSink<T>& sink = args.sink;
   if (sink.lines.rows.out != nullptr) {
     const RowShare share(args.out.extent(2) / kLineColumns<T>);
-    launch_early(pack_lines_kernel<T>, ceil_div(args.out.extent(0) * args.out.extent(1), share.rows()),
+    launch_early(pack_lines_kernel<T>, grid_blocks(args.out.extent(0) * args.out.extent(1), share.rows()),
                  kThreads, 0, stream.handle(), state_->is_hopper, {args.out, args.lse, args.convention},
                  share, sink.slot, sink.lines);
     return;
@@ -209,7 +209,7 @@ void Operators<T>::pack_partial(const PackPartialArgs<T>& args, Stream stream) c
   rows.slot = sink.slot;
   const auto launch = [&]<class Unit>(Unit) {
     const RowShare share(rows.row_bytes / static_cast<std::int64_t>(sizeof(Unit)));
-    const unsigned blocks = 1 + ceil_div(rows.tokens * rows.heads, share.rows());
+    const unsigned blocks = 1 + grid_blocks(rows.tokens * rows.heads, share.rows());
     pack_kernel<Unit><<<blocks, kThreads, 0, stream.handle()>>>(rows, share, sink.headers);
     HELIX_CHECK_LAUNCH();
   };
@@ -251,7 +251,7 @@ void launch_combine(const LseCombineArgs<T>& args, const Check& check, bool is_h
   with_vector<T>(is_aligned, [&](auto count) {
     constexpr int kCount = decltype(count)::value;
     const RowShare share(rows.dim / kCount);
-    const unsigned blocks = ceil_div(rows.tokens * rows.heads, share.rows());
+    const unsigned blocks = grid_blocks(rows.tokens * rows.heads, share.rows());
     const bool checks = check.args.messages != nullptr;
     const auto launch = [&](auto kernel) {
       launch_early(kernel, blocks + (checks ? 1 : 0), kThreads, 0, stream.handle(), is_hopper, rows, share,

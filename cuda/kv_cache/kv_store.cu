@@ -118,8 +118,9 @@ void Operators<T>::append_kv(const AppendKvArgs<T>& args, Stream stream) const {
   if (tokens == 0 || kv.format.num_heads == 0) return;
   const DeviceScope scope(state_->device);
   with_transfer(kv, args.k, args.v, [&]<class Transfer>(const Transfer& transfer, auto count) {
-    launch_early(append_kernel<decltype(count)::value, Transfer>, ceil_div(tokens * transfer.planes, kWarps),
-                 kWarps * kWarp, 0, stream.handle(), state_->is_hopper, transfer, AppendedTokens(batch, kv));
+    launch_early(append_kernel<decltype(count)::value, Transfer>,
+                 grid_blocks(tokens * transfer.planes, kWarps), kWarps * kWarp, 0, stream.handle(),
+                 state_->is_hopper, transfer, AppendedTokens(batch, kv));
   });
 }
 
@@ -133,7 +134,7 @@ void Operators<T>::write_kv(const WriteKvArgs<T>& args, Stream stream) const {
   const DeviceScope scope(state_->device);
   with_transfer(kv, args.k, args.v, [&]<class Transfer>(const Transfer& transfer, auto count) {
     write_kernel<decltype(count)::value, Transfer>
-        <<<ceil_div(owned.size() * transfer.planes, kWarps), kWarps * kWarp, 0, stream.handle()>>>(
+        <<<grid_blocks(owned.size() * transfer.planes, kWarps), kWarps * kWarp, 0, stream.handle()>>>(
             transfer, args.sequence_slot, args.first_position, owned, kv.layout, kv.kvp_rank);
     HELIX_CHECK_LAUNCH();
   });
@@ -148,7 +149,7 @@ void Operators<T>::read_kv(const ReadKvArgs& args, Stream stream) const {
   const DeviceScope scope(state_->device);
   with_transfer(kv, args.k, args.v, [&]<class Transfer>(const Transfer& transfer, auto count) {
     read_kernel<decltype(count)::value, Transfer>
-        <<<ceil_div(tokens * transfer.planes, kWarps), kWarps * kWarp, 0, stream.handle()>>>(
+        <<<grid_blocks(tokens * transfer.planes, kWarps), kWarps * kWarp, 0, stream.handle()>>>(
             transfer, args.sequence_slot, args.first_local, tokens);
     HELIX_CHECK_LAUNCH();
   });
@@ -164,7 +165,7 @@ void Operators<T>::read_latents(const ReadLatentsArgs<T>& args, Stream stream) c
   const TensorView<T, 3> k(args.rows.data(), {tokens, 1, args.rows.extent(1)}, {args.rows.stride(0), 0, 1});
   with_transfer(kv, k, TensorView<T, 3>{}, [&]<class Transfer>(const Transfer& transfer, auto count) {
     read_latents_kernel<decltype(count)::value, Transfer>
-        <<<ceil_div(tokens * transfer.planes, kWarps), kWarps * kWarp, 0, stream.handle()>>>(
+        <<<grid_blocks(tokens * transfer.planes, kWarps), kWarps * kWarp, 0, stream.handle()>>>(
             transfer, args.sequence_slot, args.first_local, tokens);
     HELIX_CHECK_LAUNCH();
   });
@@ -178,7 +179,7 @@ void Operators<T>::fill_synthetic_kv(const SyntheticKvArgs& args, Stream stream)
   if (tokens == 0 || kv.format.num_heads == 0) return;
   const DeviceScope scope(state_->device);
   if (kv.format.is_mixed()) {
-    fill_mixed_kernel<<<ceil_div(tokens, kWarps), kWarps * kWarp, 0, stream.handle()>>>(
+    fill_mixed_kernel<<<grid_blocks(tokens, kWarps), kWarps * kWarp, 0, stream.handle()>>>(
         mixed_transfer_of(kv, TensorView<const float, 3>{}), args.sequence_slot, tokens, args.layer,
         args.first_head, kv.layout, kv.kvp_rank);
     HELIX_CHECK_LAUNCH();
@@ -187,7 +188,7 @@ void Operators<T>::fill_synthetic_kv(const SyntheticKvArgs& args, Stream stream)
   dispatch(kv.format.dtype, [&]<class S>(S*) {
     const auto transfer =
         transfer_of<const float, S>(kv, TensorView<const float, 3>{}, TensorView<const float, 3>{});
-    fill_kernel<S><<<ceil_div(tokens * transfer.planes, kWarps), kWarps * kWarp, 0, stream.handle()>>>(
+    fill_kernel<S><<<grid_blocks(tokens * transfer.planes, kWarps), kWarps * kWarp, 0, stream.handle()>>>(
         transfer, args.sequence_slot, tokens, args.layer, args.first_head, kv.layout, kv.kvp_rank,
         kv.format.is_latent);
     HELIX_CHECK_LAUNCH();

@@ -43,7 +43,7 @@ __device__ __forceinline__ void copy_rows(const Params<T, Tail>& p, Shared<S, Ta
 /// Parts of a tile.
 template <class S, class T>
 __device__ __forceinline__ int parts_of(const Product<T>& p) {
-  return helix::ceil_div(p.cols, S::kColumns);
+  return ceil_div(p.cols, S::kColumns);
 }
 
 /// What a block multiplies in its first round of the ring has its activations from one thread of those that

@@ -241,9 +241,9 @@ void launch_dots(Product<T> p, int num_sms, cudaStream_t stream) {
   constexpr int kWidth = 16 / static_cast<int>(sizeof(W));
   const bool is_vector = p.cols % kWidth == 0 && is_aligned_16(p.weight) && has_aligned_rows(p);
   const std::int64_t groups = ceil_div(p.width, kDotOutputs);
-  const unsigned row_tiles = ceil_div(p.rows, kRows);
+  const unsigned row_tiles = grid_blocks(p.rows, kRows);
   p.splits = choose_splits(groups * p.heads * row_tiles, p.cols, kWarp * (is_vector ? kWidth : 1), num_sms);
-  const dim3 grid(ceil_div(groups, kDotWarps / p.splits), static_cast<unsigned>(p.heads), row_tiles);
+  const dim3 grid(grid_blocks(groups, kDotWarps / p.splits), static_cast<unsigned>(p.heads), row_tiles);
   if (is_vector) {
     dot_kernel<T, W, kRows, true><<<grid, kDotThreads, 0, stream>>>(p);
   } else {
@@ -274,7 +274,7 @@ void launch_f32(const Product<T>& p, int num_sms, cudaStream_t stream) {
   if (p.rows <= 4) return launch_dots<T, W, 4>(p, num_sms, stream);
   if (p.rows <= kMaxDotRows) return launch_dots<T, W, kMaxDotRows>(p, num_sms, stream);
   in_launches(p, kBlockTile, [&](const Product<T>& part) {
-    const dim3 grid(ceil_div(part.width, kBlockTile), ceil_div(part.rows, kBlockTile),
+    const dim3 grid(grid_blocks(part.width, kBlockTile), grid_blocks(part.rows, kBlockTile),
                     static_cast<unsigned>(part.heads));
     tiled_kernel<T, W><<<grid, kTiledThreads, 0, stream>>>(part);
   });
@@ -286,8 +286,8 @@ void launch_tiles(Product<T> p, int num_sms, cudaStream_t stream) {
   const std::int64_t groups = ceil_div(p.width, kTiles * kTileWidth);
   p.splits = choose_splits(groups * p.heads * ceil_div(p.rows, kRows), p.cols, kTileSpan, num_sms);
   in_launches(p, kRows, [&](const Product<T>& part) {
-    const dim3 grid(ceil_div(groups, kDotWarps / p.splits), static_cast<unsigned>(p.heads),
-                    ceil_div(part.rows, kRows));
+    const dim3 grid(grid_blocks(groups, kDotWarps / p.splits), static_cast<unsigned>(p.heads),
+                    grid_blocks(part.rows, kRows));
     thin_tile_kernel<T, kTiles, kWide><<<grid, kDotThreads, 0, stream>>>(part);
   });
 }
@@ -307,7 +307,7 @@ template <class T>
 void launch_bias(const Product<T>& p, cudaStream_t stream) {
   constexpr int kThreads = 256;
   in_launches(p, 1, [&](const Product<T>& part) {
-    const dim3 grid(ceil_div(part.width, kThreads), static_cast<unsigned>(part.rows));
+    const dim3 grid(grid_blocks(part.width, kThreads), static_cast<unsigned>(part.rows));
     add_bias_kernel<T><<<grid, kThreads, 0, stream>>>(part);
   });
 }

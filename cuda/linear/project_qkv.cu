@@ -48,7 +48,7 @@ Tiles cut_heads(int heads, int pairs, int rows, int most_height, int most_blocks
   const auto copied = [&](const Tiles& tiles) { return tiles.count * (2 * tiles.height + rows); };
   Tiles best = Tiles::of(1, heads * pairs, most_blocks);
   for (int height = 2; height <= most_height; ++height) {
-    const Tiles tiles = Tiles::of(height, heads * helix::ceil_div(pairs, height), most_blocks);
+    const Tiles tiles = Tiles::of(height, heads * ceil_div(pairs, height), most_blocks);
     if (copied(tiles) <= copied(best)) best = tiles;
   }
   return best;
@@ -82,7 +82,7 @@ bool multiply_qkv(const ProjectQkvArgs<T>& args, Product<T> product, int num_sms
   }
   const Tiles tiles = cut_heads(heads, pairs, product.rows, S::kTileWidth / Tail::kHalves, most_blocks);
   // A block of many tiles reads more than its share where heads do not divide well: more than is won.
-  const int share = helix::ceil_div(heads * pairs, most_blocks);
+  const int share = ceil_div(heads * pairs, most_blocks);
   const int most = tiles.count * tiles.height;
   if ((tiles.count > 1 && most > share + share / 8) || most > kQkvPairs) return false;
   const std::int64_t row_bytes = product.cols * std::int64_t{sizeof(T)};
@@ -96,12 +96,12 @@ bool multiply_qkv(const ProjectQkvArgs<T>& args, Product<T> product, int num_sms
     // What the tail asks memory for takes as long as what is left of a product whose weights are mostly in
     // the ring when it begins: TPA 2 of the 8B shape lost 0.2 % of a step with one sequence, 0.8 % with two.
     // Where it follows a layer, it asks ahead.
-    const int stages = tiles.count * helix::ceil_div(product.cols, S::kColumns);
+    const int stages = tiles.count * ceil_div(product.cols, S::kColumns);
     if (!args.follows_layer && stages < 2 * S::kStages) return false;
   }
 
   const KvPlaces places(kv);
-  const int head_tiles = helix::ceil_div(pairs, tiles.height);
+  const int head_tiles = ceil_div(pairs, tiles.height);
   const int first_head = rank * heads;
   const Tail tail{.head_tiles = head_tiles,
                   .pairs = pairs,

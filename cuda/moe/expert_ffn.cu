@@ -325,11 +325,11 @@ void launch_product(ExpertProduct<T> product, const ExpertTable& table, DType dt
     constexpr std::int64_t kElements = 16 / static_cast<std::int64_t>(sizeof(T));
     const bool is_vector = is_aligned && product.cols % kWidth == 0 && is_aligned_16(product.in) &&
                            product.in_stride % kElements == 0;
-    const std::int64_t groups = ceil_div(product.width, features);
+    const std::int64_t groups = ceil_div<std::int64_t>(product.width, features);
     product.splits =
         choose_splits(groups * product.num_items, product.cols, kWarp * (is_vector ? kWidth : 1), num_sms);
     const std::int64_t groups_of_block = kDotWarps / product.splits;
-    const std::int64_t blocks = std::int64_t{ceil_div(groups, groups_of_block)} * product.num_items;
+    const std::int64_t blocks = ceil_div(groups, groups_of_block) * product.num_items;
     HELIX_EXPECTS(blocks <= std::numeric_limits<std::int32_t>::max(), ErrorCode::unsupported,
                   "expert_ffn: ", product.num_items, " items of ", groups,
                   " groups of features are too many for one launch; give it fewer tokens");
@@ -408,7 +408,7 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
 
   constexpr int kThreads = 256;
   const std::int64_t count = tokens * hidden;
-  sum_choices_kernel<T><<<ceil_div(count, kThreads), kThreads, 0, stream.handle()>>>(
+  sum_choices_kernel<T><<<grid_blocks(count, kThreads), kThreads, 0, stream.handle()>>>(
       choices, buffers.outputs, static_cast<int>(hidden), args.out.data(), args.out.stride(0), count);
   HELIX_CHECK_LAUNCH();
 }

@@ -65,7 +65,7 @@ void replace_memset(cudaGraph_t graph, cudaGraphNode_t node) {
   void* arguments[] = {&to, &memset.pitch, &memset.value, &memset.elementSize, &memset.width, &memset.height};
   cudaKernelNodeParams kernel{};
   kernel.func = reinterpret_cast<void*>(fill_kernel);
-  const std::size_t blocks = ceil_div(static_cast<std::int64_t>(memset.width * memset.height), kThreads);
+  const std::size_t blocks = ceil_div<std::size_t>(memset.width * memset.height, kThreads);
   kernel.gridDim = dim3(static_cast<unsigned>(std::clamp<std::size_t>(blocks, 1, kMostBlocks)));
   kernel.blockDim = dim3(kThreads);
   kernel.kernelParams = arguments;

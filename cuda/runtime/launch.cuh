@@ -11,12 +11,13 @@
 #include <cuda_runtime.h>
 
 #include <helix/cuda/runtime.hpp>
+#include <helix/integers.hpp>
 
 namespace helix::cuda {
 
-/// Parts of `size` that `count` fills, the last one perhaps not whole: blocks of a grid.
-inline unsigned ceil_div(std::int64_t count, std::int64_t size) {
-  return static_cast<unsigned>((count + size - 1) / size);
+/// Blocks of a grid for `count` items, `each` a block.
+inline unsigned grid_blocks(std::int64_t count, std::int64_t each) {
+  return static_cast<unsigned>(ceil_div(count, each));
 }
 
 /// Blocks in y for `rows` rows, at most what a grid takes: kernels step by gridDim.y.

@@ -109,7 +109,7 @@ template <class T>
 void Operators<T>::penalize(const PenalizeArgs<T>& args, Stream stream) const {
   if (args.count == 0) return;
   const DeviceScope scope(state_->device);
-  penalize_kernel<<<ceil_div(args.count, kPenaltyThreads), kPenaltyThreads, 0, stream.handle()>>>(args);
+  penalize_kernel<<<grid_blocks(args.count, kPenaltyThreads), kPenaltyThreads, 0, stream.handle()>>>(args);
   HELIX_CHECK_LAUNCH();
 }
 
