@@ -257,15 +257,4 @@ std::optional<ncclResult_t> NcclComm::State::async_error() const {
   return result;
 }
 
-void NcclComm::State::fail_everywhere(std::string_view reason) noexcept {
-  if (family->bootstrap) family->bootstrap->fail(reason);  // its callback comes back to the family
-  std::string text;
-  try {
-    text = comm::Root::failure_of(root_rank, reason);
-  } catch (...) {
-    // Out of memory for the words: the family fails without.
-  }
-  family->fail(text);
-}
-
 }  // namespace helix::cuda

@@ -22,6 +22,7 @@
 #include <helix/error.hpp>
 
 #include "comm/timeout.hpp"
+#include "cuda/comm/fail_everywhere.hpp"
 #include "cuda/comm/nccl_calls.hpp"
 #include "cuda/comm/rank_progress.hpp"
 #include "cuda/runtime/device_scope.hpp"
@@ -184,7 +185,9 @@ struct NcclComm::State {
   std::optional<ncclResult_t> async_error() const;
 
   /// Ends the family, and with a Bootstrap the job.
-  void fail_everywhere(std::string_view reason) noexcept;
+  void fail_everywhere(std::string_view reason) noexcept {
+    cuda::fail_everywhere(*family, root_rank, reason);
+  }
 };
 
 }  // namespace helix::cuda

@@ -175,17 +175,6 @@ void PeerComm::State::check_nccl() const {
   }
 }
 
-void PeerComm::State::fail_everywhere(std::string_view reason) const noexcept {
-  if (family->bootstrap) family->bootstrap->fail(reason);  // its callback comes back to the family
-  std::string text;
-  try {
-    text = comm::Root::failure_of(own->root_rank, reason);
-  } catch (...) {
-    // Out of memory for the words: the family fails without.
-  }
-  family->fail(text);
-}
-
 void PeerComm::State::throw_failure(const PeerFailure& failure) const {
   std::vector<int> group;
   {

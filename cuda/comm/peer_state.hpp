@@ -18,6 +18,7 @@
 
 #include "comm/meeting.hpp"
 #include "comm/timeout.hpp"
+#include "cuda/comm/fail_everywhere.hpp"
 #include "cuda/comm/peer_channel.hpp"
 #include "cuda/comm/peer_hosts.hpp"
 #include "cuda/comm/rank_progress.hpp"
@@ -102,7 +103,9 @@ struct PeerComm::State {
   void check_nccl() const;
 
   /// Ends the family, and with a Bootstrap the job.
-  void fail_everywhere(std::string_view reason) const noexcept;
+  void fail_everywhere(std::string_view reason) const noexcept {
+    cuda::fail_everywhere(*family, own->root_rank, reason);
+  }
   /// Throws what a kernel recorded, after ending the family.
   [[noreturn]] void throw_failure(const PeerFailure& failure) const;
 };

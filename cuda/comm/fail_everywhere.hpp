@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a rank ends all groups of its root, over NCCL and over windows alike.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "comm/meeting.hpp"
+
+namespace helix::cuda {
+
+/// Ends the family of rank `root_rank`, and with a Bootstrap the job.
+template <class Family>
+void fail_everywhere(Family& family, int root_rank, std::string_view reason) noexcept {
+  if (family.bootstrap) family.bootstrap->fail(reason);  // its callback comes back to the family
+  std::string text;
+  try {
+    text = comm::Root::failure_of(root_rank, reason);
+  } catch (...) {
+    // Out of memory for the words: the family fails without.
+  }
+  family.fail(text);
+}
+
+}  // namespace helix::cuda
