@@ -25,9 +25,9 @@
 namespace helix::cuda {
 namespace {
 
-constexpr std::int64_t kMaxExperts = 4096;  // of one rank
+constexpr std::int64_t kMaxLocalExperts = 4096;  // of one rank; four a thread that sorts
 constexpr int kSortThreads = 1024;
-constexpr int kExpertsPerSortThread = static_cast<int>(kMaxExperts) / kSortThreads;
+constexpr int kExpertsPerSortThread = static_cast<int>(kMaxLocalExperts) / kSortThreads;
 constexpr int kExpertsPerLaunch = 384;  // their pointers fit the 4 KiB of kernel parameters
 
 /// Up to kMaxDotRows pairs of one expert, which share one read of its weights. count 0: nothing to do.
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kSortThreads)
   using Scan = cub::BlockScan<int, kSortThreads>;
   __shared__ typename Scan::TempStorage pair_storage;
   __shared__ typename Scan::TempStorage item_storage;
-  __shared__ int cursors[kMaxExperts];  // an expert's pairs, then where the next of them goes
+  __shared__ int cursors[kMaxLocalExperts];  // an expert's pairs, then where the next of them goes
   const int thread = static_cast<int>(threadIdx.x);
   for (int expert = thread; expert < choices.num_experts; expert += kSortThreads) cursors[expert] = 0;
   __syncthreads();
@@ -352,8 +352,8 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
   const std::int64_t ffn = args.local_experts.front().down.cols;
   if (ffn == 0) return;
   constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max() / 2;
-  HELIX_EXPECTS(num_experts <= kMaxExperts, ErrorCode::unsupported, "expert_ffn: ", num_experts,
-                " experts on this rank; this backend is built for up to ", kMaxExperts);
+  HELIX_EXPECTS(num_experts <= kMaxLocalExperts, ErrorCode::unsupported, "expert_ffn: ", num_experts,
+                " experts on this rank; this backend is built for up to ", kMaxLocalExperts);
   HELIX_EXPECTS(tokens * top_k <= kMax && hidden <= kMax && ffn <= kMax, ErrorCode::unsupported,
                 "expert_ffn: ", tokens, " tokens of ", top_k, " experts, hidden ", hidden, ", F ", ffn,
                 "; built for up to ", kMax, " of each");
