@@ -268,7 +268,8 @@ void launch_combine(const LseCombineArgs<T>& args, const Check& check, bool is_h
         launch(combine_kernel<T, kCount, kRanks, false, true>);
       }
     };
-    // Many rows are bound by bandwidth: fewer registers, more of them in flight.
+    // Many rows are bound by bandwidth: fewer registers, more of them in flight (commit d9baa81, which has no
+    // figures of where the turn lies).
     constexpr std::int64_t kManyRows = 8192;
     if (rows.ranks <= 4 || rows.tokens * rows.heads >= kManyRows) {
       launch_ranks(std::integral_constant<int, 4>{});
