@@ -17,16 +17,24 @@ namespace {
 
 constexpr int kPenaltyThreads = 128;
 
+/// The logit of `id` in row `row` of logits [shards, rows, width], or null: beyond the vocabulary.
+template <class T>
+__device__ T* find_logit(const TensorView<T, 3>& logits, const std::int64_t* shard_begins, std::int64_t row,
+                         std::int64_t id) {
+  for (std::int64_t shard = 0; shard < logits.extent(0); ++shard)
+    if (id >= shard_begins[shard] && id < shard_begins[shard + 1])
+      return &logits(shard, row, id - shard_begins[shard]);
+  return nullptr;
+}
+
 /// A thread a penalty. Every operation rounds as the CPU's does; the result rounds to T.
 template <class T>
 __global__ void __launch_bounds__(kPenaltyThreads) penalize_kernel(PenalizeArgs<T> args) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kPenaltyThreads + threadIdx.x;
   if (i >= args.count) return;
   const LogitPenalty penalty = args.penalties[i];
-  std::int64_t shard = 0;
-  while (penalty.id >= args.shard_begins[shard + 1]) ++shard;
-  T* const place = args.logits.data() + shard * args.logits.stride(0) + penalty.row * args.logits.stride(1) +
-                   (penalty.id - args.shard_begins[shard]) * args.logits.stride(2);
+  T* const place = find_logit(args.logits, args.shard_begins, penalty.row, penalty.id);
+  if (place == nullptr) return;
   const float logit = to_float(*place);
   const float scaled =
       logit > 0.0f ? __fdiv_rn(logit, penalty.repetition) : __fmul_rn(logit, penalty.repetition);
@@ -36,6 +44,7 @@ __global__ void __launch_bounds__(kPenaltyThreads) penalize_kernel(PenalizeArgs<
 /// Launch arguments.
 template <class T>
 struct LogProbRows {
+  TensorView<const T, 3> logits;
   LogitRows<T> row;
   const std::int32_t* tokens;
   int num_best;
@@ -83,13 +92,8 @@ __global__ void __launch_bounds__(kLogitThreads) log_probs_kernel(LogProbRows<T>
     log_sum = largest + log(sum);
     const std::int32_t token = args.tokens[row];
     float log_prob = __uint_as_float(0x7fc00000u);  // NaN: no token was drawn
-    for (int shard = 0; shard < args.row.shards; ++shard) {
-      const std::int64_t column = token - args.row.shard_begins[shard];
-      if (column < 0 || token >= args.row.shard_begins[shard + 1]) continue;
-      const T logit = args.row.logits[shard * args.row.shard_stride + row * args.row.row_stride +
-                                      column * args.row.column_stride];
-      log_prob = static_cast<float>(static_cast<double>(to_float(logit)) - log_sum);
-    }
+    if (const T* const logit = find_logit(args.logits, args.row.shard_begins, row, token); logit != nullptr)
+      log_prob = static_cast<float>(static_cast<double>(to_float(*logit)) - log_sum);
     args.log_probs[row] = log_prob;
   }
   __syncthreads();
@@ -118,11 +122,9 @@ void Operators<T>::log_probs(const LogProbsArgs<T>& args, Stream stream) const {
   const std::int64_t num_rows = args.logits.extent(1);
   if (num_rows == 0) return;
   const DeviceScope scope(state_->device);
-  const LogProbRows<T> rows{LogitRows<T>(args.logits, args.shard_begins),
-                            args.tokens,
-                            static_cast<int>(args.num_best),
-                            args.log_probs,
-                            args.best_ids,
+  const LogProbRows<T> rows{args.logits,        LogitRows<T>(args.logits, args.shard_begins),
+                            args.tokens,        static_cast<int>(args.num_best),
+                            args.log_probs,     args.best_ids,
                             args.best_log_probs};
   const auto kernel = rows.row.is_aligned() ? log_probs_kernel<true, T> : log_probs_kernel<false, T>;
   kernel<<<static_cast<unsigned>(num_rows), kLogitThreads, 0, stream.handle()>>>(rows);

@@ -77,12 +77,12 @@ struct LogitPenalty {
   friend bool operator==(const LogitPenalty&, const LogitPenalty&) = default;
 };
 
-/// Changes the logits that `penalties` name, each at most once.
+/// Changes the logits that `penalties` name, each at most once; ids beyond the vocabulary name none.
 template <class T>
 struct PenalizeArgs {
   TensorView<T, 3> logits;                     ///< Logits as in SampleArgs.
   const std::int64_t* shard_begins = nullptr;  ///< Begins as in SampleArgs.
-  const LogitPenalty* penalties = nullptr;     ///< [count], device memory; rows and ids are in range.
+  const LogitPenalty* penalties = nullptr;     ///< [count], device memory; rows are in range.
   std::int64_t count = 0;
 };
 

@@ -203,8 +203,13 @@ void penalties_and_log_probs() {
       const auto last_id = static_cast<std::int32_t>(begins.back() - 1);
       const auto logits = bench.array(padded_logits(bench, begins, rows, width));
       const auto shard_begins = bench.array(begins);
-      // Also a factor below 1, which makes a token more likely, and the same id in two rows.
-      std::vector<LogitPenalty> values{{0, 0, 1.3f, 0.0f}, {last_row, last_id, 0.7f, -0.25f}};
+      // Also a factor below 1, which makes a token more likely, the same id in two rows, and ids beyond the
+      // vocabulary.
+      std::vector<LogitPenalty> values{{0, 0, 1.3f, 0.0f},
+                                       {last_row, last_id, 0.7f, -0.25f},
+                                       {0, last_id + 1, 2.0f, 1.0f},
+                                       {0, -1, 2.0f, 1.0f},
+                                       {last_row, std::numeric_limits<std::int32_t>::max(), 2.0f, 1.0f}};
       if (rows > 1) values.push_back({0, last_id, 1.0f, 1.5f});
       const auto penalties = bench.array(values);
       for (const std::int64_t count : {std::int64_t{0}, std::ssize(values)}) {

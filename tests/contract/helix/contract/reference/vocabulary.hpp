@@ -52,9 +52,10 @@ auto* logit_at(const Args& args, std::int64_t row, std::int64_t id) {
 inline void penalize(const PenalizeArgs<float>& args) {
   for (std::int64_t i = 0; i < args.count; ++i) {
     const LogitPenalty& penalty = args.penalties[i];
-    float& logit = *logit_at(args, penalty.row, penalty.id);
-    const float scaled = logit > 0.0f ? logit / penalty.repetition : logit * penalty.repetition;
-    logit = scaled - penalty.subtract;
+    float* const logit = logit_at(args, penalty.row, penalty.id);
+    if (logit == nullptr) continue;
+    const float scaled = *logit > 0.0f ? *logit / penalty.repetition : *logit * penalty.repetition;
+    *logit = scaled - penalty.subtract;
   }
 }
 
