@@ -40,16 +40,21 @@ void bench_linear(benchmark::State& state, std::int64_t rows, helix::cpu::Produc
   std::int64_t next = 0;
   const double bytes = static_cast<double>(calls) * kMatrixBytes;
   const double flops = 2.0 * static_cast<double>(calls * rows * kSize * kSize);
+  const auto work = [&] {
+    for (std::int64_t call = 0; call < calls; ++call, next = (next + 1) % kMatrices) {
+      args.weight = {memory.data() + static_cast<std::size_t>(next) * kMatrixBytes, helix::DType::bf16, kSize,
+                     kSize};
+      operators.linear(args, stream);
+    }
+    operators.synchronize(stream);
+  };
+  // Which kernel takes the rows depends on the machine, so choose_kernels() cannot be told: as many calls as
+  // each of them needs to stay with a way to work.
+  constexpr std::int64_t kTurns = 5 * 6;       // variants at most, each timed six times
+  constexpr std::int64_t kMostTunedRows = 32;  // of tile registers
+  for (std::int64_t turns = 0; rows <= kMostTunedRows && turns < kTurns; turns += calls) work();
   helix::bench::run_beside_ceilings(
-      state, num_threads, bytes, flops, memory,
-      [&] {
-        for (std::int64_t call = 0; call < calls; ++call, next = (next + 1) % kMatrices) {
-          args.weight = {memory.data() + static_cast<std::size_t>(next) * kMatrixBytes, helix::DType::bf16,
-                         kSize, kSize};
-          operators.linear(args, stream);
-        }
-        operators.synchronize(stream);
-      },
+      state, num_threads, bytes, flops, memory, work,
       is_rounded ? helix::bench::Peak::bf16_dots : helix::bench::Peak::multiply_add);
   state.counters["us_per_call"] = state.counters["median_ms"] * 1e3 / static_cast<double>(calls);
 
