@@ -6,8 +6,8 @@
 #include <cstdint>
 
 #include "cuda/comm/local_reduce.hpp"
-#include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/rows.cuh"
 
 namespace helix::cuda {
 namespace {
@@ -28,38 +28,29 @@ struct CopyParams {
   LocalCopy copies[kCopiesALaunch];
 };
 
-template <class T, int kVector>
-struct alignas(sizeof(T) * kVector) Packet {
-  T values[kVector];
-};
-
-/// Element `i` (in packets) of the slice at `in_begin`: reads all inputs before it writes, so that an output
-/// may be an input.
-template <class T, int kVector>
+/// Packet `i`, of kCount elements, of the slice at `in_begin`: reads all inputs before it writes, so that an
+/// output may be an input.
+template <int kCount, class T>
 __device__ __forceinline__ void reduce_packet(const ReduceParams& params, std::int64_t in_begin,
                                               std::int64_t i, int first, int last) {
-  using P = Packet<T, kVector>;
-  float sum[kVector];
-  const auto load = [&](int rank) {
-    return reinterpret_cast<const P*>(static_cast<const T*>(params.in[rank]) + in_begin)[i];
+  float sum[kCount];
+  const auto load = [&](int rank, float(&packet)[kCount]) {
+    load_vector(static_cast<const T*>(params.in[rank]) + in_begin + i * kCount, packet);
   };
-  const P own = load(0);
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) sum[j] = to_float(own.values[j]);
+  load(0, sum);
 #pragma unroll 4
   for (int rank = 1; rank < params.num_ranks; ++rank) {
-    const P packet = load(rank);
+    float packet[kCount];
+    load(rank, packet);
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) sum[j] += to_float(packet.values[j]);
+    for (int j = 0; j < kCount; ++j) sum[j] += packet[j];
   }
-  P result;
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) result.values[j] = from_float<T>(sum[j]);
-  for (int rank = first; rank < last; ++rank) static_cast<P*>(params.out[rank])[i] = result;
+  for (int rank = first; rank < last; ++rank)
+    store_vector(static_cast<T*>(params.out[rank]) + i * kCount, sum);
 }
 
 /// A thread owns one packet of 16 bytes of every rank at a time; blockIdx.y is the slice of a scatter.
-template <class T, int kVector>
+template <class T, int kCount>
 __global__ void __launch_bounds__(kThreads) reduce_kernel(const __grid_constant__ ReduceParams params) {
   const int slice = static_cast<int>(blockIdx.y);
   const std::int64_t in_begin = params.scatter ? slice * params.count : 0;
@@ -67,38 +58,32 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(const __grid_constant_
   const int last = params.scatter ? slice + 1 : params.num_ranks;
   const std::int64_t begin = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * kThreads;
-  const std::int64_t packets = params.count / kVector;
-  for (std::int64_t i = begin; i < packets; i += stride) {
-    reduce_packet<T, kVector>(params, in_begin, i, first, last);
-  }
-  for (std::int64_t i = packets * kVector + begin; i < params.count; i += stride) {
-    reduce_packet<T, 1>(params, in_begin, i, first, last);
-  }
+  const std::int64_t packets = params.count / kCount;
+  for (std::int64_t i = begin; i < packets; i += stride)
+    reduce_packet<kCount, T>(params, in_begin, i, first, last);
+  for (std::int64_t i = packets * kCount + begin; i < params.count; i += stride)
+    reduce_packet<1, T>(params, in_begin, i, first, last);
 }
 
 template <class T>
 void launch_reduce(const LocalReduction& reduction, StreamHandle stream) {
-  constexpr int kVector = 16 / sizeof(T);
   ReduceParams params{};
   params.num_ranks = reduction.num_ranks;
   params.count = reduction.count;
   params.scatter = reduction.scatter;
-  std::uintptr_t bits = reduction.scatter ? static_cast<std::uintptr_t>(reduction.count) * sizeof(T) : 0;
+  std::size_t alignment = common_alignment({reduction.scatter ? step_of<T>(reduction.count) : 0});
   for (int rank = 0; rank < reduction.num_ranks; ++rank) {
     params.in[rank] = reduction.in[rank];
     params.out[rank] = reduction.out[rank];
-    bits |= reinterpret_cast<std::uintptr_t>(params.in[rank]) |
-            reinterpret_cast<std::uintptr_t>(params.out[rank]);
+    alignment = common_alignment({alignment, address_of(params.in[rank]), address_of(params.out[rank])});
   }
-  const bool is_aligned = bits % 16 == 0;
-  const std::int64_t work = is_aligned ? reduction.count / kVector + 1 : reduction.count;
-  const auto blocks = static_cast<unsigned>(std::min((work + kThreads - 1) / kThreads, kMaxBlocks));
-  const dim3 grid(blocks, reduction.scatter ? static_cast<unsigned>(reduction.num_ranks) : 1u);
-  if (is_aligned) {
-    reduce_kernel<T, kVector><<<grid, kThreads, 0, stream>>>(params);
-  } else {
-    reduce_kernel<T, 1><<<grid, kThreads, 0, stream>>>(params);
-  }
+  with_vector<T>(alignment == 16, [&](auto count) {
+    constexpr int kCount = decltype(count)::value;
+    const std::int64_t work = reduction.count / kCount + (kCount > 1 ? 1 : 0);
+    const auto blocks = static_cast<unsigned>(std::min(ceil_div<std::int64_t>(work, kThreads), kMaxBlocks));
+    const dim3 grid(blocks, reduction.scatter ? static_cast<unsigned>(reduction.num_ranks) : 1u);
+    reduce_kernel<T, kCount><<<grid, kThreads, 0, stream>>>(params);
+  });
   HELIX_CHECK_LAUNCH();
 }
 
@@ -168,8 +153,7 @@ void local_copy(std::span<const LocalCopy> copies, StreamHandle stream) {
     for (std::size_t i = 0; i < num; ++i) largest = std::max(largest, params.copies[i].bytes);
     constexpr std::int64_t kBytesABlock = std::int64_t{kThreads} * 16;
     const std::int64_t most = std::max<std::int64_t>(1, 4 * kMaxBlocks / static_cast<std::int64_t>(num));
-    const std::int64_t blocks =
-        std::clamp<std::int64_t>((largest + kBytesABlock - 1) / kBytesABlock, 1, most);
+    const std::int64_t blocks = std::clamp<std::int64_t>(ceil_div(largest, kBytesABlock), 1, most);
     const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(num));
     copy_kernel<<<grid, kThreads, 0, stream>>>(params);
     HELIX_CHECK_LAUNCH();
