@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include <helix/backend/exchange.hpp>
 #include <helix/lse.hpp>
@@ -132,6 +133,18 @@ __device__ __forceinline__ void merge_partials(const CombineRows<T>& rows, const
   if (share.thread() == 0 && rows.lse != nullptr) {
     rows.lse[token * rows.lse_strides[0] + head * rows.lse_strides[1]] =
         max == -kInfinity ? -kInfinity : max + logf(sum);
+  }
+}
+
+/// Calls use(std::integral_constant<int, ranks that a thread loads at once>) for partials of `ranks` ranks.
+template <class Use>
+void with_ranks(int ranks, const Use& use) {
+  if (ranks <= 2) {
+    use(std::integral_constant<int, 2>{});
+  } else if (ranks <= 4) {
+    use(std::integral_constant<int, 4>{});
+  } else {
+    use(std::integral_constant<int, 8>{});
   }
 }
 

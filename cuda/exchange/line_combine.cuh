@@ -153,13 +153,7 @@ void launch_line_combine(const PeerWaits& waits, const WindowExchangeArgs& args,
                  is_hopper, waits, args, rows, share);
   };
   const auto launch_ranks = [&](auto count) {
-    if (rows.ranks <= 2) {
-      launch(count, std::integral_constant<int, 2>{});
-    } else if (rows.ranks <= 4) {
-      launch(count, std::integral_constant<int, 4>{});
-    } else {
-      launch(count, std::integral_constant<int, 8>{});
-    }
+    with_ranks(rows.ranks, [&](auto ranks) { launch(count, ranks); });
   };
   if (is_aligned) {
     launch_ranks(std::integral_constant<int, kLineColumns<T>>{});

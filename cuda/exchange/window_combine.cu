@@ -134,20 +134,13 @@ void Operators<T>::combine_window(const PeerChannel& channel, const WindowExchan
     const RowShare share(rows.dim / kCount);
     const int most = channel.waits.most_blocks;
     const unsigned needed = 1 + grid_blocks(rows.tokens * rows.heads, share.rows());
-    const auto launch = [&](auto ranks) {
+    with_ranks(rows.ranks, [&](auto ranks) {
       constexpr int kRanks = decltype(ranks)::value;
       const int room = most > 0 ? most : blocks_per_sm(kRanks) * state_->num_sms;
       const unsigned blocks = std::min(needed, static_cast<unsigned>(room));
       launch_early(window_combine_kernel<T, kCount, kRanks>, blocks, kThreads, 0, stream.handle(),
                    state_->is_hopper, channel.waits, window, rows, share);
-    };
-    if (rows.ranks <= 2) {
-      launch(std::integral_constant<int, 2>{});
-    } else if (rows.ranks <= 4) {
-      launch(std::integral_constant<int, 4>{});
-    } else {
-      launch(std::integral_constant<int, 8>{});
-    }
+    });
   });
 }
 
