@@ -10,7 +10,9 @@ namespace helix::cuda {
 
 /// Ranks of a group at most: a set of them is one word.
 inline constexpr int kMaxPeers = 64;
-/// Blocks of a kernel that exchange flagged words, at most.
+/// Blocks of a kernel that exchange flagged words, at most: room for two on each SM, the most that few_rows
+/// has, of a whole Hopper chip (144 SMs, of which H100 and H200 have 132). Kernels that would have more take
+/// as many.
 inline constexpr int kMaxFlaggedWordBlocks = 320;
 
 /// Why a kernel stopped waiting for its peers.
@@ -83,12 +85,14 @@ struct PeerChannel {
   std::uint32_t* flagged_word_counts = nullptr;  ///< [kMaxFlaggedWordBlocks] on this rank's device.
 };
 
-/// What tells calls of one kind apart that are cut differently, and so cannot meet.
-constexpr std::uint32_t call_tag(std::uint32_t kind, std::initializer_list<std::int64_t> cut) {
-  std::uint32_t tag = kind;
-  for (const std::int64_t value : cut)
-    tag = (tag ^ static_cast<std::uint32_t>(value) ^ static_cast<std::uint32_t>(value >> 32)) * 0x9e3779b1u;
+/// What both ends of a message say of its call: the kind, and what they must agree on to meet.
+constexpr std::uint32_t call_tag(std::uint32_t kind, std::initializer_list<std::int64_t> agreed) {
+  constexpr std::uint32_t kFactor = 0x9e3779b1u;
+  std::uint32_t tag = kind * kFactor;
+  for (const std::int64_t value : agreed)
+    tag = (tag ^ static_cast<std::uint32_t>(value) ^ static_cast<std::uint32_t>(value >> 32)) * kFactor;
   return tag;
 }
+static_assert(call_tag(1, {2}) != call_tag(2, {1}) && call_tag(1, {2, 3}) != call_tag(1, {3, 2}));
 
 }  // namespace helix::cuda

@@ -22,12 +22,8 @@ using comm::Operation;
 
 namespace {
 
-/// Says on both ends which call a message belongs to.
 std::uint32_t tag_of(Operation operation, std::int64_t count, int detail = 0) {
-  std::uint64_t mixed = static_cast<std::uint64_t>(count) * 0x9e3779b97f4a7c15u +
-                        (static_cast<std::uint64_t>(operation) << 8 | static_cast<std::uint64_t>(detail));
-  mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9u;
-  return static_cast<std::uint32_t>(mixed >> 32);
+  return call_tag(static_cast<std::uint32_t>(operation), {count, detail});
 }
 
 /// Where hosts have to: returns when those of all ranks, or of the `peer`, have come with an equal call. What

@@ -159,8 +159,7 @@ bool PeerComm::State::is_for_nccl(std::int64_t bytes) const {
 }
 
 int PeerComm::State::blocks_for(std::int64_t bytes) const {
-  return static_cast<int>(
-      std::clamp<std::int64_t>((bytes + kBlockBytes - 1) / kBlockBytes, 1, channel.channels));
+  return static_cast<int>(std::clamp<std::int64_t>(ceil_div(bytes, kBlockBytes), 1, channel.channels));
 }
 
 void PeerComm::State::check_nccl() const {
