@@ -16,7 +16,7 @@ namespace helix::cuda {
 
 /// The L2 cache's policy for what is read once: it leaves first.
 __device__ __forceinline__ std::uint64_t evict_first() {
-  std::uint64_t policy = 0;
+  std::uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
