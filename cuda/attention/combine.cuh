@@ -96,14 +96,14 @@ struct SplitPartials {
 
   /// Place of split `i`, of two that each block has: its work item shares at most two query tiles with
   /// others, one that it continues and one that it begins.
-  __device__ std::int64_t slot(int i) const {
+  __device__ std::int64_t place(int i) const {
     return 2 * std::int64_t{splits.first_block + i} + (i == 0 ? 1 : 0);
   }
-  __device__ float* max(int i, int row) const { return p.partial_max + slot(i) * p.query_tile_rows + row; }
-  __device__ float* sum(int i, int row) const { return p.partial_sum + slot(i) * p.query_tile_rows + row; }
+  __device__ float* max(int i, int row) const { return p.partial_max + place(i) * p.query_tile_rows + row; }
+  __device__ float* sum(int i, int row) const { return p.partial_sum + place(i) * p.query_tile_rows + row; }
   __device__ float4* out(int i, int row, int column) const {
     return reinterpret_cast<float4*>(
-        p.partial_out + (slot(i) * p.query_tile_rows + row) * partial_stride(p.value_dim) + column);
+        p.partial_out + (place(i) * p.query_tile_rows + row) * partial_stride(p.value_dim) + column);
   }
   /// Row `row` of this block's split.
   __device__ PartialRow own_row(int row) const {

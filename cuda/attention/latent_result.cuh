@@ -57,10 +57,10 @@ __device__ __forceinline__ unsigned pack_result(bool is_split, float x, float y)
   return is_split ? pack<f16>(x, y) : pack<T>(x, y);
 }
 
-/// Where columns of a row of split `i` lie: [slots, query_tile_rows, kLatentColumns].
+/// Where columns of a row of split `i` lie: [places, query_tile_rows, kLatentColumns].
 __device__ __forceinline__ uint4* partial_piece(const SplitPartials& of, int i, int row, int column) {
   return reinterpret_cast<uint4*>(reinterpret_cast<std::uint16_t*>(of.p.partial_out) +
-                                  (of.slot(i) * of.p.query_tile_rows + row) * kLatentColumns + column);
+                                  (of.place(i) * of.p.query_tile_rows + row) * kLatentColumns + column);
 }
 
 /// Writes the block's rows of a part, up to kRows, of each a consumer group's columns; a warp takes a row at
