@@ -229,6 +229,21 @@ TEST_CASE("a text on one line shows its control characters", "[quick]") {
   CHECK(one_line("") == "");
 }
 
+TEST_CASE("what is no JSON is told by byte, by line where there are several, and by what is expected",
+          "[quick]") {
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"",
+       "f: not valid JSON at byte 1: 'syntax error while parsing value - unexpected end of input; expected"},
+      {"[1,\n2,\n",
+       "f: not valid JSON at byte 8: 'line 3, column 1: syntax error while parsing value - unexpected"},
+      {"[1e400]", "f: not valid JSON at byte 6: 'number overflow parsing '1e400''"}};
+  for (const auto& [text, says] : cases) {
+    CAPTURE(text);
+    CHECK_THAT(required_failure([&, text = text] { parse_strict_json(text, "f"); }).what,
+               Catch::StartsWith(says));
+  }
+}
+
 TEST_CASE("a NUL is no end of a text", "[quick]") {
   const auto with_nul = [](const std::string& text) { return text + std::string("\0 ,", 3); };
   for (const std::string text : {"{}", "[[1]]", R"({"weight_map":{"t":"f"}})", "\"x\"", "7", "{", ""}) {

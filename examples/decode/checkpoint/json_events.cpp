@@ -11,6 +11,19 @@
 namespace helix::decode {
 namespace {
 
+/// What nlohmann's parser says is wrong, without its exception's name and, in a text of one line, without the
+/// line: "[json.exception.parse_error.101] parse error at line 2, column 1: syntax error while parsing ...".
+std::string_view reason(std::string_view what) {
+  const auto drop_through = [&](std::string_view end) {
+    if (const std::size_t at = what.find(end); at != std::string_view::npos)
+      what.remove_prefix(at + end.size());
+  };
+  if (what.starts_with("[json.exception.")) drop_through("] ");
+  if (what.starts_with("parse error at ")) drop_through(" at ");
+  if (what.starts_with("line 1,")) drop_through(": ");
+  return what;
+}
+
 /// The events of nlohmann's parser. JsonEvents does not take them itself, because its readers would all
 /// include the library.
 class ParserEvents {
@@ -30,7 +43,7 @@ class ParserEvents {
   bool start_array(std::size_t size) { return events_.start_array(size); }
   bool end_array() { return events_.end_array(); }
   bool parse_error(std::size_t position, const std::string&, const nlohmann::json::exception& error) {
-    return events_.parse_error(position, error.what());
+    return events_.parse_error(position, reason(error.what()));
   }
 
  private:

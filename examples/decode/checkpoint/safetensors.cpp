@@ -63,7 +63,6 @@ class HeaderReader : public JsonEvents {
   bool number_integer(std::int64_t value) override {
     return unexpected("the negative number " + std::to_string(value));
   }
-  bool number_float(double, const std::string& text) override { return unexpected("the number " + text); }
 
   bool number_unsigned(std::uint64_t value) override {
     if (state_ == State::shape) {
@@ -212,7 +211,24 @@ class HeaderReader : public JsonEvents {
     return true;
   }
 
-  bool unexpected(const std::string& what) override { fail("unexpected ", what); }
+  bool unexpected(const std::string& what) override {
+    switch (state_) {
+      case State::tensor_value:
+        fail("is ", what, "; expected an object of dtype, shape and data_offsets");
+      case State::dtype_value:
+        fail("dtype is ", what, "; expected one of ", type_names());
+      case State::shape_value:
+        fail("shape is ", what, "; expected an array of whole numbers");
+      case State::shape:
+        fail("shape holds ", what, "; expected whole numbers");
+      case State::offsets_value:
+        fail("data_offsets is ", what, "; expected [begin, end]");
+      case State::offsets:
+        fail("data_offsets holds ", what, "; expected two whole numbers");
+      default:
+        fail("unexpected ", what);
+    }
+  }
 
   template <class... Parts>
   [[noreturn]] void fail(const Parts&... parts) {
