@@ -391,6 +391,8 @@ TEST_CASE("bad lines name the value and what to do, and a cancelled request ends
   CHECK(answers.errors.back()["id"] == "a");
   CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"temperature\":1e999}"), Contains("not valid JSON"));
   CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"top_p\":2}"), Contains("top_p is 2"));
+  CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"top_p\":18446744073709551615}"),
+             Contains("top_p is 1.84467e+19"));
   CHECK_THAT(error_of("{\"id\":\"a\",\"prompt\":[1],\"log_probs\":21}"), Contains("0 to 20"));
   std::string stops = "0";
   for (int i = 0; i < 1024; ++i) stops += ",0";

@@ -150,22 +150,21 @@ class CommandReader : public JsonEvents {
     }
     return true;
   }
-  bool number_integer(std::int64_t value) override { return whole(value); }
+  bool number_integer(std::int64_t value) override {
+    return real(static_cast<double>(value)) || whole(value);
+  }
   bool number_unsigned(std::uint64_t value) override {
     if (key_ == "seed" && !is_array_) {
       request_.seed = value;
       return true;
     }
+    if (real(static_cast<double>(value))) return true;
     if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()))
       return unexpected("the number " + std::to_string(value));
     return whole(static_cast<std::int64_t>(value));
   }
   bool number_float(double value, const std::string& text) override {
-    if (float* const place = real_place()) {
-      *place = static_cast<float>(value);
-      return true;
-    }
-    return unexpected("the number " + printable(text));
+    return real(value) || unexpected("the number " + printable(text));
   }
 
   bool start_array(std::size_t) override {
@@ -189,6 +188,14 @@ class CommandReader : public JsonEvents {
   }
 
  private:
+  /// Whether the current key takes any number, which `value` is then.
+  bool real(double value) {
+    float* const place = real_place();
+    if (place == nullptr) return false;
+    *place = static_cast<float>(value);
+    return true;
+  }
+
   bool whole(std::int64_t value) {
     const auto refuse = [&] { return unexpected("the number " + std::to_string(value)); };
     if (is_array_) {
@@ -206,8 +213,6 @@ class CommandReader : public JsonEvents {
     } else if (key_ == "top_k") {
       if (value < 0 || value > std::numeric_limits<std::int32_t>::max()) return refuse();
       request_.sampling.top_k = static_cast<std::int32_t>(value);
-    } else if (float* const place = real_place()) {
-      *place = static_cast<float>(value);
     } else {
       return refuse();
     }
