@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Talks with a checkpoint: text in, text out, over helix-decode --serve."""
 import argparse
+import math
 import pathlib
 import signal
 import sys
@@ -13,6 +14,14 @@ from text import TextError, TextModel
 EPILOG = """Options behind -- go to helix-decode, such as -- --kvp 2 --device cuda; see ./run.sh decode --help.
 Without TEXT a terminal begins a conversation (/new begins another, Ctrl-C ends an answer, Ctrl-D the program), and a
 pipe is read to its end as one prompt."""
+
+
+def number(text: str) -> float:
+    """A value that JSON can hold."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError
+    return value
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -29,11 +38,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     parser.add_argument("--system", help="what the conversation begins with")
     parser.add_argument("--max-tokens", type=int, default=1024, help="longest answer (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, help="0: the likeliest token; default: as the checkpoint says")
-    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--temperature", type=number, help="0: the likeliest token; default: as the checkpoint says")
+    parser.add_argument("--top-p", type=number)
     parser.add_argument("--top-k", type=int)
-    parser.add_argument("--min-p", type=float)
-    parser.add_argument("--repetition-penalty", type=float)
+    parser.add_argument("--min-p", type=number)
+    parser.add_argument("--repetition-penalty", type=number)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--ignore-eos", action="store_true", help="go on behind the end of an answer")
     parser.add_argument("--special", action="store_true", help="print special tokens too")
@@ -121,6 +130,12 @@ class Chat:
         )
 
 
+def complain(words: str) -> None:
+    """Says on one line what is wrong, whatever a file or the system put into it."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+    print(f"chat: {line}", file=sys.stderr)
+
+
 def converse(chat: Chat, decoder: Decoder) -> None:
     """Reads what the person at the terminal says until Ctrl-D."""
     try:
@@ -144,7 +159,7 @@ def converse(chat: Chat, decoder: Decoder) -> None:
             except (DecoderError, TextError) as error:
                 if decoder.has_ended():
                     raise
-                print(f"chat: {error}; /new begins a new conversation", file=sys.stderr)
+                complain(f"{error}; /new begins a new conversation")
 
 
 def main(arguments: list[str]) -> int:
@@ -167,7 +182,7 @@ def main(arguments: list[str]) -> int:
             else:
                 chat.say(" ".join(options.text) if options.text else sys.stdin.read())
     except (DecoderError, TextError) as error:
-        print(f"chat: {error}", file=sys.stderr)
+        complain(str(error))
         return 1
     except BrokenPipeError:
         return 1  # nobody reads the answer

@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to token ids and back, as a checkpoint's own files say."""
+import contextlib
 import datetime
 import json
+import os
 import pathlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     import jinja2
+
+
+_MAX_FILE_BYTES = 16_000_000  # as helix-decode reads of a config.json
 
 
 class TextError(Exception):
@@ -22,12 +28,9 @@ class TextModel:
         file = checkpoint / "tokenizer.json"
         if not file.is_file():
             raise TextError(f"{file}: missing; text needs a checkpoint with its tokenizer, token ids go to ./run.sh decode")
-        try:
+        _refuse_lfs_pointer(file)
+        with _errors_of_tokenizers(str(file)):
             self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises no narrower one
-            if file.read_bytes().startswith(b"version "):
-                raise TextError(f"{file}: is a Git LFS pointer in place of the file; run git lfs pull in its folder") from None
-            raise TextError(f"{file}: {error}") from None
         # Of the training, as a file may have kept them; a prompt is whole.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -83,7 +86,8 @@ class TextModel:
             text.encode()
         except UnicodeEncodeError as error:
             raise TextError(f"the text is not UTF-8: {error}") from None
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        with _errors_of_tokenizers("the tokenizer cannot take the text"):
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def _special(self, name: str) -> str:
         token = self._config.get(name) or ""
@@ -94,7 +98,7 @@ class TextModel:
 
     def _find_template(self, checkpoint: pathlib.Path) -> str | None:
         file = checkpoint / "chat_template.jinja"
-        if file.is_file():
+        if os.path.lexists(file):
             return _read_text(file)
         template = self._config.get("chat_template")
         if isinstance(template, list):  # several by name
@@ -169,7 +173,34 @@ def _template_environment() -> "jinja2.Environment":
     return environment
 
 
+@contextlib.contextmanager
+def _errors_of_tokenizers(where: str) -> Iterator[None]:
+    """Says in a TextError what the library raises."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of its Rust code is no Exception
+        raise TextError(f"{where}: {error}") from None
+
+
+def _refuse_lfs_pointer(file: pathlib.Path) -> None:
+    try:
+        with file.open("rb") as begin:
+            is_pointer = begin.read(8) == b"version "
+    except OSError as error:
+        raise TextError(f"{file}: {error.strerror}") from None
+    if is_pointer:
+        raise TextError(f"{file}: is a Git LFS pointer in place of the file; run git lfs pull in its folder")
+
+
 def _read_text(file: pathlib.Path) -> str:
+    if not file.is_file():
+        raise TextError(f"{file}: is no file, or a link that leads to none; fetch it again, or remove it")
+    _refuse_lfs_pointer(file)
+    size = file.stat().st_size
+    if size > _MAX_FILE_BYTES:
+        raise TextError(f"{file}: has {size} bytes; expected at most {_MAX_FILE_BYTES}")
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -177,11 +208,11 @@ def _read_text(file: pathlib.Path) -> str:
 
 
 def _read_json(file: pathlib.Path) -> dict:
-    if not file.is_file():
+    if not os.path.lexists(file):
         return {}
     try:
         value = json.loads(_read_text(file))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TextError(f"{file}: {error}") from None
     if not isinstance(value, dict):
         raise TextError(f"{file}: holds no JSON object")

@@ -20,7 +20,7 @@ from decoder import Decoder  # noqa: E402
 from text import TextError, TextModel, TextStream  # noqa: E402
 from tokenizers import Tokenizer, decoders, models  # noqa: E402
 
-DECODER, DATA = sys.argv[1], pathlib.Path(sys.argv[2])
+DECODER, DATA = sys.argv[1], pathlib.Path(sys.argv[2]).resolve()
 CHAT = [sys.executable, str(ROOT / "examples" / "chat" / "chat.py"), "--decoder", DECODER]
 EXACT = ["--activation", "f32", "--kv-dtype", "f32", "--threads", "1"]
 MODELS = ("llama-wordnet", "deepseek-wordnet")
@@ -106,6 +106,45 @@ class TextModels(unittest.TestCase):
             (copy / "chat_template.jinja").write_bytes(b"\xff")
             with self.assertRaisesRegex(TextError, "chat_template.jinja: .*utf-8"):
                 TextModel(copy)
+
+    def test_hostile_text_files_give_one_error(self) -> None:
+        def grow(file: pathlib.Path) -> None:
+            file.touch()
+            os.truncate(file, 1 << 36)  # sparse
+
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+                for make, words in (
+                    (grow, "has 68719476736 bytes" if name != "tokenizer.json" else ""),
+                    (os.mkfifo, "missing" if name == "tokenizer.json" else "is no file"),
+                    (pathlib.Path.mkdir, "missing" if name == "tokenizer.json" else "is no file"),
+                    (lambda file: file.symlink_to("nowhere"), "missing" if name == "tokenizer.json" else "leads to none"),
+                    (lambda file: file.write_text("version https://git-lfs"), "Git LFS"),
+                ):
+                    with self.subTest(name=name, words=words), tempfile.TemporaryDirectory() as other:
+                        copy = pathlib.Path(other)
+                        if name != "tokenizer.json":
+                            (copy / "tokenizer.json").symlink_to(DATA / "llama-wordnet" / "tokenizer.json")
+                        make(copy / name)
+                        with self.assertRaisesRegex(TextError, f"{name}: .*{words}"):
+                            TextModel(copy)
+            copy = pathlib.Path(folder)
+            (copy / "tokenizer.json").write_text(json.dumps(tokenizer_of()))
+            (copy / "tokenizer_config.json").write_text('{"a":' + "[" * 100000)
+            with self.assertRaisesRegex(TextError, "tokenizer_config.json: .*recursion"):
+                TextModel(copy)
+            config = {"chat_template": "{{ raise_exception('no\nway\x1b[1m') }}"}
+            (copy / "tokenizer_config.json").write_text(json.dumps(config))
+            for file in ("config.json", "model.safetensors"):
+                (copy / file).symlink_to(DATA / "llama-wordnet" / file)
+            said = run("--model", folder, "hi", "--", "--threads", "1")
+            self.assertEqual((said.returncode, said.stderr), (1, "chat: the checkpoint's chat template says: no\\nway\\x1b[1m\n"))
+            # The library's panic says where before that.
+            endless = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+            write_model(folder, tokenizer_of(pre_tokenizer=endless))
+            said = run("--model", folder, "a" * 40 + "b", "--", "--threads", "1")
+            self.assertEqual(said.returncode, 1)
+            self.assertIn("chat: the tokenizer cannot take the text: ", said.stderr.splitlines()[-1])
 
     def test_the_first_token_is_there_once_or_not_at_all_as_add_bos_token_says(self) -> None:
         plain = TextModel(DATA / "llama-wordnet").encode("a b")[1:]
