@@ -347,7 +347,8 @@ SafetensorsHeader parse_safetensors_header(std::span<const std::byte> bytes, std
   expect_no_lfs_pointer({reinterpret_cast<const char*>(bytes.data()), kLengthBytes}, file);
   const std::uint64_t header_bytes = header_length(bytes);
   HELIX_EXPECTS(header_bytes <= kMaxHeaderBytes, ErrorCode::invalid_file, file, ": header size is ",
-                header_bytes, "; the format allows at most ", kMaxHeaderBytes);
+                header_bytes, "; the format allows at most ", kMaxHeaderBytes,
+                ": this is no safetensors file");
   const std::uint64_t available = std::min<std::uint64_t>(file_size, bytes.size()) - kLengthBytes;
   HELIX_EXPECTS(header_bytes <= available, ErrorCode::invalid_file, file, ": header size is ", header_bytes,
                 ", but only ", available, " bytes follow: the file is truncated");
