@@ -5,6 +5,7 @@
 namespace helix::bench {
 
 void register_operators();
+void register_experts();
 void register_exchanges(int num_gpus);
 void register_peers(int num_gpus);
 void register_decode_layers(int num_gpus);

@@ -33,6 +33,7 @@ int main(int argc, char** argv) {
     std::cerr << "helix-bench-cuda: " << num_gpus << (num_gpus == 1 ? " GPU" : " GPUs")
               << "; cases that need more, up to 4, are left out\n";
   helix::bench::register_operators();
+  helix::bench::register_experts();
   helix::bench::register_exchanges(num_gpus);
   helix::bench::register_peers(num_gpus);
   if (num_gpus > 0) helix::bench::register_decode_layers(num_gpus);  // of a size that fits their memory

@@ -23,7 +23,7 @@
 
 #include "cases.hpp"
 #include "device_data.hpp"
-#include "timing.hpp"
+#include "operator_timing.hpp"
 
 namespace helix::bench {
 namespace {
@@ -32,9 +32,6 @@ using Operators = cuda::Operators<bf16>;
 
 /// Whose vectors, heads and vocabulary the cases take.
 const ModelShape kModel = plan::model_preset("llama-3.1-405b").shape;
-constexpr std::uint64_t kSeed = 12345;
-constexpr double kTolerance = 1e-2;  // of 16-bit results, Euclidean
-
 /// The slices of one buffer that launches take in turn.
 class Places {
  public:
@@ -51,37 +48,6 @@ class Places {
   std::size_t stride_;
   cuda::Buffer buffer_;
 };
-
-std::vector<float> as_floats(const std::vector<bf16>& values) {
-  return {values.begin(), values.end()};
-}
-
-/// Times `queue(place)` beside the read of `bytes` and fills in the counters. `error()` checks one result
-/// that was timed.
-void measure(benchmark::State& state, const Operators& operators, double bytes, int launches,
-             const std::function<void(int, cuda::Stream)>& queue,
-             const std::function<double(cuda::Stream)>& error) {
-  const cuda::Stream stream = operators.create_stream();
-  const auto read_bytes = static_cast<std::size_t>(bytes);
-  ReadRates read;
-  {
-    const std::size_t pool_bytes =
-        place_stride(read_bytes) * static_cast<std::size_t>(cold_launches(read_bytes));
-    const cuda::Buffer pool = random_bf16(static_cast<std::int64_t>(pool_bytes / 2), kSeed);
-    warm_up(pool.data(), pool_bytes, stream);
-    read = measure_cold_read(pool.data(), pool_bytes, read_bytes, stream);
-  }
-  const double us = time_launches(stream, launches, 15, [&](int i) { queue(i, stream); });
-  const double worst = error(stream);
-  if (!(worst < kTolerance)) state.SkipWithError("the result that was timed is wrong");
-  for (auto _ : state) state.SetIterationTime(us * 1e-6);
-  state.counters["us"] = us;
-  state.counters["bytes"] = bytes;
-  state.counters["bytes/s"] = bytes / us * 1e6;
-  report_reads(state, read);
-  state.counters["%_of_read"] = 100.0 * bytes / us * 1e6 / read.best();
-  state.counters["error"] = worst;
-}
 
 void bench_linear(benchmark::State& state, std::int64_t rows, std::int64_t width, std::int64_t cols) {
   const Operators operators;
@@ -400,17 +366,6 @@ void bench_sample(benchmark::State& state, std::int64_t rows, bool is_greedy) {
         }
         return is_right ? 0.0 : 1.0;
       });
-}
-
-template <class Body>
-void add(const std::string& name, Body body) {
-  register_case(name, [body](benchmark::State& state) {
-    try {
-      body(state);
-    } catch (const std::exception& error) {
-      state.SkipWithError(error.what());
-    }
-  });
 }
 
 }  // namespace

@@ -281,7 +281,7 @@ class Workload {
         pool_(random_pool(c, pages_, random())),
         table_at_(on_device(operators_, page_table(random))),
         scales_at_(on_device(operators_, scales(random))) {
-    if (c.is_portable) operators_.set_attention_target(cuda::AttentionTarget::any_gpu);
+    if (c.is_portable) operators_.set_kernel_target(cuda::KernelTarget::any_gpu);
     std::vector<std::int32_t> slots(static_cast<std::size_t>(turns_ * c.batch));
     std::iota(slots.begin(), slots.end(), 0);
     std::vector<std::int64_t> positions;

@@ -200,8 +200,8 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   check_local_tokens(most_tokens, args.kv);
   const DeviceScope scope(state_->device);
   const AttentionCall call = call_of(
-      args, state_->is_hopper && state_->attention_target == AttentionTarget::this_gpu,
-      state_->attention_target == AttentionTarget::least_gpu ? kLeastSharedMemory : state_->shared_memory);
+      args, state_->is_hopper && state_->kernel_target == KernelTarget::this_gpu,
+      state_->kernel_target == KernelTarget::least_gpu ? kLeastSharedMemory : state_->shared_memory);
   const AttentionKernel& kernel = kernel_for(call);
   AttentionParams p = params_of(args);
   const std::int64_t rows = kernel.query_tile_rows(p.head_dim, p.value_dim);

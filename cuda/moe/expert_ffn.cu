@@ -14,11 +14,12 @@
 #include <helix/workspace.hpp>
 
 #include "cuda/linear/dot_rows.cuh"
+#include "cuda/moe/expert_dots.cuh"
+#include "cuda/moe/expert_items.cuh"
+#include "cuda/moe/expert_tiles.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
-#include "cuda/runtime/math.cuh"
 #include "cuda/runtime/operators_state.hpp"
-#include "cuda/runtime/warp.cuh"
 #include "cuda/runtime/weight_type.hpp"
 #include "cuda/runtime/workspace.hpp"
 
@@ -28,20 +29,16 @@ namespace {
 constexpr std::int64_t kMaxLocalExperts = 4096;  // of one rank; four a thread that sorts
 constexpr int kSortThreads = 1024;
 constexpr int kExpertsPerSortThread = static_cast<int>(kMaxLocalExperts) / kSortThreads;
-constexpr int kExpertsPerLaunch = 384;  // their pointers fit the 4 KiB of kernel parameters
 
-/// Up to kMaxDotRows pairs of one expert, which share one read of its weights. count 0: nothing to do.
-struct ExpertItem {
-  std::int32_t expert;  // of local_experts
-  std::int32_t begin;   // in ExpertBuffers::pairs
-  std::int32_t count;
-};
+/// Pairs of an expert, in the mean, up to which dots are faster than tiles: 32 experts of 7168 x 2048, 2
+/// pairs each 874 us by dots and 910 to 927 by tiles, 4 pairs each 1066 and 1020 to 1043 (H100).
+constexpr std::int64_t kDotPairs = 2;
 
 /// Scratch. A pair is token * top_k + choice.
 struct ExpertBuffers {
   ExpertItem* items;    // [tokens * top_k]
   std::int32_t* pairs;  // [tokens * top_k], of this rank's experts, by expert
-  float* hidden;        // [tokens * top_k, F], after SwiGLU
+  float* hidden;        // [tokens * top_k, F], after SwiGLU; beside tiles of the activations' type
   float* outputs;       // [tokens * top_k, M]
 };
 
@@ -74,10 +71,12 @@ __device__ __forceinline__ int local_expert(const Choices& choices, int pair) {
   return local >= 0 && local < choices.num_experts ? static_cast<int>(local) : -1;
 }
 
-/// One block: counting sort of the pairs by expert, cut into `num_items` items; those left over get count 0.
-/// The order of an expert's pairs is not fixed; no result depends on it, for a pair has its own sums.
+/// One block: counting sort of the pairs by expert, cut into `num_items` items of up to `item_pairs`; those
+/// left over get count 0. The order of an expert's pairs is not fixed; no result depends on it, for a pair
+/// has its own sums.
 __global__ void __launch_bounds__(kSortThreads)
-    sort_pairs_kernel(const Choices choices, int num_items, ExpertItem* items, std::int32_t* pairs) {
+    sort_pairs_kernel(const Choices choices, int num_items, int item_pairs, ExpertItem* items,
+                      std::int32_t* pairs) {
   using Scan = cub::BlockScan<int, kSortThreads>;
   __shared__ typename Scan::TempStorage pair_storage;
   __shared__ typename Scan::TempStorage item_storage;
@@ -97,7 +96,7 @@ __global__ void __launch_bounds__(kSortThreads)
   for (int i = 0; i < kExpertsPerSortThread; ++i) {
     const int expert = thread * kExpertsPerSortThread + i;
     counts[i] = expert < choices.num_experts ? cursors[expert] : 0;
-    item_begins[i] = (counts[i] + kMaxDotRows - 1) / kMaxDotRows;
+    item_begins[i] = (counts[i] + item_pairs - 1) / item_pairs;
   }
   Scan(pair_storage).ExclusiveSum(counts, begins);
   int used_items = 0;
@@ -107,9 +106,9 @@ __global__ void __launch_bounds__(kSortThreads)
     const int expert = thread * kExpertsPerSortThread + i;
     if (expert >= choices.num_experts) continue;
     cursors[expert] = begins[i];
-    for (int done = 0; done < counts[i]; done += kMaxDotRows)
-      items[item_begins[i] + done / kMaxDotRows] = {expert, begins[i] + done,
-                                                    min(counts[i] - done, kMaxDotRows)};
+    for (int done = 0; done < counts[i]; done += item_pairs)
+      items[item_begins[i] + done / item_pairs] = {expert, begins[i] + done,
+                                                   min(counts[i] - done, item_pairs)};
   }
   for (int item = used_items + thread; item < num_items; item += kSortThreads) items[item] = {0, 0, 0};
   __syncthreads();
@@ -119,180 +118,44 @@ __global__ void __launch_bounds__(kSortThreads)
   }
 }
 
-/// One projection of consecutive experts, by value in the kernel's parameters.
-struct ExpertTable {
-  int first;
-  int count;
-  const void* weights[kExpertsPerLaunch];
-};
-
-/// What both projections read and write. Grid: num_items blocks for each block of weight rows, so that the
-/// items of one expert, which lie side by side, read its weights from L2 together.
-template <class T>
-struct ExpertProduct {
-  const ExpertItem* items;
-  const std::int32_t* pairs;
-  const T* in;
-  std::int64_t in_stride;
-  int pairs_per_row;  // rows of `in` are tokens (top_k) or pairs (1)
-  float* out;
-  int num_items;
-  int cols;
-  int width;   // columns of out
-  int splits;  // warps that share the columns of a group of weight rows
-};
-
-/// What a block multiplies: an item, and some groups of weight rows.
-struct ItemPart {
-  ExpertItem item;
-  const void* weights = nullptr;  // of its expert
-  bool is_empty;                  // no pairs, or an expert of another launch
-  int warp;
-  int groups;  // of this block
-  int first_group;
-
-  template <class T>
-  __device__ __forceinline__ ItemPart(const ExpertProduct<T>& p, const ExpertTable& table)
-      : item(p.items[blockIdx.x % p.num_items]),
-        warp(static_cast<int>(threadIdx.x) / kWarp),
-        groups(kDotWarps / p.splits),
-        first_group(static_cast<int>(blockIdx.x / p.num_items) * groups) {
-    const int index = item.expert - table.first;
-    is_empty = item.count == 0 || index < 0 || index >= table.count;
-    if (!is_empty) weights = table.weights[index];
-  }
-
-  __device__ __forceinline__ int group_of_warp(int splits) const { return first_group + warp / splits; }
-};
-
-/// Calls body with kRows as a std::integral_constant: 1, 2, 4 or kMaxDotRows, the least that `count` fits.
-template <class Body>
-__device__ __forceinline__ void with_row_count(int count, const Body& body) {
-  if (count == 1) {
-    body(std::integral_constant<int, 1>{});
-  } else if (count == 2) {
-    body(std::integral_constant<int, 2>{});
-  } else if (count <= 4) {
-    body(std::integral_constant<int, 4>{});
-  } else {
-    body(std::integral_constant<int, kMaxDotRows>{});
-  }
-}
-
-/// Rows of `in` of an item's pairs; past its end the last one again, whose sums are not stored.
-template <int kRows, class T>
-__device__ __forceinline__ void find_rows(const ExpertProduct<T>& p, const ExpertItem& item,
-                                          const T* (&rows)[kRows]) {
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int pair = p.pairs[item.begin + min(r, item.count - 1)];
-    rows[r] = p.in + pair / p.pairs_per_row * p.in_stride;
-  }
-}
-
-/// hidden[pair, f] = silu(gate) * up with gate = in . weight[f], up = in . weight[width + f]. A group is two
-/// f.
-template <class T, class W, bool kVector>
-__global__ void __launch_bounds__(kDotThreads, 2)
-    gate_up_kernel(const ExpertProduct<T> p, const __grid_constant__ ExpertTable table) {
-  constexpr int kWidth = kVector ? 16 / static_cast<int>(sizeof(W)) : 1;
-  constexpr int kFeatures = kDotOutputs / 2;
-  __shared__ float partial[kDotWarps][kMaxDotRows * kDotOutputs];
-  const ItemPart part(p, table);
-  if (part.is_empty) return;
-  const ExpertItem& item = part.item;
-  const int first = part.group_of_warp(p.splits) * kFeatures;
-  const W* weights[kDotOutputs];  // gate of two features, then up
-#pragma unroll
-  for (int o = 0; o < kDotOutputs; ++o) {
-    const int feature = min(first + o % kFeatures, p.width - 1);
-    const std::int64_t row = o < kFeatures ? feature : std::int64_t{p.width} + feature;
-    weights[o] = static_cast<const W*>(part.weights) + row * p.cols;
-  }
-  with_row_count(item.count, [&]<int kRows>(std::integral_constant<int, kRows>) {
-    const T* rows[kRows];
-    find_rows(p, item, rows);
-    dot_rows<kWidth>(weights, rows, p.cols, part.warp % p.splits, p.splits, partial[part.warp]);
-  });
-
-  __syncthreads();
-  const int sums = item.count * kFeatures;
-  for (int i = static_cast<int>(threadIdx.x); i < part.groups * sums; i += kDotThreads) {
-    const int group = i / sums;
-    const int row = i % sums / kFeatures;
-    const int o = i % kFeatures;
-    const int feature = (part.first_group + group) * kFeatures + o;
-    if (feature >= p.width) continue;
-    float gate = 0.0f;
-    float up = 0.0f;
-    for (int split = 0; split < p.splits; ++split) {
-      const float* from = partial[group * p.splits + split] + row * kDotOutputs + o;
-      gate += from[0];
-      up += from[kFeatures];
-    }
-    const std::int64_t pair = p.pairs[item.begin + row];
-    p.out[pair * p.width + feature] = swiglu(gate, up);
-  }
-}
-
-/// outputs[pair, m] = hidden[pair] . weight[m]. A group is kDotOutputs rows m.
-template <class W, bool kVector>
-__global__ void __launch_bounds__(kDotThreads, 2)
-    down_kernel(const ExpertProduct<float> p, const __grid_constant__ ExpertTable table) {
-  constexpr int kWidth = kVector ? 16 / static_cast<int>(sizeof(W)) : 1;
-  __shared__ float partial[kDotWarps][kMaxDotRows * kDotOutputs];
-  const ItemPart part(p, table);
-  if (part.is_empty) return;
-  const ExpertItem& item = part.item;
-  const int first = part.group_of_warp(p.splits) * kDotOutputs;
-  const W* weights[kDotOutputs];
-#pragma unroll
-  for (int o = 0; o < kDotOutputs; ++o)
-    weights[o] =
-        static_cast<const W*>(part.weights) + static_cast<std::int64_t>(min(first + o, p.width - 1)) * p.cols;
-  with_row_count(item.count, [&]<int kRows>(std::integral_constant<int, kRows>) {
-    const float* rows[kRows];
-    find_rows(p, item, rows);
-    dot_rows<kWidth>(weights, rows, p.cols, part.warp % p.splits, p.splits, partial[part.warp]);
-  });
-
-  __syncthreads();
-  const int sums = item.count * kDotOutputs;
-  for (int i = static_cast<int>(threadIdx.x); i < part.groups * sums; i += kDotThreads) {
-    const int group = i / sums;
-    const int row = i % sums / kDotOutputs;
-    const int o = i % kDotOutputs;
-    const int m = (part.first_group + group) * kDotOutputs + o;
-    if (m >= p.width) continue;
-    float sum = 0.0f;
-    for (int split = 0; split < p.splits; ++split)
-      sum += partial[group * p.splits + split][row * kDotOutputs + o];
-    const std::int64_t pair = p.pairs[item.begin + row];
-    p.out[pair * p.width + m] = sum;
-  }
-}
-
 /// out[t, m] += sum over the token's choices of this rank's experts, in their order, of weight * outputs. A
-/// thread an element.
-template <class T>
+/// thread has kWidth columns; rows in y.
+template <class T, int kWidth>
 __global__ void sum_choices_kernel(const Choices choices, const float* outputs, int hidden, T* out,
-                                   std::int64_t out_stride, std::int64_t count) {
-  const std::int64_t index = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (index >= count) return;
-  const auto token = static_cast<int>(index / hidden);
-  const auto m = static_cast<int>(index % hidden);
-  float sum = 0.0f;
-  bool has_any = false;
-  for (int choice = 0; choice < choices.top_k; ++choice) {
-    const int pair = token * choices.top_k + choice;
-    if (local_expert(choices, pair) < 0) continue;
-    has_any = true;
-    sum = fmaf(choices.weights[token * choices.weight_stride + choice],
-               outputs[std::int64_t{pair} * hidden + m], sum);
+                                   std::int64_t out_stride, int tokens) {
+  const int m = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
+  if (m >= hidden) return;
+  for (int token = static_cast<int>(blockIdx.y); token < tokens; token += static_cast<int>(gridDim.y)) {
+    float sums[kWidth] = {};
+    bool has_any = false;
+    for (int choice = 0; choice < choices.top_k; ++choice) {
+      const int pair = token * choices.top_k + choice;
+      if (local_expert(choices, pair) < 0) continue;
+      has_any = true;
+      const float weight = choices.weights[token * choices.weight_stride + choice];
+      float values[kWidth];
+      load_values<kWidth>(outputs + std::int64_t{pair} * hidden + m, values);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) sums[i] = fmaf(weight, values[i], sums[i]);
+    }
+    if (!has_any) continue;
+    T* const to = out + token * out_stride + m;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) to[i] = from_float<T>(to_float(to[i]) + sums[i]);
   }
-  if (!has_any) return;
-  T& target = out[token * out_stride + m];
-  target = from_float<T>(to_float(target) + sum);
+}
+
+template <class T, int kWidth>
+void launch_sum(const ExpertFfnArgs<T>& args, const Choices& choices, const float* outputs,
+                cudaStream_t stream) {
+  constexpr int kThreads = 256;
+  const std::int64_t tokens = args.in.extent(0);
+  const std::int64_t hidden = args.in.extent(1);
+  sum_choices_kernel<T, kWidth>
+      <<<dim3(grid_blocks(hidden, kThreads * kWidth), row_blocks(tokens)), kThreads, 0, stream>>>(
+          choices, outputs, static_cast<int>(hidden), args.out.data(), args.out.stride(0),
+          static_cast<int>(tokens));
+  HELIX_CHECK_LAUNCH();
 }
 
 /// Calls launch(table, dtype, is_aligned) for runs of experts whose projection has one type.
@@ -315,29 +178,113 @@ void for_each_table(std::span<const ExpertWeights> experts, WeightView ExpertWei
   }
 }
 
-/// Launches the kernel for the type of the weights and for whether 16 bytes may be read at once:
-/// kernel_of(W*, std::bool_constant<kVector>). `features` weight rows make a group.
+/// Blocks of a product's grid: one for each item and `features` of its width.
+template <class Product>
+unsigned blocks_of(const Product& product, std::int64_t features) {
+  const std::int64_t blocks = ceil_div<std::int64_t>(product.width, features) * product.num_items;
+  HELIX_EXPECTS(blocks <= std::numeric_limits<std::int32_t>::max(), ErrorCode::unsupported,
+                "expert_ffn: ", product.num_items, " items of ", product.width, " features, ", features,
+                " a block, are too many for one launch; give it fewer tokens");
+  return static_cast<unsigned>(blocks);
+}
+
+/// Launches the kernel of expert_dots.cuh for the type of the weights and for whether 16 bytes may be read at
+/// once: kernel_of(W*, std::bool_constant<kVector>). `features` weight rows make a group.
 template <class T, class KernelOf>
-void launch_product(ExpertProduct<T> product, const ExpertTable& table, DType dtype, bool is_aligned,
-                    int features, int num_sms, cudaStream_t stream, const KernelOf& kernel_of) {
+void launch_dots(const ExpertProduct<T>& product, const ExpertTable& table, DType dtype, bool is_aligned,
+                 int features, int num_sms, cudaStream_t stream, const KernelOf& kernel_of) {
   const auto launch = [&]<class W>(W* type) {
     constexpr int kWidth = 16 / static_cast<int>(sizeof(W));
     constexpr std::int64_t kElements = 16 / static_cast<std::int64_t>(sizeof(T));
     const bool is_vector = is_aligned && product.cols % kWidth == 0 && is_aligned_16(product.in) &&
                            product.in_stride % kElements == 0;
     const std::int64_t groups = ceil_div<std::int64_t>(product.width, features);
-    product.splits =
+    const int splits =
         choose_splits(groups * product.num_items, product.cols, kWarp * (is_vector ? kWidth : 1), num_sms);
-    const std::int64_t groups_of_block = kDotWarps / product.splits;
-    const std::int64_t blocks = ceil_div(groups, groups_of_block) * product.num_items;
-    HELIX_EXPECTS(blocks <= std::numeric_limits<std::int32_t>::max(), ErrorCode::unsupported,
-                  "expert_ffn: ", product.num_items, " items of ", groups,
-                  " groups of features are too many for one launch; give it fewer tokens");
+    const unsigned blocks = blocks_of(product, std::int64_t{features} * (kDotWarps / splits));
     const auto kernel = is_vector ? kernel_of(type, std::true_type{}) : kernel_of(type, std::false_type{});
-    kernel<<<static_cast<unsigned>(blocks), kDotThreads, 0, stream>>>(product, table);
+    kernel<<<blocks, kDotThreads, 0, stream>>>(product, splits, table);
     HELIX_CHECK_LAUNCH();
   };
   dispatch_weight(dtype, launch);
+}
+
+template <class T, bool kIsGateUp, bool kHasGroups>
+void launch_tiles(const typename ExpertTile<T, kIsGateUp, kHasGroups>::Product& product,
+                  const ExpertTable& table, cudaStream_t stream) {
+  using Tile = ExpertTile<T, kIsGateUp, kHasGroups>;
+  const auto kernel = expert_tile_kernel<T, kIsGateUp, kHasGroups>;
+  HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes));
+  kernel<<<blocks_of(product, Tile::kFeatures), Tile::kThreads, Tile::kBytes, stream>>>(product, table);
+  HELIX_CHECK_LAUNCH();
+}
+
+/// Whether tensor cores take these products: 16-bit weights of the activations' type, rows aligned to 16
+/// bytes, and so many pairs that dots would not do. A rank's experts get a share of the pairs that only the
+/// device knows: `num_pairs` is what they get at most.
+template <class T>
+bool takes_tiles(const ExpertFfnArgs<T>& args, std::int64_t ffn, std::int64_t num_pairs) {
+  if constexpr (std::is_same_v<T, float>) return false;
+  constexpr std::int64_t kRowElements = 8;
+  const auto is_tiled = [](const WeightView& weight) {
+    return weight.dtype == kDTypeOf<T> && is_aligned_16(weight.data);
+  };
+  return num_pairs > kDotPairs * static_cast<std::int64_t>(args.local_experts.size()) &&
+         args.in.extent(1) % kRowElements == 0 && ffn % kRowElements == 0 &&
+         args.in.stride(0) % kRowElements == 0 && is_aligned_16(args.in.data()) &&
+         std::ranges::all_of(args.local_experts, [&](const ExpertWeights& expert) {
+           return is_tiled(expert.gate_up) && is_tiled(expert.down);
+         });
+}
+
+/// What the products of one call have in common.
+struct ExpertCall {
+  ExpertBuffers buffers;
+  int num_items;
+  int hidden;
+  int ffn;
+  int top_k;
+  int num_sms;
+  cudaStream_t stream;
+};
+
+template <class T>
+void multiply_by_dots(const ExpertFfnArgs<T>& args, const ExpertCall& call) {
+  const auto& [items, pairs, hidden, outputs] = call.buffers;
+  const ExpertProduct<T> gate_up{items,  pairs,          args.in.data(), args.in.stride(0), call.top_k,
+                                 hidden, call.num_items, call.hidden,    call.ffn};
+  for_each_table(args.local_experts, &ExpertWeights::gate_up,
+                 [&](const ExpertTable& table, DType dtype, bool is_aligned) {
+                   launch_dots(gate_up, table, dtype, is_aligned, kDotOutputs / 2, call.num_sms, call.stream,
+                               []<class W, bool kVector>(W*, std::bool_constant<kVector>) {
+                                 return dot_gate_up_kernel<T, W, kVector>;
+                               });
+                 });
+  const ExpertProduct<float> down{items,   pairs,          hidden,   call.ffn,   1,
+                                  outputs, call.num_items, call.ffn, call.hidden};
+  for_each_table(args.local_experts, &ExpertWeights::down,
+                 [&](const ExpertTable& table, DType dtype, bool is_aligned) {
+                   launch_dots(down, table, dtype, is_aligned, kDotOutputs, call.num_sms, call.stream,
+                               []<class W, bool kVector>(W*, std::bool_constant<kVector>) {
+                                 return dot_down_kernel<W, kVector>;
+                               });
+                 });
+}
+
+template <class T, bool kHasGroups>
+void multiply_by_tiles(const ExpertFfnArgs<T>& args, const ExpertCall& call) {
+  const auto& [items, pairs, buffer, outputs] = call.buffers;
+  T* const hidden = reinterpret_cast<T*>(buffer);
+  const ExpertProduct<T, T> gate_up{items,  pairs,          args.in.data(), args.in.stride(0), call.top_k,
+                                    hidden, call.num_items, call.hidden,    call.ffn};
+  for_each_table(args.local_experts, &ExpertWeights::gate_up, [&](const ExpertTable& table, DType, bool) {
+    launch_tiles<T, true, kHasGroups>(gate_up, table, call.stream);
+  });
+  const ExpertProduct<T> down{items,   pairs,          hidden,   call.ffn,   1,
+                              outputs, call.num_items, call.ffn, call.hidden};
+  for_each_table(args.local_experts, &ExpertWeights::down, [&](const ExpertTable& table, DType, bool) {
+    launch_tiles<T, false, kHasGroups>(down, table, call.stream);
+  });
 }
 
 }  // namespace
@@ -361,7 +308,6 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
   const std::int64_t num_pairs = tokens * top_k;
   WorkspaceArena arena(aligned_part(args.workspace));
   const ExpertBuffers buffers = carve(num_pairs, hidden, ffn, arena);
-  const int num_sms = state_->num_sms;
 
   Choices choices{};
   choices.experts = args.experts.data();
@@ -372,45 +318,31 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
   choices.num_experts = static_cast<int>(num_experts);
   choices.top_k = static_cast<int>(top_k);
   choices.num_pairs = static_cast<int>(num_pairs);
+  const bool has_tiles = takes_tiles(args, ffn, num_pairs);
+  const bool has_groups = state_->is_hopper && state_->kernel_target == KernelTarget::this_gpu;
+  const int tile_pairs = has_groups ? ExpertShape<true>::kPairs : ExpertShape<false>::kPairs;
+  const int item_pairs = has_tiles ? tile_pairs : kMaxDotRows;
   // Full items and one that is not for each expert, but no more than pairs.
-  const auto num_items = static_cast<int>(std::min(num_pairs, num_pairs / kMaxDotRows + num_experts));
-  sort_pairs_kernel<<<1, kSortThreads, 0, stream.handle()>>>(choices, num_items, buffers.items,
+  const auto num_items = static_cast<int>(std::min(num_pairs, num_pairs / item_pairs + num_experts));
+  sort_pairs_kernel<<<1, kSortThreads, 0, stream.handle()>>>(choices, num_items, item_pairs, buffers.items,
                                                              buffers.pairs);
   HELIX_CHECK_LAUNCH();
+  const ExpertCall call{buffers,
+                        num_items,
+                        static_cast<int>(hidden),
+                        static_cast<int>(ffn),
+                        static_cast<int>(top_k),
+                        state_->num_sms,
+                        stream.handle()};
+  if constexpr (!std::is_same_v<T, float>) {
+    if (has_tiles)
+      has_groups ? multiply_by_tiles<T, true>(args, call) : multiply_by_tiles<T, false>(args, call);
+  }
+  if (!has_tiles) multiply_by_dots(args, call);
 
-  for_each_table(args.local_experts, &ExpertWeights::gate_up,
-                 [&](const ExpertTable& table, DType dtype, bool is_aligned) {
-                   const ExpertProduct<T> product{buffers.items,
-                                                  buffers.pairs,
-                                                  args.in.data(),
-                                                  args.in.stride(0),
-                                                  static_cast<int>(top_k),
-                                                  buffers.hidden,
-                                                  num_items,
-                                                  static_cast<int>(hidden),
-                                                  static_cast<int>(ffn),
-                                                  1};
-                   launch_product(product, table, dtype, is_aligned, kDotOutputs / 2, num_sms,
-                                  stream.handle(),
-                                  []<class W, bool kVector>(W*, std::bool_constant<kVector>) {
-                                    return gate_up_kernel<T, W, kVector>;
-                                  });
-                 });
-  for_each_table(
-      args.local_experts, &ExpertWeights::down, [&](const ExpertTable& table, DType dtype, bool is_aligned) {
-        const ExpertProduct<float> product{
-            buffers.items, buffers.pairs,         buffers.hidden,           ffn, 1, buffers.outputs,
-            num_items,     static_cast<int>(ffn), static_cast<int>(hidden), 1};
-        launch_product(
-            product, table, dtype, is_aligned, kDotOutputs, num_sms, stream.handle(),
-            []<class W, bool kVector>(W*, std::bool_constant<kVector>) { return down_kernel<W, kVector>; });
-      });
-
-  constexpr int kThreads = 256;
-  const std::int64_t count = tokens * hidden;
-  sum_choices_kernel<T><<<grid_blocks(count, kThreads), kThreads, 0, stream.handle()>>>(
-      choices, buffers.outputs, static_cast<int>(hidden), args.out.data(), args.out.stride(0), count);
-  HELIX_CHECK_LAUNCH();
+  // Outputs are aligned to 16 bytes, out may be anywhere.
+  hidden % 4 == 0 ? launch_sum<T, 4>(args, choices, buffers.outputs, stream.handle())
+                  : launch_sum<T, 1>(args, choices, buffers.outputs, stream.handle());
 }
 
 template <class T>

@@ -54,8 +54,8 @@ void Operators<T>::set_attention_blocks(int blocks) {
 }
 
 template <class T>
-void Operators<T>::set_attention_target(AttentionTarget target) {
-  state_->attention_target = target;
+void Operators<T>::set_kernel_target(KernelTarget target) {
+  state_->kernel_target = target;
 }
 
 template <class T>
@@ -166,7 +166,7 @@ void Operators<T>::fill_zero(void* target, std::size_t bytes, Stream stream) con
   template Operators<T>::Operators(int, Allocator);                                    \
   template int Operators<T>::device() const;                                           \
   template void Operators<T>::set_attention_blocks(int);                               \
-  template void Operators<T>::set_attention_target(AttentionTarget);                   \
+  template void Operators<T>::set_kernel_target(KernelTarget);                   \
   template Buffer Operators<T>::allocate(std::size_t) const;                           \
   template Stream Operators<T>::create_stream() const;                                 \
   template Event Operators<T>::create_event() const;                                   \

@@ -57,7 +57,7 @@ struct Operators<T>::State {
   bool is_hopper = false;  // compute capability 9.0: its own kernels run
   SharedMemory shared_memory;
   int attention_blocks = 0;  // 0: all
-  AttentionTarget attention_target = AttentionTarget::this_gpu;
+  KernelTarget kernel_target = KernelTarget::this_gpu;
   PinnedBuffer failure;                     // a FailureRecord
   PinnedBuffer downloaded;                  // what queue_download() brings
   std::optional<std::size_t> queued_bytes;  // until take_download() has them

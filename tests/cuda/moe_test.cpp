@@ -84,10 +84,13 @@ TEMPLATE_TEST_CASE("experts of 16-bit activations on a GPU agree with f32", "", 
   HELIX_REQUIRE_GPUS(1);
   TwinBench<TestType> bench;
   constexpr std::int64_t kTopK = 3;
+  const auto target = GENERATE(cuda::KernelTarget::this_gpu, cuda::KernelTarget::any_gpu);
+  CAPTURE(int(target));
+  bench.narrow().set_kernel_target(target);
   for (const DType dtype : kWeightTypes) {
-    for (const std::int64_t tokens : {1, 7, 40}) {
+    for (const std::int64_t tokens : {1, 7, 40, 430}) {
       for (const std::int64_t hidden : {40, 512}) {
-        for (const std::int64_t ffn : {17, 256}) {
+        for (const std::int64_t ffn : {17, 72, 256}) {
           for (const std::int64_t pad : kPads) {
             CAPTURE(to_string(dtype), tokens, hidden, ffn, pad);
             constexpr std::size_t kLocal = 4;  // experts 2 to 5 of 8

@@ -32,7 +32,7 @@ using helix::KvView;
 using helix::PartialSink;
 using helix::TensorView;
 using helix::contract::require;
-using helix::cuda::AttentionTarget;
+using helix::cuda::KernelTarget;
 using helix::cuda::Buffer;
 using helix::cuda::Graph;
 using helix::cuda::PeerComm;
@@ -59,7 +59,7 @@ struct AttentionShape {
   std::int64_t length;   // tokens of a sequence, those of the step included
   std::int64_t chunk = 16;
   std::int64_t idle = 0;  // sequences without a token, behind the others
-  AttentionTarget target = AttentionTarget::this_gpu;
+  KernelTarget target = KernelTarget::this_gpu;
 
   std::int64_t tokens() const { return sequences * queries; }
   std::int64_t heads() const { return kv_heads * group; }
@@ -97,7 +97,7 @@ struct AttentionExchange {
         out(bytes_of(s.tokens() * s.heads() * s.value_dim())),
         lse(static_cast<std::size_t>(s.tokens() * s.heads()) * sizeof(float)),
         combined(bytes_of(s.tokens() * s.heads() / of.comms().kvp->size() * s.value_dim())) {
-    of.set_attention_target(s.target);
+    of.set_kernel_target(s.target);
     std::vector<std::int32_t> table, rows;
     std::vector<std::int64_t> at;
     for (std::int64_t b = 0; b <= s.sequences + s.idle; ++b)
@@ -209,7 +209,7 @@ std::vector<AttentionShape> attention_shapes() {
       {.kv_heads = 1, .group = 16, .dim = 576, .sequences = 2, .queries = 1, .length = 90, .chunk = 4096}};
   for (const std::size_t i : {0u, 2u, 4u, 9u}) {
     shapes.push_back(shapes[i]);
-    shapes.back().target = AttentionTarget::any_gpu;
+    shapes.back().target = KernelTarget::any_gpu;
   }
   return shapes;
 }

@@ -22,8 +22,8 @@ namespace helix::cuda {
 
 struct PeerChannel;
 
-/// GPUs whose kernels partial_attention runs.
-enum class AttentionTarget {
+/// GPUs whose kernels partial_attention and expert_ffn run.
+enum class KernelTarget {
   this_gpu,  ///< The fastest of all that run on this one.
   any_gpu,   ///< Those that run on every supported GPU.
   least_gpu  ///< The same where a block has no more shared memory than on any of them: 99 KiB.
@@ -57,8 +57,8 @@ class HELIX_API Operators {
   /// Sets the blocks that partial_attention may hold at once, so that an exchange beside it finds room; 0:
   /// as many as the kernel wants, one or two an SM. @throws Error(invalid_argument) below 0.
   void set_attention_blocks(int blocks);
-  /// Has partial_attention run what other GPUs run, for tests and measurements. At first this_gpu.
-  void set_attention_target(AttentionTarget target);
+  /// Has partial_attention and expert_ffn run what other GPUs run, for tests and measurements. At first this_gpu.
+  void set_kernel_target(KernelTarget target);
 
   Buffer allocate(std::size_t bytes) const;
   Stream create_stream() const;

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of experts in f32 arithmetic, for any types and any rows: of up to kMaxDotRows pairs at a time.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/linear/dot_rows.cuh"
+#include "cuda/moe/expert_items.cuh"
+#include "cuda/runtime/math.cuh"
+#include "cuda/runtime/warp.cuh"
+
+namespace helix::cuda {
+
+/// What a block multiplies: an item, and some groups of weight rows.
+struct ItemPart {
+  ExpertItem item;
+  const void* weights;
+  int warp;
+  int groups;  // of this block
+  int first_group;
+
+  template <class T>
+  __device__ __forceinline__ ItemPart(const ExpertProduct<T>& p, int splits, const ExpertTable& table)
+      : item(p.items[blockIdx.x % p.num_items]),
+        weights(weights_of(item, table)),
+        warp(static_cast<int>(threadIdx.x) / kWarp),
+        groups(kDotWarps / splits),
+        first_group(static_cast<int>(blockIdx.x / p.num_items) * groups) {}
+
+  __device__ __forceinline__ int group_of_warp(int splits) const { return first_group + warp / splits; }
+};
+
+/// Calls body with kRows as a std::integral_constant: 1, 2, 4 or kMaxDotRows, the least that `count` fits.
+template <class Body>
+__device__ __forceinline__ void with_row_count(int count, const Body& body) {
+  if (count == 1) {
+    body(std::integral_constant<int, 1>{});
+  } else if (count == 2) {
+    body(std::integral_constant<int, 2>{});
+  } else if (count <= 4) {
+    body(std::integral_constant<int, 4>{});
+  } else {
+    body(std::integral_constant<int, kMaxDotRows>{});
+  }
+}
+
+/// Rows of `in` of an item's pairs; past its end the last one again, whose sums are not stored.
+template <int kRows, class T>
+__device__ __forceinline__ void find_rows(const ExpertProduct<T>& p, const ExpertItem& item,
+                                          const T* (&rows)[kRows]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int pair = p.pairs[item.begin + min(r, item.count - 1)];
+    rows[r] = p.in + pair / p.pairs_per_row * p.in_stride;
+  }
+}
+
+/// hidden[pair, f] = silu(gate) * up with gate = in . weight[f], up = in . weight[width + f]. A group is two
+/// f.
+template <class T, class W, bool kVector>
+__global__ void __launch_bounds__(kDotThreads, 2)
+    dot_gate_up_kernel(const ExpertProduct<T> p, int splits, const __grid_constant__ ExpertTable table) {
+  constexpr int kWidth = kVector ? 16 / static_cast<int>(sizeof(W)) : 1;
+  constexpr int kFeatures = kDotOutputs / 2;
+  __shared__ float partial[kDotWarps][kMaxDotRows * kDotOutputs];
+  const ItemPart part(p, splits, table);
+  if (part.weights == nullptr) return;
+  const ExpertItem& item = part.item;
+  const int first = part.group_of_warp(splits) * kFeatures;
+  const W* weights[kDotOutputs];  // gate of two features, then up
+#pragma unroll
+  for (int o = 0; o < kDotOutputs; ++o) {
+    const int feature = min(first + o % kFeatures, p.width - 1);
+    const std::int64_t row = o < kFeatures ? feature : std::int64_t{p.width} + feature;
+    weights[o] = static_cast<const W*>(part.weights) + row * p.cols;
+  }
+  with_row_count(item.count, [&]<int kRows>(std::integral_constant<int, kRows>) {
+    const T* rows[kRows];
+    find_rows(p, item, rows);
+    dot_rows<kWidth>(weights, rows, p.cols, part.warp % splits, splits, partial[part.warp]);
+  });
+
+  __syncthreads();
+  const int sums = item.count * kFeatures;
+  for (int i = static_cast<int>(threadIdx.x); i < part.groups * sums; i += kDotThreads) {
+    const int group = i / sums;
+    const int row = i % sums / kFeatures;
+    const int o = i % kFeatures;
+    const int feature = (part.first_group + group) * kFeatures + o;
+    if (feature >= p.width) continue;
+    float gate = 0.0f;
+    float up = 0.0f;
+    for (int split = 0; split < splits; ++split) {
+      const float* from = partial[group * splits + split] + row * kDotOutputs + o;
+      gate += from[0];
+      up += from[kFeatures];
+    }
+    const std::int64_t pair = p.pairs[item.begin + row];
+    p.out[pair * p.width + feature] = swiglu(gate, up);
+  }
+}
+
+/// outputs[pair, m] = hidden[pair] . weight[m]. A group is kDotOutputs rows m.
+template <class W, bool kVector>
+__global__ void __launch_bounds__(kDotThreads, 2)
+    dot_down_kernel(const ExpertProduct<float> p, int splits, const __grid_constant__ ExpertTable table) {
+  constexpr int kWidth = kVector ? 16 / static_cast<int>(sizeof(W)) : 1;
+  __shared__ float partial[kDotWarps][kMaxDotRows * kDotOutputs];
+  const ItemPart part(p, splits, table);
+  if (part.weights == nullptr) return;
+  const ExpertItem& item = part.item;
+  const int first = part.group_of_warp(splits) * kDotOutputs;
+  const W* weights[kDotOutputs];
+#pragma unroll
+  for (int o = 0; o < kDotOutputs; ++o)
+    weights[o] =
+        static_cast<const W*>(part.weights) + static_cast<std::int64_t>(min(first + o, p.width - 1)) * p.cols;
+  with_row_count(item.count, [&]<int kRows>(std::integral_constant<int, kRows>) {
+    const float* rows[kRows];
+    find_rows(p, item, rows);
+    dot_rows<kWidth>(weights, rows, p.cols, part.warp % splits, splits, partial[part.warp]);
+  });
+
+  __syncthreads();
+  const int sums = item.count * kDotOutputs;
+  for (int i = static_cast<int>(threadIdx.x); i < part.groups * sums; i += kDotThreads) {
+    const int group = i / sums;
+    const int row = i % sums / kDotOutputs;
+    const int o = i % kDotOutputs;
+    const int m = (part.first_group + group) * kDotOutputs + o;
+    if (m >= p.width) continue;
+    float sum = 0.0f;
+    for (int split = 0; split < splits; ++split)
+      sum += partial[group * splits + split][row * kDotOutputs + o];
+    const std::int64_t pair = p.pairs[item.begin + row];
+    p.out[pair * p.width + m] = sum;
+  }
+}
+
+}  // namespace helix::cuda

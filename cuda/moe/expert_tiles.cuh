@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of experts on tensor cores, for activations and weights of one 16-bit type: weight rows of an
+// expert times up to 128 or 160 of its pairs, by the matrix products of warps (compute capability 8.0) or of
+// warp groups (9.0).
+//
+// Weight rows are the products' rows and pairs their columns: of a few pairs, whose weights are what takes
+// time, warps multiply few columns. Gate and up rows of a feature lie eight rows apart, so that one thread
+// has both sums. The sums of a pair do not depend on which others are multiplied beside it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/moe/expert_items.cuh"
+#include "cuda/runtime/async_copy.cuh"
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/math.cuh"
+#include "cuda/runtime/ptx.cuh"
+#include "cuda/runtime/warp.cuh"
+#include "cuda/runtime/wgmma.cuh"
+#include "cuda/runtime/wgmma_product.cuh"
+
+namespace helix::cuda {
+
+/// The shape of a block: of warps in a grid, 32 weight rows and 64 pairs each, or of two warp groups, 128
+/// weight rows and all pairs each.
+template <bool kHasGroups>
+struct ExpertShape {
+  static constexpr int kRowTiles = 2;  ///< Of 16 weight rows, of a warp.
+  static constexpr int kPairWarps = kHasGroups ? 1 : 2;
+  static constexpr int kWarps = 8;
+  /// Of an item, at most. Fewer leave experts with a few more than 128 pairs, as chunks of prompts on one of
+  /// eight ranks have, another item that waits for the same weights.
+  static constexpr int kPairs = kHasGroups ? 160 : 128;
+  static constexpr int kPairTiles = kPairs / 8 / kPairWarps;  ///< Of 8 pairs, of a warp.
+  static constexpr int kWeightRows = 16 * kRowTiles * kWarps / kPairWarps;
+  /// Of the ring. Products of a warp group still read the stage before the last one while it is asked for.
+  static constexpr int kStages = kHasGroups ? 4 : 3;
+  static constexpr int kAhead = 2;
+};
+
+/// One product of an item: out[pair, f] = silu(gate) * up of width features f, or in . weight[f].
+template <class T, bool kIsGateUp, bool kHasGroups>
+struct ExpertTile {
+  using Out = std::conditional_t<kIsGateUp, T, float>;
+  using Product = ExpertProduct<T, Out>;
+  using Shape = ExpertShape<kHasGroups>;
+  static constexpr int kRowTiles = Shape::kRowTiles;
+  static constexpr int kPairTiles = Shape::kPairTiles;
+  static constexpr int kWeightRows = Shape::kWeightRows;
+  static constexpr int kStages = Shape::kStages;
+  static constexpr int kAhead = Shape::kAhead;
+  static constexpr int kThreads = Shape::kWarps * kWarp;
+  static constexpr int kBlocks = kHasGroups ? 1 : 2;  // of an SM
+  static constexpr int kWarpPairs = 8 * kPairTiles;
+  static constexpr int kPairs = Shape::kPairs;
+  static constexpr int kTileFeatures = kIsGateUp ? 8 : 16;  // of 16 weight rows
+  static constexpr int kFeatures = kTileFeatures * (kWeightRows / 16);
+  static constexpr unsigned kRowBytes = kChunkColumns * 2;
+  static constexpr unsigned kPairsAt = kWeightRows * kRowBytes;  // in a stage
+  static constexpr unsigned kStageBytes = kPairsAt + kPairs * kRowBytes;
+  static constexpr unsigned kBytes = kStages * kStageBytes;
+  // Results before they leave, of a pair one after another: 16 bytes more, or neighbours shared banks.
+  static constexpr unsigned kResultBytes = kFeatures * sizeof(Out) + 16;
+  static_assert(kPairs * kResultBytes <= kBytes);
+
+  // A thread copies part `part` of every kCopyRows-th row.
+  static constexpr int kParts = static_cast<int>(kRowBytes) / 16;
+  static constexpr int kCopyRows = kThreads / kParts;
+  static constexpr int kWeightCopies = kWeightRows / kCopyRows;
+  static constexpr int kPairCopies = kPairs / kCopyRows;
+
+  const Product& p;
+  ExpertItem item;
+  const T* weights;
+  int first;  // feature
+  unsigned memory;
+
+  static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+  static __device__ int warp() { return static_cast<int>(threadIdx.x) / kWarp; }
+  /// The warp's row tile `m`, of 16 weight rows.
+  static __device__ int row_tile(int m) {
+    if constexpr (kHasGroups) return (warp() / 4 * kRowTiles + m) * 4 + warp() % 4;
+    return warp() % (Shape::kWarps / Shape::kPairWarps) * kRowTiles + m;
+  }
+  static __device__ int first_pair() { return warp() / (Shape::kWarps / Shape::kPairWarps) * kWarpPairs; }
+  static __device__ int part() { return static_cast<int>(threadIdx.x) % kParts; }
+  static __device__ int copy_row() { return static_cast<int>(threadIdx.x) / kParts; }
+
+  /// Feature of the tile's weight row `row`.
+  __device__ __forceinline__ int feature_of(int row) const {
+    return first + row / 16 * kTileFeatures + row % 16 % kTileFeatures;
+  }
+
+  /// Columns [kChunkColumns * step, + kChunkColumns) of weight rows and pairs; zeros behind the last ones.
+  __device__ __forceinline__ void copy(const T* const (&rows)[kPairCopies], int step) const {
+    const unsigned to =
+        stage(step) + swizzled(static_cast<unsigned>(copy_row()), static_cast<unsigned>(part()));
+    static_assert(kCopyRows % kSwizzleRows == 0);
+    const int column = step * kChunkColumns + part() * 8;
+    const bool is_column = column < p.cols;
+#pragma unroll
+    for (int i = 0; i < kWeightCopies; ++i) {
+      const int row = copy_row() + i * kCopyRows;
+      const int feature = feature_of(row);
+      const std::int64_t weight_row =
+          feature + (kIsGateUp && row % 16 >= kTileFeatures ? std::int64_t{p.width} : 0);
+      const bool is_there = is_column && feature < p.width;
+      copy_chunk_or_zeros(to + static_cast<unsigned>(i * kCopyRows) * kRowBytes,
+                          is_there ? weights + weight_row * p.cols + column : weights, is_there);
+    }
+#pragma unroll
+    for (int i = 0; i < kPairCopies; ++i) {
+      if (i * kCopyRows >= item.count) break;
+      copy_chunk_or_zeros(to + kPairsAt + static_cast<unsigned>(i * kCopyRows) * kRowBytes,
+                          is_column ? rows[i] + column : rows[i], is_column);
+    }
+  }
+
+  /// Of a thread: rows lane / 4 + 8 * h of a row tile and pairs 8 * j + lane % 4 * 2 + i are 4 * j + 2 * h +
+  /// i.
+  using Sums = float[kRowTiles][kPairTiles * 4];
+
+  static __device__ __forceinline__ void pin_sums(Sums& sums) {
+#pragma unroll
+    for (auto& of_tile : sums) pin(of_tile);
+  }
+
+  __device__ __forceinline__ unsigned stage(int step) const {
+    return memory + static_cast<unsigned>(step % kStages) * kStageBytes;
+  }
+
+  /// By this warp, of the pairs that there are.
+  __device__ __forceinline__ void multiply_by_warp(int step, Sums& sums) const {
+    const unsigned from = stage(step);
+    const int pair_tiles = (item.count - first_pair() + 7) / 8;
+    const auto weight_row = static_cast<unsigned>(row_tile(0) * 16 + lane() % 16);
+    const auto pair_row = static_cast<unsigned>(first_pair() + lane() / 16 * 8 + lane() % 8);
+#pragma unroll
+    for (unsigned k = 0; k < kChunkColumns / kProductDepth; ++k) {
+      unsigned a[kRowTiles][4];
+#pragma unroll
+      for (unsigned m = 0; m < kRowTiles; ++m)
+        load_matrices(a[m], from + swizzled(weight_row + 16 * m, 2 * k + static_cast<unsigned>(lane()) / 16));
+#pragma unroll
+      for (int j = 0; j < kPairTiles; j += 2) {
+        if (j >= pair_tiles) break;
+        unsigned b[4];
+        load_matrices(b, from + kPairsAt +
+                             swizzled(pair_row + 8 * static_cast<unsigned>(j),
+                                      2 * k + static_cast<unsigned>(lane()) / 8 % 2));
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            multiply<T>(reinterpret_cast<float(&)[4]>(sums[m][4 * (j + i)]), a[m][0], a[m][1], a[m][2],
+                        a[m][3], b[2 * i], b[2 * i + 1]);
+        }
+      }
+    }
+  }
+
+  /// By this warp group, of the first `kColumns` pairs. Products of the step before have ended then, these
+  /// have not.
+  template <int kColumns>
+  __device__ __forceinline__ void multiply_by_group(int step, Sums& sums) const {
+    const unsigned rows =
+        stage(step) + static_cast<unsigned>(warp() / 4 * kRowTiles * kGroupRows) * kRowBytes;
+    products_fence();
+#pragma unroll
+    for (unsigned k = 0; k < kChunkColumns / kProductDepth; ++k) {
+#pragma unroll
+      for (unsigned m = 0; m < kRowTiles; ++m)
+        product<T, kColumns, false>(reinterpret_cast<float(&)[kColumns / 2]>(sums[m]),
+                                    rows_operand(rows + m * kGroupRows * kRowBytes + k * 32),
+                                    rows_operand(stage(step) + kPairsAt + k * 32), 1);
+    }
+    products_commit();
+    products_wait<1>();
+  }
+
+  /// Sums into shared memory: [pair][feature].
+  __device__ __forceinline__ void stage_results(const Sums& sums) const {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      const int feature = row_tile(m) * kTileFeatures + lane() / 4;
+#pragma unroll
+      for (int j = 0; j < kPairTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          Out* to = result(first_pair() + 8 * j + lane() % 4 * 2 + i) + feature;
+          const float low = sums[m][4 * j + i];
+          const float high = sums[m][4 * j + 2 + i];
+          if constexpr (kIsGateUp) {
+            *to = from_float<T>(swiglu(low, high));
+          } else {
+            to[0] = low;
+            to[8] = high;
+          }
+        }
+      }
+    }
+  }
+  static __device__ Out* result(int pair) {
+    extern __shared__ __align__(1024) std::byte expert_memory[];
+    return reinterpret_cast<Out*>(expert_memory + static_cast<unsigned>(pair) * kResultBytes);
+  }
+  __device__ __forceinline__ void write_results() const {
+    constexpr int kPieceFeatures = 16 / static_cast<int>(sizeof(Out));
+    constexpr int kPieces = kFeatures / kPieceFeatures;
+    for (int i = static_cast<int>(threadIdx.x); i < item.count * kPieces; i += kThreads) {
+      const int feature = i % kPieces * kPieceFeatures;
+      if (first + feature >= p.width) continue;
+      const int pair = i / kPieces;
+      Out* to = p.out + std::int64_t{p.pairs[item.begin + pair]} * p.width + first + feature;
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(result(pair) + feature);
+    }
+  }
+
+  /// Calls multiply(step) as stages come.
+  template <class Multiply>
+  __device__ __forceinline__ void walk(const T* const (&rows)[kPairCopies], const Multiply& multiply) const {
+    const int steps = (p.cols + kChunkColumns - 1) / kChunkColumns;
+#pragma unroll
+    for (int step = 0; step < kAhead; ++step) {
+      if (step < steps) copy(rows, step);
+      commit_copies();
+    }
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      wait_for_copies<kAhead - 1>();
+      if constexpr (kHasGroups) fence_before_copy();
+      __syncthreads();
+      if (step + kAhead < steps) copy(rows, step + kAhead);
+      commit_copies();
+      multiply(step);
+    }
+  }
+
+  __device__ __forceinline__ void run() const {
+    const T* rows[kPairCopies];
+#pragma unroll
+    for (int i = 0; i < kPairCopies; ++i) {  // past the end the last one again, whose sums are not stored
+      const int pair = p.pairs[item.begin + min(copy_row() + i * kCopyRows, item.count - 1)];
+      rows[i] = p.in + pair / p.pairs_per_row * p.in_stride;
+    }
+    Sums sums = {};
+    pin_sums(sums);
+    if constexpr (kHasGroups) {
+      if (item.count <= 64) {
+        walk(rows, [&](int step) { multiply_by_group<64>(step, sums); });
+      } else if (item.count <= 128) {
+        walk(rows, [&](int step) { multiply_by_group<128>(step, sums); });
+      } else {
+        walk(rows, [&](int step) { multiply_by_group<kPairs>(step, sums); });
+      }
+      products_wait<0>();
+      pin_sums(sums);
+    } else {
+      walk(rows, [&](int step) { multiply_by_warp(step, sums); });
+    }
+    wait_for_all_copies();
+    __syncthreads();
+    stage_results(sums);
+    __syncthreads();
+    write_results();
+  }
+};
+
+/// Grid: num_items blocks for each kFeatures features, so that the items of one expert, which lie side by
+/// side, read its weights from L2 together. Columns and width are multiples of 8, rows aligned to 16 bytes.
+template <class T, bool kIsGateUp, bool kHasGroups>
+__global__ void __launch_bounds__(ExpertTile<T, kIsGateUp, kHasGroups>::kThreads,
+                                  ExpertTile<T, kIsGateUp, kHasGroups>::kBlocks)
+    expert_tile_kernel(const typename ExpertTile<T, kIsGateUp, kHasGroups>::Product p,
+                       const __grid_constant__ ExpertTable table) {
+  using Tile = ExpertTile<T, kIsGateUp, kHasGroups>;
+  extern __shared__ __align__(1024) std::byte expert_memory[];
+  const ExpertItem item = p.items[blockIdx.x % static_cast<unsigned>(p.num_items)];
+  const auto* weights = static_cast<const T*>(weights_of(item, table));
+  if (weights == nullptr) return;
+  const int first = static_cast<int>(blockIdx.x / static_cast<unsigned>(p.num_items)) * Tile::kFeatures;
+  Tile{p, item, weights, first, static_cast<unsigned>(__cvta_generic_to_shared(expert_memory))}.run();
+}
+
+}  // namespace helix::cuda
