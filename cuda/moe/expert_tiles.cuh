@@ -23,8 +23,8 @@
 
 namespace helix::cuda {
 
-/// The shape of a block: of warps in a grid, 32 weight rows and 64 pairs each, or of two warp groups, 128
-/// weight rows and all pairs each.
+/// The shape of a block: eight warps in a grid, of 32 weight rows and 64 pairs each, or two warp groups, of
+/// 128 weight rows and all pairs each.
 template <bool kHasGroups>
 struct ExpertShape {
   static constexpr int kRowTiles = 2;  ///< Of 16 weight rows, of a warp.
@@ -35,9 +35,9 @@ struct ExpertShape {
   static constexpr int kPairs = kHasGroups ? 160 : 128;
   static constexpr int kPairTiles = kPairs / 8 / kPairWarps;  ///< Of 8 pairs, of a warp.
   static constexpr int kWeightRows = 16 * kRowTiles * kWarps / kPairWarps;
-  /// Of the ring. Products of a warp group still read the stage before the last one while it is asked for.
-  static constexpr int kStages = kHasGroups ? 4 : 3;
-  static constexpr int kAhead = 2;
+  static constexpr int kAhead = 2;  ///< Steps that are asked for ahead.
+  /// Of the ring: a warp group's products may still read the step before the one that others begin.
+  static constexpr int kStages = kAhead + (kHasGroups ? 2 : 1);
 };
 
 /// One product of an item: out[pair, f] = silu(gate) * up of width features f, or in . weight[f].
