@@ -7,6 +7,7 @@
 
 #include "cuda/linear/dot_rows.cuh"
 #include "cuda/moe/expert_items.cuh"
+#include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/math.cuh"
 #include "cuda/runtime/warp.cuh"
 
@@ -15,6 +16,8 @@ namespace helix::cuda {
 /// What a block multiplies: an item, and some groups of weight rows.
 struct ItemPart {
   ExpertItem item;
+  const std::int32_t* pairs;  // sorted
+  unsigned mask;              // of an UnsortedItem
   const void* weights;
   int warp;
   int groups;  // of this block
@@ -22,13 +25,30 @@ struct ItemPart {
 
   template <class T>
   __device__ __forceinline__ ItemPart(const ExpertProduct<T>& p, int splits, const ExpertTable& table)
-      : item(p.items[blockIdx.x % p.num_items]),
-        weights(weights_of(item, table)),
+      : pairs(p.pairs),
+        mask(0),
         warp(static_cast<int>(threadIdx.x) / kWarp),
         groups(kDotWarps / splits),
-        first_group(static_cast<int>(blockIdx.x / p.num_items) * groups) {}
+        first_group(static_cast<int>(blockIdx.x / p.num_items) * groups) {
+    const int index = static_cast<int>(blockIdx.x % p.num_items);
+    if (p.items != nullptr) {
+      item = p.items[index];
+    } else {
+      const UnsortedItem found = find_item(p.choices, index, kMaxDotRows);
+      mask = found.mask;
+      item = {found.expert, 0, min(__popc(mask), kMaxDotRows)};
+    }
+    weights = weights_of(item, table);
+  }
 
   __device__ __forceinline__ int group_of_warp(int splits) const { return first_group + warp / splits; }
+  /// The item's pair `r`.
+  __device__ __forceinline__ int pair(int r) const {
+    if (mask == 0) return pairs[item.begin + r];
+    unsigned rest = mask;
+    for (int i = 0; i < r; ++i) rest &= rest - 1;
+    return __ffs(static_cast<int>(rest)) - 1;
+  }
 };
 
 /// Calls body with kRows as a std::integral_constant: 1, 2, 4 or kMaxDotRows, the least that `count` fits.
@@ -47,13 +67,11 @@ __device__ __forceinline__ void with_row_count(int count, const Body& body) {
 
 /// Rows of `in` of an item's pairs; past its end the last one again, whose sums are not stored.
 template <int kRows, class T>
-__device__ __forceinline__ void find_rows(const ExpertProduct<T>& p, const ExpertItem& item,
+__device__ __forceinline__ void find_rows(const ExpertProduct<T>& p, const ItemPart& part,
                                           const T* (&rows)[kRows]) {
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int pair = p.pairs[item.begin + min(r, item.count - 1)];
-    rows[r] = p.in + pair / p.pairs_per_row * p.in_stride;
-  }
+  for (int r = 0; r < kRows; ++r)
+    rows[r] = p.in + part.pair(min(r, part.item.count - 1)) / p.pairs_per_row * p.in_stride;
 }
 
 /// hidden[pair, f] = silu(gate) * up with gate = in . weight[f], up = in . weight[width + f]. A group is two
@@ -64,6 +82,7 @@ __global__ void __launch_bounds__(kDotThreads, 2)
   constexpr int kWidth = kVector ? 16 / static_cast<int>(sizeof(W)) : 1;
   constexpr int kFeatures = kDotOutputs / 2;
   __shared__ float partial[kDotWarps][kMaxDotRows * kDotOutputs];
+  follow_previous();
   const ItemPart part(p, splits, table);
   if (part.weights == nullptr) return;
   const ExpertItem& item = part.item;
@@ -77,7 +96,7 @@ __global__ void __launch_bounds__(kDotThreads, 2)
   }
   with_row_count(item.count, [&]<int kRows>(std::integral_constant<int, kRows>) {
     const T* rows[kRows];
-    find_rows(p, item, rows);
+    find_rows(p, part, rows);
     dot_rows<kWidth>(weights, rows, p.cols, part.warp % splits, splits, partial[part.warp]);
   });
 
@@ -96,7 +115,7 @@ __global__ void __launch_bounds__(kDotThreads, 2)
       gate += from[0];
       up += from[kFeatures];
     }
-    const std::int64_t pair = p.pairs[item.begin + row];
+    const std::int64_t pair = part.pair(row);
     p.out[pair * p.width + feature] = swiglu(gate, up);
   }
 }
@@ -107,6 +126,7 @@ __global__ void __launch_bounds__(kDotThreads, 2)
     dot_down_kernel(const ExpertProduct<float> p, int splits, const __grid_constant__ ExpertTable table) {
   constexpr int kWidth = kVector ? 16 / static_cast<int>(sizeof(W)) : 1;
   __shared__ float partial[kDotWarps][kMaxDotRows * kDotOutputs];
+  follow_previous();
   const ItemPart part(p, splits, table);
   if (part.weights == nullptr) return;
   const ExpertItem& item = part.item;
@@ -118,7 +138,7 @@ __global__ void __launch_bounds__(kDotThreads, 2)
         static_cast<const W*>(part.weights) + static_cast<std::int64_t>(min(first + o, p.width - 1)) * p.cols;
   with_row_count(item.count, [&]<int kRows>(std::integral_constant<int, kRows>) {
     const float* rows[kRows];
-    find_rows(p, item, rows);
+    find_rows(p, part, rows);
     dot_rows<kWidth>(weights, rows, p.cols, part.warp % splits, splits, partial[part.warp]);
   });
 
@@ -133,7 +153,7 @@ __global__ void __launch_bounds__(kDotThreads, 2)
     float sum = 0.0f;
     for (int split = 0; split < splits; ++split)
       sum += partial[group * splits + split][row * kDotOutputs + o];
-    const std::int64_t pair = p.pairs[item.begin + row];
+    const std::int64_t pair = part.pair(row);
     p.out[pair * p.width + m] = sum;
   }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operators::expert_ffn: this rank's chosen experts, in four steps: sort the (token, choice) pairs by expert,
-// gate and up with SwiGLU, down, and the weighted sum of each token.
+// where they are many, gate and up with SwiGLU, down, and the weighted sum of each token.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -51,26 +51,6 @@ ExpertBuffers carve(std::int64_t pairs, std::int64_t hidden, std::int64_t ffn, W
   return buffers;
 }
 
-/// The tokens' choices as the kernels read them.
-struct Choices {
-  const std::int32_t* experts;
-  std::int64_t expert_stride;  // between tokens
-  const float* weights;
-  std::int64_t weight_stride;
-  std::int64_t first_expert;
-  int num_experts;  // of this rank
-  int top_k;
-  int num_pairs;
-};
-
-/// Expert of a pair, of local_experts; -1: another rank's.
-__device__ __forceinline__ int local_expert(const Choices& choices, int pair) {
-  const int token = pair / choices.top_k;
-  const std::int64_t id = choices.experts[token * choices.expert_stride + pair % choices.top_k];
-  const std::int64_t local = id - choices.first_expert;
-  return local >= 0 && local < choices.num_experts ? static_cast<int>(local) : -1;
-}
-
 /// One block: counting sort of the pairs by expert, cut into `num_items` items of up to `item_pairs`; those
 /// left over get count 0. The order of an expert's pairs is not fixed; no result depends on it, for a pair
 /// has its own sums.
@@ -81,6 +61,7 @@ __global__ void __launch_bounds__(kSortThreads)
   __shared__ typename Scan::TempStorage pair_storage;
   __shared__ typename Scan::TempStorage item_storage;
   __shared__ int cursors[kMaxLocalExperts];  // an expert's pairs, then where the next of them goes
+  follow_previous();
   const int thread = static_cast<int>(threadIdx.x);
   for (int expert = thread; expert < choices.num_experts; expert += kSortThreads) cursors[expert] = 0;
   __syncthreads();
@@ -123,6 +104,7 @@ __global__ void __launch_bounds__(kSortThreads)
 template <class T, int kWidth>
 __global__ void sum_choices_kernel(const Choices choices, const float* outputs, int hidden, T* out,
                                    std::int64_t out_stride, int tokens) {
+  follow_previous();
   const int m = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
   if (m >= hidden) return;
   for (int token = static_cast<int>(blockIdx.y); token < tokens; token += static_cast<int>(gridDim.y)) {
@@ -145,19 +127,6 @@ __global__ void sum_choices_kernel(const Choices choices, const float* outputs, 
   }
 }
 
-template <class T, int kWidth>
-void launch_sum(const ExpertFfnArgs<T>& args, const Choices& choices, const float* outputs,
-                cudaStream_t stream) {
-  constexpr int kThreads = 256;
-  const std::int64_t tokens = args.in.extent(0);
-  const std::int64_t hidden = args.in.extent(1);
-  sum_choices_kernel<T, kWidth>
-      <<<dim3(grid_blocks(hidden, kThreads * kWidth), row_blocks(tokens)), kThreads, 0, stream>>>(
-          choices, outputs, static_cast<int>(hidden), args.out.data(), args.out.stride(0),
-          static_cast<int>(tokens));
-  HELIX_CHECK_LAUNCH();
-}
-
 /// Calls launch(table, dtype, is_aligned) for runs of experts whose projection has one type.
 template <class Launch>
 void for_each_table(std::span<const ExpertWeights> experts, WeightView ExpertWeights::*projection,
@@ -178,6 +147,41 @@ void for_each_table(std::span<const ExpertWeights> experts, WeightView ExpertWei
   }
 }
 
+/// What the kernels of one call have in common.
+struct ExpertCall {
+  Choices choices;
+  ExpertBuffers buffers;
+  bool is_sorted;
+  int num_items;
+  int hidden;
+  int ffn;
+  int num_sms;
+  bool is_hopper;
+  cudaStream_t stream;
+
+  /// [pairs, F] of `in`, a row each token or pair.
+  template <class T, class Out>
+  ExpertProduct<T, Out> gate_up(const TensorView<const T, 2>& in, Out* out) const {
+    return product<T, Out>(in.data(), in.stride(0), choices.top_k, out, hidden, ffn);
+  }
+  /// [pairs, M] of [pairs, F].
+  template <class T>
+  ExpertProduct<T> down(const T* in) const {
+    return product<T, float>(in, ffn, 1, buffers.outputs, ffn, hidden);
+  }
+
+ private:
+  template <class T, class Out>
+  ExpertProduct<T, Out> product(const T* in, std::int64_t in_stride, int pairs_per_row, Out* out, int cols,
+                                int width) const {
+    return {choices,       is_sorted ? buffers.items : nullptr,
+            buffers.pairs, in,
+            in_stride,     pairs_per_row,
+            out,           num_items,
+            cols,          width};
+  }
+};
+
 /// Blocks of a product's grid: one for each item and `features` of its width.
 template <class Product>
 unsigned blocks_of(const Product& product, std::int64_t features) {
@@ -191,32 +195,32 @@ unsigned blocks_of(const Product& product, std::int64_t features) {
 /// Launches the kernel of expert_dots.cuh for the type of the weights and for whether 16 bytes may be read at
 /// once: kernel_of(W*, std::bool_constant<kVector>). `features` weight rows make a group.
 template <class T, class KernelOf>
-void launch_dots(const ExpertProduct<T>& product, const ExpertTable& table, DType dtype, bool is_aligned,
-                 int features, int num_sms, cudaStream_t stream, const KernelOf& kernel_of) {
+void launch_dots(const ExpertCall& call, const ExpertProduct<T>& product, const ExpertTable& table,
+                 DType dtype, bool is_aligned, int features, const KernelOf& kernel_of) {
   const auto launch = [&]<class W>(W* type) {
     constexpr int kWidth = 16 / static_cast<int>(sizeof(W));
     constexpr std::int64_t kElements = 16 / static_cast<std::int64_t>(sizeof(T));
     const bool is_vector = is_aligned && product.cols % kWidth == 0 && is_aligned_16(product.in) &&
                            product.in_stride % kElements == 0;
     const std::int64_t groups = ceil_div<std::int64_t>(product.width, features);
-    const int splits =
-        choose_splits(groups * product.num_items, product.cols, kWarp * (is_vector ? kWidth : 1), num_sms);
+    const int splits = choose_splits(groups * product.num_items, product.cols,
+                                     kWarp * (is_vector ? kWidth : 1), call.num_sms);
     const unsigned blocks = blocks_of(product, std::int64_t{features} * (kDotWarps / splits));
     const auto kernel = is_vector ? kernel_of(type, std::true_type{}) : kernel_of(type, std::false_type{});
-    kernel<<<blocks, kDotThreads, 0, stream>>>(product, splits, table);
-    HELIX_CHECK_LAUNCH();
+    launch_early(kernel, blocks, kDotThreads, 0, call.stream, call.is_hopper, product, splits, table);
   };
   dispatch_weight(dtype, launch);
 }
 
 template <class T, bool kIsGateUp, bool kHasGroups>
-void launch_tiles(const typename ExpertTile<T, kIsGateUp, kHasGroups>::Product& product,
-                  const ExpertTable& table, cudaStream_t stream) {
+void launch_tiles(const ExpertCall& call,
+                  const typename ExpertTile<T, kIsGateUp, kHasGroups>::Product& product,
+                  const ExpertTable& table) {
   using Tile = ExpertTile<T, kIsGateUp, kHasGroups>;
   const auto kernel = expert_tile_kernel<T, kIsGateUp, kHasGroups>;
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes));
-  kernel<<<blocks_of(product, Tile::kFeatures), Tile::kThreads, Tile::kBytes, stream>>>(product, table);
-  HELIX_CHECK_LAUNCH();
+  launch_early(kernel, blocks_of(product, Tile::kFeatures), Tile::kThreads, Tile::kBytes, call.stream,
+               call.is_hopper, product, table);
 }
 
 /// Whether tensor cores take these products: 16-bit weights of the activations' type, rows aligned to 16
@@ -237,34 +241,20 @@ bool takes_tiles(const ExpertFfnArgs<T>& args, std::int64_t ffn, std::int64_t nu
          });
 }
 
-/// What the products of one call have in common.
-struct ExpertCall {
-  ExpertBuffers buffers;
-  int num_items;
-  int hidden;
-  int ffn;
-  int top_k;
-  int num_sms;
-  cudaStream_t stream;
-};
-
 template <class T>
 void multiply_by_dots(const ExpertFfnArgs<T>& args, const ExpertCall& call) {
-  const auto& [items, pairs, hidden, outputs] = call.buffers;
-  const ExpertProduct<T> gate_up{items,  pairs,          args.in.data(), args.in.stride(0), call.top_k,
-                                 hidden, call.num_items, call.hidden,    call.ffn};
+  const ExpertProduct<T> gate_up = call.gate_up(args.in, call.buffers.hidden);
   for_each_table(args.local_experts, &ExpertWeights::gate_up,
                  [&](const ExpertTable& table, DType dtype, bool is_aligned) {
-                   launch_dots(gate_up, table, dtype, is_aligned, kDotOutputs / 2, call.num_sms, call.stream,
+                   launch_dots(call, gate_up, table, dtype, is_aligned, kDotOutputs / 2,
                                []<class W, bool kVector>(W*, std::bool_constant<kVector>) {
                                  return dot_gate_up_kernel<T, W, kVector>;
                                });
                  });
-  const ExpertProduct<float> down{items,   pairs,          hidden,   call.ffn,   1,
-                                  outputs, call.num_items, call.ffn, call.hidden};
+  const ExpertProduct<float> down = call.down<float>(call.buffers.hidden);
   for_each_table(args.local_experts, &ExpertWeights::down,
                  [&](const ExpertTable& table, DType dtype, bool is_aligned) {
-                   launch_dots(down, table, dtype, is_aligned, kDotOutputs, call.num_sms, call.stream,
+                   launch_dots(call, down, table, dtype, is_aligned, kDotOutputs,
                                []<class W, bool kVector>(W*, std::bool_constant<kVector>) {
                                  return dot_down_kernel<W, kVector>;
                                });
@@ -273,18 +263,25 @@ void multiply_by_dots(const ExpertFfnArgs<T>& args, const ExpertCall& call) {
 
 template <class T, bool kHasGroups>
 void multiply_by_tiles(const ExpertFfnArgs<T>& args, const ExpertCall& call) {
-  const auto& [items, pairs, buffer, outputs] = call.buffers;
-  T* const hidden = reinterpret_cast<T*>(buffer);
-  const ExpertProduct<T, T> gate_up{items,  pairs,          args.in.data(), args.in.stride(0), call.top_k,
-                                    hidden, call.num_items, call.hidden,    call.ffn};
+  T* const hidden = reinterpret_cast<T*>(call.buffers.hidden);
+  const ExpertProduct<T, T> gate_up = call.gate_up(args.in, hidden);
   for_each_table(args.local_experts, &ExpertWeights::gate_up, [&](const ExpertTable& table, DType, bool) {
-    launch_tiles<T, true, kHasGroups>(gate_up, table, call.stream);
+    launch_tiles<T, true, kHasGroups>(call, gate_up, table);
   });
-  const ExpertProduct<T> down{items,   pairs,          hidden,   call.ffn,   1,
-                              outputs, call.num_items, call.ffn, call.hidden};
+  const ExpertProduct<T> down = call.down<T>(hidden);
   for_each_table(args.local_experts, &ExpertWeights::down, [&](const ExpertTable& table, DType, bool) {
-    launch_tiles<T, false, kHasGroups>(down, table, call.stream);
+    launch_tiles<T, false, kHasGroups>(call, down, table);
   });
+}
+
+template <class T, int kWidth>
+void launch_sum(const ExpertFfnArgs<T>& args, const ExpertCall& call) {
+  constexpr int kThreads = 256;
+  const std::int64_t tokens = args.in.extent(0);
+  launch_early(sum_choices_kernel<T, kWidth>,
+               dim3(grid_blocks(call.hidden, kThreads * kWidth), row_blocks(tokens)), kThreads, 0,
+               call.stream, call.is_hopper, call.choices, call.buffers.outputs, call.hidden, args.out.data(),
+               args.out.stride(0), static_cast<int>(tokens));
 }
 
 }  // namespace
@@ -307,7 +304,6 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
   const DeviceScope scope(state_->device);
   const std::int64_t num_pairs = tokens * top_k;
   WorkspaceArena arena(aligned_part(args.workspace));
-  const ExpertBuffers buffers = carve(num_pairs, hidden, ffn, arena);
 
   Choices choices{};
   choices.experts = args.experts.data();
@@ -322,18 +318,22 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
   const bool has_groups = state_->is_hopper && state_->kernel_target == KernelTarget::this_gpu;
   const int tile_pairs = has_groups ? ExpertShape<true>::kPairs : ExpertShape<false>::kPairs;
   const int item_pairs = has_tiles ? tile_pairs : kMaxDotRows;
+  const bool is_sorted = has_tiles || num_pairs > kUnsortedPairs;
   // Full items and one that is not for each expert, but no more than pairs.
-  const auto num_items = static_cast<int>(std::min(num_pairs, num_pairs / item_pairs + num_experts));
-  sort_pairs_kernel<<<1, kSortThreads, 0, stream.handle()>>>(choices, num_items, item_pairs, buffers.items,
-                                                             buffers.pairs);
-  HELIX_CHECK_LAUNCH();
-  const ExpertCall call{buffers,
-                        num_items,
-                        static_cast<int>(hidden),
-                        static_cast<int>(ffn),
-                        static_cast<int>(top_k),
-                        state_->num_sms,
-                        stream.handle()};
+  const std::int64_t num_items =
+      is_sorted ? std::min(num_pairs, num_pairs / item_pairs + num_experts) : num_pairs;
+  const ExpertCall call{.choices = choices,
+                        .buffers = carve(num_pairs, hidden, ffn, arena),
+                        .is_sorted = is_sorted,
+                        .num_items = static_cast<int>(num_items),
+                        .hidden = static_cast<int>(hidden),
+                        .ffn = static_cast<int>(ffn),
+                        .num_sms = state_->num_sms,
+                        .is_hopper = state_->is_hopper,
+                        .stream = stream.handle()};
+  if (is_sorted)
+    launch_early(sort_pairs_kernel, 1, kSortThreads, 0, call.stream, call.is_hopper, choices, call.num_items,
+                 item_pairs, call.buffers.items, call.buffers.pairs);
   if constexpr (!std::is_same_v<T, float>) {
     if (has_tiles)
       has_groups ? multiply_by_tiles<T, true>(args, call) : multiply_by_tiles<T, false>(args, call);
@@ -341,8 +341,7 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
   if (!has_tiles) multiply_by_dots(args, call);
 
   // Outputs are aligned to 16 bytes, out may be anywhere.
-  hidden % 4 == 0 ? launch_sum<T, 4>(args, choices, buffers.outputs, stream.handle())
-                  : launch_sum<T, 1>(args, choices, buffers.outputs, stream.handle());
+  hidden % 4 == 0 ? launch_sum<T, 4>(args, call) : launch_sum<T, 1>(args, call);
 }
 
 template <class T>

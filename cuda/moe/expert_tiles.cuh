@@ -15,6 +15,7 @@
 #include "cuda/moe/expert_items.cuh"
 #include "cuda/runtime/async_copy.cuh"
 #include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/math.cuh"
 #include "cuda/runtime/ptx.cuh"
 #include "cuda/runtime/warp.cuh"
@@ -277,6 +278,7 @@ __global__ void __launch_bounds__(ExpertTile<T, kIsGateUp, kHasGroups>::kThreads
                        const __grid_constant__ ExpertTable table) {
   using Tile = ExpertTile<T, kIsGateUp, kHasGroups>;
   extern __shared__ __align__(1024) std::byte expert_memory[];
+  follow_previous();
   const ExpertItem item = p.items[blockIdx.x % static_cast<unsigned>(p.num_items)];
   const auto* weights = static_cast<const T*>(weights_of(item, table));
   if (weights == nullptr) return;

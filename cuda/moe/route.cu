@@ -80,6 +80,7 @@ __device__ float group_score(const float* choice, int width, RouterScoring scori
 /// One warp (one block) a token. Shared memory: scores, choice (what the selection sees) [num_experts] and
 /// groups [num_groups]. Bound by latency: top_k rounds of a warp-wide maximum.
 __global__ void __launch_bounds__(kWarp) route_kernel(RouteTokens route) {
+  follow_previous();
   extern __shared__ float shared[];
   float* scores = shared;
   float* choice = scores + route.num_experts;
@@ -163,8 +164,8 @@ void Operators<T>::route(const RouteArgs& args, Stream stream) const {
                           args.normalize,
                           args.scale};
   const auto shared_bytes = static_cast<std::size_t>(2 * experts + args.num_groups) * sizeof(float);
-  route_kernel<<<static_cast<unsigned>(tokens), kWarp, shared_bytes, stream.handle()>>>(route);
-  HELIX_CHECK_LAUNCH();
+  launch_early(route_kernel, static_cast<unsigned>(tokens), kWarp, shared_bytes, stream.handle(),
+               state_->is_hopper, route);
 }
 
 #define HELIX_INSTANTIATE(T) template void Operators<T>::route(const RouteArgs&, Stream) const;

@@ -88,7 +88,7 @@ TEMPLATE_TEST_CASE("experts of 16-bit activations on a GPU agree with f32", "", 
   CAPTURE(int(target));
   bench.narrow().set_kernel_target(target);
   for (const DType dtype : kWeightTypes) {
-    for (const std::int64_t tokens : {1, 7, 40, 430}) {
+    for (const std::int64_t tokens : {1, 7, 10, 40, 430}) {
       for (const std::int64_t hidden : {40, 512}) {
         for (const std::int64_t ffn : {17, 72, 256}) {
           for (const std::int64_t pad : kPads) {
@@ -98,7 +98,10 @@ TEMPLATE_TEST_CASE("experts of 16-bit activations on a GPU agree with f32", "", 
             std::vector<std::int32_t> chosen;
             for (std::int64_t t = 0; t < tokens; ++t)
               for (std::int64_t k = 0; k < kTopK; ++k)
-                chosen.push_back(static_cast<std::int32_t>((t % 3 == 0 ? 2 + k : t * 5 + k * 3) % 8));
+                chosen.push_back(static_cast<std::int32_t>((t % 3 == 0   ? 2 + k
+                                                            : t % 3 == 1 ? 3  // several times, as routers may
+                                                                         : t * 5 + k * 3) %
+                                                           8));
             const auto experts = bench.same(chosen);
             const auto weights = bench.same(bench.numbers(tokens * kTopK));
             const auto in = bench.random(tokens, hidden + pad);
