@@ -26,6 +26,15 @@
 namespace helix::cuda {
 namespace {
 
+/// Asks the L2 cache for the first `span` columns that part `split` of a weight row's columns has, a line a
+/// lane: before a kernel waits for its input.
+template <class W>
+__device__ __forceinline__ void prefetch_span(const W* row, int cols, int span, int split, int lane) {
+  constexpr int kLine = 128 / static_cast<int>(sizeof(W));
+  const int column = split * span + lane * kLine;
+  if (lane * kLine < span && column < cols) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + column));
+}
+
 /// Exact f32 products of up to kRows rows. Grid (groups of weight rows, heads, row tiles); a group is
 /// kDotOutputs weight rows, its columns shared by p.splits warps of a block. Reads each weight once a row
 /// tile, past L1, and the activations through L1.
@@ -52,6 +61,11 @@ __global__ void __launch_bounds__(kDotThreads) dot_kernel(const Product<T> p) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r)
     rows[r] = p.in + min(first_row + r, p.rows - 1) * p.in_row + head * p.in_head;
+  start_next();
+#pragma unroll
+  for (int o = 0; o < kDotOutputs; ++o)
+    prefetch_span(weights[o], p.cols, kWarp * kWidth, warp % p.splits, static_cast<int>(threadIdx.x) % kWarp);
+  wait_for_previous();
   dot_rows<kWidth>(weights, rows, p.cols, warp % p.splits, p.splits, partial[warp]);
 
   __syncthreads();
@@ -119,6 +133,11 @@ __global__ void __launch_bounds__(kDotThreads) thin_tile_kernel(const Product<T>
   const T* low = in + min(first_row + lane_row, p.rows - 1) * p.in_row;
   const T* high = in + min(first_row + lane_row + 8, p.rows - 1) * p.in_row;
 
+  start_next();
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile)
+    prefetch_span(weights[tile], p.cols, kTileSpan, warp % p.splits, lane_col);
+  wait_for_previous();
   float sums[kTiles][4] = {};
   for (std::int64_t begin = warp % p.splits * kTileSpan; begin < p.cols; begin += p.splits * kTileSpan) {
     uint4 b[kChunksInSpan][kTiles];
@@ -236,20 +255,29 @@ bool has_aligned_rows(const Product<T>& p) {
          (p.heads == 1 || p.in_head % kElements == 0);
 }
 
+/// What launches ask of a rank's state.
+struct Machine {
+  MatmulLibrary& library;
+  int num_sms;
+  bool is_hopper;
+};
+
+template <class State>
+Machine machine_of(const State& state) {
+  return {*state.matmul, state.num_sms, state.is_hopper};
+}
+
 template <class T, class W, int kRows>
-void launch_dots(Product<T> p, int num_sms, cudaStream_t stream) {
+void launch_dots(Product<T> p, const Machine& machine, cudaStream_t stream) {
   constexpr int kWidth = 16 / static_cast<int>(sizeof(W));
   const bool is_vector = p.cols % kWidth == 0 && is_aligned_16(p.weight) && has_aligned_rows(p);
   const std::int64_t groups = ceil_div(p.width, kDotOutputs);
   const unsigned row_tiles = grid_blocks(p.rows, kRows);
-  p.splits = choose_splits(groups * p.heads * row_tiles, p.cols, kWarp * (is_vector ? kWidth : 1), num_sms);
+  p.splits =
+      choose_splits(groups * p.heads * row_tiles, p.cols, kWarp * (is_vector ? kWidth : 1), machine.num_sms);
   const dim3 grid(grid_blocks(groups, kDotWarps / p.splits), static_cast<unsigned>(p.heads), row_tiles);
-  if (is_vector) {
-    dot_kernel<T, W, kRows, true><<<grid, kDotThreads, 0, stream>>>(p);
-  } else {
-    dot_kernel<T, W, kRows, false><<<grid, kDotThreads, 0, stream>>>(p);
-  }
-  HELIX_CHECK_LAUNCH();
+  const auto kernel = is_vector ? dot_kernel<T, W, kRows, true> : dot_kernel<T, W, kRows, false>;
+  launch_early(kernel, grid, kDotThreads, 0, stream, machine.is_hopper, p);
 }
 
 /// Calls launch(Product) for as many rows at a time as a grid has blocks of `block_rows` rows.
@@ -268,11 +296,11 @@ void in_launches(const Product<T>& p, int block_rows, const Launch& launch) {
 }
 
 template <class T, class W>
-void launch_f32(const Product<T>& p, int num_sms, cudaStream_t stream) {
-  if (p.rows == 1) return launch_dots<T, W, 1>(p, num_sms, stream);
-  if (p.rows == 2) return launch_dots<T, W, 2>(p, num_sms, stream);
-  if (p.rows <= 4) return launch_dots<T, W, 4>(p, num_sms, stream);
-  if (p.rows <= kMaxDotRows) return launch_dots<T, W, kMaxDotRows>(p, num_sms, stream);
+void launch_f32(const Product<T>& p, const Machine& machine, cudaStream_t stream) {
+  if (p.rows == 1) return launch_dots<T, W, 1>(p, machine, stream);
+  if (p.rows == 2) return launch_dots<T, W, 2>(p, machine, stream);
+  if (p.rows <= 4) return launch_dots<T, W, 4>(p, machine, stream);
+  if (p.rows <= kMaxDotRows) return launch_dots<T, W, kMaxDotRows>(p, machine, stream);
   in_launches(p, kBlockTile, [&](const Product<T>& part) {
     const dim3 grid(grid_blocks(part.width, kBlockTile), grid_blocks(part.rows, kBlockTile),
                     static_cast<unsigned>(part.heads));
@@ -281,26 +309,26 @@ void launch_f32(const Product<T>& p, int num_sms, cudaStream_t stream) {
 }
 
 template <class T, int kTiles, bool kWide>
-void launch_tiles(Product<T> p, int num_sms, cudaStream_t stream) {
+void launch_tiles(Product<T> p, const Machine& machine, cudaStream_t stream) {
   constexpr int kRows = kWide ? kTileRows : kTileRows / 2;
   const std::int64_t groups = ceil_div(p.width, kTiles * kTileWidth);
-  p.splits = choose_splits(groups * p.heads * ceil_div(p.rows, kRows), p.cols, kTileSpan, num_sms);
+  p.splits = choose_splits(groups * p.heads * ceil_div(p.rows, kRows), p.cols, kTileSpan, machine.num_sms);
   in_launches(p, kRows, [&](const Product<T>& part) {
     const dim3 grid(grid_blocks(groups, kDotWarps / p.splits), static_cast<unsigned>(p.heads),
                     grid_blocks(part.rows, kRows));
-    thin_tile_kernel<T, kTiles, kWide><<<grid, kDotThreads, 0, stream>>>(part);
+    launch_early(thin_tile_kernel<T, kTiles, kWide>, grid, kDotThreads, 0, stream, machine.is_hopper, part);
   });
 }
 
 template <class T>
-void launch_tensor_core(const Product<T>& p, int num_sms, cudaStream_t stream) {
+void launch_tensor_core(const Product<T>& p, const Machine& machine, cudaStream_t stream) {
   const bool is_wide = p.rows > kTileRows / 2;
   // Two tiles a warp halve the reads of activations, if they still leave a block for each SM.
-  const bool has_two = ceil_div(p.width, 2 * kTileWidth) * std::int64_t{p.heads} >= num_sms;
-  if (is_wide && has_two) return launch_tiles<T, 2, true>(p, num_sms, stream);
-  if (is_wide) return launch_tiles<T, 1, true>(p, num_sms, stream);
-  if (has_two) return launch_tiles<T, 2, false>(p, num_sms, stream);
-  launch_tiles<T, 1, false>(p, num_sms, stream);
+  const bool has_two = ceil_div(p.width, 2 * kTileWidth) * std::int64_t{p.heads} >= machine.num_sms;
+  if (is_wide && has_two) return launch_tiles<T, 2, true>(p, machine, stream);
+  if (is_wide) return launch_tiles<T, 1, true>(p, machine, stream);
+  if (has_two) return launch_tiles<T, 2, false>(p, machine, stream);
+  launch_tiles<T, 1, false>(p, machine, stream);
 }
 
 template <class T>
@@ -318,24 +346,11 @@ void launch_bias(const Product<T>& p, cudaStream_t stream) {
 /// apart.
 constexpr int kLibraryHeadRows = 64;
 
-/// What launches ask of a rank's state.
-struct Machine {
-  MatmulLibrary& library;
-  int num_sms;
-  bool is_hopper;
-};
-
-template <class State>
-Machine machine_of(const State& state) {
-  return {*state.matmul, state.num_sms, state.is_hopper};
-}
-
 template <class T>
 void launch_product(const Product<T>& p, DType weight_dtype, const Machine& machine, cudaStream_t stream) {
-  const int num_sms = machine.num_sms;
   if constexpr (sizeof(T) == 2) {
     if (machine.is_hopper && weight_dtype == kDTypeOf<T> && fits_few_rows(p))
-      return multiply_few_rows(p, num_sms, stream);
+      return multiply_few_rows(p, machine.num_sms, stream);
     constexpr std::int64_t kElements = 8;  // of 16 bytes
     if (weight_dtype == kDTypeOf<T> && p.cols % kElements == 0 && is_aligned_16(p.weight) &&
         has_aligned_rows(p)) {
@@ -343,7 +358,7 @@ void launch_product(const Product<T>& p, DType weight_dtype, const Machine& mach
       const bool is_library = (p.heads == 1 || p.rows >= kLibraryHeadRows) && p.rows > 0 && p.cols > 0 &&
                               p.in_row >= p.cols && is_aligned_16(p.out) && p.out_row % out_elements == 0 &&
                               p.out_row >= p.width && p.out_head % out_elements == 0;
-      if (!is_library) return launch_tensor_core(p, num_sms, stream);
+      if (!is_library) return launch_tensor_core(p, machine, stream);
       // A bias of another type is added afterwards, and the output rounded once more.
       const bool is_fused = p.bias != nullptr && p.bias_dtype == kDTypeOf<T> && is_aligned_16(p.bias);
       library_matmul(machine.library,
@@ -367,7 +382,7 @@ void launch_product(const Product<T>& p, DType weight_dtype, const Machine& mach
       return;
     }
   }
-  dispatch_weight(weight_dtype, [&]<class W>(W*) { launch_f32<T, W>(p, num_sms, stream); });
+  dispatch_weight(weight_dtype, [&]<class W>(W*) { launch_f32<T, W>(p, machine, stream); });
 }
 
 }  // namespace
