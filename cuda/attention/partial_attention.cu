@@ -199,9 +199,9 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   const std::int64_t most_tokens = most_local_tokens(args.batch, args.kv);
   check_local_tokens(most_tokens, args.kv);
   const DeviceScope scope(state_->device);
-  const AttentionCall call = call_of(
-      args, state_->is_hopper && state_->kernel_target == KernelTarget::this_gpu,
-      state_->kernel_target == KernelTarget::least_gpu ? kLeastSharedMemory : state_->shared_memory);
+  const AttentionCall call =
+      call_of(args, state_->is_hopper && state_->kernel_target == KernelTarget::this_gpu,
+              state_->kernel_target == KernelTarget::least_gpu ? kLeastSharedMemory : state_->shared_memory);
   const AttentionKernel& kernel = kernel_for(call);
   AttentionParams p = params_of(args);
   const std::int64_t rows = kernel.query_tile_rows(p.head_dim, p.value_dim);

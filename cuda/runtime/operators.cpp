@@ -166,7 +166,7 @@ void Operators<T>::fill_zero(void* target, std::size_t bytes, Stream stream) con
   template Operators<T>::Operators(int, Allocator);                                    \
   template int Operators<T>::device() const;                                           \
   template void Operators<T>::set_attention_blocks(int);                               \
-  template void Operators<T>::set_kernel_target(KernelTarget);                   \
+  template void Operators<T>::set_kernel_target(KernelTarget);                         \
   template Buffer Operators<T>::allocate(std::size_t) const;                           \
   template Stream Operators<T>::create_stream() const;                                 \
   template Event Operators<T>::create_event() const;                                   \

@@ -13,8 +13,7 @@ template <class T>
 cuda::Operators<T> attention_operators() {
   using cuda::KernelTarget;
   cuda::Operators<T> operators;
-  if (sizeof(T) == 2)
-    operators.set_kernel_target(GENERATE(KernelTarget::this_gpu, KernelTarget::any_gpu));
+  if (sizeof(T) == 2) operators.set_kernel_target(GENERATE(KernelTarget::this_gpu, KernelTarget::any_gpu));
   return operators;
 }
 

@@ -57,7 +57,8 @@ class HELIX_API Operators {
   /// Sets the blocks that partial_attention may hold at once, so that an exchange beside it finds room; 0:
   /// as many as the kernel wants, one or two an SM. @throws Error(invalid_argument) below 0.
   void set_attention_blocks(int blocks);
-  /// Has partial_attention and expert_ffn run what other GPUs run, for tests and measurements. At first this_gpu.
+  /// Has partial_attention and expert_ffn run what other GPUs run, for tests and measurements. At first
+  /// this_gpu.
   void set_kernel_target(KernelTarget target);
 
   Buffer allocate(std::size_t bytes) const;
