@@ -3,8 +3,7 @@
 // in the type in which they are multiplied, whatever type they have.
 //
 // - bf16 beside f16 or e4m3: each row is multiplied by a power of two (row_operands.cuh), which is divided
-// out
-//   of its scores.
+//   out of its scores.
 // - f16 beside bf16: a row is the sum of two rows of bf16, of which the second has the bits that the first
 //   leaves over. Products take twice as long, and lose nothing.
 #pragma once

@@ -67,8 +67,7 @@ struct PeerWaits {
 /// - Sealed ones (peer_sealed.cuh), short rows: each word is its own flag; counted in `counts` too, with the
 ///   flags left as they are. Their reader leaves 0.
 /// - Flagged words (peer_flagged_words.cuh), few bytes by many blocks: each has its flag beside it. Counted
-/// in
-///   `flagged_word_counts`, for all peers, whom a block sends as many. Nobody clears them.
+///   in `flagged_word_counts`, for all peers, whom a block sends as many. Nobody clears them.
 struct PeerChannel {
   PeerWaits waits;
   std::byte* window = nullptr;  ///< Rank 0's part; stride as in `waits`.
