@@ -9,6 +9,7 @@
 #include "cuda/attention/local_tokens.hpp"
 #include "cuda/attention/splits.cuh"
 #include "cuda/runtime/prefix_sums.cuh"
+#include "cuda/runtime/ptx.cuh"
 #include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
@@ -81,7 +82,7 @@ __device__ inline void prefetch_queries(const AttentionParams& p, int thread, in
        i += static_cast<int>(gridDim.x) * threads) {
     const int row = i / lines;
     const std::int64_t at = (p.first_token + row / heads) * p.q_token_stride + row % heads * p.q_head_stride;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(q + at * element_bytes + i % lines * kCacheLineBytes));
+    prefetch_line(q + at * element_bytes + i % lines * kCacheLineBytes);
   }
 }
 
@@ -175,8 +176,7 @@ __device__ inline void make_large_plan(const AttentionParams& p, Plan& plan) {
   using Count = std::remove_reference_t<decltype(plan.query_tile_begin[0])>;
   const int thread = static_cast<int>(threadIdx.x);
   const int threads = static_cast<int>(blockDim.x);
-  for (int t = thread; t < p.num_tokens; t += threads)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(p.positions + p.first_token + t));
+  for (int t = thread; t < p.num_tokens; t += threads) prefetch_line(p.positions + p.first_token + t);
 #pragma unroll 1
   for (int b = thread; b < p.num_sequences; b += threads) {
     const int skipped = b == 0 ? p.first_query_tile : 0;

@@ -32,7 +32,7 @@ template <class W>
 __device__ __forceinline__ void prefetch_span(const W* row, int cols, int span, int split, int lane) {
   constexpr int kLine = 128 / static_cast<int>(sizeof(W));
   const int column = split * span + lane * kLine;
-  if (lane * kLine < span && column < cols) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + column));
+  if (lane * kLine < span && column < cols) prefetch_line(row + column);
 }
 
 /// Exact f32 products of up to kRows rows. Grid (groups of weight rows, heads, row tiles); a group is

@@ -41,6 +41,11 @@ __device__ __forceinline__ void copy_chunk(unsigned to, const void* from) {
                : "memory");
 }
 
+/// Asks the L2 cache for the line at `from`.
+__device__ __forceinline__ void prefetch_line(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
 __device__ __forceinline__ void store_shared(unsigned to, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                : "memory");
