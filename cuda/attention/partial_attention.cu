@@ -200,7 +200,7 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   check_local_tokens(most_tokens, args.kv);
   const DeviceScope scope(state_->device);
   const AttentionCall call =
-      call_of(args, state_->is_hopper && state_->kernel_target == KernelTarget::this_gpu,
+      call_of(args, state_->runs_hopper_kernels(),
               state_->kernel_target == KernelTarget::least_gpu ? kLeastSharedMemory : state_->shared_memory);
   const AttentionKernel& kernel = kernel_for(call);
   AttentionParams p = params_of(args);

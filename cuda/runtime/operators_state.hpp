@@ -58,6 +58,9 @@ struct Operators<T>::State {
   SharedMemory shared_memory;
   int attention_blocks = 0;  // 0: all
   KernelTarget kernel_target = KernelTarget::this_gpu;
+
+  /// Whether attention and experts take their kernels for compute capability 9.0.
+  bool runs_hopper_kernels() const { return is_hopper && kernel_target == KernelTarget::this_gpu; }
   PinnedBuffer failure;                     // a FailureRecord
   PinnedBuffer downloaded;                  // what queue_download() brings
   std::optional<std::size_t> queued_bytes;  // until take_download() has them
