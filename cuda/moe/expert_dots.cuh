@@ -74,20 +74,23 @@ __device__ __forceinline__ void find_rows(const ExpertProduct<T>& p, const ItemP
     rows[r] = p.in + part.pair(min(r, part.item.count - 1)) / p.pairs_per_row * p.in_stride;
 }
 
-/// hidden[pair, f] = silu(gate) * up with gate = in . weight[f], up = in . weight[width + f]. A group is two
-/// f.
-template <class T, class W, bool kVector>
+/// Features of a group: of gate and up, two rows each.
+template <bool kIsGateUp>
+inline constexpr int kDotFeatures = kIsGateUp ? kDotOutputs / 2 : kDotOutputs;
+
+/// out[pair, f] = silu(gate) * up with gate = in . weight[f], up = in . weight[width + f], or in . weight[f].
+template <class T, class W, bool kIsGateUp, bool kVector>
 __global__ void __launch_bounds__(kDotThreads, 2)
-    dot_gate_up_kernel(const ExpertProduct<T> p, int splits, const __grid_constant__ ExpertTable table) {
+    expert_dot_kernel(const ExpertProduct<T> p, int splits, const __grid_constant__ ExpertTable table) {
   constexpr int kWidth = kVector ? 16 / static_cast<int>(sizeof(W)) : 1;
-  constexpr int kFeatures = kDotOutputs / 2;
+  constexpr int kFeatures = kDotFeatures<kIsGateUp>;
   __shared__ float partial[kDotWarps][kMaxDotRows * kDotOutputs];
   follow_previous();
   const ItemPart part(p, splits, table);
   if (part.weights == nullptr) return;
   const ExpertItem& item = part.item;
   const int first = part.group_of_warp(splits) * kFeatures;
-  const W* weights[kDotOutputs];  // gate of two features, then up
+  const W* weights[kDotOutputs];  // of gate and up, gate comes first
 #pragma unroll
   for (int o = 0; o < kDotOutputs; ++o) {
     const int feature = min(first + o % kFeatures, p.width - 1);
@@ -108,53 +111,15 @@ __global__ void __launch_bounds__(kDotThreads, 2)
     const int o = i % kFeatures;
     const int feature = (part.first_group + group) * kFeatures + o;
     if (feature >= p.width) continue;
-    float gate = 0.0f;
+    float sum = 0.0f;
     float up = 0.0f;
     for (int split = 0; split < splits; ++split) {
       const float* from = partial[group * splits + split] + row * kDotOutputs + o;
-      gate += from[0];
-      up += from[kFeatures];
+      sum += from[0];
+      if constexpr (kIsGateUp) up += from[kFeatures];
     }
     const std::int64_t pair = part.pair(row);
-    p.out[pair * p.width + feature] = swiglu(gate, up);
-  }
-}
-
-/// outputs[pair, m] = hidden[pair] . weight[m]. A group is kDotOutputs rows m.
-template <class W, bool kVector>
-__global__ void __launch_bounds__(kDotThreads, 2)
-    dot_down_kernel(const ExpertProduct<float> p, int splits, const __grid_constant__ ExpertTable table) {
-  constexpr int kWidth = kVector ? 16 / static_cast<int>(sizeof(W)) : 1;
-  __shared__ float partial[kDotWarps][kMaxDotRows * kDotOutputs];
-  follow_previous();
-  const ItemPart part(p, splits, table);
-  if (part.weights == nullptr) return;
-  const ExpertItem& item = part.item;
-  const int first = part.group_of_warp(splits) * kDotOutputs;
-  const W* weights[kDotOutputs];
-#pragma unroll
-  for (int o = 0; o < kDotOutputs; ++o)
-    weights[o] =
-        static_cast<const W*>(part.weights) + static_cast<std::int64_t>(min(first + o, p.width - 1)) * p.cols;
-  with_row_count(item.count, [&]<int kRows>(std::integral_constant<int, kRows>) {
-    const float* rows[kRows];
-    find_rows(p, part, rows);
-    dot_rows<kWidth>(weights, rows, p.cols, part.warp % splits, splits, partial[part.warp]);
-  });
-
-  __syncthreads();
-  const int sums = item.count * kDotOutputs;
-  for (int i = static_cast<int>(threadIdx.x); i < part.groups * sums; i += kDotThreads) {
-    const int group = i / sums;
-    const int row = i % sums / kDotOutputs;
-    const int o = i % kDotOutputs;
-    const int m = (part.first_group + group) * kDotOutputs + o;
-    if (m >= p.width) continue;
-    float sum = 0.0f;
-    for (int split = 0; split < splits; ++split)
-      sum += partial[group * splits + split][row * kDotOutputs + o];
-    const std::int64_t pair = part.pair(row);
-    p.out[pair * p.width + m] = sum;
+    p.out[pair * p.width + feature] = kIsGateUp ? swiglu(sum, up) : sum;
   }
 }
 

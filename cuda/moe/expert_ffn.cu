@@ -192,24 +192,24 @@ unsigned blocks_of(const Product& product, std::int64_t features) {
   return static_cast<unsigned>(blocks);
 }
 
-/// Launches the kernel of expert_dots.cuh for the type of the weights and for whether 16 bytes may be read at
-/// once: kernel_of(W*, std::bool_constant<kVector>). `features` weight rows make a group.
-template <class T, class KernelOf>
+/// For the type of the weights, and for whether 16 bytes may be read at once.
+template <bool kIsGateUp, class T>
 void launch_dots(const ExpertCall& call, const ExpertProduct<T>& product, const ExpertTable& table,
-                 DType dtype, bool is_aligned, int features, const KernelOf& kernel_of) {
-  const auto launch = [&]<class W>(W* type) {
+                 DType dtype, bool is_aligned) {
+  dispatch_weight(dtype, [&]<class W>(W*) {
     constexpr int kWidth = 16 / static_cast<int>(sizeof(W));
     constexpr std::int64_t kElements = 16 / static_cast<std::int64_t>(sizeof(T));
+    constexpr std::int64_t kFeatures = kDotFeatures<kIsGateUp>;
     const bool is_vector = is_aligned && product.cols % kWidth == 0 && is_aligned_16(product.in) &&
                            product.in_stride % kElements == 0;
-    const std::int64_t groups = ceil_div<std::int64_t>(product.width, features);
+    const std::int64_t groups = ceil_div<std::int64_t>(product.width, kFeatures);
     const int splits = choose_splits(groups * product.num_items, product.cols,
                                      kWarp * (is_vector ? kWidth : 1), call.num_sms);
-    const unsigned blocks = blocks_of(product, std::int64_t{features} * (kDotWarps / splits));
-    const auto kernel = is_vector ? kernel_of(type, std::true_type{}) : kernel_of(type, std::false_type{});
-    launch_early(kernel, blocks, kDotThreads, 0, call.stream, call.is_hopper, product, splits, table);
-  };
-  dispatch_weight(dtype, launch);
+    launch_early(
+        is_vector ? expert_dot_kernel<T, W, kIsGateUp, true> : expert_dot_kernel<T, W, kIsGateUp, false>,
+        blocks_of(product, kFeatures * (kDotWarps / splits)), kDotThreads, 0, call.stream, call.is_hopper,
+        product, splits, table);
+  });
 }
 
 template <class T, bool kIsGateUp, bool kHasGroups>
@@ -246,18 +246,12 @@ void multiply_by_dots(const ExpertFfnArgs<T>& args, const ExpertCall& call) {
   const ExpertProduct<T> gate_up = call.gate_up(args.in, call.buffers.hidden);
   for_each_table(args.local_experts, &ExpertWeights::gate_up,
                  [&](const ExpertTable& table, DType dtype, bool is_aligned) {
-                   launch_dots(call, gate_up, table, dtype, is_aligned, kDotOutputs / 2,
-                               []<class W, bool kVector>(W*, std::bool_constant<kVector>) {
-                                 return dot_gate_up_kernel<T, W, kVector>;
-                               });
+                   launch_dots<true>(call, gate_up, table, dtype, is_aligned);
                  });
   const ExpertProduct<float> down = call.down<float>(call.buffers.hidden);
   for_each_table(args.local_experts, &ExpertWeights::down,
                  [&](const ExpertTable& table, DType dtype, bool is_aligned) {
-                   launch_dots(call, down, table, dtype, is_aligned, kDotOutputs,
-                               []<class W, bool kVector>(W*, std::bool_constant<kVector>) {
-                                 return dot_down_kernel<W, kVector>;
-                               });
+                   launch_dots<false>(call, down, table, dtype, is_aligned);
                  });
 }
 
@@ -315,8 +309,8 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
   choices.top_k = static_cast<int>(top_k);
   choices.num_pairs = static_cast<int>(num_pairs);
   const bool has_tiles = takes_tiles(args, ffn, num_pairs);
-  const bool has_groups = state_->is_hopper && state_->kernel_target == KernelTarget::this_gpu;
-  const int tile_pairs = has_groups ? ExpertShape<true>::kPairs : ExpertShape<false>::kPairs;
+  const bool has_groups = state_->runs_hopper_kernels();
+  const int tile_pairs = has_groups ? kTilePairs<true> : kTilePairs<false>;
   const int item_pairs = has_tiles ? tile_pairs : kMaxDotRows;
   const bool is_sorted = has_tiles || num_pairs > kUnsortedPairs;
   // Full items and one that is not for each expert, but no more than pairs.

@@ -24,38 +24,30 @@
 
 namespace helix::cuda {
 
-/// The shape of a block: eight warps in a grid, of 32 weight rows and 64 pairs each, or two warp groups, of
-/// 128 weight rows and all pairs each.
+/// Pairs of an item, at most. Fewer than 160 leave experts with a few more than 128 pairs, as chunks of
+/// prompts on one of eight ranks have, another item that waits for the same weights.
 template <bool kHasGroups>
-struct ExpertShape {
-  static constexpr int kRowTiles = 2;  ///< Of 16 weight rows, of a warp.
-  static constexpr int kPairWarps = kHasGroups ? 1 : 2;
-  static constexpr int kWarps = 8;
-  /// Of an item, at most. Fewer leave experts with a few more than 128 pairs, as chunks of prompts on one of
-  /// eight ranks have, another item that waits for the same weights.
-  static constexpr int kPairs = kHasGroups ? 160 : 128;
-  static constexpr int kPairTiles = kPairs / 8 / kPairWarps;  ///< Of 8 pairs, of a warp.
-  static constexpr int kWeightRows = 16 * kRowTiles * kWarps / kPairWarps;
-  static constexpr int kAhead = 2;  ///< Steps that are asked for ahead.
-  /// Of the ring: a warp group's products may still read the step before the one that others begin.
-  static constexpr int kStages = kAhead + (kHasGroups ? 2 : 1);
-};
+inline constexpr int kTilePairs = kHasGroups ? 160 : 128;
 
-/// One product of an item: out[pair, f] = silu(gate) * up of width features f, or in . weight[f].
+/// One product of an item: out[pair, f] = silu(gate) * up of width features f, or in . weight[f]. By eight
+/// warps in a grid, of 32 weight rows and 64 pairs each, or by two warp groups, of 128 weight rows and all
+/// pairs each.
 template <class T, bool kIsGateUp, bool kHasGroups>
 struct ExpertTile {
   using Out = std::conditional_t<kIsGateUp, T, float>;
   using Product = ExpertProduct<T, Out>;
-  using Shape = ExpertShape<kHasGroups>;
-  static constexpr int kRowTiles = Shape::kRowTiles;
-  static constexpr int kPairTiles = Shape::kPairTiles;
-  static constexpr int kWeightRows = Shape::kWeightRows;
-  static constexpr int kStages = Shape::kStages;
-  static constexpr int kAhead = Shape::kAhead;
-  static constexpr int kThreads = Shape::kWarps * kWarp;
+  static constexpr int kPairs = kTilePairs<kHasGroups>;
   static constexpr int kBlocks = kHasGroups ? 1 : 2;  // of an SM
-  static constexpr int kWarpPairs = 8 * kPairTiles;
-  static constexpr int kPairs = Shape::kPairs;
+  static constexpr int kWarps = 8;
+  static constexpr int kThreads = kWarps * kWarp;
+  static constexpr int kPairWarps = kHasGroups ? 1 : 2;
+  static constexpr int kRowWarps = kWarps / kPairWarps;
+  static constexpr int kRowTiles = 2;                         // of 16 weight rows, of a warp
+  static constexpr int kPairTiles = kPairs / 8 / kPairWarps;  // of 8 pairs, of a warp
+  static constexpr int kWeightRows = 16 * kRowTiles * kRowWarps;
+  static constexpr int kAhead = 2;  // steps that are asked for ahead
+  /// Of the ring: a warp group's products may still read the step before the one that others begin.
+  static constexpr int kStages = kAhead + (kHasGroups ? 2 : 1);
   static constexpr int kTileFeatures = kIsGateUp ? 8 : 16;  // of 16 weight rows
   static constexpr int kFeatures = kTileFeatures * (kWeightRows / 16);
   static constexpr unsigned kRowBytes = kChunkColumns * 2;
@@ -83,9 +75,9 @@ struct ExpertTile {
   /// The warp's row tile `m`, of 16 weight rows.
   static __device__ int row_tile(int m) {
     if constexpr (kHasGroups) return (warp() / 4 * kRowTiles + m) * 4 + warp() % 4;
-    return warp() % (Shape::kWarps / Shape::kPairWarps) * kRowTiles + m;
+    return warp() % kRowWarps * kRowTiles + m;
   }
-  static __device__ int first_pair() { return warp() / (Shape::kWarps / Shape::kPairWarps) * kWarpPairs; }
+  static __device__ int first_pair() { return warp() / kRowWarps * (8 * kPairTiles); }
   static __device__ int part() { return static_cast<int>(threadIdx.x) % kParts; }
   static __device__ int copy_row() { return static_cast<int>(threadIdx.x) / kParts; }
 
@@ -119,8 +111,8 @@ struct ExpertTile {
     }
   }
 
-  /// Of a thread: rows lane / 4 + 8 * h of a row tile and pairs 8 * j + lane % 4 * 2 + i are 4 * j + 2 * h +
-  /// i.
+  /// Of a thread: element 4 * j + 2 * h + i is of row lane / 4 + 8 * h of a row tile, pair 8 * j + lane % 4 *
+  /// 2 + i.
   using Sums = float[kRowTiles][kPairTiles * 4];
 
   static __device__ __forceinline__ void pin_sums(Sums& sums) {
