@@ -33,7 +33,7 @@ void launch(const Product<T>& p, int num_sms, cudaStream_t stream) {
                   {kChunkColumns, p.width, Tail::kHalves, p.cols / kChunkColumns},
                   {row_bytes, row_bytes * p.width, kChunkRowBytes},
                   {kChunkColumns, tiles.height, Tail::kHalves, S::kChunks}, kPromotion);
-  launch_product<S>(p, weights, tiles, Tail{}, stream);
+  launch_product<S>(p, p.rows, weights, tiles, Tail{}, stream);
 }
 
 template <class Tail, class T>

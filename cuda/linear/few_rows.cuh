@@ -32,11 +32,23 @@
 
 namespace helix::cuda::few_rows {
 
-/// Copies columns of the activation rows to a stage; `barrier` counts their bytes.
+/// Tiles of this block.
+template <class S, class T, class Tail>
+__device__ __forceinline__ int tiles_of_block(const Params<T, Tail>& p, const Shared<S, Tail>& shared) {
+  if constexpr (Tail::kFindsTiles) {
+    return p.tail.tiles_of_block(p.tiles, shared.tail);
+  } else {
+    return p.tiles.mine(p.product.width);
+  }
+}
+
+/// Copies columns of a tile's activation rows to a stage; `barrier` counts their bytes.
 template <class S, class T, class Tail>
 __device__ __forceinline__ void copy_rows(const Params<T, Tail>& p, Shared<S, Tail>& shared, int stage,
-                                          int part, unsigned barrier) {
-  copy_box(static_cast<unsigned>(__cvta_generic_to_shared(shared.stages[stage].rows)), p.rows, 0, 0, 0,
+                                          int tile, int part, unsigned barrier) {
+  int first = 0;
+  if constexpr (Tail::kFindsTiles) first = p.tail.row_of(shared.tail, tile);
+  copy_box(static_cast<unsigned>(__cvta_generic_to_shared(shared.stages[stage].rows)), p.rows, 0, first, 0,
            part * S::kChunks, barrier);
 }
 
@@ -51,17 +63,17 @@ __device__ __forceinline__ int parts_of(const Product<T>& p) {
 template <class S, class T, class Tail>
 __device__ void copy_first_rows(const Params<T, Tail>& p, Shared<S, Tail>& shared) {
   const int parts = parts_of<S>(p.product);
-  const int ahead = min(p.tiles.mine(p.product.width) * parts, S::kStages);
+  const int ahead = min(tiles_of_block(p, shared) * parts, S::kStages);
   const auto arrived = static_cast<unsigned>(__cvta_generic_to_shared(&shared.first_rows));
   barrier_expect(arrived, kChunkRowBytes * S::kChunks * static_cast<unsigned>(p.product.rows * ahead));
-  for (int i = 0; i < ahead; ++i) copy_rows(p, shared, i, i % parts, arrived);
+  for (int i = 0; i < ahead; ++i) copy_rows(p, shared, i, i / parts, i % parts, arrived);
 }
 
 /// The thread that copies.
 template <class S, class T, class Tail>
 __device__ void copy_tiles(const Params<T, Tail>& p, Shared<S, Tail>& shared) {
   const int parts = parts_of<S>(p.product);
-  const int all = p.tiles.mine(p.product.width) * parts;
+  const int all = tiles_of_block(p, shared) * parts;
   const int ahead = min(all, S::kStages);
   constexpr unsigned kPartRowBytes = kChunkRowBytes * S::kChunks;
   const unsigned weight_bytes = kPartRowBytes * static_cast<unsigned>(p.tiles.height * Tail::kHalves);
@@ -69,7 +81,7 @@ __device__ void copy_tiles(const Params<T, Tail>& p, Shared<S, Tail>& shared) {
   const auto copy_weights = [&](const RingPlace<S::kStages>& place, int tile, int part, unsigned bytes) {
     barrier_expect(place.full(), bytes);
     p.tail.copy_weights(static_cast<unsigned>(__cvta_generic_to_shared(shared.stages[place.stage()].weights)),
-                        p.weights, p.tiles, tile, part * S::kChunks, place.full());
+                        p.weights, p.tiles, shared.tail, tile, part * S::kChunks, place.full());
   };
   RingPlace<S::kStages> place(shared.ring);
   RingPlace<S::kStages> arriving(shared.ring);
@@ -89,7 +101,7 @@ __device__ void copy_tiles(const Params<T, Tail>& p, Shared<S, Tail>& shared) {
     hold(i, S::kMostUnderWay);
     place.wait_empty();
     copy_weights(place, tile, part, weight_bytes + row_bytes);
-    copy_rows(p, shared, place.stage(), part, place.full());
+    copy_rows(p, shared, place.stage(), tile, part, place.full());
     if (++part == parts) {
       part = 0;
       ++tile;
@@ -180,7 +192,7 @@ struct Consumer {
     wait_for_previous();  // before the output is touched
     if (threadIdx.x == 0) copy_first_rows(params, shared);
     barrier_wait(static_cast<unsigned>(__cvta_generic_to_shared(&shared.first_rows)), 0);
-    const int mine = tiles.mine(p.width);
+    const int mine = tiles_of_block(params, shared);
     for (int tile = 0; tile < mine; ++tile) {
       Found found = {};
       for (int column = 0; column < p.cols; column += S::kColumns) {
@@ -208,14 +220,19 @@ struct Consumer {
 template <class Tail>
 inline constexpr int kBlockThreads = kThreads + (Tail::kPrepares ? kWarp : 0);
 
-/// The sums of p.product, which end in p.tail. One that prepares lets the next kernel start itself.
+/// The sums of p.product, which end in p.tail. One that prepares or finds tiles lets the next kernel start
+/// itself.
 template <class T, class S, class Tail>
 __global__ void __launch_bounds__(kBlockThreads<Tail>, S::kBlocksPerSm)
     product_kernel(const __grid_constant__ Params<T, Tail> p) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<S, Tail>*>(memory);
-  if constexpr (!Tail::kPrepares) start_next();
+  if constexpr (Tail::kFindsTiles) {
+    p.tail.begin(p.tiles, shared.tail);
+  } else if constexpr (!Tail::kPrepares) {
+    start_next();
+  }
   if (threadIdx.x == 0) {
     shared.ring.init(1, kConsumers);
     barrier_init(static_cast<unsigned>(__cvta_generic_to_shared(&shared.first_rows)), 1);

@@ -19,16 +19,29 @@ using UpToSixteen = Shape<kMostFewRows, 32, 7, 1>;
 
 inline constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_NONE;  // by 256 bytes: 7 % slower
 
-/// Queues the product in shape S, cut into `tiles`, of which `weights` is the map that the tail copies by.
+/// Tiles of one run of `width` weight rows (or of `halves` for each) each, of which a block copies the least:
+/// its weights, and as many activations a tile.
+inline Tiles cut_runs(int runs, int width, int halves, int rows, int most_height, int most_blocks) {
+  const auto copied = [&](const Tiles& tiles) { return tiles.count * (halves * tiles.height + rows); };
+  Tiles best = Tiles::of(1, runs * width, most_blocks);
+  for (int height = 2; height <= most_height; ++height) {
+    const Tiles tiles = Tiles::of(height, runs * ceil_div(width, height), most_blocks);
+    if (copied(tiles) <= copied(best)) best = tiles;
+  }
+  return best;
+}
+
+/// Queues the product in shape S, cut into `tiles`, of which `weights` is the map that the tail copies by. A
+/// tile has p.rows activation rows of the `in_rows` at p.in.
 template <class S, class Tail, class T>
-void launch_product(const Product<T>& p, const CUtensorMap& weights, const Tiles& tiles, const Tail& tail,
-                    cudaStream_t stream) {
+void launch_product(const Product<T>& p, std::int64_t in_rows, const CUtensorMap& weights, const Tiles& tiles,
+                    const Tail& tail, cudaStream_t stream) {
   constexpr int kBytes = static_cast<int>(sizeof(Shared<S, Tail>));
   static_assert(S::kBlocksPerSm * (kBytes + 1024) <= 228 * 1024, "its blocks do not fit on an SM");
   constexpr std::int64_t kElement = sizeof(T);
   const Params<T, Tail> params{.weights = weights,
                                .rows = rows_map<4>(const_cast<T*>(p.in), kDTypeOf<T>,
-                                                   {kChunkColumns, p.rows, 1, p.cols / kChunkColumns},
+                                                   {kChunkColumns, in_rows, 1, p.cols / kChunkColumns},
                                                    {p.in_row * kElement, 16, kChunkRowBytes},
                                                    {kChunkColumns, p.rows, 1, S::kChunks}, kPromotion),
                                .product = p,

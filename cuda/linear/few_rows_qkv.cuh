@@ -33,6 +33,7 @@ struct Qkv {
   static constexpr int kHalves = 2;
   static constexpr bool kPrepares = true;
   static constexpr bool kReceives = false;
+  static constexpr bool kFindsTiles = false;
 
   struct Memory {
     Rotation rotations[kQkvPairs * kMostRows];  // [tile][pair][row]
@@ -64,7 +65,7 @@ struct Qkv {
 
   /// Coordinates: columns of a chunk, a head's pairs, their two rows, heads, chunks.
   __device__ __forceinline__ void copy_weights(unsigned to, const CUtensorMap& map, const Tiles& tiles,
-                                               int tile, int chunk, unsigned barrier) const {
+                                               const Memory&, int tile, int chunk, unsigned barrier) const {
     const int number = tiles.number(tile);
     copy_box_once(to, map, 0, number % head_tiles * tiles.height, 0, number / head_tiles, chunk, barrier);
   }

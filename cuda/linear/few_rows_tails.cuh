@@ -15,10 +15,13 @@ namespace helix::cuda::few_rows {
 struct PlainTail {
   static constexpr bool kPrepares = false;  ///< Whether a warp of its own has prepare() to do.
   static constexpr bool kReceives = false;  ///< Whether receive() of what peers send ends it.
-  struct Memory {};                         ///< Of a block, that prepare() fills.
+  /// Whether the device knows which tiles and activation rows there are: begin() finds them before anything
+  /// is copied, tiles_of_block() counts the tiles and row_of() tells a tile's activation row.
+  static constexpr bool kFindsTiles = false;
+  struct Memory {};  ///< Of a block, that prepare() or begin() fills.
 
   static __device__ __forceinline__ void copy_weights(unsigned to, const CUtensorMap& map, const Tiles& tiles,
-                                                      int tile, int chunk, unsigned barrier) {
+                                                      const Memory&, int tile, int chunk, unsigned barrier) {
     copy_box_once(to, map, 0, tiles.begin(tile), 0, chunk, barrier);
   }
 };

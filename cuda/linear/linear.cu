@@ -324,7 +324,9 @@ template <class T>
 void launch_tensor_core(const Product<T>& p, const Machine& machine, cudaStream_t stream) {
   const bool is_wide = p.rows > kTileRows / 2;
   // Two tiles a warp halve the reads of activations, if they still leave a block for each SM.
-  const bool has_two = ceil_div(p.width, 2 * kTileWidth) * std::int64_t{p.heads} >= machine.num_sms;
+  const std::int64_t warps = ceil_div(p.width, 2 * kTileWidth) * std::int64_t{p.heads} *
+                             std::min(kDotWarps, ceil_div(p.cols, kTileSpan));
+  const bool has_two = warps >= std::int64_t{kDotWarps} * machine.num_sms;
   if (is_wide && has_two) return launch_tiles<T, 2, true>(p, machine, stream);
   if (is_wide) return launch_tiles<T, 1, true>(p, machine, stream);
   if (has_two) return launch_tiles<T, 2, false>(p, machine, stream);

@@ -43,17 +43,6 @@ bool has_tail(const ProjectQkvArgs<T>& args) {
          lies_at(prepare.v, q_columns + format.num_heads * dim, format.num_heads);
 }
 
-/// Tiles of one head each, of which a block copies the least: its weights, and as many activations a tile.
-Tiles cut_heads(int heads, int pairs, int rows, int most_height, int most_blocks) {
-  const auto copied = [&](const Tiles& tiles) { return tiles.count * (2 * tiles.height + rows); };
-  Tiles best = Tiles::of(1, heads * pairs, most_blocks);
-  for (int height = 2; height <= most_height; ++height) {
-    const Tiles tiles = Tiles::of(height, heads * ceil_div(pairs, height), most_blocks);
-    if (copied(tiles) <= copied(best)) best = tiles;
-  }
-  return best;
-}
-
 /// What the flagged words of two ranks must agree on.
 std::uint32_t tag_of(int heads, int pairs, const Tiles& tiles, int rows, int cols) {
   const std::uint32_t tag = call_tag(0, {heads, pairs, tiles.height, tiles.count, tiles.blocks, rows, cols});
@@ -80,7 +69,8 @@ bool multiply_qkv(const ProjectQkvArgs<T>& args, Product<T> product, int num_sms
     most_blocks = std::min(most_blocks, kMaxFlaggedWordBlocks);
     if (channel->waits.most_blocks > 0) most_blocks = std::min(most_blocks, channel->waits.most_blocks);
   }
-  const Tiles tiles = cut_heads(heads, pairs, product.rows, S::kTileWidth / Tail::kHalves, most_blocks);
+  const Tiles tiles =
+      cut_runs(heads, pairs, Tail::kHalves, product.rows, S::kTileWidth / Tail::kHalves, most_blocks);
   // A block of many tiles reads more than its share where heads do not divide well: more than is won.
   const int share = ceil_div(heads * pairs, most_blocks);
   const int most = tiles.count * tiles.height;
@@ -128,10 +118,11 @@ bool multiply_qkv(const ProjectQkvArgs<T>& args, Product<T> product, int num_sms
                   {row_bytes * next, row_bytes * between, row_bytes * 2 * pairs, kChunkRowBytes},
                   {kChunkColumns, tiles.height, Tail::kHalves, 1, S::kChunks}, kPromotion);
   if (channel == nullptr) {
-    launch_product<S>(product, weights, tiles, tail, stream);
+    launch_product<S>(product, product.rows, weights, tiles, tail, stream);
   } else {
     const std::uint32_t tag = tag_of(all_heads, pairs, tiles, product.rows, product.cols);
-    launch_product<S>(product, weights, tiles, SharedQkv<S::kRows>{tail, *channel, tag, heads}, stream);
+    launch_product<S>(product, product.rows, weights, tiles, SharedQkv<S::kRows>{tail, *channel, tag, heads},
+                      stream);
   }
   return true;
 }

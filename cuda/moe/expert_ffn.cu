@@ -17,6 +17,7 @@
 #include "cuda/moe/expert_dots.cuh"
 #include "cuda/moe/expert_items.cuh"
 #include "cuda/moe/expert_tiles.cuh"
+#include "cuda/moe/token_experts.hpp"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
@@ -308,6 +309,12 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
   choices.num_experts = static_cast<int>(num_experts);
   choices.top_k = static_cast<int>(top_k);
   choices.num_pairs = static_cast<int>(num_pairs);
+  if constexpr (!std::is_same_v<T, float>) {
+    if (state_->runs_hopper_kernels() && fits_token_experts(args)) {
+      T* const between = reinterpret_cast<T*>(carve(num_pairs, hidden, ffn, arena).hidden);
+      return multiply_token_experts(args, choices, between, state_->num_sms, stream.handle());
+    }
+  }
   const bool has_tiles = takes_tiles(args, ffn, num_pairs);
   const bool has_groups = state_->runs_hopper_kernels();
   const int tile_pairs = has_groups ? kTilePairs<true> : kTilePairs<false>;

@@ -30,10 +30,11 @@ struct Choices {
   int num_pairs;
 };
 
-/// Expert of a pair, of local_experts; -1: another rank's.
+/// Expert of a pair, of local_experts; -1: another rank's. From L2: what reads it while the kernel ahead runs
+/// must not find what L1 has of the layer before.
 __device__ __forceinline__ int local_expert(const Choices& choices, int pair) {
   const int token = pair / choices.top_k;
-  const std::int64_t id = choices.experts[token * choices.expert_stride + pair % choices.top_k];
+  const std::int64_t id = __ldcg(choices.experts + token * choices.expert_stride + pair % choices.top_k);
   const std::int64_t local = id - choices.first_expert;
   return local >= 0 && local < choices.num_experts ? static_cast<int>(local) : -1;
 }

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <type_traits>
 #include <vector>
 
 #include <helix/cuda/backend.hpp>
@@ -134,6 +135,60 @@ TEMPLATE_TEST_CASE("experts of 16-bit activations on a GPU agree with f32", "", 
         }
       }
     }
+  }
+}
+
+TEMPLATE_TEST_CASE("experts of layers one behind the other on a GPU are each layer's own", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  TwinBench<TestType> bench;
+  constexpr std::int64_t kLayers = 24;
+  constexpr std::int64_t kExperts = 16;
+  constexpr std::int64_t kTopK = 3;
+  constexpr std::int64_t kHidden = 1024;
+  constexpr std::int64_t kFfn = 704;
+  constexpr DType kType = kDTypeOf<TestType>;
+  for (const std::int64_t tokens : {1, 2, 12}) {
+    CAPTURE(tokens);
+    bench.clear();
+    const auto logits = bench.same(bench.numbers(kLayers * tokens * kExperts, 3.0));
+    const auto experts = bench.same(std::vector<std::int32_t>(at(tokens * kTopK)));  // of all layers in turn
+    const auto weights = bench.same(std::vector<float>(at(tokens * kTopK)));
+    const auto in = bench.random(tokens, kHidden);
+    const auto out = bench.random(kLayers * tokens, kHidden);
+    const auto gate_up = bench.weights(kExperts * 2 * kFfn * kHidden, kType);
+    const auto down = bench.weights(kExperts * kHidden * kFfn, kType);
+    std::deque<cuda::Buffer> workspaces;  // until the queued calls have run
+    HELIX_CHECK_TWINS(bench, {
+      std::vector<ExpertWeights> local;
+      for (std::int64_t e = 0; e < kExperts; ++e) {
+        const auto part = [&](Array<std::uint8_t> all, std::int64_t rows, std::int64_t cols) {
+          const WeightView whole = side.weight(all, kType, rows, cols);
+          return WeightView{static_cast<const std::byte*>(whole.data) + e * whole.rows * whole.cols * 2,
+                            kType, rows, cols};
+        };
+        local.push_back({part(gate_up, 2 * kFfn, kHidden), part(down, kHidden, kFfn)});
+      }
+      const std::size_t bytes = operators.expert_ffn_workspace_bytes(tokens, kTopK, kHidden, kFfn);
+      workspaces.push_back(operators.allocate(bytes));
+      const TensorView<std::int32_t, 2> chosen(side(experts), {tokens, kTopK});
+      const TensorView<float, 2> shares(side(weights), {tokens, kTopK});
+      for (std::int64_t layer = 0; layer < kLayers; ++layer) {
+        operators.route(RouteArgs{.logits = {side(logits) + layer * tokens * kExperts, {tokens, kExperts}},
+                                  .experts = chosen,
+                                  .weights = shares},
+                        stream);
+        operators.expert_ffn(
+            ExpertFfnArgs<E>{side.view(in, tokens, kHidden),
+                             chosen,
+                             shares,
+                             local,
+                             0,
+                             side.view(out, kLayers * tokens, kHidden).slice(0, layer * tokens, tokens),
+                             {workspaces.back().data(), bytes}},
+            stream);
+        if constexpr (std::is_same_v<E, float>) operators.synchronize(stream);
+      }
+    });
   }
 }
 
