@@ -159,14 +159,19 @@ template <class T, int kBlocks, class Produce>
 __device__ __forceinline__ void attend(const AttentionParams& p, const Produce& produce) {
   auto& s = shared<kBlocks>();
   if (threadIdx.x == 0) init_barriers(s);
-  wait_for_previous();
-  start_next();
+  const auto follow = [] {
+    wait_for_previous();
+    start_next();  // not before: what follows would take the memory from this step's q and KV
+  };
+  if (!p.reads_ahead) follow();
   make_plan(p, s.plan);
   if (threadIdx.x >= kConsumers) {
     give_registers<kProducerRegisters>();
     produce(s);
+    wait_for_previous();  // where nothing was to be copied
   } else {
     take_registers<kConsumerRegisters>();
+    if (p.reads_ahead) follow();
     consume<T>(p, s);
   }
   finish_messages(p);

@@ -3,11 +3,13 @@
 // of its parts, and fill the places of KV tiles as they become free.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 
 #include <cuda.h>
 
 #include "cuda/attention/latent_block.cuh"
+#include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/tensor_map.cuh"
 
 namespace helix::cuda::latent {
@@ -74,10 +76,12 @@ class Copier {
         ropes_(ropes),
         box_tokens_(box_tokens),
         buffer_(uniform(static_cast<int>(threadIdx.x) / kWarp % 2)),
-        half_(uniform(1 - static_cast<int>(threadIdx.x) / kWarp / 2 % 2)) {}
+        half_(uniform(1 - static_cast<int>(threadIdx.x) / kWarp / 2 % 2)),
+        settled_(params.reads_ahead ? 0 : INT_MAX) {}
 
   __device__ void run() {
     produce_parts<kBlocks>(p, s, [&](const Part& part) {
+      if (settled_ < INT_MAX) settled_ = settled_tokens(p, part.span.query_tile);
       if (box_tokens_ == kLatentTileTokens) {
         copy_whole_tiles(part.span, part.first_token, part.count);
       } else {
@@ -92,6 +96,12 @@ class Copier {
   __device__ unsigned full(int unit) const { return at(&s.full[buffer_][half_ * kHalfUnits + unit]); }
   /// Waits until the half is free.
   __device__ void await_place() { barrier_wait(at(&s.empty[buffer_][half_]), (uses_++ & 1u) ^ 1u); }
+  /// Waits until the tile at `token` is written.
+  __device__ void await_rows(QueryTileSpan span, int token) {
+    if (min(token + kLatentTileTokens, span.end_token) <= settled_) return;
+    wait_for_previous();
+    settled_ = INT_MAX;
+  }
   /// Has the units of the half expect `boxes` boxes of each chunk, which are on their way: they come first.
   __device__ void expect(int boxes) const {
     const auto chunk_bytes = static_cast<unsigned>(boxes * box_tokens_) * kRowBytes;
@@ -118,6 +128,7 @@ class Copier {
       const int in_page = token % p.page_tokens;
       const bool is_seen = token < span.end_token;
       await_place();
+      await_rows(span, token);
       if (is_seen && lane() == 0) {
         const unsigned to = at(s.kv[buffer_]) + static_cast<unsigned>(half_ * kHalfChunks) * kChunkBytes;
 #pragma unroll
@@ -144,6 +155,7 @@ class Copier {
       const int last =
           (min(kLatentTileTokens, max(0, span.end_token - token)) + box_tokens_ - 1) / box_tokens_;
       await_place();
+      await_rows(span, token);
 #pragma unroll 1
       for (int box = first + lane(); box < last; box += kWarp) {
         const int begin = token + box * box_tokens_;
@@ -169,6 +181,7 @@ class Copier {
   const int box_tokens_;
   const int buffer_;
   const int half_;
+  int settled_;        // tokens of the part that no kernel ahead writes; INT_MAX: that has ended
   unsigned uses_ = 0;  // of the place
 };
 

@@ -39,6 +39,12 @@ __device__ __forceinline__ float selectable(float value) {
   return isnan(value) ? -kInfinity : value;
 }
 
+/// A number that orders as `value` does, which is not NaN; -0 as 0.
+__device__ __forceinline__ unsigned order_of(float value) {
+  const auto bits = __float_as_uint(value + 0.0f);
+  return (bits >> 31) != 0 ? ~bits : bits | 1u << 31;
+}
+
 /// Index of the largest of values [count] in shared memory, the smaller index on ties, and marks it as taken.
 /// The same in all lanes of the warp. At least one is not taken.
 __device__ int take_best(float* values, int count) {
@@ -51,15 +57,8 @@ __device__ int take_best(float* values, int count) {
       index = i;
     }
   }
-#pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    const float other = __shfl_xor_sync(~0u, best, offset);
-    const int other_index = __shfl_xor_sync(~0u, index, offset);
-    if (other > best || (other == best && other_index < index)) {
-      best = other;
-      index = other_index;
-    }
-  }
+  const unsigned order = order_of(best);
+  index = __reduce_min_sync(~0u, order == __reduce_max_sync(~0u, order) ? index : INT_MAX);
   if (threadIdx.x == 0) values[index] = NAN;
   __syncwarp();
   return index;
