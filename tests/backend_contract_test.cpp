@@ -62,6 +62,9 @@ TEMPLATE_TEST_CASE("lse_combine keeps the backend contract", "", HELIX_ALL_BACKE
 TEMPLATE_TEST_CASE("combine_exchange keeps the backend contract", "", HELIX_ALL_BACKENDS) {
   contract::combine_exchange<TestType>();
 }
+TEMPLATE_TEST_CASE("prepare_latent keeps the backend contract", "", HELIX_ALL_BACKENDS) {
+  contract::prepare_latent<TestType>();
+}
 TEMPLATE_TEST_CASE("prepare_qkv keeps the backend contract", "", HELIX_ALL_BACKENDS) {
   contract::prepare_qkv<TestType>();
 }

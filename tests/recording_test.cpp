@@ -90,12 +90,12 @@ TEST_CASE("A DeepSeek layer applies W_UV after the combine and sums experts in o
                                                    "linear",
                                                    "rms_norm",
                                                    "linear",
-                                                   "head_linear",
-                                                   "rope",  // 2, 3: queries
-                                                   "linear",
+                                                   "linear",  // 2
                                                    "rms_norm",
                                                    "rope",               // the latent
+                                                   "rope",               // 3: queries
                                                    "append_kv",          // 4
+                                                   "head_linear",        // W_UK
                                                    "partial_attention",  // 5
                                                    "kvp.all_to_all",     // 6
                                                    "combine_exchange",   // 7

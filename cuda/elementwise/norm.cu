@@ -5,6 +5,7 @@
 
 #include <helix/cuda/backend.hpp>
 
+#include "cuda/elementwise/block_sum.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
@@ -14,16 +15,6 @@
 
 namespace helix::cuda {
 namespace {
-
-/// Sum of x over the block, for all threads. Once a kernel; blocks are whole warps.
-__device__ __forceinline__ float block_sum(float x) {
-  __shared__ float sums[kWarp];
-  const unsigned lane = threadIdx.x % kWarp;
-  x = warp_sum(x);
-  if (lane == 0) sums[threadIdx.x / kWarp] = x;
-  __syncthreads();
-  return warp_sum(lane < blockDim.x / kWarp ? sums[lane] : 0.0f);
-}
 
 template <class T, class W>
 struct RmsNormRows {

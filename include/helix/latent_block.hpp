@@ -14,6 +14,7 @@
 #include <helix/layer_config.hpp>
 #include <helix/layer_weights.hpp>
 #include <helix/mla_prefill.hpp>
+#include <helix/prepare_latent.hpp>
 #include <helix/rank_shape.hpp>
 
 namespace helix::detail {
@@ -43,7 +44,7 @@ TensorView<T, R> rows_of(const TensorView<T, R>& x, const Batch& batch) {
   return x.slice(0, batch.first_token(), batch.num_tokens());
 }
 
-/// Queries of `batch` absorbed into the latent space.
+/// Queries of `batch` absorbed into the latent space; their rope columns are rotated (prepare_latents()).
 template <LayerBackend B>
 void absorb_queries(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
                     const MlaWeights& weights, const Batch& batch, typename B::Stream stream) {
@@ -54,39 +55,42 @@ void absorb_queries(B& backend, const RankShape& shape, const AttentionBlockArgs
   backend.head_linear(HeadLinearArgs<T>{q_heads.slice(2, 0, mla.qk_nope_head_dim), weights.w_uk,
                                         q.slice(2, 0, mla.kv_lora_rank)},
                       stream);
-  backend.rope(RopeArgs<T>{q_heads.slice(2, mla.qk_nope_head_dim, mla.qk_rope_head_dim),
-                           q.slice(2, mla.kv_lora_rank, mla.qk_rope_head_dim),
-                           batch.positions + batch.first_token(), args.config->rope},
-               stream);
 }
 
-/// One latent row a token, and into the cache what this rank owns.
+/// One latent row a token, and into the cache what this rank owns. Turns the rope columns of all queries,
+/// too, those that attend expanded for nothing.
 template <LayerBackend B>
-void append_latents(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
-                    const MlaWeights& weights, typename B::Stream stream) {
+void prepare_latents(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
+                     const MlaWeights& weights, typename B::Stream stream) {
   using T = typename B::Activation;
   const AttentionBuffers<T>& buffers = args.buffers;
   const LayerConfig& config = *args.config;
   const MlaShape& mla = *shape.mla;
   backend.linear(LinearArgs<T>{args.in, weights.kv_a, {}, buffers.latent}, stream);
-  const TensorView<T, 2> compressed = buffers.latent.slice(1, 0, mla.kv_lora_rank);
-  backend.rms_norm(RmsNormArgs<T>{{}, compressed, weights.kv_a_norm, compressed, config.latent_norm_epsilon},
-                   stream);
-  const TensorView<T, 3> row(buffers.latent.data(), {args.in.extent(0), 1, mla.latent_dim()});
-  const TensorView<T, 3> k_rope = row.slice(2, mla.kv_lora_rank, mla.qk_rope_head_dim);
-  backend.rope(RopeArgs<T>{k_rope, k_rope, args.batch.positions, config.rope}, stream);
-  backend.append_kv(AppendKvArgs<T>{row, {}, args.batch, args.kv}, stream);
+  prepare_latent(
+      backend,
+      PrepareLatentArgs<T>{.latents = {buffers.latent.data(), {args.in.extent(0), 1, mla.latent_dim()}},
+                           .norm = weights.kv_a_norm,
+                           .epsilon = config.latent_norm_epsilon,
+                           .q_in = buffers.q_heads.slice(2, mla.qk_nope_head_dim, mla.qk_rope_head_dim),
+                           .q_out = buffers.q.slice(2, mla.kv_lora_rank, mla.qk_rope_head_dim),
+                           .rope = config.rope,
+                           .batch = args.batch,
+                           .kv = args.kv},
+      stream);
 }
 
-/// Absorbed attention of `batch`, whose queries are absorbed. W_UV takes each head out of the latent space
-/// after the combine.
+/// Absorbed attention of `batch`. W_UV takes each head out of the latent space after the combine.
 template <LayerBackend B>
 void attend_absorbed(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
                      const MlaWeights& weights, const Batch& batch, typename B::Stream stream) {
   using T = typename B::Activation;
   const AttentionBuffers<T>& buffers = args.buffers;
-  attend(backend, shape, args, {.q = buffers.q, .kv = args.kv, .batch = batch, .combined = buffers.combined},
-         stream);
+  absorb_queries(backend, shape, args, weights, batch, stream);
+  attend(
+      backend, shape, args,
+      {.q = buffers.q, .kv = args.kv, .batch = batch, .combined = buffers.combined, .follows_prepare = true},
+      stream);
   backend.head_linear(
       HeadLinearArgs<T>{rows_of(buffers.combined, batch), weights.w_uv, rows_of(buffers.values, batch)},
       stream);
@@ -228,10 +232,7 @@ void attend_block(B& backend, const RankShape& shape, const AttentionBlockArgs<B
                   const MlaWeights& weights, typename B::Stream stream) {
   using T = typename B::Activation;
   project_latent_queries(backend, shape, args, weights, stream);
-  for_each_part(shape, args, weights, [&](const Batch& part, bool is_expanded) {
-    if (!is_expanded) absorb_queries(backend, shape, args, weights, part, stream);
-  });
-  append_latents(backend, shape, args, weights, stream);
+  prepare_latents(backend, shape, args, weights, stream);
   for_each_part(shape, args, weights, [&](const Batch& part, bool is_expanded) {
     if (!is_expanded) return attend_absorbed(backend, shape, args, weights, part, stream);
     if constexpr (LatentReader<B>) attend_expanded(backend, shape, args, weights, part, stream);

@@ -11,6 +11,7 @@
 #include <helix/error.hpp>
 #include <helix/foreign_kv.hpp>
 #include <helix/partial_attention.hpp>
+#include <helix/prepare_latent.hpp>
 #include <helix/prepare_qkv.hpp>
 #include <helix/reduce_norm.hpp>
 
@@ -305,6 +306,58 @@ TEST_CASE("queries are prepared only where rows, rope and epsilon fit") {
         const auto stream = p.attended.backend.create_stream();
         prepare_qkv(p.attended.backend, p.args, stream);
         p.attended.backend.synchronize(stream);
+      });
+}
+
+TEST_CASE("latents are prepared only where rows, queries, norm and rope fit") {
+  struct Prepared {
+    Readable readable{true}, of_heads{false};
+    std::vector<float> latents = std::vector<float>(3 * 16), q = std::vector<float>(3 * 2 * 8),
+                       weights = std::vector<float>(8, 0.5f);
+    std::int32_t offsets[2] = {0, 3};
+    std::int64_t positions[3] = {0, 1, 2};
+    std::int32_t slots[1] = {0};
+    PrepareLatentArgs<float> args{
+        .latents = {latents.data(), {3, 1, 16}},
+        .norm = {weights.data(), DType::f32, 1, 8},
+        .q_in = TensorView<const float, 3>(q.data(), {3, 2, 8}),
+        .q_out = {q.data(), {3, 2, 8}},
+        .rope = {.inverse_frequency = weights.data(), .rotary_dim = 8},
+        .batch = {std::span<const std::int32_t>(offsets), offsets, positions, slots},
+        .kv = readable.kv};
+  };
+  check_mistakes<Prepared>(
+      {{"prepare_latent: q_in is null",
+        [](Prepared& p) {
+          p.args.q_in = TensorView<const float, 3>(nullptr, {3, 2, 8});
+        }},
+       {"prepare_latent: q_in is [1, 2, 8]", [](Prepared& p) { p.args.q_in = p.args.q_in.slice(0, 0, 1); }},
+       {"prepare_latent: q_in is [3, 2, 8]", [](Prepared& p) { p.args.q_out = p.args.q_out.slice(1, 0, 1); }},
+       {"prepare_latent: q_out is [3, 2, 7]",
+        [](Prepared& p) { p.args.q_out = p.args.q_out.slice(2, 0, 7); }},
+       {"prepare_latent: the cache has keys and values of 2 heads",
+        [](Prepared& p) {
+          p.args.kv = p.of_heads.kv;
+          p.args.latents = {p.latents.data(), {3, 2, 8}};
+        }},
+       {"append_kv: k is null",
+        [](Prepared& p) {
+          p.args.latents = {nullptr, {3, 1, 16}};
+        }},
+       {"prepare_latent: norm is [1, 0], without data; it must be [1, 8]",
+        [](Prepared& p) {
+          p.args.norm = {nullptr, DType::f32, 1, 0};
+        }},
+       {"prepare_latent: norm is [2, 8]; it must be [1, 8]", [](Prepared& p) { p.args.norm.rows = 2; }},
+       {"prepare_latent: norm is fp8_e4m3", [](Prepared& p) { p.args.norm.dtype = DType::fp8_e4m3; }},
+       {"rotary_dim is 10; it must be even and in [0, 8]", [](Prepared& p) { p.args.rope.rotary_dim = 10; }},
+       {"epsilon is nan", [](Prepared& p) { p.args.epsilon = std::nanf(""); }}},
+      [] { return Prepared(); },
+      [](Prepared& p) {
+        cpu::Backend<cpu::LocalComm> backend;
+        const auto stream = backend.create_stream();
+        prepare_latent(backend, p.args, stream);
+        backend.synchronize(stream);
       });
 }
 

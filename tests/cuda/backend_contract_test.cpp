@@ -66,6 +66,10 @@ TEST_CASE("combine_exchange keeps the backend contract on a GPU") {
   HELIX_REQUIRE_GPUS(1);
   contract::combine_exchange<CudaBackend>();
 }
+TEST_CASE("prepare_latent keeps the backend contract on a GPU") {
+  HELIX_REQUIRE_GPUS(1);
+  contract::prepare_latent<CudaBackend>();
+}
 TEST_CASE("prepare_qkv keeps the backend contract on a GPU") {
   HELIX_REQUIRE_GPUS(1);
   contract::prepare_qkv<CudaBackend>();

@@ -5,6 +5,7 @@
 #include <helix/decode_layer.hpp>
 #include <helix/lse_combine.hpp>
 #include <helix/partial_attention.hpp>
+#include <helix/prepare_latent.hpp>
 #include <helix/prepare_qkv.hpp>
 #include <helix/reduce_norm.hpp>
 #include <helix/vocabulary.hpp>
@@ -34,5 +35,7 @@ void call(Backend& backend, helix::cpu::Stream stream) {
                       given<helix::TensorView<bf16, 2>>(), stream);
 #elif HELIX_CALL == 7
   helix::project_qkv(backend, given<helix::ProjectQkvArgs<bf16>>(), stream);
+#elif HELIX_CALL == 8
+  helix::prepare_latent(backend, given<helix::PrepareLatentArgs<bf16>>(), stream);
 #endif
 }

@@ -186,8 +186,9 @@ struct PartialAttentionArgs {
   std::int64_t window = 0;         ///< Tokens that a query sees, itself included; 0 is all of them.
   float soft_cap = 0.0f;           ///< Score = cap * tanh(score / cap) before the softmax; 0 is none.
   std::span<std::byte> workspace;  ///< partial_attention_workspace_bytes().
-  /// Whether prepare_qkv or project_qkv of this batch, or of one that it is a slice of, is queued before, and
-  /// after that nothing but attention: what else attention reads may then be read while it runs.
+  /// Whether prepare_qkv, project_qkv or prepare_latent of this batch, or of one that it is a slice of, is
+  /// queued before, and after that nothing writes what attention reads, but for q: what is neither q nor KV
+  /// of the step's own tokens may then be read while that runs.
   bool follows_prepare = false;
 };
 

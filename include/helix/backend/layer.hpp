@@ -124,6 +124,21 @@ struct PrepareQkvArgs {
   KvView kv;
 };
 
+/// Norm of latents, rope on them and on their queries, and the append of owned latents, as one operation. A
+/// backend may bring prepare_latent(args, stream); otherwise prepare_latent() of prepare_latent.hpp calls the
+/// four.
+template <class T>
+struct PrepareLatentArgs {
+  TensorView<T, 3> latents;     ///< [tokens, 1, kv_lora + rope], last stride 1, in place.
+  WeightView norm;              ///< [1, kv_lora], of the first columns.
+  float epsilon = 1e-5f;        ///< Of the norm.
+  TensorView<const T, 3> q_in;  ///< [tokens, Hq, rope], last stride 1: the queries' rope columns.
+  TensorView<T, 3> q_out;       ///< As q_in, rotated; apart from it and from the latents.
+  RopeView rope;                ///< Of the latents' last columns and of the queries.
+  Batch batch;
+  KvView kv;
+};
+
 /// linear, and prepare_qkv of the q, k and v that are the columns of its output. A backend may bring
 /// project_qkv(args, stream); otherwise project_qkv() of prepare_qkv.hpp calls the two.
 template <class T>

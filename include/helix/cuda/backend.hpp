@@ -82,6 +82,7 @@ class HELIX_API Operators {
   void head_rms_norm(const HeadRmsNormArgs<T>& args, Stream stream) const;
   void rope(const RopeArgs<T>& args, Stream stream) const;
   void append_kv(const AppendKvArgs<T>& args, Stream stream) const;
+  void prepare_latent(const PrepareLatentArgs<T>& args, Stream stream) const;
   void prepare_qkv(const PrepareQkvArgs<T>& args, Stream stream) const;
   void project_qkv(const ProjectQkvArgs<T>& args, Stream stream) const;
   /// The same in one kernel; false, and nothing queued, for shapes that there is none for. Over the windows

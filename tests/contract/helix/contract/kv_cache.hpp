@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <helix/contract/kv_bench.hpp>
+#include <helix/prepare_latent.hpp>
 #include <helix/prepare_qkv.hpp>
 
 namespace helix::contract {
@@ -158,6 +159,68 @@ void read_latents() {
                 }));
           }
         }
+      }
+    }
+  }
+}
+
+/// Norm of latents, rope on them and on their queries, and append, as one operation or as four: rows of any
+/// width, and those that vectors divide.
+template <TestableBackend B>
+void prepare_latent() {
+  for (const bool is_foreign : {false, true}) {
+    for (const std::int64_t value_dim : {6, 64}) {
+      for (const bool is_interleaved : {false, true}) {
+        const std::int64_t rope = value_dim == 6 ? 4 : 16;
+        CAPTURE(is_foreign, value_dim, is_interleaved);
+        typename KvBench<B>::Spec spec;
+        spec.is_mla = true;
+        spec.is_foreign = is_foreign;
+        spec.heads = 1;
+        spec.value_dim = value_dim;
+        spec.head_dim = value_dim + rope;
+        spec.kvp = 2;
+        spec.chunk = 3;
+        spec.lengths = {9, 14, 1};
+        spec.is_filled = false;
+        spec.is_computed = true;
+        KvBench<B> bench(spec);
+        const RaggedStep step(spec.lengths, {4, 1, 1});
+        const StepArrays<B> batch(bench, step);
+        const std::int64_t tokens = step.num_tokens();
+        constexpr std::int64_t kHeads = 19;
+        const std::int64_t columns = spec.head_dim - spec.value_dim;
+        const auto latents = bench.random(tokens * (spec.head_dim + 4));
+        const auto q = bench.random(tokens * kHeads * columns);
+        const auto q_out = bench.random(tokens * kHeads * (columns + 2));
+        const auto norm = bench.weight(1, spec.value_dim, DType::bf16);
+        const auto frequencies = bench.random(columns / 2);
+        bench.check(
+            [&](const auto& side) {
+              return PrepareLatentArgs<float>{
+                  .latents = {side(latents), {tokens, 1, spec.head_dim}, {spec.head_dim + 4, 0, 1}},
+                  .norm = norm.on(side),
+                  .epsilon = 1e-6f,
+                  .q_in = side.view(q, tokens, kHeads, columns),
+                  .q_out = {side(q_out), {tokens, kHeads, columns}, {kHeads * (columns + 2), columns + 2, 1}},
+                  .rope = {.inverse_frequency = side(frequencies),
+                           .rotary_dim = columns,
+                           .is_interleaved = is_interleaved},
+                  .batch = batch.on(side),
+                  .kv = bench.view(side)};
+            },
+            [](const PrepareLatentArgs<float>& args) {
+              const std::int64_t width = args.norm.cols;
+              const TensorView<float, 2> compressed(args.latents.data(), {args.latents.extent(0), width},
+                                                    {args.latents.stride(0), 1});
+              const TensorView<float, 3> turned =
+                  args.latents.slice(2, width, args.latents.extent(2) - width);
+              reference::rms_norm({{}, compressed, args.norm, compressed, args.epsilon});
+              reference::rope({turned, turned, args.batch.positions, args.rope});
+              reference::rope({args.q_in, args.q_out, args.batch.positions, args.rope});
+              reference::append_kv({args.latents, {}, args.batch, args.kv});
+            },
+            [&](const auto& args, auto stream) { helix::prepare_latent(bench.backend(), args, stream); });
       }
     }
   }

@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuda::Operators::prepare_latent: norm of the latent, rope and the append to the pages in one kernel.
+#include <algorithm>
+#include <cstdint>
+
+#include <helix/cuda/backend.hpp>
+#include <helix/prepare_latent.hpp>
+
+#include "cuda/elementwise/block_sum.cuh"
+#include "cuda/elementwise/rotation.cuh"
+#include "cuda/kv_cache/appended_tokens.cuh"
+#include "cuda/kv_cache/kv_transfer.cuh"
+#include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/rows.cuh"
+
+namespace helix::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kMaxPairs = 128;
+constexpr int kLanePairs = 2;    // of a thread at a time
+constexpr int kBlockHeads = 16;  // of queries
+
+template <class T>
+struct Queries {
+  const T* in;  // [tokens, heads, 2 * pairs]
+  T* out;       // the same
+  std::int64_t in_token_stride;
+  std::int64_t in_head_stride;
+  std::int64_t out_token_stride;
+  std::int64_t out_head_stride;
+  int heads;
+};
+
+template <class T, class S>
+struct Preparation {
+  T* latents;  // [tokens, columns + 2 * pairs]
+  std::int64_t latent_stride;
+  int columns;
+  int pairs;
+  const void* norm;  // [columns]
+  DType norm_dtype;
+  float epsilon;
+  Queries<T> queries;
+  KvTransfer<const T, S> transfer;
+  const float* inverse_frequency;
+  float magnitude;
+  AppendedTokens appended;
+};
+
+/// kLanePairs pairs from number `pair` on, from `in` to `out`. Calls stored(first element of two, the two).
+template <bool kIsInterleaved, class T, class Stored>
+__device__ __forceinline__ void turn_pairs(const T* in, T* out, int pair, int pairs,
+                                           const Rotation* rotations, const Stored& stored) {
+  const int first = kIsInterleaved ? 2 * pair : pair;
+  const int second = kIsInterleaved ? first + kLanePairs : first + pairs;
+  float x[kLanePairs];
+  float y[kLanePairs];
+  load_vector(in + first, x);
+  load_vector(in + second, y);
+  if constexpr (kIsInterleaved) {  // (x0 x1) (y0 y1) are the pairs
+    rotations[pair].turn(x[0], x[1]);
+    rotations[pair + 1].turn(y[0], y[1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kLanePairs; ++i) rotations[pair + i].turn(x[i], y[i]);
+  }
+  store_vector(out + first, x);
+  store_vector(out + second, y);
+  stored(first, x);
+  stored(second, y);
+}
+
+/// To the pages what T holds of `x`.
+template <class T, int kCount, class Row>
+__device__ __forceinline__ void store_page(const Row& row, int at, float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    x[i] = to_float(from_float<T>(x[i]));
+    if (row.scale != 1.0f) x[i] /= row.scale;
+  }
+  store_vector(row.stored + at, x);
+}
+
+/// Grid: x over tokens; y: the latent, then kBlockHeads queries each.
+template <class T, class S, bool kIsInterleaved>
+__global__ void __launch_bounds__(kThreads)
+    prepare_latent_kernel(const __grid_constant__ Preparation<T, S> p) {
+  constexpr int kCount = kVector<T>;
+  __shared__ Rotation rotations[kMaxPairs];
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool is_latent = blockIdx.y == 0;
+  const int first = thread * kCount;
+  const bool has_columns = is_latent && first < p.columns;
+  const float frequency = thread < p.pairs ? p.inverse_frequency[thread] : 0.0f;
+  float weight[kCount] = {};
+  if (has_columns) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) weight[i] = load_element(p.norm, p.norm_dtype, first + i);
+  }
+  wait_for_previous();
+  start_next();  // not before: see AttentionParams::reads_ahead
+  const std::int64_t token = blockIdx.x;
+  T* const latent = p.latents + token * p.latent_stride;
+  float x[kCount] = {};
+  if (has_columns) load_vector(latent + first, x);
+  const std::int64_t position = p.appended.positions[token];
+
+  if (!is_latent) {
+    if (thread < p.pairs) rotations[thread] = Rotation::at(position, frequency, p.magnitude);
+    __syncthreads();
+    const Queries<T>& q = p.queries;
+    const int first_head = (static_cast<int>(blockIdx.y) - 1) * kBlockHeads;
+    const int heads = min(kBlockHeads, q.heads - first_head);
+    const int vectors = p.pairs / kLanePairs;
+    for (int i = thread; i < heads * vectors; i += kThreads) {
+      const int head = first_head + i / vectors;
+      turn_pairs<kIsInterleaved>(q.in + token * q.in_token_stride + head * q.in_head_stride,
+                                 q.out + token * q.out_token_stride + head * q.out_head_stride,
+                                 i % vectors * kLanePairs, p.pairs, rotations, [](int, const auto&) {});
+    }
+    return;
+  }
+
+  // Where the row goes is asked for before sines and sums are computed.
+  using Row = typename KvTransfer<const T, S>::Row;
+  const bool is_stored = p.appended.has(token, position);
+  Row columns{};
+  Row rope{};
+  if (is_stored) {
+    const std::int64_t slot = p.appended.sequence_slots[p.appended.sequence(token)];
+    const std::int64_t local = p.appended.layout.local(position);
+    columns = p.transfer.row(token, 0, slot, local);
+    rope = p.transfer.row(token, 1, slot, local);
+  }
+  if (thread < p.pairs) rotations[thread] = Rotation::at(position, frequency, p.magnitude);
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) squares += x[i] * x[i];
+  const float mean = block_sum(squares) / static_cast<float>(p.columns);  // rotations are there, too
+  const float scale = 1.0f / sqrtf(mean + p.epsilon);
+  if (has_columns) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = x[i] * scale * weight[i];
+    store_vector(latent + first, x);
+    if (is_stored) store_page<T>(columns, first, x);
+  }
+  T* const turned = latent + p.columns;
+  for (int pair = thread * kLanePairs; pair < p.pairs; pair += kThreads * kLanePairs)
+    turn_pairs<kIsInterleaved>(turned, turned, pair, p.pairs, rotations, [&](int at, auto& elements) {
+      if (is_stored) store_page<T>(rope, at, elements);
+    });
+}
+
+/// Whether every row begins where the kernel's accesses may, and the norm's weights where rms_norm() adds in
+/// the same order.
+template <class T>
+bool is_aligned(const PrepareLatentArgs<T>& args) {
+  const KvPlaces places(args.kv);
+  const auto element = static_cast<std::size_t>(args.kv.format.element_bytes());
+  const auto has = [](const auto& x, int count) {
+    return common_alignment({address_of(x.data()), step_of<T>(x.stride(0)), step_of<T>(x.stride(1))}) >=
+           count * sizeof(T);
+  };
+  return address_of(args.norm.data) % 16 == 0 && has(args.q_in, kLanePairs) && has(args.q_out, kLanePairs) &&
+         common_alignment({address_of(args.latents.data()), step_of<T>(args.latents.stride(0))}) == 16 &&
+         places.k.alignment(args.kv) >= std::min<std::size_t>(16, kVector<T> * element) &&
+         places.rope.alignment(args.kv) >= kLanePairs * element;
+}
+
+template <class T>
+bool fits(const PrepareLatentArgs<T>& args) {
+  const KvFormat& format = args.kv.format;
+  const std::int64_t pairs = args.rope.rotary_dim / 2;
+  return !format.is_mixed() && format.num_heads == 1 && pairs > 0 && pairs <= kMaxPairs &&
+         pairs % kLanePairs == 0 && 2 * pairs == format.rope_columns() &&
+         format.value_dim % kVector<T> == 0 && format.value_dim <= std::int64_t{kThreads} * kVector<T> &&
+         is_aligned(args);
+}
+
+}  // namespace
+
+template <class T>
+void Operators<T>::prepare_latent(const PrepareLatentArgs<T>& args, Stream stream) const {
+  const KvView& kv = args.kv;
+  const std::int64_t tokens = args.latents.extent(0);
+  if (tokens == 0 || !fits(args)) return detail::prepare_latent_in_turn(*this, args, stream);
+  const DeviceScope scope(state_->device);
+  dispatch(kv.format.dtype, [&]<class S>(S*) {
+    const Preparation<T, S> preparation{
+        .latents = args.latents.data(),
+        .latent_stride = args.latents.stride(0),
+        .columns = static_cast<int>(kv.format.value_dim),
+        .pairs = static_cast<int>(args.rope.rotary_dim / 2),
+        .norm = args.norm.data,
+        .norm_dtype = args.norm.dtype,
+        .epsilon = args.epsilon,
+        .queries = {args.q_in.data(), args.q_out.data(), args.q_in.stride(0), args.q_in.stride(1),
+                    args.q_out.stride(0), args.q_out.stride(1), static_cast<int>(args.q_in.extent(1))},
+        .transfer = transfer_of<const T, S>(
+            kv,
+            TensorView<const T, 3>(args.latents.data(), {tokens, 1, args.latents.extent(2)},
+                                   {args.latents.stride(0), args.latents.stride(1), 1}),
+            TensorView<const T, 3>{}),
+        .inverse_frequency = args.rope.inverse_frequency,
+        .magnitude = args.rope.magnitude,
+        .appended = {args.batch, kv},
+    };
+    const dim3 grid(static_cast<unsigned>(tokens), 1 + grid_blocks(args.q_in.extent(1), kBlockHeads));
+    launch_early(
+        args.rope.is_interleaved ? prepare_latent_kernel<T, S, true> : prepare_latent_kernel<T, S, false>,
+        grid, kThreads, 0, stream.handle(), state_->is_hopper, preparation);
+  });
+}
+
+#define HELIX_INSTANTIATE(T) \
+  template void Operators<T>::prepare_latent(const PrepareLatentArgs<T>&, Stream) const;
+HELIX_INSTANTIATE(float)
+HELIX_INSTANTIATE(f16)
+HELIX_INSTANTIATE(bf16)
+#undef HELIX_INSTANTIATE
+
+}  // namespace helix::cuda

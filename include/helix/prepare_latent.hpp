@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// prepare_latent: norm of latents, rope on them and on their queries, and the append to the cache as one
+// operation.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include <helix/backend/layer.hpp>
+#include <helix/error.hpp>
+#include <helix/limits.hpp>
+
+namespace helix {
+namespace detail {
+
+template <class T>
+void check_prepare_latent(const PrepareLatentArgs<T>& args) {
+  const KvFormat& format = args.kv.format;
+  HELIX_EXPECTS(format.is_latent, ErrorCode::invalid_argument,
+                "prepare_latent: the cache has keys and values of ", format.num_heads,
+                " heads, not latents; prepare_qkv() is for those");
+  check_append_kv(AppendKvArgs<T>{args.latents, {}, args.batch, args.kv});
+  const std::int64_t tokens = args.batch.num_tokens();
+  HELIX_EXPECTS(args.batch.first_token() == 0 && args.latents.extent(0) == tokens,
+                ErrorCode::invalid_argument, "prepare_latent: the batch is tokens ", args.batch.first_token(),
+                " to ", args.batch.first_token() + tokens, " of ", args.latents.extent(0),
+                " latents, which change in place: pass a whole step, not a slice");
+  const auto check_queries = [&](std::string_view name, const auto& q) {
+    HELIX_EXPECTS(q.extent(0) == tokens && q.extent(1) >= 1 && q.extent(1) <= kMaxCount &&
+                      q.extent(1) == args.q_out.extent(1) && q.extent(2) == format.rope_columns() &&
+                      (tokens == 0 || q.stride(2) == 1),
+                  ErrorCode::invalid_argument, "prepare_latent: ", name, " is [", q.extent(0), ", ",
+                  q.extent(1), ", ", q.extent(2), "] with a last stride of ", q.stride(2), "; both must be [",
+                  tokens, ", the same 1 to ", kMaxCount, ", ", format.rope_columns(), "] with 1");
+    check_given("prepare_latent", name, q.data(), tokens * format.rope_columns());
+  };
+  check_queries("q_in", args.q_in);
+  check_queries("q_out", args.q_out);
+  HELIX_EXPECTS(!args.norm.empty() && args.norm.rows == 1 && args.norm.cols == format.value_dim,
+                ErrorCode::invalid_argument, "prepare_latent: norm is [", args.norm.rows, ", ",
+                args.norm.cols, args.norm.empty() ? "], without data" : "]", "; it must be [1, ",
+                format.value_dim, "]");
+  check_weight_type("prepare_latent", "norm", args.norm);
+  check_rope("prepare_latent", args.rope, format.rope_columns());
+  check_epsilon("prepare_latent", "epsilon", args.epsilon);
+}
+
+/// One operation of `backend` after the other.
+template <class B, class T, class Stream>
+void prepare_latent_in_turn(B& backend, const PrepareLatentArgs<T>& args, Stream stream) {
+  const std::int64_t columns = args.norm.cols;
+  const TensorView<T, 2> compressed(args.latents.data(), {args.latents.extent(0), columns},
+                                    {args.latents.stride(0), 1});
+  const TensorView<T, 3> k_rope = args.latents.slice(2, columns, args.latents.extent(2) - columns);
+  backend.rms_norm(RmsNormArgs<T>{{}, compressed, args.norm, compressed, args.epsilon}, stream);
+  backend.rope(RopeArgs<T>{k_rope, k_rope, args.batch.positions, args.rope}, stream);
+  backend.rope(RopeArgs<T>{args.q_in, args.q_out, args.batch.positions, args.rope}, stream);
+  backend.append_kv(AppendKvArgs<T>{args.latents, {}, args.batch, args.kv}, stream);
+}
+
+}  // namespace detail
+
+/// Norm of the latents, rope and append: prepare_latent of the backend if it has one, else one operation
+/// after the other. Queued on `stream`, allocates nothing, capturable.
+/// @throws Error(invalid_argument) unless the latents are rows of the KV view, which can be read, of a whole
+/// step, q_in and q_out have the rope columns of as many heads for each of its tokens, norm is [1, kv_lora]
+/// of f32, f16 or bf16, and rope and epsilon are finite and turn an even part of the rope columns.
+template <LayerBackend B>
+void prepare_latent(B& backend, const PrepareLatentArgs<typename B::Activation>& args,
+                    typename B::Stream stream) {
+  detail::check_prepare_latent(args);
+  if constexpr (requires { backend.prepare_latent(args, stream); }) {
+    backend.prepare_latent(args, stream);
+  } else {
+    detail::prepare_latent_in_turn(backend, args, stream);
+  }
+}
+
+/// Does not compile: the error names T and the activation type of B.
+template <LayerBackend B, detail::OtherActivation<B> T>
+void prepare_latent(B&, const PrepareLatentArgs<T>&, typename B::Stream) {
+  detail::refuse_activation<T, B>();
+}
+
+}  // namespace helix
