@@ -227,9 +227,11 @@ TEST_CASE("Bad arguments of a layer of latents and experts are refused alike on 
       LayerSpec::deepseek(true), {.kvp = 4, .ep = 2},
       {{"grouped weights", [](Arguments& a) { a.weights.attention = GqaWeights{}; }},
        {"no q_b", [](Arguments& a) { a.mla().q_b = {}; }},
-       {"q_a without its norm", [](Arguments& a) { a.mla().q_a_norm = {}; }},
-       {"q_a of another latent", [](Arguments& a) { a.mla().q_a.rows -= 1; }},
-       {"kv_a of another width", [](Arguments& a) { a.mla().kv_a.rows += 1; }},
+       {"no q_a_norm", [](Arguments& a) { a.mla().q_a_norm = {}; }},
+       {"q_b of another latent", [](Arguments& a) { a.mla().q_b.cols -= 1; }},
+       {"no qkv_a", [](Arguments& a) { a.mla().qkv_a = {}; }},
+       {"qkv_a of fewer rows", [](Arguments& a) { a.mla().qkv_a.rows -= 1; }},
+       {"qkv_a of another width", [](Arguments& a) { widen(a.mla().qkv_a); }},
        {"no kv_a_norm", [](Arguments& a) { a.mla().kv_a_norm = {}; }},
        {"w_uk of other dims", [](Arguments& a) { a.mla().w_uk.cols += 1; }},
        {"w_uv of all heads", [](Arguments& a) { a.mla().w_uv.rows *= 4; }},
@@ -259,6 +261,13 @@ TEST_CASE("Bad arguments of a layer of latents and experts are refused alike on 
        {"groups that do not divide", [](Arguments& a) { a.config.router.num_groups = 3; }},
        {"more groups kept than there are", [](Arguments& a) { a.config.router.groups_kept = 5; }},
        {"a dense layer of no width", [](Arguments& a) { a.weights.ffn = DenseFfnWeights{}; }}});
+  LayerSpec without_query_lora = LayerSpec::deepseek(false);
+  without_query_lora.q_lora = 0;
+  check_bad_calls(
+      without_query_lora, {.kvp = 2},
+      {{"q_b without a query LoRA", [](Arguments& a) { a.mla().q_b = a.mla().w_uk; }},
+       {"q_a_norm without a query LoRA", [](Arguments& a) { a.mla().q_a_norm = a.mla().kv_a_norm; }},
+       {"qkv_a of the latent alone", [](Arguments& a) { a.mla().qkv_a.rows = a.shape.mla->latent_dim(); }}});
 }
 
 TEST_CASE("A KVP communicator that is not the topology's is refused with both ranks") {

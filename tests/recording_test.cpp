@@ -87,10 +87,9 @@ TEST_CASE("A dense layer queues the documented steps in order") {
 TEST_CASE("A DeepSeek layer applies W_UV after the combine and sums experts in one all-reduce") {
   for (const auto& calls : record_layer(deepseek_spec(), {.kvp = 4, .ep = 2}, 1)) {
     CHECK(names(calls) == std::vector<std::string>{"rms_norm",  // 1
+                                                   "linear",    // 2: of queries and the latent
+                                                   "rms_norm",  // 2, 3: queries
                                                    "linear",
-                                                   "rms_norm",
-                                                   "linear",
-                                                   "linear",  // 2
                                                    "rms_norm",
                                                    "rope",               // the latent
                                                    "rope",               // 3: queries

@@ -41,10 +41,11 @@ struct ExpandedBuffers {
 template <class T>
 struct AttentionBuffers {
   TensorView<T, 2> qkv;      ///< GQA: [tokens, RankShape::qkv_columns()].
-  TensorView<T, 2> q_lora;   ///< MLA: [tokens, q_lora_rank].
-  TensorView<T, 3> q_heads;  ///< MLA: [tokens, Hq, nope + rope].
+  TensorView<T, 2> qkv_a;    ///< MLA: [tokens, RankShape::qkv_a_columns()].
+  TensorView<T, 2> q_lora;   ///< MLA: [tokens, q_lora_rank], columns of qkv_a; empty without a query LoRA.
+  TensorView<T, 2> latent;   ///< MLA: [tokens, kv_lora_rank + rope], the last columns of qkv_a.
+  TensorView<T, 3> q_heads;  ///< MLA: [tokens, Hq, nope + rope], columns of qkv_a without a query LoRA.
   TensorView<T, 3> q;        ///< MLA: [tokens, Hq, kv_lora_rank + rope], absorbed.
-  TensorView<T, 2> latent;   ///< MLA: [tokens, kv_lora_rank + rope].
   TensorView<T, 3> values;   ///< MLA: [tokens, Hq/N, v], after W_UV.
   ExpandedBuffers<T> expanded;
   Partial<T> alone;           ///< KVP = 1: [tokens, Hq/TPA, Dv], where there is no message.
@@ -58,10 +59,19 @@ struct AttentionBuffers {
                                 std::int64_t expanded_tokens, WorkspaceArena& arena) {
     AttentionBuffers buffers;
     if (shape.mla) {
-      buffers.q_lora = arena.take<T, 2>({tokens, shape.mla->q_lora_rank});
-      buffers.q_heads = arena.take<T, 3>({tokens, shape.query_heads, shape.mla->qk_head_dim()});
+      const std::int64_t columns = shape.qkv_a_columns();
+      const std::int64_t q_columns = shape.q_a_columns();
+      const typename TensorView<T, 3>::extents_type heads{tokens, shape.query_heads,
+                                                          shape.mla->qk_head_dim()};
+      buffers.qkv_a = arena.take<T, 2>({tokens, columns});
+      buffers.latent = buffers.qkv_a.slice(1, q_columns, columns - q_columns);
+      if (shape.mla->q_lora_rank > 0) {
+        buffers.q_lora = buffers.qkv_a.slice(1, 0, q_columns);
+        buffers.q_heads = arena.take<T, 3>(heads);
+      } else {
+        buffers.q_heads = TensorView<T, 3>(buffers.qkv_a.data(), heads, {columns, heads[2], 1});
+      }
       buffers.q = arena.take<T, 3>({tokens, shape.query_heads, shape.head_dim});
-      buffers.latent = arena.take<T, 2>({tokens, shape.head_dim});
       buffers.values = arena.take<T, 3>({tokens, shape.combined_heads, shape.mla->v_head_dim});
     } else {
       buffers.qkv = arena.take<T, 2>({tokens, shape.qkv_columns()});

@@ -19,19 +19,16 @@
 
 namespace helix::detail {
 
-/// Queries [tokens, Hq, nope + rope], not yet rotated.
+/// Queries [tokens, Hq, nope + rope], not yet rotated, and latents, not yet normed.
 template <LayerBackend B>
 void project_latent_queries(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
                             const MlaWeights& weights, typename B::Stream stream) {
   using T = typename B::Activation;
   const AttentionBuffers<T>& buffers = args.buffers;
+  backend.linear(LinearArgs<T>{args.in, weights.qkv_a, {}, buffers.qkv_a}, stream);
+  if (shape.mla->q_lora_rank == 0) return;
   const TensorView<T, 2> q_heads(buffers.q_heads.data(),
                                  {args.in.extent(0), shape.query_heads * shape.mla->qk_head_dim()});
-  if (weights.q_a.empty()) {
-    backend.linear(LinearArgs<T>{args.in, weights.q_b, {}, q_heads}, stream);
-    return;
-  }
-  backend.linear(LinearArgs<T>{args.in, weights.q_a, {}, buffers.q_lora}, stream);
   backend.rms_norm(
       RmsNormArgs<T>{{}, buffers.q_lora, weights.q_a_norm, buffers.q_lora, args.config->latent_norm_epsilon},
       stream);
@@ -57,8 +54,8 @@ void absorb_queries(B& backend, const RankShape& shape, const AttentionBlockArgs
                       stream);
 }
 
-/// One latent row a token, and into the cache what this rank owns. Turns the rope columns of all queries,
-/// too, those that attend expanded for nothing.
+/// Norms and turns the latents, and puts into the cache what this rank owns. Turns the rope columns of all
+/// queries, too, those that attend expanded for nothing.
 template <LayerBackend B>
 void prepare_latents(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
                      const MlaWeights& weights, typename B::Stream stream) {
@@ -66,10 +63,11 @@ void prepare_latents(B& backend, const RankShape& shape, const AttentionBlockArg
   const AttentionBuffers<T>& buffers = args.buffers;
   const LayerConfig& config = *args.config;
   const MlaShape& mla = *shape.mla;
-  backend.linear(LinearArgs<T>{args.in, weights.kv_a, {}, buffers.latent}, stream);
   prepare_latent(
       backend,
-      PrepareLatentArgs<T>{.latents = {buffers.latent.data(), {args.in.extent(0), 1, mla.latent_dim()}},
+      PrepareLatentArgs<T>{.latents = {buffers.latent.data(),
+                                       {args.in.extent(0), 1, mla.latent_dim()},
+                                       {buffers.latent.stride(0), mla.latent_dim(), 1}},
                            .norm = weights.kv_a_norm,
                            .epsilon = config.latent_norm_epsilon,
                            .q_in = buffers.q_heads.slice(2, mla.qk_nope_head_dim, mla.qk_rope_head_dim),

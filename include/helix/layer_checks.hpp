@@ -69,14 +69,18 @@ inline void check_attention(const RankShape& shape, const LayerConfig& config, c
                 "; latent and rope make the ", shape.head_dim, "-wide rows of the cache");
   check_rope("decode_layer", config.rope, rope);
   check_epsilon("decode_layer", "latent_norm_epsilon", config.latent_norm_epsilon);
-  if (weights.q_a.empty()) {
-    expect_shape("q_b", weights.q_b, heads * mla.qk_head_dim(), shape.hidden);
-  } else {
-    expect_shape("q_a", weights.q_a, mla.q_lora_rank, shape.hidden);
+  const bool has_query_lora = mla.q_lora_rank > 0;
+  expect_shape("qkv_a", weights.qkv_a, shape.qkv_a_columns(), shape.hidden,
+               has_query_lora ? " (the rows of W_DQ, then of W_DKV)" : " (the rows of W_Q, then of W_DKV)");
+  if (has_query_lora) {
     expect_shape("q_a_norm", weights.q_a_norm, 1, mla.q_lora_rank);
     expect_shape("q_b", weights.q_b, heads * mla.qk_head_dim(), mla.q_lora_rank);
+  } else {
+    HELIX_EXPECTS(weights.q_a_norm.empty() && weights.q_b.empty(), ErrorCode::invalid_argument,
+                  "decode_layer: q_lora_rank is 0, but the layer holds q_a_norm [", weights.q_a_norm.rows,
+                  ", ", weights.q_a_norm.cols, "] and q_b [", weights.q_b.rows, ", ", weights.q_b.cols,
+                  "]; leave both empty, or set MlaShape::q_lora_rank");
   }
-  expect_shape("kv_a", weights.kv_a, mla.latent_dim(), shape.hidden);
   expect_shape("kv_a_norm", weights.kv_a_norm, 1, latent);
   expect_shape("w_uk", weights.w_uk, heads * latent, mla.qk_nope_head_dim);
   expect_shape("w_uv", weights.w_uv, combined * mla.v_head_dim, latent);

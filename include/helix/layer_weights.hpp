@@ -24,10 +24,11 @@ struct GqaWeights {
 /// DeepSeek's multi-head latent attention. TPA = 1: replicated over KVP, except W_UV and W_o. Chunks attend
 /// expanded (MlaPrefill) only with expand_k and expand_v, the two halves of DeepSeek's kv_b_proj.
 struct MlaWeights {
-  WeightView q_a{};       ///< [q_lora, M], or empty: queries straight from hidden
-  WeightView q_a_norm{};  ///< [1, q_lora], or empty with q_a
-  WeightView q_b;         ///< [Hq * (nope + rope), q_lora or M]
-  WeightView kv_a;        ///< [kv_lora + rope, M]
+  /// [q_lora + kv_lora + rope, M], RankShape::qkv_a_columns() rows: of W_DQ, then of W_DKV. Without a query
+  /// LoRA (q_lora_rank 0) [Hq * (nope + rope) + kv_lora + rope, M]: of W_Q, then of W_DKV
+  WeightView qkv_a;
+  WeightView q_a_norm{};  ///< [1, q_lora], or empty without a query LoRA
+  WeightView q_b{};       ///< [Hq * (nope + rope), q_lora], or empty without a query LoRA
   WeightView kv_a_norm;   ///< [1, kv_lora]
   WeightView w_uk;        ///< [Hq * kv_lora, nope]: absorbs q_nope into the latent space, head by head
   WeightView w_uv;        ///< [Hq/N * v, kv_lora]: of Topology::combined_heads

@@ -32,6 +32,13 @@ struct RankShape {
 
   /// Elements of a row of q, k and v as the fused projection of grouped-query attention gives it.
   std::int64_t qkv_columns() const { return query_heads * head_dim + kv_heads * (head_dim + value_dim); }
+  /// Elements that queries have in a row of MlaWeights::qkv_a's product: the query LoRA, or without one all
+  /// heads. Only with `mla`.
+  std::int64_t q_a_columns() const {
+    return mla->q_lora_rank > 0 ? mla->q_lora_rank : query_heads * mla->qk_head_dim();
+  }
+  /// Elements of a row of MlaWeights::qkv_a's product: those of queries, then the latent. Only with `mla`.
+  std::int64_t qkv_a_columns() const { return q_a_columns() + mla->latent_dim(); }
 };
 
 }  // namespace helix

@@ -152,18 +152,22 @@ class RankCheck {
   void check_mla(const std::string& attention, const MlaWeights& w) const {
     const MlaShape& m = *config_.shape.mla;
     const std::int64_t heads = config_.shape.num_query_heads;
-    if (m.q_lora_rank > 0) {
-      check_view("q_a", w.q_a, m.q_lora_rank, hidden_, from(attention + "q_a_proj.weight", 0));
+    const bool has_query_lora = m.q_lora_rank > 0;
+    const std::int64_t q_rows = has_query_lora ? m.q_lora_rank : heads * m.qk_head_dim();
+    const std::string q_a = attention + (has_query_lora ? "q_a_proj.weight" : "q_proj.weight");
+    check_view("qkv_a", w.qkv_a, q_rows + m.kv_lora_rank + m.qk_rope_head_dim, hidden_,
+               [&](std::int64_t r, std::int64_t c) {
+                 return r < q_rows ? model_.value(q_a, r, c)
+                                   : model_.value(attention + "kv_a_proj_with_mqa.weight", r - q_rows, c);
+               });
+    if (has_query_lora) {
       check_view("q_a_norm", w.q_a_norm, 1, m.q_lora_rank, from(attention + "q_a_layernorm.weight", 0));
       check_view("q_b", w.q_b, heads * m.qk_head_dim(), m.q_lora_rank,
                  from(attention + "q_b_proj.weight", 0));
     } else {
-      CHECK(w.q_a.empty());
       CHECK(w.q_a_norm.empty());
-      check_view("q", w.q_b, heads * m.qk_head_dim(), hidden_, from(attention + "q_proj.weight", 0));
+      CHECK(w.q_b.empty());
     }
-    check_view("kv_a", w.kv_a, m.kv_lora_rank + m.qk_rope_head_dim, hidden_,
-               from(attention + "kv_a_proj_with_mqa.weight", 0));
     check_view("kv_a_norm", w.kv_a_norm, 1, m.kv_lora_rank, from(attention + "kv_a_layernorm.weight", 0));
     const std::string kv_b = attention + "kv_b_proj.weight";
     const std::int64_t stride = m.qk_nope_head_dim + m.v_head_dim;
@@ -424,8 +428,8 @@ TEST_CASE("the fp8 reference checkpoint dequantises to its bf16 twin") {
   for (std::size_t i = 0; i < 2; ++i) {
     const auto& a = std::get<MlaWeights>(full.layers[i].attention);
     const auto& b = std::get<MlaWeights>(quantized.layers[i].attention);
-    for (const auto member : {&MlaWeights::q_a, &MlaWeights::q_b, &MlaWeights::kv_a, &MlaWeights::w_uk,
-                              &MlaWeights::w_uv, &MlaWeights::o}) {
+    for (const auto member :
+         {&MlaWeights::qkv_a, &MlaWeights::q_b, &MlaWeights::w_uk, &MlaWeights::w_uv, &MlaWeights::o}) {
       check_close(a.*member, b.*member);
     }
   }

@@ -114,10 +114,10 @@ class DeviceLayer {
 
   MlaWeights latent(const oracle::Layer& layer, const oracle::LatentAttention& a, Range combined) {
     MlaWeights w;
-    w.q_a = put(a.q_a);
+    const bool has_query_lora = !a.q_a.empty();
+    w.qkv_a = put(stacked({has_query_lora ? a.q_a : a.q_b, a.kv_a}));
     w.q_a_norm = put(a.q_a_norm);
-    w.q_b = put(a.q_b);
-    w.kv_a = put(a.kv_a);
+    if (has_query_lora) w.q_b = put(a.q_b);
     w.kv_a_norm = put(a.kv_a_norm);
     oracle::Matrix absorb{layer.query_heads * layer.kv_lora, layer.nope, {}};  // k_b, transposed head by head
     for (std::int64_t h = 0; h < layer.query_heads; ++h)

@@ -133,16 +133,17 @@ class PlanBuilder {
   void add_latent_attention(const MlaShape& mla) {
     const std::int64_t heads = config_.shape.num_query_heads;
     const std::int64_t q_rows = heads * mla.qk_head_dim();
+    const std::int64_t hidden = config_.shape.hidden;
+    const Piece latents = whole(name("self_attn.kv_a_proj_with_mqa.weight"), mla.latent_dim(), hidden);
     if (mla.q_lora_rank > 0) {
-      add(WeightRole::q_a, {whole(name("self_attn.q_a_proj.weight"), mla.q_lora_rank, config_.shape.hidden)});
+      add_stacked(WeightRole::qkv_a,
+                  {whole(name("self_attn.q_a_proj.weight"), mla.q_lora_rank, hidden), latents});
       add(WeightRole::q_a_norm, {whole(name("self_attn.q_a_layernorm.weight"), 1, mla.q_lora_rank)});
       add(WeightRole::q_b, {whole(name("self_attn.q_b_proj.weight"), q_rows, mla.q_lora_rank)});
     } else {
-      add(WeightRole::q_b, {whole(name("self_attn.q_proj.weight"), q_rows, config_.shape.hidden)});
+      add_stacked(WeightRole::qkv_a, {whole(name("self_attn.q_proj.weight"), q_rows, hidden), latents});
     }
     const std::int64_t latent = mla.kv_lora_rank;
-    add(WeightRole::kv_a,
-        {whole(name("self_attn.kv_a_proj_with_mqa.weight"), mla.latent_dim(), config_.shape.hidden)});
     add(WeightRole::kv_a_norm, {whole(name("self_attn.kv_a_layernorm.weight"), 1, latent)});
 
     // kv_b_proj stacks, head by head, the rows that make keys (W_UK) and the rows that make values (W_UV).
@@ -168,9 +169,8 @@ class PlanBuilder {
     } else {
       add(WeightRole::w_uv, {rows_of_heads(plan_.combined_heads, mla.qk_nope_head_dim, mla.v_head_dim)});
     }
-    add(WeightRole::attention_out,
-        {some_cols(name("self_attn.o_proj.weight"), config_.shape.hidden, heads * mla.v_head_dim,
-                   topo_.output_projection_rows(at_.stage_rank, mla.v_head_dim))});
+    add(WeightRole::attention_out, {some_cols(name("self_attn.o_proj.weight"), hidden, heads * mla.v_head_dim,
+                                              topo_.output_projection_rows(at_.stage_rank, mla.v_head_dim))});
   }
 
   struct FfnRoles {
