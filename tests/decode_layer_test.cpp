@@ -199,6 +199,13 @@ TEST_CASE("Latent attention without a query latent equals its expanded form on e
   check_all_topologies(spec);
 }
 
+TEST_CASE("Latents that begin and end between two vectors equal their expanded form") {
+  LayerSpec spec;
+  spec.is_mla = true;
+  spec.q_lora = 21;
+  check_all_topologies(spec);
+}
+
 TEST_CASE("DeepSeek-V2's mixture of experts equals the oracle on every TPF x EP grid") {
   check_all_topologies(LayerSpec::deepseek(false));
 }
