@@ -31,4 +31,26 @@ struct Rotation {
   }
 };
 
+/// Where the elements of the pairs `pair` and `pair` + 1 of a head of `pairs` lie: two from `first` on and
+/// two from `second` on. Interleaved, each two are a pair; else the first ones of both, and the second ones.
+template <bool kIsInterleaved>
+struct TwoPairs {
+  int first;
+  int second;
+
+  __device__ __forceinline__ TwoPairs(int pair, int pairs)
+      : first(kIsInterleaved ? 2 * pair : pair), second(kIsInterleaved ? first + 2 : first + pairs) {}
+
+  /// Turns them, as loaded, by the rotations of both.
+  static __device__ __forceinline__ void turn(const Rotation* rotations, float (&x)[2], float (&y)[2]) {
+    if constexpr (kIsInterleaved) {
+      rotations[0].turn(x[0], x[1]);
+      rotations[1].turn(y[0], y[1]);
+    } else {
+      rotations[0].turn(x[0], y[0]);
+      rotations[1].turn(x[1], y[1]);
+    }
+  }
+};
+
 }  // namespace helix::cuda

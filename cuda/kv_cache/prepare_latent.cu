@@ -53,23 +53,16 @@ struct Preparation {
 template <bool kIsInterleaved, class T, class Stored>
 __device__ __forceinline__ void turn_pairs(const T* in, T* out, int pair, int pairs,
                                            const Rotation* rotations, const Stored& stored) {
-  const int first = kIsInterleaved ? 2 * pair : pair;
-  const int second = kIsInterleaved ? first + kLanePairs : first + pairs;
+  const TwoPairs<kIsInterleaved> at(pair, pairs);
   float x[kLanePairs];
   float y[kLanePairs];
-  load_vector(in + first, x);
-  load_vector(in + second, y);
-  if constexpr (kIsInterleaved) {  // (x0 x1) (y0 y1) are the pairs
-    rotations[pair].turn(x[0], x[1]);
-    rotations[pair + 1].turn(y[0], y[1]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kLanePairs; ++i) rotations[pair + i].turn(x[i], y[i]);
-  }
-  store_vector(out + first, x);
-  store_vector(out + second, y);
-  stored(first, x);
-  stored(second, y);
+  load_vector(in + at.first, x);
+  load_vector(in + at.second, y);
+  at.turn(rotations + pair, x, y);
+  store_vector(out + at.first, x);
+  store_vector(out + at.second, y);
+  stored(at.first, x);
+  stored(at.second, y);
 }
 
 /// To the pages what T holds of `x`.

@@ -87,21 +87,14 @@ __device__ void prepare_head(const Preparation<T, S>& p, const Heads<T>& heads, 
   const float scale = heads.norm != nullptr ? norm_scale(head, p.dim, p.epsilon) : 1.0f;
   __syncwarp();  // all have read the head before it changes
   for (int pair = lane * kLanePairs; pair < p.pairs; pair += kWarp * kLanePairs) {
-    const int first = kIsInterleaved ? 2 * pair : pair;
-    const int second = kIsInterleaved ? first + kLanePairs : first + p.pairs;
+    const TwoPairs<kIsInterleaved> at(pair, p.pairs);
     float x[kLanePairs];
     float y[kLanePairs];
-    load_normed(heads, head, first, scale, x);
-    load_normed(heads, head, second, scale, y);
-    if constexpr (kIsInterleaved) {  // (x0 x1) (y0 y1) are the pairs
-      rotations[pair].turn(x[0], x[1]);
-      rotations[pair + 1].turn(y[0], y[1]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kLanePairs; ++i) rotations[pair + i].turn(x[i], y[i]);
-    }
-    store_both(head, stored, kv_scale, first, x);
-    store_both(head, stored, kv_scale, second, y);
+    load_normed(heads, head, at.first, scale, x);
+    load_normed(heads, head, at.second, scale, y);
+    at.turn(rotations + pair, x, y);
+    store_both(head, stored, kv_scale, at.first, x);
+    store_both(head, stored, kv_scale, at.second, y);
   }
   if (stored == nullptr && heads.norm == nullptr) return;
   for (int at = 2 * p.pairs + lane * kLanePairs; at < p.dim; at += kWarp * kLanePairs) {
