@@ -20,6 +20,7 @@
 namespace helix {
 
 /// Stores each token whose owner is kv.kvp_rank (the test runs on the device); drops the others and padding.
+/// Rows of k and v may be strided; their last stride is 1.
 template <class T>
 struct AppendKvArgs {
   TensorView<const T, 3> k;  ///< [tokens, Hkv/TPA, D]; MLA: the latent rows [tokens, 1, 576].

@@ -64,7 +64,8 @@ inline void check_epsilon(std::string_view operation, std::string_view name, flo
 
 // `T` is the activation type (f32 on the CPU). Shapes follow each field; none may alias unless said.
 
-/// out = residual' / rms(residual') * weight, with residual' = residual + delta written back to residual.
+/// out = residual' / rms(residual') * weight, with residual' = residual + delta written back to residual. All
+/// rows may be strided; last strides are 1.
 template <class T>
 struct RmsNormArgs {
   TensorView<const T, 2> delta;  ///< [rows, M] or empty: nothing is added.
