@@ -309,11 +309,12 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
   choices.num_experts = static_cast<int>(num_experts);
   choices.top_k = static_cast<int>(top_k);
   choices.num_pairs = static_cast<int>(num_pairs);
+  const ExpertBuffers buffers = carve(num_pairs, hidden, ffn, arena);
   if constexpr (!std::is_same_v<T, float>) {
-    if (state_->runs_hopper_kernels() && fits_token_experts(args)) {
-      T* const between = reinterpret_cast<T*>(carve(num_pairs, hidden, ffn, arena).hidden);
-      return multiply_token_experts(args, choices, between, state_->num_sms, stream.handle());
-    }
+    if (state_->runs_hopper_kernels() &&
+        multiply_token_experts(args, choices, reinterpret_cast<T*>(buffers.hidden), state_->num_sms,
+                               stream.handle()))
+      return;
   }
   const bool has_tiles = takes_tiles(args, ffn, num_pairs);
   const bool has_groups = state_->runs_hopper_kernels();
@@ -324,7 +325,7 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
   const std::int64_t num_items =
       is_sorted ? std::min(num_pairs, num_pairs / item_pairs + num_experts) : num_pairs;
   const ExpertCall call{.choices = choices,
-                        .buffers = carve(num_pairs, hidden, ffn, arena),
+                        .buffers = buffers,
                         .is_sorted = is_sorted,
                         .num_items = static_cast<int>(num_items),
                         .hidden = static_cast<int>(hidden),

@@ -52,45 +52,39 @@ void launch(const Product<T>& p, std::int64_t in_rows, std::int64_t num_experts,
 }  // namespace
 
 template <class T>
-bool fits_token_experts(const ExpertFfnArgs<T>& args) {
-  const std::int64_t hidden = args.in.extent(1);
-  const std::int64_t ffn = args.local_experts.front().down.cols;
-  return args.in.extent(0) == 1 && args.experts.extent(1) <= kMostTokenChoices &&
-         hidden % kChunkColumns == 0 && ffn % kChunkColumns == 0 && address_of(args.in.data()) % 16 == 0 &&
-         distance_of(args.local_experts, &ExpertWeights::gate_up, kDTypeOf<T>) &&
-         distance_of(args.local_experts, &ExpertWeights::down, kDTypeOf<T>);
-}
-
-template <class T>
-void multiply_token_experts(const ExpertFfnArgs<T>& args, const Choices& choices, T* hidden, int num_sms,
+bool multiply_token_experts(const ExpertFfnArgs<T>& args, const Choices& choices, T* hidden, int num_sms,
                             cudaStream_t stream) {
   using S = few_rows::OneOrTwo;
   static_assert(S::kTileWidth <= kMostTokenFeatures);
   const auto num_experts = static_cast<std::int64_t>(args.local_experts.size());
   const ExpertWeights& first = args.local_experts.front();
+  const auto gate_up_distance = distance_of(args.local_experts, &ExpertWeights::gate_up, kDTypeOf<T>);
+  const auto down_distance = distance_of(args.local_experts, &ExpertWeights::down, kDTypeOf<T>);
+  if (args.in.extent(0) != 1 || args.experts.extent(1) > kMostTokenChoices ||
+      args.in.extent(1) % kChunkColumns != 0 || first.down.cols % kChunkColumns != 0 ||
+      address_of(args.in.data()) % 16 != 0 || !gate_up_distance || !down_distance)
+    return false;
   const int most_blocks = num_sms * S::kBlocksPerSm;
 
   Product<T> gate_up = product_of(args.in, first.gate_up);
   gate_up.width /= 2;
   gate_up.out = hidden;
   gate_up.out_row = gate_up.width;
-  launch<S, TokenGateUp>(gate_up, 1, num_experts,
-                         *distance_of(args.local_experts, &ExpertWeights::gate_up, kDTypeOf<T>),
+  launch<S, TokenGateUp>(gate_up, 1, num_experts, *gate_up_distance,
                          few_rows::cut_runs(choices.num_pairs, gate_up.width, TokenGateUp::kHalves, 1,
                                             S::kTileWidth / TokenGateUp::kHalves, most_blocks),
                          choices, stream);
 
   Product<T> down = product_of(TensorView<const T, 2>(hidden, {1, gate_up.width}), first.down);
   down.out = args.out.data();
-  launch<S, TokenDown>(down, choices.num_pairs, num_experts,
-                       *distance_of(args.local_experts, &ExpertWeights::down, kDTypeOf<T>),
+  launch<S, TokenDown>(down, choices.num_pairs, num_experts, *down_distance,
                        few_rows::cut_runs(1, down.width, TokenDown::kHalves, 1, S::kTileWidth, most_blocks),
                        choices, stream);
+  return true;
 }
 
-#define HELIX_INSTANTIATE(T)                                      \
-  template bool fits_token_experts(const ExpertFfnArgs<T>& args); \
-  template void multiply_token_experts(const ExpertFfnArgs<T>&, const Choices&, T*, int, cudaStream_t);
+#define HELIX_INSTANTIATE(T) \
+  template bool multiply_token_experts(const ExpertFfnArgs<T>&, const Choices&, T*, int, cudaStream_t);
 HELIX_INSTANTIATE(f16)
 HELIX_INSTANTIATE(bf16)
 #undef HELIX_INSTANTIATE

@@ -63,7 +63,7 @@ struct TokenExperts {
 struct TokenGateUp : TokenExperts {
   static constexpr int kHalves = 2;
 
-  __device__ __forceinline__ void begin(const few_rows::Tiles&, Memory& memory) const {
+  __device__ __forceinline__ void begin(Memory& memory) const {
     wait_for_previous();
     start_next();  // not before: down begins with the experts
     find_experts(memory);
@@ -111,7 +111,7 @@ struct TokenGateUp : TokenExperts {
 struct TokenDown : TokenExperts {
   static constexpr int kHalves = 1;
 
-  __device__ __forceinline__ void begin(const few_rows::Tiles&, Memory& memory) const {
+  __device__ __forceinline__ void begin(Memory& memory) const {
     start_next();
     find_experts(memory);
   }

@@ -10,15 +10,11 @@ namespace helix::cuda {
 
 struct Choices;
 
-/// Whether multiply_token_experts() takes the call: one token of up to 32 choices, weights of T that lie at
+/// The call; false, and nothing queued, unless it has one token of up to 32 choices, weights of T that lie at
 /// equal distances in the order of the experts, a multiple of 64 columns in both products, all aligned to 16
-/// bytes.
+/// bytes. `hidden`: [top_k, F], scratch, aligned to 16 bytes.
 template <class T>
-bool fits_token_experts(const ExpertFfnArgs<T>& args);
-
-/// The call, which fits. `hidden`: [top_k, F], scratch, aligned to 16 bytes.
-template <class T>
-void multiply_token_experts(const ExpertFfnArgs<T>& args, const Choices& choices, T* hidden, int num_sms,
+bool multiply_token_experts(const ExpertFfnArgs<T>& args, const Choices& choices, T* hidden, int num_sms,
                             cudaStream_t stream);
 
 }  // namespace helix::cuda
