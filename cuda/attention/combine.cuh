@@ -224,20 +224,29 @@ __device__ inline int count_up(int* counter) {
   return before;
 }
 
+/// Counts this block's split among all: afterwards `is_last`, in shared memory, says whether it came last. By
+/// threads that meet() at a barrier, this one number `thread`; counter(): zero between launches.
+template <class Counter, class Flag, class Meet>
+__device__ __forceinline__ void count_split(const SplitPartials& all, const Counter& counter, int thread,
+                                            Flag& is_last, const Meet& meet) {
+  meet();
+  if (thread == 0) {
+    // What the block wrote goes before its count, and what the others counted before what is read here.
+    int* place = counter();
+    is_last = count_up(place) == all.splits.count - 1;
+    if (is_last) *place = 0;
+  }
+  meet();
+}
+
 /// The last block to come combines the splits of query tile `u`, behind all writes of its split partials:
 /// `threads` threads, this one number `thread`, that meet() at a barrier. `is_last`: in shared memory.
 template <bool kMayBeF32, class Flag, class Meet>
 __device__ __forceinline__ void combine_splits(const SplitPartials& all, const QueryTile& query_tile, int u,
                                                int head, int thread, int threads, Flag& is_last,
                                                const Meet& meet) {
-  meet();
-  if (thread == 0) {
-    // What the block wrote goes before its count, and what the others counted before what is read here.
-    int* counter = all.p.counters + u * all.p.kv_heads + head;
-    is_last = count_up(counter) == all.splits.count - 1;
-    if (is_last) *counter = 0;
-  }
-  meet();
+  count_split(
+      all, [&] { return all.p.counters + u * all.p.kv_heads + head; }, thread, is_last, meet);
   if (!is_last) return;
   for (int row = thread / kWarp; row < query_tile.num_rows; row += threads / kWarp)
     combine_row<kMayBeF32>(all, query_tile, head, row, 0, all.p.value_dim);

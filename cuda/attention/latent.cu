@@ -68,10 +68,6 @@ int launch_attention(const AttentionParams& p, const AttentionCall& call, const 
   return call.dtype == DType::bf16 ? launch_rows<bf16>(p, call, grid) : launch_rows<f16>(p, call, grid);
 }
 
-bool is_latent_shape(std::int64_t head_dim, std::int64_t value_dim) {
-  return head_dim == kLatentColumns + kRopeColumns && value_dim == kLatentColumns;
-}
-
 }  // namespace
 
 const AttentionKernel kLatentKernel{

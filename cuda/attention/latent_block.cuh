@@ -20,6 +20,11 @@ inline constexpr int kLatentColumns = 512;    ///< Of a key, and all of a value.
 inline constexpr int kRopeColumns = 64;       ///< Of a key only.
 inline constexpr int kLatentTileTokens = 64;  ///< Of a KV tile.
 
+/// Whether rows are latents of the size that these kernels are built for.
+inline bool is_latent_shape(std::int64_t head_dim, std::int64_t value_dim) {
+  return head_dim == kLatentColumns + kRopeColumns && value_dim == kLatentColumns;
+}
+
 inline constexpr int kMaxLatentSplits = 256;  ///< Of a query tile.
 
 /// Blocks to launch, `item_blocks` of which take a work item together.

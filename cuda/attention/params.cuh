@@ -128,11 +128,14 @@ struct QueryTile {
 };
 
 /// Local tokens that were there before those of the step, of the sequence whose only query tile this is.
+/// kCalls: see AttentionPlan.
+template <bool kCalls = false>
 __device__ inline int settled_tokens(const AttentionParams& p, const QueryTile& query_tile) {
   std::int64_t settled = INT64_MAX;
 #pragma unroll 1
   for (int token = query_tile.first_token; token <= query_tile.token(p, query_tile.num_rows - 1); ++token)
-    settled = min(settled, p.layout.length(p.positions[token], p.kvp_rank));
+    settled = min(settled, kCalls ? visible<true>(p, p.positions[token] - 1).end
+                                  : p.layout.length(p.positions[token], p.kvp_rank));
   return static_cast<int>(settled);
 }
 

@@ -22,8 +22,9 @@ struct QueryTileSpan {
   int end_token;            ///< Local token where the keys end.
 };
 
-/// What the schedule of every kernel is made of, in shared memory, for KV tiles of kTokens tokens. `u` is a
-/// query tile of the launch; `Count` holds numbers of query tiles and of splits.
+/// What the schedule of every kernel is made of, in shared memory, for KV tiles of kTokens tokens and work
+/// items that kBlocks blocks take together. `u` is a query tile of the launch; `Count` holds numbers of query
+/// tiles and of splits.
 template <int kTokens, class TheLimits, int kBlocks, class Count>
 struct AttentionLists {
   using Limits = TheLimits;
@@ -38,15 +39,15 @@ struct AttentionLists {
 
   __device__ int kv_tiles(int u) const { return kv_tile_begin[u + 1] - kv_tile_begin[u]; }
   __device__ int splits(int u) const { return split_begin[u + 1] - split_begin[u]; }
-  /// Blocks of the grid, or pairs.
+  /// Of the grid: blocks, or groups that take a work item together.
   static __device__ int num_blocks() { return static_cast<int>(gridDim.x) / kBlocks; }
 };
 
 /// The schedule, with all that is known of the query tiles. kCallsFunctions: long functions that decode steps
 /// seldom run are called, so that what they do run stays together and comes from memory sooner. Not for
 /// kernels whose warps share out registers, which calls prevent.
-template <int kTokens, class TheLimits = ShortTileLimits, bool kCallsFunctions = false>
-struct AttentionPlan : AttentionLists<kTokens, TheLimits, 1, int> {
+template <int kTokens, class TheLimits = ShortTileLimits, bool kCallsFunctions = false, int kBlocks = 1>
+struct AttentionPlan : AttentionLists<kTokens, TheLimits, kBlocks, int> {
   static constexpr bool kCalls = kCallsFunctions;
   QueryTile query_tiles[kMaxQueryTiles];
   std::int64_t first_page[kMaxQueryTiles];  ///< As in QueryTileSpan, as the following.
@@ -110,11 +111,12 @@ __device__ inline QueryTileSpan span_of(const AttentionParams& p, int b, int row
 }
 
 /// What row `row` of a query tile sees; of one token, or behind the last row, what the query tile does.
+template <bool kCalls = false>
 __device__ inline TokenRange seen_by_row(const AttentionParams& p, const QueryTileSpan& span, int row) {
   const QueryTile& tile = span.query_tile;
   const bool is_one_token = tile.token(p, 0) == tile.token(p, tile.num_rows - 1);
   if (is_one_token || row >= tile.num_rows) return {span.begin_token, span.end_token};
-  return visible(p, p.positions[tile.token(p, row)]);
+  return visible<kCalls>(p, p.positions[tile.token(p, row)]);
 }
 
 /// Query tile `u` of the launch, which is of sequence `b`.

@@ -102,7 +102,7 @@ struct Tensor {
 
     const auto stage_at = static_cast<unsigned>(__cvta_generic_to_shared(s.stages[warp]));
     const auto barrier_at = static_cast<unsigned>(__cvta_generic_to_shared(s.barriers[warp]));
-    Producer producer(p, maps, s.plan, item);
+    Producer producer(p, maps, s.plan, item, warp);
     KvTileCursor at = item.start;
     int mine = warp;  // this warp's next KV tile of the work item
     int stage = 0;

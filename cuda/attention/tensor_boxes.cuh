@@ -23,6 +23,28 @@ inline int box_tokens_of(const KvFormat& format, std::int64_t kv_tile_tokens) {
   return static_cast<int>(std::gcd(format.page_tokens, kv_tile_tokens));
 }
 
+/// A lane's box of a KV tile of kTokens tokens, the lane's number in order.
+template <int kTokens>
+struct BoxPlace {
+  bool has_box = false;   // whether some row of this lane's box is seen
+  int first_row = 0;      // of the box, in the KV tile
+  int in_page = 0;        // the same, in the page
+  std::int32_t page = 0;  // not looked at before it is needed, for it comes from memory
+
+  template <class Plan>
+  __device__ __forceinline__ void look_up(const AttentionParams& p, int box_tokens, const Plan& plan,
+                                          const KvTileCursor& at) {
+    const int kv_tile = plan.first_kv_tile_token(at.query_tile) + at.kv_tile * kTokens;
+    first_row = static_cast<int>(threadIdx.x) % kWarp * box_tokens;
+    const int token = kv_tile + first_row;
+    has_box = first_row < kTokens && token < plan.end_token[at.query_tile] &&
+              token + box_tokens > plan.begin_token[at.query_tile];
+    const int i = token / p.page_tokens;
+    in_page = token - i * p.page_tokens;
+    if (has_box) page = p.lists.pages[plan.first_page[at.query_tile] + i];
+  }
+};
+
 /// What BoxTileCopies needs beside AttentionParams.
 struct BoxTileMaps {
   CUtensorMap k;
@@ -40,10 +62,7 @@ struct BoxTileCopies {
   static constexpr bool kTakesUnequalRows = true;
   static_assert(kTokens <= kLeastBoxTokens * kWarp);
 
-  bool has_box = false;   // whether some row of this lane's box is seen
-  int first_row = 0;      // of the box, in the KV tile
-  int in_page = 0;        // the same, in the page
-  std::int32_t page = 0;  // not looked at before issue(), for it comes from memory
+  BoxPlace<kTokens> box;
 
   static Maps maps_of(const AttentionParams& p, const KvView& kv) {
     const int box_tokens = box_tokens_of(kv.format, kTokens);
@@ -58,28 +77,22 @@ struct BoxTileCopies {
   template <class Plan>
   __device__ __forceinline__ void look_up(const AttentionParams& p, const Maps& maps, const Plan& plan,
                                           const KvTileCursor& at) {
-    const int kv_tile = plan.first_kv_tile_token(at.query_tile) + at.kv_tile * kTokens;
-    first_row = static_cast<int>(threadIdx.x) % kWarp * maps.box_tokens;
-    const int token = kv_tile + first_row;
-    has_box = first_row < kTokens && token < plan.end_token[at.query_tile] &&
-              token + maps.box_tokens > plan.begin_token[at.query_tile];
-    const int i = token / p.page_tokens;
-    in_page = token - i * p.page_tokens;
-    if (has_box) page = p.lists.pages[plan.first_page[at.query_tile] + i];
+    box.look_up(p, maps.box_tokens, plan, at);
   }
 
   template <int kBarriers>
   __device__ __forceinline__ void issue(const AttentionParams&, const Maps& maps, const KvTileCursor& at,
                                         unsigned stage, unsigned barrier) const {
     static_assert(kBarriers == 1);  // 16 bits
-    const auto tokens = static_cast<unsigned>(__popc(__ballot_sync(~0u, has_box)) * maps.box_tokens);
+    const auto tokens = static_cast<unsigned>(__popc(__ballot_sync(~0u, box.has_box)) * maps.box_tokens);
     if (threadIdx.x % kWarp == 0) barrier_expect(barrier, tokens * (kKeyBytes + kValueBytes));
     __syncwarp();
-    if (has_box) {
-      const unsigned to = stage + static_cast<unsigned>(first_row) * kKeyBytes;
-      const unsigned to_values = stage + kTokens * kKeyBytes + static_cast<unsigned>(first_row) * kValueBytes;
-      copy_box(to, maps.k, 0, in_page, at.head, page, barrier);
-      copy_box(to_values, maps.v, 0, in_page, at.head, page, barrier);
+    if (box.has_box) {
+      const unsigned to = stage + static_cast<unsigned>(box.first_row) * kKeyBytes;
+      const unsigned to_values =
+          stage + kTokens * kKeyBytes + static_cast<unsigned>(box.first_row) * kValueBytes;
+      copy_box(to, maps.k, 0, box.in_page, at.head, box.page, barrier);
+      copy_box(to_values, maps.v, 0, box.in_page, at.head, box.page, barrier);
     }
   }
 

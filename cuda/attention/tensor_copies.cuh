@@ -190,8 +190,8 @@ struct ChunkCopies {
   }
 };
 
-/// One warp's copies of the KV tiles that it will multiply: every kWarps-th of the block's work item.
-template <class TileCopies, class Plan, int kWarps, int kBarriers>
+/// A warp's copies of every kEvery-th KV tile of a work item.
+template <class TileCopies, class Plan, int kEvery, int kBarriers>
 struct TileProducer {
   using Maps = typename TileCopies::Maps;
 
@@ -203,14 +203,10 @@ struct TileProducer {
   int count;
   TileCopies copies;  // of KV tile `next`
 
+  /// From KV tile `first` of the work item on.
   __device__ TileProducer(const AttentionParams& params, const Maps& the_maps, const Plan& the_plan,
-                          const WorkItem& item)
-      : p(params),
-        maps(the_maps),
-        plan(the_plan),
-        at(item.start),
-        next(static_cast<int>(threadIdx.x) / kWarp),
-        count(item.count) {
+                          const WorkItem& item, int first)
+      : p(params), maps(the_maps), plan(the_plan), at(item.start), next(first), count(item.count) {
     if (next >= count) return;
     at.advance(p, plan, next);
     copies.look_up(p, maps, plan, at);
@@ -225,9 +221,9 @@ struct TileProducer {
   __device__ void issue(unsigned stage, unsigned barrier) {
     if (next >= count) return;
     copies.template issue<kBarriers>(p, maps, at, stage, barrier);
-    next += kWarps;
+    next += kEvery;
     if (next < count) {
-      at.advance(p, plan, kWarps);
+      at.advance(p, plan, kEvery);
       copies.look_up(p, maps, plan, at);
     }
   }
