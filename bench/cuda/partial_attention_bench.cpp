@@ -151,6 +151,11 @@ constexpr Case kCases[] = {
     mla({.query_heads = 128, .batch = 8, .tokens = 131072, .kv_dtype = kMixed}),
     mla({.query_heads = 128, .batch = 8, .tokens = 8192, .kv_dtype = kMixed}),
     mla({.query_heads = 16, .batch = 64, .tokens = 131072, .kv_dtype = kMixed}),
+    mla({.query_heads = 16, .batch = 1, .tokens = 512}),
+    mla({.query_heads = 16, .batch = 8, .tokens = 512}),
+    mla({.query_heads = 16, .batch = 64, .tokens = 512}),
+    mla({.query_heads = 16, .batch = 1, .tokens = 2048}),
+    mla({.query_heads = 16, .batch = 8, .tokens = 2048}),
     // Drafted tokens.
     {.batch = 1, .tokens = 8192, .queries = 4},
     {.batch = 8, .tokens = 8192, .queries = 4},

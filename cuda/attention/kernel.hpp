@@ -70,6 +70,9 @@ extern const AttentionKernel kTensorRows;
 extern const AttentionKernel kTensorPagesE4m3;
 /// Tensor cores as kTensorPagesE4m3, for rows of any strides.
 extern const AttentionKernel kTensorRowsE4m3;
+/// Tensor cores of compute capability 9.0, over latents of 512 columns and 64 of rope, for up to 16 query
+/// rows of a sequence; q, out and KV of one 16-bit type, rows of any strides aligned to 16 bytes.
+extern const AttentionKernel kNarrowLatent;
 /// Warp-group products of compute capability 9.0, over latents of 512 columns and 64 of rope; q and out of
 /// one 16-bit type, KV of the same, of e4m3 or, under bf16, of fp8_ds_mla; rows of any strides aligned to 16
 /// bytes.

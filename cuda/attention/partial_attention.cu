@@ -35,9 +35,9 @@ struct SplitPartialsMemory {
 
 /// In the order in which they are asked: the first that fits runs.
 constexpr const AttentionKernel* kKernels[] = {
-    &kWaves,          &kTensorPages,  &kTensorBoxes, &kTensorRows, &kTensorPagesE4m3,
-    &kTensorRowsE4m3, &kLatentKernel, &kMmaRest,     &kMma,        &kMmaLatentRest,
-    &kWideMmaLatent,  &kMmaLatent,    &kPortable};
+    &kWaves,          &kTensorPages,   &kTensorBoxes,  &kTensorRows, &kTensorPagesE4m3,
+    &kTensorRowsE4m3, &kNarrowLatent,  &kLatentKernel, &kMmaRest,    &kMma,
+    &kMmaLatentRest,  &kWideMmaLatent, &kMmaLatent,    &kPortable};
 
 const AttentionKernel& kernel_for(const AttentionCall& call) {
   return **std::find_if(std::begin(kKernels), std::end(kKernels),

@@ -316,6 +316,12 @@ void launch_tiles(Product<T> p, const Machine& machine, cudaStream_t stream) {
   in_launches(p, kRows, [&](const Product<T>& part) {
     const dim3 grid(grid_blocks(groups, kDotWarps / p.splits), static_cast<unsigned>(p.heads),
                     grid_blocks(part.rows, kRows));
+    // The division of the SM's memory that attention has: another would keep its blocks from starting beside
+    // these. A token of DeepSeek-V2-Lite's shape takes 1.357 ms with it, 1.407 without (H100).
+    if (machine.is_hopper)
+      HELIX_CUDA_CHECK(cudaFuncSetAttribute(thin_tile_kernel<T, kTiles, kWide>,
+                                            cudaFuncAttributePreferredSharedMemoryCarveout,
+                                            cudaSharedmemCarveoutMaxShared));
     launch_early(thin_tile_kernel<T, kTiles, kWide>, grid, kDotThreads, 0, stream, machine.is_hopper, part);
   });
 }

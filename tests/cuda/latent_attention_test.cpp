@@ -56,7 +56,7 @@ TEMPLATE_TEST_CASE("latents on a GPU: every edge of tiles and splits", "", f16, 
 TEMPLATE_TEST_CASE("latents on a GPU: any page, chunk, shard, window and cap", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   const auto operators = latent_attention_operators<TestType>();
-  for (const std::int64_t heads : {16, 128}) {
+  for (const std::int64_t heads : {8, 16, 128}) {
     for (const std::int64_t page : {1, 3, 8, 16, 48, 64, 128, 256}) {
       for (const std::int64_t kvp : {1, 3}) {
         AttentionCase c = latent_case<TestType>(heads);
@@ -101,7 +101,7 @@ TEMPLATE_TEST_CASE("latents on a GPU: ragged batches, padding and empty shards",
 TEMPLATE_TEST_CASE("latents on a GPU: reading ahead gives the same bits", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   const auto operators = latent_attention_operators<TestType>();
-  for (const std::int64_t heads : {16, 128}) {
+  for (const std::int64_t heads : {4, 16, 128}) {
     for (const std::int64_t kvp : {1, 2}) {
       AttentionCase c = latent_case<TestType>(heads);
       c.kvp = kvp;
@@ -128,10 +128,30 @@ TEMPLATE_TEST_CASE("latents on a GPU: the same on few blocks, and the same bits 
   auto operators = latent_attention_operators<TestType>();
   for (const int blocks : {1, 2, 3, 10, 131, 0}) {
     operators.set_attention_blocks(blocks);
-    for (const std::int64_t heads : {16, 128}) {
+    for (const std::int64_t heads : {8, 16, 128}) {
       AttentionCase c = latent_case<TestType>(heads);
       c.sequences = {{700, 1}, {90, 1}, {1500, 2}};
       CAPTURE(blocks, heads);
+      const AttentionWorld<TestType> world(c);
+      CHECK(world.check(operators) == "");
+      CHECK(world.run(operators) == world.run(operators));
+    }
+  }
+}
+
+TEMPLATE_TEST_CASE("latents on a GPU: few rows of any number of sequences, short beside long", "", f16,
+                   bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  const cuda::Operators<TestType> operators;
+  // Sequences have clusters of eight, four and two blocks, or single ones; and with few pages there are no
+  // more clusters than sequences.
+  for (const std::int64_t sequences : {1, 3, 15, 16, 31, 66, 67, 133}) {
+    for (const std::int64_t longest : {40, 767, 2000}) {
+      AttentionCase c = latent_case<TestType>(sequences % 2 == 0 ? 16 : 5);
+      c.sequences.clear();
+      for (std::int64_t b = 0; b < sequences; ++b)
+        c.sequences.push_back({b % 20 == 0 ? longest : 1 + b * 37 % 90, 1});
+      CAPTURE(sequences, longest);
       const AttentionWorld<TestType> world(c);
       CHECK(world.check(operators) == "");
       CHECK(world.run(operators) == world.run(operators));
@@ -190,7 +210,7 @@ TEMPLATE_TEST_CASE("latents on a GPU: rows of fp8_ds_mla under any heads, edges,
 TEMPLATE_TEST_CASE("latents on a GPU: maxima that rise and fall from tile to tile", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   const auto operators = latent_attention_operators<TestType>();
-  for (const std::int64_t heads : {16, 128}) {
+  for (const std::int64_t heads : {8, 16, 128}) {
     AttentionCase c = latent_case<TestType>(heads);
     c.sequences = {{2000, 1}, {500, 2}};
     c.sharpness = 12.0f;
@@ -217,7 +237,7 @@ TEMPLATE_TEST_CASE("latents on a GPU: many small weights beside a large one", ""
 TEMPLATE_TEST_CASE("latents on a GPU: rows whose first scores lie far below 0", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   const auto operators = latent_attention_operators<TestType>();
-  for (const std::int64_t heads : {16, 128}) {
+  for (const std::int64_t heads : {8, 16, 128}) {
     AttentionCase c = latent_case<TestType>(heads);
     c.sequences = {{1, 1}, {1, 1}, {2, 1}, {3, 2}, {1, 1}, {1, 1}, {70, 1}};
     c.sharpness = 60.0f;

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernel over latents (MLA) for few query rows: what it fits, and its launch.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <numeric>
+
+#include "cuda/attention/kernel.hpp"
+#include "cuda/attention/local_tokens.hpp"
+#include "cuda/attention/narrow_latent.cuh"
+#include "cuda/kv_cache/paged_maps.cuh"
+#include "cuda/runtime/launch.cuh"
+
+namespace helix::cuda {
+namespace {
+
+using narrow_latent::kThreads;
+using narrow_latent::kTokens;
+
+/// The kernel of one type and cluster size on the current device.
+template <class T, int kCluster>
+struct NarrowLaunch {
+  static constexpr auto kKernel = narrow_latent::attend_narrow_latent<T, kCluster>;
+  static constexpr int kBytes = static_cast<int>(sizeof(typename narrow_latent::Block<T, kCluster>::Shared));
+  static_assert(kBytes <= 227 * 1024);
+
+  /// Clusters that the device holds at a time: an H100 has groups of up to 18 SMs, some of 14, so that of 132
+  /// SMs 120 have room for clusters of eight or four.
+  static int most_clusters() {
+    static std::array<std::atomic<int>, 64> of_devices;
+    int device = 0;
+    HELIX_CUDA_CHECK(cudaGetDevice(&device));
+    std::atomic<int>& known = of_devices[static_cast<std::size_t>(device) % of_devices.size()];
+    int most = known.load(std::memory_order_relaxed);
+    if (most > 0) return most;
+    HELIX_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+    LaunchAttributes attributes = LaunchAttributes().clusters(kCluster);
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(kCluster);
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = kBytes;
+    config.attrs = attributes.data();
+    config.numAttrs = attributes.count();
+    HELIX_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&most, kKernel, &config));
+    known.store(most, std::memory_order_relaxed);
+    return most;
+  }
+
+  /// Launches it where each query tile has a cluster. Returns whether it has.
+  static bool launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
+    const int blocks = std::max(1, grid.blocks / kBlocksPerSm);
+    int clusters = kCluster == 1 ? blocks : std::min(blocks / kCluster, most_clusters());
+    if (kCluster > 1 && clusters < p.num_query_tiles) return false;
+    // Not by Batch::lengths_host: a captured launch is replayed with longer sequences.
+    const std::int64_t tokens = most_pages(call.kv) * call.kv.format.page_tokens;
+    if (tokens <= narrow_latent::Limits<kCluster>::kWholeTiles * kTokens)
+      clusters = std::min(clusters, p.num_query_tiles);  // other SMs are the next kernel's
+    HELIX_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+    const int box = std::gcd(int{p.page_tokens}, kTokens);
+    const int chunks = box == kTokens ? kLatentColumns / kChunkColumns : 1;
+    launch_with(LaunchAttributes().early().clusters(kCluster), kKernel,
+                static_cast<unsigned>(clusters * kCluster), kThreads, kBytes, grid.stream, p,
+                narrow_latent::Maps{paged_chunks_map(p.k, call.dtype, kLatentColumns, call.kv, box, chunks),
+                                    paged_chunks_map(p.rope, call.dtype, kRopeColumns, call.kv, box, 1), box,
+                                    chunks});
+    return true;
+  }
+};
+
+/// In the largest clusters of which there is one for each query tile.
+template <class T>
+void launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
+  NarrowLaunch<T, 8>::launch(p, call, grid) || NarrowLaunch<T, 4>::launch(p, call, grid) ||
+      NarrowLaunch<T, 2>::launch(p, call, grid) || NarrowLaunch<T, 1>::launch(p, call, grid);
+}
+
+}  // namespace
+
+const AttentionKernel kNarrowLatent{
+    .fits =
+        [](const AttentionCall& call) {
+          const KvFormat& format = call.kv.format;
+          return call.is_hopper && format.is_latent && is_latent_shape(format.head_dim, format.value_dim) &&
+                 call.dtype == format.dtype && size_bytes(call.dtype) == 2 && call.most_rows <= kMmaRows &&
+                 call.q_alignment == 16 && call.kv_alignment == 16 && call.has_tensor_maps;
+        },
+    .query_tile_rows =
+        [](std::int64_t head_dim, std::int64_t value_dim) {
+          return is_latent_shape(head_dim, value_dim) ? kMmaRows : 0;
+        },
+    .sm_rows = [](std::int64_t head_dim,
+                  std::int64_t value_dim) { return is_latent_shape(head_dim, value_dim) ? 2 * kMmaRows : 0; },
+    .has_fixed_query_tile = false,
+    .launch =
+        [](const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
+          call.dtype == DType::bf16 ? launch<bf16>(p, call, grid) : launch<f16>(p, call, grid);
+        }};
+
+}  // namespace helix::cuda

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the blocks of a cluster combine what they found of a query tile, in the kernel for few query rows over
+// latents.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/combine.cuh"
+#include "cuda/attention/narrow_latent_products.cuh"
+#include "cuda/runtime/math.cuh"
+#include "cuda/runtime/warp.cuh"
+
+namespace helix::cuda::narrow_latent {
+
+/// What a block found of a query tile: unnormalised sums of values, and of each row the max (base 2) and the
+/// sum of weights. A block alone has it in shared memory, those of a cluster in the workspace: what blocks
+/// read of each other's shared memory comes at 7 bytes a cycle.
+template <int kCluster>
+struct Found {
+  static constexpr int kStride = kLatentColumns + (kCluster > 1 ? 0 : 4);  // rows in different banks
+  static constexpr int kFloats = kMmaRows * (kStride + 2);
+  float* memory;
+
+  __device__ float* sums(int row) const { return memory + row * kStride; }
+  __device__ float& max(int row) const { return memory[kMmaRows * kStride + row]; }
+  __device__ float& sum(int row) const { return memory[kMmaRows * (kStride + 1) + row]; }
+};
+
+/// The blocks of a cluster, as they combine what they found of a query tile.
+template <int kCluster>
+class Cluster {
+ public:
+  /// `own`: memory of a block alone.
+  __device__ Cluster(const AttentionParams& p, float* own) : first_(own) {
+    if constexpr (kCluster > 1) {
+      // Behind the split partials of all work items.
+      const std::int64_t items = gridDim.x / kCluster;
+      first_ = p.partial_out + (2 * items * p.query_tile_rows) * partial_stride(kLatentColumns) +
+               latent::scheduled_block<kCluster>() * kCluster * std::int64_t{Found<kCluster>::kFloats};
+    }
+  }
+  __device__ ~Cluster() { await_readers(); }
+  Cluster(const Cluster&) = delete;
+  Cluster& operator=(const Cluster&) = delete;
+
+  /// Before own() is written again, and before the block ends.
+  __device__ void await_readers() {
+    if (are_read_) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    are_read_ = false;
+  }
+
+  __device__ Found<kCluster> own() const { return of_block(latent::block_of_item<kCluster>()); }
+
+  /// After all blocks have written theirs: calls write(row, column, max, sum, four columns) for every
+  /// kCluster-th row, from this block's rank on; kWarp * kLaneColumns columns a warp.
+  template <class Write>
+  __device__ __forceinline__ void combine(int num_rows, const Write& write) {
+    meet();
+    for_each_part(num_rows, [&](int row, int first_column) {
+      const int lane = static_cast<int>(threadIdx.x) % kWarp;
+      const int column = first_column + lane * kLaneColumns;
+      float4 parts[kCluster];
+#pragma unroll
+      for (int i = 0; i < kCluster; ++i)
+        parts[i] = *reinterpret_cast<const float4*>(of_block(i).sums(row) + column);
+      // Lane i has the max and the sum of weights of block i, which may have seen nothing.
+      const Found<kCluster> of_lane = of_block(lane % kCluster);
+      const float lane_max = of_lane.max(row);
+      const float lane_sum = lane < kCluster ? of_lane.sum(row) : 0.0f;
+      const float max = warp_max(lane_max);
+      const float weight = lane_sum == 0.0f ? 0.0f : exp2f(lane_max - max);
+      const float sum = warp_sum(lane_sum * weight);
+      float4 total{0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+      for (int i = 0; i < kCluster; ++i) {
+        const float w = __shfl_sync(~0u, weight, i);
+        total.x = fmaf(parts[i].x, w, total.x);
+        total.y = fmaf(parts[i].y, w, total.y);
+        total.z = fmaf(parts[i].z, w, total.z);
+        total.w = fmaf(parts[i].w, w, total.w);
+      }
+      write(row, column, max, sum, total);
+    });
+    if constexpr (kCluster > 1) {
+      asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+      are_read_ = true;
+    }
+  }
+
+  /// Calls visit(row, first column) for each of this block's rows, a warp for each kWarp * kLaneColumns
+  /// columns.
+  template <class Visit>
+  static __device__ __forceinline__ void for_each_part(int num_rows, const Visit& visit) {
+    constexpr int kPartColumns = kWarp * kLaneColumns;
+    constexpr int kParts = kLatentColumns / kPartColumns;
+    const int warp = static_cast<int>(threadIdx.x) / kWarp;
+#pragma unroll 1
+    for (int row = latent::block_of_item<kCluster>() + warp / kParts * kCluster; row < num_rows;
+         row += kWarps / kParts * kCluster)
+      visit(row, warp % kParts * kPartColumns);
+  }
+
+ private:
+  __device__ Found<kCluster> of_block(int rank) const {
+    return {first_ + rank * Found<kCluster>::kFloats};
+  }
+  static __device__ void meet() {
+    if constexpr (kCluster == 1) {
+      __syncthreads();
+    } else {
+      asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+      asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    }
+  }
+
+  float* first_;
+  bool are_read_ = false;  // perhaps, by other blocks
+};
+
+}  // namespace helix::cuda::narrow_latent
