@@ -87,7 +87,6 @@ struct Block {
     Cluster<kCluster> cluster(p, s.found);
     const int rank = latent::block_of_item<kCluster>();
     const bool copies = latent::uniform(static_cast<int>(threadIdx.x) / kWarp) == 0;
-    if (copies) prefetch_pages(p, s.plan, item);
     Producer producer(p, maps, s.plan, copies ? item : WorkItem{item.start, 0}, rank);
     const auto fill = [&](int stage) {
       if (copies) producer.issue(latent::at(s.stages[stage]), latent::at(&s.barriers[stage]));

@@ -70,17 +70,4 @@ struct ChunkBoxes {
   }
 };
 
-/// Asks the L2 cache for the page numbers of a work item's first tiles: one by one they would be as many
-/// trips to memory. By one warp.
-template <class Plan>
-__device__ __forceinline__ void prefetch_pages(const AttentionParams& p, const Plan& plan,
-                                               const WorkItem& item) {
-  constexpr int kSectorPages = 32 / static_cast<int>(sizeof(std::int32_t));
-  const KvTileCursor& at = item.start;
-  const int first = plan.first_kv_tile_token(at.query_tile) + at.kv_tile * kTokens;
-  const int end = min(first + item.count * kTokens, plan.end_token[at.query_tile]);
-  const int page = first / p.page_tokens + static_cast<int>(threadIdx.x) % kWarp * kSectorPages;
-  if (page * p.page_tokens < end) prefetch_line(p.lists.pages + plan.first_page[at.query_tile] + page);
-}
-
 }  // namespace helix::cuda::narrow_latent
