@@ -5,6 +5,8 @@ import datetime
 import json
 import os
 import pathlib
+import signal
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 
 _MAX_FILE_BYTES = 16_000_000  # as helix-decode reads of a config.json
+_MAX_RENDER_SECONDS = 10.0  # a conversation of a million tokens takes less than one
 
 
 class TextError(Exception):
@@ -63,14 +66,15 @@ class TextModel:
     def encode_chat(self, messages: list[dict]) -> list[int]:
         """A conversation, ready for the assistant's next message."""
         try:
-            text = _template_environment().from_string(self._template).render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                bos_token=self._special("bos_token"),
-                eos_token=self._special("eos_token"),
-            )
+            with _deadline(_MAX_RENDER_SECONDS, "the checkpoint's chat template"):
+                text = _template_environment().from_string(self._template).render(
+                    messages=messages,
+                    tools=None,
+                    documents=None,
+                    add_generation_prompt=True,
+                    bos_token=self._special("bos_token"),
+                    eos_token=self._special("eos_token"),
+                )
         except TextError:
             raise
         except Exception as error:  # whatever the template's own expressions raise
@@ -171,6 +175,25 @@ def _template_environment() -> "jinja2.Environment":
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float, what: str) -> Iterator[None]:
+    """Ends Python code that runs for longer, by a TextError; in the main thread alone, which signals interrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TextError(f"{what} takes more than {seconds:g} s; its loops may have no end")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import unittest
+import unittest.mock
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "examples" / "chat"))
@@ -103,6 +104,12 @@ class TextModels(unittest.TestCase):
                 (copy / "chat_template.jinja").write_text(bad)
                 with self.subTest(template=bad), self.assertRaisesRegex(TextError, "cannot be rendered"):
                     TextModel(copy).encode_chat([])
+            loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+            (copy / "chat_template.jinja").write_text(loops)
+            with unittest.mock.patch("text._MAX_RENDER_SECONDS", 0.2):
+                with self.assertRaisesRegex(TextError, "chat template takes more than 0.2 s"):
+                    TextModel(copy).encode_chat([])
+            self.assertEqual(signal.getitimer(signal.ITIMER_REAL), (0.0, 0.0))
             (copy / "chat_template.jinja").write_bytes(b"\xff")
             with self.assertRaisesRegex(TextError, "chat_template.jinja: .*utf-8"):
                 TextModel(copy)
