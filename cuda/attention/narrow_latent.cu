@@ -48,8 +48,9 @@ struct NarrowLaunch {
     return most;
   }
 
-  /// Launches it where each query tile has a cluster. Returns whether it has.
+  /// Launches it where each query tile has a cluster that finds room. Returns whether it has.
   static bool launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
+    if (kCluster > 1 && grid.has_waiting) return false;
     const int blocks = std::max(1, grid.blocks / kBlocksPerSm);
     int clusters = kCluster == 1 ? blocks : std::min(blocks / kCluster, most_clusters());
     if (kCluster > 1 && clusters < p.num_query_tiles) return false;

@@ -221,7 +221,7 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   p.counters = reinterpret_cast<int*>(state_->attention_counters.data());
   const int most_tiles = most_launch_tiles(kernel, p.kv_heads, most_tokens);
   for_each_launch(args.batch, args.follows_prepare, p, most_tiles, [&] {
-    kernel.launch(p, call, {blocks, blocks == all_blocks, stream.handle()});
+    kernel.launch(p, call, {blocks, blocks == all_blocks, state_->shares_device, stream.handle()});
     p.headers.message = nullptr;  // once is enough
   });
 }

@@ -95,6 +95,10 @@ int PeerComm::size() const {
 bool PeerComm::has_windows() const {
   return state_->has_windows();
 }
+
+bool PeerComm::shares_device() const {
+  return state_->ranks_a_device > 1;
+}
 const PeerChannel& PeerComm::begin_kernel(const char* operation, Stream stream) const {
   expect_windows(*state_);
   state_->begin(operation);

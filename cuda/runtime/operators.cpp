@@ -54,6 +54,11 @@ void Operators<T>::set_attention_blocks(int blocks) {
 }
 
 template <class T>
+void Operators<T>::set_shares_device(bool shares) {
+  state_->shares_device = shares;
+}
+
+template <class T>
 void Operators<T>::set_kernel_target(KernelTarget target) {
   state_->kernel_target = target;
 }
@@ -166,6 +171,7 @@ void Operators<T>::fill_zero(void* target, std::size_t bytes, Stream stream) con
   template Operators<T>::Operators(int, Allocator);                                    \
   template int Operators<T>::device() const;                                           \
   template void Operators<T>::set_attention_blocks(int);                               \
+  template void Operators<T>::set_shares_device(bool);                                 \
   template void Operators<T>::set_kernel_target(KernelTarget);                         \
   template Buffer Operators<T>::allocate(std::size_t) const;                           \
   template Stream Operators<T>::create_stream() const;                                 \

@@ -56,7 +56,8 @@ struct Operators<T>::State {
   int num_sms = 0;
   bool is_hopper = false;  // compute capability 9.0: its own kernels run
   SharedMemory shared_memory;
-  int attention_blocks = 0;  // 0: all
+  int attention_blocks = 0;    // 0: all
+  bool shares_device = false;  // with ranks whose kernels wait for this one's
   KernelTarget kernel_target = KernelTarget::this_gpu;
 
   /// Whether attention and experts take their kernels for compute capability 9.0.

@@ -143,6 +143,8 @@ TEMPLATE_TEST_CASE("latents on a GPU: few rows of any number of sequences, short
                    bf16) {
   HELIX_REQUIRE_GPUS(1);
   const cuda::Operators<TestType> operators;
+  cuda::Operators<TestType> beside_others;
+  beside_others.set_shares_device(true);  // no clusters
   // Sequences have clusters of eight, four and two blocks, or single ones; and with few pages there are no
   // more clusters than sequences.
   for (const std::int64_t sequences : {1, 3, 15, 16, 31, 66, 67, 133}) {
@@ -155,6 +157,7 @@ TEMPLATE_TEST_CASE("latents on a GPU: few rows of any number of sequences, short
       const AttentionWorld<TestType> world(c);
       CHECK(world.check(operators) == "");
       CHECK(world.run(operators) == world.run(operators));
+      CHECK(world.check(beside_others) == "");
     }
   }
 }

@@ -276,8 +276,9 @@ TEST_CASE("one rank of a job", "[.]") {
 TEST_CASE("PeerComm keeps the communicator contract on threads of one GPU") {
   HELIX_REQUIRE_GPUS(1);
   const int size = GENERATE(1, 2, 3, 4, 8);
-  run_ranks_or_throw(group_on_one_gpu(size), [](PeerComm& comm) {
+  run_ranks_or_throw(group_on_one_gpu(size), [size](PeerComm& comm) {
     helix::cuda::use_device(0);
+    require(comm.shares_device() == (size > 1), "ranks of one GPU do not know that they share it");
     run_contract(comm);
   });
 }
@@ -291,6 +292,7 @@ TEST_CASE(
                      [use_nccl](PeerComm& comm) {
                        helix::cuda::use_device(comm.rank());
                        require(comm.has_windows(), "no windows");
+                       require(!comm.shares_device(), "GPUs are taken for shared");
                        require((comm.transport() == "peer memory") == !use_nccl, comm.transport());
                        run_contract(comm);
                      });

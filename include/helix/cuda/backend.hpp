@@ -57,6 +57,9 @@ class HELIX_API Operators {
   /// Sets the blocks that partial_attention may hold at once, so that an exchange beside it finds room; 0:
   /// as many as the kernel wants, one or two an SM. @throws Error(invalid_argument) below 0.
   void set_attention_blocks(int blocks);
+  /// Says whether kernels of other ranks may wait on this device for those of this one: partial_attention
+  /// then asks for no clusters of blocks that could find no room beside them. At first not.
+  void set_shares_device(bool shares);
   /// Has partial_attention and expert_ffn run what other GPUs run, for tests and measurements. At first
   /// this_gpu.
   void set_kernel_target(KernelTarget target);
@@ -152,6 +155,7 @@ extern template class HELIX_API Operators<bf16>;
 /// Communicators whose ranks reach each other's memory in kernels of this library.
 template <class C>
 concept HasPeerChannel = WindowComm<C> && requires(const C& comm, const char* operation, Stream stream) {
+  { comm.shares_device() } -> std::same_as<bool>;
   { comm.begin_kernel(operation, stream) } -> std::same_as<const PeerChannel&>;
 };
 
@@ -179,7 +183,10 @@ class Backend : public Operators<T> {
   /// kvp_rank)).
   Backend(Comm stage, Comm kvp, int device = 0, Allocator allocator = {})
       : Operators<T>(device, std::move(allocator)),
-        comms_(std::make_shared<Comms>(Comms{std::move(stage), std::move(kvp)})) {}
+        comms_(std::make_shared<Comms>(Comms{std::move(stage), std::move(kvp)})) {
+    if constexpr (HasPeerChannel<Comm>)
+      this->set_shares_device(comms_->stage.shares_device() || comms_->kvp.shares_device());
+  }
 
   StageComms<Comm> comms() const { return {&comms_->stage, &comms_->kvp}; }
 

@@ -115,6 +115,9 @@ class HELIX_API PeerComm {
   int size() const;
   /// Whether the ranks reach each other's memory: allocate_window() may be called. Equal on all ranks.
   bool has_windows() const;
+  /// Whether some ranks of the root share a device, where kernels of one wait beside those of another. Equal
+  /// on all ranks.
+  bool shares_device() const;
   /// How messages travel, in words: "peer memory, large messages over NCCL"; "none" where nothing carries
   /// them.
   std::string transport() const;
