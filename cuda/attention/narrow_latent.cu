@@ -26,8 +26,8 @@ struct NarrowLaunch {
   static constexpr int kBytes = static_cast<int>(sizeof(typename narrow_latent::Block<T, kCluster>::Shared));
   static_assert(kBytes <= 227 * 1024);
 
-  /// Clusters that the device holds at a time: an H100 has groups of up to 18 SMs, some of 14, so that of 132
-  /// SMs 120 have room for clusters of eight or four.
+  /// Clusters that the device holds at a time: SMs come in groups, and a cluster needs one's. Of an H100's
+  /// 132 SMs 120 have room for clusters of eight or of four.
   static int most_clusters() {
     static std::array<std::atomic<int>, 64> of_devices;
     int device = 0;
