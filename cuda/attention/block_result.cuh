@@ -7,6 +7,12 @@
 
 namespace helix::cuda {
 
+/// What sums that are relative to `max` weigh where they are relative to `top`, the largest max of all; `sum`
+/// is of the weights. What saw nothing has a max of -inf, which may be that of all.
+__device__ __forceinline__ float part_weight(float max, float sum, float top) {
+  return sum == 0.0f ? 0.0f : exp2f(max - top);
+}
+
 /// What `kParts` warps found for some rows of a query tile, in shared memory: unnormalised sums of values,
 /// and of each row the max (base 2) and the sum of weights.
 template <int kParts>
@@ -35,8 +41,7 @@ struct ResultRow {
 #pragma unroll
     for (int k = 0; k < kParts; ++k) {
       const float part = from.sum[k * from.rows + row];
-      // A part that saw nothing has a max of -inf, which may be that of all.
-      weights[k] = part == 0.0f ? 0.0f : exp2f(from.max[k * from.rows + row] - max);
+      weights[k] = part_weight(from.max[k * from.rows + row], part, max);
       sum = fmaf(part, weights[k], sum);
     }
   }
@@ -46,10 +51,7 @@ struct ResultRow {
 #pragma unroll
     for (int k = 0; k < kParts; ++k) {
       const float4 x = *reinterpret_cast<const float4*>(sums + k * part_stride + column);
-      total.x = fmaf(x.x, weights[k], total.x);
-      total.y = fmaf(x.y, weights[k], total.y);
-      total.z = fmaf(x.z, weights[k], total.z);
-      total.w = fmaf(x.w, weights[k], total.w);
+      add_weighted(total, weights[k], x);
     }
     return total;
   }

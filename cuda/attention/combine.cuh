@@ -204,10 +204,7 @@ __device__ inline void combine_row(const SplitPartials& from, const QueryTile& q
 #pragma unroll
       for (int k = 0; k < kCombineBatch; ++k) {
         const float w = __shfl_sync(~0u, weight, (c + k) % kWarp);
-        total.x = fmaf(w, parts[k].x, total.x);
-        total.y = fmaf(w, parts[k].y, total.y);
-        total.z = fmaf(w, parts[k].z, total.z);
-        total.w = fmaf(w, parts[k].w, total.w);
+        add_weighted(total, w, parts[k]);
       }
     }
     if (first == begin) sum = warp_sum(sum);

@@ -35,8 +35,8 @@ struct AttentionCall {
 struct AttentionGrid {
   int blocks = 0;         ///< Of half an SM each; a kernel with larger or smaller ones takes as much room.
   bool is_whole = false;  ///< Whether it has all of the device, nothing beside it.
-  /// Whether kernels beside it may wait for this one: clusters of many blocks could find no room.
-  bool has_waiting = false;
+  /// Whether kernels of other ranks may wait beside it for this one's.
+  bool shares_device = false;
   StreamHandle stream = nullptr;
 };
 

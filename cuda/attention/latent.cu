@@ -74,11 +74,8 @@ const AttentionKernel kLatentKernel{
     .fits =
         [](const AttentionCall& call) {
           const KvFormat& format = call.kv.format;
-          return call.is_hopper && format.is_latent && is_latent_shape(format.head_dim, format.value_dim) &&
-                 (call.dtype == format.dtype || format.dtype == DType::fp8_e4m3 ||
-                  (format.is_mixed() && call.dtype == DType::bf16)) &&
-                 size_bytes(call.dtype) == 2 && call.q_alignment == 16 && call.kv_alignment == 16 &&
-                 call.has_tensor_maps;
+          return fits_latents(call) && (call.dtype == format.dtype || format.dtype == DType::fp8_e4m3 ||
+                                        (format.is_mixed() && call.dtype == DType::bf16));
         },
     .query_tile_rows =
         [](std::int64_t head_dim, std::int64_t value_dim) {

@@ -25,6 +25,15 @@ inline bool is_latent_shape(std::int64_t head_dim, std::int64_t value_dim) {
   return head_dim == kLatentColumns + kRopeColumns && value_dim == kLatentColumns;
 }
 
+/// What Hopper's kernels over latents need whatever type these have: the device, q of 16 bits, aligned rows
+/// that the copy engine can walk.
+inline bool fits_latents(const AttentionCall& call) {
+  const KvFormat& format = call.kv.format;
+  return call.is_hopper && format.is_latent && is_latent_shape(format.head_dim, format.value_dim) &&
+         size_bytes(call.dtype) == 2 && call.q_alignment == 16 && call.kv_alignment == 16 &&
+         call.has_tensor_maps;
+}
+
 inline constexpr int kMaxLatentSplits = 256;  ///< Of a query tile.
 
 /// Blocks to launch, `item_blocks` of which take a work item together.

@@ -62,10 +62,8 @@ struct MmaFactors {
       : cap(p.soft_cap) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float factor =
-          p.scale * key_scale * query_factors[half * 8 + static_cast<int>(threadIdx.x) % kWarp / 4];
-      // A factor of 0 would make not a number of the scores -inf of what is masked.
-      scores[half] = factor < 0x1p-120f ? 0x1p-120f : factor;
+      scores[half] = score_factor(p.scale * key_scale *
+                                  query_factors[half * 8 + static_cast<int>(threadIdx.x) % kWarp / 4]);
       exponents[half] = (cap > 0.0f ? 1.0f : scores[half]) * kLog2E;
     }
   }

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <numeric>
 
 #include "cuda/attention/kernel.hpp"
 #include "cuda/attention/local_tokens.hpp"
@@ -50,7 +49,7 @@ struct NarrowLaunch {
 
   /// Launches it where each query tile has a cluster that finds room. Returns whether it has.
   static bool launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
-    if (kCluster > 1 && grid.has_waiting) return false;
+    if (kCluster > 1 && grid.shares_device) return false;  // those that wait may leave no room for one
     const int blocks = std::max(1, grid.blocks / kBlocksPerSm);
     int clusters = kCluster == 1 ? blocks : std::min(blocks / kCluster, most_clusters());
     if (kCluster > 1 && clusters < p.num_query_tiles) return false;
@@ -59,7 +58,7 @@ struct NarrowLaunch {
     if (tokens <= narrow_latent::Limits<kCluster>::kWholeTiles * kTokens)
       clusters = std::min(clusters, p.num_query_tiles);  // other SMs are the next kernel's
     HELIX_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-    const int box = std::gcd(int{p.page_tokens}, kTokens);
+    const int box = box_tokens_of(call.kv.format, kTokens);
     const int chunks = box == kTokens ? kLatentColumns / kChunkColumns : 1;
     launch_with(LaunchAttributes().early().clusters(kCluster), kKernel,
                 static_cast<unsigned>(clusters * kCluster), kThreads, kBytes, grid.stream, p,
@@ -82,10 +81,7 @@ void launch(const AttentionParams& p, const AttentionCall& call, const Attention
 const AttentionKernel kNarrowLatent{
     .fits =
         [](const AttentionCall& call) {
-          const KvFormat& format = call.kv.format;
-          return call.is_hopper && format.is_latent && is_latent_shape(format.head_dim, format.value_dim) &&
-                 call.dtype == format.dtype && size_bytes(call.dtype) == 2 && call.most_rows <= kMmaRows &&
-                 call.q_alignment == 16 && call.kv_alignment == 16 && call.has_tensor_maps;
+          return fits_latents(call) && call.dtype == call.kv.format.dtype && call.most_rows <= kMmaRows;
         },
     .query_tile_rows =
         [](std::int64_t head_dim, std::int64_t value_dim) {

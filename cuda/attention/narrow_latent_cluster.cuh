@@ -63,22 +63,16 @@ class Cluster {
 #pragma unroll
       for (int i = 0; i < kCluster; ++i)
         parts[i] = *reinterpret_cast<const float4*>(of_block(i).sums(row) + column);
-      // Lane i has the max and the sum of weights of block i, which may have seen nothing.
+      // Lane i has the max and the sum of weights of block i.
       const Found<kCluster> of_lane = of_block(lane % kCluster);
       const float lane_max = of_lane.max(row);
       const float lane_sum = lane < kCluster ? of_lane.sum(row) : 0.0f;
       const float max = warp_max(lane_max);
-      const float weight = lane_sum == 0.0f ? 0.0f : exp2f(lane_max - max);
+      const float weight = part_weight(lane_max, lane_sum, max);
       const float sum = warp_sum(lane_sum * weight);
       float4 total{0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-      for (int i = 0; i < kCluster; ++i) {
-        const float w = __shfl_sync(~0u, weight, i);
-        total.x = fmaf(parts[i].x, w, total.x);
-        total.y = fmaf(parts[i].y, w, total.y);
-        total.z = fmaf(parts[i].z, w, total.z);
-        total.w = fmaf(parts[i].w, w, total.w);
-      }
+      for (int i = 0; i < kCluster; ++i) add_weighted(total, __shfl_sync(~0u, weight, i), parts[i]);
       write(row, column, max, sum, total);
     });
     if constexpr (kCluster > 1) {

@@ -17,10 +17,8 @@ class Softmax {
   static constexpr int kRows = kMmaRows / kWarps;
   static_assert(kTokens == kWarp);
 
-  __device__ Softmax(const AttentionParams& p, const QueryTileSpan& span) : cap_(p.soft_cap) {
-    // A factor of 0 would make not a number of the scores -inf of what is masked.
-    factor_ = p.scale < 0x1p-120f ? 0x1p-120f : p.scale;
-    exponent_ = (cap_ > 0.0f ? 1.0f : factor_) * kLog2E;
+  __device__ Softmax(const AttentionParams& p, const QueryTileSpan& span)
+      : cap_(p.soft_cap), factor_(score_factor(p.scale)), exponent_((cap_ > 0.0f ? 1.0f : factor_) * kLog2E) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const TokenRange seen = seen_by_row<true>(p, span, row(i));

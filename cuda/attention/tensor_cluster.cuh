@@ -88,16 +88,12 @@ class BlockCluster {
     for (int at = first; at < kRows; at += own_rows()) max = fmaxf(max, mine_.max[at]);
 #pragma unroll 1
     for (int at = first; at < kRows; at += own_rows()) {
-      // A block that saw nothing has a max of -inf, which may be that of all.
       const float part = mine_.sum[at];
-      const float weight = part == 0.0f ? 0.0f : exp2f(mine_.max[at] - max);
+      const float weight = part_weight(mine_.max[at], part, max);
       sum = fmaf(part, weight, sum);
       if (column >= kValueDim) continue;
       const float4 x = *reinterpret_cast<const float4*>(&mine_.sums[at][column]);
-      total.x = fmaf(x.x, weight, total.x);
-      total.y = fmaf(x.y, weight, total.y);
-      total.z = fmaf(x.z, weight, total.z);
-      total.w = fmaf(x.w, weight, total.w);
+      add_weighted(total, weight, x);
     }
     const RowWriter writer(p, query_tile, head, row, max, sum);
     if (column < kValueDim) writer.write(column, total);

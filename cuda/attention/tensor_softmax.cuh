@@ -70,11 +70,8 @@ struct TensorSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         factors.of[m][half] = p.scale;
-        // A factor of 0 would make not a number of the scores -inf of what is masked.
-        if constexpr (kIsFp8) {
-          const float factor = p.scale * k_scale * query_factors[m * kMmaRows + half * 8 + g];
-          factors.of[m][half] = factor < 0x1p-120f ? 0x1p-120f : factor;
-        }
+        if constexpr (kIsFp8)
+          factors.of[m][half] = score_factor(p.scale * k_scale * query_factors[m * kMmaRows + half * 8 + g]);
       }
     }
     return factors;

@@ -15,6 +15,12 @@ namespace helix::cuda {
 template <class T>
 inline constexpr float kHeadroom = std::is_same_v<T, f16> ? 8.0f : 0.0f;
 
+/// What makes scores of products, kept above 0: that would make not a number of the scores -inf of what is
+/// masked.
+__device__ __forceinline__ float score_factor(float factor) {
+  return factor < 0x1p-120f ? 0x1p-120f : factor;
+}
+
 /// The pivot of a row whose largest score is `top`, `factor` of which is an exponent. Of f16 it is rounded
 /// up: a weight may not exceed 2^kHeadroom by the error of a large score, or it is infinite.
 template <class T>

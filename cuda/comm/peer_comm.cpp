@@ -99,6 +99,7 @@ bool PeerComm::has_windows() const {
 bool PeerComm::shares_device() const {
   return state_->ranks_a_device > 1;
 }
+
 const PeerChannel& PeerComm::begin_kernel(const char* operation, Stream stream) const {
   expect_windows(*state_);
   state_->begin(operation);

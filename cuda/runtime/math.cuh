@@ -13,6 +13,14 @@ __device__ __forceinline__ float fast_exp2(float x) {
   return y;
 }
 
+/// total += weight * x, of four.
+__device__ __forceinline__ void add_weighted(float4& total, float weight, const float4& x) {
+  total.x = fmaf(x.x, weight, total.x);
+  total.y = fmaf(x.y, weight, total.y);
+  total.z = fmaf(x.z, weight, total.z);
+  total.w = fmaf(x.w, weight, total.w);
+}
+
 /// silu(gate) * up.
 __device__ __forceinline__ float swiglu(float gate, float up) {
   return gate / (1.0f + expf(-gate)) * up;

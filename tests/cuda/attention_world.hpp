@@ -253,6 +253,18 @@ class AttentionWorld {
   std::vector<std::vector<std::uint8_t>> mixed_rows_;  // of fp8_ds_mla: the bytes of all tokens
 };
 
+/// Checks on all ranks that attention which reads KV ahead gives the bits of one that waits, and right ones.
+template <class T>
+void check_reading_ahead(AttentionCase c, const cuda::Operators<T>& operators) {
+  c.follows_prepare = false;
+  const AttentionWorld<T> waits(c);
+  c.follows_prepare = true;
+  const AttentionWorld<T> ahead(c);
+  for (std::int64_t rank = 0; rank < c.kvp; ++rank)
+    CHECK(ahead.run(operators, rank) == waits.run(operators, rank));
+  CHECK(ahead.check(operators) == "");
+}
+
 }  // namespace helix::test
 
 #include "cuda/attention_world-inl.hpp"

@@ -109,12 +109,7 @@ TEMPLATE_TEST_CASE("latents on a GPU: reading ahead gives the same bits", "", f1
       const auto check = [&](const std::vector<Sequence>& sequences) {
         c.sequences = sequences;
         CAPTURE(heads, kvp, sequences.size());
-        c.follows_prepare = false;
-        const AttentionWorld<TestType> waits(c);
-        c.follows_prepare = true;
-        const AttentionWorld<TestType> ahead(c);
-        for (std::int64_t rank = 0; rank < kvp; ++rank)
-          CHECK(ahead.run(operators, rank) == waits.run(operators, rank));
+        check_reading_ahead(c, operators);
       };
       for (const std::int64_t length : {1, 65, 300, 2000}) check({{length, 1}});
       check({{513, 2}, {1, 1}, {40, 4}, {999, 1}});

@@ -134,13 +134,7 @@ TEMPLATE_TEST_CASE("attention on a GPU that reads ahead gives the same bits", ""
         const auto check = [&](const std::vector<Sequence>& sequences) {
           c.sequences = sequences;
           CAPTURE(d, kvp, window, sequences.size());
-          c.follows_prepare = false;
-          const AttentionWorld<TestType> waits(c);
-          c.follows_prepare = true;
-          const AttentionWorld<TestType> ahead(c);
-          for (std::int64_t rank = 0; rank < kvp; ++rank)
-            CHECK(ahead.run(operators, rank) == waits.run(operators, rank));
-          CHECK(ahead.check(operators) == "");
+          check_reading_ahead(c, operators);
         };
         for (const std::int64_t length : {1, 32, 33, 300, 513, 2000}) check({{length, 1}});
         check({{513, 2}, {1, 1}, {40, 4}, {999, 1}});

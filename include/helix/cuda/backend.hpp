@@ -57,8 +57,8 @@ class HELIX_API Operators {
   /// Sets the blocks that partial_attention may hold at once, so that an exchange beside it finds room; 0:
   /// as many as the kernel wants, one or two an SM. @throws Error(invalid_argument) below 0.
   void set_attention_blocks(int blocks);
-  /// Says whether kernels of other ranks may wait on this device for those of this one: partial_attention
-  /// then asks for no clusters of blocks that could find no room beside them. At first not.
+  /// Says whether kernels of other ranks may wait on this device for those of this one: beside them there may
+  /// be no room for a cluster of blocks, and attention over latents asks for none then. At first not.
   void set_shares_device(bool shares);
   /// Has partial_attention and expert_ffn run what other GPUs run, for tests and measurements. At first
   /// this_gpu.

@@ -164,6 +164,18 @@ void read_latents() {
   }
 }
 
+/// A cache of one of two ranks, whose rows a step computes.
+template <TestableBackend B>
+typename KvBench<B>::Spec computed_spec() {
+  typename KvBench<B>::Spec spec;
+  spec.kvp = 2;
+  spec.chunk = 3;
+  spec.lengths = {9, 14, 1};
+  spec.is_filled = false;
+  spec.is_computed = true;
+  return spec;
+}
+
 /// Norm of latents, rope on them and on their queries, and append, as one operation or as four: rows of any
 /// width, and those that vectors divide.
 template <TestableBackend B>
@@ -173,17 +185,12 @@ void prepare_latent() {
       for (const bool is_interleaved : {false, true}) {
         const std::int64_t rope = value_dim == 6 ? 4 : 16;
         CAPTURE(is_foreign, value_dim, is_interleaved);
-        typename KvBench<B>::Spec spec;
+        auto spec = computed_spec<B>();
         spec.is_mla = true;
         spec.is_foreign = is_foreign;
         spec.heads = 1;
         spec.value_dim = value_dim;
         spec.head_dim = value_dim + rope;
-        spec.kvp = 2;
-        spec.chunk = 3;
-        spec.lengths = {9, 14, 1};
-        spec.is_filled = false;
-        spec.is_computed = true;
         KvBench<B> bench(spec);
         const RaggedStep step(spec.lengths, {4, 1, 1});
         const StepArrays<B> batch(bench, step);
@@ -232,12 +239,7 @@ void prepare_qkv() {
   for (const bool has_norm : {false, true}) {
     for (const std::int64_t rotary : {0, 4, 8}) {
       CAPTURE(has_norm, rotary);
-      typename KvBench<B>::Spec spec;
-      spec.kvp = 2;
-      spec.chunk = 3;
-      spec.lengths = {9, 14, 1};
-      spec.is_filled = false;
-      spec.is_computed = true;
+      const auto spec = computed_spec<B>();
       KvBench<B> bench(spec);
       const RaggedStep step(spec.lengths, {4, 1, 1});
       const StepArrays<B> batch(bench, step);
