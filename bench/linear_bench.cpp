@@ -50,9 +50,8 @@ void bench_linear(benchmark::State& state, std::int64_t rows, helix::cpu::Produc
   };
   // Which kernel takes the rows depends on the machine, so choose_kernels() cannot be told: as many calls as
   // each of them needs to stay with a way to work.
-  constexpr std::int64_t kTurns = 5 * 6;       // variants at most, each timed six times
-  constexpr std::int64_t kMostTunedRows = 32;  // of tile registers
-  for (std::int64_t turns = 0; rows <= kMostTunedRows && turns < kTurns; turns += calls) work();
+  constexpr std::int64_t kTurns = 5 * 6;  // variants at most, each timed six times
+  for (std::int64_t turns = 0; turns < kTurns; turns += calls) work();
   helix::bench::run_beside_ceilings(
       state, num_threads, bytes, flops, memory, work,
       is_rounded ? helix::bench::Peak::bf16_dots : helix::bench::Peak::multiply_add);

@@ -66,6 +66,7 @@ struct Dots {
   /// takes 5 % of a product in caches (10 with 1024). The same for every R, so that sums have one order.
   static constexpr std::int64_t kChunk = 2048;
   static constexpr std::int64_t kStep = 32;
+  static constexpr std::int64_t kSumFloats = 16;
   static constexpr bool kReadsAhead = true;
   template <int R>
   static constexpr std::int64_t kGroup = R == 4 ? 6 : 8;
@@ -121,14 +122,72 @@ struct Dots {
           pairs(_mm512_maskz_loadu_epi16(mask_of(tile.cols - whole), tile.weight + whole))};
       add_products<R, 1>(w, x, acc);
     }
-    _mm_storeu_ps(tile.dots, sum_four(acc[0], acc[R > 1 ? 1 : 0], acc[R > 2 ? 2 : 0], acc[R > 3 ? 3 : 0]));
+    store_dots<R>(acc, tile.dots);
+  }
+
+  template <int R0, int R1>
+  HELIX_BF16 static void multiply_strip(const Strip<bf16>& strip) {
+    constexpr int K = kStripGroup;
+    constexpr int kSums = K * (R0 + R1);
+    const std::int64_t whole = strip.cols / kStep * kStep;
+    const __mmask32 mask = mask_of(strip.cols - whole);
+    float* sums = strip.sums;
+    float* dots = strip.dots;
+    for (std::int64_t n = 0; n < strip.count; n += K, sums += kSums * kSumFloats, dots += kSums) {
+      const bf16* weights[K] = {strip.weight + n * strip.stride,
+                                strip.weight + n * strip.stride + strip.second(n)};
+      const bf16* ahead[K] = {strip.ahead(n), strip.ahead(n) + strip.second(n)};
+      __m512 acc0[K * R0];
+      __m512 acc1[K * R1 + 1];  // never empty
+      HELIX_BF16_UNROLL for (int i = 0; i < kSums; ++i) {
+        const __m512 sum = strip.is_first ? _mm512_setzero_ps() : _mm512_load_ps(sums + i * kSumFloats);
+        (i < K * R0 ? acc0[i] : acc1[i - K * R0]) = sum;
+      }
+      const auto* x0 = static_cast<const bf16*>(strip.rows[0]);
+      const auto* x1 = static_cast<const bf16*>(strip.rows[1]);
+      for (std::int64_t d = 0; d < whole; d += kStep, x0 += R0 * kStep, x1 += R1 * kStep) {
+        __m512bh w[K];
+        HELIX_BF16_UNROLL for (int k = 0; k < K; ++k) {
+          __builtin_prefetch(ahead[k] + d, 0, 2);
+          w[k] = pairs(_mm512_loadu_si512(weights[k] + d));
+        }
+        add_products<R0, K>(w, x0, acc0);
+        add_products<R1, K>(w, x1, acc1);
+      }
+      if (whole < strip.cols) {
+        __m512bh w[K];
+        HELIX_BF16_UNROLL for (int k = 0; k < K; ++k) {
+          w[k] = pairs(_mm512_maskz_loadu_epi16(mask, weights[k] + whole));
+        }
+        add_products<R0, K>(w, x0, acc0);
+        add_products<R1, K>(w, x1, acc1);
+      }
+      if (strip.is_last) {
+        HELIX_BF16_UNROLL for (int k = 0; k < K; ++k) {
+          store_dots<R0>(acc0 + k * R0, dots + k * (R0 + R1));
+          if constexpr (R1 > 0) store_dots<R1>(acc1 + k * R1, dots + k * (R0 + R1) + R0);
+        }
+      } else {
+        HELIX_BF16_UNROLL for (int i = 0; i < kSums; ++i) {
+          _mm512_store_ps(sums + i * kSumFloats, i < K * R0 ? acc0[i] : acc1[i - K * R0]);
+        }
+      }
+    }
   }
 
  private:
+  /// Stores the sums of R vectors, and of some of them again up to four.
+  template <int R>
+  HELIX_BF16_INLINE static void store_dots(const __m512* acc, float* dots) {
+    _mm_storeu_ps(dots, sum_four(acc[0], acc[R > 1 ? 1 : 0], acc[R > 2 ? 2 : 0], acc[R > 3 ? 3 : 0]));
+  }
+
   template <int R, int K>
-  HELIX_BF16_INLINE static void add_products(const __m512bh (&w)[K], const bf16* x, __m512 (&acc)[K * R]) {
+  HELIX_BF16_INLINE static void add_products(const __m512bh (&w)[K], const bf16* x, __m512* acc) {
     HELIX_BF16_UNROLL for (int r = 0; r < R; ++r) {
-      const __m512bh a = pairs(_mm512_loadu_si512(x + r * kStep));
+      __m512i line = _mm512_loadu_si512(x + r * kStep);
+      __asm__("" : "+v"(line));
+      const __m512bh a = pairs(line);
       HELIX_BF16_UNROLL for (int k = 0; k < K; ++k) {
         acc[k * R + r] = _mm512_dpbf16_ps(acc[k * R + r], w[k], a);
       }

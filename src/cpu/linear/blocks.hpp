@@ -34,6 +34,33 @@ struct Tile {
   Ahead ahead;
 };
 
+/// Weight rows that a product of a strip takes at once.
+inline constexpr int kStripGroup = 2;
+
+/// The products of some weight rows with one or two blocks of activation rows over a strip of columns.
+template <class T>
+struct Strip {
+  const T* weight = nullptr;
+  std::int64_t stride = 0;
+  std::int64_t count = 0;        ///< Weight rows.
+  std::int64_t ahead_rows = 0;   ///< What is asked for meanwhile: the row so many rows on, if there is one,
+  std::int64_t next_offset = 0;  ///< else the one that lies so many elements behind.
+  const void* rows[2] = {};      ///< Packed, of each block.
+  std::int64_t cols = 0;
+  bool is_first = false;  ///< Of its chunk of columns, so that there are no sums yet.
+  bool is_last = false;   ///< Of its chunk, whose dots are wanted.
+  float* sums =
+      nullptr;  ///< [count, rounded up to kStripGroup][R] vectors, kept from strip to strip of a chunk.
+  float* dots = nullptr;  ///< [count, rounded up to kStripGroup][R] and three more.
+
+  /// What is asked for while weight row `n` is multiplied.
+  const T* ahead(std::int64_t n) const {
+    return weight + n * stride + (n + ahead_rows < count ? ahead_rows * stride : next_offset);
+  }
+  /// From weight row `n` to the one behind, or to itself if it is the last.
+  std::int64_t second(std::int64_t n) const { return n + 1 < count ? stride : 0; }
+};
+
 /// Adds the dots of a tile to `out`, or puts them there.
 template <int R>
 void add_dots(const Task& task, const float* dots, std::int64_t row, std::int64_t first, std::int64_t count,
@@ -61,10 +88,11 @@ void for_each_row_block(std::int64_t num_rows, const Use& use) {
 }
 
 /// Walks one task. `Kernel` has: Weight, the stored type; Row, the packed one; kChunk, columns after which
-/// sums are folded; kGroup<R>, weight rows at once; kStep, columns of a step; kReadsAhead, whether it knows
-/// Reading::ahead and Reading::rows; multiply<R, kLines>(Tile), which asks for kLines lines a step: 0 or,
-/// where it reads ahead, 1, kGroup<R> / 2 or kGroup<R>; and multiply_row<R>(Tile, ahead), one weight row,
-/// which asks for what lies `ahead` elements behind each step that it reads.
+/// sums are folded; kGroup<R>, weight rows at once; kStep, columns of a step; kSumFloats, floats of a vector
+/// of sums; kReadsAhead, whether it knows Reading::ahead, Reading::rows and Reading::strips; multiply<R,
+/// kLines>(Tile), which asks for kLines lines a step: 0 or, where it reads ahead, 1, kGroup<R> / 2 or
+/// kGroup<R>; multiply_row<R>(Tile, ahead), one weight row, which asks for what lies `ahead` elements behind
+/// each step that it reads; and multiply_strip<R0, R1>(Strip), blocks of R0 and R1 rows.
 template <class Kernel>
 class BlockWalk {
   using Weight = typename Kernel::Weight;
@@ -77,6 +105,10 @@ class BlockWalk {
         row_blocks_((task.num_rows + kBlockRows - 1) / kBlockRows) {}
 
   void run() {
+    if constexpr (Kernel::kReadsAhead) {
+      if (task_.reading == Reading::rows && are_near()) return multiply_rows();
+      if (task_.reading == Reading::rows || task_.reading == Reading::strips) return multiply_strips();
+    }
     const std::int64_t rows = block_weight_rows();
     for (std::int64_t first = 0; first < task_.num_weight_rows; first += rows)
       multiply_block(first, std::min(rows, task_.num_weight_rows - first), rows);
@@ -90,18 +122,24 @@ class BlockWalk {
   static constexpr std::int64_t kNearBytes = 32 << 10;
   /// How long before it is read Reading::rows asks for a line.
   static constexpr std::int64_t kRowsAheadBytes = 8 << 10;
-  /// Weights of a block that Reading::rows keeps in L2 for the second block of activations.
-  static constexpr std::int64_t kRowsBlockBytes = 384 << 10;
+  /// Weight rows of which a strip is multiplied before the next one.
+  static constexpr std::int64_t kStripRows = 48;
+  /// How long before it is read Reading::strips asks for a line.
+  static constexpr std::int64_t kStripAheadBytes = 12 << 10;
+  /// Activations of a strip: a third of L1, through which weights and sums pass too.
+  static constexpr std::int64_t kStripBytes = 16 << 10;
+
+  /// Columns of a strip of R activation rows, a power of two of them a chunk.
+  template <std::int64_t R>
+  static constexpr std::int64_t strip_cols() {
+    std::int64_t cols = Kernel::kChunk;
+    while (cols * R * static_cast<std::int64_t>(sizeof(Row)) > kStripBytes) cols /= 2;
+    return cols;
+  }
 
   /// Up to two blocks of activations memory sets the pace, and a block of weights that is small leaves L2 to
-  /// the next one; beyond, activations come from L2 too, once a block. Reading::rows, which does not meet the
-  /// next one there, gains by blocks as large as L2 keeps.
+  /// the next one; beyond, activations come from L2 too, once a block.
   std::int64_t block_weight_rows() const {
-    if (task_.reading == Reading::rows && row_blocks_ == 2) {
-      constexpr std::int64_t kGroup = Kernel::template kGroup<4>;
-      const std::int64_t row_bytes = task_.cols * static_cast<std::int64_t>(sizeof(Weight));
-      return std::max(kRowsBlockBytes / row_bytes / kGroup, std::int64_t{1}) * kGroup;
-    }
     if (task_.num_rows == 1) return Kernel::template kGroup<1>;
     if (task_.num_rows == 2) return Kernel::template kGroup<2>;
     return (row_blocks_ <= 2 ? 2 : 8) * Kernel::template kGroup<4>;
@@ -113,9 +151,6 @@ class BlockWalk {
   }
 
   void multiply_block(std::int64_t first, std::int64_t count, std::int64_t next) {
-    if constexpr (Kernel::kReadsAhead) {
-      if (task_.reading == Reading::rows) return multiply_rows(first, count);
-    }
     if (reads_ahead() && (first + next < task_.num_weight_rows || task_.goes_on))
       ahead_.next = reinterpret_cast<const char*>(weight_ + (first + next) * task_.cols);
     else
@@ -134,40 +169,91 @@ class BlockWalk {
       use(begin, std::min<std::int64_t>(Kernel::kChunk, task_.cols - begin));
   }
 
-  /// Reading::rows: the first block of activations takes the weights from memory row by row, the others from
-  /// L2. Whole rows, if all columns of the block stay in L1.
-  void multiply_rows(std::int64_t first, std::int64_t count) {
-    const std::int64_t near_bytes = packed_rows(std::min(task_.num_rows, kBlockRows)) *
-                                    packed_cols(task_.cols) * static_cast<std::int64_t>(sizeof(Row));
-    const bool are_whole = near_bytes <= kNearBytes;
-    constexpr std::int64_t kAhead = kRowsAheadBytes / static_cast<std::int64_t>(sizeof(Weight));
-    const std::int64_t ahead = are_whole ? kAhead : round_up(kAhead, task_.cols);
-    for_each_row_block(task_.num_rows, [&]<int R>(std::int64_t row) {
-      if (row > 0) {
-        for_each_chunk([&](std::int64_t begin, std::int64_t cols) {
-          multiply_groups<R>(row, first, count, begin, cols);
-        });
-      } else if (are_whole) {
-        for (std::int64_t n = first; n < first + count; ++n) {
-          for_each_chunk(
-              [&](std::int64_t begin, std::int64_t cols) { multiply_row<R>(n, begin, cols, ahead); });
-        }
-      } else {
-        for_each_chunk([&](std::int64_t begin, std::int64_t cols) {
-          for (std::int64_t n = first; n < first + count; ++n) multiply_row<R>(n, begin, cols, ahead);
-        });
-      }
+  /// Whether one block holds all activations, and L1 all of their columns.
+  bool are_near() const {
+    return row_blocks_ == 1 &&
+           packed_rows(task_.num_rows) * packed_cols(task_.cols) * static_cast<std::int64_t>(sizeof(Row)) <=
+               kNearBytes;
+  }
+
+  void multiply_rows() {
+    for_each_row_block(task_.num_rows, [&]<int R>(std::int64_t) {
+      for (std::int64_t n = 0; n < task_.num_weight_rows; ++n)
+        for_each_chunk([&](std::int64_t begin, std::int64_t cols) { multiply_row<R>(n, begin, cols); });
     });
   }
 
-  /// The first R rows of activations with weight row `n`.
+  /// All rows of activations with weight row `n`.
   template <int R>
-  void multiply_row(std::int64_t n, std::int64_t begin, std::int64_t cols, std::int64_t ahead) {
+  void multiply_row(std::int64_t n, std::int64_t begin, std::int64_t cols) {
+    constexpr std::int64_t kAhead = kRowsAheadBytes / static_cast<std::int64_t>(sizeof(Weight));
     alignas(64) float dots[kBlockRows];
     const auto* rows = static_cast<const Row*>(task_.in) + begin * R;
     Kernel::template multiply_row<R>({weight_ + n * task_.cols + begin, task_.cols, 0, rows, cols, dots, {}},
-                                     ahead);
+                                     kAhead);
     add_dots<R>(task_, dots, 0, n, 1, begin == 0 && !task_.accumulate);
+  }
+
+  void multiply_strips() {
+    for (std::int64_t first = 0; first < task_.num_weight_rows; first += kStripRows) {
+      const std::int64_t count = std::min(kStripRows, task_.num_weight_rows - first);
+      for_each_chunk([&](std::int64_t begin, std::int64_t cols) {
+        for (std::int64_t row = 0; row < task_.num_rows; row += 2 * kBlockRows)
+          multiply_strips_of_rows(row, first, count, begin, cols);
+      });
+    }
+  }
+
+  /// One or two blocks of activations, from `row` on.
+  void multiply_strips_of_rows(std::int64_t row, std::int64_t first, std::int64_t count, std::int64_t begin,
+                               std::int64_t cols) {
+    const std::int64_t num_rows = std::min(task_.num_rows - row, 2 * kBlockRows);
+    if (num_rows <= kBlockRows) {
+      return for_each_row_block(
+          num_rows, [&]<int R0>(std::int64_t) { multiply_strips<R0, 0>(row, first, count, begin, cols); });
+    }
+    for_each_row_block(num_rows - kBlockRows, [&]<int R1>(std::int64_t) {
+      multiply_strips<kBlockRows, R1>(row, first, count, begin, cols);
+    });
+  }
+
+  template <int R0, int R1>
+  void multiply_strips(std::int64_t row, std::int64_t first, std::int64_t count, std::int64_t begin,
+                       std::int64_t cols) {
+    constexpr std::int64_t R = R0 + R1;
+    constexpr std::int64_t kCols = strip_cols<R>();
+    constexpr std::int64_t kRowBytes = kCols * static_cast<std::int64_t>(sizeof(Weight));
+    constexpr std::int64_t kAhead = std::max(kStripAheadBytes / kRowBytes, std::int64_t{2}) / 2 * 2;
+    static_assert(kStripGroup == 2 && kAhead < kStripRows && Kernel::kChunk % kCols == 0);
+    alignas(64) float sums[static_cast<std::size_t>(kStripRows * R * Kernel::kSumFloats)];
+    alignas(64) float dots[static_cast<std::size_t>(kStripRows * R) + 3];
+    const auto* rows = static_cast<const Row*>(task_.in) + row * packed_cols(task_.cols);
+    for (std::int64_t at = begin; at < begin + cols; at += kCols) {
+      const std::int64_t end = std::min(at + kCols, begin + cols);
+      Strip<Weight> strip;
+      strip.weight = weight_ + first * task_.cols + at;
+      strip.stride = task_.cols;
+      strip.count = count;
+      strip.rows[0] = rows + at * R0;
+      strip.rows[1] = rows + kBlockRows * packed_cols(task_.cols) + at * R1;
+      strip.cols = end - at;
+      strip.is_first = at == begin;
+      strip.is_last = end == begin + cols;
+      strip.sums = sums;
+      strip.dots = dots;
+      if (row == 0) {
+        // Later rows find the weights in L2. Behind the last one comes the first one of the next strip, or of
+        // the next rows.
+        const bool is_end = end == task_.cols;
+        const std::int64_t next =
+            is_end ? kAhead * task_.cols - at : (kAhead - count) * task_.cols + end - at;
+        const bool has_next = !is_end || first + count < task_.num_weight_rows || task_.goes_on;
+        strip.ahead_rows = kAhead;
+        strip.next_offset = has_next ? next : 0;
+      }
+      Kernel::template multiply_strip<R0, R1>(strip);
+    }
+    add_dots<R>(task_, dots, row, first, count, begin == 0 && !task_.accumulate);
   }
 
   template <int R>

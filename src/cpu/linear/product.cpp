@@ -32,37 +32,50 @@ constexpr std::int64_t kMostShares = 64;
 /// Weights that are read often enough to be timed, and do not stay in a cache.
 constexpr std::int64_t kTunedBytes = std::int64_t{2} << 20;
 
-constexpr Variant<Reading> kVectorReadings[] = {
-    {"ahead", Reading::ahead}, {"plain", Reading::plain}, {"near", Reading::near}, {"rows", Reading::rows}};
+constexpr Variant<Reading> kVectorReadings[] = {{"ahead", Reading::ahead},
+                                                {"plain", Reading::plain},
+                                                {"near", Reading::near},
+                                                {"rows", Reading::rows},
+                                                {"strips", Reading::strips}};
 constexpr Variant<Reading> kDotReadings[] = {{"ahead", Reading::ahead},
                                              {"ahead_pairs", Reading::ahead_pairs},
                                              {"plain", Reading::plain},
-                                             {"rows", Reading::rows}};
+                                             {"rows", Reading::rows},
+                                             {"strips", Reading::strips}};
+/// One row has no use for strips.
+constexpr auto kVectorRowReadings = std::span<const Variant<Reading>>(kVectorReadings).first<4>();
+constexpr Variant<Reading> kManyReadings[] = {{"ahead", Reading::ahead}, {"strips", Reading::strips}};
 constexpr Variant<Reading> kRowReadings[] = {{"rows2", Reading::rows2},
                                              {"rows4", Reading::rows4},
                                              {"rows", Reading::rows},
                                              {"ahead", Reading::ahead},
                                              {"plain", Reading::plain}};
 
-/// A kernel's tuners for 1, 2, up to 4 and up to 8 rows, and the readings that they choose from.
+/// A kernel's tuners for 1, 2, up to 4, up to 8 and more rows, and the readings that they choose from.
 class ReadingTuners {
  public:
   using Readings = std::span<const Variant<Reading>>;
 
-  /// `one_row`: readings of one row; `more`: of several.
-  ReadingTuners(const std::string& kernel, Readings one_row, Readings more)
+  /// `one_row`: readings of one row; `few`: of up to kFewRows.
+  ReadingTuners(const std::string& kernel, Readings one_row, Readings few)
       : one_row_(one_row),
-        more_(more),
+        few_(few),
         rows1_(kernel + ".rows1", names_of(one_row), kTunedBytes),
-        rows2_(kernel + ".rows2", names_of(more), kTunedBytes),
-        rows4_(kernel + ".rows4", names_of(more), kTunedBytes),
-        rows8_(kernel + ".rows8", names_of(more), kTunedBytes) {}
+        rows2_(kernel + ".rows2", names_of(few), kTunedBytes),
+        rows4_(kernel + ".rows4", names_of(few), kTunedBytes),
+        rows8_(kernel + ".rows8", names_of(few), kTunedBytes),
+        many_(kernel + ".many", names_of<Reading>(kManyReadings), kTunedBytes) {}
 
   /// Calls multiply(reading), timed where the tuner wants it.
   template <class Multiply>
   void run(std::int64_t num_rows, std::int64_t weight_bytes, const Multiply& multiply) {
+    if (num_rows > kFewRows) {
+      // The more rows, the longer a byte takes: arithmetic sets the pace.
+      const Tuner::Call call(many_, weight_bytes * num_rows / kFewRows);
+      return multiply(kManyReadings[call.variant()].value);
+    }
     const Tuner::Call call(tuner_of(num_rows), weight_bytes);
-    multiply((num_rows == 1 ? one_row_ : more_)[static_cast<std::size_t>(call.variant())].value);
+    multiply((num_rows == 1 ? one_row_ : few_)[static_cast<std::size_t>(call.variant())].value);
   }
 
  private:
@@ -71,17 +84,18 @@ class ReadingTuners {
   }
 
   Readings one_row_;
-  Readings more_;
+  Readings few_;
   Tuner rows1_;
   Tuner rows2_;
   Tuner rows4_;
   Tuner rows8_;
+  Tuner many_;
 };
 
-ReadingTuners g_f32("linear.f32", kVectorReadings, kVectorReadings);
-ReadingTuners g_f16("linear.f16", kVectorReadings, kVectorReadings);
-ReadingTuners g_bf16("linear.bf16", kVectorReadings, kVectorReadings);
-ReadingTuners g_fp8("linear.fp8", kVectorReadings, kVectorReadings);
+ReadingTuners g_f32("linear.f32", kVectorRowReadings, kVectorReadings);
+ReadingTuners g_f16("linear.f16", kVectorRowReadings, kVectorReadings);
+ReadingTuners g_bf16("linear.bf16", kVectorRowReadings, kVectorReadings);
+ReadingTuners g_fp8("linear.fp8", kVectorRowReadings, kVectorReadings);
 ReadingTuners g_bf16_dots("linear.bf16_dots", kRowReadings, kDotReadings);
 
 constexpr Variant<Reading> kTileReadings[] = {{"ahead", Reading::ahead}, {"plain", Reading::plain}};
@@ -187,7 +201,6 @@ class Batch {
     const auto multiply_so = [&](Reading reading) { multiply(task_rows, reading); };
     if (kernel == Kernel::tiles) return g_tiles.run(most_rows_, weight_bytes_, multiply_so);
     if (kernel == Kernel::bf16_tiles) return g_bf16_tiles.run(most_rows_, weight_bytes_, multiply_so);
-    if (most_rows_ > kFewRows) return multiply(task_rows, Reading::ahead);
     tuners_of(kernel, dtype).run(most_rows_, weight_bytes_, multiply_so);
   }
 

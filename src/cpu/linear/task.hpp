@@ -48,9 +48,14 @@ enum class Reading : std::uint8_t {
   ahead_pairs,  ///< As ahead, every other cache line: hardware brings its neighbour.
   plain,        ///< Some rows side by side.
   near,         ///< Short runs of 64 rows in turn, each asked for shortly before. Vectors only.
-  rows,         ///< Row after row, each line asked for some KiB before it is read. Vectors and bf16_dots.
-  rows2,        ///< Row after row, two lines at a time. bf16_dots with one activation row only.
-  rows4         ///< The same, four lines at a time.
+  /// Row after row, each line asked for some KiB before it is read, where L1 holds all activations; else as
+  /// strips. Vectors and bf16_dots.
+  rows,
+  /// Strips of columns, each so narrow that L1 holds two blocks of its activations: of one strip weight rows
+  /// two at a time, each line asked for some rows before. Vectors and bf16_dots.
+  strips,
+  rows2,  ///< Row after row, two lines at a time. bf16_dots with one activation row only.
+  rows4   ///< The same, four lines at a time.
 };
 
 /// out[r, n] = in[r] . weight[n] (+ bias[n]) (+ out[r, n]) for num_weight_rows rows n.

@@ -51,6 +51,7 @@ struct Vectors {
   /// Columns after which sums are folded. The same for every R, so that sums have one order.
   static constexpr std::int64_t kChunk = 768;
   static constexpr std::int64_t kStep = kPair;
+  static constexpr std::int64_t kSumFloats = kLanes;
   static constexpr bool kReadsAhead = kHasReadings;
   /// As many as the registers hold beside what they are multiplied with.
   template <int R>
@@ -105,12 +106,66 @@ struct Vectors {
       const Pair w[1] = {load_pair_tail(tile.weight + whole, tile.cols - whole)};
       add_products<R, 1>(w, x, acc);
     }
-    store_sums(acc[0], acc[R > 1 ? 1 : 0], acc[R > 2 ? 2 : 0], acc[R > 3 ? 3 : 0], tile.dots);
+    store_dots<R>(acc, tile.dots);
+  }
+
+  template <int R0, int R1>
+  static HWY_NOINLINE void multiply_strip(const Strip<T>& strip) {
+    constexpr int K = kStripGroup;
+    constexpr int kSums = K * (R0 + R1);
+    const std::int64_t whole = strip.cols / kPair * kPair;
+    float* sums = strip.sums;
+    float* dots = strip.dots;
+    for (std::int64_t n = 0; n < strip.count; n += K, sums += kSums * kSumFloats, dots += kSums) {
+      const T* weights[K] = {strip.weight + n * strip.stride,
+                             strip.weight + n * strip.stride + strip.second(n)};
+      const T* ahead[K] = {strip.ahead(n), strip.ahead(n) + strip.second(n)};
+      Vec acc0[K * R0];
+      Vec acc1[K * R1 + 1];  // never empty
+      HELIX_UNROLL for (int i = 0; i < kSums; ++i) {
+        const Vec sum = strip.is_first ? hn::Zero(kF32) : hn::LoadU(kF32, sums + i * kSumFloats);
+        (i < K * R0 ? acc0[i] : acc1[i - K * R0]) = sum;
+      }
+      const auto* x0 = static_cast<const float*>(strip.rows[0]);
+      const auto* x1 = static_cast<const float*>(strip.rows[1]);
+      for (std::int64_t d = 0; d < whole; d += kPair, x0 += R0 * kPair, x1 += R1 * kPair) {
+        Pair w[K];
+        HELIX_UNROLL for (int k = 0; k < K; ++k) {
+          prefetch_pair<2>(ahead[k] + d);
+          w[k] = load_pair(weights[k] + d);
+        }
+        add_products<R0, K>(w, x0, acc0);
+        add_products<R1, K>(w, x1, acc1);
+      }
+      if (whole < strip.cols) {
+        Pair w[K];
+        HELIX_UNROLL for (int k = 0; k < K; ++k) w[k] =
+            load_pair_tail(weights[k] + whole, strip.cols - whole);
+        add_products<R0, K>(w, x0, acc0);
+        add_products<R1, K>(w, x1, acc1);
+      }
+      if (strip.is_last) {
+        HELIX_UNROLL for (int k = 0; k < K; ++k) {
+          store_dots<R0>(acc0 + k * R0, dots + k * (R0 + R1));
+          if constexpr (R1 > 0) store_dots<R1>(acc1 + k * R1, dots + k * (R0 + R1) + R0);
+        }
+      } else {
+        HELIX_UNROLL for (int i = 0; i < kSums; ++i) {
+          hn::StoreU(i < K * R0 ? acc0[i] : acc1[i - K * R0], kF32, sums + i * kSumFloats);
+        }
+      }
+    }
   }
 
  private:
+  /// Stores the sums of R vectors, and of some of them again up to four.
+  template <int R>
+  static HWY_INLINE void store_dots(const Vec* acc, float* dots) {
+    store_sums(acc[0], acc[R > 1 ? 1 : 0], acc[R > 2 ? 2 : 0], acc[R > 3 ? 3 : 0], dots);
+  }
+
   template <int R, int K>
-  static HWY_INLINE void add_products(const Pair (&w)[K], const float* x, Vec (&acc)[K * R]) {
+  static HWY_INLINE void add_products(const Pair (&w)[K], const float* x, Vec* acc) {
     HELIX_UNROLL for (int r = 0; r < R; ++r) {
       Vec a = hn::LoadU(kF32, x + r * kPair);
       pin(a);
