@@ -44,7 +44,8 @@ constexpr Variant<Reading> kDotReadings[] = {{"ahead", Reading::ahead},
                                              {"strips", Reading::strips}};
 /// One row has no use for strips.
 constexpr auto kVectorRowReadings = std::span<const Variant<Reading>>(kVectorReadings).first<4>();
-constexpr Variant<Reading> kManyReadings[] = {{"ahead", Reading::ahead}, {"strips", Reading::strips}};
+constexpr Variant<Reading> kManyReadings[] = {
+    {"ahead", Reading::ahead}, {"plain", Reading::plain}, {"strips", Reading::strips}};
 constexpr Variant<Reading> kRowReadings[] = {{"rows2", Reading::rows2},
                                              {"rows4", Reading::rows4},
                                              {"rows", Reading::rows},
