@@ -32,39 +32,41 @@ constexpr std::int64_t kMostShares = 64;
 /// Weights that are read often enough to be timed, and do not stay in a cache.
 constexpr std::int64_t kTunedBytes = std::int64_t{2} << 20;
 
+/// With more rows than a block has, `rows` is `strips`: the last one of these is for up to kBlockRows.
 constexpr Variant<Reading> kVectorReadings[] = {{"ahead", Reading::ahead},
                                                 {"plain", Reading::plain},
                                                 {"near", Reading::near},
-                                                {"rows", Reading::rows},
-                                                {"strips", Reading::strips}};
+                                                {"strips", Reading::strips},
+                                                {"rows", Reading::rows}};
 constexpr Variant<Reading> kDotReadings[] = {{"ahead", Reading::ahead},
                                              {"ahead_pairs", Reading::ahead_pairs},
                                              {"plain", Reading::plain},
-                                             {"rows", Reading::rows},
-                                             {"strips", Reading::strips}};
-/// One row has no use for strips.
-constexpr auto kVectorRowReadings = std::span<const Variant<Reading>>(kVectorReadings).first<4>();
+                                             {"strips", Reading::strips},
+                                             {"rows", Reading::rows}};
 constexpr Variant<Reading> kManyReadings[] = {
     {"ahead", Reading::ahead}, {"plain", Reading::plain}, {"strips", Reading::strips}};
-constexpr Variant<Reading> kRowReadings[] = {{"rows2", Reading::rows2},
-                                             {"rows4", Reading::rows4},
-                                             {"rows", Reading::rows},
-                                             {"ahead", Reading::ahead},
-                                             {"plain", Reading::plain}};
+/// Of one row.
+constexpr Variant<Reading> kVectorRowReadings[] = {
+    {"ahead", Reading::ahead}, {"plain", Reading::plain}, {"near", Reading::near}, {"rows", Reading::rows}};
+constexpr Variant<Reading> kDotRowReadings[] = {{"rows2", Reading::rows2},
+                                                {"rows4", Reading::rows4},
+                                                {"rows", Reading::rows},
+                                                {"ahead", Reading::ahead},
+                                                {"plain", Reading::plain}};
 
 /// A kernel's tuners for 1, 2, up to 4, up to 8 and more rows, and the readings that they choose from.
 class ReadingTuners {
  public:
   using Readings = std::span<const Variant<Reading>>;
 
-  /// `one_row`: readings of one row; `few`: of up to kFewRows.
+  /// `one_row`: readings of one row; `few`: of up to kBlockRows, and without the last one of up to kFewRows.
   ReadingTuners(const std::string& kernel, Readings one_row, Readings few)
       : one_row_(one_row),
         few_(few),
         rows1_(kernel + ".rows1", names_of(one_row), kTunedBytes),
         rows2_(kernel + ".rows2", names_of(few), kTunedBytes),
         rows4_(kernel + ".rows4", names_of(few), kTunedBytes),
-        rows8_(kernel + ".rows8", names_of(few), kTunedBytes),
+        rows8_(kernel + ".rows8", names_of(few.first(few.size() - 1)), kTunedBytes),
         many_(kernel + ".many", names_of<Reading>(kManyReadings), kTunedBytes) {}
 
   /// Calls multiply(reading), timed where the tuner wants it.
@@ -97,7 +99,7 @@ ReadingTuners g_f32("linear.f32", kVectorRowReadings, kVectorReadings);
 ReadingTuners g_f16("linear.f16", kVectorRowReadings, kVectorReadings);
 ReadingTuners g_bf16("linear.bf16", kVectorRowReadings, kVectorReadings);
 ReadingTuners g_fp8("linear.fp8", kVectorRowReadings, kVectorReadings);
-ReadingTuners g_bf16_dots("linear.bf16_dots", kRowReadings, kDotReadings);
+ReadingTuners g_bf16_dots("linear.bf16_dots", kDotRowReadings, kDotReadings);
 
 constexpr Variant<Reading> kTileReadings[] = {{"ahead", Reading::ahead}, {"plain", Reading::plain}};
 

@@ -120,6 +120,8 @@ struct Vectors {
       const T* weights[K] = {strip.weight + n * strip.stride,
                              strip.weight + n * strip.stride + strip.second(n)};
       const T* ahead[K] = {strip.ahead(n), strip.ahead(n) + strip.second(n)};
+      // Weights that begin between two lines end in one more.
+      HELIX_UNROLL for (int k = 0; k < K; ++k) __builtin_prefetch(ahead[k] + strip.cols - 1, 0, 2);
       Vec acc0[K * R0];
       Vec acc1[K * R1 + 1];  // never empty
       HELIX_UNROLL for (int i = 0; i < kSums; ++i) {
