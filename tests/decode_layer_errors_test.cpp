@@ -232,6 +232,10 @@ TEST_CASE("Bad arguments of a layer of latents and experts are refused alike on 
        {"no qkv_a", [](Arguments& a) { a.mla().qkv_a = {}; }},
        {"qkv_a of fewer rows", [](Arguments& a) { a.mla().qkv_a.rows -= 1; }},
        {"qkv_a of another width", [](Arguments& a) { widen(a.mla().qkv_a); }},
+       {"qkv_a_bias of the latent alone",
+        [](Arguments& a) {
+          a.mla().qkv_a_bias = {a.mla().o.data, DType::f32, 1, a.shape.mla->latent_dim()};
+        }},
        {"no kv_a_norm", [](Arguments& a) { a.mla().kv_a_norm = {}; }},
        {"w_uk of other dims", [](Arguments& a) { a.mla().w_uk.cols += 1; }},
        {"w_uv of all heads", [](Arguments& a) { a.mla().w_uv.rows *= 4; }},
@@ -240,6 +244,7 @@ TEST_CASE("Bad arguments of a layer of latents and experts are refused alike on 
        {"expand_k of other dims", [](Arguments& a) { a.mla().expand_k.cols += 1; }},
        {"room below zero", [](Arguments& a) { a.config.mla_prefill.max_tokens = -1; }},
        {"output projection of other heads", [](Arguments& a) { a.mla().o.cols /= 2; }},
+       {"o bias of another width", [](Arguments& a) { a.mla().o_bias = a.mla().o; }},
        {"other rope dims", [](Arguments& a) { a.shape.mla->qk_rope_head_dim += 2; }},
        {"rotary wider than rope", [](Arguments& a) { a.config.rope.rotary_dim = 10; }},
        {"no frequencies", [](Arguments& a) { a.config.rope.inverse_frequency = nullptr; }},

@@ -199,6 +199,15 @@ TEST_CASE("Latent attention without a query latent equals its expanded form on e
   check_all_topologies(spec);
 }
 
+TEST_CASE("Latent attention with biases, with and without a query latent, adds each once") {
+  LayerSpec spec;
+  spec.is_mla = true;
+  spec.has_biases = true;
+  check_all_topologies(spec);
+  spec.q_lora = 0;
+  check_all_topologies(spec);
+}
+
 TEST_CASE("Latents that begin and end between two vectors equal their expanded form") {
   LayerSpec spec;
   spec.is_mla = true;

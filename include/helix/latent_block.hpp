@@ -25,7 +25,7 @@ void project_latent_queries(B& backend, const RankShape& shape, const AttentionB
                             const MlaWeights& weights, typename B::Stream stream) {
   using T = typename B::Activation;
   const AttentionBuffers<T>& buffers = args.buffers;
-  backend.linear(LinearArgs<T>{args.in, weights.qkv_a, {}, buffers.qkv_a}, stream);
+  backend.linear(LinearArgs<T>{args.in, weights.qkv_a, weights.qkv_a_bias, buffers.qkv_a}, stream);
   if (shape.mla->q_lora_rank == 0) return;
   const TensorView<T, 2> q_heads(buffers.q_heads.data(),
                                  {args.in.extent(0), shape.query_heads * shape.mla->qk_head_dim()});
@@ -237,7 +237,7 @@ void attend_block(B& backend, const RankShape& shape, const AttentionBlockArgs<B
   });
   const TensorView<const T, 2> attended(args.buffers.values.data(),
                                         {args.in.extent(0), shape.combined_heads * shape.mla->v_head_dim});
-  backend.linear(LinearArgs<T>{attended, weights.o, {}, args.out}, stream);
+  backend.linear(LinearArgs<T>{attended, weights.o, weights.o_bias, args.out}, stream);
 }
 
 }  // namespace helix::detail

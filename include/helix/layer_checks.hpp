@@ -72,6 +72,7 @@ inline void check_attention(const RankShape& shape, const LayerConfig& config, c
   const bool has_query_lora = mla.q_lora_rank > 0;
   expect_shape("qkv_a", weights.qkv_a, shape.qkv_a_columns(), shape.hidden,
                has_query_lora ? " (the rows of W_DQ, then of W_DKV)" : " (the rows of W_Q, then of W_DKV)");
+  expect_shape_if_given("qkv_a_bias", weights.qkv_a_bias, shape.qkv_a_columns());
   if (has_query_lora) {
     expect_shape("q_a_norm", weights.q_a_norm, 1, mla.q_lora_rank);
     expect_shape("q_b", weights.q_b, heads * mla.qk_head_dim(), mla.q_lora_rank);
@@ -85,6 +86,7 @@ inline void check_attention(const RankShape& shape, const LayerConfig& config, c
   expect_shape("w_uk", weights.w_uk, heads * latent, mla.qk_nope_head_dim);
   expect_shape("w_uv", weights.w_uv, combined * mla.v_head_dim, latent);
   expect_shape("the output projection", weights.o, shape.hidden, combined * mla.v_head_dim, kOutputHint);
+  expect_once("o_bias", weights.o_bias, shape.hidden, shape.stage_rank);
   HELIX_EXPECTS(weights.expand_k.empty() == weights.expand_v.empty(), ErrorCode::invalid_argument,
                 "decode_layer: of expand_k and expand_v one alone is empty; give both or neither");
   if (!weights.expand_k.empty()) {

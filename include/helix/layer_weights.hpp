@@ -27,14 +27,16 @@ struct MlaWeights {
   /// [q_lora + kv_lora + rope, M], RankShape::qkv_a_columns() rows: of W_DQ, then of W_DKV. Without a query
   /// LoRA (q_lora_rank 0) [Hq * (nope + rope) + kv_lora + rope, M]: of W_Q, then of W_DKV
   WeightView qkv_a;
-  WeightView q_a_norm{};  ///< [1, q_lora], or empty without a query LoRA
-  WeightView q_b{};       ///< [Hq * (nope + rope), q_lora], or empty without a query LoRA
-  WeightView kv_a_norm;   ///< [1, kv_lora]
-  WeightView w_uk;        ///< [Hq * kv_lora, nope]: absorbs q_nope into the latent space, head by head
-  WeightView w_uv;        ///< [Hq/N * v, kv_lora]: of Topology::combined_heads
-  WeightView o;           ///< [M, Hq/N * v]
-  WeightView expand_k{};  ///< [Hq * nope, kv_lora] or empty: W_UK, each head's transposed
-  WeightView expand_v{};  ///< [Hq * v, kv_lora], or empty with expand_k: W_UV of all heads
+  WeightView qkv_a_bias{};  ///< [1, rows of qkv_a] or empty
+  WeightView q_a_norm{};    ///< [1, q_lora], or empty without a query LoRA
+  WeightView q_b{};         ///< [Hq * (nope + rope), q_lora], or empty without a query LoRA
+  WeightView kv_a_norm;     ///< [1, kv_lora]
+  WeightView w_uk;          ///< [Hq * kv_lora, nope]: absorbs q_nope into the latent space, head by head
+  WeightView w_uv;          ///< [Hq/N * v, kv_lora]: of Topology::combined_heads
+  WeightView o;             ///< [M, Hq/N * v]
+  WeightView o_bias{};      ///< [1, M] on stage_rank 0, as GqaWeights::o_bias; empty elsewhere
+  WeightView expand_k{};    ///< [Hq * nope, kv_lora] or empty: W_UK, each head's transposed
+  WeightView expand_v{};    ///< [Hq * v, kv_lora], or empty with expand_k: W_UV of all heads
 };
 
 /// SwiGLU, split over N.

@@ -143,6 +143,13 @@ TEST_CASE("latent attention without a query latent on a GPU equals a CPU rank") 
   check_all_topologies(spec);
 }
 
+TEST_CASE("latent attention with biases on a GPU equals a CPU rank") {
+  HELIX_REQUIRE_GPUS(1);
+  LayerSpec spec = mla_spec();
+  spec.has_biases = true;
+  check_all_topologies(spec);
+}
+
 TEST_CASE("latents that begin and end between two vectors on a GPU equal a CPU rank") {
   HELIX_REQUIRE_GPUS(1);
   LayerSpec spec = mla_spec();

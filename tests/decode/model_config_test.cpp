@@ -466,7 +466,9 @@ TEST_CASE("what is legal but not built is unsupported and says what is") {
       {deepseek_v3(), {{"topk_method", "greedy"}}, "topk_method is 'greedy' with scoring_func 'sigmoid'"},
       {deepseek_v3(), {{"scoring_func", "softmax"}}, "with scoring_func 'softmax'"},
       {deepseek_v2(), {{"topk_method", "noaux_tc"}}, "topk_method is 'noaux_tc'"},
-      {deepseek_v3(), {{"attention_bias", true}}, "attention_bias is true"},
+      {deepseek_v2(),
+       {{"mlp_bias", true}, {"n_shared_experts", 0}},
+       "mlp_bias is true with n_shared_experts 0"},
   };
   for (const Case& c : cases) {
     json config = c.config;

@@ -113,18 +113,22 @@ class ModelOnDisk {
     const std::int64_t rope = size("qk_rope_head_dim");
     const std::int64_t value_dim = size("v_head_dim");
     const std::int64_t latent = size("kv_lora_rank");
+    const bool bias = config_json_.value("attention_bias", false);
     if (config_json_.at("q_lora_rank").is_null()) {
       linear(attention + "q_proj.weight", heads * (nope + rope), hidden_);
     } else {
       const std::int64_t q_lora = size("q_lora_rank");
       linear(attention + "q_a_proj.weight", q_lora, hidden_);
+      if (bias) vector(attention + "q_a_proj.bias", q_lora);
       vector(attention + "q_a_layernorm.weight", q_lora);
       linear(attention + "q_b_proj.weight", heads * (nope + rope), q_lora);
     }
     linear(attention + "kv_a_proj_with_mqa.weight", latent + rope, hidden_);
+    if (bias) vector(attention + "kv_a_proj_with_mqa.bias", latent + rope);
     vector(attention + "kv_a_layernorm.weight", latent);
     linear(attention + "kv_b_proj.weight", heads * (nope + value_dim), latent);
     linear(attention + "o_proj.weight", hidden_, heads * value_dim);
+    if (bias) vector(attention + "o_proj.bias", hidden_);
   }
 
   void add_grouped_query_attention(const std::string& attention) {

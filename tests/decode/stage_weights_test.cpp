@@ -160,6 +160,13 @@ class RankCheck {
                  return r < q_rows ? model_.value(q_a, r, c)
                                    : model_.value(attention + "kv_a_proj_with_mqa.weight", r - q_rows, c);
                });
+    CHECK(w.qkv_a_bias.empty() != config_.has_qkv_bias);
+    if (config_.has_qkv_bias) {
+      check_view("qkv_a_bias", w.qkv_a_bias, 1, w.qkv_a.rows, [&](std::int64_t, std::int64_t c) {
+        if (c >= q_rows) return model_.value(attention + "kv_a_proj_with_mqa.bias", 0, c - q_rows);
+        return has_query_lora ? model_.value(attention + "q_a_proj.bias", 0, c) : 0.0f;
+      });
+    }
     if (has_query_lora) {
       check_view("q_a_norm", w.q_a_norm, 1, m.q_lora_rank, from(attention + "q_a_layernorm.weight", 0));
       check_view("q_b", w.q_b, heads * m.qk_head_dim(), m.q_lora_rank,
@@ -181,6 +188,7 @@ class RankCheck {
     });
     check_view("o", w.o, hidden_, combined_ * m.v_head_dim,
                from(attention + "o_proj.weight", 0, first_combined_ * m.v_head_dim));
+    check_output_bias(attention, w.o_bias);
     CHECK(w.expand_k.empty() == (latent_ == LatentWeights::absorbed));
     CHECK(w.expand_v.empty() == (latent_ == LatentWeights::absorbed));
     if (latent_ == LatentWeights::absorbed) return;
@@ -223,8 +231,12 @@ class RankCheck {
     }
     check_view("o", w.o, hidden_, combined_ * dim,
                from(attention + "o_proj.weight", 0, first_combined_ * dim));
-    CHECK(w.o_bias.empty() == !(config_.has_output_bias && rank_ == 0));
-    if (!w.o_bias.empty()) check_view("o_bias", w.o_bias, 1, hidden_, from(attention + "o_proj.bias", 0));
+    check_output_bias(attention, w.o_bias);
+  }
+
+  void check_output_bias(const std::string& attention, const WeightView& bias) const {
+    CHECK(bias.empty() == !(config_.has_output_bias && rank_ == 0));
+    if (!bias.empty()) check_view("o_bias", bias, 1, hidden_, from(attention + "o_proj.bias", 0));
   }
 
   void check_ffn(const std::string& prefix, const WeightView& gate_up, const WeightView& down,
@@ -373,6 +385,11 @@ TEST_CASE("every rank of a DeepSeek loads its slices") {
   check_all_ranks(v3, {});
   check_all_ranks(v3, {.kvp = 4, .ep = 2});
   check_all_ranks(v3, {.kvp = 8, .ep = 4, .pp = 2});
+  json with_biases = deepseek();
+  with_biases["attention_bias"] = true;
+  check_all_ranks(ModelOnDisk(with_biases), {.kvp = 2, .ep = 2});
+  with_biases["q_lora_rank"] = nullptr;
+  check_all_ranks(ModelOnDisk(with_biases), {.kvp = 2, .ep = 2});
   json v2 = deepseek("deepseek_v2");
   v2["q_lora_rank"] = nullptr;
   v2["n_shared_experts"] = 0;

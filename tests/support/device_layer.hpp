@@ -65,7 +65,7 @@ class DeviceLayer {
     weights_.input_norm = put(layer.input_norm);
     weights_.post_attention_norm = put(layer.post_attention_norm);
     if (layer.latent) {
-      weights_.attention = latent(layer, *layer.latent, combined);
+      weights_.attention = latent(rank, layer, *layer.latent, combined);
     } else {
       weights_.attention = grouped(topo, rank, layer, *layer.attention, combined);
     }
@@ -112,10 +112,11 @@ class DeviceLayer {
     return w;
   }
 
-  MlaWeights latent(const oracle::Layer& layer, const oracle::LatentAttention& a, Range combined) {
+  MlaWeights latent(int rank, const oracle::Layer& layer, const oracle::LatentAttention& a, Range combined) {
     MlaWeights w;
     const bool has_query_lora = !a.q_a.empty();
     w.qkv_a = put(stacked({has_query_lora ? a.q_a : a.q_b, a.kv_a}));
+    w.qkv_a_bias = put(stacked({a.q_a_bias, a.kv_a_bias}, true));
     w.q_a_norm = put(a.q_a_norm);
     if (has_query_lora) w.q_b = put(a.q_b);
     w.kv_a_norm = put(a.kv_a_norm);
@@ -129,6 +130,7 @@ class DeviceLayer {
     w.expand_k = put(a.k_b);
     w.expand_v = put(a.v_b);
     w.o = put(columns_of(a.o, scaled(combined, layer.value)));
+    if (rank == 0) w.o_bias = put(a.o_bias);
     return w;
   }
 

@@ -132,10 +132,10 @@ Vector latent_attention(const Layer& layer, const LatentAttention& weights, Hist
   const std::int64_t width = layer.nope + layer.rope;
   Vector q = normed;
   if (!weights.q_a.empty())
-    q = rms_norm(multiply(weights.q_a, normed), weights.q_a_norm, layer.mla_norm_epsilon);
-  q = multiply(weights.q_b, q);
+    q = rms_norm(multiply(weights.q_a, normed, weights.q_a_bias), weights.q_a_norm, layer.mla_norm_epsilon);
+  q = multiply(weights.q_b, q, weights.q_a.empty() ? weights.q_a_bias : Matrix{});
 
-  const Vector compressed = multiply(weights.kv_a, normed);
+  const Vector compressed = multiply(weights.kv_a, normed, weights.kv_a_bias);
   Vector row = rms_norm(part(compressed, 0, layer.kv_lora), weights.kv_a_norm, layer.mla_norm_epsilon);
   const Vector k_rope = rotate(layer, part(compressed, layer.kv_lora, layer.rope), position);
   row.insert(row.end(), k_rope.begin(), k_rope.end());
@@ -162,7 +162,7 @@ Vector latent_attention(const Layer& layer, const LatentAttention& weights, Hist
     }
     put(attended, h * layer.value, attend(layer, scores, values, nullptr));
   }
-  return multiply(weights.o, attended);
+  return multiply(weights.o, attended, weights.o_bias);
 }
 
 Vector feed_forward(const FeedForward& weights, const Vector& in) {

@@ -31,13 +31,14 @@ struct Attention {
 
 /// DeepSeek's attention, keys and values expanded from the latent.
 struct LatentAttention {
-  Matrix q_a, q_a_norm;  // [q_lora, M], [1, q_lora], or empty
-  Matrix q_b;            // [Hq * (nope + rope), q_lora or M]
-  Matrix kv_a;           // [kv_lora + rope, M]
-  Matrix kv_a_norm;      // [1, kv_lora]
-  Matrix k_b;            // W_UK [Hq * nope, kv_lora]
-  Matrix v_b;            // W_UV [Hq * v, kv_lora]
-  Matrix o;              // [M, Hq * v]
+  Matrix q_a, q_a_norm;                // [q_lora, M], [1, q_lora], or empty
+  Matrix q_b;                          // [Hq * (nope + rope), q_lora or M]
+  Matrix kv_a;                         // [kv_lora + rope, M]
+  Matrix kv_a_norm;                    // [1, kv_lora]
+  Matrix k_b;                          // W_UK [Hq * nope, kv_lora]
+  Matrix v_b;                          // W_UV [Hq * v, kv_lora]
+  Matrix o;                            // [M, Hq * v]
+  Matrix q_a_bias, kv_a_bias, o_bias;  // [1, ...] or empty; without q_a, q_b's
 };
 
 struct FeedForward {

@@ -119,6 +119,11 @@ inline oracle::LatentAttention random_latent_attention(const LayerSpec& spec, Ra
   a.k_b = random.projection(spec.query_heads * spec.nope, spec.kv_lora);
   a.v_b = random.projection(spec.query_heads * spec.value, spec.kv_lora);
   a.o = random.projection(m, spec.query_heads * spec.value);
+  if (spec.has_biases) {
+    a.q_a_bias = random(1, spec.q_lora > 0 ? spec.q_lora : a.q_b.rows, 0.5);
+    a.kv_a_bias = random(1, spec.kv_lora + spec.rope, 0.5);
+    a.o_bias = random(1, m, 0.5);
+  }
   return a;
 }
 

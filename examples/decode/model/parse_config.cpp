@@ -346,9 +346,7 @@ void parse_deepseek(const ObjectReader& top, ModelConfig& config) {
     top.fail("qk_rope_head_dim", nlohmann::json(mla.qk_rope_head_dim),
              "an even number, because rope rotates pairs");
   }
-  if (top.boolean_or("attention_bias", false)) {
-    top.unsupported("attention_bias", " is true; latent attention with biases is not built");
-  }
+  config.has_qkv_bias = config.has_output_bias = top.boolean_or("attention_bias", false);
   config.shape.mla = mla;
   config.shape.num_kv_heads = 1;
   config.shape.head_dim = mla.latent_dim();
@@ -358,6 +356,8 @@ void parse_deepseek(const ObjectReader& top, ModelConfig& config) {
   // V2 has no such key: it always rotates interleaved pairs.
   config.rope.is_interleaved = config.model_type == "deepseek_v2" || true_unless_null(top, "rope_interleave");
   parse_experts(top, config);
+  if (config.has_mlp_bias && config.shape.moe && config.shape.moe->shared_ffn == 0)
+    top.unsupported("mlp_bias", " is true with n_shared_experts 0: biases of shared experts that are none");
 }
 
 /// Leaves out sizes that no layer uses: they must not forbid a topology. Dense layers are the first ones and

@@ -28,12 +28,17 @@ constexpr Place<GqaWeights> kGqa[] = {
     {WeightRole::qkv, &GqaWeights::qkv},         {WeightRole::qkv_bias, &GqaWeights::qkv_bias},
     {WeightRole::q_norm, &GqaWeights::q_norm},   {WeightRole::k_norm, &GqaWeights::k_norm},
     {WeightRole::attention_out, &GqaWeights::o}, {WeightRole::attention_out_bias, &GqaWeights::o_bias}};
-constexpr Place<MlaWeights> kMla[] = {
-    {WeightRole::qkv_a, &MlaWeights::qkv_a},       {WeightRole::q_a_norm, &MlaWeights::q_a_norm},
-    {WeightRole::q_b, &MlaWeights::q_b},           {WeightRole::kv_a_norm, &MlaWeights::kv_a_norm},
-    {WeightRole::w_uk, &MlaWeights::w_uk},         {WeightRole::w_uv, &MlaWeights::w_uv},
-    {WeightRole::expand_k, &MlaWeights::expand_k}, {WeightRole::expand_v, &MlaWeights::expand_v},
-    {WeightRole::attention_out, &MlaWeights::o}};
+constexpr Place<MlaWeights> kMla[] = {{WeightRole::qkv_a, &MlaWeights::qkv_a},
+                                      {WeightRole::qkv_a_bias, &MlaWeights::qkv_a_bias},
+                                      {WeightRole::q_a_norm, &MlaWeights::q_a_norm},
+                                      {WeightRole::q_b, &MlaWeights::q_b},
+                                      {WeightRole::kv_a_norm, &MlaWeights::kv_a_norm},
+                                      {WeightRole::w_uk, &MlaWeights::w_uk},
+                                      {WeightRole::w_uv, &MlaWeights::w_uv},
+                                      {WeightRole::expand_k, &MlaWeights::expand_k},
+                                      {WeightRole::expand_v, &MlaWeights::expand_v},
+                                      {WeightRole::attention_out, &MlaWeights::o},
+                                      {WeightRole::attention_out_bias, &MlaWeights::o_bias}};
 constexpr Place<DenseFfnWeights> kDense[] = {{WeightRole::gate_up, &DenseFfnWeights::gate_up},
                                              {WeightRole::gate_up_bias, &DenseFfnWeights::gate_up_bias},
                                              {WeightRole::down, &DenseFfnWeights::down},

@@ -89,6 +89,12 @@ std::vector<WeightPiece> cut_pieces(const WeightPlan& plan) {
   std::vector<WeightPiece> pieces;
   for (const WeightTarget& target : plan.targets) {
     if (target.in_place) continue;
+    if (target.zero_cols > 0) {
+      WeightPiece zeros;
+      zeros.target = &target;
+      zeros.bytes = target.zero_cols * bytes_of(target.dtype);
+      pieces.push_back(zeros);
+    }
     for (const WeightSlice& slice : target.slices) cut(target, slice, pieces);
   }
   return pieces;
@@ -111,6 +117,10 @@ void check_finite(const WeightTarget& target, const WeightSlice& slice, Range ro
 }
 
 void PieceReader::read(const WeightPiece& piece, std::span<std::byte> out) {
+  if (piece.slice == nullptr) {
+    std::fill(out.begin(), out.end(), std::byte{});
+    return;
+  }
   const auto bytes = static_cast<std::size_t>(piece.bytes / piece.repeats.size());
   for (std::int64_t i = 0; i < piece.repeats.size(); ++i) {
     const std::int64_t shift = i * piece.slice->row_stride;

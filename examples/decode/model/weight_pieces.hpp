@@ -16,10 +16,10 @@ namespace helix::decode {
 /// Some rows of one slice, or a run of its rectangles, that fill one run of bytes of a target.
 struct WeightPiece {
   const WeightTarget* target = nullptr;
-  const WeightSlice* slice = nullptr;
-  Range repeats;            ///< Rectangles of the slice; more than one, or transposed, only whole.
-  Range rows;               ///< Source rows of the first of them.
-  std::int64_t offset = 0;  ///< Bytes, from the beginning of the target.
+  const WeightSlice* slice = nullptr;  ///< Null: zeros.
+  Range repeats;                       ///< Rectangles of the slice; more than one, or transposed, only whole.
+  Range rows;                          ///< Source rows of the first of them.
+  std::int64_t offset = 0;             ///< Bytes, from the beginning of the target.
   std::int64_t bytes = 0;
 };
 

@@ -123,11 +123,17 @@ class PlanBuilder {
       add(WeightRole::q_norm, {whole(name("self_attn.q_norm.weight"), 1, dim)});
       add(WeightRole::k_norm, {whole(name("self_attn.k_norm.weight"), 1, dim)});
     }
-    add(WeightRole::attention_out, {some_cols(name("self_attn.o_proj.weight"), config_.shape.hidden, q_rows,
-                                              topo_.output_projection_rows(at_.stage_rank, dim))});
-    if (config_.has_output_bias && at_.stage_rank == 0) {
-      add(WeightRole::attention_out_bias, {whole(name("self_attn.o_proj.bias"), 1, config_.shape.hidden)});
-    }
+    add_output_projection(dim);
+  }
+
+  /// Of heads of `dim` values.
+  void add_output_projection(std::int64_t dim) {
+    const std::int64_t hidden = config_.shape.hidden;
+    add(WeightRole::attention_out,
+        {some_cols(name("self_attn.o_proj.weight"), hidden, config_.shape.num_query_heads * dim,
+                   topo_.output_projection_rows(at_.stage_rank, dim))});
+    if (config_.has_output_bias && at_.stage_rank == 0)
+      add(WeightRole::attention_out_bias, {whole(name("self_attn.o_proj.bias"), 1, hidden)});
   }
 
   void add_latent_attention(const MlaShape& mla) {
@@ -142,6 +148,15 @@ class PlanBuilder {
       add(WeightRole::q_b, {whole(name("self_attn.q_b_proj.weight"), q_rows, mla.q_lora_rank)});
     } else {
       add_stacked(WeightRole::qkv_a, {whole(name("self_attn.q_proj.weight"), q_rows, hidden), latents});
+    }
+    if (config_.has_qkv_bias) {
+      const Piece of_latents = whole(name("self_attn.kv_a_proj_with_mqa.bias"), 1, mla.latent_dim());
+      if (mla.q_lora_rank > 0) {
+        add_joined(WeightRole::qkv_a_bias,
+                   {whole(name("self_attn.q_a_proj.bias"), 1, mla.q_lora_rank), of_latents});
+      } else {
+        add_joined(WeightRole::qkv_a_bias, {of_latents}, q_rows);  // q_proj has none
+      }
     }
     const std::int64_t latent = mla.kv_lora_rank;
     add(WeightRole::kv_a_norm, {whole(name("self_attn.kv_a_layernorm.weight"), 1, latent)});
@@ -169,8 +184,7 @@ class PlanBuilder {
     } else {
       add(WeightRole::w_uv, {rows_of_heads(plan_.combined_heads, mla.qk_nope_head_dim, mla.v_head_dim)});
     }
-    add(WeightRole::attention_out, {some_cols(name("self_attn.o_proj.weight"), hidden, heads * mla.v_head_dim,
-                                              topo_.output_projection_rows(at_.stage_rank, mla.v_head_dim))});
+    add_output_projection(mla.v_head_dim);
   }
 
   struct FfnRoles {
@@ -246,18 +260,19 @@ class PlanBuilder {
     add(role, std::move(pieces));
   }
 
-  /// Pieces beside each other.
-  void add_joined(WeightRole role, std::vector<Piece> pieces) {
-    std::int64_t col = 0;
+  /// Pieces beside each other, behind `zero_cols` columns of zeros.
+  void add_joined(WeightRole role, std::vector<Piece> pieces, std::int64_t zero_cols = 0) {
+    std::int64_t col = zero_cols;
     for (Piece& piece : pieces) {
       piece.target_col = col;
       col += piece.cols.size();
     }
-    add(role, std::move(pieces));
+    add(role, std::move(pieces), zero_cols);
   }
 
-  void add(WeightRole role, std::vector<Piece> pieces) {
+  void add(WeightRole role, std::vector<Piece> pieces, std::int64_t zero_cols = 0) {
     WeightTarget target;
+    target.zero_cols = zero_cols;
     target.role = role;
     target.layer = layer_;
     target.expert = expert_;
@@ -277,7 +292,7 @@ class PlanBuilder {
     }
     if (!problems_.empty()) return;  // what no file bounds has no size
     target.dtype = is_uniform ? common.value_or(DType::f32) : DType::f32;
-    if (home_ == WeightHome::files) target.in_place = find_in_place(target);
+    if (home_ == WeightHome::files && zero_cols == 0) target.in_place = find_in_place(target);
     if (!target.in_place) {
       target.buffer = plan_.buffer_bytes.size() - 1;
       target.offset = plan_.buffer_bytes.back();
@@ -428,8 +443,10 @@ std::vector<std::string_view> unused_tensors(const ModelConfig& config, const Ch
   for (const WeightTarget& target : plan.targets) {
     for (const WeightSlice& slice : target.slices) used.insert({slice.source.tensor, slice.scale.tensor});
   }
-  const auto is_known = [&](std::string_view name) {
+  const auto is_known = [&](const TensorInfo& tensor) {
     constexpr std::string_view kLayers = "model.layers.";
+    const std::string_view name = tensor.name;
+    if (tensor.begin == tensor.end) return true;  // shared experts of no width
     if (name.ends_with("rotary_emb.inv_freq")) return true;
     if (plan.has_tied_head && (name == "lm_head.weight" || name == "model.embed_tokens.weight")) return true;
     if (!config.shape.is_mla() || !name.starts_with(kLayers)) return false;
@@ -442,7 +459,7 @@ std::vector<std::string_view> unused_tensors(const ModelConfig& config, const Ch
     for (const TensorInfo& tensor : file.tensors()) {
       // With an index, what it does not name, or names in another file, is not of the checkpoint.
       const bool is_there = checkpoint.find(tensor.name).tensor == &tensor;
-      if (is_there && !used.contains(&tensor) && !is_known(tensor.name)) unused.push_back(tensor.name);
+      if (is_there && !used.contains(&tensor) && !is_known(tensor)) unused.push_back(tensor.name);
     }
   }
   return unused;

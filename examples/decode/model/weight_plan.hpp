@@ -32,6 +32,7 @@ enum class WeightRole : std::uint8_t {
   attention_out,
   attention_out_bias,
   qkv_a,
+  qkv_a_bias,
   q_a_norm,
   q_b,
   kv_a_norm,
@@ -106,8 +107,9 @@ struct WeightTarget {
   DType dtype = DType::f32;  ///< The checkpoint's type; f32 where fp8 or unlike types are widened.
   std::int64_t rows = 0;
   std::int64_t cols = 0;
-  std::size_t buffer = 0;   ///< Not in place: the buffer.
-  std::int64_t offset = 0;  ///< Not in place: bytes, a multiple of 256.
+  std::size_t buffer = 0;      ///< Not in place: the buffer.
+  std::int64_t offset = 0;     ///< Not in place: bytes, a multiple of 256.
+  std::int64_t zero_cols = 0;  ///< Columns in front of all slices, which no tensor has; only with one row.
   std::vector<WeightSlice> slices;
   std::optional<FileBytes> in_place;
 
