@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <cstdio>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -33,6 +34,7 @@ struct Bootstrap::State {
   std::shared_ptr<Watch> watch = std::make_shared<Watch>();
   std::thread thread;
   std::mutex in_use;
+  std::exception_ptr broken;  // what ended a call: the connections may hold bytes of it, so that none follows
 
   ~State() {
     if (!thread.joinable()) return;
@@ -66,8 +68,23 @@ struct Bootstrap::State {
                 seconds(watch->options.timeout), " s; rank ", watch->options.rank, " waited");
   }
 
+  /// Runs the body of a call, unless one before has failed.
+  template <class Body>
+  auto call(const Body& body) {
+    const std::lock_guard lock(in_use);
+    check();
+    if (broken) std::rethrow_exception(broken);
+    try {
+      return body();
+    } catch (...) {
+      broken = std::current_exception();
+      throw;
+    }
+  }
+
   void send(std::size_t peer, const void* data, std::size_t bytes, const char* operation) const {
-    expect_done(send_all(connections.control[index(peer)].fd(), data, bytes, deadline()), operation, peer);
+    expect_done(send_all(connections.control[index(peer)].fd(), data, bytes, deadline(), [this] { check(); }),
+                operation, peer);
   }
   void recv(std::size_t peer, void* data, std::size_t bytes, const char* operation) const {
     expect_done(recv_all(connections.control[index(peer)].fd(), data, bytes, deadline(), [this] { check(); }),
@@ -117,42 +134,44 @@ milliseconds Bootstrap::timeout() const {
 }
 
 void Bootstrap::broadcast(std::span<std::byte> bytes) {
-  const std::lock_guard lock(state_->in_use);
-  state_->check();
-  std::uint64_t num_bytes = bytes.size();
-  if (rank() == 0) {
-    for (std::size_t peer = 1; peer < static_cast<std::size_t>(size()); ++peer) {
-      state_->send(peer, &num_bytes, sizeof(num_bytes), "broadcast");
-      state_->send(peer, bytes.data(), bytes.size(), "broadcast");
+  state_->call([&] {
+    std::uint64_t num_bytes = bytes.size();
+    if (rank() == 0) {
+      for (std::size_t peer = 1; peer < static_cast<std::size_t>(size()); ++peer) {
+        state_->send(peer, &num_bytes, sizeof(num_bytes), "broadcast");
+        state_->send(peer, bytes.data(), bytes.size(), "broadcast");
+      }
+      return;
     }
-    return;
-  }
-  state_->recv(0, &num_bytes, sizeof(num_bytes), "broadcast");
-  HELIX_EXPECTS(num_bytes == bytes.size(), ErrorCode::invalid_argument, "bootstrap broadcast: rank 0 sends ",
-                num_bytes, " bytes, rank ", rank(), " expects ", bytes.size());
-  state_->recv(0, bytes.data(), bytes.size(), "broadcast");
+    state_->recv(0, &num_bytes, sizeof(num_bytes), "broadcast");
+    HELIX_EXPECTS(num_bytes == bytes.size(), ErrorCode::invalid_argument,
+                  "bootstrap broadcast: rank 0 sends ", num_bytes, " bytes, rank ", rank(), " expects ",
+                  bytes.size());
+    state_->recv(0, bytes.data(), bytes.size(), "broadcast");
+  });
 }
 
 std::vector<std::vector<std::byte>> Bootstrap::gather(std::span<const std::byte> bytes) {
   constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 30;  // a size beyond is no size
-  const std::lock_guard lock(state_->in_use);
-  state_->check();
-  std::uint64_t num_bytes = bytes.size();
-  if (rank() != 0) {
-    state_->send(0, &num_bytes, sizeof(num_bytes), "gather");
-    state_->send(0, bytes.data(), bytes.size(), "gather");
-    return {};
-  }
-  std::vector<std::vector<std::byte>> all(static_cast<std::size_t>(size()));
-  all[0].assign(bytes.begin(), bytes.end());
-  for (std::size_t peer = 1; peer < all.size(); ++peer) {
-    state_->recv(peer, &num_bytes, sizeof(num_bytes), "gather");
-    HELIX_EXPECTS(num_bytes <= kMaxBytes, ErrorCode::invalid_argument, "bootstrap gather: rank ", peer,
-                  " announces ", num_bytes, " bytes; at most ", kMaxBytes, " are taken");
-    all[peer].resize(static_cast<std::size_t>(num_bytes));
-    state_->recv(peer, all[peer].data(), all[peer].size(), "gather");
-  }
-  return all;
+  return state_->call([&] {
+    std::vector<std::vector<std::byte>> all;
+    std::uint64_t num_bytes = bytes.size();
+    if (rank() != 0) {
+      state_->send(0, &num_bytes, sizeof(num_bytes), "gather");
+      state_->send(0, bytes.data(), bytes.size(), "gather");
+      return all;
+    }
+    all.resize(static_cast<std::size_t>(size()));
+    all[0].assign(bytes.begin(), bytes.end());
+    for (std::size_t peer = 1; peer < all.size(); ++peer) {
+      state_->recv(peer, &num_bytes, sizeof(num_bytes), "gather");
+      HELIX_EXPECTS(num_bytes <= kMaxBytes, ErrorCode::invalid_argument, "bootstrap gather: rank ", peer,
+                    " announces ", num_bytes, " bytes; at most ", kMaxBytes, " are taken");
+      all[peer].resize(static_cast<std::size_t>(num_bytes));
+      state_->recv(peer, all[peer].data(), all[peer].size(), "gather");
+    }
+    return all;
+  });
 }
 
 void Bootstrap::barrier() {

@@ -85,13 +85,14 @@ bool is_own_user(const Socket& socket) {
 
 bool say_hello(const Socket& socket, int rank, const LinkPlace& other, Clock::time_point deadline) {
   const LinkHello hello{rank, other.token};
-  return send_all(socket.fd(), &hello, sizeof(hello), deadline) == Transfer::done;
+  return send_all(socket.fd(), &hello, sizeof(hello), deadline, kKeepWaiting) == Transfer::done;
 }
 
 /// The rank of the other end, which has shown that it is of the job; -1: a stranger.
 int hear_hello(const Socket& socket, const LinkPlace& own, Clock::time_point deadline) {
   LinkHello hello;
-  if (!is_own_user(socket) || recv_all(socket.fd(), &hello, sizeof(hello), deadline, [] {}) != Transfer::done)
+  if (!is_own_user(socket) ||
+      recv_all(socket.fd(), &hello, sizeof(hello), deadline, kKeepWaiting) != Transfer::done)
     return -1;
   return hello.token == own.token ? hello.rank : -1;
 }
@@ -185,7 +186,7 @@ std::shared_ptr<const LocalLinks> LocalLinks::connect(Bootstrap& bootstrap, std:
 }
 
 void LocalLinks::send(int rank, std::span<const std::byte> message, int descriptor) const {
-  const Clock::time_point deadline = Clock::now() + bootstrap_.timeout();
+  Patience patience(deadline_after(bootstrap_.timeout()));
   const int fd = links_.at(static_cast<std::size_t>(rank)).fd();
   iovec part{const_cast<std::byte*>(message.data()), message.size()};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
@@ -201,15 +202,19 @@ void LocalLinks::send(int rank, std::span<const std::byte> message, int descript
     carried->cmsg_len = CMSG_LEN(sizeof(int));
     std::memcpy(CMSG_DATA(carried), &descriptor, sizeof(int));
   }
+  const auto check = [this] { bootstrap_.check(); };
   ssize_t sent = -1;
   for (bool may_send = true; may_send;) {
     sent = ::sendmsg(fd, &header, MSG_NOSIGNAL | MSG_DONTWAIT);
-    may_send = sent < 0 && (errno == EINTR ||
-                            ((errno == EAGAIN || errno == EWOULDBLOCK) && wait_for(fd, POLLOUT, deadline)));
+    const bool is_full = sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK);
+    may_send = is_full ? !patience.is_over() : sent < 0 && errno == EINTR;
+    if (!is_full || !may_send) continue;
+    check();
+    wait_for(fd, POLLOUT, std::min(patience.deadline(), Clock::now() + kPollSlice));
   }
   const bool is_done =
       sent >= 0 && send_all(fd, message.data() + sent, message.size() - static_cast<std::size_t>(sent),
-                            deadline) == Transfer::done;
+                            patience.deadline(), check) == Transfer::done;
   if (is_done) return;
   check_after_close([this] { bootstrap_.check(); });
   throw Error(ErrorCode::peer_failed, "the local socket to rank ", rank, " is closed");
@@ -218,7 +223,7 @@ void LocalLinks::send(int rank, std::span<const std::byte> message, int descript
 int LocalLinks::recv(int rank, std::span<std::byte> message) const {
   Patience patience(deadline_after(bootstrap_.timeout()));
   const int fd = links_.at(static_cast<std::size_t>(rank)).fd();
-  int descriptor = -1;
+  Socket descriptor;  // of any kind
   std::size_t received = 0;
   while (received < message.size()) {
     bootstrap_.check();
@@ -243,12 +248,14 @@ int LocalLinks::recv(int rank, std::span<std::byte> message) const {
                   " sent: this process may have no more open files; raise its limit (ulimit -n)");
     for (cmsghdr* carried = CMSG_FIRSTHDR(&header); carried != nullptr;
          carried = CMSG_NXTHDR(&header, carried)) {
-      if (carried->cmsg_level == SOL_SOCKET && carried->cmsg_type == SCM_RIGHTS)
-        std::memcpy(&descriptor, CMSG_DATA(carried), sizeof(int));
+      if (carried->cmsg_level != SOL_SOCKET || carried->cmsg_type != SCM_RIGHTS) continue;
+      int carried_fd = -1;
+      std::memcpy(&carried_fd, CMSG_DATA(carried), sizeof(int));
+      descriptor = Socket(carried_fd);
     }
     received += static_cast<std::size_t>(bytes);
   }
-  return descriptor;
+  return descriptor.release();
 }
 
 }  // namespace helix::comm

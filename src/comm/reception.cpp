@@ -65,7 +65,7 @@ class Reception {
     const Verdict verdict = final_verdict();
     const auto tell = [&](const Socket& socket) {
       if (socket.is_open())
-        (void)send_all(socket.fd(), &verdict, sizeof(verdict), Clock::now() + kVerdictGrace);
+        (void)send_all(socket.fd(), &verdict, sizeof(verdict), Clock::now() + kVerdictGrace, kKeepWaiting);
     };
     for (const Socket& socket : connections_.control) tell(socket);
     for (const Socket& socket : refused_) tell(socket);

@@ -17,7 +17,6 @@
 namespace helix::comm {
 namespace {
 
-constexpr auto kNothing = [] {};
 constexpr milliseconds kGreeting{5000};  // rank 0 greets at once, unless it is busy or no rank 0
 
 /// Receives one message of a fixed size; nothing where the transfer or `read` fails.
@@ -25,7 +24,7 @@ template <class Message, class Read>
 std::optional<Message> recv_message(const Socket& socket, Clock::time_point deadline, Read&& read,
                                     Transfer& transfer) {
   std::array<std::byte, sizeof(Message)> bytes;
-  transfer = recv_all(socket.fd(), bytes.data(), bytes.size(), deadline, kNothing);
+  transfer = recv_all(socket.fd(), bytes.data(), bytes.size(), deadline, kKeepWaiting);
   return transfer == Transfer::done ? read(bytes) : std::nullopt;
 }
 
@@ -43,7 +42,7 @@ bool introduce(const BootstrapOptions& options, const JobKey& key, Hello hello, 
     return false;
   }
   hello.proof = key.proof_of(hello, *challenge, hello.process);
-  (void)send_all(socket.fd(), &hello, sizeof(hello), deadline);  // a failure shows below
+  (void)send_all(socket.fd(), &hello, sizeof(hello), deadline, kKeepWaiting);  // a failure shows below
   // Until the deadline: who leaves after it was accepted counts as failed.
   const auto reply = recv_message<Reply>(socket, deadline, read_reply, transfer);
   if (!reply) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -36,6 +37,8 @@ class Socket {
   }
   int fd() const { return fd_; }
   bool is_open() const { return fd_ >= 0; }
+  /// The descriptor, which is the caller's from now on.
+  int release() { return std::exchange(fd_, -1); }
 
  private:
   int fd_ = -1;
@@ -44,12 +47,43 @@ class Socket {
 /// Messages leave at once, however short.
 void send_without_delay(const Socket& socket);
 
-/// Waits until the socket has one of `events`, at most until the deadline; false: the deadline is past.
+/// Waits until the socket has one of `events`, at most until the deadline; false: it has none, and the
+/// deadline is past.
 bool wait_for(int fd, short events, Clock::time_point deadline);
 
 enum class Transfer { done, closed, late };
 
-Transfer send_all(int fd, const void* data, std::size_t bytes, Clock::time_point deadline);
+/// For waits that nothing else ends.
+inline constexpr auto kKeepWaiting = [] {};
+
+/// Sends all of `rest`, which afterwards is what was not sent. `keep_waiting()` is asked a few times a second
+/// and may throw.
+template <class KeepWaiting>
+Transfer send_rest(int fd, std::span<const std::byte>& rest, Clock::time_point deadline,
+                   KeepWaiting&& keep_waiting) {
+  Patience patience(deadline);
+  while (!rest.empty()) {
+    const ssize_t sent = ::send(fd, rest.data(), rest.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent > 0) {
+      rest = rest.subspan(static_cast<std::size_t>(sent));
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      keep_waiting();
+      if (patience.is_over()) return Transfer::late;
+      wait_for(fd, POLLOUT, std::min(patience.deadline(), Clock::now() + kPollSlice));
+    } else if (errno != EINTR) {
+      return Transfer::closed;
+    }
+  }
+  return Transfer::done;
+}
+
+/// Sends exactly `bytes`.
+template <class KeepWaiting>
+Transfer send_all(int fd, const void* data, std::size_t bytes, Clock::time_point deadline,
+                  KeepWaiting&& keep_waiting) {
+  std::span<const std::byte> rest(static_cast<const std::byte*>(data), bytes);
+  return send_rest(fd, rest, deadline, keep_waiting);
+}
 
 /// Receives exactly `bytes`. `keep_waiting()` is asked a few times a second and may throw.
 template <class KeepWaiting>

@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <optional>
+#include <span>
 #include <thread>
 #include <utility>
 
@@ -92,10 +94,23 @@ std::string Watch::describe(const Beat& beat, std::string_view what) const {
 void Watch::tell_all(const Beat& beat) {
   for (Peer& peer : peers) {
     if (!peer.socket.is_open()) continue;
-    (void)send_all(peer.socket.fd(), &beat, sizeof(beat),
-                   Clock::now() + std::min(kSending, options.timeout / 4));
+    tell(peer, beat);
     stay_awake();
   }
+}
+
+void Watch::tell(Peer& peer, const Beat& beat) const {
+  const auto send_unsent = [&] {
+    auto rest = std::span<const std::byte>(peer.outgoing).last(peer.num_unsent);
+    (void)send_rest(peer.socket.fd(), rest, Clock::now() + std::min(kSending, options.timeout / 4),
+                    kKeepWaiting);
+    peer.num_unsent = rest.size();
+  };
+  send_unsent();
+  if (peer.num_unsent > 0) return;
+  std::memcpy(peer.outgoing.data(), &beat, sizeof(beat));
+  peer.num_unsent = sizeof(beat);
+  send_unsent();
 }
 
 void Watch::judge(std::string_view text) {

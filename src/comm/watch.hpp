@@ -37,6 +37,8 @@ struct Peer {
   Clock::time_point last_moved = Clock::now();  // to another step or operation
   std::array<std::byte, sizeof(Beat)> incoming{};
   std::size_t num_incoming = 0;
+  std::array<std::byte, sizeof(Beat)> outgoing{};
+  std::size_t num_unsent = 0;  // of its last bytes
 };
 
 /// Shared with the watching thread, which outlives Bootstrap when it drops the last copy itself.
@@ -84,6 +86,8 @@ struct Watch {
   /// time, stopped by a signal or with its machine, nobody has been silent, and no wait has lasted.
   void stay_awake();
   void tell_all(const Beat& beat);
+  /// Sends the beat, after what is left of the one before; a peer that takes neither misses this one.
+  void tell(Peer& peer, const Beat& beat) const;
   void tell_own_failure();
   /// Ends the job on this rank, and on all others where this is rank 0.
   void judge(std::string_view text);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Bootstrap finds all ranks or says on each what is wrong, and names the rank that fails. Needs no GPU.
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -11,6 +12,7 @@
 #include <mutex>
 #include <new>
 #include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -24,6 +26,7 @@
 
 #include "comm/bootstrap_job.hpp"
 #include "comm/lag.hpp"
+#include "comm/socket.hpp"
 #include "support/catch.hpp"
 #include "support/free_port.hpp"
 
@@ -226,6 +229,68 @@ TEST_CASE("a stray connection does not disturb the rendezvous") {
     bootstrap.barrier();
   });
   for (const Outcome& outcome : outcomes) CHECK(outcome.message == "");
+}
+
+TEST_CASE("a rank on which a transfer has failed makes no other that would take what is left of it") {
+  // Rank 1 comes too late for the first gather: its second must not stand for rank 0's second.
+  std::array<std::string, 2> seen;
+  const std::vector<Outcome> late = run_bootstrap_job(
+      2,
+      [&](const BootstrapOptions& options) {
+        Bootstrap bootstrap(options);
+        if (options.rank == 1) {
+          std::this_thread::sleep_for(700ms);
+          for (const char* step : {"one", "two"}) bootstrap.gather(std::as_bytes(std::span(step, 3)));
+          return;
+        }
+        for (std::string& message : seen) {
+          try {
+            message = std::to_string(bootstrap.gather({}).size()) + " gave something";
+          } catch (const Error& error) {
+            message = error.what();
+          }
+          std::this_thread::sleep_for(500ms);
+        }
+      },
+      300ms);
+  CHECK_THAT(seen[0], Contains("rank 1 did not arrive within 0.3 s"));
+  CHECK(seen[1] == seen[0]);
+  const std::vector<Outcome> unlike = run_bootstrap_job(2, [](const BootstrapOptions& options) {
+    Bootstrap bootstrap(options);
+    std::array<std::byte, 8> bytes{};
+    const std::size_t expected = options.rank == 0 ? 8 : 4;
+    try {
+      bootstrap.broadcast(std::span(bytes).first(expected));
+    } catch (const Error& error) {
+      expect(error.code() == ErrorCode::invalid_argument, "sizes differ");
+    }
+    bootstrap.broadcast(std::span(bytes).first(4));
+  });
+  CHECK(unlike[0].message == "");
+  CHECK_THAT(unlike[1].message, Contains("rank 0 sends 8 bytes, rank 1 expects 4"));
+}
+
+TEST_CASE("what a full socket did not take is what is left to send") {
+  std::array<int, 2> ends{};
+  REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends.data()) == 0);
+  const helix::comm::Socket from(ends[0]);
+  const helix::comm::Socket to(ends[1]);
+  std::vector<std::byte> sent(std::size_t{4} << 20);
+  for (std::size_t i = 0; i < sent.size(); ++i) sent[i] = static_cast<std::byte>(i * 7 >> 3);
+  std::span<const std::byte> rest(sent);
+  const auto soon = [] { return helix::comm::deadline_after(50ms); };
+  CHECK(helix::comm::send_rest(from.fd(), rest, soon(), helix::comm::kKeepWaiting) ==
+        helix::comm::Transfer::late);
+  REQUIRE((!rest.empty() && rest.size() < sent.size()));
+  std::vector<std::byte> received(sent.size());
+  std::thread reader([&] {
+    helix::comm::recv_all(to.fd(), received.data(), received.size(), helix::comm::deadline_after(20s),
+                          helix::comm::kKeepWaiting);
+  });
+  CHECK(helix::comm::send_rest(from.fd(), rest, helix::comm::deadline_after(20s),
+                               helix::comm::kKeepWaiting) == helix::comm::Transfer::done);
+  reader.join();
+  CHECK(received == sent);
 }
 
 TEST_CASE("a process that dies is named with its operation and step") {

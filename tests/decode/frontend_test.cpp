@@ -4,12 +4,14 @@
 
 #include <chrono>
 #include <cstddef>
+#include <optional>
 #include <string>
 
 #include <fcntl.h>
 #include <unistd.h>
 
 #include "support/catch.hpp"
+#include "support/process.hpp"
 
 namespace helix::test {
 namespace {
@@ -42,7 +44,7 @@ struct Pipes {
   }
 };
 
-TEST_CASE("lines come in order, at most as many as asked for, the last without an end") {
+TEST_CASE("lines come in order, the last without an end") {
   Pipes pipes;
   Frontend frontend(pipes.in[0], pipes.out[1]);
   pipes.say("a\n\nb\nc");
@@ -50,9 +52,7 @@ TEST_CASE("lines come in order, at most as many as asked for, the last without a
   std::string text;
   while (!frontend.has_ended()) {
     frontend.wait_for_line(milliseconds(1000));
-    const auto lines = frontend.take_lines(2);
-    CHECK(lines.size() <= 2);
-    for (const Frontend::Line& line : lines) text += line.text + "|";
+    while (const std::optional<Frontend::Line> line = frontend.take_line()) text += line->text + "|";
   }
   CHECK(text == "a||b|c|");
   CHECK(frontend.finish().empty());
@@ -78,6 +78,22 @@ TEST_CASE("a client that reads nothing is waited for until its input has ended, 
   frontend.wait_for_client(milliseconds(20000));
   CHECK(frontend.is_client_gone());
   CHECK_THAT(frontend.finish(), Contains("nobody read standard output for 0.2 s at the end"));
+}
+
+TEST_CASE(
+    "a client that reads nothing is given up although more lines than are kept hide the end of its input") {
+  const ScratchDirectory scratch;
+  write_file(scratch / "lines", std::string(std::size_t{3} << 20, '\n'));
+  Pipes pipes;
+  const int lines = open((scratch / "lines").c_str(), O_RDONLY | O_CLOEXEC);
+  REQUIRE(lines >= 0);
+  Frontend frontend(lines, pipes.out[1], milliseconds(200));
+  frontend.write(std::string(Frontend::kMaxBacklog + (std::size_t{1} << 20), 'x'));
+  frontend.wait_for_client(milliseconds(20000));
+  CHECK(frontend.is_client_gone());
+  CHECK_FALSE(frontend.has_ended());
+  CHECK_THAT(frontend.finish(), Contains("nobody read standard output for 0.2 s at the end"));
+  close(lines);
 }
 
 TEST_CASE("input that cannot be read is no end of it") {

@@ -430,6 +430,30 @@ TEST_CASE("beginnings of 16 tokens and more are shared", "[quick]") {
   CHECK(decoder.scheduler().stats().retained == retained);
 }
 
+TEST_CASE("many requests with one long beginning join in no time", "[quick]") {
+  constexpr std::int32_t kRequests = 4096;
+  SchedulerSpec spec = small_spec();
+  spec.max_sequences = kRequests;
+  spec.max_tokens = 8192;
+  spec.ledger.pages = 1 << 20;
+  spec.ledger.max_sequences = kRequests;
+  spec.ledger.max_tokens = spec.max_tokens;
+  spec.prefill_tokens = 4096;
+  Decoder decoder(spec);
+  cached_tokens(decoder, uniform(1, 8000));
+  Scheduler& scheduler = decoder.scheduler();
+  for (std::int32_t i = 0; i < kRequests; ++i) {
+    ServeRequest request = uniform(1, 8000);
+    request.id = "one of many, " + std::to_string(i);
+    request.prompt.back() = i % 90;
+    scheduler.take(ServeCommand(std::move(request)));
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  scheduler.next();
+  CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(5));
+  CHECK(scheduler.stats().running == kRequests);
+}
+
 TEST_CASE("prompts wait up to a number of tokens, and what has joined or was cancelled leaves room",
           "[quick]") {
   SchedulerSpec spec = small_spec();

@@ -53,7 +53,7 @@ std::string type_names() {
 }
 
 /// Takes the header's JSON event by event and stops at the first that the format does not allow, so that a
-/// hostile header costs no more memory than its own bytes and cannot nest.
+/// hostile header cannot nest and costs a few times its own bytes, for one text that has all of them.
 class HeaderReader : public JsonEvents {
  public:
   using JsonEvents::JsonEvents;

@@ -85,9 +85,12 @@ void check_sizes(const GenerationRequest& request) {
   }
 }
 
-void check_serving(const ServeLimits& limits, const ModelConfig& model) {
+void check_serving(const ServeLimits& limits, std::int64_t prefill_tokens, const ModelConfig& model) {
   constexpr std::int64_t kMostSequences = 4096;
   expect_range("max_sequences", limits.max_sequences, 1, kMostSequences);
+  HELIX_EXPECTS(limits.max_sequences + prefill_tokens <= kMaxStepTokens, ErrorCode::invalid_argument,
+                "max_sequences is ", limits.max_sequences, " and prefill_tokens ", prefill_tokens,
+                "; a step takes both, and at most ", kMaxStepTokens, " tokens");
   expect_range("context", limits.max_tokens, 2, model.max_positions);
   expect_range("kv_tokens", limits.kv_tokens, limits.max_tokens, kMaxTokens);
 }
@@ -97,7 +100,7 @@ void check_request(const GenerationRequest& request, const ModelConfig& model, c
                 ErrorCode::invalid_argument,
                 "no prompts: give --prompt-ids, --prompts, --synthetic-context or --serve");
   check_sizes(request);
-  if (request.serving) check_serving(*request.serving, model);
+  if (request.serving) check_serving(*request.serving, request.prefill_tokens, model);
   HELIX_EXPECTS(request.draft_tokens == 1 || !request.teacher.empty(), ErrorCode::invalid_argument,
                 "draft_tokens is ", request.draft_tokens, " but there are no drafts: give --teacher-force");
   HELIX_EXPECTS(request.teacher.empty() || std::ssize(request.teacher) == request.num_sequences(),

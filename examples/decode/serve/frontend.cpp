@@ -14,6 +14,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <poll.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <helix/error.hpp>
@@ -23,6 +24,14 @@ namespace {
 
 constexpr std::size_t kReadBytes = 65536;
 constexpr int kPollMilliseconds = 100;
+
+/// Whether nobody can add to what `in` has: it is a file, or its other end is closed.
+bool is_all_sent(int in) {
+  struct stat status {};
+  if (fstat(in, &status) == 0 && S_ISREG(status.st_mode)) return true;
+  pollfd watched{in, POLLRDHUP, 0};
+  return poll(&watched, 1, 0) > 0 && (watched.revents & (POLLHUP | POLLRDHUP | POLLERR)) != 0;
+}
 
 /// Whether a write that fails so has met the closed end of a pipe or socket.
 bool has_left(int code) {
@@ -112,19 +121,26 @@ void Frontend::add_bytes(std::string_view bytes) {
   changed_.notify_all();
 }
 
+/// Lines that nobody takes are left to the client, whose writes then wait. That it has left is looked for
+/// meanwhile, as its end is not read.
+void Frontend::wait_for_room() {
+  std::unique_lock lock(mutex_);
+  const auto has_room = [this] { return is_closing_ || line_bytes_ <= kMaxLineBytes; };
+  while (!changed_.wait_for(lock, std::chrono::milliseconds(kPollMilliseconds), has_room)) {
+    if (is_all_sent_ || !is_all_sent(in_)) continue;
+    is_all_sent_ = true;
+    end_ = std::chrono::steady_clock::now();
+  }
+}
+
 void Frontend::read_lines() {
   std::array<char, kReadBytes> buffer;
   while (true) {
-    {
-      // Lines that nobody takes are left to the client, whose writes then wait.
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return is_closing_ || line_bytes_ <= kMaxLineBytes; });
-      if (is_closing_) break;
-    }
+    wait_for_room();
     // The output only for its closed end, which an idle server would not see otherwise.
     std::array<pollfd, 3> watched{pollfd{in_, POLLIN, 0}, pollfd{wake_[0], POLLIN, 0}, pollfd{out_, 0, 0}};
     if (poll(watched.data(), watched.size(), -1) < 0 && errno == EINTR) continue;
-    if (watched[1].revents != 0) break;
+    if (watched[1].revents != 0) break;  // the frontend is closing
     if ((watched[2].revents & (POLLERR | POLLHUP)) != 0) {
       const std::scoped_lock lock(mutex_);
       is_client_gone_ = true;
@@ -176,7 +192,7 @@ void Frontend::write_lines() {
             "standard output cannot be written: " + std::error_code(code, std::generic_category()).message();
       }
       // The reader ends before finish() waits for this thread, if not before.
-      const bool is_late = has_ended_ && now - std::max(last_progress, end_) > patience_;
+      const bool is_late = (has_ended_ || is_all_sent_) && now - std::max(last_progress, end_) > patience_;
       if (is_late && !has_failed) {
         failure_ = "nobody read standard output for " +
                    fmt::format("{}", static_cast<double>(patience_.count()) / 1000) +
@@ -192,14 +208,14 @@ void Frontend::write_lines() {
   }
 }
 
-std::vector<Frontend::Line> Frontend::take_lines(std::size_t most) {
-  std::vector<Line> taken;
+std::optional<Frontend::Line> Frontend::take_line() {
+  std::optional<Line> taken;
   {
     const std::scoped_lock lock(mutex_);
-    for (; !lines_.empty() && taken.size() < most; lines_.pop_front()) {
-      line_bytes_ -= lines_.front().text.size() + sizeof(Line);
-      taken.push_back(std::move(lines_.front()));
-    }
+    if (lines_.empty()) return taken;
+    taken = std::move(lines_.front());
+    lines_.pop_front();
+    line_bytes_ -= taken->text.size() + sizeof(Line);
   }
   changed_.notify_all();
   return taken;

@@ -7,10 +7,10 @@
 #include <cstddef>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
-#include <vector>
 
 namespace helix::decode {
 
@@ -28,15 +28,15 @@ class Frontend {
   static constexpr std::size_t kMaxLineBytes = std::size_t{64} << 20;  // prompts of millions of tokens
   static constexpr std::size_t kMaxBacklog = std::size_t{8} << 20;
 
-  /// The descriptors stay open and the caller's. Once the input has ended, a client that takes nothing for
-  /// `patience` counts as gone. @throws Error(capacity) if a thread cannot be started.
+  /// The descriptors stay open and the caller's. Once the input has ended, or its writer has left, a client
+  /// that takes nothing for `patience` counts as gone. @throws Error(capacity) if a thread cannot be started.
   Frontend(int in, int out, std::chrono::milliseconds patience = std::chrono::seconds(10));
   ~Frontend();
   Frontend(const Frontend&) = delete;
   Frontend& operator=(const Frontend&) = delete;
 
-  /// The oldest lines that have come and were not taken, at most so many. Does not wait.
-  std::vector<Line> take_lines(std::size_t most);
+  /// The oldest line that has come and was not taken, if there is one. Does not wait.
+  std::optional<Line> take_line();
   /// Waits until there is a line, the input has ended, the client is gone, or the time is over.
   void wait_for_line(std::chrono::milliseconds longest);
   /// Whether no line is left and none will come.
@@ -64,6 +64,8 @@ class Frontend {
   void add_line(Line line);
   /// No line will come any more; the mutex is held.
   void end_input();
+  /// Waits until so many lines are taken that there is room for more, or the frontend is closing.
+  void wait_for_room();
   /// Runs the body of a thread, whose memory may run out.
   template <class Body>
   void guard(const Body& body) noexcept;
@@ -79,7 +81,8 @@ class Frontend {
   std::string partial_;         // a line whose end has not come
   bool is_skipping_ = false;    // to the end of a line that is too long
   bool has_ended_ = false;
-  std::chrono::steady_clock::time_point end_{};  // when it did
+  bool is_all_sent_ = false;                     // what is left to read is the last, if it has not ended
+  std::chrono::steady_clock::time_point end_{};  // when either was seen
   std::string pending_;                          // to be written
   std::size_t in_flight_ = 0;
   bool is_client_gone_ = false;

@@ -191,6 +191,11 @@ std::optional<Scheduler::Prefix> Scheduler::find_prefix(Replica& replica, const 
   Prefix best;
   const auto offer = [&](SequenceId sequence, const TokenIds& tokens, std::int64_t num_cached,
                          bool is_retained) {
+    // Who is to beat the best has its next token too: else thousands of prompts with one beginning would each
+    // be compared with all others, token by token.
+    if (best.tokens >= std::min(num_cached, std::ssize(prompt) - 1)) return;
+    const auto next = static_cast<std::size_t>(best.tokens);
+    if (tokens[next] != prompt[next]) return;
     const std::int64_t shared = std::min(common_prefix(prompt, tokens, num_cached), std::ssize(prompt) - 1);
     if (shared > best.tokens) best = {sequence, shared, is_retained};
   };

@@ -114,16 +114,18 @@ class ServeLoop {
   /// Takes what has come, unless there is so much that requests that run, and other ranks, would wait for it,
   /// or the client does not read the answers. The rest is left to the next turn.
   void take_lines() {
-    constexpr std::size_t kLines = 64;
+    constexpr int kLines = 64;  // between two looks at the client
     constexpr std::chrono::milliseconds kLongest{20};
     const auto end = std::chrono::steady_clock::now() + kLongest;
-    do {
-      if (client_->is_behind()) return;
-      const std::vector<Frontend::Line> lines = client_->take_lines(kLines);
-      for (const Frontend::Line& line : lines) take(line);
+    bool goes_on = true;
+    while (goes_on && !client_->is_behind()) {
+      for (int line = 0; goes_on && line < kLines; ++line) {
+        const std::optional<Frontend::Line> taken = client_->take_line();
+        if (taken) take(*taken);
+        goes_on = taken && std::chrono::steady_clock::now() < end;
+      }
       flush();
-      if (lines.size() < kLines) return;
-    } while (std::chrono::steady_clock::now() < end);
+    }
   }
 
   void take(const Frontend::Line& line) {

@@ -93,10 +93,13 @@ class HELIX_API Bootstrap {
   std::chrono::milliseconds timeout() const;
 
   /// Gives every rank the `bytes` of rank 0, as many everywhere. Collective, blocks; one thread at a time.
-  /// @throws Error(timeout), Error(peer_failed), Error(invalid_argument) if the sizes differ.
+  /// @throws Error(timeout), Error(peer_failed), Error(invalid_argument) on ranks that expect another size. A
+  /// rank on which a call has thrown throws the same from then on, in gather() and barrier() too: what is
+  /// left of it lies between the ranks.
   void broadcast(std::span<std::byte> bytes);
   /// Returns all ranks' bytes by rank on rank 0, and nothing on the others; each rank may give another number
-  /// of bytes. Collective, blocks; one thread at a time. @throws Error(timeout), Error(peer_failed).
+  /// of bytes, up to 1 GiB. Collective, blocks; one thread at a time. @throws Error(timeout),
+  /// Error(peer_failed), Error(invalid_argument) on rank 0 where a rank gives more.
   std::vector<std::vector<std::byte>> gather(std::span<const std::byte> bytes);
   /// Returns when all ranks have called it. Collective, blocks; throws as gather() and broadcast() do.
   void barrier();
