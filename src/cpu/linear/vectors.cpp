@@ -120,8 +120,6 @@ struct Vectors {
       const T* weights[K] = {strip.weight + n * strip.stride,
                              strip.weight + n * strip.stride + strip.second(n)};
       const T* ahead[K] = {strip.ahead(n), strip.ahead(n) + strip.second(n)};
-      // Weights that begin between two lines end in one more.
-      HELIX_UNROLL for (int k = 0; k < K; ++k) __builtin_prefetch(ahead[k] + strip.cols - 1, 0, 2);
       Vec acc0[K * R0];
       Vec acc1[K * R1 + 1];  // never empty
       HELIX_UNROLL for (int i = 0; i < kSums; ++i) {
@@ -139,6 +137,8 @@ struct Vectors {
         add_products<R0, K>(w, x0, acc0);
         add_products<R1, K>(w, x1, acc1);
       }
+      // Weights that begin between two lines end in one more.
+      HELIX_UNROLL for (int k = 0; k < K; ++k) __builtin_prefetch(ahead[k] + strip.cols - 1, 0, 2);
       if (whole < strip.cols) {
         Pair w[K];
         HELIX_UNROLL for (int k = 0; k < K; ++k) w[k] =
