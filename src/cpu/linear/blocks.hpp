@@ -49,8 +49,7 @@ struct Strip {
   std::int64_t cols = 0;
   bool is_first = false;  ///< Of its chunk of columns, so that there are no sums yet.
   bool is_last = false;   ///< Of its chunk, whose dots are wanted.
-  float* sums =
-      nullptr;  ///< [count, rounded up to kStripGroup][R] vectors, kept from strip to strip of a chunk.
+  float* sums = nullptr;  ///< [count, rounded up to kStripGroup][R] vectors, between strips of a chunk.
   float* dots = nullptr;  ///< [count, rounded up to kStripGroup][R] and three more.
 
   /// What is asked for while weight row `n` is multiplied.
