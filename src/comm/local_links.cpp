@@ -204,13 +204,10 @@ void LocalLinks::send(int rank, std::span<const std::byte> message, int descript
   }
   const auto check = [this] { bootstrap_.check(); };
   ssize_t sent = -1;
-  for (bool may_send = true; may_send;) {
-    sent = ::sendmsg(fd, &header, MSG_NOSIGNAL | MSG_DONTWAIT);
-    const bool is_full = sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK);
-    may_send = is_full ? !patience.is_over() : sent < 0 && errno == EINTR;
-    if (!is_full || !may_send) continue;
-    check();
-    wait_for(fd, POLLOUT, std::min(patience.deadline(), Clock::now() + kPollSlice));
+  while ((sent = ::sendmsg(fd, &header, MSG_NOSIGNAL | MSG_DONTWAIT)) < 0) {
+    if (errno == EINTR) continue;
+    const bool is_full = errno == EAGAIN || errno == EWOULDBLOCK;
+    if (!is_full || !wait_a_slice(fd, POLLOUT, patience, check)) break;
   }
   const bool is_done =
       sent >= 0 && send_all(fd, message.data() + sent, message.size() - static_cast<std::size_t>(sent),

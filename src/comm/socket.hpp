@@ -56,6 +56,16 @@ enum class Transfer { done, closed, late };
 /// For waits that nothing else ends.
 inline constexpr auto kKeepWaiting = [] {};
 
+/// Asks `keep_waiting()`, which may throw, and waits kPollSlice at most until the socket has one of `events`;
+/// false: the patience is over.
+template <class KeepWaiting>
+bool wait_a_slice(int fd, short events, Patience& patience, KeepWaiting&& keep_waiting) {
+  keep_waiting();
+  if (patience.is_over()) return false;
+  wait_for(fd, events, std::min(patience.deadline(), Clock::now() + kPollSlice));
+  return true;
+}
+
 /// Sends all of `rest`, which afterwards is what was not sent. `keep_waiting()` is asked a few times a second
 /// and may throw.
 template <class KeepWaiting>
@@ -67,9 +77,7 @@ Transfer send_rest(int fd, std::span<const std::byte>& rest, Clock::time_point d
     if (sent > 0) {
       rest = rest.subspan(static_cast<std::size_t>(sent));
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-      keep_waiting();
-      if (patience.is_over()) return Transfer::late;
-      wait_for(fd, POLLOUT, std::min(patience.deadline(), Clock::now() + kPollSlice));
+      if (!wait_a_slice(fd, POLLOUT, patience, keep_waiting)) return Transfer::late;
     } else if (errno != EINTR) {
       return Transfer::closed;
     }
@@ -99,9 +107,7 @@ Transfer recv_all(int fd, void* data, std::size_t bytes, Clock::time_point deadl
     } else if (received == 0) {
       return Transfer::closed;
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-      keep_waiting();
-      if (patience.is_over()) return Transfer::late;
-      wait_for(fd, POLLIN, std::min(patience.deadline(), Clock::now() + kPollSlice));
+      if (!wait_a_slice(fd, POLLIN, patience, keep_waiting)) return Transfer::late;
     } else if (errno != EINTR) {
       return Transfer::closed;
     }

@@ -341,6 +341,7 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
       {model_option("llama-tiny") + kIds + "--context 1K", {"--context", "--serve"}},
       {model_option("llama-tiny") + "--serve --context 9000", {"context is 9000", "8192"}},
       {model_option("llama-tiny") + "--serve --context 1K --kv-tokens 512", {"kv_tokens is 512", "1024"}},
+      {model_option("llama-tiny") + "--serve --prefill-tokens 1M", {"max_sequences is 8", "1048576"}},
       {model_option("llama-tiny") + kIds + "--draft-tokens 4", {"--teacher-force"}},
       {model_option("llama-tiny") + kIds + "--device tpu", {"--device"}},
       {model_option("llama-tiny") + kIds + "--cuda-graphs maybe", {"--cuda-graphs"}},

@@ -292,7 +292,7 @@ class PlanBuilder {
     }
     if (!problems_.empty()) return;  // what no file bounds has no size
     target.dtype = is_uniform ? common.value_or(DType::f32) : DType::f32;
-    if (home_ == WeightHome::files && zero_cols == 0) target.in_place = find_in_place(target);
+    if (home_ == WeightHome::files) target.in_place = find_in_place(target);
     if (!target.in_place) {
       target.buffer = plan_.buffer_bytes.size() - 1;
       target.offset = plan_.buffer_bytes.back();
@@ -466,6 +466,7 @@ std::vector<std::string_view> unused_tensors(const ModelConfig& config, const Ch
 }
 
 std::optional<FileBytes> find_in_place(const WeightTarget& target) {
+  if (target.zero_cols > 0) return std::nullopt;
   const auto element = static_cast<std::uint64_t>(size_bytes(target.dtype));
   std::optional<FileBytes> found;
   for (const WeightSlice& slice : target.slices) {

@@ -11,6 +11,8 @@
 
 #include <immintrin.h>
 
+#include <helix/range.hpp>
+
 #include "cpu/linear/blocks.hpp"
 #include "cpu/x86_features.hpp"
 
@@ -184,48 +186,44 @@ struct Dots {
       const bf16* ahead[K] = {strip.ahead(n), strip.ahead(n) + strip.second(n)};
       // Weights that begin between two lines end in one more.
       HELIX_BF16_UNROLL for (int k = 0; k < K; ++k) __builtin_prefetch(ahead[k] + strip.cols - 1, 0, 2);
-      __m512 acc0[K * R0];
-      __m512 acc1[K * R1 + 1];  // never empty
+      __m512 acc[kSums];  // [block][weight row][activation row]
       HELIX_BF16_UNROLL for (int i = 0; i < kSums; ++i) {
-        const __m512 sum = strip.is_first ? _mm512_setzero_ps() : _mm512_load_ps(sums + i * kSumFloats);
-        (i < K * R0 ? acc0[i] : acc1[i - K * R0]) = sum;
+        acc[i] = strip.is_first ? _mm512_setzero_ps() : _mm512_load_ps(sums + i * kSumFloats);
       }
-      const auto* x0 = static_cast<const bf16*>(strip.rows[0]);
-      const auto* x1 = static_cast<const bf16*>(strip.rows[1]);
       const std::int64_t whole = std::min(weights[0].whole(), weights[1].whole());
-      std::int64_t d = 0;
-      for (; d < whole; d += kStep, x0 += R0 * kStep, x1 += R1 * kStep) {
-        __m512bh w[K];
-        HELIX_BF16_UNROLL for (int k = 0; k < K; ++k) {
-          __builtin_prefetch(ahead[k] + d, 0, 2);
-          w[k] = pairs(weights[k].join(weights[k].load(d)));
-        }
-        add_products<R0, K>(w, x0, acc0);
-        add_products<R1, K>(w, x1, acc1);
-      }
-      for (; d < strip.cols; d += kStep, x0 += R0 * kStep, x1 += R1 * kStep) {
-        __m512bh w[K];
-        HELIX_BF16_UNROLL for (int k = 0; k < K; ++k) {
-          __builtin_prefetch(ahead[k] + d, 0, 2);
-          w[k] = pairs(weights[k].join(weights[k].load_end(d)));
-        }
-        add_products<R0, K>(w, x0, acc0);
-        add_products<R1, K>(w, x1, acc1);
-      }
+      add_columns<R0, R1, false>(strip, weights, ahead, {0, whole}, acc);
+      add_columns<R0, R1, true>(strip, weights, ahead, {whole, strip.cols}, acc);
       if (strip.is_last) {
         HELIX_BF16_UNROLL for (int k = 0; k < K; ++k) {
-          store_dots<R0>(acc0 + k * R0, dots + k * (R0 + R1));
-          if constexpr (R1 > 0) store_dots<R1>(acc1 + k * R1, dots + k * (R0 + R1) + R0);
+          store_dots<R0>(acc + k * R0, dots + k * (R0 + R1));
+          if constexpr (R1 > 0) store_dots<R1>(acc + K * R0 + k * R1, dots + k * (R0 + R1) + R0);
         }
       } else {
-        HELIX_BF16_UNROLL for (int i = 0; i < kSums; ++i) {
-          _mm512_store_ps(sums + i * kSumFloats, i < K * R0 ? acc0[i] : acc1[i - K * R0]);
-        }
+        HELIX_BF16_UNROLL for (int i = 0; i < kSums; ++i) _mm512_store_ps(sums + i * kSumFloats, acc[i]);
       }
     }
   }
 
  private:
+  /// Columns `columns` of a pair of weight rows, up to their end or not.
+  template <int R0, int R1, bool kIsEnd>
+  HELIX_BF16_INLINE static void add_columns(const Strip<bf16>& strip, LineJoiner (&weights)[kStripGroup],
+                                            const bf16* const (&ahead)[kStripGroup], Range columns,
+                                            __m512* acc) {
+    constexpr int K = kStripGroup;
+    const auto* x0 = static_cast<const bf16*>(strip.rows[0]);
+    const auto* x1 = static_cast<const bf16*>(strip.rows[1]);
+    for (std::int64_t d = columns.begin; d < columns.end; d += kStep) {
+      __m512bh w[K];
+      HELIX_BF16_UNROLL for (int k = 0; k < K; ++k) {
+        __builtin_prefetch(ahead[k] + d, 0, 2);
+        w[k] = pairs(weights[k].join(kIsEnd ? weights[k].load_end(d) : weights[k].load(d)));
+      }
+      add_products<R0, K>(w, x0 + d * R0, acc);
+      add_products<R1, K>(w, x1 + d * R1, acc + K * R0);
+    }
+  }
+
   /// Stores the sums of R vectors, and of some of them again up to four.
   template <int R>
   HELIX_BF16_INLINE static void store_dots(const __m512* acc, float* dots) {

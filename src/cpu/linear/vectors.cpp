@@ -120,11 +120,9 @@ struct Vectors {
       const T* weights[K] = {strip.weight + n * strip.stride,
                              strip.weight + n * strip.stride + strip.second(n)};
       const T* ahead[K] = {strip.ahead(n), strip.ahead(n) + strip.second(n)};
-      Vec acc0[K * R0];
-      Vec acc1[K * R1 + 1];  // never empty
+      Vec acc[kSums];  // [block][weight row][activation row]
       HELIX_UNROLL for (int i = 0; i < kSums; ++i) {
-        const Vec sum = strip.is_first ? hn::Zero(kF32) : hn::LoadU(kF32, sums + i * kSumFloats);
-        (i < K * R0 ? acc0[i] : acc1[i - K * R0]) = sum;
+        acc[i] = strip.is_first ? hn::Zero(kF32) : hn::LoadU(kF32, sums + i * kSumFloats);
       }
       const auto* x0 = static_cast<const float*>(strip.rows[0]);
       const auto* x1 = static_cast<const float*>(strip.rows[1]);
@@ -134,8 +132,8 @@ struct Vectors {
           prefetch_pair<2>(ahead[k] + d);
           w[k] = load_pair(weights[k] + d);
         }
-        add_products<R0, K>(w, x0, acc0);
-        add_products<R1, K>(w, x1, acc1);
+        add_products<R0, K>(w, x0, acc);
+        add_products<R1, K>(w, x1, acc + K * R0);
       }
       // Weights that begin between two lines end in one more.
       HELIX_UNROLL for (int k = 0; k < K; ++k) __builtin_prefetch(ahead[k] + strip.cols - 1, 0, 2);
@@ -143,18 +141,16 @@ struct Vectors {
         Pair w[K];
         HELIX_UNROLL for (int k = 0; k < K; ++k) w[k] =
             load_pair_tail(weights[k] + whole, strip.cols - whole);
-        add_products<R0, K>(w, x0, acc0);
-        add_products<R1, K>(w, x1, acc1);
+        add_products<R0, K>(w, x0, acc);
+        add_products<R1, K>(w, x1, acc + K * R0);
       }
       if (strip.is_last) {
         HELIX_UNROLL for (int k = 0; k < K; ++k) {
-          store_dots<R0>(acc0 + k * R0, dots + k * (R0 + R1));
-          if constexpr (R1 > 0) store_dots<R1>(acc1 + k * R1, dots + k * (R0 + R1) + R0);
+          store_dots<R0>(acc + k * R0, dots + k * (R0 + R1));
+          if constexpr (R1 > 0) store_dots<R1>(acc + K * R0 + k * R1, dots + k * (R0 + R1) + R0);
         }
       } else {
-        HELIX_UNROLL for (int i = 0; i < kSums; ++i) {
-          hn::StoreU(i < K * R0 ? acc0[i] : acc1[i - K * R0], kF32, sums + i * kSumFloats);
-        }
+        HELIX_UNROLL for (int i = 0; i < kSums; ++i) hn::StoreU(acc[i], kF32, sums + i * kSumFloats);
       }
     }
   }
