@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kBlockThreads<Tail>, S::kBlocksPerSm)
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<S, Tail>*>(memory);
   if constexpr (Tail::kFindsTiles) {
-    p.tail.begin(shared.tail);
+    p.tail.begin(p.tiles, shared.tail);
   } else if constexpr (!Tail::kPrepares) {
     start_next();
   }

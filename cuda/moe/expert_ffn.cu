@@ -17,7 +17,7 @@
 #include "cuda/moe/expert_dots.cuh"
 #include "cuda/moe/expert_items.cuh"
 #include "cuda/moe/expert_tiles.cuh"
-#include "cuda/moe/token_experts.hpp"
+#include "cuda/moe/few_rows_experts.hpp"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
@@ -27,9 +27,8 @@
 namespace helix::cuda {
 namespace {
 
-constexpr std::int64_t kMaxLocalExperts = 4096;  // of one rank; four a thread that sorts
 constexpr int kSortThreads = 1024;
-constexpr int kExpertsPerSortThread = static_cast<int>(kMaxLocalExperts) / kSortThreads;
+constexpr int kExpertsPerSortThread = kMaxLocalExperts / kSortThreads;
 
 /// Pairs of an expert, in the mean, up to which dots are faster than tiles: 32 experts of 7168 x 2048, 2
 /// pairs each 874 us by dots and 910 to 927 by tiles, 4 pairs each 1066 and 1020 to 1043 (H100).
@@ -39,15 +38,18 @@ constexpr std::int64_t kDotPairs = 2;
 struct ExpertBuffers {
   ExpertItem* items;    // [tokens * top_k]
   std::int32_t* pairs;  // [tokens * top_k], of this rank's experts, by expert
-  float* hidden;        // [tokens * top_k, F], after SwiGLU; beside tiles of the activations' type
-  float* outputs;       // [tokens * top_k, M]
+  float* hidden;   // [tokens * top_k, F], after SwiGLU; what tensor cores take is of the activations' type
+  float* outputs;  // [tokens * top_k, M]
 };
 
-ExpertBuffers carve(std::int64_t pairs, std::int64_t hidden, std::int64_t ffn, WorkspaceArena& arena) {
+ExpertBuffers carve(std::int64_t tokens, std::int64_t top_k, std::int64_t hidden, std::int64_t ffn,
+                    WorkspaceArena& arena) {
+  const std::int64_t pairs = tokens * top_k;
+  const std::int64_t few_rows = few_rows_hidden_elements(tokens, top_k, ffn) / 2;  // two in a float
   ExpertBuffers buffers{};
   buffers.items = arena.take<ExpertItem, 1>({pairs}).data();
   buffers.pairs = arena.take<std::int32_t, 1>({pairs}).data();
-  buffers.hidden = arena.take<float, 2>({pairs, ffn}).data();
+  buffers.hidden = arena.take<float, 1>({std::max(pairs * ffn, few_rows)}).data();
   buffers.outputs = arena.take<float, 2>({pairs, hidden}).data();
   return buffers;
 }
@@ -309,11 +311,11 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
   choices.num_experts = static_cast<int>(num_experts);
   choices.top_k = static_cast<int>(top_k);
   choices.num_pairs = static_cast<int>(num_pairs);
-  const ExpertBuffers buffers = carve(num_pairs, hidden, ffn, arena);
+  const ExpertBuffers buffers = carve(tokens, top_k, hidden, ffn, arena);
   if constexpr (!std::is_same_v<T, float>) {
     if (state_->runs_hopper_kernels() &&
-        multiply_token_experts(args, choices, reinterpret_cast<T*>(buffers.hidden), state_->num_sms,
-                               stream.handle()))
+        multiply_few_rows_experts(args, choices, reinterpret_cast<T*>(buffers.hidden), state_->num_sms,
+                                  stream.handle()))
       return;
   }
   const bool has_tiles = takes_tiles(args, ffn, num_pairs);
@@ -350,7 +352,7 @@ template <class T>
 std::size_t Operators<T>::expert_ffn_workspace_bytes(std::int64_t num_tokens, std::int64_t top_k,
                                                      std::int64_t hidden, std::int64_t expert_ffn) const {
   WorkspaceArena measure;
-  carve(num_tokens * top_k, hidden, expert_ffn, measure);
+  carve(num_tokens, top_k, hidden, expert_ffn, measure);
   return measure.used_bytes() + WorkspaceArena::kAlignment;  // whatever the alignment of the caller's
 }
 

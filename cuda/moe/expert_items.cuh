@@ -9,6 +9,7 @@
 
 namespace helix::cuda {
 
+inline constexpr int kMaxLocalExperts = 4096;  // of a rank
 inline constexpr int kExpertsPerLaunch = 384;  // their pointers fit the 4 KiB of kernel parameters
 
 /// Pairs of one expert, which share one read of its weights. count 0: nothing to do.
@@ -30,13 +31,15 @@ struct Choices {
   int num_pairs;
 };
 
-/// Expert of a pair, of local_experts; -1: another rank's. From L2: what reads it while the kernel ahead runs
-/// must not find what L1 has of the layer before.
-__device__ __forceinline__ int local_expert(const Choices& choices, int pair) {
-  const int token = pair / choices.top_k;
-  const std::int64_t id = __ldcg(choices.experts + token * choices.expert_stride + pair % choices.top_k);
+/// Expert of a token's choice, of local_experts; -1: another rank's. From L2: what reads it while the kernel
+/// ahead runs must not find what L1 has of the layer before.
+__device__ __forceinline__ int local_expert(const Choices& choices, int token, int choice) {
+  const std::int64_t id = __ldcg(choices.experts + token * choices.expert_stride + choice);
   const std::int64_t local = id - choices.first_expert;
   return local >= 0 && local < choices.num_experts ? static_cast<int>(local) : -1;
+}
+__device__ __forceinline__ int local_expert(const Choices& choices, int pair) {
+  return local_expert(choices, pair / choices.top_k, pair % choices.top_k);
 }
 
 /// One projection of consecutive experts, by value in the kernel's parameters.

@@ -84,11 +84,9 @@ void queue_ffn(B& backend, const RankShape& shape, const FfnBlockArgs<B>& args, 
   using T = typename B::Activation;
   const FfnBuffers<T>& buffers = args.buffers;
   const RouterConfig& router = args.config->router;
-  if (weights.shared.down.empty()) {
+  const bool has_shared = !weights.shared.down.empty();
+  if (!has_shared)
     backend.fill_zero(args.out.data(), static_cast<std::size_t>(args.out.size()) * sizeof(T), stream);
-  } else {
-    queue_ffn(backend, shape, args, weights.shared, stream);
-  }
   backend.router_logits(RouterLogitsArgs<T>{args.in, weights.router, buffers.router_logits}, stream);
   backend.route(RouteArgs{.logits = buffers.router_logits,
                           .bias = weights.router_bias,
@@ -100,6 +98,8 @@ void queue_ffn(B& backend, const RankShape& shape, const FfnBlockArgs<B>& args, 
                           .experts = buffers.experts,
                           .weights = buffers.expert_weights},
                 stream);
+  // Behind the choice, which takes long and reads little: the shared expert's weights arrive meanwhile.
+  if (has_shared) queue_ffn(backend, shape, args, weights.shared, stream);
   backend.expert_ffn(ExpertFfnArgs<T>{.in = args.in,
                                       .experts = buffers.experts,
                                       .weights = buffers.expert_weights,

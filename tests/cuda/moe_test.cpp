@@ -8,7 +8,10 @@
 #include <type_traits>
 #include <vector>
 
+#include <cuda_runtime_api.h>
+
 #include <helix/cuda/backend.hpp>
+#include <helix/cuda/runtime.hpp>
 
 #include "cuda/at.hpp"
 #include "cuda/gpu.hpp"
@@ -16,6 +19,21 @@
 #include "support/catch.hpp"
 
 namespace helix::test {
+namespace {
+
+/// `count` experts whose weights follow each other.
+std::vector<ExpertWeights> experts_of(const WeightView& gate_up, const WeightView& down, std::int64_t count) {
+  const auto part = [count](const WeightView& all, std::int64_t e) {
+    const std::int64_t rows = all.rows / count;
+    const auto bytes = e * rows * all.cols * static_cast<std::int64_t>(size_bytes(all.dtype));
+    return WeightView{static_cast<const std::byte*>(all.data) + bytes, all.dtype, rows, all.cols};
+  };
+  std::vector<ExpertWeights> experts;
+  for (std::int64_t e = 0; e < count; ++e) experts.push_back({part(gate_up, e), part(down, e)});
+  return experts;
+}
+
+}  // namespace
 
 TEMPLATE_TEST_CASE("router logits of 16-bit activations on a GPU are not rounded to 16 bits", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
@@ -138,6 +156,59 @@ TEMPLATE_TEST_CASE("experts of 16-bit activations on a GPU agree with f32", "", 
   }
 }
 
+TEMPLATE_TEST_CASE("experts of a few tokens on a GPU agree with f32, whatever the tokens chose", "", f16,
+                   bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  TwinBench<TestType> bench;
+  constexpr DType kType = kDTypeOf<TestType>;
+  constexpr std::int64_t kHidden = 320;
+  constexpr std::int64_t kFfn = 192;
+  constexpr std::int64_t kFirst = 5;
+  constexpr std::int64_t kLocal = 40;
+  struct Case {
+    std::int64_t tokens, top_k;
+  };
+  // 16 by 9 and 2 by 17 choices are more than their shapes take.
+  for (const Case c : {Case{1, 32}, Case{2, 3}, Case{2, 16}, Case{2, 17}, Case{3, 1}, Case{5, 6}, Case{7, 9},
+                       Case{8, 8}, Case{9, 7}, Case{13, 1}, Case{16, 8}, Case{16, 9}}) {
+    // All experts, few of which a token chose twice; one expert; none of this rank's but one.
+    for (const int spread : {0, 1, 2}) {
+      for (const std::int64_t pad : kPads) {
+        CAPTURE(c.tokens, c.top_k, spread, pad);
+        bench.clear();
+        std::vector<std::int32_t> chosen;
+        for (std::int64_t pair = 0; pair < c.tokens * c.top_k; ++pair)
+          chosen.push_back(static_cast<std::int32_t>(spread == 0   ? pair * pair * 7 % 53
+                                                     : spread == 1 ? kFirst + kLocal - 1
+                                                                   : pair % 6));
+        const auto experts = bench.same(chosen);
+        const auto weights = bench.same(bench.numbers(c.tokens * c.top_k));
+        const auto in = bench.random(c.tokens, kHidden + pad);
+        const auto out = bench.random(c.tokens, kHidden + pad);
+        const auto gate_up = bench.weights(kLocal * 2 * kFfn * kHidden, kType);
+        const auto down = bench.weights(kLocal * kHidden * kFfn, kType);
+        std::deque<cuda::Buffer> workspaces;  // until the queued calls have run
+        HELIX_CHECK_TWINS(bench, {
+          const auto local = experts_of(side.weight(gate_up, kType, kLocal * 2 * kFfn, kHidden),
+                                        side.weight(down, kType, kLocal * kHidden, kFfn), kLocal);
+          const std::size_t bytes = operators.expert_ffn_workspace_bytes(c.tokens, c.top_k, kHidden, kFfn);
+          workspaces.push_back(operators.allocate(bytes));
+          HELIX_CUDA_CHECK(cudaMemsetAsync(workspaces.back().data(), 0xff, bytes, stream.handle()));
+          operators.expert_ffn(
+              ExpertFfnArgs<E>{side.view(in, c.tokens, kHidden, pad),
+                               TensorView<const std::int32_t, 2>(side(experts), {c.tokens, c.top_k}),
+                               TensorView<const float, 2>(side(weights), {c.tokens, c.top_k}),
+                               local,
+                               kFirst,
+                               side.view(out, c.tokens, kHidden, pad),
+                               {workspaces.back().data(), bytes}},
+              stream);
+        });
+      }
+    }
+  }
+}
+
 TEMPLATE_TEST_CASE("experts of layers one behind the other on a GPU are each layer's own", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   TwinBench<TestType> bench;
@@ -159,15 +230,8 @@ TEMPLATE_TEST_CASE("experts of layers one behind the other on a GPU are each lay
     const auto down = bench.weights(kExperts * kHidden * kFfn, kType);
     std::deque<cuda::Buffer> workspaces;  // until the queued calls have run
     HELIX_CHECK_TWINS(bench, {
-      std::vector<ExpertWeights> local;
-      for (std::int64_t e = 0; e < kExperts; ++e) {
-        const auto part = [&](Array<std::uint8_t> all, std::int64_t rows, std::int64_t cols) {
-          const WeightView whole = side.weight(all, kType, rows, cols);
-          return WeightView{static_cast<const std::byte*>(whole.data) + e * whole.rows * whole.cols * 2,
-                            kType, rows, cols};
-        };
-        local.push_back({part(gate_up, 2 * kFfn, kHidden), part(down, kHidden, kFfn)});
-      }
+      const auto local = experts_of(side.weight(gate_up, kType, kExperts * 2 * kFfn, kHidden),
+                                    side.weight(down, kType, kExperts * kHidden, kFfn), kExperts);
       const std::size_t bytes = operators.expert_ffn_workspace_bytes(tokens, kTopK, kHidden, kFfn);
       workspaces.push_back(operators.allocate(bytes));
       const TensorView<std::int32_t, 2> chosen(side(experts), {tokens, kTopK});

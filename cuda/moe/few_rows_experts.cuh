@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tails of products of few rows that multiply a few tokens by their chosen experts (compute capability
+// 9.0): of gate and up, and of down with the weighted sum.
+//
+// Each expert that a token chose is multiplied once, by all tokens: rows cost tensor cores nothing as long as
+// memory is the limit, and those of tokens that did not choose it are not stored. Which experts those are is
+// known on the device alone, when the router has ended, so tiles are found there. The product of down knows
+// them before gate and up has ended, and begins its copies meanwhile.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/linear/few_rows_block.cuh"
+#include "cuda/moe/expert_items.cuh"
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/divisor.cuh"
+#include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/math.cuh"
+#include "cuda/runtime/tensor_map.cuh"
+#include "cuda/runtime/warp.cuh"
+#include "cuda/runtime/warp_groups.cuh"
+
+namespace helix::cuda {
+
+/// Pairs of a token and a choice that a shape of up to `rows` tokens takes.
+constexpr int most_few_rows_pairs(int rows) {
+  return 8 * (rows < 4 ? 4 : rows);
+}
+
+/// What both have in common, in shape S. Coordinates of their maps: columns of a chunk, rows of a half,
+/// halves, chunks, experts.
+template <class S>
+struct FewRowsExperts {
+  static constexpr bool kPrepares = false;
+  static constexpr bool kReceives = false;
+  static constexpr bool kFindsTiles = true;
+  static constexpr int kMostPairs = most_few_rows_pairs(S::kRows);
+  static constexpr int kPairsMeet = 3;  // barrier of a thread for each pair
+  static_assert(kMostPairs <= few_rows::kThreads && kMostPairs % kWarp == 0);
+
+  struct Memory {
+    unsigned chosen[kMaxLocalExperts / kWarp];  // bit e: a token chose expert e
+    std::int32_t expert_of[kMostPairs];         // -1: another rank's
+    float weight_of[kMostPairs];
+    int count;                            // of the chosen experts
+    int first_tile;                       // of the block, among all of gate and up
+    int num_tiles;                        // of the block
+    std::int32_t experts[kMostPairs];     // the chosen ones, ascending
+    unsigned tokens[kMostPairs];          // bit t: token t chose it,
+    float weights[kMostPairs][S::kRows];  // with this weight
+    float sums[S::kRows][S::kTileWidth];  // of down's tile over the experts so far
+  };
+
+  Choices choices;
+  Divisor top_k;
+  Divisor tiles_per_expert;
+  int num_tokens;
+
+  static __device__ __forceinline__ int tiles_of_block(const few_rows::Tiles&, const Memory& memory) {
+    return memory.num_tiles;
+  }
+
+ protected:
+  /// What a tile of the block is of.
+  struct Place {
+    int expert;  // of Memory::experts
+    int part;    // of the expert's features, or of the block's
+  };
+
+  /// Begins find_experts(), before the choices are there.
+  __device__ __forceinline__ void clear(Memory& memory) const {
+    const int pair = static_cast<int>(threadIdx.x);
+    if (pair >= kMostPairs) return;
+    for (int word = pair; word < words(); word += kMostPairs) memory.chosen[word] = 0;
+    memory.tokens[pair] = 0;
+    group_sync(kPairsMeet, kMostPairs);
+  }
+
+  /// Fills the memory but for the block's tiles and sums; by all threads, which then meet.
+  __device__ __forceinline__ void find_experts(Memory& memory) const {
+    const int pair = static_cast<int>(threadIdx.x);
+    if (pair >= kMostPairs) return;
+    const bool is_pair = pair < choices.num_pairs;
+    const int token = pair / top_k;
+    const int choice = pair % top_k;
+    const int expert = is_pair ? local_expert(choices, token, choice) : -1;
+    memory.expert_of[pair] = expert;
+    memory.weight_of[pair] =
+        is_pair ? __ldcg(choices.weights + token * choices.weight_stride + choice) : 0.0f;
+    if (expert >= 0) atomicOr(&memory.chosen[expert / kWarp], 1u << expert % kWarp);
+    group_sync(kPairsMeet, kMostPairs);
+
+    int before = 0;  // chosen experts that come before this one
+    int count = 0;
+    for (int word = 0; word < words(); ++word) {
+      const unsigned chosen = memory.chosen[word];
+      const int bits = expert - word * kWarp;
+      if (bits > 0) before += __popc(bits < kWarp ? chosen & ((1u << bits) - 1) : chosen);
+      count += __popc(chosen);
+    }
+    if (pair == 0) memory.count = count;
+    if (expert < 0) return;
+    memory.experts[before] = expert;
+    atomicOr(&memory.tokens[before], 1u << token);
+    float weight = 0.0f;  // of the token's choices of it, as a rule one
+    for (int other = token * top_k; other < (token + 1) * top_k; ++other)
+      if (memory.expert_of[other] == expert) weight += memory.weight_of[other];
+    memory.weights[before][token] = weight;
+  }
+
+ private:
+  __device__ __forceinline__ int words() const { return (choices.num_experts + kWarp - 1) / kWarp; }
+};
+
+/// hidden[n, t, f] = silu(g) * u for the n-th expert and the tokens that chose it. An expert's tiles follow
+/// each other, and all of them are dealt out evenly.
+template <class S>
+struct ExpertsGateUp : FewRowsExperts<S> {
+  using Memory = typename FewRowsExperts<S>::Memory;
+  static constexpr int kHalves = 2;
+
+  __device__ __forceinline__ void begin(const few_rows::Tiles&, Memory& memory) const {
+    this->clear(memory);
+    wait_for_previous();
+    start_next();  // not before: down begins with the experts
+    this->find_experts(memory);
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    const int all = memory.count * this->tiles_per_expert;
+    const auto blocks = static_cast<int>(gridDim.x);
+    const int share = (all + blocks - 1) / blocks;
+    memory.first_tile = static_cast<int>(blockIdx.x) * share;
+    memory.num_tiles = max(0, min(share, all - memory.first_tile));
+  }
+  /// The tokens, whichever the expert.
+  static __device__ __forceinline__ int row_of(const Memory&, int) { return 0; }
+
+  __device__ __forceinline__ void copy_weights(unsigned to, const CUtensorMap& map,
+                                               const few_rows::Tiles& tiles, const Memory& memory, int tile,
+                                               int chunk, unsigned barrier) const {
+    const auto [expert, part] = place(memory, tile);
+    copy_box_once(to, map, 0, part * tiles.height, 0, chunk, memory.experts[expert], barrier);
+  }
+
+  template <class T, class Total>
+  __device__ __forceinline__ void store(const Product<T>& p, const few_rows::Tiles& tiles,
+                                        const Memory& memory, int tile, int token, int n,
+                                        const Total& total) const {
+    const auto [expert, part] = place(memory, tile);
+    const int feature = part * tiles.height + n;
+    if (feature >= p.width || (memory.tokens[expert] >> token & 1) == 0) return;
+    static_cast<T*>(p.out)[(std::int64_t{expert} * p.rows + token) * p.out_row + feature] =
+        from_float<T>(swiglu(total(n), total(tiles.height + n)));
+  }
+
+ private:
+  __device__ __forceinline__ typename FewRowsExperts<S>::Place place(const Memory& memory, int tile) const {
+    const int at = memory.first_tile + tile;
+    return {at / this->tiles_per_expert, at % this->tiles_per_expert};
+  }
+};
+
+/// out[t, f] += sum over the token's experts, ascending, of weight * (hidden[n, t] . weight[f]): the same for
+/// a token whatever is beside it. A block has the tiles of the same features of all experts one after the
+/// other.
+template <class S>
+struct ExpertsDown : FewRowsExperts<S> {
+  using Memory = typename FewRowsExperts<S>::Memory;
+  static constexpr int kHalves = 1;
+
+  __device__ __forceinline__ void begin(const few_rows::Tiles& tiles, Memory& memory) const {
+    start_next();
+    this->clear(memory);
+    this->find_experts(memory);
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    const int left = this->tiles_per_expert - tiles.number(0);
+    memory.num_tiles = max(0, min(tiles.count, left)) * memory.count;
+  }
+  /// The tokens' rows of an expert follow each other.
+  __device__ __forceinline__ int row_of(const Memory& memory, int tile) const {
+    return place(memory, tile).expert * this->num_tokens;
+  }
+
+  __device__ __forceinline__ void copy_weights(unsigned to, const CUtensorMap& map,
+                                               const few_rows::Tiles& tiles, const Memory& memory, int tile,
+                                               int chunk, unsigned barrier) const {
+    const auto [expert, part] = place(memory, tile);
+    copy_box_once(to, map, 0, tiles.begin(part), 0, chunk, memory.experts[expert], barrier);
+  }
+
+  /// A token's feature is one thread's in all of its tiles.
+  template <class T, class Total>
+  __device__ __forceinline__ void store(const Product<T>& p, const few_rows::Tiles& tiles, Memory& memory,
+                                        int tile, int token, int n, const Total& total) const {
+    const auto [expert, part] = place(memory, tile);
+    float sum = expert == 0 ? 0.0f : memory.sums[token][n];
+    if (memory.tokens[expert] >> token & 1) sum = fmaf(memory.weights[expert][token], total(n), sum);
+    memory.sums[token][n] = sum;
+    const int feature = tiles.begin(part) + n;
+    if (expert < memory.count - 1 || feature >= p.width) return;
+    T& out = static_cast<T*>(p.out)[token * p.out_row + feature];
+    out = from_float<T>(to_float(out) + sum);
+  }
+
+ private:
+  /// A block has few parts: no division.
+  static __device__ __forceinline__ typename FewRowsExperts<S>::Place place(const Memory& memory, int tile) {
+    int part = 0;
+    for (; tile >= memory.count; tile -= memory.count) ++part;
+    return {tile, part};
+  }
+};
+
+}  // namespace helix::cuda

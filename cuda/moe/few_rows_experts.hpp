@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// The experts of a few tokens at the memory limit (compute capability 9.0).
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+#include <helix/backend/layer.hpp>
+
+namespace helix::cuda {
+
+struct Choices;
+
+/// Elements of `hidden` that multiply_few_rows_experts() may need for up to `tokens` tokens.
+std::int64_t few_rows_hidden_elements(std::int64_t tokens, std::int64_t top_k, std::int64_t ffn);
+
+/// The call; false, and nothing queued, unless it has up to 16 tokens (up to 2, 8 and 16 of them with up to
+/// 32, 64 and 128 choices in all), weights of T that lie at equal distances in the order of the experts, and
+/// a multiple of 64 columns in both products, all rows aligned to 16 bytes. `hidden`: scratch of
+/// few_rows_hidden_elements(), aligned to 16 bytes.
+template <class T>
+bool multiply_few_rows_experts(const ExpertFfnArgs<T>& args, const Choices& choices, T* hidden, int num_sms,
+                               cudaStream_t stream);
+
+}  // namespace helix::cuda
