@@ -54,6 +54,7 @@ struct Limits : ShortTileLimits {
   static constexpr int kEpilogueTiles = 3;
   static constexpr int kShortSplitTiles = 2;
   static constexpr int kSplitTiles = 2;
+  static constexpr int kPaddingTiles = 6;  // 10 us and 1.7 a KV tile, of two blocks (H100)
 };
 
 inline constexpr int kGroups = 2;  // of consumers

@@ -17,7 +17,7 @@ namespace helix::cuda {
 inline constexpr std::int64_t kMaxLocalTokens = std::numeric_limits<std::int32_t>::max() - 1023;
 
 inline constexpr int kLeastKvTileTokens = 16;  ///< Of any kernel.
-inline constexpr int kMostPaddingTiles = 4;    ///< KV tiles that a query tile counts for beside its own.
+inline constexpr int kMostPaddingTiles = 6;    ///< KV tiles that a query tile counts for beside its own.
 
 /// The pages that a sequence may have, and the tokens that one has on this rank at most, as far as the host
 /// can know: by the pages, and by Batch::lengths_host where it is given.

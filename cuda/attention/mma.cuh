@@ -90,8 +90,7 @@ struct Mma {
     extern __shared__ __align__(128) std::byte memory[];
     auto& s = *reinterpret_cast<Shared*>(memory);
     const auto attend_part = [&](const Schedule<Plan>& schedule, const KvTileCursor& at,
-                                 const QueryTile& query_tile, int count) {
-      const int kv_tiles = ::min(count, ::max(0, at.num_kv_tiles - Limits::kPaddingTiles - at.kv_tile));
+                                 const QueryTile& query_tile, int kv_tiles) {
       constexpr int kElement = static_cast<int>(sizeof(KV));
       Ring ring{s,
                 {p, s.plan, at.query_tile, at.kv_tile},

@@ -31,16 +31,29 @@ struct AttentionLists {
   static constexpr int kKvTileTokens = kTokens;
   static_assert(kTokens >= kLeastKvTileTokens && Limits::kPaddingTiles <= kMostPaddingTiles);
 
-  int kv_tile_begin[kMaxQueryTiles + 1];      ///< KV tiles of one KV head before each query tile.
+  int kv_tile_begin[kMaxQueryTiles + 1];      ///< KV tiles of one KV head before each query tile, padded.
   Count query_tile_begin[kMaxSequences + 1];  ///< First query tile of each sequence, of the launch's.
   /// KV splits of one KV head before each query tile, if is_one_split_each.
   Count split_begin[kMaxQueryTiles + 1];
   bool is_one_split_each;  ///< Whether each work item is one KV split: of one query tile only.
 
-  __device__ int kv_tiles(int u) const { return kv_tile_begin[u + 1] - kv_tile_begin[u]; }
+  /// KV tiles of the list, with padding.
+  __device__ int listed_tiles(int u) const { return kv_tile_begin[u + 1] - kv_tile_begin[u]; }
+  __device__ int kv_tiles(const AttentionParams& p, int u) const {
+    return listed_tiles(u) - padding_tiles(p);
+  }
   __device__ int splits(int u) const { return split_begin[u + 1] - split_begin[u]; }
   /// Of the grid: blocks, or groups that take a work item together.
   static __device__ int num_blocks() { return static_cast<int>(gridDim.x) / kBlocks; }
+  /// Blocks of a KV head beside one for each query tile; negative if there are too few.
+  static __device__ int spare_blocks(const AttentionParams& p) {
+    return num_blocks() / p.kv_heads - p.num_query_tiles;
+  }
+  /// KV tiles of no tokens that follow those of each query tile in the list.
+  static __device__ int padding_tiles(const AttentionParams& p) {
+    if constexpr (Limits::kPaddingTiles == 0) return 0;
+    return spare_blocks(p) < 0 ? Limits::kPaddingTiles : 0;
+  }
 };
 
 /// The schedule, with all that is known of the query tiles. kCallsFunctions: long functions that decode steps
@@ -134,14 +147,15 @@ __device__ inline QueryTileSpan span_of_tile(const AttentionParams& p, const Pla
   return span_of_tile(p, plan, u, find_last(plan.query_tile_begin, p.num_sequences, u));
 }
 
-/// Keeps query tile `u` in the plan. Returns its number of KV tiles.
+/// Keeps query tile `u` in the plan. Returns its number of KV tiles, padded.
 template <class Plan>
-__device__ inline int plan_query_tile(Plan& plan, int u, const QueryTileSpan& span) {
+__device__ inline int plan_query_tile(const AttentionParams& p, Plan& plan, int u,
+                                      const QueryTileSpan& span) {
   constexpr int kKvTileTokens = Plan::kKvTileTokens;
   plan.keep(u, span);
   // A query tile that sees nothing has a KV tile of no tokens, so that some block writes its zeros.
   const int first = span.begin_token / kKvTileTokens;
-  return max(1, (span.end_token + kKvTileTokens - 1) / kKvTileTokens - first) + Plan::Limits::kPaddingTiles;
+  return max(1, (span.end_token + kKvTileTokens - 1) / kKvTileTokens - first) + Plan::padding_tiles(p);
 }
 
 /// The plan of up to kWarp sequences, each of which is one query tile, as in decoding: all in the registers
@@ -153,9 +167,9 @@ __device__ inline void make_small_plan(const AttentionParams& p, Plan& plan) {
   const int count = p.num_query_tiles;
   const bool is_query_tile = u < count;
   int kv_tiles = 0;
-  if (is_query_tile) kv_tiles = plan_query_tile(plan, u, span_of<Plan::kCalls>(p, u, 0, query_rows(p, u)));
+  if (is_query_tile) kv_tiles = plan_query_tile(p, plan, u, span_of<Plan::kCalls>(p, u, 0, query_rows(p, u)));
   const int total = __reduce_add_sync(~0u, kv_tiles);
-  const int spare = spare_blocks<Plan>(p);
+  const int spare = Plan::spare_blocks(p);
   const int splits =
       is_query_tile && spare >= 0 ? splits_for<typename Plan::Limits>(kv_tiles, spare, total) : 1;
   const int longest = __reduce_max_sync(~0u, (kv_tiles + splits - 1) / splits);
@@ -192,7 +206,7 @@ __device__ inline void make_large_plan(const AttentionParams& p, Plan& plan) {
 #pragma unroll 1
   for (int u = thread; u < p.num_query_tiles; u += threads) {
     const int b = find_last(plan.query_tile_begin, p.num_sequences, u);
-    plan.kv_tile_begin[u] = plan_query_tile(plan, u, span_of_tile(p, plan, u, b));
+    plan.kv_tile_begin[u] = plan_query_tile(p, plan, u, span_of_tile(p, plan, u, b));
   }
   __syncthreads();
   if (thread < kWarp) {

@@ -53,7 +53,7 @@ struct KvTileCursor {
       if (++head == p.kv_heads) {
         head = 0;
         ++query_tile;
-        if (query_tile < p.num_query_tiles) num_kv_tiles = plan.kv_tiles(query_tile);
+        if (query_tile < p.num_query_tiles) num_kv_tiles = plan.kv_tiles(p, query_tile);
       }
     }
   }
@@ -78,7 +78,8 @@ struct KvSplits {
 template <class Plan>
 class Schedule {
  public:
-  __device__ Schedule(const AttentionParams& p, const Plan& plan) : p_(p), plan_(plan) {}
+  __device__ Schedule(const AttentionParams& p, const Plan& plan)
+      : p_(p), plan_(plan), padding_(Plan::padding_tiles(p)) {}
 
   __device__ WorkItem work_item(int block) const {
     if (plan_.is_one_split_each) {
@@ -87,19 +88,20 @@ class Schedule {
       const int splits = plan_.splits(u);
       const int rest = block - plan_.split_begin[u] * p_.kv_heads;
       const int head = rest / splits;
-      const EvenPartition ranges(plan_.kv_tiles(u), splits);
+      const EvenPartition ranges(plan_.listed_tiles(u), splits);
       const int split = rest - head * splits;
       const int first = ranges.begin(split);
-      return {{u, head, first, plan_.kv_tiles(u)}, ranges.begin(split + 1) - first};
+      return {{u, head, first, plan_.listed_tiles(u)}, ranges.begin(split + 1) - first};
     }
     const EvenPartition items = even_items();
     if (block >= items.parts) return {};
     const int first = items.begin(block);
-    // kv_tile_begin counts one head's KV tiles; heads repeat them.
-    const int u = find_last(plan_.kv_tile_begin, p_.num_query_tiles, first / p_.kv_heads);
-    const int rest = first - plan_.kv_tile_begin[u] * p_.kv_heads;
-    const int head = rest / plan_.kv_tiles(u);
-    return {{u, head, rest - head * plan_.kv_tiles(u), plan_.kv_tiles(u)}, items.begin(block + 1) - first};
+    const int end = items.begin(block + 1);
+    KvTileCursor start = cursor_at(first);
+    if (padding_ == 0) return {start, end - first};
+    const int count = tiles_before(cursor_at(end)) - tiles_before(start);
+    start.advance(p_, plan_, 0);  // out of the padding
+    return {start, count};
   }
 
   __device__ KvSplits splits_of(int u, int head) const {
@@ -108,9 +110,9 @@ class Schedule {
       return {plan_.split_begin[u] * p_.kv_heads + head * splits, splits};
     }
     const EvenPartition items = even_items();
-    const int begin = plan_.kv_tile_begin[u] * p_.kv_heads + head * plan_.kv_tiles(u);
+    const int begin = listed_before(u, head);
     const int first = items.part_of(begin);
-    return {first, items.part_of(begin + plan_.kv_tiles(u) - 1) - first + 1};
+    return {first, items.part_of(begin + plan_.kv_tiles(p_, u) - 1) - first + 1};
   }
 
  private:
@@ -118,9 +120,28 @@ class Schedule {
     const int total = plan_.kv_tile_begin[p_.num_query_tiles] * p_.kv_heads;
     return {total, even_work_items<Plan>(total)};
   }
+  /// Of the list, before a query tile and head. kv_tile_begin counts one head's; heads repeat them.
+  __device__ int listed_before(int u, int head) const {
+    return plan_.kv_tile_begin[u] * p_.kv_heads + head * plan_.listed_tiles(u);
+  }
+  /// Place `listed` of the list: a KV tile, or in padding the end of those before it. The list's end is a
+  /// head behind the last one of the last query tile.
+  __device__ KvTileCursor cursor_at(int listed) const {
+    const int u = find_last(plan_.kv_tile_begin, p_.num_query_tiles, listed / p_.kv_heads);
+    const int rest = listed - listed_before(u, 0);
+    const int head = rest / plan_.listed_tiles(u);
+    const int kv_tiles = plan_.kv_tiles(p_, u);
+    return {u, head, min(rest - head * plan_.listed_tiles(u), kv_tiles), kv_tiles};
+  }
+  /// KV tiles before `at`, without padding.
+  __device__ int tiles_before(const KvTileCursor& at) const {
+    const int padded = at.query_tile * p_.kv_heads + at.head;
+    return listed_before(at.query_tile, at.head) - padded * padding_ + at.kv_tile;
+  }
 
   const AttentionParams& p_;
   const Plan& plan_;
+  const int padding_;
 };
 
 }  // namespace helix::cuda

@@ -25,8 +25,9 @@ struct ShortTileLimits {
   /// KV tiles of a query tile at most, for each block of a cluster, that are cut for the blocks of one
   /// cluster.
   static constexpr int kClusterTiles = 0;
-  /// KV tiles of no tokens behind those of each query tile, where its epilogue takes as long as these and
-  /// work items hold many query tiles: such items would not be of equal length.
+  /// KV tiles of no tokens that each query tile counts for behind its own where query tiles are more than
+  /// blocks: its beginning and its epilogue take as long, and work items that hold many short ones would not
+  /// take as long as those of a few long ones.
   static constexpr int kPaddingTiles = 0;
 };
 
@@ -94,25 +95,19 @@ __device__ inline bool are_splits_short(const AttentionParams& p, int longest, i
          all;  // <= all / items, rounded up
 }
 
-/// Blocks of a KV head beside one for each query tile; negative if there are too few.
-template <class Plan>
-__device__ inline int spare_blocks(const AttentionParams& p) {
-  return Plan::num_blocks() / p.kv_heads - p.num_query_tiles;
-}
-
 /// Cuts each query tile into KV splits with a block each, if that keeps them short; by the first warp.
 template <class Plan>
 __device__ inline void assign_splits(const AttentionParams& p, Plan& plan) {
   using Count = std::remove_reference_t<decltype(plan.split_begin[0])>;
   const int lane = static_cast<int>(threadIdx.x);
   const int total = plan.kv_tile_begin[p.num_query_tiles];
-  const int spare = spare_blocks<Plan>(p);
+  const int spare = Plan::spare_blocks(p);
   int longest = 0;
 #pragma unroll 1
   for (int u = lane; u < p.num_query_tiles && spare >= 0; u += kWarp) {
-    const int splits = splits_for<typename Plan::Limits>(plan.kv_tiles(u), spare, total);
+    const int splits = splits_for<typename Plan::Limits>(plan.listed_tiles(u), spare, total);
     plan.split_begin[u] = static_cast<Count>(splits);
-    longest = max(longest, (plan.kv_tiles(u) + splits - 1) / splits);
+    longest = max(longest, (plan.listed_tiles(u) + splits - 1) / splits);
   }
   longest = __reduce_max_sync(~0u, longest);
   const bool is_one_split_each = spare >= 0 && are_splits_short<Plan>(p, longest, total);
