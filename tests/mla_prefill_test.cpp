@@ -113,12 +113,13 @@ TEST_CASE("long chunks of DeepSeek-V3 are expanded, short ones and what the work
   const auto expands_at = [&](std::int64_t heads, std::int64_t tokens) {
     MlaChunk chunk = chunk_of(tokens, 4352);
     chunk.heads = heads;
-    return expands(automatic, kDeepSeek, chunk, {.expanded_time = 1.4, .launch_work = 2e10});
+    return expands(automatic, kDeepSeek, chunk,
+                   {.expanded_time = 1.4, .launch_work = 1.1e10, .absorbed_keys = 384.0});
   };
   CHECK_FALSE(expands_at(128, 256));
   CHECK(expands_at(128, 512));
-  CHECK_FALSE(expands_at(16, 512));
-  CHECK(expands_at(16, 2048));
+  CHECK_FALSE(expands_at(16, 384));
+  CHECK(expands_at(16, 512));
 
   const MlaPrefill expanded{.form = MlaForm::expanded, .max_tokens = 100};
   CHECK(expands_of(expanded, chunk_of(1, 100)));

@@ -41,6 +41,7 @@ struct MlaChunk {
 struct MlaPrefillCosts {
   double expanded_time = 1.0;  ///< Time of a multiply-add of the expanded form, in that of an absorbed one.
   double launch_work = 0.0;    ///< Multiply-adds that the further launches of an expanded chunk are worth.
+  double absorbed_keys = 0.0;  ///< Keys beside those it sees that an absorbed query takes as long as.
 };
 
 /// Fewest query tokens that are expanded by choice: decode steps and drafts, whose queries are few, are a
@@ -76,7 +77,9 @@ constexpr bool expands(const MlaPrefill& prefill, const MlaShape& mla, const Mla
   if (chunk.kvp > 1 && mla.v_head_dim > mla.kv_lora_rank) return false;
   if (chunk.tokens < 1 || chunk.local_tokens < 1 || chunk.local_tokens > prefill.room()) return false;
   if (prefill.form == MlaForm::expanded) return true;
-  const double saved = absorbed_work(mla, chunk) - expanded_work(mla, chunk) * costs.expanded_time;
+  const double beside = static_cast<double>(chunk.tokens) * costs.absorbed_keys *
+                        static_cast<double>(mla.latent_dim() + mla.kv_lora_rank);
+  const double saved = absorbed_work(mla, chunk) + beside - expanded_work(mla, chunk) * costs.expanded_time;
   return chunk.tokens >= kLeastExpandedTokens && saved * static_cast<double>(chunk.heads) > costs.launch_work;
 }
 

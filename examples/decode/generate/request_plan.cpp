@@ -3,7 +3,9 @@
 #include "generate/request_plan.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <cstdint>
 #include <iterator>
 #include <vector>
 
@@ -181,15 +183,39 @@ StageLimits plan_limits(const GenerationRequest& request, const Topology& topo, 
   return limits;
 }
 
+namespace {
+
+/// Lengths of prompts, up to `most` tokens, that between them are expanded in all the blocks that shorter
+/// ones are: their sizes are powers of two, of 64 rows or more (expand_latents()).
+std::vector<std::int64_t> expanded_prompts(std::int64_t most) {
+  constexpr std::int64_t kLeastRows = 64;
+  if (most <= 0) return {};
+  const auto largest = static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(most)));
+  if (largest <= kLeastRows) return {most};
+  return {largest, largest - kLeastRows};
+}
+
+}  // namespace
+
 WarmUp plan_warm_up(const GenerationRequest& request, const Topology& topo, int replica) {
-  if (request.serving) return {.prefill_tokens = request.prefill_tokens, .sequences = 1};
+  const std::int64_t most_expanded = plan_mla_prefill(request, topo).room() * topo.kvp();
+  if (request.serving) {
+    return {.prefill_tokens = request.prefill_tokens,
+            .prompts = expanded_prompts(std::min(most_expanded, request.serving->max_tokens)),
+            .sequences = 1};
+  }
   const Range mine = replica_sequences(topo, request, replica);
   WarmUp shapes{.sequences = mine.size(),
                 .decode_tokens = std::min(request.draft_tokens, request.max_new_tokens),
                 .is_random = request.sampling.temperature > 0.0f};
-  for (std::int64_t i = mine.begin; i < mine.end && request.synthetic_context == 0; ++i)
-    shapes.prefill_tokens += std::ssize(request.prompts[static_cast<std::size_t>(i)]);
+  std::int64_t longest = 0;
+  for (std::int64_t i = mine.begin; i < mine.end && request.synthetic_context == 0; ++i) {
+    const std::int64_t tokens = std::ssize(request.prompts[static_cast<std::size_t>(i)]);
+    shapes.prefill_tokens += tokens;
+    longest = std::max(longest, tokens);
+  }
   shapes.prefill_tokens = std::min(shapes.prefill_tokens, request.prefill_tokens);
+  shapes.prompts = expanded_prompts(std::min(longest, most_expanded));
   return shapes;
 }
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <iterator>
 #include <memory>
+#include <numeric>
 #include <span>
 #include <utility>
 #include <vector>
@@ -86,12 +87,14 @@ class StageModel {
             .workspace_bytes = static_cast<std::int64_t>(bytes_.total())};
   }
 
-  /// Runs steps of the given shapes on padding, which reads and writes no cache: loads kernels, plans
-  /// products, connects ranks, captures the decode step and replays it once. Collective over the replica;
-  /// waits.
+  /// Runs steps of the given shapes, on padding, which reads and writes no cache, or on an empty slot: loads
+  /// kernels, plans products, connects ranks, captures the decode step and replays it once. Collective over
+  /// the replica; waits. The cache must be empty.
   void warm_up(const WarmUp& shapes) {
     if (shapes.prefill_tokens > 0)
       run_padding(1, shapes.prefill_tokens, shapes.is_random, /*is_decode=*/false);
+    for (const std::int64_t length : shapes.prompts)
+      run_prompt(length, std::min(length, shapes.prefill_tokens), shapes.is_random);
     for (int i = 0; i < 3 && shapes.sequences > 0; ++i)  // queued, captured, replayed
       run_padding(shapes.sequences, shapes.decode_tokens, shapes.is_random, /*is_decode=*/true);
     num_warm_up_replays_ = decode_steps_.num_replayed();
@@ -164,9 +167,20 @@ class StageModel {
     for (std::uint64_t& counter : next_.draw_counters) ++counter;
   }
 
+  /// The last `tokens` tokens of a prompt, of no sequence: slot 0 has no pages yet, so that its rows are
+  /// those of the spare page (PageTable), whatever they hold. What it draws is nothing.
+  void run_prompt(std::int64_t length, std::int64_t tokens, bool is_random) {
+    Step step = padding_step(1, tokens, is_random, /*is_decode=*/false);
+    std::iota(step.positions.begin(), step.positions.end(), length - tokens);
+    run_without_sequences(step);
+  }
+
   void run_padding(std::int64_t sequences, std::int64_t tokens, bool is_random, bool is_decode) {
-    const Step step = padding_step(sequences, tokens, is_random, is_decode);
-    slots_.assign(static_cast<std::size_t>(sequences), 0);
+    run_without_sequences(padding_step(sequences, tokens, is_random, is_decode));
+  }
+
+  void run_without_sequences(const Step& step) {
+    slots_.assign(step.query_offsets.size() - 1, 0);
     upload_inputs(step);
     run(step);
     finish();

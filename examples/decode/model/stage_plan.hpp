@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include <helix/decode_layer.hpp>
 #include <helix/exchange_layout.hpp>
@@ -35,9 +36,12 @@ struct StepOptions {
 /// Steps that a model runs before its first one, see StageModel::warm_up(). Equal on all ranks.
 struct WarmUp {
   std::int64_t prefill_tokens = 0;  ///< Of one sequence; 0: no such step.
-  std::int64_t sequences = 0;       ///< Of a decode step; 0: no such step.
-  std::int64_t decode_tokens = 1;   ///< Of each of them.
-  bool is_random = false;           ///< Whether tokens are drawn at random.
+  /// Tokens of sequences whose last prefill_tokens run too, each in its step: prompts may take what padding
+  /// does not (MlaPrefill).
+  std::vector<std::int64_t> prompts{};
+  std::int64_t sequences = 0;      ///< Of a decode step; 0: no such step.
+  std::int64_t decode_tokens = 1;  ///< Of each of them.
+  bool is_random = false;          ///< Whether tokens are drawn at random.
 };
 
 /// Memory of one rank.

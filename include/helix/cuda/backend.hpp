@@ -170,9 +170,11 @@ class Backend : public Operators<T> {
   /// Over NVLink between H200s an exchange takes 9 us and 3 to 4.4 a megabyte, and a slice more costs a layer
   /// 20 to 34 us.
   static constexpr HopBCosts kHopBCosts{.us_per_mb = 3.5, .hand_over_us = 30.0};
-  /// A prompt of 8192 tokens through 4 layers on an H200, absorbed and expanded: 128 heads in steps of 256
-  /// tokens 95 and 98 ms, of 512 90 and 68, of 2048 88 and 47; 16 heads 27 and 43, 21 and 31, 18 and 14.
-  static constexpr MlaPrefillCosts kMlaPrefillCosts{.expanded_time = 1.4, .launch_work = 2e10};
+  /// What expansion saves a chunk of a layer on an H100, us: of 8192 tokens in steps of 512, 1024 and 2048
+  /// with 128 heads 387, 1114 and 2583; 2048 tokens at once 1217, with 16 heads 143; 1024 at once 460 and 27;
+  /// 512 at once 200 and -47 (docs/measurements/attention.md).
+  static constexpr MlaPrefillCosts kMlaPrefillCosts{
+      .expanded_time = 1.4, .launch_work = 1.1e10, .absorbed_keys = 384.0};
 
   /// A rank alone.
   explicit Backend(int device = 0, Allocator allocator = {}) requires std::same_as<Comm, LocalComm>
