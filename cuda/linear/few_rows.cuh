@@ -36,7 +36,7 @@ namespace helix::cuda::few_rows {
 template <class S, class T, class Tail>
 __device__ __forceinline__ int tiles_of_block(const Params<T, Tail>& p, const Shared<S, Tail>& shared) {
   if constexpr (Tail::kFindsTiles) {
-    return p.tail.tiles_of_block(p.tiles, shared.tail);
+    return shared.tail.num_tiles;
   } else {
     return p.tiles.mine(p.product.width);
   }

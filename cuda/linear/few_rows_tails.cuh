@@ -16,7 +16,7 @@ struct PlainTail {
   static constexpr bool kPrepares = false;  ///< Whether a warp of its own has prepare() to do.
   static constexpr bool kReceives = false;  ///< Whether receive() of what peers send ends it.
   /// Whether the device knows which tiles and activation rows there are: begin() finds them before anything
-  /// is copied, tiles_of_block() counts the tiles and row_of() tells a tile's activation row.
+  /// is copied, and Memory::num_tiles says how many tiles are the block's, row_of() a tile's activation row.
   static constexpr bool kFindsTiles = false;
   struct Memory {};  ///< Of a block, that prepare() or begin() fills.
 

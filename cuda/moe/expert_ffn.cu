@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operators::expert_ffn: this rank's chosen experts, in four steps: sort the (token, choice) pairs by expert,
-// where they are many, gate and up with SwiGLU, down, and the weighted sum of each token.
+// where they are many, gate and up with SwiGLU, down, and the weighted sum of each token; of few tokens in
+// two (few_rows_experts.hpp).
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

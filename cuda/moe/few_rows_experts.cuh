@@ -56,10 +56,6 @@ struct FewRowsExperts {
   Divisor tiles_per_expert;
   int num_tokens;
 
-  static __device__ __forceinline__ int tiles_of_block(const few_rows::Tiles&, const Memory& memory) {
-    return memory.num_tiles;
-  }
-
  protected:
   /// What a tile of the block is of.
   struct Place {
