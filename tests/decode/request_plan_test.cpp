@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a request's caches hold.
+// What a request's caches hold, and what is run before it.
 #include "generate/request_plan.hpp"
+
+#include <cstdint>
+#include <vector>
 
 #include <helix/topology.hpp>
 
@@ -56,6 +59,35 @@ TEST_CASE("a generation's pages hold its longest sequences", "[quick]") {
   CHECK(spec.max_sequences == 3);
   CHECK(spec.max_tokens == 40);
   CHECK(spec.pages == 2 + 1 + 3);
+}
+
+TEST_CASE("prompts that may be expanded warm up with blocks of every size that they may have", "[quick]") {
+  using Lengths = std::vector<std::int64_t>;
+  ModelShape shape = small_shape();
+  shape.num_kv_heads = 1;
+  shape.mla =
+      MlaShape{.kv_lora_rank = 512, .qk_nope_head_dim = 128, .qk_rope_head_dim = 64, .v_head_dim = 128};
+  shape.head_dim = 576;
+  shape.value_dim = 512;
+  const auto prompts_of = [&](const decode::GenerationRequest& request, const TopologySpec& spec = {}) {
+    return decode::plan_warm_up(request, Topology(spec, shape), 0).prompts;
+  };
+  decode::GenerationRequest request;
+  request.max_new_tokens = 10;
+  request.prompts = {decode::TokenIds(100, 1), decode::TokenIds(3000, 1)};
+  CHECK(prompts_of(request) == Lengths{2048, 2048 - 64});
+  CHECK(prompts_of(request, {.kvp = 2}) == Lengths{2048, 2048 - 64});
+  CHECK(decode::plan_warm_up(request, Topology({}, small_shape()), 0).prompts.empty());
+
+  decode::GenerationRequest short_one = request;
+  short_one.prompts = {decode::TokenIds(40, 1)};
+  CHECK(prompts_of(short_one) == Lengths{40});
+  decode::GenerationRequest absorbed = request;
+  absorbed.mla_prefill = MlaForm::absorbed;
+  CHECK(prompts_of(absorbed).empty());
+  decode::GenerationRequest served;
+  served.serving = {.max_sequences = 2, .max_tokens = 10000, .kv_tokens = 20000};
+  CHECK(prompts_of(served) == Lengths{8192, 8192 - 64});
 }
 
 }  // namespace helix::test
