@@ -45,14 +45,10 @@ struct AttentionLists {
   __device__ int splits(int u) const { return split_begin[u + 1] - split_begin[u]; }
   /// Of the grid: blocks, or groups that take a work item together.
   static __device__ int num_blocks() { return static_cast<int>(gridDim.x) / kBlocks; }
-  /// Blocks of a KV head beside one for each query tile; negative if there are too few.
-  static __device__ int spare_blocks(const AttentionParams& p) {
-    return num_blocks() / p.kv_heads - p.num_query_tiles;
-  }
   /// KV tiles of no tokens that follow those of each query tile in the list.
   static __device__ int padding_tiles(const AttentionParams& p) {
     if constexpr (Limits::kPaddingTiles == 0) return 0;
-    return spare_blocks(p) < 0 ? Limits::kPaddingTiles : 0;
+    return num_blocks() < p.num_query_tiles * p.kv_heads ? Limits::kPaddingTiles : 0;
   }
 };
 
@@ -169,7 +165,7 @@ __device__ inline void make_small_plan(const AttentionParams& p, Plan& plan) {
   int kv_tiles = 0;
   if (is_query_tile) kv_tiles = plan_query_tile(p, plan, u, span_of<Plan::kCalls>(p, u, 0, query_rows(p, u)));
   const int total = __reduce_add_sync(~0u, kv_tiles);
-  const int spare = Plan::spare_blocks(p);
+  const int spare = spare_blocks<Plan>(p);
   const int splits =
       is_query_tile && spare >= 0 ? splits_for<typename Plan::Limits>(kv_tiles, spare, total) : 1;
   const int longest = __reduce_max_sync(~0u, (kv_tiles + splits - 1) / splits);

@@ -95,13 +95,19 @@ __device__ inline bool are_splits_short(const AttentionParams& p, int longest, i
          all;  // <= all / items, rounded up
 }
 
+/// Blocks of a KV head beside one for each query tile; negative if there are too few.
+template <class Plan>
+__device__ inline int spare_blocks(const AttentionParams& p) {
+  return Plan::num_blocks() / p.kv_heads - p.num_query_tiles;
+}
+
 /// Cuts each query tile into KV splits with a block each, if that keeps them short; by the first warp.
 template <class Plan>
 __device__ inline void assign_splits(const AttentionParams& p, Plan& plan) {
   using Count = std::remove_reference_t<decltype(plan.split_begin[0])>;
   const int lane = static_cast<int>(threadIdx.x);
   const int total = plan.kv_tile_begin[p.num_query_tiles];
-  const int spare = Plan::spare_blocks(p);
+  const int spare = spare_blocks<Plan>(p);
   int longest = 0;
 #pragma unroll 1
   for (int u = lane; u < p.num_query_tiles && spare >= 0; u += kWarp) {
