@@ -102,11 +102,11 @@ TEST_CASE("A DeepSeek layer applies W_UV after the combine and sums experts in o
                                                    "linear",
                                                    "stage.all_reduce",
                                                    "rms_norm",  // 8
-                                                   "linear",
+                                                   "router_logits",
+                                                   "route",   // 9
+                                                   "linear",  // the shared expert
                                                    "swiglu",
                                                    "linear",
-                                                   "router_logits",
-                                                   "route",  // 9
                                                    "expert_ffn",
                                                    "stage.all_reduce",  //
                                                    "rms_norm"});        // 10
