@@ -113,9 +113,7 @@ bool multiply_few_rows_experts(const ExpertFfnArgs<T>& args, const Choices& choi
                                cudaStream_t stream) {
   const std::int64_t tokens = args.in.extent(0);
   const ExpertWeights& first = args.local_experts.front();
-  if (tokens > kMostFewRows || args.in.extent(1) % kChunkColumns != 0 ||
-      first.down.cols % kChunkColumns != 0 || !has_few_rows(product_of(args.in, first.gate_up)) ||
-      address_of(args.in.data()) % 16 != 0)
+  if (first.down.cols % kChunkColumns != 0 || !fits_few_rows(product_of(args.in, first.gate_up)))
     return false;
   const auto gate_up = distance_of(args.local_experts, &ExpertWeights::gate_up, kDTypeOf<T>);
   const auto down = distance_of(args.local_experts, &ExpertWeights::down, kDTypeOf<T>);
