@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cub/block/block_scan.cuh>
 #include <limits>
+#include <optional>
 #include <span>
 #include <type_traits>
 
@@ -15,13 +16,16 @@
 #include <helix/workspace.hpp>
 
 #include "cuda/linear/dot_rows.cuh"
+#include "cuda/moe/expert_distances.hpp"
 #include "cuda/moe/expert_dots.cuh"
+#include "cuda/moe/expert_groups.cuh"
 #include "cuda/moe/expert_items.cuh"
 #include "cuda/moe/expert_tiles.cuh"
 #include "cuda/moe/few_rows_experts.hpp"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/tensor_map.cuh"
 #include "cuda/runtime/weight_type.hpp"
 #include "cuda/runtime/workspace.hpp"
 
@@ -37,8 +41,9 @@ constexpr std::int64_t kDotPairs = 2;
 
 /// Scratch. A pair is token * top_k + choice.
 struct ExpertBuffers {
-  ExpertItem* items;    // [tokens * top_k]
-  std::int32_t* pairs;  // [tokens * top_k], of this rank's experts, by expert
+  ExpertItem* items;             // [tokens * top_k]
+  std::int32_t* num_used_items;  // [1]
+  std::int32_t* pairs;           // [tokens * top_k], of this rank's experts, by expert
   float* hidden;   // [tokens * top_k, F], after SwiGLU; what tensor cores take is of the activations' type
   float* outputs;  // [tokens * top_k, M]
 };
@@ -49,18 +54,37 @@ ExpertBuffers carve(std::int64_t tokens, std::int64_t top_k, std::int64_t hidden
   const std::int64_t few_rows = few_rows_hidden_elements(tokens, top_k, ffn) / 2;  // two in a float
   ExpertBuffers buffers{};
   buffers.items = arena.take<ExpertItem, 1>({pairs}).data();
+  buffers.num_used_items = arena.take<std::int32_t, 1>({1}).data();
   buffers.pairs = arena.take<std::int32_t, 1>({pairs}).data();
   buffers.hidden = arena.take<float, 1>({std::max(pairs * ffn, few_rows)}).data();
   buffers.outputs = arena.take<float, 2>({pairs, hidden}).data();
   return buffers;
 }
 
-/// One block: counting sort of the pairs by expert, cut into `num_items` items of up to `item_pairs`; those
-/// left over get count 0. The order of an expert's pairs is not fixed; no result depends on it, for a pair
-/// has its own sums.
+/// Calls use(pair, expert) for this rank's pairs, by all threads of the one block; choices are asked for
+/// several at a time.
+template <class Use>
+__device__ __forceinline__ void for_each_pair(const Choices& choices, const Use& use) {
+  constexpr int kBatch = 4;
+  for (int first = static_cast<int>(threadIdx.x); first < choices.num_pairs; first += kBatch * kSortThreads) {
+    int experts[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int pair = first + i * kSortThreads;
+      experts[i] = pair < choices.num_pairs ? local_expert(choices, pair) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+      if (experts[i] >= 0) use(first + i * kSortThreads, experts[i]);
+  }
+}
+
+/// One block: counting sort of the pairs by expert, cut into `num_items` items of up to `item_pairs`, an
+/// expert's of one size; those left over get count 0. The order of an expert's pairs is not fixed; no result
+/// depends on it, for a pair has its own sums.
 __global__ void __launch_bounds__(kSortThreads)
     sort_pairs_kernel(const Choices choices, int num_items, int item_pairs, ExpertItem* items,
-                      std::int32_t* pairs) {
+                      std::int32_t* num_used_items, std::int32_t* pairs) {
   using Scan = cub::BlockScan<int, kSortThreads>;
   __shared__ typename Scan::TempStorage pair_storage;
   __shared__ typename Scan::TempStorage item_storage;
@@ -69,9 +93,7 @@ __global__ void __launch_bounds__(kSortThreads)
   const int thread = static_cast<int>(threadIdx.x);
   for (int expert = thread; expert < choices.num_experts; expert += kSortThreads) cursors[expert] = 0;
   __syncthreads();
-  for (int pair = thread; pair < choices.num_pairs; pair += kSortThreads) {
-    if (const int expert = local_expert(choices, pair); expert >= 0) atomicAdd(&cursors[expert], 1);
-  }
+  for_each_pair(choices, [&](int, int expert) { atomicAdd(&cursors[expert], 1); });
   __syncthreads();
 
   int counts[kExpertsPerSortThread];
@@ -91,16 +113,19 @@ __global__ void __launch_bounds__(kSortThreads)
     const int expert = thread * kExpertsPerSortThread + i;
     if (expert >= choices.num_experts) continue;
     cursors[expert] = begins[i];
-    for (int done = 0; done < counts[i]; done += item_pairs)
-      items[item_begins[i] + done / item_pairs] = {expert, begins[i] + done,
-                                                   min(counts[i] - done, item_pairs)};
+    if (counts[i] == 0) continue;
+    const int of_expert = (counts[i] + item_pairs - 1) / item_pairs;
+    const int size = (counts[i] + of_expert - 1) / of_expert;
+    for (int item = 0; item < of_expert; ++item) {
+      const int done = item * size;
+      items[item_begins[i] + item] = {expert, begins[i] + done, min(counts[i] - done, size), item_begins[i],
+                                      of_expert};
+    }
   }
-  for (int item = used_items + thread; item < num_items; item += kSortThreads) items[item] = {0, 0, 0};
+  if (thread == 0) *num_used_items = used_items;
+  for (int item = used_items + thread; item < num_items; item += kSortThreads) items[item] = {};
   __syncthreads();
-  for (int pair = thread; pair < choices.num_pairs; pair += kSortThreads) {
-    if (const int expert = local_expert(choices, pair); expert >= 0)
-      pairs[atomicAdd(&cursors[expert], 1)] = pair;
-  }
+  for_each_pair(choices, [&](int pair, int expert) { pairs[atomicAdd(&cursors[expert], 1)] = pair; });
 }
 
 /// out[t, m] += sum over the token's choices of this rank's experts, in their order, of weight * outputs. A
@@ -178,11 +203,17 @@ struct ExpertCall {
   template <class T, class Out>
   ExpertProduct<T, Out> product(const T* in, std::int64_t in_stride, int pairs_per_row, Out* out, int cols,
                                 int width) const {
-    return {choices,       is_sorted ? buffers.items : nullptr,
-            buffers.pairs, in,
-            in_stride,     pairs_per_row,
-            out,           num_items,
-            cols,          width};
+    return {choices,
+            is_sorted ? buffers.items : nullptr,
+            buffers.num_used_items,
+            buffers.pairs,
+            in,
+            in_stride,
+            pairs_per_row,
+            out,
+            num_items,
+            cols,
+            width};
   }
 };
 
@@ -216,12 +247,11 @@ void launch_dots(const ExpertCall& call, const ExpertProduct<T>& product, const 
   });
 }
 
-template <class T, bool kIsGateUp, bool kHasGroups>
-void launch_tiles(const ExpertCall& call,
-                  const typename ExpertTile<T, kIsGateUp, kHasGroups>::Product& product,
+template <class T, bool kIsGateUp>
+void launch_tiles(const ExpertCall& call, const typename ExpertTile<T, kIsGateUp>::Product& product,
                   const ExpertTable& table) {
-  using Tile = ExpertTile<T, kIsGateUp, kHasGroups>;
-  const auto kernel = expert_tile_kernel<T, kIsGateUp, kHasGroups>;
+  using Tile = ExpertTile<T, kIsGateUp>;
+  const auto kernel = expert_tile_kernel<T, kIsGateUp>;
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kBytes));
   launch_early(kernel, blocks_of(product, Tile::kFeatures), Tile::kThreads, Tile::kBytes, call.stream,
                call.is_hopper, product, table);
@@ -245,6 +275,15 @@ bool takes_tiles(const ExpertFfnArgs<T>& args, std::int64_t ffn, std::int64_t nu
          });
 }
 
+/// Where tiles are taken and the weights lie, if warp groups can multiply them.
+template <class T>
+std::optional<ExpertDistances> find_groups(const ExpertFfnArgs<T>& args, std::int64_t ffn,
+                                           std::int64_t num_pairs) {
+  if (args.in.extent(0) * args.in.stride(0) > kMostGroupElements || num_pairs * ffn > kMostGroupElements)
+    return {};
+  return distances_of(args.local_experts, kDTypeOf<T>);
+}
+
 template <class T>
 void multiply_by_dots(const ExpertFfnArgs<T>& args, const ExpertCall& call) {
   const ExpertProduct<T> gate_up = call.gate_up(args.in, call.buffers.hidden);
@@ -259,17 +298,44 @@ void multiply_by_dots(const ExpertFfnArgs<T>& args, const ExpertCall& call) {
                  });
 }
 
-template <class T, bool kHasGroups>
+template <class T>
 void multiply_by_tiles(const ExpertFfnArgs<T>& args, const ExpertCall& call) {
   T* const hidden = reinterpret_cast<T*>(call.buffers.hidden);
   const ExpertProduct<T, T> gate_up = call.gate_up(args.in, hidden);
-  for_each_table(args.local_experts, &ExpertWeights::gate_up, [&](const ExpertTable& table, DType, bool) {
-    launch_tiles<T, true, kHasGroups>(call, gate_up, table);
-  });
+  for_each_table(args.local_experts, &ExpertWeights::gate_up,
+                 [&](const ExpertTable& table, DType, bool) { launch_tiles<T, true>(call, gate_up, table); });
   const ExpertProduct<T> down = call.down<T>(hidden);
-  for_each_table(args.local_experts, &ExpertWeights::down, [&](const ExpertTable& table, DType, bool) {
-    launch_tiles<T, false, kHasGroups>(call, down, table);
-  });
+  for_each_table(args.local_experts, &ExpertWeights::down,
+                 [&](const ExpertTable& table, DType, bool) { launch_tiles<T, false>(call, down, table); });
+}
+
+/// One product by warp groups, of experts whose weights begin with `first`, `distance` bytes apart.
+template <bool kIsGateUp, class T>
+void launch_groups(const ExpertCall& call, const ExpertProduct<T, GroupOut<T, kIsGateUp>>& product,
+                   const void* first, std::int64_t distance) {
+  using Work = ExpertGroups<T, kIsGateUp>;
+  constexpr int kHalves = kIsGateUp ? 2 : 1;
+  const std::int64_t row_bytes = product.cols * std::int64_t{sizeof(T)};
+  const CUtensorMap weights = rows_map<5>(
+      const_cast<void*>(first), kDTypeOf<T>,
+      {product.cols, kSwizzleRows, kHalves, product.width / kSwizzleRows, call.choices.num_experts},
+      {row_bytes, row_bytes * product.width, row_bytes * kSwizzleRows, distance},
+      {kChunkColumns, kSwizzleRows, kHalves, Work::kWeightRows / kHalves / kSwizzleRows, 1},
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+  const auto kernel = expert_groups_kernel<T, kIsGateUp>;
+  constexpr int kBytes = static_cast<int>(sizeof(typename Work::Shared));
+  HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  const unsigned blocks = std::min(blocks_of(product, Work::kFeatures), static_cast<unsigned>(call.num_sms));
+  launch_early(kernel, blocks, Work::kThreads, kBytes, call.stream, call.is_hopper, {weights, product});
+}
+
+template <class T>
+void multiply_by_groups(const ExpertFfnArgs<T>& args, const ExpertDistances& distances,
+                        const ExpertCall& call) {
+  T* const hidden = reinterpret_cast<T*>(call.buffers.hidden);
+  const ExpertWeights& first = args.local_experts.front();
+  launch_groups<true, T>(call, call.gate_up(args.in, hidden), first.gate_up.data, distances.gate_up);
+  launch_groups<false, T>(call, call.down<T>(hidden), first.down.data, distances.down);
 }
 
 template <class T, int kWidth>
@@ -320,9 +386,9 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
       return;
   }
   const bool has_tiles = takes_tiles(args, ffn, num_pairs);
-  const bool has_groups = state_->runs_hopper_kernels();
-  const int tile_pairs = has_groups ? kTilePairs<true> : kTilePairs<false>;
-  const int item_pairs = has_tiles ? tile_pairs : kMaxDotRows;
+  std::optional<ExpertDistances> groups;  // by which tiles are multiplied
+  if (has_tiles && state_->runs_hopper_kernels()) groups = find_groups(args, ffn, num_pairs);
+  const int item_pairs = groups ? kGroupPairs : has_tiles ? kTilePairs : kMaxDotRows;
   const bool is_sorted = has_tiles || num_pairs > kUnsortedPairs;
   // Full items and one that is not for each expert, but no more than pairs.
   const std::int64_t num_items =
@@ -338,10 +404,13 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
                         .stream = stream.handle()};
   if (is_sorted)
     launch_early(sort_pairs_kernel, 1, kSortThreads, 0, call.stream, call.is_hopper, choices, call.num_items,
-                 item_pairs, call.buffers.items, call.buffers.pairs);
+                 item_pairs, call.buffers.items, call.buffers.num_used_items, call.buffers.pairs);
   if constexpr (!std::is_same_v<T, float>) {
-    if (has_tiles)
-      has_groups ? multiply_by_tiles<T, true>(args, call) : multiply_by_tiles<T, false>(args, call);
+    if (groups) {
+      multiply_by_groups(args, *groups, call);
+    } else if (has_tiles) {
+      multiply_by_tiles(args, call);
+    }
   }
   if (!has_tiles) multiply_by_dots(args, call);
 

@@ -17,6 +17,8 @@ struct ExpertItem {
   std::int32_t expert;  // of local_experts
   std::int32_t begin;   // in ExpertBuffers::pairs
   std::int32_t count;
+  std::int32_t first_item;  // of the expert
+  std::int32_t num_items;   // of the expert, all but the last of one size
 };
 
 /// The tokens' choices as the kernels read them.
@@ -54,7 +56,8 @@ struct ExpertTable {
 template <class T, class Out = float>
 struct ExpertProduct {
   Choices choices;
-  const ExpertItem* items;  // null: blocks find them (find_item())
+  const ExpertItem* items;             // null: blocks find them (find_item())
+  const std::int32_t* num_used_items;  // of num_items, the first ones; with items
   const std::int32_t* pairs;
   const T* in;
   std::int64_t in_stride;

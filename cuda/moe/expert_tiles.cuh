@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of experts on tensor cores, for activations and weights of one 16-bit type: weight rows of an
-// expert times up to 128 or 160 of its pairs, by the matrix products of warps (compute capability 8.0) or of
-// warp groups (9.0).
+// Products of experts on tensor cores, for activations and weights of one 16-bit type: 128 weight rows of an
+// expert times up to 128 of its pairs, by the matrix products of warps (compute capability 8.0).
 //
 // Weight rows are the products' rows and pairs their columns: of a few pairs, whose weights are what takes
 // time, warps multiply few columns. Gate and up rows of a feature lie eight rows apart, so that one thread
@@ -20,34 +19,29 @@
 #include "cuda/runtime/ptx.cuh"
 #include "cuda/runtime/warp.cuh"
 #include "cuda/runtime/wgmma.cuh"
-#include "cuda/runtime/wgmma_product.cuh"
 
 namespace helix::cuda {
 
-/// Pairs of an item, at most. Fewer than 160 leave experts with a few more than 128 pairs, as chunks of
-/// prompts on one of eight ranks have, another item that waits for the same weights.
-template <bool kHasGroups>
-inline constexpr int kTilePairs = kHasGroups ? 160 : 128;
+/// Pairs of an item, at most.
+inline constexpr int kTilePairs = 128;
 
 /// One product of an item: out[pair, f] = silu(gate) * up of width features f, or in . weight[f]. By eight
-/// warps in a grid, of 32 weight rows and 64 pairs each, or by two warp groups, of 128 weight rows and all
-/// pairs each.
-template <class T, bool kIsGateUp, bool kHasGroups>
+/// warps in a grid, of 32 weight rows and 64 pairs each.
+template <class T, bool kIsGateUp>
 struct ExpertTile {
   using Out = std::conditional_t<kIsGateUp, T, float>;
   using Product = ExpertProduct<T, Out>;
-  static constexpr int kPairs = kTilePairs<kHasGroups>;
-  static constexpr int kBlocks = kHasGroups ? 1 : 2;  // of an SM
+  static constexpr int kPairs = kTilePairs;
+  static constexpr int kBlocks = 2;  // of an SM
   static constexpr int kWarps = 8;
   static constexpr int kThreads = kWarps * kWarp;
-  static constexpr int kPairWarps = kHasGroups ? 1 : 2;
+  static constexpr int kPairWarps = 2;
   static constexpr int kRowWarps = kWarps / kPairWarps;
   static constexpr int kRowTiles = 2;                         // of 16 weight rows, of a warp
   static constexpr int kPairTiles = kPairs / 8 / kPairWarps;  // of 8 pairs, of a warp
   static constexpr int kWeightRows = 16 * kRowTiles * kRowWarps;
   static constexpr int kAhead = 2;  // steps that are asked for ahead
-  /// Of the ring: a warp group's products may still read the step before the one that others begin.
-  static constexpr int kStages = kAhead + (kHasGroups ? 2 : 1);
+  static constexpr int kStages = kAhead + 1;
   static constexpr int kTileFeatures = kIsGateUp ? 8 : 16;  // of 16 weight rows
   static constexpr int kFeatures = kTileFeatures * (kWeightRows / 16);
   static constexpr unsigned kRowBytes = kChunkColumns * 2;
@@ -73,10 +67,7 @@ struct ExpertTile {
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
   static __device__ int warp() { return static_cast<int>(threadIdx.x) / kWarp; }
   /// The warp's row tile `m`, of 16 weight rows.
-  static __device__ int row_tile(int m) {
-    if constexpr (kHasGroups) return (warp() / 4 * kRowTiles + m) * 4 + warp() % 4;
-    return warp() % kRowWarps * kRowTiles + m;
-  }
+  static __device__ int row_tile(int m) { return warp() % kRowWarps * kRowTiles + m; }
   static __device__ int first_pair() { return warp() / kRowWarps * (8 * kPairTiles); }
   static __device__ int part() { return static_cast<int>(threadIdx.x) % kParts; }
   static __device__ int copy_row() { return static_cast<int>(threadIdx.x) / kParts; }
@@ -115,17 +106,12 @@ struct ExpertTile {
   /// 2 + i.
   using Sums = float[kRowTiles][kPairTiles * 4];
 
-  static __device__ __forceinline__ void pin_sums(Sums& sums) {
-#pragma unroll
-    for (auto& of_tile : sums) pin(of_tile);
-  }
-
   __device__ __forceinline__ unsigned stage(int step) const {
     return memory + static_cast<unsigned>(step % kStages) * kStageBytes;
   }
 
   /// By this warp, of the pairs that there are.
-  __device__ __forceinline__ void multiply_by_warp(int step, Sums& sums) const {
+  __device__ __forceinline__ void multiply_step(int step, Sums& sums) const {
     const unsigned from = stage(step);
     const int pair_tiles = (item.count - first_pair() + 7) / 8;
     const auto weight_row = static_cast<unsigned>(row_tile(0) * 16 + lane() % 16);
@@ -152,25 +138,6 @@ struct ExpertTile {
         }
       }
     }
-  }
-
-  /// By this warp group, of the first `kColumns` pairs. Products of the step before have ended then, these
-  /// have not.
-  template <int kColumns>
-  __device__ __forceinline__ void multiply_by_group(int step, Sums& sums) const {
-    const unsigned rows =
-        stage(step) + static_cast<unsigned>(warp() / 4 * kRowTiles * kGroupRows) * kRowBytes;
-    products_fence();
-#pragma unroll
-    for (unsigned k = 0; k < kChunkColumns / kProductDepth; ++k) {
-#pragma unroll
-      for (unsigned m = 0; m < kRowTiles; ++m)
-        product<T, kColumns, false>(reinterpret_cast<float(&)[kColumns / 2]>(sums[m]),
-                                    rows_operand(rows + m * kGroupRows * kRowBytes + k * 32),
-                                    rows_operand(stage(step) + kPairsAt + k * 32), 1);
-    }
-    products_commit();
-    products_wait<1>();
   }
 
   /// Sums into shared memory: [pair][feature].
@@ -211,9 +178,8 @@ struct ExpertTile {
     }
   }
 
-  /// Calls multiply(step) as stages come.
-  template <class Multiply>
-  __device__ __forceinline__ void walk(const T* const (&rows)[kPairCopies], const Multiply& multiply) const {
+  /// Multiplies stages as they come.
+  __device__ __forceinline__ void walk(const T* const (&rows)[kPairCopies], Sums& sums) const {
     const int steps = (p.cols + kChunkColumns - 1) / kChunkColumns;
 #pragma unroll
     for (int step = 0; step < kAhead; ++step) {
@@ -223,11 +189,10 @@ struct ExpertTile {
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       wait_for_copies<kAhead - 1>();
-      if constexpr (kHasGroups) fence_before_copy();
       __syncthreads();
       if (step + kAhead < steps) copy(rows, step + kAhead);
       commit_copies();
-      multiply(step);
+      multiply_step(step, sums);
     }
   }
 
@@ -239,20 +204,7 @@ struct ExpertTile {
       rows[i] = p.in + pair / p.pairs_per_row * p.in_stride;
     }
     Sums sums = {};
-    pin_sums(sums);
-    if constexpr (kHasGroups) {
-      if (item.count <= 64) {
-        walk(rows, [&](int step) { multiply_by_group<64>(step, sums); });
-      } else if (item.count <= 128) {
-        walk(rows, [&](int step) { multiply_by_group<128>(step, sums); });
-      } else {
-        walk(rows, [&](int step) { multiply_by_group<kPairs>(step, sums); });
-      }
-      products_wait<0>();
-      pin_sums(sums);
-    } else {
-      walk(rows, [&](int step) { multiply_by_warp(step, sums); });
-    }
+    walk(rows, sums);
     wait_for_all_copies();
     __syncthreads();
     stage_results(sums);
@@ -263,12 +215,11 @@ struct ExpertTile {
 
 /// Grid: num_items blocks for each kFeatures features, so that the items of one expert, which lie side by
 /// side, read its weights from L2 together. Columns and width are multiples of 8, rows aligned to 16 bytes.
-template <class T, bool kIsGateUp, bool kHasGroups>
-__global__ void __launch_bounds__(ExpertTile<T, kIsGateUp, kHasGroups>::kThreads,
-                                  ExpertTile<T, kIsGateUp, kHasGroups>::kBlocks)
-    expert_tile_kernel(const typename ExpertTile<T, kIsGateUp, kHasGroups>::Product p,
+template <class T, bool kIsGateUp>
+__global__ void __launch_bounds__(ExpertTile<T, kIsGateUp>::kThreads, ExpertTile<T, kIsGateUp>::kBlocks)
+    expert_tile_kernel(const typename ExpertTile<T, kIsGateUp>::Product p,
                        const __grid_constant__ ExpertTable table) {
-  using Tile = ExpertTile<T, kIsGateUp, kHasGroups>;
+  using Tile = ExpertTile<T, kIsGateUp>;
   extern __shared__ __align__(1024) std::byte expert_memory[];
   follow_previous();
   const ExpertItem item = p.items[blockIdx.x % static_cast<unsigned>(p.num_items)];

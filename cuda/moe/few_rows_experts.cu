@@ -12,6 +12,7 @@
 #include "cuda/linear/few_rows.hpp"
 #include "cuda/linear/few_rows_launch.cuh"
 #include "cuda/linear/product.cuh"
+#include "cuda/moe/expert_distances.hpp"
 #include "cuda/moe/expert_items.cuh"
 #include "cuda/moe/few_rows_experts.cuh"
 #include "cuda/moe/few_rows_experts.hpp"
@@ -21,26 +22,6 @@
 
 namespace helix::cuda {
 namespace {
-
-/// Bytes from one expert's weights to the next's, if they are always the same and a tensor map may have them.
-std::optional<std::int64_t> distance_of(std::span<const ExpertWeights> experts,
-                                        WeightView ExpertWeights::*projection, DType dtype) {
-  const auto address = [&](std::size_t e) { return address_of((experts[e].*projection).data); };
-  const std::uintptr_t distance = experts.size() > 1 ? address(1) - address(0) : 16;
-  for (std::size_t e = 0; e < experts.size(); ++e) {
-    if ((experts[e].*projection).dtype != dtype || address(e) != address(0) + e * distance) return {};
-  }
-  const auto bytes = static_cast<std::int64_t>(distance);
-  constexpr std::int64_t kMostBytes = std::int64_t{1} << 40;  // of a map's strides
-  if (bytes <= 0 || bytes >= kMostBytes || common_alignment({address(0), distance}) < 16) return {};
-  return bytes;
-}
-
-/// Bytes from one expert's weights to the next's, of both projections.
-struct Distances {
-  std::int64_t gate_up;
-  std::int64_t down;
-};
 
 /// The product of p.rows of the `in_rows` rows at p.in and of each expert's weights.
 template <class S, class Tail, class T>
@@ -66,8 +47,8 @@ using UpToSixteenNarrow = few_rows::Shape<kMostFewRows, 16, 5, 1>;
 
 /// The call. Gate and up in shape S; down too, or where it has few features in shape Narrow.
 template <class S, class Narrow, class T>
-void launch_both(const ExpertFfnArgs<T>& args, const Choices& choices, T* hidden, const Distances& distances,
-                 int num_sms, cudaStream_t stream) {
+void launch_both(const ExpertFfnArgs<T>& args, const Choices& choices, T* hidden,
+                 const ExpertDistances& distances, int num_sms, cudaStream_t stream) {
   const auto num_experts = static_cast<std::int64_t>(args.local_experts.size());
   const ExpertWeights& first = args.local_experts.front();
   const std::int64_t tokens = args.in.extent(0);
@@ -115,10 +96,9 @@ bool multiply_few_rows_experts(const ExpertFfnArgs<T>& args, const Choices& choi
   const ExpertWeights& first = args.local_experts.front();
   if (first.down.cols % kChunkColumns != 0 || !fits_few_rows(product_of(args.in, first.gate_up)))
     return false;
-  const auto gate_up = distance_of(args.local_experts, &ExpertWeights::gate_up, kDTypeOf<T>);
-  const auto down = distance_of(args.local_experts, &ExpertWeights::down, kDTypeOf<T>);
-  if (!gate_up || !down) return false;
-  const Distances distances{*gate_up, *down};
+  const std::optional<ExpertDistances> found = distances_of(args.local_experts, kDTypeOf<T>);
+  if (!found) return false;
+  const ExpertDistances& distances = *found;
   if (takes<few_rows::OneOrTwo>(tokens, choices.num_pairs)) {
     launch_both<few_rows::OneOrTwo, few_rows::OneOrTwo>(args, choices, hidden, distances, num_sms, stream);
   } else if (takes<few_rows::UpToEight>(tokens, choices.num_pairs)) {

@@ -108,7 +108,20 @@ __device__ __forceinline__ void copy_box_once(unsigned to, const CUtensorMap& ma
 #endif
 }
 
-/// The same of a map of five dimensions.
+/// copy_box() of a map of five dimensions.
+__device__ __forceinline__ void copy_box(unsigned to, const CUtensorMap& map, int column, int row,
+                                         int of_pair, int head, int chunk, unsigned barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
+      "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(column), "r"(row), "r"(of_pair), "r"(head), "r"(chunk),
+      "r"(barrier)
+      : "memory");
+#endif
+}
+
+/// The same where it is read once.
 __device__ __forceinline__ void copy_box_once(unsigned to, const CUtensorMap& map, int column, int row,
                                               int of_pair, int head, int chunk, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900

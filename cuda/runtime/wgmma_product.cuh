@@ -27,6 +27,11 @@ namespace helix::cuda {
   "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%" \
   "28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%" \
   "54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79}"
+#define HELIX_SUMS_192                                                                                       \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%" \
+  "28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%" \
+  "54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%" \
+  "80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95}"
 #define HELIX_SUMS_256                                                                               \
   "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"  \
   "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49," \
@@ -45,6 +50,7 @@ namespace helix::cuda {
 #define HELIX_OUT_96(d) HELIX_SUM_32(d, 0), HELIX_SUM_8(d, 32), HELIX_SUM_8(d, 40)
 #define HELIX_OUT_128(d) HELIX_SUM_32(d, 0), HELIX_SUM_32(d, 32)
 #define HELIX_OUT_160(d) HELIX_SUM_32(d, 0), HELIX_SUM_32(d, 32), HELIX_SUM_8(d, 64), HELIX_SUM_8(d, 72)
+#define HELIX_OUT_192(d) HELIX_SUM_32(d, 0), HELIX_SUM_32(d, 32), HELIX_SUM_32(d, 64)
 #define HELIX_OUT_256(d) HELIX_SUM_32(d, 0), HELIX_SUM_32(d, 32), HELIX_SUM_32(d, 64), HELIX_SUM_32(d, 96)
 
 /// One instruction with both operands in shared memory; a, b and adds are the operands behind the sums.
@@ -84,11 +90,13 @@ __device__ __forceinline__ void product(float (&d)[kColumns / 2], std::uint64_t 
 #if __CUDA_ARCH_FEAT_SM90_ALL
   constexpr bool kIsBf16 = std::is_same_v<T, bf16>;
   static_assert(kIsBf16 || std::is_same_v<T, f16>);
-  static_assert(kColumns == 64 || kColumns == 96 || kColumns == 128 || kColumns == 160 || kColumns == 256);
+  static_assert(kColumns == 64 || kColumns == 96 || kColumns == 128 || kColumns == 160 || kColumns == 192 ||
+                kColumns == 256);
   if constexpr (kColumns == 64) HELIX_PRODUCTS(HELIX_PRODUCT_SHARED, 64, "32", "33", "34");
   if constexpr (kColumns == 96) HELIX_PRODUCTS(HELIX_PRODUCT_SHARED, 96, "48", "49", "50");
   if constexpr (kColumns == 128) HELIX_PRODUCTS(HELIX_PRODUCT_SHARED, 128, "64", "65", "66");
   if constexpr (kColumns == 160) HELIX_PRODUCTS(HELIX_PRODUCT_SHARED, 160, "80", "81", "82");
+  if constexpr (kColumns == 192) HELIX_PRODUCTS(HELIX_PRODUCT_SHARED, 192, "96", "97", "98");
   if constexpr (kColumns == 256) HELIX_PRODUCTS(HELIX_PRODUCT_SHARED, 256, "128", "129", "130");
 #endif
 }
@@ -121,6 +129,7 @@ __device__ __forceinline__ void product(float (&d)[kColumns / 2], const unsigned
 #undef HELIX_PRODUCT_REGISTERS
 #undef HELIX_PRODUCT_SHARED
 #undef HELIX_OUT_256
+#undef HELIX_OUT_192
 #undef HELIX_OUT_160
 #undef HELIX_OUT_128
 #undef HELIX_OUT_96
@@ -130,6 +139,7 @@ __device__ __forceinline__ void product(float (&d)[kColumns / 2], const unsigned
 #undef HELIX_SUM_32
 #undef HELIX_SUM_8
 #undef HELIX_SUMS_256
+#undef HELIX_SUMS_192
 #undef HELIX_SUMS_160
 #undef HELIX_SUMS_128
 #undef HELIX_SUMS_96

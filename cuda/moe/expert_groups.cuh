@@ -1,0 +1,320 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of experts by warp groups, for activations and weights of one 16-bit type (compute capability
+// 9.0): 256 weight rows of an expert times up to 192 of its pairs.
+//
+// Weight rows are the products' rows and pairs their columns, as in expert_tiles.cuh. A block an SM takes one
+// tile after another, and its ring of stages goes on across them: a warp copies weights, three the pairs'
+// rows, and two warp groups multiply. The sums of a pair do not depend on which others are multiplied beside
+// it.
+//
+// Weights come 128 bytes of a row at a time, so L2 asks memory for 256: 32 experts of 7168 x 2048, 512 and 64
+// pairs in all, take 962 and 892 us, without it 1023 and 946. They may stay in L2, as the other items of the
+// expert want them: 8192 pairs take 1632 us, and 1913 where they leave first (H100).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/moe/expert_items.cuh"
+#include "cuda/runtime/async_copy.cuh"
+#include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/math.cuh"
+#include "cuda/runtime/ptx.cuh"
+#include "cuda/runtime/tensor_map.cuh"
+#include "cuda/runtime/warp.cuh"
+#include "cuda/runtime/warp_groups.cuh"
+#include "cuda/runtime/wgmma.cuh"
+#include "cuda/runtime/wgmma_product.cuh"
+
+namespace helix::cuda {
+
+/// Pairs of an item that warp groups multiply, at most.
+inline constexpr int kGroupPairs = 192;
+
+/// Elements of all rows of a product that a thread's offsets reach.
+inline constexpr std::int64_t kMostGroupElements = std::int64_t{8} << 32;
+
+/// What a product's results are until they are summed.
+template <class T, bool kIsGateUp>
+using GroupOut = std::conditional_t<kIsGateUp, T, float>;
+
+/// What the kernel is given.
+template <class T, bool kIsGateUp>
+struct GroupParams {
+  CUtensorMap weights;  ///< Columns, rows of eight, gate and up (of down one), eights, experts.
+  ExpertProduct<T, GroupOut<T, kIsGateUp>> product;
+};
+
+/// One product: out[pair, f] = silu(gate) * up of width features f, or in . weight[f].
+template <class T, bool kIsGateUp>
+struct ExpertGroups {
+  using Params = GroupParams<T, kIsGateUp>;
+  using Out = GroupOut<T, kIsGateUp>;
+  static constexpr int kGroups = 2;  // that multiply
+  static constexpr int kThreads = (1 + kGroups) * kWarpGroup;
+  static constexpr int kRowTiles = 2;  // of 64 weight rows, of a group
+  static constexpr int kWeightRows = kGroups * kRowTiles * kGroupRows;
+  /// Gate and up rows of a feature lie eight rows apart, so that one thread has both sums.
+  static constexpr int kTileFeatures = kIsGateUp ? 8 : 16;  // of 16 weight rows
+  static constexpr int kFeatures = kTileFeatures * (kWeightRows / 16);
+  static constexpr int kStages = 4;
+  static constexpr unsigned kRowBytes = kChunkColumns * 2;
+  static constexpr unsigned kWeightBytes = kWeightRows * kRowBytes;
+  static constexpr unsigned kStageBytes = kWeightBytes + kGroupPairs * kRowBytes;
+  /// Of the threads that copy pairs' rows each has one 16-byte part of every kCopyRows-th row.
+  static constexpr int kRowThreads = kWarpGroup - kWarp;
+  static constexpr int kParts = static_cast<int>(kRowBytes) / 16;
+  static constexpr int kPartElements = 8;
+  static constexpr int kCopyRows = kRowThreads / kParts;
+  static constexpr int kRowCopies = kGroupPairs / kCopyRows;
+  static constexpr int kLag = 2;  // steps until copied rows are looked for
+  static constexpr int kCopyRegisters = 40;
+  static constexpr int kProductRegisters = 232;
+  static_assert(kRowCopies * kCopyRows == kGroupPairs);
+
+  struct Shared {
+    unsigned char stages[kStages][kStageBytes];
+    RingBarriers<kStages> ring;
+  };
+  using Place = RingPlace<kStages>;
+
+  /// Features from `first` on of an item.
+  struct Tile {
+    int expert;
+    int begin;
+    int count;
+    int first;
+  };
+
+  /// The block's tiles. Those of an expert follow each other, and those of the same weights within it, so
+  /// that its weights and its pairs' rows come from memory once.
+  class Walk {
+   public:
+    __device__ explicit Walk(const Params& params)
+        : items_(params.product.items),
+          parts_((params.product.width + kFeatures - 1) / kFeatures),
+          num_tiles_(warp_uniform(*params.product.num_used_items) * parts_),
+          tile_(static_cast<int>(blockIdx.x)) {}
+
+    __device__ __forceinline__ bool next(Tile& tile) {
+      if (tile_ >= num_tiles_) return false;
+      const ExpertItem& some = items_[tile_ / parts_];  // of the tile's expert
+      const int at = tile_ - some.first_item * parts_;
+      const ExpertItem& item = items_[some.first_item + at % some.num_items];
+      tile = {warp_uniform(item.expert), warp_uniform(item.begin), warp_uniform(item.count),
+              warp_uniform(at / some.num_items) * kFeatures};
+      tile_ += static_cast<int>(gridDim.x);
+      return true;
+    }
+
+   private:
+    const ExpertItem* items_;
+    int parts_;
+    int num_tiles_;
+    int tile_;
+  };
+
+  const Params& params;
+  Shared& shared;
+
+  static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+  __device__ __forceinline__ int steps() const {
+    return (params.product.cols + kChunkColumns - 1) / kChunkColumns;
+  }
+  __device__ __forceinline__ unsigned stage(const Place& place) const {
+    return static_cast<unsigned>(__cvta_generic_to_shared(shared.stages[0])) +
+           static_cast<unsigned>(place.stage()) * kStageBytes;
+  }
+
+  /// By a warp.
+  __device__ void copy_weights() const {
+    Walk walk(params);
+    Place place(shared.ring);
+    Tile tile;
+    while (walk.next(tile)) {
+      for (int step = 0; step < steps(); ++step, place.advance()) {
+        place.wait_empty();
+        if (lane() != 0) continue;
+        barrier_expect(place.full(), kWeightBytes);
+        copy_box(stage(place), params.weights, step * kChunkColumns, 0, 0, tile.first / kSwizzleRows,
+                 tile.expert, place.full());
+      }
+    }
+  }
+
+  /// By kRowThreads threads, of which this is number `thread`. Products are told of plain copies when these
+  /// have arrived and are fenced: kLag steps later than they are asked for.
+  __device__ void copy_rows(int thread) const {
+    const auto& p = params.product;
+    const int part = thread % kParts;
+    const int row = thread / kParts;
+    // Of the thread's even and odd rows, which lie an odd multiple of four rows apart.
+    static_assert(kCopyRows % kSwizzleRows == kSwizzleRows / 2);
+    const unsigned even = kWeightBytes + swizzled(static_cast<unsigned>(row), static_cast<unsigned>(part));
+    const unsigned odd = even ^ kSwizzleRows / 2 * 16;
+    Walk walk(params);
+    Place place(shared.ring);
+    Place arriving(shared.ring);
+    int untold = 0;  // steps
+    const auto tell = [&] {
+      fence_before_copy();
+      barrier_arrive(arriving.full());
+      arriving.advance();
+      --untold;
+    };
+    Tile tile;
+    while (walk.next(tile)) {
+      unsigned from[kRowCopies];  // of its rows, in parts: see kMostGroupElements
+#pragma unroll
+      for (int i = 0; i < kRowCopies; ++i) {
+        const int pair = min(row + i * kCopyRows, tile.count - 1);
+        from[i] = static_cast<unsigned>(p.pairs[tile.begin + pair] / p.pairs_per_row) *
+                      static_cast<unsigned>(p.in_stride / kPartElements) +
+                  static_cast<unsigned>(part);
+      }
+      for (int step = 0; step < steps(); ++step, place.advance()) {
+        const bool is_column = step * kChunkColumns + part * kPartElements < p.cols;
+        const T* const column = is_column ? p.in + step * kChunkColumns : p.in;
+        place.wait_empty();
+#pragma unroll
+        for (int i = 0; i < kRowCopies; ++i) {
+          if (i * kCopyRows >= tile.count) break;
+          copy_chunk_or_zeros(
+              stage(place) + (i % 2 == 0 ? even : odd) + static_cast<unsigned>(i * kCopyRows) * kRowBytes,
+              column + std::uint64_t{from[i]} * kPartElements, is_column);
+        }
+        commit_copies();
+        if (++untold > kLag) {
+          wait_for_copies<kLag>();
+          tell();
+        }
+      }
+    }
+    wait_for_all_copies();
+    while (untold > 0) tell();
+  }
+
+  /// Of a thread: element 4 * j + 2 * h + i is of row lane / 4 + 8 * h of its warp's 16 of a row tile, pair 8
+  /// * j + lane % 4 * 2 + i.
+  using Sums = float[kRowTiles][kGroupPairs / 2];
+
+  /// The tile's sums over all columns, of the first `kColumns` pairs.
+  template <int kColumns>
+  __device__ __forceinline__ void multiply(int group, Place& place, Sums& sums) const {
+    const auto release = [&](const Place& done) { barrier_arrive_if(lane() == 0, done.empty()); };
+    Place before = place;
+    const int all = steps();
+#pragma unroll 1
+    for (int step = 0; step < all; ++step) {
+      place.wait_full();
+      const unsigned from = stage(place);
+      const unsigned rows = from + static_cast<unsigned>(group * kRowTiles * kGroupRows) * kRowBytes;
+      products_fence();
+#pragma unroll
+      for (unsigned k = 0; k < kChunkColumns / kProductDepth; ++k) {
+#pragma unroll
+        for (unsigned m = 0; m < kRowTiles; ++m)
+          product<T, kColumns, false>(reinterpret_cast<float(&)[kColumns / 2]>(sums[m]),
+                                      rows_operand(rows + m * kGroupRows * kRowBytes + k * 32),
+                                      rows_operand(from + kWeightBytes + k * 32), step > 0 || k > 0);
+      }
+      products_commit();
+      products_wait<1>();
+      if (step > 0) {
+        release(before);
+        before.advance();
+      }
+      place.advance();
+    }
+    products_wait<0>();
+    release(before);
+    pin(sums[0]);
+    pin(sums[1]);
+  }
+
+  /// By the warp groups that multiply.
+  __device__ void multiply_tiles(int group) const {
+    const auto& p = params.product;
+    const int warp = warp_uniform(static_cast<int>(threadIdx.x) / kWarp) % 4;
+    Walk walk(params);
+    Place place(shared.ring);
+    Tile tile;
+    while (walk.next(tile)) {
+      constexpr int kPairsPerLane = kGroupPairs / kWarp;
+      int pairs[kPairsPerLane];  // on their way while the products run
+#pragma unroll
+      for (int i = 0; i < kPairsPerLane; ++i)
+        pairs[i] = p.pairs[tile.begin + min(i * kWarp + lane(), tile.count - 1)];
+      Sums sums;
+      if (tile.count <= 64) {
+        multiply<64>(group, place, sums);
+      } else if (tile.count <= 96) {
+        multiply<96>(group, place, sums);
+      } else if (tile.count <= 128) {
+        multiply<128>(group, place, sums);
+      } else if (tile.count <= 160) {
+        multiply<160>(group, place, sums);
+      } else {
+        multiply<kGroupPairs>(group, place, sums);
+      }
+#pragma unroll
+      for (int j = 0; j < kGroupPairs / 8; ++j) {
+        if (8 * j >= tile.count) break;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int of_eight = lane() % 4 * 2 + i;
+          const int pair = __shfl_sync(~0u, pairs[j / 4], j % 4 * 8 + of_eight);
+          if (8 * j + of_eight >= tile.count) continue;
+          Out* const to = p.out + std::int64_t{pair} * p.width;
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+            const int feature =
+                tile.first + ((group * kRowTiles + m) * 4 + warp) * kTileFeatures + lane() / 4;
+            const float low = sums[m][4 * j + i];
+            const float high = sums[m][4 * j + 2 + i];
+            if constexpr (kIsGateUp) {
+              if (feature < p.width) to[feature] = from_float<T>(swiglu(low, high));
+            } else {
+              if (feature < p.width) to[feature] = low;
+              if (feature + 8 < p.width) to[feature + 8] = high;
+            }
+          }
+        }
+      }
+    }
+  }
+};
+
+/// Grid: a block an SM. Columns and width are multiples of 8, rows aligned to 16 bytes.
+template <class T, bool kIsGateUp>
+__global__ void __launch_bounds__(ExpertGroups<T, kIsGateUp>::kThreads, 1)
+    expert_groups_kernel(const __grid_constant__ GroupParams<T, kIsGateUp> params) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  using Work = ExpertGroups<T, kIsGateUp>;
+  extern __shared__ __align__(1024) unsigned char group_memory[];
+  auto& shared = *reinterpret_cast<typename Work::Shared*>(group_memory);
+  if (threadIdx.x == 0) {
+    shared.ring.init(1 + Work::kRowThreads, Work::kGroups * kWarpGroup / kWarp);
+    fence_barrier_init();
+  }
+  follow_previous();
+  __syncthreads();
+  const Work work{params, shared};
+  const int group = warp_uniform(static_cast<int>(threadIdx.x) / kWarpGroup);
+  if (group == 0) {
+    give_registers<Work::kCopyRegisters>();
+    if (threadIdx.x < kWarp) {
+      work.copy_weights();
+    } else {
+      work.copy_rows(static_cast<int>(threadIdx.x) - kWarp);
+    }
+  } else {
+    take_registers<Work::kProductRegisters>();
+    work.multiply_tiles(group - 1);
+  }
+#endif
+}
+
+}  // namespace helix::cuda
