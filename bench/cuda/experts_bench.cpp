@@ -27,8 +27,8 @@ struct ExpertCase {
   std::int64_t ranks;
 };
 
-constexpr ExpertCase kExpertCases[] = {{1, 1},   {4, 1},    {8, 1},    {16, 1}, {32, 1},  {64, 1},
-                                       {256, 1}, {1024, 1}, {4096, 1}, {64, 8}, {512, 8}, {4096, 8}};
+constexpr ExpertCase kExpertCases[] = {{1, 1},    {4, 1},    {8, 1},  {16, 1}, {32, 1},  {64, 1},  {256, 1},
+                                       {1024, 1}, {4096, 1}, {32, 8}, {64, 8}, {512, 8}, {4096, 8}};
 
 void bench_expert_ffn(benchmark::State& state, const ExpertCase& c) {
   constexpr std::int64_t kExperts = 32;  // of the rank

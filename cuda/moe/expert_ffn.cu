@@ -35,8 +35,9 @@ namespace {
 constexpr int kSortThreads = 1024;
 constexpr int kExpertsPerSortThread = kMaxLocalExperts / kSortThreads;
 
-/// Pairs of an expert, in the mean, up to which dots are faster than tiles: 32 experts of 7168 x 2048, 2
-/// pairs each 874 us by dots and 910 to 927 by tiles, 4 pairs each 1066 and 1020 to 1043 (H100).
+/// Pairs of an expert, in the mean, up to which dots are faster than tiles of warps: 32 experts of 7168 x
+/// 2048, 2 pairs each 874 us and 910 to 927, 4 pairs each 1066 and 1020 to 1043 (H100). Warp groups are
+/// faster wherever pairs are sorted.
 constexpr std::int64_t kDotPairs = 2;
 
 /// Scratch. A pair is token * top_k + choice.
@@ -257,31 +258,43 @@ void launch_tiles(const ExpertCall& call, const typename ExpertTile<T, kIsGateUp
                call.is_hopper, product, table);
 }
 
-/// Whether tensor cores take these products: 16-bit weights of the activations' type, rows aligned to 16
-/// bytes, and so many pairs that dots would not do. A rank's experts get a share of the pairs that only the
-/// device knows: `num_pairs` is what they get at most.
+/// Whether tensor cores can take these products: 16-bit weights of the activations' type, and rows aligned to
+/// 16 bytes.
 template <class T>
-bool takes_tiles(const ExpertFfnArgs<T>& args, std::int64_t ffn, std::int64_t num_pairs) {
+bool fits_tensor_cores(const ExpertFfnArgs<T>& args, std::int64_t ffn) {
   if constexpr (std::is_same_v<T, float>) return false;
   constexpr std::int64_t kRowElements = 8;
-  const auto is_tiled = [](const WeightView& weight) {
+  const auto fits = [](const WeightView& weight) {
     return weight.dtype == kDTypeOf<T> && is_aligned_16(weight.data);
   };
-  return num_pairs > kDotPairs * static_cast<std::int64_t>(args.local_experts.size()) &&
-         args.in.extent(1) % kRowElements == 0 && ffn % kRowElements == 0 &&
+  return args.in.extent(1) % kRowElements == 0 && ffn % kRowElements == 0 &&
          args.in.stride(0) % kRowElements == 0 && is_aligned_16(args.in.data()) &&
          std::ranges::all_of(args.local_experts, [&](const ExpertWeights& expert) {
-           return is_tiled(expert.gate_up) && is_tiled(expert.down);
+           return fits(expert.gate_up) && fits(expert.down);
          });
 }
 
-/// Where tiles are taken and the weights lie, if warp groups can multiply them.
+/// What multiplies the pairs of a call.
+struct Multiplier {
+  std::optional<ExpertDistances> groups;  // warp groups, of weights that lie so
+  bool has_tiles = false;                 // tiles of warps; else dots
+
+  int item_pairs() const { return groups ? kGroupPairs : has_tiles ? kTilePairs : kMaxDotRows; }
+};
+
+/// A rank's experts get a share of the pairs that only the device knows: `num_pairs` is what they get at
+/// most.
 template <class T>
-std::optional<ExpertDistances> find_groups(const ExpertFfnArgs<T>& args, std::int64_t ffn,
-                                           std::int64_t num_pairs) {
-  if (args.in.extent(0) * args.in.stride(0) > kMostGroupElements || num_pairs * ffn > kMostGroupElements)
-    return {};
-  return distances_of(args.local_experts, kDTypeOf<T>);
+Multiplier choose_multiplier(const ExpertFfnArgs<T>& args, std::int64_t ffn, std::int64_t num_pairs,
+                             bool runs_hopper_kernels) {
+  Multiplier multiplier;
+  if (num_pairs <= kUnsortedPairs || !fits_tensor_cores(args, ffn)) return multiplier;
+  const bool has_offsets =
+      args.in.extent(0) * args.in.stride(0) <= kMostGroupElements && num_pairs * ffn <= kMostGroupElements;
+  if (runs_hopper_kernels && has_offsets) multiplier.groups = distances_of(args.local_experts, kDTypeOf<T>);
+  multiplier.has_tiles =
+      !multiplier.groups && num_pairs > kDotPairs * static_cast<std::int64_t>(args.local_experts.size());
+  return multiplier;
 }
 
 template <class T>
@@ -385,11 +398,9 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
                                   stream.handle()))
       return;
   }
-  const bool has_tiles = takes_tiles(args, ffn, num_pairs);
-  std::optional<ExpertDistances> groups;  // by which tiles are multiplied
-  if (has_tiles && state_->runs_hopper_kernels()) groups = find_groups(args, ffn, num_pairs);
-  const int item_pairs = groups ? kGroupPairs : has_tiles ? kTilePairs : kMaxDotRows;
-  const bool is_sorted = has_tiles || num_pairs > kUnsortedPairs;
+  const Multiplier multiplier = choose_multiplier(args, ffn, num_pairs, state_->runs_hopper_kernels());
+  const int item_pairs = multiplier.item_pairs();
+  const bool is_sorted = num_pairs > kUnsortedPairs;
   // Full items and one that is not for each expert, but no more than pairs.
   const std::int64_t num_items =
       is_sorted ? std::min(num_pairs, num_pairs / item_pairs + num_experts) : num_pairs;
@@ -406,13 +417,10 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
     launch_early(sort_pairs_kernel, 1, kSortThreads, 0, call.stream, call.is_hopper, choices, call.num_items,
                  item_pairs, call.buffers.items, call.buffers.num_used_items, call.buffers.pairs);
   if constexpr (!std::is_same_v<T, float>) {
-    if (groups) {
-      multiply_by_groups(args, *groups, call);
-    } else if (has_tiles) {
-      multiply_by_tiles(args, call);
-    }
+    if (multiplier.groups) multiply_by_groups(args, *multiplier.groups, call);
+    if (multiplier.has_tiles) multiply_by_tiles(args, call);
   }
-  if (!has_tiles) multiply_by_dots(args, call);
+  if (!multiplier.groups && !multiplier.has_tiles) multiply_by_dots(args, call);
 
   // Outputs are aligned to 16 bytes, out may be anywhere.
   hidden % 4 == 0 ? launch_sum<T, 4>(args, call) : launch_sum<T, 1>(args, call);
