@@ -18,10 +18,10 @@
 #include "cuda/linear/dot_rows.cuh"
 #include "cuda/moe/expert_distances.hpp"
 #include "cuda/moe/expert_dots.cuh"
-#include "cuda/moe/expert_groups.cuh"
 #include "cuda/moe/expert_items.cuh"
 #include "cuda/moe/expert_tiles.cuh"
 #include "cuda/moe/few_rows_experts.hpp"
+#include "cuda/moe/warp_group_experts.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
@@ -276,10 +276,10 @@ bool fits_tensor_cores(const ExpertFfnArgs<T>& args, std::int64_t ffn) {
 
 /// What multiplies the pairs of a call.
 struct Multiplier {
-  std::optional<ExpertDistances> groups;  // warp groups, of weights that lie so
-  bool has_tiles = false;                 // tiles of warps; else dots
+  std::optional<ExpertDistances> warp_groups;  // multiply, as the weights lie so
+  bool has_tiles = false;                      // tiles of warps do; else dots
 
-  int item_pairs() const { return groups ? kGroupPairs : has_tiles ? kTilePairs : kMaxDotRows; }
+  int item_pairs() const { return warp_groups ? kWarpGroupPairs : has_tiles ? kTilePairs : kMaxDotRows; }
 };
 
 /// A rank's experts get a share of the pairs that only the device knows: `num_pairs` is what they get at
@@ -289,11 +289,12 @@ Multiplier choose_multiplier(const ExpertFfnArgs<T>& args, std::int64_t ffn, std
                              bool runs_hopper_kernels) {
   Multiplier multiplier;
   if (num_pairs <= kUnsortedPairs || !fits_tensor_cores(args, ffn)) return multiplier;
-  const bool has_offsets =
-      args.in.extent(0) * args.in.stride(0) <= kMostGroupElements && num_pairs * ffn <= kMostGroupElements;
-  if (runs_hopper_kernels && has_offsets) multiplier.groups = distances_of(args.local_experts, kDTypeOf<T>);
+  const bool has_offsets = args.in.extent(0) * args.in.stride(0) <= kMostWarpGroupElements &&
+                           num_pairs * ffn <= kMostWarpGroupElements;
+  if (runs_hopper_kernels && has_offsets)
+    multiplier.warp_groups = distances_of(args.local_experts, kDTypeOf<T>);
   multiplier.has_tiles =
-      !multiplier.groups && num_pairs > kDotPairs * static_cast<std::int64_t>(args.local_experts.size());
+      !multiplier.warp_groups && num_pairs > kDotPairs * static_cast<std::int64_t>(args.local_experts.size());
   return multiplier;
 }
 
@@ -324,9 +325,9 @@ void multiply_by_tiles(const ExpertFfnArgs<T>& args, const ExpertCall& call) {
 
 /// One product by warp groups, of experts whose weights begin with `first`, `distance` bytes apart.
 template <bool kIsGateUp, class T>
-void launch_groups(const ExpertCall& call, const ExpertProduct<T, GroupOut<T, kIsGateUp>>& product,
-                   const void* first, std::int64_t distance) {
-  using Work = ExpertGroups<T, kIsGateUp>;
+void launch_warp_groups(const ExpertCall& call, const ExpertProduct<T, WarpGroupOut<T, kIsGateUp>>& product,
+                        const void* first, std::int64_t distance) {
+  using Work = WarpGroupExperts<T, kIsGateUp>;
   constexpr int kHalves = kIsGateUp ? 2 : 1;
   const std::int64_t row_bytes = product.cols * std::int64_t{sizeof(T)};
   const CUtensorMap weights = rows_map<5>(
@@ -335,7 +336,7 @@ void launch_groups(const ExpertCall& call, const ExpertProduct<T, GroupOut<T, kI
       {row_bytes, row_bytes * product.width, row_bytes * kSwizzleRows, distance},
       {kChunkColumns, kSwizzleRows, kHalves, Work::kWeightRows / kHalves / kSwizzleRows, 1},
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
-  const auto kernel = expert_groups_kernel<T, kIsGateUp>;
+  const auto kernel = warp_group_experts_kernel<T, kIsGateUp>;
   constexpr int kBytes = static_cast<int>(sizeof(typename Work::Shared));
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   const unsigned blocks = std::min(blocks_of(product, Work::kFeatures), static_cast<unsigned>(call.num_sms));
@@ -343,12 +344,12 @@ void launch_groups(const ExpertCall& call, const ExpertProduct<T, GroupOut<T, kI
 }
 
 template <class T>
-void multiply_by_groups(const ExpertFfnArgs<T>& args, const ExpertDistances& distances,
-                        const ExpertCall& call) {
+void multiply_by_warp_groups(const ExpertFfnArgs<T>& args, const ExpertDistances& distances,
+                             const ExpertCall& call) {
   T* const hidden = reinterpret_cast<T*>(call.buffers.hidden);
   const ExpertWeights& first = args.local_experts.front();
-  launch_groups<true, T>(call, call.gate_up(args.in, hidden), first.gate_up.data, distances.gate_up);
-  launch_groups<false, T>(call, call.down<T>(hidden), first.down.data, distances.down);
+  launch_warp_groups<true, T>(call, call.gate_up(args.in, hidden), first.gate_up.data, distances.gate_up);
+  launch_warp_groups<false, T>(call, call.down<T>(hidden), first.down.data, distances.down);
 }
 
 template <class T, int kWidth>
@@ -417,10 +418,10 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
     launch_early(sort_pairs_kernel, 1, kSortThreads, 0, call.stream, call.is_hopper, choices, call.num_items,
                  item_pairs, call.buffers.items, call.buffers.num_used_items, call.buffers.pairs);
   if constexpr (!std::is_same_v<T, float>) {
-    if (multiplier.groups) multiply_by_groups(args, *multiplier.groups, call);
+    if (multiplier.warp_groups) multiply_by_warp_groups(args, *multiplier.warp_groups, call);
     if (multiplier.has_tiles) multiply_by_tiles(args, call);
   }
-  if (!multiplier.groups && !multiplier.has_tiles) multiply_by_dots(args, call);
+  if (!multiplier.warp_groups && !multiplier.has_tiles) multiply_by_dots(args, call);
 
   // Outputs are aligned to 16 bytes, out may be anywhere.
   hidden % 4 == 0 ? launch_sum<T, 4>(args, call) : launch_sum<T, 1>(args, call);

@@ -20,7 +20,7 @@
 namespace helix::test {
 namespace {
 
-/// `count` experts whose weights follow each other, the last ones `gap` bytes late.
+/// `count` experts whose weights follow each other, the last one's `gap` bytes late.
 std::vector<ExpertWeights> experts_of(const WeightView& gate_up, const WeightView& down, std::int64_t count,
                                       std::int64_t gap = 0) {
   const auto part = [count, gap](const WeightView& all, std::int64_t e) {

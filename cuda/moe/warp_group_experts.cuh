@@ -31,27 +31,27 @@
 namespace helix::cuda {
 
 /// Pairs of an item that warp groups multiply, at most.
-inline constexpr int kGroupPairs = 192;
+inline constexpr int kWarpGroupPairs = 192;
 
 /// Elements of all rows of a product that a thread's offsets reach.
-inline constexpr std::int64_t kMostGroupElements = std::int64_t{8} << 32;
+inline constexpr std::int64_t kMostWarpGroupElements = std::int64_t{8} << 32;
 
 /// What a product's results are until they are summed.
 template <class T, bool kIsGateUp>
-using GroupOut = std::conditional_t<kIsGateUp, T, float>;
+using WarpGroupOut = std::conditional_t<kIsGateUp, T, float>;
 
 /// What the kernel is given.
 template <class T, bool kIsGateUp>
-struct GroupParams {
+struct WarpGroupParams {
   CUtensorMap weights;  ///< Columns, rows of eight, gate and up (of down one), eights, experts.
-  ExpertProduct<T, GroupOut<T, kIsGateUp>> product;
+  ExpertProduct<T, WarpGroupOut<T, kIsGateUp>> product;
 };
 
 /// One product: out[pair, f] = silu(gate) * up of width features f, or in . weight[f].
 template <class T, bool kIsGateUp>
-struct ExpertGroups {
-  using Params = GroupParams<T, kIsGateUp>;
-  using Out = GroupOut<T, kIsGateUp>;
+struct WarpGroupExperts {
+  using Params = WarpGroupParams<T, kIsGateUp>;
+  using Out = WarpGroupOut<T, kIsGateUp>;
   static constexpr int kGroups = 2;  // that multiply
   static constexpr int kThreads = (1 + kGroups) * kWarpGroup;
   static constexpr int kRowTiles = 2;  // of 64 weight rows, of a group
@@ -62,17 +62,17 @@ struct ExpertGroups {
   static constexpr int kStages = 4;
   static constexpr unsigned kRowBytes = kChunkColumns * 2;
   static constexpr unsigned kWeightBytes = kWeightRows * kRowBytes;
-  static constexpr unsigned kStageBytes = kWeightBytes + kGroupPairs * kRowBytes;
+  static constexpr unsigned kStageBytes = kWeightBytes + kWarpGroupPairs * kRowBytes;
   /// Of the threads that copy pairs' rows each has one 16-byte part of every kCopyRows-th row.
   static constexpr int kRowThreads = kWarpGroup - kWarp;
   static constexpr int kParts = static_cast<int>(kRowBytes) / 16;
   static constexpr int kPartElements = 8;
   static constexpr int kCopyRows = kRowThreads / kParts;
-  static constexpr int kRowCopies = kGroupPairs / kCopyRows;
+  static constexpr int kRowCopies = kWarpGroupPairs / kCopyRows;
   static constexpr int kLag = 2;  // steps until copied rows are looked for
   static constexpr int kCopyRegisters = 40;
   static constexpr int kProductRegisters = 232;
-  static_assert(kRowCopies * kCopyRows == kGroupPairs);
+  static_assert(kRowCopies * kCopyRows == kWarpGroupPairs);
 
   struct Shared {
     unsigned char stages[kStages][kStageBytes];
@@ -166,7 +166,7 @@ struct ExpertGroups {
     };
     Tile tile;
     while (walk.next(tile)) {
-      unsigned from[kRowCopies];  // of its rows, in parts: see kMostGroupElements
+      unsigned from[kRowCopies];  // of its rows, in parts: see kMostWarpGroupElements
 #pragma unroll
       for (int i = 0; i < kRowCopies; ++i) {
         const int pair = min(row + i * kCopyRows, tile.count - 1);
@@ -198,7 +198,7 @@ struct ExpertGroups {
 
   /// Of a thread: element 4 * j + 2 * h + i is of row lane / 4 + 8 * h of its warp's 16 of a row tile, pair 8
   /// * j + lane % 4 * 2 + i.
-  using Sums = float[kRowTiles][kGroupPairs / 2];
+  using Sums = float[kRowTiles][kWarpGroupPairs / 2];
 
   /// The tile's sums over all columns, of the first `kColumns` pairs.
   template <int kColumns>
@@ -242,7 +242,7 @@ struct ExpertGroups {
     Place place(shared.ring);
     Tile tile;
     while (walk.next(tile)) {
-      constexpr int kPairsPerLane = kGroupPairs / kWarp;
+      constexpr int kPairsPerLane = kWarpGroupPairs / kWarp;
       int pairs[kPairsPerLane];  // on their way while the products run
 #pragma unroll
       for (int i = 0; i < kPairsPerLane; ++i)
@@ -257,10 +257,10 @@ struct ExpertGroups {
       } else if (tile.count <= 160) {
         multiply<160>(group, place, sums);
       } else {
-        multiply<kGroupPairs>(group, place, sums);
+        multiply<kWarpGroupPairs>(group, place, sums);
       }
 #pragma unroll
-      for (int j = 0; j < kGroupPairs / 8; ++j) {
+      for (int j = 0; j < kWarpGroupPairs / 8; ++j) {
         if (8 * j >= tile.count) break;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -289,12 +289,12 @@ struct ExpertGroups {
 
 /// Grid: a block an SM. Columns and width are multiples of 8, rows aligned to 16 bytes.
 template <class T, bool kIsGateUp>
-__global__ void __launch_bounds__(ExpertGroups<T, kIsGateUp>::kThreads, 1)
-    expert_groups_kernel(const __grid_constant__ GroupParams<T, kIsGateUp> params) {
+__global__ void __launch_bounds__(WarpGroupExperts<T, kIsGateUp>::kThreads, 1)
+    warp_group_experts_kernel(const __grid_constant__ WarpGroupParams<T, kIsGateUp> params) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-  using Work = ExpertGroups<T, kIsGateUp>;
-  extern __shared__ __align__(1024) unsigned char group_memory[];
-  auto& shared = *reinterpret_cast<typename Work::Shared*>(group_memory);
+  using Work = WarpGroupExperts<T, kIsGateUp>;
+  extern __shared__ __align__(1024) unsigned char warp_group_memory[];
+  auto& shared = *reinterpret_cast<typename Work::Shared*>(warp_group_memory);
   if (threadIdx.x == 0) {
     shared.ring.init(1 + Work::kRowThreads, Work::kGroups * kWarpGroup / kWarp);
     fence_barrier_init();
