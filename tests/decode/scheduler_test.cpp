@@ -242,6 +242,7 @@ class Requests {
 void run_random(unsigned seed, int num_requests, int num_replicas) {
   SchedulerSpec spec = small_spec();
   spec.num_replicas = num_replicas;
+  if (seed % 2 == 1) spec.max_compared_tokens = 20;
   Decoder decoder(spec);
   Requests requests(seed);
   std::map<std::string, ServeRequest> sent;
@@ -452,6 +453,40 @@ TEST_CASE("many requests with one long beginning join in no time", "[quick]") {
   scheduler.next();
   CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(5));
   CHECK(scheduler.stats().running == kRequests);
+}
+
+TEST_CASE("prompts that continue one another join over several steps", "[quick]") {
+  constexpr std::int64_t kRequests = 64;
+  SchedulerSpec spec = small_spec();
+  spec.max_sequences = kRequests;
+  spec.max_tokens = 512;
+  spec.ledger.pages = 1 << 16;
+  spec.ledger.max_sequences = 2 * kRequests;
+  spec.ledger.max_tokens = spec.max_tokens;
+  spec.prefill_tokens = 1 << 20;
+  spec.max_compared_tokens = 2000;
+  Decoder decoder(spec);
+  // Each ended request is longer by a token than the one before.
+  for (std::size_t i = 0; i < kRequests; ++i) cached_tokens(decoder, uniform(1, 100 + i));
+  for (std::int64_t i = 0; i < kRequests; ++i) {
+    ServeRequest request = uniform(1, 200);
+    request.id = "one of many, " + std::to_string(i);
+    request.ignore_eos = true;
+    request.max_tokens = 100;
+    decoder.scheduler().take(ServeCommand(std::move(request)));
+  }
+  std::int64_t running = 0;
+  int steps = 0;
+  for (; running < kRequests; ++steps) {
+    REQUIRE(steps < 100);
+    decoder.step();
+    const std::int64_t now = decoder.scheduler().stats().running;
+    CHECK(now > running);  // one joins always
+    if (steps == 0) CHECK(now < kRequests);
+    running = now;
+  }
+  CHECK(steps > 1);
+  decoder.run_to_end();
 }
 
 TEST_CASE("prompts wait up to a number of tokens, and what has joined or was cancelled leaves room",

@@ -132,7 +132,8 @@ StepOrder Scheduler::next() {
 
 /// The head of the queue joins the replica with the fewest requests that has room; none overtakes it.
 void Scheduler::admit() {
-  while (!queue_.empty()) {
+  compared_tokens_ = 0;
+  while (!queue_.empty() && compared_tokens_ < spec_.max_compared_tokens) {
     std::vector<Replica*> choices;
     for (Replica& replica : replicas_) {
       if (replica.may_admit && std::ssize(replica.running) < spec_.max_sequences) choices.push_back(&replica);
@@ -154,8 +155,8 @@ bool Scheduler::admit_to(Replica& replica, Queued& queued) {
   const std::int64_t max_tokens =
       queued.request.max_tokens.value_or(std::min(left, spec_.default_max_tokens));
   const std::int64_t total = std::ssize(prompt) + max_tokens;
+  std::optional<Prefix> prefix = find_prefix(replica, prompt);
   while (true) {
-    const std::optional<Prefix> prefix = find_prefix(replica, prompt);
     std::optional<SequenceId> sequence;
     try {
       sequence = prefix ? replica.ledger.fork(prefix->sequence, prefix->tokens) : replica.ledger.add();
@@ -166,9 +167,11 @@ bool Scheduler::admit_to(Replica& replica, Queued& queued) {
     } catch (const Error& error) {
       if (error.code() != ErrorCode::capacity) throw;
       if (sequence) release(replica, *sequence);
-      const bool has_evicted = evict(replica, prefix ? std::optional(prefix->sequence) : std::nullopt) ||
-                               (prefix && prefix->is_retained && evict(replica, std::nullopt));
-      if (has_evicted) continue;
+      if (evict(replica, prefix ? std::optional(prefix->sequence) : std::nullopt)) continue;
+      if (prefix && prefix->is_retained && evict(replica, std::nullopt)) {
+        prefix = find_prefix(replica, prompt);
+        continue;
+      }
       replica.may_admit = false;
       return false;
     }
@@ -197,6 +200,7 @@ std::optional<Scheduler::Prefix> Scheduler::find_prefix(Replica& replica, const 
     const auto next = static_cast<std::size_t>(best.tokens);
     if (tokens[next] != prompt[next]) return;
     const std::int64_t shared = std::min(common_prefix(prompt, tokens, num_cached), std::ssize(prompt) - 1);
+    compared_tokens_ += shared;
     if (shared > best.tokens) best = {sequence, shared, is_retained};
   };
   for (const Retained& old : replica.retained) offer(old.sequence, old.tokens, std::ssize(old.tokens), true);

@@ -33,6 +33,9 @@ struct SchedulerSpec {
   std::int64_t max_tokens = 0;     ///< Prompt and output of a request.
   /// Of the prompts that wait, unless it is one alone: 256 MiB.
   std::int64_t max_queued_tokens = std::int64_t{64} << 20;
+  /// Of prompts and of what caches hold, between two steps: a request that would join waits for the next one
+  /// then. Of thousands of prompts that continue one another, each is compared with all before it.
+  std::int64_t max_compared_tokens = std::int64_t{64} << 20;
   std::int64_t prefill_tokens = 256;
   std::int64_t vocab = 0;
   std::vector<std::int64_t> eos_ids;
@@ -136,6 +139,7 @@ class Scheduler {
   Emit emit_;
   std::deque<Queued> queue_;
   std::int64_t queued_tokens_ = 0;       // of the prompts in it
+  std::int64_t compared_tokens_ = 0;     // since the last step
   std::unordered_set<std::string> ids_;  // of requests that wait or run
   std::vector<Replica> replicas_;
   std::uint64_t num_requests_ = 0;
