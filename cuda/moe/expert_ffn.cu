@@ -258,44 +258,54 @@ void launch_tiles(const ExpertCall& call, const typename ExpertTile<T, kIsGateUp
                call.is_hopper, product, table);
 }
 
-/// Whether tensor cores can take these products: 16-bit weights of the activations' type, and rows aligned to
-/// 16 bytes.
+/// Whether the rows of these products are aligned to 16 bytes, for tensor cores.
 template <class T>
-bool fits_tensor_cores(const ExpertFfnArgs<T>& args, std::int64_t ffn) {
-  if constexpr (std::is_same_v<T, float>) return false;
+bool has_aligned_rows(const ExpertFfnArgs<T>& args, std::int64_t ffn) {
   constexpr std::int64_t kRowElements = 8;
+  return args.in.extent(1) % kRowElements == 0 && ffn % kRowElements == 0 &&
+         args.in.stride(0) % kRowElements == 0 && is_aligned_16(args.in.data());
+}
+
+/// Whether all weights are of the activations' 16-bit type and begin at multiples of 16 bytes. Those with
+/// distances do.
+template <class T>
+bool fit_tensor_cores(std::span<const ExpertWeights> experts) {
   const auto fits = [](const WeightView& weight) {
     return weight.dtype == kDTypeOf<T> && is_aligned_16(weight.data);
   };
-  return args.in.extent(1) % kRowElements == 0 && ffn % kRowElements == 0 &&
-         args.in.stride(0) % kRowElements == 0 && is_aligned_16(args.in.data()) &&
-         std::ranges::all_of(args.local_experts, [&](const ExpertWeights& expert) {
-           return fits(expert.gate_up) && fits(expert.down);
-         });
+  return std::ranges::all_of(
+      experts, [&](const ExpertWeights& expert) { return fits(expert.gate_up) && fits(expert.down); });
 }
 
 /// What multiplies the pairs of a call.
-struct Multiplier {
-  std::optional<ExpertDistances> warp_groups;  // multiply, as the weights lie so
-  bool has_tiles = false;                      // tiles of warps do; else dots
-
-  int item_pairs() const { return warp_groups ? kWarpGroupPairs : has_tiles ? kTilePairs : kMaxDotRows; }
-};
+enum class Multiplier { dots, tiles, warp_groups };
 
 /// A rank's experts get a share of the pairs that only the device knows: `num_pairs` is what they get at
-/// most.
+/// most. `has_distances`: warp groups can take the weights.
 template <class T>
 Multiplier choose_multiplier(const ExpertFfnArgs<T>& args, std::int64_t ffn, std::int64_t num_pairs,
-                             bool runs_hopper_kernels) {
-  Multiplier multiplier;
-  if (num_pairs <= kUnsortedPairs || !fits_tensor_cores(args, ffn)) return multiplier;
+                             bool has_distances) {
+  if constexpr (std::is_same_v<T, float>) return Multiplier::dots;
+  if (num_pairs <= kUnsortedPairs || !has_aligned_rows(args, ffn)) return Multiplier::dots;
   const bool has_offsets = args.in.extent(0) * args.in.stride(0) <= kMostWarpGroupElements &&
                            num_pairs * ffn <= kMostWarpGroupElements;
-  if (runs_hopper_kernels && has_offsets)
-    multiplier.warp_groups = distances_of(args.local_experts, kDTypeOf<T>);
-  multiplier.has_tiles =
-      !multiplier.warp_groups && num_pairs > kDotPairs * static_cast<std::int64_t>(args.local_experts.size());
-  return multiplier;
+  if (has_distances && has_offsets) return Multiplier::warp_groups;
+  const auto num_experts = static_cast<std::int64_t>(args.local_experts.size());
+  return num_pairs > kDotPairs * num_experts && fit_tensor_cores<T>(args.local_experts) ? Multiplier::tiles
+                                                                                        : Multiplier::dots;
+}
+
+/// Pairs of an item, at most.
+int most_item_pairs(Multiplier multiplier) {
+  switch (multiplier) {
+    case Multiplier::dots:
+      return kMaxDotRows;
+    case Multiplier::tiles:
+      return kTilePairs;
+    case Multiplier::warp_groups:
+      return kWarpGroupPairs;
+  }
+  return 1;
 }
 
 template <class T>
@@ -393,14 +403,16 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
   choices.top_k = static_cast<int>(top_k);
   choices.num_pairs = static_cast<int>(num_pairs);
   const ExpertBuffers buffers = carve(tokens, top_k, hidden, ffn, arena);
+  std::optional<ExpertDistances> distances;  // for the kernels of compute capability 9.0
   if constexpr (!std::is_same_v<T, float>) {
-    if (state_->runs_hopper_kernels() &&
-        multiply_few_rows_experts(args, choices, reinterpret_cast<T*>(buffers.hidden), state_->num_sms,
-                                  stream.handle()))
+    if (state_->runs_hopper_kernels()) distances = distances_of(args.local_experts, kDTypeOf<T>);
+    if (distances &&
+        multiply_few_rows_experts(args, *distances, choices, reinterpret_cast<T*>(buffers.hidden),
+                                  state_->num_sms, stream.handle()))
       return;
   }
-  const Multiplier multiplier = choose_multiplier(args, ffn, num_pairs, state_->runs_hopper_kernels());
-  const int item_pairs = multiplier.item_pairs();
+  const Multiplier multiplier = choose_multiplier(args, ffn, num_pairs, distances.has_value());
+  const int item_pairs = most_item_pairs(multiplier);
   const bool is_sorted = num_pairs > kUnsortedPairs;
   // Full items and one that is not for each expert, but no more than pairs.
   const std::int64_t num_items =
@@ -418,10 +430,10 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
     launch_early(sort_pairs_kernel, 1, kSortThreads, 0, call.stream, call.is_hopper, choices, call.num_items,
                  item_pairs, call.buffers.items, call.buffers.num_used_items, call.buffers.pairs);
   if constexpr (!std::is_same_v<T, float>) {
-    if (multiplier.warp_groups) multiply_by_warp_groups(args, *multiplier.warp_groups, call);
-    if (multiplier.has_tiles) multiply_by_tiles(args, call);
+    if (multiplier == Multiplier::warp_groups) multiply_by_warp_groups(args, *distances, call);
+    if (multiplier == Multiplier::tiles) multiply_by_tiles(args, call);
   }
-  if (!multiplier.warp_groups && !multiplier.has_tiles) multiply_by_dots(args, call);
+  if (multiplier == Multiplier::dots) multiply_by_dots(args, call);
 
   // Outputs are aligned to 16 bytes, out may be anywhere.
   hidden % 4 == 0 ? launch_sum<T, 4>(args, call) : launch_sum<T, 1>(args, call);

@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launches of the products of a few tokens' experts.
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
-#include <optional>
-#include <span>
 
 #include <helix/dtype.hpp>
 #include <helix/integers.hpp>
@@ -12,12 +9,10 @@
 #include "cuda/linear/few_rows.hpp"
 #include "cuda/linear/few_rows_launch.cuh"
 #include "cuda/linear/product.cuh"
-#include "cuda/moe/expert_distances.hpp"
 #include "cuda/moe/expert_items.cuh"
 #include "cuda/moe/few_rows_experts.cuh"
 #include "cuda/moe/few_rows_experts.hpp"
 #include "cuda/runtime/divisor.cuh"
-#include "cuda/runtime/rows.cuh"
 #include "cuda/runtime/tensor_map.cuh"
 
 namespace helix::cuda {
@@ -90,15 +85,12 @@ std::int64_t few_rows_hidden_elements(std::int64_t tokens, std::int64_t top_k, s
 }
 
 template <class T>
-bool multiply_few_rows_experts(const ExpertFfnArgs<T>& args, const Choices& choices, T* hidden, int num_sms,
-                               cudaStream_t stream) {
+bool multiply_few_rows_experts(const ExpertFfnArgs<T>& args, const ExpertDistances& distances,
+                               const Choices& choices, T* hidden, int num_sms, cudaStream_t stream) {
   const std::int64_t tokens = args.in.extent(0);
   const ExpertWeights& first = args.local_experts.front();
   if (first.down.cols % kChunkColumns != 0 || !fits_few_rows(product_of(args.in, first.gate_up)))
     return false;
-  const std::optional<ExpertDistances> found = distances_of(args.local_experts, kDTypeOf<T>);
-  if (!found) return false;
-  const ExpertDistances& distances = *found;
   if (takes<few_rows::OneOrTwo>(tokens, choices.num_pairs)) {
     launch_both<few_rows::OneOrTwo, few_rows::OneOrTwo>(args, choices, hidden, distances, num_sms, stream);
   } else if (takes<few_rows::UpToEight>(tokens, choices.num_pairs)) {
@@ -111,8 +103,9 @@ bool multiply_few_rows_experts(const ExpertFfnArgs<T>& args, const Choices& choi
   return true;
 }
 
-#define HELIX_INSTANTIATE(T) \
-  template bool multiply_few_rows_experts(const ExpertFfnArgs<T>&, const Choices&, T*, int, cudaStream_t);
+#define HELIX_INSTANTIATE(T)                                                                               \
+  template bool multiply_few_rows_experts(const ExpertFfnArgs<T>&, const ExpertDistances&, const Choices&, \
+                                          T*, int, cudaStream_t);
 HELIX_INSTANTIATE(f16)
 HELIX_INSTANTIATE(bf16)
 #undef HELIX_INSTANTIATE

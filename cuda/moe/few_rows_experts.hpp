@@ -8,6 +8,8 @@
 
 #include <helix/backend/layer.hpp>
 
+#include "cuda/moe/expert_distances.hpp"
+
 namespace helix::cuda {
 
 struct Choices;
@@ -16,11 +18,11 @@ struct Choices;
 std::int64_t few_rows_hidden_elements(std::int64_t tokens, std::int64_t top_k, std::int64_t ffn);
 
 /// The call; false, and nothing queued, unless it has up to 16 tokens (up to 2, 8 and 16 of them with up to
-/// 32, 64 and 128 choices in all), weights of T that lie at equal distances in the order of the experts, and
-/// a multiple of 64 columns in both products, all rows aligned to 16 bytes. `hidden`: scratch of
-/// few_rows_hidden_elements(), aligned to 16 bytes.
+/// 32, 64 and 128 choices in all) and a multiple of 64 columns in both products, all rows aligned to 16
+/// bytes. Weights are of T, `distances` apart. `hidden`: scratch of few_rows_hidden_elements(), aligned to 16
+/// bytes.
 template <class T>
-bool multiply_few_rows_experts(const ExpertFfnArgs<T>& args, const Choices& choices, T* hidden, int num_sms,
-                               cudaStream_t stream);
+bool multiply_few_rows_experts(const ExpertFfnArgs<T>& args, const ExpertDistances& distances,
+                               const Choices& choices, T* hidden, int num_sms, cudaStream_t stream);
 
 }  // namespace helix::cuda

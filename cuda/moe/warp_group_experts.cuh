@@ -234,19 +234,48 @@ struct WarpGroupExperts {
     pin(sums[1]);
   }
 
+  static constexpr int kPairsPerLane = kWarpGroupPairs / kWarp;
+
+  /// Stores the tile's sums; lane l has pairs l, l + 32, ... of the item.
+  __device__ __forceinline__ void store(int group, int warp, const Tile& tile,
+                                        const int (&pairs)[kPairsPerLane], const Sums& sums) const {
+    const auto& p = params.product;
+#pragma unroll
+    for (int j = 0; j < kWarpGroupPairs / 8; ++j) {
+      if (8 * j >= tile.count) break;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int of_eight = lane() % 4 * 2 + i;
+        const int pair = __shfl_sync(~0u, pairs[j / 4], j % 4 * 8 + of_eight);
+        if (8 * j + of_eight >= tile.count) continue;
+        Out* const to = p.out + std::int64_t{pair} * p.width;
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          const int feature = tile.first + ((group * kRowTiles + m) * 4 + warp) * kTileFeatures + lane() / 4;
+          const float low = sums[m][4 * j + i];
+          const float high = sums[m][4 * j + 2 + i];
+          if constexpr (kIsGateUp) {
+            if (feature < p.width) to[feature] = from_float<T>(swiglu(low, high));
+          } else {
+            if (feature < p.width) to[feature] = low;
+            if (feature + 8 < p.width) to[feature + 8] = high;
+          }
+        }
+      }
+    }
+  }
+
   /// By the warp groups that multiply.
   __device__ void multiply_tiles(int group) const {
-    const auto& p = params.product;
     const int warp = warp_uniform(static_cast<int>(threadIdx.x) / kWarp) % 4;
     Walk walk(params);
     Place place(shared.ring);
     Tile tile;
     while (walk.next(tile)) {
-      constexpr int kPairsPerLane = kWarpGroupPairs / kWarp;
       int pairs[kPairsPerLane];  // on their way while the products run
 #pragma unroll
       for (int i = 0; i < kPairsPerLane; ++i)
-        pairs[i] = p.pairs[tile.begin + min(i * kWarp + lane(), tile.count - 1)];
+        pairs[i] = params.product.pairs[tile.begin + min(i * kWarp + lane(), tile.count - 1)];
       Sums sums;
       if (tile.count <= 64) {
         multiply<64>(group, place, sums);
@@ -259,30 +288,7 @@ struct WarpGroupExperts {
       } else {
         multiply<kWarpGroupPairs>(group, place, sums);
       }
-#pragma unroll
-      for (int j = 0; j < kWarpGroupPairs / 8; ++j) {
-        if (8 * j >= tile.count) break;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int of_eight = lane() % 4 * 2 + i;
-          const int pair = __shfl_sync(~0u, pairs[j / 4], j % 4 * 8 + of_eight);
-          if (8 * j + of_eight >= tile.count) continue;
-          Out* const to = p.out + std::int64_t{pair} * p.width;
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-            const int feature =
-                tile.first + ((group * kRowTiles + m) * 4 + warp) * kTileFeatures + lane() / 4;
-            const float low = sums[m][4 * j + i];
-            const float high = sums[m][4 * j + 2 + i];
-            if constexpr (kIsGateUp) {
-              if (feature < p.width) to[feature] = from_float<T>(swiglu(low, high));
-            } else {
-              if (feature < p.width) to[feature] = low;
-              if (feature + 8 < p.width) to[feature + 8] = high;
-            }
-          }
-        }
-      }
+      store(group, warp, tile, pairs, sums);
     }
   }
 };

@@ -183,6 +183,17 @@ SchedulerSpec small_spec() {
   return spec;
 }
 
+/// With room for `requests` in the steps, of `tokens` each, and for as many ended ones.
+SchedulerSpec spacious_spec(std::int64_t requests, std::int64_t tokens) {
+  SchedulerSpec spec = small_spec();
+  spec.max_sequences = requests;
+  spec.max_tokens = tokens;
+  spec.ledger.pages = 1 << 20;
+  spec.ledger.max_sequences = 2 * requests;
+  spec.ledger.max_tokens = tokens;
+  return spec;
+}
+
 /// What the request gives alone.
 TokenIds alone(const ServeRequest& request, const SchedulerSpec& spec) {
   TokenIds tokens = request.prompt;
@@ -433,12 +444,7 @@ TEST_CASE("beginnings of 16 tokens and more are shared", "[quick]") {
 
 TEST_CASE("many requests with one long beginning join in no time", "[quick]") {
   constexpr std::int32_t kRequests = 4096;
-  SchedulerSpec spec = small_spec();
-  spec.max_sequences = kRequests;
-  spec.max_tokens = 8192;
-  spec.ledger.pages = 1 << 20;
-  spec.ledger.max_sequences = kRequests;
-  spec.ledger.max_tokens = spec.max_tokens;
+  SchedulerSpec spec = spacious_spec(kRequests, 8192);
   spec.prefill_tokens = 4096;
   Decoder decoder(spec);
   cached_tokens(decoder, uniform(1, 8000));
@@ -457,12 +463,7 @@ TEST_CASE("many requests with one long beginning join in no time", "[quick]") {
 
 TEST_CASE("prompts that continue one another join over several steps", "[quick]") {
   constexpr std::int64_t kRequests = 64;
-  SchedulerSpec spec = small_spec();
-  spec.max_sequences = kRequests;
-  spec.max_tokens = 512;
-  spec.ledger.pages = 1 << 16;
-  spec.ledger.max_sequences = 2 * kRequests;
-  spec.ledger.max_tokens = spec.max_tokens;
+  SchedulerSpec spec = spacious_spec(kRequests, 512);
   spec.prefill_tokens = 1 << 20;
   spec.max_compared_tokens = 2000;
   Decoder decoder(spec);

@@ -33,8 +33,9 @@ struct SchedulerSpec {
   std::int64_t max_tokens = 0;     ///< Prompt and output of a request.
   /// Of the prompts that wait, unless it is one alone: 256 MiB.
   std::int64_t max_queued_tokens = std::int64_t{64} << 20;
-  /// Of prompts and of what caches hold, between two steps: a request that would join waits for the next one
-  /// then. Of thousands of prompts that continue one another, each is compared with all before it.
+  /// Tokens of prompts that are compared with what caches hold between two steps, before who would join waits
+  /// for the next one: of thousands of prompts that continue one another, each is compared with all before
+  /// it.
   std::int64_t max_compared_tokens = std::int64_t{64} << 20;
   std::int64_t prefill_tokens = 256;
   std::int64_t vocab = 0;
