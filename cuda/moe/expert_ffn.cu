@@ -286,13 +286,12 @@ template <class T>
 Multiplier choose_multiplier(const ExpertFfnArgs<T>& args, std::int64_t ffn, std::int64_t num_pairs,
                              bool has_distances) {
   if constexpr (std::is_same_v<T, float>) return Multiplier::dots;
-  if (num_pairs <= kUnsortedPairs || !has_aligned_rows(args, ffn)) return Multiplier::dots;
+  const bool has_many = num_pairs > kDotPairs * static_cast<std::int64_t>(args.local_experts.size());
+  if (!(has_many || num_pairs > kUnsortedPairs) || !has_aligned_rows(args, ffn)) return Multiplier::dots;
   const bool has_offsets = args.in.extent(0) * args.in.stride(0) <= kMostWarpGroupElements &&
                            num_pairs * ffn <= kMostWarpGroupElements;
   if (has_distances && has_offsets) return Multiplier::warp_groups;
-  const auto num_experts = static_cast<std::int64_t>(args.local_experts.size());
-  return num_pairs > kDotPairs * num_experts && fit_tensor_cores<T>(args.local_experts) ? Multiplier::tiles
-                                                                                        : Multiplier::dots;
+  return has_many && fit_tensor_cores<T>(args.local_experts) ? Multiplier::tiles : Multiplier::dots;
 }
 
 /// Pairs of an item, at most.
@@ -413,7 +412,7 @@ void Operators<T>::expert_ffn(const ExpertFfnArgs<T>& args, Stream stream) const
   }
   const Multiplier multiplier = choose_multiplier(args, ffn, num_pairs, distances.has_value());
   const int item_pairs = most_item_pairs(multiplier);
-  const bool is_sorted = num_pairs > kUnsortedPairs;
+  const bool is_sorted = multiplier != Multiplier::dots || num_pairs > kUnsortedPairs;
   // Full items and one that is not for each expert, but no more than pairs.
   const std::int64_t num_items =
       is_sorted ? std::min(num_pairs, num_pairs / item_pairs + num_experts) : num_pairs;
