@@ -101,9 +101,12 @@ void add_step_options(CLI::App& app, Options& options, OptionTexts& texts) {
       ->capture_default_str();
   app.add_option("--teacher-force", texts.teacher_file,
                  "JSON file: array of continuations to feed, or with --draft-tokens to propose");
-  app.add_option("--kv-dtype", options.kv_dtype_name,
-                 "f32, f16, bf16, fp8_e4m3 or, of MLA, fp8_ds_mla; default: the checkpoint's");
-  app.add_option("--hop-b", texts.hop_b, "slices of the batch whose exchange overlaps attention, auto or off")
+  app.add_option(
+      "--kv-dtype", options.kv_dtype_name,
+      "f32, f16, bf16, fp8_e4m3 or, of MLA, fp8_ds_mla; default: the checkpoint's; f32 with --verify");
+  app.add_option("--hop-b", texts.hop_b,
+                 "slices of the batch whose exchange overlaps attention: 1 to 64, auto, or off, which is 1; "
+                 "over peer memory a step is one slice")
       ->capture_default_str();
   app.add_option("--temperature", request.sampling.temperature, "0: greedy")->capture_default_str();
   app.add_option("--top-p", request.sampling.top_p, "nucleus probability in (0, 1]")->capture_default_str();
@@ -126,7 +129,8 @@ void add_step_options(CLI::App& app, Options& options, OptionTexts& texts) {
                           "tokens of generated KV instead of a prompt"));
   app.add_option(
          "--prefill-tokens", texts.prefill_tokens,
-         "most prompt tokens a step: a COUNT, or auto: 2048 on GPUs whose memory has room for it, else 256")
+         "most prompt tokens a step: a COUNT, or auto: on GPUs whose memory has room for it 2048, of models "
+         "with experts 4096 without --serve; else 256")
       ->capture_default_str();
   app.add_option("--mla-prefill", texts.mla_prefill,
                  "how prompts attend in models of latent attention: absorbed, in the latent space; expanded, "
