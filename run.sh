@@ -94,7 +94,7 @@ demonstrate_ids() {
   local llama="$root/tests/data/llama-tiny" deepseek="$root/tests/data/deepseek-tiny"
   local llama_prompt="383,198,141,403,308,327,382,134,244,223,197,162,480,442,95,62,497,125,404,283"
   local deepseek_prompt="168,404,243,335,71,53,72,284,131,281,172,393,177,131,362,117,19,115,29,272"
-  local tokens=(--max-new-tokens 16 --activation f32)
+  local tokens=(--max-new-tokens 16 --activation f32 --kv-dtype f32)
   decode --model "$llama" --prompt-ids "$llama_prompt" "${tokens[@]}"
   decode --model "$llama" --prompt-ids "$llama_prompt" "${tokens[@]}" --kvp 2 --tpa 2 --verify
   decode --model "$deepseek" --prompt-ids "$deepseek_prompt" "${tokens[@]}"
