@@ -11,7 +11,7 @@ optional=()
 # Debian splits venv from Python; one from elsewhere has both.
 has_venv() { python3 -c 'import ensurepip, venv' 2>/dev/null; }
 if [[ "${1:-}" == "--tests" ]]; then
-  # Without them the MPI tests and that of the reference are left out, nothing else.
+  # Without them the tests of MPI, of the reference and in Python are left out, nothing else.
   optional=(libopenmpi-dev openmpi-bin)
   command -v doxygen >/dev/null || optional+=(doxygen)
   has_venv || optional+=(python3 python3-venv)
