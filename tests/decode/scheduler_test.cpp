@@ -427,6 +427,45 @@ TEST_CASE("a request that needs memory takes it from the oldest, but not from th
   CHECK(cached_tokens(decoder, uniform(2, 22)) == 0);
 }
 
+TEST_CASE("a request that would find no room even so leaves the caches of ended ones", "[quick]") {
+  SchedulerSpec spec = small_spec();
+  spec.ledger.pages = 5;  // of 24 tokens over all ranks
+  Decoder decoder(spec);
+  cached_tokens(decoder, uniform(1, 22));
+  ServeRequest other = uniform(2, 80);
+  other.max_tokens = 16;
+  decoder.scheduler().take(other);
+  decoder.step();
+  ServeRequest longer = uniform(1, 40);
+  longer.max_tokens = 10;
+  decoder.scheduler().take(longer);
+  decoder.step();
+  CHECK(decoder.scheduler().stats().queued == 1);
+  CHECK(decoder.scheduler().stats().retained == 1);
+  decoder.run_to_end();
+  CHECK(decoder.ends.at(longer.id)["usage"]["cached_tokens"] == 22);
+}
+
+TEST_CASE("short prompts do not wait for long ones, nor these for short ones", "[quick]") {
+  const SchedulerSpec spec = small_spec();  // 11 tokens of prompts a step
+  Decoder decoder(spec);
+  decoder.scheduler().take(uniform(1, 100));
+  for (const std::int32_t token : {2, 3, 4}) decoder.scheduler().take(uniform(token, 5));
+  const auto counts = [](const StepOrder& order) {
+    std::vector<std::int32_t> of_entries;
+    const auto& offsets = order.replicas[0].step.query_offsets;
+    for (std::size_t i = 1; i < offsets.size(); ++i) of_entries.push_back(offsets[i] - offsets[i - 1]);
+    return of_entries;
+  };
+  CHECK(counts(decoder.step()) == std::vector<std::int32_t>{5, 6});  // a short one, and half of the long one
+  CHECK(counts(decoder.step()) == std::vector<std::int32_t>{1, 5, 6});  // the first draws its second token
+
+  Decoder equals(spec);
+  for (const std::int32_t token : {1, 2}) equals.scheduler().take(uniform(token, 20));
+  CHECK(counts(equals.step()) == std::vector<std::int32_t>{11});
+  CHECK(counts(equals.step()) == std::vector<std::int32_t>{9, 2});
+}
+
 TEST_CASE("beginnings of 16 tokens and more are shared", "[quick]") {
   Decoder decoder(small_spec());
   const auto beginning = [](std::int32_t token, std::size_t size) {
@@ -524,6 +563,21 @@ TEST_CASE("a request joins the replica with the fewest", "[quick]") {
   CHECK(order.replicas[0].step.sequences.size() == 2);
   CHECK(order.replicas[1].step.sequences.size() == 1);
   CHECK(order.replicas[2].step.sequences.size() == 1);
+}
+
+TEST_CASE("a replica that has no room for one request may have it for the next", "[quick]") {
+  SchedulerSpec spec = small_spec();
+  spec.num_replicas = 2;
+  spec.ledger.pages = 5;  // of 24 tokens over all ranks
+  Decoder decoder(spec);
+  std::int32_t token = 0;
+  for (const std::int64_t pages : {3, 2, 3, 2}) {  // the third one finds room in the second replica alone
+    ServeRequest request = uniform(++token, 10);
+    request.max_tokens = pages * 24 - 10;
+    decoder.scheduler().take(request);
+  }
+  decoder.step();
+  CHECK(decoder.scheduler().stats().running == 4);
 }
 
 TEST_CASE("requests without a seed draw by seeds of their own, those with one by it", "[quick]") {

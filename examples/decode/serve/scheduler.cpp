@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <iterator>
+#include <numeric>
 #include <type_traits>
 #include <utility>
 #include <variant>
@@ -109,8 +110,7 @@ void Scheduler::cancel(const std::string& id) {
 
 void Scheduler::forget() {
   for (Replica& replica : replicas_) {
-    while (evict(replica, std::nullopt)) {
-    }
+    while (!replica.retained.empty()) evict_oldest(replica);
   }
 }
 
@@ -145,6 +145,7 @@ void Scheduler::admit() {
     if (taken == choices.end()) return;
     queue_.pop_front();
     queued_tokens_ -= num_tokens;
+    for (Replica& replica : replicas_) replica.may_admit = true;  // to the next one
   }
 }
 
@@ -155,42 +156,90 @@ bool Scheduler::admit_to(Replica& replica, Queued& queued) {
   const std::int64_t max_tokens =
       queued.request.max_tokens.value_or(std::min(left, spec_.default_max_tokens));
   const std::int64_t total = std::ssize(prompt) + max_tokens;
-  std::optional<Prefix> prefix = find_prefix(replica, prompt);
-  while (true) {
-    std::optional<SequenceId> sequence;
-    try {
-      sequence = prefix ? replica.ledger.fork(prefix->sequence, prefix->tokens) : replica.ledger.add();
-      replica.calls.push_back({prefix ? CacheCall::Kind::fork : CacheCall::Kind::add, *sequence,
-                               prefix ? prefix->sequence : SequenceId{}, prefix ? prefix->tokens : 0});
-      replica.ledger.reserve(*sequence, total);
-      replica.calls.push_back({CacheCall::Kind::reserve, *sequence, {}, total});
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::capacity) throw;
-      if (sequence) release(replica, *sequence);
-      if (evict(replica, prefix ? std::optional(prefix->sequence) : std::nullopt)) continue;
-      if (prefix && prefix->is_retained && evict(replica, std::nullopt)) {
-        prefix = find_prefix(replica, prompt);
-        continue;
-      }
-      replica.may_admit = false;
-      return false;
+  std::vector<std::size_t> retained(replica.retained.size());
+  std::iota(retained.begin(), retained.end(), std::size_t{0});
+  std::optional<Prefix> prefix = find_prefix(replica, retained, prompt);
+  std::optional<SequenceId> sequence = take_pages(replica.ledger, replica.calls, prefix, total);
+  if (!sequence) sequence = evict_for(replica, prompt, total, prefix);
+  if (!sequence) {
+    replica.may_admit = false;
+    return false;
+  }
+  if (prefix && prefix->is_retained) use(replica, prefix->sequence);
+  Running& running = replica.running.emplace_back();
+  running.counts = TokenCounts(queued.request.penalties, prompt);
+  running.request = std::move(queued.request);
+  running.sequence = *sequence;
+  running.tokens = running.request.prompt;
+  running.num_cached = running.num_shared = prefix ? prefix->tokens : 0;
+  running.max_tokens = max_tokens;
+  running.queued_at = queued.since;
+  running.started_at = Clock::now();
+  return true;
+}
+
+/// A sequence that begins with `prefix` and has the pages of `total` tokens reserved; nothing where a rank
+/// has too few.
+std::optional<SequenceId> Scheduler::take_pages(PageLedger& ledger, std::vector<CacheCall>& calls,
+                                                const std::optional<Prefix>& prefix, std::int64_t total) {
+  std::optional<SequenceId> sequence;
+  try {
+    sequence = prefix ? ledger.fork(prefix->sequence, prefix->tokens) : ledger.add();
+    calls.push_back({prefix ? CacheCall::Kind::fork : CacheCall::Kind::add, *sequence,
+                     prefix ? prefix->sequence : SequenceId{}, prefix ? prefix->tokens : 0});
+    ledger.reserve(*sequence, total);
+    calls.push_back({CacheCall::Kind::reserve, *sequence, {}, total});
+    return sequence;
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::capacity) throw;
+    if (sequence) {
+      ledger.release(*sequence);
+      calls.push_back({CacheCall::Kind::release, *sequence, {}, 0});
     }
-    if (prefix && prefix->is_retained) use(replica, prefix->sequence);
-    Running& running = replica.running.emplace_back();
-    running.counts = TokenCounts(queued.request.penalties, prompt);
-    running.request = std::move(queued.request);
-    running.sequence = *sequence;
-    running.tokens = running.request.prompt;
-    running.num_cached = running.num_shared = prefix ? prefix->tokens : 0;
-    running.max_tokens = max_tokens;
-    running.queued_at = queued.since;
-    running.started_at = Clock::now();
-    return true;
+    return std::nullopt;
   }
 }
 
-/// The longest beginning of `prompt` that a cache has; its last token is left, whose logits are needed.
-std::optional<Scheduler::Prefix> Scheduler::find_prefix(Replica& replica, const TokenIds& prompt) {
+/// As take_pages(), giving back ended requests, those used longest ago first and last the one that `prefix`
+/// lies in, for which the best of the rest then takes its place. All on a copy: a request that would find no
+/// room even so leaves them to others.
+std::optional<SequenceId> Scheduler::evict_for(Replica& replica, const TokenIds& prompt, std::int64_t total,
+                                               std::optional<Prefix>& prefix) {
+  PageLedger ledger = replica.ledger;
+  std::vector<CacheCall> calls = replica.calls;
+  std::vector<std::size_t> left(replica.retained.size());
+  std::iota(left.begin(), left.end(), std::size_t{0});
+  std::optional<Prefix> shared = prefix;
+  while (!left.empty()) {
+    const auto is_shared = [&](std::size_t index) {
+      return shared && shared->sequence == replica.retained[index].sequence;
+    };
+    const auto other = std::ranges::find_if_not(left, is_shared);
+    const auto oldest = other == left.end() ? left.begin() : other;
+    const SequenceId evicted = replica.retained[*oldest].sequence;
+    const bool was_shared = is_shared(*oldest);
+    left.erase(oldest);
+    ledger.release(evicted);
+    calls.push_back({CacheCall::Kind::release, evicted, {}, 0});
+    if (was_shared) shared = find_prefix(replica, left, prompt);
+    const std::optional<SequenceId> sequence = take_pages(ledger, calls, shared, total);
+    if (!sequence) continue;
+    std::deque<Retained> kept;
+    for (const std::size_t index : left) kept.push_back(std::move(replica.retained[index]));
+    replica.retained = std::move(kept);
+    replica.ledger = std::move(ledger);
+    replica.calls = std::move(calls);
+    prefix = shared;
+    return sequence;
+  }
+  return std::nullopt;
+}
+
+/// The longest beginning of `prompt` that a running request's cache or one of `retained`, by their places,
+/// has; its last token is left, whose logits are needed.
+std::optional<Scheduler::Prefix> Scheduler::find_prefix(const Replica& replica,
+                                                        std::span<const std::size_t> retained,
+                                                        const TokenIds& prompt) {
   Prefix best;
   const auto offer = [&](SequenceId sequence, const TokenIds& tokens, std::int64_t num_cached,
                          bool is_retained) {
@@ -203,7 +252,10 @@ std::optional<Scheduler::Prefix> Scheduler::find_prefix(Replica& replica, const 
     compared_tokens_ += shared;
     if (shared > best.tokens) best = {sequence, shared, is_retained};
   };
-  for (const Retained& old : replica.retained) offer(old.sequence, old.tokens, std::ssize(old.tokens), true);
+  for (const std::size_t index : retained) {
+    const Retained& old = replica.retained[index];
+    offer(old.sequence, old.tokens, std::ssize(old.tokens), true);
+  }
   for (const Running& other : replica.running) offer(other.sequence, other.tokens, other.num_cached, false);
   return best.tokens >= kLeastShared ? std::optional(best) : std::nullopt;
 }
@@ -213,14 +265,10 @@ void Scheduler::use(Replica& replica, SequenceId retained) {
   std::rotate(used, used + 1, replica.retained.end());
 }
 
-/// Gives back the ended request that was used longest ago, but not `kept`. Returns whether there was one.
-bool Scheduler::evict(Replica& replica, std::optional<SequenceId> kept) {
-  const auto oldest = std::ranges::find_if(
-      replica.retained, [&](const Retained& old) { return !kept || old.sequence != *kept; });
-  if (oldest == replica.retained.end()) return false;
-  release(replica, oldest->sequence);
-  replica.retained.erase(oldest);
-  return true;
+/// Gives back the ended request that was used longest ago, of those that there are.
+void Scheduler::evict_oldest(Replica& replica) {
+  release(replica, replica.retained.front().sequence);
+  replica.retained.pop_front();
 }
 
 void Scheduler::release(Replica& replica, SequenceId sequence) {
@@ -236,13 +284,9 @@ void Scheduler::fill_step(Replica& replica, Step& step) {
   for (auto at = replica.running.begin(); at != replica.running.end(); ++at) {
     if (at->is_prefilled()) add_entry(replica, at, 1, step);
   }
-  std::int64_t room = spec_.prefill_tokens;
-  for (auto at = replica.running.begin(); at != replica.running.end() && room > 0; ++at) {
-    if (at->is_prefilled()) continue;
-    const std::int64_t count = std::min(room, at->prompt_size() - at->num_cached);
+  for (const auto& [at, count] : share_prefill(replica)) {
     add_entry(replica, at, count, step);
     step.is_decode = false;
-    room -= count;
   }
   for (const auto& drawing : replica.drawing) {
     if (drawing->request.num_best) num_best = std::max(num_best.value_or(0), *drawing->request.num_best);
@@ -252,6 +296,29 @@ void Scheduler::fill_step(Replica& replica, Step& step) {
   for (std::size_t i = 1; i < step.query_offsets.size(); ++i)
     counts.push_back(step.query_offsets[i] - step.query_offsets[i - 1]);
   replica.ledger.append(step.sequences, counts);  // as every rank does; admission has reserved the pages
+}
+
+/// How many tokens of which prompts are next: half of a step is the first one's, and what that leaves goes to
+/// the others by what they have left, so that short prompts do not wait for long ones, nor these for ever.
+std::vector<Scheduler::PrefillShare> Scheduler::share_prefill(Replica& replica) const {
+  std::vector<PrefillShare> shares;
+  for (auto at = replica.running.begin(); at != replica.running.end(); ++at) {
+    if (!at->is_prefilled()) shares.push_back({at, 0});
+  }
+  std::int64_t room = spec_.prefill_tokens;
+  const auto give = [&](PrefillShare& share, std::int64_t most) {
+    const std::int64_t left = share.at->prompt_size() - share.at->num_cached - share.count;
+    const std::int64_t count = std::min(most, left);
+    share.count += count;
+    room -= count;
+  };
+  if (!shares.empty()) give(shares.front(), ceil_div(room, std::int64_t{2}));
+  std::ranges::stable_sort(shares, {}, [](const PrefillShare& share) {
+    return share.at->prompt_size() - share.at->num_cached - share.count;
+  });
+  for (PrefillShare& share : shares) give(share, room);
+  std::erase_if(shares, [](const PrefillShare& share) { return share.count == 0; });
+  return shares;
 }
 
 /// The next `count` tokens of the sequence; draws if they are its last.
@@ -335,7 +402,7 @@ void Scheduler::end(Replica& replica, std::list<Running>::iterator running, Fini
   }
   ids_.erase(running->request.id);
   replica.running.erase(running);
-  if (std::ssize(replica.retained) > spec_.max_sequences) evict(replica, std::nullopt);
+  if (std::ssize(replica.retained) > spec_.max_sequences) evict_oldest(replica);
 }
 
 void Scheduler::fail(std::string_view reason) {

@@ -46,8 +46,9 @@ struct SchedulerSpec {
 
 /// Takes requests, forms steps and tells what comes of them. Requests wait in the order in which they came;
 /// one joins a replica's steps when the pages of its longest sequence are free, so that none is ever stopped
-/// for want of memory. Prompts go in chunks, beside the requests that decode. An ended request's cache is
-/// kept until its memory is needed: one whose prompt begins alike forks it, as it forks a running one's.
+/// for want of memory. Prompts go in chunks, beside the requests that decode and one another. An ended
+/// request's cache is kept until its memory is needed: one whose prompt begins alike forks it, as it forks a
+/// running one's.
 class Scheduler {
  public:
   using Emit = std::function<void(std::string)>;  ///< Takes an event, a whole line.
@@ -120,18 +121,30 @@ class Scheduler {
     bool is_retained = false;
   };
 
+  /// Tokens of a prompt in a step.
+  struct PrefillShare {
+    std::list<Running>::iterator at;
+    std::int64_t count = 0;
+  };
+
   void submit(const ServeRequest& request);
   void cancel(const std::string& id);
   void forget();
 
   void admit();
   bool admit_to(Replica& replica, Queued& queued);
-  std::optional<Prefix> find_prefix(Replica& replica, const TokenIds& prompt);
+  static std::optional<SequenceId> take_pages(PageLedger& ledger, std::vector<CacheCall>& calls,
+                                              const std::optional<Prefix>& prefix, std::int64_t total);
+  std::optional<SequenceId> evict_for(Replica& replica, const TokenIds& prompt, std::int64_t total,
+                                      std::optional<Prefix>& prefix);
+  std::optional<Prefix> find_prefix(const Replica& replica, std::span<const std::size_t> retained,
+                                    const TokenIds& prompt);
   void use(Replica& replica, SequenceId retained);
-  bool evict(Replica& replica, std::optional<SequenceId> kept);
+  void evict_oldest(Replica& replica);
   void release(Replica& replica, SequenceId sequence);
 
   void fill_step(Replica& replica, Step& step);
+  std::vector<PrefillShare> share_prefill(Replica& replica) const;
   void add_entry(Replica& replica, std::list<Running>::iterator at, std::int64_t count, Step& step);
   std::optional<FinishReason> finish_reason(const Running& running, std::int32_t token) const;
   void end(Replica& replica, std::list<Running>::iterator running, FinishReason reason);
