@@ -158,6 +158,25 @@ TEST_CASE("a step is captured at the second one of its own shape and replayed fr
   CHECK(off.num_replayed() == 0);
 }
 
+TEST_CASE("a new shape takes the place of the one that came longest ago", "[quick]") {
+  decode::CapturedSteps<CapturableBackend, int> steps(/*is_on=*/true);
+  cpu::Stream stream;
+  const auto run = [&](std::int64_t num_rows) {
+    const std::int64_t before = steps.num_replayed();
+    steps.run({.query_offsets = {}, .num_rows = num_rows, .is_random = false}, stream, [] { return 0; });
+    return steps.num_replayed() > before;
+  };
+  for (int i = 0; i < 2; ++i) {
+    for (std::int64_t rows = 1; rows <= 64; ++rows) CHECK_FALSE(run(rows));  // as many as there is room for
+  }
+  CHECK(run(1));
+  for (int i = 0; i < 2; ++i) CHECK_FALSE(run(65));
+  CHECK(run(65));
+  CHECK(run(1));
+  CHECK(run(3));
+  CHECK_FALSE(run(2));  // in whose place 65 is
+}
+
 TEST_CASE("replayed steps give the golden output, whatever shapes follow each other", "[quick]") {
   const ReferenceModel model("llama-tiny");
   const Golden golden = model.golden();

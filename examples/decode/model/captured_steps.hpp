@@ -63,14 +63,16 @@ class CapturedSteps<B, Result> {
     Entry* const entry = is_on_ ? find(shape) : nullptr;
     if (entry == nullptr) {
       const Result result = queue();
-      if (is_on_ && entries_.size() < kMaxShapes)
-        entries_.push_back({{shape.query_offsets.begin(), shape.query_offsets.end()},
-                            shape.num_rows,
-                            shape.is_random,
-                            result,
-                            {}});
+      if (is_on_)
+        new_entry() = {{shape.query_offsets.begin(), shape.query_offsets.end()},
+                       shape.num_rows,
+                       shape.is_random,
+                       ++num_steps_,
+                       result,
+                       {}};
       return result;
     }
+    entry->last_step = ++num_steps_;
     if (entry->graph.empty()) {
       entry->graph = B::Graph::capture(stream, [entry, queue] { entry->result = queue(); });
       return queue();
@@ -88,16 +90,23 @@ class CapturedSteps<B, Result> {
   void clear() noexcept { entries_.clear(); }
 
  private:
-  // Drafts of many lengths have many shapes; beyond these, steps are queued. A graph takes up to a few MB.
+  // Drafts of many lengths, and batches that requests join and leave, have many shapes: a new one takes the
+  // place of the one that came longest ago. A graph takes up to a few MB.
   static constexpr std::size_t kMaxShapes = 64;
 
   struct Entry {
     std::vector<std::int32_t> query_offsets;
     std::int64_t num_rows = 0;
     bool is_random = false;
+    std::int64_t last_step = 0;  // of num_steps_
     Result result;
     typename B::Graph graph;  // empty: seen once
   };
+
+  Entry& new_entry() {
+    if (entries_.size() < kMaxShapes) return entries_.emplace_back();
+    return *std::ranges::min_element(entries_, {}, &Entry::last_step);
+  }
 
   Entry* find(const StepShape& shape) {
     const auto at = std::ranges::find_if(entries_, [&](const Entry& entry) {
@@ -108,7 +117,8 @@ class CapturedSteps<B, Result> {
   }
 
   bool is_on_;
-  std::deque<Entry> entries_;  // whose addresses stay
+  std::deque<Entry> entries_;   // whose addresses stay
+  std::int64_t num_steps_ = 0;  // of all shapes
   std::int64_t num_replayed_ = 0;
 };
 
