@@ -48,7 +48,7 @@ GlobalCache generate_and_gather(const ReferenceModel& model, const Topology& top
     decode::StageModel<LocalBackend> stage(backend, topo, 0, model.config, std::move(weights),
                                            decode::plan_cache(request, topo, 0, 0),
                                            decode::plan_limits(request, topo, 0), {}, comms.pipeline);
-    decode::GenerationLoop<LocalBackend>(backend, world, topo, model.config, request, stage, false).run();
+    decode::GenerationLoop<LocalBackend>(backend, world, topo, model.config, request, stage, {}).run();
 
     const Range heads = topo.kv_heads(comms.stage.rank());
     const KvView first = stage.cache().layer(0);

@@ -140,7 +140,8 @@ RootIo root_io(const LaunchOptions& options) {
       .show_progress = options.show_progress,
       .client = options.client,
       .activation = std::string(to_string(options.activation)),
-      .longest_silence = std::min<std::chrono::milliseconds>(std::chrono::seconds(1), options.timeout / 4)};
+      .longest_silence = std::min<std::chrono::milliseconds>(std::chrono::seconds(1), options.timeout / 4),
+      .meeting_interval = options.timeout / 8};
 }
 
 cpu::ProductInputs product_inputs(const LaunchOptions& options) {

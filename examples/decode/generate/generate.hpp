@@ -14,6 +14,7 @@
 #include "generate/measure.hpp"
 #include "generate/progress.hpp"
 #include "generate/request_plan.hpp"
+#include "generate/roll_call.hpp"
 #include "model/stage_model.hpp"
 #include "model/stage_weights.hpp"
 #include "serve/serve_loop.hpp"
@@ -34,13 +35,18 @@ GenerationResult generate(B& backend, typename B::Comm& world, typename B::Comm&
   try {
     const auto load_start = std::chrono::steady_clock::now();
     StageWeights<B> weights = [&] {
+      const typename B::Stream stream = backend.create_stream();
+      RollCall<B> roll_call(backend, world, stream, at.world_rank, /*team_size=*/1, io.meeting_interval);
       Progress progress("weights", 1000, show_progress);
-      return load_stage_weights(
-          backend, config, checkpoint, topo, at.world_rank, backend.create_stream(),
+      StageWeights<B> loaded = load_stage_weights(
+          backend, config, checkpoint, topo, at.world_rank, stream,
           [&](std::int64_t done, std::int64_t total) {
             progress.update(total > 0 ? done * 1000 / total : 1000);
+            roll_call.work_goes_on();
           },
           latent_weights(plan_mla_prefill(request, topo)));
+      roll_call.finish();
+      return loaded;
     }();
     StageModel<B> model(
         backend, topo, at.stage, config, std::move(weights), plan_cache(request, topo, at.stage, at.replica),
@@ -56,8 +62,7 @@ GenerationResult generate(B& backend, typename B::Comm& world, typename B::Comm&
         ServeLoop<B>(backend, world, topo, config, request, model, io).run();
         return {};
       }
-      GenerationResult result =
-          GenerationLoop<B>(backend, world, topo, config, request, model, show_progress).run();
+      GenerationResult result = GenerationLoop<B>(backend, world, topo, config, request, model, io).run();
       result.timing.load_ms = load_ms;
       return result;
     } catch (const std::exception& error) {

@@ -41,12 +41,14 @@ struct ServeLimits {
 
 class Frontend;
 
-/// What the root rank shows and whom it talks to.
+/// What the root rank shows and whom it talks to, and how often ranks hear of each other.
 struct RootIo {
   bool show_progress = false;
   Frontend* client = nullptr;                       ///< Where a serving decoder's requests come from.
   std::string activation;                           ///< For the client.
   std::chrono::milliseconds longest_silence{1000};  ///< Of an idle root, before other ranks worry.
+  /// Between two meetings of ranks that load, or of replicas that decode, without each other.
+  std::chrono::milliseconds meeting_interval{7500};
 };
 
 /// What is to be generated. Equal on all ranks.

@@ -19,6 +19,7 @@
 #include "generate/measure.hpp"
 #include "generate/progress.hpp"
 #include "generate/request_plan.hpp"
+#include "generate/roll_call.hpp"
 #include "generate/step_builder.hpp"
 #include "generate/synthetic_kv.hpp"
 #include "model/stage_model.hpp"
@@ -30,7 +31,7 @@ template <DecoderBackend B>
 class GenerationLoop {
  public:
   GenerationLoop(B& backend, typename B::Comm& world, const Topology& topo, const ModelConfig& config,
-                 const GenerationRequest& request, StageModel<B>& model, bool show_progress)
+                 const GenerationRequest& request, StageModel<B>& model, const RootIo& io)
       : backend_(backend),
         world_(world),
         topo_(topo),
@@ -38,8 +39,10 @@ class GenerationLoop {
         request_(request),
         model_(model),
         at_(topo.coordinates(world.rank())),
-        show_progress_(show_progress),
-        reports_logits_(model.has_logit_norms()) {
+        show_progress_(io.show_progress && world.rank() == 0),
+        reports_logits_(model.has_logit_norms()),
+        roll_call_(backend, world, model.stream(), at_.replica, topo.pp() * topo.stage_size(),
+                   io.meeting_interval) {
     const Range mine = replica_sequences(topo, request, at_.replica);
     for (std::int64_t index = mine.begin; index < mine.end; ++index) {
       SequenceProgress& sequence = sequences_.emplace_back();
@@ -106,6 +109,7 @@ class GenerationLoop {
       fill_synthetic_kv(backend_, model_.cache(), sequence.id, request_.synthetic_context, layers,
                         topo_.kv_heads(at_.stage_rank), model_.stream(), show_progress_);
       sequence.pending = kSyntheticFirstToken;
+      roll_call_.work_goes_on();
     }
   }
 
@@ -139,6 +143,7 @@ class GenerationLoop {
       for (std::size_t row = 0; row < completed.size(); ++row)
         record(*completed[row], static_cast<std::int64_t>(row));
       progress.update(done + step_.num_tokens());
+      roll_call_.work_goes_on();
     }
   }
 
@@ -192,8 +197,9 @@ class GenerationLoop {
       std::int64_t decoded = 0;
       for (std::size_t i = 0; i < active.size(); ++i) decoded += accept(*active[i], i);
       if (decoded > 0) totals.add(decoded, kv_tokens, milliseconds_since(start));  // else queued in vain
-      start = Clock::now();
       progress.update(std::min(totals.decoded, total));
+      roll_call_.work_goes_on();
+      start = Clock::now();
       if (!is_ahead) active = queue_decode_step();
     }
     result_.captured_steps = model_.num_replayed_steps();
@@ -218,8 +224,9 @@ class GenerationLoop {
     return accepted;
   }
 
-  /// Sequences come from the rank of each replica that saw the logits.
+  /// Sequences come from the rank of each replica that saw the logits. Replicas end at different times.
   void collect() {
+    roll_call_.finish();
     std::vector<GeneratedSequence> own;
     if (reports_logits_) {
       for (SequenceProgress& sequence : sequences_) own.push_back(std::move(sequence.result));
@@ -238,7 +245,8 @@ class GenerationLoop {
   StageModel<B>& model_;
   RankCoordinates at_;
   bool show_progress_;
-  bool reports_logits_;  // the last stage's first rank does, for its replica
+  bool reports_logits_;    // the last stage's first rank does, for its replica
+  RollCall<B> roll_call_;  // of the replicas
   std::vector<SequenceProgress> sequences_;
   StepBuilder step_;
   Drawn drawn_;  // in the last step

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// RollCall: keeps ranks that work for different lengths of time within each other's deadlines.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "model/decoder_backend.hpp"
+
+namespace helix::decode {
+
+/// Ranks that work without each other, as replicas do and as all do while they load, come to their next
+/// collective at different times: who is done first would wait there for longer than it may. So all meet
+/// about once in `interval`, and those that are done meet on until none works any more. Ranks of one `team`
+/// work in step: they have collectives of their own, so that they meet after the same one of their pieces of
+/// work, of which each meeting says how many come before the next. A rank alone goes by its clock.
+template <DecoderBackend B>
+class RollCall {
+ public:
+  /// Collective over `comm`, as all of it: every rank constructs one, calls work_goes_on() after each of its
+  /// pieces of work, as often as the others of its team, and finish() last. Allocates.
+  /// `team_size`: ranks with this rank's `team`.
+  RollCall(B& backend, typename B::Comm& comm, typename B::Stream stream, int team, int team_size,
+           std::chrono::milliseconds interval)
+      : backend_(backend),
+        comm_(comm),
+        stream_(stream),
+        team_(team),
+        team_size_(team_size),
+        interval_(interval),
+        messages_(static_cast<std::size_t>(comm.size())) {
+    if (is_needed()) device_ = backend.allocate(sizeof(Message) * (1 + messages_.size()));
+  }
+
+  void work_goes_on() {
+    ++num_pieces_;
+    const bool is_time =
+        team_size_ == 1 ? Clock::now() - last_meeting_ >= interval_ : num_pieces_ >= pieces_until_next_;
+    if (is_needed() && is_time) meet(/*is_done=*/false);
+  }
+
+  /// Returns when all ranks have called it.
+  void finish() {
+    while (is_needed() && !meet(/*is_done=*/true)) {
+    }
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  struct Message {
+    std::int64_t team = 0;
+    std::int64_t is_done = 0;
+    std::int64_t pieces_until_next = 0;
+  };
+
+  bool is_needed() const { return comm_.size() > team_size_; }
+
+  /// Returns whether all are done.
+  bool meet(bool is_done) {
+    const Message mine{team_, is_done ? 1 : 0, pieces_in_interval()};
+    std::byte* const all = device_.data() + sizeof(Message);
+    backend_.upload(device_.data(), &mine, sizeof(Message), stream_);
+    comm_.all_gather(device_.data(), all, sizeof(Message), stream_);
+    backend_.download(messages_.data(), all, sizeof(Message) * messages_.size(), stream_);
+    pieces_until_next_ = mine.pieces_until_next;
+    for (const Message& message : messages_) {
+      if (message.team == team_) pieces_until_next_ = std::min(pieces_until_next_, message.pieces_until_next);
+    }
+    num_pieces_ = 0;
+    last_meeting_ = Clock::now();
+    return std::ranges::all_of(messages_, [](const Message& message) { return message.is_done != 0; });
+  }
+
+  /// As many as took `interval` at the speed of the last ones, but no more than twice those.
+  std::int64_t pieces_in_interval() const {
+    const std::chrono::duration<double> taken = Clock::now() - last_meeting_;
+    const double pieces =
+        static_cast<double>(num_pieces_) *
+        std::min(std::chrono::duration<double>(interval_) / std::max(taken, kShortest), 2.0);
+    return std::max<std::int64_t>(1, static_cast<std::int64_t>(pieces));
+  }
+
+  static constexpr std::chrono::duration<double> kShortest{1e-9};
+
+  B& backend_;
+  typename B::Comm& comm_;
+  typename B::Stream stream_;
+  std::int64_t team_;
+  int team_size_;
+  std::chrono::milliseconds interval_;
+  std::vector<Message> messages_;  // by rank
+  typename B::Buffer device_;      // own message, then all ranks'
+  Clock::time_point last_meeting_ = Clock::now();
+  std::int64_t num_pieces_ = 0;         // since then
+  std::int64_t pieces_until_next_ = 1;  // of a team
+};
+
+}  // namespace helix::decode
