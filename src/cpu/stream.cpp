@@ -7,6 +7,7 @@
 #include <limits>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include <helix/cpu/stream.hpp>
 #include <helix/error.hpp>
@@ -49,7 +50,7 @@ struct Ring : QueueProgress {
   std::mutex failure_mutex;
   std::exception_ptr failure;
   std::atomic<std::uint64_t> failed_task = kNever;  // number of the first task that threw
-  std::function<void(std::exception_ptr)> handler;
+  std::vector<std::function<void(std::exception_ptr)>> handlers;
 
   void wait_completed(std::uint64_t target) {
     const auto reached = [&] { return completed.load(std::memory_order_seq_cst) >= target; };
@@ -105,19 +106,19 @@ struct Ring : QueueProgress {
   }
 
   void fail(std::uint64_t task, std::exception_ptr error) {
-    std::function<void(std::exception_ptr)> handle;
+    std::vector<std::function<void(std::exception_ptr)>> called;
     {
       const std::lock_guard lock(failure_mutex);
       failure = error;
       failed_task.store(task, std::memory_order_release);
-      handle = std::move(handler);
-      handler = nullptr;
+      called.swap(handlers);
     }
-    if (!handle) return;
-    try {
-      handle(error);
-    } catch (...) {
-      // The first failure is the one to report; a handler that fails too adds nothing.
+    for (const auto& handler : called) {
+      try {
+        handler(error);
+      } catch (...) {
+        // The first failure is the one to report; a handler that fails too adds nothing.
+      }
     }
   }
 };
@@ -203,7 +204,7 @@ std::exception_ptr Stream::failure() const {
   return queue_->ring->current_failure();
 }
 
-void Stream::set_failure_handler(std::shared_ptr<void> erased,
+void Stream::add_failure_handler(std::shared_ptr<void> erased,
                                  void (*call)(void*, const std::exception_ptr&)) {
   std::function<void(std::exception_ptr)> handler =
       [erased = std::move(erased), call](const std::exception_ptr& failure) { call(erased.get(), failure); };
@@ -211,7 +212,7 @@ void Stream::set_failure_handler(std::shared_ptr<void> erased,
   {
     const std::lock_guard lock(ring.failure_mutex);
     if (!ring.failure) {
-      ring.handler = std::move(handler);
+      ring.handlers.push_back(std::move(handler));
       return;
     }
   }

@@ -151,6 +151,8 @@ TEST_CASE("the first failure is sticky, later tasks are skipped, the handler is 
     handled.push_back(message_of(failure));
     throw std::runtime_error("a handler's own failure is dropped");
   });
+  int calls_of_another = 0;
+  stream.on_failure([&](std::exception_ptr failure) { calls_of_another += message_of(failure) == "first"; });
   CHECK(stream.failure() == nullptr);
   stream.enqueue([&] { worker = std::this_thread::get_id(); });
   stream.enqueue([] { throw helix::Error(ErrorCode::out_of_step, "first"); });
@@ -162,6 +164,7 @@ TEST_CASE("the first failure is sticky, later tasks are skipped, the handler is 
   CHECK_FALSE(ran_after);
   REQUIRE(handled == std::vector<std::string>{"first"});
   REQUIRE(handler_thread == worker);
+  REQUIRE(calls_of_another == 1);
 
   std::atomic<int> late_calls = 0;
   stream.on_failure([&](std::exception_ptr failure) { late_calls += message_of(failure) == "first"; });

@@ -62,10 +62,11 @@ class HELIX_API Stream {
   /// The sticky failure, or null.
   std::exception_ptr failure() const;
 
-  /// Called once, on the worker, with the first failure of a task: the owner aborts its communicators there.
+  /// Called once, on the worker, with the first failure of a task, as the handlers before it are, in their
+  /// order: Backend::create_stream() leaves one that aborts its communicators.
   template <class Handler>
   void on_failure(Handler handler) {
-    set_failure_handler(
+    add_failure_handler(
         std::make_shared<Handler>(std::move(handler)),
         [](void* erased, const std::exception_ptr& failure) { (*static_cast<Handler*>(erased))(failure); });
   }
@@ -77,7 +78,7 @@ class HELIX_API Stream {
   friend class Event;
   struct Queue;
 
-  void set_failure_handler(std::shared_ptr<void> handler, void (*call)(void*, const std::exception_ptr&));
+  void add_failure_handler(std::shared_ptr<void> handler, void (*call)(void*, const std::exception_ptr&));
   void* begin_enqueue();
   void cancel_enqueue();
   void end_enqueue(void (*run)(void*), void (*drop)(void*));
