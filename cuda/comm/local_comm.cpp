@@ -224,6 +224,7 @@ void LocalComm::all_to_all(const void* in, void* out, std::int64_t bytes, Stream
 void LocalComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_bytes, void* out,
                              std::span<const std::int64_t> recv_bytes, Stream stream) {
   comm::expect_peer_bytes(in, send_bytes, out, recv_bytes, size());
+  comm::expect_own_bytes(send_bytes, recv_bytes, rank_);
   Call call = make_call(Operation::all_to_all_v, in, out, 0, stream);
   call.send_bytes = send_bytes.data();
   call.recv_bytes = recv_bytes.data();

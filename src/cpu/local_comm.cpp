@@ -82,13 +82,14 @@ void LocalComm::all_to_all(const void* in, void* out, std::int64_t bytes, Stream
 void LocalComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_bytes, void* out,
                              std::span<const std::int64_t> recv_bytes, Stream stream) {
   comm::expect_peer_bytes(in, send_bytes, out, recv_bytes, size());
+  comm::expect_own_bytes(send_bytes, recv_bytes, rank());
   stream.enqueue([group = group_, rank = rank_, in, out, counts = comm::PeerBytes(send_bytes, recv_bytes)] {
     Call call{.operation = Operation::all_to_all_v,
               .in = in,
               .out = out,
               .send_bytes = counts.send(),
               .recv_bytes = counts.recv()};
-    group->collective(rank, call, kMoveAll);  // also alone: its two counts are checked like any other
+    group->collective(rank, call, kMoveAll);
   });
 }
 

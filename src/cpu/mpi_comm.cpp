@@ -84,6 +84,7 @@ void MpiComm::all_to_all(const void* in, void* out, std::int64_t bytes, Stream s
 void MpiComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_bytes, void* out,
                            std::span<const std::int64_t> recv_bytes, Stream stream) {
   comm::expect_peer_bytes(in, send_bytes, out, recv_bytes, size());
+  comm::expect_own_bytes(send_bytes, recv_bytes, rank());
   stream.enqueue([group = group_, in, out, counts = comm::PeerBytes(send_bytes, recv_bytes)] {
     const auto offset = [](const std::int64_t* bytes, int r) {
       return std::accumulate(bytes, bytes + r, std::int64_t{0});

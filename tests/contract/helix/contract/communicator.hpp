@@ -50,6 +50,10 @@ void refusal_contract(Comm& comm) {
   refused("a null output", [&] { comm.all_to_all(p, nullptr, 1, stream); });
   refused("a count too many", [&] { comm.all_to_all_v(p, too_many, p, fitting, stream); });
   refused("a negative peer count", [&] { comm.all_to_all_v(p, fitting, p, negative, stream); });
+  std::vector<std::int64_t> more_to_itself = fitting;
+  ++more_to_itself[static_cast<std::size_t>(comm.rank())];
+  refused("more to oneself than from oneself",
+          [&] { comm.all_to_all_v(p, more_to_itself, p, fitting, stream); });
   refused("a root past the end", [&] { comm.broadcast(p, 1, comm.size(), stream); });
   refused("a negative root", [&] { comm.broadcast(p, 1, -1, stream); });
   refused("a send to oneself", [&] { comm.send(p, 1, comm.rank(), stream); });
