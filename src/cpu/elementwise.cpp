@@ -154,16 +154,20 @@ void Operators::rope(const RopeArgs<float>& args, Stream stream) const {
 
 void Operators::append_kv(const AppendKvArgs<float>& args, Stream stream) const {
   detail::check_append_kv(args);
-  stream.enqueue([args, pool = pool_] {
+  const std::int64_t tokens = args.batch.num_tokens();
+  stream.enqueue([args, tokens, pool = pool_] {
     const KvView& kv = args.kv;
     with_kv_rows(kv, [&](const auto& rows) {
       const std::int32_t* offsets = args.batch.query_offsets;
       const std::int64_t sequences = args.batch.num_sequences();
       if (sequences == 0) return;
       const std::int64_t first = offsets[0];
+      HELIX_EXPECTS(offsets[sequences] - first == tokens, ErrorCode::invalid_argument,
+                    "append_kv: the batch has ", tokens, " tokens by its query_offsets_host and ",
+                    offsets[sequences] - first, " by its query_offsets; give the same in both");
       const std::int64_t row_elements =
           args.k.extent(1) * args.k.extent(2) + args.v.extent(1) * args.v.extent(2);
-      for_each_row(*pool, offsets[sequences] - first, row_elements, [&](std::int64_t row) {
+      for_each_row(*pool, tokens, row_elements, [&](std::int64_t row) {
         const std::int64_t token = first + row;
         const std::int64_t position = args.batch.positions[token];
         if (position < 0 || kv.layout.owner(position) != kv.kvp_rank) return;
@@ -211,6 +215,9 @@ void Operators::gather_rows(const GatherRowsArgs<float>& args, Stream stream) co
   stream.enqueue([args, pool = pool_] {
     const std::int64_t width = args.out.extent(1);
     for_each_row(*pool, args.out.extent(0), width, [&](std::int64_t row) {
+      HELIX_EXPECTS(args.rows[row] >= 0 && args.rows[row] < args.in.extent(0), ErrorCode::invalid_argument,
+                    "gather_rows: rows[", row, "] is ", args.rows[row], "; the input has rows [0, ",
+                    args.in.extent(0), ")");
       std::memcpy(&args.out(row, 0), &args.in(args.rows[row], 0),
                   static_cast<std::size_t>(width) * sizeof(float));
     });

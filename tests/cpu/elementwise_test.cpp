@@ -7,6 +7,7 @@
 #include <numeric>
 #include <random>
 #include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -312,6 +313,37 @@ TEST_CASE("append_kv divides by the head's scale, rounds and saturates for fp8")
   std::vector<float> stored;
   for (const fp8_e4m3 value : pages) stored.push_back(static_cast<float>(value));
   CHECK(stored == std::vector<float>{2.0f, 448.0f, 1.0f, 1.5f, 0.3125f, -448.0f, 1.0f, 1.25f});
+}
+
+TEST_CASE("append_kv and gather_rows refuse what would read past their inputs") {
+  const std::vector<float> rows(4);
+  const std::vector<std::int32_t> host{0, 2};
+  const std::vector<std::int32_t> device{0, 4};
+  const std::vector<std::int64_t> positions{0, 1, 2, 3};
+  const std::int32_t zero = 0;
+  std::vector<float> pages(8);
+  KvView kv = KvView::of_pool(pages.data(), KvFormat::head_major(DType::f32, 1, 1, 1, 4), 1);
+  kv.max_pages = 1;
+  kv.page_table = &zero;
+  const auto append = [&](const Operators& ops, auto stream) {
+    ops.append_kv({{rows.data(), {2, 1, 1}},
+                   {rows.data(), {2, 1, 1}},
+                   {host, device.data(), positions.data(), &zero},
+                   kv},
+                  stream);
+  };
+  CHECK_THROWS_WITH(run(1, append),
+                    Catch::Matchers::ContainsSubstring("has 2 tokens by its query_offsets_host"));
+
+  std::vector<float> out(2);
+  for (const std::int32_t row : {-1, 4}) {
+    const std::vector<std::int32_t> chosen{0, row};
+    const auto gather = [&](const Operators& ops, auto stream) {
+      ops.gather_rows({{rows.data(), {4, 1}}, chosen.data(), {out.data(), {2, 1}}}, stream);
+    };
+    CHECK_THROWS_WITH(run(1, gather),
+                      Catch::Matchers::ContainsSubstring("rows[1] is " + std::to_string(row)));
+  }
 }
 
 TEST_CASE("shards of the vocabulary embed to the whole table when they are added") {
