@@ -217,6 +217,44 @@ TEST_CASE("head_linear multiplies each head by its own rows") {
   }
 }
 
+TEST_CASE("heads that multiply the same rows give the bits of heads that have copies of them") {
+  constexpr std::int64_t kHeads = 7;
+  constexpr std::int64_t kWidth = 40;
+  for (DType dtype : {DType::f32, DType::f16, DType::bf16}) {
+    for (const auto inputs : {helix::cpu::ProductInputs::f32, helix::cpu::ProductInputs::bf16}) {
+      for (std::int64_t tokens : {0, 1, 5, 9, 33, 300}) {
+        for (std::int64_t k : {45, 256}) {
+          CAPTURE(helix::to_string(dtype), int(inputs), tokens, k);
+          const Stored weight(dtype, kHeads * kWidth * k, 1);
+          const Stored x(DType::f32, tokens * k, 2);
+          std::vector<float> once(at(tokens * k));
+          std::vector<float> copies(at(tokens * kHeads * k));
+          for (std::int64_t t = 0; t < tokens; ++t) {
+            for (std::int64_t i = 0; i < kHeads * k; ++i)
+              copies[at(t * kHeads * k + i)] = static_cast<float>(x[t * k + i % k]);
+            for (std::int64_t i = 0; i < k; ++i) once[at(t * k + i)] = copies[at(t * kHeads * k + i)];
+          }
+          const auto multiplied = [&](const float* in, std::int64_t token_stride, std::int64_t head_stride) {
+            std::vector<float> out(at(tokens * kHeads * kWidth), kNaN);
+            helix::cpu::Operators operators(2, inputs);
+            helix::cpu::Stream stream = operators.create_stream();
+            helix::HeadLinearArgs<float> args;
+            args.in = {in, {tokens, kHeads, k}, {token_stride, head_stride, 1}};
+            args.weight = weight.view(kHeads * kWidth, k);
+            args.out = {out.data(), {tokens, kHeads, kWidth}};
+            operators.head_linear(args, stream);
+            operators.synchronize(stream);
+            return out;
+          };
+          const std::vector<float> shared = multiplied(once.data(), k, 0);
+          const std::vector<float> apart = multiplied(copies.data(), kHeads * k, k);
+          REQUIRE(std::memcmp(shared.data(), apart.data(), shared.size() * sizeof(float)) == 0);
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("linear agrees with the reference on every instruction set of this machine") {
   for (std::int64_t rest = hwy::SupportedTargets(); rest != 0; rest &= rest - 1) {
     const std::int64_t target = rest & -rest;

@@ -8,7 +8,8 @@
 namespace helix {
 
 /// A device's memory and in-order queues. Work is queued on a stream and returns at once; it never waits for
-/// the host, and operations allocate nothing (invariant 10), but for what a library makes at its first use.
+/// the host, and operations allocate nothing (invariant 10), but for what a library makes at its first use
+/// and what it keeps for the largest step so far, as CPUs do packed activations.
 /// A failure inside queued work is sticky and rethrown by synchronize().
 ///
 /// Buffer owns device memory: data(), size_bytes(); one made by default has none. Stream is a handle, whose

@@ -164,7 +164,8 @@ std::int64_t task_weight_rows(Kernel kernel, std::int64_t num_rows, std::int64_t
   return std::clamp(share / 4 / kUnit * kUnit, kUnit, 5 * kUnit);
 }
 
-/// The products of one call, their activations in order.
+/// The products of one call, their activations in order; products side by side of the same ones, as of all
+/// heads of a latent, have them once.
 class Batch {
  public:
   Batch(ThreadPool& pool, ProductInputs inputs, std::int64_t count, const void* product_of,
@@ -177,8 +178,13 @@ class Batch {
     std::int64_t rows = 0;
     for (std::int64_t i = 0; i < count; ++i) {
       const Product product = at(i);
-      (*first_row_)[static_cast<std::size_t>(i)] = rows;
-      rows += rows_of_place(product);
+      if (has_rows_of_last(i)) {
+        (*first_row_)[static_cast<std::size_t>(i)] = (*first_row_)[static_cast<std::size_t>(i - 1)];
+      } else {
+        (*first_row_)[static_cast<std::size_t>(i)] = rows;
+        rows += rows_of_place(product);
+        ++num_places_;
+      }
       most_rows_ = std::max(most_rows_, product.num_rows);
       weight_rows_ = std::max(weight_rows_, product.weight.rows);
       weight_bytes_ += product.weight.rows * product.weight.cols *
@@ -209,6 +215,15 @@ class Batch {
 
  private:
   Product at(std::int64_t i) const { return call_(product_of_, i); }
+  /// Whether product `i` multiplies the activations of the one before it, packed alike.
+  bool has_rows_of_last(std::int64_t i) const {
+    if (i == 0) return false;
+    const Product product = at(i);
+    const Product last = at(i - 1);
+    return product.in == last.in && product.in_stride == last.in_stride &&
+           product.num_rows == last.num_rows && product.weight.cols == last.weight.cols &&
+           product.weight.dtype == last.weight.dtype;
+  }
   Kernel kernel_of(const Product& product) const {
     return kernel_for(product.weight.dtype, product.num_rows, inputs_);
   }
@@ -244,9 +259,9 @@ class Batch {
   void pack() {
     const std::int64_t block_rows = rows_of_block(at(0));
     const std::int64_t blocks = (at(0).num_rows + block_rows - 1) / block_rows;
-    if (count_ == 1 && blocks * block_rows * cols_ >= kSharedPackElements) {
+    if (num_places_ == 1 && blocks * block_rows * cols_ >= kSharedPackElements) {
       pool_.parallel_for(blocks, [&](std::int64_t block, int) { pack_block(0, block * block_rows); });
-    } else if (count_ > 1 && first_row_->back() * cols_ >= kSharedPackElements) {
+    } else if (num_places_ > 1 && first_row_->back() * cols_ >= kSharedPackElements) {
       pool_.parallel_for(count_, [&](std::int64_t i, int) { pack_product(i); });
     } else {
       for (std::int64_t i = 0; i < count_; ++i) pack_product(i);
@@ -254,6 +269,7 @@ class Batch {
   }
 
   void pack_product(std::int64_t i) const {
+    if (has_rows_of_last(i)) return;
     const Product product = at(i);
     const std::int64_t rows = rows_of_block(product);
     for (std::int64_t row = 0; row < product.num_rows; row += rows) pack_block(i, row);
@@ -360,6 +376,7 @@ class Batch {
   Product (*call_)(const void*, std::int64_t);
   std::vector<std::int64_t>* first_row_ = nullptr;  // of each product, among all packed rows
   std::int64_t most_rows_ = 0;
+  std::int64_t num_places_ = 0;
   std::int64_t weight_rows_ = 0;
   std::int64_t weight_bytes_ = 0;
   std::int64_t cols_ = 0;
