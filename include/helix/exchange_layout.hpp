@@ -41,8 +41,8 @@ inline const KvpAllToAllSpec& checked_spec(const KvpAllToAllSpec& spec, int kvp)
 
 /// The part of a step that one exchange carries.
 struct ExchangeSlice {
-  int index = 0;                 ///< Number of the slice in the step.
-  std::int64_t first_token = 0;  ///< Tokens of the step's slices before it.
+  int index = 0;                 ///< Number of the slice, of those that attend alike.
+  std::int64_t first_token = 0;  ///< Tokens of the step before it.
   std::int64_t tokens = 0;
   std::int64_t value_dim = 0;  ///< Dv of the slice's partials, at most the spec's; 0: the spec's.
 };
@@ -89,7 +89,8 @@ struct ExchangeMessage {
 };
 
 /// Places of the slices' messages, of all peers, in a rank's memory. A place depends on the spec and on where
-/// the slice lies in the step, not on the step's size, so that slices of one step never overlap.
+/// the slice lies in the step, not on the step's size, so that slices of one step never overlap where all of
+/// it attends alike: expanded and absorbed latents (MlaPrefill) follow each other, and number their own.
 ///
 /// A collective copies messages, so they are packed: what travels is what the step holds. Where peers write
 /// into each other's memory, nothing travels in vain, and messages have the size of the largest step.

@@ -154,7 +154,7 @@ struct KvView {
   void* v = nullptr;           ///< First value row; latent: null.
   void* rope = nullptr;        ///< Latent only: column value_dim of the first key row.
   std::int64_t num_pages = 0;  ///< Pages of the pool; page ids in the table are below it.
-  /// [num_heads], fp8_e4m3 only: stored * scale = value, above 0; null means 1.
+  /// [num_heads], device memory, fp8_e4m3 only: stored * scale = value, above 0; null means 1.
   const float* k_scale = nullptr;
   const float* v_scale = nullptr;  ///< [num_heads], likewise; latent: null, as k_scale serves the whole row.
   /// Page ids, device memory: page i of a sequence holds its local tokens [i, i + 1) * page_tokens. Row of

@@ -16,7 +16,8 @@ namespace helix {
 
 /// One rank's end of the exchange. Owns the memory of its messages, and a device-side count of exchanges:
 /// each message carries it with a hash of its tokens' positions, and a rank that skipped or repeated a step
-/// is an Error(out_of_step) on the stream, not a wrong result (invariant 13). The bytes that travel do not
+/// is an Error(out_of_step) on the stream, not a wrong result (invariant 13), unless the step behind has the
+/// same positions (exchange_epoch()). The bytes that travel do not
 /// depend on the context. Source: paper section 2.1.2.
 ///
 /// With windows (WindowExchange) attention writes into the memory of the rank that combines each head:

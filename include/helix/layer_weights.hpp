@@ -18,7 +18,8 @@ struct GqaWeights {
   WeightView k_norm{};    ///< [1, D] or empty
   WeightView o;           ///< [M, Hq/N * Dv]: the columns of Topology::combined_heads
   WeightView o_bias{};  ///< [1, M] on stage_rank 0, which adds it once before the all-reduce; empty elsewhere
-  const float* sinks = nullptr;  ///< [Hq/N] attention-sink logits of Topology::combined_heads, or nullptr
+  /// [Hq/N] attention-sink logits of Topology::combined_heads, device memory; or nullptr.
+  const float* sinks = nullptr;
 };
 
 /// DeepSeek's multi-head latent attention. TPA = 1: replicated over KVP, except W_UV and W_o. Chunks attend
@@ -50,7 +51,7 @@ struct DenseFfnWeights {
 /// Routed experts over EP, each split over TPF; the shared expert split over N.
 struct MoeWeights {
   WeightView router;                   ///< [E, M], replicated
-  const float* router_bias = nullptr;  ///< [E], selects only; or nullptr
+  const float* router_bias = nullptr;  ///< [E], device memory, selects only; or nullptr.
   std::vector<ExpertWeights> experts;  ///< Weights of Topology::experts, in order.
   DenseFfnWeights shared{};            ///< Empty views when the model has no shared expert
 };

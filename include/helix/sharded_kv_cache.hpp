@@ -203,7 +203,8 @@ class ShardedKVCache {
   std::size_t page_bytes() const { return page_bytes_ * static_cast<std::size_t>(spec_.layers); }
   /// Bytes of the pages that hold tokens.
   std::size_t allocated_bytes() const { return static_cast<std::size_t>(pages_used()) * page_bytes(); }
-  /// Bytes of the whole pool.
+  /// Bytes of all pages that sequences can have. The pool has one page more in each layer, and layers begin
+  /// at multiples of 256 bytes.
   std::size_t capacity_bytes() const { return static_cast<std::size_t>(spec_.pages) * page_bytes(); }
 
  private:

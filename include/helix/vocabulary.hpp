@@ -36,7 +36,8 @@ inline void check_num_rows(std::int64_t rows) {
 
 /// out[t] = embedding of ids[t], the same on all N ranks. `table` is this rank's rows, Topology::vocab. Ids
 /// must have been checked against the vocabulary by the caller: an id outside gives a zero row. Collective
-/// over the stage; queued on `stream`, allocates nothing, capturable.
+/// over the stage; queued on `stream`, allocates nothing, capturable. After an error of one rank alone its
+/// caller calls the stage's abort(), as for VocabularyHead.
 /// @throws Error(invalid_argument) if the stage is not the topology's, the table is not this rank's shard or
 /// not f32, f16 or bf16, or an address is missing.
 template <VocabularyBackend B>
@@ -81,7 +82,10 @@ inline void check_sampling(const SamplingConfig& config) {
 }
 
 /// Final norm, LM head and sampling of one rank. A rank that skipped or repeated a step is an
-/// Error(out_of_step) on the stream, not a wrong token (invariant 13).
+/// Error(out_of_step) on the stream, not a wrong token (invariant 13), unless the step behind has the same
+/// positions (exchange_epoch()). What is an error of one rank alone (its workspace, its addresses, a failure
+/// of its backend) leaves the others waiting in the gather: its caller then calls the stage's abort(), which
+/// wakes them, else they get Error(timeout).
 template <VocabularyBackend B>
 class VocabularyHead {
  public:

@@ -55,8 +55,9 @@ HELIX_HOST_DEVICE constexpr std::uint64_t exchange_epoch_term(std::int64_t posit
 /// The epoch that a header carries: the exchanges that the sender has done, this one included, plus a hash of
 /// the positions in the upper half. The count alone cannot tell steps apart: a collective pairs the n-th call
 /// of each rank with the n-th of the others, also when one of them has left out a step. The positions of two
-/// steps in a row always differ. `terms`: the sum of exchange_epoch_term() over the positions, which threads
-/// may share out; 0 without positions.
+/// steps in a row differ as sequences grow; where they do not (two prompts of one length, one after the
+/// other, or steps of padding), a rank that leaves out the first goes unseen. `terms`: the sum of
+/// exchange_epoch_term() over the positions, which threads may share out; 0 without positions.
 HELIX_HOST_DEVICE constexpr std::uint64_t exchange_epoch(std::uint64_t exchanges, std::uint64_t terms) {
   return exchanges + (terms >> 32 << 32);
 }

@@ -20,17 +20,19 @@ namespace helix {
 
 /// A weight matrix [rows, cols] as a checkpoint stores it: row-major, one row an output feature.
 struct WeightView {
-  const void* data = nullptr;
-  DType dtype = DType::f32;  ///< Element type: f32, f16 or bf16.
-  std::int64_t rows = 0;     ///< Output features.
-  std::int64_t cols = 0;     ///< Input features.
+  const void* data = nullptr;  ///< Device memory, as all that views and arguments point to, but for what is
+                               ///< named _host and lists of experts.
+  DType dtype = DType::f32;    ///< Element type: f32, f16 or bf16.
+  std::int64_t rows = 0;       ///< Output features.
+  std::int64_t cols = 0;       ///< Input features.
 
   bool empty() const { return data == nullptr; }
 };
 
 /// Rotary embedding of one model. Angle of pair i at position p: p * inverse_frequency[i].
 struct RopeView {
-  const float* inverse_frequency = nullptr;  ///< [rotary_dim / 2], after llama3, linear or yarn scaling.
+  /// [rotary_dim / 2], device memory, after llama3, linear or yarn scaling.
+  const float* inverse_frequency = nullptr;
   std::int64_t rotary_dim = 0;
   bool is_interleaved = false;  ///< Pairs (2i, 2i+1) as DeepSeek stores them, else (i, i + rotary_dim/2).
   float magnitude = 1.0f;       ///< Factor on cos and sin (yarn).

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of a rank: the pages of its KV cache exactly as ShardedKVCache takes them, weights, workspace.
+// Memory of a rank: the pages of its KV cache exactly as ShardedKVCache::capacity_bytes() counts them,
+// weights, workspace.
 #pragma once
 
 #include <cstdint>
