@@ -86,10 +86,12 @@ class Chat:
             self._print_stats(answer)
 
     def _print_answer(self, prompt: list[int], answer: Answer) -> str:
+        """Returns the answer as the conversation goes on with it, whatever of it is shown."""
         options = self._options
         room = self._decoder.abilities["context"] - len(prompt)
-        stream = self._model.stream(options.special)
-        said = ""
+        shown_stream = self._model.stream(options.special)
+        stream = self._model.stream(keep_special=False)  # the template writes special tokens itself
+        shown = said = ""
         previous = signal.signal(signal.SIGINT, lambda *_: self._decoder.cancel())
         try:
             for token in self._decoder.complete(
@@ -106,11 +108,13 @@ class Chat:
             ):
                 if self._first_token_after is None:
                     self._first_token_after = time.monotonic() - self._start
-                said += self._print(stream.add(token))
-            said += self._print(stream.finish())
+                shown += self._print(shown_stream.add(token))
+                said += stream.add(token)
+            shown += self._print(shown_stream.finish())
+            said += stream.finish()
         finally:
             signal.signal(signal.SIGINT, previous)
-        if not said.endswith("\n"):
+        if not shown.endswith("\n"):
             sys.stdout.write("\n")
         return said
 

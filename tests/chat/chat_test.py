@@ -300,6 +300,55 @@ class Conversations(unittest.TestCase):
         os.write(self.terminal, b"\x04")
 
 
+class Answers(unittest.TestCase):
+    """Against a decoder that always answers alike and keeps what it was asked."""
+
+    ANSWER = ("<|start_header_id|>", " a caf\u00e9 ", "<|eot_id|>")
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.asked = pathlib.Path(folder.name) / "asked"
+        self.model = TextModel(DATA / "llama-wordnet")
+        tokens = [token for text in self.ANSWER for token in self.model.encode(text)[1:]]
+        self.decoder = pathlib.Path(folder.name) / "decoder"
+        self.decoder.write_text(
+            f"#!{sys.executable}\n"
+            "import json, sys\n"
+            "def say(**event):\n    print(json.dumps(event), flush=True)\n"
+            "say(event='ready', context=8192, temperature=0.0)\n"
+            "for line in sys.stdin:\n"
+            f"    open({str(self.asked)!r}, 'a').write(line)\n"
+            "    id = json.loads(line)['id']\n"
+            f"    for token in {tokens}:\n        say(event='token', id=id, token=token)\n"
+            "    say(event='end', id=id, reason='stop', usage={}, timing={})\n"
+        )
+        self.decoder.chmod(0o700)
+
+    def converse(self, *arguments: str) -> list[list[int]]:
+        """Says two things at a terminal; returns what the decoder was asked."""
+        terminal, inner = pty.openpty()
+        process = subprocess.Popen(
+            [*CHAT, "--decoder", str(self.decoder), "--model", str(DATA / "llama-wordnet"), *arguments],
+            stdin=inner, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=os.setsid,
+        )  # fmt: skip
+        os.close(inner)
+        os.write(terminal, b"one\ntwo\n\x04")
+        self.said = process.communicate(timeout=60)[0].decode()
+        os.close(terminal)
+        self.assertEqual(process.returncode, 0, self.said)
+        return [json.loads(line)["prompt"] for line in self.asked.read_text().splitlines()]
+
+    def test_special_tokens_that_are_shown_are_no_part_of_the_conversation(self) -> None:
+        plain = self.converse()
+        self.assertNotIn("<|eot_id|>", self.said)
+        self.asked.unlink()
+        self.assertEqual(self.converse("--special"), plain)
+        self.assertEqual(self.said.count("".join(self.ANSWER)), 2, self.said)
+        messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": self.ANSWER[1]}]
+        self.assertEqual(plain[1], self.model.encode_chat([*messages, {"role": "user", "content": "two"}]))
+
+
 class Errors(unittest.TestCase):
     def test_one_line_that_says_what_to_do(self) -> None:
         wordnet = str(DATA / "llama-wordnet")
