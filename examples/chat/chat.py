@@ -170,6 +170,7 @@ def main(arguments: list[str]) -> int:
     start = time.monotonic()
     options = parse_arguments(arguments)
     is_conversation = not options.text and sys.stdin.isatty()
+    sys.stdout.reconfigure(errors="replace")  # an answer may have what the locale has no letters for
     if not options.text:
         sys.stdin.reconfigure(errors="surrogateescape")  # as arguments come; TextModel refuses what is not UTF-8
     try:

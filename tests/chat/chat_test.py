@@ -348,6 +348,14 @@ class Answers(unittest.TestCase):
         messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": self.ANSWER[1]}]
         self.assertEqual(plain[1], self.model.encode_chat([*messages, {"role": "user", "content": "two"}]))
 
+    def test_what_the_terminal_has_no_letter_for_is_replaced(self) -> None:
+        answer = subprocess.run(
+            [*CHAT, "--decoder", str(self.decoder), "--model", str(DATA / "llama-wordnet"), "--raw", "--special", "one"],
+            capture_output=True, timeout=60, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        )  # fmt: skip
+        self.assertEqual((answer.returncode, answer.stderr), (0, b""))
+        self.assertIn(b" a caf? ", answer.stdout)
+
 
 class Errors(unittest.TestCase):
     def test_one_line_that_says_what_to_do(self) -> None:
