@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _MAX_FILE_BYTES = 16_000_000  # as helix-decode reads of a config.json
 _MAX_RENDER_SECONDS = 10.0  # a conversation of a million tokens takes less than one
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class TextError(Exception):
@@ -38,6 +39,7 @@ class TextModel:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._config = _read_json(checkpoint / "tokenizer_config.json")
+        self._special_tokens = _read_json(checkpoint / "special_tokens_map.json")
         self._template = self._find_template(checkpoint)
 
     @property
@@ -72,8 +74,7 @@ class TextModel:
                     tools=None,
                     documents=None,
                     add_generation_prompt=True,
-                    bos_token=self._special("bos_token"),
-                    eos_token=self._special("eos_token"),
+                    **self._template_tokens(),
                 )
         except TextError:
             raise
@@ -93,12 +94,30 @@ class TextModel:
         with _errors_of_tokenizers("the tokenizer cannot take the text"):
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def _find_special(self, name: str) -> tuple[str, object]:
+        """The file that names a special token, and what it says; special_tokens_map.json counts where the other is silent."""
+        if self._config.get(name):
+            return "tokenizer_config.json", self._config[name]
+        return "special_tokens_map.json", self._special_tokens.get(name)
+
     def _special(self, name: str) -> str:
-        token = self._config.get(name) or ""
-        text = token.get("content", "") if isinstance(token, dict) else token
+        file, token = self._find_special(name)
+        text = _content(token or "")
         if not isinstance(text, str):
-            raise TextError(f"tokenizer_config.json: {name} is {text!r}, not text")
+            raise TextError(f"{file}: {name} is {text!r}, not text")
         return text
+
+    def _template_tokens(self) -> dict:
+        """The special tokens that there are, by name, and as text the two that templates take for granted."""
+        tokens: dict = {name: self._special(name) for name in _SPECIAL_TOKENS}
+        tokens = {name: text for name, text in tokens.items() if text or name in ("bos_token", "eos_token")}
+        file, more = self._find_special("additional_special_tokens")
+        if more:
+            texts = [_content(token) for token in more] if isinstance(more, list) else [more]
+            if not isinstance(more, list) or not all(isinstance(text, str) for text in texts):
+                raise TextError(f"{file}: additional_special_tokens is {more!r}, not a list of texts")
+            tokens["additional_special_tokens"] = texts
+        return tokens
 
     def _find_template(self, checkpoint: pathlib.Path) -> str | None:
         file = checkpoint / "chat_template.jinja"
@@ -111,6 +130,11 @@ class TextModel:
         if template is not None and not isinstance(template, str):
             raise TextError(f"{checkpoint / 'tokenizer_config.json'}: chat_template is {template!r}, not text")
         return template
+
+
+def _content(token: object) -> object:
+    """What a token of tokenizer_config.json says, alone or among its properties."""
+    return token.get("content", "") if isinstance(token, dict) else token
 
 
 class TextStream:

@@ -204,6 +204,34 @@ class TextModels(unittest.TestCase):
                     ids = model.encode_chat([{"role": "user", "content": "a b"}])
                     self.assertEqual(ids, model.encode(text)[1:])
 
+    def test_templates_have_the_special_tokens(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            template = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}|{{ mask_token }}|"
+            template += "{% if sep_token is defined %}sep{% endif %}|{{ additional_special_tokens | join('+') }}"
+            config = {
+                "chat_template": template, "bos_token": "a", "eos_token": None, "pad_token": {"content": "b"},
+                "mask_token": "m", "additional_special_tokens": ["c", {"content": "d"}],
+            }  # fmt: skip
+            model = write_model(folder, tokenizer_of(), **config)
+            self.assertEqual(model.encode_chat([]), model.encode("a||b||m||c+d")[1:])
+            # What tokenizer_config.json leaves out.
+            file = pathlib.Path(folder) / "special_tokens_map.json"
+            file.write_text(json.dumps({"unk_token": {"content": "u"}, "mask_token": "n", "eos_token": "e"}))
+            model = TextModel(pathlib.Path(folder))
+            self.assertEqual(model.encode_chat([]), model.encode("a|e|b|u|m||c+d")[1:])
+            for wrong, words in (
+                ({"sep_token": 5}, "special_tokens_map.json: sep_token is 5, not text"),
+                ([], "special_tokens_map.json: holds no JSON object"),
+            ):
+                file.write_text(json.dumps(wrong))
+                with self.subTest(wrong=wrong), self.assertRaisesRegex(TextError, words):
+                    TextModel(pathlib.Path(folder)).encode_chat([])
+            file.unlink()
+            for wrong in ("c", ["c", 5]):
+                model = write_model(folder, tokenizer_of(), **{**config, "additional_special_tokens": wrong})
+                with self.subTest(wrong=wrong), self.assertRaisesRegex(TextError, "additional_special_tokens is .*, not a list of texts"):
+                    model.encode_chat([])
+
     def test_bytes_that_are_no_character_are_shown_as_such(self) -> None:
         model = TextModel(DATA / "llama-wordnet")
         moon = model.encode("\u6708")[1:]
