@@ -175,7 +175,6 @@ TEST_CASE("absent optional keys have the values that transformers gives them") {
   CHECK(parsed.rms_norm_eps == 1e-6f);
   CHECK(parsed.rope.theta == 10000.0);
   CHECK(parsed.rope.type == RopeType::standard);
-  CHECK(parsed.eos_ids.empty());
 
   parsed = parse(deepseek_v3());
   CHECK(parsed.router.scale == 2.5f);
@@ -286,6 +285,22 @@ TEST_CASE("end tokens are one id, a list, or none") {
   CHECK(parse(config).eos_ids == std::vector<std::int64_t>{3, 5, 7});
   config["eos_token_id"] = nullptr;
   CHECK(parse(config).eos_ids.empty());
+}
+
+TEST_CASE("a family's end token stands for an absent one, and null is none") {
+  const auto check = [](json config, const char* type, const std::vector<std::int64_t>& eos_ids) {
+    CAPTURE(type);
+    config["model_type"] = type;
+    CHECK(parse(config).eos_ids == eos_ids);
+    config["eos_token_id"] = nullptr;
+    CHECK(parse(config).eos_ids.empty());
+    config["eos_token_id"] = 9;
+    CHECK(parse(config).eos_ids == std::vector<std::int64_t>{9});
+  };
+  for (const char* type : {"llama", "mistral", "ministral"}) check(llama(), type, {2});
+  for (const char* type : {"qwen2", "qwen3"}) check(llama(), type, {});
+  check(deepseek_v2(), "deepseek_v2", {2});
+  check(deepseek_v3(), "deepseek_v3", {1});
 }
 
 namespace {

@@ -42,6 +42,7 @@ struct FamilyDefaults {
   std::int64_t num_kv_heads = 0;  // 0: as many as query heads
   std::int64_t head_dim = 0;      // 0: hidden / heads
   std::int64_t max_positions = 2048;
+  std::int64_t eos_id = 2;  // -1: none
   bool is_deepseek = false;
 };
 
@@ -49,10 +50,11 @@ struct FamilyDefaults {
 FamilyDefaults family_defaults(const ObjectReader& top, const std::string& model_type) {
   if (model_type == "llama") return {};
   if (is_mistral(model_type)) return {.num_kv_heads = 8, .max_positions = 131072};
-  if (model_type == "qwen2") return {.num_kv_heads = 32, .max_positions = 32768};
-  if (model_type == "qwen3") return {.num_kv_heads = 32, .head_dim = 128, .max_positions = 32768};
+  if (model_type == "qwen2") return {.num_kv_heads = 32, .max_positions = 32768, .eos_id = -1};
+  if (model_type == "qwen3")
+    return {.num_kv_heads = 32, .head_dim = 128, .max_positions = 32768, .eos_id = -1};
   if (model_type == "deepseek_v2") return {.is_deepseek = true};
-  if (model_type == "deepseek_v3") return {.max_positions = 4096, .is_deepseek = true};
+  if (model_type == "deepseek_v3") return {.max_positions = 4096, .eos_id = 1, .is_deepseek = true};
   top.unsupported("model_type", " is ", printable(model_type), "; supported are ", kSupportedModels);
 }
 
@@ -400,6 +402,7 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file, DTy
   config.tie_word_embeddings = top.boolean_or("tie_word_embeddings", false);
   config.dtype = parse_dtype_key(top, absent_dtype);
   config.eos_ids = top.token_ids("eos_token_id", kMaxEosIds);
+  if (top.is_absent("eos_token_id") && defaults.eos_id >= 0) config.eos_ids = {defaults.eos_id};
 
   if (defaults.is_deepseek) {
     parse_deepseek(top, config);
