@@ -16,6 +16,7 @@
 
 #include "cli/launch.hpp"
 #include "cli/options.hpp"
+#include "cli/planning.hpp"
 #include "comm/bootstrap_job.hpp"
 #include "decode/checkpoint_files.hpp"
 #include "decode/golden.hpp"
@@ -268,6 +269,30 @@ TEST_CASE("processes that differ in what matters decode nothing and name the fir
       CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(20));
     }
   }
+}
+
+TEST_CASE("--topology auto is alike where machines have unequal parts of their memory for a rank", "[mpi]") {
+  // As if rank 0 had a machine of its own, where three tenths of the memory fit, and the others shared one
+  // of 64.
+  const auto planned = [](const std::string& local_ranks, std::int64_t tokens) {
+    return run_command(std::string(HELIX_MPIRUN) + " sh -c '" + local_ranks +
+                       "; exec " HELIX_DECODE " --model " + (data_directory() / "llama-tiny").string() +
+                       " --kv-dtype f32 --topology auto --plan-only --synthetic-context " +
+                       std::to_string(tokens) + "'");
+  };
+  const std::string alone = "OMPI_COMM_WORLD_LOCAL_SIZE=1; export OMPI_COMM_WORLD_LOCAL_SIZE";
+  const std::string unequal =
+      "test $OMPI_COMM_WORLD_RANK = 0 || OMPI_COMM_WORLD_LOCAL_SIZE=64; export OMPI_COMM_WORLD_LOCAL_SIZE";
+  const std::int64_t token_bytes = 2 * 2 * 2 * 64 * 4;  // layers, K and V, heads, head_dim, f32
+  const std::int64_t tokens = 4 * (decode::host_memory() * 3 / 10) / token_bytes;
+  const Run each = planned(alone, tokens);
+  INFO(each.output);
+  CHECK(each.exit_code == 0);
+  const Run some = planned(unequal, tokens);
+  INFO(some.output);
+  CHECK(some.exit_code == 1);
+  CHECK_THAT(some.output, !Contains("was started with"));
+  CHECK(some.output.find("helix-decode: ") == some.output.rfind("helix-decode: "));  // one speaks, for all
 }
 
 TEST_CASE("processes may differ in their report, their threads and where their model lies", "[mpi]") {

@@ -3,10 +3,13 @@
 // nothing.
 #include "cli/job.hpp"
 
+#include <algorithm>
 #include <cstdint>
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <thread>
 #include <vector>
 
 #include "cli/options.hpp"
@@ -41,13 +44,40 @@ class Model {
   }
 
   decode::Job job(const std::vector<std::string>& more) const {
+    return job(more, *decode::make_thread_launcher());
+  }
+  decode::Job job(const std::vector<std::string>& more, const decode::Launcher& launcher) const {
     std::vector<std::string> arguments = {"--model", scratch_.path().string(), "--device", "cpu"};
     arguments.insert(arguments.end(), more.begin(), more.end());
-    return decode::Job(options_of(arguments), *decode::make_thread_launcher());
+    return decode::Job(options_of(arguments), launcher);
   }
 
  private:
   ScratchDirectory scratch_;
+};
+
+/// Eight processes, as many of them on each machine as is said.
+class Machines : public decode::Launcher {
+ public:
+  explicit Machines(int num_local_ranks) : num_local_ranks_(num_local_ranks) {}
+
+  bool has_processes() const override { return true; }
+  int rank() const override { return 0; }
+  int size() const override { return 8; }
+  int num_local_ranks() const override { return num_local_ranks_; }
+  std::int64_t rank_memory() const override { return 1000; }
+  std::string describe_devices(const Topology&, const decode::LaunchOptions&) const override { return ""; }
+  decode::GenerationResult run(const decode::Checkpoint&, const decode::ModelConfig&, const Topology&,
+                               const decode::GenerationRequest&, const decode::LaunchOptions&) override {
+    return {};
+  }
+  std::string fail(std::string_view) noexcept override { return ""; }
+
+ protected:
+  std::vector<std::string> gather_texts(const std::string& mine) override { return {mine}; }
+
+ private:
+  int num_local_ranks_;
 };
 
 const std::string kGenerationConfig =
@@ -131,6 +161,24 @@ TEST_CASE("room for requests follows from the model and the options", "[quick]")
   CHECK(model.job({"--serve", "--context", "1K", "--kv-tokens", "2K"}).options.request.serving ==
         decode::ServeLimits{.max_sequences = 8, .max_tokens = 1024, .kv_tokens = 2048});
   CHECK_FALSE(model.job({"--prompt-ids", "1"}).options.request.serving);
+}
+
+TEST_CASE("the cores of a machine are shared by the ranks on it, not by those of all machines", "[quick]") {
+  const Model model("");
+  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  const std::vector<std::string> eight = {"--prompt-ids", "1", "--kvp", "4", "--tpa", "2"};
+  for (const int ranks : {1, 2, 8}) {
+    const decode::Job job = model.job(eight, Machines(ranks));
+    CHECK(job.launch.rank_memory == 1000);
+    CHECK(decode::threads_per_rank(job.launch, *job.topo) == std::max(1, cores / ranks));
+  }
+  const decode::Job threads = model.job(eight);
+  CHECK(threads.launch.rank_memory == 0);
+  CHECK(decode::threads_per_rank(threads.launch, *threads.topo) == std::max(1, cores / 8));
+  std::vector<std::string> given = eight;
+  given.insert(given.end(), {"--threads", "3"});
+  const decode::Job three = model.job(given, Machines(1));
+  CHECK(decode::threads_per_rank(three.launch, *three.topo) == 3);
 }
 
 }  // namespace helix::test

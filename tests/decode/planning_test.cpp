@@ -69,5 +69,22 @@ TEST_CASE("ranks share the memory of the machine, and a cached element takes its
   CHECK(ranks_of(request_for(0.3, DType::bf16), {4}) == 4);  // the same tokens in half the bytes
 }
 
+TEST_CASE("a rank plans with the memory that its launcher has found for it", "[quick]") {
+  const std::int64_t memory = decode::host_memory();
+  // A quarter of the tokens' 512 f32 elements takes 0.3 of a machine's memory.
+  GenerationRequest request =
+      request_of(1, static_cast<std::int64_t>(0.3 * static_cast<double>(memory) / 512));
+  request.kv_dtype = DType::f32;
+  const auto chosen = [&](std::int64_t rank_memory) {
+    return decode::choose_topology(small_model(), request, {.rank_memory = rank_memory}, {4});
+  };
+  CHECK(chosen(memory).kvp == 4);  // a machine each
+  for (const std::int64_t share : {memory / 4, std::int64_t{0}}) {
+    const auto full = failure_of([&] { chosen(share); });
+    REQUIRE(full);
+    CHECK(full->code == ErrorCode::capacity);
+  }
+}
+
 }  // namespace
 }  // namespace helix::test

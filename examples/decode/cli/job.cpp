@@ -90,7 +90,9 @@ Job::Job(Options given, const Launcher& launcher)
              .device = options.device,
              .activation = options.activation.value_or(DType::f32),
              .peer_memory = options.peer_memory,
-             .gpu = launcher.gpu()},
+             .gpu = launcher.gpu(),
+             .num_local_ranks = launcher.num_local_ranks(),
+             .rank_memory = launcher.rank_memory()},
       checkpoint(options.model),
       config(read_model_config(checkpoint)) {
   // The CPU's plan is that of f32: its products keep what they round to themselves.

@@ -98,14 +98,16 @@ void run_on_threads(std::size_t num_ranks, const std::function<void(std::size_t)
 int threads_per_rank(const LaunchOptions& options, const Topology& topo) {
   if (options.num_threads > 0) return options.num_threads;
   const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-  return std::max(1, cores / topo.world_size());
+  return std::max(1, cores / (options.num_local_ranks > 0 ? options.num_local_ranks : topo.world_size()));
 }
 
 GenerationResult run_local(const Checkpoint& checkpoint, const ModelConfig& config, const Topology& topo,
                            const GenerationRequest& request, const LaunchOptions& options) {
   check_request(request, config, topo);
   if (options.device == Device::cuda) return run_local_cuda(checkpoint, config, topo, request, options);
-  const int threads = threads_per_rank(options, topo);
+  LaunchOptions here = options;
+  here.num_local_ranks = 0;  // also in a process of a job: --verify runs while the others are done
+  const int threads = threads_per_rank(here, topo);
   return run_rank_threads(
       cpu::LocalComm::create_group(topo.world_size(), options.timeout),
       [&](int, const JobComms<cpu::LocalComm>& comms) {
@@ -129,7 +131,7 @@ std::vector<RankMemory> plan_memory(const Checkpoint& checkpoint, const ModelCon
 void add_fields(JobFields& fields, const LaunchOptions& options) {
   // A binding, so that a new member does not compile until it is decided upon here.
   [[maybe_unused]] const auto& [num_threads, show_progress, client, timeout, device, activation, placement,
-                                peer_memory, gpu] = options;
+                                peer_memory, gpu, num_local_ranks, rank_memory] = options;
   constexpr std::string_view kPeerMemory[] = {"auto", "on", "off"};
   fields.push_back({"--peer-memory", std::string(kPeerMemory[static_cast<std::size_t>(peer_memory)])});
   fields.push_back({"--device", device == Device::cuda ? "cuda" : "cpu"});
@@ -188,14 +190,18 @@ class ThreadLauncher : public Launcher {
 
 }  // namespace
 
-int num_local_processes() {
+std::optional<int> known_local_processes() {
   for (const char* name : {"OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"}) {
     const char* value = std::getenv(name);
     int number = 0;
     if (value != nullptr && std::from_chars(value, value + std::strlen(value), number).ec == std::errc())
       return std::max(1, number);
   }
-  return 1;
+  return std::nullopt;
+}
+
+int num_local_processes() {
+  return known_local_processes().value_or(1);
 }
 
 Device automatic_device() {

@@ -4,7 +4,9 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -28,7 +30,10 @@ enum class Device { cpu, cuda };
 /// @throws Error(invalid_argument) naming the variable of the launcher that is missing or wrong.
 Device automatic_device();
 
-/// Processes of the job on this machine: what mpirun says, else 1.
+/// Processes of the job on this machine, as mpirun says; nullopt where the launcher says nothing of it.
+std::optional<int> known_local_processes();
+
+/// Processes of the job on this machine: known_local_processes(), else 1.
 int num_local_processes();
 
 /// Which GPU a rank thread gets.
@@ -48,7 +53,7 @@ enum class PeerMemory {
 
 /// How the ranks of this process compute and wait.
 struct LaunchOptions {
-  int num_threads = 0;  ///< Threads of a CPU rank; 0: this machine's cores shared by all ranks.
+  int num_threads = 0;  ///< Threads of a CPU rank; 0: the machine's cores shared by its ranks.
   bool show_progress = false;
   Frontend* client = nullptr;  ///< Of a serving decoder, in the root's process.
   std::chrono::milliseconds timeout = std::chrono::seconds(60);  ///< Longest wait for another rank.
@@ -57,10 +62,13 @@ struct LaunchOptions {
       DType::f32;  ///< f32, f16 or bf16; of the CPU, where f16 is none, what its products take.
   GpuPlacement placement = GpuPlacement::automatic;
   PeerMemory peer_memory = PeerMemory::automatic;
-  int gpu = 0;  ///< GPU of ranks that share one, and of the memory plan.
+  int gpu = 0;                   ///< GPU of ranks that share one, and of the memory plan.
+  int num_local_ranks = 0;       ///< Ranks on this machine; 0: all of the topology.
+  std::int64_t rank_memory = 0;  ///< As Launcher::rank_memory().
 };
 
-/// Adds what all ranks of a job must have alike; the threads of a rank, its GPU and its output are its own.
+/// Adds what all ranks of a job must have alike; the threads of a rank, its machine, its GPU and its output
+/// are its own.
 void add_fields(JobFields& fields, const LaunchOptions& options);
 
 /// Runs all ranks of `topo` as threads of this process.
@@ -100,11 +108,19 @@ class Launcher {
   virtual int size() const = 0;
   /// GPU of this process, if it is to use one.
   virtual int gpu() const { return 0; }
+  /// Ranks of the job on this process's machine; 0: all, as threads of this process.
+  virtual int num_local_ranks() const { return 0; }
+  /// Compares the machines of the processes. Collective, before agree(); bounded. Does nothing where no
+  /// decision depends on them.
+  virtual void compare_machines() {}
+  /// Memory that --topology auto may give a rank on the CPU, bytes, once machines are compared: the least
+  /// part of any machine's, alike on all processes. 0: of this machine's, shared by all ranks.
+  virtual std::int64_t rank_memory() const { return 0; }
+
   /// The ranks' devices in words, for the user; empty: nothing to say.
   virtual std::string describe_devices(const Topology& topo, const LaunchOptions& options) const = 0;
 
-  /// Tells all processes of the job this one's statement, and compares all. Collective, first of all;
-  /// bounded.
+  /// Tells all processes of the job this one's statement, and compares all. Collective; bounded.
   /// Returns what follows for all. @throws what expect_agreement() does, on all processes alike, and what
   /// ended the exchange.
   JobAgreement agree(const JobStatement& mine);

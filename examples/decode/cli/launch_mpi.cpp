@@ -6,11 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include <helix/cpu/backend.hpp>
 #include <helix/cpu/mpi_comm.hpp>
 #include <helix/job_comms.hpp>
 
+#include "cli/planning.hpp"
 #include "generate/generate.hpp"
 
 namespace helix::decode {
@@ -25,6 +27,19 @@ class MpiLauncher : public Launcher {
   int rank() const override { return session_.world_rank(); }
   int size() const override { return session_.world_size(); }
   std::string describe_devices(const Topology&, const LaunchOptions&) const override { return ""; }
+
+  /// Under a launcher that does not say how many, as if all ranks shared the machine: none takes too much.
+  int num_local_ranks() const override { return known_local_processes().value_or(size()); }
+  std::int64_t rank_memory() const override { return rank_memory_; }
+
+  void compare_machines() override {
+    const std::int64_t mine = host_memory() / num_local_ranks();
+    std::vector<std::int64_t> of_ranks(static_cast<std::size_t>(size()));
+    cpu::Stream stream;
+    world().all_gather(&mine, of_ranks.data(), sizeof(mine), stream);
+    stream.synchronize();
+    rank_memory_ = *std::ranges::min_element(of_ranks);
+  }
 
   GenerationResult run(const Checkpoint& checkpoint, const ModelConfig& config, const Topology& topo,
                        const GenerationRequest& request, const LaunchOptions& options) override {
@@ -67,6 +82,7 @@ class MpiLauncher : public Launcher {
   std::chrono::milliseconds timeout_;
   cpu::MpiSession session_;
   std::optional<cpu::MpiComm> world_;
+  std::int64_t rank_memory_ = 0;
 };
 
 }  // namespace

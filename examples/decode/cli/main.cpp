@@ -155,6 +155,7 @@ int main(int argc, char** argv) {
         find_launcher(options ? options->device : named_device(argc, argv),
                       std::chrono::seconds(options ? options->timeout_seconds : Options{}.timeout_seconds),
                       statement.error);
+    launcher->compare_machines();
     std::optional<Job> job;
     if (options) {
       try {

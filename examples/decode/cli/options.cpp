@@ -224,7 +224,8 @@ void add_device_options(CLI::App& app, Options& options, OptionTexts& texts) {
                  "nothing")
       ->check(CLI::Range(1, 86400))
       ->capture_default_str();
-  app.add_option("--threads", options.num_threads, "threads a rank; 0: the cores shared by the ranks")
+  app.add_option("--threads", options.num_threads,
+                 "threads a rank; 0: the machine's cores shared by its ranks")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
   app.add_option(

@@ -32,7 +32,7 @@ struct Options {
   ServeLimits serve_limits{.max_sequences = 8, .max_tokens = 0, .kv_tokens = 0};  ///< 0: by the checkpoint.
   int timeout_seconds = 60;    ///< Longest wait for another rank.
   std::string tuning;          ///< What cpu::fix_tuning() takes; empty: kernels choose by timing.
-  int num_threads = 0;         ///< Threads a rank; 0: the machine's cores shared by this process's ranks.
+  int num_threads = 0;         ///< Threads a rank; 0: the machine's cores shared by its ranks.
   std::filesystem::path json;  ///< Report file; empty: none.
 };
 

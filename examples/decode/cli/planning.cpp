@@ -28,13 +28,11 @@ double kv_bits(const ModelShape& shape, DType type) {
 
 /// The CPU's speeds are assumptions of the size of those in docs/measurements/cpu.md: they rank topologies,
 /// and predict no time.
-plan::Hardware host_hardware(int num_ranks) {
+plan::Hardware host_hardware(double rank_memory, int num_ranks) {
   plan::Hardware host;
   host.name = "this machine's CPU";
   host.source = "memory as installed, shared by the ranks; speeds assumed";
-  const auto memory =
-      static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE));
-  host.memory = plan::bytes(memory / num_ranks);
+  host.memory = plan::bytes(rank_memory);
   host.read = plan::BandwidthCurve(plan::gigabytes_per_second(16));
   host.peaks = {{64, plan::teraflops_per_second(0.24)}};
   host.nvlink_domain = num_ranks;
@@ -51,14 +49,22 @@ plan::Hardware gpu_hardware() {
 
 }  // namespace
 
+std::int64_t host_memory() {
+  return static_cast<std::int64_t>(sysconf(_SC_PHYS_PAGES)) *
+         static_cast<std::int64_t>(sysconf(_SC_PAGESIZE));
+}
+
 TopologySpec choose_topology(const ModelConfig& config, const GenerationRequest& request,
                              const LaunchOptions& launch, const std::vector<int>& num_ranks) {
   const int most_ranks = *std::ranges::max_element(num_ranks);
   const plan::Precision precision{.weight_bits = config.fp8_blocks ? 8.0 : bits(config.dtype),
                                   .kv_bits = kv_bits(config.shape, request.kv_dtype),
                                   .activation_bits = bits(launch.activation)};
-  const plan::StepModel model(planner_model(config), precision,
-                              launch.device == Device::cuda ? gpu_hardware() : host_hardware(most_ranks));
+  const double rank_memory = launch.rank_memory > 0 ? static_cast<double>(launch.rank_memory)
+                                                    : static_cast<double>(host_memory()) / most_ranks;
+  const plan::StepModel model(
+      planner_model(config), precision,
+      launch.device == Device::cuda ? gpu_hardware() : host_hardware(rank_memory, most_ranks));
   plan::Workload workload;
   workload.batch = std::max<std::int64_t>(1, request.num_sequences());
   workload.step_tokens = request.draft_tokens;
