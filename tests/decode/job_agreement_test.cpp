@@ -192,10 +192,17 @@ TEST_CASE("a process that cannot take part is named, unless all say the same", "
     return decode::expect_agreement({{{}, "", first}, {{}, "", second}}).accepts_bf16;
   };
   CHECK((accepted(true, true) && !accepted(true, false) && !accepted(false, true)));
-  const JobStatement whole{{{"a", "1"}, {"b", "2", true}}, "why", true};
+  const decode::PromptRoom most{.tokens = 2048, .can_expand = true};
+  for (const decode::PromptRoom& least :
+       {decode::PromptRoom{2048, true}, decode::PromptRoom{256, true}, decode::PromptRoom{256, false}}) {
+    CHECK(decode::expect_agreement({{{}, "", true, most}, {{}, "", true, least}}).room == least);
+    CHECK(decode::expect_agreement({{{}, "", true, least}, {{}, "", true, most}}).room == least);
+  }
+  const JobStatement whole{{{"a", "1"}, {"b", "2", true}}, "why", true, {256, false}};
   const std::string text = decode::serialize(whole);
   const JobStatement read = decode::deserialize_statement(text);
   CHECK((read.error == "why" && read.accepts_bf16 && read.fields.size() == 2 && read.fields[1].is_digest));
+  CHECK(read.room == whole.room);
   for (std::size_t cut = 0; cut < text.size(); ++cut) {
     CHECK_NOTHROW(decode::deserialize_statement(std::string_view(text).substr(0, cut)));
   }
@@ -252,6 +259,8 @@ TEST_CASE("processes that differ in what matters decode nothing and name the fir
       {"weights", model + ids, other_model + ids, "different weights in model.safetensors"},
       {"kv dtype", model + ids, model + ids + "--kv-dtype f32",
        "--kv-dtype f32, rank 0 with --kv-dtype bf16"},
+      {"prefill tokens", model + ids, model + ids + "--prefill-tokens 256",
+       "--prefill-tokens 256, rank 0 with --prefill-tokens auto"},
       {"topology", model + ids, model + ids + "--kvp 2 --tpa 2", "--kvp 2, rank 0 with --kvp 4"},
       {"no such option", model + ids, model + ids + "--sede 7", "rank 2: "},
       {"no such model", model + ids, "--model /nonexistent " + ids, "rank 2: /nonexistent"},

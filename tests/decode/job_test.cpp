@@ -80,6 +80,13 @@ class Machines : public decode::Launcher {
   int num_local_ranks_;
 };
 
+std::string field_of(const decode::Job& job, std::string_view name) {
+  for (const decode::JobField& field : job.fields()) {
+    if (field.name == name) return field.value;
+  }
+  return "";
+}
+
 const std::string kGenerationConfig =
     R"({"eos_token_id":[3,5],"do_sample":true,"temperature":0.5,"top_p":0.75,"top_k":7,)"
     R"("min_p":0.125,"repetition_penalty":1.5})";
@@ -179,6 +186,33 @@ TEST_CASE("the cores of a machine are shared by the ranks on it, not by those of
   given.insert(given.end(), {"--threads", "3"});
   const decode::Job three = model.job(given, Machines(1));
   CHECK(decode::threads_per_rank(three.launch, *three.topo) == 3);
+}
+
+TEST_CASE("processes take the prompts that the least memory has room for, where no option says", "[quick]") {
+  const Model model("");
+  decode::Job job = model.job({"--prompt-ids", "1"});
+  CHECK(job.room() == decode::PromptRoom{.tokens = 256, .can_expand = true});
+  CHECK(field_of(job, "--prefill-tokens") == "auto");
+  job.set_room({.tokens = 100, .can_expand = false});
+  CHECK(job.options.request.prefill_tokens == 100);
+  CHECK(job.options.request.mla_prefill == MlaForm::absorbed);
+  CHECK(job.room() == decode::PromptRoom{.tokens = 100, .can_expand = false});
+  CHECK(field_of(job, "--prefill-tokens") == "auto");  // what it was started with
+  CHECK(field_of(job, "--mla-prefill") == "auto");
+
+  decode::Job given = model.job({"--prompt-ids", "1", "--prefill-tokens", "256"});
+  CHECK(field_of(given, "--prefill-tokens") == "256");
+  given.set_room({.tokens = 100, .can_expand = false});
+  CHECK(given.options.request.prefill_tokens == 256);
+  CHECK(given.options.request.mla_prefill == MlaForm::automatic);
+
+  // The plan is that of the room.
+  std::string prompt = "1";
+  for (int i = 1; i < 256; ++i) prompt += ",1";
+  decode::Job longer = model.job({"--prompt-ids", prompt});
+  const std::int64_t before = longer.plan[0].workspace_bytes;
+  longer.set_room({.tokens = 16, .can_expand = true});
+  CHECK(longer.plan[0].workspace_bytes < before);
 }
 
 }  // namespace helix::test

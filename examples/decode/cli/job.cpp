@@ -118,6 +118,11 @@ Job::Job(Options given, const Launcher& launcher)
                                 : options.topology;
   topo =
       launcher.has_processes() ? Topology(spec, config.shape, launcher.size()) : Topology(spec, config.shape);
+  choose_prefill(launcher);
+}
+
+void Job::choose_prefill(const Launcher& launcher) {
+  GenerationRequest& request = options.request;
   if (options.is_prefill_auto && options.device == Device::cuda) {
     for (const std::int64_t tokens : {kGpuExpertPrefillTokens, kGpuPrefillTokens}) {
       if (tokens == kGpuExpertPrefillTokens && (!config.shape.moe || options.serve)) continue;
@@ -141,6 +146,18 @@ void Job::set_activation(DType activation) {
   if (options.device == Device::cuda) plan = plan_memory(checkpoint, config, *topo, options.request, launch);
 }
 
+PromptRoom Job::room() const {
+  return {.tokens = options.request.prefill_tokens,
+          .can_expand = options.request.mla_prefill != MlaForm::absorbed};
+}
+
+void Job::set_room(const PromptRoom& agreed) {
+  if (!options.is_prefill_auto || agreed == room()) return;
+  options.request.prefill_tokens = agreed.tokens;
+  if (!agreed.can_expand) options.request.mla_prefill = MlaForm::absorbed;
+  plan = plan_memory(checkpoint, config, *topo, options.request, launch);
+}
+
 bool Job::is_plan_inside_gpus(const Launcher& launcher) const {
   constexpr double kUsable = 0.9;      // the rest is for the runtime, communicators and fragmentation
   std::vector<int> gpus(plan.size());  // of processes each has one, like this one's
@@ -157,11 +174,15 @@ JobFields Job::fields() const {
   add_fields(fields, launch);
   add_fields(fields, checkpoint);
   add_fields(fields, topo->spec());
-  add_fields(fields, options.request);
+  GenerationRequest given = options.request;
+  if (options.is_mla_prefill_auto) given.mla_prefill = MlaForm::automatic;
+  add_fields(fields, given);
+  if (options.is_prefill_auto) std::ranges::find(fields, "--prefill-tokens", &JobField::name)->value = "auto";
   add_fields(fields, options);
   fields.push_back({"eos_token_id", fmt::format("{}", fmt::join(config.eos_ids, ", "))});
   return fields;
 }
+
 DType choose_activation(const Job& job, const JobAgreement& agreement) {
   if (job.options.activation) return *job.options.activation;
   return agreement.accepts_bf16 ? widest_choice(job.options, job.config) : DType::f32;

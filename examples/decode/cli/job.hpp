@@ -30,12 +30,20 @@ struct Job {
   /// Sets what all ranks agreed upon; elements of another size make another plan.
   void set_activation(DType activation);
 
-  /// What all processes of the job must have been started with.
+  /// The room that prompts have by the command line, or else by this process's memory.
+  PromptRoom room() const;
+  /// Sets the room that all ranks agreed upon, no larger than room(). What the command line says stays.
+  void set_room(const PromptRoom& agreed);
+
+  /// What all processes of the job must have been started with. What each has chosen by its memory is left to
+  /// room().
   JobFields fields() const;
 
  private:
-  /// Whether each GPU's ranks leave it some memory. Of all of it, not of what is free, so that the processes
-  /// of a job on equal GPUs answer alike.
+  /// Chooses how prompts are computed where the command line leaves it open, and plans memory.
+  void choose_prefill(const Launcher& launcher);
+  /// Whether each GPU's ranks leave it some memory. Of all of it, not of what is free, which other
+  /// programs change.
   bool is_plan_inside_gpus(const Launcher& launcher) const;
 };
 

@@ -167,9 +167,13 @@ int main(int argc, char** argv) {
         statement.error = error.what();
       }
     }
-    statement.accepts_bf16 = job && accepts_16_bit(job->options);
+    if (job) {
+      statement.accepts_bf16 = accepts_16_bit(job->options);
+      statement.room = job->room();
+    }
     const JobAgreement agreement = launcher->agree(statement);
     job->set_activation(choose_activation(*job, agreement));
+    job->set_room(agreement.room);
     run(*job, *launcher);
     flush_standard_output();
     return 0;

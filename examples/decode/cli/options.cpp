@@ -292,9 +292,9 @@ void check_values(const Options& options) {
 void add_fields(JobFields& fields, const Options& options) {
   // A binding, so that a new member does not compile until it is decided upon here.
   [[maybe_unused]] const auto& [model, request, topology, is_topology_auto, num_ranks, is_prefill_auto,
-                                kv_dtype_name, device, peer_memory, activation, is_plan_only, verify,
-                                given_sampling, serve, serve_limits, timeout_seconds, tuning, num_threads,
-                                json] = options;
+                                is_mla_prefill_auto, kv_dtype_name, device, peer_memory, activation,
+                                is_plan_only, verify, given_sampling, serve, serve_limits, timeout_seconds,
+                                tuning, num_threads, json] = options;
   fields.push_back({"--plan-only", is_plan_only ? "on" : "off"});
   fields.push_back({"--activation", activation ? std::string(to_string(*activation)) : "auto"});
 }
@@ -358,6 +358,7 @@ std::optional<Options> parse_options(int argc, char** argv) {
                 ErrorCode::invalid_argument, "--activation is ", texts.activation,
                 "; the CPU has f32 and bf16: give one of them, or --device cuda");
   options.request.cuda_graphs = texts.cuda_graphs == "on";
+  options.is_mla_prefill_auto = texts.mla_prefill == "auto";
   options.request.mla_prefill = texts.mla_prefill == "absorbed"   ? MlaForm::absorbed
                                 : texts.mla_prefill == "expanded" ? MlaForm::expanded
                                                                   : MlaForm::automatic;

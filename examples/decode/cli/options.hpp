@@ -20,8 +20,9 @@ struct Options {
   bool is_topology_auto = false;
   /// Ranks to choose a topology for; 0: as many as the launcher started, else at most a rank for each GPU.
   int num_ranks = 0;
-  bool is_prefill_auto = true;  ///< Whether request.prefill_tokens is to follow from the device.
-  std::string kv_dtype_name;    ///< Empty: the checkpoint's.
+  bool is_prefill_auto = true;      ///< Whether request.prefill_tokens is to follow from the device.
+  bool is_mla_prefill_auto = true;  ///< Whether request.mla_prefill is to follow from the device too.
+  std::string kv_dtype_name;        ///< Empty: the checkpoint's.
   Device device = Device::cpu;
   PeerMemory peer_memory = PeerMemory::automatic;
   std::optional<DType> activation;  ///< nullopt: see choose_activation().

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <filesystem>
 #include <span>
+#include <system_error>
 #include <utility>
 
 #include <helix/error.hpp>
@@ -216,6 +217,8 @@ std::string serialize(const JobStatement& statement) {
   std::string out;
   write(out, statement.error);
   write(out, statement.accepts_bf16 ? "bf16" : "");
+  write(out, std::to_string(statement.room.tokens));
+  write(out, statement.room.can_expand ? "expanded" : "");
   for (const auto& [name, value, is_digest] : statement.fields) {
     write(out, name);
     write(out, value);
@@ -227,8 +230,15 @@ std::string serialize(const JobStatement& statement) {
 JobStatement deserialize_statement(std::string_view text) {
   JobStatement statement;
   std::string products;
-  bool is_whole = read(text, statement.error) && read(text, products);
+  std::string tokens;
+  std::string form;
+  bool is_whole =
+      read(text, statement.error) && read(text, products) && read(text, tokens) && read(text, form);
   statement.accepts_bf16 = !products.empty();
+  const auto [end, code] =
+      std::from_chars(tokens.data(), tokens.data() + tokens.size(), statement.room.tokens);
+  is_whole = is_whole && code == std::errc() && end == tokens.data() + tokens.size();
+  statement.room.can_expand = !form.empty();
   while (is_whole && !text.empty()) {
     JobField& field = statement.fields.emplace_back();
     std::string kind;
@@ -250,7 +260,8 @@ JobAgreement expect_agreement(const std::vector<JobStatement>& statements) {
   for (std::size_t rank = 1; rank < statements.size(); ++rank) {
     expect_same(statements.front().fields, statements[rank].fields, static_cast<int>(rank));
   }
-  return {.accepts_bf16 = std::ranges::all_of(statements, &JobStatement::accepts_bf16)};
+  return {.accepts_bf16 = std::ranges::all_of(statements, &JobStatement::accepts_bf16),
+          .room = std::ranges::min(statements, {}, &JobStatement::room).room};
 }
 
 std::vector<std::string> gather_texts(comm::Bootstrap& bootstrap, const std::string& mine) {

@@ -3,7 +3,9 @@
 // started with alike.
 #pragma once
 
+#include <compare>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -34,17 +36,28 @@ void add_fields(JobFields& fields, const GenerationRequest& request);
 /// Adds all widths.
 void add_fields(JobFields& fields, const TopologySpec& topology);
 
+/// What a step may take of prompts where the command line leaves it to each process's memory. Of two rooms
+/// the lesser takes no more memory.
+struct PromptRoom {
+  std::int64_t tokens = std::numeric_limits<std::int64_t>::max();  ///< Most prompt tokens a step.
+  bool can_expand = true;  ///< Whether prompts of latent attention may attend expanded.
+
+  friend auto operator<=>(const PromptRoom&, const PromptRoom&) = default;
+};
+
 /// What one process brings to the agreement.
 struct JobStatement {
   JobFields fields;
   std::string error;  ///< Why this process cannot take part; empty: it can.
   /// Whether bf16 activations suit it: its machine multiplies bf16, and nothing it was asked for needs f32.
   bool accepts_bf16 = false;
+  PromptRoom room{};
 };
 
 /// What follows from all processes' statements, the same on each.
 struct JobAgreement {
   bool accepts_bf16 = false;  ///< Whether all do.
+  PromptRoom room{};          ///< The least of all.
 };
 
 /// The statement as bytes, for processes of this program.
