@@ -134,6 +134,15 @@ class Chat:
         )
 
 
+def check_draws(options: argparse.Namespace, default_temperature: float) -> None:
+    """Refuses what chooses among tokens where the likeliest is taken, as helix-decode does of its own options."""
+    temperature = default_temperature if options.temperature is None else options.temperature
+    for name in ("top_p", "top_k", "min_p"):
+        if temperature == 0 and getattr(options, name) is not None:
+            option = "--" + name.replace("_", "-")
+            raise DecoderError(f"{option} is given, but the likeliest token is taken: give a --temperature, or drop {option}")
+
+
 def complain(words: str) -> None:
     """Says on one line what is wrong, whatever a file or the system put into it."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
@@ -181,6 +190,7 @@ def main(arguments: list[str]) -> int:
                 raise TextError(f"{options.model} has no chat template, which --system needs; leave it out")
             for warning in decoder.wait_until_ready():
                 print(warning, file=sys.stderr)
+            check_draws(options, decoder.abilities["temperature"])
             chat = Chat(options, model, decoder, start)
             if is_conversation:
                 converse(chat, decoder)

@@ -402,6 +402,9 @@ class Errors(unittest.TestCase):
             (["--model", wordnet, "hello", "--", "--version"], "options that only print"),
             (["--model", wordnet, b"\xff"], "not UTF-8"),
             (["--model", str(pointer), "hello"], "tokenizer.json: is a Git LFS pointer"),
+            (["--model", wordnet, "--top-p", "0.01", "hello"], "--top-p is given, but the likeliest token is taken: give a --temperature"),
+            (["--model", wordnet, "--temperature", "0", "--top-k", "5", "hello"], "--top-k is given, but"),
+            (["--model", wordnet, "--min-p", "0.5", "hello", "--", "--temperature", "0"], "--min-p is given, but"),
         ):
             with self.subTest(arguments=arguments):
                 answer = run(*arguments)
@@ -440,6 +443,11 @@ class Errors(unittest.TestCase):
             answer = run("--model", folder, "--raw", "--max-tokens", "1", "hello", "--", *EXACT)
             self.assertEqual(answer.returncode, 0, answer.stderr)
             self.assertIn("tensors are not used", answer.stderr)
+
+    def test_a_temperature_of_the_decoder_is_one(self) -> None:
+        for temperature in (["--temperature", "0.5", "hello", "--"], ["hello", "--", "--temperature", "0.5"]):
+            answer = run("--model", str(DATA / "llama-wordnet"), "--raw", "--max-tokens", "1", "--top-p", "0.5", *temperature, *EXACT)
+            self.assertEqual((answer.returncode, answer.stderr), (0, ""))
 
     def test_a_pipe_is_a_prompt(self) -> None:
         piped = run("--model", str(DATA / "llama-wordnet"), "--raw", "--max-tokens", "5", "--", *EXACT, text="helix:")

@@ -50,6 +50,7 @@ TEST_CASE("statistics and abilities stand under their names", "[quick]") {
                            .max_sequences = 10,
                            .max_tokens = 11,
                            .kv_tokens = 12,
+                           .temperature = 0.5f,
                            .memory = {.weights_bytes = 13, .kv_bytes = 14, .workspace_bytes = 15}}));
   ready.erase("version");
   CHECK(ready == Json{{"event", "ready"},
@@ -60,6 +61,7 @@ TEST_CASE("statistics and abilities stand under their names", "[quick]") {
                       {"max_sequences", 10},
                       {"context", 11},
                       {"kv_tokens", 12},
+                      {"temperature", 0.5},
                       {"memory", {{"weights_bytes", 13}, {"kv_bytes", 14}, {"workspace_bytes", 15}}}});
 }
 

@@ -54,6 +54,7 @@ std::string ready_event(const ServeAbilities& abilities) {
        {"max_sequences", abilities.max_sequences},
        {"context", abilities.max_tokens},
        {"kv_tokens", abilities.kv_tokens},
+       {"temperature", abilities.temperature},
        {"memory",
         {{"weights_bytes", abilities.memory.weights_bytes},
          {"kv_bytes", abilities.memory.kv_bytes},

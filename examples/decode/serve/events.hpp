@@ -52,6 +52,7 @@ struct ServeAbilities {
   std::int64_t max_sequences = 0;  ///< That decode side by side, a replica.
   std::int64_t max_tokens = 0;     ///< Prompt and output of a request.
   std::int64_t kv_tokens = 0;      ///< Of all caches of a replica.
+  float temperature = 0.0f;        ///< Of requests that do not say; 0: greedy.
   RankMemory memory;               ///< Of the root's rank, all pages of its cache included.
 };
 

@@ -42,6 +42,7 @@ ServeAbilities serve_abilities(const GenerationRequest& request, const ModelConf
           .max_sequences = request.serving->max_sequences,
           .max_tokens = request.serving->max_tokens,
           .kv_tokens = request.serving->kv_tokens,
+          .temperature = request.sampling.temperature,
           .memory = memory};
 }
 
