@@ -152,6 +152,18 @@ TEST_CASE("replicas without a sequence and plans beyond memory are warnings", "[
   CHECK(std::count(memory.begin(), memory.end(), '\n') == 1);
 }
 
+TEST_CASE("one rank has nothing to be verified with, which is a warning", "[quick]") {
+  const std::string arguments = model_option("llama-tiny") + "--prompt-ids 1,2,3 --max-new-tokens 2 --verify";
+  const Run alone = run_decode(arguments);
+  INFO(alone.output);
+  CHECK(alone.exit_code == 0);
+  CHECK_THAT(alone.output, Contains("warning: --verify compares with one rank, and there is no other") &&
+                               !Contains("verified"));
+  const Run two = run_decode(arguments + " --kvp 2");
+  INFO(two.output);
+  CHECK_THAT(two.output, Contains("verified: 2 ranks") && !Contains("warning"));
+}
+
 TEST_CASE("weights that config.json has no use for, and what the rope does not take, are warnings",
           "[quick]") {
   const ScratchDirectory scratch;
@@ -368,6 +380,10 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
       {model_option("llama-tiny") + "--prompts " + (scratch / "bad.json").string(), {"bad.json", "array"}},
       {model_option("llama-tiny") + "--prompts " + (scratch / "none.json").string(), {"none.json"}},
       {model_option("llama-tiny") + kIds + "--synthetic-context 10", {"--synthetic-context"}},
+      {model_option("llama-tiny") + "--synthetic-context 10 --prefill-tokens 64",
+       {"--prefill-tokens is given beside --synthetic-context"}},
+      {model_option("deepseek-tiny") + "--synthetic-context 10 --mla-prefill absorbed",
+       {"--mla-prefill is given beside --synthetic-context"}},
       {model_option("llama-tiny") + kIds + "--json /nonexistent/report.json", {"/nonexistent/report.json"}},
       {model_option("llama-tiny") + kIds + "--mla-prefill expanded",
        {"--mla-prefill", "no latent attention"}},
@@ -380,7 +396,8 @@ TEST_CASE("bad input gives one clear error and a non-zero exit", "[quick]") {
        {"--peer-memory", "--device cuda"}},
   };
   for (const char* draw : {"--top-p", "--min-p", "--top-k"})
-    cases.push_back({model_option("llama-tiny") + kIds + draw + " 1", {draw, "--temperature"}});
+    for (const char* greedy : {" 1", " 1 --temperature 0"})
+      cases.push_back({model_option("llama-tiny") + kIds + draw + greedy, {draw, "--temperature"}});
   for (const char* option :
        {"--seed", "--temperature", "--top-k", "--min-p", "--presence-penalty", "--tpf", "--kvp", "--json",
         "--prompts", "--tuning", "--kv-dtype", "--hop-b", "--teacher-force", "--timeout"})

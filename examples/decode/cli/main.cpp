@@ -87,6 +87,9 @@ void run(const Job& job, Launcher& launcher) {
   for (const std::string& line : warnings(launcher, checkpoint, config, *topo, request, launch, plan))
     print_error(line + "\n");
   if (options.is_plan_only) return;
+  const bool is_compared = options.verify && topo->world_size() > 1;
+  if (is_root && options.verify && !is_compared)
+    print_error("warning: --verify compares with one rank, and there is no other: nothing is compared\n");
 
   if (request.serving) {
     serve(job, launcher);
@@ -96,7 +99,7 @@ void run(const Job& job, Launcher& launcher) {
   if (!is_root) return;
   print(format_result(result) + format_computation(launch));
   if (!options.json.empty()) write_json(options.json, *topo, request, launch, result);
-  if (options.verify) {
+  if (is_compared) {
     const Topology one_rank(TopologySpec{}, config.shape);
     check_same_tokens(result, run_local(checkpoint, config, one_rank, request, launch));
     print(fmt::format("verified: {} ranks give the tokens of one rank\n", topo->world_size()));

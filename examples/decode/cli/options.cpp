@@ -177,13 +177,20 @@ void check_plan_only(const CLI::App& app, const Options& options) {
   }
 }
 
-/// What would be passed over: options of how tokens are drawn where the likeliest is taken, and of a device
-/// other than the one that is named.
+/// What would be passed over: options of how tokens are drawn where the likeliest is taken, of prompts where
+/// there are none, and of a device other than the one that is named.
 void check_use(const CLI::App& app, const Options& options, const std::string& device) {
+  const bool draws = options.serve || options.request.sampling.temperature > 0.0f;
+  const std::string greedy =
+      app.count("--temperature") > 0 ? "with --temperature 0" : "without --temperature";
   for (const char* draw : {"--top-p", "--min-p", "--top-k"}) {
-    HELIX_EXPECTS(
-        options.serve || app.count("--temperature") > 0 || app.count(draw) == 0, ErrorCode::invalid_argument,
-        draw, " is given, but without --temperature the likeliest token is taken: give one, or drop ", draw);
+    HELIX_EXPECTS(draws || app.count(draw) == 0, ErrorCode::invalid_argument, draw, " is given, but ", greedy,
+                  " the likeliest token is taken: give one above 0, or drop ", draw);
+  }
+  for (const char* prompt : {"--prefill-tokens", "--mla-prefill"}) {
+    HELIX_EXPECTS(options.request.synthetic_context == 0 || app.count(prompt) == 0,
+                  ErrorCode::invalid_argument, prompt,
+                  " is given beside --synthetic-context, which takes no prompt: drop one of them");
   }
   const auto check_device = [&](const char* option, const char* needed) {
     HELIX_EXPECTS(device == "auto" || device == needed || app.count(option) == 0, ErrorCode::invalid_argument,
