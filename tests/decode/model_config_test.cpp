@@ -6,6 +6,7 @@
 #include <fstream>
 #include <iterator>
 #include <numbers>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -285,6 +286,23 @@ TEST_CASE("end tokens are one id, a list, or none") {
   CHECK(parse(config).eos_ids == std::vector<std::int64_t>{3, 5, 7});
   config["eos_token_id"] = nullptr;
   CHECK(parse(config).eos_ids.empty());
+}
+
+TEST_CASE("config.json and generation_config.json take equally many end tokens") {
+  json config = llama();
+  std::vector<std::int64_t> ids(1024);
+  std::iota(ids.begin(), ids.end(), 0);
+  config["eos_token_id"] = ids;
+  CHECK(parse(config).eos_ids == ids);
+  const json generation = {{"eos_token_id", ids}};
+  CHECK(parse_generation_config(generation.dump(), "generation_config.json").eos_ids == ids);
+  ids.push_back(1024);
+  config["eos_token_id"] = ids;
+  const std::string says = "eos_token_id is an array of 1025; expected at most 1024 integers";
+  CHECK_THAT(failure_of_config(config.dump()).what, Catch::Contains(says));
+  const json longer = {{"eos_token_id", ids}};
+  CHECK_THAT(required_failure([&] { parse_generation_config(longer.dump(), "f"); }).what,
+             Catch::Contains(says));
 }
 
 TEST_CASE("a family's end token stands for an absent one, and null is none") {

@@ -12,6 +12,7 @@
 
 #include "checkpoint/object_reader.hpp"
 #include "checkpoint/strict_json.hpp"
+#include "model/parse_config.hpp"
 
 namespace helix::decode {
 namespace {
@@ -54,7 +55,6 @@ GenerationDefaults parse_generation_config(std::string_view json, std::string_vi
   constexpr double kMostTemperature = 100.0;
   constexpr double kLeastPositive = 1e-6;
   constexpr double kMostPenalty = 100.0;
-  constexpr std::size_t kMaxEosIds = 64;
   constexpr std::int64_t kMostTopK = std::numeric_limits<std::int32_t>::max();
   GenerationDefaults defaults;
   if (json.empty()) return defaults;

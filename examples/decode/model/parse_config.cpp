@@ -26,7 +26,6 @@ constexpr std::int64_t kMaxHeads = std::int64_t{1} << 20;
 constexpr std::int64_t kMaxExperts = std::int64_t{1} << 16;
 constexpr std::int64_t kMaxVocab = std::int64_t{1} << 28;
 constexpr std::int64_t kMaxPositions = std::int64_t{1} << 40;
-constexpr std::size_t kMaxEosIds = 1024;
 constexpr double kMaxFactor = 1e6;
 
 constexpr std::string_view kSupportedModels =

@@ -2,12 +2,16 @@
 // parse_model_config: config.json, read and checked; read_model_config: with what the tensors decide.
 #pragma once
 
+#include <cstddef>
 #include <string_view>
 
 #include "checkpoint/checkpoint.hpp"
 #include "model/model_config.hpp"
 
 namespace helix::decode {
+
+/// Most ids of eos_token_id, in config.json and in generation_config.json.
+inline constexpr std::size_t kMaxEosIds = 1024;
 
 /// Parses and checks config.json. `absent_dtype`: the model's type where neither dtype nor torch_dtype is
 /// given.
