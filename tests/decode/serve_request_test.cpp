@@ -63,6 +63,31 @@ TEST_CASE("a request that says nothing has the defaults, and one key changes one
   CHECK(request.penalties == changed.penalties);
 }
 
+TEST_CASE("a number beyond its bounds is refused with both bounds", "[quick]") {
+  const auto refusal = [](const std::string& setting) {
+    const auto command = decode::parse_command(R"({"id":"a",)" + setting + "}", {});
+    REQUIRE(std::holds_alternative<decode::BadLine>(command));
+    return std::get<decode::BadLine>(command).message;
+  };
+  for (const char* number : {"2147483648", "5000000000", "-1"}) {
+    CHECK(refusal(R"("prompt":[1],"top_k":)" + std::string(number)) ==
+          "\"top_k\" is the number " + std::string(number) + "; expected a whole number of 0 to 2147483647");
+    CHECK(refusal(R"("prompt":[1,)" + std::string(number) + "]") ==
+          "\"prompt\" holds the number " + std::string(number) +
+              "; expected an array of token ids of 0 to 2147483647");
+  }
+  CHECK(parsed(R"({"id":"a","prompt":[2147483647],"top_k":2147483647})").sampling.top_k == 2147483647);
+  // Floats, which the larger of these are not; as such they would be infinite.
+  for (const char* key : {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"}) {
+    const std::string quoted = '"' + std::string(key) + '"';
+    for (const char* number : {"1e300", "-1e39"}) {
+      CHECK(refusal(R"("prompt":[1],)" + quoted + ":" + number) ==
+            quoted + " is the number '" + number + "'; expected a number of -3.4e38 to 3.4e38");
+    }
+  }
+  CHECK(parsed(R"({"id":"a","prompt":[1],"temperature":3e38})").sampling.temperature == 3e38f);
+}
+
 TEST_CASE("cancel, stats and forget are commands of their own", "[quick]") {
   const auto command = [](const std::string& line) {
     return std::get<decode::ServeCommand>(decode::parse_command(line, {}));

@@ -164,7 +164,8 @@ class CommandReader : public JsonEvents {
     return whole(static_cast<std::int64_t>(value));
   }
   bool number_float(double value, const std::string& text) override {
-    return real(value) || unexpected("the number " + printable(text));
+    const bool fits = std::abs(value) <= std::numeric_limits<float>::max();
+    return (fits && real(value)) || unexpected("the number " + printable(text));
   }
 
   bool start_array(std::size_t) override {
@@ -233,14 +234,15 @@ class CommandReader : public JsonEvents {
 
   std::string expectation() const {
     if (key_ == "id" || key_ == "cancel") return "a string";
-    if (key_ == "prompt" || key_ == "stop") return "an array of token ids";
+    const std::string most = std::to_string(std::numeric_limits<std::int32_t>::max());
+    if (key_ == "prompt" || key_ == "stop") return "an array of token ids of 0 to " + most;
     if (key_ == "ignore_eos") return "true or false";
     if (key_ == "stats" || key_ == "forget") return "true";
     if (key_ == "max_tokens") return "a whole number of at least 1";
-    if (key_ == "top_k") return "a whole number of at least 0";
+    if (key_ == "top_k") return "a whole number of 0 to " + most;
     if (key_ == "seed") return "a whole number of 0 to 2^64 - 1";
     if (key_ == "log_probs") return "a whole number of 0 to " + std::to_string(kMaxBest);
-    return "a number";
+    return "a number of -3.4e38 to 3.4e38";
   }
 
   ServeRequest request_;
