@@ -9,6 +9,7 @@
 
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <helix/error.hpp>
 #include <helix/version.hpp>
@@ -65,6 +66,16 @@ std::vector<std::string> option_names(const CLI::App& app) {
   const std::string nearest = nearest_name(name, option_names(app));
   throw Error(ErrorCode::invalid_argument, name, " is unknown",
               nearest.empty() ? std::string("; see --help") : "; did you mean " + nearest + "?");
+}
+
+/// CLI11 counts what it required and received.
+void expect_given_once(const CLI::App& app) {
+  for (const CLI::Option* const option : app.get_options()) {
+    if (option->get_items_expected_max() != 1 || option->count() < 2) continue;
+    const std::string times = option->count() == 2 ? "twice" : fmt::format("{} times", option->count());
+    throw Error(ErrorCode::invalid_argument, option->get_name(), " is given ", times, " (",
+                fmt::format("{}", fmt::join(option->results(), ", ")), "); give it once");
+  }
 }
 
 /// CLI11 takes an empty value for 0, or for none, and a whole number that begins with 0 for octal.
@@ -129,6 +140,7 @@ bool parse_command_line(CLI::App& app, int argc, const char* const* argv) {
     // First of all: what is missing or wrong may follow from a misspelt name.
     const std::vector<std::string> extras = app.remaining();
     if (!extras.empty()) throw_unexpected(app, extras);
+    expect_given_once(app);
     throw Error(ErrorCode::invalid_argument, error.what(), "; see --help");
   }
   expect_values(app);
