@@ -441,7 +441,8 @@ TEST_CASE("a checkpoint that is missing or broken gives one clear error and a no
   std::filesystem::create_directory(scratch / "empty");
   check_refused({
       {"--model " + (scratch / "missing").string() + kIds, {"missing"}},
-      {"--model " + (scratch / "empty").string() + kIds, {"config.json"}},
+      {"--model " + (scratch / "empty").string() + kIds,
+       {"config.json: cannot open", "give the folder that holds config.json", "snapshots/<revision>"}},
       {"--model " + truncated.string() + kIds, {"model.safetensors"}},
       {"--model " + lying.string() + kIds, {"model.safetensors", "header"}},
       {"--model " + headless.string() + kIds, {"num_attention_heads", "0"}},

@@ -64,7 +64,10 @@ Checkpoint::Checkpoint(std::filesystem::path directory) : directory_(std::move(d
   HELIX_EXPECTS(fs::is_directory(directory_, failure), ErrorCode::io, directory_.string(),
                 ": not a directory; expected one with config.json and model.safetensors");
   Totals totals(directory_.string());
-  config_json_ = read_text(directory_ / "config.json");
+  const fs::path config = directory_ / "config.json";
+  HELIX_EXPECTS(is_named(config), ErrorCode::io, config.string(), ": cannot open: No such file or directory",
+                "; give the folder that holds config.json (in a Hugging Face cache: snapshots/<revision>)");
+  config_json_ = read_text(config);
   if (is_named(generation_config_path())) {
     generation_config_json_ = read_text(generation_config_path());
     HELIX_EXPECTS(!generation_config_json_.empty(), ErrorCode::invalid_file, generation_config_path(),
