@@ -759,6 +759,13 @@ TEST_CASE("each key of generation_config.json sets its own default, draws' only 
     CHECK(defaults().sampling == SamplingConfig{});
     CHECK(defaults().penalties == Penalties{.repetition = 1.5f});
   }
+  file = {{"do_sample", true}, {"top_k", 20.0}};  // as some write whole numbers
+  CHECK(defaults().sampling == SamplingConfig{.temperature = 1.0f, .top_k = 20});
+  for (const double wrong : {20.5, -1.0, 2147483648.0, 1e300}) {
+    file["top_k"] = wrong;
+    CHECK_THAT(required_failure([&] { defaults(); }).what,
+               Catch::Contains("top_k is ") && Catch::Contains("an integer from 0 to 2147483647"));
+  }
   file = {{"do_sample", true}};
   CHECK(defaults().eos_ids.empty());
   CHECK(defaults().sampling == SamplingConfig{.temperature = 1.0f});

@@ -2,6 +2,7 @@
 // Reading generation_config.json.
 #include "generate/generation_defaults.hpp"
 
+#include <cmath>
 #include <limits>
 #include <string>
 #include <vector>
@@ -49,6 +50,17 @@ std::vector<std::string> unheeded_keys(const ObjectReader& top) {
   return keys;
 }
 
+/// A whole number, which some files write as 20.0.
+std::int64_t whole_or(const ObjectReader& top, const char* key, std::int64_t fallback, std::int64_t low,
+                      std::int64_t high) {
+  const nlohmann::json* value = top.find(key);
+  if (value == nullptr || !value->is_number_float()) return top.integer_or(key, fallback, low, high);
+  const auto number = value->get<double>();
+  const bool fits = number >= static_cast<double>(low) && number <= static_cast<double>(high);
+  if (!fits || number != std::floor(number)) top.fail(key, *value, "an integer from ", low, " to ", high);
+  return static_cast<std::int64_t>(number);
+}
+
 }  // namespace
 
 GenerationDefaults parse_generation_config(std::string_view json, std::string_view file) {
@@ -71,7 +83,7 @@ GenerationDefaults parse_generation_config(std::string_view json, std::string_vi
       static_cast<float>(top.number_or("temperature", 1.0, 0.0, kMostTemperature));
   defaults.sampling.top_p = static_cast<float>(top.number_or("top_p", 1.0, kLeastPositive, 1.0));
   defaults.sampling.min_p = static_cast<float>(top.number_or("min_p", 0.0, 0.0, 1.0));
-  defaults.sampling.top_k = static_cast<std::int32_t>(top.integer_or("top_k", 0, 0, kMostTopK));
+  defaults.sampling.top_k = static_cast<std::int32_t>(whole_or(top, "top_k", 0, 0, kMostTopK));
   return defaults;
 }
 
