@@ -198,6 +198,9 @@ TEST_CASE("a process that cannot take part is named, unless all say the same", "
     CHECK(decode::expect_agreement({{{}, "", true, most}, {{}, "", true, least}}).room == least);
     CHECK(decode::expect_agreement({{{}, "", true, least}, {{}, "", true, most}}).room == least);
   }
+  // Who has room for few tokens that may expand has not said that many tokens of another may.
+  CHECK(decode::expect_agreement({{{}, "", true, {256, true}}, {{}, "", true, {2048, false}}}).room ==
+        decode::PromptRoom{256, false});
   const JobStatement whole{{{"a", "1"}, {"b", "2", true}}, "why", true, {256, false}};
   const std::string text = decode::serialize(whole);
   const JobStatement read = decode::deserialize_statement(text);

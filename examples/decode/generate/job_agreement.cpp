@@ -260,8 +260,12 @@ JobAgreement expect_agreement(const std::vector<JobStatement>& statements) {
   for (std::size_t rank = 1; rank < statements.size(); ++rank) {
     expect_same(statements.front().fields, statements[rank].fields, static_cast<int>(rank));
   }
-  return {.accepts_bf16 = std::ranges::all_of(statements, &JobStatement::accepts_bf16),
-          .room = std::ranges::min(statements, {}, &JobStatement::room).room};
+  JobAgreement agreement{.accepts_bf16 = std::ranges::all_of(statements, &JobStatement::accepts_bf16)};
+  for (const JobStatement& statement : statements) {
+    agreement.room.tokens = std::min(agreement.room.tokens, statement.room.tokens);
+    agreement.room.can_expand = agreement.room.can_expand && statement.room.can_expand;
+  }
+  return agreement;
 }
 
 std::vector<std::string> gather_texts(comm::Bootstrap& bootstrap, const std::string& mine) {

@@ -3,7 +3,6 @@
 // started with alike.
 #pragma once
 
-#include <compare>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -36,13 +35,12 @@ void add_fields(JobFields& fields, const GenerationRequest& request);
 /// Adds all widths.
 void add_fields(JobFields& fields, const TopologySpec& topology);
 
-/// What a step may take of prompts where the command line leaves it to each process's memory. Of two rooms
-/// the lesser takes no more memory.
+/// What a step may take of prompts where the command line leaves it to each process's memory.
 struct PromptRoom {
   std::int64_t tokens = std::numeric_limits<std::int64_t>::max();  ///< Most prompt tokens a step.
   bool can_expand = true;  ///< Whether prompts of latent attention may attend expanded.
 
-  friend auto operator<=>(const PromptRoom&, const PromptRoom&) = default;
+  friend bool operator==(const PromptRoom&, const PromptRoom&) = default;
 };
 
 /// What one process brings to the agreement.
@@ -57,7 +55,7 @@ struct JobStatement {
 /// What follows from all processes' statements, the same on each.
 struct JobAgreement {
   bool accepts_bf16 = false;  ///< Whether all do.
-  PromptRoom room{};          ///< The least of all.
+  PromptRoom room{};          ///< What all have room for.
 };
 
 /// The statement as bytes, for processes of this program.
