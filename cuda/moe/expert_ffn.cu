@@ -25,6 +25,7 @@
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
+#include "cuda/runtime/rows.cuh"
 #include "cuda/runtime/tensor_map.cuh"
 #include "cuda/runtime/weight_type.hpp"
 #include "cuda/runtime/workspace.hpp"
@@ -45,7 +46,9 @@ struct ExpertBuffers {
   ExpertItem* items;             // [tokens * top_k]
   std::int32_t* num_used_items;  // [1]
   std::int32_t* pairs;           // [tokens * top_k], of this rank's experts, by expert
-  float* hidden;   // [tokens * top_k, F], after SwiGLU; what tensor cores take is of the activations' type
+  // [tokens * top_k, F], after SwiGLU; what tensor cores take is of the activations' type, of few tokens
+  // [chosen experts, tokens, F].
+  float* hidden;
   float* outputs;  // [tokens * top_k, M]
 };
 
@@ -81,8 +84,8 @@ __device__ __forceinline__ void for_each_pair(const Choices& choices, const Use&
 }
 
 /// One block: counting sort of the pairs by expert, cut into `num_items` items of up to `item_pairs`, an
-/// expert's of one size; those left over get count 0. The order of an expert's pairs is not fixed; no result
-/// depends on it, for a pair has its own sums.
+/// expert's of one size but for the last; those left over get count 0. The order of an expert's pairs is not
+/// fixed; no result depends on it, for a pair has its own sums.
 __global__ void __launch_bounds__(kSortThreads)
     sort_pairs_kernel(const Choices choices, int num_items, int item_pairs, ExpertItem* items,
                       std::int32_t* num_used_items, std::int32_t* pairs) {
@@ -288,7 +291,10 @@ Multiplier choose_multiplier(const ExpertFfnArgs<T>& args, std::int64_t ffn, std
   if constexpr (std::is_same_v<T, float>) return Multiplier::dots;
   const bool has_many = num_pairs > kDotPairs * static_cast<std::int64_t>(args.local_experts.size());
   if (!(has_many || num_pairs > kUnsortedPairs) || !has_aligned_rows(args, ffn)) return Multiplier::dots;
-  const bool has_offsets = args.in.extent(0) * args.in.stride(0) <= kMostWarpGroupElements &&
+  const std::int64_t tokens = args.in.extent(0);
+  const std::int64_t stride = args.in.stride(0);  // rows may go back in memory
+  const bool has_offsets = is_map_stride(tokens, stride * static_cast<std::int64_t>(sizeof(T))) &&
+                           tokens * stride <= kMostWarpGroupElements &&
                            num_pairs * ffn <= kMostWarpGroupElements;
   if (has_distances && has_offsets) return Multiplier::warp_groups;
   return has_many && fit_tensor_cores<T>(args.local_experts) ? Multiplier::tiles : Multiplier::dots;

@@ -33,10 +33,10 @@ namespace helix::cuda {
 /// Pairs of an item that warp groups multiply, at most.
 inline constexpr int kWarpGroupPairs = 192;
 
-/// Elements of all rows of a product that a thread's offsets reach.
+/// Elements of all rows of a product that a thread's offsets reach, which do not go back.
 inline constexpr std::int64_t kMostWarpGroupElements = std::int64_t{8} << 32;
 
-/// What a product's results are until they are summed.
+/// What a product's results are: those of gate and up T, those of down f32 until choices are summed.
 template <class T, bool kIsGateUp>
 using WarpGroupOut = std::conditional_t<kIsGateUp, T, float>;
 

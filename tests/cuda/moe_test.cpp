@@ -206,6 +206,47 @@ TEMPLATE_TEST_CASE("experts of a few tokens on a GPU agree with f32, whatever th
   }
 }
 
+TEMPLATE_TEST_CASE("experts on a GPU take rows of which the last lies first", "", f16, bf16) {
+  HELIX_REQUIRE_GPUS(1);
+  TwinBench<TestType> bench;
+  constexpr DType kType = kDTypeOf<TestType>;
+  constexpr std::int64_t kHidden = 320;
+  constexpr std::int64_t kFfn = 192;
+  constexpr std::int64_t kTopK = 6;
+  constexpr std::int64_t kLocal = 8;
+  for (const std::int64_t tokens : {2, 9, 40, 150, 400}) {
+    CAPTURE(tokens);
+    bench.clear();
+    std::vector<std::int32_t> chosen;
+    for (std::int64_t pair = 0; pair < tokens * kTopK; ++pair)
+      chosen.push_back(static_cast<std::int32_t>((pair / kTopK + pair % kTopK) % kLocal));
+    const auto experts = bench.same(chosen);
+    const auto weights = bench.same(bench.numbers(tokens * kTopK));
+    const auto in = bench.random(tokens, kHidden);
+    const auto out = bench.random(tokens, kHidden);
+    const auto gate_up = bench.weights(kLocal * 2 * kFfn * kHidden, kType);
+    const auto down = bench.weights(kLocal * kHidden * kFfn, kType);
+    std::deque<cuda::Buffer> workspaces;  // until the queued calls have run
+    HELIX_CHECK_TWINS(bench, {
+      const auto local = experts_of(side.weight(gate_up, kType, kLocal * 2 * kFfn, kHidden),
+                                    side.weight(down, kType, kLocal * kHidden, kFfn), kLocal);
+      const std::size_t bytes = operators.expert_ffn_workspace_bytes(tokens, kTopK, kHidden, kFfn);
+      workspaces.push_back(operators.allocate(bytes));
+      const auto reversed = [&](Activations array) {
+        return TensorView<E, 2>(side(array) + (tokens - 1) * kHidden, {tokens, kHidden}, {-kHidden, 1});
+      };
+      operators.expert_ffn(ExpertFfnArgs<E>{reversed(in),
+                                            TensorView<const std::int32_t, 2>(side(experts), {tokens, kTopK}),
+                                            TensorView<const float, 2>(side(weights), {tokens, kTopK}),
+                                            local,
+                                            0,
+                                            reversed(out),
+                                            {workspaces.back().data(), bytes}},
+                           stream);
+    });
+  }
+}
+
 TEMPLATE_TEST_CASE("experts of layers one behind the other on a GPU are each layer's own", "", f16, bf16) {
   HELIX_REQUIRE_GPUS(1);
   TwinBench<TestType> bench;
