@@ -98,7 +98,6 @@ class ReadingTuners {
 ReadingTuners g_f32("linear.f32", kVectorRowReadings, kVectorReadings);
 ReadingTuners g_f16("linear.f16", kVectorRowReadings, kVectorReadings);
 ReadingTuners g_bf16("linear.bf16", kVectorRowReadings, kVectorReadings);
-ReadingTuners g_fp8("linear.fp8", kVectorRowReadings, kVectorReadings);
 ReadingTuners g_bf16_dots("linear.bf16_dots", kDotRowReadings, kDotReadings);
 
 constexpr Variant<Reading> kTileReadings[] = {{"ahead", Reading::ahead}, {"plain", Reading::plain}};
@@ -131,18 +130,8 @@ TileTuners g_bf16_tiles("linear.bf16_tiles", 2 * kTileRows);
 
 ReadingTuners& tuners_of(Kernel kernel, DType weight) {
   if (kernel == Kernel::bf16_dots) return g_bf16_dots;
-  switch (weight) {
-    case DType::f32:
-      return g_f32;
-    case DType::f16:
-      return g_f16;
-    case DType::bf16:
-      return g_bf16;
-    case DType::fp8_e4m3:
-    case DType::fp8_ds_mla:
-      break;
-  }
-  return g_fp8;
+  if (weight == DType::f32) return g_f32;
+  return weight == DType::f16 ? g_f16 : g_bf16;  // check_weight_type() knows no other
 }
 
 Kernel kernel_for(DType weight, std::int64_t num_rows, ProductInputs inputs) {
