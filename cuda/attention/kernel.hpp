@@ -46,8 +46,8 @@ struct AttentionKernel {
   /// Query rows of a query tile at most, for rows of these sizes: what AttentionParams::query_tile_rows may
   /// be.
   int (*query_tile_rows)(std::int64_t head_dim, std::int64_t value_dim);
-  /// Query rows that an SM has at a time, at most: twice as many split partials are kept for it. 0 for sizes
-  /// that do not fit.
+  /// Query rows that an SM has at a time, at most, and what its blocks find of as many: twice as many split
+  /// partials are kept for it. 0 for sizes that do not fit.
   int (*sm_rows)(std::int64_t head_dim, std::int64_t value_dim);
   /// Whether a query tile has room for query_tile_rows() rows even if no sequence has so many.
   bool has_fixed_query_tile;

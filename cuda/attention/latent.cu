@@ -50,7 +50,7 @@ int launch(const AttentionParams& p, const AttentionCall& call, const AttentionG
   const int blocks = latent_blocks(grid, kBlocks);
   const auto kernel = attend_latent<T, kBlocks>;
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  const int box = latent_box_tokens(p.page_tokens);
+  const int box = box_tokens_of(call.kv.format, kLatentTileTokens);
   const int chunks = box == kLatentTileTokens ? latent::kUnitChunks : 1;
   launch_early(kernel, static_cast<unsigned>(blocks), latent::kThreads, kBytes, grid.stream, true, p,
                paged_chunks_map(p.k, call.dtype, kLatentColumns, call.kv, box, chunks),

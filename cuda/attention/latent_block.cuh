@@ -41,12 +41,6 @@ inline int latent_blocks(const AttentionGrid& grid, int item_blocks) {
   return std::clamp(grid.blocks / kBlocksPerSm / item_blocks, 1, kMaxLatentSplits) * item_blocks;
 }
 
-/// Tokens of the boxes that the copy engine takes out of pages: as many as lie in one page wherever a KV tile
-/// begins.
-inline int latent_box_tokens(int page_tokens) {
-  return std::min(page_tokens & -page_tokens, kLatentTileTokens);
-}
-
 namespace latent {
 
 /// A KV tile is twice as long as the short ones, and a query tile's partials are 16 times as large.

@@ -2,6 +2,7 @@
 // The launch of the kernel over latents of e4m3.
 #include "cuda/attention/latent_e4m3.cuh"
 #include "cuda/attention/latent_e4m3.hpp"
+#include "cuda/kv_cache/paged_maps.cuh"
 #include "cuda/runtime/launch.cuh"
 
 namespace helix::cuda {
@@ -11,7 +12,7 @@ namespace {
 template <class K>
 latent_e4m3::Maps maps_of(const AttentionParams& p, const KvView& kv) {
   latent_e4m3::Maps maps{};
-  const int box = latent_box_tokens(p.page_tokens);
+  const int box = box_tokens_of(kv.format, kLatentTileTokens);
   if (box < kSwizzleRows) return maps;
   const auto map_of = [&](std::byte* first, const PagedRows& rows, int columns, int chunks,
                           CUtensorMapSwizzle swizzle) {

@@ -17,7 +17,7 @@ struct Maps {
   CUtensorMap latents;  ///< Chunks of 128 columns.
   CUtensorMap ropes;
   CUtensorMap scales;  ///< Of mixed rows.
-  int box_tokens;      ///< 0: pages are of an odd number of tokens, or of few.
+  int box_tokens;      ///< 0: pages are of no multiple of 8 tokens.
 };
 
 /// Fills the KV tiles of a block, each of the producer warps a part of every one. Whole ones come by the copy

@@ -12,6 +12,7 @@
 
 #include "cuda/attention/params.cuh"
 #include "cuda/runtime/async_copy.cuh"
+#include "cuda/runtime/ptx.cuh"
 #include "cuda/runtime/warp.cuh"
 
 namespace helix::cuda {
@@ -70,7 +71,7 @@ __device__ inline void copy_narrow_chunk(const RowSource& from, const TokenPlace
     } else {
 #pragma unroll 1
       for (int k = 0; k < width; ++k)
-        store_shared_byte(to + static_cast<unsigned>(i + k), k < valid ? piece[k] : std::byte{0});
+        store_shared(to + static_cast<unsigned>(i + k), k < valid ? piece[k] : std::byte{0});
     }
   }
 }

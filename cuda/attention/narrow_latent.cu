@@ -11,6 +11,7 @@
 #include "cuda/attention/narrow_latent.cuh"
 #include "cuda/kv_cache/paged_maps.cuh"
 #include "cuda/runtime/launch.cuh"
+#include "cuda/runtime/operators_state.hpp"
 
 namespace helix::cuda {
 namespace {
@@ -49,6 +50,7 @@ struct NarrowLaunch {
 
   /// Launches it where each query tile has a cluster that finds room. Returns whether it has.
   static bool launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
+    static_assert(kMaxQueryTiles * kCluster <= kAttentionCounters);
     if (kCluster > 1 && grid.shares_device) return false;  // those that wait may leave no room for one
     const int blocks = std::max(1, grid.blocks / kBlocksPerSm);
     int clusters = kCluster == 1 ? blocks : std::min(blocks / kCluster, most_clusters());

@@ -33,7 +33,8 @@ class Cluster {
   /// `own`: memory of a block alone.
   __device__ Cluster(const AttentionParams& p, float* own) : first_(own) {
     if constexpr (kCluster > 1) {
-      // Behind the split partials of all work items.
+      // Behind the split partials of all work items, in the other half of what sm_rows asks for.
+      static_assert(Found<kCluster>::kFloats <= 2 * kMmaRows * partial_stride(kLatentColumns));
       const std::int64_t items = gridDim.x / kCluster;
       first_ = p.partial_out + (2 * items * p.query_tile_rows) * partial_stride(kLatentColumns) +
                latent::scheduled_block<kCluster>() * kCluster * std::int64_t{Found<kCluster>::kFloats};

@@ -18,7 +18,7 @@
 
 namespace helix::cuda {
 
-inline constexpr int kMaxSequences = 256;  ///< Sequences of one launch.
+inline constexpr int kMaxLaunchSequences = 256;  ///< Sequences of one launch.
 inline constexpr float kLog2E = 1.44269504088896340736f;
 inline constexpr float kLn2 = 0.69314718055994530942f;
 
@@ -76,17 +76,19 @@ struct AttentionParams {
   float soft_cap = 0.0f;
   std::int64_t window = 0;
 
-  float* partial_out = nullptr;  ///< [2 * blocks, query_tile_rows, partial_stride(value_dim)]
+  /// [2 * blocks, query_tile_rows, partial_stride(value_dim)], and behind that what blocks of a cluster find,
+  /// of kernels whose AttentionKernel::sm_rows counts it.
+  float* partial_out = nullptr;
   float* partial_max = nullptr;  ///< [2 * blocks, query_tile_rows], base 2
   float* partial_sum = nullptr;  ///< [2 * blocks, query_tile_rows]
-  int* counters = nullptr;       ///< [query tiles * KV heads], zero between launches
+  int* counters = nullptr;       ///< [query tiles * KV heads * blocks of a cluster], zero between launches
   SplitQueryTile* split_tiles =
       nullptr;  ///< [query tiles], for kernels that combine in a launch of their own
 
   PagedRows rope;       ///< Latent only: key columns from key_columns on.
   int key_columns = 0;  ///< Columns of a key that lie in k.
 
-  std::int32_t query_offsets[kMaxSequences + 1];  ///< Copies by value: a trip to memory less.
+  std::int32_t query_offsets[kMaxLaunchSequences + 1];  ///< Copies by value: a trip to memory less.
 };
 
 /// Brings the first arguments, 64 bytes a warp of the block, into the constant cache, all at once: one by one

@@ -153,7 +153,7 @@ void for_each_launch(const Batch& batch, bool follows_prepare, AttentionParams& 
     std::size_t end = first;
     int count = -skipped;
     p.is_one_query_tile_each = skipped == 0;
-    while (end < sequences && end - first < kMaxSequences && count < most) {
+    while (end < sequences && end - first < kMaxLaunchSequences && count < most) {
       const int tiles_of_sequence = query_tiles(end++);
       count += tiles_of_sequence;
       p.is_one_query_tile_each = p.is_one_query_tile_each && tiles_of_sequence == 1;

@@ -32,7 +32,7 @@ struct AttentionLists {
   static_assert(kTokens >= kLeastKvTileTokens && Limits::kPaddingTiles <= kMostPaddingTiles);
 
   int kv_tile_begin[kMaxQueryTiles + 1];      ///< KV tiles of one KV head before each query tile, padded.
-  Count query_tile_begin[kMaxSequences + 1];  ///< First query tile of each sequence, of the launch's.
+  Count query_tile_begin[kMaxLaunchSequences + 1];  ///< First query tile of each sequence, of the launch's.
   /// KV splits of one KV head before each query tile, if is_one_split_each.
   Count split_begin[kMaxQueryTiles + 1];
   bool is_one_split_each;  ///< Whether each work item is one KV split: of one query tile only.

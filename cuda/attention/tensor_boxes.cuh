@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <numeric>
 
 #include <helix/kv_format.hpp>
 
@@ -17,11 +16,6 @@
 namespace helix::cuda {
 
 inline constexpr int kLeastBoxTokens = 8;  ///< Of a box: whole ones begin at multiples of 128 bytes.
-
-/// Tokens of a box: as many as divide both a page and a KV tile.
-inline int box_tokens_of(const KvFormat& format, std::int64_t kv_tile_tokens) {
-  return static_cast<int>(std::gcd(format.page_tokens, kv_tile_tokens));
-}
 
 /// A lane's box of a KV tile of kTokens tokens, the lane's number in order.
 template <int kTokens>

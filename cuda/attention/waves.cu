@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel of many query rows: which calls it takes, and its launches.
 #include <algorithm>
-#include <numeric>
 
 #include "cuda/attention/waves.cuh"
 #include "cuda/kv_cache/paged_maps.cuh"
@@ -86,7 +85,7 @@ void launch_pages(const AttentionParams& p, const KvView& kv, const AttentionGri
         {p.head_dim, std::int64_t{p.kv_heads} * p.group, std::int64_t{p.first_token} + p.num_tokens},
         2 * p.q_head_stride, 2 * p.q_token_stride, p.group, S::kRows / p.group);
   }
-  maps.box_tokens = static_cast<int>(std::gcd(kv.format.page_tokens, std::int64_t{S::kTokens}));
+  maps.box_tokens = box_tokens_of(kv.format, S::kTokens);
   if (maps.box_tokens < kSwizzleRows) return launch<T, S, WaveChunkCopies>(p, maps, grid);
   maps.k = paged_rows_map(p.k, p.dtype, S::kDim, kv, maps.box_tokens, kPromotion);
   maps.v = paged_rows_map(p.v, p.dtype, S::kValueDim, kv, maps.box_tokens, kPromotion);

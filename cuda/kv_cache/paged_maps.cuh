@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 
 #include <helix/kv_format.hpp>
 
@@ -10,6 +11,12 @@
 #include "cuda/runtime/tensor_map.cuh"
 
 namespace helix::cuda {
+
+/// Tokens of the boxes that the copy engine takes out of pages: as many as lie in one page wherever a KV tile
+/// begins.
+inline int box_tokens_of(const KvFormat& format, std::int64_t kv_tile_tokens) {
+  return static_cast<int>(std::gcd(format.page_tokens, kv_tile_tokens));
+}
 
 /// A map of the 16-bit rows of a paged pool, with coordinates (column, token of the page, head, page) and
 /// boxes of 64 columns of `box_tokens` tokens.

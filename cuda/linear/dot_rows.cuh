@@ -15,10 +15,6 @@ constexpr int kDotThreads = kDotWarps * kWarp;
 constexpr int kDotOutputs = 4;  // weight rows of a warp
 constexpr int kMaxDotRows = 8;  // activation rows of a warp
 
-inline bool is_aligned_16(const void* data) {
-  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0;
-}
-
 /// 16 bytes of a weight. Past L1: nobody on this SM reads them again, and the activations should stay there.
 __device__ __forceinline__ uint4 load_weight(const void* data) {
   uint4 bits;

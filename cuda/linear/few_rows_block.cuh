@@ -43,7 +43,7 @@ struct Shape {
   static constexpr int kSums = kTileSums;
   static constexpr int kColumns = kStageElements / kTileWidth;             // of a stage
   static constexpr int kSmStageBytes = kStageElements * 2 * kBlocksPerSm;  // a stage of each block of an SM
-  /// Stages of a block under way until the kernel ahead has ended, and from then on.
+  /// Stages of a block under way in the ring's first round, beside the kernel ahead, and from then on.
   static constexpr int kFewUnderWay = kFewBytesUnderWay / kSmStageBytes;
   static constexpr int kMostUnderWay = smaller(kMostBytesUnderWay / kSmStageBytes, kStages);
   static constexpr int kChunks = kColumns / kChunkColumns;

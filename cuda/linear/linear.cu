@@ -20,6 +20,7 @@
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/operators_state.hpp"
 #include "cuda/runtime/ptx.cuh"
+#include "cuda/runtime/rows.cuh"
 #include "cuda/runtime/warp.cuh"
 #include "cuda/runtime/weight_type.hpp"
 

@@ -29,8 +29,7 @@ inline std::optional<std::int64_t> distance_of(std::span<const ExpertWeights> ex
     if ((experts[e].*projection).dtype != dtype || address(e) != address(0) + e * distance) return {};
   }
   const auto bytes = static_cast<std::int64_t>(distance);
-  constexpr std::int64_t kMostBytes = std::int64_t{1} << 40;  // of a map's strides
-  if (bytes <= 0 || bytes >= kMostBytes || common_alignment({address(0), distance}) < 16) return {};
+  if (bytes == 0 || !is_map_stride(2, bytes) || common_alignment({address(0), distance}) < 16) return {};
   return bytes;
 }
 

@@ -51,8 +51,8 @@ struct ExpertTable {
   const void* weights[kExpertsPerLaunch];
 };
 
-/// What both projections read and write. Grid: num_items blocks for each block of weight rows, so that the
-/// items of one expert, which lie side by side, read its weights from L2 together.
+/// What both projections read and write. Items of one expert lie side by side, so that they read its weights
+/// from L2 together.
 template <class T, class Out = float>
 struct ExpertProduct {
   Choices choices;

@@ -54,11 +54,12 @@ void launch_both(const ExpertFfnArgs<T>& args, const Choices& choices, T* hidden
   gate_up.width /= 2;
   gate_up.out = hidden;
   gate_up.out_row = gate_up.width;
-  const few_rows::Tiles pairs =
+  const few_rows::Tiles features =
       few_rows::cut_runs(static_cast<int>(most_chosen), gate_up.width, GateUp::kHalves, gate_up.rows,
                          S::kTileWidth / GateUp::kHalves, num_sms * S::kBlocksPerSm);
-  launch<S, GateUp>(gate_up, tokens, num_experts, distances.gate_up, pairs, choices, stream);
+  launch<S, GateUp>(gate_up, tokens, num_experts, distances.gate_up, features, choices, stream);
 
+  // Reads the choices before it waits: gate and up has waited for their kernel when it lets this one start.
   Product<T> down = product_of(TensorView<const T, 2>(hidden, {tokens, gate_up.width}), first.down);
   down.out = args.out.data();
   down.out_row = args.out.stride(0);

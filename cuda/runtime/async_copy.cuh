@@ -25,10 +25,6 @@ __device__ __forceinline__ void copy_chunk_or_zeros(unsigned to, const void* fro
                : "memory");
 }
 
-__device__ __forceinline__ void store_shared_byte(unsigned to, std::byte x) {
-  asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(static_cast<unsigned>(x)) : "memory");
-}
-
 /// Ends a group of this thread's copies, which may be empty.
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -90,7 +90,9 @@ void launch_with(LaunchAttributes attributes, void (*kernel)(Params...), dim3 gr
 }
 
 /// Launches a kernel whose blocks may start while the kernel before it ends: all of them must call
-/// wait_for_previous(), before they touch memory that kernels write. `is_hopper` false: an ordinary launch.
+/// wait_for_previous(). Before that they may read what a kernel further ahead has written, if the one before
+/// has waited for that one's end when it lets this one start; and write nothing that is read by kernels.
+/// `is_hopper` false: an ordinary launch.
 template <class... Params>
 void launch_early(void (*kernel)(Params...), dim3 grid, int threads, std::size_t shared_bytes,
                   StreamHandle stream, bool is_hopper, const std::type_identity_t<Params>&... params) {

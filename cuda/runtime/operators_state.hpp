@@ -16,7 +16,7 @@
 
 namespace helix::cuda {
 
-/// Query tiles times KV heads of one launch of an attention kernel.
+/// Query tiles times KV heads of one launch of an attention kernel, or times its blocks of a cluster.
 inline constexpr std::size_t kAttentionCounters = 1 << 16;
 
 /// Most bytes that queue_download() takes: what a step of some hundred rows draws.

@@ -4,6 +4,7 @@
 // products, and e4m3 made f16.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -44,6 +45,10 @@ __device__ __forceinline__ void copy_chunk(unsigned to, const void* from) {
 /// Asks the L2 cache for the line at `from`.
 __device__ __forceinline__ void prefetch_line(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
+__device__ __forceinline__ void store_shared(unsigned to, std::byte x) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(static_cast<unsigned>(x)) : "memory");
 }
 
 __device__ __forceinline__ void store_shared(unsigned to, uint4 x) {
@@ -95,7 +100,8 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes)
 #endif
 }
 
-/// Waits for this block's own copies: they always come, or the kernel faults.
+/// Waits for copies and arrivals of this block. Unbounded: copies come or the kernel faults, arrivals its own
+/// code owes.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(

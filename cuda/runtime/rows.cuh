@@ -50,6 +50,11 @@ inline std::uintptr_t address_of(const void* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer);
 }
 
+/// Whether vectors of 16 bytes begin there.
+inline bool is_aligned_16(const void* data) {
+  return common_alignment({address_of(data)}) == 16;
+}
+
 /// `count` elements of T, for common_alignment().
 template <class T>
 std::uintptr_t step_of(std::int64_t count) {

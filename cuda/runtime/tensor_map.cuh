@@ -40,8 +40,8 @@ inline CUtensorMapDataType map_type(DType dtype) {
 }
 
 /// A map of elements whose last dimension is contiguous, in the order of the copy engine: `sizes` from
-/// the columns outward, and the strides, in bytes, of all but the columns. Boxes that are swizzled have 64
-/// columns; what lies past the sizes arrives as zeros. Rows are aligned to 16 bytes.
+/// the columns outward, and the strides, in bytes, of all but the columns. Boxes that are swizzled have rows
+/// of 128 bytes; what lies past the sizes arrives as zeros. Rows are aligned to 16 bytes.
 template <int kRank>
 CUtensorMap rows_map(void* first, DType dtype, const std::int64_t (&sizes)[kRank],
                      const std::int64_t (&strides)[kRank - 1], const int (&box)[kRank],
@@ -82,59 +82,60 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
 #endif
 }
 
-/// Copies one box to `to`, a multiple of 1024 bytes, or of 128 if it is not swizzled; `barrier` counts its
-/// bytes.
-__device__ __forceinline__ void copy_box(unsigned to, const CUtensorMap& map, int column, int token, int head,
-                                         int page, unsigned barrier) {
+/// Copies the box at these coordinates, in the map's order, to `to`, a multiple of 128 bytes; `barrier`
+/// counts its bytes. Swizzles go by the bits of addresses in shared memory: rows of 128 bytes are in place
+/// where the tile that they are part of begins at a multiple of 1024.
+__device__ __forceinline__ void copy_box(unsigned to, const CUtensorMap& map, int at0, int at1, int at2,
+                                         int at3, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
       "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
-      "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(column), "r"(token), "r"(head), "r"(page), "r"(barrier)
+      "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(at0), "r"(at1), "r"(at2), "r"(at3), "r"(barrier)
       : "memory");
 #endif
 }
 
 /// The same where it is read once: it leaves the L2 cache first.
-__device__ __forceinline__ void copy_box_once(unsigned to, const CUtensorMap& map, int column, int token,
-                                              int head, int page, unsigned barrier) {
+__device__ __forceinline__ void copy_box_once(unsigned to, const CUtensorMap& map, int at0, int at1, int at2,
+                                              int at3, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
       "[%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
-      "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(column), "r"(token), "r"(head), "r"(page), "r"(barrier),
+      "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(at0), "r"(at1), "r"(at2), "r"(at3), "r"(barrier),
       "l"(evict_first())
       : "memory");
 #endif
 }
 
 /// copy_box() of a map of five dimensions.
-__device__ __forceinline__ void copy_box(unsigned to, const CUtensorMap& map, int column, int row,
-                                         int of_pair, int head, int chunk, unsigned barrier) {
+__device__ __forceinline__ void copy_box(unsigned to, const CUtensorMap& map, int at0, int at1, int at2,
+                                         int at3, int at4, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
       "[%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
-      "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(column), "r"(row), "r"(of_pair), "r"(head), "r"(chunk),
+      "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(at0), "r"(at1), "r"(at2), "r"(at3), "r"(at4),
       "r"(barrier)
       : "memory");
 #endif
 }
 
 /// The same where it is read once.
-__device__ __forceinline__ void copy_box_once(unsigned to, const CUtensorMap& map, int column, int row,
-                                              int of_pair, int head, int chunk, unsigned barrier) {
+__device__ __forceinline__ void copy_box_once(unsigned to, const CUtensorMap& map, int at0, int at1, int at2,
+                                              int at3, int at4, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
       "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to),
-      "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(column), "r"(row), "r"(of_pair), "r"(head), "r"(chunk),
+      "l"(reinterpret_cast<std::uint64_t>(&map)), "r"(at0), "r"(at1), "r"(at2), "r"(at3), "r"(at4),
       "r"(barrier), "l"(evict_first())
       : "memory");
 #endif
 }
 
-/// Copies one box of a map of three dimensions, likewise; to a multiple of 128 bytes if it is not swizzled.
+/// Copies one box of a map of three dimensions, likewise.
 __device__ __forceinline__ void copy_query_box(unsigned to, const CUtensorMap& map, int column, int head,
                                                int token, unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
