@@ -60,19 +60,20 @@ class CapturedSteps<B, Result> {
   /// @throws what queue() throws, and errors of the capture and the launch.
   template <class Queue>
   Result run(const StepShape& shape, typename B::Stream stream, Queue queue) {
+    ++num_steps_;
     Entry* const entry = is_on_ ? find(shape) : nullptr;
     if (entry == nullptr) {
       const Result result = queue();
-      if (is_on_)
-        new_entry() = {{shape.query_offsets.begin(), shape.query_offsets.end()},
-                       shape.num_rows,
-                       shape.is_random,
-                       ++num_steps_,
-                       result,
-                       {}};
+      if (Entry* const place = is_on_ ? place_for_new() : nullptr)
+        *place = {{shape.query_offsets.begin(), shape.query_offsets.end()},
+                  shape.num_rows,
+                  shape.is_random,
+                  num_steps_,
+                  result,
+                  {}};
       return result;
     }
-    entry->last_step = ++num_steps_;
+    entry->last_step = num_steps_;
     if (entry->graph.empty()) {
       entry->graph = B::Graph::capture(stream, [entry, queue] { entry->result = queue(); });
       return queue();
@@ -91,8 +92,10 @@ class CapturedSteps<B, Result> {
 
  private:
   // Drafts of many lengths, and batches that requests join and leave, have many shapes: a new one takes the
-  // place of the one that came longest ago. A graph takes up to a few MB.
+  // place of one that has not come for long, so that captures, which take as long as several steps, stay
+  // rare. Other steps are queued. A graph takes up to a few MB.
   static constexpr std::size_t kMaxShapes = 64;
+  static constexpr std::int64_t kLongAgo = 1024;  // steps
 
   struct Entry {
     std::vector<std::int32_t> query_offsets;
@@ -103,9 +106,10 @@ class CapturedSteps<B, Result> {
     typename B::Graph graph;  // empty: seen once
   };
 
-  Entry& new_entry() {
-    if (entries_.size() < kMaxShapes) return entries_.emplace_back();
-    return *std::ranges::min_element(entries_, {}, &Entry::last_step);
+  Entry* place_for_new() {
+    if (entries_.size() < kMaxShapes) return &entries_.emplace_back();
+    const auto oldest = std::ranges::min_element(entries_, {}, &Entry::last_step);
+    return num_steps_ - oldest->last_step >= kLongAgo ? &*oldest : nullptr;
   }
 
   Entry* find(const StepShape& shape) {
