@@ -31,7 +31,7 @@ struct AttentionLists {
   static constexpr int kKvTileTokens = kTokens;
   static_assert(kTokens >= kLeastKvTileTokens && Limits::kPaddingTiles <= kMostPaddingTiles);
 
-  int kv_tile_begin[kMaxQueryTiles + 1];      ///< KV tiles of one KV head before each query tile, padded.
+  int kv_tile_begin[kMaxQueryTiles + 1];  ///< KV tiles of one KV head before each query tile, padded.
   Count query_tile_begin[kMaxLaunchSequences + 1];  ///< First query tile of each sequence, of the launch's.
   /// KV splits of one KV head before each query tile, if is_one_split_each.
   Count split_begin[kMaxQueryTiles + 1];

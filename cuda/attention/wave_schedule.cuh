@@ -43,16 +43,17 @@ struct WavePlan {
   int begin_token[kMaxWaveQueryTiles];        ///< Local token where the query tile's keys begin.
   int end_token[kMaxWaveQueryTiles];          ///< Local token where the query tile's keys end.
   int kv_tile_begin[kMaxWaveQueryTiles + 1];  ///< KV tiles of one KV head before each query tile.
-  int query_tile_begin[kMaxLaunchSequences + 1];    ///< First query tile of each sequence, in order of the batch.
-  int share_begin[kMaxWaveBlocks + 1];        ///< KV tiles of the list of shares before each block's.
-  int least_kv_tiles;                         ///< Of a query tile.
-  int most_kv_tiles;                          ///< Of a query tile.
-  int pass_heads;                             ///< KV heads of a pass; they divide all.
-  int workers;                                ///< Blocks that have work.
-  int longest;                                ///< KV tiles of a block if all query tiles stay whole, at most.
-  int even_waves;                             ///< Waves after which no block has more than its even share.
-  int waves;                                  ///< Whole query tiles and heads that each block takes.
-  int first_shared;                           ///< KV tiles of all passes before the list of shares.
+  int query_tile_begin[kMaxLaunchSequences +
+                       1];              ///< First query tile of each sequence, in order of the batch.
+  int share_begin[kMaxWaveBlocks + 1];  ///< KV tiles of the list of shares before each block's.
+  int least_kv_tiles;                   ///< Of a query tile.
+  int most_kv_tiles;                    ///< Of a query tile.
+  int pass_heads;                       ///< KV heads of a pass; they divide all.
+  int workers;                          ///< Blocks that have work.
+  int longest;                          ///< KV tiles of a block if all query tiles stay whole, at most.
+  int even_waves;                       ///< Waves after which no block has more than its even share.
+  int waves;                            ///< Whole query tiles and heads that each block takes.
+  int first_shared;                     ///< KV tiles of all passes before the list of shares.
 
   __device__ int first_kv_tile_token(int u) const { return begin_token[u] / kTokens * kTokens; }
   __device__ int kv_tiles(int u) const { return kv_tile_begin[u + 1] - kv_tile_begin[u]; }
