@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include <helix/error.hpp>
 #include <helix/integers.hpp>
 
 #include "generate/generation.hpp"
@@ -29,7 +30,7 @@ class BytesGather {
         stream_(stream),
         device_(backend.allocate(kFirstBytes * (1 + num_ranks()))) {}
 
-  /// By rank. Collective.
+  /// By rank. Collective. @throws Error(out_of_step) if what this rank gave has not come back to it.
   std::vector<std::vector<std::byte>> gather(std::span<const std::byte> mine) {
     std::vector<std::byte> all = exchange(first_message(mine));
     std::vector<std::uint64_t> sizes(num_ranks());
@@ -65,6 +66,10 @@ class BytesGather {
     comm_->all_gather(device_.data(), target, static_cast<std::int64_t>(mine.size()), stream_);
     std::vector<std::byte> all(mine.size() * num_ranks());
     backend_->download(all.data(), target, all.size(), stream_);
+    const auto own =
+        std::span(all).subspan(static_cast<std::size_t>(comm_->rank()) * mine.size(), mine.size());
+    HELIX_EXPECTS(std::ranges::equal(own, mine), ErrorCode::out_of_step, "results of rank ", comm_->rank(),
+                  ": what it gave to all_gather has not come back to it");
     return all;
   }
 

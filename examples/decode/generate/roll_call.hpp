@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <vector>
 
+#include <helix/error.hpp>
+
 #include "model/decoder_backend.hpp"
 
 namespace helix::decode {
@@ -42,7 +44,8 @@ class RollCall {
     if (is_needed() && is_time) meet(/*is_done=*/false);
   }
 
-  /// Returns when all ranks have called it.
+  /// Returns when all ranks have called it. As the function above, @throws Error(out_of_step) if a rank has
+  /// left out a meeting.
   void finish() {
     while (is_needed() && !meet(/*is_done=*/true)) {
     }
@@ -52,6 +55,7 @@ class RollCall {
   using Clock = std::chrono::steady_clock;
 
   struct Message {
+    std::int64_t meeting = 0;  // number, from 1 on
     std::int64_t team = 0;
     std::int64_t is_done = 0;
     std::int64_t pieces_until_next = 0;
@@ -61,13 +65,15 @@ class RollCall {
 
   /// Returns whether all are done.
   bool meet(bool is_done) {
-    const Message mine{team_, is_done ? 1 : 0, pieces_in_interval()};
+    const Message mine{++num_meetings_, team_, is_done ? 1 : 0, pieces_in_interval()};
     std::byte* const all = device_.data() + sizeof(Message);
     backend_.upload(device_.data(), &mine, sizeof(Message), stream_);
     comm_.all_gather(device_.data(), all, sizeof(Message), stream_);
     backend_.download(messages_.data(), all, sizeof(Message) * messages_.size(), stream_);
     pieces_until_next_ = mine.pieces_until_next;
     for (const Message& message : messages_) {
+      HELIX_EXPECTS(message.meeting == num_meetings_, ErrorCode::out_of_step, "roll call ", num_meetings_,
+                    " of rank ", comm_.rank(), ": another rank is at roll call ", message.meeting);
       if (message.team == team_) pieces_until_next_ = std::min(pieces_until_next_, message.pieces_until_next);
     }
     num_pieces_ = 0;
@@ -95,7 +101,8 @@ class RollCall {
   std::vector<Message> messages_;  // by rank
   typename B::Buffer device_;      // own message, then all ranks'
   Clock::time_point last_meeting_ = Clock::now();
-  std::int64_t num_pieces_ = 0;         // since then
+  std::int64_t num_meetings_ = 0;
+  std::int64_t num_pieces_ = 0;         // since the last one
   std::int64_t pieces_until_next_ = 1;  // of a team
 };
 
