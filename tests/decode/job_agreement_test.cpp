@@ -283,7 +283,8 @@ TEST_CASE("processes that differ in what matters decode nothing and name the fir
   }
 }
 
-TEST_CASE("topologies by auto are alike where machines have unequal parts of their memory for a rank", "[mpi]") {
+TEST_CASE("topologies by auto are alike where machines have unequal parts of their memory for a rank",
+          "[mpi]") {
   // As if rank 0 had a machine of its own, where three tenths of the memory fit, and the others shared one
   // of 64.
   const auto planned = [](const std::string& local_ranks, std::int64_t tokens) {
