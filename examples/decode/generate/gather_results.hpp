@@ -28,25 +28,25 @@ class BytesGather {
       : backend_(&backend),
         comm_(&comm),
         stream_(stream),
-        device_(backend.allocate(kFirstBytes * (1 + num_ranks()))) {}
+        device_(backend.allocate(message_bytes(kFirstBytes) * (1 + num_ranks()))) {}
 
-  /// By rank. Collective. @throws Error(out_of_step) if what this rank gave has not come back to it.
+  /// By rank. Collective. @throws Error(out_of_step) if a rank has left out an exchange.
   std::vector<std::vector<std::byte>> gather(std::span<const std::byte> mine) {
     std::vector<std::byte> all = exchange(first_message(mine));
     std::vector<std::uint64_t> sizes(num_ranks());
     for (std::size_t rank = 0; rank < sizes.size(); ++rank)
-      sizes[rank] = size_in(all.data() + rank * kFirstBytes);
+      sizes[rank] = size_in(all.data() + rank * message_bytes(kFirstBytes));
     const std::uint64_t widest = std::ranges::max(sizes);
     std::size_t skipped = kSizeBytes;
-    std::size_t stride = kFirstBytes;
+    std::size_t stride = message_bytes(kFirstBytes);
     if (!fits_first_message(widest)) {
+      std::vector<std::byte> padded(round_up(widest, kFirstBytes));
+      std::ranges::copy(mine, padded.begin());
       skipped = 0;
-      stride = round_up(widest, kFirstBytes);
+      stride = message_bytes(padded.size());
       if (device_.size_bytes() < stride * (1 + num_ranks()))
         device_ = backend_->allocate(stride * (1 + num_ranks()));
-      std::vector<std::byte> padded(stride);
-      std::ranges::copy(mine, padded.begin());
-      all = exchange(padded);
+      all = exchange(std::move(padded));
     }
     std::vector<std::vector<std::byte>> parts;
     for (std::size_t rank = 0; rank < sizes.size(); ++rank) {
@@ -59,24 +59,36 @@ class BytesGather {
  private:
   std::size_t num_ranks() const { return static_cast<std::size_t>(comm_->size()); }
 
-  /// The equally many bytes of all ranks, one after the other.
-  std::vector<std::byte> exchange(const std::vector<std::byte>& mine) {
-    std::byte* const target = device_.data() + mine.size();
-    backend_->upload(device_.data(), mine.data(), mine.size(), stream_);
-    comm_->all_gather(device_.data(), target, static_cast<std::int64_t>(mine.size()), stream_);
-    std::vector<std::byte> all(mine.size() * num_ranks());
+  /// Bytes from one rank's message to the next's. Behind its content each has the number of the exchange.
+  static constexpr std::size_t message_bytes(std::size_t content_bytes) {
+    constexpr std::size_t kNumberBytes = 16;
+    return content_bytes + kNumberBytes;
+  }
+
+  /// The messages of all ranks, whose contents have equally many bytes, one after the other.
+  std::vector<std::byte> exchange(std::vector<std::byte> message) {
+    const std::size_t content_bytes = message.size();
+    const std::uint64_t number = ++num_exchanges_;
+    message.resize(message_bytes(content_bytes));
+    std::memcpy(message.data() + content_bytes, &number, sizeof(number));
+    std::byte* const target = device_.data() + message.size();
+    backend_->upload(device_.data(), message.data(), message.size(), stream_);
+    comm_->all_gather(device_.data(), target, static_cast<std::int64_t>(message.size()), stream_);
+    std::vector<std::byte> all(message.size() * num_ranks());
     backend_->download(all.data(), target, all.size(), stream_);
-    const auto own =
-        std::span(all).subspan(static_cast<std::size_t>(comm_->rank()) * mine.size(), mine.size());
-    HELIX_EXPECTS(std::ranges::equal(own, mine), ErrorCode::out_of_step, "results of rank ", comm_->rank(),
-                  ": what it gave to all_gather has not come back to it");
+    for (std::size_t rank = 0; rank < num_ranks(); ++rank) {
+      const std::uint64_t found = size_in(all.data() + rank * message.size() + content_bytes);
+      HELIX_EXPECTS(found == number, ErrorCode::out_of_step, "exchange ", number, " of results on rank ",
+                    comm_->rank(), ": that of rank ", rank, " has number ", found);
+    }
     return all;
   }
 
   B* backend_;
   typename B::Comm* comm_;
   typename B::Stream stream_;
-  typename B::Buffer device_;  // own bytes, then all ranks'
+  std::uint64_t num_exchanges_ = 0;
+  typename B::Buffer device_;  // own message, then all ranks'
 };
 
 /// The sequences as bytes, for ranks of this program.
