@@ -6,10 +6,12 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <optional>
+#include <span>
 #include <vector>
 
-#include <helix/error.hpp>
-
+#include "generate/gather_results.hpp"
 #include "model/decoder_backend.hpp"
 
 namespace helix::decode {
@@ -27,27 +29,21 @@ class RollCall {
   /// `team_size`: ranks with this rank's `team`.
   RollCall(B& backend, typename B::Comm& comm, typename B::Stream stream, int team, int team_size,
            std::chrono::milliseconds interval)
-      : backend_(backend),
-        comm_(comm),
-        stream_(stream),
-        team_(team),
-        team_size_(team_size),
-        interval_(interval),
-        messages_(static_cast<std::size_t>(comm.size())) {
-    if (is_needed()) device_ = backend.allocate(sizeof(Message) * (1 + messages_.size()));
+      : team_(team), team_size_(team_size), interval_(interval) {
+    if (comm.size() > team_size) gather_.emplace(backend, comm, stream);
   }
 
   void work_goes_on() {
     ++num_pieces_;
     const bool is_time =
         team_size_ == 1 ? Clock::now() - last_meeting_ >= interval_ : num_pieces_ >= pieces_until_next_;
-    if (is_needed() && is_time) meet(/*is_done=*/false);
+    if (gather_ && is_time) meet(/*is_done=*/false);
   }
 
   /// Returns when all ranks have called it. As the function above, @throws Error(out_of_step) if a rank has
   /// left out a meeting.
   void finish() {
-    while (is_needed() && !meet(/*is_done=*/true)) {
+    while (gather_ && !meet(/*is_done=*/true)) {
     }
   }
 
@@ -55,30 +51,25 @@ class RollCall {
   using Clock = std::chrono::steady_clock;
 
   struct Message {
-    std::int64_t meeting = 0;  // number, from 1 on
     std::int64_t team = 0;
     std::int64_t is_done = 0;
     std::int64_t pieces_until_next = 0;
   };
 
-  bool is_needed() const { return comm_.size() > team_size_; }
-
   /// Returns whether all are done.
   bool meet(bool is_done) {
-    const Message mine{++num_meetings_, team_, is_done ? 1 : 0, pieces_in_interval()};
-    std::byte* const all = device_.data() + sizeof(Message);
-    backend_.upload(device_.data(), &mine, sizeof(Message), stream_);
-    comm_.all_gather(device_.data(), all, sizeof(Message), stream_);
-    backend_.download(messages_.data(), all, sizeof(Message) * messages_.size(), stream_);
+    const Message mine{team_, is_done ? 1 : 0, pieces_in_interval()};
     pieces_until_next_ = mine.pieces_until_next;
-    for (const Message& message : messages_) {
-      HELIX_EXPECTS(message.meeting == num_meetings_, ErrorCode::out_of_step, "roll call ", num_meetings_,
-                    " of rank ", comm_.rank(), ": another rank is at roll call ", message.meeting);
+    bool are_all_done = true;
+    for (const std::vector<std::byte>& bytes : gather_->gather(std::as_bytes(std::span(&mine, 1)))) {
+      Message message;
+      std::memcpy(&message, bytes.data(), sizeof(Message));
+      are_all_done = are_all_done && message.is_done != 0;
       if (message.team == team_) pieces_until_next_ = std::min(pieces_until_next_, message.pieces_until_next);
     }
     num_pieces_ = 0;
     last_meeting_ = Clock::now();
-    return std::ranges::all_of(messages_, [](const Message& message) { return message.is_done != 0; });
+    return are_all_done;
   }
 
   /// As many as took `interval` at the speed of the last ones, but no more than twice those.
@@ -92,16 +83,11 @@ class RollCall {
 
   static constexpr std::chrono::duration<double> kShortest{1e-9};
 
-  B& backend_;
-  typename B::Comm& comm_;
-  typename B::Stream stream_;
+  std::optional<BytesGather<B>> gather_;  // nothing where all are one team
   std::int64_t team_;
   int team_size_;
   std::chrono::milliseconds interval_;
-  std::vector<Message> messages_;  // by rank
-  typename B::Buffer device_;      // own message, then all ranks'
   Clock::time_point last_meeting_ = Clock::now();
-  std::int64_t num_meetings_ = 0;
   std::int64_t num_pieces_ = 0;         // since the last one
   std::int64_t pieces_until_next_ = 1;  // of a team
 };
