@@ -160,7 +160,7 @@ bool Scheduler::admit_to(Replica& replica, Queued& queued) {
   std::iota(retained.begin(), retained.end(), std::size_t{0});
   std::optional<Prefix> prefix = find_prefix(replica, retained, prompt);
   std::optional<SequenceId> sequence = take_pages(replica.ledger, replica.calls, prefix, total);
-  if (!sequence) sequence = evict_for(replica, prompt, total, prefix);
+  if (!sequence) sequence = evict_for(replica, std::move(retained), prompt, total, prefix);
   if (!sequence) {
     replica.may_admit = false;
     return false;
@@ -200,15 +200,14 @@ std::optional<SequenceId> Scheduler::take_pages(PageLedger& ledger, std::vector<
   }
 }
 
-/// As take_pages(), giving back ended requests, those used longest ago first and last the one that `prefix`
-/// lies in, for which the best of the rest then takes its place. All on a copy: a request that would find no
-/// room even so leaves them to others.
-std::optional<SequenceId> Scheduler::evict_for(Replica& replica, const TokenIds& prompt, std::int64_t total,
+/// As take_pages(), giving back ended requests of `left`, places of all, those used longest ago first and
+/// last the one that `prefix` lies in, for which the best of the rest then takes its place. All on a copy: a
+/// request that would find no room even so leaves them to others.
+std::optional<SequenceId> Scheduler::evict_for(Replica& replica, std::vector<std::size_t> left,
+                                               const TokenIds& prompt, std::int64_t total,
                                                std::optional<Prefix>& prefix) {
   PageLedger ledger = replica.ledger;
   std::vector<CacheCall> calls = replica.calls;
-  std::vector<std::size_t> left(replica.retained.size());
-  std::iota(left.begin(), left.end(), std::size_t{0});
   std::optional<Prefix> shared = prefix;
   while (!left.empty()) {
     const auto is_shared = [&](std::size_t index) {

@@ -135,8 +135,8 @@ class Scheduler {
   bool admit_to(Replica& replica, Queued& queued);
   static std::optional<SequenceId> take_pages(PageLedger& ledger, std::vector<CacheCall>& calls,
                                               const std::optional<Prefix>& prefix, std::int64_t total);
-  std::optional<SequenceId> evict_for(Replica& replica, const TokenIds& prompt, std::int64_t total,
-                                      std::optional<Prefix>& prefix);
+  std::optional<SequenceId> evict_for(Replica& replica, std::vector<std::size_t> left, const TokenIds& prompt,
+                                      std::int64_t total, std::optional<Prefix>& prefix);
   std::optional<Prefix> find_prefix(const Replica& replica, std::span<const std::size_t> retained,
                                     const TokenIds& prompt);
   void use(Replica& replica, SequenceId retained);
