@@ -43,8 +43,8 @@ struct WavePlan {
   int begin_token[kMaxWaveQueryTiles];        ///< Local token where the query tile's keys begin.
   int end_token[kMaxWaveQueryTiles];          ///< Local token where the query tile's keys end.
   int kv_tile_begin[kMaxWaveQueryTiles + 1];  ///< KV tiles of one KV head before each query tile.
-  int query_tile_begin[kMaxLaunchSequences +
-                       1];              ///< First query tile of each sequence, in order of the batch.
+  /// First query tile of each sequence, in order of the batch.
+  int query_tile_begin[kMaxLaunchSequences + 1];
   int share_begin[kMaxWaveBlocks + 1];  ///< KV tiles of the list of shares before each block's.
   int least_kv_tiles;                   ///< Of a query tile.
   int most_kv_tiles;                    ///< Of a query tile.
