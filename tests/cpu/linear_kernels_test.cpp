@@ -13,6 +13,7 @@
 #include "cpu/linear/product.hpp"
 #include "cpu/linear/task.hpp"
 #include "support/catch.hpp"
+#include "support/equal_bits.hpp"
 #include "support/skipped.hpp"
 #include "support/worse.hpp"
 
@@ -108,10 +109,6 @@ std::vector<float> multiply_whole(const Operands& operands, ProductInputs inputs
   operators.linear(args, stream);
   operators.synchronize(stream);
   return out;
-}
-
-bool have_equal_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
 /// On tile registers, of either kind.

@@ -13,10 +13,12 @@
 #include <helix/cpu/backend.hpp>
 
 #include "support/catch.hpp"
+#include "support/equal_bits.hpp"
 
 namespace {
 
 using helix::DType;
+using helix::test::have_equal_bits;
 
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
@@ -150,7 +152,7 @@ TEST_CASE("linear gives a row the same bits for any number of threads and any ro
     const std::vector<float> one = run(c, 1, false);
     for (int threads : {2, 3}) {
       const std::vector<float> other = run(c, threads, false);
-      REQUIRE(std::memcmp(one.data(), other.data(), one.size() * sizeof(float)) == 0);
+      REQUIRE(have_equal_bits(one, other));
     }
     // Of bf16 weights, up to 4 rows and more may be multiplied by different instructions.
     const std::vector<float> four = run({.rows = 4, .n = 300, .k = 2100, .dtype = dtype}, 1, false);
@@ -248,7 +250,7 @@ TEST_CASE("heads that multiply the same rows give the bits of heads that have co
           };
           const std::vector<float> shared = multiplied(once.data(), k, 0);
           const std::vector<float> apart = multiplied(copies.data(), kHeads * k, k);
-          REQUIRE(std::memcmp(shared.data(), apart.data(), shared.size() * sizeof(float)) == 0);
+          REQUIRE(have_equal_bits(shared, apart));
         }
       }
     }

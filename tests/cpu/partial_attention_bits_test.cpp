@@ -3,7 +3,6 @@
 // and the placement of pages.
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -11,6 +10,7 @@
 
 #include "cpu/attention_world.hpp"
 #include "support/catch.hpp"
+#include "support/equal_bits.hpp"
 
 namespace {
 
@@ -18,9 +18,8 @@ using helix::DType;
 using helix::test::attention::Sequence;
 using helix::test::attention::World;
 
-bool same_bits(const World::Result& a, const World::Result& b) {
-  return std::memcmp(a.out.data(), b.out.data(), a.out.size() * sizeof(float)) == 0 &&
-         std::memcmp(a.lse.data(), b.lse.data(), a.lse.size() * sizeof(float)) == 0;
+bool have_equal_bits(const World::Result& a, const World::Result& b) {
+  return helix::test::have_equal_bits(a.out, b.out) && helix::test::have_equal_bits(a.lse, b.lse);
 }
 
 }  // namespace
@@ -33,15 +32,15 @@ TEST_CASE("partial attention gives the same bits for any number of threads") {
                      .page_tokens = 64,
                      .sequences = {{5000, 1}, {3000, 4}, {200, 40}}});
   const World::Result one = world.run(0, 1);
-  for (int threads : {2, 3, 5}) REQUIRE(same_bits(one, world.run(0, threads)));
-  REQUIRE_FALSE(same_bits(one, World({.query_heads = 8,
-                                      .d = 64,
-                                      .dv = 64,
-                                      .dtype = DType::bf16,
-                                      .page_tokens = 64,
-                                      .sequences = {{5000, 1}, {3000, 4}, {200, 40}}},
-                                     2)
-                                   .run(0, 1)));
+  for (int threads : {2, 3, 5}) REQUIRE(have_equal_bits(one, world.run(0, threads)));
+  REQUIRE_FALSE(have_equal_bits(one, World({.query_heads = 8,
+                                            .d = 64,
+                                            .dv = 64,
+                                            .dtype = DType::bf16,
+                                            .page_tokens = 64,
+                                            .sequences = {{5000, 1}, {3000, 4}, {200, 40}}},
+                                           2)
+                                         .run(0, 1)));
 }
 
 TEST_CASE("partial attention gives the same bits in every variant") {
@@ -76,7 +75,7 @@ TEST_CASE("partial attention gives the same bits in every variant") {
         const auto check = [&](const char* kernels, const char* variant) {
           CAPTURE(variant);
           helix::cpu::fix_tuning(std::string(kernels) + "=" + variant);
-          REQUIRE(same_bits(first, world.run(0)));
+          REQUIRE(have_equal_bits(first, world.run(0)));
         };
         for (const char* variant : variants) check("attention.*", variant);
         if (dtype == DType::bf16 && group > 4) {
@@ -99,6 +98,6 @@ TEST_CASE("partial attention gives a slice of the batch, and any placement of pa
                      .dv = 64,
                      .sequences = {{3000, 1}, {1500, 4}, {200, 40}, {2500, 2}, {9, 1}}});
   const World::Result whole = world.run(0, 2);
-  for (std::int64_t slice : {1, 2, 3}) REQUIRE(same_bits(whole, world.run(0, 2, slice)));
-  REQUIRE(same_bits(whole, world.run(0, 2, 0, 77)));
+  for (std::int64_t slice : {1, 2, 3}) REQUIRE(have_equal_bits(whole, world.run(0, 2, slice)));
+  REQUIRE(have_equal_bits(whole, world.run(0, 2, 0, 77)));
 }

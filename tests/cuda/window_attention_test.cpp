@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <cstring>
 #include <thread>
 #include <vector>
 
@@ -19,6 +18,7 @@
 
 #include "cuda/gpu.hpp"
 #include "cuda/peer_ranks.hpp"
+#include "support/equal_bits.hpp"
 #include "support/ranks.hpp"
 
 using namespace std::chrono_literals;
@@ -38,6 +38,7 @@ using helix::cuda::KernelTarget;
 using helix::cuda::PeerComm;
 using helix::cuda::Stream;
 using helix::test::device_of;
+using helix::test::have_equal_bits;
 using helix::test::make_group;
 using helix::test::on_device;
 using helix::test::on_host;
@@ -186,9 +187,6 @@ struct AttentionExchange {
     backend.download(values.data(), view.data(), values.size() * sizeof(T), stream);
     return values;
   }
-  static bool are_same_bits(const std::vector<T>& a, const std::vector<T>& b) {
-    return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
-  }
 };
 
 /// Decode steps of one launch, of several, of a cluster and of many splits, an idle sequence behind the last
@@ -237,12 +235,11 @@ TEMPLATE_TEST_CASE("what attention writes to peers combines to the bits of what 
         require(!exchange.are_headers_sent(stream), "attention sent headers in round ", round, " of shape ",
                 number);
         exchange.combine(exchange.positions, stream);
-        require(exchange.are_same_bits(exchange.result_on_host(stream), pushed), "other bits in round ",
-                round, " of shape ", number);
+        require(have_equal_bits(exchange.result_on_host(stream), pushed), "other bits in round ", round,
+                " of shape ", number);
       }
       for (int round = 0; round < 5; ++round) exchange.queue(stream);
-      require(exchange.are_same_bits(exchange.result_on_host(stream), pushed), "other bits in shape ",
-              number);
+      require(have_equal_bits(exchange.result_on_host(stream), pushed), "other bits in shape ", number);
       ++number;
       comm.barrier(stream);
       backend.synchronize(stream);
@@ -273,7 +270,7 @@ TEST_CASE("a combine may write where the attention ahead of it reads and works")
       const auto messages = exchange.messages(exchange.positions);
       exchange.attend(exchange.batch(), messages.sink, stream);
       exchange.all_to_all.exchange_and_combine(messages, nullptr, to, stream);
-      require(exchange.are_same_bits(exchange.on_host_of(to, stream), pushed), "other bits in round ", round);
+      require(have_equal_bits(exchange.on_host_of(to, stream), pushed), "other bits in round ", round);
       backend.upload(exchange.q.data(), q.data(), q.size() * sizeof(bf16), stream);
     }
     comm.barrier(stream);
@@ -299,7 +296,7 @@ TEST_CASE("attention in two calls combines to the same bits") {
       exchange.attend(exchange.batch().slice(0, 3), sink, stream);
       require(!exchange.are_headers_sent(stream), "the second call sent headers");
       exchange.combine(exchange.positions, stream);
-      require(exchange.are_same_bits(exchange.result_on_host(stream), pushed), "other bits in round ", round);
+      require(have_equal_bits(exchange.result_on_host(stream), pushed), "other bits in round ", round);
     }
     comm.barrier(stream);
     backend.synchronize(stream);
@@ -338,8 +335,7 @@ TEST_CASE("captured attention and its combine replay rightly with odd numbers of
       for (int i = 0; i < count; ++i) exchange.queue(stream);
     });
     helix::test::replay_apart(backend, graph, stream, [&](int replay) {
-      require(exchange.are_same_bits(exchange.result_on_host(stream), pushed), "other bits in replay ",
-              replay);
+      require(have_equal_bits(exchange.result_on_host(stream), pushed), "other bits in replay ", replay);
     });
   });
 }
