@@ -49,7 +49,9 @@ while [[ $# -gt 0 ]]; do
       preset=arm64 target=quick_tests
       slow='layout of every engine|same bits in every variant|splits long sequences|serves MLA rows|every way of reading weights'
       slow+='|^primitives_test:figure 3'  # which times an overlap: an emulator on one core has none to show
-      slow+='|^decode_layer_test: ?(Batches|Uneven|A mixture|Duplicated|DeepSeek-V2)|^decoder_test: ?(products|replayed|steps queued|a decode step|draws|drawn|the KV|synthetic|the exchange)'
+      slow+='|^decode_layer_test: ?(Batches|Uneven|A mixture|Duplicated|DeepSeek-V2|Window|Biases|Latent attention with biases)'
+      slow+='|^decoder_test: ?(products|replayed|steps queued|a decode step|draws|drawn|the KV|synthetic|the exchange|windows)'
+      slow+='|^kv_cache_test: ?(random|ledgers)|^backend_contract_test: ?sample .* - (Recording|Threaded)'
       labels=(-L '^quick$' -E "$slow")
       parallel=$((2 * $(nproc)))  # each keeps to one core, whichever
       ;;
