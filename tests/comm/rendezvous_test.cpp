@@ -132,6 +132,7 @@ TEST_CASE("a process with another secret or of another job is told so, and the j
 
 TEST_CASE("two jobs on one port refuse each other") {
   const int port = free_port();
+  std::atomic<int> num_refused = 0;
   const std::vector<Outcome> outcomes = run_bootstrap_job(
       4,
       [&](BootstrapOptions options) {
@@ -139,10 +140,17 @@ TEST_CASE("two jobs on one port refuse each other") {
         options.rank %= 2;
         options.size = 2;
         options.job = is_first_job ? "first" : "second";
-        if (is_first_job && options.rank == 1) std::this_thread::sleep_for(400ms);
+        if (is_first_job && options.rank == 1) {  // until then its rank 0 listens
+          for (int i = 0; i < 300 && num_refused < 2; ++i) std::this_thread::sleep_for(10ms);
+        }
         if (!is_first_job) std::this_thread::sleep_for(200ms);  // its rank 0 finds the port taken
-        Bootstrap bootstrap(options);
-        bootstrap.barrier();
+        try {
+          Bootstrap bootstrap(options);
+          bootstrap.barrier();
+        } catch (...) {
+          ++num_refused;
+          throw;
+        }
       },
       5s, port);
   CHECK(outcomes[0].message == "");

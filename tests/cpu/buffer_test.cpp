@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include <unistd.h>
+
 #include <helix/cpu/backend.hpp>
 
 #include "support/catch.hpp"
@@ -19,7 +21,7 @@
 namespace helix::test {
 namespace {
 
-constexpr std::size_t kPage = 4096;
+constexpr std::size_t kPage = 4096;  // or a part of one
 
 /// Untouched beyond its first pages: address space, which others take little of meanwhile.
 constexpr std::size_t kBytes = std::size_t{256} << 20;
@@ -28,7 +30,7 @@ constexpr std::size_t kBytes = std::size_t{256} << 20;
 std::int64_t mapped_bytes() {
   std::int64_t pages = 0;
   std::ifstream("/proc/self/statm") >> pages;
-  return pages * static_cast<std::int64_t>(kPage);
+  return pages * ::sysconf(_SC_PAGESIZE);
 }
 
 /// Holds a stream back until it is opened.

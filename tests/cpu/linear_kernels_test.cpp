@@ -218,23 +218,28 @@ TEST_CASE("where weights lie changes no bit, and nothing beside them is read int
     for (const std::int64_t rows : {1, 2, 5}) {
       Operands operands(rows, cols, 11, DType::bf16, static_cast<unsigned>(cols + rows));
       const std::vector<std::byte> weight = operands.weight;
-      for (const Reading reading :
-           {Reading::rows2, Reading::rows4, Reading::rows, Reading::strips, Reading::ahead, Reading::plain}) {
-        if (!has_bf16_dots() || (rows > 1 && (reading == Reading::rows2 || reading == Reading::rows4)))
-          continue;
+      const auto read_everywhere = [&](Kernel kernel, Reading reading) {
         std::vector<float> first;
         for (const std::size_t shift : {0, 2, 8, 30, 40, 62}) {
-          INFO(rows << " rows of " << cols << ", " << shift << " bytes behind a line");
+          INFO(rows << " rows of " << cols << ", " << shift << " bytes behind a line, kernel "
+                    << static_cast<int>(kernel) << ", reading " << static_cast<int>(reading));
           // NaN all around, in a vector of exactly this size.
           std::vector<bf16> memory(64 + weight.size() / sizeof(bf16), bf16(NAN));
           auto* begin = reinterpret_cast<std::byte*>(memory.data());
           begin += (64 - reinterpret_cast<std::uintptr_t>(begin) % 64) % 64 + shift;
           std::memcpy(begin, weight.data(), weight.size());
-          const std::vector<float> out = multiply_as(operands, Kernel::bf16_dots, reading, begin);
+          const std::vector<float> out = multiply_as(operands, kernel, reading, begin);
           if (first.empty()) first = out;
           CHECK(have_equal_bits(first, out));
         }
+      };
+      for (const Reading reading : {Reading::rows, Reading::strips, Reading::ahead, Reading::plain}) {
+        read_everywhere(Kernel::vectors, reading);
+        if (has_bf16_dots()) read_everywhere(Kernel::bf16_dots, reading);
       }
+      if (rows > 1 || !has_bf16_dots()) continue;
+      for (const Reading reading : {Reading::rows2, Reading::rows4})
+        read_everywhere(Kernel::bf16_dots, reading);
     }
   }
 }

@@ -2,7 +2,9 @@
 // Processes that were started with anything that differs and matters decode nothing, and all say what it is.
 #include "generate/job_agreement.hpp"
 
+#include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstddef>
 #include <filesystem>
 #include <fstream>
@@ -151,10 +153,14 @@ TEST_CASE("a checkpoint is known by its config, tables and contents, wherever it
   CHECK_THAT(refusal(original, fields_at(config)), Contains("different config.json"));
 
   const decode::Checkpoint checkpoint(data_directory() / "llama-tiny");
-  const auto start = std::chrono::steady_clock::now();
-  (void)fields_of(checkpoint);
-  const std::chrono::duration<double, std::milli> taken = std::chrono::steady_clock::now() - start;
-  CHECK(taken.count() < 10.0 * 10);  // 10 where no sanitizer slows it down
+  double fastest_ms = HUGE_VAL;  // of several: others use this machine too
+  for (int i = 0; i < 5; ++i) {
+    const auto start = std::chrono::steady_clock::now();
+    (void)fields_of(checkpoint);
+    const std::chrono::duration<double, std::milli> taken = std::chrono::steady_clock::now() - start;
+    fastest_ms = std::min(fastest_ms, taken.count());
+  }
+  CHECK(fastest_ms < 10.0 * 10);  // 10 where no sanitizer slows it down
 
   using decode::test::filled;
   using decode::test::safetensors_of;

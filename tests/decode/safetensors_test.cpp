@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include <unistd.h>
+
 #include <helix/error.hpp>
 
 #include "checkpoint/checkpoint.hpp"
@@ -46,7 +48,7 @@ std::int64_t resident_file_bytes() {
   std::int64_t resident = 0;
   std::int64_t shared = -1;
   statm >> size >> resident >> shared;
-  return shared < 0 ? -1 : shared * 4096;
+  return shared < 0 ? -1 : shared * ::sysconf(_SC_PAGESIZE);
 }
 
 /// A file of one tensor of `bytes` bytes, all zeros, which take no room on the disk. Returns its path.

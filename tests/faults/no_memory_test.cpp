@@ -90,18 +90,24 @@ void fail_allocations(const std::string& model, std::int64_t count) {
   const Job job(model);
   for (int rank = 0; rank < 2; ++rank) {
     const std::int64_t total = run_without_memory(job, rank, -1).allocations;
+    REQUIRE(total > 0);
+    std::int64_t num_failed = 0;
+    std::int64_t num_noticed = 0;
     const std::int64_t stride = std::max<std::int64_t>(1, total / count);
     for (std::int64_t number = 0; number < total; number += stride) {
       const Outcome outcome = run_without_memory(job, rank, number);
       INFO("allocation " << number << " of " << total << " on rank " << rank << "\n"
                          << outcome.ranks.all_messages());
       CHECK(outcome.again == "");
+      ++num_failed;
       // Allocations of a clean-up may fail and be done without.
       if (!outcome.ranks.failures[static_cast<std::size_t>(rank)]) continue;
+      ++num_noticed;
       const std::string other = outcome.ranks.message(1 - rank);
       // It may have got all that it needs before.
       CHECK((other.empty() || other.find("rank " + std::to_string(rank)) != std::string::npos));
     }
+    CHECK(num_noticed > num_failed / 2);
   }
 }
 
