@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <numeric>
 #include <random>
 #include <string>
@@ -16,6 +15,7 @@
 #include <helix/foreign_kv.hpp>
 
 #include "ceilings.hpp"
+#include "exact_attention.hpp"
 #include "support/worse.hpp"
 
 namespace {
@@ -57,45 +57,6 @@ constexpr Case kCases[] = {
 };
 
 constexpr std::int64_t kPageTokens = 64;
-
-float element(const std::byte* pages, std::int64_t index) {
-  helix::bf16 x;
-  std::memcpy(&x, pages + index * 2, sizeof(x));
-  return static_cast<float>(x);
-}
-
-/// The largest difference of one query head from a naive double computation.
-double error_of_head(const helix::PartialAttentionArgs<float>& args, std::int64_t query_head) {
-  const helix::KvView& kv = args.kv;
-  const helix::KvFormat& format = kv.format;
-  const auto* keys = static_cast<const std::byte*>(kv.k);
-  const auto* values = static_cast<const std::byte*>(format.is_latent ? kv.k : kv.v);
-  const std::int64_t head = query_head / (args.q.extent(1) / format.num_heads);
-  std::vector<double> out(static_cast<std::size_t>(format.value_dim), 0.0);
-  double total = 0.0;  // scores are small enough for exp without a shift
-  for (std::int64_t token = 0; token < kv.max_pages * kPageTokens; ++token) {
-    const std::int32_t page = kv.page_table[token / kPageTokens];
-    const std::int64_t row = format.k.at(page, head, token % kPageTokens);
-    const std::int64_t rope = format.rope.at(page, head, token % kPageTokens) - format.k_columns();
-    double score = 0.0;
-    for (std::int64_t i = 0; i < format.head_dim; ++i) {
-      const float key = i < format.k_columns() ? element(keys, row + i)
-                                               : element(static_cast<const std::byte*>(kv.rope), rope + i);
-      score += static_cast<double>(args.q(0, query_head, i)) * key;
-    }
-    const double weight = std::exp(score * args.scale);
-    total += weight;
-    for (std::int64_t i = 0; i < format.value_dim; ++i) {
-      out[static_cast<std::size_t>(i)] += weight * element(values, row + i);
-    }
-  }
-  double worst = std::abs(static_cast<double>(args.sink.lse(0, query_head)) - std::log(total));
-  for (std::int64_t i = 0; i < format.value_dim; ++i) {
-    const double exact = out[static_cast<std::size_t>(i)] / total;
-    worst = helix::test::worse(worst, std::abs(exact - args.sink.out(0, query_head, i)));
-  }
-  return worst;
-}
 
 helix::KvView view_of(const Case& c, std::byte* memory) {
   const std::int64_t num_pages = c.tokens / kPageTokens;
@@ -162,7 +123,8 @@ void bench_partial_attention(benchmark::State& state, const Case& c, int num_thr
   if (c.kernel != nullptr) helix::bench::choose_kernels({c.kernel}, work);
   helix::bench::run_beside_ceilings(state, num_threads, 2.0 * static_cast<double>(kv_elements), flops, memory,
                                     work);
-  const double error = std::max(error_of_head(args, 0), error_of_head(args, c.query_heads - 1));
+  const double error = helix::test::worse(helix::bench::error_of_head(args, 0),
+                                          helix::bench::error_of_head(args, c.query_heads - 1));
   state.counters["max_error"] = error;
   if (!(error < 1e-5)) state.SkipWithError("the result that was timed is wrong");
 }

@@ -25,8 +25,8 @@ inline std::vector<float> as_floats(const std::vector<bf16>& values) {
   return {values.begin(), values.end()};
 }
 
-/// Times `queue(place)` beside the read of `bytes` and fills in the counters. `error()` checks one result
-/// that was timed.
+/// Times `queue(place)` beside the read of `bytes` and fills in the counters. `error()` checks the result of
+/// one of these launches, or of one more.
 inline void measure(benchmark::State& state, const cuda::Operators<bf16>& operators, double bytes,
                     int launches, const std::function<void(int, cuda::Stream)>& queue,
                     const std::function<double(cuda::Stream)>& error) {
@@ -42,7 +42,7 @@ inline void measure(benchmark::State& state, const cuda::Operators<bf16>& operat
   }
   const double us = time_launches(stream, launches, 15, [&](int i) { queue(i, stream); });
   const double worst = error(stream);
-  if (!(worst < kTolerance)) state.SkipWithError("the result that was timed is wrong");
+  if (!(worst < kTolerance)) state.SkipWithError("the result is wrong");
   for (auto _ : state) state.SetIterationTime(us * 1e-6);
   state.counters["us"] = us;
   state.counters["bytes"] = bytes;

@@ -336,19 +336,20 @@ void bench_sample(benchmark::State& state, std::int64_t rows, bool is_greedy) {
   const cuda::Buffer configs_at =
       on_device(operators, std::vector<SamplingConfig>(static_cast<std::size_t>(rows), config));
   const cuda::Buffer tokens = operators.allocate(static_cast<std::size_t>(rows) * sizeof(std::int32_t));
-  const auto arguments = [&]<class T>(const T* from) {
+  const cuda::Buffer exact_tokens = operators.allocate(tokens.size_bytes());
+  const auto arguments = [&]<class T>(const T* from, const cuda::Buffer& to) {
     SampleArgs<T> args;
     args.logits = {from, {1, rows, kModel.vocab}};
     args.shard_begins = reinterpret_cast<const std::int64_t*>(begins.data());
     args.configs = reinterpret_cast<const SamplingConfig*>(configs_at.data());
     args.counters = reinterpret_cast<const std::uint64_t*>(counters_at.data());
-    args.tokens = reinterpret_cast<std::int32_t*>(tokens.data());
+    args.tokens = reinterpret_cast<std::int32_t*>(to.data());
     return args;
   };
   measure(
       state, operators, bytes, launches,
       [&](int i, cuda::Stream stream) {
-        operators.sample(arguments(static_cast<const bf16*>(logits.at(i))), stream);
+        operators.sample(arguments(static_cast<const bf16*>(logits.at(i)), tokens), stream);
       },
       [&](cuda::Stream stream) {
         // The same logits as f32 must give the same tokens.
@@ -356,9 +357,9 @@ void bench_sample(benchmark::State& state, std::int64_t rows, bool is_greedy) {
         const auto values = as_floats(on_host<bf16>(operators, logits.at(launches - 1), rows * kModel.vocab));
         const cuda::Operators<float> exact;
         const cuda::Buffer exact_logits = on_device(exact, values);
-        exact.sample(arguments(reinterpret_cast<const float*>(exact_logits.data())), stream);
+        exact.sample(arguments(reinterpret_cast<const float*>(exact_logits.data()), exact_tokens), stream);
         exact.synchronize(stream);
-        bool is_right = got == on_host<std::int32_t>(operators, tokens.data(), rows);
+        bool is_right = got == on_host<std::int32_t>(operators, exact_tokens.data(), rows);
         for (std::int64_t row = 0; is_greedy && row < rows; ++row) {
           const auto begin = values.begin() + row * kModel.vocab;
           is_right = is_right && std::max_element(begin, begin + kModel.vocab) - begin ==

@@ -219,7 +219,7 @@ constexpr std::array<Case, 36> latent_cases() {
 
 constexpr auto kLatentCases = latent_cases();
 
-constexpr std::size_t kColdBytes = std::size_t{2} << 30;  ///< read between two readings of the same page
+constexpr std::size_t kColdBytes = std::size_t{2} << 30;  ///< of the pool, whose parts launches read in turn
 
 KvFormat format_of(const Case& c) {
   switch (c.layout) {
@@ -438,7 +438,8 @@ Errors errors_of(const Workload<T>& work, const Case& c, cuda::Stream stream, st
   return errors;
 }
 
-/// Launches in a graph and its replays: a quarter of a second in all, as far as that goes.
+/// Launches in a graph and its replays: a quarter of a second in all, as far as that goes, and enough for a
+/// replay to find caches cold.
 struct Repeats {
   int launches;
   int replays;
@@ -449,7 +450,8 @@ Repeats repeats_of(const Workload<T>& work, cuda::Stream stream) {
   constexpr double kReplayUs = 20e3;
   const double us = time_launches(
       stream, 1, 3, [&](int) { work.operators().partial_attention(work.arguments(0), stream); });
-  const auto most = std::clamp<std::int64_t>(work.turns(), 1, 20);
+  const auto most = std::min<std::int64_t>(
+      work.turns(), std::max(20, cold_launches(static_cast<std::size_t>(work.kv_bytes()))));
   return {static_cast<int>(std::clamp<std::int64_t>(static_cast<std::int64_t>(kReplayUs / us), 1, most)),
           us > 2.0 * kReplayUs ? 5 : 15};
 }
