@@ -2,9 +2,12 @@
 // ShardedKVCache refuses what contradicts itself, on every rank alike, and changes nothing.
 #include <cstddef>
 #include <cstdint>
+#include <fstream>
 #include <functional>
 #include <limits>
 #include <vector>
+
+#include <unistd.h>
 
 #include <helix/cpu/backend.hpp>
 #include <helix/page_ledger.hpp>
@@ -327,4 +330,20 @@ TEST_CASE("bad cache sizes fail at construction") {
   CpuBackend crossed(LocalComm::create_group(2)[1], LocalComm::create_group(2)[0]);
   CHECK(contains(failure_of([&] { Cache(crossed, topology, good); })->what,
                  "places stage_rank 1 at kvp_rank 1 of 2"));
+}
+
+TEST_CASE("pages that no memory holds are refused before their books are made") {
+  const auto resident_bytes = [] {
+    std::int64_t pages = 0;
+    std::ifstream statm("/proc/self/statm");
+    statm >> pages >> pages;
+    return pages * ::sysconf(_SC_PAGESIZE);
+  };
+  const std::int64_t before = resident_bytes();
+  const auto failure = failure_of(
+      [] { Stage({.kv_heads = 1}, {.layers = std::numeric_limits<int>::max(), .pages = helix::kMaxPages}); });
+  REQUIRE(failure);
+  CHECK(failure->code == ErrorCode::capacity);
+  CHECK(failure->says("exceeds the address space"));
+  CHECK(resident_bytes() - before < std::int64_t{1} << 20);
 }

@@ -15,7 +15,8 @@
 
 namespace helix {
 
-/// Sizes of a cache, fixed for its life; equal on all KVP ranks of a stage.
+/// Sizes of a cache, fixed for its life; equal on all KVP ranks of a stage, which do not compare them: with
+/// another page_tokens or chunk on one of them tokens are stored twice or nowhere.
 struct KvCacheSpec {
   DType dtype = DType::bf16;      ///< Element type of keys, values and latents as stored.
   std::int64_t layers = 0;        ///< Layers of this stage.
@@ -23,7 +24,9 @@ struct KvCacheSpec {
   std::int64_t pages = 0;   ///< Pages of each rank, each holding every layer; see PageLedger::pages_needed
   std::int64_t chunk = 16;  ///< C of KvLayout
   std::int64_t max_sequences = 64;
-  std::int64_t max_tokens = 0;  ///< Global tokens a sequence may reach; 0: as many as fit into the pages
+  /// Global tokens a sequence may reach; 0: as many as fit into the pages. The page table has max_sequences
+  /// times their pages, on the device and on the host.
+  std::int64_t max_tokens = 0;
   /// Of keys, fp8_e4m3 only, stored * scale = value: empty (1), one, [Hkv of the whole model] or [layers,
   /// Hkv]. MLA: of the whole row.
   std::vector<float> k_scales{};

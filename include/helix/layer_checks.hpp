@@ -204,7 +204,8 @@ void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
     expect_apart("normed", bytes_of(options.normed), "hidden", bytes_of(hidden));
     expect_apart("normed", bytes_of(options.normed), "the workspace", options.workspace);
   }
-  HELIX_EXPECTS(options.next_norm.empty() || options.normed.data() != nullptr, ErrorCode::invalid_argument,
+  HELIX_EXPECTS(options.next_norm.empty() || options.normed.data() != nullptr || batch.num_tokens() == 0,
+                ErrorCode::invalid_argument,
                 "decode_layer: options.next_norm is given without options.normed, where what it norms goes; "
                 "give normed too, or leave both out");
   expect_shape_if_given("next_norm", options.next_norm, shape.hidden);

@@ -42,6 +42,22 @@ inline std::uint32_t fingerprint(const PageLedgerSpec& spec) {
   return hash;
 }
 
+inline void expect_range(std::string_view name, std::int64_t value, std::int64_t smallest,
+                         std::int64_t largest) {
+  HELIX_EXPECTS(value >= smallest && value <= largest, ErrorCode::invalid_argument, "the KV cache's ", name,
+                " is ", value, "; it must be in [", smallest, ", ", largest, "]");
+}
+
+inline void check_sizes(const PageLedgerSpec& spec) {
+  expect_range("kvp", spec.layout.kvp(), 1, kMaxRanks);
+  expect_range("chunk", spec.layout.chunk(), 1, kMaxChunk);
+  expect_range("page_tokens", spec.page_tokens, 1, kMaxPageTokens);
+  expect_range("pages", spec.pages, 1, kMaxPages);
+  expect_range("max_sequences", spec.max_sequences, 1, kMaxSequences);
+  expect_range("pages * page_tokens", spec.pages * spec.page_tokens, 1, kMaxTokens / spec.layout.kvp());
+  expect_range("max_tokens", spec.max_tokens, 0, kMaxTokens);
+}
+
 inline void ensure_capacity(std::vector<std::int32_t>& pages, std::size_t size) {
   if (pages.capacity() < size) pages.reserve(larger(size, 2 * pages.capacity()));
 }
@@ -50,19 +66,8 @@ inline void ensure_capacity(std::vector<std::int32_t>& pages, std::size_t size) 
 
 inline PageLedger::PageLedger(const PageLedgerSpec& spec, std::int64_t kvp_rank)
     : spec_(spec), kvp_rank_(kvp_rank) {
-  const auto expect_range = [](std::string_view name, std::int64_t value, std::int64_t smallest,
-                               std::int64_t largest) {
-    HELIX_EXPECTS(value >= smallest && value <= largest, ErrorCode::invalid_argument, "the KV cache's ", name,
-                  " is ", value, "; it must be in [", smallest, ", ", largest, "]");
-  };
-  expect_range("kvp", spec.layout.kvp(), 1, kMaxRanks);
-  expect_range("kvp_rank", kvp_rank, 0, spec.layout.kvp() - 1);
-  expect_range("chunk", spec.layout.chunk(), 1, kMaxChunk);
-  expect_range("page_tokens", spec.page_tokens, 1, kMaxPageTokens);
-  expect_range("pages", spec.pages, 1, kMaxPages);
-  expect_range("max_sequences", spec.max_sequences, 1, kMaxSequences);
-  expect_range("pages * page_tokens", spec.pages * spec.page_tokens, 1, kMaxTokens / spec.layout.kvp());
-  expect_range("max_tokens", spec.max_tokens, 0, kMaxTokens);
+  detail::check_sizes(spec);
+  detail::expect_range("kvp_rank", kvp_rank, 0, spec.layout.kvp() - 1);
 
   if (spec_.max_tokens == 0) spec_.max_tokens = detail::tokens_that_fit(spec_);
   max_pages_ = larger<std::int64_t>(1, pages_of(spec_.max_tokens, 0));

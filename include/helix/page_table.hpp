@@ -30,8 +30,12 @@ class PageTable {
         lost_(lost_places(max_sequences)),
         device_(backend.allocate(host_.size() * sizeof(std::int32_t))) {
     const auto stream = backend.create_stream();
-    upload({0, host_.size()}, stream);
-    backend.synchronize(stream);
+    // A backend may copy what it uploads: not all of it at once.
+    constexpr std::size_t kPiece = std::size_t{1} << 20;
+    for (std::size_t begin = 0; begin < host_.size(); begin += kPiece) {
+      upload({begin, smaller(begin + kPiece, host_.size())}, stream);
+      backend.synchronize(stream);
+    }
   }
 
   const std::int32_t* data() const { return reinterpret_cast<const std::int32_t*>(device_.data()); }

@@ -45,36 +45,25 @@ class ShardedKVCache {
       : backend_(&backend),
         spec_(detail::checked(spec, topology)),
         stage_rank_(checked_stage_rank(backend, topology)),
-        ledger_({.layout = KvLayout(topology.kvp(), spec.chunk),
-                 .page_tokens = spec.page_tokens,
-                 .pages = spec.pages,
-                 .max_sequences = spec.max_sequences,
-                 .max_tokens = spec.max_tokens,
-                 .tag = spec.tag},
-                topology.stage_coordinates(stage_rank_).kvp_rank),
+        format_(checked_format(spec, topology, stage_rank_)),
+        page_bytes_(detail::bytes_of(spec, static_cast<std::size_t>(format_.page_elements()),
+                                     size_bytes(spec.dtype))),
+        layer_bytes_(round_up(detail::bytes_of(spec, static_cast<std::size_t>(spec.pages) + 1, page_bytes_),
+                              kAlignment)),
+        pages_(backend.allocate(detail::bytes_of(spec, static_cast<std::size_t>(spec.layers), layer_bytes_))),
+        ledger_(ledger_spec(spec, topology), topology.stage_coordinates(stage_rank_).kvp_rank),
         page_table_(backend, spec.max_sequences, ledger_.max_pages(), static_cast<std::int32_t>(spec.pages)) {
-    const ModelShape& shape = topology.shape();
-    const Range heads = topology.kv_heads(stage_rank_);
-    const KvFormat format =
-        shape.is_mla() ? KvFormat::latent(spec.dtype, shape.head_dim, shape.value_dim, spec.page_tokens)
-                       : KvFormat::head_major(spec.dtype, heads.size(), shape.head_dim, shape.value_dim,
-                                              spec.page_tokens);
-    view_.format = format;
+    view_.format = format_;
     view_.num_pages = spec.pages;
     view_.max_pages = ledger_.max_pages();
     view_.num_slots = spec.max_sequences;
     view_.layout = ledger_.spec().layout;
     view_.kvp_rank = ledger_.kvp_rank();
-
-    page_bytes_ =
-        detail::bytes_of(spec, static_cast<std::size_t>(format.page_elements()), size_bytes(spec.dtype));
-    layer_bytes_ = detail::bytes_of(spec, static_cast<std::size_t>(spec.pages) + 1, page_bytes_);
-    layer_bytes_ = round_up(layer_bytes_, kAlignment);
-    pages_ = backend.allocate(detail::bytes_of(spec, static_cast<std::size_t>(spec.layers), layer_bytes_));
     view_.page_table = page_table_.data();
 
-    k_scales_ = upload_scales(spec.k_scales, heads, shape.num_kv_heads);
-    v_scales_ = upload_scales(spec.v_scales, heads, shape.num_kv_heads);
+    const Range heads = topology.kv_heads(stage_rank_);
+    k_scales_ = upload_scales(spec.k_scales, heads, topology.shape().num_kv_heads);
+    v_scales_ = upload_scales(spec.v_scales, heads, topology.shape().num_kv_heads);
   }
 
   const KvCacheSpec& spec() const { return spec_; }
@@ -225,6 +214,24 @@ class ShardedKVCache {
     return comms.stage->rank();
   }
 
+  static PageLedgerSpec ledger_spec(const KvCacheSpec& spec, const Topology& topology) {
+    return {.layout = KvLayout(topology.kvp(), spec.chunk),
+            .page_tokens = spec.page_tokens,
+            .pages = spec.pages,
+            .max_sequences = spec.max_sequences,
+            .max_tokens = spec.max_tokens,
+            .tag = spec.tag};
+  }
+
+  static KvFormat checked_format(const KvCacheSpec& spec, const Topology& topology, int stage_rank) {
+    detail::check_sizes(ledger_spec(spec, topology));
+    const ModelShape& shape = topology.shape();
+    if (shape.is_mla())
+      return KvFormat::latent(spec.dtype, shape.head_dim, shape.value_dim, spec.page_tokens);
+    return KvFormat::head_major(spec.dtype, topology.kv_heads(stage_rank).size(), shape.head_dim,
+                                shape.value_dim, spec.page_tokens);
+  }
+
   typename B::Buffer upload_scales(const std::vector<float>& scales, Range heads, std::int64_t num_kv_heads) {
     const std::vector<float> expanded = detail::expanded_scales(scales, spec_.layers, heads, num_kv_heads);
     if (expanded.empty()) return {};
@@ -249,12 +256,13 @@ class ShardedKVCache {
   B* backend_;
   KvCacheSpec spec_;
   int stage_rank_;
-  PageLedger ledger_;
+  KvFormat format_;
+  std::size_t page_bytes_;    // of one layer
+  std::size_t layer_bytes_;   // from one layer's pages to the next
+  typename B::Buffer pages_;  // [layers][pages + 1][page_elements]: the last page is the spare one
+  PageLedger ledger_;         // behind the pages: what is too large ends there, before the books are made
   PageTable<B> page_table_;
   KvView view_;                  // of layer 0, without its addresses
-  std::size_t page_bytes_ = 0;   // of one layer
-  std::size_t layer_bytes_ = 0;  // from one layer's pages to the next
-  typename B::Buffer pages_;     // [layers][pages + 1][page_elements]: the last page is the spare one
   typename B::Buffer k_scales_;  // [layers, heads of this rank], or empty
   typename B::Buffer v_scales_;
 };

@@ -67,7 +67,7 @@ void check_headers(const CheckExchangeArgs& args) {
     ExchangeHeader header;
     std::memcpy(&header, args.messages + peer * args.message_bytes, sizeof(header));
     HELIX_EXPECTS(header.epoch == epoch && header.tokens == args.tokens && header.sender == peer,
-                  ErrorCode::out_of_step, "exchange: the message from rank ", peer, " says rank ",
+                  ErrorCode::out_of_step, "exchange: the message from group rank ", peer, " says group rank ",
                   header.sender, ", step ", count(header.epoch), ", ", header.tokens,
                   " tokens, positions of hash ", hash(header.epoch), "; expected step ", count(epoch), ", ",
                   args.tokens, " tokens, positions of hash ", hash(epoch),

@@ -51,6 +51,8 @@ inline std::int64_t page_of(const KvView& kv, std::int32_t slot, std::int64_t lo
   const std::int64_t first = kv.first_page_of(slot);
   const std::int64_t most =
       kv.page_begins != nullptr ? kv.page_begins[std::int64_t{slot} + 1] - first : kv.max_pages;
+  HELIX_EXPECTS(first >= 0, ErrorCode::invalid_argument, "the pages of the sequence in slot ", slot,
+                " begin at place ", first, " of the page table; page_begins counts from 0");
   HELIX_EXPECTS(local >= 0 && index < most, ErrorCode::invalid_argument, "local token ", local,
                 " of the sequence in slot ", slot, " is in page ", index,
                 " of the sequence, whose row of the page table has ", most,

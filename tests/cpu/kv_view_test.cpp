@@ -524,6 +524,9 @@ TEST_CASE("tokens outside of their row of the page table are refused, and harm n
           operators.read_kv({readable.kv, 0, 4, row, row}, stream);
           operators.synchronize(stream);
         }).says("whose row of the page table has 2"));
+  const std::int32_t before_table[] = {-3, 0, 4};
+  readable.kv.page_begins = before_table;
+  CHECK(failure(0, 0).says("the sequence in slot 0 begin at place -3 of the page table"));
   CHECK(readable.pool == before);
 }
 

@@ -21,13 +21,14 @@ struct Batch {
   std::span<const std::int32_t> query_offsets_host;
   const std::int32_t* query_offsets = nullptr;  ///< [B + 1], the same in device memory.
   const std::int64_t* positions =
-      nullptr;  ///< [tokens of the step], global; -1 is padding and reads nothing.
+      nullptr;  ///< [tokens of the step], global; below 0 (-1) is padding and reads nothing.
   /// [B], rows of the cache's page table. No two sequences of a step share a row of the cache that the step
   /// writes.
   const std::int32_t* sequence_slots = nullptr;
   /// [B] or empty, host memory, read as query_offsets_host: tokens of each sequence with those of this step,
   /// its largest position and one; equal on all ranks. What is queued may then depend on them: a step that is
-  /// captured leaves them out.
+  /// captured leaves them out. No operation compares them with the positions: where latents are expanded, one
+  /// that is too small gives wrong outputs.
   std::span<const std::int64_t> lengths_host{};
 
   std::int64_t num_sequences() const {

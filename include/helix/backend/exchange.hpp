@@ -203,8 +203,7 @@ struct LseCombineArgs {
 /// one.
 template <class B>
 concept ExchangeBackend = QueueBackend<B> && StageBackend<B> &&
-    requires(B& backend, typename B::Stream stream) {
-  requires ExchangeComm<typename B::Comm, typename B::Stream>;
+    ExchangeComm<typename B::Comm, typename B::Stream> && requires(B& backend, typename B::Stream stream) {
   backend.pack_partial(PackPartialArgs<typename B::Activation>{}, stream);
   backend.check_exchange(CheckExchangeArgs{}, stream);
   backend.lse_combine(LseCombineArgs<typename B::Activation>{}, stream);

@@ -225,9 +225,9 @@ struct ExpertFfnArgs {
 /// What decode_layer asks of a machine: the exchange, attention, and everything between.
 template <class B>
 concept LayerBackend = ExchangeBackend<B> && AttentionBackend<B> &&
+    ReduceComm<typename B::Comm, typename B::Stream> &&
     requires(B& backend, typename B::Stream stream, typename B::Activation a, void* target, std::size_t bytes,
              std::int64_t n) {
-  requires ReduceComm<typename B::Comm, typename B::Stream>;
   backend.fill_zero(target, bytes, stream);
   backend.rms_norm(RmsNormArgs<decltype(a)>{}, stream);
   backend.linear(LinearArgs<decltype(a)>{}, stream);

@@ -116,10 +116,9 @@ struct AdvanceArgs {
 
 /// What embed_tokens, VocabularyHead and BatchBuffer::advance ask of a machine.
 template <class B>
-concept VocabularyBackend = ExchangeBackend<B> &&
+concept VocabularyBackend = ExchangeBackend<B> && ReduceComm<typename B::Comm, typename B::Stream> &&
+    GatherComm<typename B::Comm, typename B::Stream> &&
     requires(B& backend, typename B::Stream stream, typename B::Activation a) {
-  requires ReduceComm<typename B::Comm, typename B::Stream>;
-  requires GatherComm<typename B::Comm, typename B::Stream>;
   backend.rms_norm(RmsNormArgs<decltype(a)>{}, stream);
   backend.linear(LinearArgs<decltype(a)>{}, stream);
   backend.stamp(StampArgs{}, stream);
