@@ -17,7 +17,7 @@ usage: ./run.sh                     complete prompts with both bundled models, o
                                     Google Benchmark's
 Missing packages are installed first (apt-get; sudo only where needed); text takes two more from PyPI, into build/chat. CUDA is not installed. Its kernels, which take
 minutes to compile, are built where a GPU is visible and nvcc and NCCL are found, or as HELIX_CUDA=ON, OFF or AUTO in the
-environment says. CXX, CXXFLAGS, CUDACXX and CMAKE_PREFIX_PATH are honoured.
+environment says. CXX, CXXFLAGS, CUDACXX, CUDAARCHS and CMAKE_PREFIX_PATH are honoured.
 TEXT
 }
 

@@ -15,7 +15,7 @@ usage: ./test.sh [OPTION ...] [-- CTEST_ARGUMENTS]
   --no-cuda        as on a machine without CUDA
 Missing packages are installed first (apt-get; sudo only where needed). CUDA is not installed, but used where nvcc and
 NCCL are found, unless HELIX_CUDA=OFF is in the environment (ON: fail without them); tests that need more GPUs than there
-are count as skipped. CXX, CXXFLAGS, CUDACXX and CMAKE_PREFIX_PATH are honoured.
+are count as skipped. CXX, CXXFLAGS, CUDACXX, CUDAARCHS and CMAKE_PREFIX_PATH are honoured.
 The last line counts the tests: "N passed, N failed, N skipped".
 TEXT
 }
@@ -30,11 +30,12 @@ preset=cpu
 labels=(-LE '^full$')
 target=all
 parallel="$(nproc)"
+full=false
 without_mpi=false
 without_cuda=false
 while [[ $# -gt 0 ]]; do
   case "$1" in
-    --full) labels=() ;;
+    --full) full=true labels=() ;;
     --quick) labels=(-L '^quick$') target=quick_tests ;;
     --sanitize)
       case "${2:-}" in
@@ -63,6 +64,9 @@ while [[ $# -gt 0 ]]; do
   esac
   shift
 done
+if $full && [[ "$target" != all ]]; then
+  refuse "--full cannot be given with --quick, --sanitize or --arm64, which build the quick tests alone"
+fi
 
 build="$root/build/$preset"
 [[ "$preset" == cpu ]] && build="$root/build/release"

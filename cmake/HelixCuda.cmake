@@ -18,7 +18,8 @@ if(HELIX_CUDA)
     string(REGEX MATCH "release ([0-9]+\\.[0-9]+)" nvcc_version "${nvcc_version}")
     set(nvcc_version "${CMAKE_MATCH_1}")
   endif()
-  find_package(NCCL ${HELIX_NCCL_MIN_VERSION} QUIET)  # looks for the toolkit, too
+  find_package(CUDAToolkit QUIET)
+  find_package(NCCL ${HELIX_NCCL_MIN_VERSION} QUIET)
   if(NOT CMAKE_CUDA_COMPILER)
     set(missing "there is no CUDA compiler; set CMAKE_CUDA_COMPILER")
   elseif(NOT nvcc_version VERSION_GREATER_EQUAL HELIX_CUDA_MIN_VERSION)
@@ -63,6 +64,9 @@ if(HELIX_HAS_CUDA)
   # the cache as the language is enabled.
   if(HELIX_CUDA_ARCHITECTURES)
     set(CMAKE_CUDA_ARCHITECTURES "${HELIX_CUDA_ARCHITECTURES}")
+  elseif(NOT DEFINED CMAKE_CUDA_ARCHITECTURES AND NOT "$ENV{CUDAARCHS}" STREQUAL "")
+    # As CMake does when it enables the language, but before the check. Later configurations may lack the environment.
+    set(CMAKE_CUDA_ARCHITECTURES "$ENV{CUDAARCHS}" CACHE STRING "CUDA architectures")
   elseif(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
     # Hopper's own code, and PTX that newer and older GPUs from compute capability 8.0 on compile when they load it.
     set(CMAKE_CUDA_ARCHITECTURES "80-virtual;90a-real")

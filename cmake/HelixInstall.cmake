@@ -47,6 +47,11 @@ configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/helix-config.cmake.in
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/helix-config-version.cmake" COMPATIBILITY SameMinorVersion)
 install(FILES "${PROJECT_BINARY_DIR}/helix-config.cmake" "${PROJECT_BINARY_DIR}/helix-config-version.cmake"
         DESTINATION "${HELIX_CMAKE_DIR}" COMPONENT helix)
-install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${CMAKE_INSTALL_DOCDIR}" COMPONENT helix)
+if(PROJECT_IS_TOP_LEVEL)
+  set(HELIX_DOC_DIR "${CMAKE_INSTALL_DOCDIR}")
+else()  # CMAKE_INSTALL_DOCDIR is the parent's, with its own LICENSE
+  set(HELIX_DOC_DIR "${CMAKE_INSTALL_DATAROOTDIR}/doc/helix")
+endif()
+install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${HELIX_DOC_DIR}" COMPONENT helix)
 
 include(HelixPkgConfig)

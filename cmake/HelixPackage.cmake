@@ -13,10 +13,22 @@ This package has the headers, the libraries, and the files that find_package(hel
 set(CPACK_RESOURCE_FILE_LICENSE "${PROJECT_SOURCE_DIR}/LICENSE")
 set(CPACK_PACKAGE_FILE_NAME "helix-${PROJECT_VERSION}-${CMAKE_SYSTEM_NAME}-${CMAKE_SYSTEM_PROCESSOR}")
 set(CPACK_STRIP_FILES OFF)  # static libraries keep the symbols that their users link
+set(CPACK_PRE_BUILD_SCRIPTS "${PROJECT_SOURCE_DIR}/cmake/open_packaged_folders.cmake")
 
 set(CPACK_DEBIAN_PACKAGE_NAME libhelix-dev)
 set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_PACKAGE_SECTION libdevel)
+if(CMAKE_CROSSCOMPILING)  # else CPack asks dpkg for that of this machine
+  string(TOLOWER "${CMAKE_SYSTEM_PROCESSOR}" processor)
+  set(debian_x86_64 amd64)
+  set(debian_aarch64 arm64)
+  set(debian_ppc64le ppc64el)
+  if(DEFINED debian_${processor})
+    set(CPACK_DEBIAN_PACKAGE_ARCHITECTURE ${debian_${processor}})
+  else()
+    set(CPACK_DEBIAN_PACKAGE_ARCHITECTURE ${processor})
+  endif()
+endif()
 
 # Debian's package of an installed file: nothing where no package has it, such as a library built from source.
 function(helix_debian_package_of file result)
@@ -45,10 +57,15 @@ if(HELIX_HAS_CPU AND NOT BUILD_SHARED_LIBS)
   endif()
 endif()
 if(HELIX_HAS_MPI)
-  list(GET MPI_CXX_INCLUDE_DIRS 0 mpi_include)
-  helix_debian_package_of("${mpi_include}/mpi.h" package)
+  # None where the compiler is MPI's own, such as mpicxx.
+  set(mpi_include_dirs ${MPI_CXX_INCLUDE_DIRS})
+  if(NOT mpi_include_dirs)
+    set(mpi_include_dirs ${CMAKE_CXX_IMPLICIT_INCLUDE_DIRECTORIES})
+  endif()
+  find_file(mpi_header mpi.h PATHS ${mpi_include_dirs} NO_DEFAULT_PATH NO_CACHE)
+  helix_debian_package_of("${mpi_header}" package)
   if(NOT package)  # behind a link of the alternatives
-    get_filename_component(mpi_header "${mpi_include}/mpi.h" REALPATH)
+    get_filename_component(mpi_header "${mpi_header}" REALPATH)
     helix_debian_package_of("${mpi_header}" package)
   endif()
   if(package)

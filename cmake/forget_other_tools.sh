@@ -5,9 +5,10 @@
 set -euo pipefail
 
 build="$1"
-tools="$(printf '%s\n' "CXX=${CXX:-}" "CXXFLAGS=${CXXFLAGS:-}" "CUDACXX=${CUDACXX:-}" "CMAKE_PREFIX_PATH=${CMAKE_PREFIX_PATH:-}")"
+tools="$(printf '%s\n' "CXX=${CXX:-}" "CXXFLAGS=${CXXFLAGS:-}" "CUDACXX=${CUDACXX:-}" "CUDAARCHS=${CUDAARCHS:-}" \
+  "CMAKE_PREFIX_PATH=${CMAKE_PREFIX_PATH:-}")"
 if [[ -f "$build/CMakeCache.txt" && "$tools" != "$(cat "$build/tools.txt" 2>/dev/null || true)" ]]; then
-  echo "$build was configured with other CXX, CXXFLAGS, CUDACXX or CMAKE_PREFIX_PATH: it is configured anew" >&2
+  echo "$build was configured with other CXX, CXXFLAGS, CUDACXX, CUDAARCHS or CMAKE_PREFIX_PATH: it is configured anew" >&2
   rm -rf "$build/CMakeCache.txt" "$build/CMakeFiles" "$build/build.ninja"
 fi
 mkdir -p "$build"

@@ -51,11 +51,12 @@ mapfile -t missing < <(missing_of "${packages[@]}" "${optional[@]}")
 
 echo "installing: ${missing[*]}" >&2
 if ! install "${missing[@]}" >&2; then
-  mapfile -t missing < <(missing_of "${packages[@]}")
-  if [[ ${#missing[@]} -gt 0 ]]; then
-    # Not fatal here: a package built from source may stand in. CMake names what it really lacks.
-    echo "could not install: ${missing[*]}; going on with what there is" >&2
-  else
-    echo "could not install: ${optional[*]}; going on without" >&2
+  # apt-get installs all or none, and what is optional must not keep out the rest.
+  mapfile -t required < <(missing_of "${packages[@]}")
+  if [[ ${#required[@]} -gt 0 && ${#required[@]} -lt ${#missing[@]} ]]; then
+    install "${required[@]}" >&2 || true
   fi
+  # Not fatal here: a package built from source may stand in. CMake names what it really lacks.
+  mapfile -t missing < <(missing_of "${packages[@]}" "${optional[@]}")
+  [[ ${#missing[@]} -eq 0 ]] || echo "could not install: ${missing[*]}; going on without" >&2
 fi

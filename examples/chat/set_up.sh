@@ -5,7 +5,13 @@ set -euo pipefail
 
 requirements="$(dirname "${BASH_SOURCE[0]}")/requirements.txt"
 target="$1"
-if cmp -s "$requirements" "$target/requirements.txt"; then exit 0; fi
+is_there() { cmp -s "$requirements" "$target/requirements.txt"; }
+if is_there; then exit 0; fi
+# One at a time: who waited finds what the other made.
+mkdir -p "$(dirname "$target")"
+exec {lock}>"$target.lock"
+flock "$lock"
+if is_there; then exit 0; fi
 rm -rf "$target"
 if said="$( (python3 -m venv "$target" && "$target/bin/pip" install --quiet --disable-pip-version-check --requirement "$requirements") 2>&1)"; then
   cp "$requirements" "$target/"

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """bench/peers.py where there is neither a GPU nor a package: its cases, its table, and what it does when a peer's process
-says that the package is absent, fails at a case, dies at one or hangs. PROGRAM, if given, is helix-bench-cuda, which has to
-know every case."""
+says that the package is absent, fails at a case, dies at one or hangs. `peers_test.py PROGRAM Program`: whether
+helix-bench-cuda knows every case."""
 
 import json
 import os
@@ -114,7 +114,9 @@ class CommandLine(unittest.TestCase):
         self.assertEqual(result.returncode, 2)
         self.assertIn("flashinfer", result.stderr)
 
-    @unittest.skipUnless(PROGRAM, "helix-bench-cuda is not built")
+
+@unittest.skipUnless(PROGRAM, "run apart, with helix-bench-cuda")
+class Program(unittest.TestCase):
     def test_helix_bench_cuda_has_every_case(self):
         listed = subprocess.run([PROGRAM, "--benchmark_list_tests", "--benchmark_filter=partial_attention"], capture_output=True,
                                 text=True, timeout=120, check=True).stdout.split()

@@ -163,7 +163,10 @@ TEST_CASE("an unknown command or option of the scripts is one line that names wh
         Case{"run.sh xyz", "run.sh: 'xyz' is no command; give chat, decode, plan or bench"},
         Case{"run.sh --model m", "run.sh: '--model' is no command; did you mean decode --model?"},
         Case{"test.sh --ful", "test.sh: --ful is unknown; see ./test.sh --help"},
-        Case{"test.sh --sanitize all", "test.sh: --sanitize is 'all'; give asan, ubsan or tsan"}}) {
+        Case{"test.sh --sanitize all", "test.sh: --sanitize is 'all'; give asan, ubsan or tsan"},
+        Case{"test.sh --full --quick",
+             "test.sh: --full cannot be given with --quick, --sanitize or --arm64, which build the quick tests "
+             "alone"}}) {
     const Run run = run_command(std::string(HELIX_SOURCE_DIR "/") + bad.arguments);
     INFO(bad.arguments << "\n" << run.output);
     CHECK(run.exit_code == 2);

@@ -8,6 +8,9 @@ helix_build_consumer("${CMAKE_CURRENT_LIST_DIR}/engine" "${work}/engine" "-DHELI
                      -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O0 -DCMAKE_INSTALL_LIBDIR=lib)
 helix_run("${CMAKE_COMMAND}" --install "${work}/engine" --prefix "${work}/staged")
 file(RENAME "${work}/staged" "${work}/moved")
+if(NOT EXISTS "${work}/moved/share/doc/helix/LICENSE")
+  message(FATAL_ERROR "helix's LICENSE is not in share/doc/helix, and may lie over the engine's")
+endif()
 helix_build_consumer("${CMAKE_CURRENT_LIST_DIR}/engine/application" "${work}/application" "-DCMAKE_PREFIX_PATH=${work}/moved"
                      -DCMAKE_BUILD_TYPE=Debug)
 helix_run("${work}/application/application")

@@ -3,7 +3,7 @@
 include("${CMAKE_CURRENT_LIST_DIR}/build_consumer.cmake")
 set(work "${WORK_DIR}/installed_package")
 file(REMOVE_RECURSE "${work}")
-helix_run("${CMAKE_COMMAND}" --install "${BUILD_DIR}" --prefix "${work}/staged")
+helix_run("${CMAKE_COMMAND}" --install "${BUILD_DIR}" --config "${CONFIG}" --prefix "${work}/staged")
 # Packages are built in one place and used in another: nothing may remember the first.
 file(RENAME "${work}/staged" "${work}/moved")
 
@@ -39,7 +39,7 @@ find_program(pkg_config pkg-config)
 if(pkg_config)
   file(GLOB_RECURSE file "${work}/moved/*/helix-core.pc")
   get_filename_component(folder "${file}" DIRECTORY)
-  set(ENV{PKG_CONFIG_PATH} "${folder}:$ENV{PKG_CONFIG_PATH}")
+  set(ENV{PKG_CONFIG_PATH} "${folder}:$ENV{hwy_DIR}/../../pkgconfig:$ENV{PKG_CONFIG_PATH}")
   helix_run("${pkg_config}" --libs helix-core)
   string(STRIP "${output}" libs)
   if(libs)

@@ -13,4 +13,6 @@ if(CUDA_BUILT)
     helix_expect_failure("CUDA architecture \"${architecture}\"" ${guest} -B "${work}/guest-cuda"
                          "-DCMAKE_CUDA_COMPILER=${CUDA_COMPILER}" "-DWITH_CUDA_ARCHITECTURES=${architecture}")
   endforeach()
+  helix_expect_failure("CUDA architecture \"75\"" "${CMAKE_COMMAND}" -E env CUDAARCHS=75 ${guest} -B "${work}/guest-cudaarchs"
+                       "-DCMAKE_CUDA_COMPILER=${CUDA_COMPILER}" -DHELIX_CUDA=ON)
 endif()

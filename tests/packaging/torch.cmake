@@ -20,7 +20,7 @@ execute_process(COMMAND "${python}" -c "import sys; print(sys.executable)" OUTPU
 
 set(work "${WORK_DIR}/torch")
 file(REMOVE_RECURSE "${work}")
-helix_run("${CMAKE_COMMAND}" --install "${BUILD_DIR}" --prefix "${work}/prefix")
+helix_run("${CMAKE_COMMAND}" --install "${BUILD_DIR}" --config "${CONFIG}" --prefix "${work}/prefix")
 helix_build_consumer("${SOURCE_DIR}/examples/torch" "${work}/build" "-DCMAKE_PREFIX_PATH=${work}/prefix" "-DPython3_EXECUTABLE=${python}"
                      -DCMAKE_CXX_FLAGS=-Werror -DCMAKE_BUILD_TYPE=Release)
 set(library "${work}/build/helix_torch.so")
