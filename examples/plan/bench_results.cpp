@@ -46,20 +46,24 @@ BenchCase parse_case(const json& entry, const std::string& name) {
 
 }  // namespace
 
+std::string BenchCase::where() const {
+  return (file.empty() ? "" : file + ": ") + "case " + decode::printable(name);
+}
+
 double BenchCase::value(const std::string& counter) const {
   const auto at = values.find(counter);
   constexpr double kSmallest = 1e-9;  // wider than any measurement; keeps quotients finite
   constexpr double kLargest = 1e18;
   HELIX_EXPECTS(at != values.end() && at->second >= kSmallest && at->second <= kLargest,
-                ErrorCode::invalid_file, "case ", decode::printable(name), ": its counter \"", counter,
-                "\" is missing or not in [", kSmallest, ", ", kLargest, "]");
+                ErrorCode::invalid_file, where(), ": its counter \"", counter, "\" is missing or not in [",
+                kSmallest, ", ", kLargest, "]");
   return at->second;
 }
 
 const std::string& BenchCase::text(const std::string& key) const {
   const auto at = parameters.find(key);
-  HELIX_EXPECTS(at != parameters.end(), ErrorCode::invalid_file, "case ", decode::printable(name),
-                ": its name does not say \"", key, "\"");
+  HELIX_EXPECTS(at != parameters.end(), ErrorCode::invalid_file, where(), ": its name does not say \"", key,
+                "\"");
   return at->second;
 }
 
@@ -69,7 +73,7 @@ std::int64_t BenchCase::parameter(const std::string& key, std::int64_t largest) 
   std::int64_t value = 0;
   const auto [last, code] = std::from_chars(digits.data(), end, value);
   HELIX_EXPECTS(code == std::errc() && last == end && value >= 1 && value <= largest, ErrorCode::invalid_file,
-                "case ", decode::printable(name), ": its \"", key, "\" is ", decode::printable(digits),
+                where(), ": its \"", key, "\" is ", decode::printable(digits),
                 ", not a whole number of 1 to ", largest);
   return value;
 }
@@ -87,6 +91,7 @@ std::vector<BenchCase> parse_bench_results(std::string_view text, const std::str
     const bool has_failed = entry.contains("error_occurred") && entry["error_occurred"] == true;
     if (!is_aggregate && !has_failed) {
       cases.push_back(parse_case(entry, case_name(entry["name"].get<std::string>())));
+      cases.back().file = file;
     }
   }
   return cases;

@@ -20,6 +20,10 @@ struct BenchCase {
   std::string family;                             ///< Name up to the first '/'.
   std::map<std::string, std::string> parameters;  ///< Parameters in the name: "kvp" -> "4", "ragged" -> "".
   std::map<std::string, double> values;           ///< Counters; all finite.
+  std::string file{};                             ///< File that holds it; empty: none.
+
+  /// File and case, as errors name them: "results.json: case exchange/kvp:4".
+  std::string where() const;
 
   bool has(const std::string& counter) const { return values.contains(counter); }
   /// @throws Error(invalid_file) if the case has no such counter, or it is not in [1e-9, 1e18].

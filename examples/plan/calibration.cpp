@@ -3,9 +3,12 @@
 #include "calibration.hpp"
 
 #include <algorithm>
+#include <functional>
+#include <iterator>
 #include <map>
 #include <optional>
 #include <set>
+#include <string>
 #include <utility>
 
 #include <helix/error.hpp>
@@ -68,13 +71,20 @@ std::vector<plan::TimedSize> plain_reads(const std::vector<BenchCase>& cases) {
 /// What counts as a small kernel or read: most of its time is that of starting.
 constexpr double kSmallBytes = 4e6;
 
-/// Below the smallest read, that one's time if it is small; else as `base` has it.
+/// Below the smallest read, that one's time if it is small; else as `base` has it, which a flat curve says by
+/// a point of its own just below.
 plan::BandwidthCurve read_curve(const plan::BandwidthCurve& base, const std::vector<plan::TimedSize>& reads) {
   const plan::TimedSize& smallest = reads.front();
   std::vector<plan::BandwidthCurve::Point> points;
   if (smallest.size > plan::bytes(kSmallBytes)) {
-    for (const plan::BandwidthCurve::Point& point : base.points()) {
-      if (point.size < smallest.size && base.time(point.size) < smallest.time) points.push_back(point);
+    const auto keep = [&](Bytes size) {
+      const Time time = base.time(size);
+      if (size < smallest.size && time * kJustMore < smallest.time) points.push_back({size, size / time});
+    };
+    if (base.points().size() == 1 && base.points().front().size == Bytes{}) {
+      keep(smallest.size / kJustMore);
+    } else {
+      for (const plan::BandwidthCurve::Point& point : base.points()) keep(point.size);
     }
   } else if (smallest.size > plan::bytes(1)) {
     points.push_back({plan::bytes(1), plan::bytes(1) * kJustMore / smallest.time});
@@ -120,17 +130,32 @@ plan::BandwidthCurve attention_curve(const std::vector<BenchCase>& cases) {
 
 using MeasuredKey = std::pair<Collective, int>;
 
-/// What is left of KvpAllToAll and combine of `size` bytes a rank without the combine, which reads all of it
-/// and writes a KVP-th.
-Time without_combine(const plan::Hardware& hardware, Time time, Bytes size, std::int64_t kvp) {
+/// Adds what is left of KvpAllToAll and combine of `size` bytes a rank without the combine, which reads all
+/// of it and writes a KVP-th; nothing where the model's combine takes longer than both.
+void add_exchange(const plan::Hardware& hardware, Time time, Bytes size, std::int64_t kvp,
+                  std::vector<plan::TimedSize>& samples) {
   const Bytes moved = size * (static_cast<double>(kvp + 1) / static_cast<double>(kvp));
   const Time combine = hardware.read.time(moved) + hardware.overheads.per_operator;
-  return std::max(Time{}, time - combine);
+  if (time > combine) samples.push_back({size, time - combine});
 }
 
-/// Collectives that the cases measured alone.
+/// Whether the case sends over NCCL, and not over windows.
+bool is_over_nccl(const BenchCase& at) {
+  return !at.parameters.contains("windows");
+}
+
+/// Collectives that the cases measured alone, over one transport: NCCL, or windows where nothing else was
+/// measured.
 std::map<MeasuredKey, std::vector<plan::TimedSize>> collectives(const plan::Hardware& hardware,
-                                                                const std::vector<BenchCase>& cases) {
+                                                                const std::vector<BenchCase>& all) {
+  const auto has_collective = [](const BenchCase& at) {
+    if (at.family == "exchange") return true;
+    return at.family == "decode_layer" && (at.ranks("kvp") > 1 || at.ranks("tpa") > 1);
+  };
+  std::vector<BenchCase> cases;
+  std::copy_if(all.begin(), all.end(), std::back_inserter(cases), has_collective);
+  if (std::any_of(cases.begin(), cases.end(), is_over_nccl)) std::erase_if(cases, std::not_fn(is_over_nccl));
+
   std::map<MeasuredKey, std::vector<plan::TimedSize>> found;
   std::set<MeasuredKey> has_own_case;
   for (const BenchCase& at : cases) {
@@ -139,28 +164,26 @@ std::map<MeasuredKey, std::vector<plan::TimedSize>> collectives(const plan::Hard
     const MeasuredKey key{Collective::all_to_all, static_cast<int>(kvp)};
     const Bytes size = plan::bytes(at.value("bytes"));
     has_own_case.insert(key);
-    found[key].push_back({size, without_combine(hardware, plan::microseconds(at.value("us")), size, kvp)});
+    add_exchange(hardware, plan::microseconds(at.value("us")), size, kvp, found[key]);
   }
   for (const BenchCase& at : cases) {
     if (at.family != "decode_layer") continue;
     const std::int64_t kvp = at.ranks("kvp");
     const std::int64_t tpa = at.ranks("tpa");
     const std::int64_t batch = at.parameter("batch", kMaxSequences);
-    HELIX_EXPECTS(kvp * tpa <= kMaxRanks, ErrorCode::invalid_file, "case ", decode::printable(at.name),
-                  ": its kvp * tpa is ", kvp * tpa, "; a job has at most ", kMaxRanks, " ranks");
-    if (kvp * tpa > 1) {
-      const Bytes size =
-          plan::bytes(static_cast<double>(batch * BenchShape::kHidden) * BenchShape::kElementBytes);
-      found[{Collective::all_reduce, static_cast<int>(kvp * tpa)}].push_back(
-          {size, plan::microseconds(at.value("all_reduce_us"))});
-    }
+    HELIX_EXPECTS(kvp * tpa <= kMaxRanks, ErrorCode::invalid_file, at.where(), ": its kvp * tpa is ",
+                  kvp * tpa, "; a job has at most ", kMaxRanks, " ranks");
+    const Bytes hidden =
+        plan::bytes(static_cast<double>(batch * BenchShape::kHidden) * BenchShape::kElementBytes);
+    found[{Collective::all_reduce, static_cast<int>(kvp * tpa)}].push_back(
+        {hidden, plan::microseconds(at.value("all_reduce_us"))});
     const MeasuredKey key{Collective::all_to_all, static_cast<int>(kvp)};
     if (kvp > 1 && !has_own_case.contains(key)) {
       const Bytes size = partial_bytes(batch, BenchShape::kHeads / tpa, BenchShape::kDim);
-      found[key].push_back(
-          {size, without_combine(hardware, plan::microseconds(at.value("exchange_us")), size, kvp)});
+      add_exchange(hardware, plan::microseconds(at.value("exchange_us")), size, kvp, found[key]);
     }
   }
+  std::erase_if(found, [](const auto& samples) { return samples.second.empty(); });
   return found;
 }
 
@@ -180,8 +203,23 @@ bool is_step_attention(const BenchCase& at) {
                      [](const auto& parameter) { return kParameters.contains(parameter.first); });
 }
 
-plan::Hardware calibrate(plan::Hardware base, const std::vector<BenchCase>& cases) {
-  plan::Hardware hardware = std::move(base);
+namespace {
+
+/// The files of the cases: "a.json, b.json".
+std::string files_of(const std::vector<BenchCase>& cases) {
+  std::string files;
+  std::set<std::string> seen;
+  for (const BenchCase& at : cases) {
+    if (!seen.insert(at.file).second) continue;
+    files += (files.empty() ? "" : ", ") + at.file;
+  }
+  return files.empty() ? "the results" : files;
+}
+
+/// `base` with what the cases measured; nullopt where that is nothing.
+std::optional<plan::Hardware> with_measurements(const plan::Hardware& base,
+                                                const std::vector<BenchCase>& cases) {
+  plan::Hardware hardware = base;
   const std::vector<plan::TimedSize> reads = plain_reads(cases);
   if (!reads.empty()) {
     hardware.read = read_curve(hardware.read, reads);
@@ -190,13 +228,11 @@ plan::Hardware calibrate(plan::Hardware base, const std::vector<BenchCase>& case
       hardware.overheads.per_slice = *overhead + hardware.read.time(plan::bytes(1));
     }
   }
-  if (plan::BandwidthCurve curve = attention_curve(cases); !curve.points().empty()) {
-    hardware.attention_read = std::move(curve);
-  }
+  plan::BandwidthCurve curve = attention_curve(cases);
+  const bool has_curve = !curve.points().empty();
+  if (has_curve) hardware.attention_read = std::move(curve);
   const auto found = collectives(hardware, cases);
-  HELIX_EXPECTS(!reads.empty() || !found.empty(), ErrorCode::invalid_file,
-                "the results hold neither plain reads nor collectives to calibrate with; give those of "
-                "bench/run_gpu.sh");
+  if (reads.empty() && found.empty() && !has_curve) return std::nullopt;
   for (const auto& [key, samples] : found) {
     const auto [collective, ranks] = key;
     std::erase_if(hardware.measured, [kind = collective, size = ranks](const plan::MeasuredCollective& old) {
@@ -208,6 +244,26 @@ plan::Hardware calibrate(plan::Hardware base, const std::vector<BenchCase>& case
   hardware.name += ", calibrated";
   hardware.check();
   return hardware;
+}
+
+}  // namespace
+
+plan::Hardware calibrate(const plan::Hardware& base, const std::vector<BenchCase>& cases) {
+  try {
+    const std::optional<plan::Hardware> hardware = with_measurements(base, cases);
+    HELIX_EXPECTS(hardware.has_value(), ErrorCode::invalid_file, files_of(cases),
+                  ": neither reads nor collectives to calibrate with; give the results of bench/run_gpu.sh");
+    return *hardware;
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::invalid_file) throw;
+    throw Error(ErrorCode::invalid_file, files_of(cases), ": ", error.what());
+  }
+}
+
+plan::Hardware calibrate_without(const plan::Hardware& base, std::vector<BenchCase> cases,
+                                 const std::string& name) {
+  std::erase_if(cases, [&](const BenchCase& at) { return at.name == name; });
+  return with_measurements(base, cases).value_or(base);
 }
 
 }  // namespace helix::plan_cli

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include <helix/plan/hardware.hpp>
@@ -20,10 +21,15 @@ namespace helix::plan_cli {
 /// - per_slice: the combine that each HOP-B slice has of its own; that attention starts and ends again is in
 ///   its curve;
 /// - measured all_to_all: KvpAllToAll and combine, alone or else in a layer's bench, less the combine, which
-///   the model counts apart;
+///   the model counts apart, where they take longer than that;
 /// - measured all_reduce: alone, of a layer's hidden states.
-/// @throws Error(invalid_file) if the cases hold none of it.
-plan::Hardware calibrate(plan::Hardware base, const std::vector<BenchCase>& cases);
+/// Collectives are those over NCCL; those over windows where nothing went over NCCL.
+/// @throws Error(invalid_file) naming the files if the cases hold none of it, or what contradicts itself.
+plan::Hardware calibrate(const plan::Hardware& base, const std::vector<BenchCase>& cases);
+
+/// As calibrate(), without the case of that name; `base` where the others hold nothing.
+plan::Hardware calibrate_without(const plan::Hardware& base, std::vector<BenchCase> cases,
+                                 const std::string& name);
 
 /// Whether the case is attention of decode steps as BenchShape and the presets have it: bf16 in Helix's own
 /// pages, heads of BenchShape::kDim, by the kernel that the GPU chooses.

@@ -62,6 +62,17 @@ class Predictor {
       : base_(base), calibration_(calibration), hardware_(calibrate(base, calibration)) {}
 
   void add(const BenchCase& at) {
+    try {
+      predict(at);
+    } catch (const Error& error) {
+      if (error.code() == ErrorCode::invalid_file) throw;
+      throw Error(ErrorCode::invalid_file, at.where(), ": ", error.what());
+    }
+  }
+  CheckResult take() { return std::move(result_); }
+
+ private:
+  void predict(const BenchCase& at) {
     if (is_step_attention(at)) {
       attention(at);
     } else if (at.family == "linear") {
@@ -76,9 +87,6 @@ class Predictor {
       result_.not_covered.push_back(at.name);
     }
   }
-  CheckResult take() { return std::move(result_); }
-
- private:
   plan::StepReport explain(const plan::Model& model, const plan::Layout& layout,
                            const plan::Workload& load) const {
     return plan::StepModel(model, plan::Precision{}, hardware_).explain(layout, load);
@@ -86,9 +94,8 @@ class Predictor {
   /// As explain(), without the case in the calibration.
   plan::StepReport explain_without(const BenchCase& at, const plan::Model& model, const plan::Layout& layout,
                                    const plan::Workload& load) const {
-    std::vector<BenchCase> others = calibration_;
-    std::erase_if(others, [&](const BenchCase& other) { return other.name == at.name; });
-    return plan::StepModel(model, plan::Precision{}, calibrate(base_, others)).explain(layout, load);
+    const plan::Hardware hardware = calibrate_without(base_, calibration_, at.name);
+    return plan::StepModel(model, plan::Precision{}, hardware).explain(layout, load);
   }
   void row(const std::string& name, double measured_us, double predicted_us) {
     result_.rows.push_back({name, measured_us, predicted_us});
@@ -97,7 +104,7 @@ class Predictor {
   void attention(const BenchCase& at) {
     const std::string& heads = at.text("heads");  // "64:8"
     const std::size_t colon = heads.find(':');
-    HELIX_EXPECTS(colon != std::string::npos, ErrorCode::invalid_file, "case ", decode::printable(at.name),
+    HELIX_EXPECTS(colon != std::string::npos, ErrorCode::invalid_file, at.where(),
                   ": heads are not \"query:kv\"");
     BenchCase split = at;
     split.parameters["hq"] = heads.substr(0, colon);

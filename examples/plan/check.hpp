@@ -26,7 +26,7 @@ struct CheckResult {
 
 /// Composes each prediction from reads, operators and collectives of `base`, calibrated by `calibration`. A
 /// partial_attention or exchange case is predicted without itself in the calibration.
-/// @throws Error(invalid_file) for a case whose name or counters are not the bench's.
+/// @throws Error(invalid_file) naming file and case whose name or counters are not the bench's.
 CheckResult check_predictions(const plan::Hardware& base, const std::vector<BenchCase>& calibration,
                               const std::vector<BenchCase>& cases);
 

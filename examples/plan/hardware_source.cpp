@@ -48,10 +48,16 @@ class Section {
     return *value;
   }
   double number(const char* key) const { return number(at(key), named(key)); }
-  /// Calls `set` with the number if the key is there.
-  template <class Set>
-  void with_number(const char* key, Set&& set) const {
-    if (const json* value = find(key)) set(number(*value, named(key)));
+  double positive(const char* key) const {
+    const double value = number(key);
+    HELIX_EXPECTS(value > 0, ErrorCode::invalid_file, named(key), ": is ", value, "; it must be positive");
+    return value;
+  }
+  plan::Time microseconds(const char* key) const {
+    const double value = number(key);
+    HELIX_EXPECTS(value >= 0, ErrorCode::invalid_file, named(key), ": is ", value,
+                  "; it must not be negative");
+    return plan::microseconds(value);
   }
   std::string text(const char* key) const {
     const json& value = at(key);
@@ -96,21 +102,24 @@ class Section {
 
 plan::Link parse_link(const json& value, const std::string& where) {
   const Section link(value, where, {"latency_us", "gb_per_s"});
-  return {plan::microseconds(link.number("latency_us")), plan::gigabytes_per_second(link.number("gb_per_s"))};
+  return {link.microseconds("latency_us"), plan::gigabytes_per_second(link.positive("gb_per_s"))};
 }
 
-/// BandwidthCurve of what the file says at `where`, which its own errors do not know.
-template <class Points>
-plan::BandwidthCurve curve_of(Points&& points, const std::string& where) {
+/// What `make` makes of the file's values at `where`, which its own errors do not know.
+template <class Make>
+auto made_at(const std::string& where, Make&& make) {
   try {
-    return plan::BandwidthCurve(std::forward<Points>(points));
+    return make();
   } catch (const Error& error) {
     throw Error(ErrorCode::invalid_file, where, ": ", error.what());
   }
 }
 
 plan::BandwidthCurve parse_curve(const json& value, const std::string& where) {
-  if (value.is_number()) return curve_of(plan::gigabytes_per_second(Section::number(value, where)), where);
+  if (value.is_number()) {
+    const plan::Bandwidth flat = plan::gigabytes_per_second(Section::number(value, where));
+    return made_at(where, [&] { return plan::BandwidthCurve(flat); });
+  }
   HELIX_EXPECTS(value.is_array(), ErrorCode::invalid_file, where,
                 ": expected GB/s or an array of [bytes, GB/s], it is ", value.type_name());
   std::vector<plan::BandwidthCurve::Point> points;
@@ -118,7 +127,7 @@ plan::BandwidthCurve parse_curve(const json& value, const std::string& where) {
     const auto [size, rate] = Section::pair(entry, where);
     points.push_back({plan::bytes(size), plan::gigabytes_per_second(rate)});
   }
-  return curve_of(std::move(points), where);
+  return made_at(where, [&] { return plan::BandwidthCurve(std::move(points)); });
 }
 
 plan::Collective parse_collective(const std::string& name, const std::string& where) {
@@ -148,7 +157,7 @@ void parse_overheads(const json& value, const std::string& where, plan::Overhead
   const Section section(
       value, where, {"per_operator_us", "per_collective_us", "per_layer_us", "per_slice_us", "per_step_us"});
   const auto set = [&](const char* key, plan::Time& time) {
-    section.with_number(key, [&](double us) { time = plan::microseconds(us); });
+    if (section.find(key) != nullptr) time = section.microseconds(key);
   };
   set("per_operator_us", overheads.per_operator);
   set("per_collective_us", overheads.per_collective);
@@ -167,7 +176,8 @@ plan::Hardware parse_hardware(std::string_view text, const std::string& file) {
        "attention_gb_per_s", "peaks", "nvlink_domain", "inside", "outside", "measured", "overheads"});
   plan::Hardware hardware;
   if (section.find("based_on") != nullptr) {
-    hardware = plan::hardware_preset(section.text("based_on"));
+    const std::string preset = section.text("based_on");
+    hardware = made_at(section.named("based_on"), [&] { return plan::hardware_preset(preset); });
   } else {
     for (const char* key : {"memory_gb", "read_gb_per_s", "peaks"}) {
       HELIX_EXPECTS(section.find(key) != nullptr, ErrorCode::invalid_file, file, ": \"", key,
@@ -176,8 +186,10 @@ plan::Hardware parse_hardware(std::string_view text, const std::string& file) {
   }
   hardware.name = section.find("name") != nullptr ? section.text("name") : file;
   hardware.source = section.find("source") != nullptr ? section.text("source") : file;
-  section.with_number("memory_gb", [&](double gb) { hardware.memory = plan::gigabytes(gb); });
-  section.with_number("usable_memory_fraction", [&](double part) { hardware.usable_memory_fraction = part; });
+  if (section.find("memory_gb") != nullptr) hardware.memory = plan::gigabytes(section.positive("memory_gb"));
+  if (section.find("usable_memory_fraction") != nullptr) {
+    hardware.usable_memory_fraction = section.positive("usable_memory_fraction");
+  }
   if (const json* curve = section.find("read_gb_per_s")) {
     hardware.read = parse_curve(*curve, section.named("read_gb_per_s"));
   }
@@ -188,7 +200,7 @@ plan::Hardware parse_hardware(std::string_view text, const std::string& file) {
     hardware.peaks.clear();
     for (const json& entry : section.array("peaks")) {
       const Section peak(entry, section.named("peaks"), {"bits", "tflops"});
-      hardware.peaks.push_back({peak.number("bits"), plan::teraflops_per_second(peak.number("tflops"))});
+      hardware.peaks.push_back({peak.positive("bits"), plan::teraflops_per_second(peak.positive("tflops"))});
     }
   }
   if (section.find("nvlink_domain") != nullptr) hardware.nvlink_domain = section.integer("nvlink_domain");
@@ -205,14 +217,18 @@ plan::Hardware parse_hardware(std::string_view text, const std::string& file) {
   if (const json* overheads = section.find("overheads")) {
     parse_overheads(*overheads, section.named("overheads"), hardware.overheads);
   }
-  hardware.check();
+  made_at(file, [&] { hardware.check(); });
   return hardware;
 }
 
-plan::Hardware load_hardware(const std::string& name_or_path) {
+std::filesystem::path hardware_file(const std::string& name_or_path) {
   const bool is_file = name_or_path.ends_with(".json") || name_or_path.find('/') != std::string::npos;
-  return is_file ? parse_hardware(decode::read_text(name_or_path), name_or_path)
-                 : plan::hardware_preset(name_or_path);
+  return is_file ? std::filesystem::path(name_or_path) : std::filesystem::path();
+}
+
+plan::Hardware load_hardware(const std::string& name_or_path) {
+  return hardware_file(name_or_path).empty() ? plan::hardware_preset(name_or_path)
+                                             : parse_hardware(decode::read_text(name_or_path), name_or_path);
 }
 
 }  // namespace helix::plan_cli

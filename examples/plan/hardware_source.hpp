@@ -10,6 +10,9 @@
 
 namespace helix::plan_cli {
 
+/// The file that load_hardware() reads; empty for a preset.
+std::filesystem::path hardware_file(const std::string& name_or_path);
+
 /// A name that ends in ".json" or holds a '/' is read as a file, else it is a preset's.
 /// @throws Error naming the file and key, or the known presets.
 plan::Hardware load_hardware(const std::string& name_or_path);

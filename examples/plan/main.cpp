@@ -12,6 +12,7 @@
 #include <fmt/format.h>
 
 #include <helix/error.hpp>
+#include <helix/kv_format.hpp>
 #include <helix/plan/search.hpp>
 
 #include "bench_results.hpp"
@@ -50,12 +51,19 @@ void run(const Options& options) {
     print(format_check(checked));
     return;
   }
-  if (!measured.empty()) hardware = calibrate(std::move(hardware), measured);
+  if (!measured.empty()) hardware = calibrate(hardware, measured);
 
   const plan::Model described = load_model(options.model);
   HELIX_EXPECTS(!options.has_mixed_rows || described.shape.is_mla(), ErrorCode::invalid_argument,
                 "--kv-dtype is fp8_ds_mla, but ", described.name, " has no latent attention; give fp8");
-  const plan::StepModel model(described, options.precision, hardware);
+  plan::Precision precision = options.precision;
+  if (options.has_mixed_rows) {
+    const ModelShape& shape = described.shape;
+    precision.kv_bits =
+        8.0 * static_cast<double>(latent_row_bytes(DType::fp8_ds_mla, shape.head_dim, shape.value_dim)) /
+        static_cast<double>(shape.head_dim);
+  }
+  const plan::StepModel model(described, precision, hardware);
   plan::SearchResult result = plan::search_or_throw(model, options.workload, options.space);
   const plan::Candidate& best = result.candidates[*result.best];
   plan::Workload workload = options.workload;

@@ -12,15 +12,18 @@
 
 namespace helix::plan_cli {
 
-plan::Model load_model(const std::string& name_or_path) {
-  std::filesystem::path file = name_or_path;
+std::filesystem::path model_file(const std::string& name_or_path) {
+  const std::filesystem::path path = name_or_path;
   std::error_code failure;
-  if (std::filesystem::is_directory(file, failure)) {
-    file /= "config.json";
+  if (std::filesystem::is_directory(path, failure)) return path / "config.json";
+  return std::filesystem::exists(path, failure) ? path : std::filesystem::path();
+}
+
+plan::Model load_model(const std::string& name_or_path) {
+  if (const std::filesystem::path file = model_file(name_or_path); !file.empty()) {
+    std::error_code failure;
     HELIX_EXPECTS(std::filesystem::exists(file, failure), ErrorCode::io, file.string(),
                   ": there is no such file");
-  }
-  if (std::filesystem::exists(file, failure)) {
     plan::Model model =
         decode::planner_model(decode::parse_model_config(decode::read_text(file), file.string()));
     model.name = name_or_path;

@@ -2,11 +2,15 @@
 // The model of --model: a preset, a config.json, or a folder with one.
 #pragma once
 
+#include <filesystem>
 #include <string>
 
 #include <helix/plan/model.hpp>
 
 namespace helix::plan_cli {
+
+/// The file that load_model() reads; empty for a preset.
+std::filesystem::path model_file(const std::string& name_or_path);
 
 /// A path that exists is read, else the name is a preset's.
 /// @throws Error naming the file and key, or the known presets.

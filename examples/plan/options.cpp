@@ -16,6 +16,9 @@
 #include <helix/error.hpp>
 
 #include "cli/command_line.hpp"
+#include "hardware_source.hpp"
+#include "model_source.hpp"
+#include "pictures.hpp"
 
 namespace helix::plan_cli {
 namespace {
@@ -23,20 +26,18 @@ namespace {
 using decode::as_count;
 
 const std::map<std::string, double>& element_bits() {
-  // Those of fp8_ds_mla are of rows of 656 bytes with 512 + 64 columns.
-  static const std::map<std::string, double> kBits{
-      {"f32", 32}, {"bf16", 16},   {"f16", 16}, {"fp8", 8},  {"fp8_ds_mla", 8.0 * 656 / 576},
-      {"int8", 8}, {"nvfp4", 4.5}, {"fp4", 4},  {"int4", 4}, {"mxfp4", 4.25}};
+  static const std::map<std::string, double> kBits{{"f32", 32}, {"bf16", 16}, {"f16", 16},
+                                                   {"fp8", 8},  {"int8", 8},  {"nvfp4", 4.5},
+                                                   {"fp4", 4},  {"int4", 4},  {"mxfp4", 4.25}};
   return kBits;
 }
 
-/// Rows of latents, which nothing but their cache has.
+/// Rows of latents, which nothing but their cache has; their bits follow from the model.
 constexpr std::string_view kMixedRows = "fp8_ds_mla";
 
 std::vector<std::string> format_names() {
   std::vector<std::string> names;
-  for (const auto& [name, bits] : element_bits())
-    if (name != kMixedRows) names.push_back(name);
+  for (const auto& [name, bits] : element_bits()) names.push_back(name);
   return names;
 }
 
@@ -117,7 +118,8 @@ void add_workload_options(CLI::App& app, Options& options, OptionTexts& texts) {
 }
 
 void add_search_options(CLI::App& app, plan::SearchSpace& space, OptionTexts& texts) {
-  as_count(app.add_option("--gpus", space.max_gpus, "GPUs at most"))
+  as_count(app.add_option("--gpus", space.max_gpus,
+                          "GPUs at most; powers of two of GPUs and of pipeline stages are searched"))
       ->check(CLI::Range(1, 1 << 15))
       ->capture_default_str();
   as_count(app.add_option("--batch", texts.batch, "sequences; default: searched, powers of two"))
@@ -170,12 +172,51 @@ void set_search(plan::SearchSpace& space, const OptionTexts& texts, bool has_ttl
   space.objective = is_throughput ? plan::Objective::throughput : plan::Objective::latency;
 }
 
-/// Whether what is written to `a` would replace what is written to `b`: not on pipes and devices.
+/// Whether what is written to `a` would replace what is in `b` or written to it: not on pipes and devices.
 bool is_same_file(const std::filesystem::path& a, const std::filesystem::path& b) {
   std::error_code failure;
-  if (std::filesystem::weakly_canonical(a, failure) != std::filesystem::weakly_canonical(b, failure))
-    return false;
-  return !std::filesystem::exists(a, failure) || std::filesystem::is_regular_file(a, failure);
+  const bool is_same =
+      std::filesystem::weakly_canonical(a, failure) == std::filesystem::weakly_canonical(b, failure) ||
+      std::filesystem::equivalent(a, b, failure);
+  if (!is_same) return false;
+  const std::filesystem::file_type type = std::filesystem::status(a, failure).type();
+  return type == std::filesystem::file_type::not_found || type == std::filesystem::file_type::regular ||
+         type == std::filesystem::file_type::directory;
+}
+
+/// A file that an option names.
+struct NamedFile {
+  std::string option;
+  std::filesystem::path path;
+};
+
+/// Throws where an output would replace an input or another output.
+void check_outputs(const Options& options) {
+  std::vector<NamedFile> others;
+  const auto add = [&](const std::string& option, const std::filesystem::path& path) {
+    if (!path.empty()) others.push_back({option, path});
+  };
+  add("--model", model_file(options.model));
+  add("--hardware", hardware_file(options.hardware));
+  for (const std::filesystem::path& file : options.calibrations) add("--calibrate", file);
+  for (const std::filesystem::path& file : options.checks) add("--check", file);
+
+  std::vector<NamedFile> outputs;
+  if (!options.json.empty()) outputs.push_back({"--json", options.json});
+  if (!options.csv.empty()) outputs.push_back({"--csv", options.csv});
+  if (!options.pictures.empty()) {
+    outputs.push_back({"--pictures", options.pictures});
+    for (const std::string_view name : kPictures)
+      outputs.push_back({fmt::format("{} of --pictures", name), options.pictures / name});
+  }
+  for (const NamedFile& output : outputs) {
+    for (const NamedFile& other : others) {
+      HELIX_EXPECTS(!is_same_file(output.path, other.path), ErrorCode::invalid_argument, other.option,
+                    " and ", output.option, " are both ", output.path.string(),
+                    "; give each a file of its own");
+    }
+    others.push_back(output);
+  }
 }
 
 }  // namespace
@@ -206,13 +247,11 @@ std::optional<Options> parse_options(int argc, char** argv) {
   options.json = texts.json;
   options.csv = texts.csv;
   options.pictures = texts.pictures;
-  HELIX_EXPECTS(options.json.empty() || options.csv.empty() || !is_same_file(options.json, options.csv),
-                ErrorCode::invalid_argument, "--json and --csv are both ", texts.csv,
-                "; give each a file of its own");
+  check_outputs(options);
   options.has_mixed_rows = texts.kv == kMixedRows;
   options.precision = {.weight_bits = element_bits().at(texts.weights),
-                       .kv_bits = element_bits().at(texts.kv),
                        .activation_bits = element_bits().at(texts.activations)};
+  if (!options.has_mixed_rows) options.precision.kv_bits = element_bits().at(texts.kv);
   options.workload.context = plan::tokens(static_cast<double>(texts.context));
   if (texts.expert_hits == "worst-case") options.workload.expert_hits = plan::ExpertHits::worst_case;
   set_search(options.space, texts, app.count("--ttl-ms") > 0);

@@ -19,8 +19,9 @@ struct Options {
   std::vector<std::filesystem::path> calibrations;
   std::vector<std::filesystem::path> checks;  ///< Not empty: results to predict instead of planning.
   plan::Precision precision;
-  bool has_mixed_rows = false;  ///< Whether its KV is fp8_ds_mla, which is of latent attention alone.
-  plan::Workload workload;      ///< Its batch is replaced by the search's.
+  /// Whether KV is fp8_ds_mla: of latent attention alone, with bits that follow from the model.
+  bool has_mixed_rows = false;
+  plan::Workload workload;  ///< Its batch is replaced by the search's.
   plan::SearchSpace space;
   bool shows_frontier = false;
   int top = 5;                     ///< Layouts in the table.

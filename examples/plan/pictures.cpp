@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 #include <optional>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -173,10 +174,14 @@ constexpr std::string_view kProductColor = "#55a868";
 constexpr std::string_view kExchangeColor = "#c44e52";
 constexpr std::string_view kCollectiveColor = "#dd8452";
 
-/// One full-attention layer, of MoE if there are such, in order; attention and exchange slice by slice.
+/// One layer, of full attention and of MoE if there are such, in order; attention and exchange slice by
+/// slice.
 Timeline layer_timeline(const plan::StepReport& report, int slices) {
-  const bool has_moe = std::any_of(report.operators.begin(), report.operators.end(),
-                                   [](const OperatorTime& op) { return op.is_moe; });
+  const auto rank = [](const OperatorTime& op) { return std::pair(!op.is_windowed, op.is_moe); };
+  std::pair<bool, bool> shown;
+  for (const OperatorTime& op : report.operators) {
+    if (op.op == plan::Operator::attention) shown = std::max(shown, rank(op));
+  }
   Timeline timeline;
   plan::Time now;
   plan::Time attention;
@@ -184,7 +189,7 @@ Timeline layer_timeline(const plan::StepReport& report, int slices) {
   for (const OperatorTime& op : report.operators) {
     const bool is_of_layer =
         op.op >= plan::Operator::attention_norm && op.op <= plan::Operator::hidden_broadcast;
-    if (!is_of_layer || op.is_moe != has_moe || op.is_windowed) continue;
+    if (!is_of_layer || rank(op) != shown) continue;
     const bool is_link = op.algorithm != plan::CollectiveAlgorithm::none;
     if (op.op == plan::Operator::kvp_exchange) {
       plan::Time link_free = attention_begin;
@@ -243,6 +248,8 @@ std::optional<std::string> draw_timeline(const Plan& plan) {
   plan::Workload workload = plan.options.workload;
   workload.batch = all[*found].totals.batch;
   plan::Layout layout = all[*found].layout;
+  layout.hop_b_slices = 0;
+  const std::string shown = layout.to_string();  // which both panels are of
   layout.hop_b_slices = 1;
   const Timeline off = layer_timeline(plan.model.explain(layout, workload), 1);
   layout.hop_b_slices = 0;
@@ -257,7 +264,7 @@ std::optional<std::string> draw_timeline(const Plan& plan) {
   Svg svg(960, 270);
   svg.text(10, 22,
            fmt::format("one layer of {} on {}: {}, batch {}", plan.model.model().name,
-                       plan.model.hardware().name, layout.to_string(), workload.batch),
+                       plan.model.hardware().name, shown, workload.batch),
            Anchor::start, 14);
   const plan::Time longest = std::max(off.end, on.end);
   draw_panel(svg, 55, fmt::format("without HOP-B: {:.1f} us", in_microseconds(off.end)), off, longest);
@@ -279,14 +286,15 @@ std::string write_pictures(const std::filesystem::path& folder, const Plan& plan
   std::filesystem::create_directories(folder, failure);
   HELIX_EXPECTS(!failure, ErrorCode::io, folder.string(), ": the folder cannot be made: ", failure.message());
   std::string lines;
-  const auto write = [&](const char* name, const std::string& document) {
+  const auto write = [&](std::string_view name, const std::string& document) {
     decode::write_output(folder / name, document);
     lines += fmt::format("wrote {}\n", decode::one_line((folder / name).string()));
   };
-  write("roofline.svg", draw_roofline(plan));
-  write("frontier.svg", draw_frontier(plan));
+  const auto [roofline_file, frontier_file, timeline_file] = kPictures;
+  write(roofline_file, draw_roofline(plan));
+  write(frontier_file, draw_frontier(plan));
   if (const std::optional<std::string> timeline = draw_timeline(plan)) {
-    write("timeline.svg", *timeline);
+    write(timeline_file, *timeline);
   } else {
     lines += "no timeline.svg: no Helix layout with KVP > 1 remained\n";
   }

@@ -2,12 +2,17 @@
 // Pictures of a plan, as SVG.
 #pragma once
 
+#include <array>
 #include <filesystem>
 #include <string>
+#include <string_view>
 
 #include "report.hpp"
 
 namespace helix::plan_cli {
+
+/// Names of the files that write_pictures() writes.
+inline constexpr std::array<std::string_view, 3> kPictures{"roofline.svg", "frontier.svg", "timeline.svg"};
 
 /// Writes to `folder`, which is made: roofline.svg, each operator's part of a step and what bounds it;
 /// frontier.svg, tokens/s/user against tokens/s/GPU of each strategy; timeline.svg, a layer of the best Helix

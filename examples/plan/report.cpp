@@ -21,6 +21,20 @@ using plan::Candidate;
 using plan::OperatorTime;
 using plan::StepTotals;
 
+/// HOP-B as the layout asks for it: "auto", "off", or a number of slices.
+std::string requested_hop_b(const plan::Layout& layout) {
+  if (layout.hop_b_slices == 0) return "auto";
+  return layout.hop_b_slices == 1 ? "off" : std::to_string(layout.hop_b_slices);
+}
+
+/// HOP-B as the step runs it.
+std::string describe_hop_b(const plan::StepReport& step) {
+  if (step.totals.hop_b_slices > 1) return fmt::format("HOP-B in {} slices", step.totals.hop_b_slices);
+  const bool hides = std::any_of(step.operators.begin(), step.operators.end(),
+                                 [](const OperatorTime& op) { return op.hidden > plan::Time{}; });
+  return hides ? "HOP-B in windowed layers alone" : "no HOP-B";
+}
+
 /// The cost that a step spends most on, and its share.
 std::string main_cost(const StepTotals& totals) {
   const auto most = std::max_element(totals.by_cost.begin(), totals.by_cost.end());
@@ -63,7 +77,8 @@ ordered_json layout_json(const plan::Layout& layout) {
           {"ep", layout.ep},
           {"pp", layout.pp},
           {"dp", layout.dp},
-          {"gpus", layout.num_gpus()}};
+          {"gpus", layout.num_gpus()},
+          {"hop_b", requested_hop_b(layout)}};
 }
 
 ordered_json memory_json(const plan::RankMemoryPlan& memory) {
@@ -141,14 +156,16 @@ std::string format_plan(const Plan& plan) {
                       in_gigabytes(hardware.memory), in_gigabytes(hardware.usable_memory()),
                       decode::one_line(hardware.source));
   text += fmt::format(
-      "context {:.0f} tokens: {:.2f} GB of KV a sequence; bits: weights {}, KV {}, activations {}\n",
+      "context {:.0f} tokens: {:.2f} GB of KV a sequence; bits: weights {:.4g}, KV {:.4g}, activations "
+      "{:.4g}\n",
       in_tokens(workload.context), in_gigabytes(kv_cache_bytes(model.model(), precision, workload.context)),
       precision.weight_bits, precision.kv_bits, precision.activation_bits);
   const plan::SearchCounts& counts = plan.result.counts;
-  text +=
-      fmt::format("{} configurations on up to {} GPUs: {} do not fit, {} are over the limit, {} remain\n\n",
-                  counts.evaluated, plan.options.space.max_gpus, counts.out_of_memory, counts.over_ttl,
-                  plan.result.candidates.size());
+  text += fmt::format(
+      "{} configurations on up to {} GPUs, powers of two of GPUs and PP stages: {} do not fit, "
+      "{} are over the limit, {} remain\n\n",
+      counts.evaluated, plan.options.space.max_gpus, counts.out_of_memory, counts.over_ttl,
+      plan.result.candidates.size());
 
   const bool is_latency = plan.options.space.objective == plan::Objective::latency;
   text += fmt::format("best layouts by {}\n", is_latency ? "latency" : "tokens/s/GPU") + format_header();
@@ -157,11 +174,9 @@ std::string format_plan(const Plan& plan) {
   }
 
   const Candidate& best = plan.best_candidate();
-  text += fmt::format(
-      "\nthe first: {:.1f} GB weights, {:.1f} GB KV, {:.2f} GB workspace a GPU; {}\n",
-      in_gigabytes(best.memory.weights), in_gigabytes(best.memory.kv), in_gigabytes(best.memory.workspace),
-      best.totals.hop_b_slices > 1 ? fmt::format("HOP-B in {} slices", best.totals.hop_b_slices)
-                                   : std::string("no HOP-B"));
+  text += fmt::format("\nthe first: {:.1f} GB weights, {:.1f} GB KV, {:.2f} GB workspace a GPU; {}\n",
+                      in_gigabytes(best.memory.weights), in_gigabytes(best.memory.kv),
+                      in_gigabytes(best.memory.workspace), describe_hop_b(plan.best));
   text += fmt::format("  {:<34} {:>6} {:>10} {:>10} {:>10} {:>9}  {}\n", "operator", "times", "us", "hidden",
                       "MB", "of step", "bound by");
   for (const OperatorTime& op : plan.best.operators) text += format_operator(op, best.totals.ttl);
@@ -217,18 +232,18 @@ void write_json(const std::filesystem::path& file, const Plan& plan) {
 void write_csv(const std::filesystem::path& file, const Plan& plan) {
   const std::set<std::size_t> frontier(plan.result.frontier.begin(), plan.result.frontier.end());
   std::string text =
-      "strategy,kvp,tpa,attn_dp,tpf,ep,pp,dp,gpus,hop_b_slices,batch,ttl_ms,tokens_per_s_per_user,"
+      "strategy,kvp,tpa,attn_dp,tpf,ep,pp,dp,gpus,hop_b,hop_b_slices,batch,ttl_ms,tokens_per_s_per_user,"
       "tokens_per_s_per_gpu,weights_gb,kv_gb,workspace_gb,on_frontier\n";
   for (std::size_t i = 0; i < plan.result.candidates.size(); ++i) {
     const Candidate& at = plan.result.candidates[i];
     const plan::Layout& layout = at.layout;
-    text += fmt::format("{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{}\n", to_string(layout.strategy),
-                        layout.kvp, layout.tpa, layout.attn_dp, layout.tpf, layout.ep, layout.pp, layout.dp,
-                        layout.num_gpus(), at.totals.hop_b_slices, at.totals.batch,
-                        in_milliseconds(at.totals.ttl), in_tokens_per_second(at.totals.tokens_per_user()),
-                        in_tokens_per_second(at.totals.tokens_per_gpu()), in_gigabytes(at.memory.weights),
-                        in_gigabytes(at.memory.kv), in_gigabytes(at.memory.workspace),
-                        frontier.contains(i) ? 1 : 0);
+    text += fmt::format(
+        "{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{}\n", to_string(layout.strategy), layout.kvp,
+        layout.tpa, layout.attn_dp, layout.tpf, layout.ep, layout.pp, layout.dp, layout.num_gpus(),
+        requested_hop_b(layout), at.totals.hop_b_slices, at.totals.batch, in_milliseconds(at.totals.ttl),
+        in_tokens_per_second(at.totals.tokens_per_user()), in_tokens_per_second(at.totals.tokens_per_gpu()),
+        in_gigabytes(at.memory.weights), in_gigabytes(at.memory.kv), in_gigabytes(at.memory.workspace),
+        frontier.contains(i) ? 1 : 0);
   }
   decode::write_output(file, text);
 }

@@ -111,6 +111,12 @@ CollectiveTime modelled(const Spread& spread, Collective collective, Bytes size)
   return {};
 }
 
+/// Whether two of them make an all-reduce: it, or what is the same backwards, comes second.
+bool is_half_of_all_reduce(Collective collective) {
+  return collective == Collective::all_gather || collective == Collective::reduce_scatter ||
+         collective == Collective::broadcast;
+}
+
 Time measured_time(const MeasuredCollective& measured, const Spread& spread, Bytes size) {
   const std::vector<TimedSize>& points = measured.points;
   if (size <= points.front().size) return points.front().time;
@@ -162,14 +168,33 @@ CollectiveTime collective_time(const Hardware& hardware, Collective collective, 
                       .domains = domains,
                       .inside = hardware.inside,
                       .outside = hardware.outside};
-  if (spread.is_one_domain()) {
-    for (const MeasuredCollective& measured : hardware.measured) {
-      if (measured.collective == collective && measured.ranks == group.ranks) {
-        return {measured_time(measured, spread, size), CollectiveAlgorithm::measured};
-      }
+  CollectiveTime time = modelled(spread, collective, size);
+  if (hardware.measured.empty()) return time;
+
+  const MeasuredCollective* own = nullptr;
+  const MeasuredCollective* smaller = nullptr;
+  for (const MeasuredCollective& measured : hardware.measured) {
+    if (measured.collective != collective || measured.ranks > in_domain) continue;
+    if (measured.ranks == group.ranks) {
+      own = &measured;
+    } else if (smaller == nullptr || measured.ranks > smaller->ranks) {
+      smaller = &measured;
     }
   }
-  return modelled(spread, collective, size);
+  if (own != nullptr) {
+    time = {measured_time(*own, spread, size), CollectiveAlgorithm::measured};
+    if (size <= own->points.back().size) return time;
+  }
+  const auto raise = [&](Time least) {
+    if (least > time.time) time = {least, CollectiveAlgorithm::measured};
+  };
+  if (smaller != nullptr) {
+    raise(collective_time(hardware, collective, {smaller->ranks, group.stride}, size).time);
+  }
+  if (is_half_of_all_reduce(collective)) {
+    raise(collective_time(hardware, Collective::all_reduce, group, size).time / 2);
+  }
+  return time;
 }
 
 }  // namespace helix::plan

@@ -88,9 +88,9 @@ FlopRate Hardware::peak(double bits) const {
 }
 
 void Hardware::check() const {
-  const double size = in_bytes(memory);
+  const double size = in_gigabytes(memory);
   HELIX_EXPECTS(size > 0 && std::isfinite(size), ErrorCode::invalid_argument, "hardware ", name,
-                ": memory is ", size, " bytes; it must be positive and finite");
+                ": memory is ", size, " GB; it must be positive and finite");
   HELIX_EXPECTS(usable_memory_fraction > 0 && usable_memory_fraction <= 1, ErrorCode::invalid_argument,
                 "hardware ", name, ": usable_memory_fraction is ", usable_memory_fraction,
                 "; it must be in (0, 1]");

@@ -24,8 +24,10 @@ Hardware h200() {
   hardware.name = "h200";
   hardware.source =
       "measured on H200s (docs/measurements): cold reads by size, attention in bf16, bf16 products, "
-      "exchange and NCCL's all-reduce on four GPUs, 379 GB/s between two; the vendor: 141 GB, network 400 "
-      "Gb/s; assumed: 8-bit products twice as fast as bf16, 5 us latency of the network, 3 us an operator";
+      "exchange and NCCL's all-reduce on two and four GPUs, 379 GB/s between two; the vendor: 141 GB, "
+      "network "
+      "400 Gb/s; assumed: 8-bit products twice as fast as bf16, latencies of 1.2 us inside and 5 us outside, "
+      "3 us an operator";
   hardware.memory = gigabytes(141);
   hardware.read =
       BandwidthCurve({read_point(16, 1.6), read_point(64, 3.4), read_point(256, 4.2), read_point(1000, 4.6)});
@@ -37,11 +39,16 @@ Hardware h200() {
   hardware.inside = {microseconds(1.2), gigabytes_per_second(379)};
   hardware.outside = {microseconds(5), gigabytes_per_second(50)};
   // KvpAllToAll and combine over NCCL in a graph, less the 3 us that the combine counts as an operator; by
-  // bytes a rank, own slice included. The all-reduce is that of the whole decode steps.
+  // bytes a rank, own slice included. The all-reduce is that of the whole decode steps. All from
+  // NVIDIA-H200-x4-2026-11-21.json, but the larger all-reduces from NVIDIA-H200-x2-2026-11-21.json.
   hardware.measured = {
+      {Collective::all_to_all,
+       2,
+       {timed(33, 5.2), timed(133, 6.0), timed(532, 8.3), timed(1065, 11.5), timed(2130, 13.6)}},
       {Collective::all_to_all,
        4,
        {timed(33, 6.0), timed(133, 6.6), timed(532, 9.0), timed(1065, 13.0), timed(2130, 15.3)}},
+      {Collective::all_reduce, 2, {timed(262, 7.5), timed(8389, 44.8), timed(33554, 134)}},
       {Collective::all_reduce, 4, {timed(262, 10.3)}}};
   hardware.overheads.per_operator = microseconds(3);
   // On two GPUs two slices took 21 us a layer longer; the curve, read at half the size twice, explains 9 of

@@ -7,6 +7,7 @@
 #include <helix/integers.hpp>
 #include <helix/limits.hpp>
 #include <helix/plan/memory.hpp>
+#include <helix/plan/step_time.hpp>
 
 #include "plan/rank_elements.hpp"
 
@@ -65,8 +66,12 @@ std::int64_t kv_page_bytes_used(const Topology& topology, int stage_rank, const 
   return checked_bytes("the KV cache", saturating_product(used, page_bytes));
 }
 
-RankMemoryPlan plan_memory(const Model& model, const Precision& precision, const Layout& layout,
-                           const Workload& workload) {
+namespace {
+
+/// `count` says how many layers of each kind a range holds.
+template <class CountLayers>
+RankMemoryPlan plan_memory_by(CountLayers&& count, const Model& model, const Precision& precision,
+                              const Layout& layout, const Workload& workload) {
   precision.check();
   workload.check();
   for (const int width :
@@ -87,7 +92,7 @@ RankMemoryPlan plan_memory(const Model& model, const Precision& precision, const
   std::int64_t most_layers = 0;
   for (int stage = 0; stage < layout.pp; ++stage) {
     const Range layers = split_evenly(model.shape.num_layers, layout.pp, stage);
-    const detail::LayerCounts counts = detail::count_layers(model, layers);
+    const detail::LayerCounts counts = count(layers);
     const auto dense = static_cast<double>(counts[0][0] + counts[0][1]);
     const auto moe = static_cast<double>(counts[1][0] + counts[1][1]);
     double weights = (dense + moe) * (rank.qkv + rank.value_up + rank.output + rank.norms) +
@@ -125,6 +130,19 @@ RankMemoryPlan plan_memory(const Model& model, const Precision& precision, const
   plan.workspace = packed_bytes(activations, precision.activation_bits) +
                    packed_bytes(stage_tokens * rank.vocab, kLogitBits);
   return plan;
+}
+
+}  // namespace
+
+RankMemoryPlan plan_memory(const Model& model, const Precision& precision, const Layout& layout,
+                           const Workload& workload) {
+  return plan_memory_by([&](Range layers) { return detail::count_layers(model, layers); }, model, precision,
+                        layout, workload);
+}
+
+RankMemoryPlan StepModel::memory(const Layout& layout, const Workload& workload) const {
+  return plan_memory_by([&](Range layers) { return detail::count_layers(layers_before_, layers); }, model_,
+                        precision_, layout, workload);
 }
 
 }  // namespace helix::plan

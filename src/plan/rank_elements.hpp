@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <vector>
 
 #include <helix/integers.hpp>
 #include <helix/plan/layout.hpp>
@@ -18,10 +19,33 @@ namespace helix::plan::detail {
 /// Layers [of dense 0 or MoE 1][full 0 or windowed 1].
 using LayerCounts = std::array<std::array<std::int64_t, 2>, 2>;
 
+inline void count_layer(const Model& model, std::int64_t layer, LayerCounts& counts) {
+  ++counts[model.shape.is_moe_layer(layer) ? 1 : 0][model.is_window_layer(layer) ? 1 : 0];
+}
+
 inline LayerCounts count_layers(const Model& model, Range layers) {
   LayerCounts counts{};
-  for (std::int64_t layer = layers.begin; layer < layers.end; ++layer) {
-    ++counts[model.shape.is_moe_layer(layer) ? 1 : 0][model.is_window_layer(layer) ? 1 : 0];
+  for (std::int64_t layer = layers.begin; layer < layers.end; ++layer) count_layer(model, layer, counts);
+  return counts;
+}
+
+/// Layers before each and before the end: what any range holds is a difference of two.
+inline std::vector<LayerCounts> count_layers_before(const Model& model) {
+  std::vector<LayerCounts> before(static_cast<std::size_t>(model.shape.num_layers) + 1);
+  for (std::int64_t layer = 0; layer < model.shape.num_layers; ++layer) {
+    const auto at = static_cast<std::size_t>(layer);
+    before[at + 1] = before[at];
+    count_layer(model, layer, before[at + 1]);
+  }
+  return before;
+}
+
+inline LayerCounts count_layers(const std::vector<LayerCounts>& before, Range layers) {
+  LayerCounts counts = before[static_cast<std::size_t>(layers.end)];
+  for (const std::size_t moe : {0u, 1u}) {
+    for (const std::size_t windowed : {0u, 1u}) {
+      counts[moe][windowed] -= before[static_cast<std::size_t>(layers.begin)][moe][windowed];
+    }
   }
   return counts;
 }

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Why the runners-up of a search lost.
+#include <algorithm>
+#include <cmath>
 #include <iomanip>
 #include <limits>
 #include <map>
 #include <sstream>
+#include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 
@@ -60,30 +64,59 @@ std::pair<Cost, Time> largest_excess(Objective objective, const StepTotals& lose
   return {worst, excess};
 }
 
+/// With four digits that count, or all before the point; never with an exponent.
+std::string decimal(double value) {
+  const double size = std::abs(value);
+  const int magnitude = size > 0 && std::isfinite(size) ? static_cast<int>(std::floor(std::log10(size))) : 0;
+  std::ostringstream out;
+  out << std::fixed << std::setprecision(std::max(0, 3 - magnitude)) << value;
+  std::string text = out.str();
+  if (text.find('.') != std::string::npos) {
+    text.erase(text.find_last_not_of('0') + 1);
+    if (text.ends_with('.')) text.pop_back();
+  }
+  return text;
+}
+
+/// Whether both read the same, so that a sentence says how little they differ.
+bool reads_alike(double a, double b) {
+  return decimal(a) == decimal(b);
+}
+
+/// ", not 2.5"
+std::string beside(double value, double other, std::string_view more) {
+  return reads_alike(value, other) ? ", less than 0.1 % " + std::string(more) : ", not " + decimal(other);
+}
+
 std::string sentence(const Loss& loss, const StepModel& model, const SearchSpace& space,
                      const Candidate& winner) {
   std::ostringstream out;
-  out << std::setprecision(4) << loss.layout.to_string() << " at batch " << loss.batch;
+  const double ttl_ms = in_milliseconds(loss.totals.ttl);
+  const double rate = in_tokens_per_second(loss.totals.tokens_per_gpu());
+  const double usable_gb = in_gigabytes(model.hardware().usable_memory());
+  const std::string mostly = ", mostly by " + std::string(to_string(loss.cost)) + " (+" +
+                             decimal(in_milliseconds(loss.excess)) + " ";
+  out << loss.layout.to_string() << " at batch " << loss.batch;
   switch (loss.reason) {
     case LossReason::memory:
-      out << " does not fit: " << in_gigabytes(loss.memory.total()) << " GB a GPU (weights "
-          << in_gigabytes(loss.memory.weights) << ", KV " << in_gigabytes(loss.memory.kv) << ") of "
-          << in_gigabytes(model.hardware().usable_memory());
+      out << " does not fit: " << decimal(in_gigabytes(loss.memory.total())) << " GB a GPU (weights "
+          << decimal(in_gigabytes(loss.memory.weights)) << ", KV " << decimal(in_gigabytes(loss.memory.kv))
+          << ") of " << decimal(usable_gb)
+          << (reads_alike(in_gigabytes(loss.memory.total()), usable_gb) ? ", less than 0.1 % too much" : "");
       break;
     case LossReason::ttl:
-      out << " takes " << in_milliseconds(loss.totals.ttl) << " ms, over the limit of "
-          << in_milliseconds(*space.ttl_limit) << " ms, mostly by " << to_string(loss.cost) << " (+"
-          << in_milliseconds(loss.excess) << " ms)";
+      out << " takes " << decimal(ttl_ms) << " ms, "
+          << (reads_alike(ttl_ms, in_milliseconds(*space.ttl_limit)) ? "less than 0.1 % " : "")
+          << "over the limit of " << decimal(in_milliseconds(*space.ttl_limit)) << " ms" << mostly << "ms)";
       break;
     case LossReason::slower:
-      out << " takes " << in_milliseconds(loss.totals.ttl) << " ms, not "
-          << in_milliseconds(winner.totals.ttl) << ", mostly by " << to_string(loss.cost) << " (+"
-          << in_milliseconds(loss.excess) << " ms)";
+      out << " takes " << decimal(ttl_ms) << " ms"
+          << beside(ttl_ms, in_milliseconds(winner.totals.ttl), "longer") << mostly << "ms)";
       break;
     case LossReason::fewer_per_gpu:
-      out << " gives " << in_tokens_per_second(loss.totals.tokens_per_gpu()) << " tokens/s/GPU, not "
-          << in_tokens_per_second(winner.totals.tokens_per_gpu()) << ", mostly by " << to_string(loss.cost)
-          << " (+" << in_milliseconds(loss.excess) << " GPU-ms a token)";
+      out << " gives " << decimal(rate) << " tokens/s/GPU"
+          << beside(rate, in_tokens_per_second(winner.totals.tokens_per_gpu()), "fewer") << mostly
+          << "GPU-ms a token)";
       break;
     case LossReason::equal:
       out << " does as well";

@@ -2,7 +2,7 @@
 // Step: the operators of one configuration, handed one by one to a sink that sums or lists them.
 #pragma once
 
-#include <cstdint>
+#include <algorithm>
 
 #include <helix/plan/step_time.hpp>
 
@@ -82,18 +82,13 @@ class Step {
     }
   }
 
-  /// Each of the pipeline's sends, the slow ones between domains apart.
+  /// Each of the pipeline's sends, the slow ones between domains apart. A domain holds whole stages, as many
+  /// as fit, and a stage that is larger begins at a domain's edge: as collective_time() takes them to lie.
   template <class Sink>
   void sends(Sink& sink) const {
     if (at_.layout.pp == 1) return;
-    const int n = at_.layout.stage_size();
-    int between_domains = 0;
-    for (int stage = 1; stage < at_.layout.pp; ++stage) {
-      const std::int64_t first_rank = std::int64_t{stage} * n;
-      // Rank i sends to rank i + n: if a stage fits unevenly, some rank of it crosses.
-      between_domains += (first_rank - n) / timer_.hardware().nvlink_domain !=
-                         (first_rank + n - 1) / timer_.hardware().nvlink_domain;
-    }
+    const int stages_in_domain = std::max(1, timer_.hardware().nvlink_domain / at_.layout.stage_size());
+    const int between_domains = (at_.layout.pp - 1) / stages_in_domain;
     const Bytes message = timer_.activation_bytes(at_.own_tokens * at_.hidden);
     const int inside = at_.layout.pp - 1 - between_domains;
     if (inside > 0) {

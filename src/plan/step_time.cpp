@@ -66,6 +66,7 @@ StepModel::StepModel(const Model& model, const Precision& precision, const Hardw
   hardware_.check();
   product_rate_ = hardware_.peak(operand_bits(std::max(precision_.weight_bits, precision_.activation_bits)));
   attention_rate_ = hardware_.peak(operand_bits(std::max(precision_.kv_bits, precision_.activation_bits)));
+  layers_before_ = detail::count_layers_before(model_);
 }
 
 StepTotals StepModel::evaluate(const Layout& layout, const Workload& workload) const {
@@ -75,17 +76,18 @@ StepTotals StepModel::evaluate(const Layout& layout, const Workload& workload) c
   totals.num_gpus = layout.num_gpus();
   totals.micro_batches = static_cast<int>(step.batch().micro_batches);
 
-  const detail::LayerCounts all = detail::count_layers(model_, {0, model_.shape.num_layers});
+  const detail::LayerCounts& all = layers_before_.back();
+  const bool has_full_layers = all[0][0] + all[1][0] > 0;
   std::array<std::array<SumSink, 2>, 2> layer{};
   SumSink sum;
   for (const int is_moe : {0, 1}) {
-    for (const int is_windowed : {1, 0}) {  // full layers last: their slices are reported
+    for (const int is_windowed : {0, 1}) {
       const auto moe = static_cast<std::size_t>(is_moe);
       const auto windowed = static_cast<std::size_t>(is_windowed);
       if (all[moe][windowed] == 0) continue;
       step.layer(layer[moe][windowed], is_moe == 1, is_windowed == 1);
       sum.add(layer[moe][windowed], all[moe][windowed]);
-      if (is_windowed == 0) totals.hop_b_slices = step.hop_b_slices();
+      if (is_windowed == 0 || !has_full_layers) totals.hop_b_slices = step.hop_b_slices();
     }
   }
   SumSink first;
@@ -105,7 +107,7 @@ StepTotals StepModel::evaluate(const Layout& layout, const Workload& workload) c
   Time slowest;
   for (int stage = 0; stage < layout.pp; ++stage) {
     const detail::LayerCounts counts =
-        detail::count_layers(model_, split_evenly(model_.shape.num_layers, layout.pp, stage));
+        detail::count_layers(layers_before_, split_evenly(model_.shape.num_layers, layout.pp, stage));
     Time time = stage == 0 ? first.time : Time{};
     if (stage == layout.pp - 1) time += last.time;
     for (const std::size_t moe : {0u, 1u}) {
@@ -137,7 +139,7 @@ StepReport StepModel::explain(const Layout& layout, const Workload& workload) co
     list(step.declared(Operator::step_overhead, hardware_.overheads.per_step));
   }
   step.first(list);
-  const detail::LayerCounts all = detail::count_layers(model_, {0, model_.shape.num_layers});
+  const detail::LayerCounts& all = layers_before_.back();
   for (const std::size_t moe : {0u, 1u}) {
     for (const std::size_t windowed : {0u, 1u}) {
       if (all[moe][windowed] == 0) continue;

@@ -122,8 +122,59 @@ TEST_CASE("measured collectives replace the model for their ranks inside a domai
   CHECK(in_microseconds(at(2000, {4, 1}).time) == 9);
   CHECK(in_microseconds(at(5000, {4, 1}).time) == Approx(10 + 0.75 * 2000 / 1e5));
   CHECK(at(2000, {4, 1}).algorithm == CollectiveAlgorithm::measured);
-  CHECK(at(2000, {8, 1}).algorithm != CollectiveAlgorithm::measured);
+  CHECK(at(2000, {2, 1}).algorithm != CollectiveAlgorithm::measured);
   CHECK(at(2000, {4, 8}).algorithm != CollectiveAlgorithm::measured);
+}
+
+TEST_CASE("what was not measured takes no less than the largest group inside a domain that was") {
+  Hardware hardware = two_levels();
+  hardware.measured = {
+      {Collective::all_reduce, 2, {{bytes(1000), microseconds(7)}}},
+      {Collective::all_reduce, 4, {{bytes(1000), microseconds(10)}}},
+      {Collective::all_to_all, 2, {{bytes(1000), microseconds(6)}, {bytes(8e6), seconds(1)}}},
+      {Collective::all_to_all, 4, {{bytes(1000), microseconds(5)}}}};
+  const auto us = [&](Collective collective, CommGroup group, double size) {
+    return in_microseconds(collective_time(hardware, collective, group, bytes(size)).time);
+  };
+  CHECK(us(Collective::all_reduce, {3, 1}, 1000) == 7);
+  CHECK(us(Collective::all_reduce, {8, 1}, 1000) == 10);
+  CHECK(us(Collective::all_reduce, {8, 1}, 1e9) == Approx(2 * (1 + 7e9 / 8 / 1e5)));  // the model's is more
+  CHECK(us(Collective::all_reduce, {16, 1}, 1000) == 10);  // 8 of them share a domain,
+  CHECK(us(Collective::all_reduce, {16, 4}, 1000) < 10);   // 2 of these, 7 us;
+  CHECK(us(Collective::all_reduce, {16, 4}, 1000) >= 7);
+  CHECK(us(Collective::all_reduce, {8, 8}, 1000) < 7);  // and here none
+  // A measured time stands; past the measured sizes four take no less than two.
+  CHECK(us(Collective::all_to_all, {4, 1}, 1000) == 5);
+  CHECK(us(Collective::all_to_all, {4, 1}, 8e6) == us(Collective::all_to_all, {2, 1}, 8e6));
+  // Two of each make an all-reduce.
+  for (const Collective half : {Collective::all_gather, Collective::reduce_scatter, Collective::broadcast}) {
+    CHECK(us(half, {4, 1}, 1000) == 5);
+    CHECK(us(half, {8, 1}, 1000) == 5);
+    CHECK(us(half, {8, 8}, 1000) < 6);
+  }
+}
+
+TEST_CASE("on H200s no collective is faster over more GPUs, and two take what was measured") {
+  const Hardware h200 = hardware_preset("h200");
+  const auto us = [&](Collective collective, int ranks, double size) {
+    return in_microseconds(collective_time(h200, collective, {ranks, 1}, bytes(size)).time);
+  };
+  for (const Collective collective :
+       {Collective::all_reduce, Collective::all_gather, Collective::reduce_scatter, Collective::all_to_all,
+        Collective::broadcast}) {
+    for (double size = 100; size < 1e9; size *= 3) {
+      double last = 0;
+      for (const int ranks : {2, 3, 4, 5, 8}) {
+        INFO(to_string(collective) << " of " << size << " bytes over " << ranks);
+        CHECK(us(collective, ranks, size) >= last);
+        last = us(collective, ranks, size);
+      }
+    }
+  }
+  // bench/results/NVIDIA-H200-x4-2026-11-21.json: 8 hidden states of 16384 in bf16; the exchange of 4 tokens
+  // and combine, less the combine.
+  CHECK(us(Collective::all_reduce, 2, 262144) == Approx(7.5).epsilon(0.02));
+  CHECK(us(Collective::all_to_all, 2, 133120) == Approx(9.02 - 3).epsilon(0.02));
 }
 
 TEST_CASE("better links never slow a collective, and more bytes never speed it up") {
@@ -172,7 +223,7 @@ TEST_CASE("absurd machines are refused with the value") {
     const char* says;
   };
   const std::vector<Bad> all{
-      {[](Hardware& h) { h.memory = Bytes{}; }, "memory is 0"},
+      {[](Hardware& h) { h.memory = gigabytes(-2); }, "memory is -2 GB"},
       {[&](Hardware& h) { h.memory = gigabytes(nan); }, "memory is nan"},
       {[](Hardware& h) { h.usable_memory_fraction = 1.5; }, "usable_memory_fraction is 1.5"},
       {[](Hardware& h) { h.read = {}; }, "read bandwidth"},

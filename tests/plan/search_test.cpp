@@ -128,6 +128,37 @@ TEST_CASE("the answer says why the others lost") {
   }
 }
 
+TEST_CASE("a loss by less than its digits show says so, and no number has an exponent") {
+  // The two fastest layouts differ by 6 ns of reads of experts.
+  const StepModel model(model_preset("deepseek-r1"), kFp4, hardware_preset("roofline-8000"));
+  const SearchSpace space{.max_gpus = 64,
+                          .gpu_counts = {64},
+                          .batches = {1},
+                          .strategies = {Strategy::helix},
+                          .objective = Objective::latency};
+  const auto text = [](const StepModel& step, const Workload& workload, const SearchSpace& searched) {
+    const std::vector<Loss> losses =
+        explain_losses(step, workload, searched, search_or_throw(step, workload, searched));
+    REQUIRE(losses.size() == 1);
+    return losses[0].text;
+  };
+  const std::string close = text(model, {.context = tokens(1e6)}, space);
+  INFO(close);
+  CHECK(close.find(" ms, less than 0.1 % longer, mostly by ffn_weights (+0.0000") != std::string::npos);
+  CHECK(close.find("e-") == std::string::npos);
+  // From 10,000 on numbers are whole.
+  SearchSpace many = space;
+  many.batches = {std::int64_t{1} << 16};
+  many.objective = Objective::throughput;
+  Hardware large = hardware_preset("roofline-8000");
+  large.memory = gigabytes(1e6);
+  const std::string fast =
+      text(StepModel(model_preset("llama-3.1-8b"), kFp4, large), {.context = tokens(1000)}, many);
+  INFO(fast);
+  CHECK(fast.find("e+") == std::string::npos);
+  CHECK(fast.find(" tokens/s/GPU, not ") != std::string::npos);
+}
+
 TEST_CASE("what does not fit says so, with the memory") {
   const StepModel model(model_preset("llama-3.1-405b"), kFp4, hardware_preset("gb200"));
   const Workload workload{.context = tokens(1e6)};

@@ -407,10 +407,10 @@ TEST_CASE("an exchange over two domains takes as long as that of the rank that i
 }
 
 TEST_CASE("a pipeline's sends cross domains only where its stages do") {
-  Hardware hardware = hardware_preset("gb200");
-  hardware.nvlink_domain = 8;
-  const StepModel step(model_preset("llama-3.1-405b"), kFp4, hardware);
-  const auto sends = [&](int n, int stages) {
+  const auto sends = [](int n, int stages, int domain = 8) {
+    Hardware hardware = hardware_preset("gb200");
+    hardware.nvlink_domain = domain;
+    const StepModel step(model_preset("llama-3.1-405b"), kFp4, hardware);
     double inside = 0;
     double between = 0;
     for (const OperatorTime& op :
@@ -424,6 +424,11 @@ TEST_CASE("a pipeline's sends cross domains only where its stages do") {
   CHECK(sends(8, 4) == std::pair{0.0, 3.0});
   CHECK(sends(2, 4) == std::pair{3.0, 0.0});
   CHECK(sends(4, 4) == std::pair{2.0, 1.0});
+  // A stage of 16 fills two domains. Two of 4 lie whole in one of 10, three of 2 in one of 7: no stage's
+  // collectives leave its domain.
+  CHECK(sends(16, 4) == std::pair{0.0, 3.0});
+  CHECK(sends(4, 4, 10) == std::pair{2.0, 1.0});
+  CHECK(sends(2, 8, 7) == std::pair{5.0, 2.0});
 }
 
 TEST_CASE("operators, bounds and costs have names of their own") {
@@ -498,6 +503,34 @@ TEST_CASE("windowed layers read their window only") {
   });
   REQUIRE(at != drafts.operators.end());
   CHECK(in_bytes(at->bytes) == 2.0 * (132 * 2 * 8 * 64 + 5 * 64 * (64 + 64)));
+}
+
+TEST_CASE("where all layers are windowed, HOP-B's slices are theirs") {
+  Model model = model_preset("llama-3.1-405b");
+  model.window = 65536;
+  const Layout layout{.kvp = 64, .tpf = 64};
+  const Workload workload{.context = tokens(65536), .batch = 1024};
+  const Precision precision{8, 8, 16};
+  const int full_slices = StepModel(model, precision, hardware_preset("gb200"))
+                              .evaluate(layout, workload)
+                              .hop_b_slices;  // windows as long as the context
+  CHECK(full_slices > 1);
+  model.full_attention_stride = 0;
+  const StepReport report = StepModel(model, precision, hardware_preset("gb200")).explain(layout, workload);
+  CHECK(find(report, Operator::kvp_exchange).is_windowed);
+  CHECK(find(report, Operator::kvp_exchange).hidden > Time{});
+  CHECK(report.totals.hop_b_slices == full_slices);
+}
+
+TEST_CASE("memory of a StepModel is that of plan_memory(), whatever layers its stages hold") {
+  for (const char* name : {"deepseek-r1", "gpt-oss-120b", "llama-3.1-8b"}) {
+    Model model = model_preset(name);
+    const StepModel step(model, kFp4, hardware_preset("gb200"));
+    for (const Layout& layout : some_layouts(model)) {
+      const Workload workload{.context = tokens(5000), .batch = 7};
+      REQUIRE(step.memory(layout, workload).total() == plan_memory(model, kFp4, layout, workload).total());
+    }
+  }
 }
 
 TEST_CASE("steps measured on four H200s are predicted within a tenth, uncalibrated") {

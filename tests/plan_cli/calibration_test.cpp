@@ -2,6 +2,8 @@
 // Calibration by cases whose results follow by hand.
 #include "calibration.hpp"
 
+#include <filesystem>
+#include <string>
 #include <vector>
 
 #include <helix/plan/hardware.hpp>
@@ -35,6 +37,69 @@ TEST_CASE("overheads are the median excess of small kernels, and a combine that 
   CHECK(in_microseconds(even.per_slice) == Approx(5 + 2));
   // Kernels that are faster than a read of their bytes have no overhead.
   CHECK(overheads({small_kernel(1)}).per_operator == Time{});
+}
+
+TEST_CASE("every file of results calibrates every preset") {
+  int files = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(HELIX_BENCH_RESULTS)) {
+    ++files;
+    const std::vector<BenchCase> cases = helix::plan_cli::read_bench_results({entry.path()});
+    for (const std::string& name : hardware_preset_names()) {
+      INFO(entry.path() << ", " << name);
+      CHECK_NOTHROW(helix::plan_cli::calibrate(hardware_preset(name), cases).check());
+    }
+  }
+  CHECK(files >= 10);
+}
+
+/// A plain read of so many bytes.
+BenchCase read_of(double bytes, double us) {
+  return {.name = "linear/1",
+          .family = "linear",
+          .parameters = {},
+          .values = {{"bytes", bytes}, {"read_bytes/s", bytes / (us * 1e-6)}}};
+}
+
+TEST_CASE("below large reads a flat curve keeps its bandwidth, where that is no slower than they are") {
+  const auto read = [](double us) {
+    return helix::plan_cli::calibrate(hardware_preset("gb200"), {read_of(8e7, us)}).read;
+  };
+  // 80 MB at 8000 GB/s take 10 us.
+  CHECK(in_microseconds(read(20).time(bytes(8e7))) == Approx(20));
+  CHECK(in_microseconds(read(20).time(bytes(4e7))) == Approx(5));
+  CHECK(in_microseconds(read(5).time(bytes(8e7))) == Approx(5));
+  CHECK(in_microseconds(read(5).time(bytes(4e7))) == Approx(2.5));
+}
+
+/// A layer over KVP 2 whose exchange and all-reduce take so long.
+BenchCase layer(double exchange_us, double all_reduce_us, bool has_windows) {
+  BenchCase at{.name = "decode_layer",
+               .family = "decode_layer",
+               .parameters = {{"kvp", "2"}, {"tpa", "1"}, {"batch", "8"}},
+               .values = {{"exchange_us", exchange_us}, {"all_reduce_us", all_reduce_us}}};
+  if (has_windows) at.parameters["windows"] = "";
+  return at;
+}
+
+TEST_CASE("collectives over windows count only where none went over NCCL, and none takes no time") {
+  const auto us = [](const std::vector<BenchCase>& cases, Collective collective) {
+    Hardware base = hardware_preset("gb200");
+    base.overheads.per_operator = microseconds(3);
+    for (const MeasuredCollective& measured : helix::plan_cli::calibrate(base, cases).measured) {
+      if (measured.collective != collective) continue;
+      REQUIRE(measured.points.size() == 1);
+      return in_microseconds(measured.points[0].time);
+    }
+    return 0.0;  // keeps the model's
+  };
+  const std::vector<BenchCase> both{layer(4, 6, true), layer(9, 8, false), layer(4, 6, true)};
+  CHECK(us(both, Collective::all_reduce) == 8);
+  CHECK(us(both, Collective::all_to_all) == Approx(9 - 3).epsilon(0.02));
+  CHECK(us({layer(4, 6, true)}, Collective::all_reduce) == 6);
+  CHECK(us({layer(4, 6, true)}, Collective::all_to_all) == Approx(4 - 3).epsilon(0.1));
+  CHECK(us({layer(2, 6, true)}, Collective::all_to_all) == 0);
+  CHECK(us({layer(2, 6, true)}, Collective::all_reduce) == 6);
+  CHECK(us({layer(2, 6, false), layer(9, 8, false)}, Collective::all_to_all) == Approx(6).epsilon(0.02));
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <map>
 #include <regex>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -14,7 +15,9 @@
 #include <nlohmann/json.hpp>
 #include <sys/stat.h>
 
+#include "hardware_source.hpp"
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 #include "support/process.hpp"
 
 namespace {
@@ -22,6 +25,9 @@ namespace {
 using Catch::Matchers::Contains;
 using nlohmann::json;
 using namespace helix::test;
+using helix::ErrorCode;
+namespace plan = helix::plan;
+namespace plan_cli = helix::plan_cli;
 
 Run run_plan(const std::string& arguments) {
   return run_command(HELIX_PLAN " " + arguments);
@@ -113,6 +119,63 @@ TEST_CASE("JSON and CSV agree, and the frontier is what brute force finds") {
   CHECK(on_frontier > 2);
 }
 
+TEST_CASE("layouts with and without HOP-B are told apart in JSON and CSV") {
+  const ScratchDirectory scratch;
+  const Run run = run_plan(kRack + "--batch 1 --strategies helix --hop-b both --top 1000 --json " +
+                           (scratch / "plan.json").string() + " --csv " + (scratch / "plan.csv").string());
+  INFO(run.output);
+  REQUIRE(run.exit_code == 0);
+  std::map<std::string, int> requested;
+  std::set<std::string> layouts;
+  const json plan = json::parse(read_file(scratch / "plan.json"));
+  for (const json& at : plan.at("top")) {
+    ++requested[at.at("layout").at("hop_b")];
+    CHECK(layouts.insert(at.at("layout").dump()).second);
+  }
+  CHECK(requested.size() == 2);
+  CHECK(requested["off"] > requested["auto"]);  // also where there is no exchange
+  CHECK(requested["auto"] > 10);
+  for (const json& loss : plan.at("losses")) CHECK(loss.at("layout").contains("hop_b"));
+
+  std::set<std::string> rows;
+  const std::vector<std::string> lines = split(read_file(scratch / "plan.csv"), '\n');
+  CHECK_THAT(lines[0], Contains(",gpus,hop_b,hop_b_slices,"));
+  for (std::size_t i = 1; i < lines.size(); ++i) {
+    const std::vector<std::string> cells = split(lines[i], ',');
+    REQUIRE(cells.size() == split(lines[0], ',').size());
+    std::string row;  // up to hop_b: a batch each
+    for (std::size_t k = 0; k < 10; ++k) row += cells[k] + ",";
+    CHECK(rows.insert(row).second);
+  }
+}
+
+TEST_CASE("powers of two of GPUs and stages are searched, which help and report say") {
+  const Run help = run_plan("--help");
+  CHECK_THAT(help.output, Contains("powers of two of GPUs and of pipeline stages are searched"));
+  const Run run = run_plan("--model llama-3.1-8b --gpus 6 --context 1024");
+  INFO(run.output);
+  CHECK_THAT(run.output, Contains("configurations on up to 6 GPUs, powers of two of GPUs and PP stages: "));
+}
+
+TEST_CASE("the bits of fp8_ds_mla are those of the model's rows") {
+  const ScratchDirectory scratch;
+  const auto plan_of = [&](const std::string& model, const std::string& printed) {
+    const std::string file = (scratch / "plan.json").string();
+    const Run run = run_plan("--gpus 8 --hardware gb200 --weight-dtype fp8 --kv-dtype fp8_ds_mla --model " +
+                             model + " --json " + file);
+    INFO(run.output);
+    REQUIRE(run.exit_code == 0);
+    CHECK_THAT(run.output, Contains("KV " + printed + ", activations 16\n"));
+    return json::parse(read_file(file)).at("bits").at("kv").get<double>();
+  };
+  CHECK(plan_of("deepseek-r1", "9.111") == 8.0 * 656 / 576);
+  json config = json::parse(read_file(std::string(HELIX_TEST_DATA) + "/deepseek-v2-tiny/config.json"));
+  config["kv_lora_rank"] = 256;
+  write_file(scratch / "config.json", config.dump());
+  // 256 columns of 8 bits, two scales of 4 bytes, 64 columns of 2 bytes.
+  CHECK(plan_of((scratch / "config.json").string(), "9.8") == 8.0 * 392 / 320);
+}
+
 TEST_CASE("a machine from a file gives appendix A's KV time") {
   // 8 sequences of 1e6 tokens, 2 * 8 heads of 128 in 4 bits: 8.192 GB, at 8000 GB/s 1024 us a layer.
   const ScratchDirectory scratch;
@@ -161,7 +224,7 @@ TEST_CASE("a strategy that is named twice is searched once") {
   CHECK(rows("medha,helix,medha") == rows("medha,helix"));
 }
 
-TEST_CASE("every value of a machine's file is read") {
+TEST_CASE("a machine's file decides a plan's times") {
   const ScratchDirectory scratch;
   const std::string machine = R"({"name": "all of it", "source": "made up", "memory_gb": 200,
     "usable_memory_fraction": 0.5, "read_gb_per_s": [[1e6, 1000], [1e9, 5000]], "attention_gb_per_s": 4000,
@@ -188,6 +251,68 @@ TEST_CASE("every value of a machine's file is read") {
   const json& all_reduce = operators.at("attention_all_reduce");  // 4096 * 2 bytes, between the two points
   CHECK(all_reduce.at("algorithm") == "measured");
   CHECK(all_reduce.at("us").get<double>() == Approx(2 + 7.5 + 4.5 * 7192 / 999000));
+}
+
+TEST_CASE("every value of a machine's file is where its key says") {
+  const auto parse = [](const std::string& text) { return plan_cli::parse_hardware(text, "machine.json"); };
+  const plan::Hardware hardware = parse(R"({"name": "all of it", "source": "made up", "memory_gb": 200,
+    "usable_memory_fraction": 0.5, "read_gb_per_s": [[1e6, 1000], [1e9, 5000]],
+    "attention_gb_per_s": [[2e6, 900], [2e9, 4000]],
+    "peaks": [{"bits": 8, "tflops": 2000}, {"bits": 16, "tflops": 1000}], "nvlink_domain": 4,
+    "inside": {"latency_us": 1, "gb_per_s": 400}, "outside": {"latency_us": 7, "gb_per_s": 40},
+    "measured": [{"collective": "all_reduce", "ranks": 4, "points": [[1000, 7.5], [1e6, 12]]},
+                 {"collective": "broadcast", "ranks": 2, "points": [[8, 3]]}],
+    "overheads": {"per_operator_us": 1, "per_collective_us": 2, "per_layer_us": 3, "per_slice_us": 4,
+                  "per_step_us": 5}})");
+  CHECK(hardware.name == "all of it");
+  CHECK(hardware.source == "made up");
+  CHECK(hardware.memory == plan::gigabytes(200));
+  CHECK(hardware.usable_memory_fraction == 0.5);
+  const auto points = [](const plan::BandwidthCurve& curve) {
+    std::vector<std::pair<double, double>> all;
+    for (const auto& point : curve.points())
+      all.emplace_back(in_bytes(point.size), in_gigabytes_per_second(point.bandwidth));
+    return all;
+  };
+  CHECK(points(hardware.read) == std::vector<std::pair<double, double>>{{1e6, 1000}, {1e9, 5000}});
+  CHECK(points(hardware.attention_read) == std::vector<std::pair<double, double>>{{2e6, 900}, {2e9, 4000}});
+  REQUIRE(hardware.peaks.size() == 2);
+  CHECK(hardware.peaks[0].bits == 8);
+  CHECK(hardware.peaks[0].rate == plan::teraflops_per_second(2000));
+  CHECK(hardware.peaks[1].bits == 16);
+  CHECK(hardware.peaks[1].rate == plan::teraflops_per_second(1000));
+  CHECK(hardware.nvlink_domain == 4);
+  CHECK(hardware.inside.latency == plan::microseconds(1));
+  CHECK(hardware.inside.bandwidth == plan::gigabytes_per_second(400));
+  CHECK(hardware.outside.latency == plan::microseconds(7));
+  CHECK(hardware.outside.bandwidth == plan::gigabytes_per_second(40));
+  REQUIRE(hardware.measured.size() == 2);
+  CHECK(hardware.measured[0].collective == plan::Collective::all_reduce);
+  CHECK(hardware.measured[0].ranks == 4);
+  REQUIRE(hardware.measured[0].points.size() == 2);
+  CHECK(hardware.measured[0].points[0].size == plan::bytes(1000));
+  CHECK(hardware.measured[0].points[0].time == plan::microseconds(7.5));
+  CHECK(hardware.measured[0].points[1].size == plan::bytes(1e6));
+  CHECK(hardware.measured[0].points[1].time == plan::microseconds(12));
+  CHECK(hardware.measured[1].collective == plan::Collective::broadcast);
+  CHECK(hardware.measured[1].ranks == 2);
+  CHECK(hardware.overheads.per_operator == plan::microseconds(1));
+  CHECK(hardware.overheads.per_collective == plan::microseconds(2));
+  CHECK(hardware.overheads.per_layer == plan::microseconds(3));
+  CHECK(hardware.overheads.per_slice == plan::microseconds(4));
+  CHECK(hardware.overheads.per_step == plan::microseconds(5));
+
+  const plan::Hardware base = plan::hardware_preset("h200");
+  const plan::Hardware flat = parse(R"({"based_on": "h200", "read_gb_per_s": 3000})");
+  CHECK(points(flat.read) == std::vector<std::pair<double, double>>{{0, 3000}});
+  CHECK(points(flat.attention_read) == points(base.attention_read));
+  CHECK(flat.name == "machine.json");
+  CHECK(flat.source == "machine.json");
+  CHECK(flat.memory == base.memory);
+  CHECK(flat.nvlink_domain == base.nvlink_domain);
+  CHECK(flat.inside.latency == base.inside.latency);
+  CHECK(flat.measured.size() == base.measured.size());
+  CHECK(flat.overheads.per_slice == base.overheads.per_slice);
 }
 
 TEST_CASE("a config.json and a checkpoint's folder are models") {
@@ -223,6 +348,45 @@ TEST_CASE("windowed layers take the same time in any order, and less than full o
   CHECK(milliseconds({full, full, windowed, windowed}) == periodic);
   CHECK(milliseconds({full, windowed, full, full}) > periodic);
   CHECK(milliseconds({windowed, windowed, windowed, windowed}) < periodic);
+}
+
+TEST_CASE("report and timeline of a model whose layers are all windowed show its HOP-B") {
+  const ScratchDirectory scratch;
+  const auto plan = [&](const std::string& arguments) {
+    const json config = {{"model_type", "qwen3"},
+                         {"hidden_size", 8192},
+                         {"intermediate_size", 8192},
+                         {"num_hidden_layers", 1},
+                         {"num_attention_heads", 64},
+                         {"num_key_value_heads", 1},
+                         {"head_dim", 128},
+                         {"vocab_size", 1000},
+                         {"use_sliding_window", true},
+                         {"sliding_window", 16384},
+                         {"layer_types", {"sliding_attention"}}};
+    write_file(scratch / "config.json", config.dump());
+    Run run = run_plan("--model " + (scratch / "config.json").string() +
+                       " --gpus 8 --hardware gb200 --context 1e5 --strategies helix --pictures " +
+                       scratch.path().string() + arguments);
+    INFO(run.output);
+    REQUIRE(run.exit_code == 0);
+    return run.output;
+  };
+  std::smatch slices;
+  const std::string many = plan(" --batch 1024");
+  INFO(many);
+  REQUIRE(std::regex_search(many, slices, std::regex("HOP-B in ([0-9]+) slices")));
+  std::string timeline = read_file(scratch / "timeline.svg");
+  CHECK_THAT(timeline, Contains("with HOP-B in " + slices[1].str() + " slices"));
+  const auto bars = [&] {
+    const std::regex bar("<rect");
+    return std::distance(std::sregex_iterator(timeline.begin(), timeline.end(), bar), std::sregex_iterator());
+  };
+  CHECK(bars() > 20 + 2 * std::stoi(slices[1].str()));
+  plan(" --batch 1");  // one sequence is no two slices
+  timeline = read_file(scratch / "timeline.svg");
+  CHECK_THAT(timeline, Contains("with HOP-B in 1 slice: ") && !Contains("HOP-B 8"));
+  CHECK(bars() > 20);
 }
 
 /// Rows of --check by case: measured, predicted, and whether the row is marked.
@@ -417,6 +581,36 @@ TEST_CASE("bad input gives one clear error and a non-zero exit") {
   });
 }
 
+TEST_CASE("an output that would replace an input or another output is refused, and changes nothing") {
+  const ScratchDirectory files;
+  const std::string tiny = std::string(HELIX_TEST_DATA) + "/llama-tiny/config.json";
+  const std::string config = files.write("config.json", read_file(tiny));
+  const std::string machine = files.write("machine.json", R"({"based_on": "h200"})");
+  const std::string results = files.write("results.json", read_file(kOneGpuResults));
+  const std::string folder = files.path().string();
+  const std::string link = (files / "link.json").string();
+  std::filesystem::create_hard_link(config, link);
+  const std::string plan = "--gpus 1 --context 1024 --model ";
+  check_refused({
+      {plan + config + " --json " + config, {"--model and --json are both " + config, "a file of its own"}},
+      {plan + folder + " --csv " + config, {"--model and --csv are both"}},
+      {plan + config + " --csv " + link, {"--model and --csv are both"}},
+      {plan + config + " --hardware " + machine + " --json " + folder + "/../" +
+           files.path().filename().string() + "/machine.json",
+       {"--hardware and --json are both"}},
+      {plan + config + " --calibrate " + results + " --csv " + results, {"--calibrate and --csv are both"}},
+      {plan + config + " --pictures " + folder + "/pp --csv " + folder + "/pp/frontier.svg",
+       {"--csv and frontier.svg of --pictures are both"}},
+      {plan + config + " --pictures " + folder + "/pp --json " + folder + "/pp",
+       {"--json and --pictures are both"}},
+  });
+  CHECK(read_file(config) == read_file(tiny));
+  CHECK(read_file(machine) == R"({"based_on": "h200"})");
+  CHECK(read_file(results) == read_file(kOneGpuResults));
+  CHECK_FALSE(std::filesystem::exists(files / "pp"));
+  CHECK(run_plan(plan + config + " --json /dev/null --csv /dev/null").exit_code == 0);
+}
+
 TEST_CASE("a description of hardware that is broken or absurd gives one clear error") {
   const ScratchDirectory files;
   const auto machine = [&](const std::string& name, const std::string& text) {
@@ -431,15 +625,16 @@ TEST_CASE("a description of hardware that is broken or absurd gives one clear er
       {machine("twice", R"({"name": "x", "name": "y"})"), {"twice.json", "'name'", "twice"}},
       {machine("list", "[]"), {"list.json", "object", "array"}},
       {machine("unknown", R"({"based_on": "h200", "memory": 1})"), {"unknown.json", "'memory'"}},
-      {machine("preset", R"({"based_on": "abacus"})"), {"abacus", "h200"}},
+      {machine("preset", R"({"based_on": "abacus"})"), {"preset.json: based_on", "abacus", "h200"}},
       {machine("nothing", "{}"), {"nothing.json", "memory_gb", "missing", "based_on"}},
       {machine("named", R"({"name": "z"})"), {"named.json", "\"memory_gb\" is missing"}},
       {machine("memory", R"({"memory_gb": 9})"), {"memory.json", "\"read_gb_per_s\" is missing"}},
       {machine("slow", R"({"memory_gb": 9, "read_gb_per_s": 9})"), {"slow.json", "\"peaks\" is missing"}},
       {machine("text", R"({"based_on": "h200", "memory_gb": "much"})"), {"memory_gb", "number", "string"}},
-      {machine("negative", R"({"based_on": "h200", "memory_gb": -1})"), {"memory", "positive"}},
+      {machine("negative", R"({"based_on": "h200", "memory_gb": -1})"),
+       {"negative.json: memory_gb: is -1; it must be positive"}},
       {machine("part", R"({"based_on": "h200", "usable_memory_fraction": 2})"),
-       {"usable_memory_fraction", "2"}},
+       {"part.json", "usable_memory_fraction is 2"}},
       {machine("zero", R"({"based_on": "h200", "read_gb_per_s": 0})"),
        {"zero.json", "read_gb_per_s", "positive"}},
       {machine("tiny", R"({"based_on": "h200", "peaks": [{"bits": 16, "tflops": 1e-308}]})"),
@@ -462,8 +657,19 @@ TEST_CASE("a description of hardware that is broken or absurd gives one clear er
                                                 {"collective": "send", "ranks": 2, "points": [[2, 2]]}]})"),
        {"send over 2 ranks", "twice"}},
       {machine("overheads", R"({"based_on": "h200", "overheads": {"per_operator_us": -1}})"),
-       {"per_operator", "-1"}},
+       {"overheads.json: overheads: per_operator_us: is -1; it must not be negative"}},
+      {machine("early", R"({"based_on": "h200", "outside": {"latency_us": -2, "gb_per_s": 1}})"),
+       {"early.json: outside: latency_us: is -2; it must not be negative"}},
+      {machine("still", R"({"based_on": "h200", "inside": {"latency_us": 2, "gb_per_s": 0}})"),
+       {"still.json: inside: gb_per_s: is 0; it must be positive"}},
+      {machine("alone", R"({"name": "my-cluster", "based_on": "h200", "nvlink_domain": 0})"),
+       {"alone.json: hardware my-cluster: nvlink_domain is 0"}},
   });
+  const auto failure =
+      failure_of([] { plan_cli::parse_hardware(R"({"based_on": "h200", "peaks": []})", "no-peaks.json"); });
+  REQUIRE(failure);
+  CHECK(failure->code == ErrorCode::invalid_file);
+  CHECK(failure->says("no-peaks.json: hardware no-peaks.json: no throughput"));
 }
 
 TEST_CASE("results of benchmarks that are broken or no results give one clear error") {
@@ -477,11 +683,11 @@ TEST_CASE("results of benchmarks that are broken or no results give one clear er
        {"cut.json", "JSON"}},
       {kLlama + "--calibrate " +
            files.write("other.json", R"({"benchmarks": [{"name": "sort/1", "us": 3}]})"),
-       {"calibrate", "bench/run_gpu.sh"}},
+       {"other.json: neither reads nor collectives to calibrate with", "bench/run_gpu.sh"}},
       {kLlama + "--calibrate " +
            files.write("zero-time.json", R"({"benchmarks": [{"name": "rms_norm/1", "bytes": 8,
          "read_bytes/s": 0}]})"),
-       {"rms_norm/1", "read_bytes/s"}},
+       {"zero-time.json: case 'rms_norm/1': its counter \"read_bytes/s\""}},
       {"--check " + files.write("wild.json",
                                 R"({"benchmarks": [{"name": "decode_layer/kvp:x/tpa:1/batch:8", "us": 3}]})"),
        {"decode_layer", "kvp"}},
@@ -493,8 +699,17 @@ TEST_CASE("results of benchmarks that are broken or no results give one clear er
            files.write("hop.json",
                        R"({"benchmarks": [{"name": "decode_layer/kvp:1/tpa:1/layers:2/batch:8/context:99",
          "us": 3, "read_bytes/s": 4, "bytes": 9}, {"name": "rms_norm/1", "us": 2, "bytes": 8, "read_bytes/s": 9}]})"),
-       {"decode_layer", "hop_b"}},
+       {"hop.json", "decode_layer", "hop_b"}},
+      {"--check " +
+           files.write("odd.json", R"({"benchmarks": [{"name": "exchange/kvp:2/tokens:1/heads:129/dim:128",
+         "us": 9, "bytes": 9e4}, {"name": "exchange/kvp:2/tokens:2/heads:128/dim:128", "us": 9, "bytes": 9e4}]})"),
+       {"odd.json: case 'exchange/kvp:2/tokens:1/heads:129/dim:128': ", "129"}},
   });
+  const Run one = run_plan("--check " + files.write("one.json", R"({"benchmarks": [
+         {"name": "exchange/kvp:2/tokens:1/heads:128/dim:128", "us": 9, "bytes": 33280}]})"));
+  INFO(one.output);
+  CHECK(one.exit_code == 0);
+  CHECK_THAT(one.output, Contains("1 of 1 rows"));
 }
 
 TEST_CASE("counts may have suffixes and exponents, and a wrong one is named") {

@@ -70,7 +70,9 @@ HELIX_API std::string_view to_string(Collective collective);
 /// A measured collective: times over bytes a rank (all_reduce, broadcast: the buffer; all_to_all: what a rank
 /// holds, own slice included; all_gather, reduce_scatter: the whole). Used instead of the model for groups of
 /// exactly `ranks` inside one NVLink domain: linear between points, the first time below them, and above them
-/// the last time and what the model adds.
+/// the last time and what the model adds. What was not measured takes no less than the largest group of its
+/// ranks in one domain that was; an all_gather, reduce_scatter or broadcast also no less than half of an
+/// all_reduce, which two of them make.
 struct MeasuredCollective {
   Collective collective = Collective::all_reduce;
   int ranks = 2;

@@ -101,7 +101,7 @@ struct OperatorTime {
 struct StepTotals {
   Time ttl{};  ///< Token-to-token latency: one step of every sequence
   std::array<Time, kNumCosts> by_cost{};
-  int hop_b_slices = 1;    ///< Slices chosen for full-attention layers.
+  int hop_b_slices = 1;    ///< Slices chosen for full-attention layers; without such, for windowed ones.
   int micro_batches = 1;   ///< Micro-batches that share the pipeline.
   std::int64_t batch = 0;  ///< Batch as asked for.
   int num_gpus = 0;
@@ -143,9 +143,7 @@ class HELIX_API StepModel {
   StepReport explain(const Layout& layout, const Workload& workload) const;
 
   /// Memory of the fullest rank. As plan_memory().
-  RankMemoryPlan memory(const Layout& layout, const Workload& workload) const {
-    return plan_memory(model_, precision_, layout, workload);
-  }
+  RankMemoryPlan memory(const Layout& layout, const Workload& workload) const;
 
  private:
   Model model_;
@@ -153,6 +151,8 @@ class HELIX_API StepModel {
   Hardware hardware_;
   FlopRate product_rate_{};
   FlopRate attention_rate_{};
+  /// Before each layer and the end: dense [0] and MoE [1] ones, full [0] and windowed [1] of each.
+  std::vector<std::array<std::array<std::int64_t, 2>, 2>> layers_before_{};
 };
 
 }  // namespace helix::plan
