@@ -26,23 +26,38 @@ std::uint32_t tag_of(Operation operation, std::int64_t count, int detail = 0) {
   return call_tag(static_cast<std::uint32_t>(operation), {count, detail});
 }
 
-/// Where hosts have to: returns when those of all ranks, or of the `peer`, have come with an equal call. What
-/// is captured runs later.
-void meet(const PeerComm::State& state, comm::Call call, const Stream& stream, int peer = -1) {
-  if (state.ranks_a_device == 1 || state.size() == 1) return;
+/// What is captured runs later.
+bool hosts_meet(const PeerComm::State& state, const Stream& stream) {
+  if (state.ranks_a_device == 1 || state.size() == 1) return false;
   cudaStreamCaptureStatus status{};
   HELIX_CUDA_CHECK(cudaStreamIsCapturing(stream.handle(), &status));
-  if (status != cudaStreamCaptureStatusNone) return;
-  state.hosts->meet(call, peer);
+  return status == cudaStreamCaptureStatusNone;
 }
 
-void meet(const PeerComm::State& state, Operation operation, std::int64_t count, const Stream& stream,
-          int detail = 0, int peer = -1) {
+comm::Call call_of(Operation operation, std::int64_t count, int detail = 0) {
   comm::Call call;
   call.operation = operation;
   call.count = count;
   call.root = detail;
-  meet(state, call, stream, peer);
+  return call;
+}
+
+/// Where hosts have to: returns when those of all ranks, or of the `peer`, have come with an equal call.
+void meet_before(const PeerComm::State& state, comm::Call call, const Stream& stream, int peer = -1) {
+  if (hosts_meet(state, stream)) state.hosts->meet(call, peer);
+}
+
+/// The same once this rank has queued its kernel. A rank that went on earlier, its own kernel done, might
+/// free memory: that waits for the kernels of all, one of which may wait for a kernel that is not queued yet,
+/// and keeps it from being queued.
+void meet_after(const PeerComm::State& state, comm::Call call, const Stream& stream, int peer = -1) {
+  if (!hosts_meet(state, stream)) return;
+  try {
+    state.hosts->meet(call, peer);
+  } catch (const Error& error) {
+    state.fail_everywhere(error.what());  // lets go of the kernels that are queued
+    throw;
+  }
 }
 
 /// Empty moves of a call.
@@ -54,22 +69,32 @@ PeerMoves moves_of(const void* in, void* out, std::uint32_t tag) {
   return moves;
 }
 
-void move(const PeerComm::State& state, const PeerMoves& moves, int blocks, const Stream& stream) {
-  const DeviceScope scope(state.own->device);
-  peer_move(state.channel, moves, blocks, stream.handle());
+/// Queues this rank's part of `call`, with all ranks or with the `peer`.
+void move(const PeerComm::State& state, const comm::Call& call, const PeerMoves& moves, int blocks,
+          const Stream& stream, int peer = -1) {
+  meet_before(state, call, stream, peer);
+  {
+    const DeviceScope scope(state.own->device);
+    peer_move(state.channel, moves, blocks, stream.handle());
+  }
+  meet_after(state, call, stream, peer);
 }
 
 void reduce(const PeerComm::State& state, Operation operation, PeerReduction call, const Stream& stream) {
   call.tag = tag_of(operation, call.count, static_cast<int>(call.dtype));
   const auto bytes = call.count * static_cast<std::int64_t>(size_bytes(call.dtype));
+  const comm::Call of_hosts = call_of(operation, call.count, static_cast<int>(call.dtype));
   if (state.size() == 1) {
     PeerMoves moves = moves_of(call.in, call.out, call.tag);
     moves.send_bytes[0] = moves.recv_bytes[0] = bytes;
-    return move(state, moves, state.blocks_for(bytes), stream);
+    return move(state, of_hosts, moves, state.blocks_for(bytes), stream);
   }
-  meet(state, operation, call.count, stream, static_cast<int>(call.dtype));
-  const DeviceScope scope(state.own->device);
-  peer_reduce(state.channel, call, state.blocks_for(bytes * state.size()), stream.handle());
+  meet_before(state, of_hosts, stream);
+  {
+    const DeviceScope scope(state.own->device);
+    peer_reduce(state.channel, call, state.blocks_for(bytes * state.size()), stream.handle());
+  }
+  meet_after(state, of_hosts, stream);
 }
 
 void expect_windows(const PeerComm::State& state) {
@@ -104,8 +129,12 @@ const PeerChannel& PeerComm::begin_kernel(const char* operation, Stream stream) 
   expect_windows(*state_);
   state_->begin(operation);
   // Sizes are the caller's to compare, by what its kernels say to each other.
-  meet(*state_, Operation::barrier, 0, stream);
+  meet_before(*state_, call_of(Operation::barrier, 0), stream);
   return state_->channel;
+}
+
+void PeerComm::end_kernel(Stream stream) const {
+  meet_after(*state_, call_of(Operation::barrier, 0), stream);
 }
 
 std::string PeerComm::transport() const {
@@ -147,14 +176,13 @@ void PeerComm::all_gather(const void* in, void* out, std::int64_t bytes, Stream 
   state_->begin_message("all_gather");
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->all_gather(in, out, bytes, stream);
-  meet(*state_, Operation::all_gather, bytes, stream);
   PeerMoves moves = moves_of(in, out, tag_of(Operation::all_gather, bytes));
   for (int p = 0; p < size(); ++p) {
     moves.send_bytes[p] = bytes;
     moves.recv_begin[p] = p * bytes;
     moves.recv_bytes[p] = bytes;
   }
-  move(*state_, moves, state_->blocks_for(bytes * size()), stream);
+  move(*state_, call_of(Operation::all_gather, bytes), moves, state_->blocks_for(bytes * size()), stream);
 }
 
 void PeerComm::all_to_all(const void* in, void* out, std::int64_t bytes, Stream stream) {
@@ -162,13 +190,12 @@ void PeerComm::all_to_all(const void* in, void* out, std::int64_t bytes, Stream 
   state_->begin_message("all_to_all");
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->all_to_all(in, out, bytes, stream);
-  meet(*state_, Operation::all_to_all, bytes, stream);
   PeerMoves moves = moves_of(in, out, tag_of(Operation::all_to_all, bytes));
   for (int p = 0; p < size(); ++p) {
     moves.send_begin[p] = moves.recv_begin[p] = p * bytes;
     moves.send_bytes[p] = moves.recv_bytes[p] = bytes;
   }
-  move(*state_, moves, state_->blocks_for(bytes * size()), stream);
+  move(*state_, call_of(Operation::all_to_all, bytes), moves, state_->blocks_for(bytes * size()), stream);
 }
 
 void PeerComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_bytes, void* out,
@@ -177,11 +204,9 @@ void PeerComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_b
   comm::expect_own_bytes(send_bytes, recv_bytes, rank());
   state_->begin_message("all_to_all_v");
   if (!has_windows()) return state_->nccl->all_to_all_v(in, send_bytes, out, recv_bytes, stream);
-  comm::Call call;
-  call.operation = Operation::all_to_all_v;
+  comm::Call call = call_of(Operation::all_to_all_v, 0);
   call.send_bytes = send_bytes.data();
   call.recv_bytes = recv_bytes.data();
-  meet(*state_, call, stream);
   PeerMoves moves = moves_of(in, out, tag_of(Operation::all_to_all_v, 0));
   moves.all_meet = true;  // or nobody sees that one of two expects something and the other sends nothing
   std::int64_t send_begin = 0;
@@ -194,7 +219,7 @@ void PeerComm::all_to_all_v(const void* in, std::span<const std::int64_t> send_b
     recv_begin += moves.recv_bytes[p] = recv_bytes[i];
   }
   // What others exchange is not known here, and blocks must be equal.
-  move(*state_, moves, state_->channel.channels, stream);
+  move(*state_, call, moves, state_->channel.channels, stream);
 }
 
 void PeerComm::broadcast(void* buffer, std::int64_t bytes, int root, Stream stream) {
@@ -203,14 +228,13 @@ void PeerComm::broadcast(void* buffer, std::int64_t bytes, int root, Stream stre
   state_->begin_message("broadcast");
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->broadcast(buffer, bytes, root, stream);
-  meet(*state_, Operation::broadcast, bytes, stream, root);
   PeerMoves moves = moves_of(buffer, buffer, tag_of(Operation::broadcast, bytes, root));
   if (rank() == root) {
     for (int p = 0; p < size(); ++p) moves.send_bytes[p] = p == root ? 0 : bytes;
   } else {
     moves.recv_bytes[root] = bytes;
   }
-  move(*state_, moves, state_->blocks_for(bytes), stream);
+  move(*state_, call_of(Operation::broadcast, bytes, root), moves, state_->blocks_for(bytes), stream);
 }
 
 void PeerComm::send(const void* buffer, std::int64_t bytes, int peer, Stream stream) {
@@ -219,10 +243,9 @@ void PeerComm::send(const void* buffer, std::int64_t bytes, int peer, Stream str
   state_->begin_message("send");
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->send(buffer, bytes, peer, stream);
-  meet(*state_, Operation::send, bytes, stream, 0, peer);
   PeerMoves moves = moves_of(buffer, nullptr, tag_of(Operation::send, bytes));
   moves.send_bytes[peer] = bytes;
-  move(*state_, moves, state_->blocks_for(bytes), stream);
+  move(*state_, call_of(Operation::send, bytes), moves, state_->blocks_for(bytes), stream, peer);
 }
 
 void PeerComm::recv(void* buffer, std::int64_t bytes, int peer, Stream stream) {
@@ -231,19 +254,17 @@ void PeerComm::recv(void* buffer, std::int64_t bytes, int peer, Stream stream) {
   state_->begin_message("recv");
   if (bytes == 0) return;
   if (state_->is_for_nccl(bytes)) return state_->nccl->recv(buffer, bytes, peer, stream);
-  meet(*state_, Operation::recv, bytes, stream, 0, peer);
   PeerMoves moves = moves_of(nullptr, buffer, tag_of(Operation::send, bytes));
   moves.recv_bytes[peer] = bytes;
-  move(*state_, moves, state_->blocks_for(bytes), stream);
+  move(*state_, call_of(Operation::recv, bytes), moves, state_->blocks_for(bytes), stream, peer);
 }
 
 void PeerComm::barrier(Stream stream) {
   state_->begin_message("barrier");
   if (!has_windows()) return state_->nccl->barrier(stream);
-  meet(*state_, Operation::barrier, 0, stream);
   PeerMoves moves = moves_of(nullptr, nullptr, tag_of(Operation::barrier, 0));
   moves.all_meet = true;
-  move(*state_, moves, 1, stream);
+  move(*state_, call_of(Operation::barrier, 0), moves, 1, stream);
 }
 
 void PeerComm::begin_step(std::uint64_t step) const {

@@ -97,10 +97,12 @@ struct Sums {
 
 /// Sets the number of messages so far between all ranks of the group, in every block. All ranks.
 void set_counts(const PeerBackend<bf16>& backend, std::uint32_t count, const Stream& stream) {
-  const helix::cuda::PeerChannel& channel = backend.comms().stage->begin_kernel("set_counts", stream);
-  const std::vector<std::uint32_t> counts(static_cast<std::size_t>(channel.channels * channel.waits.size),
-                                          count);
-  backend.upload(channel.counts, counts.data(), counts.size() * sizeof(std::uint32_t), stream);
+  backend.comms().stage->queue_kernel("set_counts", stream, [&](const helix::cuda::PeerChannel& channel) {
+    const std::vector<std::uint32_t> counts(static_cast<std::size_t>(channel.channels * channel.waits.size),
+                                            count);
+    backend.upload(channel.counts, counts.data(), counts.size() * sizeof(std::uint32_t), stream);
+    return true;
+  });
 }
 
 }  // namespace

@@ -77,6 +77,7 @@ void check_exact(const std::string& name, const TopologySpec& spec, const Launch
   const auto answers = answers_to(client, requests);
   for (std::size_t i = 0; i < cases.size(); ++i)
     CHECK(answers.at(std::to_string(i)) == cases[i]["tokens"].get<TokenIds>());
+  client.finish();
 }
 
 /// The next token after each beginning of the golden text: the reference's wherever it is sure, and nearly
@@ -107,6 +108,7 @@ void check_16_bits(const std::string& name, const TopologySpec& spec, DType dtyp
       CHECK(text["margins"][i].get<double>() < kSureMargin);
     }
   }
+  client.finish();
   CHECK(compared > 300);
   CHECK(others <= kMostOthers);
 }

@@ -28,7 +28,10 @@ namespace {
 /// Queues the kernel of shared heads, which must be there.
 auto shared_over(const cuda::PeerComm& comm) {
   return [&comm](const auto& by, const auto& args, cuda::Stream stream) {
-    contract::require(by.project_qkv(&comm.begin_kernel("project_qkv", stream), args, stream),
+    contract::require(comm.queue_kernel("project_qkv", stream,
+                                        [&](const cuda::PeerChannel& channel) {
+                                          return by.project_qkv(&channel, args, stream);
+                                        }),
                       "there is no kernel of shared heads");
   };
 }

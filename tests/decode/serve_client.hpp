@@ -98,6 +98,15 @@ class ServeClient {
     in_[1] = -1;
   }
 
+  /// Ends the input, and returns when the decoder has ended. @throws what it ended with.
+  void finish() {
+    close();
+    while (next_event()) {
+    }
+    if (!has_ended(std::chrono::seconds(10))) throw Error(ErrorCode::timeout, "the decoder does not end");
+    rethrow();
+  }
+
   /// Reads no more: the decoder's writes fail.
   void hang_up() {
     ::close(out_[0]);

@@ -125,6 +125,7 @@ void check_golden_texts(const std::string& name, int num_ranks, MlaForm form = M
       CHECK(answers.tokens[std::to_string(i)] == golden["cases"][i]["tokens"].get<TokenIds>());
     }
     CHECK(answers.errors.empty());
+    client.finish();
   }
 }
 
@@ -298,7 +299,7 @@ TEST_CASE("a session of 10000 requests under KVP 4 answers each as if alone", "[
   check_session({.kvp = 4}, 10'000, 6);
 }
 
-TEST_CASE("log-probabilities and penalties are those of the definition", "[quick]") {
+TEST_CASE("log-probabilities come best first, and a penalty keeps tokens from coming twice", "[quick]") {
   const ReferenceModel model("llama-tiny");
   ServeClient client(model, {.kvp = 2, .pp = 2}, serving(2, 64, 128), {.num_threads = 1});
   Answers answers;

@@ -156,7 +156,9 @@ extern template class HELIX_API Operators<bf16>;
 template <class C>
 concept HasPeerChannel = WindowComm<C> && requires(const C& comm, const char* operation, Stream stream) {
   { comm.shares_device() } -> std::same_as<bool>;
-  { comm.begin_kernel(operation, stream) } -> std::same_as<const PeerChannel&>;
+  {
+    comm.queue_kernel(operation, stream, [](const PeerChannel&) { return true; })
+    } -> std::same_as<bool>;
 };
 
 /// One rank: the operations and the stage's communicators, which it owns.
@@ -199,7 +201,10 @@ class Backend : public Operators<T> {
   /// See WindowExchangeArgs; where the KVP group has windows.
   void combine_window(const WindowExchangeArgs& window, const LseCombineArgs<T>& combine,
                       Stream stream) const requires HasPeerChannel<Comm> {
-    Operators<T>::combine_window(comms_->kvp.begin_kernel("exchange", stream), window, combine, stream);
+    comms_->kvp.queue_kernel("exchange", stream, [&](const PeerChannel& channel) {
+      Operators<T>::combine_window(channel, window, combine, stream);
+      return true;
+    });
   }
 
   /// See helix::project_qkv: where the KVP group has windows, its ranks share the heads of up to 16 tokens.
@@ -207,7 +212,9 @@ class Backend : public Operators<T> {
     if constexpr (HasPeerChannel<Comm>) {
       Comm& kvp = comms_->kvp;
       if (kvp.size() > 1 && kvp.has_windows() &&
-          Operators<T>::project_qkv(&kvp.begin_kernel("project_qkv", stream), args, stream))
+          kvp.queue_kernel("project_qkv", stream, [&](const PeerChannel& channel) {
+            return Operators<T>::project_qkv(&channel, args, stream);
+          }))
         return;
     }
     Operators<T>::project_qkv(args, stream);
@@ -217,7 +224,9 @@ class Backend : public Operators<T> {
   void reduce_norm(const ReduceNormArgs<T>& args, Stream stream) requires HasPeerChannel<Comm> {
     Comm& stage = comms_->stage;
     if (stage.size() > 1 && stage.has_windows() &&
-        Operators<T>::reduce_norm(stage.begin_kernel("reduce_norm", stream), args, stream))
+        stage.queue_kernel("reduce_norm", stream, [&](const PeerChannel& channel) {
+          return Operators<T>::reduce_norm(channel, args, stream);
+        }))
       return;
     detail::reduce_then_norm(*this, args, stream);
   }
@@ -225,15 +234,17 @@ class Backend : public Operators<T> {
   /// See ChooseGreedyArgs: of one rank, or where the stage has windows.
   bool choose_greedy(const ChooseGreedyArgs<T>& args, Stream stream) {
     Comm& stage = comms_->stage;
-    const PeerChannel* channel = nullptr;
-    if (stage.size() > 1) {
-      if constexpr (HasPeerChannel<Comm>) {
-        if (stage.has_windows()) channel = &stage.begin_kernel("choose_greedy", stream);
-      }
-      if (channel == nullptr) return false;
+    const auto choose = [&](const PeerChannel* channel) {
+      Operators<T>::choose_greedy(channel, args, stream);
+      return true;
+    };
+    if (stage.size() == 1) return choose(nullptr);
+    if constexpr (HasPeerChannel<Comm>) {
+      if (stage.has_windows())
+        return stage.queue_kernel("choose_greedy", stream,
+                                  [&](const PeerChannel& channel) { return choose(&channel); });
     }
-    Operators<T>::choose_greedy(channel, args, stream);
-    return true;
+    return false;
   }
 
   /// As Operators::synchronize, and a failure aborts the stage's groups, so that no other rank waits for this

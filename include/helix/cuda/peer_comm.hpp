@@ -60,8 +60,8 @@ class HELIX_API PeerWindow {
 ///   where ranks share a GPU, so that kernels that wait leave room for those that they wait for. There every
 ///   rank needs a hardware queue of its own, and no kernel may be loaded while others wait: set
 ///   CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER in the environment before the first call of
-///   CUDA. Threads that share a GPU meet on the host at each call that is not captured; and while captured
-///   steps run, no rank may allocate or free device memory, as capturing a Graph does.
+///   CUDA. Threads that share a GPU meet on the host before and after they queue what is not captured; and
+///   while captured steps run, no rank may allocate or free device memory, as capturing a Graph does.
 /// - Large messages go over NCCL, where each rank has a GPU of its own and `use_nccl` is set; so does
 ///   everything of a group of several islands. transport() tells.
 /// - Sums are in f32 and in rank order, the same bits on all ranks; over NCCL as NcclComm says.
@@ -83,8 +83,9 @@ class HELIX_API PeerComm {
   struct Options {
     std::chrono::milliseconds timeout = std::chrono::seconds(60);  ///< With a Bootstrap: its own instead.
     bool use_nccl = true;  ///< For large messages, and for groups of several islands.
-    /// Whether threads that share a GPU meet on the host before each kernel that waits, outside of captures.
-    /// Without it, no rank may allocate, free or map memory while another's kernel waits for it.
+    /// Whether threads that share a GPU meet on the host before and after they queue a kernel that waits,
+    /// outside of captures. Without it, no rank may allocate, free or map memory while another's kernel
+    /// waits.
     bool hosts_meet = true;
     NcclComm::GraphUse graph_use = NcclComm::GraphUse::any;  ///< As in NcclComm, of NCCL's communicators.
     /// Name of the island that this process is to be of, for connect(). Processes of a machine that give
@@ -159,14 +160,22 @@ class HELIX_API PeerComm {
   /// The same for what stood before the event when it was recorded.
   void synchronize(const Event& event) const;
 
-  /// What a kernel of this library that is `operation`, a string literal, needs to reach the peers; it is
-  /// queued next, on `stream`, by all ranks. Only with windows. @throws Error(peer_failed) once any rank
-  /// failed.
-  const PeerChannel& begin_kernel(const char* operation, Stream stream) const;
+  /// Returns queue(channel), which queues a kernel of this library on `stream` that is `operation`, a string
+  /// literal, and reaches the peers by `channel`. All ranks call it. Only with windows. @throws
+  /// Error(peer_failed) once any rank failed; what `queue` throws.
+  template <class Queue>
+  auto queue_kernel(const char* operation, Stream stream, const Queue& queue) const {
+    const PeerChannel& channel = begin_kernel(operation, stream);
+    auto result = queue(channel);
+    end_kernel(stream);
+    return result;
+  }
 
   struct State;
 
  private:
+  const PeerChannel& begin_kernel(const char* operation, Stream stream) const;
+  void end_kernel(Stream stream) const;
   template <class Work>
   void wait_for(const Work& work) const;
 
