@@ -206,7 +206,8 @@ class DecodeRank {
     for (const std::size_t bytes :
          {layer_bytes_.qkv, layer_bytes_.o, layer_bytes_.gate_up, layer_bytes_.down})
       sum += us(weights_at_.data(), weights_at_.size_bytes(), bytes);
-    return sum + us(static_cast<const std::byte*>(cache_.layer(0).k), layer_bytes_.kv, layer_bytes_.kv);
+    return sum +
+           us(static_cast<const std::byte*>(cache_.layer(0).k), cache_.capacity_bytes(), layer_bytes_.kv);
   }
 
   void warm() const {
