@@ -165,7 +165,8 @@ TEST_CASE("an unknown command or option of the scripts is one line that names wh
         Case{"test.sh --ful", "test.sh: --ful is unknown; see ./test.sh --help"},
         Case{"test.sh --sanitize all", "test.sh: --sanitize is 'all'; give asan, ubsan or tsan"},
         Case{"test.sh --full --quick",
-             "test.sh: --full cannot be given with --quick, --sanitize or --arm64, which build the quick tests "
+             "test.sh: --full cannot be given with --quick, --sanitize or --arm64, which build the quick "
+             "tests "
              "alone"}}) {
     const Run run = run_command(std::string(HELIX_SOURCE_DIR "/") + bad.arguments);
     INFO(bad.arguments << "\n" << run.output);
