@@ -43,7 +43,7 @@ TEST_CASE("a message out of step is refused with both steps, and nothing after i
     text = error.what();
   }
   CAPTURE(text);
-  CHECK(text.find("message from rank 1") != std::string::npos);
+  CHECK(text.find("message from group rank 1") != std::string::npos);
   CHECK(text.find("step 6") != std::string::npos);
   CHECK(text.find("expected step 7") != std::string::npos);
   CHECK_FALSE(is_used);
