@@ -345,5 +345,5 @@ TEST_CASE("pages that no memory holds are refused before their books are made") 
   REQUIRE(failure);
   CHECK(failure->code == ErrorCode::capacity);
   CHECK(failure->says("exceeds the address space"));
-  CHECK(resident_bytes() - before < std::int64_t{1} << 20);
+  CHECK(resident_bytes() - before < std::int64_t{64} << 20);  // the books of so many pages take gigabytes
 }
