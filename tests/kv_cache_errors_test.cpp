@@ -2,12 +2,9 @@
 // ShardedKVCache refuses what contradicts itself, on every rank alike, and changes nothing.
 #include <cstddef>
 #include <cstdint>
-#include <fstream>
 #include <functional>
 #include <limits>
 #include <vector>
-
-#include <unistd.h>
 
 #include <helix/cpu/backend.hpp>
 #include <helix/page_ledger.hpp>
@@ -15,8 +12,10 @@
 
 #include "support/cache_stage.hpp"
 #include "support/catch.hpp"
+#include "support/resident_memory.hpp"
 
 using namespace helix::test::cache;
+using helix::test::ResidentMemory;
 
 TEST_CASE("writing into a page that another sequence shares is refused") {
   Stage stage({.kvp = 2, .kv_heads = 1},
@@ -333,17 +332,12 @@ TEST_CASE("bad cache sizes fail at construction") {
 }
 
 TEST_CASE("pages that no memory holds are refused before their books are made") {
-  const auto resident_bytes = [] {
-    std::int64_t pages = 0;
-    std::ifstream statm("/proc/self/statm");
-    statm >> pages >> pages;
-    return pages * ::sysconf(_SC_PAGESIZE);
-  };
-  const std::int64_t before = resident_bytes();
+  const std::int64_t before = ResidentMemory::now().all();
   const auto failure = failure_of(
       [] { Stage({.kv_heads = 1}, {.layers = std::numeric_limits<int>::max(), .pages = helix::kMaxPages}); });
   REQUIRE(failure);
   CHECK(failure->code == ErrorCode::capacity);
   CHECK(failure->says("exceeds the address space"));
-  CHECK(resident_bytes() - before < std::int64_t{64} << 20);  // the books of so many pages take gigabytes
+  CHECK(ResidentMemory::now().all() - before < std::int64_t{64}
+                                                   << 20);  // the books of so many pages take gigabytes
 }

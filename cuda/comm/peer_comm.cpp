@@ -69,15 +69,22 @@ PeerMoves moves_of(const void* in, void* out, std::uint32_t tag) {
   return moves;
 }
 
-/// Queues this rank's part of `call`, with all ranks or with the `peer`.
-void move(const PeerComm::State& state, const comm::Call& call, const PeerMoves& moves, int blocks,
-          const Stream& stream, int peer = -1) {
+/// Calls queue(), which queues this rank's part of `call`, with all ranks or with the `peer`.
+template <class Queue>
+void queue_together(const PeerComm::State& state, const comm::Call& call, const Stream& stream, int peer,
+                    const Queue& queue) {
   meet_before(state, call, stream, peer);
   {
     const DeviceScope scope(state.own->device);
-    peer_move(state.channel, moves, blocks, stream.handle());
+    queue();
   }
   meet_after(state, call, stream, peer);
+}
+
+void move(const PeerComm::State& state, const comm::Call& call, const PeerMoves& moves, int blocks,
+          const Stream& stream, int peer = -1) {
+  queue_together(state, call, stream, peer,
+                 [&] { peer_move(state.channel, moves, blocks, stream.handle()); });
 }
 
 void reduce(const PeerComm::State& state, Operation operation, PeerReduction call, const Stream& stream) {
@@ -89,12 +96,9 @@ void reduce(const PeerComm::State& state, Operation operation, PeerReduction cal
     moves.send_bytes[0] = moves.recv_bytes[0] = bytes;
     return move(state, of_hosts, moves, state.blocks_for(bytes), stream);
   }
-  meet_before(state, of_hosts, stream);
-  {
-    const DeviceScope scope(state.own->device);
+  queue_together(state, of_hosts, stream, -1, [&] {
     peer_reduce(state.channel, call, state.blocks_for(bytes * state.size()), stream.handle());
-  }
-  meet_after(state, of_hosts, stream);
+  });
 }
 
 void expect_windows(const PeerComm::State& state) {

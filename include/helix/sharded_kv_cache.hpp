@@ -45,15 +45,14 @@ class ShardedKVCache {
       : backend_(&backend),
         spec_(detail::checked(spec, topology)),
         stage_rank_(checked_stage_rank(backend, topology)),
-        format_(checked_format(spec, topology, stage_rank_)),
-        page_bytes_(detail::bytes_of(spec, static_cast<std::size_t>(format_.page_elements()),
+        view_{.format = checked_format(spec, topology, stage_rank_)},
+        page_bytes_(detail::bytes_of(spec, static_cast<std::size_t>(view_.format.page_elements()),
                                      size_bytes(spec.dtype))),
         layer_bytes_(round_up(detail::bytes_of(spec, static_cast<std::size_t>(spec.pages) + 1, page_bytes_),
                               kAlignment)),
         pages_(backend.allocate(detail::bytes_of(spec, static_cast<std::size_t>(spec.layers), layer_bytes_))),
         ledger_(ledger_spec(spec, topology), topology.stage_coordinates(stage_rank_).kvp_rank),
         page_table_(backend, spec.max_sequences, ledger_.max_pages(), static_cast<std::int32_t>(spec.pages)) {
-    view_.format = format_;
     view_.num_pages = spec.pages;
     view_.max_pages = ledger_.max_pages();
     view_.num_slots = spec.max_sequences;
@@ -256,13 +255,12 @@ class ShardedKVCache {
   B* backend_;
   KvCacheSpec spec_;
   int stage_rank_;
-  KvFormat format_;
+  KvView view_;               // of layer 0, without its addresses
   std::size_t page_bytes_;    // of one layer
   std::size_t layer_bytes_;   // from one layer's pages to the next
   typename B::Buffer pages_;  // [layers][pages + 1][page_elements]: the last page is the spare one
   PageLedger ledger_;         // behind the pages: what is too large ends there, before the books are made
   PageTable<B> page_table_;
-  KvView view_;                  // of layer 0, without its addresses
   typename B::Buffer k_scales_;  // [layers, heads of this rank], or empty
   typename B::Buffer v_scales_;
 };

@@ -9,6 +9,7 @@
 #include <helix/cuda/peer_comm.hpp>
 
 #include "cuda/gpu.hpp"
+#include "support/resident_memory.hpp"
 
 namespace helix::test {
 namespace {
@@ -17,7 +18,7 @@ constexpr std::int64_t kTokensARound = 8000;
 constexpr std::int64_t kGrowthBytes = 8 << 20;  // of host and device memory: what driver and allocator keep
 
 std::int64_t host_and_device_bytes() {
-  return resident_bytes() + cuda::device_memory(0).total_bytes - cuda::device_memory(0).free_bytes;
+  return ResidentMemory::now().all() + cuda::device_memory(0).total_bytes - cuda::device_memory(0).free_bytes;
 }
 
 /// Ranks over peer memory, all on one GPU or on one each.

@@ -4,13 +4,10 @@
 #include "checkpoint/safetensors.hpp"
 
 #include <cstdint>
-#include <fstream>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
-
-#include <unistd.h>
 
 #include <helix/error.hpp>
 
@@ -18,12 +15,14 @@
 #include "decode/checkpoint_files.hpp"
 #include "support/catch.hpp"
 #include "support/failure.hpp"
+#include "support/resident_memory.hpp"
 #include "support/skipped.hpp"
 
 using namespace helix;
 using namespace helix::decode;
 using namespace helix::decode::test;
 using helix::test::required_failure;
+using helix::test::ResidentMemory;
 
 namespace {
 
@@ -39,16 +38,6 @@ std::string repeated(const std::string& text, int times) {
   std::string result;
   for (int i = 0; i < times; ++i) result += text;
   return result;
-}
-
-/// Pages of files that this process has resident, in bytes; -1 where the system does not tell.
-std::int64_t resident_file_bytes() {
-  std::ifstream statm("/proc/self/statm");
-  std::int64_t size = 0;
-  std::int64_t resident = 0;
-  std::int64_t shared = -1;
-  statm >> size >> resident >> shared;
-  return shared < 0 ? -1 : shared * ::sysconf(_SC_PAGESIZE);
 }
 
 /// A file of one tensor of `bytes` bytes, all zeros, which take no room on the disk. Returns its path.
@@ -258,16 +247,16 @@ TEST_CASE("files that cannot be mapped are io errors that name the path") {
 }
 
 TEST_CASE("bytes that are made resident are, and those that are gone are an Error") {
-  if (resident_file_bytes() < 0) return helix::test::skip("no /proc/self/statm");
+  if (!ResidentMemory::if_told()) return helix::test::skip("no /proc/self/statm");
   constexpr std::int64_t kBytes = std::int64_t{64} << 20;
   const ScratchDirectory directory;
   const std::string path = write_zeros(directory, kBytes);
   const SafetensorsFile file(path);
   const auto half = file.data(file.tensors().front()).first(kBytes / 2);
-  const std::int64_t before = resident_file_bytes();
+  const std::int64_t before = ResidentMemory::now().files;
   file.prefault({});
   file.prefault(half);
-  const std::int64_t gained = resident_file_bytes() - before;
+  const std::int64_t gained = ResidentMemory::now().files - before;
   CHECK(gained > kBytes / 2 - kBytes / 16);
   CHECK(gained < kBytes / 2 + kBytes / 16);
   std::filesystem::resize_file(path, 100000);
@@ -277,19 +266,19 @@ TEST_CASE("bytes that are made resident are, and those that are gone are an Erro
 }
 
 TEST_CASE("released pages leave resident memory") {
-  if (resident_file_bytes() < 0) return helix::test::skip("no /proc/self/statm");
+  if (!ResidentMemory::if_told()) return helix::test::skip("no /proc/self/statm");
   constexpr std::int64_t kBytes = std::int64_t{64} << 20;
   const ScratchDirectory directory;
   const std::string path = write_zeros(directory, kBytes);
   const SafetensorsFile file(path);
   const auto data = file.data(file.tensors().front());
-  const std::int64_t before = resident_file_bytes();
+  const std::int64_t before = ResidentMemory::now().files;
   int sum = 0;
   for (std::size_t i = 0; i < data.size(); i += 4096) sum += static_cast<int>(data[i]);
   CHECK(sum == 0);
-  CHECK(resident_file_bytes() - before > kBytes / 2);  // touching does count
+  CHECK(ResidentMemory::now().files - before > kBytes / 2);  // touching does count
   file.release(data);
-  CHECK(resident_file_bytes() - before < kBytes / 16);
+  CHECK(ResidentMemory::now().files - before < kBytes / 16);
 }
 
 TEST_CASE("a checkpoint finds tensors in one file and in shards alike") {

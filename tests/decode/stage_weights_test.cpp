@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <functional>
 #include <memory>
 #include <string>
@@ -16,13 +15,13 @@
 #include <vector>
 
 #include <nlohmann/json.hpp>
-#include <unistd.h>
 
 #include <helix/cpu/thread_pool.hpp>
 #include <helix/topology.hpp>
 
 #include "decode/model_on_disk.hpp"
 #include "support/catch.hpp"
+#include "support/resident_memory.hpp"
 #include "support/sanitizers.hpp"
 #include "support/skipped.hpp"
 #include "support/worse.hpp"
@@ -30,6 +29,7 @@
 using namespace helix;
 using namespace helix::decode;
 using namespace helix::decode::test;
+using helix::test::ResidentMemory;
 using nlohmann::json;
 
 namespace {
@@ -505,29 +505,8 @@ TEST_CASE("several ranks of a process use one mapping") {
   CHECK(checkpoint.files().front().mapping().use_count() == 4);  // the file's, two ranks', and this one
 }
 
-namespace {
-
-/// Resident memory of this process in bytes: of files, and of its own.
-struct Resident {
-  std::int64_t file = 0;
-  std::int64_t own = 0;
-
-  static Resident now() {
-    std::ifstream in("/proc/self/statm");
-    std::int64_t size = 0;
-    std::int64_t all = 0;
-    std::int64_t shared = 0;
-    in >> size >> all >> shared;
-    const std::int64_t page = ::sysconf(_SC_PAGESIZE);
-    return {shared * page, (all - shared) * page};
-  }
-};
-
-}  // namespace
-
 TEST_CASE("loading keeps resident memory to the rank's share") {
-  std::ifstream statm("/proc/self/statm");
-  if (!statm) return helix::test::skip("no /proc/self/statm");
+  if (!ResidentMemory::if_told()) return helix::test::skip("no /proc/self/statm");
   // 2 x 64 MiB of vocabulary; down_proj is cut by columns, which touches every page of it.
   json config = llama();
   config["hidden_size"] = 1024;
@@ -565,13 +544,13 @@ TEST_CASE("loading keeps resident memory to the rank's share") {
   const Checkpoint checkpoint(directory.path());
   const ModelConfig parsed = parse_model_config(config.dump(), "config.json");
   const WeightPlan plan = plan_weights(parsed, checkpoint, Topology({.kvp = 2, .tpa = 2}, parsed.shape), 1);
-  const std::int64_t before = Resident::now().file;
+  const std::int64_t before = ResidentMemory::now().files;
   std::int64_t peak = before;
   std::int64_t received = 0;
   stream_weights(plan,
                  [&](std::size_t, std::int64_t, const std::byte* data, std::size_t bytes) {
                    for (std::size_t i = 0; i < bytes; i += 512) received += data[i] == std::byte{0} ? 1 : 0;
-                   peak = std::max(peak, Resident::now().file);
+                   peak = std::max(peak, ResidentMemory::now().files);
                  },
                  {});
   CHECK(received > 0);
@@ -579,16 +558,16 @@ TEST_CASE("loading keeps resident memory to the rank's share") {
   CHECK(peak - before < std::int64_t{20} << 20);
 
   // In place the file's pages count, and no copy of them.
-  const Resident start = Resident::now();
+  const ResidentMemory start = ResidentMemory::now();
   ThreadedHostBackend backend;
   const WeightPlan planned =
       plan_weights(parsed, checkpoint, Topology({.kvp = 2, .tpa = 2}, parsed.shape), 1, WeightHome::files);
   const auto weights =
       load_stage_weights(backend, parsed, checkpoint, Topology({.kvp = 2, .tpa = 2}, parsed.shape), 1, 0);
-  const Resident after = Resident::now();
+  const ResidentMemory after = ResidentMemory::now();
   const std::int64_t slack = std::int64_t{20} << 20;
   CHECK(planned.in_place_bytes() > std::int64_t{30} << 20);
-  CHECK(std::abs(after.file - start.file - planned.in_place_bytes()) < slack);
+  CHECK(std::abs(after.files - start.files - planned.in_place_bytes()) < slack);
   // ThreadSanitizer keeps books of what is written, which are the process's own memory too.
   if (!helix::test::kHasThreadSanitizer)
     CHECK(std::abs(after.own - start.own - planned.allocated_bytes()) < slack);

@@ -5,11 +5,8 @@
 
 #include <chrono>
 #include <cstdint>
-#include <fstream>
 #include <memory>
 #include <vector>
-
-#include <unistd.h>
 
 #include <helix/error.hpp>
 #include <helix/job_comms.hpp>
@@ -22,13 +19,6 @@
 #include "support/ranks.hpp"
 
 namespace helix::test {
-
-inline std::int64_t resident_bytes() {
-  std::int64_t total = 0;
-  std::int64_t resident = 0;
-  std::ifstream("/proc/self/statm") >> total >> resident;
-  return resident * ::sysconf(_SC_PAGESIZE);
-}
 
 /// One rank that decodes one sequence, round after round.
 template <class Backend>

@@ -7,6 +7,8 @@
 #include <helix/cpu/backend.hpp>
 #include <helix/cpu/local_comm.hpp>
 
+#include "support/resident_memory.hpp"
+
 namespace helix::test {
 namespace {
 
@@ -18,7 +20,7 @@ void soak_on_cpu(const TopologySpec& spec, int ranks, int rounds, std::int64_t t
   soak<LocalBackend>(
       spec, rounds, tokens_a_round, cpu::LocalComm::create_group(ranks),
       [](const JobComms<cpu::LocalComm>& comms, int) { return LocalBackend(comms.stage, comms.kvp); },
-      resident_bytes, kGrowthBytes);
+      [] { return ResidentMemory::now().all(); }, kGrowthBytes);
 }
 
 TEST_CASE("soak: rounds of one rank and of four give equal tokens in flat memory", "[quick]") {
