@@ -15,8 +15,6 @@
 namespace helix::bench {
 namespace {
 
-constexpr double kTolerance = 1.0 / 128;  // two roundings to bf16
-
 void bench_exchange(benchmark::State& state, int kvp, const ExchangeShape& shape) {
   constexpr int kPerGraph = 10;
   double us = 0.0;
@@ -39,7 +37,7 @@ void bench_exchange(benchmark::State& state, int kvp, const ExchangeShape& shape
     });
     const double error = exchange_error(results, shape);
     state.counters["max_error"] = error;
-    if (!(error < kTolerance)) state.SkipWithError("the result that was timed is wrong");
+    if (!(error < kExchangeTolerance)) state.SkipWithError("the result that was timed is wrong");
   } catch (const std::exception& error) {
     state.SkipWithError(error.what());
   }

@@ -130,6 +130,8 @@ struct ExchangeTimes {
 struct TimesByProtocol {
   ExchangeTimes headers;
   ExchangeTimes taken;
+  std::vector<ExchangeResult>
+      results;  ///< What this rank put in and got out: of each protocol that was timed.
 };
 
 /// Times of `per_graph` exchanges in a graph. Lines have to be written anew for each: what is left of them
@@ -147,15 +149,19 @@ TimesByProtocol time_exchanges(Rank<Comm>& rank, const ExchangeShape& shape, int
     ExchangeWork<Comm> work(rank, shape, false);
     times.headers.pushed_us = pushed_us(work);
     times.headers.us = time_together(rank, per_graph, [&] { work.queue(); });
+    times.results.push_back(work.result());
   }
   times.taken = times.headers;
   ExchangeWork<Comm> work(rank, shape);
   if (work.are_lines()) {
     times.taken.pushed_us = pushed_us(work);
     times.taken.us = times.taken.pushed_us - (times.headers.pushed_us - times.headers.us);
+    times.results.push_back(work.result());
   }
   return times;
 }
+
+inline constexpr double kExchangeTolerance = 1.0 / 128;  ///< Two roundings to bf16.
 
 /// The largest difference between what the ranks of a KVP group combined and the merge of their partials in
 /// double, relative to the largest value, over the first and the last token.

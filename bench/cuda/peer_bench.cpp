@@ -4,6 +4,9 @@
 // "headers_..." the same of messages with headers where others travel as lines), and the all-reduce with
 // residual and norm. Beside them the same over NCCL, where each rank has a GPU. On one GPU two ranks share
 // it, which shows that it works, not how fast a link is.
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <string>
 #include <vector>
@@ -11,12 +14,14 @@
 #include <benchmark/benchmark.h>
 
 #include <helix/cuda/peer_comm.hpp>
+#include <helix/error.hpp>
 #include <helix/reduce_norm.hpp>
 
 #include "cases.hpp"
 #include "device_data.hpp"
 #include "exchange_work.hpp"
 #include "rank_threads.hpp"
+#include "support/worse.hpp"
 #include "timing.hpp"
 
 namespace helix::bench {
@@ -26,38 +31,97 @@ constexpr int kPerGraph = 10;
 constexpr std::int64_t kHeads = 128;
 constexpr std::int64_t kDim = 128;
 
-template <class Comm>
-TimesByProtocol time_exchanges(int size, int num_gpus, std::int64_t tokens) {
-  TimesByProtocol times;
-  run_ranks<Comm>(size, 1, num_gpus, [&](Rank<Comm>& rank) {
-    const TimesByProtocol of_rank = time_exchanges(rank, {tokens, kHeads, kDim}, kPerGraph);
-    if (rank.index() == 0) times = of_rank;
-  });
-  return times;
+void expect_right(const char* what, double error, double tolerance) {
+  HELIX_EXPECTS(error < tolerance, ErrorCode::internal, what, ": what was timed has an error of ", error,
+                ", more than ", tolerance);
 }
 
+/// Rank 0's times. @throws Error if what some rank got is not the merge of all ranks' partials.
+template <class Comm>
+TimesByProtocol time_exchanges(int size, int num_gpus, std::int64_t tokens) {
+  const ExchangeShape shape{tokens, kHeads, kDim};
+  std::vector<TimesByProtocol> times(static_cast<std::size_t>(size));
+  run_ranks<Comm>(size, 1, num_gpus, [&](Rank<Comm>& rank) {
+    times[static_cast<std::size_t>(rank.index())] = time_exchanges(rank, shape, kPerGraph);
+  });
+  for (std::size_t protocol = 0; protocol < times[0].results.size(); ++protocol) {
+    std::vector<ExchangeResult> results;
+    for (const TimesByProtocol& of_rank : times) results.push_back(of_rank.results.at(protocol));
+    expect_right("combined partials", exchange_error(results, shape), kExchangeTolerance);
+  }
+  return times[0];
+}
+
+/// What a rank put into reduce_norm and got out, on the host.
+struct NormResult {
+  std::vector<bf16> partial;
+  std::vector<bf16> out;
+};
+
+/// The largest error of the ranks' results beside sums in double.
+double reduce_norm_error(const std::vector<NormResult>& ranks, const std::vector<bf16>& residual,
+                         const std::vector<bf16>& weight, double epsilon) {
+  const std::size_t width = weight.size();
+  std::vector<double> expected(residual.size());
+  for (std::size_t begin = 0; begin < expected.size(); begin += width) {
+    double squares = 0.0;
+    for (std::size_t i = begin; i < begin + width; ++i) {
+      expected[i] = to_double(residual[i]);
+      for (const NormResult& rank : ranks) expected[i] += to_double(rank.partial[i]);
+      squares += expected[i] * expected[i];
+    }
+    const double scale = 1.0 / std::sqrt(squares / static_cast<double>(width) + epsilon);
+    for (std::size_t i = 0; i < width; ++i) expected[begin + i] *= scale * to_double(weight[i]);
+  }
+  double worst = 0.0;
+  for (const NormResult& rank : ranks) worst = test::worse(worst, relative_error(rank.out, expected));
+  return worst;
+}
+
+/// Rank 0's time of one, in microseconds. @throws Error if some rank's result is wrong.
 template <class Comm>
 double time_reduce_norm(int size, int num_gpus, std::int64_t rows, std::int64_t width) {
+  constexpr double kTolerance = 1e-2;  // Euclidean
   double us = 0.0;
+  std::vector<NormResult> results(static_cast<std::size_t>(size));
+  std::vector<bf16> residual_values;
+  std::vector<bf16> weight_values;
+  double epsilon = 0.0;
   run_ranks<Comm>(size, 1, num_gpus, [&](Rank<Comm>& rank) {
     const auto seed = static_cast<std::uint64_t>(rank.index());
     const cuda::Buffer partial = random_bf16(rows * width, 3 + seed);
-    const cuda::Buffer residual = random_bf16(rows * width, 5);
-    const cuda::Buffer weight = random_bf16(width, 9);
+    const cuda::Buffer residual = random_bf16(rows * width, 1005);
+    const cuda::Buffer weight = random_bf16(width, 1009);
     const cuda::Buffer out(static_cast<std::size_t>(rows * width) * kBf16Bytes);
     const auto view = [&](const cuda::Buffer& buffer) {
       return TensorView<bf16, 2>(reinterpret_cast<bf16*>(buffer.data()), {rows, width});
     };
-    const double rank_us = time_together(rank, kPerGraph, [&] {
-      reduce_norm(rank.backend,
-                  {.partial = view(partial),
-                   .residual = view(residual),
-                   .weight = {weight.data(), DType::bf16, 1, width},
-                   .out = view(out)},
-                  rank.stream);
-    });
-    if (rank.index() == 0) us = rank_us;
+    const ReduceNormArgs<bf16> args{.partial = view(partial),
+                                    .residual = view(residual),
+                                    .weight = {weight.data(), DType::bf16, 1, width},
+                                    .out = view(out)};
+    const auto queue = [&] { reduce_norm(rank.backend, args, rank.stream); };
+    const auto values_of = [&](const cuda::Buffer& buffer) {
+      return on_host<bf16>(rank.backend, buffer.data(), static_cast<std::int64_t>(buffer.size_bytes()) / 2);
+    };
+    NormResult& result = results[static_cast<std::size_t>(rank.index())];
+    result.partial = values_of(partial);
+    const std::vector<bf16> residual_before = values_of(residual);
+    const double rank_us = time_together(rank, kPerGraph, queue);
+    // Each call adds to the residual, and over NCCL to the partials: one more with what was there at first.
+    rank.backend.upload(partial.data(), result.partial.data(), partial.size_bytes(), rank.stream);
+    rank.backend.upload(residual.data(), residual_before.data(), residual.size_bytes(), rank.stream);
+    queue();
+    rank.backend.synchronize(rank.stream);
+    result.out = values_of(out);
+    if (rank.index() != 0) return;
+    us = rank_us;
+    residual_values = residual_before;
+    weight_values = values_of(weight);
+    epsilon = double{args.epsilon};
   });
+  expect_right("reduce_norm", reduce_norm_error(results, residual_values, weight_values, epsilon),
+               kTolerance);
   return us;
 }
 
