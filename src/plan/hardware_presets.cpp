@@ -17,16 +17,15 @@ TimedSize timed(double kilobytes, double time_us) {
   return {bytes(kilobytes * 1e3), microseconds(time_us)};
 }
 
-/// docs/measurements and bench/results. The throughput of 8-bit products, and everything outside the
-/// domain, was not measured.
+/// docs/measurements and bench/results. The throughput of products, a link between two GPUs and everything
+/// outside the domain have no measurement there.
 Hardware h200() {
   Hardware hardware;
   hardware.name = "h200";
   hardware.source =
-      "measured on H200s (docs/measurements): cold reads by size, attention in bf16, bf16 products, "
-      "exchange and NCCL's all-reduce on two and four GPUs, 379 GB/s between two; the vendor: 141 GB, "
-      "network 400 Gb/s; assumed: 8-bit products twice as fast as bf16, latencies of 1.2 us inside and 5 us "
-      "outside, 3 us an operator";
+      "measured on H200s (docs/measurements): cold reads by size, attention in bf16, exchange and NCCL's "
+      "all-reduce on two and four GPUs; the vendor: 141 GB, network 400 Gb/s; assumed: 790 TFLOP/s in 16 "
+      "bits and twice that in 8, 379 GB/s and 1.2 us between two GPUs inside, 5 us outside, 3 us an operator";
   hardware.memory = gigabytes(141);
   hardware.read =
       BandwidthCurve({read_point(16, 1.6), read_point(64, 3.4), read_point(256, 4.2), read_point(1000, 4.6)});
