@@ -176,13 +176,23 @@ TEST_CASE("a report that cannot be written is refused before the work", "[quick]
   for (const auto& [path, says] :
        {std::pair<std::string, std::string>{(scratch / "none/report.json").string(), "there is no folder"},
         {(scratch / "").string(), "folder"},
-        {"/proc/report.json", "/proc/report.json"}}) {
+        {"/proc/report.json", "/proc/report.json"},
+        {(scratch / std::string(256, 'x')).string(), "File name too long"}}) {
     const Run run = run_script("$D " + kRun + "--json " + path);
     INFO(run.output);
     CHECK(is_one_error(run));
     CHECK_THAT(run.output, Contains(says));
-    if (path != "/proc/report.json") CHECK_THAT(run.output, !Contains("memory a rank"));
+    CHECK_THAT(run.output, !Contains("memory a rank"));
   }
+}
+
+TEST_CASE("a report may have a name as long as names can be", "[quick]") {
+  const ScratchDirectory scratch;
+  const std::filesystem::path report = scratch / std::string(255, 'x');
+  const Run run = run_script("$D " + kRun + "--json " + report.string());
+  INFO(run.output);
+  CHECK(run.exit_code == 0);
+  CHECK(std::filesystem::exists(report));
 }
 
 TEST_CASE("sizes beyond their limits are refused by name, value and limit", "[quick]") {

@@ -52,6 +52,14 @@ TEST_CASE("the fastest number of ranks grows with the sequences and their length
   CHECK(ranks_of(served, {1, 4}) == 4);
 }
 
+TEST_CASE("layers are dealt to any number of stages") {
+  decode::ModelConfig model = small_model();
+  model.shape.num_layers = 3;
+  const TopologySpec chosen = decode::choose_topology(model, request_of(1, 16), {}, {6});
+  CHECK(chosen.pp == 3);
+  CHECK(chosen.kvp * chosen.tpa == 2);
+}
+
 TEST_CASE("ranks share the memory of the machine, and a cached element takes its type's bytes") {
   // Of a quarter of the memory a rank may use 0.9, which is 0.225 of it all. Four ranks of one sequence hold
   // a quarter of 512 f32 elements a token each.

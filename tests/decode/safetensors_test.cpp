@@ -312,12 +312,14 @@ TEST_CASE("an index that leaves its directory or is malformed is refused") {
   const auto map = [](const std::string& json) {
     return required_failure([&] { parse_weight_map(json, "i.json"); });
   };
-  for (const std::string shard :
-       {"../x.safetensors", "/etc/passwd", "a/b", "..", ".", "", "a\\\\b", "a\\u0000b"}) {
+  for (const std::string& shard : {std::string("../x.safetensors"), std::string("/etc/passwd"),
+                                   std::string("a/b"), std::string(".."), std::string("."), std::string(),
+                                   std::string("a\\\\b"), std::string("a\\u0000b"), std::string(5000, 'x')}) {
     CAPTURE(shard);
     const auto [code, message] = map(R"({"weight_map":{"t":")" + shard + "\"}}");
     CHECK(code == ErrorCode::invalid_file);
     CHECK_THAT(message, Catch::Contains("i.json") && Catch::Contains("'t'"));
+    CHECK(message.size() < 300);
   }
   for (const std::string json :
        {"", "[]", "{}", "7", "{\"weight_map\":7}", "{\"weight_map\":{}}", "{\"weight_map\":{\"t\":7}}",
@@ -325,6 +327,9 @@ TEST_CASE("an index that leaves its directory or is malformed is refused") {
     CAPTURE(json);
     CHECK(map(json).code == ErrorCode::invalid_file);
   }
+  CHECK_THAT(map("{}").what, Catch::Contains("weight_map is missing"));
+  CHECK_THAT(map("{\"weight_map\":{}}").what, Catch::Contains("weight_map is empty"));
+  CHECK_THAT(map("{\"weight_map\":[]}").what, Catch::Contains("weight_map is array"));
   CHECK_THAT(map(repeated("[", 100000)).what, Catch::Contains("nested deeper"));
   CHECK(parse_weight_map(R"({"weight_map":{"t":"a.safetensors"}})", "i.json").at("t") == "a.safetensors");
 }

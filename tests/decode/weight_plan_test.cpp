@@ -284,13 +284,16 @@ TEST_CASE("a config without a dtype has that of the embedding") {
     const ModelOnDisk model(config, stored);
     CHECK(read_model_config(model.checkpoint()).dtype == stored);
     for (const char* key : {"dtype", "torch_dtype"}) {
-      json given = config;
-      given[key] = nullptr;
-      model.directory().write("config.json", given.dump());
-      CHECK(read_model_config(model.checkpoint()).dtype == stored);
-      given[key] = "float16";
-      model.directory().write("config.json", given.dump());
-      CHECK(read_model_config(model.checkpoint()).dtype == DType::f16);
+      const auto given_as = [&](const json& value) {
+        json given = config;
+        given[key] = value;
+        model.directory().write("config.json", given.dump());
+        return read_model_config(model.checkpoint()).dtype;
+      };
+      CHECK(given_as(nullptr) == stored);
+      CHECK(given_as("auto") == stored);
+      CHECK(given_as("float16") == DType::f16);
+      CHECK(given_as("torch.float16") == DType::f16);
     }
   }
 }

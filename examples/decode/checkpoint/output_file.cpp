@@ -64,17 +64,33 @@ int open_in_place(const fs::path& path) {
   }
 }
 
+fs::path folder_of(const fs::path& path) {
+  return path.has_parent_path() ? path.parent_path() : fs::path(".");
+}
+
+/// A new file in the folder of `path`, to be given its name. Its own is short: that of `path` may have all
+/// the bytes that a name can have.
+struct FileBeside {
+  fs::path path;
+  int descriptor;
+
+  explicit FileBeside(const fs::path& target)
+      : path(folder_of(target) / (".helix." + std::to_string(::getpid()) + ".part")),
+        descriptor(::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
+    if (descriptor < 0)
+      fail(target, ("cannot be written: " + path.string() + " cannot be made").c_str(), errno);
+  }
+};
+
 /// Writes to a file beside `path` and gives it that name.
 void replace(const fs::path& path, std::string_view text, const struct stat* old) {
-  const fs::path beside = path.string() + "." + std::to_string(::getpid()) + ".part";
-  const int descriptor = ::open(beside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  if (descriptor < 0) fail(beside, "cannot be made", errno);
-  if (old != nullptr) static_cast<void>(::fchmod(descriptor, old->st_mode & 07777));
-  int reason = write_all(descriptor, text);
-  if (::close(descriptor) != 0 && reason == 0) reason = errno;
-  if (reason == 0 && ::rename(beside.c_str(), path.c_str()) != 0) reason = errno;
+  const FileBeside beside(path);
+  if (old != nullptr) static_cast<void>(::fchmod(beside.descriptor, old->st_mode & 07777));
+  int reason = write_all(beside.descriptor, text);
+  if (::close(beside.descriptor) != 0 && reason == 0) reason = errno;
+  if (reason == 0 && ::rename(beside.path.c_str(), path.c_str()) != 0) reason = errno;
   if (reason == 0) return;
-  ::unlink(beside.c_str());
+  ::unlink(beside.path.c_str());
   fail(path, "cannot be written", reason);
 }
 
@@ -97,8 +113,13 @@ void check_folder(const fs::path& folder, const fs::path& path) {
   if (::access(folder.c_str(), W_OK | X_OK) != 0) fail(path, "its folder cannot be written", errno);
 }
 
-fs::path folder_of(const fs::path& path) {
-  return path.has_parent_path() ? path.parent_path() : fs::path(".");
+/// By a file that is made and removed: a folder's permissions do not tell all.
+void check_replaceable(const fs::path& path) {
+  const fs::path target = target_of(path);
+  check_folder(folder_of(target), path);
+  const FileBeside beside(target);
+  ::close(beside.descriptor);
+  ::unlink(beside.path.c_str());
 }
 
 }  // namespace
@@ -107,15 +128,14 @@ void check_output(const fs::path& path) {
   struct stat status = {};
   if (::stat(path.c_str(), &status) != 0) {
     if (errno != ENOENT) fail(path, "cannot be written", errno);
-    check_folder(folder_of(target_of(path)), path);
     HELIX_EXPECTS(path.has_filename(), ErrorCode::io, path.string(), ": is no name of a file");
+    check_replaceable(path);
     return;
   }
   HELIX_EXPECTS(!S_ISDIR(status.st_mode), ErrorCode::io, path.string(),
                 ": cannot be written: it is a folder; give a file's name");
   if (::access(path.c_str(), W_OK) != 0) fail(path, "cannot be written", errno);
-  if (S_ISREG(status.st_mode) && standard_descriptor(status) < 0)
-    check_folder(folder_of(target_of(path)), path);
+  if (S_ISREG(status.st_mode) && standard_descriptor(status) < 0) check_replaceable(path);
 }
 
 void check_output_folder(const fs::path& folder) {

@@ -16,7 +16,7 @@ namespace helix::decode {
 namespace {
 
 bool is_plain_file_name(std::string_view name) {
-  return !name.empty() && name != "." && name != ".." &&
+  return !name.empty() && name.size() <= NAME_MAX && name != "." && name != ".." &&
          name.find_first_of("/\\") == std::string_view::npos && name.find('\0') == std::string_view::npos;
 }
 
@@ -27,7 +27,8 @@ class WeightMapReader : public JsonEvents {
   using JsonEvents::JsonEvents;
 
   std::map<std::string, std::string> take() {
-    expect_map(!shards_.empty());
+    HELIX_EXPECTS(has_map_, ErrorCode::invalid_file, file(), ": weight_map is missing", kExpectedMap);
+    HELIX_EXPECTS(!shards_.empty(), ErrorCode::invalid_file, file(), ": weight_map is empty", kExpectedMap);
     return std::move(shards_);
   }
 
@@ -66,16 +67,13 @@ class WeightMapReader : public JsonEvents {
  private:
   bool is_in_map() const { return is_map_open_ && depth_ == 2; }
 
-  void expect_map(bool holds) const {
-    HELIX_EXPECTS(holds, ErrorCode::invalid_file, file(),
-                  ": weight_map is missing; expected an object of tensor names and files");
-  }
+  static constexpr std::string_view kExpectedMap = "; expected an object of tensor names and files";
 
   /// Passes over a value that is not a file name in its place.
   bool value(std::string_view type) const {
     HELIX_EXPECTS(!is_in_map(), ErrorCode::invalid_file, file(), ": weight_map: ", printable(tensor_),
                   " is a ", type, "; expected a file name");
-    expect_map(!is_map_next_);
+    HELIX_EXPECTS(!is_map_next_, ErrorCode::invalid_file, file(), ": weight_map is ", type, kExpectedMap);
     return true;
   }
 

@@ -78,6 +78,11 @@ void expect_given_once(const CLI::App& app) {
   }
 }
 
+/// Whether the option is a whole number.
+bool is_whole(const CLI::Option& option) {
+  return option.get_type_name().find("INT") != std::string::npos;
+}
+
 /// CLI11 takes an empty value for 0, or for none, and a whole number that begins with 0 for octal.
 void expect_values(const CLI::App& app) {
   for (const CLI::Option* const option : app.get_options()) {
@@ -85,13 +90,28 @@ void expect_values(const CLI::App& app) {
     const std::vector<std::string> values = option->results();
     HELIX_EXPECTS(std::ranges::find(values, "") == values.end(), ErrorCode::invalid_argument,
                   option->get_name(), " is empty; give a value, or drop it");
-    if (option->get_type_name().find("INT") == std::string::npos) continue;
     for (const std::string& value : values) {
+      HELIX_EXPECTS(option->get_type_name() != "FLOAT" || value.find_first_of("xX") == std::string::npos,
+                    ErrorCode::invalid_argument, option->get_name(), " is ", value,
+                    "; write numbers in decimal");
+      if (!is_whole(*option)) continue;
       HELIX_EXPECTS(value.size() == 1 || !value.starts_with('0'), ErrorCode::invalid_argument,
                     option->get_name(), " is ", value,
                     "; write whole numbers in decimal, without a 0 before");
     }
   }
+}
+
+/// What CLI11 could not convert, which names the option and its value.
+[[noreturn]] void throw_unconverted(const CLI::App& app, const CLI::ConversionError& error) {
+  const std::string text = error.what();
+  for (const CLI::Option* const option : app.get_options()) {
+    if (option->count() == 0 || text.find(option->get_name() + " = ") == std::string::npos) continue;
+    throw Error(ErrorCode::invalid_argument, option->get_name(), " is ",
+                fmt::format("{}", fmt::join(option->results(), ", ")), "; expected ",
+                is_whole(*option) ? "a whole number of moderate size" : "a number");
+  }
+  throw Error(ErrorCode::invalid_argument, text, "; see --help");
 }
 
 }  // namespace
@@ -141,6 +161,8 @@ bool parse_command_line(CLI::App& app, int argc, const char* const* argv) {
     const std::vector<std::string> extras = app.remaining();
     if (!extras.empty()) throw_unexpected(app, extras);
     expect_given_once(app);
+    if (const auto* const unconverted = dynamic_cast<const CLI::ConversionError*>(&error))
+      throw_unconverted(app, *unconverted);
     throw Error(ErrorCode::invalid_argument, error.what(), "; see --help");
   }
   expect_values(app);

@@ -275,6 +275,8 @@ void read_tokens(const OptionTexts& texts, GenerationRequest& request) {
     request.prompts.push_back(parse_ids(texts.prompt_ids[i], fmt::format("--prompt-ids {}", i)));
   }
   if (!texts.prompts_file.empty()) request.prompts = read_token_lists(texts.prompts_file);
+  HELIX_EXPECTS(texts.prompts_file.empty() || !request.prompts.empty(), ErrorCode::invalid_argument,
+                texts.prompts_file, ": holds no prompts; expected an array of arrays of token ids");
   if (texts.teacher_file.empty()) return;
   request.teacher = read_token_lists(texts.teacher_file);
   HELIX_EXPECTS(!request.teacher.empty(), ErrorCode::invalid_argument,

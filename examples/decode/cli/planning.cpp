@@ -84,6 +84,7 @@ TopologySpec choose_topology(const ModelConfig& config, const GenerationRequest&
   space.gpu_counts = num_ranks;
   space.batches = {workload.batch};
   space.strategies = {plan::Strategy::helix};
+  for (int stages = 1; stages <= most_ranks; ++stages) space.pipeline_stages.push_back(stages);
   space.objective = plan::Objective::latency;
   const plan::SearchResult found = plan::search_or_throw(model, workload, space);
   return found.candidates[*found.best].layout.topology_spec();

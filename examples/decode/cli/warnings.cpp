@@ -98,6 +98,19 @@ std::optional<std::string> unheeded_defaults(const Checkpoint& checkpoint) {
                      one_line(checkpoint.generation_config_path()), fmt::join(defaults.unheeded, ", "));
 }
 
+/// transformers has it count without sampling too.
+std::optional<std::string> unheeded_penalty(const Checkpoint& checkpoint, const GenerationRequest& request) {
+  if (request.serving || request.penalties.repetition != 1.0f) return std::nullopt;
+  const GenerationDefaults defaults =
+      parse_generation_config(checkpoint.generation_config_json(), checkpoint.generation_config_path());
+  if (defaults.penalties.repetition == 1.0f) return std::nullopt;
+  return fmt::format(
+      "warning: {} asks for a repetition_penalty of {}, which only requests of --serve take from there: give "
+      "--repetition-penalty {} for transformers' texts",
+      one_line(checkpoint.generation_config_path()), defaults.penalties.repetition,
+      defaults.penalties.repetition);
+}
+
 std::optional<std::string> short_gpu(int gpu, std::int64_t needed) {
   const std::int64_t free = gpu_memory(gpu).free;
   if (needed <= free) return std::nullopt;
@@ -151,6 +164,7 @@ std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& ch
     add(unused_weights(config, checkpoint));
     add(unread_rope_keys(config, checkpoint));
     add(unheeded_defaults(checkpoint));
+    add(unheeded_penalty(checkpoint, request));
   }
   if (launch.device == Device::cuda) {
     if (launcher.has_processes()) {

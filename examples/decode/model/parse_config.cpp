@@ -60,11 +60,15 @@ FamilyDefaults family_defaults(const ObjectReader& top, const std::string& model
 DType parse_dtype_key(const ObjectReader& top, DType absent) {
   const char* key = top.has("dtype") ? "dtype" : "torch_dtype";
   if (!top.has(key)) return absent;
-  const std::string dtype = top.string(key);
+  constexpr std::string_view kModule = "torch.";  // as older files have it
+  const std::string given = top.string(key);
+  const std::string_view dtype =
+      std::string_view(given).substr(given.starts_with(kModule) ? kModule.size() : 0);
+  if (dtype == "auto") return absent;
   if (dtype == "float32") return DType::f32;
   if (dtype == "float16") return DType::f16;
   if (dtype == "bfloat16") return DType::bf16;
-  top.unsupported(key, " is ", printable(dtype), "; supported are bfloat16, float16, float32");
+  top.unsupported(key, " is ", printable(given), "; supported are bfloat16, float16, float32");
 }
 
 /// A boolean that is true where the key is absent; null is false, as transformers tests it.
