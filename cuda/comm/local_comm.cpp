@@ -149,6 +149,7 @@ struct Root : comm::Root {
       case Operation::barrier:
       case Operation::split:
       case Operation::allocate_window:
+      case Operation::kernel:
         break;
     }
     if (!copies.empty()) local_copy(copies, stream);

@@ -15,6 +15,9 @@ inline constexpr int kMaxPeers = 64;
 /// as many.
 inline constexpr int kMaxFlaggedWordBlocks = 320;
 
+/// PeerChannel::piece is a multiple of it.
+inline constexpr std::int64_t kLeastPieceBytes = 1024;
+
 /// Why a kernel stopped waiting for its peers.
 enum class PeerFault : std::uint32_t {
   none,
@@ -74,7 +77,7 @@ struct PeerChannel {
   std::int64_t flags = 0;       ///< Bytes to flags [channels, 2, size] of 8 bytes: count, tag of the call.
   std::int64_t slots = 0;       ///< Bytes to slots [channels, 2, size, piece] of plain messages.
   std::int64_t sealed = 0;      ///< Bytes to as many slots of sealed messages.
-  std::int64_t piece = 0;       ///< Bytes of a slot; a multiple of 16.
+  std::int64_t piece = 0;       ///< Bytes of a slot.
   std::uint32_t* counts = nullptr;  ///< [channels, size] on this rank's device.
   int channels = 0;
 

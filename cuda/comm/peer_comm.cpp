@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // cuda::PeerComm: the collectives, over windows or NCCL, and a wait for them that ends.
+#include <functional>
 #include <sstream>
 #include <string>
-#include <thread>
 
 #include <cuda_runtime_api.h>
 
@@ -26,8 +26,9 @@ std::uint32_t tag_of(Operation operation, std::int64_t count, int detail = 0) {
   return call_tag(static_cast<std::uint32_t>(operation), {count, detail});
 }
 
-/// What is captured runs later.
-bool hosts_meet(const PeerComm::State& state, const Stream& stream) {
+/// Whether hosts may have to meet for a call on `stream`: not where none of the root share a device, and not
+/// for what is captured, which runs later. Ranks capture a call all alike, or none.
+bool may_have_to_meet(const PeerComm::State& state, const Stream& stream) {
   if (state.ranks_a_device == 1 || state.size() == 1) return false;
   cudaStreamCaptureStatus status{};
   HELIX_CUDA_CHECK(cudaStreamIsCapturing(stream.handle(), &status));
@@ -42,24 +43,6 @@ comm::Call call_of(Operation operation, std::int64_t count, int detail = 0) {
   return call;
 }
 
-/// Where hosts have to: returns when those of all ranks, or of the `peer`, have come with an equal call.
-void meet_before(const PeerComm::State& state, comm::Call call, const Stream& stream, int peer = -1) {
-  if (hosts_meet(state, stream)) state.hosts->meet(call, peer);
-}
-
-/// The same once this rank has queued its kernel. A rank that went on earlier, its own kernel done, might
-/// free memory: that waits for the kernels of all, one of which may wait for a kernel that is not queued yet,
-/// and keeps it from being queued.
-void meet_after(const PeerComm::State& state, comm::Call call, const Stream& stream, int peer = -1) {
-  if (!hosts_meet(state, stream)) return;
-  try {
-    state.hosts->meet(call, peer);
-  } catch (const Error& error) {
-    state.fail_everywhere(error.what());  // lets go of the kernels that are queued
-    throw;
-  }
-}
-
 /// Empty moves of a call.
 PeerMoves moves_of(const void* in, void* out, std::uint32_t tag) {
   PeerMoves moves;
@@ -69,16 +52,21 @@ PeerMoves moves_of(const void* in, void* out, std::uint32_t tag) {
   return moves;
 }
 
-/// Calls queue(), which queues this rank's part of `call`, with all ranks or with the `peer`.
+/// Calls queue(), which queues this rank's kernel of `call`, with all ranks or with the `peer`.
 template <class Queue>
-void queue_together(const PeerComm::State& state, const comm::Call& call, const Stream& stream, int peer,
+void queue_together(const PeerComm::State& state, comm::Call call, const Stream& stream, int peer,
                     const Queue& queue) {
-  meet_before(state, call, stream, peer);
-  {
+  const auto queue_on_device = [&] {
     const DeviceScope scope(state.own->device);
     queue();
+  };
+  if (!may_have_to_meet(state, stream)) return queue_on_device();
+  try {
+    state.hosts->queue_together(call, peer, std::ref(queue_on_device));
+  } catch (...) {
+    state.family->fail_with_hosts();
+    throw;
   }
-  meet_after(state, call, stream, peer);
 }
 
 void move(const PeerComm::State& state, const comm::Call& call, const PeerMoves& moves, int blocks,
@@ -90,7 +78,8 @@ void move(const PeerComm::State& state, const comm::Call& call, const PeerMoves&
 void reduce(const PeerComm::State& state, Operation operation, PeerReduction call, const Stream& stream) {
   call.tag = tag_of(operation, call.count, static_cast<int>(call.dtype));
   const auto bytes = call.count * static_cast<std::int64_t>(size_bytes(call.dtype));
-  const comm::Call of_hosts = call_of(operation, call.count, static_cast<int>(call.dtype));
+  comm::Call of_hosts = call_of(operation, call.count);
+  of_hosts.dtype = call.dtype;
   if (state.size() == 1) {
     PeerMoves moves = moves_of(call.in, call.out, call.tag);
     moves.send_bytes[0] = moves.recv_bytes[0] = bytes;
@@ -129,16 +118,14 @@ bool PeerComm::shares_device() const {
   return state_->ranks_a_device > 1;
 }
 
-const PeerChannel& PeerComm::begin_kernel(const char* operation, Stream stream) const {
+void PeerComm::queue_together(const char* operation, const Stream& stream,
+                              const std::function<void(const PeerChannel&)>& queue) const {
   expect_windows(*state_);
   state_->begin(operation);
-  // Sizes are the caller's to compare, by what its kernels say to each other.
-  meet_before(*state_, call_of(Operation::barrier, 0), stream);
-  return state_->channel;
-}
-
-void PeerComm::end_kernel(Stream stream) const {
-  meet_after(*state_, call_of(Operation::barrier, 0), stream);
+  comm::Call call =
+      call_of(Operation::kernel, 0);  // sizes are compared by what the kernels say to each other
+  call.kernel = operation;
+  cuda::queue_together(*state_, call, stream, -1, [&] { queue(state_->channel); });
 }
 
 std::string PeerComm::transport() const {

@@ -17,10 +17,11 @@
 
 #include "comm/all_of.hpp"
 #include "cuda/comm/last_work.hpp"
-#include "cuda/comm/peer_groups.hpp"
 #include "cuda/comm/peer_islands.hpp"
 #include "cuda/comm/peer_ranges.hpp"
 #include "cuda/comm/peer_state.hpp"
+#include "cuda/comm/process_hosts.hpp"
+#include "cuda/comm/thread_hosts.hpp"
 #include "cuda/runtime/device_scope.hpp"
 
 namespace helix::cuda {

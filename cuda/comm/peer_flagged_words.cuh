@@ -40,7 +40,8 @@ struct FlaggedWords {
  private:
   static constexpr int kTagBits = 8;
 
-  /// Two messages to one place are two counts apart, so that a count may lose its highest bits.
+  /// Two messages to one place are two counts apart, so that a count may lose its highest bits: a word is
+  /// taken for an older one only if all messages of its tag in 2^24 counts have been shorter.
   __device__ __forceinline__ std::uint32_t flag(std::uint32_t count) const { return count << kTagBits | tag; }
   __device__ __forceinline__ std::byte* at(int reader, std::uint32_t count, int sender, int i) const {
     const std::int64_t slot = slot_place(channel, blockIdx.x, count, sender);

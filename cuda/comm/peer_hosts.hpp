@@ -3,7 +3,7 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -31,9 +31,11 @@ class PeerHosts {
   /// ranks throws.
   virtual std::shared_ptr<const PeerRange> allocate(std::size_t bytes, std::size_t multiple) = 0;
 
-  /// Before a kernel that waits for the peers is queued: where it matters that their hosts have come too,
-  /// returns when all of the group have, with equal calls. `peer`: the other end of a send or recv, else -1.
-  virtual void meet(comm::Call& call, int peer) = 0;
+  /// Calls queue(), which queues this rank's kernel of `call`, one that waits for the peers. Where it matters
+  /// that the others' are queued soon, their hosts meet: before, with equal calls, and after. `peer`: the
+  /// other end of a send or recv, else -1. @throws what queue() throws, which ends the group unless it throws
+  /// on all of its ranks; what a meeting throws.
+  virtual void queue_together(comm::Call& call, int peer, const std::function<void()>& queue) = 0;
 
   /// A part of the group.
   struct Part {
@@ -51,8 +53,5 @@ class PeerHosts {
  private:
   std::string why_apart_;
 };
-
-/// Stride of memories of `bytes`: whole granules of the device, and of `multiple`.
-std::size_t peer_stride(int device, std::size_t bytes, std::size_t multiple);
 
 }  // namespace helix::cuda

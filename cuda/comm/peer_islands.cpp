@@ -11,13 +11,13 @@
 
 #include <cuda_runtime_api.h>
 
+#include <helix/cuda/runtime.hpp>
 #include <helix/error.hpp>
 
 #include "comm/all_of.hpp"
 #include "comm/linked_group.hpp"
 #include "comm/rank_names.hpp"
 #include "cuda/comm/peer_channel.hpp"
-#include "cuda/comm/peer_hosts.hpp"
 #include "cuda/comm/peer_memory.hpp"
 #include "cuda/runtime/device_scope.hpp"
 
@@ -82,7 +82,7 @@ std::vector<std::byte> try_reach(const comm::LinkedGroup& group, int device, std
   std::optional<PeerMemory> own;
   comm::Socket exported;
   try {
-    offer.bytes = peer_stride(device, 1, 1);
+    offer.bytes = PeerMemory::stride(device, 1, 1);
     own = PeerMemory::create(device, static_cast<std::size_t>(offer.bytes), true);
     exported = comm::Socket(own->export_descriptor());
   } catch (const Error& error) {  // and no descriptor, or the others would wait for one

@@ -3,13 +3,16 @@
 #include "cuda/comm/peer_memory.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include <cuda_runtime_api.h>
 
 #include <helix/cuda/runtime.hpp>
 #include <helix/error.hpp>
+#include <helix/integers.hpp>
 
+#include "cuda/runtime/device_gate.hpp"
 #include "cuda/runtime/device_scope.hpp"
 
 namespace helix::cuda {
@@ -93,6 +96,7 @@ CUmemAllocationProp properties(int device, bool is_shared) {
 PeerMemory PeerMemory::create(int device, std::size_t bytes, bool is_shared) {
   const CUmemAllocationProp prop = properties(device, is_shared);
   CUmemGenericAllocationHandle handle = 0;
+  const DeviceGate::Waiting section;
   check(driver().MemCreate(&handle, bytes, &prop, 0), "cuMemCreate");
   return PeerMemory(handle);
 }
@@ -114,7 +118,9 @@ PeerMemory& PeerMemory::operator=(PeerMemory&& other) noexcept {
 }
 
 PeerMemory::~PeerMemory() {
-  if (handle_ != 0) (void)driver().MemRelease(handle_);
+  if (handle_ == 0) return;
+  const DeviceGate::Waiting section;
+  (void)driver().MemRelease(handle_);
 }
 
 int PeerMemory::export_descriptor() const {
@@ -133,11 +139,16 @@ std::size_t PeerMemory::granularity(int device) {
   return bytes;
 }
 
+std::size_t PeerMemory::stride(int device, std::size_t bytes, std::size_t multiple) {
+  return round_up(bytes, std::lcm(granularity(device), multiple));
+}
+
 PeerRange::PeerRange(std::vector<PeerMemory> memories, std::size_t stride, std::vector<int> devices)
     : memories_(std::move(memories)), stride_(stride), devices_(std::move(devices)) {
   std::sort(devices_.begin(), devices_.end());
   devices_.erase(std::unique(devices_.begin(), devices_.end()), devices_.end());
   CUdeviceptr first = 0;
+  const DeviceGate::Waiting section;
   check(driver().MemAddressReserve(&first, memories_.size() * stride_, 0, 0, 0), "cuMemAddressReserve");
   first_ = reinterpret_cast<std::byte*>(first);
   try {
@@ -158,6 +169,7 @@ PeerRange::PeerRange(std::vector<PeerMemory> memories, std::size_t stride, std::
 }
 
 PeerRange::~PeerRange() {
+  const DeviceGate::Waiting section;
   int current = 0;
   (void)cudaGetDevice(&current);
   for (const int device : devices_) {

@@ -29,6 +29,8 @@ class PeerMemory {
 
   /// Bytes that sizes and strides of memory of `device` are multiples of.
   static std::size_t granularity(int device);
+  /// Stride of memories of `device` of `bytes` each: whole granules, and a multiple of `multiple`.
+  static std::size_t stride(int device, std::size_t bytes, std::size_t multiple);
 
  private:
   explicit PeerMemory(CUmemGenericAllocationHandle handle) : handle_(handle) {}
@@ -48,7 +50,6 @@ class PeerRange {
 
   std::byte* part(int rank) const { return first_ + static_cast<std::int64_t>(rank) * stride(); }
   std::int64_t stride() const { return static_cast<std::int64_t>(stride_); }
-  int size() const { return static_cast<int>(memories_.size()); }
   /// Zeroes the part of `rank`, which is memory of `device`, and waits for that.
   void zero(int rank, int device) const;
 

@@ -124,7 +124,6 @@ __global__ void __launch_bounds__(kThreads)
   const int blocks = static_cast<int>(gridDim.x);
   const BlockChannel ends{channel, block};
   const int rank = channel.waits.rank;
-  const int size = channel.waits.size;
   const auto pieces = [&](std::int64_t bytes) {
     return static_cast<int>((Stripe(bytes, block, blocks).bytes + channel.piece - 1) / channel.piece);
   };
@@ -144,22 +143,20 @@ __global__ void __launch_bounds__(kThreads)
     return max(std::int64_t{0}, min(channel.piece, stripe.bytes - round * channel.piece));
   };
   for (int round = 0; round < rounds.most; ++round) {
-    for (int i = 1; i < size; ++i) {
-      const int p = rank + i < size ? rank + i : rank + i - size;
-      if (rounds.left[p] <= 0) continue;
+    for_peers(channel.waits, [&](int p) {
+      if (rounds.left[p] <= 0) return;
       const Stripe stripe(moves.send_bytes[p], block, blocks);
       copy_bytes(ends.slot(p, rounds.counts[p] + 1, rank),
                  moves.in + moves.send_begin[p] + stripe.begin + round * channel.piece,
                  length(stripe, round));
-    }
+    });
     if (!meet(ends, rounds, send_tag, recv_tag)) return;
-    for (int i = 1; i < size; ++i) {
-      const int p = rank + i < size ? rank + i : rank + i - size;
-      if (rounds.left[p] <= 0) continue;
+    for_peers(channel.waits, [&](int p) {
+      if (rounds.left[p] <= 0) return;
       const Stripe stripe(moves.recv_bytes[p], block, blocks);
       copy_bytes(moves.out + moves.recv_begin[p] + stripe.begin + round * channel.piece,
                  ends.slot(rank, rounds.counts[p] + 1, p), length(stripe, round));
-    }
+    });
     finish_round(ends, rounds);
   }
 }
@@ -185,11 +182,10 @@ __global__ void __launch_bounds__(kThreads)
     const std::int64_t first = (stripe.begin + round * channel.piece) / kBytes;
     const std::int64_t bytes = min(channel.piece, stripe.bytes - round * channel.piece);
     const T* const in = static_cast<const T*>(call.in) + first;
-    for (int i = 1; i < size; ++i) {
-      const int p = rank + i < size ? rank + i : rank + i - size;
+    for_peers(channel.waits, [&](int p) {
       copy_bytes(ends.slot(p, rounds.counts[p] + 1, rank), reinterpret_cast<const std::byte*>(in + p * slice),
                  bytes);
-    }
+    });
     if (!meet(ends, rounds, tag, tag)) return;
     const std::int64_t packets = bytes / kBytes / kCount;
     T* const out = static_cast<T*>(call.out) + first;

@@ -7,14 +7,13 @@
 #include <helix/cuda/runtime.hpp>
 #include <helix/error.hpp>
 
-#include "cuda/comm/peer_hosts.hpp"
 #include "cuda/runtime/device_scope.hpp"
 
 namespace helix::cuda {
 
 PeerRanges::Taken PeerRanges::take(const std::vector<int>& devices, std::size_t bytes, std::size_t multiple) {
   std::size_t stride = 0;
-  for (const int device : devices) stride = std::max(stride, peer_stride(device, bytes, multiple));
+  for (const int device : devices) stride = std::max(stride, PeerMemory::stride(device, bytes, multiple));
   auto keep_last = [ranges = shared_from_this(), devices](PeerRange* last) {
     ranges->keep(devices, std::unique_ptr<PeerRange>(last));
   };

@@ -26,7 +26,7 @@ constexpr int kPartPackets = 256;
 constexpr int kWholePackets = kPeerNormThreads;
 constexpr int kMostParts = 8;  // blocks of a cluster, on any device of compute capability 9.0
 constexpr std::int64_t kMostSealedBytes = 256 << 10;  // of a rank's rows
-/// Bytes that a rank sends, beyond which NCCL does it.
+/// Bytes that a rank sends, beyond which all_reduce and rms_norm do it, over NCCL where it is there.
 constexpr std::int64_t kMostSentBytes = 4 << 20;
 /// What a second trip to the peers costs, in bytes that a rank could have sent: 3 us at 300 GB/s.
 constexpr std::int64_t kTripBytes = 900 << 10;

@@ -100,9 +100,7 @@ struct PeerNormBlock {
   __device__ __forceinline__ void send(const Own& own, int k,
                                        const std::uint32_t (&counts)[kMaxPeers]) const {
     const int rank = channel.waits.rank;
-    const int size = channel.waits.size;
-    for (int step = 1; step < size; ++step) {
-      const int p = rank + step < size ? rank + step : rank + step - size;
+    for_peers(channel.waits, [&](int p) {
       const std::uint32_t count = counts[p] + 1;
       std::byte* const slot = kSealed ? ends.sealed_slot(p, count, rank) : ends.slot(p, count, rank);
       each([&](int j, int i) {
@@ -112,7 +110,7 @@ struct PeerNormBlock {
           *reinterpret_cast<uint4*>(slot + place(k, i)) = own.part[j];
         }
       });
-    }
+    });
   }
 
   /// The sum of packet `i`, of which `own` is this rank's part, over the ranks. Asking for the packets of

@@ -45,14 +45,6 @@ struct PeerNormShares : PeerNormBlock<T, W, false, kPackets> {
     }
   }
 
-  /// Calls use(p) for all other ranks, the next one first.
-  template <class Use>
-  __device__ __forceinline__ void for_peers(const Use& use) const {
-    const int rank = channel.waits.rank;
-    const int size = channel.waits.size;
-    for (int step = 1; step < size; ++step) use(rank + step < size ? rank + step : rank + step - size);
-  }
-
   __device__ __forceinline__ uint4* part(std::int64_t row, int i) const {
     return reinterpret_cast<uint4*>(rows.partial + element(row, i));
   }
@@ -64,7 +56,7 @@ struct PeerNormShares : PeerNormBlock<T, W, false, kPackets> {
   /// This rank's part of the others' shares, to them.
   __device__ __forceinline__ void send_parts(std::int64_t first,
                                              const std::uint32_t (&counts)[kMaxPeers]) const {
-    for_peers([&](int p) {
+    for_peers(channel.waits, [&](int p) {
       for_share(first, p, [&](int k, std::int64_t row) {
         each([&](int, int i) { *packet(p, counts[p] + 1, channel.waits.rank, k, i) = *part(row, i); });
       });
@@ -89,8 +81,9 @@ struct PeerNormShares : PeerNormBlock<T, W, false, kPackets> {
           }
         }
         store_vector(reinterpret_cast<T*>(part(row, i)), total);
-        for_peers(
-            [&](int p) { store_vector(reinterpret_cast<T*>(packet(p, counts[p] + 2, rank, k, i)), total); });
+        for_peers(channel.waits, [&](int p) {
+          store_vector(reinterpret_cast<T*>(packet(p, counts[p] + 2, rank, k, i)), total);
+        });
       });
     });
   }

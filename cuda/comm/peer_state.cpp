@@ -7,6 +7,8 @@
 #include <thread>
 #include <utility>
 
+#include <cuda_runtime_api.h>
+
 #include <helix/integers.hpp>
 
 #include "comm/rank_names.hpp"
@@ -16,7 +18,7 @@ namespace helix::cuda {
 namespace {
 
 constexpr int kChannels = 64;                     // of a GPU, shared by its ranks
-constexpr int kSharedBlocks = 128;                // of kernels that wait, by all ranks that share a GPU
+constexpr int kSharedBlocks = 128;                // of kernels that wait, by all ranks that share a large GPU
 constexpr std::int64_t kPiecesBytes = 128 << 10;  // of a channel, in turn: the slots of all senders
 constexpr std::int64_t kBlockBytes = 8 << 10;     // that a block moves before another one helps
 constexpr std::int64_t kFlaggedWords = 2048;      // of a block, in turn: those of all senders
@@ -33,7 +35,9 @@ struct ChannelLayout {
 
   ChannelLayout(std::int64_t size, int ranks_a_device)
       : channels(larger<std::int64_t>(2, kChannels / ranks_a_device)),
-        piece(size == 1 ? 1024 : larger<std::int64_t>(1024, kPiecesBytes / size / 1024 * 1024)),
+        piece(size == 1
+                  ? kLeastPieceBytes
+                  : larger(kLeastPieceBytes, kPiecesBytes / size / kLeastPieceBytes * kLeastPieceBytes)),
         most_flagged_words(kFlaggedWords / size),
         counts(kMaxPeers * static_cast<std::int64_t>(sizeof(std::uint32_t))),
         flagged_word_counts(counts + channels * size * 4),
@@ -43,6 +47,14 @@ struct ChannelLayout {
         flagged_words(sealed + channels * 2 * size * piece),
         bytes(flagged_words + kMaxFlaggedWordBlocks * 2 * size * most_flagged_words * 8) {}
 };
+
+/// Blocks of a kernel that waits, of a rank of `ranks` that share `device`: all of them fit there at once,
+/// one an SM.
+int most_waiting_blocks(int device, int ranks) {
+  int num_sms = 0;
+  HELIX_CUDA_CHECK(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+  return std::max(2, std::min(kSharedBlocks, num_sms) / ranks);
+}
 
 }  // namespace
 
@@ -99,6 +111,18 @@ void PeerFamily::throw_if_failed() {
   }
 }
 
+void PeerFamily::fail_with_hosts() noexcept {
+  if (!root || !root->has_failed.load(std::memory_order_acquire)) return;
+  std::string text;
+  try {
+    const std::lock_guard lock(root->mutex);
+    text = root->failure;
+  } catch (...) {
+    // Out of memory for the words: the family fails without.
+  }
+  fail(text);
+}
+
 std::string PeerFamily::laggards(const PeerRank& own) const {
   std::ostringstream text;
   for (const auto& rank : ranks) name_if_behind(text, rank->root_rank, rank->progress, own.progress.made());
@@ -132,7 +156,7 @@ void PeerComm::State::open_channel(std::shared_ptr<const PeerRange> memory) {
   waits.stride = range->stride();
   waits.rank = rank;
   waits.size = size();
-  waits.most_blocks = ranks_a_device == 1 ? 0 : std::max(2, kSharedBlocks / ranks_a_device);
+  waits.most_blocks = ranks_a_device == 1 ? 0 : most_waiting_blocks(own->device, ranks_a_device);
   const std::lock_guard lock(own->mutex);
   waits.group = static_cast<std::uint32_t>(own->groups.size());
   own->groups.push_back(root_ranks);

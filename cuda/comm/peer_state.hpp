@@ -67,6 +67,8 @@ struct PeerFamily {
   /// Ends all waits of this process. The first failure wins.
   void fail(const std::string& text) noexcept;
   void throw_if_failed();
+  /// Where threads have failed to meet: ends the waits of their kernels too.
+  void fail_with_hosts() noexcept;
   /// "; rank 2 is behind: its call 7 was all_reduce, this rank made 8" or nothing.
   std::string laggards(const PeerRank& own) const;
 };

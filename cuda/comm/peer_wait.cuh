@@ -33,6 +33,15 @@ __device__ __forceinline__ std::uint32_t volatile_word(const std::uint32_t* word
   return *static_cast<const volatile std::uint32_t*>(word);
 }
 
+/// Calls use(peer) for all other ranks, the next one first: not all write into one memory at a time.
+template <class Use>
+__device__ __forceinline__ void for_peers(const PeerWaits& waits, const Use& use) {
+  for (int step = 1; step < waits.size; ++step) {
+    const int next = waits.rank + step;
+    use(next < waits.size ? next : next - waits.size);
+  }
+}
+
 /// Whether this rank has stopped waiting. What it computes from then on is wrong, and must not be sent.
 __device__ __forceinline__ bool has_given_up(const PeerWaits& waits) {
   return volatile_word(&waits.stop->gave_up) != 0;

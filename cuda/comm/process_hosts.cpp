@@ -1,49 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads meet as those of LocalComm do, and the last one maps the memory of all. Processes of an island tell
-// each other over local sockets, and each maps the others' memory by its descriptors.
-#include "cuda/comm/peer_hosts.hpp"
+// Processes of an island tell each other over local sockets, and each maps the others' memory by its
+// descriptors.
+#include "cuda/comm/process_hosts.hpp"
 
 #include <algorithm>
-#include <exception>
-#include <numeric>
 #include <optional>
-#include <span>
 #include <string>
 #include <utility>
 
-#include <cuda_runtime_api.h>
-
 #include <helix/error.hpp>
-#include <helix/integers.hpp>
 
 #include "comm/all_of.hpp"
 #include "cuda/comm/nccl_all_of.hpp"
-#include "cuda/comm/peer_groups.hpp"
 #include "cuda/runtime/device_scope.hpp"
 
 namespace helix::cuda {
-
-std::size_t peer_stride(int device, std::size_t bytes, std::size_t multiple) {
-  return round_up(bytes, std::lcm(PeerMemory::granularity(device), multiple));
-}
-
 namespace {
-
-std::vector<int> devices_of(const std::vector<int>& devices, const std::vector<int>& root_ranks) {
-  std::vector<int> own;
-  for (const int rank : root_ranks) own.push_back(devices[static_cast<std::size_t>(rank)]);
-  return own;
-}
-
-/// Of calls for which hosts only meet.
-comm::Move moves_nothing(const std::vector<comm::Call*>& /*calls*/) {
-  return comm::Move();
-}
-
-struct WindowCall : comm::Call {
-  PeerRanges::Taken taken;
-  std::exception_ptr failure;
-};
 
 /// What the host of a rank calls: what processes tell each other first, so that calls which differ are seen.
 struct HostCall {
@@ -80,64 +52,6 @@ void expect_equal(const std::vector<HostCall>& calls, const std::vector<int>& ro
 
 }  // namespace
 
-std::shared_ptr<const PeerRange> ThreadHosts::allocate(std::size_t bytes, std::size_t multiple) {
-  WindowCall own;
-  own.operation = comm::Operation::allocate_window;
-  own.count = static_cast<std::int64_t>(bytes);
-  own.root = static_cast<int>(multiple);
-  group_->collective(rank_, own, [&](const std::vector<comm::Call*>& calls) {
-    PeerRanges::Taken taken;
-    std::exception_ptr failure;
-    try {
-      taken = ranges_->take(devices_of(devices_, group_->root_ranks), bytes, multiple);
-    } catch (const Error&) {  // which ends this call on all ranks, and not the group
-      failure = std::current_exception();
-    }
-    for (comm::Call* const call : calls) {
-      auto& of_rank = static_cast<WindowCall&>(*call);
-      of_rank.taken = taken;
-      of_rank.failure = failure;
-    }
-    return comm::Move();
-  });
-  if (own.failure) std::rethrow_exception(own.failure);
-  if (!own.taken.is_zeroed) zero_own(*own.taken.range);
-  return own.taken.range;
-}
-
-void ThreadHosts::zero_own(const PeerRange& range) {
-  const auto wait_for_all = [&] {
-    comm::Call call;
-    call.operation = comm::Operation::barrier;
-    group_->collective(rank_, call, moves_nothing);
-  };
-  const int device = devices_[static_cast<std::size_t>(group_->root_ranks[static_cast<std::size_t>(rank_)])];
-  {
-    const DeviceScope scope(device);
-    HELIX_CUDA_CHECK(cudaDeviceSynchronize());
-  }
-  wait_for_all();
-  range.zero(rank_, device);
-  wait_for_all();
-}
-
-void ThreadHosts::meet(comm::Call& call, int peer) {
-  if (!meets_) return;
-  if (peer < 0) {
-    group_->collective(rank_, call, moves_nothing);
-  } else if (call.operation == comm::Operation::send) {
-    group_->transfer(rank_, peer, 0, call, moves_nothing);
-  } else {
-    group_->transfer(peer, rank_, 1, call, moves_nothing);
-  }
-}
-
-PeerHosts::Part ThreadHosts::split(int color, int key, NcclComm* /*nccl*/) {
-  auto [group, rank] = group_->split(rank_, color, key);
-  return {std::make_shared<ThreadHosts>(islands_, ranges_, group, rank, devices_, meets_), rank,
-          group->root_ranks};
-}
-
 template <class T>
 std::vector<T> ProcessHosts::all_of(const T& own, NcclComm* nccl) const {
   if (comm::is_in_one_island(process_->links->neighbourhoods(), group_.root_ranks()))
@@ -159,7 +73,7 @@ std::shared_ptr<const PeerRange> ProcessHosts::allocate(std::size_t bytes, std::
   const int device = process_->device;
   const DeviceScope scope(device);
   const std::vector<HostCall> calls = group_.all_of(
-      HostCall{.bytes = bytes, .multiple = multiple, .stride = peer_stride(device, bytes, multiple)});
+      HostCall{.bytes = bytes, .multiple = multiple, .stride = PeerMemory::stride(device, bytes, multiple)});
   expect_equal(calls, group_.root_ranks());
   std::size_t stride = 0;
   for (const HostCall& call : calls) stride = std::max(stride, static_cast<std::size_t>(call.stride));

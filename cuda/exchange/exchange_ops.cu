@@ -183,6 +183,7 @@ void Operators<T>::pack_partial(const PackPartialArgs<T>& args, Stream stream) c
   const auto element = static_cast<std::int64_t>(sizeof(T));
   const PartialSink<T>& sink = args.sink;
   if (sink.lines.rows.out != nullptr) {
+    if (args.out.extent(0) == 0) return;  // no lines, and no headers
     const RowShare share(args.out.extent(2) / kLineColumns<T>);
     launch_early(pack_lines_kernel<T>, grid_blocks(args.out.extent(0) * args.out.extent(1), share.rows()),
                  kThreads, 0, stream.handle(), state_->is_hopper, {args.out, args.lse, args.convention},

@@ -2,6 +2,7 @@
 // Headers of exchange messages on the device, one warp at a time.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include <helix/backend.hpp>
@@ -10,7 +11,10 @@
 
 namespace helix::cuda {
 
+// Device code writes and reads a header by its words, window_combine.cu by its halves.
 inline constexpr int kHeaderWords = sizeof(ExchangeHeader) / sizeof(std::uint32_t);
+static_assert(kHeaderWords == 4 && offsetof(ExchangeHeader, epoch) == 0 &&
+              offsetof(ExchangeHeader, tokens) == 8 && offsetof(ExchangeHeader, sender) == 12);
 
 /// Sum over the lanes of the warp, in all of them.
 __device__ __forceinline__ unsigned long long sum_of_lanes(unsigned long long terms) {

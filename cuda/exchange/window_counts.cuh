@@ -13,6 +13,7 @@ struct WindowCounts {
   std::uint64_t exchanges;  // that this rank has combined
   std::uint32_t combining;  // blocks of the combine that have read it; 0 between launches
 };
+static_assert(sizeof(WindowCounts) <= kExchangeCountBytes);
 
 __device__ __forceinline__ WindowCounts& counts_of(const WindowExchangeArgs& window) {
   return *reinterpret_cast<WindowCounts*>(window.exchanges);

@@ -41,9 +41,11 @@ struct SharedQkv : Qkv<kMostRows> {
       sent = volatile_word(words().count());
       has_stopped = has_given_up(channel.waits);
     });
-    if (threadIdx.x % kWarp != 0) return;
-    memory.count = sent + 1;
-    memory.sends = !has_stopped;
+    if (threadIdx.x % kWarp == 0) {
+      memory.count = sent + 1;
+      memory.sends = !has_stopped;
+    }
+    __syncwarp();
   }
 
   /// As Qkv::store(), and to the peers, first.
@@ -56,10 +58,11 @@ struct SharedQkv : Qkv<kMostRows> {
     const typename Base::template Pair<T> found =
         this->make_pair(p, tiles, memory, tile, row, n, head, pair, total);
     static_assert(sizeof(found) == sizeof(std::uint32_t));
-    for (int i = 1; memory.sends && i < channel.waits.size; ++i) {
-      const int peer = (channel.waits.rank + i) % channel.waits.size;
-      words().send(peer, memory.count, (tile * p.rows + row) * tiles.height + n,
-                   __builtin_bit_cast(std::uint32_t, found));
+    if (memory.sends) {
+      for_peers(channel.waits, [&](int peer) {
+        words().send(peer, memory.count, (tile * p.rows + row) * tiles.height + n,
+                     __builtin_bit_cast(std::uint32_t, found));
+      });
     }
     this->put(p, memory, head, pair, row, found);
   }

@@ -356,10 +356,10 @@ void launch_bias(const Product<T>& p, cudaStream_t stream) {
 constexpr int kLibraryHeadRows = 64;
 
 template <class T>
-void launch_product(const Product<T>& p, DType weight_dtype, const Machine& machine, cudaStream_t stream) {
+void launch_product(const Product<T>& p, DType weight_dtype, const Machine& machine, const Stream& stream) {
   if constexpr (sizeof(T) == 2) {
     if (machine.is_hopper && weight_dtype == kDTypeOf<T> && fits_few_rows(p))
-      return multiply_few_rows(p, machine.num_sms, stream);
+      return multiply_few_rows(p, machine.num_sms, stream.handle());
     constexpr std::int64_t kElements = 8;  // of 16 bytes
     if (weight_dtype == kDTypeOf<T> && p.cols % kElements == 0 && is_aligned_16(p.weight) &&
         has_aligned_rows(p)) {
@@ -367,7 +367,7 @@ void launch_product(const Product<T>& p, DType weight_dtype, const Machine& mach
       const bool is_library = (p.heads == 1 || p.rows >= kLibraryHeadRows) && p.rows > 0 && p.cols > 0 &&
                               p.in_row >= p.cols && is_aligned_16(p.out) && p.out_row % out_elements == 0 &&
                               p.out_row >= p.width && p.out_head % out_elements == 0;
-      if (!is_library) return launch_tensor_core(p, machine, stream);
+      if (!is_library) return launch_tensor_core(p, machine, stream.handle());
       // A bias of another type is added afterwards, and the output rounded once more.
       const bool is_fused = p.bias != nullptr && p.bias_dtype == kDTypeOf<T> && is_aligned_16(p.bias);
       library_matmul(machine.library,
@@ -387,11 +387,11 @@ void launch_product(const Product<T>& p, DType weight_dtype, const Machine& mach
                       .width = p.width,
                       .accumulate = p.accumulate},
                      stream);
-      if (p.bias != nullptr && !is_fused) launch_bias(p, stream);
+      if (p.bias != nullptr && !is_fused) launch_bias(p, stream.handle());
       return;
     }
   }
-  dispatch_weight(weight_dtype, [&]<class W>(W*) { launch_f32<T, W>(p, machine, stream); });
+  dispatch_weight(weight_dtype, [&]<class W>(W*) { launch_f32<T, W>(p, machine, stream.handle()); });
 }
 
 }  // namespace
@@ -401,7 +401,7 @@ void Operators<T>::linear(const LinearArgs<T>& args, Stream stream) const {
   if (args.in.extent(0) == 0 || args.weight.rows == 0) return;
   check_linear(args);
   const DeviceScope scope(state_->device);
-  launch_product(product_of(args), args.weight.dtype, machine_of(*state_), stream.handle());
+  launch_product(product_of(args), args.weight.dtype, machine_of(*state_), stream);
 }
 
 template <class T>
@@ -436,7 +436,7 @@ void Operators<T>::router_logits(const RouterLogitsArgs<T>& args, Stream stream)
   product.out = args.out.data();
   product.out_row = args.out.stride(0);
   product.is_out_f32 = true;
-  launch_product(product, args.weight.dtype, machine_of(*state_), stream.handle());
+  launch_product(product, args.weight.dtype, machine_of(*state_), stream);
 }
 
 template <class T>
@@ -456,7 +456,7 @@ void Operators<T>::head_linear(const HeadLinearArgs<T>& args, Stream stream) con
   product.heads = static_cast<int>(args.in.extent(1));
   product.width = static_cast<int>(args.out.extent(2));
   product.cols = static_cast<int>(args.weight.cols);
-  launch_product(product, args.weight.dtype, machine_of(*state_), stream.handle());
+  launch_product(product, args.weight.dtype, machine_of(*state_), stream);
 }
 
 #define HELIX_INSTANTIATE(T)                                                           \

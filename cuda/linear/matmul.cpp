@@ -8,12 +8,14 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <type_traits>
 #include <utility>
 
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>
 
+#include <helix/cuda/runtime.hpp>
 #include <helix/error.hpp>
 
 namespace helix::cuda {
@@ -154,7 +156,7 @@ class MatmulLibrary {
     handle_.reset(handle);
   }
 
-  void multiply(const MatmulArgs& args, StreamHandle stream) {
+  void multiply(const MatmulArgs& args, const Stream& stream) {
     MatmulShape shape{args.dtype,   args.out_dtype, args.rows,           args.cols,
                       args.width,   args.heads,     args.in_row,         args.in_head,
                       args.out_row, args.out_head,  args.bias != nullptr};
@@ -173,28 +175,27 @@ class MatmulLibrary {
     const float beta = args.accumulate ? 1.0f : 0.0f;
     check(cublasLtMatmul(handle_.get(), plan->description.get(), &alpha, args.weight, plan->weight.get(),
                          args.in, plan->in.get(), &beta, args.out, plan->out.get(), args.out, plan->out.get(),
-                         &plan->algorithm, workspace, workspace == nullptr ? 0 : kWorkspaceBytes, stream),
+                         &plan->algorithm, workspace, workspace == nullptr ? 0 : kWorkspaceBytes,
+                         stream.handle()),
           "cublasLtMatmul", shape);
   }
 
  private:
   struct StreamWorkspace {
-    bool is_taken = false;
-    StreamHandle stream = nullptr;
+    std::optional<Stream> stream;  // none: nobody's yet
     Buffer memory;
   };
 
   /// The stream's own, so that streams do not write the same one side by side; nullptr for a third stream,
   /// and where a capture forbids to allocate one.
-  std::byte* workspace_of(StreamHandle stream) {
+  std::byte* workspace_of(const Stream& stream) {
     for (StreamWorkspace& own : workspaces_) {
-      if (own.is_taken && own.stream != stream) continue;
-      if (!own.is_taken) {
+      if (own.stream && own.stream->handle() != stream.handle()) continue;
+      if (!own.stream) {
         cudaStreamCaptureStatus capture{};
-        HELIX_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
+        HELIX_CUDA_CHECK(cudaStreamIsCapturing(stream.handle(), &capture));
         if (capture != cudaStreamCaptureStatusNone) return nullptr;
         own.memory = Buffer(kWorkspaceBytes, allocator_);
-        own.is_taken = true;
         own.stream = stream;
       }
       return own.memory.data();
@@ -217,7 +218,7 @@ OwnedMatmulLibrary make_matmul_library(std::shared_ptr<const Allocator> allocato
   return OwnedMatmulLibrary(new MatmulLibrary(std::move(allocator)));
 }
 
-void library_matmul(MatmulLibrary& library, const MatmulArgs& args, StreamHandle stream) {
+void library_matmul(MatmulLibrary& library, const MatmulArgs& args, const Stream& stream) {
   HELIX_EXPECTS(args.dtype == DType::f16 || args.dtype == DType::bf16, ErrorCode::unsupported,
                 "library_matmul: ", to_string(args.dtype), "; built for f16 and bf16");
   HELIX_EXPECTS(args.out_dtype == args.dtype || args.out_dtype == DType::f32, ErrorCode::unsupported,

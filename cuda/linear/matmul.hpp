@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include <helix/cuda/runtime.hpp>
 #include <helix/dtype.hpp>
 
 #include "cuda/runtime/operators_state.hpp"
@@ -33,9 +34,10 @@ struct MatmulArgs {
 /// at least 1. Pointers are aligned to 16 bytes, and so is each row of `in` and `out`. Plans once for each
 /// shape (some host work, nothing on the stream), then only queues; capturable. A captured product keeps the
 /// workspace of the stream it was captured on: a graph and other products of that stream must not run side by
-/// side. Threads may call it at the same time, each with its own stream.
+/// side. The library keeps such a stream, so that no later one has its handle; one that is borrowed is its
+/// owner's to keep. Threads may call it at the same time, each with its own stream.
 /// @throws Error(unsupported) if the library has no algorithm for the shape, Error(capacity) without memory
 /// for a workspace, Error(internal) if it fails.
-void library_matmul(MatmulLibrary& library, const MatmulArgs& args, StreamHandle stream);
+void library_matmul(MatmulLibrary& library, const MatmulArgs& args, const Stream& stream);
 
 }  // namespace helix::cuda

@@ -3,6 +3,7 @@
 
 #include <helix/cuda/graph.hpp>
 
+#include "cuda/runtime/device_gate.hpp"
 #include "cuda/runtime/device_scope.hpp"
 #include "cuda/runtime/graph_nodes.hpp"
 
@@ -24,6 +25,7 @@ int device_of(const Stream& stream) {
 }  // namespace
 
 void Graph::Destroy::operator()(CUgraphExec_st* exec) const noexcept {
+  const DeviceGate::Waiting section;
   (void)cudaGraphExecDestroy(exec);
 }
 
@@ -42,6 +44,7 @@ Graph Graph::end(Stream stream) {
   Graph result;
   HELIX_CUDA_CHECK(cudaGraphGetNodes(graph.get(), nullptr, &result.num_nodes_));
   cudaGraphExec_t exec = nullptr;
+  const DeviceGate::Waiting section;
   HELIX_CUDA_CHECK(cudaGraphInstantiate(&exec, graph.get(), 0));
   result.exec_.reset(exec);
   return result;

@@ -9,6 +9,8 @@
 #include <helix/cuda/runtime.hpp>
 #include <helix/error.hpp>
 
+#include "cuda/runtime/device_gate.hpp"
+
 namespace helix::cuda {
 namespace {
 
@@ -146,6 +148,7 @@ Buffer::Buffer(std::size_t bytes, std::shared_ptr<const Allocator> allocator) {
   if (bytes == 0) return;
   int device = 0;
   HELIX_CUDA_CHECK(cudaGetDevice(&device));
+  const DeviceGate::Waiting section;
   void* const data = allocator ? allocator->allocate(bytes) : allocate_of_cuda(bytes);
   if (data == nullptr) throw_out_of_memory(bytes, allocator ? "the engine's allocator" : "the device");
   data_ = std::unique_ptr<std::byte, Release>(
@@ -165,6 +168,7 @@ Buffer Buffer::borrow(void* data, std::size_t bytes) {
 
 void Buffer::Release::operator()(std::byte* data) const noexcept {
   if (is_borrowed) return;
+  const DeviceGate::Waiting section;
   if (!allocator) {
     if (cudaFree(data) != cudaSuccess) (void)cudaGetLastError();  // waits for the device
     return;
@@ -180,12 +184,14 @@ void Buffer::Release::operator()(std::byte* data) const noexcept {
 PinnedBuffer::PinnedBuffer(std::size_t bytes) {
   if (bytes == 0) return;
   void* data = nullptr;
+  const DeviceGate::Waiting section;
   HELIX_CUDA_CHECK(cudaHostAlloc(&data, bytes, cudaHostAllocPortable | cudaHostAllocMapped));
   data_ = std::unique_ptr<std::byte, Release>(static_cast<std::byte*>(data), Release{bytes});
   std::memset(data, 0, bytes);
 }
 
 void PinnedBuffer::Release::operator()(std::byte* data) const noexcept {
+  const DeviceGate::Waiting section;
   if (cudaFreeHost(data) != cudaSuccess) (void)cudaGetLastError();
 }
 

@@ -26,7 +26,7 @@ constexpr int kRoundRows = 32;  // of a group: packets that a slot takes, whatev
 constexpr std::uint32_t kTag = 0x63686f73;
 constexpr std::uint32_t kHighBit = 0x80000000;
 
-static_assert(kRoundRows * sizeof(uint4) <= 1024, "the least slot");
+static_assert(kRoundRows * sizeof(uint4) <= kLeastPieceBytes);
 
 /// Launch arguments.
 template <class T>
@@ -209,9 +209,10 @@ void Operators<T>::choose_greedy(const PeerChannel* channel, const ChooseGreedyA
   const PeerChannel& peers = channel == nullptr ? alone : *channel;
   const bool has_peers = peers.waits.size > 1;
   // Where ranks share a GPU no more than other kernels that wait, as clusters need room together.
-  const int most_blocks = peers.waits.most_blocks > 0 ? peers.channels : state_->num_sms;
-  const auto groups =
-      static_cast<int>(std::min<std::int64_t>(rows, has_peers ? peers.channels : most_blocks));
+  const int most_blocks =
+      peers.waits.most_blocks > 0 ? std::min(peers.channels, peers.waits.most_blocks) : state_->num_sms;
+  const int most_groups = has_peers ? std::min(peers.channels, most_blocks) : most_blocks;
+  const auto groups = static_cast<int>(std::min<std::int64_t>(rows, most_groups));
   const int blocks = blocks_a_row(groups, most_blocks, state_->is_hopper);
   const ChoiceRows<T> all{LogitRows<T>(args.logits, args.shard_begins),
                           rows,

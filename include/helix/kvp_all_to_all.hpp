@@ -39,7 +39,7 @@ class KvpAllToAll {
         kvp_(backend.comms().kvp->size()),
         layout_(spec, kElementBytes),
         windows_(spec, kvp_),
-        exchanges_(backend.allocate(2 * sizeof(std::uint64_t))) {
+        exchanges_(backend.allocate(kExchangeCountBytes)) {
     if (kvp_ == 1) return;
     has_windows_ = windows_.open(backend);
     if (!has_windows_) allocate_messages();

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <sstream>
 #include <string>
+#include <string_view>
 
 #include <helix/dtype.hpp>
 
@@ -24,17 +25,23 @@ struct Call {
   const std::int64_t* recv_bytes = nullptr;
   int color = 0;  // split
   int key = 0;
+  std::string_view kernel{};  // its name; of Operation::kernel
+  bool is_queued = true;      // or its kernel could not be
+
+  std::string_view name() const { return operation == Operation::kernel ? kernel : to_string(operation); }
 
   std::string describe() const {
     std::ostringstream text;
-    text << to_string(operation);
+    text << name();
     if (is_reduction(operation)) {
       text << " of " << count << " x " << helix::to_string(dtype);
     } else if (operation != Operation::all_to_all_v && operation != Operation::barrier &&
-               operation != Operation::split) {
+               operation != Operation::split && operation != Operation::kernel) {
       text << " of " << count << " bytes";
     }
+    if (operation == Operation::allocate_window) text << " in multiples of " << root;
     if (operation == Operation::broadcast) text << " from group rank " << root;
+    if (!is_queued) text << ", which it could not queue";
     return text.str();
   }
 };

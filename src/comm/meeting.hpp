@@ -64,9 +64,9 @@ struct Meeting {
     const bool is_pair = first.operation == Operation::send;
     for (std::size_t i = 1; i < calls.size(); ++i) {
       const Call& call = *calls[i];
-      const bool agrees =
-          call.count == first.count && (is_pair || (call.operation == first.operation &&
-                                                    call.dtype == first.dtype && call.root == first.root));
+      const bool agrees = call.count == first.count && call.is_queued == first.is_queued &&
+                          (is_pair || (call.operation == first.operation && call.kernel == first.kernel &&
+                                       call.dtype == first.dtype && call.root == first.root));
       if (agrees) continue;
       text << "ranks disagree: rank " << root_ranks[0] << " calls " << first.describe() << ", rank "
            << root_ranks[i] << " calls " << call.describe()
@@ -244,9 +244,9 @@ struct Root {
     if (!has_come) {
       const std::vector<int> missing = meeting.missing_ranks();
       std::ostringstream text;
-      text << to_string(call.operation) << ": " << rank_names(missing) << " did not arrive within "
-           << seconds(timeout) << " s" << culprits(missing) << "; rank " << meeting.root_ranks[place]
-           << " waited in " << call.describe();
+      text << call.name() << ": " << rank_names(missing) << " did not arrive within " << seconds(timeout)
+           << " s" << culprits(missing) << "; rank " << meeting.root_ranks[place] << " waited in "
+           << call.describe();
       fail_meeting(meeting, ErrorCode::timeout, text.str(), text.str());
     }
     if (meeting.round != round || meeting.is_moving) return;

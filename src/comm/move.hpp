@@ -58,6 +58,7 @@ class Move {
       case Operation::barrier:
       case Operation::split:
       case Operation::allocate_window:
+      case Operation::kernel:
         break;
     }
   }
@@ -134,6 +135,7 @@ class Move {
       case Operation::barrier:
       case Operation::split:
       case Operation::allocate_window:
+      case Operation::kernel:
         break;
     }
   }

@@ -17,7 +17,8 @@ enum class Operation {
   recv,
   barrier,
   split,
-  allocate_window
+  allocate_window,
+  kernel  ///< That is no collective, but reaches the peers as one.
 };
 
 inline std::string_view to_string(Operation operation) {
@@ -44,6 +45,8 @@ inline std::string_view to_string(Operation operation) {
       return "split";
     case Operation::allocate_window:
       return "allocate_window";
+    case Operation::kernel:
+      return "kernel";
   }
   return "unknown";
 }

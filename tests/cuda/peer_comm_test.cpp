@@ -8,6 +8,8 @@
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
+#include <functional>
+#include <memory>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -616,6 +618,93 @@ TEST_CASE("hosts of ranks that share a GPU meet: one that is missing and calls t
     CHECK(outcomes.code(rank) == (is_missing ? ErrorCode::timeout : ErrorCode::invalid_argument));
     CHECK_THAT(outcomes.message(rank), Contains("rank 1"));
   }
+}
+
+TEST_CASE("hosts of ranks that share a GPU meet: calls that differ are told by what differs") {
+  HELIX_REQUIRE_GPUS(1);
+  struct Case {
+    std::function<void(PeerComm&, const Buffer&, const Stream&)> call;
+    std::vector<std::string> words;
+  };
+  const auto queue_kernel = [](PeerComm& comm, const char* name, const Stream& stream) {
+    comm.queue_kernel(name, stream, [](const helix::cuda::PeerChannel&) { return true; });
+  };
+  const int i = GENERATE(0, 1, 2);
+  const Case tried = std::vector<Case>{
+      {[](PeerComm& comm, const Buffer& data, const Stream& stream) {
+         comm.all_reduce(data.data(), data.data(), 16, comm.rank() == 0 ? DType::bf16 : DType::f16, stream);
+       },
+       {"all_reduce of 16 x bf16", "all_reduce of 16 x f16"}},
+      {[](PeerComm& comm, const Buffer&, const Stream&) {
+         (void)comm.allocate_window(1000, comm.rank() == 0 ? 1 : 2);
+       },
+       {"in multiples of 16", "in multiples of 32"}},
+      {[=](PeerComm& comm, const Buffer&, const Stream& stream) {
+         if (comm.rank() == 0) return queue_kernel(comm, "one_kernel", stream);
+         queue_kernel(comm, "another_kernel", stream);
+       },
+       {"calls one_kernel", "calls another_kernel"}}}[static_cast<std::size_t>(i)];
+  const RankOutcomes outcomes = run_ranks(group_on_one_gpu(2, 10s), [&](PeerComm& comm) {
+    helix::cuda::use_device(0);
+    const Buffer data(1024);
+    tried.call(comm, data, Stream::create());
+  });
+  for (const int rank : {0, 1}) {
+    CHECK(outcomes.code(rank) == ErrorCode::invalid_argument);
+    for (const std::string& word : tried.words) CHECK_THAT(outcomes.message(rank), Contains(word));
+  }
+}
+
+TEST_CASE("a kernel that one rank cannot queue ends the group at once, one that none can queue does not") {
+  HELIX_REQUIRE_GPUS(1);
+  const bool is_alone = GENERATE(false, true);
+  const auto begin = std::chrono::steady_clock::now();
+  const RankOutcomes outcomes = run_ranks(group_on_one_gpu(3, 30s), [=](PeerComm& comm) {
+    helix::cuda::use_device(0);
+    const Stream stream = Stream::create();
+    const auto failure = helix::test::failure_of([&] {
+      comm.queue_kernel("some_kernel", stream, [&](const helix::cuda::PeerChannel&) {
+        if (comm.rank() == 1 || !is_alone) throw Error(ErrorCode::unsupported, "no such kernel");
+        return true;
+      });
+    });
+    require(failure.has_value(), "no error");
+    if (is_alone) throw Error(failure->code, failure->what);
+    require(failure->says("no such kernel"), failure->what);
+    run_contract(comm);
+  });
+  INFO(outcomes.all_messages());
+  if (!is_alone) {
+    CHECK(outcomes.all_messages().empty());
+    return;
+  }
+  CHECK(std::chrono::steady_clock::now() - begin < 15s);
+  CHECK_THAT(outcomes.message(1), Contains("no such kernel"));
+  for (const int rank : {0, 2})
+    CHECK_THAT(outcomes.message(rank), Contains("rank 1 calls some_kernel, which it could not queue"));
+}
+
+TEST_CASE("ranks of one group allocate and free while those of another queue kernels that wait") {
+  HELIX_REQUIRE_GPUS(1);
+  constexpr int kCalls = 300;
+  std::atomic<int> at_work = 2;
+  std::atomic<int> allocations = 0;
+  run_ranks_or_throw(group_on_one_gpu(4, 10s), [&](PeerComm& comm) {
+    helix::cuda::use_device(0);
+    PeerComm part = comm.split(comm.rank() % 2, comm.rank());
+    const Stream stream = Stream::create();
+    if (comm.rank() % 2 == 0) {
+      const std::shared_ptr<void> end(nullptr, [&](void*) { --at_work; });  // of a failure too
+      const Buffer data(1024);
+      for (int i = 0; i < kCalls; ++i) part.all_gather(data.data(), data.data() + 512, 128, stream);
+    } else {
+      for (std::size_t i = 0; at_work > 0; ++i, ++allocations) const Buffer data(1024 * (1 + i % 64));
+    }
+    comm.synchronize(stream);
+    comm.barrier(stream);
+    comm.synchronize(stream);
+  });
+  CHECK(allocations > 0);
 }
 
 TEST_CASE("processes whose hosts make different calls are told so") {

@@ -131,6 +131,9 @@ struct SinkLines {
   std::int64_t tokens = 0;                  ///< Of the exchange.
 };
 
+/// Bytes at WindowExchangeArgs::exchanges: the count of a rank, and zeros for the backend's own use.
+inline constexpr std::size_t kExchangeCountBytes = 16;
+
 /// An exchange whose messages are written straight into the memory of the peers: what is left is to say that
 /// they are whole, by their headers, and to wait until the peers say so of theirs; or, of lines, to wait for
 /// each. Addresses are of the first of two slots; exchange number n (from 0) uses slot n % 2, where n =
@@ -145,7 +148,7 @@ struct WindowExchangeArgs {
   std::int64_t peers = 1;
   std::int64_t sender = 0;  ///< This rank.
   std::int64_t tokens = 0;
-  std::uint64_t* exchanges = nullptr;       ///< Device counter, with 8 bytes of zeros behind it.
+  std::uint64_t* exchanges = nullptr;       ///< Device counter, of kExchangeCountBytes.
   const std::int64_t* positions = nullptr;  ///< [tokens], or nullptr.
   LineRows<const std::byte> lines{};        ///< Of rank 0's message to this rank, if it comes as lines.
 };

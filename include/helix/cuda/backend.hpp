@@ -30,8 +30,9 @@ enum class KernelTarget {
 };
 
 /// The operations, without communicators, for activations of type T: float, f16 or bf16. Each is queued on
-/// the stream; see helix/backend/ for what each computes. Arithmetic is f32 whatever T is. Belongs to one
-/// device and makes it the calling thread's where it must.
+/// the stream; see helix/backend/ for what each computes. Sums are f32 whatever T is; what meets tensor cores
+/// is rounded to 16 bits (docs/cuda.md, Numerics). Belongs to one device and makes it the calling thread's
+/// where it must.
 ///
 /// float is exact: plain f32 products, results within rounding of cpu::Operators. f16 and bf16 use the tensor
 /// cores.
@@ -72,7 +73,7 @@ class HELIX_API Operators {
   /// Waits for the stream. @throws what queued operations found wrong, again at each call.
   void synchronize(Stream stream) const;
   /// Pageable memory may be re-used on return, above 64 KiB after a wait for the copy. Pinned memory is read
-  /// when the stream gets there: leave it alone until then.
+  /// when the stream gets there: leave it alone until then. Within a capture either is read at each replay.
   void upload(void* target, const void* source, std::size_t bytes, Stream stream) const;
   /// Waits for the stream and copies to host memory. @throws as synchronize().
   void download(void* target, const void* source, std::size_t bytes, Stream stream) const;
@@ -169,7 +170,7 @@ class Backend : public Operators<T> {
   using Comm = CommType;
   using Graph = cuda::Graph;
 
-  /// Over NVLink between H200s an exchange takes 9 us and 3 to 4.4 a megabyte, and a slice more costs a layer
+  /// Over NVLink between H200s an exchange takes 9 us and 3 to 4 a megabyte, and a slice more costs a layer
   /// 20 to 34 us.
   static constexpr HopBCosts kHopBCosts{.us_per_mb = 3.5, .hand_over_us = 30.0};
   /// What expansion saves a chunk of a layer on an H100, us: of 8192 tokens in steps of 512, 1024 and 2048

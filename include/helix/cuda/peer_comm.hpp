@@ -5,10 +5,12 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -60,8 +62,9 @@ class HELIX_API PeerWindow {
 ///   where ranks share a GPU, so that kernels that wait leave room for those that they wait for. There every
 ///   rank needs a hardware queue of its own, and no kernel may be loaded while others wait: set
 ///   CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER in the environment before the first call of
-///   CUDA. Threads that share a GPU meet on the host before and after they queue what is not captured; and
-///   while captured steps run, no rank may allocate or free device memory, as capturing a Graph does.
+///   CUDA. Threads that share a GPU meet on the host before and after they queue what is not captured, and
+///   allocations of this library wait meanwhile; a call is captured by all ranks or by none. While captured
+///   steps run, or memory comes from elsewhere, no rank may allocate or free any, as capturing a Graph does.
 /// - Large messages go over NCCL, where each rank has a GPU of its own and `use_nccl` is set; so does
 ///   everything of a group of several islands. transport() tells.
 /// - Sums are in f32 and in rank order, the same bits on all ranks; over NCCL as NcclComm says.
@@ -85,7 +88,7 @@ class HELIX_API PeerComm {
     bool use_nccl = true;  ///< For large messages, and for groups of several islands.
     /// Whether threads that share a GPU meet on the host before and after they queue a kernel that waits,
     /// outside of captures. Without it, no rank may allocate, free or map memory while another's kernel
-    /// waits.
+    /// waits: what is freed waits for all kernels, and keeps others from being queued.
     bool hosts_meet = true;
     NcclComm::GraphUse graph_use = NcclComm::GraphUse::any;  ///< As in NcclComm, of NCCL's communicators.
     /// Name of the island that this process is to be of, for connect(). Processes of a machine that give
@@ -162,20 +165,21 @@ class HELIX_API PeerComm {
 
   /// Returns queue(channel), which queues a kernel of this library on `stream` that is `operation`, a string
   /// literal, and reaches the peers by `channel`. All ranks call it. Only with windows. @throws
-  /// Error(peer_failed) once any rank failed; what `queue` throws.
+  /// Error(peer_failed) once any rank failed; what `queue` throws, which it does on all ranks, or the group
+  /// fails.
   template <class Queue>
   auto queue_kernel(const char* operation, Stream stream, const Queue& queue) const {
-    const PeerChannel& channel = begin_kernel(operation, stream);
-    auto result = queue(channel);
-    end_kernel(stream);
+    std::invoke_result_t<const Queue&, const PeerChannel&> result{};
+    const auto keep_result = [&](const PeerChannel& channel) { result = queue(channel); };
+    queue_together(operation, stream, std::ref(keep_result));
     return result;
   }
 
   struct State;
 
  private:
-  const PeerChannel& begin_kernel(const char* operation, Stream stream) const;
-  void end_kernel(Stream stream) const;
+  void queue_together(const char* operation, const Stream& stream,
+                      const std::function<void(const PeerChannel&)>& queue) const;
   template <class Work>
   void wait_for(const Work& work) const;
 

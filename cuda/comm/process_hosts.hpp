@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// ProcessHosts: the hosts of a PeerComm whose ranks are processes.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include <helix/comm/bootstrap.hpp>
+
+#include "comm/linked_group.hpp"
+#include "comm/local_links.hpp"
+#include "cuda/comm/peer_hosts.hpp"
+#include "cuda/comm/peer_islands.hpp"
+
+namespace helix::cuda {
+
+/// A process of a job: what all of its groups share.
+struct PeerProcess {
+  comm::Bootstrap bootstrap;
+  std::shared_ptr<const comm::LocalLinks> links;
+  std::shared_ptr<const PeerIslands> islands;
+  int device = 0;
+};
+
+/// Ranks that are processes, of one island or of several.
+class ProcessHosts : public PeerHosts {
+ public:
+  ProcessHosts(std::shared_ptr<const PeerProcess> process, const std::vector<int>& root_ranks, int rank)
+      : PeerHosts(process->islands->why_apart(root_ranks)),
+        process_(std::move(process)),
+        group_(process_->links, root_ranks, rank) {}
+
+  std::shared_ptr<const PeerRange> allocate(std::size_t bytes, std::size_t multiple) override;
+  /// Contexts of processes do not wait for each other.
+  void queue_together(comm::Call& /*call*/, int /*peer*/, const std::function<void()>& queue) override {
+    queue();
+  }
+  Part split(int color, int key, NcclComm* nccl) override;
+
+ private:
+  /// The values of all ranks: over local sockets where these join them, over the Bootstrap where they are all
+  /// ranks of the job, whose groups it does not know, else over NCCL.
+  template <class T>
+  std::vector<T> all_of(const T& own, NcclComm* nccl) const;
+
+  std::shared_ptr<const PeerProcess> process_;
+  comm::LinkedGroup group_;
+};
+
+}  // namespace helix::cuda
