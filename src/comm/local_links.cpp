@@ -226,7 +226,7 @@ int LocalLinks::recv(int rank, std::span<std::byte> message) const {
     bootstrap_.check();
     HELIX_EXPECTS(!patience.is_over(), ErrorCode::timeout, "rank ", rank, " sent nothing for ",
                   seconds(bootstrap_.timeout()), " s on its local socket");
-    if (!wait_for(fd, POLLIN, std::min(patience.deadline(), Clock::now() + kPollSlice))) continue;
+    if (!wait_for(fd, POLLIN, patience.next_look())) continue;
     iovec part{message.data() + received, message.size() - received};
     alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
     msghdr header{};

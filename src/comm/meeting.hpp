@@ -239,7 +239,7 @@ struct Root {
     };
     bool has_come = false;
     do {
-      has_come = meeting.changed.wait_until(lock, patience.deadline(), moved_or_failed);
+      has_come = meeting.changed.wait_until(lock, patience.next_look(), moved_or_failed);
     } while (!has_come && !patience.is_over());
     if (!has_come) {
       const std::vector<int> missing = meeting.missing_ranks();

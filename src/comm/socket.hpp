@@ -56,13 +56,13 @@ enum class Transfer { done, closed, late };
 /// For waits that nothing else ends.
 inline constexpr auto kKeepWaiting = [] {};
 
-/// Asks `keep_waiting()`, which may throw, and waits kPollSlice at most until the socket has one of `events`;
+/// Asks `keep_waiting()`, which may throw, and waits a moment until the socket has one of `events`;
 /// false: the patience is over.
 template <class KeepWaiting>
 bool wait_a_slice(int fd, short events, Patience& patience, KeepWaiting&& keep_waiting) {
   keep_waiting();
   if (patience.is_over()) return false;
-  wait_for(fd, events, std::min(patience.deadline(), Clock::now() + kPollSlice));
+  wait_for(fd, events, patience.next_look());
   return true;
 }
 

@@ -27,28 +27,38 @@ inline Clock::time_point deadline_after(milliseconds timeout) {
   return Clock::now() + bounded(timeout);
 }
 
-/// The end of a wait, which is put off once, by as much as the wait was to last, where this process finds
-/// itself long past it: not the peer, but this process may have been the one that slept, stopped by a signal
-/// or with its machine, and its peers with it.
+/// The end of a wait. It is put off where this process slept meanwhile, stopped by a signal or with its
+/// machine, as its peers may have slept with it: once to begin anew, then by as long as it slept. That is seen
+/// where a look comes late, so that a wait is to wake for each.
 class Patience {
  public:
-  explicit Patience(Clock::time_point deadline) : deadline_(deadline), whole_(deadline - Clock::now()) {}
+  explicit Patience(Clock::time_point deadline)
+      : deadline_(deadline), whole_(deadline - Clock::now()), next_look_(Clock::now() + kBetweenLooks) {}
 
   Clock::time_point deadline() const { return deadline_; }
-  /// For waits that wake at the deadline at the latest.
+  /// When is_over() is to be asked again, at the latest.
+  Clock::time_point next_look() const { return deadline_ < next_look_ ? deadline_ : next_look_; }
+
   bool is_over() {
-    constexpr milliseconds kOverslept{100};  // load alone makes a wait late by less
     const Clock::time_point now = Clock::now();
-    if (now < deadline_) return false;
-    if (has_slept_ || now - deadline_ <= kOverslept) return true;
-    has_slept_ = true;
-    deadline_ = now + whole_;
-    return false;
+    const Clock::duration slept = now - next_look_;
+    next_look_ = now + kBetweenLooks;
+    if (slept > kOverslept) {
+      deadline_ += slept;
+      const Clock::time_point anew = now + whole_;  // peers may wake later
+      if (!has_slept_ && deadline_ < anew) deadline_ = anew;
+      has_slept_ = true;
+    }
+    return now >= deadline_;
   }
 
  private:
+  static constexpr milliseconds kBetweenLooks{50};
+  static constexpr milliseconds kOverslept{100};  ///< Load alone makes a look late by less.
+
   Clock::time_point deadline_;
   Clock::duration whole_;
+  Clock::time_point next_look_;
   bool has_slept_ = false;
 };
 

@@ -38,7 +38,7 @@ class Watchdog {
     std::unique_lock lock(mutex_);
     comm::Patience patience(comm::deadline_after(limit));
     do {
-      if (changed_.wait_until(lock, patience.deadline(), [this] { return is_done_; })) return;
+      if (changed_.wait_until(lock, patience.next_look(), [this] { return is_done_; })) return;
     } while (!patience.is_over());
     std::fprintf(stderr, "helix: %s\n", line.c_str());
     std::fflush(stderr);
