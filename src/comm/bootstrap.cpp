@@ -22,10 +22,35 @@ namespace {
 /// Longest that a rank which fails waits until the others have been told.
 constexpr milliseconds kTelling{1000};
 
+constexpr const char* kBroadcast = "bootstrap broadcast";
+constexpr const char* kGather = "bootstrap gather";
+
 /// Several heartbeats in the time after which silence counts, however often they are asked for.
 milliseconds heartbeat_of(const BootstrapOptions& options) {
   return std::min(options.heartbeat, std::max(milliseconds(1), options.timeout / 4));
 }
+
+/// How long a transfer between rank 0 and another may last. Who keeps whom waiting is for rank 0's watch to
+/// say, from the timeout on; where it has not, rank 0 ends the job at this limit, and the others soon after,
+/// each by itself: all within twice the timeout.
+milliseconds transfer_limit(const BootstrapOptions& options) {
+  const int quarters = options.rank == 0 ? 6 : 7;
+  return bounded(quarters * options.timeout / 4);
+}
+
+/// Tells the watch for whom this rank waits, while it lives.
+class Exchange {
+ public:
+  Exchange(Watch& watch, const char* name, std::size_t peer) : watch_(watch) {
+    watch_.begin_exchange(name, static_cast<int>(peer));
+  }
+  Exchange(const Exchange&) = delete;
+  Exchange& operator=(const Exchange&) = delete;
+  ~Exchange() { watch_.end_exchange(); }
+
+ private:
+  Watch& watch_;
+};
 
 }  // namespace
 
@@ -53,8 +78,11 @@ struct Bootstrap::State {
     throw Error(watch->failure);
   }
 
-  Clock::time_point deadline() const { return deadline_after(watch->options.timeout); }
+  /// Ends the job on all ranks, with `text` as its failure, and returns when they have been told.
+  void end_job(std::string_view text) const noexcept;
 
+  /// Throws what has ended the job if the transfer is not done, else that `peer` is to blame. On rank 0 it
+  /// ends the job: the others wait for rank 0, and would blame it.
   void expect_done(Transfer transfer, const char* operation, std::size_t peer) const {
     if (transfer == Transfer::done) return;
     if (transfer == Transfer::closed) {
@@ -62,10 +90,14 @@ struct Bootstrap::State {
     } else {
       check();
     }
-    HELIX_EXPECTS(transfer != Transfer::closed, ErrorCode::peer_failed, "bootstrap ", operation, ": rank ",
-                  peer, " closed its connection to rank ", watch->options.rank);
-    throw Error(ErrorCode::timeout, "bootstrap ", operation, ": rank ", peer, " did not arrive within ",
-                seconds(watch->options.timeout), " s; rank ", watch->options.rank, " waited");
+    const int rank = watch->options.rank;
+    const Error error = transfer == Transfer::closed
+                            ? Error(ErrorCode::peer_failed, operation, ": rank ", peer,
+                                    " closed its connection to rank ", rank)
+                            : Error(ErrorCode::timeout, operation, ": rank ", peer, " did not arrive within ",
+                                    seconds(transfer_limit(watch->options)), " s; rank ", rank, " waited");
+    if (rank == 0) end_job(error.what());
+    throw error;
   }
 
   /// Runs the body of a call, unless one before has failed.
@@ -83,15 +115,38 @@ struct Bootstrap::State {
   }
 
   void send(std::size_t peer, const void* data, std::size_t bytes, const char* operation) const {
+    const Exchange exchange(*watch, operation, peer);
     expect_done(send_all(connections.control[index(peer)].fd(), data, bytes, deadline(), [this] { check(); }),
                 operation, peer);
   }
   void recv(std::size_t peer, void* data, std::size_t bytes, const char* operation) const {
+    const Exchange exchange(*watch, operation, peer);
     expect_done(recv_all(connections.control[index(peer)].fd(), data, bytes, deadline(), [this] { check(); }),
                 operation, peer);
   }
+  Clock::time_point deadline() const { return deadline_after(transfer_limit(watch->options)); }
   std::size_t index(std::size_t peer) const { return watch->options.rank == 0 ? peer : 0; }
 };
+
+void Bootstrap::State::end_job(std::string_view text) const noexcept {
+  try {
+    const bool has_others = thread.joinable();
+    {
+      const std::lock_guard lock(watch->mutex);
+      if (!watch->has_failed && !watch->own_failure && has_others)
+        watch->own_failure = watch->failure_beat(text);
+    }
+    watch->wake_up();
+    watch->set_failure(text);
+    // Who fails may end its process next, and the reason with it.
+    if (!has_others || thread.get_id() == std::this_thread::get_id()) return;
+    std::unique_lock lock(watch->mutex);
+    (void)watch->told.wait_for(lock, std::min(kTelling, watch->options.timeout / 2),
+                               [&] { return !watch->own_failure.has_value(); });
+  } catch (...) {
+    // The mutex failed: the process is beyond help.
+  }
+}
 
 Bootstrap::Bootstrap(const BootstrapOptions& options) : state_(std::make_shared<State>()) {
   HELIX_EXPECTS(options.size >= 1 && options.rank >= 0 && options.rank < options.size,
@@ -138,16 +193,16 @@ void Bootstrap::broadcast(std::span<std::byte> bytes) {
     std::uint64_t num_bytes = bytes.size();
     if (rank() == 0) {
       for (std::size_t peer = 1; peer < static_cast<std::size_t>(size()); ++peer) {
-        state_->send(peer, &num_bytes, sizeof(num_bytes), "broadcast");
-        state_->send(peer, bytes.data(), bytes.size(), "broadcast");
+        state_->send(peer, &num_bytes, sizeof(num_bytes), kBroadcast);
+        state_->send(peer, bytes.data(), bytes.size(), kBroadcast);
       }
       return;
     }
-    state_->recv(0, &num_bytes, sizeof(num_bytes), "broadcast");
+    state_->recv(0, &num_bytes, sizeof(num_bytes), kBroadcast);
     HELIX_EXPECTS(num_bytes == bytes.size(), ErrorCode::invalid_argument,
                   "bootstrap broadcast: rank 0 sends ", num_bytes, " bytes, rank ", rank(), " expects ",
                   bytes.size());
-    state_->recv(0, bytes.data(), bytes.size(), "broadcast");
+    state_->recv(0, bytes.data(), bytes.size(), kBroadcast);
   });
 }
 
@@ -157,18 +212,18 @@ std::vector<std::vector<std::byte>> Bootstrap::gather(std::span<const std::byte>
     std::vector<std::vector<std::byte>> all;
     std::uint64_t num_bytes = bytes.size();
     if (rank() != 0) {
-      state_->send(0, &num_bytes, sizeof(num_bytes), "gather");
-      state_->send(0, bytes.data(), bytes.size(), "gather");
+      state_->send(0, &num_bytes, sizeof(num_bytes), kGather);
+      state_->send(0, bytes.data(), bytes.size(), kGather);
       return all;
     }
     all.resize(static_cast<std::size_t>(size()));
     all[0].assign(bytes.begin(), bytes.end());
     for (std::size_t peer = 1; peer < all.size(); ++peer) {
-      state_->recv(peer, &num_bytes, sizeof(num_bytes), "gather");
+      state_->recv(peer, &num_bytes, sizeof(num_bytes), kGather);
       HELIX_EXPECTS(num_bytes <= kMaxBytes, ErrorCode::invalid_argument, "bootstrap gather: rank ", peer,
                     " announces ", num_bytes, " bytes; at most ", kMaxBytes, " are taken");
       all[peer].resize(static_cast<std::size_t>(num_bytes));
-      state_->recv(peer, all[peer].data(), all[peer].size(), "gather");
+      state_->recv(peer, all[peer].data(), all[peer].size(), kGather);
     }
     return all;
   });
@@ -220,22 +275,7 @@ void Bootstrap::fail(std::string_view reason) noexcept {
                   static_cast<int>(std::min(reason.size(), without_memory.size())), reason.data());
     told = without_memory.data();
   }
-  try {
-    const bool has_others = state_->thread.joinable();
-    {
-      const std::lock_guard lock(watch.mutex);
-      if (!watch.has_failed && !watch.own_failure && has_others) watch.own_failure = watch.failure_beat(told);
-    }
-    watch.wake_up();
-    watch.set_failure(told);
-    // Who fails may end its process next, and the reason with it.
-    if (!has_others || state_->thread.get_id() == std::this_thread::get_id()) return;
-    std::unique_lock lock(watch.mutex);
-    (void)watch.told.wait_for(lock, std::min(kTelling, watch.options.timeout / 2),
-                              [&] { return !watch.own_failure.has_value(); });
-  } catch (...) {
-    // The mutex failed: the process is beyond help.
-  }
+  state_->end_job(told);
 }
 
 bool Bootstrap::has_failed() const {

@@ -2,17 +2,22 @@
 // BootstrapOptions::from_environment: what torchrun, Open MPI and Slurm tell a process.
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <charconv>
 #include <cstdlib>
-#include <fstream>
-#include <iterator>
 #include <optional>
 #include <string>
 #include <system_error>
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <helix/comm/bootstrap.hpp>
 #include <helix/error.hpp>
 #include <helix/limits.hpp>
+
+#include "comm/socket.hpp"
 
 namespace helix::comm {
 namespace {
@@ -66,25 +71,34 @@ std::string job_name(const Launcher& launcher) {
   return name;
 }
 
-/// The variable or the file that holds the job's secret, without the line's end; empty: there is none.
+/// What stands in the file that HELIX_JOB_SECRET_FILE names, without the ends of its last lines.
+std::string secret_in(const char* file) {
+  const std::string subject = message({"bootstrap: HELIX_JOB_SECRET_FILE is \"", file, "\", which "});
+  // O_NONBLOCK: opening a FIFO does not wait for a writer. It means nothing to regular files.
+  const Socket descriptor(::open(file, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY));
+  HELIX_EXPECTS(descriptor.is_open(), ErrorCode::io, subject, "cannot be opened: ", words_of(errno));
+  struct stat status = {};
+  HELIX_EXPECTS(::fstat(descriptor.fd(), &status) == 0 && S_ISREG(status.st_mode), ErrorCode::io, subject,
+                "is not a regular file");
+  constexpr std::size_t kLineEnd = 2;
+  std::string secret(kMaxSecretBytes + kLineEnd + 1, '\0');
+  const ssize_t num_bytes = ::pread(descriptor.fd(), secret.data(), secret.size(), 0);
+  HELIX_EXPECTS(num_bytes >= 0, ErrorCode::io, subject, "cannot be read: ", words_of(errno));
+  secret.resize(static_cast<std::size_t>(num_bytes));
+  HELIX_EXPECTS(secret.size() <= kMaxSecretBytes + kLineEnd, ErrorCode::io, subject, "has ", status.st_size,
+                " bytes; a secret of 1 to ", kMaxSecretBytes, " and the end of its line are needed");
+  while (!secret.empty() && (secret.back() == '\n' || secret.back() == '\r')) secret.pop_back();
+  return secret;
+}
+
+/// The variable or the file that holds the job's secret; empty: there is none.
 std::string job_secret() {
   const char* direct = std::getenv("HELIX_JOB_SECRET");
   const char* file = std::getenv("HELIX_JOB_SECRET_FILE");
   HELIX_EXPECTS(direct == nullptr || file == nullptr, ErrorCode::invalid_argument,
                 "bootstrap: HELIX_JOB_SECRET and HELIX_JOB_SECRET_FILE are both set; unset one");
   if (direct == nullptr && file == nullptr) return "";
-  std::string secret;
-  if (direct != nullptr) {
-    secret = direct;
-  } else {
-    std::ifstream in(file, std::ios::binary);
-    HELIX_EXPECTS(in.good(), ErrorCode::io, "bootstrap: HELIX_JOB_SECRET_FILE is \"", file,
-                  "\", which cannot be opened");
-    secret.resize(kMaxSecretBytes + 1);
-    in.read(secret.data(), static_cast<std::streamsize>(secret.size()));
-    secret.resize(static_cast<std::size_t>(in.gcount()));
-    while (!secret.empty() && (secret.back() == '\n' || secret.back() == '\r')) secret.pop_back();
-  }
+  const std::string secret = direct != nullptr ? direct : secret_in(file);
   HELIX_EXPECTS(!secret.empty() && secret.size() <= kMaxSecretBytes, ErrorCode::invalid_argument,
                 "bootstrap: the secret of ", direct != nullptr ? "HELIX_JOB_SECRET" : file, " has ",
                 secret.size(), " bytes; 1 to ", kMaxSecretBytes, " are needed");

@@ -65,7 +65,8 @@ class Reception {
     const Verdict verdict = final_verdict();
     const auto tell = [&](const Socket& socket) {
       if (socket.is_open())
-        (void)send_all(socket.fd(), &verdict, sizeof(verdict), Clock::now() + kVerdictGrace, kKeepWaiting);
+        (void)send_all(socket.fd(), &verdict, sizeof(verdict),
+                       deadline_after(verdict_grace(options_.timeout)), kKeepWaiting);
     };
     for (const Socket& socket : connections_.control) tell(socket);
     for (const Socket& socket : refused_) tell(socket);
@@ -187,7 +188,7 @@ class Reception {
   void object(ErrorCode code, std::string text) {
     if (wrong_) return;
     wrong_ = Objection{code, std::move(text)};
-    deadline_ = std::min(deadline_, Clock::now() + kVerdictGrace);
+    deadline_ = std::min(deadline_, deadline_after(verdict_grace(options_.timeout)));
   }
 
   /// What is wrong with a process of the job, or nothing.

@@ -82,11 +82,11 @@ Connections join(const BootstrapOptions& options) {
     (channel == Channel::control ? connections.control : connections.watch).push_back(std::move(socket));
   }
   Transfer transfer = Transfer::done;
-  const auto verdict = recv_message<Verdict>(
-      connections.control[0], deadline_after(options.timeout) + kVerdictGrace, read_verdict, transfer);
+  const milliseconds patience = bounded(options.timeout) + verdict_grace(options.timeout);
+  const auto verdict =
+      recv_message<Verdict>(connections.control[0], deadline_after(patience), read_verdict, transfer);
   HELIX_EXPECTS(transfer != Transfer::late, ErrorCode::timeout, "bootstrap: rank 0 at ", options.address, ":",
-                options.port, " did not answer rank ", options.rank, " within ", seconds(options.timeout),
-                " s");
+                options.port, " did not answer rank ", options.rank, " within ", seconds(patience), " s");
   HELIX_EXPECTS(verdict.has_value(), ErrorCode::peer_failed, "bootstrap: rank 0 at ", options.address, ":",
                 options.port, " closed the connection of rank ", options.rank);
   if (verdict->error_code >= 0)

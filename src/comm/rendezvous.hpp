@@ -2,6 +2,7 @@
 // How the processes of a job find each other: rank 0 listens, the others connect, and all hear one verdict.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include <helix/comm/bootstrap.hpp>
@@ -12,8 +13,10 @@
 namespace helix::comm {
 
 /// Rank 0's verdict says more than a deadline of one's own: so much longer than the timeout others wait for
-/// it.
-inline constexpr milliseconds kVerdictGrace{2000};
+/// it, and no longer than half of it, so that all end within twice the timeout.
+inline constexpr milliseconds verdict_grace(milliseconds timeout) {
+  return std::min(milliseconds(2000), timeout / 2);
+}
 
 struct Connections {
   std::vector<Socket> control;  // rank 0: by rank, its own closed; others: one

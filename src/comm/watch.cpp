@@ -26,6 +26,17 @@ bool has_moved(const Beat& from, const Beat& to) {
   return from.step != to.step || from.operations != to.operations;
 }
 
+/// The earlier of two times, of which 0 is none.
+Clock::rep earlier(Clock::rep one, Clock::rep other) {
+  return one == 0 || other == 0 ? std::max(one, other) : std::min(one, other);
+}
+
+/// Puts the begin of a wait off to `now`, unless it ends meanwhile.
+void begin_anew(std::atomic<Clock::rep>& begin, Clock::time_point now) {
+  Clock::rep since = begin.load(std::memory_order_relaxed);
+  if (since != 0) begin.compare_exchange_strong(since, now.time_since_epoch().count());
+}
+
 /// A heartbeat fits in the socket's buffer unless the peer has stopped reading for minutes; then it is
 /// dead, and is not waited for longer than this.
 constexpr milliseconds kSending{200};
@@ -35,6 +46,17 @@ constexpr milliseconds kSending{200};
 void Watch::wake_up() const {
   const std::uint64_t one = 1;
   (void)!::write(wake.fd(), &one, sizeof(one));
+}
+
+void Watch::begin_exchange(const char* name, int peer) {
+  exchange.store(name, std::memory_order_relaxed);
+  exchange_since.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
+  exchange_peer.store(peer, std::memory_order_release);
+}
+
+void Watch::end_exchange() {
+  exchange_peer.store(-1, std::memory_order_relaxed);
+  exchange_since.store(0, std::memory_order_relaxed);
 }
 
 void Watch::reserve() {
@@ -78,8 +100,10 @@ Beat Watch::own_beat(Clock::time_point now) const {
   beat.rank = options.rank;
   beat.step = step.load(std::memory_order_relaxed);
   beat.operations = operations.load(std::memory_order_relaxed);
-  set_text(beat.operation, operation.load(std::memory_order_relaxed));
-  if (const Clock::rep since = waiting_since.load(std::memory_order_relaxed); since != 0) {
+  const Clock::rep in_exchange = exchange_since.load(std::memory_order_acquire);
+  set_text(beat.operation, (in_exchange != 0 ? exchange : operation).load(std::memory_order_relaxed));
+  const Clock::rep since = earlier(waiting_since.load(std::memory_order_relaxed), in_exchange);
+  if (since != 0) {
     const auto waited = now - Clock::time_point(Clock::duration(since));
     beat.waited_ms = static_cast<std::uint32_t>(
         std::max<std::int64_t>(1, std::chrono::ceil<milliseconds>(waited).count()));
@@ -157,21 +181,40 @@ void Watch::check_silence() {
   }
 }
 
-void Watch::check_lag() {
-  // A rank that has missed some heartbeats may be the one that all others wait for: its silence will tell, or
-  // its next heartbeat.
-  constexpr int kMissed = 3;
+void Watch::look_around() {
   const auto is_still = [&](Clock::time_point last_moved) {
     return awake_ - last_moved >= options.timeout / 2;
   };
   standings_.clear();
   standings_.push_back({.beat = &last_beat_, .is_still = is_still(last_moved_)});
   for (const Peer& peer : peers) {
-    if (peer.is_watched && awake_ - peer.last_heard > kMissed * options.heartbeat) return;
     standings_.push_back(
         {.beat = &peer.last, .has_left = !peer.is_watched, .is_still = is_still(peer.last_moved)});
   }
-  const std::optional<Lag> lag = find_lag(standings_, options.timeout);
+}
+
+std::optional<Lag> Watch::find_absent() const {
+  const int peer = exchange_peer.load(std::memory_order_acquire);
+  if (peer < 0) return std::nullopt;
+  const Standing& absent = standings_[static_cast<std::size_t>(peer)];
+  if (absent.has_left || absent.beat->waited_ms > 0) return std::nullopt;
+  for (const Standing& rank : standings_) {
+    if (rank.has_left || milliseconds(rank.beat->waited_ms) < options.timeout) continue;
+    return Lag{.waiting = rank.beat, .behind = absent.beat, .how = "it did not arrive"};
+  }
+  return std::nullopt;
+}
+
+void Watch::check_lag() {
+  // A rank that has missed some heartbeats may be the one that all others wait for: its silence will tell, or
+  // its next heartbeat.
+  constexpr int kMissed = 3;
+  const auto is_unheard = [&](const Peer& peer) {
+    return peer.is_watched && awake_ - peer.last_heard > kMissed * options.heartbeat;
+  };
+  look_around();
+  std::optional<Lag> lag = find_absent();
+  if (!lag && std::ranges::none_of(peers, is_unheard)) lag = find_lag(standings_, options.timeout);
   if (!lag) return;
   judge(describe(*lag->behind, message({lag->how, ": rank ", lag->waiting->rank, " has waited for ",
                                         lag->waiting->waited_ms, " ms ", place_of(*lag->waiting)})));
@@ -196,8 +239,8 @@ void Watch::stay_awake() {
   const Clock::time_point before = std::exchange(awake_, Clock::now());
   if (awake_ - before <= options.timeout / 2) return;  // no step takes more than a quarter
   for (Peer& peer : peers) peer.last_heard = awake_;
-  Clock::rep since = waiting_since.load(std::memory_order_relaxed);
-  if (since != 0) waiting_since.compare_exchange_strong(since, awake_.time_since_epoch().count());
+  begin_anew(waiting_since, awake_);
+  begin_anew(exchange_since, awake_);
 }
 
 void Watch::turn() {

@@ -53,6 +53,11 @@ struct Watch {
   std::atomic<const char*> operation = "start";
   std::atomic<Clock::rep> waiting_since = 0;  // 0: not waiting
 
+  // The transfer that broadcast(), gather() or barrier() is at: a wait as well, maybe inside the one above.
+  std::atomic<Clock::rep> exchange_since = 0;  // 0: at none
+  std::atomic<const char*> exchange = "";
+  std::atomic<int> exchange_peer = -1;  // -1: none
+
   mutable std::mutex mutex;
   std::atomic<bool> has_failed = false;
   const Error unnamed{ErrorCode::peer_failed, kUnnamedFailure};
@@ -67,6 +72,10 @@ struct Watch {
   void run() noexcept;
   /// Ends the thread's sleep.
   void wake_up() const;
+
+  /// Begins a transfer with `peer`, for which this rank waits until end_exchange(); `name` is a literal.
+  void begin_exchange(const char* name, int peer);
+  void end_exchange();
 
   /// The first failure wins. Callbacks are called without the mutex, each whatever the others throw.
   void set_failure(std::string_view text) noexcept;
@@ -98,6 +107,12 @@ struct Watch {
   void check_silence();
   /// Rank 0: somebody waits too long, and somebody else keeps it waiting.
   void check_lag();
+  /// Takes where all ranks stand into standings_, by rank.
+  void look_around();
+  /// The rank with which rank 0 is at a transfer, where somebody has waited too long and that rank waits for
+  /// nobody. Who keeps the others waiting is known then, whoever else waits for nobody: in an exchange all
+  /// wait for rank 0, or are done with it.
+  std::optional<Lag> find_absent() const;
   /// Sleeps until a message, a wake-up or the next heartbeat, and handles what came.
   void wait_for_messages();
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
+#include <future>
 #include <mutex>
 #include <new>
 #include <optional>
@@ -32,6 +33,7 @@
 
 using namespace std::chrono_literals;
 using Catch::Matchers::Contains;
+using Catch::Matchers::StartsWith;
 using helix::Error;
 using helix::ErrorCode;
 using helix::comm::Beat;
@@ -253,9 +255,13 @@ TEST_CASE("a rank on which a transfer has failed makes no other that would take 
         }
       },
       300ms);
-  CHECK_THAT(seen[0], Contains("rank 1 did not arrive within 0.3 s"));
+  CHECK_THAT(seen[0],
+             Contains("rank 1 of 2 failed in start at step 0 (operation 0): it did not arrive: rank 0 "
+                      "has waited for") &&
+                 Contains("ms in bootstrap gather at step 0"));
   CHECK(seen[1] == seen[0]);
-  const std::vector<Outcome> unlike = run_bootstrap_job(2, [](const BootstrapOptions& options) {
+  std::promise<void> sent;
+  const std::vector<Outcome> unlike = run_bootstrap_job(2, [&](const BootstrapOptions& options) {
     Bootstrap bootstrap(options);
     std::array<std::byte, 8> bytes{};
     const std::size_t expected = options.rank == 0 ? 8 : 4;
@@ -263,11 +269,84 @@ TEST_CASE("a rank on which a transfer has failed makes no other that would take 
       bootstrap.broadcast(std::span(bytes).first(expected));
     } catch (const Error& error) {
       expect(error.code() == ErrorCode::invalid_argument, "sizes differ");
+      sent.get_future().wait_for(20s);  // rank 0 would see this one leave
     }
     bootstrap.broadcast(std::span(bytes).first(4));
+    if (options.rank == 0) sent.set_value();
   });
   CHECK(unlike[0].message == "");
   CHECK_THAT(unlike[1].message, Contains("rank 0 sends 8 bytes, rank 1 expects 4"));
+}
+
+TEST_CASE("a rank that hangs before an exchange is named on all ranks") {
+  struct Row {
+    const char* name;
+    void (*exchange)(Bootstrap&);
+    std::vector<int> hanging;  // each in a job of its own
+  };
+  const std::vector<Row> rows = {
+      {"barrier", [](Bootstrap& bootstrap) { bootstrap.barrier(); }, {0, 1, 2, 3}},
+      {"broadcast", [](Bootstrap& bootstrap) { bootstrap.broadcast({}); }, {0}},
+      // Ranks that have given theirs are done, and wait for nobody either.
+      {"gather", [](Bootstrap& bootstrap) { bootstrap.gather({}); }, {1, 2, 3}},
+  };
+  for (const Row& row : rows) {
+    for (const int hanging : row.hanging) {
+      const auto start = std::chrono::steady_clock::now();
+      const std::vector<Outcome> outcomes = run_bootstrap_job(
+          4,
+          [&](const BootstrapOptions& options) {
+            Bootstrap bootstrap(options);
+            FailureWatch watch(bootstrap);
+            bootstrap.barrier();
+            if (options.rank != hanging) row.exchange(bootstrap);
+            watch.wait();
+            bootstrap.check();
+          },
+          500ms);
+      const auto elapsed = std::chrono::steady_clock::now() - start;
+      INFO(row.name << ", rank " << hanging << " hangs");
+      const std::string name = "rank " + std::to_string(hanging) + " of 4 failed in start at step 0";
+      for (const Outcome& outcome : outcomes) {
+        CHECK(outcome.code == ErrorCode::peer_failed);
+        CHECK_THAT(outcome.message, StartsWith(name) && Contains("ms in bootstrap "));
+      }
+      CHECK(elapsed < 1500ms);  // twice the timeout, and what a busy machine takes
+    }
+  }
+}
+
+TEST_CASE("who waits for rank 0 hears whom it missed or saw leave") {
+  struct Row {
+    const char* name;
+    void (*rank_2)(Bootstrap&);
+    std::optional<ErrorCode> code;  // on rank 0
+    const char* text;
+  };
+  for (const Row& row :
+       {Row{"it waits for something else",
+            [](Bootstrap& bootstrap) {
+              bootstrap.begin_wait();
+              FailureWatch(bootstrap).wait();
+            },
+            ErrorCode::timeout, "bootstrap gather: rank 2 did not arrive within 1.5 s; rank 0 waited"},
+        Row{"it leaves", [](Bootstrap&) {}, ErrorCode::peer_failed,
+            "bootstrap gather: rank 2 closed its connection to rank 0"}}) {
+    DYNAMIC_SECTION(row.name) {
+      const std::vector<Outcome> outcomes = run_bootstrap_job(
+          4,
+          [&](const BootstrapOptions& options) {
+            Bootstrap bootstrap(options);
+            if (options.rank == 2) return row.rank_2(bootstrap);
+            bootstrap.barrier();
+          },
+          1s);
+      for (const std::size_t rank : {0u, 1u, 3u}) {
+        CHECK(outcomes[rank].code == (rank == 0 ? row.code : ErrorCode::peer_failed));
+        CHECK(outcomes[rank].message == row.text);
+      }
+    }
+  }
 }
 
 TEST_CASE("what a full socket did not take is what is left to send") {

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The rendezvous among strangers: silent ones, wrong ones, other jobs. Needs no GPU.
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <random>
@@ -15,6 +17,10 @@
 
 #include <dlfcn.h>
 #include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -22,6 +28,7 @@
 
 #include "comm/bootstrap_job.hpp"
 #include "comm/bootstrap_messages.hpp"
+#include "comm/socket.hpp"
 #include "comm/strangers.hpp"
 #include "support/catch.hpp"
 #include "support/process.hpp"
@@ -62,6 +69,47 @@ namespace {
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
+
+/// A rank 0 that accepts the two connections of one rank, and then says nothing any more.
+class MuteRank0 {
+ public:
+  MuteRank0() {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    address.sin_port = htons(static_cast<std::uint16_t>(port_));
+    const int on = 1;
+    ::setsockopt(listener_.fd(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+    expect(::bind(listener_.fd(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0, "bind");
+    expect(::listen(listener_.fd(), 2) == 0, "listen");
+    thread_ = std::thread([this] {
+      for (Socket& visitor : visitors_) accept_into(visitor);
+    });
+  }
+  ~MuteRank0() { thread_.join(); }
+  int port() const { return port_; }
+
+ private:
+  using Socket = helix::comm::Socket;
+
+  void accept_into(Socket& visitor) {
+    using namespace helix::comm;
+    if (!wait_for(listener_.fd(), POLLIN, deadline_after(5s))) return;
+    visitor = Socket(::accept(listener_.fd(), nullptr, nullptr));
+    const Challenge challenge;
+    send_all(visitor.fd(), &challenge, sizeof(challenge), deadline_after(5s), kKeepWaiting);
+    Hello hello;
+    recv_all(visitor.fd(), &hello, sizeof(hello), deadline_after(5s), kKeepWaiting);
+    Reply reply;
+    reply.proof = JobKey{}.proof_of(reply, challenge, hello.process);
+    send_all(visitor.fd(), &reply, sizeof(reply), deadline_after(5s), kKeepWaiting);
+  }
+
+  int port_ = free_port();
+  Socket listener_{::socket(AF_INET, SOCK_STREAM, 0)};
+  std::array<Socket, 2> visitors_;
+  std::thread thread_;
+};
 
 }  // namespace
 
@@ -200,6 +248,22 @@ TEST_CASE("a rank that leaves before all have come ends the rendezvous soon, and
                Contains("rank 2 of 4 closed its connection before all ranks had come"));
   }
   CHECK(seconds_since(start) < 6.0);
+}
+
+TEST_CASE("a rank 0 that stands still in the rendezvous is waited for less than twice the timeout") {
+  for (const auto& [timeout, waited] : {std::pair(300ms, "0.45 s"), std::pair(400ms, "0.6 s")}) {
+    const MuteRank0 rank_0;
+    const auto start = std::chrono::steady_clock::now();
+    Outcome outcome;
+    try {
+      Bootstrap bootstrap({.rank = 1, .size = 2, .port = rank_0.port(), .timeout = timeout});
+    } catch (const Error& error) {
+      outcome = {error.code(), error.what()};
+    }
+    CHECK(outcome.code == ErrorCode::timeout);
+    CHECK_THAT(outcome.message, Contains("did not answer rank 1 within " + std::string(waited)));
+    CHECK(seconds_since(start) < 1.0);  // and not the two seconds of longer timeouts
+  }
 }
 
 TEST_CASE("strangers after the rendezvous are ignored") {
@@ -404,4 +468,18 @@ TEST_CASE("the secret comes from a variable or a file, the job's name from the l
   CHECK_THAT(refused({{"HELIX_JOB_SECRET", ""}}), Contains("HELIX_JOB_SECRET has 0 bytes"));
   CHECK_THAT(refused({{"HELIX_JOB_SECRET_FILE", (scratch / "empty").string()}}), Contains("has 0 bytes"));
   CHECK_THAT(refused({{"HELIX_JOB_SECRET_FILE", (scratch / "none").string()}}), Contains("cannot be opened"));
+  REQUIRE(::mkfifo((scratch / "fifo").c_str(), 0600) == 0);
+  for (const std::string& irregular :
+       {(scratch / "fifo").string(), (scratch / ".").string(), std::string("/dev/zero")}) {
+    CHECK_THAT(refused({{"HELIX_JOB_SECRET_FILE", irregular}}),
+               Contains("\"" + irregular + "\", which is not a regular file"));
+  }
+  helix::test::write_file(scratch / "longest", std::string(4096, 'x') + "\r\n");
+  helix::test::write_file(scratch / "too long", std::string(4097, 'x') + "\n");
+  helix::test::write_file(scratch / "huge", std::string(4096, 'x') + std::string(1'000'000, '\n') + "y");
+  CHECK(refused({{"HELIX_JOB_SECRET_FILE", (scratch / "longest").string()}}) == "");
+  CHECK_THAT(refused({{"HELIX_JOB_SECRET_FILE", (scratch / "too long").string()}}),
+             Contains("has 4097 bytes"));
+  CHECK_THAT(refused({{"HELIX_JOB_SECRET_FILE", (scratch / "huge").string()}}),
+             Contains("has 1004097 bytes; a secret of 1 to 4096"));
 }
