@@ -1,23 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to token ids and back, as a checkpoint's own files say."""
 import contextlib
-import datetime
 import json
 import os
 import pathlib
-import signal
-import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from template import TemplateError, render
 from tokenizers import Tokenizer
 
-if TYPE_CHECKING:
-    import jinja2
-
-
 _MAX_FILE_BYTES = 16_000_000  # as helix-decode reads of a config.json
-_MAX_RENDER_SECONDS = 10.0  # a conversation of a million tokens takes less than one
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -40,7 +32,7 @@ class TextModel:
         self._tokenizer.no_padding()
         self._config = _read_json(checkpoint / "tokenizer_config.json")
         self._special_tokens = _read_json(checkpoint / "special_tokens_map.json")
-        self._template = self._find_template(checkpoint)
+        self._template_file, self._template = self._find_template(checkpoint)
 
     @property
     def has_template(self) -> bool:
@@ -67,19 +59,17 @@ class TextModel:
 
     def encode_chat(self, messages: list[dict]) -> list[int]:
         """A conversation, ready for the assistant's next message."""
+        names = {
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **self._template_tokens(),
+        }
         try:
-            with _deadline(_MAX_RENDER_SECONDS, "the checkpoint's chat template"):
-                text = _template_environment().from_string(self._template).render(
-                    messages=messages,
-                    tools=None,
-                    documents=None,
-                    add_generation_prompt=True,
-                    **self._template_tokens(),
-                )
-        except TextError:
-            raise
-        except Exception as error:  # whatever the template's own expressions raise
-            raise TextError(f"the checkpoint's chat template cannot be rendered: {error}") from None
+            text = render(self._template, names)
+        except TemplateError as error:
+            raise TextError(f"{self._template_file}: the chat template {error}") from None
         # The template writes the special tokens itself.
         return self._ids(text, add_special_tokens=False)
 
@@ -119,17 +109,19 @@ class TextModel:
             tokens["additional_special_tokens"] = texts
         return tokens
 
-    def _find_template(self, checkpoint: pathlib.Path) -> str | None:
+    def _find_template(self, checkpoint: pathlib.Path) -> tuple[pathlib.Path, str | None]:
+        """The file that may have a template, and the template."""
         file = checkpoint / "chat_template.jinja"
         if os.path.lexists(file):
-            return _read_text(file)
+            return file, _read_text(file)
+        file = checkpoint / "tokenizer_config.json"
         template = self._config.get("chat_template")
         if isinstance(template, list):  # several by name
             named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
             template = named[0].get("template") if named else None
         if template is not None and not isinstance(template, str):
-            raise TextError(f"{checkpoint / 'tokenizer_config.json'}: chat_template is {template!r}, not text")
-        return template
+            raise TextError(f"{file}: chat_template is {template!r}, not text")
+        return file, template
 
 
 def _content(token: object) -> object:
@@ -169,55 +161,6 @@ class TextStream:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
-
-
-def _template_environment() -> "jinja2.Environment":
-    """What chat templates are written for: Jinja with the names, the filter and the tag that transformers adds."""
-    import jinja2  # a prompt as it is does without
-    import jinja2.ext
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} marks what an assistant says, for training."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: "jinja2.parser.Parser") -> "jinja2.nodes.Node":
-            line = next(parser.stream).lineno
-            return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    def refuse(message: str) -> None:
-        raise TextError(f"the checkpoint's chat template says: {message}")
-
-    def to_json(value: object, ensure_ascii: bool = False, **options: object) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own escapes HTML
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
-
-
-@contextlib.contextmanager
-def _deadline(seconds: float, what: str) -> Iterator[None]:
-    """Ends Python code that runs for longer, by a TextError; in the main thread alone, which signals interrupt."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise TextError(f"{what} takes more than {seconds:g} s; its loops may have no end")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import pty
+import resource
 import select
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import tempfile
 import time
 import unittest
 import unittest.mock
+from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "examples" / "chat"))
@@ -106,10 +108,11 @@ class TextModels(unittest.TestCase):
                     TextModel(copy).encode_chat([])
             loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
             (copy / "chat_template.jinja").write_text(loops)
-            with unittest.mock.patch("text._MAX_RENDER_SECONDS", 0.2):
-                with self.assertRaisesRegex(TextError, "chat template takes more than 0.2 s"):
+            with unittest.mock.patch("template._MAX_SECONDS", 0.2):
+                with self.assertRaisesRegex(TextError, "chat_template.jinja: the chat template takes more than 0.2 s"):
                     TextModel(copy).encode_chat([])
-            self.assertEqual(signal.getitimer(signal.ITIMER_REAL), (0.0, 0.0))
+            with self.assertRaises(ChildProcessError, msg="a process is left"):
+                os.waitpid(-1, os.WNOHANG)
             (copy / "chat_template.jinja").write_bytes(b"\xff")
             with self.assertRaisesRegex(TextError, "chat_template.jinja: .*utf-8"):
                 TextModel(copy)
@@ -145,7 +148,8 @@ class TextModels(unittest.TestCase):
             for file in ("config.json", "model.safetensors"):
                 (copy / file).symlink_to(DATA / "llama-wordnet" / file)
             said = run("--model", folder, "hi", "--", "--threads", "1")
-            self.assertEqual((said.returncode, said.stderr), (1, "chat: the checkpoint's chat template says: no\\nway\\x1b[1m\n"))
+            file = copy / "tokenizer_config.json"
+            self.assertEqual((said.returncode, said.stderr), (1, f"chat: {file}: the chat template says: no\\nway\\x1b[1m\n"))
             # The library's panic says where before that.
             endless = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
             write_model(folder, tokenizer_of(pre_tokenizer=endless))
@@ -383,6 +387,118 @@ class Answers(unittest.TestCase):
         )  # fmt: skip
         self.assertEqual((answer.returncode, answer.stderr), (0, b""))
         self.assertIn(b" a caf? ", answer.stdout)
+
+
+def limit_memory() -> None:
+    """Has a rendering without limits fail before it takes the machine."""
+    resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+
+
+def members(group: int) -> list[int]:
+    """The processes of a group that have not ended."""
+    found = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue  # it ended meanwhile
+        if int(its_group) == group and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+class HostileTemplates(unittest.TestCase):
+    """Rendered by the program, beside a decoder that waits for a prompt."""
+
+    REMEDY = "; correct it, or leave it out with --raw\n"
+    MEMORY = "takes more than 1024 MiB of memory, or than there is"
+    TIME = "takes more than 10 s, its loops may have no end"
+    ENDLESS = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+    def start(self, template: str) -> subprocess.Popen:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.model = pathlib.Path(folder.name)
+        write_model(folder.name, tokenizer_of(), chat_template=template)
+        decoder = self.model / "decoder"
+        decoder.write_text('#!/bin/sh\necho \'{"event": "ready", "context": 8192, "temperature": 0.0}\'\nexec cat >"$0.asked"\n')
+        decoder.chmod(0o700)
+        process = subprocess.Popen(
+            [*CHAT, "--decoder", str(decoder), "--model", folder.name, "hi"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=limit_memory,
+        )  # fmt: skip
+        self.addCleanup(self.end, process)
+        return process
+
+    @staticmethod
+    def end(process: subprocess.Popen) -> None:
+        """Whatever a failed test leaves."""
+        for member in members(process.pid):
+            os.kill(member, signal.SIGKILL)
+        process.communicate()
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        end = time.monotonic() + 30
+        while not is_so():
+            self.assertLess(time.monotonic(), end)
+            time.sleep(0.01)
+
+    def start_rendering(self) -> subprocess.Popen:
+        """One without an end, which runs on return."""
+        process = self.start(self.ENDLESS)
+        self.wait_until((self.model / "decoder.asked").exists)  # the decoder has left the program's group then
+        self.wait_until(lambda: len(members(process.pid)) == 2)
+        return process
+
+    def test_each_ends_with_one_error_within_memory_and_time(self) -> None:
+        for template, words in (
+            ("{{ '{:1000000000}'.format(5) }}", f"{self.MEMORY}|{self.TIME}"),  # as fast as the machine is
+            ("{{ 'a'*10**10 }}", self.MEMORY),
+            ("{{ 'a'.ljust(10000000000) }}", self.MEMORY),
+            ("{{ '%1000000000d' % 5 }}", f"{self.MEMORY}|{self.TIME}"),
+            ("{{ (1000000*'a')|replace('a',1000000*'b') }}", self.MEMORY),
+            (self.ENDLESS, self.TIME),
+            ("{{ 'a'*4100000 }}", "adds more than 4000000 bytes to the conversation"),
+        ):
+            with self.subTest(template=template):
+                start = time.monotonic()
+                process = self.start(template)
+                said, complaint = process.communicate(timeout=60)
+                self.assertEqual((process.returncode, said), (1, ""))
+                file = self.model / "tokenizer_config.json"
+                self.assertRegex(complaint, rf"\Achat: {file}: the chat template ({words}){self.REMEDY}\Z")
+                self.assertLess(time.monotonic() - start, 20)
+                self.assertEqual(members(process.pid), [])
+
+    def test_control_c_ends_the_program_and_the_rendering(self) -> None:
+        for send in (os.killpg, os.kill):  # a terminal's, and one to the program alone
+            with self.subTest(send=send):
+                process = self.start_rendering()
+                send(process.pid, signal.SIGINT)
+                self.assertEqual((*process.communicate(timeout=5), process.returncode), ("", "", 130))
+                self.assertEqual(members(process.pid), [])
+
+    def test_a_rendering_does_not_outlive_the_program(self) -> None:
+        process = self.start_rendering()
+        process.kill()
+        process.wait()
+        self.wait_until(lambda: not members(process.pid))
+
+    def test_a_crash_is_one_error(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            model = write_model(folder, tokenizer_of(), chat_template="{{ 1 }}")
+            with unittest.mock.patch("template._outcome", lambda *_: os.kill(os.getpid(), signal.SIGSEGV)):
+                with self.assertRaisesRegex(TextError, "the chat template cannot be rendered: its process ended with SIGSEGV"):
+                    model.encode_chat([])
+
+    def test_long_text_comes_back_whole_and_a_long_error_cut_short(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            model = write_model(folder, tokenizer_of(), chat_template="{{ messages[0].content }}")
+            text = "caf\u00e9 \u65e5\u672c \U0001f642 " * 20000
+            self.assertEqual(model.encode_chat([{"role": "user", "content": text}]), model.encode(text)[1:])
+            model = write_model(folder, tokenizer_of(), chat_template="{{ raise_exception('a' * 1000000) }}")
+            with self.assertRaisesRegex(TextError, "says: a{500,1000} ...$"):
+                model.encode_chat([])
 
 
 class Errors(unittest.TestCase):
