@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // MpiComm: each operation as a task of the stream.
 #include <algorithm>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -178,6 +180,11 @@ MpiComm MpiComm::split(int color, int key) {
 
 void MpiComm::abort(std::string_view reason) noexcept {
   group_->alarm->raise(reason);
+}
+
+void MpiComm::before_abort(std::function<void(std::string_view)> last_words) {
+  const std::lock_guard lock(group_->alarm->speaking);
+  group_->alarm->last_words = std::move(last_words);
 }
 
 }  // namespace helix::cpu

@@ -7,6 +7,7 @@
 #include <exception>
 #include <initializer_list>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -43,6 +44,7 @@ void Alarm::raise(std::string_view reason) noexcept {
     if (MPI_Isend(nullptr, 0, MPI_BYTE, peer, kAlarmTag, comm, &request) == MPI_SUCCESS)
       MPI_Request_free(&request);
   }
+  speak(reason);
   int is_silent = 0;
   const Clock::time_point deadline = Clock::now() + milliseconds(100);
   while (rank > 0 && is_silent == 0 && Clock::now() < deadline) {
@@ -58,6 +60,15 @@ void Alarm::raise(std::string_view reason) noexcept {
   }
   MPI_Abort(comm, EXIT_FAILURE);
   std::_Exit(EXIT_FAILURE);  // MPI_Abort only promises to do its best
+}
+
+void Alarm::speak(std::string_view reason) noexcept {
+  try {
+    const std::lock_guard lock(speaking);
+    if (last_words) last_words(reason);
+  } catch (...) {
+    // The job ends for `reason`; what could not be said adds nothing.
+  }
 }
 
 std::shared_ptr<Alarm>& session_alarm() {

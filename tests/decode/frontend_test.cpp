@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <optional>
 #include <string>
+#include <thread>
+#include <variant>
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -17,6 +19,8 @@ namespace helix::test {
 namespace {
 
 using Catch::Matchers::Contains;
+using Catch::Matchers::EndsWith;
+using Catch::Matchers::StartsWith;
 using decode::Frontend;
 using std::chrono::milliseconds;
 
@@ -44,18 +48,84 @@ struct Pipes {
   }
 };
 
-TEST_CASE("lines come in order, the last without an end") {
-  Pipes pipes;
-  Frontend frontend(pipes.in[0], pipes.out[1]);
-  pipes.say("a\n\nb\nc");
-  Pipes::shut(pipes.in[1]);
+/// So many bytes of short lines, or a few more.
+std::string lines_of(std::size_t bytes) {
+  std::string lines;
+  while (lines.size() < bytes) lines += "{\"stats\":true}\n";
+  return lines;
+}
+
+/// What a line of these tests says: a request's id, a cancelled one in brackets, a mistake's message.
+std::string said(const decode::ParsedLine& line) {
+  if (const auto* bad = std::get_if<decode::BadLine>(&line)) return bad->message;
+  const auto& command = std::get<decode::ServeCommand>(line);
+  if (const auto* request = std::get_if<decode::ServeRequest>(&command)) return request->id;
+  if (const auto* cancel = std::get_if<decode::CancelCommand>(&command)) return "(" + cancel->id + ")";
+  return "other";
+}
+
+/// What all lines say, up to the end of the input.
+std::string said_by_all(Frontend& frontend) {
   std::string text;
   while (!frontend.has_ended()) {
     frontend.wait_for_line(milliseconds(1000));
-    while (const std::optional<Frontend::Line> line = frontend.take_line()) text += line->text + "|";
+    while (const std::optional<decode::ParsedLine> line = frontend.take_line()) text += said(*line) + "|";
   }
-  CHECK(text == "a||b|c|");
+  return text;
+}
+
+TEST_CASE("lines come in order, the last without an end, and those of white space are none") {
+  Pipes pipes;
+  Frontend frontend(pipes.in[0], pipes.out[1]);
+  frontend.start_reading({});
+  pipes.say("{\"id\":\"a\",\"prompt\":[1]}\n\n \t\r\n{\"cancel\":\"a\"}\n[]\n{\"cancel\":\"b\"}");
+  Pipes::shut(pipes.in[1]);
+  CHECK_THAT(said_by_all(frontend), StartsWith("a|(a)|the line is an array") && EndsWith("|(b)|"));
   CHECK(frontend.finish().empty());
+}
+
+TEST_CASE("requests have the defaults that reading started with, and wait for it") {
+  Pipes pipes;
+  Frontend frontend(pipes.in[0], pipes.out[1]);
+  pipes.say("{\"id\":\"a\",\"prompt\":[1]}\n");
+  frontend.wait_for_line(milliseconds(300));
+  CHECK_FALSE(frontend.take_line());
+  frontend.start_reading({.sampling = {.temperature = 0.25f}, .penalties = {.presence = 2.0f}});
+  frontend.wait_for_line(milliseconds(20000));
+  const std::optional<decode::ParsedLine> line = frontend.take_line();
+  REQUIRE(line);
+  const auto& request = std::get<decode::ServeRequest>(std::get<decode::ServeCommand>(*line));
+  CHECK(request.sampling.temperature == 0.25f);
+  CHECK(request.penalties.presence == 2.0f);
+}
+
+TEST_CASE("a line that is too long is an error of its own, and the next one is read") {
+  Pipes pipes;
+  Frontend frontend(pipes.in[0], pipes.out[1]);
+  frontend.start_reading({});
+  std::thread client([&] {
+    const std::string part(std::size_t{1} << 20, ' ');
+    for (std::size_t sent = 0; sent <= Frontend::kMaxLineBytes; sent += part.size()) pipes.say(part);
+    pipes.say("\n{\"cancel\":\"a\"}\n");
+    Pipes::shut(pipes.in[1]);
+  });
+  CHECK(said_by_all(frontend) == "a line has more than 67108864 bytes; send shorter ones|(a)|");
+  client.join();
+}
+
+TEST_CASE("the client is waited for until it has taken all, but not for longer than is said") {
+  Pipes pipes;
+  Frontend frontend(pipes.in[0], pipes.out[1], milliseconds(100));
+  frontend.write("a few bytes, for which the pipe has room\n");
+  frontend.wait_until_written(milliseconds(20000));
+  CHECK(frontend.backlog() == 0);
+  frontend.write(std::string(std::size_t{1} << 20, 'x'));
+  const auto begin = std::chrono::steady_clock::now();
+  frontend.wait_until_written(milliseconds(300));
+  const auto waited = std::chrono::steady_clock::now() - begin;
+  CHECK(waited >= milliseconds(300));
+  CHECK(waited < milliseconds(10000));
+  CHECK(frontend.backlog() > 0);
 }
 
 TEST_CASE("the end says what a client that has not left did not read") {
@@ -70,6 +140,7 @@ TEST_CASE("the end says what a client that has not left did not read") {
 TEST_CASE("a client that reads nothing is waited for until its input has ended, and then for so long") {
   Pipes pipes;
   Frontend frontend(pipes.in[0], pipes.out[1], milliseconds(200));
+  frontend.start_reading({});
   frontend.write(std::string(Frontend::kMaxBacklog + (std::size_t{1} << 20), 'x'));
   frontend.wait_for_client(milliseconds(500));
   CHECK(frontend.is_behind());
@@ -83,11 +154,12 @@ TEST_CASE("a client that reads nothing is waited for until its input has ended, 
 TEST_CASE(
     "a client that reads nothing is given up although more lines than are kept hide the end of its input") {
   const ScratchDirectory scratch;
-  write_file(scratch / "lines", std::string(std::size_t{3} << 20, '\n'));
+  write_file(scratch / "lines", lines_of(std::size_t{8} << 20));
   Pipes pipes;
   const int lines = open((scratch / "lines").c_str(), O_RDONLY | O_CLOEXEC);
   REQUIRE(lines >= 0);
   Frontend frontend(lines, pipes.out[1], milliseconds(200));
+  frontend.start_reading({});
   frontend.write(std::string(Frontend::kMaxBacklog + (std::size_t{1} << 20), 'x'));
   frontend.wait_for_client(milliseconds(20000));
   CHECK(frontend.is_client_gone());
@@ -101,6 +173,7 @@ TEST_CASE("input that cannot be read is no end of it") {
   const int folder = open("/", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   REQUIRE(folder >= 0);
   Frontend frontend(folder, pipes.out[1]);
+  frontend.start_reading({});
   frontend.wait_for_line(milliseconds(20000));
   CHECK(frontend.has_ended());
   CHECK_THAT(frontend.finish(), Contains("standard input cannot be read: "));
@@ -110,6 +183,7 @@ TEST_CASE("input that cannot be read is no end of it") {
 TEST_CASE("a client that leaves an idle decoder is seen") {
   Pipes pipes;
   Frontend frontend(pipes.in[0], pipes.out[1]);
+  frontend.start_reading({});
   CHECK_FALSE(frontend.is_client_gone());
   Pipes::shut(pipes.out[0]);
   const auto begin = std::chrono::steady_clock::now();
@@ -119,14 +193,15 @@ TEST_CASE("a client that leaves an idle decoder is seen") {
   CHECK(frontend.finish().empty());
 }
 
-TEST_CASE("lines that nobody takes are left to the client, empty ones too") {
+TEST_CASE("lines that nobody takes are left to the client, short ones too") {
   Pipes pipes;
   Frontend frontend(pipes.in[0], pipes.out[1]);
-  const std::string lines(std::size_t{1} << 16, '\n');
-  // What is kept of an empty line is 40 bytes, so a few million fill what a Frontend keeps.
+  frontend.start_reading({});
+  const std::string lines = lines_of(std::size_t{1} << 16);
+  // What is kept of each is 200 bytes, so a few hundred thousand fill what a Frontend keeps.
   std::size_t said = 0;
   REQUIRE(fcntl(pipes.in[1], F_SETFL, O_NONBLOCK) == 0);
-  for (int waits = 0; waits < 50 && said < (std::size_t{8} << 20);) {
+  for (int waits = 0; waits < 50 && said < (std::size_t{16} << 20);) {
     const ssize_t count = write(pipes.in[1], lines.data(), lines.size());
     if (count > 0) {
       said += static_cast<std::size_t>(count);
@@ -136,7 +211,7 @@ TEST_CASE("lines that nobody takes are left to the client, empty ones too") {
       ++waits;
     }
   }
-  CHECK(said < (std::size_t{4} << 20));
+  CHECK(said < (std::size_t{8} << 20));
 }
 
 }  // namespace

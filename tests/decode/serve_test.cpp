@@ -540,6 +540,37 @@ TEST_CASE("a flood of bad lines holds up neither requests nor the other ranks") 
   CHECK(answers.tokens["behind"].size() == 3);
 }
 
+TEST_CASE("lines that take longer to parse than ranks wait hold up neither requests nor the other ranks") {
+  const ReferenceModel model("llama-tiny");
+  ServeClient client(model, {.kvp = 2}, serving(2, 8192, 16384),
+                     {.num_threads = 1, .timeout = std::chrono::milliseconds(1000)});
+  std::string ids = "1";
+  ids.reserve(std::size_t{60} << 20);
+  while (ids.size() < (std::size_t{60} << 20)) ids += ",1";
+  client.send({{"id", "beside"}, {"prompt", {1, 2, 3}}, {"max_tokens", 4000}, {"ignore_eos", true}});
+  std::jthread writer([&] {
+    client.send_line("{\"colour\":1,\"prompt\":[" + ids + "],\"id\":\"bad\"}");
+    client.send_line("{\"prompt\":[" + ids + "],\"max_tokens\":3,\"id\":\"long\"}");
+    client.send({{"cancel", "long"}});
+    client.send({{"id", "behind"}, {"prompt", {1, 2, 3}}, {"max_tokens", 3}, {"ignore_eos", true}});
+    client.close();
+  });
+  Answers answers;
+  while (const auto event = client.next_event()) answers.add(*event);
+  CHECK(client.has_ended(std::chrono::seconds(60)));
+  client.rethrow();
+  CHECK(answers.ends.size() == 2);
+  CHECK(answers.tokens["beside"].size() == 4000);
+  CHECK(answers.tokens["behind"].size() == 3);
+  REQUIRE(answers.errors.size() == 3);
+  const std::vector<std::pair<std::string, std::string>> expected = {
+      {"bad", "'colour' is unknown"}, {"long", "leaves no room"}, {"long", "nothing to cancel"}};
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    CHECK(answers.errors[i]["id"] == expected[i].first);
+    CHECK_THAT(answers.errors[i]["message"].get<std::string>(), Contains(expected[i].second));
+  }
+}
+
 TEST_CASE("a client that does not read pauses the steps until it does") {
   const ReferenceModel model("llama-tiny");
   ServeClient client(model, {.kvp = 2}, serving(2, 8192, 16384),

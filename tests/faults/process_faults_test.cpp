@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks that are killed or stopped under mpirun, at any moment: the job ends in time with an error that names
-// the rank, or with the right tokens, and leaves no process behind.
+// the rank, or with the right tokens, and leaves no process behind. A serving job tells its client.
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <csignal>
 #include <cstdint>
 #include <cstdlib>
 #include <filesystem>
+#include <iterator>
 #include <optional>
 #include <random>
 #include <regex>
@@ -38,23 +40,24 @@ milliseconds since(Clock::time_point start) {
   return std::chrono::duration_cast<milliseconds>(Clock::now() - start);
 }
 
+const std::string kGenerate = " --prompt-ids 1,2,3,4,5 --max-new-tokens 1000 --ignore-eos";
+
 /// A job under mpirun, whose processes are found by a mark in their environment.
 class MpiJob {
  public:
-  explicit MpiJob(const ScratchDirectory& scratch)
+  /// `input`: a descriptor that stays the caller's; -1: none.
+  explicit MpiJob(const ScratchDirectory& scratch, const std::string& arguments = kGenerate, int input = -1)
       : mark_("HELIX_FAULT_JOB=" + std::to_string(::getpid()) + "." + std::to_string(++count_)),
         output_(scratch / "output.txt") {
-    const std::string command = with_safe_paths(
-        std::string("exec " HELIX_MPIRUN " " HELIX_DECODE " --model ") +
-        (data_directory() / "llama-tiny").string() +
-        " --prompt-ids 1,2,3,4,5 --max-new-tokens 1000 --ignore-eos --kvp 2 --tpa 2 --timeout " +
-        std::to_string(kDeadlineSeconds));
+    const std::string command =
+        with_safe_paths(std::string("exec " HELIX_MPIRUN " " HELIX_DECODE " --model ") +
+                        (data_directory() / "llama-tiny").string() + arguments +
+                        " --kvp 2 --tpa 2 --timeout " + std::to_string(kDeadlineSeconds));
     launcher_ = ::fork();
     REQUIRE(launcher_ >= 0);
     if (launcher_ == 0) {
       const int out = ::open(output_.c_str(), O_CREAT | O_WRONLY | O_TRUNC, 0600);
-      const int in = ::open("/dev/null", O_RDONLY);
-      ::dup2(in, 0);
+      ::dup2(input >= 0 ? input : ::open("/dev/null", O_RDONLY), 0);
       ::dup2(out, 1);
       ::dup2(out, 2);
       ::putenv(mark_.data());
@@ -205,6 +208,72 @@ void attack(int count, unsigned seed) {
   CHECK(num_hung <= 1 + count / 20);
   CHECK(num_hit >=
         count / 4);  // the others ended before their moment, which a slow first job may set too late
+}
+
+/// Says `line` to the job behind `input`.
+void say(int input, const std::string& line) {
+  const std::string text = line + "\n";
+  REQUIRE(::write(input, text.data(), text.size()) == std::ssize(text));
+}
+
+/// Whether `done` becomes true in time.
+template <class Done>
+bool becomes_true(milliseconds longest, const Done& done) {
+  const Clock::time_point deadline = Clock::now() + longest;
+  while (!done()) {
+    if (Clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(milliseconds(20));
+  }
+  return true;
+}
+
+/// The events of this kind and request, each a line of JSON.
+int num_events(const std::string& output, const std::string& kind, const std::string& id) {
+  const std::string begin = R"({"event":")" + kind + R"(","id":")" + id + '"';
+  int count = 0;
+  for (std::size_t at = 0; (at = output.find(begin, at)) != std::string::npos; ++at) ++count;
+  return count;
+}
+
+/// A serving job whose `rank` stands still: requests that run, that wait, and that came since then.
+void stop_rank_of_server(int rank) {
+  CAPTURE(rank);
+  const ScratchDirectory scratch;
+  std::array<int, 2> input{};
+  REQUIRE(::pipe2(input.data(), O_CLOEXEC) == 0);
+  MpiJob job(scratch, " --serve --max-sequences 2", input[0]);
+  ::close(input[0]);
+  const auto ask = [&](const std::string& id) {
+    say(input[1], R"({"id":")" + id + R"(","prompt":[1,2,3],"max_tokens":8000,"ignore_eos":true})");
+  };
+  for (const char* id : {"a", "b", "waits"}) ask(id);
+  const auto run = [&] {
+    const std::string events = job.output();
+    return num_events(events, "token", "a") > 0 && num_events(events, "token", "b") > 0;
+  };
+  REQUIRE(becomes_true(milliseconds(60000), run));
+  const std::optional<pid_t> victim = job.process_of(rank);
+  REQUIRE(victim);
+  ::kill(*victim, SIGSTOP);
+  ask("late");
+  const auto has_told = [&] { return job.output().find("helix: world rank") != std::string::npos; };
+  CHECK(becomes_true(kBound + kSlack, has_told));
+  const std::optional<int> exit_code = job.wait(kSlack);
+  ::close(input[1]);
+  const std::string output = job.output();
+  INFO(output.substr(std::min(output.size(), output.find(R"({"event":"error")"))));
+  if (exit_code) CHECK(*exit_code == 1);  // else mpirun waits for the stopped rank
+  for (const char* id : {"a", "b", "waits", "late"}) {
+    CAPTURE(id);
+    CHECK(num_events(output, "error", id) == 1);
+    CHECK(num_events(output, "end", id) == 0);
+  }
+  CHECK(output.find(R"("message":"the decoder failed: )") != std::string::npos);
+}
+
+TEST_CASE("process faults: a rank of a serving job stands still, and each request ends with an error",
+          "[mpi]") {
+  for (const int rank : {1, 3}) stop_rank_of_server(rank);
 }
 
 TEST_CASE("process faults: a killed or stopped rank ends its job", "[mpi]") {

@@ -7,9 +7,13 @@
 #include <cerrno>
 #include <climits>
 #include <csignal>
+#include <functional>
 #include <new>
+#include <string_view>
 #include <system_error>
 #include <utility>
+#include <variant>
+#include <vector>
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -24,6 +28,62 @@ namespace {
 
 constexpr std::size_t kReadBytes = 65536;
 constexpr int kPollMilliseconds = 100;
+
+/// Puts lines together from pieces.
+class LineSplitter {
+ public:
+  /// Takes a line without its end; nullopt for one of more than kMaxLineBytes.
+  using Take = std::function<void(std::optional<std::string>)>;
+
+  explicit LineSplitter(Take take) : take_(std::move(take)) {}
+
+  void add(std::string_view bytes) {
+    while (!bytes.empty()) {
+      const std::size_t end = bytes.find('\n');
+      add_part(bytes.substr(0, end));
+      if (end == std::string_view::npos) return;
+      if (!is_skipping_) take_(std::exchange(partial_, {}));
+      is_skipping_ = false;
+      bytes.remove_prefix(end + 1);
+    }
+  }
+  /// Takes the last line, which has no end.
+  void finish() {
+    if (!partial_.empty()) take_(std::exchange(partial_, {}));
+  }
+
+ private:
+  void add_part(std::string_view part) {
+    if (!is_skipping_ && partial_.size() + part.size() > Frontend::kMaxLineBytes) {
+      std::string().swap(partial_);
+      is_skipping_ = true;
+      take_(std::nullopt);
+    }
+    if (!is_skipping_) partial_ += part;
+  }
+
+  Take take_;
+  std::string partial_;       // a line whose end has not come
+  bool is_skipping_ = false;  // to the end of a line that is too long
+};
+
+/// What the line says; nothing if it is white space.
+std::optional<ParsedLine> parse_line(const std::optional<std::string>& line, const ServeDefaults& defaults) {
+  if (!line) {
+    return BadLine{
+        "", "a line has more than " + std::to_string(Frontend::kMaxLineBytes) + " bytes; send shorter ones"};
+  }
+  if (line->find_first_not_of(" \t\r") == std::string::npos) return std::nullopt;
+  return parse_command(*line, defaults);
+}
+
+/// Memory that the line takes beside itself.
+std::size_t owned_bytes(const ParsedLine& line) {
+  if (const auto* bad = std::get_if<BadLine>(&line)) return bad->id.capacity() + bad->message.capacity();
+  const auto* request = std::get_if<ServeRequest>(&std::get<ServeCommand>(line));
+  if (request == nullptr) return 0;  // at most an id
+  return (request->prompt.capacity() + request->stop.capacity()) * sizeof(TokenIds::value_type);
+}
 
 /// Whether nobody can add to what `in` has: it is a file, or its other end is closed.
 bool is_all_sent(int in) {
@@ -83,7 +143,6 @@ void Frontend::guard(const Body& body) noexcept {
   } catch (const std::bad_alloc&) {
     const std::scoped_lock lock(mutex_);
     lines_.clear();
-    std::string().swap(partial_);
     std::string().swap(pending_);
     failure_ = "no memory for what came on standard input";
     end_input();
@@ -97,46 +156,35 @@ void Frontend::end_input() {
   end_ = std::chrono::steady_clock::now();
 }
 
-void Frontend::add_line(Line line) {
-  line_bytes_ += line.text.size() + sizeof(Line);
-  lines_.push_back(std::move(line));
-}
-
-void Frontend::add_bytes(std::string_view bytes) {
-  const std::scoped_lock lock(mutex_);
-  while (!bytes.empty()) {
-    const std::size_t end = bytes.find('\n');
-    const std::string_view part = bytes.substr(0, end);
-    if (!is_skipping_ && partial_.size() + part.size() > kMaxLineBytes) {
-      add_line({{}, true});
-      std::string().swap(partial_);
-      is_skipping_ = true;
-    }
-    if (!is_skipping_) partial_ += part;
-    if (end == std::string_view::npos) break;
-    if (!is_skipping_) add_line({std::exchange(partial_, {}), false});
-    is_skipping_ = false;
-    bytes.remove_prefix(end + 1);
+void Frontend::add_line(ParsedLine line) {
+  const std::size_t bytes = sizeof(Line) + owned_bytes(line);
+  {
+    const std::scoped_lock lock(mutex_);
+    lines_.push_back({std::move(line), bytes});
+    line_bytes_ += bytes;
   }
   changed_.notify_all();
 }
 
 /// Lines that nobody takes are left to the client, whose writes then wait. That it has left is looked for
 /// meanwhile, as its end is not read.
-void Frontend::wait_for_room() {
+bool Frontend::wait_for_room() {
   std::unique_lock lock(mutex_);
-  const auto has_room = [this] { return is_closing_ || line_bytes_ <= kMaxLineBytes; };
+  const auto has_room = [this] { return is_closing_ || (defaults_ && line_bytes_ <= kMaxWaitingBytes); };
   while (!changed_.wait_for(lock, std::chrono::milliseconds(kPollMilliseconds), has_room)) {
     if (is_all_sent_ || !is_all_sent(in_)) continue;
     is_all_sent_ = true;
     end_ = std::chrono::steady_clock::now();
   }
+  return !is_closing_;
 }
 
 void Frontend::read_lines() {
   std::array<char, kReadBytes> buffer;
-  while (true) {
-    wait_for_room();
+  LineSplitter lines([this](const std::optional<std::string>& line) {
+    if (std::optional<ParsedLine> parsed = parse_line(line, *defaults_)) add_line(std::move(*parsed));
+  });
+  while (wait_for_room()) {
     // The output only for its closed end, which an idle server would not see otherwise.
     std::array<pollfd, 3> watched{pollfd{in_, POLLIN, 0}, pollfd{wake_[0], POLLIN, 0}, pollfd{out_, 0, 0}};
     if (poll(watched.data(), watched.size(), -1) < 0 && errno == EINTR) continue;
@@ -153,11 +201,13 @@ void Frontend::read_lines() {
       const std::scoped_lock lock(mutex_);
       failure_ = "standard input cannot be read: " + reason;
     }
-    if (count <= 0) break;
-    add_bytes({buffer.data(), static_cast<std::size_t>(count)});
+    if (count <= 0) {
+      lines.finish();
+      break;
+    }
+    lines.add({buffer.data(), static_cast<std::size_t>(count)});
   }
   const std::scoped_lock lock(mutex_);
-  if (!partial_.empty()) add_line({std::exchange(partial_, {}), false});
   end_input();
   changed_.notify_all();
 }
@@ -208,14 +258,22 @@ void Frontend::write_lines() {
   }
 }
 
-std::optional<Frontend::Line> Frontend::take_line() {
-  std::optional<Line> taken;
+void Frontend::start_reading(const ServeDefaults& defaults) {
+  {
+    const std::scoped_lock lock(mutex_);
+    defaults_ = defaults;
+  }
+  changed_.notify_all();
+}
+
+std::optional<ParsedLine> Frontend::take_line() {
+  std::optional<ParsedLine> taken;
   {
     const std::scoped_lock lock(mutex_);
     if (lines_.empty()) return taken;
-    taken = std::move(lines_.front());
+    taken = std::move(lines_.front().parsed);
+    line_bytes_ -= lines_.front().bytes;
     lines_.pop_front();
-    line_bytes_ -= taken->text.size() + sizeof(Line);
   }
   changed_.notify_all();
   return taken;
@@ -249,6 +307,11 @@ void Frontend::wait_for_client(std::chrono::milliseconds longest) {
   std::unique_lock lock(mutex_);
   changed_.wait_for(lock, longest,
                     [this] { return is_client_gone_ || pending_.size() + in_flight_ <= kMaxBacklog; });
+}
+
+void Frontend::wait_until_written(std::chrono::milliseconds longest) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, longest, [this] { return is_client_gone_ || pending_.size() + in_flight_ == 0; });
 }
 
 bool Frontend::is_client_gone() const {

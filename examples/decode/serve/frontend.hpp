@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Frontend: lines in and lines out of a serving decoder, beside its steps.
+// Frontend: commands in and events out of a serving decoder, beside its steps.
 #pragma once
 
 #include <chrono>
@@ -9,23 +9,20 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <thread>
+
+#include "serve/serve_request.hpp"
 
 namespace helix::decode {
 
-/// Reads lines from one descriptor and writes to another, each on a thread of its own, so that neither a
-/// silent client nor one that does not read holds up a step. What was written reaches the client before
-/// finish() returns, unless that says why not.
+/// Reads commands from one descriptor and writes events to another, each on a thread of its own, so that
+/// neither a silent client, nor one that does not read, nor a line that takes seconds to parse holds up a
+/// step. What was written reaches the client before finish() returns, unless that says why not.
 class Frontend {
  public:
-  /// A line as it came, without its end.
-  struct Line {
-    std::string text;
-    bool is_too_long = false;  ///< Then text is empty: the line has more than kMaxLineBytes.
-  };
-
   static constexpr std::size_t kMaxLineBytes = std::size_t{64} << 20;  // prompts of millions of tokens
+  /// Memory of lines that are not taken, beyond which no more are read; the last may exceed it.
+  static constexpr std::size_t kMaxWaitingBytes = std::size_t{64} << 20;
   static constexpr std::size_t kMaxBacklog = std::size_t{8} << 20;
 
   /// The descriptors stay open and the caller's. Once the input has ended, or its writer has left, a client
@@ -35,8 +32,11 @@ class Frontend {
   Frontend(const Frontend&) = delete;
   Frontend& operator=(const Frontend&) = delete;
 
-  /// The oldest line that has come and was not taken, if there is one. Does not wait.
-  std::optional<Line> take_line();
+  /// Begins to read, requests with these defaults; lines are left to the client before. Called once.
+  void start_reading(const ServeDefaults& defaults);
+  /// The oldest line that has come and was not taken, if there is one. Lines of white space are none. Does
+  /// not wait, also not for a line that is parsed.
+  std::optional<ParsedLine> take_line();
   /// Waits until there is a line, the input has ended, the client is gone, or the time is over.
   void wait_for_line(std::chrono::milliseconds longest);
   /// Whether no line is left and none will come.
@@ -50,6 +50,8 @@ class Frontend {
   bool is_behind() const { return backlog() > kMaxBacklog; }
   /// Waits until the client has caught up, or the time is over.
   void wait_for_client(std::chrono::milliseconds longest);
+  /// Waits until the client has taken all that is queued for it, or is gone, or the time is over.
+  void wait_until_written(std::chrono::milliseconds longest);
   /// Whether nothing reaches the client any more: its end is closed, or cannot be written.
   bool is_client_gone() const;
 
@@ -60,15 +62,20 @@ class Frontend {
  private:
   void read_lines();
   void write_lines();
-  void add_bytes(std::string_view bytes);
-  void add_line(Line line);
+  void add_line(ParsedLine line);
   /// No line will come any more; the mutex is held.
   void end_input();
-  /// Waits until so many lines are taken that there is room for more, or the frontend is closing.
-  void wait_for_room();
+  /// Waits until reading has started and so many lines are taken that there is room for more. Returns whether
+  /// there is: not if the frontend is closing.
+  bool wait_for_room();
   /// Runs the body of a thread, whose memory may run out.
   template <class Body>
   void guard(const Body& body) noexcept;
+
+  struct Line {
+    ParsedLine parsed;
+    std::size_t bytes = 0;  // of memory
+  };
 
   int in_;
   int out_;
@@ -76,10 +83,9 @@ class Frontend {
   int wake_[2] = {-1, -1};  // a pipe that ends the reader
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Line> lines_;
-  std::size_t line_bytes_ = 0;  // of lines_, with what each takes beside its text
-  std::string partial_;         // a line whose end has not come
-  bool is_skipping_ = false;    // to the end of a line that is too long
+  std::optional<ServeDefaults> defaults_;  // once reading has started; not changed then
+  std::deque<Line> lines_;                 // that were not taken
+  std::size_t line_bytes_ = 0;             // of them
   bool has_ended_ = false;
   bool is_all_sent_ = false;                     // what is left to read is the last, if it has not ended
   std::chrono::steady_clock::time_point end_{};  // when either was seen

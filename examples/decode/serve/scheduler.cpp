@@ -41,10 +41,10 @@ Scheduler::Scheduler(SchedulerSpec spec, Emit emit) : spec_(std::move(spec)), em
     replicas_.push_back(Replica{PageLedger(spec_.ledger, /*kvp_rank=*/0), {}, {}, {}, {}});
 }
 
-void Scheduler::take(const ServeCommand& command) {
+void Scheduler::take(ServeCommand command) {
   std::visit(
-      [this]<class Command>(const Command& given) {
-        if constexpr (std::is_same_v<Command, ServeRequest>) submit(given);
+      [this]<class Command>(Command& given) {
+        if constexpr (std::is_same_v<Command, ServeRequest>) submit(std::move(given));
         if constexpr (std::is_same_v<Command, CancelCommand>) cancel(given.id);
         if constexpr (std::is_same_v<Command, ForgetCommand>) forget();
       },
@@ -55,7 +55,7 @@ void Scheduler::refuse(const BadLine& line) {
   emit_(error_event(line.id, line.message));
 }
 
-void Scheduler::submit(const ServeRequest& request) {
+void Scheduler::submit(ServeRequest request) {
   const auto size = std::ssize(request.prompt);
   const auto refuse = [&]<class... Parts>(const Parts&... parts) {
     emit_(error_event(request.id, Error(ErrorCode::invalid_argument, parts...).what()));
@@ -82,9 +82,9 @@ void Scheduler::submit(const ServeRequest& request) {
                   "; lower max_tokens, or start with a longer --context");
   ids_.insert(request.id);
   queued_tokens_ += size;
-  Queued& queued = queue_.emplace_back(Queued{request, Clock::now()});
+  request.sampling.seed = request.seed.value_or(spec_.seed + num_requests_);
   ++num_requests_;
-  queued.request.sampling.seed = request.seed.value_or(spec_.seed + num_requests_ - 1);
+  queue_.push_back(Queued{std::move(request), Clock::now()});
 }
 
 void Scheduler::cancel(const std::string& id) {

@@ -56,7 +56,7 @@ class Scheduler {
   Scheduler(SchedulerSpec spec, Emit emit);
 
   /// Takes a command; what is wrong with it is an error event.
-  void take(const ServeCommand& command);
+  void take(ServeCommand command);
   void refuse(const BadLine& line);
 
   /// Whether no request waits or runs.
@@ -127,7 +127,7 @@ class Scheduler {
     std::int64_t count = 0;
   };
 
-  void submit(const ServeRequest& request);
+  void submit(ServeRequest request);
   void cancel(const std::string& id);
   void forget();
 

@@ -8,10 +8,14 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <iterator>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -27,9 +31,17 @@
 #include "serve/frontend.hpp"
 #include "serve/scheduler.hpp"
 #include "serve/serve_plan.hpp"
+#include "serve/serve_request.hpp"
 #include "serve/step_order.hpp"
 
 namespace helix::decode {
+
+/// A communicator whose abort() ends the process before the host hears of a stream's failure, as
+/// cpu::MpiComm.
+template <class Comm>
+concept EndsProcess = requires(Comm& comm, std::function<void(std::string_view)> last_words) {
+  comm.before_abort(last_words);
+};
 
 /// All ranks run it together: each turn the root takes what clients have said, tells all ranks what to do,
 /// and then what was drawn. An idle root tells them so in time for none to think it dead.
@@ -41,7 +53,6 @@ class ServeLoop {
             const GenerationRequest& request, StageModel<B>& model, const RootIo& io)
       : world_(world),
         topo_(topo),
-        request_(request),
         model_(model),
         replica_(topo.coordinates(world.rank()).replica),
         channel_(backend, world, model.stream()),
@@ -54,19 +65,26 @@ class ServeLoop {
     RankMemory memory = model.memory();
     memory.kv_bytes = static_cast<std::int64_t>(model.cache().capacity_bytes());
     client_->write(ready_event(serve_abilities(request, config, topo, io.activation, memory)));
+    client_->start_reading({request.sampling, request.penalties});
+    if constexpr (EndsProcess<typename B::Comm>)
+      world.before_abort([this](std::string_view reason) { tell_failure(reason); });
   }
+  ~ServeLoop() {
+    if constexpr (EndsProcess<typename B::Comm>) {
+      if (is_root()) world_.before_abort({});
+    }
+  }
+  ServeLoop(const ServeLoop&) = delete;
+  ServeLoop& operator=(const ServeLoop&) = delete;
 
   /// Returns when the root's input has ended and all requests are done, or nobody reads what they give.
   /// @throws what a step or another rank failed with; each request that had not ended has an error event
-  /// then.
+  /// then, which a client that reads has got.
   void run() {
     try {
       serve();
     } catch (const std::exception& error) {
-      if (is_root()) {
-        scheduler_->fail(std::string("the decoder failed: ") + error.what());
-        flush();
-      }
+      if (is_root()) tell_failure(error.what());
       throw;
     }
   }
@@ -99,7 +117,8 @@ class ServeLoop {
     } else if (scheduler_->is_idle()) {
       client_->wait_for_line(longest_silence_);
     }
-    take_lines();
+    const std::scoped_lock lock(in_use_);
+    take_lines([this](ParsedLine line) { take(std::move(line)); });
     StepOrder order;
     if (client_->is_behind()) {
       order.replicas.resize(static_cast<std::size_t>(topo_.dp()));
@@ -111,41 +130,55 @@ class ServeLoop {
     return order;
   }
 
-  /// Takes what has come, unless there is so much that requests that run, and other ranks, would wait for it,
-  /// or the client does not read the answers. The rest is left to the next turn.
-  void take_lines() {
+  /// Calls each(line) for what has come, unless there is so much that requests that run, and other ranks,
+  /// would wait for it, or the client does not read the answers. The rest is left to the next turn.
+  template <class Each>
+  void take_lines(const Each& each) {
     constexpr int kLines = 64;  // between two looks at the client
     constexpr std::chrono::milliseconds kLongest{20};
     const auto end = std::chrono::steady_clock::now() + kLongest;
     bool goes_on = true;
     while (goes_on && !client_->is_behind()) {
       for (int line = 0; goes_on && line < kLines; ++line) {
-        const std::optional<Frontend::Line> taken = client_->take_line();
-        if (taken) take(*taken);
+        std::optional<ParsedLine> taken = client_->take_line();
+        if (taken) each(std::move(*taken));
         goes_on = taken && std::chrono::steady_clock::now() < end;
       }
       flush();
     }
   }
 
-  void take(const Frontend::Line& line) {
-    if (line.is_too_long) {
-      scheduler_->refuse({"", "a line has more than " + std::to_string(Frontend::kMaxLineBytes) +
-                                  " bytes; send shorter ones"});
-      return;
-    }
-    if (line.text.find_first_not_of(" \t\r") == std::string::npos) return;
-    const auto parsed = parse_command(line.text, {request_.sampling, request_.penalties});
-    if (const auto* bad = std::get_if<BadLine>(&parsed)) {
+  void take(ParsedLine line) {
+    if (const auto* bad = std::get_if<BadLine>(&line)) {
       scheduler_->refuse(*bad);
       return;
     }
-    const auto& command = std::get<ServeCommand>(parsed);
-    scheduler_->take(command);
-    if (std::holds_alternative<StatsCommand>(command)) {
-      ServeStats stats = scheduler_->stats();
-      stats.resident_bytes = resident_bytes();
-      events_ += stats_event(stats);
+    auto& command = std::get<ServeCommand>(line);
+    const bool asks_for_stats = std::holds_alternative<StatsCommand>(command);
+    scheduler_->take(std::move(command));
+    if (!asks_for_stats) return;
+    ServeStats stats = scheduler_->stats();
+    stats.resident_bytes = resident_bytes();
+    events_ += stats_event(stats);
+  }
+
+  /// Root: ends all requests, those too that have come and were not taken, and waits until the client has
+  /// their errors, if it reads, as the process may end then. Once, on any thread; bounded.
+  void tell_failure(std::string_view reason) {
+    const std::unique_lock lock(in_use_, longest_silence_);
+    if (!lock.owns_lock() || std::exchange(has_failed_, true)) return;
+    const std::string message = "the decoder failed: " + std::string(reason);
+    take_lines([&](const ParsedLine& line) { refuse(line, message); });
+    scheduler_->fail(message);
+    flush();
+    client_->wait_until_written(longest_silence_);
+  }
+
+  void refuse(const ParsedLine& line, const std::string& message) {
+    if (const auto* bad = std::get_if<BadLine>(&line)) {
+      scheduler_->refuse(*bad);
+    } else if (const auto* request = std::get_if<ServeRequest>(&std::get<ServeCommand>(line))) {
+      scheduler_->refuse({request->id, message});
     }
   }
 
@@ -206,6 +239,7 @@ class ServeLoop {
       results[0] = std::move(mine);
     }
     if (!is_root()) return;
+    const std::scoped_lock lock(in_use_);
     scheduler_->complete(results);
     flush();
   }
@@ -216,15 +250,16 @@ class ServeLoop {
 
   typename B::Comm& world_;
   const Topology& topo_;
-  const GenerationRequest& request_;
   StageModel<B>& model_;
   int replica_;
   OrderChannel<B> channel_;
   BytesGather<B> gather_;
   Frontend* client_;
   std::chrono::milliseconds longest_silence_;
+  std::timed_mutex in_use_;               // held by who uses the next three
   std::unique_ptr<Scheduler> scheduler_;  // of the root
   std::string events_;                    // of this turn
+  bool has_failed_ = false;               // which the requests know
   std::vector<std::int64_t> counts_;
 };
 

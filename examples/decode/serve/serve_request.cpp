@@ -7,6 +7,7 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <new>
 #include <set>
 #include <utility>
 
@@ -255,14 +256,18 @@ class CommandReader : public JsonEvents {
 
 }  // namespace
 
-std::variant<ServeCommand, BadLine> parse_command(std::string_view line, const ServeDefaults& defaults) {
+ParsedLine parse_command(std::string_view line, const ServeDefaults& defaults) {
   CommandReader reader(defaults);
+  std::string message;
   try {
     reader.parse(line);
     return reader.take();
   } catch (const Error& error) {
-    return BadLine{reader.id().empty() ? IdReader().read(line) : reader.id(), error.what()};
+    message = error.what();
+  } catch (const std::bad_alloc&) {
+    message = "no memory for a line of " + std::to_string(line.size()) + " bytes; send shorter ones";
   }
+  return BadLine{reader.id().empty() ? IdReader().read(line) : reader.id(), std::move(message)};
 }
 
 }  // namespace helix::decode

@@ -56,7 +56,11 @@ struct BadLine {
   std::string message;
 };
 
-/// The command that `line` holds; never throws but for want of memory.
-std::variant<ServeCommand, BadLine> parse_command(std::string_view line, const ServeDefaults& defaults);
+/// What a line says, or what is wrong with it.
+using ParsedLine = std::variant<ServeCommand, BadLine>;
+
+/// The command that `line` holds. A line that there is no memory for is a bad one. Throws only where not even
+/// that can be said for want of memory.
+ParsedLine parse_command(std::string_view line, const ServeDefaults& defaults);
 
 }  // namespace helix::decode
