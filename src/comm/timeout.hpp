@@ -28,8 +28,8 @@ inline Clock::time_point deadline_after(milliseconds timeout) {
 }
 
 /// The end of a wait. It is put off where this process slept meanwhile, stopped by a signal or with its
-/// machine, as its peers may have slept with it: once to begin anew, then by as long as it slept. That is seen
-/// where a look comes late, so that a wait is to wake for each.
+/// machine, as its peers may have slept with it: once to begin anew, then by as long as it slept. That is
+/// seen where a look comes late, so that a wait is to wake for each.
 class Patience {
  public:
   explicit Patience(Clock::time_point deadline)
