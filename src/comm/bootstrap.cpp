@@ -35,7 +35,7 @@ milliseconds heartbeat_of(const BootstrapOptions& options) {
 /// each by itself: all within twice the timeout.
 milliseconds transfer_limit(const BootstrapOptions& options) {
   const int quarters = options.rank == 0 ? 6 : 7;
-  return bounded(quarters * options.timeout / 4);
+  return quarters * bounded(options.timeout) / 4;
 }
 
 /// Tells the watch for whom this rank waits, while it lives.
