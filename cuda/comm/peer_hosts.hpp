@@ -33,8 +33,8 @@ class PeerHosts {
 
   /// Calls queue(), which queues this rank's kernel of `call`, one that waits for the peers. Where it matters
   /// that the others' are queued soon, their hosts meet: before, with equal calls, and after. `peer`: the
-  /// other end of a send or recv, else -1. @throws what queue() throws, which ends the group unless it throws
-  /// on all of its ranks; what a meeting throws.
+  /// other end of a send or recv, else -1. @throws what queue() throws: where hosts meet, that ends the group
+  /// at once, unless all of its ranks do; what a meeting throws.
   virtual void queue_together(comm::Call& call, int peer, const std::function<void()>& queue) = 0;
 
   /// A part of the group.

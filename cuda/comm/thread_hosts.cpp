@@ -28,7 +28,7 @@ comm::Move moves_nothing(const std::vector<comm::Call*>& /*calls*/) {
 
 struct WindowCall : comm::Call {
   PeerRanges::Taken taken;
-  std::exception_ptr failure;
+  std::exception_ptr refusal;
 };
 
 }  // namespace
@@ -44,7 +44,7 @@ std::shared_ptr<const PeerRange> ThreadHosts::allocate(std::size_t bytes, std::s
     try {
       own.taken = ranges_->take(devices_of(devices_, group_->root_ranks), bytes, multiple);
     } catch (...) {  // ends this call on all ranks, and not the group
-      own.failure = std::current_exception();
+      own.refusal = std::current_exception();
     }
   }
   group_->collective(rank_, own, [](const std::vector<comm::Call*>& calls) {
@@ -52,11 +52,11 @@ std::shared_ptr<const PeerRange> ThreadHosts::allocate(std::size_t bytes, std::s
     for (comm::Call* const call : calls) {
       auto& of_rank = static_cast<WindowCall&>(*call);
       of_rank.taken = first.taken;
-      of_rank.failure = first.failure;
+      of_rank.refusal = first.refusal;
     }
     return comm::Move();
   });
-  if (own.failure) std::rethrow_exception(own.failure);
+  if (own.refusal) std::rethrow_exception(own.refusal);
   if (!own.taken.is_zeroed) zero_own(*own.taken.range);
   return own.taken.range;
 }
@@ -95,9 +95,12 @@ void ThreadHosts::queue_together(comm::Call& call, int peer, const std::function
   std::exception_ptr failure;
   try {
     queue();
+  } catch (const std::exception& error) {
+    failure = std::current_exception();
+    call.failure = error.what();
   } catch (...) {
     failure = std::current_exception();
-    call.is_queued = false;
+    call.failure = "what it queues throws no std::exception";
   }
   try {
     meet(call, peer);

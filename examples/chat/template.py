@@ -43,7 +43,10 @@ class _Refusal(Exception):
 
 def render(template: str, names: dict) -> str:
     """The text that `template` makes of `names`."""
-    environment = _environment()  # here: a process would have to make it each time
+    try:
+        environment = _environment()  # here: a process would have to make it each time
+    except ImportError as error:
+        raise TemplateError(f"cannot be rendered: {error}") from None
     deadline = time.monotonic() + _MAX_SECONDS
     most = _num_bytes(names["messages"]) + _MAX_ADDED_BYTES
     try:

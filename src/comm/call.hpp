@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -25,8 +26,8 @@ struct Call {
   const std::int64_t* recv_bytes = nullptr;
   int color = 0;  // split
   int key = 0;
-  std::string_view kernel{};  // its name; of Operation::kernel
-  bool is_queued = true;      // or its kernel could not be
+  std::string_view kernel{};             // its name; of Operation::kernel
+  std::optional<std::string> failure{};  // why its kernel could not be queued, where it could not
 
   std::string_view name() const { return operation == Operation::kernel ? kernel : to_string(operation); }
 
@@ -41,7 +42,6 @@ struct Call {
     }
     if (operation == Operation::allocate_window) text << " in multiples of " << root;
     if (operation == Operation::broadcast) text << " from group rank " << root;
-    if (!is_queued) text << ", which it could not queue";
     return text.str();
   }
 };

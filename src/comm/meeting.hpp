@@ -57,21 +57,32 @@ struct Meeting {
                                                : calls[static_cast<std::size_t>(at - root_ranks.begin())];
   }
 
+  /// Why the call of one rank failed where that of another did not, or nothing.
+  std::optional<Error> failure_of_some() const {
+    const auto has_failed = [](const Call* call) { return call->failure.has_value(); };
+    const auto failed = std::ranges::find_if(calls, has_failed);
+    if (failed == calls.end() || std::ranges::all_of(calls, has_failed)) return std::nullopt;
+    return Error(ErrorCode::peer_failed, "rank ",
+                 root_ranks[static_cast<std::size_t>(failed - calls.begin())],
+                 " failed: ", *(*failed)->failure);
+  }
+
   /// The first contradiction between the calls, or nothing.
-  std::optional<std::string> disagreement() const {
+  std::optional<Error> disagreement() const {
+    if (const auto error = failure_of_some()) return error;
     std::ostringstream text;
     const Call& first = *calls.front();
     const bool is_pair = first.operation == Operation::send;
     for (std::size_t i = 1; i < calls.size(); ++i) {
       const Call& call = *calls[i];
-      const bool agrees = call.count == first.count && call.is_queued == first.is_queued &&
+      const bool agrees = call.count == first.count &&
                           (is_pair || (call.operation == first.operation && call.kernel == first.kernel &&
                                        call.dtype == first.dtype && call.root == first.root));
       if (agrees) continue;
       text << "ranks disagree: rank " << root_ranks[0] << " calls " << first.describe() << ", rank "
            << root_ranks[i] << " calls " << call.describe()
            << "; all must make the same calls in the same order with the same sizes";
-      return text.str();
+      return Error(ErrorCode::invalid_argument, text.str());
     }
     if (first.operation != Operation::all_to_all_v) return std::nullopt;
     for (std::size_t from = 0; from < calls.size(); ++from) {
@@ -81,7 +92,7 @@ struct Meeting {
         if (sent == expected) continue;
         text << "all_to_all_v: rank " << root_ranks[from] << " sends " << sent << " bytes to rank "
              << root_ranks[to] << ", which expects " << expected;
-        return text.str();
+        return Error(ErrorCode::invalid_argument, text.str());
       }
     }
     return std::nullopt;
@@ -195,9 +206,11 @@ struct Root {
     meeting.calls[place] = &call;
     if (++meeting.arrived == meeting.calls.size()) {
       try {
-        if (auto text = meeting.disagreement()) throw Error(ErrorCode::invalid_argument, *text);
+        if (const auto error = meeting.disagreement()) throw Error(*error);
         meeting.move = plan(std::as_const(meeting.calls));
       } catch (const Error& error) {
+        if (error.code() == ErrorCode::peer_failed)  // which says who
+          fail_meeting(meeting, error.code(), error.what(), error.what());
         fail_meeting(meeting, place, error.code(), error.what());
       } catch (...) {  // out of memory: as if this rank had not come, whose call ends here
         meeting.calls[place] = nullptr;

@@ -28,7 +28,8 @@ inline Clock::time_point deadline_after(milliseconds timeout) {
 }
 
 /// The end of a wait. It is put off where this process slept meanwhile, stopped by a signal or with its
-/// machine, as its peers may have slept with it: once to begin anew, then by as long as it slept. That is
+/// machine, as its peers may have slept with it: by as long as it slept, or once, where that was long, to
+/// begin anew. That is
 /// seen where a look comes late, so that a wait is to wake for each.
 class Patience {
  public:
@@ -46,7 +47,7 @@ class Patience {
     if (slept > kOverslept) {
       deadline_ += slept;
       const Clock::time_point anew = now + whole_;  // peers may wake later
-      if (!has_slept_ && deadline_ < anew) deadline_ = anew;
+      if (!has_slept_ && slept > whole_ / 4 && deadline_ < anew) deadline_ = anew;
       has_slept_ = true;
     }
     return now >= deadline_;
@@ -54,7 +55,7 @@ class Patience {
 
  private:
   static constexpr milliseconds kBetweenLooks{50};
-  static constexpr milliseconds kOverslept{100};  ///< Load alone makes a look late by less.
+  static constexpr milliseconds kOverslept{250};  ///< Load alone makes a look late by less.
 
   Clock::time_point deadline_;
   Clock::duration whole_;

@@ -196,6 +196,8 @@ void Watch::look_around() {
 std::optional<Lag> Watch::find_absent() const {
   const int peer = exchange_peer.load(std::memory_order_acquire);
   if (peer < 0) return std::nullopt;
+  const Clock::time_point since{Clock::duration(exchange_since.load(std::memory_order_acquire))};
+  if (awake_ - since < options.timeout / 2) return std::nullopt;  // others may wait for something else
   const Standing& absent = standings_[static_cast<std::size_t>(peer)];
   if (absent.has_left || absent.beat->waited_ms > 0) return std::nullopt;
   for (const Standing& rank : standings_) {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// A meeting of ranks of which one has no memory: none finds a call of it that has ended, and a failure is one
-// without words too.
+// Meetings of ranks: what fails on some, and where one has no memory: none finds a call of it that has ended,
+// and a failure is one without words too.
 #include <chrono>
 #include <memory>
 #include <new>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -36,6 +37,37 @@ void meet(Group& group, int rank) {
 }
 
 }  // namespace
+
+TEST_CASE("what fails on one rank ends the group with its words, what fails on all ends nothing") {
+  const auto group = group_of(3);
+  group->root->timeout = 20s;
+  const auto meet_with = [&](int rank, bool has_failed) {
+    Call call;
+    if (has_failed) call.failure = "no such kernel";
+    group->collective(rank, call, [](const std::vector<Call*>&) { return Move(); });
+  };
+  const auto run = [&](bool has_failed) {
+    std::vector<std::optional<helix::test::Failure>> failures(3);
+    {
+      std::vector<std::jthread> threads;
+      for (int rank = 0; rank < 3; ++rank) {
+        threads.emplace_back([&, rank] {
+          failures[static_cast<std::size_t>(rank)] =
+              helix::test::failure_of([&] { meet_with(rank, has_failed || rank == 1); });
+        });
+      }
+    }
+    return failures;
+  };
+  for (const auto& failure : run(true)) CHECK(!failure);
+  CHECK(!group->root->has_failed);
+  for (const auto& failure : run(false)) {
+    REQUIRE(failure);
+    CHECK(failure->code == ErrorCode::peer_failed);
+    CHECK(failure->what == "rank 1 failed: no such kernel");
+  }
+  CHECK(group->root->failure == "rank 1 failed: no such kernel");
+}
 
 TEST_CASE("a rank that has no memory to say who is missing has not come, and may come again") {
   const auto group = group_of(2);

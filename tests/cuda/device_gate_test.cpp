@@ -73,5 +73,5 @@ TEST_CASE("neither kind of section starves where both are always wanted") {
       });
     }
   }
-  CHECK(left == 0);
+  CHECK(left == 0);  // a kind that starves never ends
 }

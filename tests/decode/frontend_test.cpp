@@ -43,9 +43,8 @@ struct Pipes {
     if (end >= 0) close(end);
     end = -1;
   }
-  void say(const std::string& text) const {
-    REQUIRE(write(in[1], text.data(), text.size()) == static_cast<ssize_t>(text.size()));
-  }
+  /// On any thread: what does not arrive is missed by whoever expects it.
+  void say(const std::string& text) const { (void)!write(in[1], text.data(), text.size()); }
 };
 
 /// So many bytes of short lines, or a few more.

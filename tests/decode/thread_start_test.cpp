@@ -6,6 +6,8 @@
 #include <optional>
 #include <string>
 
+#include <unistd.h>
+
 #include <helix/comm/bootstrap.hpp>
 #include <helix/cpu/thread_pool.hpp>
 
@@ -13,6 +15,7 @@
 #include "cli/rank_threads.hpp"
 #include "comm/bootstrap_job.hpp"
 #include "decode/golden.hpp"
+#include "serve/frontend.hpp"
 #include "support/catch.hpp"
 #include "support/failing_threads.hpp"
 
@@ -52,6 +55,18 @@ TEST_CASE("a rank thread that cannot be started is the one error, and no rank be
                Contains("the thread of rank " + std::to_string(refused + 1) + " of 4 cannot be started"));
     CHECK(num_begun == 0);
   }
+}
+
+TEST_CASE("a frontend whose reader or writer cannot be started says so, and does not wait for the other") {
+  int ends[2];
+  REQUIRE(pipe(ends) == 0);
+  for (int refused = 0; refused < 2; ++refused) {
+    const Refusal refusal(refused, 1);
+    const std::string error = error_of([&] { const decode::Frontend frontend(ends[0], ends[1]); });
+    CHECK_THAT(error, Contains("a thread for input and output cannot be started"));
+  }
+  close(ends[0]);
+  close(ends[1]);
 }
 
 TEST_CASE("a generation of which any thread cannot be started ends at once with one error") {

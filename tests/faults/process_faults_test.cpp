@@ -212,8 +212,9 @@ void attack(int count, unsigned seed) {
 
 /// Says `line` to the job behind `input`.
 void say(int input, const std::string& line) {
+  std::signal(SIGPIPE, SIG_IGN);  // of a job that has ended: the test sees it by what does not come
   const std::string text = line + "\n";
-  REQUIRE(::write(input, text.data(), text.size()) == std::ssize(text));
+  CHECK(::write(input, text.data(), text.size()) == std::ssize(text));
 }
 
 /// Whether `done` becomes true in time.

@@ -72,11 +72,14 @@ fs::path folder_of(const fs::path& path) {
 /// the bytes that a name can have.
 struct FileBeside {
   fs::path path;
-  int descriptor;
+  int descriptor = -1;
 
-  explicit FileBeside(const fs::path& target)
-      : path(folder_of(target) / (".helix." + std::to_string(::getpid()) + ".part")),
-        descriptor(::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
+  explicit FileBeside(const fs::path& target) {
+    constexpr int kNames = 100;  // of processes of one number, as those of containers, and of killed ones
+    for (int i = 0; i < kNames && descriptor < 0 && (i == 0 || errno == EEXIST); ++i) {
+      path = folder_of(target) / (".helix." + std::to_string(::getpid()) + "." + std::to_string(i) + ".part");
+      descriptor = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    }
     if (descriptor < 0)
       fail(target, ("cannot be written: " + path.string() + " cannot be made").c_str(), errno);
   }

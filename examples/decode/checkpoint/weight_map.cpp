@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reading model.safetensors.index.json.
+#include <climits>
 #include <cstdint>
 #include <map>
 #include <string>

@@ -83,7 +83,8 @@ bool is_whole(const CLI::Option& option) {
   return option.get_type_name().find("INT") != std::string::npos;
 }
 
-/// CLI11 takes an empty value for 0, or for none, and a whole number that begins with 0 for octal.
+/// CLI11 takes an empty value for 0, or for none, a whole number that begins with 0 for octal, and other
+/// numbers in hexadecimal too.
 void expect_values(const CLI::App& app) {
   for (const CLI::Option* const option : app.get_options()) {
     if (option->count() == 0 || option->get_items_expected_max() == 0) continue;

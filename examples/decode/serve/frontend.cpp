@@ -109,11 +109,14 @@ Frontend::Frontend(int in, int out, std::chrono::milliseconds patience)
     reader_ = std::thread([this] { guard([this] { read_lines(); }); });
     writer_ = std::thread([this] { guard([this] { write_lines(); }); });
   } catch (const std::system_error& error) {
-    if (reader_.joinable()) {
-      close(wake_[1]);
-      reader_.join();
-      close(wake_[0]);
+    {
+      const std::scoped_lock lock(mutex_);
+      is_closing_ = true;
     }
+    changed_.notify_all();
+    close(wake_[1]);
+    if (reader_.joinable()) reader_.join();
+    close(wake_[0]);
     throw Error(ErrorCode::capacity, "a thread for input and output cannot be started: ", error.what());
   }
 }

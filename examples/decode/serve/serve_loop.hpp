@@ -165,13 +165,15 @@ class ServeLoop {
   /// Root: ends all requests, those too that have come and were not taken, and waits until the client has
   /// their errors, if it reads, as the process may end then. Once, on any thread; bounded.
   void tell_failure(std::string_view reason) {
-    const std::unique_lock lock(in_use_, longest_silence_);
+    const auto end = std::chrono::steady_clock::now() + longest_silence_;
+    const std::unique_lock lock(in_use_, end);
     if (!lock.owns_lock() || std::exchange(has_failed_, true)) return;
     const std::string message = "the decoder failed: " + std::string(reason);
-    take_lines([&](const ParsedLine& line) { refuse(line, message); });
+    while (const std::optional<ParsedLine> line = client_->take_line()) refuse(*line, message);
     scheduler_->fail(message);
     flush();
-    client_->wait_until_written(longest_silence_);
+    client_->wait_until_written(
+        std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now()));
   }
 
   void refuse(const ParsedLine& line, const std::string& message) {
@@ -240,6 +242,7 @@ class ServeLoop {
     }
     if (!is_root()) return;
     const std::scoped_lock lock(in_use_);
+    if (has_failed_) return;  // each request has had its end
     scheduler_->complete(results);
     flush();
   }

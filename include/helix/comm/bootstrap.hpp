@@ -48,7 +48,7 @@ struct HELIX_API BootstrapOptions {
   /// are refused.
   std::uint64_t config_hash = 0;
 
-  /// The limit of the rendezvous, of each exchange, and of the silence after which a rank counts as dead.
+  /// After which a rank that is silent, or keeps another waiting, counts as dead: all know within twice it.
   std::chrono::milliseconds timeout{60'000};
   /// Time between two heartbeats, a quarter of the timeout at most.
   std::chrono::milliseconds heartbeat{200};
@@ -89,7 +89,7 @@ class HELIX_API Bootstrap {
   int size() const;
   /// Its rank among those of its machine: which GPU it takes.
   int local_rank() const;
-  /// How long any wait for another rank lasts.
+  /// How long another rank is waited for; all know within twice as long that it has failed.
   std::chrono::milliseconds timeout() const;
 
   /// Gives every rank the `bytes` of rank 0, as many everywhere. Collective, blocks; one thread at a time.

@@ -85,9 +85,9 @@ class HELIX_API MpiComm {
   /// throws.
   void abort(std::string_view reason) noexcept;
   /// Has abort() call `last_words(reason)`, once, before this process ends: what a program has to say to
-  /// others than its ranks. It runs on the thread that aborts, a stream's too, and is to return soon. One for
-  /// this communicator and all that are split from it, with an MpiSession for all of the process: it takes
-  /// the place of the one before, which does not run any more on return. Empty: none.
+  /// others than its ranks. It runs on the thread that aborts, a stream's too, and is to return within a
+  /// second. One for this communicator and all that are split from it, with an MpiSession for all of the
+  /// process: it takes the place of the one before, which does not run any more on return. Empty: none.
   void before_abort(std::function<void(std::string_view)> last_words);
 
  private:

@@ -166,7 +166,7 @@ class HELIX_API PeerComm {
   /// Returns queue(channel), which queues a kernel of this library on `stream` that is `operation`, a string
   /// literal, and reaches the peers by `channel`. All ranks call it. Only with windows. @throws
   /// Error(peer_failed) once any rank failed; what `queue` throws, which it does on all ranks, or the group
-  /// fails.
+  /// fails: at once where hosts meet, else at the timeout.
   template <class Queue>
   auto queue_kernel(const char* operation, Stream stream, const Queue& queue) const {
     std::invoke_result_t<const Queue&, const PeerChannel&> result{};
