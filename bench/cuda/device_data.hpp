@@ -15,6 +15,7 @@
 namespace helix::bench {
 
 inline constexpr std::size_t kBf16Bytes = 2;
+inline constexpr std::uint64_t kSeed = 12345;
 
 /// Uniform random elements of `dtype` in (-1, 1). Waits.
 inline cuda::Buffer random_elements(DType dtype, std::int64_t elements, std::uint64_t seed) {
@@ -64,6 +65,19 @@ inline double to_double(double x) {
 template <class T>
 double to_double(T x) {
   return static_cast<double>(static_cast<float>(x));
+}
+
+/// What RMS norm makes of `sums` [rows, weight.size()].
+inline std::vector<double> normed_rows(std::vector<double> sums, const std::vector<bf16>& weight,
+                                       double epsilon) {
+  const std::size_t width = weight.size();
+  for (std::size_t begin = 0; begin < sums.size(); begin += width) {
+    double squares = 0.0;
+    for (std::size_t i = begin; i < begin + width; ++i) squares += sums[i] * sums[i];
+    const double scale = 1.0 / std::sqrt(squares / static_cast<double>(width) + epsilon);
+    for (std::size_t i = 0; i < width; ++i) sums[begin + i] *= scale * to_double(weight[i]);
+  }
+  return sums;
 }
 
 /// |got - expected| / |expected|, Euclidean; not a number if either is.

@@ -130,8 +130,7 @@ struct ExchangeTimes {
 struct TimesByProtocol {
   ExchangeTimes headers;
   ExchangeTimes taken;
-  std::vector<ExchangeResult>
-      results;  ///< What this rank put in and got out: of each protocol that was timed.
+  std::vector<ExchangeResult> results;  ///< This rank's, of each protocol that was timed.
 };
 
 /// Times of `per_graph` exchanges in a graph. Lines have to be written anew for each: what is left of them

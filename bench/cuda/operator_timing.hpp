@@ -18,7 +18,6 @@
 
 namespace helix::bench {
 
-inline constexpr std::uint64_t kSeed = 12345;
 inline constexpr double kTolerance = 1e-2;  // of 16-bit results, Euclidean
 
 inline std::vector<float> as_floats(const std::vector<bf16>& values) {

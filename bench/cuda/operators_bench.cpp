@@ -113,19 +113,9 @@ void bench_rms_norm(benchmark::State& state, std::int64_t rows, std::int64_t hid
     operators.synchronize(stream);
     const auto added = host(delta.at(0), rows * hidden);
     const auto factors = host(weight.at(0), hidden);
-    std::vector<float> expected;
-    for (std::int64_t row = 0; row < rows; ++row) {
-      std::vector<double> sums;
-      double squares = 0.0;
-      for (std::int64_t i = row * hidden; i < (row + 1) * hidden; ++i) {
-        const auto at = static_cast<std::size_t>(i);
-        sums.push_back(double{static_cast<float>(old[at])} + static_cast<float>(added[at]));
-        squares += sums.back() * sums.back();
-      }
-      const double scale = 1.0 / std::sqrt(squares / static_cast<double>(hidden) + 1e-5);
-      for (std::size_t i = 0; i < sums.size(); ++i)
-        expected.push_back(static_cast<float>(sums[i] * scale * static_cast<float>(factors[i])));
-    }
+    std::vector<double> sums;
+    for (std::size_t i = 0; i < old.size(); ++i) sums.push_back(to_double(old[i]) + to_double(added[i]));
+    const std::vector<double> expected = normed_rows(std::move(sums), factors, 1e-5);
     return relative_error(host(out.at(0), rows * hidden), expected);
   });
 }

@@ -220,7 +220,6 @@ constexpr std::array<Case, 36> latent_cases() {
 constexpr auto kLatentCases = latent_cases();
 
 constexpr std::size_t kColdBytes = std::size_t{2} << 30;  ///< of the pool, whose parts launches read in turn
-constexpr std::uint32_t kDataSeed = 12345;
 
 KvFormat format_of(const Case& c) {
   switch (c.layout) {
@@ -459,7 +458,7 @@ Repeats repeats_of(const Workload<T>& work, cuda::Stream stream) {
 
 template <class T>
 void bench_partial_attention(benchmark::State& state, const Case& c) {
-  std::mt19937 random(kDataSeed);  // also of the lengths of ragged batches: alike in all runs
+  std::mt19937 random(kSeed);  // also of the lengths of ragged batches: alike in all runs
   const Workload<T> work(c, random);
   const cuda::Stream stream = work.operators().create_stream();
   ReadRates read;

@@ -4,11 +4,11 @@
 // "headers_..." the same of messages with headers where others travel as lines), and the all-reduce with
 // residual and norm. Beside them the same over NCCL, where each rank has a GPU. On one GPU two ranks share
 // it, which shows that it works, not how fast a link is.
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <benchmark/benchmark.h>
@@ -61,18 +61,12 @@ struct NormResult {
 /// The largest error of the ranks' results beside sums in double.
 double reduce_norm_error(const std::vector<NormResult>& ranks, const std::vector<bf16>& residual,
                          const std::vector<bf16>& weight, double epsilon) {
-  const std::size_t width = weight.size();
-  std::vector<double> expected(residual.size());
-  for (std::size_t begin = 0; begin < expected.size(); begin += width) {
-    double squares = 0.0;
-    for (std::size_t i = begin; i < begin + width; ++i) {
-      expected[i] = to_double(residual[i]);
-      for (const NormResult& rank : ranks) expected[i] += to_double(rank.partial[i]);
-      squares += expected[i] * expected[i];
-    }
-    const double scale = 1.0 / std::sqrt(squares / static_cast<double>(width) + epsilon);
-    for (std::size_t i = 0; i < width; ++i) expected[begin + i] *= scale * to_double(weight[i]);
+  std::vector<double> sums;
+  for (std::size_t i = 0; i < residual.size(); ++i) {
+    sums.push_back(to_double(residual[i]));
+    for (const NormResult& rank : ranks) sums.back() += to_double(rank.partial[i]);
   }
+  const std::vector<double> expected = normed_rows(std::move(sums), weight, epsilon);
   double worst = 0.0;
   for (const NormResult& rank : ranks) worst = test::worse(worst, relative_error(rank.out, expected));
   return worst;

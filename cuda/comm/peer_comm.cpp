@@ -122,8 +122,8 @@ void PeerComm::queue_together(const char* operation, const Stream& stream,
                               const std::function<void(const PeerChannel&)>& queue) const {
   expect_windows(*state_);
   state_->begin(operation);
-  comm::Call call =
-      call_of(Operation::kernel, 0);  // sizes are compared by what the kernels say to each other
+  // Sizes are compared by what the kernels say to each other.
+  comm::Call call = call_of(Operation::kernel, 0);
   call.kernel = operation;
   cuda::queue_together(*state_, call, stream, -1, [&] { queue(state_->channel); });
 }

@@ -90,20 +90,17 @@ std::optional<std::string> unread_rope_keys(const ModelConfig& config, const Che
       one_line(checkpoint.config_path()), keys.size(), printable(keys.front()));
 }
 
-std::optional<std::string> unheeded_defaults(const Checkpoint& checkpoint) {
-  const GenerationDefaults defaults =
-      parse_generation_config(checkpoint.generation_config_json(), checkpoint.generation_config_path());
+std::optional<std::string> unheeded_keys(const GenerationDefaults& defaults, const Checkpoint& checkpoint) {
   if (defaults.unheeded.empty()) return std::nullopt;
   return fmt::format("warning: {} asks for {}, which is not built: texts may differ from transformers'",
                      one_line(checkpoint.generation_config_path()), fmt::join(defaults.unheeded, ", "));
 }
 
 /// transformers has it count without sampling too.
-std::optional<std::string> unheeded_penalty(const Checkpoint& checkpoint, const GenerationRequest& request) {
-  if (request.serving || request.penalties.repetition != 1.0f) return std::nullopt;
-  const GenerationDefaults defaults =
-      parse_generation_config(checkpoint.generation_config_json(), checkpoint.generation_config_path());
-  if (defaults.penalties.repetition == 1.0f) return std::nullopt;
+std::optional<std::string> unheeded_penalty(const GenerationDefaults& defaults, const Checkpoint& checkpoint,
+                                            const GenerationRequest& request) {
+  if (request.serving || request.penalties.repetition != 1.0f || defaults.penalties.repetition == 1.0f)
+    return std::nullopt;
   return fmt::format(
       "warning: {} asks for a repetition_penalty of {}, which only requests of --serve take from there: give "
       "--repetition-penalty {} for transformers' texts",
@@ -163,8 +160,10 @@ std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& ch
     add(idle_replicas(topo, request));
     add(unused_weights(config, checkpoint));
     add(unread_rope_keys(config, checkpoint));
-    add(unheeded_defaults(checkpoint));
-    add(unheeded_penalty(checkpoint, request));
+    const GenerationDefaults defaults =
+        parse_generation_config(checkpoint.generation_config_json(), checkpoint.generation_config_path());
+    add(unheeded_keys(defaults, checkpoint));
+    add(unheeded_penalty(defaults, checkpoint, request));
   }
   if (launch.device == Device::cuda) {
     if (launcher.has_processes()) {
