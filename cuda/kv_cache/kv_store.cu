@@ -175,7 +175,11 @@ template <class T>
 void Operators<T>::fill_synthetic_kv(const SyntheticKvArgs& args, Stream stream) const {
   const KvView& kv = args.kv;
   check_kv_view("fill_synthetic_kv", kv);
+  HELIX_EXPECTS(args.tokens >= 0 && args.tokens <= kMaxTokens, ErrorCode::invalid_argument,
+                "fill_synthetic_kv: tokens is ", args.tokens, "; it must be 0 to ", kMaxTokens);
+  detail::check_slot("fill_synthetic_kv", kv, args.sequence_slot);
   const std::int64_t tokens = kv.layout.length(args.tokens, kv.kvp_rank);
+  detail::check_local_end("fill_synthetic_kv", kv, tokens);
   if (tokens == 0 || kv.format.num_heads == 0) return;
   const DeviceScope scope(state_->device);
   if (kv.format.is_mixed()) {

@@ -108,18 +108,19 @@ inline bool kv_rows_meet(const std::array<KvStep, 3>& steps, int num_steps, std:
   return meet(below) || meet(below + 1);
 }
 
-/// Throws if rows of k and of `other` meet. Looks at equal strides only, which two parts of one pool have.
+/// Throws if rows of k and of `other` meet. Where their strides differ, only the first rows are looked at:
+/// two parts of one pool have equal ones.
 inline void check_kv_apart(std::string_view operation, std::string_view name, const KvStrides& strides,
                            const void* other, std::int64_t columns, const KvView& kv) {
   const KvFormat& format = kv.format;
-  if (strides != format.k) return;
   const auto address = [](const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); };
   const auto distance = static_cast<std::int64_t>(address(other) - address(kv.k));
   const std::int64_t bytes = format.element_bytes();
-  HELIX_EXPECTS(
-      !kv_rows_meet(kv_steps(strides, kv), 3, bytes, distance, format.k_extent() * bytes, columns * bytes),
-      ErrorCode::invalid_argument, operation, ": the KV view's ", name, " lies ", distance,
-      " bytes behind its k, where rows of both overlap; a row that is key and value is latent");
+  const int num_steps = strides == format.k ? 3 : 0;
+  HELIX_EXPECTS(!kv_rows_meet(kv_steps(strides, kv), num_steps, bytes, distance, format.k_extent() * bytes,
+                              columns * bytes),
+                ErrorCode::invalid_argument, operation, ": the KV view's ", name, " lies ", distance,
+                " bytes behind its k, where rows of both overlap; a row that is key and value is latent");
 }
 
 }  // namespace detail
@@ -131,7 +132,7 @@ inline void check_kv_view(std::string_view operation, const KvView& kv) {
   detail::check_kv_size(operation, "head_dim", format.head_dim, kMost);
   detail::check_kv_size(operation, "value_dim", format.value_dim, format.is_latent ? format.head_dim : kMost);
   detail::check_kv_size(operation, "page_tokens", format.page_tokens, kMaxPageTokens);
-  detail::check_kv_size(operation, "num_pages", kv.num_pages, kMost);
+  detail::check_kv_size(operation, "num_pages", kv.num_pages, kMaxPages);
   HELIX_EXPECTS(size_bytes(format.dtype) != 0, ErrorCode::invalid_argument, operation,
                 ": the KV view's dtype value ", static_cast<int>(format.dtype), " names no type");
   detail::check_mixed_rows(operation, kv);

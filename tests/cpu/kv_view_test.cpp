@@ -572,7 +572,16 @@ TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
           a.k = TensorView<const float, 3>(nullptr, {2, 2, 8});
         }},
        {"write_kv: first_position is -1", [](Write& a) { a.first_position = -1; }},
-       {"sequence_slot -1", [](Write& a) { a.sequence_slot = -1; }}},
+       {"write_kv: first_position is 9223372036854775807",
+        [](Write& a) { a.first_position = std::numeric_limits<std::int64_t>::max(); }},
+       {"write_kv: local token 8 is in page 4 of the sequence, whose row of the page table has 4",
+        [](Write& a) { a.first_position = 7; }},
+       {"write_kv: sequence_slot is -1", [](Write& a) { a.sequence_slot = -1; }},
+       {"write_kv: sequence_slot is 3 of 3",
+        [](Write& a) {
+          a.kv.num_slots = 3;
+          a.sequence_slot = 3;
+        }}},
       [&] {
         return Write{good, good, 0, 0, readable.kv};
       },
@@ -585,7 +594,14 @@ TEST_CASE("tokens are refused whose rows, view or batch do not fit") {
         [](ReadKvArgs& a) {
           a.v = {nullptr, {2, 2, 8}};
         }},
-       {"read_kv: first_local is -1", [](ReadKvArgs& a) { a.first_local = -1; }}},
+       {"read_kv: first_local is -1", [](ReadKvArgs& a) { a.first_local = -1; }},
+       {"read_kv: local token 9 is in page 4 of the sequence, whose row of the page table has 4",
+        [](ReadKvArgs& a) { a.first_local = 8; }},
+       {"read_kv: sequence_slot is 2 of 2",
+        [](ReadKvArgs& a) {
+          a.kv.num_slots = 2;
+          a.sequence_slot = 2;
+        }}},
       [&] {
         return ReadKvArgs{readable.kv, 0, 0, good, good};
       },
@@ -618,6 +634,8 @@ TEST_CASE("latents are refused whose rows or view do not fit") {
           a.rows = {nullptr, {2, 8}};
         }},
        {"read_latents: first_local is -1", [](ReadLatents& a) { a.first_local = -1; }},
+       {"read_latents: local token 2 is in page 1 of the sequence, whose row of the page table has 1",
+        [](ReadLatents& a) { a.first_local = 1; }},
        {"sequence_slot is null", [](ReadLatents& a) { a.sequence_slot = nullptr; }}},
       [&] {
         return ReadLatents{latents, &slot, 0, {rows.data(), {2, 8}}};

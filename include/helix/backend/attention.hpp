@@ -96,6 +96,9 @@ inline void check_scores(std::string_view operation, std::string_view name, floa
   HELIX_EXPECTS(scale > 0.0f && is_finite(scale) && window >= 0 && soft_cap >= 0.0f && is_finite(soft_cap),
                 ErrorCode::invalid_argument, operation, ": ", name, " is ", scale,
                 " (> 0 and finite), window ", window, " (>= 0), soft_cap ", soft_cap, " (>= 0 and finite)");
+  HELIX_EXPECTS(soft_cap == 0.0f || is_finite(scale / soft_cap), ErrorCode::invalid_argument, operation, ": ",
+                name, " ", scale, " over soft_cap ", soft_cap,
+                " is beyond f32; give a larger soft_cap, or 0 for none");
 }
 
 /// Throws unless k [tokens, heads, D] and v [tokens, heads, Dv] (latent: empty) fit the format and are given.
@@ -135,21 +138,48 @@ void check_append_kv(const AppendKvArgs<T>& args) {
                 batch.first_token() + batch.num_tokens(), "); k has ", args.k.extent(0));
 }
 
+/// Throws Error(invalid_argument) if a slot on the host has no row in the page table.
+inline void check_slot(std::string_view operation, const KvView& kv, std::int64_t slot) {
+  HELIX_EXPECTS(slot >= 0 && (kv.num_slots == 0 || slot < kv.num_slots), ErrorCode::invalid_argument,
+                operation, ": sequence_slot is ", slot, " of ", kv.num_slots,
+                "; slots count from 0: take ShardedKVCache::slot()");
+}
+
+/// Throws Error(invalid_argument) if local tokens [.., end) reach beyond a row of the page table. How long
+/// those of a CSR list are the host does not know.
+inline void check_local_end(std::string_view operation, const KvView& kv, std::int64_t end) {
+  HELIX_EXPECTS(kv.page_begins != nullptr || end <= kv.max_pages * kv.format.page_tokens,
+                ErrorCode::invalid_argument, operation, ": local token ", end - 1, " is in page ",
+                (end - 1) / kv.format.page_tokens, " of the sequence, whose row of the page table has ",
+                kv.max_pages, "; append() to the sequence before its tokens are stored or read");
+}
+
 template <class T>
 void check_write_kv(const WriteKvArgs<T>& args) {
-  check_kv_view("write_kv", args.kv);
-  check_kv_rows("write_kv", args.kv.format, args.k, args.v);
-  HELIX_EXPECTS(args.first_position >= 0 && args.sequence_slot >= 0, ErrorCode::invalid_argument,
-                "write_kv: first_position is ", args.first_position, ", sequence_slot ", args.sequence_slot,
-                "; both count from 0");
+  const KvView& kv = args.kv;
+  check_kv_view("write_kv", kv);
+  check_kv_rows("write_kv", kv.format, args.k, args.v);
+  HELIX_EXPECTS(args.first_position >= 0 && args.first_position <= kMaxTokens, ErrorCode::invalid_argument,
+                "write_kv: first_position is ", args.first_position, "; it must be 0 to ", kMaxTokens);
+  check_slot("write_kv", kv, args.sequence_slot);
+  const TokenRange span{args.first_position, args.first_position + args.k.extent(0)};
+  const TokenRange owned = kv.layout.local_range(span, kv.kvp_rank);
+  if (owned.size() > 0) check_local_end("write_kv", kv, owned.end);
+}
+
+/// Of read_kv and read_latents: local tokens [first_local, + rows).
+inline void check_read_range(std::string_view operation, const KvView& kv, std::int64_t first_local,
+                             std::int64_t rows) {
+  HELIX_EXPECTS(first_local >= 0 && first_local <= kMaxTokens, ErrorCode::invalid_argument, operation,
+                ": first_local is ", first_local, "; it must be 0 to ", kMaxTokens);
+  if (rows > 0) check_local_end(operation, kv, first_local + rows);
 }
 
 inline void check_read_kv(const ReadKvArgs& args) {
   check_kv_view("read_kv", args.kv);
   check_kv_rows<float>("read_kv", args.kv.format, args.k, args.v);
-  HELIX_EXPECTS(args.first_local >= 0 && args.sequence_slot >= 0, ErrorCode::invalid_argument,
-                "read_kv: first_local is ", args.first_local, ", sequence_slot ", args.sequence_slot,
-                "; both count from 0");
+  check_slot("read_kv", args.kv, args.sequence_slot);
+  check_read_range("read_kv", args.kv, args.first_local, args.k.extent(0));
 }
 
 template <class T>
@@ -165,9 +195,8 @@ void check_read_latents(const ReadLatentsArgs<T>& args) {
       ErrorCode::invalid_argument, "read_latents: rows are ", args.rows.extent(1),
       " wide with a last stride of ", args.rows.stride(1), "; the latents are ", args.kv.format.head_dim,
       " wide, and the stride must be 1");
-  HELIX_EXPECTS(args.first_local >= 0 && args.sequence_slot != nullptr, ErrorCode::invalid_argument,
-                "read_latents: first_local is ", args.first_local, ", which counts from 0",
-                args.sequence_slot == nullptr ? ", and sequence_slot is null" : "");
+  check_given("read_latents", "sequence_slot", args.sequence_slot, args.rows.extent(0));
+  check_read_range("read_latents", args.kv, args.first_local, args.rows.extent(0));
 }
 
 }  // namespace detail

@@ -27,8 +27,9 @@ struct Batch {
   const std::int32_t* sequence_slots = nullptr;
   /// [B] or empty, host memory, read as query_offsets_host: tokens of each sequence with those of this step,
   /// its largest position and one; equal on all ranks. What is queued may then depend on them: a step that is
-  /// captured leaves them out. No operation compares them with the positions: where latents are expanded, one
-  /// that is too small gives wrong outputs.
+  /// captured leaves them out. No operation compares them with the positions: one that is too small gives
+  /// wrong outputs where latents are expanded, and lets a GPU count too few tokens of sequences of more than
+  /// 2^31; one that is too large reads pages behind the sequence's last where latents are expanded.
   std::span<const std::int64_t> lengths_host{};
 
   std::int64_t num_sequences() const {
