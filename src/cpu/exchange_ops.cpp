@@ -10,6 +10,7 @@
 #include <helix/lse.hpp>
 
 #include "cpu/row_tasks.hpp"
+#include "cpu/sink_slot.hpp"
 
 namespace helix::cpu {
 namespace {
@@ -66,11 +67,12 @@ void check_headers(const CheckExchangeArgs& args) {
   for (std::int64_t peer = 0; peer < args.peers; ++peer) {
     ExchangeHeader header;
     std::memcpy(&header, args.messages + peer * args.message_bytes, sizeof(header));
-    HELIX_EXPECTS(header.epoch == epoch && header.tokens == args.tokens && header.sender == peer,
-                  ErrorCode::out_of_step, "exchange: the message from group rank ", peer, " says group rank ",
-                  header.sender, ", step ", count(header.epoch), ", ", header.tokens,
-                  " tokens, positions of hash ", hash(header.epoch), "; expected step ", count(epoch), ", ",
-                  args.tokens, " tokens, positions of hash ", hash(epoch),
+    HELIX_EXPECTS(header.sender == peer, ErrorCode::out_of_step, "exchange: what came from group rank ", peer,
+                  " is no message of it: ranks exchange different numbers of tokens, or another rank's came");
+    HELIX_EXPECTS(header.epoch == epoch && header.tokens == args.tokens, ErrorCode::out_of_step,
+                  "exchange: the message from group rank ", peer, " says step ", count(header.epoch), ", ",
+                  header.tokens, " tokens, positions of hash ", hash(header.epoch), "; expected step ",
+                  count(epoch), ", ", args.tokens, " tokens, positions of hash ", hash(epoch),
                   ": a rank skipped or repeated a step");
   }
 }
@@ -81,14 +83,15 @@ void Operators::pack_partial(const PackPartialArgs<float>& args, Stream stream) 
   stream.enqueue([args, pool = pool_] {
     const std::int64_t tokens = args.out.extent(0);
     const auto bytes = static_cast<std::size_t>(args.out.extent(2)) * sizeof(float);
+    const PartialSink<float> sink = in_slot(args.sink);
     const auto pack = [&](std::int64_t head, int) {
       for (std::int64_t token = 0; token < tokens; ++token) {
-        args.sink.lse(token, head) = to_natural(args.lse(token, head), args.convention);
-        std::memcpy(&args.sink.out(token, head, 0), &args.out(token, head, 0), bytes);
+        sink.lse(token, head) = to_natural(args.lse(token, head), args.convention);
+        std::memcpy(&sink.out(token, head, 0), &args.out(token, head, 0), bytes);
       }
     };
     pool->parallel_for(args.out.extent(1), pack);
-    write_headers(args.sink.headers);
+    if (sink.headers.message != nullptr) write_headers(sink.headers);
   });
 }
 

@@ -22,6 +22,7 @@
 
 #include "cpu/attention/task.hpp"
 #include "cpu/kv_rows.hpp"
+#include "cpu/sink_slot.hpp"
 #include "cpu/tuner.hpp"
 
 namespace helix::cpu {
@@ -400,7 +401,9 @@ void Operators::partial_attention(const PartialAttentionArgs<float>& args, Strea
     HELIX_EXPECTS(args.batch.num_tokens() == tokens, ErrorCode::invalid_argument,
                   "partial_attention: the batch has ", tokens, " tokens by its query_offsets_host and ",
                   args.batch.num_tokens(), " by its query_offsets; give the same in both");
-    PartialAttention(args, *pool).run();
+    PartialAttentionArgs<float> now = args;
+    now.sink = in_slot(args.sink);
+    PartialAttention(now, *pool).run();
   });
   if (args.sink.headers.message != nullptr) stamp(args.sink.headers, stream);
 }

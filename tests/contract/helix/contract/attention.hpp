@@ -24,8 +24,11 @@ void check_attention(const typename KvBench<B>::Spec& spec, const std::vector<st
   const std::int64_t tokens = step.num_tokens();
   const std::int64_t heads = spec.heads * group;
   const auto q = bench.random(tokens * heads * (spec.head_dim + 2), 1.5);
-  const auto out = bench.poison(tokens * heads * spec.value_dim);
-  const auto lse = bench.poison(tokens * heads);
+  // A whole step's results go to the slot that the count of exchanges names, a slice's to the first.
+  const std::int64_t slot_floats = tokens * heads * spec.value_dim;
+  const auto out = bench.poison(2 * slot_floats);
+  const auto lse = bench.poison(slot_floats + tokens * heads);
+  const auto ended = bench.array(std::vector<std::uint64_t>{static_cast<std::uint64_t>(spec.kvp_rank) + 6});
   // Slices leave their results, and headers, where the first row is their first token's.
   const Batch part = batch.on(bench.host_side()).slice(begin, count);
   const std::int64_t first_out_token = begin > 0 ? part.first_token() : 0;
@@ -46,7 +49,8 @@ void check_attention(const typename KvBench<B>::Spec& spec, const std::vector<st
                  .first_token = first_out_token,
                  .headers = begin == 0 ? StampArgs{}
                                        : StampArgs{side(headers), part_tokens, 7, side(exchanges),
-                                                   batch.on(side).positions + first_out_token, 3, 24}},
+                                                   batch.on(side).positions + first_out_token, 3, 24},
+                 .slot = begin == 0 ? SinkSlot{side(ended), slot_floats * 4} : SinkSlot{}},
         .scale = 0.3f,
         .window = window,
         .soft_cap = soft_cap,

@@ -42,11 +42,13 @@ void pack_partial_and_stamp() {
                                             : static_cast<float>(std::int64_t{1} << i % 5));
           const auto lse = bench.array(lse_values);
           const auto exchanges = bench.array(std::vector<std::uint64_t>{41});
+          const auto ended = bench.array(std::vector<std::uint64_t>{41});
           const auto positions = bench.array(std::vector<std::int64_t>{100, -1, 7});
           // A block a head: header, lse, outputs, and some that nobody writes.
           const std::int64_t block = 4 + tokens + tokens * width + 8;
-          const auto messages = bench.array(
-              std::vector<std::byte>(static_cast<std::size_t>(all_heads * block * 4), std::byte{7}));
+          const std::int64_t slot_bytes = all_heads * block * 4;
+          const auto messages =
+              bench.array(std::vector<std::byte>(static_cast<std::size_t>(2 * slot_bytes), std::byte{7}));
           HELIX_CHECK_OPERATION(
               bench, pack_partial, ([&](const auto& side) {
                 PackPartialArgs<float> args;
@@ -64,6 +66,7 @@ void pack_partial_and_stamp() {
                 if (kvp != 2) args.sink.headers.positions = side(positions);
                 args.sink.headers.count = kvp;
                 args.sink.headers.message_bytes = heads * block * 4;
+                if (kvp == 5) args.sink.slot = {side(ended), slot_bytes};  // the second
                 return args;
               }));
         }

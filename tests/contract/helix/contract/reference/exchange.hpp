@@ -31,11 +31,21 @@ inline double natural_lse(double lse, LseConvention convention) {
   return lse;
 }
 
+/// The sink with out and lse in the slot that its SinkSlot names.
+inline PartialSink<float> in_slot(PartialSink<float> sink) {
+  if (sink.slot.exchanges == nullptr || *sink.slot.exchanges % 2 == 0) return sink;
+  const std::int64_t floats = sink.slot.bytes / static_cast<std::int64_t>(sizeof(float));
+  sink.out = {sink.out.data() + floats, sink.out.extents(), sink.out.strides()};
+  sink.lse = {sink.lse.data() + floats, sink.lse.extents(), sink.lse.strides()};
+  return sink;
+}
+
 inline void pack_partial(const PackPartialArgs<float>& args) {
+  const PartialSink<float> sink = in_slot(args.sink);
   for (std::int64_t t = 0; t < args.out.extent(0); ++t) {
     for (std::int64_t h = 0; h < args.out.extent(1); ++h) {
-      args.sink.lse(t, h) = static_cast<float>(natural_lse(args.lse(t, h), args.convention));
-      for (std::int64_t i = 0; i < args.out.extent(2); ++i) args.sink.out(t, h, i) = args.out(t, h, i);
+      sink.lse(t, h) = static_cast<float>(natural_lse(args.lse(t, h), args.convention));
+      for (std::int64_t i = 0; i < args.out.extent(2); ++i) sink.out(t, h, i) = args.out(t, h, i);
     }
   }
   stamp(args.sink.headers);
