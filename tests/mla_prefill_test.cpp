@@ -63,8 +63,10 @@ Script mixed_script(std::int64_t hidden) {
 
 /// Calls of `name` in each step of a script on one rank or more; those of rank 0.
 std::vector<std::size_t> calls_of(std::string_view name, const Script& script, int kvp,
-                                  const MlaPrefill& prefill) {
-  const oracle::Layer layer = random_layer(latent_spec(), 5);
+                                  const MlaPrefill& prefill, std::int64_t window = 0) {
+  LayerSpec spec = latent_spec();
+  spec.window = window;
+  const oracle::Layer layer = random_layer(spec, 5);
   const Topology topo({.kvp = kvp}, shape_of(layer));
   std::vector<std::size_t> counts;
   run_ranks_or_throw(kvp, [&](cpu::LocalComm& comm) {
@@ -288,6 +290,8 @@ TEST_CASE("the sequences that are expanded are those that the choice names") {
     CHECK(reads({.form = MlaForm::absorbed, .max_tokens = 128}) == Counts{0, 0, 0, 0, 0});
     CHECK(reads({.form = MlaForm::expanded, .max_tokens = 128}) == Counts{3, 4, 4, 4, 2});
     CHECK(reads({.max_tokens = 128}) == Counts{1, 0, 2, 0, 1});  // chunks of 37, of 40 and 33, and of 70
+    CHECK(calls_of("read_latents", script, kvp, {.form = MlaForm::expanded, .max_tokens = 128}, 200) ==
+          Counts{0, 0, 0, 0, 0});  // pages before a window may be gone
     // The chunk of 40 makes 78 tokens, on two ranks 39 each; that of 70 makes 73, which are 37.
     CHECK(reads({.max_tokens = kvp == 1 ? 77 : 38}) == Counts{1, 0, 1, 0, 1});
   }

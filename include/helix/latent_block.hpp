@@ -175,11 +175,13 @@ void attend_expanded(B& backend, const RankShape& shape, const AttentionBlockArg
          stream);
 }
 
-/// Tokens of sequence `b` that the fullest rank expands; 0: it attends absorbed. The same on all ranks.
+/// Tokens of sequence `b` that the fullest rank expands; 0: it attends absorbed, as under a window, before
+/// which pages may be gone. The same on all ranks.
 template <LayerBackend B>
 std::int64_t expanded_tokens(const RankShape& shape, const LayerConfig& config, const MlaWeights& weights,
                              const KvLayout& layout, const Batch& batch, std::int64_t b) {
-  if (!LatentReader<B> || weights.expand_k.empty() || batch.lengths_host.empty()) return 0;
+  if (!LatentReader<B> || weights.expand_k.empty() || batch.lengths_host.empty() || config.window > 0)
+    return 0;
   const auto at = static_cast<std::size_t>(b);
   const std::int64_t length = batch.lengths_host[at];
   const MlaChunk chunk{.tokens = batch.query_offsets_host[at + 1] - batch.query_offsets_host[at],

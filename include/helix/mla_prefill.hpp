@@ -16,7 +16,8 @@ enum class MlaForm : std::uint8_t {
   expanded    ///< The latents that a chunk sees become keys and values of each head first.
 };
 
-/// How long chunks attend. Equal on all ranks. As it is, all attention is absorbed.
+/// How long chunks attend. Equal on all ranks. As it is, all attention is absorbed; so is that of a layer
+/// with a window, whatever is said here.
 struct MlaPrefill {
   MlaForm form = MlaForm::automatic;
   /// Most tokens of a sequence that a rank expands, for which the workspace has room: (latent_dim() + Hq *
