@@ -105,6 +105,17 @@ TensorView<float, 2> beside_hidden(const Arguments& a) {
 TEST_CASE("Bad options and batches are refused alike on every rank before any collective") {
   const std::vector<BadCall> calls{
       {"shape of another rank", [](Arguments& a) { a.shape.stage_rank += 1; }},
+      {"heads that KVP does not make", [](Arguments& a) { a.shape.combined_heads += 1; }},
+      {"KV heads that do not divide", [](Arguments& a) { a.shape.kv_heads = a.shape.query_heads + 1; }},
+      {"an FFN below 0", [](Arguments& a) { a.shape.ffn = -1; }},
+      {"a bias that was not loaded",
+       [](Arguments& a) {
+         std::get<GqaWeights>(a.weights.attention).qkv_bias = {nullptr, DType::f32, 1, a.shape.qkv_columns()};
+       }},
+      {"no address of normed",
+       [](Arguments& a) {
+         a.options.normed = {nullptr, {a.hidden.extent(0), a.hidden.extent(1)}};
+       }},
       {"no exchange", [](Arguments& a) { a.options.exchange = nullptr; }},
       {"no HopB", [](Arguments& a) { a.options.hop_b = nullptr; }},
       {"negative slices", [](Arguments& a) { a.options.hop_b_slices = -1; }},

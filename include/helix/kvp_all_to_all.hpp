@@ -46,6 +46,8 @@ class KvpAllToAll {
   }
 
   const KvpAllToAllSpec& spec() const { return spec_; }
+  /// Ranks of the KVP group.
+  std::int64_t kvp() const { return kvp_; }
 
   /// Whether messages go straight into the peers' memory. Then a step is one slice, the only one in flight.
   bool has_windows() const { return has_windows_; }
@@ -67,7 +69,7 @@ class KvpAllToAll {
   /// attention must know the sink's `lines`, unless the spec wants none. `positions`
   /// (device) of the slice's tokens as in exchange(). Local, queues nothing. @throws Error(invalid_argument)
   /// for KVP = 1, which sends none, or a slice outside of the spec.
-  Outgoing outgoing(const ExchangeSlice& of_step, const std::int64_t* positions) const {
+  [[nodiscard]] Outgoing outgoing(const ExchangeSlice& of_step, const std::int64_t* positions) const {
     const ExchangeSlice slice = checked_slice(spec_, of_step, kvp_, has_windows_);
     Outgoing messages{.sink = {.out = {nullptr, {0, spec_.num_query_heads, slice.value_dim}},
                                .lse = {nullptr, {0, spec_.num_query_heads}},
@@ -165,7 +167,7 @@ class KvpAllToAll {
   static constexpr auto kElementBytes = static_cast<std::int64_t>(sizeof(T));
   static constexpr auto kLseBytes = static_cast<std::int64_t>(sizeof(float));
   using Window =
-      decltype(allocate_window(std::declval<B&>(), std::declval<typename B::Comm&>(), std::size_t{}));
+      decltype(helix::allocate_window(std::declval<B&>(), std::declval<typename B::Comm&>(), std::size_t{}));
 
   /// outgoing() in this rank's own memory.
   Outgoing packed(const ExchangeSlice& slice, const std::int64_t* positions) const {
@@ -191,7 +193,7 @@ class KvpAllToAll {
   void allocate_messages() {
     const auto bytes = static_cast<std::size_t>(layout_.total_bytes());
     typename B::Buffer sent = backend_->allocate(bytes);
-    received_ = allocate_window(*backend_, *backend_->comms().kvp, bytes);
+    received_ = helix::allocate_window(*backend_, *backend_->comms().kvp, bytes);
     sent_ = std::move(sent);  // both or none
   }
 

@@ -30,7 +30,11 @@ inline void expect_shape(std::string_view name, const WeightView& weight, std::i
   check_weight_type("decode_layer", name, weight);
 }
 
+/// One that is left out has no shape either: a tensor that could not be loaded is not taken for it.
 inline void expect_shape_if_given(std::string_view name, const WeightView& weight, std::int64_t cols) {
+  HELIX_EXPECTS(!weight.empty() || weight.rows == 0 || weight.cols == 0, ErrorCode::invalid_argument,
+                "decode_layer: ", name, " is [", weight.rows, ", ", weight.cols,
+                "] without data; point it to them, or give {} for none");
   if (!weight.empty()) expect_shape(name, weight, 1, cols);
 }
 
@@ -173,6 +177,17 @@ void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
                 ErrorCode::invalid_argument, "decode_layer: the KVP communicator has rank ",
                 comms.kvp->rank(), " of ", comms.kvp->size(), "; the shape is KVP rank ", shape.kvp_rank,
                 " of ", shape.kvp, ": make it with split_kvp()");
+  HELIX_EXPECTS(shape.kv_heads >= 1 && shape.query_heads >= 1 && shape.query_heads % shape.kv_heads == 0 &&
+                    shape.combined_heads * shape.kvp == shape.query_heads,
+                ErrorCode::invalid_argument, "decode_layer: the shape has ", shape.query_heads,
+                " query heads of ", shape.kv_heads, " KV heads and combines ", shape.combined_heads,
+                " over KVP ", shape.kvp,
+                "; KV heads must divide the query heads, and these be KVP times those combined: take "
+                "Topology::rank_shape()");
+  HELIX_EXPECTS(shape.hidden >= 0 && shape.ffn >= 0 && shape.shared_ffn >= 0 && shape.expert_ffn >= 0,
+                ErrorCode::invalid_argument, "decode_layer: the shape's hidden is ", shape.hidden, ", ffn ",
+                shape.ffn, ", shared_ffn ", shape.shared_ffn, ", expert_ffn ", shape.expert_ffn,
+                "; none may be below 0");
   check_batch("decode_layer", batch);
   HELIX_EXPECTS(options.exchange != nullptr && options.hop_b != nullptr, ErrorCode::invalid_argument,
                 "decode_layer: options.exchange and options.hop_b must be set; build one of each a rank and "
@@ -184,7 +199,10 @@ void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
                   "]; the batch and the model need a dense [", batch.num_tokens(), ", ", shape.hidden, "]");
   };
   expect_rows("hidden", hidden);
-  if (options.normed.data() != nullptr) expect_rows("normed", options.normed);
+  if (options.normed.data() != nullptr || options.normed.size() > 0) {
+    expect_rows("normed", options.normed);
+    check_given("decode_layer", "normed", options.normed.data(), batch.num_tokens());
+  }
   check_given("decode_layer", "hidden", hidden.data(), batch.num_tokens());
   check_workspace("decode_layer", options.workspace, kWorkspaceAlignment);
   const auto expect_apart = [](std::string_view name, std::span<const std::byte> x, std::string_view of,
@@ -224,6 +242,9 @@ void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
   HELIX_EXPECTS(options.hop_b_slices >= 0 && options.hop_b_slices <= options.hop_b->max_slices(),
                 ErrorCode::invalid_argument, "decode_layer: hop_b_slices is ", options.hop_b_slices,
                 "; HopB was built for up to ", options.hop_b->max_slices());
+  HELIX_EXPECTS(options.exchange->kvp() == shape.kvp, ErrorCode::invalid_argument,
+                "decode_layer: the exchange was built for KVP ", options.exchange->kvp(),
+                ", the shape is KVP ", shape.kvp, "; build it with this backend");
   const KvpAllToAllSpec& exchange = options.exchange->spec();
   HELIX_EXPECTS(batch.num_tokens() <= exchange.max_tokens && exchange.num_query_heads == shape.query_heads &&
                     exchange.value_dim == shape.value_dim,

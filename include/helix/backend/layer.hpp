@@ -40,10 +40,11 @@ struct RopeView {
 
 namespace detail {
 
-/// Throws Error(invalid_argument) unless the weight's type is one that backends multiply.
+/// Throws Error(invalid_argument) unless the weight is absent or its type is one that backends multiply.
 inline void check_weight_type(std::string_view operation, std::string_view name, const WeightView& weight) {
-  HELIX_EXPECTS(is_arithmetic(weight.dtype), ErrorCode::invalid_argument, operation, ": ", name, " is ",
-                to_string(weight.dtype), "; weights are f32, f16 or bf16: convert them when loading");
+  HELIX_EXPECTS(weight.empty() || is_arithmetic(weight.dtype), ErrorCode::invalid_argument, operation, ": ",
+                name, " is ", to_string(weight.dtype),
+                "; weights are f32, f16 or bf16: convert them when loading");
 }
 
 /// Throws Error(invalid_argument) unless the embedding turns an even number of a head's `dim` columns, by
