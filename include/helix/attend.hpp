@@ -70,16 +70,16 @@ void attend_alone(B& backend, const AttentionBlockArgs<B>& args,
                   const Attention<typename B::Activation>& attention, typename B::Stream stream) {
   const AttentionBuffers<typename B::Activation>& buffers = args.buffers;
   const auto& out = attention.sinks == nullptr ? attention.combined : buffers.alone.out;
-  partial_attention(backend,
-                    partial_args(args, attention, attention.batch, {.out = out, .lse = buffers.alone.lse}),
-                    stream);
+  helix::partial_attention(
+      backend, partial_args(args, attention, attention.batch, {.out = out, .lse = buffers.alone.lse}),
+      stream);
   if (attention.sinks == nullptr) return;
-  lse_combine(backend,
-              {.partial_out = {out.data(), {1, out.extent(0), out.extent(1), out.extent(2)}},
-               .partial_lse = {buffers.alone.lse.data(), {1, out.extent(0), out.extent(1)}},
-               .sink = attention.sinks,
-               .out = attention.combined},
-              stream);
+  helix::lse_combine(backend,
+                     {.partial_out = {out.data(), {1, out.extent(0), out.extent(1), out.extent(2)}},
+                      .partial_lse = {buffers.alone.lse.data(), {1, out.extent(0), out.extent(1)}},
+                      .sink = attention.sinks,
+                      .out = attention.combined},
+                     stream);
 }
 
 /// Attention of each slice straight into the messages, and its exchange and combine beside the attention of
@@ -107,7 +107,8 @@ void attend_sharded(B& backend, const AttentionBlockArgs<B>& args,
       slices,
       [&](int slice, typename B::Stream on) {
         const Batch part = part_of(slice);
-        partial_attention(backend, partial_args(args, attention, part, messages_of(slice, part).sink), on);
+        helix::partial_attention(backend, partial_args(args, attention, part, messages_of(slice, part).sink),
+                                 on);
       },
       [&](int slice, typename B::Stream on) {
         const Batch part = part_of(slice);

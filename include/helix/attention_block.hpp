@@ -33,19 +33,19 @@ TensorView<const typename B::Activation, 3> project_queries(B& backend, const Ra
   const std::int64_t k_begin = shape.query_heads * shape.head_dim;
   const std::int64_t v_begin = k_begin + shape.kv_heads * shape.head_dim;
   const TensorView<T, 3> q = heads_from(0, shape.query_heads, shape.head_dim);
-  project_qkv(backend,
-              {.linear = {.in = args.in, .weight = weights.qkv, .bias = weights.qkv_bias, .out = qkv},
-               .prepare = {.q = q,
-                           .k = heads_from(k_begin, shape.kv_heads, shape.head_dim),
-                           .v = heads_from(v_begin, shape.kv_heads, shape.value_dim),
-                           .q_norm = weights.q_norm,
-                           .k_norm = weights.k_norm,
-                           .epsilon = args.config->norm_epsilon,
-                           .rope = args.config->rope,
-                           .batch = args.batch,
-                           .kv = args.kv},
-               .follows_layer = args.follows_layer},
-              stream);
+  helix::project_qkv(backend,
+                     {.linear = {.in = args.in, .weight = weights.qkv, .bias = weights.qkv_bias, .out = qkv},
+                      .prepare = {.q = q,
+                                  .k = heads_from(k_begin, shape.kv_heads, shape.head_dim),
+                                  .v = heads_from(v_begin, shape.kv_heads, shape.value_dim),
+                                  .q_norm = weights.q_norm,
+                                  .k_norm = weights.k_norm,
+                                  .epsilon = args.config->norm_epsilon,
+                                  .rope = args.config->rope,
+                                  .batch = args.batch,
+                                  .kv = args.kv},
+                      .follows_layer = args.follows_layer},
+                     stream);
   return q;
 }
 

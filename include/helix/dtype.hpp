@@ -209,7 +209,7 @@ template <>
 inline constexpr DType kDTypeOf<fp8_e4m3> = DType::fp8_e4m3;
 
 /// Calls `use` with a null pointer to the element type of `dtype`, the one place where a runtime type becomes
-/// a C++ type: `dispatch(dtype, [&]<class T>(T*) { ... })`. Throws Error(internal) for fp8_ds_mla.
+/// a C++ type: `dispatch(dtype, [&]<class T>(T*) { ... })`. Throws Error(unsupported) for fp8_ds_mla.
 template <class Use>
 constexpr decltype(auto) dispatch(DType dtype, Use&& use) {
   switch (dtype) {
@@ -224,7 +224,7 @@ constexpr decltype(auto) dispatch(DType dtype, Use&& use) {
     case DType::fp8_ds_mla:
       break;
   }
-  throw Error(ErrorCode::internal, "dispatch: DType ", to_string(dtype), " (", static_cast<int>(dtype),
+  throw Error(ErrorCode::unsupported, "dispatch: DType ", to_string(dtype), " (", static_cast<int>(dtype),
               ") is no element type");
 }
 

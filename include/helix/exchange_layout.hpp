@@ -24,7 +24,7 @@ struct KvpAllToAllSpec {
 };
 
 /// The spec, if a group of `kvp` ranks can have it. @throws Error(invalid_argument).
-inline const KvpAllToAllSpec& checked_spec(const KvpAllToAllSpec& spec, int kvp) {
+inline KvpAllToAllSpec checked_spec(const KvpAllToAllSpec& spec, int kvp) {
   HELIX_EXPECTS(spec.num_query_heads >= 1 && spec.num_query_heads % kvp == 0 && spec.value_dim >= 1 &&
                     spec.max_tokens >= 0 && spec.max_slices >= 1,
                 ErrorCode::invalid_argument, "KvpAllToAll: ", spec.num_query_heads, " query heads over KVP ",

@@ -73,7 +73,7 @@ class PageLedger {
   /// A new empty sequence with pages reserved for its first `reserved_tokens`.
   /// @throws Error(capacity) without a free slot or enough pages on every rank, or if reserved_tokens exceeds
   /// max_tokens; Error(invalid_argument) if it is below 0.
-  SequenceId add(std::int64_t reserved_tokens = 0);
+  [[nodiscard]] SequenceId add(std::int64_t reserved_tokens = 0);
 
   /// Reserves the pages that growing to `total_tokens` takes; never less than reserved before.
   /// @throws Error(capacity) if a rank has too few free pages, or total_tokens exceeds max_tokens;
@@ -97,7 +97,7 @@ class PageLedger {
   /// shared_unit() tokens and takes copies of the rest.
   /// @throws Error(capacity) as add(); Error(invalid_argument) unless prefix_tokens is in [0,
   /// length(parent)].
-  SequenceId fork(SequenceId parent, std::int64_t prefix_tokens);
+  [[nodiscard]] SequenceId fork(SequenceId parent, std::int64_t prefix_tokens);
   /// What the last fork() asks of this rank's device.
   const Changes& changes() const { return changes_; }
 

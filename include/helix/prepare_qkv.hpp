@@ -126,7 +126,7 @@ void project_qkv(B& backend, const ProjectQkvArgs<typename B::Activation>& args,
     backend.project_qkv(args, stream);
   } else {
     backend.linear(args.linear, stream);
-    prepare_qkv(backend, args.prepare, stream);
+    helix::prepare_qkv(backend, args.prepare, stream);
   }
 }
 

@@ -29,6 +29,8 @@ namespace helix {
 /// because pages ran out, changes nothing, on all ranks. One whose device work fails (std::bad_alloc, or what
 /// the backend throws) leaves a cache that is only to be destroyed.
 ///
+/// An id that names no sequence, or a layer that there is not, is Error(invalid_argument) from each function.
+///
 /// Device work is queued on the given stream. Use one stream, or order several with events: a released page
 /// may belong to another sequence at once. Keeps the backend's address. Not thread-safe.
 template <AttentionBackend B>
@@ -71,7 +73,7 @@ class ShardedKVCache {
 
   /// A new empty sequence with pages reserved for its first `tokens_to_reserve` global tokens: growing it
   /// that far cannot fail. @throws Error(capacity) if slots or pages ran out on any KVP rank.
-  SequenceId add(std::int64_t tokens_to_reserve = 0) { return ledger_.add(tokens_to_reserve); }
+  [[nodiscard]] SequenceId add(std::int64_t tokens_to_reserve = 0) { return ledger_.add(tokens_to_reserve); }
 
   /// Reserves the pages for `total_tokens` global tokens, those already there included. @throws as add().
   void reserve(SequenceId id, std::int64_t total_tokens) { ledger_.reserve(id, total_tokens); }
@@ -86,6 +88,7 @@ class ShardedKVCache {
   }
   /// A batch step: grows all of the sequences or, if it throws, none. The page table takes one copy too, or
   /// where more than 64 KiB lie between the first changed entry and the last, one a sequence with a new page.
+  /// @throws as the other, and Error(invalid_argument) as PageLedger::append().
   void append(std::span<const SequenceId> ids, std::span<const std::int64_t> counts, Stream stream) {
     apply(ledger_.append(ids, counts), stream);
   }
@@ -144,7 +147,7 @@ class ShardedKVCache {
   /// A new sequence of the first `prefix_tokens` of `parent`, which must have been written in all layers.
   /// Shares whole pages up to a multiple of ledger().shared_unit() tokens and queues copies of the rest.
   /// @throws as PageLedger::fork().
-  SequenceId fork(SequenceId parent, std::int64_t prefix_tokens, Stream stream) {
+  [[nodiscard]] SequenceId fork(SequenceId parent, std::int64_t prefix_tokens, Stream stream) {
     const SequenceId child = ledger_.fork(parent, prefix_tokens);
     apply(ledger_.changes(), stream);
     return child;

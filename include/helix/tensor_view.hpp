@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
@@ -71,7 +72,7 @@ class TensorView {
   }
 
   /// The element at these indices, unchecked.
-  template <class... Index>
+  template <std::integral... Index>
   requires(sizeof...(Index) == R) constexpr T& operator()(Index... index) const {
     std::int64_t offset = 0;
     int d = 0;

@@ -65,7 +65,8 @@ struct GroupSplit {
 /// The one owner of the mapping from ranks to groups, heads, weight rows, experts and vocabulary. Immutable.
 ///
 /// world_rank = (replica * PP + stage) * N + stage_rank. Groups are local to a stage and replica. Functions
-/// take a stage_rank where the answer does not depend on the outer dimensions, a world_rank where it does.
+/// take a stage_rank where the answer does not depend on the outer dimensions, a world_rank where it does;
+/// one outside of its range, or such a stage, is Error(invalid_argument) from each of them.
 class Topology {
  public:
   /// @throws Error(invalid_topology) with every violated rule, its values, and the nearest legal topologies.

@@ -172,8 +172,9 @@ void* Stream::begin_enqueue() {
       return ring.slots[task % kRingTasks].storage;
     }
     ring.producer.unlock();
-    HELIX_EXPECTS(current_ring != &ring, ErrorCode::internal, "a task enqueued on its own stream while all ",
-                  kRingTasks, " places were taken; it would wait for itself");
+    HELIX_EXPECTS(current_ring != &ring, ErrorCode::invalid_argument,
+                  "a task enqueued on its own stream while all ", kRingTasks,
+                  " places were taken; it would wait for itself");
     // Half a ring at once: waking for each free place would switch threads on every task.
     ring.wait_completed(task - kRingTasks / 2);
   }
@@ -194,7 +195,7 @@ void Stream::end_enqueue(void (*run)(void*), void (*drop)(void*)) {
 
 void Stream::synchronize() const {
   Ring& ring = *queue_->ring;
-  HELIX_EXPECTS(current_ring != &ring, ErrorCode::internal,
+  HELIX_EXPECTS(current_ring != &ring, ErrorCode::invalid_argument,
                 "synchronize() was called by a task of the same stream; it would wait for itself");
   ring.wait_completed(ring.published.load(std::memory_order_acquire));
   if (std::exception_ptr failure = ring.current_failure()) std::rethrow_exception(failure);

@@ -46,15 +46,22 @@ concept GatherComm = GroupComm<C> &&
   comm.all_gather(in, out, n, stream);
 };
 
+/// Memory of all ranks of a group: part(rank) is where that rank's begins, in the addresses of this one, and
+/// the parts of all lie stride_bytes() apart. It is kept until the window's end; one made of {} has none.
+template <class W>
+concept RankWindow = std::default_initializable<W> && std::movable<W> && requires(const W& window, int rank) {
+  { window.part(rank) } -> std::convertible_to<std::byte*>;
+  { window.stride_bytes() } -> std::convertible_to<std::int64_t>;
+};
+
 /// A communicator whose ranks may reach each other's memory. has_windows(), alike on all ranks, says whether
 /// they do; then allocate_window(bytes, parts), which is collective, gives zeroed memory of at least `bytes`
-/// a rank. In the addresses of each rank the parts of all lie stride_bytes() apart, a multiple of 16 * parts.
+/// a rank, at a stride that is a multiple of 16 * parts.
 template <class C>
 concept WindowComm = GroupComm<C> &&
-    requires(C& comm, const C& const_comm, std::size_t bytes, std::int64_t parts, int rank) {
+    requires(C& comm, const C& const_comm, std::size_t bytes, std::int64_t parts) {
   { const_comm.has_windows() } -> std::convertible_to<bool>;
-  { comm.allocate_window(bytes, parts).part(rank) } -> std::convertible_to<std::byte*>;
-  { comm.allocate_window(bytes, parts).stride_bytes() } -> std::convertible_to<std::int64_t>;
+  { comm.allocate_window(bytes, parts) } -> RankWindow;
 };
 
 /// All that this library calls on the groups of a backend. Nothing else is required of an engine's own.

@@ -23,7 +23,7 @@ class HELIX_API Graph {
 
   /// Captures what `queue()` queues on `stream`. @throws what queue() throws, with the capture ended.
   template <class Queue>
-  static Graph capture(Stream stream, Queue&& queue) {
+  [[nodiscard]] static Graph capture(Stream stream, Queue&& queue) {
     begin(stream);
     try {
       std::forward<Queue>(queue)();
