@@ -259,7 +259,7 @@ __device__ inline void combine_splits(const SplitPartials& all, const QueryTile&
                             static_cast<int>(blockDim.x), is_last, [] { __syncthreads(); });
 }
 
-/// A query tile whose splits a later launch combines; KV head 0.
+/// A query tile of one KV head, whose splits a later launch combines.
 struct SplitQueryTile {
   QueryTile query_tile;
   KvSplits splits;

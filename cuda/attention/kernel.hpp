@@ -55,8 +55,8 @@ struct AttentionKernel {
   void (*launch)(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid);
 };
 
-/// Warp-group products of compute capability 9.0, for many query rows of a KV head: prefill, and drafts. q,
-/// out and KV of one 16-bit type, aligned to 16 bytes, no stride of KV going back.
+/// Warp-group products of compute capability 9.0, for many query rows of a KV head: prefill, and drafts. q
+/// and KV of one 16-bit type, aligned to 16 bytes, no stride of KV going back; out of any alignment.
 extern const AttentionKernel kWaves;
 /// Tensor cores of compute capability 9.0; q, out and KV of one 16-bit type, equal head sizes of 64, 80, 96,
 /// 112, 128 or 256, rows aligned to 16 bytes. Pages hold the rows of a head one after another (Helix's own

@@ -82,8 +82,8 @@ struct AttentionParams {
   float* partial_max = nullptr;  ///< [2 * blocks, query_tile_rows], base 2
   float* partial_sum = nullptr;  ///< [2 * blocks, query_tile_rows]
   int* counters = nullptr;       ///< [query tiles * KV heads * blocks of a cluster], zero between launches
-  SplitQueryTile* split_tiles =
-      nullptr;  ///< [query tiles], for kernels that combine in a launch of their own
+  /// [query tiles * KV heads], at most kMaxQueryTiles, for kernels that combine in a launch of their own.
+  SplitQueryTile* split_tiles = nullptr;
 
   PagedRows rope;       ///< Latent only: key columns from key_columns on.
   int key_columns = 0;  ///< Columns of a key that lie in k.

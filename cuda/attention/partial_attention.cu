@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
+#include <limits>
 #include <span>
 
 #include <helix/cuda/backend.hpp>
@@ -83,7 +84,8 @@ AttentionParams params_of(const PartialAttentionArgs<T>& args) {
   p.lse_token_stride = sink.lse.stride(0);
   p.lse_head_stride = sink.lse.stride(1);
   p.is_out_aligned = common_alignment({address_of(sink.out.data()), step_of<T>(sink.out.stride(0)),
-                                       step_of<T>(sink.out.stride(1))}) >= 4 * sizeof(T);
+                                       step_of<T>(sink.out.stride(1)),
+                                       static_cast<std::uintptr_t>(sink.slot.bytes)}) >= 4 * sizeof(T);
   p.first_out_token = static_cast<int>(sink.first_token);
   p.headers = sink.headers;
   p.exchanges = sink.slot.exchanges;
@@ -202,6 +204,11 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   const AttentionCall call =
       call_of(args, state_->runs_hopper_kernels(),
               state_->kernel_target == KernelTarget::least_gpu ? kLeastSharedMemory : state_->shared_memory);
+  constexpr std::int64_t kMostRows =
+      std::numeric_limits<std::int32_t>::max() - 1023;  // and a query tile more
+  HELIX_EXPECTS(call.most_rows <= kMostRows, ErrorCode::unsupported, "partial_attention: a sequence has ",
+                call.most_rows, " query rows of a KV head; a GPU kernel counts up to ", kMostRows,
+                ": give fewer tokens a step");
   const AttentionKernel& kernel = kernel_for(call);
   AttentionParams p = params_of(args);
   const std::int64_t rows = kernel.query_tile_rows(p.head_dim, p.value_dim);

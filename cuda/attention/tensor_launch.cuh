@@ -21,12 +21,13 @@ struct ClusterGrid {
 
 /// The largest clusters that find room beside each other, which leave some SMs over, if the longest sequence
 /// is theirs alone; the other SMs are the next kernel's. Else pairs, of all `blocks`. Decode steps of 8
-/// layers, one sequence (H200): 560 tokens in clusters of 4 1.151 ms, of 8 1.145; 800 1.165 and 1.156.
-inline ClusterGrid cluster_grid(const AttentionParams& p, const KvView& kv, int blocks) {
+/// layers, one sequence (H200): 560 tokens in clusters of 4 1.151 ms, of 8 1.145; 800 1.165 and 1.156. Where
+/// other ranks share the device pairs alone are sure to find room beside their kernels that wait.
+inline ClusterGrid cluster_grid(const AttentionParams& p, const KvView& kv, int blocks, bool shares_device) {
   // Not by Batch::lengths_host: a captured launch is replayed with longer sequences.
   const std::int64_t tokens = most_pages(kv) * kv.format.page_tokens;
   const int parts = p.num_query_tiles * p.kv_heads;
-  for (int cluster = kMostClusterBlocks; cluster > 1; cluster /= 2) {
+  for (int cluster = shares_device ? 1 : kMostClusterBlocks; cluster > 1; cluster /= 2) {
     if (tokens <= cluster * kClusterBlockTokens && 4 * cluster * parts <= 3 * blocks)
       return {cluster * parts, cluster};
   }
@@ -44,7 +45,8 @@ void launch_tensor(const AttentionParams& p, const KvView& kv, const AttentionGr
   const auto kernel =
       attend_tensor<KV, kDim, kValueDim, kMTiles, kWarps, kTokens, kStages, Copies, kStepTokens>;
   const int blocks = std::max(1, grid.blocks * Kernel::kBlocks / kBlocksPerSm);
-  const ClusterGrid clusters = Kernel::kHasClusters ? cluster_grid(p, kv, blocks) : ClusterGrid{blocks, 1};
+  const ClusterGrid clusters =
+      Kernel::kHasClusters ? cluster_grid(p, kv, blocks, grid.shares_device) : ClusterGrid{blocks, 1};
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   launch_with(LaunchAttributes().early().clusters(clusters.cluster), kernel,
               static_cast<unsigned>(clusters.blocks), Kernel::kThreads, kBytes, grid.stream, p,

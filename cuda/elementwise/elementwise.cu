@@ -175,7 +175,7 @@ void Operators<T>::rope(const RopeArgs<T>& args, Stream stream) const {
       common_alignment({address_of(heads.in), address_of(heads.out), step_of<T>(heads.in_token_stride),
                         step_of<T>(heads.in_head_stride), step_of<T>(heads.out_token_stride),
                         step_of<T>(heads.out_head_stride)}) >= kRopeVector * sizeof(T);
-  const dim3 grid(static_cast<unsigned>(tokens), grid_blocks(heads.heads, kRopeHeads));
+  const dim3 grid(static_cast<unsigned>(tokens), head_blocks("rope", heads.heads, kRopeHeads));
   const auto launch = [&](auto kernel) {
     launch_early(kernel, grid, kThreads, 0, stream.handle(), state_->is_hopper, heads);
   };

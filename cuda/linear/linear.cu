@@ -284,13 +284,12 @@ void launch_dots(Product<T> p, const Machine& machine, cudaStream_t stream) {
 /// Calls launch(Product) for as many rows at a time as a grid has blocks of `block_rows` rows.
 template <class T, class Launch>
 void in_launches(const Product<T>& p, int block_rows, const Launch& launch) {
-  constexpr std::int64_t kMaxBlocks = 65535;  // of a grid, along y and z
   Product<T> part = p;
   for (std::int64_t begin = 0; begin < p.rows; begin += part.rows) {
     part.in = p.in + begin * p.in_row;
     part.out =
         static_cast<std::byte*>(p.out) + begin * p.out_row * (p.is_out_f32 ? sizeof(float) : sizeof(T));
-    part.rows = static_cast<int>(std::min(p.rows - begin, kMaxBlocks * block_rows));
+    part.rows = static_cast<int>(std::min(p.rows - begin, kMostGridRows * block_rows));
     launch(part);
     HELIX_CHECK_LAUNCH();
   }
@@ -443,6 +442,7 @@ template <class T>
 void Operators<T>::head_linear(const HeadLinearArgs<T>& args, Stream stream) const {
   if (args.in.extent(0) == 0 || args.in.extent(1) == 0 || args.out.extent(2) == 0) return;
   check_weight("head_linear", args.weight, args.in.extent(0));
+  (void)head_blocks("head_linear", args.in.extent(1), 1);
   const DeviceScope scope(state_->device);
   Product<T> product{};
   product.in = args.in.data();

@@ -6,11 +6,13 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 #include <type_traits>
 
 #include <cuda_runtime.h>
 
 #include <helix/cuda/runtime.hpp>
+#include <helix/error.hpp>
 #include <helix/integers.hpp>
 
 namespace helix::cuda {
@@ -20,9 +22,18 @@ inline unsigned grid_blocks(std::int64_t count, std::int64_t each) {
   return static_cast<unsigned>(ceil_div(count, each));
 }
 
+inline constexpr std::int64_t kMostGridRows = 65535;  ///< Blocks of a grid along y and z.
+
 /// Blocks in y for `rows` rows, at most what a grid takes: kernels step by gridDim.y.
 inline unsigned row_blocks(std::int64_t rows) {
-  return static_cast<unsigned>(std::min<std::int64_t>(rows, 65535));
+  return static_cast<unsigned>(std::min(rows, kMostGridRows));
+}
+
+/// Blocks along y for `heads` heads, `each` a block. @throws Error(unsupported) if a grid takes fewer.
+inline unsigned head_blocks(std::string_view operation, std::int64_t heads, std::int64_t each) {
+  HELIX_EXPECTS(ceil_div(heads, each) <= kMostGridRows, ErrorCode::unsupported, operation, ": there are ",
+                heads, " heads on a rank; on a GPU at most ", kMostGridRows * each, " are supported");
+  return grid_blocks(heads, each);
 }
 
 /// Waits until all that the stream holds before this kernel has run, in a kernel of launch_early().

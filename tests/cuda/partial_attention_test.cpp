@@ -95,12 +95,16 @@ TEMPLATE_TEST_CASE("attention on a GPU shares blocks out among sequences of any 
                    bf16) {
   HELIX_REQUIRE_GPUS(1);
   const auto operators = attention_operators<TestType>();
+  cuda::Operators<TestType> beside_others;
+  beside_others.set_shares_device(true);  // no clusters but pairs
   AttentionCase c = case_of<TestType>(128);
   const auto check = [&](std::int64_t kv_heads, const std::vector<Sequence>& sequences) {
     c.kv_heads = kv_heads;
     c.sequences = sequences;
     CAPTURE(kv_heads, sequences.size());
-    CHECK(AttentionWorld<TestType>(c).check(operators) == "");
+    const AttentionWorld<TestType> world(c);
+    CHECK(world.check(operators) == "");
+    CHECK(world.check(beside_others) == "");
   };
   check(1, {{20000, 1}});  // more KV splits than a warp has lanes
   check(8, {{3000, 1}});
