@@ -139,12 +139,6 @@ void local_reduce(const LocalReduction& reduction, DType dtype, StreamHandle str
 }
 
 void local_copy(std::span<const LocalCopy> copies, StreamHandle stream) {
-  if (copies.size() == 1) {
-    HELIX_CUDA_CHECK(cudaMemcpyAsync(copies[0].target, copies[0].source,
-                                     static_cast<std::size_t>(copies[0].bytes), cudaMemcpyDeviceToDevice,
-                                     stream));
-    return;
-  }
   for (std::size_t done = 0; done < copies.size(); done += kCopiesALaunch) {
     const std::size_t num = std::min<std::size_t>(copies.size() - done, kCopiesALaunch);
     CopyParams params{};

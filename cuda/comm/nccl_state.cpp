@@ -42,9 +42,11 @@ std::shared_ptr<NcclFamily> NcclFamily::make() {
         std::unique_lock lock(watch->mutex);
         while (!watch->over.wait_for(lock, kCallPoll, [&] { return watch->is_over; })) {
           lock.unlock();
-          {
+          try {
             const LastWork work;
             if (const auto alive = weak.lock()) alive->check_calls();  // perhaps the last to hold it
+          } catch (...) {
+            // No memory to look with: there may be some at the next turn.
           }
           lock.lock();
         }

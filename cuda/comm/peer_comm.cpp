@@ -8,6 +8,7 @@
 
 #include <helix/cuda/peer_comm.hpp>
 #include <helix/error.hpp>
+#include <helix/limits.hpp>
 
 #include "comm/collective_arguments.hpp"
 #include "comm/operation.hpp"
@@ -29,7 +30,7 @@ std::uint32_t tag_of(Operation operation, std::int64_t count, int detail = 0) {
 /// Whether hosts may have to meet for a call on `stream`: not where none of the root share a device, and not
 /// for what is captured, which runs later. Ranks capture a call all alike, or none.
 bool may_have_to_meet(const PeerComm::State& state, const Stream& stream) {
-  if (state.ranks_a_device == 1 || state.size() == 1) return false;
+  if (state.ranks_a_device == 1) return false;
   cudaStreamCaptureStatus status{};
   HELIX_CUDA_CHECK(cudaStreamIsCapturing(stream.handle(), &status));
   return status == cudaStreamCaptureStatusNone;
@@ -52,7 +53,9 @@ PeerMoves moves_of(const void* in, void* out, std::uint32_t tag) {
   return moves;
 }
 
-/// Calls queue(), which queues this rank's kernel of `call`, with all ranks or with the `peer`.
+/// Calls queue(), which queues this rank's kernel of `call`, with all ranks or with the `peer`. Where it
+/// throws and hosts do not meet, nobody knows whether it threw on all: the group ends, or this rank's next
+/// message would be taken for the one that is missing.
 template <class Queue>
 void queue_together(const PeerComm::State& state, comm::Call call, const Stream& stream, int peer,
                     const Queue& queue) {
@@ -60,11 +63,22 @@ void queue_together(const PeerComm::State& state, comm::Call call, const Stream&
     const DeviceScope scope(state.own->device);
     queue();
   };
-  if (!may_have_to_meet(state, stream)) return queue_on_device();
+  if (state.size() == 1) return queue_on_device();
+  if (may_have_to_meet(state, stream)) {
+    try {
+      return state.hosts->queue_together(call, peer, std::ref(queue_on_device));
+    } catch (...) {
+      state.family->fail_with_hosts();
+      throw;
+    }
+  }
   try {
-    state.hosts->queue_together(call, peer, std::ref(queue_on_device));
+    queue_on_device();
+  } catch (const std::exception& error) {
+    state.fail_everywhere(error.what());
+    throw;
   } catch (...) {
-    state.family->fail_with_hosts();
+    state.fail_everywhere("");
     throw;
   }
 }
@@ -122,7 +136,7 @@ void PeerComm::queue_together(const char* operation, const Stream& stream,
                               const std::function<void(const PeerChannel&)>& queue) const {
   expect_windows(*state_);
   state_->begin(operation);
-  // Sizes are compared by what the kernels say to each other.
+  // Sizes are compared, if at all, by what the kernels say to each other.
   comm::Call call = call_of(Operation::kernel, 0);
   call.kernel = operation;
   cuda::queue_together(*state_, call, stream, -1, [&] { queue(state_->channel); });
@@ -135,8 +149,10 @@ std::string PeerComm::transport() const {
 
 PeerWindow PeerComm::allocate_window(std::size_t bytes, std::int64_t parts) const {
   expect_windows(*state_);
-  HELIX_EXPECTS(bytes > 0 && parts > 0, ErrorCode::invalid_argument, "allocate_window: ", bytes, " bytes in ",
-                parts, " parts; both must be positive");
+  constexpr std::size_t kMostBytes = std::size_t{1} << 48;  // beyond the memory of any device
+  HELIX_EXPECTS(bytes > 0 && bytes <= kMostBytes && parts > 0 && parts <= kMaxCount,
+                ErrorCode::invalid_argument, "allocate_window: ", bytes, " bytes in ", parts,
+                " parts; give 1 to ", kMostBytes, " bytes, and 1 to ", kMaxCount, " parts");
   state_->begin("allocate_window");
   return {state_->hosts->allocate(bytes, 16 * static_cast<std::size_t>(parts)), rank(),
           &state_->channel.waits.stop->gave_up};
@@ -281,20 +297,18 @@ void PeerComm::wait_for(const Work& work) const {
   const State& state = *state_;
   PeerFamily& family = *state.family;
   const BootstrapWait waiting(family.bootstrap);
-  const auto throw_if_failed = [&] {  // kernels that were let go end as if they had succeeded
-    const PeerFailure* const failure = state.own->failure();
-    family.throw_if_failed();
-    if (failure != nullptr) state.throw_failure(*failure);
-  };
-  wait_awake(work, throw_if_failed, [&](Clock::duration waited) {
-    state.check_nccl();
-    if (waited < family.limit()) return;
-    std::ostringstream text;
-    text << state.own->progress.last_call() << ": the stream of rank " << state.own->root_rank
-         << " did not finish within " << comm::seconds(family.timeout) << " s" << family.laggards(*state.own);
-    state.fail_everywhere(text.str());
-    throw Error(ErrorCode::timeout, text.str());
-  });
+  wait_awake(
+      work, [&] { state.expect_no_failure(); },
+      [&](Clock::duration waited) {
+        state.check_nccl();
+        if (waited < family.limit()) return;
+        std::ostringstream text;
+        text << state.own->progress.last_call() << ": the stream of rank " << state.own->root_rank
+             << " did not finish within " << comm::seconds(family.timeout) << " s"
+             << family.laggards(*state.own);
+        state.fail_everywhere(text.str());
+        throw Error(ErrorCode::timeout, text.str());
+      });
   state.check_nccl();
 }
 

@@ -162,8 +162,14 @@ void PeerComm::State::open_channel(std::shared_ptr<const PeerRange> memory) {
   own->groups.push_back(root_ranks);
 }
 
-void PeerComm::State::begin(const char* operation) const {
+void PeerComm::State::expect_no_failure() const {
+  const PeerFailure* const failure = own->failure();  // whose kernels end as if they had succeeded
   family->throw_if_failed();
+  if (failure != nullptr) throw_failure(*failure);
+}
+
+void PeerComm::State::begin(const char* operation) const {
+  expect_no_failure();
   if (family->bootstrap) family->bootstrap->begin_operation(operation);
   own->progress.begin(operation);
 }

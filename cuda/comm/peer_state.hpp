@@ -89,7 +89,9 @@ struct PeerComm::State {
   /// Lays the channels of the group into `memory`, of channel_bytes(); null: allocates that. Collective.
   void open_channel(std::shared_ptr<const PeerRange> memory = nullptr);
 
-  /// Notes what is called next. @throws the failure of the family.
+  /// @throws the failure of the family, or what a kernel of this rank recorded, after ending the family.
+  void expect_no_failure() const;
+  /// Notes what is called next. @throws as expect_no_failure().
   void begin(const char* operation) const;
   /// The same of what needs messages. @throws Error(unsupported) where nothing carries them.
   void begin_message(const char* operation) const;

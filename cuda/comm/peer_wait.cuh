@@ -52,8 +52,9 @@ __device__ __forceinline__ bool may_send(const PeerWaits& waits) {
   return __syncthreads_or(threadIdx.x == 0 && has_given_up(waits)) == 0;
 }
 
-/// Records the failure unless one stands, and lets go all that waits for this rank or in it. On return the
-/// record is complete, or its writer takes longer than it may.
+/// Records the failure unless one stands, and lets go all that waits in this rank, and the peers of this
+/// group that wait for it; those of its other groups hear of it by the hosts, or wait until their deadlines.
+/// On return the record is complete, or its writer takes longer than it may.
 static __device__ __noinline__ void give_up(const PeerWaits& waits, PeerFault fault, int peer,
                                             std::uint64_t seen, std::uint64_t wanted) {
   PeerStop& stop = *waits.stop;

@@ -134,7 +134,11 @@ bool connect_all(const Bootstrap& bootstrap, const Socket& listener, const std::
       continue;
     }
     Socket link(::accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (!link.is_open()) continue;
+    if (!link.is_open()) {  // such as where no more files may be open, while the connection waits on
+      if (Clock::now() >= deadline) return false;
+      std::this_thread::sleep_for(milliseconds(10));
+      continue;
+    }
     const int rank = hear_hello(link, places[own], std::min(deadline, Clock::now() + kStrangerLimit));
     if (rank <= bootstrap.rank() || rank >= bootstrap.size()) continue;
     const auto from = static_cast<std::size_t>(rank);
@@ -185,7 +189,26 @@ std::shared_ptr<const LocalLinks> LocalLinks::connect(Bootstrap& bootstrap, std:
   return links;
 }
 
+template <class Body>
+auto LocalLinks::call(const Body& body) const {
+  if (broken_) std::rethrow_exception(broken_);
+  try {
+    return body();
+  } catch (...) {
+    broken_ = std::current_exception();
+    throw;
+  }
+}
+
 void LocalLinks::send(int rank, std::span<const std::byte> message, int descriptor) const {
+  call([&] { send_message(rank, message, descriptor); });
+}
+
+int LocalLinks::recv(int rank, std::span<std::byte> message) const {
+  return call([&] { return recv_message(rank, message); });
+}
+
+void LocalLinks::send_message(int rank, std::span<const std::byte> message, int descriptor) const {
   Patience patience(deadline_after(bootstrap_.timeout()));
   const int fd = links_.at(static_cast<std::size_t>(rank)).fd();
   iovec part{const_cast<std::byte*>(message.data()), message.size()};
@@ -217,7 +240,7 @@ void LocalLinks::send(int rank, std::span<const std::byte> message, int descript
   throw Error(ErrorCode::peer_failed, "the local socket to rank ", rank, " is closed");
 }
 
-int LocalLinks::recv(int rank, std::span<std::byte> message) const {
+int LocalLinks::recv_message(int rank, std::span<std::byte> message) const {
   Patience patience(deadline_after(bootstrap_.timeout()));
   const int fd = links_.at(static_cast<std::size_t>(rank)).fd();
   Socket descriptor;  // of any kind

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <exception>
 #include <memory>
 #include <span>
 #include <string>
@@ -32,6 +33,9 @@ class HELIX_API LocalLinks {
   /// Why this process could not be linked with its neighbours; empty: it is.
   const std::string& why_not() const { return why_not_; }
 
+  // A message that was not sent or received leaves the sockets with part of it, or with one that nobody asked
+  // for: what ended it is thrown by every later call.
+
   /// Sends a message, with a descriptor unless that is -1. @throws Error(peer_failed).
   void send(int rank, std::span<const std::byte> message, int descriptor = -1) const;
   /// Receives a message of as many bytes, and its descriptor or -1. @throws Error(timeout) past the job's
@@ -40,11 +44,17 @@ class HELIX_API LocalLinks {
 
  private:
   explicit LocalLinks(const Bootstrap& bootstrap) : bootstrap_(bootstrap) {}
+  /// Runs the body of send() or recv(), unless one before has failed.
+  template <class Body>
+  auto call(const Body& body) const;
+  void send_message(int rank, std::span<const std::byte> message, int descriptor) const;
+  int recv_message(int rank, std::span<std::byte> message) const;
 
   Bootstrap bootstrap_;
   std::vector<Socket> links_;  // by rank; of neighbours
   std::vector<int> neighbourhoods_;
   std::string why_not_;
+  mutable std::exception_ptr broken_;  // what ended a message
 };
 
 }  // namespace helix::comm

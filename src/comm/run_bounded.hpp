@@ -25,10 +25,11 @@ bool run_bounded(milliseconds timeout, Body body, GiveUp&& give_up) {
     std::exception_ptr failure;
   };
   const auto outcome = std::make_shared<Outcome>();
-  start_thread("the thread of a call that may wait without end", [outcome, body = std::move(body)] {
+  start_thread("the thread of a call that may wait without end", [outcome, body = std::move(body)]() mutable {
     std::exception_ptr failure;
     try {
-      body();
+      Body own = std::move(body);  // and what it owns is given back before it counts as done
+      own();
     } catch (...) {
       failure = std::current_exception();
     }

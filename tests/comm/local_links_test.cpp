@@ -18,6 +18,7 @@
 #include "comm/bootstrap_job.hpp"
 #include "comm/linked_group.hpp"
 #include "support/catch.hpp"
+#include "support/failure.hpp"
 
 using namespace std::chrono_literals;
 using Catch::Matchers::Contains;
@@ -139,6 +140,30 @@ TEST_CASE("a rank that only reacted to the end of another is not named for its c
   });
   CHECK(outcomes[0].code == ErrorCode::peer_failed);
   CHECK_THAT(outcomes[0].message, Contains("rank 2 of 3 failed") && Contains("disk on fire"));
+}
+
+TEST_CASE("what came too late is not taken for the next message") {
+  const auto outcomes = run_bootstrap_job(
+      2,
+      [](BootstrapOptions options) {
+        Bootstrap bootstrap(options);
+        const auto links = connected(bootstrap);
+        std::array<std::byte, 2> message{};
+        if (options.rank == 1) {
+          links->send(0, std::span(message).first(1));
+          std::this_thread::sleep_for(1200ms);  // so that the other waits no longer for this rank than it may
+          bootstrap.barrier();
+          return;
+        }
+        const auto failure = helix::test::failure_of([&] { (void)links->recv(1, message); });
+        expect(failure && failure->code == ErrorCode::timeout, "half a message came whole");
+        const auto later =
+            helix::test::failure_of([&] { (void)links->recv(1, std::span(message).first(1)); });
+        expect(later && later->what == failure->what, "another error");
+        bootstrap.barrier();
+      },
+      1s);
+  for (const auto& outcome : outcomes) CHECK(outcome.message == "");
 }
 
 TEST_CASE("a wait for a rank that sends nothing ends, at its end or at the timeout") {

@@ -59,7 +59,8 @@ class HELIX_API Operators {
   /// as many as the kernel wants, one or two an SM. @throws Error(invalid_argument) below 0.
   void set_attention_blocks(int blocks);
   /// Says whether kernels of other ranks may wait on this device for those of this one: beside them there may
-  /// be no room for a cluster of blocks, and attention over latents asks for none then. At first not.
+  /// be no room for a cluster of blocks, and attention asks for none of more than two then, over latents for
+  /// none. At first not.
   void set_shares_device(bool shares);
   /// Has partial_attention and expert_ffn run what other GPUs run, for tests and measurements. At first
   /// this_gpu.
@@ -93,7 +94,8 @@ class HELIX_API Operators {
   /// of `channel`'s group, collective: each rank, given the same but for its pages, multiplies its share of
   /// the heads and sends it to the others. Or of one rank, where it is null. @throws Error(invalid_argument)
   /// where `in` or the weight of one of several is not aligned to 16 bytes.
-  bool project_qkv(const PeerChannel* channel, const ProjectQkvArgs<T>& args, Stream stream) const;
+  [[nodiscard]] bool project_qkv(const PeerChannel* channel, const ProjectQkvArgs<T>& args,
+                                 Stream stream) const;
   void write_kv(const WriteKvArgs<T>& args, Stream stream) const;
   void read_kv(const ReadKvArgs& args, Stream stream) const;
   void read_latents(const ReadLatentsArgs<T>& args, Stream stream) const;
@@ -111,7 +113,8 @@ class HELIX_API Operators {
   /// As helix::reduce_norm, in one kernel over the windows of `channel`'s group. Collective. False, and
   /// nothing queued, for shapes that it is not built for, alike on all ranks. @throws
   /// Error(invalid_argument) unless all tensors and the weight are aligned to 16 bytes.
-  bool reduce_norm(const PeerChannel& channel, const ReduceNormArgs<T>& args, Stream stream) const;
+  [[nodiscard]] bool reduce_norm(const PeerChannel& channel, const ReduceNormArgs<T>& args,
+                                 Stream stream) const;
   void swiglu(const SwigluArgs<T>& args, Stream stream) const;
   void linear_swiglu(const LinearSwigluArgs<T>& args, Stream stream) const;
   void router_logits(const RouterLogitsArgs<T>& args, Stream stream) const;
@@ -130,7 +133,7 @@ class HELIX_API Operators {
 
   /// The first half of download(): the copy, through pinned memory, so that it is queued and not waited for.
   /// One at a time. @returns whether it was queued: there is room for a step's results and no more.
-  bool queue_download(const void* source, std::size_t bytes, Stream stream) const;
+  [[nodiscard]] bool queue_download(const void* source, std::size_t bytes, Stream stream) const;
   /// The second half: waits for the copy, not for what was queued behind it. @throws as synchronize().
   void take_download(void* target, std::size_t bytes) const;
 
@@ -221,7 +224,9 @@ class Backend : public Operators<T> {
     Operators<T>::project_qkv(args, stream);
   }
 
-  /// See helix::reduce_norm: one kernel where the stage has windows.
+  /// See helix::reduce_norm: one kernel where the stage has windows. Up to 256 KiB of rows a rank the
+  /// messages carry no sizes or type: ranks that give different ones end in Error(timeout), or, of as many
+  /// bytes of another type, have wrong sums.
   void reduce_norm(const ReduceNormArgs<T>& args, Stream stream) requires HasPeerChannel<Comm> {
     Comm& stage = comms_->stage;
     if (stage.size() > 1 && stage.has_windows() &&

@@ -21,12 +21,12 @@ namespace helix::cuda {
 
 /// A rank's handle to a group of threads that share a device. Models comm::CollectiveComm on device memory,
 /// where the operations are documented. What it adds: the ranks meet on the host at each collective, which
-/// the last to arrive then queues for all: one kernel that waits for every rank's stream and that every
-/// stream waits for. A call returns when that is queued and never waits for the device. Sums are in f32 and
-/// in rank order; buffers of a reduction are aligned to an element. A rank that does not arrive within the
-/// timeout gives Error(timeout) that names it and aborts the group; calls that differ between ranks give
-/// Error(invalid_argument) with both on all of them. What is queued on the device when a rank aborts runs to
-/// its end.
+/// the last to arrive then queues for all: a kernel, several where more than 11 ranks gather or exchange,
+/// which waits for every rank's stream and which every stream waits for. A call returns when that is queued
+/// and never waits for the device. Sums are in f32 and in rank order; buffers of a reduction are aligned to
+/// an element. A rank that does not arrive within the timeout gives Error(timeout) that names it and aborts
+/// the group; calls that differ between ranks give Error(invalid_argument) with both on all of them. What is
+/// queued on the device when a rank aborts runs to its end.
 ///
 /// Two ranks that each send to the other and then receive wait for each other, as with NCCL outside of a
 /// group: let one receive first.

@@ -58,21 +58,25 @@ class HELIX_API PeerWindow {
 /// - Ranks of a root fall into islands, in which all reach each other's memory. A group that lies inside one,
 ///   the root or what split() makes, has windows; one that does not uses NCCL alone. Where NCCL cannot be
 ///   used, such a group can be split, and whatever else it is asked for throws Error(unsupported).
-/// - Messages are stores into windows, with flags that the peers' kernels poll: 64 blocks at most, and fewer
-///   where ranks share a GPU, so that kernels that wait leave room for those that they wait for. There every
+/// - Messages are stores into windows, with flags that the peers' kernels poll: those of collectives by 64
+///   blocks at most, and all by fewer where ranks share a GPU, so that kernels that wait leave room for those
+///   that they wait for. There every
 ///   rank needs a hardware queue of its own, and no kernel may be loaded while others wait: set
 ///   CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER in the environment before the first call of
 ///   CUDA. Threads that share a GPU meet on the host before and after they queue what is not captured, and
 ///   allocations of this library wait meanwhile; a call is captured by all ranks or by none. While captured
 ///   steps run, or memory comes from elsewhere, no rank may allocate or free any, as capturing a Graph does.
-/// - Large messages go over NCCL, where each rank has a GPU of its own and `use_nccl` is set; so does
-///   everything of a group of several islands. transport() tells.
+/// - Large messages, but for those of all_to_all_v, go over NCCL, where each rank has a GPU of its own and
+///   `use_nccl` is set; so does everything of a group of several islands. transport() tells.
 /// - Sums are in f32 and in rank order, the same bits on all ranks; over NCCL as NcclComm says.
 /// - Counts of messages live in device memory, so that a captured step replays rightly.
-/// - A kernel waits no longer than the group's timeout. One that gives up records whom it waited for and lets
-///   its peers go; synchronize() turns the record into Error(timeout) or Error(out_of_step), which names the
-///   ranks, and ends the group. Calls that differ between ranks are such a record too, where the messages
-///   meet.
+/// - A kernel waits no longer than the group's timeout, with a Bootstrap 2 s more: by then its watch has
+/// found
+///   who stands still. One that gives up records whom it waited for and lets the peers of that group go;
+///   synchronize(), or the next call, turns the record into Error(timeout) or Error(out_of_step), which names
+///   the ranks, and ends all groups of the root. Collectives that differ between ranks are such a record too,
+///   where the messages meet; the kernels of queue_kernel() are told apart by less: see
+///   cuda::Backend::reduce_norm().
 ///
 /// Capturable; each rank captures and replays a graph of its own. Over NCCL as NcclComm says.
 class HELIX_API PeerComm {
@@ -144,8 +148,9 @@ class HELIX_API PeerComm {
   PeerComm split(int color, int key);
 
   /// A window of `bytes` a rank at least, whose stride is a multiple of 16 * `parts` bytes. Collective, with
-  /// equal arguments; blocks the host. @throws Error(unsupported) without windows; Error(capacity), on all
-  /// ranks alike, where one has no room: the group is as it was.
+  /// equal arguments; blocks the host. @throws Error(invalid_argument) unless `bytes` are 1 to 2^48 and
+  /// `parts` 1 to kMaxCount; Error(unsupported) without windows; Error(capacity), on all ranks alike, where
+  /// one has no room: the group is as it was.
   PeerWindow allocate_window(std::size_t bytes, std::int64_t parts) const;
 
   /// As NcclComm::begin_step().
@@ -165,8 +170,8 @@ class HELIX_API PeerComm {
 
   /// Returns queue(channel), which queues a kernel of this library on `stream` that is `operation`, a string
   /// literal, and reaches the peers by `channel`. All ranks call it. Only with windows. @throws
-  /// Error(peer_failed) once any rank failed; what `queue` throws, which it does on all ranks, or the group
-  /// fails: at once where hosts meet, else at the timeout.
+  /// Error(peer_failed) once any rank failed; what `queue` throws, which ends the group, unless hosts meet
+  /// and it throws on all ranks.
   template <class Queue>
   auto queue_kernel(const char* operation, Stream stream, const Queue& queue) const {
     std::invoke_result_t<const Queue&, const PeerChannel&> result{};
