@@ -407,7 +407,7 @@ TEST_CASE("wrong shapes are refused before anything is sent") {
     expect(code(good, static_cast<LseConvention>(9)) == ErrorCode::invalid_argument, "no convention");
     const auto slice_code = [&](const ExchangeSlice& slice) {
       try {
-        exchange.outgoing(slice, nullptr);
+        (void)exchange.outgoing(slice, nullptr);
       } catch (const Error& error) {
         return error.code();
       }

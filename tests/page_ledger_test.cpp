@@ -180,19 +180,19 @@ TEST_CASE("exhaustion on one rank throws on all of them, with the numbers, and c
   const std::vector<std::int64_t> counts{4, 9};
   CHECK(stage.on_all([&](Cache& cache, Stream& stream) { cache.append(both, counts, stream); }));
   CHECK(stage.on_all([&](Cache& cache, Stream&) { cache.reserve(b, 9); }));
-  CHECK(stage.on_all([&](Cache& cache, Stream&) { cache.add(9); }));
+  CHECK(stage.on_all([&](Cache& cache, Stream&) { (void)cache.add(9); }));
   CHECK(stage.on_all([&](Cache& cache, Stream& stream) { cache.append(b, 101, stream); })->what ==
         "append: a sequence of 101 tokens exceeds max_tokens 100 of the KV cache; build it with a larger "
         "max_tokens");
   CHECK(stage.on_all([&](Cache& cache, Stream&) { cache.reserve(b, 101); })->code == ErrorCode::capacity);
-  CHECK(stage.on_all([&](Cache& cache, Stream&) { cache.add(101); })->code == ErrorCode::capacity);
+  CHECK(stage.on_all([&](Cache& cache, Stream&) { (void)cache.add(101); })->code == ErrorCode::capacity);
   for (int rank = 0; rank < 2; ++rank) CHECK(snapshot_of(stage.cache(rank).ledger(), both) == before);
 
   const SequenceId c = stage.add();
-  const auto slots = stage.on_all([&](Cache& cache, Stream&) { cache.add(); });
+  const auto slots = stage.on_all([&](Cache& cache, Stream&) { (void)cache.add(); });
   REQUIRE(slots);
   CHECK(contains(slots->what, "all 3 sequences of the KV cache are in use"));
-  CHECK(stage.on_all([&](Cache& cache, Stream& stream) { cache.fork(a, 0, stream); })->code ==
+  CHECK(stage.on_all([&](Cache& cache, Stream& stream) { (void)cache.fork(a, 0, stream); })->code ==
         ErrorCode::capacity);
   REQUIRE_FALSE(stage.on_all([&](Cache& cache, Stream&) { cache.release(c); }));
   // The fork shares 8 of 12 tokens (one page on each rank) and copies a page on rank 0: it fits once, not
@@ -202,7 +202,7 @@ TEST_CASE("exhaustion on one rank throws on all of them, with the numbers, and c
   CHECK(stage.cache(0).pages_free() == 0);
   CHECK(stage.cache(1).pages_free() == 2);
   REQUIRE_FALSE(stage.on_all([&](Cache& cache, Stream&) { cache.release(b); }));
-  CHECK(contains(stage.on_all([&](Cache& cache, Stream& stream) { cache.fork(a, 12, stream); })->what,
+  CHECK(contains(stage.on_all([&](Cache& cache, Stream& stream) { (void)cache.fork(a, 12, stream); })->what,
                  "fork needs 1 more pages on kvp_rank 0"));
 }
 
