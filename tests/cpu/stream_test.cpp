@@ -218,7 +218,7 @@ TEST_CASE("a task may enqueue on its own stream, but not wait for it") {
     }
   });
   stream.synchronize();
-  CHECK(code == static_cast<int>(ErrorCode::internal));
+  CHECK(code == static_cast<int>(ErrorCode::invalid_argument));
 
   stream.enqueue([stream] { stream.synchronize(); });
   CHECK_THROWS_AS(stream.synchronize(), helix::Error);
