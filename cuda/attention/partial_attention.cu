@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
-#include <limits>
 #include <span>
 
 #include <helix/cuda/backend.hpp>
@@ -204,8 +203,7 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   const AttentionCall call =
       call_of(args, state_->runs_hopper_kernels(),
               state_->kernel_target == KernelTarget::least_gpu ? kLeastSharedMemory : state_->shared_memory);
-  constexpr std::int64_t kMostRows =
-      std::numeric_limits<std::int32_t>::max() - 1023;  // and a query tile more
+  constexpr std::int64_t kMostRows = kMaxLocalTokens;  // counted likewise
   HELIX_EXPECTS(call.most_rows <= kMostRows, ErrorCode::unsupported, "partial_attention: a sequence has ",
                 call.most_rows, " query rows of a KV head; a GPU kernel counts up to ", kMostRows,
                 ": give fewer tokens a step");

@@ -4,7 +4,6 @@
 #include <array>
 #include <atomic>
 #include <cstdio>
-#include <exception>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -12,6 +11,7 @@
 #include <helix/comm/bootstrap.hpp>
 
 #include "comm/check_after_close.hpp"
+#include "comm/first_failure.hpp"
 #include "comm/rendezvous.hpp"
 #include "comm/start_thread.hpp"
 #include "comm/watch.hpp"
@@ -59,7 +59,7 @@ struct Bootstrap::State {
   std::shared_ptr<Watch> watch = std::make_shared<Watch>();
   std::thread thread;
   std::mutex in_use;
-  std::exception_ptr broken;  // what ended a call: the connections may hold bytes of it, so that none follows
+  FirstFailure calls;  // of what the connections carry
 
   ~State() {
     if (!thread.joinable()) return;
@@ -105,13 +105,7 @@ struct Bootstrap::State {
   auto call(const Body& body) {
     const std::lock_guard lock(in_use);
     check();
-    if (broken) std::rethrow_exception(broken);
-    try {
-      return body();
-    } catch (...) {
-      broken = std::current_exception();
-      throw;
-    }
+    return calls.call(body);
   }
 
   void send(std::size_t peer, const void* data, std::size_t bytes, const char* operation) const {

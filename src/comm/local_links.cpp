@@ -189,23 +189,12 @@ std::shared_ptr<const LocalLinks> LocalLinks::connect(Bootstrap& bootstrap, std:
   return links;
 }
 
-template <class Body>
-auto LocalLinks::call(const Body& body) const {
-  if (broken_) std::rethrow_exception(broken_);
-  try {
-    return body();
-  } catch (...) {
-    broken_ = std::current_exception();
-    throw;
-  }
-}
-
 void LocalLinks::send(int rank, std::span<const std::byte> message, int descriptor) const {
-  call([&] { send_message(rank, message, descriptor); });
+  messages_.call([&] { send_message(rank, message, descriptor); });
 }
 
 int LocalLinks::recv(int rank, std::span<std::byte> message) const {
-  return call([&] { return recv_message(rank, message); });
+  return messages_.call([&] { return recv_message(rank, message); });
 }
 
 void LocalLinks::send_message(int rank, std::span<const std::byte> message, int descriptor) const {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstddef>
-#include <exception>
 #include <memory>
 #include <span>
 #include <string>
@@ -13,6 +12,7 @@
 #include <helix/comm/bootstrap.hpp>
 #include <helix/export.hpp>
 
+#include "comm/first_failure.hpp"
 #include "comm/islands.hpp"
 #include "comm/socket.hpp"
 
@@ -33,8 +33,7 @@ class HELIX_API LocalLinks {
   /// Why this process could not be linked with its neighbours; empty: it is.
   const std::string& why_not() const { return why_not_; }
 
-  // A message that was not sent or received leaves the sockets with part of it, or with one that nobody asked
-  // for: what ended it is thrown by every later call.
+  // After a message that could not be sent or received no other is: see FirstFailure.
 
   /// Sends a message, with a descriptor unless that is -1. @throws Error(peer_failed).
   void send(int rank, std::span<const std::byte> message, int descriptor = -1) const;
@@ -44,9 +43,6 @@ class HELIX_API LocalLinks {
 
  private:
   explicit LocalLinks(const Bootstrap& bootstrap) : bootstrap_(bootstrap) {}
-  /// Runs the body of send() or recv(), unless one before has failed.
-  template <class Body>
-  auto call(const Body& body) const;
   void send_message(int rank, std::span<const std::byte> message, int descriptor) const;
   int recv_message(int rank, std::span<std::byte> message) const;
 
@@ -54,7 +50,7 @@ class HELIX_API LocalLinks {
   std::vector<Socket> links_;  // by rank; of neighbours
   std::vector<int> neighbourhoods_;
   std::string why_not_;
-  mutable std::exception_ptr broken_;  // what ended a message
+  mutable FirstFailure messages_;
 };
 
 }  // namespace helix::comm
