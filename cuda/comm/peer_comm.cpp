@@ -27,10 +27,10 @@ std::uint32_t tag_of(Operation operation, std::int64_t count, int detail = 0) {
   return call_tag(static_cast<std::uint32_t>(operation), {count, detail});
 }
 
-/// Whether hosts may have to meet for a call on `stream`: not where none of the root share a device, and not
-/// for what is captured, which runs later. Ranks capture a call all alike, or none.
-bool may_have_to_meet(const PeerComm::State& state, const Stream& stream) {
-  if (state.ranks_a_device == 1) return false;
+/// Whether hosts meet for a call on `stream`: not for what is captured, which runs later. Ranks capture a
+/// call all alike, or none.
+bool hosts_meet(const PeerComm::State& state, const Stream& stream) {
+  if (!state.hosts->meets()) return false;
   cudaStreamCaptureStatus status{};
   HELIX_CUDA_CHECK(cudaStreamIsCapturing(stream.handle(), &status));
   return status == cudaStreamCaptureStatusNone;
@@ -64,7 +64,7 @@ void queue_together(const PeerComm::State& state, comm::Call call, const Stream&
     queue();
   };
   if (state.size() == 1) return queue_on_device();
-  if (may_have_to_meet(state, stream)) {
+  if (hosts_meet(state, stream)) {
     try {
       return state.hosts->queue_together(call, peer, std::ref(queue_on_device));
     } catch (...) {

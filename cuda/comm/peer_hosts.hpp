@@ -31,11 +31,15 @@ class PeerHosts {
   /// ranks throws.
   virtual std::shared_ptr<const PeerRange> allocate(std::size_t bytes, std::size_t multiple) = 0;
 
-  /// Calls queue(), which queues this rank's kernel of `call`, one that waits for the peers. Where it matters
-  /// that the others' are queued soon, their hosts meet: before, with equal calls, and after. `peer`: the
-  /// other end of a send or recv, else -1. @throws what queue() throws: where hosts meet, that ends the group
-  /// at once, unless all of its ranks do; what a meeting throws.
-  virtual void queue_together(comm::Call& call, int peer, const std::function<void()>& queue) = 0;
+  /// Whether hosts meet where each queues a kernel that waits for the peers, as it matters that the others'
+  /// are queued soon. Contexts of processes do not wait for each other.
+  virtual bool meets() const { return false; }
+  /// Where hosts meet, calls queue(), which queues this rank's kernel of `call`, between two meetings, the
+  /// first with equal calls. `peer`: the other end of a send or recv, else -1. @throws what queue() throws,
+  /// which ends the group at once, unless all of its ranks throw; what a meeting throws.
+  virtual void queue_together(comm::Call& /*call*/, int /*peer*/, const std::function<void()>& queue) {
+    queue();
+  }
 
   /// A part of the group.
   struct Part {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstddef>
-#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -34,10 +33,6 @@ class ProcessHosts : public PeerHosts {
         group_(process_->links, root_ranks, rank) {}
 
   std::shared_ptr<const PeerRange> allocate(std::size_t bytes, std::size_t multiple) override;
-  /// Contexts of processes do not wait for each other.
-  void queue_together(comm::Call& /*call*/, int /*peer*/, const std::function<void()>& queue) override {
-    queue();
-  }
   Part split(int color, int key, NcclComm* nccl) override;
 
  private:

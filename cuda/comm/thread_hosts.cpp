@@ -88,7 +88,6 @@ void ThreadHosts::meet(comm::Call& call, int peer) {
 }
 
 void ThreadHosts::queue_together(comm::Call& call, int peer, const std::function<void()>& queue) {
-  if (!meets_) return queue();
   DeviceGate::let_waits_begin();
   meet(call, peer);
   const DeviceGate::Queueing section;

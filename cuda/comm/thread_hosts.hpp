@@ -33,6 +33,7 @@ class ThreadHosts : public PeerHosts {
         meets_(meets) {}
 
   std::shared_ptr<const PeerRange> allocate(std::size_t bytes, std::size_t multiple) override;
+  bool meets() const override { return meets_; }
   void queue_together(comm::Call& call, int peer, const std::function<void()>& queue) override;
   Part split(int color, int key, NcclComm* nccl) override;
 
