@@ -23,6 +23,7 @@ inline constexpr int kMaxQueryTiles = 256;  ///< Query tiles of one launch, unle
 struct AttentionCall {
   DType dtype = DType::f32;  ///< Type of q and out.
   const KvView& kv;
+  std::int64_t num_sequences = 0;
   std::int64_t most_rows = 0;   ///< Query rows of a KV head (query tokens * group) in the longest sequence.
   std::size_t q_alignment = 0;  ///< Bytes, a power of two up to 16, that divide the address of each row of q.
   std::size_t kv_alignment = 0;  ///< Bytes that likewise divide the address of each row of the cache.
@@ -73,7 +74,8 @@ extern const AttentionKernel kTensorPagesE4m3;
 /// Tensor cores as kTensorPagesE4m3, for rows of any strides.
 extern const AttentionKernel kTensorRowsE4m3;
 /// Tensor cores of compute capability 9.0, over latents of 512 columns and 64 of rope, for up to 16 query
-/// rows of a sequence; q, out and KV of one 16-bit type, rows of any strides aligned to 16 bytes.
+/// rows of a sequence while sequences and their tokens are few; q, out and KV of one 16-bit type, rows of any
+/// strides aligned to 16 bytes.
 extern const AttentionKernel kNarrowLatent;
 /// Warp-group products of compute capability 9.0, over latents of 512 columns and 64 of rope; q and out of
 /// one 16-bit type, KV of the same, of e4m3 or, under bf16, of fp8_ds_mla; rows of any strides aligned to 16

@@ -19,13 +19,19 @@ inline constexpr std::int64_t kMaxLocalTokens = std::numeric_limits<std::int32_t
 inline constexpr int kLeastKvTileTokens = 16;  ///< Of any kernel.
 inline constexpr int kMostPaddingTiles = 6;    ///< KV tiles that a query tile counts for beside its own.
 
-/// The pages that a sequence may have, and the tokens that one has on this rank at most, as far as the host
-/// can know: by the pages, and by Batch::lengths_host where it is given.
+/// The pages that a sequence may have, and the tokens that these hold, at most 2^31 * 2^24. What a kernel is
+/// chosen or launched by, and not Batch::lengths_host: a captured launch is replayed with longer sequences.
 inline std::int64_t most_pages(const KvView& kv) {
   return kv.page_begins == nullptr ? kv.max_pages : kv.num_pages;
 }
+inline std::int64_t page_list_tokens(const KvView& kv) {
+  return most_pages(kv) * kv.format.page_tokens;
+}
+
+/// The tokens that a sequence has on this rank at most, as far as the host can know: by the pages, and by
+/// Batch::lengths_host where it is given.
 inline std::int64_t most_local_tokens(const Batch& batch, const KvView& kv) {
-  const std::int64_t most = most_pages(kv) * kv.format.page_tokens;  // at most 2^31 * 2^24
+  const std::int64_t most = page_list_tokens(kv);
   if (batch.lengths_host.empty()) return most;
   const auto longest = std::max_element(batch.lengths_host.begin(), batch.lengths_host.end());
   return std::min(most, kv.layout.length(*longest, kv.kvp_rank));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Partial attention over latents (MLA) of up to 16 query rows, q and KV of one 16-bit type: as many heads as
-// ranks have that divide 128 by eight. Memory bounds it, and how long a launch takes from its queries to its
-// result where there are few tokens.
+// ranks have that divide 128 by eight. For few sequences of few tokens, where a launch takes as long as it is
+// from its queries to its result; of others latent.cuh reads more at a time.
 //
 // The blocks of a cluster take a work item together, its KV tiles in turn, and combine what they found of a
 // query tile: a KV split is a cluster's. Of a KV tile a warp multiplies 8 keys by half of their columns,

@@ -54,6 +54,7 @@ AttentionCall call_of(const PartialAttentionArgs<T>& args, bool is_hopper, const
                                      args.batch.query_offsets_host[b + 1] - args.batch.query_offsets_host[b]);
   return {.dtype = kDTypeOf<T>,
           .kv = args.kv,
+          .num_sequences = args.batch.num_sequences(),
           .most_rows = longest * (args.q.extent(1) / args.kv.format.num_heads),
           .q_alignment = common_alignment(
               {address_of(args.q.data()), step_of<T>(args.q.stride(0)), step_of<T>(args.q.stride(1))}),

@@ -24,8 +24,7 @@ struct ClusterGrid {
 /// layers, one sequence (H200): 560 tokens in clusters of 4 1.151 ms, of 8 1.145; 800 1.165 and 1.156. Where
 /// other ranks share the device pairs alone are sure to find room beside their kernels that wait.
 inline ClusterGrid cluster_grid(const AttentionParams& p, const KvView& kv, int blocks, bool shares_device) {
-  // Not by Batch::lengths_host: a captured launch is replayed with longer sequences.
-  const std::int64_t tokens = most_pages(kv) * kv.format.page_tokens;
+  const std::int64_t tokens = page_list_tokens(kv);
   const int parts = p.num_query_tiles * p.kv_heads;
   for (int cluster = shares_device ? 1 : kMostClusterBlocks; cluster > 1; cluster /= 2) {
     if (tokens <= cluster * kClusterBlockTokens && 4 * cluster * parts <= 3 * blocks)

@@ -140,8 +140,8 @@ TEMPLATE_TEST_CASE("latents on a GPU: few rows of any number of sequences, short
   const cuda::Operators<TestType> operators;
   cuda::Operators<TestType> beside_others;
   beside_others.set_shares_device(true);  // no clusters
-  // Sequences have clusters of eight, four and two blocks, or single ones; and with few pages there are no
-  // more clusters than sequences.
+  // The kernel of few rows has clusters of eight or four blocks, or single ones, and with few pages no more
+  // clusters than sequences; many sequences, or long ones, are the other kernel's.
   for (const std::int64_t sequences : {1, 3, 15, 16, 31, 66, 67, 133}) {
     for (const std::int64_t longest : {40, 767, 2000}) {
       AttentionCase c = latent_case<TestType>(sequences % 2 == 0 ? 16 : 5);
