@@ -301,7 +301,7 @@ TEST_CASE("bad cache sizes fail at construction") {
           {"max_sequences is -1", [](KvCacheSpec& s) { s.max_sequences = -1; }},
           {"max_tokens is -1", [](KvCacheSpec& s) { s.max_tokens = -1; }},
           {"pages is 9223372036854775807", [](KvCacheSpec& s) { s.pages = kHuge; }},
-          {"dtype is no DType", [](KvCacheSpec& s) { s.dtype = static_cast<DType>(99); }},
+          {"dtype is 99, which names no DType", [](KvCacheSpec& s) { s.dtype = static_cast<DType>(99); }},
           {"2 k_scales; give 1, one for each of the 3 KV heads, or 2 * 3",
            [](KvCacheSpec& s) { s.k_scales.assign(2, 1.0f); }},
           {"v_scales hold 0", [](KvCacheSpec& s) { s.v_scales.assign(1, 0.0f); }},

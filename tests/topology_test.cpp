@@ -161,7 +161,7 @@ TEST_CASE("heads after the exchange are TPA-major, small case by hand") {
     CHECK(topology.query_heads(rank) == attended[i]);
     CHECK(topology.combined_heads(rank) == combined[i]);
     CHECK(topology.stage_coordinates(rank).head_shard == head_shards[i]);
-    CHECK(topology.output_projection_rows(rank, 128) ==
+    CHECK(topology.output_projection_columns(rank, 128) ==
           Range{combined[i].begin * 128, combined[i].end * 128});
   }
   // Sharding W_o by stage_rank would differ: the mistake that invariant 1 names.
@@ -202,7 +202,7 @@ TEST_CASE("ranges of every legal topology partition the model") {
         std::set<std::pair<std::int64_t, std::int64_t>> cells;
         std::int64_t num_cells = 0;
         const std::int64_t group = shape.num_query_heads / shape.num_kv_heads;
-        std::vector<Range> w_o_rows;
+        std::vector<Range> w_o_columns;
         for (int rank = 0; rank < n; ++rank) {
           const RankCoordinates at = topology.stage_coordinates(rank);
           for (std::int64_t e = topology.experts(rank).begin; e < topology.experts(rank).end; ++e) {
@@ -219,11 +219,11 @@ TEST_CASE("ranges of every legal topology partition the model") {
           CHECK((topology.query_heads(rank).end - 1) / group == topology.kv_heads(rank).end - 1);
           CHECK(topology.combined_heads(rank).begin >= topology.query_heads(rank).begin);
           CHECK(topology.combined_heads(rank).end <= topology.query_heads(rank).end);
-          w_o_rows.push_back(topology.output_projection_rows(rank, 3));
+          w_o_columns.push_back(topology.output_projection_columns(rank, 3));
         }
         CHECK(num_cells == shape.num_experts() * spec.tpf);
         CHECK(static_cast<std::int64_t>(cells.size()) == num_cells);
-        check_partition(w_o_rows, shape.num_query_heads * 3, 1, "rows of W_o");
+        check_partition(w_o_columns, shape.num_query_heads * 3, 1, "columns of W_o");
       }
     }
   }
@@ -617,7 +617,7 @@ TEST_CASE("ranks and stages outside the topology are refused") {
           &Topology::shared_expert_ffn, &Topology::expert_ffn, &Topology::experts, &Topology::vocab}) {
       CHECK_THROWS_AS((topology.*range)(rank), Error);
     }
-    CHECK_THROWS_AS(topology.output_projection_rows(rank, 1), Error);
+    CHECK_THROWS_AS(topology.output_projection_columns(rank, 1), Error);
   }
   CHECK_THROWS_AS(topology.layers(2), Error);
   CHECK_THROWS_AS(topology.layers(-1), Error);

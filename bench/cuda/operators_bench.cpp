@@ -19,6 +19,7 @@
 #include <benchmark/benchmark.h>
 
 #include <helix/cuda/backend.hpp>
+#include <helix/exchange_layout.hpp>
 #include <helix/plan/model.hpp>
 
 #include "cases.hpp"
@@ -192,15 +193,12 @@ void bench_pack_partial(benchmark::State& state, std::int64_t kvp, std::int64_t 
   const std::int64_t dim = kModel.value_dim;
   const Operators operators;
   const std::int64_t rows = tokens * heads;
-  const std::int64_t part = heads / kvp;
-  const std::int64_t out_begin = 16 + (tokens * 4 + 15) / 16 * 16;
-  const std::int64_t block = out_begin + tokens * dim * 2;  // of a head
-  const std::int64_t message = part * block;
+  const ExchangeMessage at(tokens, heads / kvp, dim, kBf16Bytes);
   const double bytes = 2.0 * static_cast<double>(rows * (dim * 2 + 4));
   const int launches = cold_launches(static_cast<std::size_t>(bytes));
   const Places out(static_cast<std::size_t>(rows * dim) * kBf16Bytes, launches, kSeed);
   const Places lse(static_cast<std::size_t>(rows) * sizeof(float), launches, kSeed + 1);
-  const Places messages(static_cast<std::size_t>(kvp * message), launches, kSeed + 2);
+  const Places messages(static_cast<std::size_t>(kvp * at.message_bytes), launches, kSeed + 2);
   const cuda::Buffer exchanges = operators.allocate(sizeof(std::uint64_t));
   std::vector<std::int64_t> positions(static_cast<std::size_t>(tokens));
   std::iota(positions.begin(), positions.end(), std::int64_t{1000});
@@ -213,32 +211,41 @@ void bench_pack_partial(benchmark::State& state, std::int64_t kvp, std::int64_t 
         args.lse = {lse.at<float>(i), {tokens, heads}};
         auto* first = messages.at<std::byte>(i);
         args.sink.out = {
-            reinterpret_cast<bf16*>(first + out_begin), {tokens, heads, dim}, {dim, block / 2, 1}};
-        args.sink.lse = {reinterpret_cast<float*>(first + 16), {tokens, heads}, {1, block / 4}};
+            reinterpret_cast<bf16*>(first + at.out_begin), {tokens, heads, dim}, {dim, at.head_bytes / 2, 1}};
+        args.sink.lse = {
+            reinterpret_cast<float*>(first + at.lse_begin), {tokens, heads}, {1, at.head_bytes / 4}};
         args.sink.headers = {first,
                              tokens,
                              0,
                              reinterpret_cast<std::uint64_t*>(exchanges.data()),
                              reinterpret_cast<const std::int64_t*>(positions_at.data()),
                              kvp,
-                             message};
+                             at.message_bytes};
         operators.pack_partial(args, stream);
       },
       [&](cuda::Stream) {
         const int last = launches - 1;
         const auto from = on_host<bf16>(operators, out.at(last), rows * dim);
+        const auto lse_from = on_host<float>(operators, lse.at<float>(last), rows);
         std::vector<bf16> got;
         std::vector<bf16> expected;
+        double wrong_lse = 0.0;
         for (std::int64_t head = 0; head < heads; ++head) {
-          const auto outputs =
-              on_host<bf16>(operators, messages.at<std::byte>(last) + head * block + out_begin, tokens * dim);
+          const std::byte* const block = messages.at<std::byte>(last) + head * at.head_bytes;
+          const auto outputs = on_host<bf16>(operators, block + at.out_begin, tokens * dim);
           got.insert(got.end(), outputs.begin(), outputs.end());
+          const auto sums = on_host<float>(operators, block + at.lse_begin, tokens);
+          for (std::int64_t token = 0; token < tokens; ++token)
+            wrong_lse += sums[static_cast<std::size_t>(token)] !=
+                                 lse_from[static_cast<std::size_t>(token * heads + head)]
+                             ? 1.0
+                             : 0.0;
           for (std::int64_t token = 0; token < tokens; ++token) {
             const auto begin = from.begin() + (token * heads + head) * dim;
             expected.insert(expected.end(), begin, begin + dim);
           }
         }
-        return relative_error(got, expected);
+        return relative_error(got, expected) + wrong_lse;
       });
 }
 

@@ -15,7 +15,6 @@ namespace helix::cuda {
 namespace {
 
 // Three f32 arrays of them are the 48 KiB that any launch may have.
-constexpr std::int64_t kMaxRoutedExperts = 4096;
 
 struct RouteTokens {
   const float* logits;    // [tokens, num_experts]
@@ -138,14 +137,7 @@ void Operators<T>::route(const RouteArgs& args, Stream stream) const {
   const std::int64_t tokens = args.logits.extent(0);
   const std::int64_t experts = args.logits.extent(1);
   const std::int64_t top_k = args.experts.extent(1);
-  HELIX_EXPECTS(experts <= kMaxRoutedExperts, ErrorCode::unsupported, "route: ", experts,
-                " experts; this backend is built for up to ", kMaxRoutedExperts);
-  HELIX_EXPECTS(args.num_groups >= 1 && experts % args.num_groups == 0 && args.groups_kept >= 1 &&
-                    args.groups_kept <= args.num_groups &&
-                    top_k <= experts / args.num_groups * args.groups_kept,
-                ErrorCode::invalid_argument, "route: ", top_k, " of ", experts, " experts in ",
-                args.num_groups, " groups of which ", args.groups_kept,
-                " are kept; groups must be equal and the kept ones hold that many experts");
+  detail::check_route(args);
   if (tokens == 0 || top_k == 0) return;
   const DeviceScope scope(state_->device);
   const RouteTokens route{args.logits.data(),

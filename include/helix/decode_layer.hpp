@@ -68,7 +68,7 @@ struct LayerBuffers {
   }
 };
 
-/// Steps 1 to 10 of the layer, queued; everything has been checked.
+/// The whole layer, queued; everything has been checked.
 template <LayerBackend B>
 void queue_layer(B& backend, const RankShape& shape, const LayerConfig& config, const LayerWeights& weights,
                  const KvView& kv, const Batch& batch, TensorView<typename B::Activation, 2> hidden,

@@ -23,8 +23,10 @@ struct KvpAllToAllSpec {
   bool has_lines = true;
 };
 
+namespace detail {
+
 /// The spec, if a group of `kvp` ranks can have it. @throws Error(invalid_argument).
-inline KvpAllToAllSpec checked_spec(const KvpAllToAllSpec& spec, int kvp) {
+inline KvpAllToAllSpec checked_exchange_spec(const KvpAllToAllSpec& spec, int kvp) {
   HELIX_EXPECTS(spec.num_query_heads >= 1 && spec.num_query_heads % kvp == 0 && spec.value_dim >= 1 &&
                     spec.max_tokens >= 0 && spec.max_slices >= 1,
                 ErrorCode::invalid_argument, "KvpAllToAll: ", spec.num_query_heads, " query heads over KVP ",
@@ -39,6 +41,8 @@ inline KvpAllToAllSpec checked_spec(const KvpAllToAllSpec& spec, int kvp) {
   return spec;
 }
 
+}  // namespace detail
+
 /// The part of a step that one exchange carries.
 struct ExchangeSlice {
   int index = 0;                 ///< Number of the slice, of those that attend alike.
@@ -47,10 +51,12 @@ struct ExchangeSlice {
   std::int64_t value_dim = 0;  ///< Dv of the slice's partials, at most the spec's; 0: the spec's.
 };
 
+namespace detail {
+
 /// The slice with its value_dim filled in, if exchanges of `spec` over `kvp` ranks can carry it.
 /// @throws Error(invalid_argument).
-inline ExchangeSlice checked_slice(const KvpAllToAllSpec& spec, ExchangeSlice slice, std::int64_t kvp,
-                                   bool has_windows) {
+inline ExchangeSlice checked_exchange_slice(const KvpAllToAllSpec& spec, ExchangeSlice slice,
+                                            std::int64_t kvp, bool has_windows) {
   if (slice.value_dim == 0) slice.value_dim = spec.value_dim;
   HELIX_EXPECTS(kvp > 1 && slice.tokens >= 0 && slice.first_token >= 0 &&
                     slice.tokens <= spec.max_tokens - slice.first_token,
@@ -64,6 +70,8 @@ inline ExchangeSlice checked_slice(const KvpAllToAllSpec& spec, ExchangeSlice sl
                 "exchange: value_dim ", slice.value_dim, "; built for up to ", spec.value_dim);
   return slice;
 }
+
+}  // namespace detail
 
 /// One packed message a KVP peer, a block a head: [header 16 B][lse f32: tokens][out: tokens * Dv], each
 /// padded to 16 B; the first block's header counts. The heads of all peers are a constant stride apart, so

@@ -112,9 +112,10 @@ void queue_ffn(B& backend, const RankShape& shape, const FfnBlockArgs<B>& args, 
 
 }  // namespace detail
 
-/// Step 9 of a layer, up to the sum over the stage: dense column- and row-parallel over N, or this rank's
-/// experts' slices (TPF x EP) for all tokens and its slice of the shared expert. Local. Queued on `stream`;
-/// allocates nothing, capturable. Shapes are checked by decode_layer. Source: paper section 2.2.
+/// The FFN of a layer, from its normed input up to the sum over the stage: dense column- and row-parallel
+/// over N, or this rank's experts' slices (TPF x EP) for all tokens and its slice of the shared expert.
+/// Local. Queued on `stream`; allocates nothing, capturable. Shapes are checked by decode_layer. Source:
+/// paper section 2.2.
 template <LayerBackend B>
 void ffn_block(B& backend, const RankShape& shape, const FfnBlockArgs<B>& args, typename B::Stream stream) {
   std::visit([&](const auto& weights) { detail::queue_ffn(backend, shape, args, weights, stream); },

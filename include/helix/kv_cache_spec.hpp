@@ -31,7 +31,7 @@ struct KvCacheSpec {
   /// Hkv]. MLA: of the whole row.
   std::vector<float> k_scales{};
   std::vector<float> v_scales{};  ///< The same of values; MLA: empty.
-  std::uint32_t tag = 0;          ///< Set apart the ids of caches of equal sizes; equal on all ranks
+  std::uint32_t tag = 0;          ///< Tells apart the ids of caches of equal sizes; equal on all ranks
 };
 
 namespace detail {
@@ -58,15 +58,16 @@ inline const KvCacheSpec& checked(const KvCacheSpec& spec, const Topology& topol
   HELIX_EXPECTS(spec.layers >= 1 && spec.layers <= std::numeric_limits<int>::max(),
                 ErrorCode::invalid_argument, "the KV cache's layers is ", spec.layers,
                 "; give the number of layers of this stage");
-  HELIX_EXPECTS(size_bytes(spec.dtype) != 0, ErrorCode::invalid_argument, "the KV cache's dtype is no DType");
+  HELIX_EXPECTS(size_bytes(spec.dtype) != 0, ErrorCode::invalid_argument, "the KV cache's dtype is ",
+                static_cast<int>(spec.dtype),
+                ", which names no DType; give f32, f16, bf16, fp8_e4m3 or fp8_ds_mla");
   HELIX_EXPECTS(shape.value_dim <= shape.head_dim, ErrorCode::invalid_argument, "value_dim ", shape.value_dim,
                 " exceeds head_dim ", shape.head_dim, "; rows of K and V lie head_dim apart");
-  HELIX_EXPECTS(spec.dtype != DType::fp8_ds_mla ||
-                    (shape.is_mla() && shape.value_dim % 4 == 0 && shape.head_dim >= shape.value_dim + 2 &&
-                     (shape.head_dim - shape.value_dim) % 2 == 0),
-                ErrorCode::invalid_argument, "the KV cache's dtype is fp8_ds_mla, but the model has ",
-                shape.is_mla() ? "latents" : "no latents", " of ", shape.value_dim, " of ", shape.head_dim,
-                " columns; it takes MLA's, of a multiple of 4 and an even number of rope columns");
+  HELIX_EXPECTS(
+      spec.dtype != DType::fp8_ds_mla || (shape.is_mla() && fits_mixed_rows(shape.head_dim, shape.value_dim)),
+      ErrorCode::invalid_argument, "the KV cache's dtype is fp8_ds_mla, but the model has ",
+      shape.is_mla() ? "latents" : "no latents", " of ", shape.value_dim, " of ", shape.head_dim,
+      " columns; it takes MLA's, of a multiple of 4 and an even number of rope columns");
   check_scales("k_scales", spec.k_scales, spec, shape);
   check_scales("v_scales", spec.v_scales, spec, shape);
   HELIX_EXPECTS(!shape.is_mla() || spec.v_scales.empty(), ErrorCode::invalid_argument, "the KV cache has ",

@@ -32,12 +32,11 @@ inline void check_kv_pointer(std::string_view operation, std::string_view name, 
                 bytes, " bytes of what lies there");
 }
 
-/// Rows of fp8_ds_mla are latent, and their scales of f32 and rope of bf16 begin and end where such can.
+/// Rows of fp8_ds_mla are latent, of columns that fit them, and aligned.
 inline void check_mixed_rows(std::string_view operation, const KvView& kv) {
   const KvFormat& format = kv.format;
   if (!format.is_mixed()) return;
-  HELIX_EXPECTS(format.is_latent && format.value_dim % 4 == 0 && format.rope_columns() >= 2 &&
-                    format.rope_columns() % 2 == 0,
+  HELIX_EXPECTS(format.is_latent && fits_mixed_rows(format.head_dim, format.value_dim),
                 ErrorCode::invalid_argument, operation, ": the KV view is of ", to_string(format.dtype), ", ",
                 format.is_latent ? "latent" : "not latent", ", with ", format.value_dim, " latent and ",
                 format.rope_columns(),

@@ -68,6 +68,12 @@ constexpr std::int64_t size_product(std::int64_t first, Sizes... sizes) {
                             larger<std::int64_t>(sizes, 0)...);
 }
 
+/// Whether latent rows of these columns can be of DType::fp8_ds_mla: scales of f32 and rope of bf16 must
+/// begin and end where such can.
+constexpr bool fits_mixed_rows(std::int64_t head_dim, std::int64_t value_dim) {
+  return value_dim % 4 == 0 && head_dim - value_dim >= 2 && (head_dim - value_dim) % 2 == 0;
+}
+
 /// The sum of two sizes, likewise.
 constexpr std::int64_t size_sum(std::int64_t a, std::int64_t b) {
   return saturating_sum(larger<std::int64_t>(a, 0), larger<std::int64_t>(b, 0));

@@ -76,6 +76,12 @@ class KvLayout {
     return detail::owned_tokens(num_tokens, period(), chunk_, kvp_rank);
   }
 
+  /// Pages of `page_tokens` local tokens that `kvp_rank` needs for the first `num_tokens` global positions.
+  HELIX_HOST_DEVICE constexpr std::int64_t pages(std::int64_t num_tokens, std::int64_t kvp_rank,
+                                                 std::int64_t page_tokens) const {
+    return ceil_div(length(num_tokens, kvp_rank), page_tokens);
+  }
+
   /// Local positions on `kvp_rank` that a query at global `position` reads: [length(position + 1 - window),
   /// length(position + 1)), or from 0 without a window (invariant 4). Empty for padding (-1).
   HELIX_HOST_DEVICE constexpr TokenRange visible(std::int64_t position, std::int64_t window,

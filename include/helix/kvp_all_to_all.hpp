@@ -17,8 +17,8 @@ namespace helix {
 /// One rank's end of the exchange. Owns the memory of its messages, and a device-side count of exchanges:
 /// each message carries it with a hash of its tokens' positions, and a rank that skipped or repeated a step
 /// is an Error(out_of_step) on the stream, not a wrong result (invariant 13), unless the step behind has the
-/// same positions (exchange_epoch()). The bytes that travel do not
-/// depend on the context. Source: paper section 2.1.2.
+/// same positions (exchange_epoch()). The bytes that travel do not depend on the context. Source: paper
+/// section 2.1.2.
 ///
 /// With windows (WindowExchange) attention writes into the memory of the rank that combines each head:
 /// nothing is packed or sent, the transfer runs beside attention, and a step is one slice. There a step of
@@ -35,7 +35,8 @@ class KvpAllToAll {
   /// limits.hpp, or the backend has no KVP communicator.
   KvpAllToAll(B& backend, const KvpAllToAllSpec& spec)
       : backend_(&backend),
-        spec_(checked_spec(spec, detail::given_comm("KvpAllToAll", "kvp", backend.comms().kvp).size())),
+        spec_(detail::checked_exchange_spec(
+            spec, detail::given_comm("KvpAllToAll", "kvp", backend.comms().kvp).size())),
         kvp_(backend.comms().kvp->size()),
         layout_(spec, kElementBytes),
         windows_(spec, kvp_),
@@ -66,11 +67,11 @@ class KvpAllToAll {
 
   /// The messages of one slice of a step, for an attention that writes its partials, and their headers,
   /// straight into them: nothing is packed then. Over windows headers are the combine's to send, and an
-  /// attention must know the sink's `lines`, unless the spec wants none. `positions`
-  /// (device) of the slice's tokens as in exchange(). Local, queues nothing. @throws Error(invalid_argument)
-  /// for KVP = 1, which sends none, or a slice outside of the spec.
+  /// attention must know the sink's `lines`, unless the spec wants none. `positions` (device) of the slice's
+  /// tokens as in exchange(). Local, queues nothing.
+  /// @throws Error(invalid_argument) for KVP = 1, which sends none, or a slice outside of the spec.
   [[nodiscard]] Outgoing outgoing(const ExchangeSlice& of_step, const std::int64_t* positions) const {
-    const ExchangeSlice slice = checked_slice(spec_, of_step, kvp_, has_windows_);
+    const ExchangeSlice slice = detail::checked_exchange_slice(spec_, of_step, kvp_, has_windows_);
     Outgoing messages{.sink = {.out = {nullptr, {0, spec_.num_query_heads, slice.value_dim}},
                                .lse = {nullptr, {0, spec_.num_query_heads}},
                                .first_token = slice.first_token},

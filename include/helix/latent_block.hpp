@@ -226,7 +226,7 @@ void for_each_part(const RankShape& shape, const AttentionBlockArgs<B>& args, co
   use_absorbed(batch.num_sequences());
 }
 
-/// Steps 2 to 8 of a layer with latents.
+/// The attention block of a layer with latents, from the projections of queries and latents on.
 template <LayerBackend B>
 void attend_block(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
                   const MlaWeights& weights, typename B::Stream stream) {

@@ -9,7 +9,7 @@ namespace helix {
 // What a public header checks against these cannot overflow int64 afterwards. The largest products:
 // - a position on a rank, its chunk times KVP: kMaxTokens * kMaxRanks = 2^56;
 // - a page's elements: kMaxPageTokens * kMaxRowElements = 2^55, and its bits: 2^60;
-// - a step's widest buffer, the chosen experts' inputs, products and outputs: kMaxStepTokens * 2^12 choices *
+// - a step's widest buffer, the chosen experts' inputs, products and outputs: kMaxStepTokens * kMaxTopK *
 //   4 * kMaxWidth = 2^58 elements, 2^60 bytes; logits of a step: kMaxStepTokens * kMaxVocabulary = 2^48.
 // Sums over layers, pages and sequences may come to more: they saturate (integers.hpp) and are refused.
 
@@ -31,6 +31,8 @@ inline constexpr std::int64_t kMaxRanks = std::int64_t{1} << 16;
 inline constexpr std::int64_t kMaxCount = std::int64_t{1} << 20;
 /// Experts that a token visits.
 inline constexpr std::int64_t kMaxTopK = std::int64_t{1} << 12;
+/// Experts that the backends of this library choose from.
+inline constexpr std::int64_t kMaxRoutedExperts = std::int64_t{1} << 12;
 /// Hidden states and FFN slices of a model, in elements.
 inline constexpr std::int64_t kMaxWidth = std::int64_t{1} << 24;
 /// A token's queries, keys or values of all heads, in elements.

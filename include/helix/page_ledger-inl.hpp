@@ -121,7 +121,7 @@ inline std::int64_t PageLedger::pages_needed(const KvLayout& layout, std::int64_
                 ErrorCode::invalid_argument, "pages_needed: page_tokens is ", page_tokens, ", in [1, ",
                 kMaxPageTokens, "]; num_tokens is ", num_tokens, ", in [0, ", kMaxTokens, "]; kvp_rank is ",
                 kvp_rank, ", in [0, ", layout.kvp(), ")");
-  return ceil_div(layout.length(num_tokens, kvp_rank), page_tokens);
+  return layout.pages(num_tokens, kvp_rank, page_tokens);
 }
 
 inline std::int64_t PageLedger::pages_needed(const KvLayout& layout, std::int64_t page_tokens,
@@ -133,7 +133,7 @@ inline std::int64_t PageLedger::pages_needed(const KvLayout& layout, std::int64_
 }
 
 inline std::int64_t PageLedger::pages_of(std::int64_t num_tokens, std::size_t rank) const {
-  return ceil_div(spec_.layout.length(num_tokens, static_cast<std::int64_t>(rank)), spec_.page_tokens);
+  return spec_.layout.pages(num_tokens, static_cast<std::int64_t>(rank), spec_.page_tokens);
 }
 
 /// The next token of `rank` would go into a page that another sequence reads.

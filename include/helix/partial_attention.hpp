@@ -71,7 +71,8 @@ void partial_attention(B& backend, const PartialAttentionArgs<typename B::Activa
   const std::size_t needed =
       backend.partial_attention_workspace_bytes(tokens, args.q.extent(1), format.head_dim, format.value_dim);
   HELIX_EXPECTS(args.workspace.size() >= needed, ErrorCode::capacity, "partial_attention: workspace is ",
-                args.workspace.size(), " bytes; ", needed, " are needed");
+                args.workspace.size(), " bytes; ", needed,
+                " are needed: size it with the backend's partial_attention_workspace_bytes()");
   if (tokens == 0) return;
   backend.partial_attention(args, stream);
 }

@@ -41,8 +41,8 @@ void reduce_then_norm(B& backend, const ReduceNormArgs<typename B::Activation>& 
 /// reduce_norm(args, stream); for any other it is all_reduce and rms_norm. Collective over the stage; all
 /// ranks get the same bits (invariant 12). Queued on `stream`, allocates nothing, capturable.
 /// @throws Error(invalid_argument) if shapes contradict each other, an address or the backend's stage
-/// communicator is missing, the weight is not
-/// [1, M] of f32, f16 or bf16, the last stride of out is not 1, or epsilon is below 0 or not finite.
+/// communicator is missing, the weight is not [1, M] of f32, f16 or bf16, the last stride of out is not 1, or
+/// epsilon is below 0 or not finite.
 template <LayerBackend B>
 void reduce_norm(B& backend, const ReduceNormArgs<typename B::Activation>& args, typename B::Stream stream) {
   const bool has_norm = !args.weight.empty();

@@ -7,25 +7,19 @@
 
 #include <helix/host_device.hpp>
 #include <helix/kv_format.hpp>
+#include <helix/splitmix64.hpp>
 
 namespace helix {
-
-/// The finaliser of SplitMix64: equal bits of x become independent ones.
-HELIX_HOST_DEVICE constexpr std::uint64_t synthetic_mix(std::uint64_t x) {
-  x ^= x >> 30;
-  x *= 0xbf58476d1ce4e5b9ull;
-  x ^= x >> 27;
-  x *= 0x94d049bb133111ebull;
-  return x ^ x >> 31;
-}
 
 /// Key of the K (or V) row of the model's `head` at global `position` in the model's `layer`: a function of
 /// these alone.
 HELIX_HOST_DEVICE constexpr std::uint32_t synthetic_row_key(std::int64_t layer, std::int64_t head,
                                                             std::int64_t position, bool is_value) {
-  const std::uint64_t where = synthetic_mix(static_cast<std::uint64_t>(layer) << 1 | (is_value ? 1u : 0u)) ^
-                              static_cast<std::uint64_t>(head) * 0x9e3779b97f4a7c15ull;
-  return static_cast<std::uint32_t>(synthetic_mix(where + static_cast<std::uint64_t>(position)) >> 32);
+  const std::uint64_t where =
+      detail::splitmix64_mix(static_cast<std::uint64_t>(layer) << 1 | (is_value ? 1u : 0u)) ^
+      static_cast<std::uint64_t>(head) * detail::kSplitmix64Step;
+  return static_cast<std::uint32_t>(detail::splitmix64_mix(where + static_cast<std::uint64_t>(position)) >>
+                                    32);
 }
 
 /// Pseudo-random value in [-1, 1) of one element of the row.

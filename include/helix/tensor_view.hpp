@@ -22,7 +22,6 @@ class TensorView {
   static_assert(R >= 1);
 
  public:
-  using element_type = T;
   using extents_type = std::array<std::int64_t, static_cast<std::size_t>(R)>;
   static constexpr int rank() { return R; }
 

@@ -369,7 +369,7 @@ inline Range Topology::kv_heads(int stage_rank) const {
   return {begin, begin + larger<std::int64_t>(1, shape_.num_kv_heads / tpa())};
 }
 
-inline Range Topology::output_projection_rows(int stage_rank, std::int64_t value_dim) const {
+inline Range Topology::output_projection_columns(int stage_rank, std::int64_t value_dim) const {
   const Range heads = combined_heads(stage_rank);
   return {heads.begin * value_dim, heads.end * value_dim};
 }

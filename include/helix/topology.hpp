@@ -39,7 +39,7 @@ struct RankCoordinates {
   int tpa_rank = 0;
   int tpf_rank = 0;
   int ep_rank = 0;
-  int head_shard = 0;  ///< = tpa_rank * KVP + kvp_rank: index of this rank's W_o row shard (invariant 1)
+  int head_shard = 0;  ///< = tpa_rank * KVP + kvp_rank: index of this rank's columns of W_o (invariant 1)
 
   friend bool operator==(const RankCoordinates&, const RankCoordinates&) = default;
 };
@@ -107,7 +107,7 @@ class Topology {
   Range kv_heads(int stage_rank) const;
   /// Columns of W_o (rows of its transpose): combined_heads times `value_dim` values a head after W_UV, if
   /// any.
-  Range output_projection_rows(int stage_rank, std::int64_t value_dim) const;
+  Range output_projection_columns(int stage_rank, std::int64_t value_dim) const;
   Range ffn(int stage_rank) const;                ///< Slice of F, split over N.
   Range shared_expert_ffn(int stage_rank) const;  ///< Slice of the shared experts' F, split over N.
   Range expert_ffn(int stage_rank) const;         ///< Slice of a routed expert's F, split over TPF.

@@ -29,8 +29,8 @@ inline Clock::time_point deadline_after(milliseconds timeout) {
 
 /// The end of a wait. It is put off where this process slept meanwhile, stopped by a signal or with its
 /// machine, as its peers may have slept with it: by as long as it slept, or once, where that was long, to
-/// begin anew. That is
-/// seen where a look comes late, so that a wait is to wake for each.
+/// begin anew. Only a look that comes late shows that the process slept, so a waiter must wake at next_look()
+/// at the latest.
 class Patience {
  public:
   explicit Patience(Clock::time_point deadline)

@@ -19,7 +19,7 @@ namespace helix::cpu {
 namespace {
 
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
-constexpr std::size_t kMaxExperts = 4096;  // bounds the stack arrays of one token's choice
+constexpr auto kMaxExperts = static_cast<std::size_t>(kMaxRoutedExperts);  // bounds stack arrays
 
 /// NaN as -inf: the value NaN marks what has been taken.
 float selectable(float value) {
@@ -233,16 +233,7 @@ void run_experts(const ExpertFfnArgs<float>& args, ThreadPool& pool, ProductInpu
 }  // namespace
 
 void Operators::route(const RouteArgs& args, Stream stream) const {
-  const std::int64_t experts = args.logits.extent(1);
-  const std::int64_t top_k = args.experts.extent(1);
-  HELIX_EXPECTS(experts <= static_cast<std::int64_t>(kMaxExperts), ErrorCode::unsupported, "route: ", experts,
-                " experts; this backend is built for up to ", kMaxExperts);
-  HELIX_EXPECTS(args.num_groups >= 1 && experts % args.num_groups == 0 && args.groups_kept >= 1 &&
-                    args.groups_kept <= args.num_groups &&
-                    top_k <= experts / args.num_groups * args.groups_kept,
-                ErrorCode::invalid_argument, "route: ", top_k, " of ", experts, " experts in ",
-                args.num_groups, " groups of which ", args.groups_kept,
-                " are kept; groups must be equal and the kept ones hold that many experts");
+  detail::check_route(args);
   stream.enqueue([args, pool = pool_] {
     for_each_row(*pool, args.logits.extent(0), 8 * args.logits.extent(1),
                  [&](std::int64_t token) { route_token(args, token); });

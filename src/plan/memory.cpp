@@ -17,12 +17,6 @@ namespace {
 
 constexpr std::int64_t kMaxRowBytes = std::int64_t{1} << 24;
 
-/// Pages that `num_tokens` global tokens take on `kvp_rank`, as PageLedger counts them.
-std::int64_t pages_needed(const KvLayout& layout, std::int64_t page_tokens, std::int64_t num_tokens,
-                          std::int64_t kvp_rank) {
-  return ceil_div(layout.length(num_tokens, kvp_rank), page_tokens);
-}
-
 std::int64_t checked_bytes(const char* what, std::int64_t bytes) {
   HELIX_EXPECTS(bytes < kSaturated, ErrorCode::capacity, what,
                 " of a rank exceeds 2^63 bytes; use fewer or shorter sequences or smaller pages");
@@ -61,7 +55,7 @@ std::int64_t kv_page_bytes_used(const Topology& topology, int stage_rank, const 
   for (const std::int64_t length : lengths) {
     HELIX_EXPECTS(length >= 0 && length <= kMaxTokens, ErrorCode::invalid_argument, "a sequence of ", length,
                   " tokens; at most ", kMaxTokens, " are supported");
-    used = saturating_sum(used, pages_needed(layout, pages.page_tokens, length, kvp_rank));
+    used = saturating_sum(used, layout.pages(length, kvp_rank, pages.page_tokens));
   }
   return checked_bytes("the KV cache", saturating_product(used, page_bytes));
 }
@@ -110,8 +104,8 @@ RankMemoryPlan plan_memory_by(CountLayers&& count, const Model& model, const Pre
 
   const KvLayout kv_layout(layout.kvp, workload.chunk);
   // Rank 0 owns the first chunk of each period: no rank holds more.
-  const std::int64_t pages = pages_needed(
-      kv_layout, workload.page_tokens, static_cast<std::int64_t>(std::ceil(in_tokens(workload.context))), 0);
+  const std::int64_t pages = kv_layout.pages(
+      static_cast<std::int64_t>(std::ceil(in_tokens(workload.context))), 0, workload.page_tokens);
   const Bytes page =
       packed_bytes(rank.kv_stored * static_cast<double>(workload.page_tokens), precision.kv_bits);
   plan.kv = page * pages * batch.cached * most_layers;

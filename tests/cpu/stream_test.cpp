@@ -315,13 +315,20 @@ TEST_CASE("a failure spreads to the streams that wait for it, and only to what w
 TEST_CASE("an event outlives the stream it was recorded on") {
   Event event;
   Stream waiter;
+  std::atomic<bool> ran = false;
   {
     Stream gone;
-    gone.enqueue([] {});
+    gone.enqueue([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      ran = true;
+    });
     event.record(gone);
   }
+  bool ran_before = false;
   event.wait(waiter);
+  waiter.enqueue([&] { ran_before = ran; });
   waiter.synchronize();
+  CHECK(ran_before);
 }
 
 TEST_CASE("two streams hand data back and forth through two events") {

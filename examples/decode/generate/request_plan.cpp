@@ -185,8 +185,8 @@ StageLimits plan_limits(const GenerationRequest& request, const Topology& topo, 
 
 namespace {
 
-/// Lengths of prompts, up to `most` tokens, that between them are expanded in all the blocks that shorter
-/// ones are: their sizes are powers of two, of 64 rows or more (expand_latents()).
+/// Two lengths of prompts, whose expansion has blocks of every size that one of up to `most` tokens can have:
+/// these are powers of two, of 64 rows or more (detail::for_each_row_block()).
 std::vector<std::int64_t> expanded_prompts(std::int64_t most) {
   constexpr std::int64_t kLeastRows = 64;
   if (most <= 0) return {};

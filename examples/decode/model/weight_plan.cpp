@@ -131,7 +131,7 @@ class PlanBuilder {
     const std::int64_t hidden = config_.shape.hidden;
     add(WeightRole::attention_out,
         {some_cols(name("self_attn.o_proj.weight"), hidden, config_.shape.num_query_heads * dim,
-                   topo_.output_projection_rows(at_.stage_rank, dim))});
+                   topo_.output_projection_columns(at_.stage_rank, dim))});
     if (config_.has_output_bias && at_.stage_rank == 0)
       add(WeightRole::attention_out_bias, {whole(name("self_attn.o_proj.bias"), 1, hidden)});
   }

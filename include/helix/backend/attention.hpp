@@ -23,7 +23,7 @@ namespace helix {
 /// Rows of k and v may be strided; their last stride is 1.
 template <class T>
 struct AppendKvArgs {
-  TensorView<const T, 3> k;  ///< [tokens, Hkv/TPA, D]; MLA: the latent rows [tokens, 1, 576].
+  TensorView<const T, 3> k;  ///< [tokens, Hkv/TPA, D]; MLA: the latent rows [tokens, 1, D].
   TensorView<const T, 3> v;  ///< [tokens, Hkv/TPA, Dv]; MLA: empty.
   Batch batch;
   KvView kv;

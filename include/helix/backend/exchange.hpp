@@ -12,6 +12,7 @@
 #include <helix/error.hpp>
 #include <helix/kv_layout.hpp>
 #include <helix/lse.hpp>
+#include <helix/splitmix64.hpp>
 #include <helix/tensor_view.hpp>
 
 namespace helix {
@@ -45,11 +46,8 @@ struct ExchangeHeader {
 
 /// The term that position number `index` of a step adds to the sum in exchange_epoch().
 HELIX_HOST_DEVICE constexpr std::uint64_t exchange_epoch_term(std::int64_t position, std::int64_t index) {
-  std::uint64_t mixed = static_cast<std::uint64_t>(position) +
-                        static_cast<std::uint64_t>(index + 1) * 0x9e3779b97f4a7c15u;  // splitmix64
-  mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9u;
-  mixed = (mixed ^ mixed >> 27) * 0x94d049bb133111ebu;
-  return mixed ^ mixed >> 31;
+  return detail::splitmix64_mix(static_cast<std::uint64_t>(position) +
+                                static_cast<std::uint64_t>(index + 1) * detail::kSplitmix64Step);
 }
 
 /// The epoch that a header carries: the exchanges that the sender has done, this one included, plus a hash of

@@ -14,6 +14,7 @@
 #include <helix/dtype.hpp>
 #include <helix/error.hpp>
 #include <helix/kv_format.hpp>
+#include <helix/limits.hpp>
 #include <helix/tensor_view.hpp>
 
 namespace helix {
@@ -189,8 +190,8 @@ struct RouterLogitsArgs {
 
 /// Chooses top_k different experts a token, those of the largest score + bias, the smaller id on ties. Only
 /// the choice sees `bias`; the weights are the unbiased scores. In the choice NaN counts as -inf, of an
-/// expert and of a group alike: it comes last, and a weight that is NaN shows where one was chosen. A backend
-/// throws Error(unsupported) for more experts than it is built for: 4096 of those of this library.
+/// expert and of a group alike: it comes last, and a weight that is NaN shows where one was chosen. The
+/// backends of this library take up to kMaxRoutedExperts; more is Error(unsupported).
 struct RouteArgs {
   TensorView<const float, 2> logits;  ///< [tokens, E].
   const float* bias = nullptr;        ///< [E] or nullptr.
@@ -202,6 +203,25 @@ struct RouteArgs {
   TensorView<std::int32_t, 2> experts;  ///< [tokens, top_k], written, best first.
   TensorView<float, 2> weights;         ///< [tokens, top_k], written.
 };
+
+namespace detail {
+
+/// What backends ask of RouteArgs. Throws Error(unsupported) above kMaxRoutedExperts, Error(invalid_argument)
+/// for groups that are unequal or, kept, hold too few experts.
+inline void check_route(const RouteArgs& args) {
+  const std::int64_t experts = args.logits.extent(1);
+  const std::int64_t top_k = args.experts.extent(1);
+  HELIX_EXPECTS(experts <= kMaxRoutedExperts, ErrorCode::unsupported, "route: ", experts,
+                " experts; this backend is built for up to ", kMaxRoutedExperts);
+  HELIX_EXPECTS(args.num_groups >= 1 && experts % args.num_groups == 0 && args.groups_kept >= 1 &&
+                    args.groups_kept <= args.num_groups &&
+                    top_k <= experts / args.num_groups * args.groups_kept,
+                ErrorCode::invalid_argument, "route: ", top_k, " of ", experts, " experts in ",
+                args.num_groups, " groups of which ", args.groups_kept,
+                " are kept; groups must be equal and the kept ones hold that many experts");
+}
+
+}  // namespace detail
 
 /// Weights of one routed expert's slice on this rank.
 struct ExpertWeights {

@@ -60,12 +60,12 @@ class HELIX_API PeerWindow {
 ///   used, such a group can be split, and whatever else it is asked for throws Error(unsupported).
 /// - Messages are stores into windows, with flags that the peers' kernels poll: those of collectives by 64
 ///   blocks at most, and all by fewer where ranks share a GPU, so that kernels that wait leave room for those
-///   that they wait for. There every
-///   rank needs a hardware queue of its own, and no kernel may be loaded while others wait: set
-///   CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER in the environment before the first call of
-///   CUDA. Threads that share a GPU meet on the host before and after they queue what is not captured, and
-///   allocations of this library wait meanwhile; a call is captured by all ranks or by none. While captured
-///   steps run, or memory comes from elsewhere, no rank may allocate or free any, as capturing a Graph does.
+///   that they wait for. There every rank needs a hardware queue of its own, and no kernel may be loaded
+///   while others wait: set CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER in the environment
+///   before the first call of CUDA. Threads that share a GPU meet on the host before and after they queue
+///   what is not captured, and allocations of this library wait meanwhile; a call is captured by all ranks or
+///   by none. While captured steps run, or memory comes from elsewhere, no rank may allocate or free any, as
+///   capturing a Graph does.
 /// - Large messages, but for those of all_to_all_v, go over NCCL, where each rank has a GPU of its own and
 ///   `use_nccl` is set; so does everything of a group of several islands. transport() tells.
 /// - Sums are in f32 and in rank order, the same bits on all ranks; over NCCL as NcclComm says.

@@ -82,14 +82,13 @@ constexpr auto operator/(Quantity<b1, t1, f1, k1> a, Quantity<b2, t2, f2, k2> b)
   }
 }
 
-using Bytes = Quantity<1, 0, 0, 0>;           ///< Size of data.
-using Time = Quantity<0, 1, 0, 0>;            ///< Length of time.
-using Flops = Quantity<0, 0, 1, 0>;           ///< Floating-point operations.
-using Tokens = Quantity<0, 0, 0, 1>;          ///< Number of tokens.
-using Bandwidth = Quantity<1, -1, 0, 0>;      ///< Bytes over time.
-using FlopRate = Quantity<0, -1, 1, 0>;       ///< Operations over time.
-using TokenRate = Quantity<0, -1, 0, 1>;      ///< Tokens over time.
-using BytesPerToken = Quantity<1, 0, 0, -1>;  ///< Bytes over tokens.
+using Bytes = Quantity<1, 0, 0, 0>;       ///< Size of data.
+using Time = Quantity<0, 1, 0, 0>;        ///< Length of time.
+using Flops = Quantity<0, 0, 1, 0>;       ///< Floating-point operations.
+using Tokens = Quantity<0, 0, 0, 1>;      ///< Number of tokens.
+using Bandwidth = Quantity<1, -1, 0, 0>;  ///< Bytes over time.
+using FlopRate = Quantity<0, -1, 1, 0>;   ///< Operations over time.
+using TokenRate = Quantity<0, -1, 0, 1>;  ///< Tokens over time.
 
 /// `n` bytes.
 constexpr Bytes bytes(double n) {
