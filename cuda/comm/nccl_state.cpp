@@ -31,7 +31,7 @@ struct NcclFamily::CallWatch {
   std::mutex mutex;
   std::condition_variable over;
   bool is_over = false;
-  std::thread thread;
+  comm::Thread thread;
 };
 
 std::shared_ptr<NcclFamily> NcclFamily::make() {
@@ -62,7 +62,7 @@ NcclFamily::~NcclFamily() {
     watch_->is_over = true;
   }
   watch_->over.notify_all();
-  if (watch_->thread.get_id() == std::this_thread::get_id()) {
+  if (watch_->thread.is_current()) {
     watch_->thread.detach();
   } else {
     watch_->thread.join();

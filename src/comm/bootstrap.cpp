@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cstdio>
 #include <mutex>
-#include <thread>
 #include <utility>
 
 #include <helix/comm/bootstrap.hpp>
@@ -57,7 +56,7 @@ class Exchange {
 struct Bootstrap::State {
   Connections connections;  // its watch sockets are the thread's
   std::shared_ptr<Watch> watch = std::make_shared<Watch>();
-  std::thread thread;
+  Thread thread;
   std::mutex in_use;
   FirstFailure calls;  // of what the connections carry
 
@@ -65,7 +64,7 @@ struct Bootstrap::State {
     if (!thread.joinable()) return;
     watch->is_stopping.store(true, std::memory_order_release);
     watch->wake_up();
-    if (thread.get_id() == std::this_thread::get_id()) {
+    if (thread.is_current()) {
       thread.detach();
     } else {
       thread.join();
@@ -133,7 +132,7 @@ void Bootstrap::State::end_job(std::string_view text) const noexcept {
     watch->wake_up();
     watch->set_failure(text);
     // Who fails may end its process next, and the reason with it.
-    if (!has_others || thread.get_id() == std::this_thread::get_id()) return;
+    if (!has_others || thread.is_current()) return;
     std::unique_lock lock(watch->mutex);
     (void)watch->told.wait_for(lock, std::min(kTelling, watch->options.timeout / 2),
                                [&] { return !watch->own_failure.has_value(); });

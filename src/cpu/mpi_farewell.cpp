@@ -2,12 +2,12 @@
 // Farewells and signs of life.
 #include "cpu/mpi_farewell.hpp"
 
+#include <thread>
 #include <vector>
 
 #include <helix/error.hpp>
 
 #include "comm/rank_names.hpp"
-#include "comm/start_thread.hpp"
 
 namespace helix::cpu::mpi {
 namespace {

@@ -6,8 +6,8 @@
 #include <condition_variable>
 #include <mutex>
 #include <set>
-#include <thread>
 
+#include "comm/start_thread.hpp"
 #include "cpu/mpi_calls.hpp"
 
 namespace helix::cpu::mpi {
@@ -39,7 +39,7 @@ class Farewell {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool is_stopping_ = false;
-  std::thread thread_;  // last: it uses the others
+  comm::Thread thread_;  // last: it uses the others
 };
 
 }  // namespace helix::cpu::mpi

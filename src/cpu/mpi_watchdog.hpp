@@ -7,7 +7,6 @@
 #include <cstdlib>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "comm/start_thread.hpp"
@@ -48,7 +47,7 @@ class Watchdog {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool is_done_ = false;
-  std::thread thread_;  // last: it uses the others
+  comm::Thread thread_;  // last: it uses the others
 };
 
 }  // namespace helix::cpu::mpi

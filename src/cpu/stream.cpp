@@ -6,7 +6,6 @@
 #include <functional>
 #include <limits>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include <helix/cpu/stream.hpp>
@@ -148,7 +147,7 @@ void work(std::shared_ptr<Ring> ring) {
 
 struct Stream::Queue {
   std::shared_ptr<Ring> ring = std::make_shared<Ring>();
-  std::thread worker = comm::start_thread("the worker of a stream", [ring = ring] { work(ring); });
+  comm::Thread worker = comm::start_thread("the worker of a stream", [ring = ring] { work(ring); });
 
   ~Queue() {
     ring->close();

@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <exception>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include <helix/cpu/thread_pool.hpp>
@@ -44,7 +43,7 @@ struct ThreadPool::State {
   std::atomic<int> open_loops = 0;  // loops.size(), for spinning workers
   int idle = 0;                     // workers asleep, guarded by mutex
   bool is_closing = false;
-  std::vector<std::thread> workers;
+  std::vector<comm::Thread> workers;
 
   void run(Loop& loop, int thread) {
     try {
@@ -96,7 +95,7 @@ struct ThreadPool::State {
       is_closing = true;
     }
     work_arrives.notify_all();
-    for (std::thread& worker : workers) worker.join();
+    for (comm::Thread& worker : workers) worker.join();
   }
 };
 

@@ -2,13 +2,16 @@
 // A thread that cannot be started, whichever it is, ends the ranks of the process at once with one error.
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <limits>
 #include <optional>
 #include <string>
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <helix/comm/bootstrap.hpp>
+#include <helix/cpu/stream.hpp>
 #include <helix/cpu/thread_pool.hpp>
 
 #include "cli/launch.hpp"
@@ -99,6 +102,33 @@ TEST_CASE("a thread pool says which of its threads cannot be started") {
   const Refusal refusal(2, 1);
   CHECK_THAT(error_of([] { cpu::ThreadPool pool(8); }),
              Contains("thread 3 of a ThreadPool of 8 cannot be started"));
+}
+
+TEST_CASE(
+    "threads have stacks that the kernels fit on, and guards that no frame steps over, whatever ulimit -s "
+    "says") {
+  pthread_attr_t usual;
+  REQUIRE(pthread_getattr_default_np(&usual) == 0);
+  pthread_attr_t small = usual;
+  REQUIRE(pthread_attr_setstacksize(&small, 128 << 10) == 0);
+  REQUIRE(pthread_setattr_default_np(&small) == 0);  // as ulimit -s does at the start of a program
+  std::size_t stack = 0;
+  std::size_t guard = 0;
+  {
+    cpu::Stream stream;
+    stream.enqueue([&] {
+      pthread_attr_t mine;
+      if (pthread_getattr_np(pthread_self(), &mine) != 0) return;
+      pthread_attr_getstacksize(&mine, &stack);
+      pthread_attr_getguardsize(&mine, &guard);
+      pthread_attr_destroy(&mine);
+    });
+    stream.synchronize();
+  }
+  CHECK(pthread_setattr_default_np(&usual) == 0);
+  pthread_attr_destroy(&usual);
+  CHECK(guard >= std::size_t{1} << 20);
+  CHECK(stack >= guard + (std::size_t{2} << 20));
 }
 
 TEST_CASE("a process whose watch cannot be started is an error there, and named on the others") {

@@ -104,7 +104,8 @@ Frontend::Frontend(int in, int out, std::chrono::milliseconds patience)
     : in_(in), out_(out), patience_(patience) {
   std::signal(SIGPIPE, SIG_IGN);  // a client that left is seen by what write() returns
   HELIX_EXPECTS(pipe2(wake_, O_CLOEXEC) == 0, ErrorCode::io,
-                "a pipe cannot be made: ", std::error_code(errno, std::generic_category()).message());
+                "a pipe cannot be made: ", std::error_code(errno, std::generic_category()).message(),
+                "; close other files, or raise the limit (ulimit -n)");
   try {
     reader_ = std::thread([this] { guard([this] { read_lines(); }); });
     writer_ = std::thread([this] { guard([this] { write_lines(); }); });
@@ -117,7 +118,8 @@ Frontend::Frontend(int in, int out, std::chrono::milliseconds patience)
     close(wake_[1]);
     if (reader_.joinable()) reader_.join();
     close(wake_[0]);
-    throw Error(ErrorCode::capacity, "a thread for input and output cannot be started: ", error.what());
+    throw Error(ErrorCode::capacity, "a thread for input and output cannot be started: ", error.what(),
+                "; raise the limit (ulimit -u or -v, a container's pids)");
   }
 }
 
