@@ -224,9 +224,9 @@ class Backend : public Operators<T> {
     Operators<T>::project_qkv(args, stream);
   }
 
-  /// See helix::reduce_norm: one kernel where the stage has windows. Up to 256 KiB of rows a rank the
-  /// messages carry no sizes or type: ranks that give different ones end in Error(timeout), or, of as many
-  /// bytes of another type, have wrong sums.
+  /// See helix::reduce_norm: one kernel where the stage has windows. In one shot of up to 256 KiB of rows a
+  /// rank (between up to six ranks; with more, of less) the messages carry no sizes or type: ranks that give
+  /// different ones end in Error(timeout), or, of as many bytes of another type, have wrong sums.
   void reduce_norm(const ReduceNormArgs<T>& args, Stream stream) requires HasPeerChannel<Comm> {
     Comm& stage = comms_->stage;
     if (stage.size() > 1 && stage.has_windows() &&
