@@ -36,9 +36,12 @@ Options options_of(std::vector<std::string> arguments) {
 /// llama-tiny with `generation_config` as its generation_config.json, or without one.
 class Model {
  public:
-  explicit Model(const std::string& generation_config) {
+  /// `more_config`: members of config.json beside the model's own, each with a comma behind it.
+  explicit Model(const std::string& generation_config, const std::string& more_config = "") {
     const std::filesystem::path original = std::filesystem::path(HELIX_TEST_DATA) / "llama-tiny";
-    write_file(scratch_ / "config.json", read_file(original / "config.json"));
+    std::string config = read_file(original / "config.json");
+    config.insert(config.find('{') + 1, more_config);
+    write_file(scratch_ / "config.json", config);
     std::filesystem::create_symlink(original / "model.safetensors", scratch_ / "model.safetensors");
     if (!generation_config.empty()) write_file(scratch_ / "generation_config.json", generation_config);
   }
@@ -157,6 +160,16 @@ TEST_CASE("without generation_config.json, or its ids, sequences end where confi
     CHECK(job.options.request.sampling == SamplingConfig{});
     CHECK(job.options.request.penalties == Penalties{});
   }
+}
+
+TEST_CASE("config.json's keys of generation count where there is no generation_config.json", "[quick]") {
+  const std::string keys = R"("repetition_penalty": 1.5, "do_sample": true, "temperature": 0.25,)";
+  const decode::Job alone = Model("", keys).job({"--serve"});
+  CHECK(alone.options.request.penalties == Penalties{.repetition = 1.5f});
+  CHECK(alone.options.request.sampling.temperature == 0.25f);
+  const decode::Job beside = Model("{}", keys).job({"--serve"});
+  CHECK(beside.options.request.penalties == Penalties{});
+  CHECK(beside.options.request.sampling == SamplingConfig{});
 }
 
 TEST_CASE("room for requests follows from the model and the options", "[quick]") {

@@ -262,6 +262,45 @@ TEST_CASE("layer_types say which layers of a mistral or a ministral have the win
   }
 }
 
+TEST_CASE("layer_types of a model without a window are full attention, or refused") {
+  const auto fails = [](json config) { return failure_of_config(config.dump()).what; };
+  for (const char* type : {"llama", "qwen2", "qwen3", "mistral", "deepseek_v3"}) {
+    CAPTURE(type);
+    json config = type == std::string("deepseek_v3") ? deepseek_v3() : llama();
+    config["model_type"] = type;
+    config["sliding_window"] = nullptr;
+    const auto layers = config["num_hidden_layers"].get<std::size_t>();
+    config["layer_types"] = json(std::vector<std::string>(layers, "full_attention"));
+    CHECK(parse(config).window(0) == 0);
+    for (const char* other : {"sliding_attention", "chunked_attention", "linear_attention"}) {
+      config["layer_types"][0] = other;
+      CHECK_THAT(fails(config), Catch::Contains(other) && Catch::Contains("the model has no sliding window"));
+    }
+    config["layer_types"] = json::array({"full_attention"});
+    CHECK_THAT(fails(config), Catch::Contains("expected an array of"));
+  }
+  json qwen = llama();
+  qwen["model_type"] = "qwen3";
+  qwen["sliding_window"] = 8;  // without use_sliding_window
+  CHECK(parse(qwen).unread_attention_keys.empty());
+  qwen["layer_types"] = {"full_attention", "sliding_attention", "full_attention"};
+  CHECK_THAT(fails(qwen), Catch::Contains("the model has no sliding window"));
+}
+
+TEST_CASE(
+    "windows and chunks of an architecture that has none are told, layers with configs of their own "
+    "refused") {
+  for (json config : {llama(), deepseek_v2(), deepseek_v3()}) {
+    CHECK(parse(config).unread_attention_keys.empty());
+    config["sliding_window"] = 8;
+    config["attention_chunk_size"] = 16;
+    CHECK(parse(config).unread_attention_keys ==
+          std::vector<std::string>{"sliding_window", "attention_chunk_size"});
+    config["per_layer_config"] = {{"0", {{"rms_norm_eps", 1.0}}}};
+    CHECK_THAT(failure_of_config(config.dump()).what, Catch::Contains("per_layer_config"));
+  }
+}
+
 TEST_CASE("sizes that no layer uses do not bind a topology") {
   json config = deepseek_v3();
   config["first_k_dense_replace"] = 0;

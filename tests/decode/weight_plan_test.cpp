@@ -210,6 +210,13 @@ TEST_CASE("layers beyond num_hidden_layers and tensors that no config key asks f
       CHECK(slice.tensor().find("layers.2.") == std::string::npos);
   }
   CHECK(unused_tensors(config, checkpoint).empty());  // as DeepSeek's own: they predict a token more
+  shorter["num_nextn_predict_layers"] = 0;
+  CHECK_FALSE(unused_tensors(parse_model_config(shorter.dump(), "config.json"), checkpoint).empty());
+  shorter["num_nextn_predict_layers"] = 1;
+  shorter["num_hidden_layers"] = 1;  // one of the two behind it predicts nothing
+  const auto unused = unused_tensors(parse_model_config(shorter.dump(), "config.json"), checkpoint);
+  REQUIRE_FALSE(unused.empty());
+  for (const std::string_view name : unused) CHECK(name.starts_with("model.layers.2."));
 }
 
 TEST_CASE("tensors that a config has no use for are named") {

@@ -68,9 +68,9 @@ Checkpoint::Checkpoint(std::filesystem::path directory) : directory_(std::move(d
   HELIX_EXPECTS(is_named(config), ErrorCode::io, config.string(), ": cannot open: No such file or directory",
                 "; give the folder that holds config.json (in a Hugging Face cache: snapshots/<revision>)");
   config_json_ = read_text(config);
-  if (is_named(generation_config_path())) {
-    generation_config_json_ = read_text(generation_config_path());
-    HELIX_EXPECTS(!generation_config_json_.empty(), ErrorCode::invalid_file, generation_config_path(),
+  if (const fs::path generation = directory_ / kGenerationConfig; is_named(generation)) {
+    generation_config_json_ = read_text(generation);
+    HELIX_EXPECTS(!generation_config_json_->empty(), ErrorCode::invalid_file, generation.string(),
                   ": is empty; expected an object");
   }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -38,9 +39,14 @@ class Checkpoint {
   const std::filesystem::path& directory() const { return directory_; }
   std::string config_path() const { return (directory_ / "config.json").string(); }
   const std::string& config_json() const { return config_json_; }
-  std::string generation_config_path() const { return (directory_ / "generation_config.json").string(); }
-  /// Empty if there is no such file.
-  const std::string& generation_config_json() const { return generation_config_json_; }
+  /// generation_config.json, or config.json where there is no such file: transformers takes its keys there
+  /// then.
+  std::string generation_config_path() const {
+    return generation_config_json_ ? (directory_ / kGenerationConfig).string() : config_path();
+  }
+  const std::string& generation_config_json() const {
+    return generation_config_json_ ? *generation_config_json_ : config_json_;
+  }
 
   /// The weight files, by name.
   const std::vector<SafetensorsFile>& files() const { return files_; }
@@ -52,12 +58,14 @@ class Checkpoint {
   Entry find(std::string_view name) const;
 
  private:
+  static constexpr std::string_view kGenerationConfig = "generation_config.json";
+
   /// One file without an index finds its tensors by itself.
   bool is_single() const { return entries_.empty(); }
 
   std::filesystem::path directory_;
   std::string config_json_;
-  std::string generation_config_json_;
+  std::optional<std::string> generation_config_json_;
   std::vector<SafetensorsFile> files_;
   std::unordered_map<std::string_view, Entry> entries_;  // with an index; keys are the names inside files_
 };

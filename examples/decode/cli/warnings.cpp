@@ -90,6 +90,13 @@ std::optional<std::string> unread_rope_keys(const ModelConfig& config, const Che
       one_line(checkpoint.config_path()), keys.size(), printable(keys.front()));
 }
 
+std::optional<std::string> unread_attention_keys(const ModelConfig& config, const Checkpoint& checkpoint) {
+  const std::vector<std::string>& keys = config.unread_attention_keys;
+  if (keys.empty()) return std::nullopt;
+  return fmt::format("warning: {}: {} attends to all tokens and takes no {}: see that model_type is right",
+                     one_line(checkpoint.config_path()), config.model_type, fmt::join(keys, ", "));
+}
+
 std::optional<std::string> unheeded_keys(const GenerationDefaults& defaults, const Checkpoint& checkpoint) {
   if (defaults.unheeded.empty()) return std::nullopt;
   return fmt::format("warning: {} asks for {}, which is not built: texts may differ from transformers'",
@@ -160,6 +167,7 @@ std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& ch
     add(idle_replicas(topo, request));
     add(unused_weights(config, checkpoint));
     add(unread_rope_keys(config, checkpoint));
+    add(unread_attention_keys(config, checkpoint));
     const GenerationDefaults defaults =
         parse_generation_config(checkpoint.generation_config_json(), checkpoint.generation_config_path());
     add(unheeded_keys(defaults, checkpoint));

@@ -14,9 +14,9 @@
 namespace helix::decode {
 
 /// One line for each of: replicas without a sequence; tensors that config.json has no use for; keys of its
-/// rope that the rope's type does not take; keys of generation_config.json that are not built; a plan that
-/// exceeds the free memory of this machine or of a GPU. Rank 0 speaks for its machine and for what all ranks
-/// share, each process for its own GPU.
+/// rope that the rope's type does not take; windows given to a model without; keys of generation_config.json
+/// that are not built; a plan that exceeds the free memory of this machine or of a GPU. Rank 0 speaks for its
+/// machine and for what all ranks share, each process for its own GPU.
 std::vector<std::string> warnings(const Launcher& launcher, const Checkpoint& checkpoint,
                                   const ModelConfig& config, const Topology& topo,
                                   const GenerationRequest& request, const LaunchOptions& launch,

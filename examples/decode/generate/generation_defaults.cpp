@@ -26,7 +26,11 @@ constexpr struct {
                  {"min_length", 0.0},
                  {"min_new_tokens", 0.0},
                  {"no_repeat_ngram_size", 0.0},
+                 {"encoder_repetition_penalty", 1.0},
+                 {"encoder_no_repeat_ngram_size", 0.0},
+                 {"max_time", 0.0},
                  {"typical_p", 1.0},
+                 {"top_h", 1.0},
                  {"epsilon_cutoff", 0.0},
                  {"eta_cutoff", 0.0},
                  {"penalty_alpha", 0.0},
@@ -38,7 +42,8 @@ constexpr struct {
                  {"exponential_decay_length_penalty", 0.0},
                  {"forced_bos_token_id", -1.0},
                  {"forced_eos_token_id", -1.0},
-                 {"stop_strings", 0.0}};
+                 {"stop_strings", 0.0},
+                 {"watermarking_config", 0.0}};
 
 std::vector<std::string> unheeded_keys(const ObjectReader& top) {
   std::vector<std::string> keys;

@@ -43,6 +43,9 @@ struct ModelConfig {
   std::vector<std::int64_t> eos_ids;
   RopeConfig rope;
   std::vector<std::string> unread_rope_keys;  ///< Given beside those that the rope's type takes.
+  /// Of windows and chunks, given to an architecture that attends to all tokens.
+  std::vector<std::string> unread_attention_keys;
+  std::int64_t num_mtp_layers = 0;  ///< Multi-token prediction's, behind the last layer; not run.
   std::optional<Fp8BlockConfig> fp8_blocks;
 
   /// Tokens that a query of the layer sees, itself included; 0: all.

@@ -204,25 +204,29 @@ void parse_quantization(const ObjectReader& top, ModelConfig& config) {
 
 void parse_windows(const ObjectReader& top, ModelConfig& config) {
   const bool is_qwen = config.model_type == "qwen2" || config.model_type == "qwen3";
-  if (!is_qwen && !is_mistral(config.model_type)) return;
-  if (is_qwen && !top.boolean_or("use_sliding_window", false)) return;
+  const bool may_have = is_qwen ? top.boolean_or("use_sliding_window", false) : is_mistral(config.model_type);
   // transformers assumes 4096 for an absent key; an explicit null is "no window".
-  if (top.is_null("sliding_window")) return;
-  config.sliding_window = top.integer_or("sliding_window", 4096, 1, kMaxPositions);
+  const bool has_windows = may_have && !top.is_null("sliding_window");
+  if (has_windows) config.sliding_window = top.integer_or("sliding_window", 4096, 1, kMaxPositions);
+  if (!may_have && !is_qwen && top.has("sliding_window"))
+    config.unread_attention_keys.emplace_back("sliding_window");
+  if (top.has("attention_chunk_size")) config.unread_attention_keys.emplace_back("attention_chunk_size");
   const auto layers = static_cast<std::size_t>(config.shape.num_layers);
   if (const nlohmann::json* types = top.find("layer_types")) {
     if (!types->is_array() || types->size() != layers)
       top.fail("layer_types", *types, "an array of ", layers, " strings");
     for (const nlohmann::json& type : *types) {
       const bool is_full = type == "full_attention";
+      if (!is_full && !has_windows)
+        top.fail("layer_types", type, "'full_attention' in every place, as the model has no sliding window");
       if (!is_full && type != "sliding_attention") {
         top.fail("layer_types", type, "'full_attention' or 'sliding_attention' in every place");
       }
-      config.is_window_layer.push_back(!is_full);
+      if (has_windows) config.is_window_layer.push_back(!is_full);
     }
     return;
   }
-  if (!is_qwen) return;  // all layers alike
+  if (!is_qwen || !has_windows) return;  // all layers alike
   const std::int64_t first = top.integer_or("max_window_layers", 28, 0, kMaxLayers);
   for (std::int64_t layer = 0; layer < config.shape.num_layers; ++layer)
     config.is_window_layer.push_back(layer >= first);
@@ -265,7 +269,6 @@ void parse_grouped_query(const ObjectReader& top, ModelConfig& config, const Fam
   }
   config.has_mlp_bias = config.model_type == "llama" && top.boolean_or("mlp_bias", false);
   config.has_qk_norm = config.model_type == "qwen3";
-  parse_windows(top, config);
 }
 
 /// Scoring and groups of the router, once the experts' sizes are known.
@@ -353,6 +356,9 @@ void parse_deepseek(const ObjectReader& top, ModelConfig& config) {
   }
   config.has_qkv_bias = config.has_output_bias = top.boolean_or("attention_bias", false);
   config.shape.mla = mla;
+  // Layers behind the last that predict a token more: the checkpoint has their weights.
+  if (config.model_type == "deepseek_v3")
+    config.num_mtp_layers = top.integer_or("num_nextn_predict_layers", 1, 0, kMaxLayers);
   config.shape.num_kv_heads = 1;
   config.shape.head_dim = mla.latent_dim();
   config.shape.value_dim = mla.kv_lora_rank;
@@ -389,6 +395,8 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file, DTy
   const std::string activation = top.string_or("hidden_act", "silu");
   if (activation != "silu" && activation != "swish")  // two names of one
     top.unsupported("hidden_act", " is ", printable(activation), "; supported is silu");
+  if (top.has("per_layer_config"))
+    top.unsupported("per_layer_config", " is given; layers that differ by it are not built");
   if (!true_unless_null(top, "is_causal"))
     top.unsupported("is_causal", " is not true; a decoder's attention is causal");
   constexpr std::string_view kWeights = "model.safetensors";
@@ -412,6 +420,7 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file, DTy
   } else {
     parse_grouped_query(top, config, defaults);
   }
+  parse_windows(top, config);
   parse_rope(top, config);
   // Some files leave max_position_embeddings at what the model was trained on, as Qwen's say to.
   if (config.rope.type == RopeType::yarn) {

@@ -449,10 +449,10 @@ std::vector<std::string_view> unused_tensors(const ModelConfig& config, const Ch
     if (tensor.begin == tensor.end) return true;  // shared experts of no width
     if (name.ends_with("rotary_emb.inv_freq")) return true;
     if (plan.has_tied_head && (name == "lm_head.weight" || name == "model.embed_tokens.weight")) return true;
-    if (!config.shape.is_mla() || !name.starts_with(kLayers)) return false;
+    if (!name.starts_with(kLayers)) return false;
     std::int64_t layer = -1;
     std::from_chars(name.data() + kLayers.size(), name.data() + name.size(), layer);
-    return layer >= config.shape.num_layers;
+    return layer >= config.shape.num_layers && layer < config.shape.num_layers + config.num_mtp_layers;
   };
   std::vector<std::string_view> unused;
   for (const SafetensorsFile& file : checkpoint.files()) {
