@@ -22,6 +22,7 @@
 #include <helix/plan/model.hpp>
 #include <helix/rank_shape.hpp>
 #include <helix/sharded_kv_cache.hpp>
+#include <helix/splitmix64.hpp>
 
 #include "ceilings.hpp"
 #include "support/worse.hpp"
@@ -47,9 +48,8 @@ constexpr float kWeightScale = 1.0f / 64;  // keeps the size of what it multipli
 
 /// A number in [-1, 1) that depends on `place` alone, so that every topology sees the same model and cache.
 float number(std::uint64_t place) {
-  place = (place ^ (place >> 30)) * 0xbf58476d1ce4e5b9u;  // splitmix64
-  place = (place ^ (place >> 27)) * 0x94d049bb133111ebu;
-  return static_cast<float>(static_cast<std::int64_t>(place >> 40)) * 0x1p-23f - 1.0f;
+  const std::uint64_t mixed = helix::detail::splitmix64_mix(place);
+  return static_cast<float>(static_cast<std::int64_t>(mixed >> 40)) * 0x1p-23f - 1.0f;
 }
 
 /// A whole weight matrix of the model: which one, and its shape.

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include <helix/error.hpp>
+#include <helix/splitmix64.hpp>
 
 #include "cuda/ceilings/ceilings.hpp"
 #include "cuda/runtime/convert.cuh"
@@ -100,10 +101,7 @@ template <class T>
 __global__ void fill(T* data, std::size_t count, std::uint64_t seed) {
   const std::size_t stride = std::size_t{gridDim.x} * blockDim.x;
   for (std::size_t i = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride) {
-    std::uint64_t x = (i + seed) * 0x9e3779b97f4a7c15u;  // splitmix64
-    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-    x ^= x >> 31;
+    const std::uint64_t x = detail::splitmix64_mix((i + seed) * detail::kSplitmix64Step);
     data[i] = from_float<T>(static_cast<float>(static_cast<std::int32_t>(x)) * 0x1p-31f);
   }
 }

@@ -6,7 +6,6 @@
 #include <condition_variable>
 #include <sstream>
 #include <string_view>
-#include <thread>
 #include <utility>
 
 #include "comm/meeting.hpp"
@@ -187,7 +186,7 @@ void NcclFamily::fail(const std::string& text) noexcept {
       };
       aborts->count(true);
       is_counted = true;
-      std::thread(std::move(abort_one)).detach();
+      comm::start_thread("the thread that aborts a communicator", std::move(abort_one)).detach();
     } catch (...) {  // neither a thread nor memory to be had: here, then
       if (is_counted) aborts->count(false);
       state->abort_now();

@@ -5,6 +5,7 @@
 
 #include <helix/cuda/backend.hpp>
 #include <helix/error.hpp>
+#include <helix/limits.hpp>
 
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/math.cuh"
@@ -14,7 +15,8 @@
 namespace helix::cuda {
 namespace {
 
-// Three f32 arrays of them are the 48 KiB that any launch may have.
+// Of three f32 arrays of them in shared memory: what any launch may have.
+static_assert(3 * kMaxRoutedExperts * static_cast<std::int64_t>(sizeof(float)) <= 48 * 1024);
 
 struct RouteTokens {
   const float* logits;    // [tokens, num_experts]

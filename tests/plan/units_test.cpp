@@ -32,6 +32,7 @@ static_assert(std::is_same_v<decltype(Bytes{} / Bandwidth{}), Time>);
 static_assert(std::is_same_v<decltype(Flops{} / FlopRate{}), Time>);
 static_assert(std::is_same_v<decltype(Bytes{} / Time{}), Bandwidth>);
 static_assert(std::is_same_v<decltype(Bandwidth{} * Time{}), Bytes>);
+static_assert(std::is_same_v<decltype(Tokens{} * (Bytes{} / Tokens{})), Bytes>);
 static_assert(std::is_same_v<decltype(Tokens{} / Time{}), TokenRate>);
 static_assert(std::is_same_v<decltype(Time{} / Time{}), double>);
 

@@ -204,11 +204,12 @@ void parse_quantization(const ObjectReader& top, ModelConfig& config) {
 
 void parse_windows(const ObjectReader& top, ModelConfig& config) {
   const bool is_qwen = config.model_type == "qwen2" || config.model_type == "qwen3";
-  const bool may_have = is_qwen ? top.boolean_or("use_sliding_window", false) : is_mistral(config.model_type);
+  const bool knows_windows = is_qwen || is_mistral(config.model_type);
+  const bool wants_them = !is_qwen || top.boolean_or("use_sliding_window", false);
   // transformers assumes 4096 for an absent key; an explicit null is "no window".
-  const bool has_windows = may_have && !top.is_null("sliding_window");
+  const bool has_windows = knows_windows && wants_them && !top.is_null("sliding_window");
   if (has_windows) config.sliding_window = top.integer_or("sliding_window", 4096, 1, kMaxPositions);
-  if (!may_have && !is_qwen && top.has("sliding_window"))
+  if (!knows_windows && top.has("sliding_window"))
     config.unread_attention_keys.emplace_back("sliding_window");
   if (top.has("attention_chunk_size")) config.unread_attention_keys.emplace_back("attention_chunk_size");
   const auto layers = static_cast<std::size_t>(config.shape.num_layers);
