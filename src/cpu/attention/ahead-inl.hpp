@@ -29,10 +29,18 @@ HWY_INLINE std::int64_t elements_between(const StoredRows& from, const StoredRow
   return static_cast<std::int64_t>(end - begin) / static_cast<std::int64_t>(sizeof(T));
 }
 
-/// Reading a pair of row i asks for that of row i + kNear in L1: loads that miss L1, though they hit L2,
-/// queue up behind requests to memory for the buffers that both take (8 rows: 5 %). The rows of a block and
-/// these are no more than repeat behind the last one.
+/// Reading part of row i asks for that of row i + kNear in L1: loads that miss L1, though they hit L2, queue
+/// up behind requests to memory for the buffers that both take (8 rows: 5 %). The rows of a block and these
+/// are no more than repeat behind the last one.
 constexpr int kNear = kPair / 2;
+
+/// Asks for what lies `offset` elements into row kNear behind row i. Not with AVX2, where products leave no
+/// room for it (8 rows on Zen 3: 7 %).
+template <class T>
+HWY_INLINE void ask_near([[maybe_unused]] const T* const* rows, [[maybe_unused]] std::int64_t i,
+                         [[maybe_unused]] std::int64_t offset) {
+  if constexpr (kLanes != 8) ask<3>(rows[i + kNear] + offset);
+}
 
 /// Key rows of one head. Reading a pair asks for the same one of the token's value in L2.
 template <class T>
@@ -42,8 +50,8 @@ struct KeyRows {
   std::int64_t to_values;  ///< ... and to this head's values
   HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i] + to_keys; }
   HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) const {
-    prefetch_pair<3>(rows[i + kNear] + to_keys + d);
-    prefetch_pair<2>(rows[i] + to_values + d);
+    ask_near(rows, i, to_keys + d);
+    ask<2>(rows[i] + to_values + d);
   }
 };
 
@@ -65,9 +73,9 @@ struct NextKeys {
   int head = 0;
 
   HWY_INLINE void prefetch() {
-    prefetch_pair<2>(*row + to_keys + column);
-    column += kPair;
-    if (column == width) next_row();
+    ask<2>(*row + to_keys + column);
+    column += kAsked<T>;
+    if (column >= width) next_row();
   }
 
   HWY_INLINE void next_row() {
@@ -97,8 +105,9 @@ struct ValueRows {
   NextKeys<T> next;
   HWY_INLINE const T* operator[](std::int64_t i) const { return keys[i] + to_values; }
   HWY_INLINE void advance(std::int64_t count) { keys += count; }
+  HWY_INLINE bool asks_here(std::int64_t i, std::int64_t) const { return i % (kAsked<T> / kPair) == 0; }
   HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) {
-    prefetch_pair<3>(keys[i + kNear] + to_values + d);
+    ask_near(keys, i, to_values + d);
     next.prefetch();
   }
 };
@@ -110,6 +119,7 @@ struct PlainRows {
   std::int64_t to_rows;  ///< elements from those to this head's
   HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i] + to_rows; }
   HWY_INLINE void advance(std::int64_t n) { rows += n; }
+  HWY_INLINE bool asks_here(std::int64_t, std::int64_t) const { return false; }
   HWY_INLINE void prefetch(std::int64_t, int, std::int64_t) const {}
 };
 
@@ -137,11 +147,12 @@ struct AlongRows {
     rows += n;
     count -= n;
   }
+  HWY_INLINE bool asks_here(std::int64_t, std::int64_t d) const { return d % kAsked<T> == 0; }
   HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) const {
     const std::int64_t next = i + along;
     const T* row = next < count ? rows[next] + to_rows
                                 : behind.rows[std::min(next - count, behind.count - 1)] + behind.to_rows;
-    prefetch_pair<3>(row + d);
+    ask<3>(row + d);
   }
 };
 
@@ -213,22 +224,23 @@ class Course {
 /// in place of 256 took 40 % longer with 4 rows, which walk a tile's values twice.
 template <class T, int R>
 struct CourseRows {
-  static constexpr int kPairBytes = kPair * static_cast<int>(sizeof(T));
-  static constexpr int kBytes = std::max(R == 1 ? 64 : 256, kPairBytes);
-  static constexpr int kPairs = kBytes / kPairBytes;
+  static constexpr int kAskedBytes = kAsked<T> * static_cast<int>(sizeof(T));
+  static constexpr int kBytes = std::max(R == 1 ? 64 : 256, kAskedBytes);
+  static constexpr int kCalls = kBytes / kAskedBytes;
   const T* const* rows;  ///< of the task's first head
   std::int64_t to_rows;  ///< elements from those to this head's
   int blocks;            ///< times that each row is read
   Course<T>* course;
   Place<T> place = course->place;
-  int pairs = 0;
+  int calls = 0;
 
   HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i] + to_rows; }
   HWY_INLINE void advance(std::int64_t n) { rows += n; }
+  HWY_INLINE bool asks_here(std::int64_t i, std::int64_t) const { return i % (kAsked<T> / kPair) == 0; }
   HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) {
-    prefetch_pair<3>(rows[i + kNear] + to_rows + d);
-    if (++pairs < kPairs * blocks) return;
-    pairs = 0;
+    ask_near(rows, i, to_rows + d);
+    if (++calls < kCalls * blocks) return;
+    calls = 0;
     HELIX_UNROLL for (int byte = 0; byte < kBytes; byte += 64) {
       __builtin_prefetch(*place.row + place.to_rows + place.column, 0, 2);
       place.column += 64 / static_cast<std::int64_t>(sizeof(T));

@@ -68,6 +68,7 @@ struct AheadPanel {
   const float* first;
   const float* next;
   HWY_INLINE const float* operator[](std::int64_t i) const { return first + i * kPair; }
+  HWY_INLINE bool asks_here(std::int64_t, std::int64_t) const { return true; }
   HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t) const {
     __builtin_prefetch(next + i * kMaxRows);
   }

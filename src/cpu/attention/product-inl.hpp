@@ -9,6 +9,7 @@
 #endif
 
 #include <cstdint>
+#include <type_traits>
 
 #include <hwy/highway.h>
 
@@ -22,6 +23,7 @@ namespace {
 struct Panel {
   const float* first;
   HWY_INLINE const float* operator[](std::int64_t i) const { return first + i * kPair; }
+  HWY_INLINE bool asks_here(std::int64_t, std::int64_t) const { return false; }
   HWY_INLINE void prefetch(std::int64_t, int, std::int64_t) const {}
 };
 
@@ -36,6 +38,7 @@ template <int R, int C, int kNext, int kRow, Sums kSums, class Rows>
 HWY_INLINE void product(Rows& shared_rows, std::int64_t count, const float* weights, int valid,
                         const float* correction, float* acc, std::int64_t acc_stride, std::int64_t column) {
   Rows rows = shared_rows;  // in registers
+  using T = std::remove_cvref_t<decltype(*rows[0])>;
   Vec sums[R * C * 2];
   if constexpr (kSums == Sums::go_on) {
     HELIX_UNROLL for (int r = 0; r < R; ++r) {
@@ -56,7 +59,8 @@ HWY_INLINE void product(Rows& shared_rows, std::int64_t count, const float* weig
     Pair x[C];
     HELIX_UNROLL for (int c = 0; c < C; ++c) {
       x[c] = load_pair(rows[i] + column + c * kPair);
-      rows.prefetch(i, 1, column + c * kPair);
+      if (c * kPair % kAsked<T> != 0) continue;
+      if (C * kPair >= kAsked<T> || rows.asks_here(i, column)) rows.prefetch(i, 1, column + c * kPair);
     }
     HELIX_UNROLL for (int r = 0; r < R; ++r) {
       const Vec weight = hn::Set(kF32, weights[i * kNext + r * kRow]);

@@ -266,9 +266,10 @@ class BlockWalk {
     const std::int64_t step_bytes =
         kGroup * Kernel::kStep * static_cast<std::int64_t>(sizeof(Weight)) / row_blocks_;
     const std::int64_t lines =
-        step_bytes <= 64                                                                       ? 1
-        : row_blocks_ > 1 || task_.reading == Reading::ahead_pairs || step_bytes < kGroup * 64 ? kGroup / 2
-                                                                                               : kGroup;
+        step_bytes <= 64 ? 1
+        : row_blocks_ > 1 || task_.reading == Reading::ahead_pairs || step_bytes < kGroup * 64
+            ? (kGroup + 1) / 2
+            : kGroup;
     ahead_.line_bytes = step_bytes / lines;
     for (std::int64_t n = 0; n < count; n += kGroup) {
       const std::int64_t group = std::min(kGroup, count - n);
@@ -282,7 +283,7 @@ class BlockWalk {
         } else if (lines == 1) {
           Kernel::template multiply<R, 1>(tile);
         } else {
-          Kernel::template multiply<R, kGroup / 2>(tile);
+          Kernel::template multiply<R, (kGroup + 1) / 2>(tile);
         }
         ahead_.next += step_bytes * (cols / Kernel::kStep);
       }

@@ -26,23 +26,6 @@ using namespace cpu::HWY_NAMESPACE;
 
 static_assert(kColumnStep % kPair == 0);
 
-/// Stores the sums of four vectors, each in the order of sum_each().
-HWY_INLINE void store_sums(Vec x0, Vec x1, Vec x2, Vec x3, float* to) {
-  const Vec sums = fold_block(x0, x1, x2, x3);
-  if constexpr (kLanes == 4) {
-    hn::StoreU(sums, kF32, to);
-  } else {
-    const hn::Half<F32> half;
-    const auto halves = hn::Add(hn::LowerHalf(half, sums), hn::UpperHalf(half, sums));
-    if constexpr (kLanes == 8) {
-      hn::StoreU(halves, half, to);
-    } else {
-      const hn::Half<decltype(half)> quarter;
-      hn::StoreU(hn::Add(hn::LowerHalf(quarter, halves), hn::UpperHalf(quarter, halves)), quarter, to);
-    }
-  }
-}
-
 /// Weights of type T against packed f32.
 template <class T>
 struct Vectors {
@@ -55,7 +38,10 @@ struct Vectors {
   static constexpr bool kReadsAhead = kHasReadings;
   /// As many as the registers hold beside what they are multiplied with.
   template <int R>
-  static constexpr std::int64_t kGroup = kLanes == 16 ? (R == 4 ? 6 : 8) : (R == 4 ? 2 : 4);
+  static constexpr std::int64_t kGroup = kLanes == 16        ? (R == 4 ? 6 : 8)
+                                         : R < 4             ? 4
+                                         : kHasWideGroups<T> ? 3
+                                                             : 2;
 
   template <int R, int kLines>
   static HWY_NOINLINE void multiply(const Tile<T>& tile) {
@@ -72,13 +58,11 @@ struct Vectors {
     [[maybe_unused]] const char* ahead = tile.ahead.next;
     const std::int64_t whole = tile.cols / kPair * kPair;
     for (std::int64_t d = 0; d < whole; d += kPair, x += R * kPair) {
-      Pair w[K];
-      HELIX_UNROLL for (int k = 0; k < K; ++k) w[k] = load_pair(weights[k] + d);
       HELIX_UNROLL for (int line = 0; line < kLines; ++line) {
         __builtin_prefetch(ahead, 0, 2);
         ahead += tile.ahead.line_bytes;
       }
-      add_products<R, K>(w, x, acc);
+      add_products<R, K>(weights, d, x, acc);
     }
     if (whole < tile.cols) {
       Pair w[K];
@@ -98,7 +82,7 @@ struct Vectors {
     const std::int64_t whole = tile.cols / kPair * kPair;
     for (std::int64_t d = 0; d < whole; d += kPair, x += R * kPair) {
       const T* from = tile.weight + d;
-      prefetch_pair<3>(from + ahead);
+      ask<3>(from + ahead);
       const Pair w[1] = {load_pair(from)};
       add_products<R, 1>(w, x, acc);
     }
@@ -129,7 +113,7 @@ struct Vectors {
       for (std::int64_t d = 0; d < whole; d += kPair, x0 += R0 * kPair, x1 += R1 * kPair) {
         Pair w[K];
         HELIX_UNROLL for (int k = 0; k < K; ++k) {
-          prefetch_pair<2>(ahead[k] + d);
+          ask<2>(ahead[k] + d);
           w[k] = load_pair(weights[k] + d);
         }
         add_products<R0, K>(w, x0, acc);
@@ -161,20 +145,6 @@ struct Vectors {
   static HWY_INLINE void store_dots(const Vec* acc, float* dots) {
     store_sums(acc[0], acc[R > 1 ? 1 : 0], acc[R > 2 ? 2 : 0], acc[R > 3 ? 3 : 0], dots);
   }
-
-  template <int R, int K>
-  static HWY_INLINE void add_products(const Pair (&w)[K], const float* x, Vec* acc) {
-    HELIX_UNROLL for (int r = 0; r < R; ++r) {
-      Vec a = hn::LoadU(kF32, x + r * kPair);
-      pin(a);
-      HELIX_UNROLL for (int k = 0; k < K; ++k) acc[k * R + r] = hn::MulAdd(w[k].a, a, acc[k * R + r]);
-    }
-    HELIX_UNROLL for (int r = 0; r < R; ++r) {
-      Vec b = hn::LoadU(kF32, x + r * kPair + kLanes);
-      pin(b);
-      HELIX_UNROLL for (int k = 0; k < K; ++k) acc[k * R + r] = hn::MulAdd(w[k].b, b, acc[k * R + r]);
-    }
-  }
 };
 
 /// Weight rows of Reading::near; the last one stands for those that a block reads past the end.
@@ -190,8 +160,8 @@ struct NearRows {
   HWY_INLINE void prefetch(std::int64_t i, int block, std::int64_t d) const {
     i += R == 1 ? block : 2 * block;
     const auto offset = (i * stride + d + (i > last ? after_last : 0)) * static_cast<std::int64_t>(sizeof(T));
-    prefetch_pair<3>(reinterpret_cast<const T*>(reinterpret_cast<std::uintptr_t>(first) +
-                                                static_cast<std::uintptr_t>(offset)));
+    ask<3>(reinterpret_cast<const T*>(reinterpret_cast<std::uintptr_t>(first) +
+                                      static_cast<std::uintptr_t>(offset)));
   }
 };
 
