@@ -30,7 +30,6 @@ struct WaveProducts {
   static constexpr int kGroupBarrier = kTurnBarrier + S::kGroups;  // and one for each group on
   static constexpr int kBlockBarrier = kGroupBarrier + S::kGroups;
   static constexpr int kValueSteps = S::kTokens / kProductDepth;  ///< Of a KV tile's product with values.
-  static_assert(kValueSteps <= 10);                               // add_last_values() has so many
 
   using Softmax = WaveSoftmax<T, S>;
   using Scores = typename Softmax::Scores;
@@ -111,28 +110,18 @@ struct WaveProducts {
     products_commit();
   }
 
-  /// Adds a part's last values, of which `steps` are seen. Nothing runs beside this product: 4096 tokens
-  /// without a context take 237 us, 254 with all steps (32 / 8 heads, H100).
+  /// Adds a part's last values, of which `steps` are seen, more than kSteps - 2. Nothing runs beside this
+  /// product: 4096 tokens without a context take 237 us, 254 with all steps (32 / 8 heads, H100).
+  template <int kSteps = 2>
   __device__ __forceinline__ void add_last_values(const Weights& weights, RowSums<S::kValueDim>& found,
                                                   int steps) const {
-    const auto add = [&]<int kSteps>(std::integral_constant<int, kSteps>) {
-      products_fence();
-      ask_values<(kSteps < kValueSteps ? kSteps : kValueSteps)>(weights, found);
-      products_wait<0>();
-      pin(found.d);
-    };
-    switch ((steps + 1) / 2) {
-      case 1:
-        return add(std::integral_constant<int, 2>{});
-      case 2:
-        return add(std::integral_constant<int, 4>{});
-      case 3:
-        return add(std::integral_constant<int, 6>{});
-      case 4:
-        return add(std::integral_constant<int, 8>{});
-      default:
-        return add(std::integral_constant<int, kValueSteps>{});
+    if constexpr (kSteps < kValueSteps) {
+      if (steps > kSteps) return add_last_values<kSteps + 2>(weights, found, steps);
     }
+    products_fence();
+    ask_values<(kSteps < kValueSteps ? kSteps : kValueSteps)>(weights, found);
+    products_wait<0>();
+    pin(found.d);
   }
 
   /// Zeros in the values of the KV tile's tokens [0, first) and [last, end): what lies there may be infinite.
