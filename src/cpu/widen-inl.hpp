@@ -428,7 +428,7 @@ HWY_INLINE void dot_group(Rows& rows, std::int64_t row, const float* x, std::int
       add_products<R, K>(from, d + i, x, acc);
     }
   }
-  if constexpr (kAsked < T >> kPair) {
+  if constexpr (kPair < kAsked<T>) {
     if (d < whole) {
       HELIX_UNROLL for (int k = 0; k < K; ++k) rows.prefetch(row + k, K, d);
       for (; d < whole; d += kPair, x += R * kPair) add_products<R, K>(from, d, x, acc);

@@ -105,6 +105,7 @@ struct ValueRows {
   NextKeys<T> next;
   HWY_INLINE const T* operator[](std::int64_t i) const { return keys[i] + to_values; }
   HWY_INLINE void advance(std::int64_t count) { keys += count; }
+  /// Whether prefetch() is to be called where part of a line of row i is read, from column d on.
   HWY_INLINE bool asks_here(std::int64_t i, std::int64_t) const { return i % (kAsked<T> / kPair) == 0; }
   HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) {
     ask_near(keys, i, to_values + d);
@@ -218,7 +219,7 @@ class Course {
   int head_ = 0;
 };
 
-/// Rows of one head. Reading kPairs pairs asks for as much of the Course in L2, kBytes that lie together:
+/// Rows of one head. Reading kBytes asks for as many of the Course in L2, which lie together:
 /// four lines at once were 2 % faster than as many single ones with 4 rows, and 16 % slower with one. A
 /// request for every second line, the rest left to the hardware, took 40 to 70 % longer; 64 rows further on
 /// in place of 256 took 40 % longer with 4 rows, which walk a tile's values twice.

@@ -59,6 +59,7 @@ HWY_INLINE void product(Rows& shared_rows, std::int64_t count, const float* weig
     Pair x[C];
     HELIX_UNROLL for (int c = 0; c < C; ++c) {
       x[c] = load_pair(rows[i] + column + c * kPair);
+      // Where these columns are part of a line, not each key of each pass over them asks.
       if (c * kPair % kAsked<T> != 0) continue;
       if (C * kPair >= kAsked<T> || rows.asks_here(i, column)) rows.prefetch(i, 1, column + c * kPair);
     }
