@@ -13,7 +13,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/attention/wave_block.cuh"
 #include "cuda/attention/wave_copies.cuh"

@@ -89,9 +89,9 @@ void for_each_row_block(std::int64_t num_rows, const Use& use) {
 /// Walks one task. `Kernel` has: Weight, the stored type; Row, the packed one; kChunk, columns after which
 /// sums are folded; kGroup<R>, weight rows at once; kStep, columns of a step; kSumFloats, floats of a vector
 /// of sums; kReadsAhead, whether it knows Reading::ahead, Reading::rows and Reading::strips; multiply<R,
-/// kLines>(Tile), which asks for kLines lines a step: 0 or, where it reads ahead, 1, kGroup<R> / 2 or
-/// kGroup<R>; multiply_row<R>(Tile, ahead), one weight row, which asks for what lies `ahead` elements behind
-/// each step that it reads; and multiply_strip<R0, R1>(Strip), blocks of R0 and R1 rows.
+/// kLines>(Tile), which asks for kLines lines a step: 0 or, where it reads ahead, 1, kGroup<R> or
+/// half of that, rounded up; multiply_row<R>(Tile, ahead), one weight row, which asks for what lies `ahead`
+/// elements behind each step that it reads; and multiply_strip<R0, R1>(Strip), blocks of R0 and R1 rows.
 template <class Kernel>
 class BlockWalk {
   using Weight = typename Kernel::Weight;
@@ -259,6 +259,7 @@ class BlockWalk {
   void multiply_groups(std::int64_t row, std::int64_t first, std::int64_t count, std::int64_t begin,
                        std::int64_t cols) {
     constexpr std::int64_t kGroup = Kernel::template kGroup<R>;
+    constexpr std::int64_t kHalf = (kGroup + 1) / 2;
     alignas(64) float dots[static_cast<std::size_t>(kGroup * R)];
     const auto* rows = static_cast<const Row*>(task_.in) + row * packed_cols(task_.cols) + begin * R;
     const bool is_first = begin == 0 && !task_.accumulate;
@@ -266,10 +267,9 @@ class BlockWalk {
     const std::int64_t step_bytes =
         kGroup * Kernel::kStep * static_cast<std::int64_t>(sizeof(Weight)) / row_blocks_;
     const std::int64_t lines =
-        step_bytes <= 64 ? 1
-        : row_blocks_ > 1 || task_.reading == Reading::ahead_pairs || step_bytes < kGroup * 64
-            ? (kGroup + 1) / 2
-            : kGroup;
+        step_bytes <= 64                                                                       ? 1
+        : row_blocks_ > 1 || task_.reading == Reading::ahead_pairs || step_bytes < kGroup * 64 ? kHalf
+                                                                                               : kGroup;
     ahead_.line_bytes = step_bytes / lines;
     for (std::int64_t n = 0; n < count; n += kGroup) {
       const std::int64_t group = std::min(kGroup, count - n);
@@ -283,7 +283,7 @@ class BlockWalk {
         } else if (lines == 1) {
           Kernel::template multiply<R, 1>(tile);
         } else {
-          Kernel::template multiply<R, (kGroup + 1) / 2>(tile);
+          Kernel::template multiply<R, kHalf>(tile);
         }
         ahead_.next += step_bytes * (cols / Kernel::kStep);
       }

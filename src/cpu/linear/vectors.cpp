@@ -82,6 +82,7 @@ struct Vectors {
     const std::int64_t whole = tile.cols / kPair * kPair;
     for (std::int64_t d = 0; d < whole; d += kPair, x += R * kPair) {
       const T* from = tile.weight + d;
+      // Each pair, though two of 16 bits share a line with AVX2: once a line took up to a quarter longer.
       ask<3>(from + ahead);
       const Pair w[1] = {load_pair(from)};
       add_products<R, 1>(w, x, acc);
@@ -113,7 +114,7 @@ struct Vectors {
       for (std::int64_t d = 0; d < whole; d += kPair, x0 += R0 * kPair, x1 += R1 * kPair) {
         Pair w[K];
         HELIX_UNROLL for (int k = 0; k < K; ++k) {
-          ask<2>(ahead[k] + d);
+          ask<2>(ahead[k] + d);  // each pair, as multiply_row() does
           w[k] = load_pair(weights[k] + d);
         }
         add_products<R0, K>(w, x0, acc);
