@@ -197,12 +197,12 @@ int num_cores() {
 }
 
 void choose_kernels(std::initializer_list<std::string_view> kernels, const std::function<void()>& work) {
-  constexpr int kMostTurns = 128;  // 20 variants at most, each timed six times
+  constexpr int kMaxTurns = 128;  // 20 variants at most, each timed six times
   const auto takes_turns = [&](const cpu::KernelTuning& tuning) {
     return tuning.source == cpu::KernelTuning::Source::preset &&
            std::ranges::find(kernels, tuning.kernel) != kernels.end();
   };
-  for (int turn = 0; turn < kMostTurns && std::ranges::any_of(cpu::tuning(), takes_turns); ++turn) work();
+  for (int turn = 0; turn < kMaxTurns && std::ranges::any_of(cpu::tuning(), takes_turns); ++turn) work();
 }
 
 void run_beside_ceilings(benchmark::State& state, int num_threads, double bytes, double flops,

@@ -47,10 +47,10 @@ inline double error_of_head(const PartialAttentionArgs<float>& args, std::int64_
       out[static_cast<std::size_t>(i)] += weight * bf16_element(values, row + i);
     }
   }
-  double worst = std::abs(static_cast<double>(args.sink.lse(0, query_head)) - std::log(total));
+  double worst = std::abs(static_cast<double>(args.target.lse(0, query_head)) - std::log(total));
   for (std::int64_t i = 0; i < format.value_dim; ++i) {
     const double exact = out[static_cast<std::size_t>(i)] / total;
-    worst = test::worse(worst, std::abs(exact - args.sink.out(0, query_head, i)));
+    worst = test::worse(worst, std::abs(exact - args.target.out(0, query_head, i)));
   }
   return worst;
 }

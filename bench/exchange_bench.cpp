@@ -177,8 +177,8 @@ void bench_hop_b(benchmark::State& state, int kvp, std::int64_t batch, std::int6
     a.args.kv.max_pages = pages;
     a.args.kv.layout = helix::KvLayout(kvp, kPageTokens);
     a.args.kv.kvp_rank = r;
-    a.args.sink.out = {ranks.back()->out.data(), {batch, kHeads, kDim}};
-    a.args.sink.lse = {ranks.back()->lse.data(), {batch, kHeads}};
+    a.args.target.out = {ranks.back()->out.data(), {batch, kHeads, kDim}};
+    a.args.target.lse = {ranks.back()->lse.data(), {batch, kHeads}};
     a.args.scale = 1.0f / std::sqrt(static_cast<float>(kDim));
   }
 

@@ -110,8 +110,8 @@ void bench_partial_attention(benchmark::State& state, const Case& c, int num_thr
   args.kv = view_of(c, memory.data());
   args.kv.page_table = table.data();
   args.kv.max_pages = args.kv.num_pages;
-  args.sink.out = {out.data(), {1, c.query_heads, c.value_dim}};
-  args.sink.lse = {lse.data(), {1, c.query_heads}};
+  args.target.out = {out.data(), {1, c.query_heads, c.value_dim}};
+  args.target.lse = {lse.data(), {1, c.query_heads}};
   args.scale = 1.0f / std::sqrt(static_cast<float>(c.head_dim));
   args.workspace = workspace;
 

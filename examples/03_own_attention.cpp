@@ -94,11 +94,11 @@ class EngineBackend {
   void pack_partial(const helix::PackPartialArgs<float>& args, Stream) {
     for (std::int64_t t = 0; t < args.out.extent(0); ++t) {
       for (std::int64_t h = 0; h < args.out.extent(1); ++h) {
-        args.sink.lse(t, h) = helix::to_natural(args.lse(t, h), args.convention);
-        for (std::int64_t d = 0; d < args.out.extent(2); ++d) args.sink.out(t, h, d) = args.out(t, h, d);
+        args.target.lse(t, h) = helix::to_natural(args.lse(t, h), args.convention);
+        for (std::int64_t d = 0; d < args.out.extent(2); ++d) args.target.out(t, h, d) = args.out(t, h, d);
       }
     }
-    const helix::StampArgs& stamp = args.sink.headers;
+    const helix::StampArgs& stamp = args.target.headers;
     const helix::ExchangeHeader header{
         .epoch = helix::exchange_epoch(++*stamp.exchanges, stamp.positions, stamp.tokens),
         .tokens = static_cast<std::uint32_t>(stamp.tokens),
@@ -124,9 +124,9 @@ class EngineBackend {
         const auto lse_of = [&](std::int64_t r) {
           return double{helix::to_natural(args.partial_lse(r, t, h), args.convention)};
         };
-        double max = args.sink != nullptr ? args.sink[h] : -HUGE_VAL;
+        double max = args.sinks != nullptr ? args.sinks[h] : -HUGE_VAL;
         for (std::int64_t r = 0; r < args.partial_lse.extent(0); ++r) max = std::max(max, lse_of(r));
-        double total = args.sink != nullptr ? std::exp(args.sink[h] - max) : 0.0;
+        double total = args.sinks != nullptr ? std::exp(args.sinks[h] - max) : 0.0;
         for (std::int64_t d = 0; d < args.out.extent(2); ++d) args.out(t, h, d) = 0.0f;
         for (std::int64_t r = 0; r < args.partial_lse.extent(0); ++r) {
           if (lse_of(r) == -HUGE_VAL) continue;  // a shard without a visible token: its out may be anything

@@ -117,18 +117,18 @@ void run_rank(int rank, int size, ncclComm_t engine_comm, const Model& model, st
   const int heads = kHeads / size;
   auto result = backend.allocate(static_cast<std::size_t>(heads * kDim) * sizeof(helix::bf16));
 
-  const helix::PartialSink<helix::bf16> sink{
+  const helix::PartialTarget<helix::bf16> target{
       .out = {reinterpret_cast<helix::bf16*>(out.data()), {1, kHeads, kDim}},
       .lse = {reinterpret_cast<float*>(lse.data()), {1, kHeads}}};
   helix::partial_attention(backend,
                            {.q = {on_device(model.q), {1, kHeads, kDim}},
                             .batch = batch.batch(),
                             .kv = kv,
-                            .sink = sink,
+                            .target = target,
                             .scale = 1.0f / std::sqrt(float{kDim}),
                             .workspace = {workspace.data(), workspace.size_bytes()}},
                            stream);
-  const auto received = exchange.exchange({sink.out, sink.lse}, batch.batch().positions, stream);
+  const auto received = exchange.exchange({target.out, target.lse}, batch.batch().positions, stream);
   helix::lse_combine(backend,
                      {.partial_out = received.out,
                       .partial_lse = received.lse,

@@ -65,7 +65,7 @@ Combined combine(const Partials& p, const std::vector<float>& sink = {}, int thr
   LseCombineArgs<float> args;
   args.partial_out = {p.out.data(), {p.ranks, p.tokens, p.heads, p.dim}};
   args.partial_lse = {p.lse.data(), {p.ranks, p.tokens, p.heads}};
-  args.sink = sink.empty() ? nullptr : sink.data();
+  args.sinks = sink.empty() ? nullptr : sink.data();
   args.convention = convention;
   args.out = {result.out.data(), {p.tokens, p.heads, p.dim}};
   args.lse = {result.lse.data(), {p.tokens, p.heads}};

@@ -95,7 +95,7 @@ class WindowedBackend : public cpu::Backend<WindowedComm> {
 /// Takes steps of up to 4000 bytes as lines: ends their exchange by a barrier, and checks each line.
 class LineBackend : public WindowedBackend {
  public:
-  static constexpr std::int64_t kMostLineBytes = 4000;
+  static constexpr std::int64_t kMaxLineBytes = 4000;
   using WindowedBackend::WindowedBackend;
 
   void combine_window(const WindowExchangeArgs& window, const LseCombineArgs<float>& combine,
@@ -132,7 +132,7 @@ class LineBackend : public WindowedBackend {
     }
     lse_combine({.partial_out = {out.data(), {ranks, tokens, heads, dim}},
                  .partial_lse = {lse.data(), {ranks, tokens, heads}},
-                 .sink = combine.sink,
+                 .sinks = combine.sinks,
                  .out = combine.out},
                 stream);
     synchronize(stream);
@@ -157,21 +157,21 @@ struct Attended {
 };
 
 /// Writes row (token, head) as attention does: `out` [dim].
-void write_row(const PartialSink<float>& sink, std::int64_t token, std::int64_t head, const float* out,
+void write_row(const PartialTarget<float>& target, std::int64_t token, std::int64_t head, const float* out,
                float lse) {
-  const std::int64_t dim = sink.out.extent(2);
-  if (sink.lines.rows.out == nullptr) {
-    sink.lse(token, head) = lse;
-    for (std::int64_t d = 0; d < dim; ++d) sink.out(token, head, d) = out[d];
+  const std::int64_t dim = target.out.extent(2);
+  if (target.lines.rows.out == nullptr) {
+    target.lse(token, head) = lse;
+    for (std::int64_t d = 0; d < dim; ++d) target.out(token, head, d) = out[d];
     return;
   }
   const auto bits = [](float x) { return std::bit_cast<std::uint32_t>(x); };
-  const auto number = static_cast<std::uint32_t>(*sink.slot.exchanges + 1);
-  *lines_at(sink.lines.rows.lse_of(token, head)) = {
-      bits(lse), number, exchange_row_tag(sink.lines.positions, token, sink.lines.tokens), ~number};
+  const auto number = static_cast<std::uint32_t>(*target.slot.exchanges + 1);
+  *lines_at(target.lines.rows.lse_of(token, head)) = {
+      bits(lse), number, exchange_row_tag(target.lines.positions, token, target.lines.tokens), ~number};
   for (std::int64_t i = 0; i < dim / 2; ++i)
-    lines_at(sink.lines.rows.out_of(token, head))[i] = {bits(out[2 * i]), number, bits(out[2 * i + 1]),
-                                                        ~number};
+    lines_at(target.lines.rows.out_of(token, head))[i] = {bits(out[2 * i]), number, bits(out[2 * i + 1]),
+                                                          ~number};
 }
 
 /// Combines `rounds` times over `exchange`, the last time to what is returned. `value_dim`: of the slices; 0:
@@ -192,11 +192,11 @@ std::vector<float> combine(Backend& backend, KvpAllToAll<Backend>& exchange, std
     for (std::int64_t t = 0; t < tokens; ++t) {
       for (std::int64_t h = 0; h < heads; ++h) {
         const auto row = static_cast<std::size_t>(t * heads + h);
-        write_row(messages.sink, t, h, attended.out.data() + row * static_cast<std::size_t>(dim),
+        write_row(messages.target, t, h, attended.out.data() + row * static_cast<std::size_t>(dim),
                   attended.lse[row]);
       }
     }
-    if (messages.sink.headers.message != nullptr) backend.stamp(messages.sink.headers, stream);
+    if (messages.target.headers.message != nullptr) backend.stamp(messages.target.headers, stream);
     exchange.exchange_and_combine(messages, nullptr, {combined.data(), {tokens, heads / kvp, dim}}, stream);
     backend.synchronize(stream);
   }
@@ -270,7 +270,7 @@ TEST_CASE("steps of few bytes combine as lines, among others, to the bits of mes
         const auto are_lines = [&](std::int64_t tokens, std::int64_t value_dim) {
           const std::vector<std::int64_t> positions(9);
           return exchange.outgoing({.tokens = tokens, .value_dim = value_dim}, positions.data())
-                     .sink.lines.rows.out != nullptr;
+                     .target.lines.rows.out != nullptr;
         };
         for (const std::int64_t tokens : {1, 9, 2, 1}) {
           for (const std::int64_t columns : {dim, std::int64_t{4}, std::int64_t{3}}) {
@@ -284,7 +284,7 @@ TEST_CASE("steps of few bytes combine as lines, among others, to the bits of mes
         KvpAllToAllSpec without = spec;
         without.has_lines = false;
         KvpAllToAll<LineBackend> messages(lined, without);
-        if (messages.outgoing({.tokens = 1}, nullptr).sink.lines.rows.out != nullptr)
+        if (messages.outgoing({.tokens = 1}, nullptr).target.lines.rows.out != nullptr)
           throw Error(ErrorCode::internal, "lines that the spec does not want");
       }));
     }

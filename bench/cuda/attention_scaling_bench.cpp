@@ -77,8 +77,8 @@ class ShardAttention {
     q_ = random_bf16(batch * heads.query_heads * heads.head_dim, 5);
     out_ = cuda::Buffer(static_cast<std::size_t>(batch * heads.query_heads * heads.value_dim) * kBf16Bytes);
     lse_ = cuda::Buffer(static_cast<std::size_t>(batch * heads.query_heads) * sizeof(float));
-    own_sink_ = {{reinterpret_cast<bf16*>(out_.data()), {batch, heads.query_heads, heads.value_dim}},
-                 {reinterpret_cast<float*>(lse_.data()), {batch, heads.query_heads}}};
+    own_target_ = {{reinterpret_cast<bf16*>(out_.data()), {batch, heads.query_heads, heads.value_dim}},
+                   {reinterpret_cast<float*>(lse_.data()), {batch, heads.query_heads}}};
     workspace_ = rank.backend.allocate(rank.backend.partial_attention_workspace_bytes(
         batch, heads.query_heads, heads.head_dim, heads.value_dim));
     args_.q = {reinterpret_cast<const bf16*>(q_.data()), {batch, heads.query_heads, heads.head_dim}};
@@ -93,12 +93,12 @@ class ShardAttention {
     args_.workspace = {workspace_.data(), workspace_.size_bytes()};
   }
 
-  void queue(const PartialSink<bf16>& result) {
-    args_.sink = result;
+  void queue(const PartialTarget<bf16>& result) {
+    args_.target = result;
     partial_attention(rank_->backend, args_, rank_->stream);
   }
 
-  PartialSink<bf16> own_sink() const { return own_sink_; }
+  PartialTarget<bf16> own_target() const { return own_target_; }
 
   double bytes() const { return static_cast<double>(pool_.size_bytes()); }
 
@@ -107,7 +107,7 @@ class ShardAttention {
   std::vector<std::int64_t> positions_;
   std::vector<std::int32_t> offsets_;
   cuda::Buffer pool_, table_at_, offsets_at_, positions_at_, q_, workspace_, out_, lse_;
-  PartialSink<bf16> own_sink_;
+  PartialTarget<bf16> own_target_;
   PartialAttentionArgs<bf16> args_;
 };
 
@@ -134,15 +134,15 @@ void bench_attention_scaling(benchmark::State& state, const Heads& heads, int kv
       {
         ShardAttention<Comm> shard(rank, heads, kvp, rank.index(), batch, context);
         const auto times = time_in_turn(
-            rank, {[&] { shard.queue(exchange.sink()); }, [&] { shard.queue(exchange.messages().sink); },
+            rank, {[&] { shard.queue(exchange.target()); }, [&] { shard.queue(exchange.messages().target); },
                    [&] {
-                     shard.queue(exchange.messages().sink);
+                     shard.queue(exchange.messages().target);
                      exchange.queue();
                    }});
         shard_us[r] = times[0];
         sent_us[r] = times[1];
         exchanged_us[r] = times[2];
-        shard.queue(exchange.sink());  // what the result is compared with
+        shard.queue(exchange.target());  // what the result is compared with
         results[r] = exchange.result();
       }
       rank.meeting.arrive_and_wait();
@@ -150,7 +150,7 @@ void bench_attention_scaling(benchmark::State& state, const Heads& heads, int kv
       const auto time_whole = [&](const Heads& of_rank, double& bytes) {
         ShardAttention<Comm> whole(rank, of_rank, 1, 0, batch, context);
         bytes = whole.bytes();
-        return time_launches(rank.stream, 1, 50, [&](int) { whole.queue(whole.own_sink()); });
+        return time_launches(rank.stream, 1, 50, [&](int) { whole.queue(whole.own_target()); });
       };
       whole_us = time_whole(heads, whole_bytes);
       tp_us = time_whole(heads.divided(kvp), tp_bytes);

@@ -52,7 +52,7 @@ class ExchangeWork {
     std::vector<std::int64_t> positions;
     for (std::int64_t i = 0; i < shape.tokens; ++i) positions.push_back(1000 * i);
     positions_ = on_device(rank.backend, positions);
-    bare_ = cuda::Buffer(static_cast<std::size_t>(2 * kvp_ * messages().sink.headers.message_bytes));
+    bare_ = cuda::Buffer(static_cast<std::size_t>(2 * kvp_ * messages().target.headers.message_bytes));
   }
 
   /// [tokens, heads, dim] and [tokens, heads]: for an attention that writes its own.
@@ -61,7 +61,7 @@ class ExchangeWork {
             {reinterpret_cast<float*>(lse_.data()), {shape_.tokens, shape_.heads}}};
   }
 
-  PartialSink<bf16> sink() const { return {partial().out, partial().lse}; }
+  PartialTarget<bf16> target() const { return {partial().out, partial().lse}; }
 
   /// Packing included: as for an attention that writes elsewhere.
   void queue_with_packing() {
@@ -75,13 +75,13 @@ class ExchangeWork {
     return exchange_.outgoing({.tokens = shape_.tokens}, positions());
   }
 
-  bool are_lines() const { return messages().sink.lines.rows.out != nullptr; }
+  bool are_lines() const { return messages().target.lines.rows.out != nullptr; }
 
   /// Fills the messages, as such an attention does.
   void fill_messages() {
     const Partial<bf16> from = partial();
-    const PartialSink<bf16> to = messages().sink;
-    rank_->backend.pack_partial({.out = from.out, .lse = from.lse, .sink = to}, rank_->stream);
+    const PartialTarget<bf16> to = messages().target;
+    rank_->backend.pack_partial({.out = from.out, .lse = from.lse, .target = to}, rank_->stream);
   }
 
   /// What follows it. Messages that are no lines stay, so that it can be repeated.
@@ -89,7 +89,7 @@ class ExchangeWork {
 
   /// NCCL's all-to-all of messages of the same size alone.
   void queue_all_to_all() {
-    const std::int64_t message = messages().sink.headers.message_bytes;
+    const std::int64_t message = messages().target.headers.message_bytes;
     rank_->backend.comms().kvp->all_to_all(bare_.data(), bare_.data() + kvp_ * message, message,
                                            rank_->stream);
   }

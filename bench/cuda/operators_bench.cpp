@@ -210,17 +210,17 @@ void bench_pack_partial(benchmark::State& state, std::int64_t kvp, std::int64_t 
         args.out = {out.at(i), {tokens, heads, dim}};
         args.lse = {lse.at<float>(i), {tokens, heads}};
         auto* first = messages.at<std::byte>(i);
-        args.sink.out = {
+        args.target.out = {
             reinterpret_cast<bf16*>(first + at.out_begin), {tokens, heads, dim}, {dim, at.head_bytes / 2, 1}};
-        args.sink.lse = {
+        args.target.lse = {
             reinterpret_cast<float*>(first + at.lse_begin), {tokens, heads}, {1, at.head_bytes / 4}};
-        args.sink.headers = {first,
-                             tokens,
-                             0,
-                             reinterpret_cast<std::uint64_t*>(exchanges.data()),
-                             reinterpret_cast<const std::int64_t*>(positions_at.data()),
-                             kvp,
-                             at.message_bytes};
+        args.target.headers = {first,
+                               tokens,
+                               0,
+                               reinterpret_cast<std::uint64_t*>(exchanges.data()),
+                               reinterpret_cast<const std::int64_t*>(positions_at.data()),
+                               kvp,
+                               at.message_bytes};
         operators.pack_partial(args, stream);
       },
       [&](cuda::Stream) {

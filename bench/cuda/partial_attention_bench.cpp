@@ -337,8 +337,8 @@ class Workload {
       args.kv.k_scale = reinterpret_cast<const float*>(scales_at_.data());
       if (case_.layout != Layout::latent) args.kv.v_scale = args.kv.k_scale + case_.kv_heads;
     }
-    args.sink.out = {reinterpret_cast<T*>(out_.data()), {tokens_, case_.query_heads, case_.value_dim}};
-    args.sink.lse = {reinterpret_cast<float*>(lse_.data()), {tokens_, case_.query_heads}};
+    args.target.out = {reinterpret_cast<T*>(out_.data()), {tokens_, case_.query_heads, case_.value_dim}};
+    args.target.lse = {reinterpret_cast<float*>(lse_.data()), {tokens_, case_.query_heads}};
     args.scale = 1.0f / std::sqrt(static_cast<float>(case_.head_dim)) * 4.0f;
     args.workspace = {workspace_.data(), workspace_.size_bytes()};
     return args;

@@ -110,10 +110,10 @@ inline void report_reads(benchmark::State& state, const ReadRates& rates) {
 /// for the next: 256 MB in all at least and up to 2 GB, as far as 4096 nodes of a graph go (of 33 KB each
 /// these are still twice the cache).
 inline int cold_launches(std::size_t bytes) {
-  constexpr std::size_t kLeastBytes = std::size_t{256} << 20;
-  constexpr std::size_t kMostBytes = std::size_t{2} << 30;
-  const std::size_t most = std::clamp<std::size_t>(kLeastBytes / bytes, 512, 4096);
-  return static_cast<int>(std::clamp<std::size_t>(kMostBytes / bytes, 2, most));
+  constexpr std::size_t kMinBytes = std::size_t{256} << 20;
+  constexpr std::size_t kMaxBytes = std::size_t{2} << 30;
+  const std::size_t most = std::clamp<std::size_t>(kMinBytes / bytes, 512, 4096);
+  return static_cast<int>(std::clamp<std::size_t>(kMaxBytes / bytes, 2, most));
 }
 
 /// Bytes between two places of `bytes` each, aligned to 256.

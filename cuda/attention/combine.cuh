@@ -31,7 +31,7 @@ struct RowWriter {
   bool is_empty;
 
   __device__ RowWriter(const AttentionParams& params, const QueryTile& query_tile, int head, int row,
-                       float max, float sum, const SinkPlace& place = sink_place())
+                       float max, float sum, const TargetPlace& place = target_place())
       : p(params), count(place.count) {
     const std::int64_t token = query_tile.token(p, row) - p.first_out_token;
     const std::int64_t query_head = query_tile.query_head(p, head, row);

@@ -71,12 +71,12 @@ inline constexpr unsigned kTileBytes = kChunks * kChunkBytes;
 inline constexpr int kSteps = kChunkColumns / kProductDepth;  // of a chunk, or of a tile's tokens
 
 /// Weights of T are powers of two of a score over a row's pivot: it is raised where one exceeds
-/// 2^kMostExponent, so that sums are scaled rarely, and the largest becomes 2^kTopExponent. In f16 that is
+/// 2^kMaxExponent, so that sums are scaled rarely, and the largest becomes 2^kTopExponent. In f16 that is
 /// well above 1, so that what is 2^-31 of the largest still counts.
 template <class T>
 inline constexpr float kTopExponent = std::is_same_v<T, f16> ? 7.0f : 0.0f;
 template <class T>
-inline constexpr float kMostExponent = kTopExponent<T> + 8.0f;
+inline constexpr float kMaxExponent = kTopExponent<T> + 8.0f;
 
 /// Named barriers of the block.
 enum Barrier { kAllConsumers = 1, kLeadsWeights, kFollowersWeights, kOneGroup };

@@ -141,7 +141,7 @@ struct Consumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       shrink[h] =
-          raise_max(h, top[h] > rows.max[h] + kMostExponent<T> ? top[h] - kTopExponent<T> : rows.max[h]);
+          raise_max(h, top[h] > rows.max[h] + kMaxExponent<T> ? top[h] - kTopExponent<T> : rows.max[h]);
       if (lane() % 4 == 0) s.row[kGroup][row() + 8 * h] = rows.max[h];
     }
   }

@@ -56,7 +56,7 @@ struct PartLoop {
   __device__ __forceinline__ bool find_weights(int i, int token, const TokenScales& scales,
                                                Scores<K>& scores) {
     const float most = softmax.find_exponents(token, i >= whole.begin && i < whole.end, scales, scores);
-    const bool raises = group_or(kOneGroup + softmax.group, most > kMostExponent || softmax.s.are_unset);
+    const bool raises = group_or(kOneGroup + softmax.group, most > kMaxExponent || softmax.s.are_unset);
     if (i >= 2) group_sync(kWeightsRead + softmax.group, kConsumers);
     if (warp_uniform(raises)) {
       softmax.raise(scores);

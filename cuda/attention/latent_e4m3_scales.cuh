@@ -10,11 +10,11 @@ namespace helix::cuda::latent_e4m3 {
 
 /// The scales of this thread's two tokens: a power of two, the token's scale, and what the scales of the
 /// columns are of it. The first is exact wherever it goes, the others are rounded to 11 bits. Scales below
-/// kLeastScale, as vLLM gives columns of zeros, count as that: the inverse of a smaller one would overflow
+/// kMinScale, as vLLM gives columns of zeros, count as that: the inverse of a smaller one would overflow
 /// what it multiplies.
 struct TokenScales {
-  static constexpr float kLeastScale = 0x1p-60f;
-  static constexpr int kLeastExponent = 127 - 60;
+  static constexpr float kMinScale = 0x1p-60f;
+  static constexpr int kMinExponent = 127 - 60;
 
   int exponent[2];   // biased
   __half2 ratio[4];  // of 128 columns each, of both tokens
@@ -27,7 +27,7 @@ struct TokenScales {
   __device__ void load(int h, float4 scales) {
     const float most = fmaxf(fmaxf(scales.x, scales.y), fmaxf(scales.z, scales.w));
     const int up = static_cast<int>((__float_as_uint(most) + 0x7fffffu) >> 23);
-    exponent[h] = most > 0.0f ? ::max(kLeastExponent, ::min(253, up)) : 127;
+    exponent[h] = most > 0.0f ? ::max(kMinExponent, ::min(253, up)) : 127;
     const float x[4] = {scales.x, scales.y, scales.z, scales.w};
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -59,7 +59,7 @@ struct TileScales {
   __device__ __forceinline__ float of(int h, int k) const {
     float x;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at(h) + static_cast<unsigned>(k) * 4u) : "memory");
-    return fmaxf(x, TokenScales::kLeastScale);
+    return fmaxf(x, TokenScales::kMinScale);
   }
   __device__ __forceinline__ TokenScales load() const {
     TokenScales scales;

@@ -16,7 +16,7 @@ namespace helix::cuda::latent_e4m3 {
 
 // Weights are f16, whatever the type of q.
 inline constexpr float kTopExponent = latent::kTopExponent<f16>;
-inline constexpr float kMostExponent = latent::kMostExponent<f16>;
+inline constexpr float kMaxExponent = latent::kMaxExponent<f16>;
 
 inline constexpr int kValueBlocks = kGroupColumns / kGroupRows;  ///< Products of a group's value columns.
 inline constexpr int kPairColumns = 32;                          ///< That one matrix load brings.
@@ -102,7 +102,7 @@ struct Softmax {
     return most;
   }
 
-  /// Raises the pivots of the rows that exceed kMostExponent, and sets those of the rows that see their first
+  /// Raises the pivots of the rows that exceed kMaxExponent, and sets those of the rows that see their first
   /// tokens.
   __device__ __forceinline__ void raise(Scores<K>& exponents) const {
 #pragma unroll
@@ -124,7 +124,7 @@ struct Softmax {
     if (r < K::kRows) {
       float top = -kInfinity;
       for (int w = 0; w < 4; ++w) top = fmaxf(top, s.top[group][w][r]);
-      const bool raises = s.is_unset[r] ? top > -kInfinity : top > kMostExponent;
+      const bool raises = s.is_unset[r] ? top > -kInfinity : top > kMaxExponent;
       const float by = raises ? top - kTopExponent : 0.0f;
       s.raise[group][r] = by;
       s.row[r].pivot += by;

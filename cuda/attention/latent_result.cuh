@@ -36,9 +36,9 @@ __device__ __forceinline__ RowEnd whole_row(float max, float sum) {
 /// others.
 __device__ __forceinline__ RowEnd split_row(float max, float sum, float most) {
   constexpr int kTop = 14;
-  constexpr int kMostUp = 40;
+  constexpr int kMaxUp = 40;
   const int exponent = static_cast<int>(__float_as_uint(most) >> 23) - 127;
-  const int up = ::min(kTop - exponent, kMostUp);
+  const int up = ::min(kTop - exponent, kMaxUp);
   const float factor = __uint_as_float(static_cast<unsigned>(127 + up) << 23);
   return {max - static_cast<float>(up), sum * factor, factor};
 }
@@ -91,7 +91,7 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Part&
       __stcg(partials.sum(split, first_row + r), end.sum);
     }
   } else {
-    const SinkPlace place = read_sink_place(p);  // no shared memory is left for sink_place()
+    const TargetPlace place = read_target_place(p);  // no shared memory is left for target_place()
 #pragma unroll 1
     for (int r = warp; r < rows; r += kWarpsOfGroup) {
       const RowEnd end = ends[r];

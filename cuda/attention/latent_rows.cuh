@@ -18,7 +18,7 @@ namespace helix::cuda::latent {
 struct Rows {
   int low[2];
   int high[2];
-  float max[2];  ///< Base 2; the largest score is within kMostExponent above it.
+  float max[2];  ///< Base 2; the largest score is within kMaxExponent above it.
   float sum[2];  ///< Of the weights that this thread has seen.
 };
 

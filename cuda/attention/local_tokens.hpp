@@ -16,8 +16,8 @@ namespace helix::cuda {
 /// Local tokens of a sequence; a KV tile more still fits in an int.
 inline constexpr std::int64_t kMaxLocalTokens = std::numeric_limits<std::int32_t>::max() - 1023;
 
-inline constexpr int kLeastKvTileTokens = 16;  ///< Of any kernel.
-inline constexpr int kMostPaddingTiles = 6;    ///< KV tiles that a query tile counts for beside its own.
+inline constexpr int kMinKvTileTokens = 16;  ///< Of any kernel.
+inline constexpr int kMaxPaddingTiles = 6;   ///< KV tiles that a query tile counts for beside its own.
 
 /// The pages that a sequence may have, and the tokens that these hold, at most 2^31 * 2^24. What a kernel is
 /// chosen or launched by, and not Batch::lengths_host: a captured launch is replayed with longer sequences.
@@ -49,7 +49,7 @@ inline void check_local_tokens(std::int64_t most, const KvView& kv) {
 
 /// Query tiles whose KV tiles, of `kv_heads` heads of sequences of up to `most` tokens, an int counts.
 inline std::int64_t most_counted_query_tiles(std::int64_t most, std::int64_t kv_heads) {
-  const std::int64_t tiles = most / kLeastKvTileTokens + 2 + kMostPaddingTiles;
+  const std::int64_t tiles = most / kMinKvTileTokens + 2 + kMaxPaddingTiles;
   return std::numeric_limits<std::int32_t>::max() / tiles / kv_heads;
 }
 

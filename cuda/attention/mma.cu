@@ -74,7 +74,7 @@ const AttentionKernel kMmaLatentRest{
     .query_tile_rows = [](std::int64_t, std::int64_t) { return kMmaRows; },
     .sm_rows = sm_rows_of_latents,
     .has_fixed_query_tile = false,
-    .launch = launch_mma_latent_tiles<bf16, 1, 1, true, 1, kLeastSharedMemory.block_bytes>};
+    .launch = launch_mma_latent_tiles<bf16, 1, 1, true, 1, kMinSharedMemory.block_bytes>};
 
 const AttentionKernel kWideMmaLatent{
     .fits =

@@ -10,7 +10,7 @@ template void launch_wide_mma_latent<bf16>(const AttentionParams&, const Attenti
                                            const AttentionGrid&);
 template void launch_mma_latent<bf16>(const AttentionParams&, const AttentionCall&, const AttentionGrid&);
 template void launch_mma<bf16, true>(const AttentionParams&, const AttentionCall&, const AttentionGrid&);
-template void launch_mma_latent_tiles<bf16, 1, 1, true, 1, kLeastSharedMemory.block_bytes>(
+template void launch_mma_latent_tiles<bf16, 1, 1, true, 1, kMinSharedMemory.block_bytes>(
     const AttentionParams&, const AttentionCall&, const AttentionGrid&);
 
 }  // namespace helix::cuda

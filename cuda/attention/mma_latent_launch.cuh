@@ -25,11 +25,11 @@ __global__ __launch_bounds__(kMmaLatentWarps* kWarp,
   finish_messages(p);
 }
 
-template <class KV, int kRowWarps, int kStages, bool kHasRest, int kBlocks, int kMostBytes>
+template <class KV, int kRowWarps, int kStages, bool kHasRest, int kBlocks, int kMaxBytes>
 void launch_mma_latent_tiles(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
   using Kernel = MmaLatent<KV, kRowWarps, kStages, kHasRest>;
   constexpr int kBytes = static_cast<int>(sizeof(typename Kernel::Shared));
-  static_assert(kBytes <= kMostBytes);
+  static_assert(kBytes <= kMaxBytes);
   static_assert(kBlocks * Kernel::kRows <= kWideMmaLatentRows, "more split partials than sm_rows");
   const auto kernel = attend_mma_latent<KV, kRowWarps, kStages, kHasRest, kBlocks>;
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
@@ -50,8 +50,8 @@ template <class KV>
 void launch_mma_latent(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
   constexpr int kStages = sizeof(KV) == 1 ? 2 : 1;
   if (p.query_tile_rows > kMmaRows)
-    return launch_mma_latent_tiles<KV, 2, kStages, false, 1, kLeastSharedMemory.block_bytes>(p, call, grid);
-  launch_mma_latent_tiles<KV, 1, kStages, false, 2, kLeastSharedMemory.block_bytes>(p, call, grid);
+    return launch_mma_latent_tiles<KV, 2, kStages, false, 1, kMinSharedMemory.block_bytes>(p, call, grid);
+  launch_mma_latent_tiles<KV, 1, kStages, false, 2, kMinSharedMemory.block_bytes>(p, call, grid);
 }
 
 extern template void launch_wide_mma_latent<bf16>(const AttentionParams&, const AttentionCall&,
@@ -66,7 +66,7 @@ extern template void launch_mma_latent<f16>(const AttentionParams&, const Attent
                                             const AttentionGrid&);
 extern template void launch_mma_latent<fp8_e4m3>(const AttentionParams&, const AttentionCall&,
                                                  const AttentionGrid&);
-extern template void launch_mma_latent_tiles<bf16, 1, 1, true, 1, kLeastSharedMemory.block_bytes>(
+extern template void launch_mma_latent_tiles<bf16, 1, 1, true, 1, kMinSharedMemory.block_bytes>(
     const AttentionParams&, const AttentionCall&, const AttentionGrid&);
 
 }  // namespace helix::cuda

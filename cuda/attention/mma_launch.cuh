@@ -38,7 +38,7 @@ void launch_mma_tiles(const AttentionParams& p, const AttentionCall& call, const
                       const RowAlignment& alignment) {
   using Kernel = Mma<KV, kDim, kValueDim, kRowWarps, kTokens, kStages, kHasRest>;
   constexpr int kBytes = static_cast<int>(sizeof(typename Kernel::Shared));
-  static_assert(kBytes <= kLeastSharedMemory.block_bytes);
+  static_assert(kBytes <= kMinSharedMemory.block_bytes);
   static_assert(kBlocks * Kernel::kRows <= 2 * kMmaTileRows, "more split partials than sm_rows");
   const auto kernel = attend_mma<KV, kDim, kValueDim, kRowWarps, kTokens, kStages, kHasRest, kBlocks>;
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));

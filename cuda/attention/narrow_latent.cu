@@ -84,8 +84,8 @@ void launch(const AttentionParams& p, const AttentionCall& call, const Attention
 ///   16 x 512 13.2, 17.0   16 x 1024 19.4, 18.7   64 x 8192 178, 155      64 x 131072 2572, 2148
 /// The memory of an H100 gives no more than 23 GB/s an SM: 1 x 131072 65.0, 69.9, 64 x 131072 3186, 3192.
 bool is_faster(std::int64_t sequences, std::int64_t tokens) {
-  constexpr std::int64_t kMost = std::int64_t{1} << 17;  // of sequences * sequences * tokens
-  return sequences * sequences <= kMost / std::max<std::int64_t>(tokens, 1);
+  constexpr std::int64_t kMax = std::int64_t{1} << 17;  // of sequences * sequences * tokens
+  return sequences * sequences <= kMax / std::max<std::int64_t>(tokens, 1);
 }
 
 }  // namespace

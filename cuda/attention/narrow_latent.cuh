@@ -113,7 +113,7 @@ struct Block {
       if (done == 0 && p.reads_ahead) {
         wait_for_previous();
         start_next();  // not before: what follows would take the memory from this step's q and KV
-        find_sink_place(p);
+        find_target_place(p);
       }
       query_row.copy(s.queries);
       for (; filled < kStages; ++filled) fill(filled);

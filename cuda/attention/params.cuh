@@ -9,7 +9,7 @@
 
 #include "cuda/attention/kernel.hpp"
 #include "cuda/exchange/header.cuh"
-#include "cuda/exchange/sink_place.cuh"
+#include "cuda/exchange/target_place.cuh"
 #include "cuda/kv_cache/paged_rows.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/divisor.cuh"
@@ -38,13 +38,13 @@ struct AttentionParams {
   bool is_out_aligned = false;               ///< four columns of out can be stored at once
   int first_out_token = 0;                   ///< Token of the step at row 0 of out and lse.
   StampArgs headers{};                       ///< Headers of the messages that out and lse lie in.
-  const std::uint64_t* exchanges = nullptr;  ///< SinkSlot::exchanges.
+  const std::uint64_t* exchanges = nullptr;  ///< TargetSlot::exchanges.
   std::int64_t out_slot_stride = 0;          ///< Elements of out to the other message slot.
   std::int64_t lse_slot_stride = 0;
   bool sends_lines = false;  ///< Whether out and lse are those of LineRows, and strides those of lines.
-  const std::uint32_t* gave_up = nullptr;        ///< SinkLines::gave_up.
-  const std::int64_t* line_positions = nullptr;  ///< SinkLines::positions.
-  std::int64_t line_tokens = 0;                  ///< SinkLines::tokens.
+  const std::uint32_t* gave_up = nullptr;        ///< TargetLines::gave_up.
+  const std::int64_t* line_positions = nullptr;  ///< TargetLines::positions.
+  std::int64_t line_tokens = 0;                  ///< TargetLines::tokens.
 
   const std::int64_t* positions = nullptr;
   const std::int32_t* sequence_slots = nullptr;
@@ -142,34 +142,34 @@ __device__ inline int settled_tokens(const AttentionParams& p, const QueryTile& 
 }
 
 /// Where this launch writes its results, read anew.
-__device__ __forceinline__ SinkPlace read_sink_place(const AttentionParams& p) {
-  return p.exchanges == nullptr ? SinkPlace{} : SinkPlace(p.exchanges, p.gave_up);
+__device__ __forceinline__ TargetPlace read_target_place(const AttentionParams& p) {
+  return p.exchanges == nullptr ? TargetPlace{} : TargetPlace(p.exchanges, p.gave_up);
 }
 
 /// The same of the block, in shared memory.
-__device__ __forceinline__ SinkPlace& sink_place() {
-  __shared__ SinkPlace place;
+__device__ __forceinline__ TargetPlace& target_place() {
+  __shared__ TargetPlace place;
   return place;
 }
 
 /// Finds it, ahead of a barrier: read for each row it would be a trip to memory more for each. By the last
 /// thread, as the first ones have plans to make.
-__device__ __forceinline__ void find_sink_place(const AttentionParams& p) {
-  if (threadIdx.x == blockDim.x - 1) sink_place() = read_sink_place(p);
+__device__ __forceinline__ void find_target_place(const AttentionParams& p) {
+  if (threadIdx.x == blockDim.x - 1) target_place() = read_target_place(p);
 }
 
-/// For a kernel that can do nothing ahead, as follow_previous(), ahead of a barrier: also finds sink_place().
-/// The kernel behind reads lines before this one has ended, so that it may not start before all kernels ahead
-/// of this one have.
+/// For a kernel that can do nothing ahead, as follow_previous(), ahead of a barrier: also finds
+/// target_place(). The kernel behind reads lines before this one has ended, so that it may not start before
+/// all kernels ahead of this one have.
 __device__ __forceinline__ void follow_previous(const AttentionParams& p) {
   if (!p.sends_lines) start_next();
   wait_for_previous();
   if (p.sends_lines) start_next();
-  find_sink_place(p);
+  find_target_place(p);
 }
 
 /// Stores the log-sum-exp of row (token, head).
-__device__ __forceinline__ void store_lse(const AttentionParams& p, const SinkPlace& place,
+__device__ __forceinline__ void store_lse(const AttentionParams& p, const TargetPlace& place,
                                           std::int64_t token, std::int64_t head, float lse) {
   float* const to =
       p.lse + place.slot * p.lse_slot_stride + token * p.lse_token_stride + head * p.lse_head_stride;

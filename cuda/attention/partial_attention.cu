@@ -71,31 +71,31 @@ template <class T>
 AttentionParams params_of(const PartialAttentionArgs<T>& args) {
   const KvView& kv = args.kv;
   const KvPlaces places(kv);
-  const PartialSink<T>& sink = args.sink;
+  const PartialTarget<T>& target = args.target;
   AttentionParams p;
   p.dtype = kDTypeOf<T>;
   p.q = args.q.data();
   p.q_token_stride = args.q.stride(0);
   p.q_head_stride = args.q.stride(1);
-  p.out = sink.out.data();
-  p.out_token_stride = sink.out.stride(0);
-  p.out_head_stride = sink.out.stride(1);
-  p.lse = sink.lse.data();
-  p.lse_token_stride = sink.lse.stride(0);
-  p.lse_head_stride = sink.lse.stride(1);
-  p.is_out_aligned = common_alignment({address_of(sink.out.data()), step_of<T>(sink.out.stride(0)),
-                                       step_of<T>(sink.out.stride(1)),
-                                       static_cast<std::uintptr_t>(sink.slot.bytes)}) >= 4 * sizeof(T);
-  p.first_out_token = static_cast<int>(sink.first_token);
-  p.headers = sink.headers;
-  p.exchanges = sink.slot.exchanges;
-  p.out_slot_stride = sink.slot.bytes / static_cast<std::int64_t>(sizeof(T));
-  p.lse_slot_stride = sink.slot.bytes / static_cast<std::int64_t>(sizeof(float));
-  if (const LineRows<std::byte>& lines = sink.lines.rows; lines.out != nullptr) {
+  p.out = target.out.data();
+  p.out_token_stride = target.out.stride(0);
+  p.out_head_stride = target.out.stride(1);
+  p.lse = target.lse.data();
+  p.lse_token_stride = target.lse.stride(0);
+  p.lse_head_stride = target.lse.stride(1);
+  p.is_out_aligned = common_alignment({address_of(target.out.data()), step_of<T>(target.out.stride(0)),
+                                       step_of<T>(target.out.stride(1)),
+                                       static_cast<std::uintptr_t>(target.slot.bytes)}) >= 4 * sizeof(T);
+  p.first_out_token = static_cast<int>(target.first_token);
+  p.headers = target.headers;
+  p.exchanges = target.slot.exchanges;
+  p.out_slot_stride = target.slot.bytes / static_cast<std::int64_t>(sizeof(T));
+  p.lse_slot_stride = target.slot.bytes / static_cast<std::int64_t>(sizeof(float));
+  if (const LineRows<std::byte>& lines = target.lines.rows; lines.out != nullptr) {
     p.sends_lines = true;
-    p.gave_up = sink.lines.gave_up;
-    p.line_positions = sink.lines.positions;
-    p.line_tokens = sink.lines.tokens;
+    p.gave_up = target.lines.gave_up;
+    p.line_positions = target.lines.positions;
+    p.line_tokens = target.lines.tokens;
     p.out = lines.out;
     p.out_token_stride = lines.token_bytes / static_cast<std::int64_t>(sizeof(T));
     p.out_head_stride = lines.head_bytes / static_cast<std::int64_t>(sizeof(T));
@@ -203,10 +203,10 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   const DeviceScope scope(state_->device);
   const AttentionCall call =
       call_of(args, state_->runs_hopper_kernels(),
-              state_->kernel_target == KernelTarget::least_gpu ? kLeastSharedMemory : state_->shared_memory);
-  constexpr std::int64_t kMostRows = kMaxLocalTokens;  // counted likewise
-  HELIX_EXPECTS(call.most_rows <= kMostRows, ErrorCode::unsupported, "partial_attention: a sequence has ",
-                call.most_rows, " query rows of a KV head; a GPU kernel counts up to ", kMostRows,
+              state_->kernel_target == KernelTarget::least_gpu ? kMinSharedMemory : state_->shared_memory);
+  constexpr std::int64_t kMaxQueryRows = kMaxLocalTokens;  // counted likewise
+  HELIX_EXPECTS(call.most_rows <= kMaxQueryRows, ErrorCode::unsupported, "partial_attention: a sequence has ",
+                call.most_rows, " query rows of a KV head; a GPU kernel counts up to ", kMaxQueryRows,
                 ": give fewer tokens a step");
   const AttentionKernel& kernel = kernel_for(call);
   AttentionParams p = params_of(args);

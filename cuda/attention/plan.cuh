@@ -29,7 +29,7 @@ template <int kTokens, class TheLimits, int kBlocks, class Count>
 struct AttentionLists {
   using Limits = TheLimits;
   static constexpr int kKvTileTokens = kTokens;
-  static_assert(kTokens >= kLeastKvTileTokens && Limits::kPaddingTiles <= kMostPaddingTiles);
+  static_assert(kTokens >= kMinKvTileTokens && Limits::kPaddingTiles <= kMaxPaddingTiles);
 
   int kv_tile_begin[kMaxQueryTiles + 1];  ///< KV tiles of one KV head before each query tile, padded.
   Count query_tile_begin[kMaxLaunchSequences + 1];  ///< First query tile of each sequence, of the launch's.

@@ -72,7 +72,7 @@ struct Portable {
     float* sums = memory;                          // [kRows][sum_stride]
     float* queries = memory + kRows * sum_stride;  // [kRows][head_dim]
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
-    find_sink_place(p);
+    find_target_place(p);
     make_plan(p, s.plan);
     const Schedule<Plan> schedule(p, s.plan);
     const WorkItem item = schedule.work_item(static_cast<int>(blockIdx.x));

@@ -31,7 +31,7 @@ struct ShortTileLimits {
   static constexpr int kPaddingTiles = 0;
 };
 
-inline constexpr int kMostClusterBlocks = 8;  ///< Of a cluster that combines the KV splits of a query tile.
+inline constexpr int kMaxClusterBlocks = 8;  ///< Of a cluster that combines the KV splits of a query tile.
 /// Tokens for each block of such a cluster, at most. Beyond, more splits read faster.
 inline constexpr int kClusterBlockTokens = 320;
 

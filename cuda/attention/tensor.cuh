@@ -125,7 +125,7 @@ struct Tensor {
       // Behind the copies of all blocks the queries would wait for microseconds, so they are asked for first.
       Queries queries;
       queries.read(p, query_tile, at.head);
-      if (done == 0 && p.reads_ahead) find_sink_place(p);
+      if (done == 0 && p.reads_ahead) find_target_place(p);
       const KvScales scales = Softmax::read_scales(p, at.head);
       constexpr bool kQueriesFirst = TileCopies::kTakesLoadUnits;
       for (; filled < kStages && !kQueriesFirst; ++filled) fill(filled);

@@ -15,7 +15,7 @@
 
 namespace helix::cuda {
 
-inline constexpr int kLeastBoxTokens = 8;  ///< Of a box: whole ones begin at multiples of 128 bytes.
+inline constexpr int kMinBoxTokens = 8;  ///< Of a box: whole ones begin at multiples of 128 bytes.
 
 /// A lane's box of a KV tile of kTokens tokens, the lane's number in order.
 template <int kTokens>
@@ -46,7 +46,7 @@ struct BoxTileMaps {
   int box_tokens = 0;
 };
 
-/// Rows of any strides in pages of kLeastBoxTokens tokens at least, where boxes of as many divide both a page
+/// Rows of any strides in pages of kMinBoxTokens tokens at least, where boxes of as many divide both a page
 /// and a KV tile: each lane asks for one box of K and one of V.
 template <int kKeyBytes, int kValueBytes, int kTokens>
 struct BoxTileCopies {
@@ -54,7 +54,7 @@ struct BoxTileCopies {
   static constexpr unsigned kArrivals = 1;        // at the barrier, a phase
   static constexpr bool kTakesLoadUnits = false;  // a copy engine moves the data
   static constexpr bool kTakesUnequalRows = true;
-  static_assert(kTokens <= kLeastBoxTokens * kWarp);
+  static_assert(kTokens <= kMinBoxTokens * kWarp);
 
   BoxPlace<kTokens> box;
 

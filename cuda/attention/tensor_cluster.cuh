@@ -15,7 +15,7 @@ template <bool kExists, int kRows, int kValueDim>
 class BlockCluster {
  public:
   static constexpr int kStride = kValueDim + 4;  // f32: rows 16 bytes apart in the banks
-  static_assert(kRows % kMostClusterBlocks == 0);
+  static_assert(kRows % kMaxClusterBlocks == 0);
 
   /// What the blocks found of the rows that this one combines: of every blocks-th, from its rank on.
   struct Sums {

@@ -26,7 +26,7 @@ struct ClusterGrid {
 inline ClusterGrid cluster_grid(const AttentionParams& p, const KvView& kv, int blocks, bool shares_device) {
   const std::int64_t tokens = page_list_tokens(kv);
   const int parts = p.num_query_tiles * p.kv_heads;
-  for (int cluster = shares_device ? 1 : kMostClusterBlocks; cluster > 1; cluster /= 2) {
+  for (int cluster = shares_device ? 1 : kMaxClusterBlocks; cluster > 1; cluster /= 2) {
     if (tokens <= cluster * kClusterBlockTokens && 4 * cluster * parts <= 3 * blocks)
       return {cluster * parts, cluster};
   }
@@ -84,7 +84,7 @@ inline bool fits_page_copies(const KvFormat& format, std::int64_t kv_tile_tokens
 
 /// Whether boxes divide pages and the KV tiles of any kernel.
 inline bool fits_boxes(const AttentionCall& call) {
-  return call.kv.format.page_tokens % kLeastBoxTokens == 0 && call.has_tensor_maps;
+  return call.kv.format.page_tokens % kMinBoxTokens == 0 && call.has_tensor_maps;
 }
 
 /// Whether K and V have rows of one of the sizes that are built.

@@ -55,7 +55,7 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
   bool is_row[2];
   bool is_empty[2];  // it saw nothing
   float inverse[2];
-  const SinkPlace place = sink_place();
+  const TargetPlace place = target_place();
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     is_row[h] = row + 8 * h < query_tile.num_rows;

@@ -36,7 +36,7 @@ inline constexpr int kWavePassWaves = 4;
 template <int kTokens>
 struct WavePlan {
   static constexpr int kKvTileTokens = kTokens;
-  static_assert(kTokens >= kLeastKvTileTokens);
+  static_assert(kTokens >= kMinKvTileTokens);
 
   std::int64_t first_page[kMaxWaveQueryTiles];  ///< Place in the page lists of the sequence's first page.
   QueryTile query_tiles[kMaxWaveQueryTiles];

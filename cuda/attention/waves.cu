@@ -11,7 +11,7 @@ namespace {
 /// Query rows of a KV head from which this kernel is the faster one. 32 are drafts of 4 with 8 heads a KV
 /// head: 974 us, 996 otherwise (8 sequences of 131072 tokens, H200); 1 of 8192 tokens 24.6 and 28.3, 8 of
 /// them 80.6 and 78.4.
-constexpr std::int64_t kLeastRows = 32;
+constexpr std::int64_t kMinRows = 32;
 constexpr int kCombineThreads = 256;
 constexpr int kMaxBox = 256;  ///< Of a dimension of a box.
 
@@ -101,7 +101,7 @@ const AttentionKernel kWaves{
           return call.is_hopper && !format.is_latent && call.dtype == format.dtype &&
                  size_bytes(call.dtype) == 2 && rows_for(format.head_dim, format.value_dim) > 0 &&
                  call.q_alignment == 16 && call.kv_alignment == 16 && call.has_tensor_maps &&
-                 call.most_rows >= kLeastRows;
+                 call.most_rows >= kMinRows;
         },
     .query_tile_rows = rows_for,
     .sm_rows = rows_for,

@@ -12,8 +12,8 @@ namespace helix::cuda::bench {
 namespace {
 
 constexpr int kWarps = 16;
-constexpr int kMostColumns = 576;  // of a key
-constexpr int kLaneColumns = (kMostColumns + kWarp - 1) / kWarp;
+constexpr int kMaxColumns = 576;  // of a key
+constexpr int kLaneColumns = (kMaxColumns + kWarp - 1) / kWarp;
 
 /// One query row of a launch.
 struct Row {
@@ -51,7 +51,7 @@ __device__ Row row_of(const Problem<T>& p, std::int64_t token, std::int64_t head
 template <class T, class KV>
 __global__ __launch_bounds__(kWarps* kWarp) void attend_exactly(Problem<T> p, std::int64_t heads,
                                                                 ExactRows to) {
-  __shared__ double sums[kMostColumns];
+  __shared__ double sums[kMaxColumns];
   __shared__ double tops[kWarps], totals[kWarps];
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -145,9 +145,9 @@ void fill_mixed_rows(void* pool, std::int64_t rows, std::int64_t head_dim, std::
 
 template <class T>
 void launch_exact_attention(const PartialAttentionArgs<T>& args, const ExactRows& to, StreamHandle stream) {
-  HELIX_EXPECTS(args.kv.format.head_dim <= kMostColumns && args.window == 0 && args.soft_cap == 0.0f,
+  HELIX_EXPECTS(args.kv.format.head_dim <= kMaxColumns && args.window == 0 && args.soft_cap == 0.0f,
                 ErrorCode::invalid_argument, "launch_exact_attention: head size ", args.kv.format.head_dim,
-                ", window ", args.window, ", soft cap ", args.soft_cap, "; it takes up to ", kMostColumns,
+                ", window ", args.window, ", soft cap ", args.soft_cap, "; it takes up to ", kMaxColumns,
                 " and neither of the others");
   const std::int64_t heads = args.q.extent(1);
   const Problem<T> problem{args.q.data(),

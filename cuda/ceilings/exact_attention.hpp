@@ -19,8 +19,8 @@ struct ExactRows {
 };
 
 /// out = softmax(scale q K^T) V and its log-sum-exp over the visible tokens of `args`, scales of the cache
-/// included, for the rows that `to` names. `args.sink` and `args.workspace` are not looked at; no window, no
-/// soft cap.
+/// included, for the rows that `to` names. `args.target` and `args.workspace` are not looked at; no window,
+/// no soft cap.
 template <class T>
 void launch_exact_attention(const PartialAttentionArgs<T>& args, const ExactRows& to, StreamHandle stream);
 

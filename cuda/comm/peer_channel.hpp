@@ -16,7 +16,7 @@ inline constexpr int kMaxPeers = 64;
 inline constexpr int kMaxFlaggedWordBlocks = 320;
 
 /// PeerChannel::piece is a multiple of it.
-inline constexpr std::int64_t kLeastPieceBytes = 1024;
+inline constexpr std::int64_t kMinPieceBytes = 1024;
 
 /// Why a kernel stopped waiting for its peers.
 enum class PeerFault : std::uint32_t {

@@ -149,10 +149,10 @@ std::string PeerComm::transport() const {
 
 PeerWindow PeerComm::allocate_window(std::size_t bytes, std::int64_t parts) const {
   expect_windows(*state_);
-  constexpr std::size_t kMostBytes = std::size_t{1} << 48;  // beyond the memory of any device
-  HELIX_EXPECTS(bytes > 0 && bytes <= kMostBytes && parts > 0 && parts <= kMaxCount,
+  constexpr std::size_t kMaxBytes = std::size_t{1} << 48;  // beyond the memory of any device
+  HELIX_EXPECTS(bytes > 0 && bytes <= kMaxBytes && parts > 0 && parts <= kMaxCount,
                 ErrorCode::invalid_argument, "allocate_window: ", bytes, " bytes in ", parts,
-                " parts; give 1 to ", kMostBytes, " bytes, and 1 to ", kMaxCount, " parts");
+                " parts; give 1 to ", kMaxBytes, " bytes, and 1 to ", kMaxCount, " parts");
   state_->begin("allocate_window");
   return {state_->hosts->allocate(bytes, 16 * static_cast<std::size_t>(parts)), rank(),
           &state_->channel.waits.stop->gave_up};

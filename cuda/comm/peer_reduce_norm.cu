@@ -24,10 +24,10 @@ constexpr int kPartPackets = 256;
 /// TPA 2 0.675 and 0.667, though alone in a graph larger clusters are faster (rows of 1024 packets by
 /// clusters of four 4.4 us).
 constexpr int kWholePackets = kPeerNormThreads;
-constexpr int kMostParts = 8;  // blocks of a cluster, on any device of compute capability 9.0
-constexpr std::int64_t kMostSealedBytes = 256 << 10;  // of a rank's rows
+constexpr int kMaxParts = 8;  // blocks of a cluster, on any device of compute capability 9.0
+constexpr std::int64_t kMaxSealedBytes = 256 << 10;  // of a rank's rows
 /// Bytes that a rank sends, beyond which all_reduce and rms_norm do it, over NCCL where it is there.
-constexpr std::int64_t kMostSentBytes = 4 << 20;
+constexpr std::int64_t kMaxSentBytes = 4 << 20;
 /// What a second trip to the peers costs, in bytes that a rank could have sent: 3 us at 300 GB/s.
 constexpr std::int64_t kTripBytes = 900 << 10;
 
@@ -46,18 +46,18 @@ bool make_plan(const PeerChannel& channel, std::int64_t rows, std::int64_t packe
   const std::int64_t bytes = rows * packets * 16;
   const int ranks = channel.waits.size;
   plan.has_shares = two_shot_bytes(bytes, ranks) + kTripBytes < one_shot_bytes(bytes, ranks);
-  if ((plan.has_shares ? two_shot_bytes(bytes, ranks) : one_shot_bytes(bytes, ranks)) > kMostSentBytes)
+  if ((plan.has_shares ? two_shot_bytes(bytes, ranks) : one_shot_bytes(bytes, ranks)) > kMaxSentBytes)
     return false;
   const auto row_packets = [&](int parts) { return (packets + parts - 1) / parts; };
   const auto is_whole = [&](int parts) { return (parts - 1) * row_packets(parts) < packets; };
   int parts = 1;
-  while (has_clusters && packets > kWholePackets && parts < kMostParts && row_packets(parts) > kPartPackets &&
+  while (has_clusters && packets > kWholePackets && parts < kMaxParts && row_packets(parts) > kPartPackets &&
          rows * parts * 2 <= channel.channels && is_whole(2 * parts))
     parts *= 2;
   plan.parts = parts;
   plan.row_packets = static_cast<int>(row_packets(parts));
   plan.groups = static_cast<int>(std::min<std::int64_t>(rows, channel.channels / parts));
-  plan.is_sealed = bytes <= kMostSealedBytes && plan.row_packets <= kPeerNormThreads && !plan.has_shares;
+  plan.is_sealed = bytes <= kMaxSealedBytes && plan.row_packets <= kPeerNormThreads && !plan.has_shares;
   plan.rows_a_round = static_cast<int>(
       std::min<std::int64_t>(channel.piece / (std::int64_t{plan.row_packets} * 16),
                              plan.has_shares ? ceil_div(rows, std::int64_t{plan.groups} * ranks) : rows));

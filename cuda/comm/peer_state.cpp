@@ -35,9 +35,8 @@ struct ChannelLayout {
 
   ChannelLayout(std::int64_t size, int ranks_a_device)
       : channels(larger<std::int64_t>(2, kChannels / ranks_a_device)),
-        piece(size == 1
-                  ? kLeastPieceBytes
-                  : larger(kLeastPieceBytes, kPiecesBytes / size / kLeastPieceBytes * kLeastPieceBytes)),
+        piece(size == 1 ? kMinPieceBytes
+                        : larger(kMinPieceBytes, kPiecesBytes / size / kMinPieceBytes * kMinPieceBytes)),
         most_flagged_words(kFlaggedWords / size),
         counts(kMaxPeers * static_cast<std::int64_t>(sizeof(std::uint32_t))),
         flagged_word_counts(counts + channels * size * 4),

@@ -36,7 +36,7 @@ template <class T>
 struct CombineRows {
   const T* partial_out;      // [ranks, tokens, heads, dim]
   const float* partial_lse;  // [ranks, tokens, heads]
-  const float* sink;         // [heads] or null
+  const float* sinks;        // [heads] or null
   T* out;                    // [tokens, heads, dim]
   float* lse;                // [tokens, heads] or null
   std::int64_t partial_strides[3];
@@ -99,7 +99,7 @@ struct PartialRowInMemory {
 template <int kCount, int kRanks, class T, class Partials>
 __device__ __forceinline__ void merge_partials(const CombineRows<T>& rows, const Partials& partials,
                                                const RowShare& share, std::int64_t token, std::int64_t head) {
-  const float sink = rows.sink != nullptr ? rows.sink[head] : -kInfinity;
+  const float sink = rows.sinks != nullptr ? rows.sinks[head] : -kInfinity;
   float max = sink;
   float sum = 0.0f;
   for (int i = share.thread() * kCount; i < rows.dim; i += share.threads * kCount) {
@@ -165,7 +165,7 @@ CombineRows<T> combine_rows(const LseCombineArgs<T>& args) {
   const auto& lse = args.partial_lse;
   return {partial.data(),
           lse.data(),
-          args.sink,
+          args.sinks,
           args.out.data(),
           args.lse.data(),
           {partial.stride(0), partial.stride(1), partial.stride(2)},

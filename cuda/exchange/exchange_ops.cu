@@ -9,7 +9,7 @@
 
 #include "cuda/exchange/combine_rows.cuh"
 #include "cuda/exchange/header.cuh"
-#include "cuda/exchange/sink_place.cuh"
+#include "cuda/exchange/target_place.cuh"
 #include "cuda/runtime/convert.cuh"
 #include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/math.cuh"
@@ -44,7 +44,7 @@ struct PackRows {
   std::int64_t tokens;
   int heads;
   LseConvention convention;  // of lse
-  SinkSlot slot;             // of packed and packed_lse
+  TargetSlot slot;           // of packed and packed_lse
 };
 
 /// The last block writes the headers; each other block copies rows, `share.threads` threads a row in units of
@@ -85,8 +85,8 @@ struct LineSource {
 /// `share.threads` threads a row. Reads tokens * heads * (Dv * sizeof(T) + 4) bytes and writes twice as many.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    pack_lines_kernel(LineSource<T> from, RowShare share, SinkSlot slot,
-                      const __grid_constant__ SinkLines lines) {
+    pack_lines_kernel(LineSource<T> from, RowShare share, TargetSlot slot,
+                      const __grid_constant__ TargetLines lines) {
   wait_for_previous();
   start_next();  // not before: see follow_previous() of attention
   const auto heads = static_cast<unsigned>(from.out.extent(1));
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads)
   if (row >= static_cast<unsigned>(from.out.extent(0)) * heads) return;
   const std::int64_t token = row / heads;
   const std::int64_t head = row % heads;
-  const SinkPlace place(slot.exchanges, lines.gave_up);
+  const TargetPlace place(slot.exchanges, lines.gave_up);
   const std::int64_t begin = place.slot * slot.bytes;
   if (share.thread() == 0) {
     store_line(lines.rows.lse_of(token, head) + begin,
@@ -181,43 +181,43 @@ template <class T>
 void Operators<T>::pack_partial(const PackPartialArgs<T>& args, Stream stream) const {
   const DeviceScope scope(state_->device);
   const auto element = static_cast<std::int64_t>(sizeof(T));
-  const PartialSink<T>& sink = args.sink;
-  if (sink.lines.rows.out != nullptr) {
+  const PartialTarget<T>& target = args.target;
+  if (target.lines.rows.out != nullptr) {
     if (args.out.extent(0) == 0) return;  // no lines, and no headers
     const RowShare share(args.out.extent(2) / kLineColumns<T>);
     launch_early(pack_lines_kernel<T>, grid_blocks(args.out.extent(0) * args.out.extent(1), share.rows()),
                  kThreads, 0, stream.handle(), state_->is_hopper, {args.out, args.lse, args.convention},
-                 share, sink.slot, sink.lines);
+                 share, target.slot, target.lines);
     return;
   }
   PackRows rows;
   rows.out = reinterpret_cast<const std::byte*>(args.out.data());
   rows.out_token_bytes = args.out.stride(0) * element;
   rows.out_head_bytes = args.out.stride(1) * element;
-  rows.packed = reinterpret_cast<std::byte*>(sink.out.data());
-  rows.packed_token_bytes = sink.out.stride(0) * element;
-  rows.packed_head_bytes = sink.out.stride(1) * element;
+  rows.packed = reinterpret_cast<std::byte*>(target.out.data());
+  rows.packed_token_bytes = target.out.stride(0) * element;
+  rows.packed_head_bytes = target.out.stride(1) * element;
   rows.row_bytes = args.out.extent(2) * element;
   rows.lse = args.lse.data();
   rows.lse_token_stride = args.lse.stride(0);
   rows.lse_head_stride = args.lse.stride(1);
-  rows.packed_lse = sink.lse.data();
-  rows.packed_lse_token_stride = sink.lse.stride(0);
-  rows.packed_lse_head_stride = sink.lse.stride(1);
+  rows.packed_lse = target.lse.data();
+  rows.packed_lse_token_stride = target.lse.stride(0);
+  rows.packed_lse_head_stride = target.lse.stride(1);
   rows.tokens = args.out.extent(0);
   rows.heads = static_cast<int>(args.out.extent(1));
   rows.convention = args.convention;
-  rows.slot = sink.slot;
+  rows.slot = target.slot;
   const auto launch = [&]<class Unit>(Unit) {
     const RowShare share(rows.row_bytes / static_cast<std::int64_t>(sizeof(Unit)));
     const unsigned blocks = 1 + grid_blocks(rows.tokens * rows.heads, share.rows());
-    pack_kernel<Unit><<<blocks, kThreads, 0, stream.handle()>>>(rows, share, sink.headers);
+    pack_kernel<Unit><<<blocks, kThreads, 0, stream.handle()>>>(rows, share, target.headers);
     HELIX_CHECK_LAUNCH();
   };
   const std::size_t alignment = common_alignment(
       {address_of(args.out.data()), step_of<T>(args.out.stride(0)), step_of<T>(args.out.stride(1)),
-       step_of<T>(args.out.extent(2)), address_of(sink.out.data()), step_of<T>(sink.out.stride(0)),
-       step_of<T>(sink.out.stride(1))});
+       step_of<T>(args.out.extent(2)), address_of(target.out.data()), step_of<T>(target.out.stride(0)),
+       step_of<T>(target.out.stride(1))});
   if (alignment == 16) {
     launch(uint4{});
   } else if (alignment >= 4) {

@@ -17,7 +17,7 @@ using few_rows::UpToEight;
 using few_rows::UpToSixteen;
 /// Tiles of 64 rows, where blocks have as many: activations come once for twice the weights.
 using UpToEightWide = few_rows::Shape<8, 64, 5, 1, 16384>;
-using UpToSixteenWide = few_rows::Shape<kMostFewRows, 64, 4, 1, 16384, 1>;
+using UpToSixteenWide = few_rows::Shape<kMaxFewRows, 64, 4, 1, 16384, 1>;
 /// Weight rows of a block from which its tiles are of 64: with 124, as of 16384 x 16384, 8 and 16 rows take
 /// 0.990 and 0.980 of the time with tiles of 32 (docs/measurements/steps.md, commit 840e898). Where the turn
 /// lies was not measured apart.
@@ -51,7 +51,7 @@ void launch_for_rows(const Product<T>& p, int num_sms, cudaStream_t stream) {
 template <class T>
 bool has_few_rows(const Product<T>& p) {
   constexpr int kElements = 16 / static_cast<int>(sizeof(T));
-  return p.heads == 1 && p.rows <= kMostFewRows && p.cols > 0 && p.cols % kChunkColumns == 0 &&
+  return p.heads == 1 && p.rows <= kMaxFewRows && p.cols > 0 && p.cols % kChunkColumns == 0 &&
          p.in_row % kElements == 0 && is_map_stride(p.rows, p.in_row * static_cast<std::int64_t>(sizeof(T)));
 }
 

@@ -98,7 +98,7 @@ __device__ void copy_tiles(const Params<T, Tail>& p, Shared<S, Tail>& shared) {
   int tile = ahead / parts;
   int part = ahead % parts;
   for (int i = ahead; i < all; ++i, place.advance()) {
-    hold(i, S::kMostUnderWay);
+    hold(i, S::kMaxUnderWay);
     place.wait_empty();
     copy_weights(place, tile, part, weight_bytes + row_bytes);
     copy_rows(p, shared, place.stage(), tile, part, place.full());

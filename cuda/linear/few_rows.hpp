@@ -9,9 +9,9 @@ namespace helix::cuda {
 template <class T>
 struct Product;
 
-inline constexpr int kMostFewRows = 16;
+inline constexpr int kMaxFewRows = 16;
 
-/// Whether multiply_few_rows() takes the product: up to kMostFewRows rows, one head, weights of T, a multiple
+/// Whether multiply_few_rows() takes the product: up to kMaxFewRows rows, one head, weights of T, a multiple
 /// of 64 columns, rows aligned to 16 bytes, none going back.
 template <class T>
 bool fits_few_rows(const Product<T>& product);

@@ -28,15 +28,15 @@ inline constexpr int kTailIsPrepared = 2;                       // the consumers
 inline constexpr int kFewBytesUnderWay = 65536;
 /// The same from then on: 96 KiB 1.116, 0.773 and 0.686 in another run, 128 KiB 1.118, 0.771 and 0.682; 192
 /// KiB 1.124, 0.775 and 0.685.
-inline constexpr int kMostBytesUnderWay = 131072;
+inline constexpr int kMaxBytesUnderWay = 131072;
 
-/// What a kernel is built for: up to kMostRows activation rows, tiles of up to kWidth weight rows, a ring of
+/// What a kernel is built for: up to kMaxRows activation rows, tiles of up to kWidth weight rows, a ring of
 /// kRingStages stages of kStageElements weights, kSmBlocks blocks on an SM, and memory for the sums of
 /// kTileSums tiles.
-template <int kMostRows, int kWidth, int kRingStages, int kSmBlocks, int kStageElements = 8192,
+template <int kMaxRows, int kWidth, int kRingStages, int kSmBlocks, int kStageElements = 8192,
           int kTileSums = 2>
 struct Shape {
-  static constexpr int kRows = kMostRows;
+  static constexpr int kRows = kMaxRows;
   static constexpr int kTileWidth = kWidth;
   static constexpr int kStages = kRingStages;
   static constexpr int kBlocksPerSm = kSmBlocks;
@@ -45,7 +45,7 @@ struct Shape {
   static constexpr int kSmStageBytes = kStageElements * 2 * kBlocksPerSm;  // a stage of each block of an SM
   /// Stages of a block under way in the ring's first round, beside the kernel ahead, and from then on.
   static constexpr int kFewUnderWay = kFewBytesUnderWay / kSmStageBytes;
-  static constexpr int kMostUnderWay = smaller(kMostBytesUnderWay / kSmStageBytes, kStages);
+  static constexpr int kMaxUnderWay = smaller(kMaxBytesUnderWay / kSmStageBytes, kStages);
   static constexpr int kChunks = kColumns / kChunkColumns;
   static constexpr int kSteps = kColumns / kStepColumns;
   static constexpr int kMatrices = kTileWidth / kMatrixWidth;

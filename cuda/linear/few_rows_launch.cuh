@@ -15,7 +15,7 @@ namespace helix::cuda::few_rows {
 /// activation rows beside each tile are few.
 using OneOrTwo = Shape<2, 16, 6, 2>;
 using UpToEight = Shape<8, 32, 10, 1>;
-using UpToSixteen = Shape<kMostFewRows, 32, 7, 1>;
+using UpToSixteen = Shape<kMaxFewRows, 32, 7, 1>;
 
 inline constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_NONE;  // by 256 bytes: 7 % slower
 

@@ -27,8 +27,8 @@ inline constexpr int kQkvPairs = kLanePairs * kWarp;  ///< Most pairs of a block
 
 /// A tile is `height` pairs of one head: rows n and n + pairs of it, or 2n and 2n + 1. Where the head ends
 /// before the tile does, the rest is zeros and nobody's; Product::width counts pairs, those too. Up to
-/// kMostRows activation rows.
-template <int kMostRows>
+/// kMaxRows activation rows.
+template <int kMaxRows>
 struct Qkv {
   static constexpr int kHalves = 2;
   static constexpr bool kPrepares = true;
@@ -36,9 +36,9 @@ struct Qkv {
   static constexpr bool kFindsTiles = false;
 
   struct Memory {
-    Rotation rotations[kQkvPairs * kMostRows];  // [tile][pair][row]
-    std::int64_t page[kMostRows];
-    std::int64_t in_page[kMostRows];  // of the row's token; -1: not stored here
+    Rotation rotations[kQkvPairs * kMaxRows];  // [tile][pair][row]
+    std::int64_t page[kMaxRows];
+    std::int64_t in_page[kMaxRows];  // of the row's token; -1: not stored here
   };
 
   /// Rows of keys or of values in the pages.

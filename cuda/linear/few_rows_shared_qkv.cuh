@@ -18,9 +18,9 @@
 namespace helix::cuda::few_rows {
 
 /// Tiles are of heads of this rank, of which each rank has as many.
-template <int kMostRows>
-struct SharedQkv : Qkv<kMostRows> {
-  using Base = Qkv<kMostRows>;
+template <int kMaxRows>
+struct SharedQkv : Qkv<kMaxRows> {
+  using Base = Qkv<kMaxRows>;
   static constexpr bool kReceives = true;
 
   struct Memory : Base::Memory {

@@ -289,7 +289,7 @@ void in_launches(const Product<T>& p, int block_rows, const Launch& launch) {
     part.in = p.in + begin * p.in_row;
     part.out =
         static_cast<std::byte*>(p.out) + begin * p.out_row * (p.is_out_f32 ? sizeof(float) : sizeof(T));
-    part.rows = static_cast<int>(std::min(p.rows - begin, kMostGridRows * block_rows));
+    part.rows = static_cast<int>(std::min(p.rows - begin, kMaxGridRows * block_rows));
     launch(part);
     HELIX_CHECK_LAUNCH();
   }

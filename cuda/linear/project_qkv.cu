@@ -21,7 +21,7 @@ namespace {
 using few_rows::Tiles;
 
 /// Bytes of weights that sharing the heads must save a rank: it waits for its peers, some 2 us.
-constexpr std::int64_t kLeastSavedBytes = std::int64_t{12} << 20;
+constexpr std::int64_t kMinSavedBytes = std::int64_t{12} << 20;
 
 /// Whether the tail has all that prepare_qkv is asked for, of q, k and v where the product leaves them.
 template <class T>
@@ -78,7 +78,7 @@ bool multiply_qkv(const ProjectQkvArgs<T>& args, Product<T> product, int num_sms
   const std::int64_t row_bytes = product.cols * std::int64_t{sizeof(T)};
   if (channel != nullptr) {
     const std::int64_t saved = row_bytes * 2 * pairs * (all_heads - heads);
-    if (saved < kLeastSavedBytes || most * product.rows > channel->most_flagged_words) return false;
+    if (saved < kMinSavedBytes || most * product.rows > channel->most_flagged_words) return false;
     HELIX_EXPECTS(fits_few_rows(product), ErrorCode::invalid_argument, "project_qkv: in at ",
                   static_cast<const void*>(product.in), " and weight at ", product.weight,
                   " must be aligned to 16 bytes where ranks reach each other's memory");

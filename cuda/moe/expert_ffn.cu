@@ -294,8 +294,8 @@ Multiplier choose_multiplier(const ExpertFfnArgs<T>& args, std::int64_t ffn, std
   const std::int64_t tokens = args.in.extent(0);
   const std::int64_t stride = args.in.stride(0);  // rows may go back in memory
   const bool has_offsets = is_map_stride(tokens, stride * static_cast<std::int64_t>(sizeof(T))) &&
-                           tokens * stride <= kMostWarpGroupElements &&
-                           num_pairs * ffn <= kMostWarpGroupElements;
+                           tokens * stride <= kMaxWarpGroupElements &&
+                           num_pairs * ffn <= kMaxWarpGroupElements;
   if (has_distances && has_offsets) return Multiplier::warp_groups;
   return has_many && fit_tensor_cores<T>(args.local_experts) ? Multiplier::tiles : Multiplier::dots;
 }

@@ -38,7 +38,7 @@ void launch(const Product<T>& p, std::int64_t in_rows, std::int64_t num_experts,
 
 /// Tiles of 16 rows, for a product of down that has no more of them for each SM.
 using UpToEightNarrow = few_rows::Shape<8, 16, 8, 1>;
-using UpToSixteenNarrow = few_rows::Shape<kMostFewRows, 16, 5, 1>;
+using UpToSixteenNarrow = few_rows::Shape<kMaxFewRows, 16, 5, 1>;
 
 /// The call. Gate and up in shape S; down too, or where it has few features in shape Narrow.
 template <class S, class Narrow, class T>
@@ -75,14 +75,14 @@ void launch_both(const ExpertFfnArgs<T>& args, const Choices& choices, T* hidden
 /// Whether shape S takes these choices.
 template <class S>
 bool takes(std::int64_t tokens, std::int64_t num_pairs) {
-  return tokens <= S::kRows && num_pairs <= FewRowsExperts<S>::kMostPairs;
+  return tokens <= S::kRows && num_pairs <= FewRowsExperts<S>::kMaxPairs;
 }
 
 }  // namespace
 
 std::int64_t few_rows_hidden_elements(std::int64_t tokens, std::int64_t top_k, std::int64_t ffn) {
-  const std::int64_t rows = std::min<std::int64_t>(tokens, kMostFewRows);
-  return std::min<std::int64_t>(rows * top_k, most_few_rows_pairs(kMostFewRows)) * rows * ffn;
+  const std::int64_t rows = std::min<std::int64_t>(tokens, kMaxFewRows);
+  return std::min<std::int64_t>(rows * top_k, most_few_rows_pairs(kMaxFewRows)) * rows * ffn;
 }
 
 template <class T>

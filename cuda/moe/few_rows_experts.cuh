@@ -34,20 +34,20 @@ struct FewRowsExperts {
   static constexpr bool kPrepares = false;
   static constexpr bool kReceives = false;
   static constexpr bool kFindsTiles = true;
-  static constexpr int kMostPairs = most_few_rows_pairs(S::kRows);
+  static constexpr int kMaxPairs = most_few_rows_pairs(S::kRows);
   static constexpr int kPairsMeet = 3;  // barrier of a thread for each pair
-  static_assert(kMostPairs <= few_rows::kThreads && kMostPairs % kWarp == 0);
+  static_assert(kMaxPairs <= few_rows::kThreads && kMaxPairs % kWarp == 0);
 
   struct Memory {
     unsigned chosen[kMaxLocalExperts / kWarp];  // bit e: a token chose expert e
-    std::int32_t expert_of[kMostPairs];         // -1: another rank's
-    float weight_of[kMostPairs];
+    std::int32_t expert_of[kMaxPairs];          // -1: another rank's
+    float weight_of[kMaxPairs];
     int count;                            // of the chosen experts
     int first_tile;                       // of the block, among all of gate and up
     int num_tiles;                        // of the block
-    std::int32_t experts[kMostPairs];     // the chosen ones, ascending
-    unsigned tokens[kMostPairs];          // bit t: token t chose it,
-    float weights[kMostPairs][S::kRows];  // with this weight
+    std::int32_t experts[kMaxPairs];      // the chosen ones, ascending
+    unsigned tokens[kMaxPairs];           // bit t: token t chose it,
+    float weights[kMaxPairs][S::kRows];   // with this weight
     float sums[S::kRows][S::kTileWidth];  // of down's tile over the experts so far
   };
 
@@ -66,16 +66,16 @@ struct FewRowsExperts {
   /// Begins find_experts(), before the choices are there.
   __device__ __forceinline__ void clear(Memory& memory) const {
     const int pair = static_cast<int>(threadIdx.x);
-    if (pair >= kMostPairs) return;
-    for (int word = pair; word < words(); word += kMostPairs) memory.chosen[word] = 0;
+    if (pair >= kMaxPairs) return;
+    for (int word = pair; word < words(); word += kMaxPairs) memory.chosen[word] = 0;
     memory.tokens[pair] = 0;
-    group_sync(kPairsMeet, kMostPairs);
+    group_sync(kPairsMeet, kMaxPairs);
   }
 
   /// Fills the memory but for the block's tiles and sums; by all threads, which then meet.
   __device__ __forceinline__ void find_experts(Memory& memory) const {
     const int pair = static_cast<int>(threadIdx.x);
-    if (pair >= kMostPairs) return;
+    if (pair >= kMaxPairs) return;
     const bool is_pair = pair < choices.num_pairs;
     const int token = pair / top_k;
     const int choice = pair % top_k;
@@ -84,7 +84,7 @@ struct FewRowsExperts {
     memory.weight_of[pair] =
         is_pair ? __ldcg(choices.weights + token * choices.weight_stride + choice) : 0.0f;
     if (expert >= 0) atomicOr(&memory.chosen[expert / kWarp], 1u << expert % kWarp);
-    group_sync(kPairsMeet, kMostPairs);
+    group_sync(kPairsMeet, kMaxPairs);
 
     int before = 0;  // chosen experts that come before this one
     int count = 0;

@@ -34,7 +34,7 @@ namespace helix::cuda {
 inline constexpr int kWarpGroupPairs = 192;
 
 /// Elements of all rows of a product that a thread's offsets reach, which do not go back.
-inline constexpr std::int64_t kMostWarpGroupElements = std::int64_t{8} << 32;
+inline constexpr std::int64_t kMaxWarpGroupElements = std::int64_t{8} << 32;
 
 /// What a product's results are: those of gate and up T, those of down f32 until choices are summed.
 template <class T, bool kIsGateUp>
@@ -166,7 +166,7 @@ struct WarpGroupExperts {
     };
     Tile tile;
     while (walk.next(tile)) {
-      unsigned from[kRowCopies];  // of its rows, in parts: see kMostWarpGroupElements
+      unsigned from[kRowCopies];  // of its rows, in parts: see kMaxWarpGroupElements
 #pragma unroll
       for (int i = 0; i < kRowCopies; ++i) {
         const int pair = min(row + i * kCopyRows, tile.count - 1);

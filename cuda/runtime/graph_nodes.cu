@@ -11,7 +11,7 @@ namespace helix::cuda {
 namespace {
 
 constexpr unsigned kThreads = 256;
-constexpr std::size_t kMostBlocks = 256;
+constexpr std::size_t kMaxBlocks = 256;
 
 /// What a memset does: `height` rows, `pitch` bytes apart, of `width` elements of `element_bytes` bytes.
 __global__ void __launch_bounds__(kThreads)
@@ -66,7 +66,7 @@ void replace_memset(cudaGraph_t graph, cudaGraphNode_t node) {
   cudaKernelNodeParams kernel{};
   kernel.func = reinterpret_cast<void*>(fill_kernel);
   const std::size_t blocks = ceil_div<std::size_t>(memset.width * memset.height, kThreads);
-  kernel.gridDim = dim3(static_cast<unsigned>(std::clamp<std::size_t>(blocks, 1, kMostBlocks)));
+  kernel.gridDim = dim3(static_cast<unsigned>(std::clamp<std::size_t>(blocks, 1, kMaxBlocks)));
   kernel.blockDim = dim3(kThreads);
   kernel.kernelParams = arguments;
   const Nodes before = neighbours(cudaGraphNodeGetDependencies, node);

@@ -22,17 +22,17 @@ inline unsigned grid_blocks(std::int64_t count, std::int64_t each) {
   return static_cast<unsigned>(ceil_div(count, each));
 }
 
-inline constexpr std::int64_t kMostGridRows = 65535;  ///< Blocks of a grid along y and z.
+inline constexpr std::int64_t kMaxGridRows = 65535;  ///< Blocks of a grid along y and z.
 
 /// Blocks in y for `rows` rows, at most what a grid takes: kernels step by gridDim.y.
 inline unsigned row_blocks(std::int64_t rows) {
-  return static_cast<unsigned>(std::min(rows, kMostGridRows));
+  return static_cast<unsigned>(std::min(rows, kMaxGridRows));
 }
 
 /// Blocks along y for `heads` heads, `each` a block. @throws Error(unsupported) if a grid takes fewer.
 inline unsigned head_blocks(std::string_view operation, std::int64_t heads, std::int64_t each) {
-  HELIX_EXPECTS(ceil_div(heads, each) <= kMostGridRows, ErrorCode::unsupported, operation, ": there are ",
-                heads, " heads on a rank; on a GPU at most ", kMostGridRows * each, " are supported");
+  HELIX_EXPECTS(ceil_div(heads, each) <= kMaxGridRows, ErrorCode::unsupported, operation, ": there are ",
+                heads, " heads on a rank; on a GPU at most ", kMaxGridRows * each, " are supported");
   return grid_blocks(heads, each);
 }
 

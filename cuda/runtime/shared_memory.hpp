@@ -11,6 +11,6 @@ struct SharedMemory {
 };
 
 /// The least that any supported device has: compute capabilities 8.6, 8.9 and 12.0.
-inline constexpr SharedMemory kLeastSharedMemory{99 * 1024, 100 * 1024};
+inline constexpr SharedMemory kMinSharedMemory{99 * 1024, 100 * 1024};
 
 }  // namespace helix::cuda

@@ -26,7 +26,7 @@ constexpr int kRoundRows = 32;  // of a group: packets that a slot takes, whatev
 constexpr std::uint32_t kTag = 0x63686f73;
 constexpr std::uint32_t kHighBit = 0x80000000;
 
-static_assert(kRoundRows * sizeof(uint4) <= kLeastPieceBytes);
+static_assert(kRoundRows * sizeof(uint4) <= kMinPieceBytes);
 
 /// Launch arguments.
 template <class T>

@@ -62,9 +62,9 @@ struct RowBlocks {
 /// Blocks that share a row where `rows` rows are read at once by `most` blocks at most, on a GPU that
 /// `has_clusters` or not.
 inline int blocks_a_row(std::int64_t rows, std::int64_t most, bool has_clusters) {
-  constexpr int kMost = 8;  // a cluster of any GPU that has clusters
+  constexpr int kMax = 8;  // a cluster of any GPU that has clusters
   int blocks = 1;
-  while (has_clusters && blocks < kMost && 2 * blocks * rows <= most) blocks *= 2;
+  while (has_clusters && blocks < kMax && 2 * blocks * rows <= most) blocks *= 2;
   return blocks;
 }
 

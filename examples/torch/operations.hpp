@@ -160,7 +160,7 @@ TensorPair partial_attention(B& backend, const AttentionCall& call, typename B::
                            {.q = view_of<const T, 3>(q),
                             .batch = step.batch(),
                             .kv = kv,
-                            .sink = {.out = view_of<T, 3>(out), .lse = view_of<float, 2>(lse)},
+                            .target = {.out = view_of<T, 3>(out), .lse = view_of<float, 2>(lse)},
                             .scale = static_cast<float>(call.scale),
                             .window = call.window,
                             .soft_cap = static_cast<float>(call.soft_cap),
@@ -227,7 +227,7 @@ TensorPair combine_partials(B& backend, const helix::TensorView<const typename B
   helix::lse_combine(backend,
                      {.partial_out = partial_out,
                       .partial_lse = partial_lse,
-                      .sink = sink ? sink->const_data_ptr<float>() : nullptr,
+                      .sinks = sink ? sink->const_data_ptr<float>() : nullptr,
                       .out = view_of<T, 3>(out),
                       .lse = view_of<float, 2>(lse)},
                      stream);

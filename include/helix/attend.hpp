@@ -49,14 +49,13 @@ struct Attention {
 };
 
 template <LayerBackend B>
-PartialAttentionArgs<typename B::Activation> partial_args(const AttentionBlockArgs<B>& args,
-                                                          const Attention<typename B::Activation>& attention,
-                                                          const Batch& batch,
-                                                          const PartialSink<typename B::Activation>& sink) {
+PartialAttentionArgs<typename B::Activation> partial_args(
+    const AttentionBlockArgs<B>& args, const Attention<typename B::Activation>& attention, const Batch& batch,
+    const PartialTarget<typename B::Activation>& target) {
   return {.q = attention.q,
           .batch = batch,
           .kv = attention.kv,
-          .sink = sink,
+          .target = target,
           .scale = args.config->softmax_scale,
           .window = args.config->window,
           .soft_cap = args.config->soft_cap,
@@ -77,7 +76,7 @@ void attend_alone(B& backend, const AttentionBlockArgs<B>& args,
   helix::lse_combine(backend,
                      {.partial_out = {out.data(), {1, out.extent(0), out.extent(1), out.extent(2)}},
                       .partial_lse = {buffers.alone.lse.data(), {1, out.extent(0), out.extent(1)}},
-                      .sink = attention.sinks,
+                      .sinks = attention.sinks,
                       .out = attention.combined},
                      stream);
 }
@@ -107,8 +106,8 @@ void attend_sharded(B& backend, const AttentionBlockArgs<B>& args,
       slices,
       [&](int slice, typename B::Stream on) {
         const Batch part = part_of(slice);
-        helix::partial_attention(backend, partial_args(args, attention, part, messages_of(slice, part).sink),
-                                 on);
+        helix::partial_attention(backend,
+                                 partial_args(args, attention, part, messages_of(slice, part).target), on);
       },
       [&](int slice, typename B::Stream on) {
         const Batch part = part_of(slice);

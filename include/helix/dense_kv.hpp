@@ -31,9 +31,9 @@ inline void check_layer_of_pool(std::int64_t layer, std::int64_t num_layers) {
 /// view names it. @throws Error(invalid_argument) if the bytes exceed the address space.
 template <class... Sizes>
 std::int64_t pool_elements(std::int64_t first, Sizes... sizes) {
-  constexpr std::int64_t kMost = kSaturated / 8;  // f32 is the widest type of a pool
+  constexpr std::int64_t kMax = kSaturated / 8;  // f32 is the widest type of a pool
   const std::int64_t elements = size_product(first, sizes...);
-  HELIX_EXPECTS(elements <= kMost, ErrorCode::invalid_argument,
+  HELIX_EXPECTS(elements <= kMax, ErrorCode::invalid_argument,
                 "KV pool: its sizes exceed the address space; were their units mixed up?");
   return elements;
 }

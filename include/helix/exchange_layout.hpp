@@ -18,7 +18,7 @@ struct KvpAllToAllSpec {
   std::int64_t num_query_heads = 0;  ///< Hq/TPA.
   std::int64_t value_dim = 0;        ///< Dv.
   int max_slices = 1;                ///< Exchanges of one step in flight at once: the slices of HOP-B.
-  /// Over windows, whether steps of few bytes travel as lines (PartialSink::lines), where the backend knows
+  /// Over windows, whether steps of few bytes travel as lines (PartialTarget::lines), where the backend knows
   /// them; false for an attention of one's own that writes out and lse alone.
   bool has_lines = true;
 };

@@ -59,8 +59,8 @@ struct KvStep {
 /// The directions from the smallest stride up; those of one row alone have stride 0 and stand first.
 inline std::array<KvStep, 3> kv_steps(const KvStrides& strides, const KvView& kv) {
   const auto step = [](std::string_view axis, std::int64_t stride, std::int64_t count) {
-    constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
-    const std::int64_t size = stride >= 0 ? stride : stride < -kMost ? kMost : -stride;
+    constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
+    const std::int64_t size = stride >= 0 ? stride : stride < -kMax ? kMax : -stride;
     return KvStep{axis, count <= 1 ? 0 : size, count};
   };
   std::array<KvStep, 3> steps{step("token", strides.token, kv.format.page_tokens),
@@ -125,11 +125,11 @@ inline void check_kv_apart(std::string_view operation, std::string_view name, co
 }  // namespace detail
 
 inline void check_kv_view(std::string_view operation, const KvView& kv) {
-  constexpr std::int64_t kMost = std::int64_t{1} << 31;
+  constexpr std::int64_t kMax = std::int64_t{1} << 31;
   const KvFormat& format = kv.format;
-  detail::check_kv_size(operation, "num_heads", format.num_heads, kMost);
-  detail::check_kv_size(operation, "head_dim", format.head_dim, kMost);
-  detail::check_kv_size(operation, "value_dim", format.value_dim, format.is_latent ? format.head_dim : kMost);
+  detail::check_kv_size(operation, "num_heads", format.num_heads, kMax);
+  detail::check_kv_size(operation, "head_dim", format.head_dim, kMax);
+  detail::check_kv_size(operation, "value_dim", format.value_dim, format.is_latent ? format.head_dim : kMax);
   detail::check_kv_size(operation, "page_tokens", format.page_tokens, kMaxPageTokens);
   detail::check_kv_size(operation, "num_pages", kv.num_pages, kMaxPages);
   HELIX_EXPECTS(size_bytes(format.dtype) != 0, ErrorCode::invalid_argument, operation,
@@ -150,9 +150,9 @@ inline void check_kv_view(std::string_view operation, const KvView& kv) {
   }
   HELIX_EXPECTS(!format.is_latent || format.num_heads == 1, ErrorCode::invalid_argument, operation,
                 ": the KV view is latent with ", format.num_heads, " heads; a latent is one KV head");
-  if (kv.page_begins == nullptr) detail::check_kv_size(operation, "max_pages", kv.max_pages, kMost);
-  HELIX_EXPECTS(kv.num_slots >= 0 && kv.num_slots <= kMost, ErrorCode::invalid_argument, operation,
-                ": the KV view's num_slots is ", kv.num_slots, "; it must be in [0, ", kMost,
+  if (kv.page_begins == nullptr) detail::check_kv_size(operation, "max_pages", kv.max_pages, kMax);
+  HELIX_EXPECTS(kv.num_slots >= 0 && kv.num_slots <= kMax, ErrorCode::invalid_argument, operation,
+                ": the KV view's num_slots is ", kv.num_slots, "; it must be in [0, ", kMax,
                 "], 0 where it is not known");
   HELIX_EXPECTS(kv.layout.chunk() <= kMaxChunk, ErrorCode::invalid_argument, operation,
                 ": the chunk of the KV view's layout is ", kv.layout.chunk(), "; it must be at most ",

@@ -53,9 +53,9 @@ constexpr std::int64_t latent_row_bytes(DType dtype, std::int64_t head_dim, std:
 /// are infinities. 1 where there is nothing to scale, which below 2^-126 stays nothing.
 HELIX_HOST_DEVICE constexpr float mixed_scale(float most) {
   constexpr float kLargest = 448.0f;
-  constexpr float kLeast = 0x1p-126f;
+  constexpr float kMin = 0x1p-126f;
   const float scale = most / kLargest;
-  return scale >= kLeast ? scale : 1.0f;
+  return scale >= kMin ? scale : 1.0f;
 }
 
 namespace detail {

@@ -61,24 +61,24 @@ class KvpAllToAll {
 
   /// Messages to be filled.
   struct Outgoing {
-    PartialSink<T> sink;  ///< Place of the partials in the messages, for PartialAttentionArgs.
+    PartialTarget<T> target;  ///< Place of the partials in the messages, for PartialAttentionArgs.
     ExchangeSlice slice{};
   };
 
   /// The messages of one slice of a step, for an attention that writes its partials, and their headers,
   /// straight into them: nothing is packed then. Over windows headers are the combine's to send, and an
-  /// attention must know the sink's `lines`, unless the spec wants none. `positions` (device) of the slice's
-  /// tokens as in exchange(). Local, queues nothing.
+  /// attention must know the target's `lines`, unless the spec wants none. `positions` (device) of the
+  /// slice's tokens as in exchange(). Local, queues nothing.
   /// @throws Error(invalid_argument) for KVP = 1, which sends none, or a slice outside of the spec.
   [[nodiscard]] Outgoing outgoing(const ExchangeSlice& of_step, const std::int64_t* positions) const {
     const ExchangeSlice slice = detail::checked_exchange_slice(spec_, of_step, kvp_, has_windows_);
-    Outgoing messages{.sink = {.out = {nullptr, {0, spec_.num_query_heads, slice.value_dim}},
-                               .lse = {nullptr, {0, spec_.num_query_heads}},
-                               .first_token = slice.first_token},
+    Outgoing messages{.target = {.out = {nullptr, {0, spec_.num_query_heads, slice.value_dim}},
+                                 .lse = {nullptr, {0, spec_.num_query_heads}},
+                                 .first_token = slice.first_token},
                       .slice = slice};
     if (slice.tokens == 0) return messages;
     if (has_windows_) {
-      windows_.point_to_peers(messages.sink, slice.tokens, slice.value_dim, positions, exchanges());
+      windows_.point_to_peers(messages.target, slice.tokens, slice.value_dim, positions, exchanges());
       return messages;
     }
     return packed(slice, positions);
@@ -127,7 +127,7 @@ class KvpAllToAll {
     const Outgoing messages = packed({.tokens = tokens, .value_dim = spec_.value_dim}, positions);
     backend_->pack_partial(
         PackPartialArgs<T>{
-            .out = partial.out, .lse = partial.lse, .sink = messages.sink, .convention = convention},
+            .out = partial.out, .lse = partial.lse, .target = messages.target, .convention = convention},
         stream);
     const Received received = transfer(messages, stream);
     backend_->check_exchange(check_of(messages), stream);
@@ -146,12 +146,12 @@ class KvpAllToAll {
     check_combined(messages.slice, combined);
     if (has_windows_) {
       count_sent(messages.slice);
-      return windows_.combine(*backend_, messages.sink, sinks, combined, stream);
+      return windows_.combine(*backend_, messages.target, sinks, combined, stream);
     }
     const Received received = transfer(messages, stream);
     const CheckExchangeArgs check = check_of(messages);
     const LseCombineArgs<T> combine{
-        .partial_out = received.out, .partial_lse = received.lse, .sink = sinks, .out = combined};
+        .partial_out = received.out, .partial_lse = received.lse, .sinks = sinks, .out = combined};
     if constexpr (requires { backend_->combine_exchange(check, combine, stream); }) {
       backend_->combine_exchange(check, combine, stream);
     } else {
@@ -172,22 +172,22 @@ class KvpAllToAll {
 
   /// outgoing() in this rank's own memory.
   Outgoing packed(const ExchangeSlice& slice, const std::int64_t* positions) const {
-    Outgoing messages{.sink = {.out = {}, .lse = {}, .first_token = slice.first_token}, .slice = slice};
+    Outgoing messages{.target = {.out = {}, .lse = {}, .first_token = slice.first_token}, .slice = slice};
     const ExchangeMessage at = message_of(slice);
     std::byte* const sent = sent_.data() + layout_.begin(slice);
-    messages.sink.out = {reinterpret_cast<T*>(sent + at.out_begin),
-                         {slice.tokens, spec_.num_query_heads, slice.value_dim},
-                         {slice.value_dim, at.head_bytes / kElementBytes, 1}};
-    messages.sink.lse = {reinterpret_cast<float*>(sent + at.lse_begin),
-                         {slice.tokens, spec_.num_query_heads},
-                         {1, at.head_bytes / kLseBytes}};
-    messages.sink.headers = {.message = sent,
-                             .tokens = slice.tokens,
-                             .sender = backend_->comms().kvp->rank(),
-                             .exchanges = exchanges(),
-                             .positions = positions,
-                             .count = kvp_,
-                             .message_bytes = at.message_bytes};
+    messages.target.out = {reinterpret_cast<T*>(sent + at.out_begin),
+                           {slice.tokens, spec_.num_query_heads, slice.value_dim},
+                           {slice.value_dim, at.head_bytes / kElementBytes, 1}};
+    messages.target.lse = {reinterpret_cast<float*>(sent + at.lse_begin),
+                           {slice.tokens, spec_.num_query_heads},
+                           {1, at.head_bytes / kLseBytes}};
+    messages.target.headers = {.message = sent,
+                               .tokens = slice.tokens,
+                               .sender = backend_->comms().kvp->rank(),
+                               .exchanges = exchanges(),
+                               .positions = positions,
+                               .count = kvp_,
+                               .message_bytes = at.message_bytes};
     return messages;
   }
 
@@ -224,7 +224,7 @@ class KvpAllToAll {
     const std::int64_t heads = heads_a_rank();
     const ExchangeMessage at = message_of(slice);
     std::byte* const received = received_at(slice);
-    backend_->comms().kvp->all_to_all(messages.sink.headers.message, received, at.message_bytes, stream);
+    backend_->comms().kvp->all_to_all(messages.target.headers.message, received, at.message_bytes, stream);
     count_sent(slice);
     const std::int64_t out_stride = at.head_bytes / kElementBytes;
     const std::int64_t lse_stride = at.head_bytes / kLseBytes;
@@ -237,7 +237,7 @@ class KvpAllToAll {
   }
 
   CheckExchangeArgs check_of(const Outgoing& messages) const {
-    const StampArgs& sent = messages.sink.headers;
+    const StampArgs& sent = messages.target.headers;
     return {.messages = received_at(messages.slice),
             .message_bytes = sent.message_bytes,
             .peers = kvp_,

@@ -97,10 +97,10 @@ void attend_absorbed(B& backend, const RankShape& shape, const AttentionBlockArg
 /// Calls use(first row, rows) for blocks of `rows` rows, of few sizes: backends plan a product for each.
 template <class Use>
 void for_each_row_block(std::int64_t rows, const Use& use) {
-  constexpr std::int64_t kMostRows = 4096;
+  constexpr std::int64_t kMaxRows = 4096;
   for (std::int64_t first = 0; first < rows;) {
     const auto left = static_cast<std::uint64_t>(rows - first);
-    const std::int64_t count = smaller(kMostRows, static_cast<std::int64_t>(std::bit_floor(left)));
+    const std::int64_t count = smaller(kMaxRows, static_cast<std::int64_t>(std::bit_floor(left)));
     use(first, count);
     first += count;
   }

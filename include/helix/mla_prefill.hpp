@@ -47,7 +47,7 @@ struct MlaPrefillCosts {
 
 /// Fewest query tokens that are expanded by choice: decode steps and drafts, whose queries are few, are a
 /// matter of memory and of launches, and neither is in the count of multiply-adds.
-inline constexpr std::int64_t kLeastExpandedTokens = 32;
+inline constexpr std::int64_t kMinExpandedTokens = 32;
 
 /// Multiply-adds of a head on one rank where `chunk` attends absorbed: W_UK for each query, a latent row as
 /// key and its value part for each query and key, and W_UV for each query of a head that it combines.
@@ -81,7 +81,7 @@ constexpr bool expands(const MlaPrefill& prefill, const MlaShape& mla, const Mla
   const double beside = static_cast<double>(chunk.tokens) * costs.absorbed_keys *
                         static_cast<double>(mla.latent_dim() + mla.kv_lora_rank);
   const double saved = absorbed_work(mla, chunk) + beside - expanded_work(mla, chunk) * costs.expanded_time;
-  return chunk.tokens >= kLeastExpandedTokens && saved * static_cast<double>(chunk.heads) > costs.launch_work;
+  return chunk.tokens >= kMinExpandedTokens && saved * static_cast<double>(chunk.heads) > costs.launch_work;
 }
 
 }  // namespace helix

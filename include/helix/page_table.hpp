@@ -124,9 +124,9 @@ class PageTable {
   }
 
   static std::size_t entries(std::int64_t max_sequences, std::int64_t max_pages) {
-    constexpr std::int64_t kMost = std::int64_t{1}
-                                   << 40;  // far above any memory, and its bytes fit in 64 bits
-    HELIX_EXPECTS(max_pages == 0 || max_sequences <= kMost / max_pages, ErrorCode::capacity,
+    constexpr std::int64_t kMax = std::int64_t{1}
+                                  << 40;  // far above any memory, and its bytes fit in 64 bits
+    HELIX_EXPECTS(max_pages == 0 || max_sequences <= kMax / max_pages, ErrorCode::capacity,
                   "a page table of ", max_sequences, " sequences of ", max_pages,
                   " pages exceeds the address space");
     return static_cast<std::size_t>(max_sequences * max_pages);

@@ -17,35 +17,36 @@ template <class T>
 void check_partial_attention(const PartialAttentionArgs<T>& args) {
   check_batch("partial_attention", args.batch);
   const KvFormat& format = args.kv.format;
-  const PartialSink<T>& sink = args.sink;
+  const PartialTarget<T>& target = args.target;
   const std::int64_t tokens = args.batch.num_tokens();
   const std::int64_t end = args.batch.first_token() + tokens;
   const std::int64_t heads = args.q.extent(1);
   check_kv_view("partial_attention", args.kv);
-  HELIX_EXPECTS(args.q.extent(0) >= end && sink.out.extent(0) >= end - sink.first_token &&
-                    sink.lse.extent(0) >= end - sink.first_token &&
-                    (tokens == 0 || (sink.first_token >= 0 && sink.first_token <= args.batch.first_token())),
-                ErrorCode::invalid_argument, "partial_attention: the batch has tokens [",
-                args.batch.first_token(), ", ", end, "); q has ", args.q.extent(0), " tokens, out ",
-                sink.out.extent(0), " and lse ", sink.lse.extent(0), " from token ", sink.first_token);
-  HELIX_EXPECTS(sink.out.extent(1) == heads && sink.lse.extent(1) == heads, ErrorCode::invalid_argument,
-                "partial_attention: q has ", heads, " heads; out has ", sink.out.extent(1), ", lse ",
-                sink.lse.extent(1));
+  HELIX_EXPECTS(
+      args.q.extent(0) >= end && target.out.extent(0) >= end - target.first_token &&
+          target.lse.extent(0) >= end - target.first_token &&
+          (tokens == 0 || (target.first_token >= 0 && target.first_token <= args.batch.first_token())),
+      ErrorCode::invalid_argument, "partial_attention: the batch has tokens [", args.batch.first_token(),
+      ", ", end, "); q has ", args.q.extent(0), " tokens, out ", target.out.extent(0), " and lse ",
+      target.lse.extent(0), " from token ", target.first_token);
+  HELIX_EXPECTS(target.out.extent(1) == heads && target.lse.extent(1) == heads, ErrorCode::invalid_argument,
+                "partial_attention: q has ", heads, " heads; out has ", target.out.extent(1), ", lse ",
+                target.lse.extent(1));
   HELIX_EXPECTS(heads >= 1 && heads <= kMaxCount, ErrorCode::invalid_argument, "partial_attention: q has ",
                 heads, " heads; there must be 1 to ", kMaxCount);
   HELIX_EXPECTS(heads % format.num_heads == 0, ErrorCode::invalid_argument, "partial_attention: ", heads,
                 " query heads do not divide into ", format.num_heads, " KV heads");
-  HELIX_EXPECTS(args.q.extent(2) == format.head_dim && sink.out.extent(2) == format.value_dim,
+  HELIX_EXPECTS(args.q.extent(2) == format.head_dim && target.out.extent(2) == format.value_dim,
                 ErrorCode::invalid_argument, "partial_attention: head_dim of q is ", args.q.extent(2),
-                " and of the cache ", format.head_dim, "; value_dim of out is ", sink.out.extent(2),
+                " and of the cache ", format.head_dim, "; value_dim of out is ", target.out.extent(2),
                 " and of the cache ", format.value_dim);
-  HELIX_EXPECTS(args.q.stride(2) == 1 && sink.out.stride(2) == 1, ErrorCode::invalid_argument,
+  HELIX_EXPECTS(args.q.stride(2) == 1 && target.out.stride(2) == 1, ErrorCode::invalid_argument,
                 "partial_attention: the last stride must be 1; q has ", args.q.stride(2), ", out has ",
-                sink.out.stride(2));
+                target.out.stride(2));
   check_scores("partial_attention", "scale", args.scale, args.window, args.soft_cap);
   check_given("partial_attention", "q", args.q.data(), tokens);
-  check_given("partial_attention", "sink.out", sink.out.data(), tokens);
-  check_given("partial_attention", "sink.lse", sink.lse.data(), tokens);
+  check_given("partial_attention", "target.out", target.out.data(), tokens);
+  check_given("partial_attention", "target.lse", target.lse.data(), tokens);
   check_workspace("partial_attention", args.workspace);
 }
 

@@ -15,7 +15,7 @@ namespace helix {
 
 /// Backends that end an exchange over windows and combine, as one operation, and whose communicators know
 /// windows. Whether there are any, has_windows() of the KVP group says. One that also takes partials as lines
-/// (LineRows) says up to how many bytes of a step, as kMostLineBytes, and its windows have gave_up().
+/// (LineRows) says up to how many bytes of a step, as kMaxLineBytes, and its windows have gave_up().
 template <class B>
 concept WindowBackend = ExchangeBackend<B> && WindowComm<typename B::Comm> &&
     requires(B& backend, LseCombineArgs<typename B::Activation> combine, typename B::Stream stream) {
@@ -35,7 +35,7 @@ class WindowExchange {
 
   /// Nothing is reached.
   WindowExchange(const KvpAllToAllSpec& spec, std::int64_t kvp)
-      : spec_(spec), layout_(spec, kvp, kElementBytes, spec.has_lines ? kMostLineBytes : 0) {}
+      : spec_(spec), layout_(spec, kvp, kElementBytes, spec.has_lines ? kMaxLineBytes : 0) {}
 
   /// Allocates the window where the group has some. Collective. Returns whether it did, alike on all ranks.
   bool open(B& backend) {
@@ -55,38 +55,38 @@ class WindowExchange {
   /// Where the partials of a step of `tokens` tokens and values of `value_dim` columns, at most the spec's,
   /// go: head h into the memory of the rank that combines it. `exchanges`: as
   /// WindowExchangeArgs::exchanges.
-  void point_to_peers(PartialSink<T>& sink, std::int64_t tokens, std::int64_t value_dim,
+  void point_to_peers(PartialTarget<T>& target, std::int64_t tokens, std::int64_t value_dim,
                       const std::int64_t* positions, std::uint64_t* exchanges) const {
     if constexpr (WindowBackend<B>) {
       std::byte* const first = window_.part(0) + rank_ * layout_.sender_bytes;
-      sink.out = {reinterpret_cast<T*>(first + layout_.out_begin),
-                  {tokens, spec_.num_query_heads, value_dim},
-                  {value_dim, head_bytes() / kElementBytes, 1}};
-      sink.lse = {reinterpret_cast<float*>(first + layout_.lse_begin),
-                  {tokens, spec_.num_query_heads},
-                  {1, head_bytes() / kLseBytes}};
-      sink.slot = {.exchanges = exchanges, .bytes = layout_.slot_bytes};
-      sink.exchange = {.sent = first,
-                       .received = window_.part(static_cast<int>(rank_)),
-                       .peer_bytes = window_.stride_bytes(),
-                       .sender_bytes = layout_.sender_bytes,
-                       .slot_bytes = layout_.slot_bytes,
-                       .peers = size_,
-                       .sender = rank_,
-                       .tokens = tokens,
-                       .exchanges = exchanges,
-                       .positions = positions};
+      target.out = {reinterpret_cast<T*>(first + layout_.out_begin),
+                    {tokens, spec_.num_query_heads, value_dim},
+                    {value_dim, head_bytes() / kElementBytes, 1}};
+      target.lse = {reinterpret_cast<float*>(first + layout_.lse_begin),
+                    {tokens, spec_.num_query_heads},
+                    {1, head_bytes() / kLseBytes}};
+      target.slot = {.exchanges = exchanges, .bytes = layout_.slot_bytes};
+      target.exchange = {.sent = first,
+                         .received = window_.part(static_cast<int>(rank_)),
+                         .peer_bytes = window_.stride_bytes(),
+                         .sender_bytes = layout_.sender_bytes,
+                         .slot_bytes = layout_.slot_bytes,
+                         .peers = size_,
+                         .sender = rank_,
+                         .tokens = tokens,
+                         .exchanges = exchanges,
+                         .positions = positions};
       if (layout_.has_lines(tokens, value_dim * kElementBytes)) {
-        sink.lines = {
+        target.lines = {
             .rows = lines_at(first), .gave_up = gave_up(), .positions = positions, .tokens = tokens};
-        sink.exchange.lines = lines_at(sink.exchange.received);
+        target.exchange.lines = lines_at(target.exchange.received);
       }
     }
   }
 
   /// Ends the exchange of what was written where point_to_peers() said, and combines what came: `combined`
   /// [tokens, Hq/N, value_dim], with the logits `sinks` [Hq/N] (or null) in the denominator. Collective.
-  void combine(B& backend, const PartialSink<T>& sent, const float* sinks, TensorView<T, 3> combined,
+  void combine(B& backend, const PartialTarget<T>& sent, const float* sinks, TensorView<T, 3> combined,
                Stream stream) const {
     if constexpr (WindowBackend<B>) {
       const std::byte* const own = sent.exchange.received;
@@ -102,7 +102,7 @@ class WindowExchange {
               .partial_lse = {reinterpret_cast<const float*>(own + layout_.lse_begin),
                               {size_, tokens, layout_.heads},
                               {layout_.sender_bytes / kLseBytes, 1, head / kLseBytes}},
-              .sink = sinks,
+              .sinks = sinks,
               .out = combined},
           stream);
     }
@@ -113,9 +113,9 @@ class WindowExchange {
   static constexpr auto kLseBytes = static_cast<std::int64_t>(sizeof(float));
 
   /// Payload of a rank's step that travels as lines, at most; 0 for backends that know none.
-  static constexpr std::int64_t kMostLineBytes = [] {
-    if constexpr (requires { B::kMostLineBytes; }) {
-      return std::int64_t{B::kMostLineBytes};
+  static constexpr std::int64_t kMaxLineBytes = [] {
+    if constexpr (requires { B::kMaxLineBytes; }) {
+      return std::int64_t{B::kMaxLineBytes};
     } else {
       return std::int64_t{0};
     }
@@ -133,7 +133,7 @@ class WindowExchange {
   std::int64_t head_bytes() const { return layout_.head_bytes(window_.stride_bytes()); }
 
   const std::uint32_t* gave_up() const {
-    if constexpr (kMostLineBytes > 0) {
+    if constexpr (kMaxLineBytes > 0) {
       return window_.gave_up();
     } else {
       return nullptr;

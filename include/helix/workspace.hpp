@@ -29,8 +29,8 @@ class WorkspaceArena {
   std::span<std::byte> take_bytes(std::size_t bytes) {
     const std::size_t begin = used_;
     // Sums of absurd sizes end here and not in a buffer that is too small.
-    constexpr std::size_t kMost = std::size_t{1} << 62;
-    HELIX_EXPECTS(bytes <= kMost && used_ <= kMost, ErrorCode::capacity, "a workspace of ", used_, " and ",
+    constexpr std::size_t kMax = std::size_t{1} << 62;
+    HELIX_EXPECTS(bytes <= kMax && used_ <= kMax, ErrorCode::capacity, "a workspace of ", used_, " and ",
                   bytes, " more bytes exceeds the address space; use fewer tokens a step");
     used_ += round_up(bytes, kAlignment);
     if (measures_) return {};

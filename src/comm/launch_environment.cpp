@@ -60,7 +60,7 @@ constexpr std::array kLaunchers = {
     Launcher{"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID",
              "SLURM_STEP_ID"},
 };
-constexpr int kMostRanks = static_cast<int>(kMaxRanks);
+constexpr int kMaxWorldSize = static_cast<int>(kMaxRanks);
 constexpr std::size_t kMaxSecretBytes = 4096;
 
 /// The launcher's name of the job. Not those of other launchers around it: their steps may differ by rank.
@@ -112,11 +112,11 @@ BootstrapOptions BootstrapOptions::from_environment() {
   const auto* launcher = std::find_if(kLaunchers.begin(), kLaunchers.end(),
                                       [](const Launcher& l) { return variable(l.rank).has_value(); });
   if (launcher == kLaunchers.end()) return options;
-  options.size = number(launcher->size, 1, kMostRanks);
+  options.size = number(launcher->size, 1, kMaxWorldSize);
   options.rank = number(launcher->rank, 0, options.size - 1);
   // Without it all ranks are taken to be on one machine.
   options.local_rank =
-      variable(launcher->local_rank) ? number(launcher->local_rank, 0, kMostRanks) : options.rank;
+      variable(launcher->local_rank) ? number(launcher->local_rank, 0, kMaxWorldSize) : options.rank;
   const std::optional<std::string> address = variable("MASTER_ADDR");
   options.is_one_machine = options.size == 1 || variable(launcher->local_size) == variable(launcher->size) ||
                            variable("SLURM_NNODES") == "1";

@@ -20,7 +20,7 @@ namespace helix::comm {
 
 /// Bytes of a thread's stack at least. std::thread's has what RLIMIT_STACK (ulimit -s) said when the process
 /// began, and the kernels of products keep tiles of 300 KiB on it.
-inline constexpr std::size_t kLeastStackBytes = std::size_t{2} << 20;
+inline constexpr std::size_t kMinStackBytes = std::size_t{2} << 20;
 /// Bytes below a stack that end the process when they are touched: more than any frame, which could reach
 /// past a page into the memory of others.
 inline constexpr std::size_t kStackGuardBytes = std::size_t{1} << 20;
@@ -61,7 +61,7 @@ Thread start_thread(std::string_view what, Body&& body) {
   if (code == 0) {
     std::size_t usual = 0;
     pthread_attr_getstacksize(&attributes, &usual);
-    pthread_attr_setstacksize(&attributes, std::max(usual, kLeastStackBytes) + kStackGuardBytes);
+    pthread_attr_setstacksize(&attributes, std::max(usual, kMinStackBytes) + kStackGuardBytes);
     pthread_attr_setguardsize(&attributes, kStackGuardBytes);
     code = pthread_create(
         &handle, &attributes,

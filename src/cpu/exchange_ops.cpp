@@ -10,7 +10,7 @@
 #include <helix/lse.hpp>
 
 #include "cpu/row_tasks.hpp"
-#include "cpu/sink_slot.hpp"
+#include "cpu/target_slot.hpp"
 
 namespace helix::cpu {
 namespace {
@@ -21,7 +21,7 @@ constexpr float kEmpty = -std::numeric_limits<float>::infinity();
 void combine_head(const LseCombineArgs<float>& args, std::int64_t token, std::int64_t head) {
   const std::int64_t ranks = args.partial_lse.extent(0);
   const std::int64_t dim = args.out.extent(2);
-  const float sink = args.sink != nullptr ? args.sink[head] : kEmpty;
+  const float sink = args.sinks != nullptr ? args.sinks[head] : kEmpty;
   float max = sink;
   for (std::int64_t rank = 0; rank < ranks; ++rank)
     max = larger_lse(max, to_natural(args.partial_lse(rank, token, head), args.convention));
@@ -83,15 +83,15 @@ void Operators::pack_partial(const PackPartialArgs<float>& args, Stream stream) 
   stream.enqueue([args, pool = pool_] {
     const std::int64_t tokens = args.out.extent(0);
     const auto bytes = static_cast<std::size_t>(args.out.extent(2)) * sizeof(float);
-    const PartialSink<float> sink = in_slot(args.sink);
+    const PartialTarget<float> target = in_slot(args.target);
     const auto pack = [&](std::int64_t head, int) {
       for (std::int64_t token = 0; token < tokens; ++token) {
-        sink.lse(token, head) = to_natural(args.lse(token, head), args.convention);
-        std::memcpy(&sink.out(token, head, 0), &args.out(token, head, 0), bytes);
+        target.lse(token, head) = to_natural(args.lse(token, head), args.convention);
+        std::memcpy(&target.out(token, head, 0), &args.out(token, head, 0), bytes);
       }
     };
     pool->parallel_for(args.out.extent(1), pack);
-    if (sink.headers.message != nullptr) write_headers(sink.headers);
+    if (target.headers.message != nullptr) write_headers(target.headers);
   });
 }
 

@@ -244,10 +244,10 @@ void Operators::expert_ffn(const ExpertFfnArgs<float>& args, Stream stream) cons
   HELIX_EXPECTS(args.local_experts.size() <= kMaxExperts, ErrorCode::unsupported,
                 "expert_ffn: ", args.local_experts.size(),
                 " experts on this rank; this backend is built for up to ", kMaxExperts);
-  constexpr std::int64_t kMostRows = std::numeric_limits<std::int32_t>::max();
-  HELIX_EXPECTS(args.experts.size() <= kMostRows, ErrorCode::unsupported,
+  constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max();
+  HELIX_EXPECTS(args.experts.size() <= kMaxRows, ErrorCode::unsupported,
                 "expert_ffn: ", args.experts.extent(0), " tokens with ", args.experts.extent(1),
-                " choices each; this backend is built for up to ", kMostRows, " choices");
+                " choices each; this backend is built for up to ", kMaxRows, " choices");
   stream.enqueue([args, pool = pool_, inputs = product_inputs_] { run_experts(args, *pool, inputs); });
 }
 

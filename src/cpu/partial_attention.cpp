@@ -22,7 +22,7 @@
 
 #include "cpu/attention/task.hpp"
 #include "cpu/kv_rows.hpp"
-#include "cpu/sink_slot.hpp"
+#include "cpu/target_slot.hpp"
 #include "cpu/tuner.hpp"
 
 namespace helix::cpu {
@@ -166,7 +166,7 @@ class PartialAttention {
   }
 
  private:
-  std::int64_t out_row(std::int64_t token) const { return token - args_.sink.first_token; }
+  std::int64_t out_row(std::int64_t token) const { return token - args_.target.first_token; }
 
   TokenRange visible(std::int64_t token) const {
     return args_.kv.layout.visible(args_.batch.positions[token], args_.window, args_.kv.kvp_rank);
@@ -312,11 +312,11 @@ class PartialAttention {
     task.value_scale = format.is_latent ? k_scale : scale_of(kv.v_scale, head);
   }
 
-  /// Where the task writes: the sink, or the workspace if its unit is split.
+  /// Where the task writes: the target, or the workspace if its unit is split.
   void set_target(AttentionTask& task, const Unit& unit, std::int64_t split, std::int64_t head) const {
     if (unit.num_splits == 1) {
-      const auto& out = args_.sink.out;
-      const auto& lse = args_.sink.lse;
+      const auto& out = args_.target.out;
+      const auto& lse = args_.target.lse;
       const std::int64_t token = out_row(unit.first_token);
       task.out = out.data() + token * out.stride(0) + head * group_ * out.stride(1);
       task.out_token_stride = out.stride(0);
@@ -345,8 +345,8 @@ class PartialAttention {
       const auto row = [&](std::int64_t split) {
         return (unit.first_partial + split * unit.num_tokens + t) * query_heads_ + query_head;
       };
-      float* out = args_.sink.out.data() + out_row(token) * args_.sink.out.stride(0) +
-                   query_head * args_.sink.out.stride(1);
+      float* out = args_.target.out.data() + out_row(token) * args_.target.out.stride(0) +
+                   query_head * args_.target.out.stride(1);
       float highest = -std::numeric_limits<float>::infinity();
       for (std::int64_t split = 0; split < unit.num_splits; ++split)
         highest = larger_lse(highest, partial_lse_[row(split)]);
@@ -365,7 +365,7 @@ class PartialAttention {
         for (std::int64_t i = 0; i < value_dim; ++i) out[i] /= total;
         lse += std::log(total);
       }
-      args_.sink.lse(out_row(token), query_head) = lse;
+      args_.target.lse(out_row(token), query_head) = lse;
     }
   }
 
@@ -402,10 +402,10 @@ void Operators::partial_attention(const PartialAttentionArgs<float>& args, Strea
                   "partial_attention: the batch has ", tokens, " tokens by its query_offsets_host and ",
                   args.batch.num_tokens(), " by its query_offsets; give the same in both");
     PartialAttentionArgs<float> now = args;
-    now.sink = in_slot(args.sink);
+    now.target = in_slot(args.target);
     PartialAttention(now, *pool).run();
   });
-  if (args.sink.headers.message != nullptr) stamp(args.sink.headers, stream);
+  if (args.target.headers.message != nullptr) stamp(args.target.headers, stream);
 }
 
 std::size_t Operators::partial_attention_workspace_bytes(std::int64_t num_tokens,

@@ -81,8 +81,8 @@ inline World::Result World::run(std::int64_t kvp_rank, int num_threads, std::int
   helix::PartialAttentionArgs<float> args;
   args.q = {q_.data(), {num_tokens(), c.query_heads, c.d}};
   args.kv = kv;
-  args.sink.out = {result.out.data(), {num_tokens(), c.query_heads, c.dv}};
-  args.sink.lse = {result.lse.data(), {num_tokens(), c.query_heads}};
+  args.target.out = {result.out.data(), {num_tokens(), c.query_heads, c.dv}};
+  args.target.lse = {result.lse.data(), {num_tokens(), c.query_heads}};
   args.scale = scale();
   args.window = c.window;
   args.soft_cap = c.soft_cap;

@@ -65,7 +65,7 @@ void check_attention(const Layout& layout, const Case& c, std::int64_t rank, int
       {.q = {step.query(0, 0), {tokens, heads, c.d}},
        .batch = step.batch(),
        .kv = step.view(),
-       .sink = {.out = {out.data(), {tokens, heads, step.dv()}}, .lse = {lse.data(), {tokens, heads}}},
+       .target = {.out = {out.data(), {tokens, heads, step.dv()}}, .lse = {lse.data(), {tokens, heads}}},
        .scale = kScale,
        .workspace = workspace},
       stream);

@@ -61,7 +61,7 @@ struct Readable {
                       {.q = {q.data(), {1, 2, d}},
                        .batch = {offsets, offsets, &position, &slot},
                        .kv = kv,
-                       .sink = {.out = {out.data(), {1, 2, 8}}, .lse = {lse.data(), {1, 2}}},
+                       .target = {.out = {out.data(), {1, 2, 8}}, .lse = {lse.data(), {1, 2}}},
                        .scale = 1.0f,
                        .workspace = workspace},
                       stream);
@@ -160,7 +160,7 @@ struct Attended {
   PartialAttentionArgs<float> args{.q = {q.data(), {3, 2, 8}},
                                    .batch = {offsets, offsets.data(), positions.data(), slots.data()},
                                    .kv = readable.kv,
-                                   .sink = {.out = {out.data(), {3, 2, 8}}, .lse = {lse.data(), {3, 2}}},
+                                   .target = {.out = {out.data(), {3, 2, 8}}, .lse = {lse.data(), {3, 2}}},
                                    .scale = 1.0f,
                                    .workspace = workspace};
 
@@ -223,8 +223,8 @@ TEST_CASE(
   const auto heads = [](std::int64_t count) {
     return [count](Attended& a) {
       a.args.q = TensorView<const float, 3>(a.q.data(), {3, count, 8}, {16, 8, 1});
-      a.args.sink.out = {a.out.data(), {3, count, 8}, {16, 8, 1}};
-      a.args.sink.lse = {a.lse.data(), {3, count}, {2, 1}};
+      a.args.target.out = {a.out.data(), {3, count, 8}, {16, 8, 1}};
+      a.args.target.lse = {a.lse.data(), {3, count}, {2, 1}};
     };
   };
   check_attention({
@@ -232,13 +232,13 @@ TEST_CASE(
        [](Attended& a) {
          a.args.q = TensorView<const float, 3>(nullptr, {3, 2, 8});
        }},
-      {"sink.out is null",
+      {"target.out is null",
        [](Attended& a) {
-         a.args.sink.out = {nullptr, {3, 2, 8}};
+         a.args.target.out = {nullptr, {3, 2, 8}};
        }},
-      {"sink.lse is null",
+      {"target.lse is null",
        [](Attended& a) {
-         a.args.sink.lse = {nullptr, {3, 2}};
+         a.args.target.lse = {nullptr, {3, 2}};
        }},
       {"workspace is null with ",
        [](Attended& a) {
@@ -694,13 +694,13 @@ TEST_CASE("makers of views pass on what was forgotten, for the operation to name
   CHECK_THROWS_AS(tensorrt_llm_mla_kv({.num_layers = 2, .layer = -1}), Error);
   using enum KvAxis;
   CHECK_THROWS_AS(dense_kv({}, {page, layer, half, head, head}), Error);
-  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
-  for (const std::int64_t layers : {std::int64_t{1} << 33, kMost}) {
+  constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
+  for (const std::int64_t layers : {std::int64_t{1} << 33, kMax}) {
     CAPTURE(layers);
     CHECK_THROWS_AS(tensorrt_llm_kv({.num_layers = layers, .layer = layers - 1}), Error);
     CHECK_THROWS_AS(tensorrt_llm_mla_kv({.num_layers = layers, .layer = layers - 1}), Error);
   }
-  for (const std::int64_t size : {std::int64_t{1} << 62, kMost}) {
+  for (const std::int64_t size : {std::int64_t{1} << 62, kMax}) {
     CAPTURE(size);
     CHECK_THROWS_AS(vllm_kv({.num_blocks = size, .block_size = 2, .num_kv_heads = 2, .head_size = 8}), Error);
     CHECK_THROWS_AS(vllm_kv({.num_blocks = 4, .block_size = size, .num_kv_heads = 2, .head_size = 8}), Error);

@@ -231,8 +231,8 @@ TEST_CASE("partial attention of more sequences than one pass holds") {
         helix::KvView::of_pool(pages.data(), helix::KvFormat::head_major(DType::f32, 1, 16, 16, length), 1);
     args.kv.max_pages = 1;
     args.kv.page_table = table.data();
-    args.sink.out = {out.data(), {count, 1, 16}};
-    args.sink.lse = {lse.data(), {count, 1}};
+    args.target.out = {out.data(), {count, 1, 16}};
+    args.target.lse = {lse.data(), {count, 1}};
     args.scale = 1.0f;
     args.workspace = workspace;
     operators.partial_attention(args, stream);

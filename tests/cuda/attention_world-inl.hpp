@@ -61,8 +61,8 @@ typename AttentionWorld<T>::Result AttentionWorld<T>::run(const cuda::Operators<
                                   {c.is_q_reversed ? -q_token : q_token, q_stride(), 1});
   args.batch = batch;
   args.kv = kv;
-  args.sink.out = {out, {num_tokens(), heads(), c.dv}, {heads() * out_stride(), out_stride(), 1}};
-  args.sink.lse = {lse, {num_tokens(), heads()}, {lse_stride(), 1}};
+  args.target.out = {out, {num_tokens(), heads(), c.dv}, {heads() * out_stride(), out_stride(), 1}};
+  args.target.lse = {lse, {num_tokens(), heads()}, {lse_stride(), 1}};
   args.scale = scale();
   args.window = c.window;
   args.soft_cap = c.soft_cap;

@@ -78,16 +78,16 @@ TEST_CASE("a read by bulk copies brings every line once whatever its size") {
     return;
   }
   // Parts are of 16 KB at most, and a GPU's rings hold about 30 MB: the largest walk around them ten times.
-  constexpr std::size_t kMost = std::size_t{320} << 20;
-  BulkRead read(kMost + 256);
+  constexpr std::size_t kMax = std::size_t{320} << 20;
+  BulkRead read(kMax + 256);
   for (const std::size_t bytes :
        {std::size_t{0}, std::size_t{16}, kCacheLineBytes - 16, kCacheLineBytes, kCacheLineBytes + 16,
         32 * kCacheLineBytes, 33 * kCacheLineBytes, std::size_t{33280}, std::size_t{1} << 20,
         (std::size_t{2} << 20) + 48, (std::size_t{16} << 20) - 16, (std::size_t{31} << 20) + kCacheLineBytes,
-        kMost - kCacheLineBytes, kMost}) {
+        kMax - kCacheLineBytes, kMax}) {
     for (const std::size_t at : {std::size_t{0}, std::size_t{16}, std::size_t{256}}) {
       for (const int blocks_per_sm : {1, 2}) {
-        if (at + bytes > kMost + 256) continue;
+        if (at + bytes > kMax + 256) continue;
         CAPTURE(bytes, at, blocks_per_sm);
         REQUIRE(read.sum(at, bytes, blocks_per_sm) ==
                 expected_sum(read.words(), at / sizeof(std::uint32_t), bytes));

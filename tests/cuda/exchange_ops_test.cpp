@@ -79,11 +79,11 @@ TEMPLATE_TEST_CASE("messages on a GPU hold 16-bit partials bit for bit", "", f16
           args.out = TensorView<const T, 3>(device_out, {tokens, all_heads, width},
                                             {all_heads * (width + pad), width + pad, 1});
           args.lse = TensorView<const float, 2>(device_lse, {tokens, all_heads});
-          args.sink.out = {reinterpret_cast<T*>(messages + 16 + lse_bytes),
-                           {tokens, all_heads, width},
-                           {width, block / 2, 1}};
-          args.sink.lse = {reinterpret_cast<float*>(messages + 16), {tokens, all_heads}, {1, block / 4}};
-          args.sink.headers = {messages, tokens, kvp - 1, exchanges, device_positions, kvp, message};
+          args.target.out = {reinterpret_cast<T*>(messages + 16 + lse_bytes),
+                             {tokens, all_heads, width},
+                             {width, block / 2, 1}};
+          args.target.lse = {reinterpret_cast<float*>(messages + 16), {tokens, all_heads}, {1, block / 4}};
+          args.target.headers = {messages, tokens, kvp - 1, exchanges, device_positions, kvp, message};
           operators.pack_partial(args, stream);
           std::vector<std::uint8_t> packed(expected.size());
           std::uint64_t after = 0;
@@ -171,7 +171,7 @@ TEMPLATE_TEST_CASE("16-bit partials on a GPU combine as f32 ones do", "", f16, b
             args.partial_out = TensorView<const E, 4>(side(partial_out), {ranks, kTokens, kHeads, width},
                                                       {kTokens * kHeads * row, kHeads * row, row, 1});
             args.partial_lse = TensorView<const float, 3>(side(partial_lse), {ranks, kTokens, kHeads});
-            if (has_sink) args.sink = side(sink);
+            if (has_sink) args.sinks = side(sink);
             args.out = side.view(out, kTokens, kHeads, width, pad);
             args.lse = {side(lse), {kTokens, kHeads}};
             operators.lse_combine(args, stream);
@@ -248,10 +248,10 @@ TEMPLATE_TEST_CASE("log-sum-exps of other conventions on a GPU are converted as 
       const cuda::Buffer exchanges = operators.allocate(sizeof(std::uint64_t));
       pack.out = TensorView<const T, 3>(args.partial_out.data(), {ranks * kTokens, 1, kDim});
       pack.lse = TensorView<const float, 2>(args.partial_lse.data(), {ranks * kTokens, 1});
-      pack.sink.out = {packed_out, {ranks * kTokens, 1, kDim}};
-      pack.sink.lse = {packed, {ranks * kTokens, 1}};
-      pack.sink.headers.message = header.data();
-      pack.sink.headers.exchanges = reinterpret_cast<std::uint64_t*>(exchanges.data());
+      pack.target.out = {packed_out, {ranks * kTokens, 1, kDim}};
+      pack.target.lse = {packed, {ranks * kTokens, 1}};
+      pack.target.headers.message = header.data();
+      pack.target.headers.exchanges = reinterpret_cast<std::uint64_t*>(exchanges.data());
       pack.convention = convention;
       operators.pack_partial(pack, stream);
       const std::vector<float> packed_lse = download(packed, ranks * kTokens);

@@ -29,15 +29,15 @@ void check(const Batch& batch, const KvView& kv) {
 }  // namespace
 
 TEST_CASE("attention on a GPU takes as many local tokens as an int counts, and refuses more") {
-  constexpr std::int64_t kMost = cuda::kMaxLocalTokens;
-  CHECK(failure_of([] { check({}, view_of(kMost, 1)); }) == std::nullopt);
-  CHECK(failure_of([] { check({}, view_of(kMost / 64, 64)); }) == std::nullopt);
+  constexpr std::int64_t kMax = cuda::kMaxLocalTokens;
+  CHECK(failure_of([] { check({}, view_of(kMax, 1)); }) == std::nullopt);
+  CHECK(failure_of([] { check({}, view_of(kMax / 64, 64)); }) == std::nullopt);
   const auto failure = failure_of([] { check({}, view_of(std::int64_t{1} << 25, 64)); });
   REQUIRE(failure.has_value());
   CHECK(failure->code == ErrorCode::unsupported);
   CHECK(failure->says("2147483648 tokens on KVP rank 0 (33554432 pages of 64)"));
   CHECK(failure->says("lengths_host"));
-  CHECK(failure_of([] { check({}, view_of(kMost + 1, 1)); }).has_value());
+  CHECK(failure_of([] { check({}, view_of(kMax + 1, 1)); }).has_value());
   CHECK(failure_of([] { check({}, view_of(std::int64_t{1} << 31, std::int64_t{1} << 24)); }).has_value());
 }
 
@@ -69,18 +69,18 @@ TEST_CASE("attention on a GPU bounds the sequences of a CSR list by the pages of
 }
 
 TEST_CASE("a launch of attention on a GPU has no more KV tiles than an int counts") {
-  constexpr std::int64_t kMost = cuda::kMaxLocalTokens;
+  constexpr std::int64_t kMax = cuda::kMaxLocalTokens;
   for (const std::int64_t heads : {1, 8, 32, 128}) {
-    for (const std::int64_t tokens : {std::int64_t{0}, std::int64_t{131072}, std::int64_t{1} << 24, kMost}) {
-      const std::int64_t tiles = tokens / cuda::kLeastKvTileTokens + 2 + cuda::kMostPaddingTiles;
+    for (const std::int64_t tokens : {std::int64_t{0}, std::int64_t{131072}, std::int64_t{1} << 24, kMax}) {
+      const std::int64_t tiles = tokens / cuda::kMinKvTileTokens + 2 + cuda::kMaxPaddingTiles;
       const std::int64_t most = cuda::most_counted_query_tiles(tokens, heads);
       CHECK(most * tiles * heads <= std::numeric_limits<int>::max());
       CHECK((most + 1) * tiles * heads > std::numeric_limits<int>::max());
     }
   }
   CHECK(cuda::most_counted_query_tiles(std::int64_t{1} << 20, 8) > 512);
-  CHECK(cuda::most_counted_query_tiles(kMost, 8) > 0);
-  CHECK(cuda::most_counted_query_tiles(kMost, 32) == 0);
+  CHECK(cuda::most_counted_query_tiles(kMax, 8) > 0);
+  CHECK(cuda::most_counted_query_tiles(kMax, 32) == 0);
 }
 
 }  // namespace helix::test

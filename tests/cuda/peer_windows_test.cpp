@@ -134,7 +134,7 @@ struct Exchange {
   }
 
   bool are_lines() const {
-    return all_to_all.outgoing({.tokens = shape.tokens}, nullptr).sink.lines.rows.out != nullptr;
+    return all_to_all.outgoing({.tokens = shape.tokens}, nullptr).target.lines.rows.out != nullptr;
   }
 
   TensorView<T, 3> result() {
@@ -149,7 +149,7 @@ struct Exchange {
     backend.pack_partial(
         {.out = {reinterpret_cast<const T*>(out[step].data()), {shape.tokens, shape.heads, shape.dim}},
          .lse = {reinterpret_cast<const float*>(lse[step].data()), {shape.tokens, shape.heads}},
-         .sink = messages.sink},
+         .target = messages.target},
         stream);
     all_to_all.exchange_and_combine(messages, nullptr, result(), stream);
   }

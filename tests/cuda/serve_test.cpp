@@ -31,7 +31,7 @@ using decode::TokenIds;
 /// teacher-forced): f16 none and that one, bf16 four (margins to 0.41) and one.
 constexpr double kCloseMargin = 0.1;
 constexpr double kSureMargin = 0.5;
-constexpr int kMostOthers = 6;
+constexpr int kMaxOthers = 6;
 
 Json golden_cases(const std::string& name) {
   std::ifstream file(std::string(HELIX_TEST_DATA) + "/" + name + "/golden-text.json");
@@ -110,7 +110,7 @@ void check_16_bits(const std::string& name, const TopologySpec& spec, DType dtyp
   }
   client.finish();
   CHECK(compared > 300);
-  CHECK(others <= kMostOthers);
+  CHECK(others <= kMaxOthers);
 }
 
 const std::vector<std::string> kModels{"llama-wordnet", "deepseek-wordnet"};

@@ -29,7 +29,7 @@ using helix::KvFormat;
 using helix::KvLayout;
 using helix::KvpAllToAll;
 using helix::KvView;
-using helix::PartialSink;
+using helix::PartialTarget;
 using helix::TensorView;
 using helix::contract::require;
 using helix::cuda::Buffer;
@@ -135,7 +135,7 @@ struct AttentionExchange {
     return all_to_all.outgoing({.tokens = shape.tokens()}, data_of<const std::int64_t>(at));
   }
 
-  void attend(const Batch& part, const PartialSink<T>& sink, const Stream& stream) {
+  void attend(const Batch& part, const PartialTarget<T>& target, const Stream& stream) {
     KvView kv = KvView::of_pool(pool.data(), format, shape.sequences * pages);
     kv.page_table = data_of<const std::int32_t>(page_table);
     kv.max_pages = pages;
@@ -145,7 +145,7 @@ struct AttentionExchange {
                              {.q = {data_of<const T>(q), {shape.tokens(), shape.heads(), shape.dim}},
                               .batch = part,
                               .kv = kv,
-                              .sink = sink,
+                              .target = target,
                               .scale = 0.05f,
                               .workspace = {workspace.data(), workspace.size_bytes()}},
                              stream);
@@ -155,7 +155,7 @@ struct AttentionExchange {
   }
   /// Attention straight into the peers' memory, and the combine.
   void queue(const Stream& stream) {
-    attend(batch(), messages(positions).sink, stream);
+    attend(batch(), messages(positions).target, stream);
     combine(positions, stream);
   }
   /// Attention into this rank's memory, and a copy to the peers'.
@@ -163,16 +163,16 @@ struct AttentionExchange {
     const TensorView<T, 3> local_out(data_of<T>(out), {shape.tokens(), shape.heads(), shape.value_dim()});
     const TensorView<float, 2> local_lse(data_of<float>(lse), {shape.tokens(), shape.heads()});
     attend(batch(), {.out = local_out, .lse = local_lse}, stream);
-    const auto to = messages(positions).sink;
+    const auto to = messages(positions).target;
     backend.pack_partial({.out = {local_out.data(), {shape.tokens(), shape.heads(), shape.value_dim()}},
                           .lse = {local_lse.data(), {shape.tokens(), shape.heads()}},
-                          .sink = to},
+                          .target = to},
                          stream);
   }
 
   /// Whether the headers of the exchange that is under way have left.
   bool are_headers_sent(const Stream& stream) {
-    const helix::WindowExchangeArgs at = messages(positions).sink.exchange;
+    const helix::WindowExchangeArgs at = messages(positions).target.exchange;
     std::uint64_t exchanges = 0;
     backend.download(&exchanges, at.exchanges, sizeof(exchanges), stream);
     std::uint32_t header = 0;
@@ -231,7 +231,7 @@ TEMPLATE_TEST_CASE("what attention writes to peers combines to the bits of what 
       exchange.combine(exchange.positions, stream);
       const auto pushed = exchange.result_on_host(stream);
       for (int round = 0; round < 4; ++round) {
-        exchange.attend(exchange.batch(), exchange.messages(exchange.positions).sink, stream);
+        exchange.attend(exchange.batch(), exchange.messages(exchange.positions).target, stream);
         require(!exchange.are_headers_sent(stream), "attention sent headers in round ", round, " of shape ",
                 number);
         exchange.combine(exchange.positions, stream);
@@ -268,7 +268,7 @@ TEST_CASE("a combine may write where the attention ahead of it reads and works")
       const auto to = round % 2 == 0 ? exchange.result_in(exchange.q, q_size - exchange.result().size())
                                      : exchange.result_in(exchange.workspace, 0);
       const auto messages = exchange.messages(exchange.positions);
-      exchange.attend(exchange.batch(), messages.sink, stream);
+      exchange.attend(exchange.batch(), messages.target, stream);
       exchange.all_to_all.exchange_and_combine(messages, nullptr, to, stream);
       require(have_equal_bits(exchange.on_host_of(to, stream), pushed), "other bits in round ", round);
       backend.upload(exchange.q.data(), q.data(), q.size() * sizeof(bf16), stream);
@@ -290,10 +290,10 @@ TEST_CASE("attention in two calls combines to the same bits") {
     exchange.combine(exchange.positions, stream);
     const auto pushed = exchange.result_on_host(stream);
     for (int round = 0; round < 3; ++round) {
-      const auto sink = exchange.messages(exchange.positions).sink;
-      exchange.attend(exchange.batch().slice(3, 2), sink, stream);
+      const auto target = exchange.messages(exchange.positions).target;
+      exchange.attend(exchange.batch().slice(3, 2), target, stream);
       require(!exchange.are_headers_sent(stream), "the first call sent headers");
-      exchange.attend(exchange.batch().slice(0, 3), sink, stream);
+      exchange.attend(exchange.batch().slice(0, 3), target, stream);
       require(!exchange.are_headers_sent(stream), "the second call sent headers");
       exchange.combine(exchange.positions, stream);
       require(have_equal_bits(exchange.result_on_host(stream), pushed), "other bits in round ", round);
@@ -358,7 +358,7 @@ TEST_CASE("a rank whose attention is at other positions, or does not come, is na
     if (is_absent && comm.rank() == 1) {
       std::this_thread::sleep_for(4s);
     } else {
-      exchange.attend(exchange.batch(), exchange.messages(at).sink, stream);
+      exchange.attend(exchange.batch(), exchange.messages(at).target, stream);
       exchange.combine(at, stream);
     }
     backend.synchronize(stream);

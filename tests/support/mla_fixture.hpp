@@ -71,14 +71,15 @@ class MlaRank {
     args.q = {reinterpret_cast<const T*>(q.data()), {tokens, heads, d}};
     args.batch = batch.batch();
     args.kv = cache_.layer(0);
-    args.sink.out = {reinterpret_cast<T*>(partial_out.data()), {tokens, heads, dv}};
-    args.sink.lse = {reinterpret_cast<float*>(partial_lse.data()), {tokens, heads}};
+    args.target.out = {reinterpret_cast<T*>(partial_out.data()), {tokens, heads, dv}};
+    args.target.lse = {reinterpret_cast<float*>(partial_lse.data()), {tokens, heads}};
     args.scale = World::kScale;
     args.workspace = {workspace.data(), workspace.size_bytes()};
     partial_attention(backend, args, stream_);
 
     KvpAllToAll<B> exchange(backend, {.max_tokens = tokens, .num_query_heads = heads, .value_dim = dv});
-    const auto received = exchange.exchange({args.sink.out, args.sink.lse}, args.batch.positions, stream_);
+    const auto received =
+        exchange.exchange({args.target.out, args.target.lse}, args.batch.positions, stream_);
     LseCombineArgs<T> combine;
     combine.partial_out = received.out;
     combine.partial_lse = received.lse;

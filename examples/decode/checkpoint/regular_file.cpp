@@ -56,11 +56,11 @@ RegularFile& RegularFile::operator=(RegularFile&& other) noexcept {
 }
 
 void RegularFile::read(std::uint64_t offset, std::span<std::byte> target) const {
-  constexpr std::size_t kMostAtOnce = std::size_t{1} << 30;
+  constexpr std::size_t kMaxAtOnce = std::size_t{1} << 30;
   std::size_t done = 0;
   while (done < target.size()) {
     const ssize_t count =
-        ::pread(descriptor_, target.data() + done, std::min(kMostAtOnce, target.size() - done),
+        ::pread(descriptor_, target.data() + done, std::min(kMaxAtOnce, target.size() - done),
                 static_cast<off_t>(offset + done));
     if (count < 0 && errno == EINTR) continue;
     HELIX_EXPECTS(count >= 0, ErrorCode::io, path_, ": cannot read at byte ", offset + done, ": ",

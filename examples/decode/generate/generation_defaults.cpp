@@ -69,10 +69,10 @@ std::int64_t whole_or(const ObjectReader& top, const char* key, std::int64_t fal
 }  // namespace
 
 GenerationDefaults parse_generation_config(std::string_view json, std::string_view file) {
-  constexpr double kMostTemperature = 100.0;
-  constexpr double kLeastPositive = 1e-6;
-  constexpr double kMostPenalty = 100.0;
-  constexpr std::int64_t kMostTopK = std::numeric_limits<std::int32_t>::max();
+  constexpr double kMaxTemperature = 100.0;
+  constexpr double kMinPositive = 1e-6;
+  constexpr double kMaxPenalty = 100.0;
+  constexpr std::int64_t kMaxDrawnIds = std::numeric_limits<std::int32_t>::max();
   GenerationDefaults defaults;
   if (json.empty()) return defaults;
   const nlohmann::json document = parse_strict_json(json, file);
@@ -82,13 +82,12 @@ GenerationDefaults parse_generation_config(std::string_view json, std::string_vi
   defaults.eos_ids = top.token_ids("eos_token_id", kMaxEosIds);
   defaults.unheeded = unheeded_keys(top);
   defaults.penalties.repetition =
-      static_cast<float>(top.number_or("repetition_penalty", 1.0, kLeastPositive, kMostPenalty));
+      static_cast<float>(top.number_or("repetition_penalty", 1.0, kMinPositive, kMaxPenalty));
   if (!top.boolean_or("do_sample", false)) return defaults;
-  defaults.sampling.temperature =
-      static_cast<float>(top.number_or("temperature", 1.0, 0.0, kMostTemperature));
-  defaults.sampling.top_p = static_cast<float>(top.number_or("top_p", 1.0, kLeastPositive, 1.0));
+  defaults.sampling.temperature = static_cast<float>(top.number_or("temperature", 1.0, 0.0, kMaxTemperature));
+  defaults.sampling.top_p = static_cast<float>(top.number_or("top_p", 1.0, kMinPositive, 1.0));
   defaults.sampling.min_p = static_cast<float>(top.number_or("min_p", 0.0, 0.0, 1.0));
-  defaults.sampling.top_k = static_cast<std::int32_t>(whole_or(top, "top_k", 0, 0, kMostTopK));
+  defaults.sampling.top_k = static_cast<std::int32_t>(whole_or(top, "top_k", 0, 0, kMaxDrawnIds));
   return defaults;
 }
 

@@ -55,17 +55,17 @@ void check_sequences(const GenerationRequest& request, const ModelConfig& model,
 }  // namespace
 
 void check_penalties(const Penalties& penalties) {
-  constexpr float kMostPenalty = 100.0f;
-  constexpr float kLeastRepetition = 1e-6f;  // a logit divided by less may be infinite
-  HELIX_EXPECTS(penalties.repetition >= kLeastRepetition && penalties.repetition <= kMostPenalty,
+  constexpr float kMaxPenalty = 100.0f;
+  constexpr float kMinRepetition = 1e-6f;  // a logit divided by less may be infinite
+  HELIX_EXPECTS(penalties.repetition >= kMinRepetition && penalties.repetition <= kMaxPenalty,
                 ErrorCode::invalid_argument, "repetition_penalty is ", penalties.repetition,
-                "; it must be in [", kLeastRepetition, ", ", kMostPenalty, "]");
-  HELIX_EXPECTS(std::abs(penalties.presence) <= kMostPenalty, ErrorCode::invalid_argument,
-                "presence_penalty is ", penalties.presence, "; it must be in [-", kMostPenalty, ", ",
-                kMostPenalty, "]");
-  HELIX_EXPECTS(std::abs(penalties.frequency) <= kMostPenalty, ErrorCode::invalid_argument,
-                "frequency_penalty is ", penalties.frequency, "; it must be in [-", kMostPenalty, ", ",
-                kMostPenalty, "]");
+                "; it must be in [", kMinRepetition, ", ", kMaxPenalty, "]");
+  HELIX_EXPECTS(std::abs(penalties.presence) <= kMaxPenalty, ErrorCode::invalid_argument,
+                "presence_penalty is ", penalties.presence, "; it must be in [-", kMaxPenalty, ", ",
+                kMaxPenalty, "]");
+  HELIX_EXPECTS(std::abs(penalties.frequency) <= kMaxPenalty, ErrorCode::invalid_argument,
+                "frequency_penalty is ", penalties.frequency, "; it must be in [-", kMaxPenalty, ", ",
+                kMaxPenalty, "]");
 }
 
 void check_sizes(const GenerationRequest& request) {
@@ -88,8 +88,8 @@ void check_sizes(const GenerationRequest& request) {
 }
 
 void check_serving(const ServeLimits& limits, std::int64_t prefill_tokens, const ModelConfig& model) {
-  constexpr std::int64_t kMostSequences = 4096;
-  expect_range("max_sequences", limits.max_sequences, 1, kMostSequences);
+  constexpr std::int64_t kMaxServedSequences = 4096;
+  expect_range("max_sequences", limits.max_sequences, 1, kMaxServedSequences);
   HELIX_EXPECTS(limits.max_sequences + prefill_tokens <= kMaxStepTokens, ErrorCode::invalid_argument,
                 "max_sequences is ", limits.max_sequences, " and prefill_tokens ", prefill_tokens,
                 "; a step takes both, and at most ", kMaxStepTokens, " tokens");
@@ -147,17 +147,18 @@ KvCacheSpec plan_cache(const GenerationRequest& request, const Topology& topo, i
 }
 
 MlaPrefill plan_mla_prefill(const GenerationRequest& request, const Topology& topo) {
-  constexpr std::int64_t kMostTokens = 8192;
+  constexpr std::int64_t kMaxPrefillStepTokens = 8192;
   MlaPrefill prefill{.form = request.mla_prefill};
   const bool has_chunks = request.serving || request.synthetic_context == 0;
   const bool is_ever_chosen =
-      prefill.form == MlaForm::expanded || request.prefill_tokens >= kLeastExpandedTokens;
+      prefill.form == MlaForm::expanded || request.prefill_tokens >= kMinExpandedTokens;
   if (!topo.shape().is_mla() || !has_chunks || !is_ever_chosen || prefill.form == MlaForm::absorbed)
     return {.form = MlaForm::absorbed};
   std::int64_t longest = request.serving ? request.serving->max_tokens : 0;
   for (std::int64_t sequence = 0; sequence < request.num_sequences(); ++sequence)
     longest = std::max(longest, request.longest_length(sequence));
-  prefill.max_tokens = std::min(kMostTokens, KvLayout(topo.kvp(), request.chunk).length(longest, 0));
+  prefill.max_tokens =
+      std::min(kMaxPrefillStepTokens, KvLayout(topo.kvp(), request.chunk).length(longest, 0));
   return prefill;
 }
 
@@ -188,11 +189,11 @@ namespace {
 /// Two lengths of prompts, whose expansion has blocks of every size that one of up to `most` tokens can have:
 /// these are powers of two, of 64 rows or more (detail::for_each_row_block()).
 std::vector<std::int64_t> expanded_prompts(std::int64_t most) {
-  constexpr std::int64_t kLeastRows = 64;
+  constexpr std::int64_t kMinRows = 64;
   if (most <= 0) return {};
   const auto largest = static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(most)));
-  if (largest <= kLeastRows) return {most};
-  return {largest, largest - kLeastRows};
+  if (largest <= kMinRows) return {most};
+  return {largest, largest - kMinRows};
 }
 
 }  // namespace

@@ -19,10 +19,10 @@ namespace helix::decode {
 namespace {
 
 /// A shorter common beginning, such as the first token that all prompts have, is not worth a copied page.
-constexpr std::int64_t kLeastShared = 16;
+constexpr std::int64_t kMinShared = 16;
 
 /// More come from a client that has lost count.
-constexpr std::int64_t kMostQueued = 100'000;
+constexpr std::int64_t kMaxQueued = 100'000;
 
 double milliseconds_between(std::chrono::steady_clock::time_point begin,
                             std::chrono::steady_clock::time_point end) {
@@ -62,8 +62,8 @@ void Scheduler::submit(ServeRequest request) {
   };
   if (ids_.contains(request.id))
     return refuse("id ", printable(request.id), " is of a request that runs; give another");
-  if (std::ssize(queue_) >= kMostQueued)
-    return refuse(kMostQueued, " requests wait already; send more when some have ended");
+  if (std::ssize(queue_) >= kMaxQueued)
+    return refuse(kMaxQueued, " requests wait already; send more when some have ended");
   if (queued_tokens_ > 0 && size > spec_.max_queued_tokens - queued_tokens_)
     return refuse("the prompt has ", size, " tokens, and ", queued_tokens_, " wait already of ",
                   spec_.max_queued_tokens, " at most; send more when some have ended");
@@ -256,7 +256,7 @@ std::optional<Scheduler::Prefix> Scheduler::find_prefix(const Replica& replica,
     offer(old.sequence, old.tokens, std::ssize(old.tokens), true);
   }
   for (const Running& other : replica.running) offer(other.sequence, other.tokens, other.num_cached, false);
-  return best.tokens >= kLeastShared ? std::optional(best) : std::nullopt;
+  return best.tokens >= kMinShared ? std::optional(best) : std::nullopt;
 }
 
 void Scheduler::use(Replica& replica, SequenceId retained) {
@@ -390,7 +390,7 @@ void Scheduler::end(Replica& replica, std::list<Running>::iterator running, Fini
   if (has_output) timing.decode_ms = milliseconds_between(running->first_token_at, running->last_token_at);
   emit_(end_event(running->request.id, reason,
                   {running->prompt_size(), running->num_shared, running->output_size()}, timing));
-  if (running->num_cached >= kLeastShared) {
+  if (running->num_cached >= kMinShared) {
     replica.ledger.unreserve(running->sequence);
     replica.calls.push_back({CacheCall::Kind::unreserve, running->sequence, {}, 0});
     replica.may_admit = true;

@@ -64,8 +64,8 @@ namespace detail {
 
 /// Neither infinite nor NaN; without <cmath>, which everyone would include.
 constexpr bool is_finite(float value) {
-  constexpr float kMost = std::numeric_limits<float>::max();
-  return value >= -kMost && value <= kMost;
+  constexpr float kMax = std::numeric_limits<float>::max();
+  return value >= -kMax && value <= kMax;
 }
 
 /// The soft cap that a backend computes with: none in place of one so large that scores of f32 do not feel
@@ -209,9 +209,9 @@ void check_read_latents(const ReadLatentsArgs<T>& args) {
 template <class T>
 struct PartialAttentionArgs {
   TensorView<const T, 3> q;  ///< [tokens of the step, Hq/TPA, D], last stride 1.
-  Batch batch;               ///< The whole step or a slice; only its tokens' rows of the sink are written.
+  Batch batch;               ///< The whole step or a slice; only its tokens' rows of the target are written.
   KvView kv;
-  PartialSink<T> sink;             ///< Result, written.
+  PartialTarget<T> target;         ///< Result, written.
   float scale = 0.0f;              ///< Factor on q k, above 0.
   std::int64_t window = 0;         ///< Tokens that a query sees, itself included; 0 is all of them.
   float soft_cap = 0.0f;           ///< Score = cap * tanh(score / cap) before the softmax; 0 is none.

@@ -83,7 +83,7 @@ struct StampArgs {
 
 /// Which of two places a result goes to: the first, or one `bytes` behind it while *exchanges is odd. Read on
 /// the device, so that a captured step with an odd number of exchanges replays rightly.
-struct SinkSlot {
+struct TargetSlot {
   const std::uint64_t* exchanges = nullptr;  ///< Those that have ended; null: always the first.
   std::int64_t bytes = 0;
 };
@@ -119,8 +119,8 @@ struct LineRows {
   }
 };
 
-/// Where a writer of partials puts them as lines, in the slot of a SinkSlot whose exchanges number them.
-struct SinkLines {
+/// Where a writer of partials puts them as lines, in the slot of a TargetSlot whose exchanges number them.
+struct TargetLines {
   LineRows<std::byte> rows{};  ///< In place of out and lse, unless null.
   /// A word of the device, not 0 once this rank has stopped waiting for others: what it computes from then on
   /// is wrong, and must not seem to have come.
@@ -154,25 +154,25 @@ struct WindowExchangeArgs {
 /// Where attention writes its result: a local buffer, packed messages, or the memory of peers. Attention does
 /// not know who owns the memory.
 template <class T>
-struct PartialSink {
+struct PartialTarget {
   TensorView<T, 3> out;          ///< [tokens, Hq/TPA, Dv], last stride 1; 0 for a query that sees no token.
   TensorView<float, 2> lse;      ///< [tokens, Hq/TPA], natural log; -inf for a query that sees no token.
   std::int64_t first_token = 0;  ///< Token of the step that row 0 of out and lse belongs to.
   StampArgs headers{};           ///< Headers of the messages that out and lse lie in, written too.
-  SinkSlot slot{};               ///< The slot of both, and of lines.
+  TargetSlot slot{};             ///< The slot of both, and of lines.
   /// Over windows, the exchange that out and lse are for, which combine_window ends; elsewhere `sent` is
   /// null.
   WindowExchangeArgs exchange{};
-  SinkLines lines{};  ///< Where out and lse go as lines instead.
+  TargetLines lines{};  ///< Where out and lse go as lines instead.
 };
 
 /// Copies partials that were not written in place to where attention would have written them, and writes the
-/// headers of packed messages. Lines are only of backends that say kMostLineBytes (WindowBackend).
+/// headers of packed messages. Lines are only of backends that say kMaxLineBytes (WindowBackend).
 template <class T>
 struct PackPartialArgs {
   TensorView<const T, 3> out;                         ///< [tokens, KVP * h, Dv], last stride 1.
   TensorView<const float, 2> lse;                     ///< [tokens, KVP * h].
-  PartialSink<T> sink;                                ///< Row 0 is row 0 of `out`; its lse is natural.
+  PartialTarget<T> target;                            ///< Row 0 is row 0 of `out`; its lse is natural.
   LseConvention convention = LseConvention::natural;  ///< Of `lse`.
 };
 
@@ -193,7 +193,7 @@ template <class T>
 struct LseCombineArgs {
   TensorView<const T, 4> partial_out;      ///< [R, tokens, heads, Dv], any strides with the last one 1.
   TensorView<const float, 3> partial_lse;  ///< [R, tokens, heads], any strides.
-  const float* sink = nullptr;             ///< [heads] logits that join the denominator once, or nullptr.
+  const float* sinks = nullptr;            ///< [heads] logits that join the denominator once, or nullptr.
   TensorView<T, 3> out;                    ///< [tokens, heads, Dv], last stride 1.
   TensorView<float, 2> lse{};              ///< [tokens, heads] or empty; natural, includes the sink.
   LseConvention convention = LseConvention::natural;  ///< Convention of partial_lse.

@@ -200,7 +200,7 @@ class Backend : public Operators<T> {
 
   /// Of a rank's partials in a step, lse included, that travel as lines; see LineRows. Measured:
   /// docs/measurements/exchange.md.
-  static constexpr std::int64_t kMostLineBytes = 3 << 19;
+  static constexpr std::int64_t kMaxLineBytes = 3 << 19;
 
   /// See WindowExchangeArgs; where the KVP group has windows.
   void combine_window(const WindowExchangeArgs& window, const LseCombineArgs<T>& combine,

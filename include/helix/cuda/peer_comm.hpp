@@ -42,7 +42,7 @@ class HELIX_API PeerWindow {
   std::byte* part(int rank) const;
   /// Bytes from one rank's part to the next one's; all of a part is memory.
   std::int64_t stride_bytes() const;
-  /// As SinkLines::gave_up: a word of the communicator.
+  /// As TargetLines::gave_up: a word of the communicator.
   const std::uint32_t* gave_up() const { return gave_up_; }
 
  private:

@@ -115,7 +115,7 @@ class BlockWalk {
 
  private:
   /// Blocks of activations beyond which weights take too small a part of the time to be asked for.
-  static constexpr std::int64_t kMostBlocksAhead = 16;
+  static constexpr std::int64_t kMaxBlocksAhead = 16;
 
   /// Packed activations that stay in L1 beside the weights that pass by.
   static constexpr std::int64_t kNearBytes = 32 << 10;
@@ -145,7 +145,7 @@ class BlockWalk {
   }
 
   bool reads_ahead() const {
-    return Kernel::kReadsAhead && row_blocks_ <= kMostBlocksAhead &&
+    return Kernel::kReadsAhead && row_blocks_ <= kMaxBlocksAhead &&
            (task_.reading == Reading::ahead || task_.reading == Reading::ahead_pairs);
   }
 

@@ -28,7 +28,7 @@ constexpr std::int64_t kSharedPackElements = 65536;
 /// Rows up to which memory sets the pace, and which way of reading is the fastest is measured.
 constexpr std::int64_t kFewRows = 2 * kBlockRows;
 /// Threads that have tasks of their own; further ones take what these leave.
-constexpr std::int64_t kMostShares = 64;
+constexpr std::int64_t kMaxShares = 64;
 /// Weights that are read often enough to be timed, and do not stay in a cache.
 constexpr std::int64_t kTunedBytes = std::int64_t{2} << 20;
 
@@ -309,8 +309,8 @@ class Batch {
     const std::int64_t tasks_a_product = (weight_rows_ + task_rows - 1) / task_rows;
     const std::int64_t tasks = count_ * tasks_a_product;
     const std::int64_t num_threads = std::min<std::int64_t>(tasks, pool_.num_threads());
-    const std::int64_t num_shares = std::min(num_threads, kMostShares);
-    std::array<Share, static_cast<std::size_t>(kMostShares)> shares;
+    const std::int64_t num_shares = std::min(num_threads, kMaxShares);
+    std::array<Share, static_cast<std::size_t>(kMaxShares)> shares;
     const auto begin_of = [&](std::int64_t share) { return tasks * share / num_shares; };
     pool_.parallel_for(num_threads, [&](std::int64_t own, int) {
       for (std::int64_t i = 0; i < num_shares; ++i) {

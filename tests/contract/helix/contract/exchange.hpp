@@ -57,16 +57,16 @@ void pack_partial_and_stamp() {
                 args.lse = side.view(lse, tokens, all_heads);
                 args.convention = convention;
                 auto* first = reinterpret_cast<float*>(side(messages));
-                args.sink.lse = {first + 4, {tokens, all_heads}, {1, block}};
-                args.sink.out = {first + 4 + tokens, {tokens, all_heads, width}, {width, block, 1}};
-                args.sink.headers.message = side(messages);
-                args.sink.headers.tokens = tokens;
-                args.sink.headers.sender = kvp - 1;
-                args.sink.headers.exchanges = side(exchanges);
-                if (kvp != 2) args.sink.headers.positions = side(positions);
-                args.sink.headers.count = kvp;
-                args.sink.headers.message_bytes = heads * block * 4;
-                if (kvp == 5) args.sink.slot = {side(ended), slot_bytes};  // the second
+                args.target.lse = {first + 4, {tokens, all_heads}, {1, block}};
+                args.target.out = {first + 4 + tokens, {tokens, all_heads, width}, {width, block, 1}};
+                args.target.headers.message = side(messages);
+                args.target.headers.tokens = tokens;
+                args.target.headers.sender = kvp - 1;
+                args.target.headers.exchanges = side(exchanges);
+                if (kvp != 2) args.target.headers.positions = side(positions);
+                args.target.headers.count = kvp;
+                args.target.headers.message_bytes = heads * block * 4;
+                if (kvp == 5) args.target.slot = {side(ended), slot_bytes};  // the second
                 return args;
               }));
         }
@@ -170,7 +170,7 @@ void lse_combine() {
                     args.partial_out = side.view(partial_out, ranks, tokens, heads, width);
                     args.partial_lse = side.view(partial_lse, ranks, tokens, heads);
                     args.convention = convention;
-                    if (has_sink) args.sink = side(sink);
+                    if (has_sink) args.sinks = side(sink);
                     args.out = {side(out), {tokens, heads, width}, {heads * (width + 1), width + 1, 1}};
                     if (wants_lse) args.lse = side.view(lse, tokens, heads);
                     return args;

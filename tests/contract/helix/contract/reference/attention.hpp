@@ -128,8 +128,8 @@ inline void read_latents(const ReadLatentsArgs<float>& args) {
 }
 
 inline void partial_attention(const PartialAttentionArgs<float>& args) {
-  if (args.sink.headers.message != nullptr && args.batch.num_tokens() > 0) stamp(args.sink.headers);
-  const PartialSink<float> sink = in_slot(args.sink);
+  if (args.target.headers.message != nullptr && args.batch.num_tokens() > 0) stamp(args.target.headers);
+  const PartialTarget<float> target = in_slot(args.target);
   const KvView& kv = args.kv;
   const std::int64_t group = args.q.extent(1) / kv.format.num_heads;
   for (std::int64_t b = 0; b < args.batch.num_sequences(); ++b) {
@@ -162,9 +162,9 @@ inline void partial_attention(const PartialAttentionArgs<float>& args) {
           double sum = 0.0;
           for (std::size_t j = 0; j < visible.size(); ++j)
             sum += scores[j] * kv_value(kv, slot, visible[j], h / group, true, i);
-          sink.out(t - sink.first_token, h, i) = visible.empty() ? 0.0f : static_cast<float>(sum / total);
+          target.out(t - target.first_token, h, i) = visible.empty() ? 0.0f : static_cast<float>(sum / total);
         }
-        sink.lse(t - sink.first_token, h) =
+        target.lse(t - target.first_token, h) =
             static_cast<float>(visible.empty() ? kMinusInfinity : highest + std::log(total));
       }
     }

@@ -31,24 +31,24 @@ inline double natural_lse(double lse, LseConvention convention) {
   return lse;
 }
 
-/// The sink with out and lse in the slot that its SinkSlot names.
-inline PartialSink<float> in_slot(PartialSink<float> sink) {
-  if (sink.slot.exchanges == nullptr || *sink.slot.exchanges % 2 == 0) return sink;
-  const std::int64_t floats = sink.slot.bytes / static_cast<std::int64_t>(sizeof(float));
-  sink.out = {sink.out.data() + floats, sink.out.extents(), sink.out.strides()};
-  sink.lse = {sink.lse.data() + floats, sink.lse.extents(), sink.lse.strides()};
-  return sink;
+/// The target with out and lse in the slot that its TargetSlot names.
+inline PartialTarget<float> in_slot(PartialTarget<float> target) {
+  if (target.slot.exchanges == nullptr || *target.slot.exchanges % 2 == 0) return target;
+  const std::int64_t floats = target.slot.bytes / static_cast<std::int64_t>(sizeof(float));
+  target.out = {target.out.data() + floats, target.out.extents(), target.out.strides()};
+  target.lse = {target.lse.data() + floats, target.lse.extents(), target.lse.strides()};
+  return target;
 }
 
 inline void pack_partial(const PackPartialArgs<float>& args) {
-  const PartialSink<float> sink = in_slot(args.sink);
+  const PartialTarget<float> target = in_slot(args.target);
   for (std::int64_t t = 0; t < args.out.extent(0); ++t) {
     for (std::int64_t h = 0; h < args.out.extent(1); ++h) {
-      sink.lse(t, h) = static_cast<float>(natural_lse(args.lse(t, h), args.convention));
-      for (std::int64_t i = 0; i < args.out.extent(2); ++i) sink.out(t, h, i) = args.out(t, h, i);
+      target.lse(t, h) = static_cast<float>(natural_lse(args.lse(t, h), args.convention));
+      for (std::int64_t i = 0; i < args.out.extent(2); ++i) target.out(t, h, i) = args.out(t, h, i);
     }
   }
-  stamp(args.sink.headers);
+  stamp(args.target.headers);
 }
 
 inline void check_exchange(const CheckExchangeArgs& args) {
@@ -72,9 +72,9 @@ inline void lse_combine(const LseCombineArgs<float>& args) {
   const std::int64_t ranks = args.partial_lse.extent(0);
   for (std::int64_t t = 0; t < args.out.extent(0); ++t) {
     for (std::int64_t h = 0; h < args.out.extent(1); ++h) {
-      double highest = args.sink != nullptr ? double{args.sink[h]} : kMinusInfinity;
+      double highest = args.sinks != nullptr ? double{args.sinks[h]} : kMinusInfinity;
       for (std::int64_t r = 0; r < ranks; ++r) highest = std::max(highest, partials(r, t, h));
-      double total = args.sink != nullptr ? std::exp(args.sink[h] - highest) : 0.0;
+      double total = args.sinks != nullptr ? std::exp(args.sinks[h] - highest) : 0.0;
       std::vector<double> sums(static_cast<std::size_t>(args.out.extent(2)), 0.0);
       for (std::int64_t r = 0; r < ranks; ++r) {
         if (std::isinf(partials(r, t, h))) continue;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// SinkPlace: which message slot of a sink a writer of partials writes to, and what number its lines carry.
+// TargetPlace: which message slot of a target a writer of partials writes to, and what number its lines
+// carry.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +13,13 @@
 namespace helix::cuda {
 
 /// What a kernel reads on the device of where it writes partials.
-struct SinkPlace {
+struct TargetPlace {
   std::int64_t slot;    ///< Message slot: 0 or 1.
   std::uint32_t count;  ///< Of lines.
 
-  SinkPlace() = default;
+  TargetPlace() = default;
   /// `gave_up`: of lines; null: there are none.
-  __device__ __forceinline__ SinkPlace(const std::uint64_t* counter, const std::uint32_t* gave_up) {
+  __device__ __forceinline__ TargetPlace(const std::uint64_t* counter, const std::uint32_t* gave_up) {
     const std::uint64_t exchanges = *counter;
     const std::uint32_t has_stopped = gave_up == nullptr ? 0 : volatile_word(gave_up);
     slot = static_cast<std::int64_t>(exchanges & 1);
