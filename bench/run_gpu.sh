@@ -6,8 +6,9 @@ set -euo pipefail
 usage() {
   cat <<'TEXT'
 usage: bench/run_gpu.sh [BUILD [OPTION ...]]
-BUILD is a build folder with HELIX_CUDA=ON, build/cuda unless given; only what it lacks is built. Runs the tests labelled gpu, then
-helix-bench-cuda with OPTION ... (such as --benchmark_filter=linear), and writes bench/results/DEVICE-DATE.json (DEVICE-x4 with four). A failed test does not keep
+BUILD is a build folder of this checkout with HELIX_CUDA=ON, build/cuda unless given, and is brought up to date; one that was built
+elsewhere is used as it is, and its results are of commit "unknown". Runs the tests labelled gpu, then helix-bench-cuda with OPTION ...
+(such as --benchmark_filter=linear), and writes bench/results/DEVICE-DATE-COMMIT.json (DEVICE-x4 with four). A failed test does not keep
 the benchmarks from running, but the script then fails. 1, 2 or 4 GPUs; cases that need more than there are are left out.
 HELIX_RESULTS names another folder for the results; HELIX_SKIP_TESTS=1 goes straight to the benchmarks.
 TEXT
@@ -32,21 +33,28 @@ fi
 device="$(nvidia-smi --id=0 --query-gpu=name --format=csv,noheader)"
 driver="$(nvidia-smi --id=0 --query-gpu=driver_version --format=csv,noheader)"
 num_gpus="$(nvidia-smi --query-gpu=name --format=csv,noheader | wc -l)"
-commit="$(git -C "$root" rev-parse --short HEAD 2>/dev/null || echo unknown)"
 
+# A folder that was built elsewhere, such as on a machine with a compiler: nothing tells what it was built from.
+is_of_this_checkout() {
+  grep -qsF "CMAKE_HOME_DIRECTORY:INTERNAL=$root" "$build/CMakeCache.txt" &&
+    grep -qsF "CMAKE_CACHEFILE_DIR:INTERNAL=$build" "$build/CMakeCache.txt"
+}
+
+commit=unknown
+if [[ ! -x "$build/bench/helix-bench-cuda" && ! -f "$build/CMakeCache.txt" ]]; then
+  cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DHELIX_CUDA=ON -DHELIX_MPI=OFF
+fi
+if is_of_this_checkout; then
+  cmake --build "$build"
+  commit="$(git -C "$root" rev-parse --short HEAD 2>/dev/null || echo unknown)"
+  [[ -z "$(git -C "$root" status --porcelain --untracked-files=no 2>/dev/null)" ]] || commit+=-changed
+fi
 shopt -s nullglob
 tests=("$build"/tests/cuda/cuda_*_test)
-if [[ ! -x "$build/bench/helix-bench-cuda" || (${#tests[@]} -eq 0 && -z "${HELIX_SKIP_TESTS:-}") ]]; then
-  [[ -f "$build/CMakeCache.txt" ]] ||
-    cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DHELIX_CUDA=ON -DHELIX_MPI=OFF
-  cmake --build "$build"
-  tests=("$build"/tests/cuda/cuda_*_test)
-fi
 
-# CTest knows the tests by absolute paths: not in a folder that was built elsewhere.
+# CTest knows the tests by absolute paths.
 run_tests() {
-  if command -v ctest >/dev/null && grep -qsF "CMAKE_HOME_DIRECTORY:INTERNAL=$root" "$build/CMakeCache.txt" &&
-    grep -qsF "CMAKE_CACHEFILE_DIR:INTERNAL=$build" "$build/CMakeCache.txt"; then
+  if command -v ctest >/dev/null && is_of_this_checkout; then
     ctest --test-dir "$build" -L gpu --output-on-failure --no-tests=error
     return
   fi
@@ -66,7 +74,7 @@ fi
 mkdir -p "$results"
 name="${device// /-}"
 [[ "$num_gpus" -eq 1 ]] || name+="-x$num_gpus"
-json="$results/$name-$(date -u +%Y-%m-%d).json"
+json="$results/$name-$(date -u +%Y-%m-%d)-$commit.json"
 "$build/bench/helix-bench-cuda" "--benchmark_out=$json" --benchmark_out_format=json \
   "--benchmark_context=device=$device,driver=$driver,commit=$commit" "$@" || status=1
 

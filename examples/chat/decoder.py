@@ -38,6 +38,9 @@ class Decoder:
         except OSError as error:
             raise DecoderError(f"{command[0]} cannot be started: {error.strerror}") from None
         self._count = 0
+        self._running: str | None = None  # the request that cancel() ends
+        self._is_sending = False
+        self._cancel_is_due = False
         self.abilities: dict = {}
 
     def __enter__(self) -> "Decoder":
@@ -54,21 +57,27 @@ class Decoder:
         return [line for line in self._words().splitlines() if line.startswith("warning: ")]
 
     def complete(self, prompt: Sequence[int], answer: Answer, **settings: object) -> Iterator[int]:
-        """Yields tokens as they are drawn; `answer` is filled in behind the last one."""
+        """Yields tokens as they are drawn; `answer` is filled in after the last one."""
         self._count += 1
         name = str(self._count)
         given = {key: value for key, value in settings.items() if value is not None}
-        self._send({"id": name, "prompt": list(prompt), **given})
-        while True:
-            event = self._next_event()
-            if event.get("id") != name:
-                continue
-            if event["event"] == "error":
-                raise DecoderError(event["message"])
-            if event["event"] == "end":
-                answer.reason, answer.usage, answer.timing = event["reason"], event["usage"], event["timing"]
-                return
-            yield event["token"]
+        try:
+            self._send({"id": name, "prompt": list(prompt), **given})
+            self._running = name
+            self._send_cancel_if_due()
+            while True:
+                event = self._next_event()
+                if event.get("id") != name:
+                    continue
+                if event["event"] == "error":
+                    raise DecoderError(event["message"])
+                if event["event"] == "end":
+                    answer.reason, answer.usage, answer.timing = event["reason"], event["usage"], event["timing"]
+                    return
+                yield event["token"]
+        finally:
+            self._running = None
+            self._cancel_is_due = False
 
     def stats(self) -> dict:
         """What is in use."""
@@ -79,8 +88,12 @@ class Decoder:
                 return event
 
     def cancel(self) -> None:
-        """Ends the request that runs; its end event still comes."""
-        self._send({"cancel": str(self._count)})
+        """Ends the request that runs, or the next one; its end event still comes.
+
+        A signal handler may call it at any time: while a request is being sent, the cancellation follows it.
+        """
+        self._cancel_is_due = True
+        self._send_cancel_if_due()
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None
@@ -99,12 +112,20 @@ class Decoder:
         self._process.stdout.close()
         self._said.close()
 
+    def _send_cancel_if_due(self) -> None:
+        if self._cancel_is_due and self._running is not None and not self._is_sending:
+            self._cancel_is_due = False
+            self._send({"cancel": self._running})
+
     def _send(self, command: dict) -> None:
+        self._is_sending = True
         try:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
             raise DecoderError(self._last_words()) from None
+        finally:
+            self._is_sending = False
 
     def _next_event(self) -> dict:
         line = self._process.stdout.readline()

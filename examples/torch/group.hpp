@@ -41,12 +41,14 @@ class Group : public torch::CustomClassHolder {
   template <class E, class Make, class Wait>
   E& exchange(const at::Tensor& out, Make make, Wait wait) {
     const std::lock_guard lock(mutex_);
-    Made& made = exchanges_[{out.device().str(), out.scalar_type(), out.size(1), out.size(2)}];
-    if (!made.exchange) {
+    const std::tuple key{out.device().str(), out.scalar_type(), out.size(1), out.size(2)};
+    auto found = exchanges_.find(key);
+    if (found == exchanges_.end()) {  // make() may throw: nothing is kept then
       std::shared_ptr<E> created = make();
-      made = {created, [exchange = created.get(), wait] { wait(*exchange); }};
+      Made made{created, [exchange = created.get(), wait] { wait(*exchange); }};
+      found = exchanges_.emplace(key, std::move(made)).first;
     }
-    return *static_cast<E*>(made.exchange.get());
+    return *static_cast<E*>(found->second.exchange.get());
   }
 
   /// Waits for the current stream and throws what an exchange found wrong on it: a rank in another step, or

@@ -47,11 +47,12 @@ void embed_tokens(B& backend, const Topology& topo, const std::int32_t* ids, con
   auto* stage = &detail::given_comm("embed_tokens", "stage", backend.comms().stage);
   detail::check_stage("embed_tokens", *stage, topo);
   const Range shard = topo.vocab(stage->rank());
-  HELIX_EXPECTS(table.rows == shard.size() && table.cols == topo.shape().hidden &&
-                    out.extent(1) == table.cols && out.is_contiguous(),
-                ErrorCode::invalid_argument, "embed_tokens: the table is [", table.rows, ", ", table.cols,
-                "]; this rank's shard of the vocabulary is [", shard.size(), ", ", topo.shape().hidden,
-                "], and out must be dense with that width, not ", out.extent(1));
+  HELIX_EXPECTS(table.rows == shard.size() && table.cols == topo.shape().hidden, ErrorCode::invalid_argument,
+                "embed_tokens: the table is [", table.rows, ", ", table.cols,
+                "]; this rank's shard of the vocabulary is [", shard.size(), ", ", topo.shape().hidden, "]");
+  HELIX_EXPECTS(out.extent(1) == table.cols && out.is_contiguous(), ErrorCode::invalid_argument,
+                "embed_tokens: out is [", out.extent(0), ", ", out.extent(1), "] with strides [",
+                out.stride(0), ", ", out.stride(1), "]; give [tokens, ", table.cols, "], contiguous");
   detail::check_weight_type("embed_tokens", "the table", table);
   detail::check_given("embed_tokens", "the table", table.data, table.rows);
   detail::check_given("embed_tokens", "ids", ids, out.extent(0));

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include <helix/comm/bootstrap.hpp>
+#include <helix/limits.hpp>
 
 #include "comm/check_after_close.hpp"
 #include "comm/first_failure.hpp"
@@ -145,6 +146,11 @@ Bootstrap::Bootstrap(const BootstrapOptions& options) : state_(std::make_shared<
   HELIX_EXPECTS(options.size >= 1 && options.rank >= 0 && options.rank < options.size,
                 ErrorCode::invalid_argument, "bootstrap: rank ", options.rank, " of ", options.size,
                 "; ranks are 0 to size - 1");
+  HELIX_EXPECTS(options.size <= kMaxRanks, ErrorCode::invalid_argument, "bootstrap: size is ", options.size,
+                "; a job has up to ", kMaxRanks, " ranks");
+  HELIX_EXPECTS(options.size == 1 || (options.port >= 1 && options.port <= 65535),
+                ErrorCode::invalid_argument, "bootstrap: port is ", options.port,
+                "; it must be in [1, 65535]");
   HELIX_EXPECTS(options.timeout.count() > 0 && options.heartbeat.count() > 0, ErrorCode::invalid_argument,
                 "bootstrap: timeout is ", options.timeout.count(), " ms and heartbeat ",
                 options.heartbeat.count(), " ms; both must be positive");

@@ -19,7 +19,7 @@ from collections.abc import Callable
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "examples" / "chat"))
 
-from decoder import Decoder  # noqa: E402
+from decoder import Answer, Decoder  # noqa: E402
 from text import TextError, TextModel, TextStream  # noqa: E402
 from tokenizers import Tokenizer, decoders, models  # noqa: E402
 
@@ -330,6 +330,33 @@ class Conversations(unittest.TestCase):
         cached = int(second.rsplit("prompt tokens, ", 1)[1].split()[0])
         self.assertGreater(cached, 20)
         os.write(self.terminal, b"\x04")
+
+
+class Cancelling(unittest.TestCase):
+    def test_a_cancellation_while_a_prompt_is_being_sent_follows_it(self) -> None:
+        """The decoder reads late, so the prompt fills the pipe and the signal comes in the middle of its line."""
+        with tempfile.TemporaryDirectory() as folder:
+            program = pathlib.Path(folder) / "decoder"
+            program.write_text(
+                f"#!{sys.executable}\n"
+                "import json, sys, time\n"
+                "print(json.dumps({'event': 'ready'}), flush=True)\n"
+                "time.sleep(1)\n"
+                "id = json.loads(sys.stdin.readline())['id']\n"
+                "assert json.loads(sys.stdin.readline()) == {'cancel': id}\n"
+                "print(json.dumps({'event': 'end', 'id': id, 'reason': 'cancel', 'usage': {}, 'timing': {}}), flush=True)\n"
+            )
+            program.chmod(0o700)
+            answer = Answer()
+            with Decoder([str(program)]) as decoder:
+                decoder.wait_until_ready()
+                previous = signal.signal(signal.SIGALRM, lambda *_: decoder.cancel())
+                signal.setitimer(signal.ITIMER_REAL, 0.3)
+                try:
+                    self.assertEqual(list(decoder.complete(range(100000), answer)), [])
+                finally:
+                    signal.signal(signal.SIGALRM, previous)
+            self.assertEqual(answer.reason, "cancel")
 
 
 class Answers(unittest.TestCase):

@@ -193,6 +193,16 @@ TEST_CASE("bootstrap refuses jobs whose ranks contradict each other, on all rank
   }
 }
 
+TEST_CASE("bootstrap refuses ports and sizes out of range before it opens a socket") {
+  const auto start = std::chrono::steady_clock::now();
+  for (const int port : {-1, 0, 65536, 70000}) {
+    CHECK_THROWS_WITH(Bootstrap({.rank = 1, .size = 2, .port = port, .timeout = 60s}),
+                      Contains("port is " + std::to_string(port) + "; it must be in [1, 65535]"));
+  }
+  CHECK_THROWS_WITH(Bootstrap({.rank = 1, .size = 65537, .timeout = 60s}), Contains("up to 65536 ranks"));
+  CHECK(std::chrono::steady_clock::now() - start < 10s);
+}
+
 TEST_CASE("bootstrap names the ranks that never come, and a rank says whom it cannot reach") {
   const std::vector<Outcome> outcomes = run_bootstrap_job(
       4,

@@ -146,14 +146,20 @@ void Frontend::guard(const Body& body) noexcept {
   try {
     body();
   } catch (const std::bad_alloc&) {
-    const std::scoped_lock lock(mutex_);
-    lines_.clear();
-    std::string().swap(pending_);
-    failure_ = "no memory for what came on standard input";
-    end_input();
-    is_client_gone_ = true;
+    end_reading("no memory for what came on standard input");
+  } catch (const std::exception& error) {
+    end_reading(error.what());
   }
   changed_.notify_all();
+}
+
+void Frontend::end_reading(std::string why) {
+  const std::scoped_lock lock(mutex_);
+  lines_.clear();
+  std::string().swap(pending_);
+  failure_ = std::move(why);
+  end_input();
+  is_client_gone_ = true;
 }
 
 void Frontend::end_input() {

@@ -68,7 +68,9 @@ class Frontend {
   /// Waits until reading has started and so many lines are taken that there is room for more. Returns whether
   /// there is: not if the frontend is closing.
   bool wait_for_room();
-  /// Runs the body of a thread, whose memory may run out.
+  /// Gives up both directions after an exception of a thread: what waits is dropped, finish() returns `why`.
+  void end_reading(std::string why);
+  /// Runs the body of a thread.
   template <class Body>
   void guard(const Body& body) noexcept;
 

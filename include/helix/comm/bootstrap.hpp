@@ -33,7 +33,7 @@ struct HELIX_API BootstrapOptions {
   /// Where rank 0 listens if not at `address`, which may not be its machine's own (NAT, a container's port, a
   /// cluster's service): "0.0.0.0" for all interfaces. Empty: at `address`.
   std::string listen_address = {};
-  /// TCP port on which rank 0 listens until all are there.
+  /// TCP port, 1 to 65535, on which rank 0 listens until all are there.
   int port = 29500;
 
   /// What only ranks of this job know, alike on all of them; may be empty. A process that does not know it is
@@ -79,7 +79,8 @@ struct HELIX_API BootstrapOptions {
 class HELIX_API Bootstrap {
  public:
   /// Connects all ranks. Collective; rank 0 serves, the others connect until the deadline.
-  /// @throws Error(timeout) naming the ranks that are missing; Error(invalid_argument) on all ranks if sizes,
+  /// @throws Error(invalid_argument) if rank, size (at most kMaxRanks), port or times are out of range;
+  /// Error(timeout) naming the ranks that are missing; Error(invalid_argument) on all ranks if sizes,
   /// ranks or configurations contradict each other, and on this one if rank 0 is of another job;
   /// Error(peer_failed) naming a rank that leaves again; Error(io) if rank 0 cannot listen.
   explicit Bootstrap(const BootstrapOptions& options);
