@@ -8,19 +8,12 @@
 #include <helix/host_device.hpp>
 #include <helix/integers.hpp>
 #include <helix/limits.hpp>
+#include <helix/range.hpp>
 
 namespace helix {
 
-/// Tokens [begin, end).
-struct TokenRange {
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
-
-  HELIX_HOST_DEVICE constexpr std::int64_t size() const { return end - begin; }
-  HELIX_HOST_DEVICE friend constexpr bool operator==(const TokenRange& a, const TokenRange& b) {
-    return a.begin == b.begin && a.end == b.end;
-  }
-};
+/// Range of tokens of a sequence: positions, or tokens of one rank where a name says local.
+using TokenRange = Range;
 
 namespace detail {
 

@@ -160,13 +160,9 @@ inline void check_layer_weights(const RankShape& shape, const LayerConfig& confi
   std::visit([&](const auto& ffn) { check_ffn(shape, config, ffn); }, weights.ffn);
 }
 
-/// All checks of a layer. Those of weights, addresses and the workspace may fail on one rank alone:
-/// decode_layer() says what its caller then does.
-template <LayerBackend B, class Options>
-void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, const LayerWeights& weights,
-                 const KvView& kv, const Batch& batch, TensorView<typename B::Activation, 2> hidden,
-                 const Options& options) {
-  const auto comms = backend.comms();
+/// The backend's communicators are those of this rank of the topology.
+template <class Comms>
+void check_layer_groups(const Comms& comms, const RankShape& shape) {
   given_comm("decode_layer", "stage", comms.stage);
   given_comm("decode_layer", "kvp", comms.kvp);
   HELIX_EXPECTS(comms.stage->size() == shape.stage_size && comms.stage->rank() == shape.stage_rank,
@@ -177,6 +173,10 @@ void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
                 ErrorCode::invalid_argument, "decode_layer: the KVP communicator has rank ",
                 comms.kvp->rank(), " of ", comms.kvp->size(), "; the shape is KVP rank ", shape.kvp_rank,
                 " of ", shape.kvp, ": make it with split_kvp()");
+}
+
+/// Heads divide as Topology::rank_shape() divides them, and no width is negative.
+inline void check_rank_shape(const RankShape& shape) {
   HELIX_EXPECTS(shape.kv_heads >= 1 && shape.query_heads >= 1 && shape.query_heads % shape.kv_heads == 0 &&
                     shape.combined_heads * shape.kvp == shape.query_heads,
                 ErrorCode::invalid_argument, "decode_layer: the shape has ", shape.query_heads,
@@ -188,48 +188,54 @@ void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
                 ErrorCode::invalid_argument, "decode_layer: the shape's hidden is ", shape.hidden, ", ffn ",
                 shape.ffn, ", shared_ffn ", shape.shared_ffn, ", expert_ffn ", shape.expert_ffn,
                 "; none may be below 0");
-  check_batch("decode_layer", batch);
-  HELIX_EXPECTS(options.exchange != nullptr && options.hop_b != nullptr, ErrorCode::invalid_argument,
-                "decode_layer: options.exchange and options.hop_b must be set; build one of each a rank and "
-                "share them");
-  const auto expect_rows = [&](std::string_view name, const TensorView<typename B::Activation, 2>& x) {
+}
+
+/// Memory that a layer writes must not overlap.
+inline void check_apart(std::string_view name, std::span<const std::byte> x, std::string_view of,
+                        std::span<const std::byte> y) {
+  const std::less<const std::byte*> before;
+  HELIX_EXPECTS(x.empty() || y.empty() || !before(x.data(), y.data() + y.size()) ||
+                    !before(y.data(), x.data() + x.size()),
+                ErrorCode::invalid_argument, "decode_layer: ", name, " at ",
+                static_cast<const void*>(x.data()), " and ", of, " at ", static_cast<const void*>(y.data()),
+                " overlap; a layer writes both: keep them apart");
+}
+
+/// The tensors of a call and its workspace: given, of the right shape, and apart.
+template <class T, class Options>
+void check_layer_tensors(const RankShape& shape, const Batch& batch, const TensorView<T, 2>& hidden,
+                         const Options& options) {
+  const auto expect_rows = [&](std::string_view name, const TensorView<T, 2>& x) {
     HELIX_EXPECTS(x.extent(0) == batch.num_tokens() && x.extent(1) == shape.hidden && x.is_contiguous(),
                   ErrorCode::invalid_argument, "decode_layer: ", name, " is [", x.extent(0), ", ",
                   x.extent(1), "] with strides [", x.stride(0), ", ", x.stride(1),
                   "]; the batch and the model need a dense [", batch.num_tokens(), ", ", shape.hidden, "]");
   };
+  const bool has_normed = options.normed.data() != nullptr;
   expect_rows("hidden", hidden);
-  if (options.normed.data() != nullptr || options.normed.size() > 0) {
+  if (has_normed || options.normed.size() > 0) {
     expect_rows("normed", options.normed);
     check_given("decode_layer", "normed", options.normed.data(), batch.num_tokens());
   }
   check_given("decode_layer", "hidden", hidden.data(), batch.num_tokens());
   check_workspace("decode_layer", options.workspace, kWorkspaceAlignment);
-  const auto expect_apart = [](std::string_view name, std::span<const std::byte> x, std::string_view of,
-                               std::span<const std::byte> y) {
-    const std::less<const std::byte*> before;
-    HELIX_EXPECTS(x.empty() || y.empty() || !before(x.data(), y.data() + y.size()) ||
-                      !before(y.data(), x.data() + x.size()),
-                  ErrorCode::invalid_argument, "decode_layer: ", name, " at ",
-                  static_cast<const void*>(x.data()), " and ", of, " at ", static_cast<const void*>(y.data()),
-                  " overlap; a layer writes both: keep them apart");
-  };
-  const auto bytes_of = [](const TensorView<typename B::Activation, 2>& x) {
+  const auto bytes_of = [](const TensorView<T, 2>& x) {
     return std::as_bytes(std::span(x.data(), static_cast<std::size_t>(x.size())));
   };
-  expect_apart("hidden", bytes_of(hidden), "the workspace", options.workspace);
-  if (options.normed.data() != nullptr) {
-    expect_apart("normed", bytes_of(options.normed), "hidden", bytes_of(hidden));
-    expect_apart("normed", bytes_of(options.normed), "the workspace", options.workspace);
+  check_apart("hidden", bytes_of(hidden), "the workspace", options.workspace);
+  if (has_normed) {
+    check_apart("normed", bytes_of(options.normed), "hidden", bytes_of(hidden));
+    check_apart("normed", bytes_of(options.normed), "the workspace", options.workspace);
   }
-  HELIX_EXPECTS(options.next_norm.empty() || options.normed.data() != nullptr || batch.num_tokens() == 0,
+  HELIX_EXPECTS(options.next_norm.empty() || has_normed || batch.num_tokens() == 0,
                 ErrorCode::invalid_argument,
                 "decode_layer: options.next_norm is given without options.normed, where what it norms goes; "
                 "give normed too, or leave both out");
   expect_shape_if_given("next_norm", options.next_norm, shape.hidden);
-  HELIX_EXPECTS(batch.first_token() == 0, ErrorCode::invalid_argument,
-                "decode_layer: the batch starts at token ", batch.first_token(),
-                "; pass a whole step, not a slice");
+}
+
+/// The cache holds this rank's heads and its share of the tokens.
+inline void check_layer_cache(const RankShape& shape, const KvView& kv) {
   check_kv_view("decode_layer", kv);
   const KvFormat& format = kv.format;
   HELIX_EXPECTS(format.head_dim == shape.head_dim && format.value_dim == shape.value_dim &&
@@ -239,6 +245,11 @@ void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
                 format.head_dim, "/", format.value_dim, " as KVP rank ", kv.kvp_rank, " of ", kv.layout.kvp(),
                 "; this rank of the topology stores ", shape.kv_heads, " heads of ", shape.head_dim, "/",
                 shape.value_dim, " as KVP rank ", shape.kvp_rank, " of ", shape.kvp);
+}
+
+/// HOP-B and the exchange were built for this step.
+template <class Options>
+void check_layer_exchange(const RankShape& shape, const Batch& batch, const Options& options) {
   HELIX_EXPECTS(options.hop_b_slices >= 0 && options.hop_b_slices <= options.hop_b->max_slices(),
                 ErrorCode::invalid_argument, "decode_layer: hop_b_slices is ", options.hop_b_slices,
                 "; HopB was built for up to ", options.hop_b->max_slices());
@@ -255,6 +266,26 @@ void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
                 ErrorCode::invalid_argument, "decode_layer: HopB was built for up to ",
                 options.hop_b->max_slices(), " slices and the exchange for ", exchange.max_slices,
                 "; give KvpAllToAllSpec::max_slices as many");
+}
+
+/// All checks of a layer. Those of weights, addresses and the workspace may fail on one rank alone:
+/// decode_layer() says what its caller then does.
+template <LayerBackend B, class Options>
+void check_layer(B& backend, const RankShape& shape, const LayerConfig& config, const LayerWeights& weights,
+                 const KvView& kv, const Batch& batch, TensorView<typename B::Activation, 2> hidden,
+                 const Options& options) {
+  check_layer_groups(backend.comms(), shape);
+  check_rank_shape(shape);
+  check_batch("decode_layer", batch);
+  HELIX_EXPECTS(options.exchange != nullptr && options.hop_b != nullptr, ErrorCode::invalid_argument,
+                "decode_layer: options.exchange and options.hop_b must be set; build one of each a rank and "
+                "share them");
+  check_layer_tensors(shape, batch, hidden, options);
+  HELIX_EXPECTS(batch.first_token() == 0, ErrorCode::invalid_argument,
+                "decode_layer: the batch starts at token ", batch.first_token(),
+                "; pass a whole step, not a slice");
+  check_layer_cache(shape, kv);
+  check_layer_exchange(shape, batch, options);
   check_layer_weights(shape, config, weights);
 }
 

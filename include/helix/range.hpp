@@ -4,15 +4,19 @@
 
 #include <cstdint>
 
+#include <helix/host_device.hpp>
+
 namespace helix {
 
-/// Half-open range of heads, rows, experts or layers.
+/// Half-open range [begin, end) of tokens, heads, rows, experts or layers.
 struct Range {
   std::int64_t begin = 0;
   std::int64_t end = 0;
 
-  constexpr std::int64_t size() const { return end - begin; }
-  friend constexpr bool operator==(const Range&, const Range&) = default;
+  HELIX_HOST_DEVICE constexpr std::int64_t size() const { return end - begin; }
+  HELIX_HOST_DEVICE friend constexpr bool operator==(const Range& a, const Range& b) {
+    return a.begin == b.begin && a.end == b.end;
+  }
 };
 
 /// Part `index` of `parts` nearly equal contiguous parts of [0, total): the first total % parts are one

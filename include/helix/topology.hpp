@@ -10,24 +10,9 @@
 #include <helix/model_shape.hpp>
 #include <helix/range.hpp>
 #include <helix/rank_shape.hpp>
+#include <helix/topology_spec.hpp>
 
 namespace helix {
-
-/// Widths of the two grids and of the outer dimensions. All N = KVP * TPA = TPF * EP ranks of a stage are
-/// re-used.
-struct TopologySpec {
-  int kvp = 1;
-  int tpa = 1;
-  int tpf = 0;  ///< 0: N / ep
-  int ep = 1;
-  int pp = 1;       ///< Pipeline stages
-  int dp = 1;       ///< Data-parallel replicas of the whole pipeline
-  int attn_dp = 1;  ///< Data-parallel attention inside a stage; must be 1 until it is built
-  bool allow_kv_duplication =
-      false;  ///< Legalises TPA > Hkv with TPA % Hkv == 0 (each KV head stored TPA/Hkv times)
-  bool allow_uneven_ffn =
-      false;  ///< Legalises FFN sizes that the group does not divide (parts differ by one)
-};
 
 /// Where one rank stands. Every name says which group it counts in.
 struct RankCoordinates {
