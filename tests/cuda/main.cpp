@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The main function of the CUDA tests.
 #define CATCH_CONFIG_RUNNER
-#include "examples/decode/cli/nccl_environment.hpp"
+#include <helix/cuda/environment.hpp>
+
 #include "support/catch.hpp"
 #include "support/skipped.hpp"
 
 int main(int argc, char** argv) {
-  helix::turn_nccl_multicast_off();
-  helix::let_ranks_share_a_gpu();
+  helix::cuda::turn_nccl_multicast_off();
+  helix::cuda::let_ranks_share_a_gpu();
   return helix::test::exit_code(Catch::Session().run(argc, argv));
 }

@@ -16,6 +16,7 @@
 
 #include <helix/cpu/backend.hpp>
 #include <helix/cpu/tuning.hpp>
+#include <helix/cuda/environment.hpp>
 #include <helix/error.hpp>
 
 #include "checkpoint/mapped_file.hpp"
@@ -24,7 +25,6 @@
 #include "checkpoint/strict_json.hpp"
 #include "cli/job.hpp"
 #include "cli/launch.hpp"
-#include "cli/nccl_environment.hpp"
 #include "cli/options.hpp"
 #include "cli/report.hpp"
 #include "cli/warnings.hpp"
@@ -137,9 +137,9 @@ int main(int argc, char** argv) {
   using namespace helix::decode;
   prepare_standard_streams();
   guard_mappings("helix-decode");
-  helix::turn_nccl_multicast_off();
-  helix::promise_nccl_one_graph_at_a_time();
-  if (asks_for_peer_memory({argv, static_cast<std::size_t>(argc)})) helix::let_ranks_share_a_gpu();
+  helix::cuda::turn_nccl_multicast_off();
+  helix::cuda::promise_nccl_one_graph_at_a_time();
+  if (asks_for_peer_memory({argv, static_cast<std::size_t>(argc)})) helix::cuda::let_ranks_share_a_gpu();
   std::unique_ptr<Launcher> launcher = make_thread_launcher();  // until it is known what this process is of
   try {
     // An error of one process is told to all before it ends: the others wait for this one.
