@@ -3,12 +3,15 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include <helix/backend/exchange.hpp>
+#include <helix/error.hpp>
 #include <helix/lse.hpp>
 
 #include "cuda/runtime/convert.cuh"
+#include "cuda/runtime/launch.cuh"
 #include "cuda/runtime/math.cuh"
 #include "cuda/runtime/rows.cuh"
 
@@ -25,6 +28,13 @@ struct RowShare {
     while (threads < kCombineThreads && threads < items) threads *= 2;
   }
   __host__ __device__ int rows() const { return kCombineThreads / threads; }
+  /// Blocks for `count` rows. @throws Error(unsupported) beyond 2^32 - 1 rows, which row() counts.
+  unsigned blocks(std::int64_t count) const {
+    HELIX_EXPECTS(count <= std::numeric_limits<std::uint32_t>::max(), ErrorCode::unsupported,
+                  "exchange: tokens times heads are ", count, "; a GPU kernel counts up to ",
+                  std::numeric_limits<std::uint32_t>::max(), ": exchange fewer tokens at once");
+    return grid_blocks(count, rows());
+  }
 
   __device__ int thread() const { return static_cast<int>(threadIdx.x) & (threads - 1); }
   __device__ unsigned row(unsigned block) const {

@@ -185,9 +185,9 @@ void Operators<T>::pack_partial(const PackPartialArgs<T>& args, Stream stream) c
   if (target.lines.rows.out != nullptr) {
     if (args.out.extent(0) == 0) return;  // no lines, and no headers
     const RowShare share(args.out.extent(2) / kLineColumns<T>);
-    launch_early(pack_lines_kernel<T>, grid_blocks(args.out.extent(0) * args.out.extent(1), share.rows()),
-                 kThreads, 0, stream.handle(), state_->is_hopper, {args.out, args.lse, args.convention},
-                 share, target.slot, target.lines);
+    launch_early(pack_lines_kernel<T>, share.blocks(args.out.extent(0) * args.out.extent(1)), kThreads, 0,
+                 stream.handle(), state_->is_hopper, {args.out, args.lse, args.convention}, share,
+                 target.slot, target.lines);
     return;
   }
   PackRows rows;
@@ -210,7 +210,7 @@ void Operators<T>::pack_partial(const PackPartialArgs<T>& args, Stream stream) c
   rows.slot = target.slot;
   const auto launch = [&]<class Unit>(Unit) {
     const RowShare share(rows.row_bytes / static_cast<std::int64_t>(sizeof(Unit)));
-    const unsigned blocks = 1 + grid_blocks(rows.tokens * rows.heads, share.rows());
+    const unsigned blocks = 1 + share.blocks(rows.tokens * rows.heads);
     pack_kernel<Unit><<<blocks, kThreads, 0, stream.handle()>>>(rows, share, target.headers);
     HELIX_CHECK_LAUNCH();
   };
@@ -252,7 +252,7 @@ void launch_combine(const LseCombineArgs<T>& args, const Check& check, bool is_h
   with_vector<T>(is_aligned, [&](auto count) {
     constexpr int kCount = decltype(count)::value;
     const RowShare share(rows.dim / kCount);
-    const unsigned blocks = grid_blocks(rows.tokens * rows.heads, share.rows());
+    const unsigned blocks = share.blocks(rows.tokens * rows.heads);
     const bool checks = check.args.messages != nullptr;
     const auto launch = [&](auto kernel) {
       launch_early(kernel, blocks + (checks ? 1 : 0), kThreads, 0, stream.handle(), is_hopper, rows, share,

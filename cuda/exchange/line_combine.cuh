@@ -146,7 +146,7 @@ void launch_line_combine(const PeerWaits& waits, const WindowExchangeArgs& args,
   const auto launch = [&](auto count, auto ranks) {
     constexpr int kCount = decltype(count)::value;
     const RowShare share(rows.dim / kCount);
-    const unsigned needed = grid_blocks(rows.tokens * rows.heads, share.rows());
+    const unsigned needed = share.blocks(rows.tokens * rows.heads);
     const int room = waits.most_blocks > 0 ? waits.most_blocks : 2 * num_sms;
     launch_early(line_combine_kernel<T, kCount, decltype(ranks)::value>,
                  std::min(needed, static_cast<unsigned>(room)), kCombineThreads, 0, stream.handle(),

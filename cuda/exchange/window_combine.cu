@@ -133,7 +133,7 @@ void Operators<T>::combine_window(const PeerChannel& channel, const WindowExchan
     constexpr int kCount = decltype(count)::value;
     const RowShare share(rows.dim / kCount);
     const int most = channel.waits.most_blocks;
-    const unsigned needed = 1 + grid_blocks(rows.tokens * rows.heads, share.rows());
+    const unsigned needed = 1 + share.blocks(rows.tokens * rows.heads);
     with_ranks(rows.ranks, [&](auto ranks) {
       constexpr int kRanks = decltype(ranks)::value;
       const int room = most > 0 ? most : blocks_per_sm(kRanks) * state_->num_sms;

@@ -164,7 +164,10 @@ class MatmulLibrary {
     std::byte* workspace = workspace_of(stream);
     shape.has_workspace = workspace != nullptr;
     auto found = plans_.find(shape);
-    if (found == plans_.end()) found = plans_.emplace(shape, make_plan(handle_.get(), shape)).first;
+    if (found == plans_.end()) {
+      if (plans_.size() >= kMaxPlans) plans_.clear();  // a long service sees any number of step sizes
+      found = plans_.emplace(shape, make_plan(handle_.get(), shape)).first;
+    }
     const MatmulPlan* plan = &found->second;
     if (shape.has_bias) {
       check(cublasLtMatmulDescSetAttribute(plan->description.get(), CUBLASLT_MATMUL_DESC_BIAS_POINTER,
@@ -202,6 +205,8 @@ class MatmulLibrary {
     }
     return nullptr;
   }
+
+  static constexpr std::size_t kMaxPlans = 4096;
 
   std::mutex mutex_;
   std::shared_ptr<const Allocator> allocator_;

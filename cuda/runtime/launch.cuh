@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string_view>
 #include <type_traits>
 
@@ -17,9 +18,13 @@
 
 namespace helix::cuda {
 
-/// Blocks of a grid for `count` items, `each` a block.
+/// Blocks of a grid for `count` items, `each` a block. @throws Error(unsupported) if they are 2^31 or more.
 inline unsigned grid_blocks(std::int64_t count, std::int64_t each) {
-  return static_cast<unsigned>(ceil_div(count, each));
+  const std::int64_t blocks = ceil_div(count, each);
+  HELIX_EXPECTS(blocks <= std::numeric_limits<std::int32_t>::max(), ErrorCode::unsupported, "a kernel of ",
+                count, " items would take ", blocks,
+                " blocks; a grid has fewer than 2^31: use smaller steps");
+  return static_cast<unsigned>(blocks);
 }
 
 inline constexpr std::int64_t kMaxGridRows = 65535;  ///< Blocks of a grid along y and z.

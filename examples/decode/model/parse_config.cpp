@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include <helix/error.hpp>
+#include <helix/limits.hpp>
 
 #include "checkpoint/object_reader.hpp"
 #include "checkpoint/strict_json.hpp"
@@ -19,13 +20,7 @@
 namespace helix::decode {
 namespace {
 
-constexpr std::int64_t kMaxDim = std::int64_t{1} << 24;
 constexpr std::int64_t kMaxHeadDim = std::int64_t{1} << 16;
-constexpr std::int64_t kMaxLayers = std::int64_t{1} << 20;
-constexpr std::int64_t kMaxHeads = std::int64_t{1} << 20;
-constexpr std::int64_t kMaxExperts = std::int64_t{1} << 16;
-constexpr std::int64_t kMaxVocab = std::int64_t{1} << 28;
-constexpr std::int64_t kMaxPositions = std::int64_t{1} << 40;
 constexpr double kMaxFactor = 1e6;
 
 constexpr std::string_view kSupportedModels =
@@ -121,7 +116,7 @@ void parse_scaling(const ObjectReader& top, const ObjectReader& scaling, RopeCon
   if (rope.type == RopeType::llama3 || rope.type == RopeType::yarn) {
     const ObjectReader& source = top.has("original_max_position_embeddings") ? top : scaling;
     rope.original_max_position_embeddings =
-        source.integer_or("original_max_position_embeddings", max_positions, 1, kMaxPositions);
+        source.integer_or("original_max_position_embeddings", max_positions, 1, kMaxTokens);
   }
   if (rope.type == RopeType::yarn && scaling.is_null("factor")) {
     rope.factor =
@@ -196,7 +191,7 @@ void parse_quantization(const ObjectReader& top, ModelConfig& config) {
   if (quantization->is_absent("weight_block_size")) return;
   if (quantization->is_null("weight_block_size"))
     quantization->unsupported("weight_block_size", " is null; only block-scaled fp8 is supported");
-  const std::vector<std::int64_t> block = quantization->integers("weight_block_size", 1, kMaxDim, 2);
+  const std::vector<std::int64_t> block = quantization->integers("weight_block_size", 1, kMaxWidth, 2);
   if (block.size() != 2)
     quantization->fail("weight_block_size", *quantization->find("weight_block_size"), "[rows, columns]");
   config.fp8_blocks = {block[0], block[1]};
@@ -208,7 +203,7 @@ void parse_windows(const ObjectReader& top, ModelConfig& config) {
   const bool wants_them = !is_qwen || top.boolean_or("use_sliding_window", false);
   // transformers assumes 4096 for an absent key; an explicit null is "no window".
   const bool has_windows = knows_windows && wants_them && !top.is_null("sliding_window");
-  if (has_windows) config.sliding_window = top.integer_or("sliding_window", 4096, 1, kMaxPositions);
+  if (has_windows) config.sliding_window = top.integer_or("sliding_window", 4096, 1, kMaxTokens);
   if (!knows_windows && top.has("sliding_window"))
     config.unread_attention_keys.emplace_back("sliding_window");
   if (top.has("attention_chunk_size")) config.unread_attention_keys.emplace_back("attention_chunk_size");
@@ -228,7 +223,7 @@ void parse_windows(const ObjectReader& top, ModelConfig& config) {
     return;
   }
   if (!is_qwen || !has_windows) return;  // all layers alike
-  const std::int64_t first = top.integer_or("max_window_layers", 28, 0, kMaxLayers);
+  const std::int64_t first = top.integer_or("max_window_layers", 28, 0, kMaxCount);
   for (std::int64_t layer = 0; layer < config.shape.num_layers; ++layer)
     config.is_window_layer.push_back(layer >= first);
 }
@@ -236,7 +231,7 @@ void parse_windows(const ObjectReader& top, ModelConfig& config) {
 void parse_grouped_query(const ObjectReader& top, ModelConfig& config, const FamilyDefaults& defaults) {
   std::int64_t kv_heads = config.shape.num_query_heads;
   if (top.is_absent("num_key_value_heads") && defaults.num_kv_heads > 0) kv_heads = defaults.num_kv_heads;
-  config.shape.num_kv_heads = top.integer_or("num_key_value_heads", kv_heads, 1, kMaxHeads);
+  config.shape.num_kv_heads = top.integer_or("num_key_value_heads", kv_heads, 1, kMaxCount);
   if (config.shape.num_query_heads % config.shape.num_kv_heads != 0) {
     top.fail("num_key_value_heads", nlohmann::json(config.shape.num_kv_heads),
              "a divisor of num_attention_heads, which is ", config.shape.num_query_heads);
@@ -324,20 +319,22 @@ void parse_experts(const ObjectReader& top, ModelConfig& config) {
   const bool is_v3 = config.model_type == "deepseek_v3";
   if (top.is_null("n_routed_experts")) return;  // a dense model
   MoeShape moe;
-  moe.num_experts = top.integer("n_routed_experts", 1, kMaxExperts);
-  moe.expert_ffn = top.integer("moe_intermediate_size", 1, kMaxDim);
+  moe.num_experts = top.integer("n_routed_experts", 1, kMaxRoutedExperts);
+  moe.expert_ffn = top.integer("moe_intermediate_size", 1, kMaxWidth);
   const std::int64_t num_shared =
-      top.is_null("n_shared_experts") ? 0 : top.integer_or("n_shared_experts", is_v3 ? 1 : 2, 0, kMaxExperts);
+      top.is_null("n_shared_experts")
+          ? 0
+          : top.integer_or("n_shared_experts", is_v3 ? 1 : 2, 0, kMaxRoutedExperts);
   moe.shared_ffn = num_shared * moe.expert_ffn;
-  if (moe.shared_ffn > kMaxDim) {
-    top.fail("n_shared_experts", nlohmann::json(num_shared), "at most ", kMaxDim,
+  if (moe.shared_ffn > kMaxWidth) {
+    top.fail("n_shared_experts", nlohmann::json(num_shared), "at most ", kMaxWidth,
              " in moe_intermediate_size * n_shared_experts, which is ", moe.shared_ffn);
   }
   moe.top_k = is_v3 ? top.integer_or("num_experts_per_tok", 8, 1, moe.num_experts)
                     : top.integer("num_experts_per_tok", 1, moe.num_experts);
   // config.json counts the period from layer 0, MoeShape from the first MoE layer.
-  moe.layer_stride = top.integer_or("moe_layer_freq", 1, 1, kMaxLayers);
-  const std::int64_t first_dense = top.integer_or("first_k_dense_replace", is_v3 ? 3 : 0, 0, kMaxLayers);
+  moe.layer_stride = top.integer_or("moe_layer_freq", 1, 1, kMaxCount);
+  const std::int64_t first_dense = top.integer_or("first_k_dense_replace", is_v3 ? 3 : 0, 0, kMaxCount);
   moe.first_dense_layers = (first_dense + moe.layer_stride - 1) / moe.layer_stride * moe.layer_stride;
   config.shape.moe = moe;
   parse_router(top, config);
@@ -346,8 +343,8 @@ void parse_experts(const ObjectReader& top, ModelConfig& config) {
 void parse_deepseek(const ObjectReader& top, ModelConfig& config) {
   MlaShape mla;
   if (top.is_absent("q_lora_rank")) top.fail_missing("q_lora_rank", "an integer, or null for none");
-  mla.q_lora_rank = top.integer_or("q_lora_rank", 0, 1, kMaxDim);
-  mla.kv_lora_rank = top.integer("kv_lora_rank", 1, kMaxDim);
+  mla.q_lora_rank = top.integer_or("q_lora_rank", 0, 1, kMaxWidth);
+  mla.kv_lora_rank = top.integer("kv_lora_rank", 1, kMaxWidth);
   mla.qk_nope_head_dim = top.integer("qk_nope_head_dim", 1, kMaxHeadDim);
   mla.qk_rope_head_dim = top.integer("qk_rope_head_dim", 2, kMaxHeadDim);
   mla.v_head_dim = top.integer("v_head_dim", 1, kMaxHeadDim);
@@ -359,7 +356,7 @@ void parse_deepseek(const ObjectReader& top, ModelConfig& config) {
   config.shape.mla = mla;
   // Layers behind the last that predict a token more: the checkpoint has their weights.
   if (config.model_type == "deepseek_v3")
-    config.num_mtp_layers = top.integer_or("num_nextn_predict_layers", 1, 0, kMaxLayers);
+    config.num_mtp_layers = top.integer_or("num_nextn_predict_layers", 1, 0, kMaxCount);
   config.shape.num_kv_heads = 1;
   config.shape.head_dim = mla.latent_dim();
   config.shape.value_dim = mla.kv_lora_rank;
@@ -404,12 +401,12 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file, DTy
   if (top.string_or("transformers_weights", "model.safetensors") != kWeights)
     top.unsupported("transformers_weights", " names another file than ", kWeights,
                     ", which is read: rename it, or leave the key out");
-  config.shape.hidden = top.integer("hidden_size", 1, kMaxDim);
-  config.shape.ffn = top.integer("intermediate_size", 1, kMaxDim);
-  config.shape.num_layers = top.integer("num_hidden_layers", 1, kMaxLayers);
-  config.shape.num_query_heads = top.integer("num_attention_heads", 1, kMaxHeads);
-  config.shape.vocab = top.integer("vocab_size", 1, kMaxVocab);
-  config.max_positions = top.integer_or("max_position_embeddings", defaults.max_positions, 1, kMaxPositions);
+  config.shape.hidden = top.integer("hidden_size", 1, kMaxWidth);
+  config.shape.ffn = top.integer("intermediate_size", 1, kMaxWidth);
+  config.shape.num_layers = top.integer("num_hidden_layers", 1, kMaxCount);
+  config.shape.num_query_heads = top.integer("num_attention_heads", 1, kMaxCount);
+  config.shape.vocab = top.integer("vocab_size", 1, kMaxVocabulary);
+  config.max_positions = top.integer_or("max_position_embeddings", defaults.max_positions, 1, kMaxTokens);
   config.rms_norm_eps = static_cast<float>(top.number_or("rms_norm_eps", 1e-6, 1e-20, 1.0));
   config.tie_word_embeddings = top.boolean_or("tie_word_embeddings", false);
   config.dtype = parse_dtype_key(top, absent_dtype);
@@ -427,9 +424,8 @@ ModelConfig parse_model_config(std::string_view json, std::string_view file, DTy
   if (config.rope.type == RopeType::yarn) {
     const double extended =
         config.rope.factor * static_cast<double>(config.rope.original_max_position_embeddings);
-    config.max_positions =
-        std::max(config.max_positions,
-                 static_cast<std::int64_t>(std::min(extended, static_cast<double>(kMaxPositions))));
+    config.max_positions = std::max(
+        config.max_positions, static_cast<std::int64_t>(std::min(extended, static_cast<double>(kMaxTokens))));
   }
   parse_quantization(top, config);
   drop_unused_sizes(config.shape);
