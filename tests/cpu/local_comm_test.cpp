@@ -10,6 +10,7 @@
 #include <limits>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <sys/wait.h>
@@ -18,6 +19,7 @@
 #include <helix/backend.hpp>
 #include <helix/contract/catch.hpp>
 #include <helix/contract/communicator.hpp>
+#include <helix/cpu/backend.hpp>
 #include <helix/cpu/local_comm.hpp>
 #include <helix/error.hpp>
 
@@ -55,6 +57,16 @@ TEST_CASE("LocalComm keeps the communicator contract") {
       }
     }
   }
+}
+
+TEST_CASE("a communicator and a backend that were moved from still name their group") {
+  auto ranks = LocalComm::create_group(2);
+  const LocalComm moved = std::move(ranks[1]);
+  CHECK(ranks[1].rank() == 1);  // NOLINT(bugprone-use-after-move)
+  CHECK(moved.size() == 2);
+  helix::cpu::Backend<LocalComm> backend;
+  const auto same = std::move(backend);
+  CHECK(backend.comms().stage == same.comms().stage);  // NOLINT(bugprone-use-after-move)
 }
 
 TEST_CASE("large operations are shared between ranks and stay exact") {

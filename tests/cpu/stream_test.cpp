@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <helix/cpu/backend.hpp>
@@ -67,6 +68,21 @@ TEST_CASE("tasks run in the order of enqueuing, past the size of the ring") {
   std::vector<int> expected(5000);
   std::iota(expected.begin(), expected.end(), 0);
   REQUIRE(seen == expected);
+}
+
+TEST_CASE("a stream and an event that were moved from still name their queue") {
+  Stream first;
+  Stream second = std::move(first);
+  int count = 0;
+  first.enqueue([&] { ++count; });  // NOLINT(bugprone-use-after-move)
+  second.enqueue([&] { ++count; });
+  Event event;
+  event.record(first);
+  const Event same = std::move(event);
+  event.wait(second);  // NOLINT(bugprone-use-after-move)
+  same.wait(second);
+  first.synchronize();
+  CHECK(count == 2);
 }
 
 TEST_CASE("a full queue makes the caller wait and loses nothing") {

@@ -84,6 +84,9 @@ class HELIX_API Bootstrap {
   /// ranks or configurations contradict each other, and on this one if rank 0 is of another job;
   /// Error(peer_failed) naming a rank that leaves again; Error(io) if rank 0 cannot listen.
   explicit Bootstrap(const BootstrapOptions& options);
+  // With copies declared there are no moves, which would leave a handle to nothing.
+  Bootstrap(const Bootstrap&) = default;
+  Bootstrap& operator=(const Bootstrap&) = default;
 
   /// This process's rank in the job, of size().
   int rank() const;

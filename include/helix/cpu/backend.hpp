@@ -61,6 +61,9 @@ class HELIX_API Operators {
 
   /// `num_threads` share each operation of this rank (0: all cores). Results do not depend on it.
   explicit Operators(int num_threads = 1, ProductInputs product_inputs = ProductInputs::f32);
+  // With copies declared there are no moves, which would leave a handle to nothing.
+  Operators(const Operators&) = default;
+  Operators& operator=(const Operators&) = default;
 
   /// Threads that share an operation, the one that runs it included.
   int num_threads() const { return pool_->num_threads(); }
@@ -142,6 +145,9 @@ class Backend : public Operators {
   Backend(Comm stage, Comm kvp, int num_threads = 1, ProductInputs product_inputs = ProductInputs::f32)
       : Operators(num_threads, product_inputs),
         comms_(std::make_shared<Comms>(std::move(stage), std::move(kvp))) {}
+  // With copies declared there are no moves, which would leave a handle to nothing.
+  Backend(const Backend&) = default;
+  Backend& operator=(const Backend&) = default;
 
   /// The communicators of this rank, borrowed.
   StageComms<Comm> comms() const { return {&comms_->stage, &comms_->kvp}; }

@@ -62,6 +62,9 @@ class HELIX_API MpiComm {
   /// @throws Error(unsupported) unless MPI runs with MPI_THREAD_MULTIPLE: streams communicate from threads of
   /// their own.
   explicit MpiComm(MPI_Comm comm, std::chrono::milliseconds timeout = std::chrono::seconds(60));
+  // With copies declared there are no moves, which would leave a handle to nothing.
+  MpiComm(const MpiComm&) = default;
+  MpiComm& operator=(const MpiComm&) = default;
 
   int rank() const;
   int size() const;

@@ -26,6 +26,9 @@ class HELIX_API Stream {
 
   /// A new queue with a worker thread of its own.
   Stream();
+  // With copies declared there are no moves, which would leave a handle to nothing.
+  Stream(const Stream&) = default;
+  Stream& operator=(const Stream&) = default;
 
   /// Runs `task()` on the worker after everything enqueued before.
   template <class Task>
@@ -93,6 +96,9 @@ class HELIX_API Event {
  public:
   /// An event that was never recorded: waiting for it waits for nothing.
   Event();
+  // With copies declared there are no moves, which would leave a handle to nothing.
+  Event(const Event&) = default;
+  Event& operator=(const Event&) = default;
   /// Captures the work enqueued on `stream` so far.
   void record(const Stream& stream);
   /// Makes `stream`, not the host, wait for what was recorded last.

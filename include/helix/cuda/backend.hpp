@@ -51,6 +51,9 @@ class HELIX_API Operators {
   /// @throws Error(unsupported) without a driver, without `device`, or if the build has no code for it;
   /// Error(invalid_argument) if the allocator has one of its two functions only.
   explicit Operators(int device = 0, Allocator allocator = {});
+  // With copies declared there are no moves, which would leave a handle to nothing.
+  Operators(const Operators&) = default;
+  Operators& operator=(const Operators&) = default;
 
   /// Ordinal of its device.
   int device() const;
@@ -195,6 +198,9 @@ class Backend : public Operators<T> {
     if constexpr (HasPeerChannel<Comm>)
       this->set_shares_device(comms_->stage.shares_device() || comms_->kvp.shares_device());
   }
+  // With copies declared there are no moves, which would leave a handle to nothing.
+  Backend(const Backend&) = default;
+  Backend& operator=(const Backend&) = default;
 
   StageComms<Comm> comms() const { return {&comms_->stage, &comms_->kvp}; }
 

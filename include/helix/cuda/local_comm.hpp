@@ -42,6 +42,9 @@ class HELIX_API LocalComm {
   /// @throws Error(invalid_argument) unless size is 1..64 and the timeout is positive.
   static std::vector<LocalComm> create_group(int size,
                                              std::chrono::milliseconds timeout = std::chrono::seconds(60));
+  // With copies declared there are no moves, which would leave a handle to nothing.
+  LocalComm(const LocalComm&) = default;
+  LocalComm& operator=(const LocalComm&) = default;
 
   int rank() const;
   int size() const;

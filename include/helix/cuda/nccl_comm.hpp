@@ -32,6 +32,9 @@ namespace helix::cuda {
 class HELIX_API NcclComm {
  public:
   using Stream = cuda::Stream;
+  // With copies declared there are no moves, which would leave a handle to nothing.
+  NcclComm(const NcclComm&) = default;
+  NcclComm& operator=(const NcclComm&) = default;
 
   /// Each rank captures and replays a graph of its own; see cuda::Graph.
   static constexpr bool kCapturesAlone = true;

@@ -82,6 +82,9 @@ class HELIX_API PeerWindow {
 class HELIX_API PeerComm {
  public:
   using Stream = cuda::Stream;
+  // With copies declared there are no moves, which would leave a handle to nothing.
+  PeerComm(const PeerComm&) = default;
+  PeerComm& operator=(const PeerComm&) = default;
 
   /// Each rank captures and replays a graph of its own; see cuda::Graph.
   static constexpr bool kCapturesAlone = true;

@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include <helix/error.hpp>
 #include <helix/export.hpp>
 
 // The toolkit's own opaque types.
@@ -46,13 +47,22 @@ class HELIX_API Stream {
  public:
   /// A handle to no queue, only to assign to.
   Stream() = default;
+  // With copies declared there are no moves, which would leave a handle to nothing.
+  Stream(const Stream&) = default;
+  Stream& operator=(const Stream&) = default;
 
   /// A new queue of the calling thread's device. Does not wait for the legacy default stream.
   static Stream create(bool high_priority = false);
   /// An engine's own stream, which it keeps alive and destroys.
   static Stream borrow(StreamHandle handle);
 
-  StreamHandle handle() const { return handle_.get(); }
+  /// CUDA's handle, null for its legacy default stream, borrowed.
+  /// @throws Error(invalid_argument) if this Stream names no queue: null would be the default stream then.
+  StreamHandle handle() const {
+    HELIX_EXPECTS(handle_.use_count() > 0, ErrorCode::invalid_argument,
+                  "this cuda::Stream names no queue: make one with create() or borrow()");
+    return handle_.get();
+  }
 
  private:
   explicit Stream(std::shared_ptr<CUstream_st> handle) : handle_(std::move(handle)) {}
