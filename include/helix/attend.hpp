@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// attend: partial attention of a batch, its exchange and combine, whatever the form of its queries and keys.
+// attend: partial attention of a batch, its exchange and its combine, for any form of queries and keys.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@
 
 namespace helix {
 
-/// One call of attention_block.
+/// Arguments of attention_block().
 template <LayerBackend B>
 struct AttentionBlockArgs {
   using T = typename B::Activation;
@@ -26,26 +26,26 @@ struct AttentionBlockArgs {
   const LayerConfig* config = nullptr;
   KvView kv;
   Batch batch;
-  TensorView<const T, 2> in;           ///< [tokens, M], normed.
+  TensorView<const T, 2> in;           ///< [tokens, M], after the input norm.
   KvpAllToAll<B>* exchange = nullptr;  ///< Not read with KVP = 1, where decode_layer() still requires one.
-  HopB<B>* hop_b = nullptr;            ///< Likewise.
-  int slices = 1;                      ///< Slices of the batch, resolved.
-  bool follows_layer = false;          ///< As ProjectQkvArgs::follows_layer.
+  HopB<B>* hop_b = nullptr;            ///< Not read with KVP = 1, where decode_layer() still requires one.
+  int slices = 1;                      ///< Number of slices, as HopB::resolve_slices() gives it.
+  bool follows_layer = false;          ///< See ProjectQkvArgs::follows_layer.
   AttentionBuffers<T> buffers;
-  TensorView<T, 2> out;  ///< Sink: [tokens, M], this rank's part of the sum over the stage, written.
+  TensorView<T, 2> out;  ///< [tokens, M], written: this rank's part of the sum over the stage.
 };
 
 namespace detail {
 
-/// What attention of a block reads, and where its combined heads go.
+/// What one call of attend() reads, and where its combined heads go.
 template <class T>
 struct Attention {
   TensorView<const T, 3> q;  ///< [tokens of the step, Hq/TPA, D].
   KvView kv;
-  Batch batch;                   ///< The step, or some of its sequences.
+  Batch batch;                   ///< The whole step, or some of its sequences.
   const float* sinks = nullptr;  ///< [Hq/N] logits that join the denominator once, or null.
-  TensorView<T, 3> combined;     ///< [tokens of the step, Hq/N, Dv]; the rows of the batch are written.
-  bool follows_prepare = false;  ///< As PartialAttentionArgs::follows_prepare.
+  TensorView<T, 3> combined;     ///< [tokens of the step, Hq/N, Dv]; only the rows of the batch are written.
+  bool follows_prepare = false;  ///< See PartialAttentionArgs::follows_prepare.
 };
 
 template <LayerBackend B>
@@ -63,7 +63,8 @@ PartialAttentionArgs<typename B::Activation> partial_args(
           .follows_prepare = attention.follows_prepare};
 }
 
-/// KVP = 1: the shard is the whole. Without sinks attention writes where the combine would.
+/// Attention with KVP = 1, where the shard is the whole sequence. Without sinks attention writes straight to
+/// `combined`.
 template <LayerBackend B>
 void attend_alone(B& backend, const AttentionBlockArgs<B>& args,
                   const Attention<typename B::Activation>& attention, typename B::Stream stream) {
@@ -81,13 +82,13 @@ void attend_alone(B& backend, const AttentionBlockArgs<B>& args,
                      stream);
 }
 
-/// Attention of each slice straight into the messages, and its exchange and combine beside the attention of
-/// the next (HOP-B).
+/// Attention with KVP > 1. Each slice's attention writes straight into the messages; its exchange and combine
+/// overlap the attention of the next slice (HOP-B).
 template <LayerBackend B>
 void attend_sharded(B& backend, const AttentionBlockArgs<B>& args,
                     const Attention<typename B::Activation>& attention, typename B::Stream stream) {
   const Batch& batch = attention.batch;
-  // Over windows the transfer runs beside attention as it is.
+  // Over windows the transfer overlaps attention without slices.
   const int slices = args.exchange->has_windows()
                          ? 1
                          : static_cast<int>(smaller<std::int64_t>(args.slices, batch.num_sequences()));
@@ -117,7 +118,7 @@ void attend_sharded(B& backend, const AttentionBlockArgs<B>& args,
       stream);
 }
 
-/// Exact attention of the batch: of this rank's shard, then combined with the others'.
+/// Exact attention of the batch: over this rank's shard, then combined with the other ranks'.
 template <LayerBackend B>
 void attend(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
             const Attention<typename B::Activation>& attention, typename B::Stream stream) {

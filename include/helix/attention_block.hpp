@@ -49,7 +49,7 @@ TensorView<const typename B::Activation, 3> project_queries(B& backend, const Ra
   return q;
 }
 
-/// The attention block of a layer with grouped queries, from the projections of q, k and v on.
+/// Attention block of a layer with grouped queries, from its projections to its output projection.
 template <LayerBackend B>
 void attend_block(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
                   const GqaWeights& weights, typename B::Stream stream) {
@@ -70,9 +70,10 @@ void attend_block(B& backend, const RankShape& shape, const AttentionBlockArgs<B
 
 }  // namespace detail
 
-/// The attention of a layer, from its normed input up to the sum over the stage: out = this rank's columns of
-/// W_o x the exact attention of its Hq/N heads. Collective over the KVP group. Queued on `stream`; allocates
-/// nothing, capturable. Shapes are checked by decode_layer. Source: paper sections 2.1.1 to 2.1.3.
+/// Runs the attention of a layer, from its normed input to this rank's part of the sum over the stage: out =
+/// this rank's columns of W_o x the exact attention of its Hq/N heads. Collective over the KVP group. Queued
+/// on `stream`; allocates nothing, capturable. Shapes are checked by decode_layer. Source: paper sections
+/// 2.1.1 to 2.1.3.
 template <LayerBackend B>
 void attention_block(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
                      typename B::Stream stream) {

@@ -13,21 +13,24 @@
 
 namespace helix {
 
-/// The latents that chunks see, expanded one sequence after the other; empty where no chunk is (MlaPrefill).
+/// Buffers for the latents of one sequence after another, expanded to keys and values. Empty if no chunk is
+/// expanded (MlaPrefill).
 template <class T>
 struct ExpandedBuffers {
-  TensorView<T, 2> latents;          ///< [page_tokens(seen), kv_lora_rank + rope].
-  TensorView<T, 3> keys;             ///< [page_tokens(seen), Hq, nope + rope].
-  TensorView<T, 3> values;           ///< [page_tokens(seen), Hq, v].
-  TensorView<std::int32_t, 1> zero;  ///< [1], the page table of all that, and the slot of its sequence.
+  TensorView<T, 2> latents;  ///< [page_tokens(seen), kv_lora_rank + rope].
+  TensorView<T, 3> keys;     ///< [page_tokens(seen), Hq, nope + rope].
+  TensorView<T, 3> values;   ///< [page_tokens(seen), Hq, v].
+  /// [1], zero: the page table of the expanded page, and the slot of its sequence.
+  TensorView<std::int32_t, 1> zero;
 
-  /// Tokens of the page that holds `seen` of them: kernels copy boxes of rows where boxes divide the page.
+  /// Tokens of the page that holds `seen` tokens, a multiple of 64: kernels copy boxes of rows only if boxes
+  /// divide the page.
   static constexpr std::int64_t page_tokens(std::int64_t seen) {
     constexpr std::int64_t kBoxTokens = 64;
     return round_up(larger<std::int64_t>(1, seen), kBoxTokens);
   }
 
-  /// Takes those of `seen` tokens.
+  /// Takes the buffers for `seen` tokens from `arena`.
   static ExpandedBuffers carve(const RankShape& shape, std::int64_t seen, WorkspaceArena& arena) {
     const std::int64_t rows = page_tokens(seen);
     return {.latents = arena.take<T, 2>({rows, shape.head_dim}),
@@ -48,12 +51,12 @@ struct AttentionBuffers {
   TensorView<T, 3> q;        ///< MLA: [tokens, Hq, kv_lora_rank + rope], absorbed.
   TensorView<T, 3> values;   ///< MLA: [tokens, Hq/N, v], after W_UV.
   ExpandedBuffers<T> expanded;
-  Partial<T> alone;           ///< KVP = 1: [tokens, Hq/TPA, Dv], where there is no message.
+  Partial<T> alone;           ///< KVP = 1: [tokens, Hq/TPA, Dv], as there is no message.
   TensorView<T, 3> combined;  ///< [tokens, Hq/N, Dv].
   std::span<std::byte> workspace;
 
-  /// Takes them from `arena`, or measures them. `expanded_tokens`: most tokens that an expanded chunk of the
-  /// step sees on a rank; 0: no chunk is expanded.
+  /// Takes the buffers from `arena`, or measures them. `expanded_tokens`: most tokens that an expanded chunk
+  /// of the step sees on a rank; 0: no chunk is expanded.
   template <LayerBackend B>
   static AttentionBuffers carve(B& backend, const RankShape& shape, std::int64_t tokens,
                                 std::int64_t expanded_tokens, WorkspaceArena& arena) {

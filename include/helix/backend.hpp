@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backend: all that a machine may owe. Each primitive asks for the part that it uses, in helix/backend/.
+// Backend: all operations of a machine. Each primitive asks only for the part that it uses, in
+// helix/backend/.
 #pragma once
 
 #include <helix/backend/attention.hpp>
@@ -11,8 +12,8 @@
 
 namespace helix {
 
-/// One rank's machine: memory, streams, events, the stage's communicators, and every operation. Shapes were
-/// checked by the public header that calls an operation; backends trust them.
+/// One rank's machine: memory, streams, events, the stage's communicators, and every operation. The public
+/// header that calls an operation has checked the shapes; backends trust them.
 template <class B>
 concept Backend = LayerBackend<B> && VocabularyBackend<B>;
 

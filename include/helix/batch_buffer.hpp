@@ -18,18 +18,18 @@
 namespace helix {
 
 /// Owns device memory for batches of up to `max_sequences` sequences and `max_tokens` tokens. Addresses never
-/// change, so a captured step can be replayed after the next set(), which is one copy to the device, or as it
-/// is if the step itself ends with advance(). Keeps the backend's address.
+/// change, so a captured step can be replayed after the next set(), which is one copy to the device. A step
+/// that ends with advance() can be replayed as it is. Keeps the backend's address. Not thread-safe.
 template <QueueBackend B>
 class BatchBuffer {
  public:
-  /// @throws Error(invalid_argument) if a capacity is negative or exceeds limits.hpp; Error(capacity) if the
-  /// memory cannot be had.
+  /// Allocates the memory. @throws Error(invalid_argument) if a capacity is negative or exceeds limits.hpp;
+  /// Error(capacity) if the memory cannot be had.
   BatchBuffer(B& backend, std::int64_t max_sequences, std::int64_t max_tokens)
       : backend_(&backend),
         max_sequences_(checked("max_sequences", max_sequences, kMaxSequences)),
         max_tokens_(checked("max_tokens", max_tokens, kMaxStepTokens)),
-        // Positions come last: the copy ends with the last one, whatever the capacity.
+        // Positions come last, so that the copy ends with the last one in use, whatever the capacity.
         slots_begin_(static_cast<std::size_t>(max_sequences + 1) * sizeof(std::int32_t)),
         positions_begin_(
             aligned(slots_begin_ + static_cast<std::size_t>(max_sequences) * sizeof(std::int32_t))),
@@ -42,8 +42,8 @@ class BatchBuffer {
   /// Describes the next step: sequence b has tokens [query_offsets[b], query_offsets[b+1]) at `positions`
   /// (global; -1: padding) and cache slot `slots[b]`. Copies the inputs; queued on `stream`. `tells_lengths`:
   /// whether batch() has Batch::lengths_host, which a step that is to be captured leaves out.
-  /// @throws Error(invalid_argument) if the sizes contradict each other, a position is below -1 or no token
-  /// of limits.hpp, or a slot is below 0; Error(capacity) if the sizes exceed the buffer.
+  /// @throws Error(invalid_argument) if the sizes contradict each other, a position is below -1 or not below
+  /// kMaxTokens, or a slot is below 0; Error(capacity) if the sizes exceed the buffer.
   void set(std::span<const std::int32_t> query_offsets, std::span<const std::int64_t> positions,
            std::span<const std::int32_t> slots, typename B::Stream stream, bool tells_lengths = true) {
     const auto sequences = static_cast<std::int64_t>(slots.size());
@@ -84,9 +84,9 @@ class BatchBuffer {
     backend_->upload(device_.data(), staged_.data(), positions_begin_ + positions.size_bytes(), stream);
   }
 
-  /// Moves each token on by one position, as the next step of one token a sequence needs it; padding stays.
-  /// Queued on `stream`; nothing is copied from the host, so a captured step may end with it. Until the next
-  /// set() the host knows no lengths, as it does not see the replays.
+  /// Moves each token on by one position, for a next step of one token a sequence; padding stays. Queued on
+  /// `stream`; nothing is copied from the host, so a captured step may end with it. The host does not see
+  /// replays, so batch() has no lengths until the next set().
   void advance(typename B::Stream stream) {
     lengths_host_.clear();
     backend_->advance(AdvanceArgs{reinterpret_cast<std::int64_t*>(device_.data() + positions_begin_),
@@ -94,7 +94,7 @@ class BatchBuffer {
                       stream);
   }
 
-  /// The step last set. Its host offsets and lengths are valid until the next set() or advance().
+  /// The step that was last set. Its host offsets and lengths are valid until the next set() or advance().
   Batch batch() const {
     return {query_offsets_host_, reinterpret_cast<const std::int32_t*>(device_.data()),
             reinterpret_cast<const std::int64_t*>(device_.data() + positions_begin_),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode_layer: one transformer layer under Helix Parallelism, the only orchestration of it, for every
-// backend.
+// decode_layer: one transformer layer under Helix Parallelism. This is the only orchestration of a layer, for
+// every backend.
 #pragma once
 
 #include <cstddef>
@@ -21,29 +21,33 @@
 
 namespace helix {
 
-/// The device state of one rank's exchanges, built once and shared by all layers, and the options of a call.
+/// Options of one decode_layer() call: this rank's exchange objects, which all layers share, and the
+/// workspace.
 template <LayerBackend B>
 struct DecodeLayerOptions {
-  /// One a rank, shared by all layers, built for the largest step; required with KVP = 1 too.
+  /// This rank's exchange, shared by all layers and built for the largest step. Required with KVP = 1 too.
   KvpAllToAll<B>* exchange = nullptr;
-  /// One a rank, shared by all layers, of no more slices than `exchange` is built for; required with KVP = 1
-  /// too.
+  /// This rank's overlap pipeline, shared by all layers. Must have no more slices than `exchange` is built
+  /// for. Required with KVP = 1 too.
   HopB<B>* hop_b = nullptr;
-  int hop_b_slices = 0;  ///< Slices of the batch whose exchanges overlap attention; 1: off; 0: chosen.
-  /// decode_layer_workspace_bytes(), with LayerInput::normed if `normed` is given; aligned to 16 bytes. It,
-  /// `hidden` and `normed` lie apart.
+  /// Slices of the batch whose exchanges overlap attention; 1: off; 0: the library chooses.
+  int hop_b_slices = 0;
+  /// Workspace of decode_layer_workspace_bytes(), aligned to 16 bytes. Size it with LayerInput::normed if
+  /// `normed` is given. The workspace, `hidden` and `normed` must not overlap.
   std::span<std::byte> workspace;
-  /// [tokens, M], dense: on entry `hidden` after this layer's input norm, on return after `next_norm`, so
-  /// that a stack ends a layer and begins the next in one operation. Empty: the layer norms its input itself.
+  /// [tokens, M], dense. On entry it holds `hidden` after this layer's input norm, on return `hidden` after
+  /// `next_norm`. A stack thus ends one layer and begins the next in one operation. Empty: the layer norms
+  /// its input itself.
   TensorView<typename B::Activation, 2> normed{};
-  /// [1, M], input norm of the next layer, only with `normed`; empty: nothing is left there.
+  /// [1, M], input norm of the next layer, only with `normed`. Empty: the content of `normed` on return is
+  /// undefined.
   WeightView next_norm{};
-  /// Whether what is queued before is a layer of the same batch and page table: positions, slots and page
-  /// lists may then be read while that runs.
+  /// Whether the work queued just before is a layer of the same batch and page table. The backend may then
+  /// read positions, slots and page lists while that layer still runs.
   bool follows_layer = false;
 };
 
-/// Which input a layer is given: its hidden states alone, or options.normed beside them.
+/// What a layer gets as input: its hidden states alone, or also options.normed.
 enum class LayerInput { hidden, normed };
 
 namespace detail {
@@ -68,7 +72,7 @@ struct LayerBuffers {
   }
 };
 
-/// The whole layer, queued; everything has been checked.
+/// Queues the whole layer. All arguments have been checked.
 template <LayerBackend B>
 void queue_layer(B& backend, const RankShape& shape, const LayerConfig& config, const LayerWeights& weights,
                  const KvView& kv, const Batch& batch, TensorView<typename B::Activation, 2> hidden,
@@ -121,10 +125,11 @@ void queue_layer(B& backend, const RankShape& shape, const LayerConfig& config, 
 
 }  // namespace detail
 
-/// Bytes that decode_layer needs for steps of up to `max_tokens` tokens; LayerInput::normed, enough only for
-/// calls that give options.normed, leaves out the [max_tokens, M] that they need no room for. `mla_prefill`:
-/// that of the layers' LayerConfig. Local. @throws Error(invalid_argument) unless max_tokens is in [0,
-/// kMaxStepTokens] and mla_prefill.max_tokens in [0, kMaxPageTokens].
+/// Workspace bytes that decode_layer() needs for steps of up to `max_tokens` tokens. LayerInput::normed
+/// leaves out the [max_tokens, M] buffer of the normed input; that size is enough only for calls that give
+/// options.normed. `mla_prefill` must be that of the layers' LayerConfig. Local.
+/// @throws Error(invalid_argument) unless max_tokens is in [0, kMaxStepTokens] and mla_prefill.max_tokens in
+/// [0, kMaxPageTokens].
 template <LayerBackend B>
 std::size_t decode_layer_workspace_bytes(B& backend, const RankShape& shape, std::int64_t max_tokens,
                                          LayerInput input = LayerInput::hidden,
@@ -140,23 +145,25 @@ std::size_t decode_layer_workspace_bytes(B& backend, const RankShape& shape, std
   return measure.used_bytes();
 }
 
-/// One layer, in place on `hidden` [tokens, M] (dense, the same on all N ranks before and after). Attention
-/// runs over this rank's KV shard under KVP x TPA, the exchange and the combine leave Hq/N exact heads a
-/// rank, and the output projection and the FFN use all N ranks (TPF x EP). K and V of the step's tokens are
-/// appended to the cache on the rank that owns each position; the cache must have room
-/// (ShardedKVCache::append comes first).
+/// Runs one layer in place on `hidden` [tokens, M], which is dense and equal on all N ranks before and after.
+/// Attention runs over this rank's KV shard under KVP x TPA. The exchange and the combine leave each rank the
+/// exact attention of Hq/N heads. The output projection and the FFN use all N ranks (TPF x EP). K and V of
+/// the step's tokens are appended to the cache on the rank that owns each position; call
+/// ShardedKVCache::append() first to make room.
 ///
-/// Collective over the stage: every rank calls it with its RankShape of the same topology, and the same
-/// config, batch and options. Queued on `stream`; allocates nothing, does not synchronise, capturable. What
-/// views point to, and the list of experts in `weights`, stays until what is queued has ended.
-/// Source: paper sections 2.1-2.3.
+/// Collective over the stage: every rank calls it with its own RankShape of the same topology, and with equal
+/// config, batch and options. Queued on `stream`; allocates nothing, does not synchronise, capturable. The
+/// memory that views point to, and the list of experts in `weights`, must stay valid until the queued work
+/// has ended. Source: paper sections 2.1-2.3.
 /// @throws Error(invalid_argument) if shapes contradict each other, an address is missing or a number of the
-/// config is not finite, Error(capacity) if the workspace is too small; both before the first collective.
-/// What is not alike on all ranks (the weights and biases of this one, its addresses, its workspace) may be
-/// an error of one rank alone, for which the others wait in the exchange: its caller then calls abort() of
-/// both communicators, which wakes them, else they get Error(timeout). A failure after that, thrown here or
-/// sticky on the stream, aborts the stage: Error(unsupported), too, for sizes that the backend is not built
-/// for (partial_attention(), RouteArgs, ExpertFfnArgs).
+/// config is not finite; Error(capacity) if the workspace is too small. Both come before the first
+/// collective.
+///
+/// An error in what is one rank's own (its weights, biases, addresses or workspace) may be thrown on that
+/// rank alone, while the others wait in the exchange. Its caller must then call abort() of both
+/// communicators, which wakes the others; else they get Error(timeout). A later failure, thrown here or
+/// sticky on the stream, aborts the stage. That includes Error(unsupported) for sizes that the backend is not
+/// built for (partial_attention(), RouteArgs, ExpertFfnArgs).
 template <LayerBackend B>
 void decode_layer(B& backend, const RankShape& shape, const LayerConfig& config, const LayerWeights& weights,
                   const KvView& kv, const Batch& batch, TensorView<typename B::Activation, 2> hidden,

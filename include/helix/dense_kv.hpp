@@ -15,7 +15,7 @@
 namespace helix {
 namespace detail {
 
-/// `pool` and so many elements; null stays null.
+/// `pool` advanced by `elements`; null stays null.
 inline void* behind(void* pool, std::int64_t elements, DType dtype) {
   if (pool == nullptr) return nullptr;
   return static_cast<std::byte*>(pool) + size_product(elements, static_cast<std::int64_t>(size_bytes(dtype)));
@@ -27,8 +27,8 @@ inline void check_layer_of_pool(std::int64_t layer, std::int64_t num_layers) {
                 kMaxCount);
 }
 
-/// The product of a pool's sizes, elements, where a size below 0 counts as 0: the operation that reads the
-/// view names it. @throws Error(invalid_argument) if the bytes exceed the address space.
+/// The product of a pool's sizes, in elements. A size below 0 counts as 0 here: the operation that reads the
+/// view reports it. @throws Error(invalid_argument) if the bytes exceed the address space.
 template <class... Sizes>
 std::int64_t pool_elements(std::int64_t first, Sizes... sizes) {
   constexpr std::int64_t kMax = kSaturated / 8;  // f32 is the widest type of a pool
@@ -40,7 +40,7 @@ std::int64_t pool_elements(std::int64_t first, Sizes... sizes) {
 
 }  // namespace detail
 
-/// An axis of a pool that is one dense tensor; the columns of a row come after all of them. `half` is K, then
+/// An axis of a pool that is one dense tensor; the columns of a row are inside of all axes. `half` is K, then
 /// V.
 enum class KvAxis { page, layer, half, token, head };
 
@@ -56,9 +56,9 @@ struct DenseKvArgs {
   std::int64_t head_dim = 0;
 };
 
-/// A pool whose axes lie in `order`, outermost first: what foreign_kv.hpp does for the engines that it names,
-/// and what is left for others. vLLM's pools of several layers, for instance, are {page, layer, half, token,
-/// head} in its NHD layout; the permutation is get_kv_cache_stride_order(True)'s.
+/// View of a pool whose axes lie in `order`, outermost first. foreign_kv.hpp does this for the engines that
+/// it names; this function is for others. vLLM's pools of several layers, for instance, are {page, layer,
+/// half, token, head} in its NHD layout; the permutation is that of get_kv_cache_stride_order(True).
 /// @throws Error(invalid_argument) if the pool has no such layer or exceeds the address space, or `order`
 /// names an axis twice.
 inline KvView dense_kv(const DenseKvArgs& args, const std::array<KvAxis, 5>& order) {

@@ -12,11 +12,11 @@
 
 namespace helix {
 
-/// Element type of a tensor whose type is known at run time only. fp8_ds_mla is one of KV caches alone: no
-/// element's, but of MLA's latent rows of e4m3 that bring their scales, and rope columns of bf16 (KvFormat).
+/// Element type of a tensor, known at run time only. fp8_ds_mla is not an element type but a row format of
+/// MLA KV caches: e4m3 latent columns, f32 scales, bf16 rope columns (KvFormat).
 enum class DType : std::uint8_t { f32, f16, bf16, fp8_e4m3, fp8_ds_mla };
 
-/// Bytes of one element; of fp8_ds_mla those that strides count in.
+/// Bytes of one element. For fp8_ds_mla it is 1, because its strides count bytes.
 constexpr std::size_t size_bytes(DType dtype) {
   switch (dtype) {
     case DType::f32:
@@ -58,8 +58,8 @@ constexpr std::optional<DType> parse_dtype(std::string_view name) {
 
 namespace detail {
 
-/// Whether weights are stored and sums made in the type: f32, f16 and bf16, not what KV caches alone hold and
-/// no value without a name.
+/// Whether weights may be stored in the type, and sums made in it: true for f32, f16 and bf16, false for
+/// types of KV caches alone and for values without a name.
 constexpr bool is_arithmetic(DType dtype) {
   return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16;
 }
@@ -208,8 +208,9 @@ inline constexpr DType kDTypeOf<bf16> = DType::bf16;
 template <>
 inline constexpr DType kDTypeOf<fp8_e4m3> = DType::fp8_e4m3;
 
-/// Calls `use` with a null pointer to the element type of `dtype`, the one place where a runtime type becomes
-/// a C++ type: `dispatch(dtype, [&]<class T>(T*) { ... })`. Throws Error(unsupported) for fp8_ds_mla.
+/// Calls `use` with a null pointer to the element type of `dtype`: `dispatch(dtype, [&]<class T>(T*) { ...
+/// })`. This is the one place where a runtime type becomes a C++ type. Throws Error(unsupported) for
+/// fp8_ds_mla.
 template <class Use>
 constexpr decltype(auto) dispatch(DType dtype, Use&& use) {
   switch (dtype) {

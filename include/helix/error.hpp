@@ -55,8 +55,8 @@ constexpr std::string_view to_string(ErrorCode code) {
   return "unknown";
 }
 
-/// One word, number or truth value of a message. Not a stream: `<sstream>` and a template instance a message
-/// took a third of the time in which a unit that includes decode_layer.hpp compiles.
+/// One word, number or truth value of a message. It is not a stream: `<sstream>` and one template instance
+/// for each message took a third of the compile time of a unit that includes decode_layer.hpp.
 class MessagePart {
  public:
   MessagePart(std::string_view text) : text_(text) {}               // NOLINT: conversions are the point
@@ -92,7 +92,7 @@ class MessagePart {
   std::string_view text_;
 };
 
-/// The parts one after the other.
+/// Joins the parts.
 inline std::string message(std::initializer_list<MessagePart> parts) {
   std::string text;
   for (const MessagePart& part : parts) text += part.text();
@@ -106,7 +106,7 @@ class HELIX_API Error : public std::runtime_error {
   Error(ErrorCode code, std::initializer_list<MessagePart> parts)
       : std::runtime_error(message(parts)), code_(code) {}
 
-  /// As above, without braces.
+  /// An error whose message is made of the parts, without braces.
   template <class... Parts>
   explicit Error(ErrorCode code, const Parts&... parts) : Error(code, {MessagePart(parts)...}) {}
 

@@ -12,20 +12,20 @@
 
 namespace helix {
 
-/// Sizes of a rank's exchanges; equal on all ranks.
+/// Sizes of a rank's exchanges. They must be equal on all ranks.
 struct KvpAllToAllSpec {
   std::int64_t max_tokens = 0;       ///< Tokens of the largest step, all slices together.
   std::int64_t num_query_heads = 0;  ///< Hq/TPA.
   std::int64_t value_dim = 0;        ///< Dv.
-  int max_slices = 1;                ///< Exchanges of one step in flight at once: the slices of HOP-B.
-  /// Over windows, whether steps of few bytes travel as lines (PartialTarget::lines), where the backend knows
-  /// them; false for an attention of one's own that writes out and lse alone.
+  int max_slices = 1;                ///< Most exchanges of one step in flight at once: the slices of HOP-B.
+  /// Whether steps of few bytes over windows may travel as lines (PartialTarget::lines), if the backend
+  /// supports lines. Set it to false for an attention of your own that writes out and lse only.
   bool has_lines = true;
 };
 
 namespace detail {
 
-/// The spec, if a group of `kvp` ranks can have it. @throws Error(invalid_argument).
+/// Returns the spec if a group of `kvp` ranks can use it. @throws Error(invalid_argument) otherwise.
 inline KvpAllToAllSpec checked_exchange_spec(const KvpAllToAllSpec& spec, int kvp) {
   HELIX_EXPECTS(spec.num_query_heads >= 1 && spec.num_query_heads % kvp == 0 && spec.value_dim >= 1 &&
                     spec.max_tokens >= 0 && spec.max_slices >= 1,
@@ -45,16 +45,17 @@ inline KvpAllToAllSpec checked_exchange_spec(const KvpAllToAllSpec& spec, int kv
 
 /// The part of a step that one exchange carries.
 struct ExchangeSlice {
-  int index = 0;                 ///< Number of the slice, of those that attend alike.
-  std::int64_t first_token = 0;  ///< Tokens of the step before it.
+  /// Number of the slice. Parts of a step that attend absorbed and expanded (MlaPrefill) each count from 0.
+  int index = 0;
+  std::int64_t first_token = 0;  ///< Tokens of the step before the slice.
   std::int64_t tokens = 0;
   std::int64_t value_dim = 0;  ///< Dv of the slice's partials, at most the spec's; 0: the spec's.
 };
 
 namespace detail {
 
-/// The slice with its value_dim filled in, if exchanges of `spec` over `kvp` ranks can carry it.
-/// @throws Error(invalid_argument).
+/// Returns the slice with its value_dim filled in, if exchanges of `spec` over `kvp` ranks can carry it.
+/// @throws Error(invalid_argument) otherwise.
 inline ExchangeSlice checked_exchange_slice(const KvpAllToAllSpec& spec, ExchangeSlice slice,
                                             std::int64_t kvp, bool has_windows) {
   if (slice.value_dim == 0) slice.value_dim = spec.value_dim;
@@ -73,18 +74,19 @@ inline ExchangeSlice checked_exchange_slice(const KvpAllToAllSpec& spec, Exchang
 
 }  // namespace detail
 
-/// One packed message a KVP peer, a block a head: [header 16 B][lse f32: tokens][out: tokens * Dv], each
-/// padded to 16 B; the first block's header counts. The heads of all peers are a constant stride apart, so
-/// attention writes [tokens, Hq/TPA, Dv] straight into the messages.
+/// Layout of the packed message to one KVP peer. It has one block per head: [header 16 B][lse f32:
+/// tokens][out: tokens * Dv], each part padded to 16 B. Only the header of the first block counts. The heads
+/// of all peers lie at one constant stride, so attention writes [tokens, Hq/TPA, Dv] straight into the
+/// messages.
 struct ExchangeMessage {
-  std::int64_t lse_begin;      ///< Bytes from a head's block to its lse.
-  std::int64_t out_begin;      ///< Bytes from a head's block to its outputs.
+  std::int64_t lse_begin;      ///< Bytes from the start of a head's block to its lse.
+  std::int64_t out_begin;      ///< Bytes from the start of a head's block to its outputs.
   std::int64_t head_bytes;     ///< Bytes of a head's block.
-  std::int64_t message_bytes;  ///< Bytes of the `heads` blocks that one peer gets.
+  std::int64_t message_bytes;  ///< Bytes of one peer's message: its `heads` blocks.
 
   static constexpr std::int64_t kAlignment = 16;
 
-  /// Of `heads` query heads of `tokens` tokens, [value_dim] elements of element_bytes each.
+  /// Lays out `heads` query heads of `tokens` tokens, with rows of value_dim elements of element_bytes each.
   constexpr ExchangeMessage(std::int64_t tokens, std::int64_t heads, std::int64_t value_dim,
                             std::int64_t element_bytes)
       : lse_begin(static_cast<std::int64_t>(sizeof(ExchangeHeader))),
@@ -96,29 +98,30 @@ struct ExchangeMessage {
   static constexpr std::int64_t padded(std::int64_t bytes) { return round_up(bytes, kAlignment); }
 };
 
-/// Places of the slices' messages, of all peers, in a rank's memory. A place depends on the spec and on where
-/// the slice lies in the step, not on the step's size, so that slices of one step never overlap where all of
-/// it attends alike: expanded and absorbed latents (MlaPrefill) follow each other, and number their own.
+/// Where the slices' messages to all peers lie in a rank's memory. The place of a slice depends on the spec
+/// and on where the slice lies in the step, not on the size of the step. Slices of one step therefore never
+/// overlap if the whole step attends in one form. Parts that attend absorbed and expanded (MlaPrefill) run
+/// one after the other, and number their own slices.
 ///
-/// A collective copies messages, so they are packed: what travels is what the step holds. Where peers write
-/// into each other's memory, nothing travels in vain, and messages have the size of the largest step.
+/// A collective copies messages, so these are packed: only the data of the step travels. Where peers write
+/// into each other's memory, padding does not travel, so messages have the size of the largest step.
 class ExchangeLayout {
  public:
-  /// For the steps of `spec`, whose activations have element_bytes.
+  /// Lays out the steps of `spec`, whose activations have element_bytes bytes each.
   constexpr ExchangeLayout(const KvpAllToAllSpec& spec, std::int64_t element_bytes)
       : token_bytes_(payload_bytes(1, spec.num_query_heads, spec.value_dim, element_bytes)),
         slice_bytes_(rounded(spec.num_query_heads * kHeadExtra) + kPiece),
         total_bytes_(rounded(spec.max_tokens * token_bytes_) + spec.max_slices * slice_bytes_) {}
 
-  /// Bytes from the memory's begin to the first message of the slice; a multiple of 256.
+  /// Bytes from the start of the memory to the first message of the slice; a multiple of 256.
   constexpr std::int64_t begin(const ExchangeSlice& slice) const {
     return rounded(slice.first_token * token_bytes_) + slice.index * slice_bytes_;
   }
-  /// Bytes that hold any step of the spec.
+  /// Bytes that are enough for any step of the spec.
   constexpr std::int64_t total_bytes() const { return total_bytes_; }
 
-  /// Bytes of outputs and log-sum-exps in a rank's messages for `tokens` tokens, its own slice included,
-  /// headers and padding not.
+  /// Bytes of outputs and log-sum-exps in a rank's messages for `tokens` tokens. The slice that the rank
+  /// keeps counts; headers and padding do not.
   static constexpr std::int64_t payload_bytes(std::int64_t tokens, std::int64_t heads, std::int64_t value_dim,
                                               std::int64_t element_bytes) {
     return tokens * heads * (value_dim * element_bytes + static_cast<std::int64_t>(sizeof(float)));
@@ -136,24 +139,24 @@ class ExchangeLayout {
   std::int64_t total_bytes_;
 };
 
-/// Messages in a window that spans all peers (WindowComm::allocate_window), so that one strided view of all
-/// heads reaches the rank that combines each: [head][slot][sender][header | lse | out | lines of out | lines
-/// of lse], lines (LineRows) for steps of few tokens. All offsets are those of the largest step, so that a
-/// place that is polled never holds another step's data.
+/// Layout of messages in a window that spans all peers (WindowComm::allocate_window). One strided view of all
+/// heads reaches the rank that combines each head: [head][slot][sender][header | lse | out | lines of out |
+/// lines of lse]. Lines (LineRows) are for steps of few tokens. All offsets are those of the largest step, so
+/// that a polled address never holds another step's data.
 struct WindowLayout {
-  std::int64_t heads;             ///< Heads a peer.
+  std::int64_t heads;             ///< Heads that each peer combines.
   std::int64_t lse_begin;         ///< Bytes from a header to the sender's lse of that head.
   std::int64_t out_begin;         ///< Bytes from a header to the sender's outputs of that head.
-  std::int64_t line_tokens;       ///< Tokens of a step that can travel as lines, at most.
-  std::int64_t line_token_bytes;  ///< Bytes from a token's lines of outputs to the next one's.
+  std::int64_t line_tokens;       ///< Most tokens of a step that can travel as lines.
+  std::int64_t line_token_bytes;  ///< Bytes between the lines of outputs of consecutive tokens.
   std::int64_t line_out_begin;    ///< Bytes from a header to the sender's lines of outputs of that head.
-  std::int64_t line_lse_begin;    ///< Bytes from a header to its lines of lse.
-  std::int64_t sender_bytes;      ///< Bytes from a sender's header to the next one's.
-  std::int64_t slot_bytes;        ///< Bytes from a slot to the other.
-  std::int64_t total_bytes;       ///< Bytes of a rank's part.
+  std::int64_t line_lse_begin;    ///< Bytes from a header to the sender's lines of lse of that head.
+  std::int64_t sender_bytes;      ///< Bytes between the headers of consecutive senders.
+  std::int64_t slot_bytes;        ///< Bytes between the two slots.
+  std::int64_t total_bytes;       ///< Bytes of each rank's part of the window.
 
-  /// For the steps of `spec` between `peers` ranks, whose activations have element_bytes. Steps of up to
-  /// most_line_bytes of payload may travel as lines.
+  /// Lays out the steps of `spec` between `peers` ranks, whose activations have element_bytes bytes each.
+  /// Steps of up to most_line_bytes of payload may travel as lines.
   constexpr WindowLayout(const KvpAllToAllSpec& spec, std::int64_t peers, std::int64_t element_bytes,
                          std::int64_t most_line_bytes)
       : WindowLayout(
@@ -164,12 +167,12 @@ struct WindowLayout {
                                                                          spec.value_dim, element_bytes)),
             spec.value_dim * element_bytes) {}
 
-  /// Whether rows of row_bytes of a step of `tokens` tokens can travel as lines.
+  /// Whether a step of `tokens` tokens with rows of row_bytes bytes can travel as lines.
   constexpr bool has_lines(std::int64_t tokens, std::int64_t row_bytes) const {
     return tokens <= line_tokens && row_bytes % kExchangeLineDataBytes == 0;
   }
 
-  /// Bytes from a head to the next, where parts of the window are `stride` bytes apart.
+  /// Bytes between consecutive heads, where the ranks' parts of the window are `stride` bytes apart.
   constexpr std::int64_t head_bytes(std::int64_t stride) const { return stride / heads; }
 
  private:

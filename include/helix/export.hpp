@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// HELIX_API: what a shared build shows to others. The compiled parts are built with hidden visibility.
+// HELIX_API: marks what a shared build exports. The compiled parts are built with hidden visibility.
 #pragma once
 
 #if defined(__GNUC__)

@@ -27,7 +27,7 @@ struct FfnBuffers {
   TensorView<float, 2> expert_weights;  ///< [tokens, top_k].
   std::span<std::byte> workspace;
 
-  /// Takes them from `arena`, or measures them.
+  /// Takes the buffers from `arena`, or measures them.
   template <LayerBackend B>
   static FfnBuffers carve(B& backend, const RankShape& shape, std::int64_t tokens, WorkspaceArena& arena) {
     const std::int64_t ffn = larger(shape.ffn, shape.shared_ffn);
@@ -45,20 +45,20 @@ struct FfnBuffers {
   }
 };
 
-/// One call of ffn_block.
+/// Arguments of ffn_block().
 template <LayerBackend B>
 struct FfnBlockArgs {
   using T = typename B::Activation;
   const FfnWeights* weights = nullptr;
   const LayerConfig* config = nullptr;
-  TensorView<const T, 2> in;  ///< [tokens, M], normed.
+  TensorView<const T, 2> in;  ///< [tokens, M], after the norm.
   FfnBuffers<T> buffers;
-  TensorView<T, 2> out;  ///< Sink: [tokens, M], this rank's part of the sum over the stage, written.
+  TensorView<T, 2> out;  ///< [tokens, M], written: this rank's part of the sum over the stage.
 };
 
 namespace detail {
 
-/// out = down(swiglu(gate_up(in))): this rank's slice.
+/// Queues this rank's slice of a dense FFN: out = down(swiglu(gate_up(in))).
 template <LayerBackend B>
 void queue_ffn(B& backend, const RankShape&, const FfnBlockArgs<B>& args, const DenseFfnWeights& weights,
                typename B::Stream stream) {
@@ -77,7 +77,8 @@ void queue_ffn(B& backend, const RankShape&, const FfnBlockArgs<B>& args, const 
   backend.linear(LinearArgs<T>{activated, weights.down, weights.down_bias, args.out}, stream);
 }
 
-/// Router on every rank, this rank's experts for all tokens, and its slice of the shared expert.
+/// Queues the router, which every rank runs, this rank's experts for all tokens, and its slice of the shared
+/// expert.
 template <LayerBackend B>
 void queue_ffn(B& backend, const RankShape& shape, const FfnBlockArgs<B>& args, const MoeWeights& weights,
                typename B::Stream stream) {
@@ -98,7 +99,8 @@ void queue_ffn(B& backend, const RankShape& shape, const FfnBlockArgs<B>& args, 
                           .experts = buffers.experts,
                           .weights = buffers.expert_weights},
                 stream);
-  // Behind the choice, which takes long and reads little: the shared expert's weights arrive meanwhile.
+  // After the choice of experts, which takes long and reads little: the shared expert's weights arrive
+  // meanwhile.
   if (has_shared) queue_ffn(backend, shape, args, weights.shared, stream);
   backend.expert_ffn(ExpertFfnArgs<T>{.in = args.in,
                                       .experts = buffers.experts,
@@ -112,10 +114,10 @@ void queue_ffn(B& backend, const RankShape& shape, const FfnBlockArgs<B>& args, 
 
 }  // namespace detail
 
-/// The FFN of a layer, from its normed input up to the sum over the stage: dense column- and row-parallel
-/// over N, or this rank's experts' slices (TPF x EP) for all tokens and its slice of the shared expert.
-/// Local. Queued on `stream`; allocates nothing, capturable. Shapes are checked by decode_layer. Source:
-/// paper section 2.2.
+/// Runs the FFN of a layer, from its normed input to this rank's part of the sum over the stage. A dense FFN
+/// is column- and row-parallel over N. An MoE runs the slices of this rank's experts (TPF x EP) for all
+/// tokens, and its slice of the shared expert. Local. Queued on `stream`; allocates nothing, capturable.
+/// Shapes are checked by decode_layer. Source: paper section 2.2.
 template <LayerBackend B>
 void ffn_block(B& backend, const RankShape& shape, const FfnBlockArgs<B>& args, typename B::Stream stream) {
   std::visit([&](const auto& weights) { detail::queue_ffn(backend, shape, args, weights, stream); },

@@ -9,13 +9,13 @@
 #include <helix/dtype.hpp>
 #include <helix/kv_format.hpp>
 
-// Every function leaves to the caller what differs from step to step or rank to rank: page_table with
-// max_pages or page_begins, layout and kvp_rank, and for fp8 the scales. Sizes are checked by the operation
-// that reads the view (check_kv_view). Decode context parallelism as vLLM has it is KvLayout(dcp_world_size,
-// cp_kv_cache_interleave_size): its local block tables fit as they are.
+// The caller of every function fills in what differs from step to step or rank to rank: page_table with
+// max_pages or page_begins, layout and kvp_rank, and for fp8 the scales. The operation that reads the view
+// checks the sizes (check_kv_view). vLLM's decode context parallelism is KvLayout(dcp_world_size,
+// cp_kv_cache_interleave_size); its local block tables fit as they are.
 //
 // Latents: vLLM's [num_blocks, block_size, 576], SGLang's MLATokenToKVPool [size + page_size, 1, 576] and
-// FlashMLA's are whole rows, for which KvView::of_pool() with KvFormat::latent() is enough; of
+// FlashMLA's are whole rows, for which KvView::of_pool() with KvFormat::latent() is enough. Use
 // DType::fp8_ds_mla for vLLM's rows of 656 bytes, which carry scales of their own. nvfp4 has no view.
 
 namespace helix {
@@ -28,13 +28,14 @@ struct VllmKvArgs {
   std::int64_t block_size = 0;  ///< Tokens a block.
   std::int64_t num_kv_heads = 0;
   std::int64_t head_size = 0;
-  /// get_kv_cache_shape() begins with num_blocks and has its 2 second, as FlashInfer's backend does.
+  /// Whether get_kv_cache_shape() begins with num_blocks and has the 2 second, as FlashInfer's backend does.
   bool is_block_first = false;
-  bool is_hnd = false;  ///< get_kv_cache_layout() is "HND": heads lie before tokens in memory.
+  bool is_hnd = false;  ///< Whether get_kv_cache_layout() is "HND": heads lie before tokens in memory.
 };
 
-/// A layer's cache of vLLM: the shape that its attention backend's get_kv_cache_shape() gives, by default
-/// [2, num_blocks, block_size, num_kv_heads, head_size], in the order that get_kv_cache_stride_order() does.
+/// View of one layer's cache in vLLM. Its shape is that of the attention backend's get_kv_cache_shape(), by
+/// default [2, num_blocks, block_size, num_kv_heads, head_size]. Its order in memory is that of
+/// get_kv_cache_stride_order().
 inline KvView vllm_kv(const VllmKvArgs& args) {
   using enum KvAxis;
   const std::array<KvAxis, 2> outer = args.is_block_first ? std::array{page, half} : std::array{half, page};
@@ -48,7 +49,7 @@ inline KvView vllm_kv(const VllmKvArgs& args) {
                   {layer, outer[0], outer[1], inner[0], inner[1]});
 }
 
-/// Sizes of one layer's cache in vLLM for keys and values of two sizes.
+/// Sizes of one layer's cache in vLLM, for keys and values of different sizes.
 struct VllmDiffKvArgs {
   void* pool = nullptr;  ///< [num_blocks, block_size, num_kv_heads, head_size + head_size_v].
   DType dtype = DType::bf16;
@@ -57,10 +58,10 @@ struct VllmDiffKvArgs {
   std::int64_t num_kv_heads = 0;
   std::int64_t head_size = 0;
   std::int64_t head_size_v = 0;
-  bool is_hnd = false;  ///< As VllmKvArgs::is_hnd.
+  bool is_hnd = false;  ///< Whether get_kv_cache_layout() is "HND".
 };
 
-/// A layer's cache of vLLM's FlashAttentionDiffKVBackend, where a token's value follows its key.
+/// View of one layer's cache of vLLM's FlashAttentionDiffKVBackend, where a token's value follows its key.
 inline KvView vllm_diffkv_kv(const VllmDiffKvArgs& args) {
   const std::int64_t row = detail::size_sum(args.head_size, args.head_size_v);
   KvView view;
@@ -78,14 +79,14 @@ inline KvView vllm_diffkv_kv(const VllmDiffKvArgs& args) {
 
 /// Sizes of one layer's paged cache in FlashInfer.
 struct FlashInferKvArgs {
-  void* pool = nullptr;  ///< NHD or HND, as the function called says.
+  void* pool = nullptr;  ///< The pool, NHD or HND as the called function says.
   DType dtype = DType::bf16;
   std::int64_t num_pages = 0;
   std::int64_t page_size = 0;  ///< Tokens a page.
   std::int64_t num_kv_heads = 0;
   std::int64_t head_dim = 0;
-  /// Where paged_kv_cache is a tuple (k_cache, v_cache), its second tensor; `pool` is the first. Each is the
-  /// shape of the function called, without the 2.
+  /// Second tensor if paged_kv_cache is a tuple (k_cache, v_cache); `pool` is then the first. Each has the
+  /// shape that the called function says, without the 2.
   void* v_cache = nullptr;
 };
 
@@ -107,13 +108,13 @@ inline KvView flashinfer_kv(const FlashInferKvArgs& args, const std::array<KvAxi
 
 }  // namespace detail
 
-/// FlashInfer's paged_kv_cache in layout NHD, [max_num_pages, 2, page_size, num_kv_heads, head_dim].
+/// View of FlashInfer's paged_kv_cache in layout NHD, [max_num_pages, 2, page_size, num_kv_heads, head_dim].
 inline KvView flashinfer_nhd_kv(const FlashInferKvArgs& args) {
   return detail::flashinfer_kv(args, {KvAxis::token, KvAxis::head});
 }
 
-/// FlashInfer's paged_kv_cache in layout HND, [max_num_pages, 2, num_kv_heads, page_size, head_dim]: the
-/// order of Helix's own pool.
+/// View of FlashInfer's paged_kv_cache in layout HND, [max_num_pages, 2, num_kv_heads, page_size, head_dim]:
+/// the order of Helix's own pool.
 inline KvView flashinfer_hnd_kv(const FlashInferKvArgs& args) {
   return detail::flashinfer_kv(args, {KvAxis::head, KvAxis::token});
 }
@@ -129,8 +130,8 @@ struct FlashInferMlaKvArgs {
   std::int64_t head_dim_kpe = 0;  ///< Rope columns: 64.
 };
 
-/// FlashInfer's caches of multi-head latent attention: ckv_cache [num_pages, page_size, head_dim_ckv] and
-/// kpe_cache [num_pages, page_size, head_dim_kpe].
+/// View of FlashInfer's caches of multi-head latent attention: ckv_cache [num_pages, page_size, head_dim_ckv]
+/// and kpe_cache [num_pages, page_size, head_dim_kpe].
 inline KvView flashinfer_mla_kv(const FlashInferMlaKvArgs& args) {
   KvView view;
   view.format = KvFormat::latent(args.dtype, detail::size_sum(args.head_dim_ckv, args.head_dim_kpe),
@@ -148,16 +149,16 @@ struct SglangKvArgs {
   void* k = nullptr;  ///< [num_slots, num_kv_heads, head_dim].
   void* v = nullptr;  ///< [num_slots, num_kv_heads, v_head_dim].
   DType dtype = DType::bf16;
-  std::int64_t num_slots = 0;  ///< Token slots of the pool, the page of padding included: size + page_size.
-  std::int64_t page_size = 1;  ///< Tokens a page; page p is slots [p, p + 1) * page_size.
+  std::int64_t num_slots = 0;  ///< Token slots of the pool, including the page of padding: size + page_size.
+  std::int64_t page_size = 1;  ///< Tokens a page; page p is slots [p * page_size, (p + 1) * page_size).
   std::int64_t num_kv_heads = 0;
   std::int64_t head_dim = 0;
   std::int64_t v_head_dim = 0;
 };
 
-/// The two pools of SGLang's MHATokenToKVPool: k_buffer [size + page_size, head_num, head_dim] and v_buffer
-/// [size + page_size, head_num, v_head_dim] of a layer. The page table holds pages, as SGLang's paged
-/// backends do; with page_size 1 that is req_to_token as it is.
+/// View of one layer in the two pools of SGLang's MHATokenToKVPool: k_buffer [size + page_size, head_num,
+/// head_dim] and v_buffer [size + page_size, head_num, v_head_dim]. The page table holds pages, as in
+/// SGLang's paged backends; with page_size 1 it is req_to_token as it is.
 inline KvView sglang_kv(const SglangKvArgs& args) {
   KvView view;
   view.format =
@@ -180,8 +181,8 @@ struct TensorRtLlmKvArgs {
   std::int64_t size_per_head = 0;
 };
 
-/// One layer in the primary pool of TensorRT-LLM's KVCacheManager: [num_blocks, num_layers, 2, num_kv_heads,
-/// tokens_per_block, size_per_head]. Page ids are blocks of the pool, not the offsets of its
+/// View of one layer in the primary pool of TensorRT-LLM's KVCacheManager: [num_blocks, num_layers, 2,
+/// num_kv_heads, tokens_per_block, size_per_head]. Page ids are blocks of the pool, not the offsets of its
 /// host_kv_cache_block_offsets, which count a block's layers and halves.
 /// @throws Error(invalid_argument) if the pool has no such layer.
 inline KvView tensorrt_llm_kv(const TensorRtLlmKvArgs& args) {
@@ -209,8 +210,9 @@ struct TensorRtLlmMlaKvArgs {
   std::int64_t qk_rope_head_dim = 0;  ///< Rope columns: 64.
 };
 
-/// One layer of latents in a pool of TensorRT-LLM's KVCacheManager of type SELFKONLY, whose blocks hold keys
-/// alone. Page ids as in tensorrt_llm_kv(). @throws as it does.
+/// View of one layer of latents in a pool of TensorRT-LLM's KVCacheManager of type SELFKONLY, whose blocks
+/// hold keys alone. Page ids are blocks of the pool, as in tensorrt_llm_kv().
+/// @throws Error(invalid_argument) if the pool has no such layer.
 inline KvView tensorrt_llm_mla_kv(const TensorRtLlmMlaKvArgs& args) {
   detail::check_layer_of_pool(args.layer, args.num_layers);
   KvView view;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The core: include this and cpu/backend.hpp (or your own). What connects processes (comm/) and the planner
-// (plan/) are apart.
+// The core headers. Also include cpu/backend.hpp or a backend of your own. The rendezvous of processes
+// (comm/) and the planner (plan/) have headers of their own.
 #pragma once
 
 #include <helix/backend.hpp>

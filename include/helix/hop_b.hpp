@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// HopB: the batch-wise overlap pipeline: the exchange of slice i runs beside the attention of slice i + 1.
+// HopB: the batch-wise overlap pipeline, in which the exchange of slice i overlaps the attention of slice i +
+// 1.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +14,15 @@
 
 namespace helix {
 
-/// Owns the exchange stream and the events of up to `max_slices` slices, created once; keeps the backend's
-/// address. Source: paper section 2.1.3.
+/// The overlap pipeline of one rank. Owns the exchange stream and the events of up to `max_slices` slices,
+/// created once. Keeps the backend's address. Not thread-safe. Source: paper section 2.1.3.
 template <QueueBackend B>
 class HopB {
  public:
   using Stream = typename B::Stream;
 
-  /// @throws Error(invalid_argument) unless max_slices is in [1, kMaxCount].
+  /// Creates the stream and the events. @throws Error(invalid_argument) unless max_slices is in [1,
+  /// kMaxCount].
   HopB(B& backend, int max_slices)
       : backend_(&backend), exchange_stream_(backend.create_stream()), exchanged_(backend.create_event()) {
     HELIX_EXPECTS(max_slices >= 1 && max_slices <= kMaxCount, ErrorCode::invalid_argument,
@@ -30,17 +32,18 @@ class HopB {
 
   int max_slices() const { return static_cast<int>(attended_.size()); }
 
-  /// The number of slices for a step, the same on all ranks: `requested`, or if that is 0 a choice from
-  /// values that all ranks share and that are fixed when a step is captured: not from lengths, which a graph
-  /// must not depend on. Without KVP there is nothing to overlap. A slice holds at least one sequence: more
-  /// slices than sequences, or than max_slices(), are cut to these, and there is at least one.
-  /// `payload_bytes`: of a rank's messages in the exchange of the whole step (KvpAllToAll::payload_bytes()).
+  /// Returns the number of slices for a step, equal on all ranks: `requested`, or a choice if that is 0. The
+  /// choice depends only on values that all ranks share and that are fixed when a step is captured; lengths
+  /// are not, and a graph must not depend on them. With KVP = 1 there is nothing to overlap. A slice holds at
+  /// least one sequence, so more slices than sequences, or than max_slices(), are cut to these; there is at
+  /// least one. `payload_bytes` are those of a rank's messages in the exchange of the whole step
+  /// (KvpAllToAll::payload_bytes()).
   ///
-  /// Where the backend states its costs, they choose, for attention that takes longer than the exchange: what
-  /// n slices leave exposed is the n-th part of the transfer. Else there are up to four, beyond which little
-  /// is left to hide: on two cores that all ranks share (nothing idles there that an overlap could fill), 8
+  /// If the backend states its costs, these choose, for attention that takes longer than the exchange: n
+  /// slices leave the n-th part of the transfer exposed. Otherwise there are up to four slices; more leave
+  /// little to hide. On two cores that all ranks share, where nothing is idle that an overlap could fill, 8
   /// sequences of 256 tokens took 5 to 10 % longer in four slices and 12 to 30 % in eight; at 2048 tokens no
-  /// loss could be measured. An engine that knows its times asks best_hop_b_slices().
+  /// loss could be measured. An engine that knows its times can call best_hop_b_slices().
   /// @throws Error(invalid_argument) if `requested` or num_sequences is below 0.
   int resolve_slices(int requested, std::int64_t num_sequences, int kvp, std::int64_t payload_bytes) const {
     HELIX_EXPECTS(requested >= 0 && num_sequences >= 0, ErrorCode::invalid_argument, "HopB: ", requested,
@@ -51,10 +54,10 @@ class HopB {
         1, smaller(smaller<std::int64_t>(requested, num_sequences), std::int64_t{max_slices()})));
   }
 
-  /// Calls attend(i, stream) and exchange(i, other stream) for each slice in order. exchange(i) starts when
-  /// attend(i) is done and runs beside attend(i + 1); `stream` continues when the last exchange is done. One
-  /// slice: both on `stream`. Queues only. If a callback throws, `stream` still waits for the exchanges
-  /// queued so far.
+  /// Calls attend(i, stream) and exchange(i, exchange stream) for each slice in order. exchange(i) starts
+  /// when attend(i) is done and overlaps attend(i + 1); `stream` continues when the last exchange is done.
+  /// One slice runs both on `stream`. Queues only. If a callback throws, `stream` still waits for the
+  /// exchanges queued so far.
   /// @throws Error(invalid_argument) unless 1 <= num_slices <= max_slices(), and what the callbacks throw.
   template <class Attend, class Exchange>
   void run(int num_slices, Attend&& attend, Exchange&& exchange, Stream stream) {
@@ -76,7 +79,7 @@ class HopB {
     } catch (...) {
       try {
         join(stream);
-      } catch (...) {  // as in a capture that the other stream is not part of: the cause is what counts
+      } catch (...) {  // as in a capture without the exchange stream: report the cause
       }
       throw;
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// HELIX_HOST_DEVICE: marks what kernels call too.
+// HELIX_HOST_DEVICE: marks functions that kernels call too.
 #pragma once
 
 #if defined(__CUDACC__)

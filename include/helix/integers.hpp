@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small arithmetic of sizes, for headers that everyone includes: `<algorithm>` and `<numeric>` cost a unit
-// more than all of topology.hpp.
+// Small arithmetic of sizes, for headers that everyone includes. `<algorithm>` and `<numeric>` cost a unit
+// more compile time than all of topology.hpp.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ HELIX_HOST_DEVICE constexpr T round_up(T n, std::type_identity_t<T> size) {
   return ceil_div(n, size) * size;
 }
 
-/// What saturating_product() and saturating_sum() give where the value exceeds int64: not a size of anything.
+/// Result of saturating_product() and saturating_sum() if the value exceeds int64; no valid size.
 inline constexpr std::int64_t kSaturated = std::numeric_limits<std::int64_t>::max();
 
 /// a * b * ..., or kSaturated where that exceeds int64; factors >= 0.

@@ -10,9 +10,9 @@
 
 namespace helix {
 
-/// The KVP group of this rank, out of its stage's communicator. Collective over the stage.
-/// @throws Error(invalid_argument), on all ranks alike and before anything is split, unless the communicator
-/// has topology.stage_size() ranks.
+/// Splits the KVP group of this rank from its stage's communicator. Collective over the stage.
+/// @throws Error(invalid_argument), on all ranks and before anything is split, unless the communicator has
+/// topology.stage_size() ranks.
 template <SplittableComm Comm>
 Comm split_kvp(Comm& stage, const Topology& topology) {
   HELIX_EXPECTS(stage.size() == topology.stage_size(), ErrorCode::invalid_argument,
@@ -25,14 +25,14 @@ Comm split_kvp(Comm& stage, const Topology& topology) {
 /// The groups that one rank of a job belongs to.
 template <SplittableComm Comm>
 struct JobComms {
-  Comm pipeline;  ///< Ranks of its replica with its stage_rank, by stage.
-  Comm stage;     ///< All N ranks of its stage, by stage_rank.
-  Comm kvp;       ///< Its KVP group, by kvp_rank.
+  Comm pipeline;  ///< Ranks of this rank's replica with its stage_rank, by stage.
+  Comm stage;     ///< All N ranks of this rank's stage, by stage_rank.
+  Comm kvp;       ///< This rank's KVP group, by kvp_rank.
 };
 
-/// Splits a communicator of the whole world. Collective over the world.
-/// @throws Error(invalid_argument), on all ranks alike and before anything is split, unless the communicator
-/// has topology.world_size() ranks.
+/// Splits a communicator of the whole job into this rank's groups. Collective over the job.
+/// @throws Error(invalid_argument), on all ranks and before anything is split, unless the communicator has
+/// topology.world_size() ranks.
 template <SplittableComm Comm>
 JobComms<Comm> split_world(Comm& world, const Topology& topology) {
   HELIX_EXPECTS(world.size() == topology.world_size(), ErrorCode::invalid_argument,

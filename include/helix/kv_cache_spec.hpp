@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// KvCacheSpec: the sizes of a sharded KV cache, and what they must keep.
+// KvCacheSpec: the sizes of a sharded KV cache, and their checks.
 #pragma once
 
 #include <cstddef>
@@ -15,23 +15,23 @@
 
 namespace helix {
 
-/// Sizes of a cache, fixed for its life; equal on all KVP ranks of a stage, which do not compare them: with
-/// another page_tokens or chunk on one of them tokens are stored twice or nowhere.
+/// Sizes of a cache, fixed for its life. They must be equal on all KVP ranks of a stage, which do not compare
+/// them: if page_tokens or chunk differ on one rank, tokens are stored twice or nowhere.
 struct KvCacheSpec {
   DType dtype = DType::bf16;      ///< Element type of keys, values and latents as stored.
   std::int64_t layers = 0;        ///< Layers of this stage.
   std::int64_t page_tokens = 64;  ///< Local tokens a page
-  std::int64_t pages = 0;   ///< Pages of each rank, each holding every layer; see PageLedger::pages_needed
-  std::int64_t chunk = 16;  ///< C of KvLayout
+  std::int64_t pages = 0;   ///< Pages of each rank; a page holds every layer. See PageLedger::pages_needed
+  std::int64_t chunk = 16;  ///< Chunk C of KvLayout, in tokens
   std::int64_t max_sequences = 64;
-  /// Global tokens a sequence may reach; 0: as many as fit into the pages. The page table has max_sequences
-  /// times their pages, on the device and on the host.
+  /// Most global tokens of a sequence; 0: as many as fit into the pages. The page table has room for the
+  /// pages of max_sequences such sequences, on the device and on the host.
   std::int64_t max_tokens = 0;
-  /// Of keys, fp8_e4m3 only, stored * scale = value: empty (1), one, [Hkv of the whole model] or [layers,
-  /// Hkv]. MLA: of the whole row.
+  /// Scales of keys, fp8_e4m3 only (stored * scale = value): empty (all 1), one value, [Hkv of the whole
+  /// model] or [layers, Hkv]. With MLA they scale the whole latent row.
   std::vector<float> k_scales{};
-  std::vector<float> v_scales{};  ///< The same of values; MLA: empty.
-  std::uint32_t tag = 0;          ///< Tells apart the ids of caches of equal sizes; equal on all ranks
+  std::vector<float> v_scales{};  ///< Scales of values, in the forms of k_scales; MLA: empty.
+  std::uint32_t tag = 0;          ///< Makes the ids of caches of equal sizes differ; equal on all ranks
 };
 
 namespace detail {
@@ -52,7 +52,8 @@ inline void check_scales(std::string_view name, const std::vector<float>& scales
   }
 }
 
-/// @throws Error(invalid_argument) naming the size that is out of range.
+/// Returns the spec if it fits the topology. @throws Error(invalid_argument) naming the size that is out of
+/// range.
 inline const KvCacheSpec& checked(const KvCacheSpec& spec, const Topology& topology) {
   const ModelShape& shape = topology.shape();
   HELIX_EXPECTS(spec.layers >= 1 && spec.layers <= std::numeric_limits<int>::max(),
@@ -93,7 +94,7 @@ inline std::vector<float> expanded_scales(const std::vector<float>& scales, std:
   return expanded;
 }
 
-/// count * bytes, which fits into the address space.
+/// Returns count * bytes. @throws Error(capacity) if that exceeds the address space.
 inline std::size_t bytes_of(const KvCacheSpec& spec, std::size_t count, std::size_t bytes) {
   HELIX_EXPECTS(bytes == 0 || count <= std::numeric_limits<std::ptrdiff_t>::max() / bytes,
                 ErrorCode::capacity, "the KV cache of ", spec.pages, " pages in ", spec.layers,

@@ -22,7 +22,7 @@ inline void check_kv_size(std::string_view operation, std::string_view name, std
                 " is ", value, "; it must be in [1, ", most, "]: was the field forgotten?");
 }
 
-/// `bytes`: of what it points to.
+/// Checks a pointer to elements of `bytes` bytes.
 inline void check_kv_pointer(std::string_view operation, std::string_view name, const void* pointer,
                              std::size_t bytes) {
   HELIX_EXPECTS(pointer != nullptr, ErrorCode::invalid_argument, operation, ": the KV view's ", name,
@@ -32,7 +32,7 @@ inline void check_kv_pointer(std::string_view operation, std::string_view name, 
                 bytes, " bytes of what lies there");
 }
 
-/// Rows of fp8_ds_mla are latent, of columns that fit them, and aligned.
+/// Checks that rows of fp8_ds_mla are latent, aligned, and have columns that fit them.
 inline void check_mixed_rows(std::string_view operation, const KvView& kv) {
   const KvFormat& format = kv.format;
   if (!format.is_mixed()) return;
@@ -49,14 +49,14 @@ inline void check_mixed_rows(std::string_view operation, const KvView& kv) {
                 " must begin at multiples of 4 bytes, but those of the KV view do not");
 }
 
-/// One direction in which rows lie apart.
+/// One axis along which rows lie.
 struct KvStep {
   std::string_view axis;
-  std::int64_t stride;  // absolute, elements; of the smallest int64 the largest
+  std::int64_t stride;  // absolute value, in elements; the largest int64 for the smallest
   std::int64_t count;
 };
 
-/// The directions from the smallest stride up; those of one row alone have stride 0 and stand first.
+/// The axes by increasing stride. Axes with one row have stride 0 and come first.
 inline std::array<KvStep, 3> kv_steps(const KvStrides& strides, const KvView& kv) {
   const auto step = [](std::string_view axis, std::int64_t stride, std::int64_t count) {
     constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
@@ -72,8 +72,8 @@ inline std::array<KvStep, 3> kv_steps(const KvStrides& strides, const KvView& kv
   return steps;
 }
 
-/// Rows of `columns` elements: each stride steps over all that lies at smaller ones, as it does in every
-/// permutation and slice of a dense tensor. A stride that nothing steps along is not looked at.
+/// Checks that rows of `columns` elements do not overlap: each stride steps over all that lies at smaller
+/// ones, as in every permutation and slice of a dense tensor. Strides of axes with one row are not checked.
 inline void check_kv_strides(std::string_view operation, std::string_view name, const KvStrides& strides,
                              std::int64_t columns, const KvView& kv) {
   std::int64_t span = columns;
@@ -89,8 +89,8 @@ inline void check_kv_strides(std::string_view operation, std::string_view name, 
   }
 }
 
-/// Whether some row of `first_bytes` and some of `second_bytes` meet, where the second rows lie `distance`
-/// bytes behind the first ones, and both at the strides that check_kv_strides() took.
+/// Whether some row of `first_bytes` overlaps some row of `second_bytes`. The second rows lie `distance`
+/// bytes after the first ones; both have strides that check_kv_strides() accepts.
 inline bool kv_rows_meet(const std::array<KvStep, 3>& steps, int num_steps, std::int64_t element_bytes,
                          std::int64_t distance, std::int64_t first_bytes, std::int64_t second_bytes) {
   if (num_steps == 0) return distance < first_bytes && -distance < second_bytes;
@@ -102,13 +102,13 @@ inline bool kv_rows_meet(const std::array<KvStep, 3>& steps, int num_steps, std:
                         second_bytes);
   };
   if (stride == 0) return meet(0);
-  // Smaller strides reach less far than this one: only the two steps on either side can come near.
+  // Smaller strides reach less far than this one, so only the two steps on either side can overlap.
   const std::int64_t below = distance / stride - (distance % stride < 0 ? 1 : 0);
   return meet(below) || meet(below + 1);
 }
 
-/// Throws if rows of k and of `other` meet. Where their strides differ, only the first rows are looked at:
-/// two parts of one pool have equal ones.
+/// Throws if rows of k and of `other` overlap. If their strides differ, only the first rows are checked: two
+/// parts of one pool have equal strides.
 inline void check_kv_apart(std::string_view operation, std::string_view name, const KvStrides& strides,
                            const void* other, std::int64_t columns, const KvView& kv) {
   const KvFormat& format = kv.format;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// KvFormat and KvView: how the rows of a paged KV cache lie, Helix's own or another engine's, and all that is
-// derived from it.
+// KvFormat and KvView: where the rows of a paged KV cache lie, Helix's own or another engine's, and sizes
+// that follow from it.
 #pragma once
 
 #include <cstddef>
@@ -21,36 +21,38 @@ struct KvStrides {
   std::int64_t head = 0;
   std::int64_t token = 0;
 
-  /// Elements from the pool's begin to token `t` of head `h` in page `p`.
+  /// Elements from the start of the pool to token `t` of head `h` in page `p`.
   HELIX_HOST_DEVICE constexpr std::int64_t at(std::int64_t p, std::int64_t h, std::int64_t t) const {
     return p * page + h * head + t * token;
   }
   friend constexpr bool operator==(const KvStrides&, const KvStrides&) = default;
 };
 
-/// Latent columns that share a scale in a row of DType::fp8_ds_mla.
+/// Latent columns that share one scale in a row of DType::fp8_ds_mla.
 inline constexpr std::int64_t kScaledColumns = 128;
 
-/// Elements of dtype that the latent columns of one token take. In DType::fp8_ds_mla, bytes: `value_dim`
-/// columns of e4m3, then a scale of f32 for each kScaledColumns of them (stored * scale = value).
+/// Elements of dtype that the latent columns of one token take. For DType::fp8_ds_mla these are bytes:
+/// `value_dim` e4m3 columns, then one f32 scale for each kScaledColumns of them (stored * scale = value).
 HELIX_HOST_DEVICE constexpr std::int64_t latent_extent(DType dtype, std::int64_t value_dim) {
   constexpr auto kScaleBytes = static_cast<std::int64_t>(sizeof(float));
   return dtype == DType::fp8_ds_mla
              ? value_dim + (value_dim + kScaledColumns - 1) / kScaledColumns * kScaleBytes
              : value_dim;
 }
-/// Elements of dtype that `columns` rope columns of one token take; in DType::fp8_ds_mla bytes, of bf16.
+/// Elements of dtype that `columns` rope columns of one token take. For DType::fp8_ds_mla these are bytes, of
+/// bf16 columns.
 HELIX_HOST_DEVICE constexpr std::int64_t rope_extent(DType dtype, std::int64_t columns) {
   return dtype == DType::fp8_ds_mla ? columns * static_cast<std::int64_t>(sizeof(bf16)) : columns;
 }
-/// Bytes of one token's latent row: 656 of 512 + 64 columns in DType::fp8_ds_mla.
+/// Bytes of one token's latent row. With DType::fp8_ds_mla, 512 + 64 columns take 656 bytes.
 constexpr std::int64_t latent_row_bytes(DType dtype, std::int64_t head_dim, std::int64_t value_dim) {
   return (latent_extent(dtype, value_dim) + rope_extent(dtype, head_dim - value_dim)) *
          static_cast<std::int64_t>(size_bytes(dtype));
 }
 
-/// Scale of columns of DType::fp8_ds_mla whose largest finite magnitude is `most`: that is stored as 448, as
-/// are infinities. 1 where there is nothing to scale, which below 2^-126 stays nothing.
+/// Scale of a group of DType::fp8_ds_mla columns whose largest finite magnitude is `most`. That magnitude is
+/// stored as 448, and so are infinities. If most / 448 is below 2^-126 the scale is 1, and finite values are
+/// stored as 0.
 HELIX_HOST_DEVICE constexpr float mixed_scale(float most) {
   constexpr float kLargest = 448.0f;
   constexpr float kMin = 0x1p-126f;
@@ -60,33 +62,33 @@ HELIX_HOST_DEVICE constexpr float mixed_scale(float most) {
 
 namespace detail {
 
-/// The product of sizes, kSaturated beyond int64, where one below 0 counts as 0: the operation that reads the
-/// view names it.
+/// The product of sizes, kSaturated beyond int64. A size below 0 counts as 0 here: the operation that reads
+/// the view reports it.
 template <class... Sizes>
 constexpr std::int64_t size_product(std::int64_t first, Sizes... sizes) {
   return saturating_product(larger<std::int64_t>(first, 0), std::int64_t{1},
                             larger<std::int64_t>(sizes, 0)...);
 }
 
-/// Whether latent rows of these columns can be of DType::fp8_ds_mla: scales of f32 and rope of bf16 must
-/// begin and end where such can.
+/// Whether latent rows of these columns fit DType::fp8_ds_mla: its f32 scales and bf16 rope columns must
+/// begin and end at multiples of their size.
 constexpr bool fits_mixed_rows(std::int64_t head_dim, std::int64_t value_dim) {
   return value_dim % 4 == 0 && head_dim - value_dim >= 2 && (head_dim - value_dim) % 2 == 0;
 }
 
-/// The sum of two sizes, likewise.
+/// The sum of two sizes, kSaturated beyond int64. A size below 0 counts as 0.
 constexpr std::int64_t size_sum(std::int64_t a, std::int64_t b) {
   return saturating_sum(larger<std::int64_t>(a, 0), larger<std::int64_t>(b, 0));
 }
 
 }  // namespace detail
 
-/// Element type, sizes and strides of a paged pool; the last stride of a row is 1. In a latent format (MLA)
-/// one row a token is both: all head_dim columns are the key, the first value_dim the value. Its two parts,
-/// the latent and the rope columns, may lie apart.
+/// Element type, sizes and strides of a paged pool. The last stride of a row is 1. In a latent format (MLA)
+/// one row a token is both key and value: all head_dim columns are the key, the first value_dim the value.
+/// The latent columns and the rope columns may lie apart.
 ///
-/// Rows of DType::fp8_ds_mla are those of FlashMLA and vLLM: latent columns of e4m3, their scales, rope
-/// columns of bf16; strides are bytes. A scale is that of mixed_scale().
+/// Rows of DType::fp8_ds_mla are those of FlashMLA and vLLM: e4m3 latent columns, their f32 scales, bf16 rope
+/// columns. Their strides are in bytes, and their scales are those of mixed_scale().
 struct KvFormat {
   DType dtype = DType::f32;
   std::int64_t num_heads = 0;    ///< KV heads that this rank stores: Hkv/TPA.
@@ -94,11 +96,11 @@ struct KvFormat {
   std::int64_t value_dim = 0;    ///< Dv.
   std::int64_t page_tokens = 0;  ///< Local tokens a page.
   bool is_latent = false;
-  KvStrides k{};     ///< Key rows; latent: their first value_dim columns.
-  KvStrides v{};     ///< Value rows; latent: unused.
-  KvStrides rope{};  ///< Latent only: columns [value_dim, head_dim) of the key rows.
+  KvStrides k{};     ///< Strides of key rows; latent: of their first value_dim columns.
+  KvStrides v{};     ///< Strides of value rows; latent: unused.
+  KvStrides rope{};  ///< Latent only: strides of columns [value_dim, head_dim) of the key rows.
 
-  /// Helix's own pool of K and V: [page][K, V][head][token][D], rows of V in places of D columns.
+  /// Helix's own pool of K and V: [page][K, V][head][token][D]. Rows of V take D columns too.
   static constexpr KvFormat head_major(DType dtype, std::int64_t num_heads, std::int64_t head_dim,
                                        std::int64_t value_dim, std::int64_t page_tokens) {
     const std::int64_t head = detail::size_product(page_tokens, head_dim);
@@ -125,7 +127,7 @@ struct KvFormat {
   /// A pool of latent rows, [page][token][head_dim]; fp8_ds_mla: [page][token][latent_row_bytes()].
   static constexpr KvFormat latent(DType dtype, std::int64_t head_dim, std::int64_t value_dim,
                                    std::int64_t page_tokens) {
-    // Wider rows are refused with the head_dim or value_dim that makes them.
+    // Sizes are clamped here; the checks of head_dim and value_dim refuse wider rows.
     const auto columns = [](std::int64_t dim) {
       return smaller(larger<std::int64_t>(dim, 0), kSaturated / 8);
     };
@@ -141,40 +143,42 @@ struct KvFormat {
   HELIX_HOST_DEVICE constexpr std::int64_t rope_columns() const {
     return is_latent ? head_dim - value_dim : 0;
   }
-  /// Whether rows bring scales of their own, and rope columns of another type.
+  /// Whether rows carry scales of their own, and rope columns of another type.
   HELIX_HOST_DEVICE constexpr bool is_mixed() const { return dtype == DType::fp8_ds_mla; }
-  /// Elements of dtype from a row's begin at `k` to its end there, and likewise at `rope`.
+  /// Elements of dtype that a key row takes at `k`.
   HELIX_HOST_DEVICE constexpr std::int64_t k_extent() const { return latent_extent(dtype, k_columns()); }
+  /// Elements of dtype that a key row takes at `rope`.
   HELIX_HOST_DEVICE constexpr std::int64_t rope_extent() const {
     return helix::rope_extent(dtype, rope_columns());
   }
-  /// Elements of one page of a pool of Helix's own, K and V or latents.
+  /// Elements of one page in a pool of Helix's own, of K and V or of latents.
   constexpr std::int64_t page_elements() const { return k.page; }
   constexpr std::int64_t element_bytes() const { return static_cast<std::int64_t>(size_bytes(dtype)); }
 };
 
-/// One layer's shard of a paged KV cache, borrowed. Plain data: operations copy it to the device.
+/// A borrowed view of one layer's shard of a paged KV cache. Plain data: operations copy it to the device.
 struct KvView {
   KvFormat format{};
   void* k = nullptr;           ///< First key row: token 0 of head 0 in page 0.
   void* v = nullptr;           ///< First value row; latent: null.
   void* rope = nullptr;        ///< Latent only: column value_dim of the first key row.
   std::int64_t num_pages = 0;  ///< Pages of the pool; page ids in the table are below it.
-  /// [num_heads], device memory, fp8_e4m3 only: stored * scale = value, above 0; null means 1.
+  /// [num_heads] scales of keys, device memory, fp8_e4m3 only: stored * scale = value, above 0; null means 1.
   const float* k_scale = nullptr;
-  const float* v_scale = nullptr;  ///< [num_heads], likewise; latent: null, as k_scale serves the whole row.
-  /// Page ids, device memory: page i of a sequence holds its local tokens [i, i + 1) * page_tokens. Row of
-  /// slot s: entries from s * max_pages on, or, as a CSR list, from page_begins[s] on.
+  /// [num_heads] scales of values, as k_scale. Latent: null, because k_scale serves the whole row.
+  const float* v_scale = nullptr;
+  /// Page ids, device memory. Page i of a sequence holds its local tokens [i * page_tokens, (i + 1) *
+  /// page_tokens). The row of slot s begins at entry s * max_pages, or in a CSR list at entry page_begins[s].
   const std::int32_t* page_table = nullptr;
-  std::int64_t max_pages = 0;  ///< Entries a row; unused with page_begins.
-  std::int64_t num_slots = 0;  ///< Rows of the table, or of the CSR list; 0: not known, and not checked.
-  const std::int32_t* page_begins =
-      nullptr;  ///< CSR: [slots + 1] (FlashInfer's indptr), device memory, or null.
+  std::int64_t max_pages = 0;  ///< Entries of a row; unused with page_begins.
+  std::int64_t num_slots = 0;  ///< Rows of the table or of the CSR list; 0: not known and not checked.
+  /// [slots + 1] row starts of a CSR list (FlashInfer's indptr), device memory, or null.
+  const std::int32_t* page_begins = nullptr;
   KvLayout layout{1, 1};
   std::int64_t kvp_rank = 0;
 
-  /// A view of pool `pages` in a format made by KvFormat::head_major or KvFormat::latent. The page table is
-  /// the caller's to fill in.
+  /// A view of pool `pages` in a format made by KvFormat::head_major or KvFormat::latent. The caller fills in
+  /// the page table.
   static KvView of_pool(void* pages, const KvFormat& format, std::int64_t num_pages) {
     auto* const bytes = static_cast<std::byte*>(pages);
     KvView view;
@@ -189,17 +193,17 @@ struct KvView {
     return view;
   }
 
-  /// Place in page_table of the first page of slot `slot`; in device code only where page_begins is null or
-  /// readable.
+  /// Index in page_table of the first page of slot `slot`. Call it only where page_begins is null or can be
+  /// read.
   HELIX_HOST_DEVICE constexpr std::int64_t first_page_of(std::int64_t slot) const {
     return page_begins != nullptr ? std::int64_t{page_begins[slot]} : slot * max_pages;
   }
 };
 
-/// Throws Error(invalid_argument) naming the field unless `kv` can be read: sizes in range, no pointer
-/// missing, strides that keep rows apart, K and V (latent: latent and rope) of equal strides apart too. Any
-/// permutation and slice of a dense tensor passes, page and row padding included. What lies in device memory
-/// (page ids) is not looked at. Local, host only.
+/// Throws Error(invalid_argument) that names the field unless `kv` can be read: sizes in range, no pointer
+/// missing, strides that keep rows apart, and K and V (latent: the latent and rope columns) apart too if
+/// their strides are equal. Any permutation and slice of a dense tensor passes, page and row padding
+/// included. Device memory (page ids) is not looked at. Local, host only.
 void check_kv_view(std::string_view operation, const KvView& kv);
 
 }  // namespace helix

@@ -17,7 +17,7 @@ using TokenRange = Range;
 
 namespace detail {
 
-/// KvLayout::length in integers of type Int, which hold all that comes up.
+/// KvLayout::length() in integers of type Int, which must hold all intermediate values.
 template <class Int>
 HELIX_HOST_DEVICE constexpr std::int64_t owned_tokens(Int tokens, Int period, Int chunk, Int kvp_rank) {
   const Int rest = tokens % period - kvp_rank * chunk;
@@ -33,6 +33,7 @@ HELIX_HOST_DEVICE constexpr std::int64_t owned_tokens(Int tokens, Int period, In
 /// 3). Independent of the page size.
 class KvLayout {
  public:
+  /// A layout over `kvp` ranks in chunks of `chunk` tokens.
   /// @throws Error(invalid_argument) unless kvp is in [1, kMaxRanks] and chunk in [1, kMaxTokens].
   constexpr KvLayout(std::int64_t kvp, std::int64_t chunk) : kvp_(kvp), chunk_(chunk) {
     HELIX_EXPECTS(kvp >= 1 && kvp <= kMaxRanks && chunk >= 1 && chunk <= kMaxTokens,
@@ -55,9 +56,9 @@ class KvLayout {
     return (position / period()) * chunk_ + position % chunk_;
   }
 
-  /// Tokens that `kvp_rank` owns of the first `num_tokens` global positions. Also the per-query causal bound:
-  /// query at global position p reads local positions [0, length(p + 1, kvp_rank)) (invariant 4). Zero for
-  /// num_tokens <= 0.
+  /// Tokens that `kvp_rank` owns of the first `num_tokens` global positions; 0 for num_tokens <= 0. Also the
+  /// causal bound of a query: at global position p it reads local positions [0, length(p + 1, kvp_rank))
+  /// (invariant 4).
   HELIX_HOST_DEVICE constexpr std::int64_t length(std::int64_t num_tokens, std::int64_t kvp_rank) const {
     if (num_tokens <= 0) return 0;
     if (kvp_ == 1) return num_tokens;
@@ -95,8 +96,8 @@ class KvLayout {
     return {length(span.begin, kvp_rank), length(span.end, kvp_rank)};
   }
 
-  /// Calls `visit(TokenRange global, int64 local_begin)` for each maximal owned run of `span` in order: at
-  /// most one a chunk, no per-token loop. With kvp == 1 the span is one run.
+  /// Calls `visit(TokenRange global, int64 local_begin)` for each maximal owned run of `span`, in order: at
+  /// most one a chunk, without a loop over tokens. With kvp == 1 the span is one run.
   template <class Visit>
   constexpr void for_each_owned_range(TokenRange span, std::int64_t kvp_rank, Visit&& visit) const {
     if (kvp_ == 1) {

@@ -14,23 +14,23 @@
 
 namespace helix {
 
-/// One rank's end of the exchange. Owns the memory of its messages, and a device-side count of exchanges:
-/// each message carries it with a hash of its tokens' positions, and a rank that skipped or repeated a step
-/// is an Error(out_of_step) on the stream, not a wrong result (invariant 13), unless the step behind has the
-/// same positions (exchange_epoch()). The bytes that travel do not depend on the context. Source: paper
-/// section 2.1.2.
+/// One rank's end of the exchange. Owns the memory of its messages and a device-side count of exchanges. Each
+/// message carries the count with a hash of its tokens' positions. A rank that skipped or repeated a step is
+/// an Error(out_of_step) on the stream, not a wrong result (invariant 13), unless the next step has the same
+/// positions (exchange_epoch()). The bytes that travel do not depend on the context. Not thread-safe. Source:
+/// paper section 2.1.2.
 ///
 /// With windows (WindowExchange) attention writes into the memory of the rank that combines each head:
-/// nothing is packed or sent, the transfer runs beside attention, and a step is one slice. There a step of
-/// few bytes may travel as lines (LineRows), each of which says of which exchange it is and needs no header.
+/// nothing is packed or sent, the transfer overlaps attention, and a step is one slice. A step of few bytes
+/// may then travel as lines (LineRows), each of which carries the number of its exchange and needs no header.
 template <ExchangeBackend B>
 class KvpAllToAll {
  public:
   using T = typename B::Activation;
   using Stream = typename B::Stream;
 
-  /// Allocates the messages, of peers in memory from the communicator, and keeps the backend's address.
-  /// Collective over the KVP group.
+  /// Allocates the messages; those that peers write lie in memory of the communicator. Keeps the backend's
+  /// address. Collective over the KVP group.
   /// @throws Error(invalid_argument) if the KVP width does not divide the query heads, a size exceeds
   /// limits.hpp, or the backend has no KVP communicator.
   KvpAllToAll(B& backend, const KvpAllToAllSpec& spec)
@@ -50,26 +50,28 @@ class KvpAllToAll {
   /// Ranks of the KVP group.
   std::int64_t kvp() const { return kvp_; }
 
-  /// Whether messages go straight into the peers' memory. Then a step is one slice, the only one in flight.
+  /// Whether messages go straight into the peers' memory. A step is then one slice, and no other is in
+  /// flight.
   bool has_windows() const { return has_windows_; }
 
-  /// Bytes of outputs and log-sum-exps in a rank's messages for `tokens` tokens, its own slice included,
-  /// headers and padding not.
+  /// Bytes of outputs and log-sum-exps in a rank's messages for `tokens` tokens. The slice that the rank
+  /// keeps counts; headers and padding do not.
   std::int64_t payload_bytes(std::int64_t tokens) const {
     return ExchangeLayout::payload_bytes(tokens, spec_.num_query_heads, spec_.value_dim, kElementBytes);
   }
 
-  /// Messages to be filled.
+  /// Messages that attention fills.
   struct Outgoing {
     PartialTarget<T> target;  ///< Place of the partials in the messages, for PartialAttentionArgs.
     ExchangeSlice slice{};
   };
 
-  /// The messages of one slice of a step, for an attention that writes its partials, and their headers,
-  /// straight into them: nothing is packed then. Over windows headers are the combine's to send, and an
-  /// attention must know the target's `lines`, unless the spec wants none. `positions` (device) of the
-  /// slice's tokens as in exchange(). Local, queues nothing.
-  /// @throws Error(invalid_argument) for KVP = 1, which sends none, or a slice outside of the spec.
+  /// Returns the messages of one slice of a step, for an attention that writes its partials and their headers
+  /// straight into them, so that nothing is packed. Over windows the combine sends the headers, and attention
+  /// must support the target's `lines` unless the spec wants none. `positions` (device) are those of the
+  /// slice's tokens, as in exchange(). Local, queues nothing.
+  /// @throws Error(invalid_argument) for KVP = 1, which sends no messages, or for a slice outside of the
+  /// spec.
   [[nodiscard]] Outgoing outgoing(const ExchangeSlice& of_step, const std::int64_t* positions) const {
     const ExchangeSlice slice = detail::checked_exchange_slice(spec_, of_step, kvp_, has_windows_);
     Outgoing messages{.target = {.out = {nullptr, {0, spec_.num_query_heads, slice.value_dim}},
@@ -84,24 +86,25 @@ class KvpAllToAll {
     return packed(slice, positions);
   }
 
-  /// The partials of this rank's Hq/N heads from every KVP rank, in rank order; views of the messages (KVP =
-  /// 1: of the input).
+  /// Partials of this rank's Hq/N heads from every KVP rank, in rank order. Views of the messages, or with
+  /// KVP = 1 of the input.
   struct Received {
     TensorView<const T, 4> out;      ///< [KVP, tokens, Hq/N, Dv].
     TensorView<const float, 3> lse;  ///< [KVP, tokens, Hq/N], natural.
   };
 
   /// Sends head slice p of `partial` to KVP rank p and receives this rank's slice from all: rank (kvp, tpa)
-  /// gets heads [kvp * Hq/N, +Hq/N) of its TPA group's Hq/TPA (invariant 1). KVP = 1 and zero tokens send
-  /// nothing. Collective over the KVP group with equal token counts. Queued on `stream` (packing, all-to-all
-  /// and check); allocates nothing (with windows its messages, at the first call), capturable. What it
-  /// returns is valid until the next exchange is queued. The calls of one KvpAllToAll are ordered by one
-  /// stream, or by events.
-  /// @throws Error(invalid_argument) if shapes differ from the spec, the convention has no name, or, as KVP =
-  /// 1 converts nothing, is not the natural one there; before anything is queued. Failures on the stream are
-  /// sticky: Error(out_of_step) if the ranks are not in the same step. That shows in `positions` (device,
-  /// [tokens], equal on all ranks); with nullptr only counts, tokens and senders are compared, and a rank
-  /// that left out a whole step goes unseen.
+  /// gets heads [kvp * Hq/N, +Hq/N) of its TPA group's Hq/TPA (invariant 1). With KVP = 1 or zero tokens
+  /// nothing is sent. Collective over the KVP group with equal token counts. Queued on `stream` (packing,
+  /// all-to-all and check); capturable. Allocates nothing, except that with windows the first call allocates
+  /// its messages. The result is valid until the next exchange is queued. Order the calls of one KvpAllToAll
+  /// by one stream, or by events.
+  /// @throws Error(invalid_argument), before anything is queued, if shapes differ from the spec or the
+  /// convention is not a named one. KVP = 1 converts nothing, so the convention must be natural there.
+  ///
+  /// Failures on the stream are sticky: Error(out_of_step) if the ranks are not in the same step. `positions`
+  /// (device, [tokens], equal on all ranks) reveal that. With nullptr only counts, tokens and senders are
+  /// compared, and a rank that skipped a whole step goes undetected.
   Received exchange(const Partial<T>& partial, const std::int64_t* positions, Stream stream,
                     LseConvention convention = LseConvention::natural) {
     const std::int64_t tokens = partial.out.extent(0);
@@ -134,12 +137,13 @@ class KvpAllToAll {
     return received;
   }
 
-  /// Exchanges what attention wrote to `messages`, headers included, and combines what comes: combined
-  /// [tokens, Hq/N, Dv] of this rank's heads, with the logits `sinks` [Hq/N] (or null) in the denominator. As
-  /// exchange() and lse_combine(), with nothing packed and the check beside the combine: it may have written
-  /// `combined` when it finds a rank out of step, whose Error is as sticky.
-  /// @throws Error(invalid_argument) unless `combined` has that shape, an address and 1 for its last stride;
-  /// before anything is queued.
+  /// Exchanges what attention wrote to `messages`, headers included, and combines what arrives into
+  /// `combined` [tokens, Hq/N, Dv] of this rank's heads. The logits `sinks` [Hq/N] (or null) join the
+  /// denominator. Does the work of exchange() and lse_combine() without packing, and checks while it
+  /// combines: `combined` may have been written when a rank is found out of step. That Error is sticky too.
+  /// Collective over the KVP group.
+  /// @throws Error(invalid_argument), before anything is queued, unless `combined` has that shape, an address
+  /// and a last stride of 1.
   void exchange_and_combine(const Outgoing& messages, const float* sinks, TensorView<T, 3> combined,
                             Stream stream) {
     if (messages.slice.tokens == 0) return;
@@ -161,7 +165,8 @@ class KvpAllToAll {
   }
 
   /// Bytes of outputs and log-sum-exps sent to other ranks so far, queued ones included: tokens * Hq/TPA *
-  /// (Dv * sizeof(T) + 4) * (KVP - 1) / KVP an exchange. Its own slice, headers and padding do not count.
+  /// (Dv * sizeof(T) + 4) * (KVP - 1) / KVP for each exchange. The slice that the rank keeps, headers and
+  /// padding do not count.
   std::int64_t sent_payload_bytes() const { return sent_payload_bytes_; }
 
  private:
@@ -170,7 +175,7 @@ class KvpAllToAll {
   using Window =
       decltype(helix::allocate_window(std::declval<B&>(), std::declval<typename B::Comm&>(), std::size_t{}));
 
-  /// outgoing() in this rank's own memory.
+  /// outgoing() into this rank's own memory.
   Outgoing packed(const ExchangeSlice& slice, const std::int64_t* positions) const {
     Outgoing messages{.target = {.out = {}, .lse = {}, .first_token = slice.first_token}, .slice = slice};
     const ExchangeMessage at = message_of(slice);

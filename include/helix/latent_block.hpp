@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The attention of a block with latents (MLA): projections, attention and output.
+// The attention block of a layer with latents (MLA): projections, attention and output.
 #pragma once
 
 #include <bit>
@@ -19,7 +19,7 @@
 
 namespace helix::detail {
 
-/// Queries [tokens, Hq, nope + rope], not yet rotated, and latents, not yet normed.
+/// Computes queries [tokens, Hq, nope + rope], not yet rotated, and latents, not yet normed.
 template <LayerBackend B>
 void project_latent_queries(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
                             const MlaWeights& weights, typename B::Stream stream) {
@@ -35,13 +35,13 @@ void project_latent_queries(B& backend, const RankShape& shape, const AttentionB
   backend.linear(LinearArgs<T>{buffers.q_lora, weights.q_b, {}, q_heads}, stream);
 }
 
-/// Rows of x that are the tokens of `batch`.
+/// The rows of x that belong to the tokens of `batch`.
 template <class T, int R>
 TensorView<T, R> rows_of(const TensorView<T, R>& x, const Batch& batch) {
   return x.slice(0, batch.first_token(), batch.num_tokens());
 }
 
-/// Queries of `batch` absorbed into the latent space; their rope columns are rotated (prepare_latents()).
+/// Absorbs the queries of `batch` into the latent space. prepare_latents() has rotated their rope columns.
 template <LayerBackend B>
 void absorb_queries(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
                     const MlaWeights& weights, const Batch& batch, typename B::Stream stream) {
@@ -54,8 +54,8 @@ void absorb_queries(B& backend, const RankShape& shape, const AttentionBlockArgs
                       stream);
 }
 
-/// Norms and turns the latents, and puts into the cache what this rank owns. Turns the rope columns of all
-/// queries, too, those that attend expanded for nothing.
+/// Norms and rotates the latents, and appends those that this rank owns to the cache. Rotates the rope
+/// columns of all queries too, though sequences that attend expanded do not use them.
 template <LayerBackend B>
 void prepare_latents(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
                      const MlaWeights& weights, typename B::Stream stream) {
@@ -78,7 +78,7 @@ void prepare_latents(B& backend, const RankShape& shape, const AttentionBlockArg
       stream);
 }
 
-/// Absorbed attention of `batch`. W_UV takes each head out of the latent space after the combine.
+/// Runs absorbed attention of `batch`. After the combine W_UV takes each head out of the latent space.
 template <LayerBackend B>
 void attend_absorbed(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
                      const MlaWeights& weights, const Batch& batch, typename B::Stream stream) {
@@ -94,7 +94,8 @@ void attend_absorbed(B& backend, const RankShape& shape, const AttentionBlockArg
       stream);
 }
 
-/// Calls use(first row, rows) for blocks of `rows` rows, of few sizes: backends plan a product for each.
+/// Calls use(first row, rows) for blocks of `rows` rows. Blocks have few different sizes, because backends
+/// plan a product for each.
 template <class Use>
 void for_each_row_block(std::int64_t rows, const Use& use) {
   constexpr std::int64_t kMaxRows = 4096;
@@ -106,9 +107,9 @@ void for_each_row_block(std::int64_t rows, const Use& use) {
   }
 }
 
-/// The first `local_tokens` tokens of the sequence in slot *slot as keys and values of each head, and a view
-/// of them as a cache of one page. Their order is that of the shard, so that causal bounds hold as they do
-/// there (invariant 4).
+/// Expands the first `local_tokens` tokens of the sequence in slot *slot to keys and values of each head.
+/// Returns a view of them as a cache of one page. Tokens keep the order of the shard, so that its causal
+/// bounds hold here too (invariant 4).
 template <LayerBackend B>
 KvView expand_latents(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
                       const MlaWeights& weights, const std::int32_t* slot, std::int64_t local_tokens,
@@ -158,7 +159,7 @@ KvView expand_latents(B& backend, const RankShape& shape, const AttentionBlockAr
   return view;
 }
 
-/// Expanded attention of `batch`, one sequence: what combines are values.
+/// Runs expanded attention of `batch`, which is one sequence. The partials that combine are of values.
 template <LayerBackend B>
 void attend_expanded(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
                      const MlaWeights& weights, Batch batch, typename B::Stream stream) {
@@ -175,8 +176,8 @@ void attend_expanded(B& backend, const RankShape& shape, const AttentionBlockArg
          stream);
 }
 
-/// Tokens of sequence `b` that the fullest rank expands; 0: it attends absorbed, as under a window, before
-/// which pages may be gone. The same on all ranks.
+/// Tokens of sequence `b` that the fullest rank expands; 0: the sequence attends absorbed. Under a window it
+/// always does, as pages before the window may be gone. Equal on all ranks.
 template <LayerBackend B>
 std::int64_t expanded_tokens(const RankShape& shape, const LayerConfig& config, const MlaWeights& weights,
                              const KvLayout& layout, const Batch& batch, std::int64_t b) {
@@ -206,8 +207,8 @@ std::int64_t most_expanded_tokens(const RankShape& shape, const LayerConfig& con
   return most;
 }
 
-/// Calls use(sequences, whether they attend expanded) for the parts of the step one after the other: each
-/// sequence that attends expanded, and those between.
+/// Calls use(sequences, whether they attend expanded) for the parts of the step in turn: each sequence that
+/// attends expanded, and the absorbed ones between them.
 template <LayerBackend B, class Use>
 void for_each_part(const RankShape& shape, const AttentionBlockArgs<B>& args, const MlaWeights& weights,
                    const Use& use) {
@@ -226,7 +227,7 @@ void for_each_part(const RankShape& shape, const AttentionBlockArgs<B>& args, co
   use_absorbed(batch.num_sequences());
 }
 
-/// The attention block of a layer with latents, from the projections of queries and latents on.
+/// Attention block of a layer with latents, from its projections to its output projection.
 template <LayerBackend B>
 void attend_block(B& backend, const RankShape& shape, const AttentionBlockArgs<B>& args,
                   const MlaWeights& weights, typename B::Stream stream) {

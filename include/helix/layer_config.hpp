@@ -18,7 +18,7 @@ struct RouterConfig {
   float scale = 1.0f;
 };
 
-/// The numbers of one layer that are not weights. Equal on all ranks.
+/// Numbers of one layer that are not weights. They must be equal on all ranks.
 struct LayerConfig {
   float norm_epsilon = 1e-5f;
   float latent_norm_epsilon = 1e-6f;  ///< Epsilon of MLA's norms of compressed queries and keys.
@@ -26,8 +26,8 @@ struct LayerConfig {
   std::int64_t window = 0;  ///< Sliding window in tokens; 0: none.
   float soft_cap = 0.0f;    ///< Soft cap of scores; 0: none.
   RopeView rope{};
-  RouterConfig router{};     ///< For MoeWeights.
-  MlaPrefill mla_prefill{};  ///< For MlaWeights.
+  RouterConfig router{};     ///< Choice of experts, with MoeWeights.
+  MlaPrefill mla_prefill{};  ///< Choice of absorbed or expanded attention, with MlaWeights.
 };
 
 }  // namespace helix

@@ -1,43 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
-// The largest sizes that the library takes, orders of magnitude beyond any model or machine.
+// The largest sizes that the library accepts, orders of magnitude beyond any model or machine.
 #pragma once
 
 #include <cstdint>
 
 namespace helix {
 
-// What a public header checks against these cannot overflow int64 afterwards. The largest products:
+// Sizes that a public header has checked against these limits cannot overflow int64 afterwards. The largest
+// products:
 // - a position on a rank, its chunk times KVP: kMaxTokens * kMaxRanks = 2^56;
 // - a page's elements: kMaxPageTokens * kMaxRowElements = 2^55, and its bits: 2^60;
-// - a step's widest buffer, the chosen experts' inputs, products and outputs: kMaxStepTokens * kMaxTopK *
-//   4 * kMaxWidth = 2^58 elements, 2^60 bytes; logits of a step: kMaxStepTokens * kMaxVocabulary = 2^48.
-// Sums over layers, pages and sequences may come to more: they saturate (integers.hpp) and are refused.
+// - a step's widest buffer, the chosen experts' inputs, products and outputs: kMaxStepTokens * kMaxTopK * 4 *
+//   kMaxWidth = 2^58 elements, 2^60 bytes; logits of a step: kMaxStepTokens * kMaxVocabulary = 2^48. Sums
+//   over layers, pages and sequences may come to more: they saturate (integers.hpp) and are refused.
 
-/// Tokens of a sequence, of a chunk of KvLayout, and of all pages of a stage.
+/// Most tokens of a sequence, of a chunk of KvLayout, and of all pages of a stage.
 inline constexpr std::int64_t kMaxTokens = std::int64_t{1} << 40;
-/// Local tokens of a page.
+/// Most local tokens of a page.
 inline constexpr std::int64_t kMaxPageTokens = std::int64_t{1} << 24;
-/// Tokens of a chunk in a KV cache, whose kernels count them in 32 bits.
+/// Most tokens of a chunk in a KV cache; kernels count them in 32 bits.
 inline constexpr std::int64_t kMaxChunk = (std::int64_t{1} << 31) - 1;
-/// Pages of a rank, which page tables name in 32 bits.
+/// Most pages of a rank; page tables name them in 32 bits.
 inline constexpr std::int64_t kMaxPages = (std::int64_t{1} << 31) - 1;
-/// Sequences of a job.
+/// Most sequences of a job.
 inline constexpr std::int64_t kMaxSequences = std::int64_t{1} << 20;
-/// Query tokens of a step, over all sequences.
+/// Most query tokens of a step, over all sequences.
 inline constexpr std::int64_t kMaxStepTokens = std::int64_t{1} << 20;
-/// Ranks of a job, and of each of its groups.
+/// Most ranks of a job, and of each of its groups.
 inline constexpr std::int64_t kMaxRanks = std::int64_t{1} << 16;
-/// Layers, heads and experts of a model.
+/// Most layers, heads or experts of a model.
 inline constexpr std::int64_t kMaxCount = std::int64_t{1} << 20;
-/// Experts that a token visits.
+/// Most experts that a token visits.
 inline constexpr std::int64_t kMaxTopK = std::int64_t{1} << 12;
-/// Experts that the backends of this library choose from.
+/// Most routed experts that the backends of this library choose from.
 inline constexpr std::int64_t kMaxRoutedExperts = std::int64_t{1} << 12;
-/// Hidden states and FFN slices of a model, in elements.
+/// Largest hidden size and FFN slice of a model, in elements.
 inline constexpr std::int64_t kMaxWidth = std::int64_t{1} << 24;
-/// A token's queries, keys or values of all heads, in elements.
+/// Most elements of a token's queries, keys or values over all heads.
 inline constexpr std::int64_t kMaxRowElements = std::int64_t{1} << 31;
-/// Ids of a vocabulary.
+/// Most ids of a vocabulary.
 inline constexpr std::int64_t kMaxVocabulary = std::int64_t{1} << 28;
 
 }  // namespace helix

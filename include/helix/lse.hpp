@@ -8,17 +8,17 @@
 
 namespace helix {
 
-/// How a kernel reports the log-sum-exp of its scores. Whoever passes on an lse of another convention than
-/// this library's says so in the arguments (PackPartialArgs, LseCombineArgs); the device converts as it
-/// reads.
+/// How a kernel reports the log-sum-exp of its scores. A caller that passes on an lse in another convention
+/// than this library's says so in the arguments (PackPartialArgs, LseCombineArgs); the device converts it as
+/// it reads.
 enum class LseConvention : std::uint8_t {
   natural,                       ///< This library: natural logarithm, -inf for "no tokens".
   base2,                         ///< FlashInfer: logarithm to base 2, -inf for "no tokens".
   natural_positive_inf_if_empty  ///< FlashMLA, FlashAttention-3: natural, +inf for "no tokens".
 };
 
-/// The natural log-sum-exp of `lse`, -inf for "no tokens" (invariants 5 and 6); a NaN stays one. A mistaken
-/// base gives wrong weights and no other sign: sums of exponentials [2, 8] weigh outputs [0, 10] to 8, and
+/// Converts `lse` to the natural log-sum-exp, -inf for "no tokens" (invariants 5 and 6); a NaN stays one. The
+/// only sign of a mistaken base is wrong weights: sums of exponentials [2, 8] weigh outputs [0, 10] to 8, and
 /// to 7.23 if their natural logarithms are read as base 2.
 HELIX_HOST_DEVICE constexpr float to_natural(float lse, LseConvention convention) {
   constexpr float kLn2 = 0.693147180559945309417f;
@@ -28,8 +28,8 @@ HELIX_HOST_DEVICE constexpr float to_natural(float lse, LseConvention convention
   return lse;
 }
 
-/// The larger of two log-sum-exps, NaN if either is: one that became nothing on the way would pass for "no
-/// tokens", of weight 0.
+/// The larger of two log-sum-exps, NaN if either is. A NaN that got lost here would pass for "no tokens", of
+/// weight 0.
 HELIX_HOST_DEVICE constexpr float larger_lse(float max, float lse) {
   const bool is_nan = !(lse == lse);
   return lse > max || is_nan ? lse : max;

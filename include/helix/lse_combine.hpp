@@ -10,14 +10,14 @@
 
 namespace helix {
 
-/// out = sum_r w_r out_r / (sum_r w_r + exp(sink - m)), w_r = exp(lse_r - m), m the largest lse (or sink), in
-/// the fixed order of r, so that replays give the same bits (invariant 7). partial_lse is converted from its
-/// convention as it is read; the result's is natural (invariant 5). A partial with lse = -inf counts 0
-/// whatever its out holds; all of them -inf (and no sink): out = 0, lse = -inf (invariant 6). See
-/// LseCombineArgs for shapes. Local; queued on `stream`, allocates nothing, capturable. Source: paper
-/// section 2.1.1; Flash-Decoding.
+/// Merges partials exactly: out = sum_r w_r out_r / (sum_r w_r + exp(sink - m)), w_r = exp(lse_r - m), with m
+/// the largest lse (or sink). The sums run in the fixed order of r, so that replays give the same bits
+/// (invariant 7). partial_lse is converted from its convention as it is read; the result's lse is natural
+/// (invariant 5). A partial with lse = -inf counts 0, whatever its out holds. If all of them are -inf (and
+/// there is no sink): out = 0, lse = -inf (invariant 6). See LseCombineArgs for shapes. Local; queued on
+/// `stream`, allocates nothing, capturable. Source: paper section 2.1.1; Flash-Decoding.
 /// @throws Error(invalid_argument) if shapes contradict each other or limits.hpp, an address is missing, or
-/// the convention has no name.
+/// the convention is not a named one.
 template <ExchangeBackend B>
 void lse_combine(B& backend, const LseCombineArgs<typename B::Activation>& args, typename B::Stream stream) {
   const auto& out = args.partial_out;

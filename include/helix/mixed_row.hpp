@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of DType::fp8_ds_mla on the host: values into them and back.
+// Conversion of values to rows of DType::fp8_ds_mla and back, on the host.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace helix {
 namespace detail {
 
-/// Value of each e4m3.
+/// Value of each e4m3 bit pattern.
 inline constexpr std::array<float, 256> kE4m3Values = [] {
   std::array<float, 256> values{};
   for (std::size_t i = 0; i < values.size(); ++i)
@@ -25,8 +25,8 @@ inline constexpr std::array<float, 256> kE4m3Values = [] {
 
 }  // namespace detail
 
-/// Stores `values` [head_dim] in the row whose parts begin at `latent` and `rope`: value / scale rounded to
-/// e4m3, the scales of all groups of kScaledColumns, rope columns rounded to bf16.
+/// Stores `values` [head_dim] in the row whose parts begin at `latent` and `rope`: latent columns as value /
+/// scale rounded to e4m3, the scales of all groups of kScaledColumns, rope columns rounded to bf16.
 inline void store_mixed_row(const float* values, std::int64_t head_dim, std::int64_t value_dim,
                             std::byte* latent, std::byte* rope) {
   std::byte* scales = latent + value_dim;
@@ -45,7 +45,7 @@ inline void store_mixed_row(const float* values, std::int64_t head_dim, std::int
   }
 }
 
-/// The values of such a row, [head_dim]: stored * scale in f32.
+/// Loads the values [head_dim] of a row of DType::fp8_ds_mla: stored * scale in f32.
 inline void load_mixed_row(const std::byte* latent, const std::byte* rope, std::int64_t head_dim,
                            std::int64_t value_dim, float* values) {
   const std::byte* scales = latent + value_dim;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// MlaPrefill: whether a chunk of a sequence attends in the latent space or with keys and values expanded from
-// it.
+// MlaPrefill: whether a chunk of a sequence attends in the latent space or with expanded keys and values.
 #pragma once
 
 #include <cstdint>
@@ -9,48 +8,49 @@
 
 namespace helix {
 
-/// The two forms of multi-head latent attention, the same up to rounding.
+/// The two forms of multi-head latent attention, with equal results up to rounding.
 enum class MlaForm : std::uint8_t {
-  automatic,  ///< What takes less time, by multiply-adds and MlaPrefillCosts.
-  absorbed,   ///< Queries go into the latent space: what a query sees is read as it is cached.
-  expanded    ///< The latents that a chunk sees become keys and values of each head first.
+  automatic,  ///< The form that takes less time, by multiply-adds and MlaPrefillCosts.
+  absorbed,   ///< Queries are taken into the latent space and read the latents as they are cached.
+  expanded    ///< The latents that a chunk sees are first expanded to keys and values of each head.
 };
 
-/// How long chunks attend. Equal on all ranks. As it is, all attention is absorbed; so is that of a layer
-/// with a window, whatever is said here.
+/// In which form prompt chunks attend. Must be equal on all ranks. By default max_tokens is 0, so that all
+/// attention is absorbed. Layers with a window are always absorbed.
 struct MlaPrefill {
   MlaForm form = MlaForm::automatic;
-  /// Most tokens of a sequence that a rank expands, for which the workspace has room: (latent_dim() + Hq *
-  /// (qk_head_dim() + v_head_dim)) elements each. What sees more attends absorbed; 0: all does.
+  /// Most tokens of a sequence that a rank expands. The workspace has room for them: (latent_dim() + Hq *
+  /// (qk_head_dim() + v_head_dim)) elements each. A chunk that sees more tokens attends absorbed; 0: all
+  /// chunks do.
   std::int64_t max_tokens = 0;
 
-  /// Tokens that the workspace has room for.
+  /// Tokens for which the workspace has room.
   constexpr std::int64_t room() const { return form == MlaForm::absorbed ? 0 : max_tokens; }
 };
 
-/// What the host knows of one sequence in a step; the same on all ranks.
+/// What the host knows of one sequence in a step. Equal on all ranks.
 struct MlaChunk {
   std::int64_t tokens = 0;        ///< T, query tokens.
-  std::int64_t length = 0;        ///< S, with them.
-  std::int64_t local_tokens = 0;  ///< As many of S as the fullest KVP rank stores.
+  std::int64_t length = 0;        ///< S, tokens of the sequence, query tokens included.
+  std::int64_t local_tokens = 0;  ///< Tokens of S that the fullest KVP rank stores.
   std::int64_t heads = 1;         ///< Query heads of a rank.
   int kvp = 1;
 };
 
-/// What the form is chosen by beside multiply-adds, as measured: a backend may state its own as
+/// Measured costs by which the form is chosen, in addition to multiply-adds. A backend may state its own as
 /// `kMlaPrefillCosts`.
 struct MlaPrefillCosts {
-  double expanded_time = 1.0;  ///< Time of a multiply-add of the expanded form, in that of an absorbed one.
-  double launch_work = 0.0;    ///< Multiply-adds that the further launches of an expanded chunk are worth.
-  double absorbed_keys = 0.0;  ///< Keys beside those it sees that an absorbed query takes as long as.
+  double expanded_time = 1.0;  ///< Time of a multiply-add when expanded, in units of one when absorbed.
+  double launch_work = 0.0;    ///< Cost of the additional launches of an expanded chunk, in multiply-adds.
+  double absorbed_keys = 0.0;  ///< Fixed cost of an absorbed query, in keys in addition to those it sees.
 };
 
-/// Fewest query tokens that are expanded by choice: decode steps and drafts, whose queries are few, are a
-/// matter of memory and of launches, and neither is in the count of multiply-adds.
+/// Fewest query tokens for which MlaForm::automatic expands. Decode steps and drafts have few queries; their
+/// time depends on memory and launches, which the count of multiply-adds leaves out.
 inline constexpr std::int64_t kMinExpandedTokens = 32;
 
-/// Multiply-adds of a head on one rank where `chunk` attends absorbed: W_UK for each query, a latent row as
-/// key and its value part for each query and key, and W_UV for each query of a head that it combines.
+/// Multiply-adds of one head on one rank if `chunk` attends absorbed: W_UK for each query, a latent row as
+/// key and its value part for each query and key, and W_UV for each query of a head that the rank combines.
 constexpr double absorbed_work(const MlaShape& mla, const MlaChunk& chunk) {
   const auto tokens = static_cast<double>(chunk.tokens);
   const double pairs = tokens * (static_cast<double>(chunk.length) - (tokens - 1) / 2) / chunk.kvp;
@@ -60,9 +60,10 @@ constexpr double absorbed_work(const MlaShape& mla, const MlaChunk& chunk) {
              (static_cast<double>(mla.qk_nope_head_dim) + static_cast<double>(mla.v_head_dim) / chunk.kvp);
 }
 
-/// The same where it attends expanded: W_UK and W_UV for each token that it sees, then keys and values of the
-/// heads' own sizes. Of DeepSeek-V3 320 multiply-adds for each query and key instead of 1088: less in all
-/// from about 170 tokens behind a long context, and at any length where the chunk is the whole sequence.
+/// Multiply-adds of one head on one rank if `chunk` attends expanded: W_UK and W_UV for each token that it
+/// sees, then keys and values of the heads' own sizes. With DeepSeek-V3's sizes each query and key take 320
+/// multiply-adds instead of 1088. In all, expansion takes fewer from about 170 query tokens after a long
+/// context, and at any length if the chunk is the whole sequence.
 constexpr double expanded_work(const MlaShape& mla, const MlaChunk& chunk) {
   const auto tokens = static_cast<double>(chunk.tokens);
   const double pairs = tokens * (static_cast<double>(chunk.length) - (tokens - 1) / 2) / chunk.kvp;
@@ -71,10 +72,10 @@ constexpr double expanded_work(const MlaShape& mla, const MlaChunk& chunk) {
          pairs * static_cast<double>(mla.qk_head_dim() + mla.v_head_dim);
 }
 
-/// Whether the chunk attends expanded. A function of what all ranks know alike.
+/// Whether the chunk attends expanded. Depends only on values that are equal on all ranks.
 constexpr bool expands(const MlaPrefill& prefill, const MlaShape& mla, const MlaChunk& chunk,
                        const MlaPrefillCosts& costs = {}) {
-  // Partials of expanded values travel in messages that are built for latents.
+  // Partials of expanded values must fit messages that are built for latents.
   if (chunk.kvp > 1 && mla.v_head_dim > mla.kv_lora_rank) return false;
   if (chunk.tokens < 1 || chunk.local_tokens < 1 || chunk.local_tokens > prefill.room()) return false;
   if (prefill.form == MlaForm::expanded) return true;

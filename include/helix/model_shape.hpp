@@ -8,10 +8,10 @@
 
 namespace helix {
 
-/// Sizes of multi-head latent attention (MLA). With them ModelShape::num_kv_heads is 1, head_dim kv_lora_rank
-/// + qk_rope_head_dim and value_dim kv_lora_rank: the absorbed form that decoding runs.
+/// Sizes of multi-head latent attention (MLA). ModelShape::num_kv_heads is then 1, head_dim is kv_lora_rank +
+/// qk_rope_head_dim and value_dim is kv_lora_rank: the absorbed form that decoding runs.
 struct MlaShape {
-  std::int64_t q_lora_rank = 0;  ///< Compressed query size; 0: queries straight from hidden.
+  std::int64_t q_lora_rank = 0;  ///< Compressed query size; 0: queries are projected from hidden.
   std::int64_t kv_lora_rank = 0;
   std::int64_t qk_nope_head_dim = 0;
   std::int64_t qk_rope_head_dim = 0;
@@ -39,7 +39,7 @@ struct MoeShape {
 };
 
 /// The sizes of a model that decide how it may be split and what a step reads, computes and stores. Zero
-/// means "has none".
+/// means that the model has no such part.
 struct ModelShape {
   std::int64_t num_query_heads = 0;  ///< Hq.
   std::int64_t num_kv_heads = 0;     ///< Hkv; 1 for MLA, whose latent is one KV head.
@@ -57,8 +57,8 @@ struct ModelShape {
   constexpr std::int64_t num_experts() const { return moe ? moe->num_experts : 0; }
   constexpr std::int64_t expert_ffn() const { return moe ? moe->expert_ffn : 0; }
   constexpr std::int64_t shared_ffn() const { return moe ? moe->shared_ffn : 0; }
-  /// Elements of one token's keys and values in one layer, each KV head once: Hkv * (D + Dv); MLA: the latent
-  /// row alone. ShardedKVCache takes 2 * Hkv * D, as rows of V take places of D columns.
+  /// Elements of one token's keys and values in one layer, with each KV head once: Hkv * (D + Dv), or for MLA
+  /// the latent row. ShardedKVCache takes 2 * Hkv * D, because its rows of V take D columns.
   constexpr std::int64_t kv_elements() const {
     return mla ? head_dim : num_kv_heads * (head_dim + value_dim);
   }

@@ -16,21 +16,21 @@
 namespace helix {
 namespace detail {
 
-/// n - 1, ..., 1, 0: a stack from which 0 comes first.
+/// Fills the stack with n - 1, ..., 1, 0, so that 0 comes first.
 inline void count_down(std::vector<std::int32_t>& numbers) {
   for (std::size_t i = 0; i < numbers.size(); ++i) {
     numbers[i] = static_cast<std::int32_t>(numbers.size() - 1 - i);
   }
 }
 
-/// The largest S whose shards all fit: rank 0 is never behind another rank.
+/// The largest S whose shards all fit. Rank 0 never holds fewer tokens than another rank.
 inline std::int64_t tokens_that_fit(const PageLedgerSpec& spec) {
   const std::int64_t local = spec.pages * spec.page_tokens;
   const std::int64_t chunk = spec.layout.chunk();
   return local / chunk * spec.layout.period() + local % chunk;
 }
 
-/// FNV-1a over the sizes. Not a secret: it only tells caches apart that somebody mixed up.
+/// FNV-1a hash of the sizes. Not a secret: it only tells apart caches whose ids were mixed up.
 inline std::uint32_t fingerprint(const PageLedgerSpec& spec) {
   std::uint32_t hash = 2166136261u;
   for (const std::int64_t value : {spec.layout.kvp(), spec.layout.chunk(), spec.page_tokens, spec.pages,
@@ -72,7 +72,7 @@ inline PageLedger::PageLedger(const PageLedgerSpec& spec, std::int64_t kvp_rank)
   if (spec_.max_tokens == 0) spec_.max_tokens = detail::tokens_that_fit(spec_);
   max_pages_ = larger<std::int64_t>(1, pages_of(spec_.max_tokens, 0));
   shared_unit_ = least_common_multiple(spec_.page_tokens, spec_.layout.chunk());
-  // A unit past max_tokens is never reached: nothing is shared, whatever its exact size is.
+  // If the unit exceeds max_tokens nothing is ever shared, so its exact size does not matter.
   shared_unit_ =
       shared_unit_ > kMaxTokens / spec_.layout.kvp() ? kMaxTokens : shared_unit_ * spec_.layout.kvp();
   cache_ = detail::fingerprint(spec_);
@@ -126,7 +126,7 @@ inline std::int64_t PageLedger::pages_needed(const KvLayout& layout, std::int64_
 
 inline std::int64_t PageLedger::pages_needed(const KvLayout& layout, std::int64_t page_tokens,
                                              std::span<const std::int64_t> lengths) {
-  std::int64_t pages = 0;  // of rank 0, which is never behind another
+  std::int64_t pages = 0;  // of rank 0, which never holds fewer tokens than another
   for (const std::int64_t length : lengths)
     pages = saturating_sum(pages, pages_needed(layout, page_tokens, length, 0));
   return pages;
@@ -136,7 +136,7 @@ inline std::int64_t PageLedger::pages_of(std::int64_t num_tokens, std::size_t ra
   return spec_.layout.pages(num_tokens, static_cast<std::int64_t>(rank), spec_.page_tokens);
 }
 
-/// The next token of `rank` would go into a page that another sequence reads.
+/// Whether the next token of `rank` would go into a page that another sequence holds too.
 inline bool PageLedger::must_copy_last_page(const Sequence& sequence, std::size_t rank) const {
   const std::int64_t local_length = spec_.layout.length(sequence.length, static_cast<std::int64_t>(rank));
   return local_length % spec_.page_tokens != 0 &&
@@ -184,14 +184,15 @@ inline void PageLedger::set_reserved_pages(Sequence& sequence, std::size_t rank,
   sequence.reserved_pages[rank] = count;
 }
 
-/// After growth: what the rest of the reservation still takes. Never more than before, so it needs no check.
+/// Recomputes, after growth, the rest of the reservation. It never exceeds what was reserved, so it needs no
+/// check.
 inline void PageLedger::update_reservation(Sequence& sequence) {
   for (std::size_t rank = 0; rank < pools_.size(); ++rank) {
     set_reserved_pages(sequence, rank, demand(sequence, rank, sequence.reserved_tokens));
   }
 }
 
-/// Where the first rank runs out of its pages; nowhere while it holds a page to copy first.
+/// Length at which the first rank runs out of its pages; 0 while a rank has a page to copy first.
 inline std::int64_t PageLedger::find_settled_length(const Sequence& sequence) const {
   std::int64_t settled = kMaxTokens;
   for (std::size_t rank = 0; rank < pools_.size(); ++rank) {
@@ -213,7 +214,7 @@ inline std::int32_t PageLedger::take_page(std::size_t rank) {
 inline void PageLedger::drop_page(std::size_t rank, std::int32_t page) {
   Pool& pool = pools_[rank];
   if (--pool.use_count[static_cast<std::size_t>(page)] == 0)
-    pool.free.push_back(page);  // within its first capacity
+    pool.free.push_back(page);  // does not allocate: within the reserved capacity
 }
 
 inline SequenceId PageLedger::open(std::size_t slot) {

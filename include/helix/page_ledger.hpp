@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// PageLedger: which pages of every KVP rank belong to which sequence, kept alike on all ranks.
+// PageLedger: which pages of every KVP rank belong to which sequence, tracked in the same way on all ranks.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@
 
 namespace helix {
 
-/// Names a sequence of one cache. Equal on all ranks that made the same calls. A released sequence's id stays
-/// invalid, also when its slot is used again.
+/// Names a sequence of one cache. Equal on all ranks that made the same calls. The id of a released sequence
+/// stays invalid, even when its slot is used again.
 struct SequenceId {
   std::uint32_t cache = 0;       ///< Tells caches of different sizes or tags apart
   std::int32_t slot = -1;        ///< Row of the page table
@@ -33,110 +33,115 @@ struct PageLedgerSpec {
   std::uint32_t tag = 0;        ///< Mixed into SequenceId::cache
 };
 
-/// Host bookkeeping of the page pools of all KVP ranks. Every rank holds the whole of it and makes the same
-/// calls, so that all take the same decision and throw alike (invariant 9): shards are uneven, and one rank
-/// may run out before another. A call that throws changes nothing.
+/// Host bookkeeping of the page pools of all KVP ranks. Every rank holds all of it and makes the same calls,
+/// so that all ranks take the same decision and throw the same error (invariant 9): shards are uneven, and
+/// one rank may run out before another. A call that throws changes nothing. Not thread-safe.
 ///
 /// Invariant: a sequence of S tokens has ceil(length(S, r) / page_tokens) pages on rank r. A reservation is a
-/// number of free pages that only its sequence may take. Pages of a forked prefix are shared and counted; a
-/// token never goes into a shared page, whose copy is taken first.
+/// number of free pages that only its sequence may take. Pages of a forked prefix are shared and counted. A
+/// token never goes into a shared page; the page is copied first.
 class PageLedger {
  public:
-  /// This rank's page `target` becomes a copy of `source`, in all layers.
+  /// A copy to make on this rank: page `target` becomes a copy of `source`, in all layers.
   struct PageCopy {
     std::int32_t source = 0;
     std::int32_t target = 0;
   };
 
-  /// Entries [begin, end) of row `slot` of this rank's page table change, to pages(slot)[begin, end).
+  /// A change of this rank's page table: entries [begin, end) of row `slot` become pages(slot)[begin, end).
   struct TableWrite {
     std::int32_t slot = 0;
     std::int64_t begin = 0;
     std::int64_t end = 0;
   };
 
-  /// What a call asks of this rank's device: the copies, then the table. Valid until the next call.
+  /// Work that a call requires of this rank's device: first the copies, then the table. Valid until the next
+  /// call.
   struct Changes {
     std::vector<PageCopy> copies;
     std::vector<TableWrite> table;
   };
 
-  /// `kvp_rank`: the rank that Changes speak of.
+  /// Makes an empty ledger. `kvp_rank` is the rank to which Changes refer.
   /// @throws Error(invalid_argument) if a size is out of range; Error(capacity) if the memory cannot be had.
   PageLedger(const PageLedgerSpec& spec, std::int64_t kvp_rank);
 
-  const PageLedgerSpec& spec() const { return spec_; }  ///< max_tokens is filled in
+  const PageLedgerSpec& spec() const { return spec_; }  ///< The spec, with max_tokens filled in
   std::int64_t kvp_rank() const { return kvp_rank_; }
-  /// Pages that a sequence may have on any rank: the row length of the page table.
+  /// Most pages of a sequence on any rank: the row length of the page table.
   std::int64_t max_pages() const { return max_pages_; }
 
-  /// A new empty sequence with pages reserved for its first `reserved_tokens`.
+  /// Makes an empty sequence with pages reserved for its first `reserved_tokens` tokens.
   /// @throws Error(capacity) without a free slot or enough pages on every rank, or if reserved_tokens exceeds
   /// max_tokens; Error(invalid_argument) if it is below 0.
   [[nodiscard]] SequenceId add(std::int64_t reserved_tokens = 0);
 
-  /// Reserves the pages that growing to `total_tokens` takes; never less than reserved before.
+  /// Reserves the pages that growing to `total_tokens` takes. Never reduces a reservation.
   /// @throws Error(capacity) if a rank has too few free pages, or total_tokens exceeds max_tokens;
   /// Error(invalid_argument) if it is below 0.
   void reserve(SequenceId id, std::int64_t total_tokens);
 
-  /// Gives back what is reserved beyond the pages of the tokens that there are.
+  /// Gives back the reserved pages beyond those that the sequence's tokens take.
   void unreserve(SequenceId id);
 
   /// Grows each sequence by its count: all of them or, if a rank has too few pages, none.
-  /// @throws Error(capacity) as reserve(); Error(invalid_argument) if an id appears twice, or unless there is
-  /// a count for each, in [0, kMaxTokens].
+  /// @throws Error(capacity) if a rank has too few free pages, or a length exceeds max_tokens;
+  /// Error(invalid_argument) if an id appears twice, or unless there is a count for each, in [0, kMaxTokens].
   const Changes& append(std::span<const SequenceId> ids, std::span<const std::int64_t> counts);
 
-  /// Forgets the tokens from `new_length` on. Pages without tokens go back, or into the reservation if there
-  /// is one. Truncating into a prefix shared with another sequence ends a reservation that free pages cannot
-  /// refill. @throws Error(invalid_argument) unless new_length is in [0, length(id)].
+  /// Drops the tokens from `new_length` on. Pages without tokens go back to the pool, or into the sequence's
+  /// reservation if it has one. If the sequence is cut into a prefix shared with another, and free pages
+  /// cannot refill its reservation, the reservation ends. @throws Error(invalid_argument) unless new_length
+  /// is in [0, length(id)].
   void truncate(SequenceId id, std::int64_t new_length);
 
-  /// A new sequence of the first `prefix_tokens` of `parent`. It shares the pages of the largest multiple of
-  /// shared_unit() tokens and takes copies of the rest.
-  /// @throws Error(capacity) as add(); Error(invalid_argument) unless prefix_tokens is in [0,
-  /// length(parent)].
+  /// Makes a sequence from the first `prefix_tokens` of `parent`. It shares the pages of the largest multiple
+  /// of shared_unit() tokens and takes copies of the rest.
+  /// @throws Error(capacity) without a free slot or enough pages on every rank; Error(invalid_argument)
+  /// unless prefix_tokens is in [0, length(parent)].
   [[nodiscard]] SequenceId fork(SequenceId parent, std::int64_t prefix_tokens);
-  /// What the last fork() asks of this rank's device.
+  /// Work that the last fork() requires of this rank's device.
   const Changes& changes() const { return changes_; }
 
   /// Gives back the sequence's slot, its reservation and the pages that no other sequence shares.
   void release(SequenceId id);
 
-  /// @throws Error(invalid_argument) unless `id` names a live sequence of this cache; so do all functions
-  /// that take an id.
+  /// Row of the page table that the sequence occupies.
+  /// @throws Error(invalid_argument) unless `id` names a live sequence of this cache, as all functions that
+  /// take an id do.
   std::int32_t slot(SequenceId id) const { return static_cast<std::int32_t>(index_of(id)); }
   /// Tokens of the sequence, over all ranks.
   std::int64_t length(SequenceId id) const { return sequences_[index_of(id)].length; }
-  /// Tokens up to which its pages are reserved.
+  /// Tokens up to which the sequence's pages are reserved.
   std::int64_t reserved_tokens(SequenceId id) const { return sequences_[index_of(id)].reserved_tokens; }
   /// Pages of the sequence on `kvp_rank`, in the order of local positions.
-  /// @throws Error(invalid_argument) if there is no such rank, too.
+  /// @throws Error(invalid_argument) if there is no such sequence or rank.
   std::span<const std::int32_t> pages(SequenceId id, std::int64_t kvp_rank) const;
-  /// As above, of this rank and by the slot of a live sequence. @throws Error(invalid_argument) for any other
-  /// slot.
+  /// Pages on this rank of the live sequence in `slot`. @throws Error(invalid_argument) if no live sequence
+  /// is there.
   std::span<const std::int32_t> pages(std::int32_t slot) const;
-  /// Whether any of the tokens, which the sequence has, lies on any rank in a page that another holds too.
-  /// @throws Error(invalid_argument) unless the sequence has them.
+  /// Whether any of `tokens` lies, on any rank, in a page that another sequence holds too.
+  /// @throws Error(invalid_argument) unless the sequence has all of the tokens.
   bool is_shared(SequenceId id, TokenRange tokens) const;
 
   std::int64_t num_sequences() const;
   /// Pages of `kvp_rank` that any sequence may take: neither used nor reserved.
-  /// @throws Error(invalid_argument) if there is no such rank; so does pages_used().
+  /// @throws Error(invalid_argument) if there is no such rank.
   std::int64_t pages_free(std::int64_t kvp_rank) const;
-  /// Pages of `kvp_rank` that hold tokens, a shared page once.
+  /// Pages of `kvp_rank` that hold tokens; a shared page counts once.
+  /// @throws Error(invalid_argument) if there is no such rank.
   std::int64_t pages_used(std::int64_t kvp_rank) const;
 
-  /// Global tokens of which every rank stores whole pages: lcm(page_tokens, chunk) * KVP.
+  /// Smallest number of global tokens that fills whole pages on every rank: lcm(page_tokens, chunk) * KVP.
   std::int64_t shared_unit() const { return shared_unit_; }
 
   /// Pages that `num_tokens` global tokens take on `kvp_rank`.
-  /// @throws Error(invalid_argument) if a size is out of range; so does the one below.
+  /// @throws Error(invalid_argument) if a size is out of range.
   static std::int64_t pages_needed(const KvLayout& layout, std::int64_t page_tokens, std::int64_t num_tokens,
                                    std::int64_t kvp_rank);
-  /// Pages a rank must have for sequences of these lengths to live side by side, without sharing: the largest
-  /// of all ranks' demands. A value for PageLedgerSpec::pages.
+  /// Pages that a rank needs to hold sequences of these lengths at once, without sharing: the largest demand
+  /// of any rank. A value for PageLedgerSpec::pages.
+  /// @throws Error(invalid_argument) if a size is out of range.
   static std::int64_t pages_needed(const KvLayout& layout, std::int64_t page_tokens,
                                    std::span<const std::int64_t> lengths);
 
@@ -144,10 +149,10 @@ class PageLedger {
   struct Sequence {
     bool is_live = false;
     std::uint32_t generation = 0;
-    std::uint64_t mark = 0;  // the last append that saw it, against ids that appear twice
+    std::uint64_t mark = 0;  // the last append() that saw it, to detect ids that appear twice
     std::int64_t length = 0;
-    // Up to this length it grows without a change on any rank. Most steps of decoding do, and cost a
-    // comparison a sequence, whatever KVP is.
+    // Up to this length the sequence grows without a change on any rank. Most decode steps do so, and cost
+    // one comparison a sequence, whatever KVP is.
     std::int64_t settled_length = 0;
     std::int64_t reserved_tokens = 0;
     std::vector<std::vector<std::int32_t>> pages;  // [kvp][index]

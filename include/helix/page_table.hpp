@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// PageTable: the device's copy of which pages hold a rank's tokens, kept up to date from a PageLedger.
+// PageTable: one rank's page table on the device, kept up to date from a PageLedger.
 #pragma once
 
 #include <cstddef>
@@ -16,12 +16,13 @@
 namespace helix {
 
 /// One rank's page table, [max_sequences, max_pages] int32, on the device and on the host. Its device address
-/// never changes. Entries that have no page name `spare_page`: those that never had one, and those that lost
-/// it, on the device before another sequence can have been given that page.
+/// never changes. Entries without a page name `spare_page`. An entry that lost its page names it on the
+/// device before another sequence can be given that page.
 template <QueueBackend B>
 class PageTable {
  public:
-  /// Waits for the upload of the entries. @throws Error(capacity) if the memory cannot be had.
+  /// Fills the table with `spare_page` and waits for its upload. @throws Error(capacity) if the memory cannot
+  /// be had.
   PageTable(B& backend, std::int64_t max_sequences, std::int64_t max_pages, std::int32_t spare_page)
       : backend_(&backend),
         max_pages_(max_pages),
@@ -30,7 +31,7 @@ class PageTable {
         lost_(lost_places(max_sequences)),
         device_(backend.allocate(host_.size() * sizeof(std::int32_t))) {
     const auto stream = backend.create_stream();
-    // A backend may copy what it uploads: not all of it at once.
+    // A backend may copy what it uploads, so upload in pieces.
     constexpr std::size_t kPiece = std::size_t{1} << 20;
     for (std::size_t begin = 0; begin < host_.size(); begin += kPiece) {
       upload({begin, smaller(begin + kPiece, host_.size())}, stream);
@@ -40,9 +41,9 @@ class PageTable {
 
   const std::int32_t* data() const { return reinterpret_cast<const std::int32_t*>(device_.data()); }
 
-  /// Brings the changed entries up to date: one copy from the first to the last of them, unless more than 64
-  /// KiB lie between; then one a sequence. What lies between two changed entries is rewritten with what it
-  /// holds. Without writes nothing is queued: what forget() has changed waits for some.
+  /// Uploads the changed entries: one copy from the first to the last of them, or one a sequence if more than
+  /// 64 KiB lie between. Entries between two changed ones are rewritten with their own content. Without
+  /// writes nothing is queued, and the changes of forget() wait for the next call with writes.
   void update(const PageLedger& ledger, std::span<const PageLedger::TableWrite> writes,
               typename B::Stream stream) {
     Entries all{host_.size(), 0};
@@ -66,8 +67,8 @@ class PageTable {
     lost_.slots.clear();
   }
 
-  /// The sequence in `slot` has only its first `kept` pages any more. Queues nothing and does not throw: no
-  /// other sequence is given one of the others without an update() with writes.
+  /// Leaves the sequence in `slot` only its first `kept` pages. Queues nothing and does not throw: no other
+  /// sequence is given one of its other pages without an update() with writes.
   void forget(std::int32_t slot, std::int64_t kept) noexcept {
     const auto row = static_cast<std::size_t>(slot * max_pages_);
     Entries gone{row + static_cast<std::size_t>(kept), row + static_cast<std::size_t>(kept)};
@@ -77,22 +78,22 @@ class PageTable {
     Entries& lost = lost_.entries[static_cast<std::size_t>(slot)];
     if (lost.begin == lost.end) {
       lost = gone;
-      lost_.slots.push_back(slot);  // within its first capacity
+      lost_.slots.push_back(slot);  // does not allocate: within the reserved capacity
     } else {
       lost = lost.with(gone);
     }
   }
 
  private:
-  // Entries of one copy that spans several sequences: on a GPU a copy costs the host about 3 us, and one of
-  // up to 64 KiB does not wait for the stream.
+  // Most entries of one copy that spans several sequences: on a GPU a copy costs the host about 3 us, and one
+  // of up to 64 KiB does not wait for the stream.
   static constexpr std::size_t kMaxSpan = 65536 / sizeof(std::int32_t);
 
   struct Entries {
     std::size_t begin = 0;
     std::size_t end = 0;
 
-    /// From the first of both to the last.
+    /// The smallest range that covers both.
     Entries with(const Entries& more) const {
       if (more.begin == more.end) return *this;
       return {smaller(begin, more.begin), larger(end, more.end)};
@@ -101,8 +102,8 @@ class PageTable {
 
   /// Entries that name the spare page on the host and may not on the device.
   struct Lost {
-    std::vector<Entries> entries;     // of each slot
-    std::vector<std::int32_t> slots;  // that have some
+    std::vector<Entries> entries;     // by slot
+    std::vector<std::int32_t> slots;  // slots that have lost entries
   };
   static Lost lost_places(std::int64_t max_sequences) {
     Lost lost;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// partial_attention: queries x this rank's KV shard -> output and log-sum-exp that combine exactly with other
-// shards'.
+// partial_attention: queries x this rank's KV shard -> output and log-sum-exp, which combine exactly with
+// those of other shards.
 #pragma once
 
 #include <cstddef>
@@ -52,17 +52,17 @@ void check_partial_attention(const PartialAttentionArgs<T>& args) {
 
 }  // namespace detail
 
-/// out = softmax(scale * q k^T) v and lse over the local shard, per query head and token; see
+/// Computes out = softmax(scale * q k^T) v and lse over the local shard, for each query head and token; see
 /// PartialAttentionArgs. Local to the rank (not collective). Queued on `stream`; allocates nothing;
-/// capturable. Calls of one cuda::Operators share counters on the device: order those of several streams by
-/// events. Query heads of KV head h are [h * G, (h + 1) * G), G = (Hq/TPA) / (Hkv/TPA). Source: paper
-/// section 2.1.1.
+/// capturable. Calls of one cuda::Operators share counters on the device: order calls on several streams by
+/// events. Query heads of KV head h are [h * G, (h + 1) * G), G = (Hq/TPA) / (Hkv/TPA). Source: paper section
+/// 2.1.1.
 /// @throws Error(invalid_argument) if shapes contradict each other, an address or a field of the batch or the
-/// KV view is missing, or scale or soft_cap is not finite;
-/// Error(capacity) if the workspace is smaller than backend.partial_attention_workspace_bytes(batch tokens,
-/// Hq/TPA, D, Dv); Error(unsupported) for what the backend's kernels are not built for: on GPUs head sizes
-/// above 1024, more than 65536 KV heads, and sequences that may have nearly 2^31 tokens on a rank. Pages that
-/// the pool does not have fail the stream of cpu::Backend; GPUs do not look.
+/// KV view is missing, or scale or soft_cap is not finite; Error(capacity) if the workspace is smaller than
+/// backend.partial_attention_workspace_bytes(batch tokens, Hq/TPA, D, Dv); Error(unsupported) for what the
+/// backend's kernels are not built for: on GPUs head sizes above 1024, more than 65536 KV heads, and
+/// sequences that may have nearly 2^31 tokens on a rank. Page ids that the pool does not have fail the stream
+/// of cpu::Backend; GPUs do not check them.
 template <AttentionBackend B>
 void partial_attention(B& backend, const PartialAttentionArgs<typename B::Activation>& args,
                        typename B::Stream stream) {

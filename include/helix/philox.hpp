@@ -7,7 +7,7 @@
 
 namespace helix {
 
-/// Four random words that follow from counter and key alone, after ten rounds.
+/// Returns four random words that depend on counter and key alone, after ten rounds.
 constexpr std::array<std::uint32_t, 4> philox4x32_10(std::array<std::uint32_t, 4> counter,
                                                      std::array<std::uint32_t, 2> key) {
   for (int round = 0; round < 10; ++round) {
@@ -21,7 +21,7 @@ constexpr std::array<std::uint32_t, 4> philox4x32_10(std::array<std::uint32_t, 4
   return counter;
 }
 
-/// Uniform in [0, 1), 53 bits.
+/// Random number, uniform in [0, 1) with 53 bits; a function of seed and counter.
 constexpr double philox_uniform(std::uint64_t seed, std::uint64_t counter) {
   const auto bits =
       philox4x32_10({static_cast<std::uint32_t>(counter), static_cast<std::uint32_t>(counter >> 32), 0, 0},

@@ -45,7 +45,7 @@ void check_prepare_latent(const PrepareLatentArgs<T>& args) {
   check_epsilon("prepare_latent", "epsilon", args.epsilon);
 }
 
-/// One operation of `backend` after the other.
+/// Calls one operation of `backend` after the other.
 template <class B, class T, class Stream>
 void prepare_latent_in_turn(B& backend, const PrepareLatentArgs<T>& args, Stream stream) {
   const std::int64_t columns = args.norm.cols;
@@ -60,11 +60,13 @@ void prepare_latent_in_turn(B& backend, const PrepareLatentArgs<T>& args, Stream
 
 }  // namespace detail
 
-/// Norm of the latents, rope and append: prepare_latent of the backend if it has one, else one operation
-/// after the other. Queued on `stream`, allocates nothing, capturable.
-/// @throws Error(invalid_argument) unless the latents are rows of the KV view, which can be read, of a whole
-/// step, q_in and q_out have the rope columns of as many heads for each of its tokens, norm is [1, kv_lora]
-/// of f32, f16 or bf16, and rope and epsilon are finite and turn an even part of the rope columns.
+/// Norms and rotates the latents, rotates their queries, and appends the latents to the cache. Calls
+/// prepare_latent of the backend if it has one, else one operation after the other. Queued on `stream`,
+/// allocates nothing, capturable.
+/// @throws Error(invalid_argument) unless the KV view can be read, the latents are rows of it for a whole
+/// step, q_in and q_out have the rope columns of equally many heads for each of its tokens, norm is [1,
+/// kv_lora] of f32, f16 or bf16, epsilon is finite and not negative, and rope is finite and rotates an even
+/// number of the rope columns.
 template <LayerBackend B>
 void prepare_latent(B& backend, const PrepareLatentArgs<typename B::Activation>& args,
                     typename B::Stream stream) {

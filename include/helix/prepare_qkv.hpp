@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// prepare_qkv: norm of q and k, rope and the append to the cache as one operation; project_qkv: the same with
-// the product ahead of it.
+// prepare_qkv: norm of q and k, rope, and the append to the cache as one operation. project_qkv: the product
+// that q, k and v come from, then prepare_qkv.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,7 @@ void check_prepare_qkv(const PrepareQkvArgs<T>& args) {
   check_epsilon("prepare_qkv", "epsilon", args.epsilon);
 }
 
-/// Throws Error(invalid_argument) unless the heads lie beside each other in the rows of `out`.
+/// Throws Error(invalid_argument) unless the heads are columns of `out`.
 template <class T, class Head>
 void check_columns(std::string_view name, const TensorView<Head, 3>& heads, const TensorView<T, 2>& out) {
   const std::int64_t count = heads.extent(1);
@@ -90,11 +90,12 @@ void check_project_qkv(const ProjectQkvArgs<T>& args) {
 
 }  // namespace detail
 
-/// Norm of q and k, rope and append: prepare_qkv of the backend if it has one, else one operation after the
-/// other. Queued on `stream`, allocates nothing, capturable.
-/// @throws Error(invalid_argument) unless k and v are rows of the KV view, which can be read, q has heads as
-/// wide, all of them for each token of the batch, a whole step, the norms are [1, D] of f32, f16 or bf16 or
-/// empty, and rope and epsilon are finite and turn an even part of a head.
+/// Norms and rotates q and k, and appends k and v to the cache. Calls prepare_qkv of the backend if it has
+/// one, else one operation after the other. Queued on `stream`, allocates nothing, capturable.
+/// @throws Error(invalid_argument) unless the KV view can be read, k and v are rows of it, q has heads as
+/// wide, each has a row for every token of the batch, which is a whole step, the norms are [1, D] of f32, f16
+/// or bf16 or empty, epsilon is finite and not negative, and rope is finite and rotates an even number of a
+/// head's columns.
 template <LayerBackend B>
 void prepare_qkv(B& backend, const PrepareQkvArgs<typename B::Activation>& args, typename B::Stream stream) {
   using T = typename B::Activation;
@@ -112,13 +113,13 @@ void prepare_qkv(B& backend, const PrepareQkvArgs<typename B::Activation>& args,
   }
 }
 
-/// The product that q, k and v come from, and prepare_qkv: project_qkv of the backend if it has one, else one
-/// after the other. Queued on `stream`, allocates nothing, capturable. Where the backend's is collective
-/// (cuda::Backend over windows), all ranks of the KVP group call it, with the same but for their pages: rows,
-/// weights, positions, slots.
-/// @throws as prepare_qkv(), and Error(invalid_argument) unless the product's rows are the batch's tokens,
-/// dense along their last dimension, its shapes fit each other, and q, k and v are columns of its output;
-/// before anything is queued.
+/// Computes q, k and v by one product, then does what prepare_qkv() does. Calls project_qkv of the backend if
+/// it has one, else one operation after the other. Queued on `stream`, allocates nothing, capturable. Where
+/// the backend's is collective (cuda::Backend over windows), all ranks of the KVP group must call it with
+/// equal rows, weights, positions and slots; only their pages differ.
+/// @throws what prepare_qkv() throws, and Error(invalid_argument) unless the product's rows are the batch's
+/// tokens, dense along their last dimension, its shapes fit each other, and q, k and v are columns of its
+/// output; before anything is queued.
 template <LayerBackend B>
 void project_qkv(B& backend, const ProjectQkvArgs<typename B::Activation>& args, typename B::Stream stream) {
   detail::check_project_qkv(args);
@@ -136,7 +137,7 @@ void prepare_qkv(B&, const PrepareQkvArgs<T>&, typename B::Stream) {
   detail::refuse_activation<T, B>();
 }
 
-/// Does not compile, likewise.
+/// Does not compile: the error names T and the activation type of B.
 template <LayerBackend B, detail::OtherActivation<B> T>
 void project_qkv(B&, const ProjectQkvArgs<T>&, typename B::Stream) {
   detail::refuse_activation<T, B>();

@@ -7,19 +7,20 @@
 
 namespace helix {
 
-/// sum = the ranks' partials added up; residual += sum; out = residual / rms(residual) * weight.
+/// Arguments of reduce_norm(): sum = the ranks' partials added up; residual += sum; out = residual /
+/// rms(residual) * weight.
 template <class T>
 struct ReduceNormArgs {
   TensorView<T, 2> partial;   ///< [tokens, M], dense, this rank's part; may be overwritten.
   TensorView<T, 2> residual;  ///< [tokens, M], dense, read and written.
   WeightView weight{};        ///< [1, M], or empty: no norm follows, and out is not written.
-  TensorView<T, 2> out{};     ///< [tokens, M], written; may alias nothing of the above.
+  TensorView<T, 2> out{};     ///< [tokens, M], written; must not alias partial, residual or weight.
   float epsilon = 1e-5f;
 };
 
 namespace detail {
 
-/// The two steps that any backend has.
+/// Does the operation in two steps, which any backend has: all_reduce and rms_norm.
 template <LayerBackend B>
 void reduce_then_norm(B& backend, const ReduceNormArgs<typename B::Activation>& args,
                       typename B::Stream stream) {
@@ -36,10 +37,10 @@ void reduce_then_norm(B& backend, const ReduceNormArgs<typename B::Activation>& 
 
 }  // namespace detail
 
-/// Ends a block: sums the partials over the stage, adds them to the residual, and norms it for what follows.
-/// The only place that knows that the three belong together: a backend that does them at once brings
-/// reduce_norm(args, stream); for any other it is all_reduce and rms_norm. Collective over the stage; all
-/// ranks get the same bits (invariant 12). Queued on `stream`, allocates nothing, capturable.
+/// Ends a block: sums the partials over the stage, adds the sum to the residual, and norms the residual for
+/// what follows. A backend that does all three at once has reduce_norm(args, stream); with any other it is
+/// all_reduce and rms_norm. Collective over the stage with equal shapes; all ranks get the same bits
+/// (invariant 12). Queued on `stream`, allocates nothing, capturable.
 /// @throws Error(invalid_argument) if shapes contradict each other, an address or the backend's stage
 /// communicator is missing, the weight is not [1, M] of f32, f16 or bf16, the last stride of out is not 1, or
 /// epsilon is below 0 or not finite.

@@ -21,15 +21,16 @@ namespace helix {
 
 /// One rank's shard of the KV cache (invariants 2, 3, 9 and 11). Memory is allocated once, at addresses that
 /// never change, and pages stay untouched until tokens are written. Sequences share one pool; a token of one
-/// KV head exists on one rank. A layer has a spare page behind them, for what is stored before append(): on a
-/// CPU that is an Error(invalid_argument), on a GPU it is lost.
+/// KV head exists on one rank. Each layer has one spare page after the pool's pages, for tokens that are
+/// stored before append(): on a CPU such a store is an Error(invalid_argument), on a GPU the tokens are lost.
 ///
-/// Not collective, but all ranks of a stage make the same calls with the same numbers: each follows the pages
-/// of all KVP ranks, and so decides alike without talking. A call that is refused, for its arguments or
-/// because pages ran out, changes nothing, on all ranks. One whose device work fails (std::bad_alloc, or what
-/// the backend throws) leaves a cache that is only to be destroyed.
+/// Not collective, but all ranks of a stage must make the same calls with the same numbers. Each rank tracks
+/// the pages of all KVP ranks, and so decides as the others do without communicating. A call that is refused,
+/// for its arguments or because pages ran out, changes nothing, on all ranks. A call whose device work fails
+/// (std::bad_alloc, or what the backend throws) leaves a cache that may only be destroyed.
 ///
-/// An id that names no sequence, or a layer that there is not, is Error(invalid_argument) from each function.
+/// Each function throws Error(invalid_argument) for an id that names no sequence and for a layer that does
+/// not exist.
 ///
 /// Device work is queued on the given stream. Use one stream, or order several with events: a released page
 /// may belong to another sequence at once. Keeps the backend's address. Not thread-safe.
@@ -40,7 +41,8 @@ class ShardedKVCache {
   using Stream = typename B::Stream;
   using Activation = typename B::Activation;
 
-  /// Takes this rank's place from the backend's stage communicator. Waits for the upload of what it makes.
+  /// Takes this rank's place from the backend's stage communicator. Waits for the upload of its page table
+  /// and scales. `spec` must be equal on all ranks of the stage.
   /// @throws Error(invalid_argument) if sizes are out of range or communicators differ from `topology`;
   /// Error(capacity) if the memory cannot be had.
   ShardedKVCache(B& backend, const Topology& topology, const KvCacheSpec& spec)
@@ -71,32 +73,36 @@ class ShardedKVCache {
   const PageLedger& ledger() const { return ledger_; }
   int stage_rank() const { return stage_rank_; }
 
-  /// A new empty sequence with pages reserved for its first `tokens_to_reserve` global tokens: growing it
-  /// that far cannot fail. @throws Error(capacity) if slots or pages ran out on any KVP rank.
+  /// Makes an empty sequence with pages reserved for its first `tokens_to_reserve` global tokens, so that
+  /// growing it that far cannot fail. @throws Error(capacity) if slots or pages ran out on any KVP rank.
   [[nodiscard]] SequenceId add(std::int64_t tokens_to_reserve = 0) { return ledger_.add(tokens_to_reserve); }
 
-  /// Reserves the pages for `total_tokens` global tokens, those already there included. @throws as add().
+  /// Reserves the pages for `total_tokens` global tokens, including those already there.
+  /// @throws Error(capacity) if pages ran out on any KVP rank.
   void reserve(SequenceId id, std::int64_t total_tokens) { ledger_.reserve(id, total_tokens); }
-  /// Gives back what is reserved beyond the pages of the tokens that there are.
+  /// Gives back the reserved pages beyond those that the sequence's tokens take.
   void unreserve(SequenceId id) { ledger_.unreserve(id); }
 
   /// Makes room for the next `num_tokens` global positions, which append_kv or write() then fill. Queues
-  /// nothing while tokens fit into the last page; else one copy of the changed entries of the page table (and
-  /// the copy of a page that it shared). @throws Error(capacity) if pages ran out on any KVP rank.
+  /// nothing while the tokens fit into the last page. Otherwise queues one copy of the changed entries of the
+  /// page table, and the copy of the last page if it was shared. @throws Error(capacity) if pages ran out on
+  /// any KVP rank.
   void append(SequenceId id, std::int64_t num_tokens, Stream stream) {
     append(std::span<const SequenceId>(&id, 1), std::span<const std::int64_t>(&num_tokens, 1), stream);
   }
-  /// A batch step: grows all of the sequences or, if it throws, none. The page table takes one copy too, or
-  /// where more than 64 KiB lie between the first changed entry and the last, one a sequence with a new page.
-  /// @throws as the other, and Error(invalid_argument) as PageLedger::append().
+  /// Grows all of the sequences for a batch step or, if it throws, none. The page table takes one copy, or
+  /// one for each sequence with a new page if more than 64 KiB lie between the first changed entry and the
+  /// last. @throws Error(capacity) if pages ran out on any KVP rank; Error(invalid_argument) as
+  /// PageLedger::append().
   void append(std::span<const SequenceId> ids, std::span<const std::int64_t> counts, Stream stream) {
     apply(ledger_.append(ids, counts), stream);
   }
 
-  /// Stores the tokens at global positions [first_position, + rows of k) that this rank owns; prefill and
-  /// transfers. Reads k [tokens, Hkv/TPA, D] and v [tokens, Hkv/TPA, Dv] (MLA: v empty), last stride 1, when
-  /// the stream gets there.
-  /// @throws Error(invalid_argument) unless the positions are within the sequence and in pages of its own.
+  /// Stores those tokens at global positions [first_position, first_position + rows of k) that this rank
+  /// owns, for prefill and transfers. Reads k [tokens, Hkv/TPA, D] and v [tokens, Hkv/TPA, Dv] (MLA: v
+  /// empty), last stride 1, when the stream gets there.
+  /// @throws Error(invalid_argument) unless the positions are within the sequence and in pages that no other
+  /// sequence shares.
   void write(SequenceId id, int layer, std::int64_t first_position, TensorView<const Activation, 3> k,
              TensorView<const Activation, 3> v, Stream stream) {
     detail::check_kv_rows("write", view_.format, k, v);
@@ -137,16 +143,17 @@ class ShardedKVCache {
                       stream);
   }
 
-  /// Forgets the tokens from `new_length` on, such as rejected drafts. Queues nothing: a page shared with
-  /// another sequence is copied when a token is next appended to it. @throws as PageLedger::truncate().
+  /// Drops the tokens from `new_length` on, such as rejected drafts. Queues nothing: a page shared with
+  /// another sequence is copied when a token is next appended to it. @throws what PageLedger::truncate()
+  /// throws.
   void truncate(SequenceId id, std::int64_t new_length) {
     ledger_.truncate(id, new_length);
     page_table_.forget(id.slot, static_cast<std::int64_t>(ledger_.pages(id.slot).size()));
   }
 
-  /// A new sequence of the first `prefix_tokens` of `parent`, which must have been written in all layers.
+  /// Makes a sequence from the first `prefix_tokens` of `parent`, which must have been written in all layers.
   /// Shares whole pages up to a multiple of ledger().shared_unit() tokens and queues copies of the rest.
-  /// @throws as PageLedger::fork().
+  /// @throws what PageLedger::fork() throws.
   [[nodiscard]] SequenceId fork(SequenceId parent, std::int64_t prefix_tokens, Stream stream) {
     const SequenceId child = ledger_.fork(parent, prefix_tokens);
     apply(ledger_.changes(), stream);
@@ -159,7 +166,8 @@ class ShardedKVCache {
     page_table_.forget(id.slot, 0);
   }
 
-  /// What operations read of layer `layer` (of this stage). The addresses in it never change.
+  /// The view through which operations read and write layer `layer` of this stage. Its addresses never
+  /// change.
   KvView layer(int layer) const {
     HELIX_EXPECTS(layer >= 0 && layer < spec_.layers, ErrorCode::invalid_argument, "layer ", layer,
                   " is outside the KV cache's ", spec_.layers, " layers");
@@ -187,7 +195,7 @@ class ShardedKVCache {
 
   /// Pages of this rank that any sequence may take: neither used nor reserved.
   std::int64_t pages_free() const { return ledger_.pages_free(ledger_.kvp_rank()); }
-  /// Pages of this rank that hold tokens, a shared page once.
+  /// Pages of this rank that hold tokens; a shared page counts once.
   std::int64_t pages_used() const { return ledger_.pages_used(ledger_.kvp_rank()); }
 
   /// Bytes of one page in all layers.
@@ -262,7 +270,7 @@ class ShardedKVCache {
   std::size_t page_bytes_;    // of one layer
   std::size_t layer_bytes_;   // from one layer's pages to the next
   typename B::Buffer pages_;  // [layers][pages + 1][page_elements]: the last page is the spare one
-  PageLedger ledger_;         // behind the pages: what is too large ends there, before the books are made
+  PageLedger ledger_;         // after pages_: sizes that are too large fail there, before the ledger is made
   PageTable<B> page_table_;
   typename B::Buffer k_scales_;  // [layers, heads of this rank], or empty
   typename B::Buffer v_scales_;

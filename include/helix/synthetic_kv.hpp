@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Synthetic KV: contexts from a counter-based generator, for measurements at lengths that nobody prefills. A
-// value is a function of its place in the model alone, so that every topology fills its shards alike.
+// value depends only on its place in the model, so that every topology stores the same values.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace helix {
 
-/// Key of the K (or V) row of the model's `head` at global `position` in the model's `layer`: a function of
+/// Key of the K (or V) row of `head` at global `position` in `layer`, as the model counts them. A function of
 /// these alone.
 HELIX_HOST_DEVICE constexpr std::uint32_t synthetic_row_key(std::int64_t layer, std::int64_t head,
                                                             std::int64_t position, bool is_value) {
@@ -33,12 +33,12 @@ HELIX_HOST_DEVICE constexpr float synthetic_element(std::uint32_t row_key, std::
   return static_cast<float>(static_cast<std::int32_t>(x)) * 0x1p-31f;
 }
 
-/// What a backend that can write synthetic KV itself is given: fill_synthetic_kv(args, stream) writes the
-/// rows of what kv.kvp_rank owns of positions [0, tokens), stored as value / scale, rounded once.
+/// Arguments of fill_synthetic_kv(args, stream), which a backend may have. It writes the rows that
+/// kv.kvp_rank owns of positions [0, tokens), stored as value / scale, rounded once.
 struct SyntheticKvArgs {
   KvView kv;  ///< Pages of the model's layer `layer`.
   std::int64_t sequence_slot = 0;
-  std::int64_t tokens = 0;      ///< The sequence has been grown to as many.
+  std::int64_t tokens = 0;      ///< The sequence must have been grown to this length.
   std::int64_t layer = 0;       ///< Layer of the model.
   std::int64_t first_head = 0;  ///< KV head of the model that is head 0 of the pages.
 };

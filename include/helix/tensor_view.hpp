@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// TensorView: a borrowed, strided, typed window on memory, in mdspan's words.
+// TensorView: a borrowed, strided, typed view of memory, in mdspan's terms.
 #pragma once
 
 #include <array>
@@ -14,8 +14,8 @@
 
 namespace helix {
 
-/// A view of `R` dimensions of `T`. It borrows: the memory outlives the view. Strides are in elements, the
-/// last dimension is the fastest in a row-major view. The memory may be on a device; the view never
+/// A view of `R` dimensions of `T`. It borrows: the memory must outlive the view. Strides are in elements; in
+/// a row-major view the last dimension is the fastest. The memory may be on a device; the view never
 /// dereferences it except in operator(), which is for host memory.
 template <class T, int R>
 class TensorView {
@@ -36,11 +36,11 @@ class TensorView {
     }
   }
 
-  /// Strides are in elements, of any sign.
+  /// A view with these strides, in elements and of any sign.
   constexpr TensorView(T* data, extents_type extents, extents_type strides)
       : data_(data), extents_(extents), strides_(strides) {}
 
-  /// A mutable view reads as a view of const.
+  /// Converts a mutable view to a view of const.
   template <class U>
   requires(std::is_same_v<const U, T> && !std::is_same_v<U, T>) constexpr TensorView(
       const TensorView<U, R>& other)  // NOLINT: conversion is the point
@@ -52,14 +52,14 @@ class TensorView {
   constexpr const extents_type& extents() const { return extents_; }
   constexpr const extents_type& strides() const { return strides_; }
 
-  /// Number of elements: 0 with an extent below 0, kSaturated beyond int64.
+  /// Number of elements: 0 if an extent is below 0, kSaturated beyond int64.
   constexpr std::int64_t size() const {
     std::int64_t n = 1;
     for (std::int64_t e : extents_) n = saturating_product(n, larger<std::int64_t>(e, 0));
     return n;
   }
 
-  /// Dense row-major: a flat loop over size() elements visits all of them.
+  /// Whether the view is dense and row-major: a flat loop over size() elements visits all of them.
   constexpr bool is_contiguous() const {
     if (size() == 0) return true;
     std::int64_t expected = 1;
@@ -101,7 +101,7 @@ class TensorView {
 
 namespace detail {
 
-/// Throws Error(invalid_argument) if data are null where `count` rows or bytes of them are used.
+/// Throws Error(invalid_argument) if `data` is null and `count`, of rows or bytes, is not 0.
 inline void check_given(std::string_view operation, std::string_view name, const void* data,
                         std::int64_t count) {
   HELIX_EXPECTS(data != nullptr || count == 0, ErrorCode::invalid_argument, operation, ": ", name,

@@ -50,17 +50,19 @@ struct GroupSplit {
 /// The one owner of the mapping from ranks to groups, heads, weight rows, experts and vocabulary. Immutable.
 ///
 /// world_rank = (replica * PP + stage) * N + stage_rank. Groups are local to a stage and replica. Functions
-/// take a stage_rank where the answer does not depend on the outer dimensions, a world_rank where it does;
-/// one outside of its range, or such a stage, is Error(invalid_argument) from each of them.
+/// take a stage_rank where the answer does not depend on the outer dimensions, a world_rank where it does.
+/// Each of them throws Error(invalid_argument) for a rank or a stage outside of its range.
 class Topology {
  public:
+  /// Makes the topology of a model.
   /// @throws Error(invalid_topology) with every violated rule, its values, and the nearest legal topologies.
   Topology(const TopologySpec& spec, const ModelShape& shape);
 
-  /// As above, and also requires `world_size` == DP * PP * N.
+  /// Makes the topology of a model, and also requires `world_size` == DP * PP * N.
+  /// @throws Error(invalid_topology) as the other constructor.
   Topology(const TopologySpec& spec, const ModelShape& shape, int world_size);
 
-  const TopologySpec& spec() const { return spec_; }  ///< Tpf is filled in
+  const TopologySpec& spec() const { return spec_; }  ///< The spec, with tpf filled in
   const ModelShape& shape() const { return shape_; }
   int kvp() const { return spec_.kvp; }
   int tpa() const { return spec_.tpa; }
@@ -71,27 +73,28 @@ class Topology {
   int stage_size() const { return spec_.kvp * spec_.tpa; }  ///< N
   int world_size() const { return stage_size() * spec_.pp * spec_.dp; }
 
-  /// @throws Error(invalid_argument) unless 0 <= world_rank < world_size().
+  /// Coordinates of one rank. @throws Error(invalid_argument) unless 0 <= world_rank < world_size().
   RankCoordinates coordinates(int world_rank) const;
-  /// Coordinates within a stage (stage 0 of replica 0 stands for all). @throws as coordinates().
+  /// Coordinates of a rank within its stage; stage 0 of replica 0 stands for all.
+  /// @throws Error(invalid_argument) if stage_rank is out of range.
   RankCoordinates stage_coordinates(int stage_rank) const {
     return coordinates(check_stage_rank(stage_rank));
   }
 
-  /// How a communicator of all ranks is split into the groups of this kind: comm.split(color, key) by every
-  /// rank. The colours also serve a communicator of one stage, for the groups inside it.
+  /// Arguments with which every rank calls split(color, key) of a communicator of all ranks, to form the
+  /// groups of this kind. The colours also serve a communicator of one stage, for the groups inside it.
   GroupSplit split(RankGroup group, int world_rank) const;
   /// World ranks of the group of this kind that `world_rank` belongs to, in group-rank order.
   std::vector<int> group(RankGroup group, int world_rank) const;
 
-  /// Query heads that the rank projects and attends with, before the exchange: tpa_rank's Hq/TPA.
+  /// Query heads that the rank projects and attends with before the exchange: the Hq/TPA of its tpa_rank.
   Range query_heads(int stage_rank) const;
   /// Query heads whose exact attention the rank holds after the exchange (invariant 1): Hq/N, TPA-major.
   Range combined_heads(int stage_rank) const;
-  /// KV heads that the rank stores. Under allow_kv_duplication the one head its queries read.
+  /// KV heads that the rank stores; under allow_kv_duplication the one head that its queries read.
   Range kv_heads(int stage_rank) const;
-  /// Columns of W_o (rows of its transpose): combined_heads times `value_dim` values a head after W_UV, if
-  /// any.
+  /// Columns of W_o (rows of its transpose): combined_heads times `value_dim` values a head (after W_UV, if
+  /// any).
   Range output_projection_columns(int stage_rank, std::int64_t value_dim) const;
   Range ffn(int stage_rank) const;                ///< Slice of F, split over N.
   Range shared_expert_ffn(int stage_rank) const;  ///< Slice of the shared experts' F, split over N.
@@ -100,20 +103,20 @@ class Topology {
   Range vocab(int stage_rank) const;              ///< Vocabulary ids, split over N; parts may be uneven.
   Range layers(int stage) const;                  ///< Layers of a stage, split over PP.
 
-  /// All sizes of the rank at once, as layers read them.
+  /// All sizes of the rank that a layer reads.
   RankShape rank_shape(int stage_rank) const;
 
   /// Copies of each KV head in a stage: 1, or TPA/Hkv under allow_kv_duplication.
   int kv_copies() const;
 
-  /// The whole grid, readable: one line a rank with coordinates, heads, KV heads, experts, vocabulary.
+  /// The whole grid as text: one line a rank with coordinates, heads, KV heads, experts, vocabulary.
   std::string to_string() const;
 
   /// Every legal topology of exactly `stage_size` ranks for `shape`, in increasing TPA, then EP. Outer widths
   /// are 1.
   static std::vector<TopologySpec> legal_topologies(const ModelShape& shape, int stage_size);
 
-  /// The rules that `spec` violates, one sentence with its values each; empty if legal.
+  /// The rules that `spec` violates, one sentence each with its values; empty if legal.
   static std::vector<std::string> violations(const TopologySpec& spec, const ModelShape& shape);
 
  private:

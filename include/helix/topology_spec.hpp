@@ -4,8 +4,8 @@
 
 namespace helix {
 
-/// Widths of the two grids and of the outer dimensions. All N = KVP * TPA = TPF * EP ranks of a stage are
-/// re-used.
+/// Widths of the attention grid, the FFN grid and the outer dimensions. Both grids have the same N = KVP *
+/// TPA = TPF * EP ranks of a stage.
 struct TopologySpec {
   int kvp = 1;
   int tpa = 1;

@@ -18,7 +18,7 @@
 namespace helix {
 namespace detail {
 
-/// Throws Error(invalid_argument) unless the stage is the topology's.
+/// Throws Error(invalid_argument) unless the stage communicator has the size of the topology's stage.
 template <class Comm>
 void check_stage(std::string_view operation, const Comm& stage, const Topology& topo) {
   HELIX_EXPECTS(stage.size() == topo.stage_size(), ErrorCode::invalid_argument, operation,
@@ -26,7 +26,7 @@ void check_stage(std::string_view operation, const Comm& stage, const Topology& 
                 topo.stage_size());
 }
 
-/// Throws Error(invalid_argument) unless a step has so many rows.
+/// Throws Error(invalid_argument) unless `rows` is in [0, kMaxStepTokens].
 inline void check_num_rows(std::int64_t rows) {
   HELIX_EXPECTS(rows >= 0 && rows <= kMaxStepTokens, ErrorCode::invalid_argument, "VocabularyHead: ", rows,
                 " rows; they must be in [0, ", kMaxStepTokens, "]");
@@ -34,12 +34,13 @@ inline void check_num_rows(std::int64_t rows) {
 
 }  // namespace detail
 
-/// out[t] = embedding of ids[t], the same on all N ranks. `table` is this rank's rows, Topology::vocab. Ids
-/// must have been checked against the vocabulary by the caller: an id outside gives a zero row. Collective
-/// over the stage; queued on `stream`, allocates nothing, capturable. After an error of one rank alone its
-/// caller calls the stage's abort(), as for VocabularyHead.
-/// @throws Error(invalid_argument) if the stage is not the topology's, the table is not this rank's shard or
-/// not f32, f16 or bf16, or an address is missing.
+/// Embeds tokens: out[t] = embedding of ids[t], equal on all N ranks. `table` holds this rank's rows,
+/// Topology::vocab. The caller must have checked the ids against the vocabulary: an id outside gives a zero
+/// row. Collective over the stage, with equal ids on all ranks; queued on `stream`, allocates nothing,
+/// capturable. After an error of one rank alone its caller must call the stage's abort(), as for
+/// VocabularyHead.
+/// @throws Error(invalid_argument) if the stage communicator is not the topology's, the table is not this
+/// rank's shard or not f32, f16 or bf16, or an address is missing.
 template <VocabularyBackend B>
 void embed_tokens(B& backend, const Topology& topo, const std::int32_t* ids, const WeightView& table,
                   TensorView<typename B::Activation, 2> out, typename B::Stream stream) {
@@ -69,7 +70,7 @@ void embed_tokens(B&, const Topology&, const std::int32_t*, const WeightView&, T
   detail::refuse_activation<T, B>();
 }
 
-/// @throws Error(invalid_argument) naming the value that is NaN or out of range.
+/// Checks a sampling config. @throws Error(invalid_argument) naming the value that is NaN or out of range.
 inline void check_sampling(const SamplingConfig& config) {
   HELIX_EXPECTS(config.temperature >= 0.0f && config.temperature <= std::numeric_limits<float>::max(),
                 ErrorCode::invalid_argument, "temperature is ", config.temperature,
@@ -83,21 +84,22 @@ inline void check_sampling(const SamplingConfig& config) {
 }
 
 /// Final norm, LM head and sampling of one rank. A rank that skipped or repeated a step is an
-/// Error(out_of_step) on the stream, not a wrong token (invariant 13), unless the step behind has the same
-/// positions (exchange_epoch()). What is an error of one rank alone (its workspace, its addresses, a failure
-/// of its backend) leaves the others waiting in the gather: its caller then calls the stage's abort(), which
-/// wakes them, else they get Error(timeout).
+/// Error(out_of_step) on the stream, not a wrong token (invariant 13), unless the next step has the same
+/// positions (exchange_epoch()). An error of one rank alone (its workspace, its addresses, a failure of its
+/// backend) leaves the others waiting in the gather. Its caller must then call the stage's abort(), which
+/// wakes them; else they get Error(timeout). Not thread-safe: all ranks must queue logits() and draw_greedy()
+/// in the same order, and one stream, or events, must order these calls.
 template <VocabularyBackend B>
 class VocabularyHead {
  public:
   using T = typename B::Activation;
 
-  /// Weights of this rank: `final_norm` [1, M], or empty if rows reach logits() normed, as decode_layer's
-  /// next_norm leaves them; `lm_head` [Topology::vocab rows, M]. Local; waits for the upload of a few
-  /// numbers, and keeps the backend's address.
-  /// @throws Error(invalid_argument) if the stage is not the topology's, lm_head is not this rank's shard or
-  /// has no address, final_norm is another shape, either is not f32, f16 or bf16, or norm_epsilon is below 0
-  /// or not finite; Error(capacity) if the memory cannot be had.
+  /// Takes the weights of this rank: `final_norm` [1, M], or empty if rows reach logits() normed, as
+  /// decode_layer's next_norm leaves them; `lm_head` [Topology::vocab rows, M]. Local. Waits for the upload
+  /// of a few numbers, and keeps the backend's address.
+  /// @throws Error(invalid_argument) if the stage communicator is not the topology's, lm_head is not this
+  /// rank's shard or has no address, final_norm has another shape, either is not f32, f16 or bf16, or
+  /// norm_epsilon is below 0 or not finite; Error(capacity) if the memory cannot be had.
   VocabularyHead(B& backend, const Topology& topo, WeightView final_norm, WeightView lm_head,
                  float norm_epsilon)
       : backend_(&backend),
@@ -119,7 +121,7 @@ class VocabularyHead {
     detail::check_weight_type("VocabularyHead", "lm_head", lm_head);
     detail::check_weight_type("VocabularyHead", "final_norm", final_norm);
     detail::check_epsilon("VocabularyHead", "norm_epsilon", norm_epsilon);
-    // The device state: [0] how many gathers there were, [1 ..] where each rank's ids begin.
+    // Device state: [0] the number of gathers so far, [1 ..] where each rank's ids begin.
     std::vector<std::int64_t> begins(static_cast<std::size_t>(ranks_ + 1));
     for (int r = 0; r < ranks_; ++r) begins[static_cast<std::size_t>(r)] = topo.vocab(r).begin;
     begins.back() = topo.shape().vocab;
@@ -129,8 +131,8 @@ class VocabularyHead {
     backend.synchronize(stream);
   }
 
-  /// Logits of all ranks: [N, rows, width], shard s holds ids [begins[s], begins[s+1]) in its first columns.
-  /// Views of the workspace.
+  /// Logits of all ranks, [N, rows, width]: shard s holds ids [begins[s], begins[s+1]) in its first columns.
+  /// A view of the workspace.
   using Logits = TensorView<T, 3>;
 
   /// Bytes that logits() needs for up to `rows` rows, at an address that is a multiple of 16.
@@ -142,9 +144,14 @@ class VocabularyHead {
     return measure.used_bytes();
   }
 
-  /// Logits after the tokens `rows` (device, [num_rows] indices into hidden [tokens, M]). `positions` of all
-  /// tokens (device, [tokens], global, or null) tell the step apart from the one before. Collective over the
-  /// stage; queued on `stream`, allocates nothing, capturable.
+  /// Computes the logits after the tokens `rows` (device, [num_rows] indices into hidden [tokens, M]).
+  /// `positions` of all tokens (device, [tokens], global, or null) tell this step from the one before.
+  /// Collective over the stage, with equal tokens, positions and num_rows on all ranks; queued on `stream`,
+  /// allocates nothing, capturable.
+  ///
+  /// If num_rows differs between ranks, the gather fails as the communicator does for unequal sizes:
+  /// Error(invalid_argument), Error(out_of_step) or Error(timeout). A rank with no rows does not enter it, so
+  /// the others get Error(timeout).
   /// @throws Error(invalid_argument) unless num_rows is in [0, kMaxStepTokens], or if with rows hidden is not
   /// M wide with a last stride of 1, an address is missing or the workspace's is not a multiple of 16;
   /// Error(capacity) if `workspace` is smaller than workspace_bytes(topo, num_rows).
@@ -154,14 +161,17 @@ class VocabularyHead {
     return gather(shard, hidden.extent(0), positions, stream);
   }
 
-  /// Logits of this rank's shard: [1, rows, its width]. Views of the workspace, not for what takes Logits.
+  /// Logits of this rank's shard, [1, rows, width of the shard]. A view of the workspace; not to be passed
+  /// where Logits are expected.
   using OwnLogits = TensorView<T, 3>;
 
-  /// As logits() and a greedy sample(): draws the likeliest token of each row into `tokens` (device,
-  /// [num_rows]), the same on all ranks, and, unless null, what norms() gives into `norms` (device,
-  /// [num_rows]). A backend with choose_greedy() leaves the logits where they are; of any other they are
-  /// gathered. Collective over the stage; queued on `stream`, allocates nothing, capturable.
-  /// @throws as logits().
+  /// Draws the likeliest token of each row into `tokens` (device, [num_rows]), equal on all ranks, as
+  /// logits() and a greedy sample() would. If `norms` (device, [num_rows]) is not null, it gets what norms()
+  /// gives. A backend with choose_greedy() leaves the logits where they are; with any other they are
+  /// gathered. Collective over the stage, with equal tokens, positions and num_rows on all ranks; queued on
+  /// `stream`, allocates nothing, capturable. If num_rows differs, ranks fail as in logits(); with
+  /// choose_greedy() over windows, those with more rows get Error(timeout).
+  /// @throws what logits() throws.
   OwnLogits draw_greedy(TensorView<T, 2> hidden, const std::int64_t* positions, const std::int32_t* rows,
                         std::int64_t num_rows, std::span<std::byte> workspace, std::int32_t* tokens,
                         float* norms, typename B::Stream stream) {
@@ -177,9 +187,9 @@ class VocabularyHead {
     return own;
   }
 
-  /// Applies `count` penalties (device) to `logits`. Local; queued on `stream`. @throws
-  /// Error(invalid_argument) unless count is at least 0 and the logits are those of all ranks, if an address
-  /// is missing; so do the functions below.
+  /// Applies `count` penalties (device) to `logits`. Local; queued on `stream`.
+  /// @throws Error(invalid_argument) if count is below 0, the logits do not have the shape that logits()
+  /// gives, or an address is missing.
   void penalize(Logits logits, const LogitPenalty* penalties, std::int64_t count, typename B::Stream stream) {
     check_logits("penalize", logits);
     HELIX_EXPECTS(count >= 0, ErrorCode::invalid_argument, "VocabularyHead::penalize: count is ", count,
@@ -189,10 +199,12 @@ class VocabularyHead {
     backend_->penalize(PenalizeArgs<T>{logits, shard_begins(), penalties, count}, stream);
   }
 
-  /// Draws one token a row of `logits` into `tokens` (device, [rows]) by the row's config (device, [rows],
-  /// each of which check_sampling() accepts; null: all rows are greedy); the same on all ranks. `counters`
-  /// (device, [rows]) makes each draw its own; it may be null where all rows are greedy. Local; queued on
-  /// `stream`.
+  /// Draws one token for each row of `logits` into `tokens` (device, [rows]), equal on all ranks, by the
+  /// row's config (device, [rows], each of which check_sampling() accepts; null: all rows are greedy).
+  /// `counters` (device, [rows]) makes each draw its own; it may be null if all rows are greedy. Local;
+  /// queued on `stream`.
+  /// @throws Error(invalid_argument) if the logits do not have the shape that logits() gives, or an address
+  /// is missing.
   void sample(Logits logits, const SamplingConfig* configs, const std::uint64_t* counters,
               std::int32_t* tokens, typename B::Stream stream) {
     check_logits("sample", logits);
@@ -201,9 +213,11 @@ class VocabularyHead {
     backend_->sample(SampleArgs<T>{logits, shard_begins(), configs, counters, tokens}, stream);
   }
 
-  /// Log-probabilities of `tokens` (device, [rows]) into `log_probs` (device, [rows]), and of the num_best
-  /// likeliest ids into `best_ids` and `best_log_probs` (device, [rows, num_best]), see LogProbsArgs. Local;
-  /// queued on `stream`. @throws Error(invalid_argument) unless num_best is in [0, kMaxVocabulary], too.
+  /// Writes the log-probabilities of `tokens` (device, [rows]) to `log_probs` (device, [rows]), and the
+  /// num_best likeliest ids with theirs to `best_ids` and `best_log_probs` (device, [rows, num_best]); see
+  /// LogProbsArgs. Local; queued on `stream`.
+  /// @throws Error(invalid_argument) if num_best is not in [0, kMaxVocabulary], the logits do not have the
+  /// shape that logits() gives, or an address is missing.
   void log_probs(Logits logits, const std::int32_t* tokens, std::int64_t num_best, float* log_probs,
                  std::int32_t* best_ids, float* best_log_probs, typename B::Stream stream) {
     check_logits("log_probs", logits);
@@ -223,7 +237,9 @@ class VocabularyHead {
         stream);
   }
 
-  /// L2 norm of each row of `logits` into `norms` (device, [rows]). Local; queued on `stream`.
+  /// Writes the L2 norm of each row of `logits` to `norms` (device, [rows]). Local; queued on `stream`.
+  /// @throws Error(invalid_argument) if the logits do not have the shape that logits() gives, or an address
+  /// is missing.
   void norms(Logits logits, float* norms, typename B::Stream stream) {
     check_logits("norms", logits);
     detail::check_given("VocabularyHead::norms", "norms", norms, logits.extent(1));
@@ -235,10 +251,10 @@ class VocabularyHead {
   struct Buffers {
     TensorView<T, 2> selected;      // [rows, M]
     std::span<std::byte> sent;      // [header][rows, width]
-    std::span<std::byte> received;  // [N] of the same; a rank alone: empty
+    std::span<std::byte> received;  // [N] messages like `sent`; empty for a rank alone
   };
 
-  /// This rank's logits, where they are to be sent.
+  /// This rank's logits, inside the message that is sent.
   struct Shard {
     Buffers buffers;
     TensorView<T, 2> logits;  // [rows, width]; a shard may be narrower than the widest: the rest is not read
@@ -279,7 +295,7 @@ class VocabularyHead {
     return reinterpret_cast<T*>(message.data() + sizeof(ExchangeHeader));
   }
 
-  /// The product of the selected rows and this rank's weights.
+  /// Multiplies the selected rows by this rank's weights.
   Shard multiply(TensorView<T, 2> hidden, const std::int32_t* rows, std::int64_t num_rows,
                  std::span<std::byte> workspace, typename B::Stream stream) {
     detail::check_num_rows(num_rows);
@@ -311,7 +327,7 @@ class VocabularyHead {
     return shard;
   }
 
-  /// The logits of all ranks of a step of `tokens` tokens.
+  /// Gathers the logits of all ranks, in a step of `tokens` tokens.
   Logits gather(const Shard& shard, std::int64_t tokens, const std::int64_t* positions,
                 typename B::Stream stream) {
     const std::int64_t num_rows = shard.logits.extent(0);
@@ -327,7 +343,7 @@ class VocabularyHead {
     return all;
   }
 
-  /// Whether the backend has drawn without a gather.
+  /// Lets the backend draw without a gather. Returns whether it did.
   bool choose_apart(const ChooseGreedyArgs<T>& args, typename B::Stream stream) {
     if constexpr (requires { backend_->choose_greedy(args, stream); }) {
       return backend_->choose_greedy(args, stream);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// WindowExchange: the exchange of partial attention by stores into the memory of the ranks that combine it.
+// WindowExchange: exchanges partial attention by stores into the memory of the ranks that combine it.
 #pragma once
 
 #include <cstddef>
@@ -13,17 +13,17 @@
 
 namespace helix {
 
-/// Backends that end an exchange over windows and combine, as one operation, and whose communicators know
-/// windows. Whether there are any, has_windows() of the KVP group says. One that also takes partials as lines
-/// (LineRows) says up to how many bytes of a step, as kMaxLineBytes, and its windows have gave_up().
+/// A backend that ends an exchange over windows and combines in one operation, and whose communicators may
+/// have windows; has_windows() of the KVP group says whether they do. A backend that also takes partials as
+/// lines (LineRows) states as kMaxLineBytes up to how many bytes of a step, and its windows have gave_up().
 template <class B>
 concept WindowBackend = ExchangeBackend<B> && WindowComm<typename B::Comm> &&
     requires(B& backend, LseCombineArgs<typename B::Activation> combine, typename B::Stream stream) {
   backend.combine_window(WindowExchangeArgs{}, combine, stream);
 };
 
-/// One rank's end of an exchange over the windows of its KVP group, if it has any: what KvpAllToAll does
-/// then. Of other backends it is empty.
+/// One rank's end of an exchange over the windows of its KVP group, which KvpAllToAll uses if there are any.
+/// Empty for other backends.
 template <ExchangeBackend B>
 class WindowExchange {
  public:
@@ -33,11 +33,11 @@ class WindowExchange {
       !requires(const typename B::Comm& comm) { comm.has_windows(); } || WindowComm<typename B::Comm>,
       "a communicator with has_windows() needs allocate_window(bytes, parts): see WindowComm");
 
-  /// Nothing is reached.
+  /// Makes an exchange without a window; open() allocates it.
   WindowExchange(const KvpAllToAllSpec& spec, std::int64_t kvp)
       : spec_(spec), layout_(spec, kvp, kElementBytes, spec.has_lines ? kMaxLineBytes : 0) {}
 
-  /// Allocates the window where the group has some. Collective. Returns whether it did, alike on all ranks.
+  /// Allocates the window if the group has windows. Collective. Returns whether it did, equal on all ranks.
   bool open(B& backend) {
     if constexpr (WindowBackend<B>) {
       auto& kvp = *backend.comms().kvp;
@@ -52,9 +52,9 @@ class WindowExchange {
     }
   }
 
-  /// Where the partials of a step of `tokens` tokens and values of `value_dim` columns, at most the spec's,
-  /// go: head h into the memory of the rank that combines it. `exchanges`: as
-  /// WindowExchangeArgs::exchanges.
+  /// Points `target` at the peers' windows for a step of `tokens` tokens and values of `value_dim` columns,
+  /// at most the spec's: head h goes into the memory of the rank that combines it. `exchanges` is the counter
+  /// of WindowExchangeArgs::exchanges.
   void point_to_peers(PartialTarget<T>& target, std::int64_t tokens, std::int64_t value_dim,
                       const std::int64_t* positions, std::uint64_t* exchanges) const {
     if constexpr (WindowBackend<B>) {
@@ -84,8 +84,9 @@ class WindowExchange {
     }
   }
 
-  /// Ends the exchange of what was written where point_to_peers() said, and combines what came: `combined`
-  /// [tokens, Hq/N, value_dim], with the logits `sinks` [Hq/N] (or null) in the denominator. Collective.
+  /// Ends the exchange of what was written where point_to_peers() said, and combines what arrives into
+  /// `combined` [tokens, Hq/N, value_dim]. The logits `sinks` [Hq/N] (or null) join the denominator.
+  /// Collective.
   void combine(B& backend, const PartialTarget<T>& sent, const float* sinks, TensorView<T, 3> combined,
                Stream stream) const {
     if constexpr (WindowBackend<B>) {
@@ -112,7 +113,7 @@ class WindowExchange {
   static constexpr auto kElementBytes = static_cast<std::int64_t>(sizeof(T));
   static constexpr auto kLseBytes = static_cast<std::int64_t>(sizeof(float));
 
-  /// Payload of a rank's step that travels as lines, at most; 0 for backends that know none.
+  /// Most payload bytes of a rank's step that travel as lines; 0 for backends without lines.
   static constexpr std::int64_t kMaxLineBytes = [] {
     if constexpr (requires { B::kMaxLineBytes; }) {
       return std::int64_t{B::kMaxLineBytes};

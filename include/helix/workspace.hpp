@@ -12,23 +12,23 @@
 
 namespace helix {
 
-/// Hands out consecutive pieces that begin at multiples of 256 bytes from the memory's beginning, and are as
-/// aligned as it is, up to that. A default-constructed arena only measures: it hands out null views and
-/// counts, so that one function both sizes a workspace and lays it out.
+/// Hands out consecutive pieces of memory that begin at multiples of 256 bytes from its start. They are as
+/// aligned as the memory, up to 256 bytes. A default-constructed arena only measures: it hands out null views
+/// and counts bytes, so that one function both sizes a workspace and lays it out.
 class WorkspaceArena {
  public:
   static constexpr std::size_t kAlignment = 256;
 
-  /// Measures: hands out nothing.
+  /// An arena that only measures.
   WorkspaceArena() = default;
-  /// Hands out `memory`, from its beginning on.
+  /// An arena that hands out `memory` from its start.
   explicit WorkspaceArena(std::span<std::byte> memory)
       : base_(memory.data()), capacity_(memory.size()), measures_(false) {}
 
-  /// @throws Error(capacity) with both sizes if the workspace is too small.
+  /// Takes the next `bytes` bytes. @throws Error(capacity) with both sizes if the workspace is too small.
   std::span<std::byte> take_bytes(std::size_t bytes) {
     const std::size_t begin = used_;
-    // Sums of absurd sizes end here and not in a buffer that is too small.
+    // Absurd sums of sizes are refused here, before they wrap into a buffer that is too small.
     constexpr std::size_t kMax = std::size_t{1} << 62;
     HELIX_EXPECTS(bytes <= kMax && used_ <= kMax, ErrorCode::capacity, "a workspace of ", used_, " and ",
                   bytes, " more bytes exceeds the address space; use fewer tokens a step");
@@ -39,7 +39,7 @@ class WorkspaceArena {
     return {base_ + begin, bytes};
   }
 
-  /// A dense view of `extents`.
+  /// Takes a dense view of `extents`.
   template <class T, int R>
   TensorView<T, R> take(typename TensorView<T, R>::extents_type extents) {
     std::int64_t bytes = sizeof(T);

@@ -19,8 +19,8 @@
 
 namespace helix {
 
-/// Stores each token whose owner is kv.kvp_rank (the test runs on the device); drops the others and padding.
-/// Rows of k and v may be strided; their last stride is 1.
+/// Arguments of append_kv(), which stores each token whose owner is kv.kvp_rank (the device makes the test)
+/// and drops the others and padding. Rows of k and v may be strided; their last stride is 1.
 template <class T>
 struct AppendKvArgs {
   TensorView<const T, 3> k;  ///< [tokens, Hkv/TPA, D]; MLA: the latent rows [tokens, 1, D].
@@ -29,8 +29,9 @@ struct AppendKvArgs {
   KvView kv;
 };
 
-/// Stores those tokens of one sequence that kv.kvp_rank owns; row i is the token at global position
-/// first_position + i. Converts as append_kv does: rounds value / scale to the nearest stored value.
+/// Arguments of write_kv(), which stores those tokens of one sequence that kv.kvp_rank owns. Row i is the
+/// token at global position first_position + i. Converts as append_kv does: rounds value / scale to the
+/// nearest stored value.
 template <class T>
 struct WriteKvArgs {
   TensorView<const T, 3> k;  ///< [tokens, Hkv/TPA, D], last stride 1.
@@ -40,7 +41,8 @@ struct WriteKvArgs {
   KvView kv;
 };
 
-/// Reads local tokens [first_local, + rows of k) of one sequence back as values, stored * scale.
+/// Arguments of read_kv(), which reads local tokens [first_local, first_local + rows of k) of one sequence
+/// back as values, stored * scale.
 struct ReadKvArgs {
   KvView kv;
   std::int32_t sequence_slot = 0;
@@ -49,36 +51,36 @@ struct ReadKvArgs {
   TensorView<float, 3> v;  ///< [tokens, Hkv/TPA, Dv], last stride 1, written; MLA: empty.
 };
 
-/// Reads local tokens [first_local, + rows) of one sequence back from latents (MLA) as activations: stored *
-/// scale, rounded to T. A backend may bring read_latents(args, stream); attention_block then expands keys and
-/// values of long chunks, see MlaPrefill.
+/// Arguments of read_latents(), which reads local tokens [first_local, first_local + rows) of one sequence
+/// back from latents (MLA) as activations: stored * scale, rounded to T. A backend may have
+/// read_latents(args, stream); attention_block then expands keys and values of long chunks, see MlaPrefill.
 template <class T>
 struct ReadLatentsArgs {
   KvView kv;
-  const std::int32_t* sequence_slot = nullptr;  ///< [1], device memory, as Batch::sequence_slots.
+  const std::int32_t* sequence_slot = nullptr;  ///< [1], device memory: the sequence's row of the page table.
   std::int64_t first_local = 0;
   TensorView<T, 2> rows;  ///< [tokens, D], last stride 1, written.
 };
 
 namespace detail {
 
-/// Neither infinite nor NaN; without <cmath>, which everyone would include.
+/// Whether the value is neither infinite nor NaN. Avoids <cmath>, which every user would then include.
 constexpr bool is_finite(float value) {
   constexpr float kMax = std::numeric_limits<float>::max();
   return value >= -kMax && value <= kMax;
 }
 
-/// The soft cap that a backend computes with: none in place of one so large that scores of f32 do not feel
-/// it, whose inverse or product with log2(e) may leave the range of f32.
+/// The soft cap that a backend computes with: 0 (none) for one so large that scores of f32 do not feel it.
+/// The inverse of such a cap, or its product with log2(e), may leave the range of f32.
 constexpr float effective_soft_cap(float soft_cap) {
   return soft_cap < 0x1p96f ? soft_cap : 0.0f;
 }
 
-/// Alignment of a workspace that an operation carves: that of the widest vectors of kernels.
+/// Alignment in bytes of a workspace that an operation carves: that of the widest vectors of kernels.
 inline constexpr std::size_t kWorkspaceAlignment = 16;
 
-/// Throws Error(invalid_argument) if a workspace has a size, but no address or one that is not aligned to so
-/// many bytes.
+/// Throws Error(invalid_argument) if a workspace with a size has no address, or one that is not aligned to
+/// `alignment` bytes.
 inline void check_workspace(std::string_view operation, std::span<const std::byte> workspace,
                             std::size_t alignment = 1) {
   HELIX_EXPECTS(workspace.data() != nullptr || workspace.empty(), ErrorCode::invalid_argument, operation,
@@ -89,8 +91,7 @@ inline void check_workspace(std::string_view operation, std::span<const std::byt
                 " bytes, as allocate() of the backend gives it");
 }
 
-/// Throws Error(invalid_argument) unless scores can be made with the scale, called `name`, window and soft
-/// cap.
+/// Throws Error(invalid_argument) unless the scale (called `name`), window and soft cap are in range.
 inline void check_scores(std::string_view operation, std::string_view name, float scale, std::int64_t window,
                          float soft_cap) {
   HELIX_EXPECTS(scale > 0.0f && is_finite(scale) && window >= 0 && soft_cap >= 0.0f && is_finite(soft_cap),
@@ -126,7 +127,7 @@ void check_kv_rows(std::string_view operation, const KvFormat& format, TensorVie
 }
 
 /// Throws Error(invalid_argument) unless the batch and the view can be read, k and v are rows of the view,
-/// and the batch has tokens among them.
+/// and k has a row for each token of the batch.
 template <class T>
 void check_append_kv(const AppendKvArgs<T>& args) {
   const Batch& batch = args.batch;
@@ -138,15 +139,15 @@ void check_append_kv(const AppendKvArgs<T>& args) {
                 batch.first_token() + batch.num_tokens(), "); k has ", args.k.extent(0));
 }
 
-/// Throws Error(invalid_argument) if a slot on the host has no row in the page table.
+/// Throws Error(invalid_argument) if the page table has no row for `slot`, a host value.
 inline void check_slot(std::string_view operation, const KvView& kv, std::int64_t slot) {
   HELIX_EXPECTS(slot >= 0 && (kv.num_slots == 0 || slot < kv.num_slots), ErrorCode::invalid_argument,
                 operation, ": sequence_slot is ", slot, " of ", kv.num_slots,
                 "; slots count from 0: take ShardedKVCache::slot()");
 }
 
-/// Throws Error(invalid_argument) if local tokens [.., end) reach beyond a row of the page table. How long
-/// those of a CSR list are the host does not know.
+/// Throws Error(invalid_argument) if local tokens up to `end` reach beyond a row of the page table. The host
+/// does not know how long the rows of a CSR list are, so those are not checked.
 inline void check_local_end(std::string_view operation, const KvView& kv, std::int64_t end) {
   HELIX_EXPECTS(kv.page_begins != nullptr || end <= kv.max_pages * kv.format.page_tokens,
                 ErrorCode::invalid_argument, operation, ": local token ", end - 1, " is in page ",
@@ -167,7 +168,7 @@ void check_write_kv(const WriteKvArgs<T>& args) {
   if (owned.size() > 0) check_local_end("write_kv", kv, owned.end);
 }
 
-/// Of read_kv and read_latents: local tokens [first_local, + rows).
+/// Checks local tokens [first_local, first_local + rows) for read_kv and read_latents.
 inline void check_read_range(std::string_view operation, const KvView& kv, std::int64_t first_local,
                              std::int64_t rows) {
   HELIX_EXPECTS(first_local >= 0 && first_local <= kMaxTokens, ErrorCode::invalid_argument, operation,
@@ -201,34 +202,34 @@ void check_read_latents(const ReadLatentsArgs<T>& args) {
 
 }  // namespace detail
 
-/// Attention of each query over this rank's shard: out = softmax(scale * q k) v, lse = log(sum(exp(scale * q
-/// k))). Query at global position p reads local tokens KvLayout::visible(p, window, kvp_rank). What lies in
-/// pages behind a sequence's last token, or before all windows, reaches no result, whatever it is. A value
-/// that is infinite or NaN, of a token that one query of a step sees and another does not, may on matrix
-/// instructions make the other's out NaN too.
+/// Arguments of partial_attention(): attention of each query over this rank's shard, out = softmax(scale * q
+/// k) v, lse = log(sum(exp(scale * q k))). A query at global position p reads local tokens
+/// KvLayout::visible(p, window, kvp_rank). What lies in pages past a sequence's last token, or before all
+/// windows, does not affect the result. If a token has an infinite or NaN value, and one query of a step sees
+/// it and another does not, matrix instructions may make the other's out NaN too.
 template <class T>
 struct PartialAttentionArgs {
   TensorView<const T, 3> q;  ///< [tokens of the step, Hq/TPA, D], last stride 1.
   Batch batch;               ///< The whole step or a slice; only its tokens' rows of the target are written.
   KvView kv;
-  PartialTarget<T> target;         ///< Result, written.
+  PartialTarget<T> target;         ///< Where the result is written.
   float scale = 0.0f;              ///< Factor on q k, above 0.
   std::int64_t window = 0;         ///< Tokens that a query sees, itself included; 0 is all of them.
   float soft_cap = 0.0f;           ///< Score = cap * tanh(score / cap) before the softmax; 0 is none.
-  std::span<std::byte> workspace;  ///< partial_attention_workspace_bytes().
+  std::span<std::byte> workspace;  ///< Scratch of partial_attention_workspace_bytes().
   /// Whether prepare_qkv, project_qkv or prepare_latent of this batch, or of one that it is a slice of, is
-  /// queued before, and after that nothing writes what attention reads, but for q: what is neither q nor KV
-  /// of the step's own tokens may then be read while that runs.
+  /// queued before, and nothing queued after it writes what attention reads, except q. The backend may then
+  /// read everything but q and the KV of the step's own tokens while that operation still runs.
   bool follows_prepare = false;
 };
 
-/// Backends that read latents back as activations.
+/// A backend that reads latents back as activations.
 template <class B>
 concept LatentReader = requires(B& backend, typename B::Stream stream) {
   backend.read_latents(ReadLatentsArgs<typename B::Activation>{}, stream);
 };
 
-/// What attention over a sharded cache asks of a machine.
+/// A backend with all that attention over a sharded cache needs.
 template <class B>
 concept AttentionBackend = QueueBackend<B> && requires(B& backend, typename B::Stream stream, std::int64_t n,
                                                        const void* source, void* target, std::size_t bytes) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Batch: one step's tokens, as every operation that is asked per token reads them.
+// Batch: one step's tokens, as every operation with per-token arguments reads them.
 #pragma once
 
 #include <cstddef>
@@ -12,24 +12,27 @@
 
 namespace helix {
 
-/// One step's tokens. Ragged: sequence b has query tokens [query_offsets[b], query_offsets[b+1]), which index
-/// the step's token tensors. A slice of the batch (slice()) keeps those indices and the whole tensors, and
-/// covers fewer sequences. Shapes and query_offsets are fixed when a step is captured; the rest is read from
-/// device memory (invariant 10).
+/// The tokens of one step. Ragged: sequence b has query tokens [query_offsets[b], query_offsets[b+1]), which
+/// index the step's token tensors. A slice of the batch (slice()) covers fewer sequences, with the same
+/// indices into the same tensors. Shapes and query_offsets are fixed when a step is captured; everything else
+/// is read from device memory (invariant 10).
 struct Batch {
-  /// [B + 1], host memory; read while an operation is queued and not after. HOP-B cuts slices by it.
+  /// [B + 1], host memory; read only while an operation is being queued. HOP-B cuts slices by it.
   std::span<const std::int32_t> query_offsets_host;
-  const std::int32_t* query_offsets = nullptr;  ///< [B + 1], the same in device memory.
-  const std::int64_t* positions =
-      nullptr;  ///< [tokens of the step], global; below 0 (-1) is padding and reads nothing.
-  /// [B], rows of the cache's page table. No two sequences of a step share a row of the cache that the step
-  /// writes.
+  /// [B + 1], device memory, with the values of query_offsets_host.
+  const std::int32_t* query_offsets = nullptr;
+  /// [tokens of the step], device memory, global positions. Below 0 (-1): padding, which attends to nothing
+  /// and is not stored.
+  const std::int64_t* positions = nullptr;
+  /// [B], device memory: the row of the cache's page table for each sequence. No two sequences of a step may
+  /// share a row of the cache that the step writes.
   const std::int32_t* sequence_slots = nullptr;
-  /// [B] or empty, host memory, read as query_offsets_host: tokens of each sequence with those of this step,
-  /// its largest position and one; equal on all ranks. What is queued may then depend on them: a step that is
-  /// captured leaves them out. No operation compares them with the positions: one that is too small gives
-  /// wrong outputs where latents are expanded, and lets a GPU count too few tokens of sequences of more than
-  /// 2^31; one that is too large reads pages behind the sequence's last where latents are expanded.
+  /// [B] or empty, host memory, read only while an operation is being queued: the length of each sequence
+  /// after this step, that is its largest position plus one. Equal on all ranks. What is queued may depend on
+  /// the lengths, so leave them out of a step that is captured. No operation compares them with the
+  /// positions. A length that is too small gives wrong outputs where latents are expanded, and may let a GPU
+  /// count too few tokens of a sequence longer than 2^31. A length that is too large makes the expansion of
+  /// latents read pages past the sequence's last one.
   std::span<const std::int64_t> lengths_host{};
 
   std::int64_t num_sequences() const {
@@ -56,9 +59,9 @@ struct Batch {
 
 namespace detail {
 
-/// Throws Error(invalid_argument) naming the field unless the batch can be read: offsets on the host that
-/// begin at 0 or above and never fall, a length for each sequence or none, and what lies on the device, which
-/// is not looked at, where there are tokens.
+/// Throws Error(invalid_argument) that names the field unless the batch can be read. Host offsets must begin
+/// at 0 or above and never fall. There must be a length for each sequence or none. Device pointers must be
+/// given if there are tokens; device memory is not looked at.
 inline void check_batch(std::string_view operation, const Batch& batch) {
   const std::span<const std::int32_t> offsets = batch.query_offsets_host;
   for (std::size_t b = 0; b < offsets.size(); ++b) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Communicators: the collectives that library code calls, a concept for each user of them.
+// Communicator concepts: the collectives that library code calls, one concept for each use.
 #pragma once
 
 #include <concepts>
@@ -13,9 +13,9 @@
 namespace helix {
 
 /// One rank's end of a group. Collectives are asynchronous: each is queued on a stream of the backend, and
-/// every rank of the group calls it in the same order with the same sizes. A failure is sticky on the stream
-/// and aborts the group: abort() wakes every rank with Error(peer_failed) naming the one that called it; it
-/// may be called after a failure of anything, and does not throw.
+/// every rank of the group calls them in the same order with the same sizes. A failure is sticky on the
+/// stream and aborts the group. abort() wakes every rank with Error(peer_failed) that names the caller of
+/// abort(). It may be called after any failure and does not throw.
 template <class C>
 concept GroupComm = requires(C& comm, const C& const_comm, std::string_view reason) {
   { const_comm.rank() } -> std::convertible_to<int>;
@@ -24,39 +24,43 @@ concept GroupComm = requires(C& comm, const C& const_comm, std::string_view reas
   noexcept;
 };
 
-/// What KvpAllToAll asks of the KVP group: `in` [size, n bytes] -> `out` [size, n bytes].
+/// A communicator with the collective that KvpAllToAll needs of the KVP group: all_to_all of `in` [size, n
+/// bytes] to `out` [size, n bytes].
 template <class C, class Stream>
 concept ExchangeComm = GroupComm<C> &&
     requires(C& comm, const void* in, void* out, std::int64_t n, Stream stream) {
   comm.all_to_all(in, out, n, stream);
 };
 
-/// What layers ask of the stage: the sum of n elements over the ranks, the same bits on every rank (invariant
-/// 12). `in` may equal `out`; both are aligned to their type.
+/// A communicator with the collective that layers need of the stage: all_reduce sums n elements over the
+/// ranks and gives every rank the same bits (invariant 12). `in` may equal `out`; both are aligned to their
+/// type.
 template <class C, class Stream>
 concept ReduceComm = GroupComm<C> &&
     requires(C& comm, const void* in, void* out, std::int64_t n, DType dtype, Stream stream) {
   comm.all_reduce(in, out, n, dtype, stream);
 };
 
-/// What the vocabulary head asks of the stage: `in` n bytes -> `out` [size, n bytes].
+/// A communicator with the collective that the vocabulary head needs of the stage: all_gather of `in`, n
+/// bytes, to `out` [size, n bytes].
 template <class C, class Stream>
 concept GatherComm = GroupComm<C> &&
     requires(C& comm, const void* in, void* out, std::int64_t n, Stream stream) {
   comm.all_gather(in, out, n, stream);
 };
 
-/// Memory of all ranks of a group: part(rank) is where that rank's begins, in the addresses of this one, and
-/// the parts of all lie stride_bytes() apart. It is kept until the window's end; one made of {} has none.
+/// Memory of all ranks of a group, as one rank addresses it. part(rank) is where that rank's part begins in
+/// this rank's address space; the parts lie stride_bytes() apart. The memory lives until the window ends. A
+/// default-constructed window has none.
 template <class W>
 concept RankWindow = std::default_initializable<W> && std::movable<W> && requires(const W& window, int rank) {
   { window.part(rank) } -> std::convertible_to<std::byte*>;
   { window.stride_bytes() } -> std::convertible_to<std::int64_t>;
 };
 
-/// A communicator whose ranks may reach each other's memory. has_windows(), alike on all ranks, says whether
-/// they do; then allocate_window(bytes, parts), which is collective, gives zeroed memory of at least `bytes`
-/// a rank, at a stride that is a multiple of 16 * parts.
+/// A communicator whose ranks may reach each other's memory. has_windows(), equal on all ranks, says whether
+/// they do. If so, allocate_window(bytes, parts), which is collective, gives zeroed memory of at least
+/// `bytes` bytes a rank, at a stride that is a multiple of 16 * parts.
 template <class C>
 concept WindowComm = GroupComm<C> &&
     requires(C& comm, const C& const_comm, std::size_t bytes, std::int64_t parts) {
@@ -64,26 +68,26 @@ concept WindowComm = GroupComm<C> &&
   { comm.allocate_window(bytes, parts) } -> RankWindow;
 };
 
-/// All that this library calls on the groups of a backend. Nothing else is required of an engine's own.
+/// A communicator with all that this library calls on the groups of a backend. An engine's own needs no more.
 template <class C, class Stream>
 concept Communicator = ExchangeComm<C, Stream> && ReduceComm<C, Stream> && GatherComm<C, Stream>;
 
-/// A communicator that can make groups of its ranks: split(color, key) is collective, blocks the host, and
-/// gives the group of the ranks with the same color, ordered by key. Only split_kvp() and split_world() need
-/// it.
+/// A communicator that can form groups of its ranks. split(color, key) is collective, blocks the host, and
+/// returns the group of the ranks with the same color, ordered by key. Only split_kvp() and split_world()
+/// need it.
 template <class C>
 concept SplittableComm = GroupComm<C> && requires(C& comm, int color, int key) {
   { comm.split(color, key) } -> std::same_as<C>;
 };
 
-/// The two groups that one layer talks to.
+/// The communicators of the two groups that a layer uses.
 template <class Comm>
 struct StageComms {
   Comm* stage = nullptr;  ///< All N ranks of the stage, by stage_rank.
   Comm* kvp = nullptr;    ///< The KVP group, by kvp_rank.
 };
 
-/// A backend that knows the groups of its rank.
+/// A backend that has the communicators of its rank.
 template <class B>
 concept StageBackend = GroupComm<typename B::Comm> && requires(B& backend) {
   { backend.comms() } -> std::same_as<StageComms<typename B::Comm>>;
@@ -91,7 +95,7 @@ concept StageBackend = GroupComm<typename B::Comm> && requires(B& backend) {
 
 namespace detail {
 
-/// The communicator. Throws Error(invalid_argument) if there is none.
+/// Returns the communicator. Throws Error(invalid_argument) if it is null.
 template <class Comm>
 Comm& given_comm(std::string_view operation, std::string_view name, Comm* comm) {
   HELIX_EXPECTS(comm != nullptr, ErrorCode::invalid_argument, operation, ": the backend's comms().", name,
@@ -101,9 +105,9 @@ Comm& given_comm(std::string_view operation, std::string_view name, Comm* comm) 
 
 }  // namespace detail
 
-/// `bytes` of device memory that the ranks of `comm` may write to each other's; zeroed, aligned to 256.
-/// Collective. A communicator that shares memory between ranks brings allocate_window(bytes); of any other it
-/// is plain memory of the backend, and nothing is exchanged.
+/// Allocates `bytes` of device memory that the ranks of `comm` may write in each other; zeroed, aligned to
+/// 256. Collective. A communicator that shares memory between ranks has allocate_window(bytes). For any other
+/// the memory is plain memory of the backend, and the ranks exchange nothing.
 template <class B, class Comm>
 auto allocate_window(B& backend, [[maybe_unused]] Comm& comm, std::size_t bytes) {
   if constexpr (requires { comm.allocate_window(bytes); }) {

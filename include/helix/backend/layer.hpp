@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// LayerBackend: norms, products, rope and experts, what the rest of a layer asks of a machine.
+// LayerBackend: norms, products, rope and experts, the operations of a layer besides exchange and attention.
 #pragma once
 
 #include <concepts>
@@ -21,18 +21,19 @@ namespace helix {
 
 /// A weight matrix [rows, cols] as a checkpoint stores it: row-major, one row an output feature.
 struct WeightView {
-  const void* data = nullptr;  ///< Device memory, as all that views and arguments point to, but for what is
-                               ///< named _host and lists of experts.
-  DType dtype = DType::f32;    ///< Element type: f32, f16 or bf16.
-  std::int64_t rows = 0;       ///< Output features.
-  std::int64_t cols = 0;       ///< Input features.
+  /// Device memory, like all that views and arguments point to, except what is named _host and lists of
+  /// experts.
+  const void* data = nullptr;
+  DType dtype = DType::f32;  ///< Element type: f32, f16 or bf16.
+  std::int64_t rows = 0;     ///< Output features.
+  std::int64_t cols = 0;     ///< Input features.
 
   bool empty() const { return data == nullptr; }
 };
 
-/// Rotary embedding of one model. Angle of pair i at position p: p * inverse_frequency[i].
+/// Rotary embedding of one model. The angle of pair i at position p is p * inverse_frequency[i].
 struct RopeView {
-  /// [rotary_dim / 2], device memory, after llama3, linear or yarn scaling.
+  /// [rotary_dim / 2], device memory, with llama3, linear or yarn scaling applied.
   const float* inverse_frequency = nullptr;
   std::int64_t rotary_dim = 0;
   bool is_interleaved = false;  ///< Pairs (2i, 2i+1) as DeepSeek stores them, else (i, i + rotary_dim/2).
@@ -48,8 +49,8 @@ inline void check_weight_type(std::string_view operation, std::string_view name,
                 "; weights are f32, f16 or bf16: convert them when loading");
 }
 
-/// Throws Error(invalid_argument) unless the embedding turns an even number of a head's `dim` columns, by
-/// frequencies that are given and a finite magnitude.
+/// Throws Error(invalid_argument) unless rope rotates an even number of a head's `dim` columns, with given
+/// frequencies and a finite magnitude.
 inline void check_rope(std::string_view operation, const RopeView& rope, std::int64_t dim) {
   HELIX_EXPECTS(rope.rotary_dim >= 0 && rope.rotary_dim % 2 == 0 && rope.rotary_dim <= dim,
                 ErrorCode::invalid_argument, operation, ": rotary_dim is ", rope.rotary_dim,
@@ -66,20 +67,23 @@ inline void check_epsilon(std::string_view operation, std::string_view name, flo
 
 }  // namespace detail
 
-// `T` is the activation type (f32 on the CPU). Shapes follow each field; none may alias unless said.
+// `T` is the activation type (f32 on the CPU). The comment of each field gives its shape. Tensors must not
+// alias unless a comment allows it.
 
-/// out = residual' / rms(residual') * weight, with residual' = residual + delta written back to residual. All
-/// rows may be strided; last strides are 1.
+/// Arguments of rms_norm(): out = residual' / rms(residual') * weight, where residual' = residual + delta is
+/// written back to residual. Rows of all tensors may be strided; last strides are 1.
 template <class T>
 struct RmsNormArgs {
   TensorView<const T, 2> delta;  ///< [rows, M] or empty: nothing is added.
   TensorView<T, 2> residual;     ///< [rows, M], read; written when delta is given.
   WeightView weight;             ///< [1, M].
-  TensorView<T, 2> out;  ///< [rows, M]; may alias residual when delta is empty; empty: only the addition.
+  /// [rows, M]; may alias residual if delta is empty. Empty: only the addition is done.
+  TensorView<T, 2> out;
   float epsilon = 1e-5f;
 };
 
-/// out[r, n] = sum_k in[r, k] * weight[n, k] (+ bias[n]) (+ out[r, n] when accumulate).
+/// Arguments of linear(): out[r, n] = sum_k in[r, k] * weight[n, k] (+ bias[n]) (+ out[r, n] when
+/// accumulate).
 template <class T>
 struct LinearArgs {
   TensorView<const T, 2> in;  ///< [rows, K], rows may be strided.
@@ -89,7 +93,8 @@ struct LinearArgs {
   bool accumulate = false;
 };
 
-/// Per-head product: out[t, h, n] = sum_k in[t, h, k] * weight[h, n, k]. MLA's W_UK and W_UV.
+/// Arguments of head_linear(), a product for each head: out[t, h, n] = sum_k in[t, h, k] * weight[h, n, k].
+/// It applies MLA's W_UK and W_UV.
 template <class T>
 struct HeadLinearArgs {
   TensorView<const T, 3> in;  ///< [tokens, H, K], any strides with the last one 1.
@@ -97,7 +102,7 @@ struct HeadLinearArgs {
   TensorView<T, 3> out;       ///< [tokens, H, N], any strides with the last one 1.
 };
 
-/// x / rms(x) * weight of each head, in place (the q/k norm of some models).
+/// Arguments of head_rms_norm(): x / rms(x) * weight of each head, in place (the q/k norm of some models).
 template <class T>
 struct HeadRmsNormArgs {
   TensorView<T, 3> x;  ///< [tokens, H, D], last stride 1, in place.
@@ -105,17 +110,19 @@ struct HeadRmsNormArgs {
   float epsilon = 1e-5f;
 };
 
-/// out = `in` with the first rotary_dim elements of each head rotated and the rest copied.
+/// Arguments of rope(): out = `in` with the first rotary_dim elements of each head rotated and the rest
+/// copied.
 template <class T>
 struct RopeArgs {
   TensorView<const T, 3> in;  ///< [tokens, H, >= rotary_dim], last stride 1; heads may share one row.
-  TensorView<T, 3> out;       ///< As `in`; may be the same memory.
+  TensorView<T, 3> out;       ///< Shape of `in`; may be the same memory.
   const std::int64_t* positions = nullptr;  ///< [tokens]; not read with rotary_dim 0.
   RopeView rope;
 };
 
-/// Norm of q and k, rope on both, and the append of owned k and v, as one operation. A backend may bring
-/// prepare_qkv(args, stream); otherwise prepare_qkv() of prepare_qkv.hpp calls the three.
+/// Arguments of prepare_qkv(): norm of q and k, rope on both, and the append of owned k and v, in one
+/// operation. A backend may have prepare_qkv(args, stream); otherwise prepare_qkv() of prepare_qkv.hpp calls
+/// the three.
 template <class T>
 struct PrepareQkvArgs {
   TensorView<T, 3> q;        ///< [tokens, Hq/TPA, D], last stride 1, in place.
@@ -129,58 +136,60 @@ struct PrepareQkvArgs {
   KvView kv;
 };
 
-/// Norm of latents, rope on them and on their queries, and the append of owned latents, as one operation. A
-/// backend may bring prepare_latent(args, stream); otherwise prepare_latent() of prepare_latent.hpp calls the
-/// four.
+/// Arguments of prepare_latent(): norm of latents, rope on the latents and on their queries, and the append
+/// of owned latents, in one operation. A backend may have prepare_latent(args, stream); otherwise
+/// prepare_latent() of prepare_latent.hpp calls the four.
 template <class T>
 struct PrepareLatentArgs {
   TensorView<T, 3> latents;     ///< [tokens, 1, kv_lora + rope], last stride 1, in place.
-  WeightView norm;              ///< [1, kv_lora], of the first columns.
-  float epsilon = 1e-5f;        ///< Of the norm.
+  WeightView norm;              ///< [1, kv_lora], norm of the first kv_lora columns.
+  float epsilon = 1e-5f;        ///< Epsilon of the norm.
   TensorView<const T, 3> q_in;  ///< [tokens, Hq, rope], last stride 1: the queries' rope columns.
-  TensorView<T, 3> q_out;       ///< As q_in, rotated; apart from it and from the latents.
-  RopeView rope;                ///< Of the latents' last columns and of the queries.
+  TensorView<T, 3> q_out;       ///< [tokens, Hq, rope], q_in rotated; overlaps neither q_in nor the latents.
+  RopeView rope;                ///< Rotation of the latents' last columns and of the queries.
   Batch batch;
   KvView kv;
 };
 
-/// linear, and prepare_qkv of the q, k and v that are the columns of its output. A backend may bring
-/// project_qkv(args, stream); otherwise project_qkv() of prepare_qkv.hpp calls the two.
+/// Arguments of project_qkv(): linear(), then prepare_qkv() of the q, k and v that are columns of its output.
+/// A backend may have project_qkv(args, stream); otherwise project_qkv() of prepare_qkv.hpp calls the two.
 template <class T>
 struct ProjectQkvArgs {
-  LinearArgs<T> linear;       ///< Does not accumulate; the last strides of `in` and `out` are 1.
-  PrepareQkvArgs<T> prepare;  ///< Its tokens are the rows of linear.out, whose columns are q, k and v.
-  /// Whether project_qkv of the same batch and page table, and behind it attention and what else ends a
-  /// layer, are what is queued before: positions, slots and page lists may then be read while that runs.
+  LinearArgs<T> linear;  ///< The product; must not accumulate. The last strides of `in` and `out` are 1.
+  /// The preparation; its tokens are the rows of linear.out, and its q, k and v are columns of it.
+  PrepareQkvArgs<T> prepare;
+  /// Whether the work queued just before is project_qkv of the same batch and page table, followed by
+  /// attention and the rest of the layer. The backend may then read positions, slots and page lists while
+  /// that work still runs.
   bool follows_layer = false;
 };
 
-/// out[r, i] = silu(gate_up[r, i]) * gate_up[r, F + i].
+/// Arguments of swiglu(): out[r, i] = silu(gate_up[r, i]) * gate_up[r, F + i].
 template <class T>
 struct SwigluArgs {
   TensorView<const T, 2> gate_up;  ///< [rows, 2F].
   TensorView<T, 2> out;            ///< [rows, F].
 };
 
-/// out = swiglu(linear(in)). A backend may bring linear_swiglu(args, stream); otherwise ffn_block calls the
-/// two.
+/// Arguments of linear_swiglu(): out = swiglu(linear(in)). A backend may have linear_swiglu(args, stream);
+/// otherwise ffn_block calls the two.
 template <class T>
 struct LinearSwigluArgs {
   TensorView<const T, 2> in;  ///< [rows, K], rows may be strided.
   WeightView weight;          ///< [2F, K]: gate rows, then up rows.
   WeightView bias;            ///< [1, 2F] or empty.
-  TensorView<T, 2> gate_up;   ///< [rows, 2F], room for what lies between.
+  TensorView<T, 2> gate_up;   ///< [rows, 2F], scratch for the product before swiglu.
   TensorView<T, 2> out;       ///< [rows, F].
 };
 
 /// How router logits become scores.
 enum class RouterScoring : std::uint8_t {
-  softmax,  ///< DeepSeek-V2: scores are softmax(logits), a group counts by its maximum.
-  sigmoid   ///< DeepSeek-V3: scores are sigmoid(logits), a group counts by the sum of its two best.
+  softmax,  ///< DeepSeek-V2: scores are softmax(logits); the score of a group is its maximum.
+  sigmoid   ///< DeepSeek-V3: scores are sigmoid(logits); the score of a group is the sum of its two best.
 };
 
-/// out[t, e] = sum_k in[t, k] * weight[e, k], kept in f32 whatever T is: rounded to 16 bits, logits that lie
-/// close would decide experts by their rounding.
+/// Arguments of router_logits(): out[t, e] = sum_k in[t, k] * weight[e, k], in f32 whatever T is. Rounded to
+/// 16 bits, logits that lie close together would choose experts by their rounding.
 template <class T>
 struct RouterLogitsArgs {
   TensorView<const T, 2> in;  ///< [tokens, M].
@@ -188,16 +197,17 @@ struct RouterLogitsArgs {
   TensorView<float, 2> out;   ///< [tokens, E], dense, written.
 };
 
-/// Chooses top_k different experts a token, those of the largest score + bias, the smaller id on ties. Only
-/// the choice sees `bias`; the weights are the unbiased scores. In the choice NaN counts as -inf, of an
-/// expert and of a group alike: it comes last, and a weight that is NaN shows where one was chosen. The
-/// backends of this library take up to kMaxRoutedExperts; more is Error(unsupported).
+/// Arguments of route(), which chooses top_k different experts for each token: those with the largest score +
+/// bias, the smaller id on ties. Only the choice uses `bias`; the weights are the unbiased scores. In the
+/// choice a NaN score of an expert or a group counts as -inf, so it comes last. If such an expert is chosen
+/// all the same, its weight is NaN. The backends of this library take up to kMaxRoutedExperts experts; more
+/// is Error(unsupported).
 struct RouteArgs {
   TensorView<const float, 2> logits;  ///< [tokens, E].
   const float* bias = nullptr;        ///< [E] or nullptr.
   RouterScoring scoring = RouterScoring::softmax;
   std::int64_t num_groups = 1;
-  std::int64_t groups_kept = 1;  ///< Groups whose experts may be chosen; the others' score -inf.
+  std::int64_t groups_kept = 1;  ///< Groups whose experts may be chosen; scores of the others count as -inf.
   bool normalize = false;        ///< Divide the weights by (their sum + 1e-20).
   float scale = 1.0f;
   TensorView<std::int32_t, 2> experts;  ///< [tokens, top_k], written, best first.
@@ -206,8 +216,8 @@ struct RouteArgs {
 
 namespace detail {
 
-/// What backends ask of RouteArgs. Throws Error(unsupported) above kMaxRoutedExperts, Error(invalid_argument)
-/// for groups that are unequal or, kept, hold too few experts.
+/// Checks what backends require of RouteArgs. Throws Error(unsupported) above kMaxRoutedExperts,
+/// Error(invalid_argument) if groups are unequal or the kept groups hold too few experts.
 inline void check_route(const RouteArgs& args) {
   const std::int64_t experts = args.logits.extent(1);
   const std::int64_t top_k = args.experts.extent(1);
@@ -229,21 +239,22 @@ struct ExpertWeights {
   WeightView down;     ///< [M, F/TPF].
 };
 
-/// out[t] += sum over this rank's chosen experts e of weight * down_e(swiglu(gate_up_e(in[t]))). A backend
-/// throws Error(unsupported) for sizes that it is not built for, such as more local experts than RouteArgs'.
+/// Arguments of expert_ffn(): out[t] += sum over this rank's chosen experts e of weight *
+/// down_e(swiglu(gate_up_e(in[t]))). A backend throws Error(unsupported) for sizes that it is not built for,
+/// such as more local experts than RouteArgs allows.
 template <class T>
 struct ExpertFfnArgs {
   TensorView<const T, 2> in;                  ///< [tokens, M].
   TensorView<const std::int32_t, 2> experts;  ///< [tokens, top_k], global expert ids.
   TensorView<const float, 2> weights;         ///< [tokens, top_k].
-  /// This EP rank's experts, host memory; read when the operation runs, or when it is queued.
+  /// Experts of this EP rank, host memory. The list is read when the operation is queued or when it runs.
   std::span<const ExpertWeights> local_experts;
   std::int64_t first_expert = 0;   ///< Global id of local_experts[0].
   TensorView<T, 2> out;            ///< [tokens, M], accumulated into.
-  std::span<std::byte> workspace;  ///< expert_ffn_workspace_bytes().
+  std::span<std::byte> workspace;  ///< Scratch of expert_ffn_workspace_bytes().
 };
 
-/// What decode_layer asks of a machine: the exchange, attention, and everything between.
+/// A backend with all that decode_layer needs: the exchange, attention, and everything between.
 template <class B>
 concept LayerBackend = ExchangeBackend<B> && AttentionBackend<B> &&
     ReduceComm<typename B::Comm, typename B::Stream> &&

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// QueueBackend: device memory, streams and events, what every other capability of a backend stands on.
+// QueueBackend: device memory, streams and events, which all other backend concepts build on.
 #pragma once
 
 #include <concepts>
@@ -7,13 +7,14 @@
 
 namespace helix {
 
-/// A device's memory and in-order queues. Work is queued on a stream and returns at once; it never waits for
-/// the host, and operations allocate nothing (invariant 10), but for what a library makes at its first use
-/// and what it keeps for the largest step so far, as CPUs do packed activations.
-/// A failure inside queued work is sticky and rethrown by synchronize().
+/// A device's memory and in-order queues. Operations are queued on a stream and return at once; queued work
+/// never waits for the host. Operations allocate nothing (invariant 10), except what a library creates at its
+/// first use and buffers kept for the largest step so far, such as packed activations on CPUs. A failure
+/// inside queued work is sticky, and synchronize() rethrows it.
 ///
-/// Buffer owns device memory: data(), size_bytes(); one made by default has none. Stream is a handle, whose
-/// copies name the same queue. Activation is the element type of the tensors that operations read and write.
+/// Buffer owns device memory: data(), size_bytes(); a default-constructed one has none. Stream is a handle
+/// whose copies name the same queue. Activation is the element type of the tensors that operations read and
+/// write.
 template <class B>
 concept QueueBackend = requires(B& backend, typename B::Stream stream, typename B::Event event,
                                 const typename B::Buffer& buffer, const void* source, void* target,
@@ -30,24 +31,24 @@ concept QueueBackend = requires(B& backend, typename B::Stream stream, typename 
   backend.record(event, stream);
   backend.wait(stream, event);  // the stream waits, not the host
   backend.synchronize(stream);  // the host waits; rethrows
-  // Host -> device, may allocate. The source may be re-used on return; if it is pinned for a GPU, once the
+  // Host -> device, may allocate. The source may be reused on return; pinned memory of a GPU only once the
   // stream has passed the copy.
   backend.upload(target, source, bytes, stream);
 };
 
 namespace detail {
 
-/// A type that is never defined, so that the one error of a call with tensors of another activation type than
-/// the backend's names both.
+/// Never defined: a call with tensors of another activation type than the backend's fails with one error,
+/// which names both types.
 template <class Given, class Expected>
 struct ActivationMismatch;
 
-/// Satisfied by an activation type that is not the backend's. Operations whose arguments are of such a type
-/// call refuse_activation(): an overload that is not there would leave the type to notes.
+/// An activation type that is not the backend's. Operations have an overload for such types that calls
+/// refuse_activation(). Without it the compiler would name the type in its notes only.
 template <class T, class B>
 concept OtherActivation = !std::same_as<T, typename B::Activation>;
 
-/// Does not compile.
+/// Does not compile: the error names T and the activation type of B.
 template <class T, class B>
 constexpr void refuse_activation() {
   (void)sizeof(ActivationMismatch<T, typename B::Activation>);

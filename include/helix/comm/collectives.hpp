@@ -11,8 +11,8 @@
 
 namespace helix::comm {
 
-/// One rank's handle to a group of `size()` ranks, with every operation that LocalComm, MpiComm, NcclComm
-/// and PeerComm have. A decode layer asks for less: see the concepts in backend/communicator.hpp.
+/// One rank's handle to a group of `size()` ranks, with every operation that LocalComm, MpiComm, NcclComm and
+/// PeerComm have. A decode layer asks for less: see the concepts in backend/communicator.hpp.
 ///
 /// Each rank of the group makes the same calls in the same order, with equal counts, types and roots, each
 /// from one stream at a time; split() gives further streams groups of their own. A call queues its work on
@@ -28,13 +28,13 @@ namespace helix::comm {
 /// - `all_gather(in, out, bytes, stream)`: in [bytes] -> out [size, bytes], rank r's input in row r. `in` may
 ///   be this rank's row of `out`.
 /// - `all_to_all(in, out, bytes, stream)`: in [size, bytes] -> out [size, bytes]; row r of `in` goes to rank
-///   r, row r of `out` comes from it. `in` and `out` must not overlap, which is not looked at.
+///   r, row r of `out` comes from it. `in` and `out` must not overlap; this is not checked.
 /// - `all_to_all_v(in, send_bytes, out, recv_bytes, stream)`: as all_to_all, with rows of unequal bytes,
 ///   packed. Both spans have one entry a rank, are in host memory, and are read before the call returns.
 ///   `send_bytes[r]` here equals `recv_bytes[rank()]` on rank r.
 /// - `broadcast(buffer, bytes, root, stream)`: buffer [bytes], read on rank `root` and written on all others.
 /// - `send(buffer, bytes, peer, stream)`, `recv(buffer, bytes, peer, stream)`: one message to another rank;
-///   those between the same two ranks match in the order of the calls. No ranks but these two take part.
+///   those between the same two ranks match in the order of the calls. Only these two ranks take part.
 /// - `barrier(stream)`: the stream of no rank passes it before every rank's stream has reached it.
 /// - `split(color, key)`: blocks the host; ranks of equal `color` form a new group, in which they are ordered
 ///   by (key, old rank). It shares the failure state of this one: an abort of either ends both.

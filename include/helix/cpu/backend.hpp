@@ -16,11 +16,11 @@ namespace helix::cpu {
 
 struct Pages;
 
-/// Zeroed host memory, aligned to 256 bytes, pages untouched until first written: of 2 MiB from 8 MiB on,
-/// where the system has them. Moves, does not copy.
+/// Zeroed host memory, aligned to 256 bytes, whose pages are untouched until first written. From 8 MiB on,
+/// pages are of 2 MiB where the system has them. Moves, does not copy.
 ///
-/// Outlives the queued work that may touch it: its pages go back to the system when no stream of the process
-/// has a task left that was enqueued before the Buffer's end. The end itself waits for nothing.
+/// The memory outlives queued work that may touch it: its pages go back to the system when no stream of the
+/// process has a task left that was enqueued before the destructor ran. The destructor does not wait.
 class HELIX_API Buffer {
  public:
   /// No memory: data() is null.
@@ -38,20 +38,22 @@ class HELIX_API Buffer {
   std::unique_ptr<Pages, Retire> pages_;
 };
 
-/// What products with bf16 weights take of the activations. Products with other weights, attention, norms and
-/// the residual stream are f32 either way, and so are all sums.
+/// How products with bf16 weights take the activations. Products with other weights, attention, norms, the
+/// residual stream and all sums are f32 either way.
 enum class ProductInputs : std::uint8_t {
-  f32,  ///< All of them, as they are.
-  bf16  ///< Rounded to bf16, as a 16-bit backend has them: at twice the speed and more where
-        ///< has_bf16_products().
+  f32,  ///< Activations as they are.
+  /// Activations rounded to bf16, as a 16-bit backend has them; twice as fast and more where
+  /// has_bf16_products().
+  bf16
 };
 
-/// Whether this machine multiplies bf16 by bf16 (AVX-512 bf16 or AMX). Elsewhere ProductInputs::bf16 gives
-/// the same up to the order of sums, no faster than f32.
+/// Whether this machine multiplies bf16 by bf16 (AVX-512 bf16 or AMX). If not, ProductInputs::bf16 gives the
+/// same results up to the order of sums, no faster than f32.
 HELIX_API bool has_bf16_products() noexcept;
 
-/// The operations of one rank, without communicators. Each is queued on the stream and takes one args struct,
-/// whose header in helix/backend/ says what it computes.
+/// The operations of one rank on host threads, without communicators. Each is queued on the stream and takes
+/// one args struct; the struct's header in helix/backend/ says what it computes. Several threads may call an
+/// object at the same time.
 class HELIX_API Operators {
  public:
   using Stream = cpu::Stream;
@@ -59,18 +61,18 @@ class HELIX_API Operators {
   using Buffer = cpu::Buffer;
   using Activation = float;
 
-  /// `num_threads` share each operation of this rank (0: all cores). Results do not depend on it.
+  /// Makes operations that `num_threads` threads share (0: all cores). Results do not depend on the number.
   explicit Operators(int num_threads = 1, ProductInputs product_inputs = ProductInputs::f32);
   // With copies declared there are no moves, which would leave a handle to nothing.
   Operators(const Operators&) = default;
   Operators& operator=(const Operators&) = default;
 
-  /// Threads that share an operation, the one that runs it included.
+  /// Threads that share an operation, including the one that runs it.
   int num_threads() const { return pool_->num_threads(); }
-  /// What linear(), head_linear() and expert_ffn() take of the activations. router_logits() takes them as
-  /// they are.
+  /// How linear(), head_linear() and expert_ffn() take the activations. router_logits() takes them as they
+  /// are.
   ProductInputs product_inputs() const { return product_inputs_; }
-  /// These threads, for work of the rank that is no operation: its memory is the host's.
+  /// The threads that share operations, for other work of the rank on host memory.
   ThreadPool& thread_pool() const { return *pool_; }
 
   Buffer allocate(std::size_t bytes) const { return Buffer(bytes); }
@@ -127,21 +129,22 @@ class HELIX_API Operators {
   ProductInputs product_inputs_;
 };
 
-/// One rank: the operations and the stage's communicators, which it owns.
+/// One rank: the operations and the stage's communicators, which it owns. Queue operations that use the
+/// communicators from one thread a rank, in the same order on all ranks.
 template <class CommType>
 requires Communicator<CommType, Stream>
 class Backend : public Operators {
  public:
   using Comm = CommType;
 
-  /// A rank alone.
+  /// The backend of a rank without others.
   explicit Backend(int num_threads = 1,
                    ProductInputs product_inputs = ProductInputs::f32) requires std::same_as<Comm, LocalComm>
       : Backend(LocalComm::create_group(1).front(), LocalComm::create_group(1).front(), num_threads,
                 product_inputs) {}
 
-  /// One rank of a stage. `stage`: all N ranks, by stage_rank. `kvp`: this rank's KVP group, by kvp_rank
-  /// (stage.split(tpa_rank, kvp_rank)).
+  /// The backend of one rank of a stage. `stage`: all N ranks, by stage_rank. `kvp`: this rank's KVP group,
+  /// by kvp_rank (stage.split(tpa_rank, kvp_rank)).
   Backend(Comm stage, Comm kvp, int num_threads = 1, ProductInputs product_inputs = ProductInputs::f32)
       : Operators(num_threads, product_inputs),
         comms_(std::make_shared<Comms>(std::move(stage), std::move(kvp))) {}

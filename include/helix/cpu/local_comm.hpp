@@ -19,9 +19,9 @@ struct Group;
 namespace helix::cpu {
 
 /// A rank's handle to a group of threads of this process. Models comm::CollectiveComm on host memory, where
-/// the operations are documented. What it adds: sums are in f32 and in rank order; a rank that does not
-/// arrive within the timeout gives Error(timeout) that names it and the operation, and aborts the group;
-/// calls that differ between ranks give Error(invalid_argument) with both on all of them.
+/// the operations are documented. In addition, sums are in f32 and in rank order. A rank that does not arrive
+/// within the timeout gives Error(timeout), which names the rank and the operation, and aborts the group.
+/// Calls that differ between ranks give Error(invalid_argument) with both calls on all of them.
 class HELIX_API LocalComm {
  public:
   using Stream = cpu::Stream;
@@ -37,7 +37,7 @@ class HELIX_API LocalComm {
   int rank() const;
   int size() const;
 
-  // As comm::CollectiveComm says.
+  // The operations of comm::CollectiveComm.
   void all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream);
   void reduce_scatter(const void* in, void* out, std::int64_t count, DType dtype, Stream stream);
   void all_gather(const void* in, void* out, std::int64_t bytes, Stream stream);

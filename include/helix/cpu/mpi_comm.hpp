@@ -21,18 +21,18 @@
 namespace helix::cpu {
 
 /// Starts MPI for an application that does not do so itself, and ends it. The library never starts MPI on its
-/// own. Create it first in main(), outside of the try block: it must outlive every MpiComm.
+/// own. Create the session first in main(), outside of the try block: it must outlive every MpiComm.
 class HELIX_API MpiSession {
  public:
-  /// Calls MPI_Init_thread for MPI_THREAD_MULTIPLE. Waits for all ranks. Where one does not come within
-  /// `timeout`, the process ends with a line on stderr that names the waiting rank, since the call cannot be
-  /// left: the launcher then ends the others. The library starts a thread for the life of the session.
+  /// Calls MPI_Init_thread for MPI_THREAD_MULTIPLE and waits for all ranks. The call cannot be left: if a
+  /// rank does not come within `timeout`, this process prints a line on stderr that names the waiting rank,
+  /// and ends; the launcher then ends the others. Starts a thread for the life of the session.
   /// @throws Error(unsupported) if the MPI library provides less, Error(timeout) naming a rank that stops
   /// right after.
   MpiSession(int* argc, char*** argv, std::chrono::milliseconds timeout = std::chrono::seconds(60));
-  /// Calls MPI_Finalize, which waits for all ranks: for as long as they are busy, but when one gives no sign
-  /// of life for the timeout, the job is aborted, with its name. Left by an exception, it aborts the job
-  /// instead: the other ranks may never come.
+  /// Calls MPI_Finalize, which waits for all ranks for as long as they are busy. If a rank gives no sign of
+  /// life for the timeout, the job is aborted, and the message names the rank. If an exception leaves the
+  /// session, the job is aborted instead: the other ranks may never come.
   ~MpiSession();
   MpiSession(const MpiSession&) = delete;
   MpiSession& operator=(const MpiSession&) = delete;
@@ -49,16 +49,19 @@ class HELIX_API MpiSession {
 };
 
 /// A rank's handle to a group of processes. Models comm::CollectiveComm on host memory, where the operations
-/// are documented. What it adds: sums are in f32 and in rank order, so not MPI_Allreduce, whose order is its
-/// own affair; a message of another size than expected gives Error(invalid_argument); messages name ranks as
-/// MPI_COMM_WORLD numbers them. After an error the group is over, later calls fail with the same error, and
-/// buffers of the failed operation may still be written to: end the job with abort(). Handles must be gone
-/// before MPI_Finalize.
+/// are documented. In addition:
+///
+/// - Sums are in f32 and in rank order. MPI_Allreduce, which chooses its own order, is not used.
+/// - A message of another size than expected gives Error(invalid_argument).
+/// - Error messages name ranks by their numbers in MPI_COMM_WORLD.
+/// - After an error the group is over: later calls fail with the same error, and buffers of the failed
+///   operation may still be written to. End the job with abort().
+/// - Handles must be gone before MPI_Finalize.
 class HELIX_API MpiComm {
  public:
   using Stream = cpu::Stream;
 
-  /// Duplicates `comm`, which stays the caller's, so that messages never mix. Collective over `comm`.
+  /// Duplicates `comm`, so that messages never mix; `comm` stays the caller's. Collective over `comm`.
   /// @throws Error(unsupported) unless MPI runs with MPI_THREAD_MULTIPLE: streams communicate from threads of
   /// their own.
   explicit MpiComm(MPI_Comm comm, std::chrono::milliseconds timeout = std::chrono::seconds(60));
@@ -69,7 +72,7 @@ class HELIX_API MpiComm {
   int rank() const;
   int size() const;
 
-  // As comm::CollectiveComm says.
+  // The operations of comm::CollectiveComm.
   void all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream);
   void reduce_scatter(const void* in, void* out, std::int64_t count, DType dtype, Stream stream);
   void all_gather(const void* in, void* out, std::int64_t bytes, Stream stream);
@@ -87,10 +90,11 @@ class HELIX_API MpiComm {
   /// which ends every rank with a non-zero exit. If several ranks abort at once, the lowest prints. Never
   /// throws.
   void abort(std::string_view reason) noexcept;
-  /// Has abort() call `last_words(reason)`, once, before this process ends: what a program has to say to
-  /// others than its ranks. It runs on the thread that aborts, a stream's too, and is to return within a
-  /// second. One for this communicator and all that are split from it, with an MpiSession for all of the
-  /// process: it takes the place of the one before, which does not run any more on return. Empty: none.
+  /// Makes abort() call `last_words(reason)` once before this process ends, for what a program must tell
+  /// others than its ranks. It runs on the thread that aborts, which may be a stream's, and must return
+  /// within a second. There is one for this communicator and all that are split from it; with an MpiSession,
+  /// one for the whole process. It replaces the previous one, which no longer runs once this returns. Empty:
+  /// none.
   void before_abort(std::function<void(std::string_view)> last_words);
 
  private:

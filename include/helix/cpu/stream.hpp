@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Streams and events on the CPU: real in-order queues with a worker thread each, so that overlap is true
-// concurrency.
+// Streams and events on the CPU: in-order queues with a worker thread each, so that work on them runs
+// concurrently.
 #pragma once
 
 #include <cstddef>
@@ -16,10 +16,10 @@ namespace helix::cpu {
 
 class Event;
 
-/// A handle to an in-order queue of work, run by one worker thread. Copies name the same queue; the queue
-/// lives until the last copy is gone and drains first. The first exception of a task is sticky: later tasks
-/// are skipped (events still fire) and every synchronize() rethrows it. Enqueuing allocates nothing; a full
-/// queue makes the caller wait.
+/// A handle to an in-order queue of work, run by one worker thread. Copies name the same queue, and several
+/// threads may enqueue. The queue lives until the last copy is gone, and drains first. The first exception of
+/// a task is sticky: later tasks are skipped (events still fire) and every synchronize() rethrows it.
+/// Enqueuing allocates nothing; a full queue makes the caller wait.
 class HELIX_API Stream {
  public:
   static constexpr std::size_t kTaskBytes = 768;  ///< Inline room for one task's captures.
@@ -65,8 +65,8 @@ class HELIX_API Stream {
   /// The sticky failure, or null.
   std::exception_ptr failure() const;
 
-  /// Called once, on the worker, with the first failure of a task, as the handlers before it are, in their
-  /// order: Backend::create_stream() leaves one that aborts its communicators.
+  /// Adds a handler that is called once, on the worker, with the first failure of a task. Handlers run in the
+  /// order in which they were added. Backend::create_stream() adds one that aborts its communicators.
   template <class Handler>
   void on_failure(Handler handler) {
     add_failure_handler(

@@ -12,16 +12,16 @@ struct CUgraphExec_st;
 
 namespace helix::cuda {
 
-/// What was queued on a stream (and on streams that joined it through events) between begin and end, ready to
-/// be launched. Addresses and shapes are those of the capture; all else is read from device memory at each
-/// replay (invariant 10). Destroy it before the last handle to the communicators that it uses: NCCL frees an
+/// Work captured from a stream (and from streams that joined it through events), ready to be launched.
+/// Addresses and shapes are those of the capture; everything else is read from device memory at each replay
+/// (invariant 10). Destroy a graph before the last handle to the communicators that it uses: NCCL frees an
 /// aborted one only then.
 class HELIX_API Graph {
  public:
-  /// Nothing captured, only to assign to.
+  /// An empty graph, only to assign to.
   Graph() = default;
 
-  /// Captures what `queue()` queues on `stream`. @throws what queue() throws, with the capture ended.
+  /// Captures what `queue()` queues on `stream`. @throws what queue() throws, after ending the capture.
   template <class Queue>
   [[nodiscard]] static Graph capture(Stream stream, Queue&& queue) {
     begin(stream);

@@ -20,25 +20,27 @@ struct Group;
 namespace helix::cuda {
 
 /// A rank's handle to a group of threads that share a device. Models comm::CollectiveComm on device memory,
-/// where the operations are documented. What it adds: the ranks meet on the host at each collective, which
-/// the last to arrive then queues for all: a kernel, several where more than 11 ranks gather or exchange,
-/// which waits for every rank's stream and which every stream waits for. A call returns when that is queued
-/// and never waits for the device. Sums are in f32 and in rank order; buffers of a reduction are aligned to
-/// an element. A rank that does not arrive within the timeout gives Error(timeout) that names it and aborts
-/// the group; calls that differ between ranks give Error(invalid_argument) with both on all of them. What is
-/// queued on the device when a rank aborts runs to its end.
+/// where the operations are documented. In addition:
+///
+/// - The ranks meet on the host at each collective, and the last to arrive queues it for all. That is one
+///   kernel, or several if more than 11 ranks gather or exchange. It waits for every rank's stream, and every
+///   stream waits for it. A call returns once this is queued and never waits for the device.
+/// - Sums are in f32 and in rank order. Buffers of a reduction must be aligned to an element.
+/// - A rank that does not arrive within the timeout gives Error(timeout), which names the rank and aborts the
+///   group. Calls that differ between ranks give Error(invalid_argument) with both calls on all of them.
+/// - What is queued on the device when a rank aborts runs to its end.
 ///
 /// Two ranks that each send to the other and then receive wait for each other, as with NCCL outside of a
 /// group: let one receive first.
 ///
-/// Capturable where the streams of all ranks belong to one capture: only events and kernels are queued, no
+/// Capturable if the streams of all ranks belong to one capture: only events and kernels are queued, no
 /// memory is allocated. The group's first collective with more than one rank creates an event.
 class HELIX_API LocalComm {
  public:
   using Stream = cuda::Stream;
 
-  /// Makes a group and returns one handle a rank, in rank order. Needs no device yet: the streams' is taken,
-  /// which must be one.
+  /// Makes a group and returns one handle a rank, in rank order. Needs no device yet: the group takes that of
+  /// the streams, which must all be of one device.
   /// @throws Error(invalid_argument) unless size is 1..64 and the timeout is positive.
   static std::vector<LocalComm> create_group(int size,
                                              std::chrono::milliseconds timeout = std::chrono::seconds(60));
@@ -49,9 +51,9 @@ class HELIX_API LocalComm {
   int rank() const;
   int size() const;
 
-  // As comm::CollectiveComm says.
+  // The operations of comm::CollectiveComm.
   void all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream);
-  /// As comm::CollectiveComm says; `out` may be this rank's own slice of `in`.
+  /// reduce_scatter() of comm::CollectiveComm; `out` may be this rank's own slice of `in`.
   void reduce_scatter(const void* in, void* out, std::int64_t count, DType dtype, Stream stream);
   void all_gather(const void* in, void* out, std::int64_t bytes, Stream stream);
   void all_to_all(const void* in, void* out, std::int64_t bytes, Stream stream);

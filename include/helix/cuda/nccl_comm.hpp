@@ -20,15 +20,15 @@ namespace helix::cuda {
 
 /// A rank's handle to a group of GPUs. Models comm::CollectiveComm on device memory, where the operations are
 /// documented. What differs: NCCL does not notice counts that differ between ranks; synchronize() then times
-/// out. Sums of f16 and bf16 are rounded at each rank on their way, in an order of NCCL's choice, and have
-/// the same bits on all ranks. The first message to a peer may wait on the host for the peer's.
+/// out. Sums of f16 and bf16 are rounded at each rank on their way, in an order that NCCL chooses, and have
+/// the same bits on all ranks. The first message to a peer may wait on the host for the peer's first message.
 ///
-/// Whether NCCL uses NVLink multicast is its user's choice, NCCL_NVLS_ENABLE; helix never writes the
-/// process's environment. A process that dies holding multicast objects can leave the host's GPUs unusable,
-/// so a program that owns its process does well to set it to 0 before the first call of NCCL, as helix-decode
-/// does.
+/// NCCL_NVLS_ENABLE, which the user sets, says whether NCCL uses NVLink multicast; helix never changes the
+/// process's environment. A process that dies while it holds multicast objects can leave the host's GPUs
+/// unusable. A program that owns its process should therefore set the variable to 0 before the first call of
+/// NCCL, as helix-decode does.
 ///
-/// Capturable after each operation ran once outside of a capture, which connects the ranks.
+/// Capturable after each operation has run once outside of a capture, which connects the ranks.
 class HELIX_API NcclComm {
  public:
   using Stream = cuda::Stream;
@@ -36,48 +36,48 @@ class HELIX_API NcclComm {
   NcclComm(const NcclComm&) = default;
   NcclComm& operator=(const NcclComm&) = default;
 
-  /// Each rank captures and replays a graph of its own; see cuda::Graph.
+  /// Whether each rank captures and replays a graph of its own; see cuda::Graph.
   static constexpr bool kCapturesAlone = true;
 
-  /// What a communicator's user promises of the graphs that capture it.
+  /// What the user of a communicator promises about the graphs that capture it.
   enum class GraphUse {
-    /// Nothing: several graphs, or graphs and queued operations, may use the communicator at once.
+    /// No promise: several graphs, or graphs and queued operations, may use the communicator at once.
     any,
-    /// No two graphs use the communicator at once, nor does a queued operation while a graph that holds it
-    /// runs, as in a decode loop. NCCL then leaves its own ordering out of captured steps: on four H200s a
-    /// collective takes 1 us less, and the host launches a step of 8 layers in 5 to 30 us in place of 40 to
-    /// 80. Heeded where helix was built against NCCL 2.29 or later; before, only NCCL_GRAPH_MIXING_SUPPORT=0
-    /// in the environment of the process says the same, of all its communicators, and where that variable is
-    /// set it is what counts.
+    /// No two graphs use the communicator at once, and no queued operation uses it while a graph that holds
+    /// it runs, as in a decode loop. NCCL then leaves its own ordering out of captured steps: on four H200s a
+    /// collective takes 1 us less, and the host launches a step of 8 layers in 5 to 30 us instead of 40 to
+    /// 80. Takes effect where helix was built against NCCL 2.29 or later. With an older NCCL only
+    /// NCCL_GRAPH_MIXING_SUPPORT=0 in the process's environment says the same, for all its communicators.
+    /// Where that variable is set, it decides.
     one_at_a_time,
   };
 
   /// Uses an engine's communicator (ncclComm_t), which the engine keeps alive and destroys. abort() aborts it
-  /// only if `may_abort`; otherwise later calls throw, but the device keeps waiting until the engine acts. To
-  /// end a wait of synchronize() takes the engine's own communicator too.
+  /// only if `may_abort`. Otherwise later calls throw, but the device keeps waiting until the engine acts:
+  /// the engine must abort its communicator to end a wait of synchronize().
   static NcclComm borrow(ncclComm* comm, bool may_abort = false,
                          std::chrono::milliseconds timeout = std::chrono::seconds(60));
 
-  /// Makes a group whose ranks are all of this process, rank r on devices[r], each to be used by a thread of
-  /// its own. `graph_use` is that of the group and of all that are split from it.
-  /// @throws Error(timeout) past the timeout, Error(invalid_argument) if a device stands twice,
-  /// Error(unsupported) if there is no such device.
+  /// Makes a group whose ranks are all in this process, rank r on devices[r], each to be used by a thread of
+  /// its own. `graph_use` applies to the group and to all groups split from it.
+  /// @throws Error(timeout) past the timeout, Error(invalid_argument) if a device is listed twice,
+  /// Error(unsupported) if a device does not exist.
   static std::vector<NcclComm> create_group(std::span<const int> devices,
                                             std::chrono::milliseconds timeout = std::chrono::seconds(60),
                                             GraphUse graph_use = GraphUse::any);
 
   /// Connects the processes of `bootstrap`, this one on `device`. Collective over them, with an equal
-  /// `graph_use`, which is that of the group and of all that are split from it. When the bootstrap sees a
-  /// rank fail, this communicator and its parts are aborted, which releases blocked streams; abort() tells
-  /// all processes. The calling thread's current device stays what it was.
-  /// @throws Error(timeout) naming the rank that is missing. Then NCCL may still be waiting on a thread of
-  /// its own: end the process.
+  /// `graph_use`, which applies to the group and to all groups split from it. When the bootstrap sees a rank
+  /// fail, this communicator and those split from it are aborted, which releases blocked streams. abort()
+  /// tells all processes. The calling thread's current device stays what it was.
+  /// @throws Error(timeout) that names the missing rank. NCCL may then still be waiting on a thread of its
+  /// own: end the process.
   static NcclComm connect(comm::Bootstrap bootstrap, int device, GraphUse graph_use = GraphUse::any);
 
   int rank() const;
   int size() const;
 
-  // As comm::CollectiveComm says.
+  // The operations of comm::CollectiveComm.
   void all_reduce(const void* in, void* out, std::int64_t count, DType dtype, Stream stream);
   void reduce_scatter(const void* in, void* out, std::int64_t count, DType dtype, Stream stream);
   void all_gather(const void* in, void* out, std::int64_t bytes, Stream stream);
@@ -89,34 +89,35 @@ class HELIX_API NcclComm {
   void recv(void* buffer, std::int64_t bytes, int peer, Stream stream);
   void barrier(Stream stream);
 
-  /// Makes groups of the ranks of equal `color`, which is not negative, as comm::CollectiveComm says.
-  /// Synchronize the streams that use this group first.
+  /// Splits the group as comm::CollectiveComm says; `color` must not be negative. Synchronize the streams
+  /// that use this group first.
   NcclComm split(int color, int key);
 
-  /// Tells the job's watch, and the messages about ranks that are behind, that this rank queues or replays
-  /// step `step` next, which must not decrease. A replayed step's operations never pass through the host, so
-  /// without it a failure is reported at the last step that was queued. Cheap.
+  /// Announces that this rank queues or replays step `step` next; `step` must not decrease. The job's watch,
+  /// and messages about ranks that are behind, report it. The operations of a replayed step never pass
+  /// through the host: without this call a failure is reported at the last step that was queued. Cheap.
   void begin_step(std::uint64_t step) const;
-  /// The step of begin_step() is queued: a rank that stands still before, in a capture too, is told from
-  /// those that wait for it. By all ranks or by none. Cheap.
+  /// Announces that the step of begin_step() is queued. A rank that stands still before this call, also in a
+  /// capture, can then be told from those that wait for it. Call it on all ranks or on none. Cheap.
   void end_step() const;
 
   /// Aborts all groups split from the same root, on all ranks of this process and, with a Bootstrap, of the
-  /// job: queued operations end with wrong data, synchronize() and later calls throw Error(peer_failed)
-  /// naming this rank (of the root group) and `reason`. The first abort wins. Any thread. NCCL frees a
-  /// communicator only when no graph holds it: where one does, this returns after 2 s, and the rest goes on
-  /// when the graph's owner has destroyed it.
+  /// job. Queued operations end with wrong data. synchronize() and later calls throw Error(peer_failed) with
+  /// this rank (of the root group) and `reason`. The first abort wins. Any thread may call it. NCCL frees a
+  /// communicator only when no graph holds it. If one does, this returns after 2 s, and the rest goes on when
+  /// the graph's owner has destroyed it.
   void abort(std::string_view reason) noexcept;
 
-  /// Throws what has failed so far, on any rank that is known of, or what NCCL reports; waits for nothing.
+  /// Throws what is known to have failed so far, on any rank, or what NCCL reports. Waits for nothing.
   void check() const;
 
-  /// Waits for the stream, but not forever: polls it, NCCL's own errors and the state of the job. Busy for
-  /// 100 ms, so that the end of a decode step is seen at once; then the thread sleeps between polls.
-  /// @throws Error(peer_failed) once any rank failed; Error(timeout) past the timeout, naming the ranks that
-  /// are behind where they are known, after aborting the group; what NCCL or CUDA report.
+  /// Waits for the stream, but not forever. Polls the stream, NCCL's own errors and the state of the job: for
+  /// 100 ms without sleeping, so that the end of a decode step is seen at once, then with sleeps between
+  /// polls.
+  /// @throws Error(peer_failed) once any rank failed; Error(timeout) past the timeout, after aborting the
+  /// group, with the ranks that are behind where they are known; what NCCL or CUDA report.
   void synchronize(Stream stream) const;
-  /// The same for what stood before the event when it was recorded.
+  /// Waits for the work queued before the event was recorded, as synchronize(Stream) waits for a stream.
   void synchronize(const Event& event) const;
 
   struct State;

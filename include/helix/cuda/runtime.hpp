@@ -22,27 +22,31 @@ using EventHandle = CUevent_st*;    ///< The toolkit's cudaEvent_t.
 /// Number of GPUs that this process may use; 0 without a GPU or a driver, never an error.
 HELIX_API int device_count();
 
-/// Why device_count() is 0, as the driver says it; empty if it is not 0.
+/// Why device_count() is 0, in the driver's words; empty if it is not 0.
 HELIX_API std::string no_device_reason();
 
 /// Memory of a GPU, as the driver counts it now.
 struct DeviceMemory {
-  std::size_t free_bytes = 0;   ///< Not yet taken, by whomever.
-  std::size_t total_bytes = 0;  ///< All there is.
+  std::size_t free_bytes = 0;   ///< Bytes that no process has taken.
+  std::size_t total_bytes = 0;  ///< Bytes that the device has.
 };
 
-/// The memory of `device`, which becomes the calling thread's. @throws what use_device() does.
+/// Returns the memory of `device` and makes it the calling thread's current device.
+/// @throws what use_device() throws.
 HELIX_API DeviceMemory device_memory(int device);
 
-/// Throws Error(unsupported) with the reason unless `device` exists; otherwise makes it the calling thread's.
+/// Makes `device` the calling thread's current device. @throws Error(unsupported) with the reason if there is
+/// no such device.
 HELIX_API void use_device(int device);
 
-/// Throws Error for a CUDA status other than success (as int, so that no header is needed): capacity for
-/// memory, unsupported for a missing device, internal for the rest, naming the call, where, the device and
-/// the driver's words. Clears the thread's last error. HELIX_CUDA_CHECK fills the arguments in.
+/// Throws Error for a CUDA status other than success, which is an int so that no CUDA header is needed:
+/// capacity for memory, unsupported for a missing device, internal for the rest. The message has the call,
+/// its place, the device and the driver's words. Clears the thread's last error. HELIX_CUDA_CHECK fills the
+/// arguments in.
 HELIX_API void throw_on_error(int status, const char* call, const char* file, int line);
 
-/// An in-order queue of one device. A handle: copies name the same queue, which lives as long as one of them.
+/// A handle to an in-order queue of one device. Copies name the same queue, which lives as long as one of
+/// them.
 class HELIX_API Stream {
  public:
   /// A handle to no queue, only to assign to.
@@ -53,7 +57,7 @@ class HELIX_API Stream {
 
   /// A new queue of the calling thread's device. Does not wait for the legacy default stream.
   static Stream create(bool high_priority = false);
-  /// An engine's own stream, which it keeps alive and destroys.
+  /// Wraps an engine's own stream, which the engine keeps alive and destroys.
   static Stream borrow(StreamHandle handle);
 
   /// CUDA's handle, null for its legacy default stream, borrowed.
@@ -74,7 +78,7 @@ class HELIX_API Event {
  public:
   /// No event, only to assign to.
   Event() = default;
-  /// A new event of the calling thread's device; `with_timing` for elapsed_ms().
+  /// A new event of the calling thread's device; `with_timing` enables elapsed_ms().
   static Event create(bool with_timing = false);
 
   EventHandle handle() const { return handle_.get(); }
@@ -87,41 +91,41 @@ class HELIX_API Event {
   std::unique_ptr<CUevent_st, Destroy> handle_;
 };
 
-/// Puts the event behind what is queued on `stream`.
+/// Records the event after all that is queued on `stream`.
 HELIX_API void record(const Event& event, Stream stream);
 
-/// The host waits for all that is queued on `stream`.
+/// Makes the host wait for all that is queued on `stream`.
 HELIX_API void synchronize(Stream stream);
 
-/// The host waits for what stood before the event when it was recorded.
+/// Makes the host wait for the work queued before the event was recorded.
 HELIX_API void synchronize(const Event& event);
 
 /// Milliseconds between two events made with timing, both of which have happened.
 HELIX_API float elapsed_ms(const Event& start, const Event& stop);
 
-/// An engine's device memory, for all that Operators allocate. Both functions are given, or neither: CUDA's
-/// own then. Copies may outlive the Operators, as buffers free with them.
+/// An engine's functions for device memory, used for all that Operators allocate. Give both or neither;
+/// CUDA's own are used then. Copies may outlive the Operators, because buffers free with them.
 struct Allocator {
-  /// Returns `bytes` (above 0) of the calling thread's device, aligned to 256, that any stream may use at
-  /// once; null where there are none. May throw. Called while no stream of these Operators is captured, by
-  /// whichever thread allocates.
+  /// Returns `bytes` (above 0) of memory of the calling thread's device, aligned to 256, that any stream may
+  /// use at once; null if there is none. May throw. Called on whichever thread allocates, while no stream of
+  /// these Operators is captured.
   std::function<void*(std::size_t bytes)> allocate;
-  /// Takes back what allocate() gave, once the device has done all that was queued on it, by whatever stream.
-  /// Must not throw.
+  /// Takes back memory of allocate(), once the device has done all that was queued on it, on any stream. Must
+  /// not throw.
   std::function<void(void* data, std::size_t bytes)> free;
 };
 
-/// Memory of one device. Moves, does not copy. Its end waits for all that is queued on the device, which may
-/// touch it, whoever allocated it.
+/// Memory of one device. Moves, does not copy. The destructor waits for all that is queued on the device,
+/// which may touch the memory, whoever allocated it.
 class HELIX_API Buffer {
  public:
-  /// No memory.
+  /// A buffer without memory.
   Buffer() = default;
-  /// Zeroed memory of the calling thread's device, aligned to 256 bytes; from `allocator`, or from CUDA if it
-  /// is null. Waits for the legacy default stream.
-  /// @throws Error(capacity) with what is free, and what the allocator throws.
+  /// Allocates zeroed memory of the calling thread's device, aligned to 256 bytes, from `allocator` or, if
+  /// that is null, from CUDA. Waits for the legacy default stream.
+  /// @throws Error(capacity) with the free bytes, and what the allocator throws.
   explicit Buffer(std::size_t bytes, std::shared_ptr<const Allocator> allocator = nullptr);
-  /// Memory that somebody else keeps alive and frees, as it is.
+  /// Wraps memory that somebody else keeps alive and frees; its content stays as it is.
   static Buffer borrow(void* data, std::size_t bytes);
 
   std::byte* data() const { return data_.get(); }
@@ -141,9 +145,9 @@ class HELIX_API Buffer {
 /// Zeroed host memory that a device reads and writes at the same address. Moves, does not copy.
 class HELIX_API PinnedBuffer {
  public:
-  /// No memory.
+  /// A buffer without memory.
   PinnedBuffer() = default;
-  /// `bytes` zeros; 0: no memory.
+  /// Allocates `bytes` bytes of zeros; 0 gives no memory.
   explicit PinnedBuffer(std::size_t bytes);
 
   std::byte* data() const { return data_.get(); }

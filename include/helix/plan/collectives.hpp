@@ -19,7 +19,7 @@ enum class CollectiveAlgorithm : std::uint8_t {
   ring,          ///< 2 (p - 1) a + 2 (p - 1) / p n / b; half of that for all_gather and reduce_scatter
   tree,          ///< Broadcast: ceil(log2 p) (a + n / b)
   hierarchical,  ///< Inside each NVLink domain, between the domains, inside again
-  measured       ///< Hardware::measured, or the least that it allows
+  measured       ///< Hardware::measured, or the least time that it allows
 };
 /// Name of the algorithm: "two_shot".
 HELIX_API std::string_view to_string(CollectiveAlgorithm algorithm);
@@ -36,11 +36,11 @@ struct CommGroup {
   int stride = 1;
 };
 
-/// The fastest way to run `collective` over `group`, without declared overheads; inside a domain as measured,
-/// or no less than what was measured allows (see MeasuredCollective). `size`: bytes a rank as there; for
-/// `send` the message. The group begins at a domain's edge or lies whole in one; where it fills domains
-/// unevenly, a rank of the emptiest counts. @throws Error(invalid_argument) for fewer than one rank, a stride
-/// below 1, and a size that is negative or NaN.
+/// The fastest time of `collective` over `group`, without declared overheads. Inside a domain it is as
+/// measured, or no less than what was measured allows (see MeasuredCollective). `size` is the bytes a rank as
+/// there; for `send` the message. The group begins at a domain's edge or lies whole in one domain; if it
+/// fills domains unevenly, a rank of the emptiest counts. @throws Error(invalid_argument) for fewer than one
+/// rank, a stride below 1, and a size that is negative or NaN.
 HELIX_API CollectiveTime collective_time(const Hardware& hardware, Collective collective, CommGroup group,
                                          Bytes size);
 

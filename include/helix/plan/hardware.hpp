@@ -12,14 +12,14 @@
 
 namespace helix::plan {
 
-/// The time to read or move so many bytes.
+/// A number of bytes, and the time to read or move them.
 struct TimedSize {
   Bytes size{};
   Time time{};
 };
 
-/// How long a read of device memory takes by its size: linear between the given points, of the first point's
-/// bandwidth below them and of the last one's above. More bytes never take less time.
+/// Time of a read of device memory by its size. It is linear between the given points. Below them the
+/// bandwidth is the first point's, above them the last one's. More bytes never take less time.
 class HELIX_API BandwidthCurve {
  public:
   /// A measured read: its size and the bandwidth that it reaches.
@@ -28,19 +28,19 @@ class HELIX_API BandwidthCurve {
     Bandwidth bandwidth;
   };
 
-  BandwidthCurve() = default;  ///< The curve of no hardware: takes no time.
+  BandwidthCurve() = default;  ///< An empty curve: reads take no time.
   /// One bandwidth for all sizes. @throws Error(invalid_argument) unless positive.
   explicit BandwidthCurve(Bandwidth flat);
-  /// @throws Error(invalid_argument) unless there is a point, sizes grow, values are positive and finite, and
-  /// no larger size takes less time.
+  /// A curve through measured points. @throws Error(invalid_argument) unless there is a point, sizes grow,
+  /// values are positive and finite, and no larger size takes less time.
   explicit BandwidthCurve(std::vector<Point> points);
 
-  /// To move `size`, interpolated between the points.
+  /// Time to move `size`, interpolated between the points.
   Time time(Bytes size) const {
     if (points_.size() == 1) return size / points_.front().bandwidth;
     return points_.empty() ? Time{} : interpolated(size);
   }
-  /// Of the largest size.
+  /// Bandwidth at the largest size.
   Bandwidth peak() const { return points_.empty() ? Bandwidth::unlimited() : points_.back().bandwidth; }
   const std::vector<Point>& points() const { return points_; }
 
@@ -67,12 +67,12 @@ enum class Collective : std::uint8_t { all_reduce, all_gather, reduce_scatter, a
 /// Name of the collective: "all_reduce".
 HELIX_API std::string_view to_string(Collective collective);
 
-/// A measured collective: times over bytes a rank (all_reduce, broadcast: the buffer; all_to_all: what a rank
-/// holds, own slice included; all_gather, reduce_scatter: the whole). Used instead of the model for groups of
-/// exactly `ranks` inside one NVLink domain: linear between points, the first time below them, and above them
-/// the last time and what the model adds. What was not measured takes no less than the largest group of its
-/// ranks in one domain that was; an all_gather, reduce_scatter or broadcast also no less than half of an
-/// all_reduce, which two of them make.
+/// A measured collective: times over bytes a rank. For all_reduce and broadcast these are the buffer; for
+/// all_to_all what a rank holds, own slice included; for all_gather and reduce_scatter the whole. Used
+/// instead of the model for groups of exactly `ranks` inside one NVLink domain: linear between points, the
+/// first time below them, and above them the last time and what the model adds. A group that was not measured
+/// takes no less time than the largest measured group of its ranks in one domain. An all_gather,
+/// reduce_scatter or broadcast also takes no less than half of an all_reduce, which two of them make.
 struct MeasuredCollective {
   Collective collective = Collective::all_reduce;
   int ranks = 2;
@@ -95,22 +95,22 @@ struct HELIX_API Hardware {
   Bytes memory{};        ///< Memory of one GPU.
   double usable_memory_fraction = 0.9;
   BandwidthCurve read{};
-  /// Of attention over KV, where it was measured: whole launches, so without per_operator on top. Without
-  /// points attention reads as everything else does.
+  /// Bandwidth of attention over KV, where it was measured. It includes whole launches, so per_operator is
+  /// not added. Without points attention reads as everything else does.
   BandwidthCurve attention_read{};
-  std::vector<ComputePeak> peaks{};  ///< Increasing bits
+  std::vector<ComputePeak> peaks{};  ///< Matrix throughputs, with increasing bits
   int nvlink_domain = 1;             ///< GPUs that reach each other over `inside`
   Link inside{};
   Link outside{};
   std::vector<MeasuredCollective> measured{};
   Overheads overheads{};
 
-  /// What is left for weights, KV and workspace.
+  /// Memory left for weights, KV and workspace.
   Bytes usable_memory() const { return memory * usable_memory_fraction; }
-  /// Throughput of products whose wider operand has `bits` bits: of the narrowest listed format that holds
-  /// them. @throws Error(unsupported) if none does.
+  /// Throughput of products whose wider operand has `bits` bits: that of the narrowest listed format that
+  /// holds them. @throws Error(unsupported) if none does.
   FlopRate peak(double bits) const;
-  /// @throws Error(invalid_argument) for a value out of range or NaN, naming it.
+  /// Checks every field. @throws Error(invalid_argument) for a value out of range or NaN, naming it.
   void check() const;
 };
 

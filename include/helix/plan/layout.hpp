@@ -33,32 +33,32 @@ struct HELIX_API Layout {
   int tpf = 1;  ///< tpf * ep == N; medha: tpf == tpa, ep == 1
   int ep = 1;
   int pp = 1;            ///< Pipeline stages
-  int dp = 1;            ///< Replicas of it all
-  int hop_b_slices = 0;  ///< Helix only: 0: the fastest number, 1: off
+  int dp = 1;            ///< Replicas of the whole pipeline
+  int hop_b_slices = 0;  ///< Helix only. 0: the fastest number; 1: off
 
   int stage_size() const { return kvp * tpa * attn_dp; }  ///< N
   int num_gpus() const { return stage_size() * pp * dp; }
   /// Ranks that share the dense FFN, the output projection's rows after attention, and the vocabulary.
   int ffn_width() const { return strategy == Strategy::medha ? tpa : stage_size(); }
-  /// The same as Topology understands it; strategy must be helix. It need not be legal.
+  /// The widths as a TopologySpec; strategy must be helix. The layout need not be legal.
   TopologySpec topology_spec() const;
-  /// As tables and messages name it.
+  /// Name of the layout in tables and messages.
   std::string to_string() const;
 
   friend bool operator==(const Layout&, const Layout&) = default;
 };
 
-/// Whether the layout keeps the rules of its strategy: Topology::violations for helix. No allocation for
+/// Whether the layout keeps the rules of its strategy; for helix see Topology::violations. No allocation for
 /// the other strategies.
 HELIX_API bool is_legal(const Layout& layout, const Model& model);
 
-/// The rules that it breaks, one sentence with its values each; empty if legal.
+/// The rules that the layout breaks, one sentence each with its values; empty if legal.
 HELIX_API std::vector<std::string> violations(const Layout& layout, const Model& model);
 
-/// Every legal layout of `strategy` with `stage_size` ranks a stage and one stage and replica; hop_b_slices
+/// Every legal layout of `strategy` with `stage_size` ranks a stage, one stage and one replica. hop_b_slices
 /// is 0 for helix with KVP > 1 and else 1. A medha layout that stores KV heads more than once (TPA > Hkv, for
 /// MLA TPA > 1) is legal, but listed only with `medha_may_duplicate_kv`: its authors keep TPA within Hkv, and
-/// the paper counts it as not applicable to MLA. None with stage_size < 1.
+/// the paper counts it as not applicable to MLA. Empty if stage_size < 1.
 /// @throws Error(invalid_argument) if stage_size exceeds kMaxRanks.
 HELIX_API std::vector<Layout> legal_layouts(Strategy strategy, const Model& model, int stage_size,
                                             bool medha_may_duplicate_kv = false);

@@ -13,7 +13,8 @@
 
 namespace helix::plan {
 
-/// Different experts that `tokens` tokens choose, expected under uniform routing: E * (1 - (1 - k/E)^tokens).
+/// Expected number of different experts that `tokens` tokens choose under uniform routing: E * (1 - (1 -
+/// k/E)^tokens).
 /// @throws Error(invalid_argument) without experts, for k outside [0, E], and for negative or NaN tokens.
 HELIX_API double expected_expert_hits(const MoeShape& moe, double tokens);
 
@@ -25,15 +26,16 @@ struct HELIX_API Model {
   bool tie_word_embeddings = false;
   bool has_qk_norm = false;
   std::int64_t window = 0;  ///< Tokens that a query of a windowed layer sees; 0: all layers are full.
-  /// Layer i is a full one if (i + 1) is a multiple; the others are windowed. 0 with a window: none is full.
+  /// Layer i has full attention if (i + 1) is a multiple; the others are windowed. 0 with a window: no layer
+  /// is full.
   std::int64_t full_attention_stride = 1;
-  /// With a window, whether each layer is windowed, where no stride says it; empty: as the stride says.
+  /// With a window: whether each layer is windowed, if no stride describes it. Empty: the stride decides.
   std::vector<bool> window_layers{};
 
   /// Whether a query of the layer sees `window` tokens only.
   /// @throws Error(invalid_argument) for a layer that a window_layers in use does not have.
   bool is_window_layer(std::int64_t layer) const;
-  /// Throws unless every size is in range and they agree.
+  /// Checks that every size is in range and that they agree.
   /// @throws Error(invalid_argument) naming the size, its value and the range.
   void check() const;
 };
@@ -44,11 +46,11 @@ struct HELIX_API Precision {
   double kv_bits = 16;
   double activation_bits = 16;  ///< Bits of an activation, also of what collectives carry.
 
-  /// @throws Error(invalid_argument) unless each is in (0, 64].
+  /// Checks the bits. @throws Error(invalid_argument) unless each is in (0, 64].
   void check() const;
 };
 
-/// Parameters by part, of the whole model.
+/// Parameters of the whole model, by part.
 struct ParameterCounts {
   std::int64_t embedding = 0;
   std::int64_t lm_head = 0;  ///< 0 if tied
@@ -60,15 +62,15 @@ struct ParameterCounts {
   std::int64_t norms = 0;
   std::int64_t routed_experts_active = 0;  ///< Parameters of routed_experts that one token uses.
 
-  /// Of the whole model.
+  /// Parameters of the whole model.
   std::int64_t total() const {
     return embedding + lm_head + attention + dense_ffn + routed_experts + shared_experts + router + norms;
   }
-  /// Those that one token uses.
+  /// Parameters that one token uses.
   std::int64_t active() const { return total() - routed_experts + routed_experts_active; }
 };
 
-/// Parameters of the model by where they are.
+/// Counts the parameters of the model by part.
 HELIX_API ParameterCounts count_parameters(const Model& model);
 
 /// Bytes of the KV cache of `context` tokens in all layers, each KV head (or the latent) stored once, without

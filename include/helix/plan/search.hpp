@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Search: every legal layout and batch on up to so many GPUs, the Pareto frontier, and why others lost.
+// Search: every legal layout and batch on up to a number of GPUs, the Pareto frontier, and why others lost.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace helix::plan {
 
-/// What the best configuration has most or least of.
+/// What the best configuration optimises.
 enum class Objective : std::uint8_t {
   latency,    ///< Least TTL; then most tokens/s/GPU
   throughput  ///< Most tokens/s/GPU; then least TTL
@@ -33,7 +33,7 @@ struct HELIX_API SearchSpace {
   std::optional<Time> ttl_limit{};
   Objective objective = Objective::throughput;
 
-  /// @throws Error(invalid_argument) naming what is out of range.
+  /// Checks the space. @throws Error(invalid_argument) naming what is out of range.
   void check() const;
 };
 
@@ -44,7 +44,7 @@ struct Candidate {
   RankMemoryPlan memory{};
 };
 
-/// Configurations by what became of them.
+/// Numbers of configurations, by what became of them.
 struct SearchCounts {
   std::int64_t evaluated = 0;
   std::int64_t out_of_memory = 0;
@@ -54,8 +54,8 @@ struct SearchCounts {
 /// What a search found.
 struct SearchResult {
   std::vector<Candidate> candidates{};
-  std::vector<std::size_t> frontier{};  ///< Into candidates: by tokens/s/user, from the slowest on
-  std::optional<std::size_t> best{};    ///< Into candidates, by the objective
+  std::vector<std::size_t> frontier{};  ///< Indices of candidates, by tokens/s/user, the slowest first
+  std::optional<std::size_t> best{};    ///< Index of a candidate, by the objective
   SearchCounts counts{};
   Bytes
       least_memory{};  ///< Memory of the fullest rank of the configuration that needs the least; for messages
@@ -65,13 +65,13 @@ struct SearchResult {
 /// @throws Error(invalid_argument) for an unsound space or workload.
 HELIX_API SearchResult search(const StepModel& model, const Workload& workload, const SearchSpace& space);
 
-/// As search(), and requires an answer. @throws Error(capacity) if nothing fits into memory or meets the
+/// Runs search() and requires an answer. @throws Error(capacity) if nothing fits into memory or meets the
 /// limit, saying which and by how much; Error(invalid_topology) if no layout is legal, naming the nearest
 /// number of GPUs that has one.
 HELIX_API SearchResult search_or_throw(const StepModel& model, const Workload& workload,
                                        const SearchSpace& space);
 
-/// Indices of the points that no other one beats or equals in both values (of equal points the first), by
+/// Indices of the points that no other point beats or equals in both values (of equal points the first), by
 /// tokens/s/user.
 HELIX_API std::vector<std::size_t> pareto_frontier(const std::vector<Candidate>& candidates);
 
@@ -86,21 +86,21 @@ enum class LossReason : std::uint8_t {
 /// Name of the reason: "fewer_per_gpu".
 HELIX_API std::string_view to_string(LossReason reason);
 
-/// A configuration beside the winner, and why it lost.
+/// A configuration other than the winner, and why it lost.
 struct Loss {
   Layout layout{};
   std::int64_t batch = 0;
   LossReason reason = LossReason::slower;
   Cost cost = Cost::kv_read;  ///< The cost that exceeds the winner's most
-  Time excess{};              ///< Excess: time of a step, under fewer_per_gpu of a GPU and token
+  Time excess{};              ///< Excess of that cost: time of a step; for fewer_per_gpu of a GPU and token
   RankMemoryPlan memory{};
-  StepTotals totals{};  ///< Also where it does not fit
+  StepTotals totals{};  ///< Totals, also if it does not fit
   std::string text{};   ///< The loss in a sentence.
 };
 
-/// For each strategy of the space, and for HOP-B off apart: its best configuration by the objective, other
-/// than the winner, and why it lost. If none meets the limit the fastest; if none fits the one that needs the
-/// least memory. Empty without a winner.
+/// For each strategy of the space, and separately for HOP-B off: the best configuration by the objective
+/// other than the winner, and why it lost. If none meets the limit it is the fastest; if none fits, the one
+/// that needs the least memory. Empty without a winner.
 HELIX_API std::vector<Loss> explain_losses(const StepModel& model, const Workload& workload,
                                            const SearchSpace& space, const SearchResult& result);
 

@@ -55,12 +55,12 @@ enum class Operator : std::uint8_t {
 /// Name of the operator: "kvp_exchange".
 HELIX_API std::string_view to_string(Operator op);
 
-/// Which resource an operator's time is made of. Overhead: declared times are more than the rest.
+/// Which resource bounds an operator's time. Overhead: declared times exceed the rest.
 enum class Bound : std::uint8_t { memory, compute, network, overhead };
 /// Name of the resource: "memory".
 HELIX_API std::string_view to_string(Bound bound);
 
-/// What an operator is paid for: the words in which layouts are compared.
+/// What an operator's time is spent on: the terms in which layouts are compared.
 enum class Cost : std::uint8_t {
   kv_read,
   attention_weights,
@@ -82,18 +82,19 @@ struct OperatorTime {
   Operator op = Operator::embedding;
   bool is_moe = false;       ///< Part of MoE layers; else of dense layers or of no layer.
   bool is_windowed = false;  ///< Part of windowed layers.
-  std::int64_t count = 1;    ///< Times it runs in a token's way through the model
-  Bytes bytes{};    ///< Once: read and written by a rank; a collective: its size, see MeasuredCollective
-  Flops flops{};    ///< Once, of a rank
-  Time time{};      ///< Once, overhead included
+  std::int64_t count = 1;    ///< Runs while a token passes through the model
+  /// Bytes of one run: read and written by a rank; a collective: its size, see MeasuredCollective
+  Bytes bytes{};
+  Flops flops{};    ///< Flops of one run, on a rank
+  Time time{};      ///< Time of one run, overhead included
   Time overhead{};  ///< Declared overhead in the time.
-  Time hidden{};    ///< Part of the time that runs beside attention under HOP-B: it adds time - hidden
+  Time hidden{};    ///< Part of the time that overlaps attention under HOP-B; a run adds time - hidden
   Bound bound = Bound::memory;
   Cost cost = Cost::overhead;
   CollectiveAlgorithm algorithm = CollectiveAlgorithm::none;  ///< Collectives only
   int ranks = 1;                                              ///< Ranks of the collective's group
 
-  /// What of it nothing hides, all calls together.
+  /// Time of all runs that nothing hides.
   Time exposed() const { return (time - hidden) * count; }
 };
 
@@ -101,13 +102,14 @@ struct OperatorTime {
 struct StepTotals {
   Time ttl{};  ///< Token-to-token latency: one step of every sequence
   std::array<Time, kNumCosts> by_cost{};
-  int hop_b_slices = 1;    ///< Slices chosen for full-attention layers; without such, for windowed ones.
+  int hop_b_slices = 1;  ///< Slices chosen for full-attention layers; if there are none, for windowed layers.
   int micro_batches = 1;   ///< Micro-batches that share the pipeline.
   std::int64_t batch = 0;  ///< Batch as asked for.
   int num_gpus = 0;
 
-  /// step_tokens counts as one: what drafts gain depends on acceptance.
+  /// Tokens of one user over time. step_tokens counts as one token: the gain of drafts depends on acceptance.
   TokenRate tokens_per_user() const { return tokens(1) / ttl; }
+  /// Tokens of all users over time and GPU.
   TokenRate tokens_per_gpu() const { return tokens(1) * batch / (ttl * num_gpus); }
 };
 
@@ -127,22 +129,22 @@ struct StepReport {
 /// share the batch. The slowest rank counts: the one with the most sequences and tokens.
 class HELIX_API StepModel {
  public:
-  /// @throws Error from the check() of each, and Error(unsupported) if the hardware does not compute in the
-  /// precision.
+  /// Checks the parts. @throws Error from the check() of each, and Error(unsupported) if the hardware does
+  /// not compute in the precision.
   StepModel(const Model& model, const Precision& precision, const Hardware& hardware);
 
   const Model& model() const { return model_; }
   const Precision& precision() const { return precision_; }
   const Hardware& hardware() const { return hardware_; }
 
-  /// Totals alone: no allocation, a few microseconds. The layout must be legal and the workload sound.
+  /// Totals of a step. No allocation, a few microseconds. The layout must be legal and the workload sound.
   StepTotals evaluate(const Layout& layout, const Workload& workload) const;
 
-  /// As evaluate(), with every operator. @throws Error(invalid_topology) with the violated rules,
-  /// Error(invalid_argument) for an unsound workload.
+  /// Totals of a step, as evaluate(), and every operator. @throws Error(invalid_topology) with the violated
+  /// rules, Error(invalid_argument) for an unsound workload.
   StepReport explain(const Layout& layout, const Workload& workload) const;
 
-  /// Memory of the fullest rank. As plan_memory().
+  /// Memory of the fullest rank; see plan_memory().
   RankMemoryPlan memory(const Layout& layout, const Workload& workload) const;
 
  private:
@@ -151,7 +153,8 @@ class HELIX_API StepModel {
   Hardware hardware_;
   FlopRate product_rate_{};
   FlopRate attention_rate_{};
-  /// Before each layer and the end: dense [0] and MoE [1] ones, full [0] and windowed [1] of each.
+  /// Layers before each layer, and before the end, by kind: dense [0] or MoE [1], and of each full [0] or
+  /// windowed [1].
   std::vector<std::array<std::array<std::int64_t, 2>, 2>> layers_before_{};
 };
 

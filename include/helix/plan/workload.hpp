@@ -15,7 +15,7 @@ enum class ExpertHits : std::uint8_t {
   worst_case  ///< As many different experts as tokens choose, all on the rank that counts, up to all it holds
 };
 
-/// Largest batch, and most tokens of a step, of a chunk and of a page, that the planner takes.
+/// Largest batch, and most tokens of a step, chunk or page, that the planner takes.
 inline constexpr std::int64_t kMaxWorkloadCount = std::int64_t{1} << 24;
 
 /// What is decoded: sequences, their length, and how their KV is stored.
@@ -27,7 +27,7 @@ struct HELIX_API Workload {
   std::int64_t chunk = 16;        ///< KvLayout's chunk, tokens
   std::int64_t page_tokens = 64;  ///< Local tokens a page
 
-  /// @throws Error(invalid_argument) for a value out of range or NaN, naming it.
+  /// Checks every field. @throws Error(invalid_argument) for a value out of range or NaN, naming it.
   void check() const;
 };
 
