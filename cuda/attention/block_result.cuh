@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the warps of a block found of a query tile's rows, in shared memory.
+// The partial results of a block's warps for the rows of a query tile, in shared memory, and how they are
+// merged.
 #pragma once
 
 #include "cuda/runtime/math.cuh"
@@ -7,14 +8,15 @@
 
 namespace helix::cuda {
 
-/// What sums that are relative to `max` weigh where they are relative to `top`, the largest max of all; `sum`
-/// is of the weights. What saw nothing has a max of -inf, which may be that of all.
+/// Returns the factor that rescales a part's sums from its own max to `top`, the largest max of all parts.
+/// `sum` is the part's sum of weights. A part that saw nothing has sum 0 and max -inf, and `top` may be -inf
+/// too: its factor is 0.
 __device__ __forceinline__ float part_weight(float max, float sum, float top) {
   return sum == 0.0f ? 0.0f : exp2f(max - top);
 }
 
-/// What `kParts` warps found for some rows of a query tile, in shared memory: unnormalised sums of values,
-/// and of each row the max (base 2) and the sum of weights.
+/// Partial results of `kParts` warps for some rows of a query tile, in shared memory: unnormalised sums of
+/// values and, for each row, the max (base 2) and the sum of weights.
 template <int kParts>
 struct BlockResult {
   const float* sums;  ///< [parts, rows, stride]
@@ -22,10 +24,11 @@ struct BlockResult {
   int stride;
   const float* max;  ///< [parts, rows]
   const float* sum;  ///< [parts, rows]
-  int rows;          ///< Rows of max and sum.
+  int rows;          ///< Rows of each part in max and sum.
 };
 
-/// One row of a BlockResult, its parts brought to one max; all lanes alike.
+/// One row of a BlockResult, its parts rescaled to their largest max. All lanes of a warp hold the same
+/// values.
 template <int kParts>
 struct ResultRow {
   const float* sums;
@@ -57,7 +60,8 @@ struct ResultRow {
   }
 };
 
-/// Calls visit(row, its ResultRow) for each of the `num_rows` rows of `found`, by the warps in turn.
+/// Calls visit(row, the row's ResultRow) for each of the `num_rows` rows of `found`. The warps of the block
+/// take rows in turn.
 template <int kParts, class Visit>
 __device__ __forceinline__ void for_each_row(const BlockResult<kParts>& found, int num_rows,
                                              const Visit& visit) {

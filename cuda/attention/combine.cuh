@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// A query tile's epilogue in an attention kernel: what the warps of a block found, and what the blocks of its
-// KV splits found, becomes out and lse.
+// The epilogue of a query tile: merges the partial results of a block's warps, and those of the KV splits,
+// into out and lse.
 //
-// A block whose KV split is the query tile's only one writes out and lse. Otherwise it writes split partials
-// to the workspace, and the block that comes last combines them, in order of the splits: out and lse come
-// from one launch, and the same bits each time. A warp takes a row from end to end, each lane four columns at
-// a time, so that nothing but the count of finished splits needs a barrier.
+// Part i of a row has a max m_i (base 2), a sum of weights s_i and an unnormalised sum of values v_i. With m
+// the largest m_i: out = sum(2^(m_i - m) v_i) / sum(2^(m_i - m) s_i), lse = ln 2 (m + log2(sum(2^(m_i - m)
+// s_i))).
+//
+// A block whose KV split is the query tile's only one writes out and lse. Otherwise each block writes split
+// partials to the workspace, and the last block to arrive combines them in the order of the splits. Out and
+// lse thus come from one launch, with the same bits each time. A warp processes a whole row and a lane four
+// columns at a time, so only the count of finished splits needs a barrier.
 #pragma once
 
 #include <cstdint>
@@ -20,13 +24,13 @@ namespace helix::cuda {
 
 inline constexpr int kLaneColumns = 4;  ///< Columns that a lane takes at a time.
 
-/// Writes one row of out, and lse; by a warp whose lanes call write() for all columns. kMayBeF32: whether out
-/// may be of f32: kernels of 16 bits do without the code for it, which each launch would fetch from memory.
+/// Writes one row of out, and its lse; the lanes of a warp call write() for all columns. kMayBeF32: whether
+/// out may be f32. 16-bit kernels leave that code out, because each launch would fetch it from memory.
 template <bool kMayBeF32 = false>
 struct RowWriter {
   const AttentionParams& p;
   std::int64_t at;
-  std::uint32_t count;  // of lines
+  std::uint32_t count;  // exchange number that lines carry
   float inverse;
   bool is_empty;
 
@@ -51,7 +55,7 @@ struct RowWriter {
     };
     write_bits(column, uint2{pair(result.x, result.y), pair(result.z, result.w)});
   }
-  /// Four columns that are of out's type already, of 16 bits.
+  /// Writes four columns that already have out's 16-bit type.
   __device__ void write_bits(int column, uint2 four) const {
     if (p.sends_lines) {
       store_line(static_cast<std::uint16_t*>(p.out) + at + 2 * column, four.x, four.y, count);
@@ -68,7 +72,7 @@ struct RowWriter {
     if (column + 2 < p.value_dim)
       store_line(line + 4, __float_as_uint(four.z), __float_as_uint(four.w), count);
   }
-  /// As many of four columns as the row has.
+  /// Stores those of the four columns that the row has.
   template <class T, class Four>
   __device__ void store(int column, const Four& four) const {
     T* to = static_cast<T*>(p.out) + at + column;
@@ -82,7 +86,7 @@ struct RowWriter {
   }
 };
 
-/// Where the split partials of a row go: its unnormalised sum of values, max (base 2) and sum of weights.
+/// Where the split partial of a row is written: unnormalised sum of values, max (base 2) and sum of weights.
 struct PartialRow {
   float* values;
   float* max;
@@ -94,8 +98,8 @@ struct SplitPartials {
   const AttentionParams& p;
   KvSplits splits;
 
-  /// Place of split `i`, of two that each block has: its work item shares at most two query tiles with
-  /// others, one that it continues and one that it begins.
+  /// Place of split `i` in the workspace. Each block has two places, because its work item shares at most two
+  /// query tiles with other blocks: one that it continues, and one that it begins.
   __device__ std::int64_t place(int i) const {
     return 2 * std::int64_t{splits.first_block + i} + (i == 0 ? 1 : 0);
   }
@@ -105,12 +109,12 @@ struct SplitPartials {
     return reinterpret_cast<float4*>(
         p.partial_out + (place(i) * p.query_tile_rows + row) * partial_stride(p.value_dim) + column);
   }
-  /// Row `row` of this block's split.
+  /// Where row `row` of this block's split is written.
   __device__ PartialRow own_row(int row) const {
     const int i = static_cast<int>(blockIdx.x) - splits.first_block;
     return {reinterpret_cast<float*>(out(i, row, 0)), max(i, row), sum(i, row)};
   }
-  /// From split `i` to the next.
+  /// Moves `out` from split `i` to the next split.
   __device__ const float4* next(const float4* out, int i) const {
     return out + (i == 0 ? 1 : 2) * p.query_tile_rows * partial_stride(p.value_dim) / 4;
   }
@@ -127,9 +131,9 @@ __device__ __forceinline__ void write_row(const AttentionParams& p, const QueryT
     writer.write(column, result.get(column));
 }
 
-/// Writes rows [first_row, first_row + num_rows) of this block's KV split of a query tile and head: to out
-/// and lse where it is the only split, else as split partials to where row_of(row) says. `found` holds these
-/// rows, from 0 on; all threads of the block have written it.
+/// Writes rows [first_row, first_row + num_rows) of this block's KV split. The only split of a query tile
+/// goes to out and lse; any other becomes split partials at row_of(row). `found` holds these rows from index
+/// 0 on; all threads of the block have written it.
 template <bool kMayBeF32 = false, int kParts, class RowOf>
 __device__ __forceinline__ void write_split(const SplitPartials& all, const QueryTile& query_tile, int head,
                                             int first_row, int num_rows, const BlockResult<kParts>& found,
@@ -152,7 +156,7 @@ __device__ __forceinline__ void write_split(const SplitPartials& all, const Quer
   });
 }
 
-/// The same, with split partials in the workspace.
+/// write_split() with split partials in the workspace.
 template <bool kMayBeF32 = false, int kParts>
 __device__ void write_split(const SplitPartials& all, const QueryTile& query_tile, int head, int first_row,
                             int num_rows, const BlockResult<kParts>& found) {
@@ -161,7 +165,7 @@ __device__ void write_split(const SplitPartials& all, const QueryTile& query_til
 }
 
 /// Combines columns [begin, end) of one row of all split partials into out, and into lse; one warp. Up to
-/// kCombineBatch loads of partial sums are on their way while the weights are computed.
+/// kCombineBatch loads of partial sums are in flight while the weights are computed.
 template <bool kMayBeF32 = false>
 __device__ inline void combine_row(const SplitPartials& from, const QueryTile& query_tile, int head, int row,
                                    int begin, int end) {
@@ -169,7 +173,7 @@ __device__ inline void combine_row(const SplitPartials& from, const QueryTile& q
   const AttentionParams& p = from.p;
   const int count = from.splits.count;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  float lane_max = -kInfinity;  // of split c / kWarp * kWarp + lane
+  float lane_max = -kInfinity;  // max of split c / kWarp * kWarp + lane
   float lane_sum = 0.0f;
   const auto load = [&](int i) {
     lane_max = i < count ? __ldcg(from.max(i, row)) : -kInfinity;
@@ -182,7 +186,7 @@ __device__ inline void combine_row(const SplitPartials& from, const QueryTile& q
   for (int first = begin; first < end; first += kWarp * kLaneColumns) {
     const int column = first + lane * kLaneColumns;
     float4 total{0.0f, 0.0f, 0.0f, 0.0f};
-    float weight = 0.0f;  // of that split
+    float weight = 0.0f;  // rescale factor of the same split
 #pragma unroll 1
     for (int c = 0; c < count; c += kCombineBatch) {
       const float4* part = from.out(c, row, column < end ? column : 0);
@@ -213,22 +217,23 @@ __device__ inline void combine_row(const SplitPartials& from, const QueryTile& q
   }
 }
 
-/// Adds one, after all writes that this thread knows of and before all reads that follow. Returns what was
-/// there.
+/// Adds 1 to `counter` and returns its previous value. Acquire-release at GPU scope: writes that happened
+/// before the call come before the count, later reads after it.
 __device__ inline int count_up(int* counter) {
   int before;
   asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
   return before;
 }
 
-/// Counts this block's split among all: afterwards `is_last`, in shared memory, says whether it came last. By
-/// threads that meet() at a barrier, this one number `thread`; counter(): zero between launches.
+/// Counts this block's split. Sets `is_last`, in shared memory, to whether all other splits were counted
+/// before. Called by all threads that meet() joins at a barrier; this one has number `thread`. counter() is
+/// zero between launches.
 template <class Counter, class Flag, class Meet>
 __device__ __forceinline__ void count_split(const SplitPartials& all, const Counter& counter, int thread,
                                             Flag& is_last, const Meet& meet) {
   meet();
   if (thread == 0) {
-    // What the block wrote goes before its count, and what the others counted before what is read here.
+    // The block's writes come before its count, and the writes of blocks counted earlier before its reads.
     int* place = counter();
     is_last = count_up(place) == all.splits.count - 1;
     if (is_last) *place = 0;
@@ -236,8 +241,9 @@ __device__ __forceinline__ void count_split(const SplitPartials& all, const Coun
   meet();
 }
 
-/// The last block to come combines the splits of query tile `u`, behind all writes of its split partials:
-/// `threads` threads, this one number `thread`, that meet() at a barrier. `is_last`: in shared memory.
+/// Combines the splits of query tile `u`, if this block is the last to arrive. Called after all writes of its
+/// split partials, by `threads` threads that meet() joins at a barrier; this one has number `thread`.
+/// `is_last` is in shared memory.
 template <bool kMayBeF32, class Flag, class Meet>
 __device__ __forceinline__ void combine_splits(const SplitPartials& all, const QueryTile& query_tile, int u,
                                                int head, int thread, int threads, Flag& is_last,
@@ -249,7 +255,7 @@ __device__ __forceinline__ void combine_splits(const SplitPartials& all, const Q
     combine_row<kMayBeF32>(all, query_tile, head, row, 0, all.p.value_dim);
 }
 
-/// The same after write_split() of all rows; all threads of the block.
+/// combine_splits() by all threads of the block, after write_split() of all rows.
 template <bool kMayBeF32 = false>
 __device__ inline void combine_splits(const SplitPartials& all, const QueryTile& query_tile, int u,
                                       int head) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// AttentionKernel: what each attention kernel says of itself, for the table in partial_attention.cu to choose
-// by.
+// AttentionKernel: what each attention kernel declares about itself, for the table in partial_attention.cu to
+// choose from.
 #pragma once
 
 #include <cstddef>
@@ -15,9 +15,9 @@ namespace helix::cuda {
 
 struct AttentionParams;
 
-/// Blocks that an SM holds at most: one streams on while the other ends a query tile.
+/// Most blocks of an SM: one keeps reading KV while the other runs the epilogue of a query tile.
 inline constexpr int kBlocksPerSm = 2;
-inline constexpr int kMaxQueryTiles = 256;  ///< Query tiles of one launch, unless a kernel takes more.
+inline constexpr int kMaxQueryTiles = 256;  ///< Most query tiles of a launch, unless a kernel takes more.
 
 /// What a call of partial_attention asks of a kernel.
 struct AttentionCall {
@@ -26,72 +26,77 @@ struct AttentionCall {
   std::int64_t num_sequences = 0;
   std::int64_t most_rows = 0;   ///< Query rows of a KV head (query tokens * group) in the longest sequence.
   std::size_t q_alignment = 0;  ///< Bytes, a power of two up to 16, that divide the address of each row of q.
-  std::size_t kv_alignment = 0;  ///< Bytes that likewise divide the address of each row of the cache.
-  bool has_tensor_maps = false;  ///< Whether the copy engine can walk all rows of the cache.
+  /// Bytes, a power of two up to 16, that divide the address of each row of the cache.
+  std::size_t kv_alignment = 0;
+  bool has_tensor_maps = false;  ///< Whether tensor maps (TMA) can address all rows of the cache.
   bool is_hopper = false;        ///< Whether code for compute capability 9.0 runs.
-  SharedMemory memory;           ///< The device's.
+  SharedMemory memory;           ///< Shared memory of the device.
 };
 
 /// The grid of a launch.
 struct AttentionGrid {
-  int blocks = 0;         ///< Of half an SM each; a kernel with larger or smaller ones takes as much room.
-  bool is_whole = false;  ///< Whether it has all of the device, nothing beside it.
-  /// Whether kernels of other ranks may wait beside it for this one's.
+  /// Blocks of half an SM each. A kernel whose blocks are larger or smaller launches as many as fill the same
+  /// space.
+  int blocks = 0;
+  bool is_whole = false;  ///< Whether the grid may fill the device, with no room left for kernels beside it.
+  /// Whether kernels of other ranks may share the GPU and wait for this launch.
   bool shares_device = false;
   StreamHandle stream = nullptr;
 };
 
-/// One kernel as the table sees it.
+/// One entry of the table of kernels.
 struct AttentionKernel {
   bool (*fits)(const AttentionCall& call);
-  /// Query rows of a query tile at most, for rows of these sizes: what AttentionParams::query_tile_rows may
-  /// be.
+  /// Most query rows of a query tile for these head sizes: the upper bound of
+  /// AttentionParams::query_tile_rows.
   int (*query_tile_rows)(std::int64_t head_dim, std::int64_t value_dim);
-  /// Query rows that an SM has at a time, at most, and what its blocks find of as many: twice as many split
-  /// partials are kept for it. 0 for sizes that do not fit.
+  /// Most query rows that the blocks of an SM hold at a time; the workspace has two split partials for each.
+  /// A kernel whose clusters combine through the workspace counts its rows twice. 0 for sizes that do not
+  /// fit.
   int (*sm_rows)(std::int64_t head_dim, std::int64_t value_dim);
-  /// Whether a query tile has room for query_tile_rows() rows even if no sequence has so many.
+  /// Whether query tiles have query_tile_rows() rows even if no sequence has that many.
   bool has_fixed_query_tile;
-  int most_query_tiles = kMaxQueryTiles;  ///< Of one launch.
+  int most_query_tiles = kMaxQueryTiles;  ///< Most query tiles of a launch.
   void (*launch)(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid);
 };
 
-/// Warp-group products of compute capability 9.0, for many query rows of a KV head: prefill, and drafts. q
-/// and KV of one 16-bit type, aligned to 16 bytes, no stride of KV going back; out of any alignment.
+/// wgmma of compute capability 9.0, for many query rows of a KV head: prefill and drafts. q and KV have one
+/// 16-bit type and are aligned to 16 bytes, strides of KV are not negative, out has any alignment.
 extern const AttentionKernel kWaves;
-/// Tensor cores of compute capability 9.0; q, out and KV of one 16-bit type, equal head sizes of 64, 80, 96,
-/// 112, 128 or 256, rows aligned to 16 bytes. Pages hold the rows of a head one after another (Helix's own
-/// format): one copy a page.
+/// mma.sync and bulk copies of compute capability 9.0. q, out and KV have one 16-bit type, equal head sizes
+/// of 64, 80, 96, 112, 128 or 256, and rows aligned to 16 bytes. A page holds the rows of a head one after
+/// another (Helix's own format), so one copy brings them.
 extern const AttentionKernel kTensorPages;
-/// Tensor cores as kTensorPages, for rows of any strides in pages of a multiple of 8 tokens: vLLM's and
-/// FlashInfer's token-major pages; and keys of 192 columns with values of 128.
+/// Like kTensorPages, for rows of any strides in pages of a multiple of 8 tokens: the token-major pages of
+/// vLLM and FlashInfer. Also keys of 192 columns with values of 128.
 extern const AttentionKernel kTensorBoxes;
-/// Tensor cores as kTensorBoxes, for pages of any size: pools of page size 1.
+/// Like kTensorBoxes, for pages of any size: pools of page size 1.
 extern const AttentionKernel kTensorRows;
-/// Tensor cores as kTensorPages, for KV of e4m3 under q and out of 16 bits; pages of two tokens at least, of
-/// four with a head size of 64.
+/// Like kTensorPages, for e4m3 KV with q and out of 16 bits. Pages have two tokens at least, with a head size
+/// of 64 at least four.
 extern const AttentionKernel kTensorPagesE4m3;
-/// Tensor cores as kTensorPagesE4m3, for rows of any strides.
+/// Like kTensorPagesE4m3, for rows of any strides.
 extern const AttentionKernel kTensorRowsE4m3;
-/// Tensor cores of compute capability 9.0, over latents of 512 columns and 64 of rope, for up to 16 query
-/// rows of a sequence while sequences and their tokens are few; q, out and KV of one 16-bit type, rows of any
-/// strides aligned to 16 bytes.
+/// mma.sync of compute capability 9.0 over latents of 512 columns and 64 rope columns, for up to 16 query
+/// rows of a sequence while sequences and their tokens are few. q, out and KV have one 16-bit type; rows have
+/// any strides and are aligned to 16 bytes.
 extern const AttentionKernel kNarrowLatent;
-/// Warp-group products of compute capability 9.0, over latents of 512 columns and 64 of rope; q and out of
-/// one 16-bit type, KV of the same, of e4m3 or, under bf16, of fp8_ds_mla; rows of any strides aligned to 16
+/// wgmma of compute capability 9.0 over latents of 512 columns and 64 rope columns. q and out have one 16-bit
+/// type; KV has the same type, e4m3 or, with bf16 q, fp8_ds_mla. Rows have any strides and are aligned to 16
 /// bytes.
 extern const AttentionKernel kLatentKernel;
-/// Matrix instructions of compute capability 8.0, on all devices: q and out of f16 beside KV of bf16.
+/// mma.sync of compute capability 8.0, for all devices: q and out of f16 with KV of bf16.
 extern const AttentionKernel kMmaRest;
-/// Matrix instructions of compute capability 8.0, on all devices: q and out of 16 bits, KV of 16 bits or of
-/// e4m3, any head sizes up to 256, strides and alignment.
+/// mma.sync of compute capability 8.0, for all devices: q and out of 16 bits, KV of 16 bits or of e4m3, any
+/// head sizes up to 256, any strides and alignment.
 extern const AttentionKernel kMma;
-/// As kMmaRest and kMma, over latents of 512 columns and 64 of rope.
+/// Like kMmaRest, over latents of 512 columns and 64 rope columns.
 extern const AttentionKernel kMmaLatentRest;
-/// The same with more shared memory than some devices have.
+/// Like kMmaLatent, with more shared memory than some devices have.
 extern const AttentionKernel kWideMmaLatent;
+/// Like kMma, over latents of 512 columns and 64 rope columns.
 extern const AttentionKernel kMmaLatent;
-/// Any sizes up to 1024, types, strides and devices, in plain f32.
+/// Plain f32 for any types, strides and devices, head sizes up to 1024.
 extern const AttentionKernel kPortable;
 
 }  // namespace helix::cuda

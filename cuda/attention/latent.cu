@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel over latents (MLA): what it fits, and its two launches.
+// The kernel over latents (MLA), host side: which calls it takes, and its launches of attention and combine.
 #include <cstdint>
 
 #include "cuda/attention/kernel.hpp"
@@ -15,7 +15,8 @@ namespace {
 template <int kShares, bool kManyRows>
 void launch_combine(const AttentionParams& p, int block_rows, StreamHandle stream) {
   const auto kernel = latent::combine_latent<kShares, kManyRows>;
-  // The same division of the SM's memory as before: another would wait until the SM is empty.
+  // Keep the attention kernel's split between L1 and shared memory: to change it, an SM must first become
+  // empty.
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                         cudaSharedmemCarveoutMaxShared));
   launch_early(kernel, static_cast<unsigned>(p.num_query_tiles * p.query_tile_rows / block_rows),
@@ -34,8 +35,8 @@ void launch_combine(const AttentionParams& p, const AttentionGrid& grid) {
                  : launch_combine<kShares, false>(p, 1, grid.stream);
 }
 
-/// Combines about `splits` splits of each query tile. A warp for half of what one could read in a trip is
-/// faster: 41.5 us for 42.5 with 8 sequences of 8192 tokens.
+/// Combines about `splits` splits of each query tile. A second warp shares a row's splits as soon as they are
+/// more than half of what one warp reads in a trip: 41.5 us against 42.5 with 8 sequences of 8192 tokens.
 void launch_combine(const AttentionParams& p, int splits, const AttentionGrid& grid) {
   if (splits <= latent::kTripSplits / 2) return launch_combine<1>(p, grid);
   if (splits <= 2 * latent::kTripSplits) return launch_combine<2>(p, grid);
@@ -43,7 +44,7 @@ void launch_combine(const AttentionParams& p, int splits, const AttentionGrid& g
   splits <= 8 * latent::kTripSplits ? launch_combine<8>(p, grid) : launch_combine<16>(p, grid);
 }
 
-/// Returns the work items that there are at most.
+/// Launches attention. Returns the largest possible number of work items.
 template <class T, int kBlocks>
 int launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
   constexpr int kBytes = static_cast<int>(sizeof(latent::Shared<kBlocks>));

@@ -1,23 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Partial attention over latents (MLA) by Hopper's warp-group products: 512 columns that are key and value,
-// 64 rope columns, q and KV of one 16-bit type.
+// Partial attention over latents (MLA) by Hopper's wgmma, q and KV of one 16-bit type: out = softmax(scale q
+// k^T) v and its lse. A key has 512 latent columns, which are also the value, and 64 rope columns.
 //
-// A block has 64 query rows, and two consumer warp groups share them: the lead computes the scores of even KV
-// tiles, the follower those of odd ones, and each has half of the value columns of all rows in its registers.
-// So both need the weights of both tiles, which go through shared memory. The scores of two tiles are on
-// their way at a time: while one group weighs its scores the other's products run.
+// A block has 64 query rows, a producer warp group and two consumer warp groups. The lead consumer computes
+// the scores of even KV tiles, the follower those of odd ones. Each accumulates half of the value columns of
+// all rows in registers, so both need the weights of both tiles and exchange them through shared memory. The
+// scores of two tiles are in flight at a time: one group's products run while the other computes weights.
 //
-// A KV tile fills a third of the shared memory, so that there are two. Each half of the values is copied and
-// released for itself, so that the next tile comes while the last products of this one run. What bounds the
-// loop is the way around: the last product of a half, its copy (1400 cycles), scores, weights, that product.
-// The lead's tile has the longer one, so the follower asks for half of its products with the lead's weights
-// before it weighs its own scores: 425 us, where none of them before took 443 (128 heads, 8 sequences of
-// 131072 tokens, H200). All of them make it late, as a warp waits to ask for a third product of 256 columns:
-// 474 where none took 453; so does asking for them one by one while it weighs.
+// The queries and two KV tiles take a third of the shared memory each. Each half of a tile's values is copied
+// and released on its own, so that the next tile arrives while the last products of this one run. The loop is
+// bound by its chain of latencies: the last product of a half, its copy (1400 cycles), scores, weights, that
+// product again. The lead's tile has the longer chain, so the follower issues half of its products with the
+// lead's weights before it computes its own weights: 425 us, against 443 with none of them first (128 heads,
+// 8 sequences of 131072 tokens, H200). Issuing all of them first delays the follower, because a warp waits
+// before it can issue a third product of 256 columns: 474 us, against 453 with none first. Issuing them one
+// by one between the weights delays it too.
 //
-// With more than 64 query rows two blocks have the same KV tiles at about the same time, and the second finds
-// them in the L2 cache. Where each half is read by one of them for both they wait for each other: 460 us
-// where these took 453. Tiles brought to the L2 cache ahead take longer, too: 64 heads 385 us against 330.
+// With more than 64 query rows two blocks read the same KV tiles at about the same time, and the second finds
+// them in the L2 cache. If each block reads one half of a tile for both, they wait for each other: 460 us
+// against 453. Prefetching tiles into the L2 cache is slower too: 385 us against 330 with 64 heads.
 #pragma once
 
 #include <cstddef>
@@ -32,11 +33,12 @@
 namespace helix::cuda {
 namespace latent {
 
-/// The consumer of even tiles.
+/// The consumer warp group of even KV tiles.
 template <class T, int kBlocks>
 __device__ __forceinline__ void lead(Consumer<T, kBlocks, 0> self, const Part& part, Sums& sums) {
-  // One block waits for memory, and asks for products as soon as keys are there; two wait for products, and
-  // copies come first (8 sequences of 131072 tokens: 64 heads 312 us against 318, 128 heads 485 against 464).
+  // A single block is bound by memory: it issues the next scores as soon as their keys are there. Two blocks
+  // are bound by products: they release the previous tile first, so that its copy starts earlier. 8 sequences
+  // of 131072 tokens, scores first and release first: 312 and 318 us with 64 heads, 485 and 464 with 128.
   constexpr bool kKeysFirst = kBlocks == 1;
   Scores scores;
   float top[2];
@@ -77,7 +79,8 @@ __device__ __forceinline__ void lead(Consumer<T, kBlocks, 0> self, const Part& p
   }
 }
 
-/// The consumer of odd tiles. The values of the lead's tile come first, so that its place becomes free.
+/// The consumer warp group of odd KV tiles. It adds the values of the lead's tile before those of its own, so
+/// that the lead's buffer becomes free.
 template <class T, int kBlocks>
 __device__ __forceinline__ void follow(Consumer<T, kBlocks, 1> self, const Part& part, Sums& sums) {
   constexpr unsigned kStepsAhead = kSteps / 2;
@@ -125,7 +128,8 @@ __device__ __forceinline__ void follow(Consumer<T, kBlocks, 1> self, const Part&
   }
 }
 
-/// Both consumers: each part of the work item from its queries to its rows of out or of split partials.
+/// Runs both consumer warp groups: takes each part of the work item from its queries to rows of out or of
+/// split partials.
 template <class T, int kBlocks>
 __device__ __forceinline__ void consume(const AttentionParams& p, Shared<kBlocks>& s) {
   unsigned uses[2] = {0, 0};
@@ -154,21 +158,21 @@ __device__ __forceinline__ void consume(const AttentionParams& p, Shared<kBlocks
   }
 }
 
-/// Attention of a block, whose producers call produce(s).
+/// Runs a block. Its producer warps call produce(s).
 template <class T, int kBlocks, class Produce>
 __device__ __forceinline__ void attend(const AttentionParams& p, const Produce& produce) {
   auto& s = shared<kBlocks>();
   if (threadIdx.x == 0) init_barriers(s);
   const auto follow = [] {
     wait_for_previous();
-    start_next();  // not before: what follows would take the memory from this step's q and KV
+    start_next();  // not earlier: the next kernel would take memory bandwidth from this step's q and KV
   };
   if (!p.reads_ahead) follow();
   make_plan(p, s.plan);
   if (threadIdx.x >= kConsumers) {
     give_registers<kProducerRegisters>();
     produce(s);
-    wait_for_previous();  // where nothing was to be copied
+    wait_for_previous();  // in case there was nothing to copy
   } else {
     take_registers<kConsumerRegisters>();
     if (p.reads_ahead) follow();
@@ -179,7 +183,7 @@ __device__ __forceinline__ void attend(const AttentionParams& p, const Produce& 
 
 }  // namespace latent
 
-/// Over latents of q's type.
+/// The kernel over latents of q's type.
 template <class T, int kBlocks>
 __global__ __launch_bounds__(latent::kThreads,
                              1) void attend_latent(const __grid_constant__ AttentionParams p,

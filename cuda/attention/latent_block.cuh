@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the warps of a block share that attends to latents: sizes, shared memory, and the parts of its work.
+// The block of the kernel over latents: sizes, shared memory, barriers and the parts of its work item.
 #pragma once
 
 #include <algorithm>
@@ -16,17 +16,17 @@
 
 namespace helix::cuda {
 
-inline constexpr int kLatentColumns = 512;    ///< Of a key, and all of a value.
-inline constexpr int kRopeColumns = 64;       ///< Of a key only.
-inline constexpr int kLatentTileTokens = 64;  ///< Of a KV tile.
+inline constexpr int kLatentColumns = 512;  ///< Latent columns of a key: its first ones, and the whole value.
+inline constexpr int kRopeColumns = 64;     ///< Rope columns of a key, not part of the value.
+inline constexpr int kLatentTileTokens = 64;  ///< Tokens of a KV tile.
 
 /// Whether rows are latents of the size that these kernels are built for.
 inline bool is_latent_shape(std::int64_t head_dim, std::int64_t value_dim) {
   return head_dim == kLatentColumns + kRopeColumns && value_dim == kLatentColumns;
 }
 
-/// What Hopper's kernels over latents need whatever type these have: the device, q of 16 bits, aligned rows
-/// that the copy engine can walk.
+/// Whether a call has what all Hopper kernels over latents need, whatever the type of the cache: the device,
+/// q of 16 bits, aligned rows that TMA can address.
 inline bool fits_latents(const AttentionCall& call) {
   const KvFormat& format = call.kv.format;
   return call.is_hopper && format.is_latent && is_latent_shape(format.head_dim, format.value_dim) &&
@@ -34,45 +34,48 @@ inline bool fits_latents(const AttentionCall& call) {
          call.has_tensor_maps;
 }
 
-inline constexpr int kMaxLatentSplits = 256;  ///< Of a query tile.
+inline constexpr int kMaxLatentSplits = 256;  ///< Most KV splits of a query tile.
 
-/// Blocks to launch, `item_blocks` of which take a work item together.
+/// Blocks to launch, if `item_blocks` of them share a work item.
 inline int latent_blocks(const AttentionGrid& grid, int item_blocks) {
   return std::clamp(grid.blocks / kBlocksPerSm / item_blocks, 1, kMaxLatentSplits) * item_blocks;
 }
 
 namespace latent {
 
-/// A KV tile is twice as long as the short ones, and a query tile's partials are 16 times as large.
+/// Limits of KV splits. Compared with ShortTileLimits, KV tiles are twice as long and the split partials of a
+/// query tile 16 times as large.
 struct Limits : ShortTileLimits {
   static constexpr int kEpilogueTiles = 3;
   static constexpr int kShortSplitTiles = 2;
   static constexpr int kSplitTiles = 2;
-  static constexpr int kPaddingTiles = 6;  // 10 us and 1.7 a KV tile, of two blocks (H100)
+  // prologue and epilogue take 10 us, a KV tile 1.7 (two blocks, H100)
+  static constexpr int kPaddingTiles = 6;
 };
 
-inline constexpr int kGroups = 2;  // of consumers
+inline constexpr int kGroups = 2;  // consumer warp groups
 inline constexpr int kConsumers = kGroups * kWarpGroup;
 inline constexpr int kThreads = kConsumers + kWarpGroup;
-inline constexpr int kGroupColumns = kLatentColumns / kGroups;  // of the values
+inline constexpr int kGroupColumns = kLatentColumns / kGroups;  // value columns of a consumer group
 inline constexpr int kValueChunks = kLatentColumns / kChunkColumns;
 inline constexpr int kChunks = kValueChunks + kRopeColumns / kChunkColumns;
-// A KV tile is freed in two halves, the values of one group each, and comes in four units of two chunks; the
-// last one has the rope chunk too.
+// A KV tile is released in two halves, each with the value columns of one consumer group. It arrives in four
+// units of two chunks; the last unit also has the rope chunk.
 inline constexpr int kHalves = kGroups;
 inline constexpr int kHalfChunks = kValueChunks / kHalves;
 inline constexpr int kUnitChunks = 2;
 inline constexpr int kUnits = kValueChunks / kUnitChunks;
 inline constexpr int kHalfUnits = kUnits / kHalves;
 inline constexpr int kProducerWarps = 2 * kHalves;         // a warp for each half of each KV buffer
-inline constexpr unsigned kRowBytes = kChunkColumns * 2u;  // in a chunk
+inline constexpr unsigned kRowBytes = kChunkColumns * 2u;  // bytes of a row within a chunk
 inline constexpr unsigned kChunkBytes = kLatentTileTokens * kRowBytes;
 inline constexpr unsigned kTileBytes = kChunks * kChunkBytes;
-inline constexpr int kSteps = kChunkColumns / kProductDepth;  // of a chunk, or of a tile's tokens
+// wgmma steps along a chunk's columns, or along a tile's tokens
+inline constexpr int kSteps = kChunkColumns / kProductDepth;
 
-/// Weights of T are powers of two of a score over a row's pivot: it is raised where one exceeds
-/// 2^kMaxExponent, so that sums are scaled rarely, and the largest becomes 2^kTopExponent. In f16 that is
-/// well above 1, so that what is 2^-31 of the largest still counts.
+/// A weight is 2^(score - pivot), rounded to T. A row's pivot is raised only when a weight would exceed
+/// 2^kMaxExponent, so that sums are rarely rescaled; the largest weight then becomes 2^kTopExponent. In f16
+/// that is well above 1, so that weights down to 2^-31 of the largest still count.
 template <class T>
 inline constexpr float kTopExponent = std::is_same_v<T, f16> ? 7.0f : 0.0f;
 template <class T>
@@ -81,39 +84,40 @@ inline constexpr float kMaxExponent = kTopExponent<T> + 8.0f;
 /// Named barriers of the block.
 enum Barrier { kAllConsumers = 1, kLeadsWeights, kFollowersWeights, kOneGroup };
 
-/// The block's part of a work item that belongs to one query tile.
+/// The part of a block's work item that belongs to one query tile.
 struct Part {
   QueryTileSpan span;
-  KvSplits splits;  // told later than the rest, before the first KV tile is there
+  KvSplits splits;  // written after the other fields, before the first KV tile is there
   int query_tile;
-  int first_token;  // local, of the first KV tile
-  int count;        // KV tiles; 0: there are no more parts
-  bool is_first;    // of the query tile
+  int first_token;  // first local token of the first KV tile
+  int count;        // KV tiles; 0 ends the work item
+  bool is_first;    // whether it has the query tile's first KV tile
 
   __device__ int tile_token(int i) const { return first_token + i * kLatentTileTokens; }
 };
 
-/// The schedule, and at the beginning what is known of the query tiles.
+/// The schedule and, until the first weights are written, the spans of the query tiles.
 template <int kBlocks>
 struct Plan : SmallAttentionPlan<kLatentTileTokens, Limits, kBlocks> {
-  /// In shared memory, until there are weights.
+  /// Lies in the memory of the weights: valid until the first ones are written.
   static __device__ QueryTileSpan& span(int u);
   static __device__ void keep(int u, const QueryTileSpan& of) { span(u) = of; }
 };
 
-/// The shared memory of a block, of `kBlocks` that have a work item together.
+/// Shared memory of a block; `kBlocks` blocks share a work item.
 template <int kBlocks>
 struct Shared {
-  alignas(
-      1024) std::byte queries[kTileBytes];  // the last chunk, once it is in registers: the follower's weights
+  // The queries. Once their last chunk is in registers, its place holds the follower's weights.
+  alignas(1024) std::byte queries[kTileBytes];
   std::byte kv[2][kTileBytes];
-  alignas(1024) std::byte weights[kChunkBytes];  // the lead's; before any, the spans of the query tiles
-  float row[kGroups][kGroupRows];                // max of each group's tile and those before
-  unsigned long long full[2][kUnits];            // of a KV buffer
+  // the lead's; before the first ones, the spans of the query tiles
+  alignas(1024) std::byte weights[kChunkBytes];
+  float row[kGroups][kGroupRows];      // running max that each group tells the other
+  unsigned long long full[2][kUnits];  // units of a KV buffer
   unsigned long long empty[2][kHalves];
   unsigned long long part_full[2];
   unsigned long long part_empty[2];
-  Part parts[2];  // those that the consumers work on, and the next
+  Part parts[2];  // the one that consumers work on, and the next
   Plan<kBlocks> plan;
 };
 static_assert(kMaxQueryTiles * sizeof(QueryTileSpan) <= kChunkBytes);
@@ -138,28 +142,28 @@ __device__ inline unsigned at(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
-/// Number of this block in the schedule.
+/// Index of this block in the schedule, which counts the blocks of a work item as one.
 template <int kBlocks>
 __device__ inline int scheduled_block() {
   return static_cast<int>(blockIdx.x) / kBlocks;
 }
 
-/// Number of this block among those of a work item.
+/// Index of this block among those that share its work item.
 template <int kBlocks>
 __device__ inline int block_of_item() {
   return static_cast<int>(blockIdx.x) % kBlocks;
 }
 
-/// Chunks of the queries that are in registers, the last ones: products of 64 columns read more shared memory
-/// than there is time for.
+/// The last chunks of the queries, which stay in registers: products 64 columns wide with both operands in
+/// shared memory read more of it than there is time for.
 inline constexpr int kHeldChunks = 3;
 inline constexpr int kConsumerRegisters = 240;
 inline constexpr int kProducerRegisters = 24;
-// As many as the block was launched with, or the last to take some would wait for ever.
+// The total may not exceed the registers of the launch, or the last warp group to take some waits for ever.
 static_assert(kConsumers * kConsumerRegisters + kWarpGroup * kProducerRegisters <=
               65536 / kThreads / 8 * 8 * kThreads);
 
-/// By one thread of the block.
+/// Initialises the mbarriers; one thread of the block.
 template <int kBlocks>
 __device__ inline void init_barriers(Shared<kBlocks>& s) {
   constexpr unsigned kWarpsOfGroup = kWarpGroup / kWarp;
@@ -172,8 +176,9 @@ __device__ inline void init_barriers(Shared<kBlocks>& s) {
   fence_barrier_init();
 }
 
-/// An operand of which only the lower word is computed: a carry into the upper one would take as long as the
-/// product. The compiler is kept from computing operands once for all places: they would fill registers.
+/// A wgmma shared-memory operand. Only its lower word is computed: a carry into the upper word would take as
+/// long as the product. The asm keeps the compiler from computing the operands of all places in advance,
+/// which would fill registers.
 struct OperandPlace {
   unsigned low;
 
@@ -181,8 +186,9 @@ struct OperandPlace {
       : low(static_cast<unsigned>(operand)) {
     asm volatile("" : "+r"(low));
   }
-  /// The same, computed once a warp where branches hide from the compiler that all lanes have the same (8
-  /// sequences of 131072 tokens: e4m3 474 us, so 463; the kernel of 16 bits 413, so 420).
+  /// An OperandPlace computed once a warp, for code whose branches hide from the compiler that all lanes have
+  /// the same one. 8 sequences of 131072 tokens, without and with it: e4m3 474 and 463 us; 16 bits, which
+  /// does not use it, 413 and 420.
   static __device__ __forceinline__ OperandPlace once_a_warp(std::uint64_t operand) {
     OperandPlace place;
     place.low = warp_uniform(static_cast<unsigned>(operand));
@@ -198,14 +204,14 @@ struct OperandPlace {
   OperandPlace() = default;
 };
 
-/// Tells the compiler that all lanes have the same `x`: products in a branch that lanes may leave one by
-/// one would wait for each other. warp_uniform() tells it more, which costs the kernel of 16 bits 2 %.
+/// Tells the compiler that all lanes have the same `x`. Otherwise it serialises products in branches on `x`,
+/// which lanes might leave one by one. warp_uniform() tells it more, which costs the 16-bit kernel 2 %.
 __device__ inline int uniform(int x) {
   return __shfl_sync(~0u, x, 0);
 }
 
-/// Nothing that was asked for is on its way any more. The compiler serialises products that are on their
-/// way where branches of which it cannot tell that a warp takes them as one meet, so there none is.
+/// Waits for all products in flight. The compiler serialises products that are in flight where branches meet
+/// that it cannot prove uniform in the warp, so none may be in flight there.
 template <class... Registers>
 __device__ __forceinline__ void finish(Registers&... registers) {
   products_wait<0>();

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The combine of attention over latents: a launch behind the kernel's, for its splits are of all blocks and
-// the last block to arrive would read megabytes alone.
+// The combine of attention over latents, in a launch after the attention kernel: the splits come from all
+// blocks, and the last block to arrive would have to read megabytes alone.
+//
+// kShares * kCombineWarps warps take a row: a warp has kCombineColumns columns of every kShares-th split, a
+// lane kPieceColumns of them. Shared memory holds the splits' max and sum of weights, and the sums of the
+// shares. Bound by two trips to memory a row.
 #pragma once
 
 #include "cuda/attention/combine.cuh"
@@ -12,23 +16,23 @@
 
 namespace helix::cuda::latent {
 
-inline constexpr int kCombineColumns = kWarp * kPieceColumns;           ///< Of a warp.
-inline constexpr int kCombineWarps = kLatentColumns / kCombineColumns;  ///< Of a row, for some of its splits.
+inline constexpr int kCombineColumns = kWarp * kPieceColumns;           ///< Columns of a warp.
+inline constexpr int kCombineWarps = kLatentColumns / kCombineColumns;  ///< Warps that cover a row's columns.
 inline constexpr int kTripSplits = 9;  ///< Splits that a warp reads in one trip to memory.
 
-/// The max of each split of a row and their sums of weights, in shared memory.
+/// The max and the sum of weights of each split of a row, in shared memory.
 struct SplitWeights {
   float max[kMaxLatentSplits];
   float sum[kMaxLatentSplits];
 };
 
-/// What a row's splits come to: the largest max, and the sum of weights.
+/// A row's largest max over its splits, and the sum of weights relative to it.
 struct RowTotal {
   float max;
   float sum;
 };
 
-/// By one warp.
+/// Totals of a row's `count` splits; one warp.
 __device__ inline RowTotal total_of_splits(const SplitWeights& weights, int count) {
   float max = -kInfinity;
   float sum = 0.0f;
@@ -45,7 +49,8 @@ __device__ inline RowTotal total_of_splits(const SplitWeights& weights, int coun
 
 using CombinedColumns = float[kPieceColumns];
 
-/// Some columns of splits first, first + kStep, ... of a row, as many as one trip to memory brings.
+/// This lane's columns of splits first, first + kStep, ... of a row: up to kTripSplits loads in one trip to
+/// memory.
 template <int kStep>
 struct SplitTrip {
   uint4 pieces[kTripSplits];
@@ -59,7 +64,7 @@ struct SplitTrip {
     }
   }
 
-  /// Adds them to `total`, with weights that are relative to the row's max `top`.
+  /// Adds the loaded columns to `total`, with weights relative to the row's max `top`.
   __device__ void add_to(CombinedColumns& total, const SplitWeights& weights, int first, int count,
                          float top) const {
     const float pivot = top == -kInfinity ? 0.0f : top;
@@ -76,7 +81,7 @@ struct SplitTrip {
 
 /// Threads of an SM that combine at once: each has 64 registers.
 inline constexpr int kCombineSmThreads = 1024;
-/// The threads of a block of the combine, in which kShares warps share the splits of some columns of a row.
+/// Threads of a combine block: kShares warps share the splits of the same columns of a row.
 template <int kShares>
 inline constexpr int kCombineThreads = kShares* kCombineWarps* kWarp;
 
@@ -86,8 +91,8 @@ struct CombineShared {
   float sums[kShares][kPieceColumns][kCombineWarps * kWarp];
 };
 
-/// Combines the splits of row `row` of a query tile; all threads of the block. Two trips to memory: what
-/// tells the splits, and the splits, of which up to kTripSplits a warp.
+/// Combines the splits of row `row` of a query tile; all threads of the block. Two trips to memory: the first
+/// reads the number of splits, the second the splits, up to kTripSplits a warp.
 template <int kShares>
 __device__ __forceinline__ void combine_row(const AttentionParams& p, const SplitQueryTile& tile, int row,
                                             CombineShared<kShares>& s) {
@@ -128,7 +133,7 @@ __device__ __forceinline__ void combine_row(const AttentionParams& p, const Spli
     writer.write(column + i, float4{sum[i], sum[i + 1], sum[i + 2], sum[i + 3]});
 }
 
-/// Combines the rows of this block, `block_rows` or one if not kManyRows.
+/// Combines this block's rows: `block_rows` of them, or one without kManyRows.
 template <int kShares, bool kManyRows>
 __device__ __forceinline__ void combine_rows(const AttentionParams& p, int block_rows,
                                              CombineShared<kShares>& shared) {
@@ -148,8 +153,9 @@ __device__ __forceinline__ void combine_rows(const AttentionParams& p, int block
   }
 }
 
-/// Combines the splits of all query tiles of the launch before it, a block `block_rows` rows, one if not
-/// kManyRows: most query tiles of large batches are not split, and blocks that find so take time.
+/// Combines the splits of all query tiles of the launch before it. A block has `block_rows` rows, or one
+/// without kManyRows. In large batches most query tiles are not split, and a block takes time to find that
+/// out, so fewer blocks have more rows.
 template <int kShares, bool kManyRows>
 __global__ __launch_bounds__(
     kCombineThreads<kShares>,

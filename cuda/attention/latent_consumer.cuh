@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The consumers of a block that attends to latents: what the lead's and the follower's warp group do alike.
+// The consumer warp groups of the kernel over latents: the steps that lead and follower have in common.
 #pragma once
 
 #include <cstddef>
@@ -13,31 +13,32 @@
 
 namespace helix::cuda::latent {
 
-/// What both consumer groups do alike; kGroup is 0 for the lead, 1 for the follower.
+/// The steps of a consumer warp group; kGroup is 0 for the lead, 1 for the follower.
 template <class T, int kBlocks, int kGroup>
 struct Consumer {
   const AttentionParams& p;
   Shared<kBlocks>& s;
   Rows& rows;
-  const Operand (&held)[kHeldChunks];  // of the queries
+  const Operand (&held)[kHeldChunks];  // query chunks
   TileRange tiles;
-  unsigned (&uses)[2];  // of the KV buffers
-  Operand weights;      // of this group's tile
+  unsigned (&uses)[2];  // tiles that came to each KV buffer
+  Operand weights;      // weights of this group's tile
 
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
   static __device__ int warp() { return static_cast<int>(threadIdx.x) % kWarpGroup / kWarp; }
-  /// The first of this thread's rows in the block.
+  /// The first of this thread's two rows in the block; the second is 8 further on.
   static __device__ int row() { return warp() * 16 + lane() / 4; }
-  /// Where the weights of a group lie.
+  /// Shared-memory address of a group's weights.
   __device__ unsigned weights_of(int group) const {
     return group == 0 ? at(s.weights) : at(s.queries) + kValueChunks * kChunkBytes;
   }
 
-  /// Asks for the scores of the queries and the keys of the tile that comes to this group's buffer.
+  /// Issues scores = queries keys^T for the tile that arrives in this group's buffer.
   __device__ __forceinline__ void multiply_keys(Scores& scores) {
     multiply_keys(scores, [] {});
   }
-  /// Calls after_first() when the first unit's products are on their way, a group of products.
+  /// multiply_keys(scores) that calls after_first() once the first unit's products are in flight, committed
+  /// as a group of their own.
   template <class AfterFirst>
   __device__ __forceinline__ void multiply_keys(Scores& scores, const AfterFirst& after_first) {
     const unsigned parity = uses[kGroup] & 1u;
@@ -71,8 +72,8 @@ struct Consumer {
     products_commit();
   }
 
-  /// Puts zeros where tile `i` holds tokens that no row sees, and anything may lie.
-  /// Not while products are on their way.
+  /// Zeroes the rows of tile `i` that no query row sees: they may hold anything. No products may be in
+  /// flight.
   __device__ __forceinline__ void clear_unseen(const Part& part, int i) const {
     const int token = uniform(part.tile_token(i));
     const int first = ::max(0, part.span.begin_token - token);
@@ -93,7 +94,7 @@ struct Consumer {
     group_sync(kOneGroup + kGroup, kWarpGroup);
   }
 
-  /// The largest score of each row of this thread, base 2, of tile `i`.
+  /// Caps and masks the scores of tile `i`, and finds the largest one (base 2) of each of this thread's rows.
   __device__ __forceinline__ void find_top(const Part& part, int i, Scores& scores, float (&top)[2]) const {
     if (p.soft_cap > 0.0f) {
       const float cap_factor = p.scale / p.soft_cap;
@@ -123,20 +124,21 @@ struct Consumer {
       scores[k] = low[h] <= column && column < high[h] ? scores[k] : -kInfinity;
     }
   }
-  /// Of a score in the exponent.
+  /// Factor of a score in the exponent.
   __device__ float factor() const {
     return p.soft_cap > 0.0f ? kLog2E : p.scale * kLog2E;
   }
 
-  /// The max of row `h` is `max` from here on. Returns by what the sums so far shrink.
+  /// Sets the running max of row `h` to `max` and rescales its sum of weights. Returns the rescale factor of
+  /// its sums of values.
   __device__ float raise_max(int h, float max) {
     const float shrink = fast_exp2(rows.max[h] - (max == -kInfinity ? 0.0f : max));
     rows.max[h] = max;
     rows.sum[h] *= shrink;
     return shrink;
   }
-  /// Raises the max of this thread's rows where a score exceeds it much, and tells the other group. Returns
-  /// by what the sums so far shrink.
+  /// Raises the running max of this thread's rows where a score exceeds it by more than kMaxExponent, and
+  /// tells it to the other group. Sets `shrink` to the rescale factors of the sums of values.
   __device__ __forceinline__ void raise(const float (&top)[2], float (&shrink)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -145,13 +147,13 @@ struct Consumer {
       if (lane() % 4 == 0) s.row[kGroup][row() + 8 * h] = rows.max[h];
     }
   }
-  /// Raises it to what the other group told.
+  /// Raises the running max to that of the other group; sets `shrink` as raise() does.
   __device__ __forceinline__ void follow_max(float (&shrink)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) shrink[h] = raise_max(h, s.row[1 - kGroup][row() + 8 * h]);
   }
 
-  /// Scores become weights, in registers and in shared memory for the other group.
+  /// Turns scores into weights, in registers for this group and in shared memory for the other.
   __device__ __forceinline__ void weigh(const Scores& scores) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -182,7 +184,7 @@ struct Consumer {
     for (int k = 0; k < kGroupColumns / 2; ++k) sums[k] *= shrink[k / 2 % 2];
   }
 
-  /// Asks for sums += weights values with the group's own weights and tile.
+  /// Issues sums += weights values for this group's tile, with weights from registers.
   __device__ __forceinline__ void add_own_values(Sums& sums) {
     const OperandPlace from = values(kGroup);
     products_fence();
@@ -191,7 +193,8 @@ struct Consumer {
       product<T, kGroupColumns, true>(sums, weights[step], from.at(step * kStepBytes), 1);
     products_commit();
   }
-  /// The same with the other group's, for steps [kFrom, kTo) of its tile's tokens.
+  /// Issues sums += weights values for steps [kFrom, kTo) of the other group's tile, with its weights from
+  /// shared memory.
   template <unsigned kFrom = 0, unsigned kTo = kSteps>
   __device__ __forceinline__ void add_other_values(Sums& sums) {
     constexpr int kOther = 1 - kGroup;
@@ -199,7 +202,8 @@ struct Consumer {
       const unsigned parity = uses[kOther]++ & 1u;
 #pragma unroll
       for (int unit = kGroup * kHalfUnits; unit < (kGroup + 1) * kHalfUnits; ++unit)
-        barrier_wait(at(&s.full[kOther][unit]), parity);  // long past, but this group has not seen it
+        // completed long ago, but this group has not seen it
+        barrier_wait(at(&s.full[kOther][unit]), parity);
     }
     const OperandPlace others(rows_operand(weights_of(kOther)));
     const OperandPlace from = values(kOther);
@@ -209,13 +213,14 @@ struct Consumer {
       product<T, kGroupColumns, true>(sums, others.at(step * 32u), from.at(step * kStepBytes), 1);
     products_commit();
   }
-  /// This group's value columns.
+  /// Operand of this group's value columns of the tile in `buffer`.
   __device__ OperandPlace values(int buffer) const {
     return OperandPlace(columns_operand(at(s.kv[buffer]) + kGroup * kHalfChunks * kChunkBytes, kChunkBytes));
   }
   static constexpr unsigned kStepBytes = kProductDepth * kRowBytes;
 
-  /// Nobody reads this group's half of a tile any more. No branch: products of the warp group go on.
+  /// Releases this group's half of a tile. Has no branch, because products of the warp group may be in
+  /// flight.
   __device__ __forceinline__ void release(int buffer) const {
     barrier_arrive_if(lane() == 0, at(&s.empty[buffer][kGroup]));
   }

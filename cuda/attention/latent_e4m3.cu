@@ -8,7 +8,7 @@
 namespace helix::cuda {
 namespace {
 
-/// Maps of the pool's rows; none where boxes would be shorter than a swizzle.
+/// Tensor maps of the pool's rows; none if a box would have fewer rows than a swizzle.
 template <class K>
 latent_e4m3::Maps maps_of(const AttentionParams& p, const KvView& kv) {
   latent_e4m3::Maps maps{};

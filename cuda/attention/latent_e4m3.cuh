@@ -1,20 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// Partial attention over latents of e4m3 (MLA) by Hopper's warp-group products: 512 columns that are key and
-// value, 64 rope columns; rows of one scale, or of four scales and a rope of bf16.
+// Partial attention over latents of e4m3 (MLA) by Hopper's wgmma: out = softmax(scale q k^T) v and its lse. A
+// key has 512 latent columns, which are also the value, and 64 rope columns; rows have one scale, or four
+// scales and a rope of bf16.
 //
-// The rows of the cache lie in shared memory as they are, and are widened to f16 on the way to registers:
-// they are the rows of both products, the queries the columns. So nothing that is widened goes through shared
-// memory, where it would take twice as long as the products' operands leave time for, and few query rows need
-// few columns. Transposed matrix loads bring pairs of tokens of the values.
+// KV tiles stay e4m3 in shared memory and are widened to f16 on the way to registers. They are the register
+// operand of both products: tokens or value columns are the products' rows, query rows their columns. So
+// widened values do not pass through shared memory, which would take twice as long as the products' operands
+// leave time for, and few query rows need few columns. Transposed ldmatrix loads bring pairs of tokens of the
+// values.
 //
-// Two consumer warp groups: one computes scores and weights of even KV tiles, the other of odd ones, and each
-// has half of the value columns of all tiles in its registers. They run half a step apart: while one has
-// scores the other has values. They run the same code: with code of their own each waits for instructions
-// (128 heads, 8 sequences of 131072 tokens, H200: 492 us in place of 484).
+// A block has up to 64 query rows, a producer warp group and two consumer warp groups. One consumer computes
+// scores and weights of even KV tiles, the other of odd ones, and each accumulates half of the value columns
+// of all tiles in registers. They run half a step apart: while one computes scores, the other adds values.
+// They run the same code: with code of its own, each waits for instructions (492 us against 484; 128 heads, 8
+// sequences of 131072 tokens, H200).
 //
-// Scores by products of e4m3, with queries as two terms that are exact for bf16, were 2 % faster and missed
-// lse by up to 6e-4, those of mixed rows by up to 6e-3: Hopper adds up such products with some 13 bits.
-// Asking the L2 cache for tiles ahead lost 10 %.
+// Scores by e4m3 products, with queries as two terms that are exact for bf16, were 2 % faster, but missed lse
+// by up to 6e-4, and by up to 6e-3 over mixed rows: Hopper accumulates such products with some 13 bits.
+// Prefetching tiles into the L2 cache lost 10 %.
 #pragma once
 
 #include "cuda/attention/latent_e4m3_producer.cuh"
@@ -26,7 +29,7 @@
 namespace helix::cuda {
 namespace latent_e4m3 {
 
-/// KV tiles of one part; by one group.
+/// The loop of one consumer group over the KV tiles of a part.
 template <class K>
 struct PartLoop {
   const Products<K> products;
@@ -43,7 +46,8 @@ struct PartLoop {
     return now;
   }
 
-  /// The weights of the other group's tile are there.
+  /// Waits for the weights of the other group's tile, and rescales this group's sums if that tile raised
+  /// pivots.
   __device__ __forceinline__ void follow_other() {
     group_sync(kWeights + 1 - softmax.group, kConsumers);
     if (!warp_uniform(softmax.s.is_raised[1 - softmax.group])) return;
@@ -52,7 +56,7 @@ struct PartLoop {
   }
   __device__ __forceinline__ void finish_sums() { latent::finish(sums[0], sums[1], sums[2], sums[3]); }
 
-  /// Weights of this group's tile `i`. Returns whether its pivots were raised.
+  /// Computes the weights of this group's tile `i`. Returns whether it raised pivots.
   __device__ __forceinline__ bool find_weights(int i, int token, const TokenScales& scales,
                                                Scores<K>& scores) {
     const float most = softmax.find_exponents(token, i >= whole.begin && i < whole.end, scales, scores);
@@ -102,12 +106,13 @@ struct PartLoop {
   }
 };
 
-/// Both consumers: each part of the work item from its queries to its rows of out or of split partials.
+/// Runs both consumer warp groups: takes each part of the work item from its queries to rows of out or of
+/// split partials.
 template <class K>
 __device__ __forceinline__ void consume(const AttentionParams& p, Shared<K>& s) {
   const int group = warp_uniform(static_cast<int>(threadIdx.x) / kWarpGroup);
   const float kv_scale = !K::kIsMixed && p.k_scale != nullptr ? *p.k_scale : 1.0f;
-  unsigned done = 0;  // KV tiles
+  unsigned done = 0;  // KV tiles of earlier parts
   for (unsigned number = 0;; ++number) {
     const unsigned place = number % 2;
     barrier_wait(at(&s.part_full[place]), number / 2 & 1u);

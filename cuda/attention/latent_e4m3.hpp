@@ -6,8 +6,8 @@
 
 namespace helix::cuda {
 
-/// Attention over latents of e4m3 up to out or split partials, to be combined by the launch after it. Returns
-/// how many work items there are at most.
+/// Launches attention over latents of e4m3. It writes out and lse, or split partials that the next launch
+/// combines. Returns the largest possible number of work items.
 int launch_latent_e4m3(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid);
 
 }  // namespace helix::cuda

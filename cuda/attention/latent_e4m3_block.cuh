@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the warps of a block share that attends to latents of e4m3: sizes and shared memory.
+// The block of the kernel over latents of e4m3: sizes, shared memory and barriers.
 #pragma once
 
 #include <cstddef>
@@ -22,18 +22,18 @@ using latent::kThreads;
 using latent::Part;
 using latent::scheduled_block;
 
-/// One kernel of the family: q and out of T, kTheRows query rows of a block, kTheBlocks blocks that have a
-/// work item together. A row of the cache has 576 columns of e4m3, or where `kMixed` 512 of e4m3, four scales
-/// of f32 and 64 columns of bf16.
+/// One kernel of the family: q and out have type TheT, a block has kTheRows query rows, kTheBlocks blocks
+/// share a work item. A row of the cache has 576 columns of e4m3; if kMixed, 512 of e4m3, four scales of f32
+/// and 64 columns of bf16.
 template <class TheT, int kTheRows, int kTheBlocks, bool kMixed>
 struct Kind {
   using T = TheT;
   static constexpr int kRows = kTheRows;
   static constexpr int kBlocks = kTheBlocks;
   static constexpr bool kIsMixed = kMixed;
-  // A KV tile: chunks of 128 columns of the latents, rope columns, scales; the rows of each one after
-  // another.
-  static constexpr unsigned kRopeBytes = kRopeColumns * (kMixed ? 2 : 1);  // of a row
+  // A KV tile holds chunks of 128 latent columns, then rope columns, then scales; within each, the tokens'
+  // rows follow one another.
+  static constexpr unsigned kRopeBytes = kRopeColumns * (kMixed ? 2 : 1);  // rope bytes of a row
   static constexpr unsigned kScaleBytes = kMixed ? 16 : 0;
   static constexpr unsigned kRopeAt = kLatentTileTokens * kLatentColumns;
   static constexpr unsigned kScalesAt = kRopeAt + kLatentTileTokens * kRopeBytes;
@@ -42,30 +42,30 @@ struct Kind {
   static constexpr unsigned kQueryBytes = latent::kChunks * kQueryChunkBytes;
   static constexpr int kStages =
       static_cast<int>((227 * 1024 - 8 * 1024 - kQueryBytes - 2 * latent::kChunkBytes) / kTileBytes);
-  /// Matrix loads between two waits, each of which two products follow. For 64 query rows of mixed rows two
-  /// loads take more registers than there are.
+  /// ldmatrix loads between two waits for products; two products follow each load. 64 query rows over mixed
+  /// rows lack the registers for two loads.
   static constexpr int kStageLoads = kRows < 64 || !kIsMixed ? 2 : 1;
   static_assert(kRows % 16 == 0 && kRows <= kGroupRows && kStages >= 3 && kTileBytes % 1024 == 0);
 };
 
-inline constexpr int kTileChunkColumns = 128;  ///< Of latents, of a swizzled chunk of a KV tile.
+inline constexpr int kTileChunkColumns = 128;  ///< Latent columns of a swizzled chunk of a KV tile.
 inline constexpr unsigned kTileChunkBytes = kLatentTileTokens * kTileChunkColumns;
 
-/// Where 16-byte part `part` of row `row` lies among rope columns of e4m3, in bytes: rows of 64 bytes, as the
-/// copy engine's 64-byte swizzle leaves them.
+/// Byte offset of 16-byte part `part` of row `row` among rope columns of e4m3: rows of 64 bytes in TMA's
+/// 64-byte swizzle.
 __device__ __forceinline__ constexpr unsigned swizzled_half(unsigned row, unsigned part) {
   return row * 64u + ((part ^ (row / 2u % 4u)) * 16u);
 }
 
-/// The schedule, and at the beginning what is known of the query tiles.
+/// The schedule and, until the first weights are written, the spans of the query tiles.
 template <class K>
 struct Plan : SmallAttentionPlan<kLatentTileTokens, latent::Limits, K::kBlocks> {
-  /// In shared memory, until there are weights.
+  /// Lies in the memory of the weights: valid until the first ones are written.
   static __device__ QueryTileSpan& span(int u);
   static __device__ void keep(int u, const QueryTileSpan& of) { span(u) = of; }
 };
 
-/// What turns a query row's sums into its exponents, base 2: sum * factor - pivot.
+/// Turns a raw score of a query row into its exponent, base 2: score * factor - pivot.
 struct RowTerms {
   float factor;
   float pivot;
@@ -73,25 +73,25 @@ struct RowTerms {
 
 template <class K>
 struct Shared {
-  alignas(1024) std::byte queries[K::kQueryBytes];  // at the end a part of the results
-  /// Of each group's tile: [token][query row]. Before any, the spans of the query tiles.
+  alignas(1024) std::byte queries[K::kQueryBytes];  // later the staged results
+  /// Weights of each group's tile: [token][query row]. Before the first ones, the spans of the query tiles.
   alignas(1024) std::byte weights[kGroups][latent::kChunkBytes];
   alignas(1024) std::byte tiles[K::kStages][K::kTileBytes];
   alignas(16) RowTerms row[K::kRows];
   alignas(16) float raise[kGroups][K::kRows];  // by how much each group's tile raised the pivots
   alignas(16) float top[kGroups][4][K::kRows];
-  int low[K::kRows];  // local tokens that the rows see
+  int low[K::kRows];  // local tokens that each row sees: [low, high)
   int high[K::kRows];
-  /// Scales of each group's tile, over the largest of the token: [columns / 128][token].
+  /// TokenScales::ratio of each group's tile: [columns / 128][token].
   alignas(16) std::uint16_t ratios[kGroups][4][K::kIsMixed ? kLatentTileTokens : 1];
-  bool is_unset[K::kRows];  // has no pivot yet
-  bool are_unset;           // some of them
+  bool is_unset[K::kRows];  // whether the row has no pivot yet
+  bool are_unset;           // whether any row has no pivot yet
   bool is_raised[kGroups];
   unsigned long long full[K::kStages];
   unsigned long long empty[K::kStages];
   unsigned long long part_full[2];
   unsigned long long part_empty[2];
-  Part parts[2];  // those that the consumers work on, and the next
+  Part parts[2];  // the one that consumers work on, and the next
   Plan<K> plan;
 };
 
@@ -108,16 +108,16 @@ __device__ __forceinline__ QueryTileSpan& Plan<K>::span(int u) {
   return reinterpret_cast<QueryTileSpan*>(shared<K>().weights[0])[u];
 }
 
-/// Named barriers of the block; those of a group follow each other.
+/// Named barriers of the block. All but kAllConsumers exist once a group, at number + group.
 enum Barrier { kAllConsumers = 1, kOneGroup = 2, kWeights = 4, kWeightsRead = 6 };
 
-/// A KV tile's place among the stages.
+/// A KV tile's stage in the ring, and its phase.
 template <class K>
 struct StagePlace {
   unsigned stage;
   unsigned parity;
 
-  /// Of tile `count` since the start of the kernel.
+  /// The place of the KV tile that follows `count` others since the start of the kernel.
   explicit __device__ StagePlace(unsigned count)
       : stage(count % K::kStages), parity(count / K::kStages & 1u) {}
   __device__ __forceinline__ void advance() {
@@ -127,7 +127,7 @@ struct StagePlace {
   }
 };
 
-/// By one thread of the block.
+/// Initialises the mbarriers; one thread of the block.
 template <class K>
 __device__ inline void init_barriers(Shared<K>& s) {
   constexpr unsigned kWarpsOfGroup = kWarpGroup / kWarp;

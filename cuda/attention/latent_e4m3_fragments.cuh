@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pieces of rows of the cache in registers, in attention over latents of e4m3.
+// Register operands of the kernel over latents of e4m3.
 #pragma once
 
 #include "cuda/attention/latent_e4m3_block.cuh"
@@ -7,10 +7,11 @@
 
 namespace helix::cuda::latent_e4m3 {
 
-/// Rows of a product in registers.
+/// This thread's part of a wgmma operand in registers.
 using Fragment = unsigned[4];
 
-/// Whether `x` holds in any thread of the group; a barrier of it.
+/// Returns whether `x` holds in any thread of the warp group; synchronises the group at named barrier
+/// `barrier`.
 __device__ __forceinline__ bool group_or(int barrier, bool x) {
   int any;
   asm volatile(

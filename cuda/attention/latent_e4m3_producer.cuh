@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The producers of a block that attends to latents of e4m3: they copy rows as they are, of pages of any size
-// and strides.
+// The producer warps of the kernel over latents of e4m3: they copy rows without conversion, from pages of any
+// size and strides.
 #pragma once
 
 #include <cstdint>
@@ -12,17 +12,18 @@
 
 namespace helix::cuda::latent_e4m3 {
 
-/// What the copy engine cuts out of pages, boxes of some tokens each.
+/// Tensor maps by which TMA copies boxes of some tokens out of pages.
 struct Maps {
   CUtensorMap latents;  ///< Chunks of 128 columns.
   CUtensorMap ropes;
-  CUtensorMap scales;  ///< Of mixed rows.
-  int box_tokens;      ///< 0: pages are of no multiple of 8 tokens.
+  CUtensorMap scales;  ///< Mixed rows only.
+  int box_tokens;      ///< Tokens of a box; 0: page sizes are no multiple of 8 tokens, so there are no maps.
 };
 
-/// Fills the KV tiles of a block, each of the producer warps a part of every one. Whole ones come by the copy
-/// engine; load units ask the L2 cache for half as many sectors again. Where some tokens are none that is
-/// seen, or pages have no boxes, load units bring rows, and zeros for the rest.
+/// Fills the ring of KV tiles; each producer warp copies a part of every tile. TMA copies tiles that are seen
+/// whole: load units would ask the L2 cache for half as many sectors again. If some tokens of a tile are not
+/// seen, or pages have no boxes, load units (cp.async) copy rows, and write zeros for tokens that are not
+/// seen.
 template <class K>
 class Copier {
  public:
@@ -37,16 +38,16 @@ class Copier {
   static constexpr int kWarpTokens = kLatentTileTokens / kProducerWarps;
   static constexpr unsigned kPart = 16;  // bytes of a copy by load units
   static_assert(kWarp * kPart == kLatentColumns);
-  static constexpr int kRopeLanes = K::kRopeBytes / kPart;  // of a row
+  static constexpr int kRopeLanes = K::kRopeBytes / kPart;  // lanes that copy the rope of a row
   static_assert(kProducerWarps * kTileChunkColumns == kLatentColumns);
 
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
   static __device__ int warp() { return static_cast<int>(threadIdx.x) % kWarpGroup / kWarp; }
 
-  /// Where the first token lies of what this lane copies of a KV tile: of a box, or a row.
+  /// Where this lane's box or row of a KV tile begins.
   struct Place {
     std::int32_t page = 0;
-    int in_page = -1;  // none
+    int in_page = -1;  // -1: no token
   };
 
   __device__ __forceinline__ bool is_boxed(const QueryTileSpan& span, int token) const {
@@ -61,13 +62,14 @@ class Copier {
     return {pages[token / p.page_tokens], token % p.page_tokens};
   }
 
-  /// A chunk of latents by each warp, by the last ones what follows them.
+  /// Copies a tile by TMA: each warp copies a chunk of latents, the last one also the rope columns, the one
+  /// before it the scales.
   __device__ __forceinline__ void copy_boxes(unsigned tile, unsigned full, const Place& place) const {
     const bool has_rope = warp() == kProducerWarps - 1;
     const bool has_scales = K::kIsMixed && warp() == kProducerWarps - 2;
     const unsigned bytes = kTileChunkBytes + (has_rope ? kLatentTileTokens * K::kRopeBytes : 0u) +
                            (has_scales ? kLatentTileTokens * K::kScaleBytes : 0u);
-    fence_before_copy();  // load units may have written here
+    fence_before_copy();  // load units may have written this stage before
     if (lane() == 0) {
       barrier_expect(full, bytes);
     } else {
@@ -95,7 +97,7 @@ class Copier {
     copy_chunk_or_zeros(to, from == nullptr ? p.k.first : from + offset, from != nullptr);
   }
 
-  /// A quarter of the tokens by each warp, one after another.
+  /// Copies a tile by load units: each warp copies a quarter of the tokens, row after row.
   __device__ __forceinline__ void copy_rows(unsigned tile, unsigned full, const Place& place) const {
     const bool is_there = place.in_page >= 0;
     const std::byte* latent = is_there ? p.k.at(place.page, 0, place.in_page) : nullptr;
@@ -106,7 +108,7 @@ class Copier {
     for (unsigned k = 0; k < kWarpTokens; ++k)
       copy(tile + part / 8u * kTileChunkBytes + swizzled(first + k, part % 8u),
            of_lane(latent, static_cast<int>(k)), part * kPart);
-    constexpr unsigned kRopeRows = kWarp / kRopeLanes;  // at a time
+    constexpr unsigned kRopeRows = kWarp / kRopeLanes;  // rows copied at a time
     const unsigned rope_part = part % kRopeLanes;
 #pragma unroll 1
     for (unsigned k = 0; k < kWarpTokens; k += kRopeRows) {

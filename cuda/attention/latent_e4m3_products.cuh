@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The products of a block that attends to latents of e4m3: scores and sums of values, both with the rows of
-// the cache as the products' rows.
+// The products of the kernel over latents of e4m3: scores, and sums of values. In both the cache is the
+// register operand, and query rows are the columns.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,8 @@
 
 namespace helix::cuda::latent_e4m3 {
 
-/// What both groups do alike: group `group` has the scores of KV tiles group, group + 2, ..., and half of
-/// the value columns of all.
+/// The products of consumer group `group`, which computes the scores of KV tiles group, group + 2, ..., and
+/// has half of the value columns of all tiles.
 template <class K>
 struct Products {
   Shared<K>& s;
@@ -28,7 +28,7 @@ struct Products {
     return at(s.tiles[0]) + place.stage * K::kTileBytes;
   }
 
-  /// The queries' columns [16 * step, + 16), where their first ones are at `queries`.
+  /// Operand of the queries' columns [16 * step, + 16); `queries` is that of the first columns.
   static __device__ __forceinline__ std::uint64_t query_operand(const latent::OperandPlace& queries,
                                                                 int step) {
     return queries.at(static_cast<unsigned>(step / kSteps) * K::kQueryChunkBytes +
@@ -38,12 +38,12 @@ struct Products {
     return latent::OperandPlace::once_a_warp(rows_operand(at(s.queries)));
   }
 
-  /// Where this lane's matrix loads of the warp's 16 rows begin in a swizzled chunk of 128 bytes a row.
-  /// Further columns of the chunk are other bits: ^ their bytes, a multiple of 32.
+  /// Offset of this lane's ldmatrix of the warp's 16 rows in a swizzled chunk of 128 bytes a row. XOR it with
+  /// the byte offset of further columns of the chunk, a multiple of 32.
   static __device__ __forceinline__ unsigned lane_in_chunk() {
     return swizzled(static_cast<unsigned>(warp() * 16 + lane() % 16), static_cast<unsigned>(lane() / 16));
   }
-  /// Where columns [32 * pair, + 32) of keys lie for this lane, of which `lane_at` is lane_in_chunk().
+  /// Address of key columns [32 * pair, + 32) for this lane, whose lane_in_chunk() is `lane_at`.
   static __device__ __forceinline__ unsigned keys_at(unsigned tile, unsigned lane_at, int pair) {
     constexpr int kChunkPairs = kTileChunkColumns / kPairColumns;
     const unsigned step = static_cast<unsigned>(pair % kChunkPairs) * kPairColumns;
@@ -55,7 +55,7 @@ struct Products {
     return tile + static_cast<unsigned>(pair / kChunkPairs) * kTileChunkBytes + (lane_at ^ step);
   }
 
-  /// Scores of a KV tile that has come, its scales applied where it has some.
+  /// Waits for a KV tile and computes its scores. Applies the scales of mixed rows.
   __device__ __forceinline__ void multiply_keys(const StagePlace<K>& place, Scores<K>& scores,
                                                 TokenScales& scales) const {
     barrier_wait(at(&s.full[place.stage]), place.parity);
@@ -66,7 +66,8 @@ struct Products {
     if constexpr (K::kIsMixed) scales = tile_scales.load();
     constexpr int kPairs = (kLatentColumns + (K::kIsMixed ? 0 : kRopeColumns)) / kPairColumns;
     constexpr int kLoads = K::kStageLoads;
-    constexpr int kScaleLoads = kTileChunkColumns / kPairColumns;  // of columns of one scale
+    // loads that cover the columns of one scale
+    constexpr int kScaleLoads = kTileChunkColumns / kPairColumns;
     static_assert(kPairs % kLoads == 0 && kScaleLoads % kLoads == 0);
     const auto load = [&](Fragment(&raw)[kLoads], int stage) {
 #pragma unroll
@@ -117,7 +118,7 @@ struct Products {
     }
   }
 
-  /// Adds the rope columns of bf16.
+  /// Adds the products of the rope columns of bf16 to the scores.
   __device__ __forceinline__ void multiply_rope(unsigned from, unsigned lane_at,
                                                 const latent::OperandPlace& query, const TokenScales& scales,
                                                 Scores<K>& scores) const {
@@ -138,7 +139,7 @@ struct Products {
     }
   }
 
-  /// Values of load `i` of a tile times the ratios of the tokens' scales.
+  /// Multiplies the values of load `i` by the scale ratios of their tokens, of group `of`'s tile.
   __device__ __forceinline__ void scale_values(int of, int i, Fragment& first, Fragment& second) const {
     constexpr int kStepLoads = kValueBlocks / 2;
     const auto& ratios = s.ratios[of][group * kStepLoads + i % kStepLoads];
@@ -154,17 +155,18 @@ struct Products {
     }
   }
 
-  /// sums += values of a tile times the weights of group `of`'s tile; products are on their way at the end,
-  /// and the tile is free.
+  /// Issues sums += values weights for a tile of group `of`. Returns with products in flight, after releasing
+  /// the tile.
   __device__ __forceinline__ void add_values(const StagePlace<K>& place, int of, Sums<K>& sums) const {
-    barrier_wait(at(&s.full[place.stage]), place.parity);  // long past, but this group may not have seen it
+    // completed long ago, but this group may not have seen it
+    barrier_wait(at(&s.full[place.stage]), place.parity);
     const unsigned from =
         tile(place) + static_cast<unsigned>(group) * (kGroupColumns / kTileChunkColumns) * kTileChunkBytes +
         swizzled(static_cast<unsigned>(lane() % 16), static_cast<unsigned>(warp() * 2 + lane() / 16));
     const auto weights =
         latent::OperandPlace::once_a_warp(columns_operand(at(s.weights[of]), latent::kChunkBytes));
     constexpr int kLoads = K::kStageLoads;
-    constexpr int kStepLoads = kValueBlocks / 2;  // of 16 tokens; one a chunk
+    constexpr int kStepLoads = kValueBlocks / 2;  // loads for 16 tokens: one a chunk
     static_assert(kWarpGroup / kWarp * kPairColumns == kTileChunkColumns);
     const auto load = [&](Fragment(&raw)[kLoads], int stage) {
 #pragma unroll

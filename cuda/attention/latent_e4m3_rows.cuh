@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The query rows of a block that attends to latents of e4m3: how they come to shared memory, and how their
-// results leave it.
+// The query rows of the kernel over latents of e4m3: how they get into shared memory, and how their results
+// leave it.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace helix::cuda::latent_e4m3 {
 
-/// The block's rows of one query tile; by all consumers.
+/// The block's rows of one query tile. All consumer threads call its functions.
 template <class K>
 struct QueryRows {
   using T = typename K::T;
@@ -30,9 +30,10 @@ struct QueryRows {
 
   static __device__ int group() { return static_cast<int>(threadIdx.x) / kWarpGroup; }
 
-  /// The rows into shared memory, and what they see. Returns which KV tiles all of them see whole.
+  /// Loads the rows into shared memory and finds the tokens that they see. Returns the KV tiles that all rows
+  /// see whole.
   __device__ __forceinline__ TokenRange begin() {
-    group_sync(latent_e4m3::kAllConsumers, kConsumers);  // nobody reads the rows before
+    group_sync(latent_e4m3::kAllConsumers, kConsumers);  // nobody reads the previous rows any more
     copy_queries();
     find_bounds();
     fence_before_copy();
@@ -48,8 +49,8 @@ struct QueryRows {
     return {(low + kLatentTileTokens - 1) / kLatentTileTokens, high / kLatentTileTokens};
   }
 
-  /// Rows in f16, each times a power of two that makes the best of its range; columns in the order in which
-  /// the keys come out of matrix loads. Rope columns of bf16 stay bf16.
+  /// Loads the rows as f16. Each is multiplied by the power of two that makes best use of f16's range, and
+  /// its columns are in the order in which ldmatrix delivers the keys. Rope columns of bf16 stay bf16.
   __device__ __forceinline__ void copy_queries() const {
     constexpr int kThreadsOfRow = kConsumers / kRows;
     constexpr int kParts = (kLatentColumns + kRopeColumns) / 8;
@@ -111,7 +112,7 @@ struct QueryRows {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       two[i] = pack<f16>(to_float(x[2 * i]) * scale, to_float(x[2 * i + 1]) * scale);
-      // Of each four columns the first two come before the others of the sixteen.
+      // Of each 16 columns, the first two of every four are stored first, then the other two.
 #pragma unroll
     for (unsigned k = 0; k < 2; ++k)
       asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(chunk + swizzled(row, (part_of_chunk & ~1u) + k) +
@@ -120,7 +121,7 @@ struct QueryRows {
                    : "memory");
   }
 
-  /// What the rows see.
+  /// Finds the local tokens that each row sees.
   __device__ __forceinline__ void find_bounds() const {
     const int r = static_cast<int>(threadIdx.x);
     if (r >= kRows) return;
@@ -129,8 +130,8 @@ struct QueryRows {
     s.high[r] = static_cast<int>(seen.end);
   }
 
-  // At the end the place of the queries holds the rows of each group's columns, and behind them of each row
-  // the largest value that each warp has, and what the row comes to.
+  // In the epilogue the queries' memory holds the result rows of each group's columns, then for each row
+  // every warp's largest value and the RowEnd.
   static constexpr int kWarps = kGroups * kWarpGroup / kWarp;
   static constexpr unsigned kStageRowBytes = kGroupColumns * 2u;
   static constexpr unsigned kStageBytes = kRows * kStageRowBytes;
@@ -146,12 +147,12 @@ struct QueryRows {
   __device__ latent::RowEnd* row_ends() const {
     return reinterpret_cast<latent::RowEnd*>(row_most() + kWarps * kRows);
   }
-  /// Place of 16 bytes in the stage: what a warp writes goes to different banks.
+  /// Byte offset of 16-byte piece `piece` of row `r` in the stage; a warp's writes go to different banks.
   static __device__ unsigned staged(int r, int piece) {
     return static_cast<unsigned>(r) * kStageRowBytes + static_cast<unsigned>(piece ^ r / 2 % 4 * 2) * 16u;
   }
 
-  /// What row `r` comes to, once all consumers have told what they found.
+  /// The RowEnd of row `r`, after all consumers have stored their sums and largest values.
   __device__ __forceinline__ latent::RowEnd find_end(bool is_split, int r) const {
     float total = 0.0f;
     float most = 0.0f;
@@ -163,7 +164,7 @@ struct QueryRows {
     return latent::end_of_row(is_split, total == 0.0f ? -kInfinity : s.row[r].pivot, total, most);
   }
 
-  /// Puts this warp's columns of all rows into the stage.
+  /// Stores this warp's columns of all rows in the stage.
   __device__ __forceinline__ void stage_rows(bool is_split, const Sums<K>& sums) const {
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The scales of mixed rows, one for each 128 columns of latents: how they come to scores and to weights in
-// attention over latents of e4m3.
+// The scales of mixed rows, one for each 128 latent columns, and how the kernel over latents of e4m3 applies
+// them to scores and weights.
 #pragma once
 
 #include "cuda/attention/latent_e4m3_block.cuh"
@@ -8,16 +8,16 @@
 
 namespace helix::cuda::latent_e4m3 {
 
-/// The scales of this thread's two tokens: a power of two, the token's scale, and what the scales of the
-/// columns are of it. The first is exact wherever it goes, the others are rounded to 11 bits. Scales below
-/// kMinScale, as vLLM gives columns of zeros, count as that: the inverse of a smaller one would overflow
-/// what it multiplies.
+/// The scales of this thread's two tokens. A token has one scale that is a power of two, and the ratio of
+/// each of its columns' scales to it. Multiplying by the power of two is exact; the ratios are rounded to 11
+/// bits. Scales below kMinScale, which vLLM gives columns of zeros, count as kMinScale: the inverse of a
+/// smaller one would overflow what it multiplies.
 struct TokenScales {
   static constexpr float kMinScale = 0x1p-60f;
   static constexpr int kMinExponent = 127 - 60;
 
   int exponent[2];   // biased
-  __half2 ratio[4];  // of 128 columns each, of both tokens
+  __half2 ratio[4];  // for 128 columns each; both tokens in one word
 
   __device__ float scale(int h) const { return __uint_as_float(static_cast<unsigned>(exponent[h]) << 23); }
   __device__ float inverse(int h) const {
@@ -39,12 +39,12 @@ struct TokenScales {
 
 /// The scales of a KV tile in shared memory, for this thread's two tokens h.
 ///
-/// Scores get them in f32: a factor on the keys in f16 would be off alike for 128 columns. Where registers
-/// suffice the scores over the columns of each scale are sums of their own; else one sum goes on from scale
-/// to scale, and waits for its products where one ends.
+/// They multiply scores in f32: rounding an f16 factor of the keys would err in the same direction in 128
+/// columns. If registers suffice, each scale's columns have score sums of their own. Otherwise one sum is
+/// rescaled from scale to scale, which waits for its products each time.
 template <class K>
 struct TileScales {
-  static constexpr int kScales = K::kScaleBytes / 4;  // of a row
+  static constexpr int kScales = K::kScaleBytes / 4;  // scales of a row
   static constexpr bool kHasSumsApart = K::kIsMixed && K::kRows < 64;
   using Scores = float[K::kRows / 2];
   using Parts = Scores[kHasSumsApart ? kScales : 1];
@@ -75,7 +75,7 @@ struct TileScales {
     return scales;
   }
 
-  /// Brings scores from scale `k` to the next one, after the last to the token's.
+  /// Rescales scores from scale `k` to the next one, after the last one to the token's scale.
   __device__ __forceinline__ void rescale(int k, const TokenScales& token, Scores& scores) const {
     latent::finish(scores);
     float factors[2];
@@ -85,7 +85,7 @@ struct TileScales {
 #pragma unroll
     for (int i = 0; i < K::kRows / 2; ++i) scores[i] *= factors[i / 2 % 2];
   }
-  /// scores = the sums of all scales, of the token's.
+  /// scores = the sum over all scales' columns, relative to the token's scale.
   __device__ __forceinline__ void add(Parts& parts, const TokenScales& token, Scores& scores) const {
 #pragma unroll
     for (int k = 0; k < kScales; ++k) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The softmax of a block that attends to latents of e4m3: scores of one KV tile to exponents over the rows'
-// pivots and to weights, and what a raised pivot does to the sums found before.
+// The running softmax of the kernel over latents of e4m3: turns the scores of a KV tile into exponents
+// relative to the rows' pivots and into weights, and rescales earlier sums where a pivot is raised.
 #pragma once
 
 #include <cstddef>
@@ -18,21 +18,22 @@ namespace helix::cuda::latent_e4m3 {
 inline constexpr float kTopExponent = latent::kTopExponent<f16>;
 inline constexpr float kMaxExponent = latent::kMaxExponent<f16>;
 
-inline constexpr int kValueBlocks = kGroupColumns / kGroupRows;  ///< Products of a group's value columns.
-inline constexpr int kPairColumns = 32;                          ///< That one matrix load brings.
+/// Blocks of 64 value columns of a group: a product each.
+inline constexpr int kValueBlocks = kGroupColumns / kGroupRows;
+inline constexpr int kPairColumns = 32;  ///< Columns that one ldmatrix brings.
 
-/// Of this thread: token 16 * warp + lane / 4 + 8 * h, query row 8 * j + lane % 4 * 2 + i is element 4 * j +
-/// 2 * h + i.
+/// A thread's scores: element 4 * j + 2 * h + i is of token 16 * warp + lane / 4 + 8 * h and query row 8 * j
+/// + lane % 4 * 2 + i.
 template <class K>
 using Scores = float[K::kRows / 2];
-/// Sums of values, likewise: value column h of a pair of columns instead of a token.
+/// A thread's sums of values: elements as in Scores, but h is the value column of a pair of columns.
 template <class K>
 using Sums = float[kValueBlocks][K::kRows / 2];
-/// Sums of weights, of query row 8 * j + lane % 4 * 2 + i element 2 * j + i.
+/// A thread's sums of weights: element 2 * j + i is of query row 8 * j + lane % 4 * 2 + i.
 template <class K>
 using Totals = float[K::kRows / 4];
 
-/// Of a thread of consumer group `group`, for its KV tile at hand.
+/// The softmax of a thread of consumer group `group`, for the group's current KV tile.
 template <class K>
 struct Softmax {
   const AttentionParams& p;
@@ -41,16 +42,17 @@ struct Softmax {
 
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
   static __device__ int warp() { return static_cast<int>(threadIdx.x) % kWarpGroup / kWarp; }
-  static __device__ int first_row() { return lane() % 4 * 2; }  // of each eight query rows
+  // first of this thread's two, of each eight query rows
+  static __device__ int first_row() { return lane() % 4 * 2; }
 
-  /// Scores to exponents over the pivots; `is_whole`: all rows see all tokens of the tile. Returns the
-  /// largest.
+  /// Turns scores into exponents relative to the pivots. Returns the largest. `is_whole`: all rows see all
+  /// tokens of the tile.
   __device__ __forceinline__ float find_exponents(int token, bool is_whole, const TokenScales& scales,
                                                   Scores<K>& scores) const {
     const bool is_capped = p.soft_cap > 0.0f;
     if (is_capped) cap(scores);
-    // Side by side, as each waits for the one before it: 475 us, so 470 (128 heads, 8 sequences of 131072
-    // tokens, H200). Mixed rows lost by it: 626, so 652.
+    // Several running maxima, because each update of one waits for the last: 470 us against 475 (128 heads, 8
+    // sequences of 131072 tokens, H200). Mixed rows have one: with several they took 652, against 626.
     constexpr int kMaxima = K::kIsMixed ? 1 : 4;
     float most[kMaxima];
 #pragma unroll
@@ -84,7 +86,7 @@ struct Softmax {
       }
     }
   }
-  /// What rows do not see becomes nothing. Returns the largest of the rest.
+  /// Sets the exponents of tokens that a row does not see to -inf. Returns the largest of the rest.
   __device__ __forceinline__ float mask(int token, Scores<K>& exponents) const {
     const int first = token + warp() * 16 + lane() / 4;
     float most = -kInfinity;
@@ -102,8 +104,8 @@ struct Softmax {
     return most;
   }
 
-  /// Raises the pivots of the rows that exceed kMaxExponent, and sets those of the rows that see their first
-  /// tokens.
+  /// Raises the pivots of rows whose exponents exceed kMaxExponent, and sets the pivots of rows that see
+  /// their first tokens. Adapts the exponents.
   __device__ __forceinline__ void raise(Scores<K>& exponents) const {
 #pragma unroll
     for (int j = 0; j < K::kRows / 8; ++j) {
@@ -141,8 +143,8 @@ struct Softmax {
     }
   }
 
-  /// By what a raise of `of`'s tile shrinks two query rows from `row` on. A first pivot may be below 0, of
-  /// which the inverse may be infinite: nothing is summed yet, so it is 1.
+  /// Rescale factors of query rows `row` and row + 1, after group `of`'s tile raised their pivots. A row's
+  /// first pivot may be below 0, where the factor could be infinite: nothing is summed yet, so it is 1.
   __device__ __forceinline__ float2 shrink(int of, int row) const {
     const float2 by = *reinterpret_cast<const float2*>(&s.raise[of][row]);
     return {fast_exp2(fminf(-by.x, 0.0f)), fast_exp2(fminf(-by.y, 0.0f))};
@@ -167,7 +169,7 @@ struct Softmax {
     }
   }
 
-  /// Exponents become weights, for both groups.
+  /// Turns exponents into weights, which both groups find in shared memory, and adds them to `totals`.
   __device__ __forceinline__ void weigh(const TokenScales& scales, Scores<K>& exponents,
                                         Totals<K>& totals) const {
     const unsigned row = static_cast<unsigned>(warp() * 16 + lane() % 16);

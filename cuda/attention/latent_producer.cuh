@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The producers of a block that attends to latents: they walk along the block's work item, tell the consumers
-// of its parts, and fill the places of KV tiles as they become free.
+// The producer warps of the kernel over latents: they walk along the block's work item, tell the consumers
+// its parts, and fill the ring of KV tiles.
 #pragma once
 
 #include <climits>
@@ -14,9 +14,9 @@
 
 namespace helix::cuda::latent {
 
-/// Calls copy(part) for the parts of the block's work item; by the producers' warps. The first one walks
-/// along it and tells all others; it must bring some of the first KV tile of each part. `s` is the block's
-/// shared memory, of `kBlocks` that have a work item together.
+/// Calls copy(part) for each part of the block's work item; all producer warps. The first warp walks along
+/// the work item and tells each part to the other warps; it must copy some of the first KV tile of each part.
+/// `s` is the block's shared memory; `kBlocks` blocks share a work item.
 template <int kBlocks, class BlockShared, class Copy>
 __device__ __forceinline__ void produce_parts(const AttentionParams& p, BlockShared& s, const Copy& copy) {
   const bool is_first_lane = threadIdx.x % kWarp == 0;
@@ -46,14 +46,14 @@ __device__ __forceinline__ void produce_parts(const AttentionParams& p, BlockSha
   Part part;
   for (int done = 0; done < item.count; done += part.count) {
     part.count = min(item.count - done, at_tile.num_kv_tiles - at_tile.kv_tile);
-    // Later on weights lie where the spans were.
+    // After the first part, weights have overwritten the spans.
     part.span = done == 0 ? s.plan.span(at_tile.query_tile) : span_of_tile(p, s.plan, at_tile.query_tile);
     part.query_tile = at_tile.query_tile;
     part.first_token = (part.span.begin_token / kLatentTileTokens + at_tile.kv_tile) * kLatentTileTokens;
     part.is_first = at_tile.kv_tile == 0;
     const unsigned place = number % 2;
     tell(part);
-    // Consumers read it after the first KV tile, some of which this warp brings.
+    // Consumers read the splits only after the first KV tile, some of which this warp copies.
     const KvSplits splits = schedule.splits_of(at_tile.query_tile, at_tile.head);
     if (is_first_lane) s.parts[place].splits = splits;
     copy(part);
@@ -63,8 +63,8 @@ __device__ __forceinline__ void produce_parts(const AttentionParams& p, BlockSha
   tell(part);
 }
 
-/// Copies KV tiles by the copy engine; a warp for each half of each KV buffer, the one that walks along the
-/// work item for the first one's half that is needed last.
+/// Copies KV tiles by TMA, with a warp for each half of each KV buffer. The warp that walks along the work
+/// item has the first buffer's half that is needed last.
 template <int kBlocks>
 class Copier {
  public:
@@ -94,15 +94,16 @@ class Copier {
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
   __device__ unsigned full(int unit) const { return at(&s.full[buffer_][half_ * kHalfUnits + unit]); }
-  /// Waits until the half is free.
+  /// Waits until this warp's half of its KV buffer is free.
   __device__ void await_place() { barrier_wait(at(&s.empty[buffer_][half_]), (uses_++ & 1u) ^ 1u); }
-  /// Waits until the tile at `token` is written.
+  /// Waits until earlier kernels have written the rows of the tile at `token`.
   __device__ void await_rows(QueryTileSpan span, int token) {
     if (min(token + kLatentTileTokens, span.end_token) <= settled_) return;
     wait_for_previous();
     settled_ = INT_MAX;
   }
-  /// Has the units of the half expect `boxes` boxes of each chunk, which are on their way: they come first.
+  /// Sets the bytes that the half's units expect: `boxes` boxes of each chunk. The copies are issued before,
+  /// so that they start sooner.
   __device__ void expect(int boxes) const {
     const auto chunk_bytes = static_cast<unsigned>(boxes * box_tokens_) * kRowBytes;
     if (lane() < kHalfUnits) {
@@ -112,7 +113,7 @@ class Copier {
     __syncwarp();
   }
 
-  /// KV tiles that lie in one page each: a box is a unit. What is known of the part is in registers: shared
+  /// Copies KV tiles that lie in one page each: one box a unit. The part's fields are in registers: shared
   /// memory would be read again after each wait.
   __device__ void copy_whole_tiles(QueryTileSpan span, int first_token, int count) {
     const std::int32_t* pages = p.lists.pages + span.first_page;
@@ -143,8 +144,8 @@ class Copier {
     }
   }
 
-  /// KV tiles that lie in several pages: a box is some tokens of a chunk, of one page. A lane takes the same
-  /// box of several chunks.
+  /// Copies KV tiles that lie in several pages: a box is some tokens of a chunk, in one page. A lane copies
+  /// the same box of several chunks.
   __device__ void copy_boxed_tiles(QueryTileSpan span, int first_token, int count) {
     const std::int32_t* pages = p.lists.pages + span.first_page;
     const int chunks = kHalfChunks + (half_ == kHalves - 1 ? 1 : 0);
@@ -181,8 +182,8 @@ class Copier {
   const int box_tokens_;
   const int buffer_;
   const int half_;
-  int settled_;        // tokens of the part that no kernel ahead writes; INT_MAX: that has ended
-  unsigned uses_ = 0;  // of the place
+  int settled_;        // tokens of the part that earlier kernels no longer write; INT_MAX: these have ended
+  unsigned uses_ = 0;  // uses of the half so far
 };
 
 }  // namespace helix::cuda::latent

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the rows of a part of a work item over latents leave their block: as rows of out, or as the partials of
-// a KV split, which a launch of its own combines.
+// How the result rows of a part of a work item over latents leave their block: as rows of out, or as split
+// partials, which a launch of its own combines.
 //
-// A query tile's partials are 128 rows of 512 columns from each pair of blocks, 17 MB a launch, which all go
-// to the L2 cache at once and come back at once: in f32 that took 8 us of 45 (8 sequences of 8192 tokens). So
-// they are f16, relative to a max of the row for which its largest value ends below 2^15: 11 bits where out
-// has 8 or 11.
+// A pair of blocks writes 128 rows of 512 columns of split partials for a query tile, 17 MB a launch, which
+// all go to the L2 cache at once and come back at once: in f32 that took 8 us of 45 (8 sequences of 8192
+// tokens). So they are f16, relative to a max of the row that makes its largest value end below 2^15: 11
+// bits, where out has 8 or 11.
 #pragma once
 
 #include <cstdint>
@@ -16,24 +16,24 @@
 
 namespace helix::cuda::latent {
 
-inline constexpr int kPieceColumns = 8;  ///< Of 16 bits: 16 bytes.
+inline constexpr int kPieceColumns = 8;  ///< Columns of 16 bytes of 16-bit values.
 
-/// What a row of a part comes to.
+/// How a row of a part ends.
 struct RowEnd {
-  float max;     ///< Base 2, of the scores; of split partials, what sum and values are relative to.
-  float sum;     ///< Of the weights.
-  float factor;  ///< The row is the sums of weighted values times this.
+  float max;     ///< Largest score, base 2; for split partials, what sum and values are relative to.
+  float sum;     ///< Sum of the weights.
+  float factor;  ///< Result row = sums of weighted values * factor.
 };
 
-/// A row of out.
+/// The RowEnd of a row of out.
 __device__ __forceinline__ RowEnd whole_row(float max, float sum) {
   const bool is_empty = !(max > -kInfinity) && sum == 0.0f;
   return {max, sum, is_empty ? 0.0f : 1.0f / sum};
 }
 
-/// A row of split partials whose largest sum of weighted values is `most`. The max moves by a whole number,
-/// so that sum and values keep their bits, and not far up: splits of zeros must keep their weights beside
-/// others.
+/// The RowEnd of a row of split partials whose largest sum of weighted values is `most`. Values and sum are
+/// multiplied by 2^up, and `up` is taken off the max, which keeps their bits. `up` is at most kMaxUp, so that
+/// a split whose values are all zero keeps its weight beside others.
 __device__ __forceinline__ RowEnd split_row(float max, float sum, float most) {
   constexpr int kTop = 14;
   constexpr int kMaxUp = 40;
@@ -51,21 +51,22 @@ __device__ __forceinline__ RowEnd end_of_row(bool is_split, float max, float sum
   return is_split ? split_row(max, sum, most) : whole_row(max, sum);
 }
 
-/// Two values of a row as they leave the block. A branch around all of them took 0.5 us more.
+/// Packs two values of a row to the type in which they leave the block. A branch around all of them took 0.5
+/// us more.
 template <class T>
 __device__ __forceinline__ unsigned pack_result(bool is_split, float x, float y) {
   return is_split ? pack<f16>(x, y) : pack<T>(x, y);
 }
 
-/// Where columns of a row of split `i` lie: [places, query_tile_rows, kLatentColumns].
+/// Address of columns of a row of split `i`, in [places, query_tile_rows, kLatentColumns].
 __device__ __forceinline__ uint4* partial_piece(const SplitPartials& of, int i, int row, int column) {
   return reinterpret_cast<uint4*>(reinterpret_cast<std::uint16_t*>(of.p.partial_out) +
                                   (of.place(i) * of.p.query_tile_rows + row) * kLatentColumns + column);
 }
 
-/// Writes the block's rows of a part, up to kRows, of each a consumer group's columns; a warp takes a row at
-/// a time. staged(r): this lane's kPieceColumns columns of row `r`; `ends` are in shared memory. The block
-/// that has the query tile's first KV tile tells the combine's launch of it.
+/// Writes up to kRows rows of a part; each consumer group writes its own columns, a warp one row at a time.
+/// staged(r) returns this lane's kPieceColumns columns of row `r`; `ends` are in shared memory. The block
+/// that has the query tile's first KV tile also records the tile for the combine's launch.
 template <int kBlocks, int kRows, class Staged>
 __device__ __forceinline__ void write_rows(const AttentionParams& p, const Part& part, const RowEnd* ends,
                                            const Staged& staged) {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The query rows of a block that attends to latents: how they come to shared memory, and how their results
-// leave it.
+// The query rows of the kernel over latents: how they get into shared memory, and how their results leave it.
 #pragma once
 
 #include <cstddef>
@@ -14,23 +13,23 @@
 
 namespace helix::cuda::latent {
 
-/// What a thread knows of its two rows, 8 apart: the local tokens that they see, and the running softmax.
+/// State of a thread's two rows, 8 apart: the local tokens that they see, and the running softmax.
 struct Rows {
   int low[2];
   int high[2];
-  float max[2];  ///< Base 2; the largest score is within kMaxExponent above it.
-  float sum[2];  ///< Of the weights that this thread has seen.
+  float max[2];  ///< Base 2; the largest score exceeds it by at most kMaxExponent.
+  float sum[2];  ///< Sum of the weights that this thread has seen.
 };
 
-/// The KV tiles of a part, and which of them the rows of a warp see whole.
+/// The KV tiles of a part, and those that all rows of a warp see whole.
 struct TileRange {
   int count;
-  int clear_from;  ///< From this one on, and perhaps in the first one, there are tokens that no row sees.
+  int clear_from;  ///< Tiles from this one on, and perhaps the first one, have tokens that no row sees.
   int whole_begin;
   int whole_end;
 };
 
-/// The block's rows of one query tile; by all consumers.
+/// The block's rows of one query tile. All consumer threads call its functions.
 template <class T, int kBlocks>
 struct QueryRows {
   const AttentionParams& p;
@@ -40,13 +39,13 @@ struct QueryRows {
   static __device__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
   static __device__ int warp() { return static_cast<int>(threadIdx.x) % kWarpGroup / kWarp; }
   static __device__ int group() { return static_cast<int>(threadIdx.x) / kWarpGroup; }
-  /// The first of this thread's rows in the block.
+  /// The first of this thread's two rows in the block; the second is 8 further on.
   static __device__ int row() { return warp() * 16 + lane() / 4; }
   static __device__ int first_row() { return block_of_item<kBlocks>() * kGroupRows; }
 
-  /// The rows into shared memory, and what they see.
+  /// Loads the rows into shared memory and finds the tokens that they see.
   __device__ __forceinline__ void begin(Rows& rows) {
-    group_sync(kAllConsumers, kConsumers);  // nobody reads the rows before
+    group_sync(kAllConsumers, kConsumers);  // nobody reads the previous rows any more
     copy_queries();
     find_bounds(rows);
     wait_for_all_copies();
@@ -54,7 +53,7 @@ struct QueryRows {
     group_sync(kAllConsumers, kConsumers);
   }
 
-  /// Four threads a row, which take its 16-byte parts in turn.
+  /// Copies the rows to shared memory; four threads a row copy its 16-byte parts in turn.
   __device__ __forceinline__ void copy_queries() const {
     constexpr int kThreadsOfRow = kConsumers / kGroupRows;
     constexpr int kPartsOfChunk = 8;
@@ -87,7 +86,7 @@ struct QueryRows {
     }
   }
 
-  /// What the rows of this thread see.
+  /// Finds the tokens that this thread's rows see, and resets their softmax.
   __device__ __forceinline__ void find_bounds(Rows& rows) {
 #pragma unroll 1
     for (int h = 0; h < 2; ++h) {
@@ -110,8 +109,8 @@ struct QueryRows {
             uniform(::max(end, 0) / kLatentTileTokens)};
   }
 
-  // At the end the place of the queries holds the rows of each group's columns, and behind them of each row
-  // the sums of both groups, their largest values, the max, and what the row comes to.
+  // In the epilogue the queries' memory holds the result rows of each group's columns, then for each row both
+  // groups' sums, their largest values, the max and the RowEnd.
   static constexpr unsigned kStageRowBytes = kGroupColumns * 2u;
   static constexpr unsigned kStageBytes = kGroupRows * kStageRowBytes;
   __device__ std::byte* stage() const {
@@ -129,18 +128,18 @@ struct QueryRows {
   __device__ RowEnd* row_ends() const {
     return reinterpret_cast<RowEnd*>(row_max() + kGroupRows);
   }
-  /// Place of 16 bytes in the stage: neighbouring rows in different banks.
+  /// Byte offset of 16-byte piece `piece` of row `r` in the stage; neighbouring rows lie in different banks.
   static __device__ unsigned staged(int r, int piece) {
     return static_cast<unsigned>(r) * kStageRowBytes + static_cast<unsigned>(piece ^ r % 8) * 16u;
   }
 
-  /// What row `r` comes to, once all consumers have told what they found.
+  /// The RowEnd of row `r`, after all consumers have stored their sums and largest values.
   __device__ __forceinline__ RowEnd find_end(bool is_split, int r) const {
     return end_of_row(is_split, row_max()[r], row_sums()[r] + row_sums()[kGroupRows + r],
                       fmaxf(row_most()[r], row_most()[kGroupRows + r]));
   }
 
-  /// Puts this warp's rows into the stage.
+  /// Stores this warp's rows in the stage.
   __device__ __forceinline__ void stage_rows(bool is_split, const Sums& sums) const {
     const float factor[2] = {row_ends()[row()].factor, row_ends()[row() + 8].factor};
     const int r = warp() * 16 + lane() % 16;

@@ -13,14 +13,16 @@
 
 namespace helix::cuda {
 
-/// Local tokens of a sequence; a KV tile more still fits in an int.
+/// Most local tokens of a sequence; one KV tile more still fits in an int.
 inline constexpr std::int64_t kMaxLocalTokens = std::numeric_limits<std::int32_t>::max() - 1023;
 
-inline constexpr int kMinKvTileTokens = 16;  ///< Of any kernel.
-inline constexpr int kMaxPaddingTiles = 6;   ///< KV tiles that a query tile counts for beside its own.
+inline constexpr int kMinKvTileTokens = 16;  ///< Fewest tokens of a KV tile of any kernel.
+/// Most empty KV tiles that the schedule adds to a query tile's own.
+inline constexpr int kMaxPaddingTiles = 6;
 
-/// The pages that a sequence may have, and the tokens that these hold, at most 2^31 * 2^24. What a kernel is
-/// chosen or launched by, and not Batch::lengths_host: a captured launch is replayed with longer sequences.
+/// The pages that a sequence may have, and the tokens that they hold, at most 2^31 * 2^24. Kernels are chosen
+/// and launched by these and not by Batch::lengths_host, because a captured launch is replayed with longer
+/// sequences.
 inline std::int64_t most_pages(const KvView& kv) {
   return kv.page_begins == nullptr ? kv.max_pages : kv.num_pages;
 }
@@ -28,7 +30,7 @@ inline std::int64_t page_list_tokens(const KvView& kv) {
   return most_pages(kv) * kv.format.page_tokens;
 }
 
-/// The tokens that a sequence has on this rank at most, as far as the host can know: by the pages, and by
+/// The most tokens that a sequence has on this rank, as far as the host knows: by the pages, and by
 /// Batch::lengths_host where it is given.
 inline std::int64_t most_local_tokens(const Batch& batch, const KvView& kv) {
   const std::int64_t most = page_list_tokens(kv);
@@ -47,7 +49,8 @@ inline void check_local_tokens(std::int64_t most, const KvView& kv) {
                 "lengths_host that sequences are shorter");
 }
 
-/// Query tiles whose KV tiles, of `kv_heads` heads of sequences of up to `most` tokens, an int counts.
+/// Most query tiles of a launch for which an int can count the KV tiles, with `kv_heads` KV heads and
+/// sequences of up to `most` tokens.
 inline std::int64_t most_counted_query_tiles(std::int64_t most, std::int64_t kv_heads) {
   const std::int64_t tiles = most / kMinKvTileTokens + 2 + kMaxPaddingTiles;
   return std::numeric_limits<std::int32_t>::max() / tiles / kv_heads;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of mma.cuh and mma_latent.cuh as the table sees them.
+// The entries of mma.cuh and mma_latent.cuh in the table of kernels.
 #include "cuda/attention/mma_latent_launch.cuh"
 #include "cuda/attention/mma_launch.cuh"
 
@@ -10,13 +10,13 @@ bool has_latent_columns(std::int64_t head_dim, std::int64_t value_dim) {
   return head_dim == kMmaKeyColumns && value_dim == kMmaValueColumns;
 }
 
-/// q of 16 bits, KV of 16 bits or of e4m3.
+/// Whether q has 16 bits, and KV 16 bits or e4m3.
 bool fits_types(const AttentionCall& call) {
   const DType kv = call.kv.format.dtype;
   return size_bytes(call.dtype) == 2 && (size_bytes(kv) == 2 || kv == DType::fp8_e4m3);
 }
 
-/// Whether q has more bits than what it is multiplied by.
+/// Whether q (f16) has more mantissa bits than KV (bf16).
 bool has_rest(const AttentionCall& call) {
   return call.dtype == DType::f16 && call.kv.format.dtype == DType::bf16;
 }
@@ -38,7 +38,7 @@ int sm_rows_of_latents(std::int64_t head_dim, std::int64_t value_dim) {
   return has_latent_columns(head_dim, value_dim) ? kWideMmaLatentRows : 0;
 }
 
-/// Calls the function of `use` for the type of KV.
+/// Calls use(KV*) for the type of KV.
 template <class Use>
 void with_kv_type(const AttentionCall& call, const Use& use) {
   switch (call.kv.format.dtype) {

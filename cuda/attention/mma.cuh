@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Partial attention by matrix instructions of compute capability 8.0, on every GPU that is supported: q of 16
-// bits, KV of 16 bits or of e4m3, rows of any strides and alignment.
+// Partial attention by mma.sync and cp.async of compute capability 8.0, on every supported GPU: out =
+// softmax(scale q k^T) v and its lse, for q of 16 bits, KV of 16 bits or of e4m3, rows of any strides and
+// alignment.
 //
-// A block of four warps walks the KV tiles of its work item. Half-tiles, the keys of a tile and then its
-// values, come through a ring of shared memory by asynchronous copies, kStages - 1 ahead, with one barrier
-// each. A query tile of 64 rows has 16 for each warp, which multiplies all tokens; of 16 rows the warps have
-// the same ones, each with a quarter of every tile's tokens and a softmax of its own, brought together where
-// the KV split ends.
+// A block of four warps walks the KV tiles of its work item. Half-tiles, a tile's keys and then its values,
+// pass through a ring of kStages stages in shared memory by asynchronous copies, kStages - 1 ahead, with one
+// barrier each. Of a query tile of 64 rows each warp has 16, and multiplies all tokens. With 16 rows all
+// warps have the same rows; each takes a quarter of every tile's tokens and has a softmax of its own, and
+// they are merged where the KV split ends.
 //
-// Bound by memory for few rows; for many by shared memory, from which a key's fragment serves 16 rows.
+// Bound by memory for few rows. For many rows bound by shared memory, where reading a key's fragment serves
+// only 16 rows.
 #pragma once
 
 #include <algorithm>
@@ -29,21 +31,21 @@
 
 namespace helix::cuda {
 
-/// As ShortTileLimits, for KV tiles twice as long.
+/// ShortTileLimits for KV tiles twice as long.
 struct MmaLimits : ShortTileLimits {
   static constexpr int kEpilogueTiles = 4;
   static constexpr int kShortSplitTiles = 2;
   static constexpr int kSplitTiles = 4;
 };
-/// The same for query tiles of many rows.
+/// MmaLimits for query tiles of many rows.
 struct MmaRowsLimits : MmaLimits {
   static constexpr int kPaddingTiles = 4;
 };
 
 inline constexpr int kMmaWarps = 4;
 
-/// The kernel for rows of up to kDim and kValueDim columns and query tiles of 16 kRowWarps rows. kHasRest: q
-/// and weights have more bits than KV, see MmaQueries.
+/// The kernel for keys of up to kDim columns, values of up to kValueDim, and query tiles of 16 kRowWarps
+/// rows. kHasRest: q and weights have more bits than KV, see MmaQueries.
 template <class KV, int kDim, int kValueDim, int kRowWarps, int kTokens, int kStages, bool kHasRest>
 struct Mma {
   using Limits = std::conditional_t<(kRowWarps > 1), MmaRowsLimits, MmaLimits>;
@@ -54,7 +56,7 @@ struct Mma {
   static constexpr int kRingStages = kStages;
   static constexpr int kRows = kRowWarps * kMmaRows;
   static constexpr int kTokenWarps = kMmaWarps / kRowWarps;
-  static constexpr int kStepTokens = kTokens / kTokenWarps;  ///< A warp's, of a KV tile.
+  static constexpr int kStepTokens = kTokens / kTokenWarps;  ///< Tokens of a KV tile that a warp multiplies.
   static constexpr int kNTiles = kStepTokens / 8;
   static constexpr int kKeyBytes = kDim * static_cast<int>(sizeof(KV));
   static constexpr int kValueBytes = kValueDim * static_cast<int>(sizeof(KV));
@@ -63,8 +65,8 @@ struct Mma {
   using Sums = float[1][kValueDim / 8][4];
   static_assert(kStepTokens % 16 == 0 && kStages >= 2);
 
-  static constexpr int kSumStride = kValueDim + 8;  ///< f32: rows in different banks
-  /// Rows of which the sums of all warps fit into the ring at a time.
+  static constexpr int kSumStride = kValueDim + 8;  ///< f32, padded: rows in different banks
+  /// Rows whose sums, of all warps, fit into the ring at once.
   static constexpr int kGatherRows = [] {
     int rows = kRows;
     while (kTokenWarps * rows * kSumStride * 4 > kStages * kStageBytes && rows > 8) rows /= 2;
@@ -112,7 +114,7 @@ struct Mma {
                                                       const QueryTile& query_tile, int head, int count,
                                                       const SplitPartials& partials) {
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
-    const int row = warp % kRowWarps * kMmaRows;  // this warp's first
+    const int row = warp % kRowWarps * kMmaRows;  // first row of this warp
     const int step = warp / kRowWarps * kStepTokens;
     const MmaBounds bounds(p, query_tile, row);
     const float key_scale = p.k_scale != nullptr ? p.k_scale[head] : 1.0f;
@@ -169,7 +171,7 @@ struct Mma {
     gather(s, partials, query_tile, head, value_scale, running, sums);
   }
 
-  /// Brings the warps' sums together through shared memory and writes the KV split.
+  /// Merges the warps' sums through shared memory and writes the KV split.
   static __device__ __forceinline__ void gather(Shared& s, const SplitPartials& to,
                                                 const QueryTile& query_tile, int head, float value_scale,
                                                 MmaRunning& running, const Sums& sums) {

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Partial attention over latents of 512 columns and 64 of rope (MLA) by matrix instructions of compute
-// capability 8.0, on every GPU that is supported: q of 16 bits, KV of 16 bits or of e4m3, rows of any strides
-// and alignment.
+// Partial attention over latents of 512 columns and 64 of rope (MLA) by mma.sync and cp.async of compute
+// capability 8.0, on every supported GPU: out = softmax(scale q k^T) v and its lse, for q of 16 bits, KV of
+// 16 bits or of e4m3, rows of any strides and alignment.
 //
-// A block of eight warps shares 16 to 64 query rows and KV tiles of 32 tokens, whose rows are keys and values
-// at once. Of the scores a warp has 16 rows and 16 tokens; they meet in shared memory, and of the sums of
-// values each warp has 64 columns of all rows. With one stage the block waits for every tile: where shared
-// memory has no room for two.
+// A block of eight warps has 16 to 64 query rows and KV tiles of 32 tokens, whose rows are keys and values at
+// once. A warp computes scores of 16 rows and 16 tokens, and the weights meet in shared memory. Each warp
+// accumulates 64 value columns of all rows. With two stages the next tile is copied while this one is
+// multiplied. With one stage, for devices whose shared memory has no room for two, the block waits for every
+// tile.
 #pragma once
 
 #include <cstddef>
@@ -24,15 +25,15 @@
 
 namespace helix::cuda {
 
-inline constexpr int kMmaKeyColumns = 576;    ///< Of a latent row.
-inline constexpr int kMmaValueColumns = 512;  ///< The first of them.
+inline constexpr int kMmaKeyColumns = 576;    ///< Columns of a latent row as a key.
+inline constexpr int kMmaValueColumns = 512;  ///< The first columns of the row: the value.
 inline constexpr int kMmaLatentWarps = 8;
 
 /// The kernel for query tiles of 16 kRowWarps rows. kHasRest: q and weights have more bits than KV, see
 /// MmaQueries.
 template <class KV, int kRowWarps, int kStages, bool kHasRest>
 struct MmaLatent {
-  static constexpr int kTokens = 32;  ///< Of a KV tile.
+  static constexpr int kTokens = 32;  ///< Tokens of a KV tile.
   static constexpr int kTokenWarps = 2;
   using Plan = AttentionPlan<kTokens>;
   using Products = MmaProducts<KV>;
@@ -46,13 +47,13 @@ struct MmaLatent {
   static constexpr int kStageBytes = kTokens * kRowStride;
   static constexpr int kWarpColumns = kMmaValueColumns / kMmaLatentWarps;
   static constexpr int kWeightStride = kTokens + kChunkBytes / 2;  ///< Elements.
-  static constexpr int kParts = kHasRest ? 2 : 1;                  ///< Of a query row, and of a weight.
+  static constexpr int kParts = kHasRest ? 2 : 1;  ///< bf16 terms of a query element and of a weight.
   using Queries = MmaQueries<KV, kMmaKeyColumns, kRows, kHasRest>;
   using Sums = float[kRowWarps][kWarpColumns / 8][4];
   static_assert(kTokenWarps * kRowWarps <= kMmaLatentWarps);
 
-  static constexpr int kSumStride = kMmaValueColumns + 8;  ///< f32: rows in different banks
-  /// Rows of which the sums fit into the stages at a time.
+  static constexpr int kSumStride = kMmaValueColumns + 8;  ///< f32, padded: rows in different banks
+  /// Rows whose sums fit into the stages at once.
   static constexpr int kGatherRows = [] {
     int rows = kRows;
     while (rows * kSumStride * 4 > kStages * kStageBytes) rows /= 2;
@@ -70,8 +71,8 @@ struct MmaLatent {
     alignas(16) T weights[kParts][kRows][kWeightStride];
     float query_factors[kRows];
     TokenPlace places[2][kTokens];
-    float tops[kTokenWarps][kRows];  ///< Largest scores; in the end sums of weights.
-    float shrink[kRows];             ///< What the sums of values are to be multiplied by; in the end the max.
+    float tops[kTokenWarps][kRows];  ///< Largest score of each row; in the epilogue its sum of weights.
+    float shrink[kRows];  ///< Rescale factor of each row's sums of values; in the epilogue its max.
     Plan plan;
   };
 
@@ -100,7 +101,7 @@ struct MmaLatent {
                                                       const SplitPartials& partials) {
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     const bool scores_here = warp < kTokenWarps * kRowWarps;
-    const int row = warp % kRowWarps * kMmaRows;  // of this warp's scores the first
+    const int row = warp % kRowWarps * kMmaRows;  // first row of this warp's scores
     const int half = warp / kRowWarps % kTokenWarps;
     const float scale = p.k_scale != nullptr ? p.k_scale[0] : 1.0f;
     const MmaBounds bounds(p, query_tile, row);
@@ -127,7 +128,8 @@ struct MmaLatent {
     gather(s, partials, query_tile, scale, scores_here, row, half, running, sums);
   }
 
-  /// The scores of 16 rows and 16 tokens, and the largest of each row for all to see.
+  /// Computes this warp's scores, of 16 rows and 16 tokens, and shares the largest of each row in shared
+  /// memory.
   static __device__ __forceinline__ void find_scores(Shared& s, unsigned rows, int row, int half, int token,
                                                      const MmaFactors& factors, const MmaBounds& bounds,
                                                      float (&scores)[2][4]) {
@@ -152,7 +154,7 @@ struct MmaLatent {
     }
   }
 
-  /// Scores become weights, for all to see.
+  /// Turns this warp's scores into weights, in shared memory for all warps.
   static __device__ __forceinline__ void weigh(Shared& s, int row, int half, const MmaFactors& factors,
                                                MmaRunning& running, float (&scores)[2][4]) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -178,7 +180,7 @@ struct MmaLatent {
     }
   }
 
-  /// This warp's columns of the sums.
+  /// Adds the tile's weighted values to this warp's columns of the sums.
   static __device__ __forceinline__ void add_values(const Shared& s, unsigned rows, int warp, Sums& sums) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
 #pragma unroll
@@ -202,7 +204,7 @@ struct MmaLatent {
     }
   }
 
-  /// Brings the warps' columns together through shared memory and writes the KV split.
+  /// Collects the warps' columns in shared memory and writes the KV split.
   static __device__ __forceinline__ void gather(Shared& s, const SplitPartials& to,
                                                 const QueryTile& query_tile, float scale, bool scores_here,
                                                 int row, int half, MmaRunning& running, const Sums& sums) {

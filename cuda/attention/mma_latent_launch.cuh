@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernel of mma_latent.cuh is built for, and its launches.
+// The instances of the kernel of mma_latent.cuh, and their launches.
 #pragma once
 
 #include "cuda/attention/kernel.hpp"
@@ -9,10 +9,11 @@
 
 namespace helix::cuda {
 
-inline constexpr int kWideMmaLatentRows =
-    64;                                    ///< Query rows of a query tile, of blocks of kWideMmaLatentBytes.
+/// Query rows of a query tile, in blocks of kWideMmaLatentBytes.
+inline constexpr int kWideMmaLatentRows = 64;
 inline constexpr int kMmaLatentRows = 32;  ///< Query rows of a query tile on any device.
-/// Shared memory of a block of compute capabilities 8.0, 8.7, 9.0, 10 and 11; others have 99 KiB.
+/// Shared memory that a block may have with compute capabilities 8.0, 8.7, 9.0, 10 and 11; others allow 99
+/// KiB.
 inline constexpr int kWideMmaLatentBytes = 163 * 1024;
 
 template <class KV, int kRowWarps, int kStages, bool kHasRest, int kBlocks>
@@ -37,7 +38,7 @@ void launch_mma_latent_tiles(const AttentionParams& p, const AttentionCall& call
                kBytes, grid.stream, call.is_hopper, p, row_alignment(p, call));
 }
 
-/// With two stages, on devices that have room for them.
+/// Launches with two stages, on devices that have room for them.
 template <class KV>
 void launch_wide_mma_latent(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
   if (p.query_tile_rows > kMmaRows)
@@ -45,7 +46,7 @@ void launch_wide_mma_latent(const AttentionParams& p, const AttentionCall& call,
   launch_mma_latent_tiles<KV, 1, 2, false, 2, kWideMmaLatentBytes>(p, call, grid);
 }
 
-/// On any device: two stages of e4m3, one of 16 bits.
+/// Launches on any device: two stages for e4m3, one for 16 bits.
 template <class KV>
 void launch_mma_latent(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
   constexpr int kStages = sizeof(KV) == 1 ? 2 : 1;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernel of mma.cuh is built for, and its launches.
+// The instances of the kernel of mma.cuh, and their launches.
 #pragma once
 
 #include <algorithm>
@@ -12,10 +12,11 @@
 
 namespace helix::cuda {
 
-inline constexpr int kMmaTileRows = 64;           ///< Query rows of a query tile at most.
-inline constexpr std::int64_t kMmaColumns = 256;  ///< Columns of a row at most.
+inline constexpr int kMmaTileRows = 64;           ///< Most query rows of a query tile.
+inline constexpr std::int64_t kMmaColumns = 256;  ///< Most columns of a row.
 
-/// A chunk of a latent row lies in either of its two parts.
+/// Alignment of the rows. A latent row's two parts may lie apart, and no copied piece may cross from one to
+/// the other.
 inline RowAlignment row_alignment(const AttentionParams& p, const AttentionCall& call) {
   const std::size_t split = p.key_columns < p.head_dim
                                 ? static_cast<std::size_t>(p.key_columns * call.kv.format.element_bytes())
@@ -24,9 +25,10 @@ inline RowAlignment row_alignment(const AttentionParams& p, const AttentionCall&
           static_cast<int>(call.q_alignment)};
 }
 
-/// Blocks to launch, as many as the SMs hold: of `bytes` of shared memory, and `most` by the registers.
+/// Blocks to launch, as many as the SMs hold: a block has `bytes` of shared memory, and registers allow
+/// `most` an SM.
 inline int mma_blocks(const AttentionCall& call, const AttentionGrid& grid, int bytes, int most) {
-  constexpr int kSystemBytes = 1024;  // of shared memory, a block
+  constexpr int kSystemBytes = 1024;  // shared memory that the system takes a block
   const int held = std::clamp(call.memory.sm_bytes / (bytes + kSystemBytes), 1, most);
   const int blocks = std::max(1, grid.blocks * held / kBlocksPerSm);
   return grid.is_whole ? blocks : std::min(blocks, grid.blocks);
@@ -46,8 +48,8 @@ void launch_mma_tiles(const AttentionParams& p, const AttentionCall& call, const
                kBytes, grid.stream, call.is_hopper, p, alignment);
 }
 
-/// Half-tiles in shared memory, as many as leave room for two blocks an SM where there is most of it, and
-/// for one everywhere.
+/// Stages of the ring, a half-tile each: as many as leave room for two blocks an SM on devices with the most
+/// shared memory, and for one everywhere.
 template <class KV, int kDim, int kRowWarps>
 inline constexpr int kMmaStages = sizeof(KV) == 1 || kDim <= 64   ? 4
                                   : kDim <= 128                   ? 3
@@ -68,7 +70,8 @@ void launch_mma_rows(const AttentionParams& p, const AttentionCall& call, const 
                                 : 4)>(p, call, grid, alignment);
 }
 
-/// Rows shorter than those that are built are filled up with zeros.
+/// Launches the instance for the smallest row sizes that hold the rows; shared memory is filled up with
+/// zeros.
 template <class KV, bool kHasRest>
 void launch_mma(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
   const RowAlignment alignment = row_alignment(p, call);

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The two products of the kernels of mma.cuh and mma_latent.cuh, for one warp and 16 query rows: queries by
-// keys, and weights by values; m16n8k16, operands by ldmatrix from the rows of mma_rows.cuh.
+// keys, and weights by values. Both are m16n8k16, with operands loaded by ldmatrix from the rows of
+// mma_rows.cuh.
 //
-// e4m3 becomes f16 in registers, exactly. Two elements of e4m3 are one of 16 bits to ldmatrix: of a key a
-// lane has four columns side by side, for which the queries' columns are ordered; of values it has two
-// columns of two tokens, which it pairs by column, so that one product has the even columns and the next the
-// odd ones.
+// e4m3 is widened to f16 in registers, exactly. ldmatrix treats two e4m3 elements as one of 16 bits. Of a
+// key, a lane thus gets four neighbouring columns, and the queries' columns are ordered to match. Of values,
+// it gets two columns of two tokens and pairs them by column, so that one product has the even columns and
+// the next the odd ones.
 #pragma once
 
 #include <cstddef>
@@ -23,8 +24,8 @@ struct MmaProducts {
   static constexpr bool kIsFp8 = sizeof(KV) == 1;
   static constexpr int kStepBytes = 2 * kChunkBytes;  ///< Bytes of a row that one ldmatrix covers.
 
-  /// scores += queries keys^T of 8 kNTiles keys. Both addresses are of the first row; query rows are kDim
-  /// elements and a chunk apart, keys kKeyStride bytes.
+  /// scores += queries keys^T for 8 kNTiles keys. Both addresses are those of the first row. Query rows are
+  /// kDim elements and a chunk apart, keys kKeyStride bytes.
   template <int kDim, int kKeyStride, int kNTiles>
   static __device__ __forceinline__ void multiply_keys(unsigned queries, unsigned keys,
                                                        float (&scores)[kNTiles][4]) {
@@ -61,8 +62,8 @@ struct MmaProducts {
     }
   }
 
-  /// sums += weights values of 16 kSteps tokens and 8 kTiles columns, for kMTiles times 16 query rows;
-  /// `values` is the address of the first.
+  /// sums += weights values for 16 kSteps tokens, 8 kTiles columns and kMTiles times 16 query rows. `values`
+  /// is the address of the first value row.
   template <int kValueStride, int kMTiles, int kSteps, int kTiles>
   static __device__ __forceinline__ void add_values(const unsigned (&weights)[kMTiles][kSteps][4],
                                                     unsigned values, float (&sums)[kMTiles][kTiles][4]) {
@@ -99,7 +100,7 @@ struct MmaProducts {
     }
   }
 
-  /// Stores the sums of one of this lane's two rows, times `scale`; `to` is the place of column 0.
+  /// Stores the sums of one of this lane's two rows, times `scale`; `to` points at column 0.
   template <int kTiles>
   static __device__ __forceinline__ void store_row(float* to, int half, float scale,
                                                    const float (&sums)[kTiles][4]) {

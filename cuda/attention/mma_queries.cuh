@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the query rows of a query tile come into shared memory for the kernels of mma.cuh and mma_latent.cuh,
-// in the type in which they are multiplied, whatever type they have.
+// Loads the rows of a query tile into shared memory for the kernels of mma.cuh and mma_latent.cuh, converted
+// to the type in which they are multiplied.
 //
-// - bf16 beside f16 or e4m3: each row is multiplied by a power of two (row_operands.cuh), which is divided
-//   out of its scores.
-// - f16 beside bf16: a row is the sum of two rows of bf16, of which the second has the bits that the first
+// - bf16 queries with f16 or e4m3 KV: each row is multiplied by a power of two (row_operands.cuh), which is
+//   divided out of its scores.
+// - f16 queries with bf16 KV: a row is split into two bf16 rows, the second with the bits that the first
 //   leaves over. Products take twice as long, and lose nothing.
 #pragma once
 
@@ -20,8 +20,8 @@
 
 namespace helix::cuda {
 
-/// Query rows of kDim columns beside KV of type KV, zeros past their own columns; kHasRest: each has a second
-/// row, kRows on.
+/// Query rows of kDim columns for KV of type KV, with zeros past their own columns. kHasRest: each row has a
+/// second term, kRows rows further on.
 template <class KV, int kDim, int kRows, bool kHasRest>
 struct MmaQueries {
   using T = MultipliedAs<KV>;
@@ -31,8 +31,8 @@ struct MmaQueries {
   static constexpr int kLaneChunks = (kChunks + kWarp - 1) / kWarp;
   static_assert(!kHasRest || std::is_same_v<T, bf16>);
 
-  /// Brings the rows in, those past the last as zeros, and what a row's scores are to be multiplied by to
-  /// `factors`. A warp takes a row, a lane eight columns. All threads of the block.
+  /// Loads the rows, with zeros for rows past the last, and writes the factor of each row's scores to
+  /// `factors`. A warp loads a row, a lane eight columns. All threads of the block.
   static __device__ void load(const AttentionParams& p, const QueryTile& query_tile, int head, int alignment,
                               T* queries, float* factors) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -78,8 +78,9 @@ struct MmaQueries {
     return {words[0], words[1], words[2], words[3]};
   }
 
-  /// Columns [8 chunk, 8 chunk + 8). Beside e4m3 a lane has four columns of a key side by side, where an
-  /// instruction sums two and, eight further on, two: the queries' columns are in that order.
+  /// Stores columns [8 chunk, 8 chunk + 8). With e4m3 keys the columns are permuted: a lane gets four
+  /// neighbouring columns of a key, and multiplies two of them where the instruction expects two and two
+  /// eight further on.
   static __device__ __forceinline__ void store(T* row, int chunk, const uint4& x) {
     if constexpr (sizeof(KV) == 1) {
       auto* words = reinterpret_cast<uint2*>(row + chunk / 2 * 16);
@@ -90,7 +91,7 @@ struct MmaQueries {
     }
   }
 
-  /// A row of f16 as the sum of two of bf16.
+  /// Stores a row of f16 as the sum of two rows of bf16.
   static __device__ __forceinline__ void store_both(T* row, const uint4 (&chunks)[kLaneChunks]) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
 #pragma unroll
@@ -111,7 +112,7 @@ struct MmaQueries {
     }
   }
 
-  /// Makes this warp's row of bf16 one of f16. Returns RowScale::inverse().
+  /// Converts this warp's row from bf16 to f16. Returns RowScale::inverse().
   static __device__ __forceinline__ float make_f16(uint4 (&chunks)[kLaneChunks]) {
     unsigned top = 0;
 #pragma unroll

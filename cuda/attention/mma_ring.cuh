@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the KV tiles of a work item come through shared memory in the kernels of mma.cuh and mma_latent.cuh,
-// ahead of their products. `Kernel` is Mma or MmaLatent.
+// The rings through which KV tiles get into shared memory ahead of their products, in the kernels of mma.cuh
+// and mma_latent.cuh. `Kernel` is Mma or MmaLatent.
 #pragma once
 
 #include "cuda/attention/mma_rows.cuh"
@@ -8,7 +8,7 @@
 
 namespace helix::cuda {
 
-/// The half-tiles of the part of a work item that belongs to one query tile, as they are asked for.
+/// The ring of half-tiles for the part of a work item that belongs to one query tile.
 template <class Kernel>
 struct MmaRing {
   typename Kernel::Shared& s;
@@ -18,10 +18,11 @@ struct MmaRing {
   int halves;
   int width;
   int next = 0;
-  int stage = 0;  ///< Of half-tile `next`.
+  int stage = 0;  ///< Stage of half-tile `next`.
 
-  /// Asks for the next half-tile, if there is one. A barrier lies between two calls, and after the last
-  /// reading of the stage. With a tile's keys the places of the next tile's tokens are asked for.
+  /// Issues the copies of the next half-tile, if there is one. Between two calls, and after the last read of
+  /// the stage, there must be a barrier. With a tile's keys it also starts to look up the places of the next
+  /// tile's tokens.
   __device__ __forceinline__ void ask() {
     if (next < halves) {
       const int tile = next / 2;
@@ -47,7 +48,7 @@ struct MmaRing {
     stage = stage + 1 == Kernel::kRingStages ? 0 : stage + 1;
   }
 
-  /// Asks for the first half-tiles.
+  /// Issues the copies of the first half-tiles.
   __device__ __forceinline__ void begin() {
     look_up.ask(0);
     look_up.keep(s.places[0]);
@@ -59,7 +60,7 @@ struct MmaRing {
   }
 };
 
-/// The KV tiles of the part of a work item that belongs to one query tile, as they are asked for.
+/// The ring of KV tiles for the part of a work item that belongs to one query tile.
 template <class Kernel>
 struct MmaLatentTiles {
   typename Kernel::Shared& s;
@@ -69,8 +70,8 @@ struct MmaLatentTiles {
   int width;
   int next = 0;
 
-  /// Asks for the next tile, if there is one. A barrier lies between two calls, and after the last reading
-  /// of the stage.
+  /// Issues the copies of the next tile, if there is one. Between two calls, and after the last read of the
+  /// stage, there must be a barrier.
   __device__ __forceinline__ void ask() {
     if (next < count) {
       copy_rows<true, Kernel::kRowBytes, Kernel::Plan::kKvTileTokens, Kernel::kThreads>(
@@ -89,7 +90,7 @@ struct MmaLatentTiles {
     __syncthreads();
     if constexpr (Kernel::kTileStages > 1) ask();
   }
-  /// Waits for the tile after the last one; returns its address. All threads.
+  /// Waits for the next tile and returns its address. All threads.
   __device__ __forceinline__ unsigned wait() {
     if constexpr (Kernel::kTileStages == 1) {
       __syncthreads();

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// How rows of a paged pool come into shared memory for the kernels of mma.cuh and mma_latent.cuh: by
-// asynchronous copies of compute capability 8.0, from rows of any strides and alignment.
+// Copies rows of a paged pool into shared memory for the kernels of mma.cuh and mma_latent.cuh, by cp.async,
+// from rows of any strides and alignment.
 //
-// In shared memory a row is followed by 16 bytes of nothing. Rows are then an odd number of 16-byte chunks
-// apart, so that the eight rows of a matrix that ldmatrix reads lie in different banks.
+// In shared memory 16 unused bytes follow each row. Rows are then an odd number of 16-byte chunks apart, so
+// that the eight rows of a matrix that ldmatrix reads lie in different banks.
 #pragma once
 
 #include <algorithm>
@@ -21,14 +21,14 @@ inline constexpr int kChunkBytes = 16;
 
 /// What the host knows of the alignment of rows.
 struct RowAlignment {
-  int kv = 1;  ///< Bytes that an asynchronous copy, or a load, of KV may have: a power of two up to 16.
-  int q = 1;   ///< Bytes of a load of q, likewise.
+  int kv = 1;  ///< Bytes that one copy or load of KV may have: a power of two up to 16.
+  int q = 1;   ///< Bytes that one load of q may have: a power of two up to 16.
 };
 
-/// Where a token lies: its page and its place in that. Page -1: no row of the query tile sees it.
+/// Where a token lies: its page, and its place in the page. Page -1: no row of the query tile sees the token.
 using TokenPlace = int2;
 
-/// Rows of a KV head: of their bytes `split` lie in one kind of rows, and the others in another.
+/// Rows of a KV head. Their first `split` bytes lie in `rows`, the others in `rest`.
 struct RowSource {
   const PagedRows& rows;
   const PagedRows& rest;  ///< Bytes from `split` on.
@@ -55,7 +55,7 @@ struct RowSource {
   }
 };
 
-/// Copies one chunk in pieces of `width` bytes, less than a chunk; what lies past the row's end are zeros.
+/// Copies one chunk in pieces of `width` bytes, less than a chunk, with zeros past the row's end.
 __device__ inline void copy_narrow_chunk(const RowSource& from, const TokenPlace& place, int first_byte,
                                          unsigned to, int width) {
 #pragma unroll 1
@@ -76,8 +76,8 @@ __device__ inline void copy_narrow_chunk(const RowSource& from, const TokenPlace
   }
 }
 
-/// Asks for kTokens rows of kRowBytes, each a whole number of chunks; tokens that are not seen, and what lies
-/// past a row's end, become zeros. All kThreads threads.
+/// Issues copies of kTokens rows of kRowBytes, each a whole number of chunks. Tokens that are not seen, and
+/// bytes past a row's end, become zeros. All kThreads threads.
 template <bool kIsSplit, int kRowBytes, int kTokens, int kThreads>
 __device__ __forceinline__ void copy_rows(const RowSource& from, const TokenPlace* places, unsigned to,
                                           int width) {
@@ -105,18 +105,18 @@ __device__ __forceinline__ void copy_rows(const RowSource& from, const TokenPlac
   }
 }
 
-/// The tokens of a work item's part of one query tile, as their places are looked up: one KV tile ahead, for
-/// page numbers come from memory.
+/// Looks up the places of a work item's tokens of one query tile. It runs one KV tile ahead, because page
+/// numbers come from memory.
 template <class Plan>
 struct TokenLookUp {
   static constexpr int kTokens = Plan::kKvTileTokens;
 
   const AttentionParams& p;
-  const std::int32_t* pages;  ///< Of the sequence.
+  const std::int32_t* pages;  ///< Page list of the sequence.
   int first;                  ///< Token of KV tile 0 of this part.
   int begin;                  ///< Tokens that the query tile sees: [begin, end).
   int end;
-  TokenPlace place{-1, 0};  ///< This thread's token, of the tile last asked for.
+  TokenPlace place{-1, 0};  ///< Place of this thread's token in the last tile of ask().
 
   __device__ TokenLookUp(const AttentionParams& params, const Plan& plan, int query_tile, int first_kv_tile)
       : p(params),
@@ -125,7 +125,7 @@ struct TokenLookUp {
         begin(plan.begin_token[query_tile]),
         end(plan.end_token[query_tile]) {}
 
-  /// Asks where the tokens of KV tile `tile` lie; a token each of the first kTokens threads.
+  /// Starts to look up the tokens of KV tile `tile`, one by each of the first kTokens threads.
   __device__ __forceinline__ void ask(int tile) {
     const int token = first + tile * kTokens + static_cast<int>(threadIdx.x);
     place = {-1, 0};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The running softmax of the kernels of mma.cuh and mma_latent.cuh: one warp's 16 query rows, of which a lane
-// has rows lane / 4 and lane / 4 + 8, as the accumulators of m16n8k16 do.
+// The running softmax of the kernels of mma.cuh and mma_latent.cuh, for one warp's 16 query rows. A lane has
+// rows lane / 4 and lane / 4 + 8, as in the accumulators of m16n8k16.
 #pragma once
 
 #include <cstdint>
@@ -14,16 +14,16 @@
 
 namespace helix::cuda {
 
-/// Local tokens that a warp's query rows see.
+/// The local tokens that a warp's query rows see.
 struct MmaBounds {
   int low[2];  ///< This lane's rows: [low, high).
   int high[2];
-  int inner_begin = 0;  ///< What both of this lane's rows see.
+  int inner_begin = 0;  ///< Tokens that both of this lane's rows see.
   int inner_end = INT32_MAX;
-  int outer_begin;  ///< What any row of the warp sees.
+  int outer_begin;  ///< Tokens that any row of the warp sees.
   int outer_end;
 
-  /// Rows [first_row, first_row + 16) of a query tile; all lanes.
+  /// The bounds of rows [first_row, first_row + 16) of a query tile; all lanes.
   __device__ MmaBounds(const AttentionParams& p, const QueryTile& query_tile, int first_row) {
     int begin = INT32_MAX;
     int end = 0;
@@ -52,11 +52,11 @@ struct MmaBounds {
   }
 };
 
-/// What makes scores of a lane's products, and exponents of scores.
+/// The factors from raw products to scores, and from scores to exponents, of a lane's rows.
 struct MmaFactors {
   float scores[2];
   float exponents[2];
-  float cap;  ///< 0: none. With one, scores are made before exponents; else exponents of products.
+  float cap;  ///< Soft cap; 0: none. With a cap, `exponents` multiply capped scores, else raw products.
 
   __device__ MmaFactors(const AttentionParams& p, float key_scale, const float* query_factors)
       : cap(p.soft_cap) {
@@ -69,14 +69,15 @@ struct MmaFactors {
   }
 };
 
-/// A lane's two rows: max (base 2, less kHeadroom) and this lane's share of the sum of weights.
+/// The running softmax of a lane's two rows: max (base 2, less kHeadroom), and this lane's share of the sum
+/// of weights.
 struct MmaRunning {
   float max[2] = {-kInfinity, -kInfinity};
   float sum[2] = {0.0f, 0.0f};
 };
 
-/// Applies the soft cap, and makes -inf of the scores of tokens that a row does not see; `token` is the
-/// first.
+/// Applies the soft cap, and sets the scores of tokens that a row does not see to -inf. `token` is the first
+/// token.
 template <int kNTiles>
 __device__ __forceinline__ void cap_and_mask(const MmaFactors& factors, const MmaBounds& bounds, int token,
                                              float (&scores)[kNTiles][4]) {
@@ -113,8 +114,9 @@ __device__ __forceinline__ void top_scores(const float (&scores)[kNTiles][4], fl
   }
 }
 
-/// One step of the running softmax: scores become weights, `tops` the largest of them per row. Sets what each
-/// row's earlier sums are to be multiplied by; false: by 1 in all of the lane's rows.
+/// One step of the running softmax: turns scores into weights; `tops` is the largest score of each row. Sets
+/// `shrink` to the rescale factor of each row's earlier sums. Returns false if it is 1 in all of the lane's
+/// rows.
 template <class T, int kNTiles>
 __device__ __forceinline__ bool weigh_scores(const MmaFactors& factors, const float (&tops)[2],
                                              float (&scores)[kNTiles][4], MmaRunning& running,
@@ -142,7 +144,7 @@ __device__ __forceinline__ bool weigh_scores(const MmaFactors& factors, const fl
   return shrinks;
 }
 
-/// Weights as operands of the second product, 16 tokens each.
+/// Packs weights as operands of the second product, 16 tokens each.
 template <class T, int kNTiles>
 __device__ __forceinline__ void pack_weights(const float (&weights)[kNTiles][4],
                                              unsigned (&operands)[kNTiles / 2][4]) {
@@ -154,7 +156,7 @@ __device__ __forceinline__ void pack_weights(const float (&weights)[kNTiles][4],
   }
 }
 
-/// What bf16 operands leave over of the weights, as operands too.
+/// Packs the bits of the weights that the bf16 `operands` leave over, as operands too.
 template <int kNTiles>
 __device__ __forceinline__ void pack_rests(const float (&weights)[kNTiles][4],
                                            const unsigned (&operands)[kNTiles / 2][4],

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order of work of a block that attends by matrix instructions of compute capability 8.0.
+// The main loop of a block of the kernels of mma.cuh and mma_latent.cuh.
 #pragma once
 
 #include "cuda/attention/combine.cuh"
@@ -7,9 +7,9 @@
 
 namespace helix::cuda {
 
-/// Makes the plan and walks the block's work item. attend(schedule, at, query tile, count) writes what
-/// `count` KV tiles from `at` on, of one query tile and KV head, add up to, and returns to which splits it
-/// belongs; these are combined once all are there. All threads of the block.
+/// Makes the plan and walks the block's work item. attend(schedule, at, query tile, count) attends to `count`
+/// KV tiles of one query tile and KV head from `at` on, writes the result, and returns the splits to which it
+/// belongs. They are combined once all are there. All threads of the block.
 template <class Plan, class Attend>
 __device__ __forceinline__ void walk_work_item(const AttentionParams& p, Plan& plan, const Attend& attend) {
   make_plan(p, plan);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel over latents (MLA) for few query rows: what it fits, and its launch.
+// The kernel over latents (MLA) for few query rows, host side: which calls it takes, and its launch.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -19,15 +19,15 @@ namespace {
 using narrow_latent::kThreads;
 using narrow_latent::kTokens;
 
-/// The kernel of one type and cluster size on the current device.
+/// The kernel for one type and cluster size, on the current device.
 template <class T, int kCluster>
 struct NarrowLaunch {
   static constexpr auto kKernel = narrow_latent::attend_narrow_latent<T, kCluster>;
   static constexpr int kBytes = static_cast<int>(sizeof(typename narrow_latent::Block<T, kCluster>::Shared));
   static_assert(kBytes <= 227 * 1024);
 
-  /// Clusters that the device holds at a time: SMs come in groups, and a cluster needs one's. Of an H100's
-  /// 132 SMs 120 have room for clusters of eight or of four.
+  /// Clusters that the device holds at a time. The blocks of a cluster need SMs of one group of SMs: of an
+  /// H100's 132 SMs, 120 have room for clusters of eight or of four.
   static int most_clusters() {
     static std::array<std::atomic<int>, 64> of_devices;
     int device = 0;
@@ -48,15 +48,16 @@ struct NarrowLaunch {
     return most;
   }
 
-  /// Launches it where each query tile has a cluster that finds room. Returns whether it has.
+  /// Launches the kernel if there is room for a cluster for each query tile. Returns whether it did.
   static bool launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
     static_assert(kMaxQueryTiles * kCluster <= kAttentionCounters);
-    if (kCluster > 1 && grid.shares_device) return false;  // those that wait may leave no room for one
+    // kernels that wait may leave no room for a cluster
+    if (kCluster > 1 && grid.shares_device) return false;
     const int blocks = std::max(1, grid.blocks / kBlocksPerSm);
     int clusters = kCluster == 1 ? blocks : std::min(blocks / kCluster, most_clusters());
     if (kCluster > 1 && clusters < p.num_query_tiles) return false;
     if (page_list_tokens(call.kv) <= narrow_latent::Limits<kCluster>::kWholeTiles * kTokens)
-      clusters = std::min(clusters, p.num_query_tiles);  // other SMs are the next kernel's
+      clusters = std::min(clusters, p.num_query_tiles);  // leaves the other SMs to the next kernel
     HELIX_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
     const int box = box_tokens_of(call.kv.format, kTokens);
     const int chunks = box == kTokens ? kLatentColumns / kChunkColumns : 1;
@@ -69,22 +70,22 @@ struct NarrowLaunch {
   }
 };
 
-/// In the largest clusters of which there is one for each query tile.
+/// Launches the kernel with the largest clusters that leave one for each query tile.
 template <class T>
 void launch(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
   NarrowLaunch<T, 8>::launch(p, call, grid) || NarrowLaunch<T, 4>::launch(p, call, grid) ||
       NarrowLaunch<T, 1>::launch(p, call, grid);
 }
 
-/// Whether this kernel is the faster one for sequences of up to `tokens` tokens. It begins and ends 5 us
-/// sooner than latent.cuh's, but reads 28 GB/s an SM where that one reads 34; the more sequences, the fewer
-/// blocks share one. us of 16 heads of bf16, by either kernel on an H200 (driver 580.159.04, CUDA 13.0):
+/// Whether this kernel is faster than that of latent.cuh for sequences of up to `tokens` tokens. It starts
+/// and ends 5 us sooner, but reads 28 GB/s an SM where the other reads 34; with more sequences, fewer blocks
+/// share one. Times in us, this kernel and the other, 16 heads of bf16, H200 (driver 580.159.04, CUDA 13.0):
 ///   1 x 8192 14.0, 18.4   1 x 65536 34.1, 35.2   1 x 131072 56.4, 53.7   1 x 1048576 362, 288
 ///   4 x 4096 18.1, 19.2   4 x 8192 24.7, 24.2    8 x 2048 18.5, 19.3     8 x 8192 39.8, 33.7
 ///   16 x 512 13.2, 17.0   16 x 1024 19.4, 18.7   64 x 8192 178, 155      64 x 131072 2572, 2148
-/// The memory of an H100 gives no more than 23 GB/s an SM: 1 x 131072 65.0, 69.9, 64 x 131072 3186, 3192.
+/// An H100's memory gives no more than 23 GB/s an SM: 1 x 131072 65.0, 69.9, 64 x 131072 3186, 3192.
 bool is_faster(std::int64_t sequences, std::int64_t tokens) {
-  constexpr std::int64_t kMax = std::int64_t{1} << 17;  // of sequences * sequences * tokens
+  constexpr std::int64_t kMax = std::int64_t{1} << 17;  // largest sequences * sequences * tokens
   return sequences * sequences <= kMax / std::max<std::int64_t>(tokens, 1);
 }
 

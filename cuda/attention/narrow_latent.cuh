@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Partial attention over latents (MLA) of up to 16 query rows, q and KV of one 16-bit type: as many heads as
-// ranks have that divide 128 by eight. For few sequences of few tokens, where a launch takes as long as it is
-// from its queries to its result; of others latent.cuh reads more at a time.
+// Partial attention over latents (MLA) for up to 16 query rows, q and KV of one 16-bit type: out =
+// softmax(scale q k^T) v and its lse. 16 rows are the heads of a rank where eight ranks divide 128. For few
+// sequences of few tokens, where the latency from a launch's queries to its result bounds it; for others
+// latent.cuh reads more at a time.
 //
-// The blocks of a cluster take a work item together, its KV tiles in turn, and combine what they found of a
-// query tile: a KV split is a cluster's. Of a KV tile a warp multiplies 8 keys by half of their columns,
-// finds the weights of two rows, and adds up 64 columns of the values. The scores of the next tile come
-// before the values of this one, so that one barrier a tile is enough: behind it there are weights, the next
-// tile's scores, and the place of the tile before.
+// The blocks of a cluster share a work item: they take its KV tiles in turn and combine their results of a
+// query tile, so that a KV split belongs to a cluster. Shared memory holds a ring of kStages KV tiles of 32
+// tokens. A block has eight warps. For each KV tile, a warp multiplies 8 keys by half of their columns,
+// computes the weights of two rows, and accumulates 64 columns of the values. It computes the next tile's
+// scores before it adds this tile's values, so one barrier a tile is enough: after it the weights and the
+// next tile's scores are ready, and the previous tile's stage is free.
 #pragma once
 
 #include <cstddef>
@@ -29,10 +31,11 @@
 namespace helix::cuda::narrow_latent {
 
 inline constexpr int kStages = 4;
-static_assert(kStages % 2 == 0);        // of each the warps have one of two places for scores and weights
-inline constexpr int kRegisters = 208;  ///< Of a thread: blocks of the product ahead have room beside.
+static_assert(kStages % 2 == 0);  // even: stages alternate between two places for scores and weights
+/// Registers of a thread: leaves room for blocks of the preceding product on the SM.
+inline constexpr int kRegisters = 208;
 
-/// How finely KV is split: a block reads a KV tile in a microsecond.
+/// Limits of KV splits: a block reads a KV tile in a microsecond.
 template <int kCluster>
 struct Limits : ShortTileLimits {
   static constexpr int kEpilogueTiles = 5 * kCluster;
@@ -41,28 +44,28 @@ struct Limits : ShortTileLimits {
   static constexpr int kWholeTiles = 3 * kCluster;
 };
 
-/// A block, of kCluster that take a work item together.
+/// One of the kCluster blocks that share a work item.
 template <class T, int kCluster>
 struct Block {
   using Plan = AttentionPlan<kTokens, Limits<kCluster>, true, kCluster>;
   using Producer = TileProducer<ChunkBoxes, Plan, kCluster, 1>;
   using WarpProducts = Products<T>;
   using Sums = float[WarpProducts::kSumTiles][4];
-  static constexpr int kQueryStride = kColumns + 8;  // eight rows in different banks
-  static constexpr int kScoreStride = kTokens + 8;   // f32: four rows in different banks
-  static constexpr int kWeightStride = kTokens + 8;  // eight rows in different banks
+  static constexpr int kQueryStride = kColumns + 8;  // padded: eight rows in different banks
+  static constexpr int kScoreStride = kTokens + 8;   // f32, padded: four rows in different banks
+  static constexpr int kWeightStride = kTokens + 8;  // padded: eight rows in different banks
 
-  /// What warps tell each other of a KV tile.
+  /// What the warps exchange about a KV tile.
   struct TileShared {
     alignas(16) float scores[WarpProducts::kKeyHalves][kMmaRows][kScoreStride];
     alignas(16) T weights[kMmaRows][kWeightStride];
-    float shrink[kMmaRows];  ///< What the sums of values are to be multiplied by.
+    float shrink[kMmaRows];  ///< Rescale factors of the sums of values.
   };
 
   struct Shared {
     alignas(1024) std::byte stages[kStages][kTileBytes];
     alignas(16) T queries[kMmaRows][kQueryStride];
-    TileShared tiles[2];  ///< In turn.
+    TileShared tiles[2];  ///< KV tiles alternate between them.
     alignas(16) float found[kCluster > 1 ? 4 : Found<kCluster>::kFloats];
     alignas(8) unsigned long long barriers[kStages];
     bool is_last;
@@ -92,7 +95,7 @@ struct Block {
       if (copies) producer.issue(latent::at(s.stages[stage]), latent::at(&s.barriers[stage]));
     };
     KvTileCursor at = item.start;
-    int filled = 0;  // stages, up to kStages
+    int filled = 0;  // stages filled, up to kStages
     if (p.reads_ahead && copies) {
       const int settled = settled_tokens<true>(p, s.plan.query_tiles[at.query_tile]);
       for (; filled < kStages && producer.is_within(at.query_tile, settled); ++filled) fill(filled);
@@ -112,7 +115,7 @@ struct Block {
       const int first_token = s.plan.first_kv_tile_token(at.query_tile) + at.kv_tile * kTokens;
       if (done == 0 && p.reads_ahead) {
         wait_for_previous();
-        start_next();  // not before: what follows would take the memory from this step's q and KV
+        start_next();  // not earlier: the next kernel would take memory bandwidth from this step's q and KV
         find_target_place(p);
       }
       query_row.copy(s.queries);
@@ -128,7 +131,7 @@ struct Block {
       };
       if (mine < end) score();
       __syncthreads();
-      int free_stage = -1;  // once all warps have met
+      int free_stage = -1;  // free after the next barrier
 #pragma unroll 1
       while (mine < end) {
         const int token = first_token + (mine - done) * kTokens;
@@ -163,7 +166,7 @@ struct Block {
     return static_cast<int>(threadIdx.x) % kWarp;
   }
 
-  /// This thread's share of a query row, of which 16 threads have one.
+  /// This thread's share of a query row; 16 threads share a row.
   struct QueryRow {
     static constexpr int kRowThreads = kThreads / kMmaRows;
     static constexpr int kPartElements = 8;
@@ -179,7 +182,7 @@ struct Block {
              query_tile.query_head(p, 0, seen) * p.q_head_stride + column;
     }
 
-    /// Asks for it, or for zeros past the last row.
+    /// Issues the copy of this thread's share, or of zeros past the last row.
     __device__ __forceinline__ void copy(T (&to)[kMmaRows][kQueryStride]) const {
 #pragma unroll
       for (int i = 0; i < kColumns; i += kRowThreads * kPartElements) {
@@ -188,7 +191,7 @@ struct Block {
     }
   };
 
-  /// This warp's share of the scores of a KV tile, for all to see.
+  /// Computes this warp's share of a KV tile's scores, in shared memory for all warps.
   static __device__ __forceinline__ void find_scores(
       const WarpProducts& products, unsigned tile,
       float (&to)[WarpProducts::kKeyHalves][kMmaRows][kScoreStride]) {
@@ -200,7 +203,7 @@ struct Block {
     *reinterpret_cast<float2*>(&half[lane() / 4 + 8][column]) = {scores[2], scores[3]};
   }
 
-  /// The weights of a KV tile's tokens, of this warp's rows, for all to see.
+  /// Computes the weights of a KV tile's tokens for this warp's rows, in shared memory for all warps.
   static __device__ __forceinline__ void find_weights(Softmax<T>& softmax, int token, TileShared& shared) {
 #pragma unroll
     for (int i = 0; i < Softmax<T>::kRows; ++i) {
@@ -213,14 +216,14 @@ struct Block {
     }
   }
 
-  /// This warp's columns of the sums.
+  /// Adds the tile's weighted values to this warp's columns of the sums.
   static __device__ __forceinline__ void add_values(const TileShared& shared, unsigned tile, Sums& sums) {
     const float shrink[2] = {shared.shrink[lane() / 4], shared.shrink[lane() / 4 + 8]};
     if (__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) shrink_sums(shrink, sums);
     WarpProducts::add_values(latent::at(shared.weights), kWeightStride * 2, tile, sums);
   }
 
-  /// What this block found.
+  /// Stores this block's results of a query tile.
   static __device__ __forceinline__ void keep_rows(const Softmax<T>& softmax, const Sums& sums,
                                                    const Found<kCluster>& to) {
 #pragma unroll
@@ -240,8 +243,8 @@ struct Block {
     }
   }
 
-  /// This block's rows of the cluster's KV split, to where they go. Of a row's splits the last to come
-  /// combines all.
+  /// Combines this block's rows over the cluster and writes them to out, or as split partials. The last block
+  /// to arrive with its split of these rows combines all splits.
   static __device__ __forceinline__ void end_split(const SplitPartials& all, Shared& s,
                                                    Cluster<kCluster>& cluster, int u,
                                                    const QueryTile& query_tile) {
@@ -273,7 +276,7 @@ __global__ __maxnreg__(kRegisters) void attend_narrow_latent(const __grid_consta
 #if __CUDA_ARCH__ >= 900
   prefetch_params(p);
   Block<T, kCluster>::attend(p, maps);
-  wait_for_previous();  // in a block that had nothing to do
+  wait_for_previous();  // in case the block had nothing to do
   start_next();
   finish_messages(p);
 #endif

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the blocks of a cluster combine what they found of a query tile, in the kernel for few query rows over
-// latents.
+// How the blocks of a cluster combine their results of a query tile, in the kernel over latents for few query
+// rows.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@
 
 namespace helix::cuda::narrow_latent {
 
-/// What a block found of a query tile: unnormalised sums of values, and of each row the max (base 2) and the
-/// sum of weights. A block alone has it in shared memory, those of a cluster in the workspace: what blocks
-/// read of each other's shared memory comes at 7 bytes a cycle.
+/// A block's results of a query tile: unnormalised sums of values and, for each row, the max (base 2) and the
+/// sum of weights. A block alone has them in shared memory, blocks of a cluster in the workspace: DSMEM reads
+/// bring only 7 bytes a cycle.
 template <int kCluster>
 struct Found {
-  static constexpr int kStride = kLatentColumns + (kCluster > 1 ? 0 : 4);  // rows in different banks
+  static constexpr int kStride = kLatentColumns + (kCluster > 1 ? 0 : 4);  // padded: rows in different banks
   static constexpr int kFloats = kMmaRows * (kStride + 2);
   float* memory;
 
@@ -26,14 +26,14 @@ struct Found {
   __device__ float& sum(int row) const { return memory[kMmaRows * (kStride + 1) + row]; }
 };
 
-/// The blocks of a cluster, as they combine what they found of a query tile.
+/// Combines the results of a cluster's blocks for a query tile.
 template <int kCluster>
 class Cluster {
  public:
-  /// `own`: memory of a block alone.
+  /// `own`: where a block without a cluster stores its results.
   __device__ Cluster(const AttentionParams& p, float* own) : first_(own) {
     if constexpr (kCluster > 1) {
-      // Behind the split partials of all work items, in the other half of what sm_rows asks for.
+      // After the split partials of all work items: sm_rows counts these rows a second time.
       static_assert(Found<kCluster>::kFloats <= 2 * kMmaRows * partial_stride(kLatentColumns));
       const std::int64_t items = gridDim.x / kCluster;
       first_ = p.partial_out + (2 * items * p.query_tile_rows) * partial_stride(kLatentColumns) +
@@ -44,7 +44,7 @@ class Cluster {
   Cluster(const Cluster&) = delete;
   Cluster& operator=(const Cluster&) = delete;
 
-  /// Before own() is written again, and before the block ends.
+  /// Waits until the other blocks have read own(): before it is written again, and before the block ends.
   __device__ void await_readers() {
     if (are_read_) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
     are_read_ = false;
@@ -52,8 +52,8 @@ class Cluster {
 
   __device__ Found<kCluster> own() const { return of_block(latent::block_of_item<kCluster>()); }
 
-  /// After all blocks have written theirs: calls write(row, column, max, sum, four columns) for every
-  /// kCluster-th row, from this block's rank on; kWarp * kLaneColumns columns a warp.
+  /// Waits until all blocks have written own(). Then calls write(row, column, max, sum, four columns) for
+  /// every kCluster-th row from this block's rank on; a warp combines kWarp * kLaneColumns columns.
   template <class Write>
   __device__ __forceinline__ void combine(int num_rows, const Write& write) {
     meet();
@@ -82,8 +82,7 @@ class Cluster {
     }
   }
 
-  /// Calls visit(row, first column) for each of this block's rows, a warp for each kWarp * kLaneColumns
-  /// columns.
+  /// Calls visit(row, first column) for each of this block's rows; a warp takes kWarp * kLaneColumns columns.
   template <class Visit>
   static __device__ __forceinline__ void for_each_part(int num_rows, const Visit& visit) {
     constexpr int kPartColumns = kWarp * kLaneColumns;
@@ -109,7 +108,7 @@ class Cluster {
   }
 
   float* first_;
-  bool are_read_ = false;  // perhaps, by other blocks
+  bool are_read_ = false;  // whether other blocks may still be reading own()
 };
 
 }  // namespace helix::cuda::narrow_latent

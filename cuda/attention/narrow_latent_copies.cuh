@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The KV tiles of the kernel for few query rows over latents: how they lie in shared memory, and how they
-// come there.
+// The KV tiles of the kernel over latents for few query rows: their layout in shared memory, and their
+// copies.
 #pragma once
 
 #include <cstdint>
@@ -15,23 +15,24 @@
 
 namespace helix::cuda::narrow_latent {
 
-inline constexpr int kTokens = 32;                              ///< Of a KV tile.
-inline constexpr int kColumns = kLatentColumns + kRopeColumns;  ///< Of a key.
+inline constexpr int kTokens = 32;                              ///< Tokens of a KV tile.
+inline constexpr int kColumns = kLatentColumns + kRopeColumns;  ///< Columns of a key.
 inline constexpr int kChunks = kColumns / kChunkColumns;
-inline constexpr unsigned kRowBytes = kChunkColumns * 2u;  ///< In a chunk.
+inline constexpr unsigned kRowBytes = kChunkColumns * 2u;  ///< Bytes of a row within a chunk.
 inline constexpr unsigned kChunkBytes = kTokens * kRowBytes;
 inline constexpr unsigned kTileBytes = kChunks * kChunkBytes;
 
-/// Where the copy engine finds latents and their rope columns.
+/// Tensor maps of the latents and of their rope columns.
 struct Maps {
   CUtensorMap latents;
   CUtensorMap ropes;
   int box_tokens = 0;
-  int box_chunks = 0;  ///< Of latents: all, where a box has the tokens of a tile, else one.
+  int box_chunks = 0;  ///< Chunks of latents in a box: all, if a box has all tokens of a tile, else one.
 };
 
-/// A way to fetch KV tiles (tensor_copies.cuh): chunks of 64 columns of all of a tile's tokens, swizzled, one
-/// after another. The lanes of a warp ask for a box each; one at a time, so that few large ones are better.
+/// A way to fetch KV tiles (tensor_copies.cuh): by TMA boxes, as swizzled chunks of 64 columns of all of a
+/// tile's tokens, one after another. Each lane of a warp issues a box. They are issued one at a time, so a
+/// few large ones are better.
 struct ChunkBoxes {
   using Maps = narrow_latent::Maps;
   BoxPlace<kTokens> box;
@@ -52,7 +53,7 @@ struct ChunkBoxes {
     const unsigned box_bytes = static_cast<unsigned>(maps.box_tokens) * kRowBytes;
     if (lane == 0) barrier_expect(barrier, static_cast<unsigned>(__popc(seen) * kChunks) * box_bytes);
     __syncwarp();
-    const int parts = (kChunks - 1) / maps.box_chunks + 1;  // the last one is of rope columns
+    const int parts = (kChunks - 1) / maps.box_chunks + 1;  // the last part is the rope columns
     const int copies = __popc(seen) * parts;
 #pragma unroll 1
     for (int begin = 0; begin < copies; begin += kWarp) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The products of the kernel for few query rows over latents, by mma.sync.
+// The products of the kernel over latents for few query rows, by mma.sync.
 #pragma once
 
 #include "cuda/attention/narrow_latent_copies.cuh"
@@ -16,8 +16,8 @@ inline constexpr int kThreads = kWarps * kWarp;
 template <class T>
 class Products {
  public:
-  static constexpr int kScoreTokens = 8;  ///< Keys of a warp: those of a matrix instruction.
-  static constexpr int kKeyHalves = 2;    ///< Parts of the columns, of different warps.
+  static constexpr int kScoreTokens = 8;  ///< Keys of a warp: the n of one mma.sync.
+  static constexpr int kKeyHalves = 2;    ///< Halves of a key's columns, which different warps multiply.
   static constexpr int kHalfSteps = kColumns / kProductDepth / kKeyHalves;
   static constexpr int kSumTiles = kChunkColumns / 8;
   static_assert(kWarps == kKeyHalves * kTokens / kScoreTokens && kWarps == kLatentColumns / kChunkColumns);
@@ -42,10 +42,10 @@ class Products {
     return warp() % (kTokens / kScoreTokens) * kScoreTokens;
   }
 
-  /// Products of this warp's keys and half of their columns.
+  /// scores = queries keys^T for this warp's keys and half of their columns.
   __device__ __forceinline__ void multiply_keys(unsigned tile, float (&scores)[4]) const {
     const unsigned lane = threadIdx.x % kWarp;
-    // An instruction brings two steps: half a chunk of keys. The second half of the columns begins within a
+    // An ldmatrix brings two steps, half a chunk of keys. The second half of the columns begins within a
     // chunk.
     const auto begin = static_cast<unsigned>(half());
     const unsigned row = tile + static_cast<unsigned>(first_key()) * kRowBytes;
@@ -55,7 +55,7 @@ class Products {
 #pragma unroll
     for (int k = 0; k < kHalfSteps / 2; ++k)
       load_matrices(keys[k], (k % 2 == 0 ? even : odd) + static_cast<unsigned>(k / 2) * kChunkBytes);
-    constexpr int kSums = 3;  // on their way at a time: a product takes longer than it keeps others waiting
+    constexpr int kSums = 3;  // accumulators in turn: a product's latency is longer than its issue interval
     float sums[kSums][4] = {};
 #pragma unroll
     for (int k = 0; k < kHalfSteps; ++k) {
@@ -67,7 +67,7 @@ class Products {
     for (int i = 0; i < 4; ++i) scores[i] = sums[0][i] + sums[1][i] + sums[2][i];
   }
 
-  /// sums += weights values, of this warp's chunk of columns; the weights of 16 rows lie `stride` bytes
+  /// sums += weights values for this warp's chunk of columns. The weights of 16 rows lie `stride` bytes
   /// apart.
   static __device__ __forceinline__ void add_values(unsigned weights, unsigned stride, unsigned tile,
                                                     float (&sums)[kSumTiles][4]) {
@@ -95,7 +95,7 @@ class Products {
     }
   }
 
-  /// Zeros in this warp's chunk for tokens outside of [first, last): what is there may be infinite.
+  /// Zeroes this warp's chunk for tokens outside of [first, last): what lies there may be infinite.
   static __device__ __forceinline__ void clear_values(unsigned tile, int first, int last) {
     constexpr int kRowLanes = static_cast<int>(kRowBytes) / 16;
     const unsigned values = tile + static_cast<unsigned>(warp()) * kChunkBytes + threadIdx.x % kWarp * 16u;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The running softmax of the kernel for few query rows over latents.
+// The running softmax of the kernel over latents for few query rows.
 #pragma once
 
 #include "cuda/attention/narrow_latent_products.cuh"
@@ -10,7 +10,7 @@
 
 namespace helix::cuda::narrow_latent {
 
-/// The softmax of some query rows of a tile, by one warp that has a token a lane.
+/// The softmax of one warp's query rows of a tile; each lane has one token.
 template <class T>
 class Softmax {
  public:
@@ -31,8 +31,8 @@ class Softmax {
     return static_cast<int>(threadIdx.x) / kWarp * kRows + i;
   }
 
-  /// The weight of token `token`, this lane's, whose raw score of the i-th row is `score`. Sets what the
-  /// row's earlier sums are to be multiplied by.
+  /// Returns the weight of this lane's token `token`, whose raw score in the i-th row is `score`. Sets
+  /// `shrink` to the rescale factor of the row's earlier sums.
   __device__ __forceinline__ float weigh(int i, int token, float score, float& shrink) {
     if (cap_ > 0.0f) score = cap_ * fast_tanh(score * (factor_ / cap_));
     if (token < low_[i] || token >= high_[i]) score = -kInfinity;
@@ -53,15 +53,16 @@ class Softmax {
   }
 
  private:
-  /// Over the lanes. Bits of floats are ordered as integers are, but for the negative ones.
+  /// The largest `x` over the lanes. Floats compare like their bits as integers, except that negative ones
+  /// compare in reverse.
   static __device__ __forceinline__ float largest(float x) {
     const auto turned = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
     return __int_as_float(turned(__reduce_max_sync(~0u, turned(__float_as_int(x)))));
   }
 
   float cap_;
-  float factor_;    // of scores
-  float exponent_;  // of scores, or of raw ones without a cap
+  float factor_;    // factor from products to scores
+  float exponent_;  // factor of capped scores in the exponent; without a cap, of products
   int low_[kRows];  // tokens that the row sees: [low, high)
   int high_[kRows];
   float max_[kRows] = {-kInfinity, -kInfinity};  // base 2, less kHeadroom

@@ -41,7 +41,7 @@ struct AttentionParams {
   const std::uint64_t* exchanges = nullptr;  ///< TargetSlot::exchanges.
   std::int64_t out_slot_stride = 0;          ///< Elements of out to the other message slot.
   std::int64_t lse_slot_stride = 0;
-  bool sends_lines = false;  ///< Whether out and lse are those of LineRows, and strides those of lines.
+  bool sends_lines = false;  ///< Whether out and lse are lines (LineRows), with the strides of lines.
   const std::uint32_t* gave_up = nullptr;        ///< TargetLines::gave_up.
   const std::int64_t* line_positions = nullptr;  ///< TargetLines::positions.
   std::int64_t line_tokens = 0;                  ///< TargetLines::tokens.
@@ -49,13 +49,13 @@ struct AttentionParams {
   const std::int64_t* positions = nullptr;
   const std::int32_t* sequence_slots = nullptr;
   int num_sequences = 0;
-  int first_token = 0;  ///< Tokens of the step: those of this launch's query tiles.
+  int first_token = 0;  ///< First token of this launch's query tiles, counted in the step.
   int num_tokens = 0;
-  int first_query_tile = 0;  ///< Query tile of the first sequence that the launch begins with.
+  int first_query_tile = 0;  ///< Query tile of its first sequence with which the launch begins.
   int num_query_tiles = 0;
   bool is_one_query_tile_each = false;  ///< Whether each sequence is one query tile.
-  /// Whether kernels ahead still write at most q and KV rows of the step's own tokens; only with
-  /// is_one_query_tile_each.
+  /// Whether earlier kernels that may still run write nothing that this one reads but q and KV rows of the
+  /// step's own tokens; only with is_one_query_tile_each.
   bool reads_ahead = false;
 
   PagedRows k;  ///< Key rows; latent: their first key_columns columns.
@@ -68,16 +68,16 @@ struct AttentionParams {
   std::int64_t kvp_rank = 0;
 
   Divisor kv_heads;
-  Divisor group;  ///< query heads a KV head
+  Divisor group;  ///< Query heads of a KV head.
   int head_dim = 0;
   int value_dim = 0;
-  Divisor query_tile_rows;  ///< Query rows of a query tile, at most.
+  Divisor query_tile_rows;  ///< Most query rows of a query tile.
   float scale = 0.0f;
   float soft_cap = 0.0f;
   std::int64_t window = 0;
 
-  /// [2 * blocks, query_tile_rows, partial_stride(value_dim)], and behind that what blocks of a cluster find,
-  /// of kernels whose AttentionKernel::sm_rows counts it.
+  /// [2 * blocks, query_tile_rows, partial_stride(value_dim)], followed by the results of a cluster's blocks
+  /// in kernels whose AttentionKernel::sm_rows counts them.
   float* partial_out = nullptr;
   float* partial_max = nullptr;  ///< [2 * blocks, query_tile_rows], base 2
   float* partial_sum = nullptr;  ///< [2 * blocks, query_tile_rows]
@@ -88,11 +88,11 @@ struct AttentionParams {
   PagedRows rope;       ///< Latent only: key columns from key_columns on.
   int key_columns = 0;  ///< Columns of a key that lie in k.
 
-  std::int32_t query_offsets[kMaxLaunchSequences + 1];  ///< Copies by value: a trip to memory less.
+  std::int32_t query_offsets[kMaxLaunchSequences + 1];  ///< Passed by value, which saves a trip to memory.
 };
 
-/// Brings the first arguments, 64 bytes a warp of the block, into the constant cache, all at once: one by one
-/// they would cost a trip to memory each.
+/// Loads the first arguments into the constant cache, 64 bytes by each warp of the block, all at once: one by
+/// one each would cost a trip to memory.
 __device__ inline void prefetch_params(const AttentionParams& p) {
   constexpr int kConstantLineWords = 16;
   const int word = static_cast<int>(threadIdx.x) / kWarp * kConstantLineWords;
@@ -100,7 +100,7 @@ __device__ inline void prefetch_params(const AttentionParams& p) {
     asm volatile("" ::"r"(reinterpret_cast<const int*>(&p)[word]));
 }
 
-/// KvLayout::visible() as a call: its divisions are long.
+/// KvLayout::visible() as a function call: the code of its divisions is long.
 __device__ __noinline__ inline TokenRange visible_shard(KvLayout layout, std::int64_t position,
                                                         std::int64_t window, std::int64_t kvp_rank) {
   return layout.visible(position, window, kvp_rank);
@@ -117,8 +117,8 @@ __device__ inline TokenRange visible(const AttentionParams& p, std::int64_t posi
 /// Up to AttentionParams::query_tile_rows query rows of one sequence: query tokens times the heads of a KV
 /// head's group.
 struct QueryTile {
-  int first_token;  ///< Token of the step: the first of the sequence.
-  int first_row;    ///< Row of the sequence; row / group is the token after first_token.
+  int first_token;  ///< First token of the sequence, counted in the step.
+  int first_row;    ///< First row, counted in the sequence; row / group counts tokens from first_token.
   int num_rows;
 
   __device__ int token(const AttentionParams& p, int row) const {
@@ -129,8 +129,8 @@ struct QueryTile {
   }
 };
 
-/// Local tokens that were there before those of the step, of the sequence whose only query tile this is.
-/// kCalls: see AttentionPlan.
+/// Local tokens that the sequence had before the step. `query_tile` must be its only one. kCalls: see
+/// AttentionPlan.
 template <bool kCalls = false>
 __device__ inline int settled_tokens(const AttentionParams& p, const QueryTile& query_tile) {
   std::int64_t settled = INT64_MAX;
@@ -141,26 +141,26 @@ __device__ inline int settled_tokens(const AttentionParams& p, const QueryTile& 
   return static_cast<int>(settled);
 }
 
-/// Where this launch writes its results, read anew.
+/// Reads from memory where this launch writes its results.
 __device__ __forceinline__ TargetPlace read_target_place(const AttentionParams& p) {
   return p.exchanges == nullptr ? TargetPlace{} : TargetPlace(p.exchanges, p.gave_up);
 }
 
-/// The same of the block, in shared memory.
+/// The block's read_target_place(), in shared memory.
 __device__ __forceinline__ TargetPlace& target_place() {
   __shared__ TargetPlace place;
   return place;
 }
 
-/// Finds it, ahead of a barrier: read for each row it would be a trip to memory more for each. By the last
-/// thread, as the first ones have plans to make.
+/// Fills in target_place(), before a barrier: reading it for each row would cost a trip to memory each time.
+/// The last thread does so, because the first ones make the plan.
 __device__ __forceinline__ void find_target_place(const AttentionParams& p) {
   if (threadIdx.x == blockDim.x - 1) target_place() = read_target_place(p);
 }
 
-/// For a kernel that can do nothing ahead, as follow_previous(), ahead of a barrier: also finds
-/// target_place(). The kernel behind reads lines before this one has ended, so that it may not start before
-/// all kernels ahead of this one have.
+/// follow_previous() for a kernel that can do nothing ahead; called before a barrier, as it fills in
+/// target_place(). If this kernel sends lines, the next one reads them before this one ends, so it may start
+/// only when all kernels before this one have ended.
 __device__ __forceinline__ void follow_previous(const AttentionParams& p) {
   if (!p.sends_lines) start_next();
   wait_for_previous();
@@ -181,12 +181,12 @@ __device__ __forceinline__ void store_lse(const AttentionParams& p, const Target
   }
 }
 
-/// The columns of a row of split partials in the workspace: whole float4.
+/// Columns of a row of split partials in the workspace: whole float4s.
 HELIX_HOST_DEVICE constexpr std::int64_t partial_stride(std::int64_t value_dim) {
   return (value_dim + 3) / 4 * 4;
 }
 
-/// The headers of the packed messages that the results lie in, by one warp of the grid.
+/// Writes the headers of the packed messages that hold the results; one warp of the grid.
 __device__ inline void finish_messages(const AttentionParams& p) {
   if (p.headers.message != nullptr && blockIdx.x == gridDim.x - 1 && threadIdx.x < kWarp)
     write_headers(p.headers);

@@ -23,7 +23,8 @@
 namespace helix::cuda {
 namespace {
 
-/// Split partials of up to `rows` rows at a time: two KV splits of each, with their max and sum.
+/// Workspace for the split partials of up to `rows` rows at a time: two KV splits of each row, with their max
+/// and sum.
 struct SplitPartialsMemory {
   std::span<std::byte> out, max, sum, tiles;
   SplitPartialsMemory(WorkspaceArena& arena, std::int64_t rows, std::int64_t value_dim)
@@ -33,7 +34,7 @@ struct SplitPartialsMemory {
         tiles(arena.take_bytes(kMaxQueryTiles * sizeof(SplitQueryTile))) {}
 };
 
-/// In the order in which they are asked: the first that fits runs.
+/// The table of kernels: the first one that fits a call runs.
 constexpr const AttentionKernel* kKernels[] = {
     &kWaves,          &kTensorPages,   &kTensorBoxes,  &kTensorRows, &kTensorPagesE4m3,
     &kTensorRowsE4m3, &kNarrowLatent,  &kLatentKernel, &kMmaRest,    &kMma,
@@ -44,7 +45,7 @@ const AttentionKernel& kernel_for(const AttentionCall& call) {
                         [&](const AttentionKernel* kernel) { return kernel->fits(call); });
 }
 
-/// What the kernel is chosen by.
+/// The properties of a call by which the kernel is chosen.
 template <class T>
 AttentionCall call_of(const PartialAttentionArgs<T>& args, bool is_hopper, const SharedMemory& memory) {
   const KvPlaces places(args.kv);
@@ -66,7 +67,7 @@ AttentionCall call_of(const PartialAttentionArgs<T>& args, bool is_hopper, const
           .memory = memory};
 }
 
-/// All that does not depend on the kernel or on the part of the batch that a launch covers.
+/// The arguments that depend neither on the kernel nor on the part of the batch that a launch covers.
 template <class T>
 AttentionParams params_of(const PartialAttentionArgs<T>& args) {
   const KvView& kv = args.kv;
@@ -124,8 +125,8 @@ AttentionParams params_of(const PartialAttentionArgs<T>& args) {
   return p;
 }
 
-/// Query tiles of one launch, of sequences of up to `most_tokens` tokens here: as many as its kernel plans,
-/// has counters for and can count the KV tiles of.
+/// Most query tiles of a launch for sequences of up to `most_tokens` local tokens: as many as the kernel can
+/// plan, has counters for, and can count the KV tiles of.
 int most_launch_tiles(const AttentionKernel& kernel, std::int64_t kv_heads, std::int64_t most_tokens) {
   constexpr auto kCounters = static_cast<std::int64_t>(kAttentionCounters);
   HELIX_EXPECTS(kv_heads <= kCounters, ErrorCode::unsupported, "partial_attention: there are ", kv_heads,
@@ -139,8 +140,8 @@ int most_launch_tiles(const AttentionKernel& kernel, std::int64_t kv_heads, std:
   return static_cast<int>(most);
 }
 
-/// Calls launch() with `p` set to one part of the batch after another, as many sequences and query
-/// tiles as a plan holds, `most` of these: prefill takes several.
+/// Calls launch() with `p` set to one part of the batch after another. A part has as many sequences as a plan
+/// holds and at most `most` query tiles; prefill takes several parts.
 template <class Launch>
 void for_each_launch(const Batch& batch, bool follows_prepare, AttentionParams& p, int most,
                      const Launch& launch) {
@@ -167,13 +168,13 @@ void for_each_launch(const Batch& batch, bool follows_prepare, AttentionParams& 
     p.first_query_tile = skipped;
     p.num_query_tiles = std::min(count, most);
     p.reads_ahead = follows_prepare && p.is_one_query_tile_each;
-    const bool goes_on = count > most;  // the last sequence, in the next launch
+    const bool goes_on = count > most;  // whether the next launch continues the last sequence
     const int done = goes_on ? query_tiles(end - 1) - (count - most) : 0;
     p.first_token = offsets[first] + skipped * p.query_tile_rows / p.group;
     const int end_token =
         goes_on ? offsets[end - 1] + ceil_div(done * p.query_tile_rows, int{p.group}) : offsets[end];
     p.num_tokens = end_token - p.first_token;
-    // Sequences without tokens may be left, which launch nothing.
+    // Sequences without tokens launch nothing.
     if (p.num_query_tiles > 0) launch();
     skipped = done;
     first = goes_on ? end - 1 : end;
@@ -204,7 +205,7 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   const AttentionCall call =
       call_of(args, state_->runs_hopper_kernels(),
               state_->kernel_target == KernelTarget::least_gpu ? kMinSharedMemory : state_->shared_memory);
-  constexpr std::int64_t kMaxQueryRows = kMaxLocalTokens;  // counted likewise
+  constexpr std::int64_t kMaxQueryRows = kMaxLocalTokens;  // query rows are counted in an int too
   HELIX_EXPECTS(call.most_rows <= kMaxQueryRows, ErrorCode::unsupported, "partial_attention: a sequence has ",
                 call.most_rows, " query rows of a KV head; a GPU kernel counts up to ", kMaxQueryRows,
                 ": give fewer tokens a step");
@@ -228,7 +229,7 @@ void Operators<T>::partial_attention(const PartialAttentionArgs<T>& args, Stream
   const int most_tiles = most_launch_tiles(kernel, p.kv_heads, most_tokens);
   for_each_launch(args.batch, args.follows_prepare, p, most_tiles, [&] {
     kernel.launch(p, call, {blocks, blocks == all_blocks, state_->shares_device, stream.handle()});
-    p.headers.message = nullptr;  // once is enough
+    p.headers.message = nullptr;  // only the first launch writes them
   });
 }
 

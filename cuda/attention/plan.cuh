@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plan of an attention kernel: query tiles and their KV tiles, from which Schedule tells who takes what.
-// Each block makes it itself, in shared memory, from device memory.
+// The plan of an attention kernel: its query tiles and their KV tiles, from which Schedule derives each
+// block's work item. Each block makes the plan itself, in shared memory, from device memory.
 #pragma once
 
 #include <cstdint>
@@ -17,49 +17,50 @@ namespace helix::cuda {
 /// A query tile and the keys that any of its rows sees.
 struct QueryTileSpan {
   QueryTile query_tile;
-  std::int64_t first_page;  ///< Place in the page lists of the sequence's first page.
+  std::int64_t first_page;  ///< Index of the sequence's first page in the page lists.
   int begin_token;          ///< Local token where the keys begin.
   int end_token;            ///< Local token where the keys end.
 };
 
-/// What the schedule of every kernel is made of, in shared memory, for KV tiles of kTokens tokens and work
-/// items that kBlocks blocks take together. `u` is a query tile of the launch; `Count` holds numbers of query
-/// tiles and of splits.
+/// The lists that every kernel's schedule is made of, in shared memory. KV tiles have kTokens tokens, and
+/// kBlocks blocks share a work item. `u` is a query tile of the launch; `Count` holds numbers of query tiles
+/// and of splits.
 template <int kTokens, class TheLimits, int kBlocks, class Count>
 struct AttentionLists {
   using Limits = TheLimits;
   static constexpr int kKvTileTokens = kTokens;
   static_assert(kTokens >= kMinKvTileTokens && Limits::kPaddingTiles <= kMaxPaddingTiles);
 
-  int kv_tile_begin[kMaxQueryTiles + 1];  ///< KV tiles of one KV head before each query tile, padded.
-  Count query_tile_begin[kMaxLaunchSequences + 1];  ///< First query tile of each sequence, of the launch's.
+  int kv_tile_begin[kMaxQueryTiles + 1];  ///< KV tiles of one KV head before each query tile, with padding.
+  /// First query tile of each sequence, counted in the launch.
+  Count query_tile_begin[kMaxLaunchSequences + 1];
   /// KV splits of one KV head before each query tile, if is_one_split_each.
   Count split_begin[kMaxQueryTiles + 1];
   bool is_one_split_each;  ///< Whether each work item is one KV split: of one query tile only.
 
-  /// KV tiles of the list, with padding.
+  /// KV tiles of query tile `u` and one KV head in the list, with padding.
   __device__ int listed_tiles(int u) const { return kv_tile_begin[u + 1] - kv_tile_begin[u]; }
   __device__ int kv_tiles(const AttentionParams& p, int u) const {
     return listed_tiles(u) - padding_tiles(p);
   }
   __device__ int splits(int u) const { return split_begin[u + 1] - split_begin[u]; }
-  /// Of the grid: blocks, or groups that take a work item together.
+  /// Blocks of the grid, where blocks that share a work item count as one.
   static __device__ int num_blocks() { return static_cast<int>(gridDim.x) / kBlocks; }
-  /// KV tiles of no tokens that follow those of each query tile in the list.
+  /// Empty KV tiles that follow those of each query tile in the list.
   static __device__ int padding_tiles(const AttentionParams& p) {
     if constexpr (Limits::kPaddingTiles == 0) return 0;
     return num_blocks() < p.num_query_tiles * p.kv_heads ? Limits::kPaddingTiles : 0;
   }
 };
 
-/// The schedule, with all that is known of the query tiles. kCallsFunctions: long functions that decode steps
-/// seldom run are called, so that what they do run stays together and comes from memory sooner. Not for
-/// kernels whose warps share out registers, which calls prevent.
+/// The lists, and the spans of all query tiles. kCallsFunctions: long functions that decode steps seldom run
+/// are called, not inlined, so that the code of decode steps is contiguous and arrives from memory sooner.
+/// Not for kernels whose warps exchange registers (setmaxnreg), which calls prevent.
 template <int kTokens, class TheLimits = ShortTileLimits, bool kCallsFunctions = false, int kBlocks = 1>
 struct AttentionPlan : AttentionLists<kTokens, TheLimits, kBlocks, int> {
   static constexpr bool kCalls = kCallsFunctions;
   QueryTile query_tiles[kMaxQueryTiles];
-  std::int64_t first_page[kMaxQueryTiles];  ///< As in QueryTileSpan, as the following.
+  std::int64_t first_page[kMaxQueryTiles];  ///< This and the next two: the fields of QueryTileSpan.
   int begin_token[kMaxQueryTiles];
   int end_token[kMaxQueryTiles];
 
@@ -73,14 +74,15 @@ struct AttentionPlan : AttentionLists<kTokens, TheLimits, kBlocks, int> {
   __device__ int first_kv_tile_token(int u) const { return begin_token[u] / kTokens * kTokens; }
 };
 
-/// The schedule in 2 KiB, for kernels whose tiles fill the shared memory: span_of() says the rest again.
+/// The lists alone, in 2 KiB, for kernels whose tiles fill the shared memory: span_of() computes the spans
+/// again.
 template <int kTokens, class TheLimits, int kBlocks>
 struct SmallAttentionPlan : AttentionLists<kTokens, TheLimits, kBlocks, std::uint16_t> {
   static constexpr bool kCalls = false;
   __device__ void keep(int, const QueryTileSpan&) {}
 };
 
-/// Asks for this block's share of the queries, by `threads` threads of which this is number `thread`.
+/// Prefetches this block's share of the queries, by `threads` threads; this one has number `thread`.
 __device__ inline void prefetch_queries(const AttentionParams& p, int thread, int threads) {
   constexpr int kCacheLineBytes = 128;
   const int element_bytes = p.dtype == DType::f32 ? 4 : 2;
@@ -101,7 +103,7 @@ __device__ inline int query_rows(const AttentionParams& p, int b) {
   return (p.query_offsets[b + 1] - p.query_offsets[b]) * p.group;
 }
 
-/// `num_rows` query rows of sequence `b` from `row` on.
+/// The span of `num_rows` query rows of sequence `b` from `row` on.
 template <bool kCalls>
 __device__ inline QueryTileSpan span_of(const AttentionParams& p, int b, int row, int num_rows) {
   const std::int64_t first_page = p.lists.first_of(p.sequence_slots[b]);
@@ -119,7 +121,8 @@ __device__ inline QueryTileSpan span_of(const AttentionParams& p, int b, int row
       {first_token, row, num_rows}, first_page, end > 0 ? static_cast<int>(begin) : 0, static_cast<int>(end)};
 }
 
-/// What row `row` of a query tile sees; of one token, or behind the last row, what the query tile does.
+/// The local tokens that row `row` of a query tile sees: those of the whole tile if it has one token, or for
+/// rows past the last.
 template <bool kCalls = false>
 __device__ inline TokenRange seen_by_row(const AttentionParams& p, const QueryTileSpan& span, int row) {
   const QueryTile& tile = span.query_tile;
@@ -128,7 +131,7 @@ __device__ inline TokenRange seen_by_row(const AttentionParams& p, const QueryTi
   return visible<kCalls>(p, p.positions[tile.token(p, row)]);
 }
 
-/// Query tile `u` of the launch, which is of sequence `b`.
+/// The span of query tile `u` of the launch, which belongs to sequence `b`.
 template <class Plan>
 __device__ inline QueryTileSpan span_of_tile(const AttentionParams& p, const Plan& plan, int u, int b) {
   const int skipped = b == 0 ? p.first_query_tile : 0;
@@ -136,14 +139,14 @@ __device__ inline QueryTileSpan span_of_tile(const AttentionParams& p, const Pla
   return span_of<Plan::kCalls>(p, b, row, min(static_cast<int>(p.query_tile_rows), query_rows(p, b) - row));
 }
 
-/// Query tile `u` of the launch, for kernels that do not keep it.
+/// The span of query tile `u` of the launch, for kernels that do not keep it.
 template <class Plan>
 __device__ inline QueryTileSpan span_of_tile(const AttentionParams& p, const Plan& plan, int u) {
   if (p.is_one_query_tile_each) return span_of<Plan::kCalls>(p, u, 0, query_rows(p, u));
   return span_of_tile(p, plan, u, find_last(plan.query_tile_begin, p.num_sequences, u));
 }
 
-/// Keeps query tile `u` in the plan. Returns its number of KV tiles, padded.
+/// Keeps query tile `u` in the plan. Returns its number of KV tiles, with padding.
 template <class Plan>
 __device__ inline int plan_query_tile(const AttentionParams& p, Plan& plan, int u,
                                       const QueryTileSpan& span) {
@@ -154,8 +157,8 @@ __device__ inline int plan_query_tile(const AttentionParams& p, Plan& plan, int 
   return max(1, (span.end_token + kKvTileTokens - 1) / kKvTileTokens - first) + Plan::padding_tiles(p);
 }
 
-/// The plan of up to kWarp sequences, each of which is one query tile, as in decoding: all in the registers
-/// of the first warp.
+/// Makes the plan for up to kWarp sequences of one query tile each, as in decoding, in the registers of the
+/// first warp.
 template <class Plan>
 __device__ inline void make_small_plan(const AttentionParams& p, Plan& plan) {
   using Count = std::remove_reference_t<decltype(plan.split_begin[0])>;
@@ -182,7 +185,7 @@ __device__ inline void make_small_plan(const AttentionParams& p, Plan& plan) {
   if (u == 0) plan.is_one_split_each = spare >= 0 && are_splits_short<Plan>(p, longest, total);
 }
 
-/// The plan of any launch; all threads of the block.
+/// Makes the plan of any launch; all threads of the block.
 template <class Plan>
 __device__ inline void make_large_plan(const AttentionParams& p, Plan& plan) {
   using Count = std::remove_reference_t<decltype(plan.query_tile_begin[0])>;
@@ -194,7 +197,7 @@ __device__ inline void make_large_plan(const AttentionParams& p, Plan& plan) {
     const int skipped = b == 0 ? p.first_query_tile : 0;
     const int tiles = (query_rows(p, b) + p.query_tile_rows - 1) / p.query_tile_rows - skipped;
     plan.query_tile_begin[b] =
-        static_cast<Count>(min(tiles, kMaxQueryTiles));  // the rest is another launch's
+        static_cast<Count>(min(tiles, kMaxQueryTiles));  // other launches have the rest
   }
   __syncthreads();
   if (thread < kWarp) exclusive_sum(plan.query_tile_begin, p.num_sequences);
@@ -211,7 +214,7 @@ __device__ inline void make_large_plan(const AttentionParams& p, Plan& plan) {
   }
 }
 
-/// make_large_plan() as a call.
+/// make_large_plan() as a function call.
 template <class Plan>
 __device__ __noinline__ void call_large_plan(const AttentionParams& p, Plan& plan) {
   make_large_plan(p, plan);

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Partial attention for any sizes, types and layouts, in plain f32: exact, and no more than that.
+// Partial attention for any sizes, types and layouts in plain f32: out = softmax(scale q k^T) v and its lse,
+// exact but not tuned.
 //
-// Each warp takes every eighth key of a KV split: its lanes hold the row and walk the queries, which are in
-// shared memory.
+// A block has eight warps and up to eight query rows, which are in shared memory. Each warp takes every
+// eighth key of a KV split: its lanes hold the key in registers and multiply it by one query row after
+// another.
 #include <helix/error.hpp>
 
 #include "cuda/attention/combine.cuh"
@@ -20,7 +22,8 @@ constexpr int kKvTileTokens = 32;
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
 
-/// Query rows that share a key, for rows of up to kPerLane * 32 elements: their sums stay in registers.
+/// Query rows that share a key, for rows of up to `per_lane` * 32 elements: as many as keep their sums in
+/// registers.
 constexpr int rows_of(int per_lane) {
   return per_lane <= 8 ? 8 : per_lane <= 18 ? 4 : 2;
 }
@@ -53,7 +56,8 @@ struct Portable {
     int end[kRows];
   };
 
-  /// What a warp has found so far of each query row: max (base 2), sum of weights, and the lane's columns.
+  /// A warp's running results of each query row: max (base 2), sum of weights, and the lane's columns of the
+  /// sum of values.
   struct Found {
     float max[kRows];
     float sum[kRows];
@@ -101,7 +105,7 @@ struct Portable {
   }
 
  private:
-  /// Queries times all factors of their scores, zeros past the last row.
+  /// Loads the queries times all factors of their scores, with zeros past the last row.
   static __device__ __forceinline__ void load_queries(const AttentionParams& p, const QueryTile& query_tile,
                                                       int head, float* queries) {
     const float key_scale = p.scale * (p.k_scale != nullptr ? p.k_scale[head] : 1.0f);
@@ -201,7 +205,7 @@ struct Portable {
     }
   }
 
-  /// The warps' results brought together in shared memory, in order.
+  /// Merges the warps' results in shared memory, in the order of the warps.
   static __device__ __forceinline__ void join_warps(const AttentionParams& p, Shared& s,
                                                     const QueryTile& query_tile, float value_scale,
                                                     const Found& found, float* sums, int sum_stride) {

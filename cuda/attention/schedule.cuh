@@ -2,17 +2,18 @@
 // Which thread block of an attention kernel multiplies which keys and values.
 //
 // Query rows are cut into query tiles, and the local tokens that any row of a query tile sees into KV tiles
-// of a size that the kernel chooses. The work of a launch is the list of all KV tiles: of each query tile, of
-// each KV head. Each block of a persistent grid takes one work item, consecutive KV tiles of that list; what
-// it takes of one query tile and KV head is a KV split. One sequence of a million tokens is thus cut into as
-// many splits as there are blocks, and a ragged batch fills the chip as well. Each block computes the
+// of a size that the kernel chooses. The work of a launch is the list of all KV tiles, ordered by query tile,
+// then by KV head. Each block of a persistent grid takes one work item, consecutive KV tiles of that list;
+// its KV tiles of one query tile and KV head are a KV split. So one sequence of a million tokens is cut into
+// as many splits as there are blocks, and a ragged batch fills the GPU as well. Each block computes the
 // schedule itself from device memory.
 //
-// Work items of equal length have at most one KV tile of imbalance, but one may end a query tile and begin
-// another, and a query tile's epilogue takes as long as some KV tiles. Where there are enough blocks for the
-// query tiles, each work item is therefore a single split, as long as none gets longer than that by it.
+// Work items of equal length differ by at most one KV tile. But such an item may end one query tile and begin
+// another, and a query tile's epilogue takes as long as some KV tiles. If there are enough blocks for the
+// query tiles, each work item is therefore a single split, unless the longest split would exceed an equal
+// share by more than an epilogue.
 //
-// A kernel may have two blocks take one work item, half of the query rows each: "block" below is then a pair.
+// In some kernels several blocks share a work item: "block" below then means all of them.
 #pragma once
 
 #include <cstdint>
@@ -22,11 +23,11 @@
 
 namespace helix::cuda {
 
-/// Numbers 0 .. total - 1 in `parts` ranges, the first ones longer by one.
+/// Divides the numbers 0 .. total - 1 into `parts` ranges, the first ones longer by one.
 struct EvenPartition {
   int parts;
   int length;
-  int longer;  ///< Ranges that have one more.
+  int longer;  ///< Number of ranges that are longer by one.
 
   __device__ EvenPartition(int total, int the_parts)
       : parts(the_parts), length(total / the_parts), longer(total - length * the_parts) {}
@@ -37,14 +38,14 @@ struct EvenPartition {
   }
 };
 
-/// A walk along the list of KV tiles.
+/// A place in the list of KV tiles.
 struct KvTileCursor {
   int query_tile;
   int head;
-  int kv_tile;       ///< KV tile of the query tile and head.
+  int kv_tile;       ///< KV tile, counted in the query tile and head.
   int num_kv_tiles;  ///< KV tiles that the query tile and head have.
 
-  /// `count` KV tiles on. At the end of the list it stays past the last query tile.
+  /// Moves on by `count` KV tiles. At the end of the list it stays past the last query tile.
   template <class Plan>
   __device__ void advance(const AttentionParams& p, const Plan& plan, int count) {
     kv_tile += count;
@@ -59,8 +60,8 @@ struct KvTileCursor {
   }
 };
 
-/// What a block takes of the list: consecutive KV tiles, which are a KV split of each query tile and head
-/// that they belong to. A split of a cluster may be of no KV tile.
+/// A block's share of the list: consecutive KV tiles, which form one KV split of each query tile and head
+/// that they belong to. Splits of a cluster may be empty.
 struct WorkItem {
   KvTileCursor start;
   int count;  ///< KV tiles.
@@ -74,7 +75,7 @@ struct KvSplits {
   int count;
 };
 
-/// Who takes which KV tiles of the list.
+/// Assigns the KV tiles of the list to blocks.
 template <class Plan>
 class Schedule {
  public:
@@ -100,7 +101,7 @@ class Schedule {
     KvTileCursor start = cursor_at(first);
     if (padding_ == 0) return {start, end - first};
     const int count = tiles_before(cursor_at(end)) - tiles_before(start);
-    start.advance(p_, plan_, 0);  // out of the padding
+    start.advance(p_, plan_, 0);  // moves out of the padding
     return {start, count};
   }
 
@@ -120,12 +121,13 @@ class Schedule {
     const int total = plan_.kv_tile_begin[p_.num_query_tiles] * p_.kv_heads;
     return {total, even_work_items<Plan>(total)};
   }
-  /// Of the list, before a query tile and head. kv_tile_begin counts one head's; heads repeat them.
+  /// KV tiles of the list before a query tile and head. kv_tile_begin counts those of one head; all heads
+  /// have equally many.
   __device__ int listed_before(int u, int head) const {
     return plan_.kv_tile_begin[u] * p_.kv_heads + head * plan_.listed_tiles(u);
   }
-  /// Place `listed` of the list: a KV tile, or in padding the end of those before it. The list's end is a
-  /// head behind the last one of the last query tile.
+  /// The cursor at place `listed` of the list. A place in padding means the end of the KV tiles before it;
+  /// the end of the list means one head past the last one of the last query tile.
   __device__ KvTileCursor cursor_at(int listed) const {
     const int u = find_last(plan_.kv_tile_begin, p_.num_query_tiles, listed / p_.kv_heads);
     const int rest = listed - listed_before(u, 0);

@@ -16,29 +16,31 @@ inline constexpr int kCombineBatch = 16;  ///< Split partials that are combined 
 /// How finely KV is split, for KV tiles of 32 tokens and query tiles of up to 32 rows.
 struct ShortTileLimits {
   static constexpr int kEpilogueTiles = 8;  ///< KV tiles read in the time of a query tile's epilogue.
-  /// KV tiles of a split at least, where up to kCombineBatch splits share a query tile. More splits read
-  /// faster and take longer to combine: one KV head of 2048 tokens takes 8.3 us in 16 splits of 4 KV tiles
-  /// and 8.7 in 8 of 8, of 8192 tokens 10.3 in 32 of 8 and 11.8 in 64 of 4 (H200).
+  /// Fewest KV tiles of a split, where up to kCombineBatch splits share a query tile. More splits read faster
+  /// but take longer to combine: one KV head of 2048 tokens takes 8.3 us in 16 splits of 4 KV tiles and 8.7
+  /// in 8 splits of 8; 8192 tokens take 10.3 us in 32 splits of 8 and 11.8 in 64 splits of 4 (H200).
   static constexpr int kShortSplitTiles = 4;
-  static constexpr int kSplitTiles = 8;  ///< KV tiles of a split at least, where there are more splits.
-  static constexpr int kWholeTiles = 0;  ///< KV tiles of a query tile that is not split at most.
-  /// KV tiles of a query tile at most, for each block of a cluster, that are cut for the blocks of one
+  static constexpr int kSplitTiles = 8;  ///< Fewest KV tiles of a split, where there are more splits.
+  static constexpr int kWholeTiles = 0;  ///< Most KV tiles of a query tile that is not split.
+  /// Most KV tiles, for each block of a cluster, of a query tile that is split over the blocks of one
   /// cluster.
   static constexpr int kClusterTiles = 0;
-  /// KV tiles of no tokens that each query tile counts for behind its own where query tiles are more than
-  /// blocks: its beginning and its epilogue take as long, and work items that hold many short ones would not
-  /// take as long as those of a few long ones.
+  /// Empty KV tiles that the list adds to each query tile where there are more query tiles than blocks. They
+  /// stand for the time of its prologue and epilogue: without them, work items of many short query tiles
+  /// would take longer than those of a few long ones.
   static constexpr int kPaddingTiles = 0;
 };
 
-inline constexpr int kMaxClusterBlocks = 8;  ///< Of a cluster that combines the KV splits of a query tile.
-/// Tokens for each block of such a cluster, at most. Beyond, more splits read faster.
+/// Most blocks of a cluster that combines a query tile's splits.
+inline constexpr int kMaxClusterBlocks = 8;
+/// Most tokens for each block of such a cluster. Beyond that, more splits read faster.
 inline constexpr int kClusterBlockTokens = 320;
 
-/// The same for blocks that have an SM of their own, for KV tiles of kTokens tokens: their warps read several
-/// KV tiles at a time, so that few tokens take less time than a trip to memory to combine splits, and a few
-/// more are better cut for the blocks of a cluster, which need no trip. Decode steps of 8 layers: one
-/// sequence of 330 tokens whole 1.198 ms, in two 1.190; eight of 512 whole 1.287, in two 1.257 (H200).
+/// Limits for blocks that have an SM of their own, for KV tiles of kTokens tokens. Their warps read several
+/// KV tiles at a time: attending to few tokens takes less time than the trip to memory that combining splits
+/// costs. Somewhat more tokens are best split over the blocks of a cluster, which need no such trip. Decode
+/// steps of 8 layers, whole and in two splits: one sequence of 330 tokens 1.198 and 1.190 ms, eight of 512
+/// tokens 1.287 and 1.257 ms (H200).
 template <int kTokens>
 struct WholeSmLimits : ShortTileLimits {
   static constexpr int kWholeTiles = 256 / kTokens;
@@ -56,8 +58,8 @@ __device__ inline int cluster_blocks() {
 #endif
 }
 
-/// KV splits that `kv_tiles` KV tiles are worth. Those of a cluster's blocks may be more than there are KV
-/// tiles: in its shared memory even splits of nothing combine faster than through the device's.
+/// Most KV splits that `kv_tiles` KV tiles are worth. A cluster may have more splits than there are KV tiles:
+/// even empty splits combine faster through its shared memory than splits do through device memory.
 template <class Limits>
 __device__ inline int max_splits(int kv_tiles) {
   if (kv_tiles <= Limits::kWholeTiles) return 1;
@@ -70,14 +72,15 @@ __device__ inline int max_splits(int kv_tiles) {
              : max(kCombineBatch, (kv_tiles + Limits::kSplitTiles - 1) / Limits::kSplitTiles);
 }
 
-/// Work items of equal length, of a KV tile at least, into which a list of `kv_tiles` KV tiles is cut.
+/// Number of work items of equal length, at least one KV tile, into which a list of `kv_tiles` KV tiles is
+/// cut.
 template <class Plan>
 __device__ inline int even_work_items(int kv_tiles) {
   return min(min(Plan::num_blocks(), kv_tiles), max_splits<typename Plan::Limits>(kv_tiles));
 }
 
-/// KV splits for a query tile of one KV head, in proportion to its KV tiles: at least one, and not more in
-/// all than one for each query tile and `spare` beside. `total` is the KV tiles of all.
+/// KV splits of a query tile of one KV head, in proportion to its KV tiles: at least one, and over all query
+/// tiles no more than one each plus `spare`. `total` is the number of KV tiles of all query tiles.
 template <class Limits>
 __device__ inline int splits_for(int kv_tiles, int spare, int total) {
   const int shift = max(0, 9 - __clz(total));  // so that the product fits
@@ -87,21 +90,22 @@ __device__ inline int splits_for(int kv_tiles, int spare, int total) {
   return splits < most ? min(splits, kv_tiles) : most;
 }
 
-/// Whether splits of up to `longest` KV tiles are not too long beside work items of equal length.
+/// Whether splits of up to `longest` KV tiles exceed work items of equal length by no more than
+/// kEpilogueTiles.
 template <class Plan>
 __device__ inline bool are_splits_short(const AttentionParams& p, int longest, int total) {
   const int all = total * p.kv_heads;
   return std::int64_t{longest - Plan::Limits::kEpilogueTiles - 1} * even_work_items<Plan>(all) <
-         all;  // <= all / items, rounded up
+         all;  // longest - kEpilogueTiles <= all / items, rounded up
 }
 
-/// Blocks of a KV head beside one for each query tile; negative if there are too few.
+/// Blocks for each KV head in excess of one a query tile; negative if there are too few.
 template <class Plan>
 __device__ inline int spare_blocks(const AttentionParams& p) {
   return Plan::num_blocks() / p.kv_heads - p.num_query_tiles;
 }
 
-/// Cuts each query tile into KV splits with a block each, if that keeps them short; by the first warp.
+/// Cuts each query tile into KV splits of one block each, if that keeps them short; first warp.
 template <class Plan>
 __device__ inline void assign_splits(const AttentionParams& p, Plan& plan) {
   using Count = std::remove_reference_t<decltype(plan.split_begin[0])>;

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Partial attention on Hopper's tensor cores, for q of 16 bits and KV of the same type or of e4m3.
+// Partial attention by mma.sync on Hopper, for q of 16 bits and KV of the same type or of e4m3: out =
+// softmax(scale q k^T) v and its lse.
 //
-// Each warp is a worker of its own: it takes every kWarps-th KV tile of the block's work item, asks for it
-// kStages KV tiles ahead (how, `Copies` says), and multiplies it. Warps meet only where a KV split ends.
+// Each warp works on its own. It takes every kWarps-th KV tile of the block's work item, issues its copies
+// kStages KV tiles ahead (`Copies` says how) into a ring of its own in shared memory, and multiplies it by
+// all rows of the query tile. Warps meet only where a KV split ends, and merge their results.
 //
-// Beside e4m3 queries and weights are f16. Queries of bf16 are scaled row by row; the inverse, the keys'
-// scale and that of the scores are one factor of the row's scores; the values' scale multiplies the sums
-// where a KV split ends. Weights go up to 2^kHeadroom: a million weights below the least f16 would be missed.
+// With e4m3 KV, queries and weights are f16. Queries of bf16 are scaled row by row; one factor of a row's
+// scores combines the inverse of that scale, the keys' scale and the softmax scale. The values' scale
+// multiplies the sums where a KV split ends. Weights go up to 2^kHeadroom: otherwise a million weights below
+// the smallest f16 would be lost.
 #pragma once
 
 #include <cstddef>
@@ -27,14 +30,13 @@
 
 namespace helix::cuda {
 
-/// Blocks of that many warps that an SM holds.
+/// Blocks of `warps` warps that an SM holds.
 constexpr int tensor_blocks_per_sm(int warps) {
   return warps > 4 ? 1 : kBlocksPerSm;
 }
 
-/// The kernel for one type of KV, two head sizes, a number of m16 tiles in a query tile and kTokens tokens in
-/// a KV tile, of which kStepTokens are multiplied at a time. `Copies`, of tensor_copies.cuh, fetches KV
-/// tiles.
+/// The kernel for one type of KV, two head sizes, kMTiles m16 tiles in a query tile and kTokens tokens in a
+/// KV tile, of which kStepTokens are multiplied at a time. `Copies`, of tensor_copies.cuh, fetches KV tiles.
 template <class KV, int kDim, int kValueDim, int kMTiles, int kWarps, int kTokens, int kStages,
           template <int, int, int> class Copies, int kStepTokens>
 struct Tensor {
@@ -44,7 +46,7 @@ struct Tensor {
   static constexpr int kThreads = kWarps * kWarp;
   static constexpr int kRows = kMTiles * kMmaRows;
   static constexpr int kBlocks = tensor_blocks_per_sm(kWarps);
-  /// Whether blocks come in clusters, where there is room: their epilogue is what counts.
+  /// Whether blocks form clusters where there is room: for one block an SM the epilogue decides the time.
   static constexpr bool kHasClusters = kBlocks == 1 && kDim == kValueDim;
 
   using Softmax = TensorSoftmax<KV, kDim, kValueDim, kMTiles, kStepTokens>;
@@ -54,14 +56,14 @@ struct Tensor {
   using RowFactors = typename Softmax::RowFactors;
   using Found = typename Softmax::Found;
   using KvScales = typename Softmax::KvScales;
-  using T = typename Products::T;  // of queries and weights
+  using T = typename Products::T;  // type of queries and weights
   using Queries = TensorQueries<KV, kDim, kRows, kThreads>;
   using TileCopies = Copies<Products::kKeyBytes, Products::kValueBytes, kTokens>;
   static constexpr bool kIsFp8 = Products::kIsFp8;
   static constexpr int kValuesAt = kTokens * Products::kKeyBytes;  // in a KV tile
   static constexpr int kStageBytes = kValuesAt + kTokens * Products::kValueBytes;
-  /// Of a stage: e4m3 has one for its keys and one for its values, which arrive while keys are multiplied. It
-  /// has as many instructions for half the bytes, so that they are worth hiding.
+  /// mbarriers of a stage. e4m3 has one for keys and one for values, so that values arrive while keys are
+  /// multiplied: it has as many instructions as 16 bits for half the bytes, so that they are worth hiding.
   static constexpr int kBarriers = kIsFp8 ? 2 : 1;
   using Producer = TileProducer<TileCopies, Plan, kWarps, kBarriers>;
   using Cluster = BlockCluster<kHasClusters, kRows, kValueDim>;
@@ -74,10 +76,10 @@ struct Tensor {
     typename Cluster::Sums cluster;
     alignas(8) unsigned long long barriers[kWarps][kStages][kBarriers];
     Plan plan;
-    float query_factors[kIsFp8 ? kRows : 1];  // what a row of queries was divided by
+    float query_factors[kIsFp8 ? kRows : 1];  // RowScale::inverse() of each row
   };
 
-  /// The values of a KV tile whose keys are there.
+  /// The arrival of a KV tile's values, after its keys.
   struct Arrival {
     unsigned barrier;
     unsigned parity;
@@ -111,18 +113,18 @@ struct Tensor {
       producer.issue(stage_at + static_cast<unsigned>(i * kStageBytes),
                      barrier_at + static_cast<unsigned>(i * kBarriers * 8));
     };
-    int filled = 0;  // stages, up to kStages
+    int filled = 0;  // stages filled, up to kStages
     if (p.reads_ahead) {
       const int settled = settled_tokens(p, s.plan.query_tiles[at.query_tile]);
       for (; filled < kStages && producer.is_within(at.query_tile, settled); ++filled) fill(filled);
       wait_for_previous();
-      start_next();  // not before: what follows would take the memory from this step's q and KV
+      start_next();  // not earlier: the next kernel would take memory bandwidth from this step's q and KV
     }
     int done = 0;
     do {
       const int count = min(item.count - done, at.num_kv_tiles - at.kv_tile);
       const QueryTile query_tile = s.plan.query_tiles[at.query_tile];
-      // Behind the copies of all blocks the queries would wait for microseconds, so they are asked for first.
+      // The queries are loaded first: after the copies of all blocks they would wait for microseconds.
       Queries queries;
       queries.read(p, query_tile, at.head);
       if (done == 0 && p.reads_ahead) find_target_place(p);
@@ -134,8 +136,8 @@ struct Tensor {
           p, query_tile, {s.plan.begin_token[at.query_tile], s.plan.end_token[at.query_tile]});
       __syncthreads();
       const RowFactors factors = Softmax::row_factors(p, s.query_factors, scales.k);
-      // Behind copies that take the load units, no warp would see the queries until all warps had issued
-      // theirs.
+      // Copies by load units start only now: issued earlier, they would keep every warp from the queries
+      // until all warps had issued their copies.
       for (; filled < kStages && kQueriesFirst; ++filled) fill(filled);
 
       Found found = Softmax::nothing();
@@ -171,7 +173,7 @@ struct Tensor {
   }
 
  private:
-  /// This warp's barriers.
+  /// Initialises this warp's mbarriers.
   static __device__ __forceinline__ void init_barriers(unsigned long long* barriers) {
     if (threadIdx.x % kWarp != 0) return;
     for (int i = 0; i < kStages * kBarriers; ++i)
@@ -179,7 +181,8 @@ struct Tensor {
     fence_barrier_init();
   }
 
-  /// What the warps found of the KV split at `at`, to where it goes; whoever comes last combines the splits.
+  /// Merges the warps' results of the KV split at `at` and writes them. The cluster, or else the last block
+  /// to arrive, combines the splits.
   static __device__ __forceinline__ void end_split(const SplitPartials& partials, Shared& s, Cluster& cluster,
                                                    const KvTileCursor& at, float value_scale, Found& found) {
     const QueryTile query_tile = s.plan.query_tiles[at.query_tile];
@@ -198,7 +201,8 @@ struct Tensor {
     }
   }
 
-  /// Zeros outside of tokens [first, last): what an earlier KV tile left there may be infinite.
+  /// Zeroes the values of tokens outside of [first, last): what an earlier KV tile left there may be
+  /// infinite.
   static __device__ void clear_values(std::byte* kv_tile, int first, int last) {
     auto* values = reinterpret_cast<uint4*>(kv_tile + kValuesAt);
     constexpr int kChunks = Products::kValueBytes / 16;
@@ -209,7 +213,8 @@ struct Tensor {
     __syncwarp();
   }
 
-  /// kStepTokens of a KV tile from its token `step` on; `tile_token` is the KV tile's first token.
+  /// Attends to kStepTokens tokens of a KV tile from its token `step` on; `tile_token` is the KV tile's first
+  /// token.
   static __device__ __forceinline__ void multiply_tokens(const AttentionParams& p, const T* queries,
                                                          const std::byte* kv_tile, int step, int tile_token,
                                                          const Arrival& values, const Bounds& bounds,
@@ -217,7 +222,7 @@ struct Tensor {
     const int token = tile_token + step;
     typename Softmax::Scores scores;
     Products::multiply_keys(queries, kv_tile + step * Products::kKeyBytes, scores);
-    // Scores stay raw where they can: the factor goes into the exponent, (x - max) * factor.
+    // Without a soft cap scores stay raw: the factor goes into the exponent, (x - max) * factor.
     const bool is_capped = p.soft_cap > 0.0f;
     RowFactors exponents;
 #pragma unroll
@@ -244,7 +249,7 @@ __global__ __launch_bounds__(kWarps* kWarp, tensor_blocks_per_sm(kWarps)) void a
 #if __CUDA_ARCH__ >= 900
   prefetch_params(p);
   Tensor<KV, kDim, kValueDim, kMTiles, kWarps, kTokens, kStages, Copies, kStepTokens>::attend(p, maps);
-  wait_for_previous();  // in a block that had nothing to do
+  wait_for_previous();  // in case the block had nothing to do
   start_next();
   finish_messages(p);
 #endif

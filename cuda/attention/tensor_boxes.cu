@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensor-core kernel for pages that boxes divide, of the type of q.
+// The tensor-core kernel for KV of q's type in pages that boxes divide.
 #include "cuda/attention/tensor_launch.cuh"
 
 namespace helix::cuda {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A way to fetch KV tiles for the tensor-core kernel, beside those of tensor_copies.cuh: boxes that the copy
-// engine cuts out of pages with rows of any strides.
+// Fetches KV tiles for the tensor-core kernel as TMA boxes, out of pages with rows of any strides. For other
+// ways see tensor_copies.cuh.
 #pragma once
 
 #include <cstdint>
@@ -15,15 +15,16 @@
 
 namespace helix::cuda {
 
-inline constexpr int kMinBoxTokens = 8;  ///< Of a box: whole ones begin at multiples of 128 bytes.
+/// Fewest tokens of a box: boxes then begin at multiples of 128 bytes.
+inline constexpr int kMinBoxTokens = 8;
 
-/// A lane's box of a KV tile of kTokens tokens, the lane's number in order.
+/// A lane's box of a KV tile of kTokens tokens; lane i has the i-th box.
 template <int kTokens>
 struct BoxPlace {
   bool has_box = false;   // whether some row of this lane's box is seen
-  int first_row = 0;      // of the box, in the KV tile
-  int in_page = 0;        // the same, in the page
-  std::int32_t page = 0;  // not looked at before it is needed, for it comes from memory
+  int first_row = 0;      // first row of the box in the KV tile
+  int in_page = 0;        // first row of the box in its page
+  std::int32_t page = 0;  // not used before it is needed, as it comes from memory
 
   template <class Plan>
   __device__ __forceinline__ void look_up(const AttentionParams& p, int box_tokens, const Plan& plan,
@@ -39,20 +40,20 @@ struct BoxPlace {
   }
 };
 
-/// What BoxTileCopies needs beside AttentionParams.
+/// Kernel parameters of BoxTileCopies, in addition to AttentionParams.
 struct BoxTileMaps {
   CUtensorMap k;
   CUtensorMap v;
   int box_tokens = 0;
 };
 
-/// Rows of any strides in pages of kMinBoxTokens tokens at least, where boxes of as many divide both a page
-/// and a KV tile: each lane asks for one box of K and one of V.
+/// Fetches rows of any strides from pages of kMinBoxTokens tokens or more, where boxes of that many tokens
+/// divide both a page and a KV tile. Each lane issues one box of K and one of V.
 template <int kKeyBytes, int kValueBytes, int kTokens>
 struct BoxTileCopies {
   using Maps = BoxTileMaps;
-  static constexpr unsigned kArrivals = 1;        // at the barrier, a phase
-  static constexpr bool kTakesLoadUnits = false;  // a copy engine moves the data
+  static constexpr unsigned kArrivals = 1;        // at the mbarrier, in a phase
+  static constexpr bool kTakesLoadUnits = false;  // TMA moves the data
   static constexpr bool kTakesUnequalRows = true;
   static_assert(kTokens <= kMinBoxTokens * kWarp);
 

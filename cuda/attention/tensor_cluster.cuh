@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Blocks of a cluster that have the KV splits of a query tile, combined through shared memory: two trips to
-// memory less, of which each takes microseconds while the weights of the next product stream by.
+// Combines the KV splits of a query tile over the blocks of a cluster, through DSMEM. That saves two trips to
+// memory, which take microseconds each while the weights of the next product are streamed.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -10,21 +10,21 @@
 
 namespace helix::cuda {
 
-/// This block among those of its cluster. kExists false: there are no clusters, nor room for their sums.
+/// This block in its cluster. If kExists is false, there are no clusters and no room for their sums.
 template <bool kExists, int kRows, int kValueDim>
 class BlockCluster {
  public:
-  static constexpr int kStride = kValueDim + 4;  // f32: rows 16 bytes apart in the banks
+  static constexpr int kStride = kValueDim + 4;  // f32, padded: rows 16 bytes apart in the banks
   static_assert(kRows % kMaxClusterBlocks == 0);
 
-  /// What the blocks found of the rows that this one combines: of every blocks-th, from its rank on.
+  /// All blocks' results of the rows that this block combines: every blocks-th row, from its rank on.
   struct Sums {
     alignas(16) float sums[kExists ? kRows : 1][kExists ? kStride : 1];  ///< [blocks, rows / blocks, stride]
     float max[kExists ? kRows : 1];
     float sum[kExists ? kRows : 1];
   };
 
-  /// At the kernel's start; all threads, those of a warp together.
+  /// Called at the kernel's start by all threads, those of a warp together.
   __device__ explicit BlockCluster(Sums& mine) : mine_(mine) {
     if constexpr (!kExists) return;
     blocks_ = cluster_blocks();
@@ -37,20 +37,21 @@ class BlockCluster {
   BlockCluster(const BlockCluster&) = delete;
   BlockCluster& operator=(const BlockCluster&) = delete;
 
-  /// Whether these splits are this cluster's, one of each block.
+  /// Whether these splits are those of this cluster, one a block.
   __device__ bool has(const KvSplits& splits) const {
     return kExists && blocks_ > 1 && splits.count == blocks_ && (splits.first_block & (blocks_ - 1)) == 0;
   }
 
-  /// Before rows are written: nobody may write to a block that has not begun. And before a block ends, for
-  /// who arrives has to wait.
+  /// Waits until all blocks of the cluster have begun. Called before rows are written, because a block that
+  /// has not begun may not be written to, and before a block ends, because each arrival at the barrier needs
+  /// a wait.
   __device__ void await_others() {
     if constexpr (!kExists) return;
     if (has_arrived_) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
     has_arrived_ = false;
   }
 
-  /// Where this block's partials of row `row` go: to the block that combines it.
+  /// Where this block writes its partial of row `row`: in the block that combines the row.
   __device__ PartialRow row(int row) const {
     if constexpr (!kExists) return {};
     Sums& to = *cooperative_groups::cluster_group::map_shared_rank(
@@ -60,7 +61,8 @@ class BlockCluster {
     return {to.sums[at], &to.max[at], &to.sum[at]};
   }
 
-  /// After all rows are written: each block writes its rows of out and lse. All threads of all blocks.
+  /// Waits until all blocks have written their rows, then combines this block's rows into out and lse. All
+  /// threads of all blocks.
   __device__ void combine(const AttentionParams& p, const QueryTile& query_tile, int head) const {
     if constexpr (kExists) {
       asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -74,8 +76,8 @@ class BlockCluster {
   }
 
  private:
-  /// Row `row` of out and lse, in order of the blocks; one warp. Rolled up: a launch runs it once, and code
-  /// comes from memory too.
+  /// Combines row `row` into out and lse, in the order of the blocks; one warp. Its loops are not unrolled: a
+  /// launch runs the code once and has to fetch it from memory.
   __device__ void combine_row_of_blocks(const AttentionParams& p, const QueryTile& query_tile, int head,
                                         int row) const {
     static_assert(kValueDim <= kWarp * kLaneColumns || !kExists);
@@ -99,7 +101,7 @@ class BlockCluster {
     if (column < kValueDim) writer.write(column, total);
   }
 
-  /// Rows that a block combines, at most.
+  /// Most rows that a block combines.
   __device__ int own_rows() const {
     return kRows >> shift_;
   }

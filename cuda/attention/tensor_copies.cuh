@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the tensor-core kernel fetches a KV tile into shared memory, a class for each way.
-// A warp keeps one of them: look_up() starts to read where the next KV tile lies, which comes from memory,
-// and issue() asks for it. Rows land one after another, `barrier` completes a phase when all are there (with
-// two barriers the first when the keys are, the second when the values are), and the places of rows that the
-// query tile does not see hold anything.
+// The ways in which the tensor-core kernel fetches a KV tile into shared memory, a class each.
+//
+// A warp has one object of such a class. look_up() starts to read from memory where the next KV tile lies;
+// issue() issues its copies. Rows land one after another. `barrier` completes a phase when all are there;
+// with two barriers the first does when the keys are, the second when the values are. Rows that the query
+// tile does not see hold anything.
 #pragma once
 
 #include <algorithm>
@@ -16,25 +17,25 @@
 
 namespace helix::cuda {
 
-/// Kernel parameters of a way to fetch KV tiles, if AttentionParams say all that it needs.
+/// Kernel parameters of a way to fetch KV tiles that needs AttentionParams only.
 struct NoMaps {};
 
-/// Rows of a head that lie one after another in a page, K and V alike: one bulk copy each of K and V a page.
-/// Pages of kTokens / kWarp tokens at least: a lane looks up one.
+/// Fetches rows of a head that lie one after another in a page, at the same places in K and V: one bulk copy
+/// of K and one of V a page. Pages have at least kTokens / kWarp tokens, because a lane looks up one page.
 template <int kKeyBytes, int kValueBytes, int kTokens>
 struct PageCopies {
   using Maps = NoMaps;
-  static constexpr unsigned kArrivals = 1;        // at the barrier, a phase
-  static constexpr bool kTakesLoadUnits = false;  // a copy engine moves the data
+  static constexpr unsigned kArrivals = 1;        // at the mbarrier, in a phase
+  static constexpr bool kTakesLoadUnits = false;  // the bulk-copy engine moves the data
   static constexpr bool kTakesUnequalRows = false;
   static constexpr unsigned kRowBytes = kKeyBytes;
   static_assert(kKeyBytes == kValueBytes);
 
-  int tokens = 0;       // of the KV tile
-  int piece_begin = 0;  // this lane's part of it: rows that lie in one page
+  int tokens = 0;       // tokens of the KV tile that are seen
+  int piece_begin = 0;  // first row of this lane's piece: rows that lie in one page
   int piece_tokens = 0;
-  std::int32_t page = 0;    // that it lies in; not looked at before issue(), for it comes from memory
-  std::int64_t offset = 0;  // of the piece's first row in the page, of K or V
+  std::int32_t page = 0;    // page of the piece; not used before issue(), as it comes from memory
+  std::int64_t offset = 0;  // offset of the piece's first row in the page, of K or V
 
   template <class Plan>
   __device__ __forceinline__ void look_up(const AttentionParams& p, const Maps&, const Plan& plan,
@@ -45,7 +46,7 @@ struct PageCopies {
     const int last = min(kv_tile + kTokens, plan.end_token[at.query_tile]);
     tokens = max(0, last - first);
     const int i = first / p.page_tokens + lane;
-    // The last page, and the lanes behind it, may reach beyond 2^31 tokens.
+    // Unsigned: the last page, and the lanes after it, may reach beyond 2^31 tokens.
     const auto page_tokens = static_cast<unsigned>(int{p.page_tokens});
     const unsigned page_begin = static_cast<unsigned>(i) * page_tokens;
     const unsigned begin = max(static_cast<unsigned>(first), page_begin);
@@ -82,7 +83,7 @@ struct PageCopies {
   static __device__ __forceinline__ void fence() { fence_before_copy(); }
 };
 
-/// A lane's tokens of a KV tile, every kWarp-th: their places in the page lists and in the pages.
+/// A lane's tokens of a KV tile, every kWarp-th one: their pages, and their places in these.
 template <int kTokens>
 struct TokenPlaces {
   static constexpr int kCount = kTokens / kWarp;
@@ -91,7 +92,7 @@ struct TokenPlaces {
   int first = 0;  // tokens of the KV tile that are seen: [first, last)
   int last = 0;
   int in_page[kCount] = {};
-  std::int32_t page[kCount] = {};  // not looked at before issue(), for they come from memory
+  std::int32_t page[kCount] = {};  // not used before issue(), as they come from memory
 
   template <class Plan>
   __device__ __forceinline__ void look_up(const AttentionParams& p, const Plan& plan,
@@ -110,9 +111,9 @@ struct TokenPlaces {
   }
 };
 
-/// Rows of any strides, 16 bytes a lane and copy: the lanes of a warp walk whole rows side by side. Rows that
-/// the query tile does not see become copies of one that it does: under a predicate each copy waited until
-/// the one before it had read its address.
+/// Fetches rows of any strides by cp.async, 16 bytes a lane and copy: the lanes of a warp walk along whole
+/// rows side by side. Rows that the query tile does not see become copies of one that it does: with
+/// predicated copies, each waited until the one before it had read its address.
 template <int kKeyBytes, int kValueBytes, int kTokens>
 struct ChunkCopies {
   using Maps = NoMaps;
@@ -168,7 +169,7 @@ struct ChunkCopies {
     }
   }
 
-  /// The i-th of the copies that bring kWarp rows, each lane's at `row`, to `to`.
+  /// Issues the i-th of the copies that bring kWarp rows to `to`; `row` is the address of this lane's row.
   template <int kRowBytes>
   static __device__ __forceinline__ void copy_chunks(std::uint64_t row, int first, int last, int i,
                                                      unsigned to) {
@@ -190,7 +191,7 @@ struct ChunkCopies {
   }
 };
 
-/// A warp's copies of every kEvery-th KV tile of a work item.
+/// Issues a warp's copies: every kEvery-th KV tile of a work item.
 template <class TileCopies, class Plan, int kEvery, int kBarriers>
 struct TileProducer {
   using Maps = typename TileCopies::Maps;
@@ -199,11 +200,11 @@ struct TileProducer {
   const Maps& maps;
   const Plan& plan;
   KvTileCursor at;
-  int next;  // KV tile of the work item
+  int next;  // next KV tile, counted in the work item
   int count;
-  TileCopies copies;  // of KV tile `next`
+  TileCopies copies;  // copies of KV tile `next`
 
-  /// From KV tile `first` of the work item on.
+  /// Starts at KV tile `first` of the work item.
   __device__ TileProducer(const AttentionParams& params, const Maps& the_maps, const Plan& the_plan,
                           const WorkItem& item, int first)
       : p(params), maps(the_maps), plan(the_plan), at(item.start), next(first), count(item.count) {
@@ -212,7 +213,8 @@ struct TileProducer {
     copies.look_up(p, maps, plan, at);
   }
 
-  /// Whether there is a next KV tile, of this query tile, whose rows are among the first `tokens` local ones.
+  /// Whether there is a next KV tile, it belongs to `query_tile`, and its rows are among the first `tokens`
+  /// local ones.
   __device__ bool is_within(int query_tile, int tokens) const {
     const int end = plan.first_kv_tile_token(query_tile) + (at.kv_tile + 1) * Plan::kKvTileTokens;
     return next < count && at.query_tile == query_tile && min(end, plan.end_token[query_tile]) <= tokens;

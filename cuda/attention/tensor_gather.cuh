@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of a KV split in the tensor-core kernel: what the warps of a block found, through shared memory.
+// The end of a KV split in the tensor-core kernel: merges the results of a block's warps through shared
+// memory.
 #pragma once
 
 #include "cuda/attention/combine.cuh"
@@ -8,19 +9,19 @@
 
 namespace helix::cuda {
 
-inline constexpr int kGatherRows = 8;  ///< Rows that the warps bring together at a time: half of kMmaRows.
+inline constexpr int kGatherRows = 8;  ///< Rows that the warps merge at a time: half of kMmaRows.
 
-/// What the warps of a block bring together, kGatherRows rows at a time.
+/// The results of a block's warps, for kGatherRows rows at a time.
 template <int kWarps, int kValueDim>
 struct TensorSums {
-  static constexpr int kStride = kValueDim + 4;  // f32: rows 16 bytes apart in the banks
+  static constexpr int kStride = kValueDim + 4;  // f32, padded: rows 16 bytes apart in the banks
 
   alignas(16) float sums[kWarps][kGatherRows][kStride];
   float max[kWarps][kGatherRows];
   float sum[kWarps][kGatherRows];
 };
 
-/// Brings together what kWarps warps have found.
+/// Merges the results of kWarps warps.
 template <class Softmax, int kWarps, int kValueDim, int kMTiles>
 struct TensorGather {
   using Products = typename Softmax::Products;
@@ -28,15 +29,15 @@ struct TensorGather {
   using Shared = TensorSums<kWarps, kValueDim>;
   static constexpr bool kIsFp8 = Softmax::kIsFp8;
 
-  /// A row of this lane's sums, of the columns of `part`, into shared memory.
+  /// Stores a row of this lane's sums, the columns of `part`, in shared memory.
   template <class Part>
   static __device__ __forceinline__ void store_part(float* row, Part part, int half, float value_scale,
                                                     const float (&sums)[kValueDim / 8][4]) {
     const int kq = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      // Column kq * 2 + j of instruction e holds element e of that lane group's bytes. Half of the lanes take
-      // the other column first: no two of a bank.
+      // Column kq * 2 + j of instruction e is element e of that lane group's columns. Half of the lanes store
+      // their other column first, so that no two use the same bank.
       const bool is_odd = (i != 0) != (kq >= 2);
       float x[Part::kWide];
 #pragma unroll
@@ -55,12 +56,12 @@ struct TensorGather {
     }
   }
 
-  /// Brings the warps' sums together through shared memory. Calls write(first row, rows, their BlockResult)
-  /// for some rows of the query tile after the others.
+  /// Collects the warps' sums in shared memory. Calls write(first row, rows, their BlockResult) for
+  /// kGatherRows rows of the query tile after another.
   template <class Write>
   static __device__ void gather(Shared& s, const QueryTile& query_tile, float value_scale, const Found& found,
                                 const Write& write) {
-    // One loop, for what each launch runs once comes from memory too: its rows are the same code.
+    // One loop, so that all rows run the same code: a launch runs it once and has to fetch it from memory.
 #pragma unroll 1
     for (int first_row = 0; first_row < query_tile.num_rows; first_row += kGatherRows) {
 #pragma unroll
@@ -80,7 +81,7 @@ struct TensorGather {
   }
 
  private:
-  /// This warp's kGatherRows rows of half `half` of the m-th of kMmaRows into shared memory.
+  /// Stores this warp's kGatherRows rows, half `half` of m16 tile `m`, in shared memory.
   static __device__ __forceinline__ void store_rows(Shared& s, float value_scale, const Found& found, int m,
                                                     int half) {
     const int warp = static_cast<int>(threadIdx.x) / kWarp;

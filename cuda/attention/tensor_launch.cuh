@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tensor-core kernel is built for, and its launches.
+// The instances of the tensor-core kernel, and their launches.
 #pragma once
 
 #include <algorithm>
@@ -19,10 +19,11 @@ struct ClusterGrid {
   int cluster;  ///< Blocks of a cluster.
 };
 
-/// The largest clusters that find room beside each other, which leave some SMs over, if the longest sequence
-/// is theirs alone; the other SMs are the next kernel's. Else pairs, of all `blocks`. Decode steps of 8
-/// layers, one sequence (H200): 560 tokens in clusters of 4 1.151 ms, of 8 1.145; 800 1.165 and 1.156. Where
-/// other ranks share the device pairs alone are sure to find room beside their kernels that wait.
+/// Chooses the grid. If one cluster can split each sequence, takes the largest clusters that all fit at once
+/// with some SMs to spare, and leaves the other SMs to the next kernel. Otherwise takes all `blocks`, in
+/// pairs. Decode steps of 8 layers, one sequence, clusters of 4 and of 8 (H200): 560 tokens 1.151 and 1.145
+/// ms, 800 tokens 1.165 and 1.156. If other ranks share the device, only pairs are sure to find room beside
+/// their waiting kernels.
 inline ClusterGrid cluster_grid(const AttentionParams& p, const KvView& kv, int blocks, bool shares_device) {
   const std::int64_t tokens = page_list_tokens(kv);
   const int parts = p.num_query_tiles * p.kv_heads;
@@ -39,7 +40,7 @@ template <template <int, int, int> class Copies, class KV, int kDim, int kValueD
 void launch_tensor(const AttentionParams& p, const KvView& kv, const AttentionGrid& grid) {
   using Kernel = Tensor<KV, kDim, kValueDim, kMTiles, kWarps, kTokens, kStages, Copies, kStepTokens>;
   constexpr int kBytes = static_cast<int>(sizeof(typename Kernel::Shared));
-  constexpr int kOther = 1024 + 64;  // the system's, and static ones
+  constexpr int kOther = 1024 + 64;  // the system's, and static variables
   static_assert(Kernel::kBlocks * (kBytes + kOther) <= 228 * 1024);
   const auto kernel =
       attend_tensor<KV, kDim, kValueDim, kMTiles, kWarps, kTokens, kStages, Copies, kStepTokens>;
@@ -52,7 +53,7 @@ void launch_tensor(const AttentionParams& p, const KvView& kv, const AttentionGr
               Kernel::TileCopies::maps_of(p, kv));
 }
 
-/// As launch_tensor(), for query tiles of as many rows as this launch has.
+/// launch_tensor() with one or two m16 tiles in a query tile, as this launch needs.
 template <template <int, int, int> class Copies, class KV, int kDim, int kWarps, int kTokens, int kStages,
           int kNarrowStep, int kWideStep, int kValueDim = kDim>
 void launch_rows(const AttentionParams& p, const KvView& kv, const AttentionGrid& grid) {
@@ -63,20 +64,21 @@ void launch_rows(const AttentionParams& p, const KvView& kv, const AttentionGrid
   }
 }
 
-/// Whether a launch splits each query tile over many SMs: its epilogue is then what counts, and blocks of
-/// whole SMs leave half as many splits to combine.
+/// Whether a launch splits each query tile over many SMs. Its epilogue then decides the time, and blocks that
+/// fill an SM leave half as many splits to combine.
 inline bool has_many_splits(const AttentionParams& p, const AttentionGrid& grid) {
   return grid.is_whole && 2 * p.num_query_tiles * p.kv_heads <= grid.blocks / kBlocksPerSm;
 }
 
-/// What every way to fetch KV tiles needs: the device, q of 16 bits, aligned rows, no latents.
+/// Whether a call has what every way to fetch KV tiles needs: the device, q of 16 bits, aligned rows, no
+/// latents.
 inline bool fits_tensor(const AttentionCall& call) {
   return call.is_hopper && !call.kv.format.is_latent && size_bytes(call.dtype) == 2 &&
          call.q_alignment == 16 && call.kv_alignment == 16;
 }
 
-/// Whether K and V lie at the same places of their pools, rows of a head one after another in a page, and a
-/// KV tile has no more pages than a warp has lanes.
+/// Whether K and V lie at the same places of their pools, the rows of a head follow one another in a page,
+/// and a KV tile has no more pages than a warp has lanes.
 inline bool fits_page_copies(const KvFormat& format, std::int64_t kv_tile_tokens) {
   return format.k == format.v && format.k.token == format.head_dim && format.head_dim == format.value_dim &&
          format.page_tokens * kWarp >= kv_tile_tokens;
@@ -110,8 +112,8 @@ inline int tensor_sm_rows(std::int64_t head_dim, std::int64_t value_dim) {
   return kBlocksPerSm * tensor_query_tile_rows(head_dim, value_dim);
 }
 
-/// KV of 16 bits, q of the same type. Measured on H200: eight warps an SM hide each other's latencies; deeper
-/// stages add nothing.
+/// Launches for 16-bit KV and q of the same type. Measured on H200: eight warps an SM hide each other's
+/// latencies; more stages add nothing.
 template <class T, template <int, int, int> class Copies>
 void launch_tensor_16(const AttentionParams& p, const KvView& kv, const AttentionGrid& grid) {
   if constexpr (Copies<16, 16, kWarp>::kTakesUnequalRows) {
@@ -134,21 +136,21 @@ void launch_tensor_16(const AttentionParams& p, const KvView& kv, const Attentio
   }
 }
 
-/// As launch_tensor_16(), for the type of q.
+/// launch_tensor_16() for the type of q.
 template <template <int, int, int> class Copies>
 void launch_tensor_16_bits(const AttentionParams& p, const AttentionCall& call, const AttentionGrid& grid) {
   call.dtype == DType::bf16 ? launch_tensor_16<bf16, Copies>(p, call.kv, grid)
                             : launch_tensor_16<f16, Copies>(p, call.kv, grid);
 }
 
-/// Tokens of a KV tile of e4m3 that is copied page by page: of rows of 64 bytes two stages of half as many
-/// read 4 % less.
+/// Tokens of an e4m3 KV tile that is copied page by page. With rows of 64 bytes, two stages of half as many
+/// tokens reach 4 % less bandwidth.
 constexpr int e4m3_page_tile_tokens(std::int64_t head_dim) {
   return head_dim == 64 ? 128 : 64;
 }
 
-/// KV of e4m3 under q of bf16 or f16. Copies by the copy engine are better large, those by load units better
-/// asked for early.
+/// Launches for e4m3 KV and q of bf16 or f16. Bulk copies are best large, copies by load units best issued
+/// early.
 template <template <int, int, int> class Copies>
 void launch_tensor_e4m3(const AttentionParams& p, const KvView& kv, const AttentionGrid& grid) {
   using KV = fp8_e4m3;

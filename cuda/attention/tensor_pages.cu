@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensor-core kernel for pages that hold the rows of a head one after another, of the type of q.
+// The tensor-core kernel for KV of q's type in pages that hold the rows of a head one after another.
 #include "cuda/attention/tensor_launch.cuh"
 
 namespace helix::cuda {

@@ -7,7 +7,7 @@
 
 namespace helix::cuda {
 
-/// kBytes at `from`, a multiple of them, as they are; two bytes in the lower half of a word.
+/// Loads kBytes from `from`, which is aligned to kBytes. Two bytes go to the lower half of a word.
 template <int kBytes>
 __device__ __forceinline__ void load_words(const std::byte* from, unsigned (&to)[(kBytes + 3) / 4]) {
   if constexpr (kBytes == 16) {
@@ -24,15 +24,15 @@ __device__ __forceinline__ void load_words(const std::byte* from, unsigned (&to)
   }
 }
 
-/// Columns of the values that one step of the second product covers: kWide of them from each lane group,
-/// which go to as many instructions.
+/// Value columns that one step of the second product covers: kWide columns of each lane group, one for each
+/// of kWide instructions.
 template <int kFirstColumn, int kWideColumns, bool kIsRotatedPart>
 struct ValuePart {
   static constexpr int kFirst = kFirstColumn;
   static constexpr int kWide = kWideColumns;
   static constexpr int kTile = kFirst / 8;  ///< First accumulator.
 
-  /// First column of the kWide of lane group `g`; column g of the part's instruction e is the e-th of them.
+  /// First of lane group `g`'s kWide columns; the e-th of them is column g of the part's instruction e.
   static __device__ __forceinline__ int column_of(int g) {
     return kFirst + (kIsRotatedPart ? (g + 4) % 8 : g) * kWide;
   }

@@ -2,14 +2,14 @@
 // The two products of the tensor-core attention kernel: queries by the keys of a KV tile, and weights by its
 // values.
 //
-// Both are m16n8k16 with the queries as rows. The fragments come straight from the unswizzled rows: the order
-// of the summed dimension is free as long as both sides agree, so a lane takes contiguous bytes of a key, up
-// to 16, where the instruction names scattered columns, and of V it pairs two tokens' elements in registers.
-// Head sizes are any multiple of 16: what is left over of the widest pieces is taken in half, a quarter or an
-// eighth of them.
+// Both are m16n8k16 with the queries as rows. Fragments are loaded straight from unswizzled rows. The order
+// of the summed dimension is free as long as both operands agree, so a lane takes up to 16 contiguous bytes
+// of a key where the instruction names scattered columns. Of V it pairs two tokens' elements in registers.
+// Head sizes are any multiple of 16: the columns left over by the widest pieces are read in pieces of a half,
+// a quarter or an eighth of the size.
 //
-// e4m3 becomes f16 on its way into a fragment, which is exact: 64 elements of K cost a lane 32 conversions,
-// and as many of V 16 byte permutations besides, where 16-bit V takes 32.
+// e4m3 is widened exactly to f16 on its way into a fragment: 64 elements of K cost a lane 32 conversions. 64
+// elements of V also cost 16 byte permutations, where 16-bit V takes 32.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +23,8 @@
 
 namespace helix::cuda {
 
-/// The products for KV tiles of type KV. `kTokens` are multiplied in one step; rows of K and V lie one after
-/// another, queries as QueryPlaces says.
+/// The products for KV tiles of type KV. `kTokens` tokens are multiplied in one step. Rows of K and V lie one
+/// after another, queries as in QueryPlaces.
 template <class KV, int kDim, int kValueDim, int kMTiles, int kTokens>
 struct TensorProducts {
   using T = MultipliedAs<KV>;
@@ -65,7 +65,8 @@ struct TensorProducts {
       for_each_part(
           [&](auto part) { multiply_values(load_values(row, g, part), part, block, weights, sums); },
           [&](auto even, auto odd) {
-            // Rows are whole banks apart, so half of the lanes take the other part first.
+            // Rows of different lanes may begin in the same bank, so half of the lanes read the other part
+            // first.
             const bool is_odd = kq % 2 != 0;
             const auto x = load_values<decltype(even)>(row, is_odd ? odd.column_of(g) : even.column_of(g));
             const auto y = load_values<decltype(even)>(row, is_odd ? even.column_of(g) : odd.column_of(g));
@@ -90,11 +91,11 @@ struct TensorProducts {
   }
 
  private:
-  /// Columns of a value that a lane takes at a time. 16 bytes, but of a row of 128 bytes only 8: it is then
-  /// two parts, which lanes of different rows can take in turn.
+  /// Columns of a value that a lane reads at a time: 16 bytes, but only 8 of a row of 128 bytes, which is
+  /// then two parts that lanes of different rows can read in turn.
   static constexpr int kWidest = kIsFp8 && kValueDim >= 256 ? 16 : 8;
 
-  /// The products of columns from kColumn on.
+  /// Adds the products of columns from kColumn on.
   template <int kColumn>
   static __device__ __forceinline__ void multiply_key_columns(const T* queries, const std::byte* keys,
                                                               Scores& scores) {
@@ -104,7 +105,7 @@ struct TensorProducts {
       const int g = lane / 4;   // row of the queries, token of the keys
       const int kq = lane % 4;  // quarter of the summed dimension
       const int column = kColumn + kq * kWide;
-      unsigned q[kMTiles][kWide / 4][4];  // of each instruction
+      unsigned q[kMTiles][kWide / 4][4];  // query fragments of each instruction
 #pragma unroll
       for (int m = 0; m < kMTiles; ++m) load_queries<kColumn, kWide>(queries, m, q[m]);
 #pragma unroll
@@ -122,7 +123,7 @@ struct TensorProducts {
     }
   }
 
-  /// The fragments of m16 tile `m` for the products of 4 kWide columns from kColumn on.
+  /// Loads the fragments of m16 tile `m` for the products of 4 kWide columns from kColumn on.
   template <int kColumn, int kWide>
   static __device__ __forceinline__ void load_queries(const T* queries, int m, unsigned (&to)[kWide / 4][4]) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -149,7 +150,7 @@ struct TensorProducts {
     }
   }
 
-  /// kWide columns of a key as pairs of T.
+  /// Loads kWide columns of a key as pairs of T.
   template <int kWide>
   static __device__ __forceinline__ void load_key(const std::byte* from, unsigned (&to)[kWide / 2]) {
     if constexpr (kIsFp8) {
@@ -197,7 +198,7 @@ struct TensorProducts {
     return values;
   }
 
-  /// sums += weights of 16 tokens x the columns of `part`.
+  /// sums += weights values for 16 tokens and the columns of `part`.
   template <class Part>
   static __device__ __forceinline__ void multiply_values(const Values<Part::kWide>& v, Part, int block,
                                                          const Weights& weights, Sums& sums) {

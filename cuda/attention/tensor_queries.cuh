@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the query rows of a query tile come into shared memory, in the type in which they are multiplied
+// Loads the query rows of a query tile into shared memory, in the type in which they are multiplied
 // (row_operands.cuh).
 #pragma once
 
@@ -15,23 +15,23 @@
 
 namespace helix::cuda {
 
-/// Where queries of kDim columns lie in shared memory, in elements: row after row, with 16 bytes between them
-/// for the banks, or beside e4m3 as fragments, of which a lane gets its part of an instruction in one load
-/// and in the registers in which it is multiplied. From rows that takes four moves more. Without them 32 rows
-/// over e4m3 take 604 us where they took 690, and over 16-bit KV, which twice the bytes bound, as long
-/// (H200).
+/// The layout of queries of kDim columns in shared memory, in elements. With 16-bit KV they lie row after
+/// row, with 16 bytes between them for the banks. With e4m3 they lie as fragments, so that a lane gets its
+/// part of an instruction in one load and in the right registers; from rows this takes four moves more.
+/// Fragments bring 32 rows over e4m3 from 690 us to 604, and change nothing over 16-bit KV, which twice the
+/// bytes bound (H200).
 template <class KV, int kDim>
 struct QueryPlaces {
   static constexpr bool kAreFragments = sizeof(KV) == 1;
   static constexpr int kRowStride = kAreFragments ? kDim : kDim + 8;
 
-  /// Columns that a lane takes at a time of a key from `column` on, four lanes side by side.
+  /// Columns of a key from `column` on that a lane takes at a time, with four lanes side by side.
   static constexpr __device__ int wide_at(int column) {
     return std::min(16 / static_cast<int>(sizeof(KV)),
                     static_cast<int>(std::bit_floor(static_cast<unsigned>(kDim - column) / 4)));
   }
-  /// Eight elements of a lane for instruction `i` of a row of products: of rows g and g + 8 two columns, and
-  /// the two that follow.
+  /// Place of a lane's eight elements for instruction `i` along the columns of m16 tile `m`: two columns of
+  /// rows g and g + 8, then the next two columns of both.
   static __device__ int fragment(int m, int i, int lane) {
     return ((m * (kDim / 16) + i) * kWarp + lane) * 8;
   }
@@ -39,7 +39,7 @@ struct QueryPlaces {
   /// The place of columns [column, column + 2) of `row`, `column` even.
   static __device__ int pair(int row, int column) {
     if constexpr (!kAreFragments) return row * kRowStride + column;
-    int first = 0;  // of the columns that four lanes take at a time
+    int first = 0;  // first of the columns that four lanes take at a time
     while (column >= first + 4 * wide_at(first)) first += 4 * wide_at(first);
     const int wide = wide_at(first);
     const int kq = (column - first) / wide;
@@ -50,8 +50,8 @@ struct QueryPlaces {
   }
 };
 
-/// A thread's part of a query tile of kRows rows, in chunks of 16 bytes: of each row kRowLanes threads side
-/// by side take one, or none.
+/// A thread's chunks of 16 bytes of a query tile of kRows rows. kRowLanes neighbouring threads share a row,
+/// each with one chunk or none.
 template <class KV, int kDim, int kRows, int kThreads>
 struct TensorQueries {
   using T = MultipliedAs<KV>;
@@ -63,7 +63,7 @@ struct TensorQueries {
 
   uint4 chunks[kCount];
 
-  /// Asks for the rows; those past the last are zeros.
+  /// Starts to load the rows, with zeros for rows past the last.
   __device__ void read(const AttentionParams& p, const QueryTile& query_tile, int head) {
     const auto* q = static_cast<const std::uint16_t*>(p.q);
 #pragma unroll
@@ -79,8 +79,8 @@ struct TensorQueries {
     }
   }
 
-  /// Writes them to their places, and beside e4m3 what each row was divided by to `factors`; all threads of
-  /// the block.
+  /// Writes the rows to shared memory and, with e4m3, each row's RowScale::inverse() to `factors`; all
+  /// threads of the block.
   __device__ void write(const AttentionParams& p, T* queries, float* factors) {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
@@ -108,7 +108,7 @@ struct TensorQueries {
     return kRowLanes == kRowChunks || i % kRowLanes < kRowChunks;
   }
 
-  /// Makes this thread's chunk of a row of bf16 one of f16, the lanes of the row together. Returns
+  /// Converts this thread's chunk of a row from bf16 to f16, together with the row's other lanes. Returns
   /// RowScale::inverse().
   static __device__ float make_f16(uint4& chunk) {
     unsigned top = larger_magnitude(0, chunk);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensor-core kernel for rows of any strides, of the type of q.
+// The tensor-core kernel for KV of q's type in rows of any strides.
 #include "cuda/attention/tensor_launch.cuh"
 
 namespace helix::cuda {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The running softmax of the tensor-core kernel: which tokens a row sees, scores that become weights, and
-// what a warp has found so far.
+// The running softmax of the tensor-core kernel: the tokens that a row sees, the step from scores to weights,
+// and a warp's running results.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace helix::cuda {
 
-/// What a lane knows of its rows in kMTiles m16 tiles, kStepTokens tokens at a time.
+/// The running softmax of a lane's rows in kMTiles m16 tiles, kStepTokens tokens at a time.
 template <class KV, int kDim, int kValueDim, int kMTiles, int kStepTokens>
 struct TensorSoftmax {
   using Products = TensorProducts<KV, kDim, kValueDim, kMTiles, kStepTokens>;
@@ -24,28 +24,28 @@ struct TensorSoftmax {
   static constexpr bool kIsFp8 = Products::kIsFp8;
   static constexpr int kNTiles = kStepTokens / 8;
 
-  /// Local tokens that this lane's query rows see, and what all of them see.
+  /// Local tokens that each of this lane's query rows sees, and those that all of them see.
   struct Bounds {
     int low[kMTiles][2];
     int high[kMTiles][2];
     TokenRange inner{0, INT64_MAX};
   };
 
-  /// What this lane's warp has found of each query row: sums of values, max (base 2, less kHeadroom),
-  /// sum of weights.
+  /// This lane's part of its warp's running results of each query row: sums of values, max (base 2, less
+  /// kHeadroom), sum of weights.
   struct Found {
     typename Products::Sums acc;
     float max[kMTiles][2];
     float sum[kMTiles][2];
   };
 
-  /// What e4m3 keys and values of a KV head are multiplied by.
+  /// Scales of the e4m3 keys and values of a KV head.
   struct KvScales {
     float k = 1.0f;
     float v = 1.0f;
   };
 
-  /// What makes a score of a product of each of this lane's query rows.
+  /// Factors from products to scores for each of this lane's query rows.
   struct RowFactors {
     float of[kMTiles][2];
   };
@@ -60,7 +60,7 @@ struct TensorSoftmax {
     return scales;
   }
 
-  /// `query_factors`: what a row of queries was divided by, beside e4m3.
+  /// `query_factors`: RowScale::inverse() of each query row, with e4m3.
   static __device__ __forceinline__ RowFactors row_factors(const AttentionParams& p,
                                                            const float* query_factors, float k_scale) {
     const int g = static_cast<int>(threadIdx.x) % kWarp / 4;
@@ -116,7 +116,8 @@ struct TensorSoftmax {
     return found;
   }
 
-  /// One step of the running softmax: scores become weights, and what was found shrinks to the new max.
+  /// One step of the running softmax: turns scores into weights, and rescales the earlier results to the new
+  /// max.
   static __device__ __forceinline__ void weigh(const Scores& scores, const RowFactors& exponents,
                                                Found& found, Weights& weights) {
     bool shrinks = false;
@@ -175,7 +176,7 @@ struct TensorSoftmax {
     }
   }
 
-  /// -inf for tokens outside of what a row sees.
+  /// Sets the scores of tokens that a row does not see to -inf.
   static __device__ void mask_scores(Scores& scores, int token, const Bounds& bounds) {
     const int kq = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a block of the kernel of many query rows (waves.cuh) holds: its sizes and its shared memory.
+// The block of the kernel for many query rows (waves.cuh): sizes and shared memory.
 #pragma once
 
 #include <cstddef>
@@ -16,15 +16,15 @@ template <int kHeadDim, int kVDim, int kTileTokens, int kWarpGroups, bool kTurns
 struct WaveSizes {
   static constexpr int kDim = kHeadDim;
   static constexpr int kValueDim = kVDim;
-  static constexpr int kTokens = kTileTokens;  ///< Of a KV tile.
-  static constexpr int kGroups = kWarpGroups;  ///< That multiply.
+  static constexpr int kTokens = kTileTokens;  ///< Tokens of a KV tile.
+  static constexpr int kGroups = kWarpGroups;  ///< Warp groups that multiply.
   static constexpr bool kTakeTurns = kTurns;
-  /// Whether the queries are given up with the last scores, before what these become is multiplied, so that
-  /// the next part's arrive meanwhile. 4096 tokens after 28672, 64 / 8 heads: 6429 us, 6491 without; D = 96
-  /// and 256 are 1 % slower so.
+  /// Whether the queries are released after the last scores, before the last product with values, so that the
+  /// next part's queries arrive meanwhile. 4096 tokens after 28672, 64 / 8 heads: 6429 us, 6491 without; D =
+  /// 96 and 256 are 1 % slower with it.
   static constexpr bool kGivesQueriesEarly = kDim == 128 || kDim == 192;
-  /// Row bounds that the block holds: then of the part whose last scores are masked, of the one whose queries
-  /// are there, and of the next, looked up meanwhile.
+  /// Row bounds that the block holds. With early release: those of the part whose last scores are masked, of
+  /// the part whose queries are there, and of the next part, looked up meanwhile.
   static constexpr int kBoundStages = kGivesQueriesEarly ? 3 : 1;
   static constexpr int kStages = 2;
   static constexpr int kRows = kGroups * kGroupRows;
@@ -35,13 +35,14 @@ struct WaveSizes {
   static constexpr int kQueryBytes = kRows * kKeyChunks * 128;
   static constexpr int kKeyBytes = kTokens * kKeyChunks * 128;
   static constexpr int kValueBytes = kTokens * kValueChunks * 128;
-  /// Registers of a thread that multiplies, where one that copies has these: 512 for one of each warp group.
+  /// Registers of a multiplying thread, if a copying thread has `copy_registers`: one thread of each warp
+  /// group together have 512.
   static constexpr int product_registers(int copy_registers) {
     return (512 - copy_registers) / kGroups / 8 * 8;
   }
 };
 
-/// Parts that the block holds: of the queries that are there, and one that some warps have yet to write.
+/// Parts that the block holds: those whose queries are there, and one that some warps have yet to write.
 inline constexpr int kPartStages = 4;
 
 template <class S>

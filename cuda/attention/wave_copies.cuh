@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the kernel of many query rows brings queries, keys and values into swizzled shared memory: a warp for
-// keys, one for values, two for queries, each ahead of the products by as much as its ring holds.
+// Copies queries, keys and values into swizzled shared memory, in the kernel for many query rows: one warp
+// for keys, one for values, two for queries, each ahead of the products by as much as its ring holds.
 //
-// The places of rows that the query tile does not see hold anything.
+// Rows that the query tile does not see hold anything.
 #pragma once
 
 #include <climits>
@@ -15,23 +15,24 @@
 
 namespace helix::cuda {
 
-/// What the kernel needs beside AttentionParams: tensor maps, those of k and v for BoxCopies only.
+/// Kernel parameters in addition to AttentionParams. k and v are for BoxCopies only.
 struct WaveMaps {
   CUtensorMap k;
   CUtensorMap v;
   CUtensorMap q;
-  int box_tokens = 0;        ///< Of a box of k and of v.
+  int box_tokens = 0;        ///< Tokens of a box of k and of v.
   bool has_queries = false;  ///< Whether a box of q is a query tile: tokens times the group's heads.
-  /// Whether a launch of its own combines splits: AttentionParams::split_tiles[query tile * KV heads + head].
+  /// Whether a launch of its own combines the splits in AttentionParams::split_tiles[query tile * KV heads +
+  /// head].
   bool combines_later = false;
 };
 
-/// KV tiles of kTokens rows of kDim columns by the copy engine, for page sizes that whole boxes of 8 rows or
-/// more divide: a box is a lane's.
+/// Copies KV tiles of kTokens rows of kDim columns by TMA, for page sizes that whole boxes of 8 rows or more
+/// divide. Each lane issues a box.
 template <int kDim, int kTokens>
 struct BoxCopies {
   static constexpr unsigned kFills = 1;  ///< Arrivals at a full barrier.
-  static constexpr int kRegisters = 40;  ///< Of a thread that copies.
+  static constexpr int kRegisters = 40;  ///< Registers of a thread that copies.
   static constexpr int kChunks = (kDim + kChunkColumns - 1) / kChunkColumns;
   static constexpr unsigned kChunkBytes = kTokens * 128u;
 
@@ -49,12 +50,12 @@ struct BoxCopies {
     const int end = plan.end_token[part.query_tile];
     int token = plan.first_kv_tile_token(part.query_tile) + part.kv_tile * kTokens;
     for (int i = 0; i < part.count; ++i, token += kTokens) {
-      // Boxes of which some row is seen.
+      // Boxes that have a row that is seen.
       const int first = ::max(0, begin - token) / box_tokens;
       const int last = (::min(kTokens, end - token) + box_tokens - 1) / box_tokens;
       const int boxes = ::max(0, last - first) * kChunks;
       const auto place_of = [&](int box) { return token + (first + box / kChunks) * box_tokens; };
-      // Not looked at before the stage is free, for it comes from memory.
+      // Not used before the stage is free, as it comes from memory.
       std::int32_t page = 0;
       if (lane < boxes) page = pages[place_of(lane) / p.page_tokens];
       place.wait_empty();
@@ -74,17 +75,17 @@ struct BoxCopies {
   }
 };
 
-/// KV tiles from rows of any strides, 16 bytes a lane and copy. Rows that the query tile does not see become
-/// copies of one that it does.
+/// Copies KV tiles from rows of any strides by cp.async, 16 bytes a lane and copy. Rows that the query tile
+/// does not see become copies of one that it does.
 template <int kDim, int kTokens>
 struct WaveChunkCopies {
   static constexpr unsigned kFills = kWarp;
   static constexpr int kRegisters = 56;
   static constexpr int kChunks = (kDim + kChunkColumns - 1) / kChunkColumns;
   static constexpr unsigned kChunkBytes = kTokens * 128u;
-  static constexpr int kRowParts = kDim / 8;  ///< Of 16 bytes.
+  static constexpr int kRowParts = kDim / 8;  ///< 16-byte parts of a row.
   static constexpr int kLaneTokens = kTokens / kWarp;
-  /// Copies whose addresses are computed together: a register that a copy reads is taken for long.
+  /// Copies whose addresses are computed together: a copy occupies the registers that it reads for long.
   static constexpr int kBatch = 4;
   static_assert(kRowParts % kBatch == 0);
 
@@ -99,11 +100,11 @@ struct WaveChunkCopies {
     const int begin = plan.begin_token[part.query_tile];
     const int end = plan.end_token[part.query_tile];
     int token = plan.first_kv_tile_token(part.query_tile) + part.kv_tile * kTokens;
-    // Row lane + 32 * k of a KV tile, or what is copied instead.
+    // Token of row lane + 32 * k of a KV tile, or the one that is copied instead.
     const auto token_of = [&](int tile, int k) {
       return ::min(::max(tile + lane + k * kWarp, begin), end - 1);
     };
-    std::int32_t pages[kLaneTokens];  // of the next KV tile
+    std::int32_t pages[kLaneTokens];  // pages of the next KV tile
     const auto look_up = [&](int tile) {
 #pragma unroll
       for (int k = 0; k < kLaneTokens; ++k) {
@@ -153,15 +154,15 @@ struct WaveChunkCopies {
   }
 };
 
-/// Query rows, and what each sees, of one query tile; shared memory.
+/// The local tokens that each row of one query tile sees, in shared memory.
 template <int kRows>
 struct RowBounds {
   int begin[kRows];  ///< Local tokens [begin, end).
   int end[kRows];
 };
 
-/// Brings in the queries of one part, 16 bytes at a time, by kThreads threads of which this is number
-/// `thread`. Rows past the last are zeros.
+/// Copies the queries of one part, 16 bytes at a time, by kThreads threads; this one has number `thread`.
+/// Rows past the last are zeros.
 template <int kDim, int kRows, int kThreads>
 __device__ inline void copy_queries(const AttentionParams& p, const QueryTile& query_tile, int head,
                                     unsigned to, int thread) {
@@ -181,7 +182,8 @@ __device__ inline void copy_queries(const AttentionParams& p, const QueryTile& q
   commit_copies();
 }
 
-/// What each row of a query tile sees; rows past the last see `all`, what any row does. Threads as above.
+/// Finds the tokens that each row of a query tile sees; rows past the last get `all`, those that any row
+/// sees. By kThreads threads; this one has number `thread`.
 template <int kThreads, int kRows>
 __device__ inline void find_row_bounds(const AttentionParams& p, const QueryTile& query_tile, TokenRange all,
                                        RowBounds<kRows>& bounds, int thread) {

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warp groups that multiply in the kernel of many query rows (waves.cuh): 64 query rows each.
+// The consumer warp groups of the kernel for many query rows (waves.cuh), with 64 query rows each.
 //
-// scores = queries keys^T come from shared memory; weights stay in registers, where their layout is that of
-// the next product's operand. A warp group asks for the scores of the next KV tile before the product of this
-// one's weights and values, so that the tensor cores work while it computes weights, and the groups take
-// turns at asking, so that one computes weights while the other's products run (FlashAttention-3, section 3).
-// What a warp has alike is told the compiler by warp_uniform(): places in rings, counts and operands are then
-// computed once a warp (4096 tokens after 28672, 64 / 8 heads: 6711 us, 7045 without). Asking for the first
-// scores of the next query tile before the results of this one are written cost 9 %, 5 to 7 % where these are
-// packed to 16 bits before: the registers do not suffice.
+// scores = queries keys^T reads both operands from shared memory. Weights stay in registers, where their
+// layout is that of the next product's operand. A warp group issues the scores of the next KV tile before the
+// product of this tile's weights and values, so that the tensor cores work while it computes weights. The
+// groups take turns at issuing, so that one computes weights while the other's products run
+// (FlashAttention-3, section 3).
+//
+// warp_uniform() tells the compiler what all lanes of a warp have in common: places in rings, counts and
+// operands are then computed once a warp (4096 tokens after 28672, 64 / 8 heads: 6711 us, 7045 without).
+// Issuing the first scores of the next query tile before the results of this one are written cost 9 %, and 5
+// to 7 % with the results packed to 16 bits first: there are not enough registers.
 #pragma once
 
 #include <cstddef>
@@ -22,13 +24,14 @@
 
 namespace helix::cuda {
 
-/// What a thread of a multiplying warp group does.
+/// A thread of a multiplying warp group.
 template <class T, class S, bool kIsBox>
 struct WaveProducts {
-  static constexpr int kTurnBarrier = 1;                           // and one for each group on
-  static constexpr int kGroupBarrier = kTurnBarrier + S::kGroups;  // and one for each group on
+  static constexpr int kTurnBarrier = 1;                           // one a group, from this number on
+  static constexpr int kGroupBarrier = kTurnBarrier + S::kGroups;  // one a group, from this number on
   static constexpr int kBlockBarrier = kGroupBarrier + S::kGroups;
-  static constexpr int kValueSteps = S::kTokens / kProductDepth;  ///< Of a KV tile's product with values.
+  /// wgmma steps of a KV tile's product with values.
+  static constexpr int kValueSteps = S::kTokens / kProductDepth;
 
   using Softmax = WaveSoftmax<T, S>;
   using Scores = typename Softmax::Scores;
@@ -37,15 +40,15 @@ struct WaveProducts {
   const AttentionParams& p;
   const WaveMaps& maps;
   WaveShared<S>& s;
-  int thread;  // of the warp groups that multiply
-  int group;   // which of them
+  int thread;  // number among the multiplying threads
+  int group;   // number among the multiplying warp groups
   RingPlace<1> query_place;
   RingPlace<S::kStages> key_place;
   RingPlace<S::kStages> value_place;
 
-  // Of the part at hand.
+  // State of the current part.
   Softmax softmax;
-  unsigned queries = 0;  // the lower word of their operand
+  unsigned queries = 0;  // lower word of the queries' operand
   int bounds_stage = 0;
 
   __device__ WaveProducts(const AttentionParams& params, const WaveMaps& the_maps, WaveShared<S>& shared)
@@ -60,8 +63,9 @@ struct WaveProducts {
         softmax{params, thread} {}
 
   __device__ __forceinline__ const RowBounds<S::kRows>& bounds() const { return s.bounds[bounds_stage]; }
-  /// This warp needs the stage at `place` no more, as soon as `sum` is there, which is not negative: the
-  /// assembler sees no reason not to wait first for the products whose wait follows.
+  /// Releases the stage at `place` for this warp as soon as `sum` is computed. `sum` is never negative;
+  /// testing it ties the arrival to it, as otherwise the assembler may first wait for the products whose wait
+  /// follows.
   template <class Place>
   __device__ __forceinline__ void leave(Place& place, float sum = 0.0f) const {
     barrier_arrive_if(thread % kWarp == 0 && !(sum < 0.0f), place.empty());
@@ -83,7 +87,7 @@ struct WaveProducts {
     queries = warp_uniform(static_cast<unsigned>(rows_operand(at)));
   }
 
-  /// scores = queries keys^T, on its way.
+  /// Issues scores = queries keys^T.
   __device__ __forceinline__ void ask_scores(Scores& scores) const {
     const std::uint64_t rows = rows_operand(0) >> 32 << 32 | queries;
     const std::uint64_t keys =
@@ -98,7 +102,7 @@ struct WaveProducts {
     products_commit();
   }
 
-  /// found += weights values of the KV tile's first kSteps times 16 tokens, on its way.
+  /// Issues found += weights values for the KV tile's first kSteps * 16 tokens.
   template <int kSteps = kValueSteps>
   __device__ __forceinline__ void ask_values(const Weights& weights, RowSums<S::kValueDim>& found) const {
     const std::uint64_t values = columns_operand(
@@ -109,8 +113,9 @@ struct WaveProducts {
     products_commit();
   }
 
-  /// Adds a part's last values, of which `steps` are seen, more than kSteps - 2. Nothing runs beside this
-  /// product: 4096 tokens without a context take 237 us, 254 with all steps (32 / 8 heads, H100).
+  /// Adds the values of a part's last KV tile, of which `steps` steps are seen, more than kSteps - 2. Nothing
+  /// overlaps this product, so it skips the other steps: 4096 tokens without a context take 237 us, 254 with
+  /// all steps (32 / 8 heads, H100).
   template <int kSteps = 2>
   __device__ __forceinline__ void add_last_values(const Weights& weights, RowSums<S::kValueDim>& found,
                                                   int steps) const {
@@ -123,10 +128,10 @@ struct WaveProducts {
     pin(found.d);
   }
 
-  /// Zeros in the values of the KV tile's tokens [0, first) and [last, end): what lies there may be infinite.
-  /// Each warp group writes them all, the same as others do at the same time.
+  /// Zeroes the values of the KV tile's tokens [0, first) and [last, end): what lies there may be infinite.
+  /// Each warp group writes all of these zeros, even if others write the same ones at the same time.
   __device__ void clear_values(int first, int last, int end) const {
-    constexpr int kRowParts = S::kValueChunks * 8;  // of 16 bytes
+    constexpr int kRowParts = S::kValueChunks * 8;  // 16-byte parts of a row
     std::byte* values = s.values[value_place.stage()];
     first = ::max(first, 0);
     const int rows = first + ::max(end - last, 0);
@@ -141,9 +146,9 @@ struct WaveProducts {
     group_sync(kGroupBarrier + group, kWarpGroup);
   }
 
-  /// Waits for the values of the KV tile at `token`, and clears what is not seen. Returns the steps of their
-  /// product up to the last token that is seen, an even number or all: alike for all warps, as what one
-  /// warp's rows see is seen.
+  /// Waits for the values of the KV tile at `token`, and zeroes those that are not seen. Returns the steps of
+  /// their product up to the last token that is seen: an even number, or all. It is the same for all warps:
+  /// where all rows of one warp see the whole tile, all its steps are seen.
   __device__ __forceinline__ int ready_values(int query_tile, int token) const {
     value_place.wait_full();
     if constexpr (!kIsBox) fence_before_copy();
@@ -160,7 +165,7 @@ struct WaveProducts {
     if constexpr (!kIsBox) fence_before_copy();
   }
 
-  /// All KV tiles of a part, `count` of them.
+  /// Attends to the `count` KV tiles of a part.
   __device__ __forceinline__ void attend(const WavePart& part, int count, RowSums<S::kValueDim>& found) {
     const int query_tile = part.query_tile;
     int token = warp_uniform(s.plan.first_kv_tile_token(query_tile) + part.kv_tile * S::kTokens);
@@ -209,7 +214,7 @@ struct WaveProducts {
     leave(value_place);
   }
 
-  /// A part of which this warp group has no rows: what the copies bring is given back.
+  /// Skips a part of which this warp group has no rows: releases all stages that the copies fill.
   __device__ __forceinline__ void pass(int count) {
     leave(query_place);
 #pragma unroll 1
@@ -225,7 +230,7 @@ struct WaveProducts {
     }
   }
 
-  /// Out and lse, or split partials, of a part.
+  /// Writes a part's rows to out and lse, or as split partials.
   __device__ __forceinline__ void finish(const WavePart& part, RowSums<S::kValueDim>& found) const {
     const QueryTile query_tile = s.plan.query_tiles[part.query_tile];
 #pragma unroll

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue of the kernel of many query rows: sums in the registers of warp groups become out and lse, or
-// split partials of the workspace, of which the last block to come makes out and lse.
+// The epilogue of the kernel for many query rows: writes the sums in the registers of warp groups to out and
+// lse, or to the workspace as split partials, which the last block to arrive combines, or a later launch.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 
 namespace helix::cuda {
 
-/// What a thread has found of two query rows, 8 apart: in d[4 * j + 2 * h + i] the unnormalised sum of column
-/// 8 * j + lane % 4 * 2 + i of row h; all lanes of a row alike in max (base 2) and sum.
+/// A thread's results of two query rows, 8 apart. d[4 * j + 2 * h + i] is the unnormalised sum of column 8 *
+/// j + lane % 4 * 2 + i of row h. In the epilogue all lanes of a row have the same max (base 2) and sum.
 template <int kValueDim>
 struct RowSums {
   float d[kValueDim / 2];
@@ -29,8 +29,7 @@ struct RowSums {
   }
 };
 
-/// Element (i, lane % 4) of the 4 x 4 words of four neighbouring lanes and x[0..3] trades places with (lane %
-/// 4, i).
+/// Transposes the 4 x 4 words that four neighbouring lanes have in x[0..3].
 __device__ __forceinline__ void transpose_words(unsigned (&x)[4]) {
   const bool is_odd = threadIdx.x % 2 != 0;
   const bool is_high = threadIdx.x % 4 >= 2;
@@ -53,7 +52,7 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
   const int quarter = static_cast<int>(threadIdx.x) % 4;
   T* to[2];
   bool is_row[2];
-  bool is_empty[2];  // it saw nothing
+  bool is_empty[2];  // the row saw nothing
   float inverse[2];
   const TargetPlace place = target_place();
 #pragma unroll
@@ -80,7 +79,7 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const Query
   };
   const std::uint64_t addresses =
       reinterpret_cast<std::uint64_t>(to[0]) | reinterpret_cast<std::uint64_t>(to[1]);
-  if (__all_sync(~0u, addresses % 16 == 0)) {  // as those of lines are
+  if (__all_sync(~0u, addresses % 16 == 0)) {  // addresses of lines are
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -139,7 +138,7 @@ __device__ __forceinline__ void write_partials(const SplitPartials& to, int row,
   }
 }
 
-/// Combines the splits of a row that attend_waves() left, by a warp.
+/// Combines the splits of one row that attend_waves() left, by one warp.
 template <int kThreads>
 __device__ __forceinline__ void combine_row_later(const AttentionParams& p) {
   const int warp = static_cast<int>(blockIdx.x * kThreads + threadIdx.x) / kWarp;
@@ -151,8 +150,8 @@ __device__ __forceinline__ void combine_row_later(const AttentionParams& p) {
   combine_row({p, tile.splits}, tile.query_tile, item % p.kv_heads, row, 0, p.value_dim);
 }
 
-/// Combines all of them, a warp a row, where query tiles and heads are few: one block for each would wait for
-/// memory row by row.
+/// Combines the splits of all rows, a warp a row, for launches of few query tiles and heads: one block for
+/// each of these would wait for memory row by row.
 template <int kThreads>
 __global__ __launch_bounds__(kThreads) void combine_waves_later(const __grid_constant__ AttentionParams p) {
   follow_previous(p);

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which thread block multiplies which KV tiles where query tiles are many: whole ones first, then even parts.
+// Which thread block multiplies which KV tiles, in the kernel for many query rows: whole query tiles first,
+// then even shares.
 //
-// Splitting costs a combine of large query tiles, and blocks that walk the same keys at different times read
-// them from memory again and again. So the list of (query tile, KV head) is dealt out to the blocks whole, in
-// waves, the longest first, to and fro: the blocks of a wave stand at the same keys at the same time, which
-// come from the L2 cache. Where it does not hold the keys and values of all KV heads, they are dealt out in
-// passes of some heads: 64 heads over 8, 4096 tokens after 28672, take 6416 us by single heads, 6738 by all;
-// 99 % of what is read comes from the L2 cache, not 83. What is left when another wave would make some block
-// late is a list of KV tiles as in schedule.cuh, cut into consecutive shares that bring all blocks to the
-// same number of KV tiles.
+// Splitting large query tiles costs a combine, and blocks that walk the same keys at different times read
+// them from memory again and again. So the items, a query tile and KV head each, are dealt out to the blocks
+// whole, in waves, the longest first, in alternating direction. The blocks of a wave are at the same keys at
+// the same time, which then come from the L2 cache. If the L2 cache does not hold the keys and values of all
+// KV heads, items are dealt out in passes of some heads: 64 heads over 8, 4096 tokens after 28672, take 6416
+// us by single heads, 6738 by all; 99 % of the reads hit the L2 cache, instead of 83 %. When another wave
+// would make some block late, the rest is a list of KV tiles as in schedule.cuh, cut into consecutive shares
+// that bring all blocks to the same number of KV tiles.
 #pragma once
 
 #include <climits>
@@ -21,24 +22,26 @@ namespace helix::cuda {
 
 inline constexpr int kMaxWaveQueryTiles = 512;  ///< Query tiles of one launch.
 inline constexpr int kMaxWaveBlocks = 256;
-inline constexpr int kWaveSplitTiles = 2;  ///< KV tiles of a share at least, on average.
-/// KV tiles that a split and its combine cost: blocks may be as much later than others with whole tiles.
+inline constexpr int kWaveSplitTiles = 2;  ///< Fewest KV tiles of a share, on average.
+/// KV tiles that a split and its combine cost. If all query tiles stay whole, a block may exceed the even
+/// share by as many.
 inline constexpr int kWaveSlackTiles = 3;
-inline constexpr int kWaveSlackPart = 24;  ///< Or by this part of all they do.
+inline constexpr int kWaveSlackPart = 24;  ///< Or by the even share over this number.
 
-/// Keys and values of a pass, in bytes: half of an H200's L2 cache, as either half of its SMs keeps a copy.
+/// Most bytes of keys and values in a pass: half of an H200's L2 cache, because each half of its SMs keeps a
+/// copy.
 inline constexpr std::int64_t kWavePassBytes = std::int64_t{24} << 20;
-/// Waves that make a pass of query tiles of uneven lengths even.
+/// Waves that even out a pass of query tiles of different lengths.
 inline constexpr int kWavePassWaves = 4;
 
 /// The schedule, in shared memory, for KV tiles of kTokens tokens. `u` is a query tile of the launch, counted
-/// from the last one of the batch: those see most.
+/// backwards from the last one of the batch, because the last ones see most.
 template <int kTokens>
 struct WavePlan {
   static constexpr int kKvTileTokens = kTokens;
   static_assert(kTokens >= kMinKvTileTokens);
 
-  std::int64_t first_page[kMaxWaveQueryTiles];  ///< Place in the page lists of the sequence's first page.
+  std::int64_t first_page[kMaxWaveQueryTiles];  ///< Index of the sequence's first page in the page lists.
   QueryTile query_tiles[kMaxWaveQueryTiles];
   int begin_token[kMaxWaveQueryTiles];        ///< Local token where the query tile's keys begin.
   int end_token[kMaxWaveQueryTiles];          ///< Local token where the query tile's keys end.
@@ -46,11 +49,11 @@ struct WavePlan {
   /// First query tile of each sequence, in order of the batch.
   int query_tile_begin[kMaxLaunchSequences + 1];
   int share_begin[kMaxWaveBlocks + 1];  ///< KV tiles of the list of shares before each block's.
-  int least_kv_tiles;                   ///< Of a query tile.
-  int most_kv_tiles;                    ///< Of a query tile.
-  int pass_heads;                       ///< KV heads of a pass; they divide all.
+  int least_kv_tiles;                   ///< Fewest KV tiles of a query tile.
+  int most_kv_tiles;                    ///< Most KV tiles of a query tile.
+  int pass_heads;                       ///< KV heads of a pass; divides the number of all.
   int workers;                          ///< Blocks that have work.
-  int longest;                          ///< KV tiles of a block if all query tiles stay whole, at most.
+  int longest;                          ///< Most KV tiles of a block if all query tiles stay whole.
   int even_waves;                       ///< Waves after which no block has more than its even share.
   int waves;                            ///< Whole query tiles and heads that each block takes.
   int first_shared;                     ///< KV tiles of all passes before the list of shares.
@@ -65,7 +68,7 @@ struct WaveItem {
   int head;
 };
 
-/// Item `item` of what is dealt out: pass by pass, of each the query tiles, of each the heads.
+/// Item `item` in the order of dealing: by pass, then by query tile, then by head.
 template <class Plan>
 __device__ inline WaveItem wave_item(const AttentionParams& p, const Plan& plan, int item) {
   const int pass_items = p.num_query_tiles * plan.pass_heads;
@@ -75,16 +78,17 @@ __device__ inline WaveItem wave_item(const AttentionParams& p, const Plan& plan,
   return {u, pass * plan.pass_heads + in_pass - u * plan.pass_heads};
 }
 
-/// The place in a wave of worker `block`: to and fro, so that sums of falling lengths are equal.
+/// The item of worker `block` in a wave. Waves alternate in direction, so that items of falling lengths add
+/// up to equal sums.
 __device__ inline int wave_place(int wave, int workers, int block) {
   return wave * workers + (wave % 2 == 0 ? block : workers - 1 - block);
 }
 
-/// Fills in query tile `u`; kLanes neighbouring lanes, each of which looks at some of its tokens.
+/// Fills in query tile `u`, by kLanes neighbouring lanes, each of which reads some of its tokens' positions.
 template <int kLanes, class Plan>
 __device__ inline void plan_wave_tile(const AttentionParams& p, Plan& plan, int u) {
   constexpr int kTokens = Plan::kKvTileTokens;
-  constexpr int kLoads = 4;  // of positions, on their way together
+  constexpr int kLoads = 4;  // positions that a lane loads at once
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const int in_batch = p.first_query_tile + p.num_query_tiles - 1 - u;
   const int b = find_last(plan.query_tile_begin, p.num_sequences, in_batch);
@@ -128,8 +132,8 @@ __device__ inline void plan_wave_tile(const AttentionParams& p, Plan& plan, int 
   atomicMax(&plan.most_kv_tiles, kv_tiles);
 }
 
-/// KV heads of a pass. Fewer heads are fewer query tiles, which are to be of one length, or many, or waves
-/// would be uneven (16 heads of D = 192, 4096 tokens after nothing: 221 us by 8 heads, 158 by all).
+/// KV heads of a pass. Fewer heads are fewer items, which must then be of similar length, or many, or waves
+/// would be uneven (16 heads of D = 192, 4096 tokens without a context: 221 us by 8 heads, 158 by all).
 template <class Plan>
 __device__ inline int pass_heads(const AttentionParams& p, const Plan& plan) {
   const int even_heads = 2 * plan.least_kv_tiles >= plan.most_kv_tiles
@@ -142,7 +146,7 @@ __device__ inline int pass_heads(const AttentionParams& p, const Plan& plan) {
   return heads;
 }
 
-/// KV tiles before those of `item` where passes, query tiles and heads follow each other.
+/// KV tiles before those of `item` in the order of dealing.
 template <class Plan>
 __device__ inline int tiles_before(const AttentionParams& p, const Plan& plan, WaveItem item) {
   const int in_pass = item.head % plan.pass_heads;
@@ -199,11 +203,11 @@ __device__ inline void plan_waves(const AttentionParams& p, Plan& plan) {
 /// Fills the plan; all threads of the block, a multiple of 32.
 template <class Plan>
 __device__ inline void make_wave_plan(const AttentionParams& p, Plan& plan) {
-  constexpr int kLanes = 4;  // for a query tile
+  constexpr int kLanes = 4;  // lanes for a query tile
   constexpr int kLinePositions = 16;
   const int thread = static_cast<int>(threadIdx.x);
   const int threads = static_cast<int>(blockDim.x);
-  // All on their way together, one trip to memory; the reads below find them in the L1 cache.
+  // All loads are in flight together, in one trip to memory; the reads below find them in the L1 cache.
   for (int t = thread * kLinePositions; t < p.num_tokens; t += threads * kLinePositions) {
     std::int64_t ignored;
     asm volatile("ld.global.b64 %0, [%1];" : "=l"(ignored) : "l"(p.positions + p.first_token + t));

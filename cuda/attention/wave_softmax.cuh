@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The softmax of the kernel of many query rows (waves.cuh), in the registers of the warp groups that
-// multiply: scores of a KV tile become weights.
+// The running softmax of the kernel for many query rows (waves.cuh), in the registers of the multiplying warp
+// groups.
 #pragma once
 
 #include <climits>
@@ -14,18 +14,18 @@
 
 namespace helix::cuda {
 
-/// Of one thread and its two rows of a part.
+/// The running softmax of a thread's two rows of a part.
 template <class T, class S>
 struct WaveSoftmax {
   using Scores = float[S::kTokens / 2];
   using Weights = unsigned[S::kTokens / kProductDepth][4];
 
   const AttentionParams& p;
-  int thread;           // of the warp groups that multiply
+  int thread;           // number among the multiplying threads
   int inner_begin = 0;  // local tokens that all of the warp's rows see
   int inner_end = 0;
 
-  __device__ __forceinline__ int row() const {  // of the query tile, the first of this lane's
+  __device__ __forceinline__ int row() const {  // first row of this lane, in the query tile
     return thread / kWarp * 16 + thread % kWarp / 4;
   }
 
@@ -71,12 +71,12 @@ struct WaveSoftmax {
     }
   }
 
-  /// One step of the running softmax: scores become weights, yet in f32. `shrink`: what was found until now
-  /// is to be multiplied by.
+  /// One step of the running softmax: turns scores into weights, still in f32. Sets `shrink` to the rescale
+  /// factors of the earlier sums.
   __device__ __forceinline__ void weigh(Scores& scores, RowSums<S::kValueDim>& found,
                                         float (&shrink)[2]) const {
     const float factor = this->factor();
-    // Several maxima and sums of each row, as each waits for the one before it.
+    // Several maxima and sums of each row, because each update of one waits for the last.
     constexpr int kChains = 4;
     float top[2][kChains];
     float added[2][kChains];
@@ -126,7 +126,7 @@ struct WaveSoftmax {
   }
 
   static __device__ __forceinline__ void shrink_sums(RowSums<S::kValueDim>& found, const float (&shrink)[2]) {
-    // To look whether any is less than 1 takes as long as 64 multiplications beside other instructions.
+    // Testing whether any factor is below 1 takes as long as 64 multiplications among other instructions.
     if (S::kValueDim > 128 && !__any_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f)) return;
 #pragma unroll
     for (int i = 0; i < S::kValueDim / 2; ++i) found.d[i] *= shrink[i / 2 % 2];

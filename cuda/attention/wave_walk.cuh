@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What each thread block of the kernel of many query rows multiplies, part by part, as planned
-// (wave_schedule.cuh).
+// A thread block's walk along its work in the kernel for many query rows, part by part, as planned in
+// wave_schedule.cuh.
 #pragma once
 
 #include "cuda/attention/wave_schedule.cuh"
@@ -11,12 +11,12 @@ namespace helix::cuda {
 struct WavePart {
   int query_tile;
   int head;
-  int kv_tile;  ///< The first one.
+  int kv_tile;  ///< First KV tile.
   int count;
   KvSplits splits;
 };
 
-/// What one block does, part by part.
+/// The parts of one block, in order.
 template <class Plan>
 class WaveWalk {
  public:
@@ -30,7 +30,7 @@ class WaveWalk {
     end_ = plan.share_begin[block + 1];
   }
 
-  /// The next part; false: there is none.
+  /// Sets `part` to the next part. Returns false if there is none.
   __device__ __forceinline__ bool next(WavePart& part) {
     if (wave_ < plan_.waves) {
       const int item = wave_place(wave_++, plan_.workers, static_cast<int>(blockIdx.x));

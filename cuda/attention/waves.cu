@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel of many query rows: which calls it takes, and its launches.
+// The kernel for many query rows, host side: which calls it takes, and its launches.
 #include <algorithm>
 
 #include "cuda/attention/waves.cuh"
@@ -8,33 +8,32 @@
 namespace helix::cuda {
 namespace {
 
-/// Query rows of a KV head from which this kernel is the faster one. 32 are drafts of 4 with 8 heads a KV
-/// head: 974 us, 996 otherwise (8 sequences of 131072 tokens, H200); 1 of 8192 tokens 24.6 and 28.3, 8 of
-/// them 80.6 and 78.4.
+/// Query rows of a KV head from which this kernel is the fastest. 32 rows (drafts of 4 with 8 heads a KV
+/// head, H200), by this kernel and without it: 8 sequences of 131072 tokens 974 and 996 us, 1 of 8192 tokens
+/// 24.6 and 28.3, 8 of 8192 tokens 80.6 and 78.4.
 constexpr std::int64_t kMinRows = 32;
 constexpr int kCombineThreads = 256;
-constexpr int kMaxBox = 256;  ///< Of a dimension of a box.
+constexpr int kMaxBox = 256;  ///< Largest size of a box in a dimension.
 
-/// What is read of KV at a time: 256 bytes would be read twice, by the boxes of either chunk of a row (8
-/// sequences of 131072 tokens, drafts of 8: 1073 us; so 972).
+/// L2 promotion of KV reads. 256 bytes would be read twice, by the boxes of both chunks of a row (8 sequences
+/// of 131072 tokens, drafts of 8: 1073 us, 972 with 128 bytes).
 constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 
 /// Tokens of a KV tile: as many as registers and shared memory allow beside one buffer of queries. TFLOP/s of
-/// 4096 query tokens after 28672: D = 128 and tiles of 128 tokens 553, of 144 576, of 160 596, of 176, which
-/// spill registers, 580; D = 96, 128 and 160 tokens 455 and 483; D = 192 with Dv = 128, 64 tokens 503, 96
-/// 571, 112 541. D = 64 is the faster after a context with 128, 446 and 443, and without one with 96, 389 and
-/// 401.
+/// 4096 query tokens after 28672, by tokens of a tile. D = 128: 128 553, 144 576, 160 596, 176 (spills
+/// registers) 580. D = 96: 128 455, 160 483. D = 192 with Dv = 128: 64 503, 96 571, 112 541. D = 64: 96 443,
+/// 128 446 after that context; 96 401, 128 389 without one.
 constexpr int tile_tokens(int dim) {
   if (dim == 96 || dim == 128) return 160;
   return dim > 192 ? 64 : 96;
 }
 
-/// Head sizes that are built, and how. At D = 64 the exponents take longer than the products, and a third
-/// warp group helps; at D = 256 turns cost 3 %.
+/// The instance for a head size. At D = 64 the exponentials take longer than the products, and a third warp
+/// group helps; at D = 256 taking turns costs 3 %.
 template <int kDim, int kValueDim>
 using Sizes = WaveSizes<kDim, kValueDim, tile_tokens(kDim), (kDim == 64 ? 3 : 2), (kDim < 256)>;
 
-/// Calls use(Sizes<...>*) for these head sizes; false: they are not built.
+/// Calls use(Sizes<...>*) for these head sizes. Returns false if they are not built.
 template <class Use>
 bool with_sizes(std::int64_t head_dim, std::int64_t value_dim, const Use& use) {
   const auto try_one = [&]<int kDim, int kValueDim>(Sizes<kDim, kValueDim>* sizes) {
@@ -61,7 +60,7 @@ void launch(const AttentionParams& p, WaveMaps& maps, const AttentionGrid& grid)
   HELIX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   const int blocks = std::max(1, grid.blocks / kBlocksPerSm);
   const int items = p.num_query_tiles * p.kv_heads;
-  // Where each may have two splits and more. Of 8 x 128 rows in 16 splits: 28 us, 56 without.
+  // If each item may have two splits or more. 8 x 128 rows in 16 splits: 28 us, 56 without.
   maps.combines_later = 2 * items <= blocks && items <= kMaxQueryTiles;
   launch_early(kernel, blocks, S::kThreads, kBytes, grid.stream, true, p, maps);
   if (maps.combines_later) {
@@ -74,7 +73,7 @@ void launch(const AttentionParams& p, WaveMaps& maps, const AttentionGrid& grid)
 template <class T, class S>
 void launch_pages(const AttentionParams& p, const KvView& kv, const AttentionGrid& grid) {
   WaveMaps maps;
-  // Where a query tile is whole tokens, and begins with one, it is a box.
+  // If query tiles consist of whole tokens, each is a box.
   maps.has_queries = S::kRows % p.group == 0 && p.query_tile_rows % p.group == 0 && p.group <= kMaxBox &&
                      S::kRows / p.group <= kMaxBox &&
                      is_map_stride(std::int64_t{p.kv_heads} * p.group, 2 * p.q_head_stride) &&

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Partial attention of many query rows on Hopper's warp-group products, for q and KV of one 16-bit type:
-// prefill, and drafts of several tokens.
+// Partial attention for many query rows by Hopper's wgmma, q and KV of one 16-bit type: out = softmax(scale q
+// k^T) v and its lse, for prefill and drafts of several tokens.
 //
-// A block an SM: a warp group that copies (wave_copies.cuh) and two or three that multiply
-// (wave_products.cuh), each 64 query rows of the same query tile. Each block computes the schedule
-// (wave_schedule.cuh) itself from device memory. Of a KV tile of 160 tokens, D = 128, a block reads 80 KiB
-// for 10.5 MFLOP: at 640 TFLOP/s, 5.0 TB/s from the L2 cache, which gives 5.4. Clusters of two blocks that
-// read each KV tile once for both were slower all the same (4096 tokens after 28672: 10975 us, 3532 without).
+// One block an SM, with a producer warp group that copies (wave_copies.cuh) and two or three consumer warp
+// groups that multiply (wave_products.cuh), each with 64 query rows of the same query tile. Shared memory
+// holds the queries and rings of two stages for keys and values. Each block computes the schedule
+// (wave_schedule.cuh) itself from device memory.
+//
+// For a KV tile of 160 tokens with D = 128 a block reads 80 KiB for 10.5 MFLOP. At 640 TFLOP/s that is 5.0
+// TB/s from the L2 cache, which gives 5.4. Still, clusters of two blocks that read each KV tile once for both
+// were slower (4096 tokens after 28672: 10975 us, 3532 without).
 #pragma once
 
 #include <cstdint>
@@ -19,7 +22,7 @@
 
 namespace helix::cuda {
 
-/// What the warps of the copying warp group do.
+/// The producer warp group: a warp copies keys, a warp values, two warps queries.
 template <class T, class S, template <int, int> class Copies>
 __device__ __forceinline__ void copy_waves(const AttentionParams& p, const WaveMaps& maps, WaveShared<S>& s) {
   constexpr bool kIsBox = Copies<S::kDim, S::kTokens>::kFills == 1;
@@ -89,7 +92,7 @@ template <class T, class S, template <int, int> class Copies>
 __global__ __launch_bounds__(S::kThreads, 1) void attend_waves(const __grid_constant__ AttentionParams p,
                                                                const __grid_constant__ WaveMaps maps) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-  // Three groups leave no more than 32 for the others.
+  // Three consumer groups leave the producer no more than 32.
   constexpr int kCopyRegisters = S::kGroups == 2 ? Copies<S::kDim, S::kTokens>::kRegisters : 32;
   extern __shared__ __align__(1024) std::byte memory[];
   auto& s = *reinterpret_cast<WaveShared<S>*>(memory);

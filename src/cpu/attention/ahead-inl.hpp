@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of keys and values that ask for others ahead of their use. Compiled once a Highway target, hence the
-// toggled guard.
+// Rows of keys and values that prefetch other rows as they are read. Compiled once a Highway target, hence
+// the toggled guard.
 #if defined(HELIX_SRC_CPU_ATTENTION_AHEAD_INL_HPP_) == defined(HWY_TARGET_TOGGLE)
 #ifdef HELIX_SRC_CPU_ATTENTION_AHEAD_INL_HPP_
 #undef HELIX_SRC_CPU_ATTENTION_AHEAD_INL_HPP_
@@ -29,25 +29,25 @@ HWY_INLINE std::int64_t elements_between(const StoredRows& from, const StoredRow
   return static_cast<std::int64_t>(end - begin) / static_cast<std::int64_t>(sizeof(T));
 }
 
-/// Reading part of row i asks for that of row i + kNear in L1: loads that miss L1, though they hit L2, queue
-/// up behind requests to memory for the buffers that both take (8 rows: 5 %). The rows of a block and these
-/// are no more than repeat behind the last one.
+/// Reading part of row i prefetches the same part of row i + kNear into L1: loads that miss L1, even if they
+/// hit L2, queue behind requests to memory for the buffers that both use (8 rows: 5 %). A block's rows and
+/// kNear are together no more than the rows that repeat after the last one.
 constexpr int kNear = kPair / 2;
 
-/// Asks for what lies `offset` elements into row kNear behind row i. Not with AVX2, where products leave no
-/// room for it (8 rows on Zen 3: 7 %).
+/// Prefetches what lies `offset` elements into row i + kNear. Not with AVX2, where the products leave no room
+/// for it (8 rows on Zen 3: 7 %).
 template <class T>
 HWY_INLINE void ask_near([[maybe_unused]] const T* const* rows, [[maybe_unused]] std::int64_t i,
                          [[maybe_unused]] std::int64_t offset) {
   if constexpr (kLanes != 8) ask<3>(rows[i + kNear] + offset);
 }
 
-/// Key rows of one head. Reading a pair asks for the same one of the token's value in L2.
+/// Key rows of one head. Reading a pair prefetches the same pair of the token's value into L2.
 template <class T>
 struct KeyRows {
-  const T* const* rows;    ///< of the task's first head
+  const T* const* rows;    ///< key rows of the task's first head
   std::int64_t to_keys;    ///< elements from those to this head's keys
-  std::int64_t to_values;  ///< ... and to this head's values
+  std::int64_t to_values;  ///< elements from those to this head's values
   HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i] + to_keys; }
   HWY_INLINE void prefetch(std::int64_t i, int, std::int64_t d) const {
     ask_near(rows, i, to_keys + d);
@@ -55,10 +55,10 @@ struct KeyRows {
   }
 };
 
-/// The next tile's keys of all heads, in the order in which they will be read: a pair each time.
+/// Prefetches the next tile's keys of all heads, in the order in which they will be read, a pair each time.
 template <class T>
 struct NextKeys {
-  // What is asked for next, up to the end of the run.
+  // What is prefetched next, up to the end of the run.
   const T* const* row;
   const T* const* run_end;
   std::int64_t to_keys = 0;
@@ -85,7 +85,7 @@ struct NextKeys {
     if (++head == num_heads) {
       head = 0;
       to_keys = 0;
-      if (run_end == end) {  // values wider than keys have gone further
+      if (run_end == end) {  // values wider than keys prefetch further
         run_begin = end - 1;
       } else {
         run_begin = run_end;
@@ -96,11 +96,12 @@ struct NextKeys {
   }
 };
 
-/// Value rows of one head, in the order of sums. Reading a pair asks for one of the next tile's keys in L2,
-/// row by row whatever order the columns are walked in: in that order, a whole tile took 20 % longer.
+/// Value rows of one head, in the order of the sums. Reading a pair prefetches a pair of the next tile's keys
+/// into L2, row by row, whatever the order in which columns are read: prefetching in that order, a whole tile
+/// took 20 % longer.
 template <class T>
 struct ValueRows {
-  const T* const* keys;    ///< of the task's first head
+  const T* const* keys;    ///< key rows of the task's first head
   std::int64_t to_values;  ///< elements from those to this head's values
   NextKeys<T> next;
   HWY_INLINE const T* operator[](std::int64_t i) const { return keys[i] + to_values; }
@@ -113,10 +114,10 @@ struct ValueRows {
   }
 };
 
-/// Rows of one head. Reading them asks for no others.
+/// Rows of one head. Reading them prefetches nothing.
 template <class T>
 struct PlainRows {
-  const T* const* rows;  ///< of the task's first head
+  const T* const* rows;  ///< key rows of the task's first head
   std::int64_t to_rows;  ///< elements from those to this head's
   HWY_INLINE const T* operator[](std::int64_t i) const { return rows[i] + to_rows; }
   HWY_INLINE void advance(std::int64_t n) { rows += n; }
@@ -124,21 +125,21 @@ struct PlainRows {
   HWY_INLINE void prefetch(std::int64_t, int, std::int64_t) const {}
 };
 
-/// How long before they are read AlongRows asks for rows.
+/// How far ahead of the reads AlongRows prefetches.
 constexpr std::int64_t kAlongBytes = 12 << 10;
 
-/// Rows that are read behind those at hand.
+/// The rows that are read after the current ones.
 template <class T>
 struct Behind {
-  const T* const* rows = nullptr;  ///< of the task's first head
+  const T* const* rows = nullptr;  ///< key rows of the task's first head
   std::int64_t count = 0;          ///< at least 1
   std::int64_t to_rows = 0;        ///< elements from those to what is read
 };
 
-/// Rows of one head. Reading a pair asks for that of the row `along` further on, in L1.
+/// Rows of one head. Reading a pair prefetches the same pair of the row `along` further on into L1.
 template <class T>
 struct AlongRows {
-  const T* const* rows;  ///< of the task's first head
+  const T* const* rows;  ///< key rows of the task's first head
   std::int64_t to_rows;  ///< elements from those to this head's
   std::int64_t count;
   std::int64_t along;
@@ -166,7 +167,7 @@ struct Pass {
   std::int64_t width = 0;
 };
 
-/// What a Course asks for next, up to the end of the head's rows.
+/// What a Course prefetches next, up to the end of the head's rows.
 template <class T>
 struct Place {
   const T* const* row = nullptr;
@@ -176,16 +177,16 @@ struct Place {
   std::int64_t column = 0;
 };
 
-/// The rows of a direct() in the order in which they are read, one head's tile further on: a tile's keys of
-/// all heads, their values, the next tile's keys.
+/// The order in which direct() reads rows: a tile's keys of all heads, their values, the next tile's keys. It
+/// runs one head's tile ahead of the reads.
 template <class T>
 class Course {
  public:
   Course(std::int64_t head_elements, int num_heads) : head_elements_(head_elements), num_heads_(num_heads) {}
 
-  /// Begins a tile, whose lists of rows stay until the next one begins. Behind the last tile `next_keys` are
-  /// any rows that may be asked for again. The first tile's first head is not asked for: that would be one
-  /// wait.
+  /// Begins a tile, whose lists of rows must stay until the next one begins. After the last tile, `next_keys`
+  /// are any rows that may be prefetched again. The first tile's first head is not prefetched: the wait for
+  /// it comes only once.
   void begin(const Pass<T>& keys, const Pass<T>& values, const Pass<T>& next_keys) {
     passes_[0] = keys;
     passes_[1] = values;
@@ -197,7 +198,7 @@ class Course {
     }
   }
 
-  /// The next head's rows. Stays at the last head of the last pass.
+  /// Moves to the next head's rows. Stays at the last head of the last pass.
   HWY_NOINLINE void next() {
     if (head_ + 1 < num_heads_) {
       ++head_;
@@ -219,16 +220,16 @@ class Course {
   int head_ = 0;
 };
 
-/// Rows of one head. Reading kBytes asks for as many of the Course in L2, which lie together:
-/// four lines at once were 2 % faster than as many single ones with 4 rows, and 16 % slower with one. A
-/// request for every second line, the rest left to the hardware, took 40 to 70 % longer; 64 rows further on
-/// in place of 256 took 40 % longer with 4 rows, which walk a tile's values twice.
+/// Rows of one head. Reading kBytes prefetches as many contiguous bytes of the Course into L2. Four lines at
+/// once were 2 % faster than as many single ones with 4 rows, and 16 % slower with one. Prefetching every
+/// second line, with the rest left to the hardware, took 40 to 70 % longer. Prefetching 64 rows ahead instead
+/// of 256 took 40 % longer with 4 rows, which read a tile's values twice.
 template <class T, int R>
 struct CourseRows {
   static constexpr int kAskedBytes = kAsked<T> * static_cast<int>(sizeof(T));
   static constexpr int kBytes = std::max(R == 1 ? 64 : 256, kAskedBytes);
   static constexpr int kCalls = kBytes / kAskedBytes;
-  const T* const* rows;  ///< of the task's first head
+  const T* const* rows;  ///< key rows of the task's first head
   std::int64_t to_rows;  ///< elements from those to this head's
   int blocks;            ///< times that each row is read
   Course<T>* course;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of many rows of bf16 on tile registers: keys as they are, values interleaved in pairs, queries
-// and weights split into bf16 (amx.hpp). MLA runs at 160 % of what f32 vectors could reach. Compiled once a
-// Highway target, hence the toggled guard.
+// Attention of many query rows over bf16 KV on AMX tile registers: keys are multiplied as they are, values
+// are interleaved in pairs, queries and weights are split into bf16 terms (amx.hpp). MLA runs at 160 % of
+// what f32 vectors could reach. Compiled once a Highway target, hence the toggled guard.
 #if defined(HELIX_SRC_CPU_ATTENTION_AMX_INL_HPP_) == defined(HWY_TARGET_TOGGLE)
 #ifdef HELIX_SRC_CPU_ATTENTION_AMX_INL_HPP_
 #undef HELIX_SRC_CPU_ATTENTION_AMX_INL_HPP_
@@ -24,7 +24,7 @@ HWY_BEFORE_NAMESPACE();
 namespace helix::cpu::HWY_NAMESPACE {
 namespace {
 
-#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3  // the softmax of 16 rows takes vectors of 16 lanes
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3  // the softmax of 16 rows needs vectors of 16 lanes
 /// Sizes and scratch of one tiled().
 struct Tiles {
   std::int64_t first_row;  ///< First row of the task.
@@ -69,8 +69,8 @@ HWY_NOINLINE void split_queries(const State& s, const Tiles& t) {
   if (t.d != task.head_dim) std::fill_n(t.keys, kAmxTile * t.d, bf16{});
 }
 
-/// Whether `rows` lie one after the other, `stride` bytes apart. All of them are asked: small pages that lie
-/// anywhere may still end where they would.
+/// Whether `rows` lie one after the other, `stride` bytes apart. Compares every row: with scattered small
+/// pages the last row may lie in the right place although others do not.
 HWY_INLINE bool lie_in_order(const void* const* rows, std::int64_t count, std::int64_t stride) {
   const auto* row = static_cast<const std::byte*>(rows[0]);
   for (std::int64_t i = 1; i < count; ++i) {
@@ -103,7 +103,7 @@ HWY_NOINLINE void tiled_scores(const State& s, const Tiles& t, std::int64_t coun
   }
 }
 
-/// Scores to weights, split.
+/// Turns scores into weights, split into bf16 terms.
 HWY_NOINLINE void tiled_weights(const State& s, const Tiles& t, std::int64_t count, std::int64_t padded) {
   for (std::int64_t block = 0; block < t.num_rows; block += amx::kRows) {
     float* dots = t.scores + block * kAmxTile;
@@ -136,7 +136,7 @@ HWY_NOINLINE void tiled_values(const State& s, const Tiles& t, std::int64_t padd
   }
 }
 
-/// Up to kPackedRows rows against the keys of `range`.
+/// Attends with up to kPackedRows rows to the keys of `range`.
 HWY_NOINLINE void tiled(const State& s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
   const Tiles t(s, first_row, num_rows);
   split_queries(s, t);

@@ -2,10 +2,10 @@
 // Attention of a query tile over a key range in SIMD, compiled for each instruction set and chosen at run
 // time.
 //
-// Up to kDirectRows rows, memory bounds: the direct kernel reads K and V once. Beyond that the products
-// bound: bf16 rows go to the tile registers where there are any, everything else to the packed kernel, which
-// also takes what the direct one does not: head sizes that are no multiple of a pair of vectors, and layouts
-// in which a value does not lie a constant distance behind its key.
+// Attention of up to kDirectRows rows is bound by memory: the direct kernel reads K and V once. With more
+// rows it is bound by the products: bf16 KV goes to the tile registers (AMX) where there are any, everything
+// else to the packed kernel. This also takes what the direct kernel does not: head sizes that are no multiple
+// of a pair of vectors, and layouts in which a value does not lie at a constant distance from its key.
 
 #include "cpu/simd_targets.hpp"
 
@@ -50,7 +50,7 @@ HWY_INLINE bool has_tiles(std::int64_t num_rows) {
 #endif
 }
 
-/// direct() of the task's variant.
+/// Runs direct() in the task's variant.
 template <class T>
 HWY_INLINE void accumulate_direct(const Heads& heads, std::int64_t first_row, std::int64_t num_rows,
                                   TokenRange range) {
@@ -70,8 +70,8 @@ HWY_INLINE void accumulate_direct(const Heads& heads, std::int64_t first_row, st
   direct<T, Ahead::none>(heads, first_row, num_rows, range);
 }
 
-/// Rows [first_row, + num_rows) against every key of `range`: all of them see all of it, so nothing is
-/// masked.
+/// Attends with rows [first_row, + num_rows) to every key of `range`. All of the rows see all of the keys, so
+/// nothing is masked.
 template <class T>
 HWY_NOINLINE void accumulate(const State& s, std::int64_t first_row, std::int64_t num_rows,
                              TokenRange range) {
@@ -124,7 +124,7 @@ HWY_INLINE void clear(const State& s) {
   std::fill_n(s.sum, rows, 0.0f);
 }
 
-/// The task's results, out of its state.
+/// Writes the task's results from its state to out and lse.
 template <class T>
 HWY_INLINE void store(const State& s) {
   const AttentionTask& task = s.task;
@@ -150,8 +150,9 @@ HWY_NOINLINE void attend_one(const State& s) {
   const std::int64_t rows = task.num_tokens * task.group;
   clear(s);
 
-  // What all tokens see, together; what only some see (the causal and the window's edge), token by token, so
-  // that a row outside a token's range cannot reach it even as 0 * NaN.
+  // Keys that all tokens see are read for all tokens together. Keys that only some see (at the causal and the
+  // window's edge) are read token by token, so that a row outside a token's range cannot reach it even as 0 *
+  // NaN.
   TokenRange shared{0, std::numeric_limits<std::int64_t>::max()};
   for (std::int64_t t = 0; t < task.num_tokens; ++t) {
     const TokenRange seen = task.visible[t];
@@ -174,7 +175,7 @@ HWY_NOINLINE void attend_one(const State& s) {
   store<T>(s);
 }
 
-/// Several heads at once where direct() takes them, otherwise one after the other.
+/// Attends with several heads at once where direct() takes them, otherwise with one after the other.
 template <class T>
 HWY_INLINE void attend_as(const AttentionTask* tasks, int num_tasks, float* scratch) {
   const std::int64_t rows = tasks[0].num_tokens * tasks[0].group;
@@ -194,7 +195,7 @@ HWY_INLINE void attend_as(const AttentionTask* tasks, int num_tasks, float* scra
 void attend_target(const AttentionTask* tasks, int num_tasks, float* scratch) {
   switch (tasks[0].dtype) {
     case DType::f32:
-    case DType::fp8_ds_mla:  // rows are joined as values
+    case DType::fp8_ds_mla:  // join_rows() widens rows to f32
       return attend_as<float>(tasks, num_tasks, scratch);
     case DType::f16:
       return attend_as<f16>(tasks, num_tasks, scratch);

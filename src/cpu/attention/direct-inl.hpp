@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of few rows: stored rows are widened on the way into registers.
+// Attention of few query rows: stored rows are widened on the way into registers.
 //
-// Every stored row comes from memory once for all query rows. A block of R rows meets kLanes / R keys at a
-// time, so that every block has kLanes accumulators, each a partial dot product along the head dimension; one
-// sum across vectors turns them into scores in [key][row] order. That order gives the softmax full vectors
-// whatever R is, and the value product its R weights of a key side by side. While K is multiplied V is
-// prefetched, and the other way round. Several KV heads may share a task: their rows of a page lie one after
-// the other. Compiled once a Highway target, hence the toggled guard.
+// Every stored row is read from memory once for all query rows. A block of R query rows multiplies kLanes / R
+// keys at a time, so that every block has kLanes accumulators, each a partial dot product along the head
+// dimension. One sum across vectors turns them into scores in [key][row] order. In that order the softmax has
+// full vectors whatever R is, and the value product finds a key's R weights side by side. V is prefetched
+// while K is multiplied, and the next K while V is. Several KV heads may share a task: their rows of a page
+// lie one after the other. Compiled once a Highway target, hence the toggled guard.
 #if defined(HELIX_SRC_CPU_ATTENTION_DIRECT_INL_HPP_) == defined(HWY_TARGET_TOGGLE)
 #ifdef HELIX_SRC_CPU_ATTENTION_DIRECT_INL_HPP_
 #undef HELIX_SRC_CPU_ATTENTION_DIRECT_INL_HPP_
@@ -33,7 +33,7 @@ HWY_BEFORE_NAMESPACE();
 namespace helix::cpu::HWY_NAMESPACE {
 namespace {
 
-/// All columns of a block, as many pairs at once as fill kLanes accumulators.
+/// Adds all columns of a block's weighted values, as many pairs at once as fill kLanes accumulators.
 template <int R, int C, Sums kSums, class Rows>
 HWY_INLINE void value_columns(Rows& values, std::int64_t count, const float* weights, int valid,
                               const float* correction, float* acc, std::int64_t acc_stride,
@@ -58,11 +58,11 @@ HWY_NOINLINE void direct_scores(Rows& keys, std::int64_t count, const State& s, 
   dot_block<R, false>(keys, count, q, s.d, scores);
 }
 
-/// direct_values() of a whole tile, a few rows at a time for all groups of columns, which then find them in
-/// L1. Gives the same bits.
+/// direct_values() of a whole tile that takes a few value rows at a time through all groups of columns, so
+/// that all groups but the first find them in L1. Gives the same bits.
 template <int R, class Rows>
 HWY_NOINLINE void short_passes(const State& s, const Block& block, Rows& values, std::int64_t count) {
-  float* const sums = s.keys;  // which a direct() has no other use for
+  float* const sums = s.keys;  // direct() has no other use for them
   std::fill_n(sums, R * s.dv, 0.0f);
   for (std::int64_t begin = 0; begin < count; begin += kShortPass) {
     value_columns<R, kMaxRows / R, Sums::go_on>(values, std::min(kShortPass, count - begin),
@@ -84,7 +84,7 @@ HWY_NOINLINE void direct_values(const State& s, const Block& block, Rows& values
                                 std::int64_t count, bool is_whole) {
   if (s.task.variant.has_short_passes && is_whole && s.dv > kMaxRows / R * kPair && R * s.dv <= kSumFloats)
     return short_passes<R>(s, block, values, count);
-  // The first part of a tile shrinks the sums. Later ones shrink them by 1, which is to add, with half the
+  // The first part of a tile rescales the sums. Later parts rescale them by 1, which only adds, with half the
   // code.
   static constexpr float kOnes[] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
   static_assert(kMaxRows <= std::size(kOnes));
@@ -117,7 +117,7 @@ HWY_NOINLINE void direct_values(const State& s, const Block& block, Rows& values
   }
 #endif
 
-/// Query rows [first_row, + num_rows) as blocks, zero rows to the end of the last one.
+/// Packs query rows [first_row, + num_rows) into blocks, with zero rows to the end of the last one.
 template <class T>
 HWY_NOINLINE void pack_queries(const State& s, std::int64_t first_row, std::int64_t num_rows) {
   const AttentionTask& task = s.task;
@@ -143,13 +143,13 @@ HWY_INLINE Block block_at(const State& s, std::int64_t first_row, std::int64_t n
           s.q + offset * s.d, scores + offset * kDirectTile};
 }
 
-/// What the heads of a direct() share.
+/// A tile of direct(), which all of its heads share.
 template <class T>
 struct DirectTile {
   const AttentionTask* first_head;
-  std::int64_t first_row;  ///< of each head's rows
+  std::int64_t first_row;  ///< first row of each head
   std::int64_t num_rows;
-  int num_blocks;           ///< of those rows
+  int num_blocks;           ///< blocks of those rows
   std::int64_t streams;     ///< runs of keys that sums take in turn
   std::int64_t read_run;    ///< keys of a head that are read before the next head's
   std::int64_t value_tile;  ///< values that blocks of rows share
@@ -157,11 +157,11 @@ struct DirectTile {
   std::int64_t to_values;   ///< elements from a row of keys to that of the token's values
   std::int64_t count = 0;
   const T* const* read = nullptr;   ///< the first head's key rows as they are read
-  const T* const* place = nullptr;  ///< ... and in the order of sums
+  const T* const* place = nullptr;  ///< the same rows in the order of the sums
   bool is_permuted = false;         ///< whether those two differ
 };
 
-/// How far the ways to ask ahead have come; each uses its own.
+/// State of the ways to prefetch (Ahead); each uses its own.
 template <class T>
 struct Asked {
   NextKeys<T> next_keys;
@@ -182,7 +182,7 @@ HWY_INLINE int blocks_of(std::int64_t num_rows) {
   return blocks;
 }
 
-/// Scores of R rows of a head with `count` of its keys, from the tile's `begin` on.
+/// Computes the scores of R rows of a head with `count` of its keys, from the tile's `begin` on.
 template <class T, Ahead kAhead, int R>
 HWY_INLINE void score_block(const State& s, const DirectTile<T>& tile, Asked<T>& asked, std::int64_t begin,
                             std::int64_t count, const float* q, float* scores) {
@@ -203,7 +203,7 @@ HWY_INLINE void score_block(const State& s, const DirectTile<T>& tile, Asked<T>&
   }
 }
 
-/// Values of a head, [begin, begin + count) of the tile's, weighed for one block.
+/// Adds values [begin, begin + count) of the tile, of one head, to the sums of one block, weighted.
 template <class T, Ahead kAhead, int R>
 HWY_INLINE void add_block(const State& s, const DirectTile<T>& tile, Asked<T>& asked, std::int64_t begin,
                           std::int64_t count, const Block& block) {
@@ -227,7 +227,7 @@ HWY_INLINE void add_block(const State& s, const DirectTile<T>& tile, Asked<T>& a
   }
 }
 
-/// Scores of all heads' rows with a tile's keys.
+/// Computes the scores of all heads' rows with a tile's keys.
 template <class T, Ahead kAhead>
 HWY_NOINLINE void score_tile(const Heads& heads, const DirectTile<T>& tile, Asked<T>& asked) {
   for (std::int64_t begin = 0; begin < tile.count; begin += tile.read_run) {
@@ -254,7 +254,7 @@ HWY_NOINLINE void score_tile(const Heads& heads, const DirectTile<T>& tile, Aske
   }
 }
 
-/// Weights and weighted values of one head.
+/// Turns the scores of one head into weights, and adds its weighted values.
 template <class T, Ahead kAhead>
 HWY_NOINLINE void add_tile(const State& s, const DirectTile<T>& tile, Asked<T>& asked) {
   float* scores = tile.is_permuted ? s.scores : s.read_scores;
@@ -278,7 +278,7 @@ HWY_NOINLINE void add_tile(const State& s, const DirectTile<T>& tile, Asked<T>& 
   }
 }
 
-/// The same rows of several heads against the keys of `range`.
+/// Attends with the same rows of several heads to the keys of `range`.
 template <class T, Ahead kAhead>
 HWY_NOINLINE void direct(const Heads& heads, std::int64_t first_row, std::int64_t num_rows,
                          TokenRange range) {
@@ -292,8 +292,7 @@ HWY_NOINLINE void direct(const Heads& heads, std::int64_t first_row, std::int64_
   // 4 streams beat 8 by 3 % with 8 rows, 8 beat 4 by 2 % with one (interleaved, Xeon).
   tile.streams = num_rows > 1 ? 4 : 8;
   tile.read_run = variant.is_interleaved ? kDirectTile : kReadRun;
-  // One block reads every V row once: nothing of it need stay in L1, and the sums leave registers once a
-  // tile.
+  // With one block every V row is read once: none need stay in L1, and the sums leave registers once a tile.
   tile.value_tile = num_rows <= kMaxRows ? kDirectTile : kValueTile;
   const std::int64_t read_streams = variant.is_interleaved ? tile.streams : 1;
   const void** read = heads.first.key_rows;
@@ -316,7 +315,7 @@ HWY_NOINLINE void direct(const Heads& heads, std::int64_t first_row, std::int64_
       find_interleaved_keys(task, begin, tile.count, tile.streams, place);
       tile.place = reinterpret_cast<const T* const*>(place);
     }
-    // Past the last tile the next key is one of this tile: asking for it again is harmless.
+    // After the last tile the next keys are those of this tile: prefetching them again is harmless.
     const auto* next_rows = reinterpret_cast<const T* const*>(next_count > 0 ? next_read : read);
     const std::int64_t next_rows_count = std::max<std::int64_t>(next_count, 1);
     if constexpr (kAhead == Ahead::across) {

@@ -19,17 +19,17 @@ namespace helix::cpu::HWY_NAMESPACE {
 namespace {
 
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
-/// Eight floats in either half: of a load alone (hn::Combine costs an insertion).
+/// Eight floats in both halves of a vector, by a load alone (hn::Combine costs an insertion).
 HWY_INLINE Vec load_twice(const float* from) {
   Vec twice{_mm512_broadcast_f32x8(_mm256_loadu_ps(from))};
   pin(twice);
   return twice;
 }
 
-/// dot_block() of bf16 keys with kMaxRows queries, two keys to an accumulator, one in either half: that
-/// halves the sums across vectors, a quarter of the operations, for an insertion each time keys are loaded.
-/// Attention is 1.5 % faster where it reads memory, 6 % where it reads L2. `count` is in effect rounded up
-/// to 4.
+/// dot_block() for bf16 keys and kMaxRows queries, with two keys in an accumulator, one in each half. That
+/// halves the sums across vectors, which are a quarter of the operations, and costs an insertion each time
+/// keys are loaded. Attention is 1.5 % faster where it reads memory, 6 % where it reads L2. `count` is in
+/// effect rounded up to 4.
 template <class Rows>
 HWY_INLINE void dot_key_pairs(Rows& shared_rows, std::int64_t count, const float* x, std::int64_t length,
                               float* dots) {
@@ -88,9 +88,9 @@ HWY_INLINE __m256 fold_block_256(const __m256* v) {
   return _mm256_add_ps(_mm256_shuffle_ps(xy, zw, 0x88), _mm256_shuffle_ps(xy, zw, 0xdd));
 }
 
-/// dot_key_pairs() in vectors of 256 bits, the same additions in the same order. Where those of 512 bits are
-/// executed by halves (Zen 4), widening and sums no longer wait for whole products: 69 cycles a key in place
-/// of 78, of which the products take 64. `count` is in effect rounded up to 2.
+/// dot_key_pairs() in vectors of 256 bits, with the same additions in the same order. On CPUs that execute
+/// vectors of 512 bits in halves (Zen 4), widening and sums then no longer wait for whole products: 69 cycles
+/// a key instead of 78, of which the products take 64. `count` is in effect rounded up to 2.
 template <class Rows>
 HWY_INLINE void dot_keys_256(Rows& shared_rows, std::int64_t count, const float* x, std::int64_t length,
                              float* dots) {

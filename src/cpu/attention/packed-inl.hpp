@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention of many rows in f32 vectors: a tile's keys and values are widened once, a panel at a time, K
-// transposed, and both products run as register-blocked matrix products out of L1. (Dot products of widened
-// rows, without the transpose, took 8 times the traffic from L2 and reached 60 % of the peak in place of 75.)
-// Compiled once a Highway target, hence the toggled guard.
+// Attention of many query rows in f32 vectors. A tile's keys and values are widened once, a panel at a time,
+// and K is transposed; both products run as register-blocked matrix products out of L1. (Dot products of
+// widened rows, without the transpose, took 8 times the traffic from L2 and reached 60 % of the peak instead
+// of 75 %.) Compiled once a Highway target, hence the toggled guard.
 #if defined(HELIX_SRC_CPU_ATTENTION_PACKED_INL_HPP_) == defined(HWY_TARGET_TOGGLE)
 #ifdef HELIX_SRC_CPU_ATTENTION_PACKED_INL_HPP_
 #undef HELIX_SRC_CPU_ATTENTION_PACKED_INL_HPP_
@@ -25,7 +25,7 @@ HWY_BEFORE_NAMESPACE();
 namespace helix::cpu::HWY_NAMESPACE {
 namespace {
 
-/// Columns [depth, + part) of kPair key rows, transposed: [part][kPair].
+/// Widens columns [depth, + part) of kPair key rows into s.keys, transposed: [part][kPair].
 template <class T>
 HWY_NOINLINE void widen_keys(const State& s, std::int64_t key, std::int64_t depth, std::int64_t part) {
   const auto* rows = reinterpret_cast<const T* const*>(s.key_rows) + key;
@@ -36,7 +36,7 @@ HWY_NOINLINE void widen_keys(const State& s, std::int64_t key, std::int64_t dept
   }
 }
 
-/// Columns [column, + kPair) of `count` value rows: [key][kPair].
+/// Widens columns [column, + kPair) of `count` value rows into s.values: [key][kPair].
 template <class T>
 HWY_NOINLINE void widen_values(const State& s, std::int64_t count, std::int64_t column) {
   const std::int64_t rest = s.task.value_dim - column;
@@ -49,7 +49,8 @@ HWY_NOINLINE void widen_values(const State& s, std::int64_t count, std::int64_t 
   }
 }
 
-/// Asks for rows [begin, end) of the next tile: the products take so long that no hardware prefetch would.
+/// Prefetches rows [begin, end) of the next tile into L2: the products take so long that no hardware
+/// prefetcher would.
 HWY_NOINLINE void prefetch_rows(const State& s, std::int64_t begin, std::int64_t end) {
   if (s.task.is_split_latent()) return;  // joined rows are in the cache
   const bool has_values = !s.task.is_latent();
@@ -63,7 +64,7 @@ HWY_NOINLINE void prefetch_rows(const State& s, std::int64_t begin, std::int64_t
   }
 }
 
-/// A panel that asks for the next block of queries, which lies in L2: [d][kMaxRows].
+/// A panel that prefetches the next block of queries, which lies in L2: [d][kMaxRows].
 struct AheadPanel {
   const float* first;
   const float* next;
@@ -74,7 +75,7 @@ struct AheadPanel {
   }
 };
 
-/// Asks for columns [depth, + kDepth) of key rows [begin, end) in L1.
+/// Prefetches columns [depth, + kDepth) of key rows [begin, end) into L1.
 HWY_NOINLINE void prefetch_keys(const State& s, std::int64_t begin, std::int64_t end, std::int64_t depth) {
   const std::int64_t element = s.row_bytes / s.task.head_dim;
   const std::int64_t last = std::min(s.row_bytes, (depth + kDepth) * element);
@@ -84,7 +85,7 @@ HWY_NOINLINE void prefetch_keys(const State& s, std::int64_t begin, std::int64_t
   }
 }
 
-/// Up to kPackedRows rows against the keys of `range`. q is [block][d][kMaxRows], scores are
+/// Attends with up to kPackedRows rows to the keys of `range`. q is [block][d][kMaxRows], scores are
 /// [row][kPackedTile].
 template <class T>
 HWY_NOINLINE void packed(State s, std::int64_t first_row, std::int64_t num_rows, TokenRange range) {
@@ -96,14 +97,14 @@ HWY_NOINLINE void packed(State s, std::int64_t first_row, std::int64_t num_rows,
   for (std::int64_t begin = range.begin; begin < range.end; begin += kPackedTile) {
     const std::int64_t count = std::min(kPackedTile, range.end - begin);
     const std::int64_t next_count = std::min(kPackedTile, range.end - begin - count);
-    // Joined rows lie in one place: there the next ones wait until this tile is done.
+    // Joined rows have one buffer only, so the next ones wait until this tile is done.
     if (next_count > 0 && !s.task.is_split_latent()) find_rows(next, begin + count, next_count);
     for (std::int64_t key = 0; key < count; key += kPair) {
       for (std::int64_t depth = 0; depth < s.d; depth += kDepth) {
         const std::int64_t part = std::min(kDepth, s.d - depth);
         widen_keys<T>(s, key, depth, part);
         for (std::int64_t row = 0; row < padded_rows; row += kMaxRows) {
-          // What the next panel is made of (MLA: 0.7 %).
+          // Prefetches the keys of the next panel (MLA: 0.7 %).
           const bool is_last = depth + kDepth >= s.d;
           const std::int64_t next_key = is_last ? key + kPair : key;
           if (next_key < count) {
@@ -132,7 +133,8 @@ HWY_NOINLINE void packed(State s, std::int64_t first_row, std::int64_t num_rows,
       widen_values<T>(s, count, column);
       Panel values{s.values};
       for (std::int64_t row = 0; row < num_rows; row += kMaxRows, ++step) {
-        // A few at a time: with the rows of a whole column at once their loads held up those of the product.
+        // A few rows at a time: prefetching the rows of a whole column at once held up the loads of the
+        // product.
         prefetch_rows(next, step * next_count / steps, (step + 1) * next_count / steps);
         const int valid = static_cast<int>(std::min<std::int64_t>(kMaxRows, num_rows - row));
         product<kMaxRows, 1, 1, static_cast<int>(kPackedTile), Sums::shrink>(
@@ -146,7 +148,8 @@ HWY_NOINLINE void packed(State s, std::int64_t first_row, std::int64_t num_rows,
   }
 }
 
-/// Query rows [first_row, + num_rows) as blocks [d][kMaxRows], zero rows to the end of the last one.
+/// Packs query rows [first_row, + num_rows) into blocks [d][kMaxRows], with zero rows to the end of the last
+/// one.
 template <class T>
 HWY_NOINLINE void pack_columns(const State& s, std::int64_t first_row, std::int64_t num_rows) {
   const AttentionTask& task = s.task;
@@ -154,7 +157,7 @@ HWY_NOINLINE void pack_columns(const State& s, std::int64_t first_row, std::int6
   for (std::int64_t row = 0; row < num_rows; ++row) {
     const std::int64_t t = (first_row + row) / task.group;
     const std::int64_t g = (first_row + row) % task.group;
-    // The tile's place is free until the keys come.
+    // s.keys is free until keys are widened into it.
     load_pair_order<T>(task.q + t * task.q_token_stride + g * task.q_head_stride, task.head_dim,
                        task.key_scale * kLog2E * kDecodeFactor<T>, s.keys, kPair);
     float* to = s.q + row / kMaxRows * kMaxRows * s.d + row % kMaxRows;

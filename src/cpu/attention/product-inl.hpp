@@ -27,13 +27,13 @@ struct Panel {
   HWY_INLINE void prefetch(std::int64_t, int, std::int64_t) const {}
 };
 
-/// What a product does to the sums that it finds: go_on adds to them product by product, as if all keys were
-/// one product's.
+/// What a product does with the sums that it finds: replaces them, adds its own, rescales them and adds its
+/// own (shrink), or continues them product by product, as if one product had all keys (go_on).
 enum class Sums { replace, add, shrink, go_on };
 
-/// acc[r] = acc[r] * correction[r] + sum over i of weights[i * kNext + r * kRow] * rows[i], C pairs of
-/// columns wide (Sums::shrink; the others leave the correction out). The sum of a tile starts at zero,
-/// so that rounding grows with the tiles and not with the keys.
+/// acc[r] = acc[r] * correction[r] + sum over i of weights[i * kNext + r * kRow] * rows[i], for C pairs of
+/// columns. That is Sums::shrink; the others do without the correction. The sum of a tile starts at zero, so
+/// that rounding errors grow with the tiles and not with the keys.
 template <int R, int C, int kNext, int kRow, Sums kSums, class Rows>
 HWY_INLINE void product(Rows& shared_rows, std::int64_t count, const float* weights, int valid,
                         const float* correction, float* acc, std::int64_t acc_stride, std::int64_t column) {
@@ -59,7 +59,7 @@ HWY_INLINE void product(Rows& shared_rows, std::int64_t count, const float* weig
     Pair x[C];
     HELIX_UNROLL for (int c = 0; c < C; ++c) {
       x[c] = load_pair(rows[i] + column + c * kPair);
-      // Where these columns are part of a line, not each key of each pass over them asks.
+      // If these columns are only part of a cache line, not every key prefetches in every pass over them.
       if (c * kPair % kAsked<T> != 0) continue;
       if (C * kPair >= kAsked<T> || rows.asks_here(i, column)) rows.prefetch(i, 1, column + c * kPair);
     }

@@ -21,15 +21,18 @@ inline constexpr std::int64_t kPackedTile = 64;
 inline constexpr std::int64_t kPackedRows = 128;  ///< rows that share a widened tile
 inline constexpr std::int64_t kDepth = 128;       ///< part of the head dimension whose keys stay in L1
 inline constexpr std::int64_t kValueTile = 64;    ///< keys whose V rows stay in L1 while blocks walk them
-inline constexpr std::int64_t kShortPass = 16;    ///< the same for groups of columns
-inline constexpr std::int64_t kRowSlack = 8;      ///< rows that a block may compute past the last one
-inline constexpr std::int64_t kAmxTile = 128;     ///< keys of a tile on AMX
-inline constexpr std::int64_t kJoinedRows = 64;   ///< f32 rows of a split latent that are joined at once
+/// keys whose V rows stay in L1 while groups of columns walk them
+inline constexpr std::int64_t kShortPass = 16;
+inline constexpr std::int64_t kRowSlack = 8;     ///< rows that a block may compute past the last one
+inline constexpr std::int64_t kAmxTile = 128;    ///< keys of a tile on AMX
+inline constexpr std::int64_t kJoinedRows = 64;  ///< f32 rows of a split latent that are joined at once
 static_assert(kJoinedRows >= kPackedTile &&
                   kJoinedRows * sizeof(float) >= static_cast<std::size_t>(kAmxTile) * sizeof(bf16),
               "a tile of a split latent must fit");
-inline constexpr std::int64_t kPairSlack = 32;  ///< the widest pair; rows are padded to a multiple
-inline constexpr std::int64_t kSumFloats = kDepth * kPairSlack;  ///< of `keys`, for sums of short passes
+/// elements of the widest pair; rows are padded to a multiple
+inline constexpr std::int64_t kPairSlack = 32;
+/// floats of `keys` that hold the sums of short passes
+inline constexpr std::int64_t kSumFloats = kDepth * kPairSlack;
 
 /// Where each array of the AMX path lies in its scratch, in bytes.
 struct AmxLayout {

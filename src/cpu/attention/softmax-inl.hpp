@@ -31,8 +31,8 @@ HWY_NOINLINE void cap_scores(float* scores, std::int64_t padded, float soft_cap)
   }
 }
 
-/// 2^x for x <= 0 within 8e-8 of the value; 0 below the normal range. A NaN stays one, or a query of NaN
-/// would pass for one that sees nothing. Half the operations of hn::Exp.
+/// 2^x for x <= 0 within 8e-8 of the value; 0 below the normal range. NaN stays NaN, or a query of NaN would
+/// pass for one that sees nothing. Half the operations of hn::Exp.
 HWY_INLINE Vec exp2_of(Vec x) {
   // Adding 1.5 * 2^23 rounds to the nearest integer; with the bias on top, the lowest bits are the exponent.
   const Vec shift = hn::Set(kF32, 0x1.8p23f + 127.0f);
@@ -51,9 +51,9 @@ HWY_INLINE Vec exp2_of(Vec x) {
   return hn::IfThenZeroElse(hn::Lt(x, hn::Set(kF32, -126.0f)), hn::Mul(p, power));
 }
 
-/// The highest score by lane.
+/// The highest score in each lane.
 HWY_INLINE Vec highest_scores(const float* scores, std::int64_t padded) {
-  Vec top[4];  // a single one would wait for itself
+  Vec top[4];  // updates of a single maximum would wait for each other
   for (Vec& t : top) t = hn::Set(kF32, -kInfinity);
   std::int64_t i = 0;
   for (; i + 4 * kLanes <= padded; i += 4 * kLanes) {
@@ -65,7 +65,7 @@ HWY_INLINE Vec highest_scores(const float* scores, std::int64_t padded) {
   return hn::Max(hn::Max(top[0], top[1]), hn::Max(top[2], top[3]));
 }
 
-/// weight = 2^(score - pivot), in place, and the weights' sum by lane.
+/// weight = 2^(score - pivot), in place. Returns the sum of the weights in each lane.
 HWY_INLINE Vec weigh_scores(float* scores, std::int64_t padded, Vec pivot) {
   Vec total = hn::Zero(kF32);
   for (std::int64_t i = 0; i < padded; i += kLanes) {
@@ -76,7 +76,7 @@ HWY_INLINE Vec weigh_scores(float* scores, std::int64_t padded, Vec pivot) {
   return total;
 }
 
-/// Scores of R rows a key from the order in which a whole tile was read to that of sums.
+/// Copies scores, R rows a key, from the order in which a whole tile was read to the order of the sums.
 template <int R>
 HWY_NOINLINE void interleave_scores(const float* from, std::int64_t streams, float* to) {
   const std::int64_t run = kDirectTile / streams;
@@ -88,8 +88,8 @@ HWY_NOINLINE void interleave_scores(const float* from, std::int64_t streams, flo
   }
 }
 
-/// Scores of a block, [key][R], to weights; the rows' running max and sum, and their corrections: what
-/// earlier sums shrink by.
+/// Turns a block's scores, [key][R], into weights. Updates the rows' running max and sum, and sets their
+/// corrections: the rescale factors of earlier sums.
 template <int R>
 HWY_NOINLINE void softmax_block(const State& s, const Block& block, std::int64_t count) {
   constexpr int K = kLanes / R;
@@ -120,7 +120,8 @@ HWY_NOINLINE void softmax_block(const State& s, const Block& block, std::int64_t
   }
 }
 
-/// Scores of one row, [kPackedTile], to weights; the row's running max and sum, and its correction.
+/// Turns one row's scores, [kPackedTile], into weights. Updates the row's running max and sum, and sets its
+/// correction.
 HWY_NOINLINE void softmax_row(const State& s, std::int64_t row, std::int64_t count, float* scores) {
   const std::int64_t padded = round_up(count, kLanes);
   if (s.task.soft_cap > 0.0f) cap_scores(scores, padded, s.task.soft_cap * kLog2E);

@@ -30,8 +30,8 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2E = std::numbers::log2e_v<float>;
 constexpr float kLn2 = std::numbers::ln2_v<float>;
-/// Rows of the widest block: with half as many keys as lanes a widened key serves enough rows, and a value
-/// pass has kLanes accumulators in two vectors a row.
+/// Rows of the widest block: with half as many rows as lanes a widened key serves enough rows, and a value
+/// pass has kLanes accumulators, two vectors a row.
 constexpr int kMaxRows = kLanes / 2;
 
 /// Rows of the block that starts where `rest` rows are left.
@@ -66,7 +66,7 @@ struct State {
   const void** value_rows;
   const void** next_key_rows;
   const void** next_value_rows;
-  std::byte* joined;       ///< Rows of a split latent.
+  std::byte* joined;       ///< Joined rows of a split latent.
   std::int64_t row_bytes;  ///< bytes of a key row's head_dim elements
   std::byte* amx;
 };
@@ -76,8 +76,8 @@ struct Heads {
   const State& first;
   const AttentionTask* tasks;
   int count;
-  std::int64_t rows = 0;        ///< of each head
-  std::int64_t block_rows = 0;  ///< ... in whole blocks
+  std::int64_t rows = 0;        ///< query rows of each head
+  std::int64_t block_rows = 0;  ///< query rows of each head, rounded up to whole blocks
   HWY_INLINE State operator[](std::int64_t head) const {
     const std::int64_t row = head * rows;
     const std::int64_t block_row = head * block_rows;
@@ -103,8 +103,8 @@ struct Heads {
   }
 };
 
-/// Copies the parts of `count` latent rows, whose latent columns `rows` points at, into s.joined, and points
-/// `rows` there; rows of DType::fp8_ds_mla as values.
+/// Joins the latent and rope parts of `count` rows in s.joined, and points `rows` there. Before, `rows`
+/// points at the latent parts. Rows of DType::fp8_ds_mla are widened to f32.
 HWY_NOINLINE void join_rows(const State& s, std::int64_t begin, std::int64_t count, const void** rows) {
   const AttentionTask& task = s.task;
   const std::int64_t element = s.row_bytes / task.head_dim;
@@ -125,8 +125,8 @@ HWY_NOINLINE void join_rows(const State& s, std::int64_t begin, std::int64_t cou
   }
 }
 
-/// Looks the rows of tokens [begin, begin + count) up; the last one repeats up to a whole block. Rows of a
-/// split latent are joined, and stay so until the next call.
+/// Looks up the rows of tokens [begin, begin + count), and repeats the last one up to a whole block. Rows of
+/// a split latent are joined, and valid until the next call.
 HWY_NOINLINE void find_rows(const State& s, std::int64_t begin, std::int64_t count) {
   const AttentionTask& task = s.task;
   const void** key_rows = s.key_rows;
@@ -152,9 +152,10 @@ HWY_NOINLINE void find_rows(const State& s, std::int64_t begin, std::int64_t cou
   std::fill_n(value_rows + count, kPair, value_rows[count - 1]);
 }
 
-/// The key rows of tokens [begin, begin + count), a whole tile in `streams` interleaved runs: the order of
-/// keys is free, and one run after the other drew 60 % of the bandwidth that a core reaches, because hardware
-/// prefetchers look only so far ahead in each. The last row repeats up to a whole block.
+/// Looks up the key rows of tokens [begin, begin + count), and repeats the last one up to a whole block. A
+/// whole tile is ordered as `streams` interleaved runs. The order of keys is free, and reading one run after
+/// the other drew 60 % of the bandwidth that a core reaches, because hardware prefetchers look only so far
+/// ahead in each.
 HWY_NOINLINE void find_interleaved_keys(const AttentionTask& task, std::int64_t begin, std::int64_t count,
                                         std::int64_t streams, const void** key_rows) {
   if (count < kDirectTile) streams = 1;

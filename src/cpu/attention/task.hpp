@@ -23,31 +23,33 @@ struct StoredRows {
   }
 };
 
-/// What is asked for while rows are read.
+/// Which rows are prefetched while others are read.
 enum class Ahead {
   none,
   across,    ///< Values while keys are multiplied, the next tile's keys while values are.
-  straight,  ///< The rows in the order in which they are read, one head's tile further on.
-  along      ///< The same, some KiB further on.
+  straight,  ///< Rows in the order in which they are read, one head's tile ahead.
+  along      ///< Rows in the order in which they are read, some KiB ahead.
 };
 
-/// In which order and how far ahead the kernel of few rows reads memory. No bit of a result depends on it.
+/// The order in which the kernel for few rows reads memory, and how far ahead. No bit of a result depends on
+/// it.
 struct AttentionVariant {
   /// KV heads that a task takes at once, at most: a tile's keys of all of them, then their values.
   int heads = 1;
-  /// Keys in several runs of the tile in turn, as sums take them; otherwise as they lie, a page of one head
-  /// and then that page of the next.
+  /// Whether keys are read from several runs of the tile in turn, the order of the sums. Otherwise they are
+  /// read as they lie: a page of one head and then that page of the next.
   bool is_interleaved = true;
   Ahead ahead = Ahead::across;
-  /// A block whose sums do not fit registers reads a tile's values once a group of columns: all of the tile,
-  /// or a few at a time, which later groups find in L1.
+  /// Whether a block whose sums do not fit in registers reads a few of a tile's values at a time through all
+  /// groups of columns, so that later groups find them in L1. Otherwise each group reads the whole tile's
+  /// values.
   bool has_short_passes = false;
-  /// Scores of 8 rows of bf16 in vectors of 256 bits where there are wider ones.
+  /// Whether scores of 8 rows with bf16 keys use vectors of 256 bits where there are wider ones.
   bool is_narrow = false;
 };
 
 inline constexpr int kMaxTaskHeads = 8;
-inline constexpr std::int64_t kTaskRows = 64;  ///< Rows of several heads that a task takes, in whole blocks.
+inline constexpr std::int64_t kTaskRows = 64;  ///< Most rows of a task of several heads, in whole blocks.
 
 /// What one thread computes in one go. Row t * group + g is query head g of the KV head's group, at query
 /// token t.
@@ -57,13 +59,14 @@ struct AttentionTask {
   std::int64_t q_head_stride = 0;
   std::int64_t num_tokens = 0;
   std::int64_t group = 0;  ///< Query heads that share the KV head.
-  const TokenRange* visible =
-      nullptr;  ///< [num_tokens], local positions that each token reads; may be empty.
+  /// [num_tokens], local positions that each token reads; may be empty.
+  const TokenRange* visible = nullptr;
 
-  StoredRows keys;  ///< Key rows, head_dim wide; where the parts of a latent lie apart, the first value_dim.
+  StoredRows keys;  ///< Key rows, head_dim wide; if a latent's parts lie apart, its first value_dim columns.
   StoredRows values;  ///< Value rows; latent: equal to keys.
-  StoredRows rope;    ///< Columns [value_dim, head_dim) of a latent whose parts lie apart, or have
-                      ///< types of their own; else first is null.
+  /// Columns [value_dim, head_dim) of a latent whose parts lie apart or have different types; else first is
+  /// null.
+  StoredRows rope;
   DType dtype = DType::f32;
   std::int64_t page_tokens = 0;
   const std::int32_t* page_table = nullptr;  ///< This sequence's page ids.
@@ -85,7 +88,7 @@ struct AttentionTask {
 
   bool is_split_latent() const { return rope.first != nullptr; }
   bool is_latent() const { return values.first == keys.first; }
-  /// Whether a token's value row lies the same distance behind its key row for every token.
+  /// Whether every token's value row lies at the same distance from its key row.
   bool has_constant_distance() const {
     return !is_split_latent() && keys.page_bytes == values.page_bytes &&
            keys.token_bytes == values.token_bytes;
@@ -96,11 +99,11 @@ struct AttentionTask {
 std::int64_t attention_scratch_floats(std::int64_t rows, std::int64_t head_dim, std::int64_t value_dim);
 
 /// out = softmax(key_scale * q k) v * value_scale over each token's visible range, lse natural; (0, -inf) if
-/// it is empty. Reads no K or V row and no page table entry outside a visible range, and lets a row that only
-/// some tokens see touch those alone. `scratch` is aligned to 64 bytes. Allocates nothing.
+/// it is empty. Reads no K or V row and no page table entry outside a visible range, and a row that only some
+/// tokens see affects only those. `scratch` is aligned to 64 bytes. Allocates nothing.
 ///
-/// Takes `num_tasks` KV heads of the same tokens at once, up to kMaxTaskHeads, of one query token if there
-/// are several; together they have at most kTaskRows rows.
+/// Takes `num_tasks` KV heads of the same tokens at once, up to kMaxTaskHeads. Several heads have one query
+/// token, and together at most kTaskRows rows.
 void attend(const AttentionTask* tasks, int num_tasks, float* scratch);
 
 }  // namespace helix::cpu
